@@ -1,0 +1,145 @@
+"""Is a found plan really faster than data parallelism, and are predictions right? Measured over a slow network.
+
+    python -m benchmarks.hybrid_vs_ddp [--quick] [--json] [--models alexnet,mlp] [--budget 60s] [--profile-dir DIR]
+
+Hosts are network namespaces of this machine (``netns``): 1 Gbit/s each, one thread, pinned to two cores in turn, so
+that four hosts share them two by two. For each model the machine is profiled, a plan is searched, and then
+
+1. speed: PyTorch's DistributedDataParallel, the plan and a single process take turns in one run on four hosts, and
+   their losses are compared. (ResNet-50: DDP normalises by the statistics of each rank's samples, which is another
+   function; its losses differ, those of plan and single process must not.)
+2. accuracy: the plan, baselines and random strategies are run on two hosts with a core each and on four with two to a
+   core: predicted beside measured iteration time, whether their order is kept, and where the error sits.
+
+Needs root and iproute2, and half an hour for each large model (``--quick``: 5 minutes for AlexNet and the MLP).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from benchmarks.accuracy import accuracy
+from benchmarks.emulated import BATCH, FULL, QUICK, Machine, Plans
+from benchmarks.harness import Row, median, parser, report, say, spread
+from benchmarks.netns import unavailable
+from benchmarks.worker import DDP, SINGLE, Job
+from flexsearch.api import parse_budget
+from flexsearch.errors import FlexsearchError
+
+HOSTS = 4
+PAIR = 2
+LOCAL_STATISTICS = frozenset({"resnet50"})
+"""Models in which DDP computes another function: it normalises each rank's samples on their own."""
+TITLES = {
+    "speed": "Speed on 4 hosts, 1 Gbit/s, two to a core (loss difference: from single process, largest of all steps)",
+    "accuracy": "Predicted and measured iteration time",
+    "summary": "Accuracy (unshared: as if every host had a processor of its own)",
+    "causes": "Where predictions err: predicted less measured, percent of the step, mean over the strategies",
+}
+
+
+def speed(plans: Plans) -> list[Row]:
+    """DDP, the found plan and a single process, in turn; one row each."""
+    effort, found = plans.machine.effort, plans.found
+    same = {DDP: plans.baselines["data-parallel"], "plan": found, SINGLE: plans.baselines["single"]}
+    predicted = {name: plans.predict(strategy)[1].makespan_s for name, strategy in same.items()}
+    say(f"measuring {plans.model}: DDP, plan, single process")
+    total = sum(predicted.values())
+    rounds = int(min(effort.rounds, max(2, 3 * effort.variant_s // (effort.steps * total))))
+    job = Job(
+        plans.model, plans.batch, {DDP: DDP, **plans.save({"plan": found}), SINGLE: SINGLE}, rounds=rounds,
+        steps=effort.steps, warmup=2, together=True, timeline=False,
+        timeout_s=180.0 + 8 * total * (2 + rounds * effort.steps),
+    )  # fmt: skip
+    measured = plans.machine.measure(job, plans.hosts)
+    ddp_s = median(measured[DDP].turns_s)
+    reference = measured[SINGLE].losses
+    rows: list[Row] = []
+    for name, row in measured.items():
+        comparable = name != DDP or plans.model not in LOCAL_STATISTICS
+        differences = [abs(a - b) for a, b in zip(row.losses, reference, strict=True)]
+        rows.append(
+            {
+                "table": "speed",
+                "model": plans.model,
+                "variant": name,
+                "iteration_s": median(row.turns_s),
+                "spread_s": spread(row.turns_s),
+                "ratio_vs_ddp": ddp_s / median(row.turns_s),
+                "predicted_iteration_s": predicted[name],
+                "loss_difference": max(differences) if comparable else None,
+                "loss_difference_first_5_steps": max(differences[:5]) if comparable else None,
+                "last_loss": row.losses[-1],
+                "sent_bytes_per_rank": max(row.sent_bytes),
+            }
+        )
+    return rows
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the benchmark; 0 if every part of it came to its end."""
+    made = parser(__doc__)
+    made.add_argument("--models", help=f"comma-separated, of {', '.join(BATCH)}")
+    made.add_argument("--budget", help='of each search: "60s"')
+    made.add_argument("--profile-s", type=float, help="seconds to measure the operators of each model, at most")
+    made.add_argument("--rounds", type=int, help="turns of each variant")
+    made.add_argument("--profile-dir", type=Path, help="keep measured profile and topologies here, and reuse them")
+    made.add_argument("--only", choices=("speed", "accuracy"), help="leave the other table out")
+    options = made.parse_args(arguments)
+    if (reason := unavailable()) is not None:
+        say(f"this benchmark needs network namespaces: {reason}")
+        return 2
+    models = (options.models or ("alexnet,mlp" if options.quick else ",".join(BATCH))).split(",")
+    if unknown := sorted(set(models) - set(BATCH)):
+        made.error(f"unknown models: {', '.join(unknown)}; there are {', '.join(BATCH)}")
+    effort = QUICK if options.quick else FULL
+    if options.budget:
+        parse_budget(options.budget)
+        effort = dataclasses.replace(effort, budget=options.budget)
+    if options.profile_s:
+        effort = dataclasses.replace(effort, profile_s=options.profile_s)
+    if options.rounds:
+        effort = dataclasses.replace(effort, rounds=options.rounds)
+    with tempfile.TemporaryDirectory() as scratch:
+        rows, failed = run(models, Machine(options.profile_dir or Path(scratch), Path(scratch), effort), options.only)
+    if options.json:
+        report(rows, "", True)
+    for table, title in TITLES.items():
+        if not options.json and (of_table := [_without(row) for row in rows if row["table"] == table]):
+            report(of_table, title, False)
+    return int(failed)
+
+
+def run(models: Sequence[str], machine: Machine, only: str | None) -> tuple[list[Row], bool]:
+    """Rows of all tables, and whether any part failed: the others go on without it."""
+    rows: list[Row] = []
+    failed = False
+    for model in models:
+        parts: list[tuple[str, int, Callable[[Plans], list[Row]]]] = [
+            ("speed", HOSTS, speed), ("accuracy", PAIR, accuracy), ("accuracy", HOSTS, accuracy),
+        ]  # fmt: skip
+        made: dict[int, Plans] = {}
+        for name, hosts, part in parts:
+            if only in (None, name):
+                began = time.monotonic()
+                try:
+                    made[hosts] = made.get(hosts) or Plans(machine, model, hosts)
+                    rows += part(made[hosts])
+                except FlexsearchError as error:
+                    say(f"{name} of {model} on {hosts} hosts failed: {error}")
+                    failed = True
+                say(f"{name} of {model} on {hosts} hosts took {time.monotonic() - began:.0f} s")
+    return rows, failed
+
+
+def _without(row: Row) -> Row:
+    return {name: value for name, value in row.items() if name != "table"}
+
+
+if __name__ == "__main__":
+    sys.exit(main())

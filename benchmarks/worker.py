@@ -1,0 +1,217 @@
+"""What each host of ``hybrid_vs_ddp`` runs: ``python -m benchmarks.worker JOB.json``, with torchrun's environment.
+
+A job names a model of the zoo and variants of its training step; they are measured, and rank 0 prints the result as
+JSON on the last line of its standard output.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import gc
+import json
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from benchmarks.harness import alternate
+from flexsearch import zoo
+from flexsearch.runtime.parallel import Parallel, parallelize
+from flexsearch.runtime.timeline import Timeline, record
+from flexsearch.strategy import Strategy
+
+LEARNING_RATE = 0.01
+MOMENTUM = 0.9
+DDP, SINGLE = "ddp", "single process"
+"""Variants that are not plans: PyTorch's DistributedDataParallel, and plain PyTorch on rank 0 alone."""
+
+
+@dataclass(frozen=True)
+class Job:
+    """``variants``: DDP, SINGLE, or strategy files, by name. Each gets ``warmup`` steps, then ``rounds`` turns of
+    ``steps`` steps. ``together``: all variants are alive at once and take turns; else one after another, which needs
+    less memory. ``timeline``: measure one more step of each plan task by task."""
+
+    model: str
+    batch: int
+    variants: dict[str, str]
+    rounds: int
+    steps: int
+    warmup: int
+    together: bool
+    timeline: bool
+    timeout_s: float
+
+    def save(self, path: Path) -> None:
+        """Write the job for the workers."""
+        path.write_text(json.dumps(dataclasses.asdict(self)), encoding="utf-8")
+
+
+@dataclass(frozen=True)
+class Measured:
+    """Of one variant. ``turns_s``: seconds of a step, mean over each turn's steps, on the slowest rank. ``losses``: of
+    the whole batch, step by step, warm-up included. ``sent_bytes``: by rank and step. ``timeline``: of a step that was
+    run operator by operator, if it was asked for."""
+
+    turns_s: list[float]
+    losses: list[float]
+    sent_bytes: list[int]
+    timeline: Timeline | None
+
+    @classmethod
+    def from_json(cls, row: dict[str, Any]) -> Measured:
+        """From what a worker printed."""
+        told = row.pop("timeline")
+        if told is None:
+            return cls(**row, timeline=None)
+        spans = {int(task): (start, end) for task, (start, end) in told["spans"].items()}
+        return cls(**row, timeline=Timeline(spans, frozenset(told["hidden"]), told["iteration_s"]))
+
+
+@dataclass
+class Variant:
+    """A training step under measurement. ``step``: returns the loss, or None on ranks without one; ``shares``: ranks
+    whose losses are to be averaged."""
+
+    step: Callable[[], Tensor | None]
+    shares: int = 1
+    parallel: Parallel | None = None
+    losses: list[Tensor] = dataclasses.field(default_factory=list)
+    sent: int = 0
+    steps: int = 0
+
+    def turn(self, steps: int) -> float:
+        """Seconds that ``steps`` steps take on this rank, all ranks starting together; per step."""
+        dist.barrier()
+        sent, began = sent_bytes(), time.perf_counter()
+        for _ in range(steps):
+            loss = self.step()
+            if loss is not None:
+                self.losses.append(loss.detach().reshape(()))
+        taken = time.perf_counter() - began
+        dist.barrier()  # what is still under way has now left this host
+        self.sent += sent_bytes() - sent
+        self.steps += steps
+        return taken / steps
+
+
+def build(name: str, file: str, job: Job) -> Variant:
+    """A variant of the job's model with seeded weights and data, the same on every rank."""
+    if file == DDP:
+        return ddp(job)
+    return single(job) if file == SINGLE else plan(file, job)
+
+
+def optimizer(weights: Any) -> torch.optim.Optimizer:
+    """The optimizer of all variants."""
+    return torch.optim.SGD(weights, lr=LEARNING_RATE, momentum=MOMENTUM)
+
+
+def model_of(job: Job) -> zoo.ZooModel:
+    """The job's model with inputs and targets, dropout off."""
+    return getattr(zoo, job.model)(batch=job.batch)  # type: ignore[no-any-return]
+
+
+def ddp(job: Job) -> Variant:
+    """DistributedDataParallel with its defaults, each rank with its equal share of the batch."""
+    made, ranks, rank = model_of(job), dist.get_world_size(), dist.get_rank()
+    if job.batch % ranks:
+        raise ValueError(f"DDP averages equal shares only; {job.batch} samples do not divide by {ranks} ranks")
+    share = slice(rank * job.batch // ranks, (rank + 1) * job.batch // ranks)
+    inputs, targets = tuple(x[share].clone() for x in made.inputs), made.targets[share].clone()
+    return Variant(_plain(DistributedDataParallel(made.model), inputs, targets, made.loss), shares=ranks)
+
+
+def single(job: Job) -> Variant:
+    """Plain PyTorch on rank 0; the other ranks wait in the barrier, which takes no processor time."""
+    if dist.get_rank():
+        return Variant(lambda: None)
+    made = model_of(job)
+    return Variant(_plain(made.model, made.inputs, made.targets, made.loss))
+
+
+def _plain(
+    model: nn.Module, inputs: tuple[Tensor, ...], targets: Tensor, loss_function: zoo.base.Loss
+) -> Callable[[], Tensor]:
+    stepper = optimizer(model.parameters())
+
+    def step() -> Tensor:
+        loss = loss_function(model(*inputs), targets)
+        loss.backward()  # type: ignore[no-untyped-call]
+        stepper.step()
+        stepper.zero_grad()
+        return loss
+
+    return step
+
+
+def plan(file: str, job: Job) -> Variant:
+    """The model, run as a strategy file says; every rank is given the whole batch and takes its part."""
+    made = model_of(job)
+    strategy = Strategy.load(file)
+    parallel = parallelize(made.model, strategy, loss=made.loss, optimizer=optimizer, timeout_s=job.timeout_s)
+    inputs, targets = made.inputs, made.targets
+    return Variant(lambda: parallel.step(inputs, targets), parallel=parallel)
+
+
+def sent_bytes() -> int:
+    """Bytes that this host has sent so far, over all interfaces but the loopback."""
+    rows = [line.split(":", 1) for line in Path("/proc/self/net/dev").read_text().splitlines() if ":" in line]
+    return sum(int(counts.split()[8]) for name, counts in rows if name.strip() != "lo")
+
+
+def measure(job: Job) -> dict[str, Measured]:
+    """Run the job; the same result on every rank."""
+    if job.together:
+        variants = {name: _warm(build(name, file, job), job) for name, file in job.variants.items()}
+        turns = alternate({n: lambda v=v: v.turn(job.steps) for n, v in variants.items()}, job.rounds)  # type: ignore
+        return {name: _result(variant, turns[name], job) for name, variant in variants.items()}
+    results = {}
+    for name, file in job.variants.items():
+        variant = _warm(build(name, file, job), job)
+        results[name] = _result(variant, [variant.turn(job.steps) for _ in range(job.rounds)], job)
+        del variant
+        gc.collect()
+    return results
+
+
+def _warm(variant: Variant, job: Job) -> Variant:
+    variant.turn(job.warmup)
+    variant.sent = variant.steps = 0
+    return variant
+
+
+def _result(variant: Variant, turns: list[float], job: Job) -> Measured:
+    everyone: list[Any] = [None] * dist.get_world_size()
+    mine = turns, [float(loss) for loss in variant.losses], variant.sent // max(1, variant.steps)
+    dist.all_gather_object(everyone, mine)
+    shares = variant.shares
+    return Measured(
+        turns_s=[max(ranks) for ranks in zip(*(turns for turns, _, _ in everyone), strict=True)],
+        losses=[sum(ranks) / shares for ranks in zip(*(losses for _, losses, _ in everyone[:shares]), strict=True)],
+        sent_bytes=[sent for _, _, sent in everyone],
+        timeline=record(variant.parallel, variant.step, 1) if job.timeline and variant.parallel else None,
+    )
+
+
+def main(arguments: list[str]) -> None:
+    """Join the other ranks, run the job, and print the result on rank 0."""
+    job = Job(**json.loads(Path(arguments[0]).read_text(encoding="utf-8")))
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", timeout=timedelta(seconds=job.timeout_s))
+    results, rank = measure(job), dist.get_rank()
+    dist.destroy_process_group()
+    if rank == 0:
+        print(json.dumps({name: dataclasses.asdict(row) for name, row in results.items()}, default=list))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,52 @@
+"""flexsearch finds, explains and runs the fastest way to split one PyTorch training step over a set of devices.
+
+    strategy = flexsearch.optimize(model, inputs, "ethernet-1g-4", loss=loss_fn, targets=targets)
+    parallel = flexsearch.parallelize(model, strategy, loss=loss_fn, optimizer=make_optimizer)
+    loss = parallel.step(inputs, targets)
+
+Names are imported on first use: working with saved graphs never imports torch. (``flexsearch.simulate`` is the package
+of that floor; the function is ``flexsearch.api.simulate``.)
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from flexsearch.api import compare, optimize
+    from flexsearch.cost import Profile
+    from flexsearch.cost.profiler import profile_graph
+    from flexsearch.errors import FlexsearchError
+    from flexsearch.graph import OperatorGraph
+    from flexsearch.graph.importer import import_model
+    from flexsearch.graph.operators import register
+    from flexsearch.runtime.parallel import Parallel, parallelize
+    from flexsearch.strategy import Strategy
+    from flexsearch.topology import Topology
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "FlexsearchError", "OperatorGraph", "Parallel", "Profile", "Strategy", "Topology", "__version__", "compare",
+    "import_model", "optimize", "parallelize", "profile_graph", "register",
+]  # fmt: skip
+
+_HOME = {
+    "FlexsearchError": "errors", "OperatorGraph": "graph", "Parallel": "runtime.parallel", "Profile": "cost",
+    "Strategy": "strategy", "Topology": "topology", "compare": "api", "import_model": "graph.importer",
+    "optimize": "api", "parallelize": "runtime.parallel", "profile_graph": "cost.profiler",
+    "register": "graph.operators",
+}  # fmt: skip
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from importlib import import_module
+
+    value = globals()[name] = getattr(import_module(f"{__name__}.{_HOME[name]}"), name)
+    return value
+
+
+def __dir__() -> list[str]:
+    return __all__

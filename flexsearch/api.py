@@ -1,0 +1,158 @@
+"""Floor 5: what training code and notebooks call. Nothing here imports torch until a model is handed over."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from flexsearch.cost import Costs, Profile
+from flexsearch.errors import StrategyError
+from flexsearch.graph import OperatorGraph
+from flexsearch.lower import Lowered, lower
+from flexsearch.search.optimize import Progress, SearchResult, search, whole_seconds
+from flexsearch.simulate import Simulation, over_memory
+from flexsearch.simulate import simulate as simulate_lowered
+from flexsearch.strategy import Options, Strategy
+from flexsearch.strategy.baselines import baseline, baselines
+from flexsearch.topology import Topology
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from flexsearch.report import PlanRow
+    from flexsearch.runtime.parallel import Loss
+
+
+@dataclass(frozen=True)
+class Setting:
+    """A graph on a topology with its costs: where plans are compared."""
+
+    graph: OperatorGraph
+    topology: Topology
+    costs: Costs
+
+    @classmethod
+    def of(cls, graph: OperatorGraph, topology: Topology, profile: Profile | None = None) -> Setting:
+        """Raises ProfileError if the profile fits no device of the topology."""
+        return cls(graph, topology, Costs(graph, topology, profile))
+
+    def row(self, name: str, strategy: Strategy) -> PlanRow:
+        """A strategy, lowered and simulated, as a row of a comparison."""
+        from flexsearch.report import PlanRow
+
+        lowered = self.lower(strategy)
+        return PlanRow(name, simulate_lowered(lowered), lowered)
+
+    def lower(self, strategy: Strategy) -> Lowered:
+        """The strategy's task graph. Raises StrategyError if it was made for another graph or topology."""
+        return lower(self.graph, strategy, self.topology, self.costs)
+
+    def baseline(self, name: str, options: Options | None = None) -> Strategy:
+        """A baseline by name. Raises StrategyError if there is none, or if it makes no sense here."""
+        return baseline(name, self.graph, self.topology, options, whole_seconds(self.graph, self.costs))
+
+    def baselines(self, options: Options | None = None) -> dict[str, Strategy]:
+        """Every baseline that makes sense here, by name."""
+        return baselines(self.graph, self.topology, options, whole_seconds(self.graph, self.costs))
+
+    def search(
+        self,
+        budget: str | float,
+        *,
+        seed: int = 0,
+        start: Strategy | None = None,
+        options: Options | None = None,
+        on_progress: Callable[[Progress], None] | None = None,
+    ) -> SearchResult:
+        """The search, with a budget as :func:`parse_budget` takes it."""
+        budget_s, proposals = parse_budget(budget)
+        return search(
+            self.graph, self.topology, self.costs, options, budget_s=budget_s, proposals=proposals, seed=seed,
+            start=start, on_progress=on_progress,
+        )  # fmt: skip
+
+
+def parse_budget(budget: str | float) -> tuple[float | None, int | None]:
+    """(seconds, proposals) of a budget: "30s", "2m", "1h", "500ms"; or a number of proposals, 500 or "500".
+
+    Raises StrategyError."""
+    text = str(budget).strip()
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*(ms|s|min|m|h)?", text)
+    if match is not None and float(match[1]) > 0:
+        number, unit = match[1], match[2]
+        if unit is not None:
+            return float(number) * {"ms": 1e-3, "s": 1.0, "m": 60.0, "min": 60.0, "h": 3600.0}[unit], None
+        if number.isdigit():
+            return None, int(number)
+    raise StrategyError(f'budget "{text}" is neither a time such as 30s, 2m or 1h, nor a number of proposals, as 500')
+
+
+def optimize(
+    model: nn.Module | OperatorGraph,
+    inputs: Any = None,
+    topology: Topology | str = "ethernet-1g-4",
+    *,
+    loss: Loss | None = None,
+    targets: Any = None,
+    profile: Profile | None = None,
+    budget: str | float = "30s",
+    seed: int = 0,
+    options: Options | None = None,
+) -> Strategy:
+    """The fastest strategy found for training ``model`` on ``topology`` (a Topology, a file or a preset).
+
+    ``inputs``, ``loss``, ``targets``: as for ``import_model``; the batch of ``inputs`` is the global one. A graph
+    may be given instead of a model. ``budget``: "30s", "2m", or a number of proposals, with which the same arguments
+    give the same strategy everywhere. On several ranks give a number of proposals, or optimize once and save.
+    Raises ImportModelError, TopologyError, ProfileError; StrategyError if no plan was found that fits into memory.
+    """
+    if isinstance(model, OperatorGraph):
+        graph = model
+    else:
+        from flexsearch.graph.importer import import_model
+
+        graph = import_model(model, inputs, loss, targets=targets)
+    cluster = topology if isinstance(topology, Topology) else Topology.load(topology)
+    result = Setting.of(graph, cluster, profile).search(budget, seed=seed, options=options)
+    refuse_what_does_not_fit(result, cluster)
+    return result.strategy
+
+
+def refuse_what_does_not_fit(result: SearchResult, topology: Topology) -> None:
+    """Raise StrategyError if no plan was found that fits into the devices' memory."""
+    if not result.feasible:
+        device, missing = max(over_memory(result.simulation, topology), key=lambda pair: pair[1])
+        raise StrategyError(
+            f"no plan was found that fits into memory: the nearest lacks {missing / 1e9:.3g} GB on device "
+            f"{topology.devices[device].name!r}. Search longer, use more or larger devices, or a smaller batch."
+        )
+
+
+def simulate(
+    graph: OperatorGraph, topology: Topology, strategy: Strategy, profile: Profile | None = None
+) -> Simulation:
+    """One simulated training step of a strategy. Raises StrategyError if it was made for something else."""
+    return simulate_lowered(Setting.of(graph, topology, profile).lower(strategy))
+
+
+def compare(
+    graph: OperatorGraph,
+    topology: Topology,
+    strategies: dict[str, Strategy] | None = None,
+    *,
+    profile: Profile | None = None,
+) -> list[PlanRow]:
+    """The given strategies by name, fastest first, then every baseline, likewise; for ``report.plan_table``."""
+    setting = Setting.of(graph, topology, profile)
+    given, known = (
+        by_time([setting.row(name, strategy) for name, strategy in plans.items()])
+        for plans in (strategies or {}, setting.baselines())
+    )
+    return given + known
+
+
+def by_time(rows: Sequence[PlanRow]) -> list[PlanRow]:
+    """Plans that fit into memory first, then the fastest first."""
+    return sorted(rows, key=lambda row: (bool(row.shortfall), row.simulation.makespan_s, row.name))

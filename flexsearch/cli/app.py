@@ -1,0 +1,42 @@
+"""The commands by name."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from flexsearch import __version__
+from flexsearch.cli import cluster, models, plans
+
+app = typer.Typer(
+    help="Find, explain and run the fastest way to split one PyTorch training step over a set of devices.",
+    invoke_without_command=True, pretty_exceptions_enable=False, add_completion=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)  # fmt: skip
+
+
+def _version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"flexsearch {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _options(
+    context: typer.Context,
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version and end.")
+    ] = False,
+) -> None:
+    if context.invoked_subcommand is None:
+        typer.echo(context.get_help())
+
+
+app.command("import")(models.import_)
+app.command()(models.profile)
+app.command()(cluster.probe)
+app.command()(plans.simulate)
+app.command()(plans.optimize)
+app.command()(plans.compare)
+app.command()(cluster.run)

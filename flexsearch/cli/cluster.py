@@ -1,0 +1,235 @@
+"""``probe`` and ``run``: what happens on real devices, one process for each. Started by hand, they start the ranks on
+this machine; started by torchrun, they are a rank."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+import typer
+
+from flexsearch.cli.common import JsonOption, print_table, show, stderr, stdout, writable
+from flexsearch.cli.models import BatchOption, SetOption, keywords
+from flexsearch.errors import RuntimeFailure, StrategyError
+
+if TYPE_CHECKING:
+    from flexsearch.runtime.train import Step, Training
+    from flexsearch.strategy import Strategy
+    from flexsearch.topology import Topology
+
+RanksOption = Annotated[
+    int | None, typer.Option("-n", "--ranks", min=1, metavar="N", help="Processes to start on this machine.")
+]
+TimeoutOption = Annotated[
+    float, typer.Option("--timeout", min=1.0, metavar="SECONDS", help="After which a silent rank is an error.")
+]
+PinOption = Annotated[bool, typer.Option("--pin", help="Pin each local process to a core of its own.")]
+
+
+def probe(
+    output: Annotated[Path, typer.Option("--output", "-o", help="Topology file to write.")],
+    ranks: RanksOption = None,
+    quick: Annotated[bool, typer.Option("--quick", help="Half a minute, less exact.")] = False,
+    backend: Annotated[
+        Literal["gloo", "nccl"] | None, typer.Option("--backend", help="Default: nccl where there are CUDA devices.")
+    ] = None,
+    pin: PinOption = False,
+    timeout: TimeoutOption = 120.0,
+    as_json: JsonOption = False,
+) -> None:
+    """Measure a cluster: devices, latency and bandwidth of each pair of ranks, and each collective.
+
+    On several hosts: torchrun --nnodes ... -m flexsearch.cli probe -o topology.json. On one machine: -n N.
+    """
+    writable(output)
+    if not _is_rank():
+        if ranks is None:
+            raise RuntimeFailure(
+                "the probe runs on every rank: give -n N for N processes on this machine, or start it on each host "
+                "with torchrun --nnodes HOSTS --nproc-per-node N ... -m flexsearch.cli probe -o FILE"
+            )
+        _launch(ranks, pin)
+        return
+    from flexsearch.runtime.probe import main_from_env
+
+    if _first():
+        stderr.print(f"measuring {os.environ['WORLD_SIZE']} ranks; this takes up to a minute", soft_wrap=True)
+    topology = main_from_env(str(output), quick=quick, backend=backend, timeout_s=timeout)
+    if _first():
+        show(as_json, _probed(topology, output), lambda: stdout.print(
+            f"{topology.source}\nWrote {output}. Next: flexsearch optimize GRAPH --topology {output}", soft_wrap=True
+        ))  # fmt: skip
+
+
+def run(
+    strategy: Annotated[Path, typer.Argument(metavar="STRATEGY", help="Strategy file.")],
+    model: Annotated[
+        str, typer.Option("--model", "-m", metavar="MODULE:CALLABLE", help="The model, as for `flexsearch import`.")
+    ],
+    ranks: RanksOption = None,
+    steps: Annotated[int, typer.Option("--steps", min=1, help="Training steps.")] = 10,
+    batch: BatchOption = None,
+    set_: SetOption = None,
+    rate: Annotated[float, typer.Option("--lr", min=0.0, help="Learning rate.")] = 0.01,
+    seed: Annotated[int, typer.Option("--seed", help="Of dropout masks.")] = 0,
+    profile: Annotated[
+        Path | None, typer.Option("--profile", "-p", help="For the prediction; default: that of the strategy file.")
+    ] = None,
+    trace: Annotated[
+        Path | None, typer.Option("--trace", help="Write predicted and measured timeline as a Chrome trace.")
+    ] = None,
+    pin: PinOption = False,
+    timeout: TimeoutOption = 300.0,
+    as_json: JsonOption = False,
+) -> None:
+    """Train a model for a few steps under a strategy, and time each step: predicted beside measured.
+
+    One process for each device of the strategy: -n N starts them on this machine. On several hosts:
+    torchrun --nnodes ... -m flexsearch.cli run STRATEGY --model MODULE:CALLABLE.
+    """
+    writable(trace)
+    if not _is_rank():
+        _check_ranks(strategy, ranks)
+        _launch(ranks or 1, pin)
+        return
+    from flexsearch.graph.loading import load_callable
+    from flexsearch.runtime.train import train
+    from flexsearch.strategy import Strategy
+
+    plan, loaded = Strategy.load(strategy), load_callable(model, **keywords(batch, set_))
+    _check_batch(plan, model, (loaded.inputs, loaded.targets))
+    told = _Steps(as_json or not _first())
+    training = train(
+        plan, loaded, steps=steps, trace=trace is not None, profile=profile, rate=rate, seed=seed, timeout_s=timeout,
+        progress=told.step,
+    )  # fmt: skip
+    if not _first():
+        return
+    if trace is not None and training.timeline is not None:
+        from flexsearch.report import save_trace
+
+        save_trace(trace, training.lowered, training.simulation, training.timeline.spans)
+    data = {"strategy": str(strategy), "model": model, "trace": str(trace) if trace is not None else None}
+    show(as_json, data | training.summary(), lambda: told.end(training, trace))
+
+
+def _check_ranks(strategy: Path, ranks: int | None) -> None:
+    """Say what is wrong before any process is started."""
+    from flexsearch.strategy import Strategy
+
+    plan = Strategy.load(strategy)
+    count = len(plan.cluster.devices)
+    if ranks is None:
+        raise RuntimeFailure(f"give -n {count}: {strategy} needs one process for each of {count} devices")
+    if ranks != count:
+        raise RuntimeFailure(
+            f"{strategy} is a plan for {count} devices ({plan.topology.name}), so it needs {count} processes, not "
+            f"{ranks}. Give -n {count}, or optimize for a topology of {ranks} devices."
+        )
+
+
+def _check_batch(plan: Strategy, model: str, batch: Any) -> None:
+    """Say that the model is fed something else than the plan was made for, before it is traced with the plan's."""
+    given = [(tuple(tensor.shape), str(tensor.dtype).removeprefix("torch.")) for tensor in _tensors(batch)]
+    planned = [(spec.shape, spec.dtype) for spec in plan.inputs]
+    if given != planned:
+        ours, theirs = (", ".join(f"{dtype} {shape}" for shape, dtype in row) for row in (planned, given))
+        raise StrategyError(
+            f"this strategy was made for graph {plan.graph.name!r} with inputs and targets {ours}; {model} gives "
+            f"{theirs}. Give the model it was made for, and its --batch and --set."
+        )
+
+
+def _tensors(tree: Any) -> list[Any]:
+    if isinstance(tree, dict):
+        tree = tuple(tree.values())
+    if isinstance(tree, tuple | list):
+        return [tensor for item in tree for tensor in _tensors(item)]
+    return [tree] if hasattr(tree, "dtype") else []
+
+
+def _is_rank() -> bool:
+    from flexsearch.runtime.launch import is_rank
+
+    return is_rank()
+
+
+def _first() -> bool:
+    return os.environ.get("RANK") == "0"
+
+
+def _launch(count: int, pin: bool) -> None:
+    """This command again, as local ranks."""
+    from flexsearch.runtime.launch import launch
+
+    launch(["-m", "flexsearch.cli", *sys.argv[1:]], count, pin=pin, grace_s=10.0)
+
+
+def _probed(topology: Topology, output: Path) -> dict[str, Any]:
+    return {
+        "topology": topology.name,
+        "path": str(output),
+        "hosts": len(topology.hosts),
+        "backend": topology.communication.backend,
+        "devices": [
+            {
+                "name": d.name, "model": d.model, "float32_flops_per_s": d.flops_for("float32"),
+                "memory_bandwidth_bytes_per_s": d.memory_bandwidth, "memory_bytes": d.memory_bytes,
+            }
+            for d in topology.devices
+        ],
+        "links": [
+            {"a": x.a, "b": x.b, "bandwidth_bytes_per_s": x.bandwidth, "latency_s": x.latency_s} for x in topology.links
+        ],
+        "factors": topology.communication.factors,
+    }  # fmt: skip
+
+
+class _Steps:
+    """Prints each step as it ends, and what it amounts to."""
+
+    def __init__(self, silent: bool) -> None:
+        self.silent = silent
+
+    def step(self, done: Step) -> None:
+        """One line for one step."""
+        from flexsearch.report.units import seconds
+
+        if self.silent:
+            return
+        if done.step == 0:
+            stdout.print(f"{'step':>5}  {'loss':>12}  {'measured':>10}")
+        stdout.print(f"{done.step:>5}  {done.loss:>12.6f}  {seconds(done.iteration_s):>10}")
+
+    def end(self, training: Training, trace: Path | None) -> None:
+        """Predicted beside measured, and where they differ if that was recorded."""
+        from flexsearch.report.units import ratio, seconds
+
+        measured, predicted = training.measured_s, training.predicted_s
+        stdout.print(
+            f"\nMeasured {seconds(measured)} (median, after warm-up), predicted {seconds(predicted)}: measured is "
+            f"{ratio(measured / predicted) if predicted else '-'} the prediction.",
+            soft_wrap=True,
+        )
+        if training.timeline is not None:
+            self._errors(training)
+            stdout.print(f"Wrote {trace}; open it in https://ui.perfetto.dev", soft_wrap=True)
+
+    def _errors(self, training: Training) -> None:
+        from rich.table import Table
+
+        from flexsearch.report.units import seconds
+
+        table = Table(title="Where prediction and measurement differ most", title_justify="left")
+        table.add_column("task")
+        for heading in ("tasks", "predicted (mean)", "measured (mean)", "difference in all"):
+            table.add_column(heading, justify="right", no_wrap=True)
+        for row in training.errors()[:12]:
+            sign = "-" if row.difference_s < 0 else "+"
+            table.add_row(
+                f"{row.kind} {row.name}", str(row.tasks), seconds(row.predicted_s), seconds(row.measured_s),
+                sign + seconds(abs(row.difference_s)),
+            )  # fmt: skip
+        print_table(table)

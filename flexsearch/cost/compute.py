@@ -1,0 +1,239 @@
+"""Time of computing: a roofline over what a piece computes and moves, and measurements where there are some.
+
+Roofline (Williams, Waterman, Patterson, CACM 2009): overhead + max(FLOPs / rate, bytes / bandwidth). Everything follows
+from the extents of a piece, never from its place, so that a cost does not depend on which piece was asked for first.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from math import prod
+from statistics import median
+from typing import Final
+
+from flexsearch.cost.profile import Entry, Profile, Work, signature
+from flexsearch.errors import ProfileError
+from flexsearch.graph.model import Operator, OperatorGraph, Tensor
+from flexsearch.graph.notation import Operand
+from flexsearch.graph.operators import OPERATORS, backward_flops, forward_flops
+from flexsearch.graph.piece import Piece
+from flexsearch.topology import Device, Topology
+
+# Share of the peak FLOP/s that is reached. Matrix work: 0.6, amid what cuDNN and oneDNN reach for the shapes of
+# ordinary networks (0.4 to 0.8). Other work does no fused multiply-adds and hardly ever fills all pipes.
+MATRIX_EFFICIENCY: Final = 0.6
+OTHER_EFFICIENCY: Final = 0.25
+# Share of the peak memory bandwidth that streaming reads and writes reach (STREAM gives 0.75 to 0.9).
+MEMORY_EFFICIENCY: Final = 0.8
+
+FREE_KINDS: Final = frozenset({"view", "permute", "expand", "slice", "detach"})
+"""Kinds whose forward only makes another view of the same memory."""
+
+STREAMS: Final = {"sgd": 3, "momentum": 5, "adam": 7}
+"""Bytes that an update reads and writes, per byte of weights: weight, gradient and state in, weight and state out."""
+UPDATE_KERNELS: Final = {"sgd": 1, "momentum": 2, "adam": 6}
+"""Elementwise passes that an update launches per tensor."""
+
+
+def roofline(kind: str, work: Work, dtype: str, device: Device) -> float:
+    """Seconds of ``work`` of an operator kind on ``device``, by its figures alone."""
+    matrix = kind == "attention" or (kind in OPERATORS and OPERATORS[kind].contraction)
+    efficiency = MATRIX_EFFICIENCY if matrix else OTHER_EFFICIENCY
+    computing = work.flops / (device.flops_for(dtype) * efficiency)
+    moving = work.nbytes / (device.memory_bandwidth * MEMORY_EFFICIENCY)
+    return device.overhead_s + max(computing, moving)
+
+
+@dataclass(frozen=True)
+class Costed:
+    """An operator with what its cost depends on besides its extents. ``needs``: inputs that want a gradient."""
+
+    op: Operator
+    inputs: tuple[Tensor, ...]
+    outputs: tuple[Tensor, ...]
+    needs: tuple[bool, ...]
+
+    @classmethod
+    def of(cls, graph: OperatorGraph, operator: int) -> Costed:
+        """Operator number ``operator`` of a graph."""
+        op, backward = graph.operators[operator], graph.has_backward[operator]
+        return cls(
+            op,
+            tuple(graph.tensor[name] for name in op.inputs),
+            tuple(graph.tensor[name] for name in op.outputs),
+            tuple(backward and name in graph.differentiable for name in op.inputs),
+        )
+
+    @cached_property
+    def dtype(self) -> str:
+        """Type in which it computes: of the first floating operand."""
+        return next((t.dtype for t in (*self.inputs, *self.outputs) if t.floating), "float32")
+
+    @property
+    def dtypes(self) -> tuple[str, ...]:
+        """Of the inputs, then of the outputs."""
+        return tuple(t.dtype for t in (*self.inputs, *self.outputs))
+
+    def signature(self, extents: Mapping[str, int]) -> str:
+        """Key of a piece of these extents in a profile."""
+        return signature(self.op, extents, self.dtypes, self.needs)
+
+    def forward(self, extents: Mapping[str, int]) -> Work:
+        """FLOPs and bytes of the forward task of a piece with the given extents."""
+        if self._free:
+            return Work(flops=0.0, nbytes=0.0)
+        written = self._written(extents)
+        if self.op.kind == "cat":  # an operand's window may lie outside; all that is written was read once
+            read = written
+        elif self.op.kind == "embedding":  # reads the rows that are looked up, not the table
+            read = self._bytes(0, extents) + written
+        else:
+            read = sum(self._bytes(i, extents) for i in range(len(self.inputs)))
+        return Work(flops=forward_flops(self.op, extents), nbytes=float(read + written))
+
+    def backward(self, extents: Mapping[str, int]) -> Work:
+        """FLOPs and bytes of the backward task: gradients of the outputs and saved inputs in, the needed gradients
+        out."""
+        kind = self.op.kind
+        if not any(self.needs) or kind in ("view", "permute", "cat") or (kind == "dropout" and self._free):
+            return Work(flops=0.0, nbytes=0.0)
+        incoming = self._written(extents)
+        made = sum(self._bytes(i, extents) for i, need in enumerate(self.needs) if need)
+        if kind in ("sum", "mean", "expand", "slice", "pad"):  # linear and weightless: no input is read again
+            saved = 0
+        elif kind == "embedding":  # clears the gradient of the table, then adds to the rows that were looked up
+            saved = self._bytes(0, extents) + 2 * incoming
+        else:
+            saved = sum(self._bytes(i, extents) for i, t in enumerate(self.inputs) if t.floating)
+        flops = backward_flops(self.op, extents, self.needs)
+        return Work(flops=flops, nbytes=float(incoming + saved + made))
+
+    @cached_property
+    def _free(self) -> bool:
+        return self.op.kind in FREE_KINDS or (self.op.kind == "dropout" and self.op.attributes.get("p") == 0)
+
+    def _bytes(self, position: int, extents: Mapping[str, int]) -> int:
+        tensor = self.inputs[position]
+        return _reached(self.op.access.inputs[position], tensor, extents) * tensor.itemsize
+
+    def _written(self, extents: Mapping[str, int]) -> int:
+        pairs = zip(self.op.access.outputs, self.outputs, strict=True)
+        return sum(_reached(operand, t, extents) * t.itemsize for operand, t in pairs)
+
+
+class Costs:
+    """Seconds of compute tasks of a graph on the devices of a topology.
+
+    Measurements of ``profile`` come first, for devices that it fits. Its gaps are filled by the roofline times the
+    median ratio of measured to roofline of the same kind (where none of that kind was measured: of all). Raises
+    ProfileError if the profile fits no device.
+    """
+
+    def __init__(self, graph: OperatorGraph, topology: Topology, profile: Profile | None = None) -> None:
+        self.graph, self.topology, self.profile = graph, topology, profile
+        self._costed = tuple(Costed.of(graph, i) for i in range(len(graph.operators)))
+        self._axes = tuple(op.access.axes for op in graph.operators)
+        classes: dict[Device, int] = {}
+        self._class_of = tuple(classes.setdefault(_anonymous(d), len(classes)) for d in topology.devices)
+        self._models = tuple(_Model(device, profile) for device in classes)
+        self._known: dict[tuple[int, tuple[int, ...], int], tuple[float, float]] = {}
+        if profile is not None and not any(model.profile for model in self._models):
+            raise ProfileError(
+                f"the profile was measured on {profile.device}, but topology {topology.name} has "
+                + ", ".join(sorted({f"{d.kind} {d.model!r}" for d in classes}))
+                + ". Profile one of these devices, or list the model in the profile's device.stands_for."
+            )
+
+    def compute(self, operator: int, piece: Piece, device: int) -> tuple[float, float]:
+        """Seconds of the forward and of the backward task of a piece; backward is 0.0 where there is none."""
+        extents = tuple(high - low for low, high in map(piece.axes.__getitem__, self._axes[operator]))
+        key = operator, extents, self._class_of[device]
+        if (known := self._known.get(key)) is None:
+            named = dict(zip(self._axes[operator], extents, strict=True))
+            forward, backward = self._models[key[2]].seconds(self._costed[operator], named)
+            known = self._known[key] = forward, backward if self.graph.has_backward[operator] else 0.0
+        return known
+
+    def update(self, nbytes: int, tensors: int, device: int, optimizer: str) -> float:
+        """Seconds of the optimizer's update of ``nbytes`` of weights in ``tensors`` tensors."""
+        return self._models[self._class_of[device]].update(nbytes, tensors, optimizer)
+
+    def measured(self, operator: int, piece: Piece, device: int) -> bool:
+        """Whether the cost of this piece was measured, not estimated."""
+        model = self._models[self._class_of[device]]
+        extents = {axis: piece.extent(axis) for axis in self._axes[operator]}
+        return model.profile is not None and self._costed[operator].signature(extents) in model.profile.entries
+
+
+class _Model:
+    """Costs on one kind of device."""
+
+    def __init__(self, device: Device, profile: Profile | None) -> None:
+        self.device = device
+        self.profile = profile if profile is not None and profile.device.fits(device) else None
+        self._forward: dict[str, float] = {}
+        self._backward: dict[str, float] = {}
+        if self.profile is not None:
+            entries = list(self.profile.entries.values())
+            self._forward = _ratios([(e, e.forward_s, e.forward) for e in entries], device)
+            self._backward = _ratios([(e, e.backward_s, e.backward) for e in entries if e.backward_s > 0], device)
+
+    def seconds(self, costed: Costed, extents: Mapping[str, int]) -> tuple[float, float]:
+        if self.profile is not None and (entry := self.profile.entries.get(costed.signature(extents))) is not None:
+            return entry.forward_s, entry.backward_s
+        kind, dtype = costed.op.kind, costed.dtype
+        return (
+            roofline(kind, costed.forward(extents), dtype, self.device) * _scale(self._forward, kind),
+            roofline(kind, costed.backward(extents), dtype, self.device) * _scale(self._backward, kind),
+        )
+
+    def update(self, nbytes: int, tensors: int, optimizer: str) -> float:
+        measured = {} if self.profile is None else self.profile.updates
+        for name, entry in measured.items():
+            if name == optimizer:
+                return nbytes * entry.s_per_byte + tensors * entry.s_per_tensor
+        moving = STREAMS[optimizer] * nbytes / (self.device.memory_bandwidth * MEMORY_EFFICIENCY)
+        return moving + tensors * UPDATE_KERNELS[optimizer] * self.device.overhead_s
+
+
+def _ratios(measured: Sequence[tuple[Entry, float, Work]], device: Device) -> dict[str, float]:
+    """Median of measured over roofline time by kind, and under "" of all."""
+    found: dict[str, list[float]] = {}
+    for entry, seconds, work in measured:
+        ratio = seconds / max(roofline(entry.kind, work, entry.dtype, device), 1e-12)
+        found.setdefault(entry.kind, []).append(ratio)
+        found.setdefault("", []).append(ratio)
+    return {kind: median(values) for kind, values in found.items()}
+
+
+def _scale(ratios: Mapping[str, float], kind: str) -> float:
+    return ratios.get(kind, ratios.get("", 1.0))
+
+
+def _anonymous(device: Device) -> Device:
+    """The device without its name and place: equal ones cost the same."""
+    return _Hashable(**{name: getattr(device, name) for name in Device.model_fields} | _NOWHERE)
+
+
+_NOWHERE: Final = {"name": "any", "host": "any", "processor": None}
+
+
+class _Hashable(Device):
+    """A device as a dictionary key; pydantic would hash its table of FLOP/s."""
+
+    def __hash__(self) -> int:
+        return hash((self.kind, self.model, self.memory_bandwidth, tuple(sorted(self.flops.items()))))
+
+
+def _reached(operand: Operand, tensor: Tensor, extents: Mapping[str, int]) -> int:
+    """Elements of ``tensor`` that a piece of these extents reads or writes, as if no window were clipped."""
+    count = 1
+    for dimension, size in zip(operand.dimensions, tensor.shape, strict=True):
+        if dimension.merged:
+            count *= min(size, prod(extents[a] for a in dimension.axes))
+        else:
+            pairs = zip(dimension.axes, dimension.coefficients, strict=True)
+            count *= min(size, 1 + sum(c * (extents[a] - 1) for a, c in pairs))
+    return count

@@ -1,0 +1,183 @@
+"""Measured compute times as a file: what `flexsearch profile` writes, and `Costs` reads. Plain data, no torch.
+
+An entry is found by the ``signature`` of an operator's piece: its kind, pattern, attributes, operand types and local
+extents, but neither the operator's name nor where the piece lies, so that repeated layers and all pieces of one size
+share a measurement.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from functools import lru_cache
+from pathlib import Path
+from typing import Literal
+
+from pydantic import Field
+
+from flexsearch.errors import ProfileError
+from flexsearch.files import FileModel, load, save
+from flexsearch.graph.model import Operator
+from flexsearch.graph.notation import Dimension, Operand
+from flexsearch.topology import Device
+
+_SILENT = frozenset({"salt", "count"})
+"""Attributes that differ between equal layers and cost nothing: a dropout's salt, a divisor."""
+
+_SHORT = {"float": "f", "bfloat": "bf", "complex": "c", "int": "i", "uint": "u", "bool": "bool"}
+_CORES = re.compile(r"(one|\d+) (?:server )?(?:cpu )?(?:core|thread)s?")
+_GENERIC = frozenset({"", "cpu", "cuda", "gpu", "generic", "generic cpu", "generic gpu", "unknown"})
+
+
+class Work(FileModel):
+    """What a roofline needs to know of a task: floating point operations, and bytes read and written."""
+
+    flops: float = Field(ge=0)
+    nbytes: float = Field(ge=0)
+
+
+class Entry(FileModel):
+    """One measured piece: seconds (medians over ``repeats``), and the work that the roofline counts for it."""
+
+    kind: str
+    dtype: str
+    forward_s: float = Field(ge=0)
+    backward_s: float = Field(ge=0)
+    repeats: int = Field(ge=1)
+    forward: Work
+    backward: Work
+
+
+class UpdateEntry(FileModel):
+    """Measured time of an optimizer's step: s per byte of weights, plus s per tensor."""
+
+    s_per_byte: float = Field(ge=0)
+    s_per_tensor: float = Field(ge=0)
+
+
+class ProfileDevice(FileModel):
+    """What was measured. ``stands_for``: names of other device models that these measurements may be used for."""
+
+    kind: Literal["cpu", "cuda"]
+    model: str
+    threads: int = Field(default=1, ge=1)
+    stands_for: tuple[str, ...] = ()
+
+    def fits(self, device: Device) -> bool:
+        """Whether these measurements hold for a device of a topology: it is of the same kind, and its model is the one
+        measured, is listed in ``stands_for``, or is generic. Generic: "cpu", "generic" and the like; or a number of
+        cores, as "one server core" and "4 cores", if as many threads were measured."""
+        if device.kind != self.kind:
+            return False
+        model = _plain(device.model)
+        if model in {_plain(self.model), *map(_plain, self.stands_for)} or model in _GENERIC:
+            return True
+        if cores := _CORES.fullmatch(model):
+            return self.threads == (1 if cores[1] == "one" else int(cores[1]))
+        return False
+
+    def __str__(self) -> str:
+        return f"{self.kind} {self.model!r}" + (f" with {self.threads} threads" if self.threads > 1 else "")
+
+
+class Profile(FileModel):
+    """Measurements of one device. ``entries``: by signature. ``updates``: by optimizer."""
+
+    format: Literal["flexsearch.profile/1"] = "flexsearch.profile/1"
+    device: ProfileDevice
+    torch: str
+    """Version of PyTorch that was measured."""
+    busy_neighbours: int = Field(default=0, ge=0)
+    """Number of other processes that did the same kind of work meanwhile."""
+    entries: dict[str, Entry] = Field(default_factory=dict)
+    updates: dict[Literal["sgd", "momentum", "adam"], UpdateEntry] = Field(default_factory=dict)
+
+    def extended(self, other: Profile) -> Profile:
+        """This profile with the measurements of ``other`` added; where both have one, ``other``'s is kept.
+
+        Raises ProfileError if they come from different devices or were measured under different load.
+        """
+        mine, theirs = (p.device.model_copy(update={"stands_for": ()}) for p in (self, other))
+        if mine != theirs:
+            raise ProfileError(f"a profile of {mine} cannot be extended by one of {theirs}; keep two files")
+        if self.busy_neighbours != other.busy_neighbours:
+            raise ProfileError(
+                f"a profile measured beside {self.busy_neighbours} busy processes cannot be extended by one measured "
+                f"beside {other.busy_neighbours}; keep them in separate files"
+            )
+        return Profile(
+            device=mine.model_copy(
+                update={"stands_for": tuple(dict.fromkeys((*self.device.stands_for, *other.device.stands_for)))}
+            ),
+            torch=other.torch,
+            busy_neighbours=self.busy_neighbours,
+            entries=dict(sorted((self.entries | other.entries).items())),
+            updates=self.updates | other.updates,
+        )
+
+    @classmethod
+    def load(cls, path: str | Path) -> Profile:
+        """Read a profile file. Raises FileFormatError that names the wrong field."""
+        return load(cls, path, "profile")
+
+    def save(self, path: str | Path) -> None:
+        """Write the profile file, atomically."""
+        save(self, path)
+
+
+def signature(op: Operator, extents: Mapping[str, int], dtypes: Sequence[str], needs: Sequence[bool]) -> str:
+    """Stable, readable key of a piece: ``linear b0 i, o i, o -> b0 o | f32* f32* f32* | b0=8 o=4096 i=9216``.
+
+    ``extents``: indices of each axis in the piece. ``dtypes``: of the inputs, then of the outputs. ``needs``: which
+    inputs need a gradient (a star). Attributes stand between the pattern and the types.
+    """
+    local = " ".join(f"{axis}={extents[axis]}" for axis in op.access.axes)
+    return f"{family(op, dtypes, needs)} | {local}"
+
+
+def family(op: Operator, dtypes: Sequence[str], needs: Sequence[bool]) -> str:
+    """The part of the signature that all pieces of an operator, and all operators that differ in size, share."""
+    stars = (*needs, *[False] * (len(dtypes) - len(needs)))
+    types = " ".join(_short(dtype) + ("*" if star else "") for dtype, star in zip(dtypes, stars, strict=True))
+    return f"{_head(op)} | {types}"
+
+
+def cpu_model() -> str:
+    """Name of this machine's processor, as profiles and probed topologies give it."""
+    try:
+        for line in Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines():
+            if line.startswith("model name"):
+                return " ".join(line.split(":", 1)[1].split())
+    except OSError:
+        pass
+    import platform
+
+    return platform.processor() or platform.machine() or "cpu"
+
+
+def _head(op: Operator) -> str:
+    attributes = {k: v for k, v in sorted(op.attributes.items()) if k not in _SILENT and v is not None}
+    text = json.dumps(attributes, separators=(",", ":")) if attributes else ""
+    return f"{op.kind} {_form(op.pattern, op)}" + (f" {text}" if text else "")
+
+
+def _form(pattern: str, op: Operator) -> str:
+    return _unplaced(op.access.inputs) + " -> " + _unplaced(op.access.outputs)
+
+
+def _unplaced(operands: Sequence[Operand]) -> str:
+    """Operands without the offsets of windows, which say where data lies but not how much of it there is."""
+    return ", ".join(
+        " ".join(str(Dimension(d.axes, d.coefficients, 0, d.merged, d.plain)) for d in o.dimensions) for o in operands
+    )
+
+
+@lru_cache
+def _short(dtype: str) -> str:
+    match = re.fullmatch(r"([a-z]+)(\d*)", dtype)
+    return _SHORT.get(match[1], match[1]) + match[2] if match else dtype
+
+
+def _plain(model: str) -> str:
+    return " ".join(model.casefold().split())

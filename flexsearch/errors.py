@@ -1,0 +1,35 @@
+"""Every error that a user can cause. The CLI turns these into a message and exit code 2; anything else is our bug."""
+
+from __future__ import annotations
+
+
+class FlexsearchError(Exception):
+    """A mistake in what the user gave, or a failure of the cluster. The message says what is wrong and what to do."""
+
+
+class FileFormatError(FlexsearchError):
+    """A graph, topology, strategy or profile file that cannot be read; names the file, the field and the remedy."""
+
+
+class NotationError(FlexsearchError):
+    """An access pattern that does not parse or does not fit the shapes it is used with; quotes the pattern."""
+
+
+class ImportModelError(FlexsearchError):
+    """A model that cannot be turned into an operator graph; names the operator, its layer and its source line."""
+
+
+class TopologyError(FlexsearchError):
+    """A cluster description that contradicts itself, or a device or route that does not exist."""
+
+
+class StrategyError(FlexsearchError):
+    """A strategy that is not legal for this graph and topology, or that was made for another one."""
+
+
+class ProfileError(FlexsearchError):
+    """A measured profile that does not fit the device or the graph it is used with."""
+
+
+class RuntimeFailure(FlexsearchError):
+    """A distributed run that cannot start or go on: wrong world size, missing device, dead or diverging rank."""

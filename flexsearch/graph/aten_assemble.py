@@ -1,0 +1,124 @@
+"""From drafts to an operator graph: dead code goes, counts come first, operators and tensors get readable names."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+
+import torch
+
+from flexsearch.errors import ImportModelError
+from flexsearch.graph.aten import Draft, Value
+from flexsearch.graph.model import Axis, Operator, OperatorGraph, Tensor
+
+
+def assemble(
+    name: str,
+    drafts: Sequence[Draft],
+    loss: Value,
+    inputs: Sequence[Value],
+    updates: Mapping[Value, Value],
+    counters: Sequence[Value],
+) -> tuple[OperatorGraph, dict[str, torch.Tensor]]:
+    """The graph, and the values of its constants by name.
+
+    ``updates``: new values of buffers; ``counters``: buffers that every step raises by one. Names are those of the
+    layers, and depend on nothing that dead code could change.
+    """
+    live = _counts_first(_ancestors(drafts, [loss, *updates.values()]))
+    read = (v for d in live for v in d.inputs if v.kind != "activation")
+    leaves = dict.fromkeys([*inputs, *read, *updates, *counters])
+    for value in (loss, *updates.values()):
+        if value.kind != "activation":
+            leaves.setdefault(value)
+    names = _Names(v.name for v in leaves if v.kind != "constant")
+    for value in leaves:
+        if value.kind == "constant":
+            value.name = names.fresh(value.name)
+    operators = []
+    for draft, operator_name in zip(live, _operator_names(live, names), strict=True):
+        for i, output in enumerate(draft.outputs):
+            output.name = operator_name if len(draft.outputs) == 1 else names.fresh(f"{operator_name}.{i}")
+        operators.append(_operator(draft, operator_name))
+    order = ("input", "parameter", "buffer", "constant")
+    values = sorted(leaves, key=lambda v: order.index(v.kind)) + [v for d in live for v in d.outputs]
+    graph = OperatorGraph(
+        name=name,
+        tensors=tuple(
+            Tensor(name=v.name, shape=v.shape, dtype=v.dtype, kind=v.kind, requires_grad=v.requires_grad)
+            for v in values
+        ),
+        operators=tuple(operators),
+        loss=loss.name,
+        buffer_updates={buffer.name: value.name for buffer, value in updates.items()},
+        counters=tuple(v.name for v in counters),
+    )
+    return graph, {v.name: v.data for v in leaves if v.kind == "constant" and v.data is not None}
+
+
+def _ancestors(drafts: Sequence[Draft], wanted: Iterable[Value]) -> list[Draft]:
+    """The drafts that the wanted values depend on, in order."""
+    needed, kept = set(wanted), []
+    for draft in reversed(drafts):
+        if needed.intersection(draft.outputs):
+            needed.update(draft.inputs)
+            kept.append(draft)
+    return kept[::-1]
+
+
+def _counts_first(drafts: list[Draft]) -> list[Draft]:
+    """Counts of valid targets, and what they depend on, before everything else: they need no result of the model."""
+    counts = [v for d in drafts if d.kind == "valid_count" for v in d.outputs]
+    early = set(_ancestors(drafts, counts))
+    return [d for d in drafts if d in early] + [d for d in drafts if d not in early]
+
+
+def _operator_names(drafts: Sequence[Draft], names: _Names) -> list[str]:
+    """The layer's name for the operator that a layer is; with the operator's short name where a layer is several."""
+    paths = {d.module for d in drafts}
+    inner = {path.rsplit(".", i)[0] for path in paths for i in range(1, path.count(".") + 1)}
+    shorts: dict[str, Counter[str]] = {path: Counter() for path in paths}
+    for draft in drafts:
+        shorts[draft.module][draft.short] += not draft.auxiliary
+    result = []
+    for draft in drafts:
+        path = draft.module
+        single = sum(1 for count in shorts[path].values() if count) == 1 and path and path not in inner
+        full = path if single and not draft.auxiliary else f"{path}.{draft.short}" if path else draft.short
+        result.append(names.fresh(full))
+    return result
+
+
+class _Names:
+    """Names in use; ``fresh`` numbers a name that is taken: relu, relu_1, relu_2."""
+
+    def __init__(self, taken: Iterable[str]) -> None:
+        self.taken = Counter(taken)
+        if double := [name for name, count in self.taken.items() if count > 1]:
+            raise ImportModelError(
+                f"two tensors of the model are called {double[0]!r}; 'input...' and 'target...' are names of the "
+                "step's arguments, so rename the parameter or buffer"
+            )
+
+    def fresh(self, name: str) -> str:
+        candidate, number = name, 0
+        while candidate in self.taken:
+            number += 1
+            candidate = f"{name}_{number}"
+        self.taken[candidate] = 1
+        return candidate
+
+
+def _operator(draft: Draft, name: str) -> Operator:
+    axes = tuple(Axis(name=a, size=draft.sizes[a], role=draft.roles[a]) for a in draft.access.axes)
+    return Operator(
+        name=name,
+        kind=draft.kind,
+        pattern=str(draft.access),
+        axes=axes,
+        inputs=tuple(v.name for v in draft.inputs),
+        outputs=tuple(v.name for v in draft.outputs),
+        attributes=draft.attributes,
+        module=draft.module,
+        source=draft.source,
+    )

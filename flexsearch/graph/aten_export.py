@@ -1,0 +1,148 @@
+"""Trace a training step by ``torch.export`` into a functional program whose operators are still whole."""
+
+from __future__ import annotations
+
+import logging
+import traceback
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from operator import getitem
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from flexsearch.errors import FlexsearchError, ImportModelError
+
+Loss = Callable[..., torch.Tensor]
+
+
+class Step(nn.Module):
+    """The model and then the loss, as one module."""
+
+    def __init__(self, model: nn.Module, loss: Loss | None) -> None:
+        super().__init__()
+        self.training = model.training
+        self.model = model
+        self.loss = loss
+
+    def forward(self, args: tuple[Any, ...], kwargs: dict[str, Any], targets: Any) -> Any:
+        output = self.model(*args, **kwargs)
+        if self.loss is None:
+            return output
+        return self.loss(output) if targets is None else self.loss(output, targets)
+
+
+def export_step(
+    model: nn.Module, loss: Loss | None, args: tuple[Any, ...], kwargs: dict[str, Any], targets: Any
+) -> torch.export.ExportedProgram:
+    """The functional program of ``loss(model(*args, **kwargs), targets)``; in-place operators and views are gone.
+
+    Raises ImportModelError with the line of the user's code at which tracing failed.
+    """
+    try:
+        with _quiet(), torch.enable_grad():
+            step = Step(model, loss)
+            program = torch.export.export(step, (args, kwargs, targets), strict=False)
+            _share(program, step)
+            _keep_no_grad(program)
+            functional: torch.export.ExportedProgram = program.run_decompositions(
+                {}
+            )  # makes it functional; an empty table decomposes nothing
+            return functional
+    except FlexsearchError:
+        raise
+    except Exception as error:  # torch.export raises whatever the model does, and many types of its own
+        where = _user_line(error)
+        reason = next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
+        if "data-dependent" in str(error) or "DataDependent" in type(error).__name__:
+            raise ImportModelError(
+                f"the model decides by the values of tensors{where}: {reason} "
+                "A graph is static: use torch.where or masks instead of Python conditions on tensors."
+            ) from error
+        raise ImportModelError(f"the model cannot be traced{where}: {type(error).__name__}: {reason}") from error
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """torch.export warns and logs about its own inner life."""
+    names = ("torch.fx.experimental.symbolic_shapes", "torch.export", "torch._export", "torch.fx", "torch")
+    levels = {logging.getLogger(name): logging.getLogger(name).level for name in names}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for logger in levels:
+            logger.setLevel(logging.CRITICAL + 1)
+        try:
+            yield
+        finally:
+            for logger, level in levels.items():
+                logger.setLevel(level)
+
+
+def _user_line(error: BaseException) -> str:
+    """`` (file:line)`` of the innermost frame of a traceback that is neither torch's nor ours."""
+    here = str(Path(__file__).resolve().parent)
+    frames = [
+        frame
+        for frame in traceback.extract_tb(error.__traceback__)
+        if "/torch/" not in frame.filename and not frame.filename.startswith((here, "<"))
+    ]
+    return f" ({short_path(frames[-1].filename)}:{frames[-1].lineno})" if frames else ""
+
+
+def short_path(path: str) -> str:
+    """The last two components: enough to recognise a file, and the same on every machine."""
+    return "/".join(Path(path).parts[-2:])
+
+
+def source_line(stack_trace: str | None) -> str:
+    """``file:line`` of the innermost frame that is neither torch's nor ours, from a node's stack trace."""
+    frames = []
+    for line in (stack_trace or "").splitlines():
+        if line.strip().startswith('File "') and '", line ' in line:
+            path, _, rest = line.strip()[len('File "') :].partition('", line ')
+            frames.append((path, rest.split(",")[0]))
+    own = [f for f in frames if "/torch/" not in f[0] and f[0] != __file__]
+    return f"{short_path(own[-1][0])}:{own[-1][1]}" if own else ""
+
+
+def _share(program: torch.export.ExportedProgram, step: nn.Module) -> None:
+    """Use a buffer of several names (those of a layer used twice) under the first of them.
+
+    Making the program functional fails on inputs that alias each other and are changed, so the others become others.
+    """
+    specs = {spec.arg.name: spec.target for spec in program.graph_signature.input_specs}
+    named = dict(step.named_buffers(remove_duplicate=False))
+    first: dict[int, torch.fx.Node] = {}
+    for node in program.graph.nodes:
+        target = specs.get(node.name) if node.op == "placeholder" else None
+        if target is None or target not in named:
+            continue
+        original = first.setdefault(id(named[target]), node)
+        if original is not node:
+            node.replace_all_uses_with(original)
+            store = program.state_dict if target in program.state_dict else program.constants
+            store[target] = torch.empty_like(named[target])
+    program.graph_module.recompile()
+
+
+def _keep_no_grad(program: torch.export.ExportedProgram) -> None:
+    """Detach what leaves a ``torch.no_grad`` region: making the program functional dissolves such regions."""
+    graph = program.graph_module.graph
+    for node in list(graph.nodes):
+        if "wrap_with_set_grad_enabled" not in str(node.target) or node.args[0] is not False:
+            continue
+        for user in list(node.users):
+            value = user.meta.get("val")
+            if user.target is not getitem or not isinstance(value, torch.Tensor) or not value.is_floating_point():
+                continue
+            with graph.inserting_after(user):
+                detached = graph.call_function(torch.ops.aten.detach.default, (user,))
+            detached.meta = dict(user.meta)
+            user.replace_all_uses_with(detached, delete_user_cb=lambda u, own=detached: u is not own)
+            for spec in program.graph_signature.output_specs:
+                if getattr(spec.arg, "name", None) == user.name:
+                    spec.arg.name = detached.name
+    program.graph_module.recompile()

@@ -1,0 +1,290 @@
+"""From a PyTorch model and its loss to an operator graph, through ``torch.export``.
+
+The exported program is functional but not decomposed; constants are folded, and each torch operator is handed to its
+handler (the ``aten_*`` modules). What is not in the table is an error that says where it is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from operator import getitem
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils import _pytree as pytree
+
+from flexsearch.errors import ImportModelError, NotationError
+from flexsearch.graph import aten_math, aten_nn, aten_shape  # noqa: F401  (importing them registers their handlers)
+from flexsearch.graph.aten import Builder, Kind, Value, bind, dtype_name, find_handler, registered
+from flexsearch.graph.aten import opaque as emit_opaque
+from flexsearch.graph.aten_assemble import assemble
+from flexsearch.graph.aten_export import Loss, export_step, source_line
+from flexsearch.graph.aten_fold import Folded, fold, is_random
+from flexsearch.graph.loading import Loaded, load_callable
+from flexsearch.graph.model import OperatorGraph
+from flexsearch.graph.operators import ATEN_KINDS
+
+__all__ = ["Imported", "Loaded", "import_model", "import_with_constants", "load_callable"]
+
+
+@dataclass(frozen=True)
+class Imported:
+    """A graph and what is needed to run it: the constants' values and the order of the tensor arguments.
+
+    ``constants``: CPU tensors by name; of a model on the meta device some may be meta tensors themselves.
+    ``input_names``, ``target_names``: graph inputs in the order of the tensors in ``example_inputs`` and ``targets``.
+    """
+
+    graph: OperatorGraph
+    constants: dict[str, torch.Tensor]
+    input_names: tuple[str, ...]
+    target_names: tuple[str, ...]
+
+
+def import_model(
+    model: nn.Module,
+    example_inputs: Any,
+    loss: Loss | None = None,
+    *,
+    targets: Any = None,
+    name: str | None = None,
+    opaque: bool = False,
+) -> OperatorGraph:
+    """The operator graph of one training step, ``loss(model(*example_inputs), targets)``.
+
+    ``example_inputs``: a tensor, a tuple of arguments or a dict of keyword arguments, with the global batch as first
+    dimension; shapes are static. ``loss``: called with the model's output and ``targets`` (with the output alone if
+    those are None) and returns a scalar; None if the model itself returns it. The model is traced in the mode it is in
+    (``model.train()``, ``model.eval()``), on any device; on the meta device it takes no memory.
+    ``opaque``: import operators outside the table unsplittable instead of refusing them.
+    Raises ImportModelError that names the operator, the layer and the line.
+    """
+    return import_with_constants(model, example_inputs, loss, targets=targets, name=name, opaque=opaque).graph
+
+
+def import_with_constants(
+    model: nn.Module,
+    example_inputs: Any,
+    loss: Loss | None = None,
+    *,
+    targets: Any = None,
+    name: str | None = None,
+    opaque: bool = False,
+) -> Imported:
+    """As :func:`import_model`, with the values of constants and the names of the arguments."""
+    if not isinstance(model, nn.Module):
+        raise ImportModelError(f"the model must be an nn.Module, not {type(model).__name__}")
+    if targets is not None and loss is None:
+        raise ImportModelError("targets were given without a loss; give loss=..., or pass them as inputs of the model")
+    args, kwargs = _arguments(example_inputs)
+    if not any(isinstance(leaf, torch.Tensor) for leaf in pytree.tree_leaves((args, kwargs))):
+        raise ImportModelError("there is no tensor among the example inputs")
+    program = export_step(model, loss, args, kwargs, targets)
+    walk = _Walk(program, model, opaque)
+    inputs = walk.arguments((args, kwargs), "input")
+    return walk.run(name or type(model).__name__, inputs, walk.arguments(targets, "target"))
+
+
+def _arguments(example_inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    if isinstance(example_inputs, Mapping):
+        return (), dict(example_inputs)
+    if isinstance(example_inputs, tuple | list):
+        return tuple(example_inputs), {}
+    return (example_inputs,), {}
+
+
+def _value(tensor: torch.Tensor, kind: Kind, name: str, trained: bool = False) -> Value:
+    shape = tuple(tensor.shape)
+    fixed = kind in ("parameter", "constant", "buffer")
+    return Value(shape, dtype_name(tensor.dtype), kind, name, weight=fixed, grad=trained, requires_grad=trained)
+
+
+class _Walk:
+    """A walk over an exported program. ``env``: what each node is, a Value, a Folded constant, or a tuple of these."""
+
+    def __init__(self, program: torch.export.ExportedProgram, model: nn.Module, allow_opaque: bool) -> None:
+        self.program, self.model, self.allow_opaque = program, model, allow_opaque
+        self.builder = Builder()
+        self.env: dict[Any, Any] = {}
+        self.buffers: dict[str, Value] = {}
+        self.constants: dict[Folded, Value] = {}
+        self.batch: int | None = None
+
+    def arguments(self, tree: Any, prefix: str) -> list[Value]:
+        """Graph inputs for the tensors in ``tree``, in their order; the first dimension is the batch."""
+        values: list[Value] = []
+        for leaf in pytree.tree_leaves(tree):
+            if not isinstance(leaf, torch.Tensor):
+                continue
+            value = _value(leaf, "input", f"{prefix}_{len(values)}" if values else prefix)
+            if leaf.dim():
+                self.batch = self.batch or leaf.shape[0]
+                # An input of another length is a mask or a table; targets may come flattened, as (batch * seq).
+                whole = leaf.shape[0] == self.batch or (prefix == "target" and leaf.shape[0] % self.batch == 0)
+                value.sample = (whole,) + (False,) * (leaf.dim() - 1)
+            values.append(value)
+        return values
+
+    def run(self, name: str, inputs: list[Value], targets: list[Value]) -> Imported:
+        nodes = list(self.program.graph.nodes)
+        self._placeholders([n for n in nodes if n.op == "placeholder"], [*inputs, *targets])
+        for node in nodes:
+            if node.op == "call_function":
+                self._locate(node)
+                self.env[node] = self._call(node)
+        loss, updates, counters = self._outputs(next(n for n in nodes if n.op == "output"))
+        graph, constants = assemble(name, self.builder.drafts, loss, [*inputs, *targets], updates, counters)
+        return Imported(graph, constants, tuple(v.name for v in inputs), tuple(v.name for v in targets))
+
+    def _placeholders(self, nodes: Sequence[torch.fx.Node], users: Sequence[Value]) -> None:
+        """Inputs in their order; parameters and buffers under their first name, however many they have."""
+        signature = self.program.graph_signature
+        specs = {spec.arg.name: spec for spec in signature.input_specs}
+        named: dict[str, torch.Tensor] = {
+            f"model.{n}": p for n, p in self.model.named_parameters(remove_duplicate=False)
+        }
+        named.update({f"model.{n}": x for n, x in self.model.named_buffers(remove_duplicate=False)})
+        first = {id(x): n for n, x in [*self.model.named_parameters(), *self.model.named_buffers()]}
+        data = {**self.program.state_dict, **self.program.constants}
+        mutated = {id(named.get(n)) for n in signature.buffers_to_mutate.values()}
+        made: dict[str, Value] = {}
+        arguments = iter(users)
+        for node in nodes:
+            spec = specs[node.name]
+            kind, target = spec.kind.name, spec.target or ""
+            if kind == "USER_INPUT":
+                if isinstance(node.meta.get("val"), torch.Tensor):
+                    self.env[node] = next(arguments)
+            elif kind in ("PARAMETER", "BUFFER") and target in named:
+                tensor = named[target]
+                own = first[id(tensor)]
+                if own not in made:
+                    where: Kind = "parameter" if kind == "PARAMETER" else "buffer"
+                    made[own] = _value(tensor, where, own, kind == "PARAMETER" and tensor.requires_grad)
+                self.buffers[target] = made[own]
+                fixed = kind == "BUFFER" and id(tensor) not in mutated
+                self.env[node] = Folded(tensor.detach(), made[own]) if fixed else made[own]
+            elif kind in ("BUFFER", "CONSTANT_TENSOR") and isinstance(data.get(target), torch.Tensor):
+                self.env[node] = Folded(data[target].detach())
+            else:
+                raise ImportModelError(
+                    f"the loss has a {kind.lower().replace('_', ' ')} of its own, {target!r}; make it a part of the "
+                    "model, and let its forward return the loss"
+                )
+
+    def _locate(self, node: torch.fx.Node) -> None:
+        """Tell the builder which layer, line and operator it is at, and what that returns."""
+        stack = list((node.meta.get("nn_module_stack") or {}).values())
+        path = str(stack[-1][0]) if stack else ""
+        inside = path == "model" or path.startswith("model.")
+        self.builder.module = path.removeprefix("model").removeprefix(".") if inside else "loss"
+        self.builder.source = source_line(node.meta.get("stack_trace"))
+        self.builder.target = str(node.target)
+        value = node.meta.get("val")
+        tensors = [t for t in (value if isinstance(value, list | tuple) else [value]) if isinstance(t, torch.Tensor)]
+        self.builder.results = tuple((tuple(t.shape), dtype_name(t.dtype)) for t in tensors)
+
+    def _call(self, node: torch.fx.Node) -> Any:
+        target, b = node.target, self.builder
+        args, kwargs = pytree.tree_map_only(torch.fx.Node, lambda n: self.env[n], (node.args, node.kwargs))
+        if target is getitem:
+            return args[0][args[1]]
+        if not isinstance(target, torch._ops.OpOverload):
+            raise b.error("is a higher-order operator of torch, which has no place in a static graph")
+        if target._schema.name.startswith("aten::_assert") or not b.results:
+            return None
+        if any(not isinstance(size, int) for shape, _ in b.results for size in shape):
+            raise b.error("makes a tensor whose shape depends on values; graphs are static")
+        if (folded := fold(node, args, kwargs)) is not None:
+            return folded
+        args, kwargs = pytree.tree_map_only(Folded, self._constant, (args, kwargs))
+        result = self._dispatch(target, args, kwargs)
+        if isinstance(node.meta["val"], torch.Tensor):
+            result = result[0] if isinstance(result, tuple) else result
+            assert (result.shape, result.dtype) == b.results[0], f"{target}: {result.shape, result.dtype} {b.results}"
+        return result
+
+    def _dispatch(self, target: torch._ops.OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        b, name = self.builder, str(target)
+        if name in ATEN_KINDS:
+            return registered(b, ATEN_KINDS[name], target, args, kwargs)
+        try:
+            if (handler := find_handler(name)) is not None:
+                return handler(b, **bind(target, args, kwargs))
+            if (elementwise := aten_math.pointwise_handler(target)) is not None:
+                return elementwise(b, args, dict(kwargs))
+        except NotationError as error:
+            raise b.error(f"does not fit its pattern: {error}") from error
+        except ImportModelError:
+            if not self.allow_opaque:
+                raise
+        if is_random(target, bind(target, args, kwargs)):
+            raise b.error(
+                "draws random numbers, which would differ between devices; draw them outside the model and pass them in"
+            )
+        if self.allow_opaque:
+            return emit_opaque(b, target, args, kwargs)
+        raise b.error(
+            "is not in the operator table. Register it, flexsearch.graph.operators.register("
+            f'kind, pattern, aten="{name}"), or import it unsplittable with opaque=True (--opaque).'
+        )
+
+    def _constant(self, x: Folded) -> Value:
+        """A constant as an operand: the buffer that it is, or a constant of the graph."""
+        if x.buffer is not None:
+            return x.buffer
+        if x not in self.constants:
+            name = f"{self.builder.module}.constant" if self.builder.module else "constant"
+            self.constants[x] = _value(x.data, "constant", name)
+            self.constants[x].data = x.data
+        return self.constants[x]
+
+    def _outputs(self, output: torch.fx.Node) -> tuple[Value, dict[Value, Value], list[Value]]:
+        """The loss, the new values of buffers, and the buffers that only count steps."""
+        losses: list[Any] = []
+        updates: dict[Value, Value] = {}
+        counters: list[Value] = []
+        returned: Any = output.args[0]
+        for node, spec in zip(returned, self.program.graph_signature.output_specs, strict=True):
+            kind, target = spec.kind.name, spec.target or ""
+            if kind == "USER_OUTPUT":
+                losses.append(node)
+            elif kind == "BUFFER_MUTATION" and target in self.buffers:
+                buffer = self.buffers[target]
+                if self._counts(node, buffer):
+                    counters.append(buffer)
+                else:
+                    updates[buffer] = self._operand(node)
+            else:
+                what = kind.lower().split("_mutation")[0].replace("_", " ")
+                raise ImportModelError(f"the training step changes a {what} in place, {target!r}; make a new tensor")
+        if len(losses) != 1 or not isinstance(losses[0], torch.fx.Node):
+            what = f"{len(losses)} values" if len(losses) != 1 else f"a {type(losses[0]).__name__}"
+            raise ImportModelError(
+                f"the training step must return one tensor, the loss, but returns {what}. "
+                "Give loss=..., or wrap the model in a module whose forward returns the loss alone."
+            )
+        value = losses[0].meta["val"]
+        if value.dim() or not value.is_floating_point():
+            raise ImportModelError(
+                "the loss (without loss=..., the model's output) must be a floating-point scalar, but it is a "
+                f"{dtype_name(value.dtype)} tensor of shape {tuple(value.shape)}; reduce it by .mean()"
+            )
+        return self._operand(losses[0]), updates, counters
+
+    def _operand(self, node: torch.fx.Node) -> Value:
+        found = self.env[node]
+        value: Value = self._constant(found) if isinstance(found, Folded) else found
+        return value
+
+    def _counts(self, node: torch.fx.Node, buffer: Value) -> bool:
+        """Whether the node is ``buffer + 1`` for an integer scalar buffer."""
+        return (
+            buffer.shape == ()
+            and buffer.dtype.startswith("int")
+            and str(node.target).startswith("aten.add.")
+            and self.env.get(node.args[0]) is buffer
+            and node.args[1:] == (1,)
+        )

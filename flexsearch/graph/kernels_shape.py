@@ -1,0 +1,75 @@
+"""Moving elements without changing them: a piece's operands are already the right elements, only the shape is left."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from flexsearch.graph.kernels_base import Kernel, KernelContext, Shapes, cut, dtype_of, extent, register_kernel
+from flexsearch.graph.model import Operator
+from flexsearch.graph.piece import Piece
+
+
+@register_kernel("detach")
+def detach(op: Operator, piece: Piece, shapes: Shapes, context: KernelContext) -> Kernel:
+    return lambda x: x.detach()
+
+
+@register_kernel("view", "flatten", "reshape")
+def view(op: Operator, piece: Piece, shapes: Shapes, context: KernelContext) -> Kernel:
+    size = extent(piece.outputs[0])
+    return lambda x: x.reshape(size)
+
+
+@register_kernel("permute")
+def permute(op: Operator, piece: Piece, shapes: Shapes, context: KernelContext) -> Kernel:
+    dims: Any = op.attributes["dims"]
+    return lambda x: x.permute(dims)
+
+
+@register_kernel("expand")
+def expand(op: Operator, piece: Piece, shapes: Shapes, context: KernelContext) -> Kernel:
+    size = extent(piece.outputs[0])
+    return lambda x: x.expand(size)
+
+
+@register_kernel("slice")
+def slicing(op: Operator, piece: Piece, shapes: Shapes, context: KernelContext) -> Kernel:
+    """The region spans the first to the last element read: what is left is the step, and dropping selected ones."""
+    size = extent(piece.outputs[0])
+    steps = [d.coefficients[0] if len(d.axes) == 1 else 1 for d in op.access.inputs[0].dimensions]
+    if all(step == 1 for step in steps):
+        return lambda x: x.reshape(size)
+    index = tuple(slice(None, None, step) for step in steps)
+    return lambda x: x[index].reshape(size)
+
+
+@register_kernel("cat")
+def cat(op: Operator, piece: Piece, shapes: Shapes, context: KernelContext) -> Kernel:
+    dim = int(str(op.attributes["dim"]))
+
+    def run(*operands: Tensor | None) -> Tensor:
+        present = [x for x in operands if x is not None]
+        return present[0] if len(present) == 1 else torch.cat(present, dim)
+
+    return run
+
+
+@register_kernel("pad")
+def pad(op: Operator, piece: Piece, shapes: Shapes, context: KernelContext) -> Kernel:
+    value: Any = op.attributes.get("value") or 0
+    value = float(value) if isinstance(value, str) else value
+    box = piece.inputs[0]
+    if box is None:
+        size, name = extent(piece.outputs[0]), op.attributes.get("dtype")
+
+        def only_padding(x: None) -> Tensor:
+            dtype = context.dtype if name is None else dtype_of(str(name))
+            return torch.full(size, value, dtype=dtype, device=context.device)
+
+        return only_padding
+    sides = [side for i in reversed(range(len(box))) for side in cut(op, piece, 0, i)]
+    return (lambda x: F.pad(x, sides, value=value)) if any(sides) else (lambda x: x)

@@ -1,0 +1,209 @@
+"""The operator table: a line per kind, from which shapes, regions, roles and FLOPs of every operator follow.
+
+A line gives the access pattern (see :mod:`flexsearch.graph.notation`), the roles of the axes it names, and FLOPs where
+they are not one per output element. Kinds without a pattern get theirs from the importer, because it depends on more
+than ranks (a reshape, a concatenation). :func:`register` adds lines for operators of your own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from math import prod
+
+from flexsearch.errors import ImportModelError
+from flexsearch.graph.model import Operator, Role
+from flexsearch.graph.notation import Access
+
+Flops = Callable[[Operator, Mapping[str, int]], float]
+"""Forward FLOPs of a piece, given its number of indices on each axis."""
+
+
+@dataclass(frozen=True, slots=True)
+class OperatorSpec:
+    """``backward``: backward FLOPs over forward FLOPs; of a ``contraction``, for each operand that needs a gradient."""
+
+    pattern: str | None = None
+    roles: Mapping[str, Role] = field(default_factory=dict)
+    flops: Flops | None = None
+    backward: float = 1.0
+    contraction: bool = False
+
+
+def _outputs(op: Operator, extents: Mapping[str, int]) -> float:
+    """Elements of the outputs."""
+    return float(sum(prod(extents[a] for a in operand.names()) for operand in op.access.outputs))
+
+
+def _domain(op: Operator, extents: Mapping[str, int]) -> float:
+    """Points of the iteration space."""
+    return float(prod(extents.values()))
+
+
+def _per_output(count: float) -> Flops:
+    return lambda op, extents: count * _outputs(op, extents)
+
+
+def _per_point(count: float) -> Flops:
+    return lambda op, extents: count * _domain(op, extents)
+
+
+def _per_input(count: float) -> Flops:
+    """``count`` for each element of the first operand (a normalisation or a loss, whatever its other operands)."""
+    return lambda op, extents: count * prod(extents[a] for a in op.access.inputs[0].names())
+
+
+def _attention(op: Operator, extents: Mapping[str, int]) -> float:
+    """Two matrix products and a softmax of 5 operations per score; a causal mask is counted as full work."""
+    scores = prod(extents[a] for a in op.access.inputs[0].names() if a != "E") * extents["K"]
+    return float(scores * (2 * (extents["E"] + extents["v"]) + 5))
+
+
+_FREE = _per_output(0.0)  # moves data, or nothing at all
+_WINDOW = "n c (s*h+d*KH-p) (t*w+e*KW-q) -> n c h w"
+_IMAGE: Mapping[str, Role] = {"h": "attribute", "w": "attribute"}
+_CONV: Mapping[str, Role] = {"g": "parameter", "o": "parameter", "c": "reduction", **_IMAGE}
+_CHANNELS: Mapping[str, Role] = {"c": "parameter"}
+_HEADS: Mapping[str, Role] = {"h": "parameter", "k": "parameter", "g": "parameter", "q": "attribute"}
+_CONTRACT = _per_point(2.0)
+
+OPERATORS: dict[str, OperatorSpec] = {
+    "conv1d": OperatorSpec("n (g c) (s*h+d*KH-p), (g o) c KH, +(g o) -> n (g o) h", _CONV, _CONTRACT, contraction=True),
+    "conv2d": OperatorSpec(
+        "n (g c) (s*h+d*KH-p) (t*w+e*KW-q), (g o) c KH KW, +(g o) -> n (g o) h w", _CONV, _CONTRACT, contraction=True
+    ),
+    "linear": OperatorSpec(
+        "b.. i, o i, +o -> b.. o", {"o": "parameter", "i": "reduction"}, _CONTRACT, contraction=True
+    ),
+    "addmm": OperatorSpec(None, {"o": "parameter", "i": "reduction"}, _CONTRACT, contraction=True),
+    "einsum": OperatorSpec(None, {}, _CONTRACT, contraction=True),
+    "attention": OperatorSpec(None, _HEADS, _attention, backward=2.5),  # the backward recomputes the scores
+    "max_pool1d": OperatorSpec("n c (s*h+d*KH-p) -> n c h", _IMAGE, _per_point(1.0)),
+    "avg_pool1d": OperatorSpec("n c (s*h+d*KH-p) -> n c h", _IMAGE, _per_point(1.0)),
+    "max_pool2d": OperatorSpec(_WINDOW, _IMAGE, _per_point(1.0)),
+    "avg_pool2d": OperatorSpec(_WINDOW, _IMAGE, _per_point(1.0)),
+    "adaptive_avg_pool1d": OperatorSpec("n c H -> n c P", {}, _per_input(1.0)),
+    "adaptive_max_pool1d": OperatorSpec("n c H -> n c P", {}, _per_input(1.0)),
+    "adaptive_avg_pool2d": OperatorSpec("n c H W -> n c P Q", {}, _per_input(1.0)),
+    "adaptive_max_pool2d": OperatorSpec("n c H W -> n c P Q", {}, _per_input(1.0)),
+    "batch_statistics": OperatorSpec("n c s.. -> M c", _CHANNELS, _per_input(3.0)),
+    "batch_norm": OperatorSpec("n c s.., M c, c, c -> n c s..", _CHANNELS, _per_output(4.0), backward=2.0),
+    "batch_norm_running": OperatorSpec("M c, c, c -> c, c", _CHANNELS, _per_output(3.0), backward=0.0),
+    "batch_norm_inference": OperatorSpec("n c s.., c, c, c, c -> n c s..", _CHANNELS, _per_output(4.0)),
+    "layer_norm": OperatorSpec("b.. D.., D.., D.. -> b.. D..", {}, _per_output(8.0), backward=2.0),
+    "rms_norm": OperatorSpec("b.. D.., D.. -> b.. D..", {}, _per_output(5.0), backward=2.0),
+    "group_norm": OperatorSpec(
+        "n (g C) S.., (g C), (g C) -> n (g C) S..", {"g": "parameter"}, _per_output(8.0), backward=2.0
+    ),
+    "embedding": OperatorSpec("b.., v d -> b.. d", {"v": "reduction", "d": "parameter"}),
+    "softmax": OperatorSpec(None, {}, _per_output(5.0)),
+    "log_softmax": OperatorSpec(None, {}, _per_output(5.0)),
+    "pointwise": OperatorSpec(None),
+    "dropout": OperatorSpec("a.. -> a..", {}, _per_output(3.0), backward=0.5),
+    "detach": OperatorSpec("a.. -> a..", {}, _FREE),
+    "view": OperatorSpec(None, {}, _FREE),
+    "permute": OperatorSpec(None, {}, _FREE),
+    "expand": OperatorSpec(None, {}, _FREE),
+    "slice": OperatorSpec(None, {}, _FREE),
+    "cat": OperatorSpec(None, {}, _FREE),
+    "pad": OperatorSpec(None, {}, _FREE),
+    "sum": OperatorSpec(None, {}, _per_point(1.0)),
+    "mean": OperatorSpec(None, {}, _per_point(1.0)),
+    "amax": OperatorSpec(None, {}, _per_point(1.0)),
+    "amin": OperatorSpec(None, {}, _per_point(1.0)),
+    "argmax": OperatorSpec(None, {}, _per_point(1.0)),
+    "valid_count": OperatorSpec("n.., C -> ", {}, _per_input(1.0)),
+    "cross_entropy": OperatorSpec(None, {}, _per_input(6.0)),
+    "nll_loss": OperatorSpec(None, {}, lambda op, extents: _per_input(1.0)(op, extents) / extents["C"]),
+    "mse_loss": OperatorSpec(None, {}, _per_input(3.0)),
+    "l1_loss": OperatorSpec(None, {}, _per_input(3.0)),
+    "smooth_l1_loss": OperatorSpec(None, {}, _per_input(5.0)),
+    "huber_loss": OperatorSpec(None, {}, _per_input(5.0)),
+    "bce_loss": OperatorSpec(None, {}, _per_input(5.0)),
+    "bce_with_logits": OperatorSpec(None, {}, _per_input(8.0)),
+    "kl_div": OperatorSpec(None, {}, _per_input(4.0)),
+    "opaque": OperatorSpec(None, {}, _per_point(1.0)),
+}
+
+ATEN_KINDS: dict[str, str] = {}
+"""Torch operator name ("mylib.myop.default") -> kind, for kinds that users registered."""
+
+
+def register(
+    kind: str,
+    pattern: str,
+    roles: Mapping[str, Role] | None = None,
+    flops: Flops | None = None,
+    aten: str | None = None,
+) -> None:
+    """Add (or replace) a line of the table.
+
+    ``pattern``: access pattern of the operator's tensor arguments, in order, and its outputs; the axes' sizes must
+    follow from the shapes. ``roles``: of axes whose role is not inherited. ``flops``: forward FLOPs of a piece
+    (default: one per output element). ``aten``: the torch operator that importing recognises, "mylib.myop.default".
+    To run it, give :func:`flexsearch.graph.kernels.register_kernel` a kernel for the kind.
+    Raises ImportModelError if the line contradicts the shipped table or is malformed.
+    """
+    if kind in _SHIPPED:
+        raise ImportModelError(f"operator kind {kind!r} belongs to flexsearch; register yours under another name")
+    if pattern.count("->") != 1:
+        raise ImportModelError(f'pattern "{pattern}" of kind {kind!r} must have exactly one "->" ')
+    allowed = ("sample", "attribute", "parameter", "reduction")
+    for axis, role in (roles or {}).items():
+        if role not in allowed:
+            raise ImportModelError(f"role {role!r} of axis {axis!r} of kind {kind!r} is none of {', '.join(allowed)}")
+    if aten is not None and aten.count(".") < 2:
+        raise ImportModelError(f"aten={aten!r} of kind {kind!r} must read LIBRARY.OPERATOR.OVERLOAD")
+    OPERATORS[kind] = OperatorSpec(pattern, dict(roles or {}), flops)
+    for name in [name for name, other in ATEN_KINDS.items() if other == kind]:
+        del ATEN_KINDS[name]
+    if aten is not None:
+        ATEN_KINDS[aten] = kind
+
+
+_SHIPPED = frozenset(OPERATORS)
+
+
+def axis_roles(kind: str, access: Access, sample: Collection[str], weights: Sequence[bool] = ()) -> dict[str, Role]:
+    """Role of every axis of an operator.
+
+    ``sample``: axes that run over the batch; they are samples wherever they go, also where they are summed away.
+    ``weights``: for each operand, whether it is made of parameters only: its axes are the parameter axes of an einsum.
+    """
+    named = OPERATORS[kind].roles if kind in OPERATORS else {}
+    indexed = {a for operand, weight in zip(access.inputs, weights, strict=False) if weight for a in operand.names()}
+    roles: dict[str, Role] = {}
+    for axis in access.axes:
+        if axis in sample:
+            roles[axis] = "sample"
+        elif axis in named:
+            roles[axis] = named[axis]
+        elif axis in access.summed:
+            roles[axis] = "reduction"
+        else:
+            roles[axis] = "parameter" if kind == "einsum" and axis in indexed else "attribute"
+    return roles
+
+
+def forward_flops(op: Operator, extents: Mapping[str, int]) -> float:
+    """Forward FLOPs of a piece of ``op`` with ``extents`` indices on each axis."""
+    spec = OPERATORS.get(op.kind)
+    return (spec.flops if spec and spec.flops else _outputs)(op, extents)
+
+
+def backward_flops(op: Operator, extents: Mapping[str, int], needs: Sequence[bool]) -> float:
+    """Backward FLOPs of a piece; ``needs``: for each operand, whether its gradient is wanted.
+
+    A contraction costs one more of its kind for each factor (a bias only a sum over the output), anything else its
+    fixed multiple of the forward.
+    """
+    if not any(needs):
+        return 0.0
+    spec = OPERATORS.get(op.kind, OperatorSpec())
+    forward = forward_flops(op, extents)
+    if not spec.contraction:
+        return spec.backward * forward
+    operands = op.access.inputs
+    factors = sum(1 for operand, need in zip(operands, needs, strict=True) if need and not operand.once)
+    sums = sum(1 for operand, need in zip(operands, needs, strict=True) if need and operand.once)
+    return spec.backward * factors * forward + sums * _outputs(op, extents)

@@ -1,0 +1,152 @@
+"""The task graph: what every device does, in which order, and what crosses the links. The simulator times it, the
+runtime executes it; there is no other description of a plan's work."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from enum import IntEnum
+from math import inf
+from typing import Literal
+
+import numpy as np
+import numpy.typing as npt
+
+from flexsearch.cost.communication import Transfer
+from flexsearch.lower.reshard import Exchange, Reshard
+
+Purpose = Literal["gather", "forward", "backward", "synchronise"]
+"""Why data moves: sharded weights before use, activations, their gradients, gradients of weights."""
+
+
+class TaskKind(IntEnum):
+    """What a task does."""
+
+    FORWARD = 0
+    BACKWARD = 1
+    UPDATE = 2
+    COMMUNICATION = 3
+
+
+@dataclass(frozen=True)
+class Member:
+    """One exchange of a communication: ``reshard.phases[phase].exchanges[exchange]`` of the value ``key`` (an index
+    into ``Lowered.edges``, for ``synchronise`` into ``Lowered.weights``)."""
+
+    key: int
+    reshard: Reshard
+    phase: int
+    exchange: int
+
+    @property
+    def what(self) -> Exchange:
+        """The exchange itself."""
+        return self.reshard.phases[self.phase].exchanges[self.exchange]
+
+
+@dataclass(frozen=True)
+class Communication:
+    """A communication task: one exchange, or a bucket of exchanges between the same devices that go as one."""
+
+    purpose: Purpose
+    form: str
+    devices: tuple[int, ...]
+    senders: tuple[int, ...]
+    receivers: tuple[int, ...]
+    members: tuple[Member, ...]
+    transfer: Transfer
+    nbytes: int
+
+
+@dataclass
+class TaskGraph:
+    """Tasks in the one global order that every device follows. Columns are lists of equal length while it is built.
+
+    ``kind``; ``operator``: index of the operator (-1 for updates and communications); ``device``: who computes (-1 for
+    communications); ``duration``: seconds from start to end; ``communication``: for communications, what moves.
+    ``dependencies``: tasks that must have ended, the previous task of the same device among them. ``links``:
+    (resource, seconds) kept busy from the start on; a task starts when all of them are free. ``drag``: (processor,
+    seconds) taken from computing without waiting for it. ``turn``: seconds after which a compute task lets other tasks
+    of its processor go first, as an operating system does for devices that share one; infinite elsewhere.
+    """
+
+    kind: list[int] = field(default_factory=list)
+    operator: list[int] = field(default_factory=list)
+    device: list[int] = field(default_factory=list)
+    duration: list[float] = field(default_factory=list)
+    communication: list[Communication | None] = field(default_factory=list)
+    dependencies: list[Sequence[int]] = field(default_factory=list)
+    links: list[Sequence[tuple[int, float]]] = field(default_factory=list)
+    drag: list[Sequence[tuple[int, float]]] = field(default_factory=list)
+    turn: list[float] = field(default_factory=list)
+
+    def __len__(self) -> int:
+        return len(self.kind)
+
+    def compute(
+        self, kind: TaskKind, operator: int, device: int, processor: int, seconds: float, after: Sequence[int],
+        turn: float = inf,
+    ) -> int:  # fmt: skip
+        """Append a compute task; returns its index."""
+        self.kind.append(kind)
+        self.operator.append(operator)
+        self.device.append(device)
+        self.duration.append(seconds)
+        self.communication.append(None)
+        self.dependencies.append(after)
+        self.links.append(((processor, seconds),))
+        self.drag.append(())
+        self.turn.append(turn)
+        return len(self.kind) - 1
+
+    def communicate(self, what: Communication, after: Sequence[int]) -> int:
+        """Append a communication task; returns its index."""
+        self.kind.append(TaskKind.COMMUNICATION)
+        self.operator.append(-1)
+        self.device.append(-1)
+        self.duration.append(what.transfer.duration_s)
+        self.communication.append(what)
+        self.dependencies.append(after)
+        self.links.append(what.transfer.links)
+        self.drag.append(what.transfer.drag)
+        self.turn.append(inf)
+        return len(self.kind) - 1
+
+    def arrays(self) -> TaskArrays:
+        """The same as flat arrays, for kernels."""
+        return TaskArrays(
+            duration=np.array(self.duration, dtype=np.float64),
+            dependency_start=_starts(self.dependencies),
+            dependency=np.array([d for row in self.dependencies for d in row], dtype=np.uint32),
+            link_start=_starts(self.links),
+            link=np.array([r for row in self.links for r, _ in row], dtype=np.uint32),
+            link_s=np.array([s for row in self.links for _, s in row], dtype=np.float64),
+            drag_start=_starts(self.drag),
+            drag=np.array([r for row in self.drag for r, _ in row], dtype=np.uint32),
+            drag_s=np.array([s for row in self.drag for _, s in row], dtype=np.float64),
+            turn=np.array(self.turn, dtype=np.float64),
+        )
+
+
+@dataclass(frozen=True)
+class TaskArrays:
+    """Task graph as compressed rows: row t of ``dependency`` is
+    ``dependency[dependency_start[t]:dependency_start[t+1]]`` (uint32 task indices, all smaller than t), likewise
+    ``link``/``link_s`` (uint32 resource indices, seconds) and ``drag``/``drag_s``. ``duration``, ``turn``: float64
+    seconds."""
+
+    duration: npt.NDArray[np.float64]
+    dependency_start: npt.NDArray[np.uint32]
+    dependency: npt.NDArray[np.uint32]
+    link_start: npt.NDArray[np.uint32]
+    link: npt.NDArray[np.uint32]
+    link_s: npt.NDArray[np.float64]
+    drag_start: npt.NDArray[np.uint32]
+    drag: npt.NDArray[np.uint32]
+    drag_s: npt.NDArray[np.float64]
+    turn: npt.NDArray[np.float64]
+
+
+def _starts(rows: Iterable[Sequence[object]]) -> npt.NDArray[np.uint32]:
+    lengths = np.fromiter((len(row) for row in rows), dtype=np.uint32)
+    return np.concatenate((np.zeros(1, dtype=np.uint32), np.cumsum(lengths, dtype=np.uint32)))

@@ -1,0 +1,138 @@
+"""Plans side by side: time, speed-up over data parallelism, bytes moved, peak memory, and what the time is made of."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from rich.table import Table
+from rich.text import Text
+
+from flexsearch.lower import Communication, Lowered
+from flexsearch.report.units import nbytes, percent, ratio, seconds
+from flexsearch.report.words import tensor_words
+from flexsearch.simulate import Simulation, critical_path, over_memory
+
+
+@dataclass(frozen=True)
+class PlanRow:
+    """One plan of a comparison. ``note``: what the reader should know of it, in a few words."""
+
+    name: str
+    simulation: Simulation
+    lowered: Lowered
+    note: str = ""
+
+    @property
+    def shortfall(self) -> list[tuple[int, int]]:
+        """(device, missing bytes) where memory does not suffice."""
+        return over_memory(self.simulation, self.lowered.topology)
+
+
+def is_data_parallel(name: str) -> bool:
+    """Whether a plan's name says that it is plain data parallelism, the yardstick of comparisons."""
+    return name.lower().replace("-", "_").replace(" ", "_") == "data_parallel"
+
+
+def plan_rows(rows: Sequence[PlanRow], data_parallel_s: float | None = None) -> list[dict[str, Any]]:
+    """The comparison as JSON rows. ``data_parallel_s``: iteration time to compare with, default that of the row called
+    "data parallel" (null without one). ``shortfall_bytes``: missing memory on the worst device, 0 if the plan fits."""
+    if data_parallel_s is None:
+        data_parallel_s = next((r.simulation.makespan_s for r in rows if is_data_parallel(r.name)), None)
+    return [
+        {
+            "name": row.name,
+            "iteration_s": row.simulation.makespan_s,
+            "speedup_vs_data_parallel": (
+                data_parallel_s / row.simulation.makespan_s if data_parallel_s and row.simulation.makespan_s else None
+            ),
+            "moved_bytes": row.simulation.moved_bytes,
+            "peak_bytes": max(row.simulation.peak_bytes, default=0),
+            "dominates": dominates(row.lowered, row.simulation),
+            "fits": not row.shortfall,
+            "shortfall_bytes": max((missing for _, missing in row.shortfall), default=0),
+            "note": row.note,
+        }
+        for row in rows
+    ]
+
+
+def plan_table(rows: Sequence[PlanRow], title: str | None = None, data_parallel_s: float | None = None) -> Table:
+    """The comparison for a terminal. The fastest plan that fits is bold; plans that do not fit are red and say so."""
+    table = Table(title=title, title_justify="left")
+    table.add_column("plan")
+    for heading in ("iteration", "vs data parallel", "moved", "peak memory"):
+        table.add_column(heading, justify="right", no_wrap=True)
+    table.add_column("what dominates")
+    found = plan_rows(rows, data_parallel_s)
+    best = min((r["iteration_s"] for r in found if r["fits"]), default=None)
+    for row, values in zip(rows, found, strict=True):
+        speedup = values["speedup_vs_data_parallel"]
+        peak = nbytes(values["peak_bytes"])
+        remarks = [values["dominates"], values["note"]]
+        if row.shortfall:
+            device, missing = max(row.shortfall, key=lambda pair: pair[1])
+            peak += " !"
+            remarks.insert(0, f"does not fit: {nbytes(missing)} short on {row.lowered.topology.devices[device].name}")
+        style = "red" if row.shortfall else "bold" if values["iteration_s"] == best else ""
+        cells = (
+            values["name"], seconds(values["iteration_s"]), ratio(speedup) if speedup is not None else "-",
+            nbytes(values["moved_bytes"]), peak, "; ".join(r for r in remarks if r),
+        )  # fmt: skip
+        table.add_row(*(Text(cell, style=style) for cell in cells))
+    return table
+
+
+def dominates(lowered: Lowered, simulation: Simulation) -> str:
+    """What most of the critical path is: "compute 71 %", "all_reduce of gradient of fc6.weight and 7 more 80 %, link
+    host0->switch", or "waiting for messages 55 %" (overhead and latency rather than bytes)."""
+    tasks, total = lowered.tasks, simulation.makespan_s
+    path = critical_path(lowered, simulation)
+    if not path or total <= 0.0:
+        return "nothing"
+    compute = waiting = 0.0
+    messages = 0
+    moving: dict[tuple[str, str], dict[int, float]] = {}
+    starts = [float(simulation.start[t]) for t in path] + [total]
+    for k, task in enumerate(path):
+        share = starts[k + 1] - starts[k]
+        communication = tasks.communication[task]
+        if communication is None:
+            compute += share
+            continue
+        busy = min(share, max((s for _, s in tasks.links[task]), default=0.0))
+        group = moving.setdefault((communication.form, communication.purpose), {})
+        group[task] = group.get(task, 0.0) + busy
+        waiting += share - busy
+        messages += 1
+    form_purpose = max(moving, key=lambda key: sum(moving[key].values()), default=None)
+    moved = sum(moving[form_purpose].values()) if form_purpose else 0.0
+    if compute >= max(moved, waiting) or form_purpose is None:
+        return f"compute {percent(compute / total)}"
+    if waiting > moved:
+        return f"waiting for messages {percent(waiting / total)} ({messages} in a row)"
+    group = moving[form_purpose]
+    return f"{_what(lowered, group)} {percent(moved / total)}, {_where(lowered, group)}"
+
+
+def _what(lowered: Lowered, group: dict[int, float]) -> str:
+    """The communications of a group by the tensor that takes longest."""
+    longest = _communication(lowered, max(group, key=lambda t: group[t]))
+    text = f"{longest.form} of {tensor_words(lowered, longest)}"
+    return text if len(group) == 1 else f"{text} and {len(group) - 1} like it"
+
+
+def _where(lowered: Lowered, group: dict[int, float]) -> str:
+    """The link that the group keeps busy longest."""
+    busy: dict[int, float] = {}
+    for task in group:
+        for link, seconds_ in lowered.tasks.links[task]:
+            busy[link] = busy.get(link, 0.0) + seconds_
+    return f"link {lowered.topology.resources[max(busy, key=lambda r: busy[r])].name}"
+
+
+def _communication(lowered: Lowered, task: int) -> Communication:
+    found = lowered.tasks.communication[task]
+    assert found is not None
+    return found

@@ -1,0 +1,251 @@
+"""What a plan does, in words: consecutive layers with the same treatment, by their module names.
+
+    features.conv1..conv5: batch over 4 hosts; classifier.fc6..fc8: output features over 4 hosts
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from flexsearch.graph import Operator, OperatorGraph
+from flexsearch.lower import Communication, Lowered, TaskKind
+from flexsearch.simulate import trivial
+from flexsearch.strategy import OperatorConfig
+from flexsearch.topology import Topology
+
+_CONVOLUTIONS = ("conv1d", "conv2d")
+_WORDS = {
+    ("linear", "o"): "output features",
+    ("linear", "i"): "input features (partial sums)",
+    ("addmm", "o"): "output features",
+    ("addmm", "i"): "input features (partial sums)",
+    ("embedding", "v"): "vocabulary",
+    ("embedding", "d"): "embedding features",
+    ("attention", "h"): "heads",
+    ("attention", "k"): "heads",
+    ("attention", "g"): "heads of a group",
+    ("attention", "q"): "sequence",
+    ("attention", "v"): "head features",
+    **{(kind, "g"): "channel groups" for kind in (*_CONVOLUTIONS, "group_norm")},
+    **{(kind, "o"): "output channels" for kind in _CONVOLUTIONS},
+    **{(kind, "c"): "input channels (partial sums)" for kind in _CONVOLUTIONS},
+}
+_IMAGE = {3: ("batch", "channels", "length"), 4: ("batch", "channels", "height", "width")}
+_TEXT = {3: ("batch", "sequence", "features"), 4: ("batch", "heads", "sequence", "features")}
+_NUMBER = re.compile(r"(?<![^.])\d+(?![^.])")  # a part of a dotted name that is a number
+_SHARDED = ", weights sharded"
+_MANY = 6
+"""More groups than this are rolled up over the repeated blocks of the model."""
+
+
+def axis_word(op: Operator, axis: str, images: bool = False) -> str:
+    """What people call ``axis`` of ``op``. ``images``: the model works on images, which tells channels from heads."""
+    role = op.roles[axis]
+    if (word := _WORDS.get((op.kind, axis))) is not None:
+        return word
+    if role == "sample":
+        return "batch"
+    summed = " (partial sums)" if axis in op.access.summed else ""
+    for operand in (*op.access.outputs, *op.access.inputs):  # by its place in the tensor
+        rank = len(operand.dimensions)
+        for place, dimension in enumerate(operand.dimensions):
+            if axis in dimension.axes:
+                spatial = images or op.kind in _CONVOLUTIONS or "pool" in op.kind or "batch_" in op.kind
+                names = (_IMAGE if spatial else _TEXT).get(rank, ("batch", "features") if rank == 2 else ())
+                if place < len(names) and (place or role != "attribute"):
+                    return names[place] + summed
+    return {"attribute": f"axis {axis}", "parameter": "output features", "reduction": f"axis {axis}"}[role] + summed
+
+
+def device_set(topology: Topology, devices: Iterable[int]) -> str:
+    """Devices in words: "4 hosts", "node1", "8 GPUs on 2 hosts", "devices 0-3"."""
+    chosen = sorted(set(devices))
+    per_host: dict[str, list[int]] = {}
+    for index, device in enumerate(topology.devices):
+        per_host.setdefault(device.host, []).append(index)
+    hosts = list(dict.fromkeys(topology.devices[d].host for d in chosen))
+    complete = sorted(d for host in hosts for d in per_host[host]) == chosen
+    gpus = all(topology.devices[d].kind == "cuda" for d in chosen)
+    noun = "GPUs" if gpus else "devices"
+    if len(chosen) == 1:
+        return hosts[0] if complete else topology.devices[chosen[0]].name
+    if not complete or len(hosts) < len(per_host):
+        if complete and all(len(per_host[host]) == 1 for host in hosts):
+            return f"{len(hosts)} hosts ({', '.join(hosts)})" if len(hosts) <= 4 else f"{len(hosts)} hosts"
+        if complete:
+            where = hosts[0] if len(hosts) == 1 else f"{len(hosts)} hosts"
+            return f"{len(chosen)} {noun} on {where}" if len(hosts) > 1 else f"the {len(chosen)} {noun} of {where}"
+        return f"{noun} {ranges(chosen)}"
+    if all(len(row) == 1 for row in per_host.values()):
+        return f"{len(hosts)} hosts"
+    return f"{len(chosen)} {noun}" + (f" on {len(hosts)} hosts" if len(hosts) > 1 else "")
+
+
+def ranges(numbers: Iterable[int]) -> str:
+    """Whole numbers in short: "0-3,6"."""
+    runs: list[list[int]] = []
+    for n in sorted(numbers):
+        if runs and n == runs[-1][1] + 1:
+            runs[-1][1] = n
+        else:
+            runs.append([n, n])
+    return ",".join(str(a) if a == b else f"{a}-{b}" for a, b in runs)
+
+
+def treatment(graph: OperatorGraph, topology: Topology, op: Operator, config: OperatorConfig) -> str:
+    """What a config does with an operator: "batch over 4 hosts", "replicated on 4 hosts", "on host1"."""
+    images = any(o.kind in _CONVOLUTIONS for o in graph.operators)
+    where = device_set(topology, config.devices)
+    weighted = _weighted(graph, graph.index[op.name])
+    tail = _SHARDED if config.shard_weights and weighted and len(config.devices) > 1 else ""
+    splits = [(axis_word(op, axis, images), parts) for axis, parts in config.degrees]
+    if not splits:
+        return f"on {where}" if len(config.devices) == 1 else f"replicated on {where}{tail}"
+    if config.replicas > 1:
+        splits.append(("replicated", config.replicas))
+    if len(splits) == 1:
+        return f"{splits[0][0]} over {where}{tail}"
+    return " x ".join(f"{word} ({parts})" for word, parts in splits) + f" over {where}{tail}"
+
+
+@dataclass(frozen=True)
+class Group:
+    """Layers with the same treatment: ``layers`` as a name or range, what is done, and the operators' indices."""
+
+    layers: str
+    treatment: str
+    operators: tuple[int, ...]
+
+
+def groups(lowered: Lowered) -> tuple[Group, ...]:
+    """The plan as groups of consecutive layers. Operators without weights that only follow what feeds them are left
+    out; the blocks of a repeated structure are told together if they are treated alike."""
+    graph = lowered.graph
+    shown = [i for i in range(len(graph.operators)) if not _follows(lowered, i)] or list(range(len(graph.operators)))
+    told: dict[int, str] = {}
+    for i in shown:
+        text = treatment(graph, lowered.topology, graph.operators[i], lowered.configs[i])
+        before = next(reversed(told.values()), "")
+        # An operator without weights does not end a run of layers that shard theirs.
+        told[i] = before if not _weighted(graph, i) and before == text + _SHARDED else text
+    if len(set(told.values())) == 1 and len(shown) > 1:
+        return (Group("all layers", told[shown[0]], tuple(shown)),)
+    runs: list[list[int]] = []
+    for i in shown:
+        if runs and told[runs[-1][-1]] == told[i]:
+            runs[-1].append(i)
+        else:
+            runs.append([i])
+    if len(runs) > _MANY:
+        return _rolled_up(graph, shown, told)
+    return tuple(Group(_range([_layer(graph.operators[i]) for i in run]), told[run[0]], tuple(run)) for run in runs)
+
+
+def in_words(lowered: Lowered) -> str:
+    """The whole plan on one line."""
+    return "; ".join(f"{group.layers}: {group.treatment}" for group in groups(lowered))
+
+
+def _weighted(graph: OperatorGraph, operator: int) -> bool:
+    return any(graph.tensor[name].kind == "parameter" for name in graph.operators[operator].inputs)
+
+
+def _follows(lowered: Lowered, operator: int) -> bool:
+    """Whether an operator has no weights, and nothing has to move between it and what feeds it, or (views, pointwise)
+    between it and what reads it. Bookkeeping always follows."""
+    graph = lowered.graph
+    op = graph.operators[operator]
+    if op.kind in ("batch_norm_running", "valid_count"):
+        return True
+    if op.kind in ("attention", "einsum") or _weighted(graph, operator):
+        return False
+    before = [lowered.edge_of[operator, p] for p, name in enumerate(op.inputs) if graph.tensor[name].shape]
+    after = [e for name in op.outputs for e in lowered.edges_of[name]]
+    return _nothing_moves(lowered, before) or (trivial(op) and _nothing_moves(lowered, after))
+
+
+def _nothing_moves(lowered: Lowered, edges: Iterable[int]) -> bool:
+    plans = (lowered.edges[e].forward for e in edges)
+    return not any(plan is not None and plan.exchanges for plan in plans)
+
+
+def _layer(op: Operator) -> str:
+    return op.module or op.name
+
+
+def _range(layers: Sequence[str]) -> str:
+    """"features.conv1..conv5" for layers that follow each other; a block is left out beside its own parts."""
+    names = list(dict.fromkeys(layers))
+    names = [name for name in names if not any(other.startswith(f"{name}.") for other in names)]
+    first, last = names[0], names[-1]
+    if len(names) == 1:
+        return first
+    a, b = first.split("."), last.split(".")
+    common = 0
+    while common < min(len(a), len(b)) - 1 and a[common] == b[common]:
+        common += 1
+    dots = ".." if len(names) > 2 else ", "
+    return f"{first}{dots}{'.'.join(b[common:])}"
+
+
+def _rolled_up(graph: OperatorGraph, shown: Sequence[int], told: dict[int, str]) -> tuple[Group, ...]:
+    """Groups over repeated blocks: layers whose names differ in one block number only are one layer."""
+    rows: dict[tuple[str, str], list[int]] = {}
+    for i in shown:
+        pattern = _NUMBER.sub("*", _layer(graph.operators[i]), count=1)
+        rows.setdefault((pattern, told[i]), []).append(i)
+    merged: list[tuple[list[str], str, str, list[int]]] = []
+    for (pattern, text), operators in rows.items():
+        found = (_NUMBER.search(_layer(graph.operators[i])) for i in operators)
+        numbers = ranges({int(match[0]) for match in found if match is not None})
+        if merged and merged[-1][1:3] == (text, numbers):
+            merged[-1][0].append(pattern)
+            merged[-1][3].extend(operators)
+        else:
+            merged.append(([pattern], text, numbers, list(operators)))
+    rolled = tuple(
+        Group(_range([name.replace("*", numbers, 1) for name in names]), text, tuple(operators))
+        for names, text, numbers, operators in merged
+    )
+    return rolled if len(rolled) <= 2 * _MANY else _by_treatment(rolled)
+
+
+def _by_treatment(rows: Sequence[Group]) -> tuple[Group, ...]:
+    """Each treatment once, with the first few of its layers, where a plan changes all the time."""
+    same: dict[str, list[Group]] = {}
+    for group in rows:
+        same.setdefault(group.treatment, []).append(group)
+    result = []
+    for text, members in same.items():
+        layers = ", ".join(group.layers for group in members[:3])
+        more = f" and {len(members) - 3} more" if len(members) > 3 else ""
+        result.append(Group(layers + more, text, tuple(i for group in members for i in group.operators)))
+    return tuple(result)
+
+
+def tensor_words(lowered: Lowered, communication: Communication) -> str:
+    """What a communication carries: "gradient of fc6.weight and 7 more"."""
+    names = []
+    for member in communication.members:
+        if communication.purpose == "synchronise":
+            names.append(lowered.weights[member.key].tensor)
+        else:
+            names.append(lowered.edges[member.key].tensor)
+    sizes = {name: lowered.graph.tensor[name].nbytes for name in names}
+    largest = max(sizes, key=lambda name: sizes[name])
+    prefix = "gradient of " if communication.purpose in ("backward", "synchronise") else ""
+    return f"{prefix}{largest}" + (f" and {len(sizes) - 1} more" if len(sizes) > 1 else "")
+
+
+def task_words(lowered: Lowered, task: int) -> str:
+    """Name of a task: "features.conv1", "features.conv1 backward", "update", "all_reduce gradient of fc6.weight"."""
+    tasks = lowered.tasks
+    communication = tasks.communication[task]
+    if communication is not None:
+        return f"{communication.form} {tensor_words(lowered, communication)}"
+    if tasks.kind[task] == TaskKind.UPDATE:
+        return "update"
+    name = lowered.graph.operators[tasks.operator[task]].name
+    return f"{name} backward" if tasks.kind[task] == TaskKind.BACKWARD else name

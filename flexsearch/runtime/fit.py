@@ -1,0 +1,259 @@
+"""From what the probe measured to a topology: hosts around a switch, with the figures that explain the measurements.
+
+A pure function of plain data, so that it can be tested, and repeated, without a cluster.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from statistics import median
+from typing import Literal
+
+from flexsearch.cost.communication import Transfer, all_reduce, transfer
+from flexsearch.cost.compute import MEMORY_EFFICIENCY
+from flexsearch.runtime.machine import Compute, Facts
+from flexsearch.topology import Communication, Device, Link, Topology
+from flexsearch.topology.parts import FORMS
+
+Pair = tuple[int, int]
+UNEVEN = 1.5
+"""Pairs inside a host whose bandwidths differ by more than this get wires of their own."""
+
+
+ALIKE = 1.15
+"""Pairs of hosts whose bandwidths differ by less than this are taken for alike."""
+SLOWED = 1.5
+"""A device that is slower than its likes by less than this was disturbed."""
+
+
+@dataclass(frozen=True)
+class FormTime:
+    """One form of communication among all ranks: ``nbytes`` that each rank sends to each it sends to (all-reduce: that
+    each holds), and the seconds it took."""
+
+    nbytes: int
+    seconds: float
+
+
+@dataclass(frozen=True)
+class Measured:
+    """All that was measured. By pair of ranks (lower first): ``latency_s`` one way; ``bandwidth`` B/s in each direction
+    while nothing else moves. ``together``: B/s into and out of each place of several ranks while all of them talk to
+    other places. ``small_all_reduce_s``: of a few bytes among all ranks."""
+
+    backend: Literal["gloo", "nccl"]
+    facts: Sequence[Facts]
+    compute: Sequence[Compute]
+    latency_s: Mapping[Pair, float]
+    bandwidth: Mapping[Pair, float]
+    together: Mapping[str, float]
+    small_all_reduce_s: float
+    forms: Mapping[str, FormTime]
+    cpu_s_per_byte: float
+
+
+def messages(form: str, ranks: int, nbytes: int) -> list[tuple[int, int, int]]:
+    """The point-to-point messages (source, destination, bytes) that the probe measures a form with."""
+    if form == "exchange":
+        return [(i, (i + 1) % ranks, nbytes) for i in range(ranks)]
+    return [(i, j, nbytes) for i in range(ranks) for j in range(ranks) if i != j]
+
+
+def fit(measured: Measured, name: str, source: str) -> Topology:
+    """The topology that explains the measurements. Each place (host, or container with its own network) has a link to
+    the switch; ranks of one place are joined inside it."""
+    overhead = _overhead(measured)
+    devices = _devices(measured)
+    switches, links = _wiring(measured, [d.name for d in devices], overhead)
+    communication = Communication(
+        backend=measured.backend,
+        overhead_s=overhead,
+        factors=dict.fromkeys(FORMS, 1.0),
+        cpu_s_per_byte=measured.cpu_s_per_byte / _cores_each(measured.facts),
+    )
+    ideal = Topology(
+        name=name, devices=devices, switches=switches, links=links, communication=communication, source=source
+    )
+    factors = {form: _factor(ideal, form, found) for form, found in measured.forms.items()}
+    if not factors:  # a single rank has nobody to talk to: the backend's usual figures
+        return ideal.model_copy(update={"communication": Communication(backend=measured.backend)})
+    return ideal.model_copy(update={"communication": communication.model_copy(update={"factors": factors})})
+
+
+def place_names(facts: Sequence[Facts]) -> dict[str, str]:
+    """Place -> readable name: its host's, numbered where several places have the same."""
+    first = {fact.place: re.sub(r"[\s{}/]+", "-", fact.hostname) or "host" for fact in facts}
+    count, seen, names = Counter(first.values()), Counter[str](), {}
+    for place, base in first.items():
+        names[place] = base if count[base] == 1 else f"{base}-{seen[base]}"
+        seen[base] += 1
+    return names
+
+
+def processors(facts: Sequence[Facts]) -> list[int]:
+    """Number of the processor of each rank; ranks with the same number take turns on it.
+
+    An accelerator is one processor. CPU ranks that may run on the same cores share them: as many as have cores for
+    their threads run beside each other, the rest wait for one of those.
+    """
+    group = list(range(len(facts)))  # the lowest rank whose cores or accelerator overlap, directly or by way of others
+    for rank, fact in enumerate(facts):
+        for other in range(rank):
+            if group[other] != group[rank] and _overlap(fact, facts[other]):
+                low, high = sorted((group[other], group[rank]))
+                group = [low if g == high else g for g in group]
+    result, free = [0] * len(facts), 0
+    for lowest in dict.fromkeys(group):
+        members = [rank for rank, g in enumerate(group) if g == lowest]
+        cores = {core for rank in members for core in facts[rank].cores}
+        threads = max(facts[rank].threads for rank in members)
+        slots = 1 if facts[lowest].processor else max(1, min(len(members), len(cores) // threads))
+        for k, rank in enumerate(members):
+            result[rank] = free + k % slots
+        free += slots
+    return result
+
+
+def _overlap(a: Facts, b: Facts) -> bool:
+    if a.machine != b.machine or a.processor != b.processor:
+        return False
+    return bool(a.processor) or bool(set(a.cores) & set(b.cores))
+
+
+def _cores_each(facts: Sequence[Facts]) -> float:
+    """Cores behind a processor: moving bytes by one of several takes little from computing."""
+    shared = processors(facts)
+    return median(
+        max(1.0, len(fact.cores) / len({p for p, other in zip(shared, facts, strict=True) if _overlap(fact, other)}))
+        for fact in facts
+    )
+
+
+def _overhead(measured: Measured) -> float:
+    """Software start of one communication, s. A message takes o + l, a ring all-reduce of a few bytes among n takes
+    o + 2 (n - 1) l: two equations for the start o and the latency l of one step."""
+    if not measured.latency_s:
+        return 0.0
+    one, ring = max(measured.latency_s.values()), measured.small_all_reduce_s
+    steps = 2 * (len(measured.facts) - 1)
+    known = (steps * one - ring) / (steps - 1)
+    return min(max(known, 0.0), 0.9 * min(measured.latency_s.values()))
+
+
+def _devices(measured: Measured) -> tuple[Device, ...]:
+    facts = measured.facts
+    names, shared, number = place_names(facts), processors(facts), Counter[str]()
+    users = Counter(shared)
+    on_machine = Counter(fact.machine for fact in facts if fact.kind == "cpu")
+    made = []
+    for rank, fact in enumerate(facts):
+        compute = _alike(measured, rank)
+        place = names[fact.place]
+        made.append(
+            Device(
+                name=f"{place}/{fact.kind}{number[fact.place]}",
+                kind="cuda" if fact.kind == "cuda" else "cpu",
+                host=place,
+                model=fact.model,
+                flops=compute.flops,
+                # The measured copy streams; the file gives the peak of which streaming reaches a known share.
+                memory_bandwidth=compute.copy_bandwidth / MEMORY_EFFICIENCY,
+                memory_bytes=fact.memory_bytes // (on_machine[fact.machine] if fact.kind == "cpu" else 1),
+                processor=f"processor{shared[rank]}" if users[shared[rank]] > 1 else None,
+                overhead_s=compute.overhead_s,
+            )
+        )
+        number[fact.place] += 1
+    return tuple(made)
+
+
+def _alike(measured: Measured, rank: int) -> Compute:
+    """What a device computes: the best of all devices of its model, unless it is really slower than those."""
+    own, fact = measured.compute[rank], measured.facts[rank]
+    alike = [
+        compute
+        for compute, other in zip(measured.compute, measured.facts, strict=True)
+        if (other.kind, other.model, other.threads) == (fact.kind, fact.model, fact.threads)
+        and compute.flops["float32"] < SLOWED * own.flops["float32"]
+        and compute.copy_bandwidth < SLOWED * own.copy_bandwidth
+    ]
+    return Compute(
+        {dtype: max(c.flops.get(dtype, 0.0) for c in alike) for dtype in own.flops},
+        max(c.copy_bandwidth for c in alike),
+        min(c.overhead_s for c in alike),
+    )
+
+
+def _wiring(measured: Measured, names: Sequence[str], overhead: float) -> tuple[tuple[str, ...], tuple[Link, ...]]:
+    facts, readable = measured.facts, place_names(measured.facts)
+    places: dict[str, list[int]] = {}
+    for rank, fact in enumerate(facts):
+        places.setdefault(fact.place, []).append(rank)
+    across = {pair: b for pair, b in measured.bandwidth.items() if facts[pair[0]].place != facts[pair[1]].place}
+    switches = ["switch"] if len(places) > 1 else []
+    links: list[Link] = []
+    for place, ranks in places.items():
+        outside = {pair: b for pair, b in across.items() if set(pair) & set(ranks)}
+        latency = _hop(measured, outside, overhead)
+        if len(ranks) > 1:
+            inside = {pair: b for pair, b in measured.bandwidth.items() if set(pair) <= set(ranks)}
+            bus = f"{readable[place]}/bus"
+            made = _inside(measured, inside, [names[r] for r in ranks], names, bus, overhead)
+            links += made
+            switches += [bus] if any(bus in (link.a, link.b) for link in made) else []
+        one = _speed(outside.values(), across.values())
+        if len(places) > 1 and len(ranks) == 1:
+            links.append(Link(a=names[ranks[0]], b="switch", bandwidth=one, latency_s=latency))
+        elif len(places) > 1:
+            nic = f"{readable[place]}/nic"
+            switches.append(nic)
+            links += [Link(a=names[r], b=nic, bandwidth=one, latency_s=latency / 2) for r in ranks]
+            shared = max(one, measured.together.get(place, 0.0))
+            links.append(Link(a=nic, b="switch", bandwidth=shared, latency_s=latency / 2))
+    return tuple(switches), tuple(links)
+
+
+def _inside(
+    measured: Measured,
+    pairs: Mapping[Pair, float],
+    ends: Sequence[str],
+    names: Sequence[str],
+    bus: str,
+    overhead: float,
+) -> list[Link]:
+    """A bus that all ranks of a place hang on; or, where some pairs are much nearer than others, a wire for each."""
+    if max(pairs.values()) > UNEVEN * min(pairs.values()):
+        return [
+            Link(a=names[i], b=names[j], bandwidth=b, latency_s=max(0.0, measured.latency_s[i, j] - overhead))
+            for (i, j), b in sorted(pairs.items())
+        ]
+    latency, bandwidth = _hop(measured, pairs, overhead), median(pairs.values())
+    return [Link(a=end, b=bus, bandwidth=bandwidth, latency_s=latency) for end in ends]
+
+
+def _speed(own: Collection[float], everyone: Collection[float]) -> float:
+    """B/s of a place's link from its pairs. A pair is as fast as the slower of its ends, so the fastest pair of a place
+    shows the place's own speed. Differences of a few hundredths between all pairs are taken for noise."""
+    if not own or max(everyone) < ALIKE * min(everyone):
+        return median(everyone) if everyone else 0.0
+    return max(own)
+
+
+def _hop(measured: Measured, pairs: Mapping[Pair, float], overhead: float) -> float:
+    """Half of what a message between these pairs takes beyond its software start, s: there are two hops."""
+    return max(0.0, median(measured.latency_s[pair] for pair in pairs) - overhead) / 2 if pairs else 0.0
+
+
+def _factor(ideal: Topology, form: str, found: FormTime) -> float:
+    """Measured time over ideal, of the part that grows with the bytes."""
+    ranks = range(len(ideal.devices))
+    cost: Transfer
+    if form == "all_reduce":
+        cost = all_reduce(ideal, ranks, found.nbytes)
+    else:
+        cost = transfer(ideal, form, messages(form, len(ranks), found.nbytes))
+    moving = max(seconds for _, seconds in cost.links)
+    return max(0.1, (found.seconds - (cost.duration_s - moving)) / moving)

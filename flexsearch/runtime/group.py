@@ -1,0 +1,87 @@
+"""Joining the ranks of a run: process group, device of each rank, and proof that all ranks mean the same thing."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import tempfile
+from collections.abc import Mapping
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from flexsearch.cost.allocator import keep_freed_memory
+from flexsearch.errors import RuntimeFailure
+from flexsearch.topology import Topology
+
+
+def join(topology: Topology, timeout_s: float) -> torch.device:
+    """Make the process group from torchrun's environment unless there is one, and return this rank's torch device.
+
+    Raises RuntimeFailure if the world size is not the topology's number of devices, or a CUDA device is missing.
+    """
+    count = len(topology.devices)
+    if not dist.is_initialized():
+        missing = [name for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT") if name not in os.environ]
+        if missing and count > 1:
+            raise RuntimeFailure(
+                f"this strategy needs {count} processes, but {', '.join(missing)} is not set. Start the script with "
+                f"`torchrun --nproc-per-node N script.py` (one process for each device of topology {topology.name!r})."
+            )
+        _check_world(int(os.environ.get("WORLD_SIZE", "1")), topology)
+        try:
+            if missing:
+                with tempfile.TemporaryDirectory() as folder:
+                    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=0, world_size=1)
+            else:
+                dist.init_process_group(topology.communication.backend, timeout=timedelta(seconds=timeout_s))
+        except (RuntimeError, ValueError) as error:
+            raise RuntimeFailure(f"the process group could not be made: {error}") from error
+    _check_world(dist.get_world_size(), topology)
+    if topology.devices[dist.get_rank()].kind == "cpu":
+        keep_freed_memory()
+        return torch.device("cpu")
+    local = int(os.environ.get("LOCAL_RANK", dist.get_rank() % max(1, torch.cuda.device_count())))
+    if local >= torch.cuda.device_count():
+        raise RuntimeFailure(
+            f"rank {dist.get_rank()} needs CUDA device {local}, but this machine has {torch.cuda.device_count()}. "
+            "Start one process for each GPU, or use a topology of CPU devices."
+        )
+    torch.cuda.set_device(local)
+    return torch.device("cuda", local)
+
+
+def _check_world(size: int, topology: Topology) -> None:
+    if size != len(topology.devices):
+        raise RuntimeFailure(
+            f"{size} processes were started, but the strategy is for topology {topology.name!r} with "
+            f"{len(topology.devices)} devices. Start that many, or optimize for another topology."
+        )
+
+
+def agree(what: Mapping[str, str]) -> None:
+    """Exchange facts (hashes of graph, strategy, ...) and raise RuntimeFailure on every rank where they differ."""
+    everyone: list[dict[str, str] | None] = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, dict(what))
+    first = everyone[0] or {}
+    for key, value in first.items():
+        different = [rank for rank, facts in enumerate(everyone) if facts is not None and facts.get(key) != value]
+        if different:
+            values = {rank: (everyone[rank] or {}).get(key) for rank in different[:4]}
+            raise RuntimeFailure(
+                f"the ranks were started with different {key}: rank 0 has {value}, others {values}. "
+                "Give every rank the same model, strategy file and versions."
+            )
+
+
+def fingerprint(tensors: Mapping[str, torch.Tensor]) -> str:
+    """Digest of named tensors' contents (a strided sample of large ones), to see whether ranks agree."""
+    digest = hashlib.sha256()
+    for name, tensor in tensors.items():
+        digest.update(name.encode())
+        if tensor.device.type != "meta":
+            flat = tensor.detach().reshape(-1)
+            sample = flat[:: max(1, flat.numel() // 4096)].to("cpu", torch.float64).contiguous()
+            digest.update(sample.numpy().tobytes())
+    return digest.hexdigest()[:16]

@@ -1,0 +1,341 @@
+"""``parallelize``: a model, split as a strategy says, with a training step that is called like a function."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from flexsearch.cost import Costs
+from flexsearch.errors import RuntimeFailure, StrategyError
+from flexsearch.graph import Box, Interval
+from flexsearch.graph.importer import Imported, import_with_constants
+from flexsearch.graph.kernels import KernelContext, preferred
+from flexsearch.graph.kernels_base import dtype_of, extent
+from flexsearch.lower import Entry, Lowered, lower
+from flexsearch.runtime.engine import Engine
+from flexsearch.runtime.group import agree, fingerprint, join
+from flexsearch.runtime.listing import listing
+from flexsearch.runtime.program import compile_program
+from flexsearch.runtime.wire import Wire, cut
+from flexsearch.strategy import Strategy
+
+Loss = Callable[..., Tensor]
+MakeOptimizer = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
+
+
+def parallelize(
+    model: nn.Module,
+    strategy: Strategy,
+    *,
+    loss: Loss | None = None,
+    optimizer: MakeOptimizer,
+    inputs: Any = None,
+    targets: Any = None,
+    seed: int = 0,
+    timeout_s: float = 300.0,
+    fuse: bool = True,
+) -> Parallel:
+    """Split ``model`` over the ranks of this run (one process for each device of the strategy's cluster, torchrun's
+    environment or an existing process group).
+
+    ``loss(output, targets)`` as it was given to ``import_model``. ``optimizer`` gets this rank's parts of the weights;
+    any optimizer that treats elements alike (SGD, Adam, ...) computes what it would on the whole weights. ``inputs``,
+    ``targets``: examples, only needed if they were nested or keyword arguments at import. ``seed``: of dropout masks.
+    ``timeout_s``: after which a silent rank is an error. ``fuse=False`` runs operators one by one, for measuring. Where
+    the ranks' models differ, rank 0's weights are taken. Raises StrategyError if the strategy was made for another
+    model, RuntimeFailure if the ranks do not fit it or each other.
+    """
+    imported = _trace(model, strategy, loss, inputs, targets)
+    return distribute(model, imported, strategy, optimizer, seed=seed, timeout_s=timeout_s, fuse=fuse)
+
+
+def distribute(
+    model: nn.Module,
+    imported: Imported,
+    strategy: Strategy,
+    optimizer: MakeOptimizer,
+    *,
+    seed: int = 0,
+    timeout_s: float = 300.0,
+    fuse: bool = True,
+) -> Parallel:
+    """:func:`parallelize` for a model that has been imported already (``import_with_constants``)."""
+    device = join(strategy.cluster, timeout_s)
+    lowered = lower(imported.graph, strategy, strategy.cluster, Costs(imported.graph, strategy.cluster))
+    agree({
+        "graph": imported.graph.content_hash(), "topology": strategy.topology.hash, "strategy": strategy.content_hash(),
+        "torch version": torch.__version__,
+    })  # fmt: skip
+    return Parallel(model, imported, lowered, device, optimizer, seed, timeout_s, fuse)
+
+
+def _trace(model: nn.Module, strategy: Strategy, loss: Loss | None, inputs: Any, targets: Any) -> Imported:
+    """Import the model again with inputs of the strategy's shapes, and check that the graph is the same."""
+    device = next((p.device for p in model.parameters()), torch.device("cpu"))
+    examples = {s.name: torch.zeros(s.shape, dtype=dtype_of(s.dtype), device=device) for s in strategy.inputs}
+    if inputs is None:
+        inputs = tuple(tensor for name, tensor in examples.items() if not name.startswith("target"))
+    if targets is None:
+        found = tuple(tensor for name, tensor in examples.items() if name.startswith("target"))
+        targets = found[0] if len(found) == 1 else found or None
+    imported = import_with_constants(model, inputs, loss, targets=targets, name=strategy.graph.name)
+    if imported.graph.content_hash() != strategy.graph.hash:
+        raise StrategyError(
+            f"this strategy was made for graph {strategy.graph.name!r} ({strategy.graph.hash}); this model with this "
+            f"loss gives another one ({imported.graph.content_hash()}). Give the model and loss it was made for, or "
+            "run `flexsearch import` and `flexsearch optimize` again."
+        )
+    return imported
+
+
+class Parallel:
+    """A model split over the ranks. Made by :func:`parallelize`."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        imported: Imported,
+        lowered: Lowered,
+        device: torch.device,
+        optimizer: MakeOptimizer,
+        seed: int,
+        timeout_s: float,
+        fuse: bool,
+    ) -> None:
+        self.rank, self.device, self.lowered, self.graph = dist.get_rank(), device, lowered, imported.graph
+        self._names = _state_names(model, self.graph)
+        self._storage = {
+            weight.tensor: entry
+            for weight in lowered.weights
+            for entry in weight.plan.storage
+            if entry.device == self.rank
+        }
+        self._buffers = self._held("buffer")
+        self._counters: dict[str, Tensor] = {}
+        self._other: dict[str, Tensor] = {}
+        self.weights: dict[str, nn.Parameter] = {}
+        """This rank's part of each weight it stores, by name."""
+        self._fixed: dict[str, tuple[Box, Tensor]] = {
+            name: (box, cut(imported.constants[name], _whole(imported.constants[name]), box).to(device))
+            for name, box in self._held("constant").items()
+        }
+        self._loaded = False
+        self._take(model)
+        trained = [p for p in self.weights.values() if p.requires_grad]
+        self.optimizer = optimizer(trained) if trained else None
+        program = compile_program(lowered, self.rank, fuse)
+        self._wire = Wire(lowered, self.rank, device, timeout_s)
+        self.engine = Engine(
+            program, self._wire, self.weights, self._fixed, self._update, KernelContext(seed=seed, device=device)
+        )
+        self._inputs, self._targets = imported.input_names, imported.target_names
+
+    # ---- training
+
+    def step(self, inputs: Any, targets: Any = None) -> Tensor:
+        """Forward, backward, synchronise, update; returns the loss of the whole batch (a scalar) on every rank.
+
+        ``inputs``, ``targets``: tensors, or nested as at import. Each may hold the whole global batch, or only this
+        rank's ``sample_range`` of it; a rank whose range is empty may pass None. Raises RuntimeFailure if a rank has
+        died.
+        """
+        if not self._loaded:
+            raise RuntimeFailure("the model was on the meta device: call load_state_dict before the first step")
+        given = _leaves(inputs), _leaves(targets)
+        fed: dict[str, tuple[Box, Tensor]] = {}
+        for names, tensors, what in zip((self._inputs, self._targets), given, ("inputs", "targets"), strict=True):
+            if tensors and len(tensors) != len(names):
+                raise RuntimeFailure(f"step got {len(tensors)} {what}, the model was imported with {len(names)}")
+            for name, tensor in zip(names, tensors, strict=False):
+                fed[name] = self._feed(name, tensor)
+        needed = {
+            edge.tensor for edge in self.lowered.edges if any(entry.device == self.rank for entry in edge.need)
+        } & {t.name for t in self.graph.of_kind("input")}
+        if missing := sorted(needed - set(fed)):
+            raise RuntimeFailure(f"rank {self.rank} needs {', '.join(missing)} for its samples; pass it to step")
+        loss = self.engine.step(fed)
+        for counter in self._counters.values():
+            counter += 1
+        return loss
+
+    def _feed(self, name: str, tensor: Tensor) -> tuple[Box, Tensor]:
+        spec = self.graph.tensor[name]
+        low, high = self.sample_range
+        local = (high - low, *spec.shape[1:]) if spec.shape else ()
+        if dtype_of(spec.dtype) != tensor.dtype or tuple(tensor.shape) not in (spec.shape, local):
+            raise RuntimeFailure(
+                f"{name} must be {spec.dtype} of shape {spec.shape} (the whole batch) or {local} (samples {low} to "
+                f"{high} of it), not {str(tensor.dtype).removeprefix('torch.')} of shape {tuple(tensor.shape)}"
+            )
+        box = tuple((0, n) for n in spec.shape)
+        if tuple(tensor.shape) != spec.shape:
+            box = ((low, high), *box[1:])
+        return box, tensor.to(self.device, non_blocking=True)
+
+    def _update(self) -> None:
+        if self.optimizer is not None:
+            self.optimizer.step()
+            self.optimizer.zero_grad(set_to_none=True)
+
+    def listing(self) -> str:
+        """What this rank runs in a step, as readable Python."""
+        return listing(self.engine.program)
+
+    @property
+    def sample_range(self) -> Interval:
+        """[low, high) of the global batch's samples that this rank needs; (0, 0) if none."""
+        rows = [
+            entry.box[0]
+            for edge in self.lowered.edges
+            if self.graph.tensor[edge.tensor].kind == "input" and self.graph.tensor[edge.tensor].shape
+            for entry in edge.need
+            if entry.device == self.rank
+        ]
+        return (min(low for low, _ in rows), max(high for _, high in rows)) if rows else (0, 0)
+
+    def sampler(
+        self, length: int, *, shuffle: bool = True, seed: int = 0, epoch: int = 0
+    ) -> Iterator[list[int]]:
+        """Batch sampler for a data set of ``length`` samples: for each global batch, the indices of this rank's samples
+        (for ``DataLoader(batch_sampler=...)`` as a list). The ranks draw the same order; an incomplete last batch is
+        left out."""
+        batch, (low, high) = self.graph.batch, self.sample_range
+        generator = torch.Generator().manual_seed(seed + epoch)
+        order = torch.randperm(length, generator=generator).tolist() if shuffle else list(range(length))
+        for first in range(0, length - batch + 1, batch):
+            yield order[first + low : first + high]
+
+    # ---- state
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """The whole model's state under the original names, on every rank (CPU tensors). All ranks must call it."""
+        state: dict[str, Tensor] = {}
+        done: dict[str, Tensor] = {}
+        pieces = {w.tensor: w.plan.storage for w in self.lowered.weights} | self._buffer_entries()
+        for name, original in self._names.items():
+            if original in pieces and original not in done:
+                done[original] = self._collect(original, pieces[original])
+            found = done.get(original, self._counters.get(original, self._other.get(original)))
+            if found is not None:
+                state[name] = found.clone()
+        return state
+
+    def _collect(self, name: str, entries: Sequence[Entry]) -> Tensor:
+        """Whole tensor from its pieces: the first holder of each region sends it to everyone."""
+        spec = self.graph.tensor[name]
+        whole = torch.zeros(spec.shape, dtype=dtype_of(spec.dtype), device=self.device)
+        for box in dict.fromkeys(entry.box for entry in entries):
+            owner = next(entry.device for entry in entries if entry.box == box)
+            piece = torch.empty(extent(box), dtype=whole.dtype, device=self.device)
+            if owner == self.rank:
+                held, tensor = self._local(name)
+                piece.copy_(cut(tensor, held, box))
+            dist.broadcast(piece, owner)
+            cut(whole, tuple((0, n) for n in spec.shape), box).copy_(piece)
+        return whole.cpu()
+
+    def _local(self, name: str) -> tuple[Box, Tensor]:
+        if name in self.weights:
+            return self._storage[name].box, self.weights[name].detach()
+        return self._fixed[name]
+
+    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
+        """Take over a whole model's state (as ``state_dict`` gives it). Raises RuntimeFailure on missing names or wrong
+        shapes, before anything is changed."""
+        for name in self._names:
+            if name not in state:
+                raise RuntimeFailure(f"the state has no {name!r}; it holds {len(state)} names for another model?")
+            original = self._names[name]
+            if original in self.graph.tensor and tuple(state[name].shape) != self.graph.tensor[original].shape:
+                here = self.graph.tensor[original].shape
+                raise RuntimeFailure(f"{name!r} has shape {tuple(state[name].shape)} in the state, {here} here")
+        with torch.no_grad():
+            for name, original in self._names.items():
+                if original in self.weights:
+                    self.weights[original].copy_(cut(state[name], _whole(state[name]), self._storage[original].box))
+                elif original in self._fixed:
+                    box, tensor = self._fixed[original]
+                    tensor.copy_(cut(state[name], _whole(state[name]), box))
+                elif original in self._counters:
+                    self._counters[original].copy_(state[name])
+                elif original in self._other:
+                    self._other[original].copy_(state[name])
+        self._loaded = True
+
+    # ---- set-up
+
+    def _held(self, kind: str) -> dict[str, Box]:
+        """Bounding box of what this rank needs of each tensor of a kind."""
+        boxes: dict[str, Box] = {}
+        for edge in self.lowered.edges:
+            if self.graph.tensor[edge.tensor].kind == kind:
+                for entry in edge.need:
+                    if entry.device == self.rank:
+                        known = boxes.get(edge.tensor, entry.box)
+                        boxes[edge.tensor] = tuple(
+                            (min(a[0], b[0]), max(a[1], b[1])) for a, b in zip(known, entry.box, strict=True)
+                        )
+        return boxes
+
+    def _buffer_entries(self) -> dict[str, list[Entry]]:
+        held: dict[str, list[Entry]] = {}
+        for edge in self.lowered.edges:
+            if self.graph.tensor[edge.tensor].kind == "buffer":
+                held.setdefault(edge.tensor, []).extend(edge.need)
+        return held
+
+    def _take(self, model: nn.Module) -> None:
+        """Keep this rank's parts of the model's parameters and buffers."""
+        tensors = dict(model.named_parameters()) | dict(model.named_buffers())
+        meta = any(tensor.is_meta for tensor in tensors.values())
+        prints: list[str | None] = [None] * dist.get_world_size()
+        dist.all_gather_object(prints, fingerprint(tensors))
+        if len(set(prints)) > 1:
+            for tensor in tensors.values():
+                moved = tensor.detach().to(self.device)
+                dist.broadcast(moved, 0)
+                tensor.data.copy_(moved)
+        for name, entry in self._storage.items():
+            spec = self.graph.tensor[name]
+            whole = tensors[name].detach()
+            part = (
+                torch.zeros(extent(entry.box), dtype=whole.dtype, device=self.device)
+                if meta
+                else preferred(cut(whole, _whole(whole), entry.box).to(self.device, copy=True).contiguous())
+            )
+            self.weights[name] = nn.Parameter(part, requires_grad=spec.requires_grad)
+        for name, tensor in model.named_buffers():
+            whole = torch.zeros_like(tensor, device=self.device) if tensor.is_meta else tensor.detach()
+            if name in self._buffers:
+                part = cut(whole, _whole(whole), self._buffers[name]).to(self.device, copy=True)
+                self._fixed[name] = self._buffers[name], part
+            elif name in self.graph.counters:
+                self._counters[name] = whole.clone()
+            elif name not in self._fixed:
+                self._other[name] = whole.cpu().clone()
+        self._loaded = not meta
+
+
+def _state_names(model: nn.Module, graph: Any) -> dict[str, str]:
+    """Name in ``model.state_dict()`` -> name in the graph (a tied weight has several of the former)."""
+    first: dict[int, str] = {}
+    for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
+        first.setdefault(id(tensor), name)
+    everything: dict[str, Tensor] = {}
+    everything.update(model.named_parameters(remove_duplicate=False))
+    everything.update(model.named_buffers(remove_duplicate=False))
+    return {name: first[id(everything[name])] for name in model.state_dict(keep_vars=True) if name in everything}
+
+
+def _whole(tensor: Tensor) -> Box:
+    return tuple((0, n) for n in tensor.shape)
+
+
+def _leaves(given: Any) -> list[Tensor]:
+    """Tensors of a nested structure, in the order in which the importer numbered them."""
+    return [leaf for leaf in pytree.tree_leaves(given) if isinstance(leaf, Tensor)]

@@ -1,0 +1,346 @@
+"""``flexsearch probe``: measures the cluster that it runs on, and writes it down as a topology.
+
+Every rank of a process group calls :func:`probe`. Transfers are made as the runtime makes them (see ``wire``): direct
+messages whose receives are posted before anything is sent, and the backend's own all-reduce. What is measured:
+
+1. each device on its own, ranks that share a processor one after the other;
+2. each pair of ranks while nothing else moves: time of a few bytes, and the slope of time over bytes between two large
+   sizes, which start-up costs and the buffers of a rate-limited network do not bias;
+3. hosts of several ranks with all their ranks talking to other hosts: is the network card the bottleneck?
+4. each form of communication among all ranks; ``fit`` turns its time over the ideal into a factor.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from itertools import combinations
+from statistics import median
+from typing import Literal, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from flexsearch.errors import RuntimeFailure
+from flexsearch.runtime.fit import FormTime, Measured, Pair, fit, messages, processors
+from flexsearch.runtime.machine import Compute, Facts, facts, measure
+from flexsearch.topology import Topology
+from flexsearch.topology.parts import FORMS
+
+T = TypeVar("T")
+MEBI = 2**20
+
+
+@dataclass(frozen=True)
+class Effort:
+    """How long is measured. ``compute_s``: each device; ``transfer_s``: each large transfer; ``pairs``: so many pairs
+    of ranks are measured one by one; of more, several at a time."""
+
+    compute_s: float
+    transfer_s: float
+    repeats: int
+    pairs: int
+
+
+QUICK = Effort(compute_s=1.5, transfer_s=0.12, repeats=3, pairs=16)
+THOROUGH = Effort(compute_s=5.0, transfer_s=0.3, repeats=5, pairs=16)
+
+
+def main_from_env(
+    output: str | None, *, quick: bool = False, backend: str | None = None, timeout_s: float = 120.0
+) -> Topology:
+    """Join the ranks of torchrun's environment, probe, and write the topology to ``output`` on rank 0.
+
+    ``backend``: gloo or nccl; default nccl where there are CUDA devices. Raises RuntimeFailure if the ranks cannot be
+    joined or one of them dies.
+    """
+    missing = [name for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT") if name not in os.environ]
+    if missing:
+        raise RuntimeFailure(
+            f"{', '.join(missing)} not set: the probe runs on every rank. Start it with `torchrun --nproc-per-node N "
+            "-m flexsearch.cli probe -o FILE` on each host, or `flexsearch probe -n N` for ranks on this machine alone."
+        )
+    backend = backend or ("nccl" if torch.cuda.is_available() else "gloo")
+    mine = not dist.is_initialized()
+    try:
+        if backend == "nccl":
+            torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
+        if mine:
+            dist.init_process_group(backend, timeout=timedelta(seconds=timeout_s))
+    except (RuntimeError, ValueError) as error:
+        raise RuntimeFailure(f"the process group could not be made: {error}") from error
+    try:
+        topology = probe(quick=quick)
+        if output is not None and dist.get_rank() == 0:
+            topology.save(output)
+        return topology
+    finally:
+        if mine:
+            dist.destroy_process_group()
+
+
+def probe(*, quick: bool = False, name: str = "probed") -> Topology:
+    """Measure the ranks of the default process group; all must call it, all get the same topology, rank r is device r.
+
+    Takes about 10 to 30 s if ``quick``, about a minute otherwise. Raises RuntimeFailure if a rank dies meanwhile.
+    """
+    if not dist.is_initialized():
+        raise RuntimeFailure("the probe needs a process group: call torch.distributed.init_process_group first")
+    backend = dist.get_backend()
+    if backend not in ("gloo", "nccl"):
+        raise RuntimeFailure(
+            f"the probe measures gloo and nccl, not {backend!r}; make the process group with one of them"
+        )
+    try:
+        return _Probe("nccl" if backend == "nccl" else "gloo", QUICK if quick else THOROUGH).run(name)
+    except RuntimeError as error:
+        raise RuntimeFailure(f"rank {dist.get_rank()}: the probe broke off; did another rank die? ({error})") from error
+
+
+class _Probe:
+    """One run. Every method is called by all ranks, in the same order, and all see the same gathered figures."""
+
+    def __init__(self, backend: Literal["gloo", "nccl"], effort: Effort) -> None:
+        self.backend, self.effort = backend, effort
+        self.rank, self.size = dist.get_rank(), dist.get_world_size()
+        self.device = torch.device("cuda", torch.cuda.current_device()) if backend == "nccl" else torch.device("cpu")
+        # NCCL's barrier and gathering would run on the device; figures go round by CPU.
+        self.control = dist.new_group(backend="gloo") if backend == "nccl" else dist.group.WORLD
+        self.tag = 0
+        self.cpu_s = 0.0
+        """Processor time of the last ``move``."""
+        self.cpu: list[float] = []
+        """Processor seconds per byte moved, of this rank's large transfers."""
+
+    def run(self, name: str) -> Topology:
+        """Measure everything and fit it."""
+        found = self.gather(facts(self.device))
+        compute = self.measure_compute(found)
+        latency: dict[Pair, float] = {}
+        bandwidth: dict[Pair, float] = {}
+        together: dict[str, float] = {}
+        forms: dict[str, FormTime] = {}
+        ring = 0.0
+        if self.size > 1:
+            self.all_reduce(8)  # connections are made on first use
+            for pairs in schedule([f.place for f in found], self.effort.pairs):
+                latency |= self.pair_latency(pairs)
+                bandwidth |= self.pair_bandwidth(pairs)
+            together = self.all_places(found, bandwidth)
+            ring = _undisturbed([self.all_reduce(8) for _ in range(20)])
+            forms = {form: self.form(form, found, min(bandwidth.values())) for form in FORMS}
+        cpu = [seconds for rank in self.gather(self.cpu) for seconds in rank]
+        measured = Measured(
+            self.backend, found, compute, latency, bandwidth, together, ring, forms, median(cpu) if cpu else 0.0
+        )
+        boxed = [fit(measured, name, _source(measured)).model_dump_json() if self.rank == 0 else None]
+        dist.broadcast_object_list(boxed, 0, group=self.control)
+        assert boxed[0] is not None
+        return Topology.model_validate_json(boxed[0])
+
+    def measure_compute(self, found: Sequence[Facts]) -> list[Compute]:
+        """Each device alone on its processor, as the simulator takes it, but beside the other processors of its
+        machine, as it will work."""
+        shared = processors(found)
+        turn = [shared[:rank].count(shared[rank]) for rank in range(self.size)]
+        mine: Compute | None = None
+        for t in range(max(turn) + 1):
+            dist.barrier(group=self.control)
+            if turn[self.rank] == t:
+                mine = measure(self.device, self.effort.compute_s)
+        assert mine is not None
+        return self.gather(mine)
+
+    # ---- what is measured between ranks
+
+    def pair_latency(self, pairs: Sequence[Pair], rounds: int = 40) -> dict[Pair, float]:
+        """Seconds from the start of sending a few bytes both ways to their arrival, by pair."""
+        peer = _peers(pairs).get(self.rank)
+        taken = []
+        for _ in range(rounds):
+            small = torch.zeros(8, dtype=torch.uint8, device=self.device)
+            taken.append(self.move({peer: small} if peer is not None else {}, {peer: 8} if peer is not None else {}))
+        seconds = self.gather(_undisturbed(taken))
+        return {(i, j): max(seconds[i], seconds[j]) for i, j in pairs}
+
+    def pair_bandwidth(self, pairs: Sequence[Pair]) -> dict[Pair, float]:
+        """B/s of each pair in each direction, both at once: the slope of time over bytes from a quarter of a large size
+        to the whole of it."""
+        rate = {pair: MEBI / seconds for pair, seconds in self.swap(dict.fromkeys(pairs, MEBI)).items()}
+        for share in (4, 1):  # approach the size that takes the wanted time; the first guess is mostly start-up
+            large = {pair: _size(b * self.effort.transfer_s / share) for pair, b in rate.items()}
+            rate = {pair: large[pair] / seconds for pair, seconds in self.swap(large).items()}
+        whole = {pair: n / rate[pair] for pair, n in large.items()}
+        quarter = {pair: float("inf") for pair in pairs}
+        for _ in range(self.effort.repeats):
+            for sizes, best in (({p: n // 4 for p, n in large.items()}, quarter), (large, whole)):
+                for pair, seconds in self.swap(sizes, count=sizes is large).items():
+                    best[pair] = min(best[pair], seconds)
+        result = {}
+        for pair, n in large.items():
+            mean, more = n / whole[pair], whole[pair] - quarter[pair]
+            slope = (n - n // 4) / more if more > 0 else 0.0
+            # Start-up and buffers are a few hundredths of a large transfer; what is beyond is disturbance.
+            result[pair] = min(max(slope, 0.95 * mean), 1.05 * mean)
+        return result
+
+    def all_places(self, found: Sequence[Facts], bandwidth: Mapping[Pair, float]) -> dict[str, float]:
+        """B/s out of each place of several ranks while each of its ranks sends to the next place."""
+        places: dict[str, list[int]] = {}
+        for rank, fact in enumerate(found):
+            places.setdefault(fact.place, []).append(rank)
+        if len(places) < 2 or len(places) == self.size:
+            return {}
+        across = min(b for (i, j), b in bandwidth.items() if found[i].place != found[j].place)
+        nbytes = _size(across * self.effort.transfer_s / max(map(len, places.values())))
+        order = list(places.values())
+        moves = [
+            (rank, after[k % len(after)], nbytes)
+            for place, after in zip(order, [*order[1:], order[0]], strict=True)
+            for k, rank in enumerate(place)
+        ]
+        best = [float("inf")] * self.size
+        for _ in range(self.effort.repeats):
+            best = [min(b, s) for b, s in zip(best, self.gather(self.send(moves)), strict=True)]
+        return {
+            place: nbytes * len(ranks) / max(best[r] for r in ranks)
+            for place, ranks in places.items()
+            if len(ranks) > 1
+        }
+
+    def form(self, form: str, found: Sequence[Facts], slowest: float) -> FormTime:
+        """Time of one form of communication among all ranks, as the runtime carries it out."""
+        wanted = slowest * self.effort.transfer_s
+        if form == "all_reduce":
+            nbytes = _size(wanted / 2, 64)
+            return FormTime(nbytes, _undisturbed([self.all_reduce(nbytes) for _ in range(self.effort.repeats)]))
+        crowd = [f.place for f in found]
+        crossing = max(max(n * (self.size - n) for n in map(crowd.count, crowd)), self.size - 1)
+        nbytes = _size(wanted / (1 if form == "exchange" else crossing), 256 // (self.size - 1))
+        moves = messages(form, self.size, nbytes)
+        taken = [max(self.gather(self.send(moves, form == "reduce_scatter"))) for _ in range(self.effort.repeats)]
+        return FormTime(nbytes, _undisturbed(taken))
+
+    # ---- moving bytes
+
+    def swap(self, sizes: Mapping[Pair, int], count: bool = False) -> dict[Pair, float]:
+        """Send so many bytes both ways between the ranks of each pair; seconds by pair. ``count`` processor time."""
+        mine = self.send([(a, b, n) for (i, j), n in sizes.items() for a, b in ((i, j), (j, i))])
+        moved = sum(2 * n for pair, n in sizes.items() if self.rank in pair)
+        if count and moved and self.backend == "gloo":
+            self.cpu.append(self.cpu_s / moved)
+        seconds = self.gather(mine)
+        return {(i, j): max(seconds[i], seconds[j]) for i, j in sizes}
+
+    def send(self, moves: Sequence[tuple[int, int, int]], add: bool = False) -> float:
+        """Carry out the messages (source, destination, bytes) at once; seconds that it takes this rank, with the sum of
+        what it receives if ``add``."""
+        outgoing = {j: torch.zeros(n // 4, device=self.device) for i, j, n in moves if i == self.rank}
+        return self.move(outgoing, {i: n for i, j, n in moves if j == self.rank}, add)
+
+    def move(self, outgoing: Mapping[int, Tensor], incoming: Mapping[int, int], add: bool = False) -> float:
+        """Send tensors and receive so many bytes, by peer; seconds. Receives are posted before the clock starts, as a
+        step of the runtime posts its receives at its start."""
+        self.tag += 1
+        received = {i: torch.zeros(n // 4, device=self.device) for i, n in incoming.items()}
+        own = torch.zeros(max(incoming.values(), default=0) // 4, device=self.device) if add else torch.empty(0)
+        works: list[dist.Work | None] = []
+        if self.backend == "gloo":
+            works = [dist.irecv(tensor, peer, tag=self.tag) for peer, tensor in received.items()]
+        else:
+            torch.cuda.synchronize()
+        dist.barrier(group=self.control)
+        began, worked = time.perf_counter(), time.process_time()  # of all threads: gloo moves bytes in one of its own
+        if self.backend == "gloo":
+            works += [dist.isend(tensor, peer, tag=self.tag) for peer, tensor in outgoing.items()]
+        elif outgoing or received:
+            works += dist.batch_isend_irecv(
+                [dist.P2POp(dist.irecv, tensor, peer) for peer, tensor in received.items()]
+                + [dist.P2POp(dist.isend, tensor, peer) for peer, tensor in outgoing.items()]
+            )
+        for work in works:
+            if work is not None:
+                work.wait()
+        self.cpu_s = time.process_time() - worked
+        if add and received:
+            total, *others = received.values()
+            total = total + own
+            for tensor in others:
+                total += tensor
+        if self.backend == "nccl":
+            torch.cuda.synchronize()
+        return time.perf_counter() - began
+
+    def all_reduce(self, nbytes: int) -> float:
+        """Seconds of the backend's all-reduce of so many bytes, on the slowest rank."""
+        tensor = torch.zeros(max(1, nbytes // 4), device=self.device)
+        dist.barrier(group=self.control)
+        began = time.perf_counter()
+        dist.all_reduce(tensor)
+        if self.backend == "nccl":
+            torch.cuda.synchronize()
+        return max(self.gather(time.perf_counter() - began))
+
+    def gather(self, value: T) -> list[T]:
+        """The value of every rank."""
+        everyone: list[T | None] = [None] * self.size
+        dist.all_gather_object(everyone, value, group=self.control)
+        return everyone  # type: ignore[return-value]
+
+
+def schedule(places: Sequence[str], alone: int) -> list[list[Pair]]:
+    """Rounds of pairs to measure. ``places``: by rank. Up to ``alone`` pairs have a round each. Of more, those inside
+    one place and those of neighbours in rank are taken, and disjoint ones share a round."""
+    pairs = list(combinations(range(len(places)), 2))
+    if len(pairs) <= alone:
+        return [[pair] for pair in pairs]
+    size = len(places)
+    first = {place: places.index(place) for place in places}
+    heads = list(first.values())
+    ring = {(min(a, b), max(a, b)) for a, b in zip(heads, [*heads[1:], heads[0]], strict=True) if a != b}
+    kept = [p for p in pairs if places[p[0]] == places[p[1]] and (p[1] - p[0] < 16 or size <= 16)] + sorted(ring)
+    rounds: list[tuple[set[object], list[Pair]]] = []
+    for i, j in kept:
+        uses: set[object] = {i, j} if places[i] == places[j] else {i, j, places[i], places[j]}
+        for taken, members in rounds:
+            if not taken & uses:
+                taken |= uses
+                members.append((i, j))
+                break
+        else:
+            rounds.append((uses, [(i, j)]))
+    return [members for _, members in rounds]
+
+
+def _undisturbed(seconds: Sequence[float]) -> float:
+    """Lower quartile: other work on the machine only slows, and the very fastest is luck."""
+    return sorted(seconds)[len(seconds) // 4]
+
+
+def _peers(pairs: Sequence[Pair]) -> dict[int, int]:
+    return {a: b for i, j in pairs for a, b in ((i, j), (j, i))}
+
+
+def _size(nbytes: float, most: int = 256) -> int:
+    """A size in bytes that splits into elements, between 64 KiB and ``most`` MiB."""
+    return int(min(max(nbytes, 2**16), max(1, most) * MEBI)) // 64 * 64
+
+
+def _source(measured: Measured) -> str:
+    places = len({f.place for f in measured.facts})
+    across = [b for (i, j), b in measured.bandwidth.items() if measured.facts[i].place != measured.facts[j].place]
+    text = (
+        f"Measured by 'flexsearch probe' on {time.strftime('%Y-%m-%d')} with PyTorch {torch.__version__}: "
+        f"{len(measured.facts)} ranks on {places} host{'s' * (places > 1)}, {measured.backend}, "
+        f"threads per rank: {measured.facts[0].threads}."
+    )
+    if across:
+        text += f" One pair of ranks on different hosts: {median(across) / 1e6:.4g} MB/s each way"
+        if measured.together:
+            text += f"; all ranks of a host at once: {median(measured.together.values()) / 1e6:.4g} MB/s"
+        text += "."
+    return text

@@ -1,0 +1,180 @@
+"""``flexsearch run``: a short training run of a strategy, each step timed, predicted beside measured."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from flexsearch.cost import Costs, Profile
+from flexsearch.errors import RuntimeFailure
+from flexsearch.graph.loading import Loaded, load_callable
+from flexsearch.lower import Lowered, lower
+from flexsearch.runtime.parallel import MakeOptimizer, Parallel, parallelize
+from flexsearch.runtime.timeline import Row, Timeline, compare, record
+from flexsearch.simulate import Simulation, simulate
+from flexsearch.strategy import Strategy
+
+WARM_UP = 2
+"""Steps that do not count: they allocate memory and make connections."""
+CLASSES = 10
+"""Random class targets, where the example batch has no data, lie below this."""
+
+
+@dataclass(frozen=True)
+class Step:
+    """One training step: loss of the whole batch before the update, and seconds on the slowest rank."""
+
+    step: int
+    loss: float
+    iteration_s: float
+
+
+@dataclass(frozen=True)
+class Training:
+    """A training run, the same on all ranks. ``simulation`` is of ``lowered``; ``timeline`` if it was asked for."""
+
+    steps: tuple[Step, ...]
+    predicted_s: float
+    lowered: Lowered
+    simulation: Simulation
+    timeline: Timeline | None
+
+    @property
+    def measured_s(self) -> float:
+        """Median iteration time after warm-up, s."""
+        counted = self.steps[WARM_UP:] if len(self.steps) > WARM_UP else self.steps[-1:]
+        return median(step.iteration_s for step in counted)
+
+    def errors(self) -> list[Row]:
+        """Where the error of the prediction sits, largest first; empty without a timeline."""
+        return compare(self.lowered, self.simulation, self.timeline) if self.timeline is not None else []
+
+    def summary(self) -> dict[str, Any]:
+        """As JSON: ``steps``, ``median_iteration_s``, ``predicted_iteration_s``, and with a timeline ``errors``."""
+        result: dict[str, Any] = {
+            "steps": [vars(step) for step in self.steps],
+            "median_iteration_s": self.measured_s,
+            "predicted_iteration_s": self.predicted_s,
+        }
+        if self.timeline is not None:
+            result["traced_iteration_s"] = self.timeline.iteration_s
+            result["errors"] = [row._asdict() for row in self.errors()]
+        return result
+
+
+def train(
+    strategy: Strategy | str | Path,
+    model: str | Loaded,
+    *,
+    steps: int = 10,
+    trace: bool = False,
+    arguments: Mapping[str, Any] | None = None,
+    profile: str | Path | None = None,
+    rate: float = 0.01,
+    seed: int = 0,
+    timeout_s: float = 300.0,
+    progress: Callable[[Step], None] | None = None,
+) -> Training:
+    """Train ``model`` ("module:callable", called with ``arguments``) under a strategy on the ranks of this run, on the
+    example batch that comes with it. All ranks must call it.
+
+    The optimizer is the one that the strategy was planned for, with learning rate ``rate``. ``trace``: afterwards run a
+    few more steps operator by operator, and record each task. ``profile``: measured costs for the prediction;
+    without, it is the one in the strategy file, or that of the topology's figures. ``progress`` is called after each
+    step. Raises StrategyError if the strategy was made for another model, RuntimeFailure if the ranks do not fit it, or
+    when one of them dies.
+    """
+    if steps < 1:
+        raise RuntimeFailure(f"cannot train for {steps} steps; give a number from 1")
+    if not isinstance(strategy, Strategy):
+        strategy = Strategy.load(strategy)
+    loaded = load_callable(model, **dict(arguments or {})) if isinstance(model, str) else model
+    if any(tensor.is_meta for tensor in loaded.model.parameters()):
+        raise RuntimeFailure("the model is on the meta device and has no weights to train; build it on the CPU")
+    generator = torch.Generator().manual_seed(seed)
+    inputs, targets = _filled(loaded.inputs, generator), _filled(loaded.targets, generator)
+    parallel = parallelize(
+        loaded.model, strategy, loss=loaded.loss, optimizer=_optimizer(strategy.options.optimizer, rate), inputs=inputs,
+        targets=targets, seed=seed, timeout_s=timeout_s,
+    )  # fmt: skip
+    lowered, simulation, predicted = _prediction(parallel, strategy, profile)
+
+    def step() -> Tensor:
+        return parallel.step(inputs, targets)
+
+    try:
+        done = []
+        for number in range(steps):
+            done.append(_timed(parallel, step, number))
+            if progress is not None:
+                progress(done[-1])
+        timeline = record(parallel, step) if trace else None
+    except RuntimeError as error:  # a barrier or a gathering that a dead rank does not come to
+        raise RuntimeFailure(
+            f"rank {parallel.rank}: another rank has died or hangs; look at its output, then start again. ({error})"
+        ) from error
+    return Training(tuple(done), predicted, lowered, simulation, timeline)
+
+
+def train_here(**arguments: Any) -> dict[str, Any]:
+    """``train`` with JSON in and out, for ``launch.call``; leaves the process group. ``arguments`` as for ``train``."""
+    try:
+        return train(**arguments).summary()
+    finally:
+        if dist.is_initialized():
+            dist.destroy_process_group()
+
+
+def _timed(parallel: Parallel, step: Callable[[], Tensor], number: int) -> Step:
+    dist.barrier()
+    began = time.perf_counter()
+    loss = step()
+    if parallel.device.type == "cuda":
+        torch.cuda.synchronize()
+    slowest = torch.tensor([time.perf_counter() - began], dtype=torch.float64, device=parallel.device)
+    dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
+    return Step(number, loss.item(), slowest.item())
+
+
+def _prediction(
+    parallel: Parallel, strategy: Strategy, profile: str | Path | None
+) -> tuple[Lowered, Simulation, float]:
+    """The lowered strategy with the costs at hand, its simulation, and the predicted iteration time, s."""
+    lowered = parallel.lowered
+    if profile is not None:
+        costs = Costs(parallel.graph, strategy.cluster, Profile.load(profile))
+        lowered = lower(parallel.graph, strategy, strategy.cluster, costs)
+    simulation = simulate(lowered)
+    if profile is None and strategy.prediction is not None:
+        return lowered, simulation, strategy.prediction.iteration_s
+    return lowered, simulation, simulation.makespan_s
+
+
+def _optimizer(name: str, rate: float) -> MakeOptimizer:
+    def make(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
+        if name == "adam":
+            return torch.optim.Adam(parameters, lr=rate)
+        return torch.optim.SGD(parameters, lr=rate, momentum=0.9 if name == "momentum" else 0.0)
+
+    return make
+
+
+def _filled(value: Any, generator: torch.Generator) -> Any:
+    """The example batch, nested as it is; random data where it has none (on the meta device), the same on all ranks."""
+    if isinstance(value, Mapping):
+        return {name: _filled(item, generator) for name, item in value.items()}
+    if isinstance(value, tuple | list):
+        return tuple(_filled(item, generator) for item in value)
+    if not isinstance(value, Tensor) or not value.is_meta:
+        return value
+    if value.is_floating_point():
+        return torch.randn(value.shape, generator=generator, dtype=value.dtype)
+    return torch.randint(CLASSES, value.shape, generator=generator).to(value.dtype)

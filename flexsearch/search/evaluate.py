@@ -1,0 +1,85 @@
+"""What a set of configs costs: lowered, simulated, and made dearer where it does not fit into memory.
+
+A delta simulation belongs here: it would replace ``Evaluator.__call__`` and know which configs changed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import inf
+from typing import Final
+
+import numpy as np
+
+from flexsearch.cost import Costs
+from flexsearch.graph import OperatorGraph
+from flexsearch.lower import Lowered, Lowering
+from flexsearch.search.ceiling import Ceiling
+from flexsearch.simulate import makespan, memory
+from flexsearch.strategy import OperatorConfig, Options
+from flexsearch.topology import Topology
+
+Configs = tuple[OperatorConfig, ...]
+"""A config for each operator, in graph order."""
+
+PENALTY: Final = 30.0
+"""A plan that needs twice the memory of one device counts as 31 times as slow."""
+KNOWN_LIMIT: Final = 20_000
+
+
+@dataclass(frozen=True, slots=True)
+class Evaluation:
+    """``time_s``: simulated iteration. ``shortfall``: bytes missing over the device's memory, summed over the devices;
+    None where it was not asked for. ``cost``: seconds, with the penalty for missing memory (a lower bound where the
+    shortfall is unknown)."""
+
+    time_s: float
+    shortfall: float | None
+
+    @property
+    def cost(self) -> float:
+        return self.time_s * (1.0 + PENALTY * (self.shortfall or 0.0))
+
+    @property
+    def feasible(self) -> bool:
+        return self.shortfall == 0.0
+
+
+class Evaluator:
+    """Evaluates configs of one graph on one topology, and remembers."""
+
+    def __init__(self, graph: OperatorGraph, topology: Topology, costs: Costs, options: Options) -> None:
+        self.graph, self.topology, self.options = graph, topology, options
+        self.lowering = Lowering(graph, topology, costs)
+        self._ceiling = Ceiling(graph, topology)
+        self._memory_bytes = np.array([device.memory_bytes for device in topology.devices], dtype=np.int64)
+        self._known: dict[Configs, Evaluation] = {}
+
+    def __call__(self, configs: Configs, limit: float = inf) -> Evaluation:
+        """Evaluation of ``configs``. Memory is only worked out if the time alone does not exceed ``limit`` (s)."""
+        known = self._known.get(configs)
+        if known is not None and (known.shortfall is not None or known.time_s > limit):
+            return known
+        lowered = self.lower(configs)
+        seconds = makespan(lowered.tasks) if known is None else known.time_s
+        found = Evaluation(seconds, None if seconds > limit else self._shortfall(lowered))
+        if len(self._known) >= KNOWN_LIMIT:
+            self._known.pop(next(iter(self._known)))
+        self._known[configs] = found
+        return found
+
+    def use(self, options: Options) -> None:
+        """Evaluate under other options from now on."""
+        self.options = options
+        self._known.clear()
+
+    def lower(self, configs: Sequence[OperatorConfig]) -> Lowered:
+        """The lowered plan."""
+        return self.lowering.lower(configs, self.options)
+
+    def _shortfall(self, lowered: Lowered) -> float:
+        if (self._ceiling(lowered) <= self._memory_bytes).all():
+            return 0.0
+        pairs = zip(memory(lowered), self.topology.devices, strict=True)
+        return sum(max(0.0, held.peak / device.memory_bytes - 1.0) for held, device in pairs)

@@ -1,0 +1,70 @@
+"""What the backward of an operator needs of its forward: the rule behind the lifetime of activations.
+
+It follows what PyTorch's autograd saves. Kinds that are not listed keep both, which is never too little.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from flexsearch.graph import Operator
+
+
+class Keep(NamedTuple):
+    """Whether inputs and outputs live until the operator's backward. ``alias``: the output is the input's memory.
+    ``extra``: bytes kept besides, for each element of the output (the int64 indices of a max pool)."""
+
+    inputs: bool
+    outputs: bool
+    alias: bool = False
+    extra: int = 0
+
+
+NOTHING = Keep(False, False)
+INPUTS = Keep(True, False)
+OUTPUTS = Keep(False, True)
+BOTH = Keep(True, True)
+INDICES = Keep(True, False, extra=8)
+ALIAS = Keep(False, False, alias=True)
+
+_STRIDED = ("permute", "expand", "slice")
+_KINDS = {
+    **dict.fromkeys(("view", *_STRIDED), ALIAS),
+    **dict.fromkeys(("max_pool1d", "max_pool2d", "adaptive_max_pool1d", "adaptive_max_pool2d"), INDICES),
+    **dict.fromkeys(
+        ("cat", "pad", "sum", "mean", "embedding", "argmax", "valid_count", "batch_norm_running"), NOTHING
+    ),
+    **dict.fromkeys(("softmax", "log_softmax", "dropout"), OUTPUTS),  # dropout: its mask, of the output's size
+    **dict.fromkeys(
+        (
+            "conv1d", "conv2d", "linear", "einsum", "addmm", "avg_pool1d", "avg_pool2d", "adaptive_avg_pool1d",
+            "adaptive_avg_pool2d", "batch_statistics", "batch_norm", "batch_norm_inference", "layer_norm", "rms_norm",
+            "group_norm", "cross_entropy", "nll_loss", "mse_loss", "l1_loss", "smooth_l1", "bce_with_logits",
+        ),
+        INPUTS,
+    ),
+}  # fmt: skip
+
+_OF_RESULT = {"relu", "sigmoid", "tanh", "exp", "sqrt", "rsqrt", "reciprocal", "expm1", "tan"}
+_LINEAR = {"add", "sub", "rsub", "neg", "clone", "_to_copy", "to", "copy", "alias", "detach", "zeros_like", "ones_like"}
+_SCALED = {"mul", "div"}  # by a number they need nothing, by a tensor both factors
+
+
+def keep(op: Operator, before: Operator | None = None) -> Keep:
+    """The rule for ``op``. ``before``: what makes its first input: a view of something strided is a copy."""
+    if op.kind == "view" and before is not None and before.kind in _STRIDED:
+        return NOTHING
+    if op.kind == "dropout" and not op.attributes.get("p", 1.0):
+        return ALIAS
+    if op.kind != "pointwise":
+        return _KINDS.get(op.kind, BOTH)
+    parts = str(op.attributes.get("target", "")).split(".")
+    name = (parts[1] if len(parts) > 1 else parts[0]).removesuffix("_")
+    if name in _LINEAR or (name in _SCALED and len(op.inputs) == 1):
+        return NOTHING
+    return OUTPUTS if name in _OF_RESULT else INPUTS
+
+
+def trivial(op: Operator) -> bool:
+    """Whether ``op`` only moves or maps single elements and has no weights of interest: a view or pointwise."""
+    return op.kind in ("view", "permute", "expand", "slice", "pointwise", "dropout", "pad", "cat")

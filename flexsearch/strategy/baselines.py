@@ -1,0 +1,330 @@
+"""The plans that people write by hand, for any graph and any number of devices: what a search must beat.
+
+- ``single``: all on the fastest device.
+- ``data-parallel``: every operator split over the batch.
+- ``fsdp``: the same with sharded weights (ZeRO-3: Rajbhandari et al., SC 2020).
+- ``megatron``: tensor parallelism (Shoeybi et al., 2019): a weight is split by its output features, the next one on the
+  way by its input features, attention by heads, vocabularies by rows; convolutions likewise by channels.
+- ``pipeline``: consecutive stages of about equal time, one a device. One microbatch: operator placement.
+- ``one-weird-trick`` (Krizhevsky, 2014): convolutions data parallel, linear layers split by output features.
+- products: ``data-parallel x megatron`` (tensor parallel inside a host, data parallel over the hosts; ``-2``: tensor
+  parallel in pairs) and ``data-parallel x pipeline`` (stages over the hosts, data parallel inside each).
+
+Each is a walk over the operators in graph order: an operator that the plan says nothing about follows its producers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from math import prod
+
+import numpy as np
+
+from flexsearch.errors import StrategyError
+from flexsearch.graph import Operator, OperatorGraph
+from flexsearch.graph.operators import forward_flops
+from flexsearch.strategy.config import OperatorConfig, make_config
+from flexsearch.strategy.model import Options, Strategy
+from flexsearch.strategy.propagate import Propagation
+from flexsearch.topology import Topology
+
+Seconds = Callable[[int, int], float]
+"""(operator, device) -> seconds of the whole operator, forward and backward."""
+
+Configs = list[OperatorConfig]
+"""One config for each operator, in graph order."""
+
+
+def baselines(
+    graph: OperatorGraph, topology: Topology, options: Options | None = None, seconds: Seconds | None = None
+) -> dict[str, Strategy]:
+    """Every baseline that makes sense for this graph and topology, by name, checked. ``seconds`` balances the pipeline
+    stages; without it FLOPs over the devices' rates do. ``data-parallel`` and ``single`` are always there."""
+    found = {}
+    for name, build in _BUILDERS.items():
+        try:
+            configs = build(_Setting(graph, topology, seconds))
+        except _LeftOut:
+            continue
+        found[name] = _strategy(graph, topology, configs, options)
+    return found
+
+
+def baseline(
+    name: str, graph: OperatorGraph, topology: Topology, options: Options | None = None, seconds: Seconds | None = None
+) -> Strategy:
+    """The baseline called ``name``. Raises StrategyError if there is none, or if it makes no sense here, with the
+    reason."""
+    if name not in _BUILDERS:
+        raise StrategyError(f'no baseline "{name}"; there are: {", ".join(NAMES)}')
+    try:
+        return _strategy(graph, topology, _BUILDERS[name](_Setting(graph, topology, seconds)), options)
+    except _LeftOut as reason:
+        raise StrategyError(f'baseline "{name}" does not apply to {graph.name} on {topology.name}: {reason}') from None
+
+
+def has_weights(graph: OperatorGraph, operator: int) -> bool:
+    """Whether an operator reads parameters."""
+    return any(graph.tensor[name].kind == "parameter" for name in graph.operators[operator].inputs)
+
+
+def is_heavy(graph: OperatorGraph, operator: int) -> bool:
+    """Whether an operator is worth a config of its own: it has weights that can be split, or contracts activations.
+    Others (pointwise, views, pools, norms) follow it."""
+    op = graph.operators[operator]
+    if op.kind in ("attention", "einsum"):
+        return True
+    return any(
+        graph.tensor[name].kind == "parameter" and len(operand.dimensions) > 1 and operand.names() & set(op.splittable)
+        for operand, name in zip(op.access.inputs, op.inputs, strict=True)
+    )
+
+
+class _LeftOut(Exception):
+    """A baseline that makes no sense here; the message is the reason."""
+
+
+class _Setting:
+    """What all builders start from."""
+
+    def __init__(self, graph: OperatorGraph, topology: Topology, seconds: Seconds | None) -> None:
+        self.graph, self.topology = graph, topology
+        self.seconds = seconds or self._flops_seconds
+        self.propagation = Propagation(graph)
+        self.operators = graph.operators
+        self.devices = tuple(range(len(topology.devices)))
+
+    def several(self) -> None:
+        """Leave the baseline out where there is nothing to split over."""
+        if len(self.devices) < 2:
+            raise _LeftOut("there is only one device")
+
+    def walk(self, rule: Callable[[int, OperatorConfig | None], OperatorConfig]) -> Configs:
+        """Configs made by ``rule`` from an operator and what it would be if it followed its producers."""
+        known: dict[int, OperatorConfig] = {}
+        for i in range(len(self.operators)):
+            known[i] = rule(i, self.propagation.best(i, known))
+        return [known[i] for i in range(len(self.operators))]
+
+    def by_host(self) -> list[tuple[int, ...]]:
+        """Devices of each host, equally many of each: the fewest that any has."""
+        hosts: dict[str, list[int]] = {}
+        for device, description in enumerate(self.topology.devices):
+            hosts.setdefault(description.host, []).append(device)
+        each = min(map(len, hosts.values()))
+        return [tuple(devices[:each]) for devices in hosts.values()]
+
+    def _flops_seconds(self, operator: int, device: int) -> float:
+        op = self.operators[operator]
+        flops = forward_flops(op, op.sizes) + prod(op.sizes[a] for a in op.access.outputs[0].names())
+        return flops / self.topology.devices[device].flops["float32"]
+
+
+def _strategy(graph: OperatorGraph, topology: Topology, configs: Configs, options: Options | None) -> Strategy:
+    return Strategy.make(graph, topology, {op.name: c for op, c in zip(graph.operators, configs, strict=True)}, options)
+
+
+def _single(setting: _Setting) -> Configs:
+    devices = setting.topology.devices
+    fastest = max(setting.devices, key=lambda d: (devices[d].flops["float32"], -d))
+    return [make_config(op, {}, (fastest,)) for op in setting.operators]
+
+
+def _data_parallel(setting: _Setting) -> Configs:
+    return _over_batch(setting, setting.devices)
+
+
+def _over_batch(setting: _Setting, devices: Sequence[int]) -> Configs:
+    """Data parallelism over ``devices``; those that a small batch leaves nothing for are left out."""
+    devices = tuple(devices)[: setting.graph.batch]
+
+    def rule(i: int, followed: OperatorConfig | None) -> OperatorConfig:
+        op = setting.operators[i]
+        if followed is not None and any(op.roles[a] == "sample" and n == len(devices) for a, n in followed.degrees):
+            return followed
+        return _by_sample(op, devices) or followed or make_config(op, {}, devices)
+
+    return setting.walk(rule)
+
+
+def _by_sample(op: Operator, devices: Sequence[int]) -> OperatorConfig | None:
+    axis = next((a for a in op.axes_of("sample") if op.sizes[a] >= len(devices)), None)
+    return None if axis is None else make_config(op, {axis: len(devices)}, devices)
+
+
+def _fsdp(setting: _Setting) -> Configs:
+    setting.several()
+    return [
+        replace(config, shard_weights=has_weights(setting.graph, i)) for i, config in enumerate(_data_parallel(setting))
+    ]
+
+
+def _megatron(setting: _Setting) -> Configs:
+    setting.several()
+    return _tensor_parallel(setting, setting.devices)
+
+
+def _tensor_parallel(setting: _Setting, devices: Sequence[int]) -> Configs:
+    graph, count = setting.graph, len(devices)
+    heavy = [i for i in range(len(setting.operators)) if is_heavy(graph, i)]
+    if not any(setting.operators[i].axes_of("parameter") for i in heavy):
+        raise _LeftOut("no operator has output features, channels, heads or a vocabulary to split")
+
+    def rule(i: int, followed: OperatorConfig | None) -> OperatorConfig:
+        op = setting.operators[i]
+        if followed is not None and followed.parts > 1:
+            return followed  # by input features after a split by output features; by heads; channel by channel
+        if i in heavy:
+            axes = op.axes_of("parameter") if op.kind != "embedding" else _table_axes(graph, i)
+            if (found := _by_axis(op, axes, devices)) is not None:
+                return found
+        if i > heavy[-1]:  # the loss: nothing after it wants the whole
+            return _by_sample(op, devices) or make_config(op, {}, devices)
+        return make_config(op, {}, devices)
+
+    configs = setting.walk(rule)
+    if all(config.parts == 1 for config in configs):
+        raise _LeftOut(f"no weight can be divided by {count} devices")
+    return configs
+
+
+def _by_axis(op: Operator, axes: Sequence[str], devices: Sequence[int]) -> OperatorConfig | None:
+    """Split along the first of ``axes`` that takes most parts; devices beyond them hold replicas."""
+    count = len(devices)
+    parts = {a: max(p for p in range(1, min(count, op.sizes[a]) + 1) if count % p == 0) for a in axes}
+    best = max(parts, key=parts.__getitem__, default=None)
+    return None if best is None or parts[best] == 1 else make_config(op, {best: parts[best]}, devices)
+
+
+def _table_axes(graph: OperatorGraph, operator: int) -> tuple[str, ...]:
+    """Axes to split an embedding by: its rows where the table weighs more than what is looked up, or is shared with the
+    output layer; a small table (positions) is best replicated."""
+    op = graph.operators[operator]
+    table = next(name for name in op.inputs if graph.tensor[name].kind == "parameter")
+    worth = graph.tensor[table].nbytes > graph.tensor[op.outputs[0]].nbytes or len(graph.consumers[table]) > 1
+    return op.axes_of("reduction") if worth else ()
+
+
+def _one_weird_trick(setting: _Setting) -> Configs:
+    setting.several()
+    graph, devices = setting.graph, setting.devices
+    convolutions = [i for i, op in enumerate(setting.operators) if op.kind.startswith("conv")]
+    linears = [
+        i
+        for i, op in enumerate(setting.operators)
+        if not op.kind.startswith("conv") and is_heavy(graph, i) and has_weights(graph, i) and op.axes_of("parameter")
+    ]
+    if not convolutions or not linears:
+        raise _LeftOut("it needs convolutions and linear layers")
+    parallel = _data_parallel(setting)
+
+    def rule(i: int, followed: OperatorConfig | None) -> OperatorConfig:
+        op = setting.operators[i]
+        if i in linears:
+            return _by_axis(op, op.axes_of("parameter"), devices) or parallel[i]
+        if i < linears[0] or i in convolutions or followed is None or followed.parts == 1:
+            return parallel[i]
+        return followed
+
+    return setting.walk(rule)
+
+
+def _pipeline(setting: _Setting) -> Configs:
+    setting.several()
+    return _stages(setting, setting.devices)
+
+
+def _stages(setting: _Setting, devices: Sequence[int]) -> Configs:
+    """Consecutive operators on consecutive devices so that the slowest stage is as fast as possible: bisection on its
+    time, each device filled in turn."""
+    seconds = np.array([[setting.seconds(i, d) for i in range(len(setting.operators))] for d in devices])
+    ends = np.cumsum(seconds, axis=1)
+
+    def fill(limit: float) -> list[int]:
+        """First operator of each stage, and the first that no stage takes."""
+        starts = [0]
+        for row in ends:
+            done = row[starts[-1] - 1] if starts[-1] else 0.0
+            starts.append(int(np.searchsorted(row, done + limit, side="right")))
+        return starts
+
+    low, high = 0.0, float(seconds.sum())
+    for _ in range(60):
+        middle = (low + high) / 2
+        low, high = (low, middle) if fill(middle)[-1] >= len(setting.operators) else (middle, high)
+    starts = fill(high)
+    stage = np.clip(np.searchsorted(starts, range(len(setting.operators)), side="right") - 1, 0, len(devices) - 1)
+    return [make_config(op, {}, (devices[k],)) for op, k in zip(setting.operators, stage, strict=True)]
+
+
+def _parallel_megatron(setting: _Setting) -> Configs:
+    rows = setting.by_host()
+    if len(rows) < 2 or len(rows[0]) < 2:
+        raise _LeftOut("it needs several hosts with several devices each")
+    return _grid(setting, rows, _tensor_parallel)
+
+
+def _parallel_megatron_2(setting: _Setting) -> Configs:
+    hosts = setting.by_host()
+    rows = [host[k : k + 2] for host in hosts for k in range(0, len(host) - 1, 2)]
+    if len(hosts[0]) == 2 or len(rows) < 2:
+        raise _LeftOut("it needs hosts with more than two devices, to be taken in pairs")
+    return _grid(setting, rows, _tensor_parallel)
+
+
+def _parallel_pipeline(setting: _Setting) -> Configs:
+    hosts = setting.by_host()
+    if len(hosts) < 2 or len(hosts[0]) < 2:
+        raise _LeftOut("it needs several hosts with several devices each")
+    return _grid(setting, list(zip(*hosts, strict=True)), _stages)
+
+
+def _grid(
+    setting: _Setting, rows: Sequence[Sequence[int]], inside: Callable[[_Setting, Sequence[int]], Configs]
+) -> Configs:
+    """Data parallelism over ``rows`` of devices, the plan ``inside`` each of them."""
+    outer = _over_batch(setting, range(len(rows)))
+    # Stages are balanced for the first row: its devices stand for those of the others.
+    column = {device: k for k, device in enumerate(rows[0])}
+    inner = [config.on(column[d] for d in config.devices) for config in inside(setting, rows[0])]
+    return [product(op, a, b, rows) for op, a, b in zip(setting.operators, outer, inner, strict=True)]
+
+
+def product(
+    op: Operator, outer: OperatorConfig, inner: OperatorConfig, rows: Sequence[Sequence[int]]
+) -> OperatorConfig:
+    """Each piece of ``outer`` split again by ``inner``: ``outer`` names rows, ``inner`` columns of ``rows`` (devices).
+
+    An axis that is too short for both degrees keeps the outer one; the inner parts become replicas."""
+    shape = [n for _, n in outer.degrees] + [outer.replicas] + [n for _, n in inner.degrees] + [inner.replicas]
+    grid = np.array([rows[r][c] for r in outer.devices for c in inner.devices]).reshape(shape)
+    first = {axis: k for k, (axis, _) in enumerate(outer.degrees)}
+    second = {axis: len(first) + 1 + k for k, (axis, _) in enumerate(inner.degrees)}
+    degrees: dict[str, int] = {}
+    order: list[int] = []
+    for axis, size in op.sizes.items():
+        degree = outer.degree(axis) * inner.degree(axis)
+        dimensions = [where[axis] for where in (first, second) if axis in where]
+        if degree > size:
+            degree, dimensions = outer.degree(axis), dimensions[:1]
+        degrees[axis] = degree
+        order += dimensions
+    rest = [k for k in range(len(shape)) if k not in order]
+    return make_config(op, degrees, (int(d) for d in grid.transpose(order + rest).ravel()))
+
+
+_BUILDERS: dict[str, Callable[[_Setting], Configs]] = {
+    "single": _single,
+    "data-parallel": _data_parallel,
+    "fsdp": _fsdp,
+    "megatron": _megatron,
+    "pipeline": _pipeline,
+    "one-weird-trick": _one_weird_trick,
+    "data-parallel x megatron": _parallel_megatron,
+    "data-parallel x megatron-2": _parallel_megatron_2,
+    "data-parallel x pipeline": _parallel_pipeline,
+}
+
+NAMES = tuple(_BUILDERS)
+"""Names of all baselines."""

@@ -1,0 +1,83 @@
+"""How one operator is split: a degree for each axis, a replica degree, and the devices; and what makes that legal."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+from math import prod
+
+from flexsearch.errors import StrategyError
+from flexsearch.graph import Interval, Operator, chunk
+
+
+@dataclass(frozen=True, slots=True)
+class OperatorConfig:
+    """``degrees``: (axis, parts) of the split axes only, in the operator's axis order. ``devices``: indices into the
+    topology, row-major over those degrees with the replica as the last, fastest coordinate. ``shard_weights``: where
+    several devices need the same weights, each stores (and updates) only a part and gathers the rest for the step, as
+    in fully-sharded data parallelism.
+    """
+
+    degrees: tuple[tuple[str, int], ...]
+    devices: tuple[int, ...]
+    replicas: int = 1
+    shard_weights: bool = False
+
+    @property
+    def parts(self) -> int:
+        """Number of different pieces (replicas not counted)."""
+        return prod(parts for _, parts in self.degrees)
+
+    def degree(self, axis: str) -> int:
+        """Degree of an axis; 1 if it is not split."""
+        return next((parts for name, parts in self.degrees if name == axis), 1)
+
+    def on(self, devices: Iterable[int]) -> OperatorConfig:
+        """The same split on other devices."""
+        return replace(self, devices=tuple(devices))
+
+    def intervals(self, op: Operator, position: int) -> dict[str, Interval]:
+        """Interval of each axis for the piece on ``devices[position]``."""
+        coordinate = position // self.replicas
+        intervals = {axis: (0, size) for axis, size in op.sizes.items()}
+        for axis, parts in reversed(self.degrees):
+            coordinate, index = divmod(coordinate, parts)
+            intervals[axis] = chunk(op.sizes[axis], parts, index)
+        return intervals
+
+
+def make_config(
+    op: Operator, degrees: Mapping[str, int], devices: Iterable[int], shard_weights: bool = False
+) -> OperatorConfig:
+    """Config with the given degrees; devices beyond their product become replicas. Degrees of 1 are dropped."""
+    devices = tuple(devices)
+    kept = tuple((axis, degrees[axis]) for axis in op.sizes if degrees.get(axis, 1) > 1)
+    return OperatorConfig(kept, devices, max(1, len(devices) // prod(n for _, n in kept)), shard_weights)
+
+
+def check_config(op: Operator, config: OperatorConfig, device_count: int) -> None:
+    """Raise StrategyError, naming the operator and the remedy, unless ``config`` is legal for ``op``."""
+    where = f"operator {op.name!r}"
+    for axis, parts in config.degrees:
+        if axis not in op.sizes:
+            raise StrategyError(f"{where} has no axis {axis!r}; its axes are {', '.join(op.sizes) or 'none'}")
+        if parts < 1 or parts > op.sizes[axis]:
+            raise StrategyError(f"{where}: degree {parts} on axis {axis!r} of size {op.sizes[axis]} is impossible")
+        if parts > 1 and axis not in op.splittable:
+            raise StrategyError(
+                f"{where}: axis {axis!r} cannot be split in pattern \"{op.pattern}\" "
+                f"(splittable: {', '.join(op.splittable) or 'none'})"
+            )
+    order = [axis for axis in op.sizes if config.degree(axis) > 1]
+    if [axis for axis, _ in config.degrees] != order:
+        raise StrategyError(f"{where}: degrees must name each split axis once, in the order {order}")
+    if config.replicas < 1 or config.parts * config.replicas != len(config.devices):
+        raise StrategyError(
+            f"{where}: degrees {dict(config.degrees)} and {config.replicas} replicas make "
+            f"{config.parts * config.replicas} pieces, but {len(config.devices)} devices are given"
+        )
+    if len(set(config.devices)) != len(config.devices):
+        raise StrategyError(f"{where}: {list(config.devices)} names a device twice; pieces need devices of their own")
+    for device in config.devices:
+        if not 0 <= device < device_count:
+            raise StrategyError(f"{where}: device {device} does not exist; there are devices 0 to {device_count - 1}")

@@ -1,0 +1,188 @@
+"""A whole plan: a config for every operator, options, and the graph and topology it was made for; as a JSON file."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import cached_property
+from pathlib import Path
+from typing import Literal
+
+from pydantic import Field, model_validator
+
+from flexsearch.errors import StrategyError
+from flexsearch.files import FileModel, content_hash, load, save
+from flexsearch.graph import OperatorGraph
+from flexsearch.strategy.config import OperatorConfig, check_config
+from flexsearch.topology import Topology
+
+
+class Options(FileModel):
+    """What is chosen for the whole step. ``bucket_bytes``: gradients are synchronised in buckets of about this size.
+    ``optimizer``: how much state an update reads and writes (none, one, or two tensors per weight)."""
+
+    bucket_bytes: int = Field(default=25 * 2**20, ge=1)
+    optimizer: Literal["sgd", "momentum", "adam"] = "momentum"
+
+
+class Made(FileModel):
+    """What a file was made for: the name for people, the hash for the check."""
+
+    name: str
+    hash: str
+
+
+class Prediction(FileModel):
+    """What the simulator said when the strategy was made."""
+
+    iteration_s: float
+    data_parallel_s: float | None = None
+    peak_bytes: int | None = None
+
+
+class Search(FileModel):
+    """How the strategy was found. The same graph, topology, seed and proposals give the same strategy."""
+
+    seed: int
+    proposals: int
+    start: str = ""
+
+
+class _ConfigFile(FileModel):
+    degrees: dict[str, int] = Field(default_factory=dict)
+    devices: tuple[int, ...]
+    replicas: int = 1
+    shard_weights: bool = False
+
+
+class Input(FileModel):
+    """A tensor that the model is fed: enough to trace the model again where the strategy is used."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+
+
+class StrategyFile(FileModel):
+    """Contents of a strategy file. ``cluster`` is the topology itself: training code needs no second file."""
+
+    format: Literal["flexsearch.strategy/1"] = "flexsearch.strategy/1"
+    graph: Made
+    inputs: tuple[Input, ...]
+    topology: Made
+    cluster: Topology
+    options: Options = Options()
+    operators: dict[str, _ConfigFile]
+    prediction: Prediction | None = None
+    search: Search | None = None
+
+    @model_validator(mode="after")
+    def _untouched(self) -> StrategyFile:
+        if self.cluster.content_hash() != self.topology.hash:
+            raise ValueError("cluster is not the topology that topology.hash names; was the file edited?")
+        return self
+
+
+class Strategy:
+    """A config for every operator of one graph on one topology. Immutable by convention."""
+
+    def __init__(
+        self,
+        graph: Made,
+        inputs: tuple[Input, ...],
+        cluster: Topology,
+        configs: Mapping[str, OperatorConfig],
+        options: Options | None = None,
+        prediction: Prediction | None = None,
+        search: Search | None = None,
+    ) -> None:
+        self.graph, self.inputs, self.cluster = graph, inputs, cluster
+        self.topology = Made(name=cluster.name, hash=cluster.content_hash())
+        self.configs = dict(configs)
+        self.options = options or Options()
+        self.prediction, self.search = prediction, search
+
+    @classmethod
+    def make(
+        cls,
+        graph: OperatorGraph,
+        topology: Topology,
+        configs: Mapping[str, OperatorConfig],
+        options: Options | None = None,
+        prediction: Prediction | None = None,
+        search: Search | None = None,
+    ) -> Strategy:
+        """Strategy for this graph and topology, checked. Raises StrategyError."""
+        made = Made(name=graph.name, hash=graph.content_hash())
+        inputs = tuple(Input(name=t.name, shape=t.shape, dtype=t.dtype) for t in graph.of_kind("input"))
+        strategy = cls(made, inputs, topology, configs, options, prediction, search)
+        strategy.check(graph, topology)
+        return strategy
+
+    def check(self, graph: OperatorGraph, topology: Topology) -> None:
+        """Raise StrategyError unless this strategy was made for ``graph`` and ``topology`` and is legal there."""
+        for what, made, name, found in (
+            ("graph", self.graph, graph.name, graph.content_hash()),
+            ("topology", self.topology, topology.name, topology.content_hash()),
+        ):
+            if made.hash != found:
+                raise StrategyError(
+                    f"this strategy was made for {what} {made.name!r} ({made.hash}), not for {name!r} ({found}). "
+                    f"Give the {what} it was made for, or run `flexsearch optimize` again."
+                )
+        missing = [op.name for op in graph.operators if op.name not in self.configs]
+        extra = sorted(set(self.configs) - set(graph.index))
+        if missing or extra:
+            text = f"no config for {missing[:3]}" if missing else f"configs for unknown operators {extra[:3]}"
+            raise StrategyError(f"the strategy has {text}; was it edited? Run `flexsearch optimize` again.")
+        for op in graph.operators:
+            check_config(op, self.configs[op.name], len(topology.devices))
+
+    @cached_property
+    def devices(self) -> tuple[int, ...]:
+        """All devices used, ascending."""
+        return tuple(sorted({d for config in self.configs.values() for d in config.devices}))
+
+    def content_hash(self) -> str:
+        """Digest of what is executed: configs, options, graph and topology; not of predictions or the search."""
+        return content_hash(self.to_file().model_dump(mode="json", exclude={"prediction", "search"}))
+
+    def to_file(self) -> StrategyFile:
+        """The file contents."""
+        return StrategyFile(
+            graph=self.graph,
+            inputs=self.inputs,
+            topology=self.topology,
+            cluster=self.cluster,
+            options=self.options,
+            operators={
+                name: _ConfigFile(
+                    degrees=dict(c.degrees), devices=c.devices, replicas=c.replicas, shard_weights=c.shard_weights
+                )
+                for name, c in self.configs.items()
+            },
+            prediction=self.prediction,
+            search=self.search,
+        )
+
+    @classmethod
+    def from_file(cls, file: StrategyFile) -> Strategy:
+        """The strategy that a file holds; ``check`` it against a graph and a topology before use."""
+        configs = {
+            name: OperatorConfig(tuple(c.degrees.items()), c.devices, c.replicas, c.shard_weights)
+            for name, c in file.operators.items()
+        }
+        return cls(file.graph, file.inputs, file.cluster, configs, file.options, file.prediction, file.search)
+
+    def save(self, path: str | Path) -> None:
+        """Write the strategy file, atomically."""
+        save(self.to_file(), path)
+
+    @classmethod
+    def load(cls, path: str | Path) -> Strategy:
+        """Read a strategy file. Raises FileFormatError that names the wrong field."""
+        return cls.from_file(load(StrategyFile, path, "strategy"))
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Strategy) and self.to_file() == other.to_file()
+
+    __hash__ = None  # type: ignore[assignment]  # holds a dict

@@ -1,0 +1,119 @@
+"""Configs that follow from other configs, so that tensors need not move: degrees are carried along an edge through the
+dimensions of its tensor.
+
+A dimension is split by at most one axis of each operator that touches it: its only axis, the first long one of a merged
+dimension ``(c h w)``, the splittable one of a window ``(2*h+KH-1)``. Two operators that touch the same tensor can so
+pass degrees to each other, in either direction. A degree that the other side cannot take (a whole axis, an axis that
+the tensor lacks, fewer indices than parts) turns into replicas: its devices then hold the same piece.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+
+from flexsearch.errors import StrategyError
+from flexsearch.graph import Operator, OperatorGraph
+from flexsearch.graph.notation import Operand
+from flexsearch.strategy.config import OperatorConfig, make_config
+
+
+@dataclass(frozen=True, slots=True)
+class Link:
+    """A tensor between two operators. ``pairs``: (axis of the one asked, axis of ``target``) that split the same
+    dimension of it. ``forward``: ``target`` reads what the one asked makes; else the other way round."""
+
+    target: int
+    tensor: str
+    pairs: tuple[tuple[str, str], ...]
+    nbytes: int
+    forward: bool
+
+
+def carriers(op: Operator, operand: Operand) -> tuple[str | None, ...]:
+    """For each dimension of ``operand`` the axis of ``op`` that can split it, or None."""
+    found: list[str | None] = []
+    for dimension in operand.dimensions:
+        long = [axis for axis in dimension.axes if op.sizes[axis] > 1]
+        candidates = long[:1] if dimension.merged else long
+        found.append(next((axis for axis in candidates if axis in op.splittable), None))
+    return tuple(found)
+
+
+def carry(
+    source: Operator, config: OperatorConfig, target: Operator, pairs: Sequence[tuple[str, str]]
+) -> OperatorConfig:
+    """The config of ``target`` that uses the devices of ``config`` and takes over the degrees of the paired axes.
+
+    ``pairs``: (axis of ``source``, axis of ``target``). Every device keeps its place along the carried axes.
+    """
+    axes = [axis for axis, _ in config.degrees]
+    to = {a: b for a, b in pairs if 1 < config.degree(a) <= target.sizes[b]}
+    where = {b: axes.index(a) for a, b in reversed(to.items())}  # an axis split twice follows the first dimension
+    order = [where[b] for b in target.sizes if b in where]
+    rest = [k for k in range(len(axes) + 1) if k not in order]
+    grid = np.array(config.devices).reshape([parts for _, parts in config.degrees] + [config.replicas])
+    degrees = {b: config.degrees[k][1] for b, k in where.items()}
+    return make_config(target, degrees, (int(d) for d in grid.transpose(order + rest).ravel()))
+
+
+class Propagation:
+    """Which operators of a graph can follow which, computed once."""
+
+    def __init__(self, graph: OperatorGraph) -> None:
+        self.graph = graph
+
+    @cached_property
+    def links(self) -> tuple[tuple[Link, ...], ...]:
+        """For each operator its links to producers and consumers over activations, in graph order."""
+        graph = self.graph
+        found: list[dict[tuple[int, tuple[tuple[str, str], ...]], Link]] = [{} for _ in graph.operators]
+        for c, consumer in enumerate(graph.operators):
+            for operand, name in zip(consumer.access.inputs, consumer.inputs, strict=True):
+                if (p := graph.producer.get(name)) is None:
+                    continue
+                producer = graph.operators[p]
+                made = carriers(producer, producer.access.outputs[producer.outputs.index(name)])
+                read = carriers(consumer, operand)
+                pairs = tuple((a, b) for a, b in zip(made, read, strict=True) if a is not None and b is not None)
+                back = tuple((b, a) for a, b in pairs)
+                nbytes = graph.tensor[name].nbytes
+                found[p].setdefault((c, pairs), Link(c, name, pairs, nbytes, True))
+                found[c].setdefault((p, back), Link(p, name, back, nbytes, False))
+        return tuple(tuple(links.values()) for links in found)
+
+    def follow(self, source: int, config: OperatorConfig, target: int) -> OperatorConfig:
+        """Config of operator ``target`` that follows ``config`` of its producer or consumer ``source``. Where several
+        tensors join them, the one that carries most. Raises StrategyError if none does."""
+        links = [link for link in self.links[source] if link.target == target]
+        if not links:
+            a, b = self.graph.operators[source].name, self.graph.operators[target].name
+            raise StrategyError(f"operators {a!r} and {b!r} share no activation; only neighbours can follow")
+        return max((self.over(source, config, link) for link in links), key=lambda found: found.parts)
+
+    def over(self, source: int, config: OperatorConfig, link: Link) -> OperatorConfig:
+        """Config of ``link.target`` that follows ``config`` of operator ``source`` over this link."""
+        operators = self.graph.operators
+        return carry(operators[source], config, operators[link.target], link.pairs)
+
+    def best(self, target: int, known: Mapping[int, OperatorConfig], forward: bool = True) -> OperatorConfig | None:
+        """What ``target`` should be to follow its neighbours among ``known``: its producers (``forward``) or its
+        consumers. The config with most parts wins, as replicas waste devices; then the largest tensor, then the first.
+        None if it has no such neighbour."""
+        found: list[tuple[int, int, OperatorConfig]] = []
+        for link in self.links[target]:
+            if link.forward != forward and link.target in known:
+                back = tuple((a, b) for b, a in link.pairs)
+                operators = self.graph.operators
+                config = carry(operators[link.target], known[link.target], operators[target], back)
+                found.append((config.parts, link.nbytes, config))
+        return max(found, key=lambda entry: entry[:2])[2] if found else None
+
+
+def follow(graph: OperatorGraph, source: int, config: OperatorConfig, target: int) -> OperatorConfig:
+    """Config of operator ``target`` that follows ``config`` of its neighbour ``source`` (indices), in either direction.
+    Raises StrategyError if no activation joins them. For many calls on one graph keep a ``Propagation``."""
+    return Propagation(graph).follow(source, config, target)

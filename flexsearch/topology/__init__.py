@@ -1,0 +1,6 @@
+"""Devices, links, routes and presets: the machine that a plan is made for. Plain data and shortest paths, no torch."""
+
+from flexsearch.topology.parts import Communication, Device, Link, Resource, Route
+from flexsearch.topology.topology import Topology, presets
+
+__all__ = ["Communication", "Device", "Link", "Resource", "Route", "Topology", "presets"]

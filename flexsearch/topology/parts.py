@@ -1,0 +1,125 @@
+"""The nouns of a topology: device, link, communication library; and what is derived from them: resource, route."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Annotated, Any, Final, Literal
+
+from pydantic import AfterValidator, Field, field_validator, model_validator
+
+from flexsearch.files import FileModel
+
+DTYPES: Final = ("float64", "float32", "bfloat16", "float16")
+FORMS: Final = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "exchange")
+
+# Time over the ideal of (bytes on the busiest link / its bandwidth). gloo, at 1 Gbit/s on 2 to 4 hosts: all_reduce,
+# exchange and reduce_scatter (full-duplex exchanges and a sum; 1.1-1.24) are measured; all_gather and all_to_all made
+# of exchanges are taken to be near exchange (gloo's own reach 1.3-1.8 and 1.5-2.1). nccl: estimates, not measured.
+FACTORS: Final[dict[str, dict[str, float]]] = {
+    "gloo": {"all_reduce": 1.05, "all_gather": 1.1, "reduce_scatter": 1.15, "all_to_all": 1.1, "exchange": 1.07},
+    "nccl": {"all_reduce": 1.25, "all_gather": 1.25, "reduce_scatter": 1.25, "all_to_all": 1.3, "exchange": 1.15},
+}
+OVERHEAD_S: Final = {"gloo": 100e-6, "nccl": 15e-6}
+
+
+def _name(value: str) -> str:
+    if not value or any(c in "{}" or c.isspace() for c in value):
+        raise ValueError("a name must not be empty and must not contain spaces or braces")
+    return value
+
+
+Name = Annotated[str, AfterValidator(_name)]
+
+
+class Device(FileModel):
+    """One worker of a plan: a GPU, or one rank's share of a CPU. ``flops`` and ``memory_bandwidth`` are plain peaks."""
+
+    name: Name
+    kind: Literal["cpu", "cuda"]
+    host: Name
+    model: str
+    flops: dict[str, float]  # FLOP/s by dtype
+    memory_bandwidth: float = Field(gt=0)  # B/s
+    memory_bytes: int = Field(gt=0)
+    processor: Name | None = None  # devices naming the same one take turns on it (emulated hosts too); None: its own
+    overhead_s: float = Field(ge=0)  # host time to launch one operator
+
+    @field_validator("flops")
+    @classmethod
+    def _known_dtypes(cls, flops: dict[str, float]) -> dict[str, float]:
+        for dtype, value in flops.items():
+            if dtype not in DTYPES:
+                raise ValueError(f'unknown dtype "{dtype}"; known are {", ".join(DTYPES)}')
+            if value <= 0:
+                raise ValueError(f"{dtype} must be greater than 0 FLOP/s, not {value:g}")
+        if "float32" not in flops:
+            raise ValueError("float32 is missing; it stands in for the dtypes that are not given")
+        return flops
+
+    def flops_for(self, dtype: str) -> float:
+        """Peak FLOP/s for ``dtype``; where the device gives none: float32's, and half of it for float64."""
+        return self.flops.get(dtype, self.flops["float32"] / (2 if dtype == "float64" else 1))
+
+
+class Link(FileModel):
+    """A wire between two endpoints (devices or switches). ``bandwidth`` is B/s for each direction if ``full`` duplex,
+    for both together if ``half``."""
+
+    a: Name
+    b: Name
+    bandwidth: float = Field(gt=0)
+    latency_s: float = Field(ge=0)
+    duplex: Literal["full", "half"] = "full"
+
+
+class Communication(FileModel):
+    """The library that moves tensors. Time of a communication: overhead + latency + factor * bytes / bandwidth.
+
+    ``overhead_s`` and any missing entry of ``factors`` default to the figures of the ``backend``.
+    """
+
+    backend: Literal["gloo", "nccl"]
+    overhead_s: float = Field(default=0.0, ge=0)  # software start of one communication
+    factors: dict[str, float] = Field(default_factory=dict)  # by form: time / (bytes over busiest link / bandwidth)
+    cpu_s_per_byte: float = Field(default=0.0, ge=0)  # processor time per byte moved, on each side
+
+    @model_validator(mode="before")
+    @classmethod
+    def _backend_defaults(cls, data: Any) -> Any:
+        if not isinstance(data, dict) or data.get("backend") not in FACTORS:
+            return data  # the fields' own checks say what is wrong
+        backend, factors = data["backend"], data.get("factors", {})
+        if isinstance(factors, dict):
+            factors = {**FACTORS[backend], **factors}
+        return {"overhead_s": OVERHEAD_S[backend], **data, "factors": factors}
+
+    @field_validator("factors")
+    @classmethod
+    def _known_forms(cls, factors: dict[str, float]) -> dict[str, float]:
+        for form, value in factors.items():
+            if form not in FORMS:
+                raise ValueError(f'unknown form "{form}"; known are {", ".join(FORMS)}')
+            if value <= 0:
+                raise ValueError(f"{form} must be greater than 0, not {value:g}")
+        return factors
+
+
+@dataclass(frozen=True, slots=True)
+class Resource:
+    """Something that serves one task at a time. ``bandwidth``: B/s of a link (direction), memory B/s of a processor."""
+
+    kind: Literal["processor", "link"]
+    name: str
+    bandwidth: float
+
+
+@dataclass(frozen=True, slots=True)
+class Route:
+    """The way of a message: indices into ``Topology.resources``, summed latency (s), smallest bandwidth (B/s).
+
+    From a device to itself there is nothing to cross: no resources, no latency, infinite bandwidth.
+    """
+
+    resources: tuple[int, ...]
+    latency_s: float
+    bandwidth: float

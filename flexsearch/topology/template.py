@@ -1,0 +1,180 @@
+"""The compact form of a topology file: one node described once, repeated ``count`` times around shared switches.
+
+    "nodes": {
+      "count": 4, "name": "node",
+      "devices": [{"name": "gpu{0..3}", "kind": "cuda", ...}],
+      "switches": ["nic"],
+      "links": [{"a": "gpu{0..3}", "b": "gpu{0..3}", ...}, {"a": "gpu{0..3}", "b": "nic", ...},
+                {"a": "nic", "b": "ib", ...}]
+    },
+    "switches": ["ib"]
+
+Names inside ``nodes`` are local and become ``node0/gpu1``; a link's end may also be a shared switch. The links outside
+join shared switches, or nodes by full names. A range ``gpu{0..3}`` stands for four names. A link between ranges of one
+length joins them one to one, a range and a single name make a star, a range and itself joins every pair.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from itertools import combinations
+from typing import Annotated, Any, Literal
+
+from pydantic import AfterValidator, Field, field_validator
+
+from flexsearch.errors import TopologyError
+from flexsearch.files import FileModel
+from flexsearch.topology.parts import Communication, Device, Link, Name
+
+_RANGE = re.compile(r"([^{}\s]*)\{(\d{1,5})\.\.(\d{1,5})\}([^{}\s]*)")
+
+
+def names(pattern: str) -> list[str]:
+    """The names that ``pattern`` stands for. ValueError if it is neither a plain name nor one with one range."""
+    match = _RANGE.fullmatch(pattern)
+    if match is None:
+        if not pattern or any(c in "{}" or c.isspace() for c in pattern):
+            raise ValueError(f'"{pattern}" is neither a name like "gpu0" nor a range of names like "gpu{{0..3}}"')
+        return [pattern]
+    before, first, last, after = match.groups()
+    if int(first) > int(last):
+        raise ValueError(f'the range in "{pattern}" runs backwards; write the smaller number first')
+    return [f"{before}{k}{after}" for k in range(int(first), int(last) + 1)]
+
+
+def _pattern(value: str) -> str:
+    names(value)
+    return value
+
+
+Pattern = Annotated[str, AfterValidator(_pattern)]
+
+
+class NodeDevice(Device):
+    """A device of every node; its host is the node."""
+
+    name: Pattern
+    host: Name = "node"
+    processor: Pattern | None = None
+
+    @field_validator("host")
+    @classmethod
+    def _no_host(cls, host: str) -> str:
+        raise ValueError('leave it out: inside "nodes" the host is the node')
+
+
+class NodeLink(Link):
+    """A link of every node, or of a shared switch with another."""
+
+    a: Pattern
+    b: Pattern
+
+    def pairs(self, where: str) -> Iterator[tuple[str, str]]:
+        """The pairs of names that this link joins."""
+        ends_a, ends_b = names(self.a), names(self.b)
+        if self.a == self.b:
+            return combinations(ends_a, 2)
+        if len(ends_a) == len(ends_b):
+            return iter(zip(ends_a, ends_b, strict=True))
+        if 1 not in (len(ends_a), len(ends_b)):
+            raise TopologyError(
+                f'{where}: "{self.a}" are {len(ends_a)} names and "{self.b}" are {len(ends_b)}; '
+                f"give ranges of one length, or a range and a single name"
+            )
+        return ((a, b) for a in ends_a for b in ends_b)
+
+
+class Nodes(FileModel):
+    """The node that is repeated."""
+
+    count: int = Field(ge=1, le=4096)
+    name: Name = "node"
+    devices: tuple[NodeDevice, ...]
+    switches: tuple[Pattern, ...] = ()
+    links: tuple[NodeLink, ...] = ()
+
+
+class Template(FileModel):
+    """A topology file in the compact form."""
+
+    format: Literal["flexsearch.topology/1"] = "flexsearch.topology/1"
+    name: str
+    source: str | None = None
+    nodes: Nodes
+    switches: tuple[Pattern, ...] = ()
+    links: tuple[NodeLink, ...] = ()
+    communication: Communication
+
+    def expand(self, count: int | None = None) -> dict[str, Any]:
+        """Fields of the explicit Topology with ``count`` nodes (default: the file's). TopologyError on bad links."""
+        nodes, count = self.nodes, self.nodes.count if count is None else count
+        if not nodes.devices:
+            raise TopologyError("nodes.devices: empty; a node needs at least one device")
+        shared = [name for pattern in self.switches for name in names(pattern)]
+        local = [name for pattern in nodes.switches for name in names(pattern)]
+        node_names = [f"{nodes.name}{k}" for k in range(count)]
+        inside = {*local, *(n for d in nodes.devices for n in names(d.name))}
+        joins = self._node_joins(inside, set(shared))
+        return {
+            "name": self.name if count == nodes.count else f"{self.name}:{count}",
+            "devices": tuple(device for node in node_names for device in self._devices_of(node)),
+            "switches": (*shared, *(f"{node}/{name}" for node in node_names for name in local)),
+            "links": tuple(
+                _link(link, *(f"{node}/{end}" if is_local else end for end, is_local in ends))
+                for node in node_names
+                for link, *ends in joins
+            )
+            + tuple(self._outer_links({*shared, *(f"{node}/{name}" for node in node_names for name in inside)})),
+            "communication": self.communication,
+            "source": self.source,
+        }
+
+    def _devices_of(self, node: str) -> Iterator[Device]:
+        for k, device in enumerate(self.nodes.devices):
+            given = names(device.name)
+            processors = names(device.processor) if device.processor is not None else []
+            if len(processors) == 1:
+                processors *= len(given)
+            if processors and len(processors) != len(given):
+                raise TopologyError(
+                    f'nodes.devices.{k}.processor: "{device.processor}" are {len(processors)} names for {len(given)} '
+                    f'devices "{device.name}"; give one for all, or one for each'
+                )
+            figures = {field: getattr(device, field) for field in Device.model_fields}
+            for i, name in enumerate(given):
+                processor = f"{node}/{processors[i]}" if processors else None
+                yield Device(**figures | {"name": f"{node}/{name}", "host": node, "processor": processor})
+
+    def _outer_links(self, known: set[str]) -> Iterator[Link]:
+        """The links outside the nodes; their ends are names of the expanded topology."""
+        for k, link in enumerate(self.links):
+            for a, b in link.pairs(f"links.{k}"):
+                for field, end in (("a", a), ("b", b)):
+                    if end not in known:
+                        raise TopologyError(
+                            f'links.{k}.{field}: "{end}" is neither a shared switch nor a name like '
+                            f'"{self.nodes.name}0/..." inside a node; declare it in "switches"'
+                        )
+                yield _link(link, a, b)
+
+    def _node_joins(
+        self, local: set[str], shared: set[str]
+    ) -> list[tuple[NodeLink, tuple[str, bool], tuple[str, bool]]]:
+        """A node's links, each end with whether it is the node's own."""
+        joins = []
+        for k, link in enumerate(self.nodes.links):
+            where = f"nodes.links.{k}"
+            for a, b in link.pairs(where):
+                for end in (a, b):
+                    if (end in local) == (end in shared):
+                        which = "both a name inside the node and" if end in local else "no name inside the node, nor"
+                        raise TopologyError(f'{where}: "{end}" is {which} a shared switch; rename or declare it')
+                if a in shared and b in shared:
+                    raise TopologyError(f'{where}: "{a}" and "{b}" are shared by all nodes; move it to "links" outside')
+                joins.append((link, (a, a in local), (b, b in local)))
+        return joins
+
+
+def _link(template: NodeLink, a: str, b: str) -> Link:
+    return Link(a=a, b=b, bandwidth=template.bandwidth, latency_s=template.latency_s, duplex=template.duplex)

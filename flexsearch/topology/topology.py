@@ -1,0 +1,261 @@
+"""A topology: its file, its checks, and what lowering and simulation ask of it (resources, routes)."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Sequence
+from difflib import get_close_matches
+from functools import cached_property
+from itertools import pairwise
+from pathlib import Path
+from typing import Any, Literal, Self
+
+from pydantic import model_validator
+
+from flexsearch import files
+from flexsearch.errors import FileFormatError, TopologyError
+from flexsearch.topology.parts import Communication, Device, Link, Name, Resource, Route
+from flexsearch.topology.routes import Router, separated, wiring
+from flexsearch.topology.template import Template
+
+
+class Topology(files.FileModel):
+    """Devices and the links between them. Device and resource indices follow the order of the file.
+
+    Raises TopologyError if the parts contradict each other (names, endpoints, processors, missing routes).
+    """
+
+    format: Literal["flexsearch.topology/1"] = "flexsearch.topology/1"
+    name: str
+    devices: tuple[Device, ...]
+    switches: tuple[Name, ...] = ()
+    links: tuple[Link, ...] = ()
+    communication: Communication
+    source: str | None = None  # where the figures come from
+
+    @model_validator(mode="after")
+    def _consistent(self) -> Self:
+        if not self.devices:
+            raise TopologyError("devices: empty; a topology needs at least one device")
+        self._check_names()
+        self._check_links()
+        if (pair := separated(self._graph, [d.name for d in self.devices])) is not None:
+            raise TopologyError(f'links: no route between devices "{pair[0]}" and "{pair[1]}"; add the missing link')
+        if self.communication.backend == "nccl" and (cpus := [d.name for d in self.devices if d.kind == "cpu"]):
+            raise TopologyError(f'communication.backend: nccl cannot reach the cpu device "{cpus[0]}"; use gloo')
+        return self
+
+    def _check_names(self) -> None:
+        seen: dict[str, str] = {}
+        fields = [(f"devices.{k}.name", d.name) for k, d in enumerate(self.devices)]
+        for field, name in fields + [(f"switches.{k}", s) for k, s in enumerate(self.switches)]:
+            if name in seen:
+                raise TopologyError(f'{field}: "{name}" is already the name in {seen[name]}; names must be unique')
+            seen[name] = field
+
+    def _check_links(self) -> None:
+        known = {d.name for d in self.devices} | set(self.switches)
+        seen: dict[frozenset[str], int] = {}
+        for k, link in enumerate(self.links):
+            for field, end in (("a", link.a), ("b", link.b)):
+                if end not in known:
+                    raise TopologyError(f'links.{k}.{field}: no device or switch is called "{end}"{_hint(end, known)}')
+            if link.a == link.b:
+                raise TopologyError(f'links.{k}: joins "{link.a}" with itself; remove it')
+            if (other := seen.setdefault(frozenset((link.a, link.b)), k)) != k:
+                raise TopologyError(
+                    f'links.{k}: joins "{link.a}" and "{link.b}" again, as links.{other} does; '
+                    f"give one link with the sum of their bandwidths"
+                )
+
+    @cached_property
+    def hosts(self) -> tuple[str, ...]:
+        """Host names in the order of their first device."""
+        return tuple(dict.fromkeys(d.host for d in self.devices))
+
+    @cached_property
+    def resources(self) -> tuple[Resource, ...]:
+        """What tasks compete for: one per processor, then one per link direction (one in all for half duplex)."""
+        processors: dict[str, float] = {}
+        for device in self.devices:
+            name = _processor(device)
+            processors[name] = max(device.memory_bandwidth, processors.get(name, 0.0))
+        wires = {name: link.bandwidth for link in self.links for name in _directions(link)}
+        return (
+            *(Resource("processor", name, bandwidth) for name, bandwidth in processors.items()),
+            *(Resource("link", name, bandwidth) for name, bandwidth in wires.items()),
+        )
+
+    @cached_property
+    def processor_of(self) -> tuple[int, ...]:
+        """Device index -> index of its processor among ``resources``."""
+        index = {r.name: k for k, r in enumerate(self.resources) if r.kind == "processor"}
+        return tuple(index[_processor(device)] for device in self.devices)
+
+    def route(self, i: int, j: int) -> Route:
+        """The way from device ``i`` to device ``j``: the fastest for a message of 1 MB, never through a third device
+        where another way exists. TopologyError if there is no such device."""
+        if (known := self._routes.get((i, j))) is not None:
+            return known
+        for index in (i, j):
+            self._check_index(index)
+        path = self._router.path(i, j)
+        hops = [self._hops[pair] for pair in pairwise(path)]
+        route = Route(
+            resources=tuple(resource for resource, _ in hops),
+            latency_s=math.fsum(link.latency_s for _, link in hops),
+            bandwidth=min((link.bandwidth for _, link in hops), default=math.inf),
+        )
+        self._routes[i, j] = route
+        return route
+
+    def device_index(self, name: str) -> int:
+        """Index of the device called ``name``; TopologyError if there is none."""
+        index = self._device_indices.get(name)
+        if index is None:
+            raise TopologyError(f'topology {self.name} has no device "{name}"{_hint(name, self._device_indices)}')
+        return index
+
+    def subset(self, devices: Sequence[int]) -> Topology:
+        """The topology of these device indices, in this order, with the links that lie on routes between them.
+
+        A dropped device that such a route passes through stays as a switch. TopologyError if an index is unknown,
+        repeated, or there is none.
+        """
+        for k, index in enumerate(devices):
+            self._check_index(index)
+            if index in devices[:k]:
+                raise TopologyError(f"device {index} is in the subset twice")
+        kept = tuple(self.devices[i] for i in devices)
+        paths = [self._router.path(i, j) for i in devices for j in devices if i < j]
+        used = {frozenset(pair) for path in paths for pair in pairwise(path)}
+        passed = {name for path in paths for name in path} - {d.name for d in kept}
+        return Topology(
+            name=f"{self.name}[{','.join(map(str, devices))}]",
+            devices=kept,
+            switches=tuple(n for n in (*self.switches, *(d.name for d in self.devices)) if n in passed),
+            links=tuple(link for link in self.links if frozenset((link.a, link.b)) in used),
+            communication=self.communication,
+            source=self.source,
+        )
+
+    def content_hash(self) -> str:
+        """Hash of everything that affects a plan, hence without ``name`` and ``source``."""
+        return files.content_hash(self.model_dump(mode="json", exclude={"name", "source"}))
+
+    def save(self, path: str | Path) -> None:
+        """Write the explicit form to ``path``."""
+        files.save(self, path)
+
+    @classmethod
+    def load(cls, path_or_preset: str | Path) -> Topology:
+        """The topology of a file, or a shipped preset.
+
+        ``NAME:N`` and, for presets, ``NAME-N`` give the number of nodes of a file in the compact form ("p100:8",
+        "ethernet-1g-64"). Raises FileFormatError for a malformed file, TopologyError for a contradictory one and for
+        an unknown name.
+        """
+        path, count = _find(str(path_or_preset))
+        data = files.read_json(path, "topology")
+        try:
+            return _build(cls, data, f"file {path}", count)
+        except TopologyError as error:
+            raise TopologyError(f"topology file {path}: {error}") from error
+
+    @cached_property
+    def _graph(self) -> Any:
+        return wiring([*(d.name for d in self.devices), *self.switches], self.links)
+
+    @cached_property
+    def _router(self) -> Router:
+        return Router(self._graph, [d.name for d in self.devices])
+
+    @cached_property
+    def _routes(self) -> dict[tuple[int, int], Route]:
+        return {}
+
+    @cached_property
+    def _hops(self) -> dict[tuple[str, str], tuple[int, Link]]:
+        """(from, to) of neighbours -> index of the resource that carries this direction, and the link."""
+        index = {r.name: k for k, r in enumerate(self.resources) if r.kind == "link"}
+        hops: dict[tuple[str, str], tuple[int, Link]] = {}
+        for link in self.links:
+            there, *back = _directions(link)
+            hops[link.a, link.b] = index[there], link
+            hops[link.b, link.a] = index[back[0] if back else there], link
+        return hops
+
+    @cached_property
+    def _device_indices(self) -> dict[str, int]:
+        return {d.name: k for k, d in enumerate(self.devices)}
+
+    def _check_index(self, index: int) -> None:
+        if not 0 <= index < len(self.devices):
+            raise TopologyError(
+                f"topology {self.name} has no device {index}: its {len(self.devices)} devices are numbered from 0"
+            )
+
+
+def presets() -> list[str]:
+    """Names of the shipped topologies, sorted (``profiles/`` holds measured costs too)."""
+    return [name for name in files.shipped_names("profiles") if _preset(name) is not None]
+
+
+def _processor(device: Device) -> str:
+    return device.processor if device.processor is not None else device.name
+
+
+def _directions(link: Link) -> tuple[str, ...]:
+    """Names of the resources that a link is."""
+    return (f"{link.a}->{link.b}", f"{link.b}->{link.a}") if link.duplex == "full" else (f"{link.a}<->{link.b}",)
+
+
+def _hint(name: str, known: Sequence[str] | set[str] | dict[str, int]) -> str:
+    close = get_close_matches(name, sorted(known), n=3)
+    return f"; did you mean {' or '.join(json.dumps(c) for c in close)}?" if close else ""
+
+
+def _build(cls: type[Topology], data: Any, source: str, count: int | None) -> Topology:
+    if not isinstance(data, dict) or "nodes" not in data:
+        if count is not None:
+            raise TopologyError(f'":{count}" asks for a number of nodes, but the file lists its devices one by one')
+        return files.parse(cls, data, source, "topology")
+    if "devices" in data:
+        raise TopologyError('gives both "nodes" and "devices"; describe the devices in one of them')
+    return cls(**files.parse(Template, data, source, "topology").expand(count))
+
+
+def _find(name: str) -> tuple[Path, int | None]:
+    """The file that ``name`` means, and the number of nodes it asks for."""
+    if Path(name).is_file():
+        return Path(name), None
+    if (path := _preset(name)) is not None:
+        return path, None
+    if match := re.fullmatch(r"(.+)([:-])(\d+)", name):
+        base, sign, digits = match.groups()
+        path = Path(base) if sign == ":" and Path(base).is_file() else _preset(base)
+        if path is not None:
+            if not 1 <= int(digits[:6]) <= 4096:
+                raise TopologyError(f'topology "{name}": the number of nodes must be from 1 to 4096, not {digits}')
+            return path, int(digits)
+    known = presets()
+    close = get_close_matches(name, known, n=len(known) or 1, cutoff=0.4)
+    listed = ", ".join([*close, *(k for k in known if k not in close)])
+    what = "file" if name.endswith(".json") or "/" in name else "file or preset"
+    raise TopologyError(
+        f'no topology {what} "{name}". Give the path of a topology file, or a preset, with ":N" for another number of '
+        f"nodes: {listed}"
+    )
+
+
+def _preset(name: str) -> Path | None:
+    path = files.shipped("profiles", name) if re.fullmatch(r"[\w.+-]+", name) else None
+    if path is None:
+        return None
+    try:
+        data = files.read_json(path, "topology")
+    except FileFormatError:
+        return None
+    return path if isinstance(data, dict) and data.get("format") == Topology.model_fields["format"].default else None

@@ -1,0 +1,34 @@
+"""Plain PyTorch models with example inputs, targets and loss, ready for ``flexsearch import flexsearch.zoo:NAME``.
+
+Each model has two names: its ``nn.Module`` class, and a builder that returns a :class:`ZooModel`. Builders are seeded,
+so every rank of a run builds the same weights, inputs and targets; parameters are float32. Dropout is 0 unless asked
+for, so that runs are comparable.
+"""
+
+from __future__ import annotations
+
+from flexsearch.zoo.base import ZooModel, build
+from flexsearch.zoo.cnn import VGG16, AlexNet, LeNet, ResNet50, alexnet, lenet, resnet50, vgg16
+from flexsearch.zoo.mlp import MLP, mlp
+from flexsearch.zoo.transformer import BERT, GPT2, Llama, bert, gpt2, llama7b
+
+__all__ = [
+    "BERT",
+    "GPT2",
+    "MLP",
+    "VGG16",
+    "AlexNet",
+    "LeNet",
+    "Llama",
+    "ResNet50",
+    "ZooModel",
+    "alexnet",
+    "bert",
+    "build",
+    "gpt2",
+    "lenet",
+    "llama7b",
+    "mlp",
+    "resnet50",
+    "vgg16",
+]

@@ -1,0 +1,66 @@
+"""The command line as a function, and where subprocesses find flexsearch."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import flexsearch
+
+SOURCE = str(Path(flexsearch.__file__).resolve().parent.parent)
+
+
+@dataclass(frozen=True)
+class Ran:
+    """How a command ended: exit code and what it printed."""
+
+    code: int
+    out: str
+    err: str
+
+    @property
+    def json(self) -> dict[str, Any]:
+        """Stdout as the one JSON object that it must be."""
+        value = json.loads(self.out)
+        assert isinstance(value, dict)
+        return value
+
+
+Cli = Callable[..., Ran]
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _subprocesses_find_flexsearch() -> Iterator[None]:
+    """A process started in another folder imports the flexsearch under test, installed or not."""
+    before = os.environ.get("PYTHONPATH")
+    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [SOURCE, before]))
+    yield
+    if before is None:
+        del os.environ["PYTHONPATH"]
+    else:
+        os.environ["PYTHONPATH"] = before
+
+
+@pytest.fixture
+def cli(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], tmp_path: Path) -> Cli:
+    """``cli("optimize", "lenet", ...)`` in an empty folder."""
+    from flexsearch.cli import main
+
+    monkeypatch.chdir(tmp_path)
+
+    def call(*arguments: object) -> Ran:
+        monkeypatch.setattr(sys, "argv", ["flexsearch", *map(str, arguments)])
+        capfd.readouterr()
+        with pytest.raises(SystemExit) as end:
+            main()
+        out, err = capfd.readouterr()
+        return Ran(int(end.value.code or 0), out, err)
+
+    return call

@@ -1,0 +1,32 @@
+"""Random legal strategies: any splittable axes (uneven too), replicas, odd device subsets, sharded weights."""
+
+from __future__ import annotations
+
+from hypothesis import strategies as st
+
+from flexsearch.graph import Operator, OperatorGraph
+from flexsearch.strategy import OperatorConfig, Options, Strategy, make_config
+from flexsearch.topology import Topology
+
+
+@st.composite
+def configs(draw: st.DrawFn, op: Operator, devices: int) -> OperatorConfig:
+    """One operator's config on a topology with that many devices. Shrinks towards one device, unsplit."""
+    degrees: dict[str, int] = {}
+    parts = 1
+    if op.splittable:
+        for axis in draw(st.lists(st.sampled_from(op.splittable), max_size=2, unique=True)):
+            degree = draw(st.integers(1, min(op.sizes[axis], devices // parts)))
+            degrees[axis] = degree
+            parts *= degree
+    replicas = draw(st.integers(1, devices // parts))
+    order = draw(st.permutations(range(devices)))
+    return make_config(op, degrees, order[: parts * replicas], draw(st.booleans()))
+
+
+@st.composite
+def strategies(draw: st.DrawFn, graph: OperatorGraph, topology: Topology) -> Strategy:
+    """A config for every operator; a third of the operators keep the devices and replicate, as neighbours often do."""
+    chosen = {op.name: draw(configs(op, len(topology.devices))) for op in graph.operators}
+    bucket = draw(st.sampled_from([1, 1000, 25 * 2**20]))
+    return Strategy.make(graph, topology, chosen, Options(bucket_bytes=bucket))

@@ -1,0 +1,342 @@
+"""Whatever a user gets wrong ends with exit code 2 and a message that names it: no traceback, no file left behind."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from flexsearch.graph import OperatorGraph
+from flexsearch.strategy.baselines import baseline
+from flexsearch.topology import Topology
+from tests.conftest import Cli, Ran
+
+Data = dict[str, Any]
+Change = Callable[[Data], None]
+
+
+@pytest.fixture(autouse=True)
+def _files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A good file of each kind in the current folder."""
+    monkeypatch.chdir(tmp_path)
+    graph, topology = OperatorGraph.load("lenet"), Topology.load("ethernet-1g-2")
+    graph.save("graph.json")
+    topology.save("topology.json")
+    baseline("data-parallel", graph, topology).save("strategy.json")
+    entry = {
+        "kind": "view", "dtype": "float32", "forward_s": 1e-6, "backward_s": 0.0, "repeats": 3,
+        "forward": {"flops": 0.0, "nbytes": 0.0}, "backward": {"flops": 0.0, "nbytes": 0.0},
+    }  # fmt: skip
+    profile = {
+        "format": "flexsearch.profile/1", "device": {"kind": "cpu", "model": "one server core", "threads": 1},
+        "torch": "2.13.0", "entries": {"some piece": entry},
+    }  # fmt: skip
+    Path("profile.json").write_text(json.dumps(profile))
+
+
+COMMANDS: dict[str, tuple[str, ...]] = {
+    "graph": ("optimize", "graph.json", "-t", "topology.json", "--budget", "5", "-o", "out.json"),
+    "topology": ("optimize", "graph.json", "-t", "topology.json", "--budget", "5", "-o", "out.json"),
+    "profile": ("optimize", "graph.json", "-t", "topology.json", "-p", "profile.json", "--budget=5", "-o", "out.json"),
+    "strategy": ("simulate", "graph.json", "-t", "topology.json", "-s", "strategy.json", "--trace", "out.json"),
+}
+"""A command that reads a file of each kind, and writes out.json."""
+
+KINDS = tuple(COMMANDS)
+
+
+def refused(ran: Ran, *words: str) -> None:
+    """The promise of this file."""
+    assert ran.code == 2, (ran.out, ran.err)
+    assert ran.out == ""
+    assert "Traceback" not in ran.err
+    for word in words:
+        assert word in ran.err, ran.err
+    left = {p.name for p in Path().iterdir()} - {"graph.json", "topology.json", "strategy.json", "profile.json"}
+    assert not {name for name in left if not name.endswith(".py")}, left
+
+
+def edit(name: str, change: Change) -> None:
+    """Rewrite a JSON file."""
+    data = json.loads(Path(name).read_text())
+    change(data)
+    Path(name).write_text(json.dumps(data))
+
+
+# ---- every format
+
+
+def test_the_good_files_are_good(cli: Cli) -> None:
+    for kind in KINDS:
+        assert cli(*COMMANDS[kind], "--json").code == 0
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_missing_file(cli: Cli, kind: str) -> None:
+    Path(f"{kind}.json").unlink()
+    refused(cli(*COMMANDS[kind], "--json"), f"{kind}.json")
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("text", ["", "not JSON at all", "[1, 2]", '"text"', "\x00\x01"])
+def test_a_file_that_is_no_json_object(cli: Cli, kind: str, text: str) -> None:
+    Path(f"{kind}.json").write_text(text)
+    refused(cli(*COMMANDS[kind], "--json"), f"{kind}.json")
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_file_that_is_not_text(cli: Cli, kind: str) -> None:
+    Path(f"{kind}.json").write_bytes(b"\xff\xfe\x00garbage")
+    refused(cli(*COMMANDS[kind], "--json"), f"{kind}.json", "UTF-8")
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("share", [0.1, 0.5, 0.99])
+def test_a_truncated_file(cli: Cli, kind: str, share: float) -> None:
+    text = Path(f"{kind}.json").read_text()
+    Path(f"{kind}.json").write_text(text[: int(share * len(text))])
+    refused(cli(*COMMANDS[kind], "--json"), f"{kind}.json", "not valid JSON", "line")
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_field_too_many(cli: Cli, kind: str) -> None:
+    edit(f"{kind}.json", lambda data: data.update(surprise=1))
+    refused(cli(*COMMANDS[kind], "--json"), f"{kind}.json", "surprise")
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_name_of_another_format(cli: Cli, kind: str) -> None:
+    edit(f"{kind}.json", lambda data: data.update(format="flexsearch.recipe/9"))
+    refused(cli(*COMMANDS[kind], "--json"), f"{kind}.json", "flexsearch.recipe/9", f"flexsearch.{kind}/1")
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_file_of_another_kind(cli: Cli, kind: str) -> None:
+    other = KINDS[KINDS.index(kind) - 1]
+    Path(f"{kind}.json").write_bytes(Path(f"{other}.json").read_bytes())
+    if kind != "strategy" or other != "strategy":
+        refused(cli(*COMMANDS[kind], "--json"), f"{kind}.json", f"flexsearch.{other}/1")
+
+
+@pytest.mark.parametrize(
+    ("kind", "field"),
+    [
+        ("graph", "operators"), ("graph", "loss"), ("graph", "tensors"),
+        ("topology", "devices"), ("topology", "communication"), ("topology", "name"),
+        ("profile", "device"), ("profile", "torch"),
+        ("strategy", "operators"), ("strategy", "graph"), ("strategy", "topology"), ("strategy", "cluster"),
+    ],
+)  # fmt: skip
+def test_a_missing_field(cli: Cli, kind: str, field: str) -> None:
+    edit(f"{kind}.json", lambda data: data.pop(field))
+    refused(cli(*COMMANDS[kind], "--json"), f"{kind}.json", field)
+
+
+def _set(*path: str | int, to: Any) -> Change:
+    def change(data: Any) -> None:
+        for key in path[:-1]:
+            data = data[key]
+        data[path[-1]] = to
+
+    return change
+
+
+@pytest.mark.parametrize(
+    ("kind", "field", "change"),
+    [
+        ("graph", "tensors.0.shape", _set("tensors", 0, "shape", to="wide")),
+        ("graph", "tensors.0", _set("tensors", 0, "dtype", to="float7")),
+        ("graph", "operators.0.axes.0.size", _set("operators", 0, "axes", 0, "size", to=2.5)),
+        ("graph", "operators.0.axes.0.role", _set("operators", 0, "axes", 0, "role", to="hero")),
+        ("topology", "devices.0.memory_bytes", _set("devices", 0, "memory_bytes", to="8 GB")),
+        ("topology", "links.0.bandwidth", _set("links", 0, "bandwidth", to=-1.0)),
+        ("topology", "links.0.bandwidth", _set("links", 0, "bandwidth", to=float("inf"))),
+        ("topology", "devices.0.flops", _set("devices", 0, "flops", "float33", to=1e9)),
+        ("topology", "communication.backend", _set("communication", "backend", to="pigeons")),
+        ("profile", "device.threads", _set("device", "threads", to="one")),
+        ("profile", "entries.some piece.forward_s", _set("entries", "some piece", "forward_s", to=float("nan"))),
+        ("profile", "entries.some piece.repeats", _set("entries", "some piece", "repeats", to=0)),
+        ("strategy", "operators.loss", _set("operators", "loss", to=[0, 1])),
+        ("strategy", "graph.hash", _set("graph", "hash", to=7)),
+        ("strategy", "options.bucket_bytes", _set("options", "bucket_bytes", to=0)),
+        ("strategy", "options.optimizer", _set("options", "optimizer", to="lion")),
+    ],
+)
+def test_a_mistyped_field(cli: Cli, kind: str, field: str, change: Change) -> None:
+    edit(f"{kind}.json", change)
+    refused(cli(*COMMANDS[kind], "--json"), f"{kind}.json", field)
+
+
+# ---- contradictions
+
+
+def _first(data: Data, kind: str) -> Any:
+    return next(op for op in data["operators"] if op["kind"] == kind)
+
+
+@pytest.mark.parametrize(
+    ("words", "change"),
+    [
+        (("two operators",), lambda g: g["operators"].append(g["operators"][0])),
+        (("two tensors",), lambda g: g["tensors"].append(g["tensors"][0])),
+        (("nowhere", "not in the graph"), lambda g: _first(g, "conv2d")["inputs"].__setitem__(0, "nowhere")),
+        (("order the operators",), lambda g: g["operators"].reverse()),
+        (("loss", "scalar"), lambda g: g.update(loss=g["tensors"][0]["name"])),
+        (("pattern", "b.. i ->"), lambda g: _first(g, "linear").update(pattern="b.. i ->")),
+        (("pattern",), lambda g: _first(g, "linear").update(pattern="((")),
+        (("axes",), lambda g: _first(g, "linear")["axes"].pop()),
+    ],
+)
+def test_a_graph_that_contradicts_itself(cli: Cli, words: tuple[str, ...], change: Change) -> None:
+    edit("graph.json", change)
+    refused(cli(*COMMANDS["graph"], "--json"), "graph.json", *words)
+
+
+@pytest.mark.parametrize(
+    ("words", "change"),
+    [
+        (("already the name",), lambda t: t["devices"].append(t["devices"][0])),
+        (("no device or switch", "moon"), lambda t: t["links"][0].update(a="moon")),
+        (("no route",), lambda t: t["links"].pop()),
+        (("at least one device",), lambda t: t.update(devices=[])),
+        (("nccl", "gloo"), lambda t: t["communication"].update(backend="nccl")),
+        (("with itself",), lambda t: t["links"][0].update(a="switch", b="switch")),
+    ],
+)
+def test_a_topology_that_contradicts_itself(cli: Cli, words: tuple[str, ...], change: Change) -> None:
+    edit("topology.json", change)
+    refused(cli(*COMMANDS["topology"], "--json"), "topology.json", *words)
+
+
+def test_a_profile_of_another_device(cli: Cli) -> None:
+    edit("profile.json", _set("device", to={"kind": "cpu", "model": "Abacus 3000", "threads": 7}))
+    refused(cli(*COMMANDS["profile"], "--json"), "Abacus 3000", "one server core")
+
+
+def test_a_profile_cannot_be_extended_by_another_device(cli: Cli) -> None:
+    edit("profile.json", _set("device", "model", to="Abacus 3000"))
+    refused(cli("profile", "graph.json", "-o", "out.json", "--extend", "profile.json", "--json"), "Abacus 3000")
+
+
+def test_a_strategy_for_another_graph(cli: Cli) -> None:
+    refused(
+        cli("simulate", "mlp", "-t", "topology.json", "-s", "strategy.json", "--trace", "out.json", "--json"),
+        "strategy.json", "'lenet'", "'mlp'", "flexsearch optimize",
+    )  # fmt: skip
+
+
+def test_a_strategy_for_another_topology(cli: Cli) -> None:
+    for command in (
+        ("simulate", "graph.json", "-t", "ethernet-10g-2", "-s", "strategy.json", "--trace", "out.json"),
+        ("compare", "graph.json", "-t", "ethernet-10g-2", "-s", "strategy.json"),
+        ("optimize", "graph.json", "-t", "ethernet-10g-2", "--start", "strategy.json", "-o", "out.json"),
+    ):
+        refused(cli(*command, "--json"), "strategy.json", "ethernet-1g", "ethernet-10g", "topology")
+
+
+def _config(name: str, **fields: Any) -> Change:
+    def change(data: Data) -> None:
+        data["operators"][name].update(fields)
+
+    return change
+
+
+def _loss() -> str:
+    return OperatorGraph.load("lenet").operators[-1].name
+
+
+@pytest.mark.parametrize(
+    ("words", "fields"),
+    [
+        (("device 9 does not exist",), {"devices": [0, 9]}),
+        (("device -1 does not exist",), {"devices": [0, -1]}),
+        (("device twice",), {"devices": [1, 1]}),
+        (("2 devices are given",), {"replicas": 3}),
+        (("degree 1000 on axis", "impossible"), {"degrees": {"AXIS": 1000}}),
+        (("degree 0 on axis", "impossible"), {"degrees": {"AXIS": 0}}),
+        (("has no axis 'luck'",), {"degrees": {"luck": 2}}),
+    ],
+)
+def test_a_strategy_with_an_impossible_config(cli: Cli, words: tuple[str, ...], fields: Data) -> None:
+    name, axis = _loss(), OperatorGraph.load("lenet").operators[-1].axes[0].name
+    if "degrees" in fields:
+        fields = {"degrees": {axis if key == "AXIS" else key: n for key, n in fields["degrees"].items()}}
+    edit("strategy.json", _config(name, **fields))
+    refused(cli(*COMMANDS["strategy"], "--json"), "strategy.json", repr(name), *words)
+
+
+def test_a_strategy_that_forgets_or_invents_an_operator(cli: Cli) -> None:
+    edit("strategy.json", lambda data: data["operators"].pop(_loss()))
+    refused(cli(*COMMANDS["strategy"], "--json"), "strategy.json", repr(_loss()))
+    edit("strategy.json", lambda data: data["operators"].update({_loss(): {"devices": [0]}, "ghost": {"devices": [0]}}))
+    refused(cli(*COMMANDS["strategy"], "--json"), "strategy.json", "ghost")
+
+
+def test_a_strategy_whose_cluster_was_edited(cli: Cli) -> None:
+    edit("strategy.json", _set("cluster", "links", 0, "bandwidth", to=1e12))
+    refused(cli(*COMMANDS["strategy"], "--json"), "strategy.json", "edited")
+
+
+# ---- names and options
+
+
+@pytest.mark.parametrize(
+    ("words", "command"),
+    [
+        (("alexnett", "alexnet", "flexsearch import"), ("optimize", "alexnett", "-o", "out.json")),
+        (("etherned-1g", "ethernet-1g"), ("optimize", "lenet", "-t", "etherned-1g", "-o", "out.json")),
+        (("number of nodes", "ethernet-1g:0"), ("optimize", "lenet", "-t", "ethernet-1g:0", "-o", "out.json")),
+        (("magic", "data-parallel"), ("simulate", "lenet", "-t", "ethernet-1g-2", "--baseline", "magic")),
+        (("one-weird-trick", "convolut"), ("simulate", "mlp", "-t", "ethernet-1g-2", "--baseline", "one-weird-trick")),
+        (("fortnight",), ("optimize", "lenet", "--budget", "1fortnight", "-o", "out.json")),
+        (("budget", "0s"), ("optimize", "lenet", "--budget", "0s", "-o", "out.json")),
+        (("--seed",), ("optimize", "lenet", "--seed", "-4", "-o", "out.json")),
+        (("--seed", "integer"), ("optimize", "lenet", "--seed", "lucky", "-o", "out.json")),
+        (("--optimizer", "lion"), ("optimize", "lenet", "--optimizer", "lion", "-o", "out.json")),
+        (("--strategy", "--baseline"), ("simulate", "lenet", "-t", "ethernet-1g-2")),
+        (("--topology",), ("simulate", "lenet", "--baseline", "single")),
+        (("--frobnicate",), ("optimize", "--frobnicate")),
+        (("polish",), ("polish",)),
+        (("no_such_module",), ("import", "no_such_module:build", "-o", "out.json")),
+        (("alexnett", "alexnet"), ("import", "flexsearch.zoo:alexnett", "-o", "out.json")),
+        (("MODULE:CALLABLE",), ("import", "flexsearch.zoo", "-o", "out.json")),
+        (("no file", "gone.py"), ("import", "gone.py:build", "-o", "out.json")),
+        (("wings",), ("import", "flexsearch.zoo:mlp", "--set", "wings=2", "-o", "out.json")),
+        (("--set", "key=value"), ("import", "flexsearch.zoo:mlp", "--set", "width", "-o", "out.json")),
+        (("--output",), ("import", "flexsearch.zoo:mlp")),
+        (("abacus",), ("profile", "lenet", "--device", "abacus", "-o", "out.json")),
+        (("--max-parts",), ("profile", "lenet", "--max-parts", "0", "-o", "out.json")),
+        (("probe", "-n", "torchrun"), ("probe", "-o", "out.json")),
+    ],
+)
+def test_an_unknown_name_or_a_wrong_option(cli: Cli, words: tuple[str, ...], command: tuple[str, ...]) -> None:
+    refused(cli(*command), *words)
+
+
+def test_a_place_that_cannot_be_written_to_is_said_before_the_work(cli: Cli) -> None:
+    Path("mine.py").write_text("")  # a file where a folder is asked for
+    for command in (
+        ("optimize", "lenet", "--budget", "10m", "-o", "mine.py/out.json"),
+        ("optimize", "lenet", "--budget", "10m", "-o", "."),
+        ("import", "flexsearch.zoo:llama7b", "-o", "mine.py/out.json"),
+        ("profile", "vgg16", "-o", "mine.py/out.json"),
+    ):
+        refused(cli(*command), "cannot write")
+
+
+def test_a_callable_that_raises_or_returns_something_else(cli: Cli) -> None:
+    Path("mine.py").write_text(
+        "import torch\n"
+        "def broken():\n    raise KeyError('oops')\n"
+        "def number():\n    return 7\n"
+        "def vector():\n    return torch.nn.Linear(2, 2), (torch.ones(2, 2),)\n"
+        "constant = 3\n"
+    )
+    for name, words in (
+        ("broken", ("KeyError", "oops")), ("number", ("int", "model, inputs, targets, loss")),
+        ("vector", ("scalar", "loss")), ("constant", ("not a callable",)),
+    ):  # fmt: skip
+        refused(cli("import", f"mine.py:{name}", "-o", "out.json"), *words)

@@ -1,0 +1,690 @@
+"""A model becomes the operators it is made of, under names people know, and the graph computes what the model does."""
+
+from __future__ import annotations
+
+import copy
+import subprocess
+import sys
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from flexsearch import zoo
+from flexsearch.errors import ImportModelError
+from flexsearch.graph import Box, OperatorGraph, whole_piece
+from flexsearch.graph.importer import Imported, import_model, import_with_constants, load_callable
+from flexsearch.graph.kernels import KernelContext, build_kernel
+from flexsearch.graph.shipped import SHIPPED, make
+
+
+class Fn(nn.Module):
+    """A function of the input and of parameters w0, w1, ... as a model."""
+
+    def __init__(self, function: Callable[..., Tensor], *shapes: tuple[int, ...]) -> None:
+        super().__init__()
+        self.function = function
+        generator = torch.Generator().manual_seed(0)
+        for i, shape in enumerate(shapes):
+            self.register_parameter(f"w{i}", nn.Parameter(torch.randn(shape, generator=generator, dtype=torch.float64)))
+
+    def forward(self, *inputs: Tensor) -> Tensor:
+        return self.function(*inputs, *self.parameters())
+
+
+def randn(*shape: int) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+
+
+def region(box: Box | None) -> tuple[slice, ...]:
+    assert box is not None
+    return tuple(slice(low, high) for low, high in box)
+
+
+def execute(imported: Imported, model: nn.Module, inputs: Any, targets: Any = ()) -> dict[str, Tensor]:
+    """All tensors of the graph, each operator run whole."""
+    graph = imported.graph
+    names = (*imported.input_names, *imported.target_names)
+    values: dict[str, Tensor] = dict(zip(names, (*inputs, *targets), strict=True))
+    values |= imported.constants | dict(model.named_buffers()) | dict(model.named_parameters())
+    for op in graph.operators:
+        shapes = [graph.tensor[n].shape for n in op.inputs]
+        outs = [graph.tensor[n].shape for n in op.outputs]
+        piece = whole_piece(op, shapes, outs)
+        kernel = build_kernel(op, piece, shapes, KernelContext())
+        result = kernel(*(values[n][region(box)] for n, box in zip(op.inputs, piece.inputs, strict=True)))
+        for name, tensor in zip(op.outputs, result if isinstance(result, tuple) else (result,), strict=True):
+            assert tensor.shape == graph.tensor[name].shape, name
+            assert tensor.dtype == getattr(torch, graph.tensor[name].dtype), name
+            values[name] = tensor
+    return values
+
+
+def check_same(model: nn.Module, inputs: Any, loss: Any = None, targets: Any = None) -> OperatorGraph:
+    """The graph's loss and gradients are the model's."""
+    imported = import_with_constants(model, inputs, loss, targets=targets)
+    reference = copy.deepcopy(model)  # a step changes buffers
+    output = reference(*inputs)
+    wanted = output if loss is None else loss(output) if targets is None else loss(output, targets)
+    found = execute(imported, model, inputs, () if targets is None else (targets,))[imported.graph.loss]
+    torch.testing.assert_close(found, wanted)
+    if wanted.requires_grad:
+        want, have = (
+            torch.autograd.grad(value, [p for p in m.parameters() if p.requires_grad], allow_unused=True)
+            for value, m in ((wanted, reference), (found, model))
+        )
+        for a, b in zip(have, want, strict=True):
+            torch.testing.assert_close(0 if a is None else a.norm(), 0 if b is None else b.norm(), check_dtype=False)
+            if a is not None and b is not None:
+                torch.testing.assert_close(a, b)
+    return imported.graph
+
+
+def patterns(graph: OperatorGraph) -> list[tuple[str, str]]:
+    """Kind and pattern of all operators but the test's own weighting of the output."""
+    return [(op.kind, op.pattern) for op in graph.operators]
+
+
+X = (4, 6, 8)
+I = (2, 4, 9, 9)  # noqa: E741
+Case = tuple[Callable[..., Tensor], list[tuple[int, ...]], list[tuple[str, str]]]
+
+# name: function of the input (first shape) and of parameters (other shapes); its operators.
+CASES: dict[str, Case] = {
+    "linear": (F.linear, [X, (5, 8), (5,)], [("linear", "b0 b1 i, o i, +o -> b0 b1 o")]),
+    "linear without bias": (F.linear, [X, (5, 8)], [("linear", "b0 b1 i, o i -> b0 b1 o")]),
+    "addmm": (
+        lambda x, w, c: torch.addmm(c, x, w, beta=2, alpha=3),
+        [(4, 8), (8, 5), (5,)],
+        [("addmm", "+o, b i, i o -> b o")],
+    ),
+    "matmul": (torch.matmul, [X, (8, 3)], [("einsum", "b0 i j, j k -> b0 i k")]),
+    "matmul, broadcast batch": (
+        torch.matmul,
+        [(4, 3, 2, 8), (1, 3, 8, 5)],
+        [("einsum", "b0 b1 i j, 1 b1 j k -> b0 b1 i k")],
+    ),
+    "bmm": (torch.bmm, [X, (4, 8, 5)], [("einsum", "b0 i j, b0 j k -> b0 i k")]),
+    "matrix times vector": (torch.matmul, [X, (8,)], [("einsum", "b0 i j, j -> b0 i")]),
+    "einsum": (
+        lambda x, w: torch.einsum("bIj, Ijk -> bkI", x, w),
+        [X, (6, 8, 3)],
+        [("einsum", "a b c, b c d -> a d b")],
+    ),
+    "einsum, ellipsis": (
+        lambda x, w: torch.einsum("...j,kj", x, w),
+        [X, (3, 8)],
+        [("einsum", "b_0 b_1 a, b a -> b_0 b_1 b")],
+    ),
+    "conv2d": (
+        lambda x, w, c: F.conv2d(x, w, c, stride=(2, 1), padding=(1, 0), dilation=(1, 2), groups=2),
+        [I, (6, 2, 3, 3), (6,)],
+        [("conv2d", "n (g c) (2*h+KH-1) (w+2*KW), (g o) c KH KW, +(g o) -> n (g o) h w")],
+    ),
+    "conv1d": (
+        lambda x, w: F.conv1d(x, w, stride=2),
+        [X, (5, 6, 3)],
+        [("conv1d", "n (g c) (2*h+KH), (g o) c KH -> n (g o) h")],
+    ),
+    "conv, same": (
+        lambda x, w: F.conv1d(x, w, padding="same"),
+        [X, (5, 6, 4)],
+        [("pad", "a b (c) -> a b c"), ("conv1d", "n (g c) (h+KH-1), (g o) c KH -> n (g o) h")],
+    ),
+    "conv, not batched": (
+        F.conv2d,
+        [(4, 9, 9), (6, 4, 3, 3)],
+        [("conv2d", "(g c) (h+KH) (w+KW), (g o) c KH KW -> (g o) h w")],
+    ),
+    "max_pool2d": (
+        lambda x, w: F.max_pool2d(x * w, 3, 2, 1),
+        [I, ()],
+        [("max_pool2d", "n c (2*h+KH-1) (2*w+KW-1) -> n c h w")],
+    ),
+    "max_pool1d": (lambda x, w: F.max_pool1d(x * w, 2), [X, ()], [("max_pool1d", "n c (2*h+KH) -> n c h")]),
+    "avg_pool2d": (
+        lambda x, w: F.avg_pool2d(x * w, (3, 2), 2, 1, ceil_mode=True),
+        [I, ()],
+        [("avg_pool2d", "n c (2*h+KH-1) (2*w+KW-1) -> n c h w")],
+    ),
+    "adaptive, divisible": (
+        lambda x, w: F.adaptive_avg_pool2d(x * w, (3, 1)),
+        [I, ()],
+        [("avg_pool2d", "n c (3*h+KH) (9*w+KW) -> n c h w")],
+    ),
+    "adaptive, not": (
+        lambda x, w: F.adaptive_avg_pool2d(x * w, (2, 4)),
+        [I, ()],
+        [("adaptive_avg_pool2d", "n c H W -> n c P Q")],
+    ),
+    "adaptive max": (
+        lambda x, w: F.adaptive_max_pool2d(x * w, 3),
+        [I, ()],
+        [("max_pool2d", "n c (3*h+KH) (3*w+KW) -> n c h w")],
+    ),
+    "layer_norm": (
+        lambda x, w, c: F.layer_norm(x, (6, 8), w, c),
+        [X, (6, 8), (6, 8)],
+        [("layer_norm", "b0 D E, D E, D E -> b0 D E")],
+    ),
+    "rms_norm": (lambda x, w: F.rms_norm(x, (8,), w), [X, (8,)], [("rms_norm", "b0 b1 D, D -> b0 b1 D")]),
+    "group_norm": (
+        lambda x, w, c: F.group_norm(x, 2, w, c),
+        [I, (4,), (4,)],
+        [("group_norm", "n (g C) S0 S1, (g C), (g C) -> n (g C) S0 S1")],
+    ),
+    "instance_norm": (lambda x, w: F.instance_norm(x * w), [I, ()], [("group_norm", "n (g C) S0 S1 -> n (g C) S0 S1")]),
+    "softmax": (lambda x, w: F.softmax(x * w, 1), [X, ()], [("softmax", "a B c -> a B c")]),
+    "log_softmax": (lambda x, w: F.log_softmax(x * w, -1), [X, ()], [("log_softmax", "a b C -> a b C")]),
+    "attention": (
+        lambda x, w: F.scaled_dot_product_attention(x, x * w, x, is_causal=True),
+        [(4, 3, 5, 8), ()],
+        [("attention", "b h q E, b h K E, b h K v -> b h q v")],
+    ),
+    "attention, 3-D": (
+        lambda x, w: F.scaled_dot_product_attention(x, w, w),
+        [X, (4, 5, 8)],
+        [("attention", "b q E, b K E, b K v -> b q v")],
+    ),
+    "attention, grouped": (
+        lambda x, w: F.scaled_dot_product_attention(x, w, w, enable_gqa=True),
+        [(4, 6, 5, 8), (4, 2, 5, 8)],
+        [("attention", "b (k g) q E, b k K E, b k K v -> b (k g) q v")],
+    ),
+    "attention, mask": (
+        lambda x, w: F.scaled_dot_product_attention(x, x * w, x, attn_mask=torch.ones(5, 5).tril() > 0, scale=0.3),
+        [(4, 3, 5, 8), ()],
+        [("attention", "b h q E, b h K E, b h K v, q K -> b h q v")],
+    ),
+    "relu in place": (
+        lambda x, w: (x * w).add_(1).relu_(),
+        [X, ()],
+        [("pointwise", "a b c -> a b c"), ("pointwise", "a b c -> a b c")],
+    ),
+    "broadcasting": (torch.add, [X, (6, 1)], [("pointwise", "a b c, b 1 -> a b c")]),
+    "scalars": (lambda x, w: (x * w).sum() * w, [X, ()], [("sum", "a b c -> "), ("pointwise", ",  -> ")]),
+    "where, masked_fill": (
+        lambda x, w: torch.where(x > 0, (x * w).masked_fill(torch.eye(6, 8) > 0, -5.0), 0.0),
+        [X, ()],
+        [
+            ("pointwise", "a b c,  -> a b c"),
+            ("pointwise", "a b c, b c -> a b c"),
+            ("pointwise", "a b c, a b c -> a b c"),
+        ],
+    ),
+    "glu": (
+        lambda x, w: F.glu(x * w),
+        [X, ()],
+        [
+            ("slice", "a b (c) -> a b c"),
+            ("slice", "a b (c+4) -> a b c"),
+            ("pointwise", "a b c -> a b c"),
+            ("pointwise", "a b c, a b c -> a b c"),
+        ],
+    ),
+    "flatten": (lambda x, w: (x * w).flatten(1), [I, ()], [("view", "a b C D -> a (b C D)")]),
+    "heads": (lambda x, w: (x * w).view(4, 6, 2, 4), [X, ()], [("view", "a b (c D) -> a b c D")]),
+    "reshape across": (lambda x, w: (x * w).reshape(4, 4, 12), [X, ()], [("view", "a (b C) D -> a (b E) F")]),
+    "reshape, factors do not nest": (
+        lambda x, w: (x * w).reshape(6, 4),
+        [(4, 6), ()],
+        [("view", "(a B) C -> (a D) E")],
+    ),
+    "squeeze, unsqueeze": (
+        lambda x, w: (x * w)[:, None].squeeze(2),
+        [(4, 1, 8), ()],
+        [("view", "a 1 b -> a 1 1 b"), ("view", "a 1 1 b -> a 1 b")],
+    ),
+    "unsqueeze": (lambda x, w: (x * w).unsqueeze(1), [X, ()], [("view", "a b c -> a 1 b c")]),
+    "unflatten": (lambda x, w: (x * w).unflatten(0, (2, 2)), [X, ()], [("view", "(a B) c d -> a B c d")]),
+    "permute": (lambda x, w: (x * w).permute(2, 0, 1), [X, ()], [("permute", "a b c -> c a b")]),
+    "transpose": (lambda x, w: (x * w).transpose(0, -1), [X, ()], [("permute", "a b c -> c b a")]),
+    "t": (lambda x, w: (x * w).t().mT.movedim(0, 1), [(4, 8), ()], [("permute", "a b -> b a")] * 3),
+    "expand": (lambda x, w: (x * w).expand(3, 4, -1, 8), [(4, 1, 8), ()], [("expand", "b c d -> a b c d")]),
+    "expand, broadcast": (lambda x, w: (x * w).expand(4, 6, 8), [(4, 1, 8), ()], [("expand", "a 1 c -> a b c")]),
+    "slice": (
+        lambda x, w: (x * w)[:, 1:6:2, ..., 3:],
+        [X, ()],
+        [("slice", "a (2*b+1) c -> a b c"), ("slice", "a b (c+3) -> a b c")],
+    ),
+    "select": (lambda x, w: (x * w)[:, -1], [X, ()], [("slice", "a (5) c -> a c")]),
+    "split": (lambda x, w: (x * w).split(4, 1)[1], [X, ()], [("slice", "a (b+4) c -> a b c")]),
+    "chunk": (lambda x, w: (x * w).chunk(3, 2)[2], [X, ()], [("slice", "a b (c+6) -> a b c")]),
+    "unbind": (lambda x, w: (x * w).unbind(1)[0], [X, ()], [("slice", "a 1 c -> a c")]),
+    "narrow": (lambda x, w: (x * w).narrow(1, 1, 4), [X, ()], [("slice", "a (b+1) c -> a b c")]),
+    "cat": (lambda x, w: torch.cat((x, w), 1), [X, (4, 2, 8)], [("cat", "a (b) c, a (b-6) c -> a b c")]),
+    "stack": (
+        lambda x, w: torch.stack((x, w), 1),
+        [X, X],
+        [("view", "a b c -> a 1 b c"), ("view", "a b c -> a 1 b c"), ("cat", "a (b) c d, a (b-1) c d -> a b c d")],
+    ),
+    "pad": (lambda x, w: F.pad(x * w, (1, 2, 0, -1), value=3.0), [X, ()], [("pad", "a (b) (c-1) -> a b c")]),
+    "pad, reflect": (lambda x, w: F.pad(x * w, (1, 2), mode="reflect"), [X, ()], [("opaque", "a b C -> a b C1")]),
+    "repeat": (
+        lambda x, w: (x * w).repeat(1, 2, 1),
+        [X, ()],
+        [
+            ("view", "a b c -> 1 a 1 b 1 c"),
+            ("expand", "a b 1 d e f -> a b c d e f"),
+            ("view", "1 a b C 1 d -> a (b C) d"),
+        ],
+    ),
+    "repeat_interleave": (
+        lambda x, w: (x * w).repeat_interleave(2, 1),
+        [X, ()],
+        [("view", "a b c -> a b 1 c"), ("expand", "a b 1 d -> a b c d"), ("view", "a b C d -> a (b C) d")],
+    ),
+    "roll": (
+        lambda x, w: (x * w).roll(2, 1),
+        [X, ()],
+        [("slice", "a (b+4) c -> a b c"), ("slice", "a (b) c -> a b c"), ("cat", "a (b) c, a (b-2) c -> a b c")],
+    ),
+    "sum": (lambda x, w: (x * w).sum((0, 2), keepdim=True), [X, ()], [("sum", "a b c -> 1 b 1")]),
+    "mean": (lambda x, w: (x * w).mean(1), [X, ()], [("mean", "a b c -> a c")]),
+    "amax": (lambda x, w: (x * w).amax((1, 2)), [X, ()], [("amax", "a B C -> a")]),
+    "max": (lambda x, w: (x * w).max(), [X, ()], [("amax", "A B C -> ")]),
+    "max along": (
+        lambda x, w: (x * w).relu().max(2)[0],
+        [X, ()],
+        [("pointwise", "a b c -> a b c"), ("opaque", "a b C -> a b, a b")],
+    ),
+    "argmax": (
+        lambda x, w: (x * w).argmax(1).double() * w,
+        [X, ()],
+        [("argmax", "a B c -> a c"), ("pointwise", "a b -> a b"), ("pointwise", "a b,  -> a b")],
+    ),
+    "var": (lambda x, w: (x * w).var(1, keepdim=True), [X, ()], [("opaque", "a B c -> a 1 c")]),
+    "cumsum": (lambda x, w: (x * w).cumsum(1), [X, ()], [("opaque", "a B c -> a B c")]),
+    "topk": (lambda x, w: (x * w).topk(3, 1)[0], [X, ()], [("opaque", "a B c -> a B_0 c, a B_1 c")]),
+    "index_select": (lambda x, w: (x * w)[:, [1, 3, 0]], [X, ()], [("opaque", "a V c, b -> a b c")]),
+    "cast": (lambda x, w: (x * w).float().double(), [X, ()], [("pointwise", "a b c -> a b c")] * 2),
+    "copies are nothing": (lambda x, w: (x * w).contiguous().clone().view(4, 6, 8).to(torch.float64), [X, ()], []),
+    "detach": (
+        lambda x, w: (x * w).detach() * w,
+        [X, ()],
+        [("detach", "a0 a1 a2 -> a0 a1 a2"), ("pointwise", "a b c,  -> a b c")],
+    ),
+    "assigning to a slice": (
+        lambda x, w: _assigned(x, w),
+        [X, ()],
+        [("slice", "a (b+1) c -> a b c"), ("slice", "a 1 c -> a c"), ("pointwise", "a b -> a b")],
+    ),
+}
+
+
+def _assigned(x: Tensor, w: Tensor) -> Tensor:
+    y = x * w
+    y[:, 0] = 2.0
+    return y
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_an_operator_has_the_expected_pattern_and_computes_the_same(name: str) -> None:
+    function, (shape, *weights), expected = CASES[name]
+    graph = check_same(Fn(lambda *xs: (function(*xs) ** 2).sum(), *weights), (randn(*shape),))
+    own = patterns(graph)[:-2]  # without the square and the sum
+    if weights == [()]:  # the multiplication that gives the input a gradient
+        assert own.pop(0)[0] == "pointwise"
+    if name != "assigning to a slice":
+        assert own == expected
+    else:
+        assert own[-1][0] == "cat"
+
+
+LOSSES: dict[str, tuple[Callable[[Tensor, Tensor], Tensor], str, list[tuple[str, str]]]] = {
+    "cross_entropy": (F.cross_entropy, "classes", [("valid_count", "n0 -> "), ("cross_entropy", "n C, n,  -> ")]),
+    "smoothed, summed": (
+        lambda y, t: F.cross_entropy(y, t, reduction="sum", label_smoothing=0.1),
+        "classes",
+        [("cross_entropy", "n C, n -> ")],
+    ),
+    "class weights": (
+        nn.CrossEntropyLoss(torch.arange(1.0, 6).double()),
+        "classes",
+        [("valid_count", "n0, C -> "), ("cross_entropy", "n C, n, , C -> ")],
+    ),
+    "probabilities": (F.cross_entropy, "numbers", [("cross_entropy", "n C, n C -> ")]),
+    "nll_loss": (
+        lambda y, t: F.nll_loss(F.log_softmax(y, 1), t),
+        "classes",
+        [("valid_count", "n0 -> "), ("log_softmax", "a B -> a B"), ("nll_loss", "n C, n,  -> ")],
+    ),
+    "mse_loss": (nn.MSELoss(), "numbers", [("mse_loss", "a b, a b -> ")]),
+    "l1_loss": (F.l1_loss, "numbers", [("l1_loss", "a b, a b -> ")]),
+    "smooth_l1_loss": (nn.SmoothL1Loss(beta=0.5), "numbers", [("smooth_l1_loss", "a b, a b -> ")]),
+    "bce_with_logits": (
+        lambda y, t: F.binary_cross_entropy_with_logits(y, t.sigmoid()),
+        "numbers",
+        [("pointwise", "a b -> a b"), ("bce_with_logits", "a b, a b -> ")],
+    ),
+    "none": (
+        lambda y, t: F.mse_loss(y, t, reduction="none").sum(),
+        "numbers",
+        [("mse_loss", "a b, a b -> a b"), ("sum", "a b -> ")],
+    ),
+}
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_losses_are_part_of_the_graph(name: str) -> None:
+    loss, kind, expected = LOSSES[name]
+    targets = torch.tensor([0, 4, -100, 2]) if kind == "classes" else randn(4, 5)
+    graph = check_same(Fn(F.linear, (5, 8)), (randn(4, 8),), loss, targets)
+    assert [p for p in patterns(graph) if p[0] != "linear"] == expected
+    batch = {op.access.inputs[0].dimensions[0].axes[0]: op for op in graph.operators}
+    assert all(op.roles[axis] == "sample" for axis, op in batch.items()), "the batch stays the batch where it is summed"
+
+
+class Normed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(3, 4, 3, dtype=torch.float64)
+        self.bn = nn.BatchNorm2d(4, dtype=torch.float64)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.bn(self.conv(x)).pow(2).mean()
+
+
+def test_batch_norm_has_statistics_that_are_partial_sums_and_updates_its_buffers() -> None:
+    model, x = Normed(), randn(2, 3, 6, 6)
+    graph = check_same(model, (x,))
+    kinds = {op.name: (op.kind, op.pattern) for op in graph.operators}
+    assert kinds["bn.statistics"] == ("batch_statistics", "n c s0 s1 -> M c")
+    assert kinds["bn"] == ("batch_norm", "n c s0 s1, M c, c, c -> n c s0 s1")
+    assert kinds["bn.running"] == ("batch_norm_running", "M c, c, c -> c, c")
+    assert graph.buffer_updates == {"bn.running_mean": "bn.running.0", "bn.running_var": "bn.running.1"}
+    assert graph.counters == ("bn.num_batches_tracked",)
+    imported = import_with_constants(model, (x,))
+    values = execute(imported, model, (x,))
+    model(x)
+    torch.testing.assert_close(values["bn.running.0"], model.bn.running_mean)
+    torch.testing.assert_close(values["bn.running.1"], model.bn.running_var)
+
+
+def test_a_model_in_eval_mode_normalises_by_its_running_statistics() -> None:
+    graph = check_same(Normed().eval(), (randn(2, 3, 6, 6),))
+    assert ("batch_norm_inference", "n c s0 s1, c, c, c, c -> n c s0 s1") in patterns(graph)
+    assert not graph.buffer_updates and not graph.counters
+
+
+def test_batch_norm_without_weights_or_running_statistics() -> None:
+    model = nn.Sequential(nn.Conv1d(3, 4, 1), nn.BatchNorm1d(4, affine=False, track_running_stats=False)).double()
+    graph = check_same(model, (randn(2, 3, 6),), lambda y: y.pow(3).sum())
+    assert ("batch_norm", "n c s0, M c -> n c s0") in patterns(graph)
+
+
+SMALL: dict[str, Callable[..., zoo.ZooModel]] = {
+    "lenet": partial(zoo.lenet, batch=2),
+    "alexnet": partial(zoo.alexnet, batch=2, size=64, classes=7, hidden=16),
+    "resnet": partial(zoo.resnet50, batch=2, size=32, classes=7, width=4, blocks=(1, 1, 1, 1)),
+    "gpt2": partial(zoo.gpt2, batch=2, seq=6, layers=2, hidden=16, heads=2, vocab=20),
+    "bert": partial(zoo.bert, batch=2, seq=6, layers=1, hidden=16, heads=2, vocab=20),
+    "llama": partial(
+        zoo.llama7b, batch=2, seq=6, layers=1, hidden=16, heads=4, kv_heads=2, ffn=24, vocab=20, device="cpu"
+    ),
+}
+
+
+@pytest.mark.parametrize("name", SMALL)
+def test_the_zoo_computes_the_same_as_a_graph(name: str) -> None:
+    model, inputs, targets, loss = SMALL[name]()
+    inputs = tuple(x.double() if x.is_floating_point() else x for x in inputs)
+    check_same(model.double(), inputs, loss, targets)
+
+
+def test_layers_keep_their_names_and_lines() -> None:
+    model, inputs, targets, loss = SMALL["gpt2"]()
+    graph = import_model(model, inputs, loss, targets=targets)
+    names = [op.name for op in graph.operators]
+    assert {"wte", "blocks.0.attn.q_proj", "blocks.1.attn.sdpa", "blocks.1.mlp.gelu", "lm_head"} <= set(names)
+    assert names[:2] == ["loss.view", "loss.valid_count"] and graph.loss == "loss.cross_entropy"
+    op = graph.operators[graph.index["blocks.1.attn.sdpa"]]
+    assert op.module == "blocks.1.attn" and op.outputs == (op.name,)
+    assert op.source.startswith("zoo/transformer.py:") and op.roles["h"] == "parameter" and op.roles["b"] == "sample"
+    assert [t.name for t in graph.of_kind("input")] == ["input", "target"]
+
+
+def test_tied_weights_are_one_parameter_and_dead_code_is_gone() -> None:
+    class Tied(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.embed = nn.Embedding(7, 4)
+            self.unused = nn.Linear(4, 4)
+            self.head = nn.Linear(4, 7, bias=False)
+            self.head.weight = self.embed.weight
+            self.frozen = nn.Parameter(torch.ones(4), requires_grad=False)
+
+        def forward(self, x: Tensor) -> Tensor:
+            y = self.embed(x) * self.frozen
+            self.unused(y).sum()
+            return self.head(y).logsumexp(-1).mean()
+
+    graph = check_same(Tied(), (torch.tensor([[1, 2], [3, 4]]),))
+    assert [(t.name, t.requires_grad) for t in graph.of_kind("parameter")] == [
+        ("embed.weight", True),
+        ("frozen", False),
+    ]
+    assert len(graph.consumers["embed.weight"]) == 2
+    assert [op.name for op in graph.operators] == ["embed", "mul", "head", "logsumexp", "mean"]
+
+
+def test_constants_are_folded_and_their_values_returned() -> None:
+    class Masked(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.w = nn.Parameter(torch.ones(5))
+            self.register_buffer("ids", torch.arange(9.0))
+
+        def forward(self, x: Tensor) -> Tensor:
+            mask = torch.ones(5, 5, device=x.device).tril()
+            return (x * self.w * (self.ids[:5] + 1) @ mask + torch.zeros_like(x)).sum()
+
+    imported = import_with_constants(Masked(), torch.ones(2, 5))
+    assert [t.shape for t in imported.graph.of_kind("constant")] == [(5,), (5, 5), (2, 5)]
+    assert torch.equal(imported.constants["constant"], torch.arange(1.0, 6))
+    check_same(Masked(), (torch.ones(2, 5),))
+    away = import_with_constants(Masked().to("meta"), torch.ones(2, 5, device="meta"))
+    assert away.graph.content_hash() == imported.graph.content_hash()
+    assert torch.equal(away.constants["constant_1"], torch.ones(5, 5).tril())
+    assert away.constants["constant"].is_meta  # it depends on a buffer without values
+
+
+def test_no_gradient_flows_where_the_model_says_so() -> None:
+    class Stop(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.w = nn.Parameter(torch.full((3,), 2.0))
+
+        def forward(self, x: Tensor) -> Tensor:
+            with torch.no_grad():
+                scale = self.w * x
+            return (scale * self.w).sum()
+
+    graph = check_same(Stop(), (torch.ones(2, 3),))
+    assert [op.kind for op in graph.operators].count("detach") == 1
+
+
+@pytest.mark.parametrize("name", ["gpt2", "resnet"])
+def test_the_hash_is_the_same_on_every_call_process_and_device(name: str) -> None:
+    def digest(device: str) -> str:
+        model, inputs, targets, loss = SMALL[name](device=device)
+        return import_model(model, inputs, loss, targets=targets).content_hash()
+
+    devices = ["cpu", "cpu", "meta", *(["cuda"] if torch.cuda.is_available() else [])]
+    code = (
+        f"from tests.test_importer import SMALL, import_model\nm, x, t, loss = SMALL[{name!r}]()\n"
+        "print(import_model(m, x, loss, targets=t).content_hash())"
+    )
+    other = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, cwd=Path(__file__).parent.parent
+    )
+    assert {digest(device) for device in devices} == {other.stdout.strip()}, other.stderr
+
+
+@pytest.mark.parametrize("name", ["lenet", "mlp", "alexnet", "vgg16"])
+def test_shipped_graphs_are_what_the_code_makes(name: str) -> None:
+    path = Path(__file__).parent.parent / "graphs" / f"{name}.json"
+    assert OperatorGraph.load(path).content_hash() == make(name).content_hash(), (
+        f"graphs/{name}.json is out of date: run python -m flexsearch.graph.shipped graphs"
+    )
+
+
+@pytest.mark.parametrize("name", SHIPPED)
+def test_shipped_graphs_load(name: str) -> None:
+    graph = OperatorGraph.load(name)
+    assert graph.name == name and graph.batch == SHIPPED[name]["batch"]
+
+
+def test_a_seven_billion_parameter_decoder_imports_without_memory() -> None:
+    model, inputs, targets, loss = zoo.llama7b(layers=2)  # of 32, at full width
+    graph = import_model(model, inputs, loss, targets=targets)
+    parameters = sum(t.nbytes // t.itemsize for t in graph.of_kind("parameter"))
+    layer = sum(t.nbytes // t.itemsize for t in graph.of_kind("parameter") if t.name.startswith("layers.0."))
+    assert parameters + 30 * layer == 6_738_415_616
+
+
+def test_an_unknown_operator_is_named_with_its_layer_line_and_remedy() -> None:
+    class Inner(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return torch.fft.rfft(x).abs()
+
+    model = nn.Sequential(nn.Linear(8, 8), Inner())
+    with pytest.raises(ImportModelError) as caught:
+        import_model(model, torch.ones(4, 8), lambda y: y.sum())
+    message = str(caught.value)
+    assert "aten.fft_rfft.default" in message and "'1'" in message and "test_importer.py:" in message
+    assert "register(" in message and "--opaque" in message
+    graph = import_model(model, torch.ones(4, 8), lambda y: y.sum(), opaque=True)
+    op = next(op for op in graph.operators if op.kind == "opaque")
+    assert op.pattern == "A B -> C D" and not op.splittable and graph.tensor[op.outputs[0]].dtype == "complex64"
+
+
+def test_registering_an_operator_cures_the_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    from flexsearch.graph import operators
+
+    monkeypatch.setattr(operators, "OPERATORS", operators.OPERATORS)
+    with torch.library._scoped_library("flextest", "FRAGMENT") as library:
+        library.define("shift(Tensor x, Tensor w, float by) -> Tensor")
+        library.impl("shift", lambda x, w, by: x * w + by, "CompositeExplicitAutograd")
+        model = Fn(lambda x, w: torch.ops.flextest.shift(x, w, 2.0).sum(), (8,))
+        with pytest.raises(ImportModelError, match=r"flextest\.shift\.default"):
+            import_model(model, randn(4, 8))
+        try:
+            operators.register("shift", "b.. c, c -> b.. c", {"c": "parameter"}, aten="flextest.shift.default")
+            graph = import_model(model, randn(4, 8))
+            op = graph.operators[0]
+            assert (op.kind, op.pattern, op.roles["c"]) == ("shift", "b0 c, c -> b0 c", "parameter")
+            assert op.attributes["args"] == [{"tensor": 0}, {"tensor": 1}, 2.0]
+            operators.register("shift", "a b c, c -> a b c", aten="flextest.shift.default")
+            with pytest.raises(ImportModelError, match=r"shift.*does not fit the pattern registered for 'shift'"):
+                import_model(model, randn(4, 8))
+        finally:
+            operators.OPERATORS.pop("shift", None)
+            operators.ATEN_KINDS.pop("flextest.shift.default", None)
+
+
+def test_mistakes_are_explained() -> None:
+    linear = nn.Linear(8, 3)
+    x = torch.ones(4, 8)
+    with pytest.raises(ImportModelError, match=r"scalar.*shape \(4, 3\)"):
+        import_model(linear, x)
+    with pytest.raises(ImportModelError, match="targets were given without a loss"):
+        import_model(linear, x, targets=x)
+    with pytest.raises(ImportModelError, match=r"decides by the values of tensors \(.*test_importer.py:\d+\)"):
+        import_model(Fn(lambda x, w: x.sum() if x.sum() > 0 else w.sum(), (1,)), x)
+    with pytest.raises(ImportModelError, match=r"cannot be traced.*"):
+        import_model(linear, torch.ones(4, 7), lambda y: y.sum())
+    with pytest.raises(ImportModelError, match="draws random numbers"):
+        import_model(Fn(lambda x, w: (x * torch.rand_like(x) * w).sum(), ()), x)
+    with pytest.raises(ImportModelError, match="returns 2 values"):
+        import_model(Fn(lambda x, w: ((x * w).sum(), w), ()), x)
+    with pytest.raises(ImportModelError, match="changes a user input in place"):
+        import_model(Fn(lambda x, w: (x.mul_(2) * w).sum(), ()), randn(3))
+    with pytest.raises(ImportModelError, match="the loss has a parameter of its own"):
+        import_model(linear, x, nn.Sequential(nn.Linear(3, 1), nn.Flatten(0), nn.Softmax(0)))
+    with pytest.raises(ImportModelError, match="no tensor among the example inputs"):
+        import_model(Fn(lambda w: w.sum(), (2,)), ())
+
+
+def test_arguments_may_be_named_or_nested() -> None:
+    class Two(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.w = nn.Parameter(torch.ones(3))
+
+        def forward(self, x: Tensor, extra: list[Tensor], flag: bool = False) -> Tensor:
+            return ((x - extra[0]) * self.w + extra[1]).sum()
+
+    pair = [torch.ones(2, 3), torch.zeros(3)]
+    imported = import_with_constants(Two(), {"x": torch.ones(2, 3), "extra": pair, "flag": True})
+    assert imported.input_names == ("input", "input_1", "input_2")
+    found = execute(imported, Two(), (torch.ones(2, 3), torch.full((2, 3), 2.0), torch.full((3,), 0.5)))
+    assert found[imported.graph.loss].item() == -3.0
+    last = imported.graph.operators[1]
+    assert [a.role for a in last.axes] == ["sample", "attribute"]
+
+
+def test_dropout_stays_and_each_has_its_own_salt() -> None:
+    model = nn.Sequential(nn.Dropout(0.5), nn.Linear(3, 3), nn.Dropout(0.5), nn.Dropout(0.0))
+    graph = import_model(model, torch.ones(2, 3), torch.sum)
+    drops = [op for op in graph.operators if op.kind == "dropout"]
+    assert [op.name for op in drops] == ["0", "2"] and len({op.attributes["salt"] for op in drops}) == 2
+    assert not [op for op in import_model(model.eval(), torch.ones(2, 3), torch.sum).operators if op.kind == "dropout"]
+
+
+def test_models_are_loaded_by_name(tmp_path: Path) -> None:
+    loaded = load_callable("flexsearch.zoo:mlp", batch=2, features=4, width=4)
+    assert import_model(loaded.model, loaded.inputs, loaded.loss, targets=loaded.targets).batch == 2
+    file = tmp_path / "mine.py"
+    file.write_text(
+        "import torch\n"
+        "def pair(): return torch.nn.Sequential(torch.nn.Linear(2, 1), torch.nn.Flatten(0)), torch.ones(3, 2)\n"
+        "def wrong(): return 3\n"
+        "def broken(): raise OSError('no disk')\n"
+        "number = 3\n"
+    )
+    assert load_callable(f"{file}:pair").loss is None
+    for spec, problem in {
+        "flexsearch.zoo": "must read MODULE:CALLABLE",
+        "flexsearch.zoo:alexnett": "has no 'alexnett'.*alexnet",
+        "no_such_module:build": "no module named 'no_such_module'",
+        "nowhere/model.py:build": "there is no file",
+        f"{file}:wrong": "must return.*it returned a int",
+        f"{file}:broken": "raised OSError: no disk",
+        f"{file}:number": "not a callable",
+    }.items():
+        with pytest.raises(ImportModelError, match=problem):
+            load_callable(spec)
+
+
+def test_a_layer_used_twice_updates_its_statistics_twice() -> None:
+    norm = nn.BatchNorm1d(6)
+    model = nn.Sequential(nn.Linear(8, 8), norm, nn.ReLU(), norm).double()
+    imported = import_with_constants(model, randn(4, 6, 8), lambda y: y.pow(3).sum())
+    values = execute(imported, model, (randn(4, 6, 8),))
+    updates = imported.graph.buffer_updates
+    check_same(model, (randn(4, 6, 8),), lambda y: y.pow(3).sum())
+    model(randn(4, 6, 8))
+    torch.testing.assert_close(values[updates["1.running_var"]], norm.running_var)
+
+
+def test_recurrent_layers_are_opaque_if_wanted() -> None:
+    class Recurrent(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.lstm = nn.LSTM(8, 5, batch_first=True, dtype=torch.float64)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.lstm(x)[0].pow(2).mean()
+
+    with pytest.raises(ImportModelError, match=r"aten\.lstm\.input in layer 'lstm'"):
+        import_model(Recurrent(), randn(4, 6, 8))
+    imported = import_with_constants(Recurrent(), randn(4, 6, 8), opaque=True)
+    model = Recurrent()
+    values = execute(imported, model, (randn(4, 6, 8),))
+    torch.testing.assert_close(values[imported.graph.loss], model(randn(4, 6, 8)))

@@ -1,0 +1,231 @@
+"""Pieces equal the whole: however an operator is split, its pieces add up to its output, and so do the gradients."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from itertools import pairwise, product
+from math import sqrt
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+import tests.kernel_cases_more
+from flexsearch.errors import ImportModelError
+from flexsearch.graph.kernels import KernelContext, build_kernel
+from flexsearch.graph.kernels_random import keep_mask
+from flexsearch.graph.notation import Box, Interval
+from flexsearch.graph.operators import _SHIPPED
+from flexsearch.graph.piece import Piece, make_piece, whole_piece
+from tests.kernel_cases import CASES, Case, rand
+
+assert tests.kernel_cases_more  # registers its cases
+
+RANDOM = settings(
+    derandomize=True, max_examples=40, deadline=None, suppress_health_check=list(HealthCheck), database=None
+)
+
+Result = tuple[list[Tensor], list[Tensor]]
+"""Outputs, and gradients of the inputs (zero where there is none)."""
+
+
+def region(x: Tensor, box: Box) -> Tensor:
+    return x[tuple(slice(low, high) for low, high in box)]
+
+
+def run_pieces(
+    case: Case, pieces: Sequence[Piece], gradients: Sequence[Tensor], disturb: Callable[[Tensor], Tensor] = lambda y: y
+) -> Result:
+    """Run every piece on its regions and add up what it gives."""
+    shapes = [tuple(x.shape) for x in case.operands]
+    outputs = [torch.zeros_like(g) for g in gradients]
+    totals = [torch.zeros_like(x) for x in case.operands]
+    for piece in pieces:
+        kernel = build_kernel(case.op, piece, shapes, KernelContext(seed=1, step=2))
+        local = [None if b is None else region(x, b).clone() for x, b in zip(case.operands, piece.inputs, strict=True)]
+        for i, x in enumerate(local):
+            if x is not None and x.is_floating_point() and i not in case.no_grad:
+                x.requires_grad_()
+        result = kernel(*local)
+        results = result if isinstance(result, tuple) else (result,)
+        assert len(results) == len(piece.outputs)
+        for y, box, output in zip(results, piece.outputs, outputs, strict=True):
+            part = region(output, box)
+            assert y.shape == part.shape
+            part += disturb(y.detach()).to(part.dtype)
+        parts = zip(results, gradients, piece.outputs, strict=True)
+        wanted = [(y, region(g, box)) for y, g, box in parts if y.requires_grad]
+        if wanted:
+            torch.autograd.backward([y for y, _ in wanted], [g for _, g in wanted])
+        for x, box, total in zip(local, piece.inputs, totals, strict=True):
+            if x is not None and box is not None and x.grad is not None:
+                region(total, box).add_(x.grad)
+    return outputs, totals
+
+
+def run_reference(case: Case, gradients: Sequence[Tensor]) -> Result | None:
+    leaves = [x.clone() for x in case.operands]
+    for i, x in enumerate(leaves):
+        if x.is_floating_point() and i not in case.no_grad:
+            x.requires_grad_()
+    result = case.reference(*leaves)
+    if result is None:
+        return None
+    results = result if isinstance(result, tuple) else (result,)
+    wanted = [(y, g) for y, g in zip(results, gradients, strict=True) if y.requires_grad]
+    if wanted:
+        torch.autograd.backward([y for y, _ in wanted], [g for _, g in wanted])
+    return [y.detach().double() for y in results], [torch.zeros_like(x) if x.grad is None else x.grad for x in leaves]
+
+
+def assert_same(found: Result, expected: Result) -> None:
+    for side in (0, 1):
+        for x, y in zip(found[side], expected[side], strict=True):
+            torch.testing.assert_close(x, y, rtol=1e-9, atol=1e-10)
+
+
+def split(case: Case, intervals: Mapping[str, Sequence[Interval]]) -> list[Piece]:
+    shapes = [tuple(x.shape) for x in case.operands]
+    return [
+        make_piece(case.op, dict(zip(intervals, combination, strict=True)), shapes, case.output_shapes)
+        for combination in product(*intervals.values())
+    ]
+
+
+@st.composite
+def cuts(draw: Any, case: Case) -> dict[str, list[Interval]]:
+    """Uneven intervals for up to three axes that can be split."""
+    chosen = draw(st.lists(st.sampled_from(case.op.splittable or ("",)), unique=True, max_size=3))
+    intervals = {axis: [(0, size)] for axis, size in case.op.sizes.items()}
+    for axis in set(chosen) & set(case.op.splittable):
+        size = case.op.sizes[axis]
+        points = [0, *sorted(draw(st.sets(st.integers(1, size - 1), min_size=1, max_size=3))), size]
+        intervals[axis] = list(pairwise(points))
+    return intervals
+
+
+@pytest.mark.parametrize("name", sorted(CASES))
+def test_pieces_add_up_to_the_whole_and_to_plain_torch(name: str) -> None:
+    @RANDOM
+    @given(st.data(), st.integers(0, 2**31))
+    def check(data: Any, seed: int) -> None:
+        torch.manual_seed(seed)
+        case: Case = data.draw(CASES[name])
+        gradients = [torch.randn(shape, dtype=torch.float64) for shape in case.output_shapes]
+        shapes = [tuple(x.shape) for x in case.operands]
+        whole = run_pieces(case, [whole_piece(case.op, shapes, case.output_shapes)], gradients)
+        expected = run_reference(case, gradients)
+        if expected is not None:
+            assert_same(whole, expected)
+        assert_same(run_pieces(case, split(case, data.draw(cuts(case))), gradients), whole)
+
+    check()
+
+
+def test_every_kind_of_the_table_has_a_kernel_and_a_case() -> None:
+    tried = set()
+    for name, cases in CASES.items():
+
+        @RANDOM
+        @given(cases)
+        def collect(case: Case) -> None:
+            tried.add(case.op.kind)
+
+        collect()
+        assert name
+    rare = {"adaptive_avg_pool1d", "adaptive_max_pool1d", "bce_loss", "kl_div", "detach"}  # in test_interpret
+    assert set(_SHIPPED) - rare <= tried
+
+
+def test_the_check_notices_a_disturbed_piece() -> None:
+    torch.manual_seed(0)
+    case = tests.kernel_cases.case("linear", "b.. i, o i, +o -> b.. o", [rand(4, 6), rand(5, 6), rand(5)], F.linear)
+    gradients = [rand(4, 5)]
+    whole = run_reference(case, gradients)
+    assert whole is not None
+    pieces = split(case, {"b0": [(0, 1), (1, 4)], "i": [(0, 2), (2, 6)], "o": [(0, 5)]})
+    assert_same(run_pieces(case, pieces, gradients), whole)
+    with pytest.raises(AssertionError):
+        assert_same(run_pieces(case, pieces, gradients, lambda y: y * (1 + 1e-7)), whole)
+    with pytest.raises(AssertionError):
+        assert_same(run_pieces(case, pieces[1:], gradients), whole)
+
+
+def test_a_kind_without_a_kernel_is_named() -> None:
+    case = tests.kernel_cases.case("linear", "b.. i, o i -> b.. o", [rand(4, 6), rand(5, 6)], F.linear)
+    op = case.op.model_copy(update={"kind": "frobnicate"})
+    with pytest.raises(ImportModelError, match=r"frobnicate.*register_kernel"):
+        build_kernel(op, whole_piece(op, [(4, 6), (5, 6)], [(4, 5)]), [(4, 6), (5, 6)], KernelContext())
+
+
+def _keep(p: float, seed: int = 0, step: int = 0, salt: int = 0, shape: tuple[int, ...] = (64, 8, 128, 16)) -> Tensor:
+    box = tuple((0, n) for n in shape)
+    return keep_mask(shape, box, p, KernelContext(seed, step), salt, torch.device("cpu"))
+
+
+@pytest.mark.parametrize("p", [0.001, 0.1, 0.5, 0.9])
+def test_dropout_keeps_each_element_with_the_given_probability(p: float) -> None:
+    kept = torch.stack([_keep(p, step=step) for step in range(8)]).double()
+    deviation = sqrt(p * (1 - p) / kept.numel())
+    assert abs(float(kept.mean()) - (1 - p)) < 4 * deviation
+    for dim in range(5):  # neighbours, and masks of neighbouring steps, are independent
+        centred = kept - (1 - p)
+        size = kept.shape[dim]
+        correlation = (centred.narrow(dim, 0, size - 1) * centred.narrow(dim, 1, size - 1)).mean() / (p * (1 - p))
+        assert abs(float(correlation)) < 5 / sqrt(kept.numel() * (size - 1) / size)
+
+
+def test_dropout_masks_differ_by_seed_step_and_operator() -> None:
+    masks = [_keep(0.5), _keep(0.5, seed=1), _keep(0.5, step=1), _keep(0.5, salt=1)]
+    for i, a in enumerate(masks):
+        assert torch.equal(a, masks[i])
+        for b in masks[:i]:
+            assert 0.49 < float((a == b).double().mean()) < 0.51
+
+
+@pytest.mark.parametrize("mean", [0.0, 3.0, 1000.0])
+def test_batch_statistics_keep_their_digits_in_float32(mean: float) -> None:
+    torch.manual_seed(0)
+    x = (torch.randn(8, 3, 16, 16) + mean).requires_grad_()
+    case = tests.kernel_cases.case("batch_statistics", "n c s.. -> M c", [x.detach()], lambda x: torch.zeros(2, 3))
+    kernel = build_kernel(case.op, whole_piece(case.op, [x.shape], [(2, 3)]), [tuple(x.shape)], KernelContext())
+    statistics = kernel(x)
+    assert statistics.dtype == torch.float64
+    exact = x.detach().double().var((0, 2, 3), correction=0)
+    torch.testing.assert_close(statistics[1] - statistics[0] ** 2, exact, rtol=2e-5, atol=0)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last])
+def test_batch_norm_in_two_operators_is_that_of_torch(dtype: torch.dtype, layout: torch.memory_format) -> None:
+    torch.manual_seed(0)
+    x = (torch.randn(4, 3, 6, 5) * 2 + 1).to(dtype).to(memory_format=layout)
+    weight, bias, gradient = torch.randn(3).to(dtype), torch.randn(3).to(dtype), torch.randn(4, 3, 6, 5).to(dtype)
+    first = tests.kernel_cases.case("batch_statistics", "n c s.. -> M c", [x], lambda x: torch.zeros(2, 3))
+    second = tests.kernel_cases.case(
+        "batch_norm",
+        "n c s.., M c, c, c -> n c s..",
+        [x, torch.zeros(2, 3), weight, bias],
+        lambda x, *_: x,
+        {"eps": 1e-5},
+    )
+    kernels = []
+    for case in (first, second):
+        shapes = [tuple(o.shape) for o in case.operands]
+        kernels.append(build_kernel(case.op, whole_piece(case.op, shapes, case.output_shapes), shapes, KernelContext()))
+    found = [t.clone().requires_grad_() for t in (x, weight, bias)]
+    plain = [t.float().requires_grad_() for t in (x, weight, bias)]
+    y = kernels[1](found[0], kernels[0](found[0]), *found[1:])
+    z = F.batch_norm(plain[0], None, None, *plain[1:], training=True)
+    y.backward(gradient)
+    z.backward(gradient.float())
+    assert y.dtype == dtype
+    tolerance = 1e-5 if dtype == torch.float32 else 3e-2
+    torch.testing.assert_close(y.float(), z, rtol=tolerance, atol=tolerance)
+    for a, b in zip(found, plain, strict=True):
+        assert a.grad is not None and b.grad is not None
+        torch.testing.assert_close(a.grad.float(), b.grad, rtol=tolerance, atol=tolerance * float(b.grad.abs().max()))

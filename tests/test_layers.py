@@ -1,0 +1,124 @@
+"""The house stands: no module imports from a floor above it, and torch stays where DESIGN puts it."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import flexsearch
+
+ROOT = Path(flexsearch.__file__).resolve().parent
+
+FLOOR = {
+    "errors": -2, "files": -1, "zoo": -1,
+    "graph": 0, "topology": 0,
+    "strategy": 1, "cost": 1,
+    "lower": 2,
+    "simulate": 3,
+    "search": 4, "runtime": 4, "report": 4,
+    "api": 5, "cli": 5, "": 5,
+}  # fmt: skip
+"""Floor of each package and top-level module. The zoo is plain torch that anything may build on; "" is
+``flexsearch/__init__.py``, which hands on what lies below."""
+
+WITH_TORCH = ("graph.importer", "graph.loading", "graph.aten", "graph.kernels", "cost.profiler", "runtime", "zoo")
+"""Modules that may import torch when they are imported (and those whose names begin so)."""
+
+
+def modules() -> Iterator[tuple[str, Path]]:
+    """Name below ``flexsearch`` ("graph.model"; a package's ``__init__`` is the package) and file of every module."""
+    for path in sorted(ROOT.rglob("*.py")):
+        parts = path.relative_to(ROOT).with_suffix("").parts
+        yield ".".join(parts[:-1] if parts[-1] == "__init__" else parts), path
+
+
+def imports(tree: ast.AST, module: str, package: bool) -> Iterator[tuple[str, str]]:
+    """(Absolute name, when it is imported: "now", "called" or "typing") of every import, those in functions too.
+
+    ``from package import name`` counts as ``package.name``, because name may be a module."""
+
+    def walk(node: ast.AST, now: str) -> Iterator[tuple[str, str]]:
+        for child in ast.iter_child_nodes(node):
+            if isinstance(child, ast.If) and "TYPE_CHECKING" in ast.unparse(child.test):
+                yield from ((name, "typing") for name, _ in walk(child, now))
+                continue
+            if isinstance(child, ast.Import):
+                yield from ((alias.name, now) for alias in child.names)
+            elif isinstance(child, ast.ImportFrom):
+                base = child.module or ""
+                if child.level:
+                    own = ["flexsearch", *module.split(".")]
+                    up = child.level - (1 if package else 0)
+                    base = ".".join([*own[: len(own) - up], *filter(None, [child.module])])
+                yield from ((f"{base}.{alias.name}", now) for alias in child.names)
+            inside = isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda)
+            yield from walk(child, "called" if inside else now)
+
+    yield from walk(tree, "now")
+
+
+def part_of(name: str) -> str:
+    """Package or top-level module below flexsearch that an absolute name lies in."""
+    below = name.removeprefix("flexsearch").removeprefix(".").split(".")[0]
+    return below if below in FLOOR else ""
+
+
+@pytest.mark.parametrize(("module", "path"), [pytest.param(m, p, id=m or "flexsearch") for m, p in modules()])
+def test_a_module_imports_only_from_floors_below_it(module: str, path: Path) -> None:
+    own = part_of(f"flexsearch.{module}")
+    assert own or not module, f"flexsearch.{module} is on no floor: add it to DESIGN's table and to FLOOR"
+    for name, _ in imports(ast.parse(path.read_text()), module, path.name == "__init__.py"):
+        if name.split(".")[0] != "flexsearch":
+            continue
+        target = part_of(name)
+        if target != own and FLOOR[own] < 5:
+            assert FLOOR[target] < FLOOR[own], f"flexsearch.{module} (floor {FLOOR[own]}) imports {name}"
+
+
+@pytest.mark.parametrize(("module", "path"), [pytest.param(m, p, id=m or "flexsearch") for m, p in modules()])
+def test_torch_is_imported_only_where_models_are_read_measured_and_run(module: str, path: Path) -> None:
+    if module.startswith(WITH_TORCH):
+        return
+    for name, when in imports(ast.parse(path.read_text()), module, path.name == "__init__.py"):
+        assert name.split(".")[0] != "torch" or when == "typing", f"flexsearch.{module} imports {name}"
+        if when == "now":
+            below = name.removeprefix("flexsearch.")
+            assert not (name.startswith("flexsearch.") and below.startswith(WITH_TORCH)), (
+                f"flexsearch.{module} imports {name}, and so torch, whenever it is imported"
+            )
+
+
+def test_the_zoo_stands_alone() -> None:
+    for module, path in modules():
+        if module.startswith("zoo"):
+            for name, _ in imports(ast.parse(path.read_text()), module, path.name == "__init__.py"):
+                assert name.startswith("flexsearch.zoo") or not name.startswith("flexsearch"), f"{module}: {name}"
+
+
+def test_importing_flexsearch_imports_no_torch_and_no_numba() -> None:
+    code = "import sys, flexsearch, flexsearch.cli; print(sorted({'torch', 'numba', 'matplotlib'} & set(sys.modules)))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
+
+
+def test_optimizing_a_saved_graph_never_imports_torch(tmp_path: Path) -> None:
+    code = (
+        "import sys\n"
+        "from flexsearch.cli import main\n"
+        "sys.argv = ['flexsearch', 'optimize', 'alexnet', '--topology', 'ethernet-1g-4', '--budget', '50', '--json',\n"
+        f"            '-o', {str(tmp_path / 'strategy.json')!r}]\n"
+        "try:\n"
+        "    main()\n"
+        "except SystemExit as end:\n"
+        "    assert not end.code, end.code\n"
+        "print('torch' in sys.modules, file=sys.stderr)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert done.stderr.splitlines()[-1] == "False"
+    assert (tmp_path / "strategy.json").exists()

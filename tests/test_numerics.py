@@ -1,0 +1,139 @@
+"""Promise 1: every strategy computes what one device does: loss, gradients, and weights after three steps."""
+
+from __future__ import annotations
+
+import os
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import HealthCheck, Phase, given, note, seed, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from flexsearch.graph.importer import Imported, import_with_constants
+from flexsearch.runtime.parallel import distribute
+from flexsearch.strategy import Strategy
+from flexsearch.strategy.model import StrategyFile
+from flexsearch.topology import Topology
+from tests.random_strategies import strategies
+from tests.ranks import pool
+from tests.small_models import NAMES, case
+
+SEED = os.environ.get("FLEXSEARCH_NUMERICS_SEED")
+"""Other cases than CI's fixed ones."""
+
+CASES = int(os.environ.get("FLEXSEARCH_NUMERICS_CASES", "60"))
+"""Random strategies for each model; thousands offline, a few hundred in all in CI."""
+
+STEPS, RATE = 3, 0.5
+
+
+def _sgd(parameters: list[torch.nn.Parameter]) -> torch.optim.Optimizer:
+    return torch.optim.SGD(parameters, lr=RATE, momentum=0.9)
+
+
+@cache
+def _imported(name: str, dtype: str = "float64") -> Imported:
+    """Traced once in each process: tracing takes longer than everything else together."""
+    made = case(name, dtype)
+    return import_with_constants(made.model, made.inputs, made.loss, targets=made.targets)
+
+
+def _single(name: str, dtype: str = "float64", steps: int = STEPS) -> list[tuple[float, dict[str, Tensor]]]:
+    """Loss and state after each step on one device, in plain PyTorch."""
+    made = case(name, dtype)
+    optimizer = _sgd(list(made.model.parameters()))
+    history = [(0.0, {k: v.clone() for k, v in made.model.state_dict().items()})]
+    for _ in range(steps):
+        optimizer.zero_grad()
+        loss = made.loss(made.model(*made.inputs), made.targets)
+        loss.backward()
+        optimizer.step()
+        history.append((loss.item(), {k: v.clone() for k, v in made.model.state_dict().items()}))
+    return history
+
+
+def _parallel(
+    name: str, file: str, local: bool, dtype: str = "float64", steps: int = STEPS
+) -> list[tuple[float, dict[str, Tensor]]]:
+    """The same on this rank under the strategy. ``local``: feed only the samples that the rank needs."""
+    made = case(name, dtype)
+    strategy = Strategy.from_file(StrategyFile.model_validate_json(file))
+    parallel = distribute(made.model, _imported(name, dtype), strategy, _sgd)
+    inputs, targets = made.inputs, made.targets
+    if local:
+        low, high = parallel.sample_range
+        inputs, targets = tuple(t[low:high] for t in inputs), targets[low:high]
+    history = [(0.0, parallel.state_dict())]
+    for _ in range(steps):
+        loss = parallel.step(inputs, targets)
+        history.append((loss.item(), parallel.state_dict()))
+    return history
+
+
+def agree(
+    expected: list[tuple[float, dict[str, Tensor]]], found: list[tuple[float, dict[str, Tensor]]], digits: float = 1e-9
+) -> None:
+    """Losses, gradients (differences of the weights over the first step) and weights agree to ``digits``."""
+    for step, ((loss, state), (other_loss, other)) in enumerate(zip(expected, found, strict=True)):
+        assert other_loss == pytest.approx(loss, rel=digits), f"loss of step {step}"
+        assert list(state) == list(other)
+        for name in state:
+            if state[name].is_floating_point():
+                change = (state[name] - expected[0][1][name], other[name] - found[0][1][name])
+                scale = max(change[0].abs().max().item(), 1e-6)
+                slack = digits * scale + (1e-14 if digits < 1e-6 else 1e-5)  # a bias before batch norm cancels to noise
+                assert (change[0] - change[1]).abs().max().item() <= slack, f"{name} after step {step}"
+            else:
+                assert torch.equal(state[name], other[name]), name
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_any_strategy_computes_what_one_device_does(name: str) -> None:
+    graph = _imported(name).graph
+    expected = _single(name)
+
+    @settings(
+        max_examples=CASES, derandomize=SEED is None, database=None, deadline=None,
+        suppress_health_check=list(HealthCheck),
+        phases=[Phase.explicit, Phase.generate],  # shrinking would start ranks again and again
+    )  # fmt: skip
+    @given(data=st.data(), ranks=st.integers(1, 4), local=st.booleans())
+    def check(data: Any, ranks: int, local: bool) -> None:
+        topology = Topology.load(f"ethernet-1g:{ranks}")
+        strategy = data.draw(strategies(graph, topology))
+        file = strategy.to_file().model_dump_json()
+        note(file)
+        for found in pool(ranks).run(_parallel, name, file, local):
+            agree(expected, found)
+
+    (check if SEED is None else seed(int(SEED))(check))()
+
+
+@pytest.mark.parametrize("name", ["convolutions", "decoder"])
+def test_float32_too_in_the_layouts_that_are_fast_there(name: str) -> None:
+    graph, expected = _imported(name, "float32").graph, _single(name, "float32", 1)
+
+    @settings(
+        max_examples=max(1, CASES // 3), derandomize=SEED is None, database=None, deadline=None,
+        suppress_health_check=list(HealthCheck), phases=[Phase.explicit, Phase.generate],
+    )  # fmt: skip
+    @given(data=st.data(), ranks=st.integers(1, 4))
+    def check(data: Any, ranks: int) -> None:
+        strategy = data.draw(strategies(graph, Topology.load(f"ethernet-1g:{ranks}")))
+        file = strategy.to_file().model_dump_json()
+        note(file)
+        for found in pool(ranks).run(_parallel, name, file, False, "float32", 1):
+            agree(expected, found, 2e-4)
+
+    check()
+
+
+def test_the_check_can_fail() -> None:
+    expected = _single("mlp")
+    wrong = [(loss, {k: v.clone() for k, v in state.items()}) for loss, state in expected]
+    wrong[-1][1]["a.weight"][0, 0] += 1e-7
+    with pytest.raises(AssertionError, match=r"a\.weight after step 3"):
+        agree(expected, wrong)

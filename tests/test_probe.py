@@ -1,0 +1,199 @@
+"""The probe finds out what a cluster is: pure fitting on made-up measurements, then real ranks and networks."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import replace
+from itertools import combinations
+
+import pytest
+import torch.distributed as dist
+
+from benchmarks import netns
+from flexsearch.cost.communication import all_reduce, transfer
+from flexsearch.errors import RuntimeFailure
+from flexsearch.runtime import probe as probing
+from flexsearch.runtime.fit import FormTime, Measured, fit, messages, place_names, processors
+from flexsearch.runtime.machine import Compute, Facts
+from flexsearch.topology import Topology
+from flexsearch.topology.parts import FORMS
+from tests.ranks import pool
+
+TINY = probing.Effort(compute_s=0.1, transfer_s=0.01, repeats=2, pairs=16)
+CPU = Facts("node", "m0", "m0/a", "cpu", "one core", (0,), 1, "", 2**33)
+RATE, OVERHEAD, LATENCY = 1.25e8, 2e-5, 1e-4
+FACTORS = {"all_reduce": 1.1, "all_gather": 1.2, "reduce_scatter": 1.3, "all_to_all": 1.4, "exchange": 1.5}
+
+
+def measured(facts: list[Facts], inside: float = 1e9, **changes: object) -> Measured:
+    """What an exact probe of these ranks finds: places on a switch, ``RATE`` between and ``inside`` within them."""
+    ranks = range(len(facts))
+    same = {p: facts[p[0]].place == facts[p[1]].place for p in combinations(ranks, 2)}
+    made = Measured(
+        "gloo", facts, [Compute({"float32": 6e10}, 1e10, 1e-5) for _ in ranks],
+        {p: OVERHEAD + LATENCY for p in same}, {p: inside if near else RATE for p, near in same.items()},
+        {}, OVERHEAD + 2 * (len(facts) - 1) * LATENCY, {}, 0.0,
+    )  # fmt: skip
+    return replace(made, **changes)  # type: ignore[arg-type]
+
+
+def hosts(count: int, **changes: object) -> list[Facts]:
+    return [replace(CPU, hostname=f"h{k}", machine=f"m{k}", place=f"m{k}/a", **changes) for k in range(count)]  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("count", [2, 3, 5])
+def test_fit_gets_back_what_made_the_measurements(count: int) -> None:
+    plain = fit(measured(hosts(count)), "cluster", "made up")
+    forms = {}
+    for form in FORMS:
+        n, ranks = 1_000_000, range(count)
+        cost = all_reduce(plain, ranks, n) if form == "all_reduce" else transfer(plain, form, messages(form, count, n))
+        # The plain fit knows no forms and takes the backend's factors, which are divided out again.
+        busy = max(s for _, s in cost.links) / plain.communication.factors[form]
+        steps = 2 * (count - 1) if form == "all_reduce" else 1
+        forms[form] = FormTime(n, OVERHEAD + steps * LATENCY + FACTORS[form] * busy)
+    found = fit(measured(hosts(count), forms=forms), "cluster", "made up")
+    assert [d.name for d in found.devices] == [f"h{k}/cpu0" for k in range(count)]
+    assert {link.bandwidth for link in found.links} == {RATE}
+    assert found.route(0, 1).latency_s == pytest.approx(LATENCY)
+    assert found.communication.overhead_s == pytest.approx(OVERHEAD)
+    assert found.communication.factors == pytest.approx(FACTORS)
+
+
+def test_a_slow_host_has_a_slow_link() -> None:
+    slow = {p: RATE / 4 if 2 in p else RATE for p in combinations(range(4), 2)}
+    found = fit(measured(hosts(4), bandwidth=slow), "cluster", "made up")
+    assert [link.bandwidth for link in found.links] == [RATE, RATE, RATE / 4, RATE]
+
+
+def test_ranks_of_a_host_share_its_network_card() -> None:
+    facts = [replace(host, cores=(core,)) for host in hosts(2) for core in range(2)]
+    shared = fit(measured(facts, together={f.place: RATE for f in facts}), "cluster", "made up")
+    assert [link.bandwidth for link in shared.links if link.b == "switch"] == [RATE, RATE]
+    wide = fit(measured(facts, together={f.place: 2 * RATE for f in facts}), "cluster", "made up")
+    assert [link.bandwidth for link in wide.links if link.b == "switch"] == [2 * RATE, 2 * RATE]
+    assert wide.route(0, 2).bandwidth == RATE and wide.route(0, 1).bandwidth == 1e9
+    assert shared.hosts == ("h0", "h1") and len(set(shared.processor_of)) == 4
+
+
+def test_near_and_far_pairs_of_a_host_have_wires_of_their_own() -> None:
+    near = {p: 1e10 if p in ((0, 1), (2, 3)) else 1e9 for p in combinations(range(4), 2)}
+    gpus = [replace(CPU, kind="cuda", processor=f"gpu{k}") for k in range(4)]
+    found = fit(measured(gpus, bandwidth=near), "cluster", "made up")
+    assert {p: found.route(*p).bandwidth for p in near} == near and not found.switches
+
+
+def test_a_disturbed_device_is_like_its_likes_and_a_slow_one_is_not() -> None:
+    speeds = [6e10, 5e10, 2e10]
+    compute = [Compute({"float32": f}, 1e10, 1e-5) for f in speeds]
+    found = fit(measured(hosts(3), compute=compute), "cluster", "made up")
+    assert [d.flops["float32"] for d in found.devices] == [6e10, 6e10, 2e10]
+
+
+def test_one_rank_is_a_topology_too() -> None:
+    found = fit(measured(hosts(1)), "one", "made up")
+    assert len(found.devices) == 1 and not found.links
+
+
+def test_processors() -> None:
+    def on(*cores: tuple[int, ...], threads: int = 1) -> list[int]:
+        return processors([replace(CPU, cores=c, threads=threads) for c in cores])
+
+    assert on((0,), (1,), (0,), (1,)) == [0, 1, 0, 1]
+    assert on((0, 1), (0, 1)) == [0, 1], "as many cores as threads: none waits for the other"
+    assert on((0, 1), (0, 1), (0, 1)) == [0, 1, 0]
+    assert on((0, 1), (0, 1), threads=2) == [0, 0]
+    assert on((0,), (2,), (0, 2)) == [0, 1, 0], "joined by way of the third"
+    assert processors(hosts(2)) == [0, 1], "core 0 of another machine is another core"
+    assert processors([replace(CPU, kind="cuda", processor=p) for p in ("a", "b", "a")]) == [0, 1, 0]
+
+
+def test_containers_are_hosts_even_where_they_share_cores() -> None:
+    facts = [replace(CPU, place=f"m0/{k}", cores=(k % 2,)) for k in range(4)]
+    found = fit(measured(facts), "cluster", "made up")
+    assert [d.name for d in found.devices] == [f"node-{k}/cpu0" for k in range(4)]
+    assert found.hosts == tuple(f"node-{k}" for k in range(4))
+    assert found.processor_of[0] == found.processor_of[2] != found.processor_of[1]
+
+
+def test_host_names_become_names() -> None:
+    facts = [replace(CPU, hostname="my {odd} host"), replace(CPU, hostname="b", place="p")]
+    assert list(place_names(facts).values()) == ["my-odd-host", "b"]
+
+
+def test_many_pairs_are_measured_together_and_cover_every_place() -> None:
+    places = [f"p{k // 8}" for k in range(64)]
+    assert probing.schedule(places[:4], 6) == [[p] for p in combinations(range(4), 2)]
+    rounds = probing.schedule(places, 16)
+    assert all(len({r for p in pairs for r in p}) == 2 * len(pairs) for pairs in rounds), "one transfer for a rank"
+    inside = {p for pairs in rounds for p in pairs if places[p[0]] == places[p[1]]}
+    across = {places[r] for pairs in rounds for p in pairs if p not in inside for r in p}
+    assert len(inside) == 8 * 28 and across == set(places) and len(rounds) < 20
+
+
+def test_probe_without_a_process_group_says_what_to_do() -> None:
+    with pytest.raises(RuntimeFailure, match="init_process_group"):
+        probing.probe()
+
+
+def test_main_without_torchrun_says_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("RANK", raising=False)
+    with pytest.raises(RuntimeFailure, match="torchrun"):
+        probing.main_from_env(None)
+
+
+def _probe() -> str:
+    probing.QUICK = TINY
+    return probing.probe(quick=True).model_dump_json()
+
+
+def test_local_ranks(tmp_path: object) -> None:
+    """Both ranks get the same valid topology, which survives a file."""
+    first, second = pool(2).run(_probe)
+    assert first == second
+    topology = Topology.model_validate_json(first)
+    topology.save(f"{tmp_path}/probed.json")
+    assert Topology.load(f"{tmp_path}/probed.json") == topology
+    assert len(topology.devices) == 2 and len(topology.hosts) == 1
+    assert set(topology.communication.factors) == set(FORMS)
+    assert topology.source is not None and "flexsearch probe" in topology.source and "/" not in topology.source
+
+
+def _probe_two_places() -> str:
+    known = probing.facts
+    probing.facts = lambda device: replace(
+        known(device), place=f"place{dist.get_rank() // 2}", cores=(dist.get_rank(),)
+    )
+    try:
+        return _probe()
+    finally:
+        probing.facts = known
+
+
+def test_ranks_of_several_hosts_with_several_ranks() -> None:
+    topology = Topology.model_validate_json(pool(3).run(_probe_two_places)[0])
+    names = ["0/cpu0", "0/cpu1", "1/cpu0"]
+    assert [d.name.rsplit("-", 1)[1] for d in topology.devices] == names, "three ranks, two places"
+    ends = {frozenset(end.rsplit("-", 1)[-1] for end in (link.a, link.b)) for link in topology.links}
+    nic, wires = "0/nic", [{"0/cpu0", "0/nic"}, {"0/cpu1", "0/nic"}, {"0/nic", "switch"}, {"1/cpu0", "switch"}]
+    assert nic in {s.rsplit("-", 1)[-1] for s in topology.switches}
+    assert all(frozenset(wire) in ends for wire in wires)
+
+
+SCRIPT = """
+import sys
+from flexsearch.runtime import probe
+probe.QUICK = probe.Effort(compute_s=0.1, transfer_s=0.05, repeats=2, pairs=16)
+probe.main_from_env(sys.argv[1], quick=True)
+"""
+
+
+@pytest.mark.skipif(netns.unavailable() is not None, reason=f"no network namespaces here: {netns.unavailable()}")
+def test_hosts_are_told_apart_by_their_networks_and_share_a_core(tmp_path: object) -> None:
+    cores = sorted(netns.os.sched_getaffinity(0))[:1]
+    with netns.SlowNetwork(3, rate="1gbit", cores=cores) as network:
+        network.run([sys.executable, "-c", SCRIPT, f"{tmp_path}/net.json"], timeout=120)
+    topology = Topology.load(f"{tmp_path}/net.json")
+    assert topology.switches == ("switch",) and len(topology.links) == 3, "one wire to the switch for each host"
+    assert len(set(topology.processor_of)) == 1, "all on one core"
+    assert all(link.bandwidth < 1.6e8 for link in topology.links), "no wire is faster than it was made"

@@ -1,0 +1,150 @@
+"""The profiler: which pieces it measures, that they run, and that nothing is measured twice. Nothing about time."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from flexsearch.cost import Costs, Profile, profiler
+from flexsearch.cost.profiler import measure_updates, plan, profile_graph
+from flexsearch.errors import ProfileError
+from flexsearch.graph import Operator, OperatorGraph, chunk, make_piece, whole_piece
+from tests.test_cost import axes, machines, small_net, tensor
+
+
+@pytest.fixture(autouse=True)
+def little_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(profiler, "POOL_BYTES", 1 << 16)
+    monkeypatch.setattr(profiler, "UPDATE_BYTES", 1 << 16)
+
+
+def test_every_piece_that_a_few_parts_can_make_is_planned_once() -> None:
+    graph = small_net()
+    rounds = plan(graph, 3)
+    keys = [case.key for cases in rounds for case in cases]
+    assert len(keys) == len(set(keys))
+    for cases in rounds:
+        kinds = [case.costed.op.kind for case in cases]
+        assert kinds == sorted(kinds, key=["conv2d", "view", "linear", "sum"].index)  # the order of the graph
+    sums = [k for k in keys if k.startswith("sum")]
+    # 4 rows: whole, halves, thirds of 1 and 2; 128 columns: whole, halves, thirds of 42 and 43.
+    assert {k.split(" | ")[-1] for k in sums} == {
+        "b=4 p=128", "b=2 p=128", "b=1 p=128", "b=4 p=64", "b=4 p=42", "b=4 p=43",
+    }  # fmt: skip
+
+
+def test_the_first_round_is_the_whole_graph() -> None:
+    graph = small_net()
+    whole = {case.key for case in plan(graph, 4)[0]}
+    assert whole == {case.key for cases in plan(graph, 1) for case in cases}
+    assert len(whole) == 4  # the two linear layers are of one form
+
+
+def test_all_splits_are_measured_and_then_found() -> None:
+    graph = small_net()
+    profile = profile_graph(graph, max_parts=2, repeats=1)
+    assert len(profile.entries) == sum(map(len, plan(graph, 2)))
+    assert set(profile.updates) == {"sgd", "momentum", "adam"}
+    assert profile.torch == torch.__version__
+    assert profile.device.threads == 1
+    costs = Costs(graph, machines(profile.device.model), profile)
+    for index, op in enumerate(graph.operators):
+        shapes = [[graph.tensor[n].shape for n in names] for names in (op.inputs, op.outputs)]
+        assert costs.measured(index, whole_piece(op, *shapes), 0)
+        for axis in op.splittable:
+            for part in range(2):
+                intervals = {a: (0, s) for a, s in op.sizes.items()} | {axis: chunk(op.sizes[axis], 2, part)}
+                assert costs.measured(index, make_piece(op, intervals, *shapes), 0)
+
+
+def test_known_entries_are_not_measured_again() -> None:
+    graph, seen = small_net(), []
+    first = profile_graph(graph, max_parts=1, repeats=1)
+    again = profile_graph(graph, max_parts=1, repeats=1, known=first, progress=lambda done, total: seen.append(total))
+    assert again == first
+    assert seen == []
+    more = profile_graph(graph, max_parts=2, repeats=1, known=first)
+    assert first.entries.items() <= more.entries.items()
+    assert len(more.entries) > len(first.entries)
+
+
+def test_known_entries_of_another_device_are_refused() -> None:
+    graph = small_net()
+    first = profile_graph(graph, max_parts=1, repeats=1)
+    with pytest.raises(ProfileError, match="cannot be extended"):
+        profile_graph(graph, max_parts=1, repeats=1, threads=2, known=first)
+
+
+def test_a_spent_budget_measures_nothing_more() -> None:
+    assert profile_graph(small_net(), repeats=1, budget_s=0.0).entries == {}
+
+
+def test_progress_ends_at_the_total() -> None:
+    calls: list[tuple[int, int]] = []
+    profile_graph(small_net(), max_parts=2, repeats=1, progress=lambda done, total: calls.append((done, total)))
+    assert calls[-1][0] == calls[-1][1]
+    assert calls == sorted(calls)
+
+
+def test_a_graph_with_integers_and_windows_outside_is_measured() -> None:
+    graph = OperatorGraph(
+        name="ids",
+        tensors=(
+            tensor("ids", 4, 3, kind="input", dtype="int64"),
+            tensor("table", 11, 6, kind="parameter"),
+            tensor("e", 4, 3, 6),
+            tensor("pair", 4, 6, 6),
+            tensor("loss"),
+        ),
+        operators=(
+            Operator(name="look", kind="embedding", pattern="n s, v d -> n s d", axes=axes(n=4, s=3, d=6, v=11),
+                     inputs=("ids", "table"), outputs=("e",), attributes={"padding_idx": None}),
+            Operator(name="join", kind="cat", pattern="n (h) d, n (h-3) d -> n h d", axes=axes(n=4, h=6, d=6),
+                     inputs=("e", "e"), outputs=("pair",), attributes={"dim": 1}),
+            Operator(name="sum", kind="sum", pattern="n h d -> ", axes=axes(n=4, h=6, d=6), inputs=("pair",),
+                     outputs=("loss",), attributes={"dims": [0, 1, 2], "keepdim": False}),
+        ),
+        loss="loss",
+    )  # fmt: skip
+    assert len(profile_graph(graph, max_parts=3, repeats=1).entries) == sum(map(len, plan(graph, 3)))
+
+
+def test_busy_neighbours_are_started_and_ended() -> None:
+    profile = profile_graph(small_net(), max_parts=1, repeats=1, busy_neighbours=1)
+    assert profile.busy_neighbours == 1
+    assert len(profile.entries) == 4
+
+
+def test_threads_are_left_as_they_were() -> None:
+    before = torch.get_num_threads()
+    profile_graph(small_net(), max_parts=1, repeats=1, threads=before + 1)
+    assert torch.get_num_threads() == before
+
+
+def test_updates_of_every_optimizer() -> None:
+    entries = measure_updates("cpu", few=2, many=8, repeats=1)
+    assert set(entries) == {"sgd", "momentum", "adam"}
+    assert all(e.s_per_byte >= 0 and e.s_per_tensor >= 0 for e in entries.values())
+
+
+@pytest.mark.parametrize("option", ["threads", "max_parts", "repeats"])
+def test_counts_below_one_are_refused(option: str) -> None:
+    with pytest.raises(ProfileError, match=f"{option} must be at least 1"):
+        profile_graph(small_net(), **{option: 0})
+
+
+def test_unknown_devices_are_refused() -> None:
+    with pytest.raises(ProfileError, match="give 'cpu' or 'cuda'"):
+        profile_graph(small_net(), device="meta")
+    if not torch.cuda.is_available():
+        with pytest.raises(ProfileError, match="no CUDA device"):
+            profile_graph(small_net(), device="cuda")
+
+
+def test_profile_of_the_profiler_is_a_file(tmp_path: Path) -> None:
+    profile = profile_graph(small_net(), max_parts=1, repeats=1)
+    path = tmp_path / "p.json"
+    profile.save(path)
+    assert Profile.load(path) == profile

@@ -1,0 +1,288 @@
+"""Reports: plans told in words, tables, traces that tell every task, and pictures."""
+
+from __future__ import annotations
+
+import io
+import json
+import math
+from dataclasses import replace
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+from matplotlib.figure import Figure
+from rich.console import Console
+
+from flexsearch.graph import Axis, Operator
+from flexsearch.graph.notation import instantiate
+from flexsearch.lower import Lowered, TaskKind
+from flexsearch.report import (
+    PlanRow,
+    axis_word,
+    chrome_trace,
+    device_set,
+    dominates,
+    groups,
+    in_words,
+    plan_rows,
+    plan_table,
+    save_trace,
+)  # fmt: skip
+from flexsearch.report.plots import plan_bars, scaling_curve, timeline
+from flexsearch.report.units import nbytes, percent, ratio, seconds
+from flexsearch.report.words import ranges
+from flexsearch.simulate import simulate
+from flexsearch.topology import Topology
+from tests.test_simulate import GraphMaker, convnet, mlp, plan, weird_trick
+
+
+@pytest.fixture(scope="module")
+def hosts() -> Topology:
+    return Topology.load("ethernet-1g:4")
+
+
+@pytest.fixture(scope="module")
+def data_parallel(hosts: Topology) -> Lowered:
+    return plan(convnet(), hosts, {})
+
+
+@pytest.fixture(scope="module")
+def trick(hosts: Topology) -> Lowered:
+    return weird_trick(convnet(), hosts)
+
+
+@pytest.fixture(scope="module")
+def rows(data_parallel: Lowered, trick: Lowered) -> list[PlanRow]:
+    return [
+        PlanRow("data parallel", simulate(data_parallel), data_parallel),
+        PlanRow("one weird trick", simulate(trick), trick, "by hand"),
+    ]
+
+
+# units
+
+
+def test_figures_have_three_digits_and_a_unit() -> None:
+    assert [seconds(t) for t in (3.6604, 0.71, 1.25e-5, 0.0, 123.4, 0.9996)] == [
+        "3.66 s", "710 ms", "12.5 µs", "0 s", "123 s", "1.00 s",
+    ]  # fmt: skip
+    assert [nbytes(n) for n in (0, 12, 244_400_000, 1_200_000_000, 999_950)] == [
+        "0 B", "12 B", "244 MB", "1.20 GB", "1.00 MB",
+    ]  # fmt: skip
+    assert (percent(0.714), ratio(5.154)) == ("71 %", "5.15x")
+    assert ranges([6, 0, 1, 2, 3]) == "0-3,6"
+
+
+# words
+
+
+def test_data_parallelism_is_one_sentence(data_parallel: Lowered) -> None:
+    assert in_words(data_parallel) == "all layers: batch over 4 hosts"
+
+
+def test_layers_with_the_same_treatment_are_told_together(trick: Lowered) -> None:
+    words = in_words(trick)
+    assert words.startswith(
+        "features.conv1..conv5: batch over 4 hosts; classifier.fc6..fc8: output features over 4 hosts"
+    )
+    assert "relu" not in words
+
+
+def test_every_operator_with_weights_is_in_exactly_one_group(trick: Lowered) -> None:
+    told = [i for group in groups(trick) for i in group.operators]
+    assert len(told) == len(set(told))
+    weighted = {i for i, op in enumerate(trick.graph.operators) if op.kind in ("linear", "conv2d")}
+    assert weighted <= set(told)
+
+
+def test_splits_replicas_and_sharding_are_told(hosts: Topology) -> None:
+    graph = mlp(widths=(64, 64, 64, 64, 64))
+    degrees = {"fc0": {"b0": 2, "o": 2}, "fc1": {"i": 4}, "fc2": {"o": 2}, "fc3": {}, "fc4": {"b0": 4}}
+    lowered = plan(graph, hosts, degrees, shard=True)
+    told = {graph.operators[g.operators[0]].name: g.treatment for g in groups(lowered)}
+    assert told["fc0"] == "batch (2) x output features (2) over 4 hosts, weights sharded"
+    assert told["fc1"] == "input features (partial sums) over 4 hosts, weights sharded"
+    assert told["fc2"] == "output features (2) x replicated (2) over 4 hosts, weights sharded"
+    assert told["fc3"] == "replicated on 4 hosts, weights sharded"
+    assert told["fc4"] == "batch over 4 hosts, weights sharded"
+
+
+def test_repeated_blocks_are_told_once(hosts: Topology) -> None:
+    g = GraphMaker()
+    x = g.tensor("x", (8, 64), "input")
+    degrees = {}
+    for k in range(6):
+        for name, axis in (("up", "o"), ("down", "i")):
+            x = g.linear(f"blocks.{k}.mlp.{name}", x, 64)
+            degrees[f"blocks.{k}.mlp.{name}"] = {axis: 4}
+    x = g.linear("head", x, 64)
+    told = {group.layers: group.treatment for group in groups(plan(g.loss(x), hosts, degrees))}
+    assert told["blocks.0-5.mlp.up"] == "output features over 4 hosts"
+    assert told["blocks.0-5.mlp.down"] == "input features (partial sums) over 4 hosts"
+    assert told["head"] == "batch over 4 hosts"
+
+
+def test_device_sets_have_names() -> None:
+    hosts, cluster = Topology.load("ethernet-1g:4"), Topology.load("p100")
+    assert device_set(hosts, range(4)) == "4 hosts"
+    assert device_set(hosts, [1]) == "host1"
+    assert device_set(hosts, [0, 2]) == "2 hosts (host0, host2)"
+    assert device_set(cluster, range(16)) == "16 GPUs on 4 hosts"
+    assert device_set(cluster, range(8)) == "8 GPUs on 2 hosts"
+    assert device_set(cluster, range(4)) == "the 4 GPUs of node0"
+    assert device_set(cluster, [5]) == "node1/gpu1"
+    assert device_set(cluster, [0, 1, 2, 5]) == "GPUs 0-2,5"
+
+
+@pytest.mark.parametrize(
+    ("kind", "template", "inputs", "output", "roles", "words"),
+    [
+        ("linear", "b.. i, o i -> b.. o", [(2, 8, 4), (4, 4)], (2, 8, 4),
+         {"b0": "sample", "b1": "attribute", "o": "parameter"},
+         {"b0": "batch", "b1": "sequence", "o": "output features", "i": "input features (partial sums)"}),
+        ("embedding", "b.., v d -> b.. d", [(2, 8), (50, 4)], (2, 8, 4),
+         {"b0": "sample", "b1": "attribute", "d": "parameter"},
+         {"b0": "batch", "b1": "sequence", "v": "vocabulary", "d": "embedding features"}),
+        ("attention", "b h q E, b h K E, b h K v -> b h q v", [(2, 4, 8, 4)] * 3, (2, 4, 8, 4),
+         {"b": "sample", "h": "parameter", "q": "attribute", "v": "attribute"},
+         {"b": "batch", "h": "heads", "q": "sequence", "v": "head features"}),
+        ("max_pool2d", "n c (2*h+KH) (2*w+KW) -> n c h w", [(2, 4, 8, 8)], (2, 4, 4, 4),
+         {"n": "sample", "c": "attribute", "h": "attribute", "w": "attribute"},
+         {"n": "batch", "c": "channels", "h": "height", "w": "width"}),
+    ],
+)  # fmt: skip
+def test_axes_are_called_what_people_call_them(
+    kind: str, template: str, inputs: list[tuple[int, ...]], output: tuple[int, ...], roles: dict[str, str],
+    words: dict[str, str],
+) -> None:  # fmt: skip
+    known = {"KH": 2, "KW": 2, "h": 4, "w": 4} if "pool" in kind else {}
+    pattern, sizes = instantiate(template, inputs, [output], {}, known)
+    axes = tuple(Axis(name=a, size=n, role=roles.get(a, "reduction")) for a, n in sizes.items())  # type: ignore[arg-type]
+    op = Operator(name="x", kind=kind, pattern=pattern, axes=axes, inputs=("i",) * len(inputs), outputs=("o",))
+    assert {axis: axis_word(op, axis) for axis in words} == words
+
+
+# tables
+
+
+def test_rows_have_units_and_compare_with_data_parallelism(rows: list[PlanRow]) -> None:
+    first, second = plan_rows(rows)
+    assert first["speedup_vs_data_parallel"] == 1.0
+    assert second["speedup_vs_data_parallel"] == pytest.approx(first["iteration_s"] / second["iteration_s"])
+    assert second["iteration_s"] < first["iteration_s"]
+    assert second["moved_bytes"] < first["moved_bytes"]
+    assert second["note"] == "by hand"
+    assert {"name", "iteration_s", "moved_bytes", "peak_bytes", "dominates", "fits"} <= set(first)
+    json.dumps([first, second], allow_nan=False)
+
+
+def test_without_data_parallelism_there_is_nothing_to_compare_with(rows: list[PlanRow]) -> None:
+    assert plan_rows(rows[1:])[0]["speedup_vs_data_parallel"] is None
+    assert plan_rows(rows[1:], data_parallel_s=1.0)[0]["speedup_vs_data_parallel"] > 0
+
+
+def test_what_dominates_is_named(rows: list[PlanRow], hosts: Topology) -> None:
+    assert "of gradient of classifier.fc" in dominates(rows[0].lowered, rows[0].simulation)
+    assert "link host" in dominates(rows[0].lowered, rows[0].simulation)
+    alone = plan(convnet(256), Topology.load("ethernet-1g:1"), {})
+    assert dominates(alone, simulate(alone)) == "compute 100 %"
+    tiny = plan(mlp(batch=4, widths=(4,) * 8, inputs=4), hosts, {"": {}} | {f"fc{k}": {"o": 4} for k in range(8)})
+    assert dominates(tiny, simulate(tiny)).startswith("waiting for messages")
+
+
+def test_a_plan_that_does_not_fit_is_marked(rows: list[PlanRow]) -> None:
+    lowered = rows[0].lowered
+    small = tuple(d.model_copy(update={"memory_bytes": 10**6}) for d in lowered.topology.devices)
+    cramped = replace(lowered, topology=lowered.topology.model_copy(update={"devices": small}))
+    row = PlanRow("data parallel", rows[0].simulation, cramped)
+    (values,) = plan_rows([row])
+    assert not values["fits"]
+    assert values["shortfall_bytes"] == values["peak_bytes"] - 10**6
+    console = Console(width=200, record=True, file=io.StringIO())
+    console.print(plan_table([row, rows[1]], "Plans"))
+    text = console.export_text()
+    assert "does not fit" in text
+    assert "one weird trick" in text
+
+
+# traces
+
+
+def test_a_trace_tells_every_task_once_on_its_device(trick: Lowered) -> None:
+    s = simulate(trick)
+    trace = chrome_trace(trick, s)
+    json.dumps(trace, allow_nan=False)
+    slices = [e for e in trace["traceEvents"] if e["ph"] == "X"]
+    compute = [e for e in slices if e["cat"] != "communication"]
+    assert sorted(e["args"]["task"] for e in compute) == [t for t, d in enumerate(trick.tasks.device) if d >= 0]
+    for e in compute:
+        assert e["ts"] == pytest.approx(s.start[e["args"]["task"]] * 1e6)
+        assert e["ts"] + e["dur"] <= s.makespan_s * 1e6 * (1 + 1e-9)
+    moving = {e["args"]["task"] for e in slices if e["cat"] == "communication"}
+    assert moving == {t for t, k in enumerate(trick.tasks.kind) if k == TaskKind.COMMUNICATION}
+    conv = next(e for e in compute if e["name"] == "features.conv1")
+    assert conv["args"]["config"] == "batch over 4 hosts"
+    named = {(e["pid"], e.get("tid")) for e in trace["traceEvents"] if e["ph"] == "M"}
+    assert all((e["pid"], e["tid"]) in named and (e["pid"], None) in named for e in slices)
+
+
+def test_slices_of_a_row_do_not_overlap(data_parallel: Lowered) -> None:
+    by_row: dict[tuple[int, int], list[tuple[float, float]]] = {}
+    for e in chrome_trace(data_parallel, simulate(data_parallel))["traceEvents"]:
+        if e["ph"] == "X":
+            by_row.setdefault((e["pid"], e["tid"]), []).append((e["ts"], e["ts"] + e["dur"]))
+    for spans in by_row.values():
+        spans.sort()
+        assert all(a[1] <= b[0] + 1e-6 for a, b in pairwise(spans))
+
+
+def test_arrows_come_in_pairs_from_communication_to_consumer(trick: Lowered) -> None:
+    events = chrome_trace(trick, simulate(trick))["traceEvents"]
+    starts = {e["id"]: e for e in events if e["ph"] == "s"}
+    ends = {e["id"]: e for e in events if e["ph"] == "f"}
+    assert starts.keys() == ends.keys()
+    assert starts
+    assert all(starts[k]["ts"] <= ends[k]["ts"] for k in starts)
+
+
+def test_measured_times_stand_beside_the_predicted(trick: Lowered, tmp_path: Path) -> None:
+    s = simulate(trick)
+    measured = {t: (float(s.start[t]) * 1.1, float(s.end[t]) * 1.1) for t in range(len(trick.tasks))}
+    measured[0] = (math.nan, math.nan)
+    path = tmp_path / "trace.json"
+    save_trace(path, trick, s, measured)
+    events = json.loads(path.read_text())["traceEvents"]
+    title = {e["pid"]: e["args"]["name"] for e in events if e["name"] == "process_name"}
+    real = [e for e in events if e["ph"] == "X" and title[e["pid"]].endswith(": measured")]
+    assert sorted(e["args"]["task"] for e in real) == list(range(1, len(trick.tasks)))
+    assert {"host0/cpu: predicted", "host0/cpu: measured", "links: predicted"} <= set(title.values())
+
+
+# pictures
+
+
+def test_pictures_are_labelled(rows: list[PlanRow], trick: Lowered, tmp_path: Path) -> None:
+    s = rows[1].simulation
+    measured = {t: (float(s.start[t]), float(s.end[t])) for t in range(len(trick.tasks))}
+    curve = {"data parallel": {1: 1.0, 2: 0.8, 4: 0.7}, "found": {1: 1.0, 2: 0.55, 4: 0.3}}
+    for k, figure in enumerate(
+        (
+            plan_bars(rows, "AlexNet"),
+            scaling_curve(curve, 32),
+            timeline(trick, rows[1].simulation, title="found"),
+            timeline(trick, rows[1].simulation, measured),
+        )
+    ):
+        assert isinstance(figure, Figure)
+        (axes,) = figure.axes
+        assert axes.get_xlabel()
+        figure.savefig(tmp_path / f"{k}.png", dpi=50)
+        assert (tmp_path / f"{k}.png").stat().st_size > 1000
+
+
+def test_pictures_leave_global_state_alone(rows: list[PlanRow]) -> None:
+    from matplotlib import pyplot
+
+    plan_bars(rows)
+    timeline(rows[0].lowered, rows[0].simulation)
+    assert pyplot.get_fignums() == []

@@ -1,0 +1,277 @@
+"""Runs: local ranks start and end together, training runs report, timelines name what took how long."""
+
+from __future__ import annotations
+
+import math
+import os
+import signal
+import time
+from functools import partial
+from multiprocessing import get_context
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from flexsearch.errors import RuntimeFailure
+from flexsearch.graph.importer import import_model
+from flexsearch.graph.loading import Loaded, load_callable
+from flexsearch.runtime.launch import call, free_port, launch
+from flexsearch.runtime.parallel import parallelize
+from flexsearch.runtime.timeline import clock_offset, compare
+from flexsearch.runtime.train import WARM_UP, _filled, train
+from flexsearch.simulate import simulate
+from flexsearch.strategy import Options, Strategy
+from flexsearch.strategy.baselines import baseline
+from flexsearch.strategy.model import StrategyFile
+from flexsearch.topology import Topology
+from tests.ranks import pool
+
+SPEC = "flexsearch.zoo:mlp"
+SIZES = {"batch": 6, "features": 12, "width": 16, "classes": 4}
+
+
+def _strategy(name: str = "data-parallel", ranks: int = 2, optimizer: Any = "momentum") -> Strategy:
+    model, inputs, targets, loss = load_callable(SPEC, **SIZES)
+    graph = import_model(model, inputs, loss, targets=targets)
+    return baseline(name, graph, Topology.load(f"ethernet-1g:{ranks}"), Options(optimizer=optimizer))
+
+
+def _file(strategy: Strategy) -> str:
+    return strategy.to_file().model_dump_json()
+
+
+def _train(file: str, **arguments: Any) -> tuple[dict[str, Any], list[int], list[int]]:
+    strategy = Strategy.from_file(StrategyFile.model_validate_json(file))
+    done = train(strategy, SPEC, arguments=SIZES, **arguments)
+    return done.summary(), sorted(done.timeline.spans if done.timeline else ()), list(done.lowered.tasks.kind)
+
+
+# ---- training runs
+
+
+@pytest.mark.parametrize("optimizer", ["sgd", "adam"])
+def test_a_run_reports_losses_of_one_device_and_times(optimizer: str) -> None:
+    strategy = _strategy(optimizer=optimizer)
+    reports = [summary for summary, _, _ in pool(2).run(partial(_train, steps=4, rate=0.1), _file(strategy))]
+    assert reports[0] == reports[1], "all ranks tell the same"
+    model, inputs, targets, _ = load_callable(SPEC, **SIZES)
+    plain = (torch.optim.SGD if optimizer == "sgd" else torch.optim.Adam)(model.parameters(), lr=0.1)  # type: ignore[operator]
+    for step in reports[0]["steps"]:
+        plain.zero_grad()
+        loss = F.cross_entropy(model(*inputs), targets)
+        loss.backward()  # type: ignore[no-untyped-call]
+        plain.step()
+        assert step["loss"] == pytest.approx(loss.item(), rel=1e-4)
+        assert step["iteration_s"] > 0
+    times = sorted(step["iteration_s"] for step in reports[0]["steps"][WARM_UP:])
+    assert times[0] <= reports[0]["median_iteration_s"] <= times[-1]
+    assert reports[0]["predicted_iteration_s"] > 0
+
+
+@pytest.mark.parametrize("name", ["data-parallel", "fsdp", "megatron"])
+def test_a_trace_has_a_span_for_every_task(name: str) -> None:
+    summary, spans, kinds = pool(2).run(partial(_train, steps=1, trace=True), _file(_strategy(name)))[0]
+    missing = set(range(len(kinds))) - set(spans)
+    assert not missing, f"{len(missing)} of {len(kinds)} tasks have no measured time"
+    rows = summary["errors"]
+    assert sum(row["tasks"] for row in rows) == len(kinds)
+    sizes = [abs(row["difference_s"]) for row in rows]
+    assert sizes == sorted(sizes, reverse=True)
+    assert {"forward", "backward", "update"} <= {row["kind"] for row in rows}
+
+
+class Keywords(torch.nn.Module):
+    """Wants its inputs by name and returns the loss itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc = torch.nn.Linear(3, 1)
+
+    def forward(self, *, scale: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+        return F.mse_loss(self.fc(x) * scale, x[:, :1])
+
+
+def _keywords() -> Loaded:
+    torch.manual_seed(0)
+    return Loaded(Keywords(), {"x": torch.randn(6, 3), "scale": torch.randn(6, 1)}, None, None)
+
+
+def _train_keywords(file: str) -> list[float]:
+    strategy = Strategy.from_file(StrategyFile.model_validate_json(file))
+    return [step.loss for step in train(strategy, _keywords(), steps=2, rate=0.1).steps]
+
+
+def test_inputs_by_name_reach_the_model_as_they_did_at_import() -> None:
+    model, inputs, _, _ = _keywords()
+    strategy = baseline("data-parallel", import_model(model, inputs), Topology.load("ethernet-1g:2"))
+    first, second = pool(2).run(_train_keywords, _file(strategy))
+    assert first == second and first[0] == pytest.approx(model(**inputs).item(), rel=1e-5)
+
+
+def test_a_batch_without_data_is_filled_alike_everywhere() -> None:
+    shapes = {"x": torch.empty(2, 3, device="meta"), "y": [torch.empty(4, dtype=torch.int64, device="meta"), 5]}
+    one, two = (_filled(shapes, torch.Generator().manual_seed(1)) for _ in range(2))
+    assert one["x"].shape == (2, 3) and torch.equal(one["x"], two["x"])
+    assert torch.equal(one["y"][0], two["y"][0]) and one["y"][0].dtype == torch.int64 and one["y"][1] == 5
+
+
+def _timeline(file: str) -> tuple[list[str], float]:
+    strategy = Strategy.from_file(StrategyFile.model_validate_json(file))
+    done = train(strategy, SPEC, arguments=SIZES, steps=1, trace=True)
+    assert done.timeline is not None
+    tasks, spans, wrong = done.lowered.tasks, done.timeline.spans, []
+    for task, (start, end) in spans.items():
+        if not 0 <= start <= end <= 10:
+            wrong.append(f"task {task}: {start} to {end}")
+        # Between tasks of one device order holds exactly: it is one thread with one clock.
+        for before in tasks.dependencies[task]:
+            if tasks.device[before] == tasks.device[task] >= 0 and spans[before][1] > end:
+                wrong.append(f"task {task} ends before {before}, which it follows")
+    simulation = simulate(done.lowered)
+    exact = done.timeline.__class__({t: (float(simulation.start[t]), float(simulation.end[t])) for t in spans},
+                                    frozenset(), simulation.makespan_s)  # fmt: skip
+    return wrong, sum(abs(row.difference_s) for row in compare(done.lowered, simulation, exact))
+
+
+def test_spans_lie_in_the_step_and_a_perfect_prediction_has_no_error() -> None:
+    for wrong, error in pool(2).run(_timeline, _file(_strategy())):
+        assert wrong == [] and error == 0.0
+
+
+def test_clocks_of_one_machine_agree() -> None:
+    for asked, known in pool(2).run(_clocks):
+        assert known == 0.0 and math.isfinite(asked) and abs(asked) < 1.0
+
+
+def _clocks() -> tuple[float, float]:
+    return clock_offset(ping=True), clock_offset()
+
+
+def test_no_steps_is_a_mistake() -> None:
+    with pytest.raises(RuntimeFailure, match="0 steps"):
+        train(_strategy(), SPEC, steps=0)
+
+
+# ---- local ranks
+
+
+def _script(folder: Path, text: str) -> list[str]:
+    (folder / "ranks.py").write_text(text)
+    return [str(folder / "ranks.py")]
+
+
+def test_ranks_know_who_they_are(tmp_path: Path) -> None:
+    text = "import os, sys; open(f\"{sys.argv[1]}/{os.environ['RANK']}\", 'w').write("
+    text += "' '.join(os.environ[k] for k in ('WORLD_SIZE', 'LOCAL_RANK', 'MASTER_ADDR', 'OMP_NUM_THREADS', 'X')) + "
+    text += "f' {len(os.sched_getaffinity(0))}')"
+    launch([*_script(tmp_path, text), str(tmp_path)], 3, env={"X": "y"}, pin=True)
+    threads = os.environ.get("OMP_NUM_THREADS", "1")
+    said = [(tmp_path / str(rank)).read_text() for rank in range(3)]
+    assert said == [f"3 {rank} 127.0.0.1 {threads} y 1" for rank in range(3)]
+
+
+def test_a_failing_rank_ends_the_others_and_is_quoted(tmp_path: Path) -> None:
+    text = "import os, time\nif os.environ['RANK'] == '1': raise SystemExit('no such thing')\ntime.sleep(600)"
+    began = time.monotonic()
+    with pytest.raises(RuntimeFailure, match=r"rank 1 ended with exit code 1(.|\n)*no such thing"):
+        launch(_script(tmp_path, text), 3, grace_s=0.2)
+    assert time.monotonic() - began < 60
+
+
+def test_a_killed_rank_is_named_even_if_others_fail_after_it(tmp_path: Path) -> None:
+    text = "import os, signal, sys\nif os.environ['RANK'] == '2': os.kill(os.getpid(), signal.SIGKILL)\nsys.exit(3)"
+    with pytest.raises(RuntimeFailure, match="rank 2 was killed by signal 9"):
+        launch(_script(tmp_path, text), 3)
+
+
+def test_ranks_that_do_not_end_are_ended(tmp_path: Path) -> None:
+    with pytest.raises(RuntimeFailure, match=r"did not end in 0\.5 s"):
+        launch(_script(tmp_path, "import time; time.sleep(600)"), 2, timeout_s=0.5)
+
+
+def test_no_ranks_is_a_mistake() -> None:
+    with pytest.raises(RuntimeFailure, match="cannot start 0 ranks"):
+        launch([], 0)
+
+
+def test_call_gives_the_result_of_rank_0(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "answers.py").write_text("import os\ndef answer(x): return {'x': x, 'rank': os.environ.get('RANK')}\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    assert call("answers:answer", {"x": [1]}, 2) == {"x": [1], "rank": "0"}
+    monkeypatch.setenv("RANK", "1")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    assert call("answers:answer", {"x": 2}, 2) == {"x": 2, "rank": "1"}
+
+
+# ---- a rank is lost in the middle of a step
+
+
+def _lose(strategy: str, how: str, timeout_s: float = 90.0) -> str:
+    """A rank that is lost in the middle of its second step, if it is rank 1; else what it is told of that."""
+    model, inputs, targets, loss = load_callable(SPEC, **SIZES)
+    make = partial(torch.optim.SGD, lr=0.1)
+    parallel = parallelize(model, Strategy.load(strategy), loss=loss, optimizer=make, timeout_s=timeout_s)
+    parallel.step(inputs, targets)
+    if os.environ["RANK"] == "1":
+        ends = {"die": lambda: os.kill(os.getpid(), signal.SIGKILL), "hang": lambda: time.sleep(600)}
+        parallel.engine._backward = lambda segment: ends[how]()  # type: ignore[method-assign, func-returns-value]
+    with pytest.raises(RuntimeFailure) as caught:
+        parallel.step(inputs, targets)
+    return str(caught.value)
+
+
+def _lost(rank: int, port: int, strategy: str, how: str, timeout_s: float, answer: Connection) -> None:
+    torch.set_num_threads(1)
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), RANK=str(rank), WORLD_SIZE="2")
+    answer.send(_lose(strategy, how, timeout_s))
+
+
+@pytest.mark.parametrize(("how", "timeout_s"), [("die", 90.0), ("hang", 4.0)])
+def test_the_others_are_told_of_a_rank_lost_in_mid_step(tmp_path: Path, how: str, timeout_s: float) -> None:
+    _strategy().save(tmp_path / "strategy.json")
+    fork, port = get_context("fork"), free_port()
+    ours, theirs = fork.Pipe()
+    ranks = [
+        fork.Process(target=_lost, args=(rank, port, str(tmp_path / "strategy.json"), how, timeout_s, theirs))
+        for rank in range(2)
+    ]
+    try:
+        for process in ranks:
+            process.start()
+        assert ours.poll(60), "rank 0 hangs with rank 1 lost"
+        assert "with ranks [1] failed. One of them has died, hangs, or cannot be reached" in ours.recv()
+    finally:
+        for process in ranks:
+            process.kill()
+            process.join()
+
+
+def test_a_rank_killed_in_mid_step_ends_the_run_with_a_message(tmp_path: Path) -> None:
+    _strategy().save(tmp_path / "strategy.json")
+    arguments = {"strategy": str(tmp_path / "strategy.json"), "how": "die"}
+    began = time.monotonic()
+    with pytest.raises(RuntimeFailure, match="rank 1 was killed by signal 9"):
+        call("tests.test_run:_lose", arguments, 2)
+    assert time.monotonic() - began < 80, "long before anybody gives up waiting"
+
+
+def test_the_wrong_number_of_ranks_is_refused_with_a_reason() -> None:
+    for reason in pool(2).run(_refused, _file(_strategy(ranks=3))):
+        assert "2 processes were started, but the strategy is for topology 'ethernet-1g:3' with 3 devices" in reason
+
+
+def _refused(file: str) -> str:
+    with pytest.raises(RuntimeFailure) as caught:
+        _train(file)
+    return str(caught.value)
+
+
+def test_a_mistake_of_the_user_ends_a_called_run_with_its_message_alone(tmp_path: Path) -> None:
+    arguments = {"strategy": str(tmp_path / "none.json"), "model": SPEC}
+    with pytest.raises(RuntimeFailure, match="cannot read strategy file") as caught:
+        call("flexsearch.runtime.train:train_here", arguments, 1)
+    assert "Traceback" not in str(caught.value)
