@@ -29,6 +29,8 @@ from flexsearch.topology import Device, Topology
 
 BATCH = {"alexnet": 32, "vgg16": 32, "mlp": 64, "resnet50": 32}
 """Global batch of each model."""
+BATCH_NORM_GROUPS = {"resnet50": 4}
+"""Parts of the batch that batch norm normalises on their own, as DDP on 4 hosts does."""
 OPTIONS = Options(optimizer="momentum")
 _PROBE = "from flexsearch.runtime.probe import main_from_env; main_from_env({path!r}, quick={quick})"
 
@@ -115,7 +117,10 @@ class Plans:
     def __init__(self, machine: Machine, model: str, hosts: int) -> None:
         self.machine, self.model, self.hosts, self.batch = machine, model, hosts, BATCH[model]
         made = getattr(zoo, model)(batch=self.batch, device="meta")
-        self.graph: OperatorGraph = import_model(made.model, made.inputs, made.loss, targets=made.targets, name=model)
+        self.graph: OperatorGraph = import_model(
+            made.model, made.inputs, made.loss, targets=made.targets, name=model,
+            batch_norm_groups=BATCH_NORM_GROUPS.get(model, 1),
+        )  # fmt: skip
         self.topology = machine.topology(hosts)
         self.profile = machine.profile(self.graph)
         self.setting = Setting.of(self.graph, self.topology, self.profile)

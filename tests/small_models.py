@@ -11,12 +11,13 @@ from torch import Tensor, nn
 
 
 class Case(NamedTuple):
-    """A model in float64 with a batch."""
+    """A model in float64 with a batch. ``groups``: parts of the batch with batch-norm statistics of their own."""
 
     model: nn.Module
     inputs: tuple[Tensor, ...]
     targets: Tensor
     loss: Callable[..., Tensor]
+    groups: int = 1
 
 
 class Mlp(nn.Module):
@@ -128,6 +129,8 @@ def case(name: str, dtype: str = "float64") -> Case:
         made = Case(Mlp(), (torch.randn(5, 6),), torch.randn(5, 3).double(), _mean_square)
     elif name == "convolutions":
         made = Case(Convolutions(), (torch.randn(3, 3, 11, 9),), torch.randint(5, (3,)), F.cross_entropy)
+    elif name == "ghosts":
+        made = Case(Convolutions(), (torch.randn(6, 3, 7, 6),), torch.randint(5, (6,)), F.cross_entropy, groups=3)
     elif name == "sequence1d":
         made = Case(Sequence1d(), (torch.randn(3, 3, 7),), torch.randint(8, (3,)), F.nll_loss)
     else:
@@ -137,4 +140,4 @@ def case(name: str, dtype: str = "float64") -> Case:
     return made._replace(model=made.model.to(kind), inputs=inputs)
 
 
-NAMES = ("mlp", "mlp_mse", "convolutions", "sequence1d", "decoder")
+NAMES = ("mlp", "mlp_mse", "convolutions", "ghosts", "sequence1d", "decoder")

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from flexsearch import zoo
 from flexsearch.errors import ImportModelError
-from flexsearch.graph import Box, OperatorGraph, whole_piece
+from flexsearch.graph import Box, OperatorGraph, Tracing, whole_piece
 from flexsearch.graph.importer import Imported, import_model, import_with_constants, load_callable
 from flexsearch.graph.kernels import KernelContext, build_kernel
 from flexsearch.graph.shipped import SHIPPED, make
@@ -406,6 +406,29 @@ def test_batch_norm_has_statistics_that_are_partial_sums_and_updates_its_buffers
     torch.testing.assert_close(values["bn.running.1"], model.bn.running_var)
 
 
+def test_batch_norm_groups_normalise_each_part_of_the_batch_on_its_own_as_ddp_does() -> None:
+    model, x = Normed(), randn(6, 3, 6, 6)
+    imported = import_with_constants(model, (x,), tracing=Tracing(batch_norm_groups=3))
+    kinds = {op.name: (op.kind, op.pattern) for op in imported.graph.operators}
+    assert kinds["bn.statistics"] == ("batch_statistics", "(g n) c s0 s1 -> g M c")
+    assert kinds["bn"] == ("batch_norm", "(g n) c s0 s1, g M c, c, c -> (g n) c s0 s1")
+    assert kinds["bn.running"] == ("batch_norm_running", "1 M c, c, c -> c, c")
+    assert imported.graph.tracing.batch_norm_groups == 3
+    values = execute(imported, model, (x,))
+    first = copy.deepcopy(model)
+    losses = [(first if k == 0 else model)(part) for k, part in enumerate(x.chunk(3))]  # equal parts: their mean
+    torch.testing.assert_close(values[imported.graph.loss], torch.stack(losses).mean())
+    torch.testing.assert_close(values["bn.running.0"], first.bn.running_mean)
+    torch.testing.assert_close(values["bn.running.1"], first.bn.running_var)
+
+
+def test_batch_norm_groups_must_divide_the_batch() -> None:
+    with pytest.raises(ImportModelError, match="batch of 6, which batch_norm_groups=4 does not divide"):
+        import_model(Normed(), (randn(6, 3, 6, 6),), batch_norm_groups=4)
+    with pytest.raises(ImportModelError, match="at least 1, not 0"):
+        import_model(Normed(), (randn(6, 3, 6, 6),), batch_norm_groups=0)
+
+
 def test_a_model_in_eval_mode_normalises_by_its_running_statistics() -> None:
     graph = check_same(Normed().eval(), (randn(2, 3, 6, 6),))
     assert ("batch_norm_inference", "n c s0 s1, c, c, c, c -> n c s0 s1") in patterns(graph)
@@ -684,7 +707,7 @@ def test_recurrent_layers_are_opaque_if_wanted() -> None:
 
     with pytest.raises(ImportModelError, match=r"aten\.lstm\.input in layer 'lstm'"):
         import_model(Recurrent(), randn(4, 6, 8))
-    imported = import_with_constants(Recurrent(), randn(4, 6, 8), opaque=True)
+    imported = import_with_constants(Recurrent(), randn(4, 6, 8), tracing=Tracing(opaque=True))
     model = Recurrent()
     values = execute(imported, model, (randn(4, 6, 8),))
     torch.testing.assert_close(values[imported.graph.loss], model(randn(4, 6, 8)))

@@ -12,6 +12,7 @@ from hypothesis import HealthCheck, Phase, given, note, seed, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from flexsearch.graph import Tracing
 from flexsearch.graph.importer import Imported, import_with_constants
 from flexsearch.runtime.parallel import distribute
 from flexsearch.strategy import Strategy
@@ -19,7 +20,7 @@ from flexsearch.strategy.model import StrategyFile
 from flexsearch.topology import Topology
 from tests.random_strategies import strategies
 from tests.ranks import pool
-from tests.small_models import NAMES, case
+from tests.small_models import NAMES, Case, case
 
 SEED = os.environ.get("FLEXSEARCH_NUMERICS_SEED")
 """Other cases than CI's fixed ones."""
@@ -38,7 +39,8 @@ def _sgd(parameters: list[torch.nn.Parameter]) -> torch.optim.Optimizer:
 def _imported(name: str, dtype: str = "float64") -> Imported:
     """Traced once in each process: tracing takes longer than everything else together."""
     made = case(name, dtype)
-    return import_with_constants(made.model, made.inputs, made.loss, targets=made.targets)
+    tracing = Tracing(batch_norm_groups=made.groups)
+    return import_with_constants(made.model, made.inputs, made.loss, targets=made.targets, tracing=tracing)
 
 
 def _single(name: str, dtype: str = "float64", steps: int = STEPS) -> list[tuple[float, dict[str, Tensor]]]:
@@ -48,11 +50,23 @@ def _single(name: str, dtype: str = "float64", steps: int = STEPS) -> list[tuple
     history = [(0.0, {k: v.clone() for k, v in made.model.state_dict().items()})]
     for _ in range(steps):
         optimizer.zero_grad()
-        loss = made.loss(made.model(*made.inputs), made.targets)
-        loss.backward()
+        loss = _loss_and_gradients(made)
         optimizer.step()
         history.append((loss.item(), {k: v.clone() for k, v in made.model.state_dict().items()}))
     return history
+
+
+def _loss_and_gradients(made: Case) -> Tensor:
+    """Of the whole batch; of its groups one by one, the first of which alone counts for the running statistics."""
+    losses: list[Tensor] = []
+    parts = zip(made.inputs[0].chunk(made.groups), made.targets.chunk(made.groups), strict=True)
+    for inputs, targets in parts:
+        buffers = {name: buffer.clone() for name, buffer in made.model.named_buffers()}
+        losses.append(made.loss(made.model(inputs), targets) / made.groups)
+        losses[-1].backward()
+        if len(losses) > 1:
+            made.model.load_state_dict(buffers, strict=False)
+    return torch.stack(losses).sum()
 
 
 def _parallel(

@@ -36,6 +36,15 @@ def import_(
     opaque: Annotated[
         bool, typer.Option("--opaque", help="Import operators outside the table unsplittable instead of refusing them.")
     ] = False,
+    batch_norm_groups: Annotated[
+        int,
+        typer.Option(
+            "--batch-norm-groups",
+            min=1,
+            help="Batch norm takes the statistics of so many equal parts of the batch, each on its own. This is not the "
+            "model's function, but what DDP over as many ranks computes.",
+        ),
+    ] = 1,
     batch: BatchOption = None,
     set_: SetOption = None,
     name: Annotated[str | None, typer.Option("--name", help="Name of the graph; default: the callable's.")] = None,
@@ -53,7 +62,7 @@ def import_(
         made = load_callable(model, **keywords(batch, set_))
         graph = import_model(
             made.model, made.inputs, made.loss, targets=made.targets, opaque=opaque,
-            name=name or model.rpartition(":")[2],
+            batch_norm_groups=batch_norm_groups, name=name or model.rpartition(":")[2],
         )  # fmt: skip
     graph.save(output)
     weights = sum(t.nbytes // t.itemsize for t in graph.of_kind("parameter"))

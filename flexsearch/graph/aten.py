@@ -77,6 +77,8 @@ class Builder:
     target: str = ""
     results: tuple[tuple[Shape, str], ...] = ()
     """Shape and dtype of what the torch operator at hand returns."""
+    batch_norm_groups: int = 1
+    """Equal parts of the batch with batch-norm statistics of their own."""
 
     def emit(
         self,

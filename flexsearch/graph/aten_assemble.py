@@ -9,7 +9,7 @@ import torch
 
 from flexsearch.errors import ImportModelError
 from flexsearch.graph.aten import Draft, Value
-from flexsearch.graph.model import Axis, Operator, OperatorGraph, Tensor
+from flexsearch.graph.model import Axis, Operator, OperatorGraph, Tensor, Tracing
 
 
 def assemble(
@@ -19,6 +19,7 @@ def assemble(
     inputs: Sequence[Value],
     updates: Mapping[Value, Value],
     counters: Sequence[Value],
+    tracing: Tracing,
 ) -> tuple[OperatorGraph, dict[str, torch.Tensor]]:
     """The graph, and the values of its constants by name.
 
@@ -52,6 +53,7 @@ def assemble(
         loss=loss.name,
         buffer_updates={buffer.name: value.name for buffer, value in updates.items()},
         counters=tuple(v.name for v in counters),
+        tracing=tracing,
     )
     return graph, {v.name: v.data for v in leaves if v.kind == "constant" and v.data is not None}
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from math import prod
 from typing import Any
 
 from flexsearch.graph.aten import Builder, Value, aten, broadcast_shapes, letters
@@ -135,6 +136,7 @@ def _batch_norm(
 ) -> tuple[Value | None, ...]:  # fmt: skip
     """Batch normalisation as three operators, so that statistics of split batches are partial sums like any other.
 
+    With groups, each equal part of the batch has statistics of its own; the running ones are those of the first.
     Returns what the torch operator does: output, two saved statistics (None), and the new running ones.
     """
     affine = [x for x in (weight, bias) if x is not None]
@@ -145,21 +147,29 @@ def _batch_norm(
         pattern = f"n c s.., {'c, ' * len(operands[2:])}c -> n c s.."
         out = b.emit("batch_norm_inference", operands, input.shape, pattern, attributes, short="batch_norm")
         return out, None, None
-    channels = input.shape[1]
-    count = 1
-    for size in (input.shape[0], *input.shape[2:]):
-        count *= size
+    batch, channels, *space = input.shape
+    groups = b.batch_norm_groups
+    if batch % groups:
+        raise b.error(f"has a batch of {batch}, which batch_norm_groups={groups} does not divide into equal parts")
+    count = prod((batch // groups, *space))
+    # One group has no axis of its own, so that its statistics may be added up over any split of the batch.
+    samples, rows = ("(g n)", "g M") if groups > 1 else ("n", "M")
+    sizes = {"g": groups} if groups > 1 else None
+    grouped = (groups,) if groups > 1 else ()
     statistics = b.emit(
-        "batch_statistics", [input], (2, channels), attributes={"count": count}, dtype="float64",
-        short="statistics", auxiliary=True,
+        "batch_statistics", [input], (*grouped, 2, channels), f"{samples} c s.. -> {rows} c", {"count": count},
+        dtype="float64", sizes=sizes, short="statistics", auxiliary=True,
     )  # fmt: skip
-    out = b.emit("batch_norm", [input, statistics, *affine], input.shape, attributes=attributes, short="batch_norm")
+    pattern = f"{samples} c s.., {rows} c{', c' * len(affine)} -> {samples} c s.."
+    operands = [input, statistics, *affine]
+    out = b.emit("batch_norm", operands, input.shape, pattern, attributes, sizes=sizes, short="batch_norm")
     if running_mean is None or running_var is None:
         return out, None, None
     mean, var = b.emit_all(
         "batch_norm_running",
         [statistics, running_mean, running_var],
         [(running_mean.shape, running_mean.dtype), (running_var.shape, running_var.dtype)],
+        f"{'1 ' * len(grouped)}M c, c, c -> c, c",
         attributes={"momentum": momentum, "count": count},
         short="running",
         auxiliary=True,

@@ -23,7 +23,7 @@ from flexsearch.graph.aten_assemble import assemble
 from flexsearch.graph.aten_export import Loss, export_step, source_line
 from flexsearch.graph.aten_fold import Folded, fold, is_random
 from flexsearch.graph.loading import Loaded, load_callable
-from flexsearch.graph.model import OperatorGraph
+from flexsearch.graph.model import OperatorGraph, Tracing
 from flexsearch.graph.operators import ATEN_KINDS
 
 __all__ = ["Imported", "Loaded", "import_model", "import_with_constants", "load_callable"]
@@ -51,6 +51,7 @@ def import_model(
     targets: Any = None,
     name: str | None = None,
     opaque: bool = False,
+    batch_norm_groups: int = 1,
 ) -> OperatorGraph:
     """The operator graph of one training step, ``loss(model(*example_inputs), targets)``.
 
@@ -58,10 +59,14 @@ def import_model(
     dimension; shapes are static. ``loss``: called with the model's output and ``targets`` (with the output alone if
     those are None) and returns a scalar; None if the model itself returns it. The model is traced in the mode it is in
     (``model.train()``, ``model.eval()``), on any device; on the meta device it takes no memory.
-    ``opaque``: import operators outside the table unsplittable instead of refusing them.
+    ``opaque``: import operators outside the table unsplittable instead of refusing them. ``batch_norm_groups``: let
+    batch normalisation in training take the statistics of so many equal parts of the batch, each on its own, which is
+    another function than that of the whole batch: what DDP over as many ranks computes (ghost batch normalisation,
+    Hoffer et al., 2017). Running statistics are those of the first part, as DDP keeps its first rank's.
     Raises ImportModelError that names the operator, the layer and the line.
     """
-    return import_with_constants(model, example_inputs, loss, targets=targets, name=name, opaque=opaque).graph
+    tracing = _tracing(opaque, batch_norm_groups)
+    return import_with_constants(model, example_inputs, loss, targets=targets, name=name, tracing=tracing).graph
 
 
 def import_with_constants(
@@ -71,7 +76,7 @@ def import_with_constants(
     *,
     targets: Any = None,
     name: str | None = None,
-    opaque: bool = False,
+    tracing: Tracing | None = None,
 ) -> Imported:
     """As :func:`import_model`, with the values of constants and the names of the arguments."""
     if not isinstance(model, nn.Module):
@@ -82,9 +87,15 @@ def import_with_constants(
     if not any(isinstance(leaf, torch.Tensor) for leaf in pytree.tree_leaves((args, kwargs))):
         raise ImportModelError("there is no tensor among the example inputs")
     program = export_step(model, loss, args, kwargs, targets)
-    walk = _Walk(program, model, opaque)
+    walk = _Walk(program, model, tracing or Tracing())
     inputs = walk.arguments((args, kwargs), "input")
     return walk.run(name or type(model).__name__, inputs, walk.arguments(targets, "target"))
+
+
+def _tracing(opaque: bool, batch_norm_groups: int) -> Tracing:
+    if batch_norm_groups < 1:
+        raise ImportModelError(f"batch_norm_groups must be at least 1, not {batch_norm_groups}")
+    return Tracing(opaque=opaque, batch_norm_groups=batch_norm_groups)
 
 
 def _arguments(example_inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -104,9 +115,9 @@ def _value(tensor: torch.Tensor, kind: Kind, name: str, trained: bool = False) -
 class _Walk:
     """A walk over an exported program. ``env``: what each node is, a Value, a Folded constant, or a tuple of these."""
 
-    def __init__(self, program: torch.export.ExportedProgram, model: nn.Module, allow_opaque: bool) -> None:
-        self.program, self.model, self.allow_opaque = program, model, allow_opaque
-        self.builder = Builder()
+    def __init__(self, program: torch.export.ExportedProgram, model: nn.Module, tracing: Tracing) -> None:
+        self.program, self.model, self.tracing = program, model, tracing
+        self.builder = Builder(batch_norm_groups=tracing.batch_norm_groups)
         self.env: dict[Any, Any] = {}
         self.buffers: dict[str, Value] = {}
         self.constants: dict[Folded, Value] = {}
@@ -135,7 +146,8 @@ class _Walk:
                 self._locate(node)
                 self.env[node] = self._call(node)
         loss, updates, counters = self._outputs(next(n for n in nodes if n.op == "output"))
-        graph, constants = assemble(name, self.builder.drafts, loss, [*inputs, *targets], updates, counters)
+        drafts = self.builder.drafts
+        graph, constants = assemble(name, drafts, loss, [*inputs, *targets], updates, counters, self.tracing)
         return Imported(graph, constants, tuple(v.name for v in inputs), tuple(v.name for v in targets))
 
     def _placeholders(self, nodes: Sequence[torch.fx.Node], users: Sequence[Value]) -> None:
@@ -218,13 +230,13 @@ class _Walk:
         except NotationError as error:
             raise b.error(f"does not fit its pattern: {error}") from error
         except ImportModelError:
-            if not self.allow_opaque:
+            if not self.tracing.opaque:
                 raise
         if is_random(target, bind(target, args, kwargs)):
             raise b.error(
                 "draws random numbers, which would differ between devices; draw them outside the model and pass them in"
             )
-        if self.allow_opaque:
+        if self.tracing.opaque:
             return emit_opaque(b, target, args, kwargs)
         raise b.error(
             "is not in the operator table. Register it, flexsearch.graph.operators.register("

@@ -118,10 +118,18 @@ class _Normalise(torch.autograd.Function):
         return gx, torch.stack((by_mean, by_square)), *affine, None
 
 
+def _grouped(op: Operator) -> bool:
+    """Whether parts of the batch have statistics of their own, with an axis ``g`` over the parts."""
+    return "g" in op.sizes
+
+
 @register_kernel("batch_statistics")
 def batch_statistics(op: Operator, piece: Piece, shapes: Shapes, context: KernelContext) -> Kernel:
-    count = prod(shapes[0]) // shapes[0][1]
-    return lambda x: _Statistics.apply(x, count)  # type: ignore[no-untyped-call]
+    if not _grouped(op):
+        count = prod(shapes[0]) // shapes[0][1]
+        return lambda x: _Statistics.apply(x, count)  # type: ignore[no-untyped-call]
+    count, groups = prod(shapes[0]) // shapes[0][1] // op.sizes["g"], piece.extent("g")
+    return lambda x: torch.stack([_Statistics.apply(part, count) for part in x.chunk(groups)])  # type: ignore
 
 
 @register_kernel("batch_norm")
@@ -131,7 +139,12 @@ def batch_norm(op: Operator, piece: Piece, shapes: Shapes, context: KernelContex
     def run(x: Tensor, statistics: Tensor, weight: Tensor | None = None, bias: Tensor | None = None) -> Any:
         return _Normalise.apply(x, statistics, weight, bias, eps)  # type: ignore[no-untyped-call]
 
-    return run
+    def run_groups(x: Tensor, statistics: Tensor, *affine: Tensor) -> Tensor:
+        parts = zip(x.chunk(len(statistics)), statistics.unbind(), strict=True)
+        done = [run(part, own, *affine) for part, own in parts]
+        return done[0] if len(done) == 1 else torch.cat(done)
+
+    return run_groups if _grouped(op) else run
 
 
 @register_kernel("batch_norm_running")
@@ -141,7 +154,7 @@ def batch_norm_running(op: Operator, piece: Piece, shapes: Shapes, context: Kern
 
     @torch.no_grad()
     def run(statistics: Tensor, mean: Tensor, var: Tensor) -> tuple[Tensor, Tensor]:
-        new = statistics.double()
+        new = statistics.double().reshape(2, -1)  # of the first group, if there are groups
         new_var = torch.addcmul(new[1], new[0], new[0], value=-1) * unbiased
         return torch.lerp(mean, new[0].to(mean.dtype), momentum), torch.lerp(var, new_var.to(var.dtype), momentum)
 

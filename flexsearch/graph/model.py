@@ -106,6 +106,17 @@ class Operator(FileModel):
         return tuple(a for a in self.splittable if self.roles[a] == role)
 
 
+class Tracing(FileModel):
+    """How a model was imported, where the user chose; whoever imports it again must choose the same.
+
+    ``opaque``: operators outside the table are unsplittable. ``batch_norm_groups``: equal parts of the batch that batch
+    normalisation normalises each by its own statistics (1: the exact statistics of the whole batch).
+    """
+
+    opaque: bool = False
+    batch_norm_groups: int = Field(default=1, ge=1)
+
+
 class OperatorGraph(FileModel):
     """Operators in topological order. ``loss`` is the scalar tensor that training minimises."""
 
@@ -118,6 +129,7 @@ class OperatorGraph(FileModel):
     """Buffer name -> tensor whose value replaces it after the step (running statistics)."""
     counters: tuple[str, ...] = ()
     """Integer scalar buffers that every training step raises by one (``num_batches_tracked``)."""
+    tracing: Tracing = Tracing()
 
     @cached_property
     def tensor(self) -> Mapping[str, Tensor]:
@@ -172,13 +184,13 @@ class OperatorGraph(FileModel):
 
     @cached_property
     def _hash(self) -> str:
-        data: dict[str, Any] = self.model_dump(mode="json", exclude={"name": True})
+        data: dict[str, Any] = self.model_dump(mode="json", exclude={"name": True, "tracing": True})
         for op in data["operators"]:
             del op["source"]  # moving a line of the model's code changes nothing of the plan
         return content_hash(data)
 
     def content_hash(self) -> str:
-        """Digest of everything that a plan depends on: the name and source lines are left out."""
+        """Digest of everything that a plan depends on: the name, source lines and import options are left out."""
         return self._hash
 
     @classmethod

@@ -20,7 +20,7 @@ import threading
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, NoReturn
 
 from flexsearch.errors import FlexsearchError, RuntimeFailure
 
@@ -102,6 +102,14 @@ def launch(
             pump.join(1.0)
             raise RuntimeFailure(_obituary(failed, code, said[failed], timeout_s))
         pump.join(1.0)
+
+
+def end(code: int) -> NoReturn:
+    """End this rank at once. The interpreter's own end could wait for peers that hang, and now and then aborts: a
+    worker thread of gloo that drops its last tensor then finds no interpreter (pytorch/pytorch#179291)."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
 
 
 def free_port() -> int:
@@ -189,11 +197,11 @@ def _main(target: str, arguments: str) -> None:
     try:
         result = _resolve(target)(**json.loads(arguments))
     except FlexsearchError as error:  # a user's mistake: its message alone
-        print(f"flexsearch: {error}", file=sys.stderr, flush=True)
-        sys.stdout.flush()
-        os._exit(2)  # the interpreter's own end could wait for peers that hang
+        print(f"flexsearch: {error}", file=sys.stderr)
+        end(2)
     if os.environ.get("RANK") == "0" and (path := os.environ.get(RESULT)):
         Path(path).write_text(json.dumps(result), encoding="utf-8")
+    end(0)
 
 
 if __name__ == "__main__":

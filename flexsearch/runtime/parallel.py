@@ -83,10 +83,11 @@ def _trace(model: nn.Module, strategy: Strategy, loss: Loss | None, inputs: Any,
     if targets is None:
         found = tuple(tensor for name, tensor in examples.items() if name.startswith("target"))
         targets = found[0] if len(found) == 1 else found or None
-    imported = import_with_constants(model, inputs, loss, targets=targets, name=strategy.graph.name)
-    if imported.graph.content_hash() != strategy.graph.hash:
+    made = strategy.graph
+    imported = import_with_constants(model, inputs, loss, targets=targets, name=made.name, tracing=made.tracing)
+    if imported.graph.content_hash() != made.hash:
         raise StrategyError(
-            f"this strategy was made for graph {strategy.graph.name!r} ({strategy.graph.hash}); this model with this "
+            f"this strategy was made for graph {made.name!r} ({made.hash}); this model with this "
             f"loss gives another one ({imported.graph.content_hash()}). Give the model and loss it was made for, or "
             "run `flexsearch import` and `flexsearch optimize` again."
         )

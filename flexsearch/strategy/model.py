@@ -11,7 +11,7 @@ from pydantic import Field, model_validator
 
 from flexsearch.errors import StrategyError
 from flexsearch.files import FileModel, content_hash, load, save
-from flexsearch.graph import OperatorGraph
+from flexsearch.graph import OperatorGraph, Tracing
 from flexsearch.strategy.config import OperatorConfig, check_config
 from flexsearch.topology import Topology
 
@@ -29,6 +29,12 @@ class Made(FileModel):
 
     name: str
     hash: str
+
+
+class MadeGraph(Made):
+    """The graph, and how its model must be imported to give it again."""
+
+    tracing: Tracing = Tracing()
 
 
 class Prediction(FileModel):
@@ -66,7 +72,7 @@ class StrategyFile(FileModel):
     """Contents of a strategy file. ``cluster`` is the topology itself: training code needs no second file."""
 
     format: Literal["flexsearch.strategy/1"] = "flexsearch.strategy/1"
-    graph: Made
+    graph: MadeGraph
     inputs: tuple[Input, ...]
     topology: Made
     cluster: Topology
@@ -87,7 +93,7 @@ class Strategy:
 
     def __init__(
         self,
-        graph: Made,
+        graph: MadeGraph,
         inputs: tuple[Input, ...],
         cluster: Topology,
         configs: Mapping[str, OperatorConfig],
@@ -112,7 +118,7 @@ class Strategy:
         search: Search | None = None,
     ) -> Strategy:
         """Strategy for this graph and topology, checked. Raises StrategyError."""
-        made = Made(name=graph.name, hash=graph.content_hash())
+        made = MadeGraph(name=graph.name, hash=graph.content_hash(), tracing=graph.tracing)
         inputs = tuple(Input(name=t.name, shape=t.shape, dtype=t.dtype) for t in graph.of_kind("input"))
         strategy = cls(made, inputs, topology, configs, options, prediction, search)
         strategy.check(graph, topology)

@@ -16,7 +16,7 @@ from functools import cached_property
 import numpy as np
 
 from flexsearch.errors import StrategyError
-from flexsearch.graph import Operator, OperatorGraph
+from flexsearch.graph import Operator, OperatorGraph, chunk
 from flexsearch.graph.notation import Operand
 from flexsearch.strategy.config import OperatorConfig, make_config
 
@@ -24,13 +24,15 @@ from flexsearch.strategy.config import OperatorConfig, make_config
 @dataclass(frozen=True, slots=True)
 class Link:
     """A tensor between two operators. ``pairs``: (axis of the one asked, axis of ``target``) that split the same
-    dimension of it. ``forward``: ``target`` reads what the one asked makes; else the other way round."""
+    dimension of it. ``forward``: ``target`` reads what the one asked makes; else the other way round. ``picked``:
+    (axis of the producer, its only index that the consumer reads)."""
 
     target: int
     tensor: str
     pairs: tuple[tuple[str, str], ...]
     nbytes: int
     forward: bool
+    picked: tuple[tuple[str, int], ...] = ()
 
 
 def carriers(op: Operator, operand: Operand) -> tuple[str | None, ...]:
@@ -43,12 +45,26 @@ def carriers(op: Operator, operand: Operand) -> tuple[str | None, ...]:
     return tuple(found)
 
 
+def picks(producer: Operator, made: Operand, read: Operand) -> tuple[tuple[str, int], ...]:
+    """Axes of ``producer`` of which the reader wants a single index, and that index (statistics of the first group)."""
+    found = []
+    for written, dimension in zip(made.dimensions, read.dimensions, strict=True):
+        if not dimension.axes and written.plain and written.axes[0] in producer.splittable:
+            found.append((written.axes[0], dimension.offset))
+    return tuple(found)
+
+
 def carry(
-    source: Operator, config: OperatorConfig, target: Operator, pairs: Sequence[tuple[str, str]]
+    source: Operator,
+    config: OperatorConfig,
+    target: Operator,
+    pairs: Sequence[tuple[str, str]],
+    picked: Sequence[tuple[str, int]] = (),
 ) -> OperatorConfig:
     """The config of ``target`` that uses the devices of ``config`` and takes over the degrees of the paired axes.
 
-    ``pairs``: (axis of ``source``, axis of ``target``). Every device keeps its place along the carried axes.
+    ``pairs``: (axis of ``source``, axis of ``target``). Every device keeps its place along the carried axes. Of the
+    ``picked`` axes of ``source`` only the devices that hold the index are used.
     """
     axes = [axis for axis, _ in config.degrees]
     to = {a: b for a, b in pairs if 1 < config.degree(a) <= target.sizes[b]}
@@ -56,6 +72,11 @@ def carry(
     order = [where[b] for b in target.sizes if b in where]
     rest = [k for k in range(len(axes) + 1) if k not in order]
     grid = np.array(config.devices).reshape([parts for _, parts in config.degrees] + [config.replicas])
+    for axis, index in picked:
+        if axis in axes:
+            parts = config.degree(axis)
+            part = next(k for k in range(parts) if index < chunk(source.sizes[axis], parts, k)[1])
+            grid = grid.take([part], axes.index(axis))
     degrees = {b: config.degrees[k][1] for b, k in where.items()}
     return make_config(target, degrees, (int(d) for d in grid.transpose(order + rest).ravel()))
 
@@ -76,13 +97,14 @@ class Propagation:
                 if (p := graph.producer.get(name)) is None:
                     continue
                 producer = graph.operators[p]
-                made = carriers(producer, producer.access.outputs[producer.outputs.index(name)])
-                read = carriers(consumer, operand)
+                output = producer.access.outputs[producer.outputs.index(name)]
+                made, read = carriers(producer, output), carriers(consumer, operand)
+                picked = picks(producer, output, operand)
                 pairs = tuple((a, b) for a, b in zip(made, read, strict=True) if a is not None and b is not None)
                 back = tuple((b, a) for a, b in pairs)
                 nbytes = graph.tensor[name].nbytes
-                found[p].setdefault((c, pairs), Link(c, name, pairs, nbytes, True))
-                found[c].setdefault((p, back), Link(p, name, back, nbytes, False))
+                found[p].setdefault((c, pairs), Link(c, name, pairs, nbytes, True, picked))
+                found[c].setdefault((p, back), Link(p, name, back, nbytes, False, picked))
         return tuple(tuple(links.values()) for links in found)
 
     def follow(self, source: int, config: OperatorConfig, target: int) -> OperatorConfig:
@@ -97,7 +119,8 @@ class Propagation:
     def over(self, source: int, config: OperatorConfig, link: Link) -> OperatorConfig:
         """Config of ``link.target`` that follows ``config`` of operator ``source`` over this link."""
         operators = self.graph.operators
-        return carry(operators[source], config, operators[link.target], link.pairs)
+        picked = link.picked if link.forward else ()
+        return carry(operators[source], config, operators[link.target], link.pairs, picked)
 
     def best(self, target: int, known: Mapping[int, OperatorConfig], forward: bool = True) -> OperatorConfig | None:
         """What ``target`` should be to follow its neighbours among ``known``: its producers (``forward``) or its
@@ -106,9 +129,10 @@ class Propagation:
         found: list[tuple[int, int, OperatorConfig]] = []
         for link in self.links[target]:
             if link.forward != forward and link.target in known:
+                source, operators = link.target, self.graph.operators
                 back = tuple((a, b) for b, a in link.pairs)
-                operators = self.graph.operators
-                config = carry(operators[link.target], known[link.target], operators[target], back)
+                picked = () if link.forward else link.picked
+                config = carry(operators[source], known[source], operators[target], back, picked)
                 found.append((config.parts, link.nbytes, config))
         return max(found, key=lambda entry: entry[:2])[2] if found else None
 
