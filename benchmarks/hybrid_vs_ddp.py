@@ -6,8 +6,9 @@ Hosts are network namespaces of this machine (``netns``): 1 Gbit/s each, one thr
 that four hosts share them two by two. For each model the machine is profiled, a plan is searched, and then
 
 1. speed: PyTorch's DistributedDataParallel, the plan and a single process take turns in one run on four hosts, and
-   their losses are compared. (ResNet-50: DDP normalises by the statistics of each rank's samples. The plan is made
-   for that function, too, by ``batch_norm_groups=4``; the single process normalises the whole batch: its losses differ.)
+   their losses are compared. (ResNet-50: DDP normalises by the statistics of each rank's samples. The plan is
+   made for that function, too, by ``batch_norm_groups=4``; the single process normalises the whole
+   batch, and its losses differ.)
 2. accuracy: the plan, baselines and random strategies are run on two hosts with a core each and on four with two to a
    core: predicted beside measured iteration time, whether their order is kept, and where the error sits.
 
@@ -34,8 +35,8 @@ from flexsearch.errors import FlexsearchError
 HOSTS = 4
 PAIR = 2
 TITLES = {
-    "speed": "Speed on 4 hosts, 1 Gbit/s, two to a core (loss difference: largest, from single process; with batch norm, "
-    "from DDP)",
+    "speed": "Speed on 4 hosts, 1 Gbit/s, two to a core (loss difference: largest, from single "
+    "process; with batch norm, from DDP)",
     "accuracy": "Predicted and measured iteration time",
     "summary": "Accuracy (unshared: as if every host had a processor of its own)",
     "causes": "Where predictions err: predicted less measured, percent of the step, mean over the strategies",

@@ -25,6 +25,10 @@ if TYPE_CHECKING:
     from flexsearch.runtime.parallel import Loss
 
 
+MARGIN = 0.02
+"""A plan that gains a smaller share of the best baseline's time is not preferred to it: predictions err by more."""
+
+
 @dataclass(frozen=True)
 class Setting:
     """A graph on a topology with its costs: where plans are compared."""
@@ -63,6 +67,7 @@ class Setting:
         *,
         seed: int = 0,
         start: Strategy | None = None,
+        margin: float = MARGIN,
         options: Options | None = None,
         on_progress: Callable[[Progress], None] | None = None,
     ) -> SearchResult:
@@ -70,7 +75,7 @@ class Setting:
         budget_s, proposals = parse_budget(budget)
         return search(
             self.graph, self.topology, self.costs, options, budget_s=budget_s, proposals=proposals, seed=seed,
-            start=start, on_progress=on_progress,
+            start=start, margin=margin, on_progress=on_progress,
         )  # fmt: skip
 
 
@@ -99,6 +104,7 @@ def optimize(
     profile: Profile | None = None,
     budget: str | float = "30s",
     seed: int = 0,
+    margin: float = MARGIN,
     options: Options | None = None,
 ) -> Strategy:
     """The fastest strategy found for training ``model`` on ``topology`` (a Topology, a file or a preset).
@@ -106,6 +112,7 @@ def optimize(
     ``inputs``, ``loss``, ``targets``: as for ``import_model``; the batch of ``inputs`` is the global one. A graph
     may be given instead of a model. ``budget``: "30s", "2m", or a number of proposals, with which the same arguments
     give the same strategy everywhere. On several ranks give a number of proposals, or optimize once and save.
+    ``margin``: a baseline is kept unless a plan is faster by more than this share of its time.
     Raises ImportModelError, TopologyError, ProfileError; StrategyError if no plan was found that fits into memory.
     """
     if isinstance(model, OperatorGraph):
@@ -115,7 +122,7 @@ def optimize(
 
         graph = import_model(model, inputs, loss, targets=targets)
     cluster = topology if isinstance(topology, Topology) else Topology.load(topology)
-    result = Setting.of(graph, cluster, profile).search(budget, seed=seed, options=options)
+    result = Setting.of(graph, cluster, profile).search(budget, seed=seed, margin=margin, options=options)
     refuse_what_does_not_fit(result, cluster)
     return result.strategy
 

@@ -41,8 +41,8 @@ def import_(
         typer.Option(
             "--batch-norm-groups",
             min=1,
-            help="Batch norm takes the statistics of so many equal parts of the batch, each on its own. This is not the "
-            "model's function, but what DDP over as many ranks computes.",
+            help="Batch norm takes the statistics of so many equal parts of the batch on their own: not the model's "
+            "function, but what DDP over as many ranks computes.",
         ),
     ] = 1,
     batch: BatchOption = None,

@@ -50,6 +50,10 @@ def optimize(
     profile: ProfileOption = None,
     start: Annotated[Path | None, typer.Option("--start", "-s", metavar="S", help="Strategy to go on from.")] = None,
     optimizer: OptimizerOption = "momentum",
+    margin: Annotated[
+        float,
+        typer.Option("--margin", min=0.0, max=100.0, help="Percent by which a plan must beat the best baseline."),
+    ] = 2.0,
     as_json: JsonOption = False,
 ) -> None:
     """Search for the fastest plan and write it as a strategy file.
@@ -64,7 +68,7 @@ def optimize(
     first = load_strategy(start, setting) if start is not None else None
     with _Live(budget) as live:
         result = setting.search(
-            budget, seed=seed, start=first, on_progress=live.update,
+            budget, seed=seed, start=first, margin=margin / 100, on_progress=live.update,
             options=first.options if first is not None else _options(optimizer),
         )  # fmt: skip
     found = PlanRow("found", result.simulation, setting.lower(result.strategy))

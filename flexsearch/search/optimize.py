@@ -102,14 +102,16 @@ def search(
     proposals: int | None = None,
     seed: int = 0,
     start: Strategy | None = None,
+    margin: float = 0.0,
     on_progress: Callable[[Progress], None] | None = None,
 ) -> SearchResult:
     """The best plan that is found within ``budget_s`` seconds or ``proposals`` proposals, whichever ends first (at
     least one must be given). With ``budget_s`` the search also stops when half of it brought nothing better.
 
-    ``start``: a plan to go on from. Ctrl-C ends the search with the best plan so far. The plan is never slower than the
-    best baseline that fits into memory, and fits if any known plan does. Raises StrategyError if ``start`` is not legal
-    or no budget is given.
+    ``start``: a plan to go on from. ``margin``: the share of the time by which a plan must beat the best baseline to be
+    preferred to it; a smaller gain is within the error of any prediction, and the baseline is simpler. Ctrl-C ends the
+    search with the best plan so far. The plan is never slower than the best baseline that fits into memory, and fits if
+    any known plan does. Raises StrategyError if ``start`` is not legal or no budget is given.
     """
     if budget_s is None and proposals is None:
         raise StrategyError("the search needs a budget: seconds, or a number of proposals")
@@ -124,7 +126,7 @@ def search(
         if "data-parallel" not in run.outcomes:
             raise
         reason = "interrupted"
-    return run.result(reason)
+    return run.result(reason, margin)
 
 
 @contextmanager
@@ -289,8 +291,14 @@ class _Run:
             best_s = self.best.evaluation.time_s
             self.on_progress(Progress(self.proposals, self.accepted, best_s, now - self.began, self.phase))
 
-    def result(self, reason: str) -> SearchResult:
-        """The best plan with all records."""
+    def result(self, reason: str, margin: float) -> SearchResult:
+        """The best plan with all records; the best baseline if nothing beats it by the margin."""
+        known = {name: self.starts[name] for name in self.outcomes}
+        name, baseline = min(known.items(), key=lambda item: (not item[1].evaluation.feasible, item[1].evaluation.cost))
+        needed = baseline.evaluation.cost * (1.0 - margin)
+        if self.found_in != name and baseline.evaluation.feasible and self.best.evaluation.cost > needed:
+            reason += f"; the best plan found is less than {100 * margin:g} % faster than {name}, which is simpler"
+            self.best, self.found_in = baseline, name
         configs, evaluation = self.best.configs, self.best.evaluation
         simulation = simulate(self.evaluate.lower(configs))
         strategy = Strategy.make(
