@@ -16,11 +16,11 @@ from flexsearch.cost import Costs
 from flexsearch.errors import StrategyError
 from flexsearch.graph import OperatorGraph
 from flexsearch.search import Evaluator, Progress, SearchResult, optimize, search
-from flexsearch.search.ceiling import Ceiling
 from flexsearch.search.mcmc import init, step
 from flexsearch.search.optimize import better
 from flexsearch.search.proposals import MOVES, propose
 from flexsearch.search.space import Space
+from flexsearch.simulate.ceiling import Ceiling
 from flexsearch.simulate import memory
 from flexsearch.strategy import OperatorConfig, Options, Strategy, check_config, make_config
 from flexsearch.topology import Topology
@@ -190,7 +190,7 @@ def test_the_ceiling_is_never_below_the_true_peak(graph: OperatorGraph, seed: in
     space = Space(graph, topology)
     options = Options(optimizer=optimizer)  # type: ignore[arg-type]
     evaluate = Evaluator(graph, topology, Costs(graph, topology), options)
-    ceiling, configs = Ceiling(graph, topology), space.random_plan(rng)
+    ceiling, configs = Ceiling(graph, topology, options), space.random_plan(rng)
     for move in MOVES:
         configs = move(rng, space, configs)
         lowered = evaluate.lower(configs)

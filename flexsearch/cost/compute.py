@@ -158,7 +158,12 @@ class Costs:
 
     def update(self, nbytes: int, tensors: int, device: int, optimizer: str) -> float:
         """Seconds of the optimizer's update of ``nbytes`` of weights in ``tensors`` tensors."""
-        return self._models[self._class_of[device]].update(nbytes, tensors, optimizer)
+        per_byte, per_tensor = self.update_rates(device, optimizer)
+        return nbytes * per_byte + tensors * per_tensor
+
+    def update_rates(self, device: int, optimizer: str) -> tuple[float, float]:
+        """Seconds that an update takes for each byte of weights, and for each tensor."""
+        return self._models[self._class_of[device]].update_rates(optimizer)
 
     def measured(self, operator: int, piece: Piece, device: int) -> bool:
         """Whether the cost of this piece was measured, not estimated."""
@@ -189,13 +194,13 @@ class _Model:
             roofline(kind, costed.backward(extents), dtype, self.device) * _scale(self._backward, kind),
         )
 
-    def update(self, nbytes: int, tensors: int, optimizer: str) -> float:
+    def update_rates(self, optimizer: str) -> tuple[float, float]:
         measured = {} if self.profile is None else self.profile.updates
         for name, entry in measured.items():
             if name == optimizer:
-                return nbytes * entry.s_per_byte + tensors * entry.s_per_tensor
-        moving = STREAMS[optimizer] * nbytes / (self.device.memory_bandwidth * MEMORY_EFFICIENCY)
-        return moving + tensors * UPDATE_KERNELS[optimizer] * self.device.overhead_s
+                return entry.s_per_byte, entry.s_per_tensor
+        per_byte = STREAMS[optimizer] / (self.device.memory_bandwidth * MEMORY_EFFICIENCY)
+        return per_byte, UPDATE_KERNELS[optimizer] * self.device.overhead_s
 
 
 def _ratios(measured: Sequence[tuple[Entry, float, Work]], device: Device) -> dict[str, float]:

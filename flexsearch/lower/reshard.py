@@ -14,11 +14,18 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Final
+
+import numpy as np
 
 from flexsearch.cost.communication import Transfer, all_reduce, transfer
 from flexsearch.graph import Box, chunk, intersect, volume
 from flexsearch.lower.layout import Entry, Layout
 from flexsearch.topology import Topology
+
+
+MANY: Final = 128
+"""Pairs of entries from which on they are compared by numpy."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -236,26 +243,39 @@ class _Planner:
             if (reduced := self._all_reduce(group)) is not None:
                 exchanges.append(reduced)
                 done.update(group)
+        touching = self._touching()
         for k in range(len(self.destination)):
             if k not in done:
-                for move in self._moves(k, None if fixed is None else fixed[k]):
+                for move in self._moves(k, touching[k], None if fixed is None else fixed[k]):
                     same = self.source[move.source].device == self.destination[k].device
                     (local if same else remote).append(move)
         exchanges.extend(self._exchange(moves) for moves in self._components(remote))
         return Phase(self.source, self.destination, tuple(local), tuple(exchanges))
 
-    def _moves(self, k: int, allowed: tuple[int, ...] | None) -> list[Move]:
-        """For each term that overlaps destination ``k``: its region from the best copy, in the order of terms."""
+    def _touching(self) -> Sequence[Sequence[int]]:
+        """For each destination the terms that may overlap it, ascending. In large layouts, where few pairs do, all pairs
+        are compared at once."""
+        terms = sorted(self.copies)
+        if len(terms) * len(self.destination) < MANY or not self.destination[0].box:
+            return [terms] * len(self.destination)
+        made = np.array([self.source[self.copies[term][0]].box for term in terms])
+        need = np.array([entry.box for entry in self.destination])
+        low = np.maximum(made[None, :, :, 0], need[:, None, :, 0])
+        overlaps = (low < np.minimum(made[None, :, :, 1], need[:, None, :, 1])).all(axis=2)
+        return [[terms[t] for t in np.flatnonzero(row)] for row in overlaps]
+
+    def _moves(self, k: int, terms: Sequence[int], allowed: tuple[int, ...] | None) -> list[Move]:
+        """For each of ``terms`` that overlaps destination ``k``: its region from the best copy."""
         need = self.destination[k]
         moves = []
-        for term in sorted(self.copies):
+        for term in terms:
             copies = self.copies[term]
             if allowed is not None:
                 copies = [s for s in copies if s in allowed]
             common = intersect(self.source[copies[0]].box, need.box) if copies else None
             if common is None:
                 continue
-            best = min(copies, key=lambda s: self._distance(s, need.device))
+            best = copies[0] if len(copies) == 1 else min(copies, key=lambda s: self._distance(s, need.device))
             if self.source[best].device != need.device:
                 self.sent[self.source[best].device] += volume(common)
             moves.append(Move(best, k, common))

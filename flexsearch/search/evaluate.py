@@ -1,7 +1,4 @@
-"""What a set of configs costs: lowered, simulated, and made dearer where it does not fit into memory.
-
-A delta simulation belongs here: it would replace ``Evaluator.__call__`` and know which configs changed.
-"""
+"""What a set of configs costs: simulated, and made dearer where it does not fit into memory."""
 
 from __future__ import annotations
 
@@ -15,8 +12,9 @@ import numpy as np
 from flexsearch.cost import Costs
 from flexsearch.graph import OperatorGraph
 from flexsearch.lower import Lowered, Lowering
-from flexsearch.search.ceiling import Ceiling
-from flexsearch.simulate import makespan, memory
+from flexsearch.simulate import memory
+from flexsearch.simulate.ceiling import Bytes
+from flexsearch.simulate.delta import DeltaSimulator
 from flexsearch.strategy import OperatorConfig, Options
 from flexsearch.topology import Topology
 
@@ -47,39 +45,61 @@ class Evaluation:
 
 
 class Evaluator:
-    """Evaluates configs of one graph on one topology, and remembers."""
+    """Evaluates configs of one graph on one topology, and remembers. Each plan is simulated as a change of one at hand."""
 
     def __init__(self, graph: OperatorGraph, topology: Topology, costs: Costs, options: Options) -> None:
-        self.graph, self.topology, self.options = graph, topology, options
+        self.graph, self.topology, self.costs, self.options = graph, topology, costs, options
         self.lowering = Lowering(graph, topology, costs)
-        self._ceiling = Ceiling(graph, topology)
         self._memory_bytes = np.array([device.memory_bytes for device in topology.devices], dtype=np.int64)
         self._known: dict[Configs, Evaluation] = {}
+        self._simulator: DeltaSimulator | None = None
+        self._hand: Configs = ()
+        self._last: Configs = ()
 
     def __call__(self, configs: Configs, limit: float = inf) -> Evaluation:
         """Evaluation of ``configs``. Memory is only worked out if the time alone does not exceed ``limit`` (s)."""
         known = self._known.get(configs)
         if known is not None and (known.shortfall is not None or known.time_s > limit):
             return known
-        lowered = self.lower(configs)
-        seconds = makespan(lowered.tasks) if known is None else known.time_s
-        found = Evaluation(seconds, None if seconds > limit else self._shortfall(lowered))
+        seconds, held = self._simulate(configs)
+        found = Evaluation(seconds, None if seconds > limit else self._shortfall(configs, held))
         if len(self._known) >= KNOWN_LIMIT:
             self._known.pop(next(iter(self._known)))
         self._known[configs] = found
         return found
 
+    def hold(self, configs: Configs) -> None:
+        """Say that the next plans will differ little from ``configs``: it saves time, and changes no result."""
+        if self._simulator is not None and configs is not self._hand:
+            if configs is not self._last:
+                self._simulate(configs)
+            self._simulator.accept()
+            self._hand = configs
+
+    def _simulate(self, configs: Configs) -> tuple[float, Bytes]:
+        """Iteration time (s), and an upper bound on the memory of each device."""
+        self._last = configs
+        if self._simulator is None:
+            self._hand = configs
+            self._simulator = DeltaSimulator(
+                self.graph, self.topology, self.costs, self.options, configs, self.lowering
+            )
+            return self._simulator.seconds, self._simulator.held
+        pairs = enumerate(zip(configs, self._hand, strict=True))
+        changes = {i: new for i, (new, old) in pairs if new is not old and new != old}
+        return self._simulator.propose(changes), self._simulator.held
+
     def use(self, options: Options) -> None:
         """Evaluate under other options from now on."""
-        self.options = options
+        self.options, self._simulator = options, None
         self._known.clear()
 
     def lower(self, configs: Sequence[OperatorConfig]) -> Lowered:
         """The lowered plan."""
         return self.lowering.lower(configs, self.options)
 
-    def _shortfall(self, lowered: Lowered) -> float:
-        if (self._ceiling(lowered) <= self._memory_bytes).all():
+    def _shortfall(self, configs: Configs, held: Bytes) -> float:
+        if (held <= self._memory_bytes).all():
             return 0.0
-        pairs = zip(memory(lowered), self.topology.devices, strict=True)
+        pairs = zip(memory(self.lower(configs)), self.topology.devices, strict=True)
         return sum(max(0.0, held.peak / device.memory_bytes - 1.0) for held, device in pairs)

@@ -38,7 +38,9 @@ class Info:
 
 def init(configs: Configs, evaluate: Evaluator) -> State:
     """A chain's start."""
-    return State(configs, evaluate(configs))
+    state = State(configs, evaluate(configs))
+    evaluate.hold(configs)
+    return state
 
 
 def step(
@@ -53,4 +55,6 @@ def step(
     limit = state.evaluation.cost - reference / beta * log(1.0 - rng.random())
     proposed = State(configs, evaluate(configs, max(limit, reference)))
     accepted = proposed.evaluation.shortfall is not None and proposed.evaluation.cost <= limit
+    if accepted:
+        evaluate.hold(configs)
     return proposed if accepted else state, Info(move, proposed, accepted)

@@ -237,6 +237,7 @@ class _Run:
         """Greedy descent from the best plan over the configs of single operators (with and without those that follow
         them), the important ones first, until none helps; at most a few times ``patience`` proposals in a row."""
         self.phase = "polish"
+        self.evaluate.hold(self.best.configs)
         last = self.proposals + 4 * self.patience
         importance = dict(zip(self.space.leaders, self.space.importance, strict=True))
         order = sorted(range(len(self.graph.operators)), key=lambda i: (-importance.get(i, 0.0), -self.seconds(i, 0)))
@@ -252,6 +253,7 @@ class _Run:
             found = self.evaluate(configs, self.best.evaluation.cost)
             if found.shortfall is not None and better(found, self.best.evaluation):
                 self.accepted += 1
+                self.evaluate.hold(configs)
                 self._improve(State(configs, found), "polish", move)
                 return True
         return False

@@ -60,9 +60,7 @@ def simulate(lowered: Lowered) -> Simulation:
             for resource, nbytes in communication.transfer.link_bytes:
                 carried[resource] += nbytes
     use = memory(lowered)
-    return Simulation(
-        total, start, end, busy, total - busy, carried, occupied, tuple(m.peak for m in use), use, moved
-    )
+    return Simulation(total, start, end, busy, total - busy, carried, occupied, tuple(m.peak for m in use), use, moved)
 
 
 def _sums(index: npt.NDArray[np.integer[Any]], values: Times, count: int) -> Times:

@@ -14,6 +14,7 @@ from flexsearch.lower import Layout, Lowered, Reshard
 from flexsearch.lower.lowering import Placed
 from flexsearch.lower.weights import WeightPlan
 from flexsearch.simulate.memory import STATE_COPIES
+from flexsearch.strategy import Options
 from flexsearch.topology import Topology
 
 Bytes = npt.NDArray[np.int64]
@@ -21,10 +22,11 @@ Bytes = npt.NDArray[np.int64]
 
 
 class Ceiling:
-    """Upper bounds for plans of one graph; what a placement or a reshard adds is remembered."""
+    """Upper bounds for plans of one graph under ``options``; what a placement or a reshard adds is remembered."""
 
-    def __init__(self, graph: OperatorGraph, topology: Topology) -> None:
+    def __init__(self, graph: OperatorGraph, topology: Topology, options: Options) -> None:
         self.graph, self.count = graph, len(topology.devices)
+        self.copies = 1 + STATE_COPIES[options.optimizer]
         # Whole on every device: their bounding boxes can be no larger.
         self.always = sum(t.nbytes for t in graph.of_kind("input", "buffer", "constant"))
         self._known: dict[tuple[int, int], tuple[object, Bytes]] = {}
@@ -34,21 +36,17 @@ class Ceiling:
         """At most this many bytes are in use on each device at any moment."""
         total = np.full(self.count, self.always, dtype=np.int64)
         for i, placed in enumerate(lowered.placed):
-            total += self._placed(i, placed)
+            total += self.placed(i, placed)
         for edge in lowered.edges:
             for plan in (edge.forward, edge.backward):
-                if plan is not None and not plan.trivial:
-                    total += self._moved(plan, self.graph.tensor[edge.tensor].itemsize)
-        copies = 1 + STATE_COPIES[lowered.options.optimizer]
+                if plan is not None and self.graph.tensor[edge.tensor].kind == "activation":
+                    total += self.moved(plan, self.graph.tensor[edge.tensor].itemsize)
         for weight in lowered.weights:
-            itemsize = self.graph.tensor[weight.tensor].itemsize
-            total += copies * self._stored(weight.plan, itemsize)
-            if weight.plan.sync is not None and not weight.plan.sync.trivial:
-                total += self._moved(weight.plan.sync, itemsize)
+            total += self.weight(weight.plan, self.graph.tensor[weight.tensor].itemsize)
         return total
 
-    def _placed(self, operator: int, placed: Placed) -> Bytes:
-        """Outputs and the gradients of the inputs."""
+    def placed(self, operator: int, placed: Placed) -> Bytes:
+        """Outputs of an operator and the gradients of its inputs."""
         if (known := self._known.get((id(placed), operator))) is not None:
             return known[1]
         op, placement, found = self.graph.operators[operator], placed.placement, np.zeros(self.count, dtype=np.int64)
@@ -60,12 +58,12 @@ class Ceiling:
         self._known[id(placed), operator] = placed, found
         return found
 
-    def _moved(self, plan: Reshard, itemsize: int) -> Bytes:
-        """New copies, intermediate ones, and receive buffers."""
+    def moved(self, plan: Reshard, itemsize: int) -> Bytes:
+        """New copies that a reshard makes, intermediate ones, and receive buffers."""
         if (known := self._known.get((id(plan), itemsize))) is not None:
             return known[1]
         found = np.zeros(self.count, dtype=np.int64)
-        for phase in plan.phases:
+        for phase in () if plan.trivial else plan.phases:
             found += self._held(phase.destination, itemsize)
             for exchange in phase.exchanges:
                 for move in exchange.moves:
@@ -73,14 +71,17 @@ class Ceiling:
         self._known[id(plan), itemsize] = plan, found
         return found
 
-    def _stored(self, plan: WeightPlan, itemsize: int) -> Bytes:
-        """Stored weights, with the gathered ones of sharded ones."""
+    def weight(self, plan: WeightPlan, itemsize: int) -> Bytes:
+        """A stored weight with the state of its optimizer, gathered copies, and what synchronising it takes."""
         if (known := self._known.get((id(plan), itemsize))) is not None:
             return known[1]
         found = self._held(plan.storage, itemsize)
         for forward in plan.forward:
             if forward.exchanges:
-                found = found + self._moved(forward, itemsize)
+                found = found + self.moved(forward, itemsize)
+        found = self.copies * found
+        if plan.sync is not None:
+            found = found + self.moved(plan.sync, itemsize)
         self._known[id(plan), itemsize] = plan, found
         return found
 

@@ -1,0 +1,178 @@
+"""The flat arrays that compiled simulation works on: what each holds, and how it is indexed."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+U8 = npt.NDArray[np.uint8]
+U32 = npt.NDArray[np.uint32]
+U64 = npt.NDArray[np.uint64]
+I64 = npt.NDArray[np.int64]
+F64 = npt.NDArray[np.float64]
+
+NOTHING = np.uint32(0xFFFFFFFF)
+"""No task, node or row."""
+GATHER, FORWARD, BACKWARD, SYNCHRONISE, SECOND, UPDATE = range(6)
+"""Blocks of the program; their arguments: weight, operator, operator, bucket, none, none."""
+TIME, RECORD, WRITE = 0, 1, 2
+"""What a pass does: only the makespan; the start and end of every task, too; or the task graph."""
+STRIDE = 16
+"""Blocks between two checkpoints, from which a later pass can go on."""
+
+
+class Program(NamedTuple):
+    """What follows from graph, topology and bucket size. Slots are operands in order, then results (the loss, new
+    buffers) that are kept; rows ``[first[i], last[i])`` of a list belong to item i."""
+
+    kind: U8
+    argument: U32
+    backward: U8  # by operator: whether it has a backward task
+    operand_first: U32  # by operator: its operands' slots
+    operand_last: U32
+    result_first: U32  # by operator: slots of those that read its outputs, in ``result``
+    result_last: U32
+    result: U32
+    flows: U8  # by slot: whether a gradient flows back
+    reader_first: U32  # by weight: its readers' slots, in ``reader``
+    reader_last: U32
+    reader: U32
+    bucket_first: U32  # by bucket: its weights, in ``member``
+    bucket_last: U32
+    member: U32  # weights in the order in which their synchronisation starts
+    processor: U32
+    bandwidth: F64  # by resource; of a processor 0
+    turn: F64  # by device
+    update_byte_s: F64  # by device
+    update_tensor_s: F64
+    scalars: F64  # start of a communication (s), processor seconds per byte, 1 if processors can hold tasks up
+
+
+class Pools(NamedTuple):
+    """Templates by number; rows as in ``Program``. An exchange is a communication task, alone or in a bucket."""
+
+    config_first: U32
+    config_last: U32
+    config_reads: U32
+    config_writes: U32
+    config_shard: U8
+    entry_device: U32
+    entry_forward_s: F64
+    entry_backward_s: F64
+    layout: U32
+    reshard_first: U32
+    reshard_middle: U32
+    reshard_last: U32
+    send_first: U32
+    send_last: U32
+    receive_first: U32
+    receive_last: U32
+    link_first: U32
+    link_last: U32
+    drag_first: U32
+    drag_last: U32
+    duration: F64
+    latency: F64
+    amount: U64  # of an all-reduce: bytes on each device
+    key: U32  # exchanges of the same key go together in a bucket
+    send: U32
+    receive: U32
+    link: U32
+    link_s: F64
+    link_load: F64  # bytes; of an all-reduce: ring edges
+    drag: U32
+    drag_s: F64
+    drag_load: F64
+    key_factor: F64
+    key_ring: U64  # number of devices of an all-reduce, else 0
+    plan_sync: U32
+    plan_gather: U32
+    gather: U32
+    store_first: U32
+    store_last: U32
+    store_device: U32
+    store_bytes: U64
+    config_held: I64  # (config, device): bytes, as ``State.held``
+    reshard_held: I64
+    plan_held: I64
+
+
+class State(NamedTuple):
+    """A plan: numbers of templates. ``leader``: the slot whose edge a slot reads; ``need``: its layout. ``forward``,
+    ``backward``: reshards of a leader's edge, else template 0, which is empty. ``plan``: of each weight.
+    ``stored_bytes``, ``stored_count``: of trained weights, by device. ``held``: at most so many bytes are in use on each
+    device at any moment, as ``flexsearch.search.ceiling`` counts them."""
+
+    config: U32
+    leader: U32
+    need: U32
+    forward: U32
+    backward: U32
+    plan: U32
+    stored_bytes: U64
+    stored_count: U64
+    held: I64
+
+
+class Work(NamedTuple):
+    """Where a pass works. ``arrived``, ``checkpoint`` have two versions, so that a rejected proposal leaves the state's
+    own as they were: ``version`` says which is the state's, ``fresh`` which rows the pass at hand has written."""
+
+    last: F64
+    free: F64
+    seen: F64
+    synced: F64
+    middle: F64
+    arrived: npt.NDArray[np.float64]
+    version: U8
+    fresh: U8
+    checkpoint: npt.NDArray[np.float64]
+    check_version: U8
+    check_fresh: U8
+    load: F64
+    touched: U32
+    group_key: U32
+    group_head: U32
+    group_tail: U32
+    group_size: U32
+    member_exchange: U32
+    member_weight: U32
+    member_next: U32
+    start: F64
+    end: F64
+    broken: U8  # 1 if the order by index was not the order of time
+    counted: F64  # (1,) tasks of a pass in mode RECORD
+    moment: F64  # makespan and tasks so far
+
+
+class Tasks(NamedTuple):
+    """The task graph as it is written down; ``count``: tasks, dependencies, links, drags, nodes so far. ``head``: for
+    each row and device a list of the tasks that deliver there, as nodes."""
+
+    duration: F64
+    dependency_start: U32
+    dependency: U32
+    link_start: U32
+    link: U32
+    link_s: F64
+    drag_start: U32
+    drag: U32
+    drag_s: F64
+    turn: F64
+    count: U64
+    last: U32
+    head: npt.NDArray[np.uint32]
+    middle: U32
+    synced: U32
+    node_task: U32
+    node_next: U32
+    start: F64  # from here on for the simulation of what was written
+    end: F64
+    ready: F64
+    left: F64
+    waiting: U32
+    reader_start: U32
+    reader: U32
+    heap: U32

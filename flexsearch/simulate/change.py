@@ -1,0 +1,318 @@
+"""What follows for the templates of a plan when configs change, compiled: which edges readers share, the reshards on
+them, the plans of weights. Templates are found by number in a hash table; what is not there yet is listed as missing.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from flexsearch.simulate.arrays import U8, U32, U64, Pools, Program, State
+from flexsearch.simulate.kernel import ONE, TWO, ZERO, lean
+
+RESHARD, WEIGHT, STEP, PLAN, HELD, LAYOUT = 1, 5, 6, 7, 8, 9
+"""Kinds of keys. RESHARD + log2(bytes per element): (source, destination layout) -> template. The others make a number
+of a tuple, element by element: (WEIGHT: weight, sharded) or (HELD: buffer, 0) -> node; (STEP: node, element) -> node;
+(PLAN: node, 0) -> plan of a weight; (LAYOUT: node, 0) -> layout in which a buffer is kept."""
+MISSING = np.uint32(0xFFFFFFFF)
+ALWAYS = np.uint32(0xFFFFFFFE)
+"""Slot without an operator: the loss, which goes everywhere."""
+
+
+class Wiring(NamedTuple):
+    """Which slots belong to which tensors; rows ``[first[i], last[i])`` of a list belong to item i."""
+
+    slot_operator: U32
+    slot_position: U32
+    slot_tensor: U32
+    slot_kind: U8  # 0: at hand; 1: an activation; 2: a weight; 3: a buffer
+    tensor_producer: U32
+    tensor_output: U32
+    tensor_tag: U8
+    tensor_first: U32  # readers' slots, in ``tensor_slot``
+    tensor_last: U32
+    tensor_slot: U32
+    result_first: U32  # results' slots of a tensor, in ``result_slot``
+    result_last: U32
+    result_slot: U32
+    result_buffer: U32  # by place in ``result_slot``: the buffer, or ALWAYS
+    made_first: U32  # by operator: tensors that it makes
+    made_last: U32
+    buffer_first: U32  # by buffer: slots that read it, in ``buffer_slot``
+    buffer_last: U32
+    buffer_slot: U32
+    buffer_result: U32  # by buffer: the tensor that replaces it, or MISSING
+    everywhere: U32  # (1,): layout number of the loss
+    forward_block: U32  # by operator
+    gather_block: U32  # by weight
+
+
+class Table(NamedTuple):
+    """Open-addressing hash table; key 0 is an empty place. ``size``: (1,) entries."""
+
+    keys: U64
+    values: U32
+    size: U64
+
+
+class Change(NamedTuple):
+    """Work arrays. ``stamp``: tensors and weights that were done in this round (``round``, (1,)). ``missing``: rows
+    (kind, a, b) of keys that were not found; ``count``: (1,) of them. ``begin``: (1,) first block that changes."""
+
+    tensor_stamp: U64
+    weight_stamp: U64
+    round: U64
+    missing: U64
+    count: U64
+    begin: U64
+
+
+@lean
+def place_of(table: Table, kind: Any, a: Any, b: Any) -> Any:
+    """Where a key is, or would be."""
+    key = (np.uint64(kind) << np.uint64(60)) | (np.uint64(a) << np.uint64(32)) | np.uint64(b)
+    h = key * np.uint64(0x9E3779B97F4A7C15)
+    h ^= h >> np.uint64(29)
+    h *= np.uint64(0xBF58476D1CE4E5B9)
+    h ^= h >> np.uint64(32)
+    mask = np.uint64(table.keys.shape[0]) - ONE
+    at = h & mask
+    while table.keys[at] != ZERO and table.keys[at] != key:
+        at = (at + ONE) & mask
+    return at
+
+
+@lean
+def find(table: Table, kind: Any, a: Any, b: Any) -> Any:
+    """Value of a key, or MISSING."""
+    at = place_of(table, kind, a, b)
+    return table.values[at] if table.keys[at] != ZERO else MISSING
+
+
+@lean
+def put(table: Table, kind: Any, a: Any, b: Any, value: Any) -> None:
+    """Set the value of a key."""
+    at = place_of(table, kind, a, b)
+    if table.keys[at] == ZERO:
+        table.keys[at] = (np.uint64(kind) << np.uint64(60)) | (np.uint64(a) << np.uint64(32)) | np.uint64(b)
+        table.size[0] += ONE
+    table.values[at] = value
+
+
+@lean
+def _miss(change: Change, kind: Any, a: Any, b: Any) -> None:
+    at = np.uint64(change.count[0])
+    if at < np.uint64(change.missing.shape[0]):
+        change.missing[at, 0] = np.uint64(kind)
+        change.missing[at, 1] = np.uint64(a)
+        change.missing[at, 2] = np.uint64(b)
+        change.count[0] = at + ONE
+
+
+@lean
+def settle(
+    wiring: Wiring, program: Program, pools: Pools, table: Table, state: State, before: State, change: Change,
+    operators: U32, configs: U32, count: Any,
+) -> None:  # fmt: skip
+    """Give ``count`` operators their new configs, and update the rest of ``state``, which is equal to ``before``.
+
+    Afterwards ``change.begin[0]`` is the first block of the program that is not as it was. If ``change.count[0]`` is not
+    0, templates were missing and ``state`` is unusable.
+    """
+    change.round[0] += ONE
+    change.count[0] = ZERO
+    change.begin[0] = np.uint64(program.kind.shape[0])
+    for k in range(ZERO, np.uint64(count)):
+        i = np.uint64(operators[k])
+        old, new = np.uint64(state.config[i]), np.uint64(configs[k])
+        if old != new:
+            state.config[i] = configs[k]
+            for d in range(np.uint64(state.held.shape[0])):
+                state.held[d] += pools.config_held[new, d] - pools.config_held[old, d]
+            change.begin[0] = min(change.begin[0], np.uint64(wiring.forward_block[i]))
+    for k in range(ZERO, np.uint64(count)):
+        i = np.uint64(operators[k])
+        if state.config[i] == before.config[i]:
+            continue
+        for slot in range(np.uint64(program.operand_first[i]), np.uint64(program.operand_last[i])):
+            t = np.uint64(wiring.slot_tensor[slot])
+            if wiring.slot_kind[slot] == 1:
+                _settle_tensor(wiring, program, pools, table, state, before, change, t)
+            elif wiring.slot_kind[slot] == 2:
+                _settle_weight(wiring, program, pools, table, state, before, change, t)
+            elif wiring.slot_kind[slot] == 3 and wiring.buffer_result[t] != MISSING:
+                result = np.uint64(wiring.buffer_result[t])
+                _settle_tensor(wiring, program, pools, table, state, before, change, result)
+        for t in range(np.uint64(wiring.made_first[i]), np.uint64(wiring.made_last[i])):
+            _settle_tensor(wiring, program, pools, table, state, before, change, t)
+
+
+@lean
+def _need(wiring: Wiring, pools: Pools, state: State, slot: Any) -> Any:
+    """Layout that a reader wants."""
+    config = np.uint64(state.config[np.uint64(wiring.slot_operator[slot])])
+    return pools.layout[np.uint64(pools.config_reads[config]) + np.uint64(wiring.slot_position[slot])]
+
+
+@lean
+def _settle_tensor(
+    wiring: Wiring, program: Program, pools: Pools, table: Table, state: State, before: State, change: Change, t: Any
+) -> None:
+    """Edges of an activation: readers that want the same layout share the first one's."""
+    if change.tensor_stamp[t] == change.round[0]:
+        return
+    change.tensor_stamp[t] = change.round[0]
+    producer = np.uint64(wiring.tensor_producer[t])
+    config = np.uint64(state.config[producer])
+    made = pools.layout[np.uint64(pools.config_writes[config]) + np.uint64(wiring.tensor_output[t])]
+    tag = wiring.tensor_tag[t]
+    first, last = np.uint64(wiring.tensor_first[t]), np.uint64(wiring.tensor_last[t])
+    moved = False
+    for k in range(first, last):
+        slot = np.uint64(wiring.tensor_slot[k])
+        need = _need(wiring, pools, state, slot)
+        leader = slot
+        for j in range(first, k):
+            other = np.uint64(wiring.tensor_slot[j])
+            if state.need[other] == need and program.flows[other] == program.flows[slot]:
+                leader = np.uint64(state.leader[other])
+                break
+        state.leader[slot] = leader
+        state.need[slot] = need
+        forward = backward = np.uint32(0)
+        if leader == slot:
+            forward = find(table, tag, made, need)
+            if forward == MISSING:
+                _miss(change, tag, made, need)
+                continue
+            if program.flows[slot] == 1:
+                backward = find(table, tag, need, made)
+                if backward == MISSING:
+                    _miss(change, tag, need, made)
+                    continue
+        _set(pools, state, slot, forward, backward)
+        moved = moved or forward != before.forward[slot] or state.leader[slot] != before.leader[slot]
+    for k in range(np.uint64(wiring.result_first[t]), np.uint64(wiring.result_last[t])):
+        slot = np.uint64(wiring.result_slot[k])
+        need = wiring.everywhere[0]
+        if wiring.result_buffer[k] != ALWAYS:
+            need = _kept(wiring, pools, table, state, change, np.uint64(wiring.result_buffer[k]))
+            if need == MISSING:
+                continue
+        forward = find(table, tag, made, need)
+        if forward == MISSING:
+            _miss(change, tag, made, need)
+            continue
+        _set(pools, state, slot, forward, np.uint32(0))
+        moved = moved or forward != before.forward[slot]
+    if moved:
+        change.begin[0] = min(change.begin[0], np.uint64(wiring.forward_block[producer]))
+
+
+@lean
+def _set(pools: Pools, state: State, slot: Any, forward: Any, backward: Any) -> None:
+    old, back = np.uint64(state.forward[slot]), np.uint64(state.backward[slot])
+    if old != np.uint64(forward) or back != np.uint64(backward):
+        for d in range(np.uint64(state.held.shape[0])):
+            state.held[d] += (
+                pools.reshard_held[np.uint64(forward), d] - pools.reshard_held[old, d]
+                + pools.reshard_held[np.uint64(backward), d] - pools.reshard_held[back, d]
+            )  # fmt: skip
+        state.forward[slot] = forward
+        state.backward[slot] = backward
+
+
+@lean
+def _kept(wiring: Wiring, pools: Pools, table: Table, state: State, change: Change, buffer: Any) -> Any:
+    """Layout in which a buffer is kept: where its readers want it."""
+    node = find(table, HELD, buffer, ZERO)
+    if node == MISSING:
+        _miss(change, HELD, buffer, ZERO)
+        return MISSING
+    for k in range(np.uint64(wiring.buffer_first[buffer]), np.uint64(wiring.buffer_last[buffer])):
+        need = _need(wiring, pools, state, np.uint64(wiring.buffer_slot[k]))
+        node = find(table, STEP, node, need)
+        if node == MISSING:
+            _miss(change, HELD, buffer, ZERO)
+            return MISSING
+    layout = find(table, LAYOUT, node, ZERO)
+    if layout == MISSING:
+        _miss(change, HELD, buffer, ZERO)
+    return layout
+
+
+@lean
+def _settle_weight(
+    wiring: Wiring, program: Program, pools: Pools, table: Table, state: State, before: State, change: Change, w: Any
+) -> None:
+    """Edges, gathering and synchronisation of a weight."""
+    if change.weight_stamp[w] == change.round[0]:
+        return
+    change.weight_stamp[w] = change.round[0]
+    first, last = np.uint64(program.reader_first[w]), np.uint64(program.reader_last[w])
+    shard = ZERO
+    for k in range(first, last):
+        slot = np.uint64(program.reader[k])
+        config = np.uint64(state.config[np.uint64(wiring.slot_operator[slot])])
+        if pools.config_shard[config] == 1:
+            shard = ONE
+    node = find(table, WEIGHT, w, shard)
+    for k in range(first, last):
+        slot = np.uint64(program.reader[k])
+        need = _need(wiring, pools, state, slot)
+        leader = slot
+        for j in range(first, k):
+            other = np.uint64(program.reader[j])
+            if state.need[other] == need and program.flows[other] == program.flows[slot]:
+                leader = np.uint64(state.leader[other])
+                break
+        state.leader[slot] = leader
+        state.need[slot] = need
+        if leader == slot and node != MISSING:
+            node = find(table, STEP, node, np.uint64(need) * TWO + np.uint64(program.flows[slot]))
+    plan = find(table, PLAN, node, ZERO) if node != MISSING else MISSING
+    if plan == MISSING:
+        _miss(change, WEIGHT, w, shard)
+        return
+    p, old = np.uint64(plan), np.uint64(state.plan[w])
+    at = np.uint64(pools.plan_gather[p])
+    for k in range(first, last):
+        slot = np.uint64(program.reader[k])
+        gather = np.uint32(0)
+        if state.leader[slot] == slot:
+            gather = pools.gather[at]
+            at += ONE
+        state.forward[slot] = gather
+        if gather != before.forward[slot]:
+            change.begin[0] = min(change.begin[0], np.uint64(wiring.gather_block[w]))
+    if p != old:
+        for k in range(np.uint64(pools.store_first[old]), np.uint64(pools.store_last[old])):
+            state.stored_bytes[np.uint64(pools.store_device[k])] -= pools.store_bytes[k]
+            state.stored_count[np.uint64(pools.store_device[k])] -= ONE
+        for k in range(np.uint64(pools.store_first[p]), np.uint64(pools.store_last[p])):
+            state.stored_bytes[np.uint64(pools.store_device[k])] += pools.store_bytes[k]
+            state.stored_count[np.uint64(pools.store_device[k])] += ONE
+        for d in range(np.uint64(state.held.shape[0])):
+            state.held[d] += pools.plan_held[p, d] - pools.plan_held[old, d]
+        state.plan[w] = plan
+
+
+@lean
+def _copy(source: Any, target: Any) -> None:
+    for k in range(np.uint64(source.shape[0])):
+        target[k] = source[k]
+
+
+@lean
+def copy_state(source: State, target: State) -> None:
+    """Make ``target`` equal to ``source``."""
+    _copy(source.config, target.config)
+    _copy(source.leader, target.leader)
+    _copy(source.need, target.need)
+    _copy(source.forward, target.forward)
+    _copy(source.backward, target.backward)
+    _copy(source.plan, target.plan)
+    _copy(source.stored_bytes, target.stored_bytes)
+    _copy(source.stored_count, target.stored_count)
+    _copy(source.held, target.held)

@@ -1,0 +1,198 @@
+"""Delta simulation: the iteration time of a plan that differs from the one at hand in a few configs.
+
+A proposal changes the templates of its operators, of the edges around them and of their weights (``change``), and the
+pass over the plan goes on from the last checkpoint before the first block that changed (``walk``). The result is that of
+lowering and simulating the whole plan anew, to the bit; rejecting it leaves the plan at hand as it was.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Final
+
+import numpy as np
+import numpy.typing as npt
+
+from flexsearch.cost import Costs
+from flexsearch.graph import OperatorGraph
+from flexsearch.lower import Lowering
+from flexsearch.simulate.arrays import RECORD, STRIDE, TIME, WRITE, Program, State, Tasks, Work
+from flexsearch.simulate.change import RESHARD, WEIGHT, Change, Wiring, copy_state, settle
+from flexsearch.simulate.program import make_program, make_wiring
+from flexsearch.simulate.templates import Templates
+from flexsearch.simulate.walk import accept, walk
+from flexsearch.simulate.write import time_written
+from flexsearch.strategy import OperatorConfig, Options
+from flexsearch.topology import Topology
+
+Configs = Sequence[OperatorConfig]
+Times = npt.NDArray[np.float64]
+_MISSING_ROWS: Final = 4096
+
+
+class DeltaSimulator:
+    """A plan at hand, and what it would cost to change it.
+
+    >>> simulator = DeltaSimulator(graph, topology, costs, options, configs)
+    >>> seconds = simulator.propose({3: config})      # iteration time (s) with operator 3 changed
+    >>> simulator.accept()                            # or reject()
+    """
+
+    def __init__(
+        self, graph: OperatorGraph, topology: Topology, costs: Costs, options: Options, configs: Configs,
+        lowering: Lowering | None = None,
+    ) -> None:  # fmt: skip
+        self.graph, self.topology, self.options = graph, topology, options
+        self.lowering = lowering or Lowering(graph, topology, costs)
+        self.templates = Templates(self.lowering, options)
+        self.program: Program = make_program(graph, topology, self.lowering, costs, options)
+        self.wiring: Wiring = make_wiring(graph, topology, self.lowering, self.program)
+        self.state, self.proposed = (self._empty_state() for _ in range(2))
+        self.work = self._work()
+        self.tasks = _tasks(len(self.work.version), len(topology.devices), 4096)
+        self.change = Change(
+            np.zeros(len(self.wiring.tensor_producer), np.uint64), np.zeros(len(self.wiring.gather_block), np.uint64),
+            np.zeros(1, np.uint64), np.zeros((_MISSING_ROWS, 3), np.uint64), np.zeros(1, np.uint64),
+            np.zeros(1, np.uint64),
+        )  # fmt: skip
+        self.passes = self.written = 0
+        """Passes that gave the time, and plans whose task graph had to be written down."""
+        self.whole = False
+        """Whether the checkpoints are those of the plan at hand."""
+        self._seconds = 0.0
+        self.held = self.state.held
+        """At most so many bytes are in use on each device at any moment, under the last proposal."""
+        self.seconds = self.propose(dict(enumerate(configs)))
+        """Iteration time of the plan at hand, s."""
+        self.accept()
+
+    @property
+    def configs(self) -> tuple[OperatorConfig, ...]:
+        """The plan at hand."""
+        found = tuple(self.templates.configs[int(c)] for c in self.state.config)
+        return tuple(config for config in found if config is not None)
+
+    def propose(self, changes: Mapping[int, OperatorConfig]) -> float:
+        """Iteration time (s) of the plan at hand with some operators' configs changed. ``accept`` or ``reject`` it."""
+        operators = np.fromiter(changes, dtype=np.uint32, count=len(changes))
+        numbers = np.array([self.templates.config(i, c) for i, c in changes.items()], dtype=np.uint32)
+        while True:
+            copy_state(self.state, self.proposed)
+            settle(
+                self.wiring, self.program, self.templates.pools, self.templates.table, self.proposed, self.state,
+                self.change, operators, numbers, len(numbers),
+            )  # fmt: skip
+            if not self.change.count[0]:
+                break
+            self.fill()
+        self.held = self.proposed.held
+        self._seconds = self._time(int(self.change.begin[0]) if self.whole else 0)
+        return self._seconds
+
+    def accept(self) -> None:
+        """Make the last proposal the plan at hand."""
+        self.state, self.proposed = self.proposed, self.state
+        self.seconds = self._seconds
+        self.whole = not self.work.broken[0]
+        if self.whole:
+            accept(self.work)
+
+    def reject(self) -> None:
+        """Leave the plan at hand as it is."""
+
+    def times(self) -> tuple[Times, Times]:
+        """Start and end (s) of every task of the plan at hand, in the order of its task graph."""
+        while self.program.scalars[2] < 2.0:
+            self._walk(self.state, 0, RECORD)
+            count = int(self.work.counted[0])
+            if self.work.broken[0]:
+                break
+            if count <= len(self.work.start):
+                return self.work.start[:count].copy(), self.work.end[:count].copy()
+            self.work = self.work._replace(start=np.zeros(2 * count), end=np.zeros(2 * count))
+        self._write(self.state)
+        count = int(self.tasks.count[0])
+        return self.tasks.start[:count].copy(), self.tasks.end[:count].copy()
+
+    def grow(self) -> None:
+        """Make room for larger task graphs."""
+        self.tasks = _tasks(len(self.work.version), len(self.topology.devices), 2 * len(self.tasks.duration))
+
+    def _time(self, block: int) -> float:
+        """Iteration time of the proposal, which is as the plan at hand before ``block``."""
+        self.passes += 1
+        if self.program.scalars[2] < 2.0:
+            seconds = self._walk(self.proposed, block // STRIDE * STRIDE, TIME)
+            if not self.work.broken[0]:
+                return seconds
+        self.written += 1
+        return self._write(self.proposed)
+
+    def _walk(self, state: State, first: int, mode: int) -> float:
+        arguments = self.program, self.templates.pools, state, self.work, self.tasks
+        return float(walk(*arguments, np.uint64(first), np.uint64(mode)))
+
+    def _write(self, state: State) -> float:
+        """Makespan (s) by the event-driven simulation of the task graph, written down; there are no checkpoints then."""
+        while self._walk(state, 0, WRITE) < 0.0:
+            self.grow()
+        self.work.broken[0] = 1
+        return float(time_written(self.tasks, self.work))
+
+    def fill(self) -> None:
+        """Add the templates that were missing."""
+        for kind, a, b in {tuple(int(x) for x in row) for row in self.change.missing[: int(self.change.count[0])]}:
+            if RESHARD <= kind < WEIGHT:
+                self.templates.add(kind, a, b)
+            elif kind == WEIGHT:
+                needs: list[tuple[int, bool]] = []
+                for k in range(self.program.reader_first[a], self.program.reader_last[a]):
+                    slot = int(self.program.reader[k])
+                    need = self._need(slot), bool(self.program.flows[slot])
+                    if need not in needs:
+                        needs.append(need)
+                self.templates.weight(a, needs, bool(b))
+            else:
+                slots = self.wiring.buffer_slot[self.wiring.buffer_first[a] : self.wiring.buffer_last[a]]
+                self.templates.kept(a, [self._need(int(slot)) for slot in slots])
+
+    def _need(self, slot: int) -> int:
+        """Layout that a reader of the proposal wants."""
+        config = self.proposed.config[self.wiring.slot_operator[slot]]
+        pools = self.templates.pools
+        return int(pools.layout[int(pools.config_reads[config]) + int(self.wiring.slot_position[slot])])
+
+    def _empty_state(self) -> State:
+        slots, devices = len(self.wiring.slot_operator), len(self.topology.devices)
+        numbers = [
+            np.zeros(n, np.uint32) for n in (len(self.graph.operators), *[slots] * 4, len(self.wiring.gather_block))
+        ]
+        stored = [np.zeros(devices, np.uint64) for _ in range(2)]
+        return State(*numbers, *stored, np.full(devices, self.templates.ceiling.always, np.int64))
+
+    def _work(self) -> Work:
+        slots, devices = len(self.wiring.slot_operator), len(self.topology.devices)
+        weights, resources = len(self.wiring.gather_block), len(self.topology.resources)
+        rows, checks = 2 * slots + weights, len(self.program.kind) // STRIDE + 1
+        members = 1 + weights * max(4, devices)
+        flags = [np.zeros(n, np.uint8) for n in (rows, rows)]
+        return Work(
+            np.zeros(devices), np.zeros(resources), np.zeros(resources), np.zeros(devices), np.zeros(devices),
+            np.zeros((2, rows, devices)), *flags, np.zeros((2, checks, 2 * devices + 2 * resources + 2)),
+            np.zeros(checks, np.uint8), np.zeros(checks, np.uint8), np.zeros(resources),
+            np.zeros(resources, np.uint32), *[np.zeros(members, np.uint32) for _ in range(7)],
+            np.zeros(1), np.zeros(1), np.zeros(1, np.uint8), np.zeros(1), np.zeros(2),
+        )  # fmt: skip
+
+
+def _tasks(rows: int, devices: int, count: int) -> Tasks:
+    def numbers(size: int) -> npt.NDArray[np.uint32]:
+        return np.zeros(size, np.uint32)
+
+    wide = 16 * count
+    return Tasks(
+        np.zeros(count), numbers(count + 1), numbers(wide), numbers(count + 1), numbers(wide), np.zeros(wide),
+        numbers(count + 1), numbers(wide), np.zeros(wide), np.zeros(count), np.zeros(8, np.uint64), numbers(devices),
+        np.zeros((rows, devices), np.uint32), numbers(devices), numbers(devices), numbers(wide), numbers(wide),
+        *[np.zeros(count) for _ in range(4)], numbers(count), numbers(count + 2), numbers(wide), numbers(count),
+    )  # fmt: skip
