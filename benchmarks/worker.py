@@ -24,6 +24,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from benchmarks.harness import alternate
 from flexsearch import zoo
+from flexsearch.cost.allocator import return_freed_memory
+from flexsearch.runtime.launch import end
 from flexsearch.runtime.parallel import Parallel, parallelize
 from flexsearch.runtime.timeline import Timeline, record
 from flexsearch.strategy import Strategy
@@ -180,6 +182,7 @@ def measure(job: Job) -> dict[str, Measured]:
         results[name] = _result(variant, [variant.turn(job.steps) for _ in range(job.rounds)], job)
         del variant
         gc.collect()
+        return_freed_memory()
     return results
 
 
@@ -211,6 +214,7 @@ def main(arguments: list[str]) -> None:
     dist.destroy_process_group()
     if rank == 0:
         print(json.dumps({name: dataclasses.asdict(row) for name, row in results.items()}, default=list))
+    end(0)
 
 
 if __name__ == "__main__":

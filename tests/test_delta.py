@@ -154,6 +154,18 @@ def test_so_is_any_legal_strategy(data: Any, name: str) -> None:
         configs = new
 
 
+def test_other_buckets_keep_the_plan_at_hand() -> None:
+    graph, topology = cnn(), Topology.load("p100:1")
+    space, rng = Space(graph, topology), np.random.default_rng(3)
+    configs, new = space.random_plan(rng), space.random_plan(rng)
+    simulator = DeltaSimulator(graph, topology, Costs(graph, topology), Options(), configs)
+    for bucket in (1, 4096, 25 * 2**20):
+        options = Options(bucket_bytes=bucket)
+        simulator.use(options)
+        assert simulator.seconds == times(simulator.lowering.lower(configs, options).tasks.arrays())[0]
+        check_equal(simulator, new, simulator.propose(differences(new, configs)), options)
+
+
 def test_where_ranks_keep_in_step_no_task_graph_is_written_down() -> None:
     graph, topology = mlp(), Topology.load("p100:1")
     space = Space(graph, topology)

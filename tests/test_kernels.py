@@ -17,6 +17,7 @@ from torch import Tensor
 import tests.kernel_cases_more
 from flexsearch.errors import ImportModelError
 from flexsearch.graph.kernels import KernelContext, build_kernel
+from flexsearch.graph.kernels_norm import fused_batch_norm
 from flexsearch.graph.kernels_random import keep_mask
 from flexsearch.graph.notation import Box, Interval
 from flexsearch.graph.operators import _SHIPPED
@@ -201,7 +202,10 @@ def test_batch_statistics_keep_their_digits_in_float32(mean: float) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last])
-def test_batch_norm_in_two_operators_is_that_of_torch(dtype: torch.dtype, layout: torch.memory_format) -> None:
+@pytest.mark.parametrize("at_once", [False, True])
+def test_batch_norm_in_two_operators_is_that_of_torch(
+    dtype: torch.dtype, layout: torch.memory_format, at_once: bool
+) -> None:
     torch.manual_seed(0)
     x = (torch.randn(4, 3, 6, 5) * 2 + 1).to(dtype).to(memory_format=layout)
     weight, bias, gradient = torch.randn(3).to(dtype), torch.randn(3).to(dtype), torch.randn(4, 3, 6, 5).to(dtype)
@@ -219,7 +223,11 @@ def test_batch_norm_in_two_operators_is_that_of_torch(dtype: torch.dtype, layout
         kernels.append(build_kernel(case.op, whole_piece(case.op, shapes, case.output_shapes), shapes, KernelContext()))
     found = [t.clone().requires_grad_() for t in (x, weight, bias)]
     plain = [t.float().requires_grad_() for t in (x, weight, bias)]
-    y = kernels[1](found[0], kernels[0](found[0]), *found[1:])
+    if at_once:
+        statistics, y = fused_batch_norm(second.op, *kernels)(*found)
+        torch.testing.assert_close(statistics, kernels[0](x), rtol=1e-5, atol=1e-5)
+    else:
+        y = kernels[1](found[0], kernels[0](found[0]), *found[1:])
     z = F.batch_norm(plain[0], None, None, *plain[1:], training=True)
     y.backward(gradient)
     z.backward(gradient.float())

@@ -26,7 +26,10 @@ FLOOR = {
 """Floor of each package and top-level module. The zoo is plain torch that anything may build on; "" is
 ``flexsearch/__init__.py``, which hands on what lies below."""
 
-WITH_TORCH = ("graph.importer", "graph.loading", "graph.aten", "graph.kernels", "cost.profiler", "runtime", "zoo")
+WITH_TORCH = (
+    "graph.importer", "graph.loading", "graph.aten", "graph.kernels", "cost.profiler", "cost.neighbours", "runtime",
+    "zoo",
+)  # fmt: skip
 """Modules that may import torch when they are imported (and those whose names begin so)."""
 
 

@@ -126,7 +126,7 @@ def test_any_strategy_computes_what_one_device_does(name: str) -> None:
     (check if SEED is None else seed(int(SEED))(check))()
 
 
-@pytest.mark.parametrize("name", ["convolutions", "decoder"])
+@pytest.mark.parametrize("name", ["convolutions", "ghosts", "decoder"])
 def test_float32_too_in_the_layouts_that_are_fast_there(name: str) -> None:
     graph, expected = _imported(name, "float32").graph, _single(name, "float32", 1)
 

@@ -20,8 +20,8 @@ from flexsearch.search.mcmc import init, step
 from flexsearch.search.optimize import better
 from flexsearch.search.proposals import MOVES, propose
 from flexsearch.search.space import Space
-from flexsearch.simulate.ceiling import Ceiling
 from flexsearch.simulate import memory
+from flexsearch.simulate.ceiling import Ceiling
 from flexsearch.strategy import OperatorConfig, Options, Strategy, check_config, make_config
 from flexsearch.topology import Topology
 from tests.test_baselines import Builder, cnn, ethernet, mlp, transformer

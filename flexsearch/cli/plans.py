@@ -216,7 +216,9 @@ class _Live:
             TextColumn("{task.description}"), BarColumn(bar_width=24), TextColumn("{task.fields[state]}"),
             console=stderr, transient=True, disable=not stderr.is_terminal,
         )  # fmt: skip
-        self.task = self.bar.add_task("baselines", total=self.budget_s or self.limit, state="")
+        self.task = self.bar.add_task(
+            "getting ready (compiling once, the first time)", total=self.budget_s or self.limit, state=""
+        )
 
     def __enter__(self) -> _Live:
         self.bar.start()

@@ -10,13 +10,9 @@ from __future__ import annotations
 
 import gc
 import itertools
-import json
-import os
-import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass
 from math import prod
 from statistics import median
@@ -27,6 +23,7 @@ from torch import Tensor
 
 from flexsearch.cost.allocator import keep_freed_memory
 from flexsearch.cost.compute import Costed
+from flexsearch.cost.neighbours import neighbours
 from flexsearch.cost.profile import Entry, Profile, ProfileDevice, UpdateEntry, cpu_model
 from flexsearch.errors import ProfileError
 from flexsearch.graph.kernels import KernelContext, build_kernel, preferred
@@ -92,7 +89,7 @@ def profile_graph(
     deadline = None if budget_s is None else time.monotonic() + budget_s
     entries: dict[str, Entry] = {}
     total = sum(map(len, rounds))
-    with _threads(threads), _neighbours(graph, device, threads, max_parts, busy_neighbours):
+    with _threads(threads), neighbours(graph, device, threads, max_parts, busy_neighbours):
         bench = Bench(device)
         for cases in rounds:
             if deadline is not None and time.monotonic() > deadline:
@@ -169,7 +166,7 @@ class Bench:
     def measure(self, cases: Sequence[Case], repeats: int, deadline: float | None = None) -> dict[str, Entry]:
         """Entries of these cases, which stand in the graph's order. What a deadline leaves unmeasured is left out."""
         entries: dict[str, Entry] = {}
-        for part in _parts(cases):
+        for part in parts(cases):
             if deadline is not None and time.monotonic() > deadline:
                 break
             runs = [Run(case, self) for case in part]
@@ -321,7 +318,7 @@ class _CudaClock(_Clock):
         return float(start.elapsed_time(end)) * 1e-3
 
 
-def _parts(cases: Sequence[Case]) -> Iterator[list[Case]]:
+def parts(cases: Sequence[Case]) -> Iterator[list[Case]]:
     """Runs of consecutive cases that hold a limited amount of memory until their backward passes."""
     part: list[Case] = []
     held = 0.0
@@ -357,9 +354,7 @@ def measure_updates(
     return entries
 
 
-def _update_s(
-    make: Callable[[list[Tensor]], torch.optim.Optimizer], device: str, count: int, repeats: int
-) -> float:
+def _update_s(make: Callable[[list[Tensor]], torch.optim.Optimizer], device: str, count: int, repeats: int) -> float:
     weights = [torch.zeros(UPDATE_BYTES // 4 // count, device=device, requires_grad=True) for _ in range(count)]
     for weight in weights:
         weight.grad = torch.ones_like(weight)
@@ -397,60 +392,3 @@ def _threads(count: int) -> Iterator[None]:
         yield
     finally:
         torch.set_num_threads(before)
-
-
-@contextmanager
-def _neighbours(graph: OperatorGraph, device: str, threads: int, max_parts: int, count: int) -> Iterator[None]:
-    """``count`` other processes that sweep over the same graph until the end of the block."""
-    request = json.dumps(
-        {"graph": graph.model_dump(mode="json"), "device": device, "threads": threads, "max_parts": max_parts}
-    )
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
-    command = [sys.executable, "-m", "flexsearch.cost.profiler"]
-    processes = [
-        subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment)
-        for _ in range(count)
-    ]
-    try:
-        for process in processes:
-            assert process.stdin is not None and process.stdout is not None
-            process.stdin.write(request + "\n")
-            process.stdin.flush()
-        for process in processes:
-            assert process.stdout is not None
-            if process.stdout.readline() != "ready\n":
-                raise ProfileError("a busy neighbour ended before it began; its error stands above")
-        yield
-    finally:
-        for process in processes:
-            process.kill()
-            process.communicate()
-
-
-def _be_neighbour() -> None:
-    """What a neighbour process does: sweeps over random rounds until it is killed or its parent is gone."""
-    parent = os.getppid()
-    request = json.loads(sys.stdin.readline())
-    _leave_cores_of_parent()
-    torch.set_num_threads(request["threads"])
-    keep_freed_memory()
-    rounds = plan(OperatorGraph.model_validate_json(json.dumps(request["graph"])), request["max_parts"])
-    bench = Bench(request["device"])
-    print("ready", flush=True)
-    for cases in itertools.cycle(rounds):
-        for part in _parts(cases):
-            bench.sweep([Run(case, bench) for case in part])
-            if os.getppid() != parent:
-                return
-
-
-def _leave_cores_of_parent() -> None:
-    """Where the parent is pinned to some cores, work on the others."""
-    if hasattr(os, "sched_setaffinity"):
-        others = set(range(os.cpu_count() or 1)) - os.sched_getaffinity(0)
-        with suppress(OSError):  # a container may forbid it; then all share
-            os.sched_setaffinity(0, others or os.sched_getaffinity(0))
-
-
-if __name__ == "__main__":
-    _be_neighbour()

@@ -3,6 +3,7 @@ up their statistics in between."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from math import prod
 from typing import Any
 
@@ -116,6 +117,50 @@ class _Normalise(torch.autograd.Function):
         by_mean = -deviation * wide * gb.double() - 2 * statistics[0] * by_square
         affine = (None, None) if weight is None else (gw.to(weight.dtype), gb.to(weight.dtype))
         return gx, torch.stack((by_mean, by_square)), *affine, None
+
+
+class _BatchNorm(torch.autograd.Function):
+    """Statistics and normalisation in one, where a device has the whole batch (or group) of its channels: aten's own,
+    which reads x less often. The statistics have no gradient; only running ones may read them."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> tuple[Tensor, Tensor]:
+        x = _settled(x, x)
+        out, mean, invstd = torch.native_batch_norm(x, weight, bias, None, None, True, 0.0, eps)
+        wide = mean.double()
+        statistics = torch.stack((wide, invstd.double().pow(-2) - eps + wide * wide))
+        ctx.save_for_backward(x, weight, mean, invstd)
+        ctx.eps = eps
+        ctx.mark_non_differentiable(statistics)
+        return statistics, out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, _: Tensor, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight, mean, invstd = ctx.saved_tensors
+        wanted = [ctx.needs_input_grad[0], weight is not None, weight is not None]
+        gx, gw, gb = torch.ops.aten.native_batch_norm_backward(
+            _settled(gradient, x), x, weight, None, None, mean, invstd, True, ctx.eps, wanted
+        )
+        return gx, gw, gb, None
+
+
+def fused_batch_norm(op: Operator, statistics: Kernel, normalise: Kernel) -> Callable[..., tuple[Tensor, Tensor]]:
+    """(x, weight, bias) -> (statistics, output) of ``batch_statistics`` and ``batch_norm`` on a device that has all
+    that they need. ``statistics``, ``normalise``: their kernels, which are faster where channels do not come last
+    (``_moments``)."""
+    eps, grouped = float(str(op.attributes["eps"])), _grouped(op)
+
+    def run(x: Tensor, *affine: Tensor) -> tuple[Tensor, Tensor]:
+        single = all(t.dtype == torch.float32 for t in (x, *affine))
+        if single and (x.is_cuda or _channels_last(x)):
+            weight, bias = (*affine, None, None)[:2]
+            found, out = _BatchNorm.apply(x, weight, bias, eps)  # type: ignore[no-untyped-call]
+            return found[None] if grouped else found, out
+        made = statistics(x)
+        return made, normalise(x, made, *affine)
+
+    return run
 
 
 def _grouped(op: Operator) -> bool:

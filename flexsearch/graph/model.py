@@ -252,5 +252,3 @@ class OperatorGraph(FileModel):
             raise ValueError(f"operator {op.name!r}: {error}") from error
         if set(sizes) != set(op.sizes):
             raise ValueError(f"operator {op.name!r} lists axes {list(op.sizes)}, its pattern has {list(sizes)}")
-
-

@@ -42,13 +42,21 @@ def is_whole(axis: str) -> bool:
 
 def volume(box: Box) -> int:
     """Number of elements in a region."""
-    return prod(high - low for low, high in box)
+    count = 1
+    for low, high in box:  # a plain loop: this is called millions of times in a search
+        count *= high - low
+    return count
 
 
 def intersect(a: Box, b: Box) -> Box | None:
     """The region common to both, or None if it is empty."""
-    result = tuple((max(x[0], y[0]), min(x[1], y[1])) for x, y in zip(a, b, strict=True))
-    return result if all(low < high for low, high in result) else None
+    result = []
+    for (low, high), (other_low, other_high) in zip(a, b, strict=True):
+        low, high = max(low, other_low), min(high, other_high)
+        if low >= high:
+            return None
+        result.append((low, high))
+    return tuple(result)
 
 
 @dataclass(frozen=True, slots=True)
@@ -264,9 +272,7 @@ def _spread(texts: Sequence[str], ranks: Sequence[int], template: str) -> dict[s
 
 
 def _expand(text: str, spread: Mapping[str, int]) -> str:
-    return re.sub(
-        r"([A-Za-z]\w*)\.\.", lambda m: " ".join(f"{m[1]}{i}" for i in range(spread[m[1]])), text
-    )
+    return re.sub(r"([A-Za-z]\w*)\.\.", lambda m: " ".join(f"{m[1]}{i}" for i in range(spread[m[1]])), text)
 
 
 def _operand(text: str, pattern: str, parameters: Mapping[str, int]) -> Operand:

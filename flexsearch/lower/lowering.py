@@ -230,9 +230,7 @@ class _Assembly:
         everywhere = tuple(Entry(device, (), 0) for device in range(len(self.topology.devices)))
         self.loss_edge = self._result_edge(graph.loss, everywhere)
         for buffer, name in graph.buffer_updates.items():
-            held = {
-                (e.device, e.box): e for o, p in graph.consumers[buffer] for e in self.placed[o].placement.reads[p]
-            }
+            held = {(e.device, e.box): e for o, p in graph.consumers[buffer] for e in self.placed[o].placement.reads[p]}
             self.update_edges[buffer] = self._result_edge(name, tuple(held.values()))
 
     def _result_edge(self, name: str, need: Layout) -> int:

@@ -23,7 +23,6 @@ from flexsearch.graph import Box, chunk, intersect, volume
 from flexsearch.lower.layout import Entry, Layout
 from flexsearch.topology import Topology
 
-
 MANY: Final = 128
 """Pairs of entries from which on they are compared by numpy."""
 
@@ -230,9 +229,7 @@ class _Planner:
             self.copies.setdefault(entry.term, []).append(s)
         self.sent = [0] * len(topology.devices)
 
-    def phase(
-        self, groups: Sequence[tuple[int, ...]] = (), fixed: dict[int, tuple[int, ...]] | None = None
-    ) -> Phase:
+    def phase(self, groups: Sequence[tuple[int, ...]] = (), fixed: dict[int, tuple[int, ...]] | None = None) -> Phase:
         """``groups``: destination entries to serve by an all-reduce where that is possible. ``fixed``: for each
         destination, the only source entries that it may be put together from."""
         local: list[Move] = []
@@ -253,8 +250,8 @@ class _Planner:
         return Phase(self.source, self.destination, tuple(local), tuple(exchanges))
 
     def _touching(self) -> Sequence[Sequence[int]]:
-        """For each destination the terms that may overlap it, ascending. In large layouts, where few pairs do, all pairs
-        are compared at once."""
+        """For each destination the terms that may overlap it, ascending. In large layouts, where few pairs do, all
+        pairs are compared at once."""
         terms = sorted(self.copies)
         if len(terms) * len(self.destination) < MANY or not self.destination[0].box:
             return [terms] * len(self.destination)

@@ -1,6 +1,6 @@
 """What a plan does, in words: consecutive layers with the same treatment, by their module names.
 
-    features.conv1..conv5: batch over 4 hosts; classifier.fc6..fc8: output features over 4 hosts
+features.conv1..conv5: batch over 4 hosts; classifier.fc6..fc8: output features over 4 hosts
 """
 
 from __future__ import annotations
@@ -176,7 +176,7 @@ def _layer(op: Operator) -> str:
 
 
 def _range(layers: Sequence[str]) -> str:
-    """"features.conv1..conv5" for layers that follow each other; a block is left out beside its own parts."""
+    """ "features.conv1..conv5" for layers that follow each other; a block is left out beside its own parts."""
     names = list(dict.fromkeys(layers))
     names = [name for name in names if not any(other.startswith(f"{name}.") for other in names)]
     first, last = names[0], names[-1]

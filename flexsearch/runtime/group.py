@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import atexit
 import hashlib
 import os
 import tempfile
 from collections.abc import Mapping
+from contextlib import suppress
 from datetime import timedelta
 
 import torch
@@ -36,6 +38,8 @@ def join(topology: Topology, timeout_s: float) -> torch.device:
                     dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=0, world_size=1)
             else:
                 dist.init_process_group(topology.communication.backend, timeout=timedelta(seconds=timeout_s))
+            if dist.get_backend() == "gloo":
+                atexit.register(_leave)
         except (RuntimeError, ValueError) as error:
             raise RuntimeFailure(f"the process group could not be made: {error}") from error
     _check_world(dist.get_world_size(), topology)
@@ -50,6 +54,14 @@ def join(topology: Topology, timeout_s: float) -> torch.device:
         )
     torch.cuda.set_device(local)
     return torch.device("cuda", local)
+
+
+def _leave() -> None:
+    """Leave the group that ``join`` made before the interpreter ends: gloo's threads may hold tensors, and abort the
+    process when they drop them after that (pytorch/pytorch#179291)."""
+    if dist.is_initialized():
+        with suppress(RuntimeError):
+            dist.destroy_process_group()
 
 
 def _check_world(size: int, topology: Topology) -> None:

@@ -199,9 +199,7 @@ class Parallel:
         ]
         return (min(low for low, _ in rows), max(high for _, high in rows)) if rows else (0, 0)
 
-    def sampler(
-        self, length: int, *, shuffle: bool = True, seed: int = 0, epoch: int = 0
-    ) -> Iterator[list[int]]:
+    def sampler(self, length: int, *, shuffle: bool = True, seed: int = 0, epoch: int = 0) -> Iterator[list[int]]:
         """Batch sampler for a data set of ``length`` samples: for each global batch, the indices of this rank's samples
         (for ``DataLoader(batch_sampler=...)`` as a list). The ranks draw the same order; an incomplete last batch is
         left out."""

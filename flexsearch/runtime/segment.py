@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from itertools import accumulate
 
 import torch
 from torch import Tensor
 
 from flexsearch.graph.kernels import KernelContext, build_kernel
+from flexsearch.graph.kernels_norm import fused_batch_norm
 from flexsearch.lower import Lowered
 from flexsearch.runtime.program import Key, Segment
 
@@ -23,6 +25,22 @@ class Pass:
     seeds: list[tuple[str, Tensor]]
 
 
+def _keeping(both: Callable[..., tuple[Tensor, Tensor]], made: list[Tensor]) -> Kernel:
+    """The first result of ``both``; the second is kept in ``made``."""
+
+    def run(*operands: Tensor) -> Tensor:
+        first, second = both(*operands)
+        made.append(second)
+        return first
+
+    return run
+
+
+def _kept(made: list[Tensor]) -> Kernel:
+    """What ``_keeping`` kept, whatever the operands are."""
+    return lambda *_: made.pop()
+
+
 class SegmentRunner:
     """Runs the pieces of a segment's operators on local tensors."""
 
@@ -35,6 +53,30 @@ class SegmentRunner:
             piece = lowered.placed[o].placement.piece_on(device)
             kernel = build_kernel(op, piece, [graph.tensor[name].shape for name in op.inputs], context)
             self.steps.append((kernel, arguments))
+        self._fuse_batch_norms(lowered, device)
+
+    def _fuse_batch_norms(self, lowered: Lowered, device: int) -> None:
+        """Let batch normalisations that have their statistics from this very segment compute both at once."""
+        operators = [lowered.graph.operators[o] for o in self.segment.operators]
+        first = list(accumulate([len(op.outputs) for op in operators], initial=0))
+        sent = {result for result, _ in self.segment.seeds}
+        for j, op in enumerate(operators):
+            if op.kind != "batch_statistics" or first[j] in sent:
+                continue
+            readers = [k for k, arguments in enumerate(self.segment.arguments) if ~first[j] in arguments]
+            norms = [k for k in readers if operators[k].kind == "batch_norm"]
+            if len(norms) != 1 or any(operators[k].kind != "batch_norm_running" for k in readers if k not in norms):
+                continue
+            k = norms[0]
+            piece = lowered.placed[self.segment.operators[k]].placement.piece_on(device)
+            x, _, *affine = self.segment.arguments[k]
+            early = all(a is not None and (a >= 0 or ~a < first[j]) for a in affine)
+            if x != self.segment.arguments[j][0] or not early or ("g" in op.sizes and piece.extent("g") > 1):
+                continue
+            (apart, _), (normalise, arguments) = self.steps[j], self.steps[k]
+            made: list[Tensor] = []
+            self.steps[j] = _keeping(fused_batch_norm(operators[k], apart, normalise), made), (x, *affine)
+            self.steps[k] = _kept(made), arguments
 
     def forward(self, values: Mapping[Key, Tensor]) -> tuple[dict[Key, Tensor], Pass]:
         """Results that leave the segment (detached), and what the backward pass needs."""
@@ -66,6 +108,4 @@ class SegmentRunner:
             [gradient for _, gradient in outputs],
             allow_unused=True,
         )
-        return [
-            (key, gradient) for (key, _), gradient in zip(saved.leaves, found, strict=True) if gradient is not None
-        ]
+        return [(key, gradient) for (key, _), gradient in zip(saved.leaves, found, strict=True) if gradient is not None]

@@ -45,7 +45,7 @@ class Evaluation:
 
 
 class Evaluator:
-    """Evaluates configs of one graph on one topology, and remembers. Each plan is simulated as a change of one at hand."""
+    """Evaluates configs of one graph on one topology, as changes of a plan at hand, and remembers."""
 
     def __init__(self, graph: OperatorGraph, topology: Topology, costs: Costs, options: Options) -> None:
         self.graph, self.topology, self.costs, self.options = graph, topology, costs, options
@@ -91,7 +91,11 @@ class Evaluator:
 
     def use(self, options: Options) -> None:
         """Evaluate under other options from now on."""
-        self.options, self._simulator = options, None
+        if self._simulator is not None and options.optimizer == self.options.optimizer:
+            self._simulator.use(options)
+        else:
+            self._simulator = None
+        self.options, self._last = options, ()
         self._known.clear()
 
     def lower(self, configs: Sequence[OperatorConfig]) -> Lowered:

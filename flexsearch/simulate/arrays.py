@@ -102,8 +102,8 @@ class Pools(NamedTuple):
 class State(NamedTuple):
     """A plan: numbers of templates. ``leader``: the slot whose edge a slot reads; ``need``: its layout. ``forward``,
     ``backward``: reshards of a leader's edge, else template 0, which is empty. ``plan``: of each weight.
-    ``stored_bytes``, ``stored_count``: of trained weights, by device. ``held``: at most so many bytes are in use on each
-    device at any moment, as ``flexsearch.search.ceiling`` counts them."""
+    ``stored_bytes``, ``stored_count``: of trained weights, by device. ``held``: at most so many bytes are in use on
+    each device at any moment, as ``flexsearch.simulate.ceiling`` counts them."""
 
     config: U32
     leader: U32
@@ -148,7 +148,7 @@ class Work(NamedTuple):
 
 
 class Tasks(NamedTuple):
-    """The task graph as it is written down; ``count``: tasks, dependencies, links, drags, nodes so far. ``head``: for
+    """The task graph as it is written down; ``written``: tasks, dependencies, links, drags, nodes so far. ``head``: for
     each row and device a list of the tasks that deliver there, as nodes."""
 
     duration: F64
@@ -161,7 +161,7 @@ class Tasks(NamedTuple):
     drag: U32
     drag_s: F64
     turn: F64
-    count: U64
+    written: U64
     last: U32
     head: npt.NDArray[np.uint32]
     middle: U32

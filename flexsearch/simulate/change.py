@@ -58,13 +58,13 @@ class Table(NamedTuple):
 
 class Change(NamedTuple):
     """Work arrays. ``stamp``: tensors and weights that were done in this round (``round``, (1,)). ``missing``: rows
-    (kind, a, b) of keys that were not found; ``count``: (1,) of them. ``begin``: (1,) first block that changes."""
+    (kind, a, b) of keys that were not found; ``lacking``: (1,) how many. ``begin``: (1,) first block that changes."""
 
     tensor_stamp: U64
     weight_stamp: U64
     round: U64
     missing: U64
-    count: U64
+    lacking: U64
     begin: U64
 
 
@@ -102,12 +102,12 @@ def put(table: Table, kind: Any, a: Any, b: Any, value: Any) -> None:
 
 @lean
 def _miss(change: Change, kind: Any, a: Any, b: Any) -> None:
-    at = np.uint64(change.count[0])
+    at = np.uint64(change.lacking[0])
     if at < np.uint64(change.missing.shape[0]):
         change.missing[at, 0] = np.uint64(kind)
         change.missing[at, 1] = np.uint64(a)
         change.missing[at, 2] = np.uint64(b)
-        change.count[0] = at + ONE
+        change.lacking[0] = at + ONE
 
 
 @lean
@@ -117,11 +117,11 @@ def settle(
 ) -> None:  # fmt: skip
     """Give ``count`` operators their new configs, and update the rest of ``state``, which is equal to ``before``.
 
-    Afterwards ``change.begin[0]`` is the first block of the program that is not as it was. If ``change.count[0]`` is not
-    0, templates were missing and ``state`` is unusable.
+    Afterwards ``change.begin[0]`` is the first block of the program that is not as it was. If ``change.lacking[0]`` is
+    not 0, templates were missing and ``state`` is unusable.
     """
     change.round[0] += ONE
-    change.count[0] = ZERO
+    change.lacking[0] = ZERO
     change.begin[0] = np.uint64(program.kind.shape[0])
     for k in range(ZERO, np.uint64(count)):
         i = np.uint64(operators[k])
@@ -144,8 +144,8 @@ def settle(
             elif wiring.slot_kind[slot] == 3 and wiring.buffer_result[t] != MISSING:
                 result = np.uint64(wiring.buffer_result[t])
                 _settle_tensor(wiring, program, pools, table, state, before, change, result)
-        for t in range(np.uint64(wiring.made_first[i]), np.uint64(wiring.made_last[i])):
-            _settle_tensor(wiring, program, pools, table, state, before, change, t)
+        for made in range(np.uint64(wiring.made_first[i]), np.uint64(wiring.made_last[i])):
+            _settle_tensor(wiring, program, pools, table, state, before, change, made)
 
 
 @lean

@@ -1,8 +1,8 @@
 """Delta simulation: the iteration time of a plan that differs from the one at hand in a few configs.
 
 A proposal changes the templates of its operators, of the edges around them and of their weights (``change``), and the
-pass over the plan goes on from the last checkpoint before the first block that changed (``walk``). The result is that of
-lowering and simulating the whole plan anew, to the bit; rejecting it leaves the plan at hand as it was.
+pass over the plan goes on from the last checkpoint before the first block that changed (``walk``). The result is that
+of lowering and simulating the whole plan anew, to the bit; rejecting it leaves the plan at hand as it was.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class DeltaSimulator:
         self, graph: OperatorGraph, topology: Topology, costs: Costs, options: Options, configs: Configs,
         lowering: Lowering | None = None,
     ) -> None:  # fmt: skip
-        self.graph, self.topology, self.options = graph, topology, options
+        self.graph, self.topology, self.costs, self.options = graph, topology, costs, options
         self.lowering = lowering or Lowering(graph, topology, costs)
         self.templates = Templates(self.lowering, options)
         self.program: Program = make_program(graph, topology, self.lowering, costs, options)
@@ -82,7 +82,7 @@ class DeltaSimulator:
                 self.wiring, self.program, self.templates.pools, self.templates.table, self.proposed, self.state,
                 self.change, operators, numbers, len(numbers),
             )  # fmt: skip
-            if not self.change.count[0]:
+            if not self.change.lacking[0]:
                 break
             self.fill()
         self.held = self.proposed.held
@@ -100,6 +100,15 @@ class DeltaSimulator:
     def reject(self) -> None:
         """Leave the plan at hand as it is."""
 
+    def use(self, options: Options) -> None:
+        """Go on with buckets of another size: templates do not depend on them. The optimizer must stay the same."""
+        self.options = options
+        self.program = make_program(self.graph, self.topology, self.lowering, self.costs, options)
+        self.wiring = make_wiring(self.graph, self.topology, self.lowering, self.program)
+        self.work, self.whole = self._work(), False
+        self.seconds = self.propose({})
+        self.accept()
+
     def times(self) -> tuple[Times, Times]:
         """Start and end (s) of every task of the plan at hand, in the order of its task graph."""
         while self.program.scalars[2] < 2.0:
@@ -111,7 +120,7 @@ class DeltaSimulator:
                 return self.work.start[:count].copy(), self.work.end[:count].copy()
             self.work = self.work._replace(start=np.zeros(2 * count), end=np.zeros(2 * count))
         self._write(self.state)
-        count = int(self.tasks.count[0])
+        count = int(self.tasks.written[0])
         return self.tasks.start[:count].copy(), self.tasks.end[:count].copy()
 
     def grow(self) -> None:
@@ -133,7 +142,7 @@ class DeltaSimulator:
         return float(walk(*arguments, np.uint64(first), np.uint64(mode)))
 
     def _write(self, state: State) -> float:
-        """Makespan (s) by the event-driven simulation of the task graph, written down; there are no checkpoints then."""
+        """Makespan (s) by events, of the task graph written down; there are no checkpoints of the plan then."""
         while self._walk(state, 0, WRITE) < 0.0:
             self.grow()
         self.work.broken[0] = 1
@@ -141,7 +150,7 @@ class DeltaSimulator:
 
     def fill(self) -> None:
         """Add the templates that were missing."""
-        for kind, a, b in {tuple(int(x) for x in row) for row in self.change.missing[: int(self.change.count[0])]}:
+        for kind, a, b in {tuple(int(x) for x in row) for row in self.change.missing[: int(self.change.lacking[0])]}:
             if RESHARD <= kind < WEIGHT:
                 self.templates.add(kind, a, b)
             elif kind == WEIGHT:
@@ -164,35 +173,43 @@ class DeltaSimulator:
 
     def _empty_state(self) -> State:
         slots, devices = len(self.wiring.slot_operator), len(self.topology.devices)
-        numbers = [
-            np.zeros(n, np.uint32) for n in (len(self.graph.operators), *[slots] * 4, len(self.wiring.gather_block))
-        ]
-        stored = [np.zeros(devices, np.uint64) for _ in range(2)]
-        return State(*numbers, *stored, np.full(devices, self.templates.ceiling.always, np.int64))
+        return State(
+            config=_numbers(len(self.graph.operators)), leader=_numbers(slots), need=_numbers(slots),
+            forward=_numbers(slots), backward=_numbers(slots), plan=_numbers(len(self.wiring.gather_block)),
+            stored_bytes=np.zeros(devices, np.uint64), stored_count=np.zeros(devices, np.uint64),
+            held=np.full(devices, self.templates.ceiling.always, np.int64),
+        )  # fmt: skip
 
     def _work(self) -> Work:
         slots, devices = len(self.wiring.slot_operator), len(self.topology.devices)
         weights, resources = len(self.wiring.gather_block), len(self.topology.resources)
         rows, checks = 2 * slots + weights, len(self.program.kind) // STRIDE + 1
-        members = 1 + weights * max(4, devices)
-        flags = [np.zeros(n, np.uint8) for n in (rows, rows)]
+        members = 1 + weights * max(4, devices)  # exchanges that a bucket can hold
         return Work(
-            np.zeros(devices), np.zeros(resources), np.zeros(resources), np.zeros(devices), np.zeros(devices),
-            np.zeros((2, rows, devices)), *flags, np.zeros((2, checks, 2 * devices + 2 * resources + 2)),
-            np.zeros(checks, np.uint8), np.zeros(checks, np.uint8), np.zeros(resources),
-            np.zeros(resources, np.uint32), *[np.zeros(members, np.uint32) for _ in range(7)],
-            np.zeros(1), np.zeros(1), np.zeros(1, np.uint8), np.zeros(1), np.zeros(2),
+            last=np.zeros(devices), free=np.zeros(resources), seen=np.zeros(resources), synced=np.zeros(devices),
+            middle=np.zeros(devices), arrived=np.zeros((2, rows, devices)), version=np.zeros(rows, np.uint8),
+            fresh=np.zeros(rows, np.uint8), checkpoint=np.zeros((2, checks, 2 * devices + 2 * resources + 2)),
+            check_version=np.zeros(checks, np.uint8), check_fresh=np.zeros(checks, np.uint8), load=np.zeros(resources),
+            touched=_numbers(resources), group_key=_numbers(members), group_head=_numbers(members),
+            group_tail=_numbers(members), group_size=_numbers(members), member_exchange=_numbers(members),
+            member_weight=_numbers(members), member_next=_numbers(members), start=np.zeros(1), end=np.zeros(1),
+            broken=np.zeros(1, np.uint8), counted=np.zeros(1), moment=np.zeros(2),
         )  # fmt: skip
 
 
-def _tasks(rows: int, devices: int, count: int) -> Tasks:
-    def numbers(size: int) -> npt.NDArray[np.uint32]:
-        return np.zeros(size, np.uint32)
+def _numbers(size: int) -> npt.NDArray[np.uint32]:
+    return np.zeros(size, np.uint32)
 
+
+def _tasks(rows: int, devices: int, count: int) -> Tasks:
+    """Room for ``count`` tasks, with 16 dependencies, links, ... each on average."""
     wide = 16 * count
     return Tasks(
-        np.zeros(count), numbers(count + 1), numbers(wide), numbers(count + 1), numbers(wide), np.zeros(wide),
-        numbers(count + 1), numbers(wide), np.zeros(wide), np.zeros(count), np.zeros(8, np.uint64), numbers(devices),
-        np.zeros((rows, devices), np.uint32), numbers(devices), numbers(devices), numbers(wide), numbers(wide),
-        *[np.zeros(count) for _ in range(4)], numbers(count), numbers(count + 2), numbers(wide), numbers(count),
+        duration=np.zeros(count), dependency_start=_numbers(count + 1), dependency=_numbers(wide),
+        link_start=_numbers(count + 1), link=_numbers(wide), link_s=np.zeros(wide), drag_start=_numbers(count + 1),
+        drag=_numbers(wide), drag_s=np.zeros(wide), turn=np.zeros(count), written=np.zeros(8, np.uint64),
+        last=_numbers(devices), head=np.zeros((rows, devices), np.uint32), middle=_numbers(devices),
+        synced=_numbers(devices), node_task=_numbers(wide), node_next=_numbers(wide), start=np.zeros(count),
+        end=np.zeros(count), ready=np.zeros(count), left=np.zeros(count), waiting=_numbers(count),
+        reader_start=_numbers(count + 2), reader=_numbers(wide), heap=_numbers(count),
     )  # fmt: skip

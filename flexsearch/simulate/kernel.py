@@ -33,10 +33,13 @@ def compiled(function: F) -> F:
 def lean(function: F) -> F:
     """As ``compiled``, without counting references to arrays: functions that hand dozens of arrays on compile in
     seconds then, not minutes. They must not make arrays."""
-    try:
-        return cast(F, njit(cache=True, nogil=True, _nrt=False)(function))
-    except RuntimeError:
-        return cast(F, njit(nogil=True, _nrt=False)(function))
+    make: Any = njit
+    for options in ({"cache": True, "_nrt": False}, {"_nrt": False}):
+        try:
+            return cast(F, make(nogil=True, **options)(function))
+        except (RuntimeError, KeyError, TypeError):  # no folder for the cache, or a numba without this option
+            continue
+    return compiled(function)
 
 
 ZERO: Any = np.uint64(0)  # unsigned everywhere: mixed with a signed index, numba would compute in float64

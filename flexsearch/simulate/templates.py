@@ -11,8 +11,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from flexsearch.cost.communication import Transfer
-from flexsearch.graph import Tensor
+from flexsearch.graph import Tensor, volume
 from flexsearch.lower import Entry, Lowering, Reshard
 from flexsearch.lower.lowering import Placed
 from flexsearch.lower.reshard import Exchange
@@ -173,13 +172,15 @@ class Templates:
         transfer, count = exchange.transfer, len(exchange.devices)
         ring = exchange.form == "all_reduce"
         amount = exchange.nbytes // (2 * (count - 1)) if ring else 0
-        links, drags, latency = self._loads(exchange, transfer)
+        links, drags, latency = self._loads(exchange) if dtype else ({}, {}, 0.0)
         self._rows("send", "send_first", "send_last", send=exchange.senders)
         self._rows("receive", "receive_first", "receive_last", receive=exchange.receivers)
         self._rows("link", "link_first", "link_last", link=[r for r, _ in transfer.links],
-                   link_s=[s for _, s in transfer.links], link_load=[links[r] for r, _ in transfer.links])  # fmt: skip
+                   link_s=[s for _, s in transfer.links],
+                   link_load=[links.get(r, 0) for r, _ in transfer.links])  # fmt: skip
         self._rows("drag", "drag_first", "drag_last", drag=[r for r, _ in transfer.drag],
-                   drag_s=[s for _, s in transfer.drag], drag_load=[drags[r] for r, _ in transfer.drag])  # fmt: skip
+                   drag_s=[s for _, s in transfer.drag],
+                   drag_load=[drags.get(r, 0) for r, _ in transfer.drag])  # fmt: skip
         self._append("duration", [transfer.duration_s])
         self._append("latency", [latency])
         self._append("amount", [amount])
@@ -190,9 +191,9 @@ class Templates:
             self._append("key_ring", [count if ring else 0])
         self._append("key", [self._keys[key]])
 
-    def _loads(self, exchange: Exchange, transfer: Transfer) -> tuple[dict[int, int], dict[int, int], float]:
-        """Bytes by link and by processor, and the longest latency; of an all-reduce edges of the ring instead of
-        bytes, which a bucket multiplies by its own."""
+    def _loads(self, exchange: Exchange) -> tuple[dict[int, int], dict[int, int], float]:
+        """What a bucket adds up: bytes by link and by processor, and the longest latency. Of an all-reduce edges of the
+        ring instead of bytes, which a bucket multiplies by its own."""
         ring = sorted(exchange.devices)
         messages: Iterable[tuple[int, int, int]] = exchange.messages
         if exchange.form == "all_reduce":
@@ -237,7 +238,7 @@ class Templates:
         self._append("plan_sync", [sync])
         storage = plan.storage if plan is not None and trained else ()
         self._rows("store_device", "store_first", "store_last", store_device=[e.device for e in storage],
-                   store_bytes=[_volume(e) * tensor.itemsize for e in storage] if tensor is not None else ())  # fmt: skip
+                   store_bytes=[volume(e.box) * tensor.itemsize for e in storage] if tensor else ())  # fmt: skip
         self._append("plan_held", [held])
         return number
 
@@ -250,10 +251,3 @@ class Templates:
             for e in self.lowering.layout(layout):
                 held[e.device, e.box] = e
         self.put(LAYOUT, node, 0, self.lowering.intern(tuple(held.values())))
-
-
-def _volume(entry: Entry) -> int:
-    count = 1
-    for low, high in entry.box:
-        count *= high - low
-    return count

@@ -19,7 +19,6 @@ import numpy as np
 from flexsearch.simulate.arrays import (
     BACKWARD,
     F64,
-    FORWARD,
     GATHER,
     NOTHING,
     RECORD,
@@ -40,7 +39,6 @@ from flexsearch.simulate.write import (
     after,
     after_one,
     room,
-    time_written,
     write_compute,
     write_drag,
     write_link,
@@ -49,7 +47,7 @@ from flexsearch.simulate.write import (
 
 
 @lean
-def walk(program: Program, pools: Pools, state: State, work: Work, tasks: Tasks, first: Any, mode: Any) -> float:
+def walk(program: Program, pools: Pools, state: State, work: Work, tasks: Tasks, first: Any, mode: Any) -> Any:
     """Makespan (s) of the plan, from block ``first`` on (a multiple of STRIDE; what came before is as in the
     checkpoint). ``work.broken[0]`` is 1 afterwards if the result is void. In mode WRITE: fills ``tasks`` from the
     beginning and returns 0; -1 if ``tasks`` is too small."""
@@ -61,7 +59,7 @@ def walk(program: Program, pools: Pools, state: State, work: Work, tasks: Tasks,
     work.fresh[:] = 0
     work.check_fresh[:] = 0
     if mode == WRITE:
-        tasks.count[:] = 0
+        tasks.written[:] = 0
         tasks.last[:] = NOTHING
         tasks.synced[:] = NOTHING
     b = np.uint64(first)
@@ -104,10 +102,10 @@ def walk(program: Program, pools: Pools, state: State, work: Work, tasks: Tasks,
             _update(program, state, work, tasks, mode, moment)
         b += ONE
     if mode == WRITE:
-        count = np.uint64(tasks.count[0])
-        tasks.dependency_start[count] = tasks.count[1]
-        tasks.link_start[count] = tasks.count[2]
-        tasks.drag_start[count] = tasks.count[3]
+        count = np.uint64(tasks.written[0])
+        tasks.dependency_start[count] = tasks.written[1]
+        tasks.link_start[count] = tasks.written[2]
+        tasks.drag_start[count] = tasks.written[3]
     work.counted[0] = moment[1]
     return moment[0]
 
@@ -282,7 +280,7 @@ def _reshard(pools: Pools, work: Work, tasks: Tasks, row: Any, template: Any, mo
 @lean
 def _exchange(
     pools: Pools, work: Work, tasks: Tasks, x: Any, before: F64, heads: U32, second: Any, mode: Any, moment: F64
-) -> float:
+) -> Any:
     """One communication task; ``before``, ``heads``: what the first phase delivered, which the ``second`` waits for.
     Returns its end (s)."""
     if mode == WRITE:
@@ -335,11 +333,11 @@ def _deliver(pools: Pools, tasks: Tasks, x: Any, arrived: F64, heads: U32, finis
     for k in range(np.uint64(pools.receive_first[x]), np.uint64(pools.receive_last[x])):
         d = np.uint64(pools.receive[k])
         if mode == WRITE:
-            node = np.uint64(tasks.count[4])
-            tasks.node_task[node] = tasks.count[0] - ONE
+            node = np.uint64(tasks.written[4])
+            tasks.node_task[node] = tasks.written[0] - ONE
             tasks.node_next[node] = heads[d]
             heads[d] = node
-            tasks.count[4] += ONE
+            tasks.written[4] += ONE
         else:
             arrived[d] = max(arrived[d], finish)
 
@@ -375,22 +373,22 @@ def _synchronise(
     for g in range(ZERO, groups):
         m = np.uint64(work.group_head[g])
         if work.group_size[g] == 1:
-            x = np.uint64(work.member_exchange[m])
-            finish = _exchange(pools, work, tasks, x, work.middle, tasks.middle, False, mode, moment)
+            alone = np.uint64(work.member_exchange[m])
+            finish = _exchange(pools, work, tasks, alone, work.middle, tasks.middle, False, mode, moment)
         else:
             finish = _merged(program, pools, work, tasks, g, mode, moment)
         for _ in range(np.uint64(work.group_size[g])):
-            x, w = np.uint64(work.member_exchange[m]), np.uint64(work.member_weight[m])
-            _deliver(pools, tasks, x, work.synced, tasks.synced, finish, mode)
+            e, w = np.uint64(work.member_exchange[m]), np.uint64(work.member_weight[m])
+            _deliver(pools, tasks, e, work.synced, tasks.synced, finish, mode)
             t = np.uint64(pools.plan_sync[np.uint64(state.plan[w])])
             if pools.reshard_middle[t] < pools.reshard_last[t]:
                 row = TWO * slots + w
-                _deliver(pools, tasks, x, work.arrived[_version(work, row), row], tasks.head[row], finish, mode)
+                _deliver(pools, tasks, e, work.arrived[_version(work, row), row], tasks.head[row], finish, mode)
             m = np.uint64(work.member_next[m])
 
 
 @lean
-def _merged(program: Program, pools: Pools, work: Work, tasks: Tasks, g: Any, mode: Any, moment: F64) -> float:
+def _merged(program: Program, pools: Pools, work: Work, tasks: Tasks, g: Any, mode: Any, moment: F64) -> Any:
     """The task that several exchanges of a bucket are together: their bytes add up on every link."""
     ready, latency, total = 0.0, 0.0, ZERO
     touched = dragged = ZERO
@@ -478,7 +476,9 @@ def _second(program: Program, pools: Pools, state: State, work: Work, tasks: Tas
         t = np.uint64(pools.plan_sync[np.uint64(state.plan[w])])
         row = TWO * slots + w
         for x in range(np.uint64(pools.reshard_middle[t]), np.uint64(pools.reshard_last[t])):
-            finish = _exchange(pools, work, tasks, x, work.arrived[_version(work, row), row], tasks.head[row], True, mode, moment)
+            finish = _exchange(
+                pools, work, tasks, x, work.arrived[_version(work, row), row], tasks.head[row], True, mode, moment
+            )
             _deliver(pools, tasks, x, work.synced, tasks.synced, finish, mode)
 
 

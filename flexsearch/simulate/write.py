@@ -22,7 +22,7 @@ def room(tasks: Tasks, devices: Any) -> bool:
             tasks.node_task.shape[0],
         )
     ):
-        if tasks.count[np.uint64(k)] * np.uint64(3) > np.uint64(size) * TWO:
+        if tasks.written[np.uint64(k)] * np.uint64(3) > np.uint64(size) * TWO:
             return False
     return True
 
@@ -30,8 +30,8 @@ def room(tasks: Tasks, devices: Any) -> bool:
 @lean
 def after_one(tasks: Tasks, task: Any) -> None:
     if task != NOTHING:
-        tasks.dependency[tasks.count[1]] = task
-        tasks.count[1] += ONE
+        tasks.dependency[tasks.written[1]] = task
+        tasks.written[1] += ONE
 
 
 @lean
@@ -39,50 +39,50 @@ def after(tasks: Tasks, head: Any) -> None:
     """The task to be written next depends on all tasks of a list."""
     node = head
     while node != NOTHING:
-        tasks.dependency[tasks.count[1]] = tasks.node_task[np.uint64(node)]
-        tasks.count[1] += ONE
+        tasks.dependency[tasks.written[1]] = tasks.node_task[np.uint64(node)]
+        tasks.written[1] += ONE
         node = tasks.node_next[np.uint64(node)]
 
 
 @lean
 def write_link(tasks: Tasks, resource: Any, seconds: float) -> None:
-    tasks.link[tasks.count[2]] = resource
-    tasks.link_s[tasks.count[2]] = seconds
-    tasks.count[2] += ONE
+    tasks.link[tasks.written[2]] = resource
+    tasks.link_s[tasks.written[2]] = seconds
+    tasks.written[2] += ONE
 
 
 @lean
 def write_drag(tasks: Tasks, resource: Any, seconds: float) -> None:
-    tasks.drag[tasks.count[3]] = resource
-    tasks.drag_s[tasks.count[3]] = seconds
-    tasks.count[3] += ONE
+    tasks.drag[tasks.written[3]] = resource
+    tasks.drag_s[tasks.written[3]] = seconds
+    tasks.written[3] += ONE
 
 
 @lean
 def write_compute(program: Program, tasks: Tasks, d: Any, seconds: float) -> None:
     after_one(tasks, tasks.last[d])
     write_link(tasks, program.processor[d], seconds)
-    tasks.last[d] = tasks.count[0]
+    tasks.last[d] = tasks.written[0]
     write_task(tasks, seconds, program.turn[d])
 
 
 @lean
 def write_task(tasks: Tasks, duration: float, turn: float) -> None:
     """End the task whose dependencies, links and drags have been written."""
-    at = tasks.count[0]
+    at = tasks.written[0]
     tasks.duration[at] = duration
     tasks.turn[at] = turn
-    tasks.count[0] = at + ONE
-    tasks.dependency_start[at + ONE] = tasks.count[1]
-    tasks.link_start[at + ONE] = tasks.count[2]
-    tasks.drag_start[at + ONE] = tasks.count[3]
+    tasks.written[0] = at + ONE
+    tasks.dependency_start[at + ONE] = tasks.written[1]
+    tasks.link_start[at + ONE] = tasks.written[2]
+    tasks.drag_start[at + ONE] = tasks.written[3]
 
 
 @compiled
 def time_written(tasks: Tasks, work: Work) -> float:
     """Makespan (s) of the task graph that was written; fills ``tasks.start`` and ``tasks.end``."""
-    count, dependencies = np.uint64(tasks.count[0]), np.uint64(tasks.count[1])
-    links, drags = np.uint64(tasks.count[2]), np.uint64(tasks.count[3])
+    count, dependencies = np.uint64(tasks.written[0]), np.uint64(tasks.written[1])
+    links, drags = np.uint64(tasks.written[2]), np.uint64(tasks.written[3])
     makespan: float = run(
         tasks.duration[:count], tasks.dependency_start[: count + ONE], tasks.dependency[:dependencies],
         tasks.link_start[: count + ONE], tasks.link[:links], tasks.link_s[:links], tasks.drag_start[: count + ONE],

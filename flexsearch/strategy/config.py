@@ -65,7 +65,7 @@ def check_config(op: Operator, config: OperatorConfig, device_count: int) -> Non
             raise StrategyError(f"{where}: degree {parts} on axis {axis!r} of size {op.sizes[axis]} is impossible")
         if parts > 1 and axis not in op.splittable:
             raise StrategyError(
-                f"{where}: axis {axis!r} cannot be split in pattern \"{op.pattern}\" "
+                f'{where}: axis {axis!r} cannot be split in pattern "{op.pattern}" '
                 f"(splittable: {', '.join(op.splittable) or 'none'})"
             )
     order = [axis for axis in op.sizes if config.degree(axis) > 1]
