@@ -21,6 +21,7 @@ import dataclasses
 import sys
 import tempfile
 import time
+from argparse import Namespace
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -91,6 +92,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     made.add_argument("--rounds", type=int, help="turns of each variant")
     made.add_argument("--profile-dir", type=Path, help="keep measured profile and topologies here, and reuse them")
     made.add_argument("--only", choices=("speed", "accuracy"), help="leave the other table out")
+    made.add_argument("--hosts", type=int, choices=(PAIR, HOSTS), help="only the accuracy on so many hosts")
     options = made.parse_args(arguments)
     if (reason := unavailable()) is not None:
         say(f"this benchmark needs network namespaces: {reason}")
@@ -107,7 +109,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.rounds:
         effort = dataclasses.replace(effort, rounds=options.rounds)
     with tempfile.TemporaryDirectory() as scratch:
-        rows, failed = run(models, Machine(options.profile_dir or Path(scratch), Path(scratch), effort), options.only)
+        rows, failed = run(models, Machine(options.profile_dir or Path(scratch), Path(scratch), effort), options)
     if options.json:
         report(rows, "", True)
     for table, title in TITLES.items():
@@ -116,8 +118,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return int(failed)
 
 
-def run(models: Sequence[str], machine: Machine, only: str | None) -> tuple[list[Row], bool]:
-    """Rows of all tables, and whether any part failed: the others go on without it."""
+def run(models: Sequence[str], machine: Machine, options: Namespace) -> tuple[list[Row], bool]:
+    """Rows of the tables that are asked for, and whether any part failed: the others go on without it."""
     rows: list[Row] = []
     failed = False
     for model in models:
@@ -126,7 +128,8 @@ def run(models: Sequence[str], machine: Machine, only: str | None) -> tuple[list
         ]  # fmt: skip
         made: dict[int, Plans] = {}
         for name, hosts, part in parts:
-            if only in (None, name):
+            wanted = options.only in (None, name) and (name == "speed" or options.hosts in (None, hosts))
+            if wanted:
                 began = time.monotonic()
                 try:
                     made[hosts] = made.get(hosts) or Plans(machine, model, hosts)

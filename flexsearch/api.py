@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from flexsearch.runtime.parallel import Loss
 
 
-MARGIN = 0.02
+MARGIN = 0.05
 """A plan that gains a smaller share of the best baseline's time is not preferred to it: predictions err by more."""
 
 

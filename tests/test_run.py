@@ -112,6 +112,37 @@ def test_inputs_by_name_reach_the_model_as_they_did_at_import() -> None:
     assert first == second and first[0] == pytest.approx(model(**inputs).item(), rel=1e-5)
 
 
+class Chosen(torch.nn.Module):
+    """Batch normalisation, and an operator outside the table."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.linear, self.norm = torch.nn.Linear(6, 4), torch.nn.BatchNorm1d(4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.cumsum(self.norm(self.linear(x)), 1).square().mean()
+
+
+def _chosen() -> torch.Tensor:
+    torch.manual_seed(1)
+    return torch.randn(8, 6)
+
+
+def _train_chosen(file: str) -> float:
+    strategy = Strategy.from_file(StrategyFile.model_validate_json(file))
+    return parallelize(Chosen(), strategy, optimizer=partial(torch.optim.SGD, lr=0.1)).step(_chosen()).item()
+
+
+def test_what_was_chosen_at_import_is_in_the_strategy_and_chosen_again() -> None:
+    graph = import_model(Chosen(), _chosen(), opaque=True, batch_norm_groups=2)
+    strategy = baseline("data-parallel", graph, Topology.load("ethernet-1g:2"))
+    assert strategy.to_file().graph.tracing == graph.tracing
+    parts = torch.stack([Chosen()(part) for part in _chosen().chunk(2)]).mean().item()
+    assert pool(2).run(_train_chosen, _file(strategy)) == pytest.approx([parts] * 2, rel=1e-5)
+    assert Chosen()(_chosen()).item() != pytest.approx(parts, rel=1e-3)
+
+
 def test_a_batch_without_data_is_filled_alike_everywhere() -> None:
     shapes = {"x": torch.empty(2, 3, device="meta"), "y": [torch.empty(4, dtype=torch.int64, device="meta"), 5]}
     one, two = (_filled(shapes, torch.Generator().manual_seed(1)) for _ in range(2))

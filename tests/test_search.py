@@ -93,6 +93,22 @@ def test_an_interrupted_search_returns_its_best() -> None:
     result.strategy.check(graph, topology)
 
 
+def test_a_baseline_is_kept_unless_it_is_beaten_by_the_margin() -> None:
+    graph, topology = cnn(batch=32, hidden=2048), ethernet(4)
+    costs = Costs(graph, topology)
+    found = search(graph, topology, costs, proposals=200)
+    name = min(found.baselines, key=lambda name: found.baselines[name].simulation.makespan_s)
+    best = found.baselines[name]
+    gain = 1 - found.simulation.makespan_s / best.simulation.makespan_s
+    assert gain > 0.02
+    beaten = search(graph, topology, costs, proposals=200, margin=gain / 2)
+    assert beaten.strategy.configs == found.strategy.configs
+    kept = search(graph, topology, costs, proposals=200, margin=0.9)
+    assert kept.strategy.configs == best.strategy.configs and kept.strategy.search is not None
+    assert f"less than 90 % faster than {name}" in kept.stopped and kept.strategy.search.start == name
+    assert kept.simulation.makespan_s <= best.simulation.makespan_s
+
+
 def test_it_goes_on_from_a_given_plan() -> None:
     graph, topology = cnn(batch=32, hidden=2048), ethernet(4)
     before = find(graph, topology, 200)

@@ -53,7 +53,7 @@ def optimize(
     margin: Annotated[
         float,
         typer.Option("--margin", min=0.0, max=100.0, help="Percent by which a plan must beat the best baseline."),
-    ] = 2.0,
+    ] = 5.0,
     as_json: JsonOption = False,
 ) -> None:
     """Search for the fastest plan and write it as a strategy file.
