@@ -164,8 +164,9 @@ def test_nothing_is_left_when_the_context_ends_with_an_error() -> None:
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
 def test_nothing_is_left_when_the_benchmark_is_stopped(number: signal.Signals) -> None:
     program = """
-import sys
+import signal
 from benchmarks.netns import SlowNetwork
+signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored where the tests were started in the background
 with SlowNetwork(2) as network:
     ranks = network.launch(["sleep", "300"])
     print(*(r.pid for r in ranks), flush=True)
