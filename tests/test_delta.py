@@ -166,6 +166,43 @@ def test_other_buckets_keep_the_plan_at_hand() -> None:
         check_equal(simulator, new, simulator.propose(differences(new, configs)), options)
 
 
+def test_room_for_task_graphs_grows() -> None:
+    graph, topology, options = cnn(), uneven(4, "full", 1e-9, 2), Options(bucket_bytes=1)
+    rng, space = np.random.default_rng(0), Space(graph, topology)
+    configs, new = space.random_plan(rng), space.random_plan(rng)
+    simulator = DeltaSimulator(graph, topology, Costs(graph, topology), options, configs, room=1)
+    check_equal(simulator, new, simulator.propose(differences(new, configs)), options)
+    assert len(simulator.tasks.duration) > 1
+
+
+def test_only_what_was_just_proposed_can_be_accepted() -> None:
+    graph, topology = mlp(), Topology.load("p100:1")
+    rng, space = np.random.default_rng(0), Space(graph, topology)
+    configs, new = space.random_plan(rng), space.random_plan(rng)
+    simulator = DeltaSimulator(graph, topology, Costs(graph, topology), Options(), configs)
+    for drop in (simulator.reject, simulator.times, lambda: None):
+        simulator.propose(differences(new, simulator.configs))
+        drop()
+        if drop in (simulator.reject, simulator.times):
+            with pytest.raises(RuntimeError, match="nothing has been proposed"):
+                simulator.accept()
+    simulator.accept()
+    assert simulator.configs == new
+
+
+def test_what_comes_before_a_change_is_not_simulated_again() -> None:
+    graph, topology = mlp(layers=12), Topology.load("p100:1")
+    configs = (OperatorConfig((), (0,), 1),) * len(graph.operators)
+    simulator = DeltaSimulator(graph, topology, Costs(graph, topology), Options(), configs)
+    last = len(graph.operators) - 2
+    change = {last: OperatorConfig((), (1,), 1)}
+    expected = simulator.propose(change)
+    simulator.templates.pools.entry_forward_s[simulator.templates.pools.config_first[simulator.state.config[0]]] *= 2
+    assert simulator.propose(change) == expected
+    simulator.whole = False  # as if there were no checkpoints
+    assert simulator.propose(change) > expected
+
+
 def test_where_ranks_keep_in_step_no_task_graph_is_written_down() -> None:
     graph, topology = mlp(), Topology.load("p100:1")
     space = Space(graph, topology)

@@ -29,7 +29,6 @@ class Program(NamedTuple):
 
     kind: U8
     argument: U32
-    backward: U8  # by operator: whether it has a backward task
     operand_first: U32  # by operator: its operands' slots
     operand_last: U32
     result_first: U32  # by operator: slots of those that read its outputs, in ``result``
@@ -47,7 +46,10 @@ class Program(NamedTuple):
     turn: F64  # by device
     update_byte_s: F64  # by device
     update_tensor_s: F64
-    scalars: F64  # start of a communication (s), processor seconds per byte, 1 if processors can hold tasks up
+    scalars: (
+        F64  # start of a communication (s), processor seconds per byte, and whether processors can hold tasks up: 0 no,
+    )
+    # 1 yes, 2 yes and devices that share one take turns
 
 
 class Pools(NamedTuple):

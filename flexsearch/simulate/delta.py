@@ -36,11 +36,13 @@ class DeltaSimulator:
     >>> simulator = DeltaSimulator(graph, topology, costs, options, configs)
     >>> seconds = simulator.propose({3: config})      # iteration time (s) with operator 3 changed
     >>> simulator.accept()                            # or reject()
+
+    ``room``: tasks of a task graph for which there is room at first; it grows.
     """
 
     def __init__(
         self, graph: OperatorGraph, topology: Topology, costs: Costs, options: Options, configs: Configs,
-        lowering: Lowering | None = None,
+        lowering: Lowering | None = None, room: int = 4096,
     ) -> None:  # fmt: skip
         self.graph, self.topology, self.costs, self.options = graph, topology, costs, options
         self.lowering = lowering or Lowering(graph, topology, costs)
@@ -49,7 +51,7 @@ class DeltaSimulator:
         self.wiring: Wiring = make_wiring(graph, topology, self.lowering, self.program)
         self.state, self.proposed = (self._empty_state() for _ in range(2))
         self.work = self._work()
-        self.tasks = _tasks(len(self.work.version), len(topology.devices), 4096)
+        self.tasks = _tasks(len(self.work.version), len(topology.devices), room)
         self.change = Change(
             np.zeros(len(self.wiring.tensor_producer), np.uint64), np.zeros(len(self.wiring.gather_block), np.uint64),
             np.zeros(1, np.uint64), np.zeros((_MISSING_ROWS, 3), np.uint64), np.zeros(1, np.uint64),
@@ -59,7 +61,7 @@ class DeltaSimulator:
         """Passes that gave the time, and plans whose task graph had to be written down."""
         self.whole = False
         """Whether the checkpoints are those of the plan at hand."""
-        self._seconds = 0.0
+        self._seconds, self._pending = 0.0, False
         self.held = self.state.held
         """At most so many bytes are in use on each device at any moment, under the last proposal."""
         self.seconds = self.propose(dict(enumerate(configs)))
@@ -84,13 +86,17 @@ class DeltaSimulator:
             )  # fmt: skip
             if not self.change.lacking[0]:
                 break
-            self.fill()
+            self._fill()
         self.held = self.proposed.held
+        self._pending = True
         self._seconds = self._time(int(self.change.begin[0]) if self.whole else 0)
         return self._seconds
 
     def accept(self) -> None:
-        """Make the last proposal the plan at hand."""
+        """Make the last proposal the plan at hand. Raises RuntimeError if there is none."""
+        if not self._pending:
+            raise RuntimeError("nothing has been proposed since the last accept, reject or times")
+        self._pending = False
         self.state, self.proposed = self.proposed, self.state
         self.seconds = self._seconds
         self.whole = not self.work.broken[0]
@@ -99,6 +105,7 @@ class DeltaSimulator:
 
     def reject(self) -> None:
         """Leave the plan at hand as it is."""
+        self._pending = False
 
     def use(self, options: Options) -> None:
         """Go on with buckets of another size: templates do not depend on them. The optimizer must stay the same."""
@@ -110,7 +117,8 @@ class DeltaSimulator:
         self.accept()
 
     def times(self) -> tuple[Times, Times]:
-        """Start and end (s) of every task of the plan at hand, in the order of its task graph."""
+        """Start and end (s) of every task of the plan at hand, in the order of its task graph. Drops a proposal."""
+        self._pending = False  # the pass below takes the place of the proposal's
         while self.program.scalars[2] < 2.0:
             self._walk(self.state, 0, RECORD)
             count = int(self.work.counted[0])
@@ -123,7 +131,7 @@ class DeltaSimulator:
         count = int(self.tasks.written[0])
         return self.tasks.start[:count].copy(), self.tasks.end[:count].copy()
 
-    def grow(self) -> None:
+    def _grow(self) -> None:
         """Make room for larger task graphs."""
         self.tasks = _tasks(len(self.work.version), len(self.topology.devices), 2 * len(self.tasks.duration))
 
@@ -144,11 +152,11 @@ class DeltaSimulator:
     def _write(self, state: State) -> float:
         """Makespan (s) by events, of the task graph written down; there are no checkpoints of the plan then."""
         while self._walk(state, 0, WRITE) < 0.0:
-            self.grow()
+            self._grow()
         self.work.broken[0] = 1
         return float(time_written(self.tasks, self.work))
 
-    def fill(self) -> None:
+    def _fill(self) -> None:
         """Add the templates that were missing."""
         for kind, a, b in {tuple(int(x) for x in row) for row in self.change.missing[: int(self.change.lacking[0])]}:
             if RESHARD <= kind < WEIGHT:

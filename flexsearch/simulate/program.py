@@ -78,7 +78,6 @@ def make_program(
     return Program(
         kind=np.array([kind for kind, _ in blocks], np.uint8),
         argument=np.array([argument for _, argument in blocks], np.uint32),
-        backward=np.array(graph.has_backward, np.uint8),
         operand_first=operands.first, operand_last=operands.last,
         result_first=made.first, result_last=made.last, result=made.all,
         flows=np.array(flows + [False] * sum(map(len, results.values())), np.uint8),

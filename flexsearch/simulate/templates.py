@@ -70,8 +70,6 @@ class Templates:
         self._parameters = self.graph.of_kind("parameter")
         self.configs: list[OperatorConfig | None] = []
         """Config of each number; number 0 is none."""
-        self.operators: list[int] = []
-        """Its operator."""
         self._reshard(None, "", 1)
         self._config(None, None, 0)
         self._add_plan(None, None)
@@ -128,7 +126,6 @@ class Templates:
 
     def _config(self, placed: Placed | None, config: OperatorConfig | None, operator: int) -> int:
         self.configs.append(config)
-        self.operators.append(operator)
         devices = placed.placement.devices if placed is not None else ()
         self._rows(
             "entry_device", "config_first", "config_last", entry_device=devices,
@@ -164,8 +161,8 @@ class Templates:
         for name, value in (("reshard_first", first), ("reshard_middle", middle)):
             self._append(name, [value])
         self._append("reshard_last", [self.columns["duration"].size])
-        held = np.zeros(len(self.topology.devices), np.int64)
-        self._append("reshard_held", [held if plan is None or plan.trivial else self.ceiling.moved(plan, itemsize)])
+        nothing = np.zeros(len(self.topology.devices), np.int64)
+        self._append("reshard_held", [nothing if plan is None else self.ceiling.moved(plan, itemsize)])
         return number
 
     def _exchange(self, exchange: Exchange, dtype: str) -> None:

@@ -38,7 +38,8 @@ from flexsearch.simulate.kernel import ONE, TWO, ZERO, lean
 from flexsearch.simulate.write import (
     after,
     after_one,
-    room,
+    fits,
+    note,
     write_compute,
     write_drag,
     write_link,
@@ -68,8 +69,6 @@ def walk(program: Program, pools: Pools, state: State, work: Work, tasks: Tasks,
             _save(work, b // np.uint64(STRIDE), devices, moment)
         if work.broken[0] == 1 and mode == TIME:
             return 0.0
-        if mode == WRITE and not room(tasks, devices):
-            return -1.0
         kind, argument = program.kind[b], np.uint64(program.argument[b])
         if kind <= BACKWARD:
             # One loop for all three, and one call of each helper: every further call is compiled in anew.
@@ -101,11 +100,8 @@ def walk(program: Program, pools: Pools, state: State, work: Work, tasks: Tasks,
         else:
             _update(program, state, work, tasks, mode, moment)
         b += ONE
-    if mode == WRITE:
-        count = np.uint64(tasks.written[0])
-        tasks.dependency_start[count] = tasks.written[1]
-        tasks.link_start[count] = tasks.written[2]
-        tasks.drag_start[count] = tasks.written[3]
+    if mode == WRITE and not fits(tasks):
+        return -1.0
     work.counted[0] = moment[1]
     return moment[0]
 
@@ -333,11 +329,7 @@ def _deliver(pools: Pools, tasks: Tasks, x: Any, arrived: F64, heads: U32, finis
     for k in range(np.uint64(pools.receive_first[x]), np.uint64(pools.receive_last[x])):
         d = np.uint64(pools.receive[k])
         if mode == WRITE:
-            node = np.uint64(tasks.written[4])
-            tasks.node_task[node] = tasks.written[0] - ONE
-            tasks.node_next[node] = heads[d]
-            heads[d] = node
-            tasks.written[4] += ONE
+            note(tasks, heads, d)
         else:
             arrived[d] = max(arrived[d], finish)
 

@@ -6,32 +6,30 @@ from typing import Any
 
 import numpy as np
 
-from flexsearch.simulate.arrays import NOTHING, Program, Tasks, Work
+from flexsearch.simulate.arrays import NOTHING, U32, Program, Tasks, Work
 from flexsearch.simulate.kernel import ONE, TWO, compiled, lean, run
 
 
 @lean
-def room(tasks: Tasks, devices: Any) -> bool:
-    """Whether a block surely fits: a third of each column is left."""
-    for k, size in enumerate(
-        (
-            tasks.duration.shape[0],
-            tasks.dependency.shape[0],
-            tasks.link.shape[0],
-            tasks.drag.shape[0],
-            tasks.node_task.shape[0],
-        )
-    ):
-        if tasks.written[np.uint64(k)] * np.uint64(3) > np.uint64(size) * TWO:
-            return False
-    return True
+def fits(tasks: Tasks) -> bool:
+    """Whether there was room for all that was written. What finds no room is counted, not written."""
+    return (
+        tasks.written[0] <= np.uint64(tasks.duration.shape[0])
+        and tasks.written[1] <= np.uint64(tasks.dependency.shape[0])
+        and tasks.written[2] <= np.uint64(tasks.link.shape[0])
+        and tasks.written[3] <= np.uint64(tasks.drag.shape[0])
+        and tasks.written[4] <= np.uint64(tasks.node_task.shape[0])
+    )
 
 
 @lean
 def after_one(tasks: Tasks, task: Any) -> None:
+    """The task to be written next depends on ``task``."""
     if task != NOTHING:
-        tasks.dependency[tasks.written[1]] = task
-        tasks.written[1] += ONE
+        at = np.uint64(tasks.written[1])
+        if at < np.uint64(tasks.dependency.shape[0]):
+            tasks.dependency[at] = task
+        tasks.written[1] = at + ONE
 
 
 @lean
@@ -39,23 +37,39 @@ def after(tasks: Tasks, head: Any) -> None:
     """The task to be written next depends on all tasks of a list."""
     node = head
     while node != NOTHING:
-        tasks.dependency[tasks.written[1]] = tasks.node_task[np.uint64(node)]
-        tasks.written[1] += ONE
+        after_one(tasks, tasks.node_task[np.uint64(node)])
         node = tasks.node_next[np.uint64(node)]
 
 
 @lean
+def note(tasks: Tasks, heads: U32, device: Any) -> None:
+    """Add the task that was written last to the list of a device."""
+    node = np.uint64(tasks.written[4])
+    if node < np.uint64(tasks.node_task.shape[0]):
+        tasks.node_task[node] = tasks.written[0] - ONE
+        tasks.node_next[node] = heads[device]
+        heads[device] = node
+    tasks.written[4] = node + ONE
+
+
+@lean
 def write_link(tasks: Tasks, resource: Any, seconds: float) -> None:
-    tasks.link[tasks.written[2]] = resource
-    tasks.link_s[tasks.written[2]] = seconds
-    tasks.written[2] += ONE
+    """The task to be written next keeps a resource busy."""
+    at = np.uint64(tasks.written[2])
+    if at < np.uint64(tasks.link.shape[0]):
+        tasks.link[at] = resource
+        tasks.link_s[at] = seconds
+    tasks.written[2] = at + ONE
 
 
 @lean
 def write_drag(tasks: Tasks, resource: Any, seconds: float) -> None:
-    tasks.drag[tasks.written[3]] = resource
-    tasks.drag_s[tasks.written[3]] = seconds
-    tasks.written[3] += ONE
+    """The task to be written next takes computing time from a processor."""
+    at = np.uint64(tasks.written[3])
+    if at < np.uint64(tasks.drag.shape[0]):
+        tasks.drag[at] = resource
+        tasks.drag_s[at] = seconds
+    tasks.written[3] = at + ONE
 
 
 @lean
@@ -69,13 +83,14 @@ def write_compute(program: Program, tasks: Tasks, d: Any, seconds: float) -> Non
 @lean
 def write_task(tasks: Tasks, duration: float, turn: float) -> None:
     """End the task whose dependencies, links and drags have been written."""
-    at = tasks.written[0]
-    tasks.duration[at] = duration
-    tasks.turn[at] = turn
+    at = np.uint64(tasks.written[0])
+    if at < np.uint64(tasks.duration.shape[0]):
+        tasks.duration[at] = duration
+        tasks.turn[at] = turn
+        tasks.dependency_start[at + ONE] = tasks.written[1]
+        tasks.link_start[at + ONE] = tasks.written[2]
+        tasks.drag_start[at + ONE] = tasks.written[3]
     tasks.written[0] = at + ONE
-    tasks.dependency_start[at + ONE] = tasks.written[1]
-    tasks.link_start[at + ONE] = tasks.written[2]
-    tasks.drag_start[at + ONE] = tasks.written[3]
 
 
 @compiled
