@@ -51,9 +51,9 @@ def optimize(
     start: Annotated[Path | None, typer.Option("--start", "-s", metavar="S", help="Strategy to go on from.")] = None,
     optimizer: OptimizerOption = "momentum",
     margin: Annotated[
-        float,
-        typer.Option("--margin", min=0.0, max=100.0, help="Percent by which a plan must beat the best baseline."),
-    ] = 5.0,
+        float | None,
+        typer.Option("--margin", min=0.0, max=100.0, help="Percent by which a plan must beat the best baseline [5]."),
+    ] = None,
     as_json: JsonOption = False,
 ) -> None:
     """Search for the fastest plan and write it as a strategy file.
@@ -61,14 +61,14 @@ def optimize(
     Without arguments: AlexNet on four hosts with 1 Gbit/s. Ctrl-C ends the search with the best plan so far.
     """
     writable(output)
-    from flexsearch.api import refuse_what_does_not_fit
+    from flexsearch.api import MARGIN, refuse_what_does_not_fit
     from flexsearch.report import PlanRow
 
     setting = load_setting(graph, topology, profile)
     first = load_strategy(start, setting) if start is not None else None
     with _Live(budget) as live:
         result = setting.search(
-            budget, seed=seed, start=first, margin=margin / 100, on_progress=live.update,
+            budget, seed=seed, start=first, margin=MARGIN if margin is None else margin / 100, on_progress=live.update,
             options=first.options if first is not None else _options(optimizer),
         )  # fmt: skip
     found = PlanRow("found", result.simulation, setting.lower(result.strategy))

@@ -9,7 +9,7 @@ in the same order as every other rank.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from math import inf
@@ -184,6 +184,42 @@ def lower(graph: OperatorGraph, strategy: Strategy, topology: Topology, costs: C
     return Lowering(graph, topology, costs).lower(configs, strategy.options)
 
 
+def schedule(graph: OperatorGraph, bucket_of: Mapping[str, int]) -> list[tuple[int, list[list[int]]]]:
+    """The backward pass: operators in reverse, each with the buckets (weights, by number among the parameters) whose
+    last gradient is complete after it. It follows from the graph alone."""
+    parameters = graph.of_kind("parameter")
+    ready: dict[int, list[int]] = {}  # operator -> weights whose gradient is complete after its backward task
+    missing: Counter[int] = Counter()
+    for w, tensor in enumerate(parameters):
+        readers = [o for o, _ in graph.consumers[tensor.name] if graph.has_backward[o]]
+        if readers and tensor.name in graph.differentiable:
+            ready.setdefault(min(readers), []).append(w)
+            missing[bucket_of[tensor.name]] += 1
+    order: list[tuple[int, list[list[int]]]] = []
+    waiting: dict[int, list[int]] = {}
+    for i in reversed(range(len(graph.operators))):
+        if graph.has_backward[i]:
+            complete = []
+            for w in ready.get(i, ()):
+                bucket = bucket_of[parameters[w].name]
+                waiting.setdefault(bucket, []).append(w)
+                missing[bucket] -= 1
+                if not missing[bucket]:
+                    complete.append(waiting.pop(bucket))
+            order.append((i, complete))
+    return order
+
+
+def everywhere(topology: Topology) -> Layout:
+    """Layout of the loss: every device gets it."""
+    return tuple(Entry(device, (), 0) for device in range(len(topology.devices)))
+
+
+def kept(reads: Iterable[Layout]) -> Layout:
+    """Layout of a buffer's new value: every region that a reader of the buffer wants, once on each device."""
+    return tuple({(entry.device, entry.box): entry for read in reads for entry in read}.values())
+
+
 class _Assembly:
     """Puts the task graph of one strategy together."""
 
@@ -227,11 +263,10 @@ class _Assembly:
                 self.edges_of[tensor.name] = tuple(
                     self._add_edge(self._edge(tensor, tuple(readers), *key)) for key, readers in groups.items()
                 )
-        everywhere = tuple(Entry(device, (), 0) for device in range(len(self.topology.devices)))
-        self.loss_edge = self._result_edge(graph.loss, everywhere)
+        self.loss_edge = self._result_edge(graph.loss, everywhere(self.topology))
         for buffer, name in graph.buffer_updates.items():
-            held = {(e.device, e.box): e for o, p in graph.consumers[buffer] for e in self.placed[o].placement.reads[p]}
-            self.update_edges[buffer] = self._result_edge(name, tuple(held.values()))
+            reads = [self.placed[o].placement.reads[p] for o, p in graph.consumers[buffer]]
+            self.update_edges[buffer] = self._result_edge(name, kept(reads))
 
     def _result_edge(self, name: str, need: Layout) -> int:
         """Edge without readers: it brings a result (the loss, a buffer's new value) to where it is kept."""
@@ -282,22 +317,8 @@ class _Assembly:
                     self._reshard("forward", e, forward)
 
     def _backward(self) -> None:
-        ready: dict[int, list[int]] = {}  # operator -> weights whose gradient is complete after its backward task
-        for w, weight in enumerate(self.weights):
-            readers = [o for e in weight.edges for o, _ in self.edges[e].readers if self.graph.has_backward[o]]
-            if readers and weight.plan.sync is not None:
-                ready.setdefault(min(readers), []).append(w)
-        bucket_of = self.lowering.buckets(self.options.bucket_bytes)
-        missing: dict[int, int] = {}
-        for weights in ready.values():
-            for w in weights:
-                bucket = bucket_of[self.weights[w].tensor]
-                missing[bucket] = missing.get(bucket, 0) + 1
-        waiting: dict[int, list[int]] = {}
         later: list[int] = []
-        for i in reversed(range(len(self.graph.operators))):
-            if not self.graph.has_backward[i]:
-                continue
+        for i, buckets in schedule(self.graph, self.lowering.buckets(self.options.bucket_bytes)):
             op = self.graph.operators[i]
             self._compute(TaskKind.BACKWARD, i, self.placed[i].backward_s, "backward", [
                 e for name in op.outputs for e in self.edges_of[name] if self.edges[e].backward is not None
@@ -306,12 +327,8 @@ class _Assembly:
                 edge = self.edges[e]
                 if edge.backward is not None and edge.readers[0][0] == i:
                     self._reshard("backward", e, edge.backward)
-            for w in ready.get(i, ()):
-                bucket = bucket_of[self.weights[w].tensor]
-                waiting.setdefault(bucket, []).append(w)
-                missing[bucket] -= 1
-                if not missing[bucket]:
-                    later.extend(self._synchronise(waiting.pop(bucket)))
+            for weights in buckets:
+                later.extend(self._synchronise(weights))
         for w in later:  # second halves wait for the first; issued last so that they do not hold up the backward pass
             sync = self.weights[w].plan.sync
             assert sync is not None

@@ -11,7 +11,8 @@ import numpy.typing as npt
 
 from flexsearch.cost import Costs
 from flexsearch.graph import OperatorGraph
-from flexsearch.lower import Entry, Lowering
+from flexsearch.lower import Lowering
+from flexsearch.lower.lowering import everywhere, schedule
 from flexsearch.simulate.arrays import BACKWARD, FORWARD, GATHER, SECOND, SYNCHRONISE, UPDATE, Program
 from flexsearch.simulate.change import ALWAYS, MISSING, RESHARD, Wiring
 from flexsearch.strategy import Options
@@ -93,28 +94,12 @@ def make_program(
 
 def _backward(graph: OperatorGraph, bucket_of: dict[str, int]) -> tuple[list[tuple[int, int]], list[list[int]]]:
     """Blocks of the backward pass, and the weights of each bucket in the order of completion."""
-    ready: dict[int, list[int]] = {}
-    missing: dict[int, int] = {}
-    parameters = graph.of_kind("parameter")
-    for w, tensor in enumerate(parameters):
-        readers = [o for o, _ in graph.consumers[tensor.name] if _flow(graph, tensor.name, o)]
-        if readers:
-            ready.setdefault(min(readers), []).append(w)
-            missing[bucket_of[tensor.name]] = missing.get(bucket_of[tensor.name], 0) + 1
     blocks: list[tuple[int, int]] = []
     done: list[list[int]] = []
-    waiting: dict[int, list[int]] = {}
-    for i in reversed(range(len(graph.operators))):
-        if not graph.has_backward[i]:
-            continue
-        blocks.append((BACKWARD, i))
-        for w in ready.get(i, ()):
-            bucket = bucket_of[parameters[w].name]
-            waiting.setdefault(bucket, []).append(w)
-            missing[bucket] -= 1
-            if not missing[bucket]:
-                blocks.append((SYNCHRONISE, len(done)))
-                done.append(waiting.pop(bucket))
+    for operator, buckets in schedule(graph, bucket_of):
+        blocks.append((BACKWARD, operator))
+        blocks += [(SYNCHRONISE, len(done) + k) for k in range(len(buckets))]
+        done += buckets
     return blocks, done
 
 
@@ -142,7 +127,6 @@ def make_wiring(graph: OperatorGraph, topology: Topology, lowering: Lowering, pr
     made = Rows([activations[name] for name in op.outputs] for op in graph.operators)
     read = Rows([slot[c] for c in graph.consumers[name]] for name in buffers)
     replaced = [activations.get(name, int(MISSING)) for name in graph.buffer_updates.values()]
-    everywhere = lowering.intern(tuple(Entry(d, (), 0) for d in range(len(topology.devices))))
     blocks = list(zip(program.kind.tolist(), program.argument.tolist(), strict=True))
     place = {block: k for k, block in enumerate(blocks)}
 
@@ -159,7 +143,7 @@ def make_wiring(graph: OperatorGraph, topology: Topology, lowering: Lowering, pr
         result_buffer=numbers(owner[int(s)] for s in kept.all),
         made_first=made.first, made_last=made.last,
         buffer_first=read.first, buffer_last=read.last, buffer_slot=read.all, buffer_result=numbers(replaced),
-        everywhere=numbers([everywhere]),
+        everywhere=numbers([lowering.intern(everywhere(topology))]),
         forward_block=numbers(place[FORWARD, i] for i in range(len(graph.operators))),
         gather_block=numbers(place[GATHER, w] for w in range(len(parameters))),
     )  # fmt: skip

@@ -12,8 +12,8 @@ import numpy as np
 import numpy.typing as npt
 
 from flexsearch.graph import Tensor, volume
-from flexsearch.lower import Entry, Lowering, Reshard
-from flexsearch.lower.lowering import Placed
+from flexsearch.lower import Lowering, Reshard
+from flexsearch.lower.lowering import Placed, kept
 from flexsearch.lower.reshard import Exchange
 from flexsearch.lower.weights import WeightPlan
 from flexsearch.simulate.arrays import Pools
@@ -242,9 +242,7 @@ class Templates:
     def kept(self, buffer: int, layouts: list[int]) -> None:
         """Add the layout in which a buffer is kept whose readers want ``layouts``."""
         node = self._step(HELD, buffer, 0)
-        held: dict[tuple[int, Any], Entry] = {}
         for layout in layouts:
             node = self._step(STEP, node, layout)
-            for e in self.lowering.layout(layout):
-                held[e.device, e.box] = e
-        self.put(LAYOUT, node, 0, self.lowering.intern(tuple(held.values())))
+        found = kept(self.lowering.layout(layout) for layout in layouts)
+        self.put(LAYOUT, node, 0, self.lowering.intern(found))

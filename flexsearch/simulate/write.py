@@ -11,7 +11,7 @@ from flexsearch.simulate.kernel import ONE, TWO, compiled, lean, run
 
 
 @lean
-def fits(tasks: Tasks) -> bool:
+def fits(tasks: Tasks) -> Any:
     """Whether there was room for all that was written. What finds no room is counted, not written."""
     return (
         tasks.written[0] <= np.uint64(tasks.duration.shape[0])
