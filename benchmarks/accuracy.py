@@ -14,10 +14,10 @@ from benchmarks.harness import Row, say, spread
 from benchmarks.worker import Job, Measured
 from flexsearch.lower import Lowered, TaskKind
 from flexsearch.runtime.timeline import Spans
-from flexsearch.search.proposals import propose
 from flexsearch.search.space import Space
 from flexsearch.simulate import Simulation
 from flexsearch.strategy import Strategy
+from tests.proposals import propose
 
 LONGEST_S = 20.0
 """A random strategy is only measured if a step is predicted to be shorter, or shorter than data parallel."""

@@ -28,13 +28,13 @@ from benchmarks.harness import Row, median, parser, report, say
 from flexsearch.cost import Costs
 from flexsearch.graph import OperatorGraph
 from flexsearch.lower import TaskArrays
-from flexsearch.search.proposals import propose
 from flexsearch.search.space import Space
 from flexsearch.simulate.delta import DeltaSimulator
 from flexsearch.simulate.kernel import times
 from flexsearch.strategy import OperatorConfig, Options
 from flexsearch.strategy.baselines import baseline
 from flexsearch.topology import Topology
+from tests.proposals import propose
 
 Configs = tuple[OperatorConfig, ...]
 GRAPHS = ("alexnet", "resnet50", "gpt2")

@@ -11,7 +11,8 @@ from flexsearch.cost import Costs, Profile
 from flexsearch.errors import StrategyError
 from flexsearch.graph import OperatorGraph
 from flexsearch.lower import Lowered, lower
-from flexsearch.search.optimize import Progress, SearchResult, search, whole_seconds
+from flexsearch.search.optimize import search, whole_seconds
+from flexsearch.search.outcome import Progress, SearchResult
 from flexsearch.simulate import Simulation, over_memory
 from flexsearch.simulate import simulate as simulate_lowered
 from flexsearch.strategy import Options, Strategy
@@ -67,15 +68,17 @@ class Setting:
         *,
         seed: int = 0,
         start: Strategy | None = None,
+        pins: Sequence[str] = (),
         margin: float = MARGIN,
         options: Options | None = None,
+        processes: int | None = None,
         on_progress: Callable[[Progress], None] | None = None,
     ) -> SearchResult:
-        """The search, with a budget as :func:`parse_budget` takes it."""
+        """The search (:func:`flexsearch.search.search`), with a budget as :func:`parse_budget` takes it."""
         budget_s, proposals = parse_budget(budget)
         return search(
             self.graph, self.topology, self.costs, options, budget_s=budget_s, proposals=proposals, seed=seed,
-            start=start, margin=margin, on_progress=on_progress,
+            start=start, pins=pins, margin=margin, processes=processes, on_progress=on_progress,
         )  # fmt: skip
 
 
@@ -104,17 +107,21 @@ def optimize(
     profile: Profile | None = None,
     budget: str | float = "30s",
     seed: int = 0,
+    start: Strategy | None = None,
+    pins: Sequence[str] = (),
     margin: float = MARGIN,
     options: Options | None = None,
+    processes: int | None = None,
 ) -> Strategy:
     """The fastest strategy found for training ``model`` on ``topology`` (a Topology, a file or a preset).
 
-    ``inputs``, ``loss``, ``targets``: as for ``import_model``; the batch of ``inputs`` is the global one. A graph
-    may be given instead of a model. ``budget``: "30s", "2m", or a number of proposals, with which the same arguments
-    give the same strategy everywhere. On several ranks give a number of proposals, or optimize once and save.
-    ``margin``: a baseline is kept unless a plan is faster by more than this share of its time.
-    Raises ImportModelError, TopologyError, ProfileError; StrategyError if no plan was found that fits into memory.
-    """
+    ``inputs``, ``loss``, ``targets``: as for ``import_model``; the batch of ``inputs`` is the global one. A graph may
+    be given instead of a model. ``budget``: "30s", "2m", or a number of proposals, with which the same arguments give
+    the same strategy everywhere. On several ranks give a number of proposals, or optimize once and save. ``start``: a
+    strategy to go on from. ``pins``: what is fixed, as ``"encoder.*: batch=4, devices=0-3"``. ``processes``: at most so
+    many search at once; None: one for each core. ``margin``: a baseline is kept unless a plan is faster by more than
+    this share of its time. Raises ImportModelError, TopologyError, ProfileError; StrategyError if no plan was found
+    that fits into memory."""
     if isinstance(model, OperatorGraph):
         graph = model
     else:
@@ -122,7 +129,9 @@ def optimize(
 
         graph = import_model(model, inputs, loss, targets=targets)
     cluster = topology if isinstance(topology, Topology) else Topology.load(topology)
-    result = Setting.of(graph, cluster, profile).search(budget, seed=seed, margin=margin, options=options)
+    result = Setting.of(graph, cluster, profile).search(
+        budget, seed=seed, start=start, pins=pins, margin=margin, options=options, processes=processes
+    )
     refuse_what_does_not_fit(result, cluster)
     return result.strategy
 

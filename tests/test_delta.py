@@ -14,13 +14,13 @@ from flexsearch import zoo
 from flexsearch.cost import Costs
 from flexsearch.graph import OperatorGraph
 from flexsearch.graph.importer import import_model
-from flexsearch.search.proposals import propose
 from flexsearch.search.space import Space
 from flexsearch.simulate.ceiling import Ceiling
 from flexsearch.simulate.delta import DeltaSimulator
 from flexsearch.simulate.kernel import times
 from flexsearch.strategy import OperatorConfig, Options
 from flexsearch.topology import Device, Link, Topology
+from tests.proposals import propose
 from tests.random_strategies import strategies
 from tests.test_baselines import Builder, cnn, mlp, transformer
 

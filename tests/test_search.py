@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from itertools import pairwise
 from itertools import product as combinations
+from math import inf
 from pathlib import Path
 
 import numpy as np
@@ -15,20 +16,21 @@ from hypothesis import strategies as st
 from flexsearch.cost import Costs
 from flexsearch.errors import StrategyError
 from flexsearch.graph import OperatorGraph
-from flexsearch.search import Evaluator, Progress, SearchResult, optimize, search
-from flexsearch.search.mcmc import init, step
-from flexsearch.search.optimize import better
-from flexsearch.search.proposals import MOVES, propose
+from flexsearch.search import Evaluator, Progress, SearchResult, runner, search, team
+from flexsearch.search.climb import Climb, Climber, better
+from flexsearch.search.optimize import Budget
+from flexsearch.search.runner import ROWS
 from flexsearch.search.space import Space
 from flexsearch.simulate import memory
 from flexsearch.simulate.ceiling import Ceiling
 from flexsearch.strategy import OperatorConfig, Options, Strategy, check_config, make_config
 from flexsearch.topology import Topology
+from tests.proposals import MOVES, propose
 from tests.test_baselines import Builder, cnn, ethernet, mlp, transformer
 
 
 def find(graph: OperatorGraph, topology: Topology, proposals: int = 150, seed: int = 0) -> SearchResult:
-    return search(graph, topology, Costs(graph, topology), proposals=proposals, seed=seed)
+    return search(graph, topology, Costs(graph, topology), proposals=proposals, seed=seed, processes=1)
 
 
 def with_memory(topology: Topology, nbytes: int) -> Topology:
@@ -64,33 +66,76 @@ def test_the_same_seed_gives_the_same_plan_and_another_seed_another_walk(tmp_pat
     assert one.history == two.history != other.history
 
 
-def test_a_search_ended_by_its_time_is_repeated_by_its_number_of_proposals(monkeypatch: pytest.MonkeyPatch) -> None:
-    graph, topology = mlp(width=256), ethernet(3)
-    timed = search(graph, topology, Costs(graph, topology), budget_s=0.5, seed=3)
-    monkeypatch.undo()
-    again = find(graph, topology, timed.proposals, 3)
-    assert again.history == timed.history and again.strategy.configs == timed.strategy.configs
+@pytest.mark.parametrize("processes", [2, 3])
+def test_any_number_of_processes_gives_the_same_plan(tmp_path: Path, processes: int) -> None:
+    graph, topology = cnn(batch=32, hidden=2048), ethernet(4)
+    costs = Costs(graph, topology)
+    one, many = (search(graph, topology, costs, proposals=9000, seed=3, processes=n) for n in (1, processes))
+    assert len(one.trails) > 2  # several climbs, side by side
+    one.strategy.save(tmp_path / "one.json")
+    many.strategy.save(tmp_path / "many.json")
+    assert (tmp_path / "one.json").read_bytes() == (tmp_path / "many.json").read_bytes()
+    assert one.history == many.history and one.trails == many.trails and one.stopped == many.stopped
 
 
-def test_it_stops_when_half_of_the_budget_brought_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    clock = iter(range(10**9))
-    monkeypatch.setattr(optimize.time, "monotonic", lambda: next(clock) / 10)
+def test_a_worker_that_dies_takes_nothing_with_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    graph, topology = cnn(batch=32, hidden=2048), ethernet(4)
+    costs = Costs(graph, topology)
+    alone = search(graph, topology, costs, proposals=6000, processes=1)
+    monkeypatch.setattr(team.sys, "executable", "/bin/false")
+    assert search(graph, topology, costs, proposals=6000, processes=3).history == alone.history
+
+
+def test_it_stops_when_half_of_the_budget_brought_nothing() -> None:
+    budget = Budget(500.0, None)
+    assert not budget.ended(elapsed_s=499.0, idle_s=249.0)
+    assert "half of the budget of 500 s brought nothing better" in budget.ended(499.0, 250.0)
+    assert "was used up" in budget.ended(500.0, 300.0)
     graph, topology = two_layers(), ethernet(2)
-    result = search(graph, topology, Costs(graph, topology), budget_s=500.0)
-    assert "half of the budget of 500 s brought nothing better" in result.stopped
-    last = result.history[-1].proposal
-    assert result.proposals - last >= 2450  # ten a second, one call a proposal, another an improvement
+    result = find(graph, topology, 4000)
+    assert "half of the budget of 4000 proposals brought nothing better" in result.stopped
+    assert 4000 > result.proposals >= result.history[-1].proposal + 2000
+    timed = search(graph, topology, Costs(graph, topology), budget_s=1.0, processes=1)
+    assert "of the budget of 1 s" in timed.stopped and timed.elapsed_s < 5.0
 
 
 def test_an_interrupted_search_returns_its_best() -> None:
     def interrupt(progress: Progress) -> None:
-        assert progress.proposals == 1 and progress.phase.startswith("chain from")
+        assert 0 < progress.proposals <= ROWS and progress.phase.startswith("from")
         raise KeyboardInterrupt
 
     graph, topology = cnn(), ethernet(4)
     result = search(graph, topology, Costs(graph, topology), proposals=10**6, on_progress=interrupt)
-    assert result.stopped == "interrupted" and result.proposals == 1
+    assert result.stopped == "interrupted" and 0 < result.proposals <= ROWS
     result.strategy.check(graph, topology)
+
+
+def test_the_answer_is_a_local_optimum_and_says_so() -> None:
+    graph, topology = cnn(batch=32, hidden=512), ethernet(2)
+    result = find(graph, topology, 20_000)
+    assert result.optimal and result.strategy.search is not None and result.strategy.search.optimal
+    evaluate = Evaluator(graph, topology, Costs(graph, topology), result.strategy.options)
+    space = Space(graph, topology)
+    configs = tuple(result.strategy.configs[op.name] for op in graph.operators)
+    best = evaluate(configs)
+    for i in range(len(configs)):
+        for config in space.alternatives(i, configs):
+            for new in (space.follow(i, config), {i: config}):
+                other = evaluate(tuple(new.get(k, old) for k, old in enumerate(configs)))
+                assert not better(other, best)
+    assert not find(graph, topology, 130).optimal
+
+
+def test_a_resumed_search_goes_on_where_it_ended() -> None:
+    graph, topology = cnn(batch=32, hidden=2048), ethernet(4)
+    before = find(graph, topology, 700)
+    after = search(graph, topology, Costs(graph, topology), proposals=700, start=before.strategy, processes=1)
+    one, two = before.strategy.search, after.strategy.search
+    assert one is not None and two is not None
+    assert after.simulation.makespan_s <= before.simulation.makespan_s
+    assert two.proposals == one.proposals + after.proposals and two.climbs == one.climbs + len(after.trails)
+    assert after.trails[0].phase == "from the given plan"
+    assert after.trails[0].points != before.trails[0].points
 
 
 def test_a_baseline_is_kept_unless_it_is_beaten_by_the_margin() -> None:
@@ -214,23 +259,80 @@ def test_the_ceiling_is_never_below_the_true_peak(graph: OperatorGraph, seed: in
         assert (ceiling(lowered) >= peaks).all()
 
 
-def test_a_cold_chain_only_goes_down_and_a_step_changes_nothing_but_the_generator() -> None:
-    graph, topology = cnn(), ethernet(4)
-    space, evaluate = Space(graph, topology), Evaluator(graph, topology, Costs(graph, topology), Options())
-    state = init(space.random_plan(np.random.Generator(np.random.PCG64(0))), evaluate)
+@pytest.mark.parametrize("graph", [mlp(), cnn(), transformer(layers=1)], ids=lambda g: g.name)
+@pytest.mark.parametrize("preset", ["ethernet-1g-4", "p100:2"])
+def test_a_chain_is_at_a_plan_that_costs_what_it_says(graph: OperatorGraph, preset: str) -> None:
+    topology = Topology.load(preset)
+    climber = Climber(graph, topology, Costs(graph, topology), Options(), seed=0)
+    fresh = Evaluator(graph, topology, Costs(graph, topology), Options())
+    rng = np.random.Generator(np.random.PCG64(0))
+    start = climber.space.random_plan(rng)
+    now = climber.evaluate(start)
+    climber.runner.begin(start, now, now, 0, 400)
+    costs = [now.cost]
+    for _ in range(4):
+        ended = climber.runner.go(rng, 64)
+        configs = climber.evaluate.at_hand
+        for op, config in zip(graph.operators, configs, strict=True):
+            check_config(op, config, len(topology.devices))
+        assert climber.runner.cost == fresh(configs).cost
+        best, evaluation = climber.runner.best
+        assert fresh(best).cost == evaluation.cost
+        costs.append(climber.runner.cost)
+        if ended:
+            break
+    assert climber.runner.accepted > 0 and len(set(costs)) > 1
+    assert min(costs) >= evaluation.cost
 
-    def walk(beta: float, steps: int) -> list[float]:
-        rng, at, costs = np.random.Generator(np.random.PCG64(1)), state, [state.evaluation.cost]
-        for _ in range(steps):
-            at, info = step(rng, at, lambda r, c: propose(r, space, c), evaluate, beta, state.evaluation.cost)
-            assert (at is info.proposed) == info.accepted
-            costs.append(at.evaluation.cost)
+
+def test_a_cold_chain_only_goes_down(monkeypatch: pytest.MonkeyPatch) -> None:
+    graph, topology = cnn(), ethernet(4)
+
+    def walk(excess: float) -> list[float]:
+        monkeypatch.setattr(runner, "EXCESS", (excess,))
+        climber = Climber(graph, topology, Costs(graph, topology), Options(), seed=0)
+        start = climber.space.random_plan(np.random.Generator(np.random.PCG64(0)))
+        now = climber.evaluate(start)
+        climber.runner.begin(start, now, now, 0, 400)
+        rng, costs = np.random.Generator(np.random.PCG64(1)), [now.cost]
+        for _ in range(40):
+            climber.runner.go(rng, 1)
+            costs.append(climber.runner.cost)
         return costs
 
-    cold = walk(1e12, 60)
-    assert cold == sorted(cold, reverse=True) == walk(1e12, 60) and cold[-1] < cold[0]
-    hot = walk(1e-3, 20)
-    assert any(b > a for a, b in pairwise(hot))
+    cold = walk(1e-12)
+    assert cold == sorted(cold, reverse=True) == walk(1e-12) and cold[-1] < cold[0]
+    assert any(b > a for a, b in pairwise(walk(100.0)))
+
+
+def test_what_is_rejected_early_is_slower_than_the_limit() -> None:
+    graph, topology = cnn(batch=32, hidden=512), ethernet(4)
+    space, rng = Space(graph, topology), np.random.Generator(np.random.PCG64(5))
+    costs, options = Costs(graph, topology), Options()
+    simulator = Evaluator(graph, topology, costs, options).at(space.random_plan(rng))
+    fresh = Evaluator(graph, topology, costs, options)
+    early = kept = 0
+    for _ in range(150):
+        have = simulator.configs
+        _, new = propose(rng, space, have)
+        changes = {i: c for i, (c, old) in enumerate(zip(new, have, strict=True)) if c != old}
+        numbers = [simulator.templates.config(i, c) for i, c in changes.items()]
+        limit = simulator.seconds * rng.uniform(0.8, 1.1)
+        seconds, truth = simulator.attempt(list(changes), numbers, limit), fresh(new).time_s
+        assert truth > limit if seconds == inf else seconds == truth
+        early, kept = early + (seconds == inf), kept + (seconds < inf)
+        if seconds < limit and rng.random() < 0.5:
+            simulator.accept()
+    assert early > 20 and kept > 20
+
+
+def test_climbs_of_different_streams_differ_and_the_same_stream_repeats() -> None:
+    graph, topology = cnn(batch=32, hidden=512), ethernet(4)
+    climber = Climber(graph, topology, Costs(graph, topology), Options(), seed=0)
+    start = climber.space.random_plan(np.random.Generator(np.random.PCG64(0)))
+    best = climber.evaluate(start)
+    one, other, again = (climber.climb(Climb(0, n, "", start, 300, best), lambda _: None) for n in (0, 1, 0))
+    assert one.curve == again.curve != other.curve and one.configs == again.configs
 
 
 def test_fitting_comes_before_fast() -> None:

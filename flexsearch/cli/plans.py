@@ -24,7 +24,7 @@ from flexsearch.cli.common import (
 if TYPE_CHECKING:
     from flexsearch.api import Setting
     from flexsearch.report import PlanRow
-    from flexsearch.search.optimize import Progress, SearchResult
+    from flexsearch.search.outcome import Progress, SearchResult
     from flexsearch.strategy import Options
 
 OptimizerOption = Annotated[

@@ -1,95 +1,63 @@
-"""The search for the fastest plan: baselines, Markov chains from several starts, and greedy polishing, in turn.
+"""The search for the fastest plan: climbs from the baselines, from random plans and from the best, side by side.
 
-The order of everything depends on the seed and on numbers of proposals, never on the clock, which only ends the search:
-a search that was ended by its time is repeated exactly by giving the number of proposals it reports.
+What each climb does depends on the seed and on numbers of proposals, never on the clock or on the number of processes:
+with a budget of proposals the same inputs give the same plan everywhere. The clock only ends a search.
 """
 
 from __future__ import annotations
 
 import gc
+import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Final
 
-import numpy as np
-
 from flexsearch.cost import Costs
 from flexsearch.errors import StrategyError
 from flexsearch.graph import OperatorGraph, whole_piece
-from flexsearch.search.evaluate import Configs, Evaluation, Evaluator
-from flexsearch.search.mcmc import State, init, step
-from flexsearch.search.proposals import propose
-from flexsearch.search.space import Space
-from flexsearch.simulate import Simulation, simulate
+from flexsearch.search.climb import Climb, Climbed, Climber, better
+from flexsearch.search.evaluate import Configs, Evaluation
+from flexsearch.search.outcome import Improvement, Outcome, Progress, SearchResult, Trail
+from flexsearch.search.pins import parse_pins
+from flexsearch.search.space import Rule
+from flexsearch.search.team import Team
+from flexsearch.simulate import simulate
 from flexsearch.strategy import Options, Prediction, Search, Strategy
 from flexsearch.strategy.baselines import Seconds, baselines
 from flexsearch.topology import Topology
 
-EXCESS: Final = (0.1, 0.03, 0.01, 0.003, 0.0005)
-"""How much slower than the best plan a chain may typically be, one after the other: its temperatures. Each of the N
-operators that can be changed alone adds about 1 / beta to the cost (equipartition), so beta = N / excess, whatever the
-model's size and speed."""
-
-
 BUCKETS: Final = (2**20, 4 * 2**20)
 """Bucket sizes (bytes) that are tried besides the given one: small buckets leave early, large ones cost few starts."""
+GIVEN: Final = "the given plan"
+LENGTH: Final = 100
+"""A climb makes at most so many times its patience in proposals."""
 
 
 @dataclass(frozen=True, slots=True)
-class Progress:
-    """Where a search is. ``phase``: what it is doing ("chain from megatron", "polish"). ``best_s``: iteration time of
-    the best plan that fits (of the best at all as long as none fits)."""
+class State:
+    """A plan and what it costs. ``optimal``: as of ``SearchResult``."""
 
-    proposals: int
-    accepted: int
-    best_s: float
-    elapsed_s: float
-    phase: str
+    configs: Configs
+    evaluation: Evaluation
+    optimal: bool = False
 
 
 @dataclass(frozen=True, slots=True)
-class Improvement:
-    """A better plan was found: at which proposal (0: among the starts), how fast it is, where the search was, by which
-    move."""
+class Budget:
+    """How long to search: seconds, proposals, or both."""
 
-    proposal: int
-    time_s: float
-    phase: str
-    move: str
+    seconds: float | None
+    proposals: int | None
 
-
-@dataclass(frozen=True)
-class Outcome:
-    """A plan with its simulation, for tables. ``feasible``: whether it fits into every device's memory."""
-
-    strategy: Strategy
-    simulation: Simulation
-    feasible: bool
-
-
-@dataclass(frozen=True)
-class SearchResult:
-    """``strategy``: the best plan, with its Prediction and Search records. ``simulation``: of that plan. ``feasible``:
-    whether it fits into memory (if not, no known plan does). ``baselines``: every baseline by name. ``stopped``: why
-    the search ended, in words."""
-
-    strategy: Strategy
-    simulation: Simulation
-    feasible: bool
-    baselines: dict[str, Outcome]
-    history: tuple[Improvement, ...]
-    proposals: int
-    accepted: int
-    elapsed_s: float
-    stopped: str
-
-    @property
-    def prediction(self) -> Prediction:
-        """What the simulator says of the best plan."""
-        assert self.strategy.prediction is not None
-        return self.strategy.prediction
+    def ended(self, elapsed_s: float, idle_s: float) -> str:
+        """Why the time is over, in words; empty if it is not. ``idle_s``: time without improvement."""
+        if self.seconds is not None and elapsed_s >= self.seconds:
+            return f"the budget of {self.seconds:g} s was used up"
+        if self.seconds is not None and idle_s >= self.seconds / 2:
+            return f"half of the budget of {self.seconds:g} s brought nothing better"
+        return ""
 
 
 def search(
@@ -102,31 +70,45 @@ def search(
     proposals: int | None = None,
     seed: int = 0,
     start: Strategy | None = None,
+    pins: Sequence[str] = (),
+    rule: Rule | None = None,
     margin: float = 0.0,
+    processes: int | None = None,
     on_progress: Callable[[Progress], None] | None = None,
 ) -> SearchResult:
     """The best plan that is found within ``budget_s`` seconds or ``proposals`` proposals, whichever ends first (at
-    least one must be given). With ``budget_s`` the search also stops when half of it brought nothing better.
+    least one must be given). The search also stops when half of the budget brought nothing better (FlexFlow, MLSys
+    2019, section 6.2).
 
-    ``start``: a plan to go on from. ``margin``: the share of the time by which a plan must beat the best baseline to be
-    preferred to it; a smaller gain is within the error of any prediction, and the baseline is simpler. Ctrl-C ends the
-    search with the best plan so far. The plan is never slower than the best baseline that fits into memory, and fits if
-    any known plan does. Raises StrategyError if ``start`` is not legal or no budget is given.
-    """
+    ``start``: a plan to go on from; if a search with this seed found it, that search is continued. ``pins``: what is
+    fixed (:mod:`flexsearch.search.pins`). ``rule``: another restriction, to the configs that it leaves as they are.
+    ``margin``: the share of the time by which a plan must beat the best baseline to be preferred to it; a smaller gain
+    is within the error of any prediction, and the baseline is simpler. ``processes``: at most so many; None: one for
+    each core. Ctrl-C ends the search with the best plan so far. The plan is never slower than the best baseline that
+    fits into memory (and obeys the pins), and fits if any known plan does. Raises StrategyError if ``start`` is not
+    legal, a pin cannot be obeyed or no budget is given."""
     if budget_s is None and proposals is None:
         raise StrategyError("the search needs a budget: seconds, or a number of proposals")
-    run = _Run(graph, topology, costs, options or Options(), budget_s, proposals, seed, on_progress)
+    if start is not None:
+        start.check(graph, topology)
+    budget, rule = Budget(budget_s, proposals), parse_pins(pins, graph, topology) or rule
+    run = _Run(graph, topology, costs, options or Options(), seed, rule, budget, on_progress)
     try:
         with _rare_collections():
             run.begin(start)
-            run.go()
+            reason = run.go(cores() if processes is None else processes)
     except _Stop as stop:
         reason = str(stop)
     except KeyboardInterrupt:
         if "data-parallel" not in run.outcomes:
             raise
         reason = "interrupted"
-    return run.result(reason, margin)
+    return run.result(reason, margin, tuple(pins))
+
+
+def cores() -> int:
+    """Number of processors that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 @contextmanager
@@ -146,27 +128,29 @@ class _Stop(Exception):
 
 
 class _Run:
-    """One search: the budget, the best so far, and the phases."""
+    """One search: the budget, the best so far, and what the climbs are to do."""
 
     def __init__(
-        self, graph: OperatorGraph, topology: Topology, costs: Costs, options: Options,
-        budget_s: float | None, proposals: int | None, seed: int, on_progress: Callable[[Progress], None] | None,
+        self, graph: OperatorGraph, topology: Topology, costs: Costs, options: Options, seed: int, rule: Rule | None,
+        budget: Budget, on_progress: Callable[[Progress], None] | None,
     ) -> None:  # fmt: skip
-        self.graph, self.topology, self.options = graph, topology, options
-        self.budget_s, self.limit, self.seed, self.on_progress = budget_s, proposals, seed, on_progress
-        self.rng = np.random.Generator(np.random.PCG64(seed))
-        self.evaluate = Evaluator(graph, topology, costs, options)
+        self.graph, self.topology, self.costs, self.options = graph, topology, costs, options
+        self.seed, self.rule, self.budget, self.on_progress = seed, rule, budget, on_progress
+        self.climber = Climber(graph, topology, costs, options, seed, rule)
+        self.evaluate = self.climber.evaluate
         self.seconds = whole_seconds(graph, costs)
-        self.space = Space(graph, topology)
-        self.patience = min(1000, max(100, 6 * len(self.space.leaders)))
         self.began = self.improved = time.monotonic()
-        self.reported = 0.0
-        self.proposals = self.accepted = 0
-        self.phase = self.found_in = "baselines"
         self.outcomes: dict[str, Outcome] = {}
         self.starts: dict[str, State] = {}
         self.history: list[Improvement] = []
+        self.trails: list[Trail] = []
+        self.found_in = ""
         self.best: State
+        self.proposals = self.accepted = 0
+        self.climbs: Sequence[Climbed] = ()
+        self.before = Search(seed=seed, proposals=0)
+
+    # ---- the starts
 
     def begin(self, start: Strategy | None) -> None:
         """Evaluate the baselines and the given start."""
@@ -177,11 +161,19 @@ class _Run:
         for name, strategy in plans.items():
             state = self._start(name, strategy)
             simulation = simulate(self.evaluate.lower(state.configs))
-            self.outcomes[name] = Outcome(strategy, simulation, state.evaluation.feasible)
+            self.outcomes[name] = Outcome(self._strategy(state.configs), simulation, state.evaluation.feasible)
         if start is not None:
-            start.check(self.graph, self.topology)
-            self._start("the given plan", start)
+            self._start(GIVEN, start)
+            if start.search is not None and start.search.seed == self.seed:
+                self.before = start.search
         self._choose_bucket()
+
+    def _start(self, name: str, strategy: Strategy) -> State:
+        configs = self.climber.space.fixed(strategy.configs[op.name] for op in self.graph.operators)
+        state = self.starts[name] = State(configs, self.evaluate(configs))
+        if not self.history or better(state.evaluation, self.best.evaluation):
+            self._improve(0, state, name, "")
+        return state
 
     def _choose_bucket(self) -> None:
         """Go on with the bucket size that suits the best plan so far; ties go to the given size."""
@@ -189,144 +181,145 @@ class _Run:
         for size in BUCKETS:
             options = given.model_copy(update={"bucket_bytes": size})
             self.evaluate.use(options)
-            state = init(self.best.configs, self.evaluate)
+            state = State(self.best.configs, self.evaluate(self.best.configs))
             if better(state.evaluation, best.evaluation):
                 self.options, best = options, state
         self.evaluate.use(self.options)
         if self.options is not given:
-            self._improve(best, self.found_in, "bucket size")
-            self.starts = {name: init(state.configs, self.evaluate) for name, state in self.starts.items()}
+            self._improve(0, best, self.found_in, "bucket size")
+            self.starts = {n: State(s.configs, self.evaluate(s.configs)) for n, s in self.starts.items()}
 
-    def _start(self, name: str, strategy: Strategy) -> State:
-        state = self.starts[name] = init(tuple(strategy.configs[op.name] for op in self.graph.operators), self.evaluate)
-        if not self.history or better(state.evaluation, self.best.evaluation):
-            self._improve(state, name, "")
-        return state
+    # ---- the climbs
 
-    def go(self) -> None:
-        """Chains and polishing in turn, until the budget ends it. First from the best start: short budgets go there."""
+    def go(self, processes: int) -> str:
+        """Climb until the budget ends it; why it ended. First from the best start: short budgets go there."""
         if len(self.topology.devices) < 2:
-            raise _Stop("there is only one device: nothing to search")
-        first = self.found_in
-        self._chain(f"chain from {first}", self.best)
-        self._polish()
-        if first != "data-parallel":
-            self._chain("chain from data-parallel", self.starts["data-parallel"])
-            self._polish()
-        while True:
-            self._chain("chain from random", init(self.space.random_plan(self.rng), self.evaluate))
-            self._polish()
-            for _ in range(3):
-                self._chain("chain from best", self.best)
-                self._polish()
+            return "there is only one device: nothing to search"
+        first = sorted(self.starts.items(), key=lambda item: item[0] not in (self.found_in, "data-parallel"))
+        first.sort(key=lambda item: item[0] != self.found_in)
+        distinct: dict[Configs, str] = {}
+        for name, state in first:
+            if not self.before.climbs or name in (GIVEN, self.found_in):  # else the search before climbed from it
+                distinct.setdefault(state.configs, name)
+        self._order = [(name, configs) for configs, name in distinct.items()]
+        self._planned: list[int] = []
+        self._said = 0.0
+        self._seen: Evaluation | None = None
+        setup = self.graph, self.topology, self.costs, self.options, self.seed, self.rule
+        team = Team(self.climber, setup, processes - 1, self._plan, self._look)
+        try:
+            team.work()
+        finally:
+            self.climbs = [team.found[k] for k in sorted(team.found)]
+        self.climbs, reason = self._within(self.climbs)
+        return reason
 
-    def _chain(self, phase: str, state: State) -> None:
-        """A chain that cools down, and ends when ``patience`` proposals in a row brought it nothing new."""
-        self.phase, best, idle, steps = phase, state.evaluation, 0, 0
-        while idle < self.patience:
-            self._spend()
-            beta = len(self.space.leaders) / EXCESS[min(4 * steps // self.patience, len(EXCESS) - 1)]
-            reference = self.best.evaluation.cost
-            state, info = step(self.rng, state, self._propose, self.evaluate, beta, reference)
-            steps, idle = steps + 1, idle + 1
-            self.accepted += info.accepted
-            if info.proposed.evaluation.shortfall is not None:
-                if better(info.proposed.evaluation, best):
-                    best, idle = info.proposed.evaluation, 0
-                if better(info.proposed.evaluation, self.best.evaluation):
-                    self._improve(info.proposed, phase, info.move)
+    def _plan(self, index: int, ended: Sequence[Climbed]) -> Climb | None:
+        """What climb ``index`` does: from the starts, then mostly from the best plan that is known by then."""
+        best = self.best
+        for climbed in ended:
+            if better(climbed.evaluation, best.evaluation):
+                best = State(climbed.configs, climbed.evaluation, climbed.optimal)
+            elif climbed.configs == best.configs and climbed.optimal:
+                best = State(best.configs, best.evaluation, True)
+        count = LENGTH * self.climber.patience
+        if self.budget.proposals is not None:
+            promised = sum(self._planned[len(ended) : index])
+            count = min(count, self.budget.proposals - sum(c.proposals for c in ended) - promised)
+            if len(self._within(ended)[0]) < len(ended):
+                count = 0
+        if count <= 0 and not any(self._planned[len(ended) : index]):
+            return None
+        del self._planned[index:]
+        self._planned.append(max(0, count))
+        stream, count, known = self.before.climbs + index, self._planned[-1], best.evaluation
+        if index < len(self._order):
+            name, configs = self._order[index]
+            return Climb(index, stream, f"from {name}", configs, count, known)
+        if (index - len(self._order)) % 4 == 0:
+            return Climb(index, stream, "from random", None, count, known)
+        return Climb(index, stream, "from best", best.configs, count, known, best.optimal)
 
-    def _polish(self) -> None:
-        """Greedy descent from the best plan over the configs of single operators (with and without those that follow
-        them), the important ones first, until none helps; at most a few times ``patience`` proposals in a row."""
-        self.phase = "polish"
-        self.evaluate.hold(self.best.configs)
-        last = self.proposals + 4 * self.patience
-        importance = dict(zip(self.space.leaders, self.space.importance, strict=True))
-        order = sorted(range(len(self.graph.operators)), key=lambda i: (-importance.get(i, 0.0), -self.seconds(i, 0)))
-        quiet, k = 0, 0
-        while quiet < len(order) and self.proposals < last:
-            quiet = 0 if self._descend(order[k % len(order)]) else quiet + 1
-            k += 1
+    def _within(self, climbs: Sequence[Climbed]) -> tuple[Sequence[Climbed], str]:
+        """Those of the climbs, in order, that a budget of proposals leaves time for, and why the search ended there."""
+        limit = self.budget.proposals
+        if limit is None:
+            return climbs, "every start was climbed from"
+        total, last, best = 0, 0, self.best.evaluation
+        for n, climbed in enumerate(climbs):
+            if better(climbed.evaluation, best):
+                last, best = total + (climbed.steps[-1].proposal if climbed.steps else 0), climbed.evaluation
+            total += climbed.proposals
+            if limit > total >= last + limit / 2:
+                return climbs[: n + 1], f"half of the budget of {limit} proposals brought nothing better"
+        return climbs, f"{limit} proposals were made"
 
-    def _descend(self, operator: int) -> bool:
-        """Try the alternatives of one operator; take the first that is better. Whether there was one."""
-        for move, configs in self._neighbours(operator):
-            self._spend()
-            found = self.evaluate(configs, self.best.evaluation.cost)
-            if found.shortfall is not None and better(found, self.best.evaluation):
-                self.accepted += 1
-                self.evaluate.hold(configs)
-                self._improve(State(configs, found), "polish", move)
-                return True
-        return False
+    def _look(self, found: dict[int, Climbed]) -> None:
+        """Say how it goes; end the search if the time is over."""
+        now, climbs = time.monotonic(), list(found.values())
+        best = min((c.evaluation for c in climbs), key=lambda e: (not e.feasible, e.cost), default=self.best.evaluation)
+        if self._seen is None or better(best, self._seen):
+            self._seen, self.improved = best, now
+        reason = self.budget.ended(now - self.began, now - self.improved)
+        if self.on_progress is not None and (reason or now - self._said >= 0.1) and climbs:
+            self._said = now
+            total, accepted = sum(c.proposals for c in climbs), sum(c.accepted for c in climbs)
+            best_s = min(best, self.best.evaluation, key=lambda e: (not e.feasible, e.cost)).time_s
+            self.on_progress(Progress(total, accepted, best_s, now - self.began, climbs[-1].phase))
+        if reason:
+            raise _Stop(reason)
 
-    def _neighbours(self, operator: int) -> Iterator[tuple[str, Configs]]:
-        configs = self.best.configs
-        members = self.space.groups.get(operator, ())
-        for config in self.space.alternatives(operator, configs):
-            alone = (*configs[:operator], config, *configs[operator + 1 :])
-            if members:
-                following = {operator: config}
-                for source, member, link in members:
-                    following[member] = self.space.propagation.over(source, following[source], link)
-                yield "group", tuple(following.get(i, c) for i, c in enumerate(configs))
-            yield "single", alone
+    # ---- the result
 
-    def _propose(self, rng: np.random.Generator, configs: Configs) -> tuple[str, Configs]:
-        return propose(rng, self.space, configs)
+    def _improve(self, proposal: int, state: State, phase: str, move: str) -> None:
+        self.best, self.found_in = state, phase
+        self.history.append(Improvement(proposal, state.evaluation.time_s, phase, move))
 
-    def _improve(self, state: State, phase: str, move: str) -> None:
-        self.best, self.found_in, self.improved = state, phase, time.monotonic()
-        self.history.append(Improvement(self.proposals, state.evaluation.time_s, phase, move))
+    def _merge(self) -> None:
+        """Put together what the climbs found, in their order."""
+        for climbed in self.climbs:
+            for step in climbed.steps:
+                if step.time_s < self.history[-1].time_s or not self.best.evaluation.feasible:
+                    found = Improvement(self.proposals + step.proposal, step.time_s, climbed.phase, step.move)
+                    self.history.append(found)
+            if better(climbed.evaluation, self.best.evaluation):
+                self.best = State(climbed.configs, climbed.evaluation, climbed.optimal)
+                self.found_in = climbed.phase
+            elif climbed.configs == self.best.configs and climbed.optimal:
+                self.best = State(self.best.configs, self.best.evaluation, True)
+            points = tuple((self.proposals + n, cost) for n, cost in climbed.curve)
+            self.trails.append(Trail(climbed.phase, points))
+            self.proposals += climbed.proposals
+            self.accepted += climbed.accepted
 
-    def _spend(self) -> None:
-        """Count a proposal; end the search if there is no budget for it."""
-        if self.limit is not None and self.proposals >= self.limit:
-            raise _Stop(f"{self.limit} proposals were made")
-        now = time.monotonic()
-        if self.budget_s is not None:
-            if now - self.began >= self.budget_s:
-                raise _Stop(f"the budget of {self.budget_s:g} s was used up")
-            if now - self.improved >= self.budget_s / 2:
-                raise _Stop(f"half of the budget of {self.budget_s:g} s brought nothing better")
-        self.proposals += 1
-        if self.on_progress is not None and now - self.reported >= 0.1:
-            self.reported = now
-            best_s = self.best.evaluation.time_s
-            self.on_progress(Progress(self.proposals, self.accepted, best_s, now - self.began, self.phase))
+    def _strategy(self, configs: Configs) -> Strategy:
+        named = {op.name: config for op, config in zip(self.graph.operators, configs, strict=True)}
+        return Strategy.make(self.graph, self.topology, named, self.options)
 
-    def result(self, reason: str, margin: float) -> SearchResult:
+    def result(self, reason: str, margin: float, pins: tuple[str, ...]) -> SearchResult:
         """The best plan with all records; the best baseline if nothing beats it by the margin."""
+        self._merge()
         known = {name: self.starts[name] for name in self.outcomes}
         name, baseline = min(known.items(), key=lambda item: (not item[1].evaluation.feasible, item[1].evaluation.cost))
         needed = baseline.evaluation.cost * (1.0 - margin)
         if self.found_in != name and baseline.evaluation.feasible and self.best.evaluation.cost > needed:
             reason += f"; the best plan found is less than {100 * margin:g} % faster than {name}, which is simpler"
             self.best, self.found_in = baseline, name
-        configs, evaluation = self.best.configs, self.best.evaluation
-        simulation = simulate(self.evaluate.lower(configs))
-        strategy = Strategy.make(
-            self.graph,
-            self.topology,
-            {op.name: config for op, config in zip(self.graph.operators, configs, strict=True)},
-            self.options,
-            Prediction(
-                iteration_s=simulation.makespan_s,
-                data_parallel_s=self.outcomes["data-parallel"].simulation.makespan_s,
-                peak_bytes=max(simulation.peak_bytes),
-            ),
-            Search(seed=self.seed, proposals=self.proposals, start=self.found_in),
+        simulation = simulate(self.evaluate.lower(self.best.configs))
+        strategy = self._strategy(self.best.configs)
+        strategy.prediction = Prediction(
+            iteration_s=simulation.makespan_s,
+            data_parallel_s=self.outcomes["data-parallel"].simulation.makespan_s,
+            peak_bytes=max(simulation.peak_bytes),
         )
-        return SearchResult(
-            strategy, simulation, evaluation.feasible, self.outcomes, tuple(self.history),
-            self.proposals, self.accepted, time.monotonic() - self.began, reason,
+        strategy.search = Search(
+            seed=self.seed, proposals=self.before.proposals + self.proposals, start=self.found_in, pins=pins,
+            climbs=self.before.climbs + len(self.climbs), optimal=self.best.optimal,
         )  # fmt: skip
-
-
-def better(a: Evaluation, b: Evaluation) -> bool:
-    """Whether ``a`` is a better answer than ``b``: what fits into memory before what does not, then by cost."""
-    return (not a.feasible, a.cost) < (not b.feasible, b.cost)
+        return SearchResult(
+            strategy, simulation, self.best.evaluation.feasible, self.best.optimal, self.outcomes, tuple(self.history),
+            tuple(self.trails), self.proposals, self.accepted, time.monotonic() - self.began, reason,
+        )  # fmt: skip
 
 
 def whole_seconds(graph: OperatorGraph, costs: Costs) -> Seconds:

@@ -1,11 +1,8 @@
-"""The space of configs of each operator: at random, and in order around a given one.
-
-Fixing what a user pins belongs here, and so does counting the space for an exhaustive search.
-"""
+"""The space of configs of each operator: at random, and in order around a given one."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from functools import cached_property, lru_cache
 
 import numpy as np
@@ -18,18 +15,29 @@ from flexsearch.strategy.baselines import has_weights, is_heavy
 from flexsearch.strategy.propagate import Link, Propagation
 from flexsearch.topology import Topology
 
+Rule = Callable[[int, OperatorConfig], OperatorConfig]
+"""(operator, any config of it) -> the one nearest to it that is allowed. Applied twice, it changes nothing more."""
+
 
 class Space:
-    """What can be changed in plans of one graph on one topology."""
+    """What can be changed in plans of one graph on one topology. ``rule`` makes the space smaller: what a user pins."""
 
-    def __init__(self, graph: OperatorGraph, topology: Topology) -> None:
-        self.graph, self.topology = graph, topology
+    def __init__(self, graph: OperatorGraph, topology: Topology, rule: Rule | None = None) -> None:
+        self.graph, self.topology, self.rule = graph, topology, rule
         self.propagation = Propagation(graph)
         self.count = len(topology.devices)
         self.weighted = tuple(i for i in range(len(graph.operators)) if has_weights(graph, i))
         self.leaders = tuple(i for i in range(len(graph.operators)) if is_heavy(graph, i)) or tuple(
             range(len(graph.operators))
         )
+
+    def fix(self, operator: int, config: OperatorConfig) -> OperatorConfig:
+        """The allowed config that is nearest to ``config``."""
+        return config if self.rule is None else self.rule(operator, config)
+
+    def fixed(self, configs: Iterable[OperatorConfig]) -> tuple[OperatorConfig, ...]:
+        """The allowed plan that is nearest to ``configs``."""
+        return tuple(self.fix(i, config) for i, config in enumerate(configs))
 
     @cached_property
     def groups(self) -> dict[int, tuple[tuple[int, int, Link], ...]]:
@@ -65,14 +73,6 @@ class Space:
                            for op in operators])  # fmt: skip
         return np.asarray(0.5 / len(operators) + 0.25 * flops / flops.sum() + 0.25 * nbytes / nbytes.sum())
 
-    def draw_leader(self, rng: np.random.Generator) -> int:
-        """A leader, the important ones more often."""
-        return self.leaders[min(int(np.searchsorted(self._cumulative, rng.random())), len(self.leaders) - 1)]
-
-    @cached_property
-    def _cumulative(self) -> npt.NDArray[np.float64]:
-        return np.cumsum(self.importance)
-
     @cached_property
     def classes(self) -> tuple[tuple[int, ...], ...]:
         """Leaders of the same kind and shape: the same layer in repeated blocks. Only classes of several."""
@@ -107,14 +107,14 @@ class Space:
         kind = rng.random()
         if kind < 0.5:
             return self.count
-        options = self.counts if kind < 0.8 else range(1, self.count + 1)
+        options = self.counts if kind < 0.9 else range(1, self.count + 1)
         return int(options[rng.integers(len(options))])
 
     def _draw_devices(self, rng: np.random.Generator, count: int) -> tuple[int, ...]:
         kind = rng.random()
-        if kind < 0.2:
+        if kind < 0.05:
             return tuple(int(d) for d in rng.permutation(self.count)[:count])
-        if kind < 0.3:  # spread over the hosts
+        if kind < 0.15:  # spread over the hosts
             step = self.count // count
             first = int(rng.integers(step))
             return tuple(range(first, first + step * count, step))
@@ -132,7 +132,8 @@ class Space:
         storage, then every way to factor a divisor of the number of devices over its axes, on each aligned block."""
         now = configs[operator]
         seen = {now}
-        for candidate in self._alternatives(operator, configs):
+        for found in self._alternatives(operator, configs):
+            candidate = self.fix(operator, found)
             if candidate not in seen:
                 seen.add(candidate)
                 yield candidate
@@ -154,10 +155,17 @@ class Space:
         """Every leader at random, the others following."""
         found: dict[int, OperatorConfig] = {}
         for leader, members in self.groups.items():
-            found[leader] = self.draw(rng, leader)
+            found[leader] = self.fix(leader, self.draw(rng, leader))
             for source, member, link in members:
-                found[member] = self.propagation.over(source, found[source], link)
-        return tuple(found.get(i) or self.draw(rng, i) for i in range(len(self.graph.operators)))
+                found[member] = self.fix(member, self.propagation.over(source, found[source], link))
+        return self.fixed(found.get(i) or self.draw(rng, i) for i in range(len(self.graph.operators)))
+
+    def follow(self, leader: int, config: OperatorConfig) -> dict[int, OperatorConfig]:
+        """A leader's config and what the operators of its group make of it."""
+        new = {leader: config}
+        for source, member, link in self.groups.get(leader, ()):
+            new[member] = self.fix(member, self.propagation.over(source, new[source], link))
+        return new
 
 
 def sharded(config: OperatorConfig, shard: bool) -> OperatorConfig:

@@ -21,6 +21,8 @@ TIME, RECORD, WRITE = 0, 1, 2
 """What a pass does: only the makespan; the start and end of every task, too; or the task graph."""
 STRIDE = 16
 """Blocks between two checkpoints, from which a later pass can go on."""
+TICK = 2.0**-40
+"""Seconds. Sums that must not depend on the order of their terms are kept as integers of this unit."""
 
 
 class Program(NamedTuple):
@@ -63,6 +65,7 @@ class Pools(NamedTuple):
     entry_device: U32
     entry_forward_s: F64
     entry_backward_s: F64
+    entry_ticks: I64  # forward and backward together, rounded down
     layout: U32
     reshard_first: U32
     reshard_middle: U32
@@ -83,6 +86,7 @@ class Pools(NamedTuple):
     receive: U32
     link: U32
     link_s: F64
+    link_ticks: I64  # as ``link_s``, rounded down
     link_load: F64  # bytes; of an all-reduce: ring edges
     drag: U32
     drag_s: F64
@@ -105,7 +109,8 @@ class State(NamedTuple):
     """A plan: numbers of templates. ``leader``: the slot whose edge a slot reads; ``need``: its layout. ``forward``,
     ``backward``: reshards of a leader's edge, else template 0, which is empty. ``plan``: of each weight.
     ``stored_bytes``, ``stored_count``: of trained weights, by device. ``held``: at most so many bytes are in use on
-    each device at any moment, as ``flexsearch.simulate.ceiling`` counts them."""
+    each device at any moment, as ``flexsearch.simulate.ceiling`` counts them. ``busy``: TICKs of computing on each
+    device; ``load``: TICKs for which transfers keep each resource busy (those in a common bucket: at least)."""
 
     config: U32
     leader: U32
@@ -116,16 +121,21 @@ class State(NamedTuple):
     stored_bytes: U64
     stored_count: U64
     held: I64
+    busy: I64
+    load: I64
 
 
 class Work(NamedTuple):
     """Where a pass works. ``arrived``, ``checkpoint`` have two versions, so that a rejected proposal leaves the state's
-    own as they were: ``version`` says which is the state's, ``fresh`` which rows the pass at hand has written."""
+    own as they were: ``version`` says which is the state's, ``fresh`` which rows the pass at hand has written.
+    ``done``, ``sent``: seconds of computing and of keeping resources busy that lie behind the pass."""
 
     last: F64
     free: F64
     seen: F64
     synced: F64
+    done: F64
+    sent: F64
     middle: F64
     arrived: npt.NDArray[np.float64]
     version: U8

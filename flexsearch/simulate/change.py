@@ -57,9 +57,17 @@ class Table(NamedTuple):
 
 
 class Change(NamedTuple):
-    """Work arrays. ``stamp``: tensors and weights that were done in this round (``round``, (1,)). ``missing``: rows
-    (kind, a, b) of keys that were not found; ``lacking``: (1,) how many. ``begin``: (1,) first block that changes."""
+    """Work arrays. ``operator``, ``config``: what a proposal changes, ``number`` ((1,)) of them. ``slot``, ``weight``:
+    what it touched, ``touched`` ((2,)) of them. ``tensor_stamp``, ``weight_stamp``: tensors and weights that were done
+    in this round (``round``, (1,)). ``missing``: rows (kind, a, b) of keys that were not found; ``lacking``: (1,) how
+    many. ``begin``: (1,) first block that changes."""
 
+    operator: U32
+    config: U32
+    number: U64
+    slot: U32
+    weight: U32
+    touched: U64
     tensor_stamp: U64
     weight_stamp: U64
     round: U64
@@ -101,7 +109,8 @@ def put(table: Table, kind: Any, a: Any, b: Any, value: Any) -> None:
 
 
 @lean
-def _miss(change: Change, kind: Any, a: Any, b: Any) -> None:
+def miss(change: Change, kind: Any, a: Any, b: Any) -> None:
+    """Note a key that was not found."""
     at = np.uint64(change.lacking[0])
     if at < np.uint64(change.missing.shape[0]):
         change.missing[at, 0] = np.uint64(kind)
@@ -111,41 +120,102 @@ def _miss(change: Change, kind: Any, a: Any, b: Any) -> None:
 
 
 @lean
-def settle(
-    wiring: Wiring, program: Program, pools: Pools, table: Table, state: State, before: State, change: Change,
-    operators: U32, configs: U32, count: Any,
-) -> None:  # fmt: skip
-    """Give ``count`` operators their new configs, and update the rest of ``state``, which is equal to ``before``.
-
-    Afterwards ``change.begin[0]`` is the first block of the program that is not as it was. If ``change.lacking[0]`` is
-    not 0, templates were missing and ``state`` is unusable.
-    """
+def place(wiring: Wiring, program: Program, pools: Pools, state: State, change: Change) -> None:
+    """Give the operators of a proposal their new configs. ``change.begin[0]`` becomes the first block that differs."""
     change.round[0] += ONE
     change.lacking[0] = ZERO
+    change.touched[0] = ZERO
+    change.touched[1] = ZERO
     change.begin[0] = np.uint64(program.kind.shape[0])
-    for k in range(ZERO, np.uint64(count)):
-        i = np.uint64(operators[k])
-        old, new = np.uint64(state.config[i]), np.uint64(configs[k])
+    for k in range(ZERO, np.uint64(change.number[0])):
+        i = np.uint64(change.operator[k])
+        old, new = np.uint64(state.config[i]), np.uint64(change.config[k])
         if old != new:
-            state.config[i] = configs[k]
+            state.config[i] = change.config[k]
             for d in range(np.uint64(state.held.shape[0])):
                 state.held[d] += pools.config_held[new, d] - pools.config_held[old, d]
+            for e in range(np.uint64(pools.config_first[old]), np.uint64(pools.config_last[old])):
+                state.busy[np.uint64(pools.entry_device[e])] -= pools.entry_ticks[e]
+            for e in range(np.uint64(pools.config_first[new]), np.uint64(pools.config_last[new])):
+                state.busy[np.uint64(pools.entry_device[e])] += pools.entry_ticks[e]
             change.begin[0] = min(change.begin[0], np.uint64(wiring.forward_block[i]))
-    for k in range(ZERO, np.uint64(count)):
-        i = np.uint64(operators[k])
+
+
+@lean
+def wire(
+    wiring: Wiring, program: Program, pools: Pools, table: Table, state: State, before: State, change: Change
+) -> None:
+    """Update edges and weights around the operators whose configs in ``state`` are not those in ``before``.
+
+    If ``change.lacking[0]`` is not 0 afterwards, templates were missing and ``state`` is to be undone.
+    """
+    for k in range(ZERO, np.uint64(change.number[0])):
+        i = np.uint64(change.operator[k])
         if state.config[i] == before.config[i]:
             continue
         for slot in range(np.uint64(program.operand_first[i]), np.uint64(program.operand_last[i])):
             t = np.uint64(wiring.slot_tensor[slot])
             if wiring.slot_kind[slot] == 1:
-                _settle_tensor(wiring, program, pools, table, state, before, change, t)
+                _wire_tensor(wiring, program, pools, table, state, before, change, t)
             elif wiring.slot_kind[slot] == 2:
-                _settle_weight(wiring, program, pools, table, state, before, change, t)
+                _wire_weight(wiring, program, pools, table, state, before, change, t)
             elif wiring.slot_kind[slot] == 3 and wiring.buffer_result[t] != MISSING:
                 result = np.uint64(wiring.buffer_result[t])
-                _settle_tensor(wiring, program, pools, table, state, before, change, result)
+                _wire_tensor(wiring, program, pools, table, state, before, change, result)
         for made in range(np.uint64(wiring.made_first[i]), np.uint64(wiring.made_last[i])):
-            _settle_tensor(wiring, program, pools, table, state, before, change, made)
+            _wire_tensor(wiring, program, pools, table, state, before, change, made)
+
+
+@lean
+def carry_over(source: State, target: State, change: Change) -> None:
+    """Make ``target`` equal to ``source``: they differ in nothing but what the last proposal touched."""
+    for k in range(ZERO, np.uint64(change.number[0])):
+        i = np.uint64(change.operator[k])
+        target.config[i] = source.config[i]
+    for k in range(ZERO, np.uint64(change.touched[0])):
+        slot = np.uint64(change.slot[k])
+        target.leader[slot] = source.leader[slot]
+        target.need[slot] = source.need[slot]
+        target.forward[slot] = source.forward[slot]
+        target.backward[slot] = source.backward[slot]
+    for k in range(ZERO, np.uint64(change.touched[1])):
+        w = np.uint64(change.weight[k])
+        target.plan[w] = source.plan[w]
+    for d in range(np.uint64(source.held.shape[0])):
+        target.held[d] = source.held[d]
+        target.busy[d] = source.busy[d]
+        target.stored_bytes[d] = source.stored_bytes[d]
+        target.stored_count[d] = source.stored_count[d]
+    for r in range(np.uint64(source.load.shape[0])):
+        target.load[r] = source.load[r]
+
+
+@lean
+def _touch(change: Change, slot: Any) -> None:
+    change.slot[np.uint64(change.touched[0])] = slot
+    change.touched[0] += ONE
+
+
+@lean
+def _leading(program: Program, state: State, slots: U32, first: Any, k: Any, need: Any) -> Any:
+    """The slot whose edge slot ``slots[k]`` shares: the first one, from ``first`` on, that wants the same layout."""
+    slot = np.uint64(slots[k])
+    for j in range(first, k):
+        other = np.uint64(slots[j])
+        if state.need[other] == need and program.flows[other] == program.flows[slot]:
+            return np.uint64(state.leader[other])
+    return slot
+
+
+@lean
+def _charge(pools: Pools, state: State, old: Any, new: Any) -> None:
+    """Account for a reshard that takes the place of another."""
+    for x in range(np.uint64(pools.reshard_first[old]), np.uint64(pools.reshard_last[old])):
+        for k in range(np.uint64(pools.link_first[x]), np.uint64(pools.link_last[x])):
+            state.load[np.uint64(pools.link[k])] -= pools.link_ticks[k]
+    for x in range(np.uint64(pools.reshard_first[new]), np.uint64(pools.reshard_last[new])):
+        for k in range(np.uint64(pools.link_first[x]), np.uint64(pools.link_last[x])):
+            state.load[np.uint64(pools.link[k])] += pools.link_ticks[k]
 
 
 @lean
@@ -156,7 +226,7 @@ def _need(wiring: Wiring, pools: Pools, state: State, slot: Any) -> Any:
 
 
 @lean
-def _settle_tensor(
+def _wire_tensor(
     wiring: Wiring, program: Program, pools: Pools, table: Table, state: State, before: State, change: Change, t: Any
 ) -> None:
     """Edges of an activation: readers that want the same layout share the first one's."""
@@ -171,30 +241,27 @@ def _settle_tensor(
     moved = False
     for k in range(first, last):
         slot = np.uint64(wiring.tensor_slot[k])
+        _touch(change, slot)
         need = _need(wiring, pools, state, slot)
-        leader = slot
-        for j in range(first, k):
-            other = np.uint64(wiring.tensor_slot[j])
-            if state.need[other] == need and program.flows[other] == program.flows[slot]:
-                leader = np.uint64(state.leader[other])
-                break
+        leader = _leading(program, state, wiring.tensor_slot, first, k, need)
         state.leader[slot] = leader
         state.need[slot] = need
         forward = backward = np.uint32(0)
         if leader == slot:
             forward = find(table, tag, made, need)
             if forward == MISSING:
-                _miss(change, tag, made, need)
+                miss(change, tag, made, need)
                 continue
             if program.flows[slot] == 1:
                 backward = find(table, tag, need, made)
                 if backward == MISSING:
-                    _miss(change, tag, need, made)
+                    miss(change, tag, need, made)
                     continue
         _set(pools, state, slot, forward, backward)
         moved = moved or forward != before.forward[slot] or state.leader[slot] != before.leader[slot]
     for k in range(np.uint64(wiring.result_first[t]), np.uint64(wiring.result_last[t])):
         slot = np.uint64(wiring.result_slot[k])
+        _touch(change, slot)
         need = wiring.everywhere[0]
         if wiring.result_buffer[k] != ALWAYS:
             need = _kept(wiring, pools, table, state, change, np.uint64(wiring.result_buffer[k]))
@@ -202,7 +269,7 @@ def _settle_tensor(
                 continue
         forward = find(table, tag, made, need)
         if forward == MISSING:
-            _miss(change, tag, made, need)
+            miss(change, tag, made, need)
             continue
         _set(pools, state, slot, forward, np.uint32(0))
         moved = moved or forward != before.forward[slot]
@@ -219,6 +286,8 @@ def _set(pools: Pools, state: State, slot: Any, forward: Any, backward: Any) -> 
                 pools.reshard_held[np.uint64(forward), d] - pools.reshard_held[old, d]
                 + pools.reshard_held[np.uint64(backward), d] - pools.reshard_held[back, d]
             )  # fmt: skip
+        _charge(pools, state, old, np.uint64(forward))
+        _charge(pools, state, back, np.uint64(backward))
         state.forward[slot] = forward
         state.backward[slot] = backward
 
@@ -228,28 +297,30 @@ def _kept(wiring: Wiring, pools: Pools, table: Table, state: State, change: Chan
     """Layout in which a buffer is kept: where its readers want it."""
     node = find(table, HELD, buffer, ZERO)
     if node == MISSING:
-        _miss(change, HELD, buffer, ZERO)
+        miss(change, HELD, buffer, ZERO)
         return MISSING
     for k in range(np.uint64(wiring.buffer_first[buffer]), np.uint64(wiring.buffer_last[buffer])):
         need = _need(wiring, pools, state, np.uint64(wiring.buffer_slot[k]))
         node = find(table, STEP, node, need)
         if node == MISSING:
-            _miss(change, HELD, buffer, ZERO)
+            miss(change, HELD, buffer, ZERO)
             return MISSING
     layout = find(table, LAYOUT, node, ZERO)
     if layout == MISSING:
-        _miss(change, HELD, buffer, ZERO)
+        miss(change, HELD, buffer, ZERO)
     return layout
 
 
 @lean
-def _settle_weight(
+def _wire_weight(
     wiring: Wiring, program: Program, pools: Pools, table: Table, state: State, before: State, change: Change, w: Any
 ) -> None:
     """Edges, gathering and synchronisation of a weight."""
     if change.weight_stamp[w] == change.round[0]:
         return
     change.weight_stamp[w] = change.round[0]
+    change.weight[np.uint64(change.touched[1])] = w
+    change.touched[1] += ONE
     first, last = np.uint64(program.reader_first[w]), np.uint64(program.reader_last[w])
     shard = ZERO
     for k in range(first, last):
@@ -260,20 +331,16 @@ def _settle_weight(
     node = find(table, WEIGHT, w, shard)
     for k in range(first, last):
         slot = np.uint64(program.reader[k])
+        _touch(change, slot)
         need = _need(wiring, pools, state, slot)
-        leader = slot
-        for j in range(first, k):
-            other = np.uint64(program.reader[j])
-            if state.need[other] == need and program.flows[other] == program.flows[slot]:
-                leader = np.uint64(state.leader[other])
-                break
+        leader = _leading(program, state, program.reader, first, k, need)
         state.leader[slot] = leader
         state.need[slot] = need
         if leader == slot and node != MISSING:
             node = find(table, STEP, node, np.uint64(need) * TWO + np.uint64(program.flows[slot]))
     plan = find(table, PLAN, node, ZERO) if node != MISSING else MISSING
     if plan == MISSING:
-        _miss(change, WEIGHT, w, shard)
+        miss(change, WEIGHT, w, shard)
         return
     p, old = np.uint64(plan), np.uint64(state.plan[w])
     at = np.uint64(pools.plan_gather[p])
@@ -283,6 +350,7 @@ def _settle_weight(
         if state.leader[slot] == slot:
             gather = pools.gather[at]
             at += ONE
+        _charge(pools, state, np.uint64(state.forward[slot]), np.uint64(gather))
         state.forward[slot] = gather
         if gather != before.forward[slot]:
             change.begin[0] = min(change.begin[0], np.uint64(wiring.gather_block[w]))
@@ -295,24 +363,5 @@ def _settle_weight(
             state.stored_count[np.uint64(pools.store_device[k])] += ONE
         for d in range(np.uint64(state.held.shape[0])):
             state.held[d] += pools.plan_held[p, d] - pools.plan_held[old, d]
+        _charge(pools, state, np.uint64(pools.plan_sync[old]), np.uint64(pools.plan_sync[p]))
         state.plan[w] = plan
-
-
-@lean
-def _copy(source: Any, target: Any) -> None:
-    for k in range(np.uint64(source.shape[0])):
-        target[k] = source[k]
-
-
-@lean
-def copy_state(source: State, target: State) -> None:
-    """Make ``target`` equal to ``source``."""
-    _copy(source.config, target.config)
-    _copy(source.leader, target.leader)
-    _copy(source.need, target.need)
-    _copy(source.forward, target.forward)
-    _copy(source.backward, target.backward)
-    _copy(source.plan, target.plan)
-    _copy(source.stored_bytes, target.stored_bytes)
-    _copy(source.stored_count, target.stored_count)
-    _copy(source.held, target.held)

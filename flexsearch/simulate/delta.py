@@ -8,6 +8,7 @@ of lowering and simulating the whole plan anew, to the bit; rejecting it leaves 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from math import inf
 from typing import Final
 
 import numpy as np
@@ -16,8 +17,9 @@ import numpy.typing as npt
 from flexsearch.cost import Costs
 from flexsearch.graph import OperatorGraph
 from flexsearch.lower import Lowering
-from flexsearch.simulate.arrays import RECORD, STRIDE, TIME, WRITE, Program, State, Tasks, Work
-from flexsearch.simulate.change import RESHARD, WEIGHT, Change, Wiring, copy_state, settle
+from flexsearch.simulate.arrays import RECORD, STRIDE, WRITE, Program, State, Tasks, Work
+from flexsearch.simulate.attempt import attempt
+from flexsearch.simulate.change import RESHARD, WEIGHT, Change, Wiring, carry_over
 from flexsearch.simulate.program import make_program, make_wiring
 from flexsearch.simulate.templates import Templates
 from flexsearch.simulate.walk import accept, walk
@@ -27,6 +29,7 @@ from flexsearch.topology import Topology
 
 Configs = Sequence[OperatorConfig]
 Times = npt.NDArray[np.float64]
+Numbers = Sequence[int] | npt.NDArray[np.uint32]
 _MISSING_ROWS: Final = 4096
 
 
@@ -52,18 +55,12 @@ class DeltaSimulator:
         self.state, self.proposed = (self._empty_state() for _ in range(2))
         self.work = self._work()
         self.tasks = _tasks(len(self.work.version), len(topology.devices), room)
-        self.change = Change(
-            np.zeros(len(self.wiring.tensor_producer), np.uint64), np.zeros(len(self.wiring.gather_block), np.uint64),
-            np.zeros(1, np.uint64), np.zeros((_MISSING_ROWS, 3), np.uint64), np.zeros(1, np.uint64),
-            np.zeros(1, np.uint64),
-        )  # fmt: skip
+        self.change = self._change()
         self.passes = self.written = 0
         """Passes that gave the time, and plans whose task graph had to be written down."""
         self.whole = False
         """Whether the checkpoints are those of the plan at hand."""
-        self._seconds, self._pending = 0.0, False
-        self.held = self.state.held
-        """At most so many bytes are in use on each device at any moment, under the last proposal."""
+        self._seconds, self._pending, self._dirty = 0.0, False, False
         self.seconds = self.propose(dict(enumerate(configs)))
         """Iteration time of the plan at hand, s."""
         self.accept()
@@ -76,28 +73,49 @@ class DeltaSimulator:
 
     def propose(self, changes: Mapping[int, OperatorConfig]) -> float:
         """Iteration time (s) of the plan at hand with some operators' configs changed. ``accept`` or ``reject`` it."""
-        operators = np.fromiter(changes, dtype=np.uint32, count=len(changes))
-        numbers = np.array([self.templates.config(i, c) for i, c in changes.items()], dtype=np.uint32)
+        numbers = {i: self.templates.config(i, c) for i, c in changes.items()}
+        return self.attempt(list(numbers), list(numbers.values()))
+
+    def attempt(self, operators: Numbers, numbers: Numbers, limit: float = inf) -> float:
+        """As ``propose``, with configs by number. Infinity if the time is certainly above ``limit`` (s): such a
+        proposal cannot be accepted."""
+        change, count = self.change, len(operators)
+        self._clean()
+        change.operator[:count], change.config[:count], change.number[0] = operators, numbers, count
         while True:
-            copy_state(self.state, self.proposed)
-            settle(
-                self.wiring, self.program, self.templates.pools, self.templates.table, self.proposed, self.state,
-                self.change, operators, numbers, len(numbers),
-            )  # fmt: skip
-            if not self.change.lacking[0]:
+            seconds = float(attempt(
+                self.wiring, self.program, self.templates.pools, self.templates.table, self.state, self.proposed,
+                change, self.work, self.tasks, self.whole, limit,
+            ))  # fmt: skip
+            self._dirty = True
+            if seconds >= 0.0:
                 break
-            self._fill()
-        self.held = self.proposed.held
-        self._pending = True
-        self._seconds = self._time(int(self.change.begin[0]) if self.whole else 0)
-        return self._seconds
+            if change.lacking[0]:
+                self.fill()
+            else:
+                seconds = self.by_events(limit)
+                break
+        self.passes += 1
+        self._pending, self._seconds = seconds < inf, seconds
+        return seconds
+
+    @property
+    def held(self) -> npt.NDArray[np.int64]:
+        """At most so many bytes are in use on each device at any moment, under the last proposal."""
+        return self.proposed.held
+
+    def _clean(self) -> None:
+        """Undo a proposal that was neither accepted nor rejected."""
+        if self._dirty:
+            carry_over(self.state, self.proposed, self.change)
+            self._dirty = False
 
     def accept(self) -> None:
         """Make the last proposal the plan at hand. Raises RuntimeError if there is none."""
         if not self._pending:
             raise RuntimeError("nothing has been proposed since the last accept, reject or times")
-        self._pending = False
-        self.state, self.proposed = self.proposed, self.state
+        self._pending = self._dirty = False
+        carry_over(self.proposed, self.state, self.change)
         self.seconds = self._seconds
         self.whole = not self.work.broken[0]
         if self.whole:
@@ -106,58 +124,51 @@ class DeltaSimulator:
     def reject(self) -> None:
         """Leave the plan at hand as it is."""
         self._pending = False
+        self._clean()
 
     def use(self, options: Options) -> None:
         """Go on with buckets of another size: templates do not depend on them. The optimizer must stay the same."""
         self.options = options
         self.program = make_program(self.graph, self.topology, self.lowering, self.costs, options)
         self.wiring = make_wiring(self.graph, self.topology, self.lowering, self.program)
+        self._clean()
         self.work, self.whole = self._work(), False
         self.seconds = self.propose({})
         self.accept()
 
     def times(self) -> tuple[Times, Times]:
         """Start and end (s) of every task of the plan at hand, in the order of its task graph. Drops a proposal."""
-        self._pending = False  # the pass below takes the place of the proposal's
+        self.reject()  # the pass below takes the place of the proposal's
         while self.program.scalars[2] < 2.0:
-            self._walk(self.state, 0, RECORD)
+            self._walk(self.state, RECORD)
             count = int(self.work.counted[0])
             if self.work.broken[0]:
                 break
             if count <= len(self.work.start):
                 return self.work.start[:count].copy(), self.work.end[:count].copy()
             self.work = self.work._replace(start=np.zeros(2 * count), end=np.zeros(2 * count))
-        self._write(self.state)
+        self._write(self.state, inf)
         count = int(self.tasks.written[0])
         return self.tasks.start[:count].copy(), self.tasks.end[:count].copy()
 
-    def _grow(self) -> None:
-        """Make room for larger task graphs."""
-        self.tasks = _tasks(len(self.work.version), len(self.topology.devices), 2 * len(self.tasks.duration))
-
-    def _time(self, block: int) -> float:
-        """Iteration time of the proposal, which is as the plan at hand before ``block``."""
-        self.passes += 1
-        if self.program.scalars[2] < 2.0:
-            seconds = self._walk(self.proposed, block // STRIDE * STRIDE, TIME)
-            if not self.work.broken[0]:
-                return seconds
-        self.written += 1
-        return self._write(self.proposed)
-
-    def _walk(self, state: State, first: int, mode: int) -> float:
+    def _walk(self, state: State, mode: int) -> float:
         arguments = self.program, self.templates.pools, state, self.work, self.tasks
-        return float(walk(*arguments, np.uint64(first), np.uint64(mode)))
+        return float(walk(*arguments, np.uint64(0), np.uint64(mode), inf))
 
-    def _write(self, state: State) -> float:
+    def by_events(self, limit: float = inf) -> float:
+        """Iteration time (s) of the proposal by events; infinity if it is certainly above ``limit`` (s)."""
+        self.written += 1
+        return self._write(self.proposed, limit)
+
+    def _write(self, state: State, limit: float) -> float:
         """Makespan (s) by events, of the task graph written down; there are no checkpoints of the plan then."""
-        while self._walk(state, 0, WRITE) < 0.0:
-            self._grow()
+        while self._walk(state, WRITE) < 0.0:
+            self.tasks = _tasks(len(self.work.version), len(self.topology.devices), 2 * len(self.tasks.duration))
         self.work.broken[0] = 1
-        return float(time_written(self.tasks, self.work))
+        return float(time_written(self.tasks, self.work, limit))
 
-    def _fill(self) -> None:
-        """Add the templates that were missing."""
+    def fill(self) -> None:
+        """Add the templates that were missing, and undo the proposal."""
         for kind, a, b in {tuple(int(x) for x in row) for row in self.change.missing[: int(self.change.lacking[0])]}:
             if RESHARD <= kind < WEIGHT:
                 self.templates.add(kind, a, b)
@@ -172,6 +183,8 @@ class DeltaSimulator:
             else:
                 slots = self.wiring.buffer_slot[self.wiring.buffer_first[a] : self.wiring.buffer_last[a]]
                 self.templates.kept(a, [self._need(int(slot)) for slot in slots])
+        carry_over(self.state, self.proposed, self.change)
+        self._dirty = False
 
     def _need(self, slot: int) -> int:
         """Layout that a reader of the proposal wants."""
@@ -179,13 +192,25 @@ class DeltaSimulator:
         pools = self.templates.pools
         return int(pools.layout[int(pools.config_reads[config]) + int(self.wiring.slot_position[slot])])
 
+    def _change(self) -> Change:
+        operators, weights = len(self.graph.operators), len(self.wiring.gather_block)
+        slots, tensors = len(self.wiring.slot_operator), len(self.wiring.tensor_producer)
+        return Change(
+            operator=_numbers(operators), config=_numbers(operators), number=np.zeros(1, np.uint64),
+            slot=_numbers(slots), weight=_numbers(weights), touched=np.zeros(2, np.uint64),
+            tensor_stamp=np.zeros(tensors, np.uint64), weight_stamp=np.zeros(weights, np.uint64),
+            round=np.zeros(1, np.uint64), missing=np.zeros((_MISSING_ROWS, 3), np.uint64),
+            lacking=np.zeros(1, np.uint64), begin=np.zeros(1, np.uint64),
+        )  # fmt: skip
+
     def _empty_state(self) -> State:
         slots, devices = len(self.wiring.slot_operator), len(self.topology.devices)
         return State(
             config=_numbers(len(self.graph.operators)), leader=_numbers(slots), need=_numbers(slots),
             forward=_numbers(slots), backward=_numbers(slots), plan=_numbers(len(self.wiring.gather_block)),
             stored_bytes=np.zeros(devices, np.uint64), stored_count=np.zeros(devices, np.uint64),
-            held=np.full(devices, self.templates.ceiling.always, np.int64),
+            held=np.full(devices, self.templates.ceiling.always, np.int64), busy=np.zeros(devices, np.int64),
+            load=np.zeros(len(self.topology.resources), np.int64),
         )  # fmt: skip
 
     def _work(self) -> Work:
@@ -195,8 +220,9 @@ class DeltaSimulator:
         members = 1 + weights * max(4, devices)  # exchanges that a bucket can hold
         return Work(
             last=np.zeros(devices), free=np.zeros(resources), seen=np.zeros(resources), synced=np.zeros(devices),
+            done=np.zeros(devices), sent=np.zeros(resources),
             middle=np.zeros(devices), arrived=np.zeros((2, rows, devices)), version=np.zeros(rows, np.uint8),
-            fresh=np.zeros(rows, np.uint8), checkpoint=np.zeros((2, checks, 2 * devices + 2 * resources + 2)),
+            fresh=np.zeros(rows, np.uint8), checkpoint=np.zeros((2, checks, 3 * devices + 3 * resources + 2)),
             check_version=np.zeros(checks, np.uint8), check_fresh=np.zeros(checks, np.uint8), load=np.zeros(resources),
             touched=_numbers(resources), group_key=_numbers(members), group_head=_numbers(members),
             group_tail=_numbers(members), group_size=_numbers(members), member_exchange=_numbers(members),

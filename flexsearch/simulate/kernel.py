@@ -45,6 +45,7 @@ def lean(function: F) -> F:
 ZERO: Any = np.uint64(0)  # unsigned everywhere: mixed with a signed index, numba would compute in float64
 ONE: Any = np.uint64(1)
 TWO: Any = np.uint64(2)
+THREE: Any = np.uint64(3)
 
 
 @compiled
@@ -68,19 +69,34 @@ def run(
     reader_start: npt.NDArray[np.uint32],
     reader: npt.NDArray[np.uint32],
     heap: npt.NDArray[np.uint32],
+    rest: Times,
+    limit: float,
 ) -> float:
-    """Fill ``start`` and ``end`` (s, one for each task) and return the makespan (s).
+    """Fill ``start`` and ``end`` (s, one for each task) and return the makespan (s); infinity as soon as it is certain
+    that it is above ``limit`` (s).
 
     The columns are those of ``TaskArrays``. Work arrays, of any content: ``ready``, ``left`` (tasks), ``free``
-    (resources), ``missing`` (tasks), ``reader_start`` (tasks + 2), ``reader`` (dependencies), ``heap`` (tasks).
+    (resources), ``missing`` (tasks), ``reader_start`` (tasks + 2), ``reader`` (dependencies), ``heap`` (tasks),
+    ``rest`` (resources).
     """
     count = np.uint64(duration.shape[0])
     size = ZERO
     makespan = 0.0
     free[:] = 0.0
+    rest[:] = 0.0
     ready[:] = 0.0
     left[:] = duration
     start[:] = -1.0
+
+    # What is still to be done on each resource. A task may keep one busy for longer than it lasts itself.
+    limit *= 1.0 + 1e-9  # more than all rounding in sums of seconds
+    t = ZERO
+    while t < count:
+        k = np.uint64(link_start[t])
+        while k < np.uint64(link_start[t + ONE]):
+            rest[np.uint64(link[k])] += min(link_s[k], duration[t])
+            k += ONE
+        t += ONE
 
     # Readers of every task, by counting: row t of ``reader`` is reader[reader_start[t] : reader_start[t + 1]].
     reader_start[:] = 0
@@ -124,13 +140,19 @@ def run(
             ready[task] = begin + turn[task]
             while first < last:
                 free[np.uint64(link[first])] = ready[task]
+                rest[np.uint64(link[first])] -= turn[task]
                 first += ONE
             _sift_up(heap, ready, size, task)
             size += ONE
             continue
         k = first
         while k < last:
-            free[np.uint64(link[k])] = begin + (link_s[k] if left[task] == duration[task] else left[task])
+            r = np.uint64(link[k])
+            seconds = link_s[k] if left[task] == duration[task] else left[task]
+            if begin + rest[r] > limit:
+                return np.inf
+            rest[r] -= min(seconds, duration[task])
+            free[r] = begin + seconds
             k += ONE
         k, last = np.uint64(drag_start[task]), np.uint64(drag_start[task + ONE])
         while k < last:
@@ -200,6 +222,6 @@ def times(tasks: TaskArrays) -> tuple[float, Times, Times]:
         tasks.drag_start, tasks.drag, tasks.drag_s, tasks.turn, start, end, np.empty(count), np.empty(count),
         np.empty(resources),
         np.empty(count, dtype=np.uint32), np.empty(count + 2, dtype=np.uint32),
-        np.empty(len(tasks.dependency), dtype=np.uint32), np.empty(count, dtype=np.uint32),
+        np.empty(len(tasks.dependency), dtype=np.uint32), np.empty(count, dtype=np.uint32), np.empty(resources), np.inf,
     )  # fmt: skip
     return float(makespan), start, end

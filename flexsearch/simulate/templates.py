@@ -16,7 +16,7 @@ from flexsearch.lower import Lowering, Reshard
 from flexsearch.lower.lowering import Placed, kept
 from flexsearch.lower.reshard import Exchange
 from flexsearch.lower.weights import WeightPlan
-from flexsearch.simulate.arrays import Pools
+from flexsearch.simulate.arrays import TICK, Pools
 from flexsearch.simulate.ceiling import Ceiling
 from flexsearch.simulate.change import HELD, LAYOUT, MISSING, PLAN, RESHARD, STEP, WEIGHT, Table, find, put
 from flexsearch.strategy import OperatorConfig, Options
@@ -25,6 +25,7 @@ _TYPES: dict[str, Any] = {
     "config_shard": np.uint8, "entry_forward_s": np.float64, "entry_backward_s": np.float64, "duration": np.float64,
     "latency": np.float64, "amount": np.uint64, "link_s": np.float64, "link_load": np.float64, "drag_s": np.float64,
     "drag_load": np.float64, "key_factor": np.float64, "key_ring": np.uint64, "store_bytes": np.uint64,
+    "entry_ticks": np.int64, "link_ticks": np.int64,
     "config_held": np.int64, "reshard_held": np.int64, "plan_held": np.int64,
 }  # fmt: skip
 """Columns of ``Pools`` that are not uint32."""
@@ -70,6 +71,8 @@ class Templates:
         self._parameters = self.graph.of_kind("parameter")
         self.configs: list[OperatorConfig | None] = []
         """Config of each number; number 0 is none."""
+        self.operators: list[int] = []
+        """Operator of each config."""
         self._reshard(None, "", 1)
         self._config(None, None, 0)
         self._add_plan(None, None)
@@ -126,11 +129,13 @@ class Templates:
 
     def _config(self, placed: Placed | None, config: OperatorConfig | None, operator: int) -> int:
         self.configs.append(config)
+        self.operators.append(operator)
         devices = placed.placement.devices if placed is not None else ()
         self._rows(
             "entry_device", "config_first", "config_last", entry_device=devices,
             entry_forward_s=placed.forward_s if placed is not None else (),
             entry_backward_s=placed.backward_s if placed is not None else (),
+            entry_ticks=_ticks(placed.forward_s, placed.backward_s) if placed is not None else (),
         )  # fmt: skip
         for name, layouts in (("config_reads", placed and placed.reads), ("config_writes", placed and placed.writes)):
             self._append(name, [self.columns["layout"].size])
@@ -174,6 +179,7 @@ class Templates:
         self._rows("receive", "receive_first", "receive_last", receive=exchange.receivers)
         self._rows("link", "link_first", "link_last", link=[r for r, _ in transfer.links],
                    link_s=[s for _, s in transfer.links],
+                   link_ticks=[int(min(s, transfer.duration_s) / TICK) for _, s in transfer.links],
                    link_load=[links.get(r, 0) for r, _ in transfer.links])  # fmt: skip
         self._rows("drag", "drag_first", "drag_last", drag=[r for r, _ in transfer.drag],
                    drag_s=[s for _, s in transfer.drag],
@@ -246,3 +252,8 @@ class Templates:
             node = self._step(STEP, node, layout)
         found = kept(self.lowering.layout(layout) for layout in layouts)
         self.put(LAYOUT, node, 0, self.lowering.intern(found))
+
+
+def _ticks(forward_s: Iterable[float], backward_s: Iterable[float]) -> list[int]:
+    """Seconds of both as TICKs, rounded down."""
+    return [int(f / TICK) + int(b / TICK) for f, b in zip(forward_s, backward_s, strict=True)]

@@ -25,6 +25,7 @@ from flexsearch.simulate.arrays import (
     SECOND,
     STRIDE,
     SYNCHRONISE,
+    TICK,
     TIME,
     U32,
     WRITE,
@@ -34,7 +35,7 @@ from flexsearch.simulate.arrays import (
     Tasks,
     Work,
 )  # fmt: skip
-from flexsearch.simulate.kernel import ONE, TWO, ZERO, lean
+from flexsearch.simulate.kernel import ONE, THREE, TWO, ZERO, lean
 from flexsearch.simulate.write import (
     after,
     after_one,
@@ -48,10 +49,13 @@ from flexsearch.simulate.write import (
 
 
 @lean
-def walk(program: Program, pools: Pools, state: State, work: Work, tasks: Tasks, first: Any, mode: Any) -> Any:
+def walk(
+    program: Program, pools: Pools, state: State, work: Work, tasks: Tasks, first: Any, mode: Any, limit: float
+) -> Any:
     """Makespan (s) of the plan, from block ``first`` on (a multiple of STRIDE; what came before is as in the
     checkpoint). ``work.broken[0]`` is 1 afterwards if the result is void. In mode WRITE: fills ``tasks`` from the
-    beginning and returns 0; -1 if ``tasks`` is too small."""
+    beginning and returns 0; -1 if ``tasks`` is too small. In mode TIME: infinity as soon as it is certain that the
+    makespan is above ``limit`` (s)."""
     slots = np.uint64(program.flows.shape[0])
     devices = np.uint64(program.processor.shape[0])
     moment = work.moment
@@ -67,6 +71,8 @@ def walk(program: Program, pools: Pools, state: State, work: Work, tasks: Tasks,
     while b < np.uint64(program.kind.shape[0]):
         if mode != WRITE and b % np.uint64(STRIDE) == ZERO:
             _save(work, b // np.uint64(STRIDE), devices, moment)
+            if mode == TIME and too_long(program, state, work, limit):
+                return np.inf
         if work.broken[0] == 1 and mode == TIME:
             return 0.0
         kind, argument = program.kind[b], np.uint64(program.argument[b])
@@ -107,6 +113,20 @@ def walk(program: Program, pools: Pools, state: State, work: Work, tasks: Tasks,
 
 
 @lean
+def too_long(program: Program, state: State, work: Work, limit: float) -> Any:
+    """Whether the makespan is certainly above ``limit`` (s): some device still has too much to compute after the moment
+    up to which it is busy, or some link too much to carry. ``work`` is that of a pass, anywhere on its way."""
+    limit *= 1.0 + 1e-9  # more than all rounding in sums of seconds
+    for d in range(np.uint64(state.busy.shape[0])):
+        if work.last[d] + (float(state.busy[d]) * TICK - work.done[d]) > limit:
+            return True
+    for r in range(np.uint64(state.load.shape[0])):
+        if work.free[r] + (float(state.load[r]) * TICK - work.sent[r]) > limit:
+            return True
+    return False
+
+
+@lean
 def _moves(pools: Pools, template: Any) -> Any:
     """Whether anything crosses devices."""
     return pools.reshard_first[np.uint64(template)] < pools.reshard_last[np.uint64(template)]
@@ -122,6 +142,8 @@ def _restore(work: Work, first: Any, devices: Any) -> None:
         work.free[:] = 0.0
         work.seen[:] = 0.0
         work.synced[:] = 0.0
+        work.done[:] = 0.0
+        work.sent[:] = 0.0
         return
     c = np.uint64(first) // np.uint64(STRIDE)
     row = work.checkpoint[work.check_version[c], c]
@@ -130,14 +152,17 @@ def _restore(work: Work, first: Any, devices: Any) -> None:
     while k < devices:
         work.last[k] = row[k]
         work.synced[k] = row[devices + k]
+        work.done[k] = row[TWO * devices + k]
         k += ONE
+    at = THREE * devices
     k = ZERO
     while k < links:
-        work.free[k] = row[TWO * devices + k]
-        work.seen[k] = row[TWO * devices + links + k]
+        work.free[k] = row[at + k]
+        work.seen[k] = row[at + links + k]
+        work.sent[k] = row[at + TWO * links + k]
         k += ONE
-    moment[0] = row[TWO * devices + TWO * links]
-    moment[1] = row[TWO * devices + TWO * links + ONE]
+    moment[0] = row[at + THREE * links]
+    moment[1] = row[at + THREE * links + ONE]
 
 
 @lean
@@ -149,14 +174,17 @@ def _save(work: Work, c: Any, devices: Any, moment: F64) -> None:
     while k < devices:
         row[k] = work.last[k]
         row[devices + k] = work.synced[k]
+        row[TWO * devices + k] = work.done[k]
         k += ONE
+    at = THREE * devices
     k = ZERO
     while k < links:
-        row[TWO * devices + k] = work.free[k]
-        row[TWO * devices + links + k] = work.seen[k]
+        row[at + k] = work.free[k]
+        row[at + links + k] = work.seen[k]
+        row[at + TWO * links + k] = work.sent[k]
         k += ONE
-    row[TWO * devices + TWO * links] = moment[0]
-    row[TWO * devices + TWO * links + ONE] = moment[1]
+    row[at + THREE * links] = moment[0]
+    row[at + THREE * links + ONE] = moment[1]
 
 
 @lean
@@ -230,6 +258,7 @@ def _compute(
             work.free[p] = begin + seconds
         finish = begin + seconds
         work.last[d] = finish
+        work.done[d] += seconds
         moment[0] = max(moment[0], finish)
         if mode == RECORD:
             _record(work, moment, begin, finish)
@@ -306,6 +335,7 @@ def _exchange(
         work.seen[r] = ready
     for k in range(np.uint64(pools.link_first[x]), np.uint64(pools.link_last[x])):
         work.free[np.uint64(pools.link[k])] = begin + pools.link_s[k]
+        work.sent[np.uint64(pools.link[k])] += pools.link_s[k]
     for k in range(np.uint64(pools.drag_first[x]), np.uint64(pools.drag_last[x])):
         _drag(work, np.uint64(pools.drag[k]), ready, pools.drag_s[k])
     finish = begin + pools.duration[x]
@@ -427,6 +457,7 @@ def _merged(program: Program, pools: Pools, work: Work, tasks: Tasks, g: Any, mo
             write_link(tasks, r, seconds)
         else:
             work.free[r] = begin + seconds
+            work.sent[r] += seconds
         work.load[r] = 0.0
     duration = program.scalars[0] + steps * latency + busiest
     if program.scalars[1] > 0.0:

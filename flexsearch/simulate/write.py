@@ -94,8 +94,9 @@ def write_task(tasks: Tasks, duration: float, turn: float) -> None:
 
 
 @compiled
-def time_written(tasks: Tasks, work: Work) -> float:
-    """Makespan (s) of the task graph that was written; fills ``tasks.start`` and ``tasks.end``."""
+def time_written(tasks: Tasks, work: Work, limit: float) -> float:
+    """Makespan (s) of the task graph that was written, or infinity if it is certainly above ``limit``; fills
+    ``tasks.start`` and ``tasks.end``."""
     count, dependencies = np.uint64(tasks.written[0]), np.uint64(tasks.written[1])
     links, drags = np.uint64(tasks.written[2]), np.uint64(tasks.written[3])
     makespan: float = run(
@@ -103,6 +104,6 @@ def time_written(tasks: Tasks, work: Work) -> float:
         tasks.link_start[: count + ONE], tasks.link[:links], tasks.link_s[:links], tasks.drag_start[: count + ONE],
         tasks.drag[:drags], tasks.drag_s[:drags], tasks.turn[:count], tasks.start[:count], tasks.end[:count],
         tasks.ready[:count], tasks.left[:count], work.free, tasks.waiting[:count],
-        tasks.reader_start[: count + TWO], tasks.reader[:dependencies], tasks.heap[:count],
+        tasks.reader_start[: count + TWO], tasks.reader[:dependencies], tasks.heap[:count], work.sent, limit,
     )  # fmt: skip
     return makespan

@@ -46,11 +46,17 @@ class Prediction(FileModel):
 
 
 class Search(FileModel):
-    """How the strategy was found. The same graph, topology, seed and proposals give the same strategy."""
+    """How the strategy was found: with a budget of proposals, the same graph, topology, options, pins and seed give the
+    same strategy. ``proposals``, ``climbs``: made so far, searches that it was resumed from included. ``start``: what
+    led to it. ``optimal``: no change of one operator is known to make it faster. ``bound_s``: no plan is faster."""
 
     seed: int
     proposals: int
+    climbs: int = 0
     start: str = ""
+    pins: tuple[str, ...] = ()
+    optimal: bool = False
+    bound_s: float | None = None
 
 
 class _ConfigFile(FileModel):

@@ -1,6 +1,7 @@
-"""Random moves from one plan to the next.
+"""Random moves from one plan to the next, for walks in tests and benchmarks.
 
-A move is a function of (random generator, space, configs) that returns new configs; a mixture of them is proposed.
+A move is a function of (random generator, space, configs) that returns new configs; a mixture of them is proposed. The
+search draws its own moves, compiled (``flexsearch.search.chain``).
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ def copy(rng: np.random.Generator, space: Space, configs: Configs) -> Configs:
 
 def group(rng: np.random.Generator, space: Space, configs: Configs) -> Configs:
     """An operator with weights anywhere, or as another one like it; its pointwise, view, pooling neighbours follow."""
-    leader = space.draw_leader(rng)
+    leader = space.leaders[int(rng.choice(len(space.leaders), p=space.importance))]
     return _with(configs, _led(space, leader, space.draw(rng, leader)))
 
 

@@ -1,0 +1,310 @@
+"""A Markov chain over plans, compiled: draw a move, simulate what it changes, accept or reject.
+
+The target is exp(-beta * cost / reference) (FlexFlow, MLSys 2019, section 6), where the reference is the cost of a good
+plan: a temperature means the same for a model of microseconds and one of minutes. The moves are taken as symmetric, as
+there; they are not quite (copying a neighbour is easier than undoing it), which matters to an integral over the space,
+not to its minimum.
+
+Moves work on numbers of configs. What a move needs and does not know yet (the 17th candidate of an operator, the config
+that follows another over an edge) is asked for: the chain returns to Python, which adds it, and goes on with the same
+random numbers. The number that decides on acceptance is drawn first: so it is known beforehand how slow a proposal may
+be, and most of the slower ones need not be simulated to their end.
+"""
+
+from __future__ import annotations
+
+from math import log
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from flexsearch.simulate.arrays import F64, I64, U8, U32, U64, Pools, Program, State, Tasks, Work
+from flexsearch.simulate.attempt import attempt
+from flexsearch.simulate.change import MISSING, Change, Table, Wiring, carry_over, find, miss
+from flexsearch.simulate.kernel import ONE, TWO, ZERO, lean
+from flexsearch.simulate.walk import accept
+
+CANDIDATE, OVER, SWAP, STORED, LIKE = 10, 11, 12, 13, 14
+"""Keys of the table: (operator, k): a config to try; (link, config): the one that follows it; (config, a * devices +
+b): the same with two devices exchanged; (config, 0): the same with its weights stored the other way; (operator,
+config): the same for another operator of its class."""
+REDRAW, COPY, GROUP, REPEATED, EXCHANGE, SHARD = range(6)
+UNIFORMS = 24
+"""Random numbers for a proposal. The last decides on acceptance."""
+DONE, ASK, EVENTS, MEMORY = range(4)
+"""Why the chain returned: random numbers or patience are used up; templates or configs are missing; the proposal must
+be timed by events; its memory must be worked out."""
+CURRENT, BEST, KNOWN, REFERENCE, LEADERS, PROPOSED, SHORTFALL = range(7)
+"""Places in ``Chain.value`` (s). BEST: of the chain's plans that fit; KNOWN: of all plans that fit, for the log;
+SHORTFALL: missing memory of the proposal, as in ``evaluate``."""
+STEPS, ACCEPTED, IDLE, STAGE, WHOLE, IMPROVED, MOVE, DRAWN = range(8)
+"""Places in ``Chain.counts``. DRAWN: rows of uniform numbers that are used up."""
+FRESH, TIMED, WEIGHED = range(3)
+"""Stages of a proposal: to be simulated; to be checked for memory; to be decided on."""
+
+
+class Moves(NamedTuple):
+    """The space for the moves; rows ``[first[i], last[i])`` of a list belong to item i."""
+
+    often: F64  # cumulative probabilities of the moves
+    leader: U32
+    likely: F64  # cumulative probabilities of the leaders
+    group_first: U32  # by leader: the operators that follow it
+    group_last: U32
+    member: U32
+    member_source: U32
+    member_link: U32
+    link_first: U32  # by operator
+    link_last: U32
+    link_target: U32
+    link_forward: U8
+    class_first: U32
+    class_last: U32
+    class_leader: U32  # places among the leaders
+    weighted: U32
+    memory: I64  # by device, bytes
+
+
+class Chain(NamedTuple):
+    """Where a chain is. ``uniform``: rows of random numbers. ``candidates``: (2,) first number and how many, for each
+    operator. ``excess``: cooling, how much slower than the best a plan may typically be. ``best``: config numbers of
+    the best plan that fits. ``log_value``, ``log_step``, ``log_move``: improvements."""
+
+    uniform: F64
+    value: F64
+    counts: U64
+    candidates: U64
+    excess: F64
+    patience: U64
+    penalty: F64
+    chosen: U32
+    best: U32
+    log_value: F64
+    log_step: U64
+    log_move: U64
+
+
+@lean
+def advance(
+    moves: Moves, chain: Chain, wiring: Wiring, program: Program, pools: Pools, table: Table, state: State,
+    proposed: State, change: Change, work: Work, tasks: Tasks,
+) -> Any:  # fmt: skip
+    """Go on until something is needed; returns what. ``state`` is the chain's plan, ``proposed`` its work copy."""
+    while True:
+        if chain.counts[STAGE] == FRESH:
+            if chain.counts[IDLE] >= chain.patience[0] or chain.counts[DRAWN] == np.uint64(chain.uniform.shape[0]):
+                return DONE
+            change.lacking[0] = ZERO
+            change.number[0] = ZERO
+            _draw(moves, chain, pools, table, state, change)
+            if change.lacking[0] > ZERO:
+                return ASK
+            whole = chain.counts[WHOLE] == ONE
+            seconds = attempt(wiring, program, pools, table, state, proposed, change, work, tasks, whole, limit(chain))
+            chain.value[PROPOSED] = seconds
+            chain.value[SHORTFALL] = 0.0
+            if seconds < 0.0:
+                return ASK if change.lacking[0] > ZERO else EVENTS
+            chain.counts[STAGE] = TIMED
+        if chain.counts[STAGE] == TIMED:
+            chain.counts[STAGE] = WEIGHED
+            if chain.value[PROPOSED] <= limit(chain) and not _fits(moves, proposed):
+                return MEMORY
+        _decide(chain, state, proposed, change, work)
+        chain.counts[STAGE] = FRESH
+        chain.counts[DRAWN] += ONE
+
+
+@lean
+def limit(chain: Chain) -> Any:
+    """What a proposal may cost (s) to be accepted. Never below the current cost, nor below the best."""
+    step = np.uint64(4) * chain.counts[STEPS] // chain.patience[0]
+    excess = chain.excess[min(step, np.uint64(chain.excess.shape[0]) - ONE)]
+    beta = chain.value[LEADERS] / excess
+    uniform = chain.uniform[chain.counts[DRAWN], UNIFORMS - 1]
+    return chain.value[CURRENT] - chain.value[REFERENCE] / beta * log(1.0 - uniform)
+
+
+@lean
+def _decide(chain: Chain, state: State, proposed: State, change: Change, work: Work) -> None:
+    """Accept or reject the proposal, and note what is better than anything before."""
+    most = limit(chain)
+    cost = chain.value[PROPOSED] * (1.0 + chain.penalty[0] * chain.value[SHORTFALL])
+    chain.counts[STEPS] += ONE
+    chain.counts[IDLE] += ONE
+    if chain.value[SHORTFALL] == 0.0 and cost <= most:
+        if cost < chain.value[BEST]:
+            chain.value[BEST] = cost
+            chain.counts[IDLE] = ZERO
+            for i in range(np.uint64(proposed.config.shape[0])):
+                chain.best[i] = proposed.config[i]
+        if cost < chain.value[KNOWN]:
+            chain.value[KNOWN] = cost
+            chain.value[REFERENCE] = cost
+            at = chain.counts[IMPROVED]
+            if at < np.uint64(chain.log_value.shape[0]):
+                chain.log_value[at] = cost
+                chain.log_step[at] = chain.counts[STEPS]
+                chain.log_move[at] = chain.counts[MOVE]
+                chain.counts[IMPROVED] = at + ONE
+    if cost <= most:
+        carry_over(proposed, state, change)
+        chain.value[CURRENT] = cost
+        chain.counts[ACCEPTED] += ONE
+        chain.counts[WHOLE] = ONE - np.uint64(work.broken[0])
+        if work.broken[0] == 0:
+            accept(work)
+    else:
+        carry_over(state, proposed, change)
+
+
+@lean
+def _fits(moves: Moves, proposed: State) -> Any:
+    for d in range(np.uint64(moves.memory.shape[0])):  # noqa: SIM110  a generator would not compile
+        if proposed.held[d] > moves.memory[d]:
+            return False
+    return True
+
+
+@lean
+def _draw(moves: Moves, chain: Chain, pools: Pools, table: Table, state: State, change: Change) -> None:
+    """Fill ``change`` with a random move's configs."""
+    u = chain.uniform[chain.counts[DRAWN]]
+    move = ZERO
+    while move < np.uint64(SHARD) and u[0] >= moves.often[move]:
+        move += ONE
+    chain.counts[MOVE] = move
+    leaders = np.uint64(moves.leader.shape[0])
+    if move == REDRAW:
+        i = _pick(u[1], np.uint64(state.config.shape[0]))
+        _add(change, i, _candidate(chain, table, change, i, u[2]))
+    elif move == COPY:
+        _copy(moves, chain, pools, table, state, change, u)
+    elif move == REPEATED and moves.class_first.shape[0] > 0:
+        _repeat(moves, chain, table, state, change, u)
+    elif move == EXCHANGE and moves.memory.shape[0] > 1:
+        _exchange(moves, table, state, change, u)
+    elif move == SHARD and moves.weighted.shape[0] > 0:
+        at = _pick(u[1], np.uint64(moves.weighted.shape[0]))
+        to = ONE - np.uint64(pools.config_shard[np.uint64(state.config[np.uint64(moves.weighted[at])])])
+        for k in range(np.uint64(moves.weighted.shape[0])):
+            i = np.uint64(moves.weighted[k])
+            if (u[2] >= 0.8 or k == at) and pools.config_shard[np.uint64(state.config[i])] != to:
+                _add(change, i, _ask(table, change, STORED, state.config[i], ZERO))
+    else:
+        at = ZERO
+        while at + ONE < leaders and u[1] >= moves.likely[at]:
+            at += ONE
+        _lead(moves, chain, table, change, at, _candidate(chain, table, change, np.uint64(moves.leader[at]), u[2]))
+
+
+@lean
+def _pick(u: float, count: Any) -> Any:
+    """A number below ``count``."""
+    return min(np.uint64(u * float(count)), count - ONE)
+
+
+@lean
+def _ask(table: Table, change: Change, kind: Any, a: Any, b: Any) -> Any:
+    """A config from the table; MISSING, and noted, if it is not there."""
+    found = find(table, kind, a, b)
+    if found == MISSING:
+        miss(change, kind, a, b)
+    return found
+
+
+@lean
+def _candidate(chain: Chain, table: Table, change: Change, i: Any, u: float) -> Any:
+    return _ask(table, change, CANDIDATE, i, chain.candidates[0] + _pick(u, chain.candidates[1]))
+
+
+@lean
+def _add(change: Change, i: Any, config: Any) -> None:
+    """One more operator with a new config."""
+    change.operator[change.number[0]] = i
+    change.config[change.number[0]] = config
+    change.number[0] += ONE
+
+
+@lean
+def _lead(moves: Moves, chain: Chain, table: Table, change: Change, at: Any, config: Any) -> None:
+    """A leader with a new config, and the operators of its group following it."""
+    if config == MISSING:
+        return
+    leader = np.uint64(moves.leader[at])
+    _add(change, leader, config)
+    chain.chosen[leader] = config
+    for k in range(np.uint64(moves.group_first[at]), np.uint64(moves.group_last[at])):
+        i = np.uint64(moves.member[k])
+        follows = _ask(table, change, OVER, moves.member_link[k], chain.chosen[np.uint64(moves.member_source[k])])
+        if follows == MISSING:
+            return
+        _add(change, i, follows)
+        chain.chosen[i] = follows
+
+
+@lean
+def _repeat(moves: Moves, chain: Chain, table: Table, state: State, change: Change, u: F64) -> None:
+    """The same candidate for every layer of a class; or all of them do as one of them does already."""
+    which = _pick(u[1], np.uint64(moves.class_first.shape[0]))
+    first, last = np.uint64(moves.class_first[which]), np.uint64(moves.class_last[which])
+    model = np.uint64(moves.leader[np.uint64(moves.class_leader[first + _pick(u[3], last - first)])])
+    for k in range(first, last):
+        at = np.uint64(moves.class_leader[k])
+        if u[4] < 0.7:  # candidate k is the same for all layers of a class
+            config = _candidate(chain, table, change, np.uint64(moves.leader[at]), u[2])
+        else:
+            config = _ask(table, change, LIKE, moves.leader[at], state.config[model])
+        _lead(moves, chain, table, change, at, config)
+
+
+@lean
+def _exchange(moves: Moves, table: Table, state: State, change: Change, u: F64) -> None:
+    """Two devices exchange their work, in a group of operators or everywhere."""
+    devices = np.uint64(moves.memory.shape[0])
+    a, b = _pick(u[1], devices), _pick(u[2], devices - ONE)
+    b = b + ONE if b >= a else b
+    pair = a * devices + b
+    if u[3] >= 0.97:
+        for every in range(np.uint64(state.config.shape[0])):
+            _add(change, every, _ask(table, change, SWAP, state.config[every], pair))
+        return
+    at = _pick(u[4], np.uint64(moves.leader.shape[0]))
+    leader = np.uint64(moves.leader[at])
+    _add(change, leader, _ask(table, change, SWAP, state.config[leader], pair))
+    for k in range(np.uint64(moves.group_first[at]), np.uint64(moves.group_last[at])):
+        i = np.uint64(moves.member[k])
+        _add(change, i, _ask(table, change, SWAP, state.config[i], pair))
+
+
+@lean
+def _copy(moves: Moves, chain: Chain, pools: Pools, table: Table, state: State, change: Change, u: F64) -> None:
+    """An operator does as a neighbour does, and so on for a few steps in one direction."""
+    at = _pick(u[1], np.uint64(state.config.shape[0]))
+    forward = 1 if u[2] < 0.5 else 0
+    config = state.config[at]
+    for step in range(np.uint64(8)):
+        count = ZERO
+        for k in range(np.uint64(moves.link_first[at]), np.uint64(moves.link_last[at])):
+            count += ONE if moves.link_forward[k] == forward else ZERO
+        if count == ZERO:
+            return
+        which = _pick(u[np.uint64(3) + TWO * step], count)
+        link: Any = ZERO
+        for k in range(np.uint64(moves.link_first[at]), np.uint64(moves.link_last[at])):
+            if moves.link_forward[k] == forward:
+                if which == ZERO:
+                    link = k
+                    break
+                which -= ONE
+        config = _ask(table, change, OVER, link, config)
+        if config == MISSING:
+            return
+        at = np.uint64(moves.link_target[link])
+        if pools.config_shard[np.uint64(config)] != pools.config_shard[np.uint64(state.config[at])]:
+            config = _ask(table, change, STORED, config, ZERO)
+            if config == MISSING:
+                return
+        _add(change, at, config)
+        if u[np.uint64(4) + TWO * step] < 0.35:
+            return

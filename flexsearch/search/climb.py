@@ -1,0 +1,179 @@
+"""One climb: a chain from a plan until it finds nothing new, then greedy descent to a local optimum.
+
+A climb depends on nothing but its inputs, so climbs can run in any process and give the same everywhere.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Final
+
+import numpy as np
+import numpy.typing as npt
+
+from flexsearch.cost import Costs
+from flexsearch.graph import OperatorGraph
+from flexsearch.search.evaluate import Configs, Evaluation, Evaluator
+from flexsearch.search.runner import ROWS, Runner
+from flexsearch.search.space import Rule, Space
+from flexsearch.simulate.delta import DeltaSimulator
+from flexsearch.strategy import OperatorConfig, Options
+from flexsearch.topology import Topology
+
+U32 = npt.NDArray[np.uint32]
+LOOK: Final = 64
+"""Alternatives between two looks at the clock."""
+
+
+@dataclass(frozen=True, slots=True)
+class Climb:
+    """What to do. ``index``: its number in the search. ``stream``: its number among all climbs of this seed, which sets
+    its random numbers and candidates. ``proposals``: at most so many. ``best``: the best plan known to the search when
+    it was planned. ``configs``: the start; None: random. ``optimal``: the start is known to be a local optimum."""
+
+    index: int
+    stream: int
+    phase: str
+    configs: Configs | None
+    proposals: int
+    best: Evaluation
+    optimal: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """An improvement: after so many proposals of the climb, to which iteration time (s), by which move."""
+
+    proposal: int
+    time_s: float
+    move: str
+
+
+@dataclass(slots=True)
+class Climbed:
+    """What came of it, so far. ``configs``, ``evaluation``: the best plan. ``steps``: times better than the search's
+    best. ``optimal``: whether no change of a single operator (alone, or with those that follow it) makes the plan
+    better. ``curve``: (proposals, cost of the chain's plan in s) now and then."""
+
+    index: int
+    phase: str
+    configs: Configs
+    evaluation: Evaluation
+    proposals: int = 0
+    accepted: int = 0
+    optimal: bool = False
+    steps: list[Step] = field(default_factory=list)
+    curve: list[tuple[int, float]] = field(default_factory=list)
+
+
+Watch = Callable[[Climbed], None]
+"""Called now and then. What it raises ends the climb; the argument then holds what was found so far."""
+
+
+class Climber:
+    """Climbs in one process: templates that one has made, the next need not make again."""
+
+    def __init__(
+        self, graph: OperatorGraph, topology: Topology, costs: Costs, options: Options, seed: int,
+        rule: Rule | None = None,
+    ) -> None:  # fmt: skip
+        self.graph, self.seed = graph, seed
+        self.evaluate = Evaluator(graph, topology, costs, options)
+        self.space = Space(graph, topology, rule)
+        self.runner = Runner(self.evaluate, self.space, seed)
+        self.patience = min(4000, max(200, 8 * len(self.space.leaders)))
+        importance = dict(zip(self.space.leaders, self.space.importance, strict=True))
+        self._order = sorted(range(len(graph.operators)), key=lambda i: (-importance.get(i, 0.0), i))
+        self._numbers: dict[tuple[int, OperatorConfig], tuple[U32, U32]] = {}
+
+    def climb(self, climb: Climb, watch: Watch) -> Climbed:
+        """Run it."""
+        rng = np.random.Generator(np.random.PCG64([self.seed, climb.stream]))
+        start = self.space.random_plan(rng) if climb.configs is None else climb.configs
+        done = Climbed(climb.index, climb.phase, start, self.evaluate(start))
+        if better(done.evaluation, climb.best):
+            done.steps.append(Step(0, done.evaluation.time_s, ""))
+        self._chain(climb, rng, done, watch)
+        if climb.optimal and done.configs == start:
+            done.optimal = True
+        else:
+            self._polish(climb, done, watch)
+        watch(done)
+        return done
+
+    def _chain(self, climb: Climb, rng: np.random.Generator, done: Climbed, watch: Watch) -> None:
+        """A chain that cools down, and ends when ``patience`` proposals in a row brought it nothing new."""
+        best = done.evaluation if better(done.evaluation, climb.best) else climb.best
+        self.runner.begin(done.configs, done.evaluation, best, climb.stream, self.patience)
+        ended = False
+        while not ended and done.proposals < climb.proposals:
+            ended = self.runner.go(rng, min(ROWS, climb.proposals - done.proposals))
+            done.proposals, done.accepted = self.runner.steps, self.runner.accepted
+            found = self.runner.found()
+            if found:
+                done.steps += [Step(one.step, one.time_s, one.move) for one in found]
+                done.configs, done.evaluation = self.runner.best
+            done.curve.append((done.proposals, self.runner.cost))
+            watch(done)
+        if done.proposals:
+            done.configs, done.evaluation = self.runner.best
+
+    def _polish(self, climb: Climb, done: Climbed, watch: Watch) -> None:
+        """Greedy descent over the configs of single operators (with and without those that follow them), the important
+        ones first, until none helps."""
+        simulator = self.evaluate.at(done.configs)
+        quiet, k = 0, 0
+        while quiet < len(self._order):
+            found = self._descend(climb, done, simulator, self._order[k % len(self._order)], watch)
+            if found is None:
+                return
+            quiet, k = (0 if found else quiet + 1), k + 1
+        done.optimal = True
+
+    def _descend(
+        self, climb: Climb, done: Climbed, simulator: DeltaSimulator, operator: int, watch: Watch
+    ) -> bool | None:
+        """Try the alternatives of one operator; take the first that is better. Whether there was one; None if there are
+        no more proposals."""
+        for config in self.space.alternatives(operator, done.configs):
+            for operators, numbers in self._changes(simulator, operator, config):
+                if done.proposals >= climb.proposals:
+                    return None
+                done.proposals += 1
+                if done.proposals % LOOK == 0:
+                    watch(done)
+                seconds = simulator.attempt(operators, numbers, done.evaluation.cost)
+                if seconds > done.evaluation.cost:
+                    continue
+                configs = list(done.configs)
+                for i, n in zip(operators.tolist(), numbers.tolist(), strict=True):
+                    configs[i] = simulator.templates.configs[n] or config
+                found = Evaluation(seconds, self.evaluate.shortfall(configs, simulator.held))
+                if better(found, done.evaluation):
+                    simulator.accept()
+                    done.accepted += 1
+                    done.configs, done.evaluation = tuple(configs), found
+                    if found.feasible and better(found, climb.best):
+                        move = "polish one" if len(operators) == 1 else "polish group"
+                        done.steps.append(Step(done.proposals, found.time_s, move))
+                    done.curve.append((done.proposals, found.cost))
+                    return True
+        return False
+
+    def _changes(self, simulator: DeltaSimulator, operator: int, config: OperatorConfig) -> list[tuple[U32, U32]]:
+        """An operator's config with those of its group following, and alone: operators and numbers of configs."""
+        known = self._numbers.get((operator, config))
+        if known is None:
+            new = self.space.follow(operator, config)
+            number = simulator.templates.config
+            known = self._numbers[operator, config] = (
+                np.array(list(new), np.uint32), np.array([number(i, c) for i, c in new.items()], np.uint32),
+            )  # fmt: skip
+        operators, numbers = known
+        return [known] if len(operators) == 1 else [known, (operators[:1], numbers[:1])]
+
+
+def better(a: Evaluation, b: Evaluation) -> bool:
+    """Whether ``a`` is a better answer than ``b``: what fits into memory before what does not, then by cost."""
+    return (not a.feasible, a.cost) < (not b.feasible, b.cost)

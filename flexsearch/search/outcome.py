@@ -1,0 +1,75 @@
+"""What a search says: while it runs, and at its end."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from flexsearch.simulate import Simulation
+from flexsearch.strategy import Prediction, Strategy
+
+
+@dataclass(frozen=True, slots=True)
+class Progress:
+    """Where a search is. ``phase``: what it is doing ("from megatron"). ``best_s``: iteration time of the best plan
+    that fits (of the best at all as long as none fits)."""
+
+    proposals: int
+    accepted: int
+    best_s: float
+    elapsed_s: float
+    phase: str
+
+
+@dataclass(frozen=True, slots=True)
+class Improvement:
+    """A better plan was found: at which proposal (0: among the starts), how fast it is, where the search was, by which
+    move."""
+
+    proposal: int
+    time_s: float
+    phase: str
+    move: str
+
+
+@dataclass(frozen=True, slots=True)
+class Trail:
+    """The way of one climb: (proposals of the search so far, cost in s of the plan at hand) now and then. ``phase``:
+    from where it went."""
+
+    phase: str
+    points: tuple[tuple[int, float], ...]
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """A plan with its simulation, for tables. ``feasible``: whether it fits into every device's memory."""
+
+    strategy: Strategy
+    simulation: Simulation
+    feasible: bool
+
+
+@dataclass(frozen=True)
+class SearchResult:
+    """``strategy``: the best plan, with its Prediction and Search records. ``simulation``: of that plan. ``feasible``:
+    whether it fits into memory (if not, no known plan does). ``optimal``: whether no change of a single operator's
+    config (alone, or with the operators that follow it) is known to make it faster: all were tried. ``baselines``:
+    every baseline by name. ``stopped``: why the search ended, in words. ``trails``: of the climbs."""
+
+    strategy: Strategy
+    simulation: Simulation
+    feasible: bool
+    optimal: bool
+    baselines: dict[str, Outcome]
+    history: tuple[Improvement, ...]
+    trails: tuple[Trail, ...]
+    proposals: int
+    accepted: int
+    elapsed_s: float
+    stopped: str
+
+    @property
+    def prediction(self) -> Prediction:
+        """What the simulator says of the best plan."""
+        assert self.strategy.prediction is not None
+        return self.strategy.prediction

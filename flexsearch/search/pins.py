@@ -1,0 +1,178 @@
+"""What the user fixes: ``"encoder.*: batch=4, devices=0-3"``; the rest is searched.
+
+A pin names operators, by a pattern as in file names over their names or their modules, and what their configs must be:
+
+- ``AXIS=PARTS``: the degree of an axis; ``batch`` and ``parameter`` stand for an operator's first axis of that role;
+- ``devices=0-3`` or ``devices=0,2``: exactly these devices;
+- ``replicas=N``; ``shard=yes`` or ``no``: weights stored in parts.
+"""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from math import prod
+from typing import Final
+
+from flexsearch.errors import StrategyError
+from flexsearch.graph import Operator, OperatorGraph
+from flexsearch.strategy import OperatorConfig, make_config
+from flexsearch.strategy.baselines import has_weights
+from flexsearch.topology import Topology
+
+_ROLES: Final = {"batch": "sample", "sample": "sample", "parameter": "parameter", "attribute": "attribute"}
+_HINT: Final = 'a pin reads "PATTERN: KEY=VALUE, ...", for instance "encoder.*: batch=4, devices=0-3"'
+
+
+@dataclass(frozen=True, slots=True)
+class Pin:
+    """What one operator's config must be; None: free."""
+
+    degrees: tuple[tuple[str, int], ...] = ()
+    devices: tuple[int, ...] | None = None
+    replicas: int | None = None
+    shard: bool | None = None
+
+
+@dataclass(frozen=True)
+class Pins:
+    """A rule for ``Space``: pins by operator index. ``count``: devices of the topology."""
+
+    operators: tuple[Operator, ...]
+    pins: dict[int, Pin]
+    weighted: frozenset[int]
+    count: int
+
+    def __call__(self, operator: int, config: OperatorConfig) -> OperatorConfig:
+        """The config nearest to ``config`` that obeys the pin."""
+        pin = self.pins.get(operator)
+        if pin is None:
+            return config
+        op = self.operators[operator]
+        room = len(pin.devices) if pin.devices is not None else self.count
+        degrees = dict(pin.degrees)
+        room //= prod(degrees.values()) * (pin.replicas or 1)
+        for axis, parts in config.degrees:
+            if axis not in degrees:
+                # On given devices the product must come out even; elsewhere it need only fit.
+                divides = pin.devices is None
+                degrees[axis] = next(d for d in range(min(parts, room), 0, -1) if divides or room % d == 0)
+                room //= degrees[axis]
+        if pin.devices is not None:
+            devices = pin.devices
+        else:
+            used = prod(degrees.values()) * (pin.replicas or min(config.replicas, room))
+            spare = (d for d in range(self.count) if d not in config.devices)
+            devices = (*config.devices, *spare)[:used]
+        shard = config.shard_weights if pin.shard is None else pin.shard
+        return make_config(op, degrees, devices, shard and len(devices) > 1 and operator in self.weighted)
+
+
+def parse_pins(texts: Sequence[str], graph: OperatorGraph, topology: Topology) -> Pins | None:
+    """The pins of a search; None if there are none. Later ones add to, or replace, what earlier ones say of an
+    operator.
+
+    Raises StrategyError, which names the pin and what is wrong with it.
+    """
+    count, found = len(topology.devices), dict[int, Pin]()
+    for text in texts:
+        pattern, _, rest = text.partition(":")
+        settings = [part.partition("=") for part in re.split(r",(?=\s*[A-Za-z_])", rest) if part.strip()]
+        if not pattern.strip() or not settings or not all(key.strip() and value.strip() for key, _, value in settings):
+            raise StrategyError(f"pin {text!r} cannot be read: {_HINT}")
+        matching = _matching(pattern.strip(), graph, text)
+        for key, _, value in settings:
+            _set(found, matching, key.strip(), value.strip(), graph, count, text)
+    weighted = frozenset(i for i in range(len(graph.operators)) if has_weights(graph, i))
+    for i, pin in found.items():
+        _check(graph.operators[i], pin, count)
+    return Pins(graph.operators, found, weighted, count) if found else None
+
+
+def _matching(pattern: str, graph: OperatorGraph, text: str) -> list[int]:
+    operators = enumerate(graph.operators)
+    matching = [i for i, op in operators if fnmatchcase(op.name, pattern) or fnmatchcase(op.module, pattern)]
+    if not matching:
+        names = [name for op in graph.operators for name in (op.name, op.module) if name]
+        close = difflib.get_close_matches(pattern, names, n=3, cutoff=0.3)
+        raise StrategyError(
+            f"pin {text!r}: no operator or module of graph {graph.name!r} matches {pattern!r}"
+            + (f"; did you mean {', '.join(map(repr, close))}?" if close else "")
+        )
+    return matching
+
+
+def _set(
+    found: dict[int, Pin], matching: Iterable[int], key: str, value: str, graph: OperatorGraph, count: int, text: str
+) -> None:
+    """Add one KEY=VALUE to the pins of operators."""
+    used, axes = False, set[str]()
+    for i in matching:
+        op, pin = graph.operators[i], found.get(i, Pin())
+        new: Pin | None = None
+        if key == "devices":
+            new = Pin(pin.degrees, _devices(value, count, text), pin.replicas, pin.shard)
+        elif key == "replicas":
+            new = Pin(pin.degrees, pin.devices, _number(value, text), pin.shard)
+        elif key == "shard":
+            if value not in ("yes", "no"):
+                raise StrategyError(f"pin {text!r}: shard is yes or no, not {value!r}")
+            new = Pin(pin.degrees, pin.devices, pin.replicas, value == "yes")
+        elif (axis := _axis(op, key)) is not None:
+            degrees = dict(pin.degrees) | {axis: _number(value, text)}
+            new = Pin(tuple(degrees.items()), pin.devices, pin.replicas, pin.shard)
+        axes |= set(op.splittable)
+        if new is not None:
+            used, found[i] = True, new
+    if not used:
+        raise StrategyError(
+            f"pin {text!r}: none of these operators has an axis {key!r} that can be split; they have "
+            f"{', '.join(sorted(axes)) or 'none'}. Other keys: batch, parameter, devices, replicas, shard"
+        )
+
+
+def _axis(op: Operator, key: str) -> str | None:
+    if key in op.splittable:
+        return key
+    role = _ROLES.get(key)
+    return next((a.name for a in op.axes if a.role == role and a.name in op.splittable), None) if role else None
+
+
+def _number(value: str, text: str) -> int:
+    if not value.isdigit() or int(value) < 1:
+        raise StrategyError(f"pin {text!r}: {value!r} is not a number of parts")
+    return int(value)
+
+
+def _devices(value: str, count: int, text: str) -> tuple[int, ...]:
+    found: list[int] = []
+    for part in value.split(","):
+        match = re.fullmatch(r"\s*(\d+)(?:-(\d+))?\s*", part)
+        if match is None:
+            raise StrategyError(f"pin {text!r}: {value!r} is not a list of devices such as 0-3 or 0,2")
+        found += range(int(match[1]), int(match[2] or match[1]) + 1)
+    if not found or max(found) >= count or len(set(found)) < len(found):
+        raise StrategyError(f"pin {text!r}: devices are 0 to {count - 1}, each once")
+    return tuple(found)
+
+
+def _check(op: Operator, pin: Pin, count: int) -> None:
+    """Raise StrategyError if no config obeys the pin."""
+    for axis, parts in pin.degrees:
+        if parts > op.sizes[axis]:
+            size = op.sizes[axis]
+            raise StrategyError(f"pins: operator {op.name!r} has {size} of {axis!r}: too few for {parts} parts")
+    pieces = prod(parts for _, parts in pin.degrees) * (pin.replicas or 1)
+    if pin.devices is None and pieces > count:
+        raise StrategyError(f"pins: operator {op.name!r} would be in {pieces} pieces, but there are {count} devices")
+    if pin.devices is not None and len(pin.devices) % pieces:
+        raise StrategyError(
+            f"pins: {pieces} pieces of operator {op.name!r} do not come out even on {len(pin.devices)} devices"
+        )
+    if pin.devices is not None and pin.replicas is not None and len(pin.devices) != pieces:
+        raise StrategyError(
+            f"pins: operator {op.name!r}: {pieces} pieces are wanted on {len(pin.devices)} devices; leave replicas out"
+        )

@@ -1,0 +1,222 @@
+"""Runs compiled chains: lays the space out for them, and answers what they ask for."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import inf
+from typing import Final
+
+import numpy as np
+import numpy.typing as npt
+
+from flexsearch.search.chain import (
+    ACCEPTED,
+    ASK,
+    BEST,
+    CANDIDATE,
+    CURRENT,
+    DONE,
+    DRAWN,
+    EVENTS,
+    IDLE,
+    IMPROVED,
+    KNOWN,
+    LEADERS,
+    LIKE,
+    MEMORY,
+    OVER,
+    PROPOSED,
+    REFERENCE,
+    SHORTFALL,
+    STAGE,
+    STEPS,
+    STORED,
+    SWAP,
+    TIMED,
+    UNIFORMS,
+    WHOLE,
+    Chain,
+    Moves,
+    advance,
+    limit,
+)  # fmt: skip
+from flexsearch.search.evaluate import PENALTY, Configs, Evaluation, Evaluator
+from flexsearch.search.space import Space, sharded
+from flexsearch.simulate.delta import DeltaSimulator
+from flexsearch.simulate.program import Rows
+from flexsearch.strategy import OperatorConfig
+
+MOVES: Final = {"redraw": 2.0, "copy": 3.0, "group": 4.0, "repeated": 2.0, "swap": 0.5, "shard": 0.5}
+"""Moves and how often each is proposed, in the order of their numbers in ``chain``."""
+CANDIDATES: Final = 24
+"""Random configs of each operator that a chain draws from. Another chain has others."""
+ROWS: Final = 128
+"""Proposals between two looks at the clock."""
+EXCESS: Final = (0.1, 0.03, 0.01, 0.003, 0.0005)
+"""How much slower than the best plan a chain may typically be, one after the other: its temperatures. Each of the N
+operators that can be changed alone adds about 1 / beta to the cost (equipartition), so beta = N / excess, whatever the
+model's size and speed."""
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """A better plan: at which step of the chain, by which move, its iteration time (s)."""
+
+    step: int
+    move: str
+    time_s: float
+
+
+class Runner:
+    """Chains over one space. ``steps``, ``accepted``: proposals of the chain at hand."""
+
+    def __init__(self, evaluate: Evaluator, space: Space, seed: int) -> None:
+        self.evaluate, self.space, self.seed = evaluate, space, seed
+        self._class_of = {leader: members[0] for members in space.classes for leader in members}
+        self._links = [(i, link) for i, links in enumerate(space.propagation.links) for link in links]
+        self._simulator: DeltaSimulator | None = None
+        self._chain: Chain
+
+    def begin(self, configs: Configs, now: Evaluation, best: Evaluation, generation: int, patience: int) -> None:
+        """Start a chain at ``configs``, which ``now`` evaluates. Improvements are what is better than ``best``.
+        ``generation``: chains of different ones draw from different candidates. The chain ends when ``patience``
+        proposals in a row brought it nothing new."""
+        simulator = self._simulator = self.evaluate.at(configs)
+        operators, log = len(self.space.graph.operators), 4096
+        self._moves = self._lay_out()
+        self._chain = Chain(
+            uniform=np.zeros((ROWS, UNIFORMS)), value=np.zeros(7), counts=np.zeros(8, np.uint64),
+            candidates=np.array([CANDIDATES * generation, CANDIDATES], np.uint64), excess=np.array(EXCESS),
+            patience=np.array([patience], np.uint64), penalty=np.array([PENALTY]),
+            chosen=np.zeros(operators, np.uint32), best=np.zeros(operators, np.uint32), log_value=np.zeros(log),
+            log_step=np.zeros(log, np.uint64), log_move=np.zeros(log, np.uint64),
+        )  # fmt: skip
+        self._chain.best[:] = simulator.state.config
+        self._chain.counts[WHOLE] = simulator.whole
+        self._chain.counts[DRAWN] = ROWS
+        value = self._chain.value
+        value[[CURRENT, REFERENCE, LEADERS]] = now.cost, best.cost, len(self.space.leaders)
+        value[KNOWN] = best.cost if best.feasible else np.inf
+        value[BEST] = now.cost if now.feasible else np.inf
+
+    def go(self, rng: np.random.Generator, count: int) -> bool:
+        """Up to ``count`` (at most ROWS) proposals; whether the chain has come to its end."""
+        chain, simulator = self._chain, self._simulator
+        assert simulator is not None
+        chain.uniform[ROWS - count :] = rng.random((count, UNIFORMS))
+        chain.counts[DRAWN] = ROWS - count
+        while True:
+            why = advance(
+                self._moves, chain, simulator.wiring, simulator.program, simulator.templates.pools,
+                simulator.templates.table, simulator.state, simulator.proposed, simulator.change, simulator.work,
+                simulator.tasks,
+            )  # fmt: skip
+            if why == ASK:
+                self._answer(simulator)
+            elif why == EVENTS:
+                chain.value[PROPOSED] = simulator.by_events(float(limit(chain)))
+                chain.counts[STAGE] = TIMED
+            elif why == MEMORY:
+                plan = self._plan(simulator, simulator.proposed.config)
+                chain.value[SHORTFALL] = self.evaluate.shortfall(plan, simulator.held)
+            else:
+                assert why == DONE
+                simulator.whole = bool(chain.counts[WHOLE])
+                return bool(chain.counts[IDLE] >= chain.patience[0])
+
+    @property
+    def steps(self) -> int:
+        return int(self._chain.counts[STEPS])
+
+    @property
+    def accepted(self) -> int:
+        return int(self._chain.counts[ACCEPTED])
+
+    @property
+    def cost(self) -> float:
+        """Of the plan at hand, s."""
+        return float(self._chain.value[CURRENT])
+
+    def found(self) -> list[Found]:
+        """What was better than anything before, since the last call."""
+        names, chain = list(MOVES), self._chain
+        rows = range(int(chain.counts[IMPROVED]))
+        chain.counts[IMPROVED] = 0
+        return [Found(int(chain.log_step[k]), names[int(chain.log_move[k])], float(chain.log_value[k])) for k in rows]
+
+    @property
+    def best(self) -> tuple[Configs, Evaluation]:
+        """The best of the chain's plans that fit; the plan at hand if none did."""
+        assert self._simulator is not None
+        best_s = float(self._chain.value[BEST])
+        if best_s < inf:
+            return self._plan(self._simulator, self._chain.best), Evaluation(best_s, 0.0)
+        configs = self._plan(self._simulator, self._simulator.state.config)
+        return configs, self.evaluate(configs)
+
+    @staticmethod
+    def _plan(simulator: DeltaSimulator, numbers: npt.NDArray[np.uint32]) -> Configs:
+        found = (simulator.templates.configs[int(n)] for n in numbers)
+        return tuple(config for config in found if config is not None)
+
+    # ---- what a chain asks for
+
+    def _answer(self, simulator: DeltaSimulator) -> None:
+        """Add the configs or templates that are missing."""
+        change, templates = simulator.change, simulator.templates
+        rows = sorted({tuple(int(x) for x in row) for row in change.missing[: int(change.lacking[0])]})
+        if rows[0][0] < CANDIDATE:  # then all are: configs are asked for before templates
+            simulator.fill()
+            return
+        for kind, a, b in rows:
+            operator, config = self._wanted(simulator, kind, a, b)
+            templates.put(kind, a, b, templates.config(operator, self.space.fix(operator, config)))
+
+    def _wanted(self, simulator: DeltaSimulator, kind: int, a: int, b: int) -> tuple[int, OperatorConfig]:
+        """Operator and config that a key asks for."""
+        space, configs, operators = self.space, simulator.templates.configs, simulator.templates.operators
+        if kind == CANDIDATE:
+            return a, self._candidate(a, b)
+        old = configs[b if kind in (OVER, LIKE) else a]
+        assert old is not None
+        if kind == OVER:
+            source, link = self._links[a]
+            return link.target, space.propagation.over(source, old, link)
+        if kind == SWAP:
+            first, second = divmod(b, space.count)
+            other = {first: second, second: first}
+            return operators[a], old.on(other.get(d, d) for d in old.devices)
+        if kind == LIKE:
+            return a, old
+        assert kind == STORED
+        return operators[a], sharded(old, not old.shard_weights and len(old.devices) > 1)
+
+    def _candidate(self, operator: int, k: int) -> OperatorConfig:
+        """Candidate ``k``: the same whenever it is asked for, and for all layers that repeat each other."""
+        model = self._class_of.get(operator, operator)
+        return self.space.draw(np.random.Generator(np.random.PCG64([self.seed, model, k])), model)
+
+    def _lay_out(self) -> Moves:
+        space = self.space
+        number = {(source, link): k for k, (source, link) in enumerate(self._links)}
+        place = {leader: k for k, leader in enumerate(space.leaders)}
+        groups = [space.groups[leader] for leader in space.leaders]
+        of_group = Rows([i for _, i, _ in group] for group in groups)
+        links = Rows([number[i, link] for link in found] for i, found in enumerate(space.propagation.links))
+        classes = Rows([place[leader] for leader in members] for members in space.classes)
+
+        def numbers(values: list[int]) -> npt.NDArray[np.uint32]:
+            return np.array(values, dtype=np.uint32)
+
+        return Moves(
+            often=np.cumsum(list(MOVES.values())) / sum(MOVES.values()),
+            leader=numbers(list(space.leaders)), likely=np.cumsum(space.importance),
+            group_first=of_group.first, group_last=of_group.last, member=of_group.all,
+            member_source=numbers([source for group in groups for source, _, _ in group]),
+            member_link=numbers([number[source, link] for group in groups for source, _, link in group]),
+            link_first=links.first, link_last=links.last,
+            link_target=numbers([link.target for _, link in self._links]),
+            link_forward=np.array([link.forward for _, link in self._links], np.uint8),
+            class_first=classes.first, class_last=classes.last, class_leader=classes.all,
+            weighted=numbers(list(space.weighted)), memory=self.evaluate.memory_bytes,
+        )  # fmt: skip

@@ -1,0 +1,131 @@
+"""Climbs side by side: this process and workers take them in order, and nobody's work depends on who does it.
+
+Workers are processes of our own (``worker``), not of ``multiprocessing``: the user's script is not run again in them,
+and nothing is forked under the threads of torch.
+"""
+
+from __future__ import annotations
+
+import pickle
+import subprocess
+import sys
+import threading
+from collections.abc import Callable
+from typing import Any, Final
+
+from flexsearch.search.climb import Climb, Climbed, Climber
+
+WINDOW: Final = 8
+"""Climb n starts when climb n - WINDOW and all before it have ended: it goes on from what those have found. So at most
+this many run at once, and what each does is the same however many do."""
+LATE_S: Final = 0.3
+"""Workers are started only in searches that take longer than this."""
+
+Plan = Callable[[int, list[Climbed]], Climb | None]
+"""(number of a climb, the ended ones up to number - WINDOW, in order) -> what to do (of no proposals: only to be
+counted); None: nothing is left."""
+
+
+class Team:
+    """``look``: called now and then in the main thread, with what has been found; what it raises ends the work.
+    ``setup``: arguments of ``Climber``."""
+
+    def __init__(
+        self, climber: Climber, setup: tuple[Any, ...], workers: int, plan: Plan,
+        look: Callable[[dict[int, Climbed]], None],
+    ) -> None:  # fmt: skip
+        self._climber, self._setup, self._plan, self._look = climber, setup, plan, look
+        self._workers = min(workers, WINDOW - 1)
+        self._changed = threading.Condition()
+        self._next = 0
+        self._again: list[Climb] = []
+        self._over = False
+        self._processes: list[subprocess.Popen[bytes]] = []
+        self.ended: dict[int, Climbed] = {}
+        self.found: dict[int, Climbed] = {}
+        """What each climb has found, or has found so far."""
+
+    def work(self) -> None:
+        """Climb until ``plan`` says that nothing is left, or ``look`` raises."""
+        threads = [threading.Thread(target=self._serve, daemon=True) for _ in range(self._workers)]
+        try:
+            for thread in threads:
+                thread.start()
+            while (climb := self._take(waiting=self._glance)) is not None:
+                self._end(self._climber.climb(climb, self._watch))
+        finally:
+            with self._changed:
+                self._over = True
+                self._changed.notify_all()
+                for process in self._processes:
+                    process.kill()
+            for thread in threads:
+                thread.join()
+
+    def _glance(self) -> None:
+        self._look(self.found)
+
+    def _watch(self, climbed: Climbed) -> None:
+        self.found[climbed.index] = climbed
+        self._look(self.found)
+
+    def _take(self, waiting: Callable[[], None] | None = None) -> Climb | None:
+        """The next climb, as soon as those it builds on have ended. ``waiting`` is called meanwhile."""
+        while True:
+            with self._changed:
+                if self._over:
+                    return None
+                if self._again:
+                    return self._again.pop()
+                n = self._next
+                if all(k in self.ended for k in range(n - WINDOW + 1)):
+                    climb = self._plan(n, [self.ended[k] for k in range(n - WINDOW + 1)])
+                    if climb is not None and climb.proposals:
+                        self._next += 1
+                        return climb
+                    if climb is not None:
+                        self._next += 1
+                        self.ended[n] = Climbed(n, climb.phase, (), climb.best)
+                        continue
+                    if len(self.ended) == n:
+                        return None
+                self._changed.wait(0.05)
+            if waiting is not None:
+                waiting()
+
+    def _end(self, climbed: Climbed) -> None:
+        with self._changed:
+            self.found[climbed.index] = self.ended[climbed.index] = climbed
+            self._changed.notify_all()
+
+    def _serve(self) -> None:
+        """A thread: one worker and its climbs."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._over, LATE_S)
+            if self._over:
+                return
+            process = subprocess.Popen(
+                [sys.executable, "-m", "flexsearch.search.worker"], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+            )
+            self._processes.append(process)
+        assert process.stdin is not None and process.stdout is not None
+        climb: Climb | None = None
+        try:
+            pickle.dump(self._setup, process.stdin)
+            while (climb := self._take()) is not None:
+                pickle.dump(climb, process.stdin)
+                process.stdin.flush()
+                ended = False
+                while not ended:
+                    ended, climbed = pickle.load(process.stdout)
+                    if not ended:
+                        self.found[climbed.index] = climbed
+                self._end(climbed)
+        except (OSError, EOFError, pickle.UnpicklingError):
+            # It was killed: by the end of the search, or for want of memory; then somebody else does its work.
+            with self._changed:
+                if climb is not None and not self._over:
+                    self._again.append(climb)
+        finally:
+            process.kill()
+            process.communicate()

@@ -1,0 +1,58 @@
+"""One proposal from its configs to its time, compiled."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from flexsearch.simulate.arrays import STRIDE, TICK, TIME, Pools, Program, State, Tasks, Work
+from flexsearch.simulate.change import Change, Table, Wiring, place, wire
+from flexsearch.simulate.kernel import ONE, ZERO, lean
+from flexsearch.simulate.walk import walk
+
+UNKNOWN = -1.0
+"""In the place of seconds: templates are missing (``change.lacking``) or, if none is, the plan must be timed by
+events."""
+
+
+@lean
+def attempt(
+    wiring: Wiring, program: Program, pools: Pools, table: Table, state: State, proposed: State, change: Change,
+    work: Work, tasks: Tasks, whole: Any, limit: float,
+) -> Any:  # fmt: skip
+    """Make ``proposed``, which is equal to ``state``, the plan with the configs in ``change``, and return its iteration
+    time (s); infinity as soon as it is certain that it is above ``limit`` (s); else UNKNOWN.
+
+    ``whole``: whether the checkpoints are those of ``state``. Afterwards ``change`` says what was touched.
+    """
+    place(wiring, program, pools, proposed, change)
+    if _too_busy(program, proposed, work, limit):  # before templates for its edges are asked for
+        return np.inf
+    wire(wiring, program, pools, table, proposed, state, change)
+    if change.lacking[0] > ZERO:
+        return UNKNOWN
+    for r in range(np.uint64(proposed.load.shape[0])):
+        if float(proposed.load[r]) * TICK > limit * (1.0 + 1e-9):
+            return np.inf
+    if program.scalars[2] == 2.0:
+        return UNKNOWN
+    last = np.uint64(program.kind.shape[0]) - ONE  # where a proposal that changes nothing begins
+    begin = min(np.uint64(change.begin[0]), last) if whole else ZERO
+    seconds = walk(
+        program, pools, proposed, work, tasks, begin // np.uint64(STRIDE) * np.uint64(STRIDE), np.uint64(TIME), limit
+    )
+    return UNKNOWN if work.broken[0] == 1 else seconds
+
+
+@lean
+def _too_busy(program: Program, state: State, work: Work, limit: float) -> Any:
+    """Whether some processor alone has more than ``limit`` seconds to compute."""
+    for d in range(np.uint64(state.busy.shape[0])):
+        work.load[np.uint64(program.processor[d])] += float(state.busy[d])
+    found = False
+    for d in range(np.uint64(state.busy.shape[0])):
+        p = np.uint64(program.processor[d])
+        found = found or work.load[p] * TICK > limit * (1.0 + 1e-9)
+        work.load[p] = 0.0
+    return found
