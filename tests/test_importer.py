@@ -51,7 +51,8 @@ def execute(imported: Imported, model: nn.Module, inputs: Any, targets: Any = ()
     graph = imported.graph
     names = (*imported.input_names, *imported.target_names)
     values: dict[str, Tensor] = dict(zip(names, (*inputs, *targets), strict=True))
-    values |= imported.constants | dict(model.named_buffers()) | dict(model.named_parameters())
+    values |= imported.constants | dict(model.named_buffers())
+    values |= {n: p.view(graph.tensor[n].shape) for n, p in model.named_parameters() if n in graph.tensor}
     for op in graph.operators:
         shapes = [graph.tensor[n].shape for n in op.inputs]
         outs = [graph.tensor[n].shape for n in op.outputs]
@@ -560,7 +561,7 @@ def test_shipped_graphs_are_what_the_code_makes(name: str) -> None:
 @pytest.mark.parametrize("name", SHIPPED)
 def test_shipped_graphs_load(name: str) -> None:
     graph = OperatorGraph.load(name)
-    assert graph.name == name and graph.batch == SHIPPED[name]["batch"]
+    assert graph.name == name and graph.batch == SHIPPED[name].arguments["batch"]
 
 
 def test_a_seven_billion_parameter_decoder_imports_without_memory() -> None:

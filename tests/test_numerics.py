@@ -59,10 +59,9 @@ def _single(name: str, dtype: str = "float64", steps: int = STEPS) -> list[tuple
 def _loss_and_gradients(made: Case) -> Tensor:
     """Of the whole batch; of its groups one by one, the first of which alone counts for the running statistics."""
     losses: list[Tensor] = []
-    parts = zip(made.inputs[0].chunk(made.groups), made.targets.chunk(made.groups), strict=True)
-    for inputs, targets in parts:
+    for *inputs, targets in zip(*(x.chunk(made.groups) for x in (*made.inputs, made.targets)), strict=True):
         buffers = {name: buffer.clone() for name, buffer in made.model.named_buffers()}
-        losses.append(made.loss(made.model(inputs), targets) / made.groups)
+        losses.append(made.loss(made.model(*inputs), targets) / made.groups)
         losses[-1].backward()
         if len(losses) > 1:
             made.model.load_state_dict(buffers, strict=False)
