@@ -245,7 +245,9 @@ def lstm_cell(draw: Any) -> Case:
     b, i, k = draw(few(1, 4)), draw(few(1, 4)), draw(few(1, 5))
     shapes = [(k, i), (k, k), *([(k,), (k,)] if draw(st.booleans()) else [])]
     grouped = [draw(st.booleans()) for _ in shapes]
-    weights = [rand(4, *shape) if g else rand(4 * shape[0], *shape[1:]) for g, shape in zip(grouped, shapes, strict=True)]
+    weights = [
+        rand(4, *shape) if g else rand(4 * shape[0], *shape[1:]) for g, shape in zip(grouped, shapes, strict=True)
+    ]
     rows = [f"{'G h' if g else '(G h)'} {rest}" for g, rest in zip(grouped, ("I", "K", "", ""), strict=False)]
 
     def reference(x: Tensor, h: Tensor, c: Tensor, *weights: Tensor) -> tuple[Tensor, Tensor]:

@@ -448,6 +448,10 @@ SMALL: dict[str, Callable[..., zoo.ZooModel]] = {
     "resnet": partial(zoo.resnet50, batch=2, size=32, classes=7, width=4, blocks=(1, 1, 1, 1)),
     "gpt2": partial(zoo.gpt2, batch=2, seq=6, layers=2, hidden=16, heads=2, vocab=20),
     "bert": partial(zoo.bert, batch=2, seq=6, layers=1, hidden=16, heads=2, vocab=20),
+    "inception": partial(zoo.inception_v3, batch=2, size=75, classes=7, width=1),
+    "rnntc": partial(zoo.rnntc, batch=2, steps=3, hidden=4, vocab=9, layers=2),
+    "rnnlm": partial(zoo.rnnlm, batch=2, steps=3, hidden=4, vocab=9),
+    "nmt": partial(zoo.nmt, batch=2, steps=3, hidden=4, vocab=9),
     "llama": partial(
         zoo.llama7b, batch=2, seq=6, layers=1, hidden=16, heads=4, kv_heads=2, ffn=24, vocab=20, device="cpu"
     ),
@@ -550,7 +554,7 @@ def test_the_hash_is_the_same_on_every_call_process_and_device(name: str) -> Non
     assert {digest(device) for device in devices} == {other.stdout.strip()}, other.stderr
 
 
-@pytest.mark.parametrize("name", ["lenet", "mlp", "alexnet", "vgg16"])
+@pytest.mark.parametrize("name", ["lenet", "mlp", "alexnet", "alexnet256", "vgg16", "rnntc"])
 def test_shipped_graphs_are_what_the_code_makes(name: str) -> None:
     path = Path(__file__).parent.parent / "graphs" / f"{name}.json"
     assert OperatorGraph.load(path).content_hash() == make(name).content_hash(), (
