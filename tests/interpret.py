@@ -16,7 +16,7 @@ def interpret(
 ) -> dict[str, Tensor]:
     """All tensors of the graph, from those that no operator makes. Checks the shape and dtype of each."""
     context = context or KernelContext()
-    known = dict(values)
+    known = {name: x.reshape(graph.tensor[name].shape) if name in graph.tensor else x for name, x in values.items()}
     for op in graph.operators:
         shapes = [graph.tensor[name].shape for name in op.inputs]
         piece = whole_piece(op, shapes, [graph.tensor[name].shape for name in op.outputs])

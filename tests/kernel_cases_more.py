@@ -237,3 +237,25 @@ def elementwise_loss(draw: Any) -> Case:
         lambda x, t, *o: call(x, t, reduction=reduction, **dict(zip(weights, o, strict=True))),
         {"reduction": reduction, **{f"has_{name}": True for name in weights}}, no_grad=[2, 3],
     )  # fmt: skip
+
+
+@family
+def lstm_cell(draw: Any) -> Case:
+    """Weights with the gates as a dimension of their own, or below each other."""
+    b, i, k = draw(few(1, 4)), draw(few(1, 4)), draw(few(1, 5))
+    shapes = [(k, i), (k, k), *([(k,), (k,)] if draw(st.booleans()) else [])]
+    grouped = [draw(st.booleans()) for _ in shapes]
+    weights = [
+        rand(4, *shape) if g else rand(4 * shape[0], *shape[1:]) for g, shape in zip(grouped, shapes, strict=True)
+    ]
+    rows = [f"{'G h' if g else '(G h)'} {rest}" for g, rest in zip(grouped, ("I", "K", "", ""), strict=False)]
+
+    def reference(x: Tensor, h: Tensor, c: Tensor, *weights: Tensor) -> tuple[Tensor, Tensor]:
+        w_ih, w_hh, *biases = (w.reshape(4 * k, *w.shape[1 + g :]) for g, w in zip(grouped, weights, strict=True))
+        gates = x @ w_ih.T + h @ w_hh.T + sum(biases)
+        i, f, g, o = gates.split(k, dim=1)
+        new = f.sigmoid() * c + i.sigmoid() * g.tanh()
+        return o.sigmoid() * new.tanh(), new
+
+    pattern = f"b I, b K, b h, {', '.join(rows)} -> b h, b h"
+    return case("lstm_cell", pattern, [rand(b, i), rand(b, k), rand(b, k), *weights], reference, sizes={"G": 4})

@@ -9,6 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from flexsearch import zoo
+
 
 class Case(NamedTuple):
     """A model in float64 with a batch. ``groups``: parts of the batch with batch-norm statistics of their own."""
@@ -108,6 +110,25 @@ class Decoder(nn.Module):
         return self.head(x + F.dropout(self.down(F.silu(gate) * up), 0.0))
 
 
+class Recurrent(nn.Module):
+    """Unrolled LSTM layers: plain, without biases, and one of whose weights another operator reads as a matrix."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.plain, self.unbiased = nn.LSTMCell(4, 5), nn.LSTMCell(5, 6, bias=False)
+        self.shared = nn.LSTMCell(6, 3)
+        self.head = nn.Linear(15, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        first = second = third = None
+        for t in range(x.shape[1]):
+            first = self.plain(x[:, t], first)
+            second = self.unbiased(first[0], second)
+            third = self.shared(second[0], third)
+        h, c = third
+        return self.head(torch.cat((F.linear(h, self.shared.weight_hh), c), dim=1))
+
+
 def _mean_square(output: Tensor, target: Tensor) -> Tensor:
     return F.mse_loss(output, target)
 
@@ -133,6 +154,10 @@ def case(name: str, dtype: str = "float64") -> Case:
         made = Case(Convolutions(), (torch.randn(6, 3, 7, 6),), torch.randint(5, (6,)), F.cross_entropy, groups=3)
     elif name == "sequence1d":
         made = Case(Sequence1d(), (torch.randn(3, 3, 7),), torch.randint(8, (3,)), F.nll_loss)
+    elif name == "recurrent":
+        made = Case(Recurrent(), (torch.randn(3, 3, 4),), torch.randint(4, (3,)), F.cross_entropy)
+    elif name == "translation":
+        made = Case(*zoo.nmt(batch=3, steps=2, hidden=5, vocab=7))
     else:
         made = Case(Decoder(), (torch.randint(11, (3, 5)),), torch.randint(11, (3, 5)), _tokens)
     kind = getattr(torch, dtype)
@@ -140,4 +165,4 @@ def case(name: str, dtype: str = "float64") -> Case:
     return made._replace(model=made.model.to(kind), inputs=inputs)
 
 
-NAMES = ("mlp", "mlp_mse", "convolutions", "ghosts", "sequence1d", "decoder")
+NAMES = ("mlp", "mlp_mse", "convolutions", "ghosts", "sequence1d", "decoder", "recurrent", "translation")

@@ -51,7 +51,8 @@ def execute(imported: Imported, model: nn.Module, inputs: Any, targets: Any = ()
     graph = imported.graph
     names = (*imported.input_names, *imported.target_names)
     values: dict[str, Tensor] = dict(zip(names, (*inputs, *targets), strict=True))
-    values |= imported.constants | dict(model.named_buffers()) | dict(model.named_parameters())
+    values |= imported.constants | dict(model.named_buffers())
+    values |= {n: p.view(graph.tensor[n].shape) for n, p in model.named_parameters() if n in graph.tensor}
     for op in graph.operators:
         shapes = [graph.tensor[n].shape for n in op.inputs]
         outs = [graph.tensor[n].shape for n in op.outputs]
@@ -447,6 +448,10 @@ SMALL: dict[str, Callable[..., zoo.ZooModel]] = {
     "resnet": partial(zoo.resnet50, batch=2, size=32, classes=7, width=4, blocks=(1, 1, 1, 1)),
     "gpt2": partial(zoo.gpt2, batch=2, seq=6, layers=2, hidden=16, heads=2, vocab=20),
     "bert": partial(zoo.bert, batch=2, seq=6, layers=1, hidden=16, heads=2, vocab=20),
+    "inception": partial(zoo.inception_v3, batch=2, size=75, classes=7, width=1),
+    "rnntc": partial(zoo.rnntc, batch=2, steps=3, hidden=4, vocab=9, layers=2),
+    "rnnlm": partial(zoo.rnnlm, batch=2, steps=3, hidden=4, vocab=9),
+    "nmt": partial(zoo.nmt, batch=2, steps=3, hidden=4, vocab=9),
     "llama": partial(
         zoo.llama7b, batch=2, seq=6, layers=1, hidden=16, heads=4, kv_heads=2, ffn=24, vocab=20, device="cpu"
     ),
@@ -549,7 +554,7 @@ def test_the_hash_is_the_same_on_every_call_process_and_device(name: str) -> Non
     assert {digest(device) for device in devices} == {other.stdout.strip()}, other.stderr
 
 
-@pytest.mark.parametrize("name", ["lenet", "mlp", "alexnet", "vgg16"])
+@pytest.mark.parametrize("name", ["lenet", "mlp", "alexnet", "alexnet256", "vgg16", "rnntc"])
 def test_shipped_graphs_are_what_the_code_makes(name: str) -> None:
     path = Path(__file__).parent.parent / "graphs" / f"{name}.json"
     assert OperatorGraph.load(path).content_hash() == make(name).content_hash(), (
@@ -560,7 +565,7 @@ def test_shipped_graphs_are_what_the_code_makes(name: str) -> None:
 @pytest.mark.parametrize("name", SHIPPED)
 def test_shipped_graphs_load(name: str) -> None:
     graph = OperatorGraph.load(name)
-    assert graph.name == name and graph.batch == SHIPPED[name]["batch"]
+    assert graph.name == name and graph.batch == SHIPPED[name].arguments["batch"]
 
 
 def test_a_seven_billion_parameter_decoder_imports_without_memory() -> None:

@@ -55,6 +55,10 @@ _ZOO: dict[str, Callable[[], Any]] = {
     "mlp": lambda: zoo.mlp(batch=3, features=8, width=9),
     "gpt2": lambda: zoo.gpt2(batch=2, seq=8, layers=2, hidden=16, heads=2, vocab=31),
     "bert": lambda: zoo.bert(batch=2, seq=8, layers=2, hidden=16, heads=2, vocab=31),
+    "inception_v3": lambda: zoo.inception_v3(batch=2, size=75, width=1, classes=5),
+    "rnntc": lambda: zoo.rnntc(batch=2, steps=3, hidden=6, vocab=11, layers=2),
+    "rnnlm": lambda: zoo.rnnlm(batch=2, steps=3, hidden=6, vocab=11),
+    "nmt": lambda: zoo.nmt(batch=2, steps=3, hidden=6, vocab=11),
     "llama": lambda: zoo.llama7b(2, 8, layers=2, hidden=16, heads=4, kv_heads=2, ffn=24, vocab=31, device="cpu"),
 }  # fmt: skip
 

@@ -195,9 +195,11 @@ def _say(graph: str, result: SearchResult, found: PlanRow, output: Path) -> None
         f"Stopped: {result.stopped}.",
         soft_wrap=True,
     )
-    model = f"--model flexsearch.zoo:{graph}" if graph in SHIPPED else "--model MODULE:CALLABLE"
-    for name, value in SHIPPED.get(graph, {}).items():
-        model += f" --batch {value}" if name == "batch" else f" --set {name}={value}"
+    model = "--model MODULE:CALLABLE"
+    if (source := SHIPPED.get(graph)) is not None:
+        model = f"--model flexsearch.zoo:{source.builder}"
+        for name, value in source.arguments.items():
+            model += f" --batch {value}" if name == "batch" else f" --set {name}={value}"
     count = len(result.strategy.cluster.devices)
     stdout.print(f"Wrote {output}. Next: flexsearch run -n {count} {output} {model}", soft_wrap=True)
 

@@ -39,7 +39,7 @@ UPDATE_KERNELS: Final = {"sgd": 1, "momentum": 2, "adam": 6}
 
 def roofline(kind: str, work: Work, dtype: str, device: Device) -> float:
     """Seconds of ``work`` of an operator kind on ``device``, by its figures alone."""
-    matrix = kind == "attention" or (kind in OPERATORS and OPERATORS[kind].contraction)
+    matrix = kind in OPERATORS and (OPERATORS[kind].contraction or OPERATORS[kind].matrix)
     efficiency = MATRIX_EFFICIENCY if matrix else OTHER_EFFICIENCY
     computing = work.flops / (device.flops_for(dtype) * efficiency)
     moving = work.nbytes / (device.memory_bandwidth * MEMORY_EFFICIENCY)

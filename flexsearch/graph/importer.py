@@ -16,7 +16,7 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from flexsearch.errors import ImportModelError, NotationError
-from flexsearch.graph import aten_math, aten_nn, aten_shape  # noqa: F401  (importing them registers their handlers)
+from flexsearch.graph import aten_math, aten_nn, aten_rnn, aten_shape  # noqa: F401  (importing them registers their handlers)
 from flexsearch.graph.aten import Builder, Kind, Value, bind, dtype_name, find_handler, registered
 from flexsearch.graph.aten import opaque as emit_opaque
 from flexsearch.graph.aten_assemble import assemble
@@ -106,8 +106,8 @@ def _arguments(example_inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
     return (example_inputs,), {}
 
 
-def _value(tensor: torch.Tensor, kind: Kind, name: str, trained: bool = False) -> Value:
-    shape = tuple(tensor.shape)
+def _value(tensor: torch.Tensor, kind: Kind, name: str, trained: bool = False, gates: bool = False) -> Value:
+    shape = aten_rnn.gate_shape(tuple(tensor.shape)) if gates else tuple(tensor.shape)
     fixed = kind in ("parameter", "constant", "buffer")
     return Value(shape, dtype_name(tensor.dtype), kind, name, weight=fixed, grad=trained, requires_grad=trained)
 
@@ -162,6 +162,10 @@ class _Walk:
         data = {**self.program.state_dict, **self.program.constants}
         mutated = {id(named.get(n)) for n in signature.buffers_to_mutate.values()}
         made: dict[str, Value] = {}
+        named_nodes: dict[int, list[torch.fx.Node]] = {}
+        for node in nodes:
+            if (known := named.get(specs[node.name].target or "")) is not None:
+                named_nodes.setdefault(id(known), []).append(node)
         arguments = iter(users)
         for node in nodes:
             spec = specs[node.name]
@@ -174,7 +178,8 @@ class _Walk:
                 own = first[id(tensor)]
                 if own not in made:
                     where: Kind = "parameter" if kind == "PARAMETER" else "buffer"
-                    made[own] = _value(tensor, where, own, kind == "PARAMETER" and tensor.requires_grad)
+                    gates = kind == "PARAMETER" and aten_rnn.gate_weight(named_nodes[id(tensor)])
+                    made[own] = _value(tensor, where, own, kind == "PARAMETER" and tensor.requires_grad, gates)
                 self.buffers[target] = made[own]
                 fixed = kind == "BUFFER" and id(tensor) not in mutated
                 self.env[node] = Folded(tensor.detach(), made[own]) if fixed else made[own]

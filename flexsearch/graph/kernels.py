@@ -13,6 +13,7 @@ from flexsearch.graph import (  # importing a family registers its kernels
     kernels_norm,
     kernels_pointwise,
     kernels_random,
+    kernels_rnn,
     kernels_shape,
     kernels_window,
 )
@@ -25,6 +26,7 @@ FAMILIES = (
     kernels_norm,
     kernels_pointwise,
     kernels_random,
+    kernels_rnn,
     kernels_shape,
     kernels_window,
 )

@@ -21,13 +21,15 @@ Flops = Callable[[Operator, Mapping[str, int]], float]
 
 @dataclass(frozen=True, slots=True)
 class OperatorSpec:
-    """``backward``: backward FLOPs over forward FLOPs; of a ``contraction``, for each operand that needs a gradient."""
+    """``backward``: backward FLOPs over forward FLOPs; of a ``contraction``, for each operand that needs a gradient.
+    ``matrix``: most of the FLOPs are those of matrix products, as a contraction's are."""
 
     pattern: str | None = None
     roles: Mapping[str, Role] = field(default_factory=dict)
     flops: Flops | None = None
     backward: float = 1.0
     contraction: bool = False
+    matrix: bool = False
 
 
 def _outputs(op: Operator, extents: Mapping[str, int]) -> float:
@@ -59,6 +61,12 @@ def _attention(op: Operator, extents: Mapping[str, int]) -> float:
     return float(scores * (2 * (extents["E"] + extents["v"]) + 5))
 
 
+def _lstm_cell(op: Operator, extents: Mapping[str, int]) -> float:
+    """Two matrix products for each gate, and about 20 operations on each hidden feature after them."""
+    products = 2 * extents["G"] * (extents["I"] + extents["K"])
+    return float(extents["b"] * extents["h"] * (products + 20))
+
+
 _FREE = _per_output(0.0)  # moves data, or nothing at all
 _WINDOW = "n c (s*h+d*KH-p) (t*w+e*KW-q) -> n c h w"
 _IMAGE: Mapping[str, Role] = {"h": "attribute", "w": "attribute"}
@@ -77,7 +85,8 @@ OPERATORS: dict[str, OperatorSpec] = {
     ),
     "addmm": OperatorSpec(None, {"o": "parameter", "i": "reduction"}, _CONTRACT, contraction=True),
     "einsum": OperatorSpec(None, {}, _CONTRACT, contraction=True),
-    "attention": OperatorSpec(None, _HEADS, _attention, backward=2.5),  # the backward recomputes the scores
+    "attention": OperatorSpec(None, _HEADS, _attention, backward=2.5, matrix=True),  # scores are computed again
+    "lstm_cell": OperatorSpec(None, {"h": "parameter"}, _lstm_cell, backward=2.0, matrix=True),
     "max_pool1d": OperatorSpec("n c (s*h+d*KH-p) -> n c h", _IMAGE, _per_point(1.0)),
     "avg_pool1d": OperatorSpec("n c (s*h+d*KH-p) -> n c h", _IMAGE, _per_point(1.0)),
     "max_pool2d": OperatorSpec(_WINDOW, _IMAGE, _per_point(1.0)),

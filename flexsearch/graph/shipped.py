@@ -5,20 +5,36 @@ from __future__ import annotations
 import sys
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from flexsearch.graph.model import OperatorGraph
 
-SHIPPED: Mapping[str, Mapping[str, Any]] = {
-    "lenet": {"batch": 64},
-    "mlp": {"batch": 64},
-    "alexnet": {"batch": 32},
-    "vgg16": {"batch": 32},
-    "resnet50": {"batch": 32},
-    "gpt2": {"batch": 8, "seq": 1024},
-    "bert": {"batch": 8, "seq": 128},
+
+class Source(NamedTuple):
+    """What a shipped graph is made of: a builder of ``flexsearch.zoo`` and its arguments."""
+
+    builder: str
+    arguments: Mapping[str, Any]
+
+
+SHIPPED: Mapping[str, Source] = {
+    "lenet": Source("lenet", {"batch": 64}),
+    "mlp": Source("mlp", {"batch": 64}),
+    "alexnet": Source("alexnet", {"batch": 32}),
+    "alexnet256": Source("alexnet", {"batch": 256}),
+    "vgg16": Source("vgg16", {"batch": 32}),
+    "resnet50": Source("resnet50", {"batch": 32}),
+    "resnet101": Source("resnet101", {"batch": 64}),
+    "inception_v3": Source("inception_v3", {"batch": 64}),
+    "rnntc": Source("rnntc", {"batch": 64}),
+    "rnnlm": Source("rnnlm", {"batch": 64}),
+    "nmt": Source("nmt", {"batch": 64}),
+    "gpt2": Source("gpt2", {"batch": 8, "seq": 1024}),
+    "bert": Source("bert", {"batch": 8, "seq": 128}),
+    "bert_large": Source("bert_large", {"batch": 8, "seq": 128}),
 }
-"""Zoo builder and its arguments, by graph name."""
+"""By graph name. The six networks of the FlexFlow paper with its batches are ``alexnet256``, ``inception_v3``,
+``resnet101``, ``rnntc``, ``rnnlm`` and ``nmt``."""
 
 
 def make(name: str) -> OperatorGraph:
@@ -26,7 +42,8 @@ def make(name: str) -> OperatorGraph:
     from flexsearch import zoo
     from flexsearch.graph.importer import import_model
 
-    model, inputs, targets, loss = getattr(zoo, name)(device="meta", **SHIPPED[name])
+    builder, arguments = SHIPPED[name]
+    model, inputs, targets, loss = getattr(zoo, builder)(device="meta", **arguments)
     return import_model(model, inputs, loss, targets=targets, name=name)
 
 

@@ -21,6 +21,7 @@ _WORDS = {
     ("linear", "i"): "input features (partial sums)",
     ("addmm", "o"): "output features",
     ("addmm", "i"): "input features (partial sums)",
+    ("lstm_cell", "h"): "hidden features",
     ("embedding", "v"): "vocabulary",
     ("embedding", "d"): "embedding features",
     ("attention", "h"): "heads",

@@ -110,6 +110,8 @@ class Parallel:
     ) -> None:
         self.rank, self.device, self.lowered, self.graph = dist.get_rank(), device, lowered, imported.graph
         self._names = _state_names(model, self.graph)
+        state = model.state_dict()
+        self._shapes = {name: tuple(state[name].shape) for name in self._names}
         self._storage = {
             weight.tensor: entry
             for weight in lowered.weights
@@ -221,7 +223,7 @@ class Parallel:
                 done[original] = self._collect(original, pieces[original])
             found = done.get(original, self._counters.get(original, self._other.get(original)))
             if found is not None:
-                state[name] = found.clone()
+                state[name] = found.view(self._shapes[name]).clone()
         return state
 
     def _collect(self, name: str, entries: Sequence[Entry]) -> Tensor:
@@ -249,14 +251,14 @@ class Parallel:
         for name in self._names:
             if name not in state:
                 raise RuntimeFailure(f"the state has no {name!r}; it holds {len(state)} names for another model?")
-            original = self._names[name]
-            if original in self.graph.tensor and tuple(state[name].shape) != self.graph.tensor[original].shape:
-                here = self.graph.tensor[original].shape
+            if tuple(state[name].shape) != self._shapes[name]:
+                here = self._shapes[name]
                 raise RuntimeFailure(f"{name!r} has shape {tuple(state[name].shape)} in the state, {here} here")
         with torch.no_grad():
             for name, original in self._names.items():
                 if original in self.weights:
-                    self.weights[original].copy_(cut(state[name], _whole(state[name]), self._storage[original].box))
+                    whole = state[name].reshape(self.graph.tensor[original].shape)
+                    self.weights[original].copy_(cut(whole, _whole(whole), self._storage[original].box))
                 elif original in self._fixed:
                     box, tensor = self._fixed[original]
                     tensor.copy_(cut(state[name], _whole(state[name]), box))
@@ -301,7 +303,7 @@ class Parallel:
                 tensor.data.copy_(moved)
         for name, entry in self._storage.items():
             spec = self.graph.tensor[name]
-            whole = tensors[name].detach()
+            whole = tensors[name].detach().reshape(spec.shape)  # an LSTM's gates have a dimension of their own
             part = (
                 torch.zeros(extent(entry.box), dtype=whole.dtype, device=self.device)
                 if meta

@@ -7,6 +7,8 @@
   way by its input features, attention by heads, vocabularies by rows; convolutions likewise by channels.
 - ``pipeline``: consecutive stages of about equal time, one a device. One microbatch: operator placement.
 - ``one-weird-trick`` (Krizhevsky, 2014): convolutions data parallel, linear layers split by output features.
+- ``layer-wise`` (Wu et al., 2016, as the FlexFlow paper has it): unrolled recurrent layers of the same depth on one
+  device of a host, data parallel over the hosts (and inside one that has devices for every depth twice).
 - products: ``data-parallel x megatron`` (tensor parallel inside a host, data parallel over the hosts; ``-2``: tensor
   parallel in pairs) and ``data-parallel x pipeline`` (stages over the hosts, data parallel inside each).
 
@@ -25,6 +27,7 @@ from flexsearch.errors import StrategyError
 from flexsearch.graph import Operator, OperatorGraph
 from flexsearch.graph.operators import forward_flops
 from flexsearch.strategy.config import OperatorConfig, make_config
+from flexsearch.strategy.depth import balance, depths
 from flexsearch.strategy.model import Options, Strategy
 from flexsearch.strategy.propagate import Propagation
 from flexsearch.topology import Topology
@@ -258,6 +261,26 @@ def _stages(setting: _Setting, devices: Sequence[int]) -> Configs:
     return [make_config(op, {}, (devices[k],)) for op, k in zip(setting.operators, stage, strict=True)]
 
 
+def _layer_wise(setting: _Setting) -> Configs:
+    setting.several()
+    found = depths(setting.graph)
+    if found is None:
+        raise _LeftOut("it needs recurrent layers that are unrolled: operators that read the same weights in turn")
+    hosts = setting.by_host()
+    nodes = hosts if len(hosts[0]) > 1 else [setting.devices]
+    width = min(len(nodes[0]), 1 + max(found))
+
+    def place(setting: _Setting, row: Sequence[int]) -> Configs:
+        loads = [0.0] * (1 + max(found))
+        for i, depth in enumerate(found):
+            loads[depth] += setting.seconds(i, row[0])
+        column = balance(loads, len(row))
+        return [make_config(op, {}, (row[column[depth]],)) for op, depth in zip(setting.operators, found, strict=True)]
+
+    rows = [node[k : k + width] for node in nodes for k in range(0, len(node) - width + 1, width)]
+    return _grid(setting, rows, place)
+
+
 def _parallel_megatron(setting: _Setting) -> Configs:
     rows = setting.by_host()
     if len(rows) < 2 or len(rows[0]) < 2:
@@ -321,6 +344,7 @@ _BUILDERS: dict[str, Callable[[_Setting], Configs]] = {
     "megatron": _megatron,
     "pipeline": _pipeline,
     "one-weird-trick": _one_weird_trick,
+    "layer-wise": _layer_wise,
     "data-parallel x megatron": _parallel_megatron,
     "data-parallel x megatron-2": _parallel_megatron_2,
     "data-parallel x pipeline": _parallel_pipeline,

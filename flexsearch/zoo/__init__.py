@@ -8,27 +8,39 @@ for, so that runs are comparable.
 from __future__ import annotations
 
 from flexsearch.zoo.base import ZooModel, build
-from flexsearch.zoo.cnn import VGG16, AlexNet, LeNet, ResNet50, alexnet, lenet, resnet50, vgg16
+from flexsearch.zoo.cnn import VGG16, AlexNet, LeNet, ResNet50, alexnet, lenet, resnet50, resnet101, vgg16
+from flexsearch.zoo.inception import InceptionV3, inception_v3
 from flexsearch.zoo.mlp import MLP, mlp
-from flexsearch.zoo.transformer import BERT, GPT2, Llama, bert, gpt2, llama7b
+from flexsearch.zoo.rnn import NMT, RNNLM, RNNTC, nmt, rnnlm, rnntc
+from flexsearch.zoo.transformer import BERT, GPT2, Llama, bert, bert_large, gpt2, llama7b
 
 __all__ = [
     "BERT",
     "GPT2",
     "MLP",
+    "NMT",
+    "RNNLM",
+    "RNNTC",
     "VGG16",
     "AlexNet",
+    "InceptionV3",
     "LeNet",
     "Llama",
     "ResNet50",
     "ZooModel",
     "alexnet",
     "bert",
+    "bert_large",
     "build",
     "gpt2",
+    "inception_v3",
     "lenet",
     "llama7b",
     "mlp",
+    "nmt",
     "resnet50",
+    "resnet101",
+    "rnnlm",
+    "rnntc",
     "vgg16",
 ]

@@ -1,4 +1,4 @@
-"""Convolutional networks: LeNet-5, AlexNet, VGG-16 and ResNet-50, the last three with the layers of torchvision."""
+"""Convolutional networks: LeNet-5, AlexNet, VGG-16 and ResNets, all but the first with the layers of torchvision."""
 
 # Calling a module is untyped in torch, and casts would make these models less plain.
 # mypy: disable-error-code="no-any-return"
@@ -110,7 +110,7 @@ class VGG16(nn.Module):
         )
         for module in self.features:
             if isinstance(module, nn.Conv2d):
-                _init_conv(module)
+                init_conv(module)
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.avgpool(self.features(x))
@@ -145,7 +145,8 @@ class Bottleneck(nn.Module):
 class ResNet50(nn.Module):
     """ResNet-50 (He et al., 2015) with batch normalisation: (batch, 3, size, size) -> (batch, classes).
 
-    25.6 M parameters with ``width`` 64; ``blocks`` gives the bottlenecks of the four stages.
+    25.6 M parameters with ``width`` 64; ``blocks`` gives the bottlenecks of the four stages: (3, 4, 23, 3) makes it
+    ResNet-101.
     """
 
     def __init__(
@@ -169,7 +170,7 @@ class ResNet50(nn.Module):
         self.fc = nn.Linear(32 * width, classes)
         for module in self.modules():
             if isinstance(module, nn.Conv2d):
-                _init_conv(module)
+                init_conv(module)
 
     @staticmethod
     def _stage(channels: int, width: int, count: int, stride: int) -> nn.Sequential:
@@ -183,20 +184,21 @@ class ResNet50(nn.Module):
         return self.fc(self.dropout(x))
 
 
-def _init_conv(conv: nn.Conv2d) -> None:
+def init_conv(conv: nn.Conv2d) -> None:
     """He initialisation, without which the signal of a network this deep fades away."""
     nn.init.kaiming_normal_(conv.weight, mode="fan_out", nonlinearity="relu")
     if conv.bias is not None:
         nn.init.zeros_(conv.bias)
 
 
-def _images(batch: int, channels: int, size: int, classes: int) -> tuple[tuple[Tensor, ...], Tensor]:
+def images(batch: int, channels: int, size: int, classes: int) -> tuple[tuple[Tensor, ...], Tensor]:
+    """Random images (batch, channels, size, size), as the tuple of inputs, and classes (batch)."""
     return (torch.randn(batch, channels, size, size),), torch.randint(classes, (batch,))
 
 
 def lenet(batch: int = 64, device: str | torch.device = "cpu", *, classes: int = 10, dropout: float = 0.0) -> ZooModel:
     """LeNet-5 on (batch, 1, 28, 28) images."""
-    return build(lambda: LeNet(classes, dropout), lambda: _images(batch, 1, 28, classes), F.cross_entropy, device)
+    return build(lambda: LeNet(classes, dropout), lambda: images(batch, 1, 28, classes), F.cross_entropy, device)
 
 
 def alexnet(
@@ -210,7 +212,7 @@ def alexnet(
 ) -> ZooModel:
     """AlexNet on (batch, 3, size, size) images."""
     return build(
-        lambda: AlexNet(classes, hidden, dropout), lambda: _images(batch, 3, size, classes), F.cross_entropy, device
+        lambda: AlexNet(classes, hidden, dropout), lambda: images(batch, 3, size, classes), F.cross_entropy, device
     )
 
 
@@ -225,7 +227,7 @@ def vgg16(
 ) -> ZooModel:
     """VGG-16 on (batch, 3, size, size) images."""
     return build(
-        lambda: VGG16(classes, hidden, dropout), lambda: _images(batch, 3, size, classes), F.cross_entropy, device
+        lambda: VGG16(classes, hidden, dropout), lambda: images(batch, 3, size, classes), F.cross_entropy, device
     )
 
 
@@ -242,7 +244,21 @@ def resnet50(
     """ResNet-50 on (batch, 3, size, size) images."""
     return build(
         lambda: ResNet50(classes, width, blocks, dropout),
-        lambda: _images(batch, 3, size, classes),
+        lambda: images(batch, 3, size, classes),
         F.cross_entropy,
         device,
     )
+
+
+def resnet101(
+    batch: int = 64,
+    device: str | torch.device = "cpu",
+    *,
+    size: int = 224,
+    classes: int = 1000,
+    width: int = 64,
+    blocks: tuple[int, int, int, int] = (3, 4, 23, 3),
+    dropout: float = 0.0,
+) -> ZooModel:
+    """ResNet-101 on (batch, 3, size, size) images: ResNet-50 with more blocks in its third stage."""
+    return resnet50(batch, device, size=size, classes=classes, width=width, blocks=blocks, dropout=dropout)

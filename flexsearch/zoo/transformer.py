@@ -318,6 +318,20 @@ def bert(
     )
 
 
+def bert_large(
+    batch: int = 8,
+    seq: int = 128,
+    layers: int = 24,
+    hidden: int = 1024,
+    heads: int = 16,
+    vocab: int = 30522,
+    device: str | torch.device = "cpu",
+    dropout: float = 0.0,
+) -> ZooModel:
+    """BERT (large) on random tokens and segments (batch, seq), predicting a token at every position."""
+    return bert(batch, seq, layers, hidden, heads, vocab, device, dropout)
+
+
 def llama7b(
     batch: int = 1,
     seq: int = 2048,
