@@ -23,6 +23,9 @@ if TYPE_CHECKING:
     from torch import nn
 
     from flexsearch.report import PlanRow
+    from flexsearch.report.choices import OperatorChoice
+    from flexsearch.report.differences import Comparison
+    from flexsearch.report.explain import Explanation
     from flexsearch.runtime.parallel import Loss
 
 
@@ -80,6 +83,31 @@ class Setting:
             self.graph, self.topology, self.costs, options, budget_s=budget_s, proposals=proposals, seed=seed,
             start=start, pins=pins, margin=margin, processes=processes, on_progress=on_progress,
         )  # fmt: skip
+
+    def explain(
+        self, strategy: Strategy, tries: int = 500, on_progress: Callable[[str, int, int], None] | None = None
+    ) -> Explanation:
+        """Where a plan's time goes, what would help, and what its choices bring: for ``report.explain.explanation`` and
+        ``explanation_data``. ``tries``: at most so many other configs of single operators are simulated.
+        ``on_progress``: called with (what, done, of how many). Raises StrategyError."""
+        from flexsearch.explaining import explain
+
+        return explain(self, strategy, tries, on_progress)
+
+    def choice(self, strategy: Strategy, operator: str, most: int | None = 12) -> OperatorChoice:
+        """Why an operator is as it is and not otherwise: for ``report.choices.operator_choice`` and ``operator_data``.
+        ``most``: alternatives that are weighed (work by sort, memory); None: all. Raises StrategyError for an unknown
+        name, with the names that are close."""
+        from flexsearch.explaining import choice
+
+        return choice(self, strategy, operator, most)
+
+    def difference(self, a: Strategy, b: Strategy, names: tuple[str, str] = ("A", "B")) -> Comparison:
+        """What differs between two plans and what each difference costs: for ``report.differences.comparison`` and
+        ``comparison_data``. Raises StrategyError if one was made for another graph or topology."""
+        from flexsearch.explaining import difference
+
+        return difference(self, a, b, names)
 
 
 def parse_budget(budget: str | float) -> tuple[float | None, int | None]:

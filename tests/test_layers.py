@@ -21,7 +21,7 @@ FLOOR = {
     "lower": 2,
     "simulate": 3,
     "search": 4, "runtime": 4, "report": 4,
-    "api": 5, "cli": 5, "": 5,
+    "explaining": 5, "api": 5, "cli": 5, "": 5,
 }  # fmt: skip
 """Floor of each package and top-level module. The zoo is plain torch that anything may build on; "" is
 ``flexsearch/__init__.py``, which hands on what lies below."""

@@ -20,7 +20,7 @@ from flexsearch.cost.communication import Transfer
 from flexsearch.graph import Axis, Operator, OperatorGraph, Piece, Tensor
 from flexsearch.graph.notation import instantiate
 from flexsearch.lower import Communication, Lowered, TaskArrays, TaskGraph, TaskKind, lower
-from flexsearch.simulate import Memory, critical_path, keep, makespan, over_memory, simulate
+from flexsearch.simulate import Memory, keep, makespan, over_memory, simulate
 from flexsearch.simulate.kernel import times
 from flexsearch.simulate.memory import spans_of
 from flexsearch.strategy import Options, Strategy, make_config
@@ -316,21 +316,6 @@ def test_simulation_accounts_for_all_time_and_bytes(hosts: Topology) -> None:
     processors = [k for k, r in enumerate(hosts.resources) if r.kind == "processor"]
     assert (s.link_busy_s[processors] >= s.busy_s - 1e-12).all()
     assert (s.link_bytes[processors] == 0).all()
-
-
-@settings(derandomize=True, max_examples=50, deadline=None)
-@given(task_graphs())
-def test_every_step_of_the_critical_path_explains_the_next_start(tasks: TaskGraph) -> None:
-    from types import SimpleNamespace
-
-    total, start, end = times(tasks.arrays())
-    path = critical_path(SimpleNamespace(tasks=tasks), SimpleNamespace(start=start, end=end))  # type: ignore[arg-type]
-    assert end[path[-1]] == total
-    assert start[path[0]] == 0.0
-    for a, b in pairwise(path):
-        shared = {r for r, _ in (*tasks.links[a], *tasks.drag[a])} & {r for r, _ in tasks.links[b]}
-        assert start[a] <= start[b]
-        assert (a in tasks.dependencies[b] and end[a] == start[b]) or shared
 
 
 # memory

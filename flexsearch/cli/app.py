@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 from flexsearch import __version__
-from flexsearch.cli import cluster, models, plans
+from flexsearch.cli import cluster, explain, models, plans
 
 app = typer.Typer(
     help="Find, explain and run the fastest way to split one PyTorch training step over a set of devices.",
@@ -39,4 +39,6 @@ app.command()(cluster.probe)
 app.command()(plans.simulate)
 app.command()(plans.optimize)
 app.command()(plans.compare)
+app.command()(explain.explain)
+app.command()(explain.diff)
 app.command()(cluster.run)

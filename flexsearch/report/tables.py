@@ -88,17 +88,16 @@ def dominates(lowered: Lowered, simulation: Simulation) -> str:
     """What most of the critical path is: "compute 71 %", "all_reduce of gradient of fc6.weight and 7 more 80 %, link
     host0->switch", or "waiting for messages 55 %" (overhead and latency rather than bytes)."""
     tasks, total = lowered.tasks, simulation.makespan_s
-    path = critical_path(lowered, simulation)
+    path = critical_path(tasks)
     if not path or total <= 0.0:
         return "nothing"
     compute = waiting = 0.0
     messages = 0
     moving: dict[tuple[str, str], dict[int, float]] = {}
-    starts = [float(simulation.start[t]) for t in path] + [total]
-    for k, task in enumerate(path):
-        share = starts[k + 1] - starts[k]
+    for step in path:
+        task, share = step.task, step.seconds
         communication = tasks.communication[task]
-        if communication is None:
+        if communication is None or step.moves_bytes:
             compute += share
             continue
         busy = min(share, max((s for _, s in tasks.links[task]), default=0.0))

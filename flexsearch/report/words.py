@@ -37,6 +37,8 @@ _IMAGE = {3: ("batch", "channels", "length"), 4: ("batch", "channels", "height",
 _TEXT = {3: ("batch", "sequence", "features"), 4: ("batch", "heads", "sequence", "features")}
 _NUMBER = re.compile(r"(?<![^.])\d+(?![^.])")  # a part of a dotted name that is a number
 _SHARDED = ", weights sharded"
+BOOKKEEPING = ("batch_norm_running", "valid_count")
+"""Kinds that are no layer of their own."""
 _MANY = 6
 """More groups than this are rolled up over the repeated blocks of the model."""
 
@@ -141,7 +143,9 @@ def groups(lowered: Lowered) -> tuple[Group, ...]:
             runs.append([i])
     if len(runs) > _MANY:
         return _rolled_up(graph, shown, told)
-    return tuple(Group(_range([_layer(graph.operators[i]) for i in run]), told[run[0]], tuple(run)) for run in runs)
+    return tuple(
+        Group(layer_range([_layer(graph.operators[i]) for i in run]), told[run[0]], tuple(run)) for run in runs
+    )
 
 
 def in_words(lowered: Lowered) -> str:
@@ -158,7 +162,7 @@ def _follows(lowered: Lowered, operator: int) -> bool:
     between it and what reads it. Bookkeeping always follows."""
     graph = lowered.graph
     op = graph.operators[operator]
-    if op.kind in ("batch_norm_running", "valid_count"):
+    if op.kind in BOOKKEEPING:
         return True
     if op.kind in ("attention", "einsum") or _weighted(graph, operator):
         return False
@@ -176,8 +180,8 @@ def _layer(op: Operator) -> str:
     return op.module or op.name
 
 
-def _range(layers: Sequence[str]) -> str:
-    """ "features.conv1..conv5" for layers that follow each other; a block is left out beside its own parts."""
+def layer_range(layers: Sequence[str]) -> str:
+    """Layers that follow each other in a word: "features.conv1..conv5"; a block is left out beside its own parts."""
     names = list(dict.fromkeys(layers))
     names = [name for name in names if not any(other.startswith(f"{name}.") for other in names)]
     first, last = names[0], names[-1]
@@ -207,7 +211,7 @@ def _rolled_up(graph: OperatorGraph, shown: Sequence[int], told: dict[int, str])
         else:
             merged.append(([pattern], text, numbers, list(operators)))
     rolled = tuple(
-        Group(_range([name.replace("*", numbers, 1) for name in names]), text, tuple(operators))
+        Group(layer_range([name.replace("*", numbers, 1) for name in names]), text, tuple(operators))
         for names, text, numbers, operators in merged
     )
     return rolled if len(rolled) <= 2 * _MANY else _by_treatment(rolled)

@@ -1,9 +1,12 @@
 """Floor 3: when every task runs, what is busy, what crosses the links, and how much memory it takes."""
 
+from flexsearch.simulate.breakdown import KINDS, DeviceTime, Loads, by_kind, by_resource, device_times, loads
+from flexsearch.simulate.critical import Step, critical_path
 from flexsearch.simulate.keep import Keep, keep, trivial
 from flexsearch.simulate.memory import Memory, memory
-from flexsearch.simulate.simulation import Simulation, critical_path, makespan, over_memory, simulate
+from flexsearch.simulate.simulation import Simulation, makespan, over_memory, simulate
 
 __all__ = [
-    "Keep", "Memory", "Simulation", "critical_path", "keep", "makespan", "memory", "over_memory", "simulate", "trivial",
+    "KINDS", "DeviceTime", "Keep", "Loads", "Memory", "Simulation", "Step", "by_kind", "by_resource", "critical_path",
+    "device_times", "keep", "loads", "makespan", "memory", "over_memory", "simulate", "trivial",
 ]  # fmt: skip

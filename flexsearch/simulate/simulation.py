@@ -76,30 +76,3 @@ def over_memory(simulation: Simulation, topology: Topology) -> list[tuple[int, i
         if peak > topology.devices[d].memory_bytes
     ]
 
-
-def critical_path(lowered: Lowered, simulation: Simulation) -> list[int]:
-    """Tasks, first to last, each of which could not start earlier because of the one before: a dependency that ended
-    last, or the task that held a resource longest. Ends at the task that ends last."""
-    tasks, end = lowered.tasks, simulation.end
-    if not len(tasks):
-        return []
-    ready = [max((float(end[d]) for d in row), default=0.0) for row in tasks.dependencies]
-    # Tasks are taken in this order (a dependency's key is smaller than its reader's), so the last to take a resource
-    # before a task is found by going through them once.
-    free: dict[int, tuple[float, int]] = {}
-    before = [-1] * len(tasks)
-    for task in sorted(range(len(tasks)), key=lambda t: (ready[t], t)):
-        begin = float(simulation.start[task])
-        if begin > ready[task]:
-            held = (free[r] for r, _ in tasks.links[task] if r in free)
-            before[task] = max(held, key=lambda moment: moment[0])[1]
-        elif ready[task] > 0.0:
-            before[task] = max(tasks.dependencies[task], key=lambda d: (end[d], -d))
-        for resource, seconds in tasks.links[task]:
-            free[resource] = begin + seconds, task
-        for resource, seconds in tasks.drag[task]:
-            free[resource] = max(free.get(resource, (0.0, task))[0], begin) + seconds, task
-    path = [int(np.argmax(end))]
-    while before[path[-1]] >= 0:
-        path.append(before[path[-1]])
-    return path[::-1]

@@ -1,0 +1,190 @@
+"""``explain`` and ``diff``: why a plan takes the time it takes. Neither imports torch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from flexsearch.cli.common import JsonOption, ProfileOption, bar, show, stdout
+
+if TYPE_CHECKING:
+    from flexsearch.api import Setting
+    from flexsearch.report import PlanRow
+    from flexsearch.report.explain import Part
+    from flexsearch.strategy import Strategy
+
+WIDTH = 100
+
+GraphOption = Annotated[
+    str | None,
+    typer.Option("--graph", "-g", metavar="GRAPH", help="The graph it was made for; shipped ones are found."),
+]
+
+
+def explain(
+    strategy: Annotated[Path, typer.Argument(metavar="STRATEGY", help="A strategy file.")],
+    operator: Annotated[
+        str | None, typer.Option("--operator", metavar="NAME", help="Why this operator is as it is, and not otherwise.")
+    ] = None,
+    graph: GraphOption = None,
+    profile: ProfileOption = None,
+    tries: Annotated[
+        int, typer.Option("--tries", min=0, help="Other configs of single operators to simulate at most.")
+    ] = 500,
+    everything: Annotated[
+        bool, typer.Option("--all", help="With --operator: every alternative, not only the best.")
+    ] = False,
+    as_json: JsonOption = False,
+) -> None:
+    """Explain a plan: where its time goes, what holds it up, what would help, and what its choices bring.
+
+    With --operator: what every other config of that operator would cost, everything else fixed.
+    """
+    plan = _load(strategy)
+    setting = _setting(strategy, plan, graph, profile)
+    if operator is not None:
+        _explain_operator(setting, plan, operator, None if everything else 12, as_json)
+        return
+    from flexsearch.report.explain import explanation, explanation_data
+
+    with bar("") as (progress, task):
+        told = setting.explain(
+            plan, tries,
+            lambda what, done, of: progress.update(task, description=what, completed=done, total=of),
+        )  # fmt: skip
+    data = {"graph": setting.graph.name, "topology": setting.topology.name, "path": str(strategy)}
+
+    def say() -> None:
+        from flexsearch.report import groups
+
+        _headline(setting, strategy, plan, told.row)
+        stdout.print("\nThe plan:")
+        for group in groups(told.row.lowered):
+            stdout.print(f"  {group.layers}: {group.treatment}", soft_wrap=True, markup=False)
+        _print(explanation(told))
+
+    show(as_json, data | explanation_data(told), say)
+
+
+def diff(
+    a: Annotated[Path, typer.Argument(metavar="A", help="A strategy file, or a baseline such as data-parallel.")],
+    b: Annotated[Path, typer.Argument(metavar="B", help="Another one for the same graph and topology.")],
+    graph: GraphOption = None,
+    profile: ProfileOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """What differs between two plans, in words, and what each difference costs."""
+    from flexsearch.report.differences import comparison, comparison_data
+
+    (first, second), setting = _two(a, b, graph, profile)
+    found = setting.difference(first, second, (str(a), str(b)))
+
+    def say() -> None:
+        from flexsearch.cli.details import headline
+
+        stdout.print(headline(setting), soft_wrap=True, markup=False)
+        _print(comparison(found))
+
+    show(as_json, comparison_data(found), say)
+
+
+def _explain_operator(setting: Setting, plan: Strategy, operator: str, most: int | None, as_json: bool) -> None:
+    from flexsearch.cli.details import headline
+    from flexsearch.report.choices import operator_choice, operator_data
+
+    found = setting.choice(plan, operator, most)
+
+    def say() -> None:
+        stdout.print(headline(setting), soft_wrap=True, markup=False)
+        _print(operator_choice(found))
+
+    show(as_json, {"graph": setting.graph.name, "topology": setting.topology.name} | operator_data(found), say)
+
+
+def _two(a: Path, b: Path, graph: str | None, profile: Path | None) -> tuple[tuple[Strategy, Strategy], Setting]:
+    """Two strategies of the same graph and topology; one of them may be a baseline by name."""
+    from flexsearch.errors import StrategyError
+    from flexsearch.strategy.baselines import NAMES
+
+    for path in (a, b):
+        if not path.exists() and path.suffix != ".json" and str(path) not in NAMES:
+            raise StrategyError(f"{path} is neither a strategy file nor a baseline; baselines: {', '.join(NAMES)}")
+    loaded = [None if not path.exists() and str(path) in NAMES else _load(path) for path in (a, b)]
+    known = next((plan for plan in loaded if plan is not None), None)
+    if known is None:
+        raise StrategyError(f"{a} and {b} are baselines; at least one of the two must be a strategy file")
+    for what in ("graph", "topology"):
+        first, second = (getattr(plan or known, what) for plan in loaded)
+        if first.hash != second.hash:
+            raise StrategyError(
+                f"{a} was made for {what} {first.name!r} ({first.hash}), {b} for {second.name!r} ({second.hash}): "
+                f"only plans of the same {what} can be compared"
+            )
+    setting = _setting(a if loaded[0] is not None else b, known, graph, profile)
+    first, second = (
+        plan or setting.baseline(str(path), known.options) for plan, path in zip(loaded, (a, b), strict=True)
+    )
+    return (first, second), setting
+
+
+def _load(path: Path) -> Strategy:
+    from flexsearch.strategy import Strategy
+
+    return Strategy.load(path)
+
+
+def _setting(path: Path, plan: Strategy, graph: str | None, profile: Path | None) -> Setting:
+    """The setting that a strategy was made for: its topology is in the file, its graph is named there."""
+    from flexsearch.api import Setting
+    from flexsearch.cost import Profile
+    from flexsearch.errors import FlexsearchError, StrategyError
+    from flexsearch.files import shipped_names
+    from flexsearch.graph import OperatorGraph
+
+    if graph is not None:
+        found = OperatorGraph.load(graph)
+    elif plan.graph.name in shipped_names("graphs"):
+        found = OperatorGraph.load(plan.graph.name)
+    else:
+        raise StrategyError(
+            f"strategy file {path} was made for graph {plan.graph.name!r} ({plan.graph.hash}), which is none of the "
+            f"shipped ones; give it with --graph GRAPH"
+        )
+    try:
+        plan.check(found, plan.cluster)
+    except FlexsearchError as error:
+        hint = "" if graph is not None else " Give the graph with --graph GRAPH."
+        raise type(error)(f"strategy file {path}: {error}{hint}") from error
+    return Setting.of(found, plan.cluster, Profile.load(profile) if profile is not None else None)
+
+
+def _headline(setting: Setting, path: Path, plan: Strategy, row: PlanRow) -> None:
+    from flexsearch.cli.details import headline
+    from flexsearch.report.units import nbytes, ratio, seconds
+
+    stdout.print(headline(setting), soft_wrap=True, markup=False)
+    iteration_s = row.simulation.makespan_s
+    rate = f"{setting.graph.batch / iteration_s:.4g} samples/s" if iteration_s else ""
+    known = plan.prediction
+    against = ""
+    if known is not None and known.data_parallel_s is not None and known.iteration_s == iteration_s:
+        against = f", {ratio(known.data_parallel_s / iteration_s)} data parallel"
+    stdout.print(f"{path}: {seconds(iteration_s)} an iteration, {rate}{against}", soft_wrap=True, markup=False)
+    for device, missing in row.shortfall[:1]:
+        name = setting.topology.devices[device].name
+        stdout.print(f"It does not fit into memory: {nbytes(missing)} short on {name}", soft_wrap=True, markup=False)
+    if known is not None and abs(known.iteration_s - iteration_s) > 1e-3 * iteration_s:
+        stdout.print(
+            f"The file says {seconds(known.iteration_s)}: it was made with other costs"
+            + (" (with a profile? Give it with --profile)" if setting.costs.profile is None else ""),
+            soft_wrap=True, markup=False,
+        )  # fmt: skip
+
+
+def _print(parts: Iterable[Part]) -> None:
+    for part in parts:
+        stdout.print(part, width=min(stdout.width, WIDTH), markup=False)
+

@@ -1,0 +1,153 @@
+"""The neighbours of one operator's config, as a table: what each would change, and where."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from flexsearch.lower import Lowered
+from flexsearch.report.explain import Part, change_of, table, time_and_change
+from flexsearch.report.units import nbytes, seconds
+from flexsearch.report.words import device_set, treatment
+from flexsearch.simulate import Loads
+from flexsearch.simulate.effects import Alternative, Weighed
+
+
+@dataclass(frozen=True)
+class OperatorChoice:
+    """Why an operator is as it is. ``found``: all its alternatives, the best first. ``shown``: those in the table, each
+    with how many others do the same at the same cost on other devices. ``follow``: what follows it."""
+
+    lowered: Lowered
+    operator: int
+    now_s: float
+    loads: Loads
+    found: tuple[Alternative, ...]
+    shown: tuple[tuple[Weighed, int], ...]
+    follow: tuple[int, ...]
+    follows: int | None
+    """The operator that this one follows, if any."""
+
+
+def alike(found: Sequence[Alternative]) -> list[tuple[Alternative, int]]:
+    """Alternatives in order, those that differ in their devices only and cost the same as one, with how many more."""
+    rows: dict[tuple[object, ...], list[Alternative]] = {}
+    for one in found:
+        config = one.config
+        key = (
+            config.degrees, config.replicas, config.shard_weights,
+            f"{one.alone_s:.9e}", None if one.together_s is None else f"{one.together_s:.9e}",
+        )  # fmt: skip
+        rows.setdefault(key, []).append(one)
+    return [(members[0], len(members) - 1) for members in rows.values()]
+
+
+def operator_choice(choice: OperatorChoice) -> Iterator[Part]:
+    """The choice for a terminal of 100 columns."""
+    lowered, graph = choice.lowered, choice.lowered.graph
+    op = graph.operators[choice.operator]
+    words = treatment(graph, lowered.topology, op, lowered.configs[choice.operator])
+    yield f"\n{op.name} ({op.kind}): {words}"
+    if choice.follow:
+        names = [graph.operators[i].name for i in choice.follow]
+        more = f" and {len(names) - 4} more" if len(names) > 4 else ""
+        yield f"What follows it: {', '.join(names[:4])}{more}"
+    if choice.follows is not None:
+        leader = graph.operators[choice.follows].name
+        yield f"It follows {leader}; see also --operator {leader}"
+    yield (
+        f"The plan takes {seconds(choice.now_s)}: the busiest device computes {seconds(choice.loads.compute_s)}, the "
+        f"busiest link moves activations for {seconds(choice.loads.activations_s)}, weights and their gradients for "
+        f"{seconds(choice.loads.weights_s)}"
+    )
+    yield from _alternatives(choice)
+
+
+def _alternatives(choice: OperatorChoice) -> Iterator[Part]:
+    if not choice.found:
+        yield "There is no other config to try."
+        return
+    times = [("alone", None), ("with followers", None)][: 1 + bool(choice.follow)]
+    made = table(("instead", 30), *times, ("compute", None), ("activations", None), ("weights", None))
+    for weighed, more in choice.shown:
+        one, less = weighed.alternative, weighed.more
+        words = _words(choice, one, more)
+        if weighed.shortfall:
+            words += f"; {nbytes(weighed.shortfall)} too much memory"
+        cells = [time_and_change(one.alone_s, choice.now_s)]
+        if choice.follow:
+            cells.append("-" if one.together_s is None else time_and_change(one.together_s, choice.now_s))
+        work = (_signed(s) for s in (less.compute_s, less.activations_s, less.weights_s))
+        made.add_row(words, *cells, *work)
+    yield made
+    devices = range(len(choice.lowered.topology.devices))
+    yield f"(on {device_set(choice.lowered.topology, devices)} where it does not say otherwise)"
+    told = sum(1 + more for _, more in choice.shown)
+    if told < len(choice.found):
+        worst = choice.found[-1].best_s
+        yield f"... and {len(choice.found) - told} that are worse, up to {time_and_change(worst, choice.now_s)} (--all)"
+    yield from _verdict(choice)
+
+
+def _verdict(choice: OperatorChoice) -> Iterator[str]:
+    fitting = [weighed for weighed, _ in choice.shown if not weighed.shortfall]
+    if not fitting:
+        yield "None of these fits into memory."
+        return
+    best = fitting[0].alternative
+    if best.best_s < choice.now_s:
+        yield f"A better one: {_words(choice, best, 0)}, {change_of(best.best_s, choice.now_s)}"
+    elif best.best_s == choice.now_s:
+        yield "No other config is better; some are as good."
+    else:
+        yield f"No other config is as good: the next best costs {change_of(best.best_s, choice.now_s)}"
+
+
+def _words(choice: OperatorChoice, one: Alternative, more: int) -> str:
+    lowered = choice.lowered
+    op = lowered.graph.operators[choice.operator]
+    words = treatment(lowered.graph, lowered.topology, op, one.config)
+    if len(one.config.devices) == len(lowered.topology.devices) > 1:  # everywhere: it goes without saying
+        where = device_set(lowered.topology, one.config.devices)
+        words = words.replace(f" over {where}", "").replace(f" on {where}", "")
+    return words + (f" ({1 + more} alike)" if more else "")
+
+
+def _signed(s: float) -> str:
+    return "" if abs(s) < 1e-9 else f"{'+' if s > 0 else '-'}{seconds(abs(s))}"
+
+
+def operator_data(choice: OperatorChoice) -> dict[str, Any]:
+    """The choice as a JSON object; ``more_*``: work compared with the plan as it is, s, for those that were weighed."""
+    lowered, graph = choice.lowered, choice.lowered.graph
+    op = graph.operators[choice.operator]
+    weighed = {id(one.alternative): (one, alike) for one, alike in choice.shown}
+
+    def row(one: Alternative) -> dict[str, Any]:
+        found: dict[str, Any] = {
+            "treatment": treatment(graph, lowered.topology, op, one.config),
+            "degrees": dict(one.config.degrees),
+            "devices": list(one.config.devices),
+            "replicas": one.config.replicas,
+            "shard_weights": one.config.shard_weights,
+            "alone_s": one.alone_s,
+            "together_s": one.together_s,
+        }
+        if id(one) in weighed:
+            known, others = weighed[id(one)]
+            found |= {
+                "shortfall_bytes": known.shortfall, "placements_alike": others, "more_compute_s": known.more.compute_s,
+                "more_activations_s": known.more.activations_s, "more_weights_s": known.more.weights_s,
+            }  # fmt: skip
+        return found
+
+    return {
+        "operator": op.name,
+        "kind": op.kind,
+        "treatment": treatment(graph, lowered.topology, op, lowered.configs[choice.operator]),
+        "iteration_s": choice.now_s,
+        "followed_by": [graph.operators[i].name for i in choice.follow],
+        "follows": graph.operators[choice.follows].name if choice.follows is not None else None,
+        "alternatives": [row(one) for one in choice.found],
+    }

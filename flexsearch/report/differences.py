@@ -1,0 +1,179 @@
+"""Two plans of one graph: what differs, in words, and what each difference costs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+from flexsearch.lower import Lowered
+from flexsearch.report.explain import Part, table, time_and_change
+from flexsearch.report.path import folded
+from flexsearch.report.tables import PlanRow
+from flexsearch.report.units import nbytes, seconds
+from flexsearch.report.words import treatment
+from flexsearch.simulate import KINDS, Step, by_kind
+from flexsearch.simulate.effects import Difference
+
+MOST: Final = 10
+"""Rows of differences; JSON has all."""
+LINKS: Final = 4
+
+
+@dataclass(frozen=True)
+class OptionEffect:
+    """An option of the whole step that differs, with its values in both plans; times as in ``Difference``."""
+
+    words: str
+    a: str
+    b: str
+    a_changed_s: float
+    b_changed_s: float
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """Two plans, their critical paths, and what differs."""
+
+    a: PlanRow
+    b: PlanRow
+    a_steps: tuple[Step, ...]
+    b_steps: tuple[Step, ...]
+    differences: tuple[Difference, ...]
+    options: tuple[OptionEffect, ...]
+
+
+def comparison(found: Comparison) -> Iterator[Part]:
+    """The comparison for a terminal of 100 columns."""
+    yield f"A: {found.a.name}\nB: {found.b.name}\n"
+    if not found.differences and not found.options:
+        yield "The plans are the same."
+        return
+    yield _totals(found)
+    yield "\nWhat differs, and the time of A with this one difference, of B without it"
+    yield from _effects(found)
+
+
+def _totals(found: Comparison) -> Any:
+    made = table(("", 34), ("A", None), ("B", None), ("difference", None))
+    for words, a, b, told in _rows(found):
+        made.add_row(words, told(a), told(b), _signed(b - a, told))
+    return made
+
+
+def _rows(found: Comparison) -> Iterator[tuple[str, float, float, Callable[[float], str]]]:
+    a, b = found.a.simulation, found.b.simulation
+    yield "iteration", a.makespan_s, b.makespan_s, seconds
+    ours, theirs = by_kind(found.a.lowered.tasks, found.a_steps), by_kind(found.b.lowered.tasks, found.b_steps)
+    for kind, words in KINDS.items():
+        pair = ours.get(kind, 0.0), theirs.get(kind, 0.0)
+        if max(pair) >= 0.001 * max(a.makespan_s, b.makespan_s):
+            yield f"  {words}", *pair, seconds
+    yield "peak memory", max(a.peak_bytes), max(b.peak_bytes), nbytes
+    yield "bytes moved", a.moved_bytes, b.moved_bytes, nbytes
+    resources = found.a.lowered.topology.resources
+    links = [r for r, resource in enumerate(resources) if resource.kind == "link"]
+    links.sort(key=lambda r: (-max(int(a.link_bytes[r]), int(b.link_bytes[r])), r))
+    for r in links[:LINKS]:
+        if max(int(a.link_bytes[r]), int(b.link_bytes[r])):
+            yield f"  over {resources[r].name}", int(a.link_bytes[r]), int(b.link_bytes[r]), nbytes
+
+
+def _effects(found: Comparison) -> Iterator[Part]:
+    now_a, now_b = found.a.simulation.makespan_s, found.b.simulation.makespan_s
+    made = table(("layers", 26), ("in A", 18), ("in B", 18), ("A with it", None), ("B without it", None))
+    ordered = sorted(found.differences, key=lambda d: (-_size(found, d), d.leader))
+    for one in ordered[:MOST]:
+        old, new = (_treated(lowered, one.leader) for lowered in (found.a.lowered, found.b.lowered))
+        effects = time_and_change(one.a_changed_s, now_a), time_and_change(one.b_changed_s, now_b)
+        made.add_row(layers(found.a.lowered, one), old, new, *effects)
+    for option in found.options:
+        effects = time_and_change(option.a_changed_s, now_a), time_and_change(option.b_changed_s, now_b)
+        made.add_row(option.words, _value(option, option.a), _value(option, option.b), *effects)
+    yield made
+    if len(ordered) > MOST:
+        yield f"... and {len(ordered) - MOST} differences that matter less (--json lists all)"
+    changed = [one.a_changed_s for one in found.differences] + [option.a_changed_s for option in found.options]
+    alone, together = sum(s - now_a for s in changed), now_b - now_a
+    if len(changed) > 1:
+        text = (
+            f"Made in A one at a time, they add up to {_signed(alone, seconds)}; all together they make "
+            f"{_signed(together, seconds)}. "
+        )
+        if abs(together - alone) > 0.02 * max(abs(together), abs(alone)):
+            text += (
+                f"The rest, {_signed(together - alone, seconds)}, is interaction: what a layer costs depends on how "
+                f"its neighbours are split."
+            )
+        yield text
+
+
+def _size(found: Comparison, one: Difference) -> float:
+    now_a, now_b = found.a.simulation.makespan_s, found.b.simulation.makespan_s
+    return max(abs(one.a_changed_s - now_a), abs(one.b_changed_s - now_b))
+
+
+def _treated(lowered: Lowered, operator: int) -> str:
+    graph = lowered.graph
+    return treatment(graph, lowered.topology, graph.operators[operator], lowered.configs[operator])
+
+
+def layers(lowered: Lowered, one: Difference) -> str:
+    """The layers that change, those that only follow left out where there are others."""
+    operators = lowered.graph.operators
+    kind = operators[one.leader].kind
+    leading = [i for i in one.operators if operators[i].kind == kind] or one.operators
+    rest = len(one.operators) - len(leading)
+    words = folded([operators[i].module or operators[i].name for i in leading])
+    return words + (f" and {rest} that follow" if rest else "")
+
+
+def _value(option: OptionEffect, value: str) -> str:
+    return f"{int(value) / 2**20:.3g} MiB" if value.isdigit() else value
+
+
+def _signed(value: float, told: Callable[[float], str]) -> str:
+    return "0" if not value else f"{'+' if value > 0 else '-'}{told(abs(value))}"
+
+
+def comparison_data(found: Comparison) -> dict[str, Any]:
+    """The comparison as a JSON object; times in seconds."""
+    graph, topology = found.a.lowered.graph, found.a.lowered.topology
+    return {
+        "plans": [_plan_data(row, steps) for row, steps in ((found.a, found.a_steps), (found.b, found.b_steps))],
+        "differences": [
+            {
+                "layers": layers(found.a.lowered, one),
+                "operators": [graph.operators[i].name for i in one.operators],
+                "treatments": [_treated(lowered, one.leader) for lowered in (found.a.lowered, found.b.lowered)],
+                "first_with_it_s": one.a_changed_s,
+                "second_without_it_s": one.b_changed_s,
+            }
+            for one in found.differences
+        ],
+        "options": [
+            {
+                "option": one.words, "values": [one.a, one.b], "first_with_it_s": one.a_changed_s,
+                "second_without_it_s": one.b_changed_s,
+            }
+            for one in found.options
+        ],
+        "topology": topology.name,
+        "graph": graph.name,
+    }  # fmt: skip
+
+
+def _plan_data(row: PlanRow, steps: Sequence[Step]) -> dict[str, Any]:
+    simulation, resources = row.simulation, row.lowered.topology.resources
+    return {
+        "name": row.name,
+        "iteration_s": simulation.makespan_s,
+        "peak_bytes": max(simulation.peak_bytes),
+        "moved_bytes": simulation.moved_bytes,
+        "critical_path": by_kind(row.lowered.tasks, steps),
+        "links": [
+            {"name": x.name, "moved_bytes": int(simulation.link_bytes[r]), "busy_s": float(simulation.link_busy_s[r])}
+            for r, x in enumerate(resources)
+            if x.kind == "link"
+        ],
+    }

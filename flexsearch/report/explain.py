@@ -1,0 +1,278 @@
+"""A plan explained: where its time goes, what holds it up, what would help, and what its choices bring."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+from rich.box import SIMPLE_HEAD
+from rich.table import Table
+
+from flexsearch.report.path import by_layer, kinds_in_words, path_data, stretches
+from flexsearch.report.tables import PlanRow
+from flexsearch.report.units import nbytes, percent, seconds
+from flexsearch.report.words import Group, treatment
+from flexsearch.simulate import DeviceTime, Step, by_kind, by_resource, device_times
+from flexsearch.simulate.effects import SingleChanges
+from flexsearch.simulate.whatif import WhatIf
+
+DEVICES: Final = 8
+"""Most rows of devices; devices that do the same are one row."""
+LINKS: Final = 4
+NO_EFFECT: Final = 0.0005
+"""Changes of less than this share of the iteration are told together."""
+Part = Table | str
+
+
+@dataclass(frozen=True)
+class Choice:
+    """A part of a plan that differs from data parallelism. ``otherwise_s``: iteration time (s) with this part alone as
+    data parallelism has it."""
+
+    group: Group
+    otherwise_s: float
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """Everything that ``flexsearch explain`` tells of a plan."""
+
+    row: PlanRow
+    steps: tuple[Step, ...]
+    what_ifs: tuple[WhatIf, ...]
+    choices: tuple[Choice, ...]
+    changes: SingleChanges
+
+
+def explanation(told: Explanation) -> Iterator[Part]:
+    """The explanation for a terminal of 100 columns: lines and tables."""
+    yield "\nWhere the time goes (communication: only where the device does not compute meanwhile)"
+    yield _device_table(told)
+    yield from _path(told)
+    yield from _bottleneck(told)
+    yield "\nWhat would help (the same plan, simulated again)"
+    yield from _what_if_table(told)
+    yield from _choices(told)
+
+
+def table(*columns: tuple[str, int | None]) -> Table:
+    """A table without lines; text columns have a width, at which they break, others stand at the right."""
+    made = Table(box=SIMPLE_HEAD, pad_edge=False, show_edge=False)
+    for heading, width in columns:
+        if width is None:
+            made.add_column(heading, justify="right", no_wrap=True)
+        else:
+            made.add_column(heading, max_width=width, overflow="fold")
+    return made
+
+
+def change_of(new: float, old: float) -> str:
+    """ "+12.3 ms (+4.1 %)"."""
+    if new == old:
+        return "0"
+    sign = "+" if new > old else "-"
+    return f"{sign}{seconds(abs(new - old))} ({100 * (new - old) / old:+.1f} %)"
+
+
+def time_and_change(new: float, old: float) -> str:
+    """ "1.14 s +13.7 %"."""
+    return f"{seconds(new)} " + ("same" if new == old else f"{100 * (new - old) / old:+.1f} %")
+
+
+# where the time goes
+
+
+def _device_table(told: Explanation) -> Table:
+    simulation, lowered = told.row.simulation, told.row.lowered
+    total = simulation.makespan_s or 1.0
+    rows: dict[tuple[str, ...], list[int]] = {}
+    times = device_times(lowered, simulation)
+    for d, time in enumerate(times):
+        cells = tuple(
+            f"{seconds(s)} ({percent(s / total)})" for s in (time.compute_s, time.communicate_s, time.idle_s)
+        )
+        rows.setdefault(cells, []).append(d)
+    made = table(("device", 30), ("compute", None), ("communication", None), ("idle", None), ("peak memory", None))
+    ordered = sorted(rows.items(), key=lambda item: (-times[item[1][0]].compute_s, item[1]))
+    shown = ordered if len(ordered) <= DEVICES else [*ordered[: DEVICES - 1], ordered[-1]]
+    for k, (cells, members) in enumerate(shown):
+        if k == DEVICES - 1 and len(ordered) > DEVICES:
+            left = sum(len(members) for _, members in ordered[DEVICES - 1 : -1])
+            made.add_row(f"... {left} more between", "", "", "", "")
+        peak = max(simulation.peak_bytes[d] for d in members)
+        made.add_row(_device_names(told, members), *cells, nbytes(peak))
+    return made
+
+
+def _device_names(told: Explanation, members: Sequence[int]) -> str:
+    devices = told.row.lowered.topology.devices
+    first = devices[members[0]].name
+    if len(members) == len(devices) > 1:
+        return f"each of {len(devices)}"
+    return first if len(members) == 1 else f"{first} and {len(members) - 1} alike"
+
+
+def _path(told: Explanation) -> Iterator[Part]:
+    lowered, total = told.row.lowered, told.row.simulation.makespan_s or 1.0
+    yield f"\nThe critical path: {kinds_in_words(by_kind(lowered.tasks, told.steps), total)}"
+    made = table(("", 11), ("what", 42), ("on", 24), ("time", None), ("share", None), ("waited for", 12))
+    for row in stretches(lowered, told.steps):
+        made.add_row(row.phase, row.what, row.where, seconds(row.seconds), percent(row.seconds / total), row.waited_for)
+    yield made
+    yield "Layers with most of it:"
+    for layer, kinds in list(by_layer(lowered, told.steps, repeated=True).items())[:4]:
+        yield f"  {layer}: {kinds_in_words(kinds, total, 3)}"
+
+
+def _bottleneck(told: Explanation) -> Iterator[Part]:
+    lowered, simulation, topology = told.row.lowered, told.row.simulation, told.row.lowered.topology
+    total, on_path = simulation.makespan_s or 1.0, by_resource(lowered.tasks, told.steps)
+    by_share = sorted(
+        range(len(topology.resources)), key=lambda r: (-float(simulation.link_busy_s[r]), -on_path.get(r, 0.0), r)
+    )
+    wires = [r for r in by_share if topology.resources[r].kind == "link" and simulation.link_bytes[r]]
+    processors = [r for r in by_share if topology.resources[r].kind == "processor"]
+    shares = {kind: sum(on_path.get(r, 0.0) for r in row) / total for kind, row in _pairs(wires, processors)}
+    kind, row = max(_pairs(wires, processors), key=lambda pair: shares[pair[0]])
+    busiest = topology.resources[row[0]].name
+    name = f"link {busiest}" if kind == "links" else f"the processor of {busiest}"
+    yield (
+        f"\nThe bottleneck: {name}, busy {percent(float(simulation.link_busy_s[row[0]]) / total)} of the time; "
+        f"{percent(shares[kind])} of the critical path is on {kind}"
+    )
+    made = table(("link or processor", 40), ("busy", None), ("bytes", None), ("on the critical path", None))
+    for r in [*processors[:1], *wires[:LINKS]]:
+        busy = float(simulation.link_busy_s[r])
+        moved, path_s = int(simulation.link_bytes[r]), on_path.get(r, 0.0)
+        made.add_row(
+            topology.resources[r].name, f"{seconds(busy)} ({percent(busy / total)})", nbytes(moved) if moved else "",
+            f"{seconds(path_s)} ({percent(path_s / total)})" if path_s else "",
+        )  # fmt: skip
+    yield made
+
+
+def _pairs(wires: Sequence[int], processors: Sequence[int]) -> list[tuple[str, Sequence[int]]]:
+    return [("processors", processors), *([("links", wires)] if wires else [])]
+
+
+# what would help
+
+
+def _what_if_table(told: Explanation) -> Iterator[Part]:
+    base, *others = told.what_ifs
+    now = base.seconds or 1.0
+    made = table(("if", 60), ("iteration", None), ("change", None))
+    silent, impossible = [], []
+    for one in sorted(others, key=lambda one: one.seconds if one.seconds is not None else now):
+        if one.seconds is None:
+            impossible.append(f"{one.words}: not possible here, {one.remark}")
+        elif abs(one.seconds - now) < NO_EFFECT * now and not one.shortfall:
+            silent.append(one.words)
+        else:
+            remark = f"; {nbytes(one.shortfall)} too much memory" if one.shortfall else ""
+            made.add_row(one.words + remark, seconds(one.seconds), change_of(one.seconds, now))
+            if one.remark:
+                impossible.append(f"{one.words}: {one.remark}")
+    if made.row_count:
+        yield made
+    if silent:
+        yield f"No effect (below 0.05 %): {'; '.join(silent)}"
+    yield from impossible
+
+
+# the choices
+
+
+def _choices(told: Explanation) -> Iterator[Part]:
+    now = told.row.simulation.makespan_s
+    yield "\nWhat the choices bring: these layers split over the batch (data parallel), all else as it is"
+    if told.choices:
+        made = table(("layers", 36), ("now", 36), ("change", None))
+        for choice in sorted(told.choices, key=lambda choice: -choice.otherwise_s):
+            made.add_row(choice.group.layers, choice.group.treatment, change_of(choice.otherwise_s, now))
+        yield made
+    else:
+        yield "  the whole plan is data parallel"
+    yield from _locally(told)
+
+
+def _locally(told: Explanation) -> Iterator[Part]:
+    changes, lowered = told.changes, told.row.lowered
+    if not changes.possible:
+        yield "\nThere are no other configs: there is only one device"
+        return
+    of = f"all {changes.possible:,}" if changes.tried == changes.possible else (
+        f"{changes.tried:,} of {changes.possible:,}"
+    )  # fmt: skip
+    head = f"\nOther configs of single operators, with and without what follows them: {of} tried; "
+    if not changes.improvements:
+        yield head + ("the plan is locally optimal" if changes.tried == changes.possible else "none is better")
+        return
+    graph, topology, now = lowered.graph, lowered.topology, told.row.simulation.makespan_s
+    count = len(changes.improvements)
+    yield f"{head}{count} operator{' has' if count == 1 else 's have'} a better one"
+    made = table(("operator", 36), ("instead", 36), ("change", None))
+    for one in changes.improvements[:3]:
+        op = graph.operators[one.operator]
+        also = ", with what follows it" if one.together else ""
+        made.add_row(op.name + also, treatment(graph, topology, op, one.config), change_of(one.seconds, now))
+    yield made
+
+
+# for programs
+
+
+def explanation_data(told: Explanation) -> dict[str, Any]:
+    """The explanation as a JSON object; times in seconds."""
+    lowered, simulation = told.row.lowered, told.row.simulation
+    graph, topology, now = lowered.graph, lowered.topology, simulation.makespan_s
+    on_path = by_resource(lowered.tasks, told.steps)
+    return {
+        "iteration_s": now,
+        "devices": [
+            {"name": device.name, **_device_data(time), "peak_bytes": simulation.peak_bytes[d]}
+            for d, (device, time) in enumerate(
+                zip(topology.devices, device_times(lowered, simulation), strict=True)
+            )
+        ],
+        "critical_path": path_data(lowered, told.steps),
+        "resources": [
+            {
+                "name": resource.name, "kind": resource.kind, "busy_s": float(simulation.link_busy_s[r]),
+                "moved_bytes": int(simulation.link_bytes[r]), "critical_s": on_path.get(r, 0.0),
+            }
+            for r, resource in enumerate(topology.resources)
+        ],
+        "what_if": [
+            {
+                "change": one.change, "words": one.words, "iteration_s": one.seconds,
+                "shortfall_bytes": one.shortfall, "remark": one.remark,
+            }
+            for one in told.what_ifs
+        ],
+        "choices": [
+            {"layers": c.group.layers, "treatment": c.group.treatment, "as_data_parallel_s": c.otherwise_s}
+            for c in told.choices
+        ],
+        "single_changes": {
+            "tried": told.changes.tried,
+            "possible": told.changes.possible,
+            "improvements": [
+                {
+                    "operator": graph.operators[one.operator].name,
+                    "treatment": treatment(graph, topology, graph.operators[one.operator], one.config),
+                    "iteration_s": one.seconds,
+                    "together": one.together,
+                }
+                for one in told.changes.improvements
+            ],
+        },
+    }  # fmt: skip
+
+
+def _device_data(time: DeviceTime) -> dict[str, float]:
+    return {
+        "compute_s": time.compute_s, "communicate_s": time.communicate_s, "idle_s": time.idle_s,
+        "moving_s": time.moving_s,
+    }  # fmt: skip

@@ -1,0 +1,150 @@
+"""What an iteration is made of: the kinds of work on the critical path, what each device does all the time, and how
+much of each kind of work there is."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Final, Literal
+
+import numpy as np
+
+from flexsearch.lower import Lowered, TaskGraph, TaskKind
+from flexsearch.simulate.critical import Step
+from flexsearch.simulate.simulation import Simulation
+
+Kind = Literal["forward", "backward", "update", "activations", "gather", "synchronise", "latency", "handling"]
+
+KINDS: Final[dict[Kind, str]] = {
+    "forward": "computing forward",
+    "backward": "computing backward",
+    "update": "updating weights",
+    "activations": "moving activations",
+    "gather": "gathering weights",
+    "synchronise": "synchronising gradients",
+    "latency": "latency of messages",
+    "handling": "processor moving bytes",
+}
+"""Kinds of work, in words. ``activations``: with their gradients. ``latency``: the part of a communication in which no
+link is busy with it."""
+
+_COMPUTE: Final[dict[int, Kind]] = {
+    TaskKind.FORWARD: "forward", TaskKind.BACKWARD: "backward", TaskKind.UPDATE: "update",
+}  # fmt: skip
+_PURPOSE: Final[dict[str, Kind]] = {
+    "forward": "activations", "backward": "activations", "gather": "gather", "synchronise": "synchronise",
+}  # fmt: skip
+
+
+def kind_of(tasks: TaskGraph, task: int) -> Kind:
+    """What a task does."""
+    communication = tasks.communication[task]
+    return _COMPUTE[tasks.kind[task]] if communication is None else _PURPOSE[communication.purpose]
+
+
+def split(tasks: TaskGraph, step: Step) -> list[tuple[Kind, float]]:
+    """A step's seconds by kind: of a communication, while its busiest link is busy, and the latency after that."""
+    if step.moves_bytes:
+        return [("handling", step.seconds)]
+    kind = kind_of(tasks, step.task)
+    if tasks.communication[step.task] is None:
+        return [(kind, step.seconds)]
+    busy = min(step.seconds, max((s for _, s in tasks.links[step.task]), default=0.0))
+    return [(kind, busy), ("latency", step.seconds - busy)]
+
+
+def by_kind(tasks: TaskGraph, steps: Sequence[Step]) -> dict[Kind, float]:
+    """Seconds of the critical path by kind of work; kinds that do not occur are left out."""
+    found = dict.fromkeys(KINDS, 0.0)
+    for step in steps:
+        for kind, seconds in split(tasks, step):
+            found[kind] += seconds
+    return {kind: seconds for kind, seconds in found.items() if seconds > 0.0}
+
+
+def by_resource(tasks: TaskGraph, steps: Sequence[Step]) -> dict[int, float]:
+    """Seconds of the critical path on each resource (index): a communication counts for its busiest link, a computation
+    for its processor."""
+    found: dict[int, float] = {}
+    for step in steps:
+        if step.moves_bytes:
+            resource = max(tasks.drag[step.task], key=lambda row: row[1])[0] if step.resource < 0 else step.resource
+            found[resource] = found.get(resource, 0.0) + step.seconds
+        elif tasks.links[step.task]:
+            resource, seconds = max(tasks.links[step.task], key=lambda row: (row[1], -row[0]))
+            busy = step.seconds if tasks.communication[step.task] is None else min(step.seconds, seconds)
+            found[resource] = found.get(resource, 0.0) + busy
+    return found
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceTime:
+    """What a device does during an iteration, s: it computes; else it takes part in a communication; else it is idle.
+    The three add up to the makespan. ``moving_s``: all its communications, those beside computing too."""
+
+    compute_s: float
+    communicate_s: float
+    idle_s: float
+    moving_s: float
+
+
+def device_times(lowered: Lowered, simulation: Simulation) -> tuple[DeviceTime, ...]:
+    """By device index of the topology."""
+    tasks, start, end = lowered.tasks, simulation.start, simulation.end
+    computing: list[list[tuple[float, float]]] = [[] for _ in lowered.topology.devices]
+    moving: list[list[tuple[float, float]]] = [[] for _ in lowered.topology.devices]
+    for task, communication in enumerate(tasks.communication):
+        span = float(start[task]), float(end[task])
+        if communication is None:
+            computing[tasks.device[task]].append(span)
+        else:
+            for device in {*communication.senders, *communication.receivers}:
+                moving[device].append(span)
+    found = []
+    for d in range(len(lowered.topology.devices)):
+        compute = float(simulation.busy_s[d])
+        # Where devices share a processor, a task's span holds turns of others; those count as waiting, not computing.
+        exposed = max(0.0, _covered(computing[d] + moving[d]) - _covered(computing[d]))
+        exposed = min(exposed, simulation.makespan_s - compute)
+        idle = max(0.0, simulation.makespan_s - compute - exposed)
+        found.append(DeviceTime(compute, exposed, idle, _covered(moving[d])))
+    return tuple(found)
+
+
+def _covered(spans: list[tuple[float, float]]) -> float:
+    """Length of the union of intervals, s."""
+    total, until = 0.0, 0.0
+    for begin, end in sorted(spans):
+        total += max(0.0, end - max(begin, until))
+        until = max(until, end)
+    return total
+
+
+@dataclass(frozen=True, slots=True)
+class Loads:
+    """How much work there is of each sort, s, wherever it lies in time: computing on the device that has most of it;
+    on the link that has most of it, moving activations (with their gradients), and weights and their gradients."""
+
+    compute_s: float
+    activations_s: float
+    weights_s: float
+
+    def __sub__(self, other: Loads) -> Loads:
+        return Loads(
+            self.compute_s - other.compute_s, self.activations_s - other.activations_s, self.weights_s - other.weights_s
+        )
+
+
+def loads(lowered: Lowered) -> Loads:
+    """The loads of a plan."""
+    tasks = lowered.tasks
+    compute = np.zeros(len(lowered.topology.devices))
+    link = {True: np.zeros(len(lowered.topology.resources)), False: np.zeros(len(lowered.topology.resources))}
+    for task, communication in enumerate(tasks.communication):
+        if communication is None:
+            compute[tasks.device[task]] += tasks.duration[task]
+        else:
+            row = link[kind_of(tasks, task) == "activations"]
+            for resource, seconds in tasks.links[task]:
+                row[resource] += seconds
+    return Loads(float(compute.max()), float(link[True].max()), float(link[False].max()))
