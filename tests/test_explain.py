@@ -306,6 +306,8 @@ def test_single_changes_that_help_are_found_and_an_optimum_is_called_one() -> No
     assert not changes.improvements
     *_, (tried, changes) = single_changes(space, effects, 7)
     assert tried == changes.tried == 7 < changes.possible
+    *_, (tried, changes) = single_changes(space, effects, 0)
+    assert tried == changes.tried == 0 < changes.possible
 
 
 # ---- differences

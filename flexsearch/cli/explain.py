@@ -163,11 +163,11 @@ def _setting(path: Path, plan: Strategy, graph: str | None, profile: Path | None
 
 def _headline(setting: Setting, path: Path, plan: Strategy, row: PlanRow) -> None:
     from flexsearch.cli.details import headline
-    from flexsearch.report.units import nbytes, ratio, seconds
+    from flexsearch.report.units import digits, nbytes, ratio, seconds
 
     stdout.print(headline(setting), soft_wrap=True, markup=False)
     iteration_s = row.simulation.makespan_s
-    rate = f"{setting.graph.batch / iteration_s:.4g} samples/s" if iteration_s else ""
+    rate = f"{digits(setting.graph.batch / iteration_s)} samples/s" if iteration_s else ""
     known = plan.prediction
     against = ""
     if known is not None and known.data_parallel_s is not None and known.iteration_s == iteration_s:

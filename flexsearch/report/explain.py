@@ -202,6 +202,8 @@ def _locally(told: Explanation) -> Iterator[Part]:
     if not changes.possible:
         yield "\nThere are no other configs: there is only one device"
         return
+    if not changes.tried:
+        return
     of = f"all {changes.possible:,}" if changes.tried == changes.possible else (
         f"{changes.tried:,} of {changes.possible:,}"
     )  # fmt: skip

@@ -54,13 +54,14 @@ def _with_followers(space: Space, operators: Sequence[int], other: Sequence[Oper
 def single_changes(space: Space, effects: Effects, limit: int) -> Iterator[tuple[int, SingleChanges]]:
     """Try other configs of single operators, at most ``limit``, with and without what follows them: first of the
     operators worth a config of their own, one of each sort of layer before its repetitions, then of the others; the
-    likeliest configs of each come first. Yields (how many were tried, what is known) after every one.
+    likeliest configs of each come first. Yields (how many were tried, what is known) at first and after every one.
     """
     tiers = [
         {i: tuple(space.alternatives(i, effects.configs)) for i in operators} for operators in _important_first(space)
     ]
     possible, tried = sum(len(choices) for tier in tiers for choices in tier.values()), 0
     better: dict[int, Improvement] = {}
+    yield 0, SingleChanges(0, possible, ())
     for tier in tiers:
         for depth in range(max(map(len, tier.values()), default=0)):
             for operator, choices in tier.items():
