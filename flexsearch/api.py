@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from flexsearch.cost import Costs, Profile
@@ -12,10 +12,12 @@ from flexsearch.errors import StrategyError
 from flexsearch.graph import OperatorGraph
 from flexsearch.lower import Lowered, lower
 from flexsearch.search.optimize import search, whole_seconds
+from flexsearch.search.exhaustive import Optimum, Step, aligned_configs, exhaustive
 from flexsearch.search.outcome import Progress, SearchResult
+from flexsearch.search.pins import parse_pins
 from flexsearch.simulate import Simulation, over_memory
 from flexsearch.simulate import simulate as simulate_lowered
-from flexsearch.strategy import Options, Strategy
+from flexsearch.strategy import OperatorConfig, Options, Strategy
 from flexsearch.strategy.baselines import baseline, baselines
 from flexsearch.topology import Topology
 
@@ -108,6 +110,45 @@ class Setting:
         from flexsearch.explaining import difference
 
         return difference(self, a, b, names)
+
+
+    def prove(
+        self,
+        result: SearchResult,
+        budget: str | float,
+        *,
+        pins: Sequence[str] = (),
+        on_progress: Callable[[Step], None] | None = None,
+    ) -> Optimum:
+        """Exhaustive search of the plans on aligned blocks of devices (``aligned_configs``), pins obeyed, for one that
+        beats the result of a search. ``budget``: a time, or a number of partial plans to look at."""
+        budget_s, nodes = parse_budget(budget)
+        choices, rule = aligned_configs(self.graph, self.topology), parse_pins(pins, self.graph, self.topology)
+
+        def allowed(operator: int) -> Sequence[OperatorConfig]:
+            return [rule(operator, config) for config in choices(operator)] if rule is not None else choices(operator)
+
+        incumbent = tuple(result.strategy.configs[op.name] for op in self.graph.operators)
+        return exhaustive(
+            self.graph, self.topology, self.costs, result.strategy.options, choices=allowed,
+            incumbent=incumbent, budget_s=budget_s, max_nodes=nodes, on_progress=on_progress,
+        )  # fmt: skip
+
+    def proved(self, result: SearchResult, proof: Optimum) -> SearchResult:
+        """The result with the plan of an exhaustive search in its place, where that is better."""
+        if proof.configs is None or (proof.time_s >= result.simulation.makespan_s and result.feasible):
+            return result
+        old = result.strategy
+        named = {op.name: config for op, config in zip(self.graph.operators, proof.configs, strict=True)}
+        strategy = Strategy.make(self.graph, self.topology, named, old.options)
+        simulation = simulate_lowered(self.lower(strategy))
+        if old.prediction is not None and old.search is not None:
+            peak = max(simulation.peak_bytes)
+            strategy.prediction = old.prediction.model_copy(
+                update={"iteration_s": simulation.makespan_s, "peak_bytes": peak}
+            )
+            strategy.search = old.search.model_copy(update={"start": "exhaustive search"})
+        return replace(result, strategy=strategy, simulation=simulation, feasible=True)
 
 
 def parse_budget(budget: str | float) -> tuple[float | None, int | None]:

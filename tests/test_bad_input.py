@@ -232,7 +232,7 @@ def test_a_strategy_for_another_topology(cli: Cli) -> None:
     for command in (
         ("simulate", "graph.json", "-t", "ethernet-10g-2", "-s", "strategy.json", "--trace", "out.json"),
         ("compare", "graph.json", "-t", "ethernet-10g-2", "-s", "strategy.json"),
-        ("optimize", "graph.json", "-t", "ethernet-10g-2", "--start", "strategy.json", "-o", "out.json"),
+        ("optimize", "graph.json", "-t", "ethernet-10g-2", "--resume", "strategy.json", "-o", "out.json"),
     ):
         refused(cli(*command, "--json"), "strategy.json", "ethernet-1g", "ethernet-10g", "topology")
 

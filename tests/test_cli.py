@@ -9,7 +9,7 @@ import pytest
 
 import flexsearch
 from flexsearch import api
-from flexsearch.cli import plans
+from flexsearch.cli import optimize
 from flexsearch.cost import Profile
 from flexsearch.graph import OperatorGraph
 from flexsearch.strategy import Strategy
@@ -69,7 +69,7 @@ def test_the_same_seed_and_proposals_give_the_same_file(cli: Cli) -> None:
 
 def test_optimize_goes_on_from_a_strategy(cli: Cli) -> None:
     first = cli("optimize", "mlp", "-t", "ethernet-1g-2", "--budget", 150, "-o", "a.json", "--json").json
-    second = cli("optimize", "mlp", "-t", "ethernet-1g-2", "--budget", 1, "--start", "a.json", "-o", "b.json", "--json")
+    second = cli("optimize", "mlp", "-t", "ethernet-1g-2", "--budget", 1, "--resume", "a.json", "-o", "b.json", "--json")
     assert second.json["iteration_s"] <= first["iteration_s"]
 
 
@@ -77,7 +77,7 @@ def test_ctrl_c_keeps_the_best_plan_so_far(cli: Cli, monkeypatch: pytest.MonkeyP
     def interrupt(*_: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(plans._Live, "update", interrupt)
+    monkeypatch.setattr(optimize._Live, "update", interrupt)
     ran = cli("optimize", "lenet", "-t", "ethernet-1g-2", "--budget", "10m", "--json")
     assert ran.code == 0, ran.err
     assert ran.json["stopped"] == "interrupted"

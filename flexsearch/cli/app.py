@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 from flexsearch import __version__
-from flexsearch.cli import cluster, explain, models, plans
+from flexsearch.cli import cluster, explain, models, optimize, plans
 
 app = typer.Typer(
     help="Find, explain and run the fastest way to split one PyTorch training step over a set of devices.",
@@ -37,7 +37,7 @@ app.command("import")(models.import_)
 app.command()(models.profile)
 app.command()(cluster.probe)
 app.command()(plans.simulate)
-app.command()(plans.optimize)
+app.command()(optimize.optimize)
 app.command()(plans.compare)
 app.command()(explain.explain)
 app.command()(explain.diff)

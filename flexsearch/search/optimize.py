@@ -17,6 +17,7 @@ from typing import Final
 from flexsearch.cost import Costs
 from flexsearch.errors import StrategyError
 from flexsearch.graph import OperatorGraph, whole_piece
+from flexsearch.search.bound import lower_bound
 from flexsearch.search.climb import Climb, Climbed, Climber, better
 from flexsearch.search.evaluate import Configs, Evaluation
 from flexsearch.search.outcome import Improvement, Outcome, Progress, SearchResult, Trail
@@ -312,13 +313,15 @@ class _Run:
             data_parallel_s=self.outcomes["data-parallel"].simulation.makespan_s,
             peak_bytes=max(simulation.peak_bytes),
         )
+        bound_s = lower_bound(self.graph, self.topology, self.costs, self.options).seconds
         strategy.search = Search(
             seed=self.seed, proposals=self.before.proposals + self.proposals, start=self.found_in, pins=pins,
             climbs=self.before.climbs + len(self.climbs), optimal=self.best.optimal,
+            bound_s=bound_s,
         )  # fmt: skip
         return SearchResult(
-            strategy, simulation, self.best.evaluation.feasible, self.best.optimal, self.outcomes, tuple(self.history),
-            tuple(self.trails), self.proposals, self.accepted, time.monotonic() - self.began, reason,
+            strategy, simulation, self.best.evaluation.feasible, self.best.optimal, bound_s, self.outcomes,
+            tuple(self.history), tuple(self.trails), self.proposals, self.accepted, time.monotonic() - self.began, reason,
         )  # fmt: skip
 
 

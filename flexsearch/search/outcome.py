@@ -53,13 +53,15 @@ class Outcome:
 class SearchResult:
     """``strategy``: the best plan, with its Prediction and Search records. ``simulation``: of that plan. ``feasible``:
     whether it fits into memory (if not, no known plan does). ``optimal``: whether no change of a single operator's
-    config (alone, or with the operators that follow it) is known to make it faster: all were tried. ``baselines``:
-    every baseline by name. ``stopped``: why the search ended, in words. ``trails``: of the climbs."""
+    config (alone, or with the operators that follow it) makes it faster: all were tried. ``bound_s``: no legal plan is
+    faster. ``baselines``: every baseline by name. ``stopped``: why the search ended, in words. ``trails``: of the
+    climbs."""
 
     strategy: Strategy
     simulation: Simulation
     feasible: bool
     optimal: bool
+    bound_s: float
     baselines: dict[str, Outcome]
     history: tuple[Improvement, ...]
     trails: tuple[Trail, ...]

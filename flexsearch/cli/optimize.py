@@ -1,0 +1,208 @@
+"""``optimize``: the search. It does not import torch."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from flexsearch.cli.common import (
+    GraphArgument,
+    JsonOption,
+    ProfileOption,
+    TopologyOption,
+    load_setting,
+    load_strategy,
+    show,
+    stderr,
+    stdout,
+    writable,
+)
+from flexsearch.cli.plans import OptimizerOption, in_order, make_options, print_plans
+
+if TYPE_CHECKING:
+    from flexsearch.api import Setting
+    from flexsearch.report import PlanRow
+    from flexsearch.search.exhaustive import Optimum, Step
+    from flexsearch.search.outcome import Progress, SearchResult
+
+
+def optimize(
+    graph: GraphArgument = "alexnet",
+    topology: TopologyOption = "ethernet-1g-4",
+    budget: Annotated[
+        str, typer.Option("--budget", "-b", metavar="30s|500", help="A time, or a number of proposals (repeatable).")
+    ] = "30s",
+    seed: Annotated[int, typer.Option("--seed", min=0, help="Same seed, same number of proposals: same strategy.")] = 0,
+    output: Annotated[Path, typer.Option("--output", "-o", help="Strategy file to write.")] = Path("strategy.json"),
+    profile: ProfileOption = None,
+    resume: Annotated[
+        Path | None, typer.Option("--resume", "-s", metavar="S", help="Strategy to go on from, with its options.")
+    ] = None,
+    pin: Annotated[
+        list[str] | None,
+        typer.Option("--pin", metavar="PIN", help='What is fixed: "encoder.*: batch=4, devices=0-3". Repeatable.'),
+    ] = None,
+    optimizer: OptimizerOption = "momentum",
+    margin: Annotated[
+        float | None,
+        typer.Option("--margin", min=0.0, max=100.0, help="Percent by which a plan must beat the best baseline [5]."),
+    ] = None,
+    processes: Annotated[
+        int | None, typer.Option("--processes", "-j", min=1, help="Processes that search; one for each core if not given.")
+    ] = None,
+    exhaustive: Annotated[
+        str | None,
+        typer.Option("--exhaustive", metavar="60s|N", help="Then prove the optimum: a time, or a number of partial plans."),
+    ] = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Search for the fastest plan and write it as a strategy file.
+
+    Without arguments: AlexNet on four hosts with 1 Gbit/s. Ctrl-C ends the search with the best plan so far.
+    """
+    writable(output)
+    from flexsearch.api import MARGIN, refuse_what_does_not_fit
+    from flexsearch.report import PlanRow
+
+    setting = load_setting(graph, topology, profile)
+    first = load_strategy(resume, setting) if resume is not None else None
+    with _Live(budget) as live:
+        result = setting.search(
+            budget, seed=seed, start=first, pins=pin or (), processes=processes, on_progress=live.update,
+            margin=0.0 if exhaustive else MARGIN if margin is None else margin / 100,
+            options=first.options if first is not None else make_options(optimizer),
+        )  # fmt: skip
+    proof = None
+    if exhaustive is not None:
+        with _Live(exhaustive) as live:
+            proof = setting.prove(result, exhaustive, pins=pin or (), on_progress=live.proving)
+        result = setting.proved(result, proof)
+    found = PlanRow("found", result.simulation, setting.lower(result.strategy))
+    others = [PlanRow(name, o.simulation, setting.lower(o.strategy)) for name, o in result.baselines.items()]
+    if not as_json:
+        print_plans(setting, [found], others)
+    refuse_what_does_not_fit(result, setting.topology)
+    result.strategy.save(output)
+    data = _found_data(setting, result, proof, found, others, output)
+    show(as_json, data, lambda: _say(graph, result, proof, found, output))
+
+
+def _found_data(
+    setting: Setting, result: SearchResult, proof: Optimum | None, found: PlanRow, others: list[PlanRow], output: Path
+) -> dict[str, Any]:
+    from flexsearch.report import groups, in_words, plan_rows
+
+    plans = plan_rows(in_order([found], others))
+    of_found = next(p for p in plans if p["name"] == found.name)
+    return {
+        "graph": setting.graph.name,
+        "topology": setting.topology.name,
+        "path": str(output),
+        **{k: v for k, v in of_found.items() if k not in ("name", "note")},
+        "words": in_words(found.lowered),
+        "groups": [{"layers": g.layers, "treatment": g.treatment} for g in groups(found.lowered)],
+        "seed": result.strategy.search.seed if result.strategy.search else None,
+        "proposals": result.proposals,
+        "accepted": result.accepted,
+        "elapsed_s": result.elapsed_s,
+        "proposals_per_s": result.proposals / result.elapsed_s if result.elapsed_s else None,
+        "stopped": result.stopped,
+        "locally_optimal": result.optimal,
+        "bound_s": result.bound_s,
+        "proof": None if proof is None else {
+            "complete": proof.complete, "plans": proof.plans, "bound_s": proof.bound_s, "nodes": proof.nodes,
+            "simulated": proof.simulated, "elapsed_s": proof.elapsed_s, "stopped": proof.stopped,
+        },
+        "plans": plans,
+    }
+
+
+def _say(graph: str, result: SearchResult, proof: Optimum | None, found: PlanRow, output: Path) -> None:
+    """The plan in words, how the search ended, and what to do next."""
+    from flexsearch.graph.shipped import SHIPPED
+    from flexsearch.report import groups
+
+    stdout.print("\nThe plan:")
+    for group in groups(found.lowered):
+        stdout.print(f"  {group.layers}: {group.treatment}", soft_wrap=True)
+    rate = result.proposals / result.elapsed_s if result.elapsed_s else 0.0
+    share = result.accepted / result.proposals if result.proposals else 0.0
+    stdout.print(
+        f"\n{_how_good(result, proof)}\n{result.proposals:,} proposals in {result.elapsed_s:.1f} s ({rate:,.0f}/s, {share:.0%} accepted). "
+        f"Stopped: {result.stopped}.",
+        soft_wrap=True,
+    )
+    model = "--model MODULE:CALLABLE"
+    if (source := SHIPPED.get(graph)) is not None:
+        model = f"--model flexsearch.zoo:{source.builder}"
+        for name, value in source.arguments.items():
+            model += f" --batch {value}" if name == "batch" else f" --set {name}={value}"
+    count = len(result.strategy.cluster.devices)
+    stdout.print(f"Wrote {output}. Next: flexsearch run -n {count} {output} {model}", soft_wrap=True)
+
+
+def _how_good(result: SearchResult, proof: Optimum | None) -> str:
+    """The time beside what is known of the optimum."""
+    from flexsearch.report.units import seconds
+
+    now, least = seconds(result.simulation.makespan_s), seconds(result.bound_s)
+    text = f"{now}; no plan in this space is faster than {least}."
+    if result.optimal:
+        text += " No change of one operator makes it faster."
+    if proof is None:
+        return text
+    space = f"the {proof.plans:.3g} plans on aligned blocks of devices"
+    if proof.complete:
+        return f"{text}\nOf {space} none is faster: proved in {seconds(proof.elapsed_s)}."
+    return f"{text}\nOf {space} none is faster than {seconds(proof.bound_s)}, as far as was proved: {proof.stopped}."
+
+
+class _Live:
+    """The search on one line of the terminal: phase, how far, best so far, proposals per second, acceptance."""
+
+    def __init__(self, budget: str) -> None:
+        from rich.progress import BarColumn, TextColumn
+        from rich.progress import Progress as Bar
+
+        from flexsearch.api import parse_budget
+
+        self.budget_s, self.limit = parse_budget(budget)
+        self.bar = Bar(
+            TextColumn("{task.description}"), BarColumn(bar_width=24), TextColumn("{task.fields[state]}"),
+            console=stderr, transient=True, disable=not stderr.is_terminal,
+        )  # fmt: skip
+        self.task = self.bar.add_task(
+            "getting ready (compiling once, the first time)", total=self.budget_s or self.limit, state=""
+        )
+
+    def __enter__(self) -> _Live:
+        self.bar.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.bar.stop()
+
+    def update(self, now: Progress) -> None:
+        """Show where the search is."""
+        from flexsearch.report.units import seconds
+
+        rate = now.proposals / now.elapsed_s if now.elapsed_s else 0.0
+        self.bar.update(
+            self.task,
+            description=now.phase,
+            completed=now.elapsed_s if self.budget_s is not None else now.proposals,
+            state=f"best {seconds(now.best_s)}   {rate:,.0f} proposals/s   {now.accepted / now.proposals:.0%} accepted",
+        )
+
+    def proving(self, now: Step) -> None:
+        """Show where an exhaustive search is."""
+        from flexsearch.report.units import seconds
+
+        self.bar.update(
+            self.task,
+            description="proving",
+            completed=now.elapsed_s if self.budget_s is not None else now.nodes,
+            state=f"best {seconds(now.best_s)}   nothing below {seconds(now.bound_s)}   {now.nodes:,} partial plans",
+        )
