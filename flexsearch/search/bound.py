@@ -296,4 +296,3 @@ def _loss_everywhere(topology: Topology) -> float:
         return 0.0
     nearest = min(topology.route(i, j).latency_s for i in range(count) for j in range(count) if i != j)
     return topology.communication.overhead_s + nearest
-

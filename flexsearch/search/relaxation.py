@@ -1,0 +1,224 @@
+"""A plan's time without contention, for plans of which only some operators have a config yet: what branch and bound
+prunes by.
+
+Dropped are queues for links, processors that devices share, and processor time for moving bytes; kept are the order of
+tasks on each device, all durations, and the communication between operators that both have configs. What remains is a
+longest path, which contention can only lengthen, and to which further operators can only add.
+
+Operators without a config are bounded by tables that are made once, from the last operator to the first: from the
+moment when operator j starts its forward pieces on devices A to the moment when its backward pieces on devices B end,
+at least ``ahead[j, config, A, B]`` seconds pass, whatever the configs of the operators after it. Of each reader of j
+that is the least over its configs, where a set of devices that start no earlier than t stands for the moments at which
+they really start. A and B are sets of devices; one more column stands for the end of the step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from flexsearch.graph import Tensor, volume
+from flexsearch.lower import Lowering, Reshard
+from flexsearch.lower.lowering import Placed, schedule
+from flexsearch.search.bound import ROUNDING, device_kinds, least_costs
+from flexsearch.search.longest import F64, I64, NEVER, Tables, children, tables_ahead
+from flexsearch.strategy import OperatorConfig, Options
+
+
+class Relaxation:
+    """Tables for the given choices of configs (by operator), and bounds of partial plans under ``options``."""
+
+    def __init__(self, lowering: Lowering, options: Options, configs: Sequence[Sequence[OperatorConfig]]) -> None:
+        self.configs = configs
+        self.tables = _Builder(lowering, options, configs).build()
+        self.ahead = tables_ahead(self.tables)
+
+    def bounds(self, chosen: I64, operator: int) -> F64:
+        """Lower bounds (s) of the plans that continue ``chosen`` (number of a config by operator, -1: none yet) with
+        each config of ``operator``, all of whose producers must have been chosen."""
+        return np.asarray(children(self.tables, self.ahead, chosen, operator)) * ROUNDING
+
+    def bound(self, chosen: I64) -> float:
+        """Lower bound (s) of the plans that continue ``chosen``."""
+        return float(children(self.tables, self.ahead, chosen, -1)[0]) * ROUNDING
+
+
+class _Builder:
+    """Fills the tables."""
+
+    def __init__(self, lowering: Lowering, options: Options, configs: Sequence[Sequence[OperatorConfig]]) -> None:
+        self.lowering, self.graph, self.topology = lowering, lowering.graph, lowering.topology
+        self.options, self.configs, self.count = options, configs, len(lowering.topology.devices)
+        self.placed = [[lowering.placed(i, c) for c in row] for i, row in enumerate(configs)]
+        self.shape = len(configs), max(map(len, configs))
+
+    def build(self) -> Tables:
+        graph, shape = self.graph, self.shape
+        forward, backward = (np.full((*shape, self.count), NEVER) for _ in range(2))
+        on, busy = np.zeros(shape, np.int64), np.full(shape, np.inf)
+        for i, row in enumerate(self.placed):
+            for c, placed in enumerate(row):
+                devices = list(placed.placement.devices)
+                on[i, c] = sum(1 << d for d in devices)
+                forward[i, c, devices] = placed.forward_s
+                if graph.has_backward[i]:
+                    backward[i, c, devices] = placed.backward_s
+                busy[i, c] = sum(placed.forward_s) + sum(placed.backward_s)
+        kinds = [kind[0] for kind in device_kinds(self.topology.devices)]
+        least = [
+            least_costs(op, i, self.lowering.costs, kinds, self.count).work[:, -1].min()
+            for i, op in enumerate(graph.operators)
+        ]
+        return Tables(
+            choices=_numbers(len(row) for row in self.configs), has_backward=_numbers(graph.has_backward), on=on,
+            forward=forward, backward=backward, busy=busy, least_busy=np.array(least), **self._edges(),
+            **_Weights(self).columns(),
+        )  # fmt: skip
+
+    def _edges(self) -> dict[str, Any]:
+        graph = self.graph
+        edges = [
+            (graph.producer[name], i, p, name)
+            for i, op in enumerate(graph.operators)
+            for p, name in enumerate(op.inputs)
+            if name in graph.producer
+        ]
+        made, wanted = np.zeros((2, len(edges), self.shape[1]), dtype=np.int64)
+        table, width, flows = [], [], []
+        there: list[F64] = []
+        back: list[F64] = []
+        for e, (producer, reader, position, name) in enumerate(edges):
+            output, itemsize = graph.operators[producer].outputs.index(name), graph.tensor[name].itemsize
+            writes = [placed.writes[output] for placed in self.placed[producer]]
+            reads = [placed.reads[position] for placed in self.placed[reader]]
+            sources, needs = list(dict.fromkeys(writes)), list(dict.fromkeys(reads))
+            made[e, : len(writes)] = [sources.index(n) for n in writes]
+            wanted[e, : len(reads)] = [needs.index(n) for n in reads]
+            table.append(len(there))
+            width.append(len(needs))
+            flows.append(name in graph.differentiable and graph.has_backward[reader])
+            for source in sources:
+                for need in needs:
+                    there.append(self.delays(self.lowering.reshard(source, need, itemsize)))
+                    flow = self.lowering.reshard(need, source, itemsize) if flows[-1] else None
+                    back.append(self.delays(flow) if flow is not None else there[-1])
+        into = _rows([[e for e, edge in enumerate(edges) if edge[1] == i] for i in range(len(graph.operators))])
+        out = _rows([[e for e, edge in enumerate(edges) if edge[0] == i] for i in range(len(graph.operators))])
+        none = np.zeros((0, self.count, self.count))
+        return {
+            "into_first": into[0], "into_last": into[1], "out_first": out[0], "out_last": out[1], "out": out[2],
+            "edge_from": _numbers(edge[0] for edge in edges), "edge_to": _numbers(edge[1] for edge in edges),
+            "edge_flows": _numbers(flows), "edge_table": _numbers(table), "edge_width": _numbers(width),
+            "made": made, "wanted": wanted,
+            "there": np.array(there) if there else none, "back": np.array(back) if back else none,
+        }  # fmt: skip
+
+    def delays(self, plan: Reshard) -> F64:
+        """Seconds from the end of the last task of device a to the arrival of what device b receives."""
+        phases = [np.full((self.count, self.count), NEVER) for _ in plan.phases]
+        for delays, phase in zip(phases, plan.phases, strict=True):
+            for exchange in phase.exchanges:
+                at = np.ix_(exchange.senders, exchange.receivers)
+                delays[at] = np.maximum(delays[at], exchange.transfer.duration_s)
+        if len(phases) == 1:
+            return phases[0]
+        first, second = phases
+        both: F64 = (first[:, :, None] + second[None, :, :]).max(axis=1)
+        longest: F64 = np.maximum(np.maximum(first, second), both)
+        return longest
+
+
+class _Weights:
+    """Columns about weights. One with several readers adds nothing: what it costs depends on all of them."""
+
+    def __init__(self, owner: _Builder) -> None:
+        self.owner, self.graph, self.lowering = owner, owner.graph, owner.lowering
+        shape, count = owner.shape, owner.count
+        self.gathered, self.update = np.zeros((*shape, count)), np.zeros((*shape, count))
+        self.sink = np.full((*shape, count), NEVER)
+        self.first, self.last = np.zeros(shape, np.int64), np.zeros(shape, np.int64)
+        self.rates = [self.lowering.costs.update_rates(d, owner.options.optimizer) for d in range(count)]
+        self.keys: dict[object, int] = {}
+        self.exchanges: list[tuple[int, float, F64, int, int, float, int, int]] = []
+        """Key, latency, links, senders, receivers, second phase, its receivers, bucket."""
+
+    def columns(self) -> dict[str, Any]:
+        graph = self.graph
+        numbers = [t.name for t in graph.of_kind("parameter")]
+        bucket_of: dict[str, int] = {}
+        after: list[int] = []
+        for operator, buckets in schedule(graph, self.lowering.buckets(self.owner.options.bucket_bytes)):
+            for weights in buckets:
+                bucket_of |= dict.fromkeys((numbers[w] for w in weights), len(after))
+                after.append(operator)
+        for i, row in enumerate(self.owner.placed):
+            for c, placed in enumerate(row):
+                self.first[i, c] = len(self.exchanges)
+                for p, name in enumerate(graph.operators[i].inputs):
+                    if graph.tensor[name].kind == "parameter" and len(graph.consumers[name]) == 1:
+                        self._weight(i, c, placed, p, graph.tensor[name], bucket_of.get(name, 0))
+                self.last[i, c] = len(self.exchanges)
+                self._sink(i, c)
+        rows = list(zip(*self.exchanges, strict=True)) if self.exchanges else [()] * 8
+        resources = len(self.owner.topology.resources)
+        return {
+            "gathered": self.gathered, "update": self.update, "sink": self.sink, "sync_first": self.first,
+            "sync_last": self.last, "sync_key": _numbers(rows[0]), "sync_latency": np.array(rows[1], np.float64),
+            "sync_links": np.array(rows[2]) if self.exchanges else np.zeros((0, resources)),
+            "sync_send": _numbers(rows[3]), "sync_receive": _numbers(rows[4]),
+            "second": np.array(rows[5], np.float64), "second_receive": _numbers(rows[6]),
+            "sync_bucket": _numbers(rows[7]), "bucket_after": _numbers(after), "keys": _numbers([len(self.keys)]),
+        }  # fmt: skip
+
+    def _weight(self, i: int, c: int, placed: Placed, position: int, tensor: Tensor, bucket: int) -> None:
+        flows = tensor.name in self.graph.differentiable and self.graph.has_backward[i]
+        shard = self.owner.configs[i][c].shard_weights
+        plan = self.lowering.weight(tensor, (placed.reads[position],), (flows,), shard)
+        for exchange in plan.forward[0].exchanges:
+            on = list(exchange.receivers)
+            self.gathered[i, c, on] = np.maximum(self.gathered[i, c, on], exchange.transfer.duration_s)
+        if plan.sync is None:
+            return
+        for device, box, _ in plan.storage:
+            per_byte, per_tensor = self.rates[device]
+            self.update[i, c, device] += per_tensor + per_byte * volume(box) * tensor.itemsize
+        later = [exchange for phase in plan.sync.phases[1:] for exchange in phase.exchanges]
+        for exchange in plan.sync.phases[0].exchanges:
+            links = np.zeros(len(self.owner.topology.resources))
+            for resource, seconds in exchange.transfer.links:
+                links[resource] += seconds
+            key = self.keys.setdefault((bucket, exchange.form, exchange.devices, tensor.dtype), len(self.keys))
+            follow = [x for x in later if set(x.senders) & set(exchange.receivers)]
+            longest = max(follow, key=lambda x: x.transfer.duration_s, default=None)
+            self.exchanges.append((
+                key, exchange.transfer.duration_s - links.max(), links, _mask(exchange.senders),
+                _mask(exchange.receivers), longest.transfer.duration_s if longest else 0.0,
+                _mask(longest.receivers) if longest else 0, bucket,
+            ))  # fmt: skip
+
+    def _sink(self, i: int, c: int) -> None:
+        update, sink = self.update[i, c], self.sink[i, c]
+        sink[update > 0.0] = update[update > 0.0]
+        for _, latency, links, send, receive, second, second_receive, _ in self.exchanges[self.first[i, c] :]:
+            follows = max(update[d] for d in range(len(update)) if receive >> d & 1)
+            if second_receive:
+                follows = max(follows, *(second + update[d] for d in range(len(update)) if second_receive >> d & 1))
+            for d in range(len(sink)):
+                if send >> d & 1:
+                    sink[d] = max(sink[d], latency + float(links.max()) + follows)
+
+
+def _mask(devices: Sequence[int]) -> int:
+    return sum(1 << d for d in devices)
+
+
+def _numbers(values: Any) -> I64:
+    return np.array([int(v) for v in values], dtype=np.int64)
+
+
+def _rows(rows: list[list[int]]) -> tuple[I64, I64, I64]:
+    """First and last of each list, and the lists end to end."""
+    ends = np.cumsum([0, *map(len, rows)])
+    return ends[:-1].astype(np.int64), ends[1:].astype(np.int64), _numbers(x for row in rows for x in row)
