@@ -44,7 +44,7 @@ class Step:
 
 @dataclass(frozen=True)
 class Optimum:
-    """``configs``: the best plan of the space that fits into memory (or a better incumbent that was given), which takes
+    """``configs``: the best plan of the space that fits into memory (or the incumbent, if it is better), which takes
     ``time_s``; None if nothing fits. ``bound_s``: no plan of the space that fits is faster; equal to ``time_s``, but
     for the tolerance, if ``complete``. ``plans``: size of the space. ``nodes``: partial plans that were bounded;
     ``pruned``: those that were cut off; ``simulated``: whole plans that had to be simulated. ``stopped``: why it ended,
@@ -140,7 +140,7 @@ def exhaustive(
 ) -> Optimum:
     """The fastest plan of the space that gives each operator one of ``choices`` (default: ``every_config``).
 
-    ``incumbent``: a plan to beat, such as a search's answer; without it the best baseline that fits. ``budget_s``,
+    ``incumbent``: a plan to beat, such as a search's answer, of the space or not. ``budget_s``,
     ``max_nodes``: where to stop; the answer then says what is proved. So does Ctrl-C. ``tolerance``: plans that are
     faster by less than this share are not looked for (0: none is left out, and equal ones are compared one by one).
     ``symmetry``: of plans that differ in the names of interchangeable devices, look at one; they take the same time but
@@ -201,11 +201,14 @@ class _Run:
         )  # fmt: skip
 
     def _start(self, incumbent: Configs | None) -> None:
-        plans = [incumbent] if incumbent is not None else []
+        """Plans to beat: the given one, and the baselines that belong to the space."""
+        if incumbent is not None:
+            self._try(incumbent)
+        known = [set(row) for row in self.rows]
         for strategy in baselines(self.graph, self.topology, self.options).values():
-            plans.append(tuple(strategy.configs[op.name] for op in self.graph.operators))
-        for configs in plans:
-            self._try(configs)
+            configs = tuple(strategy.configs[op.name] for op in self.graph.operators)
+            if all(config in row for config, row in zip(configs, known, strict=True)):
+                self._try(configs)
 
     def _try(self, configs: Configs) -> None:
         """Simulate a plan, and keep it if it is the best that fits."""
