@@ -30,6 +30,7 @@ class Tables(NamedTuple):
     sink: F64  # from the end of the backward piece to the end of the step: own gradients synchronised, own update
     busy: F64  # (operators, configs): seconds of all pieces
     least_busy: F64  # (operators,)
+    least_update: F64  # (operators,): of all pieces of the weights that only this operator reads
     into_first: I64  # (operators,): edges by reader, in ``edge_*``
     into_last: I64
     out_first: I64  # (operators,): edges by producer, in ``out``
@@ -56,6 +57,17 @@ class Tables(NamedTuple):
     sync_bucket: I64
     bucket_after: I64  # (buckets,): the operator after whose backward it is sent
     keys: I64  # (1,)
+    pair_reader: I64  # (weights with two readers, 2): operators
+    pair_variant: I64  # (pairs, 2, configs): what the weight's plan depends on
+    pair_width: I64  # (pairs,): variants of the second reader
+    pair_row: I64  # (pairs,): first row by pair of variants
+    pair_first: I64  # (rows,): exchanges in ``sync_*``
+    pair_last: I64
+    pair_update: F64  # (rows, device)
+    pair_gathered: F64  # (rows, 2, device)
+    pair_half: F64  # (pairs, 2, variants, device): update at least, if only this reader's config is known
+    pair_least: F64  # (pairs,): seconds of all updates at least
+    other_update: F64  # (1,): likewise of weights with more readers
 
 
 @compiled
@@ -192,6 +204,30 @@ def from_here(t: Tables, ahead: F64, j: Any, c: Any, starts: F64, after: F64) ->
 
 
 @compiled
+def _pair(t: Tables, chosen: I64, w: Any) -> Any:
+    """Row of a weight with two readers, -1 if one of them has no config yet."""
+    a, b = chosen[t.pair_reader[w, 0]], chosen[t.pair_reader[w, 1]]
+    if a < 0 or b < 0:
+        return -1
+    return t.pair_row[w] + t.pair_variant[w, 0, a] * t.pair_width[w] + t.pair_variant[w, 1, b]
+
+
+@compiled
+def _add(t: Tables, x: Any, update: F64, latency: F64, links: F64, follows: F64, send: I64) -> None:
+    """Put exchange ``x`` into the bucket at hand."""
+    k = t.sync_key[x]
+    latency[k] = max(latency[k], t.sync_latency[x])
+    send[k] |= t.sync_send[x]
+    for r in range(links.shape[1]):
+        links[k, r] += t.sync_links[x, r]
+    for d in range(update.shape[0]):
+        if t.sync_receive[x] >> d & 1 == 1:
+            follows[k] = max(follows[k], update[d])
+        if t.second_receive[x] >> d & 1 == 1:
+            follows[k] = max(follows[k], t.second[x] + update[d])
+
+
+@compiled
 def _send(t: Tables, chosen: I64, bucket: Any, update: F64, tail: F64) -> None:
     """Lengthen ``tail`` (from the moment when a device has nothing to do any more, by device) by the synchronisation of
     the weights of a bucket as far as their operators are chosen."""
@@ -205,18 +241,14 @@ def _send(t: Tables, chosen: I64, bucket: Any, update: F64, tail: F64) -> None:
         if c < 0:
             continue
         for x in range(t.sync_first[i, c], t.sync_last[i, c]):
-            if t.sync_bucket[x] != bucket:
-                continue
-            k = t.sync_key[x]
-            latency[k] = max(latency[k], t.sync_latency[x])
-            send[k] |= t.sync_send[x]
-            for r in range(resources):
-                links[k, r] += t.sync_links[x, r]
-            for d in range(count):
-                if t.sync_receive[x] >> d & 1 == 1:
-                    follows[k] = max(follows[k], update[d])
-                if t.second_receive[x] >> d & 1 == 1:
-                    follows[k] = max(follows[k], t.second[x] + update[d])
+            if t.sync_bucket[x] == bucket:
+                _add(t, x, update, latency, links, follows, send)
+    for w in range(t.pair_width.shape[0]):
+        row = _pair(t, chosen, w)
+        if row >= 0:
+            for x in range(t.pair_first[row], t.pair_last[row]):
+                if t.sync_bucket[x] == bucket:
+                    _add(t, x, update, latency, links, follows, send)
     for k in range(keys):
         if latency[k] > NEVER:
             busiest = 0.0
@@ -234,7 +266,8 @@ def children(t: Tables, ahead: F64, chosen: I64, m: Any) -> F64:
     operators, count = chosen.shape[0], t.forward.shape[2]
     start, end = np.full((operators, count), NEVER), np.full((operators, count), NEVER)
     last, last_m = np.zeros(count), np.zeros(count)
-    busy = 0.0
+    update = np.zeros(count)
+    busy = t.other_update[0] + _updates(t, chosen, update)
     for i in range(operators):
         if i == m:
             last_m[:] = last
@@ -248,11 +281,6 @@ def children(t: Tables, ahead: F64, chosen: I64, m: Any) -> F64:
             if t.on[i, c] >> d & 1 == 1:
                 end[i, d] = start[i, d] + t.forward[i, c, d]
                 last[d] = end[i, d]
-    update = np.zeros(count)
-    for i in range(operators):
-        if chosen[i] >= 0:
-            for d in range(count):
-                update[d] += t.update[i, chosen[i], d]
     tail, tail_m = update.copy(), np.zeros(count)
     after, before = np.full((operators, count), NEVER), np.full((operators, count), NEVER)
     for i in range(operators):  # from the operator whose backward comes last
@@ -294,12 +322,48 @@ def children(t: Tables, ahead: F64, chosen: I64, m: Any) -> F64:
 
 
 @compiled
+def _updates(t: Tables, chosen: I64, update: F64) -> float:
+    """Add the updates on each device as far as they are known; returns the least sum of all updates."""
+    count, total = update.shape[0], 0.0
+    for i in range(chosen.shape[0]):
+        if chosen[i] < 0:
+            total += t.least_update[i]
+        else:
+            for d in range(count):
+                update[d] += t.update[i, chosen[i], d]
+                total += t.update[i, chosen[i], d]
+    for w in range(t.pair_width.shape[0]):
+        row = _pair(t, chosen, w)
+        if row < 0:
+            total += t.pair_least[w]
+        for d in range(count):
+            if row >= 0:
+                update[d] += t.pair_update[row, d]
+                total += t.pair_update[row, d]
+            else:
+                for r in range(2):
+                    c = chosen[t.pair_reader[w, r]]
+                    if c >= 0:
+                        update[d] += t.pair_half[w, r, t.pair_variant[w, r, c], d]
+    return total
+
+
+@compiled
 def _begin(t: Tables, chosen: I64, i: Any, c: Any, last: F64, end: F64, start: F64) -> None:
     """When the forward pieces of an operator can start, by device."""
     count = last.shape[0]
     for d in range(count):
         if t.on[i, c] >> d & 1 == 1:
             start[d] = max(last[d], t.gathered[i, c, d])
+    for w in range(t.pair_width.shape[0]):
+        for r in range(2):
+            other = chosen[t.pair_reader[w, 1 - r]]
+            if t.pair_reader[w, r] == i and other >= 0:
+                a, b = (c, other) if r == 0 else (other, c)
+                row = t.pair_row[w] + t.pair_variant[w, 0, a] * t.pair_width[w] + t.pair_variant[w, 1, b]
+                for d in range(count):
+                    if t.on[i, c] >> d & 1 == 1:
+                        start[d] = max(start[d], t.pair_gathered[row, r, d])
     for e in range(t.into_first[i], t.into_last[i]):
         p = t.edge_from[e]
         if chosen[p] >= 0:

@@ -20,8 +20,8 @@ from typing import Any
 import numpy as np
 
 from flexsearch.graph import Tensor, volume
-from flexsearch.lower import Lowering, Reshard
-from flexsearch.lower.lowering import Placed, schedule
+from flexsearch.lower import Exchange, Lowering, Reshard
+from flexsearch.lower.lowering import schedule
 from flexsearch.search.bound import ROUNDING, device_kinds, least_costs
 from flexsearch.search.longest import F64, I64, NEVER, Tables, children, tables_ahead
 from flexsearch.strategy import OperatorConfig, Options
@@ -131,81 +131,154 @@ class _Builder:
 
 
 class _Weights:
-    """Columns about weights. One with several readers adds nothing: what it costs depends on all of them."""
+    """Columns about weights with one reader, and with two. One with more adds only its update to the sum of all work:
+    what it costs depends on all of the readers together."""
 
     def __init__(self, owner: _Builder) -> None:
         self.owner, self.graph, self.lowering = owner, owner.graph, owner.lowering
-        shape, count = owner.shape, owner.count
-        self.gathered, self.update = np.zeros((*shape, count)), np.zeros((*shape, count))
-        self.sink = np.full((*shape, count), NEVER)
-        self.first, self.last = np.zeros(shape, np.int64), np.zeros(shape, np.int64)
-        self.rates = [self.lowering.costs.update_rates(d, owner.options.optimizer) for d in range(count)]
+        self.count = owner.count
+        self.rates = [self.lowering.costs.update_rates(d, owner.options.optimizer) for d in range(self.count)]
         self.keys: dict[object, int] = {}
         self.exchanges: list[tuple[int, float, F64, int, int, float, int, int]] = []
         """Key, latency, links, senders, receivers, second phase, its receivers, bucket."""
+        self.bucket_of: dict[str, int] = {}
+        self.after: list[int] = []
+        numbers = [t.name for t in self.graph.of_kind("parameter")]
+        for operator, buckets in schedule(self.graph, self.lowering.buckets(owner.options.bucket_bytes)):
+            for weights in buckets:
+                self.bucket_of |= dict.fromkeys((numbers[w] for w in weights), len(self.after))
+                self.after.append(operator)
 
     def columns(self) -> dict[str, Any]:
-        graph = self.graph
-        numbers = [t.name for t in graph.of_kind("parameter")]
-        bucket_of: dict[str, int] = {}
-        after: list[int] = []
-        for operator, buckets in schedule(graph, self.lowering.buckets(self.owner.options.bucket_bytes)):
-            for weights in buckets:
-                bucket_of |= dict.fromkeys((numbers[w] for w in weights), len(after))
-                after.append(operator)
-        for i, row in enumerate(self.owner.placed):
-            for c, placed in enumerate(row):
-                self.first[i, c] = len(self.exchanges)
-                for p, name in enumerate(graph.operators[i].inputs):
-                    if graph.tensor[name].kind == "parameter" and len(graph.consumers[name]) == 1:
-                        self._weight(i, c, placed, p, graph.tensor[name], bucket_of.get(name, 0))
-                self.last[i, c] = len(self.exchanges)
-                self._sink(i, c)
+        columns = self._alone() | self._pairs()
         rows = list(zip(*self.exchanges, strict=True)) if self.exchanges else [()] * 8
         resources = len(self.owner.topology.resources)
-        return {
-            "gathered": self.gathered, "update": self.update, "sink": self.sink, "sync_first": self.first,
-            "sync_last": self.last, "sync_key": _numbers(rows[0]), "sync_latency": np.array(rows[1], np.float64),
+        return columns | {
+            "sync_key": _numbers(rows[0]), "sync_latency": np.array(rows[1], np.float64),
             "sync_links": np.array(rows[2]) if self.exchanges else np.zeros((0, resources)),
             "sync_send": _numbers(rows[3]), "sync_receive": _numbers(rows[4]),
             "second": np.array(rows[5], np.float64), "second_receive": _numbers(rows[6]),
-            "sync_bucket": _numbers(rows[7]), "bucket_after": _numbers(after), "keys": _numbers([len(self.keys)]),
+            "sync_bucket": _numbers(rows[7]), "bucket_after": _numbers(self.after),
+            "keys": _numbers([len(self.keys)]),
         }  # fmt: skip
 
-    def _weight(self, i: int, c: int, placed: Placed, position: int, tensor: Tensor, bucket: int) -> None:
-        flows = tensor.name in self.graph.differentiable and self.graph.has_backward[i]
-        shard = self.owner.configs[i][c].shard_weights
-        plan = self.lowering.weight(tensor, (placed.reads[position],), (flows,), shard)
-        for exchange in plan.forward[0].exchanges:
-            on = list(exchange.receivers)
-            self.gathered[i, c, on] = np.maximum(self.gathered[i, c, on], exchange.transfer.duration_s)
-        if plan.sync is None:
-            return
-        for device, box, _ in plan.storage:
-            per_byte, per_tensor = self.rates[device]
-            self.update[i, c, device] += per_tensor + per_byte * volume(box) * tensor.itemsize
-        later = [exchange for phase in plan.sync.phases[1:] for exchange in phase.exchanges]
-        for exchange in plan.sync.phases[0].exchanges:
-            links = np.zeros(len(self.owner.topology.resources))
-            for resource, seconds in exchange.transfer.links:
-                links[resource] += seconds
-            key = self.keys.setdefault((bucket, exchange.form, exchange.devices, tensor.dtype), len(self.keys))
-            follow = [x for x in later if set(x.senders) & set(exchange.receivers)]
-            longest = max(follow, key=lambda x: x.transfer.duration_s, default=None)
-            self.exchanges.append((
-                key, exchange.transfer.duration_s - links.max(), links, _mask(exchange.senders),
-                _mask(exchange.receivers), longest.transfer.duration_s if longest else 0.0,
-                _mask(longest.receivers) if longest else 0, bucket,
-            ))  # fmt: skip
+    def _readers(self, tensor: Tensor) -> tuple[tuple[int, int], ...]:
+        return self.graph.consumers[tensor.name]
 
-    def _sink(self, i: int, c: int) -> None:
-        update, sink = self.update[i, c], self.sink[i, c]
+    def _alone(self) -> dict[str, Any]:
+        graph, shape = self.graph, self.owner.shape
+        gathered, update = np.zeros((*shape, self.count)), np.zeros((*shape, self.count))
+        sink = np.full((*shape, self.count), NEVER)
+        first, last = np.zeros(shape, np.int64), np.zeros(shape, np.int64)
+        weights = [t for t in graph.of_kind("parameter") if len(self._readers(t)) == 1]
+        for i, row in enumerate(self.owner.placed):
+            mine = [(t, self._readers(t)[0][1]) for t in weights if self._readers(t)[0][0] == i]
+            for c, placed in enumerate(row):
+                first[i, c] = len(self.exchanges)
+                for tensor, position in mine:
+                    shard = self.owner.configs[i][c].shard_weights
+                    (arrivals,) = self._plan(tensor, [(placed.reads[position], i)], shard, update[i, c])
+                    gathered[i, c] = np.maximum(gathered[i, c], arrivals)
+                last[i, c] = len(self.exchanges)
+                self._sink(first[i, c], update[i, c], sink[i, c])
+        return {
+            "gathered": gathered, "update": update, "sink": sink, "sync_first": first, "sync_last": last,
+            "least_update": np.array([
+                sum(self._least(t) for t in weights if self._readers(t)[0][0] == i) for i in range(shape[0])
+            ], np.float64),
+        }  # fmt: skip
+
+    def _pairs(self) -> dict[str, Any]:
+        """Of weights with two readers: a plan for each pair of what the readers' configs say about the weight."""
+        weights = [t for t in self.graph.of_kind("parameter") if len({o for o, _ in self._readers(t)}) == 2]
+        weights = [t for t in weights if len(self._readers(t)) == 2]
+        variants = np.zeros((len(weights), 2, self.owner.shape[1]), dtype=np.int64)
+        kinds: list[list[list[tuple[int, bool]]]] = []
+        for w, tensor in enumerate(weights):
+            kinds.append([])
+            for r, (i, position) in enumerate(self._readers(tensor)):
+                asked = [
+                    (placed.reads[position], config.shard_weights)
+                    for placed, config in zip(self.owner.placed[i], self.owner.configs[i], strict=True)
+                ]
+                kinds[w].append(list(dict.fromkeys(asked)))
+                variants[w, r, : len(asked)] = [kinds[w][r].index(k) for k in asked]
+        rows: list[int] = []
+        first: list[int] = []
+        last: list[int] = []
+        update: list[F64] = []
+        gathered: list[list[F64]] = []
+        half = np.zeros((len(weights), 2, max((len(k) for pair in kinds for k in pair), default=0), self.count))
+        for w, tensor in enumerate(weights):
+            rows.append(len(first))
+            (one, _), (two, _) = self._readers(tensor)
+            for need, shard in kinds[w][0]:
+                for other, also in kinds[w][1]:
+                    first.append(len(self.exchanges))
+                    update.append(np.zeros(self.count))
+                    gathered.append(self._plan(tensor, [(need, one), (other, two)], shard or also, update[-1]))
+                    last.append(len(self.exchanges))
+            table = np.array(update[rows[w] :]).reshape(len(kinds[w][0]), len(kinds[w][1]), self.count)
+            half[w, 0, : len(kinds[w][0])] = table.min(axis=1)
+            half[w, 1, : len(kinds[w][1])] = table.min(axis=0)
+        several = [t for t in self.graph.of_kind("parameter") if len(self._readers(t)) > 1 and t not in weights]
+        return {
+            "pair_reader": np.array([[o for o, _ in self._readers(t)] for t in weights], np.int64).reshape(-1, 2),
+            "pair_variant": variants, "pair_width": _numbers(len(pair[1]) for pair in kinds),
+            "pair_row": _numbers(rows), "pair_first": _numbers(first), "pair_last": _numbers(last),
+            "pair_update": np.array(update).reshape(-1, self.count),
+            "pair_gathered": np.array(gathered).reshape(-1, 2, self.count), "pair_half": half,
+            "pair_least": np.array([self._least(t) for t in weights], np.float64),
+            "other_update": np.array([sum(self._least(t) for t in several)], np.float64),
+        }  # fmt: skip
+
+    def _least(self, tensor: Tensor) -> float:
+        """Seconds of updating a weight once."""
+        if tensor.name not in self.graph.differentiable:
+            return 0.0
+        return min(per_tensor + per_byte * tensor.nbytes for per_byte, per_tensor in self.rates)
+
+    def _plan(self, tensor: Tensor, readers: list[tuple[int, int]], shard: bool, update: F64) -> list[F64]:
+        """Note the synchronisation of a weight whose readers (layout, operator) are known, and add its update. Returns
+        when it has been gathered for each reader at the earliest."""
+        flows = {i: tensor.name in self.graph.differentiable and self.graph.has_backward[i] for _, i in readers}
+        needs = list(dict.fromkeys((need, flows[i]) for need, i in readers))
+        plan = self.lowering.weight(tensor, tuple(n for n, _ in needs), [f for _, f in needs], shard)
+        arrivals = []
+        for need, i in readers:
+            arrived = np.zeros(self.count)
+            for exchange in plan.forward[needs.index((need, flows[i]))].exchanges:
+                on = list(exchange.receivers)
+                arrived[on] = np.maximum(arrived[on], exchange.transfer.duration_s)
+            arrivals.append(arrived)
+        if plan.sync is not None:
+            for device, box, _ in plan.storage:
+                per_byte, per_tensor = self.rates[device]
+                update[device] += per_tensor + per_byte * volume(box) * tensor.itemsize
+            later = [exchange for phase in plan.sync.phases[1:] for exchange in phase.exchanges]
+            for exchange in plan.sync.phases[0].exchanges:
+                self._exchange(exchange, later, tensor)
+        return arrivals
+
+    def _exchange(self, exchange: Exchange, later: list[Exchange], tensor: Tensor) -> None:
+        links, bucket = np.zeros(len(self.owner.topology.resources)), self.bucket_of[tensor.name]
+        for resource, seconds in exchange.transfer.links:
+            links[resource] += seconds
+        key = self.keys.setdefault((bucket, exchange.form, exchange.devices, tensor.dtype), len(self.keys))
+        follow = [x for x in later if set(x.senders) & set(exchange.receivers)]
+        longest = max(follow, key=lambda x: x.transfer.duration_s, default=None)
+        self.exchanges.append((
+            key, exchange.transfer.duration_s - links.max(), links, _mask(exchange.senders), _mask(exchange.receivers),
+            longest.transfer.duration_s if longest else 0.0, _mask(longest.receivers) if longest else 0, bucket,
+        ))  # fmt: skip
+
+    def _sink(self, first: int, update: F64, sink: F64) -> None:
         sink[update > 0.0] = update[update > 0.0]
-        for _, latency, links, send, receive, second, second_receive, _ in self.exchanges[self.first[i, c] :]:
-            follows = max(update[d] for d in range(len(update)) if receive >> d & 1)
+        for _, latency, links, send, receive, second, second_receive, _ in self.exchanges[first:]:
+            follows = max(update[d] for d in range(self.count) if receive >> d & 1)
             if second_receive:
-                follows = max(follows, *(second + update[d] for d in range(len(update)) if second_receive >> d & 1))
-            for d in range(len(sink)):
+                follows = max(follows, *(second + update[d] for d in range(self.count) if second_receive >> d & 1))
+            for d in range(self.count):
                 if send >> d & 1:
                     sink[d] = max(sink[d], latency + float(links.max()) + follows)
 
