@@ -15,7 +15,7 @@ they really start. A and B are sets of devices; one more column stands for the e
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Final
 
 import numpy as np
 
@@ -25,6 +25,10 @@ from flexsearch.lower.lowering import schedule
 from flexsearch.search.bound import ROUNDING, device_kinds, least_costs
 from flexsearch.search.longest import F64, I64, NEVER, Tables, children, tables_ahead
 from flexsearch.strategy import OperatorConfig, Options
+
+
+HEAVY: Final = 50
+"""An operator with more than this part of all computing is worth a look from afar."""
 
 
 class Relaxation:
@@ -53,6 +57,11 @@ class _Builder:
         self.options, self.configs, self.count = options, configs, len(lowering.topology.devices)
         self.placed = [[lowering.placed(i, c) for c in row] for i, row in enumerate(configs)]
         self.shape = len(configs), max(map(len, configs))
+        kinds = [kind[0] for kind in device_kinds(self.topology.devices)]
+        self.least = [
+            float(least_costs(op, i, lowering.costs, kinds, self.count).work[:, -1].min())
+            for i, op in enumerate(self.graph.operators)
+        ]
 
     def build(self) -> Tables:
         graph, shape = self.graph, self.shape
@@ -66,14 +75,9 @@ class _Builder:
                 if graph.has_backward[i]:
                     backward[i, c, devices] = placed.backward_s
                 busy[i, c] = sum(placed.forward_s) + sum(placed.backward_s)
-        kinds = [kind[0] for kind in device_kinds(self.topology.devices)]
-        least = [
-            least_costs(op, i, self.lowering.costs, kinds, self.count).work[:, -1].min()
-            for i, op in enumerate(graph.operators)
-        ]
         return Tables(
             choices=_numbers(len(row) for row in self.configs), has_backward=_numbers(graph.has_backward), on=on,
-            forward=forward, backward=backward, busy=busy, least_busy=np.array(least), **self._edges(),
+            forward=forward, backward=backward, busy=busy, least_busy=np.array(self.least), **self._edges(),
             **_Weights(self).columns(),
         )  # fmt: skip
 
@@ -85,7 +89,8 @@ class _Builder:
             for p, name in enumerate(op.inputs)
             if name in graph.producer
         ]
-        made, wanted = np.zeros((2, len(edges), self.shape[1]), dtype=np.int64)
+        follow = self._followers({edge[:2] for edge in edges})
+        made, wanted = np.zeros((2, len(edges) + len(follow), self.shape[1]), dtype=np.int64)
         table, width, flows = [], [], []
         there: list[F64] = []
         back: list[F64] = []
@@ -104,16 +109,31 @@ class _Builder:
                     there.append(self.delays(self.lowering.reshard(source, need, itemsize)))
                     flow = self.lowering.reshard(need, source, itemsize) if flows[-1] else None
                     back.append(self.delays(flow) if flow is not None else there[-1])
+        ends = [edge[:2] for edge in edges] + follow
+        for _ in follow:  # no layouts: nothing moves
+            table.append(len(there))
+            width.append(0)
+            flows.append(False)
+        nothing = np.full((self.count, self.count), NEVER)
         into = _rows([[e for e, edge in enumerate(edges) if edge[1] == i] for i in range(len(graph.operators))])
-        out = _rows([[e for e, edge in enumerate(edges) if edge[0] == i] for i in range(len(graph.operators))])
-        none = np.zeros((0, self.count, self.count))
+        out = _rows([[e for e, edge in enumerate(ends) if edge[0] == i] for i in range(len(graph.operators))])
         return {
             "into_first": into[0], "into_last": into[1], "out_first": out[0], "out_last": out[1], "out": out[2],
-            "edge_from": _numbers(edge[0] for edge in edges), "edge_to": _numbers(edge[1] for edge in edges),
+            "edge_from": _numbers(edge[0] for edge in ends), "edge_to": _numbers(edge[1] for edge in ends),
             "edge_flows": _numbers(flows), "edge_table": _numbers(table), "edge_width": _numbers(width),
             "made": made, "wanted": wanted,
-            "there": np.array(there) if there else none, "back": np.array(back) if back else none,
+            "there": np.array([*there, nothing]), "back": np.array([*back, nothing]),
         }  # fmt: skip
+
+    def _followers(self, edges: set[tuple[int, int]]) -> list[tuple[int, int]]:
+        """Operators that come next on a device without reading what the one before made: the next in the order, and
+        the next two that take much of all computing."""
+        heavy = [i for i, seconds in enumerate(self.least) if seconds * HEAVY >= sum(self.least)]
+        found: list[tuple[int, int]] = []
+        for i in range(len(self.least)):
+            after = [i + 1, *[k for k in heavy if k > i][:2]]
+            found += [(i, k) for k in dict.fromkeys(after) if k < len(self.least) and (i, k) not in edges]
+        return found
 
     def delays(self, plan: Reshard) -> F64:
         """Seconds from the end of the last task of device a to the arrival of what device b receives."""
