@@ -11,8 +11,8 @@ from flexsearch.cost import Costs, Profile
 from flexsearch.errors import StrategyError
 from flexsearch.graph import OperatorGraph
 from flexsearch.lower import Lowered, lower
-from flexsearch.search.optimize import search, whole_seconds
 from flexsearch.search.exhaustive import Optimum, Step, aligned_configs, exhaustive
+from flexsearch.search.optimize import search, whole_seconds
 from flexsearch.search.outcome import Progress, SearchResult
 from flexsearch.search.pins import parse_pins
 from flexsearch.simulate import Simulation, over_memory
@@ -110,7 +110,6 @@ class Setting:
         from flexsearch.explaining import difference
 
         return difference(self, a, b, names)
-
 
     def prove(
         self,

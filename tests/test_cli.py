@@ -69,7 +69,9 @@ def test_the_same_seed_and_proposals_give_the_same_file(cli: Cli) -> None:
 
 def test_optimize_goes_on_from_a_strategy(cli: Cli) -> None:
     first = cli("optimize", "mlp", "-t", "ethernet-1g-2", "--budget", 150, "-o", "a.json", "--json").json
-    second = cli("optimize", "mlp", "-t", "ethernet-1g-2", "--budget", 1, "--resume", "a.json", "-o", "b.json", "--json")
+    second = cli(
+        "optimize", "mlp", "-t", "ethernet-1g-2", "--budget", 1, "--resume", "a.json", "-o", "b.json", "--json"
+    )
     assert second.json["iteration_s"] <= first["iteration_s"]
 
 

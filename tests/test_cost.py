@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 from statistics import median
 
+import numpy as np
 import pytest
 
 from flexsearch.cost import Costs, Profile, ProfileDevice
@@ -154,6 +155,21 @@ def test_devices_are_told_apart_by_their_figures() -> None:
     costs = Costs(GRAPH, machines("chip", "chip", flops=(FLOPS, FLOPS / 2)))
     first, second = (costs.compute(0, piece(GRAPH, 0), device)[0] for device in (0, 1))
     assert second - OVERHEAD == pytest.approx(2 * (first - OVERHEAD))
+
+
+@pytest.mark.parametrize("measured", [False, True])
+def test_many_pieces_at_once_cost_what_each_costs_alone(measured: bool) -> None:
+    found = profile({key(GRAPH, 2, p=64): entry(GRAPH, 2, 7.0, 9.0, p=64)}) if measured else None
+    costs = Costs(GRAPH, machines("chip"), found)
+    for operator, op in enumerate(GRAPH.operators):
+        rows = [{a: n // d if a in op.splittable else n for a, n in op.sizes.items()} for d in (1, 2, 3)]
+        if operator in (2, 3):
+            rows.append(op.sizes | {"p": 64})
+        columns = {a: np.array([row[a] for row in rows]) for a in op.sizes}
+        many = costs.compute_many(operator, columns, 0)
+        alone = [costs.compute(operator, piece(GRAPH, operator, **{a: (0, n) for a, n in row.items()}), 0)
+                 for row in rows]  # fmt: skip
+        assert list(zip(*(column.tolist() for column in many), strict=True)) == alone
 
 
 def test_update_moves_what_the_optimizer_keeps() -> None:

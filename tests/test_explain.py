@@ -141,9 +141,7 @@ def messages(lowered: Lowered) -> list[Any]:
     return [(c.form, c.devices, c.nbytes) for c in lowered.tasks.communication if c is not None]
 
 
-@pytest.mark.parametrize(
-    ("name", "plan"), [("ethernet-1g-4", "fsdp"), ("p100:2", "megatron"), ("k80:1", "fsdp")]
-)
+@pytest.mark.parametrize(("name", "plan"), [("ethernet-1g-4", "fsdp"), ("p100:2", "megatron"), ("k80:1", "fsdp")])
 def test_what_ifs_are_simulations_of_the_changed_setting(name: str, plan: str) -> None:
     """Of plans whose messages do not depend on the figures of the links."""
     graph, topology = OperatorGraph.load("alexnet"), Topology.load(name)
@@ -333,9 +331,7 @@ def test_single_effects_of_differences_are_those_of_whole_simulations(data: Any,
         assert one.b_changed_s == seconds(b, a, one.operators)
     assert len(found.options) == (a.options != b.options)
     for option in found.options:
-        assert option.a_changed_s == makespan(
-            setting.lower(Strategy.make(graph, topology, a.configs, b.options)).tasks
-        )
+        assert option.a_changed_s == makespan(setting.lower(Strategy.make(graph, topology, a.configs, b.options)).tasks)
     data_ = comparison_data(found)
     assert [plan["iteration_s"] for plan in data_["plans"]] == [makespan(setting.lower(s).tasks) for s in (a, b)]
 

@@ -187,4 +187,3 @@ def _headline(setting: Setting, path: Path, plan: Strategy, row: PlanRow) -> Non
 def _print(parts: Iterable[Part]) -> None:
     for part in parts:
         stdout.print(part, width=min(stdout.width, WIDTH), markup=False)
-

@@ -50,11 +50,14 @@ def optimize(
         typer.Option("--margin", min=0.0, max=100.0, help="Percent by which a plan must beat the best baseline [5]."),
     ] = None,
     processes: Annotated[
-        int | None, typer.Option("--processes", "-j", min=1, help="Processes that search; one for each core if not given.")
+        int | None,
+        typer.Option("--processes", "-j", min=1, help="Processes that search; one for each core if not given."),
     ] = None,
     exhaustive: Annotated[
         str | None,
-        typer.Option("--exhaustive", metavar="60s|N", help="Then prove the optimum: a time, or a number of partial plans."),
+        typer.Option(
+            "--exhaustive", metavar="60s|N", help="Then prove the optimum: a time, or a number of partial plans."
+        ),
     ] = None,
     as_json: JsonOption = False,
 ) -> None:
@@ -111,9 +114,16 @@ def _found_data(
         "stopped": result.stopped,
         "locally_optimal": result.optimal,
         "bound_s": result.bound_s,
-        "proof": None if proof is None else {
-            "complete": proof.complete, "plans": proof.plans, "bound_s": proof.bound_s, "nodes": proof.nodes,
-            "simulated": proof.simulated, "elapsed_s": proof.elapsed_s, "stopped": proof.stopped,
+        "proof": None
+        if proof is None
+        else {
+            "complete": proof.complete,
+            "plans": proof.plans,
+            "bound_s": proof.bound_s,
+            "nodes": proof.nodes,
+            "simulated": proof.simulated,
+            "elapsed_s": proof.elapsed_s,
+            "stopped": proof.stopped,
         },
         "plans": plans,
     }
@@ -130,7 +140,8 @@ def _say(graph: str, result: SearchResult, proof: Optimum | None, found: PlanRow
     rate = result.proposals / result.elapsed_s if result.elapsed_s else 0.0
     share = result.accepted / result.proposals if result.proposals else 0.0
     stdout.print(
-        f"\n{_how_good(result, proof)}\n{result.proposals:,} proposals in {result.elapsed_s:.1f} s ({rate:,.0f}/s, {share:.0%} accepted). "
+        f"\n{_how_good(result, proof)}\n"
+        f"{result.proposals:,} proposals in {result.elapsed_s:.1f} s ({rate:,.0f}/s, {share:.0%} accepted). "
         f"Stopped: {result.stopped}.",
         soft_wrap=True,
     )

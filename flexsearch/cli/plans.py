@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
@@ -31,7 +31,8 @@ OptimizerOption = Annotated[
 ]
 
 
-def makemake_options(optimizer: Literal["sgd", "momentum", "adam"]) -> Options:
+def make_options(optimizer: Literal["sgd", "momentum", "adam"]) -> Options:
+    """Options with this optimizer."""
     from flexsearch.strategy import Options
 
     return Options(optimizer=optimizer)

@@ -6,18 +6,21 @@ from the extents of a piece, never from its place, so that a cost does not depen
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from math import prod
 from statistics import median
-from typing import Final
+from typing import Any, Final
+
+import numpy as np
+import numpy.typing as npt
 
 from flexsearch.cost.profile import Entry, Profile, Work, signature
 from flexsearch.errors import ProfileError
 from flexsearch.graph.model import Operator, OperatorGraph, Tensor
 from flexsearch.graph.notation import Operand
-from flexsearch.graph.operators import OPERATORS, backward_flops, forward_flops
+from flexsearch.graph.operators import OPERATORS, backward_flops, forward_flops, shipped
 from flexsearch.graph.piece import Piece
 from flexsearch.topology import Device, Topology
 
@@ -27,6 +30,9 @@ MATRIX_EFFICIENCY: Final = 0.6
 OTHER_EFFICIENCY: Final = 0.25
 # Share of the peak memory bandwidth that streaming reads and writes reach (STREAM gives 0.75 to 0.9).
 MEMORY_EFFICIENCY: Final = 0.8
+
+Numbers = npt.NDArray[np.int64]
+Seconds = npt.NDArray[np.float64]
 
 FREE_KINDS: Final = frozenset({"view", "permute", "expand", "slice", "detach"})
 """Kinds whose forward only makes another view of the same memory."""
@@ -39,11 +45,15 @@ UPDATE_KERNELS: Final = {"sgd": 1, "momentum": 2, "adam": 6}
 
 def roofline(kind: str, work: Work, dtype: str, device: Device) -> float:
     """Seconds of ``work`` of an operator kind on ``device``, by its figures alone."""
+    computing, moving = _rates(kind, dtype, device)
+    return device.overhead_s + max(work.flops / computing, work.nbytes / moving)
+
+
+def _rates(kind: str, dtype: str, device: Device) -> tuple[float, float]:
+    """FLOP/s and B/s that operators of a kind reach."""
     matrix = kind in OPERATORS and (OPERATORS[kind].contraction or OPERATORS[kind].matrix)
     efficiency = MATRIX_EFFICIENCY if matrix else OTHER_EFFICIENCY
-    computing = work.flops / (device.flops_for(dtype) * efficiency)
-    moving = work.nbytes / (device.memory_bandwidth * MEMORY_EFFICIENCY)
-    return device.overhead_s + max(computing, moving)
+    return device.flops_for(dtype) * efficiency, device.memory_bandwidth * MEMORY_EFFICIENCY
 
 
 @dataclass(frozen=True)
@@ -82,8 +92,19 @@ class Costed:
 
     def forward(self, extents: Mapping[str, int]) -> Work:
         """FLOPs and bytes of the forward task of a piece with the given extents."""
+        flops, nbytes = self.forward_counts(extents)
+        return Work(flops=flops, nbytes=nbytes)
+
+    def backward(self, extents: Mapping[str, int]) -> Work:
+        """FLOPs and bytes of the backward task: gradients of the outputs and saved inputs in, the needed gradients
+        out."""
+        flops, nbytes = self.backward_counts(extents)
+        return Work(flops=flops, nbytes=nbytes)
+
+    def forward_counts(self, extents: Mapping[str, Any]) -> tuple[Any, Any]:
+        """As ``forward``, as plain numbers; of arrays of extents: arrays."""
         if self._free:
-            return Work(flops=0.0, nbytes=0.0)
+            return 0.0, 0.0
         written = self._written(extents)
         if self.op.kind == "cat":  # an operand's window may lie outside; all that is written was read once
             read = written
@@ -91,14 +112,13 @@ class Costed:
             read = self._bytes(0, extents) + written
         else:
             read = sum(self._bytes(i, extents) for i in range(len(self.inputs)))
-        return Work(flops=forward_flops(self.op, extents), nbytes=float(read + written))
+        return forward_flops(self.op, extents), read + written
 
-    def backward(self, extents: Mapping[str, int]) -> Work:
-        """FLOPs and bytes of the backward task: gradients of the outputs and saved inputs in, the needed gradients
-        out."""
+    def backward_counts(self, extents: Mapping[str, Any]) -> tuple[Any, Any]:
+        """As ``backward``, as plain numbers; of arrays of extents: arrays."""
         kind = self.op.kind
         if not any(self.needs) or kind in ("view", "permute", "cat") or (kind == "dropout" and self._free):
-            return Work(flops=0.0, nbytes=0.0)
+            return 0.0, 0.0
         incoming = self._written(extents)
         made = sum(self._bytes(i, extents) for i, need in enumerate(self.needs) if need)
         if kind in ("sum", "mean", "expand", "slice", "pad"):  # linear and weightless: no input is read again
@@ -108,17 +128,17 @@ class Costed:
         else:
             saved = sum(self._bytes(i, extents) for i, t in enumerate(self.inputs) if t.floating)
         flops = backward_flops(self.op, extents, self.needs)
-        return Work(flops=flops, nbytes=float(incoming + saved + made))
+        return flops, incoming + saved + made
 
     @cached_property
     def _free(self) -> bool:
         return self.op.kind in FREE_KINDS or (self.op.kind == "dropout" and self.op.attributes.get("p") == 0)
 
-    def _bytes(self, position: int, extents: Mapping[str, int]) -> int:
+    def _bytes(self, position: int, extents: Mapping[str, Any]) -> Any:
         tensor = self.inputs[position]
         return _reached(self.op.access.inputs[position], tensor, extents) * tensor.itemsize
 
-    def _written(self, extents: Mapping[str, int]) -> int:
+    def _written(self, extents: Mapping[str, Any]) -> Any:
         pairs = zip(self.op.access.outputs, self.outputs, strict=True)
         return sum(_reached(operand, t, extents) * t.itemsize for operand, t in pairs)
 
@@ -155,6 +175,11 @@ class Costs:
             forward, backward = self._models[key[2]].seconds(self._costed[operator], named)
             known = self._known[key] = forward, backward if self.graph.has_backward[operator] else 0.0
         return known
+
+    def compute_many(self, operator: int, extents: Mapping[str, Numbers], device: int) -> tuple[Seconds, Seconds]:
+        """As ``compute``, of many pieces at once: ``extents`` gives an array for every axis, one number a piece."""
+        forward, backward = self._models[self._class_of[device]].seconds_many(self._costed[operator], extents)
+        return forward, backward if self.graph.has_backward[operator] else np.zeros_like(backward)
 
     def update(self, nbytes: int, tensors: int, device: int, optimizer: str) -> float:
         """Seconds of the optimizer's update of ``nbytes`` of weights in ``tensors`` tensors."""
@@ -194,6 +219,24 @@ class _Model:
             roofline(kind, costed.backward(extents), dtype, self.device) * _scale(self._backward, kind),
         )
 
+    def seconds_many(self, costed: Costed, extents: Mapping[str, Numbers]) -> tuple[Seconds, Seconds]:
+        """Seconds of forward and backward tasks of pieces given as arrays of extents."""
+        kind, count = costed.op.kind, len(next(iter(extents.values()), np.zeros(1)))
+        if not shipped(kind) or any(entry.kind == kind for entry in self._entries):
+            rows = [self.seconds(costed, {a: int(column[k]) for a, column in extents.items()}) for k in range(count)]
+            return np.array([f for f, _ in rows]), np.array([b for _, b in rows])
+        computing, moving = _rates(kind, costed.dtype, self.device)
+        found = []
+        counts = costed.forward_counts(extents), costed.backward_counts(extents)
+        for (flops, nbytes), ratios in zip(counts, (self._forward, self._backward), strict=True):
+            seconds = self.device.overhead_s + np.maximum(flops / computing, nbytes / moving)
+            found.append(np.broadcast_to(seconds * _scale(ratios, kind), (count,)))
+        return found[0], found[1]
+
+    @property
+    def _entries(self) -> Iterable[Entry]:
+        return () if self.profile is None else self.profile.entries.values()
+
     def update_rates(self, optimizer: str) -> tuple[float, float]:
         measured = {} if self.profile is None else self.profile.updates
         for name, entry in measured.items():
@@ -232,13 +275,17 @@ class _Hashable(Device):
         return hash((self.kind, self.model, self.memory_bandwidth, tuple(sorted(self.flops.items()))))
 
 
-def _reached(operand: Operand, tensor: Tensor, extents: Mapping[str, int]) -> int:
+def _reached(operand: Operand, tensor: Tensor, extents: Mapping[str, Any]) -> Any:
     """Elements of ``tensor`` that a piece of these extents reads or writes, as if no window were clipped."""
-    count = 1
+    count: Any = 1
     for dimension, size in zip(operand.dimensions, tensor.shape, strict=True):
         if dimension.merged:
-            count *= min(size, prod(extents[a] for a in dimension.axes))
+            count *= _at_most(size, prod(extents[a] for a in dimension.axes))
         else:
             pairs = zip(dimension.axes, dimension.coefficients, strict=True)
-            count *= min(size, 1 + sum(c * (extents[a] - 1) for a, c in pairs))
+            count *= _at_most(size, 1 + sum(c * (extents[a] - 1) for a, c in pairs))
     return count
+
+
+def _at_most(size: int, reached: Any) -> Any:
+    return np.minimum(size, reached) if isinstance(reached, np.ndarray) else min(size, reached)

@@ -10,13 +10,15 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import prod
+from typing import Any
 
 from flexsearch.errors import ImportModelError
 from flexsearch.graph.model import Operator, Role
 from flexsearch.graph.notation import Access
 
-Flops = Callable[[Operator, Mapping[str, int]], float]
-"""Forward FLOPs of a piece, given its number of indices on each axis."""
+Flops = Callable[[Operator, Mapping[str, Any]], Any]
+"""Forward FLOPs of a piece, given its number of indices on each axis. Those of the shipped table also take arrays of
+numbers, one for each piece, and give an array."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,14 +34,14 @@ class OperatorSpec:
     matrix: bool = False
 
 
-def _outputs(op: Operator, extents: Mapping[str, int]) -> float:
+def _outputs(op: Operator, extents: Mapping[str, Any]) -> Any:
     """Elements of the outputs."""
-    return float(sum(prod(extents[a] for a in operand.names()) for operand in op.access.outputs))
+    return sum(prod(extents[a] for a in operand.names()) for operand in op.access.outputs)
 
 
-def _domain(op: Operator, extents: Mapping[str, int]) -> float:
+def _domain(op: Operator, extents: Mapping[str, Any]) -> Any:
     """Points of the iteration space."""
-    return float(prod(extents.values()))
+    return prod(extents.values())
 
 
 def _per_output(count: float) -> Flops:
@@ -55,10 +57,10 @@ def _per_input(count: float) -> Flops:
     return lambda op, extents: count * prod(extents[a] for a in op.access.inputs[0].names())
 
 
-def _attention(op: Operator, extents: Mapping[str, int]) -> float:
+def _attention(op: Operator, extents: Mapping[str, Any]) -> Any:
     """Two matrix products and a softmax of 5 operations per score; a causal mask is counted as full work."""
     scores = prod(extents[a] for a in op.access.inputs[0].names() if a != "E") * extents["K"]
-    return float(scores * (2 * (extents["E"] + extents["v"]) + 5))
+    return scores * (2 * (extents["E"] + extents["v"]) + 5)
 
 
 def _lstm_cell(op: Operator, extents: Mapping[str, int]) -> float:
@@ -194,13 +196,18 @@ def axis_roles(kind: str, access: Access, sample: Collection[str], weights: Sequ
     return roles
 
 
-def forward_flops(op: Operator, extents: Mapping[str, int]) -> float:
-    """Forward FLOPs of a piece of ``op`` with ``extents`` indices on each axis."""
+def shipped(kind: str) -> bool:
+    """Whether a kind's line is ours, not a user's."""
+    return kind in _SHIPPED
+
+
+def forward_flops(op: Operator, extents: Mapping[str, Any]) -> Any:
+    """Forward FLOPs of a piece of ``op`` with ``extents`` indices on each axis (of many pieces: arrays)."""
     spec = OPERATORS.get(op.kind)
     return (spec.flops if spec and spec.flops else _outputs)(op, extents)
 
 
-def backward_flops(op: Operator, extents: Mapping[str, int], needs: Sequence[bool]) -> float:
+def backward_flops(op: Operator, extents: Mapping[str, Any], needs: Sequence[bool]) -> Any:
     """Backward FLOPs of a piece; ``needs``: for each operand, whether its gradient is wanted.
 
     A contraction costs one more of its kind for each factor (a bias only a sum over the output), anything else its

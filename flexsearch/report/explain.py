@@ -89,9 +89,7 @@ def _device_table(told: Explanation) -> Table:
     rows: dict[tuple[str, ...], list[int]] = {}
     times = device_times(lowered, simulation)
     for d, time in enumerate(times):
-        cells = tuple(
-            f"{seconds(s)} ({percent(s / total)})" for s in (time.compute_s, time.communicate_s, time.idle_s)
-        )
+        cells = tuple(f"{seconds(s)} ({percent(s / total)})" for s in (time.compute_s, time.communicate_s, time.idle_s))
         rows.setdefault(cells, []).append(d)
     made = table(("device", 30), ("compute", None), ("communication", None), ("idle", None), ("peak memory", None))
     ordered = sorted(rows.items(), key=lambda item: (-times[item[1][0]].compute_s, item[1]))

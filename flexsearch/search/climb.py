@@ -87,6 +87,12 @@ class Climber:
         self._order = sorted(range(len(graph.operators)), key=lambda i: (-importance.get(i, 0.0), i))
         self._numbers: dict[tuple[int, OperatorConfig], tuple[U32, U32]] = {}
 
+    def warm(self, configs: Configs) -> None:
+        """Make all that must be made once: compile, the first time on a machine."""
+        now = self.evaluate(configs)
+        self.runner.begin(configs, now, now, 0, 1)
+        self.runner.go(np.random.Generator(np.random.PCG64(0)), 1)
+
     def climb(self, climb: Climb, watch: Watch) -> Climbed:
         """Run it."""
         rng = np.random.Generator(np.random.PCG64([self.seed, climb.stream]))

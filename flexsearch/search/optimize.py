@@ -157,7 +157,7 @@ class _Run:
         """Evaluate the baselines and the given start."""
         plans = baselines(self.graph, self.topology, self.options, self.seconds)
         # The first simulation on a machine compiles the simulator; the budget is for searching.
-        self.evaluate(tuple(plans["single"].configs[op.name] for op in self.graph.operators))
+        self.climber.warm(tuple(plans["single"].configs[op.name] for op in self.graph.operators))
         self.began = self.improved = time.monotonic()
         for name, strategy in plans.items():
             state = self._start(name, strategy)
@@ -321,7 +321,8 @@ class _Run:
         )  # fmt: skip
         return SearchResult(
             strategy, simulation, self.best.evaluation.feasible, self.best.optimal, bound_s, self.outcomes,
-            tuple(self.history), tuple(self.trails), self.proposals, self.accepted, time.monotonic() - self.began, reason,
+            tuple(self.history), tuple(self.trails), self.proposals, self.accepted, time.monotonic() - self.began,
+            reason,
         )  # fmt: skip
 
 

@@ -150,4 +150,3 @@ def _why(tasks: TaskGraph, moments: _Moments, task: int, before: int, resource: 
     if other == task:
         return "turn"
     return "order" if other >= 0 and tasks.device[other] == tasks.device[task] >= 0 else "data"
-

@@ -75,4 +75,3 @@ def over_memory(simulation: Simulation, topology: Topology) -> list[tuple[int, i
         for d, peak in enumerate(simulation.peak_bytes)
         if peak > topology.devices[d].memory_bytes
     ]
-

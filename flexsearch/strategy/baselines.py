@@ -121,7 +121,7 @@ class _Setting:
     def _flops_seconds(self, operator: int, device: int) -> float:
         op = self.operators[operator]
         flops = forward_flops(op, op.sizes) + prod(op.sizes[a] for a in op.access.outputs[0].names())
-        return flops / self.topology.devices[device].flops["float32"]
+        return float(flops / self.topology.devices[device].flops["float32"])
 
 
 def _strategy(graph: OperatorGraph, topology: Topology, configs: Configs, options: Options | None) -> Strategy:

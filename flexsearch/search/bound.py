@@ -1,0 +1,298 @@
+"""A time that no plan can beat: proved for every config of every operator, not only for those that a search has seen.
+
+The bound holds for each number m of devices that a plan may use, and the least of them is the answer:
+
+- **critical path**: what one piece of an operator needs must have been computed by some piece of each producer, so the
+  shortest possible pieces along any path through the forward and the backward pass add up. Pieces have at least the
+  size that splitting over m devices leaves.
+- **work**: all the seconds of computing, with the split that makes them fewest, over m processors. Where devices
+  differ, the bound is the dual of the linear program that gives each operator's work to kinds of processors in parts:
+  any prices of the processors prove a bound, and good ones are looked for.
+- **links**: the loss must reach every device, whatever the plan.
+
+Nothing else is used of the simulator than that a task takes at least its duration, starts after its dependencies, and
+has its processor for itself. So contention, latencies and the order of events can only make a plan slower than this.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Final
+
+import numpy as np
+import numpy.typing as npt
+
+from flexsearch.cost import Costs
+from flexsearch.graph import Operator, OperatorGraph, whole_piece
+from flexsearch.graph.notation import Box, Operand
+from flexsearch.strategy import Options
+from flexsearch.topology import Device, Topology
+
+Column = npt.NDArray[np.float64]
+"""Seconds by number of devices: entry m - 1 holds for plans that use at most m."""
+
+ROUNDING: Final = 1.0 - 1e-9
+"""The simulator adds in another order; sums of a million tasks differ by less than this."""
+PRICE_STEPS: Final = (2.0, 1.4, 1.1, 1.03)
+"""Factors by which prices of processors are tried."""
+
+
+@dataclass(frozen=True)
+class Bound:
+    """No legal plan takes less than ``seconds``. ``parts``: what each argument proves by itself ("critical path",
+    "work", "links"), for plans on ``devices`` devices, the number for which least can be proved; ``decides``: the
+    largest of them."""
+
+    seconds: float
+    parts: dict[str, float]
+    decides: str
+    devices: int
+
+
+@dataclass(frozen=True)
+class Least:
+    """The least that an operator costs. By kind of device: ``forward``, ``backward``: shortest piece (s);
+    ``work``: seconds of all pieces together."""
+
+    forward: npt.NDArray[np.float64]
+    backward: npt.NDArray[np.float64]
+    work: npt.NDArray[np.float64]
+
+
+def lower_bound(graph: OperatorGraph, topology: Topology, costs: Costs, options: Options | None = None) -> Bound:
+    """A time (s) below that of every legal plan of ``graph`` on ``topology`` under ``options``; buckets of any size."""
+    options = options or Options()
+    count = len(topology.devices)
+    kinds = device_kinds(topology.devices)
+    least = _least(graph, costs, kinds, count)
+    columns = {
+        "critical path": _critical_path(graph, topology, costs, options, least, kinds),
+        "work": _work(graph, topology, costs, options, least, kinds),
+        "links": np.full(count, _loss_everywhere(topology)),
+    }
+    together = np.max(list(columns.values()), axis=0)
+    at = int(np.argmin(together))
+    parts = {name: float(column[at]) * ROUNDING for name, column in columns.items()}
+    decides = max(parts, key=parts.__getitem__)
+    return Bound(parts[decides], parts, decides, at + 1)
+
+
+def device_kinds(devices: Sequence[Device]) -> list[list[int]]:
+    """Devices that compute equally fast, together."""
+    found: dict[object, list[int]] = {}
+    for k, d in enumerate(devices):
+        key = d.kind, d.model, tuple(sorted(d.flops.items())), d.memory_bandwidth, d.overhead_s
+        found.setdefault(key, []).append(k)
+    return list(found.values())
+
+
+def _least(graph: OperatorGraph, costs: Costs, kinds: Sequence[Sequence[int]], count: int) -> list[Least]:
+    """For each operator; repeated layers are worked out once. Arrays: (kinds, count)."""
+    known: dict[object, Least] = {}
+    found = []
+    for i, op in enumerate(graph.operators):
+        operands = tuple(
+            (graph.tensor[n].shape, graph.tensor[n].dtype, n in graph.differentiable) for n in (*op.inputs, *op.outputs)
+        )
+        key = op.kind, op.pattern, op.axes, repr(sorted(op.attributes.items())), operands, graph.has_backward[i]
+        if key not in known:
+            known[key] = least_costs(op, i, costs, [kind[0] for kind in kinds], count)
+        found.append(known[key])
+    return found
+
+
+def least_costs(op: Operator, operator: int, costs: Costs, devices: Sequence[int], count: int) -> Least:
+    """Over all pieces of all configs on at most m devices, m from 1 to ``count``; rows: ``devices``."""
+    extents, parts, share = piece_extents(op, count)
+    rows = []
+    for device in devices:
+        forward, backward = costs.compute_many(operator, extents, device)
+        columns = []
+        for seconds in (forward, backward, (forward + backward) / share):
+            column = np.full(count, np.inf)
+            np.minimum.at(column, parts - 1, seconds)
+            columns.append(np.minimum.accumulate(column))
+        rows.append(columns)
+    table: npt.NDArray[np.float64] = np.array(rows)
+    return Least(table[:, 0], table[:, 1], table[:, 2])
+
+
+def piece_extents(
+    op: Operator, count: int
+) -> tuple[dict[str, npt.NDArray[np.int64]], npt.NDArray[np.int64], npt.NDArray[np.float64]]:
+    """All extents that pieces can have on at most ``count`` devices: an array for every axis, how many parts the
+    operator is split into, and which share of its iteration space a piece is."""
+    axes = op.splittable
+    sizes = np.array([op.sizes[a] for a in axes], dtype=np.int64)
+    degrees, parts = np.ones((1, 0), dtype=np.int64), np.ones(1, dtype=np.int64)
+    for size in sizes:
+        rows, tries = [], []
+        for degree in range(1, min(int(size), count) + 1):
+            fits = parts * degree <= count
+            rows.append(np.column_stack((degrees[fits], np.full(int(fits.sum()), degree))))
+            tries.append(parts[fits] * degree)
+        degrees, parts = np.concatenate(rows), np.concatenate(tries)
+    low = sizes // degrees
+    uneven = sizes % degrees > 0
+    found, of = [], []
+    for bits in range(2 ** len(axes)):  # a piece is the longer or the shorter one along each axis
+        longer = np.array([bits >> k & 1 for k in range(len(axes))], dtype=np.int64)
+        possible = (uneven | (longer == 0)).all(axis=1)
+        found.append(low[possible] + longer)
+        of.append(parts[possible])
+    pieces, parts = np.concatenate(found), np.concatenate(of)
+    extents = {a: np.full(len(parts), n, dtype=np.int64) for a, n in op.sizes.items()}
+    extents |= {a: pieces[:, k] for k, a in enumerate(axes)}
+    return extents, parts, np.asarray((pieces / sizes).prod(axis=1))
+
+
+def _critical_path(
+    graph: OperatorGraph, topology: Topology, costs: Costs, options: Options, least: Sequence[Least],
+    kinds: Sequence[Sequence[int]],
+) -> Column:  # fmt: skip
+    """The longest path, by number of devices."""
+    zero = np.zeros(len(topology.devices))
+    forward = [row.forward.min(axis=0) for row in least]
+    backward = [row.backward.min(axis=0) for row in least]
+    # ``any_end``: when the first piece of an operator can have ended; ``all_end``: when every element of its outputs
+    # has been computed somewhere.
+    any_end, all_end = [zero] * len(least), [zero] * len(least)
+    for i, op in enumerate(graph.operators):
+        ready = complete = zero
+        for p, name in enumerate(op.inputs):
+            if (producer := graph.producer.get(name)) is None:
+                continue
+            if always_read(op, op.access.inputs[p], graph.tensor[name].shape):
+                ready = np.maximum(ready, any_end[producer])
+            if _region(graph, i, p) == _full(graph, name):
+                complete = np.maximum(complete, all_end[producer])
+        any_end[i] = ready + forward[i]
+        all_end[i] = np.maximum(ready, complete) + forward[i]
+    last: Column = np.max(all_end, axis=0)
+    back = [zero] * len(least)
+    for i in reversed(range(len(least))):
+        if graph.has_backward[i]:
+            ready = any_end[i]
+            for name in graph.operators[i].outputs:
+                ready = np.maximum(ready, _gradient(graph, name, back, zero))
+            back[i] = ready + backward[i]
+            last = np.maximum(last, back[i])
+    rates = [costs.update_rates(kind[0], options.optimizer) for kind in kinds]
+    for tensor in graph.of_kind("parameter"):
+        if tensor.name in graph.differentiable:
+            update = min(per_tensor + tensor.itemsize * per_byte for per_byte, per_tensor in rates)
+            last = np.maximum(last, _gradient(graph, tensor.name, back, zero) + update)
+    return last
+
+
+def _gradient(graph: OperatorGraph, name: str, back: Sequence[Column], zero: Column) -> Column:
+    """When the gradient of any region of a tensor can be complete: after a piece of every reader of the whole; and, if
+    several read parts of it that make up the whole, after a piece of one of these."""
+    if name not in graph.differentiable:
+        return zero
+    full, ready = _full(graph, name), zero
+    parts: list[tuple[Box, Column]] = []
+    for j, p in graph.consumers[name]:
+        region = _region(graph, j, p)
+        if graph.has_backward[j] and region is not None:
+            parts.append((region, back[j]))
+            if region == full:
+                ready = np.maximum(ready, back[j])
+    if parts and _covered(full, [region for region, _ in parts]):
+        ready = np.maximum(ready, np.min([column for _, column in parts], axis=0))
+    return ready
+
+
+def _full(graph: OperatorGraph, name: str) -> Box:
+    return tuple((0, n) for n in graph.tensor[name].shape)
+
+
+def _region(graph: OperatorGraph, operator: int, position: int) -> Box | None:
+    """What the whole operator reads of an operand."""
+    op, tensor = graph.operators[operator], graph.tensor
+    shapes = [tensor[n].shape for n in op.inputs], [tensor[n].shape for n in op.outputs]
+    return whole_piece(op, *shapes).inputs[position]
+
+
+def _covered(full: Box, regions: Sequence[Box]) -> bool:
+    """Whether regions that differ from the whole along one dimension only make up the whole."""
+    for axis, (low, high) in enumerate(full):
+        rows = sorted(r[axis] for r in regions if (*r[:axis], full[axis], *r[axis + 1 :]) == full)
+        reached = low
+        for first, end in rows:
+            if first <= reached:
+                reached = max(reached, end)
+        if rows and reached >= high:
+            return True
+    return any(region == full for region in regions)
+
+
+def always_read(op: Operator, operand: Operand, shape: Sequence[int]) -> bool:
+    """Whether every piece of the operator, however it is split, reads something of the operand."""
+    split = set(op.splittable)
+    if operand.once and split & op.access.summed:
+        return False
+    first = {a: (0, 1) if a in split else (0, n) for a, n in op.sizes.items()}
+    last = {a: (n - 1, n) if a in split else (0, n) for a, n in op.sizes.items()}
+    for dimension, size in zip(operand.dimensions, shape, strict=True):
+        if not dimension.merged and (dimension.window(first)[1] <= 0 or dimension.window(last)[0] >= size):
+            return False
+    return True
+
+
+def _work(
+    graph: OperatorGraph, topology: Topology, costs: Costs, options: Options, least: Sequence[Least],
+    kinds: Sequence[Sequence[int]],
+) -> Column:  # fmt: skip
+    """All computing over the processors, by number of devices."""
+    count = len(topology.devices)
+    kind_of = {device: k for k, members in enumerate(kinds) for device in members}
+    processors: dict[int, set[int]] = {}
+    for device, processor in enumerate(topology.processor_of):
+        processors.setdefault(processor, set()).add(kind_of[device])
+    classes = sorted({tuple(sorted(s)) for s in processors.values()})
+    members = np.array([sum(tuple(sorted(s)) == c for s in processors.values()) for c in classes])
+    rates = [costs.update_rates(kind[0], options.optimizer) for kind in kinds]
+    rows = [row.work for row in least]
+    for tensor in graph.of_kind("parameter"):
+        if tensor.name in graph.differentiable:
+            row = np.array([per_tensor + per_byte * tensor.nbytes for per_byte, per_tensor in rates])
+            rows.append(np.repeat(row[:, None], count, axis=1))
+    # (operators, classes of processors, devices): on a processor the fastest of its devices does the work.
+    seconds = np.stack([np.array(rows)[:, list(c)].min(axis=1) for c in classes], axis=1)
+    return np.array([_shared(seconds[:, :, m], members, min(m + 1, len(processors))) for m in range(count)])
+
+
+def _shared(seconds: npt.NDArray[np.float64], members: npt.NDArray[np.int64], used: int) -> float:
+    """The least time in which ``used`` processors do all work: seconds (operators, classes), how many there are of each
+    class. With a price for a second of each class, all work costs at least so much at the cheapest classes, and in
+    time T the processors that are used can be paid at most T times the sum of the highest prices."""
+
+    def proved(prices: npt.NDArray[np.float64]) -> float:
+        dearest = np.sort(np.repeat(prices, members))[::-1][:used].sum()
+        return float((seconds * prices).min(axis=1).sum() / dearest)
+
+    prices = 1.0 / np.maximum(seconds.sum(axis=0), 1e-12)
+    best = proved(prices)
+    if len(prices) > 1:
+        for step in PRICE_STEPS:
+            better = True
+            while better:
+                better = False
+                for k in range(len(prices)):
+                    for factor in (step, 1.0 / step):
+                        tried = prices.copy()
+                        tried[k] *= factor
+                        if (found := proved(tried)) > best * (1.0 + 1e-12):
+                            prices, best, better = tried, found, True
+    return best
+
+
+def _loss_everywhere(topology: Topology) -> float:
+    """The loss is sent to every device, in at least one communication that reaches the last of them."""
+    count = len(topology.devices)
+    if count == 1:
+        return 0.0
+    nearest = min(topology.route(i, j).latency_s for i in range(count) for j in range(count) if i != j)
+    return topology.communication.overhead_s + nearest

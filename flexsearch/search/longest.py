@@ -1,0 +1,391 @@
+"""Longest paths through plans of which only some operators have a config, compiled; see ``relaxation``."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from flexsearch.simulate.kernel import compiled
+
+F64 = npt.NDArray[np.float64]
+I64 = npt.NDArray[np.int64]
+NEVER = -np.inf
+"""Delay between devices that do not wait for each other."""
+
+
+class Tables(NamedTuple):
+    """Everything about the configs at choice. Arrays by (operator, config, device) unless said otherwise, seconds; -inf
+    where there is no piece or no dependency. Rows ``[first, last)`` of a list belong to an item. Masks: bit d is device
+    d."""
+
+    choices: I64  # (operators,)
+    has_backward: I64  # (operators,)
+    on: I64  # (operators, configs): mask of devices
+    forward: F64
+    backward: F64
+    gathered: F64  # when the operator's weights have been gathered at the earliest
+    update: F64  # update of the operator's weights
+    sink: F64  # from the end of the backward piece to the end of the step: own gradients synchronised, own update
+    busy: F64  # (operators, configs): seconds of all pieces
+    least_busy: F64  # (operators,)
+    least_update: F64  # (operators,): of all pieces of the weights that only this operator reads
+    into_first: I64  # (operators,): edges by reader, in ``edge_*``
+    into_last: I64
+    out_first: I64  # (operators,): edges by producer, in ``out``
+    out_last: I64
+    out: I64
+    edge_from: I64
+    edge_to: I64
+    edge_flows: I64  # whether a gradient flows back
+    edge_table: I64  # first row of ``there`` and ``back``
+    edge_width: I64  # layouts that readers can want
+    made: I64  # (edges, configs of the producer): which layout
+    wanted: I64  # (edges, configs of the reader)
+    there: F64  # (rows, device, device): from the end of a forward piece to the start of one that reads it
+    back: F64  # from the end of a backward piece to the start of the one of its producer
+    sync_first: I64  # (operators, configs): exchanges in ``sync_*``
+    sync_last: I64
+    sync_key: I64  # exchanges of a bucket with the same key are one
+    sync_latency: F64  # with the start of a communication
+    sync_links: F64  # (exchanges, resources)
+    sync_send: I64  # masks
+    sync_receive: I64
+    second: F64  # the longest exchange of a second phase
+    second_receive: I64
+    sync_bucket: I64
+    bucket_after: I64  # (buckets,): the operator after whose backward it is sent
+    keys: I64  # (1,)
+    pair_reader: I64  # (weights with two readers, 2): operators
+    pair_variant: I64  # (pairs, 2, configs): what the weight's plan depends on
+    pair_width: I64  # (pairs,): variants of the second reader
+    pair_row: I64  # (pairs,): first row by pair of variants
+    pair_first: I64  # (rows,): exchanges in ``sync_*``
+    pair_last: I64
+    pair_update: F64  # (rows, device)
+    pair_gathered: F64  # (rows, 2, device)
+    pair_half: F64  # (pairs, 2, variants, device): update at least, if only this reader's config is known
+    pair_least: F64  # (pairs,): seconds of all updates at least
+    other_update: F64  # (1,): likewise of weights with more readers
+
+
+@compiled
+def family(count: Any, k: Any, on: Any) -> Any:
+    """Set number ``k`` of devices for which there are columns: all sets of up to four devices; of more devices single
+    ones and all of a config, which is on the devices ``on``. 0: not for this config."""
+    if count <= 4:
+        return k + 1 if (k + 1) & on == k + 1 else 0
+    if k == count:
+        return on
+    return (1 << k) & on
+
+
+@compiled
+def families(count: Any) -> Any:
+    """How many there are."""
+    return (1 << count) - 1 if count <= 4 else count + 1
+
+
+@compiled
+def least_in(times: F64, mask: Any) -> float:
+    """The least of ``times`` over a set of devices."""
+    found = np.inf
+    for d in range(times.shape[0]):
+        if mask >> d & 1 == 1:
+            found = min(found, times[d])
+    return found
+
+
+@compiled
+def tables_ahead(t: Tables) -> F64:
+    """(operators, configs, A, 1 + B): at least so many seconds from the start of the forward pieces on A to the end of
+    the backward pieces on B (numbers of ``family``; column 0: to the end of the step)."""
+    count = t.forward.shape[2]
+    sets = families(count)
+    ahead = np.full((t.forward.shape[0], t.forward.shape[1], sets, 1 + sets), NEVER)
+    ends = np.full((sets, count), NEVER)
+    tails = np.full((1 + sets, count), NEVER)
+    starts = np.full((sets, sets), NEVER)
+    after = np.full((1 + sets, sets), NEVER)
+    least = np.full((sets, 1 + sets), NEVER)
+    moment = np.full(count, NEVER)
+    for j in range(t.forward.shape[0] - 1, -1, -1):
+        for c in range(t.choices[j]):
+            on, value = t.on[j, c], ahead[j, c]
+            ends[:] = NEVER
+            tails[:] = NEVER
+            for k in range(sets):
+                mask = family(count, k, on)
+                for d in range(count):
+                    if mask >> d & 1 == 1:
+                        ends[k, d] = t.forward[j, c, d]
+                        if t.has_backward[j] == 1:
+                            tails[1 + k, d] = t.backward[j, c, d]
+                            tails[0, d] = t.backward[j, c, d] + max(0.0, t.sink[j, c, d])
+            for a in range(sets):
+                for b in range(1 + sets):
+                    for d in range(count):
+                        value[a, b] = max(value[a, b], ends[a, d] + tails[b, d])
+                for d in range(count):
+                    value[a, 0] = max(value[a, 0], ends[a, d])
+            for o in range(t.out_first[j], t.out_last[j]):
+                e = t.out[o]
+                m = t.edge_to[e]
+                least[:] = np.inf
+                for c2 in range(t.choices[m]):
+                    on2 = t.on[m, c2]
+                    row = t.edge_table[e] + t.made[e, c] * t.edge_width[e] + t.wanted[e, c2]
+                    there, back = t.there[row], t.back[row]
+                    for a in range(sets):
+                        for x in range(count):
+                            moment[x] = ends[a, x]
+                            for d in range(count):
+                                moment[x] = max(moment[x], ends[a, d] + there[d, x])
+                        for k in range(sets):
+                            mask = family(count, k, on2)
+                            starts[a, k] = least_in(moment, mask) if mask != 0 else NEVER
+                    for b in range(1 + sets):
+                        for y in range(count):
+                            moment[y] = NEVER
+                            if t.has_backward[m] == 1:
+                                moment[y] = tails[b, y]
+                                if t.edge_flows[e] == 1:
+                                    for d in range(count):
+                                        moment[y] = max(moment[y], back[y, d] + tails[b, d])
+                        for k in range(sets):
+                            mask = family(count, k, on2)
+                            after[b, k] = least_in(moment, mask) if mask != 0 else NEVER
+                    for a in range(sets):
+                        if family(count, a, on) == 0:
+                            continue
+                        for b in range(1 + sets):
+                            if b > 0 and family(count, b - 1, on) == 0:
+                                continue
+                            found = NEVER
+                            for k in range(sets):
+                                if starts[a, k] == NEVER:
+                                    continue
+                                through = ahead[m, c2, k]
+                                if b == 0:
+                                    found = max(found, starts[a, k] + through[0])
+                                for q in range(sets):
+                                    found = max(found, starts[a, k] + through[1 + q] + after[b, q])
+                            least[a, b] = min(least[a, b], found)
+                for a in range(sets):
+                    for b in range(1 + sets):
+                        if least[a, b] < np.inf:
+                            value[a, b] = max(value[a, b], least[a, b])
+            for a in range(sets):
+                for b in range(sets):
+                    value[a, 0] = max(value[a, 0], value[a, 1 + b])
+    return ahead
+
+
+@compiled
+def from_here(t: Tables, ahead: F64, j: Any, c: Any, starts: F64, after: F64) -> float:
+    """The least makespan if the pieces of operator ``j`` start no earlier than ``starts`` and ``after`` seconds follow
+    their backward pieces (by device)."""
+    count = t.forward.shape[2]
+    sets = families(count)
+    on, through = t.on[j, c], ahead[j, c]
+    found = 0.0
+    for a in range(sets):
+        mask = family(count, a, on)
+        if mask == 0:
+            continue
+        start = least_in(starts, mask)
+        found = max(found, start + through[a, 0])
+        for b in range(sets):
+            mask = family(count, b, on)
+            if mask != 0:
+                found = max(found, start + through[a, 1 + b] + least_in(after, mask))
+    return found
+
+
+@compiled
+def _pair(t: Tables, chosen: I64, w: Any) -> Any:
+    """Row of a weight with two readers, -1 if one of them has no config yet."""
+    a, b = chosen[t.pair_reader[w, 0]], chosen[t.pair_reader[w, 1]]
+    if a < 0 or b < 0:
+        return -1
+    return t.pair_row[w] + t.pair_variant[w, 0, a] * t.pair_width[w] + t.pair_variant[w, 1, b]
+
+
+@compiled
+def _add(t: Tables, x: Any, update: F64, latency: F64, links: F64, follows: F64, send: I64) -> None:
+    """Put exchange ``x`` into the bucket at hand."""
+    k = t.sync_key[x]
+    latency[k] = max(latency[k], t.sync_latency[x])
+    send[k] |= t.sync_send[x]
+    for r in range(links.shape[1]):
+        links[k, r] += t.sync_links[x, r]
+    for d in range(update.shape[0]):
+        if t.sync_receive[x] >> d & 1 == 1:
+            follows[k] = max(follows[k], update[d])
+        if t.second_receive[x] >> d & 1 == 1:
+            follows[k] = max(follows[k], t.second[x] + update[d])
+
+
+@compiled
+def _send(t: Tables, chosen: I64, bucket: Any, update: F64, tail: F64) -> None:
+    """Lengthen ``tail`` (from the moment when a device has nothing to do any more, by device) by the synchronisation of
+    the weights of a bucket as far as their operators are chosen."""
+    count, keys, resources = tail.shape[0], t.keys[0], t.sync_links.shape[1]
+    latency = np.full(keys, NEVER)
+    links = np.zeros((keys, resources))
+    follows = np.zeros(keys)
+    send = np.zeros(keys, dtype=np.int64)
+    for i in range(chosen.shape[0]):
+        c = chosen[i]
+        if c < 0:
+            continue
+        for x in range(t.sync_first[i, c], t.sync_last[i, c]):
+            if t.sync_bucket[x] == bucket:
+                _add(t, x, update, latency, links, follows, send)
+    for w in range(t.pair_width.shape[0]):
+        row = _pair(t, chosen, w)
+        if row >= 0:
+            for x in range(t.pair_first[row], t.pair_last[row]):
+                if t.sync_bucket[x] == bucket:
+                    _add(t, x, update, latency, links, follows, send)
+    for k in range(keys):
+        if latency[k] > NEVER:
+            busiest = 0.0
+            for r in range(resources):
+                busiest = max(busiest, links[k, r])
+            for d in range(count):
+                if send[k] >> d & 1 == 1:
+                    tail[d] = max(tail[d], latency[k] + busiest + follows[k])
+
+
+@compiled
+def children(t: Tables, ahead: F64, chosen: I64, m: Any) -> F64:
+    """Lower bounds (s) of the plans that continue ``chosen`` (config by operator, -1: none yet) with each config of
+    operator ``m``. Where ``m`` is -1: one bound, of ``chosen`` itself."""
+    operators, count = chosen.shape[0], t.forward.shape[2]
+    start, end = np.full((operators, count), NEVER), np.full((operators, count), NEVER)
+    last, last_m = np.zeros(count), np.zeros(count)
+    update = np.zeros(count)
+    busy = t.other_update[0] + _updates(t, chosen, update)
+    for i in range(operators):
+        if i == m:
+            last_m[:] = last
+        c = chosen[i]
+        if c < 0:
+            busy += t.least_busy[i]
+            continue
+        busy += t.busy[i, c]
+        _begin(t, chosen, i, c, last, end, start[i])
+        for d in range(count):
+            if t.on[i, c] >> d & 1 == 1:
+                end[i, d] = start[i, d] + t.forward[i, c, d]
+                last[d] = end[i, d]
+    tail, tail_m = update.copy(), np.zeros(count)
+    after, before = np.full((operators, count), NEVER), np.full((operators, count), NEVER)
+    for i in range(operators):  # from the operator whose backward comes last
+        for bucket in range(t.bucket_after.shape[0]):
+            if t.bucket_after[bucket] == i:
+                _send(t, chosen, bucket, update, tail)
+        if i == m:
+            tail_m[:] = tail
+        c = chosen[i]
+        if c < 0 or t.has_backward[i] == 0:
+            continue
+        _follow(t, chosen, i, c, tail, before, after[i])
+        for d in range(count):
+            if t.on[i, c] >> d & 1 == 1:
+                before[i, d] = t.backward[i, c, d] + after[i, d]
+                tail[d] = before[i, d]
+    node = busy / count
+    for d in range(count):
+        node = max(node, last[d] + tail[d])
+    for i in range(operators):
+        if chosen[i] >= 0:
+            for o in range(t.out_first[i], t.out_last[i]):
+                if chosen[t.edge_to[t.out[o]]] < 0:
+                    node = max(node, from_here(t, ahead, i, chosen[i], start[i], after[i]))
+                    break
+    if m < 0:
+        return np.full(1, node)
+    found = np.full(t.choices[m], node)
+    row, rest = np.zeros(count), np.zeros(count)
+    for c in range(t.choices[m]):
+        row[:] = NEVER
+        rest[:] = NEVER
+        _begin(t, chosen, m, c, last_m, end, row)
+        if t.has_backward[m] == 1:
+            _follow(t, chosen, m, c, tail_m, before, rest)
+        busier = (busy - t.least_busy[m] + t.busy[m, c]) / count
+        found[c] = max(node, busier, from_here(t, ahead, m, c, row, rest))
+    return found
+
+
+@compiled
+def _updates(t: Tables, chosen: I64, update: F64) -> float:
+    """Add the updates on each device as far as they are known; returns the least sum of all updates."""
+    count, total = update.shape[0], 0.0
+    for i in range(chosen.shape[0]):
+        if chosen[i] < 0:
+            total += t.least_update[i]
+        else:
+            for d in range(count):
+                update[d] += t.update[i, chosen[i], d]
+                total += t.update[i, chosen[i], d]
+    for w in range(t.pair_width.shape[0]):
+        row = _pair(t, chosen, w)
+        if row < 0:
+            total += t.pair_least[w]
+        for d in range(count):
+            if row >= 0:
+                update[d] += t.pair_update[row, d]
+                total += t.pair_update[row, d]
+            else:
+                for r in range(2):
+                    c = chosen[t.pair_reader[w, r]]
+                    if c >= 0:
+                        update[d] += t.pair_half[w, r, t.pair_variant[w, r, c], d]
+    return total
+
+
+@compiled
+def _begin(t: Tables, chosen: I64, i: Any, c: Any, last: F64, end: F64, start: F64) -> None:
+    """When the forward pieces of an operator can start, by device."""
+    count = last.shape[0]
+    for d in range(count):
+        if t.on[i, c] >> d & 1 == 1:
+            start[d] = max(last[d], t.gathered[i, c, d])
+    for w in range(t.pair_width.shape[0]):
+        for r in range(2):
+            other = chosen[t.pair_reader[w, 1 - r]]
+            if t.pair_reader[w, r] == i and other >= 0:
+                a, b = (c, other) if r == 0 else (other, c)
+                row = t.pair_row[w] + t.pair_variant[w, 0, a] * t.pair_width[w] + t.pair_variant[w, 1, b]
+                for d in range(count):
+                    if t.on[i, c] >> d & 1 == 1:
+                        start[d] = max(start[d], t.pair_gathered[row, r, d])
+    for e in range(t.into_first[i], t.into_last[i]):
+        p = t.edge_from[e]
+        if chosen[p] >= 0:
+            there = t.there[t.edge_table[e] + t.made[e, chosen[p]] * t.edge_width[e] + t.wanted[e, c]]
+            for d in range(count):
+                if t.on[i, c] >> d & 1 == 1:
+                    for a in range(count):
+                        start[d] = max(start[d], end[p, a] + there[a, d])
+
+
+@compiled
+def _follow(t: Tables, chosen: I64, i: Any, c: Any, tail: F64, before: F64, after: F64) -> None:
+    """What follows the backward pieces of an operator at least, by device."""
+    count = tail.shape[0]
+    for d in range(count):
+        if t.on[i, c] >> d & 1 == 1:
+            after[d] = tail[d]
+    for e in range(t.into_first[i], t.into_last[i]):
+        p = t.edge_from[e]
+        if chosen[p] >= 0 and t.edge_flows[e] == 1:
+            back = t.back[t.edge_table[e] + t.made[e, chosen[p]] * t.edge_width[e] + t.wanted[e, c]]
+            for d in range(count):
+                if t.on[i, c] >> d & 1 == 1:
+                    for b in range(count):
+                        after[d] = max(after[d], back[d, b] + before[p, b])

@@ -1,0 +1,185 @@
+"""No plan is faster than the bound, and where the optimum is known the bound is that."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from flexsearch.cost import Costs
+from flexsearch.graph import Operator, OperatorGraph, make_piece
+from flexsearch.lower import Lowering, lower
+from flexsearch.search import search
+from flexsearch.search.bound import Bound, always_read, lower_bound, piece_extents
+from flexsearch.search.space import Space
+from flexsearch.simulate import makespan
+from flexsearch.strategy import Options, make_config
+from flexsearch.strategy.baselines import baselines
+from flexsearch.topology import Topology
+from tests.random_strategies import configs, strategies
+from tests.test_baselines import Builder, cnn, ethernet, mlp, transformer
+from tests.test_delta import TOPOLOGIES, dags, normed, tied, uneven
+
+GRAPHS: dict[str, Callable[[], OperatorGraph]] = {
+    "mlp": mlp, "cnn": cnn, "transformer": lambda: transformer(layers=1), "norm": normed, "tied": tied,
+}  # fmt: skip
+
+
+@cache
+def bound_of(graph: str, topology: str) -> tuple[OperatorGraph, Topology, Costs, Bound]:
+    made, on = GRAPHS[graph](), TOPOLOGIES[topology]()
+    costs = Costs(made, on)
+    return made, on, costs, lower_bound(made, on, costs)
+
+
+@settings(derandomize=True, deadline=None, max_examples=80)
+@given(data=st.data(), graph=st.sampled_from(sorted(GRAPHS)), topology=st.sampled_from(sorted(TOPOLOGIES)))
+def test_no_random_plan_is_faster(data: Any, graph: str, topology: str) -> None:
+    made, on, costs, bound = bound_of(graph, topology)
+    strategy = data.draw(strategies(made, on))
+    assert bound.seconds <= makespan(lower(made, strategy, on, costs).tasks)
+
+
+@settings(derandomize=True, deadline=None, max_examples=60)
+@given(data=st.data(), graph=dags(), topology=st.sampled_from(sorted(TOPOLOGIES)))
+def test_nor_one_of_a_random_graph(data: Any, graph: OperatorGraph, topology: str) -> None:
+    on = TOPOLOGIES[topology]()
+    costs = Costs(graph, on)
+    strategy = data.draw(strategies(graph, on))
+    assert lower_bound(graph, on, costs).seconds <= makespan(lower(graph, strategy, on, costs).tasks)
+
+
+@pytest.mark.parametrize("topology", sorted(TOPOLOGIES))
+def test_nor_a_baseline_nor_a_plan_that_a_search_found(topology: str) -> None:
+    for graph in GRAPHS:
+        made, on, costs, bound = bound_of(graph, topology)
+        for strategy in baselines(made, on).values():
+            assert bound.seconds <= makespan(lower(made, strategy, on, costs).tasks)
+    made, on, costs, bound = bound_of("mlp", topology)
+    assert bound.seconds <= search(made, on, costs, proposals=100).simulation.makespan_s
+
+
+def test_plans_that_follow_each_other_are_not_faster_either() -> None:
+    """Random plans whose operators follow a few leaders move little, and come closest to the bound."""
+    for graph, topology in [("mlp", "unequal devices on a bus"), ("cnn", "two nodes of GPUs")]:
+        made, on, costs, bound = bound_of(graph, topology)
+        space, lowering, rng = Space(made, on), Lowering(made, on, costs), np.random.default_rng(0)
+        for _ in range(150):
+            tasks = lowering.lower(space.random_plan(rng), Options()).tasks
+            assert bound.seconds <= makespan(tasks)
+
+
+@pytest.mark.parametrize("optimizer", ["sgd", "adam"])
+@pytest.mark.parametrize("graph", sorted(GRAPHS))
+def test_on_one_device_it_is_the_iteration_time(graph: str, optimizer: Any) -> None:
+    made, on = GRAPHS[graph](), ethernet(1)
+    costs, options = Costs(made, on), Options(optimizer=optimizer)
+    bound = lower_bound(made, on, costs, options)
+    single = makespan(lower(made, baselines(made, on, options)["single"], on, costs).tasks)
+    # Weights that are updated together start their kernels once each, as they do in the bound.
+    assert bound.seconds == pytest.approx(single, rel=1e-6) and bound.decides == "work" and bound.devices == 1
+
+
+def free(topology: Topology) -> Topology:
+    """The same with links that take no time, and without any overhead."""
+    fields = {f: getattr(topology, f) for f in Topology.model_fields}
+    links = tuple(link.model_copy(update={"bandwidth": 1e30, "latency_s": 0.0}) for link in topology.links)
+    devices = tuple(d.model_copy(update={"overhead_s": 0.0, "memory_bandwidth": 1e30}) for d in topology.devices)
+    communication = topology.communication.model_copy(update={"overhead_s": 0.0, "cpu_s_per_byte": 0.0})
+    return Topology(**fields | {"links": links, "devices": devices, "communication": communication})
+
+
+@pytest.mark.parametrize("devices", [2, 4])
+def test_with_free_links_work_that_divides_evenly_takes_its_share_of_the_time(devices: int) -> None:
+    graph, on = mlp(batch=16, width=32, classes=8), free(ethernet(devices))
+    costs = Costs(graph, on)
+    bound = lower_bound(graph, on, costs)
+    plan = makespan(lower(graph, baselines(graph, on)["data-parallel"], on, costs).tasks)
+    alone = makespan(lower(graph, baselines(graph, on)["single"], on, costs).tasks)
+    assert bound.seconds == pytest.approx(plan, rel=1e-6) == pytest.approx(alone / devices, rel=1e-6)
+    assert bound.devices == devices
+
+
+def test_unequal_devices_share_the_work_by_their_speeds() -> None:
+    graph, on = mlp(batch=60, width=32), free(uneven(3, "full", 0.0, 1))  # 1, 2 and 3 times as fast
+    costs = Costs(graph, on)
+    bound = lower_bound(graph, on, costs)
+    slowest = makespan(lower(graph, baselines(graph, ethernet_like(on, 0))["single"], ethernet_like(on, 0),
+                             Costs(graph, ethernet_like(on, 0))).tasks)  # fmt: skip
+    assert bound.parts["work"] == pytest.approx(slowest / 6, rel=1e-3)
+
+
+def ethernet_like(topology: Topology, device: int) -> Topology:
+    return topology.subset([device])
+
+
+def test_devices_that_share_a_processor_count_as_one() -> None:
+    graph = mlp(width=64)
+    alone, shared = (free(uneven(4, "full", 0.0, sharing)) for sharing in (1, 4))
+    work = [lower_bound(graph, on, Costs(graph, on)).parts["work"] for on in (alone, shared)]
+    assert work[1] == pytest.approx(work[0] * (1 + 2 + 3 + 4) / 4, rel=1e-3)  # the fastest of the four does it all
+
+
+def test_a_chain_of_operators_that_cannot_be_split_is_bounded_by_its_path() -> None:
+    b = Builder("chain")
+    x = b.source("x", 1, 4096)
+    for k in range(4):
+        x = b.add(f"softmax{k}", "softmax", "b D -> b D", [x], [1, 4096])
+    graph, on = b.finish(b.linear("out", x, 2)), free(ethernet(8))
+    bound = lower_bound(graph, on, Costs(graph, on))
+    assert bound.decides == "critical path" and bound.seconds == max(bound.parts.values())
+
+
+def test_slower_devices_and_fewer_of_them_raise_it() -> None:
+    graph = cnn()
+    bounds = [lower_bound(graph, ethernet(n), Costs(graph, ethernet(n))).seconds for n in (8, 4, 2, 1)]
+    assert bounds == sorted(bounds) and bounds[0] < bounds[-1]
+
+
+@settings(derandomize=True, deadline=None, max_examples=80)
+@given(data=st.data(), graph=st.sampled_from(sorted(GRAPHS)))
+def test_every_piece_of_every_config_is_among_those_that_were_counted(data: Any, graph: str) -> None:
+    made, count = GRAPHS[graph](), 6
+    op: Operator = data.draw(st.sampled_from(made.operators))
+    config = data.draw(configs(op, count))
+    extents, parts, share = piece_extents(op, count)
+    known = set(zip(*(column.tolist() for column in extents.values()), parts.tolist(), strict=True))
+    total = 0.0
+    shares = dict(zip(zip(*(c.tolist() for c in extents.values()), strict=True), share.tolist(), strict=True))
+    for position in range(0, len(config.devices), config.replicas):
+        piece = config.intervals(op, position)
+        widths = tuple(piece[a][1] - piece[a][0] for a in extents)
+        assert (*widths, config.parts) in known
+        total += shares[widths]
+    assert total == pytest.approx(1.0)
+
+
+@settings(derandomize=True, deadline=None, max_examples=80)
+@given(data=st.data(), graph=st.sampled_from(sorted(GRAPHS)))
+def test_what_every_piece_is_said_to_read_every_piece_reads(data: Any, graph: str) -> None:
+    made = GRAPHS[graph]()
+    op: Operator = data.draw(st.sampled_from(made.operators))
+    config = data.draw(configs(op, 6))
+    shapes = [made.tensor[n].shape for n in op.inputs], [made.tensor[n].shape for n in op.outputs]
+    pieces = [make_piece(op, config.intervals(op, k), *shapes) for k in range(len(config.devices))]
+    for p, operand in enumerate(op.access.inputs):
+        if always_read(op, operand, shapes[0][p]):
+            assert all(piece.inputs[p] is not None for piece in pieces)
+
+
+def test_a_concatenated_part_and_a_bias_of_partial_sums_are_not_read_by_every_piece() -> None:
+    b = Builder("cat")
+    x, y = b.source("x", 4, 6), b.source("y", 4, 6)
+    b.add("cat", "cat", "n (h), n (h-6) -> n h", [x, y], [4, 12], sizes={"h": 12})
+    b.linear("fc", "cat", 5)
+    cat, linear = b.operators
+    assert [always_read(cat, o, (4, 6)) for o in cat.access.inputs] == [False, False]
+    assert [always_read(linear, o, s) for o, s in zip(linear.access.inputs, [(4, 12), (5, 12), (5,)], strict=True)] == [
+        True, True, False,
+    ]  # fmt: skip
+    assert always_read(linear, linear.access.inputs[0], (4, 12)) and make_config(linear, {"i": 2}, (0, 1)).parts == 2

@@ -1,0 +1,225 @@
+"""Branch and bound finds the optimum that trying every plan finds, and its bounds are below every plan."""
+
+from __future__ import annotations
+
+from itertools import permutations, product
+from math import prod
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from flexsearch.cost import Costs
+from flexsearch.errors import StrategyError
+from flexsearch.graph import OperatorGraph
+from flexsearch.lower import Lowering
+from flexsearch.search import Evaluator, search
+from flexsearch.search.exhaustive import (
+    Step,
+    aligned_configs,
+    every_config,
+    exhaustive,
+    interchangeable,
+    renamed,
+    search_order,
+)
+from flexsearch.search.relaxation import Relaxation
+from flexsearch.simulate import makespan
+from flexsearch.strategy import OperatorConfig, Options, Strategy, check_config, make_config
+from flexsearch.topology import Topology
+from tests.random_strategies import configs
+from tests.test_baselines import Builder, ethernet, mlp, transformer
+from tests.test_bound import GRAPHS
+from tests.test_delta import TOPOLOGIES, uneven
+from tests.test_search import with_memory
+
+SMALL = {
+    "two hosts": lambda: Topology.load("ethernet-1g-2"),
+    "three GPUs": lambda: Topology.load("p100:1").subset([0, 1, 2]),
+    "unequal devices on a bus": lambda: uneven(3, "half", 0.0, 1),
+    "unequal hosts that move bytes by CPU": lambda: uneven(2, "full", 1e-9, 1),
+    "shared processors": lambda: uneven(3, "full", 1e-9, 2),
+}
+
+
+@st.composite
+def small_graphs(draw: st.DrawFn) -> OperatorGraph:
+    """Three or four operators, which read anything made before them."""
+    b = Builder("small")
+    size = draw(st.sampled_from([7, 64, 700]))
+    known = [b.source("x", 8, size)]
+    unread = set[str]()
+    for k in range(draw(st.integers(1, 2))):
+        picked = known[draw(st.integers(0, len(known) - 1))]
+        made = b.linear(f"l{k}", picked, size) if draw(st.booleans()) else b.pointwise(f"p{k}", picked)
+        unread = (unread - {picked}) | {made}
+        known.append(made)
+    last = b.pointwise("sum", *sorted(unread)) if len(unread) > 1 else unread.pop()
+    return b.finish(b.linear("head", last, 12))
+
+
+@settings(derandomize=True, deadline=None, max_examples=30)
+@given(data=st.data(), graph=small_graphs(), name=st.sampled_from(sorted(SMALL)))
+def test_it_finds_what_trying_all_plans_finds(data: Any, graph: OperatorGraph, name: str) -> None:
+    topology = SMALL[name]()
+    costs, options = Costs(graph, topology), Options(bucket_bytes=data.draw(st.sampled_from([1, 3000, 25 * 2**20])))
+    each = {1: 500, 2: 25, 3: 9, 4: 6, 5: 4}[len(graph.operators)]
+    every = every_config(graph, topology)
+    rows = []
+    for i in range(len(graph.operators)):
+        row = every(i)
+        rows.append([row[k] for k in data.draw(st.permutations(range(len(row))))[:each]])
+    lowering = Lowering(graph, topology, costs)
+    times = [makespan(lowering.lower(plan, options).tasks) for plan in product(*rows)]
+    found = exhaustive(graph, topology, costs, options, choices=rows.__getitem__, tolerance=0.0)
+    assert found.complete and found.plans == len(times) and found.configs is not None
+    assert found.time_s == makespan(lowering.lower(found.configs, options).tasks) == min(times) == found.bound_s
+
+
+@settings(derandomize=True, deadline=None, max_examples=5)
+@given(graph=small_graphs(), kind=st.sampled_from(["two hosts", "three GPUs"]))
+def test_renaming_equal_devices_makes_nothing_faster(graph: OperatorGraph, kind: str) -> None:
+    topology = SMALL[kind]()
+    costs = Costs(graph, topology)
+    whole = exhaustive(graph, topology, costs, symmetry=False)
+    half = exhaustive(graph, topology, costs)
+    assert whole.complete and half.complete and half.nodes <= whole.nodes
+    assert half.time_s == pytest.approx(whole.time_s, rel=1e-5)
+
+
+@settings(derandomize=True, deadline=None, max_examples=50)
+@given(data=st.data(), graph=st.sampled_from(sorted(GRAPHS)), name=st.sampled_from(sorted(TOPOLOGIES)))
+def test_no_plan_is_faster_than_the_bound_of_any_part_of_it(data: Any, graph: str, name: str) -> None:
+    made, topology = GRAPHS[graph](), TOPOLOGIES[name]()
+    if len(topology.devices) > 4 or len(made.operators) > 40:
+        topology = ethernet(3)
+    costs, options = Costs(made, topology), Options(bucket_bytes=data.draw(st.sampled_from([1, 3000, 25 * 2**20])))
+    lowering = Lowering(made, topology, costs)
+    rows = [[data.draw(configs(op, len(topology.devices))) for _ in range(2)] for op in made.operators]
+    relaxation = Relaxation(lowering, options, rows)
+    plan = [data.draw(st.integers(0, 1)) for _ in rows]
+    seconds = makespan(lowering.lower([row[c] for row, c in zip(rows, plan, strict=True)], options).tasks)
+    chosen = np.full(len(rows), -1, dtype=np.int64)
+    before = 0.0
+    for operator in search_order(made, costs):
+        bound = relaxation.bounds(chosen, operator)[plan[operator]]
+        chosen[operator] = plan[operator]
+        now = relaxation.bound(chosen)
+        assert bound <= seconds and now <= seconds
+        before = max(before, bound, now)
+    assert before > 0.0
+    chosen[:] = -1
+    for operator in data.draw(st.permutations(range(len(rows)))):  # in any order, though not as sharp
+        assert relaxation.bound(chosen) <= seconds
+        chosen[operator] = plan[operator]
+
+
+def test_without_contention_the_bound_of_a_whole_plan_is_its_time() -> None:
+    graph, topology = mlp(), Topology.load("p100:1")
+    costs, rng = Costs(graph, topology), np.random.default_rng(0)
+    lowering = Lowering(graph, topology, costs)
+    rows = [aligned_configs(graph, topology)(i) for i in range(len(graph.operators))]
+    relaxation, exact = Relaxation(lowering, Options(), rows), 0
+    for _ in range(100):
+        chosen = np.array([rng.integers(len(row)) for row in rows])
+        seconds = makespan(lowering.lower([row[c] for row, c in zip(rows, chosen, strict=True)], Options()).tasks)
+        exact += relaxation.bound(chosen) == pytest.approx(seconds, rel=1e-8)
+    assert exact > 50
+
+
+def test_the_whole_space_has_every_legal_config_once() -> None:
+    graph, count = mlp(batch=4, width=3, layers=1), 3
+    every = every_config(graph, ethernet(count))
+    for i, op in enumerate(graph.operators):
+        row = every(i)
+        for config in row:
+            check_config(op, config, count)
+        assert len(set(row)) == len(row)
+        weighted = any(graph.tensor[name].kind == "parameter" for name in op.inputs)
+        expected = set()
+        for degrees in product(*(range(1, min(count, op.sizes[a]) + 1) for a in op.splittable)):
+            for used in range(1, count + 1):
+                if used % prod(degrees) == 0:
+                    for devices in permutations(range(count), used):
+                        for shard in (False, True) if weighted and used > 1 else (False,):
+                            config = make_config(op, dict(zip(op.splittable, degrees, strict=True)), devices, shard)
+                            expected.add(renamed(config, {}))
+        assert set(row) == expected
+
+
+def test_aligned_configs_are_some_of_them() -> None:
+    graph = mlp()
+    for i in range(len(graph.operators)):
+        aligned, every = aligned_configs(graph, ethernet(4))(i), set(every_config(graph, ethernet(4))(i))
+        assert set(aligned) < every and len(set(aligned)) == len(aligned)
+
+
+def test_it_is_never_slower_than_a_search_or_a_given_plan() -> None:
+    graph, topology = mlp(batch=64, width=512, layers=2), ethernet(2)
+    costs = Costs(graph, topology)
+    found = search(graph, topology, costs, proposals=300)
+    incumbent = tuple(found.strategy.configs[op.name] for op in graph.operators)
+    best = exhaustive(graph, topology, costs, found.strategy.options, incumbent=incumbent)
+    assert best.complete and best.time_s <= found.simulation.makespan_s
+    assert best.bound_s == pytest.approx(best.time_s, rel=2e-6) and best.nodes < best.plans
+    assert best.configs is not None
+    Strategy.make(graph, topology, {op.name: c for op, c in zip(graph.operators, best.configs, strict=True)})
+
+
+def test_a_search_that_is_cut_short_says_what_it_has_proved() -> None:
+    graph, topology = transformer(layers=1), ethernet(2)
+    costs = Costs(graph, topology)
+    found = exhaustive(graph, topology, costs, max_nodes=300)
+    assert not found.complete and "partial plans" in found.stopped
+    assert 0.0 < found.bound_s < found.time_s and found.configs is not None
+    timed = exhaustive(graph, topology, costs, budget_s=0.0)
+    assert not timed.complete and "budget of 0 s" in timed.stopped and timed.bound_s <= timed.time_s
+
+
+def test_an_interrupted_search_returns_its_best() -> None:
+    def interrupt(step: Step) -> None:
+        raise KeyboardInterrupt
+
+    graph, topology = transformer(layers=1), ethernet(2)
+    found = exhaustive(graph, topology, Costs(graph, topology), on_progress=interrupt)
+    assert not found.complete and found.stopped == "interrupted" and found.configs is not None
+
+
+def test_plans_that_do_not_fit_are_not_allowed() -> None:
+    b = Builder("tiny")
+    graph, roomy = b.finish(b.linear("fc", b.source("x", 64, 2048), 1024)), ethernet(2)
+    costs = Costs(graph, roomy)
+    best = exhaustive(graph, roomy, costs)
+    assert best.configs is not None
+    evaluate = Evaluator(graph, roomy, costs, Options())
+    peak = max(m.peak for m in memory_of(evaluate, best.configs))
+    tight = with_memory(roomy, peak - 1)
+    other = exhaustive(graph, tight, costs)
+    assert other.complete and other.time_s > best.time_s and other.configs is not None
+    assert max(m.peak for m in memory_of(evaluate, other.configs)) < peak
+    nothing = exhaustive(graph, with_memory(roomy, 1000), costs)
+    assert nothing.complete and nothing.configs is None and nothing.time_s == nothing.bound_s == float("inf")
+
+
+def memory_of(evaluate: Evaluator, plan: tuple[OperatorConfig, ...]) -> Any:
+    from flexsearch.simulate import memory
+
+    return memory(evaluate.lower(plan))
+
+
+def test_an_operator_without_a_choice_is_an_error() -> None:
+    graph = mlp()
+    with pytest.raises(StrategyError, match=r"operator 'fc0' has no config"):
+        exhaustive(graph, ethernet(2), Costs(graph, ethernet(2)), choices=lambda i: [])
+
+
+def test_devices_are_interchangeable_if_nothing_but_their_names_differs() -> None:
+    nodes = Topology.load("p100:2")
+    assert interchangeable(nodes, 0, 1) and not interchangeable(nodes, 0, 4)  # alone, 0 cannot leave its node
+    pcie = Topology.load("k80:1")
+    assert interchangeable(pcie, 0, 1) and not interchangeable(pcie, 1, 2)
+    assert all(interchangeable(ethernet(4), a, b) for a in range(4) for b in range(a))
+    assert not interchangeable(uneven(3, "full", 0.0, 1), 0, 1)
+    assert not interchangeable(uneven(4, "full", 0.0, 2), 1, 2)
