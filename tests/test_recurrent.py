@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from functools import cache
 from itertools import combinations
 
@@ -21,7 +22,7 @@ from flexsearch.lower import Lowered, TaskKind, lower
 from flexsearch.simulate import simulate
 from flexsearch.strategy import OperatorConfig, Strategy, make_config
 from flexsearch.strategy.baselines import baseline, baselines
-from flexsearch.strategy.depth import balance, depths
+from flexsearch.strategy.depth import balance, depths, unrolled
 from flexsearch.topology import Topology
 from tests.test_baselines import GRAPHS, ethernet
 
@@ -53,6 +54,7 @@ def test_each_step_of_each_layer_is_an_operator_and_all_read_the_same_weights() 
     assert [t.name for t in graph.of_kind("parameter") if t.name.startswith("lstm.layers.0")] == [
         f"lstm.layers.0.{name}" for name in ("weight_ih", "weight_hh", "bias_ih", "bias_hh")
     ]
+    assert sorted(Counter(unrolled(graph).values()).values()) == [4, 4, 4]  # two LSTM layers and the head
     for name in ("lstm.layers.1.weight_hh", "head.weight"):
         assert len(graph.consumers[name]) == 4
     assert len([op for op in graph.operators if op.kind == "cross_entropy"]) == 4
@@ -194,7 +196,7 @@ def test_layer_wise_gives_each_depth_a_device_and_each_host_a_part_of_the_batch(
     graph = rnnlm()
     one = baseline("layer-wise", graph, Topology.load("p100:1")).configs
     assert {one[f"lstm.layers.{k}{step}"].devices for k, step in ((0, ""), (0, "_3"))} == {(0,)}
-    assert one["source" if "source" in one else "embed.table"].devices == (0,)
+    assert one["embed.table"].devices == (0,)
     assert one["lstm.layers.1_2"].devices == (1,) and one["head_1"].devices == one["loss.mean"].devices == (2,)
     two = baseline("layer-wise", graph, Topology.load("p100:2")).configs
     assert two["lstm.layers.1"] == OperatorConfig((("b", 2),), (1, 5))

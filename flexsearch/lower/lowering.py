@@ -102,10 +102,12 @@ class Lowering:
     def __init__(self, graph: OperatorGraph, topology: Topology, costs: Costs) -> None:
         self.graph, self.topology, self.costs = graph, topology, costs
         self._placed: dict[tuple[int, OperatorConfig], Placed] = {}
+        self._alike = _alike(graph)
+        self._places: dict[tuple[int, OperatorConfig], tuple[Placement, tuple[int, ...], tuple[int, ...]]] = {}
         self._layouts: dict[Layout, int] = {}
         self._layout: list[Layout] = []
         self._reshards: dict[tuple[int, int, int], Reshard] = {}
-        self._weights: dict[tuple[str, tuple[int, ...], bool], WeightPlan] = {}
+        self._weights: dict[tuple[tuple[int, ...], tuple[bool, ...], bool, int], WeightPlan] = {}
         self._parameters = graph.of_kind("parameter")
         users = Counter(topology.processor_of)
         self.turns = [TURN_S if users[processor] > 1 else inf for processor in topology.processor_of]
@@ -120,20 +122,30 @@ class Lowering:
         key = operator, config
         if (known := self._placed.get(key)) is not None:
             return known
-        op, tensor = self.graph.operators[operator], self.graph.tensor
-        placement = place(op, config, [tensor[n].shape for n in op.inputs], [tensor[n].shape for n in op.outputs])
+        placement, reads, writes = self._place(operator, config)
         seconds = [
             self.costs.compute(operator, piece, device)
             for device, piece in zip(placement.devices, placement.pieces, strict=True)
         ]
         result = self._placed[key] = Placed(
             placement,
-            tuple(self.intern(layout) for layout in placement.reads),
-            tuple(self.intern(layout) for layout in placement.writes),
+            reads,
+            writes,
             tuple(f for f, _ in seconds),
             tuple(b for _, b in seconds),
         )
         return result
+
+    def _place(self, operator: int, config: OperatorConfig) -> tuple[Placement, tuple[int, ...], tuple[int, ...]]:
+        """Placement, and its layouts' numbers: once for all operators of the same shape, as the steps of a recurrent
+        layer are, or the layers of repeated blocks."""
+        key = self._alike[operator], config
+        if (known := self._places.get(key)) is None:
+            op, tensor = self.graph.operators[operator], self.graph.tensor
+            placement = place(op, config, [tensor[n].shape for n in op.inputs], [tensor[n].shape for n in op.outputs])
+            reads, writes = (tuple(map(self.intern, layouts)) for layouts in (placement.reads, placement.writes))
+            known = self._places[key] = placement, reads, writes
+        return known
 
     def intern(self, layout: Layout) -> int:
         """A small number for a layout; equal layouts have the same."""
@@ -156,7 +168,7 @@ class Lowering:
 
     def weight(self, tensor: Tensor, needs: tuple[int, ...], trained: Sequence[bool], shard: bool) -> WeightPlan:
         """Cached plan of a parameter whose edges want the given layouts."""
-        key = tensor.name, needs, shard
+        key = needs, tuple(trained), shard, tensor.itemsize
         if (known := self._weights.get(key)) is None:
             layouts = [self._layout[n] for n in needs]
             known = self._weights[key] = plan_weight(layouts, trained, shard, tensor.itemsize, self.topology)
@@ -175,6 +187,19 @@ class Lowering:
                 filled += tensor.nbytes
             self._buckets[bucket_bytes] = known
         return known
+
+
+def _alike(graph: OperatorGraph) -> tuple[int, ...]:
+    """A number for each operator; operators of the same pattern, axes and shapes have the same."""
+    numbers: dict[object, int] = {}
+    shapes = {t.name: t.shape for t in graph.tensors}
+    return tuple(
+        numbers.setdefault(
+            (op.pattern, op.axes, tuple(shapes[n] for n in op.inputs), tuple(shapes[n] for n in op.outputs)),
+            len(numbers),
+        )
+        for op in graph.operators
+    )
 
 
 def lower(graph: OperatorGraph, strategy: Strategy, topology: Topology, costs: Costs) -> Lowered:

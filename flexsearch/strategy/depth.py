@@ -21,7 +21,7 @@ def depths(graph: OperatorGraph) -> tuple[int, ...] | None:
     Operators outside of layers have the depth of the deepest layer that they read from, those before all layers (an
     embedding) that of the first layer that reads from them.
     """
-    layer = _layers(graph)
+    layer = unrolled(graph)
     before = [tuple(graph.producer[n] for n in op.inputs if n in graph.producer) for op in graph.operators]
     if not _recurrent(layer, before):
         return None
@@ -45,7 +45,7 @@ def depths(graph: OperatorGraph) -> tuple[int, ...] | None:
     return tuple(found)
 
 
-def _layers(graph: OperatorGraph) -> dict[int, int]:
+def unrolled(graph: OperatorGraph) -> dict[int, int]:
     """Operator -> the first operator of its layer, for operators that share a weight with others of their pattern."""
     first: dict[int, int] = {}
 
