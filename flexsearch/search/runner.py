@@ -72,7 +72,8 @@ class Runner:
 
     def __init__(self, evaluate: Evaluator, space: Space, seed: int) -> None:
         self.evaluate, self.space, self.seed = evaluate, space, seed
-        self._class_of = {leader: members[0] for members in space.classes for leader in members}
+        first: dict[tuple[object, ...], int] = {}
+        self._model = [first.setdefault(space.shape(i), i) for i in range(len(space.graph.operators))]
         self._links = [(i, link) for i, links in enumerate(space.propagation.links) for link in links]
         self._simulator: DeltaSimulator | None = None
         self._chain: Chain
@@ -192,8 +193,8 @@ class Runner:
         return operators[a], sharded(old, not old.shard_weights and len(old.devices) > 1)
 
     def _candidate(self, operator: int, k: int) -> OperatorConfig:
-        """Candidate ``k``: the same whenever it is asked for, and for all layers that repeat each other."""
-        model = self._class_of.get(operator, operator)
+        """Candidate ``k``: the same whenever it is asked for, and for all operators of the same shape."""
+        model = self._model[operator]
         return self.space.draw(np.random.Generator(np.random.PCG64([self.seed, model, k])), model)
 
     def _lay_out(self) -> Moves:

@@ -12,6 +12,7 @@ from flexsearch.graph import OperatorGraph
 from flexsearch.graph.operators import forward_flops
 from flexsearch.strategy import OperatorConfig, make_config
 from flexsearch.strategy.baselines import has_weights, is_heavy
+from flexsearch.strategy.depth import unrolled
 from flexsearch.strategy.propagate import Link, Propagation
 from flexsearch.topology import Topology
 
@@ -75,12 +76,22 @@ class Space:
 
     @cached_property
     def classes(self) -> tuple[tuple[int, ...], ...]:
-        """Leaders of the same kind and shape: the same layer in repeated blocks. Only classes of several."""
+        """Leaders that a move may change together: those of the same kind and shape (the same layer in repeated blocks),
+        then the steps of each unrolled layer. Only classes of several."""
         found: dict[tuple[object, ...], list[int]] = {}
         for i in self.leaders:
-            op = self.graph.operators[i]
-            found.setdefault((op.kind, op.pattern, op.axes), []).append(i)
-        return tuple(tuple(members) for members in found.values() if len(members) > 1)
+            found.setdefault(self.shape(i), []).append(i)
+        steps: dict[int, list[int]] = {}
+        for i, layer in unrolled(self.graph).items():
+            if i in self.groups:
+                steps.setdefault(layer, []).append(i)
+        classes = (tuple(sorted(members)) for members in (*found.values(), *steps.values()) if len(members) > 1)
+        return tuple(dict.fromkeys(classes))
+
+    def shape(self, operator: int) -> tuple[object, ...]:
+        """What operators have in common that can have each other's configs."""
+        op = self.graph.operators[operator]
+        return op.kind, op.pattern, op.axes
 
     def draw(self, rng: np.random.Generator, operator: int) -> OperatorConfig:
         """A random config over the whole legal space. Plans that use all devices, one axis and neighbouring devices are
