@@ -1,26 +1,31 @@
-"""How many plans can be simulated in a second? Walks of proposals over shipped graphs, on one thread.
+"""How many plans does the search evaluate in a second, on one thread?
 
-    python -m benchmarks.search_speed [--quick] [--json]
+    python -m benchmarks.search_speed [--quick] [--json] [--graphs alexnet256,nmt] [--clusters p100:1,p100:4]
 
-For each graph and cluster: a walk of random proposals from data parallelism, half of them accepted, made once to fill
-the caches of templates and then again, measured:
+For each graph and cluster the search's own chain goes from data parallelism for some seconds, and then the same way
+again. Everything is counted: drawing, templates, simulating, accepting or restoring.
 
-- ``proposals_per_s``: drawing, changing and simulating, with all templates at hand; ``cold_proposals_per_s``: the first
-  time, when they are made;
-- ``delta_s``: one proposal; ``pass_s``: the compiled pass over a whole plan whose templates are known; ``full_s``:
-  lowering the whole plan, in Python, and simulating it by events; ``full_over_delta``;
-- ``by_events_share``: proposals whose task graph had to be written down and simulated by events.
+- ``proposals_per_s``: the second time, when all templates are known; ``first_proposals_per_s``: the first time;
+- ``full_per_s``: whole plans from scratch, all templates known, compiled: their task graphs written down and simulated by
+  events; ``delta_over_full`` is the ratio to it; ``python_full_per_s``: plans lowered in Python and simulated by events;
+- ``by_events_share``: proposals whose task graph had to be written down; ``accepted_share``;
+- ``flexflow_per_s``: what FlexFlow's released code reached on a similar machine (2 cores, one thread), where known;
+  ``flexflow_ratio``: proposals_per_s over it;
+- ``peak_bytes``: memory of the process, which made nothing else.
 
 Machines differ and are shared. ``reference_per_s`` is the rate of a fixed loop (an event-driven simulation of 2,000
-tasks on 16 devices) beside it; compare ``proposals_per_reference``.
+tasks on 16 devices; 33,000 on a quiet machine of ours); ``proposals_per_reference`` compares across machines.
 """
 
 from __future__ import annotations
 
+import json
+import resource
+import subprocess
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from typing import Final
 
 import numpy as np
 
@@ -28,56 +33,55 @@ from benchmarks.harness import Row, median, parser, report, say
 from flexsearch.cost import Costs
 from flexsearch.graph import OperatorGraph
 from flexsearch.lower import TaskArrays
-from flexsearch.search.space import Space
+from flexsearch.search.climb import Climber
+from flexsearch.search.evaluate import Configs
+from flexsearch.search.runner import ROWS
 from flexsearch.simulate.delta import DeltaSimulator
 from flexsearch.simulate.kernel import times
-from flexsearch.strategy import OperatorConfig, Options
+from flexsearch.strategy import Options
 from flexsearch.strategy.baselines import baseline
 from flexsearch.topology import Topology
-from tests.proposals import propose
 
-Configs = tuple[OperatorConfig, ...]
-GRAPHS = ("alexnet", "resnet50", "gpt2")
-CLUSTERS = ("p100:1", "p100:4")
-WALK, QUICK_WALK = 400, 80
-FULL_PLANS = 5
-
-
-@dataclass(frozen=True)
-class Step:
-    """A proposal, and whether the walk goes on from it."""
-
-    configs: Configs
-    accepted: bool
+GRAPHS: Final = ("alexnet256", "inception_v3", "resnet101", "gpt2", "rnntc", "rnnlm", "nmt")
+CLUSTERS: Final = ("p100:1", "p100:4", "p100:16")
+SECONDS, QUICK_SECONDS = 20.0, 3.0
+FULL_PLANS: Final = 10
+FLEXFLOW: Final = {
+    ("alexnet256", 4): 21_814, ("alexnet256", 16): 2_786,
+    ("inception_v3", 4): 1_246, ("inception_v3", 16): 350, ("inception_v3", 64): 49,
+    ("resnet101", 4): 779, ("resnet101", 16): 253, ("resnet101", 64): 34,
+    ("gpt2", 4): 4_335, ("gpt2", 16): 1_196,
+}  # fmt: skip
+"""Evaluations per CPU second of FlexFlow's own simulator and MCMC (C++ -O2, one thread), by graph and devices. It
+simulates an operator with its activation and normalisation as one, and proposes batch splits only."""
 
 
-def walk(space: Space, start: Configs, count: int) -> list[Step]:
-    """A random walk; which proposals are accepted does not depend on their times, so that it can be repeated."""
-    rng, at, steps = np.random.default_rng(0), start, []
-    for _ in range(count):
-        _, new = propose(rng, space, at)
-        steps.append(Step(new, bool(rng.random() < 0.5)))
-        at = new if steps[-1].accepted else at
-    return steps
+def chain(climber: Climber, start: Configs, seconds: float, most: int) -> tuple[int, int, float]:
+    """Chains from ``start``, one after the other, for a time or a number of proposals: proposals, accepted, seconds."""
+    done = accepted = generation = 0
+    began = time.perf_counter()
+    while done < most and time.perf_counter() - began < seconds:
+        now = climber.evaluate(start)
+        climber.runner.begin(start, now, now, generation, climber.patience)
+        rng, ended = np.random.Generator(np.random.PCG64(generation)), False
+        before = done
+        while not ended and done < most and time.perf_counter() - began < seconds:
+            ended = climber.runner.go(rng, min(ROWS, most - done))
+            done = before + climber.runner.steps
+        accepted += climber.runner.accepted
+        generation += 1
+    return done, accepted, time.perf_counter() - began
 
 
-def simulate_walk(simulator: DeltaSimulator, space: Space, start: Configs, steps: Sequence[Step]) -> list[float]:
-    """Seconds of each step, drawing included: the draws are made again, as a search makes them."""
-    rng, at, taken = np.random.default_rng(0), start, []
-    simulator.propose(dict(enumerate(start)))
-    simulator.accept()
-    for step in steps:
+def full_seconds(simulator: DeltaSimulator) -> float:
+    """One plan from nothing, with templates at hand: configs placed, edges wired, tasks written, events simulated."""
+    taken = []
+    configs = dict(enumerate(simulator.configs))
+    for _ in range(FULL_PLANS):
         began = time.perf_counter()
-        propose(rng, space, at)
-        rng.random()
-        simulator.propose(
-            {i: a for i, (a, b) in enumerate(zip(step.configs, at, strict=True)) if a is not b and a != b}
-        )
-        if step.accepted:
-            simulator.accept()
-            at = step.configs
+        simulator.from_nothing(configs)
         taken.append(time.perf_counter() - began)
-    return taken
+    return median(taken)
 
 
 def reference_per_s() -> float:
@@ -101,62 +105,72 @@ def reference_per_s() -> float:
     return 1 / median(taken)
 
 
-def measure(name: str, cluster: str, count: int, reference: float) -> Row:
+def measure(name: str, cluster: str, seconds: float) -> Row:
     """One row of the table."""
-    say(f"walking over {name} on {cluster}")
     graph, topology = OperatorGraph.load(name), Topology.load(cluster)
-    space, options = Space(graph, topology), Options()
+    climber = Climber(graph, topology, Costs(graph, topology), Options(), seed=0)
     plan = baseline("data-parallel", graph, topology)
     start = tuple(plan.configs[op.name] for op in graph.operators)
-    steps = walk(space, start, count)
-    simulator = DeltaSimulator(graph, topology, Costs(graph, topology), options, start)
-    cold = simulate_walk(simulator, space, start, steps)
-    before = simulator.passes, simulator.written
-    warm = simulate_walk(simulator, space, start, steps)
-    passes, written = simulator.passes - before[0], simulator.written - before[1]
-    passes_s = []
-    for _ in range(20):
-        simulator.whole = False  # as if there were no checkpoints
+    climber.warm(start)
+    first, accepted, first_s = chain(climber, start, seconds, sys.maxsize)
+    simulator = climber.evaluate.at(start)
+    before = simulator.written
+    # The same way again; several times if it is short.
+    rounds = [chain(climber, start, np.inf, first)[2] for _ in range(3 if first_s < 30 * seconds else 1)]
+    written = (climber.evaluate.at(start).written - before) / len(rounds)
+    rate, devices = first / median(rounds), len(topology.devices)
+    python_s = []
+    for _ in range(2):
         began = time.perf_counter()
-        simulator.propose({})
-        passes_s.append(time.perf_counter() - began)
-    full, tasks = [], 0
-    for step in steps[:: max(1, count // FULL_PLANS)]:
-        began = time.perf_counter()
-        lowered = simulator.lowering.lower(step.configs, options)
+        lowered = climber.evaluate.lower(start)
         times(lowered.tasks.arrays())
-        full.append(time.perf_counter() - began)
-        tasks = max(tasks, len(lowered.tasks))
-    rate = count / sum(warm)
+        python_s.append(time.perf_counter() - began)
+    full_s, reference, flexflow = full_seconds(simulator), reference_per_s(), FLEXFLOW.get((name, devices))
     return {
         "graph": name,
         "cluster": cluster,
-        "devices": len(topology.devices),
+        "devices": devices,
         "operators": len(graph.operators),
-        "tasks": tasks,
+        "tasks": len(lowered.tasks),
+        "proposals": first,
         "proposals_per_s": rate,
-        "cold_proposals_per_s": count / sum(cold),
-        "delta_s": median(warm),
-        "pass_s": median(passes_s),
-        "full_s": median(full),
-        "full_over_delta": median(full) / median(warm),
-        "by_events_share": written / passes,
+        "first_proposals_per_s": first / first_s,
+        "full_per_s": 1 / full_s,
+        "delta_over_full": rate * full_s,
+        "python_full_per_s": 1 / min(python_s),
+        "by_events_share": written / first,
+        "accepted_share": accepted / first,
+        "flexflow_per_s": flexflow,
+        "flexflow_ratio": rate / flexflow if flexflow else None,
+        "peak_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
         "reference_per_s": reference,
         "proposals_per_reference": rate / reference,
     }
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the benchmark."""
+    """Run the benchmark, each row in a process of its own."""
     made = parser(__doc__)
     made.add_argument("--graphs", help=f"comma-separated shipped graphs or files; default: {','.join(GRAPHS)}")
     made.add_argument("--clusters", help=f"comma-separated topologies; default: {','.join(CLUSTERS)}")
+    made.add_argument("--seconds", type=float, help=f"time of the first walk of each row; default: {SECONDS:g}")
     options = made.parse_args(arguments)
     graphs = options.graphs.split(",") if options.graphs else GRAPHS
-    clusters = options.clusters.split(",") if options.clusters else CLUSTERS
-    count, reference = QUICK_WALK if options.quick else WALK, reference_per_s()
-    rows = [measure(graph, cluster, count, reference) for graph in graphs for cluster in clusters]
-    report(rows, "Proposals simulated in a second, one thread", options.json)
+    clusters = options.clusters.split(",") if options.clusters else CLUSTERS[:2] if options.quick else CLUSTERS
+    seconds = options.seconds or (QUICK_SECONDS if options.quick else SECONDS)
+    if len(graphs) == len(clusters) == 1:
+        rows = [measure(graphs[0], clusters[0], seconds)]
+    else:
+        rows = []
+        for graph in graphs:
+            for cluster in clusters:
+                say(f"walking over {graph} on {cluster}")
+                command = [sys.executable, "-m", "benchmarks.search_speed", "--graphs", graph, "--clusters", cluster]
+                ran = subprocess.run(
+                    [*command, "--seconds", str(seconds), "--json"], stdout=subprocess.PIPE, check=True, text=True
+                )
+                rows += json.loads(ran.stdout)["rows"]
+    report(rows, "Proposals evaluated in a second, one thread", options.json)
     return 0
 
 

@@ -126,6 +126,16 @@ class DeltaSimulator:
         self._pending = False
         self._clean()
 
+    def from_nothing(self, configs: Mapping[int, OperatorConfig]) -> float:
+        """Iteration time (s) of a whole plan, built up from nothing and timed by events: what ``propose`` saves. It
+        becomes the plan at hand."""
+        self.reject()
+        self.state, self.proposed, self.whole = self._empty_state(), self._empty_state(), False
+        self.propose(configs)
+        self._seconds = self.by_events()
+        self.accept()
+        return self.seconds
+
     def use(self, options: Options) -> None:
         """Go on with buckets of another size: templates do not depend on them. The optimizer must stay the same."""
         self.options = options
