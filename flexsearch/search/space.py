@@ -76,8 +76,8 @@ class Space:
 
     @cached_property
     def classes(self) -> tuple[tuple[int, ...], ...]:
-        """Leaders that a move may change together: those of the same kind and shape (the same layer in repeated blocks),
-        then the steps of each unrolled layer. Only classes of several."""
+        """Leaders that a move may change together: those of the same kind and shape (the same layer in repeated
+        blocks), then the steps of each unrolled layer. Only classes of several."""
         found: dict[tuple[object, ...], list[int]] = {}
         for i in self.leaders:
             found.setdefault(self.shape(i), []).append(i)

@@ -128,13 +128,13 @@ class State(NamedTuple):
 class Work(NamedTuple):
     """Where a pass works. ``arrived``, ``checkpoint`` have two versions, so that a rejected proposal leaves the state's
     own as they were: ``version`` says which is the state's, ``fresh`` which rows the pass at hand has written.
-    ``done``, ``sent``: seconds of computing and of keeping resources busy that lie behind the pass."""
+    ``idle``, ``sent``: seconds for which each device has waited, and each resource was busy, behind the pass."""
 
     last: F64
     free: F64
     seen: F64
     synced: F64
-    done: F64
+    idle: F64
     sent: F64
     middle: F64
     arrived: npt.NDArray[np.float64]
@@ -160,8 +160,10 @@ class Work(NamedTuple):
 
 
 class Tasks(NamedTuple):
-    """The task graph as it is written down; ``written``: tasks, dependencies, links, drags, nodes so far. ``head``: for
-    each row and device a list of the tasks that deliver there, as nodes."""
+    """The task graph as it is written down. If ``merged``, what a device computes without waiting is one task of
+    several parts; not where processors are shared, or where moving bytes takes time from them. ``written``: tasks,
+    dependencies, links, drags, nodes so far. ``head``: for each row and device a list of the tasks that deliver there,
+    as nodes."""
 
     duration: F64
     dependency_start: U32
@@ -174,6 +176,13 @@ class Tasks(NamedTuple):
     drag_s: F64
     turn: F64
     written: U64
+    part: npt.NDArray[np.float64]  # by device: seconds of its computing tasks in order
+    parts: U64  # by device: how many
+    merged: U8  # (1,): whether to merge tasks
+    open: U8  # by device: whether what it computes next belongs to its last task
+    part_row: U32  # by task: device of its parts, in [part_first, part_last); empty: the task has a duration
+    part_first: U32
+    part_last: U32
     last: U32
     head: npt.NDArray[np.uint32]
     middle: U32

@@ -54,7 +54,7 @@ class DeltaSimulator:
         self.wiring: Wiring = make_wiring(graph, topology, self.lowering, self.program)
         self.state, self.proposed = (self._empty_state() for _ in range(2))
         self.work = self._work()
-        self.tasks = _tasks(len(self.work.version), len(topology.devices), room)
+        self.tasks = self._tasks(room)
         self.change = self._change()
         self.passes = self.written = 0
         """Passes that gave the time, and plans whose task graph had to be written down."""
@@ -157,7 +157,7 @@ class DeltaSimulator:
             if count <= len(self.work.start):
                 return self.work.start[:count].copy(), self.work.end[:count].copy()
             self.work = self.work._replace(start=np.zeros(2 * count), end=np.zeros(2 * count))
-        self._write(self.state, inf)
+        self._write(self.state, inf, merged=False)
         count = int(self.tasks.written[0])
         return self.tasks.start[:count].copy(), self.tasks.end[:count].copy()
 
@@ -168,12 +168,14 @@ class DeltaSimulator:
     def by_events(self, limit: float = inf) -> float:
         """Iteration time (s) of the proposal by events; infinity if it is certainly above ``limit`` (s)."""
         self.written += 1
-        return self._write(self.proposed, limit)
+        return self._write(self.proposed, limit, merged=self.program.scalars[2] == 0.0)
 
-    def _write(self, state: State, limit: float) -> float:
+    def _write(self, state: State, limit: float, merged: bool) -> float:
         """Makespan (s) by events, of the task graph written down; there are no checkpoints of the plan then."""
+        self.tasks.merged[0] = merged
         while self._walk(state, WRITE) < 0.0:
-            self.tasks = _tasks(len(self.work.version), len(self.topology.devices), 2 * len(self.tasks.duration))
+            self.tasks = self._tasks(2 * len(self.tasks.duration))
+            self.tasks.merged[0] = merged
         self.work.broken[0] = 1
         return float(time_written(self.tasks, self.work, limit))
 
@@ -201,6 +203,10 @@ class DeltaSimulator:
         config = self.proposed.config[self.wiring.slot_operator[slot]]
         pools = self.templates.pools
         return int(pools.layout[int(pools.config_reads[config]) + int(self.wiring.slot_position[slot])])
+
+    def _tasks(self, count: int) -> Tasks:
+        """Room for ``count`` tasks, and for the update beside forward and backward of every operator."""
+        return _tasks(len(self.work.version), len(self.topology.devices), count, 2 * len(self.graph.operators) + 1)
 
     def _change(self) -> Change:
         operators, weights = len(self.graph.operators), len(self.wiring.gather_block)
@@ -230,7 +236,7 @@ class DeltaSimulator:
         members = 1 + weights * max(4, devices)  # exchanges that a bucket can hold
         return Work(
             last=np.zeros(devices), free=np.zeros(resources), seen=np.zeros(resources), synced=np.zeros(devices),
-            done=np.zeros(devices), sent=np.zeros(resources),
+            idle=np.zeros(devices), sent=np.zeros(resources),
             middle=np.zeros(devices), arrived=np.zeros((2, rows, devices)), version=np.zeros(rows, np.uint8),
             fresh=np.zeros(rows, np.uint8), checkpoint=np.zeros((2, checks, 3 * devices + 3 * resources + 2)),
             check_version=np.zeros(checks, np.uint8), check_fresh=np.zeros(checks, np.uint8), load=np.zeros(resources),
@@ -245,13 +251,16 @@ def _numbers(size: int) -> npt.NDArray[np.uint32]:
     return np.zeros(size, np.uint32)
 
 
-def _tasks(rows: int, devices: int, count: int) -> Tasks:
+def _tasks(rows: int, devices: int, count: int, computes: int) -> Tasks:
     """Room for ``count`` tasks, with 16 dependencies, links, ... each on average."""
     wide = 16 * count
     return Tasks(
         duration=np.zeros(count), dependency_start=_numbers(count + 1), dependency=_numbers(wide),
         link_start=_numbers(count + 1), link=_numbers(wide), link_s=np.zeros(wide), drag_start=_numbers(count + 1),
         drag=_numbers(wide), drag_s=np.zeros(wide), turn=np.zeros(count), written=np.zeros(8, np.uint64),
+        part=np.zeros((devices, computes)), parts=np.zeros(devices, np.uint64), merged=np.zeros(1, np.uint8),
+        open=np.zeros(devices, np.uint8),
+        part_row=_numbers(count), part_first=_numbers(count), part_last=_numbers(count),
         last=_numbers(devices), head=np.zeros((rows, devices), np.uint32), middle=_numbers(devices),
         synced=_numbers(devices), node_task=_numbers(wide), node_next=_numbers(wide), start=np.zeros(count),
         end=np.zeros(count), ready=np.zeros(count), left=np.zeros(count), waiting=_numbers(count),

@@ -38,12 +38,14 @@ from flexsearch.simulate.arrays import (
 from flexsearch.simulate.kernel import ONE, THREE, TWO, ZERO, lean
 from flexsearch.simulate.write import (
     after,
-    after_one,
+    after_device,
     fits,
+    goes_on,
     note,
     write_compute,
     write_drag,
     write_link,
+    write_part,
     write_task,
 )
 
@@ -65,6 +67,8 @@ def walk(
     work.check_fresh[:] = 0
     if mode == WRITE:
         tasks.written[:] = 0
+        tasks.parts[:] = 0
+        tasks.open[:] = 0
         tasks.last[:] = NOTHING
         tasks.synced[:] = NOTHING
     b = np.uint64(first)
@@ -109,16 +113,18 @@ def walk(
     if mode == WRITE and not fits(tasks):
         return -1.0
     work.counted[0] = moment[1]
+    for d in range(devices):
+        moment[0] = max(moment[0], work.last[d])
     return moment[0]
 
 
 @lean
 def too_long(program: Program, state: State, work: Work, limit: float) -> Any:
-    """Whether the makespan is certainly above ``limit`` (s): some device still has too much to compute after the moment
-    up to which it is busy, or some link too much to carry. ``work`` is that of a pass, anywhere on its way."""
+    """Whether the makespan is certainly above ``limit`` (s): some device has waited for too long, beside what it
+    computes, or some link still has too much to carry. ``work`` is that of a pass, anywhere on its way."""
     limit *= 1.0 + 1e-9  # more than all rounding in sums of seconds
     for d in range(np.uint64(state.busy.shape[0])):
-        if work.last[d] + (float(state.busy[d]) * TICK - work.done[d]) > limit:
+        if work.idle[d] + float(state.busy[d]) * TICK > limit:
             return True
     for r in range(np.uint64(state.load.shape[0])):
         if work.free[r] + (float(state.load[r]) * TICK - work.sent[r]) > limit:
@@ -142,7 +148,7 @@ def _restore(work: Work, first: Any, devices: Any) -> None:
         work.free[:] = 0.0
         work.seen[:] = 0.0
         work.synced[:] = 0.0
-        work.done[:] = 0.0
+        work.idle[:] = 0.0
         work.sent[:] = 0.0
         return
     c = np.uint64(first) // np.uint64(STRIDE)
@@ -152,7 +158,7 @@ def _restore(work: Work, first: Any, devices: Any) -> None:
     while k < devices:
         work.last[k] = row[k]
         work.synced[k] = row[devices + k]
-        work.done[k] = row[TWO * devices + k]
+        work.idle[k] = row[TWO * devices + k]
         k += ONE
     at = THREE * devices
     k = ZERO
@@ -174,7 +180,7 @@ def _save(work: Work, c: Any, devices: Any, moment: F64) -> None:
     while k < devices:
         row[k] = work.last[k]
         row[devices + k] = work.synced[k]
-        row[TWO * devices + k] = work.done[k]
+        row[TWO * devices + k] = work.idle[k]
         k += ONE
     at = THREE * devices
     k = ZERO
@@ -224,15 +230,33 @@ def _compute(
     else:
         low, high = np.uint64(program.result_first[operator]), np.uint64(program.result_last[operator])
     shared = program.scalars[2] > 0.0
+    waits = False
+    for j in range(low, high):
+        waits = waits or _source(program, pools, state, j, forward, slots) != np.uint64(NOTHING)
+    if mode == TIME and not waits and not shared:  # most blocks: every device just goes on
+        if forward:
+            for k in range(first, last):
+                work.last[np.uint64(pools.entry_device[k])] += pools.entry_forward_s[k]
+        else:
+            for k in range(first, last):
+                work.last[np.uint64(pools.entry_device[k])] += pools.entry_backward_s[k]
+        return
     if mode == WRITE:
         for k in range(first, last):
             d = np.uint64(pools.entry_device[k])
             seconds = pools.entry_forward_s[k] if forward else pools.entry_backward_s[k]
+            if not waits and goes_on(tasks, d):
+                write_part(tasks, d, seconds)
+                continue
+            arrivals = tasks.written[1]
             for j in range(low, high):
                 row = _source(program, pools, state, j, forward, slots)
                 if row != np.uint64(NOTHING):
                     after(tasks, tasks.head[row, d])
-            write_compute(program, tasks, d, seconds)
+            if arrivals == tasks.written[1] and goes_on(tasks, d):
+                write_part(tasks, d, seconds)
+            else:
+                write_compute(program, tasks, d, seconds)
         return
     # Ready times first: a row at a time, each a plain loop over the devices.
     for k in range(first, last):
@@ -257,9 +281,8 @@ def _compute(
             begin = max(begin, work.free[p])
             work.free[p] = begin + seconds
         finish = begin + seconds
+        work.idle[d] += begin - work.last[d]
         work.last[d] = finish
-        work.done[d] += seconds
-        moment[0] = max(moment[0], finish)
         if mode == RECORD:
             _record(work, moment, begin, finish)
 
@@ -311,7 +334,7 @@ def _exchange(
     if mode == WRITE:
         for k in range(np.uint64(pools.send_first[x]), np.uint64(pools.send_last[x])):
             d = np.uint64(pools.send[k])
-            after_one(tasks, tasks.last[d])
+            after_device(tasks, d)
             if second:
                 after(tasks, heads[d])
         for k in range(np.uint64(pools.link_first[x]), np.uint64(pools.link_last[x])):
@@ -422,7 +445,7 @@ def _merged(program: Program, pools: Pools, work: Work, tasks: Tasks, g: Any, mo
         for k in range(np.uint64(pools.send_first[x]), np.uint64(pools.send_last[x])):
             d = np.uint64(pools.send[k])
             if mode == WRITE:
-                after_one(tasks, tasks.last[d])
+                after_device(tasks, d)
             else:
                 ready = max(ready, work.last[d])
         latency = max(latency, pools.latency[x])
@@ -525,6 +548,5 @@ def _update(program: Program, state: State, work: Work, tasks: Tasks, mode: Any,
             begin = max(begin, work.free[p])
             work.free[p] = begin + seconds
         work.last[d] = begin + seconds
-        moment[0] = max(moment[0], begin + seconds)
         if mode == RECORD:
             _record(work, moment, begin, begin + seconds)

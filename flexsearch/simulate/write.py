@@ -73,11 +73,45 @@ def write_drag(tasks: Tasks, resource: Any, seconds: float) -> None:
 
 
 @lean
+def after_device(tasks: Tasks, d: Any) -> None:
+    """The task to be written next depends on what device ``d`` has computed so far."""
+    after_one(tasks, tasks.last[d])
+    tasks.open[d] = 0
+
+
+@lean
+def goes_on(tasks: Tasks, d: Any) -> Any:
+    """Whether what device ``d`` computes next, without waiting, can belong to its last task: if nothing depends on that
+    task alone."""
+    return tasks.open[d] == 1 and tasks.merged[0] == 1
+
+
+@lean
+def write_part(tasks: Tasks, d: Any, seconds: float) -> None:
+    """One more part of the last task of device ``d``. Times are added part by part: the sum has other bits."""
+    tasks.part[d, tasks.parts[d]] = seconds
+    tasks.parts[d] += ONE
+    task = np.uint64(tasks.last[d])
+    if task < np.uint64(tasks.duration.shape[0]):
+        tasks.part_last[task] = tasks.parts[d]
+        tasks.duration[task] += seconds
+
+
+@lean
 def write_compute(program: Program, tasks: Tasks, d: Any, seconds: float) -> None:
+    """A task of device ``d``, whose dependencies on other tasks have been written."""
     after_one(tasks, tasks.last[d])
     write_link(tasks, program.processor[d], seconds)
     tasks.last[d] = tasks.written[0]
+    tasks.open[d] = 1
     write_task(tasks, seconds, program.turn[d])
+    task = np.uint64(tasks.last[d])
+    if tasks.merged[0] == 1 and task < np.uint64(tasks.duration.shape[0]):
+        tasks.part_row[task] = d
+        tasks.part_first[task] = tasks.parts[d]
+        tasks.part[d, tasks.parts[d]] = seconds
+        tasks.parts[d] += ONE
+        tasks.part_last[task] = tasks.parts[d]
 
 
 @lean
@@ -87,6 +121,8 @@ def write_task(tasks: Tasks, duration: float, turn: float) -> None:
     if at < np.uint64(tasks.duration.shape[0]):
         tasks.duration[at] = duration
         tasks.turn[at] = turn
+        tasks.part_first[at] = 0
+        tasks.part_last[at] = 0
         tasks.dependency_start[at + ONE] = tasks.written[1]
         tasks.link_start[at + ONE] = tasks.written[2]
         tasks.drag_start[at + ONE] = tasks.written[3]
@@ -105,5 +141,6 @@ def time_written(tasks: Tasks, work: Work, limit: float) -> float:
         tasks.drag[:drags], tasks.drag_s[:drags], tasks.turn[:count], tasks.start[:count], tasks.end[:count],
         tasks.ready[:count], tasks.left[:count], work.free, tasks.waiting[:count],
         tasks.reader_start[: count + TWO], tasks.reader[:dependencies], tasks.heap[:count], work.sent, limit,
+        tasks.part, tasks.part_row, tasks.part_first, tasks.part_last,
     )  # fmt: skip
     return makespan
