@@ -38,8 +38,9 @@ def plan_weight(
     parts: dict[Box, tuple[int, ...]] = {}
     for box, devices in groups.items():
         owned = split_box(box, devices) if shard else [(device, box) for device in devices]
-        parts[box] = tuple(range(len(storage), len(storage) + len(owned)))
-        storage.extend(Entry(device, part, len(storage) + k) for k, (device, part) in enumerate(owned))
+        first = len(storage)
+        parts[box] = tuple(range(first, first + len(owned)))
+        storage.extend(Entry(device, part, first + k) for k, (device, part) in enumerate(owned))
     stored = tuple(storage)
     forward = tuple(
         # Groups gather among themselves: their boxes may overlap, which must not be taken for partial sums.
