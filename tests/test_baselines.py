@@ -15,8 +15,8 @@ from flexsearch.graph import Axis, Operator, OperatorGraph, Tensor
 from flexsearch.graph.notation import instantiate, parse
 from flexsearch.graph.operators import axis_roles
 from flexsearch.lower import Lowered, lower
-from flexsearch.lower.layout import place
 from flexsearch.lower.reshard import reshard
+from flexsearch.lower.split import place
 from flexsearch.strategy import OperatorConfig, Strategy, make_config
 from flexsearch.strategy.baselines import NAMES, baseline, baselines, is_heavy
 from flexsearch.strategy.propagate import Propagation, follow

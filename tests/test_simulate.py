@@ -17,7 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from flexsearch.cost.communication import Transfer
-from flexsearch.graph import Axis, Operator, OperatorGraph, Piece, Tensor
+from flexsearch.graph import Axis, Operator, OperatorGraph, Tensor
 from flexsearch.graph.notation import instantiate
 from flexsearch.lower import Communication, Lowered, TaskArrays, TaskGraph, TaskKind, lower
 from flexsearch.simulate import Memory, keep, makespan, over_memory, simulate
@@ -35,9 +35,9 @@ class FixedCosts:
     def __init__(self, graph: OperatorGraph) -> None:
         self.graph = graph
 
-    def compute(self, operator: int, piece: Piece, device: int) -> tuple[float, float]:
-        points = prod(high - low for low, high in piece.axes.values())
-        return 1e-9 * points, 2e-9 * points if self.graph.has_backward[operator] else 0.0
+    def pieces(self, operator: int, extents: Sequence[tuple[int, ...]], extent_of: np.ndarray, _: object) -> object:
+        points = np.array([prod(extent) for extent in extents])[extent_of]
+        return np.stack((1e-9 * points, 2e-9 * points if self.graph.has_backward[operator] else 0.0 * points))
 
     def update(self, nbytes: int, tensors: int, device: int, optimizer: str) -> float:
         return 1e-10 * nbytes

@@ -6,6 +6,7 @@ from the extents of a piece, never from its place, so that a cost does not depen
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -155,8 +156,12 @@ class Costs:
         self.graph, self.topology, self.profile = graph, topology, profile
         self._costed = tuple(Costed.of(graph, i) for i in range(len(graph.operators)))
         self._axes = tuple(op.access.axes for op in graph.operators)
+        alike: dict[object, int] = {}
+        self._alike = tuple(alike.setdefault(self._key(i), i) for i in range(len(graph.operators)))
+        """By operator: the first one that costs the same."""
         classes: dict[Device, int] = {}
         self._class_of = tuple(classes.setdefault(_anonymous(d), len(classes)) for d in topology.devices)
+        self._classes = np.array(self._class_of)
         self._models = tuple(_Model(device, profile) for device in classes)
         self._known: dict[tuple[int, tuple[int, ...], int], tuple[float, float]] = {}
         if profile is not None and not any(model.profile for model in self._models):
@@ -166,13 +171,38 @@ class Costs:
                 + ". Profile one of these devices, or list the model in the profile's device.stands_for."
             )
 
+    def _key(self, operator: int) -> tuple[object, ...]:
+        """Everything about an operator that its cost depends on, whatever its name and place."""
+        op, costed = self.graph.operators[operator], self._costed[operator]
+        shapes = tuple(tuple(t.shape) for t in (*costed.inputs, *costed.outputs))
+        attributes = json.dumps(op.attributes, sort_keys=True)
+        backward = self.graph.has_backward[operator]
+        return op.kind, op.pattern, op.axes, attributes, shapes, costed.dtypes, costed.needs, backward
+
     def compute(self, operator: int, piece: Piece, device: int) -> tuple[float, float]:
         """Seconds of the forward and of the backward task of a piece; backward is 0.0 where there is none."""
         extents = tuple(high - low for low, high in map(piece.axes.__getitem__, self._axes[operator]))
-        key = operator, extents, self._class_of[device]
+        return self._seconds(operator, extents, self._class_of[device])
+
+    def pieces(
+        self, operator: int, extents: Sequence[tuple[int, ...]], extent_of: npt.NDArray[np.intp],
+        device: npt.NDArray[np.uint32],
+    ) -> npt.NDArray[np.float64]:  # fmt: skip
+        """Seconds of the forward and of the backward tasks (rows) of pieces: piece k has as many indices on each axis
+        of the operator's access as ``extents[extent_of[k]]`` says, and is on ``device[k]``."""
+        kinds = self._classes[device]
+        found = np.empty((len(device), 2))
+        for kind in range(len(self._models)) if len(self._models) == 1 else np.unique(kinds).tolist():
+            seconds, here = np.array([self._seconds(operator, extent, kind) for extent in extents]), kinds == kind
+            found[here] = seconds[extent_of[here]]
+        return np.ascontiguousarray(found.T)
+
+    def _seconds(self, operator: int, extents: tuple[int, ...], kind: int) -> tuple[float, float]:
+        """Of a piece of these extents on a kind of device."""
+        key = self._alike[operator], extents, kind
         if (known := self._known.get(key)) is None:
             named = dict(zip(self._axes[operator], extents, strict=True))
-            forward, backward = self._models[key[2]].seconds(self._costed[operator], named)
+            forward, backward = self._models[kind].seconds(self._costed[operator], named)
             known = self._known[key] = forward, backward if self.graph.has_backward[operator] else 0.0
         return known
 

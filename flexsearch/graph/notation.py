@@ -94,6 +94,15 @@ class Dimension:
             high = low + stride
         return low, high
 
+    def interval(self, piece: Mapping[str, Interval], sizes: Mapping[str, int], size: int) -> Interval | None:
+        """Indices of a tensor's dimension of ``size`` that the piece reaches, or None if all of its window is outside.
+        ``piece`` needs the axes of this dimension only."""
+        if self.merged:
+            return self.merged_interval(piece, sizes)
+        low, high = self.window(piece)
+        low, high = max(low, 0), min(high, size)
+        return (low, high) if low < high else None
+
     def __str__(self) -> str:
         if self.merged:
             return f"({' '.join(self.axes)})"
@@ -152,6 +161,10 @@ class Access:
                     blocked.update(long[1:])
         return tuple(a for a in self.axes if not is_whole(a) and sizes[a] > 1 and a not in blocked)
 
+    def skips(self, operand: Operand, piece: Mapping[str, Interval]) -> bool:
+        """Whether ``operand`` is added once and this is not the first piece along the summed axes that it knows."""
+        return operand.once and any(piece[a][0] > 0 for a in self.summed if a in piece)
+
     def region(
         self, operand: Operand, piece: Mapping[str, Interval], sizes: Mapping[str, int], shape: Sequence[int]
     ) -> Box | None:
@@ -160,18 +173,14 @@ class Access:
         None if the piece touches nothing of it: all its window lies outside (a concatenated part), or the operand is
         added once and this is not the first piece along the summed axes.
         """
-        if operand.once and any(piece[a][0] > 0 for a in self.summed):
+        if self.skips(operand, piece):
             return None
         box = []
         for dimension, size in zip(operand.dimensions, shape, strict=True):
-            if dimension.merged:
-                box.append(dimension.merged_interval(piece, sizes))
-                continue
-            low, high = dimension.window(piece)
-            low, high = max(low, 0), min(high, size)
-            if low >= high:
+            interval = dimension.interval(piece, sizes, size)
+            if interval is None:
                 return None
-            box.append((low, high))
+            box.append(interval)
         return tuple(box)
 
 

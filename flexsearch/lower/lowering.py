@@ -9,16 +9,20 @@ in the same order as every other rank.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from math import inf
 
+import numpy as np
+
+from flexsearch.compiled import F64, U32
 from flexsearch.cost import Costs
-from flexsearch.cost.communication import Transfer, all_reduce, transfer
-from flexsearch.graph import OperatorGraph, Tensor, volume
-from flexsearch.lower.layout import Entry, Layout, Placement, place
-from flexsearch.lower.reshard import Exchange, Reshard, reshard
+from flexsearch.cost.communication import Transfer
+from flexsearch.graph import Operator, OperatorGraph, Tensor, volume
+from flexsearch.lower.layout import Entry, Laid, Layout, Layouts, Placement
+from flexsearch.lower.reshard import Exchange, Planner, Reshard
+from flexsearch.lower.split import Split, Splitter
 from flexsearch.lower.taskgraph import Communication, Member, Purpose, TaskGraph, TaskKind
 from flexsearch.lower.weights import WeightPlan, plan_weight
 from flexsearch.strategy import OperatorConfig, Options, Strategy
@@ -26,6 +30,9 @@ from flexsearch.topology import Topology
 
 TURN_S = 3e-3
 """Devices that share a processor take turns of this length, s (the base slice of Linux's scheduler)."""
+
+Seconds = Callable[[Split, U32], F64]
+"""Costs of the pieces of a split on some devices: rows for forward and backward."""
 
 
 @dataclass(frozen=True)
@@ -50,16 +57,32 @@ class Weight:
     plan: WeightPlan
 
 
-@dataclass(frozen=True)
 class Placed:
-    """A placement with what the search looks up again and again. ``reads``/``writes``: interned layout numbers.
-    ``forward_s``/``backward_s``: seconds of each piece."""
+    """The pieces of an operator under a config. ``reads``/``writes``: layouts of the operands. ``device``: of each
+    piece. ``seconds``: (2, pieces) of its forward and its backward task."""
 
-    placement: Placement
-    reads: tuple[int, ...]
-    writes: tuple[int, ...]
-    forward_s: tuple[float, ...]
-    backward_s: tuple[float, ...]
+    def __init__(self, splitter: Splitter, config: OperatorConfig, seconds: Seconds) -> None:
+        self._splitter, self._config = splitter, config
+        self.device = np.array(config.devices, dtype=np.uint32)
+        split = splitter.split(config)
+        self.seconds = seconds(split, self.device)
+        self.reads = tuple(region.on(splitter.layouts, self.device) for region in split.inputs)
+        self.writes = tuple(region.on(splitter.layouts, self.device) for region in split.outputs)
+
+    @property
+    def forward_s(self) -> tuple[float, ...]:
+        """Seconds of each piece's forward task."""
+        return tuple(self.seconds[0].tolist())
+
+    @property
+    def backward_s(self) -> tuple[float, ...]:
+        """Seconds of each piece's backward task."""
+        return tuple(self.seconds[1].tolist())
+
+    @cached_property
+    def placement(self) -> Placement:
+        """The pieces themselves."""
+        return self._splitter.placement(self._config)
 
 
 @dataclass(frozen=True)
@@ -101,17 +124,24 @@ class Lowering:
 
     def __init__(self, graph: OperatorGraph, topology: Topology, costs: Costs) -> None:
         self.graph, self.topology, self.costs = graph, topology, costs
+        self.layouts, self.planner = Layouts(), Planner(topology)
+        self._splitters: dict[object, Splitter] = {}
+        self._splitter_of = [self._splitter(op) for op in graph.operators]
         self._placed: dict[tuple[int, OperatorConfig], Placed] = {}
-        self._alike = _alike(graph)
-        self._places: dict[tuple[int, OperatorConfig], tuple[Placement, tuple[int, ...], tuple[int, ...]]] = {}
-        self._layouts: dict[Layout, int] = {}
-        self._layout: list[Layout] = []
         self._reshards: dict[tuple[int, int, int], Reshard] = {}
         self._weights: dict[tuple[tuple[int, ...], tuple[bool, ...], bool, int], WeightPlan] = {}
         self._parameters = graph.of_kind("parameter")
         users = Counter(topology.processor_of)
         self.turns = [TURN_S if users[processor] > 1 else inf for processor in topology.processor_of]
         self._buckets: dict[int, dict[str, int]] = {}
+
+    def _splitter(self, op: Operator) -> Splitter:
+        """Operators of the same form share one."""
+        inputs, outputs = (tuple(tuple(self.graph.tensor[n].shape) for n in names) for names in (op.inputs, op.outputs))
+        key = op.pattern, op.axes, inputs, outputs
+        if key not in self._splitters:
+            self._splitters[key] = Splitter(op, inputs, outputs, self.layouts)
+        return self._splitters[key]
 
     def lower(self, configs: Sequence[OperatorConfig], options: Options) -> Lowered:
         """Lower one strategy, given as a config for each operator in order (assumed legal)."""
@@ -120,58 +150,40 @@ class Lowering:
     def placed(self, operator: int, config: OperatorConfig) -> Placed:
         """The pieces of an operator under a config, with their costs."""
         key = operator, config
-        if (known := self._placed.get(key)) is not None:
-            return known
-        placement, reads, writes = self._place(operator, config)
-        seconds = [
-            self.costs.compute(operator, piece, device)
-            for device, piece in zip(placement.devices, placement.pieces, strict=True)
-        ]
-        result = self._placed[key] = Placed(
-            placement,
-            reads,
-            writes,
-            tuple(f for f, _ in seconds),
-            tuple(b for _, b in seconds),
-        )
-        return result
-
-    def _place(self, operator: int, config: OperatorConfig) -> tuple[Placement, tuple[int, ...], tuple[int, ...]]:
-        """Placement, and its layouts' numbers: once for all operators of the same shape, as the steps of a recurrent
-        layer are, or the layers of repeated blocks."""
-        key = self._alike[operator], config
-        if (known := self._places.get(key)) is None:
-            op, tensor = self.graph.operators[operator], self.graph.tensor
-            placement = place(op, config, [tensor[n].shape for n in op.inputs], [tensor[n].shape for n in op.outputs])
-            reads, writes = (tuple(map(self.intern, layouts)) for layouts in (placement.reads, placement.writes))
-            known = self._places[key] = placement, reads, writes
+        if (known := self._placed.get(key)) is None:
+            known = self._placed[key] = Placed(
+                self._splitter_of[operator], config,
+                lambda split, device: self.costs.pieces(operator, split.extents, split.extent_of, device),
+            )  # fmt: skip
         return known
 
     def intern(self, layout: Layout) -> int:
         """A small number for a layout; equal layouts have the same."""
-        number = self._layouts.setdefault(layout, len(self._layout))
-        if number == len(self._layout):
-            self._layout.append(layout)
-        return number
+        return self.layouts.intern(layout).number
 
     def layout(self, number: int) -> Layout:
         """The layout of a number."""
-        return self._layout[number]
+        return self.layouts[number].entries
 
     def reshard(self, source: int, destination: int, itemsize: int) -> Reshard:
         """Cached reshard between interned layouts."""
         key = source, destination, itemsize
         if (known := self._reshards.get(key)) is None:
-            known = reshard(self._layout[source], self._layout[destination], itemsize, self.topology)
+            known = Reshard(self.planner, self.layouts[source], self.layouts[destination], itemsize)
             self._reshards[key] = known
         return known
 
+    def _between(self, source: Laid, destination: Laid, itemsize: int) -> Reshard:
+        return self.reshard(source.number, destination.number, itemsize)
+
     def weight(self, tensor: Tensor, needs: tuple[int, ...], trained: Sequence[bool], shard: bool) -> WeightPlan:
-        """Cached plan of a parameter whose edges want the given layouts."""
+        """Cached plan of a parameter whose edges want the given layouts. Equal layers share theirs."""
         key = needs, tuple(trained), shard, tensor.itemsize
         if (known := self._weights.get(key)) is None:
-            layouts = [self._layout[n] for n in needs]
-            known = self._weights[key] = plan_weight(layouts, trained, shard, tensor.itemsize, self.topology)
+            layouts = [self.layouts[n] for n in needs]
+            known = self._weights[key] = plan_weight(
+                layouts, trained, shard, tensor.itemsize, self.planner, self.layouts, self._between
+            )
         return known
 
     def buckets(self, bucket_bytes: int) -> dict[str, int]:
@@ -187,19 +199,6 @@ class Lowering:
                 filled += tensor.nbytes
             self._buckets[bucket_bytes] = known
         return known
-
-
-def _alike(graph: OperatorGraph) -> tuple[int, ...]:
-    """A number for each operator; operators of the same pattern, axes and shapes have the same."""
-    numbers: dict[object, int] = {}
-    shapes = {t.name: t.shape for t in graph.tensors}
-    return tuple(
-        numbers.setdefault(
-            (op.pattern, op.axes, tuple(shapes[n] for n in op.inputs), tuple(shapes[n] for n in op.outputs)),
-            len(numbers),
-        )
-        for op in graph.operators
-    )
 
 
 def lower(graph: OperatorGraph, strategy: Strategy, topology: Topology, costs: Costs) -> Lowered:
@@ -280,7 +279,7 @@ class _Assembly:
             groups: dict[tuple[int, bool], list[tuple[int, int]]] = {}
             flows = tensor.name in graph.differentiable
             for operator, position in graph.consumers[tensor.name]:
-                key = self.placed[operator].reads[position], flows and graph.has_backward[operator]
+                key = self.placed[operator].reads[position].number, flows and graph.has_backward[operator]
                 groups.setdefault(key, []).append((operator, position))
             if tensor.kind == "parameter":
                 self._connect_weight(tensor, groups)
@@ -290,7 +289,7 @@ class _Assembly:
                 )
         self.loss_edge = self._result_edge(graph.loss, everywhere(self.topology))
         for buffer, name in graph.buffer_updates.items():
-            reads = [self.placed[o].placement.reads[p] for o, p in graph.consumers[buffer]]
+            reads = [self.placed[o].reads[p].entries for o, p in graph.consumers[buffer]]
             self.update_edges[buffer] = self._result_edge(name, kept(reads))
 
     def _result_edge(self, name: str, need: Layout) -> int:
@@ -311,7 +310,7 @@ class _Assembly:
         if tensor.kind != "activation":
             return Edge(tensor.name, readers, layout, None, None)
         producer = self.graph.producer[tensor.name]
-        made = self.placed[producer].writes[self.graph.operators[producer].outputs.index(tensor.name)]
+        made = self.placed[producer].writes[self.graph.operators[producer].outputs.index(tensor.name)].number
         forward = lowering.reshard(made, need, tensor.itemsize)
         backward = lowering.reshard(need, made, tensor.itemsize) if flows else None
         return Edge(tensor.name, readers, layout, forward, backward)
@@ -367,10 +366,10 @@ class _Assembly:
         for w in weights:
             sync = self.weights[w].plan.sync
             assert sync is not None
-            for x, exchange in enumerate(sync.phases[0].exchanges):
+            for x, exchange in enumerate(sync.phase_exchanges[0]):
                 key = exchange.form, exchange.devices, self.graph.tensor[self.weights[w].tensor].dtype
                 together.setdefault(key, []).append(Member(w, sync, 0, x))
-            if len(sync.phases) > 1:
+            if len(sync.phase_exchanges) > 1:
                 later.append(w)
         for members in together.values():
             self._communicate("synchronise", members)
@@ -393,7 +392,7 @@ class _Assembly:
     ) -> None:
         purposes = ("forward", "gather") if purpose == "forward" else (purpose,)
         arrived = [self.arrived[p, e] for e in edges for p in purposes if (p, e) in self.arrived]
-        for device, duration in zip(self.placed[operator].placement.devices, seconds, strict=True):
+        for device, duration in zip(self.configs[operator].devices, seconds, strict=True):
             self._task(kind, operator, device, duration, [t for found in arrived for t in found.get(device, ())])
 
     def _task(self, kind: TaskKind, operator: int, device: int, seconds: float, after: list[int]) -> None:
@@ -406,13 +405,13 @@ class _Assembly:
 
     def _reshard(self, purpose: Purpose, key: int, plan: Reshard) -> None:
         if plan.exchanges:
-            for phase in range(len(plan.phases)):
+            for phase in range(len(plan.phase_exchanges)):
                 self._phase(purpose, key, plan, phase)
 
     def _phase(self, purpose: Purpose, key: int, plan: Reshard, phase: int) -> None:
         # What the previous phase delivered to the senders must be there, and only that.
         before = {device: tuple(tasks) for device, tasks in self.arrived.get((purpose, key), {}).items()}
-        for x in range(len(plan.phases[phase].exchanges)):
+        for x in range(len(plan.phase_exchanges[phase])):
             self._communicate(purpose, [Member(key, plan, phase, x)], before)
 
     def _communicate(
@@ -436,8 +435,8 @@ class _Assembly:
                 arrived.setdefault(device, []).append(task)
 
     def _bucket_cost(self, exchanges: Sequence[Exchange]) -> Transfer:
-        one = exchanges[0]
+        one, pricing = exchanges[0], self.lowering.planner.pricing
         if one.form == "all_reduce":
             share = 2 * (len(one.devices) - 1)
-            return all_reduce(self.topology, one.devices, sum(x.nbytes for x in exchanges) // share)
-        return transfer(self.topology, one.form, [message for x in exchanges for message in x.messages])
+            return pricing.all_reduce(one.devices, sum(x.nbytes for x in exchanges) // share)
+        return pricing.transfer(one.form, [message for x in exchanges for message in x.messages])

@@ -7,6 +7,9 @@ crosses devices in a phase falls into **exchanges**, one for each set of devices
 Replicated destinations of partial sums are made in the manner of Rabenseifner (reduce-scatter, then all-gather: two
 phases), or by the backend's all-reduce where every device of the group takes part; replicated destinations of remote
 data by direct messages or by scatter + all-gather. The candidates are costed on the topology and the fastest is kept.
+
+:mod:`flexsearch.lower.planner` decides; here stands what it decided. A search needs sums of it (``Outline``), at once
+and for thousands of reshards; the moves are made again, by the same code, for the few reshards that somebody reads.
 """
 
 from __future__ import annotations
@@ -14,21 +17,45 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Final
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from flexsearch.cost.communication import Transfer, all_reduce, transfer
-from flexsearch.graph import Box, chunk, intersect, volume
-from flexsearch.lower.layout import Entry, Layout
+from flexsearch.compiled import F64, I64, U8, U32, U64
+from flexsearch.cost.communication import Loads, Pricing, Transfer, made_transfer
+from flexsearch.graph import Box, intersect
+from flexsearch.lower import planner
+from flexsearch.lower.desk import (
+    DRAG,
+    ERROR,
+    FIRST,
+    FULL,
+    LAST,
+    LINK,
+    MESSAGE,
+    MIDDLE,
+    MOVE_FIRST,
+    MOVE_LAST,
+    MOVE_MIDDLE,
+    PHASES,
+    RECEIVE,
+    SEND,
+    TRIVIAL,
+    Desk,
+    make_desk,
+)
+from flexsearch.lower.layout import Entry, Laid, Layout, Layouts
+from flexsearch.lower.planner import FREE, GIVEN, OWN
 from flexsearch.topology import Topology
+from flexsearch.topology.parts import FORMS
 
-MANY: Final = 128
-"""Pairs of entries from which on they are compared by numpy."""
+ROOM = 1 << 14
+"""Moves, and rows of links, for which there is room at first."""
+LOCAL = int(planner.NONE)
+"""Exchange of a move that crosses no devices."""
 
 
-@dataclass(frozen=True, slots=True)
-class Move:
+class Move(NamedTuple):
     """Copy region ``box`` of source entry ``source`` into (or add it to) destination entry ``destination``."""
 
     source: int
@@ -36,21 +63,124 @@ class Move:
     box: Box
 
 
-@dataclass(frozen=True)
+class Outline(NamedTuple):
+    """A reshard in sums. One row for each exchange, the first ``middle`` of them in the first phase: ``form`` (number
+    in ``FORMS``), ``nbytes`` (that cross devices), ``amount`` (of an all-reduce, bytes on each device), ``edge`` (bytes
+    that a load of ``loads`` counts), ``latency`` (s), ``duration`` (s). Lists of exchange x are rows ``end[x - 1]`` to
+    ``end[x]`` of ``send``, ``receive`` (devices, ascending) and of the links and processors in ``loads``. ``landed``:
+    elements of new copies, intermediate ones and receive buffers on each device."""
+
+    form: U8
+    nbytes: I64
+    amount: I64
+    edge: I64
+    latency: F64
+    duration: F64
+    leader: U32
+    send_end: U32
+    receive_end: U32
+    link_end: U32
+    drag_end: U32
+    send: U32
+    receive: U32
+    loads: Loads
+    landed: I64
+    phases: int
+    middle: int
+    trivial: bool
+
+
+class Details(NamedTuple):
+    """The rest of what was decided. ``between``: layout between the phases, if there are two. By move, the first
+    ``half`` of them of the first phase: ``source`` and ``destination`` entry, and ``exchange`` (LOCAL: none). Exchange
+    x has the ``messages`` (source and destination device, bytes) from ``message_end[x - 1]`` to ``message_end[x]``.
+    ``aliased``: see ``Reshard``."""
+
+    between: Layout
+    source: list[int]
+    destination: list[int]
+    exchange: list[int]
+    half: int
+    message_end: list[int]
+    messages: list[tuple[int, int, int]]
+    aliased: frozenset[int]
+
+
+class Planner:
+    """Plans reshards on a topology."""
+
+    def __init__(self, topology: Topology) -> None:
+        self.topology, self.pricing = topology, Pricing(topology)
+        self._dimensions, self._entries, self._rows = 4, 2 * len(topology.devices), ROOM
+        self.desk = self._new_desk()
+
+    def _new_desk(self) -> Desk:
+        sizes = len(self.topology.devices), self._dimensions, self._entries, self._rows, self._rows
+        return make_desk(self.pricing.tally, *sizes)
+
+    def room_for(self, dimensions: int, entries: int) -> Desk:
+        """The desk, large enough for layouts of so many dimensions and entries."""
+        if dimensions > self._dimensions or entries > self._entries:
+            self._dimensions, self._entries = max(self._dimensions, dimensions), max(self._entries, 2 * entries)
+            self.desk = self._new_desk()
+        return self.desk
+
+    def run(self, source: Laid, destination: Laid, mode: Any, ranges: tuple[U32, U32] | None, itemsize: int) -> Desk:
+        """Plan; the answer is on the desk until the next call."""
+        a, b = source.side, destination.side
+        routes = self.topology.routes.between({*source.device.tolist(), *destination.device.tolist()})
+        desk = self.room_for(b.box.shape[1], max(len(source), len(destination)))
+        while True:
+            if ranges is not None:
+                for row, values in zip((desk.groups.first, desk.groups.end), ranges, strict=True):
+                    row[: len(values)] = values
+            planner.plan(routes, self.pricing.rates, a, b, mode, np.int64(itemsize), desk)
+            if not desk.result[FULL]:
+                break
+            self._rows *= 2
+            desk = self.desk = self._new_desk()
+        assert not desk.result[ERROR], "a device does not hold what it is to cut a part from"
+        return desk
+
+
 class Exchange:
     """Moves between different devices that happen together, or one all-reduce (``form`` "all_reduce": every device of
     ``devices`` contributes the sum of its local moves and all receive the total of region ``box``)."""
 
-    form: str
-    devices: tuple[int, ...]
-    moves: tuple[Move, ...]
-    nbytes: int
-    transfer: Transfer
-    senders: tuple[int, ...]
-    receivers: tuple[int, ...]
-    messages: tuple[tuple[int, int, int], ...] = ()
-    """(source device, destination device, bytes) of the moves; empty for an all-reduce."""
-    box: Box | None = None
+    def __init__(self, plan: Reshard, x: int) -> None:
+        outline = plan.outline
+        self._plan, self._x = plan, x
+        self.form: str = FORMS[int(outline.form[x])]
+        self.nbytes = int(outline.nbytes[x])
+        """Bytes that cross devices."""
+        self.senders = tuple(outline.send[_rows(outline.send_end, x)].tolist())
+        self.receivers = tuple(outline.receive[_rows(outline.receive_end, x)].tolist())
+        self.devices = tuple(sorted({*self.senders, *self.receivers}))
+
+    @cached_property
+    def transfer(self) -> Transfer:
+        """What it costs."""
+        o, x = self._plan.outline, self._x
+        links, drags = _rows(o.link_end, x), _rows(o.drag_end, x)
+        return made_transfer(float(o.duration[x]), o.loads, links, drags, int(o.edge[x]))
+
+    @cached_property
+    def moves(self) -> tuple[Move, ...]:
+        """What moves, in the order of the destination entries."""
+        return self._plan.moves_of(self._x)
+
+    @property
+    def messages(self) -> tuple[tuple[int, int, int], ...]:
+        """(source device, destination device, bytes) of the moves; empty for an all-reduce."""
+        details = self._plan.details
+        return tuple(details.messages[_rows(details.message_end, self._x)])
+
+    @property
+    def box(self) -> Box | None:
+        """Region that an all-reduce sums up."""
+        if self.form != "all_reduce":
+            return None
+        return self._plan.destination[int(self._plan.outline.leader[self._x])].box
 
 
 @dataclass(frozen=True)
@@ -63,31 +193,141 @@ class Phase:
     exchanges: tuple[Exchange, ...]
 
 
-@dataclass(frozen=True)
 class Reshard:
-    """Phases from ``source`` to ``destination``. ``aliased``: devices on which the only destination entry is exactly a
-    local source entry, so that nothing at all is done there."""
+    """Phases from ``source`` to ``destination``; made by :func:`reshard` and its like."""
 
-    phases: tuple[Phase, ...]
-    aliased: frozenset[int]
+    def __init__(
+        self, planner: Planner, source: Laid, destination: Laid, itemsize: int, mode: Any = FREE,
+        ranges: tuple[U32, U32] | None = None,
+    ) -> None:  # fmt: skip
+        self._planner, self._source, self._destination = planner, source, destination
+        self._itemsize, self._mode, self._ranges = itemsize, mode, ranges
+
+    def _run(self) -> Desk:
+        return self._planner.run(self._source, self._destination, self._mode, self._ranges, self._itemsize)
 
     @cached_property
+    def outline(self) -> Outline:
+        """What it comes to, in sums."""
+        desk = self._run()
+        rows, result = desk.exchanges, desk.result.tolist()
+        first, last = result[FIRST], result[LAST]
+
+        def ends(row: int) -> tuple[U32, slice]:
+            values = rows.end[row]
+            begin = values[first - 1] if first else np.uint32(0)
+            end = values[last - 1] if last else np.uint32(0)
+            return values[first:last] - begin, slice(int(begin), int(end))
+
+        of = slice(first, last)
+        (send_end, sends), (receive_end, receives) = ends(SEND), ends(RECEIVE)
+        (link_end, links), (drag_end, drags) = ends(LINK), ends(DRAG)
+        loads = rows.loads
+        return Outline(
+            form=rows.form[of].copy(), nbytes=rows.nbytes[of].copy(), amount=rows.amount[of].copy(),
+            edge=rows.edge[of].copy(), latency=rows.latency[of].copy(), duration=rows.duration[of].copy(),
+            leader=rows.leader[of].copy(), send_end=send_end, receive_end=receive_end, link_end=link_end,
+            drag_end=drag_end, send=rows.send[sends].copy(), receive=rows.receive[receives].copy(),
+            loads=Loads(
+                loads.link[links].copy(), loads.link_load[links].copy(), loads.link_s[links].copy(),
+                loads.drag[drags].copy(), loads.drag_load[drags].copy(), loads.drag_s[drags].copy(), loads.size,
+            ),
+            landed=desk.landed.copy(), phases=result[PHASES], middle=result[MIDDLE] - first,
+            trivial=bool(result[TRIVIAL]),
+        )  # fmt: skip
+
+    @cached_property
+    def details(self) -> Details:
+        """The rest: what moves."""
+        desk, rank = self._run(), self._destination.grid.box.shape[1]
+        result = desk.result.tolist()
+        first, last, begin, end = result[FIRST], result[LAST], result[MOVE_FIRST], result[MOVE_LAST]
+        exchange = desk.moves.exchange[begin:end].astype(np.int64)
+        exchange[exchange != LOCAL] -= first
+        rows, message_end = desk.exchanges, desk.exchanges.end[MESSAGE].astype(np.int64)
+        before = message_end[first - 1] if first else 0
+        ends = (message_end[first:last] - before).tolist()
+        of = slice(before, before + (ends[-1] if ends else 0))
+        columns = *rows.message[:, of].tolist(), rows.message_bytes[of].tolist()
+        between: Layout = ()
+        if result[PHASES] == 2:
+            count = int(desk.middle.size[0])
+            boxes = desk.middle.box[:count, :rank].tolist()
+            between = tuple(
+                Entry(device, tuple((low, high) for low, high in box), term)
+                for term, (device, box) in enumerate(zip(desk.middle.device[:count].tolist(), boxes, strict=True))
+            )
+        aliased = self._destination.device[np.flatnonzero(desk.aliased[: len(self._destination)])].tolist()
+        return Details(
+            between, desk.moves.source[begin:end].tolist(), desk.moves.destination[begin:end].tolist(),
+            exchange.tolist(), result[MOVE_MIDDLE] - begin, ends, list(zip(*columns, strict=True)),
+            frozenset(aliased) if result[PHASES] == 1 else frozenset(),
+        )  # fmt: skip
+
+    @property
+    def crosses(self) -> bool:
+        """Whether anything crosses devices."""
+        return self._mode != OWN and len(self.outline.form) > 0
+
+    @property
+    def aliased(self) -> frozenset[int]:
+        """Devices on which the only destination entry is exactly a local source entry, so that nothing at all is done
+        there."""
+        return self.details.aliased
+
+    @property
     def trivial(self) -> bool:
         """Whether nothing is done anywhere: no move, no copy."""
-        return not self.exchanges and self.aliased >= {e.device for e in self.phases[-1].destination}
+        return self.outline.trivial
+
+    @property
+    def source(self) -> Layout:
+        return self._source.entries
+
+    @property
+    def destination(self) -> Layout:
+        return self._destination.entries
 
     @cached_property
     def exchanges(self) -> tuple[Exchange, ...]:
         """All communication, in order."""
-        return tuple(exchange for phase in self.phases for exchange in phase.exchanges)
+        return tuple(Exchange(self, x) for x in range(len(self.outline.form)))
+
+    @cached_property
+    def phase_exchanges(self) -> tuple[tuple[Exchange, ...], ...]:
+        """The communication of each phase."""
+        middle = self.outline.middle
+        return (self.exchanges,) if self.outline.phases == 1 else (self.exchanges[:middle], self.exchanges[middle:])
+
+    @cached_property
+    def phases(self) -> tuple[Phase, ...]:
+        """The phases, with their local moves."""
+        local, layouts = self._moves_by_exchange[0], self._layouts
+        pairs = zip(layouts, layouts[1:], self.phase_exchanges, strict=False)
+        return tuple(Phase(a, b, tuple(local[p]), exchanges) for p, (a, b, exchanges) in enumerate(pairs))
 
     @property
-    def source(self) -> Layout:
-        return self.phases[0].source
+    def _layouts(self) -> tuple[Layout, ...]:
+        between = (self.details.between,) if self.outline.phases == 2 else ()
+        return (self.source, *between, self.destination)
 
-    @property
-    def destination(self) -> Layout:
-        return self.phases[-1].destination
+    @cached_property
+    def _moves_by_exchange(self) -> tuple[list[list[Move]], list[tuple[Move, ...]]]:
+        """Local moves of each phase, moves of each exchange."""
+        details, layouts = self.details, self._layouts
+        local: list[list[Move]] = [[] for _ in layouts[1:]]
+        remote: list[list[Move]] = [[] for _ in self.outline.form]
+        rows = zip(details.source, details.destination, details.exchange, strict=True)
+        for m, (s, k, x) in enumerate(rows):
+            phase = int(len(local) == 2 and m >= details.half)
+            box = intersect(layouts[phase][s].box, layouts[phase + 1][k].box)
+            assert box is not None
+            (local[phase] if x == LOCAL else remote[x]).append(Move(s, k, box))
+        return local, [tuple(moves) for moves in remote]
+
+    def moves_of(self, x: int) -> tuple[Move, ...]:
+        """What moves in exchange ``x``."""
+        return self._moves_by_exchange[1][x]
 
     @cached_property
     def form(self) -> str:
@@ -96,266 +336,34 @@ class Reshard:
             return "nothing" if self.trivial else "slice"
         return " + ".join(dict.fromkeys(exchange.form for exchange in self.exchanges))
 
-    @cached_property
+    @property
     def seconds(self) -> float:
         """Duration if nothing else used the links: the slowest exchange of each phase, phases in sequence."""
-        return sum(max((e.transfer.duration_s for e in phase.exchanges), default=0.0) for phase in self.phases)
+        duration, middle = self.outline.duration.tolist(), self.outline.middle
+        return float(sum(max(part, default=0.0) for part in (duration[:middle], duration[middle:])))
 
-    @cached_property
+    @property
     def nbytes(self) -> int:
         """Bytes that cross devices."""
-        return sum(exchange.nbytes for exchange in self.exchanges)
+        return int(self.outline.nbytes.sum())
+
+
+def _rows(ends: Sequence[int] | U32 | U64, x: int) -> slice:
+    return slice(int(ends[x - 1]) if x else 0, int(ends[x]))
 
 
 def reshard(source: Layout, destination: Layout, itemsize: int, topology: Topology) -> Reshard:
     """The cheapest known movement. ``itemsize``: bytes per element. ``destination`` terms are ignored."""
-    direct = _Planner(source, destination, itemsize, topology).phase()
-    candidates: list[tuple[Phase, ...]] = [(direct,)]
-    groups = _replicated(destination)
-    remote = {m.destination for e in direct.exchanges for m in e.moves}
-    shared = [group for group in groups if any(k in remote for k in group)]
-    if shared:
-        reduced = _Planner(source, destination, itemsize, topology).phase(shared)
-        if any(e.form == "all_reduce" for e in reduced.exchanges):
-            candidates.append((reduced,))
-        middle, regather = _scattered(destination, shared)
-        scatter = _Planner(source, middle, itemsize, topology).phase()
-        gather = _Planner(middle, destination, itemsize, topology).phase(fixed=regather)
-        candidates.append((scatter, gather))
-    plans = [Reshard(phases, _aliased(source, destination, phases)) for phases in candidates]
-    # Ties go to the earlier, simpler plan; bytes break near-ties in which latencies differ by nothing.
-    return min(plans, key=lambda plan: (plan.seconds, plan.nbytes))
+    layouts = Layouts()
+    return Reshard(Planner(topology), layouts.intern(source), layouts.intern(destination), itemsize)
 
 
-def assemble(
-    source: Layout, destination: Layout, allowed: Sequence[tuple[int, ...]], itemsize: int, topology: Topology
-) -> Reshard:
-    """Reshard that puts each destination entry together from the source entries allowed for it (a sharded weight)."""
-    phase = _Planner(source, destination, itemsize, topology).phase(fixed=dict(enumerate(allowed)))
-    return Reshard((phase,), _aliased(source, destination, (phase,)))
+def assemble(planner: Planner, source: Laid, destination: Laid, first: U32, last: U32, itemsize: int) -> Reshard:
+    """Reshard that puts each destination entry together from its range of the source entries, each of which is a term
+    of its own (a sharded weight)."""
+    return Reshard(planner, source, destination, itemsize, GIVEN, (first, last))
 
 
-def local_reshard(source: Layout, destination: Layout) -> Reshard:
+def local_reshard(planner: Planner, source: Laid, destination: Laid, itemsize: int) -> Reshard:
     """Reshard in which every destination entry is cut from an entry of its own device (a weight from its storage)."""
-    moves = []
-    for k, need in enumerate(destination):
-        for s, entry in enumerate(source):
-            if entry.device == need.device and intersect(entry.box, need.box) == need.box:
-                moves.append(Move(s, k, need.box))
-                break
-        else:
-            raise AssertionError(f"device {need.device} does not hold {need.box}")
-    phase = Phase(source, destination, tuple(moves), ())
-    return Reshard((phase,), _aliased(source, destination, (phase,)))
-
-
-def _aliased(source: Layout, destination: Layout, phases: tuple[Phase, ...]) -> frozenset[int]:
-    if len(phases) > 1:
-        return frozenset()
-    (phase,) = phases
-    count: dict[int, int] = {}
-    for entry in destination:
-        count[entry.device] = count.get(entry.device, 0) + 1
-    arriving: dict[int, int] = {}
-    for exchange in phase.exchanges:
-        for move in exchange.moves:
-            arriving[move.destination] = arriving.get(move.destination, 0) + 1
-        if exchange.form == "all_reduce":
-            count.update(dict.fromkeys(exchange.devices, 0))
-    local: dict[int, list[Move]] = {}
-    for move in phase.local:
-        local.setdefault(move.destination, []).append(move)
-    return frozenset(
-        entry.device
-        for k, entry in enumerate(destination)
-        if count[entry.device] == 1
-        and k not in arriving
-        and len(local.get(k, ())) == 1
-        and source[local[k][0].source].box == entry.box
-    )
-
-
-def _replicated(destination: Layout) -> list[tuple[int, ...]]:
-    """Groups of at least two destination entries with the same region on different devices."""
-    by_box: dict[Box, list[int]] = {}
-    for k, entry in enumerate(destination):
-        by_box.setdefault(entry.box, []).append(k)
-    return [tuple(group) for group in by_box.values() if len(group) > 1]
-
-
-def _scattered(destination: Layout, groups: Sequence[tuple[int, ...]]) -> tuple[Layout, dict[int, tuple[int, ...]]]:
-    """The intermediate layout, in which each member of a group owns a part of the group's region, and for each
-    destination entry the intermediate entries it is put together from."""
-    middle: list[Entry] = []
-    sources: dict[int, tuple[int, ...]] = {}
-    grouped = {k for group in groups for k in group}
-    for k, entry in enumerate(destination):
-        if k not in grouped:
-            sources[k] = (len(middle),)
-            middle.append(Entry(entry.device, entry.box, len(middle)))
-    for group in groups:
-        members = []
-        for device, part in split_box(destination[group[0]].box, [destination[k].device for k in group]):
-            members.append(len(middle))
-            middle.append(Entry(device, part, len(middle)))
-        sources.update(dict.fromkeys(group, tuple(members)))
-    return tuple(middle), sources
-
-
-def split_box(box: Box, devices: Sequence[int]) -> list[tuple[int, Box]]:
-    """``box`` cut along its first dimension that is long enough for all devices (else the longest; then some devices
-    get nothing and are left out), as equal as possible."""
-    lengths = [high - low for low, high in box]
-    if not lengths:
-        return [(devices[0], box)]
-    axis = next((a for a, n in enumerate(lengths) if n >= len(devices)), max(range(len(box)), key=lengths.__getitem__))
-    low = box[axis][0]
-    parts = []
-    for k, device in enumerate(devices):
-        first, last = chunk(lengths[axis], len(devices), k)
-        if first < last:
-            parts.append((device, (*box[:axis], (low + first, low + last), *box[axis + 1 :])))
-    return parts
-
-
-class _Planner:
-    """Builds one phase between two layouts."""
-
-    def __init__(self, source: Layout, destination: Layout, itemsize: int, topology: Topology) -> None:
-        self.source, self.destination = source, destination
-        self.itemsize, self.topology = itemsize, topology
-        self.copies: dict[int, list[int]] = {}
-        for s, entry in enumerate(source):
-            self.copies.setdefault(entry.term, []).append(s)
-        self.sent = [0] * len(topology.devices)
-
-    def phase(self, groups: Sequence[tuple[int, ...]] = (), fixed: dict[int, tuple[int, ...]] | None = None) -> Phase:
-        """``groups``: destination entries to serve by an all-reduce where that is possible. ``fixed``: for each
-        destination, the only source entries that it may be put together from."""
-        local: list[Move] = []
-        remote: list[Move] = []
-        exchanges: list[Exchange] = []
-        done: set[int] = set()
-        for group in groups:
-            if (reduced := self._all_reduce(group)) is not None:
-                exchanges.append(reduced)
-                done.update(group)
-        touching = self._touching()
-        for k in range(len(self.destination)):
-            if k not in done:
-                for move in self._moves(k, touching[k], None if fixed is None else fixed[k]):
-                    same = self.source[move.source].device == self.destination[k].device
-                    (local if same else remote).append(move)
-        exchanges.extend(self._exchange(moves) for moves in self._components(remote))
-        return Phase(self.source, self.destination, tuple(local), tuple(exchanges))
-
-    def _touching(self) -> Sequence[Sequence[int]]:
-        """For each destination the terms that may overlap it, ascending. In large layouts, where few pairs do, all
-        pairs are compared at once."""
-        terms = sorted(self.copies)
-        if len(terms) * len(self.destination) < MANY or not self.destination[0].box:
-            return [terms] * len(self.destination)
-        made = np.array([self.source[self.copies[term][0]].box for term in terms])
-        need = np.array([entry.box for entry in self.destination])
-        low = np.maximum(made[None, :, :, 0], need[:, None, :, 0])
-        overlaps = (low < np.minimum(made[None, :, :, 1], need[:, None, :, 1])).all(axis=2)
-        return [[terms[t] for t in np.flatnonzero(row)] for row in overlaps]
-
-    def _moves(self, k: int, terms: Sequence[int], allowed: tuple[int, ...] | None) -> list[Move]:
-        """For each of ``terms`` that overlaps destination ``k``: its region from the best copy."""
-        need = self.destination[k]
-        moves = []
-        for term in terms:
-            copies = self.copies[term]
-            if allowed is not None:
-                copies = [s for s in copies if s in allowed]
-            common = intersect(self.source[copies[0]].box, need.box) if copies else None
-            if common is None:
-                continue
-            best = copies[0] if len(copies) == 1 else min(copies, key=lambda s: self._distance(s, need.device))
-            if self.source[best].device != need.device:
-                self.sent[self.source[best].device] += volume(common)
-            moves.append(Move(best, k, common))
-        return moves
-
-    def _distance(self, s: int, device: int) -> tuple[float, float, int, int]:
-        owner = self.source[s].device
-        if owner == device:
-            return 0.0, 0.0, 0, s
-        route = self.topology.route(owner, device)
-        return 1 / route.bandwidth, route.latency_s, self.sent[owner], s
-
-    def _all_reduce(self, group: tuple[int, ...]) -> Exchange | None:
-        """All-reduce over the group's devices if partial sums of its region lie on at least two of them and nowhere
-        else. A term that has copies is contributed by one of them."""
-        box = self.destination[group[0]].box
-        members = {self.destination[k].device: k for k in group}
-        moves: list[Move] = []
-        load = dict.fromkeys(members, 0)
-        if len(members) != len(group):
-            return None
-        for term in sorted(self.copies):
-            common = intersect(self.source[self.copies[term][0]].box, box)
-            if common is None:
-                continue
-            owners = [s for s in self.copies[term] if self.source[s].device in members]
-            if not owners:
-                return None
-            best = min(owners, key=lambda s: (load[self.source[s].device], s))
-            load[self.source[best].device] += 1
-            moves.append(Move(best, members[self.source[best].device], common))
-        if sum(1 for count in load.values() if count) < 2 or sum(volume(m.box) for m in moves) <= volume(box):
-            return None  # no sum is pending: gathering moves less
-        devices = tuple(sorted(members))
-        nbytes = volume(box) * self.itemsize
-        cost = all_reduce(self.topology, devices, nbytes)
-        crossing = 2 * (len(devices) - 1) * nbytes
-        return Exchange("all_reduce", devices, tuple(moves), crossing, cost, devices, devices, box=box)
-
-    def _components(self, moves: Sequence[Move]) -> list[list[Move]]:
-        """Moves grouped by the sets of devices that they connect."""
-        root: dict[int, int] = {}
-
-        def find(device: int) -> int:
-            while root.setdefault(device, device) != device:
-                device = root[device]
-            return device
-
-        for move in moves:
-            a, b = find(self.source[move.source].device), find(self.destination[move.destination].device)
-            root[max(a, b)] = min(a, b)
-        groups: dict[int, list[Move]] = {}
-        for move in moves:
-            groups.setdefault(find(self.source[move.source].device), []).append(move)
-        return [groups[key] for key in sorted(groups)]
-
-    def _exchange(self, moves: Sequence[Move]) -> Exchange:
-        pairs: dict[tuple[int, int], int] = {}
-        for move in moves:
-            pair = self.source[move.source].device, self.destination[move.destination].device
-            pairs[pair] = pairs.get(pair, 0) + volume(move.box) * self.itemsize
-        senders = tuple(sorted({a for a, _ in pairs}))
-        receivers = tuple(sorted({b for _, b in pairs}))
-        form = self._form(moves, senders, receivers)
-        messages = tuple((a, b, n) for (a, b), n in sorted(pairs.items()))
-        cost = transfer(self.topology, form, messages)
-        devices = tuple(sorted({*senders, *receivers}))
-        return Exchange(form, devices, tuple(moves), sum(pairs.values()), cost, senders, receivers, messages)
-
-    def _form(self, moves: Sequence[Move], senders: tuple[int, ...], receivers: tuple[int, ...]) -> str:
-        """The collective that the moves amount to; "exchange" for other point-to-point traffic."""
-        n = len(senders)
-        if n < 2 or senders != receivers or len({(m.source, m.destination) for m in moves}) < n * (n - 1):
-            return "exchange"
-        boxes = {self.destination[m.destination].box for m in moves}
-        arriving: dict[int, int] = {}
-        for move in moves:
-            arriving[move.destination] = arriving.get(move.destination, 0) + volume(move.box)
-        summed = any(amount > volume(self.destination[k].box) for k, amount in arriving.items()) or (
-            all(m.box == self.destination[m.destination].box for m in moves)
-        )
-        if summed:
-            return "reduce_scatter" if len(boxes) == n else "exchange"
-        if len(boxes) == 1:
-            return "all_gather"
-        return "all_to_all"
+    return Reshard(planner, source, destination, itemsize, OWN)

@@ -41,7 +41,7 @@ class Member:
     @property
     def what(self) -> Exchange:
         """The exchange itself."""
-        return self.reshard.phases[self.phase].exchanges[self.exchange]
+        return self.reshard.phase_exchanges[self.phase][self.exchange]
 
 
 @dataclass(frozen=True)

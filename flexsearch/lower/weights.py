@@ -2,67 +2,67 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import accumulate, pairwise
 
-from flexsearch.graph import Box
-from flexsearch.lower.layout import Entry, Layout
-from flexsearch.lower.reshard import Reshard, assemble, local_reshard, reshard, split_box
-from flexsearch.topology import Topology
+import numpy as np
+
+from flexsearch.lower.layout import Laid, Layout, Layouts
+from flexsearch.lower.planner import store
+from flexsearch.lower.reshard import Planner, Reshard, assemble, local_reshard
 
 
 @dataclass(frozen=True)
 class WeightPlan:
-    """``storage``: the region that each device keeps and updates (one entry a device). ``forward[e]``: from storage to
+    """``stored``: the region that each device keeps and updates (one entry a device). ``forward[e]``: from storage to
     what the readers of edge e need. ``sync``: from the gradients that the edges' pieces make (``origin[k]`` is the edge
     of its source entry k) to storage; None if the weight is not trained."""
 
-    storage: Layout
+    stored: Laid
     forward: tuple[Reshard, ...]
     sync: Reshard | None
     origin: tuple[int, ...]
 
+    @property
+    def storage(self) -> Layout:
+        """The entries of ``stored``."""
+        return self.stored.entries
+
 
 def plan_weight(
-    needs: Sequence[Layout], trained: Sequence[bool], shard: bool, itemsize: int, topology: Topology
-) -> WeightPlan:
+    needs: Sequence[Laid], trained: Sequence[bool], shard: bool, itemsize: int, planner: Planner, layouts: Layouts,
+    reshard: Callable[[Laid, Laid, int], Reshard],
+) -> WeightPlan:  # fmt: skip
     """``needs[e]``: layout in which the readers of edge e want the weight; ``trained[e]``: whether they make gradients.
+    ``reshard``: between two layouts, for elements of so many bytes.
 
     A device stores the bounding box of all it needs; with ``shard``, devices that need the same box divide it.
     """
-    boxes = _bounding_boxes(needs)
-    groups: dict[Box, list[int]] = {}
-    for device, box in boxes.items():
-        groups.setdefault(box, []).append(device)
-    storage: list[Entry] = []
-    parts: dict[Box, tuple[int, ...]] = {}
-    for box, devices in groups.items():
-        owned = split_box(box, devices) if shard else [(device, box) for device in devices]
-        parts[box] = tuple(range(len(storage), len(storage) + len(owned)))
-        storage.extend(Entry(device, part, len(storage) + k) for k, (device, part) in enumerate(owned))
-    stored = tuple(storage)
+    device = np.concatenate([need.device for need in needs])
+    box = np.concatenate([need.grid.box for need in needs])
+    desk = planner.room_for(box.shape[1], len(device))
+    store(device, box, shard, desk.groups, desk.sets, desk.middle)
+    count = int(desk.middle.size[0])
+    regions = desk.middle.box[:count, : box.shape[1]].copy()
+    # Every entry is a term of its own: boxes of different groups may overlap, which must not be taken for copies.
+    grid = layouts.grid(regions, np.arange(count, dtype=np.uint32))
+    stored = layouts.lay(grid, desk.middle.device[:count].copy())
+    rows = [slice(*ends) for ends in pairwise(accumulate(map(len, needs), initial=0))]
+    ranges = [(desk.groups.first[of].copy(), desk.groups.end[of].copy()) for of in rows]
     forward = tuple(
         # Groups gather among themselves: their boxes may overlap, which must not be taken for partial sums.
-        assemble(stored, need, [parts[boxes[e.device]] for e in need], itemsize, topology)
+        assemble(planner, stored, need, first, last, itemsize)
         if shard
-        else local_reshard(stored, need)
-        for need in needs
+        else local_reshard(planner, stored, need, itemsize)
+        for need, (first, last) in zip(needs, ranges, strict=True)
     )
-    source: list[Entry] = []
-    origin: list[int] = []
-    for edge, need in enumerate(needs):
-        if trained[edge]:
-            # Gradients of different edges are different terms, even where the pieces' numbers agree.
-            source.extend(Entry(e.device, e.box, e.term * len(needs) + edge) for e in need)
-            origin.extend([edge] * len(need))
-    sync = reshard(tuple(source), stored, itemsize, topology) if source else None
-    return WeightPlan(stored, forward, sync, tuple(origin))
-
-
-def _bounding_boxes(needs: Sequence[Layout]) -> dict[int, Box]:
-    boxes: dict[int, Box] = {}
-    for need in needs:
-        for device, box, _ in need:
-            known = boxes.get(device, box)
-            boxes[device] = tuple((min(a[0], b[0]), max(a[1], b[1])) for a, b in zip(known, box, strict=True))
-    return dict(sorted(boxes.items()))
+    edges = [edge for edge, train in enumerate(trained) if train]
+    if not edges:
+        return WeightPlan(stored, forward, None, ())
+    # Gradients of different edges are different terms, even where the pieces' numbers agree.
+    term = np.concatenate([needs[edge].grid.term * np.uint32(len(needs)) + np.uint32(edge) for edge in edges])
+    made = layouts.grid(np.concatenate([needs[edge].grid.box for edge in edges]), term)
+    source = layouts.lay(made, np.concatenate([needs[edge].device for edge in edges]))
+    origin = tuple(edge for edge in edges for _ in range(len(needs[edge])))
+    return WeightPlan(stored, forward, reshard(source, stored, itemsize), origin)

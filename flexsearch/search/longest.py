@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from flexsearch.simulate.kernel import compiled
+from flexsearch.compiled import compiled
 
 F64 = npt.NDArray[np.float64]
 I64 = npt.NDArray[np.int64]

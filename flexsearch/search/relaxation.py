@@ -95,8 +95,8 @@ class _Builder:
         back: list[F64] = []
         for e, (producer, reader, position, name) in enumerate(edges):
             output, itemsize = graph.operators[producer].outputs.index(name), graph.tensor[name].itemsize
-            writes = [placed.writes[output] for placed in self.placed[producer]]
-            reads = [placed.reads[position] for placed in self.placed[reader]]
+            writes = [placed.writes[output].number for placed in self.placed[producer]]
+            reads = [placed.reads[position].number for placed in self.placed[reader]]
             sources, needs = list(dict.fromkeys(writes)), list(dict.fromkeys(reads))
             made[e, : len(writes)] = [sources.index(n) for n in writes]
             wanted[e, : len(reads)] = [needs.index(n) for n in reads]
@@ -196,7 +196,7 @@ class _Weights:
                 first[i, c] = len(self.exchanges)
                 for tensor, position in mine:
                     shard = self.owner.configs[i][c].shard_weights
-                    (arrivals,) = self._plan(tensor, [(placed.reads[position], i)], shard, update[i, c])
+                    (arrivals,) = self._plan(tensor, [(placed.reads[position].number, i)], shard, update[i, c])
                     gathered[i, c] = np.maximum(gathered[i, c], arrivals)
                 last[i, c] = len(self.exchanges)
                 self._sink(first[i, c], update[i, c], sink[i, c])
@@ -217,7 +217,7 @@ class _Weights:
             kinds.append([])
             for r, (i, position) in enumerate(self._readers(tensor)):
                 asked = [
-                    (placed.reads[position], config.shard_weights)
+                    (placed.reads[position].number, config.shard_weights)
                     for placed, config in zip(self.owner.placed[i], self.owner.configs[i], strict=True)
                 ]
                 kinds[w].append(list(dict.fromkeys(asked)))

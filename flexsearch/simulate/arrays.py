@@ -7,11 +7,11 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-U8 = npt.NDArray[np.uint8]
-U32 = npt.NDArray[np.uint32]
-U64 = npt.NDArray[np.uint64]
-I64 = npt.NDArray[np.int64]
-F64 = npt.NDArray[np.float64]
+from flexsearch.compiled import F64 as F64
+from flexsearch.compiled import I64 as I64
+from flexsearch.compiled import U8 as U8
+from flexsearch.compiled import U32 as U32
+from flexsearch.compiled import U64 as U64
 
 NOTHING = np.uint32(0xFFFFFFFF)
 """No task, node or row."""

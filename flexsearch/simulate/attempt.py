@@ -6,9 +6,9 @@ from typing import Any
 
 import numpy as np
 
+from flexsearch.compiled import ONE, ZERO, lean
 from flexsearch.simulate.arrays import STRIDE, TICK, TIME, Pools, Program, State, Tasks, Work
 from flexsearch.simulate.change import Change, Table, Wiring, place, wire
-from flexsearch.simulate.kernel import ONE, ZERO, lean
 from flexsearch.simulate.walk import walk
 
 UNKNOWN = -1.0

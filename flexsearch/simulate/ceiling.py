@@ -9,8 +9,8 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
-from flexsearch.graph import OperatorGraph, volume
-from flexsearch.lower import Layout, Lowered, Reshard
+from flexsearch.graph import OperatorGraph
+from flexsearch.lower import Lowered, Reshard
 from flexsearch.lower.lowering import Placed
 from flexsearch.lower.weights import WeightPlan
 from flexsearch.simulate.memory import STATE_COPIES
@@ -22,15 +22,13 @@ Bytes = npt.NDArray[np.int64]
 
 
 class Ceiling:
-    """Upper bounds for plans of one graph under ``options``; what a placement or a reshard adds is remembered."""
+    """Upper bounds for plans of one graph under ``options``."""
 
     def __init__(self, graph: OperatorGraph, topology: Topology, options: Options) -> None:
         self.graph, self.count = graph, len(topology.devices)
         self.copies = 1 + STATE_COPIES[options.optimizer]
         # Whole on every device: their bounding boxes can be no larger.
         self.always = sum(t.nbytes for t in graph.of_kind("input", "buffer", "constant"))
-        self._known: dict[tuple[int, int], tuple[object, Bytes]] = {}
-        """(id of a part, bytes per element or operator) -> (the part, kept so that its id stays its own; its bytes)."""
 
     def __call__(self, lowered: Lowered) -> Bytes:
         """At most this many bytes are in use on each device at any moment."""
@@ -47,46 +45,23 @@ class Ceiling:
 
     def placed(self, operator: int, placed: Placed) -> Bytes:
         """Outputs of an operator and the gradients of its inputs."""
-        if (known := self._known.get((id(placed), operator))) is not None:
-            return known[1]
-        op, placement, found = self.graph.operators[operator], placed.placement, np.zeros(self.count, dtype=np.int64)
-        for name, layout in zip(op.outputs, placement.writes, strict=True):
-            found += self._held(layout, self.graph.tensor[name].itemsize)
-        for name, layout in zip(op.inputs, placement.reads, strict=True):
+        op, found = self.graph.operators[operator], np.zeros(self.count, dtype=np.int64)
+        for name, layout in zip(op.outputs, placed.writes, strict=True):
+            found += layout.elements(self.count) * self.graph.tensor[name].itemsize
+        for name, layout in zip(op.inputs, placed.reads, strict=True):
             if name in self.graph.differentiable:
-                found += self._held(layout, self.graph.tensor[name].itemsize)
-        self._known[id(placed), operator] = placed, found
+                found += layout.elements(self.count) * self.graph.tensor[name].itemsize
         return found
 
     def moved(self, plan: Reshard, itemsize: int) -> Bytes:
         """New copies that a reshard makes, intermediate ones, and receive buffers."""
-        if (known := self._known.get((id(plan), itemsize))) is not None:
-            return known[1]
-        found = np.zeros(self.count, dtype=np.int64)
-        for phase in () if plan.trivial else plan.phases:
-            found += self._held(phase.destination, itemsize)
-            for exchange in phase.exchanges:
-                for move in exchange.moves:
-                    found[phase.destination[move.destination].device] += volume(move.box) * itemsize
-        self._known[id(plan), itemsize] = plan, found
-        return found
+        return plan.outline.landed * itemsize
 
     def weight(self, plan: WeightPlan, itemsize: int) -> Bytes:
         """A stored weight with the state of its optimizer, gathered copies, and what synchronising it takes."""
-        if (known := self._known.get((id(plan), itemsize))) is not None:
-            return known[1]
-        found = self._held(plan.storage, itemsize)
+        found = plan.stored.elements(self.count) * itemsize
         for forward in plan.forward:
-            if forward.exchanges:
+            if forward.crosses:
                 found = found + self.moved(forward, itemsize)
         found = self.copies * found
-        if plan.sync is not None:
-            found = found + self.moved(plan.sync, itemsize)
-        self._known[id(plan), itemsize] = plan, found
-        return found
-
-    def _held(self, layout: Layout, itemsize: int) -> Bytes:
-        found = np.zeros(self.count, dtype=np.int64)
-        for device, box, _ in layout:
-            found[device] += volume(box) * itemsize
-        return found
+        return found if plan.sync is None else found + self.moved(plan.sync, itemsize)

@@ -9,43 +9,19 @@ the result does not depend on the machine: a plain Python simulator gives the sa
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, TypeVar, cast
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-from numba import njit
 
+from flexsearch.compiled import ONE as ONE
+from flexsearch.compiled import TWO as TWO
+from flexsearch.compiled import ZERO as ZERO
+from flexsearch.compiled import compiled as compiled
+from flexsearch.compiled import lean as lean
 from flexsearch.lower import TaskArrays
 
 Times = npt.NDArray[np.float64]
-F = TypeVar("F", bound=Callable[..., Any])
-
-
-def compiled(function: F) -> F:
-    """``numba.njit``, cached on disk; not cached where no folder can be written (a read-only installation)."""
-    try:
-        return cast(F, njit(cache=True, nogil=True)(function))
-    except RuntimeError:  # numba: "no locator available"
-        return cast(F, njit(nogil=True)(function))
-
-
-def lean(function: F) -> F:
-    """As ``compiled``, without counting references to arrays: functions that hand dozens of arrays on compile in
-    seconds then, not minutes. They must not make arrays."""
-    make: Any = njit
-    for options in ({"cache": True, "_nrt": False}, {"_nrt": False}):
-        try:
-            return cast(F, make(nogil=True, **options)(function))
-        except (RuntimeError, KeyError, TypeError):  # no folder for the cache, or a numba without this option
-            continue
-    return compiled(function)
-
-
-ZERO: Any = np.uint64(0)  # unsigned everywhere: mixed with a signed index, numba would compute in float64
-ONE: Any = np.uint64(1)
-TWO: Any = np.uint64(2)
-THREE: Any = np.uint64(3)
 
 
 @compiled

@@ -5,21 +5,22 @@ Nothing is decided here. Each number was made by lowering; this module only lays
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from flexsearch.graph import Tensor, volume
+from flexsearch.graph import Tensor
 from flexsearch.lower import Lowering, Reshard
 from flexsearch.lower.lowering import Placed, kept
-from flexsearch.lower.reshard import Exchange
+from flexsearch.lower.reshard import Outline
 from flexsearch.lower.weights import WeightPlan
-from flexsearch.simulate.arrays import TICK, Pools
+from flexsearch.simulate.arrays import F64, I64, TICK, U32, Pools
 from flexsearch.simulate.ceiling import Ceiling
 from flexsearch.simulate.change import HELD, LAYOUT, MISSING, PLAN, RESHARD, STEP, WEIGHT, Table, find, put
 from flexsearch.strategy import OperatorConfig, Options
+from flexsearch.topology.parts import FORMS
 
 _TYPES: dict[str, Any] = {
     "config_shard": np.uint8, "entry_forward_s": np.float64, "entry_backward_s": np.float64, "duration": np.float64,
@@ -30,6 +31,7 @@ _TYPES: dict[str, Any] = {
 }  # fmt: skip
 """Columns of ``Pools`` that are not uint32."""
 _START = 1024
+_NOBODY = np.zeros(0, np.uint32)
 
 
 class Column:
@@ -39,7 +41,7 @@ class Column:
         self.array: npt.NDArray[Any] = np.zeros(_START if width is None else (_START, width), dtype=dtype)
         self.size = 0
 
-    def extend(self, values: npt.NDArray[Any] | list[Any]) -> None:
+    def extend(self, values: npt.NDArray[Any] | Sequence[Any]) -> None:
         """Append values (or rows)."""
         end = self.size + len(values)
         if end > len(self.array):
@@ -66,7 +68,8 @@ class Templates:
         self.table = Table(np.zeros(2 * _START, np.uint64), np.zeros(2 * _START, np.uint32), np.zeros(1, np.uint64))
         self._pools: Pools | None = None
         self._configs: dict[tuple[int, OperatorConfig], int] = {}
-        self._keys: dict[tuple[str, tuple[int, ...], str], int] = {}
+        self._keys: dict[tuple[str, bytes, str], int] = {}
+        self._plans: dict[tuple[int, str], int] = {}
         self._nodes = 0
         self._parameters = self.graph.of_kind("parameter")
         self.configs: list[OperatorConfig | None] = []
@@ -84,17 +87,25 @@ class Templates:
             self._pools = Pools(**{name: column.array for name, column in self.columns.items()})
         return self._pools
 
-    def _append(self, name: str, values: Iterable[Any]) -> None:
-        self.columns[name].extend(list(values))
+    def _append(self, name: str, values: npt.NDArray[Any] | Sequence[Any]) -> None:
+        self.columns[name].extend(values)
         self._pools = None
 
-    def _rows(self, name: str, first: str, last: str, **columns: Iterable[Any]) -> None:
+    def _rows(self, name: str, first: str, last: str, **columns: npt.NDArray[Any] | Sequence[Any]) -> None:
         """One row: values of columns that belong together, and where they begin and end. ``name``: any of them."""
         begin = self.columns[name].size
         for column, values in columns.items():
             self._append(column, values)
         self._append(first, [begin])
         self._append(last, [self.columns[name].size])
+
+    def _lists(self, name: str, ends: U32, **columns: npt.NDArray[Any]) -> None:
+        """Rows of lists that are laid end to end: row k of each column ends at ``ends[k]``. ``name``: any of them."""
+        begin = self.columns[name].size
+        for column, values in columns.items():
+            self._append(column, values)
+        self._append(f"{name}_last", ends + np.uint32(begin))
+        self._append(f"{name}_first", np.concatenate(([begin], ends[:-1] + np.uint32(begin))))
 
     # ---- keys
 
@@ -130,16 +141,18 @@ class Templates:
     def _config(self, placed: Placed | None, config: OperatorConfig | None, operator: int) -> int:
         self.configs.append(config)
         self.operators.append(operator)
-        devices = placed.placement.devices if placed is not None else ()
+        nothing: tuple[int, ...] = ()
         self._rows(
-            "entry_device", "config_first", "config_last", entry_device=devices,
-            entry_forward_s=placed.forward_s if placed is not None else (),
-            entry_backward_s=placed.backward_s if placed is not None else (),
-            entry_ticks=_ticks(placed.forward_s, placed.backward_s) if placed is not None else (),
+            "entry_device", "config_first", "config_last",
+            entry_device=nothing if placed is None else placed.device,
+            entry_forward_s=nothing if placed is None else placed.seconds[0],
+            entry_backward_s=nothing if placed is None else placed.seconds[1],
+            entry_ticks=nothing if placed is None else _ticks(*placed.seconds),
         )  # fmt: skip
-        for name, layouts in (("config_reads", placed and placed.reads), ("config_writes", placed and placed.writes)):
+        reads, writes = ((), ()) if placed is None else (placed.reads, placed.writes)
+        for name, layouts in (("config_reads", reads), ("config_writes", writes)):
             self._append(name, [self.columns["layout"].size])
-            self._append("layout", layouts or ())
+            self._append("layout", [layout.number for layout in layouts])
         self._append("config_shard", [bool(config and config.shard_weights)])
         held = (
             np.zeros(len(self.topology.devices), np.int64) if placed is None else self.ceiling.placed(operator, placed)
@@ -156,63 +169,44 @@ class Templates:
 
     def _reshard(self, plan: Reshard | None, dtype: str, itemsize: int) -> int:
         """Number of a new reshard; ``dtype`` matters where exchanges go in buckets."""
-        number = self.columns["reshard_first"].size
-        phases = plan.phases if plan is not None else ()
-        first = self.columns["duration"].size
-        for phase in phases:
-            for exchange in phase.exchanges:
-                self._exchange(exchange, dtype)
-        middle = first + (len(phases[0].exchanges) if phases else 0)
-        for name, value in (("reshard_first", first), ("reshard_middle", middle)):
-            self._append(name, [value])
-        self._append("reshard_last", [self.columns["duration"].size])
-        nothing = np.zeros(len(self.topology.devices), np.int64)
-        self._append("reshard_held", [nothing if plan is None else self.ceiling.moved(plan, itemsize)])
+        number, first = self.columns["reshard_first"].size, self.columns["duration"].size
+        count = middle = 0
+        held = np.zeros(len(self.topology.devices), np.int64)
+        if plan is not None:
+            count, middle, held = len(plan.outline.form), plan.outline.middle, self.ceiling.moved(plan, itemsize)
+            if count:
+                self._exchanges(plan.outline, dtype)
+        for name, value in (("first", first), ("middle", first + middle), ("last", first + count)):
+            self._append(f"reshard_{name}", [value])
+        self._append("reshard_held", [held])
         return number
 
-    def _exchange(self, exchange: Exchange, dtype: str) -> None:
-        transfer, count = exchange.transfer, len(exchange.devices)
-        ring = exchange.form == "all_reduce"
-        amount = exchange.nbytes // (2 * (count - 1)) if ring else 0
-        links, drags, latency = self._loads(exchange) if dtype else ({}, {}, 0.0)
-        self._rows("send", "send_first", "send_last", send=exchange.senders)
-        self._rows("receive", "receive_first", "receive_last", receive=exchange.receivers)
-        self._rows("link", "link_first", "link_last", link=[r for r, _ in transfer.links],
-                   link_s=[s for _, s in transfer.links],
-                   link_ticks=[int(min(s, transfer.duration_s) / TICK) for _, s in transfer.links],
-                   link_load=[links.get(r, 0) for r, _ in transfer.links])  # fmt: skip
-        self._rows("drag", "drag_first", "drag_last", drag=[r for r, _ in transfer.drag],
-                   drag_s=[s for _, s in transfer.drag],
-                   drag_load=[drags.get(r, 0) for r, _ in transfer.drag])  # fmt: skip
-        self._append("duration", [transfer.duration_s])
-        self._append("latency", [latency])
-        self._append("amount", [amount])
-        key = exchange.form, exchange.devices, dtype
+    def _exchanges(self, plan: Outline, dtype: str) -> None:
+        loads = plan.loads
+        self._lists("send", plan.send_end, send=plan.send)
+        self._lists("receive", plan.receive_end, receive=plan.receive)
+        sizes = np.diff(plan.link_end, prepend=0).astype(np.int64)
+        most = np.minimum(loads.link_s, np.repeat(plan.duration, sizes))
+        self._lists("link", plan.link_end, link=loads.link, link_s=loads.link_s, link_load=loads.link_load,
+                    link_ticks=(most / TICK).astype(np.int64))  # fmt: skip
+        self._lists("drag", plan.drag_end, drag=loads.drag, drag_s=loads.drag_s, drag_load=loads.drag_load)
+        for name in ("duration", "latency", "amount"):
+            self._append(name, getattr(plan, name))
+        keys = [self._key(plan, x, dtype) for x in range(len(plan.form))] if dtype else [0] * len(plan.form)
+        self._append("key", keys)
+
+    def _key(self, plan: Outline, x: int, dtype: str) -> int:
+        """Number of what exchanges have in common that may go in one bucket: form, devices, type of elements."""
+        form = FORMS[int(plan.form[x])]
+        begin, since = (int(plan.send_end[x - 1]), int(plan.receive_end[x - 1])) if x else (0, 0)
+        senders, receivers = plan.send[begin : plan.send_end[x]], plan.receive[since : plan.receive_end[x]]
+        devices = senders if form == "all_reduce" else np.union1d(senders, receivers)
+        key = form, devices.tobytes(), dtype
         if key not in self._keys:
             self._keys[key] = len(self._keys)
-            self._append("key_factor", [self.topology.communication.factors[exchange.form]])
-            self._append("key_ring", [count if ring else 0])
-        self._append("key", [self._keys[key]])
-
-    def _loads(self, exchange: Exchange) -> tuple[dict[int, int], dict[int, int], float]:
-        """What a bucket adds up: bytes by link and by processor, and the longest latency. Of an all-reduce edges of the
-        ring instead of bytes, which a bucket multiplies by its own."""
-        ring = sorted(exchange.devices)
-        messages: Iterable[tuple[int, int, int]] = exchange.messages
-        if exchange.form == "all_reduce":
-            messages = [(d, ring[(k + 1) % len(ring)], 1) for k, d in enumerate(ring)]
-        links: dict[int, int] = {}
-        drags: dict[int, int] = {}
-        latency = 0.0
-        for source, destination, nbytes in messages:
-            route = self.topology.route(source, destination)
-            latency = max(latency, route.latency_s)
-            for r in route.resources:
-                links[r] = links.get(r, 0) + nbytes
-            for device in (source, destination):
-                processor = self.topology.processor_of[device]
-                drags[processor] = drags.get(processor, 0) + nbytes
-        return links, drags, latency
+            self._append("key_factor", [self.topology.communication.factors[form]])
+            self._append("key_ring", [len(devices) if form == "all_reduce" else 0])
+        return self._keys[key]
 
     # ---- weights and buffers
 
@@ -223,25 +217,26 @@ class Templates:
         for need, flows in needs:
             node = self._step(STEP, node, 2 * need + flows)
         plan = self.lowering.weight(tensor, tuple(n for n, _ in needs), [flows for _, flows in needs], shard)
-        self.put(PLAN, node, 0, self._add_plan(plan, tensor))
+        key = id(plan), tensor.dtype  # lowering keeps the plan, so that its id stays its own
+        if (known := self._plans.get(key)) is None:
+            known = self._plans[key] = self._add_plan(plan, tensor)
+        self.put(PLAN, node, 0, known)
 
     def _add_plan(self, plan: WeightPlan | None, tensor: Tensor | None) -> int:
-        number = self.columns["plan_sync"].size
-        trained = plan is not None and plan.sync is not None
-        gathers, sync, held = [], 0, np.zeros(len(self.topology.devices), np.int64)
+        number, gathers, sync = self.columns["plan_sync"].size, [], 0
+        held, devices, nbytes = np.zeros(len(self.topology.devices), np.int64), _NOBODY, np.zeros(0, np.int64)
         if plan is not None and tensor is not None:
             gathers = [
-                self._reshard(forward, "", tensor.itemsize) if forward.exchanges else 0 for forward in plan.forward
+                self._reshard(forward, "", tensor.itemsize) if forward.crosses else 0 for forward in plan.forward
             ]
+            held = self.ceiling.weight(plan, tensor.itemsize)
             if plan.sync is not None:
                 sync = self._reshard(plan.sync, tensor.dtype, tensor.itemsize)
-            held = self.ceiling.weight(plan, tensor.itemsize)
+                devices, nbytes = plan.stored.device, plan.stored.grid.volume * tensor.itemsize
         self._append("plan_gather", [self.columns["gather"].size])
         self._append("gather", gathers)
         self._append("plan_sync", [sync])
-        storage = plan.storage if plan is not None and trained else ()
-        self._rows("store_device", "store_first", "store_last", store_device=[e.device for e in storage],
-                   store_bytes=[volume(e.box) * tensor.itemsize for e in storage] if tensor else ())  # fmt: skip
+        self._rows("store_device", "store_first", "store_last", store_device=devices, store_bytes=nbytes)
         self._append("plan_held", [held])
         return number
 
@@ -254,6 +249,7 @@ class Templates:
         self.put(LAYOUT, node, 0, self.lowering.intern(found))
 
 
-def _ticks(forward_s: Iterable[float], backward_s: Iterable[float]) -> list[int]:
+def _ticks(forward_s: F64, backward_s: F64) -> I64:
     """Seconds of both as TICKs, rounded down."""
-    return [int(f / TICK) + int(b / TICK) for f, b in zip(forward_s, backward_s, strict=True)]
+    found: I64 = (forward_s / TICK).astype(np.int64) + (backward_s / TICK).astype(np.int64)
+    return found

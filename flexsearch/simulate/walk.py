@@ -16,6 +16,7 @@ from typing import Any
 
 import numpy as np
 
+from flexsearch.compiled import ONE, THREE, TWO, ZERO, lean
 from flexsearch.simulate.arrays import (
     BACKWARD,
     F64,
@@ -35,7 +36,6 @@ from flexsearch.simulate.arrays import (
     Tasks,
     Work,
 )  # fmt: skip
-from flexsearch.simulate.kernel import ONE, THREE, TWO, ZERO, lean
 from flexsearch.simulate.write import (
     after,
     after_device,

@@ -6,8 +6,9 @@ from typing import Any
 
 import numpy as np
 
+from flexsearch.compiled import ONE, TWO, compiled, lean
 from flexsearch.simulate.arrays import NOTHING, U32, Program, Tasks, Work
-from flexsearch.simulate.kernel import ONE, TWO, compiled, lean, run
+from flexsearch.simulate.kernel import run
 
 
 @lean

@@ -1,13 +1,15 @@
-"""Shortest routes between devices (networkx), one Dijkstra per source, kept."""
+"""Shortest routes between devices (networkx), one Dijkstra per source, kept; and the same as flat arrays."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, NamedTuple
 
 import networkx as nx
+import numpy as np
+import numpy.typing as npt
 
-from flexsearch.topology.parts import Link
+from flexsearch.topology.parts import Link, Route
 
 REFERENCE_BYTES = 1e6  # the message that routes are best for; small ones mind latency, large ones bandwidth
 
@@ -57,3 +59,53 @@ class Router:
         if not all(device in paths for device in self._devices):
             paths = nx.single_source_dijkstra_path(self._graph, source, weight="cost") | paths
         return paths
+
+
+class RouteTable(NamedTuple):
+    """Routes as arrays. Route r = ``number[i, j]`` leads from device i to device j over the resources
+    ``resource[first[r]:first[r + 1]]``; ``latency`` (s) and ``slowness`` (1 / its bandwidth, s/B) are by route. Route 0
+    stands for what nobody has asked for yet, and for the way from a device to itself."""
+
+    number: npt.NDArray[np.uint32]
+    first: npt.NDArray[np.uint32]
+    resource: npt.NDArray[np.uint32]
+    latency: npt.NDArray[np.float64]
+    slowness: npt.NDArray[np.float64]
+
+
+class Routes:
+    """The table of the routes of ``count`` devices, which grows by the devices that are asked for. ``route``: the way
+    from one device to another."""
+
+    def __init__(self, count: int, route: Callable[[int, int], Route]) -> None:
+        self._route = route
+        self._covered: dict[int, None] = {}
+        self._found: list[Route] = [Route((), 0.0, np.inf)]
+        self._number = np.zeros((count, count), np.uint32)
+        self._table: RouteTable | None = None
+
+    def between(self, devices: Iterable[int]) -> RouteTable:
+        """The table, with the routes between all of ``devices``."""
+        for device in devices:
+            if device not in self._covered:
+                self._cover(device)
+                self._table = None
+        if self._table is None:
+            self._table = self._made()
+        return self._table
+
+    def _cover(self, device: int) -> None:
+        for other in self._covered:
+            for i, j in ((device, other), (other, device)):
+                self._number[i, j] = len(self._found)
+                self._found.append(self._route(i, j))
+        self._covered[device] = None
+
+    def _made(self) -> RouteTable:
+        return RouteTable(
+            number=self._number,
+            first=np.cumsum([0, *(len(route.resources) for route in self._found)]).astype(np.uint32),
+            resource=np.array([r for route in self._found for r in route.resources], dtype=np.uint32),
+            latency=np.array([route.latency_s for route in self._found]),
+            slowness=np.array([1 / route.bandwidth for route in self._found]),
+        )

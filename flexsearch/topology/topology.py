@@ -17,7 +17,7 @@ from pydantic import model_validator
 from flexsearch import files
 from flexsearch.errors import FileFormatError, TopologyError
 from flexsearch.topology.parts import Communication, Device, Link, Name, Resource, Route
-from flexsearch.topology.routes import Router, separated, wiring
+from flexsearch.topology.routes import Router, Routes, separated, wiring
 from flexsearch.topology.template import Template
 
 
@@ -110,6 +110,11 @@ class Topology(files.FileModel):
         )
         self._routes[i, j] = route
         return route
+
+    @cached_property
+    def routes(self) -> Routes:
+        """All routes as flat arrays, for compiled code."""
+        return Routes(len(self.devices), self.route)
 
     def device_index(self, name: str) -> int:
         """Index of the device called ``name``; TopologyError if there is none."""

@@ -1,0 +1,155 @@
+"""The arrays that compiled planning of reshards works on. Each function of the planner takes the few that it needs:
+compiling takes the longer the more arrays it hands on."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from flexsearch.compiled import F64, I64, U8, U32, U64
+from flexsearch.cost.communication import Loads, Tally, empty_loads
+from flexsearch.lower.layout import Side
+
+Table = npt.NDArray[np.uint32]
+"""Numbers in two dimensions."""
+PHASES, FIRST, MIDDLE, LAST, MOVE_FIRST, MOVE_MIDDLE, MOVE_LAST, TRIVIAL, ERROR, FULL = range(10)
+"""Places in ``Desk.result``: number of phases of the plan that was chosen; exchanges of the first one are FIRST to
+MIDDLE, of the second MIDDLE to LAST; likewise moves; whether nothing at all is done; whether there is no plan, or no
+room for it."""
+SEND, RECEIVE, LINK, DRAG, MESSAGE = range(5)
+"""Rows of ``Exchanges.end``."""
+
+
+class Moves(NamedTuple):
+    """Moves: from ``source`` to ``destination`` entry, ``volume`` elements, in which ``exchange``. ``size``: (2,) moves
+    so far, and whether there was no room for all. ``sent``: by device, elements that it sends in the phase at hand."""
+
+    source: U32
+    destination: U32
+    volume: I64
+    exchange: U32
+    size: U64
+    sent: I64
+
+
+class Exchanges(NamedTuple):
+    """Exchanges: ``form`` (number in ``FORMS``), ``nbytes``, ``edge`` (bytes that a load counts), ``amount`` (of an
+    all-reduce, bytes on each device), ``latency`` (of the longest route, s), ``duration`` (s), ``leader`` (destination
+    entry whose region an all-reduce makes), ``end`` (of each list). ``send``, ``receive``: devices. ``message``: source
+    and destination devices, ``message_bytes``. ``size``: (4,) exchanges, sends, receives, messages so far."""
+
+    form: U8
+    nbytes: I64
+    edge: I64
+    amount: I64
+    latency: F64
+    duration: F64
+    leader: U32
+    end: Table
+    send: U32
+    receive: U32
+    message: Table
+    message_bytes: I64
+    size: U64
+    loads: Loads
+    tally: Tally
+
+
+class Groups(NamedTuple):
+    """Destination entries with the same region. By entry: ``following``, the next one of its group. By first entry of a
+    group: ``members``, ``last``, and whether the group is ``shared``: served together. By entry: ``first`` and ``end``
+    of the source entries that it is put together from; whether it is ``done``. By device: the ``member`` of the group
+    at hand, and moves that are ``given`` to it."""
+
+    following: U32
+    members: U32
+    last: U32
+    shared: U8
+    first: U32
+    end: U32
+    done: U8
+    member: U32
+    given: U32
+
+
+class Sets(NamedTuple):
+    """Sets of devices that talk to each other. By device: ``root`` (a device of its set), ``role`` (1: sends, 2:
+    receives, 3: both), ``number`` of its set, and its ``seat``: set c has the devices ``seated[end[c - 1]:end[c]]``. By
+    set: number of ``moves``, whether every move is a ``whole`` entry, and whether an entry receives more than it holds
+    (``over``). ``pair``: bytes by seats of sender and receiver. By destination entry: elements ``arriving``, and
+    ``stamp`` of the set that saw it last."""
+
+    root: U32
+    role: U8
+    number: U32
+    seat: U32
+    seated: U32
+    end: U32
+    moves: U32
+    whole: U8
+    over: U8
+    pair: I64
+    arriving: I64
+    stamp: U32
+
+
+class Desk(NamedTuple):
+    """Where a reshard is planned. Candidates leave their moves and exchanges one after the other. ``middle``: layout
+    between two phases. ``landed``: by device, elements of new copies, copies in between and receive buffers. By
+    destination entry: ``cuts``, local moves, ``cut``, the source of the last one, and whether it is ``aliased``."""
+
+    moves: Moves
+    exchanges: Exchanges
+    groups: Groups
+    sets: Sets
+    middle: Side
+    landed: I64
+    cuts: U32
+    cut: U32
+    aliased: U8
+    result: U64
+
+
+def make_desk(tally: Tally, devices: int, dimensions: int, entries: int, moves: int, links: int) -> Desk:
+    """Room for layouts of ``entries`` entries with ``dimensions`` dimensions, and in all candidates together for so
+    many moves and rows of links."""
+    rows = 4 * entries + 4  # four phases; in each of them exchanges share no device, or no entry of a group
+    seats = min(devices, 2 * entries)
+    return Desk(
+        moves=Moves(_u32(moves), _u32(moves), _i64(moves), _u32(moves), np.zeros(2, np.uint64), _i64(devices)),
+        exchanges=Exchanges(
+            form=_u8(rows), nbytes=_i64(rows), edge=_i64(rows), amount=_i64(rows), latency=np.zeros(rows),
+            duration=np.zeros(rows), leader=_u32(rows), end=_u32((5, rows)), send=_u32(3 * rows),
+            receive=_u32(3 * rows), message=_u32((2, moves)), message_bytes=_i64(moves), size=np.zeros(4, np.uint64),
+            loads=empty_loads(links), tally=tally,
+        ),
+        groups=Groups(
+            following=_u32(entries), members=_u32(entries), last=_u32(entries), shared=_u8(entries),
+            first=_u32(entries), end=_u32(entries), done=_u8(entries), member=_u32(devices), given=_u32(devices),
+        ),
+        sets=Sets(
+            root=_u32(devices), role=_u8(devices), number=_u32(devices), seat=_u32(devices), seated=_u32(devices),
+            end=_u32(devices), moves=_u32(devices), whole=_u8(devices), over=_u8(devices), pair=_i64(seats * seats),
+            arriving=_i64(entries), stamp=_u32(entries),
+        ),
+        middle=Side(
+            _u32(entries), _i64((entries, dimensions, 2)), _i64(entries), _u32(entries), _u32(1), _u32(1),
+            np.zeros(2, np.uint64),
+        ),
+        landed=_i64(devices), cuts=_u32(entries), cut=_u32(entries), aliased=_u8(entries),
+        result=np.zeros(10, np.uint64),
+    )  # fmt: skip
+
+
+def _u8(shape: Any) -> U8:
+    return np.zeros(shape, np.uint8)
+
+
+def _u32(shape: Any) -> U32:
+    return np.zeros(shape, np.uint32)
+
+
+def _i64(shape: Any) -> I64:
+    return np.zeros(shape, np.int64)

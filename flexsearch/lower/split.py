@@ -1,0 +1,193 @@
+"""The regions that the pieces of an operator read and write, by degrees: what does not depend on the devices.
+
+A dimension's interval follows from the pieces of its own axes alone. So each dimension is asked once for each of them
+(``Dimension.interval``), and the regions of all pieces are put together from the answers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from itertools import product
+from math import prod
+
+import numpy as np
+import numpy.typing as npt
+
+from flexsearch.compiled import I64, U32
+from flexsearch.graph import Box, Interval, Operator, Piece, chunk
+from flexsearch.graph.notation import Dimension
+from flexsearch.lower.layout import Grid, Laid, Layouts, Placement
+from flexsearch.strategy import OperatorConfig
+
+Degrees = tuple[tuple[str, int], ...]
+Index = npt.NDArray[np.intp]
+Mask = npt.NDArray[np.bool_]
+Shapes = Sequence[Sequence[int]]
+
+
+@dataclass(frozen=True)
+class Region:
+    """The regions of one operand. ``held``: the positions (pieces, replicas counted) that touch it; None: all do."""
+
+    grid: Grid
+    held: Index | None
+
+    def on(self, layouts: Layouts, device: U32) -> Laid:
+        """The layout where position k is on ``device[k]``."""
+        return layouts.lay(self.grid, device if self.held is None else device[self.held])
+
+    def boxes(self, count: int) -> list[Box | None]:
+        """The region of each of ``count`` positions."""
+        if self.held is None:
+            return list(self.grid.boxes)
+        found = dict(zip(self.held.tolist(), self.grid.boxes, strict=True))
+        return [found.get(k) for k in range(count)]
+
+
+@dataclass(frozen=True)
+class Split:
+    """The pieces of an operator for some degrees and replicas. ``extents``: indices on each axis, of the different
+    sizes of pieces that there are; ``extent_of``: which of them a position has."""
+
+    inputs: tuple[Region, ...]
+    outputs: tuple[Region, ...]
+    extents: tuple[tuple[int, ...], ...]
+    extent_of: Index
+
+
+class Splitter:
+    """Splits of an operator, or of all operators of the same pattern and sizes. ``inputs``/``outputs``: shapes of the
+    whole operands."""
+
+    def __init__(self, op: Operator, inputs: Shapes, outputs: Shapes, layouts: Layouts) -> None:
+        self.op, self.layouts = op, layouts
+        self.inputs = len(inputs)
+        self.operands = (
+            *zip(op.access.inputs, inputs, strict=True),
+            *zip(op.access.outputs, outputs, strict=True),
+        )
+        self._splits: dict[tuple[Degrees, int], Split] = {}
+        self._intervals: dict[tuple[int, int, Degrees], tuple[I64, Mask | None]] = {}
+        self._dimensions: list[dict[str, list[int]]] = [{} for _ in self.operands]
+        """By operand: dimensions that an axis indexes."""
+        self._whole: list[tuple[I64, bool]] = []
+        """By operand: what the whole operator reaches, and whether it is anything."""
+        for (operand, shape), places in zip(self.operands, self._dimensions, strict=True):
+            asked = [self._asked(d, size, ()) for d, size in zip(operand.dimensions, shape, strict=True)]
+            box = np.array([interval[0] for interval, _ in asked], dtype=np.int64).reshape(len(asked), 2)
+            self._whole.append((box, all(inside is None for _, inside in asked)))
+            for d, dimension in enumerate(operand.dimensions):
+                for axis in dimension.axes:
+                    places.setdefault(axis, []).append(d)
+
+    def split(self, config: OperatorConfig) -> Split:
+        """The pieces of a config, wherever they are."""
+        key = config.degrees, config.replicas
+        if (known := self._splits.get(key)) is None:
+            known = self._splits[key] = self._split(*key)
+        return known
+
+    def placement(self, config: OperatorConfig) -> Placement:
+        """The pieces of a config as objects, on their devices."""
+        split, count = self.split(config), len(config.devices)
+        device = np.array(config.devices, dtype=np.uint32)
+        reads = list(zip(*(region.boxes(count) for region in split.inputs), strict=True)) or [()] * count
+        writes = list(zip(*(region.boxes(count) for region in split.outputs), strict=True)) or [()] * count
+        pieces: dict[int, Piece] = {}
+        terms = tuple(k // config.replicas for k in range(count))
+        for k, term in enumerate(terms):
+            if term not in pieces:
+                made = tuple(box for box in writes[k] if box is not None)
+                pieces[term] = Piece(config.intervals(self.op, k), tuple(reads[k]), made)
+        return Placement(
+            config.devices, tuple(pieces[term] for term in terms), terms,
+            tuple(region.on(self.layouts, device).entries for region in split.inputs),
+            tuple(region.on(self.layouts, device).entries for region in split.outputs),
+        )  # fmt: skip
+
+    def _split(self, degrees: Degrees, replicas: int) -> Split:
+        places, term = _positions(tuple(parts for _, parts in degrees), replicas)
+        at = dict(zip((axis for axis, _ in degrees), places, strict=True))
+        regions = tuple(self._region(n, degrees, at, term) for n in range(len(self.operands)))
+        inputs, outputs = regions[: self.inputs], regions[self.inputs :]
+        if any(region.held is not None for region in outputs):  # patterns index outputs plainly
+            raise AssertionError(f"{self.op.name}: a piece writes nothing of its output")
+        return Split(inputs, outputs, *self._extents(degrees, at, len(term)))
+
+    def _extents(self, degrees: Degrees, at: dict[str, Index], count: int) -> tuple[tuple[tuple[int, ...], ...], Index]:
+        axes = self.op.access.axes
+        lengths = {
+            axis: np.array([high - low for low, high in self._chunks(axis, parts)])[at[axis]] for axis, parts in degrees
+        }
+        if all((length == length[0]).all() for length in lengths.values()):
+            one = tuple(int(lengths[axis][0]) if axis in lengths else self.op.sizes[axis] for axis in axes)
+            return (one,), np.zeros(count, dtype=np.intp)
+        columns = (lengths[axis].tolist() if axis in lengths else [self.op.sizes[axis]] * count for axis in axes)
+        found: dict[tuple[int, ...], int] = {}
+        of = [found.setdefault(row, len(found)) for row in zip(*columns, strict=True)]
+        return tuple(found), np.array(of, dtype=np.intp)
+
+    def _chunks(self, axis: str, parts: int) -> list[Interval]:
+        return [chunk(self.op.sizes[axis], parts, k) for k in range(parts)]
+
+    def _region(self, n: int, degrees: Degrees, at: dict[str, Index], term: U32) -> Region:
+        """Region of operand number ``n``. ``at``: index of the part, by split axis and position."""
+        operand, shape = self.operands[n]
+        box = np.empty((len(term), len(shape), 2), dtype=np.int64)
+        touched: Mask | None = None
+        box[:], inside = self._whole[n]
+        if not inside:
+            touched = np.zeros(len(term), dtype=np.bool_)
+        for d in sorted({d for axis, _ in degrees for d in self._dimensions[n].get(axis, ())}):
+            own = tuple((axis, parts) for axis, parts in degrees if axis in operand.dimensions[d].axes)
+            if (known := self._intervals.get((n, d, own))) is None:
+                known = self._intervals[n, d, own] = self._asked(operand.dimensions[d], shape[d], own)
+            which = _flat(own, at)
+            box[:, d] = known[0][which]
+            if known[1] is not None:
+                touched = known[1][which] if touched is None else touched & known[1][which]
+        if operand.once:
+            own = tuple((axis, parts) for axis, parts in degrees if axis in self.op.access.summed)
+            if own:
+                first = np.array([not self.op.access.skips(operand, piece) for piece in self._pieces(own)])
+                touched = first[_flat(own, at)] if touched is None else touched & first[_flat(own, at)]
+        if touched is None or touched.all():
+            return Region(self.layouts.grid(box, term), None)
+        held = np.flatnonzero(touched)
+        return Region(self.layouts.grid(box[held], term[held]), held)
+
+    def _pieces(self, own: Degrees) -> Iterator[dict[str, Interval]]:
+        """Intervals of some axes, for each combination of their parts in row-major order."""
+        for parts in product(*(self._chunks(axis, count) for axis, count in own)):
+            yield dict(zip((axis for axis, _ in own), parts, strict=True))
+
+    def _asked(self, dimension: Dimension, size: int, own: Degrees) -> tuple[I64, Mask | None]:
+        """Interval of a dimension for every combination of its axes' parts, and which are not empty (None: all)."""
+        whole = {axis: (0, self.op.sizes[axis]) for axis in dimension.axes}
+        found = [dimension.interval(whole | piece, self.op.sizes, size) for piece in self._pieces(own)]
+        inside = np.array([interval is not None for interval in found])
+        return np.array([interval or (0, 0) for interval in found], dtype=np.int64), None if inside.all() else inside
+
+
+def _flat(own: Degrees, at: dict[str, Index]) -> Index:
+    """Number of each position's combination of parts, in row-major order."""
+    (axis, _), *rest = own
+    which = at[axis]
+    for axis, parts in rest:
+        which = which * parts + at[axis]
+    return which
+
+
+@lru_cache(maxsize=4096)
+def _positions(shape: tuple[int, ...], replicas: int) -> tuple[tuple[Index, ...], U32]:
+    """Index of the part along each split axis, and the term, of every position: row-major, replicas last."""
+    count = prod(shape)
+    places = np.unravel_index(np.arange(count), shape) if shape else ()
+    return tuple(np.repeat(place, replicas) for place in places), np.repeat(np.arange(count, dtype=np.uint32), replicas)
+
+
+def place(op: Operator, config: OperatorConfig, inputs: Shapes, outputs: Shapes) -> Placement:
+    """Pieces, regions and layouts of ``op`` under ``config``; ``inputs``/``outputs`` are the operands' whole shapes."""
+    return Splitter(op, inputs, outputs, Layouts()).placement(config)

@@ -1,0 +1,249 @@
+"""Reshards bring every destination entry all it needs, and their sums are those of their moves."""
+
+from __future__ import annotations
+
+from functools import cache
+from itertools import product
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from flexsearch.cost import Costs
+from flexsearch.graph import chunk, volume
+from flexsearch.lower import Entry, Exchange, Layout, Lowering, Reshard
+from flexsearch.lower.layout import Layouts
+from flexsearch.lower.reshard import Planner, reshard
+from flexsearch.lower.weights import plan_weight
+from flexsearch.simulate.templates import Templates
+from flexsearch.strategy import Options
+from flexsearch.topology import Topology
+from tests.test_baselines import mlp
+from tests.test_delta import uneven
+
+Array = npt.NDArray[np.float64]
+ITEMSIZE = 4
+TOPOLOGIES = {
+    "GPUs": lambda: Topology.load("p100:4"),
+    "hosts": lambda: Topology.load("ethernet-1g-5"),
+    "unequal hosts on a bus that move bytes by CPU": lambda: uneven(6, "half", 1e-9, 2),
+}
+
+
+@cache
+def planner(name: str) -> Planner:
+    return Planner(TOPOLOGIES[name]())
+
+
+@st.composite
+def grids(draw: st.DrawFn, shape: tuple[int, ...], devices: int, parts_of_sums: bool) -> Layout:
+    """A tensor cut unevenly along its dimensions, in partial sums and in copies, on any devices."""
+    degrees = [draw(st.integers(1, min(n, 3))) for n in shape]
+    while np.prod(degrees, dtype=int) > devices:
+        degrees[degrees.index(max(degrees))] -= 1
+    room = devices // int(np.prod(degrees, dtype=int))
+    sums = draw(st.integers(1, min(room, 3))) if parts_of_sums else 1
+    copies = draw(st.integers(1, room // sums))
+    order = draw(st.permutations(range(devices)))
+    places = product(*(range(n) for n in degrees), range(sums))
+    cells = [tuple(chunk(size, n, k) for size, n, k in zip(shape, degrees, place, strict=False)) for place in places]
+    return tuple(Entry(order[k], box, k // copies) for k, box in enumerate(c for c in cells for _ in range(copies)))
+
+
+@st.composite
+def cases(draw: st.DrawFn) -> tuple[str, Layout, Layout, tuple[int, ...]]:
+    name = draw(st.sampled_from(sorted(TOPOLOGIES)))
+    devices = len(planner(name).topology.devices)
+    shape = tuple(draw(st.lists(st.integers(1, 7), max_size=3)))
+    source, destination = (draw(grids(shape, devices, sums)) for sums in (True, False))
+    return name, source, destination, shape
+
+
+def part(values: Array, entry: Entry) -> Array:
+    return values[(*(slice(low, high) for low, high in entry.box), ...)]
+
+
+def carried(plan: Reshard, held: list[Array]) -> list[Array]:
+    """What the destination entries hold when all moves are done, given what the source entries hold."""
+    for phase in plan.phases:
+        made = [np.zeros([high - low for low, high in entry.box]) for entry in phase.destination]
+
+        def pieces(moves, phase=phase, held=held):  # type: ignore[no-untyped-def]
+            for move in moves:
+                where = (
+                    tuple(slice(a - o[0], b - o[0]) for (a, b), o in zip(move.box, entry.box, strict=True))
+                    for entry in (phase.source[move.source], phase.destination[move.destination])
+                )
+                there, here = where
+                yield move.destination, here, held[move.source][there]
+
+        for k, here, value in pieces(phase.local):
+            made[k][here] += value
+        for exchange in phase.exchanges:
+            if exchange.box is None:
+                for k, here, value in pieces(exchange.moves):
+                    made[k][here] += value
+            else:  # every device of an all-reduce ends up with the sum of what all of them give
+                total = np.zeros([high - low for low, high in exchange.box])
+                for _, here, value in pieces(exchange.moves):
+                    total[here] += value
+                for k, entry in enumerate(phase.destination):
+                    if entry.device in exchange.devices and entry.box == exchange.box:
+                        made[k][...] = total
+        held = made
+    return held
+
+
+def check_exchange(exchange: Exchange, source: Layout, destination: Layout, topology: Topology) -> None:
+    """Its sums, from its moves and the routes alone."""
+    pairs: dict[tuple[int, int], int] = {}
+    for move in exchange.moves:
+        pair = source[move.source].device, destination[move.destination].device
+        pairs[pair] = pairs.get(pair, 0) + volume(move.box) * ITEMSIZE
+    messages = tuple((a, b, n) for (a, b), n in sorted(pairs.items()))
+    steps, nbytes = 1, sum(pairs.values())
+    if exchange.form == "all_reduce":
+        assert exchange.messages == () and exchange.box is not None
+        n, ring, size = len(exchange.devices), sorted(exchange.devices), volume(exchange.box) * ITEMSIZE
+        assert all(a == b for a, b in pairs) and len(pairs) > 1
+        steps, nbytes = 2 * (n - 1), 2 * (n - 1) * size
+        messages = tuple((d, ring[(k + 1) % n], 2 * (n - 1) * size // n) for k, d in enumerate(ring))
+        assert exchange.senders == exchange.receivers == tuple(ring)
+    else:
+        assert exchange.messages == messages and exchange.box is None
+        assert exchange.senders == tuple(sorted({a for a, _, _ in messages}))
+        assert exchange.receivers == tuple(sorted({b for _, b, _ in messages}))
+    assert exchange.nbytes == nbytes
+    assert exchange.devices == tuple(sorted({*exchange.senders, *exchange.receivers}))
+    load: dict[int, int] = {}
+    moved: dict[int, int] = {}
+    for a, b, n in messages:
+        for resource in topology.route(a, b).resources:
+            load[resource] = load.get(resource, 0) + n
+        for device in (a, b):
+            moved[topology.processor_of[device]] = moved.get(topology.processor_of[device], 0) + n
+    communication, transfer = topology.communication, exchange.transfer
+    factor, per_byte = communication.factors[exchange.form], communication.cpu_s_per_byte
+    links = tuple((r, factor * n / topology.resources[r].bandwidth) for r, n in sorted(load.items()))
+    latency = max(topology.route(a, b).latency_s for a, b, _ in messages)
+    assert transfer.link_bytes == tuple(sorted(load.items()))
+    assert transfer.links == links
+    assert transfer.drag == tuple((p, per_byte * n) for p, n in sorted(moved.items()) if per_byte)
+    assert transfer.duration_s == communication.overhead_s + steps * latency + max(s for _, s in links)
+
+
+def check_sums(plan: Reshard, topology: Topology) -> None:
+    """What a search reads of a reshard, from its moves."""
+    landed = np.zeros(len(topology.devices), dtype=np.int64)
+    for phase in plan.phases:
+        for exchange in phase.exchanges:
+            check_exchange(exchange, phase.source, phase.destination, topology)
+            for move in exchange.moves:
+                landed[phase.destination[move.destination].device] += volume(move.box)
+        for entry in phase.destination:
+            landed[entry.device] += volume(entry.box)
+    assert plan.trivial == (not plan.exchanges and plan.aliased >= {e.device for e in plan.destination})
+    assert (plan.outline.landed == (0 if plan.trivial else landed)).all()
+    slowest = [max((e.transfer.duration_s for e in phase.exchanges), default=0.0) for phase in plan.phases]
+    assert plan.seconds == sum(slowest)
+    assert plan.nbytes == sum(exchange.nbytes for exchange in plan.exchanges)
+    assert plan.exchanges == tuple(exchange for phase in plan.phases for exchange in phase.exchanges)
+    assert plan.crosses == bool(plan.exchanges)
+    (last,) = plan.phases[-1:]
+    alone = [e for e in plan.destination if sum(o.device == e.device for o in plan.destination) == 1]
+    for entry in alone:
+        k = plan.destination.index(entry)
+        arriving = [m for exchange in last.exchanges for m in exchange.moves if m.destination == k]
+        cut = [m for m in last.local if m.destination == k]
+        same = len(plan.phases) == 1 and not arriving and len(cut) == 1 and last.source[cut[0].source].box == entry.box
+        reduced = any(e.form == "all_reduce" and entry.device in e.devices for e in last.exchanges)
+        assert (entry.device in plan.aliased) == (same and not reduced)
+
+
+@settings(derandomize=True, deadline=None, max_examples=300)
+@given(case=cases())
+def test_any_reshard_brings_sums_of_all_terms_and_says_what_it_moves(
+    case: tuple[str, Layout, Layout, tuple[int, ...]],
+) -> None:
+    name, source, destination, shape = case
+    rng = np.random.default_rng(0)
+    terms = {entry.term: rng.random(shape) for entry in source}
+    whole = np.zeros(shape)
+    for term in terms:
+        box = next(entry for entry in source if entry.term == term)
+        part(whole, box)[...] += part(terms[term], box)
+    layouts = Layouts()
+    plan = Reshard(planner(name), layouts.intern(source), layouts.intern(destination), ITEMSIZE)
+    held = carried(plan, [part(terms[entry.term], entry) for entry in source])
+    for entry, value in zip(destination, held, strict=True):
+        np.testing.assert_allclose(value, part(whole, entry), rtol=1e-12)
+    check_sums(plan, planner(name).topology)
+
+
+def test_the_forms_that_are_known_are_found() -> None:
+    topology = planner("GPUs").topology
+    rows = [tuple(Entry(d, (chunk(64, 16, d), (0, 64)), d) for d in range(16))]
+    rows.append(tuple(Entry(d, ((0, 64), chunk(64, 16, d)), d) for d in range(16)))
+    whole = tuple(Entry(d, ((0, 64), (0, 64)), 0) for d in range(16))
+    sums = tuple(Entry(d, ((0, 64), (0, 64)), d) for d in range(16))
+    forms = [reshard(a, b, ITEMSIZE, topology).form for a, b in (
+        (rows[0], rows[0]), (whole, rows[0]), (rows[0], rows[1]), (rows[0], whole), (sums, rows[0]), (sums, whole),
+    )]  # fmt: skip
+    assert forms[:5] == ["nothing", "slice", "all_to_all", "all_gather", "reduce_scatter"]
+    assert forms[5] in ("all_reduce", "reduce_scatter + all_gather")
+
+
+def test_room_grows_and_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    source = tuple(Entry(d, (chunk(64, 16, d), (0, 4)), d) for d in range(16))
+    destination = tuple(Entry(15 - d, ((0, 64), (0, 4)), 0) for d in range(16))
+    plans = []
+    for rows in (1 << 14, 1):
+        monkeypatch.setattr("flexsearch.lower.reshard.ROOM", rows)
+        plans.append(reshard(source, destination, ITEMSIZE, planner("GPUs").topology))
+    assert [e.moves for e in plans[0].exchanges] == [e.moves for e in plans[1].exchanges]
+    for a, b in zip(plans[0].outline.loads[:-1], plans[1].outline.loads[:-1], strict=True):
+        assert (a == b).all()
+    check_sums(plans[1], planner("GPUs").topology)
+
+
+def test_groups_that_shard_a_weight_gather_all_of_it() -> None:
+    # 16 devices, half of the weight on each half of them
+    layouts, here = Layouts(), planner("GPUs")
+    need = tuple(Entry(d, ((8 * (d // 8), 8 * (d // 8) + 8), (0, 8)), d) for d in range(16))
+    plan = plan_weight(
+        [layouts.intern(need)], [True], True, ITEMSIZE, here, layouts, lambda a, b, size: Reshard(here, a, b, size)
+    )
+    values = np.arange(128.0).reshape(16, 8)
+    held = carried(plan.forward[0], [part(values, entry) for entry in plan.storage])
+    for entry, value in zip(need, held, strict=True):
+        assert (value == part(values, entry)).all()
+    check_sums(plan.forward[0], here.topology)
+
+
+def test_templates_hold_what_the_exchanges_say() -> None:
+    graph, topology = mlp(), TOPOLOGIES["unequal hosts on a bus that move bytes by CPU"]()
+    lowering = Lowering(graph, topology, Costs(graph, topology))
+    templates = Templates(lowering, Options())
+    sums = tuple(Entry(d, ((0, 64),), d) for d in (3, 0, 5, 1))
+    halves = tuple(Entry(d, (chunk(64, 2, k % 2),), 0) for k, d in enumerate((0, 4, 2, 1)))
+    for a, b in ((sums, halves), (halves, sums), (sums, sums)):
+        source, destination = lowering.intern(a), lowering.intern(b)
+        templates.add(3, source, destination)
+        plan, pools = lowering.reshard(source, destination, 4), templates.pools
+        number = int(templates.columns["reshard_first"].size) - 1
+        first, middle, last = (
+            int(row[number]) for row in (pools.reshard_first, pools.reshard_middle, pools.reshard_last)
+        )
+        assert last - first == len(plan.exchanges) and middle - first == len(plan.phases[0].exchanges)
+        for x, exchange in zip(range(first, last), plan.exchanges, strict=True):
+            transfer = exchange.transfer
+            assert tuple(pools.send[pools.send_first[x] : pools.send_last[x]]) == exchange.senders
+            assert tuple(pools.receive[pools.receive_first[x] : pools.receive_last[x]]) == exchange.receivers
+            links = slice(int(pools.link_first[x]), int(pools.link_last[x]))
+            drags = slice(int(pools.drag_first[x]), int(pools.drag_last[x]))
+            assert tuple(zip(pools.link[links], pools.link_s[links], strict=True)) == transfer.links
+            assert tuple(zip(pools.drag[drags], pools.drag_s[drags], strict=True)) == transfer.drag
+            assert pools.duration[x] == transfer.duration_s
+        assert (pools.reshard_held[number] == plan.outline.landed * 4).all()
