@@ -155,6 +155,7 @@ class Work(NamedTuple):
     start: F64
     end: F64
     broken: U8  # 1 if the order by index was not the order of time
+    void: U64  # (1,): proposals in a row for which that was so
     counted: F64  # (1,) tasks of a pass in mode RECORD
     moment: F64  # makespan and tasks so far
 

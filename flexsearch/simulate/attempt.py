@@ -11,6 +11,8 @@ from flexsearch.simulate.arrays import STRIDE, TICK, TIME, Pools, Program, State
 from flexsearch.simulate.change import Change, Table, Wiring, place, wire
 from flexsearch.simulate.walk import walk
 
+MOST = np.uint64(7)
+"""After so many passes in a row that were void, every eighth proposal tries one."""
 UNKNOWN = -1.0
 """In the place of seconds: templates are missing (``change.lacking``) or, if none is, the plan must be timed by
 events."""
@@ -35,14 +37,19 @@ def attempt(
     for r in range(np.uint64(proposed.load.shape[0])):
         if float(proposed.load[r]) * TICK > limit * (1.0 + 1e-9):
             return np.inf
-    if program.scalars[2] == 2.0:
+    # Where plans have to be timed by events, their neighbours mostly have to, too.
+    if program.scalars[2] == 2.0 or change.round[0] % (min(work.void[0], MOST) + ONE) != ZERO:
         return UNKNOWN
     last = np.uint64(program.kind.shape[0]) - ONE  # where a proposal that changes nothing begins
     begin = min(np.uint64(change.begin[0]), last) if whole else ZERO
     seconds = walk(
         program, pools, proposed, work, tasks, begin // np.uint64(STRIDE) * np.uint64(STRIDE), np.uint64(TIME), limit
     )
-    return UNKNOWN if work.broken[0] == 1 else seconds
+    if work.broken[0] == 1:
+        work.void[0] += ONE
+        return UNKNOWN
+    work.void[0] = ZERO
+    return seconds
 
 
 @lean

@@ -243,7 +243,7 @@ class DeltaSimulator:
             touched=_numbers(resources), group_key=_numbers(members), group_head=_numbers(members),
             group_tail=_numbers(members), group_size=_numbers(members), member_exchange=_numbers(members),
             member_weight=_numbers(members), member_next=_numbers(members), start=np.zeros(1), end=np.zeros(1),
-            broken=np.zeros(1, np.uint8), counted=np.zeros(1), moment=np.zeros(2),
+            broken=np.zeros(1, np.uint8), void=np.zeros(1, np.uint64), counted=np.zeros(1), moment=np.zeros(2),
         )  # fmt: skip
 
 

@@ -45,6 +45,7 @@ from flexsearch.simulate.write import (
     write_compute,
     write_drag,
     write_link,
+    write_links,
     write_part,
     write_task,
 )
@@ -337,8 +338,7 @@ def _exchange(
             after_device(tasks, d)
             if second:
                 after(tasks, heads[d])
-        for k in range(np.uint64(pools.link_first[x]), np.uint64(pools.link_last[x])):
-            write_link(tasks, pools.link[k], pools.link_s[k])
+        write_links(tasks, pools.link, pools.link_s, np.uint64(pools.link_first[x]), np.uint64(pools.link_last[x]))
         for k in range(np.uint64(pools.drag_first[x]), np.uint64(pools.drag_last[x])):
             write_drag(tasks, pools.drag[k], pools.drag_s[k])
         write_task(tasks, pools.duration[x], np.inf)

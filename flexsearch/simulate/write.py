@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from flexsearch.compiled import ONE, TWO, compiled, lean
-from flexsearch.simulate.arrays import NOTHING, U32, Program, Tasks, Work
+from flexsearch.simulate.arrays import F64, NOTHING, U32, Program, Tasks, Work
 from flexsearch.simulate.kernel import run
 
 
@@ -36,10 +36,14 @@ def after_one(tasks: Tasks, task: Any) -> None:
 @lean
 def after(tasks: Tasks, head: Any) -> None:
     """The task to be written next depends on all tasks of a list."""
-    node = head
+    node, at = head, np.uint64(tasks.written[1])
+    room = np.uint64(tasks.dependency.shape[0])
     while node != NOTHING:
-        after_one(tasks, tasks.node_task[np.uint64(node)])
+        if at < room:
+            tasks.dependency[at] = tasks.node_task[np.uint64(node)]
+        at += ONE
         node = tasks.node_next[np.uint64(node)]
+    tasks.written[1] = at
 
 
 @lean
@@ -61,6 +65,18 @@ def write_link(tasks: Tasks, resource: Any, seconds: float) -> None:
         tasks.link[at] = resource
         tasks.link_s[at] = seconds
     tasks.written[2] = at + ONE
+
+
+@lean
+def write_links(tasks: Tasks, link: U32, link_s: F64, first: Any, last: Any) -> None:
+    """As ``write_link`` for rows ``[first, last)`` of two columns."""
+    at = np.uint64(tasks.written[2])
+    tasks.written[2] = at + last - first
+    if tasks.written[2] <= np.uint64(tasks.link.shape[0]):
+        for k in range(first, last):
+            tasks.link[at] = link[k]
+            tasks.link_s[at] = link_s[k]
+            at += ONE
 
 
 @lean
