@@ -15,8 +15,9 @@ from flexsearch.graph import Axis, Operator, OperatorGraph, Tensor
 from flexsearch.graph.notation import instantiate, parse
 from flexsearch.graph.operators import axis_roles
 from flexsearch.lower import Lowered, lower
+from flexsearch.lower.layout import Layouts
 from flexsearch.lower.reshard import reshard
-from flexsearch.lower.split import place
+from flexsearch.lower.split import Splitter
 from flexsearch.strategy import OperatorConfig, Strategy, make_config
 from flexsearch.strategy.baselines import NAMES, baseline, baselines, is_heavy
 from flexsearch.strategy.propagate import Propagation, follow
@@ -226,8 +227,10 @@ def test_following_is_legal_and_keeps_tensors_where_they_are(name: str, data: st
         return
     (p, pc), (c, cc) = ((a, config), (b, other)) if link.forward else ((b, other), (a, config))
     shapes = {t.name: t.shape for t in graph.tensors}
-    made = place(p, pc, [shapes[t] for t in p.inputs], [shapes[t] for t in p.outputs])
-    read = place(c, cc, [shapes[t] for t in c.inputs], [shapes[t] for t in c.outputs])
+    made, read = (
+        Splitter(x, [shapes[t] for t in x.inputs], [shapes[t] for t in x.outputs], Layouts()).placement(config)
+        for x, config in ((p, pc), (c, cc))
+    )
     assert reshard(made.writes[0], read.reads[c.inputs.index(link.tensor)], 4, topology).trivial
 
 

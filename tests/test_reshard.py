@@ -195,6 +195,29 @@ def test_the_forms_that_are_known_are_found() -> None:
     assert forms[5] in ("all_reduce", "reduce_scatter + all_gather")
 
 
+def test_sums_of_which_several_devices_want_the_same_are_no_reduce_scatter() -> None:
+    topology = planner("GPUs").topology
+    sums = tuple(Entry(d, ((0, 8),), d) for d in range(4))
+    halves = tuple(Entry(d, (chunk(8, 2, d // 2),), 0) for d in range(4))
+    quarters = tuple(Entry(d, (chunk(8, 4, d),), 0) for d in range(4))
+    assert reshard(sums, halves, ITEMSIZE, topology).form == "exchange"
+    assert reshard(sums, quarters, ITEMSIZE, topology).form == "reduce_scatter"
+
+
+def test_the_nearest_copy_is_sent_and_equally_near_ones_take_turns() -> None:
+    topology = planner("GPUs").topology  # four to a node
+
+    def owners(holders: tuple[int, ...], wanting: tuple[int, ...]) -> dict[int, int]:
+        source = tuple(Entry(d, ((0, 64),), 0) for d in holders)
+        destination = tuple(Entry(d, ((0, 64 - k),), 0) for k, d in enumerate(wanting))
+        plan = reshard(source, destination, ITEMSIZE, topology)
+        return {b: a for exchange in plan.exchanges for a, b, _ in exchange.messages}
+
+    assert owners((0, 15), (1, 14, 2)) == {1: 0, 14: 15, 2: 0}
+    assert owners((0, 1), (2, 3)) == {2: 0, 3: 1}
+    assert owners((0, 15), (15, 0)) == {}
+
+
 def test_room_grows_and_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     source = tuple(Entry(d, (chunk(64, 16, d), (0, 4)), d) for d in range(16))
     destination = tuple(Entry(15 - d, ((0, 64), (0, 4)), 0) for d in range(16))

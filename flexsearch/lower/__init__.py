@@ -1,11 +1,11 @@
 """Floor 2: graph x strategy x topology -> layouts, reshards and the one task graph."""
 
-from flexsearch.lower.layout import Entry, Layout, Placement
+from flexsearch.lower.layout import Entry, Layout, Placement, bounding
 from flexsearch.lower.lowering import Edge, Lowered, Lowering, Weight, lower
 from flexsearch.lower.reshard import Exchange, Move, Phase, Reshard
 from flexsearch.lower.taskgraph import Communication, Member, TaskArrays, TaskGraph, TaskKind
 
 __all__ = [
     "Communication", "Edge", "Entry", "Exchange", "Layout", "Lowered", "Lowering", "Member", "Move", "Phase",
-    "Placement", "Reshard", "TaskArrays", "TaskGraph", "TaskKind", "Weight", "lower",
+    "Placement", "Reshard", "TaskArrays", "TaskGraph", "TaskKind", "Weight", "bounding", "lower",
 ]  # fmt: skip

@@ -22,7 +22,7 @@ from flexsearch.cost.communication import Transfer
 from flexsearch.graph import Operator, OperatorGraph, Tensor, volume
 from flexsearch.lower.layout import Entry, Laid, Layout, Layouts, Placement
 from flexsearch.lower.reshard import Exchange, Planner, Reshard
-from flexsearch.lower.split import Split, Splitter
+from flexsearch.lower.split import Intervals, Split, Splitter
 from flexsearch.lower.taskgraph import Communication, Member, Purpose, TaskGraph, TaskKind
 from flexsearch.lower.weights import WeightPlan, plan_weight
 from flexsearch.strategy import OperatorConfig, Options, Strategy
@@ -126,6 +126,7 @@ class Lowering:
         self.graph, self.topology, self.costs = graph, topology, costs
         self.layouts, self.planner = Layouts(), Planner(topology)
         self._splitters: dict[object, Splitter] = {}
+        self._intervals: Intervals = {}
         self._splitter_of = [self._splitter(op) for op in graph.operators]
         self._placed: dict[tuple[int, OperatorConfig], Placed] = {}
         self._reshards: dict[tuple[int, int, int], Reshard] = {}
@@ -140,7 +141,7 @@ class Lowering:
         inputs, outputs = (tuple(tuple(self.graph.tensor[n].shape) for n in names) for names in (op.inputs, op.outputs))
         key = op.pattern, op.axes, inputs, outputs
         if key not in self._splitters:
-            self._splitters[key] = Splitter(op, inputs, outputs, self.layouts)
+            self._splitters[key] = Splitter(op, inputs, outputs, self.layouts, self._intervals)
         return self._splitters[key]
 
     def lower(self, configs: Sequence[OperatorConfig], options: Options) -> Lowered:

@@ -25,6 +25,8 @@ Degrees = tuple[tuple[str, int], ...]
 Index = npt.NDArray[np.intp]
 Mask = npt.NDArray[np.bool_]
 Shapes = Sequence[Sequence[int]]
+Intervals = dict[tuple[object, ...], tuple[I64, Mask | None]]
+"""What a dimension reaches for every combination of the parts of its axes; which of it is not empty (None: all)."""
 
 
 @dataclass(frozen=True)
@@ -59,9 +61,11 @@ class Split:
 
 class Splitter:
     """Splits of an operator, or of all operators of the same pattern and sizes. ``inputs``/``outputs``: shapes of the
-    whole operands."""
+    whole operands. ``intervals``: what dimensions were asked already, of any operator."""
 
-    def __init__(self, op: Operator, inputs: Shapes, outputs: Shapes, layouts: Layouts) -> None:
+    def __init__(
+        self, op: Operator, inputs: Shapes, outputs: Shapes, layouts: Layouts, intervals: Intervals | None = None
+    ) -> None:
         self.op, self.layouts = op, layouts
         self.inputs = len(inputs)
         self.operands = (
@@ -69,7 +73,7 @@ class Splitter:
             *zip(op.access.outputs, outputs, strict=True),
         )
         self._splits: dict[tuple[Degrees, int], Split] = {}
-        self._intervals: dict[tuple[int, int, Degrees], tuple[I64, Mask | None]] = {}
+        self._intervals = {} if intervals is None else intervals
         self._dimensions: list[dict[str, list[int]]] = [{} for _ in self.operands]
         """By operand: dimensions that an axis indexes."""
         self._whole: list[tuple[I64, bool]] = []
@@ -134,20 +138,19 @@ class Splitter:
 
     def _region(self, n: int, degrees: Degrees, at: dict[str, Index], term: U32) -> Region:
         """Region of operand number ``n``. ``at``: index of the part, by split axis and position."""
-        operand, shape = self.operands[n]
+        (operand, shape), parts = self.operands[n], dict(degrees)
         box = np.empty((len(term), len(shape), 2), dtype=np.int64)
         touched: Mask | None = None
         box[:], inside = self._whole[n]
         if not inside:
             touched = np.zeros(len(term), dtype=np.bool_)
         for d in sorted({d for axis, _ in degrees for d in self._dimensions[n].get(axis, ())}):
-            own = tuple((axis, parts) for axis, parts in degrees if axis in operand.dimensions[d].axes)
-            if (known := self._intervals.get((n, d, own))) is None:
-                known = self._intervals[n, d, own] = self._asked(operand.dimensions[d], shape[d], own)
+            own = tuple((axis, parts[axis]) for axis in dict.fromkeys(operand.dimensions[d].axes) if axis in parts)
+            interval, within = self._asked(operand.dimensions[d], shape[d], own)
             which = _flat(own, at)
-            box[:, d] = known[0][which]
-            if known[1] is not None:
-                touched = known[1][which] if touched is None else touched & known[1][which]
+            box[:, d] = interval[which]
+            if within is not None:
+                touched = within[which] if touched is None else touched & within[which]
         if operand.once:
             own = tuple((axis, parts) for axis, parts in degrees if axis in self.op.access.summed)
             if own:
@@ -164,11 +167,18 @@ class Splitter:
             yield dict(zip((axis for axis, _ in own), parts, strict=True))
 
     def _asked(self, dimension: Dimension, size: int, own: Degrees) -> tuple[I64, Mask | None]:
-        """Interval of a dimension for every combination of its axes' parts, and which are not empty (None: all)."""
-        whole = {axis: (0, self.op.sizes[axis]) for axis in dimension.axes}
-        found = [dimension.interval(whole | piece, self.op.sizes, size) for piece in self._pieces(own)]
-        inside = np.array([interval is not None for interval in found])
-        return np.array([interval or (0, 0) for interval in found], dtype=np.int64), None if inside.all() else inside
+        """What a dimension of ``size`` reaches where its axes have the degrees ``own``."""
+        sizes, parts, axes = self.op.sizes, dict(own), dimension.axes
+        # Whatever the names of its axes.
+        form = dimension.coefficients, dimension.offset, dimension.merged, size
+        key = (*form, *((axes.index(axis), sizes[axis], parts.get(axis)) for axis in axes))
+        if (known := self._intervals.get(key)) is None:
+            whole = {axis: (0, sizes[axis]) for axis in axes}
+            found = [dimension.interval(whole | piece, sizes, size) for piece in self._pieces(own)]
+            inside = np.array([interval is not None for interval in found])
+            intervals = np.array([interval or (0, 0) for interval in found], dtype=np.int64)
+            known = self._intervals[key] = intervals, None if inside.all() else inside
+        return known
 
 
 def _flat(own: Degrees, at: dict[str, Index]) -> Index:
@@ -186,8 +196,3 @@ def _positions(shape: tuple[int, ...], replicas: int) -> tuple[tuple[Index, ...]
     count = prod(shape)
     places = np.unravel_index(np.arange(count), shape) if shape else ()
     return tuple(np.repeat(place, replicas) for place in places), np.repeat(np.arange(count, dtype=np.uint32), replicas)
-
-
-def place(op: Operator, config: OperatorConfig, inputs: Shapes, outputs: Shapes) -> Placement:
-    """Pieces, regions and layouts of ``op`` under ``config``; ``inputs``/``outputs`` are the operands' whole shapes."""
-    return Splitter(op, inputs, outputs, Layouts()).placement(config)

@@ -16,7 +16,7 @@ from flexsearch.graph import Box, Interval
 from flexsearch.graph.importer import Imported, import_with_constants
 from flexsearch.graph.kernels import KernelContext, preferred
 from flexsearch.graph.kernels_base import dtype_of, extent
-from flexsearch.lower import Entry, Lowered, lower
+from flexsearch.lower import Entry, Lowered, bounding, lower
 from flexsearch.runtime.engine import Engine
 from flexsearch.runtime.group import agree, fingerprint, join
 from flexsearch.runtime.listing import listing
@@ -272,16 +272,12 @@ class Parallel:
 
     def _held(self, kind: str) -> dict[str, Box]:
         """Bounding box of what this rank needs of each tensor of a kind."""
-        boxes: dict[str, Box] = {}
+        boxes: dict[str, list[Box]] = {}
         for edge in self.lowered.edges:
             if self.graph.tensor[edge.tensor].kind == kind:
-                for entry in edge.need:
-                    if entry.device == self.rank:
-                        known = boxes.get(edge.tensor, entry.box)
-                        boxes[edge.tensor] = tuple(
-                            (min(a[0], b[0]), max(a[1], b[1])) for a, b in zip(known, entry.box, strict=True)
-                        )
-        return boxes
+                found = [entry.box for entry in edge.need if entry.device == self.rank]
+                boxes.setdefault(edge.tensor, []).extend(found)
+        return {name: bounding(found) for name, found in boxes.items() if found}
 
     def _buffer_entries(self) -> dict[str, list[Entry]]:
         held: dict[str, list[Entry]] = {}

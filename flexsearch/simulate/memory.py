@@ -23,7 +23,7 @@ from typing import Final, Literal
 import numpy as np
 
 from flexsearch.graph import Box, Tensor, volume
-from flexsearch.lower import Layout, Lowered, Reshard, TaskKind
+from flexsearch.lower import Layout, Lowered, Reshard, TaskKind, bounding
 from flexsearch.simulate.keep import keep
 
 STATE_COPIES: Final = {"sgd": 0, "momentum": 1, "adam": 2}
@@ -130,7 +130,7 @@ class _Walk:
             boxes: dict[int, Box] = {}
             for e in lowered.edges_of[tensor.name]:
                 for device, box, _ in lowered.edges[e].need:
-                    boxes[device] = _bounds(boxes.get(device, box), box)
+                    boxes[device] = bounding((boxes.get(device, box), box))
             part: Part = "activations" if tensor.kind == "input" else "weights"
             for device, box in boxes.items():
                 self._always(device, volume(box) * tensor.itemsize, part)
@@ -310,10 +310,6 @@ def _sizes(layout: Layout, itemsize: int) -> dict[int, int]:
     for device, box, _ in layout:
         sizes[device] = sizes.get(device, 0) + volume(box) * itemsize
     return sizes
-
-
-def _bounds(a: Box, b: Box) -> Box:
-    return tuple((min(x[0], y[0]), max(x[1], y[1])) for x, y in zip(a, b, strict=True))
 
 
 def _peak(spans: list[Span]) -> Memory:

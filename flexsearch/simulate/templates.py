@@ -52,6 +52,14 @@ class Column:
             self.array[self.size : end] = values
         self.size = end
 
+    def add(self, value: Any) -> None:
+        """Append one value (or row)."""
+        if self.size == len(self.array):
+            self.extend([value])
+        else:
+            self.array[self.size] = value
+            self.size += 1
+
 
 class Templates:
     """Templates for one graph on one topology, under one set of options. ``pools``, ``table``: as they are now; fetch
@@ -91,13 +99,17 @@ class Templates:
         self.columns[name].extend(values)
         self._pools = None
 
+    def _one(self, name: str, value: Any) -> None:
+        self.columns[name].add(value)
+        self._pools = None
+
     def _rows(self, name: str, first: str, last: str, **columns: npt.NDArray[Any] | Sequence[Any]) -> None:
         """One row: values of columns that belong together, and where they begin and end. ``name``: any of them."""
         begin = self.columns[name].size
         for column, values in columns.items():
             self._append(column, values)
-        self._append(first, [begin])
-        self._append(last, [self.columns[name].size])
+        self._one(first, begin)
+        self._one(last, self.columns[name].size)
 
     def _lists(self, name: str, ends: U32, **columns: npt.NDArray[Any]) -> None:
         """Rows of lists that are laid end to end: row k of each column ends at ``ends[k]``. ``name``: any of them."""
@@ -151,13 +163,13 @@ class Templates:
         )  # fmt: skip
         reads, writes = ((), ()) if placed is None else (placed.reads, placed.writes)
         for name, layouts in (("config_reads", reads), ("config_writes", writes)):
-            self._append(name, [self.columns["layout"].size])
+            self._one(name, self.columns["layout"].size)
             self._append("layout", [layout.number for layout in layouts])
-        self._append("config_shard", [bool(config and config.shard_weights)])
+        self._one("config_shard", bool(config and config.shard_weights))
         held = (
             np.zeros(len(self.topology.devices), np.int64) if placed is None else self.ceiling.placed(operator, placed)
         )
-        self._append("config_held", [held])
+        self._one("config_held", held)
         return len(self.configs) - 1
 
     # ---- reshards
@@ -177,8 +189,8 @@ class Templates:
             if count:
                 self._exchanges(plan.outline, dtype)
         for name, value in (("first", first), ("middle", first + middle), ("last", first + count)):
-            self._append(f"reshard_{name}", [value])
-        self._append("reshard_held", [held])
+            self._one(f"reshard_{name}", value)
+        self._one("reshard_held", held)
         return number
 
     def _exchanges(self, plan: Outline, dtype: str) -> None:
@@ -204,8 +216,8 @@ class Templates:
         key = form, devices.tobytes(), dtype
         if key not in self._keys:
             self._keys[key] = len(self._keys)
-            self._append("key_factor", [self.topology.communication.factors[form]])
-            self._append("key_ring", [len(devices) if form == "all_reduce" else 0])
+            self._one("key_factor", self.topology.communication.factors[form])
+            self._one("key_ring", len(devices) if form == "all_reduce" else 0)
         return self._keys[key]
 
     # ---- weights and buffers
@@ -233,11 +245,11 @@ class Templates:
             if plan.sync is not None:
                 sync = self._reshard(plan.sync, tensor.dtype, tensor.itemsize)
                 devices, nbytes = plan.stored.device, plan.stored.grid.volume * tensor.itemsize
-        self._append("plan_gather", [self.columns["gather"].size])
+        self._one("plan_gather", self.columns["gather"].size)
         self._append("gather", gathers)
-        self._append("plan_sync", [sync])
+        self._one("plan_sync", sync)
         self._rows("store_device", "store_first", "store_last", store_device=devices, store_bytes=nbytes)
-        self._append("plan_held", [held])
+        self._one("plan_held", held)
         return number
 
     def kept(self, buffer: int, layouts: list[int]) -> None:
