@@ -63,10 +63,10 @@ def _attention(op: Operator, extents: Mapping[str, Any]) -> Any:
     return scores * (2 * (extents["E"] + extents["v"]) + 5)
 
 
-def _lstm_cell(op: Operator, extents: Mapping[str, int]) -> float:
+def _lstm_cell(op: Operator, extents: Mapping[str, Any]) -> Any:
     """Two matrix products for each gate, and about 20 operations on each hidden feature after them."""
     products = 2 * extents["G"] * (extents["I"] + extents["K"])
-    return float(extents["b"] * extents["h"] * (products + 20))
+    return extents["b"] * extents["h"] * (products + 20)
 
 
 _FREE = _per_output(0.0)  # moves data, or nothing at all
