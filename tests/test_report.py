@@ -28,7 +28,7 @@ from flexsearch.report import (
     plan_table,
     save_trace,
 )  # fmt: skip
-from flexsearch.report.plots import plan_bars, scaling_curve, timeline
+from flexsearch.report.plots import chains, plan_bars, scaling_curve, timeline
 from flexsearch.report.units import nbytes, percent, ratio, seconds
 from flexsearch.report.words import ranges
 from flexsearch.simulate import simulate
@@ -269,6 +269,8 @@ def test_pictures_are_labelled(rows: list[PlanRow], trick: Lowered, tmp_path: Pa
         (
             plan_bars(rows, "AlexNet"),
             scaling_curve(curve, 32),
+            chains([("from random", [(10, 0.3), (20, 0.2)]), ("from best", [])], [(0, 0.25), (15, 0.2)], 0.1),
+            chains([], [], 0.1),
             timeline(trick, rows[1].simulation, title="found"),
             timeline(trick, rows[1].simulation, measured),
         )

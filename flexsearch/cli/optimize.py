@@ -59,6 +59,9 @@ def optimize(
             "--exhaustive", metavar="60s|N", help="Then prove the optimum: a time, or a number of partial plans."
         ),
     ] = None,
+    plot: Annotated[
+        Path | None, typer.Option("--plot", help="Draw the chains of the search: a .png, .svg or .pdf file.")
+    ] = None,
     as_json: JsonOption = False,
 ) -> None:
     """Search for the fastest plan and write it as a strategy file.
@@ -66,6 +69,9 @@ def optimize(
     Without arguments: AlexNet on four hosts with 1 Gbit/s. Ctrl-C ends the search with the best plan so far.
     """
     writable(output)
+    writable(plot)
+    if plot is not None and plot.suffix not in (".png", ".svg", ".pdf"):
+        raise typer.BadParameter(f"{plot} cannot be drawn; give a .png, .svg or .pdf file", param_hint="--plot")
     from flexsearch.api import MARGIN, refuse_what_does_not_fit
     from flexsearch.report import PlanRow
 
@@ -88,8 +94,19 @@ def optimize(
         print_plans(setting, [found], others)
     refuse_what_does_not_fit(result, setting.topology)
     result.strategy.save(output)
+    if plot is not None:
+        _draw(plot, setting, result)
     data = _found_data(setting, result, proof, found, others, output)
     show(as_json, data, lambda: _say(graph, result, proof, found, output))
+
+
+def _draw(path: Path, setting: Setting, result: SearchResult) -> None:
+    """The picture of the chains."""
+    from flexsearch.report.plots import chains
+
+    trails = [(trail.phase, trail.points) for trail in result.trails]
+    best = [(found.proposal, found.time_s) for found in result.history]
+    chains(trails, best, result.bound_s, f"{setting.graph.name} on {setting.topology.name}").savefig(path, dpi=110)
 
 
 def _found_data(

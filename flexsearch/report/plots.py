@@ -88,6 +88,39 @@ def scaling_curve(
     return figure
 
 
+def chains(
+    trails: Sequence[tuple[str, Sequence[tuple[int, float]]]], best: Sequence[tuple[int, float]], bound_s: float,
+    title: str = "",
+) -> Figure:  # fmt: skip
+    """The ways of a search's chains. ``trails``: (from where, [(proposals so far, cost of its plan in s)]) of each;
+    ``best``: (proposals so far, time of the best plan in s) where it improved; ``bound_s``: no plan is faster."""
+    figure = Figure(figsize=(9, 4.2), layout="constrained")
+    axes = figure.subplots()
+    every = [cost for _, points in trails for _, cost in points] + [t for _, t in best]
+    unit, name = time_unit(max(every, default=bound_s))
+    end = max((points[-1][0] for _, points in trails if points), default=1)
+    named: dict[str, str] = {}
+    for phase, points in trails:
+        if not points:
+            continue
+        fresh, colour = phase not in named, named.setdefault(phase, COLOURS[len(named) % (len(COLOURS) - 1)])
+        xs, ys = [n for n, _ in points], [cost / unit for _, cost in points]
+        axes.plot(xs, ys, color=colour, linewidth=1, alpha=0.8, label=phase if fresh else None)
+    steps = [*best, (end, best[-1][1])] if best else []
+    xs, ys = [n for n, _ in steps], [t / unit for _, t in steps]
+    axes.step(xs, ys, where="post", color=COLOURS[-1], linewidth=1.8, label="best so far")
+    axes.axhline(bound_s / unit, color="#888888", linestyle="--", linewidth=1, label="no plan is faster")
+    # Random plans can be hundreds of times slower; what matters is near the best.
+    least = min((t for _, t in best), default=bound_s)
+    axes.set_ylim(0.95 * bound_s / unit, min(max(every, default=1.0), 3.0 * least) / unit)
+    axes.set_xlabel("proposals")
+    axes.set_ylabel(f"iteration time ({name})")
+    axes.legend(frameon=False, fontsize=8, ncols=2, loc="upper right")
+    axes.grid(alpha=0.3)
+    _plain(axes, title)
+    return figure
+
+
 def timeline(
     lowered: Lowered, simulation: Simulation, measured: Mapping[int, tuple[float, float]] | None = None,
     title: str = "", most_links: int = 16,
