@@ -103,7 +103,7 @@ def chains(
     for phase, points in trails:
         if not points:
             continue
-        fresh, colour = phase not in named, named.setdefault(phase, COLOURS[len(named) % (len(COLOURS) - 1)])
+        fresh, colour = phase not in named, named.setdefault(phase, f"C{len(named) % 10}")
         xs, ys = [n for n, _ in points], [cost / unit for _, cost in points]
         axes.plot(xs, ys, color=colour, linewidth=1, alpha=0.8, label=phase if fresh else None)
     steps = [*best, (end, best[-1][1])] if best else []
@@ -112,7 +112,7 @@ def chains(
     axes.axhline(bound_s / unit, color="#888888", linestyle="--", linewidth=1, label="no plan is faster")
     # Random plans can be hundreds of times slower; what matters is near the best.
     least = min((t for _, t in best), default=bound_s)
-    axes.set_ylim(0.95 * bound_s / unit, min(max(every, default=1.0), 3.0 * least) / unit)
+    axes.set_ylim(0.95 * bound_s / unit, min(max(every, default=1.0), 1.6 * least) / unit)
     axes.set_xlabel("proposals")
     axes.set_ylabel(f"iteration time ({name})")
     axes.legend(frameon=False, fontsize=8, ncols=2, loc="upper right")

@@ -112,6 +112,7 @@ class Climber:
         """A chain that cools down, and ends when ``patience`` proposals in a row brought it nothing new."""
         best = done.evaluation if better(done.evaluation, climb.best) else climb.best
         self.runner.begin(done.configs, done.evaluation, best, climb.stream, self.patience)
+        done.curve.append((0, self.runner.cost))
         ended = False
         while not ended and done.proposals < climb.proposals:
             ended = self.runner.go(rng, min(ROWS, climb.proposals - done.proposals))
