@@ -70,7 +70,7 @@ def test_the_same_seed_gives_the_same_plan_and_another_seed_another_walk(tmp_pat
 def test_any_number_of_processes_gives_the_same_plan(tmp_path: Path, processes: int) -> None:
     graph, topology = cnn(batch=32, hidden=2048), ethernet(4)
     costs = Costs(graph, topology)
-    one, many = (search(graph, topology, costs, proposals=9000, seed=3, processes=n) for n in (1, processes))
+    one, many = (search(graph, topology, costs, proposals=40_000, seed=3, processes=n) for n in (1, processes))
     assert len(one.trails) > 2  # several climbs, side by side
     one.strategy.save(tmp_path / "one.json")
     many.strategy.save(tmp_path / "many.json")
@@ -81,9 +81,9 @@ def test_any_number_of_processes_gives_the_same_plan(tmp_path: Path, processes: 
 def test_a_worker_that_dies_takes_nothing_with_it(monkeypatch: pytest.MonkeyPatch) -> None:
     graph, topology = cnn(batch=32, hidden=2048), ethernet(4)
     costs = Costs(graph, topology)
-    alone = search(graph, topology, costs, proposals=6000, processes=1)
+    alone = search(graph, topology, costs, proposals=30_000, processes=1)
     monkeypatch.setattr(team.sys, "executable", "/bin/false")
-    assert search(graph, topology, costs, proposals=6000, processes=3).history == alone.history
+    assert search(graph, topology, costs, proposals=30_000, processes=3).history == alone.history
 
 
 def test_it_stops_when_half_of_the_budget_brought_nothing() -> None:
@@ -214,7 +214,7 @@ def test_the_shortfall_guides_it_to_a_plan_that_fits() -> None:
     graph = mlp(batch=2048, width=512, layers=4)
     free = find(graph, ethernet(4), 1)
     limit = min(max(o.simulation.peak_bytes) for o in free.baselines.values()) * 9 // 10  # less than any baseline
-    result = find(graph, with_memory(ethernet(4), limit), 1500)
+    result = find(graph, with_memory(ethernet(4), limit), 3000)
     assert not any(o.feasible for o in result.baselines.values())
     assert result.feasible and max(result.simulation.peak_bytes) <= limit
 

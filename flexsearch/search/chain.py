@@ -28,17 +28,20 @@ CANDIDATE, OVER, SWAP, STORED, LIKE = 10, 11, 12, 13, 14
 """Keys of the table: (operator, k): a config to try; (link, config): the one that follows it; (config, a * devices +
 b): the same with two devices exchanged; (config, 0): the same with its weights stored the other way; (operator,
 config): the same for another operator of its class."""
-REDRAW, COPY, GROUP, REPEATED, EXCHANGE, SHARD = range(6)
+REDRAW, COPY, GROUP, REPEATED, EXCHANGE, SHARD, SPAN = range(7)
 UNIFORMS = 24
 """Random numbers for a proposal. The last decides on acceptance."""
 DONE, ASK, EVENTS, MEMORY = range(4)
 """Why the chain returned: random numbers or patience are used up; templates or configs are missing; the proposal must
 be timed by events; its memory must be worked out."""
-CURRENT, BEST, KNOWN, REFERENCE, LEADERS, PROPOSED, SHORTFALL = range(7)
-"""Places in ``Chain.value`` (s). BEST: of the chain's plans that fit; KNOWN: of all plans that fit, for the log;
+CURRENT, BEST, MARK, KNOWN, REFERENCE, LEADERS, PROPOSED, SHORTFALL = range(8)
+"""Places in ``Chain.value`` (s). BEST: of the chain's plans that fit; MARK: BEST when
+it last gained WORTH; KNOWN: of all plans that fit, for the log;
 SHORTFALL: missing memory of the proposal, as in ``evaluate``."""
 STEPS, ACCEPTED, IDLE, STAGE, WHOLE, IMPROVED, MOVE, DRAWN = range(8)
 """Places in ``Chain.counts``. DRAWN: rows of uniform numbers that are used up."""
+WORTH = 1e-3
+"""Share of the time that a chain must gain to go on: small gains are left to polishing, which is quicker at them."""
 FRESH, TIMED, WEIGHED = range(3)
 """Stages of a proposal: to be simulated; to be checked for memory; to be decided on."""
 
@@ -48,19 +51,23 @@ class Moves(NamedTuple):
 
     often: F64  # cumulative probabilities of the moves
     leader: U32
+    leader_at: U32  # by operator: its place among the leaders, or MISSING
     likely: F64  # cumulative probabilities of the leaders
     group_first: U32  # by leader: the operators that follow it
     group_last: U32
     member: U32
     member_source: U32
     member_link: U32
+    main_source: U32  # by operator: the producer that it follows in a span (itself: none), and the link from there
+    main_link: U32
     link_first: U32  # by operator
     link_last: U32
     link_target: U32
     link_forward: U8
     class_first: U32
     class_last: U32
-    class_leader: U32  # places among the leaders
+    class_member: U32
+    led_classes: U64  # (1,): classes of leaders; they come first
     weighted: U32
     memory: I64  # by device, bytes
 
@@ -135,7 +142,9 @@ def _decide(chain: Chain, state: State, proposed: State, change: Change, work: W
     if chain.value[SHORTFALL] == 0.0 and cost <= most:
         if cost < chain.value[BEST]:
             chain.value[BEST] = cost
-            chain.counts[IDLE] = ZERO
+            if cost < chain.value[MARK] * (1.0 - WORTH):
+                chain.value[MARK] = cost
+                chain.counts[IDLE] = ZERO
             for i in range(np.uint64(proposed.config.shape[0])):
                 chain.best[i] = proposed.config[i]
         if cost < chain.value[KNOWN]:
@@ -171,7 +180,7 @@ def _draw(moves: Moves, chain: Chain, pools: Pools, table: Table, state: State, 
     """Fill ``change`` with a random move's configs."""
     u = chain.uniform[chain.counts[DRAWN]]
     move = ZERO
-    while move < np.uint64(SHARD) and u[0] >= moves.often[move]:
+    while move < np.uint64(SPAN) and u[0] >= moves.often[move]:
         move += ONE
     chain.counts[MOVE] = move
     leaders = np.uint64(moves.leader.shape[0])
@@ -182,6 +191,8 @@ def _draw(moves: Moves, chain: Chain, pools: Pools, table: Table, state: State, 
         _copy(moves, chain, pools, table, state, change, u)
     elif move == REPEATED and moves.class_first.shape[0] > 0:
         _repeat(moves, chain, table, state, change, u)
+    elif move == SPAN:
+        _span(moves, chain, pools, table, state, change, u)
     elif move == EXCHANGE and moves.memory.shape[0] > 1:
         _exchange(moves, table, state, change, u)
     elif move == SHARD and moves.weighted.shape[0] > 0:
@@ -245,17 +256,52 @@ def _lead(moves: Moves, chain: Chain, table: Table, change: Change, at: Any, con
 
 @lean
 def _repeat(moves: Moves, chain: Chain, table: Table, state: State, change: Change, u: F64) -> None:
-    """The same candidate for every layer of a class; or all of them do as one of them does already."""
-    which = _pick(u[1], np.uint64(moves.class_first.shape[0]))
+    """The same candidate for every operator of a class; or all of them do as one of them does already."""
+    led, every = np.uint64(moves.led_classes[0]), np.uint64(moves.class_first.shape[0])
+    which = _pick(u[1], led) if led > ZERO and (u[5] < 0.8 or led == every) else led + _pick(u[1], every - led)
     first, last = np.uint64(moves.class_first[which]), np.uint64(moves.class_last[which])
-    model = np.uint64(moves.leader[np.uint64(moves.class_leader[first + _pick(u[3], last - first)])])
+    model = np.uint64(moves.class_member[first + _pick(u[3], last - first)])
     for k in range(first, last):
-        at = np.uint64(moves.class_leader[k])
-        if u[4] < 0.7:  # candidate k is the same for all layers of a class
-            config = _candidate(chain, table, change, np.uint64(moves.leader[at]), u[2])
+        i = np.uint64(moves.class_member[k])
+        if u[4] < 0.7:  # candidate k is the same for all operators of a class
+            config = _candidate(chain, table, change, i, u[2])
         else:
-            config = _ask(table, change, LIKE, moves.leader[at], state.config[model])
-        _lead(moves, chain, table, change, at, config)
+            config = _ask(table, change, LIKE, i, state.config[model])
+        if moves.leader_at[i] != MISSING:
+            _lead(moves, chain, table, change, np.uint64(moves.leader_at[i]), config)
+        elif config != MISSING:
+            _add(change, i, config)
+
+
+@lean
+def _span(moves: Moves, chain: Chain, pools: Pools, table: Table, state: State, change: Change, u: F64) -> None:
+    """A stretch of the graph: its first operator gets a candidate or what it has, the others follow their producers."""
+    count = np.uint64(state.config.shape[0])
+    first = _pick(u[1], count)
+    length = np.uint64(float(count) ** u[3])
+    last = min(count, first + length)
+    for i in range(first, last):
+        chain.chosen[i] = MISSING
+    config = np.uint64(state.config[first])
+    if u[4] < 0.8:
+        config = _candidate(chain, table, change, first, u[2])
+        if config == MISSING:
+            return
+        _add(change, first, config)
+    chain.chosen[first] = config
+    for i in range(first + ONE, last):
+        source = np.uint64(moves.main_source[i])
+        if source < first or source == i or chain.chosen[source] == MISSING:
+            continue
+        follows = _ask(table, change, OVER, moves.main_link[i], chain.chosen[source])
+        if follows == MISSING:
+            return
+        if pools.config_shard[np.uint64(follows)] != pools.config_shard[np.uint64(state.config[i])]:
+            follows = _ask(table, change, STORED, follows, ZERO)
+            if follows == MISSING:
+                return
+        _add(change, i, follows)
+        chain.chosen[i] = follows
 
 
 @lean

@@ -82,13 +82,17 @@ class Climber:
         self.evaluate = Evaluator(graph, topology, costs, options)
         self.space = Space(graph, topology, rule)
         self.runner = Runner(self.evaluate, self.space, seed)
-        self.patience = min(4000, max(200, 8 * len(self.space.leaders)))
+        self.patience = min(6000, max(3000, 8 * len(self.space.leaders)))
         importance = dict(zip(self.space.leaders, self.space.importance, strict=True))
-        self._order = sorted(range(len(graph.operators)), key=lambda i: (-importance.get(i, 0.0), i))
-        self._numbers: dict[tuple[int, OperatorConfig], tuple[U32, U32]] = {}
+        order = sorted(range(len(graph.operators)), key=lambda i: (-importance.get(i, 0.0), i))
+        classes = (*self.space.classes, *self.space.loose_classes)
+        self._subjects: list[tuple[int, ...]] = [*classes, *((i,) for i in order)]
+        self._numbers: dict[tuple[tuple[int, ...], OperatorConfig], tuple[U32, U32]] = {}
 
     def warm(self, configs: Configs) -> None:
         """Make all that must be made once: compile, the first time on a machine."""
+        self.evaluate(self.space.random_plan(np.random.Generator(np.random.PCG64(0))))
+        self.evaluate.at(configs).by_events()
         now = self.evaluate(configs)
         self.runner.begin(configs, now, now, 0, 1)
         self.runner.go(np.random.Generator(np.random.PCG64(0)), 1)
@@ -114,37 +118,45 @@ class Climber:
         self.runner.begin(done.configs, done.evaluation, best, climb.stream, self.patience)
         done.curve.append((0, self.runner.cost))
         ended = False
-        while not ended and done.proposals < climb.proposals:
-            ended = self.runner.go(rng, min(ROWS, climb.proposals - done.proposals))
+
+        def note() -> None:
             done.proposals, done.accepted = self.runner.steps, self.runner.accepted
             found = self.runner.found()
             if found:
                 done.steps += [Step(one.step, one.time_s, one.move) for one in found]
                 done.configs, done.evaluation = self.runner.best
+
+        def look() -> None:
+            note()
+            watch(done)
+
+        while not ended and done.proposals < climb.proposals:
+            ended = self.runner.go(rng, min(ROWS, climb.proposals - done.proposals), look)
+            note()
             done.curve.append((done.proposals, self.runner.cost))
             watch(done)
         if done.proposals:
             done.configs, done.evaluation = self.runner.best
 
     def _polish(self, climb: Climb, done: Climbed, watch: Watch) -> None:
-        """Greedy descent over the configs of single operators (with and without those that follow them), the important
-        ones first, until none helps."""
+        """Greedy descent over the configs of classes of operators, and of single ones (with and without those that
+        follow them), the important ones first, until none helps."""
         simulator = self.evaluate.at(done.configs)
         quiet, k = 0, 0
-        while quiet < len(self._order):
-            found = self._descend(climb, done, simulator, self._order[k % len(self._order)], watch)
+        while quiet < len(self._subjects):
+            found = self._descend(climb, done, simulator, self._subjects[k % len(self._subjects)], watch)
             if found is None:
                 return
             quiet, k = (0 if found else quiet + 1), k + 1
         done.optimal = True
 
     def _descend(
-        self, climb: Climb, done: Climbed, simulator: DeltaSimulator, operator: int, watch: Watch
+        self, climb: Climb, done: Climbed, simulator: DeltaSimulator, subject: tuple[int, ...], watch: Watch
     ) -> bool | None:
-        """Try the alternatives of one operator; take the first that is better. Whether there was one; None if there are
-        no more proposals."""
-        for config in self.space.alternatives(operator, done.configs):
-            for operators, numbers in self._changes(simulator, operator, config):
+        """Try the alternatives of an operator, or of several together; take the first that is better. Whether there was
+        one; None if there are no more proposals."""
+        for config in self.space.alternatives(subject[0], done.configs):
+            for operators, numbers in self._changes(simulator, subject, config):
                 if done.proposals >= climb.proposals:
                     return None
                 done.proposals += 1
@@ -162,23 +174,29 @@ class Climber:
                     done.accepted += 1
                     done.configs, done.evaluation = tuple(configs), found
                     if found.feasible and better(found, climb.best):
-                        move = "polish one" if len(operators) == 1 else "polish group"
+                        move = f"polish {len(operators)}"
                         done.steps.append(Step(done.proposals, found.time_s, move))
                     done.curve.append((done.proposals, found.cost))
                     return True
         return False
 
-    def _changes(self, simulator: DeltaSimulator, operator: int, config: OperatorConfig) -> list[tuple[U32, U32]]:
-        """An operator's config with those of its group following, and alone: operators and numbers of configs."""
-        known = self._numbers.get((operator, config))
+    def _changes(
+        self, simulator: DeltaSimulator, subject: tuple[int, ...], config: OperatorConfig
+    ) -> list[tuple[U32, U32]]:
+        """Operators and numbers of configs: the config for the subject, with those of its groups following; and, for a
+        single operator, alone."""
+        known = self._numbers.get((subject, config))
         if known is None:
-            new = self.space.follow(operator, config)
+            new: dict[int, OperatorConfig] = {}
+            for operator in subject:
+                new |= self.space.follow(operator, self.space.fix(operator, config))
             number = simulator.templates.config
-            known = self._numbers[operator, config] = (
+            known = self._numbers[subject, config] = (
                 np.array(list(new), np.uint32), np.array([number(i, c) for i, c in new.items()], np.uint32),
             )  # fmt: skip
         operators, numbers = known
-        return [known] if len(operators) == 1 else [known, (operators[:1], numbers[:1])]
+        alone = len(subject) == 1 and len(operators) > 1
+        return [known, (operators[:1], numbers[:1])] if alone else [known]
 
 
 def better(a: Evaluation, b: Evaluation) -> bool:

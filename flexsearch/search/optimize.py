@@ -156,9 +156,8 @@ class _Run:
     def begin(self, start: Strategy | None) -> None:
         """Evaluate the baselines and the given start."""
         plans = baselines(self.graph, self.topology, self.options, self.seconds)
-        # The first simulation on a machine compiles the simulator; the budget is for searching.
-        self.climber.warm(tuple(plans["single"].configs[op.name] for op in self.graph.operators))
-        self.began = self.improved = time.monotonic()
+        # The first time on a machine, this compiles. The budget is for the climbs.
+        self.climber.warm(tuple(plans["data-parallel"].configs[op.name] for op in self.graph.operators))
         for name, strategy in plans.items():
             state = self._start(name, strategy)
             simulation = simulate(self.evaluate.lower(state.configs))
@@ -168,6 +167,7 @@ class _Run:
             if start.search is not None and start.search.seed == self.seed:
                 self.before = start.search
         self._choose_bucket()
+        self.began = self.improved = time.monotonic()
 
     def _start(self, name: str, strategy: Strategy) -> State:
         configs = self.climber.space.fixed(strategy.configs[op.name] for op in self.graph.operators)
@@ -262,9 +262,9 @@ class _Run:
         if self._seen is None or better(best, self._seen):
             self._seen, self.improved = best, now
         reason = self.budget.ended(now - self.began, now - self.improved)
-        if self.on_progress is not None and (reason or now - self._said >= 0.1) and climbs:
+        total, accepted = sum(c.proposals for c in climbs), sum(c.accepted for c in climbs)
+        if self.on_progress is not None and (reason or now - self._said >= 0.1) and total:
             self._said = now
-            total, accepted = sum(c.proposals for c in climbs), sum(c.accepted for c in climbs)
             best_s = min(best, self.best.evaluation, key=lambda e: (not e.feasible, e.cost)).time_s
             self.on_progress(Progress(total, accepted, best_s, now - self.began, climbs[-1].phase))
         if reason:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from math import inf
 from typing import Final
@@ -23,6 +24,7 @@ from flexsearch.search.chain import (
     KNOWN,
     LEADERS,
     LIKE,
+    MARK,
     MEMORY,
     OVER,
     PROPOSED,
@@ -42,20 +44,23 @@ from flexsearch.search.chain import (
 )  # fmt: skip
 from flexsearch.search.evaluate import PENALTY, Configs, Evaluation, Evaluator
 from flexsearch.search.space import Space, sharded
+from flexsearch.simulate.change import MISSING
 from flexsearch.simulate.delta import DeltaSimulator
 from flexsearch.simulate.program import Rows
 from flexsearch.strategy import OperatorConfig
 
-MOVES: Final = {"redraw": 2.0, "copy": 3.0, "group": 4.0, "repeated": 2.0, "swap": 0.5, "shard": 0.5}
+MOVES: Final = {"redraw": 2.0, "copy": 3.0, "group": 4.0, "repeated": 2.0, "swap": 0.5, "shard": 0.5, "span": 2.0}
 """Moves and how often each is proposed, in the order of their numbers in ``chain``."""
-CANDIDATES: Final = 24
+CANDIDATES: Final = 48
 """Random configs of each operator that a chain draws from. Another chain has others."""
 ROWS: Final = 128
 """Proposals between two looks at the clock."""
-EXCESS: Final = (0.1, 0.03, 0.01, 0.003, 0.0005)
+EXCESS: Final = (0.3, 0.1, 0.03, 0.01, 0.003, 0.0005)
 """How much slower than the best plan a chain may typically be, one after the other: its temperatures. Each of the N
 operators that can be changed alone adds about 1 / beta to the cost (equipartition), so beta = N / excess, whatever the
 model's size and speed."""
+FIRST: Final = (1, 0, 2)
+"""Where in ``EXCESS`` chains begin, in turn: what melts a bad plan spoils a good one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,8 +91,9 @@ class Runner:
         operators, log = len(self.space.graph.operators), 4096
         self._moves = self._lay_out()
         self._chain = Chain(
-            uniform=np.zeros((ROWS, UNIFORMS)), value=np.zeros(7), counts=np.zeros(8, np.uint64),
-            candidates=np.array([CANDIDATES * generation, CANDIDATES], np.uint64), excess=np.array(EXCESS),
+            uniform=np.zeros((ROWS, UNIFORMS)), value=np.zeros(8), counts=np.zeros(8, np.uint64),
+            candidates=np.array([CANDIDATES * generation, CANDIDATES], np.uint64),
+            excess=np.array(EXCESS[FIRST[generation % len(FIRST)] :] or EXCESS[-1:]),
             patience=np.array([patience], np.uint64), penalty=np.array([PENALTY]),
             chosen=np.zeros(operators, np.uint32), best=np.zeros(operators, np.uint32), log_value=np.zeros(log),
             log_step=np.zeros(log, np.uint64), log_move=np.zeros(log, np.uint64),
@@ -98,10 +104,11 @@ class Runner:
         value = self._chain.value
         value[[CURRENT, REFERENCE, LEADERS]] = now.cost, best.cost, len(self.space.leaders)
         value[KNOWN] = best.cost if best.feasible else np.inf
-        value[BEST] = now.cost if now.feasible else np.inf
+        value[[BEST, MARK]] = now.cost if now.feasible else np.inf
 
-    def go(self, rng: np.random.Generator, count: int) -> bool:
-        """Up to ``count`` (at most ROWS) proposals; whether the chain has come to its end."""
+    def go(self, rng: np.random.Generator, count: int, look: Callable[[], None] = lambda: None) -> bool:
+        """Up to ``count`` (at most ROWS) proposals; whether the chain has come to its end. ``look`` is called whenever
+        Python is at work; what it raises leaves the chain as it is."""
         chain, simulator = self._chain, self._simulator
         assert simulator is not None
         chain.uniform[ROWS - count :] = rng.random((count, UNIFORMS))
@@ -114,6 +121,7 @@ class Runner:
             )  # fmt: skip
             if why == ASK:
                 self._answer(simulator)
+                look()
             elif why == EVENTS:
                 chain.value[PROPOSED] = simulator.by_events(float(limit(chain)))
                 chain.counts[STAGE] = TIMED
@@ -204,7 +212,16 @@ class Runner:
         groups = [space.groups[leader] for leader in space.leaders]
         of_group = Rows([i for _, i, _ in group] for group in groups)
         links = Rows([number[i, link] for link in found] for i, found in enumerate(space.propagation.links))
-        classes = Rows([place[leader] for leader in members] for members in space.classes)
+        classes = Rows((*space.classes, *space.loose_classes))
+
+        # What an operator follows in a span: the producer of the largest tensor that carries degrees.
+        main_source, main_link = list(range(len(space.graph.operators))), [0] * len(space.graph.operators)
+        for i, found in enumerate(space.propagation.links):
+            back = [link for link in found if not link.forward]
+            if back:
+                best = max(back, key=lambda link: (len(link.pairs) > 0, link.nbytes))
+                forth = next(x for x in space.propagation.links[best.target] if x.target == i and x.forward)
+                main_source[i], main_link[i] = best.target, number[best.target, forth]
 
         def numbers(values: list[int]) -> npt.NDArray[np.uint32]:
             return np.array(values, dtype=np.uint32)
@@ -215,9 +232,12 @@ class Runner:
             group_first=of_group.first, group_last=of_group.last, member=of_group.all,
             member_source=numbers([source for group in groups for source, _, _ in group]),
             member_link=numbers([number[source, link] for group in groups for source, _, link in group]),
+            main_source=numbers(main_source), main_link=numbers(main_link),
             link_first=links.first, link_last=links.last,
             link_target=numbers([link.target for _, link in self._links]),
             link_forward=np.array([link.forward for _, link in self._links], np.uint8),
-            class_first=classes.first, class_last=classes.last, class_leader=classes.all,
+            class_first=classes.first, class_last=classes.last, class_member=classes.all,
+            led_classes=np.array([len(space.classes)], np.uint64),
+            leader_at=numbers([place.get(i, int(MISSING)) for i in range(len(space.graph.operators))]),
             weighted=numbers(list(space.weighted)), memory=self.evaluate.memory_bytes,
         )  # fmt: skip

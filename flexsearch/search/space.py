@@ -88,6 +88,15 @@ class Space:
         classes = (tuple(sorted(members)) for members in (*found.values(), *steps.values()) if len(members) > 1)
         return tuple(dict.fromkeys(classes))
 
+    @cached_property
+    def loose_classes(self) -> tuple[tuple[int, ...], ...]:
+        """As ``classes``, of operators that are no leaders."""
+        found: dict[tuple[object, ...], list[int]] = {}
+        for i in range(len(self.graph.operators)):
+            if i not in self.groups:
+                found.setdefault(self.shape(i), []).append(i)
+        return tuple(tuple(members) for members in found.values() if len(members) > 1)
+
     def shape(self, operator: int) -> tuple[object, ...]:
         """What operators have in common that can have each other's configs."""
         op = self.graph.operators[operator]

@@ -13,6 +13,7 @@ import threading
 from collections.abc import Callable
 from typing import Any, Final
 
+from flexsearch.errors import StrategyError
 from flexsearch.search.climb import Climb, Climbed, Climber
 
 WINDOW: Final = 8
@@ -26,6 +27,16 @@ Plan = Callable[[int, list[Climbed]], Climb | None]
 counted); None: nothing is left."""
 
 
+def _pickled(setup: tuple[Any, ...]) -> bytes:
+    try:
+        return pickle.dumps(setup)
+    except (pickle.PicklingError, AttributeError, TypeError) as error:
+        raise StrategyError(
+            f"other processes cannot be given what this search is about: {error}. "
+            "Make the rule a function or a class of a module, or search with processes=1."
+        ) from error
+
+
 class Team:
     """``look``: called now and then in the main thread, with what has been found; what it raises ends the work.
     ``setup``: arguments of ``Climber``."""
@@ -34,8 +45,9 @@ class Team:
         self, climber: Climber, setup: tuple[Any, ...], workers: int, plan: Plan,
         look: Callable[[dict[int, Climbed]], None],
     ) -> None:  # fmt: skip
-        self._climber, self._setup, self._plan, self._look = climber, setup, plan, look
+        self._climber, self._plan, self._look = climber, plan, look
         self._workers = min(workers, WINDOW - 1)
+        self._setup = _pickled(setup) if self._workers else b""
         self._changed = threading.Condition()
         self._next = 0
         self._again: list[Climb] = []
@@ -111,7 +123,7 @@ class Team:
         assert process.stdin is not None and process.stdout is not None
         climb: Climb | None = None
         try:
-            pickle.dump(self._setup, process.stdin)
+            process.stdin.write(self._setup)
             while (climb := self._take()) is not None:
                 pickle.dump(climb, process.stdin)
                 process.stdin.flush()
