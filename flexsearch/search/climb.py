@@ -39,6 +39,7 @@ class Climb:
     proposals: int
     best: Evaluation
     optimal: bool = False
+    patience: int = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,7 +116,7 @@ class Climber:
     def _chain(self, climb: Climb, rng: np.random.Generator, done: Climbed, watch: Watch) -> None:
         """A chain that cools down, and ends when ``patience`` proposals in a row brought it nothing new."""
         best = done.evaluation if better(done.evaluation, climb.best) else climb.best
-        self.runner.begin(done.configs, done.evaluation, best, climb.stream, self.patience)
+        self.runner.begin(done.configs, done.evaluation, best, climb.stream, climb.patience * self.patience)
         done.curve.append((0, self.runner.cost))
         ended = False
 

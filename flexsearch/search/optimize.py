@@ -32,6 +32,8 @@ from flexsearch.topology import Topology
 BUCKETS: Final = (2**20, 4 * 2**20)
 """Bucket sizes (bytes) that are tried besides the given one: small buckets leave early, large ones cost few starts."""
 GIVEN: Final = "the given plan"
+SLOWER: Final = 8
+"""After so many climbs each, chains are given one more time the patience: they cool down more slowly."""
 LENGTH: Final = 100
 """A climb makes at most so many times its patience in proposals."""
 
@@ -223,7 +225,8 @@ class _Run:
                 best = State(climbed.configs, climbed.evaluation, climbed.optimal)
             elif climbed.configs == best.configs and climbed.optimal:
                 best = State(best.configs, best.evaluation, True)
-        count = LENGTH * self.climber.patience
+        patience = 1 + index // SLOWER
+        count = LENGTH * patience * self.climber.patience
         if self.budget.proposals is not None:
             promised = sum(self._planned[len(ended) : index])
             count = min(count, self.budget.proposals - sum(c.proposals for c in ended) - promised)
@@ -237,9 +240,9 @@ class _Run:
         if index < len(self._order):
             name, configs = self._order[index]
             return Climb(index, stream, f"from {name}", configs, count, known)
-        if (index - len(self._order)) % 4 == 0:
-            return Climb(index, stream, "from random", None, count, known)
-        return Climb(index, stream, "from best", best.configs, count, known, best.optimal)
+        if (index - len(self._order)) % 2 == 0:
+            return Climb(index, stream, "from random", None, count, known, patience=patience)
+        return Climb(index, stream, "from best", best.configs, count, known, best.optimal, patience)
 
     def _within(self, climbs: Sequence[Climbed]) -> tuple[Sequence[Climbed], str]:
         """Those of the climbs, in order, that a budget of proposals leaves time for, and why the search ended there."""

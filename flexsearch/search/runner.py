@@ -53,6 +53,9 @@ MOVES: Final = {"redraw": 2.0, "copy": 3.0, "group": 4.0, "repeated": 2.0, "swap
 """Moves and how often each is proposed, in the order of their numbers in ``chain``."""
 CANDIDATES: Final = 48
 """Random configs of each operator that a chain draws from. Another chain has others."""
+SETS, RENEWED = 3, 24
+"""There are so many sets of candidates, which chains use in turn (their templates are known by then), and others after
+so many chains."""
 ROWS: Final = 128
 """Proposals between two looks at the clock."""
 EXCESS: Final = (0.3, 0.1, 0.03, 0.01, 0.003, 0.0005)
@@ -89,10 +92,11 @@ class Runner:
         proposals in a row brought it nothing new."""
         simulator = self._simulator = self.evaluate.at(configs)
         operators, log = len(self.space.graph.operators), 4096
+        number = generation % SETS + SETS * (generation // RENEWED)
         self._moves = self._lay_out()
         self._chain = Chain(
             uniform=np.zeros((ROWS, UNIFORMS)), value=np.zeros(8), counts=np.zeros(8, np.uint64),
-            candidates=np.array([CANDIDATES * generation, CANDIDATES], np.uint64),
+            candidates=np.array([CANDIDATES * number, CANDIDATES], np.uint64),
             excess=np.array(EXCESS[FIRST[generation % len(FIRST)] :] or EXCESS[-1:]),
             patience=np.array([patience], np.uint64), penalty=np.array([PENALTY]),
             chosen=np.zeros(operators, np.uint32), best=np.zeros(operators, np.uint32), log_value=np.zeros(log),
