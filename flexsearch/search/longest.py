@@ -45,6 +45,12 @@ class Tables(NamedTuple):
     wanted: I64  # (edges, configs of the reader)
     there: F64  # (rows, device, device): from the end of a forward piece to the start of one that reads it
     back: F64  # from the end of a backward piece to the start of the one of its producer
+    edge_tensor: I64  # which tensor, -1: an edge of two operators that only share devices
+    layout: I64  # (edges, configs of the reader): number of the layout, the same for all edges of a tensor
+    there_send: I64  # (rows,): mask of the senders, if the (first) phase is one exchange; else 0
+    there_holds: F64  # (rows, resources): seconds for which that exchange keeps links busy
+    back_send: I64
+    back_holds: F64
     sync_first: I64  # (operators, configs): exchanges in ``sync_*``
     sync_last: I64
     sync_key: I64  # exchanges of a bucket with the same key are one
@@ -98,6 +104,12 @@ def least_in(times: F64, mask: Any) -> float:
 
 
 @compiled
+def _row(t: Tables, e: Any, producer: Any, reader: Any) -> Any:
+    """Row of ``there`` and ``back`` for an edge, given both configs."""
+    return t.edge_table[e] + t.made[e, producer] * t.edge_width[e] + t.wanted[e, reader]
+
+
+@compiled
 def tables_ahead(t: Tables) -> F64:
     """(operators, configs, A, 1 + B): at least so many seconds from the start of the forward pieces on A to the end of
     the backward pieces on B (numbers of ``family``; column 0: to the end of the step)."""
@@ -135,7 +147,7 @@ def tables_ahead(t: Tables) -> F64:
                 least[:] = np.inf
                 for c2 in range(t.choices[m]):
                     on2 = t.on[m, c2]
-                    row = t.edge_table[e] + t.made[e, c] * t.edge_width[e] + t.wanted[e, c2]
+                    row = _row(t, e, c, c2)
                     there, back = t.there[row], t.back[row]
                     for a in range(sets):
                         for x in range(count):
@@ -349,6 +361,75 @@ def _updates(t: Tables, chosen: I64, update: F64) -> float:
 
 
 @compiled
+def _joins(t: Tables, chosen: I64, e: Any, layout: Any, last: Any) -> Any:
+    """Whether edge ``e``, which wants ``layout``, is one with that of another reader of its tensor before operator
+    ``last``: 1, 0, or -1 if that is not known yet."""
+    p = t.edge_from[e]
+    for o in range(t.out_first[p], t.out_last[p]):
+        other = t.out[o]
+        if t.edge_tensor[other] == t.edge_tensor[e] and t.edge_to[other] < last and other != e:
+            c = chosen[t.edge_to[other]]
+            if c < 0:
+                return -1
+            if t.layout[other, c] == layout:
+                return 1
+    return 0
+
+
+@compiled
+def _longest_hold(held: F64, holds: F64) -> float:
+    wait = 0.0
+    for r in range(held.shape[0]):
+        if holds[r] > 0.0:
+            wait = max(wait, held[r])
+    return wait
+
+
+@compiled
+def _queue_there(t: Tables, chosen: I64, e: Any, reader: Any, row: Any) -> float:
+    """How long the exchange of edge ``e`` waits for those that its producer sends before. If they have the same
+    senders, they are ready at the same moment and go in the order of the edges. ``reader``: config of its reader."""
+    send, p = t.there_send[row], t.edge_from[e]
+    if send == 0 or t.out[t.out_first[p]] == e:
+        return 0.0
+    if _joins(t, chosen, e, t.layout[e, reader], t.edge_to[e]) != 0:
+        return 0.0
+    held = np.zeros(t.there_holds.shape[1])
+    for o in range(t.out_first[p], t.out_last[p]):
+        other = t.out[o]
+        c = chosen[t.edge_to[other]]
+        if other == e or t.edge_width[other] == 0:
+            break
+        if c >= 0 and _joins(t, chosen, other, t.layout[other, c], t.edge_to[other]) == 0:
+            before = _row(t, other, chosen[p], c)
+            if t.there_send[before] == send:
+                held += t.there_holds[before]
+    return _longest_hold(held, t.there_holds[row])
+
+
+@compiled
+def _queue_back(t: Tables, chosen: I64, e: Any, reader: Any, row: Any) -> float:
+    """Likewise of gradients, which a reader sends in the order of its operands."""
+    send, i = t.back_send[row], t.edge_to[e]
+    if send == 0 or t.into_first[i] == e:
+        return 0.0
+    held = np.zeros(t.back_holds.shape[1])
+    for other in range(t.into_first[i], e):
+        p = chosen[t.edge_from[other]]
+        layout = t.layout[other, reader]
+        if p < 0 or t.edge_flows[other] == 0 or _joins(t, chosen, other, layout, i) != 0:
+            continue
+        again = False
+        for one in range(t.into_first[i], other):
+            again = again or (t.edge_tensor[one] == t.edge_tensor[other] and t.layout[one, reader] == layout)
+        same = t.edge_tensor[other] == t.edge_tensor[e] and layout == t.layout[e, reader]
+        before = _row(t, other, p, reader)
+        if not again and not same and t.back_send[before] == send:
+            held += t.back_holds[before]
+    return _longest_hold(held, t.back_holds[row])
+
+
+@compiled
 def _begin(t: Tables, chosen: I64, i: Any, c: Any, last: F64, end: F64, start: F64) -> None:
     """When the forward pieces of an operator can start, by device."""
     count = last.shape[0]
@@ -367,11 +448,13 @@ def _begin(t: Tables, chosen: I64, i: Any, c: Any, last: F64, end: F64, start: F
     for e in range(t.into_first[i], t.into_last[i]):
         p = t.edge_from[e]
         if chosen[p] >= 0:
-            there = t.there[t.edge_table[e] + t.made[e, chosen[p]] * t.edge_width[e] + t.wanted[e, c]]
+            row = _row(t, e, chosen[p], c)
+            there, wait, send = t.there[row], _queue_there(t, chosen, e, c, row), t.there_send[row]
             for d in range(count):
                 if t.on[i, c] >> d & 1 == 1:
                     for a in range(count):
-                        start[d] = max(start[d], end[p, a] + there[a, d])
+                        queue = wait if send >> a & 1 == 1 else 0.0
+                        start[d] = max(start[d], end[p, a] + there[a, d] + queue)
 
 
 @compiled
@@ -384,8 +467,10 @@ def _follow(t: Tables, chosen: I64, i: Any, c: Any, tail: F64, before: F64, afte
     for e in range(t.into_first[i], t.into_last[i]):
         p = t.edge_from[e]
         if chosen[p] >= 0 and t.edge_flows[e] == 1:
-            back = t.back[t.edge_table[e] + t.made[e, chosen[p]] * t.edge_width[e] + t.wanted[e, c]]
+            row = _row(t, e, chosen[p], c)
+            back, wait, send = t.back[row], _queue_back(t, chosen, e, c, row), t.back_send[row]
             for d in range(count):
                 if t.on[i, c] >> d & 1 == 1:
+                    queue = wait if send >> d & 1 == 1 else 0.0
                     for b in range(count):
-                        after[d] = max(after[d], back[d, b] + before[p, b])
+                        after[d] = max(after[d], back[d, b] + before[p, b] + queue)
