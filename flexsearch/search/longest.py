@@ -30,6 +30,7 @@ class Tables(NamedTuple):
     sink: F64  # from the end of the backward piece to the end of the step: own gradients synchronised, own update
     busy: F64  # (operators, configs): seconds of all pieces
     least_busy: F64  # (operators,)
+    own: F64  # update of the weights that no earlier operator reads, at least
     least_update: F64  # (operators,): of all pieces of the weights that only this operator reads
     into_first: I64  # (operators,): edges by reader, in ``edge_*``
     into_last: I64
@@ -111,16 +112,23 @@ def _row(t: Tables, e: Any, producer: Any, reader: Any) -> Any:
 
 @compiled
 def tables_ahead(t: Tables) -> F64:
-    """(operators, configs, A, 1 + B): at least so many seconds from the start of the forward pieces on A to the end of
-    the backward pieces on B (numbers of ``family``; column 0: to the end of the step)."""
-    count = t.forward.shape[2]
+    """(operators, configs, A, 1 + 2 B): at least so many seconds from the start of the forward pieces on A to
+
+    - column 0: the end of the step;
+    - the next columns: the end of the backward pieces on B;
+    - the last columns: the end of all that devices B do for this and later operators, with the updates of weights that
+      no earlier operator reads; that is one after the other on each device, whoever waits for what.
+
+    A and B are numbers of ``family``."""
+    count, every = t.forward.shape[2], (1 << t.forward.shape[2]) - 1
     sets = families(count)
-    ahead = np.full((t.forward.shape[0], t.forward.shape[1], sets, 1 + sets), NEVER)
+    columns = 1 + 2 * sets
+    ahead = np.full((t.forward.shape[0], t.forward.shape[1], sets, columns), NEVER)
     ends = np.full((sets, count), NEVER)
-    tails = np.full((1 + sets, count), NEVER)
+    tails = np.full((columns, count), NEVER)
     starts = np.full((sets, sets), NEVER)
-    after = np.full((1 + sets, sets), NEVER)
-    least = np.full((sets, 1 + sets), NEVER)
+    after = np.full((columns, sets), NEVER)
+    least = np.full((sets, columns), NEVER)
     moment = np.full(count, NEVER)
     for j in range(t.forward.shape[0] - 1, -1, -1):
         for c in range(t.choices[j]):
@@ -135,8 +143,12 @@ def tables_ahead(t: Tables) -> F64:
                         if t.has_backward[j] == 1:
                             tails[1 + k, d] = t.backward[j, c, d]
                             tails[0, d] = t.backward[j, c, d] + max(0.0, t.sink[j, c, d])
+                mask = family(count, k, every)
+                for d in range(count):
+                    if mask >> d & 1 == 1:
+                        tails[1 + sets + k, d] = t.own[j, c, d] + max(0.0, t.backward[j, c, d])
             for a in range(sets):
-                for b in range(1 + sets):
+                for b in range(columns):
                     for d in range(count):
                         value[a, b] = max(value[a, b], ends[a, d] + tails[b, d])
                 for d in range(count):
@@ -157,6 +169,9 @@ def tables_ahead(t: Tables) -> F64:
                         for k in range(sets):
                             mask = family(count, k, on2)
                             starts[a, k] = least_in(moment, mask) if mask != 0 else NEVER
+                    for b in range(1 + sets, columns):
+                        for k in range(sets):
+                            after[b, k] = least_in(tails[b], family(count, k, every))
                     for b in range(1 + sets):
                         for y in range(count):
                             moment[y] = NEVER
@@ -171,9 +186,10 @@ def tables_ahead(t: Tables) -> F64:
                     for a in range(sets):
                         if family(count, a, on) == 0:
                             continue
-                        for b in range(1 + sets):
-                            if b > 0 and family(count, b - 1, on) == 0:
+                        for b in range(columns):
+                            if 0 < b <= sets and family(count, b - 1, on) == 0:
                                 continue
+                            timeline = sets if b > sets else 0
                             found = NEVER
                             for k in range(sets):
                                 if starts[a, k] == NEVER:
@@ -182,23 +198,23 @@ def tables_ahead(t: Tables) -> F64:
                                 if b == 0:
                                     found = max(found, starts[a, k] + through[0])
                                 for q in range(sets):
-                                    found = max(found, starts[a, k] + through[1 + q] + after[b, q])
+                                    found = max(found, starts[a, k] + through[1 + timeline + q] + after[b, q])
                             least[a, b] = min(least[a, b], found)
                 for a in range(sets):
-                    for b in range(1 + sets):
+                    for b in range(columns):
                         if least[a, b] < np.inf:
                             value[a, b] = max(value[a, b], least[a, b])
             for a in range(sets):
-                for b in range(sets):
-                    value[a, 0] = max(value[a, 0], value[a, 1 + b])
+                for b in range(1, columns):
+                    value[a, 0] = max(value[a, 0], value[a, b])
     return ahead
 
 
 @compiled
-def from_here(t: Tables, ahead: F64, j: Any, c: Any, starts: F64, after: F64) -> float:
-    """The least makespan if the pieces of operator ``j`` start no earlier than ``starts`` and ``after`` seconds follow
-    their backward pieces (by device)."""
-    count = t.forward.shape[2]
+def from_here(t: Tables, ahead: F64, j: Any, c: Any, starts: F64, after: F64, rest: F64) -> float:
+    """The least makespan if, by device, the pieces of operator ``j`` start no earlier than ``starts``, ``after`` seconds
+    follow their backward pieces, and ``rest`` is what the device has to do for earlier operators from then on."""
+    count, every = t.forward.shape[2], (1 << t.forward.shape[2]) - 1
     sets = families(count)
     on, through = t.on[j, c], ahead[j, c]
     found = 0.0
@@ -212,6 +228,7 @@ def from_here(t: Tables, ahead: F64, j: Any, c: Any, starts: F64, after: F64) ->
             mask = family(count, b, on)
             if mask != 0:
                 found = max(found, start + through[a, 1 + b] + least_in(after, mask))
+            found = max(found, start + through[a, 1 + sets + b] + least_in(rest, family(count, b, every)))
     return found
 
 
@@ -295,7 +312,14 @@ def children(t: Tables, ahead: F64, chosen: I64, m: Any) -> F64:
                 last[d] = end[i, d]
     tail, tail_m = update.copy(), np.zeros(count)
     after, before = np.full((operators, count), NEVER), np.full((operators, count), NEVER)
+    rest, rest_m, sofar = np.zeros((operators, count)), np.zeros(count), np.zeros(count)
     for i in range(operators):  # from the operator whose backward comes last
+        rest[i] = sofar
+        if i == m:
+            rest_m[:] = sofar
+        if chosen[i] >= 0:
+            for d in range(count):
+                sofar[d] += t.own[i, chosen[i], d] + max(0.0, t.backward[i, chosen[i], d])
         for bucket in range(t.bucket_after.shape[0]):
             if t.bucket_after[bucket] == i:
                 _send(t, chosen, bucket, update, tail)
@@ -316,20 +340,20 @@ def children(t: Tables, ahead: F64, chosen: I64, m: Any) -> F64:
         if chosen[i] >= 0:
             for o in range(t.out_first[i], t.out_last[i]):
                 if chosen[t.edge_to[t.out[o]]] < 0:
-                    node = max(node, from_here(t, ahead, i, chosen[i], start[i], after[i]))
+                    node = max(node, from_here(t, ahead, i, chosen[i], start[i], after[i], rest[i]))
                     break
     if m < 0:
         return np.full(1, node)
     found = np.full(t.choices[m], node)
-    row, rest = np.zeros(count), np.zeros(count)
+    row, later = np.zeros(count), np.zeros(count)
     for c in range(t.choices[m]):
         row[:] = NEVER
-        rest[:] = NEVER
+        later[:] = NEVER
         _begin(t, chosen, m, c, last_m, end, row)
         if t.has_backward[m] == 1:
-            _follow(t, chosen, m, c, tail_m, before, rest)
+            _follow(t, chosen, m, c, tail_m, before, later)
         busier = (busy - t.least_busy[m] + t.busy[m, c]) / count
-        found[c] = max(node, busier, from_here(t, ahead, m, c, row, rest))
+        found[c] = max(node, busier, from_here(t, ahead, m, c, row, later, rest_m))
     return found
 
 

@@ -202,6 +202,10 @@ class _Weights:
 
     def columns(self) -> dict[str, Any]:
         columns = self._alone() | self._pairs()
+        columns["own"] = columns["update"].copy()
+        for w, (first, _) in enumerate(columns["pair_reader"]):
+            choices = len(self.owner.configs[first])
+            columns["own"][first, :choices] += columns["pair_half"][w, 0, columns["pair_variant"][w, 0, :choices]]
         rows = list(zip(*self.exchanges, strict=True)) if self.exchanges else [()] * 8
         resources = len(self.owner.topology.resources)
         return columns | {
