@@ -212,8 +212,8 @@ def tables_ahead(t: Tables) -> F64:
 
 @compiled
 def from_here(t: Tables, ahead: F64, j: Any, c: Any, starts: F64, after: F64, rest: F64) -> float:
-    """The least makespan if, by device, the pieces of operator ``j`` start no earlier than ``starts``, ``after`` seconds
-    follow their backward pieces, and ``rest`` is what the device has to do for earlier operators from then on."""
+    """The least makespan if, by device, the pieces of operator ``j`` start no earlier than ``starts``, ``after``
+    seconds follow their backward pieces, and ``rest`` seconds are to be spent on earlier operators from then on."""
     count, every = t.forward.shape[2], (1 << t.forward.shape[2]) - 1
     sets = families(count)
     on, through = t.on[j, c], ahead[j, c]
