@@ -6,8 +6,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from flexsearch.search.longest import F64, I64, Tables, children
-from flexsearch.simulate.kernel import compiled
+from flexsearch.search.longest import F64, I64, Tables, Work, children
+from flexsearch.simulate.kernel import lean
 
 DONE, PLAN, PAUSE = 0, 1, 2
 
@@ -32,7 +32,7 @@ class Tree(NamedTuple):
     scalars: I64
 
 
-@compiled
+@lean
 def ascending(listed: I64, group: I64, used: Any) -> Any:
     """Whether new devices of a group come in ascending order after a partial plan on the devices ``used`` (a mask)."""
     for k in range(listed.shape[0]):
@@ -47,19 +47,23 @@ def ascending(listed: I64, group: I64, used: Any) -> Any:
     return True
 
 
-@compiled
-def _open(t: Tables, ahead: F64, tree: Tree, depth: Any, rounding: float) -> None:
+@lean
+def _open(t: Tables, w: Work, ahead: F64, tree: Tree, depth: Any, rounding: float) -> None:
     """Make the children of the partial plan at hand."""
     operator = tree.order[depth]
-    bounds = children(t, ahead, tree.chosen, operator) * rounding
+    children(t, w, ahead, tree.chosen, operator)
+    before = tree.bound[depth - 1, tree.position[depth - 1] - 1] if depth > 0 else 0.0
     count = 0
-    for c in np.argsort(bounds, kind="mergesort"):
+    for c in range(t.choices[operator]):
         if ascending(tree.listed[operator, c], tree.group, tree.used[depth]):
-            tree.child[depth, count] = c
-            bound = bounds[c]
-            if depth > 0:
-                bound = max(bound, tree.bound[depth - 1, tree.position[depth - 1] - 1])
-            tree.bound[depth, count] = bound
+            bound = max(w.found[c] * rounding, before)
+            at = count
+            while at > 0 and tree.bound[depth, at - 1] > bound:
+                tree.bound[depth, at] = tree.bound[depth, at - 1]
+                tree.child[depth, at] = tree.child[depth, at - 1]
+                at -= 1
+            tree.bound[depth, at] = bound
+            tree.child[depth, at] = c
             count += 1
     tree.width[depth] = count
     tree.position[depth] = 0
@@ -67,8 +71,8 @@ def _open(t: Tables, ahead: F64, tree: Tree, depth: Any, rounding: float) -> Non
     tree.scalars[1] += count
 
 
-@compiled
-def descend(t: Tables, ahead: F64, tree: Tree, limit: float, nodes: Any, rounding: float) -> Any:
+@lean
+def descend(t: Tables, w: Work, ahead: F64, tree: Tree, limit: float, nodes: Any, rounding: float) -> Any:
     """Go on until a plan is complete whose bound is below ``limit`` (PLAN), the tree is done (DONE), or ``nodes``
     partial plans have been bounded in all (PAUSE)."""
     last = tree.order.shape[0] - 1
@@ -77,7 +81,7 @@ def descend(t: Tables, ahead: F64, tree: Tree, limit: float, nodes: Any, roundin
         if tree.opened[depth] == 0:
             if tree.scalars[1] >= nodes:
                 return PAUSE
-            _open(t, ahead, tree, depth, rounding)
+            _open(t, w, ahead, tree, depth, rounding)
         operator, at = tree.order[depth], tree.position[depth]
         if at < tree.width[depth] and tree.bound[depth, at] < limit:
             c = tree.child[depth, at]
@@ -87,7 +91,7 @@ def descend(t: Tables, ahead: F64, tree: Tree, limit: float, nodes: Any, roundin
                 tree.used[depth + 1] = tree.used[depth] | t.on[operator, c]
                 tree.scalars[0] += 1
                 tree.opened[depth + 1] = 0
-            elif children(t, ahead, tree.chosen, -1)[0] * rounding < limit:
+            elif children(t, w, ahead, tree.chosen, -1) * rounding < limit:
                 return PLAN
         else:
             tree.scalars[2] += tree.width[depth] - at
@@ -98,7 +102,7 @@ def descend(t: Tables, ahead: F64, tree: Tree, limit: float, nodes: Any, roundin
             tree.scalars[0] -= 1
 
 
-@compiled
+@lean
 def proved(tree: Tree) -> float:
     """The least bound of all that has not been looked at yet."""
     found = np.inf

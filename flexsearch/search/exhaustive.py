@@ -229,7 +229,7 @@ class _Run:
             self._report()
             stop = self.nodes + CHUNK if self.max_nodes is None else min(self.nodes + CHUNK, self.max_nodes)
             limit = self.best_s * (1.0 - self.tolerance)
-            outcome = int(descend(relaxation.tables, relaxation.ahead, tree, limit, stop, ROUNDING))
+            outcome = int(descend(relaxation.tables, relaxation.work, relaxation.ahead, tree, limit, stop, ROUNDING))
             _, self.nodes, self.pruned = (int(x) for x in tree.scalars)
             if outcome == PLAN:
                 self._try(tuple(row[c] for row, c in zip(self.rows, tree.chosen, strict=True)))
@@ -330,4 +330,3 @@ def interchangeable(topology: Topology, a: int, b: int) -> bool:
                 if same.setdefault(r, s) != s or topology.resources[r].bandwidth != topology.resources[s].bandwidth:
                     return False
     return len(set(same.values())) == len(same)
-

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from flexsearch.simulate.kernel import compiled
+from flexsearch.simulate.kernel import compiled, lean
 
 F64 = npt.NDArray[np.float64]
 I64 = npt.NDArray[np.int64]
@@ -77,7 +77,42 @@ class Tables(NamedTuple):
     other_update: F64  # (1,): likewise of weights with more readers
 
 
-@compiled
+class Work(NamedTuple):
+    """Where bounds are worked out: seconds by operator and device, by device, by link, or by key of a bucket."""
+
+    start: F64  # of forward pieces
+    end: F64
+    before: F64  # what follows the start of a backward piece
+    after: F64  # what follows its end
+    rest: F64  # what a device has to do for earlier operators after its backward piece
+    last: F64  # by device: end of the last forward piece
+    tail: F64  # what follows once a device has nothing to do any more
+    update: F64
+    sofar: F64
+    last_here: F64  # the same where the operator at hand is
+    tail_here: F64
+    rest_here: F64
+    row: F64  # starts of the child at hand
+    later: F64  # what follows it
+    held: F64  # by resource
+    latency: F64  # by key
+    links: F64  # by key and resource
+    follows: F64
+    send: I64
+    found: F64  # by config: the bounds
+
+
+def make_work(t: Tables) -> Work:
+    """Room for one search."""
+    operators, most, count = t.forward.shape
+    resources, keys = t.sync_links.shape[1], int(t.keys[0])
+    table, row = (operators, count), count
+    sizes = [table] * 5 + [row] * 9 + [resources, keys, (keys, resources), keys]
+    columns: list[Any] = [*(np.zeros(size) for size in sizes), np.zeros(keys, dtype=np.int64), np.zeros(most)]
+    return Work(*columns)
+
+
+@lean
 def family(count: Any, k: Any, on: Any) -> Any:
     """Set number ``k`` of devices for which there are columns: all sets of up to four devices; of more devices single
     ones and all of a config, which is on the devices ``on``. 0: not for this config."""
@@ -88,13 +123,13 @@ def family(count: Any, k: Any, on: Any) -> Any:
     return (1 << k) & on
 
 
-@compiled
+@lean
 def families(count: Any) -> Any:
     """How many there are."""
     return (1 << count) - 1 if count <= 4 else count + 1
 
 
-@compiled
+@lean
 def least_in(times: F64, mask: Any) -> float:
     """The least of ``times`` over a set of devices."""
     found = np.inf
@@ -104,7 +139,7 @@ def least_in(times: F64, mask: Any) -> float:
     return found
 
 
-@compiled
+@lean
 def _row(t: Tables, e: Any, producer: Any, reader: Any) -> Any:
     """Row of ``there`` and ``back`` for an edge, given both configs."""
     return t.edge_table[e] + t.made[e, producer] * t.edge_width[e] + t.wanted[e, reader]
@@ -210,7 +245,7 @@ def tables_ahead(t: Tables) -> F64:
     return ahead
 
 
-@compiled
+@lean
 def from_here(t: Tables, ahead: F64, j: Any, c: Any, starts: F64, after: F64, rest: F64) -> float:
     """The least makespan if, by device, the pieces of operator ``j`` start no earlier than ``starts``, ``after``
     seconds follow their backward pieces, and ``rest`` seconds are to be spent on earlier operators from then on."""
@@ -232,7 +267,7 @@ def from_here(t: Tables, ahead: F64, j: Any, c: Any, starts: F64, after: F64, re
     return found
 
 
-@compiled
+@lean
 def _pair(t: Tables, chosen: I64, w: Any) -> Any:
     """Row of a weight with two readers, -1 if one of them has no config yet."""
     a, b = chosen[t.pair_reader[w, 0]], chosen[t.pair_reader[w, 1]]
@@ -241,123 +276,121 @@ def _pair(t: Tables, chosen: I64, w: Any) -> Any:
     return t.pair_row[w] + t.pair_variant[w, 0, a] * t.pair_width[w] + t.pair_variant[w, 1, b]
 
 
-@compiled
-def _add(t: Tables, x: Any, update: F64, latency: F64, links: F64, follows: F64, send: I64) -> None:
+@lean
+def _add(t: Tables, w: Work, x: Any) -> None:
     """Put exchange ``x`` into the bucket at hand."""
     k = t.sync_key[x]
-    latency[k] = max(latency[k], t.sync_latency[x])
-    send[k] |= t.sync_send[x]
-    for r in range(links.shape[1]):
-        links[k, r] += t.sync_links[x, r]
-    for d in range(update.shape[0]):
+    if w.latency[k] == NEVER:
+        w.send[k] = 0
+        w.follows[k] = 0.0
+        for r in range(w.links.shape[1]):
+            w.links[k, r] = 0.0
+    w.latency[k] = max(w.latency[k], t.sync_latency[x])
+    w.send[k] |= t.sync_send[x]
+    for r in range(w.links.shape[1]):
+        w.links[k, r] += t.sync_links[x, r]
+    for d in range(w.update.shape[0]):
         if t.sync_receive[x] >> d & 1 == 1:
-            follows[k] = max(follows[k], update[d])
+            w.follows[k] = max(w.follows[k], w.update[d])
         if t.second_receive[x] >> d & 1 == 1:
-            follows[k] = max(follows[k], t.second[x] + update[d])
+            w.follows[k] = max(w.follows[k], t.second[x] + w.update[d])
 
 
-@compiled
-def _send(t: Tables, chosen: I64, bucket: Any, update: F64, tail: F64) -> None:
-    """Lengthen ``tail`` (from the moment when a device has nothing to do any more, by device) by the synchronisation of
-    the weights of a bucket as far as their operators are chosen."""
-    count, keys, resources = tail.shape[0], t.keys[0], t.sync_links.shape[1]
-    latency = np.full(keys, NEVER)
-    links = np.zeros((keys, resources))
-    follows = np.zeros(keys)
-    send = np.zeros(keys, dtype=np.int64)
+@lean
+def _send(t: Tables, w: Work, chosen: I64, bucket: Any) -> None:
+    """Lengthen ``w.tail`` by the synchronisation of the weights of a bucket as far as their operators are chosen."""
+    for k in range(w.latency.shape[0]):
+        w.latency[k] = NEVER
     for i in range(chosen.shape[0]):
         c = chosen[i]
-        if c < 0:
-            continue
-        for x in range(t.sync_first[i, c], t.sync_last[i, c]):
-            if t.sync_bucket[x] == bucket:
-                _add(t, x, update, latency, links, follows, send)
-    for w in range(t.pair_width.shape[0]):
-        row = _pair(t, chosen, w)
+        if c >= 0:
+            for x in range(t.sync_first[i, c], t.sync_last[i, c]):
+                if t.sync_bucket[x] == bucket:
+                    _add(t, w, x)
+    for pair in range(t.pair_width.shape[0]):
+        row = _pair(t, chosen, pair)
         if row >= 0:
             for x in range(t.pair_first[row], t.pair_last[row]):
                 if t.sync_bucket[x] == bucket:
-                    _add(t, x, update, latency, links, follows, send)
-    for k in range(keys):
-        if latency[k] > NEVER:
+                    _add(t, w, x)
+    for k in range(w.latency.shape[0]):
+        if w.latency[k] > NEVER:
             busiest = 0.0
-            for r in range(resources):
-                busiest = max(busiest, links[k, r])
-            for d in range(count):
-                if send[k] >> d & 1 == 1:
-                    tail[d] = max(tail[d], latency[k] + busiest + follows[k])
+            for r in range(w.links.shape[1]):
+                busiest = max(busiest, w.links[k, r])
+            for d in range(w.tail.shape[0]):
+                if w.send[k] >> d & 1 == 1:
+                    w.tail[d] = max(w.tail[d], w.latency[k] + busiest + w.follows[k])
 
 
-@compiled
-def children(t: Tables, ahead: F64, chosen: I64, m: Any) -> F64:
-    """Lower bounds (s) of the plans that continue ``chosen`` (config by operator, -1: none yet) with each config of
-    operator ``m``. Where ``m`` is -1: one bound, of ``chosen`` itself."""
+@lean
+def children(t: Tables, w: Work, ahead: F64, chosen: I64, m: Any) -> float:
+    """Lower bound (s) of the plans that continue ``chosen`` (config by operator, -1: none yet); fills ``w.found`` with
+    those that give operator ``m`` each of its configs, unless ``m`` is -1."""
     operators, count = chosen.shape[0], t.forward.shape[2]
-    start, end = np.full((operators, count), NEVER), np.full((operators, count), NEVER)
-    last, last_m = np.zeros(count), np.zeros(count)
-    update = np.zeros(count)
-    busy = t.other_update[0] + _updates(t, chosen, update)
+    for d in range(count):
+        w.last[d] = 0.0
+        w.update[d] = 0.0
+        w.sofar[d] = 0.0
+    busy = t.other_update[0] + _updates(t, chosen, w.update)
     for i in range(operators):
         if i == m:
-            last_m[:] = last
+            for d in range(count):
+                w.last_here[d] = w.last[d]
         c = chosen[i]
         if c < 0:
             busy += t.least_busy[i]
             continue
         busy += t.busy[i, c]
-        _begin(t, chosen, i, c, last, end, start[i])
+        _begin(t, w, chosen, i, c, w.last, w.start[i])
         for d in range(count):
-            if t.on[i, c] >> d & 1 == 1:
-                end[i, d] = start[i, d] + t.forward[i, c, d]
-                last[d] = end[i, d]
-    tail, tail_m = update.copy(), np.zeros(count)
-    after, before = np.full((operators, count), NEVER), np.full((operators, count), NEVER)
-    rest, rest_m, sofar = np.zeros((operators, count)), np.zeros(count), np.zeros(count)
+            w.end[i, d] = w.start[i, d] + t.forward[i, c, d]
+            w.last[d] = max(w.last[d], w.end[i, d])
+    for d in range(count):
+        w.tail[d] = w.update[d]
     for i in range(operators):  # from the operator whose backward comes last
-        rest[i] = sofar
-        if i == m:
-            rest_m[:] = sofar
-        if chosen[i] >= 0:
-            for d in range(count):
-                sofar[d] += t.own[i, chosen[i], d] + max(0.0, t.backward[i, chosen[i], d])
         for bucket in range(t.bucket_after.shape[0]):
             if t.bucket_after[bucket] == i:
-                _send(t, chosen, bucket, update, tail)
-        if i == m:
-            tail_m[:] = tail
+                _send(t, w, chosen, bucket)
         c = chosen[i]
+        for d in range(count):
+            w.rest[i, d] = w.sofar[d]
+            if i == m:
+                w.rest_here[d] = w.sofar[d]
+                w.tail_here[d] = w.tail[d]
+            if c >= 0:
+                w.sofar[d] += t.own[i, c, d] + max(0.0, t.backward[i, c, d])
+            w.after[i, d] = NEVER
+            w.before[i, d] = NEVER
         if c < 0 or t.has_backward[i] == 0:
             continue
-        _follow(t, chosen, i, c, tail, before, after[i])
+        _follow(t, w, chosen, i, c, w.tail, w.after[i])
         for d in range(count):
             if t.on[i, c] >> d & 1 == 1:
-                before[i, d] = t.backward[i, c, d] + after[i, d]
-                tail[d] = before[i, d]
-    node = busy / count
+                w.before[i, d] = t.backward[i, c, d] + w.after[i, d]
+                w.tail[d] = w.before[i, d]
+    node: float = busy / count
     for d in range(count):
-        node = max(node, last[d] + tail[d])
+        node = max(node, w.last[d] + w.tail[d])
     for i in range(operators):
         if chosen[i] >= 0:
             for o in range(t.out_first[i], t.out_last[i]):
                 if chosen[t.edge_to[t.out[o]]] < 0:
-                    node = max(node, from_here(t, ahead, i, chosen[i], start[i], after[i], rest[i]))
+                    node = max(node, from_here(t, ahead, i, chosen[i], w.start[i], w.after[i], w.rest[i]))
                     break
-    if m < 0:
-        return np.full(1, node)
-    found = np.full(t.choices[m], node)
-    row, later = np.zeros(count), np.zeros(count)
-    for c in range(t.choices[m]):
-        row[:] = NEVER
-        later[:] = NEVER
-        _begin(t, chosen, m, c, last_m, end, row)
-        if t.has_backward[m] == 1:
-            _follow(t, chosen, m, c, tail_m, before, later)
-        busier = (busy - t.least_busy[m] + t.busy[m, c]) / count
-        found[c] = max(node, busier, from_here(t, ahead, m, c, row, later, rest_m))
-    return found
+    if m >= 0:
+        for c in range(t.choices[m]):
+            _begin(t, w, chosen, m, c, w.last_here, w.row)
+            for d in range(count):
+                w.later[d] = NEVER
+            if t.has_backward[m] == 1:
+                _follow(t, w, chosen, m, c, w.tail_here, w.later)
+            busier = (busy - t.least_busy[m] + t.busy[m, c]) / count
+            w.found[c] = max(node, busier, from_here(t, ahead, m, c, w.row, w.later, w.rest_here))
+    return node
 
 
-@compiled
+@lean
 def _updates(t: Tables, chosen: I64, update: F64) -> float:
     """Add the updates on each device as far as they are known; returns the least sum of all updates."""
     count, total = update.shape[0], 0.0
@@ -384,7 +417,7 @@ def _updates(t: Tables, chosen: I64, update: F64) -> float:
     return total
 
 
-@compiled
+@lean
 def _joins(t: Tables, chosen: I64, e: Any, layout: Any, last: Any) -> Any:
     """Whether edge ``e``, which wants ``layout``, is one with that of another reader of its tensor before operator
     ``last``: 1, 0, or -1 if that is not known yet."""
@@ -400,7 +433,7 @@ def _joins(t: Tables, chosen: I64, e: Any, layout: Any, last: Any) -> Any:
     return 0
 
 
-@compiled
+@lean
 def _longest_hold(held: F64, holds: F64) -> float:
     wait = 0.0
     for r in range(held.shape[0]):
@@ -409,8 +442,8 @@ def _longest_hold(held: F64, holds: F64) -> float:
     return wait
 
 
-@compiled
-def _queue_there(t: Tables, chosen: I64, e: Any, reader: Any, row: Any) -> float:
+@lean
+def _queue_there(t: Tables, w: Work, chosen: I64, e: Any, reader: Any, row: Any) -> float:
     """How long the exchange of edge ``e`` waits for those that its producer sends before. If they have the same
     senders, they are ready at the same moment and go in the order of the edges. ``reader``: config of its reader."""
     send, p = t.there_send[row], t.edge_from[e]
@@ -418,7 +451,8 @@ def _queue_there(t: Tables, chosen: I64, e: Any, reader: Any, row: Any) -> float
         return 0.0
     if _joins(t, chosen, e, t.layout[e, reader], t.edge_to[e]) != 0:
         return 0.0
-    held = np.zeros(t.there_holds.shape[1])
+    for r in range(w.held.shape[0]):
+        w.held[r] = 0.0
     for o in range(t.out_first[p], t.out_last[p]):
         other = t.out[o]
         c = chosen[t.edge_to[other]]
@@ -427,17 +461,19 @@ def _queue_there(t: Tables, chosen: I64, e: Any, reader: Any, row: Any) -> float
         if c >= 0 and _joins(t, chosen, other, t.layout[other, c], t.edge_to[other]) == 0:
             before = _row(t, other, chosen[p], c)
             if t.there_send[before] == send:
-                held += t.there_holds[before]
-    return _longest_hold(held, t.there_holds[row])
+                for r in range(w.held.shape[0]):
+                    w.held[r] += t.there_holds[before, r]
+    return _longest_hold(w.held, t.there_holds[row])
 
 
-@compiled
-def _queue_back(t: Tables, chosen: I64, e: Any, reader: Any, row: Any) -> float:
+@lean
+def _queue_back(t: Tables, w: Work, chosen: I64, e: Any, reader: Any, row: Any) -> float:
     """Likewise of gradients, which a reader sends in the order of its operands."""
     send, i = t.back_send[row], t.edge_to[e]
     if send == 0 or t.into_first[i] == e:
         return 0.0
-    held = np.zeros(t.back_holds.shape[1])
+    for r in range(w.held.shape[0]):
+        w.held[r] = 0.0
     for other in range(t.into_first[i], e):
         p = chosen[t.edge_from[other]]
         layout = t.layout[other, reader]
@@ -449,23 +485,23 @@ def _queue_back(t: Tables, chosen: I64, e: Any, reader: Any, row: Any) -> float:
         same = t.edge_tensor[other] == t.edge_tensor[e] and layout == t.layout[e, reader]
         before = _row(t, other, p, reader)
         if not again and not same and t.back_send[before] == send:
-            held += t.back_holds[before]
-    return _longest_hold(held, t.back_holds[row])
+            for r in range(w.held.shape[0]):
+                w.held[r] += t.back_holds[before, r]
+    return _longest_hold(w.held, t.back_holds[row])
 
 
-@compiled
-def _begin(t: Tables, chosen: I64, i: Any, c: Any, last: F64, end: F64, start: F64) -> None:
+@lean
+def _begin(t: Tables, w: Work, chosen: I64, i: Any, c: Any, last: F64, start: F64) -> None:
     """When the forward pieces of an operator can start, by device."""
     count = last.shape[0]
     for d in range(count):
-        if t.on[i, c] >> d & 1 == 1:
-            start[d] = max(last[d], t.gathered[i, c, d])
-    for w in range(t.pair_width.shape[0]):
+        start[d] = max(last[d], t.gathered[i, c, d]) if t.on[i, c] >> d & 1 == 1 else NEVER
+    for pair in range(t.pair_width.shape[0]):
         for r in range(2):
-            other = chosen[t.pair_reader[w, 1 - r]]
-            if t.pair_reader[w, r] == i and other >= 0:
+            other = chosen[t.pair_reader[pair, 1 - r]]
+            if t.pair_reader[pair, r] == i and other >= 0:
                 a, b = (c, other) if r == 0 else (other, c)
-                row = t.pair_row[w] + t.pair_variant[w, 0, a] * t.pair_width[w] + t.pair_variant[w, 1, b]
+                row = t.pair_row[pair] + t.pair_variant[pair, 0, a] * t.pair_width[pair] + t.pair_variant[pair, 1, b]
                 for d in range(count):
                     if t.on[i, c] >> d & 1 == 1:
                         start[d] = max(start[d], t.pair_gathered[row, r, d])
@@ -473,16 +509,16 @@ def _begin(t: Tables, chosen: I64, i: Any, c: Any, last: F64, end: F64, start: F
         p = t.edge_from[e]
         if chosen[p] >= 0:
             row = _row(t, e, chosen[p], c)
-            there, wait, send = t.there[row], _queue_there(t, chosen, e, c, row), t.there_send[row]
+            there, wait, send = t.there[row], _queue_there(t, w, chosen, e, c, row), t.there_send[row]
             for d in range(count):
                 if t.on[i, c] >> d & 1 == 1:
                     for a in range(count):
                         queue = wait if send >> a & 1 == 1 else 0.0
-                        start[d] = max(start[d], end[p, a] + there[a, d] + queue)
+                        start[d] = max(start[d], w.end[p, a] + there[a, d] + queue)
 
 
-@compiled
-def _follow(t: Tables, chosen: I64, i: Any, c: Any, tail: F64, before: F64, after: F64) -> None:
+@lean
+def _follow(t: Tables, w: Work, chosen: I64, i: Any, c: Any, tail: F64, after: F64) -> None:
     """What follows the backward pieces of an operator at least, by device."""
     count = tail.shape[0]
     for d in range(count):
@@ -492,9 +528,9 @@ def _follow(t: Tables, chosen: I64, i: Any, c: Any, tail: F64, before: F64, afte
         p = t.edge_from[e]
         if chosen[p] >= 0 and t.edge_flows[e] == 1:
             row = _row(t, e, chosen[p], c)
-            back, wait, send = t.back[row], _queue_back(t, chosen, e, c, row), t.back_send[row]
+            back, wait, send = t.back[row], _queue_back(t, w, chosen, e, c, row), t.back_send[row]
             for d in range(count):
                 if t.on[i, c] >> d & 1 == 1:
                     queue = wait if send >> d & 1 == 1 else 0.0
                     for b in range(count):
-                        after[d] = max(after[d], back[d, b] + before[p, b] + queue)
+                        after[d] = max(after[d], back[d, b] + w.before[p, b] + queue)

@@ -24,7 +24,7 @@ from flexsearch.graph import Tensor, volume
 from flexsearch.lower import Exchange, Lowering, Reshard
 from flexsearch.lower.lowering import schedule
 from flexsearch.search.bound import ROUNDING, device_kinds, least_costs
-from flexsearch.search.longest import F64, I64, NEVER, Tables, children, tables_ahead
+from flexsearch.search.longest import F64, I64, NEVER, Tables, children, make_work, tables_ahead
 from flexsearch.strategy import OperatorConfig, Options
 
 HEAVY: Final = 50
@@ -43,15 +43,18 @@ class Relaxation:
         self.configs = configs
         self.tables = _Builder(lowering, options, configs).build()
         self.ahead = tables_ahead(self.tables)
+        self.work = make_work(self.tables)
 
     def bounds(self, chosen: I64, operator: int) -> F64:
         """Lower bounds (s) of the plans that continue ``chosen`` (number of a config by operator, -1: none yet) with
         each config of ``operator``, all of whose producers must have been chosen."""
-        return np.asarray(children(self.tables, self.ahead, chosen, operator)) * ROUNDING
+        children(self.tables, self.work, self.ahead, chosen, operator)
+        found: F64 = self.work.found[: len(self.configs[operator])] * ROUNDING
+        return found
 
     def bound(self, chosen: I64) -> float:
         """Lower bound (s) of the plans that continue ``chosen``."""
-        return float(children(self.tables, self.ahead, chosen, -1)[0]) * ROUNDING
+        return float(children(self.tables, self.work, self.ahead, chosen, -1)) * ROUNDING
 
 
 class _Builder:
