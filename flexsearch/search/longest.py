@@ -94,7 +94,9 @@ class Work(NamedTuple):
     rest_here: F64
     row: F64  # starts of the child at hand
     later: F64  # what follows it
-    held: F64  # by resource
+    arrived: F64  # by edge and device
+    free: F64  # by mask of senders and resource: when the last exchange of these senders leaves it
+    queue: F64  # what follows the start of the last exchange
     latency: F64  # by key
     links: F64  # by key and resource
     follows: F64
@@ -106,8 +108,8 @@ def make_work(t: Tables) -> Work:
     """Room for one search."""
     operators, most, count = t.forward.shape
     resources, keys = t.sync_links.shape[1], int(t.keys[0])
-    table, row = (operators, count), count
-    sizes = [table] * 5 + [row] * 9 + [resources, keys, (keys, resources), keys]
+    table, row, links = (operators, count), count, (1 << count, resources)
+    sizes = [table] * 5 + [row] * 9 + [(len(t.edge_to), count), links, links, keys, (keys, resources), keys]
     columns: list[Any] = [*(np.zeros(size) for size in sizes), np.zeros(keys, dtype=np.int64), np.zeros(most)]
     return Work(*columns)
 
@@ -318,9 +320,13 @@ def _send(t: Tables, w: Work, chosen: I64, bucket: Any) -> None:
             busiest = 0.0
             for r in range(w.links.shape[1]):
                 busiest = max(busiest, w.links[k, r])
+            follows = w.latency[k] + busiest + w.follows[k]
+            for r in range(w.links.shape[1]):
+                if w.links[k, r] > 0.0:
+                    w.queue[w.send[k], r] = max(w.queue[w.send[k], r], follows)
             for d in range(w.tail.shape[0]):
                 if w.send[k] >> d & 1 == 1:
-                    w.tail[d] = max(w.tail[d], w.latency[k] + busiest + w.follows[k])
+                    w.tail[d] = max(w.tail[d], follows)
 
 
 @lean
@@ -332,6 +338,10 @@ def children(t: Tables, w: Work, ahead: F64, chosen: I64, m: Any) -> float:
         w.last[d] = 0.0
         w.update[d] = 0.0
         w.sofar[d] = 0.0
+    for mask in range(w.free.shape[0]):
+        for r in range(w.free.shape[1]):
+            w.free[mask, r] = 0.0
+            w.queue[mask, r] = NEVER
     busy = t.other_update[0] + _updates(t, chosen, w.update)
     for i in range(operators):
         if i == m:
@@ -342,10 +352,11 @@ def children(t: Tables, w: Work, ahead: F64, chosen: I64, m: Any) -> float:
             busy += t.least_busy[i]
             continue
         busy += t.busy[i, c]
-        _begin(t, w, chosen, i, c, w.last, w.start[i])
+        _begin(t, w, chosen, i, c, w.last, w.start[i], True)
         for d in range(count):
             w.end[i, d] = w.start[i, d] + t.forward[i, c, d]
             w.last[d] = max(w.last[d], w.end[i, d])
+        _deliver(t, w, chosen, i)
     for d in range(count):
         w.tail[d] = w.update[d]
     for i in range(operators):  # from the operator whose backward comes last
@@ -364,7 +375,7 @@ def children(t: Tables, w: Work, ahead: F64, chosen: I64, m: Any) -> float:
             w.before[i, d] = NEVER
         if c < 0 or t.has_backward[i] == 0:
             continue
-        _follow(t, w, chosen, i, c, w.tail, w.after[i])
+        _follow(t, w, chosen, i, c, w.tail, w.after[i], True)
         for d in range(count):
             if t.on[i, c] >> d & 1 == 1:
                 w.before[i, d] = t.backward[i, c, d] + w.after[i, d]
@@ -380,11 +391,11 @@ def children(t: Tables, w: Work, ahead: F64, chosen: I64, m: Any) -> float:
                     break
     if m >= 0:
         for c in range(t.choices[m]):
-            _begin(t, w, chosen, m, c, w.last_here, w.row)
+            _begin(t, w, chosen, m, c, w.last_here, w.row, False)
             for d in range(count):
                 w.later[d] = NEVER
             if t.has_backward[m] == 1:
-                _follow(t, w, chosen, m, c, w.tail_here, w.later)
+                _follow(t, w, chosen, m, c, w.tail_here, w.later, False)
             busier = (busy - t.least_busy[m] + t.busy[m, c]) / count
             w.found[c] = max(node, busier, from_here(t, ahead, m, c, w.row, w.later, w.rest_here))
     return node
@@ -420,11 +431,12 @@ def _updates(t: Tables, chosen: I64, update: F64) -> float:
 @lean
 def _joins(t: Tables, chosen: I64, e: Any, layout: Any, last: Any) -> Any:
     """Whether edge ``e``, which wants ``layout``, is one with that of another reader of its tensor before operator
-    ``last``: 1, 0, or -1 if that is not known yet."""
+    ``last`` (or of an operand before): 1, 0, or -1 if that is not known yet."""
     p = t.edge_from[e]
     for o in range(t.out_first[p], t.out_last[p]):
         other = t.out[o]
-        if t.edge_tensor[other] == t.edge_tensor[e] and t.edge_to[other] < last and other != e:
+        before = t.edge_to[other] < last or (t.edge_to[other] == t.edge_to[e] and other < e)
+        if before and t.edge_tensor[other] == t.edge_tensor[e]:
             c = chosen[t.edge_to[other]]
             if c < 0:
                 return -1
@@ -434,65 +446,74 @@ def _joins(t: Tables, chosen: I64, e: Any, layout: Any, last: Any) -> Any:
 
 
 @lean
-def _longest_hold(held: F64, holds: F64) -> float:
-    wait = 0.0
-    for r in range(held.shape[0]):
-        if holds[r] > 0.0:
-            wait = max(wait, held[r])
-    return wait
+def _depart(t: Tables, w: Work, row: Any, ready: float) -> float:
+    """When the exchange of a forward edge starts, if its senders are ready at ``ready``. What was sent before, by some
+    of the same devices and no others, was ready no later and goes first on the links that they share."""
+    send = t.there_send[row]
+    begin = ready
+    for mask in range(1, w.free.shape[0]):
+        if mask & send == mask:
+            for r in range(w.free.shape[1]):
+                if t.there_holds[row, r] > 0.0:
+                    begin = max(begin, w.free[mask, r])
+    for r in range(w.free.shape[1]):
+        if t.there_holds[row, r] > 0.0:
+            w.free[send, r] = max(w.free[send, r], begin + t.there_holds[row, r])
+    return begin
 
 
 @lean
-def _queue_there(t: Tables, w: Work, chosen: I64, e: Any, reader: Any, row: Any) -> float:
-    """How long the exchange of edge ``e`` waits for those that its producer sends before. If they have the same
-    senders, they are ready at the same moment and go in the order of the edges. ``reader``: config of its reader."""
-    send, p = t.there_send[row], t.edge_from[e]
-    if send == 0 or t.out[t.out_first[p]] == e:
-        return 0.0
-    if _joins(t, chosen, e, t.layout[e, reader], t.edge_to[e]) != 0:
-        return 0.0
-    for r in range(w.held.shape[0]):
-        w.held[r] = 0.0
+def _deliver(t: Tables, w: Work, chosen: I64, p: Any) -> None:
+    """When what operator ``p`` makes arrives at the readers that are chosen."""
+    count = w.last.shape[0]
     for o in range(t.out_first[p], t.out_last[p]):
-        other = t.out[o]
-        c = chosen[t.edge_to[other]]
-        if other == e or t.edge_width[other] == 0:
-            break
-        if c >= 0 and _joins(t, chosen, other, t.layout[other, c], t.edge_to[other]) == 0:
-            before = _row(t, other, chosen[p], c)
-            if t.there_send[before] == send:
-                for r in range(w.held.shape[0]):
-                    w.held[r] += t.there_holds[before, r]
-    return _longest_hold(w.held, t.there_holds[row])
-
-
-@lean
-def _queue_back(t: Tables, w: Work, chosen: I64, e: Any, reader: Any, row: Any) -> float:
-    """Likewise of gradients, which a reader sends in the order of its operands."""
-    send, i = t.back_send[row], t.edge_to[e]
-    if send == 0 or t.into_first[i] == e:
-        return 0.0
-    for r in range(w.held.shape[0]):
-        w.held[r] = 0.0
-    for other in range(t.into_first[i], e):
-        p = chosen[t.edge_from[other]]
-        layout = t.layout[other, reader]
-        if p < 0 or t.edge_flows[other] == 0 or _joins(t, chosen, other, layout, i) != 0:
+        e = t.out[o]
+        c = chosen[t.edge_to[e]]
+        if c < 0 or t.edge_width[e] == 0:
             continue
-        again = False
-        for one in range(t.into_first[i], other):
-            again = again or (t.edge_tensor[one] == t.edge_tensor[other] and t.layout[one, reader] == layout)
-        same = t.edge_tensor[other] == t.edge_tensor[e] and layout == t.layout[e, reader]
-        before = _row(t, other, p, reader)
-        if not again and not same and t.back_send[before] == send:
-            for r in range(w.held.shape[0]):
-                w.held[r] += t.back_holds[before, r]
-    return _longest_hold(w.held, t.back_holds[row])
+        row = _row(t, e, chosen[p], c)
+        wait = 0.0
+        if t.there_send[row] != 0 and _joins(t, chosen, e, t.layout[e, c], t.edge_to[e]) == 0:
+            ready = 0.0
+            for d in range(count):
+                if t.there_send[row] >> d & 1 == 1:
+                    ready = max(ready, w.last[d])
+            wait = _depart(t, w, row, ready)
+        for x in range(count):
+            w.arrived[e, x] = NEVER
+            for a in range(count):
+                # ``wait`` is a moment from which on the whole exchange takes as long as from its slowest sender.
+                leaves = max(w.end[p, a], wait) if t.there_send[row] >> a & 1 == 1 else w.end[p, a]
+                w.arrived[e, x] = max(w.arrived[e, x], leaves + t.there[row, a, x])
 
 
 @lean
-def _begin(t: Tables, w: Work, chosen: I64, i: Any, c: Any, last: F64, start: F64) -> None:
-    """When the forward pieces of an operator can start, by device."""
+def _return(t: Tables, w: Work, chosen: I64, e: Any, row: Any) -> float:
+    """What follows the start of the exchange of gradients of edge ``e``: its own delivery, or exchanges that are sent
+    after it on the same links, by all of its senders and perhaps others."""
+    count, send, p = w.last.shape[0], t.back_send[row], t.edge_from[e]
+    follows = NEVER
+    for d in range(count):
+        if send >> d & 1 == 1:
+            for b in range(count):
+                follows = max(follows, t.back[row, d, b] + w.before[p, b])
+    if _joins(t, chosen, e, t.layout[e, chosen[t.edge_to[e]]], t.edge_to[e]) != 0:
+        return follows
+    for mask in range(1, w.queue.shape[0]):
+        if mask & send == send:
+            for r in range(w.queue.shape[1]):
+                if t.back_holds[row, r] > 0.0:
+                    follows = max(follows, t.back_holds[row, r] + w.queue[mask, r])
+    for r in range(w.queue.shape[1]):
+        if t.back_holds[row, r] > 0.0:
+            w.queue[send, r] = max(w.queue[send, r], follows)
+    return follows
+
+
+@lean
+def _begin(t: Tables, w: Work, chosen: I64, i: Any, c: Any, last: F64, start: F64, known: Any) -> None:
+    """When the forward pieces of an operator can start, by device. ``known``: its config is chosen, not only tried;
+    then what it reads has queued."""
     count = last.shape[0]
     for d in range(count):
         start[d] = max(last[d], t.gathered[i, c, d]) if t.on[i, c] >> d & 1 == 1 else NEVER
@@ -508,29 +529,32 @@ def _begin(t: Tables, w: Work, chosen: I64, i: Any, c: Any, last: F64, start: F6
     for e in range(t.into_first[i], t.into_last[i]):
         p = t.edge_from[e]
         if chosen[p] >= 0:
-            row = _row(t, e, chosen[p], c)
-            there, wait, send = t.there[row], _queue_there(t, w, chosen, e, c, row), t.there_send[row]
+            there = t.there[_row(t, e, chosen[p], c)]
             for d in range(count):
                 if t.on[i, c] >> d & 1 == 1:
-                    for a in range(count):
-                        queue = wait if send >> a & 1 == 1 else 0.0
-                        start[d] = max(start[d], w.end[p, a] + there[a, d] + queue)
+                    if known:
+                        start[d] = max(start[d], w.arrived[e, d])
+                    else:
+                        for a in range(count):
+                            start[d] = max(start[d], w.end[p, a] + there[a, d])
 
 
 @lean
-def _follow(t: Tables, w: Work, chosen: I64, i: Any, c: Any, tail: F64, after: F64) -> None:
-    """What follows the backward pieces of an operator at least, by device."""
+def _follow(t: Tables, w: Work, chosen: I64, i: Any, c: Any, tail: F64, after: F64, known: Any) -> None:
+    """What follows the backward pieces of an operator at least, by device. ``known``: its config is chosen, not only
+    tried; then its exchanges queue."""
     count = tail.shape[0]
     for d in range(count):
         if t.on[i, c] >> d & 1 == 1:
             after[d] = tail[d]
-    for e in range(t.into_first[i], t.into_last[i]):
+    for e in range(t.into_last[i] - 1, t.into_first[i] - 1, -1):  # the last exchange first
         p = t.edge_from[e]
         if chosen[p] >= 0 and t.edge_flows[e] == 1:
             row = _row(t, e, chosen[p], c)
-            back, wait, send = t.back[row], _queue_back(t, w, chosen, e, c, row), t.back_send[row]
+            follows = _return(t, w, chosen, e, row) if known and t.back_send[row] != 0 else NEVER
             for d in range(count):
                 if t.on[i, c] >> d & 1 == 1:
-                    queue = wait if send >> d & 1 == 1 else 0.0
+                    if t.back_send[row] >> d & 1 == 1:
+                        after[d] = max(after[d], follows)
                     for b in range(count):
-                        after[d] = max(after[d], back[d, b] + w.before[p, b] + queue)
+                        after[d] = max(after[d], t.back[row, d, b] + w.before[p, b])
