@@ -71,6 +71,7 @@ class Tables(NamedTuple):
     pair_first: I64  # (rows,): exchanges in ``sync_*``
     pair_last: I64
     pair_update: F64  # (rows, device)
+    pair_sink: F64  # (rows, device): as ``sink``, from the backward piece of the first reader
     pair_gathered: F64  # (rows, 2, device)
     pair_half: F64  # (pairs, 2, variants, device): update at least, if only this reader's config is known
     pair_least: F64  # (pairs,): seconds of all updates at least
@@ -147,6 +148,21 @@ def _row(t: Tables, e: Any, producer: Any, reader: Any) -> Any:
     return t.edge_table[e] + t.made[e, producer] * t.edge_width[e] + t.wanted[e, reader]
 
 
+@lean
+def _shared(t: Tables, j: Any, c: Any, m: Any, c2: Any, ends: F64, tails: F64, reached: F64) -> float:
+    """When the weights are updated that ``j`` and the later operator ``m`` read, after ``j``'s backward pieces."""
+    count, found = ends.shape[0], NEVER
+    for w in range(t.pair_width.shape[0]):
+        if t.pair_reader[w, 0] == j and t.pair_reader[w, 1] == m:
+            row = t.pair_row[w] + t.pair_variant[w, 0, c] * t.pair_width[w] + t.pair_variant[w, 1, c2]
+            for d in range(count):
+                if t.on[j, c] >> d & 1 == 1:
+                    column = (1 << d) if count <= 4 else 1 + d
+                    done = max(reached[column], ends[d] + tails[column, d])
+                    found = max(found, done + t.pair_sink[row, d])
+    return found
+
+
 @compiled
 def tables_ahead(t: Tables) -> F64:
     """(operators, configs, A, 1 + 2 B): at least so many seconds from the start of the forward pieces on A to
@@ -166,6 +182,7 @@ def tables_ahead(t: Tables) -> F64:
     starts = np.full((sets, sets), NEVER)
     after = np.full((columns, sets), NEVER)
     least = np.full((sets, columns), NEVER)
+    reached = np.full(columns, NEVER)
     moment = np.full(count, NEVER)
     for j in range(t.forward.shape[0] - 1, -1, -1):
         for c in range(t.choices[j]):
@@ -223,7 +240,8 @@ def tables_ahead(t: Tables) -> F64:
                     for a in range(sets):
                         if family(count, a, on) == 0:
                             continue
-                        for b in range(columns):
+                        for b in range(columns - 1, -1, -1):
+                            reached[b] = NEVER
                             if 0 < b <= sets and family(count, b - 1, on) == 0:
                                 continue
                             timeline = sets if b > sets else 0
@@ -236,6 +254,9 @@ def tables_ahead(t: Tables) -> F64:
                                     found = max(found, starts[a, k] + through[0])
                                 for q in range(sets):
                                     found = max(found, starts[a, k] + through[1 + timeline + q] + after[b, q])
+                            reached[b] = found
+                            if b == 0:
+                                found = max(found, _shared(t, j, c, m, c2, ends[a], tails, reached))
                             least[a, b] = min(least[a, b], found)
                 for a in range(sets):
                     for b in range(columns):

@@ -142,14 +142,19 @@ class _Builder:
         }  # fmt: skip
 
     def _followers(self, edges: set[tuple[int, int]]) -> list[tuple[int, int]]:
-        """Operators that come next on a device without reading what the one before made: the next in the order, and
-        the next two that take much of all computing."""
+        """Operators that come next on a device without reading what the one before made: the next in the order, the
+        next two that take much of all computing, and one that reads the same weight."""
         heavy = [i for i, seconds in enumerate(self.least) if seconds * HEAVY >= sum(self.least)]
         found: list[tuple[int, int]] = []
         for i in range(len(self.least)):
-            after = [i + 1, *[k for k in heavy if k > i][:2]]
+            after = [i + 1, *[k for k in heavy if k > i][:2], *self._sharers(i)]
             found += [(i, k) for k in dict.fromkeys(after) if k < len(self.least) and (i, k) not in edges]
         return found
+
+    def _sharers(self, operator: int) -> list[int]:
+        """Later operators that read a weight of this one, and no others do."""
+        readers = [[o for o, _ in self.graph.consumers[t.name]] for t in self.graph.of_kind("parameter")]
+        return [row[1] for row in readers if len(row) == 2 and row[0] == operator and row[1] > operator]
 
     def _output(self, edge: tuple[int, int, int, str]) -> int:
         return self.graph.operators[edge[0]].outputs.index(edge[3])
@@ -238,7 +243,7 @@ class _Weights:
                     (arrivals,) = self._plan(tensor, [(placed.reads[position], i)], shard, update[i, c])
                     gathered[i, c] = np.maximum(gathered[i, c], arrivals)
                 last[i, c] = len(self.exchanges)
-                self._sink(first[i, c], update[i, c], sink[i, c])
+                self._sink(int(first[i, c]), update[i, c], sink[i, c])
         return {
             "gathered": gathered, "update": update, "sink": sink, "sync_first": first, "sync_last": last,
             "least_update": np.array([
@@ -266,6 +271,7 @@ class _Weights:
         last: list[int] = []
         update: list[F64] = []
         gathered: list[list[F64]] = []
+        sinks: list[F64] = []
         half = np.zeros((len(weights), 2, max((len(k) for pair in kinds for k in pair), default=0), self.count))
         for w, tensor in enumerate(weights):
             rows.append(len(first))
@@ -276,6 +282,8 @@ class _Weights:
                     update.append(np.zeros(self.count))
                     gathered.append(self._plan(tensor, [(need, one), (other, two)], shard or also, update[-1]))
                     last.append(len(self.exchanges))
+                    sinks.append(np.full(self.count, NEVER))
+                    self._sink(first[-1], update[-1], sinks[-1])
             table = np.array(update[rows[w] :]).reshape(len(kinds[w][0]), len(kinds[w][1]), self.count)
             half[w, 0, : len(kinds[w][0])] = table.min(axis=1)
             half[w, 1, : len(kinds[w][1])] = table.min(axis=0)
@@ -285,6 +293,7 @@ class _Weights:
             "pair_variant": variants, "pair_width": _numbers(len(pair[1]) for pair in kinds),
             "pair_row": _numbers(rows), "pair_first": _numbers(first), "pair_last": _numbers(last),
             "pair_update": np.array(update).reshape(-1, self.count),
+            "pair_sink": np.array(sinks).reshape(-1, self.count),
             "pair_gathered": np.array(gathered).reshape(-1, 2, self.count), "pair_half": half,
             "pair_least": np.array([self._least(t) for t in weights], np.float64),
             "other_update": np.array([sum(self._least(t) for t in several)], np.float64),
