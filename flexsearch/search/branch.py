@@ -48,10 +48,9 @@ def ascending(listed: I64, group: I64, used: Any) -> Any:
 
 
 @lean
-def _open(t: Tables, w: Work, ahead: F64, tree: Tree, depth: Any, rounding: float) -> None:
-    """Make the children of the partial plan at hand."""
+def _open(t: Tables, w: Work, tree: Tree, depth: Any, rounding: float) -> None:
+    """Make the children of the partial plan at hand, whose bounds are known."""
     operator = tree.order[depth]
-    children(t, w, ahead, tree.chosen, operator)
     before = tree.bound[depth - 1, tree.position[depth - 1] - 1] if depth > 0 else 0.0
     count = 0
     for c in range(t.choices[operator]):
@@ -75,24 +74,30 @@ def _open(t: Tables, w: Work, ahead: F64, tree: Tree, depth: Any, rounding: floa
 def descend(t: Tables, w: Work, ahead: F64, tree: Tree, limit: float, nodes: Any, rounding: float) -> Any:
     """Go on until a plan is complete whose bound is below ``limit`` (PLAN), the tree is done (DONE), or ``nodes``
     partial plans have been bounded in all (PAUSE)."""
-    last = tree.order.shape[0] - 1
+    last, whole = tree.order.shape[0] - 1, False
     while True:
         depth = tree.scalars[0]
-        if tree.opened[depth] == 0:
-            if tree.scalars[1] >= nodes:
+        operator = tree.order[depth]
+        if whole or tree.opened[depth] == 0:
+            if not whole and tree.scalars[1] >= nodes:
                 return PAUSE
-            _open(t, w, ahead, tree, depth, rounding)
-        operator, at = tree.order[depth], tree.position[depth]
+            bound = children(t, w, ahead, tree.chosen, -1 if whole else operator) * rounding
+            if whole and bound < limit:
+                return PLAN
+            if not whole:
+                _open(t, w, tree, depth, rounding)
+            whole = False
+        at = tree.position[depth]
         if at < tree.width[depth] and tree.bound[depth, at] < limit:
             c = tree.child[depth, at]
             tree.position[depth] += 1
             tree.chosen[operator] = c
-            if depth < last:
+            if depth == last:
+                whole = True
+            else:
                 tree.used[depth + 1] = tree.used[depth] | t.on[operator, c]
                 tree.scalars[0] += 1
                 tree.opened[depth + 1] = 0
-            elif children(t, w, ahead, tree.chosen, -1) * rounding < limit:
-                return PLAN
         else:
             tree.scalars[2] += tree.width[depth] - at
             tree.chosen[operator] = -1

@@ -81,10 +81,10 @@ class Tables(NamedTuple):
 class Work(NamedTuple):
     """Where bounds are worked out: seconds by operator and device, by device, by link, or by key of a bucket."""
 
-    start: F64  # of forward pieces
-    end: F64
+    start: F64  # of forward pieces; after the operators' those of the configs that are tried
+    after: F64  # likewise: what follows the end of a backward piece
+    end: F64  # of forward pieces
     before: F64  # what follows the start of a backward piece
-    after: F64  # what follows its end
     rest: F64  # what a device has to do for earlier operators after its backward piece
     last: F64  # by device: end of the last forward piece
     tail: F64  # what follows once a device has nothing to do any more
@@ -92,9 +92,6 @@ class Work(NamedTuple):
     sofar: F64
     last_here: F64  # the same where the operator at hand is
     tail_here: F64
-    rest_here: F64
-    row: F64  # starts of the child at hand
-    later: F64  # what follows it
     arrived: F64  # by edge and device
     free: F64  # by mask of senders and resource: when the last exchange of these senders leaves it
     queue: F64  # what follows the start of the last exchange
@@ -109,8 +106,10 @@ def make_work(t: Tables) -> Work:
     """Room for one search."""
     operators, most, count = t.forward.shape
     resources, keys = t.sync_links.shape[1], int(t.keys[0])
-    table, row, links = (operators, count), count, (1 << count, resources)
-    sizes = [table] * 5 + [row] * 9 + [(len(t.edge_to), count), links, links, keys, (keys, resources), keys]
+    long, table, row, links = (operators + most, count), (operators, count), count, (1 << count, resources)
+    sizes = (
+        [long] * 2 + [table] * 3 + [row] * 6 + [(len(t.edge_to), count), links, links, keys, (keys, resources), keys]
+    )
     columns: list[Any] = [*(np.zeros(size) for size in sizes), np.zeros(keys, dtype=np.int64), np.zeros(most)]
     return Work(*columns)
 
@@ -353,8 +352,13 @@ def _send(t: Tables, w: Work, chosen: I64, bucket: Any) -> None:
 @lean
 def children(t: Tables, w: Work, ahead: F64, chosen: I64, m: Any) -> float:
     """Lower bound (s) of the plans that continue ``chosen`` (config by operator, -1: none yet); fills ``w.found`` with
-    those that give operator ``m`` each of its configs, unless ``m`` is -1."""
+    those that give operator ``m`` each of its configs, unless ``m`` is -1.
+
+    Operators and then, as further steps, the configs of ``m`` go through the same loops: each call of a helper is
+    compiled in, which takes seconds.
+    """
     operators, count = chosen.shape[0], t.forward.shape[2]
+    steps = operators + (t.choices[m] if m >= 0 else 0)
     for d in range(count):
         w.last[d] = 0.0
         w.update[d] = 0.0
@@ -364,61 +368,66 @@ def children(t: Tables, w: Work, ahead: F64, chosen: I64, m: Any) -> float:
             w.free[mask, r] = 0.0
             w.queue[mask, r] = NEVER
     busy = t.other_update[0] + _updates(t, chosen, w.update)
-    for i in range(operators):
-        if i == m:
+    for step in range(steps):
+        known = step < operators
+        i, c = (step, chosen[step]) if known else (m, step - operators)
+        if known:
+            if i == m:
+                for d in range(count):
+                    w.last_here[d] = w.last[d]
+            if c < 0:
+                busy += t.least_busy[i]
+                continue
+            busy += t.busy[i, c]
+        _begin(t, w, chosen, i, c, w.last if known else w.last_here, w.start[step], known)
+        if known:
             for d in range(count):
-                w.last_here[d] = w.last[d]
-        c = chosen[i]
-        if c < 0:
-            busy += t.least_busy[i]
-            continue
-        busy += t.busy[i, c]
-        _begin(t, w, chosen, i, c, w.last, w.start[i], True)
-        for d in range(count):
-            w.end[i, d] = w.start[i, d] + t.forward[i, c, d]
-            w.last[d] = max(w.last[d], w.end[i, d])
-        _deliver(t, w, chosen, i)
+                w.end[i, d] = w.start[i, d] + t.forward[i, c, d]
+                w.last[d] = max(w.last[d], w.end[i, d])
+            _deliver(t, w, chosen, i)
     for d in range(count):
         w.tail[d] = w.update[d]
-    for i in range(operators):  # from the operator whose backward comes last
-        for bucket in range(t.bucket_after.shape[0]):
-            if t.bucket_after[bucket] == i:
-                _send(t, w, chosen, bucket)
-        c = chosen[i]
+    for step in range(steps):  # from the operator whose backward comes last
+        known = step < operators
+        i, c = (step, chosen[step]) if known else (m, step - operators)
+        if known:
+            for bucket in range(t.bucket_after.shape[0]):
+                if t.bucket_after[bucket] == i:
+                    _send(t, w, chosen, bucket)
         for d in range(count):
-            w.rest[i, d] = w.sofar[d]
-            if i == m:
-                w.rest_here[d] = w.sofar[d]
-                w.tail_here[d] = w.tail[d]
-            if c >= 0:
-                w.sofar[d] += t.own[i, c, d] + max(0.0, t.backward[i, c, d])
-            w.after[i, d] = NEVER
-            w.before[i, d] = NEVER
+            w.after[step, d] = NEVER
+            if known:
+                w.rest[i, d] = w.sofar[d]
+                w.before[i, d] = NEVER
+                if i == m:
+                    w.tail_here[d] = w.tail[d]
+                if c >= 0:
+                    w.sofar[d] += t.own[i, c, d] + max(0.0, t.backward[i, c, d])
         if c < 0 or t.has_backward[i] == 0:
             continue
-        _follow(t, w, chosen, i, c, w.tail, w.after[i], True)
-        for d in range(count):
-            if t.on[i, c] >> d & 1 == 1:
-                w.before[i, d] = t.backward[i, c, d] + w.after[i, d]
-                w.tail[d] = w.before[i, d]
+        _follow(t, w, chosen, i, c, w.tail if known else w.tail_here, w.after[step], known)
+        if known:
+            for d in range(count):
+                if t.on[i, c] >> d & 1 == 1:
+                    w.before[i, d] = t.backward[i, c, d] + w.after[i, d]
+                    w.tail[d] = w.before[i, d]
     node: float = busy / count
     for d in range(count):
         node = max(node, w.last[d] + w.tail[d])
-    for i in range(operators):
-        if chosen[i] >= 0:
+    for step in range(steps):
+        known = step < operators
+        i, c = (step, chosen[step]) if known else (m, step - operators)
+        going = not known
+        if known and c >= 0:
             for o in range(t.out_first[i], t.out_last[i]):
-                if chosen[t.edge_to[t.out[o]]] < 0:
-                    node = max(node, from_here(t, ahead, i, chosen[i], w.start[i], w.after[i], w.rest[i]))
-                    break
-    if m >= 0:
-        for c in range(t.choices[m]):
-            _begin(t, w, chosen, m, c, w.last_here, w.row, False)
-            for d in range(count):
-                w.later[d] = NEVER
-            if t.has_backward[m] == 1:
-                _follow(t, w, chosen, m, c, w.tail_here, w.later, False)
-            busier = (busy - t.least_busy[m] + t.busy[m, c]) / count
-            w.found[c] = max(node, busier, from_here(t, ahead, m, c, w.row, w.later, w.rest_here))
+                going = going or chosen[t.edge_to[t.out[o]]] < 0
+        if going:
+            bound = from_here(t, ahead, i, c, w.start[step], w.after[step], w.rest[i])
+            if known:
+                node = max(node, bound)
+            else:
+                busier = (busy - t.least_busy[m] + t.busy[m, c]) / count
+                w.found[c] = max(node, busier, bound)
     return node
 
 
