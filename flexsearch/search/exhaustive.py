@@ -12,20 +12,24 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import permutations
 from math import inf, prod
+from typing import Final
 
 import numpy as np
 
 from flexsearch.cost import Costs
 from flexsearch.errors import StrategyError
 from flexsearch.graph import Operator, OperatorGraph
-from flexsearch.search.bound import lower_bound
+from flexsearch.search.bound import ROUNDING, lower_bound
+from flexsearch.search.branch import DONE, PAUSE, PLAN, Tree, descend, proved
 from flexsearch.search.evaluate import Configs, Evaluator
-from flexsearch.search.longest import I64
 from flexsearch.search.relaxation import Relaxation
 from flexsearch.search.space import _factored
 from flexsearch.strategy import OperatorConfig, Options, make_config
 from flexsearch.strategy.baselines import baselines, has_weights
 from flexsearch.topology import Topology
+
+CHUNK: Final = 20_000
+"""Partial plans between two looks at the clock."""
 
 Choices = Callable[[int], Sequence[OperatorConfig]]
 """Operator -> the configs that it may have."""
@@ -184,11 +188,7 @@ class _Run:
         complete, why = False, "the whole space was searched"
         try:
             self._start(incumbent)
-            self.relaxation = Relaxation(self.evaluate.lowering, self.options, rows)
-            self.names = Names(self.topology, rows) if symmetry else None
-            self.order = search_order(self.graph, self.costs)
-            self.chosen = np.full(len(rows), -1, dtype=np.int64)
-            self._descend(0, self.relaxation.bound(self.chosen), 0)
+            self._search(Relaxation(self.evaluate.lowering, self.options, rows), symmetry)
             complete = True
             self.bound_s = max(self.bound_s, self.best_s * (1.0 - self.tolerance)) if self.best else inf
         except _Stop as stop:
@@ -217,32 +217,22 @@ class _Run:
         if found.time_s < self.best_s and found.feasible:
             self.best, self.best_s = configs, found.time_s
 
-    @property
-    def _limit(self) -> float:
-        """Partial plans with such a bound need not be continued."""
-        return self.best_s * (1.0 - self.tolerance)
-
-    def _descend(self, depth: int, bound: float, used: int) -> None:
-        """Look at all plans that continue the one at hand, whose bound is ``bound``; ``used``: mask of its devices."""
-        if depth == len(self.order):
-            if self.relaxation.bound(self.chosen) < self._limit:
-                self._try(tuple(row[c] for row, c in zip(self.rows, self.chosen, strict=True)))
-            return
-        operator = self.order[depth]
-        bounds = np.maximum(self.relaxation.bounds(self.chosen, operator), bound)
-        allowed = np.arange(len(bounds)) if self.names is None else self.names.first(operator, used)
-        self.nodes += len(allowed)
-        for c in allowed[np.argsort(bounds[allowed], kind="stable")]:
-            if bounds[c] >= self._limit:
-                break
-            if depth == 0:
-                self.bound_s = max(self.bound_s, float(bounds[c]))
+    def _search(self, relaxation: Relaxation, symmetry: bool) -> None:
+        """Look at all plans that may be faster than the best. Raises _Stop at the end of the budget."""
+        self.bound_s = max(self.bound_s, relaxation.bound(np.full(len(self.rows), -1, dtype=np.int64)))
+        tree = make_tree(self.rows, search_order(self.graph, self.costs), len(self.topology.devices))
+        if symmetry:
+            tree.group[:] = groups(self.topology, self.rows)
+        outcome = PAUSE
+        while outcome != DONE:
             self._report()
-            self.chosen[operator] = c
-            mask = used | sum(1 << d for d in self.rows[operator][c].devices)
-            self._descend(depth + 1, float(bounds[c]), mask)
-        self.pruned += int((bounds[allowed] >= self._limit).sum())
-        self.chosen[operator] = -1
+            stop = self.nodes + CHUNK if self.max_nodes is None else min(self.nodes + CHUNK, self.max_nodes)
+            limit = self.best_s * (1.0 - self.tolerance)
+            outcome = int(descend(relaxation.tables, relaxation.work, relaxation.ahead, tree, limit, stop, ROUNDING))
+            _, self.nodes, self.pruned = (int(x) for x in tree.scalars)
+            if outcome == PLAN:
+                self._try(tuple(row[c] for row, c in zip(self.rows, tree.chosen, strict=True)))
+            self.bound_s = max(self.bound_s, float(proved(tree)) if outcome != DONE else 0.0)
 
     def _report(self) -> None:
         elapsed = time.monotonic() - self.began
@@ -253,6 +243,21 @@ class _Run:
         if self.on_progress is not None and elapsed - self.reported >= 0.1:
             self.reported = elapsed
             self.on_progress(Step(self.nodes, self.simulated, self.best_s, min(self.bound_s, self.best_s), elapsed))
+
+
+def make_tree(rows: Sequence[Sequence[OperatorConfig]], order: Sequence[int], devices: int) -> Tree:
+    """A search at its beginning, in which no devices can be exchanged."""
+    operators, most = len(rows), max(map(len, rows))
+    listed = np.full((operators, most, devices), -1, dtype=np.int64)
+    for i, row in enumerate(rows):
+        for c, config in enumerate(row):
+            listed[i, c, : len(config.devices)] = config.devices
+    opened, width, position, used = np.zeros((4, operators), dtype=np.int64)
+    return Tree(
+        order=np.array(order, dtype=np.int64), chosen=np.full(operators, -1, dtype=np.int64), opened=opened,
+        child=np.zeros((operators, most), dtype=np.int64), bound=np.zeros((operators, most)), width=width,
+        position=position, used=used, listed=listed, group=np.arange(devices), scalars=np.zeros(3, dtype=np.int64),
+    )  # fmt: skip
 
 
 def search_order(graph: OperatorGraph, costs: Costs) -> list[int]:
@@ -277,36 +282,15 @@ def search_order(graph: OperatorGraph, costs: Costs) -> list[int]:
     return list(order)
 
 
-class Names:
-    """Devices that can be renamed into each other, and which configs are the first of those that differ by that."""
-
-    def __init__(self, topology: Topology, rows: Sequence[Sequence[OperatorConfig]]) -> None:
-        self.rows = rows
-        self.count = len(topology.devices)
-        self.group = list(range(self.count))
-        """The first device that each can be exchanged with."""
-        for b in range(self.count):
-            for a in range(b):
-                if self.group[a] == a and interchangeable(topology, a, b) and all(closed(row, a, b) for row in rows):
-                    self.group[b] = a
-                    break
-        self._known: dict[tuple[int, int], I64] = {}
-
-    def first(self, operator: int, used: int) -> I64:
-        """Configs of an operator to look at after a partial plan on the devices ``used`` (a mask): new devices of a
-        group come in ascending order."""
-        if (known := self._known.get((operator, used))) is None:
-            found = [c for c, config in enumerate(self.rows[operator]) if self._ascending(config.devices, used)]
-            known = self._known[operator, used] = np.array(found, dtype=np.int64)
-        return known
-
-    def _ascending(self, devices: Sequence[int], used: int) -> bool:
-        for d in devices:
-            if not used >> d & 1:
-                if any(not used >> other & 1 and self.group[other] == self.group[d] for other in range(d)):
-                    return False
-                used |= 1 << d
-        return True
+def groups(topology: Topology, rows: Sequence[Sequence[OperatorConfig]]) -> list[int]:
+    """For each device the first that it can exchange its name with, without changing the topology or the choices."""
+    group = list(range(len(topology.devices)))
+    for b in group.copy():
+        for a in range(b):
+            if group[a] == a and interchangeable(topology, a, b) and all(closed(row, a, b) for row in rows):
+                group[b] = a
+                break
+    return group
 
 
 def closed(row: Sequence[OperatorConfig], a: int, b: int) -> bool:

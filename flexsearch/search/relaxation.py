@@ -15,6 +15,7 @@ they really start. A and B are sets of devices; one more column stands for the e
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cached_property
 from typing import Any, Final
 
 import numpy as np
@@ -23,11 +24,16 @@ from flexsearch.graph import Tensor, volume
 from flexsearch.lower import Exchange, Lowering, Reshard
 from flexsearch.lower.lowering import schedule
 from flexsearch.search.bound import ROUNDING, device_kinds, least_costs
-from flexsearch.search.longest import F64, I64, NEVER, Tables, children, tables_ahead
+from flexsearch.search.longest import F64, I64, NEVER, Tables, children, make_work, tables_ahead
 from flexsearch.strategy import OperatorConfig, Options
 
 HEAVY: Final = 50
 """An operator with more than this part of all computing is worth a look from afar."""
+
+
+Moved = tuple[F64, int, F64]
+"""Seconds from the end of the last task of device a to the arrival of what device b receives; mask of the senders, if
+the first phase is one exchange, else 0; and how long that keeps each link busy."""
 
 
 class Relaxation:
@@ -37,15 +43,18 @@ class Relaxation:
         self.configs = configs
         self.tables = _Builder(lowering, options, configs).build()
         self.ahead = tables_ahead(self.tables)
+        self.work = make_work(self.tables)
 
     def bounds(self, chosen: I64, operator: int) -> F64:
         """Lower bounds (s) of the plans that continue ``chosen`` (number of a config by operator, -1: none yet) with
         each config of ``operator``, all of whose producers must have been chosen."""
-        return np.asarray(children(self.tables, self.ahead, chosen, operator)) * ROUNDING
+        children(self.tables, self.work, self.ahead, chosen, operator)
+        found: F64 = self.work.found[: len(self.configs[operator])] * ROUNDING
+        return found
 
     def bound(self, chosen: I64) -> float:
         """Lower bound (s) of the plans that continue ``chosen``."""
-        return float(children(self.tables, self.ahead, chosen, -1)[0]) * ROUNDING
+        return float(children(self.tables, self.work, self.ahead, chosen, -1)) * ROUNDING
 
 
 class _Builder:
@@ -89,64 +98,95 @@ class _Builder:
             if name in graph.producer
         ]
         follow = self._followers({edge[:2] for edge in edges})
-        made, wanted = np.zeros((2, len(edges) + len(follow), self.shape[1]), dtype=np.int64)
+        made, wanted, layout = np.zeros((3, len(edges) + len(follow), self.shape[1]), dtype=np.int64)
+        names = list(dict.fromkeys(edge[3] for edge in edges))
         table, width, flows = [], [], []
-        there: list[F64] = []
-        back: list[F64] = []
+        there: list[Moved] = []
+        back: list[Moved] = []
         for e, (producer, reader, position, name) in enumerate(edges):
-            output, itemsize = graph.operators[producer].outputs.index(name), graph.tensor[name].itemsize
+            output, itemsize = self._output(edges[e]), graph.tensor[name].itemsize
             writes = [placed.writes[output].number for placed in self.placed[producer]]
             reads = [placed.reads[position].number for placed in self.placed[reader]]
             sources, needs = list(dict.fromkeys(writes)), list(dict.fromkeys(reads))
             made[e, : len(writes)] = [sources.index(n) for n in writes]
             wanted[e, : len(reads)] = [needs.index(n) for n in reads]
+            layout[e, : len(reads)] = reads
             table.append(len(there))
             width.append(len(needs))
             flows.append(name in graph.differentiable and graph.has_backward[reader])
             for source in sources:
                 for need in needs:
-                    there.append(self.delays(self.lowering.reshard(source, need, itemsize)))
+                    there.append(self._moved(self.lowering.reshard(source, need, itemsize)))
                     flow = self.lowering.reshard(need, source, itemsize) if flows[-1] else None
-                    back.append(self.delays(flow) if flow is not None else there[-1])
+                    back.append(self._moved(flow) if flow is not None else self._nothing)
         ends = [edge[:2] for edge in edges] + follow
         for _ in follow:  # no layouts: nothing moves
             table.append(len(there))
             width.append(0)
             flows.append(False)
-        nothing = np.full((self.count, self.count), NEVER)
+        there.append(self._nothing)
+        back.append(self._nothing)
         into = _rows([[e for e, edge in enumerate(edges) if edge[1] == i] for i in range(len(graph.operators))])
-        out = _rows([[e for e, edge in enumerate(ends) if edge[0] == i] for i in range(len(graph.operators))])
+        # As they are sent: by output, then by reader.
+        sent = [*sorted(range(len(edges)), key=lambda e: self._output(edges[e])), *range(len(edges), len(ends))]
+        out = _rows([[e for e in sent if ends[e][0] == i] for i in range(len(graph.operators))])
         return {
             "into_first": into[0], "into_last": into[1], "out_first": out[0], "out_last": out[1], "out": out[2],
             "edge_from": _numbers(edge[0] for edge in ends), "edge_to": _numbers(edge[1] for edge in ends),
             "edge_flows": _numbers(flows), "edge_table": _numbers(table), "edge_width": _numbers(width),
-            "made": made, "wanted": wanted,
-            "there": np.array([*there, nothing]), "back": np.array([*back, nothing]),
+            "edge_tensor": _numbers([*(names.index(edge[3]) for edge in edges), *(-1 for _ in follow)]),
+            "made": made, "wanted": wanted, "layout": layout,
+            "there": np.array([m[0] for m in there]), "back": np.array([m[0] for m in back]),
+            "there_send": _numbers(m[1] for m in there), "back_send": _numbers(m[1] for m in back),
+            "there_holds": np.array([m[2] for m in there]), "back_holds": np.array([m[2] for m in back]),
         }  # fmt: skip
 
     def _followers(self, edges: set[tuple[int, int]]) -> list[tuple[int, int]]:
-        """Operators that come next on a device without reading what the one before made: the next in the order, and
-        the next two that take much of all computing."""
+        """Operators that come next on a device without reading what the one before made: the next in the order, the
+        next two that take much of all computing, and one that reads the same weight."""
         heavy = [i for i, seconds in enumerate(self.least) if seconds * HEAVY >= sum(self.least)]
         found: list[tuple[int, int]] = []
         for i in range(len(self.least)):
-            after = [i + 1, *[k for k in heavy if k > i][:2]]
+            after = [i + 1, *[k for k in heavy if k > i][:2], *self._sharers(i)]
             found += [(i, k) for k in dict.fromkeys(after) if k < len(self.least) and (i, k) not in edges]
         return found
 
-    def delays(self, plan: Reshard) -> F64:
-        """Seconds from the end of the last task of device a to the arrival of what device b receives."""
-        phases = [np.full((self.count, self.count), NEVER) for _ in plan.phases]
+    def _sharers(self, operator: int) -> list[int]:
+        """Later operators that read a weight of this one, and no others do."""
+        readers = [[o for o, _ in self.graph.consumers[t.name]] for t in self.graph.of_kind("parameter")]
+        return [row[1] for row in readers if len(row) == 2 and row[0] == operator and row[1] > operator]
+
+    def _output(self, edge: tuple[int, int, int, str]) -> int:
+        return self.graph.operators[edge[0]].outputs.index(edge[3])
+
+    @cached_property
+    def _nothing(self) -> Moved:
+        return np.full((self.count, self.count), NEVER), 0, np.zeros(len(self.topology.resources))
+
+    def _moved(self, plan: Reshard) -> Moved:
+        """What a reshard means to the devices at its two ends."""
+        nothing = self._nothing
+        if not plan.exchanges:
+            return nothing
+        phases = [nothing[0].copy() for _ in plan.phases]
         for delays, phase in zip(phases, plan.phases, strict=True):
             for exchange in phase.exchanges:
                 at = np.ix_(exchange.senders, exchange.receivers)
                 delays[at] = np.maximum(delays[at], exchange.transfer.duration_s)
+        send, holds = 0, nothing[2]
+        if len(plan.phases[0].exchanges) == 1:
+            only = plan.phases[0].exchanges[0]
+            send, holds = _mask(only.senders), holds.copy()
+            for resource, seconds in only.transfer.links:
+                holds[resource] += seconds
         if len(phases) == 1:
-            return phases[0]
+            return phases[0], send, holds
         first, second = phases
         both: F64 = (first[:, :, None] + second[None, :, :]).max(axis=1)
-        longest: F64 = np.maximum(np.maximum(first, second), both)
-        return longest
+        through = np.maximum(first, both)
+        if (second > through).any():
+            send = 0  # what a second phase sends of its own does not wait for the first
+        return np.maximum(through, second), send, holds
 
 
 class _Weights:
@@ -170,6 +210,10 @@ class _Weights:
 
     def columns(self) -> dict[str, Any]:
         columns = self._alone() | self._pairs()
+        columns["own"] = columns["update"].copy()
+        for w, (first, _) in enumerate(columns["pair_reader"]):
+            choices = len(self.owner.configs[first])
+            columns["own"][first, :choices] += columns["pair_half"][w, 0, columns["pair_variant"][w, 0, :choices]]
         rows = list(zip(*self.exchanges, strict=True)) if self.exchanges else [()] * 8
         resources = len(self.owner.topology.resources)
         return columns | {
@@ -199,7 +243,7 @@ class _Weights:
                     (arrivals,) = self._plan(tensor, [(placed.reads[position].number, i)], shard, update[i, c])
                     gathered[i, c] = np.maximum(gathered[i, c], arrivals)
                 last[i, c] = len(self.exchanges)
-                self._sink(first[i, c], update[i, c], sink[i, c])
+                self._sink(int(first[i, c]), update[i, c], sink[i, c])
         return {
             "gathered": gathered, "update": update, "sink": sink, "sync_first": first, "sync_last": last,
             "least_update": np.array([
@@ -227,6 +271,7 @@ class _Weights:
         last: list[int] = []
         update: list[F64] = []
         gathered: list[list[F64]] = []
+        sinks: list[F64] = []
         half = np.zeros((len(weights), 2, max((len(k) for pair in kinds for k in pair), default=0), self.count))
         for w, tensor in enumerate(weights):
             rows.append(len(first))
@@ -237,6 +282,8 @@ class _Weights:
                     update.append(np.zeros(self.count))
                     gathered.append(self._plan(tensor, [(need, one), (other, two)], shard or also, update[-1]))
                     last.append(len(self.exchanges))
+                    sinks.append(np.full(self.count, NEVER))
+                    self._sink(first[-1], update[-1], sinks[-1])
             table = np.array(update[rows[w] :]).reshape(len(kinds[w][0]), len(kinds[w][1]), self.count)
             half[w, 0, : len(kinds[w][0])] = table.min(axis=1)
             half[w, 1, : len(kinds[w][1])] = table.min(axis=0)
@@ -246,6 +293,7 @@ class _Weights:
             "pair_variant": variants, "pair_width": _numbers(len(pair[1]) for pair in kinds),
             "pair_row": _numbers(rows), "pair_first": _numbers(first), "pair_last": _numbers(last),
             "pair_update": np.array(update).reshape(-1, self.count),
+            "pair_sink": np.array(sinks).reshape(-1, self.count),
             "pair_gathered": np.array(gathered).reshape(-1, 2, self.count), "pair_half": half,
             "pair_least": np.array([self._least(t) for t in weights], np.float64),
             "other_update": np.array([sum(self._least(t) for t in several)], np.float64),
