@@ -137,7 +137,8 @@ class _Run:
         self, graph: OperatorGraph, topology: Topology, costs: Costs, options: Options, seed: int, rule: Rule | None,
         budget: Budget, on_progress: Callable[[Progress], None] | None,
     ) -> None:  # fmt: skip
-        self.graph, self.topology, self.costs, self.options = graph, topology, costs, options
+        self.graph, self.topology, self.costs = graph, topology, costs
+        self.options = self.given = options
         self.seed, self.rule, self.budget, self.on_progress = seed, rule, budget, on_progress
         self.climber = Climber(graph, topology, costs, options, seed, rule)
         self.evaluate = self.climber.evaluate
@@ -307,7 +308,10 @@ class _Run:
         name, baseline = min(known.items(), key=lambda item: (not item[1].evaluation.feasible, item[1].evaluation.cost))
         needed = baseline.evaluation.cost * (1.0 - margin)
         if self.found_in != name and baseline.evaluation.feasible and self.best.evaluation.cost > needed:
-            reason += f"; the best plan found is less than {100 * margin:g} % faster than {name}, which is simpler"
+            bucket = "" if self.options == self.given else f" with buckets of {self.options.bucket_bytes / 2**20:g} MiB"
+            reason += (
+                f"; the best plan found is less than {100 * margin:g} % faster than {name}{bucket}, which is simpler"
+            )
             self.best, self.found_in = baseline, name
         simulation = simulate(self.evaluate.lower(self.best.configs))
         strategy = self._strategy(self.best.configs)
