@@ -12,7 +12,7 @@ from flexsearch.report import PlanRow, groups
 from flexsearch.report.choices import OperatorChoice, alike
 from flexsearch.report.differences import Comparison, OptionEffect
 from flexsearch.report.explain import Choice, Explanation
-from flexsearch.search.alternatives import alternatives, best_first, led, reverted, single_changes, weigh
+from flexsearch.search.alternatives import alternatives, best_first, reverted, single_changes, weigh
 from flexsearch.search.differences import changed, differences
 from flexsearch.search.space import Space
 from flexsearch.simulate import critical_path, makespan, simulate
@@ -63,7 +63,7 @@ def choice(setting: Setting, strategy: Strategy, operator: str, most: int | None
     told = alike(found)[:most]
     weighed = weigh(effects, index, [one for one, _ in told])
     shown = tuple((one, more) for one, (_, more) in zip(weighed, told, strict=True))
-    follow = tuple(i for i in led(space, index, effects.configs[index]) if i != index)
+    follow = tuple(i for i in space.follow(index, effects.configs[index]) if i != index)
     leaders = {member: leader for leader, members in space.groups.items() for _, member, _ in members}
     return OperatorChoice(
         effects.lower({}), index, effects.base_s, effects.loads({}), tuple(found), shown, follow, leaders.get(index)

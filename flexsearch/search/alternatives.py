@@ -9,19 +9,11 @@ from flexsearch.simulate.effects import Alternative, Changes, Effects, Improveme
 from flexsearch.strategy import OperatorConfig
 
 
-def led(space: Space, leader: int, config: OperatorConfig) -> dict[int, OperatorConfig]:
-    """A leader's config, and what the operators that follow it make of it."""
-    found = {leader: config}
-    for source, member, link in space.groups.get(leader, ()):
-        found[member] = space.propagation.over(source, found[source], link)
-    return found
-
-
 def alternatives(space: Space, effects: Effects, operator: int) -> Iterator[Alternative]:
     """The neighbours of an operator's config, as the polish of a search tries them."""
     for config in space.alternatives(operator, effects.configs):
         alone = effects.seconds({operator: config})
-        followed = led(space, operator, config)
+        followed = space.follow(operator, config)
         changes = len([i for i, c in followed.items() if effects.configs[i] != c]) > 1
         yield Alternative(config, alone, effects.seconds(followed) if changes else None, followed)
 
@@ -77,7 +69,7 @@ def single_changes(space: Space, effects: Effects, limit: int) -> Iterator[tuple
 def _try(
     space: Space, effects: Effects, operator: int, config: OperatorConfig, better: dict[int, Improvement]
 ) -> None:  # fmt: skip
-    followed = led(space, operator, config)
+    followed = space.follow(operator, config)
     for changes in ({operator: config}, followed)[: 1 + (len(followed) > 1)]:
         limit_s = better[operator].seconds if operator in better else effects.base_s
         seconds = effects.seconds(changes)

@@ -40,8 +40,10 @@ class Effects:
 
     def shortfall(self, changes: Changes) -> int:
         """Bytes missing on the device that lacks most, with these configs changed; 0 if it fits."""
-        self.seconds(changes)
-        if (self._simulator.held <= self._room).all():  # a quick upper bound
+        self._simulator.propose(changes)
+        fits = bool((self._simulator.held <= self._room).all())  # a quick upper bound
+        self._simulator.reject()
+        if fits:
             return 0
         return max(0, *(m.peak - int(room) for m, room in zip(memory(self.lower(changes)), self._room, strict=True)))
 
