@@ -237,6 +237,23 @@ def test_a_strategy_for_another_topology(cli: Cli) -> None:
         refused(cli(*command, "--json"), "strategy.json", "ethernet-1g", "ethernet-10g", "topology")
 
 
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (("--pin", "conv9: batch=2"), ("conv9", "conv1")),
+        (("--pin", "conv1 batch=2"), ("cannot be read", "PATTERN: KEY=VALUE")),
+        (("--pin", "conv1: batch=3, channels=2"), ("channels", "can be split")),
+        (("--pin", "conv1: devices=0-7"), ("devices are 0 to 1",)),
+        (("--exhaustive", "long"), ("long", "30s")),
+        (("--plot", "chains.txt"), ("chains.txt", ".png")),
+        (("-j", "0"), ("--processes",)),
+        (("--resume", "nothing.json"), ("nothing.json",)),
+    ],
+)
+def test_options_of_a_search_that_make_no_sense(cli: Cli, arguments: tuple[str, ...], words: tuple[str, ...]) -> None:
+    refused(cli("optimize", "graph.json", "-t", "topology.json", "--budget", "5", "-o", "out.json", *arguments), *words)
+
+
 def _config(name: str, **fields: Any) -> Change:
     def change(data: Data) -> None:
         data["operators"][name].update(fields)

@@ -75,6 +75,36 @@ def test_optimize_goes_on_from_a_strategy(cli: Cli) -> None:
     assert second.json["iteration_s"] <= first["iteration_s"]
 
 
+def test_one_process_and_two_write_the_same_file(cli: Cli) -> None:
+    for name, processes in (("one.json", 1), ("two.json", 2)):
+        arguments = "optimize", "lenet", "-t", "ethernet-1g-2", "--budget", 12_000, "-j", processes, "-o", name
+        assert cli(*arguments).code == 0
+    assert Path("one.json").read_bytes() == Path("two.json").read_bytes()
+
+
+def test_pins_are_obeyed_and_noted(cli: Cli) -> None:
+    pins = "conv*: batch=2, devices=1-2", "fc5: devices=0"
+    arguments = [word for pin in pins for word in ("--pin", pin)]
+    assert cli("optimize", "lenet", "-t", "p100:1", "--budget", 100, *arguments).code == 0
+    strategy = Strategy.load("strategy.json")
+    for name in ("conv1", "conv2"):
+        assert strategy.configs[name].devices == (1, 2) and strategy.configs[name].parts == 2
+    assert strategy.configs["fc5"].devices == (0,)
+    assert strategy.search is not None and strategy.search.pins == pins
+
+
+def test_the_answer_is_told_beside_what_no_plan_can_beat_and_can_be_proved(cli: Cli) -> None:
+    arguments = "optimize", "lenet", "-t", "ethernet-1g-2", "--budget", 4000, "--exhaustive", "60s"
+    ran = cli(*arguments, "--plot", "chains.png")
+    assert ran.code == 0, ran.err
+    assert "no plan in this space is faster than" in ran.out and "none is faster: proved in" in ran.out
+    assert Path("chains.png").stat().st_size > 1000
+    data = cli(*arguments, "--json").json
+    assert 0 < data["bound_s"] <= data["iteration_s"] and data["proof"]["complete"]
+    assert data["bound_s"] <= data["proof"]["bound_s"] <= data["iteration_s"]
+    assert data["proof"]["plans"] > 10**9 and data["locally_optimal"] in (True, False)
+
+
 def test_ctrl_c_keeps_the_best_plan_so_far(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
     def interrupt(*_: object) -> None:
         raise KeyboardInterrupt

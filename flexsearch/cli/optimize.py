@@ -72,9 +72,11 @@ def optimize(
     writable(plot)
     if plot is not None and plot.suffix not in (".png", ".svg", ".pdf"):
         raise typer.BadParameter(f"{plot} cannot be drawn; give a .png, .svg or .pdf file", param_hint="--plot")
-    from flexsearch.api import MARGIN, refuse_what_does_not_fit
+    from flexsearch.api import MARGIN, parse_budget, refuse_what_does_not_fit
     from flexsearch.report import PlanRow
 
+    if exhaustive is not None:
+        parse_budget(exhaustive)  # refused before the search, not after it
     setting = load_setting(graph, topology, profile)
     first = load_strategy(resume, setting) if resume is not None else None
     with _Live(budget) as live:
