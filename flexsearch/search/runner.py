@@ -82,6 +82,7 @@ class Runner:
         self.evaluate, self.space, self.seed = evaluate, space, seed
         first: dict[tuple[object, ...], int] = {}
         self._model = [first.setdefault(space.shape(i), i) for i in range(len(space.graph.operators))]
+        self._drawn: dict[tuple[int, int], OperatorConfig] = {}
         self._links = [(i, link) for i, links in enumerate(space.propagation.links) for link in links]
         self._simulator: DeltaSimulator | None = None
         self._chain: Chain
@@ -207,7 +208,10 @@ class Runner:
     def _candidate(self, operator: int, k: int) -> OperatorConfig:
         """Candidate ``k``: the same whenever it is asked for, and for all operators of the same shape."""
         model = self._model[operator]
-        return self.space.draw(np.random.Generator(np.random.PCG64([self.seed, model, k])), model)
+        if (known := self._drawn.get((model, k))) is None:
+            rng = np.random.Generator(np.random.PCG64([self.seed, model, k]))
+            known = self._drawn[model, k] = self.space.draw(rng, model)
+        return known
 
     def _lay_out(self) -> Moves:
         space = self.space
