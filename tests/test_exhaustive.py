@@ -243,6 +243,14 @@ def test_an_operator_without_a_choice_is_an_error() -> None:
         exhaustive(graph, ethernet(2), Costs(graph, ethernet(2)), choices=lambda i: [])
 
 
+def test_what_no_table_could_hold_is_an_error() -> None:
+    graph = mlp()
+    with pytest.raises(StrategyError, match=r"9 devices; an exhaustive search can take 8"):
+        exhaustive(graph, ethernet(9), Costs(graph, ethernet(9)), choices=aligned_configs(graph, ethernet(9)))
+    with pytest.raises(StrategyError, match=r"configs to choose from; an exhaustive search can take 1000"):
+        exhaustive(graph, ethernet(5), Costs(graph, ethernet(5)))
+
+
 def test_devices_are_interchangeable_if_nothing_but_their_names_differs() -> None:
     nodes = Topology.load("p100:2")
     assert interchangeable(nodes, 0, 1) and not interchangeable(nodes, 0, 4)  # alone, 0 cannot leave its node

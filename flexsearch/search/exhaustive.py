@@ -30,6 +30,9 @@ from flexsearch.topology import Topology
 
 CHUNK: Final = 20_000
 """Partial plans between two looks at the clock."""
+MOST_DEVICES: Final = 8
+MOST_CHOICES: Final = 1000
+"""Of one operator. The tables grow with their square, and with two to the power of the number of devices."""
 
 Choices = Callable[[int], Sequence[OperatorConfig]]
 """Operator -> the configs that it may have."""
@@ -37,8 +40,9 @@ Choices = Callable[[int], Sequence[OperatorConfig]]
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """Where an exhaustive search is. ``bound_s``: what is proved so far."""
+    """Where an exhaustive search is. ``plans``: size of the space. ``bound_s``: what is proved so far."""
 
+    plans: int
     nodes: int
     simulated: int
     best_s: float
@@ -149,7 +153,7 @@ def exhaustive(
     faster by less than this share are not looked for (0: none is left out, and equal ones are compared one by one).
     ``symmetry``: of plans that differ in the names of interchangeable devices, look at one; they take the same time but
     for the order of what happens at the same moment and for who gets the remainder of an uneven part. Done where the
-    choices allow it. Raises StrategyError if an operator has no choice.
+    choices allow it. Raises StrategyError if an operator has no choice or too many, or if there are too many devices.
     """
     run = _Run(graph, topology, costs, options or Options(), tolerance, on_progress)
     run.budget_s, run.max_nodes = budget_s, max_nodes
@@ -180,15 +184,25 @@ class _Run:
         self.reported = 0.0
 
     def go(self, choices: Choices, incumbent: Configs | None, symmetry: bool) -> Optimum:
+        if len(self.topology.devices) > MOST_DEVICES:
+            raise StrategyError(
+                f"topology {self.topology.name} has {len(self.topology.devices)} devices; an exhaustive search can "
+                f"take {MOST_DEVICES}. Take part of it (Topology.subset), or use lower_bound."
+            )
         rows = [list(dict.fromkeys(choices(i))) for i in range(len(self.graph.operators))]
         for op, row in zip(self.graph.operators, rows, strict=True):
+            if len(row) > MOST_CHOICES:
+                raise StrategyError(
+                    f"operator {op.name!r} has {len(row)} configs to choose from; an exhaustive search can take "
+                    f"{MOST_CHOICES}. Give fewer choices, or fewer devices, or use lower_bound."
+                )
             if not row:
                 raise StrategyError(f"operator {op.name!r} has no config to choose from; give it at least one")
         self.rows, self.plans = rows, prod(map(len, rows))
         complete, why = False, "the whole space was searched"
         try:
             self._start(incumbent)
-            self._search(Relaxation(self.evaluate.lowering, self.options, rows), symmetry)
+            self._search(Relaxation(self.evaluate.lowering, self.options, rows, self._report), symmetry)
             complete = True
             self.bound_s = max(self.bound_s, self.best_s * (1.0 - self.tolerance)) if self.best else inf
         except _Stop as stop:
@@ -242,7 +256,9 @@ class _Run:
             raise _Stop(f"the budget of {self.budget_s:g} s is used up")
         if self.on_progress is not None and elapsed - self.reported >= 0.1:
             self.reported = elapsed
-            self.on_progress(Step(self.nodes, self.simulated, self.best_s, min(self.bound_s, self.best_s), elapsed))
+            self.on_progress(
+                Step(self.plans, self.nodes, self.simulated, self.best_s, min(self.bound_s, self.best_s), elapsed)
+            )
 
 
 def make_tree(rows: Sequence[Sequence[OperatorConfig]], order: Sequence[int], devices: int) -> Tree:

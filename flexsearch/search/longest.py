@@ -131,6 +131,12 @@ def families(count: Any) -> Any:
     return (1 << count) - 1 if count <= 4 else count + 1
 
 
+def room_ahead(t: Tables) -> F64:
+    """Room for what ``look_ahead`` finds."""
+    sets = int(families(t.forward.shape[2]))
+    return np.full((*t.forward.shape[:2], sets, 1 + 2 * sets), NEVER)
+
+
 @lean
 def least_in(times: F64, mask: Any) -> float:
     """The least of ``times`` over a set of devices."""
@@ -163,8 +169,9 @@ def _shared(t: Tables, j: Any, c: Any, m: Any, c2: Any, ends: F64, tails: F64, r
 
 
 @compiled
-def tables_ahead(t: Tables) -> F64:
-    """(operators, configs, A, 1 + 2 B): at least so many seconds from the start of the forward pieces on A to
+def look_ahead(t: Tables, ahead: F64, j: Any) -> None:
+    """Fill ``ahead`` of operator ``j``: (operators, configs, A, 1 + 2 B); that of all later operators is known. At
+    least so many seconds pass from the start of the forward pieces on A to
 
     - column 0: the end of the step;
     - the next columns: the end of the backward pieces on B;
@@ -175,7 +182,6 @@ def tables_ahead(t: Tables) -> F64:
     count, every = t.forward.shape[2], (1 << t.forward.shape[2]) - 1
     sets = families(count)
     columns = 1 + 2 * sets
-    ahead = np.full((t.forward.shape[0], t.forward.shape[1], sets, columns), NEVER)
     ends = np.full((sets, count), NEVER)
     tails = np.full((columns, count), NEVER)
     starts = np.full((sets, sets), NEVER)
@@ -183,88 +189,86 @@ def tables_ahead(t: Tables) -> F64:
     least = np.full((sets, columns), NEVER)
     reached = np.full(columns, NEVER)
     moment = np.full(count, NEVER)
-    for j in range(t.forward.shape[0] - 1, -1, -1):
-        for c in range(t.choices[j]):
-            on, value = t.on[j, c], ahead[j, c]
-            ends[:] = NEVER
-            tails[:] = NEVER
-            for k in range(sets):
-                mask = family(count, k, on)
+    for c in range(t.choices[j]):
+        on, value = t.on[j, c], ahead[j, c]
+        ends[:] = NEVER
+        tails[:] = NEVER
+        for k in range(sets):
+            mask = family(count, k, on)
+            for d in range(count):
+                if mask >> d & 1 == 1:
+                    ends[k, d] = t.forward[j, c, d]
+                    if t.has_backward[j] == 1:
+                        tails[1 + k, d] = t.backward[j, c, d]
+                        tails[0, d] = t.backward[j, c, d] + max(0.0, t.sink[j, c, d])
+            mask = family(count, k, every)
+            for d in range(count):
+                if mask >> d & 1 == 1:
+                    tails[1 + sets + k, d] = t.own[j, c, d] + max(0.0, t.backward[j, c, d])
+        for a in range(sets):
+            for b in range(columns):
                 for d in range(count):
-                    if mask >> d & 1 == 1:
-                        ends[k, d] = t.forward[j, c, d]
-                        if t.has_backward[j] == 1:
-                            tails[1 + k, d] = t.backward[j, c, d]
-                            tails[0, d] = t.backward[j, c, d] + max(0.0, t.sink[j, c, d])
-                mask = family(count, k, every)
-                for d in range(count):
-                    if mask >> d & 1 == 1:
-                        tails[1 + sets + k, d] = t.own[j, c, d] + max(0.0, t.backward[j, c, d])
+                    value[a, b] = max(value[a, b], ends[a, d] + tails[b, d])
+            for d in range(count):
+                value[a, 0] = max(value[a, 0], ends[a, d])
+        for o in range(t.out_first[j], t.out_last[j]):
+            e = t.out[o]
+            m = t.edge_to[e]
+            least[:] = np.inf
+            for c2 in range(t.choices[m]):
+                on2 = t.on[m, c2]
+                row = _row(t, e, c, c2)
+                there, back = t.there[row], t.back[row]
+                for a in range(sets):
+                    for x in range(count):
+                        moment[x] = ends[a, x]
+                        for d in range(count):
+                            moment[x] = max(moment[x], ends[a, d] + there[d, x])
+                    for k in range(sets):
+                        mask = family(count, k, on2)
+                        starts[a, k] = least_in(moment, mask) if mask != 0 else NEVER
+                for b in range(1 + sets, columns):
+                    for k in range(sets):
+                        after[b, k] = least_in(tails[b], family(count, k, every))
+                for b in range(1 + sets):
+                    for y in range(count):
+                        moment[y] = NEVER
+                        if t.has_backward[m] == 1:
+                            moment[y] = tails[b, y]
+                            if t.edge_flows[e] == 1:
+                                for d in range(count):
+                                    moment[y] = max(moment[y], back[y, d] + tails[b, d])
+                    for k in range(sets):
+                        mask = family(count, k, on2)
+                        after[b, k] = least_in(moment, mask) if mask != 0 else NEVER
+                for a in range(sets):
+                    if family(count, a, on) == 0:
+                        continue
+                    for b in range(columns - 1, -1, -1):
+                        reached[b] = NEVER
+                        if 0 < b <= sets and family(count, b - 1, on) == 0:
+                            continue
+                        timeline = sets if b > sets else 0
+                        found = NEVER
+                        for k in range(sets):
+                            if starts[a, k] == NEVER:
+                                continue
+                            through = ahead[m, c2, k]
+                            if b == 0:
+                                found = max(found, starts[a, k] + through[0])
+                            for q in range(sets):
+                                found = max(found, starts[a, k] + through[1 + timeline + q] + after[b, q])
+                        reached[b] = found
+                        if b == 0:
+                            found = max(found, _shared(t, j, c, m, c2, ends[a], tails, reached))
+                        least[a, b] = min(least[a, b], found)
             for a in range(sets):
                 for b in range(columns):
-                    for d in range(count):
-                        value[a, b] = max(value[a, b], ends[a, d] + tails[b, d])
-                for d in range(count):
-                    value[a, 0] = max(value[a, 0], ends[a, d])
-            for o in range(t.out_first[j], t.out_last[j]):
-                e = t.out[o]
-                m = t.edge_to[e]
-                least[:] = np.inf
-                for c2 in range(t.choices[m]):
-                    on2 = t.on[m, c2]
-                    row = _row(t, e, c, c2)
-                    there, back = t.there[row], t.back[row]
-                    for a in range(sets):
-                        for x in range(count):
-                            moment[x] = ends[a, x]
-                            for d in range(count):
-                                moment[x] = max(moment[x], ends[a, d] + there[d, x])
-                        for k in range(sets):
-                            mask = family(count, k, on2)
-                            starts[a, k] = least_in(moment, mask) if mask != 0 else NEVER
-                    for b in range(1 + sets, columns):
-                        for k in range(sets):
-                            after[b, k] = least_in(tails[b], family(count, k, every))
-                    for b in range(1 + sets):
-                        for y in range(count):
-                            moment[y] = NEVER
-                            if t.has_backward[m] == 1:
-                                moment[y] = tails[b, y]
-                                if t.edge_flows[e] == 1:
-                                    for d in range(count):
-                                        moment[y] = max(moment[y], back[y, d] + tails[b, d])
-                        for k in range(sets):
-                            mask = family(count, k, on2)
-                            after[b, k] = least_in(moment, mask) if mask != 0 else NEVER
-                    for a in range(sets):
-                        if family(count, a, on) == 0:
-                            continue
-                        for b in range(columns - 1, -1, -1):
-                            reached[b] = NEVER
-                            if 0 < b <= sets and family(count, b - 1, on) == 0:
-                                continue
-                            timeline = sets if b > sets else 0
-                            found = NEVER
-                            for k in range(sets):
-                                if starts[a, k] == NEVER:
-                                    continue
-                                through = ahead[m, c2, k]
-                                if b == 0:
-                                    found = max(found, starts[a, k] + through[0])
-                                for q in range(sets):
-                                    found = max(found, starts[a, k] + through[1 + timeline + q] + after[b, q])
-                            reached[b] = found
-                            if b == 0:
-                                found = max(found, _shared(t, j, c, m, c2, ends[a], tails, reached))
-                            least[a, b] = min(least[a, b], found)
-                for a in range(sets):
-                    for b in range(columns):
-                        if least[a, b] < np.inf:
-                            value[a, b] = max(value[a, b], least[a, b])
-            for a in range(sets):
-                for b in range(1, columns):
-                    value[a, 0] = max(value[a, 0], value[a, b])
-    return ahead
+                    if least[a, b] < np.inf:
+                        value[a, b] = max(value[a, b], least[a, b])
+        for a in range(sets):
+            for b in range(1, columns):
+                value[a, 0] = max(value[a, 0], value[a, b])
 
 
 @lean

@@ -14,7 +14,7 @@ they really start. A and B are sets of devices; one more column stands for the e
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import cached_property
 from typing import Any, Final
 
@@ -24,7 +24,7 @@ from flexsearch.graph import Tensor, volume
 from flexsearch.lower import Exchange, Lowering, Reshard
 from flexsearch.lower.lowering import schedule
 from flexsearch.search.bound import ROUNDING, device_kinds, least_costs
-from flexsearch.search.longest import F64, I64, NEVER, Tables, children, make_work, tables_ahead
+from flexsearch.search.longest import F64, I64, NEVER, Tables, children, look_ahead, make_work, room_ahead
 from flexsearch.strategy import OperatorConfig, Options
 
 HEAVY: Final = 50
@@ -37,12 +37,20 @@ the first phase is one exchange, else 0; and how long that keeps each link busy.
 
 
 class Relaxation:
-    """Tables for the given choices of configs (by operator), and bounds of partial plans under ``options``."""
+    """Tables for the given choices of configs (by operator), and bounds of partial plans under ``options``. ``check``
+    is called now and then while the tables are made; what it raises ends that."""
 
-    def __init__(self, lowering: Lowering, options: Options, configs: Sequence[Sequence[OperatorConfig]]) -> None:
+    def __init__(
+        self, lowering: Lowering, options: Options, configs: Sequence[Sequence[OperatorConfig]],
+        check: Callable[[], None] | None = None,
+    ) -> None:  # fmt: skip
         self.configs = configs
-        self.tables = _Builder(lowering, options, configs).build()
-        self.ahead = tables_ahead(self.tables)
+        self.tables = _Builder(lowering, options, configs, check or (lambda: None)).build()
+        self.ahead = room_ahead(self.tables)
+        for operator in reversed(range(len(configs))):
+            if check is not None:
+                check()
+            look_ahead(self.tables, self.ahead, operator)
         self.work = make_work(self.tables)
 
     def bounds(self, chosen: I64, operator: int) -> F64:
@@ -60,7 +68,11 @@ class Relaxation:
 class _Builder:
     """Fills the tables."""
 
-    def __init__(self, lowering: Lowering, options: Options, configs: Sequence[Sequence[OperatorConfig]]) -> None:
+    def __init__(
+        self, lowering: Lowering, options: Options, configs: Sequence[Sequence[OperatorConfig]],
+        check: Callable[[], None],
+    ) -> None:  # fmt: skip
+        self.check = check
         self.lowering, self.graph, self.topology = lowering, lowering.graph, lowering.topology
         self.options, self.configs, self.count = options, configs, len(lowering.topology.devices)
         self.placed = [[lowering.placed(i, c) for c in row] for i, row in enumerate(configs)]
@@ -115,6 +127,7 @@ class _Builder:
             width.append(len(needs))
             flows.append(name in graph.differentiable and graph.has_backward[reader])
             for source in sources:
+                self.check()
                 for need in needs:
                     there.append(self._moved(self.lowering.reshard(source, need, itemsize)))
                     flow = self.lowering.reshard(need, source, itemsize) if flows[-1] else None
@@ -277,6 +290,7 @@ class _Weights:
             rows.append(len(first))
             (one, _), (two, _) = self._readers(tensor)
             for need, shard in kinds[w][0]:
+                self.owner.check()
                 for other, also in kinds[w][1]:
                     first.append(len(self.exchanges))
                     update.append(np.zeros(self.count))
