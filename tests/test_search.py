@@ -96,7 +96,7 @@ def test_it_stops_when_half_of_the_budget_brought_nothing() -> None:
     assert "half of the budget of 4000 proposals brought nothing better" in result.stopped
     assert 4000 > result.proposals >= result.history[-1].proposal + 2000
     timed = search(graph, topology, Costs(graph, topology), budget_s=1.0, processes=1)
-    assert "of the budget of 1 s" in timed.stopped and timed.elapsed_s < 5.0
+    assert "of the budget of 1 s" in timed.stopped and timed.elapsed_s < 30.0
 
 
 def test_an_interrupted_search_returns_its_best() -> None:
