@@ -52,7 +52,7 @@ from flexsearch.strategy import OperatorConfig
 MOVES: Final = {"redraw": 2.0, "copy": 3.0, "group": 4.0, "repeated": 2.0, "swap": 0.5, "shard": 0.5, "span": 2.0}
 """Moves and how often each is proposed, in the order of their numbers in ``chain``."""
 CANDIDATES: Final = 48
-"""Random configs of each operator that a chain draws from. Another chain has others."""
+"""Configs of each operator that a chain draws from: half of them simple, so that a search soon knows good ones."""
 SETS, RENEWED = 3, 24
 """There are so many sets of candidates, which chains use in turn (their templates are known by then), and others after
 so many chains."""
@@ -210,7 +210,8 @@ class Runner:
         model = self._model[operator]
         if (known := self._drawn.get((model, k))) is None:
             rng = np.random.Generator(np.random.PCG64([self.seed, model, k]))
-            known = self._drawn[model, k] = self.space.draw(rng, model)
+            draw = self.space.draw if k % 2 else self.space.draw_simple
+            known = self._drawn[model, k] = draw(rng, model)
         return known
 
     def _lay_out(self) -> Moves:

@@ -147,6 +147,18 @@ class Space:
         """Numbers of devices that divide the machine evenly."""
         return tuple(n for n in range(1, self.count + 1) if self.count % n == 0)
 
+    def draw_simple(self, rng: np.random.Generator, operator: int) -> OperatorConfig:
+        """As ``draw``, among configs that split one axis at most, over an aligned block of neighbouring devices."""
+        op = self.graph.operators[operator]
+        count = self.counts[rng.integers(len(self.counts))]
+        axes = [axis for axis in op.splittable if op.sizes[axis] >= count]
+        if axes and count > 1:
+            degrees = {axes[rng.integers(len(axes))]: count}
+        else:
+            degrees, count = {}, 1
+        first = count * int(rng.integers(self.count // count))
+        return make_config(op, degrees, range(first, first + count))
+
     def alternatives(self, operator: int, configs: tuple[OperatorConfig, ...]) -> Iterator[OperatorConfig]:
         """Configs of one operator to try with everything else fixed: what its neighbours suggest, other weights
         storage, then every way to factor a divisor of the number of devices over its axes, on each aligned block."""
