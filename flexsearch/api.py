@@ -127,14 +127,14 @@ class Setting:
         def allowed(operator: int) -> Sequence[OperatorConfig]:
             return [rule(operator, config) for config in choices(operator)] if rule is not None else choices(operator)
 
-        incumbent = tuple(result.strategy.configs[op.name] for op in self.graph.operators)
         return exhaustive(
             self.graph, self.topology, self.costs, result.strategy.options, choices=allowed,
-            incumbent=incumbent, budget_s=budget_s, max_nodes=nodes, on_progress=on_progress,
+            incumbent=result.strategy.in_order(self.graph), budget_s=budget_s, max_nodes=nodes, on_progress=on_progress,
         )  # fmt: skip
 
     def proved(self, result: SearchResult, proof: Optimum) -> SearchResult:
-        """The result with the plan of an exhaustive search in its place, where that is better."""
+        """The result with the plan of an exhaustive search in its place, where that is better. Whether a change of one
+        operator to a config outside of the blocks would make that faster is not known."""
         if proof.configs is None or (proof.time_s >= result.simulation.makespan_s and result.feasible):
             return result
         old = result.strategy
@@ -146,8 +146,8 @@ class Setting:
             strategy.prediction = old.prediction.model_copy(
                 update={"iteration_s": simulation.makespan_s, "peak_bytes": peak}
             )
-            strategy.search = old.search.model_copy(update={"start": "exhaustive search"})
-        return replace(result, strategy=strategy, simulation=simulation, feasible=True)
+            strategy.search = old.search.model_copy(update={"start": "exhaustive search", "optimal": False})
+        return replace(result, strategy=strategy, simulation=simulation, feasible=True, optimal=False)
 
 
 def parse_budget(budget: str | float) -> tuple[float | None, int | None]:

@@ -18,7 +18,7 @@ from flexsearch.search.space import Space
 from flexsearch.simulate import critical_path, makespan, simulate
 from flexsearch.simulate.effects import Effects, SingleChanges
 from flexsearch.simulate.whatif import count, what_ifs
-from flexsearch.strategy import OperatorConfig, Strategy
+from flexsearch.strategy import Strategy
 
 if TYPE_CHECKING:
     from flexsearch.api import Setting
@@ -32,7 +32,7 @@ def explain(setting: Setting, strategy: Strategy, tries: int, on_progress: OnPro
     report = on_progress or (lambda what, done, of: None)
     strategy.check(setting.graph, setting.topology)
     lowering = Lowering(setting.graph, setting.topology, setting.costs)
-    configs = _in_order(setting, strategy)
+    configs = strategy.in_order(setting.graph)
     lowered = lowering.lower(configs, strategy.options)
     row = PlanRow("the plan", simulate(lowered), lowered)
     steps = critical_path(lowered.tasks)
@@ -41,7 +41,7 @@ def explain(setting: Setting, strategy: Strategy, tries: int, on_progress: OnPro
         changes.append(one)
         report("what would help", len(changes), count(setting.topology))
     space, effects = Space(setting.graph, setting.topology), Effects(lowering, configs, strategy.options)
-    plain = _in_order(setting, setting.baseline("data-parallel", strategy.options))
+    plain = setting.baseline("data-parallel", strategy.options).in_order(setting.graph)
     choices = []
     for k, group in enumerate(told := groups(lowered)):
         report("what the choices bring", k, len(told))
@@ -58,7 +58,7 @@ def choice(setting: Setting, strategy: Strategy, operator: str, most: int | None
     strategy.check(setting.graph, setting.topology)
     index = find_operator(setting, operator)
     lowering, space = Lowering(setting.graph, setting.topology, setting.costs), Space(setting.graph, setting.topology)
-    effects = Effects(lowering, _in_order(setting, strategy), strategy.options)
+    effects = Effects(lowering, strategy.in_order(setting.graph), strategy.options)
     found = best_first(list(alternatives(space, effects, index)))
     told = alike(found)[:most]
     weighed = weigh(effects, index, [one for one, _ in told])
@@ -92,7 +92,7 @@ def difference(setting: Setting, a: Strategy, b: Strategy, names: tuple[str, str
     lowering, space = Lowering(setting.graph, setting.topology, setting.costs), Space(setting.graph, setting.topology)
     for strategy in (a, b):
         strategy.check(setting.graph, setting.topology)
-    first, second = (_in_order(setting, s) for s in (a, b))
+    first, second = (s.in_order(setting.graph) for s in (a, b))
     rows = [
         PlanRow(name, simulate(lowered), lowered)
         for name, lowered in zip(
@@ -112,7 +112,3 @@ def difference(setting: Setting, a: Strategy, b: Strategy, names: tuple[str, str
             options.append(OptionEffect(words, str(old), str(new), *times))
     paths = tuple(critical_path(row.lowered.tasks) for row in rows)
     return Comparison(rows[0], rows[1], paths[0], paths[1], found, tuple(options))
-
-
-def _in_order(setting: Setting, strategy: Strategy) -> tuple[OperatorConfig, ...]:
-    return tuple(strategy.configs[op.name] for op in setting.graph.operators)

@@ -3,10 +3,13 @@ checked."""
 
 from __future__ import annotations
 
+import time
+from collections.abc import Callable, Sequence
 from itertools import pairwise
 from itertools import product as combinations
 from math import inf
 from pathlib import Path
+from typing import ClassVar
 
 import numpy as np
 import pytest
@@ -16,8 +19,9 @@ from hypothesis import strategies as st
 from flexsearch.cost import Costs
 from flexsearch.errors import StrategyError
 from flexsearch.graph import OperatorGraph
-from flexsearch.search import Evaluator, Progress, SearchResult, runner, search, team
-from flexsearch.search.climb import Climb, Climber, better
+from flexsearch.search import Evaluator, Progress, SearchResult, optimize, runner, search, team
+from flexsearch.search.climb import Climb, Climbed, Climber
+from flexsearch.search.evaluate import better
 from flexsearch.search.optimize import Budget
 from flexsearch.search.runner import ROWS
 from flexsearch.search.space import Space
@@ -66,24 +70,81 @@ def test_the_same_seed_gives_the_same_plan_and_another_seed_another_walk(tmp_pat
     assert one.history == two.history != other.history
 
 
+class LazyTeam(team.Team):
+    """The main process takes nothing before ``eager`` is true of the team: so workers are sure to have their part."""
+
+    eager: Callable[[team.Team], bool]
+    alone: ClassVar[list[int]] = []
+    """Climbs of the main process."""
+
+    def _take(self, waiting: Callable[[], None] | None = None) -> Climb | None:
+        until = time.monotonic() + 60.0
+        while waiting is not None and not type(self).eager(self) and time.monotonic() < until:
+            time.sleep(0.02)
+        climb = super()._take(waiting)
+        if waiting is not None and climb is not None:
+            self.alone.append(climb.index)
+        return climb
+
+
+def lazy(monkeypatch: pytest.MonkeyPatch, eager: Callable[[team.Team], bool]) -> list[int]:
+    """Let searches be made by lazy teams; the climbs that their main process will make."""
+    monkeypatch.setattr(LazyTeam, "eager", staticmethod(eager), raising=False)
+    monkeypatch.setattr(LazyTeam, "alone", [])
+    monkeypatch.setattr(optimize, "Team", LazyTeam)
+    return LazyTeam.alone
+
+
 @pytest.mark.parametrize("processes", [2, 3])
-def test_any_number_of_processes_gives_the_same_plan(tmp_path: Path, processes: int) -> None:
+def test_any_number_of_processes_gives_the_same_plan(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, processes: int
+) -> None:
     graph, topology = cnn(batch=32, hidden=2048), ethernet(4)
     costs = Costs(graph, topology)
-    one, many = (search(graph, topology, costs, proposals=40_000, seed=3, processes=n) for n in (1, processes))
-    assert len(one.trails) > 2  # several climbs, side by side
+    one = search(graph, topology, costs, proposals=40_000, seed=3, processes=1)
+    alone = lazy(monkeypatch, lambda made: bool(made.ended))
+    many = search(graph, topology, costs, proposals=40_000, seed=3, processes=processes)
+    assert len(one.trails) > 2 and len(alone) < len(one.trails)  # workers ended the others
     one.strategy.save(tmp_path / "one.json")
     many.strategy.save(tmp_path / "many.json")
     assert (tmp_path / "one.json").read_bytes() == (tmp_path / "many.json").read_bytes()
     assert one.history == many.history and one.trails == many.trails and one.stopped == many.stopped
 
 
-def test_a_worker_that_dies_takes_nothing_with_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_several_climbs_have_a_share_in_a_budget_of_proposals() -> None:
+    graph, topology = cnn(batch=32, hidden=2048), ethernet(4)
+    planned: list[int] = []
+
+    class Noting(optimize._Run):
+        def _plan(self, index: int, ended: Sequence[Climbed]) -> Climb | None:
+            climb = super()._plan(index, ended)
+            planned.append(climb.proposals if climb is not None and not ended else 0)
+            return climb
+
+    run = Noting(graph, topology, Costs(graph, topology), Options(), 0, None, Budget(None, 40_000), None)
+    run.begin(None)
+    run.go(1)
+    assert sum(count > 0 for count in planned) > 2 and sum(planned) <= 40_000
+
+
+def test_a_worker_that_dies_takes_nothing_with_it(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     graph, topology = cnn(batch=32, hidden=2048), ethernet(4)
     costs = Costs(graph, topology)
-    alone = search(graph, topology, costs, proposals=30_000, processes=1)
-    monkeypatch.setattr(team.sys, "executable", "/bin/false")
-    assert search(graph, topology, costs, proposals=30_000, processes=3).history == alone.history
+    before = search(graph, topology, costs, proposals=30_000, processes=1)
+    worker = tmp_path / "worker"
+    worker.write_text("#!/bin/sh\nsleep 1\n")  # long enough to be given a climb
+    worker.chmod(0o755)
+    monkeypatch.setattr(team.sys, "executable", str(worker))
+    died: list[bool] = []
+
+    def has_died(made: team.Team) -> bool:
+        died.extend([True] * bool(made._again))
+        return bool(died)
+
+    alone = lazy(monkeypatch, has_died)
+    after = search(graph, topology, costs, proposals=30_000, processes=2)
+    assert died and 0 in alone  # the main process took over what the worker was given
+    assert after.history == before.history
 
 
 def test_it_stops_when_half_of_the_budget_brought_nothing() -> None:
@@ -290,6 +351,7 @@ def test_a_cold_chain_only_goes_down(monkeypatch: pytest.MonkeyPatch) -> None:
 
     def walk(excess: float) -> list[float]:
         monkeypatch.setattr(runner, "EXCESS", (excess,))
+        monkeypatch.setattr(runner, "FIRST", (0,))
         climber = Climber(graph, topology, Costs(graph, topology), Options(), seed=0)
         start = climber.space.random_plan(np.random.Generator(np.random.PCG64(0)))
         now = climber.evaluate(start)

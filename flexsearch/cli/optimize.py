@@ -79,10 +79,12 @@ def optimize(
         parse_budget(exhaustive)  # refused before the search, not after it
     setting = load_setting(graph, topology, profile)
     first = load_strategy(resume, setting) if resume is not None else None
+    # What is to be proved is the best plan, not the simplest of the good ones.
+    share = margin / 100 if margin is not None else 0.0 if exhaustive is not None else MARGIN
     with _Live(budget) as live:
         result = setting.search(
             budget, seed=seed, start=first, pins=pin or (), processes=processes, on_progress=live.update,
-            margin=0.0 if exhaustive else MARGIN if margin is None else margin / 100,
+            margin=share,
             options=first.options if first is not None else make_options(optimizer),
         )  # fmt: skip
     proof = None

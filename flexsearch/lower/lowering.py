@@ -205,8 +205,7 @@ class Lowering:
 def lower(graph: OperatorGraph, strategy: Strategy, topology: Topology, costs: Costs) -> Lowered:
     """Lower a strategy after checking it. Raises StrategyError if it does not belong to graph and topology."""
     strategy.check(graph, topology)
-    configs = [strategy.configs[op.name] for op in graph.operators]
-    return Lowering(graph, topology, costs).lower(configs, strategy.options)
+    return Lowering(graph, topology, costs).lower(strategy.in_order(graph), strategy.options)
 
 
 def schedule(graph: OperatorGraph, bucket_of: Mapping[str, int]) -> list[tuple[int, list[list[int]]]]:

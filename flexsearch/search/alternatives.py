@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 
 from flexsearch.search.space import Space
 from flexsearch.simulate.effects import Alternative, Changes, Effects, Improvement, SingleChanges, Weighed
@@ -79,8 +79,7 @@ def _try(
 
 def _important_first(space: Space) -> list[list[int]]:
     """Leaders, one of each sort; their repetitions; all other operators."""
-    importance: Mapping[int, float] = dict(zip(space.leaders, map(float, space.importance), strict=True))
-    leaders = sorted(space.leaders, key=lambda i: (-importance[i], i))
+    leaders = [i for i in space.by_importance if i in space.groups]
+    others = [i for i in space.by_importance if i not in space.groups]
     repeated = {i for members in space.classes for i in members[1:]}
-    others = [i for i in range(len(space.graph.operators)) if i not in importance]
     return [[i for i in leaders if i not in repeated], [i for i in leaders if i in repeated], others]

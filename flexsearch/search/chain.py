@@ -18,8 +18,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from flexsearch.compiled import ONE, TWO, ZERO, lean
-from flexsearch.simulate.arrays import F64, I64, U8, U32, U64, Pools, Program, State, Tasks, Work
+from flexsearch.compiled import F64, I64, ONE, TWO, U8, U32, U64, ZERO, lean
+from flexsearch.simulate.arrays import Pools, Program, State, Tasks, Work
 from flexsearch.simulate.attempt import attempt
 from flexsearch.simulate.change import MISSING, Change, Table, Wiring, carry_over, find, miss
 from flexsearch.simulate.walk import accept

@@ -14,7 +14,7 @@ import numpy.typing as npt
 
 from flexsearch.cost import Costs
 from flexsearch.graph import OperatorGraph
-from flexsearch.search.evaluate import Configs, Evaluation, Evaluator
+from flexsearch.search.evaluate import Configs, Evaluation, Evaluator, better
 from flexsearch.search.runner import ROWS, Runner
 from flexsearch.search.space import Rule, Space
 from flexsearch.simulate.delta import DeltaSimulator
@@ -84,10 +84,8 @@ class Climber:
         self.space = Space(graph, topology, rule)
         self.runner = Runner(self.evaluate, self.space, seed)
         self.patience = min(6000, max(3000, 8 * len(self.space.leaders)))
-        importance = dict(zip(self.space.leaders, self.space.importance, strict=True))
-        order = sorted(range(len(graph.operators)), key=lambda i: (-importance.get(i, 0.0), i))
         classes = (*self.space.classes, *self.space.loose_classes)
-        self._subjects: list[tuple[int, ...]] = [*classes, *((i,) for i in order)]
+        self._subjects: list[tuple[int, ...]] = [*classes, *((i,) for i in self.space.by_importance)]
         self._numbers: dict[tuple[tuple[int, ...], OperatorConfig], tuple[U32, U32]] = {}
 
     def warm(self, configs: Configs) -> None:
@@ -198,8 +196,3 @@ class Climber:
         operators, numbers = known
         alone = len(subject) == 1 and len(operators) > 1
         return [known, (operators[:1], numbers[:1])] if alone else [known]
-
-
-def better(a: Evaluation, b: Evaluation) -> bool:
-    """Whether ``a`` is a better answer than ``b``: what fits into memory before what does not, then by cost."""
-    return (not a.feasible, a.cost) < (not b.feasible, b.cost)

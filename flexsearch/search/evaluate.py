@@ -41,6 +41,16 @@ class Evaluation:
         return self.shortfall == 0.0
 
 
+def by_rank(found: Evaluation) -> tuple[bool, float]:
+    """Key that sorts the better answer first: what fits into memory before what does not, then by cost."""
+    return not found.feasible, found.cost
+
+
+def better(a: Evaluation, b: Evaluation) -> bool:
+    """Whether ``a`` is a better answer than ``b``."""
+    return by_rank(a) < by_rank(b)
+
+
 class Evaluator:
     """Evaluates plans of one graph on one topology, as changes of a plan at hand."""
 

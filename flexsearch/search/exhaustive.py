@@ -220,7 +220,7 @@ class _Run:
             self._try(incumbent)
         known = [set(row) for row in self.rows]
         for strategy in baselines(self.graph, self.topology, self.options).values():
-            configs = tuple(strategy.configs[op.name] for op in self.graph.operators)
+            configs = strategy.in_order(self.graph)
             if all(config in row for config, row in zip(configs, known, strict=True)):
                 self._try(configs)
 

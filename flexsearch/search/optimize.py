@@ -18,12 +18,12 @@ from flexsearch.cost import Costs
 from flexsearch.errors import StrategyError
 from flexsearch.graph import OperatorGraph, whole_piece
 from flexsearch.search.bound import lower_bound
-from flexsearch.search.climb import Climb, Climbed, Climber, better
-from flexsearch.search.evaluate import Configs, Evaluation
+from flexsearch.search.climb import Climb, Climbed, Climber
+from flexsearch.search.evaluate import Configs, Evaluation, better, by_rank
 from flexsearch.search.outcome import Improvement, Outcome, Progress, SearchResult, Trail
 from flexsearch.search.pins import parse_pins
 from flexsearch.search.space import Rule
-from flexsearch.search.team import Team
+from flexsearch.search.team import WINDOW, Team
 from flexsearch.simulate import simulate
 from flexsearch.strategy import Options, Prediction, Search, Strategy
 from flexsearch.strategy.baselines import Seconds, baselines
@@ -36,6 +36,8 @@ SLOWER: Final = 8
 """After so many climbs each, chains are given one more time the patience: they cool down more slowly."""
 LENGTH: Final = 100
 """A climb makes at most so many times its patience in proposals."""
+SHARE: Final = 4
+"""So many times its patience, or one part in WINDOW of a budget of proposals, leaves some of it to other climbs."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,7 +162,7 @@ class _Run:
         """Evaluate the baselines and the given start."""
         plans = baselines(self.graph, self.topology, self.options, self.seconds)
         # The first time on a machine, this compiles. The budget is for the climbs.
-        self.climber.warm(tuple(plans["data-parallel"].configs[op.name] for op in self.graph.operators))
+        self.climber.warm(plans["data-parallel"].in_order(self.graph))
         for name, strategy in plans.items():
             state = self._start(name, strategy)
             simulation = simulate(self.evaluate.lower(state.configs))
@@ -173,7 +175,7 @@ class _Run:
         self.began = self.improved = time.monotonic()
 
     def _start(self, name: str, strategy: Strategy) -> State:
-        configs = self.climber.space.fixed(strategy.configs[op.name] for op in self.graph.operators)
+        configs = self.climber.space.fixed(strategy.in_order(self.graph))
         state = self.starts[name] = State(configs, self.evaluate(configs))
         if not self.history or better(state.evaluation, self.best.evaluation):
             self._improve(0, state, name, "")
@@ -230,6 +232,7 @@ class _Run:
         count = LENGTH * patience * self.climber.patience
         if self.budget.proposals is not None:
             promised = sum(self._planned[len(ended) : index])
+            count = min(count, max(SHARE * self.climber.patience, self.budget.proposals // WINDOW))
             count = min(count, self.budget.proposals - sum(c.proposals for c in ended) - promised)
             if len(self._within(ended)[0]) < len(ended):
                 count = 0
@@ -246,10 +249,9 @@ class _Run:
         return Climb(index, stream, "from best", best.configs, count, known, best.optimal, patience)
 
     def _within(self, climbs: Sequence[Climbed]) -> tuple[Sequence[Climbed], str]:
-        """Those of the climbs, in order, that a budget of proposals leaves time for, and why the search ended there."""
+        """Those of the climbs, in order, that a budget of proposals leaves time for, and why it ended there."""
         limit = self.budget.proposals
-        if limit is None:
-            return climbs, "every start was climbed from"
+        assert limit is not None  # the clock ends a search by _Stop
         total, last, best = 0, 0, self.best.evaluation
         for n, climbed in enumerate(climbs):
             if better(climbed.evaluation, best):
@@ -262,14 +264,14 @@ class _Run:
     def _look(self, found: dict[int, Climbed]) -> None:
         """Say how it goes; end the search if the time is over."""
         now, climbs = time.monotonic(), list(found.values())
-        best = min((c.evaluation for c in climbs), key=lambda e: (not e.feasible, e.cost), default=self.best.evaluation)
+        best = min((c.evaluation for c in climbs), key=by_rank, default=self.best.evaluation)
         if self._seen is None or better(best, self._seen):
             self._seen, self.improved = best, now
         reason = self.budget.ended(now - self.began, now - self.improved)
         total, accepted = sum(c.proposals for c in climbs), sum(c.accepted for c in climbs)
         if self.on_progress is not None and (reason or now - self._said >= 0.1) and total:
             self._said = now
-            best_s = min(best, self.best.evaluation, key=lambda e: (not e.feasible, e.cost)).time_s
+            best_s = min(best, self.best.evaluation, key=by_rank).time_s
             self.on_progress(Progress(total, accepted, best_s, now - self.began, climbs[-1].phase))
         if reason:
             raise _Stop(reason)
@@ -305,7 +307,7 @@ class _Run:
         """The best plan with all records; the best baseline if nothing beats it by the margin."""
         self._merge()
         known = {name: self.starts[name] for name in self.outcomes}
-        name, baseline = min(known.items(), key=lambda item: (not item[1].evaluation.feasible, item[1].evaluation.cost))
+        name, baseline = min(known.items(), key=lambda item: by_rank(item[1].evaluation))
         needed = baseline.evaluation.cost * (1.0 - margin)
         if self.found_in != name and baseline.evaluation.feasible and self.best.evaluation.cost > needed:
             bucket = "" if self.options == self.given else f" with buckets of {self.options.bucket_bytes / 2**20:g} MiB"

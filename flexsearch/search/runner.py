@@ -85,6 +85,7 @@ class Runner:
         self._drawn: dict[tuple[int, int], OperatorConfig] = {}
         self._links = [(i, link) for i, links in enumerate(space.propagation.links) for link in links]
         self._simulator: DeltaSimulator | None = None
+        self._moves = self._lay_out()
         self._chain: Chain
 
     def begin(self, configs: Configs, now: Evaluation, best: Evaluation, generation: int, patience: int) -> None:
@@ -94,11 +95,10 @@ class Runner:
         simulator = self._simulator = self.evaluate.at(configs)
         operators, log = len(self.space.graph.operators), 4096
         number = generation % SETS + SETS * (generation // RENEWED)
-        self._moves = self._lay_out()
         self._chain = Chain(
             uniform=np.zeros((ROWS, UNIFORMS)), value=np.zeros(8), counts=np.zeros(8, np.uint64),
             candidates=np.array([CANDIDATES * number, CANDIDATES], np.uint64),
-            excess=np.array(EXCESS[FIRST[generation % len(FIRST)] :] or EXCESS[-1:]),
+            excess=np.array(EXCESS[FIRST[generation % len(FIRST)] :]),
             patience=np.array([patience], np.uint64), penalty=np.array([PENALTY]),
             chosen=np.zeros(operators, np.uint32), best=np.zeros(operators, np.uint32), log_value=np.zeros(log),
             log_step=np.zeros(log, np.uint64), log_move=np.zeros(log, np.uint64),

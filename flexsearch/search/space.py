@@ -75,6 +75,12 @@ class Space:
         return np.asarray(0.5 / len(operators) + 0.25 * flops / flops.sum() + 0.25 * nbytes / nbytes.sum())
 
     @cached_property
+    def by_importance(self) -> tuple[int, ...]:
+        """All operators: the leaders, the important ones first, then the others in graph order."""
+        importance = dict(zip(self.leaders, self.importance.tolist(), strict=True))
+        return tuple(sorted(range(len(self.graph.operators)), key=lambda i: (-importance.get(i, 0.0), i)))
+
+    @cached_property
     def classes(self) -> tuple[tuple[int, ...], ...]:
         """Leaders that a move may change together: those of the same kind and shape (the same layer in repeated
         blocks), then the steps of each unrolled layer. Only classes of several."""

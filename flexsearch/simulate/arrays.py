@@ -7,11 +7,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from flexsearch.compiled import F64 as F64
-from flexsearch.compiled import I64 as I64
-from flexsearch.compiled import U8 as U8
-from flexsearch.compiled import U32 as U32
-from flexsearch.compiled import U64 as U64
+from flexsearch.compiled import F64, I64, U8, U32, U64
 
 NOTHING = np.uint32(0xFFFFFFFF)
 """No task, node or row."""

@@ -8,8 +8,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from flexsearch.compiled import ONE, TWO, ZERO, lean
-from flexsearch.simulate.arrays import U8, U32, U64, Pools, Program, State
+from flexsearch.compiled import ONE, TWO, U8, U32, U64, ZERO, lean
+from flexsearch.simulate.arrays import Pools, Program, State
 
 RESHARD, WEIGHT, STEP, PLAN, HELD, LAYOUT = 1, 5, 6, 7, 8, 9
 """Kinds of keys. RESHARD + log2(bytes per element): (source, destination layout) -> template. The others make a number

@@ -14,11 +14,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from flexsearch.compiled import ONE as ONE
-from flexsearch.compiled import TWO as TWO
-from flexsearch.compiled import ZERO as ZERO
-from flexsearch.compiled import compiled as compiled
-from flexsearch.compiled import lean as lean
+from flexsearch.compiled import ONE, TWO, ZERO, compiled
 from flexsearch.lower import TaskArrays
 
 Times = npt.NDArray[np.float64]

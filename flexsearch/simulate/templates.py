@@ -11,12 +11,13 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from flexsearch.compiled import F64, I64, U32
 from flexsearch.graph import Tensor
 from flexsearch.lower import Lowering, Reshard
 from flexsearch.lower.lowering import Placed, kept
 from flexsearch.lower.reshard import Outline
 from flexsearch.lower.weights import WeightPlan
-from flexsearch.simulate.arrays import F64, I64, TICK, U32, Pools
+from flexsearch.simulate.arrays import TICK, Pools
 from flexsearch.simulate.ceiling import Ceiling
 from flexsearch.simulate.change import HELD, LAYOUT, MISSING, PLAN, RESHARD, STEP, WEIGHT, Table, find, put
 from flexsearch.strategy import OperatorConfig, Options

@@ -16,10 +16,9 @@ from typing import Any
 
 import numpy as np
 
-from flexsearch.compiled import ONE, THREE, TWO, ZERO, lean
+from flexsearch.compiled import F64, ONE, THREE, TWO, U32, ZERO, lean
 from flexsearch.simulate.arrays import (
     BACKWARD,
-    F64,
     GATHER,
     NOTHING,
     RECORD,
@@ -28,7 +27,6 @@ from flexsearch.simulate.arrays import (
     SYNCHRONISE,
     TICK,
     TIME,
-    U32,
     WRITE,
     Pools,
     Program,

@@ -6,8 +6,8 @@ from typing import Any
 
 import numpy as np
 
-from flexsearch.compiled import ONE, TWO, compiled, lean
-from flexsearch.simulate.arrays import F64, NOTHING, U32, Program, Tasks, Work
+from flexsearch.compiled import F64, ONE, THREE, TWO, U32, U64, compiled, lean
+from flexsearch.simulate.arrays import NOTHING, Program, Tasks, Work
 from flexsearch.simulate.kernel import run
 
 
@@ -58,13 +58,19 @@ def note(tasks: Tasks, heads: U32, device: Any) -> None:
 
 
 @lean
+def _write_pair(written: U64, which: Any, resources: U32, seconds: F64, resource: Any, value: float) -> None:
+    """One more row of two columns, whose rows are counted at place ``which``."""
+    at = np.uint64(written[which])
+    if at < np.uint64(resources.shape[0]):
+        resources[at] = resource
+        seconds[at] = value
+    written[which] = at + ONE
+
+
+@lean
 def write_link(tasks: Tasks, resource: Any, seconds: float) -> None:
     """The task to be written next keeps a resource busy."""
-    at = np.uint64(tasks.written[2])
-    if at < np.uint64(tasks.link.shape[0]):
-        tasks.link[at] = resource
-        tasks.link_s[at] = seconds
-    tasks.written[2] = at + ONE
+    _write_pair(tasks.written, TWO, tasks.link, tasks.link_s, resource, seconds)
 
 
 @lean
@@ -82,11 +88,7 @@ def write_links(tasks: Tasks, link: U32, link_s: F64, first: Any, last: Any) -> 
 @lean
 def write_drag(tasks: Tasks, resource: Any, seconds: float) -> None:
     """The task to be written next takes computing time from a processor."""
-    at = np.uint64(tasks.written[3])
-    if at < np.uint64(tasks.drag.shape[0]):
-        tasks.drag[at] = resource
-        tasks.drag_s[at] = seconds
-    tasks.written[3] = at + ONE
+    _write_pair(tasks.written, THREE, tasks.drag, tasks.drag_s, resource, seconds)
 
 
 @lean

@@ -130,6 +130,10 @@ class Strategy:
         strategy.check(graph, topology)
         return strategy
 
+    def in_order(self, graph: OperatorGraph) -> tuple[OperatorConfig, ...]:
+        """The configs in the order of the graph's operators."""
+        return tuple(self.configs[op.name] for op in graph.operators)
+
     def check(self, graph: OperatorGraph, topology: Topology) -> None:
         """Raise StrategyError unless this strategy was made for ``graph`` and ``topology`` and is legal there."""
         for what, made, name, found in (
