@@ -22,7 +22,7 @@ from flexsearch.compiled import F64, I64, ONE, TWO, U8, U32, U64, ZERO, lean
 from flexsearch.simulate.arrays import Pools, Program, State, Tasks, Work
 from flexsearch.simulate.attempt import attempt
 from flexsearch.simulate.change import MISSING, Change, Table, Wiring, carry_over, find, miss
-from flexsearch.simulate.walk import accept
+from flexsearch.simulate.checkpoint import accept
 
 CANDIDATE, OVER, SWAP, STORED, LIKE = 10, 11, 12, 13, 14
 """Keys of the table: (operator, k): a config to try; (link, config): the one that follows it; (config, a * devices +

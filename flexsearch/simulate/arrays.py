@@ -45,9 +45,9 @@ class Program(NamedTuple):
     update_byte_s: F64  # by device
     update_tensor_s: F64
     scalars: (
-        F64  # start of a communication (s), processor seconds per byte, and whether processors can hold tasks up: 0 no,
+        F64  # start of a communication (s), processor seconds per byte, whether processors can hold tasks up (0 no,
     )
-    # 1 yes, 2 yes and devices that share one take turns
+    # 1 yes, 2 yes and devices that share one take turns), and for how many exchanges of a weight a bucket has room
 
 
 class Pools(NamedTuple):
@@ -122,13 +122,16 @@ class State(NamedTuple):
 
 
 class Work(NamedTuple):
-    """Where a pass works. ``arrived``, ``checkpoint`` have two versions, so that a rejected proposal leaves the state's
-    own as they were: ``version`` says which is the state's, ``fresh`` which rows the pass at hand has written.
-    ``idle``, ``sent``: seconds for which each device has waited, and each resource was busy, behind the pass."""
+    """Where a pass works. ``arrived``, checkpoints, what they hold and the groups of buckets have two versions, so that
+    a rejected proposal leaves the state's own as they were: ``version`` says which is the state's (by row, then by
+    bucket), ``fresh`` which the pass at hand has written. ``idle``, ``sent``: seconds for which each device has waited,
+    and each resource was busy, behind the pass. ``seen``, ``order``: ready time and number of the exchange that each
+    resource carried last."""
 
     last: F64
     free: F64
     seen: F64
+    order: F64
     synced: F64
     idle: F64
     sent: F64
@@ -141,16 +144,31 @@ class Work(NamedTuple):
     check_fresh: U8
     load: F64
     touched: U32
-    group_key: U32
-    group_head: U32
-    group_tail: U32
-    group_size: U32
-    member_exchange: U32
-    member_weight: U32
-    member_next: U32
+    group_key: npt.NDArray[np.uint32]
+    group_head: npt.NDArray[np.uint32]
+    group_tail: npt.NDArray[np.uint32]
+    group_size: npt.NDArray[np.uint32]
+    member_exchange: npt.NDArray[np.uint32]
+    member_weight: npt.NDArray[np.uint32]
+    member_next: npt.NDArray[np.uint32]
+    heap_ready: F64  # exchanges that wait for their time, by (ready, number): a heap
+    heap_number: F64
+    heap_cargo: U64  # exchange, or group; row * 2**32
+    parked_ready: F64  # second phases whose first phase is in flight
+    parked_number: F64
+    parked_cargo: U64
+    flying: U64  # (2,): how many in the heap, how many parked
+    left: U32  # by row: exchanges in flight
+    early: U32  # by row: of the first of two phases
+    held: npt.NDArray[np.uint32]  # by checkpoint: heap, parked and rows that it holds
+    held_ready: npt.NDArray[np.float64]
+    held_number: npt.NDArray[np.float64]
+    held_cargo: npt.NDArray[np.uint64]
+    held_row: npt.NDArray[np.uint32]  # row, left, early
+    held_arrived: npt.NDArray[np.float64]
     start: F64
     end: F64
-    broken: U8  # 1 if the order by index was not the order of time
+    broken: U8  # 1 if exchanges were not taken in the order of time
     void: U64  # (1,): proposals in a row for which that was so
     counted: F64  # (1,) tasks of a pass in mode RECORD
     moment: F64  # makespan and tasks so far

@@ -20,9 +20,10 @@ from flexsearch.lower import Lowering
 from flexsearch.simulate.arrays import RECORD, STRIDE, WRITE, Program, State, Tasks, Work
 from flexsearch.simulate.attempt import attempt
 from flexsearch.simulate.change import RESHARD, WEIGHT, Change, Wiring, carry_over
+from flexsearch.simulate.checkpoint import accept
 from flexsearch.simulate.program import make_program, make_wiring
 from flexsearch.simulate.templates import Templates
-from flexsearch.simulate.walk import accept, walk
+from flexsearch.simulate.walk import walk
 from flexsearch.simulate.write import time_written
 from flexsearch.strategy import OperatorConfig, Options
 from flexsearch.topology import Topology
@@ -31,6 +32,9 @@ Configs = Sequence[OperatorConfig]
 Times = npt.NDArray[np.float64]
 Numbers = Sequence[int] | npt.NDArray[np.uint32]
 _MISSING_ROWS: Final = 4096
+_IN_FLIGHT, _HELD, _HELD_ROWS = 8192, 256, 64
+"""Room for exchanges in flight; for those that a checkpoint can hold, and for the rows to which they deliver. A pass
+with more is void, a checkpoint with more is not used."""
 
 
 class DeltaSimulator:
@@ -206,7 +210,7 @@ class DeltaSimulator:
 
     def _tasks(self, count: int) -> Tasks:
         """Room for ``count`` tasks, and for the update beside forward and backward of every operator."""
-        return _tasks(len(self.work.version), len(self.topology.devices), count, 2 * len(self.graph.operators) + 1)
+        return _tasks(len(self.work.left), len(self.topology.devices), count, 2 * len(self.graph.operators) + 1)
 
     def _change(self) -> Change:
         operators, weights = len(self.graph.operators), len(self.wiring.gather_block)
@@ -222,7 +226,7 @@ class DeltaSimulator:
     def _empty_state(self) -> State:
         slots, devices = len(self.wiring.slot_operator), len(self.topology.devices)
         return State(
-            config=_numbers(len(self.graph.operators)), leader=_numbers(slots), need=_numbers(slots),
+            config=_numbers(len(self.graph.operators)), leader=np.arange(slots, dtype=np.uint32), need=_numbers(slots),
             forward=_numbers(slots), backward=_numbers(slots), plan=_numbers(len(self.wiring.gather_block)),
             stored_bytes=np.zeros(devices, np.uint64), stored_count=np.zeros(devices, np.uint64),
             held=np.full(devices, self.templates.ceiling.always, np.int64), busy=np.zeros(devices, np.int64),
@@ -233,21 +237,30 @@ class DeltaSimulator:
         slots, devices = len(self.wiring.slot_operator), len(self.topology.devices)
         weights, resources = len(self.wiring.gather_block), len(self.topology.resources)
         rows, checks = 2 * slots + weights, len(self.program.kind) // STRIDE + 1
-        members = 1 + weights * max(4, devices)  # exchanges that a bucket can hold
+        versions, members = rows + len(self.program.bucket_first), int(weights * self.program.scalars[3])
         return Work(
-            last=np.zeros(devices), free=np.zeros(resources), seen=np.zeros(resources), synced=np.zeros(devices),
-            idle=np.zeros(devices), sent=np.zeros(resources),
-            middle=np.zeros(devices), arrived=np.zeros((2, rows, devices)), version=np.zeros(rows, np.uint8),
-            fresh=np.zeros(rows, np.uint8), checkpoint=np.zeros((2, checks, 3 * devices + 3 * resources + 2)),
+            last=np.zeros(devices), free=np.zeros(resources), seen=np.zeros(resources), order=np.zeros(resources),
+            synced=np.zeros(devices), idle=np.zeros(devices), sent=np.zeros(resources), middle=np.zeros(devices),
+            arrived=np.zeros((2, rows, devices)), version=np.zeros(versions, np.uint8),
+            fresh=np.zeros(versions, np.uint8), checkpoint=np.zeros((2, checks, 3 * devices + 4 * resources + 2)),
             check_version=np.zeros(checks, np.uint8), check_fresh=np.zeros(checks, np.uint8), load=np.zeros(resources),
-            touched=_numbers(resources), group_key=_numbers(members), group_head=_numbers(members),
-            group_tail=_numbers(members), group_size=_numbers(members), member_exchange=_numbers(members),
-            member_weight=_numbers(members), member_next=_numbers(members), start=np.zeros(1), end=np.zeros(1),
-            broken=np.zeros(1, np.uint8), void=np.zeros(1, np.uint64), counted=np.zeros(1), moment=np.zeros(2),
+            touched=_numbers(resources), group_key=_numbers(2, members), group_head=_numbers(2, members),
+            group_tail=_numbers(2, members), group_size=_numbers(2, members), member_exchange=_numbers(2, members),
+            member_weight=_numbers(2, members), member_next=_numbers(2, members),
+            heap_ready=np.zeros(_IN_FLIGHT), heap_number=np.zeros(_IN_FLIGHT),
+            heap_cargo=np.zeros(_IN_FLIGHT, np.uint64),
+            parked_ready=np.zeros(_IN_FLIGHT), parked_number=np.zeros(_IN_FLIGHT),
+            parked_cargo=np.zeros(_IN_FLIGHT, np.uint64), flying=np.zeros(2, np.uint64),
+            left=_numbers(rows), early=_numbers(rows),
+            held=_numbers(2, checks, 3), held_ready=np.zeros((2, checks, _HELD)),
+            held_number=np.zeros((2, checks, _HELD)), held_cargo=np.zeros((2, checks, _HELD), np.uint64),
+            held_row=_numbers(2, checks, _HELD_ROWS, 3), held_arrived=np.zeros((2, checks, _HELD_ROWS, devices)),
+            start=np.zeros(1), end=np.zeros(1), broken=np.zeros(1, np.uint8), void=np.zeros(1, np.uint64),
+            counted=np.zeros(1), moment=np.zeros(2),
         )  # fmt: skip
 
 
-def _numbers(size: int) -> npt.NDArray[np.uint32]:
+def _numbers(*size: int) -> npt.NDArray[np.uint32]:
     return np.zeros(size, np.uint32)
 
 

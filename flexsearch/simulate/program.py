@@ -88,7 +88,9 @@ def make_program(
         bandwidth=np.array([r.bandwidth or 0.0 for r in topology.resources], np.float64),
         turn=turns,
         update_byte_s=np.array([b for b, _ in rates]), update_tensor_s=np.array([t for _, t in rates]),
-        scalars=np.array([communication.overhead_s, communication.cpu_s_per_byte, busy]),
+        scalars=np.array(
+            [communication.overhead_s, communication.cpu_s_per_byte, busy, max(4, len(topology.devices))]
+        ),
     )  # fmt: skip
 
 

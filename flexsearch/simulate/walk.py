@@ -5,9 +5,11 @@ order of the blocks follows from the graph alone. The pass keeps the moments at 
 at which data arrives, and needs no list of tasks: a task's start is a maximum over a few of these.
 
 **When that is exact.** The event-driven simulation (``kernel.run``) takes tasks by (ready time, index). A task's start
-depends only on the tasks before it that share a resource, so going by the index gives the same bits as long as on every
-resource the ready times never decrease, which the pass watches. Where they do (or where devices take turns on a shared
-processor), the pass is repeated to write the task graph down, and ``kernel.run`` times that.
+depends only on the tasks before it that share a resource. What a device computes comes in the order of the index
+anyway; exchanges are held back until somebody needs them (``flight``) and taken by (ready time, index). So the pass
+gives the same bits as long as on every resource that order never goes back, which it watches. Where it does (or where
+devices take turns on a shared processor), the pass is repeated to write the task graph down, and ``kernel.run`` times
+that.
 """
 
 from __future__ import annotations
@@ -16,9 +18,10 @@ from typing import Any
 
 import numpy as np
 
-from flexsearch.compiled import F64, ONE, THREE, TWO, U32, ZERO, lean
+from flexsearch.compiled import ONE, TWO, ZERO, lean
 from flexsearch.simulate.arrays import (
     BACKWARD,
+    FORWARD,
     GATHER,
     NOTHING,
     RECORD,
@@ -34,17 +37,21 @@ from flexsearch.simulate.arrays import (
     Tasks,
     Work,
 )  # fmt: skip
+from flexsearch.simulate.checkpoint import restore, save
+from flexsearch.simulate.flight import merge, merge_drags, new_row, push, record, send, sent_at, take, version_of
 from flexsearch.simulate.write import (
     after,
     after_device,
     fits,
     goes_on,
-    note,
+    note_all,
+    start,
     write_compute,
     write_drag,
+    write_exchange,
     write_link,
-    write_links,
     write_part,
+    write_reshard,
     write_task,
 )
 
@@ -58,34 +65,31 @@ def walk(
     beginning and returns 0; -1 if ``tasks`` is too small. In mode TIME: infinity as soon as it is certain that the
     makespan is above ``limit`` (s)."""
     slots = np.uint64(program.flows.shape[0])
-    devices = np.uint64(program.processor.shape[0])
-    moment = work.moment
-    _restore(work, first, devices)
-    work.broken[0] = 0
-    work.fresh[:] = 0
-    work.check_fresh[:] = 0
     if mode == WRITE:
-        tasks.written[:] = 0
-        tasks.parts[:] = 0
-        tasks.open[:] = 0
-        tasks.last[:] = NOTHING
-        tasks.synced[:] = NOTHING
-    b = np.uint64(first)
+        start(tasks)
+    b: Any = restore(work, first)
     while b < np.uint64(program.kind.shape[0]):
-        if mode != WRITE and b % np.uint64(STRIDE) == ZERO:
-            _save(work, b // np.uint64(STRIDE), devices, moment)
-            if mode == TIME and too_long(program, state, work, limit):
-                return np.inf
-        if work.broken[0] == 1 and mode == TIME:
-            return 0.0
         kind, argument = program.kind[b], np.uint64(program.argument[b])
+        if mode != WRITE:
+            mark = b % np.uint64(STRIDE) == ZERO
+            until = _until(program, state, work, kind, mark)
+            while work.flying[0] > ZERO and (
+                work.heap_ready[0] <= until or _waits(program, state, work, kind, argument, slots)
+            ):
+                take(program, pools, state.plan, work, mode)
+            if work.broken[0] == 1 and mode == TIME:
+                return 0.0
+            if mark:
+                save(program, pools, state, work, b // np.uint64(STRIDE))
+                if mode == TIME and too_long(program, state, work, limit):
+                    return np.inf
         if kind <= BACKWARD:
             # One loop for all three, and one call of each helper: every further call is compiled in anew.
             forward = kind != BACKWARD
             if kind == GATHER:
                 k, last = np.uint64(program.reader_first[argument]), np.uint64(program.reader_last[argument])
             else:
-                _compute(program, pools, state, work, tasks, argument, forward, mode, moment)
+                _compute(program, pools, state, work, tasks, argument, forward, mode)
                 if forward:
                     k, last = np.uint64(program.result_first[argument]), np.uint64(program.result_last[argument])
                 else:
@@ -99,22 +103,54 @@ def walk(
                 template = state.backward[slot]
                 if forward:
                     template, row = state.forward[slot], slot
-                if _moves(pools, template):
-                    _reshard(pools, work, tasks, row, np.uint64(template), mode, moment)
+                if _moves(pools, template) and mode == WRITE:
+                    write_reshard(pools, tasks, np.uint64(template), row)
+                elif _moves(pools, template):
+                    send(pools, work, np.uint64(template), row)
                 k += ONE
         elif kind == SYNCHRONISE:
-            _synchronise(program, pools, state, work, tasks, argument, mode, moment)
+            _synchronise(program, pools, state, work, tasks, argument, mode)
         elif kind == SECOND:
-            _second(program, pools, state, work, tasks, mode, moment)
+            _second(program, pools, state, work, tasks, mode)
         else:
-            _update(program, state, work, tasks, mode, moment)
+            _update(program, state, work, tasks, mode)
         b += ONE
     if mode == WRITE and not fits(tasks):
         return -1.0
-    work.counted[0] = moment[1]
-    for d in range(devices):
-        moment[0] = max(moment[0], work.last[d])
-    return moment[0]
+    work.counted[0] = work.moment[1]
+    makespan = work.moment[0]
+    for d in range(np.uint64(program.processor.shape[0])):
+        makespan = max(makespan, work.last[d])
+    return makespan
+
+
+@lean
+def _until(program: Program, state: State, work: Work, kind: Any, mark: Any) -> Any:
+    """Exchanges that are ready up to this moment (s) are given their times before a block. Where they take time from
+    processors, that is all that have been sent; at a checkpoint, all that nothing can come before."""
+    if kind >= SECOND or program.scalars[2] > 0.0:
+        return np.inf
+    if not mark or work.flying[0] == ZERO:
+        return -1.0
+    behind = np.inf
+    for d in range(np.uint64(state.busy.shape[0])):
+        if state.busy[d] > 0:
+            behind = min(behind, work.last[d])
+    return behind
+
+
+@lean
+def _waits(program: Program, state: State, work: Work, kind: Any, operator: Any, slots: Any) -> Any:
+    """Whether a block needs something that is in flight."""
+    if kind == FORWARD:
+        for j in range(np.uint64(program.operand_first[operator]), np.uint64(program.operand_last[operator])):
+            if work.left[np.uint64(state.leader[j])] > 0:
+                return True
+    elif kind == BACKWARD:
+        for j in range(np.uint64(program.result_first[operator]), np.uint64(program.result_last[operator])):
+            if work.left[slots + np.uint64(program.result[j])] > 0:
+                return True
+    return False
 
 
 @lean
@@ -138,87 +174,8 @@ def _moves(pools: Pools, template: Any) -> Any:
 
 
 @lean
-def _restore(work: Work, first: Any, devices: Any) -> None:
-    """Set the moments to those of the checkpoint before block ``first``. ``work.moment``: makespan and tasks so far."""
-    moment = work.moment
-    moment[:] = 0.0
-    if first == 0:
-        work.last[:] = 0.0
-        work.free[:] = 0.0
-        work.seen[:] = 0.0
-        work.synced[:] = 0.0
-        work.idle[:] = 0.0
-        work.sent[:] = 0.0
-        return
-    c = np.uint64(first) // np.uint64(STRIDE)
-    row = work.checkpoint[work.check_version[c], c]
-    links = np.uint64(work.free.shape[0])
-    k = ZERO
-    while k < devices:
-        work.last[k] = row[k]
-        work.synced[k] = row[devices + k]
-        work.idle[k] = row[TWO * devices + k]
-        k += ONE
-    at = THREE * devices
-    k = ZERO
-    while k < links:
-        work.free[k] = row[at + k]
-        work.seen[k] = row[at + links + k]
-        work.sent[k] = row[at + TWO * links + k]
-        k += ONE
-    moment[0] = row[at + THREE * links]
-    moment[1] = row[at + THREE * links + ONE]
-
-
-@lean
-def _save(work: Work, c: Any, devices: Any, moment: F64) -> None:
-    row = work.checkpoint[ONE - np.uint64(work.check_version[c]), c]
-    work.check_fresh[c] = 1
-    links = np.uint64(work.free.shape[0])
-    k = ZERO
-    while k < devices:
-        row[k] = work.last[k]
-        row[devices + k] = work.synced[k]
-        row[TWO * devices + k] = work.idle[k]
-        k += ONE
-    at = THREE * devices
-    k = ZERO
-    while k < links:
-        row[at + k] = work.free[k]
-        row[at + links + k] = work.seen[k]
-        row[at + TWO * links + k] = work.sent[k]
-        k += ONE
-    row[at + THREE * links] = moment[0]
-    row[at + THREE * links + ONE] = moment[1]
-
-
-@lean
-def accept(work: Work) -> None:
-    """Make what the last pass wrote the state's own."""
-    for k in range(np.uint64(work.fresh.shape[0])):
-        work.version[k] ^= work.fresh[k]
-    for k in range(np.uint64(work.check_fresh.shape[0])):
-        work.check_version[k] ^= work.check_fresh[k]
-
-
-@lean
-def _version(work: Work, row: Any) -> Any:
-    """Which version of a row holds what has arrived: that of this pass if it came by, else that of the state."""
-    return np.uint64(work.version[row] ^ work.fresh[row])
-
-
-@lean
-def _new_row(work: Work, tasks: Tasks, row: Any, mode: Any) -> None:
-    work.fresh[row] = 1
-    if mode == WRITE:
-        tasks.head[row, :] = NOTHING
-    work.arrived[_version(work, row), row, :] = 0.0
-
-
-@lean
 def _compute(
     program: Program, pools: Pools, state: State, work: Work, tasks: Tasks, operator: Any, forward: Any, mode: Any,
-    moment: F64,
 ) -> None:  # fmt: skip
     """The forward or backward tasks of an operator on its devices."""
     config = np.uint64(state.config[operator])
@@ -232,6 +189,7 @@ def _compute(
     waits = False
     for j in range(low, high):
         waits = waits or _source(program, pools, state, j, forward, slots) != np.uint64(NOTHING)
+    work.moment[1] += float(last - first)
     if mode == TIME and not waits and not shared:  # most blocks: every device just goes on
         if forward:
             for k in range(first, last):
@@ -264,7 +222,7 @@ def _compute(
     for j in range(low, high):
         row = _source(program, pools, state, j, forward, slots)
         if row != np.uint64(NOTHING):
-            arrived = work.arrived[_version(work, row), row]
+            arrived = work.arrived[version_of(work, row), row]
             for k in range(first, last):
                 d = np.uint64(pools.entry_device[k])
                 work.middle[d] = max(work.middle[d], arrived[d])
@@ -277,13 +235,14 @@ def _compute(
             if begin < work.seen[p]:
                 work.broken[0] = 1
             work.seen[p] = begin
+            work.order[p] = work.moment[1] - float(last - k)
             begin = max(begin, work.free[p])
             work.free[p] = begin + seconds
         finish = begin + seconds
         work.idle[d] += begin - work.last[d]
         work.last[d] = finish
         if mode == RECORD:
-            _record(work, moment, begin, finish)
+            record(work, work.moment[1] - float(last - k), begin, finish)
 
 
 @lean
@@ -299,235 +258,105 @@ def _source(program: Program, pools: Pools, state: State, j: Any, forward: Any, 
 
 
 @lean
-def _record(work: Work, moment: F64, begin: float, finish: float) -> None:
-    at = np.uint64(moment[1])
-    if at < np.uint64(work.start.shape[0]):
-        work.start[at] = begin
-        work.end[at] = finish
-    moment[1] += 1.0
-
-
-@lean
-def _reshard(pools: Pools, work: Work, tasks: Tasks, row: Any, template: Any, mode: Any, moment: F64) -> None:
-    """All phases of a reshard, delivering to ``row``."""
-    _new_row(work, tasks, row, mode)
-    arrived = work.arrived[_version(work, row), row]
-    middle, last = np.uint64(pools.reshard_middle[template]), np.uint64(pools.reshard_last[template])
-    if middle < last:
-        work.middle[:] = 0.0
-        if mode == WRITE:
-            tasks.middle[:] = NOTHING
-    for x in range(np.uint64(pools.reshard_first[template]), last):
-        finish = _exchange(pools, work, tasks, x, work.middle, tasks.middle, x >= middle, mode, moment)
-        _deliver(pools, tasks, x, arrived, tasks.head[row], finish, mode)
-        if x < middle < last:
-            _deliver(pools, tasks, x, work.middle, tasks.middle, finish, mode)
-
-
-@lean
-def _exchange(
-    pools: Pools, work: Work, tasks: Tasks, x: Any, before: F64, heads: U32, second: Any, mode: Any, moment: F64
-) -> Any:
-    """One communication task; ``before``, ``heads``: what the first phase delivered, which the ``second`` waits for.
-    Returns its end (s)."""
-    if mode == WRITE:
-        for k in range(np.uint64(pools.send_first[x]), np.uint64(pools.send_last[x])):
-            d = np.uint64(pools.send[k])
-            after_device(tasks, d)
-            if second:
-                after(tasks, heads[d])
-        write_links(tasks, pools.link, pools.link_s, np.uint64(pools.link_first[x]), np.uint64(pools.link_last[x]))
-        for k in range(np.uint64(pools.drag_first[x]), np.uint64(pools.drag_last[x])):
-            write_drag(tasks, pools.drag[k], pools.drag_s[k])
-        write_task(tasks, pools.duration[x], np.inf)
-        return 0.0
-    ready = 0.0
-    for k in range(np.uint64(pools.send_first[x]), np.uint64(pools.send_last[x])):
-        d = np.uint64(pools.send[k])
-        ready = max(ready, work.last[d])
-        if second:
-            ready = max(ready, before[d])
-    begin = ready
-    for k in range(np.uint64(pools.link_first[x]), np.uint64(pools.link_last[x])):
-        r = np.uint64(pools.link[k])
-        begin = max(begin, work.free[r])
-        if ready < work.seen[r]:
-            work.broken[0] = 1
-        work.seen[r] = ready
-    for k in range(np.uint64(pools.link_first[x]), np.uint64(pools.link_last[x])):
-        work.free[np.uint64(pools.link[k])] = begin + pools.link_s[k]
-        work.sent[np.uint64(pools.link[k])] += pools.link_s[k]
-    for k in range(np.uint64(pools.drag_first[x]), np.uint64(pools.drag_last[x])):
-        _drag(work, np.uint64(pools.drag[k]), ready, pools.drag_s[k])
-    finish = begin + pools.duration[x]
-    moment[0] = max(moment[0], finish)
-    if mode == RECORD:
-        _record(work, moment, begin, finish)
-    return finish
-
-
-@lean
-def _drag(work: Work, r: Any, ready: float, seconds: float) -> None:
-    if ready < work.seen[r]:
-        work.broken[0] = 1
-    work.seen[r] = ready
-    work.free[r] = max(work.free[r], ready) + seconds
-
-
-@lean
-def _deliver(pools: Pools, tasks: Tasks, x: Any, arrived: F64, heads: U32, finish: float, mode: Any) -> None:
-    """Note on the receivers of exchange ``x`` when it ended (or which task it was, the last one written)."""
-    for k in range(np.uint64(pools.receive_first[x]), np.uint64(pools.receive_last[x])):
-        d = np.uint64(pools.receive[k])
-        if mode == WRITE:
-            note(tasks, heads, d)
-        else:
-            arrived[d] = max(arrived[d], finish)
-
-
-@lean
 def _synchronise(
-    program: Program, pools: Pools, state: State, work: Work, tasks: Tasks, bucket: Any, mode: Any, moment: F64
+    program: Program, pools: Pools, state: State, work: Work, tasks: Tasks, bucket: Any, mode: Any
 ) -> None:
     """The first phases of a bucket's weights: exchanges of the same key as one task."""
-    slots = np.uint64(program.flows.shape[0])
-    groups = members = ZERO
-    for k in range(np.uint64(program.bucket_first[bucket]), np.uint64(program.bucket_last[bucket])):
+    slots, rows = np.uint64(program.flows.shape[0]), np.uint64(work.left.shape[0])
+    lead, last = np.uint64(program.bucket_first[bucket]), np.uint64(program.bucket_last[bucket])
+    work.fresh[rows + bucket] = 1
+    v = version_of(work, rows + bucket)
+    first: Any = lead * np.uint64(program.scalars[3])
+    groups = members = first
+    for k in range(lead, last):
         w = np.uint64(program.member[k])
         t = np.uint64(pools.plan_sync[np.uint64(state.plan[w])])
         if pools.reshard_middle[t] < pools.reshard_last[t]:
-            _new_row(work, tasks, TWO * slots + w, mode)
+            if mode == WRITE:
+                tasks.head[TWO * slots + w, :] = NOTHING
+            else:
+                new_row(work, TWO * slots + w)
         for x in range(np.uint64(pools.reshard_first[t]), np.uint64(pools.reshard_middle[t])):
-            g = ZERO
-            while g < groups and work.group_key[g] != pools.key[x]:
+            g = first
+            while g < groups and work.group_key[v, g] != pools.key[x]:
                 g += ONE
             if g == groups:
-                work.group_key[g] = pools.key[x]
-                work.group_head[g] = members
-                work.group_size[g] = 0
+                work.group_key[v, g] = pools.key[x]
+                work.group_head[v, g] = members
+                work.group_size[v, g] = 0
                 groups += ONE
             else:
-                work.member_next[np.uint64(work.group_tail[g])] = members
-            work.group_tail[g] = members
-            work.group_size[g] += np.uint32(1)
-            work.member_exchange[members] = x
-            work.member_weight[members] = w
+                work.member_next[v, np.uint64(work.group_tail[v, g])] = members
+            work.group_tail[v, g] = members
+            work.group_size[v, g] += np.uint32(1)
+            work.member_exchange[v, members] = x
+            work.member_weight[v, members] = w
             members += ONE
-    for g in range(ZERO, groups):
-        m = np.uint64(work.group_head[g])
-        if work.group_size[g] == 1:
-            alone = np.uint64(work.member_exchange[m])
-            finish = _exchange(pools, work, tasks, alone, work.middle, tasks.middle, False, mode, moment)
-        else:
-            finish = _merged(program, pools, work, tasks, g, mode, moment)
-        for _ in range(np.uint64(work.group_size[g])):
-            e, w = np.uint64(work.member_exchange[m]), np.uint64(work.member_weight[m])
-            _deliver(pools, tasks, e, work.synced, tasks.synced, finish, mode)
-            t = np.uint64(pools.plan_sync[np.uint64(state.plan[w])])
-            if pools.reshard_middle[t] < pools.reshard_last[t]:
-                row = TWO * slots + w
-                _deliver(pools, tasks, e, work.arrived[_version(work, row), row], tasks.head[row], finish, mode)
-            m = np.uint64(work.member_next[m])
-
-
-@lean
-def _merged(program: Program, pools: Pools, work: Work, tasks: Tasks, g: Any, mode: Any, moment: F64) -> Any:
-    """The task that several exchanges of a bucket are together: their bytes add up on every link."""
-    ready, latency, total = 0.0, 0.0, ZERO
-    touched = dragged = ZERO
-    key = np.uint64(work.group_key[g])
-    ring = np.uint64(pools.key_ring[key])
-    m = np.uint64(work.group_head[g])
-    for i in range(np.uint64(work.group_size[g])):
-        x = np.uint64(work.member_exchange[m])
-        for k in range(np.uint64(pools.send_first[x]), np.uint64(pools.send_last[x])):
-            d = np.uint64(pools.send[k])
-            if mode == WRITE:
-                after_device(tasks, d)
-            else:
-                ready = max(ready, work.last[d])
-        latency = max(latency, pools.latency[x])
-        total += pools.amount[x]
-        if ring == ZERO or i == ZERO:
-            for k in range(np.uint64(pools.link_first[x]), np.uint64(pools.link_last[x])):
-                r = np.uint64(pools.link[k])
-                if work.load[r] == 0.0:
-                    work.touched[touched] = r
-                    touched += ONE
-                work.load[r] += pools.link_load[k]
-        m = np.uint64(work.member_next[m])
-    edge = 1.0
-    steps = 1.0
-    if ring > ZERO:
-        edge = float(TWO * (ring - ONE) * total // ring)
-        steps = float(TWO * (ring - ONE))
-    factor, busiest, begin = pools.key_factor[key], 0.0, ready
-    for j in range(ZERO, touched):
-        r = np.uint64(work.touched[j])
-        seconds = factor * (work.load[r] * edge) / program.bandwidth[r]
-        busiest = max(busiest, seconds)
-        begin = max(begin, work.free[r])
-        if mode != WRITE:
-            if ready < work.seen[r]:
-                work.broken[0] = 1
-            work.seen[r] = ready
-    for j in range(ZERO, touched):
-        r = np.uint64(work.touched[j])
-        seconds = factor * (work.load[r] * edge) / program.bandwidth[r]
+    for g in range(first, groups):
         if mode == WRITE:
-            write_link(tasks, r, seconds)
-        else:
-            work.free[r] = begin + seconds
-            work.sent[r] += seconds
-        work.load[r] = 0.0
-    duration = program.scalars[0] + steps * latency + busiest
-    if program.scalars[1] > 0.0:
-        m = np.uint64(work.group_head[g])
-        for i in range(np.uint64(work.group_size[g])):
-            x = np.uint64(work.member_exchange[m])
-            if ring == ZERO or i == ZERO:
-                for k in range(np.uint64(pools.drag_first[x]), np.uint64(pools.drag_last[x])):
-                    r = np.uint64(pools.drag[k])
-                    if work.load[r] == 0.0:
-                        work.touched[dragged] = r
-                        dragged += ONE
-                    work.load[r] += pools.drag_load[k]
-            m = np.uint64(work.member_next[m])
-        for j in range(ZERO, dragged):
-            r = np.uint64(work.touched[j])
-            seconds = program.scalars[1] * (work.load[r] * edge)
-            if mode == WRITE:
-                write_drag(tasks, r, seconds)
-            else:
-                _drag(work, r, ready, seconds)
-            work.load[r] = 0.0
-    if mode == WRITE:
-        write_task(tasks, duration, np.inf)
-        return 0.0
-    finish = begin + duration
-    moment[0] = max(moment[0], finish)
-    if mode == RECORD:
-        _record(work, moment, begin, finish)
-    return finish
+            _write_group(program, pools, state, work, tasks, v, g)
+            continue
+        m, ready = np.uint64(work.group_head[v, g]), 0.0
+        for _ in range(np.uint64(work.group_size[v, g])):
+            ready = max(ready, sent_at(pools, work, np.uint64(work.member_exchange[v, m])))
+            m = np.uint64(work.member_next[v, m])
+        push(work, ready, g, rows + bucket)
 
 
 @lean
-def _second(program: Program, pools: Pools, state: State, work: Work, tasks: Tasks, mode: Any, moment: F64) -> None:
+def _write_group(program: Program, pools: Pools, state: State, work: Work, tasks: Tasks, v: Any, g: Any) -> None:
+    """Write the task down that several exchanges of a bucket are together."""
+    m = np.uint64(work.group_head[v, g])
+    if work.group_size[v, g] == 1:
+        write_exchange(pools, tasks, np.uint64(work.member_exchange[v, m]), tasks.middle, False)
+    else:
+        for _ in range(np.uint64(work.group_size[v, g])):
+            x = np.uint64(work.member_exchange[v, m])
+            for k in range(np.uint64(pools.send_first[x]), np.uint64(pools.send_last[x])):
+                after_device(tasks, np.uint64(pools.send[k]))
+            m = np.uint64(work.member_next[v, m])
+        touched, duration = merge(program, pools, work, v, g)
+        for j in range(ZERO, touched):
+            r = np.uint64(work.touched[j])
+            write_link(tasks, r, work.load[r])
+            work.load[r] = 0.0
+        for j in range(ZERO, merge_drags(program, pools, work, v, g)):
+            r = np.uint64(work.touched[j])
+            write_drag(tasks, r, work.load[r])
+            work.load[r] = 0.0
+        write_task(tasks, duration, np.inf)
+    m = np.uint64(work.group_head[v, g])
+    for _ in range(np.uint64(work.group_size[v, g])):
+        x, w = np.uint64(work.member_exchange[v, m]), np.uint64(work.member_weight[v, m])
+        note_all(pools, tasks, x, tasks.synced)
+        t = np.uint64(pools.plan_sync[np.uint64(state.plan[w])])
+        if pools.reshard_middle[t] < pools.reshard_last[t]:
+            note_all(pools, tasks, x, tasks.head[TWO * np.uint64(program.flows.shape[0]) + w])
+        m = np.uint64(work.member_next[v, m])
+
+
+@lean
+def _second(program: Program, pools: Pools, state: State, work: Work, tasks: Tasks, mode: Any) -> None:
     """The second phases of all synchronisations."""
     slots = np.uint64(program.flows.shape[0])
+    synced = np.uint64(work.left.shape[0]) + np.uint64(program.bucket_first.shape[0])  # in the place of a row
     for k in range(np.uint64(program.member.shape[0])):
         w = np.uint64(program.member[k])
         t = np.uint64(pools.plan_sync[np.uint64(state.plan[w])])
         row = TWO * slots + w
         for x in range(np.uint64(pools.reshard_middle[t]), np.uint64(pools.reshard_last[t])):
-            finish = _exchange(
-                pools, work, tasks, x, work.arrived[_version(work, row), row], tasks.head[row], True, mode, moment
-            )
-            _deliver(pools, tasks, x, work.synced, tasks.synced, finish, mode)
+            if mode == WRITE:
+                write_exchange(pools, tasks, x, tasks.head[row], True)
+                note_all(pools, tasks, x, tasks.synced)
+                continue
+            arrived, ready = work.arrived[version_of(work, row), row], sent_at(pools, work, x)
+            for j in range(np.uint64(pools.send_first[x]), np.uint64(pools.send_last[x])):
+                ready = max(ready, arrived[np.uint64(pools.send[j])])
+            push(work, ready, x, synced)
 
 
 @lean
-def _update(program: Program, state: State, work: Work, tasks: Tasks, mode: Any, moment: F64) -> None:
+def _update(program: Program, state: State, work: Work, tasks: Tasks, mode: Any) -> None:
     shared = program.scalars[2] > 0.0
     for d in range(np.uint64(program.processor.shape[0])):
         if state.stored_count[d] == 0:
@@ -543,8 +372,10 @@ def _update(program: Program, state: State, work: Work, tasks: Tasks, mode: Any,
             if begin < work.seen[p]:
                 work.broken[0] = 1
             work.seen[p] = begin
+            work.order[p] = work.moment[1]
             begin = max(begin, work.free[p])
             work.free[p] = begin + seconds
         work.last[d] = begin + seconds
         if mode == RECORD:
-            _record(work, moment, begin, begin + seconds)
+            record(work, work.moment[1], begin, begin + seconds)
+        work.moment[1] += 1.0

@@ -7,8 +7,18 @@ from typing import Any
 import numpy as np
 
 from flexsearch.compiled import F64, ONE, THREE, TWO, U32, U64, compiled, lean
-from flexsearch.simulate.arrays import NOTHING, Program, Tasks, Work
+from flexsearch.simulate.arrays import NOTHING, Pools, Program, Tasks, Work
 from flexsearch.simulate.kernel import run
+
+
+@lean
+def start(tasks: Tasks) -> None:
+    """Nothing is written yet."""
+    tasks.written[:] = 0
+    tasks.parts[:] = 0
+    tasks.open[:] = 0
+    tasks.last[:] = NOTHING
+    tasks.synced[:] = NOTHING
 
 
 @lean
@@ -65,6 +75,13 @@ def _write_pair(written: U64, which: Any, resources: U32, seconds: F64, resource
         resources[at] = resource
         seconds[at] = value
     written[which] = at + ONE
+
+
+@lean
+def note_all(pools: Pools, tasks: Tasks, x: Any, heads: U32) -> None:
+    """Add the task that was written last, exchange ``x``, to the lists of its receivers."""
+    for k in range(np.uint64(pools.receive_first[x]), np.uint64(pools.receive_last[x])):
+        note(tasks, heads, np.uint64(pools.receive[k]))
 
 
 @lean
@@ -131,6 +148,34 @@ def write_compute(program: Program, tasks: Tasks, d: Any, seconds: float) -> Non
         tasks.part[d, tasks.parts[d]] = seconds
         tasks.parts[d] += ONE
         tasks.part_last[task] = tasks.parts[d]
+
+
+@lean
+def write_reshard(pools: Pools, tasks: Tasks, template: Any, row: Any) -> None:
+    """All phases of a reshard, delivering to ``row``."""
+    tasks.head[row, :] = NOTHING
+    middle, last = np.uint64(pools.reshard_middle[template]), np.uint64(pools.reshard_last[template])
+    if middle < last:
+        tasks.middle[:] = NOTHING
+    for x in range(np.uint64(pools.reshard_first[template]), last):
+        write_exchange(pools, tasks, x, tasks.middle, x >= middle)
+        note_all(pools, tasks, x, tasks.head[row])
+        if x < middle < last:
+            note_all(pools, tasks, x, tasks.middle)
+
+
+@lean
+def write_exchange(pools: Pools, tasks: Tasks, x: Any, heads: U32, second: Any) -> None:
+    """One communication task; ``heads``: what the first phase delivered, which the ``second`` waits for."""
+    for k in range(np.uint64(pools.send_first[x]), np.uint64(pools.send_last[x])):
+        d = np.uint64(pools.send[k])
+        after_device(tasks, d)
+        if second:
+            after(tasks, heads[d])
+    write_links(tasks, pools.link, pools.link_s, np.uint64(pools.link_first[x]), np.uint64(pools.link_last[x]))
+    for k in range(np.uint64(pools.drag_first[x]), np.uint64(pools.drag_last[x])):
+        write_drag(tasks, pools.drag[k], pools.drag_s[k])
+    write_task(tasks, pools.duration[x], np.inf)
 
 
 @lean
