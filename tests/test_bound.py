@@ -101,7 +101,7 @@ def test_with_free_links_work_that_divides_evenly_takes_its_share_of_the_time(de
     bound = lower_bound(graph, on, costs)
     plan = makespan(lower(graph, baselines(graph, on)["data-parallel"], on, costs).tasks)
     alone = makespan(lower(graph, baselines(graph, on)["single"], on, costs).tasks)
-    assert bound.seconds == pytest.approx(plan, rel=1e-6) == pytest.approx(alone / devices, rel=1e-6)
+    assert bound.seconds == pytest.approx(plan, rel=1e-5) == pytest.approx(alone / devices, rel=1e-5)  # whole ticks
     assert bound.devices == devices
 
 

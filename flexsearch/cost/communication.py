@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from flexsearch.compiled import F64, I64, ONE, TWO, U32, U64, ZERO, lean
+from flexsearch.cost.ticks import whole
 from flexsearch.topology import Topology
 from flexsearch.topology.parts import FORMS
 from flexsearch.topology.routes import RouteTable
@@ -138,7 +139,7 @@ def price(rates: Rates, tally: Tally, loads: Loads, form: Any, edge: Any, steps:
     _sort(tally.touched, links)
     for k in range(links):
         r = np.uint64(tally.touched[k])
-        seconds = factor * np.float64(tally.load[r] * edge) / rates.bandwidth[r]
+        seconds = whole(factor * np.float64(tally.load[r] * edge) / rates.bandwidth[r])
         busiest = max(busiest, seconds)
         if room:
             at = loads.size[0] + np.uint64(k)
@@ -150,12 +151,12 @@ def price(rates: Rates, tally: Tally, loads: Loads, form: Any, edge: Any, steps:
         if room and per_byte > 0.0:
             at = loads.size[1] + np.uint64(k)
             loads.drag[at], loads.drag_load[at] = p, tally.moved[p]
-            loads.drag_s[at] = per_byte * np.float64(tally.moved[p] * edge)
+            loads.drag_s[at] = whole(per_byte * np.float64(tally.moved[p] * edge))
         tally.moved[p] = 0
     if room:
         loads.size[0] += links
         loads.size[1] += drags
-    duration = rates.fixed[0] + np.float64(steps) * tally.latency[0] + busiest
+    duration = whole(rates.fixed[0] + np.float64(steps) * tally.latency[0]) + busiest
     tally.listed[0] = tally.listed[1] = ZERO
     tally.latency[0] = 0.0
     return duration

@@ -18,6 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from flexsearch.cost.profile import Entry, Profile, Work, signature
+from flexsearch.cost.ticks import whole, whole_ticks
 from flexsearch.errors import ProfileError
 from flexsearch.graph.model import Operator, OperatorGraph, Tensor
 from flexsearch.graph.notation import Operand
@@ -214,7 +215,7 @@ class Costs:
     def update(self, nbytes: int, tensors: int, device: int, optimizer: str) -> float:
         """Seconds of the optimizer's update of ``nbytes`` of weights in ``tensors`` tensors."""
         per_byte, per_tensor = self.update_rates(device, optimizer)
-        return nbytes * per_byte + tensors * per_tensor
+        return float(whole(nbytes * per_byte + tensors * per_tensor))
 
     def update_rates(self, device: int, optimizer: str) -> tuple[float, float]:
         """Seconds that an update takes for each byte of weights, and for each tensor."""
@@ -242,11 +243,11 @@ class _Model:
 
     def seconds(self, costed: Costed, extents: Mapping[str, int]) -> tuple[float, float]:
         if self.profile is not None and (entry := self.profile.entries.get(costed.signature(extents))) is not None:
-            return entry.forward_s, entry.backward_s
+            return float(whole(entry.forward_s)), float(whole(entry.backward_s))
         kind, dtype = costed.op.kind, costed.dtype
         return (
-            roofline(kind, costed.forward(extents), dtype, self.device) * _scale(self._forward, kind),
-            roofline(kind, costed.backward(extents), dtype, self.device) * _scale(self._backward, kind),
+            float(whole(roofline(kind, costed.forward(extents), dtype, self.device) * _scale(self._forward, kind))),
+            float(whole(roofline(kind, costed.backward(extents), dtype, self.device) * _scale(self._backward, kind))),
         )
 
     def seconds_many(self, costed: Costed, extents: Mapping[str, Numbers]) -> tuple[Seconds, Seconds]:
@@ -260,7 +261,7 @@ class _Model:
         counts = costed.forward_counts(extents), costed.backward_counts(extents)
         for (flops, nbytes), ratios in zip(counts, (self._forward, self._backward), strict=True):
             seconds = self.device.overhead_s + np.maximum(flops / computing, nbytes / moving)
-            found.append(np.broadcast_to(seconds * _scale(ratios, kind), (count,)))
+            found.append(np.broadcast_to(whole_ticks(seconds * _scale(ratios, kind)), (count,)))
         return found[0], found[1]
 
     @property

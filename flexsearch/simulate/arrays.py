@@ -17,8 +17,6 @@ TIME, RECORD, WRITE = 0, 1, 2
 """What a pass does: only the makespan; the start and end of every task, too; or the task graph."""
 STRIDE = 16
 """Blocks between two checkpoints, from which a later pass can go on."""
-TICK = 2.0**-40
-"""Seconds. Sums that must not depend on the order of their terms are kept as integers of this unit."""
 
 
 class Program(NamedTuple):
@@ -44,6 +42,7 @@ class Program(NamedTuple):
     turn: F64  # by device
     update_byte_s: F64  # by device
     update_tensor_s: F64
+    row_stride: U32  # by row: STRIDE of the block that sends what arrives there
     scalars: (
         F64  # start of a communication (s), processor seconds per byte, whether processors can hold tasks up (0 no,
     )
@@ -61,7 +60,8 @@ class Pools(NamedTuple):
     entry_device: U32
     entry_forward_s: F64
     entry_backward_s: F64
-    entry_ticks: I64  # forward and backward together, rounded down
+    entry_forward: I64  # as ``entry_forward_s``, in ticks
+    entry_backward: I64
     layout: U32
     reshard_first: U32
     reshard_middle: U32
@@ -82,7 +82,7 @@ class Pools(NamedTuple):
     receive: U32
     link: U32
     link_s: F64
-    link_ticks: I64  # as ``link_s``, rounded down
+    link_ticks: I64  # as ``link_s``; of what can go in a bucket: at least
     link_load: F64  # bytes; of an all-reduce: ring edges
     drag: U32
     drag_s: F64
@@ -106,7 +106,8 @@ class State(NamedTuple):
     ``backward``: reshards of a leader's edge, else template 0, which is empty. ``plan``: of each weight.
     ``stored_bytes``, ``stored_count``: of trained weights, by device. ``held``: at most so many bytes are in use on
     each device at any moment, as ``flexsearch.simulate.ceiling`` counts them. ``busy``: TICKs of computing on each
-    device; ``load``: TICKs for which transfers keep each resource busy (those in a common bucket: at least)."""
+    device; ``load``: TICKs for which transfers keep each resource busy (those in a common bucket: at least).
+    ``stride_ticks``, ``stride_load``: both by STRIDE of the blocks that compute and send, too."""
 
     config: U32
     leader: U32
@@ -118,23 +119,28 @@ class State(NamedTuple):
     stored_count: U64
     held: I64
     busy: I64
+    stride_ticks: npt.NDArray[np.int64]
     load: I64
+    stride_load: npt.NDArray[np.int64]
 
 
 class Work(NamedTuple):
     """Where a pass works. ``arrived``, checkpoints, what they hold and the groups of buckets have two versions, so that
     a rejected proposal leaves the state's own as they were: ``version`` says which is the state's (by row, then by
-    bucket), ``fresh`` which the pass at hand has written. ``idle``, ``sent``: seconds for which each device has waited,
-    and each resource was busy, behind the pass. ``seen``, ``order``: ready time and number of the exchange that each
-    resource carried last."""
+    bucket), ``fresh`` which the pass at hand has written. ``base``: by STRIDE of blocks, by how much later its
+    checkpoint is than it says, and what its blocks send; ``next_base``: the same of the proposal. ``seen``, ``order``:
+    ready time and number of the exchange that each resource carried last. ``rest``, ``rest_load``: TICKs that each
+    device has still to compute, and each resource to carry for blocks to come."""
 
     last: F64
     free: F64
     seen: F64
     order: F64
     synced: F64
-    idle: F64
-    sent: F64
+    rest: I64
+    rest_load: I64
+    base: F64
+    next_base: F64
     middle: F64
     arrived: npt.NDArray[np.float64]
     version: U8
@@ -171,7 +177,7 @@ class Work(NamedTuple):
     broken: U8  # 1 if exchanges were not taken in the order of time
     void: U64  # (1,): proposals in a row for which that was so
     counted: F64  # (1,) tasks of a pass in mode RECORD
-    moment: F64  # makespan and tasks so far
+    moment: F64  # so far: makespan, tasks, and the last end of an exchange that somebody waits for
 
 
 class Tasks(NamedTuple):

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from flexsearch.compiled import ONE, TWO, U8, U32, U64, ZERO, lean
-from flexsearch.simulate.arrays import Pools, Program, State
+from flexsearch.simulate.arrays import STRIDE, Pools, Program, State
 
 RESHARD, WEIGHT, STEP, PLAN, HELD, LAYOUT = 1, 5, 6, 7, 8, 9
 """Kinds of keys. RESHARD + log2(bytes per element): (source, destination layout) -> template. The others make a number
@@ -45,7 +45,9 @@ class Wiring(NamedTuple):
     buffer_result: U32  # by buffer: the tensor that replaces it, or MISSING
     everywhere: U32  # (1,): layout number of the loss
     forward_block: U32  # by operator
+    backward_block: U32  # by operator; the forward one if there is no other
     gather_block: U32  # by weight
+    sync_block: U32  # by weight
 
 
 class Table(NamedTuple):
@@ -60,7 +62,7 @@ class Change(NamedTuple):
     """Work arrays. ``operator``, ``config``: what a proposal changes, ``number`` ((1,)) of them. ``slot``, ``weight``:
     what it touched, ``touched`` ((2,)) of them. ``tensor_stamp``, ``weight_stamp``: tensors and weights that were done
     in this round (``round``, (1,)). ``missing``: rows (kind, a, b) of keys that were not found; ``lacking``: (1,) how
-    many. ``begin``: (1,) first block that changes."""
+    many. ``begin``: (1,) first block that changes; ``changed``: by STRIDE of blocks, whether any of them does."""
 
     operator: U32
     config: U32
@@ -74,6 +76,7 @@ class Change(NamedTuple):
     missing: U64
     lacking: U64
     begin: U64
+    changed: U8
 
 
 @lean
@@ -127,6 +130,7 @@ def place(wiring: Wiring, program: Program, pools: Pools, state: State, change: 
     change.touched[0] = ZERO
     change.touched[1] = ZERO
     change.begin[0] = np.uint64(program.kind.shape[0])
+    change.changed[:] = 0
     for k in range(ZERO, np.uint64(change.number[0])):
         i = np.uint64(change.operator[k])
         old, new = np.uint64(state.config[i]), np.uint64(change.config[k])
@@ -134,11 +138,24 @@ def place(wiring: Wiring, program: Program, pools: Pools, state: State, change: 
             state.config[i] = change.config[k]
             for d in range(np.uint64(state.held.shape[0])):
                 state.held[d] += pools.config_held[new, d] - pools.config_held[old, d]
+            forth = np.uint64(wiring.forward_block[i]) // np.uint64(STRIDE)
+            back = np.uint64(wiring.backward_block[i]) // np.uint64(STRIDE)
+            change.changed[forth] = 1
+            change.changed[back] = 1
             for e in range(np.uint64(pools.config_first[old]), np.uint64(pools.config_last[old])):
-                state.busy[np.uint64(pools.entry_device[e])] -= pools.entry_ticks[e]
+                _computes(pools, state, e, forth, back, -1)
             for e in range(np.uint64(pools.config_first[new]), np.uint64(pools.config_last[new])):
-                state.busy[np.uint64(pools.entry_device[e])] += pools.entry_ticks[e]
+                _computes(pools, state, e, forth, back, 1)
             change.begin[0] = min(change.begin[0], np.uint64(wiring.forward_block[i]))
+
+
+@lean
+def _computes(pools: Pools, state: State, entry: Any, forth: Any, back: Any, sign: Any) -> None:
+    """Account for what an operator computes on one device, in two STRIDEs of blocks."""
+    d = np.uint64(pools.entry_device[entry])
+    state.busy[d] += sign * (pools.entry_forward[entry] + pools.entry_backward[entry])
+    state.stride_ticks[forth, d] += sign * pools.entry_forward[entry]
+    state.stride_ticks[back, d] += sign * pools.entry_backward[entry]
 
 
 @lean
@@ -172,6 +189,12 @@ def carry_over(source: State, target: State, change: Change) -> None:
     for k in range(ZERO, np.uint64(change.number[0])):
         i = np.uint64(change.operator[k])
         target.config[i] = source.config[i]
+    for c in range(np.uint64(change.changed.shape[0])):
+        if change.changed[c] == 1:
+            for d in range(np.uint64(source.held.shape[0])):
+                target.stride_ticks[c, d] = source.stride_ticks[c, d]
+            for r in range(np.uint64(source.load.shape[0])):
+                target.stride_load[c, r] = source.stride_load[c, r]
     for k in range(ZERO, np.uint64(change.touched[0])):
         slot = np.uint64(change.slot[k])
         target.leader[slot] = source.leader[slot]
@@ -208,14 +231,20 @@ def _leading(program: Program, state: State, slots: U32, first: Any, k: Any, nee
 
 
 @lean
-def _charge(pools: Pools, state: State, old: Any, new: Any) -> None:
-    """Account for a reshard that takes the place of another."""
+def _charge(pools: Pools, state: State, old: Any, new: Any, block: Any) -> None:
+    """Account for a reshard that takes the place of another, sent by ``block``."""
     for x in range(np.uint64(pools.reshard_first[old]), np.uint64(pools.reshard_last[old])):
-        for k in range(np.uint64(pools.link_first[x]), np.uint64(pools.link_last[x])):
-            state.load[np.uint64(pools.link[k])] -= pools.link_ticks[k]
+        _load(pools, state, x, np.uint64(block) // np.uint64(STRIDE), -1)
     for x in range(np.uint64(pools.reshard_first[new]), np.uint64(pools.reshard_last[new])):
-        for k in range(np.uint64(pools.link_first[x]), np.uint64(pools.link_last[x])):
-            state.load[np.uint64(pools.link[k])] += pools.link_ticks[k]
+        _load(pools, state, x, np.uint64(block) // np.uint64(STRIDE), 1)
+
+
+@lean
+def _load(pools: Pools, state: State, x: Any, stride: Any, sign: Any) -> None:
+    for k in range(np.uint64(pools.link_first[x]), np.uint64(pools.link_last[x])):
+        r = np.uint64(pools.link[k])
+        state.load[r] += sign * pools.link_ticks[k]
+        state.stride_load[stride, r] += sign * pools.link_ticks[k]
 
 
 @lean
@@ -238,7 +267,7 @@ def _wire_tensor(
     made = pools.layout[np.uint64(pools.config_writes[config]) + np.uint64(wiring.tensor_output[t])]
     tag = wiring.tensor_tag[t]
     first, last = np.uint64(wiring.tensor_first[t]), np.uint64(wiring.tensor_last[t])
-    moved = False
+    moved = returned = False
     for k in range(first, last):
         slot = np.uint64(wiring.tensor_slot[k])
         _touch(change, slot)
@@ -257,8 +286,11 @@ def _wire_tensor(
                 if backward == MISSING:
                     miss(change, tag, need, made)
                     continue
-        _set(pools, state, slot, forward, backward)
+        _set(wiring, pools, state, slot, forward, backward, producer)
         moved = moved or forward != before.forward[slot] or state.leader[slot] != before.leader[slot]
+        if backward != before.backward[slot]:
+            returned = True
+            _mark(change, wiring.backward_block[np.uint64(wiring.slot_operator[slot])])
     for k in range(np.uint64(wiring.result_first[t]), np.uint64(wiring.result_last[t])):
         slot = np.uint64(wiring.result_slot[k])
         _touch(change, slot)
@@ -271,14 +303,26 @@ def _wire_tensor(
         if forward == MISSING:
             miss(change, tag, made, need)
             continue
-        _set(pools, state, slot, forward, np.uint32(0))
+        _set(wiring, pools, state, slot, forward, np.uint32(0), producer)
         moved = moved or forward != before.forward[slot]
+    if returned:
+        _mark(change, wiring.backward_block[producer])
     if moved:
         change.begin[0] = min(change.begin[0], np.uint64(wiring.forward_block[producer]))
+        _mark(change, wiring.forward_block[producer])
+        for k in range(first, last):
+            _mark(change, wiring.forward_block[np.uint64(wiring.slot_operator[np.uint64(wiring.tensor_slot[k])])])
 
 
 @lean
-def _set(pools: Pools, state: State, slot: Any, forward: Any, backward: Any) -> None:
+def _mark(change: Change, block: Any) -> None:
+    """A block changes."""
+    change.changed[np.uint64(block) // np.uint64(STRIDE)] = 1
+
+
+@lean
+def _set(wiring: Wiring, pools: Pools, state: State, slot: Any, forward: Any, backward: Any, producer: Any) -> None:
+    """Give an edge other reshards; ``producer``: of its tensor."""
     old, back = np.uint64(state.forward[slot]), np.uint64(state.backward[slot])
     if old != np.uint64(forward) or back != np.uint64(backward):
         for d in range(np.uint64(state.held.shape[0])):
@@ -286,8 +330,10 @@ def _set(pools: Pools, state: State, slot: Any, forward: Any, backward: Any) -> 
                 pools.reshard_held[np.uint64(forward), d] - pools.reshard_held[old, d]
                 + pools.reshard_held[np.uint64(backward), d] - pools.reshard_held[back, d]
             )  # fmt: skip
-        _charge(pools, state, old, np.uint64(forward))
-        _charge(pools, state, back, np.uint64(backward))
+        _charge(pools, state, old, np.uint64(forward), wiring.forward_block[producer])
+        if back != np.uint64(backward):
+            reader = np.uint64(wiring.slot_operator[slot])
+            _charge(pools, state, back, np.uint64(backward), wiring.backward_block[reader])
         state.forward[slot] = forward
         state.backward[slot] = backward
 
@@ -344,17 +390,23 @@ def _wire_weight(
         return
     p, old = np.uint64(plan), np.uint64(state.plan[w])
     at = np.uint64(pools.plan_gather[p])
+    moved = False
     for k in range(first, last):
         slot = np.uint64(program.reader[k])
         gather = np.uint32(0)
         if state.leader[slot] == slot:
             gather = pools.gather[at]
             at += ONE
-        _charge(pools, state, np.uint64(state.forward[slot]), np.uint64(gather))
+        _charge(pools, state, np.uint64(state.forward[slot]), np.uint64(gather), wiring.gather_block[w])
         state.forward[slot] = gather
-        if gather != before.forward[slot]:
-            change.begin[0] = min(change.begin[0], np.uint64(wiring.gather_block[w]))
+        moved = moved or gather != before.forward[slot] or state.leader[slot] != before.leader[slot]
+    if moved:
+        change.begin[0] = min(change.begin[0], np.uint64(wiring.gather_block[w]))
+        _mark(change, wiring.gather_block[w])
+        for k in range(first, last):
+            _mark(change, wiring.forward_block[np.uint64(wiring.slot_operator[np.uint64(program.reader[k])])])
     if p != old:
+        _mark(change, wiring.sync_block[w])
         for k in range(np.uint64(pools.store_first[old]), np.uint64(pools.store_last[old])):
             state.stored_bytes[np.uint64(pools.store_device[k])] -= pools.store_bytes[k]
             state.stored_count[np.uint64(pools.store_device[k])] -= ONE
@@ -363,5 +415,5 @@ def _wire_weight(
             state.stored_count[np.uint64(pools.store_device[k])] += ONE
         for d in range(np.uint64(state.held.shape[0])):
             state.held[d] += pools.plan_held[p, d] - pools.plan_held[old, d]
-        _charge(pools, state, np.uint64(pools.plan_sync[old]), np.uint64(pools.plan_sync[p]))
+        _charge(pools, state, np.uint64(pools.plan_sync[old]), np.uint64(pools.plan_sync[p]), wiring.sync_block[w])
         state.plan[w] = plan

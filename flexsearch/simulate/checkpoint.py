@@ -1,5 +1,8 @@
 """Checkpoints of a pass, compiled: the moments at hand before a block, and the exchanges in flight, from which a later
-pass can go on. Each has two versions: what a proposal writes leaves those of the plan at hand as they are."""
+pass can go on. Each has two versions: what a proposal writes leaves those of the plan at hand as they are.
+
+Where a pass skipped what is only put off (``skip``), checkpoints and what arrived keep the moments they had, and
+``work.base`` says by how much later they are; moments of 0, where nothing has happened, stay."""
 
 from __future__ import annotations
 
@@ -7,20 +10,18 @@ from typing import Any
 
 import numpy as np
 
-from flexsearch.compiled import ONE, TWO, ZERO, lean
+from flexsearch.compiled import ONE, THREE, TWO, ZERO, lean
 from flexsearch.simulate.arrays import STRIDE, Pools, Program, State, Work
-from flexsearch.simulate.flight import HALF, LOW, new_row, version_of
+from flexsearch.simulate.flight import HALF, LOW, base_of, new_row, version_of
 
-THREE: Any = np.uint64(3)
-FOUR: Any = np.uint64(4)
 VOID = np.uint32(0xFFFFFFFF)
 """Too much was in flight to be written down."""
 
 
 @lean
 def begin_again(work: Work) -> None:
-    """Set the moments to those before the first block. ``work.moment``: makespan and tasks so far."""
-    for column in (work.last, work.free, work.seen, work.order, work.synced, work.idle, work.sent, work.moment):
+    """Set the moments to those before the first block."""
+    for column in (work.last, work.free, work.seen, work.order, work.synced, work.moment):
         column[:] = 0.0
     work.broken[0] = 0
     work.fresh[:] = 0
@@ -28,10 +29,17 @@ def begin_again(work: Work) -> None:
     work.left[:] = 0
     work.early[:] = 0
     work.flying[:] = 0
+    work.next_base[:] = 0.0
 
 
 @lean
-def restore(work: Work, first: Any) -> Any:
+def later(moment: float, base: float) -> Any:
+    """A moment (s) that was written down as 0 before anything happened, and has been put off by ``base`` since."""
+    return moment + base if moment > 0.0 else 0.0
+
+
+@lean
+def restore(program: Program, work: Work, first: Any) -> Any:
     """Set the moments to those of the last checkpoint at or before block ``first``; returns its block."""
     begin_again(work)
     c = np.uint64(first) // np.uint64(STRIDE)
@@ -39,28 +47,37 @@ def restore(work: Work, first: Any) -> Any:
         c -= ONE
     if c == ZERO:
         return ZERO
-    v = np.uint64(work.check_version[c])
+    for k in range(c):
+        work.next_base[k] = work.base[k]
+    v, base = np.uint64(work.check_version[c]), work.base[c]
     row = work.checkpoint[v, c]
     devices, links = np.uint64(work.last.shape[0]), np.uint64(work.free.shape[0])
     for k in range(devices):
-        work.last[k] = row[k]
-        work.synced[k] = row[devices + k]
-        work.idle[k] = row[TWO * devices + k]
-    at = THREE * devices
+        work.last[k] = later(row[k], base)
+        work.synced[k] = later(row[devices + k], base)
+    at = TWO * devices
     for k in range(links):
-        work.free[k] = row[at + k]
-        work.seen[k] = row[at + links + k]
+        work.free[k] = later(row[at + k], base)
+        work.seen[k] = later(row[at + links + k], base)
         work.order[k] = row[at + TWO * links + k]
-        work.sent[k] = row[at + THREE * links + k]
-    work.moment[0] = row[at + FOUR * links]
-    work.moment[1] = row[at + FOUR * links + ONE]
+    at += THREE * links
+    work.moment[0] = later(row[at], base)
+    work.moment[1] = row[at + ONE]
+    work.moment[2] = later(row[at + TWO], base)
+    restore_flight(program, work, v, c, base)
+    return c * np.uint64(STRIDE)
+
+
+@lean
+def restore_flight(program: Program, work: Work, v: Any, c: Any, base: float) -> None:
+    """Put what version ``v`` of checkpoint ``c`` holds into flight, ``base`` (s) later."""
     heap, parked = np.uint64(work.held[v, c, 0]), np.uint64(work.held[v, c, 1])
     for k in range(heap):
-        work.heap_ready[k] = work.held_ready[v, c, k]
+        work.heap_ready[k] = later(work.held_ready[v, c, k], base)
         work.heap_number[k] = work.held_number[v, c, k]
         work.heap_cargo[k] = work.held_cargo[v, c, k]
     for k in range(parked):
-        work.parked_ready[k] = work.held_ready[v, c, heap + k]
+        work.parked_ready[k] = later(work.held_ready[v, c, heap + k], base)
         work.parked_number[k] = work.held_number[v, c, heap + k]
         work.parked_cargo[k] = work.held_cargo[v, c, heap + k]
     work.flying[0] = heap
@@ -70,10 +87,10 @@ def restore(work: Work, first: Any) -> Any:
         work.left[to] = work.held_row[v, c, k, 1]
         work.early[to] = work.held_row[v, c, k, 2]
         new_row(work, to)
-        arrived = work.arrived[version_of(work, to), to]
-        for d in range(devices):
-            arrived[d] = work.held_arrived[v, c, k, d]
-    return c * np.uint64(STRIDE)
+        arrived, own = work.arrived[version_of(work, to), to], base_of(program, work, to)
+        for d in range(np.uint64(work.last.shape[0])):
+            if work.held_arrived[v, c, k, d] > 0.0:
+                arrived[d] = work.held_arrived[v, c, k, d] + base - own
 
 
 @lean
@@ -86,15 +103,14 @@ def save(program: Program, pools: Pools, state: State, work: Work, c: Any) -> No
     for k in range(devices):
         row[k] = work.last[k]
         row[devices + k] = work.synced[k]
-        row[TWO * devices + k] = work.idle[k]
-    at = THREE * devices
+    at = TWO * devices
     for k in range(links):
         row[at + k] = work.free[k]
         row[at + links + k] = work.seen[k]
         row[at + TWO * links + k] = work.order[k]
-        row[at + THREE * links + k] = work.sent[k]
-    row[at + FOUR * links] = work.moment[0]
-    row[at + FOUR * links + ONE] = work.moment[1]
+    at += THREE * links
+    for k in range(THREE):
+        row[at + k] = work.moment[k]
     heap, parked = np.uint64(work.flying[0]), np.uint64(work.flying[1])
     if heap + parked > np.uint64(work.held_ready.shape[2]):
         work.held[v, c, 0] = VOID
@@ -120,7 +136,7 @@ def _hold(program: Program, pools: Pools, state: State, work: Work, v: Any, c: A
     what, row = cargo & LOW, cargo >> HALF
     rows, buckets = np.uint64(work.left.shape[0]), np.uint64(program.bucket_first.shape[0])
     if row < rows:
-        _hold_row(work, v, c, row)
+        _hold_row(program, work, v, c, row)
     elif row < rows + buckets:
         version, slots = version_of(work, row), np.uint64(program.flows.shape[0])
         m = np.uint64(work.group_head[version, what])
@@ -128,12 +144,12 @@ def _hold(program: Program, pools: Pools, state: State, work: Work, v: Any, c: A
             w = np.uint64(work.member_weight[version, m])
             t = np.uint64(pools.plan_sync[np.uint64(state.plan[w])])
             if pools.reshard_middle[t] < pools.reshard_last[t]:
-                _hold_row(work, v, c, TWO * slots + w)
+                _hold_row(program, work, v, c, TWO * slots + w)
             m = np.uint64(work.member_next[version, m])
 
 
 @lean
-def _hold_row(work: Work, v: Any, c: Any, row: Any) -> None:
+def _hold_row(program: Program, work: Work, v: Any, c: Any, row: Any) -> None:
     if work.held[v, c, 0] == VOID:
         return
     count = np.uint64(work.held[v, c, 2])
@@ -146,9 +162,9 @@ def _hold_row(work: Work, v: Any, c: Any, row: Any) -> None:
     work.held_row[v, c, count, 0] = row
     work.held_row[v, c, count, 1] = work.left[row]
     work.held_row[v, c, count, 2] = work.early[row]
-    arrived = work.arrived[version_of(work, row), row]
+    arrived, base = work.arrived[version_of(work, row), row], base_of(program, work, row)
     for d in range(np.uint64(work.last.shape[0])):
-        work.held_arrived[v, c, count, d] = arrived[d]
+        work.held_arrived[v, c, count, d] = later(arrived[d], base)
     work.held[v, c, 2] = count + ONE
 
 
@@ -159,3 +175,5 @@ def accept(work: Work) -> None:
         work.version[k] ^= work.fresh[k]
     for k in range(np.uint64(work.check_fresh.shape[0])):
         work.check_version[k] ^= work.check_fresh[k]
+    for k in range(np.uint64(work.base.shape[0])):
+        work.base[k] = work.next_base[k]

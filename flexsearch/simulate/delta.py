@@ -142,12 +142,13 @@ class DeltaSimulator:
 
     def use(self, options: Options) -> None:
         """Go on with buckets of another size: templates do not depend on them. The optimizer must stay the same."""
+        configs = self.configs
         self.options = options
         self.program = make_program(self.graph, self.topology, self.lowering, self.costs, options)
         self.wiring = make_wiring(self.graph, self.topology, self.lowering, self.program)
-        self._clean()
-        self.work, self.whole = self._work(), False
-        self.seconds = self.propose({})
+        self.state, self.proposed = self._empty_state(), self._empty_state()
+        self.work, self.change, self.whole, self._dirty = self._work(), self._change(), False, False
+        self.seconds = self.propose(dict(enumerate(configs)))
         self.accept()
 
     def times(self) -> tuple[Times, Times]:
@@ -167,7 +168,7 @@ class DeltaSimulator:
 
     def _walk(self, state: State, mode: int) -> float:
         arguments = self.program, self.templates.pools, state, self.work, self.tasks
-        return float(walk(*arguments, np.uint64(0), np.uint64(mode), inf))
+        return float(walk(*arguments, np.uint64(0), np.uint64(mode), inf, self.change.changed, False))
 
     def by_events(self, limit: float = inf) -> float:
         """Iteration time (s) of the proposal by events; infinity if it is certainly above ``limit`` (s)."""
@@ -208,6 +209,10 @@ class DeltaSimulator:
         pools = self.templates.pools
         return int(pools.layout[int(pools.config_reads[config]) + int(self.wiring.slot_position[slot])])
 
+    @property
+    def _strides(self) -> int:
+        return len(self.program.kind) // STRIDE + 1
+
     def _tasks(self, count: int) -> Tasks:
         """Room for ``count`` tasks, and for the update beside forward and backward of every operator."""
         return _tasks(len(self.work.left), len(self.topology.devices), count, 2 * len(self.graph.operators) + 1)
@@ -221,28 +226,33 @@ class DeltaSimulator:
             tensor_stamp=np.zeros(tensors, np.uint64), weight_stamp=np.zeros(weights, np.uint64),
             round=np.zeros(1, np.uint64), missing=np.zeros((_MISSING_ROWS, 3), np.uint64),
             lacking=np.zeros(1, np.uint64), begin=np.zeros(1, np.uint64),
+            changed=np.zeros(self._strides, np.uint8),
         )  # fmt: skip
 
     def _empty_state(self) -> State:
         slots, devices = len(self.wiring.slot_operator), len(self.topology.devices)
+        resources = len(self.topology.resources)
         return State(
             config=_numbers(len(self.graph.operators)), leader=np.arange(slots, dtype=np.uint32), need=_numbers(slots),
             forward=_numbers(slots), backward=_numbers(slots), plan=_numbers(len(self.wiring.gather_block)),
             stored_bytes=np.zeros(devices, np.uint64), stored_count=np.zeros(devices, np.uint64),
             held=np.full(devices, self.templates.ceiling.always, np.int64), busy=np.zeros(devices, np.int64),
-            load=np.zeros(len(self.topology.resources), np.int64),
+            stride_ticks=np.zeros((self._strides, devices), np.int64), load=np.zeros(resources, np.int64),
+            stride_load=np.zeros((self._strides, resources), np.int64),
         )  # fmt: skip
 
     def _work(self) -> Work:
         slots, devices = len(self.wiring.slot_operator), len(self.topology.devices)
         weights, resources = len(self.wiring.gather_block), len(self.topology.resources)
-        rows, checks = 2 * slots + weights, len(self.program.kind) // STRIDE + 1
+        rows, checks = 2 * slots + weights, self._strides
         versions, members = rows + len(self.program.bucket_first), int(weights * self.program.scalars[3])
         return Work(
             last=np.zeros(devices), free=np.zeros(resources), seen=np.zeros(resources), order=np.zeros(resources),
-            synced=np.zeros(devices), idle=np.zeros(devices), sent=np.zeros(resources), middle=np.zeros(devices),
+            synced=np.zeros(devices), rest=np.zeros(devices, np.int64),
+            rest_load=np.zeros(resources, np.int64), base=np.zeros(checks),
+            next_base=np.zeros(checks), middle=np.zeros(devices),
             arrived=np.zeros((2, rows, devices)), version=np.zeros(versions, np.uint8),
-            fresh=np.zeros(versions, np.uint8), checkpoint=np.zeros((2, checks, 3 * devices + 4 * resources + 2)),
+            fresh=np.zeros(versions, np.uint8), checkpoint=np.zeros((2, checks, 2 * devices + 3 * resources + 3)),
             check_version=np.zeros(checks, np.uint8), check_fresh=np.zeros(checks, np.uint8), load=np.zeros(resources),
             touched=_numbers(resources), group_key=_numbers(2, members), group_head=_numbers(2, members),
             group_tail=_numbers(2, members), group_size=_numbers(2, members), member_exchange=_numbers(2, members),
@@ -256,7 +266,7 @@ class DeltaSimulator:
             held_number=np.zeros((2, checks, _HELD)), held_cargo=np.zeros((2, checks, _HELD), np.uint64),
             held_row=_numbers(2, checks, _HELD_ROWS, 3), held_arrived=np.zeros((2, checks, _HELD_ROWS, devices)),
             start=np.zeros(1), end=np.zeros(1), broken=np.zeros(1, np.uint8), void=np.zeros(1, np.uint64),
-            counted=np.zeros(1), moment=np.zeros(2),
+            counted=np.zeros(1), moment=np.zeros(3),
         )  # fmt: skip
 
 

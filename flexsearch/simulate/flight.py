@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 
 from flexsearch.compiled import F64, ONE, TWO, ZERO, lean
+from flexsearch.cost.ticks import whole
 from flexsearch.simulate.arrays import RECORD, Pools, Program, Work
 
 LOW = np.uint64(0xFFFFFFFF)
@@ -30,6 +31,12 @@ def new_row(work: Work, row: Any) -> None:
     """Nothing has arrived in a row yet."""
     work.fresh[row] = 1
     work.arrived[version_of(work, row), row, :] = 0.0
+
+
+@lean
+def base_of(program: Program, work: Work, row: Any) -> Any:
+    """By how much later (s) things arrive than a row says."""
+    return work.next_base[np.uint64(program.row_stride[row])]
 
 
 @lean
@@ -145,13 +152,14 @@ def take(program: Program, pools: Pools, state_plan: Any, work: Work, mode: Any)
     rows, buckets = np.uint64(work.left.shape[0]), np.uint64(program.bucket_first.shape[0])
     if row < rows:
         finish = _exchange(pools, work, what, ready, number, mode)
-        arrived = work.arrived[version_of(work, row), row]
-        _deliver(pools, what, arrived, finish)
+        arrived, base = work.arrived[version_of(work, row), row], base_of(program, work, row)
+        _deliver(pools, what, arrived, finish - base)
+        work.moment[2] = max(work.moment[2], finish)
         work.left[row] -= np.uint32(1)
         if work.early[row] > 0:
             work.early[row] -= np.uint32(1)
             if work.early[row] == 0:
-                _release(pools, work, row, arrived)
+                _release(pools, work, row, arrived, base)
     elif row < rows + buckets:
         _take_group(program, pools, state_plan, work, what, row, ready, number, mode)
     else:  # the second phase of a weight's synchronisation
@@ -160,7 +168,7 @@ def take(program: Program, pools: Pools, state_plan: Any, work: Work, mode: Any)
 
 
 @lean
-def _release(pools: Pools, work: Work, row: Any, arrived: F64) -> None:
+def _release(pools: Pools, work: Work, row: Any, arrived: F64, base: float) -> None:
     """The first phase of a reshard has ended: its second phases can go."""
     kept = ZERO
     for k in range(np.uint64(work.flying[1])):
@@ -168,7 +176,8 @@ def _release(pools: Pools, work: Work, row: Any, arrived: F64) -> None:
         if cargo >> HALF == row:
             x = cargo & LOW
             for j in range(np.uint64(pools.send_first[x]), np.uint64(pools.send_last[x])):
-                ready = max(ready, arrived[np.uint64(pools.send[j])])
+                at = arrived[np.uint64(pools.send[j])]
+                ready = max(ready, at + base if at > 0.0 else 0.0)
             _insert(work, ready, work.parked_number[k], cargo)
         else:
             work.parked_ready[kept] = ready
@@ -197,7 +206,6 @@ def _exchange(pools: Pools, work: Work, x: Any, ready: float, number: float, mod
         _carries(work, r, ready, number)
     for k in range(np.uint64(pools.link_first[x]), np.uint64(pools.link_last[x])):
         work.free[np.uint64(pools.link[k])] = begin + pools.link_s[k]
-        work.sent[np.uint64(pools.link[k])] += pools.link_s[k]
     for k in range(np.uint64(pools.drag_first[x]), np.uint64(pools.drag_last[x])):
         _drag(work, np.uint64(pools.drag[k]), ready, number, pools.drag_s[k])
     finish = begin + pools.duration[x]
@@ -241,7 +249,6 @@ def _take_group(
         for j in range(ZERO, touched):
             r = np.uint64(work.touched[j])
             work.free[r] = begin + work.load[r]
-            work.sent[r] += work.load[r]
             work.load[r] = 0.0
         for j in range(ZERO, merge_drags(program, pools, work, v, g)):
             r = np.uint64(work.touched[j])
@@ -257,7 +264,7 @@ def _take_group(
         t = np.uint64(pools.plan_sync[np.uint64(state_plan[w])])
         if pools.reshard_middle[t] < pools.reshard_last[t]:
             to = TWO * slots + w
-            _deliver(pools, x, work.arrived[version_of(work, to), to], finish)
+            _deliver(pools, x, work.arrived[version_of(work, to), to], finish - base_of(program, work, to))
         m = np.uint64(work.member_next[v, m])
 
 
@@ -296,9 +303,9 @@ def merge(program: Program, pools: Pools, work: Work, v: Any, g: Any) -> Any:
     busiest = 0.0
     for j in range(ZERO, touched):
         r = np.uint64(work.touched[j])
-        work.load[r] = pools.key_factor[key] * (work.load[r] * edge) / program.bandwidth[r]
+        work.load[r] = whole(pools.key_factor[key] * (work.load[r] * edge) / program.bandwidth[r])
         busiest = max(busiest, work.load[r])
-    return touched, program.scalars[0] + steps * latency + busiest
+    return touched, whole(program.scalars[0] + steps * latency) + busiest
 
 
 @lean
@@ -320,5 +327,5 @@ def merge_drags(program: Program, pools: Pools, work: Work, v: Any, g: Any) -> A
         m = np.uint64(work.member_next[v, m])
     for j in range(ZERO, touched):
         r = np.uint64(work.touched[j])
-        work.load[r] = program.scalars[1] * (work.load[r] * edge)
+        work.load[r] = whole(program.scalars[1] * (work.load[r] * edge))
     return touched

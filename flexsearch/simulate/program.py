@@ -4,7 +4,7 @@ which tensor. The order is that of :mod:`flexsearch.lower.lowering`, which says 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -13,7 +13,7 @@ from flexsearch.cost import Costs
 from flexsearch.graph import OperatorGraph
 from flexsearch.lower import Lowering
 from flexsearch.lower.lowering import everywhere, schedule
-from flexsearch.simulate.arrays import BACKWARD, FORWARD, GATHER, SECOND, SYNCHRONISE, UPDATE, Program
+from flexsearch.simulate.arrays import BACKWARD, FORWARD, GATHER, SECOND, STRIDE, SYNCHRONISE, UPDATE, Program
 from flexsearch.simulate.change import ALWAYS, MISSING, RESHARD, Wiring
 from flexsearch.strategy import Options
 from flexsearch.topology import Topology
@@ -72,6 +72,7 @@ def make_program(
     blocks += [*backward, (SECOND, 0), (UPDATE, 0)]
     members = Rows(buckets)
     flows = [_flow(graph, name, i) for i, op in enumerate(graph.operators) for name in op.inputs]
+    place = {block: k for k, block in enumerate(blocks)}
     rates = [costs.update_rates(d, options.optimizer) for d in range(len(topology.devices))]
     turns = np.array(lowering.turns)
     communication = topology.communication
@@ -88,10 +89,36 @@ def make_program(
         bandwidth=np.array([r.bandwidth or 0.0 for r in topology.resources], np.float64),
         turn=turns,
         update_byte_s=np.array([b for b, _ in rates]), update_tensor_s=np.array([t for _, t in rates]),
+        row_stride=_row_strides(graph, place, buckets),
         scalars=np.array(
             [communication.overhead_s, communication.cpu_s_per_byte, busy, max(4, len(topology.devices))]
         ),
     )  # fmt: skip
+
+
+def _row_strides(graph: OperatorGraph, place: Mapping[tuple[int, int], int], buckets: list[list[int]]) -> U32:
+    """By row, where things arrive: the STRIDE of the block that sends them. An operand's or result's from its producer,
+    the gradients of operands and results from their readers, the first phases of weights' synchronisation."""
+    weights = {t.name: w for w, t in enumerate(graph.of_kind("parameter"))}
+    sent, returned = [], []
+    for i, op in enumerate(graph.operators):
+        for name in op.inputs:
+            made = (FORWARD, graph.producer[name]) if name in graph.producer else (GATHER, weights.get(name, 0))
+            sent.append(place.get(made, 0))
+            returned.append(place.get((BACKWARD, i), 0))
+    for name in (graph.loss, *graph.buffer_updates.values()):
+        sent.append(place.get((FORWARD, graph.producer.get(name, 0)), 0))
+        returned.append(0)
+    return np.array([*sent, *returned, *_sync_blocks(place, buckets, len(weights))], np.uint32) // np.uint32(STRIDE)
+
+
+def _sync_blocks(place: Mapping[tuple[int, int], int], buckets: list[list[int]], weights: int) -> list[int]:
+    """By weight: the block that starts its synchronisation; of those that have none, the last."""
+    found = [max(place.values())] * weights
+    for bucket, members in enumerate(buckets):
+        for w in members:
+            found[w] = place[SYNCHRONISE, bucket]
+    return found
 
 
 def _backward(graph: OperatorGraph, bucket_of: dict[str, int]) -> tuple[list[tuple[int, int]], list[list[int]]]:
@@ -130,6 +157,10 @@ def make_wiring(graph: OperatorGraph, topology: Topology, lowering: Lowering, pr
     read = Rows([slot[c] for c in graph.consumers[name]] for name in buffers)
     replaced = [activations.get(name, int(MISSING)) for name in graph.buffer_updates.values()]
     blocks = list(zip(program.kind.tolist(), program.argument.tolist(), strict=True))
+    members = [
+        program.member[first:last].tolist()
+        for first, last in zip(program.bucket_first, program.bucket_last, strict=True)
+    ]
     place = {block: k for k, block in enumerate(blocks)}
 
     def numbers(values: Iterable[int]) -> U32:
@@ -147,5 +178,7 @@ def make_wiring(graph: OperatorGraph, topology: Topology, lowering: Lowering, pr
         buffer_first=read.first, buffer_last=read.last, buffer_slot=read.all, buffer_result=numbers(replaced),
         everywhere=numbers([lowering.intern(everywhere(topology))]),
         forward_block=numbers(place[FORWARD, i] for i in range(len(graph.operators))),
+        backward_block=numbers(place.get((BACKWARD, i), place[FORWARD, i]) for i in range(len(graph.operators))),
         gather_block=numbers(place[GATHER, w] for w in range(len(parameters))),
+        sync_block=numbers(_sync_blocks(place, members, len(parameters))),
     )  # fmt: skip

@@ -12,12 +12,13 @@ import numpy as np
 import numpy.typing as npt
 
 from flexsearch.compiled import F64, I64, U32
+from flexsearch.cost.ticks import TICK
 from flexsearch.graph import Tensor
 from flexsearch.lower import Lowering, Reshard
 from flexsearch.lower.lowering import Placed, kept
 from flexsearch.lower.reshard import Outline
 from flexsearch.lower.weights import WeightPlan
-from flexsearch.simulate.arrays import TICK, Pools
+from flexsearch.simulate.arrays import Pools
 from flexsearch.simulate.ceiling import Ceiling
 from flexsearch.simulate.change import HELD, LAYOUT, MISSING, PLAN, RESHARD, STEP, WEIGHT, Table, find, put
 from flexsearch.strategy import OperatorConfig, Options
@@ -27,7 +28,7 @@ _TYPES: dict[str, Any] = {
     "config_shard": np.uint8, "entry_forward_s": np.float64, "entry_backward_s": np.float64, "duration": np.float64,
     "latency": np.float64, "amount": np.uint64, "link_s": np.float64, "link_load": np.float64, "drag_s": np.float64,
     "drag_load": np.float64, "key_factor": np.float64, "key_ring": np.uint64, "store_bytes": np.uint64,
-    "entry_ticks": np.int64, "link_ticks": np.int64,
+    "entry_forward": np.int64, "entry_backward": np.int64, "link_ticks": np.int64,
     "config_held": np.int64, "reshard_held": np.int64, "plan_held": np.int64,
 }  # fmt: skip
 """Columns of ``Pools`` that are not uint32."""
@@ -160,7 +161,8 @@ class Templates:
             entry_device=nothing if placed is None else placed.device,
             entry_forward_s=nothing if placed is None else placed.seconds[0],
             entry_backward_s=nothing if placed is None else placed.seconds[1],
-            entry_ticks=nothing if placed is None else _ticks(*placed.seconds),
+            entry_forward=nothing if placed is None else _ticks(placed.seconds[0]),
+            entry_backward=nothing if placed is None else _ticks(placed.seconds[1]),
         )  # fmt: skip
         reads, writes = ((), ()) if placed is None else (placed.reads, placed.writes)
         for name, layouts in (("config_reads", reads), ("config_writes", writes)):
@@ -201,7 +203,7 @@ class Templates:
         sizes = np.diff(plan.link_end, prepend=0).astype(np.int64)
         most = np.minimum(loads.link_s, np.repeat(plan.duration, sizes))
         self._lists("link", plan.link_end, link=loads.link, link_s=loads.link_s, link_load=loads.link_load,
-                    link_ticks=(most / TICK).astype(np.int64))  # fmt: skip
+                    link_ticks=_ticks(most))  # fmt: skip
         self._lists("drag", plan.drag_end, drag=loads.drag, drag_s=loads.drag_s, drag_load=loads.drag_load)
         for name in ("duration", "latency", "amount"):
             self._append(name, getattr(plan, name))
@@ -262,7 +264,7 @@ class Templates:
         self.put(LAYOUT, node, 0, self.lowering.intern(found))
 
 
-def _ticks(forward_s: F64, backward_s: F64) -> I64:
-    """Seconds of both as TICKs, rounded down."""
-    found: I64 = (forward_s / TICK).astype(np.int64) + (backward_s / TICK).astype(np.int64)
+def _ticks(seconds: F64) -> I64:
+    """Whole ticks."""
+    found: I64 = (seconds / TICK).astype(np.int64)
     return found

@@ -18,7 +18,8 @@ from typing import Any
 
 import numpy as np
 
-from flexsearch.compiled import ONE, TWO, ZERO, lean
+from flexsearch.compiled import ONE, TWO, U8, ZERO, lean
+from flexsearch.cost.ticks import TICK, whole
 from flexsearch.simulate.arrays import (
     BACKWARD,
     FORWARD,
@@ -28,7 +29,6 @@ from flexsearch.simulate.arrays import (
     SECOND,
     STRIDE,
     SYNCHRONISE,
-    TICK,
     TIME,
     WRITE,
     Pools,
@@ -37,8 +37,20 @@ from flexsearch.simulate.arrays import (
     Tasks,
     Work,
 )  # fmt: skip
-from flexsearch.simulate.checkpoint import restore, save
-from flexsearch.simulate.flight import merge, merge_drags, new_row, push, record, send, sent_at, take, version_of
+from flexsearch.simulate.checkpoint import later, restore, save
+from flexsearch.simulate.flight import (
+    base_of,
+    merge,
+    merge_drags,
+    new_row,
+    push,
+    record,
+    send,
+    sent_at,
+    take,
+    version_of,
+)
+from flexsearch.simulate.skip import ahead
 from flexsearch.simulate.write import (
     after,
     after_device,
@@ -58,16 +70,19 @@ from flexsearch.simulate.write import (
 
 @lean
 def walk(
-    program: Program, pools: Pools, state: State, work: Work, tasks: Tasks, first: Any, mode: Any, limit: float
-) -> Any:
+    program: Program, pools: Pools, state: State, work: Work, tasks: Tasks, first: Any, mode: Any, limit: float,
+    changed: U8, skips: Any,
+) -> Any:  # fmt: skip
     """Makespan (s) of the plan, from block ``first`` on (a multiple of STRIDE; what came before is as in the
     checkpoint). ``work.broken[0]`` is 1 afterwards if the result is void. In mode WRITE: fills ``tasks`` from the
     beginning and returns 0; -1 if ``tasks`` is too small. In mode TIME: infinity as soon as it is certain that the
-    makespan is above ``limit`` (s)."""
+    makespan is above ``limit`` (s). If ``skips``: there is a plan at hand with checkpoints, from which this one differs
+    only in the STRIDEs of blocks that are ``changed``; others may be skipped."""
     slots = np.uint64(program.flows.shape[0])
     if mode == WRITE:
         start(tasks)
-    b: Any = restore(work, first)
+    b: Any = restore(program, work, first)
+    _set_rest(state, work, b // np.uint64(STRIDE))
     while b < np.uint64(program.kind.shape[0]):
         kind, argument = program.kind[b], np.uint64(program.argument[b])
         if mode != WRITE:
@@ -80,9 +95,16 @@ def walk(
             if work.broken[0] == 1 and mode == TIME:
                 return 0.0
             if mark:
-                save(program, pools, state, work, b // np.uint64(STRIDE))
-                if mode == TIME and too_long(program, state, work, limit):
-                    return np.inf
+                c = b // np.uint64(STRIDE)
+                save(program, pools, state, work, c)
+                if mode == TIME:
+                    if _too_late(work, limit):
+                        return np.inf
+                    to: Any = ahead(program, work, changed, c) if skips else c
+                    _pass_by(state, work, c, max(to, c + ONE))
+                    if to > c:
+                        b = to * np.uint64(STRIDE)
+                        continue
         if kind <= BACKWARD:
             # One loop for all three, and one call of each helper: every further call is compiled in anew.
             forward = kind != BACKWARD
@@ -154,15 +176,34 @@ def _waits(program: Program, state: State, work: Work, kind: Any, operator: Any,
 
 
 @lean
-def too_long(program: Program, state: State, work: Work, limit: float) -> Any:
-    """Whether the makespan is certainly above ``limit`` (s): some device has waited for too long, beside what it
-    computes, or some link still has too much to carry. ``work`` is that of a pass, anywhere on its way."""
-    limit *= 1.0 + 1e-9  # more than all rounding in sums of seconds
-    for d in range(np.uint64(state.busy.shape[0])):
-        if work.idle[d] + float(state.busy[d]) * TICK > limit:
+def _set_rest(state: State, work: Work, c: Any) -> None:
+    """What each device has to compute, and each resource to carry, for blocks from checkpoint ``c`` on."""
+    for d in range(np.uint64(work.rest.shape[0])):
+        work.rest[d] = state.busy[d]
+    for r in range(np.uint64(work.rest_load.shape[0])):
+        work.rest_load[r] = state.load[r]
+    _pass_by(state, work, ZERO, c)
+
+
+@lean
+def _pass_by(state: State, work: Work, first: Any, last: Any) -> None:
+    """The blocks from checkpoint ``first`` to ``last`` are no longer to come."""
+    for k in range(first, last):
+        for d in range(np.uint64(work.rest.shape[0])):
+            work.rest[d] -= state.stride_ticks[k, d]
+        for r in range(np.uint64(work.rest_load.shape[0])):
+            work.rest_load[r] -= state.stride_load[k, r]
+
+
+@lean
+def _too_late(work: Work, limit: float) -> Any:
+    """Whether the makespan is certainly above ``limit`` (s): some device still has too much to compute, or some
+    resource too much to carry."""
+    for d in range(np.uint64(work.rest.shape[0])):
+        if work.last[d] + float(work.rest[d]) * TICK > limit:
             return True
-    for r in range(np.uint64(state.load.shape[0])):
-        if work.free[r] + (float(state.load[r]) * TICK - work.sent[r]) > limit:
+    for r in range(np.uint64(work.rest_load.shape[0])):
+        if work.free[r] + float(work.rest_load[r]) * TICK > limit:
             return True
     return False
 
@@ -222,10 +263,11 @@ def _compute(
     for j in range(low, high):
         row = _source(program, pools, state, j, forward, slots)
         if row != np.uint64(NOTHING):
-            arrived = work.arrived[version_of(work, row), row]
+            arrived, base = work.arrived[version_of(work, row), row], base_of(program, work, row)
             for k in range(first, last):
                 d = np.uint64(pools.entry_device[k])
-                work.middle[d] = max(work.middle[d], arrived[d])
+                if arrived[d] > 0.0:
+                    work.middle[d] = max(work.middle[d], arrived[d] + base)
     for k in range(first, last):
         d = np.uint64(pools.entry_device[k])
         begin = work.middle[d]
@@ -239,7 +281,6 @@ def _compute(
             begin = max(begin, work.free[p])
             work.free[p] = begin + seconds
         finish = begin + seconds
-        work.idle[d] += begin - work.last[d]
         work.last[d] = finish
         if mode == RECORD:
             record(work, work.moment[1] - float(last - k), begin, finish)
@@ -351,7 +392,7 @@ def _second(program: Program, pools: Pools, state: State, work: Work, tasks: Tas
                 continue
             arrived, ready = work.arrived[version_of(work, row), row], sent_at(pools, work, x)
             for j in range(np.uint64(pools.send_first[x]), np.uint64(pools.send_last[x])):
-                ready = max(ready, arrived[np.uint64(pools.send[j])])
+                ready = max(ready, later(arrived[np.uint64(pools.send[j])], base_of(program, work, row)))
             push(work, ready, x, synced)
 
 
@@ -361,7 +402,9 @@ def _update(program: Program, state: State, work: Work, tasks: Tasks, mode: Any)
     for d in range(np.uint64(program.processor.shape[0])):
         if state.stored_count[d] == 0:
             continue
-        seconds = state.stored_bytes[d] * program.update_byte_s[d] + state.stored_count[d] * program.update_tensor_s[d]
+        seconds = whole(
+            state.stored_bytes[d] * program.update_byte_s[d] + state.stored_count[d] * program.update_tensor_s[d]
+        )
         if mode == WRITE:
             after(tasks, tasks.synced[d])
             write_compute(program, tasks, d, seconds)

@@ -204,7 +204,7 @@ def time_written(tasks: Tasks, work: Work, limit: float) -> float:
         tasks.link_start[: count + ONE], tasks.link[:links], tasks.link_s[:links], tasks.drag_start[: count + ONE],
         tasks.drag[:drags], tasks.drag_s[:drags], tasks.turn[:count], tasks.start[:count], tasks.end[:count],
         tasks.ready[:count], tasks.left[:count], work.free, tasks.waiting[:count],
-        tasks.reader_start[: count + TWO], tasks.reader[:dependencies], tasks.heap[:count], work.sent, limit,
+        tasks.reader_start[: count + TWO], tasks.reader[:dependencies], tasks.heap[:count], work.seen, limit,
         tasks.part, tasks.part_row, tasks.part_first, tasks.part_last,
     )  # fmt: skip
     return makespan

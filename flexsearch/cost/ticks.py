@@ -1,0 +1,28 @@
+"""The unit of simulated time. All durations are whole ticks: sums of them are exact in float64 up to 2.4 hours, so the
+order of adding does not matter, and a schedule that is shifted in time keeps its bits."""
+
+from __future__ import annotations
+
+from typing import Any, Final
+
+import numpy as np
+import numpy.typing as npt
+
+from flexsearch.compiled import lean
+
+TICK: Final = 2.0**-40
+"""Seconds."""
+EXACT_S: Final = 2.0**53 * TICK
+"""Up to so many seconds, sums are exact."""
+
+
+@lean
+def whole(seconds: Any) -> Any:
+    """The nearest whole number of ticks, in seconds."""
+    return np.rint(seconds * 2.0**40) * 2.0**-40
+
+
+def whole_ticks(seconds: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
+    """As ``whole``, of many."""
+    found: npt.NDArray[np.float64] = np.rint(seconds / TICK) * TICK
+    return found
