@@ -19,6 +19,7 @@ from flexsearch.simulate.ceiling import Ceiling
 from flexsearch.simulate.delta import DeltaSimulator
 from flexsearch.simulate.kernel import times
 from flexsearch.strategy import OperatorConfig, Options
+from flexsearch.strategy.baselines import baseline
 from flexsearch.topology import Device, Link, Topology
 from tests.proposals import propose
 from tests.random_strategies import strategies
@@ -100,14 +101,17 @@ def check_equal(simulator: DeltaSimulator, configs: Configs, seconds: float, opt
     return start, end
 
 
-def walk(graph: OperatorGraph, topology: Topology, rng: np.random.Generator, options: Options, steps: int) -> None:
+def walk(
+    graph: OperatorGraph, topology: Topology, rng: np.random.Generator, options: Options, steps: int,
+    start: Configs | None = None,
+) -> DeltaSimulator:  # fmt: skip
     """A walk of accepted and rejected proposals, compared with the whole after every step."""
-    space, configs = Space(graph, topology), tuple[OperatorConfig, ...]()
-    configs = space.random_plan(rng)
+    space = Space(graph, topology)
+    configs = start or space.random_plan(rng)
     simulator = DeltaSimulator(graph, topology, Costs(graph, topology), options, configs)
     now = check_equal(simulator, configs, simulator.seconds, options)
     for _ in range(steps):
-        new = space.random_plan(rng) if rng.random() < 0.1 else propose(rng, space, configs)[1]
+        new = space.random_plan(rng) if start is None and rng.random() < 0.1 else propose(rng, space, configs)[1]
         seconds = simulator.propose(differences(new, configs))
         found = check_equal(simulator, new, seconds, options)
         if rng.random() < 0.5:
@@ -116,8 +120,9 @@ def walk(graph: OperatorGraph, topology: Topology, rng: np.random.Generator, opt
         else:
             simulator.reject()
         assert simulator.configs == configs
-        start, end = simulator.times()
-        assert np.array_equal(start, now[0]) and np.array_equal(end, now[1])
+        begin, end = simulator.times()
+        assert np.array_equal(begin, now[0]) and np.array_equal(end, now[1])
+    return simulator
 
 
 @pytest.mark.parametrize("name", TOPOLOGIES)
@@ -201,6 +206,22 @@ def test_what_comes_before_a_change_is_not_simulated_again() -> None:
     assert simulator.propose(change) == expected
     simulator.whole = False  # as if there were no checkpoints
     assert simulator.propose(change) > expected
+
+
+@cache
+def deep() -> OperatorGraph:
+    """Many layers, which exchange statistics of their batch: ranks keep in step."""
+    made = zoo.resnet50(batch=8, size=32, width=4, blocks=(2, 2, 2, 2), classes=8, device="meta")
+    return import_model(made.model, made.inputs, made.loss, targets=made.targets)
+
+
+@pytest.mark.parametrize("name", ["p100:1", "p100:2", "ethernet-1g-4"])
+@pytest.mark.parametrize("bucket", [1, 30_000, 25 * 2**20])
+def test_what_is_only_put_off_is_skipped_and_the_times_are_the_same(name: str, bucket: int) -> None:
+    graph, topology, options = deep(), Topology.load(name), Options(bucket_bytes=bucket)
+    plain = baseline("data-parallel", graph, topology, options).in_order(graph)
+    simulator = walk(graph, topology, np.random.default_rng(bucket), options, 40, plain)
+    assert simulator.work.skipped[0] > 20
 
 
 def test_where_ranks_keep_in_step_no_task_graph_is_written_down() -> None:

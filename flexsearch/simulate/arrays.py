@@ -176,6 +176,7 @@ class Work(NamedTuple):
     end: F64
     broken: U8  # 1 if exchanges were not taken in the order of time
     void: U64  # (1,): proposals in a row for which that was so
+    skipped: U64  # (1,): STRIDEs of blocks, over all passes
     counted: F64  # (1,) tasks of a pass in mode RECORD
     moment: F64  # so far: makespan, tasks, and the last end of an exchange that somebody waits for
 

@@ -266,7 +266,7 @@ class DeltaSimulator:
             held_number=np.zeros((2, checks, _HELD)), held_cargo=np.zeros((2, checks, _HELD), np.uint64),
             held_row=_numbers(2, checks, _HELD_ROWS, 3), held_arrived=np.zeros((2, checks, _HELD_ROWS, devices)),
             start=np.zeros(1), end=np.zeros(1), broken=np.zeros(1, np.uint8), void=np.zeros(1, np.uint64),
-            counted=np.zeros(1), moment=np.zeros(3),
+            skipped=np.zeros(1, np.uint64), counted=np.zeros(1), moment=np.zeros(3),
         )  # fmt: skip
 
 

@@ -108,6 +108,7 @@ def _take_over(
     devices, links = np.uint64(work.last.shape[0]), np.uint64(work.free.shape[0])
     for k in range(c, to):
         work.next_base[k] = work.base[k] + shift
+    work.skipped[0] += to - c
     work.check_fresh[c] = 0  # what was written there is the same
     for d in range(devices):
         if there[d] != 0.0:
