@@ -1,13 +1,19 @@
 """Compiling loops over flat arrays with numba: how every compiled function of flexsearch is made.
 
-Indices are unsigned everywhere: signed ones cost a test for wraparound, and mixed ones become float64. numba's cache on
-disk notices changes of the file that holds a function, not of the files that hold the functions it calls.
+Indices are unsigned everywhere: signed ones cost a test for wraparound, and mixed ones become float64.
+
+numba's cache on disk notices changes of the file that holds a function, not of the files that hold the functions it
+calls: after an upgrade it could run what an older version did. So all our compiled functions hold a digest of all our
+sources, which numba takes for one of the variables that a function closes over.
 """
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable
-from typing import Any, TypeVar, cast
+from pathlib import Path
+from types import CellType, FunctionType
+from typing import Any, Final, TypeVar, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -26,10 +32,34 @@ TWO: Any = np.uint64(2)
 THREE: Any = np.uint64(3)
 
 
+def _digest() -> str:
+    """Of all files of the package in which something is compiled."""
+    found = hashlib.sha256()
+    for path in sorted(Path(__file__).parent.rglob("*.py")):
+        source = path.read_bytes()
+        if b"flexsearch.compiled" in source or path == Path(__file__):
+            found.update(source)
+    return found.hexdigest()
+
+
+_SOURCES: Final = _digest()
+
+
+def stamped(function: F) -> F:
+    """The function, closing over the digest of our sources."""
+    code = function.__code__
+    made = FunctionType(
+        code.replace(co_freevars=(*code.co_freevars, "_sources")), function.__globals__, function.__name__,
+        function.__defaults__, (*(function.__closure__ or ()), CellType(_SOURCES)),
+    )  # fmt: skip
+    made.__qualname__, made.__doc__, made.__module__ = function.__qualname__, function.__doc__, function.__module__
+    return cast(F, made)
+
+
 def compiled(function: F) -> F:
     """``numba.njit``, cached on disk; not cached where no folder can be written (a read-only installation)."""
     try:
-        return cast(F, njit(cache=True, nogil=True)(function))
+        return cast(F, njit(cache=True, nogil=True)(stamped(function)))
     except RuntimeError:  # numba: "no locator available"
         return cast(F, njit(nogil=True)(function))
 
@@ -40,7 +70,7 @@ def lean(function: F) -> F:
     make: Any = njit
     for options in ({"cache": True, "_nrt": False}, {"_nrt": False}):
         try:
-            return cast(F, make(nogil=True, **options)(function))
+            return cast(F, make(nogil=True, **options)(stamped(function)))
         except (RuntimeError, KeyError, TypeError):  # no folder for the cache, or a numba without this option
             continue
     return compiled(function)

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from functools import cache
 from itertools import pairwise
 from itertools import product as combinations
 from math import inf
@@ -16,9 +17,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from flexsearch import zoo
 from flexsearch.cost import Costs
 from flexsearch.errors import StrategyError
 from flexsearch.graph import OperatorGraph
+from flexsearch.graph.importer import import_model
 from flexsearch.search import Evaluator, Progress, SearchResult, optimize, runner, search, team
 from flexsearch.search.climb import Climb, Climbed, Climber
 from flexsearch.search.evaluate import better
@@ -304,7 +307,21 @@ def test_moves_lead_from_legal_plans_to_legal_plans(graph: OperatorGraph, seed: 
         check_config(graph.operators[i], config, count)
 
 
-@pytest.mark.parametrize("graph", [mlp(), cnn(), transformer(layers=1)], ids=lambda g: g.name)
+@cache
+def pooled() -> OperatorGraph:
+    """Max pools keep indices."""
+    made = zoo.lenet(batch=8, device="meta")
+    return import_model(made.model, made.inputs, made.loss, targets=made.targets)
+
+
+@cache
+def recurrent() -> OperatorGraph:
+    """LSTM cells keep their gates."""
+    made = zoo.rnntc(batch=4, steps=3, layers=2, hidden=8, vocab=16, classes=4, device="meta")
+    return import_model(made.model, made.inputs, made.loss, targets=made.targets)
+
+
+@pytest.mark.parametrize("graph", [mlp(), cnn(), transformer(layers=1), pooled(), recurrent()], ids=lambda g: g.name)
 @settings(derandomize=True, deadline=None, max_examples=15)
 @given(seed=st.integers(0, 2**32 - 1), optimizer=st.sampled_from(["sgd", "momentum", "adam"]))
 def test_the_ceiling_is_never_below_the_true_peak(graph: OperatorGraph, seed: int, optimizer: str) -> None:

@@ -400,13 +400,17 @@ def test_what_a_backward_needs_follows_the_kind() -> None:
     assert not keep(op["flatten"], op["flatten"].model_copy(update={"kind": "permute"})).alias
 
 
-@pytest.mark.parametrize("name", ["lenet", "gpt2"])
+@pytest.mark.parametrize("name", ["lenet", "gpt2", "rnntc"])
 def test_activations_kept_for_the_backward_are_those_that_autograd_saves(name: str) -> None:
     torch = pytest.importorskip("torch")
     from flexsearch import zoo
     from flexsearch.graph.importer import import_model
 
-    z = zoo.lenet(batch=32) if name == "lenet" else zoo.gpt2(batch=2, layers=2, hidden=64, heads=4, vocab=500, seq=64)
+    z = {
+        "lenet": lambda: zoo.lenet(batch=32),
+        "gpt2": lambda: zoo.gpt2(batch=2, layers=2, hidden=64, heads=4, vocab=500, seq=64),
+        "rnntc": lambda: zoo.rnntc(batch=16, steps=8, layers=2, hidden=64, vocab=100),
+    }[name]()
     weights = {p.untyped_storage().data_ptr() for p in z.model.parameters()}
     saved: dict[int, int] = {}
     alive = []  # so that no address is used twice

@@ -13,6 +13,7 @@ from flexsearch.graph import OperatorGraph
 from flexsearch.lower import Lowered, Reshard
 from flexsearch.lower.lowering import Placed
 from flexsearch.lower.weights import WeightPlan
+from flexsearch.simulate.keep import rules
 from flexsearch.simulate.memory import STATE_COPIES
 from flexsearch.strategy import Options
 from flexsearch.topology import Topology
@@ -25,7 +26,7 @@ class Ceiling:
     """Upper bounds for plans of one graph under ``options``."""
 
     def __init__(self, graph: OperatorGraph, topology: Topology, options: Options) -> None:
-        self.graph, self.count = graph, len(topology.devices)
+        self.graph, self.count, self.rules = graph, len(topology.devices), rules(graph)
         self.copies = 1 + STATE_COPIES[options.optimizer]
         # Whole on every device: their bounding boxes can be no larger.
         self.always = sum(t.nbytes for t in graph.of_kind("input", "buffer", "constant"))
@@ -44,10 +45,11 @@ class Ceiling:
         return total
 
     def placed(self, operator: int, placed: Placed) -> Bytes:
-        """Outputs of an operator and the gradients of its inputs."""
+        """Outputs of an operator, what it keeps besides, and the gradients of its inputs."""
         op, found = self.graph.operators[operator], np.zeros(self.count, dtype=np.int64)
         for name, layout in zip(op.outputs, placed.writes, strict=True):
-            found += layout.elements(self.count) * self.graph.tensor[name].itemsize
+            elements, itemsize = layout.elements(self.count), self.graph.tensor[name].itemsize
+            found += elements * itemsize + self.rules[operator].besides(elements, itemsize)
         for name, layout in zip(op.inputs, placed.reads, strict=True):
             if name in self.graph.differentiable:
                 found += layout.elements(self.count) * self.graph.tensor[name].itemsize

@@ -5,19 +5,25 @@ It follows what PyTorch's autograd saves. Kinds that are not listed keep both, w
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-from flexsearch.graph import Operator
+from flexsearch.graph import Operator, OperatorGraph
 
 
 class Keep(NamedTuple):
     """Whether inputs and outputs live until the operator's backward. ``alias``: the output is the input's memory.
-    ``extra``: bytes kept besides, for each element of the output (the int64 indices of a max pool)."""
+    Besides, for each element of the outputs: ``extra`` bytes (the int64 indices of a max pool), and as much memory as
+    ``more`` elements of the output have."""
 
     inputs: bool
     outputs: bool
     alias: bool = False
     extra: int = 0
+    more: float = 0.0
+
+    def besides(self, elements: Any, itemsize: int) -> Any:
+        """Bytes kept besides of an output of so many elements (a number, or an array of them)."""
+        return elements * self.extra + (elements * round(2 * self.more) * itemsize + 1) // 2
 
 
 NOTHING = Keep(False, False)
@@ -25,11 +31,14 @@ INPUTS = Keep(True, False)
 OUTPUTS = Keep(False, True)
 BOTH = Keep(True, True)
 INDICES = Keep(True, False, extra=8)
+GATES = Keep(True, True, more=2.5)
+"""Of an LSTM cell: four gates and tanh(c), shared by its two outputs."""
 ALIAS = Keep(False, False, alias=True)
 
 _STRIDED = ("permute", "expand", "slice")
 _KINDS = {
     **dict.fromkeys(("view", *_STRIDED), ALIAS),
+    "lstm_cell": GATES,
     **dict.fromkeys(("max_pool1d", "max_pool2d", "adaptive_max_pool1d", "adaptive_max_pool2d"), INDICES),
     **dict.fromkeys(
         ("cat", "pad", "sum", "mean", "embedding", "argmax", "valid_count", "batch_norm_running"), NOTHING
@@ -63,6 +72,15 @@ def keep(op: Operator, before: Operator | None = None) -> Keep:
     if name in _LINEAR or (name in _SCALED and len(op.inputs) == 1):
         return NOTHING
     return OUTPUTS if name in _OF_RESULT else INPUTS
+
+
+def rules(graph: OperatorGraph) -> tuple[Keep, ...]:
+    """The rule for each operator of a graph."""
+    makers = (graph.producer.get(op.inputs[0]) if op.inputs else None for op in graph.operators)
+    return tuple(
+        keep(op, None if maker is None else graph.operators[maker])
+        for op, maker in zip(graph.operators, makers, strict=True)
+    )
 
 
 def trivial(op: Operator) -> bool:

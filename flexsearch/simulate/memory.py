@@ -24,7 +24,7 @@ import numpy as np
 
 from flexsearch.graph import Box, Tensor, volume
 from flexsearch.lower import Layout, Lowered, Reshard, TaskKind, bounding
-from flexsearch.simulate.keep import keep
+from flexsearch.simulate.keep import rules
 
 STATE_COPIES: Final = {"sgd": 0, "momentum": 1, "adam": 2}
 Part = Literal["weights", "gradients", "optimizer", "activations", "buffers"]
@@ -78,11 +78,7 @@ class _Walk:
     def __init__(self, lowered: Lowered) -> None:
         graph = lowered.graph
         self.lowered, self.graph = lowered, graph
-        makers = (graph.producer.get(op.inputs[0]) if op.inputs else None for op in graph.operators)
-        self.rules = tuple(
-            keep(op, None if maker is None else graph.operators[maker])
-            for op, maker in zip(graph.operators, makers, strict=True)
-        )
+        self.rules = rules(graph)
         self.spans: list[Span] = []
         self.end = max(0, len(lowered.tasks) - 1)
         self.task: dict[tuple[int, int, int], int] = {}
@@ -170,12 +166,12 @@ class _Walk:
                         if source is not None:
                             made[j][device] = source
                         continue
-                    nbytes = volume(placement.pieces[k].outputs[j]) * graph.tensor[name].itemsize
-                    made[j][device] = self._new(device, nbytes, "activations", now)
+                    elements, itemsize = volume(placement.pieces[k].outputs[j]), graph.tensor[name].itemsize
+                    made[j][device] = self._new(device, elements * itemsize, "activations", now)
                     made[j][device].until(back if rule.outputs else now)
-                    if rule.extra and back > now:
-                        extra = rule.extra * volume(placement.pieces[k].outputs[j])
-                        self._new(device, extra, "activations", now).until(back)
+                    besides = rule.besides(elements, itemsize)
+                    if besides and back > now:
+                        self._new(device, besides, "activations", now).until(back)
             for j, name in enumerate(op.outputs):
                 born = {d: self.task[TaskKind.FORWARD, i, d] for d in placement.devices}
                 for e in lowered.edges_of[name]:

@@ -1,0 +1,48 @@
+"""What is compiled is compiled again when any of its sources changed."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import flexsearch
+
+PROGRAM = "from flexsearch import caller; print(caller.twice(1.0), sum(caller.twice.stats.cache_hits.values()))"
+CALLER = """
+from flexsearch.compiled import compiled
+from flexsearch.called import one
+
+
+@compiled
+def twice(x):
+    return 2.0 * one(x)
+"""
+CALLED = """
+from flexsearch.compiled import compiled
+
+
+@compiled
+def one(x):
+    return x + {}
+"""
+
+
+def test_a_change_in_a_file_reaches_the_functions_of_other_files_that_call_it(tmp_path: Path) -> None:
+    package = tmp_path / "flexsearch"
+    package.mkdir()
+    (package / "__init__.py").touch()
+    source = Path(flexsearch.__file__).parent
+    shutil.copy(source / "compiled.py", package)
+    (package / "caller.py").write_text(CALLER)
+
+    def run(added: float) -> str:
+        (package / "called.py").write_text(CALLED.format(added))
+        return subprocess.run(
+            [sys.executable, "-c", PROGRAM], cwd=tmp_path, capture_output=True, text=True, check=True
+        ).stdout.strip()
+
+    assert run(1.0) == "4.0 0"
+    assert run(1.0) == "4.0 1"  # from the cache
+    assert run(2.0) == "6.0 0"
