@@ -182,10 +182,9 @@ class Work(NamedTuple):
 
 
 class Tasks(NamedTuple):
-    """The task graph as it is written down. If ``merged``, what a device computes without waiting is one task of
-    several parts; not where processors are shared, or where moving bytes takes time from them. ``written``: tasks,
-    dependencies, links, drags, nodes so far. ``head``: for each row and device a list of the tasks that deliver there,
-    as nodes."""
+    """The task graph as it is written down. If ``merged``, what a device computes without waiting is one task (not
+    where processors are shared, or where moving bytes takes time from them). ``written``: tasks, dependencies, links,
+    drags, nodes so far. ``head``: for each row and device a list of the tasks that deliver there, as nodes."""
 
     duration: F64
     dependency_start: U32
@@ -198,13 +197,8 @@ class Tasks(NamedTuple):
     drag_s: F64
     turn: F64
     written: U64
-    part: npt.NDArray[np.float64]  # by device: seconds of its computing tasks in order
-    parts: U64  # by device: how many
     merged: U8  # (1,): whether to merge tasks
     open: U8  # by device: whether what it computes next belongs to its last task
-    part_row: U32  # by task: device of its parts, in [part_first, part_last); empty: the task has a duration
-    part_first: U32
-    part_last: U32
     last: U32
     head: npt.NDArray[np.uint32]
     middle: U32

@@ -214,8 +214,7 @@ class DeltaSimulator:
         return len(self.program.kind) // STRIDE + 1
 
     def _tasks(self, count: int) -> Tasks:
-        """Room for ``count`` tasks, and for the update beside forward and backward of every operator."""
-        return _tasks(len(self.work.left), len(self.topology.devices), count, 2 * len(self.graph.operators) + 1)
+        return _tasks(len(self.work.left), len(self.topology.devices), count)
 
     def _change(self) -> Change:
         operators, weights = len(self.graph.operators), len(self.wiring.gather_block)
@@ -274,16 +273,14 @@ def _numbers(*size: int) -> npt.NDArray[np.uint32]:
     return np.zeros(size, np.uint32)
 
 
-def _tasks(rows: int, devices: int, count: int, computes: int) -> Tasks:
+def _tasks(rows: int, devices: int, count: int) -> Tasks:
     """Room for ``count`` tasks, with 16 dependencies, links, ... each on average."""
     wide = 16 * count
     return Tasks(
         duration=np.zeros(count), dependency_start=_numbers(count + 1), dependency=_numbers(wide),
         link_start=_numbers(count + 1), link=_numbers(wide), link_s=np.zeros(wide), drag_start=_numbers(count + 1),
         drag=_numbers(wide), drag_s=np.zeros(wide), turn=np.zeros(count), written=np.zeros(8, np.uint64),
-        part=np.zeros((devices, computes)), parts=np.zeros(devices, np.uint64), merged=np.zeros(1, np.uint8),
-        open=np.zeros(devices, np.uint8),
-        part_row=_numbers(count), part_first=_numbers(count), part_last=_numbers(count),
+        merged=np.zeros(1, np.uint8), open=np.zeros(devices, np.uint8),
         last=_numbers(devices), head=np.zeros((rows, devices), np.uint32), middle=_numbers(devices),
         synced=_numbers(devices), node_task=_numbers(wide), node_next=_numbers(wide), start=np.zeros(count),
         end=np.zeros(count), ready=np.zeros(count), left=np.zeros(count), waiting=_numbers(count),

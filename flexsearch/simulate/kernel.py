@@ -43,18 +43,13 @@ def run(
     heap: npt.NDArray[np.uint32],
     rest: Times,
     limit: float,
-    part: Times,
-    part_row: npt.NDArray[np.uint32],
-    part_first: npt.NDArray[np.uint32],
-    part_last: npt.NDArray[np.uint32],
 ) -> float:
     """Fill ``start`` and ``end`` (s, one for each task) and return the makespan (s); infinity as soon as it is certain
     that it is above ``limit`` (s).
 
     The columns are those of ``TaskArrays``. Work arrays, of any content: ``ready``, ``left`` (tasks), ``free``
     (resources), ``missing`` (tasks), ``reader_start`` (tasks + 2), ``reader`` (dependencies), ``heap`` (tasks),
-    ``rest`` (resources). A task with parts, ``part[part_row, part_first:part_last]`` (s), lasts as long as they do one
-    after the other, and so long its resources are busy; its ``duration`` is their sum.
+    ``rest`` (resources).
     """
     count = np.uint64(duration.shape[0])
     size = ZERO
@@ -71,8 +66,7 @@ def run(
     while t < count:
         k = np.uint64(link_start[t])
         while k < np.uint64(link_start[t + ONE]):
-            whole = part_first[t] < part_last[t]
-            rest[np.uint64(link[k])] += duration[t] if whole else min(link_s[k], duration[t])
+            rest[np.uint64(link[k])] += min(link_s[k], duration[t])
             k += ONE
         t += ONE
 
@@ -124,21 +118,14 @@ def run(
             size += ONE
             continue
         finish = begin + left[task]
-        k = np.uint64(part_first[task])
-        parts = k < np.uint64(part_last[task])
-        if parts:
-            finish = begin
-            while k < np.uint64(part_last[task]):
-                finish += part[np.uint64(part_row[task]), k]
-                k += ONE
         k = first
         while k < last:
             r = np.uint64(link[k])
-            seconds = link_s[k] if left[task] == duration[task] and not parts else left[task]
+            seconds = link_s[k] if left[task] == duration[task] else left[task]
             if begin + rest[r] > limit:
                 return np.inf
             rest[r] -= min(seconds, duration[task])
-            free[r] = finish if parts else begin + seconds
+            free[r] = begin + seconds
             k += ONE
         k, last = np.uint64(drag_start[task]), np.uint64(drag_start[task + ONE])
         while k < last:
@@ -201,13 +188,12 @@ def times(tasks: TaskArrays) -> tuple[float, Times, Times]:
     """Makespan (s), start and end (s, float64, one for each task) of a task graph."""
     count = len(tasks.duration)
     resources = 1 + max(int(column.max(initial=0)) for column in (tasks.link, tasks.drag))
-    start, end, none = np.empty(count), np.empty(count), np.zeros(count, dtype=np.uint32)
+    start, end = np.empty(count), np.empty(count)
     makespan = run(
         tasks.duration, tasks.dependency_start, tasks.dependency, tasks.link_start, tasks.link, tasks.link_s,
         tasks.drag_start, tasks.drag, tasks.drag_s, tasks.turn, start, end, np.empty(count), np.empty(count),
         np.empty(resources),
         np.empty(count, dtype=np.uint32), np.empty(count + 2, dtype=np.uint32),
         np.empty(len(tasks.dependency), dtype=np.uint32), np.empty(count, dtype=np.uint32), np.empty(resources), np.inf,
-        np.empty((1, 0)), none, none, none,
     )  # fmt: skip
     return float(makespan), start, end

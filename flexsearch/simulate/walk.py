@@ -55,6 +55,7 @@ from flexsearch.simulate.write import (
     after,
     after_device,
     fits,
+    go_on,
     goes_on,
     note_all,
     start,
@@ -62,7 +63,6 @@ from flexsearch.simulate.write import (
     write_drag,
     write_exchange,
     write_link,
-    write_part,
     write_reshard,
     write_task,
 )
@@ -244,7 +244,7 @@ def _compute(
             d = np.uint64(pools.entry_device[k])
             seconds = pools.entry_forward_s[k] if forward else pools.entry_backward_s[k]
             if not waits and goes_on(tasks, d):
-                write_part(tasks, d, seconds)
+                go_on(tasks, d, seconds)
                 continue
             arrivals = tasks.written[1]
             for j in range(low, high):
@@ -252,7 +252,7 @@ def _compute(
                 if row != np.uint64(NOTHING):
                     after(tasks, tasks.head[row, d])
             if arrivals == tasks.written[1] and goes_on(tasks, d):
-                write_part(tasks, d, seconds)
+                go_on(tasks, d, seconds)
             else:
                 write_compute(program, tasks, d, seconds)
         return

@@ -15,7 +15,6 @@ from flexsearch.simulate.kernel import run
 def start(tasks: Tasks) -> None:
     """Nothing is written yet."""
     tasks.written[:] = 0
-    tasks.parts[:] = 0
     tasks.open[:] = 0
     tasks.last[:] = NOTHING
     tasks.synced[:] = NOTHING
@@ -123,14 +122,13 @@ def goes_on(tasks: Tasks, d: Any) -> Any:
 
 
 @lean
-def write_part(tasks: Tasks, d: Any, seconds: float) -> None:
-    """One more part of the last task of device ``d``. Times are added part by part: the sum has other bits."""
-    tasks.part[d, tasks.parts[d]] = seconds
-    tasks.parts[d] += ONE
+def go_on(tasks: Tasks, d: Any, seconds: float) -> None:
+    """The last task of device ``d`` lasts longer. Durations are whole ticks: their sum has the bits of adding them one
+    after the other."""
     task = np.uint64(tasks.last[d])
     if task < np.uint64(tasks.duration.shape[0]):
-        tasks.part_last[task] = tasks.parts[d]
         tasks.duration[task] += seconds
+        tasks.link_s[np.uint64(tasks.link_start[task])] += seconds
 
 
 @lean
@@ -141,13 +139,6 @@ def write_compute(program: Program, tasks: Tasks, d: Any, seconds: float) -> Non
     tasks.last[d] = tasks.written[0]
     tasks.open[d] = 1
     write_task(tasks, seconds, program.turn[d])
-    task = np.uint64(tasks.last[d])
-    if tasks.merged[0] == 1 and task < np.uint64(tasks.duration.shape[0]):
-        tasks.part_row[task] = d
-        tasks.part_first[task] = tasks.parts[d]
-        tasks.part[d, tasks.parts[d]] = seconds
-        tasks.parts[d] += ONE
-        tasks.part_last[task] = tasks.parts[d]
 
 
 @lean
@@ -185,8 +176,6 @@ def write_task(tasks: Tasks, duration: float, turn: float) -> None:
     if at < np.uint64(tasks.duration.shape[0]):
         tasks.duration[at] = duration
         tasks.turn[at] = turn
-        tasks.part_first[at] = 0
-        tasks.part_last[at] = 0
         tasks.dependency_start[at + ONE] = tasks.written[1]
         tasks.link_start[at + ONE] = tasks.written[2]
         tasks.drag_start[at + ONE] = tasks.written[3]
@@ -205,6 +194,5 @@ def time_written(tasks: Tasks, work: Work, limit: float) -> float:
         tasks.drag[:drags], tasks.drag_s[:drags], tasks.turn[:count], tasks.start[:count], tasks.end[:count],
         tasks.ready[:count], tasks.left[:count], work.free, tasks.waiting[:count],
         tasks.reader_start[: count + TWO], tasks.reader[:dependencies], tasks.heap[:count], work.seen, limit,
-        tasks.part, tasks.part_row, tasks.part_first, tasks.part_last,
     )  # fmt: skip
     return makespan
