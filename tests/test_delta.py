@@ -12,8 +12,10 @@ from hypothesis import strategies as st
 
 from flexsearch import zoo
 from flexsearch.cost import Costs
+from flexsearch.cost.ticks import EXACT_S, TICK
 from flexsearch.graph import OperatorGraph
 from flexsearch.graph.importer import import_model
+from flexsearch.lower import Lowering
 from flexsearch.search.space import Space
 from flexsearch.simulate.ceiling import Ceiling
 from flexsearch.simulate.delta import DeltaSimulator
@@ -222,6 +224,28 @@ def test_what_is_only_put_off_is_skipped_and_the_times_are_the_same(name: str, b
     plain = baseline("data-parallel", graph, topology, options).in_order(graph)
     simulator = walk(graph, topology, np.random.default_rng(bucket), options, 40, plain)
     assert simulator.work.skipped[0] > 20
+
+
+@pytest.mark.parametrize("name", TOPOLOGIES)
+@pytest.mark.parametrize("graph", [normed, tied], ids=["norm", "tied"])
+def test_durations_are_whole_ticks_so_that_their_sums_are_exact(graph: Any, name: str) -> None:
+    made, topology = graph(), TOPOLOGIES[name]()
+    rng, space = np.random.default_rng(0), Space(made, topology)
+    arrays = Lowering(made, topology, Costs(made, topology)).lower(space.random_plan(rng), Options()).tasks.arrays()
+    for seconds in (arrays.duration, arrays.link_s, arrays.drag_s):
+        assert (np.rint(seconds / TICK) * TICK == seconds).all()
+    shuffled = rng.permutation(arrays.duration)
+    assert np.cumsum(shuffled)[-1] == np.cumsum(arrays.duration)[-1] < EXACT_S
+
+
+def test_a_plan_made_from_nothing_takes_as_long_as_one_that_was_proposed() -> None:
+    graph, topology = tied(), Topology.load("p100:1")
+    rng, space = np.random.default_rng(0), Space(graph, topology)
+    first, second = space.random_plan(rng), space.random_plan(rng)
+    simulator = DeltaSimulator(graph, topology, Costs(graph, topology), Options(), first)
+    expected = simulator.propose(differences(second, first))
+    assert simulator.from_nothing(dict(enumerate(second))) == expected
+    assert simulator.configs == second
 
 
 def test_where_ranks_keep_in_step_no_task_graph_is_written_down() -> None:
