@@ -18,7 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from flexsearch.cost.profile import Entry, Profile, Work, signature
-from flexsearch.cost.ticks import whole, whole_ticks
+from flexsearch.cost.ticks import task_seconds, whole
 from flexsearch.errors import ProfileError
 from flexsearch.graph.model import Operator, OperatorGraph, Tensor
 from flexsearch.graph.notation import Operand
@@ -158,8 +158,8 @@ class Costs:
         self._costed = tuple(Costed.of(graph, i) for i in range(len(graph.operators)))
         self._axes = tuple(op.access.axes for op in graph.operators)
         alike: dict[object, int] = {}
-        self._alike = tuple(alike.setdefault(self._key(i), i) for i in range(len(graph.operators)))
-        """By operator: the first one that costs the same."""
+        self.alike = tuple(alike.setdefault(self._key(i), i) for i in range(len(graph.operators)))
+        """By operator: the first one of the same shape and cost, whatever its name and place."""
         classes: dict[Device, int] = {}
         self._class_of = tuple(classes.setdefault(_anonymous(d), len(classes)) for d in topology.devices)
         self._classes = np.array(self._class_of)
@@ -200,7 +200,7 @@ class Costs:
 
     def _seconds(self, operator: int, extents: tuple[int, ...], kind: int) -> tuple[float, float]:
         """Of a piece of these extents on a kind of device."""
-        key = self._alike[operator], extents, kind
+        key = self.alike[operator], extents, kind
         if (known := self._known.get(key)) is None:
             named = dict(zip(self._axes[operator], extents, strict=True))
             forward, backward = self._models[kind].seconds(self._costed[operator], named)
@@ -243,11 +243,11 @@ class _Model:
 
     def seconds(self, costed: Costed, extents: Mapping[str, int]) -> tuple[float, float]:
         if self.profile is not None and (entry := self.profile.entries.get(costed.signature(extents))) is not None:
-            return float(whole(entry.forward_s)), float(whole(entry.backward_s))
+            return _computing(entry.forward_s, entry.backward_s)
         kind, dtype = costed.op.kind, costed.dtype
-        return (
-            float(whole(roofline(kind, costed.forward(extents), dtype, self.device) * _scale(self._forward, kind))),
-            float(whole(roofline(kind, costed.backward(extents), dtype, self.device) * _scale(self._backward, kind))),
+        return _computing(
+            roofline(kind, costed.forward(extents), dtype, self.device) * _scale(self._forward, kind),
+            roofline(kind, costed.backward(extents), dtype, self.device) * _scale(self._backward, kind),
         )
 
     def seconds_many(self, costed: Costed, extents: Mapping[str, Numbers]) -> tuple[Seconds, Seconds]:
@@ -256,12 +256,12 @@ class _Model:
         if not shipped(kind) or any(entry.kind == kind for entry in self._entries):
             rows = [self.seconds(costed, {a: int(column[k]) for a, column in extents.items()}) for k in range(count)]
             return np.array([f for f, _ in rows]), np.array([b for _, b in rows])
-        computing, moving = _rates(kind, costed.dtype, self.device)
+        flops_s, moving = _rates(kind, costed.dtype, self.device)
         found = []
         counts = costed.forward_counts(extents), costed.backward_counts(extents)
         for (flops, nbytes), ratios in zip(counts, (self._forward, self._backward), strict=True):
-            seconds = self.device.overhead_s + np.maximum(flops / computing, nbytes / moving)
-            found.append(np.broadcast_to(whole_ticks(seconds * _scale(ratios, kind)), (count,)))
+            seconds = self.device.overhead_s + np.maximum(flops / flops_s, nbytes / moving)
+            found.append(np.broadcast_to(task_seconds(seconds * _scale(ratios, kind)), (count,)))
         return found[0], found[1]
 
     @property
@@ -275,6 +275,11 @@ class _Model:
                 return entry.s_per_byte, entry.s_per_tensor
         per_byte = STREAMS[optimizer] / (self.device.memory_bandwidth * MEMORY_EFFICIENCY)
         return per_byte, UPDATE_KERNELS[optimizer] * self.device.overhead_s
+
+
+def _computing(forward_s: float, backward_s: float) -> tuple[float, float]:
+    forward, backward = task_seconds(np.array([forward_s, backward_s])).tolist()
+    return forward, backward
 
 
 def _ratios(measured: Sequence[tuple[Entry, float, Work]], device: Device) -> dict[str, float]:

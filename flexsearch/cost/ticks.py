@@ -22,7 +22,7 @@ def whole(seconds: Any) -> Any:
     return np.rint(seconds * 2.0**40) * 2.0**-40
 
 
-def whole_ticks(seconds: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
-    """As ``whole``, of many."""
-    found: npt.NDArray[np.float64] = np.rint(seconds / TICK) * TICK
+def task_seconds(seconds: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
+    """As ``whole``, of many, and at least one tick: so a device that has computed anything is not at time 0."""
+    found: npt.NDArray[np.float64] = np.maximum(np.rint(seconds / TICK), 1.0) * TICK
     return found

@@ -80,7 +80,7 @@ class Climber:
         rule: Rule | None = None,
     ) -> None:  # fmt: skip
         self.graph, self.seed = graph, seed
-        self.evaluate = Evaluator(graph, topology, costs, options)
+        self.evaluate = Evaluator(graph, topology, costs, options, share=rule is None)
         self.space = Space(graph, topology, rule)
         self.runner = Runner(self.evaluate, self.space, seed)
         self.patience = min(6000, max(3000, 8 * len(self.space.leaders)))

@@ -52,10 +52,13 @@ def better(a: Evaluation, b: Evaluation) -> bool:
 
 
 class Evaluator:
-    """Evaluates plans of one graph on one topology, as changes of a plan at hand."""
+    """Evaluates plans of one graph on one topology, as changes of a plan at hand. ``share``: as of ``Templates``; not
+    where operators that are alike may have different configs."""
 
-    def __init__(self, graph: OperatorGraph, topology: Topology, costs: Costs, options: Options) -> None:
-        self.graph, self.topology, self.costs, self.options = graph, topology, costs, options
+    def __init__(
+        self, graph: OperatorGraph, topology: Topology, costs: Costs, options: Options, share: bool = True
+    ) -> None:
+        self.graph, self.topology, self.costs, self.options, self.share = graph, topology, costs, options, share
         self.lowering = Lowering(graph, topology, costs)
         self.memory_bytes = np.array([device.memory_bytes for device in topology.devices], dtype=np.int64)
         self._simulator: DeltaSimulator | None = None
@@ -69,7 +72,7 @@ class Evaluator:
         """The simulator, with ``configs`` as its plan at hand."""
         if self._simulator is None:
             self._simulator = DeltaSimulator(
-                self.graph, self.topology, self.costs, self.options, configs, self.lowering
+                self.graph, self.topology, self.costs, self.options, configs, self.lowering, share=self.share
             )
         else:
             pairs = enumerate(zip(configs, self._simulator.configs, strict=True))

@@ -44,16 +44,16 @@ class DeltaSimulator:
     >>> seconds = simulator.propose({3: config})      # iteration time (s) with operator 3 changed
     >>> simulator.accept()                            # or reject()
 
-    ``room``: tasks of a task graph for which there is room at first; it grows.
+    ``room``: tasks of a task graph for which there is room at first; it grows. ``share``: as of ``Templates``.
     """
 
     def __init__(
         self, graph: OperatorGraph, topology: Topology, costs: Costs, options: Options, configs: Configs,
-        lowering: Lowering | None = None, room: int = 4096,
+        lowering: Lowering | None = None, room: int = 4096, share: bool = True,
     ) -> None:  # fmt: skip
         self.graph, self.topology, self.costs, self.options = graph, topology, costs, options
         self.lowering = lowering or Lowering(graph, topology, costs)
-        self.templates = Templates(self.lowering, options)
+        self.templates = Templates(self.lowering, options, share)
         self.program: Program = make_program(graph, topology, self.lowering, costs, options)
         self.wiring: Wiring = make_wiring(graph, topology, self.lowering, self.program)
         self.state, self.proposed = (self._empty_state() for _ in range(2))

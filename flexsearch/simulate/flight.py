@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from flexsearch.compiled import F64, ONE, TWO, ZERO, lean
+from flexsearch.compiled import F64, ONE, TWO, U32, ZERO, lean
 from flexsearch.cost.ticks import whole
 from flexsearch.simulate.arrays import RECORD, Pools, Program, Work
 
@@ -282,29 +282,40 @@ def _edge(pools: Pools, work: Work, v: Any, g: Any) -> Any:
 
 
 @lean
-def merge(program: Program, pools: Pools, work: Work, v: Any, g: Any) -> Any:
-    """Resources that the task is on which several exchanges of a bucket are together, and its duration (s): their
-    bytes add up on every link. ``work.touched`` lists them, ``work.load`` has the seconds of each, to be set to 0."""
-    key, latency, touched = np.uint64(work.group_key[v, g]), 0.0, ZERO
-    ring, edge = np.uint64(pools.key_ring[key]), _edge(pools, work, v, g)
-    m = np.uint64(work.group_head[v, g])
+def _add_up(pools: Pools, work: Work, v: Any, g: Any, first: U32, last: U32, resource: U32, load: F64) -> Any:
+    """What a group's exchanges bring onto resources: rows ``[first[x], last[x])`` of two columns of exchange x. Fills
+    ``work.load`` and lists the resources in ``work.touched``; returns how many there are."""
+    ring = np.uint64(pools.key_ring[np.uint64(work.group_key[v, g])])
+    m, touched = np.uint64(work.group_head[v, g]), ZERO
     for i in range(np.uint64(work.group_size[v, g])):
         x = np.uint64(work.member_exchange[v, m])
-        latency = max(latency, pools.latency[x])
-        if ring == ZERO or i == ZERO:
-            for k in range(np.uint64(pools.link_first[x]), np.uint64(pools.link_last[x])):
-                r = np.uint64(pools.link[k])
+        if ring == ZERO or i == ZERO:  # all-reduces of one group go around the same ring
+            for k in range(np.uint64(first[x]), np.uint64(last[x])):
+                r = np.uint64(resource[k])
                 if work.load[r] == 0.0:
                     work.touched[touched] = r
                     touched += ONE
-                work.load[r] += pools.link_load[k]
+                work.load[r] += load[k]
         m = np.uint64(work.member_next[v, m])
-    steps = float(TWO * (ring - ONE)) if ring > ZERO else 1.0
-    busiest = 0.0
-    for j in range(ZERO, touched):
+    return touched
+
+
+@lean
+def merge(program: Program, pools: Pools, work: Work, v: Any, g: Any) -> Any:
+    """Resources that the task is on which several exchanges of a bucket are together, and its duration (s): their
+    bytes add up on every link. ``work.touched`` lists them, ``work.load`` has the seconds of each, to be set to 0."""
+    key, latency, busiest = np.uint64(work.group_key[v, g]), 0.0, 0.0
+    ring, edge = np.uint64(pools.key_ring[key]), _edge(pools, work, v, g)
+    touched = _add_up(pools, work, v, g, pools.link_first, pools.link_last, pools.link, pools.link_load)
+    for j in range(touched):
         r = np.uint64(work.touched[j])
         work.load[r] = whole(pools.key_factor[key] * (work.load[r] * edge) / program.bandwidth[r])
         busiest = max(busiest, work.load[r])
+    m = np.uint64(work.group_head[v, g])
+    for _ in range(np.uint64(work.group_size[v, g])):
+        latency = max(latency, pools.latency[np.uint64(work.member_exchange[v, m])])
+        m = np.uint64(work.member_next[v, m])
+    steps = float(TWO * (ring - ONE)) if ring > ZERO else 1.0
     return touched, whole(program.scalars[0] + steps * latency) + busiest
 
 
@@ -313,19 +324,9 @@ def merge_drags(program: Program, pools: Pools, work: Work, v: Any, g: Any) -> A
     """As ``merge``: processors from which moving the bytes takes time, and how much (s)."""
     if program.scalars[1] == 0.0:
         return ZERO
-    ring, edge = np.uint64(pools.key_ring[np.uint64(work.group_key[v, g])]), _edge(pools, work, v, g)
-    m, touched = np.uint64(work.group_head[v, g]), ZERO
-    for i in range(np.uint64(work.group_size[v, g])):
-        x = np.uint64(work.member_exchange[v, m])
-        if ring == ZERO or i == ZERO:
-            for k in range(np.uint64(pools.drag_first[x]), np.uint64(pools.drag_last[x])):
-                r = np.uint64(pools.drag[k])
-                if work.load[r] == 0.0:
-                    work.touched[touched] = r
-                    touched += ONE
-                work.load[r] += pools.drag_load[k]
-        m = np.uint64(work.member_next[v, m])
-    for j in range(ZERO, touched):
+    edge = _edge(pools, work, v, g)
+    touched = _add_up(pools, work, v, g, pools.drag_first, pools.drag_last, pools.drag, pools.drag_load)
+    for j in range(touched):
         r = np.uint64(work.touched[j])
         work.load[r] = whole(program.scalars[1] * (work.load[r] * edge))
     return touched

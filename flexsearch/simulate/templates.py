@@ -65,9 +65,9 @@ class Column:
 
 class Templates:
     """Templates for one graph on one topology, under one set of options. ``pools``, ``table``: as they are now; fetch
-    them again after adding anything."""
+    them again after adding anything. ``share``: whether operators that are alike have one number for a config."""
 
-    def __init__(self, lowering: Lowering, options: Options) -> None:
+    def __init__(self, lowering: Lowering, options: Options, share: bool = True) -> None:
         self.lowering, self.graph, self.topology = lowering, lowering.graph, lowering.topology
         self.ceiling = Ceiling(self.graph, self.topology, options)
         devices = len(self.topology.devices)
@@ -78,6 +78,7 @@ class Templates:
         self.table = Table(np.zeros(2 * _START, np.uint64), np.zeros(2 * _START, np.uint32), np.zeros(1, np.uint64))
         self._pools: Pools | None = None
         self._configs: dict[tuple[int, OperatorConfig], int] = {}
+        self._alike = self._find_alike() if share else list(range(len(self.graph.operators)))
         self._keys: dict[tuple[str, bytes, str], int] = {}
         self._plans: dict[tuple[int, str], int] = {}
         self._nodes = 0
@@ -85,7 +86,7 @@ class Templates:
         self.configs: list[OperatorConfig | None] = []
         """Config of each number; number 0 is none."""
         self.operators: list[int] = []
-        """Operator of each config."""
+        """Operator of each config; of several that are alike, the first."""
         self._reshard(None, "", 1)
         self._config(None, None, 0)
         self._add_plan(None, None)
@@ -147,10 +148,21 @@ class Templates:
 
     def config(self, operator: int, config: OperatorConfig) -> int:
         """Number of a config of an operator."""
+        operator = self._alike[operator]
         key = operator, config
         if (known := self._configs.get(key)) is None:
             known = self._configs[key] = self._config(self.lowering.placed(operator, config), config, operator)
         return known
+
+    def _find_alike(self) -> list[int]:
+        """By operator: the first one of the same shape and cost, which keeps the same for its backward."""
+        graph, first = self.graph, dict[object, int]()
+        return [
+            first.setdefault(
+                (self.lowering.costs.alike[i], rule, tuple(name in graph.differentiable for name in op.inputs)), i
+            )
+            for i, (op, rule) in enumerate(zip(graph.operators, self.ceiling.rules, strict=True))
+        ]
 
     def _config(self, placed: Placed | None, config: OperatorConfig | None, operator: int) -> int:
         self.configs.append(config)
