@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from flexsearch.cost import Costs
+from flexsearch.cost.ticks import TICK
 from flexsearch.graph import chunk, volume
 from flexsearch.lower import Entry, Exchange, Layout, Lowering, Reshard
 from flexsearch.lower.layout import Layouts
@@ -96,6 +97,11 @@ def carried(plan: Reshard, held: list[Array]) -> list[Array]:
     return held
 
 
+def ticks(seconds: float) -> float:
+    """Durations are whole ticks."""
+    return round(seconds / TICK) * TICK
+
+
 def check_exchange(exchange: Exchange, source: Layout, destination: Layout, topology: Topology) -> None:
     """Its sums, from its moves and the routes alone."""
     pairs: dict[tuple[int, int], int] = {}
@@ -126,12 +132,12 @@ def check_exchange(exchange: Exchange, source: Layout, destination: Layout, topo
             moved[topology.processor_of[device]] = moved.get(topology.processor_of[device], 0) + n
     communication, transfer = topology.communication, exchange.transfer
     factor, per_byte = communication.factors[exchange.form], communication.cpu_s_per_byte
-    links = tuple((r, factor * n / topology.resources[r].bandwidth) for r, n in sorted(load.items()))
+    links = tuple((r, ticks(factor * n / topology.resources[r].bandwidth)) for r, n in sorted(load.items()))
     latency = max(topology.route(a, b).latency_s for a, b, _ in messages)
     assert transfer.link_bytes == tuple(sorted(load.items()))
     assert transfer.links == links
-    assert transfer.drag == tuple((p, per_byte * n) for p, n in sorted(moved.items()) if per_byte)
-    assert transfer.duration_s == communication.overhead_s + steps * latency + max(s for _, s in links)
+    assert transfer.drag == tuple((p, ticks(per_byte * n)) for p, n in sorted(moved.items()) if per_byte)
+    assert transfer.duration_s == ticks(communication.overhead_s + steps * latency) + max(s for _, s in links)
 
 
 def check_sums(plan: Reshard, topology: Topology) -> None:
