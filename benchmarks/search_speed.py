@@ -7,8 +7,7 @@ again. Everything is counted: drawing, templates, simulating, accepting or resto
 
 - ``proposals_per_s``: the second time, when all templates are known; ``first_proposals_per_s``: the first time;
 - ``full_per_s``: whole plans from scratch, all templates known, compiled: their task graphs written down and simulated
-by
-  events; ``delta_over_full`` is the ratio to it; ``python_full_per_s``: plans lowered in Python and simulated by
+  by events; ``delta_over_full`` is the ratio to it; ``python_full_per_s``: plans lowered in Python and simulated by
   events;
 - ``by_events_share``: proposals whose task graph had to be written down; ``accepted_share``;
 - ``flexflow_per_s``: what FlexFlow's released code reached on a similar machine (2 cores, one thread), where known;
