@@ -110,8 +110,7 @@ def measure(name: str, cluster: str, seconds: float) -> Row:
     """One row of the table."""
     graph, topology = OperatorGraph.load(name), Topology.load(cluster)
     climber = Climber(graph, topology, Costs(graph, topology), Options(), seed=0)
-    plan = baseline("data-parallel", graph, topology)
-    start = tuple(plan.configs[op.name] for op in graph.operators)
+    start = baseline("data-parallel", graph, topology).in_order(graph)
     climber.warm(start)
     first, accepted, first_s = chain(climber, start, seconds, sys.maxsize)
     simulator = climber.evaluate.at(start)

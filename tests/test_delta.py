@@ -151,7 +151,7 @@ def test_so_is_any_legal_strategy(data: Any, name: str) -> None:
     simulator, configs = None, ()
     for _ in range(3):
         strategy = data.draw(strategies(graph, topology))
-        options, new = Options(), tuple(strategy.configs[op.name] for op in graph.operators)
+        options, new = Options(), strategy.in_order(graph)
         if simulator is None:
             simulator = DeltaSimulator(graph, topology, Costs(graph, topology), options, new)
             check_equal(simulator, new, simulator.seconds, options)
@@ -224,6 +224,8 @@ def test_what_is_only_put_off_is_skipped_and_the_times_are_the_same(name: str, b
     plain = baseline("data-parallel", graph, topology, options).in_order(graph)
     simulator = walk(graph, topology, np.random.default_rng(bucket), options, 40, plain)
     assert simulator.work.skipped[0] > 20
+    if name.startswith("p100"):  # exchanges that are sent out of the order of time are put in order
+        assert simulator.written == 0
 
 
 @pytest.mark.parametrize("name", TOPOLOGIES)

@@ -126,6 +126,24 @@ def _sort(values: U32, count: Any) -> None:
 
 
 @lean
+def link_seconds(factor: Any, nbytes: Any, bandwidth: Any) -> Any:
+    """For so long bytes keep a link busy, s."""
+    return whole(factor * nbytes / bandwidth)
+
+
+@lean
+def drag_seconds(per_byte: Any, nbytes: Any) -> Any:
+    """So much computing time moving bytes takes from a processor, s."""
+    return whole(per_byte * nbytes)
+
+
+@lean
+def duration(overhead_s: Any, steps: Any, latency_s: Any, busiest_s: Any) -> Any:
+    """From the start of a communication to its end, s: ``busiest_s`` is that of its busiest link."""
+    return whole(overhead_s + steps * latency_s) + busiest_s
+
+
+@lean
 def price(rates: Rates, tally: Tally, loads: Loads, form: Any, edge: Any, steps: Any) -> Any:
     """Seconds of what the tally says, times ``edge`` bytes (1 where amounts are bytes already), in ``steps`` rounds
     that wait for each other; each pays the longest route's latency. Adds rows to ``loads`` and clears the tally."""
@@ -139,7 +157,7 @@ def price(rates: Rates, tally: Tally, loads: Loads, form: Any, edge: Any, steps:
     _sort(tally.touched, links)
     for k in range(links):
         r = np.uint64(tally.touched[k])
-        seconds = whole(factor * np.float64(tally.load[r] * edge) / rates.bandwidth[r])
+        seconds = link_seconds(factor, np.float64(tally.load[r] * edge), rates.bandwidth[r])
         busiest = max(busiest, seconds)
         if room:
             at = loads.size[0] + np.uint64(k)
@@ -151,15 +169,15 @@ def price(rates: Rates, tally: Tally, loads: Loads, form: Any, edge: Any, steps:
         if room and per_byte > 0.0:
             at = loads.size[1] + np.uint64(k)
             loads.drag[at], loads.drag_load[at] = p, tally.moved[p]
-            loads.drag_s[at] = whole(per_byte * np.float64(tally.moved[p] * edge))
+            loads.drag_s[at] = drag_seconds(per_byte, np.float64(tally.moved[p] * edge))
         tally.moved[p] = 0
     if room:
         loads.size[0] += links
         loads.size[1] += drags
-    duration = whole(rates.fixed[0] + np.float64(steps) * tally.latency[0]) + busiest
+    seconds = duration(rates.fixed[0], np.float64(steps), tally.latency[0], busiest)
     tally.listed[0] = tally.listed[1] = ZERO
     tally.latency[0] = 0.0
-    return duration
+    return seconds
 
 
 @lean

@@ -17,6 +17,7 @@ from typing import Any, Final
 import numpy as np
 import numpy.typing as npt
 
+from flexsearch.compiled import lean
 from flexsearch.cost.profile import Entry, Profile, Work, signature
 from flexsearch.cost.ticks import task_seconds, whole
 from flexsearch.errors import ProfileError
@@ -215,7 +216,7 @@ class Costs:
     def update(self, nbytes: int, tensors: int, device: int, optimizer: str) -> float:
         """Seconds of the optimizer's update of ``nbytes`` of weights in ``tensors`` tensors."""
         per_byte, per_tensor = self.update_rates(device, optimizer)
-        return float(whole(nbytes * per_byte + tensors * per_tensor))
+        return float(update_seconds(nbytes, tensors, per_byte, per_tensor))
 
     def update_rates(self, device: int, optimizer: str) -> tuple[float, float]:
         """Seconds that an update takes for each byte of weights, and for each tensor."""
@@ -275,6 +276,12 @@ class _Model:
                 return entry.s_per_byte, entry.s_per_tensor
         per_byte = STREAMS[optimizer] / (self.device.memory_bandwidth * MEMORY_EFFICIENCY)
         return per_byte, UPDATE_KERNELS[optimizer] * self.device.overhead_s
+
+
+@lean
+def update_seconds(nbytes: Any, tensors: Any, per_byte: Any, per_tensor: Any) -> Any:
+    """Seconds of an update of ``nbytes`` of weights in ``tensors`` tensors."""
+    return whole(nbytes * per_byte + tensors * per_tensor)
 
 
 def _computing(forward_s: float, backward_s: float) -> tuple[float, float]:

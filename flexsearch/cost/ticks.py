@@ -19,7 +19,7 @@ EXACT_S: Final = 2.0**53 * TICK
 @lean
 def whole(seconds: Any) -> Any:
     """The nearest whole number of ticks, in seconds."""
-    return np.rint(seconds * 2.0**40) * 2.0**-40
+    return np.rint(seconds / TICK) * TICK
 
 
 def task_seconds(seconds: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:

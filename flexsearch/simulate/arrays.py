@@ -21,7 +21,9 @@ STRIDE = 16
 
 class Program(NamedTuple):
     """What follows from graph, topology and bucket size. Slots are operands in order, then results (the loss, new
-    buffers) that are kept; rows ``[first[i], last[i])`` of a list belong to item i."""
+    buffers) that are kept; rows ``[first[i], last[i])`` of a list belong to item i. ``scalars``: start of a
+    communication (s); processor seconds per byte; whether processors can hold tasks up (0 no, 1 yes, 2 yes and devices
+    that share one take turns); for how many exchanges of a weight a bucket has room."""
 
     kind: U8
     argument: U32
@@ -43,10 +45,7 @@ class Program(NamedTuple):
     update_byte_s: F64  # by device
     update_tensor_s: F64
     row_stride: U32  # by row: STRIDE of the block that sends what arrives there
-    scalars: (
-        F64  # start of a communication (s), processor seconds per byte, whether processors can hold tasks up (0 no,
-    )
-    # 1 yes, 2 yes and devices that share one take turns), and for how many exchanges of a weight a bucket has room
+    scalars: F64
 
 
 class Pools(NamedTuple):
@@ -177,7 +176,6 @@ class Work(NamedTuple):
     broken: U8  # 1 if exchanges were not taken in the order of time
     void: U64  # (1,): proposals in a row for which that was so
     skipped: U64  # (1,): STRIDEs of blocks, over all passes
-    counted: F64  # (1,) tasks of a pass in mode RECORD
     moment: F64  # so far: makespan, tasks, and the last end of an exchange that somebody waits for
 
 

@@ -8,7 +8,7 @@ import numpy as np
 
 from flexsearch.compiled import ONE, ZERO, lean
 from flexsearch.cost.ticks import TICK
-from flexsearch.simulate.arrays import STRIDE, TIME, Pools, Program, State, Tasks, Work
+from flexsearch.simulate.arrays import TIME, Pools, Program, State, Tasks, Work
 from flexsearch.simulate.change import Change, Table, Wiring, place, wire
 from flexsearch.simulate.walk import walk
 
@@ -44,7 +44,7 @@ def attempt(
     last = np.uint64(program.kind.shape[0]) - ONE  # where a proposal that changes nothing begins
     begin = min(np.uint64(change.begin[0]), last) if whole else ZERO
     seconds = walk(
-        program, pools, proposed, work, tasks, begin // np.uint64(STRIDE) * np.uint64(STRIDE), np.uint64(TIME), limit,
+        program, pools, proposed, work, tasks, begin, np.uint64(TIME), limit,
         change.changed, whole,
     )  # fmt: skip
     if work.broken[0] == 1:

@@ -140,8 +140,8 @@ def place(wiring: Wiring, program: Program, pools: Pools, state: State, change: 
                 state.held[d] += pools.config_held[new, d] - pools.config_held[old, d]
             forth = np.uint64(wiring.forward_block[i]) // np.uint64(STRIDE)
             back = np.uint64(wiring.backward_block[i]) // np.uint64(STRIDE)
-            change.changed[forth] = 1
-            change.changed[back] = 1
+            _mark(change, wiring.forward_block[i])
+            _mark(change, wiring.backward_block[i])
             for e in range(np.uint64(pools.config_first[old]), np.uint64(pools.config_last[old])):
                 _computes(pools, state, e, forth, back, -1)
             for e in range(np.uint64(pools.config_first[new]), np.uint64(pools.config_last[new])):

@@ -12,14 +12,14 @@ import numpy as np
 
 from flexsearch.compiled import ONE, THREE, TWO, ZERO, lean
 from flexsearch.simulate.arrays import STRIDE, Pools, Program, State, Work
-from flexsearch.simulate.flight import HALF, LOW, base_of, new_row, version_of
+from flexsearch.simulate.flight import HALF, LOW, base_of, later, new_row, version_of
 
 VOID = np.uint32(0xFFFFFFFF)
 """Too much was in flight to be written down."""
 
 
 @lean
-def begin_again(work: Work) -> None:
+def _begin_again(work: Work) -> None:
     """Set the moments to those before the first block."""
     for column in (work.last, work.free, work.seen, work.order, work.synced, work.moment):
         column[:] = 0.0
@@ -33,15 +33,9 @@ def begin_again(work: Work) -> None:
 
 
 @lean
-def later(moment: float, base: float) -> Any:
-    """A moment (s) that was written down as 0 before anything happened, and has been put off by ``base`` since."""
-    return moment + base if moment > 0.0 else 0.0
-
-
-@lean
 def restore(program: Program, work: Work, first: Any) -> Any:
     """Set the moments to those of the last checkpoint at or before block ``first``; returns its block."""
-    begin_again(work)
+    _begin_again(work)
     c = np.uint64(first) // np.uint64(STRIDE)
     while c > ZERO and work.held[work.check_version[c], c, 0] == VOID:
         c -= ONE

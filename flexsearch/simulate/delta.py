@@ -1,8 +1,9 @@
 """Delta simulation: the iteration time of a plan that differs from the one at hand in a few configs.
 
 A proposal changes the templates of its operators, of the edges around them and of their weights (``change``), and the
-pass over the plan goes on from the last checkpoint before the first block that changed (``walk``). The result is that
-of lowering and simulating the whole plan anew, to the bit; rejecting it leaves the plan at hand as it was.
+pass over the plan goes on from the last checkpoint before the first block that changed (``walk``), past what is only
+put off (``skip``). The result is that of lowering and simulating the whole plan anew, to the bit; rejecting it leaves
+the plan at hand as it was.
 """
 
 from __future__ import annotations
@@ -156,7 +157,7 @@ class DeltaSimulator:
         self.reject()  # the pass below takes the place of the proposal's
         while self.program.scalars[2] < 2.0:
             self._walk(self.state, RECORD)
-            count = int(self.work.counted[0])
+            count = int(self.work.moment[1])
             if self.work.broken[0]:
                 break
             if count <= len(self.work.start):
@@ -265,7 +266,7 @@ class DeltaSimulator:
             held_number=np.zeros((2, checks, _HELD)), held_cargo=np.zeros((2, checks, _HELD), np.uint64),
             held_row=_numbers(2, checks, _HELD_ROWS, 3), held_arrived=np.zeros((2, checks, _HELD_ROWS, devices)),
             start=np.zeros(1), end=np.zeros(1), broken=np.zeros(1, np.uint8), void=np.zeros(1, np.uint64),
-            skipped=np.zeros(1, np.uint64), counted=np.zeros(1), moment=np.zeros(3),
+            skipped=np.zeros(1, np.uint64), moment=np.zeros(3),
         )  # fmt: skip
 
 

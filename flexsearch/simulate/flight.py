@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from flexsearch.compiled import F64, ONE, TWO, U32, ZERO, lean
-from flexsearch.cost.ticks import whole
+from flexsearch.cost.communication import drag_seconds, duration, link_seconds, ring_edge, ring_steps
 from flexsearch.simulate.arrays import RECORD, Pools, Program, Work
 
 LOW = np.uint64(0xFFFFFFFF)
@@ -37,6 +37,12 @@ def new_row(work: Work, row: Any) -> None:
 def base_of(program: Program, work: Work, row: Any) -> Any:
     """By how much later (s) things arrive than a row says."""
     return work.next_base[np.uint64(program.row_stride[row])]
+
+
+@lean
+def later(moment: float, base: float) -> Any:
+    """A moment (s) that is ``base`` later than written down; 0, where nothing has happened, stays."""
+    return moment + base if moment > 0.0 else 0.0
 
 
 @lean
@@ -176,8 +182,7 @@ def _release(pools: Pools, work: Work, row: Any, arrived: F64, base: float) -> N
         if cargo >> HALF == row:
             x = cargo & LOW
             for j in range(np.uint64(pools.send_first[x]), np.uint64(pools.send_last[x])):
-                at = arrived[np.uint64(pools.send[j])]
-                ready = max(ready, at + base if at > 0.0 else 0.0)
+                ready = max(ready, later(arrived[np.uint64(pools.send[j])], base))
             _insert(work, ready, work.parked_number[k], cargo)
         else:
             work.parked_ready[kept] = ready
@@ -240,7 +245,7 @@ def _take_group(
     if work.group_size[v, g] == 1:
         finish = _exchange(pools, work, np.uint64(work.member_exchange[v, m]), ready, number, mode)
     else:
-        touched, duration = merge(program, pools, work, v, g)
+        touched, seconds = merge(program, pools, work, v, g)
         begin = ready
         for j in range(ZERO, touched):
             r = np.uint64(work.touched[j])
@@ -254,7 +259,7 @@ def _take_group(
             r = np.uint64(work.touched[j])
             _drag(work, r, ready, number, work.load[r])
             work.load[r] = 0.0
-        finish = begin + duration
+        finish = begin + seconds
         work.moment[0] = max(work.moment[0], finish)
         if mode == RECORD:
             record(work, number, begin, finish)
@@ -278,7 +283,7 @@ def _edge(pools: Pools, work: Work, v: Any, g: Any) -> Any:
     for _ in range(np.uint64(work.group_size[v, g])):
         total += pools.amount[np.uint64(work.member_exchange[v, m])]
         m = np.uint64(work.member_next[v, m])
-    return float(TWO * (ring - ONE) * total // ring)
+    return float(ring_edge(ring, total))
 
 
 @lean
@@ -309,14 +314,14 @@ def merge(program: Program, pools: Pools, work: Work, v: Any, g: Any) -> Any:
     touched = _add_up(pools, work, v, g, pools.link_first, pools.link_last, pools.link, pools.link_load)
     for j in range(touched):
         r = np.uint64(work.touched[j])
-        work.load[r] = whole(pools.key_factor[key] * (work.load[r] * edge) / program.bandwidth[r])
+        work.load[r] = link_seconds(pools.key_factor[key], work.load[r] * edge, program.bandwidth[r])
         busiest = max(busiest, work.load[r])
     m = np.uint64(work.group_head[v, g])
     for _ in range(np.uint64(work.group_size[v, g])):
         latency = max(latency, pools.latency[np.uint64(work.member_exchange[v, m])])
         m = np.uint64(work.member_next[v, m])
-    steps = float(TWO * (ring - ONE)) if ring > ZERO else 1.0
-    return touched, whole(program.scalars[0] + steps * latency) + busiest
+    steps = float(ring_steps(ring)) if ring > ZERO else 1.0
+    return touched, duration(program.scalars[0], steps, latency, busiest)
 
 
 @lean
@@ -328,5 +333,5 @@ def merge_drags(program: Program, pools: Pools, work: Work, v: Any, g: Any) -> A
     touched = _add_up(pools, work, v, g, pools.drag_first, pools.drag_last, pools.drag, pools.drag_load)
     for j in range(touched):
         r = np.uint64(work.touched[j])
-        work.load[r] = whole(program.scalars[1] * (work.load[r] * edge))
+        work.load[r] = drag_seconds(program.scalars[1], work.load[r] * edge)
     return touched

@@ -13,17 +13,17 @@ from flexsearch.graph import Operator, OperatorGraph
 class Keep(NamedTuple):
     """Whether inputs and outputs live until the operator's backward. ``alias``: the output is the input's memory.
     Besides, for each element of the outputs: ``extra`` bytes (the int64 indices of a max pool), and as much memory as
-    ``more`` elements of the output have."""
+    so many half elements have."""
 
     inputs: bool
     outputs: bool
     alias: bool = False
     extra: int = 0
-    more: float = 0.0
+    halves: int = 0
 
     def besides(self, elements: Any, itemsize: int) -> Any:
         """Bytes kept besides of an output of so many elements (a number, or an array of them)."""
-        return elements * self.extra + (elements * round(2 * self.more) * itemsize + 1) // 2
+        return elements * self.extra + elements * self.halves * itemsize // 2
 
 
 NOTHING = Keep(False, False)
@@ -31,7 +31,7 @@ INPUTS = Keep(True, False)
 OUTPUTS = Keep(False, True)
 BOTH = Keep(True, True)
 INDICES = Keep(True, False, extra=8)
-GATES = Keep(True, True, more=2.5)
+GATES = Keep(True, True, halves=5)
 """Of an LSTM cell: four gates and tanh(c), shared by its two outputs."""
 ALIAS = Keep(False, False, alias=True)
 

@@ -15,7 +15,8 @@ import numpy as np
 from flexsearch.compiled import F64, ONE, THREE, TWO, U8, ZERO, lean
 from flexsearch.cost.ticks import EXACT_S
 from flexsearch.simulate.arrays import STRIDE, Program, Work
-from flexsearch.simulate.checkpoint import VOID, later, restore_flight
+from flexsearch.simulate.checkpoint import VOID, restore_flight
+from flexsearch.simulate.flight import later
 
 LEAST = np.uint64(2)
 """Fewer STRIDEs of blocks are not worth skipping."""

@@ -19,7 +19,8 @@ from typing import Any
 import numpy as np
 
 from flexsearch.compiled import ONE, TWO, U8, ZERO, lean
-from flexsearch.cost.ticks import TICK, whole
+from flexsearch.cost.compute import update_seconds
+from flexsearch.cost.ticks import TICK
 from flexsearch.simulate.arrays import (
     BACKWARD,
     FORWARD,
@@ -37,9 +38,10 @@ from flexsearch.simulate.arrays import (
     Tasks,
     Work,
 )  # fmt: skip
-from flexsearch.simulate.checkpoint import later, restore, save
+from flexsearch.simulate.checkpoint import restore, save
 from flexsearch.simulate.flight import (
     base_of,
+    later,
     merge,
     merge_drags,
     new_row,
@@ -73,11 +75,11 @@ def walk(
     program: Program, pools: Pools, state: State, work: Work, tasks: Tasks, first: Any, mode: Any, limit: float,
     changed: U8, skips: Any,
 ) -> Any:  # fmt: skip
-    """Makespan (s) of the plan, from block ``first`` on (a multiple of STRIDE; what came before is as in the
-    checkpoint). ``work.broken[0]`` is 1 afterwards if the result is void. In mode WRITE: fills ``tasks`` from the
-    beginning and returns 0; -1 if ``tasks`` is too small. In mode TIME: infinity as soon as it is certain that the
-    makespan is above ``limit`` (s). If ``skips``: there is a plan at hand with checkpoints, from which this one differs
-    only in the STRIDEs of blocks that are ``changed``; others may be skipped."""
+    """Makespan (s) of the plan, from the last checkpoint before block ``first`` on. ``work.broken[0]`` is 1 afterwards
+    if the result is void. In mode WRITE: fills ``tasks`` from the beginning and returns 0; -1 if ``tasks`` is too
+    small. In mode TIME: infinity as soon as it is certain that the makespan is above ``limit`` (s). If ``skips``: there
+    is a plan at hand with checkpoints, from which this one differs only in the STRIDEs of blocks that are ``changed``;
+    others may be skipped."""
     slots = np.uint64(program.flows.shape[0])
     if mode == WRITE:
         start(tasks)
@@ -139,7 +141,6 @@ def walk(
         b += ONE
     if mode == WRITE and not fits(tasks):
         return -1.0
-    work.counted[0] = work.moment[1]
     makespan = work.moment[0]
     for d in range(np.uint64(program.processor.shape[0])):
         makespan = max(makespan, work.last[d])
@@ -266,8 +267,7 @@ def _compute(
             arrived, base = work.arrived[version_of(work, row), row], base_of(program, work, row)
             for k in range(first, last):
                 d = np.uint64(pools.entry_device[k])
-                if arrived[d] > 0.0:
-                    work.middle[d] = max(work.middle[d], arrived[d] + base)
+                work.middle[d] = max(work.middle[d], later(arrived[d], base))
     for k in range(first, last):
         d = np.uint64(pools.entry_device[k])
         begin = work.middle[d]
@@ -402,8 +402,8 @@ def _update(program: Program, state: State, work: Work, tasks: Tasks, mode: Any)
     for d in range(np.uint64(program.processor.shape[0])):
         if state.stored_count[d] == 0:
             continue
-        seconds = whole(
-            state.stored_bytes[d] * program.update_byte_s[d] + state.stored_count[d] * program.update_tensor_s[d]
+        seconds = update_seconds(
+            state.stored_bytes[d], state.stored_count[d], program.update_byte_s[d], program.update_tensor_s[d]
         )
         if mode == WRITE:
             after(tasks, tasks.synced[d])
