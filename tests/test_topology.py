@@ -13,6 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from flexsearch.cost.communication import Pricing
 from flexsearch.errors import FileFormatError, FlexsearchError, TopologyError
 from flexsearch.topology import Communication, Device, Link, Topology, presets
 
@@ -196,6 +197,38 @@ def test_routes_run_along_links_and_back_the_same_way(data: st.DataObject) -> No
     again = Topology.model_validate_json(t.model_dump_json())
     assert again == t
     assert all(again.route(0, j) == t.route(0, j) for j in range(n))
+
+
+def test_a_link_that_is_only_crossed_with_a_narrower_one_decides_nothing() -> None:
+    found = Topology.load("p100:4")
+    idle = {r.name for r, can in zip(found.resources, found.decisive, strict=True) if not can}
+    between = [(f"node{n}/gpu{g}", f"node{n}/nic") for n in range(4) for g in range(4)]
+    assert idle == {f"{a}->{b}" for pair in between for a, b in (pair, pair[::-1])}
+    two = Topology.load("p100:2")  # one way from node to node: out of one NIC is into the other
+    assert len(two.resources) - two.decisive.sum() == 2 * 8 + 2
+    assert Topology.load("p100:1").decisive.all()  # every link is a route of its own
+
+
+@given(st.data())
+@settings(derandomize=True, max_examples=60, deadline=None)
+def test_transfers_start_the_same_whether_they_look_at_all_links_or_at_the_decisive_ones(data: st.DataObject) -> None:
+    inner = data.draw(st.integers(1, 4))
+    bandwidths = st.sampled_from([1e9, 2e9, 5e9])
+    duplex = data.draw(st.sampled_from(["full", "half"]))
+    links = [link(f"s{k}", f"s{data.draw(st.integers(0, k - 1))}", data.draw(bandwidths)) for k in range(1, inner)]
+    count = data.draw(st.integers(2, 6))
+    for d in range(count):
+        links.append(link(f"d{d}", f"s{data.draw(st.integers(0, inner - 1))}", data.draw(bandwidths), duplex))
+    made = topology([device(f"d{d}") for d in range(count)], links, tuple(f"s{k}" for k in range(inner)))
+    pricing, free, looked = Pricing(made), [0.0] * len(made.resources), [0.0] * len(made.resources)
+    pairs = st.tuples(st.integers(0, count - 1), st.integers(0, count - 1)).filter(lambda pair: pair[0] != pair[1])
+    for ready in sorted(data.draw(st.lists(st.floats(0, 1e-3), max_size=12))):
+        messages = data.draw(st.lists(pairs, min_size=1, max_size=4, unique=True))
+        transfer = pricing.transfer("exchange", [(a, b, data.draw(st.integers(1, 10**6))) for a, b in messages])
+        begin = max([ready, *(free[r] for r, _ in transfer.links)])
+        assert begin == max([ready, *(looked[r] for r, _ in transfer.links if made.decisive[r])])
+        for r, seconds in transfer.links:
+            free[r] = looked[r] = begin + seconds
 
 
 def test_missing_dtypes_fall_back_to_float32() -> None:

@@ -67,8 +67,7 @@ class Outline(NamedTuple):
     """A reshard in sums. One row for each exchange, the first ``middle`` of them in the first phase: ``form`` (number
     in ``FORMS``), ``nbytes`` (that cross devices), ``amount`` (of an all-reduce, bytes on each device), ``edge`` (bytes
     that a load of ``loads`` counts), ``latency`` (s), ``duration`` (s). Lists of exchange x are rows ``end[x - 1]`` to
-    ``end[x]`` of ``send``, ``receive`` (devices, ascending) and of the links and processors in ``loads``. ``landed``:
-    elements of new copies, intermediate ones and receive buffers on each device."""
+    ``end[x]`` of ``send``, ``receive`` (devices, ascending) and of the links and processors in ``loads``."""
 
     form: U8
     nbytes: I64
@@ -84,7 +83,6 @@ class Outline(NamedTuple):
     send: U32
     receive: U32
     loads: Loads
-    landed: I64
     phases: int
     middle: int
     trivial: bool
@@ -113,13 +111,16 @@ class Planner:
         self.topology, self.pricing = topology, Pricing(topology)
         self._dimensions, self._entries, self._rows = 4, 2 * len(topology.devices), ROOM
         self.desk = self._new_desk()
+        self.at_hand: Reshard | None = None
+        """The reshard that is on the desk."""
 
     def _new_desk(self) -> Desk:
         sizes = len(self.topology.devices), self._dimensions, self._entries, self._rows, self._rows
         return make_desk(self.pricing.tally, *sizes)
 
     def room_for(self, dimensions: int, entries: int) -> Desk:
-        """The desk, large enough for layouts of so many dimensions and entries."""
+        """The desk, cleared, and large enough for layouts of so many dimensions and entries."""
+        self.at_hand = None
         if dimensions > self._dimensions or entries > self._entries:
             self._dimensions, self._entries = max(self._dimensions, dimensions), max(self._entries, 2 * entries)
             self.desk = self._new_desk()
@@ -202,14 +203,32 @@ class Reshard:
     ) -> None:  # fmt: skip
         self._planner, self._source, self._destination = planner, source, destination
         self._itemsize, self._mode, self._ranges = itemsize, mode, ranges
+        self._count: int | None = None
+        self._landed: I64 | None = None
 
-    def _run(self) -> Desk:
-        return self._planner.run(self._source, self._destination, self._mode, self._ranges, self._itemsize)
+    def planned(self) -> Desk:
+        """The planner's desk, with this reshard on it until another is planned: rows FIRST to LAST of its exchanges."""
+        planner = self._planner
+        if planner.at_hand is not self:
+            desk = planner.run(self._source, self._destination, self._mode, self._ranges, self._itemsize)
+            planner.at_hand = self
+            self._count = int(desk.result[LAST] - desk.result[FIRST])
+            if self._landed is None:
+                self._landed = desk.landed.copy()
+        return planner.desk
+
+    @property
+    def landed(self) -> I64:
+        """By device, elements of new copies, intermediate ones and receive buffers."""
+        if self._landed is None:
+            self.planned()
+        assert self._landed is not None
+        return self._landed
 
     @cached_property
     def outline(self) -> Outline:
         """What it comes to, in sums."""
-        desk = self._run()
+        desk = self.planned()
         rows, result = desk.exchanges, desk.result.tolist()
         first, last = result[FIRST], result[LAST]
 
@@ -232,14 +251,13 @@ class Reshard:
                 loads.link[links].copy(), loads.link_load[links].copy(), loads.link_s[links].copy(),
                 loads.drag[drags].copy(), loads.drag_load[drags].copy(), loads.drag_s[drags].copy(), loads.size,
             ),
-            landed=desk.landed.copy(), phases=result[PHASES], middle=result[MIDDLE] - first,
-            trivial=bool(result[TRIVIAL]),
+            phases=result[PHASES], middle=result[MIDDLE] - first, trivial=bool(result[TRIVIAL]),
         )  # fmt: skip
 
     @cached_property
     def details(self) -> Details:
         """The rest: what moves."""
-        desk, rank = self._run(), self._destination.grid.box.shape[1]
+        desk, rank = self.planned(), self._destination.grid.box.shape[1]
         result = desk.result.tolist()
         first, last, begin, end = result[FIRST], result[LAST], result[MOVE_FIRST], result[MOVE_LAST]
         exchange = desk.moves.exchange[begin:end].astype(np.int64)
@@ -267,7 +285,11 @@ class Reshard:
     @property
     def crosses(self) -> bool:
         """Whether anything crosses devices."""
-        return self._mode != OWN and len(self.outline.form) > 0
+        if self._mode == OWN:
+            return False
+        if self._count is None:
+            self.planned()
+        return bool(self._count)
 
     @property
     def aliased(self) -> frozenset[int]:

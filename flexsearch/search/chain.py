@@ -21,8 +21,9 @@ import numpy as np
 from flexsearch.compiled import F64, I64, ONE, TWO, U8, U32, U64, ZERO, lean
 from flexsearch.simulate.arrays import Pools, Program, State, Tasks, Work
 from flexsearch.simulate.attempt import attempt
-from flexsearch.simulate.change import MISSING, Change, Table, Wiring, carry_over, find, miss
+from flexsearch.simulate.change import Change, Wiring, carry_over, miss
 from flexsearch.simulate.checkpoint import accept
+from flexsearch.simulate.keys import MISSING, Table, find
 
 CANDIDATE, OVER, SWAP, STORED, LIKE = 10, 11, 12, 13, 14
 """Keys of the table: (operator, k): a config to try; (link, config): the one that follows it; (config, a * devices +
@@ -101,10 +102,7 @@ def advance(
         if chain.counts[STAGE] == FRESH:
             if chain.counts[IDLE] >= chain.patience[0] or chain.counts[DRAWN] == np.uint64(chain.uniform.shape[0]):
                 return DONE
-            change.lacking[0] = ZERO
-            change.number[0] = ZERO
-            _draw(moves, chain, pools, table, state, change)
-            if change.lacking[0] > ZERO:
+            if not draw(moves, chain, state.config, pools.config_shard, table, change):
                 return ASK
             whole = chain.counts[WHOLE] == ONE
             seconds = attempt(wiring, program, pools, table, state, proposed, change, work, tasks, whole, limit(chain))
@@ -176,8 +174,11 @@ def _fits(moves: Moves, proposed: State) -> Any:
 
 
 @lean
-def _draw(moves: Moves, chain: Chain, pools: Pools, table: Table, state: State, change: Change) -> None:
-    """Fill ``change`` with a random move's configs."""
+def draw(moves: Moves, chain: Chain, now: U32, shard: U8, table: Table, change: Change) -> Any:
+    """Fill ``change`` with a random move's configs; False if some are missing. ``now``: the plan's configs; ``shard``:
+    of each config, whether weights are sharded."""
+    change.lacking[0] = ZERO
+    change.number[0] = ZERO
     u = chain.uniform[chain.counts[DRAWN]]
     move = ZERO
     while move < np.uint64(SPAN) and u[0] >= moves.often[move]:
@@ -185,28 +186,29 @@ def _draw(moves: Moves, chain: Chain, pools: Pools, table: Table, state: State, 
     chain.counts[MOVE] = move
     leaders = np.uint64(moves.leader.shape[0])
     if move == REDRAW:
-        i = _pick(u[1], np.uint64(state.config.shape[0]))
+        i = _pick(u[1], np.uint64(now.shape[0]))
         _add(change, i, _candidate(chain, table, change, i, u[2]))
     elif move == COPY:
-        _copy(moves, chain, pools, table, state, change, u)
+        _copy(moves, now, shard, table, change, u)
     elif move == REPEATED and moves.class_first.shape[0] > 0:
-        _repeat(moves, chain, table, state, change, u)
+        _repeat(moves, chain, now, table, change, u)
     elif move == SPAN:
-        _span(moves, chain, pools, table, state, change, u)
+        _span(moves, chain, now, shard, table, change, u)
     elif move == EXCHANGE and moves.memory.shape[0] > 1:
-        _exchange(moves, table, state, change, u)
+        _exchange(moves, now, table, change, u)
     elif move == SHARD and moves.weighted.shape[0] > 0:
         at = _pick(u[1], np.uint64(moves.weighted.shape[0]))
-        to = ONE - np.uint64(pools.config_shard[np.uint64(state.config[np.uint64(moves.weighted[at])])])
+        to = ONE - np.uint64(shard[np.uint64(now[np.uint64(moves.weighted[at])])])
         for k in range(np.uint64(moves.weighted.shape[0])):
             i = np.uint64(moves.weighted[k])
-            if (u[2] >= 0.8 or k == at) and pools.config_shard[np.uint64(state.config[i])] != to:
-                _add(change, i, _ask(table, change, STORED, state.config[i], ZERO))
+            if (u[2] >= 0.8 or k == at) and shard[np.uint64(now[i])] != to:
+                _add(change, i, _ask(table, change, STORED, now[i], ZERO))
     else:
         at = ZERO
         while at + ONE < leaders and u[1] >= moves.likely[at]:
             at += ONE
         _lead(moves, chain, table, change, at, _candidate(chain, table, change, np.uint64(moves.leader[at]), u[2]))
+    return change.lacking[0] == ZERO
 
 
 @lean
@@ -255,7 +257,7 @@ def _lead(moves: Moves, chain: Chain, table: Table, change: Change, at: Any, con
 
 
 @lean
-def _repeat(moves: Moves, chain: Chain, table: Table, state: State, change: Change, u: F64) -> None:
+def _repeat(moves: Moves, chain: Chain, now: U32, table: Table, change: Change, u: F64) -> None:
     """The same candidate for every operator of a class; or all of them do as one of them does already."""
     led, every = np.uint64(moves.led_classes[0]), np.uint64(moves.class_first.shape[0])
     which = _pick(u[1], led) if led > ZERO and (u[5] < 0.8 or led == every) else led + _pick(u[1], every - led)
@@ -263,10 +265,8 @@ def _repeat(moves: Moves, chain: Chain, table: Table, state: State, change: Chan
     model = np.uint64(moves.class_member[first + _pick(u[3], last - first)])
     for k in range(first, last):
         i = np.uint64(moves.class_member[k])
-        if u[4] < 0.7:  # candidate k is the same for all operators of a class
-            config = _candidate(chain, table, change, i, u[2])
-        else:
-            config = _ask(table, change, LIKE, i, state.config[model])
+        # Candidate k is the same for all operators of a class.
+        config = _candidate(chain, table, change, i, u[2]) if u[4] < 0.7 else _ask(table, change, LIKE, i, now[model])
         if moves.leader_at[i] != MISSING:
             _lead(moves, chain, table, change, np.uint64(moves.leader_at[i]), config)
         elif config != MISSING:
@@ -274,15 +274,15 @@ def _repeat(moves: Moves, chain: Chain, table: Table, state: State, change: Chan
 
 
 @lean
-def _span(moves: Moves, chain: Chain, pools: Pools, table: Table, state: State, change: Change, u: F64) -> None:
+def _span(moves: Moves, chain: Chain, now: U32, shard: U8, table: Table, change: Change, u: F64) -> None:
     """A stretch of the graph: its first operator gets a candidate or what it has, the others follow their producers."""
-    count = np.uint64(state.config.shape[0])
+    count = np.uint64(now.shape[0])
     first = _pick(u[1], count)
     length = np.uint64(float(count) ** u[3])
     last = min(count, first + length)
     for i in range(first, last):
         chain.chosen[i] = MISSING
-    config = np.uint64(state.config[first])
+    config = np.uint64(now[first])
     if u[4] < 0.8:
         config = _candidate(chain, table, change, first, u[2])
         if config == MISSING:
@@ -296,7 +296,7 @@ def _span(moves: Moves, chain: Chain, pools: Pools, table: Table, state: State, 
         follows = _ask(table, change, OVER, moves.main_link[i], chain.chosen[source])
         if follows == MISSING:
             return
-        if pools.config_shard[np.uint64(follows)] != pools.config_shard[np.uint64(state.config[i])]:
+        if shard[np.uint64(follows)] != shard[np.uint64(now[i])]:
             follows = _ask(table, change, STORED, follows, ZERO)
             if follows == MISSING:
                 return
@@ -305,30 +305,30 @@ def _span(moves: Moves, chain: Chain, pools: Pools, table: Table, state: State, 
 
 
 @lean
-def _exchange(moves: Moves, table: Table, state: State, change: Change, u: F64) -> None:
+def _exchange(moves: Moves, now: U32, table: Table, change: Change, u: F64) -> None:
     """Two devices exchange their work, in a group of operators or everywhere."""
     devices = np.uint64(moves.memory.shape[0])
     a, b = _pick(u[1], devices), _pick(u[2], devices - ONE)
     b = b + ONE if b >= a else b
     pair = a * devices + b
     if u[3] >= 0.97:
-        for every in range(np.uint64(state.config.shape[0])):
-            _add(change, every, _ask(table, change, SWAP, state.config[every], pair))
+        for every in range(np.uint64(now.shape[0])):
+            _add(change, every, _ask(table, change, SWAP, now[every], pair))
         return
     at = _pick(u[4], np.uint64(moves.leader.shape[0]))
     leader = np.uint64(moves.leader[at])
-    _add(change, leader, _ask(table, change, SWAP, state.config[leader], pair))
+    _add(change, leader, _ask(table, change, SWAP, now[leader], pair))
     for k in range(np.uint64(moves.group_first[at]), np.uint64(moves.group_last[at])):
         i = np.uint64(moves.member[k])
-        _add(change, i, _ask(table, change, SWAP, state.config[i], pair))
+        _add(change, i, _ask(table, change, SWAP, now[i], pair))
 
 
 @lean
-def _copy(moves: Moves, chain: Chain, pools: Pools, table: Table, state: State, change: Change, u: F64) -> None:
+def _copy(moves: Moves, now: U32, shard: U8, table: Table, change: Change, u: F64) -> None:
     """An operator does as a neighbour does, and so on for a few steps in one direction."""
-    at = _pick(u[1], np.uint64(state.config.shape[0]))
+    at = _pick(u[1], np.uint64(now.shape[0]))
     forward = 1 if u[2] < 0.5 else 0
-    config = state.config[at]
+    config = now[at]
     for step in range(np.uint64(8)):
         count = ZERO
         for k in range(np.uint64(moves.link_first[at]), np.uint64(moves.link_last[at])):
@@ -347,7 +347,7 @@ def _copy(moves: Moves, chain: Chain, pools: Pools, table: Table, state: State, 
         if config == MISSING:
             return
         at = np.uint64(moves.link_target[link])
-        if pools.config_shard[np.uint64(config)] != pools.config_shard[np.uint64(state.config[at])]:
+        if shard[np.uint64(config)] != shard[np.uint64(now[at])]:
             config = _ask(table, change, STORED, config, ZERO)
             if config == MISSING:
                 return

@@ -40,12 +40,13 @@ from flexsearch.search.chain import (
     Chain,
     Moves,
     advance,
+    draw,
     limit,
 )  # fmt: skip
 from flexsearch.search.evaluate import PENALTY, Configs, Evaluation, Evaluator
 from flexsearch.search.space import Space, sharded
-from flexsearch.simulate.change import MISSING
 from flexsearch.simulate.delta import DeltaSimulator
+from flexsearch.simulate.keys import MISSING
 from flexsearch.simulate.program import Rows
 from flexsearch.strategy import OperatorConfig
 
@@ -121,7 +122,7 @@ class Runner:
         while True:
             why = advance(
                 self._moves, chain, simulator.wiring, simulator.program, simulator.templates.pools,
-                simulator.templates.table, simulator.state, simulator.proposed, simulator.change, simulator.work,
+                simulator.templates.keys.table, simulator.state, simulator.proposed, simulator.change, simulator.work,
                 simulator.tasks,
             )  # fmt: skip
             if why == ASK:
@@ -176,15 +177,18 @@ class Runner:
     # ---- what a chain asks for
 
     def _answer(self, simulator: DeltaSimulator) -> None:
-        """Add the configs or templates that are missing."""
+        """Add the templates that are missing, or all the configs that the move at hand needs."""
         change, templates = simulator.change, simulator.templates
-        rows = sorted({tuple(int(x) for x in row) for row in change.missing[: int(change.lacking[0])]})
-        if rows[0][0] < CANDIDATE:  # then all are: configs are asked for before templates
+        if change.missing[0, 0] < CANDIDATE:  # then all are: configs are asked for before templates
             simulator.fill()
             return
-        for kind, a, b in rows:
-            operator, config = self._wanted(simulator, kind, a, b)
-            templates.put(kind, a, b, templates.config(operator, self.space.fix(operator, config)))
+        missing = True
+        while missing:
+            for kind, a, b in sorted({tuple(row) for row in change.missing[: int(change.lacking[0])].tolist()}):
+                operator, config = self._wanted(simulator, kind, a, b)
+                templates.keys.put(kind, a, b, templates.config(operator, self.space.fix(operator, config)))
+            configs, shard = simulator.state.config, templates.pools.config_shard
+            missing = not draw(self._moves, self._chain, configs, shard, templates.keys.table, change)
 
     def _wanted(self, simulator: DeltaSimulator, kind: int, a: int, b: int) -> tuple[int, OperatorConfig]:
         """Operator and config that a key asks for."""

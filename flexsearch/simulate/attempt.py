@@ -9,7 +9,8 @@ import numpy as np
 from flexsearch.compiled import ONE, ZERO, lean
 from flexsearch.cost.ticks import TICK
 from flexsearch.simulate.arrays import TIME, Pools, Program, State, Tasks, Work
-from flexsearch.simulate.change import Change, Table, Wiring, place, wire
+from flexsearch.simulate.change import Change, Wiring, place, wire
+from flexsearch.simulate.keys import Table
 from flexsearch.simulate.walk import walk
 
 MOST = np.uint64(7)

@@ -57,7 +57,7 @@ class Ceiling:
 
     def moved(self, plan: Reshard, itemsize: int) -> Bytes:
         """New copies that a reshard makes, intermediate ones, and receive buffers."""
-        return plan.outline.landed * itemsize
+        return plan.landed * itemsize
 
     def weight(self, plan: WeightPlan, itemsize: int) -> Bytes:
         """A stored weight with the state of its optimizer, gathered copies, and what synchronising it takes."""

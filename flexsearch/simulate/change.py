@@ -1,5 +1,5 @@
 """What follows for the templates of a plan when configs change, compiled: which edges readers share, the reshards on
-them, the plans of weights. Templates are found by number in a hash table; what is not there yet is listed as missing.
+them, the plans of weights. Templates are found by number (``keys``); what is not there yet is listed as missing.
 """
 
 from __future__ import annotations
@@ -10,12 +10,8 @@ import numpy as np
 
 from flexsearch.compiled import ONE, TWO, U8, U32, U64, ZERO, lean
 from flexsearch.simulate.arrays import STRIDE, Pools, Program, State
+from flexsearch.simulate.keys import HELD, LAYOUT, MISSING, PLAN, STEP, WEIGHT, Table, find
 
-RESHARD, WEIGHT, STEP, PLAN, HELD, LAYOUT = 1, 5, 6, 7, 8, 9
-"""Kinds of keys. RESHARD + log2(bytes per element): (source, destination layout) -> template. The others make a number
-of a tuple, element by element: (WEIGHT: weight, sharded) or (HELD: buffer, 0) -> node; (STEP: node, element) -> node;
-(PLAN: node, 0) -> plan of a weight; (LAYOUT: node, 0) -> layout in which a buffer is kept."""
-MISSING = np.uint32(0xFFFFFFFF)
 ALWAYS = np.uint32(0xFFFFFFFE)
 """Slot without an operator: the loss, which goes everywhere."""
 
@@ -50,14 +46,6 @@ class Wiring(NamedTuple):
     sync_block: U32  # by weight
 
 
-class Table(NamedTuple):
-    """Open-addressing hash table; key 0 is an empty place. ``size``: (1,) entries."""
-
-    keys: U64
-    values: U32
-    size: U64
-
-
 class Change(NamedTuple):
     """Work arrays. ``operator``, ``config``: what a proposal changes, ``number`` ((1,)) of them. ``slot``, ``weight``:
     what it touched, ``touched`` ((2,)) of them. ``tensor_stamp``, ``weight_stamp``: tensors and weights that were done
@@ -77,38 +65,6 @@ class Change(NamedTuple):
     lacking: U64
     begin: U64
     changed: U8
-
-
-@lean
-def place_of(table: Table, kind: Any, a: Any, b: Any) -> Any:
-    """Where a key is, or would be."""
-    key = (np.uint64(kind) << np.uint64(60)) | (np.uint64(a) << np.uint64(32)) | np.uint64(b)
-    h = key * np.uint64(0x9E3779B97F4A7C15)
-    h ^= h >> np.uint64(29)
-    h *= np.uint64(0xBF58476D1CE4E5B9)
-    h ^= h >> np.uint64(32)
-    mask = np.uint64(table.keys.shape[0]) - ONE
-    at = h & mask
-    while table.keys[at] != ZERO and table.keys[at] != key:
-        at = (at + ONE) & mask
-    return at
-
-
-@lean
-def find(table: Table, kind: Any, a: Any, b: Any) -> Any:
-    """Value of a key, or MISSING."""
-    at = place_of(table, kind, a, b)
-    return table.values[at] if table.keys[at] != ZERO else MISSING
-
-
-@lean
-def put(table: Table, kind: Any, a: Any, b: Any, value: Any) -> None:
-    """Set the value of a key."""
-    at = place_of(table, kind, a, b)
-    if table.keys[at] == ZERO:
-        table.keys[at] = (np.uint64(kind) << np.uint64(60)) | (np.uint64(a) << np.uint64(32)) | np.uint64(b)
-        table.size[0] += ONE
-    table.values[at] = value
 
 
 @lean

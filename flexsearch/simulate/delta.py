@@ -20,8 +20,9 @@ from flexsearch.graph import OperatorGraph
 from flexsearch.lower import Lowering
 from flexsearch.simulate.arrays import RECORD, STRIDE, WRITE, Program, State, Tasks, Work
 from flexsearch.simulate.attempt import attempt
-from flexsearch.simulate.change import RESHARD, WEIGHT, Change, Wiring, carry_over
+from flexsearch.simulate.change import Change, Wiring, carry_over
 from flexsearch.simulate.checkpoint import accept
+from flexsearch.simulate.keys import RESHARD, WEIGHT
 from flexsearch.simulate.program import make_program, make_wiring
 from flexsearch.simulate.templates import Templates
 from flexsearch.simulate.walk import walk
@@ -89,7 +90,7 @@ class DeltaSimulator:
         change.operator[:count], change.config[:count], change.number[0] = operators, numbers, count
         while True:
             seconds = float(attempt(
-                self.wiring, self.program, self.templates.pools, self.templates.table, self.state, self.proposed,
+                self.wiring, self.program, self.templates.pools, self.templates.keys.table, self.state, self.proposed,
                 change, self.work, self.tasks, self.whole, limit,
             ))  # fmt: skip
             self._dirty = True
@@ -187,7 +188,7 @@ class DeltaSimulator:
 
     def fill(self) -> None:
         """Add the templates that were missing, and undo the proposal."""
-        for kind, a, b in {tuple(int(x) for x in row) for row in self.change.missing[: int(self.change.lacking[0])]}:
+        for kind, a, b in {tuple(row) for row in self.change.missing[: int(self.change.lacking[0])].tolist()}:
             if RESHARD <= kind < WEIGHT:
                 self.templates.add(kind, a, b)
             elif kind == WEIGHT:

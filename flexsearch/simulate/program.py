@@ -14,7 +14,8 @@ from flexsearch.graph import OperatorGraph
 from flexsearch.lower import Lowering
 from flexsearch.lower.lowering import everywhere, schedule
 from flexsearch.simulate.arrays import BACKWARD, FORWARD, GATHER, SECOND, STRIDE, SYNCHRONISE, UPDATE, Program
-from flexsearch.simulate.change import ALWAYS, MISSING, RESHARD, Wiring
+from flexsearch.simulate.change import ALWAYS, Wiring
+from flexsearch.simulate.keys import MISSING, RESHARD
 from flexsearch.strategy import Options
 from flexsearch.topology import Topology
 

@@ -11,16 +11,17 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from flexsearch.compiled import F64, I64, U32
+from flexsearch.compiled import F64, I64
 from flexsearch.cost.ticks import TICK
 from flexsearch.graph import Tensor
 from flexsearch.lower import Lowering, Reshard
+from flexsearch.lower.desk import FIRST, MIDDLE, Desk
 from flexsearch.lower.lowering import Placed, kept
-from flexsearch.lower.reshard import Outline
 from flexsearch.lower.weights import WeightPlan
 from flexsearch.simulate.arrays import Pools
 from flexsearch.simulate.ceiling import Ceiling
-from flexsearch.simulate.change import HELD, LAYOUT, MISSING, PLAN, RESHARD, STEP, WEIGHT, Table, find, put
+from flexsearch.simulate.exchanges import Rows, append
+from flexsearch.simulate.keys import HELD, LAYOUT, PLAN, RESHARD, STEP, WEIGHT, Keys
 from flexsearch.strategy import OperatorConfig, Options
 from flexsearch.topology.parts import FORMS
 
@@ -37,35 +38,41 @@ _NOBODY = np.zeros(0, np.uint32)
 
 
 class Column:
-    """A growing array; ``width``: of its rows, if they are rows."""
+    """A growing array; ``width``: of its rows, if they are rows. ``extend`` and ``add`` say whether it is a new one."""
 
     def __init__(self, dtype: Any, width: int | None = None) -> None:
         self.array: npt.NDArray[Any] = np.zeros(_START if width is None else (_START, width), dtype=dtype)
         self.size = 0
 
-    def extend(self, values: npt.NDArray[Any] | Sequence[Any]) -> None:
+    def extend(self, values: npt.NDArray[Any] | Sequence[Any]) -> bool:
         """Append values (or rows)."""
         end = self.size + len(values)
-        if end > len(self.array):
+        full = end > len(self.array)
+        if full:
             grown = np.zeros((max(end, 2 * len(self.array)), *self.array.shape[1:]), dtype=self.array.dtype)
             grown[: self.size] = self.array[: self.size]
             self.array = grown
         if len(values):
             self.array[self.size : end] = values
         self.size = end
+        return full
 
-    def add(self, value: Any) -> None:
+    def double(self) -> None:
+        """Make room for twice as many."""
+        self.array = np.concatenate((self.array, np.zeros_like(self.array)))
+
+    def add(self, value: Any) -> bool:
         """Append one value (or row)."""
         if self.size == len(self.array):
-            self.extend([value])
-        else:
-            self.array[self.size] = value
-            self.size += 1
+            return self.extend([value])
+        self.array[self.size] = value
+        self.size += 1
+        return False
 
 
 class Templates:
-    """Templates for one graph on one topology, under one set of options. ``pools``, ``table``: as they are now; fetch
-    them again after adding anything. ``share``: whether operators that are alike have one number for a config."""
+    """Templates for one graph on one topology, under one set of options. ``pools``, ``keys.table``: as they are now;
+    fetch them again after adding anything. ``share``: whether operators that are alike have one number for a config."""
 
     def __init__(self, lowering: Lowering, options: Options, share: bool = True) -> None:
         self.lowering, self.graph, self.topology = lowering, lowering.graph, lowering.topology
@@ -75,13 +82,15 @@ class Templates:
             name: Column(_TYPES.get(name, np.uint32), devices if name.endswith("_held") else None)
             for name in Pools._fields
         }
-        self.table = Table(np.zeros(2 * _START, np.uint64), np.zeros(2 * _START, np.uint32), np.zeros(1, np.uint64))
+        self.keys = Keys()
         self._pools: Pools | None = None
+        self._rows_of_exchanges = Rows(**{name: self.columns[name].array for name in Rows._fields})
+        self._exchanges = np.zeros(5, np.uint64)
+        """Entries of ``Rows`` so far: sends, receives, links, drags, exchanges."""
         self._configs: dict[tuple[int, OperatorConfig], int] = {}
         self._alike = self._find_alike() if share else list(range(len(self.graph.operators)))
         self._keys: dict[tuple[str, bytes, str], int] = {}
         self._plans: dict[tuple[int, str], int] = {}
-        self._nodes = 0
         self._parameters = self.graph.of_kind("parameter")
         self.configs: list[OperatorConfig | None] = []
         """Config of each number; number 0 is none."""
@@ -99,12 +108,12 @@ class Templates:
         return self._pools
 
     def _append(self, name: str, values: npt.NDArray[Any] | Sequence[Any]) -> None:
-        self.columns[name].extend(values)
-        self._pools = None
+        if self.columns[name].extend(values):
+            self._pools = None
 
     def _one(self, name: str, value: Any) -> None:
-        self.columns[name].add(value)
-        self._pools = None
+        if self.columns[name].add(value):
+            self._pools = None
 
     def _rows(self, name: str, first: str, last: str, **columns: npt.NDArray[Any] | Sequence[Any]) -> None:
         """One row: values of columns that belong together, and where they begin and end. ``name``: any of them."""
@@ -113,36 +122,6 @@ class Templates:
             self._append(column, values)
         self._one(first, begin)
         self._one(last, self.columns[name].size)
-
-    def _lists(self, name: str, ends: U32, **columns: npt.NDArray[Any]) -> None:
-        """Rows of lists that are laid end to end: row k of each column ends at ``ends[k]``. ``name``: any of them."""
-        begin = self.columns[name].size
-        for column, values in columns.items():
-            self._append(column, values)
-        self._append(f"{name}_last", ends + np.uint32(begin))
-        self._append(f"{name}_first", np.concatenate(([begin], ends[:-1] + np.uint32(begin))))
-
-    # ---- keys
-
-    def put(self, kind: int, a: int, b: int, value: int) -> None:
-        """Set a key of the hash table."""
-        if 2 * int(self.table.size[0]) >= len(self.table.keys):
-            old = self.table
-            size = 4 * len(old.keys)
-            self.table = Table(np.zeros(size, np.uint64), np.zeros(size, np.uint32), np.zeros(1, np.uint64))
-            for key in np.flatnonzero(old.keys):
-                k = int(old.keys[key])
-                put(self.table, k >> 60, (k >> 32) & 0xFFFFFFF, k & 0xFFFFFFFF, int(old.values[key]))
-        put(self.table, kind, a, b, value)
-
-    def _step(self, kind: int, a: int, b: int) -> int:
-        """Number of a tuple's beginning."""
-        found = int(find(self.table, kind, a, b))
-        if found == int(MISSING):
-            found = self._nodes
-            self._nodes += 1
-            self.put(kind, a, b, found)
-        return found
 
     # ---- configs
 
@@ -192,62 +171,64 @@ class Templates:
     def add(self, kind: int, a: int, b: int) -> None:
         """Add what a missing key asks for. WEIGHT and HELD need the readers' layouts: ``weight``, ``kept``."""
         itemsize = 1 << (kind - RESHARD)
-        self.put(kind, a, b, self._reshard(self.lowering.reshard(a, b, itemsize), "", itemsize))
+        self.keys.put(kind, a, b, self._reshard(self.lowering.reshard(a, b, itemsize), "", itemsize))
 
     def _reshard(self, plan: Reshard | None, dtype: str, itemsize: int) -> int:
         """Number of a new reshard; ``dtype`` matters where exchanges go in buckets."""
-        number, first = self.columns["reshard_first"].size, self.columns["duration"].size
-        count = middle = 0
-        held = np.zeros(len(self.topology.devices), np.int64)
+        number, first = self.columns["reshard_first"].size, int(self._exchanges[-1])
+        middle, held = 0, np.zeros(len(self.topology.devices), np.int64)
         if plan is not None:
-            count, middle, held = len(plan.outline.form), plan.outline.middle, self.ceiling.moved(plan, itemsize)
-            if count:
-                self._exchanges(plan.outline, dtype)
-        for name, value in (("first", first), ("middle", first + middle), ("last", first + count)):
+            desk = plan.planned()
+            middle, held = int(desk.result[MIDDLE] - desk.result[FIRST]), self.ceiling.moved(plan, itemsize)
+            self._append_exchanges(desk)
+            if dtype:
+                self._set_keys(desk, first, dtype)
+        for name, value in (("first", first), ("middle", first + middle), ("last", int(self._exchanges[-1]))):
             self._one(f"reshard_{name}", value)
         self._one("reshard_held", held)
         return number
 
-    def _exchanges(self, plan: Outline, dtype: str) -> None:
-        loads = plan.loads
-        self._lists("send", plan.send_end, send=plan.send)
-        self._lists("receive", plan.receive_end, receive=plan.receive)
-        sizes = np.diff(plan.link_end, prepend=0).astype(np.int64)
-        most = np.minimum(loads.link_s, np.repeat(plan.duration, sizes))
-        self._lists("link", plan.link_end, link=loads.link, link_s=loads.link_s, link_load=loads.link_load,
-                    link_ticks=_ticks(most))  # fmt: skip
-        self._lists("drag", plan.drag_end, drag=loads.drag, drag_s=loads.drag_s, drag_load=loads.drag_load)
-        for name in ("duration", "latency", "amount"):
-            self._append(name, getattr(plan, name))
-        keys = [self._key(plan, x, dtype) for x in range(len(plan.form))] if dtype else [0] * len(plan.form)
-        self._append("key", keys)
+    def _append_exchanges(self, desk: Desk) -> None:
+        """Add the exchanges of the reshard on the desk."""
+        on = desk.exchanges
+        while not append(
+            desk.result, on.end, on.send, on.receive, on.loads, on.latency, on.duration, on.amount,
+            self.topology.decisive, self._rows_of_exchanges, self._exchanges,
+        ):  # fmt: skip
+            for name in Rows._fields:
+                self.columns[name].double()
+            self._rows_of_exchanges = Rows(**{name: self.columns[name].array for name in Rows._fields})
+            self._pools = None
 
-    def _key(self, plan: Outline, x: int, dtype: str) -> int:
-        """Number of what exchanges have in common that may go in one bucket: form, devices, type of elements."""
-        form = FORMS[int(plan.form[x])]
-        begin, since = (int(plan.send_end[x - 1]), int(plan.receive_end[x - 1])) if x else (0, 0)
-        senders, receivers = plan.send[begin : plan.send_end[x]], plan.receive[since : plan.receive_end[x]]
-        devices = senders if form == "all_reduce" else np.union1d(senders, receivers)
-        key = form, devices.tobytes(), dtype
-        if key not in self._keys:
-            self._keys[key] = len(self._keys)
-            self._one("key_factor", self.topology.communication.factors[form])
-            self._one("key_ring", len(devices) if form == "all_reduce" else 0)
-        return self._keys[key]
+    def _set_keys(self, desk: Desk, first: int, dtype: str) -> None:
+        """Give exchanges from number ``first`` on their keys: numbers of what those have in common that may go in one
+        bucket: form, devices, type of elements."""
+        rows = self._rows_of_exchanges
+        for x in range(first, int(self._exchanges[-1])):
+            form = FORMS[int(desk.exchanges.form[int(desk.result[FIRST]) + x - first])]
+            devices = rows.send[rows.send_first[x] : rows.send_last[x]]
+            if form != "all_reduce":
+                devices = np.union1d(devices, rows.receive[rows.receive_first[x] : rows.receive_last[x]])
+            key = form, devices.tobytes(), dtype
+            if key not in self._keys:
+                self._keys[key] = len(self._keys)
+                self._one("key_factor", self.topology.communication.factors[form])
+                self._one("key_ring", len(devices) if form == "all_reduce" else 0)
+            rows.key[x] = self._keys[key]
 
     # ---- weights and buffers
 
     def weight(self, w: int, needs: list[tuple[int, bool]], shard: bool) -> None:
         """Add the plan of weight ``w`` whose edges want the layouts ``needs`` (with whether gradients flow back)."""
         tensor = self._parameters[w]
-        node = self._step(WEIGHT, w, int(shard))
+        node = self.keys.number(WEIGHT, w, int(shard))
         for need, flows in needs:
-            node = self._step(STEP, node, 2 * need + flows)
+            node = self.keys.number(STEP, node, 2 * need + flows)
         plan = self.lowering.weight(tensor, tuple(n for n, _ in needs), [flows for _, flows in needs], shard)
         key = id(plan), tensor.dtype  # lowering keeps the plan, so that its id stays its own
         if (known := self._plans.get(key)) is None:
             known = self._plans[key] = self._add_plan(plan, tensor)
-        self.put(PLAN, node, 0, known)
+        self.keys.put(PLAN, node, 0, known)
 
     def _add_plan(self, plan: WeightPlan | None, tensor: Tensor | None) -> int:
         number, gathers, sync = self.columns["plan_sync"].size, [], 0
@@ -269,11 +250,11 @@ class Templates:
 
     def kept(self, buffer: int, layouts: list[int]) -> None:
         """Add the layout in which a buffer is kept whose readers want ``layouts``."""
-        node = self._step(HELD, buffer, 0)
+        node = self.keys.number(HELD, buffer, 0)
         for layout in layouts:
-            node = self._step(STEP, node, layout)
+            node = self.keys.number(STEP, node, layout)
         found = kept(self.lowering.layout(layout) for layout in layouts)
-        self.put(LAYOUT, node, 0, self.lowering.intern(found))
+        self.keys.put(LAYOUT, node, 0, self.lowering.intern(found))
 
 
 def _ticks(seconds: F64) -> I64:

@@ -109,3 +109,22 @@ class Routes:
             latency=np.array([route.latency_s for route in self._found]),
             slowness=np.array([1 / route.bandwidth for route in self._found]),
         )
+
+
+def decisive(routes: Iterable[Route], bandwidth: Sequence[float]) -> npt.NDArray[np.bool_]:
+    """By resource: whether it can be what a transfer waits for. One is not if another, no wider, is on every route that
+    it is on: whatever crosses the one keeps the other busy from the same moment, and no shorter."""
+    rows = sorted({route.resources for route in routes})
+    crossed = np.zeros((len(rows), len(bandwidth)))
+    for row, resources in enumerate(rows):
+        crossed[row, list(resources)] = 1.0
+    together = crossed.T @ crossed  # exact: whole numbers far below 2^53
+    often, width = together.diagonal(), np.array(bandwidth)
+    wider = width[:, None] >= width[None, :]
+    covered = wider & (together == often[:, None]) & (often[:, None] > 0.0)  # [a, b]: b is on all routes of a
+    place = np.arange(len(width))
+    # Of those that cover each other, the first stays.
+    covered &= ~covered.T | (place[:, None] > place[None, :])
+    np.fill_diagonal(covered, False)
+    found: npt.NDArray[np.bool_] = ~covered.any(axis=1)
+    return found

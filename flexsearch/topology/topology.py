@@ -12,13 +12,18 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any, Literal, Self
 
+import numpy as np
+import numpy.typing as npt
 from pydantic import model_validator
 
 from flexsearch import files
 from flexsearch.errors import FileFormatError, TopologyError
 from flexsearch.topology.parts import Communication, Device, Link, Name, Resource, Route
-from flexsearch.topology.routes import Router, Routes, separated, wiring
+from flexsearch.topology.routes import Router, Routes, decisive, separated, wiring
 from flexsearch.topology.template import Template
+
+MANY = 256
+"""Devices: the routes of more are not all looked at."""
 
 
 class Topology(files.FileModel):
@@ -115,6 +120,15 @@ class Topology(files.FileModel):
     def routes(self) -> Routes:
         """All routes as flat arrays, for compiled code."""
         return Routes(len(self.devices), self.route)
+
+    @cached_property
+    def decisive(self) -> npt.NDArray[np.bool_]:
+        """By resource: whether it can be what a transfer waits for (``routes.decisive``). Of many devices: all."""
+        count = len(self.devices)
+        if count > MANY:
+            return np.ones(len(self.resources), np.bool_)
+        routes = (self.route(i, j) for i in range(count) for j in range(count) if i != j)
+        return decisive(routes, [resource.bandwidth for resource in self.resources])
 
     def device_index(self, name: str) -> int:
         """Index of the device called ``name``; TopologyError if there is none."""
