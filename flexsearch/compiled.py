@@ -67,10 +67,20 @@ def compiled(function: F) -> F:
 def lean(function: F) -> F:
     """As ``compiled``, without counting references to arrays: functions that hand dozens of arrays on compile in
     seconds then, not minutes. They must not make arrays."""
+    return _first_that_works(function, {"cache": True, "_nrt": False}, {"_nrt": False})
+
+
+def inlined(function: F) -> F:
+    """As ``lean``, for functions that are small or called in one place: their code is put there. Arrays are handed on
+    by value, seven words each; for many of them that takes longer than what most functions do."""
+    return _first_that_works(function, {"cache": True, "_nrt": False, "forceinline": True}, {"_nrt": False})
+
+
+def _first_that_works(function: F, *choices: dict[str, bool]) -> F:
     make: Any = njit
-    for options in ({"cache": True, "_nrt": False}, {"_nrt": False}):
+    for options in choices:
         try:
             return cast(F, make(nogil=True, **options)(stamped(function)))
-        except (RuntimeError, KeyError, TypeError):  # no folder for the cache, or a numba without this option
+        except (RuntimeError, KeyError, TypeError):  # no folder for the cache, or a numba without these options
             continue
     return compiled(function)

@@ -15,11 +15,12 @@ from flexsearch.lower.reshard import Planner, Reshard, assemble, local_reshard
 
 @dataclass(frozen=True)
 class WeightPlan:
-    """``stored``: the region that each device keeps and updates (one entry a device). ``forward[e]``: from storage to
-    what the readers of edge e need. ``sync``: from the gradients that the edges' pieces make (``origin[k]`` is the edge
-    of its source entry k) to storage; None if the weight is not trained."""
+    """``stored``: the region that each device keeps and updates (one entry a device). ``needs[e]``: what the readers of
+    edge e need; ``forward[e]``: from storage to there. ``sync``: from the gradients that the edges' pieces make
+    (``origin[k]`` is the edge of its source entry k) to storage; None if the weight is not trained."""
 
     stored: Laid
+    needs: tuple[Laid, ...]
     forward: tuple[Reshard, ...]
     sync: Reshard | None
     origin: tuple[int, ...]
@@ -59,10 +60,10 @@ def plan_weight(
     )
     edges = [edge for edge, train in enumerate(trained) if train]
     if not edges:
-        return WeightPlan(stored, forward, None, ())
+        return WeightPlan(stored, tuple(needs), forward, None, ())
     # Gradients of different edges are different terms, even where the pieces' numbers agree.
     term = np.concatenate([needs[edge].grid.term * np.uint32(len(needs)) + np.uint32(edge) for edge in edges])
     made = layouts.grid(np.concatenate([needs[edge].grid.box for edge in edges]), term)
     source = layouts.lay(made, np.concatenate([needs[edge].device for edge in edges]))
     origin = tuple(edge for edge in edges for _ in range(len(needs[edge])))
-    return WeightPlan(stored, forward, reshard(source, stored, itemsize), origin)
+    return WeightPlan(stored, tuple(needs), forward, reshard(source, stored, itemsize), origin)

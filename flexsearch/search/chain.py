@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from flexsearch.compiled import F64, I64, ONE, TWO, U8, U32, U64, ZERO, lean
+from flexsearch.compiled import F64, I64, ONE, TWO, U8, U32, U64, ZERO, inlined, lean
 from flexsearch.simulate.arrays import Pools, Program, State, Tasks, Work
 from flexsearch.simulate.attempt import attempt
 from flexsearch.simulate.change import Change, Wiring, carry_over, miss
@@ -130,7 +130,7 @@ def limit(chain: Chain) -> Any:
     return chain.value[CURRENT] - chain.value[REFERENCE] / beta * log(1.0 - uniform)
 
 
-@lean
+@inlined
 def _decide(chain: Chain, state: State, proposed: State, change: Change, work: Work) -> None:
     """Accept or reject the proposal, and note what is better than anything before."""
     most = limit(chain)
@@ -173,7 +173,7 @@ def _fits(moves: Moves, proposed: State) -> Any:
     return True
 
 
-@lean
+@inlined
 def draw(moves: Moves, chain: Chain, now: U32, shard: U8, table: Table, change: Change) -> Any:
     """Fill ``change`` with a random move's configs; False if some are missing. ``now``: the plan's configs; ``shard``:
     of each config, whether weights are sharded."""

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from flexsearch.compiled import ONE, ZERO, lean
+from flexsearch.compiled import ONE, ZERO, inlined
 from flexsearch.cost.ticks import TICK
 from flexsearch.simulate.arrays import TIME, Pools, Program, State, Tasks, Work
 from flexsearch.simulate.change import Change, Wiring, place, wire
@@ -20,7 +20,7 @@ UNKNOWN = -1.0
 events."""
 
 
-@lean
+@inlined
 def attempt(
     wiring: Wiring, program: Program, pools: Pools, table: Table, state: State, proposed: State, change: Change,
     work: Work, tasks: Tasks, whole: Any, limit: float,
@@ -55,7 +55,7 @@ def attempt(
     return seconds
 
 
-@lean
+@inlined
 def _too_busy(program: Program, state: State, work: Work, limit: float) -> Any:
     """Whether some processor alone has more than ``limit`` seconds to compute."""
     for d in range(np.uint64(state.busy.shape[0])):

@@ -45,13 +45,14 @@ class Ceiling:
         return total
 
     def placed(self, operator: int, placed: Placed) -> Bytes:
-        """Outputs of an operator, what it keeps besides, and the gradients of its inputs."""
+        """Outputs of an operator, what it keeps besides, and the gradients of its inputs; not those of weights, as all
+        readers that want the same part add theirs to one."""
         op, found = self.graph.operators[operator], np.zeros(self.count, dtype=np.int64)
         for name, layout in zip(op.outputs, placed.writes, strict=True):
             elements, itemsize = layout.elements(self.count), self.graph.tensor[name].itemsize
             found += elements * itemsize + self.rules[operator].besides(elements, itemsize)
         for name, layout in zip(op.inputs, placed.reads, strict=True):
-            if name in self.graph.differentiable:
+            if name in self.graph.differentiable and self.graph.tensor[name].kind == "activation":
                 found += layout.elements(self.count) * self.graph.tensor[name].itemsize
         return found
 
@@ -60,10 +61,15 @@ class Ceiling:
         return plan.landed * itemsize
 
     def weight(self, plan: WeightPlan, itemsize: int) -> Bytes:
-        """A stored weight with the state of its optimizer, gathered copies, and what synchronising it takes."""
+        """A stored weight with the state of its optimizer, gathered copies, the gradients that its readers make, and
+        what synchronising them takes."""
         found = plan.stored.elements(self.count) * itemsize
         for forward in plan.forward:
             if forward.crosses:
                 found = found + self.moved(forward, itemsize)
         found = self.copies * found
-        return found if plan.sync is None else found + self.moved(plan.sync, itemsize)
+        if plan.sync is None:
+            return found
+        for need in plan.needs:
+            found = found + need.elements(self.count) * itemsize
+        return found + self.moved(plan.sync, itemsize)

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from flexsearch.compiled import ONE, TWO, U8, U32, U64, ZERO, lean
+from flexsearch.compiled import ONE, TWO, U8, U32, U64, ZERO, inlined, lean
 from flexsearch.simulate.arrays import STRIDE, Pools, Program, State
 from flexsearch.simulate.keys import HELD, LAYOUT, MISSING, PLAN, STEP, WEIGHT, Table, find
 
@@ -78,7 +78,7 @@ def miss(change: Change, kind: Any, a: Any, b: Any) -> None:
         change.lacking[0] = at + ONE
 
 
-@lean
+@inlined
 def place(wiring: Wiring, program: Program, pools: Pools, state: State, change: Change) -> None:
     """Give the operators of a proposal their new configs. ``change.begin[0]`` becomes the first block that differs."""
     change.round[0] += ONE
@@ -114,7 +114,7 @@ def _computes(pools: Pools, state: State, entry: Any, forth: Any, back: Any, sig
     state.stride_ticks[back, d] += sign * pools.entry_backward[entry]
 
 
-@lean
+@inlined
 def wire(
     wiring: Wiring, program: Program, pools: Pools, table: Table, state: State, before: State, change: Change
 ) -> None:
@@ -126,17 +126,20 @@ def wire(
         i = np.uint64(change.operator[k])
         if state.config[i] == before.config[i]:
             continue
-        for slot in range(np.uint64(program.operand_first[i]), np.uint64(program.operand_last[i])):
-            t = np.uint64(wiring.slot_tensor[slot])
-            if wiring.slot_kind[slot] == 1:
-                _wire_tensor(wiring, program, pools, table, state, before, change, t)
-            elif wiring.slot_kind[slot] == 2:
-                _wire_weight(wiring, program, pools, table, state, before, change, t)
-            elif wiring.slot_kind[slot] == 3 and wiring.buffer_result[t] != MISSING:
-                result = np.uint64(wiring.buffer_result[t])
-                _wire_tensor(wiring, program, pools, table, state, before, change, result)
-        for made in range(np.uint64(wiring.made_first[i]), np.uint64(wiring.made_last[i])):
-            _wire_tensor(wiring, program, pools, table, state, before, change, made)
+        first, made = np.uint64(program.operand_first[i]), np.uint64(wiring.made_first[i])
+        operands = np.uint64(program.operand_last[i]) - first
+        for j in range(operands + np.uint64(wiring.made_last[i]) - made):
+            tensor = made + j - operands
+            if j < operands:
+                tensor = np.uint64(wiring.slot_tensor[first + j])
+                if wiring.slot_kind[first + j] == 2:
+                    _wire_weight(wiring, program, pools, table, state, before, change, tensor)
+                    continue
+                if wiring.slot_kind[first + j] == 3:
+                    tensor = np.uint64(wiring.buffer_result[tensor])
+                if wiring.slot_kind[first + j] == 0 or tensor == np.uint64(MISSING):
+                    continue
+            _wire_tensor(wiring, program, pools, table, state, before, change, tensor)
 
 
 @lean
@@ -189,18 +192,14 @@ def _leading(program: Program, state: State, slots: U32, first: Any, k: Any, nee
 @lean
 def _charge(pools: Pools, state: State, old: Any, new: Any, block: Any) -> None:
     """Account for a reshard that takes the place of another, sent by ``block``."""
-    for x in range(np.uint64(pools.reshard_first[old]), np.uint64(pools.reshard_last[old])):
-        _load(pools, state, x, np.uint64(block) // np.uint64(STRIDE), -1)
-    for x in range(np.uint64(pools.reshard_first[new]), np.uint64(pools.reshard_last[new])):
-        _load(pools, state, x, np.uint64(block) // np.uint64(STRIDE), 1)
-
-
-@lean
-def _load(pools: Pools, state: State, x: Any, stride: Any, sign: Any) -> None:
-    for k in range(np.uint64(pools.link_first[x]), np.uint64(pools.link_last[x])):
-        r = np.uint64(pools.link[k])
-        state.load[r] += sign * pools.link_ticks[k]
-        state.stride_load[stride, r] += sign * pools.link_ticks[k]
+    of_stride = state.stride_load[np.uint64(block) // np.uint64(STRIDE)]
+    for template, sign in ((old, -1), (new, 1)):
+        first, last = np.uint64(pools.reshard_first[template]), np.uint64(pools.reshard_last[template])
+        if first < last:  # the links of its exchanges lie one after the other
+            for k in range(np.uint64(pools.link_first[first]), np.uint64(pools.link_last[last - ONE])):
+                r = np.uint64(pools.link[k])
+                state.load[r] += sign * pools.link_ticks[k]
+                of_stride[r] += sign * pools.link_ticks[k]
 
 
 @lean
@@ -210,7 +209,7 @@ def _need(wiring: Wiring, pools: Pools, state: State, slot: Any) -> Any:
     return pools.layout[np.uint64(pools.config_reads[config]) + np.uint64(wiring.slot_position[slot])]
 
 
-@lean
+@inlined
 def _wire_tensor(
     wiring: Wiring, program: Program, pools: Pools, table: Table, state: State, before: State, change: Change, t: Any
 ) -> None:
@@ -276,7 +275,7 @@ def _mark(change: Change, block: Any) -> None:
     change.changed[np.uint64(block) // np.uint64(STRIDE)] = 1
 
 
-@lean
+@inlined
 def _set(wiring: Wiring, pools: Pools, state: State, slot: Any, forward: Any, backward: Any, producer: Any) -> None:
     """Give an edge other reshards; ``producer``: of its tensor."""
     old, back = np.uint64(state.forward[slot]), np.uint64(state.backward[slot])
@@ -294,7 +293,7 @@ def _set(wiring: Wiring, pools: Pools, state: State, slot: Any, forward: Any, ba
         state.backward[slot] = backward
 
 
-@lean
+@inlined
 def _kept(wiring: Wiring, pools: Pools, table: Table, state: State, change: Change, buffer: Any) -> Any:
     """Layout in which a buffer is kept: where its readers want it."""
     node = find(table, HELD, buffer, ZERO)
@@ -313,7 +312,7 @@ def _kept(wiring: Wiring, pools: Pools, table: Table, state: State, change: Chan
     return layout
 
 
-@lean
+@inlined
 def _wire_weight(
     wiring: Wiring, program: Program, pools: Pools, table: Table, state: State, before: State, change: Change, w: Any
 ) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from flexsearch.compiled import ONE, THREE, TWO, ZERO, lean
+from flexsearch.compiled import ONE, THREE, TWO, ZERO, inlined, lean
 from flexsearch.simulate.arrays import STRIDE, Pools, Program, State, Work
 from flexsearch.simulate.flight import HALF, LOW, base_of, later, new_row, version_of
 
@@ -18,7 +18,7 @@ VOID = np.uint32(0xFFFFFFFF)
 """Too much was in flight to be written down."""
 
 
-@lean
+@inlined
 def _begin_again(work: Work) -> None:
     """Set the moments to those before the first block."""
     for column in (work.last, work.free, work.seen, work.order, work.synced, work.moment):
@@ -32,7 +32,7 @@ def _begin_again(work: Work) -> None:
     work.next_base[:] = 0.0
 
 
-@lean
+@inlined
 def restore(program: Program, work: Work, first: Any) -> Any:
     """Set the moments to those of the last checkpoint at or before block ``first``; returns its block."""
     _begin_again(work)
@@ -87,7 +87,7 @@ def restore_flight(program: Program, work: Work, v: Any, c: Any, base: float) ->
                 arrived[d] = work.held_arrived[v, c, k, d] + base - own
 
 
-@lean
+@inlined
 def save(program: Program, pools: Pools, state: State, work: Work, c: Any) -> None:
     """Write checkpoint ``c``."""
     v = ONE - np.uint64(work.check_version[c])
@@ -124,7 +124,7 @@ def save(program: Program, pools: Pools, state: State, work: Work, c: Any) -> No
         _hold(program, pools, state, work, v, c, work.held_cargo[v, c, k])
 
 
-@lean
+@inlined
 def _hold(program: Program, pools: Pools, state: State, work: Work, v: Any, c: Any, cargo: Any) -> None:
     """Keep what has arrived so far in the rows to which an exchange in flight delivers."""
     what, row = cargo & LOW, cargo >> HALF

@@ -20,7 +20,7 @@ from flexsearch.graph import OperatorGraph
 from flexsearch.lower import Lowering
 from flexsearch.simulate.arrays import RECORD, STRIDE, WRITE, Program, State, Tasks, Work
 from flexsearch.simulate.attempt import attempt
-from flexsearch.simulate.change import Change, Wiring, carry_over
+from flexsearch.simulate.change import Change, Wiring, carry_over, place, wire
 from flexsearch.simulate.checkpoint import accept
 from flexsearch.simulate.keys import RESHARD, WEIGHT
 from flexsearch.simulate.program import make_program, make_wiring
@@ -137,8 +137,17 @@ class DeltaSimulator:
         becomes the plan at hand."""
         self.reject()
         self.state, self.proposed, self.whole = self._empty_state(), self._empty_state(), False
-        self.propose(configs)
-        self._seconds = self.by_events()
+        numbers = [self.templates.config(i, config) for i, config in configs.items()]
+        count = self.change.number[0] = len(numbers)
+        self.change.operator[:count], self.change.config[:count] = list(configs), numbers
+        while True:
+            pools, change = self.templates.pools, self.change
+            place(self.wiring, self.program, pools, self.proposed, change)
+            wire(self.wiring, self.program, pools, self.templates.keys.table, self.proposed, self.state, change)
+            if not change.lacking[0]:
+                break
+            self.fill()
+        self._seconds, self._pending = self.by_events(), True
         self.accept()
         return self.seconds
 

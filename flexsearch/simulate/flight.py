@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from flexsearch.compiled import F64, ONE, TWO, U32, ZERO, lean
+from flexsearch.compiled import F64, ONE, TWO, U32, ZERO, inlined, lean
 from flexsearch.cost.communication import drag_seconds, duration, link_seconds, ring_edge, ring_steps
 from flexsearch.simulate.arrays import RECORD, Pools, Program, Work
 
@@ -63,7 +63,7 @@ def sent_at(pools: Pools, work: Work, x: Any) -> Any:
     return ready
 
 
-@lean
+@inlined
 def send(pools: Pools, work: Work, template: Any, row: Any) -> None:
     """Put all exchanges of a reshard into flight; they deliver to ``row``. Second phases wait for the first ones."""
     new_row(work, row)
@@ -79,14 +79,14 @@ def send(pools: Pools, work: Work, template: Any, row: Any) -> None:
             _park(work, ready, x, row)
 
 
-@lean
+@inlined
 def push(work: Work, ready: float, what: Any, row: Any) -> None:
     """The next task is an exchange, or a group of them, that is ready to be given its time."""
     _insert(work, ready, work.moment[1], np.uint64(what) | np.uint64(row) << HALF)
     work.moment[1] += 1.0
 
 
-@lean
+@inlined
 def _park(work: Work, ready: float, what: Any, row: Any) -> None:
     at = work.flying[1]
     if at == np.uint64(work.parked_ready.shape[0]):
@@ -99,7 +99,7 @@ def _park(work: Work, ready: float, what: Any, row: Any) -> None:
     work.moment[1] += 1.0
 
 
-@lean
+@inlined
 def _insert(work: Work, ready: float, number: float, cargo: Any) -> None:
     """Into the heap, ordered by (ready, number)."""
     at = work.flying[0]
@@ -121,7 +121,7 @@ def _insert(work: Work, ready: float, number: float, cargo: Any) -> None:
     work.heap_cargo[at] = cargo
 
 
-@lean
+@inlined
 def _remove(work: Work) -> None:
     """Take the first exchange out of the heap."""
     size = work.flying[0] - ONE
@@ -148,7 +148,7 @@ def _remove(work: Work) -> None:
     work.heap_cargo[at] = work.heap_cargo[size]
 
 
-@lean
+@inlined
 def take(program: Program, pools: Pools, state_plan: Any, work: Work, mode: Any) -> None:
     """Give the exchange, or the group of them, that is ready first its time, and deliver what it brings.
     ``state_plan``: the plan of each weight."""
@@ -156,9 +156,20 @@ def take(program: Program, pools: Pools, state_plan: Any, work: Work, mode: Any)
     _remove(work)
     what, row = cargo & LOW, cargo >> HALF
     rows, buckets = np.uint64(work.left.shape[0]), np.uint64(program.bucket_first.shape[0])
+    several = False
+    x, v = what, version_of(work, row) if row < rows + buckets else ZERO
+    if rows <= row < rows + buckets:
+        several = work.group_size[v, what] > 1
+        x = np.uint64(work.member_exchange[v, np.uint64(work.group_head[v, what])])
+    if several:
+        begin, finish = _together(program, pools, work, v, what, ready, number)
+    else:
+        begin, finish = _exchange(pools, work, x, ready, number)
+    work.moment[0] = max(work.moment[0], finish)
+    if mode == RECORD:
+        record(work, number, begin, finish)
     if row < rows:
-        finish = _exchange(pools, work, what, ready, number, mode)
-        arrived, base = work.arrived[version_of(work, row), row], base_of(program, work, row)
+        arrived, base = work.arrived[v, row], base_of(program, work, row)
         _deliver(pools, what, arrived, finish - base)
         work.moment[2] = max(work.moment[2], finish)
         work.left[row] -= np.uint32(1)
@@ -167,13 +178,12 @@ def take(program: Program, pools: Pools, state_plan: Any, work: Work, mode: Any)
             if work.early[row] == 0:
                 _release(pools, work, row, arrived, base)
     elif row < rows + buckets:
-        _take_group(program, pools, state_plan, work, what, row, ready, number, mode)
+        _deliver_group(program, pools, state_plan, work, v, what, finish)
     else:  # the second phase of a weight's synchronisation
-        finish = _exchange(pools, work, what, ready, number, mode)
         _deliver(pools, what, work.synced, finish)
 
 
-@lean
+@inlined
 def _release(pools: Pools, work: Work, row: Any, arrived: F64, base: float) -> None:
     """The first phase of a reshard has ended: its second phases can go."""
     kept = ZERO
@@ -192,7 +202,7 @@ def _release(pools: Pools, work: Work, row: Any, arrived: F64, base: float) -> N
     work.flying[1] = kept
 
 
-@lean
+@inlined
 def _carries(work: Work, r: Any, ready: float, number: float) -> None:
     """Resource ``r`` carries an exchange; void if it has carried one that came later."""
     if ready < work.seen[r] or (ready == work.seen[r] and number < work.order[r]):
@@ -201,9 +211,9 @@ def _carries(work: Work, r: Any, ready: float, number: float) -> None:
     work.order[r] = number
 
 
-@lean
-def _exchange(pools: Pools, work: Work, x: Any, ready: float, number: float, mode: Any) -> Any:
-    """The end (s) of one communication task."""
+@inlined
+def _exchange(pools: Pools, work: Work, x: Any, ready: float, number: float) -> Any:
+    """The start and the end (s) of one communication task."""
     begin = ready
     for k in range(np.uint64(pools.link_first[x]), np.uint64(pools.link_last[x])):
         r = np.uint64(pools.link[k])
@@ -213,20 +223,16 @@ def _exchange(pools: Pools, work: Work, x: Any, ready: float, number: float, mod
         work.free[np.uint64(pools.link[k])] = begin + pools.link_s[k]
     for k in range(np.uint64(pools.drag_first[x]), np.uint64(pools.drag_last[x])):
         _drag(work, np.uint64(pools.drag[k]), ready, number, pools.drag_s[k])
-    finish = begin + pools.duration[x]
-    work.moment[0] = max(work.moment[0], finish)
-    if mode == RECORD:
-        record(work, number, begin, finish)
-    return finish
+    return begin, begin + pools.duration[x]
 
 
-@lean
+@inlined
 def _drag(work: Work, r: Any, ready: float, number: float, seconds: float) -> None:
     _carries(work, r, ready, number)
     work.free[r] = max(work.free[r], ready) + seconds
 
 
-@lean
+@inlined
 def _deliver(pools: Pools, x: Any, arrived: F64, finish: float) -> None:
     """Note on the receivers of exchange ``x`` when it ended."""
     for k in range(np.uint64(pools.receive_first[x]), np.uint64(pools.receive_last[x])):
@@ -234,38 +240,37 @@ def _deliver(pools: Pools, x: Any, arrived: F64, finish: float) -> None:
         arrived[d] = max(arrived[d], finish)
 
 
-@lean
-def _take_group(
-    program: Program, pools: Pools, state_plan: Any, work: Work, g: Any, row: Any, ready: float, number: float,
-    mode: Any,
+@inlined
+def _together(program: Program, pools: Pools, work: Work, v: Any, g: Any, ready: float, number: float) -> Any:
+    """The start and the end (s) of exchanges of a bucket that are one task."""
+    touched, seconds = merge(program, pools, work, v, g)
+    begin = ready
+    for j in range(ZERO, touched):
+        r = np.uint64(work.touched[j])
+        begin = max(begin, work.free[r])
+        _carries(work, r, ready, number)
+    for j in range(ZERO, touched):
+        r = np.uint64(work.touched[j])
+        work.free[r] = begin + work.load[r]
+        work.load[r] = 0.0
+    for j in range(ZERO, merge_drags(program, pools, work, v, g)):
+        r = np.uint64(work.touched[j])
+        _drag(work, r, ready, number, work.load[r])
+        work.load[r] = 0.0
+    return begin, begin + seconds
+
+
+@inlined
+def _deliver_group(
+    program: Program, pools: Pools, state_plan: Any, work: Work, v: Any, g: Any, finish: float
 ) -> None:  # fmt: skip
-    """Exchanges of a bucket that are one task."""
-    v, slots = version_of(work, row), np.uint64(program.flows.shape[0])
-    m = np.uint64(work.group_head[v, g])
-    if work.group_size[v, g] == 1:
-        finish = _exchange(pools, work, np.uint64(work.member_exchange[v, m]), ready, number, mode)
-    else:
-        touched, seconds = merge(program, pools, work, v, g)
-        begin = ready
-        for j in range(ZERO, touched):
-            r = np.uint64(work.touched[j])
-            begin = max(begin, work.free[r])
-            _carries(work, r, ready, number)
-        for j in range(ZERO, touched):
-            r = np.uint64(work.touched[j])
-            work.free[r] = begin + work.load[r]
-            work.load[r] = 0.0
-        for j in range(ZERO, merge_drags(program, pools, work, v, g)):
-            r = np.uint64(work.touched[j])
-            _drag(work, r, ready, number, work.load[r])
-            work.load[r] = 0.0
-        finish = begin + seconds
-        work.moment[0] = max(work.moment[0], finish)
-        if mode == RECORD:
-            record(work, number, begin, finish)
-    for _ in range(np.uint64(work.group_size[v, g])):
+    """Note on the receivers of a bucket's exchanges when they ended."""
+    m, slots = np.uint64(work.group_head[v, g]), np.uint64(program.flows.shape[0])
+    ring = pools.key_ring[np.uint64(work.group_key[v, g])] > ZERO
+    for i in range(np.uint64(work.group_size[v, g])):
         x, w = np.uint64(work.member_exchange[v, m]), np.uint64(work.member_weight[v, m])
-        _deliver(pools, x, work.synced, finish)
+        if i == ZERO or not ring:  # all-reduces of one group are among the same devices
+            _deliver(pools, x, work.synced, finish)
         t = np.uint64(pools.plan_sync[np.uint64(state_plan[w])])
         if pools.reshard_middle[t] < pools.reshard_last[t]:
             to = TWO * slots + w

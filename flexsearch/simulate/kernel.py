@@ -70,6 +70,21 @@ def run(
             k += ONE
         t += ONE
 
+    # What is still to be done from every task's start on, whatever the links do; kept in ``end`` until it starts.
+    end[:] = 0.0
+    t = count
+    while t > ZERO:
+        t -= ONE
+        tail = end[t] + duration[t]
+        if tail > limit:
+            return np.inf
+        end[t] = tail
+        k = np.uint64(dependency_start[t])
+        while k < np.uint64(dependency_start[t + ONE]):
+            d = np.uint64(dependency[k])
+            end[d] = max(end[d], tail)
+            k += ONE
+
     # Readers of every task, by counting: row t of ``reader`` is reader[reader_start[t] : reader_start[t + 1]].
     reader_start[:] = 0
     k = ZERO
@@ -106,6 +121,8 @@ def run(
             begin = max(begin, free[np.uint64(link[k])])
             k += ONE
         if start[task] < 0.0:
+            if begin + end[task] > limit:
+                return np.inf
             start[task] = begin
         if turn[task] < left[task]:
             left[task] -= turn[task]

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from flexsearch.compiled import F64, ONE, THREE, TWO, U8, ZERO, lean
+from flexsearch.compiled import F64, ONE, THREE, TWO, U8, ZERO, inlined, lean
 from flexsearch.cost.ticks import EXACT_S
 from flexsearch.simulate.arrays import STRIDE, Program, Work
 from flexsearch.simulate.checkpoint import VOID, restore_flight
@@ -22,7 +22,7 @@ LEAST = np.uint64(2)
 """Fewer STRIDEs of blocks are not worth skipping."""
 
 
-@lean
+@inlined
 def ahead(program: Program, work: Work, changed: U8, c: Any) -> Any:
     """Skip to a later checkpoint, whose number is returned; ``c``, the one at hand, if that is not possible."""
     to = _next(program, work, changed, c)
@@ -53,7 +53,7 @@ def ahead(program: Program, work: Work, changed: U8, c: Any) -> Any:
     return to
 
 
-@lean
+@inlined
 def _next(program: Program, work: Work, changed: U8, c: Any) -> Any:
     """The next checkpoint whose blocks changed; the end of the program counts as that."""
     last = (np.uint64(program.kind.shape[0]) - TWO) // np.uint64(STRIDE)
@@ -65,7 +65,7 @@ def _next(program: Program, work: Work, changed: U8, c: Any) -> Any:
     return to
 
 
-@lean
+@inlined
 def _as_before(work: Work, then: F64, there: F64, base: float, base_there: float, shift: float, earliest: float) -> Any:
     """Whether all that is at hand, beside the devices, is ``shift`` later than it was, or of no more concern."""
     devices, links = np.uint64(work.last.shape[0]), np.uint64(work.free.shape[0])
@@ -101,7 +101,7 @@ def _grown(now: float, was: float, will: float, shift: float) -> Any:
     return max(now, will + shift) if will > was else now
 
 
-@lean
+@inlined
 def _take_over(
     program: Program, work: Work, then: F64, there: F64, base: float, base_there: float, shift: float, c: Any, to: Any
 ) -> None:

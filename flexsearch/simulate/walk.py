@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 
-from flexsearch.compiled import ONE, TWO, U8, ZERO, lean
+from flexsearch.compiled import ONE, TWO, U8, ZERO, inlined, lean
 from flexsearch.cost.compute import update_seconds
 from flexsearch.cost.ticks import TICK
 from flexsearch.simulate.arrays import (
@@ -70,7 +70,7 @@ from flexsearch.simulate.write import (
 )
 
 
-@lean
+@inlined
 def walk(
     program: Program, pools: Pools, state: State, work: Work, tasks: Tasks, first: Any, mode: Any, limit: float,
     changed: U8, skips: Any,
@@ -147,7 +147,7 @@ def walk(
     return makespan
 
 
-@lean
+@inlined
 def _until(program: Program, state: State, work: Work, kind: Any, mark: Any) -> Any:
     """Exchanges that are ready up to this moment (s) are given their times before a block. Where they take time from
     processors, that is all that have been sent; at a checkpoint, all that nothing can come before."""
@@ -162,7 +162,7 @@ def _until(program: Program, state: State, work: Work, kind: Any, mark: Any) -> 
     return behind
 
 
-@lean
+@inlined
 def _waits(program: Program, state: State, work: Work, kind: Any, operator: Any, slots: Any) -> Any:
     """Whether a block needs something that is in flight."""
     if kind == FORWARD:
@@ -176,7 +176,7 @@ def _waits(program: Program, state: State, work: Work, kind: Any, operator: Any,
     return False
 
 
-@lean
+@inlined
 def _set_rest(state: State, work: Work, c: Any) -> None:
     """What each device has to compute, and each resource to carry, for blocks from checkpoint ``c`` on."""
     for d in range(np.uint64(work.rest.shape[0])):
@@ -196,7 +196,7 @@ def _pass_by(state: State, work: Work, first: Any, last: Any) -> None:
             work.rest_load[r] -= state.stride_load[k, r]
 
 
-@lean
+@inlined
 def _too_late(work: Work, limit: float) -> Any:
     """Whether the makespan is certainly above ``limit`` (s): some device still has too much to compute, or some
     resource too much to carry."""
@@ -215,7 +215,7 @@ def _moves(pools: Pools, template: Any) -> Any:
     return pools.reshard_first[np.uint64(template)] < pools.reshard_last[np.uint64(template)]
 
 
-@lean
+@inlined
 def _compute(
     program: Program, pools: Pools, state: State, work: Work, tasks: Tasks, operator: Any, forward: Any, mode: Any,
 ) -> None:  # fmt: skip
@@ -298,7 +298,7 @@ def _source(program: Program, pools: Pools, state: State, j: Any, forward: Any, 
     return np.uint64(NOTHING)
 
 
-@lean
+@inlined
 def _synchronise(
     program: Program, pools: Pools, state: State, work: Work, tasks: Tasks, bucket: Any, mode: Any
 ) -> None:
@@ -376,7 +376,7 @@ def _write_group(program: Program, pools: Pools, state: State, work: Work, tasks
         m = np.uint64(work.member_next[v, m])
 
 
-@lean
+@inlined
 def _second(program: Program, pools: Pools, state: State, work: Work, tasks: Tasks, mode: Any) -> None:
     """The second phases of all synchronisations."""
     slots = np.uint64(program.flows.shape[0])
@@ -396,7 +396,7 @@ def _second(program: Program, pools: Pools, state: State, work: Work, tasks: Tas
             push(work, ready, x, synced)
 
 
-@lean
+@inlined
 def _update(program: Program, state: State, work: Work, tasks: Tasks, mode: Any) -> None:
     shared = program.scalars[2] > 0.0
     for d in range(np.uint64(program.processor.shape[0])):
