@@ -9,9 +9,11 @@ from flexsearch.cost import Costs
 from flexsearch.errors import StrategyError
 from flexsearch.graph import OperatorGraph
 from flexsearch.search import search
+from flexsearch.search.climb import Climber
 from flexsearch.search.pins import Pins, parse_pins
 from flexsearch.search.space import Space
-from flexsearch.strategy import Strategy, check_config
+from flexsearch.strategy import Options, Strategy, check_config
+from flexsearch.topology import Topology
 from tests.test_baselines import cnn, ethernet, mlp, transformer
 
 
@@ -119,3 +121,22 @@ def test_a_pin_that_cannot_be_obeyed_is_refused(text: str, says: str) -> None:
 
 def test_no_pins_are_no_rule() -> None:
     assert parse_pins([], mlp(), ethernet(4)) is None
+
+
+def test_a_chain_keeps_to_pins_of_operators_that_are_alike() -> None:
+    """Without pins, operators that are alike have one number for a config; with them, each must have its own."""
+    graph, topology = mlp(batch=512, width=512, layers=4), Topology.load("p100:1")
+    rule = pins("fc1: devices=0-1", "fc2: devices=2,3, batch=2", graph=graph)
+    climber = Climber(graph, topology, Costs(graph, topology), Options(), 0, rule)
+    space, rng = climber.space, np.random.Generator(np.random.PCG64(0))
+    start = tuple(space.fix(i, config) for i, config in enumerate(space.random_plan(rng)))
+    now = climber.evaluate(start)
+    climber.runner.begin(start, now, now, 0, 10_000)
+    climber.runner._chain.excess[:] = 1e6  # so hot that everything is accepted
+    seen = set()
+    for _ in range(200):
+        climber.runner.go(rng, 10)
+        plan = climber.evaluate.at_hand
+        assert all(space.fix(i, config) == config for i, config in enumerate(plan))
+        seen |= {config.devices for op, config in zip(graph.operators, plan, strict=True) if op.name == "fc3"}
+    assert len(seen) > 2  # the others go elsewhere
