@@ -39,8 +39,9 @@ CURRENT, BEST, MARK, KNOWN, REFERENCE, LEADERS, PROPOSED, SHORTFALL = range(8)
 """Places in ``Chain.value`` (s). BEST: of the chain's plans that fit; MARK: BEST when
 it last gained WORTH; KNOWN: of all plans that fit, for the log;
 SHORTFALL: missing memory of the proposal, as in ``evaluate``."""
-STEPS, ACCEPTED, IDLE, STAGE, WHOLE, IMPROVED, MOVE, DRAWN = range(8)
-"""Places in ``Chain.counts``. DRAWN: rows of uniform numbers that are used up."""
+STEPS, ACCEPTED, IDLE, STAGE, WHOLE, IMPROVED, MOVE, DRAWN, LEVEL, LASTED = range(10)
+"""Places in ``Chain.counts``. DRAWN: rows of uniform numbers that are used up; LEVEL: the temperature, as a place in
+``Chain.excess``; LASTED: proposals at it."""
 WORTH = 1e-3
 """Share of the time that a chain must gain to go on: small gains are left to polishing, which is quicker at them."""
 FRESH, TIMED, WEIGHED = range(3)
@@ -123,9 +124,7 @@ def advance(
 @lean
 def limit(chain: Chain) -> Any:
     """What a proposal may cost (s) to be accepted. Never below the current cost, nor below the best."""
-    step = np.uint64(4) * chain.counts[STEPS] // chain.patience[0]
-    excess = chain.excess[min(step, np.uint64(chain.excess.shape[0]) - ONE)]
-    beta = chain.value[LEADERS] / excess
+    beta = chain.value[LEADERS] / chain.excess[chain.counts[LEVEL]]
     uniform = chain.uniform[chain.counts[DRAWN], UNIFORMS - 1]
     return chain.value[CURRENT] - chain.value[REFERENCE] / beta * log(1.0 - uniform)
 
@@ -154,6 +153,7 @@ def _decide(chain: Chain, state: State, proposed: State, change: Change, work: W
                 chain.log_step[at] = chain.counts[STEPS]
                 chain.log_move[at] = chain.counts[MOVE]
                 chain.counts[IMPROVED] = at + ONE
+    _cool(chain)
     if cost <= most:
         carry_over(proposed, state, change)
         chain.value[CURRENT] = cost
@@ -163,6 +163,17 @@ def _decide(chain: Chain, state: State, proposed: State, change: Change, work: W
             accept(work)
     else:
         carry_over(state, proposed, change)
+
+
+@inlined
+def _cool(chain: Chain) -> None:
+    """A temperature lasts for a quarter of the patience, and up to four times as long while it still brings gains."""
+    chain.counts[LASTED] += ONE
+    quarter = chain.patience[0] // np.uint64(4)
+    spent = chain.counts[LASTED] >= quarter and chain.counts[IDLE] >= quarter
+    if spent or chain.counts[LASTED] >= chain.patience[0]:
+        chain.counts[LEVEL] = min(chain.counts[LEVEL] + ONE, np.uint64(chain.excess.shape[0]) - ONE)
+        chain.counts[LASTED] = ZERO
 
 
 @lean

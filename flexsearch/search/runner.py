@@ -97,7 +97,7 @@ class Runner:
         operators, log = len(self.space.graph.operators), 4096
         number = generation % SETS + SETS * (generation // RENEWED)
         self._chain = Chain(
-            uniform=np.zeros((ROWS, UNIFORMS)), value=np.zeros(8), counts=np.zeros(8, np.uint64),
+            uniform=np.zeros((ROWS, UNIFORMS)), value=np.zeros(8), counts=np.zeros(10, np.uint64),
             candidates=np.array([CANDIDATES * number, CANDIDATES], np.uint64),
             excess=np.array(EXCESS[FIRST[generation % len(FIRST)] :]),
             patience=np.array([patience], np.uint64), penalty=np.array([PENALTY]),
