@@ -119,7 +119,7 @@ class Planner:
         return make_desk(self.pricing.tally, *sizes)
 
     def room_for(self, dimensions: int, entries: int) -> Desk:
-        """The desk, cleared, and large enough for layouts of so many dimensions and entries."""
+        """The desk, large enough for layouts of so many dimensions and entries; what is on it counts no more."""
         self.at_hand = None
         if dimensions > self._dimensions or entries > self._entries:
             self._dimensions, self._entries = max(self._dimensions, dimensions), max(self._entries, 2 * entries)
