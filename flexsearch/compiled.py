@@ -73,7 +73,8 @@ def lean(function: F) -> F:
 def inlined(function: F) -> F:
     """As ``lean``, for functions that are small or called in one place: their code is put there. Arrays are handed on
     by value, seven words each; for many of them that takes longer than what most functions do."""
-    return _first_that_works(function, {"cache": True, "_nrt": False, "forceinline": True}, {"_nrt": False})
+    cached = {"cache": True, "_nrt": False}
+    return _first_that_works(function, cached | {"forceinline": True}, cached, {"_nrt": False})
 
 
 def _first_that_works(function: F, *choices: dict[str, bool]) -> F:
