@@ -137,7 +137,7 @@ def perform(task: Task) -> tuple[SearchResult, Record]:
         rule=ReleasedSpace.of(graph, topology) if task.space == "released" else None, processes=task.processes,
         on_progress=watch,
     )  # fmt: skip
-    known = {name: (o.simulation.makespan_s, o.feasible) for name, o in result.baselines.items()}
+    known = {name: (o.time_s, o.feasible) for name, o in result.baselines.items()}
     record = Record(
         result.simulation.makespan_s, result.feasible, result.optimal, result.proposals, result.elapsed_s,
         after[-1][0], result.stopped, result.bound_s, known,

@@ -14,6 +14,7 @@ and for thousands of reshards; the moves are made again, by the same code, for t
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -23,7 +24,7 @@ import numpy as np
 
 from flexsearch.compiled import F64, I64, U8, U32, U64
 from flexsearch.cost.communication import Loads, Pricing, Transfer, made_transfer
-from flexsearch.graph import Box, intersect
+from flexsearch.graph import Box, intersect, volume
 from flexsearch.lower import planner
 from flexsearch.lower.desk import (
     DRAG,
@@ -328,6 +329,12 @@ class Reshard:
         pairs = zip(layouts, layouts[1:], self.phase_exchanges, strict=False)
         return tuple(Phase(a, b, tuple(local[p]), exchanges) for p, (a, b, exchanges) in enumerate(pairs))
 
+    @cached_property
+    def staged(self) -> tuple[dict[int, int], ...]:
+        """For each phase by device: elements that arrive in receive buffers, as they are only a part of what they are
+        for, or are added to more. An all-reduce is done in place."""
+        return tuple(_staged(phase) for phase in self.phases)
+
     @property
     def _layouts(self) -> tuple[Layout, ...]:
         between = (self.details.between,) if self.outline.phases == 2 else ()
@@ -368,6 +375,18 @@ class Reshard:
     def nbytes(self) -> int:
         """Bytes that cross devices."""
         return int(self.outline.nbytes.sum())
+
+
+def _staged(phase: Phase) -> dict[int, int]:
+    arriving = Counter(m.destination for moves in (phase.local, *(e.moves for e in phase.exchanges)) for m in moves)
+    staged: dict[int, int] = {}
+    for exchange in phase.exchanges:
+        if exchange.form != "all_reduce":
+            for move in exchange.moves:
+                entry = phase.destination[move.destination]
+                if arriving[move.destination] > 1 or move.box != entry.box:
+                    staged[entry.device] = staged.get(entry.device, 0) + volume(move.box)
+    return staged
 
 
 def _rows(ends: Sequence[int] | U32 | U64, x: int) -> slice:

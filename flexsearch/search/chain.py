@@ -28,7 +28,7 @@ from flexsearch.simulate.keys import MISSING, Table, find
 CANDIDATE, OVER, SWAP, STORED, LIKE = 10, 11, 12, 13, 14
 """Keys of the table: (operator, k): a config to try; (link, config): the one that follows it; (config, a * devices +
 b): the same with two devices exchanged; (config, 0): the same with its weights stored the other way; (operator,
-config): the same for another operator of its class."""
+config): the same for another operator of its class. Operators and links stand for all that are alike."""
 REDRAW, COPY, GROUP, REPEATED, EXCHANGE, SHARD, SPAN = range(7)
 UNIFORMS = 24
 """Random numbers for a proposal. The last decides on acceptance."""
@@ -53,6 +53,7 @@ class Moves(NamedTuple):
 
     often: F64  # cumulative probabilities of the moves
     leader: U32
+    alike: U32  # by operator: the first one that shares its configs
     leader_at: U32  # by operator: its place among the leaders, or MISSING
     likely: F64  # cumulative probabilities of the leaders
     group_first: U32  # by leader: the operators that follow it
@@ -65,6 +66,7 @@ class Moves(NamedTuple):
     link_first: U32  # by operator
     link_last: U32
     link_target: U32
+    link_kind: U32  # the first link that is alike; member_link and main_link are such ones
     link_forward: U8
     class_first: U32
     class_last: U32
@@ -198,7 +200,7 @@ def draw(moves: Moves, chain: Chain, now: U32, shard: U8, table: Table, change: 
     leaders = np.uint64(moves.leader.shape[0])
     if move == REDRAW:
         i = _pick(u[1], np.uint64(now.shape[0]))
-        _add(change, i, _candidate(chain, table, change, i, u[2]))
+        _add(change, i, _candidate(moves, chain, table, change, i, u[2]))
     elif move == COPY:
         _copy(moves, now, shard, table, change, u)
     elif move == REPEATED and moves.class_first.shape[0] > 0:
@@ -218,7 +220,8 @@ def draw(moves: Moves, chain: Chain, now: U32, shard: U8, table: Table, change: 
         at = ZERO
         while at + ONE < leaders and u[1] >= moves.likely[at]:
             at += ONE
-        _lead(moves, chain, table, change, at, _candidate(chain, table, change, np.uint64(moves.leader[at]), u[2]))
+        config = _candidate(moves, chain, table, change, np.uint64(moves.leader[at]), u[2])
+        _lead(moves, chain, table, change, at, config)
     return change.lacking[0] == ZERO
 
 
@@ -238,8 +241,8 @@ def _ask(table: Table, change: Change, kind: Any, a: Any, b: Any) -> Any:
 
 
 @lean
-def _candidate(chain: Chain, table: Table, change: Change, i: Any, u: float) -> Any:
-    return _ask(table, change, CANDIDATE, i, chain.candidates[0] + _pick(u, chain.candidates[1]))
+def _candidate(moves: Moves, chain: Chain, table: Table, change: Change, i: Any, u: float) -> Any:
+    return _ask(table, change, CANDIDATE, moves.alike[i], chain.candidates[0] + _pick(u, chain.candidates[1]))
 
 
 @lean
@@ -277,7 +280,10 @@ def _repeat(moves: Moves, chain: Chain, now: U32, table: Table, change: Change, 
     for k in range(first, last):
         i = np.uint64(moves.class_member[k])
         # Candidate k is the same for all operators of a class.
-        config = _candidate(chain, table, change, i, u[2]) if u[4] < 0.7 else _ask(table, change, LIKE, i, now[model])
+        if u[4] < 0.7:
+            config = _candidate(moves, chain, table, change, i, u[2])
+        else:
+            config = _ask(table, change, LIKE, moves.alike[i], now[model])
         if moves.leader_at[i] != MISSING:
             _lead(moves, chain, table, change, np.uint64(moves.leader_at[i]), config)
         elif config != MISSING:
@@ -295,7 +301,7 @@ def _span(moves: Moves, chain: Chain, now: U32, shard: U8, table: Table, change:
         chain.chosen[i] = MISSING
     config = np.uint64(now[first])
     if u[4] < 0.8:
-        config = _candidate(chain, table, change, first, u[2])
+        config = _candidate(moves, chain, table, change, first, u[2])
         if config == MISSING:
             return
         _add(change, first, config)
@@ -354,7 +360,7 @@ def _copy(moves: Moves, now: U32, shard: U8, table: Table, change: Change, u: F6
                     link = k
                     break
                 which -= ONE
-        config = _ask(table, change, OVER, link, config)
+        config = _ask(table, change, OVER, moves.link_kind[link], config)
         if config == MISSING:
             return
         at = np.uint64(moves.link_target[link])

@@ -5,8 +5,10 @@ A climb depends on nothing but its inputs, so climbs can run in any process and 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from itertools import islice
+from math import nextafter
 from typing import Final
 
 import numpy as np
@@ -17,12 +19,12 @@ from flexsearch.graph import OperatorGraph
 from flexsearch.search.evaluate import Configs, Evaluation, Evaluator, better
 from flexsearch.search.runner import ROWS, Runner
 from flexsearch.search.space import Rule, Space
-from flexsearch.simulate.delta import DeltaSimulator
+from flexsearch.simulate.delta import DeltaSimulator, make_rows
 from flexsearch.strategy import OperatorConfig, Options
 from flexsearch.topology import Topology
 
 U32 = npt.NDArray[np.uint32]
-LOOK: Final = 64
+LOOK: Final = 32
 """Alternatives between two looks at the clock."""
 
 
@@ -30,7 +32,8 @@ LOOK: Final = 64
 class Climb:
     """What to do. ``index``: its number in the search. ``stream``: its number among all climbs of this seed, which sets
     its random numbers and candidates. ``proposals``: at most so many. ``best``: the best plan known to the search when
-    it was planned. ``configs``: the start; None: random. ``optimal``: the start is known to be a local optimum."""
+    it was planned. ``configs``: the start; None: random. ``optimal``: the start is known to be a local optimum.
+    ``patience``: how slowly the chain cools; 0: no chain, only descent."""
 
     index: int
     stream: int
@@ -103,7 +106,8 @@ class Climber:
         done = Climbed(climb.index, climb.phase, start, self.evaluate(start))
         if better(done.evaluation, climb.best):
             done.steps.append(Step(0, done.evaluation.time_s, ""))
-        self._chain(climb, rng, done, watch)
+        if climb.patience:
+            self._chain(climb, rng, done, watch)
         if climb.optimal and done.configs == start:
             done.optimal = True
         else:
@@ -154,45 +158,57 @@ class Climber:
     ) -> bool | None:
         """Try the alternatives of an operator, or of several together; take the first that is better. Whether there was
         one; None if there are no more proposals."""
-        for config in self.space.alternatives(subject[0], done.configs):
-            for operators, numbers in self._changes(simulator, subject, config):
-                if done.proposals >= climb.proposals:
-                    return None
-                done.proposals += 1
-                if done.proposals % LOOK == 0:
-                    watch(done)
-                seconds = simulator.attempt(operators, numbers, done.evaluation.cost)
-                if seconds > done.evaluation.cost:
-                    continue
-                configs = list(done.configs)
-                for i, n in zip(operators.tolist(), numbers.tolist(), strict=True):
-                    configs[i] = simulator.templates.configs[n] or config
-                found = Evaluation(seconds, self.evaluate.shortfall(configs, simulator.held))
-                if better(found, done.evaluation):
-                    simulator.accept()
-                    done.accepted += 1
-                    done.configs, done.evaluation = tuple(configs), found
-                    if found.feasible and better(found, climb.best):
-                        move = f"polish {len(operators)}"
-                        done.steps.append(Step(done.proposals, found.time_s, move))
-                    done.curve.append((done.proposals, found.cost))
+        changes = self._changes(simulator, subject, done.configs)
+        while some := list(islice(changes, min(LOOK, climb.proposals - done.proposals))):
+            rows, tried = make_rows(some), 0
+            while tried < len(some):
+                seconds = simulator.attempt_each(rows, nextafter(done.evaluation.cost, 0.0))
+                now = int(rows.at[0])
+                found = now < len(some)
+                done.proposals += now - tried + found
+                if found and self._take(climb, done, simulator, *some[now], seconds):
                     return True
-        return False
+                tried = now + found
+                rows.at[0] = tried
+            watch(done)
+        return None if done.proposals >= climb.proposals else False
+
+    def _take(
+        self, climb: Climb, done: Climbed, simulator: DeltaSimulator, operators: U32, numbers: U32, seconds: float
+    ) -> bool:
+        """Take what takes so many seconds, if it is better."""
+        configs = list(done.configs)
+        for i, n in zip(operators.tolist(), numbers.tolist(), strict=True):
+            config = simulator.templates.configs[n]
+            assert config is not None
+            configs[i] = config
+        found = Evaluation(seconds, self.evaluate.shortfall(configs, simulator.held))
+        if not better(found, done.evaluation):
+            return False
+        simulator.accept()
+        done.accepted += 1
+        done.configs, done.evaluation = tuple(configs), found
+        if found.feasible and better(found, climb.best):
+            done.steps.append(Step(done.proposals, found.time_s, f"polish {len(operators)}"))
+        done.curve.append((done.proposals, found.cost))
+        return True
 
     def _changes(
-        self, simulator: DeltaSimulator, subject: tuple[int, ...], config: OperatorConfig
-    ) -> list[tuple[U32, U32]]:
-        """Operators and numbers of configs: the config for the subject, with those of its groups following; and, for a
-        single operator, alone."""
-        known = self._numbers.get((subject, config))
-        if known is None:
-            new: dict[int, OperatorConfig] = {}
-            for operator in subject:
-                new |= self.space.follow(operator, self.space.fix(operator, config))
-            number = simulator.templates.config
-            known = self._numbers[subject, config] = (
-                np.array(list(new), np.uint32), np.array([number(i, c) for i, c in new.items()], np.uint32),
-            )  # fmt: skip
-        operators, numbers = known
-        alone = len(subject) == 1 and len(operators) > 1
-        return [known, (operators[:1], numbers[:1])] if alone else [known]
+        self, simulator: DeltaSimulator, subject: tuple[int, ...], configs: Configs
+    ) -> Iterator[tuple[U32, U32]]:
+        """Operators and numbers of configs to try: each alternative of the subject, with those of its groups following;
+        and, for a single operator, alone."""
+        for config in self.space.alternatives(subject[0], configs):
+            known = self._numbers.get((subject, config))
+            if known is None:
+                new: dict[int, OperatorConfig] = {}
+                for operator in subject:
+                    new |= self.space.follow(operator, self.space.fix(operator, config))
+                number = simulator.templates.config
+                known = self._numbers[subject, config] = (
+                    np.array(list(new), np.uint32), np.array([number(i, c) for i, c in new.items()], np.uint32),
+                )  # fmt: skip
+            yield known
+            operators, numbers = known
+            if len(subject) == 1 and len(operators) > 1:
+                yield operators[:1], numbers[:1]

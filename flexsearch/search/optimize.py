@@ -12,19 +12,21 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Final
 
 from flexsearch.cost import Costs
 from flexsearch.errors import StrategyError
 from flexsearch.graph import OperatorGraph, whole_piece
+from flexsearch.lower import Lowering
 from flexsearch.search.bound import lower_bound
 from flexsearch.search.climb import Climb, Climbed, Climber
 from flexsearch.search.evaluate import Configs, Evaluation, better, by_rank
 from flexsearch.search.outcome import Improvement, Outcome, Progress, SearchResult, Trail
 from flexsearch.search.pins import parse_pins
 from flexsearch.search.space import Rule
-from flexsearch.search.team import WINDOW, Team
-from flexsearch.simulate import simulate
+from flexsearch.search.team import WINDOW, Team, Turn
+from flexsearch.simulate import Simulation, simulate
 from flexsearch.strategy import Options, Prediction, Search, Strategy
 from flexsearch.strategy.baselines import Seconds, baselines
 from flexsearch.topology import Topology
@@ -38,6 +40,13 @@ LENGTH: Final = 100
 """A climb makes at most so many times its patience in proposals."""
 SHARE: Final = 4
 """So many times its patience, or one part in WINDOW of a budget of proposals, leaves some of it to other climbs."""
+
+
+POLISH: Final = 0.3
+"""When so much of the time is left (share of a budget in seconds) and no plan as good as the best is a local optimum,
+this process polishes the best one, for which it may go on although nothing was found for long. The others climb on."""
+ENOUGH: Final = 0.25
+"""But only if there seems to be time for so much of one look at every alternative: else the chains bring more."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,6 +72,12 @@ class Budget:
         if self.seconds is not None and idle_s >= self.seconds / 2:
             return f"half of the budget of {self.seconds:g} s brought nothing better"
         return ""
+
+    def left(self, elapsed_s: float, idle_s: float) -> float:
+        """Seconds until the budget of seconds may end, if it is late; else 0."""
+        if self.seconds is None or max(elapsed_s, 2.0 * idle_s) < (1.0 - POLISH) * self.seconds:
+            return 0.0
+        return self.seconds - elapsed_s
 
 
 def search(
@@ -163,10 +178,11 @@ class _Run:
         plans = baselines(self.graph, self.topology, self.options, self.seconds)
         # The first time on a machine, this compiles. The budget is for the climbs.
         self.climber.warm(plans["data-parallel"].in_order(self.graph))
+        lowering = Lowering(self.graph, self.topology, self.costs)  # not the search's: results would keep all of it
         for name, strategy in plans.items():
             state = self._start(name, strategy)
-            simulation = simulate(self.evaluate.lower(state.configs))
-            self.outcomes[name] = Outcome(self._strategy(state.configs), simulation, state.evaluation.feasible)
+            known, plan = state.evaluation, partial(_simulated, lowering, state.configs, self.options)
+            self.outcomes[name] = Outcome(self._strategy(state.configs), known.time_s, known.feasible, plan)
         if start is not None:
             self._start(GIVEN, start)
             if start.search is not None and start.search.seed == self.seed:
@@ -211,6 +227,8 @@ class _Run:
         self._planned: list[int] = []
         self._said = 0.0
         self._seen: Evaluation | None = None
+        self._polishing: int | None = None
+        self._processes = processes
         setup = self.graph, self.topology, self.costs, self.options, self.seed, self.rule
         team = Team(self.climber, setup, processes - 1, self._plan, self._look)
         try:
@@ -261,13 +279,14 @@ class _Run:
                 return climbs[: n + 1], f"half of the budget of {limit} proposals brought nothing better"
         return climbs, f"{limit} proposals were made"
 
-    def _look(self, found: dict[int, Climbed]) -> None:
-        """Say how it goes; end the search if the time is over."""
+    def _look(self, found: dict[int, Climbed], here: int | None) -> None:
+        """Say how it goes; end the search if the time is over. ``here``: the climb of this process."""
         now, climbs = time.monotonic(), list(found.values())
         best = min((c.evaluation for c in climbs), key=by_rank, default=self.best.evaluation)
         if self._seen is None or better(best, self._seen):
             self._seen, self.improved = best, now
-        reason = self.budget.ended(now - self.began, now - self.improved)
+        polishing = here is not None and here == self._polishing
+        reason = self.budget.ended(now - self.began, 0.0 if polishing else now - self.improved)
         total, accepted = sum(c.proposals for c in climbs), sum(c.accepted for c in climbs)
         if self.on_progress is not None and (reason or now - self._said >= 0.1) and total:
             self._said = now
@@ -275,6 +294,24 @@ class _Run:
             self.on_progress(Progress(total, accepted, best_s, now - self.began, climbs[-1].phase))
         if reason:
             raise _Stop(reason)
+        left_s = self.budget.left(now - self.began, now - self.improved)
+        if left_s and not polishing:
+            rate = total / (now - self.began) / self._processes
+            if rate * left_s > ENOUGH * self.climber.space.alternatives_on_blocks:
+                self._turn_to_polishing(climbs)
+
+    def _turn_to_polishing(self, climbs: list[Climbed]) -> None:
+        """Raise Turn, to polish the best plan, unless one as good is a local optimum."""
+        best = min(climbs, key=lambda c: (*by_rank(c.evaluation), not c.optimal), default=None)
+        if best is None or best.optimal or better(self.best.evaluation, best.evaluation):
+            return
+
+        def polish(index: int) -> Climb:
+            self._polishing = index
+            stream, count = self.before.climbs + index, LENGTH * self.climber.patience
+            return Climb(index, stream, "polish", best.configs, count, best.evaluation, patience=0)
+
+        raise Turn(polish)
 
     # ---- the result
 
@@ -319,7 +356,7 @@ class _Run:
         strategy = self._strategy(self.best.configs)
         strategy.prediction = Prediction(
             iteration_s=simulation.makespan_s,
-            data_parallel_s=self.outcomes["data-parallel"].simulation.makespan_s,
+            data_parallel_s=self.outcomes["data-parallel"].time_s,
             peak_bytes=max(simulation.peak_bytes),
         )
         bound_s = lower_bound(self.graph, self.topology, self.costs, self.options).seconds
@@ -333,6 +370,10 @@ class _Run:
             tuple(self.history), tuple(self.trails), self.proposals, self.accepted, time.monotonic() - self.began,
             reason,
         )  # fmt: skip
+
+
+def _simulated(lowering: Lowering, configs: Configs, options: Options) -> Simulation:
+    return simulate(lowering.lower(configs, options))
 
 
 def whole_seconds(graph: OperatorGraph, costs: Costs) -> Seconds:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cached_property
 
 from flexsearch.simulate import Simulation
 from flexsearch.strategy import Prediction, Strategy
@@ -42,11 +44,18 @@ class Trail:
 
 @dataclass(frozen=True)
 class Outcome:
-    """A plan with its simulation, for tables. ``feasible``: whether it fits into every device's memory."""
+    """A plan for tables. ``time_s``: simulated iteration time. ``feasible``: whether it fits into every device's
+    memory. ``simulate``: makes ``simulation``, when somebody asks for it: on many devices that takes seconds."""
 
     strategy: Strategy
-    simulation: Simulation
+    time_s: float
     feasible: bool
+    simulate: Callable[[], Simulation]
+
+    @cached_property
+    def simulation(self) -> Simulation:
+        """The rest of what is simulated."""
+        return self.simulate()
 
 
 @dataclass(frozen=True)

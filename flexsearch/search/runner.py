@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from math import inf
 from typing import Final
@@ -54,7 +54,7 @@ MOVES: Final = {"redraw": 2.0, "copy": 3.0, "group": 4.0, "repeated": 2.0, "swap
 """Moves and how often each is proposed, in the order of their numbers in ``chain``."""
 CANDIDATES: Final = 48
 """Configs of each operator that a chain draws from: half of them simple, so that a search soon knows good ones."""
-SETS, RENEWED = 3, 24
+SETS, RENEWED = 3, 12
 """There are so many sets of candidates, which chains use in turn (their templates are known by then), and others after
 so many chains."""
 ROWS: Final = 128
@@ -86,14 +86,15 @@ class Runner:
         self._drawn: dict[tuple[int, int], OperatorConfig] = {}
         self._links = [(i, link) for i, links in enumerate(space.propagation.links) for link in links]
         self._simulator: DeltaSimulator | None = None
-        self._moves = self._lay_out()
+        self._moves: Moves
         self._chain: Chain
 
     def begin(self, configs: Configs, now: Evaluation, best: Evaluation, generation: int, patience: int) -> None:
         """Start a chain at ``configs``, which ``now`` evaluates. Improvements are what is better than ``best``.
         ``generation``: chains of different ones draw from different candidates. The chain ends when ``patience``
         proposals in a row brought it nothing new."""
-        simulator = self._simulator = self.evaluate.at(configs)
+        if self._simulator is not (simulator := self.evaluate.at(configs)):
+            self._simulator, self._moves = simulator, self._lay_out(simulator.templates.alike)
         operators, log = len(self.space.graph.operators), 4096
         number = generation % SETS + SETS * (generation // RENEWED)
         self._chain = Chain(
@@ -119,25 +120,28 @@ class Runner:
         assert simulator is not None
         chain.uniform[ROWS - count :] = rng.random((count, UNIFORMS))
         chain.counts[DRAWN] = ROWS - count
-        while True:
-            why = advance(
-                self._moves, chain, simulator.wiring, simulator.program, simulator.templates.pools,
-                simulator.templates.keys.table, simulator.state, simulator.proposed, simulator.change, simulator.work,
-                simulator.tasks,
-            )  # fmt: skip
-            if why == ASK:
-                self._answer(simulator)
-                look()
-            elif why == EVENTS:
-                chain.value[PROPOSED] = simulator.by_events(float(limit(chain)))
-                chain.counts[STAGE] = TIMED
-            elif why == MEMORY:
-                plan = self._plan(simulator, simulator.proposed.config)
-                chain.value[SHORTFALL] = self.evaluate.shortfall(plan, simulator.held)
-            else:
-                assert why == DONE
-                simulator.whole = bool(chain.counts[WHOLE])
-                return bool(chain.counts[IDLE] >= chain.patience[0])
+        try:
+            while (why := self._advance(simulator)) != DONE:
+                if why == ASK:
+                    self._answer(simulator)
+                    look()
+                elif why == EVENTS:
+                    chain.value[PROPOSED] = simulator.by_events(float(limit(chain)))
+                    chain.counts[STAGE] = TIMED
+                else:
+                    assert why == MEMORY
+                    plan = self._plan(simulator, simulator.proposed.config)
+                    chain.value[SHORTFALL] = self.evaluate.shortfall(plan, simulator.held)
+        finally:
+            simulator.whole = bool(chain.counts[WHOLE])
+        return bool(chain.counts[IDLE] >= chain.patience[0])
+
+    def _advance(self, simulator: DeltaSimulator) -> int:
+        return int(advance(
+            self._moves, self._chain, simulator.wiring, simulator.program, simulator.templates.pools,
+            simulator.templates.keys.table, simulator.state, simulator.proposed, simulator.change, simulator.work,
+            simulator.tasks,
+        ))  # fmt: skip
 
     @property
     def steps(self) -> int:
@@ -218,13 +222,18 @@ class Runner:
             known = self._drawn[model, k] = draw(rng, model)
         return known
 
-    def _lay_out(self) -> Moves:
+    def _lay_out(self, alike: Sequence[int]) -> Moves:
         space = self.space
-        number = {(source, link): k for k, (source, link) in enumerate(self._links)}
+        first: dict[object, int] = {}
+        kind = [
+            first.setdefault((alike[i], alike[link.target], link.pairs, link.forward, link.picked), k)
+            for k, (i, link) in enumerate(self._links)
+        ]
+        number = dict(zip(self._links, kind, strict=True))
         place = {leader: k for k, leader in enumerate(space.leaders)}
         groups = [space.groups[leader] for leader in space.leaders]
         of_group = Rows([i for _, i, _ in group] for group in groups)
-        links = Rows([number[i, link] for link in found] for i, found in enumerate(space.propagation.links))
+        links = Rows([link.target for link in found] for found in space.propagation.links)
         classes = Rows((*space.classes, *space.loose_classes))
 
         # What an operator follows in a span: the producer of the largest tensor that carries degrees.
@@ -241,13 +250,13 @@ class Runner:
 
         return Moves(
             often=np.cumsum(list(MOVES.values())) / sum(MOVES.values()),
-            leader=numbers(list(space.leaders)), likely=np.cumsum(space.importance),
+            leader=numbers(list(space.leaders)), alike=numbers(list(alike)), likely=np.cumsum(space.importance),
             group_first=of_group.first, group_last=of_group.last, member=of_group.all,
             member_source=numbers([source for group in groups for source, _, _ in group]),
             member_link=numbers([number[source, link] for group in groups for source, _, link in group]),
             main_source=numbers(main_source), main_link=numbers(main_link),
             link_first=links.first, link_last=links.last,
-            link_target=numbers([link.target for _, link in self._links]),
+            link_target=links.all, link_kind=numbers(kind),
             link_forward=np.array([link.forward for _, link in self._links], np.uint8),
             class_first=classes.first, class_last=classes.last, class_member=classes.all,
             led_classes=np.array([len(space.classes)], np.uint64),

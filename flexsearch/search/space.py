@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from functools import cached_property, lru_cache
+from typing import Final
 
 import numpy as np
 import numpy.typing as npt
 
-from flexsearch.graph import OperatorGraph
+from flexsearch.graph import Operator, OperatorGraph
 from flexsearch.graph.operators import forward_flops
 from flexsearch.strategy import OperatorConfig, make_config
 from flexsearch.strategy.baselines import has_weights, is_heavy
@@ -19,6 +20,10 @@ from flexsearch.topology import Topology
 Rule = Callable[[int, OperatorConfig], OperatorConfig]
 """(operator, any config of it) -> the one nearest to it that is allowed. Applied twice, it changes nothing more."""
 
+FEW: Final = 8
+"""On so many devices or fewer, numbers of devices that do not divide them evenly are drawn twice as often: there are
+not many, and the best plan may need them."""
+
 
 class Space:
     """What can be changed in plans of one graph on one topology. ``rule`` makes the space smaller: what a user pins."""
@@ -27,6 +32,8 @@ class Space:
         self.graph, self.topology, self.rule = graph, topology, rule
         self.propagation = Propagation(graph)
         self.count = len(topology.devices)
+        self._even = 0.8 if self.count <= FEW else 0.9
+        self._blocks: dict[tuple[int, bool], tuple[OperatorConfig, ...]] = {}
         self.weighted = tuple(i for i in range(len(graph.operators)) if has_weights(graph, i))
         self.leaders = tuple(i for i in range(len(graph.operators)) if is_heavy(graph, i)) or tuple(
             range(len(graph.operators))
@@ -133,7 +140,7 @@ class Space:
         kind = rng.random()
         if kind < 0.5:
             return self.count
-        options = self.counts if kind < 0.9 else range(1, self.count + 1)
+        options = self.counts if kind < self._even else range(1, self.count + 1)
         return int(options[rng.integers(len(options))])
 
     def _draw_devices(self, rng: np.random.Generator, count: int) -> tuple[int, ...]:
@@ -183,6 +190,20 @@ class Space:
             yield sharded(self.propagation.over(link.target, configs[link.target], back), shard)
         if operator in self.weighted and len(configs[operator].devices) > 1:
             yield sharded(configs[operator], not shard)
+        if (known := self._blocks.get((operator, shard))) is None:
+            known = self._blocks[operator, shard] = tuple(self._on_blocks(op, shard))
+        yield from known
+
+    @cached_property
+    def alternatives_on_blocks(self) -> int:
+        """How many of all operators' alternatives lie on aligned blocks: about what a look at all of them takes."""
+        return sum(
+            len(_factored(count, tuple(op.sizes[a] for a in op.splittable))) * (self.count // count)
+            for op in self.graph.operators
+            for count in self.counts
+        )
+
+    def _on_blocks(self, op: Operator, shard: bool) -> Iterator[OperatorConfig]:
         for count in reversed(self.counts):
             for degrees in _factored(count, tuple(op.sizes[a] for a in op.splittable)):
                 named = dict(zip(op.splittable, degrees, strict=True))

@@ -37,13 +37,21 @@ def _pickled(setup: tuple[Any, ...]) -> bytes:
         ) from error
 
 
+class Turn(Exception):
+    """Raised by ``look``: this process leaves its climb as it is, and does what ``plan`` makes of the next number."""
+
+    def __init__(self, plan: Callable[[int], Climb]) -> None:
+        self.plan = plan
+
+
 class Team:
-    """``look``: called now and then in the main thread, with what has been found; what it raises ends the work.
+    """``look``: called now and then in the main thread, with what has been found, and the number of its climb (None:
+    it waits); what it raises ends the work, but for a ``Turn``.
     ``setup``: arguments of ``Climber``."""
 
     def __init__(
         self, climber: Climber, setup: tuple[Any, ...], workers: int, plan: Plan,
-        look: Callable[[dict[int, Climbed]], None],
+        look: Callable[[dict[int, Climbed], int | None], None],
     ) -> None:  # fmt: skip
         self._climber, self._plan, self._look = climber, plan, look
         self._workers = min(workers, WINDOW - 1)
@@ -63,8 +71,7 @@ class Team:
         try:
             for thread in threads:
                 thread.start()
-            while (climb := self._take(waiting=self._glance)) is not None:
-                self._end(self._climber.climb(climb, self._watch))
+            self._climb_here()
         finally:
             with self._changed:
                 self._over = True
@@ -74,12 +81,31 @@ class Team:
             for thread in threads:
                 thread.join()
 
+    def _climb_here(self) -> None:
+        climb: Climb | None = None
+        while True:
+            try:
+                climb = climb or self._take(waiting=self._glance)
+                if climb is None:
+                    return
+                self._end(self._climber.climb(climb, self._watch))
+                climb = None
+            except Turn as turn:
+                if climb is not None:
+                    self._end(self.found[climb.index])
+                climb = self._number(turn.plan)
+
     def _glance(self) -> None:
-        self._look(self.found)
+        self._look(self.found, None)
 
     def _watch(self, climbed: Climbed) -> None:
         self.found[climbed.index] = climbed
-        self._look(self.found)
+        self._look(self.found, climbed.index)
+
+    def _number(self, plan: Callable[[int], Climb]) -> Climb:
+        with self._changed:
+            self._next += 1
+            return plan(self._next - 1)
 
     def _take(self, waiting: Callable[[], None] | None = None) -> Climb | None:
         """The next climb, as soon as those it builds on have ended. ``waiting`` is called meanwhile."""

@@ -1,15 +1,15 @@
-"""One proposal from its configs to its time, compiled."""
+"""Proposals from their configs to their times, compiled."""
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from flexsearch.compiled import ONE, ZERO, inlined
+from flexsearch.compiled import F64, ONE, U32, U64, ZERO, inlined, lean
 from flexsearch.cost.ticks import TICK
 from flexsearch.simulate.arrays import TIME, Pools, Program, State, Tasks, Work
-from flexsearch.simulate.change import Change, Wiring, place, wire
+from flexsearch.simulate.change import Change, Wiring, carry_over, place, wire
 from flexsearch.simulate.keys import Table
 from flexsearch.simulate.walk import walk
 
@@ -18,6 +18,41 @@ MOST = np.uint64(7)
 UNKNOWN = -1.0
 """In the place of seconds: templates are missing (``change.lacking``) or, if none is, the plan must be timed by
 events."""
+
+
+class Rows(NamedTuple):
+    """Proposals: the operators and configs of proposal k end at ``end[k]``. ``at``: (1,) the next one. ``seconds``:
+    (1,) of the last one."""
+
+    operator: U32
+    config: U32
+    end: U64
+    at: U64
+    seconds: F64
+
+
+@lean
+def attempt_each(
+    wiring: Wiring, program: Program, pools: Pools, table: Table, state: State, proposed: State, change: Change,
+    work: Work, tasks: Tasks, whole: Any, limit: float, rows: Rows,
+) -> None:  # fmt: skip
+    """``attempt`` the rows from ``rows.at[0]`` on, until one takes at most ``limit`` (s) or is UNKNOWN: then
+    ``proposed`` is the plan with that row's configs; else ``rows.at[0]`` is the number of rows."""
+    while True:
+        at = rows.at[0]
+        first = rows.end[at - ONE] if at > ZERO else ZERO
+        change.number[0] = rows.end[at] - first
+        for k in range(change.number[0]):
+            change.operator[k] = rows.operator[first + k]
+            change.config[k] = rows.config[first + k]
+        seconds = attempt(wiring, program, pools, table, state, proposed, change, work, tasks, whole, limit)
+        rows.seconds[0] = seconds
+        if seconds <= limit:  # UNKNOWN is less than any
+            return
+        rows.at[0] += ONE
+        if rows.at[0] == np.uint64(rows.end.shape[0]):
+            return
+        carry_over(state, proposed, change)
 
 
 @inlined

@@ -19,7 +19,7 @@ from flexsearch.cost import Costs
 from flexsearch.graph import OperatorGraph
 from flexsearch.lower import Lowering
 from flexsearch.simulate.arrays import RECORD, STRIDE, WRITE, Program, State, Tasks, Work
-from flexsearch.simulate.attempt import attempt
+from flexsearch.simulate.attempt import Rows, attempt_each
 from flexsearch.simulate.change import Change, Wiring, carry_over, place, wire
 from flexsearch.simulate.checkpoint import accept
 from flexsearch.simulate.keys import RESHARD, WEIGHT
@@ -85,23 +85,37 @@ class DeltaSimulator:
     def attempt(self, operators: Numbers, numbers: Numbers, limit: float = inf) -> float:
         """As ``propose``, with configs by number. Infinity if the time is certainly above ``limit`` (s): such a
         proposal cannot be accepted."""
-        change, count = self.change, len(operators)
+        return self.attempt_each(make_rows([(operators, numbers)]), limit)
+
+    def attempt_each(self, rows: Rows, limit: float) -> float:
+        """Iteration time (s) of the first of the proposals, from number ``rows.at[0]`` on, that takes at most ``limit``
+        (s): ``accept`` or ``reject`` it. ``rows.at[0]`` becomes its number. If all take more, that becomes the number
+        of rows, and the time is that of the last, or infinity if it is certainly above the limit."""
         self._clean()
-        change.operator[:count], change.config[:count], change.number[0] = operators, numbers, count
+        count = len(rows.end)
         while True:
-            seconds = float(attempt(
+            first = int(rows.at[0])
+            attempt_each(
                 self.wiring, self.program, self.templates.pools, self.templates.keys.table, self.state, self.proposed,
-                change, self.work, self.tasks, self.whole, limit,
-            ))  # fmt: skip
+                self.change, self.work, self.tasks, self.whole, limit, rows,
+            )  # fmt: skip
             self._dirty = True
+            seconds = float(rows.seconds[0])
+            self.passes += int(rows.at[0]) - first
             if seconds >= 0.0:
+                self.passes += seconds <= limit
                 break
-            if change.lacking[0]:
+            if self.change.lacking[0]:
                 self.fill()
-            else:
-                seconds = self.by_events(limit)
+                continue
+            self.passes += 1
+            seconds = self.by_events(limit)
+            if seconds <= limit:
                 break
-        self.passes += 1
+            rows.at[0] += np.uint64(1)
+            if rows.at[0] == count:
+                break
+            self._clean()
         self._pending, self._seconds = seconds < inf, seconds
         return seconds
 
@@ -201,24 +215,22 @@ class DeltaSimulator:
             if RESHARD <= kind < WEIGHT:
                 self.templates.add(kind, a, b)
             elif kind == WEIGHT:
-                needs: list[tuple[int, bool]] = []
-                for k in range(self.program.reader_first[a], self.program.reader_last[a]):
-                    slot = int(self.program.reader[k])
-                    need = self._need(slot), bool(self.program.flows[slot])
-                    if need not in needs:
-                        needs.append(need)
+                slots = self.program.reader[self.program.reader_first[a] : self.program.reader_last[a]]
+                wanted = 2 * self._needs(slots) + self.program.flows[slots]
+                needs = [(x // 2, bool(x % 2)) for x in dict.fromkeys(wanted.tolist())]
                 self.templates.weight(a, needs, bool(b))
             else:
                 slots = self.wiring.buffer_slot[self.wiring.buffer_first[a] : self.wiring.buffer_last[a]]
-                self.templates.kept(a, [self._need(int(slot)) for slot in slots])
+                self.templates.kept(a, self._needs(slots).tolist())
         carry_over(self.state, self.proposed, self.change)
         self._dirty = False
 
-    def _need(self, slot: int) -> int:
-        """Layout that a reader of the proposal wants."""
-        config = self.proposed.config[self.wiring.slot_operator[slot]]
-        pools = self.templates.pools
-        return int(pools.layout[int(pools.config_reads[config]) + int(self.wiring.slot_position[slot])])
+    def _needs(self, slots: npt.NDArray[np.uint32]) -> npt.NDArray[np.int64]:
+        """Layouts that readers of the proposal want."""
+        pools, config = self.templates.pools, self.proposed.config[self.wiring.slot_operator[slots]]
+        wanted = pools.layout[pools.config_reads[config] + self.wiring.slot_position[slots]]
+        layouts: npt.NDArray[np.int64] = wanted.astype(np.int64)
+        return layouts
 
     @property
     def _strides(self) -> int:
@@ -278,6 +290,15 @@ class DeltaSimulator:
             start=np.zeros(1), end=np.zeros(1), broken=np.zeros(1, np.uint8), void=np.zeros(1, np.uint64),
             skipped=np.zeros(1, np.uint64), moment=np.zeros(3),
         )  # fmt: skip
+
+
+def make_rows(proposals: Sequence[tuple[Numbers, Numbers]]) -> Rows:
+    """Proposals as ``attempt_each`` wants them: (operators, numbers of their configs)."""
+    operators, numbers = zip(*proposals, strict=True)
+    return Rows(
+        operator=np.concatenate(operators).astype(np.uint32), config=np.concatenate(numbers).astype(np.uint32),
+        end=np.cumsum([len(of) for of in operators], dtype=np.uint64), at=np.zeros(1, np.uint64), seconds=np.zeros(1),
+    )  # fmt: skip
 
 
 def _numbers(*size: int) -> npt.NDArray[np.uint32]:

@@ -282,22 +282,11 @@ class _Walk:
         return result
 
     def _receive(self, purpose: str, key: int, plan: Reshard, itemsize: int) -> None:
-        for x, phase in enumerate(plan.phases):
-            arriving: dict[int, int] = {}
-            for moves in (phase.local, *(e.moves for e in phase.exchanges)):
-                for move in moves:
-                    arriving[move.destination] = arriving.get(move.destination, 0) + 1
-            staged: dict[int, int] = {}
-            for exchange in phase.exchanges:
-                if exchange.form != "all_reduce":  # that one is done in place
-                    for move in exchange.moves:
-                        entry = phase.destination[move.destination]
-                        if arriving[move.destination] > 1 or move.box != entry.box:
-                            staged[entry.device] = staged.get(entry.device, 0) + volume(move.box) * itemsize
-            for device, nbytes in staged.items():
+        for x, staged in enumerate(plan.staged):
+            for device, elements in staged.items():
                 tasks = self.crossing.get((purpose, key, x, device), ())
                 if tasks:
-                    buffer = self._new(device, nbytes, "buffers", min(tasks))
+                    buffer = self._new(device, elements * itemsize, "buffers", min(tasks))
                     buffer.until(max(self.used.get((t, device), t) for t in tasks))
 
 

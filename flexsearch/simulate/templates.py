@@ -88,7 +88,8 @@ class Templates:
         self._exchanges = np.zeros(5, np.uint64)
         """Entries of ``Rows`` so far: sends, receives, links, drags, exchanges."""
         self._configs: dict[tuple[int, OperatorConfig], int] = {}
-        self._alike = self._find_alike() if share else list(range(len(self.graph.operators)))
+        self.alike = self._find_alike() if share else list(range(len(self.graph.operators)))
+        """By operator: the first one that shares its configs."""
         self._keys: dict[tuple[str, bytes, str], int] = {}
         self._plans: dict[tuple[int, str], int] = {}
         self._parameters = self.graph.of_kind("parameter")
@@ -127,7 +128,7 @@ class Templates:
 
     def config(self, operator: int, config: OperatorConfig) -> int:
         """Number of a config of an operator."""
-        operator = self._alike[operator]
+        operator = self.alike[operator]
         key = operator, config
         if (known := self._configs.get(key)) is None:
             known = self._configs[key] = self._config(self.lowering.placed(operator, config), config, operator)

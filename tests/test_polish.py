@@ -1,0 +1,140 @@
+"""Polishing: many alternatives in one compiled call, and the end of a search's time."""
+
+from __future__ import annotations
+
+from math import nextafter
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from flexsearch.cost import Costs
+from flexsearch.graph import OperatorGraph
+from flexsearch.search import Evaluator, search
+from flexsearch.search.climb import Climb, Climbed, Climber
+from flexsearch.search.space import Space
+from flexsearch.search.team import Team, Turn
+from flexsearch.simulate.delta import make_rows
+from flexsearch.strategy import Options
+from flexsearch.topology import Topology
+from tests.proposals import propose
+from tests.test_baselines import cnn, ethernet, mlp, transformer
+from tests.test_search import recurrent
+
+
+@pytest.mark.parametrize("graph", [cnn(batch=32, hidden=512), recurrent()], ids=lambda g: g.name)
+@pytest.mark.parametrize("topology", [ethernet(4), Topology.load("p100:1")], ids=lambda t: t.name)
+@settings(derandomize=True, deadline=None, max_examples=8)
+@given(seed=st.integers(0, 2**32 - 1))
+def test_the_first_of_many_proposals_that_is_fast_enough(graph: OperatorGraph, topology: Topology, seed: int) -> None:
+    space, rng = Space(graph, topology), np.random.Generator(np.random.PCG64(seed))
+    costs, options = Costs(graph, topology), Options()
+    simulator = Evaluator(graph, topology, costs, options).at(space.random_plan(rng))
+    fresh = Evaluator(graph, topology, costs, options)
+    for _ in range(4):
+        have, changes, times = simulator.configs, [], []
+        for _ in range(6):
+            _, new = propose(rng, space, have)
+            found = {i: c for i, (c, old) in enumerate(zip(new, have, strict=True)) if c != old}
+            changes.append((list(found), [simulator.templates.config(i, c) for i, c in found.items()]))
+            times.append(fresh(new).time_s)
+        limit = float(rng.uniform(0.95 * min(times), max(times)))
+        rows, fast = make_rows(changes), [k for k, seconds in enumerate(times) if seconds <= limit]
+        for k in fast:
+            assert simulator.attempt_each(rows, limit) == times[k] and int(rows.at[0]) == k
+            rows.at[0] += np.uint64(1)
+            if k == len(times) - 1:
+                break
+        else:
+            assert simulator.attempt_each(rows, limit) > limit and int(rows.at[0]) == len(times)
+        assert simulator.configs == have
+        if fast:
+            rows.at[0] = fast[0]
+            simulator.attempt_each(rows, limit)
+            simulator.accept()
+            assert simulator.seconds == times[fast[0]] == fresh(simulator.configs).time_s
+
+
+@pytest.mark.parametrize("graph", [mlp(), cnn(), transformer(layers=2), recurrent()], ids=lambda g: g.name)
+def test_links_that_are_alike_lead_to_the_same_configs(graph: OperatorGraph) -> None:
+    topology = ethernet(4)
+    climber = Climber(graph, topology, Costs(graph, topology), Options(), seed=0)
+    space, rng, shared = climber.space, np.random.Generator(np.random.PCG64(0)), 0
+    start = space.random_plan(rng)
+    now = climber.evaluate(start)
+    climber.runner.begin(start, now, now, 0, 1)
+    templates, moves = climber.evaluate.at(start).templates, climber.runner._moves
+    links = [(i, link) for i, links in enumerate(space.propagation.links) for link in links]
+    for kind, (source, link) in zip(moves.link_kind.tolist(), links, strict=True):
+        like_source, like = links[kind]
+        shared += kind != links.index((source, link))
+        for _ in range(3):
+            config = space.draw(rng, source)
+            target = space.propagation.over(source, config, link)
+            number = templates.config(link.target, target)
+            assert templates.config(source, config) == templates.config(like_source, config)
+            assert number == templates.config(like.target, space.propagation.over(like_source, config, like))
+    assert shared or graph.name == mlp().name
+
+
+def test_a_local_optimum_has_no_better_alternative() -> None:
+    graph, topology = cnn(batch=32, hidden=512), ethernet(2)
+    climber = Climber(graph, topology, Costs(graph, topology), Options(), seed=0)
+    start = climber.space.random_plan(np.random.Generator(np.random.PCG64(3)))
+    before = climber.evaluate(start)
+    done = climber.climb(Climb(0, 0, "polish", start, 10**6, before, patience=0), lambda _: None)
+    assert done.optimal and done.evaluation.cost < before.cost and done.accepted > 0
+    fresh = Evaluator(graph, topology, Costs(graph, topology), Options())
+    assert fresh(done.configs) == done.evaluation
+    for i in range(len(graph.operators)):
+        for config in climber.space.alternatives(i, done.configs):
+            for changes in ({i: config}, climber.space.follow(i, config)):
+                plan = tuple(changes.get(k, old) for k, old in enumerate(done.configs))
+                assert fresh(plan).cost > nextafter(done.evaluation.cost, 0.0)
+
+
+def test_polishing_ends_where_proposals_end() -> None:
+    graph, topology = cnn(batch=32, hidden=512), ethernet(4)
+    climber = Climber(graph, topology, Costs(graph, topology), Options(), seed=0)
+    start = climber.space.random_plan(np.random.Generator(np.random.PCG64(3)))
+    done = climber.climb(Climb(0, 0, "polish", start, 75, climber.evaluate(start), patience=0), lambda _: None)
+    assert done.proposals == 75 and not done.optimal
+
+
+def test_a_search_whose_chain_does_not_end_polishes_its_best_plan(monkeypatch: pytest.MonkeyPatch) -> None:
+    begin = Climber.__init__
+
+    def patient(self: Climber, *arguments: object, **named: object) -> None:
+        begin(self, *arguments, **named)  # type: ignore[arg-type]
+        self.patience = 10**9
+
+    monkeypatch.setattr(Climber, "__init__", patient)
+    graph, topology = cnn(batch=32, hidden=512), ethernet(2)
+    result = search(graph, topology, Costs(graph, topology), budget_s=6, processes=1)
+    assert "polish" in [trail.phase for trail in result.trails] and result.optimal
+    assert result.simulation.makespan_s == result.history[-1].time_s
+
+
+def test_a_turn_leaves_the_climb_as_it_is_and_the_simulator_right() -> None:
+    graph, topology = cnn(batch=32, hidden=512), ethernet(4)
+    climber = Climber(graph, topology, Costs(graph, topology), Options(), seed=0)
+    start = climber.space.random_plan(np.random.Generator(np.random.PCG64(1)))
+    now, left = climber.evaluate(start), list[tuple[int, ...]]()
+
+    def plan(index: int, _: object) -> Climb | None:
+        return Climb(index, index, "chain", start, 10**6, now) if index < 3 else None
+
+    def look(found: dict[int, Climbed], here: int | None) -> None:
+        if here is not None and found[here].phase == "chain" and found[here].proposals > 50 * (here + 1):
+            left.append((here, found[here].proposals))
+            raise Turn(lambda index: Climb(index, index, "polish", found[here].configs, 40, now, patience=0))
+
+    team = Team(climber, (), 0, plan, look)
+    team.work()
+    assert [team.found[k].phase for k in sorted(team.found)] == ["chain", "polish", "chain", "polish"]
+    assert [(k, team.found[k].proposals) for k in (0, 2)] == left
+    fresh = Evaluator(graph, topology, Costs(graph, topology), Options())
+    for climbed in team.found.values():
+        assert fresh(climbed.configs) == climbed.evaluation
+
