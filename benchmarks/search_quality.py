@@ -2,7 +2,7 @@
 
     python -m benchmarks.search_quality [--quick] [--json] [--only networks] [--keep records.jsonl]
 
-Three tables:
+Four tables:
 
 - ``networks``: for each graph and cluster the simulated iteration time of data parallelism, of the expert's plan (one
   weird trick; layer-wise for recurrent networks), of the best baseline, of the best plan in the space of FlexFlow's
@@ -12,13 +12,15 @@ Three tables:
   of the longest budget, and over the bound; ``optimal_seeds``: seeds whose plan no change of a single operator makes
   faster; ``most_elapsed_s``: what a search really took. The paper's clusters (section 8.1) are 4 nodes of 4 P100 and 16
   of 4 K80: p100:1 and k80:1 are one node of each, p100:16 is more than the paper had.
+- ``local``: whether the plans found within the longest budget on the first 2, 4 and 8 P100 are locally optimal: no
+  change of a single operator, alone or with those that follow it, makes them faster.
 - ``exhaustive``: whether the search reaches, with every seed, the best plan that branch and bound knows
   (``best_known_s``). If the proof is ``complete``, that is the optimum of the plans on aligned blocks of devices;
   else none of them takes less than ``proved_s``. ``latest_find_s``: when the last seed found its plan.
 - ``dense``: a report by a user of FlexFlow: 8 dense layers, batch 16384, 4 V100, where the plan after 500,000 proposals
   was slower than data parallelism (flexflow/flexflow-train, issue 217).
 
-All of it takes about 6 hours. ``--keep FILE`` notes every search when it has ended, and does not make it again: so it
+All of it takes about 7 hours. ``--keep FILE`` notes every search when it has ended, and does not make it again: so it
 can be run in parts. Start a new file when the search has changed.
 """
 
@@ -48,12 +50,14 @@ GRAPHS = ("alexnet256", "inception_v3", "resnet101", "rnntc", "rnnlm", "nmt")
 CLUSTERS = ("p100:1", "p100:4", "p100:16", "k80:1", "k80:4", "k80:16")
 SMALL = ("lenet", "rnnlm_2")
 SMALL_DEVICES = (2, 4)
+LOCAL_DEVICES = (2, 4, 8)
 SMALL_S = 10.0
 """Budget of a search that is compared with the optimum."""
 EQUAL = 1e-6
 """Times that differ by a smaller share are the same: the tolerance of the exhaustive search."""
 TITLES = {
     "networks": "Simulated iteration time of plans",
+    "local": "Local optima within the longest budget, on the first P100 GPUs",
     "exhaustive": f"Search within {SMALL_S:g} s against the optimum, on GPUs of one p100 node",
     "dense": "8 dense layers, batch 16384, on 4 V100 (flexflow-train, issue 217)",
 }
@@ -193,6 +197,23 @@ def networks(records: Records, table: str, graph: str, cluster: str, options: Na
     ]
 
 
+def local_optima(records: Records, graph: str, devices: int, options: Namespace) -> list[Row]:
+    """Searches with each seed, and how many ended in a local optimum."""
+    cluster, budget_s = "p100:1" if devices <= 4 else "p100:2", max(options.budgets)
+    tasks = [
+        Task(graph, cluster, devices, "whole", budget_s, seed, options.processes) for seed in range(options.seeds)
+    ]
+    made = [records.of(task) for task in tasks]
+    seconds = [record.time_s for record in made]
+    row = {
+        "table": "local", "graph": graph, "devices": devices, "budget_s": budget_s, "time_s": median(seconds),
+        "least_s": min(seconds), "most_s": max(seconds), "optimal_seeds": sum(r.optimal for r in made),
+        "seeds": len(made), "vs_data_parallel": made[0].baselines["data-parallel"][0] / median(seconds),
+        "latest_find_s": max(r.after_s for r in made),
+    }  # fmt: skip
+    return [row]
+
+
 def against_optimum(name: str, devices: int, options: Namespace) -> list[Row]:
     """Searches of a small graph with each seed, and what branch and bound says of the best of them."""
     graph, topology = graph_called(name), first_devices("p100:1", devices)
@@ -223,6 +244,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     records, rows = Records(options.keep), list[Row]()
     jobs: list[tuple[str, Callable[[Namespace], Sequence[Row]]]] = [
         *(("networks", partial(networks, records, "networks", *p)) for p in product(options.graphs, options.clusters)),
+        *(("local", partial(local_optima, records, *p)) for p in product(options.graphs, LOCAL_DEVICES)),
         *(("exhaustive", partial(against_optimum, *p)) for p in product(options.small, SMALL_DEVICES)),
         ("dense", partial(networks, records, "dense", "dense_8", "v100-nvlink-4")),
     ]
@@ -246,7 +268,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _options(arguments: Sequence[str] | None) -> Namespace:
     made = parser(__doc__)
     made.add_argument("--only", choices=tuple(TITLES), help="only this table")
-    made.add_argument("--graphs", help=f"of networks, comma-separated; default: {','.join(GRAPHS)}")
+    made.add_argument("--graphs", help=f"of networks and local, comma-separated; default: {','.join(GRAPHS)}")
     made.add_argument("--clusters", help=f"of networks, comma-separated; default: {','.join(CLUSTERS)}")
     made.add_argument("--small", help=f"graphs of exhaustive, comma-separated; default: {','.join(SMALL)}")
     made.add_argument("--budgets", help="seconds of a search, comma-separated; default: 1,10,60")
