@@ -19,7 +19,7 @@ from flexsearch.simulate.delta import make_rows
 from flexsearch.strategy import Options
 from flexsearch.topology import Topology
 from tests.proposals import propose
-from tests.test_baselines import cnn, ethernet, mlp, transformer
+from tests.test_baselines import cnn, ethernet
 from tests.test_search import recurrent
 
 
@@ -54,28 +54,6 @@ def test_the_first_of_many_proposals_that_is_fast_enough(graph: OperatorGraph, t
             simulator.attempt_each(rows, limit)
             simulator.accept()
             assert simulator.seconds == times[fast[0]] == fresh(simulator.configs).time_s
-
-
-@pytest.mark.parametrize("graph", [mlp(), cnn(), transformer(layers=2), recurrent()], ids=lambda g: g.name)
-def test_links_that_are_alike_lead_to_the_same_configs(graph: OperatorGraph) -> None:
-    topology = ethernet(4)
-    climber = Climber(graph, topology, Costs(graph, topology), Options(), seed=0)
-    space, rng, shared = climber.space, np.random.Generator(np.random.PCG64(0)), 0
-    start = space.random_plan(rng)
-    now = climber.evaluate(start)
-    climber.runner.begin(start, now, now, 0, 1)
-    templates, moves = climber.evaluate.at(start).templates, climber.runner._moves
-    links = [(i, link) for i, links in enumerate(space.propagation.links) for link in links]
-    for kind, (source, link) in zip(moves.link_kind.tolist(), links, strict=True):
-        like_source, like = links[kind]
-        shared += kind != links.index((source, link))
-        for _ in range(3):
-            config = space.draw(rng, source)
-            target = space.propagation.over(source, config, link)
-            number = templates.config(link.target, target)
-            assert templates.config(source, config) == templates.config(like_source, config)
-            assert number == templates.config(like.target, space.propagation.over(like_source, config, like))
-    assert shared or graph.name == mlp().name
 
 
 def test_a_local_optimum_has_no_better_alternative() -> None:

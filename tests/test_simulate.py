@@ -21,7 +21,7 @@ from flexsearch.graph import Axis, Operator, OperatorGraph, Tensor
 from flexsearch.graph.notation import instantiate
 from flexsearch.lower import Communication, Lowered, TaskArrays, TaskGraph, TaskKind, lower
 from flexsearch.simulate import Memory, keep, makespan, over_memory, simulate
-from flexsearch.simulate.kernel import times
+from flexsearch.simulate.kernel import run, times
 from flexsearch.simulate.memory import spans_of
 from flexsearch.strategy import Options, Strategy, make_config
 from flexsearch.topology import Topology
@@ -273,6 +273,27 @@ def test_devices_that_share_a_processor_take_turns() -> None:
     makespan_s, start, end = times(tasks.arrays())
     assert makespan_s == 2.0
     assert start.tolist() == [0.0, 0.25] and end.tolist() == [1.75, 2.0]
+
+
+def test_a_simulation_is_given_up_when_what_follows_a_task_comes_too_late() -> None:
+    """Ten tasks of 1 s share a resource; the last is followed by one of 5 s elsewhere. The critical path (6 s) and the
+    work of each resource (10 s) are below the limit; the end is known to be above it when task 9 starts at 9 s."""
+    count = 11
+    duration = np.array([1.0] * 10 + [5.0])
+    rows = np.arange(count + 1, dtype=np.uint32)
+    link = np.array([0] * 10 + [1], np.uint32)
+    dependency_start = np.array([0] * 11 + [1], np.uint32)
+    none, start, end = np.zeros(count + 1, np.uint32), np.empty(count), np.empty(count)
+
+    def simulated(limit: float) -> float:
+        return float(run(
+            duration, dependency_start, np.array([9], np.uint32), rows, link, duration, none, none[:0], duration[:0],
+            np.full(count, inf), start, end, np.empty(count), np.empty(count), np.empty(2), none.copy(),
+            np.empty(count + 2, np.uint32), np.empty(1, np.uint32), none.copy(), np.empty(2), limit,
+        ))  # fmt: skip
+
+    assert simulated(inf) == simulated(15.0) == 15.0
+    assert simulated(12.0) == inf and start[8] == 8.0 and start[9] == -1.0
 
 
 def test_an_empty_task_graph_takes_no_time() -> None:

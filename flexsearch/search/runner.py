@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from math import inf
 from typing import Final
 
@@ -53,7 +54,8 @@ from flexsearch.strategy import OperatorConfig
 MOVES: Final = {"redraw": 2.0, "copy": 3.0, "group": 4.0, "repeated": 2.0, "swap": 0.5, "shard": 0.5, "span": 2.0}
 """Moves and how often each is proposed, in the order of their numbers in ``chain``."""
 CANDIDATES: Final = 48
-"""Configs of each operator that a chain draws from: half of them simple, so that a search soon knows good ones."""
+"""Configs of each operator that a chain draws from: a quarter of them split samples only, a quarter one axis at most,
+so that a search soon knows good ones."""
 SETS, RENEWED = 3, 12
 """There are so many sets of candidates, which chains use in turn (their templates are known by then), and others after
 so many chains."""
@@ -218,7 +220,7 @@ class Runner:
         model = self._model[operator]
         if (known := self._drawn.get((model, k))) is None:
             rng = np.random.Generator(np.random.PCG64([self.seed, model, k]))
-            draw = self.space.draw if k % 2 else self.space.draw_simple
+            draw = self.space.draw if k % 4 > 1 else partial(self.space.draw_simple, samples=k % 4 == 0)
             known = self._drawn[model, k] = draw(rng, model)
         return known
 

@@ -160,11 +160,12 @@ class Space:
         """Numbers of devices that divide the machine evenly."""
         return tuple(n for n in range(1, self.count + 1) if self.count % n == 0)
 
-    def draw_simple(self, rng: np.random.Generator, operator: int) -> OperatorConfig:
-        """As ``draw``, among configs that split one axis at most, over an aligned block of neighbouring devices."""
+    def draw_simple(self, rng: np.random.Generator, operator: int, samples: bool = False) -> OperatorConfig:
+        """As ``draw``, among configs that split one axis at most (``samples``: of samples), over an aligned block of
+        neighbouring devices."""
         op = self.graph.operators[operator]
         count = self.counts[rng.integers(len(self.counts))]
-        axes = [axis for axis in op.splittable if op.sizes[axis] >= count]
+        axes = [a for a in (op.axes_of("sample") if samples else op.splittable) if op.sizes[a] >= count]
         if axes and count > 1:
             degrees = {axes[rng.integers(len(axes))]: count}
         else:
