@@ -3,16 +3,17 @@
 Indices are unsigned everywhere: signed ones cost a test for wraparound, and mixed ones become float64.
 
 numba's cache on disk notices changes of the file that holds a function, not of the files that hold the functions it
-calls: after an upgrade it could run what an older version did. So all our compiled functions hold a digest of all our
-sources, which numba takes for one of the variables that a function closes over.
+calls: after an upgrade it could run what an older version did, or fail on the name of a class that is no more. So the
+names of all our compiled functions, by which numba names the files of its cache, end in a digest of all our sources,
+and files with other digests are deleted.
 """
 
 from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
-from types import CellType, FunctionType
 from typing import Any, Final, TypeVar, cast
 
 import numpy as np
@@ -42,18 +43,25 @@ def _digest() -> str:
     return found.hexdigest()
 
 
-_SOURCES: Final = _digest()
+_SOURCES: Final = _digest()[:16]
+
+
+def _forget_others() -> None:
+    """Delete what was compiled from other sources than the present ones."""
+    for path in Path(__file__).parent.rglob("__pycache__/*.nb[ic]"):
+        if _SOURCES not in path.name:
+            with suppress(OSError):  # another process was first, or the installation is read-only
+                path.unlink()
+
+
+_forget_others()
 
 
 def stamped(function: F) -> F:
-    """The function, closing over the digest of our sources."""
-    code = function.__code__
-    made = FunctionType(
-        code.replace(co_freevars=(*code.co_freevars, "_sources")), function.__globals__, function.__name__,
-        function.__defaults__, (*(function.__closure__ or ()), CellType(_SOURCES)),
-    )  # fmt: skip
-    made.__qualname__, made.__doc__, made.__module__ = function.__qualname__, function.__doc__, function.__module__
-    return cast(F, made)
+    """The function, with a name that ends in the digest of our sources."""
+    if not function.__qualname__.endswith(_SOURCES):
+        function.__qualname__ += f"_{_SOURCES}"
+    return function
 
 
 def compiled(function: F) -> F:

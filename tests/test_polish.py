@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from math import nextafter
+from math import inf, nextafter
 
 import numpy as np
 import pytest
@@ -11,11 +11,12 @@ from hypothesis import strategies as st
 
 from flexsearch.cost import Costs
 from flexsearch.graph import OperatorGraph
-from flexsearch.search import Evaluator, search
-from flexsearch.search.climb import Climb, Climbed, Climber
+from flexsearch.search import Evaluation, Evaluator, optimize, search
+from flexsearch.search.climb import Climb, Climbed, Climber, Watch
+from flexsearch.search.optimize import POLISHED, Budget
 from flexsearch.search.space import Space
 from flexsearch.search.team import Team, Turn
-from flexsearch.simulate.delta import make_rows
+from flexsearch.simulate.delta import make_proposals
 from flexsearch.strategy import Options
 from flexsearch.topology import Topology
 from tests.proposals import propose
@@ -40,18 +41,19 @@ def test_the_first_of_many_proposals_that_is_fast_enough(graph: OperatorGraph, t
             changes.append((list(found), [simulator.templates.config(i, c) for i, c in found.items()]))
             times.append(fresh(new).time_s)
         limit = float(rng.uniform(0.95 * min(times), max(times)))
-        rows, fast = make_rows(changes), [k for k, seconds in enumerate(times) if seconds <= limit]
+        proposals, fast = make_proposals(changes), [k for k, seconds in enumerate(times) if seconds <= limit]
         for k in fast:
-            assert simulator.attempt_each(rows, limit) == times[k] and int(rows.at[0]) == k
-            rows.at[0] += np.uint64(1)
+            assert simulator.attempt_each(proposals, limit) == times[k] and int(proposals.at[0]) == k
+            proposals.at[0] += np.uint64(1)
             if k == len(times) - 1:
                 break
         else:
-            assert simulator.attempt_each(rows, limit) > limit and int(rows.at[0]) == len(times)
-        assert simulator.configs == have
+            assert simulator.attempt_each(proposals, limit) > limit and int(proposals.at[0]) == len(times)
+        proposals.at[0] = len(times)
+        assert simulator.attempt_each(proposals, limit) == inf and simulator.configs == have
         if fast:
-            rows.at[0] = fast[0]
-            simulator.attempt_each(rows, limit)
+            proposals.at[0] = fast[0]
+            simulator.attempt_each(proposals, limit)
             simulator.accept()
             assert simulator.seconds == times[fast[0]] == fresh(simulator.configs).time_s
 
@@ -81,17 +83,50 @@ def test_polishing_ends_where_proposals_end() -> None:
 
 
 def test_a_search_whose_chain_does_not_end_polishes_its_best_plan(monkeypatch: pytest.MonkeyPatch) -> None:
-    begin = Climber.__init__
+    begin, polish, polished = Climber.__init__, Climber._polish, list[str]()
 
     def patient(self: Climber, *arguments: object, **named: object) -> None:
         begin(self, *arguments, **named)  # type: ignore[arg-type]
         self.patience = 10**9
 
+    def watched(self: Climber, climb: Climb, done: Climbed, watch: Watch) -> None:
+        polish(self, climb, done, watch)
+        polished.append(climb.phase)
+        raise KeyboardInterrupt  # what chains find afterwards need not be a local optimum
+
     monkeypatch.setattr(Climber, "__init__", patient)
+    monkeypatch.setattr(Climber, "_polish", watched)
+    monkeypatch.setattr(Budget, "left", lambda self, elapsed_s, idle_s: 1e6 if elapsed_s > 0.3 else 0.0)
     graph, topology = cnn(batch=32, hidden=512), ethernet(2)
-    result = search(graph, topology, Costs(graph, topology), budget_s=6, processes=1)
-    assert "polish" in [trail.phase for trail in result.trails] and result.optimal
+    result = search(graph, topology, Costs(graph, topology), budget_s=1e6, processes=1)
+    assert result.optimal and polished[0].endswith(POLISHED) and polished[0] in [t.phase for t in result.trails]
     assert result.simulation.makespan_s == result.history[-1].time_s
+
+
+def test_when_a_search_turns_to_polishing() -> None:
+    graph, topology = cnn(batch=32, hidden=512), ethernet(2)
+    budget = Budget(100.0, None)
+    run = optimize._Run(graph, topology, Costs(graph, topology), Options(), 0, None, budget, None)
+    run.begin(None)
+    run._planned = [10, 10]
+    start, seconds = run.best.configs, run.best.evaluation.time_s
+    good = Climbed(0, "from megatron", start, Evaluation(seconds / 2, 0.0))
+    other = Climbed(1, "from fsdp", start, Evaluation(seconds * 3 / 4, 0.0))
+    with pytest.raises(Turn) as turn:
+        run._turn_to_polishing([good, other], here=1)
+    climb = turn.value.plan(2)
+    assert climb.phase == "from megatron, polished" and climb.configs == start and climb.patience == 0
+    assert run._polishing == 2 and len(run._planned) == 3
+    good.polishing = True  # in another process
+    run._turn_to_polishing([good, other], here=1)
+    assert run._polishing == 2
+    run._turn_to_polishing([good, other], here=0)  # here: no other climb takes its place
+    assert run._polishing == 0
+    good.polishing, good.optimal = False, True
+    run._turn_to_polishing([good, other], here=1)
+    run._turn_to_polishing([Climbed(0, "", start, Evaluation(seconds * 2, 0.0))], here=0)  # worse than a baseline
+    assert budget.left(50.0, 10.0) == 0.0 and budget.left(70.0, 0.0) == 30.0 and budget.left(50.0, 35.0) == 50.0
+    assert Budget(100.0, 10**9).left(99.0, 0.0) == 0.0 == Budget(None, 10**9).left(99.0, 99.0)
 
 
 def test_a_turn_leaves_the_climb_as_it_is_and_the_simulator_right() -> None:
@@ -115,4 +150,3 @@ def test_a_turn_leaves_the_climb_as_it_is_and_the_simulator_right() -> None:
     fresh = Evaluator(graph, topology, Costs(graph, topology), Options())
     for climbed in team.found.values():
         assert fresh(climbed.configs) == climbed.evaluation
-

@@ -19,13 +19,13 @@ from flexsearch.graph import OperatorGraph
 from flexsearch.search.evaluate import Configs, Evaluation, Evaluator, better
 from flexsearch.search.runner import ROWS, Runner
 from flexsearch.search.space import Rule, Space
-from flexsearch.simulate.delta import DeltaSimulator, make_rows
+from flexsearch.simulate.delta import DeltaSimulator, make_proposals
 from flexsearch.strategy import OperatorConfig, Options
 from flexsearch.topology import Topology
 
 U32 = npt.NDArray[np.uint32]
 LOOK: Final = 32
-"""Alternatives between two looks at the clock."""
+"""At most so many alternatives between two looks at the clock."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +58,8 @@ class Step:
 class Climbed:
     """What came of it, so far. ``configs``, ``evaluation``: the best plan. ``steps``: times better than the search's
     best. ``optimal``: whether no change of a single operator (alone, or with those that follow it) makes the plan
-    better. ``curve``: (proposals, cost of the chain's plan in s) now and then."""
+    better. ``polishing``: whether these are being tried. ``curve``: (proposals, cost of the chain's plan in s) now and
+    then."""
 
     index: int
     phase: str
@@ -67,6 +68,7 @@ class Climbed:
     proposals: int = 0
     accepted: int = 0
     optimal: bool = False
+    polishing: bool = False
     steps: list[Step] = field(default_factory=list)
     curve: list[tuple[int, float]] = field(default_factory=list)
 
@@ -145,13 +147,15 @@ class Climber:
         """Greedy descent over the configs of classes of operators, and of single ones (with and without those that
         follow them), the important ones first, until none helps."""
         simulator = self.evaluate.at(done.configs)
-        quiet, k = 0, 0
+        quiet, k, done.polishing = 0, 0, True
         while quiet < len(self._subjects):
             found = self._descend(climb, done, simulator, self._subjects[k % len(self._subjects)], watch)
             if found is None:
-                return
+                break
             quiet, k = (0 if found else quiet + 1), k + 1
-        done.optimal = True
+        else:
+            done.optimal = True
+        done.polishing = False
 
     def _descend(
         self, climb: Climb, done: Climbed, simulator: DeltaSimulator, subject: tuple[int, ...], watch: Watch
@@ -160,16 +164,17 @@ class Climber:
         one; None if there are no more proposals."""
         changes = self._changes(simulator, subject, done.configs)
         while some := list(islice(changes, min(LOOK, climb.proposals - done.proposals))):
-            rows, tried = make_rows(some), 0
+            proposals, tried = make_proposals(some), 0
             while tried < len(some):
-                seconds = simulator.attempt_each(rows, nextafter(done.evaluation.cost, 0.0))
-                now = int(rows.at[0])
+                seconds = simulator.attempt_each(proposals, nextafter(done.evaluation.cost, 0.0))
+                now = int(proposals.at[0])
                 found = now < len(some)
                 done.proposals += now - tried + found
                 if found and self._take(climb, done, simulator, *some[now], seconds):
+                    watch(done)
                     return True
                 tried = now + found
-                rows.at[0] = tried
+                proposals.at[0] = tried
             watch(done)
         return None if done.proposals >= climb.proposals else False
 

@@ -1,13 +1,15 @@
 """The search for the fastest plan: climbs from the baselines, from random plans and from the best, side by side.
 
 What each climb does depends on the seed and on numbers of proposals, never on the clock or on the number of processes:
-with a budget of proposals the same inputs give the same plan everywhere. The clock only ends a search.
+with a budget of proposals the same inputs give the same plan everywhere. The clock ends a search; where there is a
+budget in seconds alone, it also says when to polish the best plan.
 """
 
 from __future__ import annotations
 
 import gc
 import os
+import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -34,6 +36,8 @@ from flexsearch.topology import Topology
 BUCKETS: Final = (2**20, 4 * 2**20)
 """Bucket sizes (bytes) that are tried besides the given one: small buckets leave early, large ones cost few starts."""
 GIVEN: Final = "the given plan"
+POLISHED: Final = ", polished"
+"""Ends the phase of climbs that polish what another one found."""
 SLOWER: Final = 8
 """After so many climbs each, chains are given one more time the patience: they cool down more slowly."""
 LENGTH: Final = 100
@@ -43,8 +47,8 @@ SHARE: Final = 4
 
 
 POLISH: Final = 0.3
-"""When so much of the time is left (share of a budget in seconds) and no plan as good as the best is a local optimum,
-this process polishes the best one, for which it may go on although nothing was found for long. The others climb on."""
+"""When so much of the time is left (share of a budget in seconds; half of it without gains ends a search, too) and no
+plan as good as the best is a local optimum or on its way there, this process polishes the best; the others go on."""
 ENOUGH: Final = 0.25
 """But only if there seems to be time for so much of one look at every alternative: else the chains bring more."""
 
@@ -74,10 +78,11 @@ class Budget:
         return ""
 
     def left(self, elapsed_s: float, idle_s: float) -> float:
-        """Seconds until the budget of seconds may end, if it is late; else 0."""
-        if self.seconds is None or max(elapsed_s, 2.0 * idle_s) < (1.0 - POLISH) * self.seconds:
+        """Seconds for polishing: until the end, if that is near; else 0, as with a budget of proposals."""
+        end = self.seconds
+        if end is None or self.proposals is not None or max(elapsed_s, 2.0 * idle_s) < (1.0 - POLISH) * end:
             return 0.0
-        return self.seconds - elapsed_s
+        return end - elapsed_s
 
 
 def search(
@@ -98,7 +103,7 @@ def search(
 ) -> SearchResult:
     """The best plan that is found within ``budget_s`` seconds or ``proposals`` proposals, whichever ends first (at
     least one must be given). The search also stops when half of the budget brought nothing better (FlexFlow, MLSys
-    2019, section 6.2).
+    2019, section 6.2); with seconds alone it may then still look for single changes that make the best plan better.
 
     ``start``: a plan to go on from; if a search with this seed found it, that search is continued. ``pins``: what is
     fixed (:mod:`flexsearch.search.pins`). ``rule``: another restriction, to the configs that it leaves as they are.
@@ -170,6 +175,15 @@ class _Run:
         self.proposals = self.accepted = 0
         self.climbs: Sequence[Climbed] = ()
         self.before = Search(seed=seed, proposals=0)
+        self._order: list[tuple[str, Configs]] = []
+        self._planned: list[int] = []
+        self._said = 0.0
+        self._seen: Evaluation | None = None
+        self._processes = 1
+        self._polishing: int | None = None
+        """The climb of this process that polishes the best plan."""
+        self._turns = 0
+        """Climbs that took the place of others, to polish."""
 
     # ---- the starts
 
@@ -224,11 +238,7 @@ class _Run:
             if not self.before.climbs or name in (GIVEN, self.found_in):  # else the search before climbed from it
                 distinct.setdefault(state.configs, name)
         self._order = [(name, configs) for configs, name in distinct.items()]
-        self._planned: list[int] = []
-        self._said = 0.0
-        self._seen: Evaluation | None = None
-        self._polishing: int | None = None
-        self._processes = processes
+        self._processes = max(1, min(processes, WINDOW))
         setup = self.graph, self.topology, self.costs, self.options, self.seed, self.rule
         team = Team(self.climber, setup, processes - 1, self._plan, self._look)
         try:
@@ -246,7 +256,8 @@ class _Run:
                 best = State(climbed.configs, climbed.evaluation, climbed.optimal)
             elif climbed.configs == best.configs and climbed.optimal:
                 best = State(best.configs, best.evaluation, True)
-        patience = 1 + index // SLOWER
+        place = index - self._turns
+        patience = 1 + place // SLOWER
         count = LENGTH * patience * self.climber.patience
         if self.budget.proposals is not None:
             promised = sum(self._planned[len(ended) : index])
@@ -259,10 +270,10 @@ class _Run:
         del self._planned[index:]
         self._planned.append(max(0, count))
         stream, count, known = self.before.climbs + index, self._planned[-1], best.evaluation
-        if index < len(self._order):
-            name, configs = self._order[index]
+        if place < len(self._order):
+            name, configs = self._order[place]
             return Climb(index, stream, f"from {name}", configs, count, known)
-        if (index - len(self._order)) % 2 == 0:
+        if (place - len(self._order)) % 2 == 0:
             return Climb(index, stream, "from random", None, count, known, patience=patience)
         return Climb(index, stream, "from best", best.configs, count, known, best.optimal, patience)
 
@@ -280,7 +291,8 @@ class _Run:
         return climbs, f"{limit} proposals were made"
 
     def _look(self, found: dict[int, Climbed], here: int | None) -> None:
-        """Say how it goes; end the search if the time is over. ``here``: the climb of this process."""
+        """Say how it goes; end the search if the time is over, and turn to polishing if it nearly is. ``here``: the
+        climb of this process."""
         now, climbs = time.monotonic(), list(found.values())
         best = min((c.evaluation for c in climbs), key=by_rank, default=self.best.evaluation)
         if self._seen is None or better(best, self._seen):
@@ -295,21 +307,26 @@ class _Run:
         if reason:
             raise _Stop(reason)
         left_s = self.budget.left(now - self.began, now - self.improved)
-        if left_s and not polishing:
-            rate = total / (now - self.began) / self._processes
-            if rate * left_s > ENOUGH * self.climber.space.alternatives_on_blocks:
-                self._turn_to_polishing(climbs)
+        rate = total / max(now - self.began, 1e-9) / self._processes
+        if not polishing and rate * left_s > ENOUGH * self.climber.space.alternatives_on_blocks:
+            self._turn_to_polishing(climbs, here)
 
-    def _turn_to_polishing(self, climbs: list[Climbed]) -> None:
-        """Raise Turn, to polish the best plan, unless one as good is a local optimum."""
-        best = min(climbs, key=lambda c: (*by_rank(c.evaluation), not c.optimal), default=None)
+    def _turn_to_polishing(self, climbs: list[Climbed], here: int | None) -> None:
+        """Raise Turn, to polish the best plan, unless one as good is a local optimum or on its way there."""
+        best = min(climbs, key=lambda c: (*by_rank(c.evaluation), not c.optimal, not c.polishing), default=None)
         if best is None or best.optimal or better(self.best.evaluation, best.evaluation):
+            return
+        if best.polishing:
+            self._polishing = here if best.index == here else self._polishing
             return
 
         def polish(index: int) -> Climb:
-            self._polishing = index
-            stream, count = self.before.climbs + index, LENGTH * self.climber.patience
-            return Climb(index, stream, "polish", best.configs, count, best.evaluation, patience=0)
+            self._polishing, self._turns = index, self._turns + 1
+            self._planned.append(0)
+            phase = f"{best.phase.removesuffix(POLISHED)}{POLISHED}"
+            return Climb(
+                index, self.before.climbs + index, phase, best.configs, sys.maxsize, best.evaluation, patience=0
+            )
 
         raise Turn(polish)
 
@@ -329,12 +346,17 @@ class _Run:
             if better(climbed.evaluation, self.best.evaluation):
                 self.best = State(climbed.configs, climbed.evaluation, climbed.optimal)
                 self.found_in = climbed.phase
-            elif climbed.configs == self.best.configs and climbed.optimal:
-                self.best = State(self.best.configs, self.best.evaluation, True)
+            elif climbed.optimal and not self.best.optimal and self._instead(climbed):
+                self.best = State(climbed.configs, climbed.evaluation, True)
             points = tuple((self.proposals + n, cost) for n, cost in climbed.curve)
             self.trails.append(Trail(climbed.phase, points))
             self.proposals += climbed.proposals
             self.accepted += climbed.accepted
+
+    def _instead(self, climbed: Climbed) -> bool:
+        """Whether a local optimum takes the place of the best plan, being the same or as good (but starts stay)."""
+        as_good = by_rank(climbed.evaluation) == by_rank(self.best.evaluation) and self.found_in not in self.starts
+        return climbed.configs == self.best.configs or as_good
 
     def _strategy(self, configs: Configs) -> Strategy:
         named = {op.name: config for op, config in zip(self.graph.operators, configs, strict=True)}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 
 from flexsearch.simulate import Simulation
@@ -50,7 +50,7 @@ class Outcome:
     strategy: Strategy
     time_s: float
     feasible: bool
-    simulate: Callable[[], Simulation]
+    simulate: Callable[[], Simulation] = field(compare=False, repr=False)
 
     @cached_property
     def simulation(self) -> Simulation:

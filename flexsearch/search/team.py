@@ -18,7 +18,7 @@ from flexsearch.search.climb import Climb, Climbed, Climber
 
 WINDOW: Final = 8
 """Climb n starts when climb n - WINDOW and all before it have ended: it goes on from what those have found. So at most
-this many run at once, and what each does is the same however many do."""
+this many run at once, and what each does is the same however many do (but for a ``Turn``)."""
 LATE_S: Final = 0.3
 """Workers are started only in searches that take longer than this."""
 
@@ -92,6 +92,7 @@ class Team:
                 climb = None
             except Turn as turn:
                 if climb is not None:
+                    self.found[climb.index].polishing = False
                     self._end(self.found[climb.index])
                 climb = self._number(turn.plan)
 

@@ -20,9 +20,9 @@ UNKNOWN = -1.0
 events."""
 
 
-class Rows(NamedTuple):
-    """Proposals: the operators and configs of proposal k end at ``end[k]``. ``at``: (1,) the next one. ``seconds``:
-    (1,) of the last one."""
+class Proposals(NamedTuple):
+    """The operators and configs of proposal k end at ``end[k]``. ``at``: (1,) the next one. ``seconds``: (1,) of the
+    last one."""
 
     operator: U32
     config: U32
@@ -34,25 +34,25 @@ class Rows(NamedTuple):
 @lean
 def attempt_each(
     wiring: Wiring, program: Program, pools: Pools, table: Table, state: State, proposed: State, change: Change,
-    work: Work, tasks: Tasks, whole: Any, limit: float, rows: Rows,
+    work: Work, tasks: Tasks, whole: Any, limit: float, proposals: Proposals,
 ) -> None:  # fmt: skip
-    """``attempt`` the rows from ``rows.at[0]`` on, until one takes at most ``limit`` (s) or is UNKNOWN: then
-    ``proposed`` is the plan with that row's configs; else ``rows.at[0]`` is the number of rows."""
-    while True:
-        at = rows.at[0]
-        first = rows.end[at - ONE] if at > ZERO else ZERO
-        change.number[0] = rows.end[at] - first
+    """``attempt`` the proposals from number ``at[0]`` on, until one takes at most ``limit`` (s) or is UNKNOWN; else
+    ``at[0]`` becomes their number. ``proposed`` is then the plan with the configs of the last one."""
+    count = np.uint64(proposals.end.shape[0])
+    while proposals.at[0] < count:
+        at = proposals.at[0]
+        first = proposals.end[at - ONE] if at > ZERO else ZERO
+        change.number[0] = proposals.end[at] - first
         for k in range(change.number[0]):
-            change.operator[k] = rows.operator[first + k]
-            change.config[k] = rows.config[first + k]
+            change.operator[k] = proposals.operator[first + k]
+            change.config[k] = proposals.config[first + k]
         seconds = attempt(wiring, program, pools, table, state, proposed, change, work, tasks, whole, limit)
-        rows.seconds[0] = seconds
+        proposals.seconds[0] = seconds
         if seconds <= limit:  # UNKNOWN is less than any
             return
-        rows.at[0] += ONE
-        if rows.at[0] == np.uint64(rows.end.shape[0]):
-            return
-        carry_over(state, proposed, change)
+        proposals.at[0] += ONE
+        if proposals.at[0] < count:
+            carry_over(state, proposed, change)
 
 
 @inlined

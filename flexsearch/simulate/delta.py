@@ -19,7 +19,7 @@ from flexsearch.cost import Costs
 from flexsearch.graph import OperatorGraph
 from flexsearch.lower import Lowering
 from flexsearch.simulate.arrays import RECORD, STRIDE, WRITE, Program, State, Tasks, Work
-from flexsearch.simulate.attempt import Rows, attempt_each
+from flexsearch.simulate.attempt import Proposals, attempt_each
 from flexsearch.simulate.change import Change, Wiring, carry_over, place, wire
 from flexsearch.simulate.checkpoint import accept
 from flexsearch.simulate.keys import RESHARD, WEIGHT
@@ -85,37 +85,33 @@ class DeltaSimulator:
     def attempt(self, operators: Numbers, numbers: Numbers, limit: float = inf) -> float:
         """As ``propose``, with configs by number. Infinity if the time is certainly above ``limit`` (s): such a
         proposal cannot be accepted."""
-        return self.attempt_each(make_rows([(operators, numbers)]), limit)
+        return self.attempt_each(make_proposals([(operators, numbers)]), limit)
 
-    def attempt_each(self, rows: Rows, limit: float) -> float:
-        """Iteration time (s) of the first of the proposals, from number ``rows.at[0]`` on, that takes at most ``limit``
-        (s): ``accept`` or ``reject`` it. ``rows.at[0]`` becomes its number. If all take more, that becomes the number
-        of rows, and the time is that of the last, or infinity if it is certainly above the limit."""
+    def attempt_each(self, proposals: Proposals, limit: float) -> float:
+        """Iteration time (s) of the first of the proposals, from number ``at[0]`` on, that takes at most ``limit`` (s):
+        ``accept`` or ``reject`` it. ``at[0]`` becomes its number. If all take more, ``at[0]`` becomes their number, and
+        the time is that of the last, or infinity if it is certainly above the limit."""
         self._clean()
-        count = len(rows.end)
-        while True:
-            first = int(rows.at[0])
+        count, seconds = len(proposals.end), inf
+        while (first := int(proposals.at[0])) < count:
             attempt_each(
                 self.wiring, self.program, self.templates.pools, self.templates.keys.table, self.state, self.proposed,
-                self.change, self.work, self.tasks, self.whole, limit, rows,
+                self.change, self.work, self.tasks, self.whole, limit, proposals,
             )  # fmt: skip
             self._dirty = True
-            seconds = float(rows.seconds[0])
-            self.passes += int(rows.at[0]) - first
-            if seconds >= 0.0:
-                self.passes += seconds <= limit
+            seconds = float(proposals.seconds[0])
+            self.passes += int(proposals.at[0]) - first
+            if seconds < 0.0:
+                if self.change.lacking[0]:
+                    self.fill()
+                    continue
+                seconds = self.by_events(limit)
+            self.passes += int(proposals.at[0]) < count
+            if seconds <= limit or int(proposals.at[0]) == count:
                 break
-            if self.change.lacking[0]:
-                self.fill()
-                continue
-            self.passes += 1
-            seconds = self.by_events(limit)
-            if seconds <= limit:
-                break
-            rows.at[0] += np.uint64(1)
-            if rows.at[0] == count:
-                break
-            self._clean()
+            proposals.at[0] += np.uint64(1)
+            if proposals.at[0] < count:
+                self._clean()
         self._pending, self._seconds = seconds < inf, seconds
         return seconds
 
@@ -292,10 +288,10 @@ class DeltaSimulator:
         )  # fmt: skip
 
 
-def make_rows(proposals: Sequence[tuple[Numbers, Numbers]]) -> Rows:
-    """Proposals as ``attempt_each`` wants them: (operators, numbers of their configs)."""
-    operators, numbers = zip(*proposals, strict=True)
-    return Rows(
+def make_proposals(changes: Sequence[tuple[Numbers, Numbers]]) -> Proposals:
+    """Proposals (at least one): the operators of each, and the numbers of their new configs."""
+    operators, numbers = zip(*changes, strict=True)
+    return Proposals(
         operator=np.concatenate(operators).astype(np.uint32), config=np.concatenate(numbers).astype(np.uint32),
         end=np.cumsum([len(of) for of in operators], dtype=np.uint64), at=np.zeros(1, np.uint64), seconds=np.zeros(1),
     )  # fmt: skip
