@@ -152,18 +152,19 @@ def perform(task: Task) -> tuple[SearchResult, Record]:
 # ---- the tables
 
 
+def searched(records: Records, task: Task, options: Namespace) -> list[Record]:
+    """A search with every seed."""
+    return [records.of(replace(task, seed=seed)) for seed in range(options.seeds)]
+
+
 def networks(records: Records, table: str, graph: str, cluster: str, options: Namespace) -> list[Row]:
     """Rows of one graph on one cluster."""
     topology = Topology.load(cluster)
     task = Task(graph, cluster, len(topology.devices), "whole", 0.0, 0, options.processes)
     longest = max(options.budgets)
 
-    def searched(space: str, budget_s: float) -> list[Record]:
-        tasks = [replace(task, space=space, budget_s=budget_s, seed=seed) for seed in range(options.seeds)]
-        return [records.of(t) for t in tasks]
-
-    found = {budget_s: searched("whole", budget_s) for budget_s in options.budgets}
-    released = searched("released", longest)
+    found = {budget_s: searched(records, replace(task, budget_s=budget_s), options) for budget_s in options.budgets}
+    released = searched(records, replace(task, space="released", budget_s=longest), options)
     first, name = found[longest][0], expert(graph_called(graph), topology)
     parallel_s = first.baselines["data-parallel"][0]
     expert_s = first.baselines[name][0] if name is not None else None
@@ -200,10 +201,7 @@ def networks(records: Records, table: str, graph: str, cluster: str, options: Na
 def local_optima(records: Records, graph: str, devices: int, options: Namespace) -> list[Row]:
     """Searches with each seed, and how many ended in a local optimum."""
     cluster, budget_s = "p100:1" if devices <= 4 else "p100:2", max(options.budgets)
-    tasks = [
-        Task(graph, cluster, devices, "whole", budget_s, seed, options.processes) for seed in range(options.seeds)
-    ]
-    made = [records.of(task) for task in tasks]
+    made = searched(records, Task(graph, cluster, devices, "whole", budget_s, 0, options.processes), options)
     seconds = [record.time_s for record in made]
     row = {
         "table": "local", "graph": graph, "devices": devices, "budget_s": budget_s, "time_s": median(seconds),

@@ -129,6 +129,40 @@ def test_when_a_search_turns_to_polishing() -> None:
     assert Budget(100.0, 10**9).left(99.0, 0.0) == 0.0 == Budget(None, 10**9).left(99.0, 99.0)
 
 
+def test_polishing_waits_until_there_seems_to_be_time_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    graph, topology = cnn(batch=32, hidden=512), ethernet(2)
+    run = optimize._Run(graph, topology, Costs(graph, topology), Options(), 0, None, Budget(100.0, None), None)
+    run.begin(None)
+    run._seen = Evaluation(run.best.evaluation.time_s / 2, 0.0)
+    found = {0: Climbed(0, "chain", run.best.configs, run._seen)}
+    monkeypatch.setattr(optimize.time, "monotonic", lambda: run.began + 80.0)
+    run.improved = run.began + 79.0
+    enough = int(80 / 20 * optimize.ENOUGH * run.climber.space.alternatives_on_blocks)
+    found[0].proposals = enough - 5
+    run._look(found, 0)
+    found[0].proposals = enough + 5
+    with pytest.raises(Turn):
+        run._look(found, 0)
+    run._polishing = 0
+    run._look(found, 0)
+
+
+def test_of_plans_as_good_the_local_optimum_is_the_answer() -> None:
+    graph, topology = cnn(batch=32, hidden=512), ethernet(2)
+    run = optimize._Run(graph, topology, Costs(graph, topology), Options(), 0, None, Budget(100.0, None), None)
+    run.begin(None)
+    rng = np.random.Generator(np.random.PCG64(0))
+    a, b, c = (run.climber.space.random_plan(rng) for _ in range(3))
+    good = Evaluation(run.best.evaluation.time_s / 2, 0.0)
+    equal = Climbed(0, "x", c, run.best.evaluation, optimal=True)
+    run.climbs = [equal]
+    run._merge()
+    assert run.best.configs != c  # a baseline stays
+    run.climbs = [Climbed(1, "x", a, good), Climbed(2, "y", b, good, optimal=True)]
+    run._merge()
+    assert run.best.configs == b and run.best.optimal
+
+
 def test_a_turn_leaves_the_climb_as_it_is_and_the_simulator_right() -> None:
     graph, topology = cnn(batch=32, hidden=512), ethernet(4)
     climber = Climber(graph, topology, Costs(graph, topology), Options(), seed=0)

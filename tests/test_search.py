@@ -275,6 +275,31 @@ def test_a_plan_over_memory_is_never_the_answer_where_one_fits() -> None:
         assert not result.baselines["data-parallel"].feasible
 
 
+def test_baselines_are_simulated_in_full_only_when_somebody_looks(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[object] = []
+    simulate = optimize.simulate
+    monkeypatch.setattr(optimize, "simulate", lambda lowered: (calls.append(lowered), simulate(lowered))[1])
+    result = find(mlp(), ethernet(4), 1)
+    assert len(calls) == 1  # of the answer
+    outcome = result.baselines["data-parallel"]
+    assert outcome.simulation.makespan_s == outcome.time_s and outcome.simulation is outcome.simulation
+    assert len(calls) == 2
+
+
+@pytest.mark.parametrize("graph", [mlp(), cnn(), transformer(layers=1)], ids=lambda g: g.name)
+def test_coarse_draws_split_nothing_but_samples(graph: OperatorGraph) -> None:
+    space, rng = Space(graph, ethernet(8)), np.random.Generator(np.random.PCG64(0))
+    split = 0
+    for i, op in enumerate(graph.operators):
+        for _ in range(20):
+            config = space.draw_simple(rng, i, samples=True)
+            check_config(op, config, 8)
+            axes = {axis for axis, parts in config.degrees if parts > 1}
+            assert axes <= {*op.axes_of("sample")} and config.devices[0] % len(config.devices) == 0
+            split += bool(axes)
+    assert split > 20
+
+
 def test_the_shortfall_guides_it_to_a_plan_that_fits() -> None:
     graph = mlp(batch=2048, width=512, layers=4)
     free = find(graph, ethernet(4), 1)

@@ -44,8 +44,6 @@ LENGTH: Final = 100
 """A climb makes at most so many times its patience in proposals."""
 SHARE: Final = 4
 """So many times its patience, or one part in WINDOW of a budget of proposals, leaves some of it to other climbs."""
-
-
 POLISH: Final = 0.3
 """When so much of the time is left (share of a budget in seconds; half of it without gains ends a search, too) and no
 plan as good as the best is a local optimum or on its way there, this process polishes the best; the others go on."""
