@@ -24,6 +24,8 @@ from flexsearch.strategy import OperatorConfig, Options
 from flexsearch.topology import Topology
 
 U32 = npt.NDArray[np.uint32]
+COARSE: Final = 1200
+"""Patience of chains that change whole classes."""
 LOOK: Final = 32
 """At most so many alternatives between two looks at the clock."""
 
@@ -43,6 +45,7 @@ class Climb:
     best: Evaluation
     optimal: bool = False
     patience: int = 1
+    coarse: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,8 +92,10 @@ class Climber:
         self.space = Space(graph, topology, rule)
         self.runner = Runner(self.evaluate, self.space, seed)
         self.patience = min(6000, max(3000, 8 * len(self.space.leaders)))
+        self.coarse = COARSE
         classes = (*self.space.classes, *self.space.loose_classes)
-        self._subjects: list[tuple[int, ...]] = [*classes, *((i,) for i in self.space.by_importance)]
+        self._classes: Sequence[tuple[int, ...]] = classes
+        self._subjects = (*classes, *((i,) for i in self.space.by_importance))
         self._numbers: dict[tuple[tuple[int, ...], OperatorConfig], tuple[U32, U32]] = {}
 
     def warm(self, configs: Configs) -> None:
@@ -109,7 +114,9 @@ class Climber:
         if better(done.evaluation, climb.best):
             done.steps.append(Step(0, done.evaluation.time_s, ""))
         if climb.patience:
-            self._chain(climb, rng, done, watch)
+            if climb.coarse:
+                self._chain(climb, rng, done, watch, True)
+            self._chain(climb, rng, done, watch, False)
         if climb.optimal and done.configs == start:
             done.optimal = True
         else:
@@ -117,18 +124,19 @@ class Climber:
         watch(done)
         return done
 
-    def _chain(self, climb: Climb, rng: np.random.Generator, done: Climbed, watch: Watch) -> None:
+    def _chain(self, climb: Climb, rng: np.random.Generator, done: Climbed, watch: Watch, coarse: bool) -> None:
         """A chain that cools down, and ends when ``patience`` proposals in a row brought it nothing new."""
         best = done.evaluation if better(done.evaluation, climb.best) else climb.best
-        self.runner.begin(done.configs, done.evaluation, best, climb.stream, climb.patience * self.patience)
+        patience = (self.coarse if coarse else self.patience) * climb.patience
+        self.runner.begin(done.configs, done.evaluation, best, climb.stream, patience, coarse)
         done.curve.append((0, self.runner.cost))
-        ended = False
+        ended, before, accepted = False, done.proposals, done.accepted
 
         def note() -> None:
-            done.proposals, done.accepted = self.runner.steps, self.runner.accepted
+            done.proposals, done.accepted = before + self.runner.steps, accepted + self.runner.accepted
             found = self.runner.found()
             if found:
-                done.steps += [Step(one.step, one.time_s, one.move) for one in found]
+                done.steps += [Step(before + one.step, one.time_s, one.move) for one in found]
                 done.configs, done.evaluation = self.runner.best
 
         def look() -> None:
@@ -147,14 +155,15 @@ class Climber:
         """Greedy descent over the configs of classes of operators, and of single ones (with and without those that
         follow them), the important ones first, until none helps."""
         simulator = self.evaluate.at(done.configs)
-        quiet, k, done.polishing = 0, 0, True
-        while quiet < len(self._subjects):
-            found = self._descend(climb, done, simulator, self._subjects[k % len(self._subjects)], watch)
+        subjects = self._classes if climb.coarse else self._subjects
+        quiet, k, done.polishing = 0, 0, not climb.coarse
+        while quiet < len(subjects):
+            found = self._descend(climb, done, simulator, subjects[k % len(subjects)], watch)
             if found is None:
                 break
             quiet, k = (0 if found else quiet + 1), k + 1
         else:
-            done.optimal = True
+            done.optimal = not climb.coarse
         done.polishing = False
 
     def _descend(

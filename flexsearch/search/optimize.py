@@ -270,9 +270,9 @@ class _Run:
         stream, count, known = self.before.climbs + index, self._planned[-1], best.evaluation
         if place < len(self._order):
             name, configs = self._order[place]
-            return Climb(index, stream, f"from {name}", configs, count, known)
+            return Climb(index, stream, f"from {name}", configs, count, known, coarse=True)
         if (place - len(self._order)) % 2 == 0:
-            return Climb(index, stream, "from random", None, count, known, patience=patience)
+            return Climb(index, stream, "from random", None, count, known, patience=patience, coarse=True)
         return Climb(index, stream, "from best", best.configs, count, known, best.optimal, patience)
 
     def _within(self, climbs: Sequence[Climbed]) -> tuple[Sequence[Climbed], str]:

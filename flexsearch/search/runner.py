@@ -59,6 +59,11 @@ so that a search soon knows good ones."""
 SETS, RENEWED = 3, 12
 """There are so many sets of candidates, which chains use in turn (their templates are known by then), and others after
 so many chains."""
+COARSE: Final = 480
+"""Configs of each class that a coarse chain draws from, three quarters of them simple ones: a chain that moves layers
+between blocks of devices must find each of them on each block."""
+COARSE_FIRST: Final = 2**24
+"""Number of the first of them; candidates of other chains come before."""
 ROWS: Final = 128
 """Proposals between two looks at the clock."""
 EXCESS: Final = (0.3, 0.1, 0.03, 0.01, 0.003, 0.0005)
@@ -88,21 +93,28 @@ class Runner:
         self._drawn: dict[tuple[int, int], OperatorConfig] = {}
         self._links = [(i, link) for i, links in enumerate(space.propagation.links) for link in links]
         self._simulator: DeltaSimulator | None = None
+        self._fine: Moves
         self._moves: Moves
         self._chain: Chain
 
-    def begin(self, configs: Configs, now: Evaluation, best: Evaluation, generation: int, patience: int) -> None:
+    def begin(
+        self, configs: Configs, now: Evaluation, best: Evaluation, generation: int, patience: int,
+        coarse: bool = False,
+    ) -> None:  # fmt: skip
         """Start a chain at ``configs``, which ``now`` evaluates. Improvements are what is better than ``best``.
         ``generation``: chains of different ones draw from different candidates. The chain ends when ``patience``
-        proposals in a row brought it nothing new."""
+        proposals in a row brought it nothing new. ``coarse``: it changes whole classes of operators only."""
         if self._simulator is not (simulator := self.evaluate.at(configs)):
-            self._simulator, self._moves = simulator, self._lay_out(simulator.templates.alike)
+            self._simulator, self._fine = simulator, self._lay_out(simulator.templates.alike)
+        self._moves = self._coarse(self._fine) if coarse else self._fine
+        excess = EXCESS[FIRST[generation % len(FIRST)] :]
         operators, log = len(self.space.graph.operators), 4096
         number = generation % SETS + SETS * (generation // RENEWED)
+        candidates = (COARSE_FIRST + COARSE * number, COARSE) if coarse else (CANDIDATES * number, CANDIDATES)
         self._chain = Chain(
             uniform=np.zeros((ROWS, UNIFORMS)), value=np.zeros(8), counts=np.zeros(10, np.uint64),
-            candidates=np.array([CANDIDATES * number, CANDIDATES], np.uint64),
-            excess=np.array(EXCESS[FIRST[generation % len(FIRST)] :]),
+            candidates=np.array(candidates, np.uint64),
+            excess=np.array(excess),
             patience=np.array([patience], np.uint64), penalty=np.array([PENALTY]),
             chosen=np.zeros(operators, np.uint32), best=np.zeros(operators, np.uint32), log_value=np.zeros(log),
             log_step=np.zeros(log, np.uint64), log_move=np.zeros(log, np.uint64),
@@ -111,7 +123,8 @@ class Runner:
         self._chain.counts[WHOLE] = simulator.whole
         self._chain.counts[DRAWN] = ROWS
         value = self._chain.value
-        value[[CURRENT, REFERENCE, LEADERS]] = now.cost, best.cost, len(self.space.leaders)
+        freedom = len(self.space.parts if coarse else self.space.leaders)
+        value[[CURRENT, REFERENCE, LEADERS]] = now.cost, best.cost, freedom
         value[KNOWN] = best.cost if best.feasible else np.inf
         value[[BEST, MARK]] = now.cost if now.feasible else np.inf
 
@@ -220,9 +233,18 @@ class Runner:
         model = self._model[operator]
         if (known := self._drawn.get((model, k))) is None:
             rng = np.random.Generator(np.random.PCG64([self.seed, model, k]))
-            draw = self.space.draw if k % 4 > 1 else partial(self.space.draw_simple, samples=k % 4 == 0)
+            simple = k % 4 < (3 if k >= COARSE_FIRST else 2)
+            draw = partial(self.space.draw_simple, samples=k % 4 == 0) if simple else self.space.draw
             known = self._drawn[model, k] = draw(rng, model)
         return known
+
+    def _coarse(self, moves: Moves) -> Moves:
+        """Only whole classes change."""
+        often, classes = [float(name == "repeated") for name in MOVES], Rows((*self.space.parts, *self.space.loose_classes))
+        return moves._replace(
+            often=np.cumsum(often), class_first=classes.first, class_last=classes.last,
+            class_member=classes.all, led_classes=np.array([len(self.space.parts)], np.uint64),
+        )  # fmt: skip
 
     def _lay_out(self, alike: Sequence[int]) -> Moves:
         space = self.space

@@ -102,6 +102,12 @@ class Space:
         return tuple(dict.fromkeys(classes))
 
     @cached_property
+    def parts(self) -> tuple[tuple[int, ...], ...]:
+        """What a coarse plan gives one config each: the classes, and the leaders that are in none."""
+        several = {i for members in self.classes for i in members}
+        return (*self.classes, *((i,) for i in self.leaders if i not in several))
+
+    @cached_property
     def loose_classes(self) -> tuple[tuple[int, ...], ...]:
         """As ``classes``, of operators that are no leaders."""
         found: dict[tuple[object, ...], list[int]] = {}
