@@ -17,6 +17,7 @@ from math import log
 from typing import Any, NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 
 from flexsearch.compiled import F64, I64, ONE, TWO, U8, U32, U64, ZERO, inlined, lean
 from flexsearch.simulate.arrays import Pools, Program, State, Tasks, Work
@@ -42,6 +43,8 @@ SHORTFALL: missing memory of the proposal, as in ``evaluate``."""
 STEPS, ACCEPTED, IDLE, STAGE, WHOLE, IMPROVED, MOVE, DRAWN, LEVEL, LASTED = range(10)
 """Places in ``Chain.counts``. DRAWN: rows of uniform numbers that are used up; LEVEL: the temperature, as a place in
 ``Chain.excess``; LASTED: proposals at it."""
+TWICE = 0.15
+"""How often two classes change at once."""
 WORTH = 1e-3
 """Share of the time that a chain must gain to go on: small gains are left to polishing, which is quicker at them."""
 FRESH, TIMED, WEIGHED = range(3)
@@ -72,6 +75,7 @@ class Moves(NamedTuple):
     class_last: U32
     class_member: U32
     led_classes: U64  # (1,): classes of leaders; they come first
+    apart: npt.NDArray[np.uint8]  # (led class, led class): whether they have no operators in common
     weighted: U32
     memory: I64  # by device, bytes
 
@@ -204,7 +208,7 @@ def draw(moves: Moves, chain: Chain, now: U32, shard: U8, table: Table, change: 
     elif move == COPY:
         _copy(moves, now, shard, table, change, u)
     elif move == REPEATED and moves.class_first.shape[0] > 0:
-        _repeat(moves, chain, now, table, change, u)
+        _repeat(moves, chain, now, shard, table, change, u)
     elif move == SPAN:
         _span(moves, chain, now, shard, table, change, u)
     elif move == EXCHANGE and moves.memory.shape[0] > 1:
@@ -271,23 +275,69 @@ def _lead(moves: Moves, chain: Chain, table: Table, change: Change, at: Any, con
 
 
 @lean
-def _repeat(moves: Moves, chain: Chain, now: U32, table: Table, change: Change, u: F64) -> None:
-    """The same candidate for every operator of a class; or all of them do as one of them does already."""
+def _repeat(moves: Moves, chain: Chain, now: U32, shard: U8, table: Table, change: Change, u: F64) -> None:
+    """Change a class, or two that have no operators in common (one makes room for the other)."""
     led, every = np.uint64(moves.led_classes[0]), np.uint64(moves.class_first.shape[0])
-    which = _pick(u[1], led) if led > ZERO and (u[5] < 0.8 or led == every) else led + _pick(u[1], every - led)
+    first = _pick(u[1], led) if led > ZERO and (u[5] < 0.8 or led == every) else led + _pick(u[1], every - led)
+    _change_class(moves, chain, now, shard, table, change, first, u[2:8])
+    if u[8] < TWICE and first < led:
+        second = _pick(u[9], led)
+        if moves.apart[first, second] == ONE:
+            _change_class(moves, chain, now, shard, table, change, second, u[10:16])
+
+
+@lean
+def _change_class(
+    moves: Moves, chain: Chain, now: U32, shard: U8, table: Table, change: Change, which: Any, u: F64
+) -> None:  # fmt: skip
+    """All operators of a class get the same: a candidate, or what one of them has, with two devices exchanged, or what
+    it would have after one of its neighbours."""
     first, last = np.uint64(moves.class_first[which]), np.uint64(moves.class_last[which])
-    model = np.uint64(moves.class_member[first + _pick(u[3], last - first)])
+    model = np.uint64(moves.class_member[first + _pick(u[1], last - first)])
+    like = np.uint64(now[model])
+    if 0.85 <= u[2] < 0.88:
+        like = _ask(table, change, SWAP, now[model], _pair(moves, u[4], u[5]))
+    elif u[2] >= 0.88:
+        like = _after_neighbour(moves, now, shard, table, change, model, u[4])
+    if like == MISSING:
+        return
     for k in range(first, last):
         i = np.uint64(moves.class_member[k])
         # Candidate k is the same for all operators of a class.
-        if u[4] < 0.7:
-            config = _candidate(moves, chain, table, change, i, u[2])
+        if u[2] < 0.7:
+            config = _candidate(moves, chain, table, change, i, u[0])
         else:
-            config = _ask(table, change, LIKE, moves.alike[i], now[model])
+            config = _ask(table, change, LIKE, moves.alike[i], like)
         if moves.leader_at[i] != MISSING:
             _lead(moves, chain, table, change, np.uint64(moves.leader_at[i]), config)
         elif config != MISSING:
             _add(change, i, config)
+
+
+@lean
+def _after_neighbour(moves: Moves, now: U32, shard: U8, table: Table, change: Change, i: Any, u: float) -> Any:
+    """The config of operator ``i`` that follows one of its neighbours; its own if it has none."""
+    first, last = np.uint64(moves.link_first[i]), np.uint64(moves.link_last[i])
+    if first == last:
+        return np.uint64(now[i])
+    source = np.uint64(moves.link_target[first + _pick(u, last - first)])
+    back = np.uint64(moves.link_first[source])
+    while moves.link_target[back] != i:
+        back += ONE
+    config = _ask(table, change, OVER, moves.link_kind[back], now[source])
+    if config != MISSING and shard[np.uint64(config)] != shard[np.uint64(now[i])]:
+        config = _ask(table, change, STORED, config, ZERO)
+    return config
+
+
+@lean
+def _pair(moves: Moves, u: float, v: float) -> Any:
+    """Two devices, as one number."""
+    devices = np.uint64(moves.memory.shape[0])
+    if devices == ONE:
+        return ZERO
+    a, b = _pick(u, devices), _pick(v, devices - ONE)
+    return a * devices + (b + ONE if b >= a else b)
 
 
 @lean
@@ -324,10 +374,7 @@ def _span(moves: Moves, chain: Chain, now: U32, shard: U8, table: Table, change:
 @lean
 def _exchange(moves: Moves, now: U32, table: Table, change: Change, u: F64) -> None:
     """Two devices exchange their work, in a group of operators or everywhere."""
-    devices = np.uint64(moves.memory.shape[0])
-    a, b = _pick(u[1], devices), _pick(u[2], devices - ONE)
-    b = b + ONE if b >= a else b
-    pair = a * devices + b
+    pair = _pair(moves, u[1], u[2])
     if u[3] >= 0.97:
         for every in range(np.uint64(now.shape[0])):
             _add(change, every, _ask(table, change, SWAP, now[every], pair))

@@ -16,7 +16,7 @@ import numpy.typing as npt
 
 from flexsearch.cost import Costs
 from flexsearch.graph import OperatorGraph
-from flexsearch.search.evaluate import Configs, Evaluation, Evaluator, better
+from flexsearch.search.evaluate import Configs, Evaluation, Evaluator, better, by_rank
 from flexsearch.search.runner import ROWS, Runner
 from flexsearch.search.space import Rule, Space
 from flexsearch.simulate.delta import DeltaSimulator, make_proposals
@@ -24,8 +24,12 @@ from flexsearch.strategy import OperatorConfig, Options
 from flexsearch.topology import Topology
 
 U32 = npt.NDArray[np.uint32]
-COARSE: Final = 1200
-"""Patience of chains that change whole classes."""
+COARSE: Final = (1200, 1200, 2400, 2400, 3600)
+"""Patience of the chains of a search that change whole classes, one after the other: short budgets get short ones."""
+TRIES: Final = 5
+"""A climb makes at most so many of them,"""
+GAIN: Final = 0.01
+"""until one gains a smaller share of the time."""
 LOOK: Final = 32
 """At most so many alternatives between two looks at the clock."""
 
@@ -92,7 +96,6 @@ class Climber:
         self.space = Space(graph, topology, rule)
         self.runner = Runner(self.evaluate, self.space, seed)
         self.patience = min(6000, max(3000, 8 * len(self.space.leaders)))
-        self.coarse = COARSE
         classes = (*self.space.classes, *self.space.loose_classes)
         self._classes: Sequence[tuple[int, ...]] = classes
         self._subjects = (*classes, *((i,) for i in self.space.by_importance))
@@ -115,8 +118,8 @@ class Climber:
             done.steps.append(Step(0, done.evaluation.time_s, ""))
         if climb.patience:
             if climb.coarse:
-                self._chain(climb, rng, done, watch, True)
-            self._chain(climb, rng, done, watch, False)
+                self._coarse(climb, rng, done, watch)
+            self._chain(climb, rng, done, watch)
         if climb.optimal and done.configs == start:
             done.optimal = True
         else:
@@ -124,12 +127,23 @@ class Climber:
         watch(done)
         return done
 
-    def _chain(self, climb: Climb, rng: np.random.Generator, done: Climbed, watch: Watch, coarse: bool) -> None:
+    def _coarse(self, climb: Climb, rng: np.random.Generator, done: Climbed, watch: Watch) -> None:
+        """Chains over whole classes of operators: first from the climb's start, then from the best plan, until one does
+        not find a better one."""
+        for _ in range(TRIES):
+            before = done.evaluation
+            self._chain(climb, rng, done, watch, coarse=True)
+            if done.evaluation.cost > (1.0 - GAIN) * before.cost:
+                return
+
+    def _chain(
+        self, climb: Climb, rng: np.random.Generator, done: Climbed, watch: Watch, coarse: bool = False
+    ) -> None:  # fmt: skip
         """A chain that cools down, and ends when ``patience`` proposals in a row brought it nothing new."""
-        best = done.evaluation if better(done.evaluation, climb.best) else climb.best
-        patience = (self.coarse if coarse else self.patience) * climb.patience
+        best = min(done.evaluation, climb.best, key=by_rank)
+        patience = (COARSE[min(climb.index, len(COARSE) - 1)] if coarse else self.patience) * climb.patience
         self.runner.begin(done.configs, done.evaluation, best, climb.stream, patience, coarse)
-        done.curve.append((0, self.runner.cost))
+        done.curve.append((done.proposals, self.runner.cost))
         ended, before, accepted = False, done.proposals, done.accepted
 
         def note() -> None:
@@ -148,7 +162,7 @@ class Climber:
             note()
             done.curve.append((done.proposals, self.runner.cost))
             watch(done)
-        if done.proposals:
+        if done.proposals > before:
             done.configs, done.evaluation = self.runner.best
 
     def _polish(self, climb: Climb, done: Climbed, watch: Watch) -> None:

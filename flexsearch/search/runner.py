@@ -70,6 +70,8 @@ EXCESS: Final = (0.3, 0.1, 0.03, 0.01, 0.003, 0.0005)
 """How much slower than the best plan a chain may typically be, one after the other: its temperatures. Each of the N
 operators that can be changed alone adds about 1 / beta to the cost (equipartition), so beta = N / excess, whatever the
 model's size and speed."""
+COARSE_EXCESS: Final = (0.5, 0.15, 0.05, 0.015, 0.005)
+"""The same for coarse chains, where N is the number of classes."""
 FIRST: Final = (1, 0, 2)
 """Where in ``EXCESS`` chains begin, in turn: what melts a bad plan spoils a good one."""
 
@@ -107,7 +109,7 @@ class Runner:
         if self._simulator is not (simulator := self.evaluate.at(configs)):
             self._simulator, self._fine = simulator, self._lay_out(simulator.templates.alike)
         self._moves = self._coarse(self._fine) if coarse else self._fine
-        excess = EXCESS[FIRST[generation % len(FIRST)] :]
+        excess = COARSE_EXCESS if coarse else EXCESS[FIRST[generation % len(FIRST)] :]
         operators, log = len(self.space.graph.operators), 4096
         number = generation % SETS + SETS * (generation // RENEWED)
         candidates = (COARSE_FIRST + COARSE * number, COARSE) if coarse else (CANDIDATES * number, CANDIDATES)
@@ -244,6 +246,7 @@ class Runner:
         return moves._replace(
             often=np.cumsum(often), class_first=classes.first, class_last=classes.last,
             class_member=classes.all, led_classes=np.array([len(self.space.parts)], np.uint64),
+            apart=_apart(self.space.parts),
         )  # fmt: skip
 
     def _lay_out(self, alike: Sequence[int]) -> Moves:
@@ -283,7 +286,13 @@ class Runner:
             link_target=links.all, link_kind=numbers(kind),
             link_forward=np.array([link.forward for _, link in self._links], np.uint8),
             class_first=classes.first, class_last=classes.last, class_member=classes.all,
-            led_classes=np.array([len(space.classes)], np.uint64),
+            led_classes=np.array([len(space.classes)], np.uint64), apart=_apart(space.classes),
             leader_at=numbers([place.get(i, int(MISSING)) for i in range(len(space.graph.operators))]),
             weighted=numbers(list(space.weighted)), memory=self.evaluate.memory_bytes,
         )  # fmt: skip
+
+
+def _apart(classes: Sequence[Sequence[int]]) -> npt.NDArray[np.uint8]:
+    """Of each two classes, whether they have no operators in common."""
+    members = [set(of) for of in classes]
+    return np.array([[not a & b for b in members] for a in members], np.uint8).reshape(len(classes), len(classes))
