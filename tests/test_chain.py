@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import numpy as np
 import pytest
 
 from flexsearch.cost import Costs
 from flexsearch.graph import OperatorGraph
 from flexsearch.search.chain import LEVEL
-from flexsearch.search.climb import Climber
+from flexsearch.search.climb import GAIN, TRIES, Climb, Climbed, Climber, Watch
 from flexsearch.search.runner import EXCESS, FIRST
 from flexsearch.strategy import Options
+from flexsearch.strategy.baselines import baseline
+from flexsearch.strategy.depth import unrolled
+from flexsearch.topology import Topology
 from tests.test_baselines import cnn, ethernet, mlp, transformer
 from tests.test_search import recurrent
 
@@ -55,3 +60,64 @@ def test_links_that_are_alike_lead_to_the_same_configs(graph: OperatorGraph) -> 
             assert templates.config(source, config) == templates.config(like_source, config)
             assert number == templates.config(like.target, space.propagation.over(like_source, config, like))
     assert shared or graph.name == mlp().name
+
+
+def test_a_coarse_chain_keeps_the_steps_of_a_layer_alike() -> None:
+    graph, topology = recurrent(), Topology.load("p100:1")
+    climber = Climber(graph, topology, Costs(graph, topology), Options(), seed=0)
+    layers: dict[int, list[int]] = {}
+    for i, layer in unrolled(graph).items():
+        if i in climber.space.groups:
+            layers.setdefault(layer, []).append(i)
+    assert len(layers) > 1 and all(len(steps) > 1 for steps in layers.values())
+    start = baseline("data-parallel", graph, topology).in_order(graph)
+    now, rng, seen = climber.evaluate(start), np.random.Generator(np.random.PCG64(0)), set()
+    for coarse in (True, False):
+        climber.runner.begin(start, now, now, 0, 400, coarse)
+        mixed = False
+        for _ in range(40):
+            climber.runner.go(rng, 16)
+            configs = climber.evaluate.at_hand
+            kinds = [{configs[i] for i in steps} for steps in layers.values()]
+            mixed = mixed or any(len(kind) > 1 for kind in kinds)
+            seen.add(configs)
+        assert mixed != coarse
+    assert len(seen) > 20
+
+
+def test_classes_that_change_together_have_no_operators_in_common() -> None:
+    graph, topology = recurrent(), ethernet(4)
+    climber = Climber(graph, topology, Costs(graph, topology), Options(), seed=0)
+    start = baseline("data-parallel", graph, topology).in_order(graph)
+    now = climber.evaluate(start)
+    climber.runner.begin(start, now, now, 0, 1, coarse=True)
+    apart, parts = climber.runner._moves.apart, climber.space.parts
+    assert {i for part in parts for i in part} == set(climber.space.leaders)
+    assert 0 < apart.sum() < apart.size - len(parts)  # all layers of a shape, and each of them
+    for a, first in enumerate(parts):
+        for b, second in enumerate(parts):
+            assert apart[a, b] == (not set(first) & set(second))
+
+
+def test_coarse_chains_go_on_from_the_best_plan_while_they_gain(monkeypatch: pytest.MonkeyPatch) -> None:
+    graph, topology = cnn(batch=32, hidden=512), ethernet(4)
+    climber = Climber(graph, topology, Costs(graph, topology), Options(), seed=0)
+    start = climber.space.random_plan(np.random.Generator(np.random.PCG64(1)))
+    kinds, ends, chain = list[bool](), [climber.evaluate(start).cost], Climber._chain
+
+    def watched(
+        self: Climber, climb: Climb, rng: np.random.Generator, done: Climbed, watch: Watch, coarse: bool = False
+    ) -> None:
+        before = done.configs
+        chain(self, climb, rng, done, watch, coarse)
+        assert self.runner._chain.value[0] > 0 and (done.evaluation.cost < ends[-1] or done.configs == before)
+        kinds.append(coarse)
+        ends.append(done.evaluation.cost)
+
+    monkeypatch.setattr(Climber, "_chain", watched)
+    climb = Climb(0, 0, "from random", start, 10**6, climber.evaluate(start), coarse=True)
+    done = climber.climb(climb, lambda _: None)
+    assert kinds == [True] * (len(kinds) - 1) + [False] and 2 < len(kinds) <= TRIES + 1
+    gains = [1.0 - b / a for a, b in pairwise(ends[:-1])]
+    assert all(gain >= GAIN for gain in gains[:-1]) and (gains[-1] < GAIN or len(gains) == TRIES)
+    assert not done.optimal  # operators one by one are left to other climbs

@@ -42,7 +42,7 @@ def test_optimize_without_a_graph_is_alexnet_on_four_hosts_with_1_gbit(cli: Cli)
     for name in ("found", "data-parallel", "one-weird-trick", "megatron", "fsdp", "single"):
         assert name in ran.out
     assert "output features over 4 hosts" in ran.out  # the plan in words
-    assert "20 proposals were made" in ran.out  # why it stopped
+    assert "half of the budget of 20 proposals brought nothing better" in " ".join(ran.out.split())  # why it stopped
     assert "flexsearch run -n 4 strategy.json --model flexsearch.zoo:alexnet --batch 32" in ran.out  # what to do next
 
 

@@ -12,8 +12,9 @@ from hypothesis import strategies as st
 from flexsearch.cost import Costs
 from flexsearch.graph import OperatorGraph
 from flexsearch.search import Evaluation, Evaluator, optimize, search
+from flexsearch.search.agenda import POLISHED, Agenda
 from flexsearch.search.climb import Climb, Climbed, Climber, Watch
-from flexsearch.search.optimize import POLISHED, Budget
+from flexsearch.search.optimize import Budget
 from flexsearch.search.space import Space
 from flexsearch.search.team import Team, Turn
 from flexsearch.simulate.delta import make_proposals
@@ -108,7 +109,8 @@ def test_when_a_search_turns_to_polishing() -> None:
     budget = Budget(100.0, None)
     run = optimize._Run(graph, topology, Costs(graph, topology), Options(), 0, None, budget, None)
     run.begin(None)
-    run._planned = [10, 10]
+    run._agenda = Agenda([], run.best, run.found_in, None, run.climber.patience, 0)
+    run._agenda._planned = [10, 10]
     start, seconds = run.best.configs, run.best.evaluation.time_s
     good = Climbed(0, "from megatron", start, Evaluation(seconds / 2, 0.0))
     other = Climbed(1, "from fsdp", start, Evaluation(seconds * 3 / 4, 0.0))
@@ -116,7 +118,7 @@ def test_when_a_search_turns_to_polishing() -> None:
         run._turn_to_polishing([good, other], here=1)
     climb = turn.value.plan(2)
     assert climb.phase == "from megatron, polished" and climb.configs == start and climb.patience == 0
-    assert run._polishing == 2 and len(run._planned) == 3
+    assert run._polishing == 2 and len(run._agenda._planned) == 3 and run._agenda._turns == 1
     good.polishing = True  # in another process
     run._turn_to_polishing([good, other], here=1)
     assert run._polishing == 2
@@ -141,7 +143,7 @@ def test_polishing_waits_until_there_seems_to_be_time_for_it(monkeypatch: pytest
     found[0].proposals = enough - 5
     run._look(found, 0)
     found[0].proposals = enough + 5
-    with pytest.raises(Turn):
+    with pytest.raises(Turn):  # its agenda is not asked yet
         run._look(found, 0)
     run._polishing = 0
     run._look(found, 0)

@@ -4,7 +4,7 @@ checked."""
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import cache
 from itertools import pairwise
 from itertools import product as combinations
@@ -23,7 +23,8 @@ from flexsearch.errors import StrategyError
 from flexsearch.graph import OperatorGraph
 from flexsearch.graph.importer import import_model
 from flexsearch.search import Evaluator, Progress, SearchResult, optimize, runner, search, team
-from flexsearch.search.climb import Climb, Climbed, Climber
+from flexsearch.search.agenda import POLISHED
+from flexsearch.search.climb import Climb, Climber
 from flexsearch.search.evaluate import better
 from flexsearch.search.optimize import Budget
 from flexsearch.search.runner import ROWS
@@ -117,18 +118,9 @@ def test_any_number_of_processes_gives_the_same_plan(
 
 def test_several_climbs_have_a_share_in_a_budget_of_proposals() -> None:
     graph, topology = cnn(batch=32, hidden=2048), ethernet(4)
-    planned: list[int] = []
-
-    class Noting(optimize._Run):
-        def _plan(self, index: int, ended: Sequence[Climbed]) -> Climb | None:
-            climb = super()._plan(index, ended)
-            planned.append(climb.proposals if climb is not None and not ended else 0)
-            return climb
-
-    run = Noting(graph, topology, Costs(graph, topology), Options(), 0, None, Budget(None, 40_000), None)
-    run.begin(None)
-    run.go(1)
-    assert sum(count > 0 for count in planned) > 2 and sum(planned) <= 40_000
+    found = find(graph, topology, 40_000)
+    phases = [trail.phase for trail in found.trails]
+    assert len(phases) > 3 and any(phase.endswith(POLISHED) for phase in phases) and found.proposals <= 40_000
 
 
 def test_a_worker_that_dies_takes_nothing_with_it(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -365,14 +357,15 @@ def test_the_ceiling_is_never_below_the_true_peak(graph: OperatorGraph, seed: in
 
 @pytest.mark.parametrize("graph", [mlp(), cnn(), transformer(layers=1)], ids=lambda g: g.name)
 @pytest.mark.parametrize("preset", ["ethernet-1g-4", "p100:2"])
-def test_a_chain_is_at_a_plan_that_costs_what_it_says(graph: OperatorGraph, preset: str) -> None:
+@pytest.mark.parametrize("coarse", [False, True], ids=["fine", "coarse"])
+def test_a_chain_is_at_a_plan_that_costs_what_it_says(graph: OperatorGraph, preset: str, coarse: bool) -> None:
     topology = Topology.load(preset)
     climber = Climber(graph, topology, Costs(graph, topology), Options(), seed=0)
     fresh = Evaluator(graph, topology, Costs(graph, topology), Options())
     rng = np.random.Generator(np.random.PCG64(0))
     start = climber.space.random_plan(rng)
     now = climber.evaluate(start)
-    climber.runner.begin(start, now, now, 0, 400)
+    climber.runner.begin(start, now, now, 0, 400, coarse)
     costs = [now.cost]
     for _ in range(4):
         ended = climber.runner.go(rng, 64)

@@ -5,7 +5,7 @@ A climb depends on nothing but its inputs, so climbs can run in any process and 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 from math import nextafter
@@ -39,7 +39,8 @@ class Climb:
     """What to do. ``index``: its number in the search. ``stream``: its number among all climbs of this seed, which sets
     its random numbers and candidates. ``proposals``: at most so many. ``best``: the best plan known to the search when
     it was planned. ``configs``: the start; None: random. ``optimal``: the start is known to be a local optimum.
-    ``patience``: how slowly the chain cools; 0: no chain, only descent."""
+    ``patience``: how slowly the chain cools; 0: no chain, only descent. ``coarse``: whether coarse chains come first;
+    the descent is then over classes of operators only."""
 
     index: int
     stream: int
@@ -98,7 +99,7 @@ class Climber:
         self.patience = min(6000, max(3000, 8 * len(self.space.leaders)))
         classes = (*self.space.classes, *self.space.loose_classes)
         self._classes: Sequence[tuple[int, ...]] = classes
-        self._subjects = (*classes, *((i,) for i in self.space.by_importance))
+        self._subjects: Sequence[tuple[int, ...]] = (*classes, *((i,) for i in self.space.by_importance))
         self._numbers: dict[tuple[tuple[int, ...], OperatorConfig], tuple[U32, U32]] = {}
 
     def warm(self, configs: Configs) -> None:

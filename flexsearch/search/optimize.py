@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import gc
 import os
-import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -21,6 +20,7 @@ from flexsearch.cost import Costs
 from flexsearch.errors import StrategyError
 from flexsearch.graph import OperatorGraph, whole_piece
 from flexsearch.lower import Lowering
+from flexsearch.search.agenda import POLISH, Agenda, State
 from flexsearch.search.bound import lower_bound
 from flexsearch.search.climb import Climb, Climbed, Climber
 from flexsearch.search.evaluate import Configs, Evaluation, better, by_rank
@@ -36,28 +36,8 @@ from flexsearch.topology import Topology
 BUCKETS: Final = (2**20, 4 * 2**20)
 """Bucket sizes (bytes) that are tried besides the given one: small buckets leave early, large ones cost few starts."""
 GIVEN: Final = "the given plan"
-POLISHED: Final = ", polished"
-"""Ends the phase of climbs that polish what another one found."""
-SLOWER: Final = 8
-"""After so many climbs each, chains are given one more time the patience: they cool down more slowly."""
-LENGTH: Final = 100
-"""A climb makes at most so many times its patience in proposals."""
-SHARE: Final = 4
-"""So many times its patience, or one part in WINDOW of a budget of proposals, leaves some of it to other climbs."""
-POLISH: Final = 0.3
-"""When so much of the time is left (share of a budget in seconds; half of it without gains ends a search, too) and no
-plan as good as the best is a local optimum or on its way there, this process polishes the best; the others go on."""
 ENOUGH: Final = 0.25
 """But only if there seems to be time for so much of one look at every alternative: else the chains bring more."""
-
-
-@dataclass(frozen=True, slots=True)
-class State:
-    """A plan and what it costs. ``optimal``: as of ``SearchResult``."""
-
-    configs: Configs
-    evaluation: Evaluation
-    optimal: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -173,15 +153,12 @@ class _Run:
         self.proposals = self.accepted = 0
         self.climbs: Sequence[Climbed] = ()
         self.before = Search(seed=seed, proposals=0)
-        self._order: list[tuple[str, Configs]] = []
-        self._planned: list[int] = []
+        self._agenda: Agenda
         self._said = 0.0
         self._seen: Evaluation | None = None
         self._processes = 1
         self._polishing: int | None = None
         """The climb of this process that polishes the best plan."""
-        self._turns = 0
-        """Climbs that took the place of others, to polish."""
 
     # ---- the starts
 
@@ -235,58 +212,19 @@ class _Run:
         for name, state in first:
             if not self.before.climbs or name in (GIVEN, self.found_in):  # else the search before climbed from it
                 distinct.setdefault(state.configs, name)
-        self._order = [(name, configs) for configs, name in distinct.items()]
+        order = [(name, configs) for configs, name in distinct.items()]
+        self._agenda = Agenda(
+            order, self.best, self.found_in, self.budget.proposals, self.climber.patience, self.before.climbs
+        )
         self._processes = max(1, min(processes, WINDOW))
         setup = self.graph, self.topology, self.costs, self.options, self.seed, self.rule
-        team = Team(self.climber, setup, processes - 1, self._plan, self._look)
+        team = Team(self.climber, setup, processes - 1, self._agenda.plan, self._look)
         try:
             team.work()
         finally:
             self.climbs = [team.found[k] for k in sorted(team.found)]
-        self.climbs, reason = self._within(self.climbs)
+        self.climbs, reason = self._agenda.within(self.climbs)
         return reason
-
-    def _plan(self, index: int, ended: Sequence[Climbed]) -> Climb | None:
-        """What climb ``index`` does: from the starts, then mostly from the best plan that is known by then."""
-        best = self.best
-        for climbed in ended:
-            if better(climbed.evaluation, best.evaluation):
-                best = State(climbed.configs, climbed.evaluation, climbed.optimal)
-            elif climbed.configs == best.configs and climbed.optimal:
-                best = State(best.configs, best.evaluation, True)
-        place = index - self._turns
-        patience = 1 + place // SLOWER
-        count = LENGTH * patience * self.climber.patience
-        if self.budget.proposals is not None:
-            promised = sum(self._planned[len(ended) : index])
-            count = min(count, max(SHARE * self.climber.patience, self.budget.proposals // WINDOW))
-            count = min(count, self.budget.proposals - sum(c.proposals for c in ended) - promised)
-            if len(self._within(ended)[0]) < len(ended):
-                count = 0
-        if count <= 0 and not any(self._planned[len(ended) : index]):
-            return None
-        del self._planned[index:]
-        self._planned.append(max(0, count))
-        stream, count, known = self.before.climbs + index, self._planned[-1], best.evaluation
-        if place < len(self._order):
-            name, configs = self._order[place]
-            return Climb(index, stream, f"from {name}", configs, count, known, coarse=True)
-        if (place - len(self._order)) % 2 == 0:
-            return Climb(index, stream, "from random", None, count, known, patience=patience, coarse=True)
-        return Climb(index, stream, "from best", best.configs, count, known, best.optimal, patience)
-
-    def _within(self, climbs: Sequence[Climbed]) -> tuple[Sequence[Climbed], str]:
-        """Those of the climbs, in order, that a budget of proposals leaves time for, and why it ended there."""
-        limit = self.budget.proposals
-        assert limit is not None  # the clock ends a search by _Stop
-        total, last, best = 0, 0, self.best.evaluation
-        for n, climbed in enumerate(climbs):
-            if better(climbed.evaluation, best):
-                last, best = total + (climbed.steps[-1].proposal if climbed.steps else 0), climbed.evaluation
-            total += climbed.proposals
-            if limit > total >= last + limit / 2:
-                return climbs[: n + 1], f"half of the budget of {limit} proposals brought nothing better"
-        return climbs, f"{limit} proposals were made"
 
     def _look(self, found: dict[int, Climbed], here: int | None) -> None:
         """Say how it goes; end the search if the time is over, and turn to polishing if it nearly is. ``here``: the
@@ -319,12 +257,8 @@ class _Run:
             return
 
         def polish(index: int) -> Climb:
-            self._polishing, self._turns = index, self._turns + 1
-            self._planned.append(0)
-            phase = f"{best.phase.removesuffix(POLISHED)}{POLISHED}"
-            return Climb(
-                index, self.before.climbs + index, phase, best.configs, sys.maxsize, best.evaluation, patience=0
-            )
+            self._polishing = index
+            return self._agenda.turn(index, best)
 
         raise Turn(polish)
 

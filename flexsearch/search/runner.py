@@ -59,9 +59,11 @@ so that a search soon knows good ones."""
 SETS, RENEWED = 3, 12
 """There are so many sets of candidates, which chains use in turn (their templates are known by then), and others after
 so many chains."""
-COARSE: Final = 480
-"""Configs of each class that a coarse chain draws from, three quarters of them simple ones: a chain that moves layers
-between blocks of devices must find each of them on each block."""
+COARSE: Final = 4000
+"""Configs that a coarse chain draws from, of all classes together, three quarters of them simple ones: a chain that
+moves layers between blocks of devices must find each of them on each block."""
+MOST: Final = 480
+"""But at most so many of each class."""
 COARSE_FIRST: Final = 2**24
 """Number of the first of them; candidates of other chains come before."""
 ROWS: Final = 128
@@ -112,7 +114,8 @@ class Runner:
         excess = COARSE_EXCESS if coarse else EXCESS[FIRST[generation % len(FIRST)] :]
         operators, log = len(self.space.graph.operators), 4096
         number = generation % SETS + SETS * (generation // RENEWED)
-        candidates = (COARSE_FIRST + COARSE * number, COARSE) if coarse else (CANDIDATES * number, CANDIDATES)
+        many = min(MOST, 1 + COARSE // len(self.space.parts))
+        candidates = (COARSE_FIRST + many * number, many) if coarse else (CANDIDATES * number, CANDIDATES)
         self._chain = Chain(
             uniform=np.zeros((ROWS, UNIFORMS)), value=np.zeros(8), counts=np.zeros(10, np.uint64),
             candidates=np.array(candidates, np.uint64),
@@ -242,7 +245,8 @@ class Runner:
 
     def _coarse(self, moves: Moves) -> Moves:
         """Only whole classes change."""
-        often, classes = [float(name == "repeated") for name in MOVES], Rows((*self.space.parts, *self.space.loose_classes))
+        often = [float(name == "repeated") for name in MOVES]
+        classes = Rows((*self.space.parts, *self.space.loose_classes))
         return moves._replace(
             often=np.cumsum(often), class_first=classes.first, class_last=classes.last,
             class_member=classes.all, led_classes=np.array([len(self.space.parts)], np.uint64),

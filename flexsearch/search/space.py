@@ -167,16 +167,19 @@ class Space:
         return tuple(n for n in range(1, self.count + 1) if self.count % n == 0)
 
     def draw_simple(self, rng: np.random.Generator, operator: int, samples: bool = False) -> OperatorConfig:
-        """As ``draw``, among configs that split one axis at most (``samples``: of samples), over an aligned block of
-        neighbouring devices."""
+        """As ``draw``, among configs that split one axis at most (``samples``: of samples), over neighbouring devices:
+        an aligned block, or, on FEW devices, now and then any number of them."""
         op = self.graph.operators[operator]
-        count = self.counts[rng.integers(len(self.counts))]
+        uneven = self.count <= FEW and rng.random() >= self._even
+        options = range(1, self.count + 1) if uneven else self.counts
+        count = int(options[rng.integers(len(options))])
         axes = [a for a in (op.axes_of("sample") if samples else op.splittable) if op.sizes[a] >= count]
         if axes and count > 1:
             degrees = {axes[rng.integers(len(axes))]: count}
         else:
             degrees, count = {}, 1
-        first = count * int(rng.integers(self.count // count))
+        step = count if self.count % count == 0 else 1
+        first = step * int(rng.integers((self.count - count) // step + 1))
         return make_config(op, degrees, range(first, first + count))
 
     def alternatives(self, operator: int, configs: tuple[OperatorConfig, ...]) -> Iterator[OperatorConfig]:

@@ -1,0 +1,122 @@
+"""What each climb of a search does: where it starts, and how many proposals it may make.
+
+It follows from the climbs that have ended long before (``team.WINDOW``) and from numbers of proposals: so it is the
+same however many processes climb.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Final
+
+from flexsearch.search.climb import Climb, Climbed
+from flexsearch.search.evaluate import Configs, Evaluation, better
+from flexsearch.search.team import WINDOW
+
+POLISHED: Final = ", polished"
+"""Ends the phase of climbs that polish what another one found."""
+POLISH: Final = 0.3
+"""The last part of a budget is for polishing: so much of the proposals; or, when so much of the time is left (half of
+it without gains ends a search, too) and no plan as good as the best is a local optimum or on its way there, one process
+polishes the best, and the others go on."""
+SLOWER: Final = 8
+"""After so many climbs each, chains are given one more time the patience: they cool down more slowly."""
+LENGTH: Final = 100
+"""A climb makes at most so many times its patience in proposals."""
+SHARE: Final = 4
+"""So many times its patience, or one part in WINDOW of a budget of proposals, leaves some of it to other climbs."""
+
+
+@dataclass(frozen=True, slots=True)
+class State:
+    """A plan and what it costs. ``optimal``: as of ``SearchResult``."""
+
+    configs: Configs
+    evaluation: Evaluation
+    optimal: bool = False
+
+
+class Agenda:
+    """``order``: plans to start from, with their names. ``best``: the best of them, called ``found_in``. ``proposals``:
+    the budget, if there is one. ``patience``: of a chain. ``before``: number of earlier climbs with this seed."""
+
+    def __init__(
+        self, order: Sequence[tuple[str, Configs]], best: State, found_in: str, proposals: int | None, patience: int,
+        before: int,
+    ) -> None:  # fmt: skip
+        self.order, self.best, self.found_in = order, best, found_in
+        self.proposals, self.patience, self.before = proposals, patience, before
+        self._planned: list[int] = []
+        self._turns = 0
+        """Climbs that took the place of others, to polish."""
+
+    def plan(self, index: int, ended: Sequence[Climbed]) -> Climb | None:
+        """What climb ``index`` does. Each start has its turn, then random plans; from climb WINDOW on, every second one
+        starts from the best plan that is known by then."""
+        kept = self.within(ended)[0] if self.proposals is not None else ended
+        best, place = self._best_of(kept), index - self._turns
+        patience = 1 + place // SLOWER
+        count = LENGTH * patience * self.patience
+        if self.proposals is not None:
+            reserve = 0 if best.optimal else int(POLISH * self.proposals)
+            spent = sum(c.proposals for c in ended) + sum(self._planned[len(ended) : index])
+            share = max(SHARE * self.patience, self.proposals // WINDOW)
+            count = min(count, share, self.proposals - reserve - spent) if len(kept) == len(ended) else 0
+        waits = any(self._planned[len(ended) : index])
+        del self._planned[index:]
+        if count <= 0 and not waits:
+            return self._last(index, ended, best)
+        self._planned.append(count := max(0, count))
+        at = place if place < WINDOW else WINDOW + (place - WINDOW) // 2
+        stream, known = self.before + index, best.evaluation
+        if place >= WINDOW and (place - WINDOW) % 2 == 0:
+            return Climb(index, stream, "from best", best.configs, count, known, best.optimal, patience)
+        name, configs = self.order[at] if at < len(self.order) else ("random", None)
+        return Climb(index, stream, f"from {name}", configs, count, known, patience=patience, coarse=True)
+
+    def _last(self, index: int, ended: Sequence[Climbed], best: State) -> Climb | None:
+        """With what is left of a budget of proposals, polish the best plan when all other climbs have ended."""
+        assert self.proposals is not None  # the clock ends a search otherwise
+        left = self.proposals - sum(c.proposals for c in ended)
+        if left <= 0 or best.optimal:
+            return None
+        self._planned.append(left)
+        phase = next((c.phase for c in ended if c.configs == best.configs), f"from {self.found_in}")
+        return self._polish(index, phase, best, left)
+
+    def turn(self, index: int, best: Climbed) -> Climb:
+        """Polish what a climb has found, in the place of climb ``index``."""
+        self._turns += 1
+        self._planned.append(0)
+        return self._polish(index, best.phase, State(best.configs, best.evaluation), sys.maxsize)
+
+    def _polish(self, index: int, phase: str, best: State, proposals: int) -> Climb:
+        phase = f"{phase.removesuffix(POLISHED)}{POLISHED}"
+        return Climb(index, self.before + index, phase, best.configs, proposals, best.evaluation, patience=0)
+
+    def _best_of(self, climbs: Sequence[Climbed]) -> State:
+        """The best plan: of the starts, or what these climbs found."""
+        best = self.best
+        for climbed in climbs:
+            if better(climbed.evaluation, best.evaluation):
+                best = State(climbed.configs, climbed.evaluation, climbed.optimal)
+            elif climbed.configs == best.configs and climbed.optimal:
+                best = State(best.configs, best.evaluation, True)
+        return best
+
+    def within(self, climbs: Sequence[Climbed]) -> tuple[Sequence[Climbed], str]:
+        """Those of the climbs, in order, that a budget of proposals leaves time for, and why it ended there. What
+        polished the best of them belongs to them."""
+        limit = self.proposals
+        assert limit is not None
+        total, last, best = 0, 0, self.best.evaluation
+        for n, climbed in enumerate(climbs):
+            if better(climbed.evaluation, best):
+                last, best = total + (climbed.steps[-1].proposal if climbed.steps else 0), climbed.evaluation
+            total += climbed.proposals
+            if limit > total >= last + limit / 2 and not climbed.phase.endswith(POLISHED):
+                polished = [c for c in climbs[n + 1 :] if c.phase.endswith(POLISHED)]
+                return [*climbs[: n + 1], *polished], f"half of the budget of {limit} proposals brought nothing better"
+        return climbs, f"{limit} proposals were made"

@@ -1,0 +1,89 @@
+"""What the climbs of a search do, and how a budget of proposals is shared out."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from flexsearch.cost import Costs
+from flexsearch.search import Evaluation, search
+from flexsearch.search.agenda import POLISH, POLISHED, Agenda, State
+from flexsearch.search.climb import Climbed
+from flexsearch.search.space import Space
+from flexsearch.search.team import WINDOW
+from tests.test_baselines import cnn, ethernet
+
+PATIENCE = 100
+
+
+def agenda(proposals: int | None, starts: int = 3) -> Agenda:
+    space, rng = Space(cnn(), ethernet(4)), np.random.Generator(np.random.PCG64(0))
+    plans = [space.random_plan(rng) for _ in range(starts)]
+    order = [(f"start {k}", plan) for k, plan in enumerate(plans)]
+    return Agenda(order, State(plans[0], Evaluation(1.0, 0.0)), "start 0", proposals, PATIENCE, 0)
+
+
+def test_every_start_has_its_turn_then_every_second_climb_goes_on_from_the_best() -> None:
+    plan, done, phases = agenda(None), list[Climbed](), list[str]()
+    better = Space(cnn(), ethernet(4)).random_plan(np.random.Generator(np.random.PCG64(9)))
+    for n in range(WINDOW + 6):
+        climb = plan.plan(n, done[: max(0, n - WINDOW + 1)])
+        assert climb is not None and climb.coarse == (climb.phase != "from best")
+        if climb.phase == "from best":
+            assert climb.configs == better and climb.best.time_s == 0.5
+        phases.append(climb.phase)
+        done.append(Climbed(n, climb.phase, better, Evaluation(0.5 if n < 1 else 0.75, 0.0), 10))
+    assert phases[:3] == [f"from start {k}" for k in range(3)]
+    assert phases[3:WINDOW] == ["from random"] * (WINDOW - 3)
+    assert phases[WINDOW:] == ["from best", "from random"] * 3
+
+
+def test_the_last_part_of_a_budget_of_proposals_is_for_polishing() -> None:
+    budget = 8 * 4 * PATIENCE
+    plan, done, spent = agenda(budget), list[Climbed](), 0
+    for n in range(100):
+        climb = plan.plan(n, done[: max(0, n - WINDOW + 1)])
+        if climb is None:
+            break
+        done.append(Climbed(n, climb.phase, climb.configs or (), Evaluation(2.0, 0.0), climb.proposals))
+        spent += climb.proposals
+    real = [climb for climb in done if climb.proposals]
+    assert climb is None and spent == budget
+    assert [c.phase.endswith(POLISHED) for c in real] == [False] * (len(real) - 1) + [True]
+    assert real[-1].proposals == int(POLISH * budget) and real[-1].phase == "from start 0, polished"
+    assert all(not done[k].proposals for k in range(len(real) - 1, done.index(real[-1])))  # it waited for the others
+
+
+def test_what_polishing_leaves_goes_to_other_climbs() -> None:
+    budget = 8 * 4 * PATIENCE
+    plan, done, polished = agenda(budget), list[Climbed](), False
+    for n in range(200):
+        climb = plan.plan(n, done[: max(0, n - WINDOW + 1)])
+        if climb is None:
+            break
+        now = climb.phase.endswith(POLISHED) and climb.proposals > 0
+        polished = polished or now
+        found = Evaluation(0.5 if polished else 0.99 - 0.01 * n, 0.0)
+        made = min(climb.proposals, 50) if now else climb.proposals
+        done.append(Climbed(n, climb.phase, climb.configs or (), found, made, optimal=now))
+    assert climb is None and polished and sum(c.proposals for c in done) == budget
+    assert not done[-1].phase.endswith(POLISHED)
+
+
+def test_a_search_of_so_many_proposals_ends_in_a_local_optimum() -> None:
+    graph, topology = cnn(batch=32, hidden=512), ethernet(2)
+    result = search(graph, topology, Costs(graph, topology), proposals=30_000, processes=1)
+    assert result.optimal and result.proposals <= 30_000
+    assert any(trail.phase.endswith(POLISHED) for trail in result.trails)
+
+
+def test_a_budget_that_brought_nothing_ends_the_chains_and_the_best_is_still_polished() -> None:
+    budget = 8 * 4 * PATIENCE
+    plan = agenda(budget)
+    chains = [Climbed(k, f"chain {k}", (), Evaluation(2.0, 0.0), budget // 10) for k in range(7)]
+    polished = Climbed(7, f"start 0{POLISHED}", plan.best.configs, Evaluation(0.9, 0.0), 10, optimal=True)
+    kept, why = plan.within([*chains, polished])
+    assert [c.index for c in kept] == [0, 1, 2, 3, 4, 7] and "half of the budget" in why
+    plan._planned = [0] * 7
+    climb = plan.plan(7, chains)
+    assert climb is not None and climb.phase.endswith(POLISHED) and climb.patience == 0
+    assert plan.plan(8, [*chains, polished]) is None
