@@ -129,8 +129,7 @@ class Climber:
         return done
 
     def _coarse(self, climb: Climb, rng: np.random.Generator, done: Climbed, watch: Watch) -> None:
-        """Chains over whole classes of operators: first from the climb's start, then from the best plan, until one does
-        not find a better one."""
+        """Chains over whole classes of operators: first from the climb's start, then from the best plan so far."""
         for _ in range(TRIES):
             before = done.evaluation
             self._chain(climb, rng, done, watch, coarse=True)
@@ -163,8 +162,9 @@ class Climber:
             note()
             done.curve.append((done.proposals, self.runner.cost))
             watch(done)
-        if done.proposals > before:
-            done.configs, done.evaluation = self.runner.best
+        configs, now = self.runner.best
+        if better(now, done.evaluation):  # where nothing fits into memory, a chain may end worse than it began
+            done.configs, done.evaluation = configs, now
 
     def _polish(self, climb: Climb, done: Climbed, watch: Watch) -> None:
         """Greedy descent over the configs of classes of operators, and of single ones (with and without those that

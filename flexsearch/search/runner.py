@@ -118,8 +118,7 @@ class Runner:
         candidates = (COARSE_FIRST + many * number, many) if coarse else (CANDIDATES * number, CANDIDATES)
         self._chain = Chain(
             uniform=np.zeros((ROWS, UNIFORMS)), value=np.zeros(8), counts=np.zeros(10, np.uint64),
-            candidates=np.array(candidates, np.uint64),
-            excess=np.array(excess),
+            candidates=np.array(candidates, np.uint64), excess=np.array(excess),
             patience=np.array([patience], np.uint64), penalty=np.array([PENALTY]),
             chosen=np.zeros(operators, np.uint32), best=np.zeros(operators, np.uint32), log_value=np.zeros(log),
             log_step=np.zeros(log, np.uint64), log_move=np.zeros(log, np.uint64),
@@ -244,7 +243,7 @@ class Runner:
         return known
 
     def _coarse(self, moves: Moves) -> Moves:
-        """Only whole classes change."""
+        """The same, but only whole classes change."""
         often = [float(name == "repeated") for name in MOVES]
         classes = Rows((*self.space.parts, *self.space.loose_classes))
         return moves._replace(
