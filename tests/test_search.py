@@ -28,7 +28,7 @@ from flexsearch.search.climb import Climb, Climber
 from flexsearch.search.evaluate import better
 from flexsearch.search.optimize import Budget
 from flexsearch.search.runner import ROWS
-from flexsearch.search.space import Space
+from flexsearch.search.space import FEW, Space
 from flexsearch.simulate import memory
 from flexsearch.simulate.ceiling import Ceiling
 from flexsearch.strategy import OperatorConfig, Options, Strategy, check_config, make_config
@@ -279,17 +279,22 @@ def test_baselines_are_simulated_in_full_only_when_somebody_looks(monkeypatch: p
 
 
 @pytest.mark.parametrize("graph", [mlp(), cnn(), transformer(layers=1)], ids=lambda g: g.name)
-def test_coarse_draws_split_nothing_but_samples(graph: OperatorGraph) -> None:
-    space, rng = Space(graph, ethernet(8)), np.random.Generator(np.random.PCG64(0))
-    split = 0
+@pytest.mark.parametrize("devices", [4, 8, 16])
+def test_simple_draws_are_blocks_of_neighbours_and_the_simplest_split_samples_only(
+    graph: OperatorGraph, devices: int
+) -> None:
+    space, rng = Space(graph, ethernet(devices)), np.random.Generator(np.random.PCG64(0))
+    split = uneven = 0
     for i, op in enumerate(graph.operators):
         for _ in range(20):
             config = space.draw_simple(rng, i, samples=True)
-            check_config(op, config, 8)
-            axes = {axis for axis, parts in config.degrees if parts > 1}
-            assert axes <= {*op.axes_of("sample")} and config.devices[0] % len(config.devices) == 0
-            split += bool(axes)
-    assert split > 20
+            check_config(op, config, devices)
+            axes, count = {axis for axis, parts in config.degrees if parts > 1}, len(config.devices)
+            assert axes <= {*op.axes_of("sample")}
+            assert config.devices == tuple(range(config.devices[0], config.devices[0] + count))
+            assert config.devices[0] % count == 0 or devices % count > 0
+            split, uneven = split + bool(axes), uneven + (devices % count > 0)
+    assert split > 20 and (uneven > 0) == (devices <= FEW)
 
 
 def test_the_shortfall_guides_it_to_a_plan_that_fits() -> None:
