@@ -9,10 +9,11 @@ import pytest
 
 from flexsearch.cost import Costs
 from flexsearch.graph import OperatorGraph
-from flexsearch.search.chain import LEVEL
+from flexsearch.search.chain import DRAWN, LEVEL, draw
 from flexsearch.search.climb import GAIN, TRIES, Climb, Climbed, Climber, Watch
-from flexsearch.search.runner import EXCESS, FIRST
-from flexsearch.strategy import Options
+from flexsearch.search.evaluate import Evaluation
+from flexsearch.search.runner import EXCESS, FIRST, Runner
+from flexsearch.strategy import OperatorConfig, Options
 from flexsearch.strategy.baselines import baseline
 from flexsearch.strategy.depth import unrolled
 from flexsearch.topology import Topology
@@ -110,14 +111,71 @@ def test_coarse_chains_go_on_from_the_best_plan_while_they_gain(monkeypatch: pyt
     ) -> None:
         before = done.configs
         chain(self, climb, rng, done, watch, coarse)
-        assert self.runner._chain.value[0] > 0 and (done.evaluation.cost < ends[-1] or done.configs == before)
+        assert starts[-1] == before and (done.evaluation.cost < ends[-1] or done.configs == before)
         kinds.append(coarse)
         ends.append(done.evaluation.cost)
 
+    begin, starts = Runner.begin, list[tuple[OperatorConfig, ...]]()
+
+    def noting(self: Runner, configs: tuple[OperatorConfig, ...], *rest: object) -> None:
+        starts.append(configs)
+        begin(self, configs, *rest)  # type: ignore[arg-type]
+
     monkeypatch.setattr(Climber, "_chain", watched)
+    monkeypatch.setattr(Runner, "begin", noting)
     climb = Climb(0, 0, "from random", start, 10**6, climber.evaluate(start), coarse=True)
     done = climber.climb(climb, lambda _: None)
     assert kinds == [True] * (len(kinds) - 1) + [False] and 2 < len(kinds) <= TRIES + 1
     gains = [1.0 - b / a for a, b in pairwise(ends[:-1])]
     assert all(gain >= GAIN for gain in gains[:-1]) and (gains[-1] < GAIN or len(gains) == TRIES)
     assert not done.optimal  # operators one by one are left to other climbs
+
+
+@pytest.mark.parametrize("kind", [0.0, 0.75, 0.86, 0.95], ids=["candidate", "like", "swap", "neighbour"])
+def test_what_a_class_changes_to(kind: float) -> None:
+    graph, topology = recurrent(), Topology.load("p100:1")
+    climber = Climber(graph, topology, Costs(graph, topology), Options(), seed=0)
+    space, runner = climber.space, climber.runner
+    start = space.random_plan(np.random.Generator(np.random.PCG64(2)))
+    now, different = climber.evaluate(start), 0
+    runner.begin(start, now, now, 0, 1, coarse=True)
+    simulator, chain = climber.evaluate.at(start), runner._chain
+    for k, part in enumerate(space.parts):
+        row = chain.uniform[0]
+        row[:] = 0.0
+        row[1], row[4], row[7], row[8] = (k + 0.5) / len(space.parts), kind, 0.9, 1.0
+        chain.counts[DRAWN] = 0
+        pools, change = simulator.templates.pools, simulator.change
+        table = simulator.templates.keys.table
+        if not draw(runner._moves, chain, simulator.state.config, pools.config_shard, table, change):
+            runner._answer(simulator)
+        drawn = dict(zip(change.operator[: int(change.number[0])].tolist(), change.config.tolist(), strict=False))
+        found = {i: simulator.templates.configs[n] for i, n in drawn.items()}
+        assert len({found[i] for i in part}) == 1
+        model, config = part[0], found[part[0]]
+        neighbours = {
+            OperatorConfig(
+                over.degrees, over.devices, over.replicas, start[model].shard_weights and len(over.devices) > 1
+            )
+            for link in space.propagation.links[model]
+            for back in space.propagation.links[link.target]
+            if back.target == model
+            for over in [space.propagation.over(link.target, start[link.target], back)]
+        }
+        swapped = start[model].on({0: 3, 3: 0}.get(d, d) for d in start[model].devices)
+        wanted = {0.0: {config}, 0.75: {start[model]}, 0.86: {swapped}, 0.95: neighbours or {start[model]}}[kind]
+        assert config in wanted
+        different += config != start[model]
+    assert (different > 0) == (kind != 0.75)
+
+
+def test_a_chain_that_ends_worse_than_it_began_leaves_the_plan(monkeypatch: pytest.MonkeyPatch) -> None:
+    graph, topology = cnn(batch=32, hidden=512), ethernet(4)
+    climber = Climber(graph, topology, Costs(graph, topology), Options(), seed=0)
+    rng = np.random.Generator(np.random.PCG64(1))
+    start, worse = climber.space.random_plan(rng), climber.space.random_plan(rng)
+    now = climber.evaluate(start)
+    monkeypatch.setattr(Runner, "best", property(lambda _: (worse, Evaluation(2.0 * now.cost, 0.0))))
+    monkeypatch.setattr(Runner, "found", lambda _: [])
+    done = climber.climb(Climb(0, 0, "from random", start, 64, now, coarse=True), lambda _: None)
+    assert done.proposals == 64 and done.configs == start and done.evaluation == now

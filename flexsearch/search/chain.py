@@ -324,10 +324,16 @@ def _after_neighbour(moves: Moves, now: U32, shard: U8, table: Table, change: Ch
     back = np.uint64(moves.link_first[source])
     while moves.link_target[back] != i:
         back += ONE
-    config = _ask(table, change, OVER, moves.link_kind[back], now[source])
-    if config != MISSING and shard[np.uint64(config)] != shard[np.uint64(now[i])]:
-        config = _ask(table, change, STORED, config, ZERO)
-    return config
+    return _follow(table, change, shard, moves.link_kind[back], now[source], now[i])
+
+
+@lean
+def _follow(table: Table, change: Change, shard: U8, link: Any, config: Any, has: Any) -> Any:
+    """What follows ``config`` over a link, with weights stored as those of the config that the operator ``has``."""
+    found = _ask(table, change, OVER, link, config)
+    if found != MISSING and shard[np.uint64(found)] != shard[np.uint64(has)]:
+        found = _ask(table, change, STORED, found, ZERO)
+    return found
 
 
 @lean
@@ -360,13 +366,9 @@ def _span(moves: Moves, chain: Chain, now: U32, shard: U8, table: Table, change:
         source = np.uint64(moves.main_source[i])
         if source < first or source == i or chain.chosen[source] == MISSING:
             continue
-        follows = _ask(table, change, OVER, moves.main_link[i], chain.chosen[source])
+        follows = _follow(table, change, shard, moves.main_link[i], chain.chosen[source], now[i])
         if follows == MISSING:
             return
-        if shard[np.uint64(follows)] != shard[np.uint64(now[i])]:
-            follows = _ask(table, change, STORED, follows, ZERO)
-            if follows == MISSING:
-                return
         _add(change, i, follows)
         chain.chosen[i] = follows
 
@@ -407,14 +409,10 @@ def _copy(moves: Moves, now: U32, shard: U8, table: Table, change: Change, u: F6
                     link = k
                     break
                 which -= ONE
-        config = _ask(table, change, OVER, moves.link_kind[link], config)
+        at = np.uint64(moves.link_target[link])
+        config = _follow(table, change, shard, moves.link_kind[link], config, now[at])
         if config == MISSING:
             return
-        at = np.uint64(moves.link_target[link])
-        if shard[np.uint64(config)] != shard[np.uint64(now[at])]:
-            config = _ask(table, change, STORED, config, ZERO)
-            if config == MISSING:
-                return
         _add(change, at, config)
         if u[np.uint64(4) + TWO * step] < 0.35:
             return

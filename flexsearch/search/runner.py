@@ -97,7 +97,8 @@ class Runner:
         self._drawn: dict[tuple[int, int], OperatorConfig] = {}
         self._links = [(i, link) for i, links in enumerate(space.propagation.links) for link in links]
         self._simulator: DeltaSimulator | None = None
-        self._fine: Moves
+        self._layouts: tuple[Moves, Moves]
+        """For chains over single operators, and for coarse ones."""
         self._moves: Moves
         self._chain: Chain
 
@@ -109,8 +110,9 @@ class Runner:
         ``generation``: chains of different ones draw from different candidates. The chain ends when ``patience``
         proposals in a row brought it nothing new. ``coarse``: it changes whole classes of operators only."""
         if self._simulator is not (simulator := self.evaluate.at(configs)):
-            self._simulator, self._fine = simulator, self._lay_out(simulator.templates.alike)
-        self._moves = self._coarse(self._fine) if coarse else self._fine
+            fine = self._lay_out(simulator.templates.alike)
+            self._simulator, self._layouts = simulator, (fine, self._coarse(fine))
+        self._moves = self._layouts[coarse]
         excess = COARSE_EXCESS if coarse else EXCESS[FIRST[generation % len(FIRST)] :]
         operators, log = len(self.space.graph.operators), 4096
         number = generation % SETS + SETS * (generation // RENEWED)
