@@ -2,9 +2,33 @@
 
 from __future__ import annotations
 
+import re
+from typing import Self
+
 
 class FlexsearchError(Exception):
-    """A mistake in what the user gave, or a failure of the cluster. The message says what is wrong and what to do."""
+    """A mistake in what the user gave, or a failure of the cluster.
+
+    ``message`` says what is wrong, ``remedy`` what to do about it; ``str()`` gives both, as sentences. ``kind`` is the
+    class as a word for programs: ``topology_error``.
+    """
+
+    def __init__(self, message: str, remedy: str = "") -> None:
+        self.message, self.remedy = message, remedy
+        super().__init__(message, remedy)
+
+    def __str__(self) -> str:
+        if not self.remedy:
+            return self.message
+        return f"{self.message}{'' if self.message.endswith(('.', '!', '?', ':')) else '.'} {self.remedy}"
+
+    @property
+    def kind(self) -> str:
+        return re.sub(r"(?<=.)(?=[A-Z])", "_", type(self).__name__).lower()
+
+    def at(self, place: str) -> Self:
+        """The same error, with the place where it happened before its message: ``strategy file s.json: ...``."""
+        return type(self)(f"{place}: {self.message}", self.remedy)
 
 
 class FileFormatError(FlexsearchError):

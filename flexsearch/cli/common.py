@@ -77,7 +77,7 @@ def load_strategy(path: Path, setting: Setting) -> Strategy:
     try:
         strategy.check(setting.graph, setting.topology)
     except FlexsearchError as error:
-        raise type(error)(f"strategy file {path}: {error}") from error
+        raise error.at(f"strategy file {path}") from error
     return strategy
 
 

@@ -156,8 +156,8 @@ def _setting(path: Path, plan: Strategy, graph: str | None, profile: Path | None
     try:
         plan.check(found, plan.cluster)
     except FlexsearchError as error:
-        hint = "" if graph is not None else " Give the graph with --graph GRAPH."
-        raise type(error)(f"strategy file {path}: {error}{hint}") from error
+        remedy = error.remedy if graph is not None else f"{error.remedy} Give the graph with --graph GRAPH.".lstrip()
+        raise type(error)(f"strategy file {path}: {error.message}", remedy) from error
     return Setting.of(found, plan.cluster, Profile.load(profile) if profile is not None else None)
 
 
