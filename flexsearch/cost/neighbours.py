@@ -37,7 +37,7 @@ def neighbours(graph: OperatorGraph, device: str, threads: int, max_parts: int, 
         for process in processes:
             assert process.stdout is not None
             if process.stdout.readline() != "ready\n":
-                raise ProfileError("a busy neighbour ended before it began; its error stands above")
+                raise ProfileError("a neighbour process failed to start", "Its error is printed above.")
         yield
     finally:
         for process in processes:

@@ -100,11 +100,12 @@ class Profile(FileModel):
         """
         mine, theirs = (p.device.model_copy(update={"stands_for": ()}) for p in (self, other))
         if mine != theirs:
-            raise ProfileError(f"a profile of {mine} cannot be extended by one of {theirs}; keep two files")
+            raise ProfileError(f"a profile of {mine} cannot be extended by one of {theirs}", "Keep two files.")
         if self.busy_neighbours != other.busy_neighbours:
             raise ProfileError(
                 f"a profile measured beside {self.busy_neighbours} busy processes cannot be extended by one measured "
-                f"beside {other.busy_neighbours}; keep them in separate files"
+                f"beside {other.busy_neighbours}",
+                "Keep two files.",
             )
         return Profile(
             device=mine.model_copy(

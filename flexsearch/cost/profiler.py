@@ -79,7 +79,7 @@ def profile_graph(
     """
     for option, value in (("threads", threads), ("max_parts", max_parts), ("repeats", repeats)):
         if value < 1:
-            raise ProfileError(f"{option} must be at least 1, not {value}")
+            raise ProfileError(f"{option} is {value}", "Give at least 1.")
     here = _device(device, threads)
     if here.kind == "cpu":
         keep_freed_memory()  # as the runtime does
@@ -374,13 +374,13 @@ def _device(device: str, threads: int) -> ProfileDevice:
     try:
         kind = torch.device(device).type
     except RuntimeError as error:
-        raise ProfileError(f"there is no device {device!r}; give 'cpu' or 'cuda'") from error
+        raise ProfileError(f"there is no device {device!r}", "Give 'cpu', 'cuda' or 'cuda:N'.") from error
     if kind == "cuda":
         if not torch.cuda.is_available():
-            raise ProfileError("there is no CUDA device here to profile; give device='cpu'")
+            raise ProfileError("this machine has no CUDA device to profile", "Give device 'cpu'.")
         return ProfileDevice(kind="cuda", model=torch.cuda.get_device_name(device))
     if kind != "cpu":
-        raise ProfileError(f"cannot profile device {device!r}; give 'cpu' or 'cuda'")
+        raise ProfileError(f"cannot profile device {device!r}", "Give 'cpu', 'cuda' or 'cuda:N'.")
     return ProfileDevice(kind="cpu", model=cpu_model(), threads=threads)
 
 

@@ -28,8 +28,9 @@ def join(topology: Topology, timeout_s: float) -> torch.device:
         missing = [name for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT") if name not in os.environ]
         if missing and count > 1:
             raise RuntimeFailure(
-                f"this strategy needs {count} processes, but {', '.join(missing)} is not set. Start the script with "
-                f"`torchrun --nproc-per-node N script.py` (one process for each device of topology {topology.name!r})."
+                f"this strategy needs {count} processes, but {', '.join(missing)} is not set",
+                "Start the script with `torchrun --nproc-per-node N script.py`, one process for each device of "
+                f"topology {topology.name!r}.",
             )
         _check_world(int(os.environ.get("WORLD_SIZE", "1")), topology)
         try:
@@ -41,7 +42,10 @@ def join(topology: Topology, timeout_s: float) -> torch.device:
             if dist.get_backend() == "gloo":
                 atexit.register(_leave)
         except (RuntimeError, ValueError) as error:
-            raise RuntimeFailure(f"the process group could not be made: {error}") from error
+            raise RuntimeFailure(
+                f"the ranks could not be connected: {error}",
+                "Check that every rank was started and can reach MASTER_ADDR at MASTER_PORT.",
+            ) from error
     _check_world(dist.get_world_size(), topology)
     if topology.devices[dist.get_rank()].kind == "cpu":
         keep_freed_memory()
@@ -49,8 +53,8 @@ def join(topology: Topology, timeout_s: float) -> torch.device:
     local = int(os.environ.get("LOCAL_RANK", dist.get_rank() % max(1, torch.cuda.device_count())))
     if local >= torch.cuda.device_count():
         raise RuntimeFailure(
-            f"rank {dist.get_rank()} needs CUDA device {local}, but this machine has {torch.cuda.device_count()}. "
-            "Start one process for each GPU, or use a topology of CPU devices."
+            f"rank {dist.get_rank()} needs CUDA device {local}, but this machine has {torch.cuda.device_count()}",
+            "Start one process for each GPU, or use a topology of CPU devices.",
         )
     torch.cuda.set_device(local)
     return torch.device("cuda", local)
@@ -68,7 +72,8 @@ def _check_world(size: int, topology: Topology) -> None:
     if size != len(topology.devices):
         raise RuntimeFailure(
             f"{size} processes were started, but the strategy is for topology {topology.name!r} with "
-            f"{len(topology.devices)} devices. Start that many, or optimize for another topology."
+            f"{len(topology.devices)} devices",
+            "Start one process for each device, or optimize for another topology.",
         )
 
 
@@ -82,8 +87,8 @@ def agree(what: Mapping[str, str]) -> None:
         if different:
             values = {rank: (everyone[rank] or {}).get(key) for rank in different[:4]}
             raise RuntimeFailure(
-                f"the ranks were started with different {key}: rank 0 has {value}, others {values}. "
-                "Give every rank the same model, strategy file and versions."
+                f"the ranks do not have the same {key}: rank 0 has {value}, others have {values}",
+                "Give every rank the same model, strategy file and versions.",
             )
 
 

@@ -61,8 +61,9 @@ def main_from_env(
     missing = [name for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT") if name not in os.environ]
     if missing:
         raise RuntimeFailure(
-            f"{', '.join(missing)} not set: the probe runs on every rank. Start it with `torchrun --nproc-per-node N "
-            "-m flexsearch.cli probe -o FILE` on each host, or `flexsearch probe -n N` for ranks on this machine alone."
+            f"the probe runs on every rank, but {', '.join(missing)} is not set",
+            "Start it on each host with `torchrun --nproc-per-node N -m flexsearch.cli probe -o FILE`, or on this "
+            "machine alone with `flexsearch probe -n N -o FILE`.",
         )
     backend = backend or ("nccl" if torch.cuda.is_available() else "gloo")
     mine = not dist.is_initialized()
@@ -72,7 +73,10 @@ def main_from_env(
         if mine:
             dist.init_process_group(backend, timeout=timedelta(seconds=timeout_s))
     except (RuntimeError, ValueError) as error:
-        raise RuntimeFailure(f"the process group could not be made: {error}") from error
+        raise RuntimeFailure(
+            f"the ranks could not be connected: {error}",
+            "Check that every rank was started and can reach MASTER_ADDR at MASTER_PORT.",
+        ) from error
     try:
         topology = probe(quick=quick)
         if output is not None and dist.get_rank() == 0:
@@ -89,16 +93,21 @@ def probe(*, quick: bool = False, name: str = "probed") -> Topology:
     Takes about 10 to 30 s if ``quick``, about a minute otherwise. Raises RuntimeFailure if a rank dies meanwhile.
     """
     if not dist.is_initialized():
-        raise RuntimeFailure("the probe needs a process group: call torch.distributed.init_process_group first")
+        raise RuntimeFailure(
+            "the probe needs a process group", "Call torch.distributed.init_process_group first, on every rank."
+        )
     backend = dist.get_backend()
     if backend not in ("gloo", "nccl"):
         raise RuntimeFailure(
-            f"the probe measures gloo and nccl, not {backend!r}; make the process group with one of them"
+            f"the probe cannot measure backend {backend!r}", "Make the process group with gloo or nccl."
         )
     try:
         return _Probe("nccl" if backend == "nccl" else "gloo", QUICK if quick else THOROUGH).run(name)
     except RuntimeError as error:
-        raise RuntimeFailure(f"rank {dist.get_rank()}: the probe broke off; did another rank die? ({error})") from error
+        raise RuntimeFailure(
+            f"rank {dist.get_rank()}: the probe failed, perhaps because another rank died ({error})",
+            "Look at the output of the other ranks, then start all ranks again.",
+        ) from error
 
 
 class _Probe:

@@ -93,12 +93,12 @@ def train(
     when one of them dies.
     """
     if steps < 1:
-        raise RuntimeFailure(f"cannot train for {steps} steps; give a number from 1")
+        raise RuntimeFailure(f"cannot train for {steps} steps", "Give at least 1.")
     if not isinstance(strategy, Strategy):
         strategy = Strategy.load(strategy)
     loaded = load_callable(model, **dict(arguments or {})) if isinstance(model, str) else model
     if any(tensor.is_meta for tensor in loaded.model.parameters()):
-        raise RuntimeFailure("the model is on the meta device and has no weights to train; build it on the CPU")
+        raise RuntimeFailure("the model is on the meta device and has no weights to train", "Build it on the CPU.")
     generator = torch.Generator().manual_seed(seed)
     inputs, targets = _filled(loaded.inputs, generator), _filled(loaded.targets, generator)
     parallel = parallelize(
@@ -119,7 +119,8 @@ def train(
         timeline = record(parallel, step) if trace else None
     except RuntimeError as error:  # a barrier or a gathering that a dead rank does not come to
         raise RuntimeFailure(
-            f"rank {parallel.rank}: another rank has died or hangs; look at its output, then start again. ({error})"
+            f"rank {parallel.rank}: another rank has died or hangs ({error})",
+            "Look at the output of the other ranks, then start all ranks again.",
         ) from error
     return Training(tuple(done), predicted, lowered, simulation, timeline)
 

@@ -219,6 +219,7 @@ class Wire:
         name = lowered.weights[member.key].tensor if what.purpose == "synchronise" else lowered.edges[member.key].tensor
         peers = sorted(set(what.devices) - {self.rank})
         return RuntimeFailure(
-            f"rank {self.rank}: {what.form} of {name!r} ({what.purpose}) with ranks {peers} failed. One of them has "
-            f"died, hangs, or cannot be reached; look at its output, then start all ranks again. ({error})"
+            f"rank {self.rank}: {what.form} of {name!r} ({what.purpose}) with ranks {peers} failed: one of them has "
+            f"died, hangs or cannot be reached ({error})",
+            "Look at the output of those ranks, then start all ranks again.",
         )

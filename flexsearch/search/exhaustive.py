@@ -187,17 +187,19 @@ class _Run:
         if len(self.topology.devices) > MOST_DEVICES:
             raise StrategyError(
                 f"topology {self.topology.name} has {len(self.topology.devices)} devices; an exhaustive search can "
-                f"take {MOST_DEVICES}. Take part of it (Topology.subset), or use lower_bound."
+                f"take {MOST_DEVICES}",
+                "Search a part of the topology (Topology.subset), or use lower_bound.",
             )
         rows = [list(dict.fromkeys(choices(i))) for i in range(len(self.graph.operators))]
         for op, row in zip(self.graph.operators, rows, strict=True):
             if len(row) > MOST_CHOICES:
                 raise StrategyError(
                     f"operator {op.name!r} has {len(row)} configs to choose from; an exhaustive search can take "
-                    f"{MOST_CHOICES}. Give fewer choices, or fewer devices, or use lower_bound."
+                    f"{MOST_CHOICES}",
+                    "Give fewer choices or fewer devices, or use lower_bound.",
                 )
             if not row:
-                raise StrategyError(f"operator {op.name!r} has no config to choose from; give it at least one")
+                raise StrategyError(f"operator {op.name!r} has no config to choose from", "Give it at least one.")
         self.rows, self.plans = rows, prod(map(len, rows))
         complete, why = False, "the whole space was searched"
         try:
@@ -251,9 +253,9 @@ class _Run:
     def _report(self) -> None:
         elapsed = time.monotonic() - self.began
         if self.max_nodes is not None and self.nodes >= self.max_nodes:
-            raise _Stop(f"{self.nodes} partial plans were looked at")
+            raise _Stop(f"the budget of {self.max_nodes} partial plans was used up")
         if self.budget_s is not None and elapsed >= self.budget_s:
-            raise _Stop(f"the budget of {self.budget_s:g} s is used up")
+            raise _Stop(f"the budget of {self.budget_s:g} s was used up")
         if self.on_progress is not None and elapsed - self.reported >= 0.1:
             self.reported = elapsed
             self.on_progress(
