@@ -202,7 +202,7 @@ def by_layer(lowered: Lowered, steps: Sequence[Step], repeated: bool = False) ->
 
 
 def kinds_in_words(found: dict[Kind, float], total: float, most: int = len(KINDS)) -> str:
-    """ "synchronising gradients 3.08 s (86 %), computing forward 327 ms (9 %)"; what is below half a percent is left
+    """ "synchronising gradients 3.08 s (86 %), forward pass 327 ms (9 %)"; what is below half a percent is left
     out."""
     rows = sorted(found.items(), key=lambda item: -item[1])[:most]
     shown = [row for row in rows if row[1] >= 0.005 * total] or rows[:1]

@@ -119,4 +119,4 @@ class Agenda:
             if limit > total >= last + limit / 2 and not climbed.phase.endswith(POLISHED):
                 polished = [c for c in climbs[n + 1 :] if c.phase.endswith(POLISHED)]
                 return [*climbs[: n + 1], *polished], f"half of the budget of {limit} proposals brought nothing better"
-        return climbs, f"{limit} proposals were made"
+        return climbs, f"the budget of {limit} proposals was used up"

@@ -16,14 +16,14 @@ from flexsearch.simulate.simulation import Simulation
 Kind = Literal["forward", "backward", "update", "activations", "gather", "synchronise", "latency", "handling"]
 
 KINDS: Final[dict[Kind, str]] = {
-    "forward": "computing forward",
-    "backward": "computing backward",
-    "update": "updating weights",
+    "forward": "forward pass",
+    "backward": "backward pass",
+    "update": "weight update",
     "activations": "moving activations",
     "gather": "gathering weights",
     "synchronise": "synchronising gradients",
-    "latency": "latency of messages",
-    "handling": "processor moving bytes",
+    "latency": "message latency",
+    "handling": "moving bytes on the processor",
 }
 """Kinds of work, in words. ``activations``: with their gradients. ``latency``: the part of a communication in which no
 link is busy with it."""

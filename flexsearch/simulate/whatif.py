@@ -107,9 +107,9 @@ def _hardware(lowered: Lowered, arrays: TaskArrays) -> Iterator[WhatIf]:
         everywhere = np.full(len(topology.resources), float(FACTOR))
         yield WhatIf("bandwidth x2", "twice the bandwidth of all links", _retimed(lowered, arrays, everywhere))
     same = np.ones(len(topology.resources))
-    yield WhatIf("latency / 2", "half the latency of the links", _retimed(lowered, arrays, same, latency=0.5))
-    yield WhatIf("overhead / 2", "messages start in half the time", _retimed(lowered, arrays, same, overhead=0.5))
-    yield WhatIf("compute x2", "every computation in half the time", _retimed(lowered, arrays, same, compute=0.5))
+    yield WhatIf("latency / 2", "half the link latency", _retimed(lowered, arrays, same, latency=0.5))
+    yield WhatIf("overhead / 2", "half the start-up time of messages", _retimed(lowered, arrays, same, overhead=0.5))
+    yield WhatIf("compute x2", "computation twice as fast", _retimed(lowered, arrays, same, compute=0.5))
 
 
 def _retimed(
@@ -141,8 +141,8 @@ def _tasks_of(starts: npt.NDArray[np.uint32]) -> npt.NDArray[np.int64]:
 def _synchronisation(lowered: Lowered, lowering: Lowering, arrays: TaskArrays) -> Iterator[WhatIf]:
     tasks, options = lowered.tasks, lowered.options
     sync = np.array([kind_of(tasks, t) == "synchronise" for t in range(len(tasks))], dtype=bool)
-    yield WhatIf("gradients at no cost", "gradients synchronised at no cost (a limit)", _without(arrays, sync))
-    yield WhatIf("no overlap", "no overlap of gradients and backward pass", _after_backward(tasks, sync))
+    yield WhatIf("gradients at no cost", "gradient synchronisation for free (a limit)", _without(arrays, sync))
+    yield WhatIf("no overlap", "gradients synchronised after the backward pass", _after_backward(tasks, sync))
     for name, nbytes in (
         ("buckets x4", 4 * options.bucket_bytes),
         ("buckets / 4", max(1, options.bucket_bytes // 4)),
@@ -178,7 +178,7 @@ def _after_backward(tasks: TaskGraph, sync: npt.NDArray[np.bool_]) -> float:
 
 def _batch(lowered: Lowered, profile: Profile | None) -> WhatIf:
     """Twice the batch; its time is halved, so that it is that of the same number of samples."""
-    change, words = "batch x2", f"twice the batch ({FACTOR * lowered.graph.batch}), time for {lowered.graph.batch}"
+    change, words = "batch x2", f"twice the batch ({FACTOR * lowered.graph.batch}), time per {lowered.graph.batch}"
     try:
         graph = with_batch(lowered.graph, FACTOR)
     except NotationError as error:
@@ -188,5 +188,5 @@ def _batch(lowered: Lowered, profile: Profile | None) -> WhatIf:
     )
     use = memory(larger)
     missing = max(0, *(m.peak - d.memory_bytes for m, d in zip(use, lowered.topology.devices, strict=True)))
-    remark = "pieces that were not measured are estimated" if profile is not None else ""
+    remark = "pieces that the profile lacks are estimated" if profile is not None else ""
     return WhatIf(change, words, times(larger.tasks.arrays())[0] / FACTOR, missing, remark)
