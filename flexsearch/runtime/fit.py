@@ -1,6 +1,6 @@
-"""From what the probe measured to a topology: hosts around a switch, with the figures that explain the measurements.
+"""Fits a topology to what the probe measured: hosts around a switch, with figures that explain the measurements.
 
-A pure function of plain data, so that it can be tested, and repeated, without a cluster.
+A pure function of plain data, so that it can be tested and repeated without a cluster.
 """
 
 from __future__ import annotations
@@ -20,13 +20,11 @@ from flexsearch.topology.parts import FORMS
 
 Pair = tuple[int, int]
 UNEVEN = 1.5
-"""Pairs inside a host whose bandwidths differ by more than this get wires of their own."""
-
-
+"""Pairs inside a host whose bandwidths differ by more than this factor get links of their own."""
 ALIKE = 1.15
-"""Pairs of hosts whose bandwidths differ by less than this are taken for alike."""
+"""Pairs of hosts whose bandwidths differ by less than this factor count as equal."""
 SLOWED = 1.5
-"""A device that is slower than its likes by less than this was disturbed."""
+"""A device slower than others of its model by less than this factor is taken to have been disturbed."""
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""Joining the ranks of a run: process group, device of each rank, and proof that all ranks mean the same thing."""
+"""Joins the ranks of a run: the process group, each rank's device, and a check that all ranks agree on the plan."""
 
 from __future__ import annotations
 

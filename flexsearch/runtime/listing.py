@@ -1,4 +1,4 @@
-"""What a rank runs in a step, as readable Python: for people, and for diffs between two strategies."""
+"""A rank's step as readable Python, to read, or to compare two strategies by diff."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a rank runs on: who and where it is, and what its device computes. The probe's part that needs no partner."""
+"""What a rank runs on: host, cores and memory, and how fast its device computes. Sends no messages."""
 
 from __future__ import annotations
 

@@ -1,13 +1,13 @@
-"""``flexsearch probe``: measures the cluster that it runs on, and writes it down as a topology.
+"""``flexsearch probe``: measures the cluster it runs on and describes it as a topology.
 
 Every rank of a process group calls :func:`probe`. Transfers are made as the runtime makes them (see ``wire``): direct
 messages whose receives are posted before anything is sent, and the backend's own all-reduce. What is measured:
 
-1. each device on its own, ranks that share a processor one after the other;
-2. each pair of ranks while nothing else moves: time of a few bytes, and the slope of time over bytes between two large
-   sizes, which start-up costs and the buffers of a rate-limited network do not bias;
-3. hosts of several ranks with all their ranks talking to other hosts: is the network card the bottleneck?
-4. each form of communication among all ranks; ``fit`` turns its time over the ideal into a factor.
+1. each device by itself, ranks that share a processor one after the other;
+2. each pair of ranks while nothing else moves: the time for a few bytes, and the slope of time over bytes between two
+   large sizes, which neither start-up costs nor the buffers of a rate-limited network bias;
+3. hosts with several ranks, while all of them talk to other hosts, to see whether the network card is the bottleneck;
+4. each form of communication among all ranks; ``fit`` turns the ratio to the ideal time into a factor.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """What one rank does in a step: its part of the task graph, compiled to a list of instructions. Needs no torch.
 
-Consecutive operators of the rank with nothing to communicate between them, forward or backward, form a **segment**: one
-forward and one backward instruction. Between segments stand the parts that the rank has in reshards: ``Start`` issues a
-communication of the task graph, ``Finish`` waits for it and puts the received regions together.
+Consecutive operators of the rank without communication between them, forward or backward, form a **segment**: one
+forward and one backward instruction. Between segments come the rank's parts of reshards: ``Start`` issues a
+communication of the task graph, ``Finish`` waits for it and assembles the regions received.
 """
 
 from __future__ import annotations

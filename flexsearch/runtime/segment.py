@@ -1,4 +1,4 @@
-"""A segment at work: its operators' kernels, and a backward pass that is called like any other task."""
+"""Runs a segment: the kernels of its operators, and its backward pass as a task of its own."""
 
 from __future__ import annotations
 

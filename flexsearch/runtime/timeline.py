@@ -1,8 +1,8 @@
-"""What really happened in a step, task by task, on one clock; and where it differs from what was predicted.
+"""The measured timeline of a step, task by task, on one clock, and where it differs from the prediction.
 
-Compute tasks are the spans of the engine's instructions. A communication lasts from the moment when the last of its
-senders issues it until the last of its receivers has it. That end is seen only where a receiver waits; data that comes
-before it is needed ended at some unknown time in between, and its task is ``hidden``: its end is an upper bound.
+Compute tasks are the spans of the engine's instructions. A communication lasts from when its last sender issues it
+until its last receiver has the data. That end is visible only if a receiver waits for it. If the data arrives before it
+is needed, the task is ``hidden``: its end is an upper bound.
 """
 
 from __future__ import annotations

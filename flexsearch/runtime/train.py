@@ -1,4 +1,4 @@
-"""``flexsearch run``: a short training run of a strategy, each step timed, predicted beside measured."""
+"""``flexsearch run``: a short training run of a strategy, with every step timed and compared with the prediction."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ from flexsearch.simulate import Simulation, simulate
 from flexsearch.strategy import Strategy
 
 WARM_UP = 2
-"""Steps that do not count: they allocate memory and make connections."""
+"""First steps that are not counted: they allocate memory and open connections."""
 CLASSES = 10
-"""Random class targets, where the example batch has no data, lie below this."""
+"""Random class targets are below this; they are used where the example batch has no data."""
 
 
 @dataclass(frozen=True)

@@ -1,8 +1,8 @@
 """Communication of one rank: issues the exchanges of the task graph on a process group and hands out what arrives.
 
-gloo: receives are posted before anything is sent, at the start of the step, which makes point-to-point traffic full
-duplex (posted after the sends it is half as fast); sums are all-reduced by the backend's ring. NCCL: both sides of an
-exchange are issued together at its place in the order, which is the same on all ranks, so nothing can block.
+gloo: all receives are posted at the start of the step, before anything is sent, which makes point-to-point traffic full
+duplex (half as fast if they are posted after the sends); the backend's ring computes all-reduces. NCCL: both sides of
+an exchange are issued together, in an order that is the same on all ranks, so nothing can block.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """What each climb of a search does: where it starts, and how many proposals it may make.
 
-It follows from the climbs that have ended long before (``team.WINDOW``) and from numbers of proposals: so it is the
-same however many processes climb.
+This depends only on climbs that ended at least ``team.WINDOW`` climbs earlier and on numbers of proposals, so it is the
+same for any number of processes.
 """
 
 from __future__ import annotations
@@ -18,15 +18,16 @@ from flexsearch.search.team import WINDOW
 POLISHED: Final = ", polished"
 """Ends the phase of climbs that polish what another one found."""
 POLISH: Final = 0.3
-"""The last part of a budget is for polishing: so much of the proposals; or, when so much of the time is left (half of
-it without gains ends a search, too) and no plan as good as the best is a local optimum or on its way there, one process
-polishes the best, and the others go on."""
+"""Share of a budget that is left for polishing the best plan. With a budget in seconds, one process turns to polishing
+when this share is left (or when the search is about to end for lack of gains), unless a plan as good as the best is a
+local optimum or is being polished already; the other processes go on."""
 SLOWER: Final = 8
-"""After so many climbs each, chains are given one more time the patience: they cool down more slowly."""
+"""After every so many climbs, the patience of chains grows by its first value: they cool down more slowly."""
 LENGTH: Final = 100
-"""A climb makes at most so many times its patience in proposals."""
+"""Most proposals of a climb, in units of its patience."""
 SHARE: Final = 4
-"""So many times its patience, or one part in WINDOW of a budget of proposals, leaves some of it to other climbs."""
+"""With a budget of proposals, a climb makes at most this many times the patience, or one part in WINDOW of the budget,
+whichever is more: the rest is for other climbs."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,4 @@
-"""Why this config and not its neighbours: every other config of an operator, with everything else fixed."""
+"""Other configs of single operators, with the rest of the plan fixed: what they would cost."""
 
 from __future__ import annotations
 

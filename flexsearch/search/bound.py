@@ -1,17 +1,16 @@
-"""A time that no plan can beat: proved for every config of every operator, not only for those that a search has seen.
+"""A lower bound on the iteration time of every legal plan, not only of those that a search has seen.
 
-The bound holds for each number m of devices that a plan may use, and the least of them is the answer:
+For each number m of devices that a plan may use, the bound is the largest of three; the result is the smallest over m:
 
-- **critical path**: what one piece of an operator needs must have been computed by some piece of each producer, so the
-  shortest possible pieces along any path through the forward and the backward pass add up. Pieces have at least the
-  size that splitting over m devices leaves.
-- **work**: all the seconds of computing, with the split that makes them fewest, over m processors. Where devices
-  differ, the bound is the dual of the linear program that gives each operator's work to kinds of processors in parts:
-  any prices of the processors prove a bound, and good ones are looked for.
-- **links**: the loss must reach every device, whatever the plan.
+- **critical path**: each piece of an operator needs something from each producer, so the shortest possible pieces along
+  any path through the forward and backward pass add up. Splitting over m devices limits how short pieces can be.
+- **work**: the total compute time, with the split that makes it smallest, divided among m processors. Where devices
+  differ, a linear program shares the work out among kinds of processors. Its dual gives the bound: any prices of the
+  processors prove one, and the code searches for good prices.
+- **links**: the loss must reach every device.
 
-Nothing else is used of the simulator than that a task takes at least its duration, starts after its dependencies, and
-has its processor for itself. So contention, latencies and the order of events can only make a plan slower than this.
+The proof uses only that a task takes at least its duration, starts after its dependencies, and has its processor to
+itself. Contention, latency and the order of events can only make a plan slower.
 """
 
 from __future__ import annotations
@@ -33,9 +32,9 @@ Column = npt.NDArray[np.float64]
 """Seconds by number of devices: entry m - 1 holds for plans that use at most m."""
 
 ROUNDING: Final = 1.0 - 1e-9
-"""The simulator adds in another order; sums of a million tasks differ by less than this."""
+"""Allows for rounding: the simulator adds in another order, which changes sums over a million tasks by less."""
 PRICE_STEPS: Final = (2.0, 1.4, 1.1, 1.03)
-"""Factors by which prices of processors are tried."""
+"""Factors by which the prices of processors are changed."""
 
 
 @dataclass(frozen=True)

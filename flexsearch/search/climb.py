@@ -1,6 +1,6 @@
 """One climb: a chain from a plan until it finds nothing new, then greedy descent to a local optimum.
 
-A climb depends on nothing but its inputs, so climbs can run in any process and give the same everywhere.
+A climb depends only on its inputs, so it gives the same result in any process.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ from flexsearch.topology import Topology
 
 U32 = npt.NDArray[np.uint32]
 COARSE: Final = (1200, 1200, 2400, 2400, 3600)
-"""Patience of the chains of a search that change whole classes, one after the other: short budgets get short ones."""
+"""Patience of coarse chains by number of the climb: early climbs get short ones, to suit short budgets."""
 TRIES: Final = 5
-"""A climb makes at most so many of them,"""
+"""Most coarse chains of a climb."""
 GAIN: Final = 0.01
-"""until one gains a smaller share of the time."""
+"""A coarse chain that gains less than this share of the time is the climb's last."""
 LOOK: Final = 32
-"""At most so many alternatives between two looks at the clock."""
+"""Most alternatives between two looks at the clock."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,7 +103,7 @@ class Climber:
         self._numbers: dict[tuple[tuple[int, ...], OperatorConfig], tuple[U32, U32]] = {}
 
     def warm(self, configs: Configs) -> None:
-        """Make all that must be made once: compile, the first time on a machine."""
+        """Do what is done once: compile, the first time on a machine."""
         self.evaluate(self.space.random_plan(np.random.Generator(np.random.PCG64(0))))
         self.evaluate.at(configs).by_events()
         now = self.evaluate(configs)

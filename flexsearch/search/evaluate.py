@@ -1,4 +1,4 @@
-"""What a plan costs: simulated, and made dearer where it does not fit into memory."""
+"""The cost of a plan: its simulated time, with a penalty if it does not fit into memory."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 """The fastest plan of a finite space, with proof: depth-first branch and bound.
 
-Operators get their configs one after the other, along the graph. Of each partial plan ``relaxation`` knows a time that
-no plan which continues it can beat; if that is not below the best plan so far, none of them is looked at. Plans that
-remain are simulated in full. (FlexFlow, MLSys 2019, section 8.4, does the same with A* for two small networks.)
+Operators get their configs one after the other, along the graph. ``relaxation`` gives a lower bound on every completion
+of a partial plan; if that is not below the time of the best plan so far, the partial plan is pruned. Complete plans
+that remain are simulated. (FlexFlow, MLSys 2019, section 8.4, does the same with A* for two small networks.)
 """
 
 from __future__ import annotations

@@ -1,15 +1,14 @@
-"""A plan's time without contention, for plans of which only some operators have a config yet: what branch and bound
-prunes by.
+"""Lower bounds for branch and bound: the time without contention of a plan in which only some operators have a config.
 
-Dropped are queues for links, processors that devices share, and processor time for moving bytes; kept are the order of
-tasks on each device, all durations, and the communication between operators that both have configs. What remains is a
-longest path, which contention can only lengthen, and to which further operators can only add.
+The relaxation drops queues for links, sharing of processors, and processor time for moving bytes. It keeps the order of
+tasks on each device, all durations, and the communication between operators that both have a config. What remains is a
+longest path; contention and further operators can only lengthen it.
 
-Operators without a config are bounded by tables that are made once, from the last operator to the first: from the
-moment when operator j starts its forward pieces on devices A to the moment when its backward pieces on devices B end,
-at least ``ahead[j, config, A, B]`` seconds pass, whatever the configs of the operators after it. Of each reader of j
-that is the least over its configs, where a set of devices that start no earlier than t stands for the moments at which
-they really start. A and B are sets of devices; one more column stands for the end of the step.
+Operators without a config are bounded by tables, made once, from the last operator to the first. From the start of
+operator j's forward pieces on devices A to the end of its backward pieces on devices B at least ``ahead[j, config, A,
+B]`` seconds pass, whatever the configs of later operators. Each reader of j contributes the least over its configs; the
+start times of its pieces are relaxed to sets of devices that start no earlier than t. A and B are sets of devices; one
+more column stands for the end of the step.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ from flexsearch.search.longest import F64, I64, NEVER, Tables, children, look_ah
 from flexsearch.strategy import OperatorConfig, Options
 
 HEAVY: Final = 50
-"""An operator with more than this part of all computing is worth a look from afar."""
+"""An operator with at least 1/HEAVY of all computing is bounded together with operators far before it, too."""
 
 
 Moved = tuple[F64, int, F64]

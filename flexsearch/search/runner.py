@@ -1,4 +1,4 @@
-"""Runs compiled chains: lays the space out for them, and answers what they ask for."""
+"""Runs compiled chains: converts the space to arrays for them, and adds the configs and templates that they ask for."""
 
 from __future__ import annotations
 
@@ -52,30 +52,29 @@ from flexsearch.simulate.program import Rows
 from flexsearch.strategy import OperatorConfig
 
 MOVES: Final = {"redraw": 2.0, "copy": 3.0, "group": 4.0, "repeated": 2.0, "swap": 0.5, "shard": 0.5, "span": 2.0}
-"""Moves and how often each is proposed, in the order of their numbers in ``chain``."""
+"""Moves with their relative frequencies, in the order of their numbers in ``chain``."""
 CANDIDATES: Final = 48
-"""Configs of each operator that a chain draws from: a quarter of them split samples only, a quarter one axis at most,
-so that a search soon knows good ones."""
+"""Configs of each operator that a chain draws from. A quarter of them split samples only and a quarter one axis at
+most, so that a search soon meets good ones."""
 SETS, RENEWED = 3, 12
-"""There are so many sets of candidates, which chains use in turn (their templates are known by then), and others after
-so many chains."""
+"""Chains use so many sets of candidates in turn, so that templates are reused; after so many chains come new sets."""
 COARSE: Final = 4000
-"""Configs that a coarse chain draws from, of all classes together, three quarters of them simple ones: a chain that
-moves layers between blocks of devices must find each of them on each block."""
+"""Configs that a coarse chain draws from, of all classes together. Three quarters are simple ones, because a chain that
+moves layers between blocks of devices needs each layer on each block."""
 MOST: Final = 480
-"""But at most so many of each class."""
+"""Most of these for one class."""
 COARSE_FIRST: Final = 2**24
-"""Number of the first of them; candidates of other chains come before."""
+"""Number of the first candidate of coarse chains; the numbers below are for other chains."""
 ROWS: Final = 128
 """Proposals between two looks at the clock."""
 EXCESS: Final = (0.3, 0.1, 0.03, 0.01, 0.003, 0.0005)
-"""How much slower than the best plan a chain may typically be, one after the other: its temperatures. Each of the N
+"""The temperatures of a chain, in order: by what share a plan may typically be slower than the best. Each of the N
 operators that can be changed alone adds about 1 / beta to the cost (equipartition), so beta = N / excess, whatever the
 model's size and speed."""
 COARSE_EXCESS: Final = (0.5, 0.15, 0.05, 0.015, 0.005)
 """The same for coarse chains, where N is the number of classes."""
 FIRST: Final = (1, 0, 2)
-"""Where in ``EXCESS`` chains begin, in turn: what melts a bad plan spoils a good one."""
+"""Where in ``EXCESS`` chains begin, in turn: a temperature that is right for a bad start would lose a good one."""
 
 
 @dataclass(frozen=True, slots=True)

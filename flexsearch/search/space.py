@@ -1,4 +1,4 @@
-"""The space of configs of each operator: at random, and in order around a given one."""
+"""The configs that each operator may have: drawn at random, or listed as alternatives to a given one."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ Rule = Callable[[int, OperatorConfig], OperatorConfig]
 """(operator, any config of it) -> the one nearest to it that is allowed. Applied twice, it changes nothing more."""
 
 FEW: Final = 8
-"""On so many devices or fewer, numbers of devices that do not divide them evenly are drawn twice as often: there are
-not many, and the best plan may need them."""
+"""Up to this many devices, numbers of devices that do not divide them evenly are drawn twice as often: there are few,
+and the best plan may need them."""
 
 
 class Space:
