@@ -27,7 +27,7 @@ from flexsearch.search.longest import F64, I64, NEVER, Tables, children, look_ah
 from flexsearch.strategy import OperatorConfig, Options
 
 HEAVY: Final = 50
-"""An operator with at least 1/HEAVY of all computing is bounded together with operators far before it, too."""
+"""Operators with at least 1/HEAVY of all computing count as heavy; see ``_followers``."""
 
 
 Moved = tuple[F64, int, F64]
