@@ -15,6 +15,7 @@ import numpy as np
 
 from flexsearch.compiled import F64, I64, ONE, TWO, U32, U64, ZERO, lean
 from flexsearch.cost.ticks import whole
+from flexsearch.packed import packed
 from flexsearch.topology import Topology
 from flexsearch.topology.parts import FORMS
 from flexsearch.topology.routes import RouteTable
@@ -32,6 +33,7 @@ class Transfer:
     link_bytes: tuple[tuple[int, int], ...]
 
 
+@packed
 class Rates(NamedTuple):
     """Figures of a topology. ``bandwidth``: B/s by resource (of a processor: 0). ``factor``: by number of a form in
     ``FORMS``. ``processor``: resource by device. ``fixed``: start of a communication (s), processor seconds per
@@ -43,6 +45,7 @@ class Rates(NamedTuple):
     fixed: F64
 
 
+@packed
 class Tally(NamedTuple):
     """What the messages of one communication add up to. ``load``: amount by resource, for the ``listed[0]`` links that
     are listed in ``touched``; ``moved``: likewise amounts that the ``listed[1]`` processors in ``dragged`` send or
@@ -56,6 +59,7 @@ class Tally(NamedTuple):
     latency: F64
 
 
+@packed
 class Loads(NamedTuple):
     """Rows of priced communications, one after the other: ascending resources, amounts and seconds. ``size``: (3,) rows
     of links and of processors so far, and whether there was no room for all."""

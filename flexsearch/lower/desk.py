@@ -11,6 +11,7 @@ import numpy.typing as npt
 from flexsearch.compiled import F64, I64, U8, U32, U64
 from flexsearch.cost.communication import Loads, Tally, empty_loads
 from flexsearch.lower.layout import Side
+from flexsearch.packed import packed
 
 Table = npt.NDArray[np.uint32]
 """Numbers in two dimensions."""
@@ -22,6 +23,7 @@ SEND, RECEIVE, LINK, DRAG, MESSAGE = range(5)
 """Rows of ``Exchanges.end``."""
 
 
+@packed
 class Moves(NamedTuple):
     """Moves: from ``source`` to ``destination`` entry, ``volume`` elements, in which ``exchange``. ``size``: (2,) moves
     so far, and whether there was no room for all. ``sent``: by device, elements that it sends in the phase at hand."""
@@ -34,6 +36,7 @@ class Moves(NamedTuple):
     sent: I64
 
 
+@packed
 class Exchanges(NamedTuple):
     """Exchanges: ``form`` (number in ``FORMS``), ``nbytes``, ``edge`` (bytes that a load counts), ``amount`` (of an
     all-reduce, bytes on each device), ``latency`` (of the longest route, s), ``duration`` (s), ``leader`` (destination
@@ -57,6 +60,7 @@ class Exchanges(NamedTuple):
     tally: Tally
 
 
+@packed
 class Groups(NamedTuple):
     """Destination entries with the same region. By entry: ``following``, the next one of its group. By first entry of a
     group: ``members``, ``last``, and whether the group is ``shared``: served together. By entry: ``first`` and ``end``
@@ -74,6 +78,7 @@ class Groups(NamedTuple):
     given: U32
 
 
+@packed
 class Sets(NamedTuple):
     """Sets of devices that talk to each other. By device: ``root`` (a device of its set), ``role`` (1: sends, 2:
     receives, 3: both), ``number`` of its set, and its ``seat``: set c has the devices ``seated[end[c - 1]:end[c]]``. By
@@ -95,6 +100,7 @@ class Sets(NamedTuple):
     stamp: U32
 
 
+@packed
 class Desk(NamedTuple):
     """Where a reshard is planned. Candidates leave their moves and exchanges one after the other. ``middle``: layout
     between two phases. ``landed``: by device, elements of new copies, copies in between and receive buffers. By

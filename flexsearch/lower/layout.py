@@ -15,6 +15,7 @@ import numpy as np
 
 from flexsearch.compiled import I64, U32, U64
 from flexsearch.graph import Box, Piece
+from flexsearch.packed import packed
 
 
 class Entry(NamedTuple):
@@ -29,6 +30,7 @@ class Entry(NamedTuple):
 Layout = tuple[Entry, ...]
 
 
+@packed
 class Side(NamedTuple):
     """A layout as compiled code wants it. By entry: ``device``, ``box`` (entries, dimensions, low and high), ``volume``
     (elements), ``same`` (the first entry with the same box). Term t, in ascending order, has the entries

@@ -7,11 +7,13 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from flexsearch.compiled import lean
+from flexsearch.packed import packed
 from flexsearch.search.longest import F64, I64, Tables, Work, children
 
 DONE, PLAN, PAUSE = 0, 1, 2
 
 
+@packed
 class Tree(NamedTuple):
     """Where a search is. ``order``: operators as they get their configs; ``chosen``: config by operator, -1: none yet.
     By depth: ``opened`` (whether the children have been made), ``child`` and ``bound`` (configs and what they prove,

@@ -20,6 +20,7 @@ import numpy as np
 import numpy.typing as npt
 
 from flexsearch.compiled import F64, I64, ONE, TWO, U8, U32, U64, ZERO, inlined, lean
+from flexsearch.packed import packed
 from flexsearch.simulate.arrays import Pools, Program, State, Tasks, Work
 from flexsearch.simulate.attempt import attempt
 from flexsearch.simulate.change import Change, Wiring, carry_over, miss
@@ -51,6 +52,7 @@ FRESH, TIMED, WEIGHED = range(3)
 """Stages of a proposal: to be simulated; to be checked for memory; to be decided on."""
 
 
+@packed
 class Moves(NamedTuple):
     """The space for the moves; rows ``[first[i], last[i])`` of a list belong to item i."""
 
@@ -80,6 +82,7 @@ class Moves(NamedTuple):
     memory: I64  # by device, bytes
 
 
+@packed
 class Chain(NamedTuple):
     """Where a chain is. ``uniform``: rows of random numbers. ``candidates``: (2,) first number and how many, for each
     operator. ``excess``: cooling, how much slower than the best a plan may typically be. ``best``: config numbers of

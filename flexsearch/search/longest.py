@@ -8,6 +8,7 @@ import numpy as np
 import numpy.typing as npt
 
 from flexsearch.compiled import compiled, lean
+from flexsearch.packed import packed
 
 F64 = npt.NDArray[np.float64]
 I64 = npt.NDArray[np.int64]
@@ -15,6 +16,7 @@ NEVER = -np.inf
 """Delay between devices that do not wait for each other."""
 
 
+@packed
 class Tables(NamedTuple):
     """Everything about the configs at choice. Arrays by (operator, config, device) unless said otherwise, seconds; -inf
     where there is no piece or no dependency. Rows ``[first, last)`` of a list belong to an item. Masks: bit d is device
@@ -78,6 +80,7 @@ class Tables(NamedTuple):
     other_update: F64  # (1,): likewise of weights with more readers
 
 
+@packed
 class Work(NamedTuple):
     """Where bounds are worked out: seconds by operator and device, by device, by link, or by key of a bucket."""
 

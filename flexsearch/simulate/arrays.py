@@ -8,6 +8,7 @@ import numpy as np
 import numpy.typing as npt
 
 from flexsearch.compiled import F64, I64, U8, U32, U64
+from flexsearch.packed import packed
 
 NOTHING = np.uint32(0xFFFFFFFF)
 """No task, node or row."""
@@ -19,6 +20,7 @@ STRIDE = 16
 """Blocks between two checkpoints, from which a later pass can go on."""
 
 
+@packed
 class Program(NamedTuple):
     """What follows from graph, topology and bucket size. Slots are operands in order, then results (the loss, new
     buffers) that are kept; rows ``[first[i], last[i])`` of a list belong to item i. ``scalars``: start of a
@@ -48,6 +50,7 @@ class Program(NamedTuple):
     scalars: F64
 
 
+@packed
 class Pools(NamedTuple):
     """Templates by number; rows as in ``Program``. An exchange is a communication task, alone or in a bucket."""
 
@@ -100,6 +103,7 @@ class Pools(NamedTuple):
     plan_held: I64
 
 
+@packed
 class State(NamedTuple):
     """A plan: numbers of templates. ``leader``: the slot whose edge a slot reads; ``need``: its layout. ``forward``,
     ``backward``: reshards of a leader's edge, else template 0, which is empty. ``plan``: of each weight.
@@ -123,6 +127,7 @@ class State(NamedTuple):
     stride_load: npt.NDArray[np.int64]
 
 
+@packed
 class Work(NamedTuple):
     """Where a pass works. ``arrived``, checkpoints, what they hold and the groups of buckets have two versions, so that
     a rejected proposal leaves the state's own as they were: ``version`` says which is the state's (by row, then by
@@ -179,6 +184,7 @@ class Work(NamedTuple):
     moment: F64  # so far: makespan, tasks, and the last end of an exchange that somebody waits for
 
 
+@packed
 class Tasks(NamedTuple):
     """The task graph as it is written down. If ``merged``, what a device computes without waiting is one task (not
     where processors are shared, or where moving bytes takes time from them). ``written``: tasks, dependencies, links,

@@ -8,6 +8,7 @@ import numpy as np
 
 from flexsearch.compiled import F64, ONE, U32, U64, ZERO, inlined, lean
 from flexsearch.cost.ticks import TICK
+from flexsearch.packed import packed
 from flexsearch.simulate.arrays import TIME, Pools, Program, State, Tasks, Work
 from flexsearch.simulate.change import Change, Wiring, carry_over, place, wire
 from flexsearch.simulate.keys import Table
@@ -20,6 +21,7 @@ UNKNOWN = -1.0
 events."""
 
 
+@packed
 class Proposals(NamedTuple):
     """The operators and configs of proposal k end at ``end[k]``. ``at``: (1,) the next one. ``seconds``: (1,) of the
     last one."""

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from flexsearch.compiled import ONE, TWO, U8, U32, U64, ZERO, inlined, lean
+from flexsearch.packed import packed
 from flexsearch.simulate.arrays import STRIDE, Pools, Program, State
 from flexsearch.simulate.keys import HELD, LAYOUT, MISSING, PLAN, STEP, WEIGHT, Table, find
 
@@ -16,6 +17,7 @@ ALWAYS = np.uint32(0xFFFFFFFE)
 """Slot without an operator: the loss, which goes everywhere."""
 
 
+@packed
 class Wiring(NamedTuple):
     """Which slots belong to which tensors; rows ``[first[i], last[i])`` of a list belong to item i."""
 
@@ -46,6 +48,7 @@ class Wiring(NamedTuple):
     sync_block: U32  # by weight
 
 
+@packed
 class Change(NamedTuple):
     """Work arrays. ``operator``, ``config``: what a proposal changes, ``number`` ((1,)) of them. ``slot``, ``weight``:
     what it touched, ``touched`` ((2,)) of them. ``tensor_stamp``, ``weight_stamp``: tensors and weights that were done

@@ -11,11 +11,13 @@ from flexsearch.compiled import F64, I64, ONE, U32, U64, ZERO, lean
 from flexsearch.cost.communication import Loads
 from flexsearch.cost.ticks import TICK
 from flexsearch.lower.desk import DRAG, FIRST, LAST, LINK, RECEIVE, SEND
+from flexsearch.packed import packed
 
 LISTS: Final = ("send", "receive", "link", "drag")
 """Lists of an exchange, in the order of their numbers in ``lower.desk``."""
 
 
+@packed
 class Rows(NamedTuple):
     """The columns of ``Pools`` that hold exchanges, by the same names."""
 

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from flexsearch.compiled import ONE, U32, U64, ZERO, lean
+from flexsearch.packed import packed
 
 RESHARD, WEIGHT, STEP, PLAN, HELD, LAYOUT = 1, 5, 6, 7, 8, 9
 """Kinds of keys. RESHARD + log2(bytes per element): (source, destination layout) -> template. The others make a number
@@ -16,6 +17,7 @@ MISSING = np.uint32(0xFFFFFFFF)
 _ROOM = 2048
 
 
+@packed
 class Table(NamedTuple):
     """Open-addressing hash table; key 0 is an empty place."""
 

@@ -1,0 +1,146 @@
+"""Records of arrays that compiled code takes by one pointer.
+
+numba passes a named tuple of arrays by value, at least seven words for each array: functions that hand on 170 arrays
+take seconds to compile, and every call from Python types and unpacks them all. A class marked :func:`packed` is passed
+as a pointer to a block of array descriptors instead, which is made once for each record; a field is read from the block
+where it is used. Descriptors do not change while compiled code runs, and LLVM is told so: it moves their loads out of
+loops.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from typing import Any, Final, TypeVar, cast
+
+import numpy as np
+from llvmlite import ir
+from numba import typeof, types
+from numba.core.imputils import impl_ret_borrowed, lower_getattr_generic
+from numba.core.typing.templates import AttributeTemplate, infer_getattr
+from numba.extending import NativeValue, models, register_model, typeof_impl, unbox
+from numba.np.arrayobj import make_array, populate_array
+
+T = TypeVar("T", bound=tuple[Any, ...])
+
+_WORD: Final = 8
+
+
+class PackedType(types.Type):
+    """Type of a record in compiled code. ``fields``: name -> (its type, place of its first word in the block)."""
+
+    def __init__(self, name: str, fields: dict[str, tuple[Any, int]]) -> None:
+        self.fields = fields
+        super().__init__(name=name)
+
+
+def packed(cls: type[T]) -> type[T]:
+    """Class decorator for a ``NamedTuple`` whose fields are C-contiguous arrays or packed records: compiled code takes
+    instances by pointer. Fields keep their types: arrays are not resized in place while a record is in use."""
+    namespace = {"__module__": cls.__module__, "__qualname__": cls.__qualname__, "__doc__": cls.__doc__}
+    record = type(cls.__name__, (_Record, cls), namespace)
+    typeof_impl.register(record)(lambda value, context: value.packed_type)
+    return cast(type[T], record)
+
+
+class _Record:
+    """What :func:`packed` adds. numba asks for the type of the first record of a kind only, but for the address of
+    each: whichever comes first makes the block."""
+
+    @property
+    def packed_type(self) -> PackedType:
+        """The record's type in compiled code."""
+        if "_type" not in self.__dict__:
+            self._pack()
+        return cast(PackedType, self.__dict__["_type"])
+
+    @property
+    def packed_address(self) -> int:
+        """Where the block of the record's descriptors is."""
+        if "_block" not in self.__dict__:
+            self._pack()
+        return cast(int, self.__dict__["_address"])
+
+    def _pack(self) -> None:
+        fields = cast(tuple[Any, ...], self)
+        key = (type(self), *(_field_key(value) for value in fields))
+        if (packed_type := _TYPES.get(key)) is None:
+            packed_type = _TYPES[key] = _make_type(type(self), fields)
+        block = np.array([word for value in fields for word in _descriptor(value)], np.uint64)
+        self.__dict__.update(_type=packed_type, _block=block, _address=block.ctypes.data)
+
+
+_TYPES: Final[dict[Any, PackedType]] = {}
+
+
+def _field_key(value: Any) -> Any:
+    if isinstance(value, np.ndarray):
+        return value.dtype, value.ndim, value.flags.carray
+    return value.packed_type
+
+
+def _make_type(cls: type, record: Any) -> PackedType:
+    fields: dict[str, tuple[Any, int]] = {}
+    place = 0
+    for name, value in zip(record._fields, record, strict=True):
+        field = typeof(value)
+        if isinstance(field, types.Array) and not (field.layout == "C" and field.mutable and field.aligned):
+            raise TypeError(f"{cls.__name__}.{name} must be a C-contiguous, writable array, not {field}")
+        fields[name] = field, place
+        place += len(_descriptor(value))
+    digest = hashlib.sha256(repr([(n, str(t)) for n, (t, _) in fields.items()]).encode()).hexdigest()
+    return PackedType(f"{cls.__name__}_{digest[:12]}", fields)
+
+
+def _descriptor(value: Any) -> list[int]:
+    """Words of a field: of an array its address, number of elements, shape and strides; of a record its block."""
+    if isinstance(value, np.ndarray):
+        address: int = value.__array_interface__["data"][0]
+        return [address, value.size, *value.shape, *value.strides]
+    return [value.packed_address]
+
+
+register_model(PackedType)(models.OpaqueModel)
+
+
+@unbox(PackedType)
+def _unbox(typ: PackedType, value: Any, c: Any) -> NativeValue:
+    number = c.pyapi.object_getattr_string(value, "packed_address")
+    address = c.pyapi.long_as_voidptr(number)
+    c.pyapi.decref(number)
+    return NativeValue(address)
+
+
+@infer_getattr
+class _Fields(AttributeTemplate):
+    key = PackedType
+
+    def generic_resolve(self, typ: PackedType, attr: str) -> Any:  # type: ignore[override]  # the base only raises
+        field = typ.fields.get(attr)
+        return field[0] if field is not None else None
+
+
+@lower_getattr_generic(PackedType)
+def _read(context: Any, builder: Any, typ: PackedType, block: Any, attr: str) -> Any:
+    """Code that makes the value of a field from the words of the block."""
+    field, place = typ.fields[attr]
+
+    def word(k: int, kind: Any) -> Any:
+        byte = ir.Constant(ir.IntType(64), _WORD * (place + k))
+        pointer = builder.bitcast(builder.gep(block, [byte]), kind.as_pointer())
+        load = builder.load(pointer)
+        load.set_metadata("invariant.load", builder.module.add_metadata([]))
+        return load
+
+    if isinstance(field, PackedType):
+        return word(0, context.get_value_type(field))
+    array = make_array(field)(context, builder)
+    size = context.get_value_type(types.intp)
+    populate_array(
+        array,
+        data=word(0, array.data.type),
+        shape=[word(2 + i, size) for i in range(field.ndim)],
+        strides=[word(2 + field.ndim + i, size) for i in range(field.ndim)],
+        itemsize=context.get_constant(types.intp, field.dtype.bitwidth // 8),
+        meminfo=None,
+    )
+    return impl_ret_borrowed(context, builder, field, array._getvalue())
