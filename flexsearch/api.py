@@ -12,13 +12,13 @@ from flexsearch.errors import StrategyError
 from flexsearch.graph import OperatorGraph
 from flexsearch.lower import Lowered, lower
 from flexsearch.search.exhaustive import Optimum, Step, aligned_configs, exhaustive
-from flexsearch.search.optimize import search, whole_seconds
+from flexsearch.search.optimize import search
 from flexsearch.search.outcome import Progress, SearchResult
 from flexsearch.search.pins import parse_pins
+from flexsearch.search.tuning import tuned_baseline, tuned_baselines
 from flexsearch.simulate import Simulation, over_memory
 from flexsearch.simulate import simulate as simulate_lowered
 from flexsearch.strategy import OperatorConfig, Options, Strategy
-from flexsearch.strategy.baselines import baseline, baselines
 from flexsearch.topology import Topology
 
 if TYPE_CHECKING:
@@ -60,12 +60,13 @@ class Setting:
         return lower(self.graph, strategy, self.topology, self.costs)
 
     def baseline(self, name: str, options: Options | None = None) -> Strategy:
-        """A baseline by name. Raises StrategyError if there is none, or if it makes no sense here."""
-        return baseline(name, self.graph, self.topology, options, whole_seconds(self.graph, self.costs))
+        """A baseline by name, with the bucket size that suits it best; of ``options`` only the optimizer counts.
+        Raises StrategyError if there is none of this name, or if it makes no sense here."""
+        return tuned_baseline(name, self.graph, self.topology, self.costs, options)
 
     def baselines(self, options: Options | None = None) -> dict[str, Strategy]:
-        """Every baseline that makes sense here, by name."""
-        return baselines(self.graph, self.topology, options, whole_seconds(self.graph, self.costs))
+        """Every baseline that makes sense here, by name, as :meth:`baseline` gives it."""
+        return tuned_baselines(self.graph, self.topology, self.costs, options)
 
     def search(
         self,
@@ -147,7 +148,9 @@ class Setting:
                 update={"iteration_s": simulation.makespan_s, "peak_bytes": peak}
             )
             strategy.search = old.search.model_copy(update={"start": "exhaustive search", "optimal": False})
-        return replace(result, strategy=strategy, simulation=simulation, feasible=True, optimal=False)
+        return replace(
+            result, strategy=strategy, simulation=simulation, feasible=True, optimal=False, baseline="", set_aside_s=None
+        )
 
 
 def parse_budget(budget: str | float) -> tuple[float | None, int | None]:

@@ -19,6 +19,7 @@ from flexsearch.simulate import critical_path, makespan, simulate
 from flexsearch.simulate.effects import Effects, SingleChanges
 from flexsearch.simulate.whatif import count, what_ifs
 from flexsearch.strategy import Strategy
+from flexsearch.strategy.baselines import baseline
 
 if TYPE_CHECKING:
     from flexsearch.api import Setting
@@ -41,7 +42,7 @@ def explain(setting: Setting, strategy: Strategy, tries: int, on_progress: OnPro
         changes.append(one)
         report("what would help", len(changes), count(setting.topology))
     space, effects = Space(setting.graph, setting.topology), Effects(lowering, configs, strategy.options)
-    plain = setting.baseline("data-parallel", strategy.options).in_order(setting.graph)
+    plain = baseline("data-parallel", setting.graph, setting.topology).in_order(setting.graph)
     choices = []
     for k, group in enumerate(told := groups(lowered)):
         report("what the choices bring", k, len(told))

@@ -95,7 +95,7 @@ def test_a_wait_for_a_busy_link_and_for_a_processor_that_moves_bytes_is_told() -
     graph = mlp()
     setting = Setting.of(graph, topology)
     found = set()
-    for strategy in setting.baselines(Options(bucket_bytes=1)).values():
+    for strategy in baselines(setting.graph, setting.topology, Options(bucket_bytes=1)).values():
         steps = critical_path(setting.lower(strategy).tasks)
         found |= {(step.why, step.moves_bytes) for step in steps}
     assert {("link", False), ("order", False), ("data", False), ("data", True)} <= found
@@ -117,7 +117,7 @@ def test_a_long_path_is_told_on_one_screen_without_losing_time(name: str) -> Non
 
 
 def lowered_plan(setting: Setting, name: str, **options: Any) -> tuple[Lowered, Lowering]:
-    strategy = setting.baseline(name, Options(**options))
+    strategy = baseline(name, setting.graph, setting.topology, Options(**options))
     lowering = Lowering(setting.graph, setting.topology, setting.costs)
     return lowering.lower([strategy.configs[op.name] for op in setting.graph.operators], strategy.options), lowering
 
@@ -234,7 +234,7 @@ def test_a_graph_that_mixes_the_batch_with_constants_is_refused_and_the_row_says
 @pytest.mark.parametrize("name", ["ethernet-1g-4", "p100:1"])
 def test_alternatives_take_the_time_of_a_whole_simulation(name: str) -> None:
     setting = Setting.of(cnn(), Topology.load(name))
-    strategy = setting.baseline("data-parallel", Options(bucket_bytes=1000))
+    strategy = baseline("data-parallel", setting.graph, setting.topology, Options(bucket_bytes=1000))
     configs = tuple(strategy.configs[op.name] for op in setting.graph.operators)
     lowering, space = Lowering(setting.graph, setting.topology, setting.costs), Space(setting.graph, setting.topology)
     effects = Effects(lowering, configs, strategy.options)
@@ -363,7 +363,7 @@ def plans(tmp_path: Path) -> Path:
     graph, topology = OperatorGraph.load("lenet"), Topology.load("ethernet-1g-2")
     setting = Setting.of(graph, topology)
     setting.baseline("data-parallel").save(tmp_path / "plain.json")
-    setting.baseline("megatron", Options(bucket_bytes=1000)).save(tmp_path / "megatron.json")
+    baseline("megatron", graph, topology, Options(bucket_bytes=1000)).save(tmp_path / "megatron.json")
     configs = dict(setting.baseline("data-parallel").configs)
     for op in graph.operators[7:]:
         configs[op.name] = make_config(op, {}, [1])
