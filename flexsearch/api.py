@@ -18,7 +18,7 @@ from flexsearch.search.pins import parse_pins
 from flexsearch.search.tuning import tuned_baseline, tuned_baselines
 from flexsearch.simulate import Simulation, over_memory
 from flexsearch.simulate import simulate as simulate_lowered
-from flexsearch.strategy import OperatorConfig, Options, Strategy
+from flexsearch.strategy import OperatorConfig, Options, Prediction, Strategy
 from flexsearch.topology import Topology
 
 if TYPE_CHECKING:
@@ -67,6 +67,26 @@ class Setting:
     def baselines(self, options: Options | None = None) -> dict[str, Strategy]:
         """Every baseline that makes sense here, by name, as :meth:`baseline` gives it."""
         return tuned_baselines(self.graph, self.topology, self.costs, options)
+
+    def yardsticks(self, options: Options | None = None) -> dict[str, float | None]:
+        """Iteration times (s) that speed-ups compare with, as arguments of ``report.plan_rows``: those of the baselines
+        data parallel and single device."""
+        times = {}
+        for name, key in (("data-parallel", "data_parallel_s"), ("single", "single_s")):
+            times[key] = simulate_lowered(self.lower(self.baseline(name, options))).makespan_s
+        return {**times}
+
+    def with_prediction(self, strategy: Strategy) -> Strategy:
+        """The strategy with what the simulator says of it in its ``prediction``."""
+        simulation = simulate_lowered(self.lower(strategy))
+        prediction = Prediction(
+            iteration_s=simulation.makespan_s,
+            data_parallel_s=self.yardsticks(strategy.options)["data_parallel_s"],
+            peak_bytes=max(simulation.peak_bytes),
+        )
+        return Strategy.make(
+            self.graph, self.topology, strategy.configs, strategy.options, prediction, strategy.search
+        )  # fmt: skip
 
     def search(
         self,
@@ -149,8 +169,9 @@ class Setting:
             )
             strategy.search = old.search.model_copy(update={"start": "exhaustive search", "optimal": False})
         return replace(
-            result, strategy=strategy, simulation=simulation, feasible=True, optimal=False, baseline="", set_aside_s=None
-        )
+            result, strategy=strategy, simulation=simulation, feasible=True, optimal=False, baseline="",
+            set_aside_s=None,
+        )  # fmt: skip
 
 
 def parse_budget(budget: str | float) -> tuple[float | None, int | None]:

@@ -32,6 +32,7 @@ from flexsearch.simulate.effects import Effects
 from flexsearch.simulate.kernel import times
 from flexsearch.simulate.whatif import count, link_classes, what_ifs
 from flexsearch.strategy import Options, Strategy, make_config
+from flexsearch.strategy.baselines import baseline, baselines
 from flexsearch.topology import Topology
 from tests.conftest import Cli
 from tests.random_strategies import strategies

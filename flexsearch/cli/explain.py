@@ -58,12 +58,11 @@ def explain(
     data = {"graph": setting.graph.name, "topology": setting.topology.name, "path": str(strategy)}
 
     def say() -> None:
-        from flexsearch.report import groups
+        from flexsearch.cli.details import tell, tell_plan
 
         _headline(setting, strategy, plan, told.row)
-        stdout.print("\nThe plan:")
-        for group in groups(told.row.lowered):
-            stdout.print(f"  {group.layers}: {group.treatment}", soft_wrap=True, markup=False)
+        tell("\nThe plan:")
+        tell_plan(told.row.lowered)
         _print(explanation(told))
 
     show(as_json, data | explanation_data(told), say)
@@ -83,22 +82,22 @@ def diff(
     found = setting.difference(first, second, (str(a), str(b)))
 
     def say() -> None:
-        from flexsearch.cli.details import headline
+        from flexsearch.cli.details import headline, tell
 
-        stdout.print(headline(setting), soft_wrap=True, markup=False)
+        tell(headline(setting), indent=2)
         _print(comparison(found))
 
     show(as_json, comparison_data(found), say)
 
 
 def _explain_operator(setting: Setting, plan: Strategy, operator: str, most: int | None, as_json: bool) -> None:
-    from flexsearch.cli.details import headline
+    from flexsearch.cli.details import headline, tell
     from flexsearch.report.choices import operator_choice, operator_data
 
     found = setting.choice(plan, operator, most)
 
     def say() -> None:
-        stdout.print(headline(setting), soft_wrap=True, markup=False)
+        tell(headline(setting), indent=2)
         _print(operator_choice(found))
 
     show(as_json, {"graph": setting.graph.name, "topology": setting.topology.name} | operator_data(found), say)
@@ -162,10 +161,10 @@ def _setting(path: Path, plan: Strategy, graph: str | None, profile: Path | None
 
 
 def _headline(setting: Setting, path: Path, plan: Strategy, row: PlanRow) -> None:
-    from flexsearch.cli.details import headline
+    from flexsearch.cli.details import headline, tell
     from flexsearch.report.units import digits, nbytes, ratio, seconds
 
-    stdout.print(headline(setting), soft_wrap=True, markup=False)
+    tell(headline(setting), indent=2)
     iteration_s = row.simulation.makespan_s
     rate = f"{digits(setting.graph.batch / iteration_s)} samples/s" if iteration_s else ""
     known = plan.prediction
@@ -185,5 +184,10 @@ def _headline(setting: Setting, path: Path, plan: Strategy, row: PlanRow) -> Non
 
 
 def _print(parts: Iterable[Part]) -> None:
+    from flexsearch.cli.details import tell
+
     for part in parts:
-        stdout.print(part, width=min(stdout.width, WIDTH), markup=False)
+        if isinstance(part, str):
+            tell(part, indent=2)
+        else:
+            stdout.print(part, width=min(stdout.width, WIDTH))

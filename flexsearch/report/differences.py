@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from flexsearch.lower import Lowered
-from flexsearch.report.explain import Part, table, time_and_change
+from flexsearch.report.explain import Part, table, relative
 from flexsearch.report.path import folded
 from flexsearch.report.tables import PlanRow
 from flexsearch.report.units import nbytes, seconds
@@ -44,20 +44,20 @@ class Comparison:
 
 
 def comparison(found: Comparison) -> Iterator[Part]:
-    """The comparison for a terminal of 100 columns."""
+    """The comparison for a terminal: lines and tables."""
     yield f"A: {found.a.name}\nB: {found.b.name}\n"
     if not found.differences and not found.options:
         yield "The plans are the same."
         return
     yield _totals(found)
-    yield "\nWhat differs, and the time of A with this one difference, of B without it"
+    yield "\nWhat differs, and how the time of A changes with this one difference, that of B without it"
     yield from _effects(found)
 
 
 def _totals(found: Comparison) -> Any:
-    made = table(("", 34), ("A", None), ("B", None), ("difference", None))
+    made = table(("", 16), ("A", None), ("B", None), ("difference", None))
     for words, a, b, told in _rows(found):
-        made.add_row(words, told(a), told(b), _signed(b - a, told))
+        made.add(words, told(a), told(b), _signed(b - a, told))
     return made
 
 
@@ -81,15 +81,15 @@ def _rows(found: Comparison) -> Iterator[tuple[str, float, float, Callable[[floa
 
 def _effects(found: Comparison) -> Iterator[Part]:
     now_a, now_b = found.a.simulation.makespan_s, found.b.simulation.makespan_s
-    made = table(("layers", 26), ("in A", 18), ("in B", 18), ("A with it", None), ("B without it", None))
+    made = table(("layers", 14), ("in A", 16), ("in B", 16), ("A\nwith it", None), ("B\nwithout it", None))
     ordered = sorted(found.differences, key=lambda d: (-_size(found, d), d.leader))
     for one in ordered[:MOST]:
         old, new = (_treated(lowered, one.leader) for lowered in (found.a.lowered, found.b.lowered))
-        effects = time_and_change(one.a_changed_s, now_a), time_and_change(one.b_changed_s, now_b)
-        made.add_row(layers(found.a.lowered, one), old, new, *effects)
+        effects = relative(one.a_changed_s, now_a), relative(one.b_changed_s, now_b)
+        made.add(layers(found.a.lowered, one), old, new, *effects)
     for option in found.options:
-        effects = time_and_change(option.a_changed_s, now_a), time_and_change(option.b_changed_s, now_b)
-        made.add_row(option.words, _value(option, option.a), _value(option, option.b), *effects)
+        effects = relative(option.a_changed_s, now_a), relative(option.b_changed_s, now_b)
+        made.add(option.words, _value(option, option.a), _value(option, option.b), *effects)
     yield made
     if len(ordered) > MOST:
         yield f"... and {len(ordered) - MOST} differences that matter less (--json lists all)"
