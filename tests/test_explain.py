@@ -340,7 +340,7 @@ def test_single_effects_of_differences_are_those_of_whole_simulations(data: Any,
 def test_layers_that_change_alike_are_one_difference() -> None:
     graph, topology = OperatorGraph.load("alexnet"), Topology.load("ethernet-1g-4")
     setting = Setting.of(graph, topology)
-    plain, trick = setting.baseline("data-parallel"), setting.baseline("one-weird-trick")
+    plain, trick = (baseline(name, graph, topology) for name in ("data-parallel", "one-weird-trick"))
     (one,) = setting.difference(plain, trick).differences
     assert {graph.operators[i].name for i in one.operators} >= {f"classifier.fc{k}" for k in (6, 7, 8)}
     assert one.a_changed_s == makespan(setting.lower(trick).tasks)

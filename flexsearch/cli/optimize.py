@@ -104,11 +104,13 @@ def optimize(
 
 def _draw(path: Path, setting: Setting, result: SearchResult) -> None:
     """The picture of the chains."""
-    from flexsearch.report.plots import chains
+    from flexsearch.cli.plot import write_picture
+    from flexsearch.report.plots import chains, rendered
 
     trails = [(trail.phase, trail.points) for trail in result.trails]
     best = [(found.proposal, found.time_s) for found in result.history]
-    chains(trails, best, result.bound_s, f"{setting.graph.name} on {setting.topology.name}").savefig(path, dpi=110)
+    figure = chains(trails, best, result.bound_s, f"{setting.graph.name} on {setting.topology.name}")
+    write_picture(path, rendered(figure, path.suffix.removeprefix(".")))
 
 
 def _rows(setting: Setting, result: SearchResult) -> tuple[PlanRow, list[PlanRow]]:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from flexsearch.lower import Lowered
-from flexsearch.report.explain import Part, table, relative
+from flexsearch.report.explain import Part, relative, table
 from flexsearch.report.path import folded
 from flexsearch.report.tables import PlanRow
 from flexsearch.report.units import nbytes, seconds

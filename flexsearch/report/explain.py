@@ -88,7 +88,7 @@ def _device_table(told: Explanation) -> Grid:
     for d, time in enumerate(times):
         cells = tuple(f"{seconds(s)} ({percent(s / total)})" for s in (time.compute_s, time.communicate_s, time.idle_s))
         rows.setdefault(cells, []).append(d)
-    made = table(("device", 12), ("compute", None), ("communication", None), ("idle", None), ("peak memory", None))
+    made = table(("device", 12), ("compute", None), ("communication", None), ("idle", None), ("peak\nmemory", None))
     ordered = sorted(rows.items(), key=lambda item: (-times[item[1][0]].compute_s, item[1]))
     shown = ordered if len(ordered) <= DEVICES else [*ordered[: DEVICES - 1], ordered[-1]]
     for k, (cells, members) in enumerate(shown):
@@ -136,7 +136,7 @@ def _bottleneck(told: Explanation) -> Iterator[Part]:
         f"\nThe bottleneck: {name}, busy {percent(float(simulation.link_busy_s[row[0]]) / total)} of the time; "
         f"{percent(shares[kind])} of the critical path is on {kind}"
     )
-    made = table(("link or processor", 16), ("busy", None), ("bytes", None), ("on the critical path", None))
+    made = table(("link or processor", 16), ("busy", None), ("bytes", None), ("on the\ncritical path", None))
     for r in [*processors[:1], *wires[:LINKS]]:
         busy = float(simulation.link_busy_s[r])
         moved, path_s = int(simulation.link_bytes[r]), on_path.get(r, 0.0)

@@ -75,7 +75,7 @@ def _speedup(before_s: float | None, now_s: float) -> float | None:
 
 
 def plan_table(
-    rows: Sequence[PlanRow], title: str = "", data_parallel_s: float | None = None, single_s: float | None = None
+    rows: Sequence[PlanRow], title: str = "", /, data_parallel_s: float | None = None, single_s: float | None = None
 ) -> Grid:
     """The comparison for a terminal. The fastest plan that fits is bold; plans that do not fit are red and say so."""
     grid = Grid(

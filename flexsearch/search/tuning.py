@@ -63,7 +63,7 @@ def best_options(configs: Configs, tried: Iterable[tuple[Options, Evaluation]]) 
 
 def tuned_baselines(
     graph: OperatorGraph, topology: Topology, costs: Costs, options: Options | None = None
-) -> dict[str, Strategy]:
+) -> dict[str, Tuned]:
     """Every baseline that makes sense here, by name, with the bucket size that suits it best. Of ``options`` only the
     optimizer counts."""
     return _tune(baselines(graph, topology, options, whole_seconds(graph, costs)), graph, topology, costs)
@@ -71,7 +71,7 @@ def tuned_baselines(
 
 def tuned_baseline(
     name: str, graph: OperatorGraph, topology: Topology, costs: Costs, options: Options | None = None
-) -> Strategy:
+) -> Tuned:
     """One of ``tuned_baselines``. Raises StrategyError if there is none of this name, or if it makes no sense here."""
     plan = baseline(name, graph, topology, options, whole_seconds(graph, costs))
     return _tune({name: plan}, graph, topology, costs)[name]
@@ -79,15 +79,12 @@ def tuned_baseline(
 
 def _tune(
     plans: Mapping[str, Strategy], graph: OperatorGraph, topology: Topology, costs: Costs
-) -> dict[str, Strategy]:  # fmt: skip
+) -> dict[str, Tuned]:  # fmt: skip
     options = next(iter(plans.values())).options
     evaluate = Evaluator(graph, topology, costs, options)
     configs = {name: strategy.in_order(graph) for name, strategy in plans.items()}
     table = evaluations(evaluate, configs, candidates(evaluate.lowering, options))
-    return {
-        name: Strategy.make(graph, topology, strategy.configs, best_options(configs[name], table[name]).options)
-        for name, strategy in plans.items()
-    }
+    return {name: best_options(configs[name], tried) for name, tried in table.items()}
 
 
 def whole_seconds(graph: OperatorGraph, costs: Costs) -> Seconds:
