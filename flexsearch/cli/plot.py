@@ -114,9 +114,10 @@ class _Drawing:
             return memory_bars(self.plan, f"{self.title}: {self.plan.name}")
         if what == "comparison":
             return plan_bars(self.compared(), self.title)
-        several = len(self.setting.topology.devices) > len({d.host for d in self.setting.topology.devices})
-        times = self._scaling()
-        return scaling_curve(times, self.setting.graph.batch, self.title, "devices" if several else "hosts")
+        devices = self.setting.topology.devices
+        several = len(devices) > len({device.host for device in devices})
+        unit = "hosts" if not several else "GPUs" if all(d.kind == "cuda" for d in devices) else "devices"
+        return scaling_curve(self._scaling(), self.setting.graph.batch, self.title, unit)
 
     def compared(self) -> list[PlanRow]:
         """The plan and every baseline, fastest first."""

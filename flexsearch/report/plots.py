@@ -43,14 +43,14 @@ def plan_bars(rows: Sequence[PlanRow], title: str = "") -> Figure:
     times = [row.simulation.makespan_s for row in rows]
     unit, name = time_unit(max(times, default=1.0))
     known = yardsticks(rows)
-    against = [(known["data_parallel_s"], "data parallel"), (known["single_s"], "one device")]
+    against = {words: s for words, s in zip(("data parallel", "one device"), known.values(), strict=True) if s}
     best = min((t for t, row in zip(times, rows, strict=True) if not row.shortfall), default=None)
     for k, (row, t) in enumerate(zip(rows, times, strict=True)):
         fits = not row.shortfall
         bar = axes.barh(k, t / unit, color=COLOURS[2] if fits and t == best else COLOURS[5], height=0.7)
         label = seconds(t)
-        if told := [f"{ratio(s / t)} {words}" for s, words in against if s and t and s != t]:
-            label += f"  ({', '.join(told)})"
+        if against and t:
+            label += f"  ({', '.join(ratio(s / t) for s in against.values())})"
         if not fits:
             bar[0].set(facecolor="#DDDDDD", hatch="///", edgecolor="#888888")
             label += "  does not fit"
@@ -60,8 +60,9 @@ def plan_bars(rows: Sequence[PlanRow], title: str = "") -> Figure:
         )  # fmt: skip
     axes.set_yticks(range(len(rows)), [_short(row.name) for row in rows])
     axes.invert_yaxis()
-    axes.set_xlim(0, 1.75 * max(times, default=1.0) / unit)
-    axes.set_xlabel(f"iteration time ({name}); in brackets: speed-ups", fontsize=9)
+    axes.set_xlim(0, 1.5 * max(times, default=1.0) / unit)
+    remark = f"; in brackets: speed-up over {', over '.join(against)}" if against else ""
+    axes.set_xlabel(f"iteration time ({name}){remark}", fontsize=9)
     plain(axes, title)
     return figure
 
