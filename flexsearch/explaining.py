@@ -112,4 +112,5 @@ def difference(setting: Setting, a: Strategy, b: Strategy, names: tuple[str, str
             times = (makespan(lowering.lower(c, o).tasks) for c, o in ((first, there), (second, back)))
             options.append(OptionEffect(words, str(old), str(new), *times))
     paths = tuple(critical_path(row.lowered.tasks) for row in rows)
-    return Comparison(rows[0], rows[1], paths[0], paths[1], found, tuple(options))
+    known = setting.name_of(a), setting.name_of(b)
+    return Comparison(rows[0], rows[1], paths[0], paths[1], found, tuple(options), known)

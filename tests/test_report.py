@@ -28,8 +28,8 @@ from flexsearch.report import (
     plan_table,
     save_trace,
 )  # fmt: skip
-from flexsearch.report.gantt import timeline, timelines
-from flexsearch.report.plots import FORMATS, chains, memory_bars, plan_bars, rendered, scaling_curve
+from flexsearch.report.gantt import timeline
+from flexsearch.report.plots import chains, plan_bars, scaling_curve
 from flexsearch.report.units import nbytes, percent, ratio, seconds
 from flexsearch.report.words import ranges
 from flexsearch.simulate import simulate

@@ -167,11 +167,14 @@ def _headline(setting: Setting, path: Path, plan: Strategy, row: PlanRow) -> Non
     tell(headline(setting), indent=2)
     iteration_s = row.simulation.makespan_s
     rate = f"{digits(setting.graph.batch / iteration_s)} samples/s" if iteration_s else ""
-    known = plan.prediction
+    known, same = plan.prediction, setting.name_of(plan)
     against = ""
-    if known is not None and known.data_parallel_s is not None and known.iteration_s == iteration_s:
-        against = f", {ratio(known.data_parallel_s / iteration_s)} data parallel"
-    stdout.print(f"{path}: {seconds(iteration_s)} an iteration, {rate}{against}", soft_wrap=True, markup=False)
+    if iteration_s:
+        words = ("data parallel", "one device")
+        times = zip(setting.yardsticks(plan.options).values(), words, strict=True)
+        against = "".join(f", {ratio(s / iteration_s)} as fast as {w}" for s, w in times if s)
+    name = f"{path} (the baseline {same})" if same else str(path)
+    tell(f"{name}: {seconds(iteration_s)} an iteration, {rate}{against}", indent=2)
     for device, missing in row.shortfall[:1]:
         name = setting.topology.devices[device].name
         stdout.print(f"It does not fit into memory: {nbytes(missing)} short on {name}", soft_wrap=True, markup=False)

@@ -173,12 +173,15 @@ def _say(
     tell(f"\n{_what_it_is(result, margin)}")
     tell_plan(answer.lowered, most=10)
     tell(f"\n{_how_good(result, proof)}")
-    source = "estimated from data sheets; `flexsearch profile` measures them"
-    if setting.costs.profile is not None:
-        source = "measured"
-    tell(f"All times are predictions; the compute times behind them are {source}.")
+    source = "These times are predictions, made from compute times that were measured."
+    if setting.costs.profile is None:
+        source = (
+            "These times are predictions, made from compute times that data sheets suggest; `flexsearch profile` "
+            "measures yours."
+        )
+    tell(source)
     rate = result.proposals / result.elapsed_s if result.elapsed_s else 0.0
-    tell(f"Searched {result.proposals:,} plans in {result.elapsed_s:.1f} s ({rate:,.0f}/s). Stopped: {result.stopped}.")
+    tell(f"{result.proposals:,} proposals in {result.elapsed_s:.1f} s ({rate:,.0f}/s). Stopped: {result.stopped}.")
     stdout.print(f"\nWrote {output}. To train a few steps and measure them:", soft_wrap=True, markup=False)
     count = len(result.strategy.cluster.devices)
     stdout.print(f"  flexsearch run -n {count} {output} {_model(graph)}", soft_wrap=True, markup=False)

@@ -82,7 +82,7 @@ def _alternatives(choice: OperatorChoice) -> Iterator[Part]:
         made.add(words, *cells, *work)
     yield made
     devices = range(len(choice.lowered.topology.devices))
-    yield f"(on {device_set(choice.lowered.topology, devices)} where it does not say otherwise)"
+    yield f"(on all {device_set(choice.lowered.topology, devices)} unless it says otherwise)"
     told = sum(1 + more for _, more in choice.shown)
     if told < len(choice.found):
         worst = choice.found[-1].best_s

@@ -41,16 +41,22 @@ class Comparison:
     b_steps: tuple[Step, ...]
     differences: tuple[Difference, ...]
     options: tuple[OptionEffect, ...]
+    baselines: tuple[str, str] = ("", "")
+    """The baselines that split every operator as the plans do; empty where there is none."""
 
 
 def comparison(found: Comparison) -> Iterator[Part]:
     """The comparison for a terminal: lines and tables."""
-    yield f"A: {found.a.name}\nB: {found.b.name}\n"
+    names = (found.a.name, found.baselines[0]), (found.b.name, found.baselines[1])
+    a, b = (f"{name} (the baseline {known})" if known not in ("", name) else name for name, known in names)
+    yield f"A: {a}\nB: {b}\n"
     if not found.differences and not found.options:
         yield "The plans are the same."
         return
+    if not found.differences:
+        yield "Both split every operator alike; they differ in options of the whole step only.\n"
     yield _totals(found)
-    yield "\nWhat differs, and how the time of A changes with this one difference, that of B without it"
+    yield "\nWhat differs: how A changes if it adopts this difference alone, and B if it drops it"
     yield from _effects(found)
 
 
@@ -97,13 +103,13 @@ def _effects(found: Comparison) -> Iterator[Part]:
     alone, together = sum(s - now_a for s in changed), now_b - now_a
     if len(changed) > 1:
         text = (
-            f"Made in A one at a time, they add up to {_signed(alone, seconds)}; all together they make "
+            f"Applied to A one at a time, these changes add up to {_signed(alone, seconds)}; together they give "
             f"{_signed(together, seconds)}. "
         )
         if abs(together - alone) > 0.02 * max(abs(together), abs(alone)):
             text += (
-                f"The rest, {_signed(together - alone, seconds)}, is interaction: what a layer costs depends on how "
-                f"its neighbours are split."
+                f"The other {_signed(together - alone, seconds)} is interaction: what a layer costs depends on how its "
+                f"neighbours are split."
             )
         yield text
 
@@ -140,7 +146,12 @@ def comparison_data(found: Comparison) -> dict[str, Any]:
     """The comparison as a JSON object; times in seconds."""
     graph, topology = found.a.lowered.graph, found.a.lowered.topology
     return {
-        "plans": [_plan_data(row, steps) for row, steps in ((found.a, found.a_steps), (found.b, found.b_steps))],
+        "plans": [
+            _plan_data(row, steps) | {"baseline": known or None}
+            for row, steps, known in zip(
+                (found.a, found.b), (found.a_steps, found.b_steps), found.baselines, strict=True
+            )
+        ],
         "differences": [
             {
                 "layers": layers(found.a.lowered, one),

@@ -45,7 +45,7 @@ class Explanation:
 
 def explanation(told: Explanation) -> Iterator[Part]:
     """The explanation for a terminal: lines and tables."""
-    yield "\nWhere the time goes (communication: only where the device does not compute meanwhile)"
+    yield "\nWhere the time goes (communication counts only while the device computes nothing)"
     yield _device_table(told)
     yield from _path(told)
     yield from _bottleneck(told)
@@ -115,7 +115,7 @@ def _path(told: Explanation) -> Iterator[Part]:
     for row in stretches(lowered, told.steps):
         made.add(row.phase, row.what, row.where, seconds(row.seconds), percent(row.seconds / total), row.waited_for)
     yield made
-    yield "Layers with most of it:"
+    yield "The layers that take most of it:"
     for layer, kinds in list(by_layer(lowered, told.steps, repeated=True).items())[:4]:
         yield f"  {layer}: {kinds_in_words(kinds, total, 3)}"
 
@@ -181,38 +181,40 @@ def _what_if_table(told: Explanation) -> Iterator[Part]:
 
 def _choices(told: Explanation) -> Iterator[Part]:
     now = told.row.simulation.makespan_s
-    yield "\nWhat the choices bring: these layers split over the batch (data parallel), all else as it is"
+    yield "\nWhat each choice brings: the change if only these layers were split over the batch (data parallel)"
     if told.choices:
         made = table(("layers", 14), ("now", 20), ("change", None))
         for choice in sorted(told.choices, key=lambda choice: -choice.otherwise_s):
             made.add(choice.group.layers, choice.group.treatment, change_of(choice.otherwise_s, now))
         yield made
     else:
-        yield "  the whole plan is data parallel"
+        yield "  The whole plan is data parallel."
     yield from _locally(told)
 
 
 def _locally(told: Explanation) -> Iterator[Part]:
     changes, lowered = told.changes, told.row.lowered
     if not changes.possible:
-        yield "\nThere are no other configs: there is only one device"
+        yield "\nThere are no other configs: there is only one device."
         return
     if not changes.tried:
         return
     of = f"all {changes.possible:,}" if changes.tried == changes.possible else (
         f"{changes.tried:,} of {changes.possible:,}"
     )  # fmt: skip
-    head = f"\nOther configs of single operators, with and without what follows them: {of} tried; "
+    head = f"\nChanges to a single operator, with or without those that follow it: {of} tried; "
     if not changes.improvements:
-        yield head + ("the plan is locally optimal" if changes.tried == changes.possible else "none is better")
+        yield head + (
+            "none is better: the plan is locally optimal" if changes.tried == changes.possible else "none is better"
+        )
         return
     graph, topology, now = lowered.graph, lowered.topology, told.row.simulation.makespan_s
     count = len(changes.improvements)
-    yield f"{head}{count} operator{' has' if count == 1 else 's have'} a better one"
+    yield f"{head}{count} operator{' has' if count == 1 else 's have'} a better config"
     made = table(("operator", 16), ("instead", 20), ("change", None))
     for one in changes.improvements[:3]:
         op = graph.operators[one.operator]
-        also = ", with what follows it" if one.together else ""
+        also = ", and what follows it" if one.together else ""
         made.add(op.name + also, treatment(graph, topology, op, one.config), change_of(one.seconds, now))
     yield made
 

@@ -73,7 +73,7 @@ def timelines(rows: Sequence[PlanRow], title: str = "", most_links: int = 4, mos
     panels = []
     for k, row in enumerate(rows):
         s = row.simulation.makespan_s
-        gain = f", {ratio(first / s)} as fast" if k and s and first != s else ""
+        gain = f", {ratio(first / s)} the speed of {rows[0].name}" if k and s and first != s else ""
         made = _rows(row.lowered, row.simulation, {}, most_links, most_devices)
         panels.append((f"{row.name.replace('$', chr(92) + '$')}: {seconds(s)} a step{gain}", made))
     return _draw(panels, title)

@@ -11,6 +11,7 @@ from typing import Final, Literal
 from rich.box import SIMPLE_HEAD
 from rich.cells import cell_len
 from rich.console import Console, ConsoleOptions, RenderResult
+from rich.jupyter import JupyterMixin
 from rich.measure import Measurement
 from rich.table import Table
 from rich.text import Text
@@ -23,7 +24,8 @@ SHORTEST: Final = 6
 """A word that must be broken leaves no piece with fewer letters."""
 _BREAK = re.compile(r"(?<=[./_:>\-])(?=[^./_:>\-])")  # within a word: where a dotted name or a path may be broken
 
-_SPACE = re.compile(r"(?<!\d) | (?!(?:%|[kMGT]?B|MiB|[mnµ]?s)(?:\W|$))")  # where a line may end
+_SPACE = re.compile(r"(?<!\d) (?!\(\d)|(?<=\d) (?!(?:%|[kMGT]?B|MiB|[mnµ]?s|alike)(?:\W|$))")
+"""Where a line may end: not between a number and its unit, nor before a number in brackets."""
 
 
 @dataclass(frozen=True)
@@ -42,8 +44,8 @@ class Column:
 
 
 @dataclass
-class Grid:
-    """A table for a terminal: a rich renderable that adapts to the width. ``at_most``: cells that a text column gets
+class Grid(JupyterMixin):
+    """A table for a terminal or a notebook: a rich renderable that adapts to the width. ``at_most``: cells that a text column gets
     at most."""
 
     columns: Sequence[Column]
