@@ -382,7 +382,7 @@ def test_explain_tells_people_and_programs_the_same(cli: Cli, plans: Path) -> No
     for words in (
         "lenet (0.0617 M parameters, batch 64) on ethernet-1g", "The plan:", "Where the time goes",
         "The critical path:", "The bottleneck: ", "What would help", "twice the bandwidth",
-        "twice the batch (128), time for 64", "What the choices bring", "on host1", "60 of ",
+        "twice the batch (128), time for 64", "What each choice brings", "on host1", "60 of ",
     ):  # fmt: skip
         assert words in ran.out, words
     assert max(map(len, ran.out.splitlines()[2:])) <= 100

@@ -45,8 +45,8 @@ class Column:
 
 @dataclass
 class Grid(JupyterMixin):
-    """A table for a terminal or a notebook: a rich renderable that adapts to the width. ``at_most``: cells that a text column gets
-    at most."""
+    """A table for a terminal or a notebook: a rich renderable that adapts to the width. ``at_most``: cells that a
+    text column gets at most."""
 
     columns: Sequence[Column]
     title: str = ""

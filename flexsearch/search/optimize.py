@@ -319,6 +319,10 @@ class _Run:
             if not baseline.evaluation.feasible or self.best.evaluation.cost <= needed:
                 return "", None
             aside, name = self.best.evaluation.time_s, best_name
+        elif better(now := self.best.evaluation, self.tuned[name].evaluation):  # by a size of the user's
+            self.tuned[name] = Tuned(self.best.configs, self.options, now)
+            lowering = Lowering(self.graph, self.topology, self.costs)
+            self.outcomes[name] = self._outcome(self.tuned[name], lowering)
         chosen = self.tuned[name]
         optimal = self.best.optimal and self.best.configs == chosen.configs and self.options == chosen.options
         self.options, self.best, self.found_in = chosen.options, State(chosen.configs, chosen.evaluation, optimal), name

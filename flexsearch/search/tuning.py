@@ -19,7 +19,7 @@ from flexsearch.strategy import Options, Strategy
 from flexsearch.strategy.baselines import Seconds, baseline, baselines
 from flexsearch.topology import Topology
 
-BUCKETS: Final = (Options().bucket_bytes, 2**20, 4 * 2**20, 100 * 2**20)
+BUCKETS: Final = (Options().bucket_bytes, *(mib * 2**20 for mib in (1, 2, 4, 10, 100)))
 """Bucket sizes (bytes): small buckets leave early, large ones pay the start-up cost of fewer messages."""
 
 
