@@ -173,13 +173,10 @@ def _say(
     tell(f"\n{_what_it_is(result, margin)}")
     tell_plan(answer.lowered, most=10)
     tell(f"\n{_how_good(result, proof)}")
-    source = "These times are predictions, made from compute times that were measured."
+    basis = "compute times that were measured"
     if setting.costs.profile is None:
-        source = (
-            "These times are predictions, made from compute times that data sheets suggest; `flexsearch profile` "
-            "measures yours."
-        )
-    tell(source)
+        basis = "data-sheet figures for the hardware; `flexsearch profile` measures yours"
+    tell(f"These times are predictions, based on {basis}.")
     rate = result.proposals / result.elapsed_s if result.elapsed_s else 0.0
     tell(f"{result.proposals:,} proposals in {result.elapsed_s:.1f} s ({rate:,.0f}/s). Stopped: {result.stopped}.")
     stdout.print(f"\nWrote {output}. To train a few steps and measure them:", soft_wrap=True, markup=False)

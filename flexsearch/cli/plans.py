@@ -1,4 +1,4 @@
-"""``simulate`` and ``compare``: plans on paper. None of them imports torch."""
+"""``simulate`` and ``compare``: plans on paper. Neither imports torch."""
 
 from __future__ import annotations
 
@@ -100,7 +100,7 @@ def simulate(
     optimizer: OptimizerOption = "momentum",
     as_json: JsonOption = False,
 ) -> None:
-    """Simulate one training step of a plan: time, busy devices, bytes over each link, peak memory."""
+    """Simulate one training step of a plan: its time, how busy each device and link is, and peak memory."""
     if (strategy is None) == (baseline is None):
         raise typer.BadParameter("give either --strategy or --baseline")
     writable(trace)
