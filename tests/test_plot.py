@@ -13,9 +13,8 @@ from flexsearch.api import Setting, scaling
 from flexsearch.errors import TopologyError
 from flexsearch.graph import OperatorGraph
 from flexsearch.report import PlanRow
-from flexsearch.report.gantt import timelines
 from flexsearch.report.page import page
-from flexsearch.report.plots import memory_bars, plan_bars, rendered
+from flexsearch.report.plots import memory_bars, plan_bars, rendered, timelines
 from flexsearch.report.units import ratio
 from flexsearch.simulate import simulate
 from flexsearch.strategy import Strategy, make_config
@@ -113,10 +112,11 @@ def test_the_page_of_a_cluster_that_is_no_preset_says_why_scaling_is_missing(cli
 
 def test_names_are_text_and_neither_markup_nor_mathematics() -> None:
     lowered = lenet().lower(lenet().baseline("data-parallel"))
-    row = PlanRow("<b>$x^2$[bold]", simulate(lowered), lowered)
+    row = PlanRow("<b>$\\x_$[bold]", simulate(lowered), lowered)
     text = page("<title>", ["<p>"], row, [row], [])
-    assert "<b>" not in text and "&lt;b&gt;$x^2$[bold]" in text
-    for figure in (timelines([row]), plan_bars([row]), memory_bars(row)):
+    assert "<b>" not in text and "&lt;b&gt;$\\x_$[bold]" in text
+    bad = "$\\frac{$ [/x]"  # no mathematics that matplotlib could read
+    for figure in (timelines([row], bad), plan_bars([row], bad), memory_bars(row, bad)):
         assert rendered(figure, "png").startswith(BEGIN["png"])
 
 

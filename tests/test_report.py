@@ -28,8 +28,7 @@ from flexsearch.report import (
     plan_table,
     save_trace,
 )  # fmt: skip
-from flexsearch.report.gantt import timeline
-from flexsearch.report.plots import chains, plan_bars, scaling_curve
+from flexsearch.report.plots import chains, plan_bars, scaling_curve, timeline
 from flexsearch.report.units import nbytes, percent, ratio, seconds
 from flexsearch.report.words import ranges
 from flexsearch.simulate import simulate

@@ -104,8 +104,7 @@ class _Drawing:
 
     def figure(self, what: What) -> Figure:
         """One picture."""
-        from flexsearch.report.gantt import timelines
-        from flexsearch.report.plots import memory_bars, plan_bars, scaling_curve
+        from flexsearch.report.plots import memory_bars, plan_bars, scaling_curve, timelines
 
         if what == "timeline":
             alone = self.baseline == "data-parallel"

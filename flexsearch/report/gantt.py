@@ -13,7 +13,7 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
 from flexsearch.lower import Lowered, TaskKind
-from flexsearch.report.plots import plain
+from flexsearch.report.style import literal, plain
 from flexsearch.report.tables import PlanRow
 from flexsearch.report.units import ratio, seconds, time_unit
 from flexsearch.simulate import Simulation
@@ -75,7 +75,7 @@ def timelines(rows: Sequence[PlanRow], title: str = "", most_links: int = 4, mos
         s = row.simulation.makespan_s
         gain = f", {ratio(first / s)} the speed of {rows[0].name}" if k and s and first != s else ""
         made = _rows(row.lowered, row.simulation, {}, most_links, most_devices)
-        panels.append((f"{row.name.replace('$', chr(92) + '$')}: {seconds(s)} a step{gain}", made))
+        panels.append((f"{row.name}: {seconds(s)} a step{gain}", made))
     return _draw(panels, title)
 
 
@@ -123,7 +123,7 @@ def _draw(panels: Sequence[tuple[str, _Timeline]], title: str = "") -> Figure:
         loc="outside lower center", ncols=max(1, len(legend)), frameon=False, fontsize=9,
     )  # fmt: skip
     if title:
-        figure.suptitle(title, x=0.01, ha="left", fontsize=12, fontweight="bold")
+        figure.suptitle(title, x=0.01, ha="left", fontsize=12, fontweight="bold", parse_math=False)
     return figure
 
 
@@ -135,7 +135,7 @@ def _panel(axes: Axes, panel: _Timeline, unit: float, span: float, legend: dict[
         _bars(axes, panel.lowered, y, bars, unit, span, legend)
     for y, link in enumerate(panel.links, len(panel.devices)):
         _bars(axes, panel.lowered, y, _carrying(panel.lowered, panel.simulation, link), unit, span, legend)
-    axes.set_yticks(range(len(labels)), [label.replace("$", r"\$") for label in labels], fontsize=8)
+    axes.set_yticks(range(len(labels)), [literal(label, 30) for label in labels], fontsize=8)
     if panel.links and panel.devices:
         axes.axhline(len(panel.devices) - 0.5, color="#888888", linewidth=0.8)
     axes.set_ylim(max(1, len(labels)) - 0.5, -0.5)
@@ -173,7 +173,7 @@ def _bars(
         if text and length > (0.0065 * len(text) + 0.01) * span:
             dark = label == _KINDS[TaskKind.FORWARD][0]
             at = (start + length / 2) / unit
-            axes.text(at, y, text.replace("$", r"\$"), ha="center", va="center", fontsize=7,
+            axes.text(at, y, literal(text), ha="center", va="center", fontsize=7,
                       color="white" if dark else "black")  # fmt: skip
     for label, spans in by_label.items():
         shown = [(start / unit, (end - start) / unit) for start, end in _merged(spans, span / _FINE)]

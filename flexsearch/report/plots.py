@@ -1,4 +1,4 @@
-"""Pictures: plans as bars, memory, scaling curves, chains of a search; ``report.gantt`` draws timelines. They return
+"""Pictures: plans as bars, memory, scaling curves, chains of a search, timelines. They return
 ``matplotlib.figure.Figure`` and touch no global state, so they work without a display and beside the caller's own
 plots."""
 
@@ -10,16 +10,17 @@ from itertools import cycle
 from typing import Final
 
 import matplotlib
-from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 
+from flexsearch.report.gantt import timeline, timelines
+from flexsearch.report.style import COLOURS, literal, plain
 from flexsearch.report.tables import PlanRow, yardsticks
 from flexsearch.report.units import byte_unit, digits, nbytes, percent, ratio, seconds, time_unit
 from flexsearch.simulate.memory import PARTS
 
-# Okabe and Ito's colours, which colour-blind readers can tell apart.
-COLOURS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#D55E00", "#56B4E9", "#000000")
+__all__ = ["FORMATS", "chains", "memory_bars", "plan_bars", "rendered", "scaling_curve", "timeline", "timelines"]
+
 _PART_COLOURS: Final = dict(zip(PARTS, COLOURS, strict=False))
 FORMATS: Final = ("png", "svg", "pdf")
 """What ``rendered`` makes of a picture."""
@@ -58,7 +59,7 @@ def plan_bars(rows: Sequence[PlanRow], title: str = "") -> Figure:
             label, (t / unit, k), xytext=(4, 0), textcoords="offset points", va="center", fontsize=9,
             fontweight="bold" if fits and t == best else "normal",
         )  # fmt: skip
-    axes.set_yticks(range(len(rows)), [_short(row.name) for row in rows])
+    axes.set_yticks(range(len(rows)), [literal(row.name, 30) for row in rows])
     axes.invert_yaxis()
     axes.set_xlim(0, 1.5 * max(times, default=1.0) / unit)
     remark = f"; in brackets: speed-up over {', over '.join(against)}" if against else ""
@@ -94,7 +95,7 @@ def memory_bars(row: PlanRow, title: str = "") -> Figure:
             label, (at, k), xytext=(4, 0), textcoords="offset points", va="center", fontsize=9,
             color=COLOURS[4] if over else "black",
         )  # fmt: skip
-    axes.set_yticks(range(len(devices)), [_short(device.name) for device in devices])
+    axes.set_yticks(range(len(devices)), [literal(device.name, 30) for device in devices])
     axes.invert_yaxis()
     axes.set_xlim(0, 1.6 * max([top, *(limit for _, limit in near)]) / unit)
     left = len(row.lowered.topology.devices) - len(devices)
@@ -171,15 +172,3 @@ def chains(
     axes.grid(alpha=0.3)
     plain(axes, title)
     return figure
-
-
-def plain(axes: Axes, title: str) -> None:
-    """The style of all pictures: title at the left, no frame at the top and at the right."""
-    axes.set_title(title, loc="left", fontsize=11)
-    axes.spines[["top", "right"]].set_visible(False)
-
-
-def _short(name: str, most: int = 30) -> str:
-    """A name for the edge of a picture: the end of one that is too long, dollar signs (mathematics to matplotlib) as
-    they are."""
-    return (name if len(name) <= most else f"…{name[1 - most :]}").replace("$", r"\$")
