@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from flexsearch.report import PlanRow
 
 _MOST = 16
-"""Rows of a table of devices or links; JSON has all."""
+"""Rows of a table of devices or links, those that are alike in one; JSON has all."""
 _WIDE = 100
 """Longest lines of text, where the terminal is wider."""
 
@@ -97,26 +97,40 @@ def print_details(setting: Setting, row: PlanRow, yardsticks: dict[str, float | 
     tell_plan(row.lowered)
     stdout.print()
     devices = Grid(
-        (Column("device", "text"), Column("busy"), Column("idle"), Column("peak\nmemory"), Column("of which", "below"))
+        (
+            Column("device", "text"),
+            Column("busy"),
+            Column("idle"),
+            Column("peak\nmemory"),
+            Column("what it holds", "below", least=34),
+        )
     )
-    for device in sorted(data["devices"], key=lambda d: -d["busy_s"])[:_MOST]:
+    for device in sorted(data["devices"], key=lambda d: -d["busy_s"]):
         parts = [f"{part} {nbytes(device[f'{part}_bytes'])}" for part in PARTS if device[f"{part}_bytes"]]
         busy, idle = (f"{seconds(t)} ({percent(t / total)})" for t in (device["busy_s"], device["idle_s"]))
         devices.add(device["name"], busy, idle, nbytes(device["peak_bytes"]), ", ".join(parts))
-    _print(devices, len(data["devices"]), "devices")
+    _print(devices, "devices")
     carrying = sorted((x for x in data["links"] if x["moved_bytes"]), key=lambda x: -x["busy_s"])
     if carrying:
         stdout.print()
         links = Grid((Column("link", "text"), Column("bytes"), Column("busy")))
-        for link in carrying[:_MOST]:
+        for link in carrying:
             busy = f"{seconds(link['busy_s'])} ({percent(link['busy_s'] / total)})"
             links.add(link["name"], nbytes(link["moved_bytes"]), busy)
-        _print(links, len(carrying), "links")
+        _print(links, "links")
     if trace is not None:
         stdout.print(f"\nWrote {trace}. Open it at https://ui.perfetto.dev", soft_wrap=True, markup=False)
 
 
-def _print(grid: Grid, count: int, what: str) -> None:
-    stdout.print(grid)
-    if count > _MOST:
-        tell(f"... and {count - _MOST} {what} less busy (--json lists all)")
+def _print(grid: Grid, what: str) -> None:
+    """Print a table of devices or links; those that do the same are one row, named after the first."""
+    alike: dict[tuple[str, ...], list[str]] = {}
+    for (name, *cells), _ in grid.rows:
+        alike.setdefault(tuple(cells), []).append(name)
+    shown = Grid(grid.columns)
+    for same, names in list(alike.items())[:_MOST]:
+        shown.add(names[0] if len(names) == 1 else f"{names[0]} and {len(names) - 1} alike", *same)
+    stdout.print(shown)
+    left = sum(len(names) for names in list(alike.values())[_MOST:])
+    if left:
+        tell(f"... and {left} {what} that are less busy (--json lists all)")

@@ -33,7 +33,8 @@ def plot(
         Path, typer.Option("--output", "-o", help="A .png, .svg or .pdf picture, or an .html page with all of them.")
     ] = Path("plan.png"),
     what: Annotated[
-        What | None, typer.Option("--what", help="What to draw [timeline; on an .html page: everything].")
+        What | None,
+        typer.Option("--what", help="What to draw; default: the timeline, and on an .html page everything."),
     ] = None,
     graph: GraphOption = None,
     profile: ProfileOption = None,
