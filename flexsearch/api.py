@@ -8,17 +8,19 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from flexsearch.cost import Costs, Profile
-from flexsearch.errors import StrategyError
+from flexsearch.errors import StrategyError, TopologyError
+from flexsearch.files import shipped_names
 from flexsearch.graph import OperatorGraph
 from flexsearch.lower import Lowered, lower
 from flexsearch.search.exhaustive import Optimum, Step, aligned_configs, exhaustive
-from flexsearch.search.optimize import search, whole_seconds
+from flexsearch.search.optimize import search
 from flexsearch.search.outcome import Progress, SearchResult
 from flexsearch.search.pins import parse_pins
+from flexsearch.search.tuning import Tuned, tuned_baseline, tuned_baselines, whole_seconds
 from flexsearch.simulate import Simulation, over_memory
 from flexsearch.simulate import simulate as simulate_lowered
-from flexsearch.strategy import OperatorConfig, Options, Strategy
-from flexsearch.strategy.baselines import baseline, baselines
+from flexsearch.strategy import OperatorConfig, Options, Prediction, Strategy
+from flexsearch.strategy.baselines import baselines
 from flexsearch.topology import Topology
 
 if TYPE_CHECKING:
@@ -60,12 +62,43 @@ class Setting:
         return lower(self.graph, strategy, self.topology, self.costs)
 
     def baseline(self, name: str, options: Options | None = None) -> Strategy:
-        """A baseline by name. Raises StrategyError if there is none, or if it makes no sense here."""
-        return baseline(name, self.graph, self.topology, options, whole_seconds(self.graph, self.costs))
+        """A baseline by name, with the bucket size that suits it best; of ``options`` only the optimizer counts.
+        Raises StrategyError if there is none of this name, or if it makes no sense here."""
+        return self._strategy(tuned_baseline(name, self.graph, self.topology, self.costs, options))
 
     def baselines(self, options: Options | None = None) -> dict[str, Strategy]:
-        """Every baseline that makes sense here, by name."""
-        return baselines(self.graph, self.topology, options, whole_seconds(self.graph, self.costs))
+        """Every baseline that makes sense here, by name, as :meth:`baseline` gives it."""
+        plans = tuned_baselines(self.graph, self.topology, self.costs, options)
+        return {name: self._strategy(plan) for name, plan in plans.items()}
+
+    def _strategy(self, plan: Tuned) -> Strategy:
+        named = {op.name: config for op, config in zip(self.graph.operators, plan.configs, strict=True)}
+        return Strategy.make(self.graph, self.topology, named, plan.options)
+
+    def name_of(self, strategy: Strategy) -> str:
+        """Name of the baseline that splits every operator as the strategy does; empty if none does."""
+        plans = baselines(self.graph, self.topology, strategy.options, whole_seconds(self.graph, self.costs))
+        return next((name for name, plan in plans.items() if plan.configs == strategy.configs), "")
+
+    def yardsticks(self, options: Options | None = None) -> dict[str, float | None]:
+        """Iteration times (s) that speed-ups compare with, as arguments of ``report.plan_rows``: those of the baselines
+        data parallel and single device."""
+        times = {}
+        for name, key in (("data-parallel", "data_parallel_s"), ("single", "single_s")):
+            times[key] = simulate_lowered(self.lower(self.baseline(name, options))).makespan_s
+        return {**times}
+
+    def with_prediction(self, strategy: Strategy) -> Strategy:
+        """The strategy with what the simulator says of it in its ``prediction``."""
+        simulation = simulate_lowered(self.lower(strategy))
+        prediction = Prediction(
+            iteration_s=simulation.makespan_s,
+            data_parallel_s=self.yardsticks(strategy.options)["data_parallel_s"],
+            peak_bytes=max(simulation.peak_bytes),
+        )
+        return Strategy.make(
+            self.graph, self.topology, strategy.configs, strategy.options, prediction, strategy.search
+        )  # fmt: skip
 
     def search(
         self,
@@ -147,7 +180,10 @@ class Setting:
                 update={"iteration_s": simulation.makespan_s, "peak_bytes": peak}
             )
             strategy.search = old.search.model_copy(update={"start": "exhaustive search", "optimal": False})
-        return replace(result, strategy=strategy, simulation=simulation, feasible=True, optimal=False)
+        return replace(
+            result, strategy=strategy, simulation=simulation, feasible=True, optimal=False, baseline="",
+            set_aside_s=None,
+        )  # fmt: skip
 
 
 def parse_budget(budget: str | float) -> tuple[float | None, int | None]:
@@ -235,6 +271,58 @@ def compare(
         for plans in (strategies or {}, setting.baselines())
     )
     return given + known
+
+
+def scaling(
+    setting: Setting,
+    strategy: Strategy,
+    *,
+    most: int | None = None,
+    budget: str | float | None = None,
+    on_progress: Callable[[int], None] | None = None,
+) -> dict[str, dict[int, float]]:
+    """Iteration times (s) of the strategy's graph on 1, 2, 4, ... hosts like those of its topology, which must be a
+    preset: plan -> number of devices -> time, for ``report.plots.scaling_curve``. Plans: data parallel, the best
+    baseline, and the strategy where it belongs; with a ``budget`` (for each number of hosts) also what a search finds.
+    What does not fit into memory is left out. ``most``: hosts at most; None: 8, or those of the strategy, but not more
+    than 64 devices beyond these. ``on_progress``: called with each number of hosts when it is done. Raises
+    TopologyError if the topology is no preset."""
+    base, hosts = _preset(setting.topology)
+    each = len(setting.topology.devices) // hosts
+    most = most or max(hosts, min(8, 64 // each))
+    plan = "found" if budget is not None else "this plan"
+    times: dict[str, dict[int, float]] = {"data parallel": {}, "best baseline": {}, plan: {}}
+    for count in sorted({2**k for k in range(most.bit_length()) if 2**k <= most} | {hosts}):
+        topology = setting.topology if count == hosts else Topology.load(f"{base}:{count}")
+        here = Setting.of(setting.graph, topology, setting.costs.profile)
+        known = tuned_baselines(here.graph, topology, here.costs, strategy.options)
+        fitting = {name: p.evaluation.time_s for name, p in known.items() if p.evaluation.feasible}
+        if fitting:
+            times["best baseline"][each * count] = min(fitting.values())
+        if "data-parallel" in fitting:
+            times["data parallel"][each * count] = fitting["data-parallel"]
+        if count == hosts:
+            times[plan][each * count] = simulate_lowered(here.lower(strategy)).makespan_s
+        elif budget is not None and (result := here.search(budget, options=strategy.options)).feasible:
+            times[plan][each * count] = result.simulation.makespan_s
+        if on_progress is not None:
+            on_progress(count)
+    return {name: found for name, found in times.items() if found}
+
+
+def _preset(topology: Topology) -> tuple[str, int]:
+    """(name, number of hosts) of the preset that a topology is."""
+    base, hosts = topology.name.split(":")[0], len({device.host for device in topology.devices})
+    if base in shipped_names("profiles"):
+        try:
+            if Topology.load(f"{base}:{hosts}").content_hash() == topology.content_hash():
+                return base, hosts
+        except TopologyError:
+            pass
+    raise TopologyError(
+        f"topology {topology.name} is no preset, so there is none like it with other numbers of hosts",
+        "Plot the scaling of a plan for a preset such as ethernet-1g-4 or p100:4.",
+    )
 
 
 def by_time(rows: Sequence[PlanRow]) -> list[PlanRow]:

@@ -19,6 +19,7 @@ from flexsearch.simulate import critical_path, makespan, simulate
 from flexsearch.simulate.effects import Effects, SingleChanges
 from flexsearch.simulate.whatif import count, what_ifs
 from flexsearch.strategy import Strategy
+from flexsearch.strategy.baselines import baseline
 
 if TYPE_CHECKING:
     from flexsearch.api import Setting
@@ -41,7 +42,7 @@ def explain(setting: Setting, strategy: Strategy, tries: int, on_progress: OnPro
         changes.append(one)
         report("what would help", len(changes), count(setting.topology))
     space, effects = Space(setting.graph, setting.topology), Effects(lowering, configs, strategy.options)
-    plain = setting.baseline("data-parallel", strategy.options).in_order(setting.graph)
+    plain = baseline("data-parallel", setting.graph, setting.topology).in_order(setting.graph)
     choices = []
     for k, group in enumerate(told := groups(lowered)):
         report("what the choices bring", k, len(told))
@@ -111,4 +112,5 @@ def difference(setting: Setting, a: Strategy, b: Strategy, names: tuple[str, str
             times = (makespan(lowering.lower(c, o).tasks) for c, o in ((first, there), (second, back)))
             options.append(OptionEffect(words, str(old), str(new), *times))
     paths = tuple(critical_path(row.lowered.tasks) for row in rows)
-    return Comparison(rows[0], rows[1], paths[0], paths[1], found, tuple(options))
+    known = setting.name_of(a), setting.name_of(b)
+    return Comparison(rows[0], rows[1], paths[0], paths[1], found, tuple(options), known)

@@ -22,8 +22,9 @@ class FileModel(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
 
 
-def write_atomically(path: str | Path, text: str) -> None:
-    """Write ``text`` to ``path`` by way of a temporary file beside it, so that no reader sees half of it."""
+def write_atomically(path: str | Path, content: str | bytes) -> None:
+    """Write ``content`` (text as UTF-8) to ``path`` by way of a temporary file beside it, so that no reader sees half
+    of it."""
     path = Path(path)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -31,8 +32,8 @@ def write_atomically(path: str | Path, text: str) -> None:
     except OSError as error:
         raise FileFormatError(f"cannot write {path}: {error.strerror}. Choose another folder.") from error
     try:
-        with os.fdopen(handle, "w", encoding="utf-8") as file:
-            file.write(text)
+        with os.fdopen(handle, "wb") as file:
+            file.write(content.encode() if isinstance(content, str) else content)
         umask = os.umask(0)
         os.umask(umask)
         os.chmod(temporary, 0o666 & ~umask)  # mkstemp makes private files; ours are for sharing

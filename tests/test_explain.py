@@ -32,6 +32,7 @@ from flexsearch.simulate.effects import Effects
 from flexsearch.simulate.kernel import times
 from flexsearch.simulate.whatif import count, link_classes, what_ifs
 from flexsearch.strategy import Options, Strategy, make_config
+from flexsearch.strategy.baselines import baseline, baselines
 from flexsearch.topology import Topology
 from tests.conftest import Cli
 from tests.random_strategies import strategies
@@ -95,7 +96,7 @@ def test_a_wait_for_a_busy_link_and_for_a_processor_that_moves_bytes_is_told() -
     graph = mlp()
     setting = Setting.of(graph, topology)
     found = set()
-    for strategy in setting.baselines(Options(bucket_bytes=1)).values():
+    for strategy in baselines(setting.graph, setting.topology, Options(bucket_bytes=1)).values():
         steps = critical_path(setting.lower(strategy).tasks)
         found |= {(step.why, step.moves_bytes) for step in steps}
     assert {("link", False), ("order", False), ("data", False), ("data", True)} <= found
@@ -117,7 +118,7 @@ def test_a_long_path_is_told_on_one_screen_without_losing_time(name: str) -> Non
 
 
 def lowered_plan(setting: Setting, name: str, **options: Any) -> tuple[Lowered, Lowering]:
-    strategy = setting.baseline(name, Options(**options))
+    strategy = baseline(name, setting.graph, setting.topology, Options(**options))
     lowering = Lowering(setting.graph, setting.topology, setting.costs)
     return lowering.lower([strategy.configs[op.name] for op in setting.graph.operators], strategy.options), lowering
 
@@ -234,7 +235,7 @@ def test_a_graph_that_mixes_the_batch_with_constants_is_refused_and_the_row_says
 @pytest.mark.parametrize("name", ["ethernet-1g-4", "p100:1"])
 def test_alternatives_take_the_time_of_a_whole_simulation(name: str) -> None:
     setting = Setting.of(cnn(), Topology.load(name))
-    strategy = setting.baseline("data-parallel", Options(bucket_bytes=1000))
+    strategy = baseline("data-parallel", setting.graph, setting.topology, Options(bucket_bytes=1000))
     configs = tuple(strategy.configs[op.name] for op in setting.graph.operators)
     lowering, space = Lowering(setting.graph, setting.topology, setting.costs), Space(setting.graph, setting.topology)
     effects = Effects(lowering, configs, strategy.options)
@@ -339,7 +340,7 @@ def test_single_effects_of_differences_are_those_of_whole_simulations(data: Any,
 def test_layers_that_change_alike_are_one_difference() -> None:
     graph, topology = OperatorGraph.load("alexnet"), Topology.load("ethernet-1g-4")
     setting = Setting.of(graph, topology)
-    plain, trick = setting.baseline("data-parallel"), setting.baseline("one-weird-trick")
+    plain, trick = (baseline(name, graph, topology) for name in ("data-parallel", "one-weird-trick"))
     (one,) = setting.difference(plain, trick).differences
     assert {graph.operators[i].name for i in one.operators} >= {f"classifier.fc{k}" for k in (6, 7, 8)}
     assert one.a_changed_s == makespan(setting.lower(trick).tasks)
@@ -363,7 +364,7 @@ def plans(tmp_path: Path) -> Path:
     graph, topology = OperatorGraph.load("lenet"), Topology.load("ethernet-1g-2")
     setting = Setting.of(graph, topology)
     setting.baseline("data-parallel").save(tmp_path / "plain.json")
-    setting.baseline("megatron", Options(bucket_bytes=1000)).save(tmp_path / "megatron.json")
+    baseline("megatron", graph, topology, Options(bucket_bytes=1000)).save(tmp_path / "megatron.json")
     configs = dict(setting.baseline("data-parallel").configs)
     for op in graph.operators[7:]:
         configs[op.name] = make_config(op, {}, [1])
@@ -381,7 +382,7 @@ def test_explain_tells_people_and_programs_the_same(cli: Cli, plans: Path) -> No
     for words in (
         "lenet (0.0617 M parameters, batch 64) on ethernet-1g", "The plan:", "Where the time goes",
         "The critical path:", "The bottleneck: ", "What would help", "twice the bandwidth",
-        "twice the batch (128), time per 64", "What the choices bring", "on host1", "60 of ",
+        "twice the batch (128), time per 64", "What each choice brings", "on host1", "60 of ",
     ):  # fmt: skip
         assert words in ran.out, words
     assert max(map(len, ran.out.splitlines()[2:])) <= 100

@@ -207,8 +207,10 @@ def test_a_baseline_is_kept_unless_it_is_beaten_by_the_margin() -> None:
     assert beaten.strategy.configs == found.strategy.configs
     kept = search(graph, topology, costs, proposals=200, margin=0.9)
     assert kept.strategy.configs == best.strategy.configs and kept.strategy.search is not None
-    assert f"less than 90 % faster than {name}" in kept.stopped and kept.strategy.search.start == name
-    assert kept.simulation.makespan_s <= best.simulation.makespan_s
+    assert kept.baseline == name == kept.strategy.search.start and found.baseline == beaten.baseline == ""
+    assert kept.simulation.makespan_s == best.simulation.makespan_s
+    assert kept.strategy.options == best.strategy.options
+    assert kept.set_aside_s == found.simulation.makespan_s and found.set_aside_s is None
 
 
 def test_it_goes_on_from_a_given_plan() -> None:

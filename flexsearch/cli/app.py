@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 from flexsearch import __version__
-from flexsearch.cli import cluster, explain, models, optimize, plans
+from flexsearch.cli import cluster, explain, models, optimize, plans, plot
 
 app = typer.Typer(
     help="Find, explain and run the fastest way to split one PyTorch training step over a set of devices.",
@@ -41,4 +41,5 @@ app.command()(optimize.optimize)
 app.command()(plans.compare)
 app.command()(explain.explain)
 app.command()(explain.diff)
+app.command()(plot.plot)
 app.command()(cluster.run)

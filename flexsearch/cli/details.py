@@ -5,19 +5,20 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rich.table import Table
-
-from flexsearch.cli.common import print_table, stdout
-from flexsearch.report import groups, in_words, plan_rows, plan_table
+from flexsearch.cli.common import stdout
+from flexsearch.report import Column, Grid, groups, hanging, in_words, plan_rows, plan_table
 from flexsearch.report.units import nbytes, percent, seconds
 from flexsearch.simulate.memory import PARTS
 
 if TYPE_CHECKING:
     from flexsearch.api import Setting
+    from flexsearch.lower import Lowered
     from flexsearch.report import PlanRow
 
 _MOST = 16
-"""Rows of a table of devices or links; JSON has all."""
+"""Rows of a table of devices or links, those that are alike in one; JSON has all."""
+_WIDE = 100
+"""Longest lines of text, where the terminal is wider."""
 
 
 def headline(setting: Setting) -> str:
@@ -27,17 +28,35 @@ def headline(setting: Setting) -> str:
     graph, topology, profile = setting.graph, setting.topology, setting.costs.profile
     weights = sum(t.nbytes // t.itemsize for t in graph.of_kind("parameter"))
     where = device_set(topology, range(len(topology.devices)))
-    measured = f"profile of {profile.device}" if profile is not None else "roofline"
+    measured = f"as profiled on {profile.device}" if profile is not None else "from data sheets (roofline)"
     return (
         f"{graph.name} ({weights / 1e6:.3g} M parameters, batch {graph.batch}) on {topology.name} ({where}); "
-        f"compute times: {measured}"
+        f"compute times {measured}"
     )
 
 
-def simulation_data(setting: Setting, row: PlanRow, data_parallel_s: float) -> dict[str, Any]:
-    """The simulation of a plan as a JSON object."""
+def tell(text: str, indent: int = 0) -> None:
+    """Print a text as it is, each of its lines broken at the width of the terminal, what follows indented."""
+    for line in text.split("\n"):
+        first = len(line) - len(line.lstrip(" "))
+        for part in hanging(line.lstrip(" "), min(stdout.width, _WIDE), first=first, indent=first + indent):
+            stdout.print(part, soft_wrap=True)
+
+
+def tell_plan(lowered: Lowered, most: int | None = None) -> None:
+    """Print a plan in words. ``most``: at most so many lines."""
+    told = groups(lowered)
+    shown = told if most is None or len(told) <= most else told[: most - 1]
+    for group in shown:
+        tell(f"  {group.layers}: {group.treatment}", indent=2)
+    if len(shown) < len(told):
+        tell(f"  ... and {len(told) - len(shown)} more lines (flexsearch explain prints all of them)", indent=2)
+
+
+def simulation_data(setting: Setting, row: PlanRow, yardsticks: dict[str, float | None]) -> dict[str, Any]:
+    """The simulation of a plan as a JSON object. ``yardsticks``: times to compare with, as of ``plan_rows``."""
     simulation, topology = row.simulation, setting.topology
-    (summary,) = plan_rows([row], data_parallel_s)
+    (summary,) = plan_rows([row], **yardsticks)
     return {
         "graph": setting.graph.name,
         "topology": topology.name,
@@ -67,43 +86,51 @@ def simulation_data(setting: Setting, row: PlanRow, data_parallel_s: float) -> d
     }
 
 
-def print_details(setting: Setting, row: PlanRow, data_parallel_s: float, trace: Path | None) -> None:
+def print_details(setting: Setting, row: PlanRow, yardsticks: dict[str, float | None], trace: Path | None) -> None:
     """The simulation of a plan as tables."""
-    data = simulation_data(setting, row, data_parallel_s)
+    data = simulation_data(setting, row, yardsticks)
     total = row.simulation.makespan_s or 1.0
-    stdout.print(headline(setting), soft_wrap=True)
-    print_table(plan_table([row], data_parallel_s=data_parallel_s))
-    stdout.print("\nThe plan:")
-    for group in groups(row.lowered):
-        stdout.print(f"  {group.layers}: {group.treatment}", soft_wrap=True)
+    tell(headline(setting), indent=2)
     stdout.print()
-    devices = _table("device", "busy", "idle", "peak memory")
-    devices.add_column("of which")
-    for device in sorted(data["devices"], key=lambda d: -d["busy_s"])[:_MOST]:
+    stdout.print(plan_table([row], **yardsticks))
+    tell("\nThe plan:")
+    tell_plan(row.lowered)
+    stdout.print()
+    devices = Grid(
+        (
+            Column("device", "text"),
+            Column("busy"),
+            Column("idle"),
+            Column("peak\nmemory"),
+            Column("what it holds", "below", least=34),
+        )
+    )
+    for device in sorted(data["devices"], key=lambda d: -d["busy_s"]):
         parts = [f"{part} {nbytes(device[f'{part}_bytes'])}" for part in PARTS if device[f"{part}_bytes"]]
         busy, idle = (f"{seconds(t)} ({percent(t / total)})" for t in (device["busy_s"], device["idle_s"]))
-        devices.add_row(device["name"], busy, idle, nbytes(device["peak_bytes"]), ", ".join(parts))
-    _print(devices, len(data["devices"]), "devices")
+        devices.add(device["name"], busy, idle, nbytes(device["peak_bytes"]), ", ".join(parts))
+    _print(devices, "devices")
     carrying = sorted((x for x in data["links"] if x["moved_bytes"]), key=lambda x: -x["busy_s"])
     if carrying:
-        links = _table("link", "bytes", "busy")
-        for link in carrying[:_MOST]:
+        stdout.print()
+        links = Grid((Column("link", "text"), Column("bytes"), Column("busy")))
+        for link in carrying:
             busy = f"{seconds(link['busy_s'])} ({percent(link['busy_s'] / total)})"
-            links.add_row(link["name"], nbytes(link["moved_bytes"]), busy)
-        _print(links, len(carrying), "links")
+            links.add(link["name"], nbytes(link["moved_bytes"]), busy)
+        _print(links, "links")
     if trace is not None:
-        stdout.print(f"Wrote {trace}; open it in https://ui.perfetto.dev", soft_wrap=True)
+        stdout.print(f"\nWrote {trace}. Open it at https://ui.perfetto.dev", soft_wrap=True, markup=False)
 
 
-def _table(first: str, *rest: str) -> Table:
-    table = Table()
-    table.add_column(first, no_wrap=True)
-    for heading in rest:
-        table.add_column(heading, justify="right", no_wrap=True)
-    return table
-
-
-def _print(table: Table, count: int, what: str) -> None:
-    print_table(table)
-    if count > _MOST:
-        stdout.print(f"... and {count - _MOST} {what} less busy (--json lists all)")
+def _print(grid: Grid, what: str) -> None:
+    """Print a table of devices or links; those that do the same are one row, named after the first."""
+    alike: dict[tuple[str, ...], list[str]] = {}
+    for (name, *cells), _ in grid.rows:
+        alike.setdefault(tuple(cells), []).append(name)
+    shown = Grid(grid.columns)
+    for same, names in list(alike.items())[:_MOST]:
+        shown.add(names[0] if len(names) == 1 else f"{names[0]} and {len(names) - 1} alike", *same)
+    stdout.print(shown)
+    left = sum(len(names) for names in list(alike.values())[_MOST:])
+    if left:
+        tell(f"... and {left} {what} that are less busy (--json lists all)")

@@ -58,12 +58,11 @@ def explain(
     data = {"graph": setting.graph.name, "topology": setting.topology.name, "path": str(strategy)}
 
     def say() -> None:
-        from flexsearch.report import groups
+        from flexsearch.cli.details import tell, tell_plan
 
         _headline(setting, strategy, plan, told.row)
-        stdout.print("\nThe plan:")
-        for group in groups(told.row.lowered):
-            stdout.print(f"  {group.layers}: {group.treatment}", soft_wrap=True, markup=False)
+        tell("\nThe plan:")
+        tell_plan(told.row.lowered)
         _print(explanation(told))
 
     show(as_json, data | explanation_data(told), say)
@@ -83,22 +82,22 @@ def diff(
     found = setting.difference(first, second, (str(a), str(b)))
 
     def say() -> None:
-        from flexsearch.cli.details import headline
+        from flexsearch.cli.details import headline, tell
 
-        stdout.print(headline(setting), soft_wrap=True, markup=False)
+        tell(headline(setting), indent=2)
         _print(comparison(found))
 
     show(as_json, comparison_data(found), say)
 
 
 def _explain_operator(setting: Setting, plan: Strategy, operator: str, most: int | None, as_json: bool) -> None:
-    from flexsearch.cli.details import headline
+    from flexsearch.cli.details import headline, tell
     from flexsearch.report.choices import operator_choice, operator_data
 
     found = setting.choice(plan, operator, most)
 
     def say() -> None:
-        stdout.print(headline(setting), soft_wrap=True, markup=False)
+        tell(headline(setting), indent=2)
         _print(operator_choice(found))
 
     show(as_json, {"graph": setting.graph.name, "topology": setting.topology.name} | operator_data(found), say)
@@ -162,17 +161,20 @@ def _setting(path: Path, plan: Strategy, graph: str | None, profile: Path | None
 
 
 def _headline(setting: Setting, path: Path, plan: Strategy, row: PlanRow) -> None:
-    from flexsearch.cli.details import headline
+    from flexsearch.cli.details import headline, tell
     from flexsearch.report.units import digits, nbytes, ratio, seconds
 
-    stdout.print(headline(setting), soft_wrap=True, markup=False)
+    tell(headline(setting), indent=2)
     iteration_s = row.simulation.makespan_s
     rate = f"{digits(setting.graph.batch / iteration_s)} samples/s" if iteration_s else ""
-    known = plan.prediction
+    known, same = plan.prediction, setting.name_of(plan)
     against = ""
-    if known is not None and known.data_parallel_s is not None and known.iteration_s == iteration_s:
-        against = f", {ratio(known.data_parallel_s / iteration_s)} data parallel"
-    stdout.print(f"{path}: {seconds(iteration_s)} an iteration, {rate}{against}", soft_wrap=True, markup=False)
+    if iteration_s:
+        words = ("data parallel", "one device")
+        times = zip(setting.yardsticks(plan.options).values(), words, strict=True)
+        against = "".join(f", {ratio(s / iteration_s)} as fast as {w}" for s, w in times if s)
+    name = f"{path} (the baseline {same})" if same else str(path)
+    tell(f"{name}: {seconds(iteration_s)} an iteration, {rate}{against}", indent=2)
     for device, missing in row.shortfall[:1]:
         name = setting.topology.devices[device].name
         stdout.print(f"It does not fit into memory: {nbytes(missing)} short on {name}", soft_wrap=True, markup=False)
@@ -185,5 +187,10 @@ def _headline(setting: Setting, path: Path, plan: Strategy, row: PlanRow) -> Non
 
 
 def _print(parts: Iterable[Part]) -> None:
+    from flexsearch.cli.details import tell
+
     for part in parts:
-        stdout.print(part, width=min(stdout.width, WIDTH), markup=False)
+        if isinstance(part, str):
+            tell(part, indent=2)
+        else:
+            stdout.print(part, width=min(stdout.width, WIDTH))

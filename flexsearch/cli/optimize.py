@@ -73,7 +73,6 @@ def optimize(
     if plot is not None and plot.suffix not in (".png", ".svg", ".pdf"):
         raise typer.BadParameter(f"{plot} cannot be drawn; give a .png, .svg or .pdf file", param_hint="--plot")
     from flexsearch.api import MARGIN, parse_budget, refuse_what_does_not_fit
-    from flexsearch.report import PlanRow
 
     if exhaustive is not None:
         parse_budget(exhaustive)  # refused before the search, not after it
@@ -92,47 +91,61 @@ def optimize(
         with _Live(exhaustive) as live:
             proof = setting.prove(result, exhaustive, pins=pin or (), on_progress=live.proving)
         result = setting.proved(result, proof)
-    found = PlanRow("found", result.simulation, setting.lower(result.strategy))
-    others = [PlanRow(name, o.simulation, setting.lower(o.strategy)) for name, o in result.baselines.items()]
+    answer, others = _rows(setting, result)
     if not as_json:
-        print_plans(setting, [found], others)
+        print_plans(setting, [] if result.baseline else [answer], others)
     refuse_what_does_not_fit(result, setting.topology)
     result.strategy.save(output)
     if plot is not None:
         _draw(plot, setting, result)
-    data = _found_data(setting, result, proof, found, others, output)
-    show(as_json, data, lambda: _say(graph, result, proof, found, output))
+    data = _answer_data(setting, result, proof, answer, others, output)
+    show(as_json, data, lambda: _say(graph, setting, result, proof, answer, share, output))
 
 
 def _draw(path: Path, setting: Setting, result: SearchResult) -> None:
     """The picture of the chains."""
-    from flexsearch.report.plots import chains
+    from flexsearch.cli.plot import write_picture
+    from flexsearch.report.plots import chains, rendered
 
     trails = [(trail.phase, trail.points) for trail in result.trails]
     best = [(found.proposal, found.time_s) for found in result.history]
-    chains(trails, best, result.bound_s, f"{setting.graph.name} on {setting.topology.name}").savefig(path, dpi=110)
+    figure = chains(trails, best, result.bound_s, f"{setting.graph.name} on {setting.topology.name}")
+    write_picture(path, rendered(figure, path.suffix.removeprefix(".")))
 
 
-def _found_data(
-    setting: Setting, result: SearchResult, proof: Optimum | None, found: PlanRow, others: list[PlanRow], output: Path
+def _rows(setting: Setting, result: SearchResult) -> tuple[PlanRow, list[PlanRow]]:
+    """The answer, and the baselines. If the answer is a baseline, it has its name and is one of them."""
+    from flexsearch.report import PlanRow
+
+    others = [PlanRow(name, o.simulation, setting.lower(o.strategy)) for name, o in result.baselines.items()]
+    for row in others:
+        if row.name == result.baseline:
+            return row, others
+    return PlanRow("found", result.simulation, setting.lower(result.strategy)), others
+
+
+def _answer_data(
+    setting: Setting, result: SearchResult, proof: Optimum | None, answer: PlanRow, others: list[PlanRow], output: Path
 ) -> dict[str, Any]:
     from flexsearch.report import groups, in_words, plan_rows
 
-    plans = plan_rows(in_order([found], others))
-    of_found = next(p for p in plans if p["name"] == found.name)
+    plans = plan_rows(in_order([] if result.baseline else [answer], others))
+    of_answer = next(p for p in plans if p["name"] == answer.name)
     return {
         "graph": setting.graph.name,
         "topology": setting.topology.name,
         "path": str(output),
-        **{k: v for k, v in of_found.items() if k not in ("name", "note")},
-        "words": in_words(found.lowered),
-        "groups": [{"layers": g.layers, "treatment": g.treatment} for g in groups(found.lowered)],
+        "plan": answer.name,
+        **{k: v for k, v in of_answer.items() if k not in ("name", "note")},
+        "words": in_words(answer.lowered),
+        "groups": [{"layers": g.layers, "treatment": g.treatment} for g in groups(answer.lowered)],
         "seed": result.strategy.search.seed if result.strategy.search else None,
         "proposals": result.proposals,
         "accepted": result.accepted,
         "elapsed_s": result.elapsed_s,
         "proposals_per_s": result.proposals / result.elapsed_s if result.elapsed_s else None,
         "stopped": result.stopped,
+        "set_aside_s": result.set_aside_s,
         "locally_optimal": result.optimal,
         "bound_s": result.bound_s,
         "proof": None
@@ -150,29 +163,64 @@ def _found_data(
     }
 
 
-def _say(graph: str, result: SearchResult, proof: Optimum | None, found: PlanRow, output: Path) -> None:
-    """The plan in words, how the search ended, and what to do next."""
-    from flexsearch.graph.shipped import SHIPPED
-    from flexsearch.report import groups
+def _say(
+    graph: str, setting: Setting, result: SearchResult, proof: Optimum | None, answer: PlanRow, margin: float,
+    output: Path,
+) -> None:  # fmt: skip
+    """The plan in words, how good it is, how the search ended, and what to do next."""
+    from flexsearch.cli.details import tell, tell_plan
 
-    stdout.print("\nThe plan:")
-    for group in groups(found.lowered):
-        stdout.print(f"  {group.layers}: {group.treatment}", soft_wrap=True)
+    tell(f"\n{_what_it_is(result, margin)}")
+    tell_plan(answer.lowered, most=10)
+    tell(f"\n{_how_good(result, proof)}")
+    basis = "compute times that were measured"
+    if setting.costs.profile is None:
+        basis = "data-sheet figures for the hardware; `flexsearch profile` measures yours"
+    tell(f"These times are predictions, based on {basis}.")
     rate = result.proposals / result.elapsed_s if result.elapsed_s else 0.0
-    share = result.accepted / result.proposals if result.proposals else 0.0
-    stdout.print(
-        f"\n{_how_good(result, proof)}\n"
-        f"{result.proposals:,} proposals in {result.elapsed_s:.1f} s ({rate:,.0f}/s, {share:.0%} accepted). "
-        f"Stopped: {result.stopped}.",
-        soft_wrap=True,
-    )
-    model = "--model MODULE:CALLABLE"
-    if (source := SHIPPED.get(graph)) is not None:
-        model = f"--model flexsearch.zoo:{source.builder}"
-        for name, value in source.arguments.items():
-            model += f" --batch {value}" if name == "batch" else f" --set {name}={value}"
+    tell(f"{result.proposals:,} proposals in {result.elapsed_s:.1f} s ({rate:,.0f}/s). Stopped: {result.stopped}.")
+    stdout.print(f"\nWrote {output}. To train a few steps and measure them:", soft_wrap=True, markup=False)
     count = len(result.strategy.cluster.devices)
-    stdout.print(f"Wrote {output}. Next: flexsearch run -n {count} {output} {model}", soft_wrap=True)
+    stdout.print(f"  flexsearch run -n {count} {output} {_model(graph)}", soft_wrap=True, markup=False)
+
+
+def _model(graph: str) -> str:
+    """The options of ``run`` that name the model of a graph."""
+    from flexsearch.graph.shipped import SHIPPED
+
+    if (source := SHIPPED.get(graph)) is None:
+        return "--model MODULE:CALLABLE"
+    text = f"--model flexsearch.zoo:{source.builder}"
+    for name, value in source.arguments.items():
+        text += f" --batch {value}" if name == "batch" else f" --set {name}={value}"
+    return text
+
+
+def _what_it_is(result: SearchResult, margin: float) -> str:
+    """Whether the answer is a baseline or what the search found, in words."""
+    from flexsearch.report.units import percent, ratio, seconds
+
+    fitting = [(o.time_s, name) for name, o in result.baselines.items() if o.feasible]
+    if not result.baseline:
+        if not fitting or not result.simulation.makespan_s:
+            return "Best plan, found by the search (no baseline fits into memory):"
+        best_s, name = min(fitting)
+        gain = ratio(best_s / result.simulation.makespan_s)
+        return f"Best plan, found by the search; {gain} as fast as the best baseline, {name}:"
+    buckets = f" with {_buckets(result)}" if len(result.strategy.cluster.devices) > 1 else ""
+    text = f"Best plan: the baseline {result.baseline}{buckets}."
+    if result.set_aside_s is None:
+        return f"{text} The search found nothing faster."
+    if margin > 0:
+        near = f" (its best plan takes {seconds(result.set_aside_s)})"
+        return f"{text} The search found nothing {percent(margin)} faster{near}."
+    return text
+
+
+def _buckets(result: SearchResult) -> str:
+    """The bucket size of the answer in words."""
+    size = result.strategy.options.bucket_bytes
+    return f"gradient buckets of {size / 2**20:.3g} MiB"
 
 
 def _how_good(result: SearchResult, proof: Optimum | None) -> str:
@@ -180,9 +228,9 @@ def _how_good(result: SearchResult, proof: Optimum | None) -> str:
     from flexsearch.report.units import seconds
 
     now, least = seconds(result.simulation.makespan_s), seconds(result.bound_s)
-    text = f"{now}; no plan in this space is faster than {least}."
+    text = f"It takes {now} an iteration; no plan in this space is faster than {least}."
     if result.optimal:
-        text += " No change of one operator makes it faster."
+        text += " It is locally optimal: no change to a single operator makes it faster."
     if proof is None:
         return text
     space = f"the {proof.plans:.3g} plans on aligned blocks of devices"

@@ -1,4 +1,4 @@
-"""``simulate`` and ``compare``: plans on paper. None of them imports torch."""
+"""``simulate`` and ``compare``: plans on paper. Neither imports torch."""
 
 from __future__ import annotations
 
@@ -14,7 +14,6 @@ from flexsearch.cli.common import (
     TopologyOption,
     load_setting,
     load_strategy,
-    print_table,
     show,
     stdout,
     writable,
@@ -46,21 +45,45 @@ def compare(
     ] = None,
     profile: ProfileOption = None,
     optimizer: OptimizerOption = "momentum",
+    save: Annotated[
+        str | None, typer.Option("--save", metavar="NAME", help="Write this baseline as a strategy file.")
+    ] = None,
+    output: Annotated[
+        Path | None, typer.Option("--output", "-o", help="The file that --save writes; default: NAME.json.")
+    ] = None,
     as_json: JsonOption = False,
 ) -> None:
-    """The table of the baselines, and of the given strategies, under the simulator."""
+    """Compare the baselines, and strategy files if you name any, under the simulator.
+
+    Each baseline gets the bucket size that suits it best. --save writes one of them, to be run, explained or changed.
+    """
     from flexsearch.report import plan_rows
 
+    if output is not None and save is None:
+        raise typer.BadParameter("give --save NAME: the baseline to write", param_hint="--output")
+    path = output or (Path(f"{save.replace(' ', '-')}.json") if save is not None else None)
+    writable(path)
     setting = load_setting(graph, topology, profile)
     given = {str(path): load_strategy(path, setting) for path in strategy or []}
     options = next(iter(given.values())).options if given else make_options(optimizer)
+    known = setting.baselines(options)
+    if save is not None and save not in known:
+        setting.baseline(save, options)  # says why it does not apply
     rows = [setting.row(name, s) for name, s in given.items()]
-    others = [setting.row(name, s) for name, s in setting.baselines(options).items()]
-    show(
-        as_json,
-        {"graph": setting.graph.name, "topology": setting.topology.name, "plans": plan_rows(in_order(rows, others))},
-        lambda: print_plans(setting, rows, others),
-    )
+    others = [setting.row(name, s) for name, s in known.items()]
+    if save is not None and path is not None:
+        setting.with_prediction(known[save]).save(path)
+    data = {
+        "graph": setting.graph.name, "topology": setting.topology.name, "plans": plan_rows(in_order(rows, others)),
+        "saved": save, "path": str(path) if path is not None else None,
+    }  # fmt: skip
+
+    def human() -> None:
+        print_plans(setting, rows, others)
+        if path is not None:
+            stdout.print(f"\nWrote {save} to {path}.", soft_wrap=True, markup=False)
+
+    show(as_json, data, human)
 
 
 def simulate(
@@ -77,7 +100,7 @@ def simulate(
     optimizer: OptimizerOption = "momentum",
     as_json: JsonOption = False,
 ) -> None:
-    """Simulate one training step of a plan: time, busy devices, bytes over each link, peak memory."""
+    """Simulate one training step of a plan: its time, how busy each device and link is, and peak memory."""
     if (strategy is None) == (baseline is None):
         raise typer.BadParameter("give either --strategy or --baseline")
     writable(trace)
@@ -90,14 +113,14 @@ def simulate(
         assert baseline is not None
         name, plan = baseline, setting.baseline(baseline, make_options(optimizer))
     row = setting.row(name, plan)
-    yardstick = setting.row("data-parallel", setting.baseline("data-parallel", plan.options)).simulation.makespan_s
+    yardsticks = setting.yardsticks(plan.options)
     if trace is not None:
         save_trace(trace, row.lowered, row.simulation)
 
     from flexsearch.cli.details import print_details, simulation_data
 
-    data = simulation_data(setting, row, yardstick) | {"trace": str(trace) if trace is not None else None}
-    show(as_json, data, lambda: print_details(setting, row, yardstick, trace))
+    data = simulation_data(setting, row, yardsticks) | {"trace": str(trace) if trace is not None else None}
+    show(as_json, data, lambda: print_details(setting, row, yardsticks, trace))
 
 
 def in_order(rows: list[PlanRow], others: list[PlanRow]) -> list[PlanRow]:
@@ -109,8 +132,9 @@ def in_order(rows: list[PlanRow], others: list[PlanRow]) -> list[PlanRow]:
 
 def print_plans(setting: Setting, rows: list[PlanRow], others: list[PlanRow]) -> None:
     """The table of plans under its headline."""
-    from flexsearch.cli.details import headline
+    from flexsearch.cli.details import headline, tell
     from flexsearch.report import plan_table
 
-    stdout.print(headline(setting), soft_wrap=True)
-    print_table(plan_table(in_order(rows, others)))
+    tell(headline(setting), indent=2)
+    stdout.print()
+    stdout.print(plan_table(in_order(rows, others)))

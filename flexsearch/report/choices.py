@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from flexsearch.lower import Lowered
-from flexsearch.report.explain import Part, change_of, table, time_and_change
+from flexsearch.report.explain import Part, change_of, relative, table, time_and_change
 from flexsearch.report.units import nbytes, seconds
 from flexsearch.report.words import device_set, treatment
 from flexsearch.simulate import Loads
@@ -44,7 +44,7 @@ def alike(found: Sequence[Alternative]) -> list[tuple[Alternative, int]]:
 
 
 def operator_choice(choice: OperatorChoice) -> Iterator[Part]:
-    """The choice for a terminal of 100 columns."""
+    """The choice for a terminal: lines and tables."""
     lowered, graph = choice.lowered, choice.lowered.graph
     op = graph.operators[choice.operator]
     words = treatment(graph, lowered.topology, op, lowered.configs[choice.operator])
@@ -68,21 +68,21 @@ def _alternatives(choice: OperatorChoice) -> Iterator[Part]:
     if not choice.found:
         yield "There is no other config to try."
         return
-    times = [("alone", None), ("with followers", None)][: 1 + bool(choice.follow)]
-    made = table(("instead", 30), *times, ("compute", None), ("activations", None), ("weights", None))
+    times = [("alone", None), ("with\nfollowers", None)][: 1 + bool(choice.follow)]
+    made = table(("instead", 16), *times, ("compute", None), ("activations", None), ("weights", None))
     for weighed, more in choice.shown:
         one, less = weighed.alternative, weighed.more
         words = _words(choice, one, more)
         if weighed.shortfall:
             words += f"; {nbytes(weighed.shortfall)} too much memory"
-        cells = [time_and_change(one.alone_s, choice.now_s)]
+        cells = [relative(one.alone_s, choice.now_s)]
         if choice.follow:
-            cells.append("-" if one.together_s is None else time_and_change(one.together_s, choice.now_s))
+            cells.append("-" if one.together_s is None else relative(one.together_s, choice.now_s))
         work = (_signed(s) for s in (less.compute_s, less.activations_s, less.weights_s))
-        made.add_row(words, *cells, *work)
+        made.add(words, *cells, *work)
     yield made
     devices = range(len(choice.lowered.topology.devices))
-    yield f"(on {device_set(choice.lowered.topology, devices)} where it does not say otherwise)"
+    yield f"(on all {device_set(choice.lowered.topology, devices)} unless it says otherwise)"
     told = sum(1 + more for _, more in choice.shown)
     if told < len(choice.found):
         worst = choice.found[-1].best_s

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from flexsearch.lower import Lowered
-from flexsearch.report.explain import Part, table, time_and_change
+from flexsearch.report.explain import Part, relative, table
 from flexsearch.report.path import folded
 from flexsearch.report.tables import PlanRow
 from flexsearch.report.units import nbytes, seconds
@@ -41,23 +41,29 @@ class Comparison:
     b_steps: tuple[Step, ...]
     differences: tuple[Difference, ...]
     options: tuple[OptionEffect, ...]
+    baselines: tuple[str, str] = ("", "")
+    """The baselines that split every operator as the plans do; empty where there is none."""
 
 
 def comparison(found: Comparison) -> Iterator[Part]:
-    """The comparison for a terminal of 100 columns."""
-    yield f"A: {found.a.name}\nB: {found.b.name}\n"
+    """The comparison for a terminal: lines and tables."""
+    names = (found.a.name, found.baselines[0]), (found.b.name, found.baselines[1])
+    a, b = (f"{name} (the baseline {known})" if known not in ("", name) else name for name, known in names)
+    yield f"A: {a}\nB: {b}\n"
     if not found.differences and not found.options:
         yield "The plans are the same."
         return
+    if not found.differences:
+        yield "Both split every operator alike; they differ in options of the whole step only.\n"
     yield _totals(found)
-    yield "\nWhat differs, and the time of A with this one difference, of B without it"
+    yield "\nWhat differs: how A changes if it adopts this difference alone, and B if it drops it"
     yield from _effects(found)
 
 
 def _totals(found: Comparison) -> Any:
-    made = table(("", 34), ("A", None), ("B", None), ("difference", None))
+    made = table(("", 16), ("A", None), ("B", None), ("difference", None))
     for words, a, b, told in _rows(found):
-        made.add_row(words, told(a), told(b), _signed(b - a, told))
+        made.add(words, told(a), told(b), _signed(b - a, told))
     return made
 
 
@@ -81,15 +87,15 @@ def _rows(found: Comparison) -> Iterator[tuple[str, float, float, Callable[[floa
 
 def _effects(found: Comparison) -> Iterator[Part]:
     now_a, now_b = found.a.simulation.makespan_s, found.b.simulation.makespan_s
-    made = table(("layers", 26), ("in A", 18), ("in B", 18), ("A with it", None), ("B without it", None))
+    made = table(("layers", 14), ("in A", 16), ("in B", 16), ("A\nwith it", None), ("B\nwithout it", None))
     ordered = sorted(found.differences, key=lambda d: (-_size(found, d), d.leader))
     for one in ordered[:MOST]:
         old, new = (_treated(lowered, one.leader) for lowered in (found.a.lowered, found.b.lowered))
-        effects = time_and_change(one.a_changed_s, now_a), time_and_change(one.b_changed_s, now_b)
-        made.add_row(layers(found.a.lowered, one), old, new, *effects)
+        effects = relative(one.a_changed_s, now_a), relative(one.b_changed_s, now_b)
+        made.add(layers(found.a.lowered, one), old, new, *effects)
     for option in found.options:
-        effects = time_and_change(option.a_changed_s, now_a), time_and_change(option.b_changed_s, now_b)
-        made.add_row(option.words, _value(option, option.a), _value(option, option.b), *effects)
+        effects = relative(option.a_changed_s, now_a), relative(option.b_changed_s, now_b)
+        made.add(option.words, _value(option, option.a), _value(option, option.b), *effects)
     yield made
     if len(ordered) > MOST:
         yield f"... and {len(ordered) - MOST} differences that matter less (--json lists all)"
@@ -97,13 +103,13 @@ def _effects(found: Comparison) -> Iterator[Part]:
     alone, together = sum(s - now_a for s in changed), now_b - now_a
     if len(changed) > 1:
         text = (
-            f"Made in A one at a time, they add up to {_signed(alone, seconds)}; all together they make "
+            f"Applied to A one at a time, these changes add up to {_signed(alone, seconds)}; together they give "
             f"{_signed(together, seconds)}. "
         )
         if abs(together - alone) > 0.02 * max(abs(together), abs(alone)):
             text += (
-                f"The rest, {_signed(together - alone, seconds)}, is interaction: what a layer costs depends on how "
-                f"its neighbours are split."
+                f"The other {_signed(together - alone, seconds)} is interaction: what a layer costs depends on how its "
+                f"neighbours are split."
             )
         yield text
 
@@ -140,7 +146,12 @@ def comparison_data(found: Comparison) -> dict[str, Any]:
     """The comparison as a JSON object; times in seconds."""
     graph, topology = found.a.lowered.graph, found.a.lowered.topology
     return {
-        "plans": [_plan_data(row, steps) for row, steps in ((found.a, found.a_steps), (found.b, found.b_steps))],
+        "plans": [
+            _plan_data(row, steps) | {"baseline": known or None}
+            for row, steps, known in zip(
+                (found.a, found.b), (found.a_steps, found.b_steps), found.baselines, strict=True
+            )
+        ],
         "differences": [
             {
                 "layers": layers(found.a.lowered, one),

@@ -6,9 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
-from rich.box import SIMPLE_HEAD
-from rich.table import Table
-
+from flexsearch.report.grid import Column, Grid
 from flexsearch.report.path import by_layer, kinds_in_words, path_data, stretches
 from flexsearch.report.tables import PlanRow
 from flexsearch.report.units import nbytes, percent, seconds
@@ -22,7 +20,7 @@ DEVICES: Final = 8
 LINKS: Final = 4
 NO_EFFECT: Final = 0.0005
 """Changes of less than this share of the iteration are told together."""
-Part = Table | str
+Part = Grid | str
 
 
 @dataclass(frozen=True)
@@ -46,8 +44,8 @@ class Explanation:
 
 
 def explanation(told: Explanation) -> Iterator[Part]:
-    """The explanation for a terminal of 100 columns: lines and tables."""
-    yield "\nWhere the time goes (communication: only where the device does not compute meanwhile)"
+    """The explanation for a terminal: lines and tables."""
+    yield "\nWhere the time goes (communication counts only while the device computes nothing)"
     yield _device_table(told)
     yield from _path(told)
     yield from _bottleneck(told)
@@ -56,15 +54,9 @@ def explanation(told: Explanation) -> Iterator[Part]:
     yield from _choices(told)
 
 
-def table(*columns: tuple[str, int | None]) -> Table:
-    """A table without lines; text columns have a width, at which they break, others stand at the right."""
-    made = Table(box=SIMPLE_HEAD, pad_edge=False, show_edge=False)
-    for heading, width in columns:
-        if width is None:
-            made.add_column(heading, justify="right", no_wrap=True)
-        else:
-            made.add_column(heading, max_width=width, overflow="fold")
-    return made
+def table(*columns: tuple[str, int | None]) -> Grid:
+    """A table. A text column has a number, the cells it needs at least; others hold figures."""
+    return Grid([Column(name) if least is None else Column(name, "text", least) for name, least in columns])
 
 
 def change_of(new: float, old: float) -> str:
@@ -75,15 +67,20 @@ def change_of(new: float, old: float) -> str:
     return f"{sign}{seconds(abs(new - old))} ({100 * (new - old) / old:+.1f} %)"
 
 
+def relative(new: float, old: float) -> str:
+    """ "+13.7 %", or "same"."""
+    return "same" if new == old else f"{100 * (new - old) / old:+.1f} %"
+
+
 def time_and_change(new: float, old: float) -> str:
     """ "1.14 s +13.7 %"."""
-    return f"{seconds(new)} " + ("same" if new == old else f"{100 * (new - old) / old:+.1f} %")
+    return f"{seconds(new)} {relative(new, old)}"
 
 
 # where the time goes
 
 
-def _device_table(told: Explanation) -> Table:
+def _device_table(told: Explanation) -> Grid:
     simulation, lowered = told.row.simulation, told.row.lowered
     total = simulation.makespan_s or 1.0
     rows: dict[tuple[str, ...], list[int]] = {}
@@ -91,15 +88,15 @@ def _device_table(told: Explanation) -> Table:
     for d, time in enumerate(times):
         cells = tuple(f"{seconds(s)} ({percent(s / total)})" for s in (time.compute_s, time.communicate_s, time.idle_s))
         rows.setdefault(cells, []).append(d)
-    made = table(("device", 30), ("compute", None), ("communication", None), ("idle", None), ("peak memory", None))
+    made = table(("device", 12), ("compute", None), ("communication", None), ("idle", None), ("peak\nmemory", None))
     ordered = sorted(rows.items(), key=lambda item: (-times[item[1][0]].compute_s, item[1]))
     shown = ordered if len(ordered) <= DEVICES else [*ordered[: DEVICES - 1], ordered[-1]]
     for k, (cells, members) in enumerate(shown):
         if k == DEVICES - 1 and len(ordered) > DEVICES:
             left = sum(len(members) for _, members in ordered[DEVICES - 1 : -1])
-            made.add_row(f"... {left} more between", "", "", "", "")
+            made.add(f"... {left} more between", "", "", "", "")
         peak = max(simulation.peak_bytes[d] for d in members)
-        made.add_row(_device_names(told, members), *cells, nbytes(peak))
+        made.add(_device_names(told, members), *cells, nbytes(peak))
     return made
 
 
@@ -114,11 +111,11 @@ def _device_names(told: Explanation, members: Sequence[int]) -> str:
 def _path(told: Explanation) -> Iterator[Part]:
     lowered, total = told.row.lowered, told.row.simulation.makespan_s or 1.0
     yield f"\nThe critical path: {kinds_in_words(by_kind(lowered.tasks, told.steps), total)}"
-    made = table(("", 11), ("what", 42), ("on", 24), ("time", None), ("share", None), ("waited for", 12))
+    made = table(("", 11), ("what", 20), ("on", 16), ("time", None), ("share", None), ("waited for", 10))
     for row in stretches(lowered, told.steps):
-        made.add_row(row.phase, row.what, row.where, seconds(row.seconds), percent(row.seconds / total), row.waited_for)
+        made.add(row.phase, row.what, row.where, seconds(row.seconds), percent(row.seconds / total), row.waited_for)
     yield made
-    yield "Layers with most of it:"
+    yield "The layers that take most of it:"
     for layer, kinds in list(by_layer(lowered, told.steps, repeated=True).items())[:4]:
         yield f"  {layer}: {kinds_in_words(kinds, total, 3)}"
 
@@ -139,11 +136,11 @@ def _bottleneck(told: Explanation) -> Iterator[Part]:
         f"\nThe bottleneck: {name}, busy {percent(float(simulation.link_busy_s[row[0]]) / total)} of the time; "
         f"{percent(shares[kind])} of the critical path is on {kind}"
     )
-    made = table(("link or processor", 40), ("busy", None), ("bytes", None), ("on the critical path", None))
+    made = table(("link or processor", 16), ("busy", None), ("bytes", None), ("on the\ncritical path", None))
     for r in [*processors[:1], *wires[:LINKS]]:
         busy = float(simulation.link_busy_s[r])
         moved, path_s = int(simulation.link_bytes[r]), on_path.get(r, 0.0)
-        made.add_row(
+        made.add(
             topology.resources[r].name, f"{seconds(busy)} ({percent(busy / total)})", nbytes(moved) if moved else "",
             f"{seconds(path_s)} ({percent(path_s / total)})" if path_s else "",
         )  # fmt: skip
@@ -160,7 +157,7 @@ def _pairs(wires: Sequence[int], processors: Sequence[int]) -> list[tuple[str, S
 def _what_if_table(told: Explanation) -> Iterator[Part]:
     base, *others = told.what_ifs
     now = base.seconds or 1.0
-    made = table(("if", 60), ("iteration", None), ("change", None))
+    made = table(("if", 24), ("iteration", None), ("change", None))
     silent, impossible = [], []
     for one in sorted(others, key=lambda one: one.seconds if one.seconds is not None else now):
         if one.seconds is None:
@@ -169,7 +166,7 @@ def _what_if_table(told: Explanation) -> Iterator[Part]:
             silent.append(one.words)
         else:
             remark = f"; {nbytes(one.shortfall)} too much memory" if one.shortfall else ""
-            made.add_row(one.words + remark, seconds(one.seconds), change_of(one.seconds, now))
+            made.add(one.words + remark, seconds(one.seconds), change_of(one.seconds, now))
             if one.remark:
                 impossible.append(f"{one.words}: {one.remark}")
     if made.row_count:
@@ -184,39 +181,41 @@ def _what_if_table(told: Explanation) -> Iterator[Part]:
 
 def _choices(told: Explanation) -> Iterator[Part]:
     now = told.row.simulation.makespan_s
-    yield "\nWhat the choices bring: these layers split over the batch (data parallel), all else as it is"
+    yield "\nWhat each choice brings: the change if only these layers were split over the batch (data parallel)"
     if told.choices:
-        made = table(("layers", 36), ("now", 36), ("change", None))
+        made = table(("layers", 14), ("now", 20), ("change", None))
         for choice in sorted(told.choices, key=lambda choice: -choice.otherwise_s):
-            made.add_row(choice.group.layers, choice.group.treatment, change_of(choice.otherwise_s, now))
+            made.add(choice.group.layers, choice.group.treatment, change_of(choice.otherwise_s, now))
         yield made
     else:
-        yield "  the whole plan is data parallel"
+        yield "  The whole plan is data parallel."
     yield from _locally(told)
 
 
 def _locally(told: Explanation) -> Iterator[Part]:
     changes, lowered = told.changes, told.row.lowered
     if not changes.possible:
-        yield "\nThere are no other configs: there is only one device"
+        yield "\nThere are no other configs: there is only one device."
         return
     if not changes.tried:
         return
     of = f"all {changes.possible:,}" if changes.tried == changes.possible else (
         f"{changes.tried:,} of {changes.possible:,}"
     )  # fmt: skip
-    head = f"\nOther configs of single operators, with and without what follows them: {of} tried; "
+    head = f"\nChanges to a single operator, with or without those that follow it: {of} tried; "
     if not changes.improvements:
-        yield head + ("the plan is locally optimal" if changes.tried == changes.possible else "none is better")
+        yield head + (
+            "none is better: the plan is locally optimal" if changes.tried == changes.possible else "none is better"
+        )
         return
     graph, topology, now = lowered.graph, lowered.topology, told.row.simulation.makespan_s
     count = len(changes.improvements)
-    yield f"{head}{count} operator{' has' if count == 1 else 's have'} a better one"
-    made = table(("operator", 36), ("instead", 36), ("change", None))
+    yield f"{head}{count} operator{' has' if count == 1 else 's have'} a better config"
+    made = table(("operator", 16), ("instead", 20), ("change", None))
     for one in changes.improvements[:3]:
         op = graph.operators[one.operator]
-        also = ", with what follows it" if one.together else ""
-        made.add_row(op.name + also, treatment(graph, topology, op, one.config), change_of(one.seconds, now))
+        also = ", and what follows it" if one.together else ""
+        made.add(op.name + also, treatment(graph, topology, op, one.config), change_of(one.seconds, now))
     yield made
 
 

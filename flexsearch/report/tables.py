@@ -1,4 +1,5 @@
-"""Plans side by side: time, speed-up over data parallelism, bytes moved, peak memory, and what the time is made of."""
+"""Plans side by side: time, speed-up over data parallelism and over one device, bytes moved, peak memory, and what the
+time is made of."""
 
 from __future__ import annotations
 
@@ -6,10 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from rich.table import Table
-from rich.text import Text
-
 from flexsearch.lower import Communication, Lowered
+from flexsearch.report.grid import Column, Grid
 from flexsearch.report.units import nbytes, percent, ratio, seconds
 from flexsearch.report.words import tensor_words
 from flexsearch.simulate import Simulation, critical_path, over_memory
@@ -35,20 +34,33 @@ def is_data_parallel(name: str) -> bool:
     return name.lower().replace("-", "_").replace(" ", "_") == "data_parallel"
 
 
-def plan_rows(rows: Sequence[PlanRow], data_parallel_s: float | None = None) -> list[dict[str, Any]]:
-    """The comparison as JSON rows. ``data_parallel_s``: iteration time to compare with, default that of the row called
-    "data parallel" (null without one). ``shortfall_bytes``: missing memory on the worst device, 0 if the plan fits."""
-    if data_parallel_s is None:
-        data_parallel_s = next((r.simulation.makespan_s for r in rows if is_data_parallel(r.name)), None)
+def yardsticks(rows: Sequence[PlanRow]) -> dict[str, float | None]:
+    """Iteration times (s) to compare with, as arguments of ``plan_rows`` and ``plan_table``: of the rows called "data
+    parallel" and "single"; None without one."""
+    return {
+        "data_parallel_s": next((r.simulation.makespan_s for r in rows if is_data_parallel(r.name)), None),
+        "single_s": next((r.simulation.makespan_s for r in rows if r.name.lower() == "single"), None),
+    }
+
+
+def plan_rows(
+    rows: Sequence[PlanRow], data_parallel_s: float | None = None, single_s: float | None = None
+) -> list[dict[str, Any]]:
+    """The comparison as JSON rows. ``data_parallel_s``, ``single_s``: iteration times to compare with, by default those
+    of the rows called "data parallel" and "single" (speed-ups are null without them). ``shortfall_bytes``: missing
+    memory on the worst device, 0 if the plan fits."""
+    known = yardsticks(rows)
+    data_parallel_s = known["data_parallel_s"] if data_parallel_s is None else data_parallel_s
+    single_s = known["single_s"] if single_s is None else single_s
     return [
         {
             "name": row.name,
             "iteration_s": row.simulation.makespan_s,
-            "speedup_vs_data_parallel": (
-                data_parallel_s / row.simulation.makespan_s if data_parallel_s and row.simulation.makespan_s else None
-            ),
+            "speedup_vs_data_parallel": _speedup(data_parallel_s, row.simulation.makespan_s),
+            "speedup_vs_single": _speedup(single_s, row.simulation.makespan_s),
             "moved_bytes": row.simulation.moved_bytes,
             "peak_bytes": max(row.simulation.peak_bytes, default=0),
+            "bucket_bytes": row.lowered.options.bucket_bytes,
             "dominates": dominates(row.lowered, row.simulation),
             "fits": not row.shortfall,
             "shortfall_bytes": max((missing for _, missing in row.shortfall), default=0),
@@ -58,30 +70,38 @@ def plan_rows(rows: Sequence[PlanRow], data_parallel_s: float | None = None) -> 
     ]
 
 
-def plan_table(rows: Sequence[PlanRow], title: str | None = None, data_parallel_s: float | None = None) -> Table:
+def _speedup(before_s: float | None, now_s: float) -> float | None:
+    return before_s / now_s if before_s and now_s else None
+
+
+def plan_table(
+    rows: Sequence[PlanRow], title: str = "", /, data_parallel_s: float | None = None, single_s: float | None = None
+) -> Grid:
     """The comparison for a terminal. The fastest plan that fits is bold; plans that do not fit are red and say so."""
-    table = Table(title=title, title_justify="left")
-    table.add_column("plan")
-    for heading in ("iteration", "vs data parallel", "moved", "peak memory"):
-        table.add_column(heading, justify="right", no_wrap=True)
-    table.add_column("what dominates")
-    found = plan_rows(rows, data_parallel_s)
-    best = min((r["iteration_s"] for r in found if r["fits"]), default=None)
-    for row, values in zip(rows, found, strict=True):
-        speedup = values["speedup_vs_data_parallel"]
-        peak = nbytes(values["peak_bytes"])
-        remarks = [values["dominates"], values["note"]]
+    grid = Grid(
+        (
+            Column("plan", "text"), Column("iteration"), Column("vs data\nparallel"), Column("vs one\ndevice"),
+            Column("bytes\nmoved", "number below"), Column("peak\nmemory", "number below"),
+            Column("what takes the time", "below", least=36),
+        ),
+        title,
+    )  # fmt: skip
+    values = plan_rows(rows, data_parallel_s, single_s)
+    best = min((r["iteration_s"] for r in values if r["fits"]), default=None)
+    for row, one in zip(rows, values, strict=True):
+        peak = nbytes(one["peak_bytes"])
+        remarks = [one["dominates"], one["note"]]
         if row.shortfall:
             device, missing = max(row.shortfall, key=lambda pair: pair[1])
             peak += " !"
             remarks.insert(0, f"does not fit: {nbytes(missing)} short on {row.lowered.topology.devices[device].name}")
-        style = "red" if row.shortfall else "bold" if values["iteration_s"] == best else ""
-        cells = (
-            values["name"], seconds(values["iteration_s"]), ratio(speedup) if speedup is not None else "-",
-            nbytes(values["moved_bytes"]), peak, "; ".join(r for r in remarks if r),
+        speedups = (one[f"speedup_vs_{name}"] for name in ("data_parallel", "single"))
+        grid.add(
+            one["name"], seconds(one["iteration_s"]), *("-" if s is None else ratio(s) for s in speedups),
+            nbytes(one["moved_bytes"]), peak, "; ".join(r for r in remarks if r),
+            style="red" if row.shortfall else "bold" if one["iteration_s"] == best else "",
         )  # fmt: skip
-        table.add_row(*(Text(cell, style=style) for cell in cells))
-    return table
+    return grid
 
 
 def dominates(lowered: Lowered, simulation: Simulation) -> str:

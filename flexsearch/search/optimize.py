@@ -18,7 +18,7 @@ from typing import Final
 
 from flexsearch.cost import Costs
 from flexsearch.errors import StrategyError
-from flexsearch.graph import OperatorGraph, whole_piece
+from flexsearch.graph import OperatorGraph
 from flexsearch.lower import Lowering
 from flexsearch.search.agenda import POLISH, Agenda, State
 from flexsearch.search.bound import lower_bound
@@ -28,16 +28,18 @@ from flexsearch.search.outcome import Improvement, Outcome, Progress, SearchResu
 from flexsearch.search.pins import parse_pins
 from flexsearch.search.space import Rule
 from flexsearch.search.team import WINDOW, Team, Turn
+from flexsearch.search.tuning import Tuned, best_options, candidates, evaluations, whole_seconds
 from flexsearch.simulate import Simulation, simulate
 from flexsearch.strategy import Options, Prediction, Search, Strategy
-from flexsearch.strategy.baselines import Seconds, baselines
+from flexsearch.strategy.baselines import baselines
 from flexsearch.topology import Topology
 
-BUCKETS: Final = (2**20, 4 * 2**20)
-"""Bucket sizes (bytes) that are tried besides the given one: small buckets leave early, large ones cost few starts."""
 GIVEN: Final = "the given plan"
 ENOUGH: Final = 0.25
 """But only if there seems to be time for so much of one look at every alternative: else the chains bring more."""
+REBUCKET: Final = 0.01
+"""The best plan gets another bucket size at the end if that gains this share of its time. A smaller gain is not worth
+giving up a local optimum for."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,7 +140,8 @@ class _Run:
         budget: Budget, on_progress: Callable[[Progress], None] | None,
     ) -> None:  # fmt: skip
         self.graph, self.topology, self.costs = graph, topology, costs
-        self.options = self.given = options
+        self.options = options
+        """Options of the climbs and of the best plan: those that suit the best start."""
         self.seed, self.rule, self.budget, self.on_progress = seed, rule, budget, on_progress
         self.climber = Climber(graph, topology, costs, options, seed, rule)
         self.evaluate = self.climber.evaluate
@@ -146,6 +149,10 @@ class _Run:
         self.began = self.improved = time.monotonic()
         self.outcomes: dict[str, Outcome] = {}
         self.starts: dict[str, State] = {}
+        self.tuned: dict[str, Tuned] = {}
+        """Baselines, each with the options that suit it best."""
+        self.choices: tuple[Options, ...] = ()
+        """Options that differ in their bucket size: what plans are tuned over."""
         self.history: list[Improvement] = []
         self.trails: list[Trail] = []
         self.found_in = ""
@@ -163,42 +170,38 @@ class _Run:
     # ---- the starts
 
     def begin(self, start: Strategy | None) -> None:
-        """Evaluate the baselines and the given start."""
-        plans = baselines(self.graph, self.topology, self.options, self.seconds)
+        """Evaluate the baselines and the given start, each with every bucket size, and go on with the size that suits
+        the best of them."""
+        named = baselines(self.graph, self.topology, self.options, self.seconds)
         # The first time on a machine, this compiles. The budget is for the climbs.
-        self.climber.warm(plans["data-parallel"].in_order(self.graph))
-        lowering = Lowering(self.graph, self.topology, self.costs)  # not the search's: results would keep all of it
-        for name, strategy in plans.items():
-            state = self._start(name, strategy)
-            known, plan = state.evaluation, partial(_simulated, lowering, state.configs, self.options)
-            self.outcomes[name] = Outcome(self._strategy(state.configs), known.time_s, known.feasible, plan)
+        self.climber.warm(named["data-parallel"].in_order(self.graph))
         if start is not None:
-            self._start(GIVEN, start)
             if start.search is not None and start.search.seed == self.seed:
                 self.before = start.search
-        self._choose_bucket()
+            named = {**named, GIVEN: start}
+        plans = {name: self.climber.space.fixed(plan.in_order(self.graph)) for name, plan in named.items()}
+        lowering = Lowering(self.graph, self.topology, self.costs)  # not the search's: results would keep all of it
+        standard = candidates(lowering, self.options)
+        sizes = (plan.options.bucket_bytes for plan in named.values())  # of the given options, of the given plan
+        self.choices = candidates(lowering, self.options, *sizes)
+        table = evaluations(self.evaluate, plans, self.choices)
+        for name, configs in plans.items():
+            best = best_options(configs, table[name] if name == GIVEN else table[name][: len(standard)])
+            if name != GIVEN:
+                self.tuned[name] = best
+                self.outcomes[name] = self._outcome(best, lowering)
+            if not self.history or better(best.evaluation, self.best.evaluation):
+                self.options = best.options
+                self._improve(0, State(configs, best.evaluation), name, "")
+        at = self.choices.index(self.options)
+        self.starts = {name: State(configs, table[name][at][1]) for name, configs in plans.items()}
+        self.evaluate.use(self.options)
         self.began = self.improved = time.monotonic()
 
-    def _start(self, name: str, strategy: Strategy) -> State:
-        configs = self.climber.space.fixed(strategy.in_order(self.graph))
-        state = self.starts[name] = State(configs, self.evaluate(configs))
-        if not self.history or better(state.evaluation, self.best.evaluation):
-            self._improve(0, state, name, "")
-        return state
-
-    def _choose_bucket(self) -> None:
-        """Go on with the bucket size that suits the best plan so far; ties go to the given size."""
-        given, best = self.options, self.best
-        for size in BUCKETS:
-            options = given.model_copy(update={"bucket_bytes": size})
-            self.evaluate.use(options)
-            state = State(self.best.configs, self.evaluate(self.best.configs))
-            if better(state.evaluation, best.evaluation):
-                self.options, best = options, state
-        self.evaluate.use(self.options)
-        if self.options is not given:
-            self._improve(0, best, self.found_in, "bucket size")
-            self.starts = {n: State(s.configs, self.evaluate(s.configs)) for n, s in self.starts.items()}
+    def _outcome(self, plan: Tuned, lowering: Lowering) -> Outcome:
+        simulated = partial(_simulated, lowering, plan.configs, plan.options)
+        strategy = self._strategy(plan.configs, plan.options)
+        return Outcome(strategy, plan.evaluation.time_s, plan.evaluation.feasible, simulated)
 
     # ---- the climbs
 
@@ -290,24 +293,48 @@ class _Run:
         as_good = by_rank(climbed.evaluation) == by_rank(self.best.evaluation) and self.found_in not in self.starts
         return climbed.configs == self.best.configs or as_good
 
-    def _strategy(self, configs: Configs) -> Strategy:
+    def _strategy(self, configs: Configs, options: Options) -> Strategy:
         named = {op.name: config for op, config in zip(self.graph.operators, configs, strict=True)}
-        return Strategy.make(self.graph, self.topology, named, self.options)
+        return Strategy.make(self.graph, self.topology, named, options)
+
+    def _rebucket(self) -> None:
+        """Give the best plan the bucket size that suits it best, as every baseline has its own."""
+        configs, before = self.best.configs, self.best.evaluation
+        best = best_options(configs, evaluations(self.evaluate, {"": configs}, self.choices)[""])
+        if better(best.evaluation, before) and best.evaluation.cost < (1.0 - REBUCKET) * before.cost:
+            self.options = best.options
+            self._improve(self.proposals, State(configs, best.evaluation), self.found_in, "bucket size")
+        self.evaluate.use(self.options)
+
+    def _choose(self, margin: float) -> tuple[str, float | None]:
+        """Name of the baseline that is the answer, empty if the best plan is none; and the time (s) of a plan that was
+        set aside for it. A plan that differs from a baseline in its options only is that baseline."""
+        best_name, baseline = min(self.tuned.items(), key=lambda item: by_rank(item[1].evaluation))
+        same = [name for name, plan in self.tuned.items() if plan.configs == self.best.configs]
+        name = best_name if best_name in same else next(iter(same), "")
+        aside = None
+        if not name:
+            self._rebucket()
+            needed = baseline.evaluation.cost * (1.0 - margin)
+            if not baseline.evaluation.feasible or self.best.evaluation.cost <= needed:
+                return "", None
+            aside, name = self.best.evaluation.time_s, best_name
+        elif better(now := self.best.evaluation, self.tuned[name].evaluation):  # by a size of the user's
+            self.tuned[name] = Tuned(self.best.configs, self.options, now)
+            lowering = Lowering(self.graph, self.topology, self.costs)
+            self.outcomes[name] = self._outcome(self.tuned[name], lowering)
+        chosen = self.tuned[name]
+        optimal = self.best.optimal and self.best.configs == chosen.configs and self.options == chosen.options
+        self.options, self.best, self.found_in = chosen.options, State(chosen.configs, chosen.evaluation, optimal), name
+        self.evaluate.use(self.options)
+        return name, aside
 
     def result(self, reason: str, margin: float, pins: tuple[str, ...]) -> SearchResult:
         """The best plan with all records; the best baseline if nothing beats it by the margin."""
         self._merge()
-        known = {name: self.starts[name] for name in self.outcomes}
-        name, baseline = min(known.items(), key=lambda item: by_rank(item[1].evaluation))
-        needed = baseline.evaluation.cost * (1.0 - margin)
-        if self.found_in != name and baseline.evaluation.feasible and self.best.evaluation.cost > needed:
-            bucket = "" if self.options == self.given else f" with buckets of {self.options.bucket_bytes / 2**20:g} MiB"
-            reason += (
-                f"; the best plan found is less than {100 * margin:g} % faster than {name}{bucket}, which is simpler"
-            )
-            self.best, self.found_in = baseline, name
+        name, aside = self._choose(margin)
         simulation = simulate(self.evaluate.lower(self.best.configs))
-        strategy = self._strategy(self.best.configs)
+        strategy = self._strategy(self.best.configs, self.options)
         strategy.prediction = Prediction(
             iteration_s=simulation.makespan_s,
             data_parallel_s=self.outcomes["data-parallel"].time_s,
@@ -322,20 +349,9 @@ class _Run:
         return SearchResult(
             strategy, simulation, self.best.evaluation.feasible, self.best.optimal, bound_s, self.outcomes,
             tuple(self.history), tuple(self.trails), self.proposals, self.accepted, time.monotonic() - self.began,
-            reason,
+            reason, name, aside,
         )  # fmt: skip
 
 
 def _simulated(lowering: Lowering, configs: Configs, options: Options) -> Simulation:
     return simulate(lowering.lower(configs, options))
-
-
-def whole_seconds(graph: OperatorGraph, costs: Costs) -> Seconds:
-    """Seconds of a whole operator on a device, forward and backward: what balances pipeline stages."""
-    shape = {t.name: t.shape for t in graph.tensors}
-    pieces = [whole_piece(op, [shape[n] for n in op.inputs], [shape[n] for n in op.outputs]) for op in graph.operators]
-
-    def seconds(operator: int, device: int) -> float:
-        return sum(costs.compute(operator, pieces[operator], device))
-
-    return seconds

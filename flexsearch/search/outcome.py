@@ -63,8 +63,9 @@ class SearchResult:
     """``strategy``: the best plan, with its Prediction and Search records. ``simulation``: of that plan. ``feasible``:
     whether it fits into memory (if not, no known plan does). ``optimal``: whether no change of a single operator's
     config (alone, or with the operators that follow it) makes it faster: all were tried. ``bound_s``: no legal plan is
-    faster. ``baselines``: every baseline by name. ``stopped``: why the search ended, in words. ``trails``: of the
-    climbs."""
+    faster. ``baselines``: every baseline by name, with the bucket size that suits it best. ``stopped``: why the search
+    ended, in words. ``trails``: of the climbs. ``baseline``: name of the baseline that the best plan is, empty if it is
+    none. ``set_aside_s``: iteration time (s) of a faster plan that did not beat that baseline by the margin, if any."""
 
     strategy: Strategy
     simulation: Simulation
@@ -78,6 +79,8 @@ class SearchResult:
     accepted: int
     elapsed_s: float
     stopped: str
+    baseline: str
+    set_aside_s: float | None
 
     @property
     def prediction(self) -> Prediction:

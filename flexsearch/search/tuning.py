@@ -1,0 +1,98 @@
+"""How a hand-written plan gets its bucket size: the way an expert sets it, by trying a few sizes and keeping the best.
+
+This is the only place where baselines are tuned, so a baseline takes the same time in ``optimize``, ``compare``,
+``diff``, ``simulate --baseline`` and in Python. The sizes are those of ``BUCKETS`` and one bucket for all gradients;
+ties go to the first, which is the default of ``Options``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Final
+
+from flexsearch.cost import Costs
+from flexsearch.graph import OperatorGraph, whole_piece
+from flexsearch.lower import Lowering
+from flexsearch.search.evaluate import Configs, Evaluation, Evaluator, by_rank
+from flexsearch.strategy import Options, Strategy
+from flexsearch.strategy.baselines import Seconds, baseline, baselines
+from flexsearch.topology import Topology
+
+BUCKETS: Final = (Options().bucket_bytes, *(mib * 2**20 for mib in (1, 2, 4, 10, 100)))
+"""Bucket sizes (bytes): small buckets leave early, large ones pay the start-up cost of fewer messages."""
+
+
+@dataclass(frozen=True, slots=True)
+class Tuned:
+    """A plan with the options that suit it best, and what it then costs."""
+
+    configs: Configs
+    options: Options
+    evaluation: Evaluation
+
+
+def candidates(lowering: Lowering, options: Options, *extra: int) -> tuple[Options, ...]:
+    """``options`` with each bucket size to try: those of ``BUCKETS``, one bucket for everything, and ``extra``. A size
+    that makes the same buckets as an earlier one is left out."""
+    whole = sum(tensor.nbytes for tensor in lowering.graph.of_kind("parameter"))
+    distinct: dict[tuple[int, ...], int] = {}
+    for size in (*BUCKETS, whole, *extra):
+        if size > 0:
+            distinct.setdefault(tuple(lowering.buckets(size).values()), size)
+    return tuple(options.model_copy(update={"bucket_bytes": size}) for size in distinct.values())
+
+
+def evaluations(
+    evaluate: Evaluator, plans: Mapping[str, Configs], choices: Iterable[Options]
+) -> dict[str, list[tuple[Options, Evaluation]]]:
+    """What each plan costs with each of the options. The evaluator goes on with the last of them."""
+    table: dict[str, list[tuple[Options, Evaluation]]] = {name: [] for name in plans}
+    for options in choices:
+        evaluate.use(options)
+        for name, configs in plans.items():
+            table[name].append((options, evaluate(configs)))
+    return table
+
+
+def best_options(configs: Configs, tried: Iterable[tuple[Options, Evaluation]]) -> Tuned:
+    """The best of the options for a plan; the first of those that are as good."""
+    options, evaluation = min(tried, key=lambda pair: by_rank(pair[1]))
+    return Tuned(configs, options, evaluation)
+
+
+def tuned_baselines(
+    graph: OperatorGraph, topology: Topology, costs: Costs, options: Options | None = None
+) -> dict[str, Tuned]:
+    """Every baseline that makes sense here, by name, with the bucket size that suits it best. Of ``options`` only the
+    optimizer counts."""
+    return _tune(baselines(graph, topology, options, whole_seconds(graph, costs)), graph, topology, costs)
+
+
+def tuned_baseline(
+    name: str, graph: OperatorGraph, topology: Topology, costs: Costs, options: Options | None = None
+) -> Tuned:
+    """One of ``tuned_baselines``. Raises StrategyError if there is none of this name, or if it makes no sense here."""
+    plan = baseline(name, graph, topology, options, whole_seconds(graph, costs))
+    return _tune({name: plan}, graph, topology, costs)[name]
+
+
+def _tune(
+    plans: Mapping[str, Strategy], graph: OperatorGraph, topology: Topology, costs: Costs
+) -> dict[str, Tuned]:  # fmt: skip
+    options = next(iter(plans.values())).options
+    evaluate = Evaluator(graph, topology, costs, options)
+    configs = {name: strategy.in_order(graph) for name, strategy in plans.items()}
+    table = evaluations(evaluate, configs, candidates(evaluate.lowering, options))
+    return {name: best_options(configs[name], tried) for name, tried in table.items()}
+
+
+def whole_seconds(graph: OperatorGraph, costs: Costs) -> Seconds:
+    """Seconds of a whole operator on a device, forward and backward: what balances pipeline stages."""
+    shape = {t.name: t.shape for t in graph.tensors}
+    pieces = [whole_piece(op, [shape[n] for n in op.inputs], [shape[n] for n in op.outputs]) for op in graph.operators]
+
+    def seconds(operator: int, device: int) -> float:
+        return sum(costs.compute(operator, pieces[operator], device))
+
+    return seconds

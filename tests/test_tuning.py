@@ -1,0 +1,195 @@
+"""A baseline is tuned the same way everywhere, has the same time everywhere, and is called by its name."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from flexsearch.api import Setting, compare
+from flexsearch.cost import Costs
+from flexsearch.graph import OperatorGraph
+from flexsearch.lower import Lowering
+from flexsearch.search import SearchResult, search
+from flexsearch.search.tuning import BUCKETS, candidates
+from flexsearch.simulate import makespan
+from flexsearch.strategy import Options, Strategy
+from flexsearch.strategy.baselines import baselines
+from flexsearch.topology import Topology
+from tests.conftest import Cli
+from tests.test_baselines import cnn, ethernet, mlp, transformer
+
+ARGUMENTS = "alexnet", "-t", "ethernet-1g-4"
+
+
+def alexnet() -> Setting:
+    return Setting.of(OperatorGraph.load("alexnet"), Topology.load("ethernet-1g-4"))
+
+
+# ---- how a baseline is tuned
+
+
+@pytest.mark.parametrize("graph", [mlp(), cnn(hidden=2048), transformer(layers=1)], ids=lambda g: g.name)
+@pytest.mark.parametrize("preset", ["ethernet-1g-3", "p100:2"])
+def test_a_baseline_has_the_best_of_the_sizes_and_ties_go_to_the_default(graph: OperatorGraph, preset: str) -> None:
+    setting = Setting.of(graph, Topology.load(preset))
+    lowering = Lowering(graph, setting.topology, setting.costs)
+    whole = sum(t.nbytes for t in graph.of_kind("parameter"))
+    for name, plan in setting.baselines(Options(optimizer="adam", bucket_bytes=12345)).items():
+        times = {}
+        for size in (*BUCKETS, whole):
+            options = Options(optimizer="adam", bucket_bytes=size)
+            times[size] = makespan(lowering.lower(plan.in_order(graph), options).tasks)
+        best = min(times.values())
+        assert plan.options.optimizer == "adam"
+        assert times[plan.options.bucket_bytes] == best, name
+        if times[Options().bucket_bytes] == best:
+            assert plan.options.bucket_bytes == Options().bucket_bytes
+        assert plan.options == setting.baseline(name, Options(optimizer="adam")).options
+
+
+def test_sizes_that_make_the_same_buckets_are_tried_once() -> None:
+    graph = OperatorGraph.load("lenet")  # 0.25 MB of weights
+    lowering = Lowering(graph, ethernet(2), Costs(graph, ethernet(2)))
+    assert [o.bucket_bytes for o in candidates(lowering, Options())] == [Options().bucket_bytes]
+    assert [o.bucket_bytes for o in candidates(lowering, Options(), 1000)] == [Options().bucket_bytes, 1000]
+
+
+# ---- the same time everywhere
+
+
+def test_a_baseline_takes_the_same_time_in_every_command(cli: Cli) -> None:
+    found = cli("optimize", *ARGUMENTS, "--budget", 20, "--json").json["plans"]
+    times = {row["name"]: row["iteration_s"] for row in found}
+    compared = cli("compare", *ARGUMENTS, "--strategy", "strategy.json", "--json").json["plans"]
+    assert {row["name"]: row["iteration_s"] for row in compared if row["name"] != "strategy.json"} == times
+    assert {row.name: row.simulation.makespan_s for row in compare(alexnet().graph, alexnet().topology)} == times
+    for name, expected in times.items():
+        assert cli("simulate", *ARGUMENTS, "--baseline", name, "--json").json["iteration_s"] == expected
+        assert cli("diff", "strategy.json", name, "--json").json["plans"][1]["iteration_s"] == expected
+
+
+def test_speed_ups_are_over_the_tuned_data_parallelism_and_over_one_device(cli: Cli) -> None:
+    rows = cli("compare", *ARGUMENTS, "--json").json["plans"]
+    times = {row["name"]: row["iteration_s"] for row in rows}
+    for row in rows:
+        assert row["speedup_vs_data_parallel"] == times["data-parallel"] / row["iteration_s"]
+        assert row["speedup_vs_single"] == times["single"] / row["iteration_s"]
+    one = cli("simulate", *ARGUMENTS, "--baseline", "megatron", "--json").json
+    assert one["speedup_vs_single"] == times["single"] / times["megatron"]
+
+
+# ---- the name of the answer
+
+
+def answer(margin: float = 0.05, options: Options | None = None) -> tuple[Setting, SearchResult]:
+    setting = alexnet()
+    return setting, setting.search(200, margin=margin, options=options)
+
+
+def test_an_answer_that_differs_from_a_baseline_in_options_only_is_that_baseline() -> None:
+    setting, result = answer(options=Options(bucket_bytes=777_777))
+    plain = baselines(setting.graph, setting.topology)
+    assert result.baseline == "one-weird-trick" and result.strategy.configs == plain["one-weird-trick"].configs
+    assert result.strategy.options == setting.baseline("one-weird-trick").options != Options()
+    assert result.strategy.search is not None and result.strategy.search.start == "one-weird-trick"
+    assert result.simulation.makespan_s == result.baselines["one-weird-trick"].time_s
+    assert setting.name_of(result.strategy) == "one-weird-trick"
+
+
+def test_even_without_a_margin_a_baseline_is_never_called_found() -> None:
+    graph, topology = cnn(batch=32, hidden=2048), ethernet(4)
+    for proposals in (1, 200):
+        result = search(graph, topology, Costs(graph, topology), proposals=proposals)
+        same = [name for name, o in result.baselines.items() if o.strategy.configs == result.strategy.configs]
+        assert bool(result.baseline) == bool(same)
+        assert result.simulation.makespan_s <= min(o.time_s for o in result.baselines.values())
+
+
+def test_optimize_names_the_baseline_in_words_and_has_no_row_of_its_own_for_it(cli: Cli) -> None:
+    ran = cli("optimize", *ARGUMENTS, "--budget", 20)
+    assert ran.code == 0 and "found  " not in ran.out
+    assert "Best plan: the baseline one-weird-trick with gradient buckets of 1 MiB." in ran.out
+    assert "These times are predictions" in ran.out
+    data = cli("optimize", *ARGUMENTS, "--budget", 20, "--json").json
+    assert data["plan"] == "one-weird-trick"
+    assert [row["name"] for row in data["plans"]].count("one-weird-trick") == 1
+    assert "found" not in {row["name"] for row in data["plans"]}
+    (row,) = (row for row in data["plans"] if row["name"] == "one-weird-trick")
+    assert (row["iteration_s"], row["bucket_bytes"]) == (data["iteration_s"], 2**20)
+
+
+def test_optimize_says_how_much_a_found_plan_gains(cli: Cli) -> None:
+    arguments = "optimize", "alexnet256", "-t", "p100:4", "--budget", 6000, "--margin", 0
+    data = cli(*arguments, "--json").json
+    assert data["plan"] == "found" == data["plans"][0]["name"]
+    best = min(row["iteration_s"] for row in data["plans"][1:])
+    assert data["iteration_s"] < best and data["set_aside_s"] is None
+    out = " ".join(cli(*arguments).out.split())
+    assert "found by the search;" in out and "as fast as the best baseline" in out
+    plan = out[out.index("Best plan") : out.index("It takes")]
+    assert len(plan) < 1500
+
+
+def test_the_difference_to_a_baseline_with_other_buckets_is_the_buckets(cli: Cli) -> None:
+    setting = alexnet()
+    plan = setting.baseline("one-weird-trick")
+    options = Options(bucket_bytes=64 * 2**20)
+    Strategy.make(setting.graph, setting.topology, plan.configs, options).save("mine.json")
+    out = cli("diff", "mine.json", "one-weird-trick").out
+    assert "A: mine.json (the baseline one-weird-trick)" in out and "gradient buckets" in out
+    assert "differ in options" in out and "64 MiB" in out and "1 MiB" in out
+    data = cli("diff", "mine.json", "one-weird-trick", "--json").json
+    assert [one["baseline"] for one in data["plans"]] == ["one-weird-trick"] * 2
+    assert not data["differences"] and len(data["options"]) == 1
+
+
+# ---- compare --save
+
+
+@pytest.mark.parametrize("name", ["data-parallel", "one-weird-trick", "single"])
+def test_compare_saves_a_baseline_that_is_the_same_plan_again(cli: Cli, name: str) -> None:
+    ran = cli("compare", *ARGUMENTS, "--save", name, "-o", "mine.json", "--json")
+    assert ran.code == 0, ran.err
+    assert (ran.json["saved"], ran.json["path"]) == (name, "mine.json")
+    assert "The plans are the same" in cli("diff", "mine.json", name).out
+    prediction = Strategy.load("mine.json").prediction
+    assert prediction is not None
+    assert prediction.iteration_s == next(r["iteration_s"] for r in ran.json["plans"] if r["name"] == name)
+
+
+def test_compare_saves_under_the_name_of_the_baseline(cli: Cli) -> None:
+    ran = cli("compare", "lenet", "-t", "p100:2", "--save", "data-parallel x megatron")
+    assert ran.code == 0 and "Wrote data-parallel x megatron to data-parallel-x-megatron.json" in ran.out
+    assert Path("data-parallel-x-megatron.json").exists()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (("--save", "magic"), "magic"),
+        (("--save", "layer-wise"), "does not apply"),
+        (("-o", "x.json"), "--save"),
+        (("--save", "single", "-o", "."), "folder"),
+    ],
+)
+def test_a_wrong_save_is_refused_and_writes_nothing(cli: Cli, arguments: tuple[str, ...], words: str) -> None:
+    ran = cli("compare", "lenet", "-t", "ethernet-1g-2", *arguments)
+    assert ran.code == 2 and words in ran.err and not ran.out
+    assert not list(Path().iterdir())
+
+
+def test_a_plan_with_a_better_size_than_the_usual_ones_keeps_it() -> None:
+    setting = Setting.of(OperatorGraph.load("inception_v3"), Topology.load("p100:2"))
+    usual = setting.baseline("one-weird-trick")
+    sizes = (k * 2**18 for k in (5, 6, 7, 9, 10, 11, 12, 13))
+    plans = [
+        Strategy.make(setting.graph, setting.topology, usual.configs, Options(bucket_bytes=size)) for size in sizes
+    ]
+    best = min(plans, key=lambda plan: setting.row("", plan).simulation.makespan_s)
+    best_s = setting.row("", best).simulation.makespan_s
+    assert best_s < setting.row("", usual).simulation.makespan_s
+    result = setting.search(1, start=best, margin=0.0, options=best.options)
+    assert result.baseline == "one-weird-trick" and result.strategy.options == best.options
+    assert result.simulation.makespan_s == best_s == result.baselines["one-weird-trick"].time_s
+    assert result.baselines["one-weird-trick"].simulation.makespan_s == best_s
