@@ -8,16 +8,18 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import typer
 
 from flexsearch.cli.common import (
-    GraphArgument,
     JsonOption,
+    MaybeGraphArgument,
     ProfileOption,
     TopologyOption,
+    check_outputs,
+    example,
     load_setting,
     load_strategy,
     print_table,
+    setting_of,
     show,
     stdout,
-    writable,
 )
 
 if TYPE_CHECKING:
@@ -39,8 +41,8 @@ def make_options(optimizer: Literal["sgd", "momentum", "adam"]) -> Options:
 
 
 def compare(
-    graph: GraphArgument = "alexnet",
-    topology: TopologyOption = "ethernet-1g-4",
+    graph: MaybeGraphArgument = None,
+    topology: TopologyOption = None,
     strategy: Annotated[
         list[Path] | None, typer.Option("--strategy", "-s", metavar="S", help="Strategy file; as many as you like.")
     ] = None,
@@ -48,10 +50,18 @@ def compare(
     optimizer: OptimizerOption = "momentum",
     as_json: JsonOption = False,
 ) -> None:
-    """The table of the baselines, and of the given strategies, under the simulator."""
-    from flexsearch.report import plan_rows
+    """Compare the baselines, and the strategies that are given, under the simulator.
 
-    setting = load_setting(graph, topology, profile)
+    Graph and topology may be left out with a strategy for a shipped graph: it says what it was made for.
+    """
+    from flexsearch.report import plan_rows
+    from flexsearch.strategy import Strategy
+
+    if strategy and (graph is None or topology is None):
+        first = Strategy.load(strategy[0])
+        setting = setting_of(strategy[0], first, graph, topology, profile, "GRAPH, before the options")
+    else:
+        setting = load_setting(*example(graph, topology, profile), profile)
     given = {str(path): load_strategy(path, setting) for path in strategy or []}
     options = next(iter(given.values())).options if given else make_options(optimizer)
     rows = [setting.row(name, s) for name, s in given.items()]
@@ -64,8 +74,8 @@ def compare(
 
 
 def simulate(
-    graph: GraphArgument,
-    topology: TopologyOption,
+    graph: MaybeGraphArgument = None,
+    topology: TopologyOption = None,
     strategy: Annotated[Path | None, typer.Option("--strategy", "-s", metavar="S", help="Strategy file.")] = None,
     baseline: Annotated[
         str | None, typer.Option("--baseline", metavar="NAME", help="A baseline instead: data-parallel, megatron, ...")
@@ -77,17 +87,24 @@ def simulate(
     optimizer: OptimizerOption = "momentum",
     as_json: JsonOption = False,
 ) -> None:
-    """Simulate one training step of a plan: time, busy devices, bytes over each link, peak memory."""
+    """Simulate one training step of a plan: time, busy devices, bytes over each link, peak memory.
+
+    A strategy says what topology it was made for, and of a shipped graph, which; a baseline needs both.
+    """
     if (strategy is None) == (baseline is None):
         raise typer.BadParameter("give either --strategy or --baseline")
-    writable(trace)
+    check_outputs({"--trace": trace}, graph, topology, strategy, profile)
     from flexsearch.report import save_trace
+    from flexsearch.strategy import Strategy
 
-    setting = load_setting(graph, topology, profile)
     if strategy is not None:
-        name, plan = str(strategy), load_strategy(strategy, setting)
+        name, plan = str(strategy), Strategy.load(strategy)
+        setting = setting_of(strategy, plan, graph, topology, profile, "GRAPH, before the options")
     else:
         assert baseline is not None
+        if graph is None or topology is None:
+            raise typer.BadParameter("a baseline needs a GRAPH and a --topology")
+        setting = load_setting(graph, topology, profile)
         name, plan = baseline, setting.baseline(baseline, make_options(optimizer))
     row = setting.row(name, plan)
     yardstick = setting.row("data-parallel", setting.baseline("data-parallel", plan.options)).simulation.makespan_s

@@ -78,6 +78,8 @@ def search(
     margin: float = 0.0,
     processes: int | None = None,
     on_progress: Callable[[Progress], None] | None = None,
+    on_phase: Callable[[str], None] | None = None,
+    on_end: Callable[[], None] | None = None,
 ) -> SearchResult:
     """The best plan that is found within ``budget_s`` seconds or ``proposals`` proposals, whichever ends first (at
     least one must be given). The search also stops when half of the budget brought nothing better (FlexFlow, MLSys
@@ -87,24 +89,30 @@ def search(
     fixed (:mod:`flexsearch.search.pins`). ``rule``: another restriction, to the configs that it leaves as they are.
     ``margin``: the share of the time by which a plan must beat the best baseline to be preferred to it; a smaller gain
     is within the error of any prediction, and the baseline is simpler. ``processes``: at most so many; None: one for
-    each core. Ctrl-C ends the search with the best plan so far. The plan is never slower than the best baseline that
-    fits into memory (and obeys the pins), and fits if any known plan does. Raises StrategyError if ``start`` is not
-    legal, a pin cannot be obeyed or no budget is given."""
+    each core. Ctrl-C ends the search with the best plan so far. ``on_phase``: called with what is done before the
+    climbs, in words, as soon as there is a plan. ``on_end``: called once, when the search itself is over: a
+    KeyboardInterrupt after that loses the result. The plan is never slower than the best baseline that fits into memory
+    (and obeys the pins), and fits if any known plan does. Raises StrategyError if ``start`` is not legal, a pin cannot
+    be obeyed or no budget is given."""
     if budget_s is None and proposals is None:
         raise StrategyError("the search needs a budget: seconds, or a number of proposals")
     if start is not None:
         start.check(graph, topology)
     budget, rule = Budget(budget_s, proposals), parse_pins(pins, graph, topology) or rule
-    run = _Run(graph, topology, costs, options or Options(), seed, rule, budget, on_progress)
+    run = _Run(graph, topology, costs, options or Options(), seed, rule, budget, on_progress, on_phase)
+    over = on_end or (lambda: None)
     try:
-        with _rare_collections():
-            run.begin(start)
-            reason = run.go(cores() if processes is None else processes)
-    except _Stop as stop:
-        reason = str(stop)
+        try:
+            with _rare_collections():
+                run.begin(start)
+                reason = run.go(cores() if processes is None else processes)
+        except _Stop as stop:
+            reason = str(stop)
+        over()
     except KeyboardInterrupt:
         if "data-parallel" not in run.outcomes:
             raise
+        over()
         reason = "interrupted"
     return run.result(reason, margin, tuple(pins))
 
@@ -135,11 +143,12 @@ class _Run:
 
     def __init__(
         self, graph: OperatorGraph, topology: Topology, costs: Costs, options: Options, seed: int, rule: Rule | None,
-        budget: Budget, on_progress: Callable[[Progress], None] | None,
+        budget: Budget, on_progress: Callable[[Progress], None] | None, on_phase: Callable[[str], None] | None,
     ) -> None:  # fmt: skip
         self.graph, self.topology, self.costs = graph, topology, costs
         self.options = self.given = options
         self.seed, self.rule, self.budget, self.on_progress = seed, rule, budget, on_progress
+        self.on_phase = on_phase or (lambda phase: None)
         self.climber = Climber(graph, topology, costs, options, seed, rule)
         self.evaluate = self.climber.evaluate
         self.seconds = whole_seconds(graph, costs)
@@ -163,19 +172,28 @@ class _Run:
     # ---- the starts
 
     def begin(self, start: Strategy | None) -> None:
-        """Evaluate the baselines and the given start."""
+        """Evaluate the baselines and the given start. Raises _Stop if that takes longer than the budget: it is for the
+        climbs, but where one plan takes long, nobody waits for all of these. Data parallel, the yardstick, is always
+        evaluated, and first; so is the given start."""
         plans = baselines(self.graph, self.topology, self.options, self.seconds)
-        # The first time on a machine, this compiles. The budget is for the climbs.
+        # The first time on a machine, this compiles.
         self.climber.warm(plans["data-parallel"].in_order(self.graph))
+        self.began = time.monotonic()
+        plans = {"data-parallel": plans["data-parallel"], **plans}
         lowering = Lowering(self.graph, self.topology, self.costs)  # not the search's: results would keep all of it
         for name, strategy in plans.items():
             state = self._start(name, strategy)
             known, plan = state.evaluation, partial(_simulated, lowering, state.configs, self.options)
             self.outcomes[name] = Outcome(self._strategy(state.configs), known.time_s, known.feasible, plan)
+            self.on_phase(f"baselines: {name}")
+            if late := self.budget.seconds is not None and time.monotonic() - self.began >= self.budget.seconds:
+                break
         if start is not None:
             self._start(GIVEN, start)
             if start.search is not None and start.search.seed == self.seed:
                 self.before = start.search
+        if late:
+            raise _Stop(f"the budget of {self.budget.seconds:g} s was used up by the baselines")
         self._choose_bucket()
         self.began = self.improved = time.monotonic()
 
@@ -188,17 +206,18 @@ class _Run:
 
     def _choose_bucket(self) -> None:
         """Go on with the bucket size that suits the best plan so far; ties go to the given size."""
-        given, best = self.options, self.best
+        chosen, best = self.given, self.best
         for size in BUCKETS:
-            options = given.model_copy(update={"bucket_bytes": size})
+            options = self.given.model_copy(update={"bucket_bytes": size})
             self.evaluate.use(options)
             state = State(self.best.configs, self.evaluate(self.best.configs))
             if better(state.evaluation, best.evaluation):
-                self.options, best = options, state
-        self.evaluate.use(self.options)
-        if self.options is not given:
+                chosen, best = options, state
+        self.evaluate.use(chosen)
+        if chosen is not self.given:
+            starts = {n: State(s.configs, self.evaluate(s.configs)) for n, s in self.starts.items()}
+            self.options, self.starts = chosen, starts
             self._improve(0, best, self.found_in, "bucket size")
-            self.starts = {n: State(s.configs, self.evaluate(s.configs)) for n, s in self.starts.items()}
 
     # ---- the climbs
 
@@ -296,6 +315,7 @@ class _Run:
 
     def result(self, reason: str, margin: float, pins: tuple[str, ...]) -> SearchResult:
         """The best plan with all records; the best baseline if nothing beats it by the margin."""
+        self.evaluate.use(self.options)  # an interrupted choice of the bucket size leaves another one
         self._merge()
         known = {name: self.starts[name] for name in self.outcomes}
         name, baseline = min(known.items(), key=lambda item: by_rank(item[1].evaluation))
