@@ -129,7 +129,7 @@ def _prove(
     setting: Setting, result: SearchResult, budget: str | None, pins: tuple[str, ...]
 ) -> tuple[SearchResult, Optimum | None]:
     """The result, or what an exhaustive search puts in its place, and that search; None if there was no time for it."""
-    if budget is None or signals.current.number or result.stopped == "interrupted":
+    if budget is None or signals.current.number or result.stopped.startswith("interrupted"):
         return result, None
     proof = None
     try:
