@@ -75,24 +75,3 @@ def _held(which: signal.Signals) -> Iterator[None]:
         yield
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
-
-
-def leave_current_folder() -> None:
-    """Import nothing from the current folder from now on. It stays on the path if it is an absolute entry of
-    PYTHONPATH, which somebody asked for, or where Python keeps installed packages."""
-    asked = [place for place in os.environ.get("PYTHONPATH", "").split(os.pathsep) if os.path.isabs(place)]
-    if "PYTHONPATH" in os.environ:
-        os.environ["PYTHONPATH"] = os.pathsep.join(asked)
-    try:
-        here = os.path.realpath(os.getcwd())
-    except OSError:  # it was deleted
-        here = ""
-    installed = {os.path.dirname(os.__file__)}
-
-    def stays(place: str) -> bool:
-        if not os.path.isabs(place):
-            return False
-        named = place in asked or place in installed or os.path.basename(place) in ("site-packages", "dist-packages")
-        return named or os.path.realpath(place) != here
-
-    sys.path[:] = [place for place in sys.path if stays(place)]

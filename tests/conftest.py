@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -51,13 +52,16 @@ def _subprocesses_find_flexsearch() -> Iterator[None]:
 
 @contextmanager
 def _streams() -> Iterator[None]:
-    """What a command does to the standard streams and the path of its process, undone."""
+    """What a command does to the standard streams, the path and the signals of its process, undone."""
     streams, path, descriptor = (sys.stdout, sys.stderr), list(sys.path), os.dup(1)
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
     try:
         yield
     finally:
         sys.stdout, sys.stderr = streams
         sys.path[:] = path
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
         os.dup2(descriptor, 1)
         os.close(descriptor)
 

@@ -90,7 +90,6 @@ def optimize(
     for text in (budget, exhaustive):
         if text is not None:
             parse_budget(text)  # refused before the search, not after it
-    signals.current.words = "interrupted before a plan was found; nothing was written"
     setting = load_setting(graph, topology, profile)
     first = load_strategy(resume, setting) if resume is not None else None
     # What is to be proved is the best plan, not the simplest of the good ones.

@@ -20,7 +20,8 @@ def run() -> NoReturn:
     arguments = sys.argv[1:]
     as_json = "--json" in arguments and not {"--help", "-h"} & set(arguments)
     streams.prepare(as_json)
-    with signals.handled(lambda message, _: _tell("interrupted", message, "", as_json)):
+    words = "interrupted" + ("" if arguments[:1] != ["optimize"] else " before a plan was found; nothing was written")
+    with signals.handled(lambda message, _: _tell("interrupted", message, "", as_json), words):
         code = _guarded(as_json) or signals.current.code
     if code and "RANK" in os.environ:
         os._exit(code)  # the interpreter's own end could wait for ranks that hang
@@ -65,6 +66,8 @@ def _command() -> int:
         if not hasattr(error, "format_message"):
             raise
         raise _usage(error) from error
+    if code == 130:  # what typer makes of a KeyboardInterrupt
+        raise KeyboardInterrupt
     return code if isinstance(code, int) else 0
 
 

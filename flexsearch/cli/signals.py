@@ -31,10 +31,9 @@ class Signals:
     """The signals of one command. ``number``: the first that came, 0 if none has. ``words``: how the command ends if
     it is interrupted now."""
 
-    def __init__(self, end: Callable[[str, int], None]) -> None:
+    def __init__(self, end: Callable[[str, int], None], words: str) -> None:
         """``end``: says how the process ends (message, exit code)."""
-        self.number = 0
-        self.words = "interrupted"
+        self.number, self.words = 0, words
         self.saving = False
         """Something is at hand that must not be lost: the main thread is given the time it takes to react."""
         self._held = False
@@ -96,29 +95,30 @@ class Signals:
         os._exit(self.code)
 
 
-current = Signals(lambda message, code: None)
+current = Signals(lambda message, code: None, "")
 """Those of the command that runs."""
 
 
 @contextmanager
-def handled(end: Callable[[str, int], None]) -> Iterator[Signals]:
-    """Signals are handled as above until the end of the block, but for those that are ignored (``nohup``)."""
+def handled(end: Callable[[str, int], None], words: str) -> Iterator[Signals]:
+    """Signals are handled as above until the end of the block, but for those that are ignored (``nohup``). After it
+    they end the process as they end any other: nothing is left to do."""
     global current
-    state = current = Signals(end)
+    state = current = Signals(end, words)
     if threading.current_thread() is not threading.main_thread():
         yield state
         return
     source, sink = os.pipe()
     os.set_blocking(sink, False)
-    before = {s: signal.getsignal(s) for s in ENDING if signal.getsignal(s) not in (signal.SIG_IGN, None)}
-    wakeup = signal.set_wakeup_fd(sink, warn_on_full_buffer=False)
+    ours = [number for number in ENDING if signal.getsignal(number) not in (signal.SIG_IGN, None)]
+    signal.set_wakeup_fd(sink, warn_on_full_buffer=False)
     threading.Thread(target=state.watch, args=(source,), daemon=True).start()
     try:
-        for number in before:
+        for number in ours:
             signal.signal(number, state.handle)
         yield state
     finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
-        signal.set_wakeup_fd(wakeup)
+        for number in ours:
+            signal.signal(number, signal.SIG_DFL)
+        signal.set_wakeup_fd(-1)
         os.close(sink)
