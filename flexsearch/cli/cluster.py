@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
-from flexsearch.cli import streams
+from flexsearch.cli import signals, streams
 from flexsearch.cli.common import FINITE, JsonOption, check_outputs, print_table, show, stderr, stdout
 from flexsearch.cli.models import BatchOption, SetOption, keywords
 from flexsearch.errors import RuntimeFailure, StrategyError
@@ -178,6 +178,7 @@ def _launch(count: int, pin_cores: bool, as_json: bool) -> None:
     from flexsearch.children import module
     from flexsearch.runtime.launch import launch
 
+    signals.current.graceful = True  # the ranks must end, too
     try:
         result = launch(module("flexsearch.cli", *sys.argv[1:]), count, pin=pin_cores, grace_s=10.0)
     except BrokenPipeError as error:

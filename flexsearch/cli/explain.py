@@ -79,7 +79,8 @@ def diff(
     from flexsearch.report.differences import comparison, comparison_data
 
     (first, second), setting = _two(a, b, graph, profile)
-    found = setting.difference(first, second, (str(a), str(b)))
+    with Live(compiling()):
+        found = setting.difference(first, second, (str(a), str(b)))
 
     def say() -> None:
         from flexsearch.cli.details import headline
@@ -94,7 +95,8 @@ def _explain_operator(setting: Setting, plan: Strategy, operator: str, most: int
     from flexsearch.cli.details import headline
     from flexsearch.report.choices import operator_choice, operator_data
 
-    found = setting.choice(plan, operator, most)
+    with Live(compiling()):
+        found = setting.choice(plan, operator, most)
 
     def say() -> None:
         stdout.print(headline(setting), soft_wrap=True)

@@ -251,13 +251,15 @@ class _Live(Live):
 
     def prepare(self, phase: str) -> None:
         """Show what is done before the climbs. From now on there is a plan, which no signal may lose."""
-        signals.current.saving = True
+        signals.current.graceful = True
+        signals.current.poll()
         self.show(phase)
 
     def update(self, now: Progress) -> None:
         """Show where the search is."""
         from flexsearch.report.units import seconds
 
+        signals.current.poll()
         rate = now.proposals / now.elapsed_s if now.elapsed_s else 0.0
         self.show(
             now.phase,
@@ -269,6 +271,7 @@ class _Live(Live):
         """Show where an exhaustive search is."""
         from flexsearch.report.units import seconds
 
+        signals.current.poll()
         self.show(
             "proving",
             now.elapsed_s if self.budget_s is not None else now.nodes,

@@ -21,6 +21,7 @@ from flexsearch.cli.common import (
     show,
     stdout,
 )
+from flexsearch.cli.progress import Live, compiling
 
 if TYPE_CHECKING:
     from flexsearch.api import Setting
@@ -64,8 +65,9 @@ def compare(
         setting = load_setting(*example(graph, topology, profile), profile)
     given = {str(path): load_strategy(path, setting) for path in strategy or []}
     options = next(iter(given.values())).options if given else make_options(optimizer)
-    rows = [setting.row(name, s) for name, s in given.items()]
-    others = [setting.row(name, s) for name, s in setting.baselines(options).items()]
+    with Live(compiling()):
+        rows = [setting.row(name, s) for name, s in given.items()]
+        others = [setting.row(name, s) for name, s in setting.baselines(options).items()]
     show(
         as_json,
         {"graph": setting.graph.name, "topology": setting.topology.name, "plans": plan_rows(in_order(rows, others))},
@@ -106,8 +108,9 @@ def simulate(
             raise typer.BadParameter("a baseline needs a GRAPH and a --topology")
         setting = load_setting(graph, topology, profile)
         name, plan = baseline, setting.baseline(baseline, make_options(optimizer))
-    row = setting.row(name, plan)
-    yardstick = setting.row("data-parallel", setting.baseline("data-parallel", plan.options)).simulation.makespan_s
+    with Live(compiling()):
+        row = setting.row(name, plan)
+        yardstick = setting.row("data-parallel", setting.baseline("data-parallel", plan.options)).simulation.makespan_s
     if trace is not None:
         save_trace(trace, row.lowered, row.simulation)
 

@@ -1,14 +1,13 @@
-"""Ctrl-C, SIGTERM and SIGHUP. The first one raises KeyboardInterrupt, so that the command ends in order; the second one
-ends the process at once.
+"""Ctrl-C, SIGTERM and SIGHUP. A command that has nothing to save ends at once. One that has (``graceful``) is told of
+the first signal by a KeyboardInterrupt, and ends in order; the second one ends it at once.
 
-Python handles signals between two instructions of the main thread, and compiling takes seconds between two. So a thread
-of our own learns of them as they come: it ends a process that has nothing to save and does not react.
+Python handles signals between two instructions of the main thread, and compiling takes seconds between two; nor may
+libraries be interrupted anywhere. So a thread of our own learns of signals as they come, and ends the process.
 """
 
 from __future__ import annotations
 
 import os
-import select
 import signal
 import sys
 import threading
@@ -20,8 +19,6 @@ from typing import Final
 
 from flexsearch import children, output
 
-PATIENCE_S: Final = 1.0
-"""How long the main thread may take to react, if there is nothing to save."""
 ONE_EVENT_S: Final = 0.3
 """A terminal that is closed sends two signals or more, one right after the other."""
 ENDING: Final = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
@@ -29,16 +26,15 @@ ENDING: Final = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 class Signals:
     """The signals of one command. ``number``: the first that came, 0 if none has. ``words``: how the command ends if
-    it is interrupted now."""
+    it is interrupted."""
 
     def __init__(self, end: Callable[[str, int], None], words: str) -> None:
         """``end``: says how the process ends (message, exit code)."""
         self.number, self.words = 0, words
-        self.saving = False
-        """Something is at hand that must not be lost: the main thread is given the time it takes to react."""
-        self._held = False
+        self.graceful = False
+        """Something is at hand that must not be lost, or is to be taken down in order."""
+        self._held = self._raised = False
         self._end = end
-        self._handled = threading.Event()
 
     @property
     def code(self) -> int:
@@ -60,30 +56,28 @@ class Signals:
 
     def handle(self, number: int, frame: FrameType | None) -> None:
         """What the main thread does when it learns of a signal."""
-        first = not self._handled.is_set()
         self.number = self.number or number
-        self._handled.set()
-        if first and not self._held:
+        if self.graceful and not self._held and not self._raised:
+            self._raised = True
+            raise KeyboardInterrupt
+
+    def poll(self) -> None:
+        """Raise KeyboardInterrupt if a signal came, but what it raised got lost: in a destructor, say."""
+        if self.number and not self._held:
             raise KeyboardInterrupt
 
     def watch(self, source: int) -> None:
         """A thread: reads the numbers of signals as they come."""
         first_s: float | None = None
-        while True:
-            waiting = first_s is not None and not self._handled.is_set() and not self.saving
-            if not select.select([source], [], [], 0.1 if first_s is not None else None)[0]:
-                if waiting and first_s is not None and time.monotonic() - first_s > PATIENCE_S:
-                    self._end_now()
-                continue
-            numbers = os.read(source, 64)
-            if not numbers:
-                os.close(source)
-                return
+        while numbers := os.read(source, 64):
             for number in numbers:
-                if number in ENDING and first_s is None:
-                    self.number, first_s = self.number or number, time.monotonic()
-                elif number in ENDING and first_s is not None and time.monotonic() - first_s > ONE_EVENT_S:
+                if number not in ENDING:
+                    continue
+                self.number = self.number or number
+                if not self.graceful or (first_s is not None and time.monotonic() - first_s > ONE_EVENT_S):
                     self._end_now()
+                first_s = first_s or time.monotonic()
+        os.close(source)
 
     def _end_now(self) -> None:
         children.kill_all()
