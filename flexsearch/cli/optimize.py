@@ -32,6 +32,11 @@ if TYPE_CHECKING:
     from flexsearch.strategy import Options, Strategy
 
 
+SLACK_S = 60.0
+"""A search looks at the clock between two plans, and one plan for thousands of devices takes minutes: it is ended this
+much later than twice its budget (once for the baselines, once for the climbs)."""
+
+
 def optimize(
     graph: MaybeGraphArgument = None,
     topology: TopologyOption = None,
@@ -116,11 +121,29 @@ def _search(
     setting: Setting, budget: str, seed: int, first: Strategy | None, pins: tuple[str, ...], processes: int | None,
     margin: float, options: Options,
 ) -> SearchResult:  # fmt: skip
-    """The search. A signal ends it with the best plan so far; later ones only note that the command is to end."""
-    with _Live(budget) as live:
+    """The search. A signal ends it with the best plan so far; later ones only note that the command is to end. Raises
+    StrategyError if the cluster is so large that not even one plan was evaluated long after the budget was used up."""
+    from flexsearch import compiled
+    from flexsearch.api import parse_budget
+    from flexsearch.errors import StrategyError
+
+    seconds = parse_budget(budget)[0]
+    # The first time on a machine, compiling takes longer than that.
+    limit = 2.0 * seconds + SLACK_S if seconds is not None and compiled.is_warm() else None
+    late = StrategyError(
+        f"the budget of {budget} was used up long ago: {setting.topology.name} with {len(setting.topology.devices)} "
+        f"devices, or {setting.graph.name} with {len(setting.graph.operators)} operators, is too large for it",
+        "Give more time, or search on fewer devices.",
+    )
+
+    def end() -> None:
+        signals.no_deadline()
+        signals.current.hold()
+
+    with _Live(budget) as live, signals.deadline(limit, late):
         return setting.search(
             budget, seed=seed, start=first, pins=pins, processes=processes, margin=margin, options=options,
-            on_progress=live.update, on_phase=live.prepare, on_end=signals.current.hold,
+            on_progress=live.update, on_phase=live.prepare, on_end=end,
         )  # fmt: skip
 
 

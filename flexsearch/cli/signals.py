@@ -116,3 +116,28 @@ def handled(end: Callable[[str, int], None], words: str) -> Iterator[Signals]:
             signal.signal(number, signal.SIG_DFL)
         signal.set_wakeup_fd(-1)
         os.close(sink)
+
+
+@contextmanager
+def deadline(seconds: float | None, error: Exception) -> Iterator[None]:
+    """Raise ``error`` in the block when so many seconds have passed; if the command is graceful by then,
+    KeyboardInterrupt with its message. None: never. The block ends it, and so does ``no_deadline``."""
+    if seconds is None or threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def late(number: int, frame: FrameType | None) -> None:
+        raise KeyboardInterrupt(str(error)) if current.graceful else error
+
+    before = signal.signal(signal.SIGALRM, late)
+    signal.setitimer(signal.ITIMER_REAL, seconds)
+    try:
+        yield
+    finally:
+        no_deadline()
+        signal.signal(signal.SIGALRM, before)
+
+
+def no_deadline() -> None:
+    """What was to be done in time has been done."""
+    signal.setitimer(signal.ITIMER_REAL, 0.0)

@@ -109,11 +109,11 @@ def search(
         except _Stop as stop:
             reason = str(stop)
         over()
-    except KeyboardInterrupt:
+    except KeyboardInterrupt as interrupt:
         if "data-parallel" not in run.outcomes:
             raise
         over()
-        reason = "interrupted"
+        reason = str(interrupt) or "interrupted"
     return run.result(reason, margin, tuple(pins))
 
 
