@@ -8,11 +8,12 @@ Names are imported on first use: working with saved graphs never imports torch. 
 of that floor; the function is ``flexsearch.api.simulate``.)
 """
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING, Any
-
+# Nothing is imported here, not even from the standard library: of `python -m flexsearch.cli` this is what runs first,
+# while the current folder is still on the path.
+TYPE_CHECKING = False
 if TYPE_CHECKING:
+    from typing import Any
+
     from flexsearch.api import compare, optimize
     from flexsearch.cost import Profile
     from flexsearch.cost.profiler import profile_graph
@@ -39,7 +40,7 @@ _HOME = {
 }  # fmt: skip
 
 
-def __getattr__(name: str) -> Any:
+def __getattr__(name: str) -> "Any":
     if name not in _HOME:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     from importlib import import_module

@@ -36,6 +36,9 @@ if TYPE_CHECKING:
 MARGIN = 0.05
 """A plan that gains a smaller share of the best baseline's time is not preferred to it: predictions err by more."""
 
+LONGEST_S = 3.6e6
+"""Seconds of the longest budget, 1000 hours."""
+
 
 @dataclass(frozen=True)
 class Setting:
@@ -111,12 +114,15 @@ class Setting:
         options: Options | None = None,
         processes: int | None = None,
         on_progress: Callable[[Progress], None] | None = None,
+        on_phase: Callable[[str], None] | None = None,
+        on_end: Callable[[], None] | None = None,
     ) -> SearchResult:
         """The search (:func:`flexsearch.search.search`), with a budget as :func:`parse_budget` takes it."""
         budget_s, proposals = parse_budget(budget)
         return search(
             self.graph, self.topology, self.costs, options, budget_s=budget_s, proposals=proposals, seed=seed,
             start=start, pins=pins, margin=margin, processes=processes, on_progress=on_progress,
+            on_phase=on_phase, on_end=on_end,
         )  # fmt: skip
 
     def explain(
@@ -191,14 +197,19 @@ def parse_budget(budget: str | float) -> tuple[float | None, int | None]:
 
     Raises StrategyError."""
     text = str(budget).strip()
-    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*(ms|s|min|m|h)?", text)
+    match = re.fullmatch(r"(\d{1,15}(?:\.\d{1,15})?)\s*(ms|s|min|m|h)?", text)
     if match is not None and float(match[1]) > 0:
         number, unit = match[1], match[2]
         if unit is not None:
-            return float(number) * {"ms": 1e-3, "s": 1.0, "m": 60.0, "min": 60.0, "h": 3600.0}[unit], None
-        if number.isdigit():
+            seconds = float(number) * {"ms": 1e-3, "s": 1.0, "m": 60.0, "min": 60.0, "h": 3600.0}[unit]
+            if seconds <= LONGEST_S:
+                return seconds, None
+        elif number.isdigit():
             return None, int(number)
-    raise StrategyError(f'budget "{text}" is neither a time such as 30s, 2m or 1h, nor a number of proposals, as 500')
+    raise StrategyError(
+        f'budget "{text}" is neither a time such as 30s, 2m or 1h, nor a number of proposals, as 500',
+        "Give one of them, at most 1000h or 15 digits.",
+    )
 
 
 def optimize(

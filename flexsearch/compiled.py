@@ -2,23 +2,29 @@
 
 Indices are unsigned everywhere: signed ones cost a test for wraparound, and mixed ones become float64.
 
-numba's cache on disk notices changes of the file that holds a function, not of the files that hold the functions it
-calls: after an upgrade it could run what an older version did, or fail on the name of a class that is no more. So the
-names of all our compiled functions, by which numba names the files of its cache, end in a digest of all our sources,
-and files with other digests are deleted.
+Compiled code is kept in a folder of the user's (``folder``), in a subfolder named by a digest of all our sources:
+numba's own check notices changes of the file that holds a function, not of the files that hold the functions it calls.
+numba unpickles what it finds there, so a folder that another user could write to is never used.
 """
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
-from collections.abc import Callable
+import os
+import re
+import shutil
+import stat
+import tempfile
+import time
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, Final, TypeVar, cast
 
+import numba
 import numpy as np
 import numpy.typing as npt
-from numba import njit
 
 F = TypeVar("F", bound=Callable[..., Any])
 U8 = npt.NDArray[np.uint8]
@@ -32,64 +38,139 @@ ONE: Any = np.uint64(1)
 TWO: Any = np.uint64(2)
 THREE: Any = np.uint64(3)
 
+UNUSED_S: Final = 30 * 86400
+"""Code of other versions is deleted when it was not used for so long: until then, two versions in turn do not compile
+anew each time."""
+
 
 def _digest() -> str:
     """Of all files of the package in which something is compiled."""
-    found = hashlib.sha256()
+    digest = hashlib.sha256()
     for path in sorted(Path(__file__).parent.rglob("*.py")):
         source = path.read_bytes()
         if b"flexsearch.compiled" in source or path == Path(__file__):
-            found.update(source)
-    return found.hexdigest()
+            digest.update(source)
+    return digest.hexdigest()[:16]
 
 
-_SOURCES: Final = _digest()[:16]
+_SOURCES: Final = _digest()
 
 
-def _forget_others() -> None:
-    """Delete what was compiled from other sources than the present ones."""
-    for path in Path(__file__).parent.rglob("__pycache__/*.nb[ic]"):
-        if _SOURCES not in path.name:
-            with suppress(OSError):  # another process was first, or the installation is read-only
-                path.unlink()
+def _only_ours(path: Path) -> bool:
+    """Whether nobody but us and root can change what lies at ``path``: it is ours, and neither it nor a folder above it
+    can be written by others (but for folders with the sticky bit, whose entries only their owners can replace)."""
+    us = os.geteuid()
+    real = path.resolve(strict=True)
+    if {path.lstat().st_uid, real.stat().st_uid} != {us}:  # a link in the temporary folder may be another user's
+        return False
+    for place in (real, *real.parents):
+        status = place.stat()
+        shared = status.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
+        if status.st_uid not in (us, 0) or (shared and (place == real or not status.st_mode & stat.S_ISVTX)):
+            return False
+    return True
 
 
-_forget_others()
+def _candidates() -> Iterator[Path]:
+    if own := os.environ.get("FLEXSEARCH_CACHE"):
+        yield Path(own).absolute()
+    general = os.environ.get("XDG_CACHE_HOME", "")
+    if os.path.isabs(general):  # a relative one is to be ignored, says the XDG specification
+        yield Path(general) / "flexsearch"
+    else:
+        with suppress(RuntimeError):  # no home folder
+            yield Path.home() / ".cache" / "flexsearch"
+    yield Path(tempfile.gettempdir()) / f"flexsearch-{os.geteuid()}"
 
 
-def stamped(function: F) -> F:
-    """The function, with a name that ends in the digest of our sources."""
-    if not function.__qualname__.endswith(_SOURCES):
-        function.__qualname__ += f"_{_SOURCES}"
-    return function
+def _folder() -> Path | None:
+    """Where compiled code is kept: the first that can be written, and by nobody else; None if there is none."""
+    for root in _candidates():
+        with suppress(OSError):
+            root.mkdir(mode=0o700, parents=True, exist_ok=True)
+            place = root / _SOURCES
+            if _only_ours(root):
+                place.mkdir(mode=0o700, exist_ok=True)
+                os.utime(place)  # in use
+                if _only_ours(place):
+                    tempfile.TemporaryFile(dir=place).close()
+                    return place
+    return None
+
+
+folder: Final = _folder()
+"""Where compiled code is kept; None: nowhere, every process compiles for itself."""
+
+
+def _forget_unused() -> None:
+    """Delete what other versions compiled and nobody used for long. A version that still runs then compiles again."""
+    if folder is None:
+        return
+    for other in folder.parent.iterdir():
+        if other != folder and re.fullmatch("[0-9a-f]{16}", other.name):
+            with suppress(OSError):
+                if time.time() - other.lstat().st_mtime > UNUSED_S:
+                    shutil.rmtree(other, ignore_errors=True)
+
+
+_forget_unused()
+
+
+def is_warm() -> bool:
+    """Whether something was compiled before, so that the next command need not wait for it."""
+    return folder is not None and any(folder.rglob("*.nbc"))
+
+
+def _jit(function: Callable[..., Any], **options: bool) -> Any:
+    """``numba.njit``, kept in our folder. The user's own functions are kept wherever numba keeps them."""
+    make: Any = numba.njit
+    if (place := folder) is None:
+        return make(nogil=True, **options)(function)
+    ours = {"CACHE_DIR": str(place), "CACHE_LOCATOR_CLASSES": ""}
+    before = {name: getattr(numba.config, name) for name in ours if hasattr(numba.config, name)}
+    try:
+        for name in before:
+            setattr(numba.config, name, ours[name])
+        dispatcher = make(nogil=True, cache=True, **options)(function)
+    finally:
+        for name, value in before.items():
+            setattr(numba.config, name, value)
+    cache = dispatcher._cache
+    save = cache.save_overload
+
+    def save_alone(signature: Any, data: Any) -> None:
+        # numba numbers its files by what its index holds: two processes that write at once could exchange the code of
+        # two signatures. A full disk only means that the next process compiles, too.
+        with suppress(OSError), open(place / "lock", "a") as lock:
+            with suppress(OSError):  # some file systems have no locks
+                fcntl.flock(lock, fcntl.LOCK_EX)
+            save(signature, data)
+
+    cache.save_overload = save_alone
+    return dispatcher
 
 
 def compiled(function: F) -> F:
-    """``numba.njit``, cached on disk; not cached where no folder can be written (a read-only installation)."""
-    try:
-        return cast(F, njit(cache=True, nogil=True)(stamped(function)))
-    except RuntimeError:  # numba: "no locator available"
-        return cast(F, njit(nogil=True)(function))
+    """``numba.njit``, kept on disk."""
+    return cast(F, _jit(function))
 
 
 def lean(function: F) -> F:
     """As ``compiled``, without counting references to arrays: functions that hand dozens of arrays on compile in
     seconds then, not minutes. They must not make arrays."""
-    return _first_that_works(function, {"cache": True, "_nrt": False}, {"_nrt": False})
+    return _first_that_works(function, {"_nrt": False})
 
 
 def inlined(function: F) -> F:
     """As ``lean``, for functions that are small or called in one place: their code is put there. Arrays are handed on
     by value, seven words each; for many of them that takes longer than what most functions do."""
-    cached = {"cache": True, "_nrt": False}
-    return _first_that_works(function, cached | {"forceinline": True}, cached, {"_nrt": False})
+    return _first_that_works(function, {"_nrt": False, "forceinline": True}, {"_nrt": False})
 
 
 def _first_that_works(function: F, *choices: dict[str, bool]) -> F:
-    make: Any = njit
     for options in choices:
         try:
-            return cast(F, make(nogil=True, **options)(stamped(function)))
-        except (RuntimeError, KeyError, TypeError):  # no folder for the cache, or a numba without these options
+            return cast(F, _jit(function, **options))
+        except (KeyError, TypeError):  # a numba without these options
             continue
     return compiled(function)

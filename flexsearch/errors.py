@@ -31,8 +31,16 @@ class FlexsearchError(Exception):
         return type(self)(f"{place}: {self.message}", self.remedy)
 
 
+class UsageError(FlexsearchError):
+    """A command line that makes no sense: an unknown option, an argument too few, a value out of range."""
+
+
 class FileFormatError(FlexsearchError):
     """A graph, topology, strategy or profile file that cannot be read; names the file, the field and the remedy."""
+
+
+class OutputError(FlexsearchError):
+    """A file that cannot be written: no such folder, no space, an input of the same command; names the file."""
 
 
 class NotationError(FlexsearchError):

@@ -1,16 +1,15 @@
-"""Versioned JSON files: strict reading, errors that name the field, atomic writing, content hashes."""
+"""Versioned JSON files: strict reading, errors that name the field, content hashes. ``output`` writes them."""
 
 from __future__ import annotations
 
 import hashlib
 import json
-import os
-import tempfile
 from pathlib import Path
 from typing import Any, TypeVar
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
+from flexsearch import output
 from flexsearch.errors import FileFormatError
 
 M = TypeVar("M", bound=BaseModel)
@@ -20,27 +19,6 @@ class FileModel(BaseModel):
     """Base of all file contents: unknown fields, NaN and silent type coercions are errors, instances are immutable."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
-
-
-def write_atomically(path: str | Path, content: str | bytes) -> None:
-    """Write ``content`` (text as UTF-8) to ``path`` by way of a temporary file beside it, so that no reader sees half
-    of it."""
-    path = Path(path)
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
-    except OSError as error:
-        raise FileFormatError(f"cannot write {path}: {error.strerror}. Choose another folder.") from error
-    try:
-        with os.fdopen(handle, "wb") as file:
-            file.write(content.encode() if isinstance(content, str) else content)
-        umask = os.umask(0)
-        os.umask(umask)
-        os.chmod(temporary, 0o666 & ~umask)  # mkstemp makes private files; ours are for sharing
-        os.replace(temporary, path)
-    except OSError as error:
-        Path(temporary).unlink(missing_ok=True)
-        raise FileFormatError(f"cannot write {path}: {error.strerror}") from error
 
 
 def read_json(path: str | Path, what: str) -> Any:
@@ -88,8 +66,8 @@ def load(model: type[M], path: str | Path, what: str) -> M:
 
 
 def save(value: BaseModel, path: str | Path) -> None:
-    """Write ``value`` as JSON, atomically."""
-    write_atomically(path, to_json(value))
+    """Write ``value`` as JSON. Raises OutputError if that is not possible."""
+    output.write(path, to_json(value))
 
 
 def to_json(value: BaseModel) -> str:

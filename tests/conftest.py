@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import sys
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -48,6 +50,22 @@ def _subprocesses_find_flexsearch() -> Iterator[None]:
         os.environ["PYTHONPATH"] = before
 
 
+@contextmanager
+def _streams() -> Iterator[None]:
+    """What a command does to the standard streams, the path and the signals of its process, undone."""
+    streams, path, descriptor = (sys.stdout, sys.stderr), list(sys.path), os.dup(1)
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
+    try:
+        yield
+    finally:
+        sys.stdout, sys.stderr = streams
+        sys.path[:] = path
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
+        os.dup2(descriptor, 1)
+        os.close(descriptor)
+
+
 @pytest.fixture
 def cli(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], tmp_path: Path) -> Cli:
     """``cli("optimize", "lenet", ...)`` in an empty folder."""
@@ -58,7 +76,7 @@ def cli(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], tmp_
     def call(*arguments: object) -> Ran:
         monkeypatch.setattr(sys, "argv", ["flexsearch", *map(str, arguments)])
         capfd.readouterr()
-        with pytest.raises(SystemExit) as end:
+        with _streams(), pytest.raises(SystemExit) as end:
             main()
         out, err = capfd.readouterr()
         return Ran(int(end.value.code or 0), out, err)

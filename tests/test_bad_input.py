@@ -51,7 +51,7 @@ KINDS = tuple(COMMANDS)
 def refused(ran: Ran, *words: str) -> None:
     """The promise of this file."""
     assert ran.code == 2, (ran.out, ran.err)
-    assert ran.out == ""
+    assert not ran.out or set(ran.json) == {"error"}
     assert "Traceback" not in ran.err
     for word in words:
         assert word in ran.err, ran.err

@@ -1,11 +1,14 @@
-"""What is compiled is compiled again when any of its sources changed."""
+"""What is compiled is kept, in a folder of the user's, and compiled again when any of its sources changed."""
 
 from __future__ import annotations
 
+import os
 import shutil
 import subprocess
 import sys
 from pathlib import Path
+
+import pytest
 
 import flexsearch
 
@@ -46,23 +49,137 @@ def one(pair):
 """
 
 
-def test_a_change_in_a_file_reaches_the_functions_of_other_files_that_call_it(tmp_path: Path) -> None:
+@pytest.fixture
+def package(tmp_path: Path) -> Path:
+    """A small flexsearch with two compiled functions."""
     package = tmp_path / "flexsearch"
     package.mkdir()
     (package / "__init__.py").touch()
-    source = Path(flexsearch.__file__).parent
-    shutil.copy(source / "compiled.py", package)
+    shutil.copy(Path(flexsearch.__file__).parent / "compiled.py", package)
     (package / "caller.py").write_text(CALLER)
+    (package / "called.py").write_text(CALLED.format(added=1.0, name="Pair"))
+    return package
 
-    def run(added: float, name: str = "Pair") -> str:
+
+def start(package: Path, program: str = PROGRAM, **env: str) -> subprocess.Popen[str]:
+    """A program in a process of its own. ``env``: XDG_CACHE_HOME unless told otherwise."""
+    environment = {k: v for k, v in os.environ.items() if k not in ("FLEXSEARCH_CACHE", "XDG_CACHE_HOME", "PYTHONPATH")}
+    env = env or {"FLEXSEARCH_CACHE": str(package.parent / "cache")}
+    # -B: Python's own cache takes a file of the same size that was written in the same second for the same.
+    return subprocess.Popen(
+        [sys.executable, "-B", "-c", program], cwd=package.parent, env=environment | env, text=True,
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+    )  # fmt: skip
+
+
+def run(package: Path, program: str = PROGRAM, **env: str) -> str:
+    """What a program prints."""
+    process = start(package, program, **env)
+    out, err = process.communicate()
+    assert process.returncode == 0, err
+    return out.strip()
+
+
+def folder(package: Path, **env: str) -> str:
+    """Where the small flexsearch keeps what it compiles."""
+    return run(package, "from flexsearch.compiled import folder; print(folder)", **env)
+
+
+def test_a_change_in_a_file_reaches_the_functions_of_other_files_that_call_it(package: Path) -> None:
+    def changed(added: float, name: str = "Pair") -> str:
         (package / "called.py").write_text(CALLED.format(added=added, name=name))
-        # -B: Python's own cache takes a file of the same size that was written in the same second for the same.
-        return subprocess.run(
-            [sys.executable, "-B", "-c", PROGRAM], cwd=tmp_path, capture_output=True, text=True, check=True
-        ).stdout.strip()
+        return run(package)
 
-    assert run(1.0) == "4.0 0"
-    assert run(1.0) == "4.0 1"  # from the cache
-    assert run(2.0) == "6.0 0"
-    assert run(2.0, "Couple") == "6.0 0"  # the cache holds the names of classes
-    assert len([*package.glob("__pycache__/*.nbi")]) == 2  # of the present sources only
+    assert changed(1.0) == "4.0 0"
+    assert changed(1.0) == "4.0 1"  # from the cache
+    assert changed(2.0) == "6.0 0"
+    assert changed(2.0, "Couple") == "6.0 0"  # the cache holds the names of classes
+    assert changed(1.0) == "4.0 1"  # two versions in turn do not compile anew each time
+
+
+def test_what_no_version_used_for_long_is_deleted_and_nothing_else(package: Path) -> None:
+    cache = package.parent / "cache"
+    for name in ("0123456789abcdef", "fedcba9876543210", "notes"):
+        (cache / name).mkdir(parents=True)
+        (cache / name / "file").touch()
+    for name in ("0123456789abcdef", "notes"):
+        os.utime(cache / name, (0, 0))
+    assert run(package) == "4.0 0"
+    own = Path(folder(package, FLEXSEARCH_CACHE=str(cache))).name
+    assert {path.name for path in cache.iterdir()} == {"fedcba9876543210", "notes", own}
+
+
+def test_a_version_whose_folder_was_deleted_while_it_runs_goes_on(package: Path) -> None:
+    program = "import shutil\nfrom flexsearch import compiled\nshutil.rmtree(compiled.folder)\n" + PROGRAM
+    assert run(package, program) == "4.0 0"
+
+
+def test_two_first_runs_at_once_do_not_disturb_each_other(package: Path) -> None:
+    both = "from flexsearch import caller; print([caller.twice(x) for x in {}])"
+    processes = [start(package, both.format(order)) for order in ("(1.0, 1)", "(1, 1.0)")]
+    for process in processes:
+        out, err = process.communicate()
+        assert (out.strip(), process.returncode) == ("[4.0, 4.0]", 0), err
+    assert run(package) == "4.0 1"
+
+
+def test_code_is_kept_in_the_folder_that_is_asked_for_else_the_general_one_else_in_the_home(
+    package: Path, tmp_path: Path
+) -> None:
+    def parent(**env: str) -> str:
+        return str(Path(folder(package, **env)).parent)
+
+    home = {"HOME": str(tmp_path / "home")}
+    assert parent(FLEXSEARCH_CACHE=f"{tmp_path}/own", XDG_CACHE_HOME=f"{tmp_path}/xdg") == f"{tmp_path}/own"
+    assert parent(XDG_CACHE_HOME=f"{tmp_path}/xdg", **home) == f"{tmp_path}/xdg/flexsearch"
+    assert parent(**home) == f"{tmp_path}/home/.cache/flexsearch"
+    assert parent(XDG_CACHE_HOME="relative", **home) == f"{tmp_path}/home/.cache/flexsearch"
+    assert not (package / "__pycache__").exists()  # nothing is written beside the sources
+    assert (tmp_path / "own").stat().st_mode & 0o777 == 0o700
+
+
+def test_without_a_home_it_is_kept_in_a_temporary_folder_of_the_user(package: Path, tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    (tmp_path / "tmp").mkdir(mode=0o777)
+    (tmp_path / "tmp").chmod(0o1777)
+    env = {"HOME": f"{tmp_path}/file", "XDG_CACHE_HOME": f"{tmp_path}/file", "TMPDIR": f"{tmp_path}/tmp"}
+    expected = tmp_path / "tmp" / f"flexsearch-{os.geteuid()}"
+    assert Path(folder(package, **env)).parent == expected
+    assert expected.stat().st_mode & 0o777 == 0o700
+    assert [run(package, **env) for _ in range(2)] == ["4.0 0", "4.0 1"]
+
+
+@pytest.mark.parametrize("how", ["written by all", "in a folder written by all", "a link in the temporary folder"])
+def test_code_is_never_loaded_from_where_another_user_could_have_put_it(
+    package: Path, tmp_path: Path, how: str
+) -> None:
+    parent, place = tmp_path / "parent", tmp_path / "parent" / "cache"
+    place.mkdir(parents=True, mode=0o755)
+    if how == "written by all":
+        place.chmod(0o777)
+    elif how == "in a folder written by all":
+        parent.chmod(0o777)
+    else:
+        real = tmp_path / "real"
+        real.mkdir()
+        place.rmdir()
+        place.symlink_to(real)
+        if os.geteuid() != 0:
+            pytest.skip("only root can give a link to another user")
+        os.chown(place, 12345, 12345, follow_symlinks=False)
+    env = {"FLEXSEARCH_CACHE": str(place), "XDG_CACHE_HOME": str(tmp_path / "xdg")}
+    assert Path(folder(package, **env)).parent == tmp_path / "xdg" / "flexsearch"
+
+
+def test_where_nothing_can_be_kept_everything_still_runs(package: Path, tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    env = dict.fromkeys(("HOME", "XDG_CACHE_HOME", "FLEXSEARCH_CACHE"), f"{tmp_path}/file")
+    program = "import tempfile\ntempfile.tempdir = '/proc'\n"
+    assert run(package, f"{program}from flexsearch.compiled import folder; print(folder)", **env) == "None"
+    assert [run(package, program + PROGRAM, **env) for _ in range(2)] == ["4.0 0", "4.0 0"]
+
+
+def test_the_users_own_functions_are_kept_where_numba_keeps_them(package: Path, tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text("import numba\n@numba.njit(cache=True)\ndef f(x):\n    return x + 1\n")
+    program = "from flexsearch import caller\nimport mine\nmine.f(1); print(mine.f._cache.cache_path)"
+    assert run(package, program) == str(tmp_path / "__pycache__")

@@ -16,7 +16,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from flexsearch.errors import RuntimeFailure
+from flexsearch.errors import FileFormatError, RuntimeFailure
 from flexsearch.graph.importer import import_model
 from flexsearch.graph.loading import Loaded, load_callable
 from flexsearch.runtime.launch import call, free_port, launch
@@ -303,6 +303,5 @@ def _refused(file: str) -> str:
 
 def test_a_mistake_of_the_user_ends_a_called_run_with_its_message_alone(tmp_path: Path) -> None:
     arguments = {"strategy": str(tmp_path / "none.json"), "model": SPEC}
-    with pytest.raises(RuntimeFailure, match="cannot read strategy file") as caught:
+    with pytest.raises(FileFormatError, match=r"^cannot read strategy file"):
         call("flexsearch.runtime.train:train_here", arguments, 1)
-    assert "Traceback" not in str(caught.value)

@@ -3,6 +3,7 @@ checked."""
 
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import Callable
 from functools import cache
@@ -130,7 +131,7 @@ def test_a_worker_that_dies_takes_nothing_with_it(monkeypatch: pytest.MonkeyPatc
     worker = tmp_path / "worker"
     worker.write_text("#!/bin/sh\nsleep 1\n")  # long enough to be given a climb
     worker.chmod(0o755)
-    monkeypatch.setattr(team.sys, "executable", str(worker))
+    monkeypatch.setattr(sys, "executable", str(worker))
     died: list[bool] = []
 
     def has_died(made: team.Team) -> bool:

@@ -3,13 +3,9 @@
 from __future__ import annotations
 
 import heapq
-import os
-import subprocess
-import sys
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from math import inf, prod
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -298,22 +294,6 @@ def test_a_simulation_is_given_up_when_what_follows_a_task_comes_too_late() -> N
 
 def test_an_empty_task_graph_takes_no_time() -> None:
     assert makespan(TaskGraph()) == 0.0
-
-
-def test_the_kernel_works_where_nothing_can_be_cached(tmp_path: Path) -> None:
-    file = tmp_path / "not a folder"
-    file.touch()
-    code = (
-        "from numba.core import caching\n"
-        "caching.CacheImpl._locator_classes = [caching.UserProvidedCacheLocator]\n"
-        "from flexsearch.lower import TaskGraph, TaskKind\n"
-        "from flexsearch.simulate import makespan\n"
-        "t = TaskGraph(); t.compute(TaskKind.FORWARD, 0, 0, 0, 1.5, ()); print(makespan(t))"
-    )
-    root = str(Path(__file__).resolve().parents[1])
-    environment = {**os.environ, "PYTHONPATH": root, "NUMBA_CACHE_DIR": str(file / "cache")}
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=tmp_path, env=environment)
-    assert done.stdout.strip() == "1.5", done.stderr
 
 
 # a whole step

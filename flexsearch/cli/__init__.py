@@ -1,41 +1,32 @@
 """Floor 5: the commands. ``main`` is the console script; each command imports what it needs when it is called."""
 
-from __future__ import annotations
-
+# Of the standard library only what every interpreter has loaded when it starts: see flexsearch/__init__.py.
 import os
 import sys
 
 
 def main() -> None:
-    """Run a command. A user's mistake ends with exit code 2 and a message on stderr, never with a traceback."""
-    import typer
+    """Run the command that ``sys.argv`` names, and end the process. Exit codes: 0; 2 for a user's mistake, with a
+    message on stderr and never a traceback; 1 for a bug of ours; 128 + the signal if one ended it."""
+    _leave_current_folder()
+    from flexsearch.cli.process import run
 
-    from flexsearch.cli.app import app
-    from flexsearch.errors import FlexsearchError
+    run()
 
+
+def _leave_current_folder() -> None:
+    """Import nothing from the current folder from now on. It stays on the path if it is an absolute entry of
+    PYTHONPATH, which somebody asked for, or where Python keeps installed packages."""
+    asked = [place for place in os.environ.get("PYTHONPATH", "").split(os.pathsep) if os.path.isabs(place)]
+    if "PYTHONPATH" in os.environ:
+        os.environ["PYTHONPATH"] = os.pathsep.join(asked)
     try:
-        code = app(prog_name="flexsearch", standalone_mode=False)
-    except FlexsearchError as error:
-        _refuse(str(error))
-    except typer.BadParameter as error:
-        _refuse(error.format_message(), error)
-    except (KeyboardInterrupt, typer.Abort):
-        print("flexsearch: interrupted", file=sys.stderr)
-        sys.exit(130)
-    except Exception as error:
-        if not hasattr(error, "format_message"):  # no usage error (typer keeps their class to itself), but our bug
-            raise
-        _refuse(error.format_message(), error)
-    sys.exit(code if isinstance(code, int) else 0)
+        here = os.path.realpath(os.getcwd())
+    except OSError:  # it was deleted
+        here = ""
 
+    def stays(place: str) -> bool:
+        installed = place == os.path.dirname(os.__file__) or place.endswith(("site-packages", "dist-packages"))
+        return os.path.isabs(place) and (place in asked or installed or os.path.realpath(place) != here)
 
-def _refuse(message: str, usage: Exception | None = None) -> None:
-    """End with exit code 2; for a wrong command line, with the place where help is to be had."""
-    context = getattr(usage, "ctx", None)
-    if context is not None:
-        message = f"{message.rstrip('.')}. See `{context.command_path} --help`."
-    print(f"flexsearch: {message}", file=sys.stderr, flush=True)
-    if "RANK" in os.environ:
-        sys.stdout.flush()
-        os._exit(2)  # the interpreter's own end could wait for ranks that hang
-    sys.exit(2)
+    sys.path[:] = [place for place in sys.path if stays(place)]

@@ -3,14 +3,17 @@ this machine; started by torchrun, they are a rank."""
 
 from __future__ import annotations
 
+import math
 import os
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
-from flexsearch.cli.common import JsonOption, print_table, show, stderr, stdout, writable
+from flexsearch.cli import signals, streams
+from flexsearch.cli.common import FINITE, JsonOption, check_outputs, print_table, show, stderr, stdout
 from flexsearch.cli.models import BatchOption, SetOption, keywords
 from flexsearch.errors import RuntimeFailure, StrategyError
 
@@ -20,22 +23,25 @@ if TYPE_CHECKING:
     from flexsearch.topology import Topology
 
 RanksOption = Annotated[
-    int | None, typer.Option("-n", "--ranks", min=1, metavar="N", help="Processes to start on this machine.")
+    int | None, typer.Option("-n", "--ranks", min=1, max=256, metavar="N", help="Processes to start on this machine.")
 ]
 TimeoutOption = Annotated[
-    float, typer.Option("--timeout", min=1.0, metavar="SECONDS", help="After which a silent rank is an error.")
+    float,
+    typer.Option(
+        "--timeout", min=1.0, max=1e6, metavar="SECONDS", help="How long to wait for a silent rank.", **FINITE
+    ),
 ]
-PinOption = Annotated[bool, typer.Option("--pin", help="Pin each local process to a core of its own.")]
+PinCoresOption = Annotated[bool, typer.Option("--pin-cores", help="Pin each local process to a core of its own.")]
 
 
 def probe(
     output: Annotated[Path, typer.Option("--output", "-o", help="Topology file to write.")],
     ranks: RanksOption = None,
-    quick: Annotated[bool, typer.Option("--quick", help="Half a minute, less exact.")] = False,
+    quick: Annotated[bool, typer.Option("--quick", help="Take half a minute, and be less exact.")] = False,
     backend: Annotated[
         Literal["gloo", "nccl"] | None, typer.Option("--backend", help="Default: nccl where there are CUDA devices.")
     ] = None,
-    pin: PinOption = False,
+    pin_cores: PinCoresOption = False,
     timeout: TimeoutOption = 120.0,
     as_json: JsonOption = False,
 ) -> None:
@@ -43,14 +49,15 @@ def probe(
 
     On several hosts: torchrun --nnodes ... -m flexsearch.cli probe -o topology.json. On one machine: -n N.
     """
-    writable(output)
+    check_outputs({"--output": output})
     if not _is_rank():
         if ranks is None:
             raise RuntimeFailure(
-                "the probe runs on every rank: give -n N for N processes on this machine, or start it on each host "
-                "with torchrun --nnodes HOSTS --nproc-per-node N ... -m flexsearch.cli probe -o FILE"
+                "the probe runs on every rank",
+                "Give -n N for N processes on this machine, or start it on each host with torchrun --nnodes HOSTS "
+                "--nproc-per-node N ... -m flexsearch.cli probe -o FILE.",
             )
-        _launch(ranks, pin)
+        _launch(ranks, pin_cores, as_json)
         return
     from flexsearch.runtime.probe import main_from_env
 
@@ -58,7 +65,7 @@ def probe(
         stderr.print(f"measuring {os.environ['WORLD_SIZE']} ranks; this takes up to a minute", soft_wrap=True)
     topology = main_from_env(str(output), quick=quick, backend=backend, timeout_s=timeout)
     if _first():
-        show(as_json, _probed(topology, output), lambda: stdout.print(
+        _show(as_json, _probed(topology, output), lambda: stdout.print(
             f"{topology.source}\nWrote {output}. Next: flexsearch optimize GRAPH --topology {output}", soft_wrap=True
         ))  # fmt: skip
 
@@ -69,18 +76,21 @@ def run(
         str, typer.Option("--model", "-m", metavar="MODULE:CALLABLE", help="The model, as for `flexsearch import`.")
     ],
     ranks: RanksOption = None,
-    steps: Annotated[int, typer.Option("--steps", min=1, help="Training steps.")] = 10,
+    steps: Annotated[int, typer.Option("--steps", min=1, max=10**7, help="Training steps.")] = 10,
     batch: BatchOption = None,
     set_: SetOption = None,
-    rate: Annotated[float, typer.Option("--lr", min=0.0, help="Learning rate.")] = 0.01,
-    seed: Annotated[int, typer.Option("--seed", help="Of dropout masks.")] = 0,
+    rate: Annotated[float, typer.Option("--lr", min=0.0, help="Learning rate.", **FINITE)] = 0.01,
+    seed: Annotated[int, typer.Option("--seed", min=0, max=2**63 - 1, help="Seed of dropout masks.")] = 0,
     profile: Annotated[
-        Path | None, typer.Option("--profile", "-p", help="For the prediction; default: that of the strategy file.")
+        Path | None,
+        typer.Option(
+            "--profile", "-p", metavar="P", help="Measured compute times to predict with. Default: those of the search."
+        ),
     ] = None,
     trace: Annotated[
         Path | None, typer.Option("--trace", help="Write predicted and measured timeline as a Chrome trace.")
     ] = None,
-    pin: PinOption = False,
+    pin_cores: PinCoresOption = False,
     timeout: TimeoutOption = 300.0,
     as_json: JsonOption = False,
 ) -> None:
@@ -89,16 +99,16 @@ def run(
     One process for each device of the strategy: -n N starts them on this machine. On several hosts:
     torchrun --nnodes ... -m flexsearch.cli run STRATEGY --model MODULE:CALLABLE.
     """
-    writable(trace)
+    check_outputs({"--trace": trace}, strategy, profile, model.rpartition(":")[0])
+    arguments = keywords(batch, set_)
     if not _is_rank():
-        _check_ranks(strategy, ranks)
-        _launch(ranks or 1, pin)
+        _launch(_check_ranks(strategy, ranks), pin_cores, as_json)
         return
     from flexsearch.graph.loading import load_callable
     from flexsearch.runtime.train import train
     from flexsearch.strategy import Strategy
 
-    plan, loaded = Strategy.load(strategy), load_callable(model, **keywords(batch, set_))
+    plan, loaded = Strategy.load(strategy), load_callable(model, **arguments)
     _check_batch(plan, model, (loaded.inputs, loaded.targets))
     told = _Steps(as_json or not _first())
     training = train(
@@ -112,22 +122,24 @@ def run(
 
         save_trace(trace, training.lowered, training.simulation, training.timeline.spans)
     data = {"strategy": str(strategy), "model": model, "trace": str(trace) if trace is not None else None}
-    show(as_json, data | training.summary(), lambda: told.end(training, trace))
+    _show(as_json, data | _with_flags(training.summary()), lambda: told.end(training, trace))
 
 
-def _check_ranks(strategy: Path, ranks: int | None) -> None:
-    """Say what is wrong before any process is started."""
+def _check_ranks(strategy: Path, ranks: int | None) -> int:
+    """The number of ranks. Says what is wrong before any process is started."""
     from flexsearch.strategy import Strategy
 
     plan = Strategy.load(strategy)
     count = len(plan.cluster.devices)
     if ranks is None:
-        raise RuntimeFailure(f"give -n {count}: {strategy} needs one process for each of {count} devices")
+        raise RuntimeFailure(f"{strategy} needs one process for each of {count} devices", f"Give -n {count}.")
     if ranks != count:
         raise RuntimeFailure(
             f"{strategy} is a plan for {count} devices ({plan.topology.name}), so it needs {count} processes, not "
-            f"{ranks}. Give -n {count}, or optimize for a topology of {ranks} devices."
+            f"{ranks}",
+            f"Give -n {count}, or optimize for a topology of {ranks} devices.",
         )
+    return ranks
 
 
 def _check_batch(plan: Strategy, model: str, batch: Any) -> None:
@@ -138,7 +150,8 @@ def _check_batch(plan: Strategy, model: str, batch: Any) -> None:
         ours, theirs = (", ".join(f"{dtype} {shape}" for shape, dtype in row) for row in (planned, given))
         raise StrategyError(
             f"this strategy was made for graph {plan.graph.name!r} with inputs and targets {ours}; {model} gives "
-            f"{theirs}. Give the model it was made for, and its --batch and --set."
+            f"{theirs}",
+            "Give the model it was made for, and its --batch and --set.",
         )
 
 
@@ -160,11 +173,32 @@ def _first() -> bool:
     return os.environ.get("RANK") == "0"
 
 
-def _launch(count: int, pin: bool) -> None:
-    """This command again, as local ranks."""
+def _launch(count: int, pin_cores: bool, as_json: bool) -> None:
+    """This command again, as local ranks. With --json the first of them leaves us the result to print."""
+    from flexsearch.children import module
     from flexsearch.runtime.launch import launch
 
-    launch(["-m", "flexsearch.cli", *sys.argv[1:]], count, pin=pin, grace_s=10.0)
+    signals.current.graceful = True  # the ranks must end, too
+    try:
+        result = launch(module("flexsearch.cli", *sys.argv[1:]), count, pin=pin_cores, grace_s=10.0)
+    except BrokenPipeError as error:
+        raise streams.PipeClosed from error
+    if as_json:
+        streams.emit(result)
+
+
+def _show(as_json: bool, data: dict[str, Any], human: Callable[[], None]) -> None:
+    """As ``show``, from a rank."""
+    from flexsearch.runtime.launch import report
+
+    if not (as_json and report(streams.finite(data))):
+        show(as_json, data, human)
+
+
+def _with_flags(summary: dict[str, Any]) -> dict[str, Any]:
+    """The summary of a run with a flag beside each loss: JSON has no NaN, and null alone does not say why."""
+    steps = [step | {"loss_finite": math.isfinite(step["loss"])} for step in summary["steps"]]
+    return summary | {"steps": steps, "loss_finite": all(step["loss_finite"] for step in steps)}
 
 
 def _probed(topology: Topology, output: Path) -> dict[str, Any]:
@@ -213,6 +247,8 @@ class _Steps:
             f"{ratio(measured / predicted) if predicted else '-'} the prediction.",
             soft_wrap=True,
         )
+        if not all(math.isfinite(step.loss) for step in training.steps):
+            stdout.print("The loss is not finite; a smaller learning rate (--lr) may help.", soft_wrap=True)
         if training.timeline is not None:
             self._errors(training)
             stdout.print(f"Wrote {trace}; open it in https://ui.perfetto.dev", soft_wrap=True)

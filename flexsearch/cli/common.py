@@ -3,50 +3,93 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import re
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich.console import Console
+from rich.console import Console, ConsoleOptions, RenderableType
+from rich.segment import Segment
 
-from flexsearch.errors import FlexsearchError
+from flexsearch import output
+from flexsearch.cli import streams
+from flexsearch.errors import FlexsearchError, StrategyError
 
 if TYPE_CHECKING:
-    from rich.progress import Progress
     from rich.table import Table
 
     from flexsearch.api import Setting
     from flexsearch.strategy import Strategy
 
-stdout = Console(highlight=False, width=None if sys.stdout.isatty() or "COLUMNS" in os.environ else 132)
+
+class _Plain(Console):
+    """A console that prints names as they are: no markup in them, and nothing that steers the terminal."""
+
+    def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterable[Segment]:
+        for segment in super().render(renderable, options):
+            if segment.control is None and not segment.text.isprintable():
+                segment = Segment(streams.printable(segment.text), segment.style)
+            yield segment
+
+
+def _console(error: bool, width: int | None = None) -> Console:
+    return _Plain(stderr=error, width=width, highlight=False, markup=False, emoji=False)
+
+
+stdout = _console(False, None if (sys.stdout and sys.stdout.isatty()) or "COLUMNS" in os.environ else 132)
 """Results; in a pipe or a file there is room."""
-stderr = Console(stderr=True, highlight=False)
+stderr = _console(True)
 """Progress and remarks."""
+
+
+def _is_finite(value: float | None) -> float | None:
+    if value is not None and not math.isfinite(value):
+        raise typer.BadParameter(f"{value} is not a finite number")
+    return value
+
+
+FINITE: dict[str, Any] = {"callback": _is_finite}
+"""For options that are numbers: neither inf nor nan."""
 
 GraphArgument = Annotated[
     str, typer.Argument(metavar="GRAPH", help="A graph file, or a shipped graph by name (alexnet, vgg16, gpt2, ...).")
 ]
+MaybeGraphArgument = Annotated[
+    str | None,
+    typer.Argument(metavar="[GRAPH]", help="A graph file, or a shipped graph by name (alexnet, vgg16, gpt2, ...)."),
+]
 TopologyOption = Annotated[
-    str,
+    str | None,
     typer.Option(
         "--topology", "-t", metavar="T", help="A topology file, or a preset (ethernet-1g-4, p100:8, dgx-a100, ...)."
     ),
 ]
 ProfileOption = Annotated[
-    Path | None, typer.Option("--profile", "-p", metavar="P", help="Measured compute times; default: a roofline.")
+    Path | None,
+    typer.Option("--profile", "-p", metavar="P", help="Measured compute times. Without it: peak rates of the devices."),
 ]
-JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON object on stdout, and nothing else.")]
+JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON object on stdout, also for errors.")]
+
+DEFAULT_GRAPH, DEFAULT_TOPOLOGY = "alexnet", "ethernet-1g-4"
+"""The example: what ``optimize`` and ``compare`` do if they are told nothing."""
+
+
+def example(graph: str | None, topology: str | None, *others: object) -> tuple[str, str]:
+    """Graph and topology, or the example where nothing was named. ``others``: what else only fits one graph. Raises
+    UsageError if something was named, but not the graph."""
+    if graph is None and (topology is not None or any(others)):
+        raise typer.BadParameter("give the graph, too: a file, or a shipped one such as alexnet", param_hint="GRAPH")
+    return graph or DEFAULT_GRAPH, topology or DEFAULT_TOPOLOGY
 
 
 def show(as_json: bool, data: dict[str, Any], human: Callable[[], None]) -> None:
     """Print the result of a command: ``data`` as JSON, or what ``human`` prints."""
     if as_json:
-        sys.stdout.write(json.dumps(data, indent=2, allow_nan=False) + "\n")
+        streams.emit(data)
     else:
         human()
 
@@ -81,41 +124,59 @@ def load_strategy(path: Path, setting: Setting) -> Strategy:
     return strategy
 
 
-def writable(path: Path | None) -> None:
-    """Raise now rather than after the work if ``path`` cannot be written to."""
-    from flexsearch.errors import FileFormatError
+def setting_of(
+    path: Path, plan: Strategy, graph: str | None, topology: str | None, profile: Path | None, how: str
+) -> Setting:
+    """The setting that the strategy of a file was made for. Its topology is in the file; its graph is only named there,
+    so it must be shipped or given (``how`` says how). Raises StrategyError if what was given is something else."""
+    from flexsearch.api import Setting
+    from flexsearch.cost import Profile
+    from flexsearch.files import shipped_names
+    from flexsearch.graph import OperatorGraph
+    from flexsearch.topology import Topology
 
-    if path is None:
-        return
-    if path.is_dir():
-        raise FileFormatError(f"cannot write {path}: it is a folder. Give the name of a file.")
-    folder = path.parent
-    while not folder.exists():
-        folder = folder.parent
-    if not folder.is_dir() or not os.access(folder, os.W_OK):
-        raise FileFormatError(f"cannot write {path}: {folder} is not a folder that you may write to.")
+    if graph is None and plan.graph.name not in shipped_names("graphs"):
+        raise StrategyError(
+            f"strategy file {path} was made for graph {plan.graph.name!r} ({plan.graph.hash}), which is none of the "
+            "shipped ones",
+            f"Give the graph with {how}.",
+        )
+    loaded = OperatorGraph.load(graph or plan.graph.name)
+    cluster = Topology.load(topology) if topology is not None else plan.cluster
+    try:
+        plan.check(loaded, cluster)
+    except FlexsearchError as error:
+        remedy = error.remedy if graph is not None else f"{error.remedy} Give the graph with {how}.".lstrip()
+        raise type(error)(f"strategy file {path}: {error.message}", remedy) from error
+    return Setting.of(loaded, cluster, Profile.load(profile) if profile is not None else None)
+
+
+def check_outputs(outputs: dict[str, Path | None], *inputs: str | Path | None) -> None:
+    """Raise OutputError now rather than after the work if a file cannot be written, or is one of the inputs (by file,
+    or by the name of a shipped graph or topology)."""
+    from flexsearch.files import shipped
+
+    sources: list[str | Path | None] = list(inputs)
+    for name in filter(None, map(str, filter(None, inputs))):
+        if re.fullmatch(r"[\w.+:-]+", name):
+            sources += [shipped("graphs", name), shipped("profiles", re.sub(r"[:-]\d+$", "", name))]
+    output.check(outputs, sources)
 
 
 def settings(given: list[str]) -> dict[str, Any]:
     """``key=value`` options as keyword arguments: integers, numbers, true/false/none and lists by their JSON, else
     text."""
-    found: dict[str, Any] = {}
+    values: dict[str, Any] = {}
     for item in given:
         key, equals, text = item.partition("=")
         if not equals or not key.isidentifier():
             raise typer.BadParameter(f'"{item}" is not of the form key=value', param_hint="--set")
         try:
-            found[key] = json.loads(text.lower() if re.fullmatch("(?i)true|false|null", text) else text)
+            values[key] = json.loads(text.lower() if re.fullmatch("(?i)true|false|null", text) else text)
         except json.JSONDecodeError:
-            found[key] = None if text.lower() == "none" else text
-    return found
-
-
-@contextmanager
-def bar(text: str) -> Iterator[tuple[Progress, Any]]:
-    """A progress bar on stderr (nothing where that is no terminal), as (bar, its task)."""
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=stderr, transient=True, disable=not stderr.is_terminal) as progress:
-        yield progress, progress.add_task(text, total=None)
+            values[key] = None if text.lower() == "none" else text
+        except RecursionError:
+            raise typer.BadParameter(f"the value of {key} is nested too deeply", param_hint="--set") from None
+        except ValueError:  # Python's limit
+            raise typer.BadParameter(f"the value of {key} has too many digits", param_hint="--set") from None
+    return values

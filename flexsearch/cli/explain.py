@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from flexsearch.cli.common import JsonOption, ProfileOption, bar, show, stdout
+from flexsearch.cli.common import JsonOption, ProfileOption, setting_of, show, stdout
+from flexsearch.cli.progress import Live, compiling
 
 if TYPE_CHECKING:
     from flexsearch.api import Setting
@@ -32,7 +33,8 @@ def explain(
     graph: GraphOption = None,
     profile: ProfileOption = None,
     tries: Annotated[
-        int, typer.Option("--tries", min=0, help="Other configs of single operators to simulate at most.")
+        int,
+        typer.Option("--tries", min=0, max=10**9, help="Simulate at most so many other configs of single operators."),
     ] = 500,
     everything: Annotated[
         bool, typer.Option("--all", help="With --operator: every alternative, not only the best.")
@@ -44,17 +46,14 @@ def explain(
     With --operator: what every other config of that operator would cost, everything else fixed.
     """
     plan = _load(strategy)
-    setting = _setting(strategy, plan, graph, profile)
+    setting = setting_of(strategy, plan, graph, None, profile, "--graph GRAPH")
     if operator is not None:
         _explain_operator(setting, plan, operator, None if everything else 12, as_json)
         return
     from flexsearch.report.explain import explanation, explanation_data
 
-    with bar("") as (progress, task):
-        told = setting.explain(
-            plan, tries,
-            lambda what, done, of: progress.update(task, description=what, completed=done, total=of),
-        )  # fmt: skip
+    with Live(compiling()) as live:
+        told = setting.explain(plan, tries, live.show)
     data = {"graph": setting.graph.name, "topology": setting.topology.name, "path": str(strategy)}
 
     def say() -> None:
@@ -79,7 +78,8 @@ def diff(
     from flexsearch.report.differences import comparison, comparison_data
 
     (first, second), setting = _two(a, b, graph, profile)
-    found = setting.difference(first, second, (str(a), str(b)))
+    with Live(compiling()):
+        found = setting.difference(first, second, (str(a), str(b)))
 
     def say() -> None:
         from flexsearch.cli.details import headline, tell
@@ -94,7 +94,8 @@ def _explain_operator(setting: Setting, plan: Strategy, operator: str, most: int
     from flexsearch.cli.details import headline, tell
     from flexsearch.report.choices import operator_choice, operator_data
 
-    found = setting.choice(plan, operator, most)
+    with Live(compiling()):
+        found = setting.choice(plan, operator, most)
 
     def say() -> None:
         tell(headline(setting), indent=2)
@@ -110,19 +111,24 @@ def _two(a: Path, b: Path, graph: str | None, profile: Path | None) -> tuple[tup
 
     for path in (a, b):
         if not path.exists() and path.suffix != ".json" and str(path) not in NAMES:
-            raise StrategyError(f"{path} is neither a strategy file nor a baseline; baselines: {', '.join(NAMES)}")
+            raise StrategyError(
+                f"{path} is neither a strategy file nor a baseline", f"The baselines are: {', '.join(NAMES)}."
+            )
     loaded = [None if not path.exists() and str(path) in NAMES else _load(path) for path in (a, b)]
     known = next((plan for plan in loaded if plan is not None), None)
     if known is None:
-        raise StrategyError(f"{a} and {b} are baselines; at least one of the two must be a strategy file")
+        raise StrategyError(
+            f"{a} and {b} are both baselines",
+            "At least one of the two must be a strategy file. `flexsearch compare` shows all baselines.",
+        )
     for what in ("graph", "topology"):
         first, second = (getattr(plan or known, what) for plan in loaded)
         if first.hash != second.hash:
             raise StrategyError(
-                f"{a} was made for {what} {first.name!r} ({first.hash}), {b} for {second.name!r} ({second.hash}): "
-                f"only plans of the same {what} can be compared"
+                f"{a} was made for {what} {first.name!r} ({first.hash}), {b} for {second.name!r} ({second.hash})",
+                f"Only plans for the same {what} can be compared.",
             )
-    setting = _setting(a if loaded[0] is not None else b, known, graph, profile)
+    setting = setting_of(a if loaded[0] is not None else b, known, graph, None, profile, "--graph GRAPH")
     first, second = (
         plan or setting.baseline(str(path), known.options) for plan, path in zip(loaded, (a, b), strict=True)
     )
@@ -133,31 +139,6 @@ def _load(path: Path) -> Strategy:
     from flexsearch.strategy import Strategy
 
     return Strategy.load(path)
-
-
-def _setting(path: Path, plan: Strategy, graph: str | None, profile: Path | None) -> Setting:
-    """The setting that a strategy was made for: its topology is in the file, its graph is named there."""
-    from flexsearch.api import Setting
-    from flexsearch.cost import Profile
-    from flexsearch.errors import FlexsearchError, StrategyError
-    from flexsearch.files import shipped_names
-    from flexsearch.graph import OperatorGraph
-
-    if graph is not None:
-        found = OperatorGraph.load(graph)
-    elif plan.graph.name in shipped_names("graphs"):
-        found = OperatorGraph.load(plan.graph.name)
-    else:
-        raise StrategyError(
-            f"strategy file {path} was made for graph {plan.graph.name!r} ({plan.graph.hash}), which is none of the "
-            f"shipped ones; give it with --graph GRAPH"
-        )
-    try:
-        plan.check(found, plan.cluster)
-    except FlexsearchError as error:
-        remedy = error.remedy if graph is not None else f"{error.remedy} Give the graph with --graph GRAPH.".lstrip()
-        raise type(error)(f"strategy file {path}: {error.message}", remedy) from error
-    return Setting.of(found, plan.cluster, Profile.load(profile) if profile is not None else None)
 
 
 def _headline(setting: Setting, path: Path, plan: Strategy, row: PlanRow) -> None:
@@ -177,12 +158,12 @@ def _headline(setting: Setting, path: Path, plan: Strategy, row: PlanRow) -> Non
     tell(f"{name}: {seconds(iteration_s)} an iteration, {rate}{against}", indent=2)
     for device, missing in row.shortfall[:1]:
         name = setting.topology.devices[device].name
-        stdout.print(f"It does not fit into memory: {nbytes(missing)} short on {name}", soft_wrap=True, markup=False)
+        stdout.print(f"It does not fit into memory: {nbytes(missing)} short on {name}", soft_wrap=True)
     if known is not None and abs(known.iteration_s - iteration_s) > 1e-3 * iteration_s:
         stdout.print(
             f"The file says {seconds(known.iteration_s)}: it was made with other costs"
             + (" (with a profile? Give it with --profile)" if setting.costs.profile is None else ""),
-            soft_wrap=True, markup=False,
+            soft_wrap=True,
         )  # fmt: skip
 
 

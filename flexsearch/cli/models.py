@@ -8,7 +8,8 @@ from typing import Annotated, Any
 
 import typer
 
-from flexsearch.cli.common import GraphArgument, JsonOption, bar, settings, show, stderr, stdout, writable
+from flexsearch.cli.common import GraphArgument, JsonOption, check_outputs, settings, show, stdout
+from flexsearch.cli.progress import Live
 
 ModelArgument = Annotated[
     str,
@@ -18,7 +19,9 @@ ModelArgument = Annotated[
         "that returns its loss. A path to a .py file may stand for the module.",
     ),
 ]
-BatchOption = Annotated[int | None, typer.Option("--batch", min=1, help="Global batch: the same as --set batch=N.")]
+BatchOption = Annotated[
+    int | None, typer.Option("--batch", min=1, max=2**40, help="Global batch: short for --set batch=N.")
+]
 SetOption = Annotated[
     list[str] | None,
     typer.Option("--set", metavar="KEY=VALUE", help="Keyword argument of the callable; may be given several times."),
@@ -41,6 +44,7 @@ def import_(
         typer.Option(
             "--batch-norm-groups",
             min=1,
+            max=2**31,
             help="Batch norm takes the statistics of so many equal parts of the batch on their own: not the model's "
             "function, but what DDP over as many ranks computes.",
         ),
@@ -55,13 +59,17 @@ def import_(
     The callable gets --batch and --set as keyword arguments; with the zoo, --set device=meta imports a model of any
     size without memory.
     """
-    writable(output)
-    from flexsearch.graph.importer import import_model, load_callable
+    if name is not None and (not name.isprintable() or not 0 < len(name) <= 200):
+        raise typer.BadParameter("give up to 200 printable characters", param_hint="--name")
+    arguments = keywords(batch, set_)
+    check_outputs({"--output": output}, model.rpartition(":")[0])
+    from flexsearch.graph.importer import import_model
+    from flexsearch.graph.loading import load_callable
 
-    with stderr.status(f"importing {model}"):
-        made = load_callable(model, **keywords(batch, set_))
+    with Live(f"importing {model}"):
+        loaded = load_callable(model, **arguments)
         graph = import_model(
-            made.model, made.inputs, made.loss, targets=made.targets, opaque=opaque,
+            loaded.model, loaded.inputs, loaded.loss, targets=loaded.targets, opaque=opaque,
             batch_norm_groups=batch_norm_groups, name=name or model.rpartition(":")[2],
         )  # fmt: skip
     graph.save(output)
@@ -89,22 +97,27 @@ def profile(
     graph: GraphArgument,
     output: Annotated[Path, typer.Option("--output", "-o", help="Profile file to write.")],
     device: Annotated[str, typer.Option("--device", help="cpu, cuda or cuda:N.")] = "cpu",
-    threads: Annotated[int, typer.Option("--threads", min=1, help="Threads of one rank on a CPU.")] = 1,
+    threads: Annotated[int, typer.Option("--threads", min=1, max=1024, help="Threads of one rank on a CPU.")] = 1,
     max_parts: Annotated[
-        int, typer.Option("--max-parts", min=1, help="Measure the pieces of splits into up to so many parts.")
+        int,
+        typer.Option("--max-parts", min=1, max=2**16, help="Measure the pieces of splits into up to so many parts."),
     ] = 4,
     extend: Annotated[
-        Path | None, typer.Option("--extend", help="Profile whose measurements are kept and not repeated.")
+        Path | None, typer.Option("--extend", help="Profile file to add to: what it has is kept. May be the output.")
     ] = None,
-    repeats: Annotated[int, typer.Option("--repeats", min=1, help="Measure each piece at most so often.")] = 7,
-    budget: Annotated[str | None, typer.Option("--budget", help="Stop after a time, as 10m.")] = None,
+    repeats: Annotated[
+        int, typer.Option("--repeats", min=1, max=10_000, help="Measure each piece at most so often.")
+    ] = 7,
+    budget: Annotated[
+        str | None, typer.Option("--budget", "-b", metavar="10m", help="Stop measuring after a time.")
+    ] = None,
     busy_neighbours: Annotated[
-        int, typer.Option("--busy-neighbours", min=0, help="Processes that do the same work meanwhile.")
+        int, typer.Option("--busy-neighbours", min=0, max=256, help="Processes that do the same work meanwhile.")
     ] = 0,
     as_json: JsonOption = False,
 ) -> None:
     """Measure each distinct (operator, local shape, dtype) of a graph on this machine, forward and backward."""
-    writable(output)
+    check_outputs({"--output": output}, graph)
     if not re.fullmatch(r"cpu|cuda(:\d+)?", device):
         raise typer.BadParameter(f'"{device}" is none of cpu, cuda, cuda:N', param_hint="--device")
     from flexsearch.api import parse_budget
@@ -119,11 +132,11 @@ def profile(
 
     from flexsearch.cost.profiler import profile_graph
 
-    with bar(f"measuring {loaded.name}") as (progress, task):
+    with Live("measuring") as live:
         measured = profile_graph(
             loaded, device=device, threads=threads, max_parts=max_parts, known=known, repeats=repeats,
             budget_s=budget_s, busy_neighbours=busy_neighbours,
-            progress=lambda done, total: progress.update(task, completed=done, total=total),
+            progress=lambda done, total: live.show("measuring", done, total, f"{done} of {total} pieces"),
         )  # fmt: skip
     measured.save(output)
     old = len(known.entries) if known is not None else 0

@@ -7,38 +7,50 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from flexsearch.cli import signals
 from flexsearch.cli.common import (
-    GraphArgument,
+    FINITE,
     JsonOption,
+    MaybeGraphArgument,
     ProfileOption,
     TopologyOption,
+    check_outputs,
+    example,
     load_setting,
     load_strategy,
     show,
-    stderr,
     stdout,
-    writable,
 )
 from flexsearch.cli.plans import OptimizerOption, in_order, make_options, print_plans
+from flexsearch.cli.progress import Live, compiling
 
 if TYPE_CHECKING:
     from flexsearch.api import Setting
     from flexsearch.report import PlanRow
     from flexsearch.search.exhaustive import Optimum, Step
     from flexsearch.search.outcome import Progress, SearchResult
+    from flexsearch.strategy import Options, Strategy
+
+
+SLACK_S = 60.0
+"""A search looks at the clock between two plans, and one plan for thousands of devices takes minutes: it is ended this
+much later than twice its budget (once for the baselines, once for the climbs)."""
 
 
 def optimize(
-    graph: GraphArgument = "alexnet",
-    topology: TopologyOption = "ethernet-1g-4",
+    graph: MaybeGraphArgument = None,
+    topology: TopologyOption = None,
     budget: Annotated[
         str, typer.Option("--budget", "-b", metavar="30s|500", help="A time, or a number of proposals (repeatable).")
     ] = "30s",
-    seed: Annotated[int, typer.Option("--seed", min=0, help="Same seed, same number of proposals: same strategy.")] = 0,
+    seed: Annotated[
+        int, typer.Option("--seed", min=0, max=2**63 - 1, help="The same seed and proposals give the same strategy.")
+    ] = 0,
     output: Annotated[Path, typer.Option("--output", "-o", help="Strategy file to write.")] = Path("strategy.json"),
     profile: ProfileOption = None,
     resume: Annotated[
-        Path | None, typer.Option("--resume", "-s", metavar="S", help="Strategy to go on from, with its options.")
+        Path | None,
+        typer.Option("--resume", metavar="S", help="Strategy file to start from, with its options. May be the output."),
     ] = None,
     pin: Annotated[
         list[str] | None,
@@ -47,70 +59,124 @@ def optimize(
     optimizer: OptimizerOption = "momentum",
     margin: Annotated[
         float | None,
-        typer.Option("--margin", min=0.0, max=100.0, help="Percent by which a plan must beat the best baseline [5]."),
+        typer.Option(
+            "--margin", min=0.0, max=100.0, help="Percent by which a plan must beat the best baseline [5].", **FINITE
+        ),
     ] = None,
     processes: Annotated[
         int | None,
-        typer.Option("--processes", "-j", min=1, help="Processes that search; one for each core if not given."),
+        typer.Option("--processes", "-j", min=1, max=4096, help="Processes that search. Default: one for each core."),
     ] = None,
     exhaustive: Annotated[
         str | None,
         typer.Option(
-            "--exhaustive", metavar="60s|N", help="Then prove the optimum: a time, or a number of partial plans."
+            "--exhaustive", metavar="60s|N", help="Then try to prove the optimum: a time, or a number of partial plans."
         ),
     ] = None,
     plot: Annotated[
-        Path | None, typer.Option("--plot", help="Draw the chains of the search: a .png, .svg or .pdf file.")
+        Path | None, typer.Option("--plot", help="Draw the progress of the search: a .png, .svg or .pdf file.")
     ] = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Search for the fastest plan and write it as a strategy file.
+    """Search for the fastest plan and write it to a strategy file.
 
-    Without arguments: AlexNet on four hosts with 1 Gbit/s. Ctrl-C ends the search with the best plan so far.
+    Without arguments: AlexNet on four hosts with 1 Gbit/s Ethernet. Ctrl-C ends the search and writes the best plan so
+    far.
     """
-    writable(output)
-    writable(plot)
-    if plot is not None and plot.suffix not in (".png", ".svg", ".pdf"):
-        raise typer.BadParameter(f"{plot} cannot be drawn; give a .png, .svg or .pdf file", param_hint="--plot")
-    from flexsearch.api import MARGIN, parse_budget, refuse_what_does_not_fit
+    graph, topology = example(graph, topology, resume, profile, pin)
+    check_outputs({"--output": output, "--plot": plot}, graph, topology, profile)
+    if plot is not None:
+        check_outputs({"--plot": plot}, resume)
+        if plot.suffix not in (".png", ".svg", ".pdf"):
+            raise typer.BadParameter(f"{plot} cannot be drawn; give a .png, .svg or .pdf file", param_hint="--plot")
+    from flexsearch.api import MARGIN, parse_budget
 
-    if exhaustive is not None:
-        parse_budget(exhaustive)  # refused before the search, not after it
+    for text in (budget, exhaustive):
+        if text is not None:
+            parse_budget(text)  # refused before the search, not after it
     setting = load_setting(graph, topology, profile)
     first = load_strategy(resume, setting) if resume is not None else None
     # What is to be proved is the best plan, not the simplest of the good ones.
     share = margin / 100 if margin is not None else 0.0 if exhaustive is not None else MARGIN
-    with _Live(budget) as live:
-        result = setting.search(
-            budget, seed=seed, start=first, pins=pin or (), processes=processes, on_progress=live.update,
-            margin=share,
-            options=first.options if first is not None else make_options(optimizer),
-        )  # fmt: skip
-    proof = None
-    if exhaustive is not None:
-        with _Live(exhaustive) as live:
-            proof = setting.prove(result, exhaustive, pins=pin or (), on_progress=live.proving)
-        result = setting.proved(result, proof)
+    result = _search(
+        setting, budget, seed, first, tuple(pin or ()), processes, share,
+        first.options if first is not None else make_options(optimizer),
+    )  # fmt: skip
+    _save(setting, result, output)
+    result, proof = _prove(setting, result, exhaustive, tuple(pin or ()))
+    if proof is not None:
+        _save(setting, result, output)
+    if plot is not None:
+        _draw(plot, setting, result)
     answer, others = _rows(setting, result)
     if not as_json:
         print_plans(setting, [] if result.baseline else [answer], others)
-    refuse_what_does_not_fit(result, setting.topology)
-    result.strategy.save(output)
-    if plot is not None:
-        _draw(plot, setting, result)
     data = _answer_data(setting, result, proof, answer, others, output)
     show(as_json, data, lambda: _say(graph, setting, result, proof, answer, share, output))
 
 
+def _search(
+    setting: Setting, budget: str, seed: int, first: Strategy | None, pins: tuple[str, ...], processes: int | None,
+    margin: float, options: Options,
+) -> SearchResult:  # fmt: skip
+    """The search. A signal ends it with the best plan so far; later ones only note that the command is to end. Raises
+    StrategyError if the cluster is so large that not even one plan was evaluated long after the budget was used up."""
+    from flexsearch import compiled
+    from flexsearch.api import parse_budget
+    from flexsearch.errors import StrategyError
+
+    seconds = parse_budget(budget)[0]
+    # The first time on a machine, compiling takes longer than that.
+    limit = 2.0 * seconds + SLACK_S if seconds is not None and compiled.is_warm() else None
+    late = StrategyError(
+        f"the budget of {budget} was used up long ago: {setting.topology.name} with {len(setting.topology.devices)} "
+        f"devices, or {setting.graph.name} with {len(setting.graph.operators)} operators, is too large for it",
+        "Give more time, or search on fewer devices.",
+    )
+
+    def end() -> None:
+        signals.no_deadline()
+        signals.current.hold()
+
+    with _Live(budget) as live, signals.deadline(limit, late):
+        return setting.search(
+            budget, seed=seed, start=first, pins=pins, processes=processes, margin=margin, options=options,
+            on_progress=live.update, on_phase=live.prepare, on_end=end,
+        )  # fmt: skip
+
+
+def _prove(
+    setting: Setting, result: SearchResult, budget: str | None, pins: tuple[str, ...]
+) -> tuple[SearchResult, Optimum | None]:
+    """The result, or what an exhaustive search puts in its place, and that search; None if there was no time for it."""
+    if budget is None or signals.current.number or result.stopped.startswith("interrupted"):
+        return result, None
+    proof = None
+    try:
+        with signals.current.released(), _Live(budget) as live:
+            proof = setting.prove(result, budget, pins=pins, on_progress=live.proving)
+    except KeyboardInterrupt:  # elsewhere than in the search itself, which catches it
+        return result, proof
+    return setting.proved(result, proof), proof
+
+
+def _save(setting: Setting, result: SearchResult, output: Path) -> None:
+    """Write the strategy. Raises StrategyError if it fits into no memory."""
+    from flexsearch.api import refuse_what_does_not_fit
+
+    refuse_what_does_not_fit(result, setting.topology)
+    result.strategy.save(output)
+
+
 def _draw(path: Path, setting: Setting, result: SearchResult) -> None:
     """The picture of the chains."""
-    from flexsearch.cli.plot import write_picture
+    from flexsearch.output import write
     from flexsearch.report.plots import chains, rendered
 
     trails = [(trail.phase, trail.points) for trail in result.trails]
     best = [(found.proposal, found.time_s) for found in result.history]
     figure = chains(trails, best, result.bound_s, f"{setting.graph.name} on {setting.topology.name}")
-    write_picture(path, rendered(figure, path.suffix.removeprefix(".")))
+    write(path, rendered(figure, path.suffix.removeprefix(".")))
 
 
 def _rows(setting: Setting, result: SearchResult) -> tuple[PlanRow, list[PlanRow]]:
@@ -179,9 +245,9 @@ def _say(
     tell(f"These times are predictions, based on {basis}.")
     rate = result.proposals / result.elapsed_s if result.elapsed_s else 0.0
     tell(f"{result.proposals:,} proposals in {result.elapsed_s:.1f} s ({rate:,.0f}/s). Stopped: {result.stopped}.")
-    stdout.print(f"\nWrote {output}. To train a few steps and measure them:", soft_wrap=True, markup=False)
+    stdout.print(f"\nWrote {output}. To train a few steps and measure them:", soft_wrap=True)
     count = len(result.strategy.cluster.devices)
-    stdout.print(f"  flexsearch run -n {count} {output} {_model(graph)}", soft_wrap=True, markup=False)
+    stdout.print(f"  flexsearch run -n {count} {output} {_model(graph)}", soft_wrap=True)
 
 
 def _model(graph: str) -> str:
@@ -239,40 +305,30 @@ def _how_good(result: SearchResult, proof: Optimum | None) -> str:
     return f"{text}\nOf {space} none is faster than {seconds(proof.bound_s)}, as far as was proved: {proof.stopped}."
 
 
-class _Live:
-    """The search on one line of the terminal: phase, how far, best so far, proposals per second, acceptance."""
+class _Live(Live):
+    """The search: phase, how far, best so far, proposals per second, acceptance."""
 
     def __init__(self, budget: str) -> None:
-        from rich.progress import BarColumn, TextColumn
-        from rich.progress import Progress as Bar
-
         from flexsearch.api import parse_budget
 
         self.budget_s, self.limit = parse_budget(budget)
-        self.bar = Bar(
-            TextColumn("{task.description}"), BarColumn(bar_width=24), TextColumn("{task.fields[state]}"),
-            console=stderr, transient=True, disable=not stderr.is_terminal,
-        )  # fmt: skip
-        self.task = self.bar.add_task(
-            "getting ready (compiling once, the first time)", total=self.budget_s or self.limit, state=""
-        )
+        super().__init__(compiling(), self.budget_s or self.limit)
 
-    def __enter__(self) -> _Live:
-        self.bar.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.bar.stop()
+    def prepare(self, phase: str) -> None:
+        """Show what is done before the climbs. From now on there is a plan, which no signal may lose."""
+        signals.current.graceful = True
+        signals.current.poll()
+        self.show(phase)
 
     def update(self, now: Progress) -> None:
         """Show where the search is."""
         from flexsearch.report.units import seconds
 
+        signals.current.poll()
         rate = now.proposals / now.elapsed_s if now.elapsed_s else 0.0
-        self.bar.update(
-            self.task,
-            description=now.phase,
-            completed=now.elapsed_s if self.budget_s is not None else now.proposals,
+        self.show(
+            now.phase,
+            now.elapsed_s if self.budget_s is not None else now.proposals,
             state=f"best {seconds(now.best_s)}   {rate:,.0f} proposals/s   {now.accepted / now.proposals:.0%} accepted",
         )
 
@@ -280,9 +336,9 @@ class _Live:
         """Show where an exhaustive search is."""
         from flexsearch.report.units import seconds
 
-        self.bar.update(
-            self.task,
-            description="proving",
-            completed=now.elapsed_s if self.budget_s is not None else now.nodes,
+        signals.current.poll()
+        self.show(
+            "proving",
+            now.elapsed_s if self.budget_s is not None else now.nodes,
             state=f"best {seconds(now.best_s)}   nothing below {seconds(now.bound_s)}   {now.nodes:,} partial plans",
         )

@@ -8,16 +8,19 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import typer
 
 from flexsearch.cli.common import (
-    GraphArgument,
     JsonOption,
+    MaybeGraphArgument,
     ProfileOption,
     TopologyOption,
+    check_outputs,
+    example,
     load_setting,
     load_strategy,
+    setting_of,
     show,
     stdout,
-    writable,
 )
+from flexsearch.cli.progress import Live, compiling
 
 if TYPE_CHECKING:
     from flexsearch.api import Setting
@@ -38,8 +41,8 @@ def make_options(optimizer: Literal["sgd", "momentum", "adam"]) -> Options:
 
 
 def compare(
-    graph: GraphArgument = "alexnet",
-    topology: TopologyOption = "ethernet-1g-4",
+    graph: MaybeGraphArgument = None,
+    topology: TopologyOption = None,
     strategy: Annotated[
         list[Path] | None, typer.Option("--strategy", "-s", metavar="S", help="Strategy file; as many as you like.")
     ] = None,
@@ -56,21 +59,23 @@ def compare(
     """Compare the baselines, and strategy files if you name any, under the simulator.
 
     Each baseline gets the bucket size that suits it best. --save writes one of them, to be run, explained or changed.
+    Graph and topology may be left out with a strategy for a shipped graph: it says what it was made for.
     """
     from flexsearch.report import plan_rows
 
     if output is not None and save is None:
         raise typer.BadParameter("give --save NAME: the baseline to write", param_hint="--output")
     path = output or (Path(f"{save.replace(' ', '-')}.json") if save is not None else None)
-    writable(path)
-    setting = load_setting(graph, topology, profile)
+    setting = _compared_setting(graph, topology, strategy or [], profile)
+    check_outputs({"--output": path}, graph, topology, profile, *(strategy or []))
     given = {str(path): load_strategy(path, setting) for path in strategy or []}
     options = next(iter(given.values())).options if given else make_options(optimizer)
-    known = setting.baselines(options)
-    if save is not None and save not in known:
-        setting.baseline(save, options)  # says why it does not apply
-    rows = [setting.row(name, s) for name, s in given.items()]
-    others = [setting.row(name, s) for name, s in known.items()]
+    with Live(compiling()):
+        known = setting.baselines(options)
+        if save is not None and save not in known:
+            setting.baseline(save, options)  # says why it does not apply
+        rows = [setting.row(name, s) for name, s in given.items()]
+        others = [setting.row(name, s) for name, s in known.items()]
     if save is not None and path is not None:
         setting.with_prediction(known[save]).save(path)
     data = {
@@ -81,14 +86,24 @@ def compare(
     def human() -> None:
         print_plans(setting, rows, others)
         if path is not None:
-            stdout.print(f"\nWrote {save} to {path}.", soft_wrap=True, markup=False)
+            stdout.print(f"\nWrote {save} to {path}.", soft_wrap=True)
 
     show(as_json, data, human)
 
 
+def _compared_setting(graph: str | None, topology: str | None, strategies: list[Path], profile: Path | None) -> Setting:
+    """What was named, else what the first strategy was made for, else the example."""
+    from flexsearch.strategy import Strategy
+
+    if strategies and (graph is None or topology is None):
+        first = Strategy.load(strategies[0])
+        return setting_of(strategies[0], first, graph, topology, profile, "GRAPH, before the options")
+    return load_setting(*example(graph, topology, profile), profile)
+
+
 def simulate(
-    graph: GraphArgument,
-    topology: TopologyOption,
+    graph: MaybeGraphArgument = None,
+    topology: TopologyOption = None,
     strategy: Annotated[Path | None, typer.Option("--strategy", "-s", metavar="S", help="Strategy file.")] = None,
     baseline: Annotated[
         str | None, typer.Option("--baseline", metavar="NAME", help="A baseline instead: data-parallel, megatron, ...")
@@ -100,20 +115,28 @@ def simulate(
     optimizer: OptimizerOption = "momentum",
     as_json: JsonOption = False,
 ) -> None:
-    """Simulate one training step of a plan: its time, how busy each device and link is, and peak memory."""
+    """Simulate one training step of a plan: its time, how busy each device and link is, and peak memory.
+
+    A strategy says what topology it was made for, and of a shipped graph, which; a baseline needs both.
+    """
     if (strategy is None) == (baseline is None):
         raise typer.BadParameter("give either --strategy or --baseline")
-    writable(trace)
+    check_outputs({"--trace": trace}, graph, topology, strategy, profile)
     from flexsearch.report import save_trace
+    from flexsearch.strategy import Strategy
 
-    setting = load_setting(graph, topology, profile)
     if strategy is not None:
-        name, plan = str(strategy), load_strategy(strategy, setting)
+        name, plan = str(strategy), Strategy.load(strategy)
+        setting = setting_of(strategy, plan, graph, topology, profile, "GRAPH, before the options")
     else:
         assert baseline is not None
+        if graph is None or topology is None:
+            raise typer.BadParameter("a baseline needs a GRAPH and a --topology")
+        setting = load_setting(graph, topology, profile)
         name, plan = baseline, setting.baseline(baseline, make_options(optimizer))
-    row = setting.row(name, plan)
-    yardsticks = setting.yardsticks(plan.options)
+    with Live(compiling()):
+        row = setting.row(name, plan)
+        yardsticks = setting.yardsticks(plan.options)
     if trace is not None:
         save_trace(trace, row.lowered, row.simulation)
 

@@ -7,8 +7,9 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
-from flexsearch.cli.common import JsonOption, ProfileOption, bar, show, stdout, writable
-from flexsearch.cli.explain import GraphOption, _load, _setting
+from flexsearch.cli.common import JsonOption, ProfileOption, check_outputs, setting_of, show, stdout
+from flexsearch.cli.explain import GraphOption
+from flexsearch.cli.progress import Live, compiling
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -57,39 +58,39 @@ def plot(
     kind = output.suffix.removeprefix(".")
     if kind not in (*FORMATS, "html"):
         raise typer.BadParameter(f"{output} must end in .png, .svg, .pdf or .html", param_hint="--output")
-    writable(output)
-    plan = _load(strategy)
-    setting = _setting(strategy, plan, graph, profile)
+    check_outputs({"--output": output}, strategy, graph, profile)
+    from flexsearch.output import write
+    from flexsearch.strategy import Strategy
+
+    plan = Strategy.load(strategy)
+    setting = setting_of(strategy, plan, graph, None, profile, "--graph GRAPH")
     if budget is not None:
         from flexsearch.api import parse_budget
 
         parse_budget(budget)
-    drawing = _Drawing(setting, plan, strategy, hosts, budget)
     chosen: tuple[What, ...] = (what,) if what is not None else _EVERY if kind == "html" else ("timeline",)
-    write_picture(output, drawing.page(chosen) if kind == "html" else drawing.file(chosen[0], kind))
+    with Live(compiling()) as live:
+        drawing = _Drawing(setting, plan, strategy, hosts, budget, live)
+        content = drawing.page(chosen) if kind == "html" else drawing.file(chosen[0], kind)
+    write(output, content)
     times = {row.name: row.simulation.makespan_s for row in drawing.rows}
     data = {
         "graph": setting.graph.name, "topology": setting.topology.name, "strategy": str(strategy),
         "plan": drawing.baseline or "found", "path": str(output), "drawn": list(chosen),
         "iteration_s": drawing.plan.simulation.makespan_s, "data_parallel_s": times["data-parallel"],
     }  # fmt: skip
-    show(as_json, data, lambda: stdout.print(f"Wrote {output}.", soft_wrap=True, markup=False))
-
-
-def write_picture(path: Path, content: str | bytes) -> None:
-    """Write a picture or a page."""
-    from flexsearch.files import write_atomically
-
-    write_atomically(path, content)
+    show(as_json, data, lambda: stdout.print(f"Wrote {output}.", soft_wrap=True))
 
 
 class _Drawing:
     """A plan and what it is drawn beside."""
 
-    def __init__(self, setting: Setting, plan: Strategy, path: Path, hosts: int | None, budget: str | None) -> None:
+    def __init__(
+        self, setting: Setting, plan: Strategy, path: Path, hosts: int | None, budget: str | None, live: Live
+    ) -> None:
         from flexsearch.report import device_set
 
-        self.setting, self.strategy, self.hosts, self.budget = setting, plan, hosts, budget
+        self.setting, self.strategy, self.hosts, self.budget, self.live = setting, plan, hosts, budget, live
         self.baseline = setting.name_of(plan)
         """Name of the baseline that the plan is; empty if it is none."""
         self.plan: PlanRow = setting.row(self.baseline or path.name, plan)
@@ -130,11 +131,11 @@ class _Drawing:
     def _scaling(self) -> dict[str, dict[int, float]]:
         from flexsearch.api import scaling
 
-        with bar("simulating other numbers of hosts") as (progress, task):
-            return scaling(
-                self.setting, self.strategy, most=self.hosts, budget=self.budget,
-                on_progress=lambda count: progress.update(task, description=f"{count} hosts are done"),
-            )  # fmt: skip
+        self.live.show("simulating other numbers of hosts")
+        return scaling(
+            self.setting, self.strategy, most=self.hosts, budget=self.budget,
+            on_progress=lambda count: self.live.show(f"simulating other numbers of hosts: {count} done"),
+        )  # fmt: skip
 
     def page(self, chosen: tuple[What, ...]) -> str:
         """The HTML page. What cannot be drawn here is left out, with the reason."""

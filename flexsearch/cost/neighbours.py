@@ -13,6 +13,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 
+from flexsearch import children
 from flexsearch.errors import ProfileError
 from flexsearch.graph.model import OperatorGraph
 
@@ -23,20 +24,18 @@ def neighbours(graph: OperatorGraph, device: str, threads: int, max_parts: int, 
     request = json.dumps(
         {"graph": graph.model_dump(mode="json"), "device": device, "threads": threads, "max_parts": max_parts}
     )
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
-    command = [sys.executable, "-m", "flexsearch.cost.neighbours"]
     processes = [
-        subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment)
+        children.start(children.module("flexsearch.cost.neighbours"), stdin=subprocess.PIPE, stdout=subprocess.PIPE)
         for _ in range(count)
     ]
     try:
         for process in processes:
             assert process.stdin is not None and process.stdout is not None
-            process.stdin.write(request + "\n")
+            process.stdin.write(f"{request}\n".encode())
             process.stdin.flush()
         for process in processes:
             assert process.stdout is not None
-            if process.stdout.readline() != "ready\n":
+            if process.stdout.readline() != b"ready\n":
                 raise ProfileError("a neighbour process failed to start", "Its error is printed above.")
         yield
     finally:
@@ -53,6 +52,7 @@ def _be_neighbour() -> None:
     from flexsearch.cost.profiler import Bench, Run, parts, plan
 
     parent = os.getppid()
+    children.end_with(parent)
     request = json.loads(sys.stdin.readline())
     _leave_cores_of_parent()
     torch.set_num_threads(request["threads"])

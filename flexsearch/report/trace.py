@@ -12,9 +12,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from flexsearch.files import write_atomically
 from flexsearch.graph import volume
 from flexsearch.lower import Lowered, TaskKind
+from flexsearch.output import write
 from flexsearch.report.words import task_words, treatment
 from flexsearch.simulate import Simulation
 
@@ -65,8 +65,8 @@ def save_trace(
     path: str | Path, lowered: Lowered, simulation: Simulation,
     measured: Mapping[int, tuple[float, float]] | None = None,
 ) -> None:  # fmt: skip
-    """Write ``chrome_trace`` to ``path``, atomically. Raises FileFormatError if that is not possible."""
-    write_atomically(path, json.dumps(chrome_trace(lowered, simulation, measured)) + "\n")
+    """Write ``chrome_trace`` to ``path``. Raises OutputError if that is not possible."""
+    write(path, json.dumps(chrome_trace(lowered, simulation, measured)) + "\n")
 
 
 def _process(pid: int, name: str, rows: Mapping[int, str]) -> list[Event]:

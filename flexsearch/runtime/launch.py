@@ -2,12 +2,14 @@
 
 A rank that dies takes the others with it: they would wait for it until their time-out. What it said last is in the
 error. Processes that torchrun started are ranks already; :func:`call` then just calls.
+
+Ranks that are started here talk to each other over the loopback interface, and meet in a file of a private folder:
+nothing listens to the network.
 """
 
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import importlib
 import json
 import os
@@ -22,11 +24,12 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any, NoReturn
 
+from flexsearch import children, errors, output
 from flexsearch.errors import FlexsearchError, RuntimeFailure
 
-RESULT = "FLEXSEARCH_RESULT"
-"""Environment variable that tells rank 0 of :func:`call` in which file its result is expected."""
-_DEATH_SIGNAL = 1  # prctl's PR_SET_PDEATHSIG
+FOLDER = "FLEXSEARCH_RUN"
+"""Environment variable that names the folder where the ranks of :func:`launch` meet, and leave results and errors."""
+_PIPE_CLOSED = 128 + signal.SIGPIPE
 
 
 def is_rank() -> bool:
@@ -34,20 +37,32 @@ def is_rank() -> bool:
     return "RANK" in os.environ and "WORLD_SIZE" in os.environ
 
 
+def meeting_point() -> Path | None:
+    """The file in which the ranks of :func:`launch` meet; None for ranks that torchrun started."""
+    return Path(folder) / "store" if is_rank() and (folder := os.environ.get(FOLDER)) else None
+
+
+def report(result: Any) -> bool:
+    """Leave the result (JSON) of a rank for the process that started it, if :func:`launch` did; only rank 0's counts.
+    Whether it was left."""
+    return _leave("result", result)
+
+
+def report_error(error: FlexsearchError) -> bool:
+    """The same for an error: :func:`launch` raises it again."""
+    return _leave("error", {"kind": type(error).__name__, "message": error.message, "remedy": error.remedy})
+
+
 def call(target: str, arguments: Mapping[str, Any], count: int, **options: Any) -> Any:
     """Result of rank 0 of ``module:function`` called with keyword ``arguments`` on ``count`` local ranks.
 
     Arguments and result must be JSON. In a process that is a rank already, the function is simply called. ``options``
-    as for :func:`launch`. Raises RuntimeFailure if a rank fails.
+    as for :func:`launch`. Raises what :func:`launch` raises.
     """
     if is_rank():
         return _resolve(target)(**arguments)
-    with tempfile.TemporaryDirectory(prefix="flexsearch-") as folder:
-        result = Path(folder) / "result.json"
-        environment = {**options.pop("env", {}), RESULT: str(result)}
-        command = ["-m", "flexsearch.runtime.launch", target, json.dumps(dict(arguments))]
-        launch(command, count, env=environment, **options)
-        return json.loads(result.read_text(encoding="utf-8"))
+    command = children.module("flexsearch.runtime.launch", target, json.dumps(dict(arguments)))
+    return launch(command, count, **options)
 
 
 def launch(
@@ -58,36 +73,33 @@ def launch(
     pin: bool = False,
     timeout_s: float | None = None,
     grace_s: float = 2.0,
-) -> None:
-    """Run ``python ARGUMENTS`` as ranks 0 to ``count - 1`` until all have ended. Rank 0 has our stdout and stderr.
+) -> Any:
+    """Run ``python ARGUMENTS`` as ranks 0 to ``count - 1`` until all have ended. Rank 0 has our stdout and stderr. The
+    result is what rank 0 gave to :func:`report`, or None.
 
     ``env`` is added to the environment. ``pin``: rank r runs on the r-th of our cores only, starting over where there
     are fewer. ``timeout_s``: after which all are ended. ``grace_s``: what ranks have to end by themselves after one has
-    failed. Raises RuntimeFailure that names the first rank that failed and how its stderr ended. However this is left,
-    no rank is left behind.
+    failed. Raises the error of the first rank that failed, if it gave one to :func:`report_error`; else RuntimeFailure
+    that names the rank and how its stderr ended; BrokenPipeError if nobody reads our stdout. However this is left, no
+    rank is left behind.
     """
     if count < 1:
-        raise RuntimeFailure(f"cannot start {count} ranks; give a number from 1")
-    common = {
-        "WORLD_SIZE": str(count), "LOCAL_WORLD_SIZE": str(count), "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(free_port()), "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
-    }  # fmt: skip
-    # One thread each, as torchrun does: ranks of one machine share its cores.
-    environment = {"OMP_NUM_THREADS": "1"} | os.environ | common | dict(env or {})
+        raise RuntimeFailure(f"cannot start {count} ranks", "Give a number from 1.")
     cores = sorted(os.sched_getaffinity(0)) if pin and hasattr(os, "sched_getaffinity") else []
-    die_with_us = _die_with_parent()
     with contextlib.ExitStack() as stack:
+        folder = stack.enter_context(output.temporary_folder())
+        environment = _environment(count, folder) | dict(env or {})
         said = [stack.enter_context(tempfile.TemporaryFile("w+b")) for _ in range(count)]
         ranks: list[subprocess.Popen[bytes]] = []
         stack.callback(_end, ranks)
         for rank in range(count):
-            process = subprocess.Popen(
-                [sys.executable, *arguments],
+            process = children.start(
+                arguments,
                 env=environment | {"RANK": str(rank), "LOCAL_RANK": str(rank)},
                 stdin=subprocess.DEVNULL,
                 stdout=None if rank == 0 else subprocess.DEVNULL,
                 stderr=subprocess.PIPE if rank == 0 else said[rank],
-                preexec_fn=die_with_us,
+                preexec_fn=children.before_exec(),
             )
             ranks.append(process)
             if cores:
@@ -100,8 +112,9 @@ def launch(
             code = ranks[failed].poll()
             _end(ranks)
             pump.join(1.0)
-            raise RuntimeFailure(_obituary(failed, code, said[failed], timeout_s))
+            raise _failure(folder, failed, code, said[failed], timeout_s)
         pump.join(1.0)
+        return _read(folder / "result-0")
 
 
 def end(code: int) -> NoReturn:
@@ -117,6 +130,29 @@ def free_port() -> int:
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         return int(listener.getsockname()[1])
+
+
+def _environment(count: int, folder: Path) -> dict[str, str]:
+    """Of every rank. MASTER_ADDR and MASTER_PORT are for code that makes a process group of its own."""
+    loopback = "lo" if sys.platform.startswith("linux") else "lo0"
+    return {
+        # One thread each, as torchrun does: ranks of one machine share its cores.
+        "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1"),
+        "WORLD_SIZE": str(count), "LOCAL_WORLD_SIZE": str(count), "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(free_port()), "GLOO_SOCKET_IFNAME": loopback, "NCCL_SOCKET_IFNAME": loopback,
+        FOLDER: str(folder),
+    }  # fmt: skip
+
+
+def _leave(what: str, value: Any) -> bool:
+    if not is_rank() or (folder := os.environ.get(FOLDER)) is None:
+        return False
+    (Path(folder) / f"{what}-{os.environ['RANK']}").write_text(json.dumps(value), encoding="utf-8")
+    return True
+
+
+def _read(path: Path) -> Any:
+    return json.loads(path.read_text(encoding="utf-8")) if path.exists() else None
 
 
 def _first_failure(ranks: Sequence[subprocess.Popen[bytes]], timeout_s: float | None, grace_s: float) -> int | None:
@@ -138,7 +174,14 @@ def _first_failure(ranks: Sequence[subprocess.Popen[bytes]], timeout_s: float | 
     return first if first is not None else [process.poll() for process in ranks].index(None)
 
 
-def _obituary(rank: int, code: int | None, said: IO[bytes], timeout_s: float | None) -> str:
+def _failure(folder: Path, rank: int, code: int | None, said: IO[bytes], timeout_s: float | None) -> Exception:
+    """What to raise because of a rank that failed."""
+    if code == _PIPE_CLOSED:
+        return BrokenPipeError("nobody reads standard output")
+    if (told := _read(folder / f"error-{rank}")) is not None:
+        kind = getattr(errors, told["kind"], FlexsearchError)
+        error: FlexsearchError = kind(told["message"], told["remedy"])
+        return error if rank == 0 or _read(folder / "error-0") == told else error.at(f"rank {rank}")
     said.seek(0)
     lines = said.read().decode(errors="replace").strip().splitlines()
     words = "\n".join(lines[-15:]) or "(it said nothing)"
@@ -148,7 +191,7 @@ def _obituary(rank: int, code: int | None, said: IO[bytes], timeout_s: float | N
         ending = f"was killed by signal {-code}" + (" (out of memory?)" if code == -signal.SIGKILL else "")
     else:
         ending = f"ended with exit code {code}"
-    return f"rank {rank} {ending}; the other ranks were ended too. Its last words:\n{words}"
+    return RuntimeFailure(f"rank {rank} {ending}; the other ranks were ended too. Its last words:\n{words}")
 
 
 def _end(ranks: Sequence[subprocess.Popen[bytes]]) -> None:
@@ -175,19 +218,6 @@ def _pass_on(source: IO[bytes] | None, keep: IO[bytes]) -> None:
         sys.stderr.flush()
 
 
-def _die_with_parent() -> Any:
-    """What a rank does before it starts, so that it ends even if we are killed; None where the system has no such
-    thing."""
-    if not sys.platform.startswith("linux"):
-        return None
-    prctl = ctypes.CDLL(None).prctl  # looked up before the fork
-
-    def before_exec() -> None:
-        prctl(_DEATH_SIGNAL, signal.SIGKILL)
-
-    return before_exec
-
-
 def _resolve(target: str) -> Any:
     module, _, name = target.partition(":")
     return getattr(importlib.import_module(module), name)
@@ -195,12 +225,10 @@ def _resolve(target: str) -> Any:
 
 def _main(target: str, arguments: str) -> None:
     try:
-        result = _resolve(target)(**json.loads(arguments))
+        report(_resolve(target)(**json.loads(arguments)))
     except FlexsearchError as error:  # a user's mistake: its message alone
-        print(f"flexsearch: {error}", file=sys.stderr)
+        report_error(error)
         end(2)
-    if os.environ.get("RANK") == "0" and (path := os.environ.get(RESULT)):
-        Path(path).write_text(json.dumps(result), encoding="utf-8")
     end(0)
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import gc
 import os
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -80,6 +80,8 @@ def search(
     margin: float = 0.0,
     processes: int | None = None,
     on_progress: Callable[[Progress], None] | None = None,
+    on_phase: Callable[[str], None] | None = None,
+    on_end: Callable[[], None] | None = None,
 ) -> SearchResult:
     """The best plan that is found within ``budget_s`` seconds or ``proposals`` proposals, whichever ends first (at
     least one must be given). The search also stops when half of the budget brought nothing better (FlexFlow, MLSys
@@ -89,25 +91,31 @@ def search(
     fixed (:mod:`flexsearch.search.pins`). ``rule``: another restriction, to the configs that it leaves as they are.
     ``margin``: the share of the time by which a plan must beat the best baseline to be preferred to it; a smaller gain
     is within the error of any prediction, and the baseline is simpler. ``processes``: at most so many; None: one for
-    each core. Ctrl-C ends the search with the best plan so far. The plan is never slower than the best baseline that
-    fits into memory (and obeys the pins), and fits if any known plan does. Raises StrategyError if ``start`` is not
-    legal, a pin cannot be obeyed or no budget is given."""
+    each core. Ctrl-C ends the search with the best plan so far. ``on_phase``: called with what is done before the
+    climbs, in words, as soon as there is a plan. ``on_end``: called once, when the search itself is over: a
+    KeyboardInterrupt after that loses the result. The plan is never slower than the best baseline that fits into memory
+    (and obeys the pins), and fits if any known plan does. Raises StrategyError if ``start`` is not legal, a pin cannot
+    be obeyed or no budget is given."""
     if budget_s is None and proposals is None:
         raise StrategyError("the search needs a budget: seconds, or a number of proposals")
     if start is not None:
         start.check(graph, topology)
     budget, rule = Budget(budget_s, proposals), parse_pins(pins, graph, topology) or rule
-    run = _Run(graph, topology, costs, options or Options(), seed, rule, budget, on_progress)
+    run = _Run(graph, topology, costs, options or Options(), seed, rule, budget, on_progress, on_phase)
+    over = on_end or (lambda: None)
     try:
-        with _rare_collections():
-            run.begin(start)
-            reason = run.go(cores() if processes is None else processes)
-    except _Stop as stop:
-        reason = str(stop)
-    except KeyboardInterrupt:
+        try:
+            with _rare_collections():
+                run.begin(start)
+                reason = run.go(cores() if processes is None else processes)
+        except _Stop as stop:
+            reason = str(stop)
+        over()
+    except KeyboardInterrupt as interrupt:
         if "data-parallel" not in run.outcomes:
             raise
-        reason = "interrupted"
+        over()
+        reason = str(interrupt) or "interrupted"
     return run.result(reason, margin, tuple(pins))
 
 
@@ -137,12 +145,13 @@ class _Run:
 
     def __init__(
         self, graph: OperatorGraph, topology: Topology, costs: Costs, options: Options, seed: int, rule: Rule | None,
-        budget: Budget, on_progress: Callable[[Progress], None] | None,
+        budget: Budget, on_progress: Callable[[Progress], None] | None, on_phase: Callable[[str], None] | None,
     ) -> None:  # fmt: skip
         self.graph, self.topology, self.costs = graph, topology, costs
         self.options = options
         """Options of the climbs and of the best plan: those that suit the best start."""
         self.seed, self.rule, self.budget, self.on_progress = seed, rule, budget, on_progress
+        self.on_phase = on_phase or (lambda phase: None)
         self.climber = Climber(graph, topology, costs, options, seed, rule)
         self.evaluate = self.climber.evaluate
         self.seconds = whole_seconds(graph, costs)
@@ -153,6 +162,8 @@ class _Run:
         """Baselines, each with the options that suit it best."""
         self.choices: tuple[Options, ...] = ()
         """Options that differ in their bucket size: what plans are tuned over."""
+        self.standard: tuple[Options, ...] = ()
+        """The first of them: what baselines are tuned over."""
         self.history: list[Improvement] = []
         self.trails: list[Trail] = []
         self.found_in = ""
@@ -171,32 +182,63 @@ class _Run:
 
     def begin(self, start: Strategy | None) -> None:
         """Evaluate the baselines and the given start, each with every bucket size, and go on with the size that suits
-        the best of them."""
+        the best of them. Raises _Stop if that takes longer than the budget: it is for the climbs, but where one plan
+        takes long, nobody waits for all of these. Data parallel, the yardstick, is always evaluated, and first; so is
+        the given start."""
         named = baselines(self.graph, self.topology, self.options, self.seconds)
-        # The first time on a machine, this compiles. The budget is for the climbs.
+        # The first time on a machine, this compiles.
         self.climber.warm(named["data-parallel"].in_order(self.graph))
+        self.began = time.monotonic()
         if start is not None:
             if start.search is not None and start.search.seed == self.seed:
                 self.before = start.search
             named = {**named, GIVEN: start}
         plans = {name: self.climber.space.fixed(plan.in_order(self.graph)) for name, plan in named.items()}
-        lowering = Lowering(self.graph, self.topology, self.costs)  # not the search's: results would keep all of it
-        standard = candidates(lowering, self.options)
+        table: dict[str, list[tuple[Options, Evaluation]]] = {name: [] for name in plans}
+        try:
+            late = self._evaluate(named, plans, table)
+        finally:  # also when it is interrupted: what was evaluated can be the answer
+            self._settle(plans, table)
+        if late:
+            raise _Stop(f"the budget of {self.budget.seconds:g} s was used up by the baselines")
+        at = self.choices.index(self.options)
+        self.starts = {name: State(configs, table[name][at][1]) for name, configs in plans.items()}
+        self.evaluate.use(self.options)
+        self.began = self.improved = time.monotonic()
+
+    def _evaluate(
+        self, named: Mapping[str, Strategy], plans: Mapping[str, Configs],
+        table: dict[str, list[tuple[Options, Evaluation]]],
+    ) -> bool:  # fmt: skip
+        """Fill ``table``: what each plan costs with each bucket size. Whether the budget ended that, which it can only
+        when data parallel and the given start have been evaluated once."""
+        lowering = self.climber.evaluate.lowering
+        self.standard = candidates(lowering, self.options)
         sizes = (plan.options.bucket_bytes for plan in named.values())  # of the given options, of the given plan
         self.choices = candidates(lowering, self.options, *sizes)
-        table = evaluations(self.evaluate, plans, self.choices)
-        for name, configs in plans.items():
-            best = best_options(configs, table[name] if name == GIVEN else table[name][: len(standard)])
+        seconds = self.budget.seconds
+        first = {name: plans[name] for name in ("data-parallel", GIVEN) if name in plans}
+        for name, options, evaluation in evaluations(self.evaluate, first | dict(plans), self.choices):
+            table[name].append((options, evaluation))
+            self.on_phase(f"baselines: {name}")
+            late = seconds is not None and time.monotonic() - self.began >= seconds
+            if late and all(table[name] for name in first):
+                return not all(len(tried) == len(self.choices) for tried in table.values())
+        return False
+
+    def _settle(self, plans: Mapping[str, Configs], table: Mapping[str, list[tuple[Options, Evaluation]]]) -> None:
+        """Give each plan that was evaluated the options that suit it best, and go on with those of the best plan."""
+        lowering = Lowering(self.graph, self.topology, self.costs)  # not the search's: results would keep all of it
+        for name, tried in table.items():
+            if not tried:
+                continue
+            best = best_options(plans[name], tried if name == GIVEN else tried[: len(self.standard)])
             if name != GIVEN:
                 self.tuned[name] = best
                 self.outcomes[name] = self._outcome(best, lowering)
             if not self.history or better(best.evaluation, self.best.evaluation):
                 self.options = best.options
-                self._improve(0, State(configs, best.evaluation), name, "")
-        at = self.choices.index(self.options)
-        self.starts = {name: State(configs, table[name][at][1]) for name, configs in plans.items()}
-        self.evaluate.use(self.options)
-        self.began = self.improved = time.monotonic()
+                self._improve(0, State(best.configs, best.evaluation), name, "")
 
     def _outcome(self, plan: Tuned, lowering: Lowering) -> Outcome:
         simulated = partial(_simulated, lowering, plan.configs, plan.options)
@@ -300,7 +342,8 @@ class _Run:
     def _rebucket(self) -> None:
         """Give the best plan the bucket size that suits it best, as every baseline has its own."""
         configs, before = self.best.configs, self.best.evaluation
-        best = best_options(configs, evaluations(self.evaluate, {"": configs}, self.choices)[""])
+        tried = [(options, cost) for _, options, cost in evaluations(self.evaluate, {"": configs}, self.choices)]
+        best = best_options(configs, tried)
         if better(best.evaluation, before) and best.evaluation.cost < (1.0 - REBUCKET) * before.cost:
             self.options = best.options
             self._improve(self.proposals, State(configs, best.evaluation), self.found_in, "bucket size")
@@ -331,6 +374,7 @@ class _Run:
 
     def result(self, reason: str, margin: float, pins: tuple[str, ...]) -> SearchResult:
         """The best plan with all records; the best baseline if nothing beats it by the margin."""
+        self.evaluate.use(self.options)  # an interrupted choice of the bucket size leaves another one
         self._merge()
         name, aside = self._choose(margin)
         simulation = simulate(self.evaluate.lower(self.best.configs))

@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import pickle
 import subprocess
-import sys
 import threading
 from collections.abc import Callable
 from typing import Any, Final
 
+from flexsearch import children
 from flexsearch.errors import StrategyError
 from flexsearch.search.climb import Climb, Climbed, Climber
 
@@ -32,8 +32,8 @@ def _pickled(setup: tuple[Any, ...]) -> bytes:
         return pickle.dumps(setup)
     except (pickle.PicklingError, AttributeError, TypeError) as error:
         raise StrategyError(
-            f"other processes cannot be given what this search is about: {error}. "
-            "Make the rule a function or a class of a module, or search with processes=1."
+            f"other processes cannot be given what this search is about: {error}",
+            "Make the rule a function or a class of a module, or search with processes=1.",
         ) from error
 
 
@@ -143,8 +143,8 @@ class Team:
             self._changed.wait_for(lambda: self._over, LATE_S)
             if self._over:
                 return
-            process = subprocess.Popen(
-                [sys.executable, "-m", "flexsearch.search.worker"], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+            process = children.start(
+                children.module("flexsearch.search.worker"), stdin=subprocess.PIPE, stdout=subprocess.PIPE
             )
             self._processes.append(process)
         assert process.stdin is not None and process.stdout is not None

@@ -7,7 +7,7 @@ ties go to the first, which is the default of ``Options``.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Final
 
@@ -45,14 +45,12 @@ def candidates(lowering: Lowering, options: Options, *extra: int) -> tuple[Optio
 
 def evaluations(
     evaluate: Evaluator, plans: Mapping[str, Configs], choices: Iterable[Options]
-) -> dict[str, list[tuple[Options, Evaluation]]]:
-    """What each plan costs with each of the options. The evaluator goes on with the last of them."""
-    table: dict[str, list[tuple[Options, Evaluation]]] = {name: [] for name in plans}
+) -> Iterator[tuple[str, Options, Evaluation]]:
+    """What each plan costs with each of the options, one after the other: the evaluator goes on with the last."""
     for options in choices:
         evaluate.use(options)
         for name, configs in plans.items():
-            table[name].append((options, evaluate(configs)))
-    return table
+            yield name, options, evaluate(configs)
 
 
 def best_options(configs: Configs, tried: Iterable[tuple[Options, Evaluation]]) -> Tuned:
@@ -83,7 +81,9 @@ def _tune(
     options = next(iter(plans.values())).options
     evaluate = Evaluator(graph, topology, costs, options)
     configs = {name: strategy.in_order(graph) for name, strategy in plans.items()}
-    table = evaluations(evaluate, configs, candidates(evaluate.lowering, options))
+    table: dict[str, list[tuple[Options, Evaluation]]] = {name: [] for name in plans}
+    for name, choice, evaluation in evaluations(evaluate, configs, candidates(evaluate.lowering, options)):
+        table[name].append((choice, evaluation))
     return {name: best_options(configs[name], tried) for name, tried in table.items()}
 
 

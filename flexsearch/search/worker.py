@@ -1,4 +1,4 @@
-"""Climbs in a process of its own: ``python -m flexsearch.search.worker``, started by ``team``.
+"""Climbs in a process of its own, started by ``team``.
 
 It reads pickles from its standard input: the arguments of ``Climber``, then climbs; for each it writes pickles (whether
 it has ended, what was found) to its standard output.
@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import os
 import pickle
-import signal
 import sys
 import time
 from typing import Final
 
+from flexsearch.children import end_with
 from flexsearch.search.climb import Climbed, Climber
 
 EVERY_S: Final = 0.2
@@ -21,7 +21,7 @@ EVERY_S: Final = 0.2
 
 def main() -> None:
     """Serve until the input ends."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's business
+    end_with(os.getppid())
     source, sink = sys.stdin.buffer, sys.stdout.buffer
     sys.stdout = sys.stderr
 
