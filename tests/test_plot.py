@@ -43,11 +43,11 @@ def lenet(topology: str = "ethernet-1g-2") -> Setting:
 @pytest.mark.parametrize("what", ["timeline", "memory", "comparison", "scaling"])
 @pytest.mark.parametrize("kind", ["png", "svg", "pdf"])
 def test_every_picture_is_drawn_in_every_format(cli: Cli, strategy: str, what: str, kind: str) -> None:
-    ran = cli("plot", strategy, "-o", f"folder/plan.{kind}", "--what", what, "--json")
+    ran = cli("plot", strategy, "-o", f"plan.{kind}", "--what", what, "--json")
     assert ran.code == 0, ran.err
-    content = Path(f"folder/plan.{kind}").read_bytes()
+    content = Path(f"plan.{kind}").read_bytes()
     assert content.startswith(BEGIN[kind]) and len(content) > 1000
-    assert ran.json["drawn"] == [what] and ran.json["path"] == f"folder/plan.{kind}"
+    assert ran.json["drawn"] == [what] and ran.json["path"] == f"plan.{kind}"
     if kind == "svg":
         ElementTree.fromstring(content)
 
