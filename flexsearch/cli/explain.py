@@ -21,23 +21,26 @@ WIDTH = 100
 
 GraphOption = Annotated[
     str | None,
-    typer.Option("--graph", "-g", metavar="GRAPH", help="The graph it was made for; shipped ones are found."),
+    typer.Option("--graph", "-g", metavar="GRAPH", help="The graph it was made for. Not needed for a shipped one."),
 ]
 
 
 def explain(
     strategy: Annotated[Path, typer.Argument(metavar="STRATEGY", help="A strategy file.")],
     operator: Annotated[
-        str | None, typer.Option("--operator", metavar="NAME", help="Why this operator is as it is, and not otherwise.")
+        str | None,
+        typer.Option("--operator", metavar="NAME", help="Explain one operator: what its other configs would cost."),
     ] = None,
     graph: GraphOption = None,
     profile: ProfileOption = None,
     tries: Annotated[
         int,
-        typer.Option("--tries", min=0, max=10**9, help="Simulate at most so many other configs of single operators."),
+        typer.Option(
+            "--tries", min=0, max=10**9, metavar="N", help="Simulate at most N other configs of single operators."
+        ),
     ] = 500,
     everything: Annotated[
-        bool, typer.Option("--all", help="With --operator: every alternative, not only the best.")
+        bool, typer.Option("--all", help="With --operator: all alternatives, not only the best.")
     ] = False,
     as_json: JsonOption = False,
 ) -> None:

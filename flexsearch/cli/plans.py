@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 OptimizerOption = Annotated[
     Literal["sgd", "momentum", "adam"],
-    typer.Option("--optimizer", help="How much state the optimizer keeps for each weight."),
+    typer.Option("--optimizer", help="The optimizer of the training, which sets the memory per weight."),
 ]
 
 
@@ -51,9 +51,9 @@ def compare(
     optimizer: OptimizerOption = "momentum",
     as_json: JsonOption = False,
 ) -> None:
-    """Compare the baselines, and the strategies that are given, under the simulator.
+    """Compare the baselines and any strategy files under the simulator.
 
-    Graph and topology may be left out with a strategy for a shipped graph: it says what it was made for.
+    With a strategy for a shipped graph, GRAPH and --topology may be left out.
     """
     from flexsearch.report import plan_rows
     from flexsearch.strategy import Strategy
@@ -91,7 +91,7 @@ def simulate(
 ) -> None:
     """Simulate one training step of a plan: time, busy devices, bytes over each link, peak memory.
 
-    A strategy says what topology it was made for, and of a shipped graph, which; a baseline needs both.
+    A strategy brings its topology, and names its graph if that is a shipped one; a baseline needs both.
     """
     if (strategy is None) == (baseline is None):
         raise typer.BadParameter("give either --strategy or --baseline")
