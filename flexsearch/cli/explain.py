@@ -122,8 +122,8 @@ def _two(a: Path, b: Path, graph: str | None, profile: Path | None) -> tuple[tup
     known = next((plan for plan in loaded if plan is not None), None)
     if known is None:
         raise StrategyError(
-            f"{a} and {b} are both baselines",
-            "At least one of the two must be a strategy file. `flexsearch compare` shows all baselines.",
+            f"{a} and {b} are baselines; at least one of the two must be a strategy file",
+            "`flexsearch compare` shows all baselines.",
         )
     for what in ("graph", "topology"):
         first, second = (getattr(plan or known, what) for plan in loaded)
