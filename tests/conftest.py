@@ -82,3 +82,18 @@ def cli(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], tmp_
         return Ran(int(end.value.code or 0), out, err)
 
     return call
+
+
+@pytest.fixture
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An empty folder to work in, and beside it a console script and a log of the Python processes that are started."""
+    (tmp_path / "bin").mkdir()
+    (tmp_path / "bin" / "flexsearch").write_text("from flexsearch.cli import main\nmain()\n")
+    (tmp_path / "site").mkdir()
+    (tmp_path / "site" / "sitecustomize.py").write_text(
+        f"import sys\nwith open({str(tmp_path / 'started')!r}, 'a') as log:\n    print(sys.orig_argv, file=log)\n"
+    )
+    here = tmp_path / "here"
+    here.mkdir()
+    monkeypatch.chdir(here)
+    return here

@@ -23,12 +23,12 @@ if TYPE_CHECKING:
     from flexsearch.topology import Topology
 
 RanksOption = Annotated[
-    int | None, typer.Option("-n", "--ranks", min=1, max=256, metavar="N", help="Processes to start on this machine.")
+    int | None, typer.Option("-n", "--ranks", min=1, max=256, metavar="N", help="Ranks to start on this machine.")
 ]
 TimeoutOption = Annotated[
     float,
     typer.Option(
-        "--timeout", min=1.0, max=1e6, metavar="SECONDS", help="How long to wait for a silent rank.", **FINITE
+        "--timeout", min=1.0, max=1e6, metavar="SECONDS", help="Give up on a silent rank after this time.", **FINITE
     ),
 ]
 PinCoresOption = Annotated[bool, typer.Option("--pin-cores", help="Pin each local process to a core of its own.")]
@@ -37,7 +37,7 @@ PinCoresOption = Annotated[bool, typer.Option("--pin-cores", help="Pin each loca
 def probe(
     output: Annotated[Path, typer.Option("--output", "-o", help="Topology file to write.")],
     ranks: RanksOption = None,
-    quick: Annotated[bool, typer.Option("--quick", help="Take half a minute, and be less exact.")] = False,
+    quick: Annotated[bool, typer.Option("--quick", help="Measure for half a minute, less exactly.")] = False,
     backend: Annotated[
         Literal["gloo", "nccl"] | None, typer.Option("--backend", help="Default: nccl where there are CUDA devices.")
     ] = None,
@@ -76,28 +76,29 @@ def run(
         str, typer.Option("--model", "-m", metavar="MODULE:CALLABLE", help="The model, as for `flexsearch import`.")
     ],
     ranks: RanksOption = None,
-    steps: Annotated[int, typer.Option("--steps", min=1, max=10**7, help="Training steps.")] = 10,
+    steps: Annotated[int, typer.Option("--steps", min=1, max=10**7, metavar="N", help="Training steps.")] = 10,
     batch: BatchOption = None,
     set_: SetOption = None,
-    rate: Annotated[float, typer.Option("--lr", min=0.0, help="Learning rate.", **FINITE)] = 0.01,
-    seed: Annotated[int, typer.Option("--seed", min=0, max=2**63 - 1, help="Seed of dropout masks.")] = 0,
+    rate: Annotated[float, typer.Option("--lr", min=0.0, metavar="RATE", help="Learning rate.", **FINITE)] = 0.01,
+    seed: Annotated[int, typer.Option("--seed", min=0, max=2**63 - 1, metavar="N", help="Seed of dropout masks.")] = 0,
     profile: Annotated[
         Path | None,
         typer.Option(
-            "--profile", "-p", metavar="P", help="Measured compute times to predict with. Default: those of the search."
+            "--profile", "-p", metavar="P", help="Measured compute times. Default: the prediction in the strategy file."
         ),
     ] = None,
     trace: Annotated[
-        Path | None, typer.Option("--trace", help="Write predicted and measured timeline as a Chrome trace.")
+        Path | None, typer.Option("--trace", help="Write the predicted and the measured timeline as a Chrome trace.")
     ] = None,
     pin_cores: PinCoresOption = False,
     timeout: TimeoutOption = 300.0,
     as_json: JsonOption = False,
 ) -> None:
-    """Train a model for a few steps under a strategy, and time each step: predicted beside measured.
+    """Train a model for a few steps under a strategy, and compare measured with predicted times.
 
-    One process for each device of the strategy: -n N starts them on this machine. On several hosts:
-    torchrun --nnodes ... -m flexsearch.cli run STRATEGY --model MODULE:CALLABLE.
+    It takes one process for each device of the strategy; -n N starts them on this machine.
+
+    On several hosts: torchrun --nnodes ... -m flexsearch.cli run STRATEGY --model MODULE:CALLABLE.
     """
     check_outputs({"--trace": trace}, strategy, profile, model.rpartition(":")[0])
     arguments = keywords(batch, set_)

@@ -60,7 +60,7 @@ GraphArgument = Annotated[
 ]
 MaybeGraphArgument = Annotated[
     str | None,
-    typer.Argument(metavar="[GRAPH]", help="A graph file, or a shipped graph by name (alexnet, vgg16, gpt2, ...)."),
+    typer.Argument(metavar="GRAPH", help="A graph file, or a shipped graph by name (alexnet, vgg16, gpt2, ...)."),
 ]
 TopologyOption = Annotated[
     str | None,
@@ -82,7 +82,7 @@ def example(graph: str | None, topology: str | None, *others: object) -> tuple[s
     """Graph and topology, or the example where nothing was named. ``others``: what else only fits one graph. Raises
     UsageError if something was named, but not the graph."""
     if graph is None and (topology is not None or any(others)):
-        raise typer.BadParameter("give the graph, too: a file, or a shipped one such as alexnet", param_hint="GRAPH")
+        raise typer.BadParameter("name the graph as well: a file, or a shipped one such as alexnet", param_hint="GRAPH")
     return graph or DEFAULT_GRAPH, topology or DEFAULT_TOPOLOGY
 
 

@@ -21,23 +21,26 @@ WIDTH = 100
 
 GraphOption = Annotated[
     str | None,
-    typer.Option("--graph", "-g", metavar="GRAPH", help="The graph it was made for; shipped ones are found."),
+    typer.Option("--graph", "-g", metavar="GRAPH", help="The graph it was made for. Not needed for a shipped one."),
 ]
 
 
 def explain(
     strategy: Annotated[Path, typer.Argument(metavar="STRATEGY", help="A strategy file.")],
     operator: Annotated[
-        str | None, typer.Option("--operator", metavar="NAME", help="Why this operator is as it is, and not otherwise.")
+        str | None,
+        typer.Option("--operator", metavar="NAME", help="Explain one operator: what its other configs would cost."),
     ] = None,
     graph: GraphOption = None,
     profile: ProfileOption = None,
     tries: Annotated[
         int,
-        typer.Option("--tries", min=0, max=10**9, help="Simulate at most so many other configs of single operators."),
+        typer.Option(
+            "--tries", min=0, max=10**9, metavar="N", help="Simulate at most N other configs of single operators."
+        ),
     ] = 500,
     everything: Annotated[
-        bool, typer.Option("--all", help="With --operator: every alternative, not only the best.")
+        bool, typer.Option("--all", help="With --operator: all alternatives, not only the best.")
     ] = False,
     as_json: JsonOption = False,
 ) -> None:
@@ -118,8 +121,8 @@ def _two(a: Path, b: Path, graph: str | None, profile: Path | None) -> tuple[tup
     known = next((plan for plan in loaded if plan is not None), None)
     if known is None:
         raise StrategyError(
-            f"{a} and {b} are both baselines",
-            "At least one of the two must be a strategy file. `flexsearch compare` shows all baselines.",
+            f"{a} and {b} are baselines; at least one of the two must be a strategy file",
+            "`flexsearch compare` shows all baselines.",
         )
     for what in ("graph", "topology"):
         first, second = (getattr(plan or known, what) for plan in loaded)

@@ -20,11 +20,12 @@ ModelArgument = Annotated[
     ),
 ]
 BatchOption = Annotated[
-    int | None, typer.Option("--batch", min=1, max=2**40, help="Global batch: short for --set batch=N.")
+    int | None,
+    typer.Option("--batch", min=1, max=2**40, metavar="N", help="Global batch size; short for --set batch=N."),
 ]
 SetOption = Annotated[
     list[str] | None,
-    typer.Option("--set", metavar="KEY=VALUE", help="Keyword argument of the callable; may be given several times."),
+    typer.Option("--set", metavar="KEY=VALUE", help="Keyword argument for the callable. Repeatable."),
 ]
 
 
@@ -37,7 +38,7 @@ def import_(
     model: ModelArgument,
     output: Annotated[Path, typer.Option("--output", "-o", help="Graph file to write.")],
     opaque: Annotated[
-        bool, typer.Option("--opaque", help="Import operators outside the table unsplittable instead of refusing them.")
+        bool, typer.Option("--opaque", help="Import unknown operators as unsplittable ones instead of refusing them.")
     ] = False,
     batch_norm_groups: Annotated[
         int,
@@ -45,19 +46,20 @@ def import_(
             "--batch-norm-groups",
             min=1,
             max=2**31,
-            help="Batch norm takes the statistics of so many equal parts of the batch on their own: not the model's "
-            "function, but what DDP over as many ranks computes.",
+            metavar="N",
+            help="Normalise N equal parts of the batch each on its own: what DDP over N ranks computes.",
         ),
     ] = 1,
     batch: BatchOption = None,
     set_: SetOption = None,
-    name: Annotated[str | None, typer.Option("--name", help="Name of the graph; default: the callable's.")] = None,
+    name: Annotated[str | None, typer.Option("--name", help="Name of the graph. Default: the callable's name.")] = None,
     as_json: JsonOption = False,
 ) -> None:
     """Turn a PyTorch model with its loss into an operator graph.
 
-    The callable gets --batch and --set as keyword arguments; with the zoo, --set device=meta imports a model of any
-    size without memory.
+    The callable gets --batch and --set as keyword arguments.
+
+    With the zoo, --set device=meta imports a model of any size without allocating it.
     """
     if name is not None and (not name.isprintable() or not 0 < len(name) <= 200):
         raise typer.BadParameter("give up to 200 printable characters", param_hint="--name")
@@ -100,19 +102,24 @@ def profile(
     threads: Annotated[int, typer.Option("--threads", min=1, max=1024, help="Threads of one rank on a CPU.")] = 1,
     max_parts: Annotated[
         int,
-        typer.Option("--max-parts", min=1, max=2**16, help="Measure the pieces of splits into up to so many parts."),
+        typer.Option(
+            "--max-parts", min=1, max=2**16, metavar="N", help="Measure the pieces of splits into up to N parts."
+        ),
     ] = 4,
     extend: Annotated[
-        Path | None, typer.Option("--extend", help="Profile file to add to: what it has is kept. May be the output.")
+        Path | None, typer.Option("--extend", help="Profile file to add to. May be the output file.")
     ] = None,
     repeats: Annotated[
-        int, typer.Option("--repeats", min=1, max=10_000, help="Measure each piece at most so often.")
+        int, typer.Option("--repeats", min=1, max=10_000, metavar="N", help="Measure each piece at most N times.")
     ] = 7,
     budget: Annotated[
-        str | None, typer.Option("--budget", "-b", metavar="10m", help="Stop measuring after a time.")
+        str | None, typer.Option("--budget", "-b", metavar="10m", help="Stop measuring after this time.")
     ] = None,
     busy_neighbours: Annotated[
-        int, typer.Option("--busy-neighbours", min=0, max=256, help="Processes that do the same work meanwhile.")
+        int,
+        typer.Option(
+            "--busy-neighbours", min=0, max=256, metavar="N", help="Let N other processes do the same work meanwhile."
+        ),
     ] = 0,
     as_json: JsonOption = False,
 ) -> None:

@@ -41,11 +41,10 @@ def optimize(
     graph: MaybeGraphArgument = None,
     topology: TopologyOption = None,
     budget: Annotated[
-        str, typer.Option("--budget", "-b", metavar="30s|500", help="A time, or a number of proposals (repeatable).")
+        str,
+        typer.Option("--budget", "-b", metavar="30s|500", help="How long to search: a time, or a number of proposals."),
     ] = "30s",
-    seed: Annotated[
-        int, typer.Option("--seed", min=0, max=2**63 - 1, help="The same seed and proposals give the same strategy.")
-    ] = 0,
+    seed: Annotated[int, typer.Option("--seed", min=0, max=2**63 - 1, metavar="N", help="Seed of the search.")] = 0,
     output: Annotated[Path, typer.Option("--output", "-o", help="Strategy file to write.")] = Path("strategy.json"),
     profile: ProfileOption = None,
     resume: Annotated[
@@ -54,23 +53,34 @@ def optimize(
     ] = None,
     pin: Annotated[
         list[str] | None,
-        typer.Option("--pin", metavar="PIN", help='What is fixed: "encoder.*: batch=4, devices=0-3". Repeatable.'),
+        typer.Option(
+            "--pin", metavar="PIN", help='Fix part of the plan: "encoder.*: batch=4, devices=0-3". Repeatable.'
+        ),
     ] = None,
     optimizer: OptimizerOption = "momentum",
     margin: Annotated[
         float | None,
         typer.Option(
-            "--margin", min=0.0, max=100.0, help="Percent by which a plan must beat the best baseline [5].", **FINITE
+            "--margin",
+            min=0.0,
+            max=100.0,
+            metavar="PERCENT",
+            help="Keep the best baseline unless a plan beats it by so much. Default: 5.",
+            **FINITE,
         ),
     ] = None,
     processes: Annotated[
         int | None,
-        typer.Option("--processes", "-j", min=1, max=4096, help="Processes that search. Default: one for each core."),
+        typer.Option(
+            "--processes", "-j", min=1, max=4096, metavar="N", help="Search processes. Default: one per core."
+        ),
     ] = None,
     exhaustive: Annotated[
         str | None,
         typer.Option(
-            "--exhaustive", metavar="60s|N", help="Then try to prove the optimum: a time, or a number of partial plans."
+            "--exhaustive",
+            metavar="60s|N",
+            help="Then try to prove the optimum, for a time or a number of partial plans.",
         ),
     ] = None,
     plot: Annotated[
@@ -80,8 +90,9 @@ def optimize(
 ) -> None:
     """Search for the fastest plan and write it to a strategy file.
 
-    Without arguments: AlexNet on four hosts with 1 Gbit/s Ethernet. Ctrl-C ends the search and writes the best plan so
-    far.
+    Without arguments it plans AlexNet on four hosts with 1 Gbit/s Ethernet.
+
+    Ctrl-C ends the search and writes the best plan so far.
     """
     graph, topology = example(graph, topology, resume, profile, pin)
     check_outputs({"--output": output, "--plot": plot}, graph, topology, profile)

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 OptimizerOption = Annotated[
     Literal["sgd", "momentum", "adam"],
-    typer.Option("--optimizer", help="How much state the optimizer keeps for each weight."),
+    typer.Option("--optimizer", help="The optimizer of the training, which sets the memory per weight."),
 ]
 
 
@@ -56,10 +56,10 @@ def compare(
     ] = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Compare the baselines, and strategy files if you name any, under the simulator.
+    """Compare the baselines and any strategy files under the simulator.
 
-    Each baseline gets the bucket size that suits it best. --save writes one of them, to be run, explained or changed.
-    Graph and topology may be left out with a strategy for a shipped graph: it says what it was made for.
+    Each baseline gets the bucket size that suits it best; --save writes one of them, to be run, explained or changed.
+    With a strategy for a shipped graph, GRAPH and --topology may be left out.
     """
     from flexsearch.report import plan_rows
 
@@ -117,7 +117,7 @@ def simulate(
 ) -> None:
     """Simulate one training step of a plan: its time, how busy each device and link is, and peak memory.
 
-    A strategy says what topology it was made for, and of a shipped graph, which; a baseline needs both.
+    A strategy brings its topology, and names its graph if that is a shipped one; a baseline needs both.
     """
     if (strategy is None) == (baseline is None):
         raise typer.BadParameter("give either --strategy or --baseline")
