@@ -15,7 +15,7 @@ import flexsearch
 ROOT = Path(flexsearch.__file__).resolve().parent
 
 FLOOR = {
-    "errors": -2, "compiled": -2, "files": -1, "zoo": -1,
+    "errors": -2, "compiled": -2, "quantities": -2, "files": -1, "zoo": -1,
     "graph": 0, "topology": 0,
     "strategy": 1, "cost": 1,
     "lower": 2,
