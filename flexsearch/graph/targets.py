@@ -59,16 +59,16 @@ MIXING: Final = frozenset(
     fft_fft fft_fft2 fft_fftn fft_fftshift fft_hfft fft_hfft2 fft_hfftn fft_ifft fft_ifft2 fft_ifftn fft_ifftshift
     fft_ihfft fft_ihfft2 fft_ihfftn fft_irfft fft_irfft2 fft_irfftn fft_rfft fft_rfft2 fft_rfftn flatten flip
     fliplr flipud frobenius_norm full_like gather geqrf ger glu gradient grid_sampler grid_sampler_2d
-    grid_sampler_3d group_norm gru_cell hinge_embedding_loss histc histogram hsplit hstack huber_loss im2col imag
-    index index_add index_fill index_put index_reduce index_select inner instance_norm inverse isclose isin isreal
-    istft kl_div kron kthvalue l1_loss layer_norm linalg__powsum linalg_cholesky linalg_cholesky_ex linalg_cond
-    linalg_cross linalg_det linalg_diagonal linalg_eig linalg_eigh linalg_eigvals linalg_eigvalsh
+    grid_sampler_3d group_norm gru gru_cell hinge_embedding_loss histc histogram hsplit hstack huber_loss im2col
+    imag index index_add index_fill index_put index_reduce index_select inner instance_norm inverse isclose isin
+    isreal istft kl_div kron kthvalue l1_loss layer_norm linalg__powsum linalg_cholesky linalg_cholesky_ex
+    linalg_cond linalg_cross linalg_det linalg_diagonal linalg_eig linalg_eigh linalg_eigvals linalg_eigvalsh
     linalg_householder_product linalg_inv linalg_inv_ex linalg_ldl_factor linalg_ldl_factor_ex linalg_ldl_solve
     linalg_lu linalg_lu_factor linalg_lu_factor_ex linalg_lu_solve linalg_matmul linalg_matrix_exp
     linalg_matrix_norm linalg_matrix_power linalg_matrix_rank linalg_multi_dot linalg_norm linalg_pinv linalg_qr
     linalg_slogdet linalg_solve linalg_solve_ex linalg_solve_triangular linalg_svd linalg_svdvals linalg_tensorinv
     linalg_tensorsolve linalg_vander linalg_vecdot linalg_vector_norm linear log_sigmoid_forward log_softmax
-    logcumsumexp logdet logsumexp lstm_cell lu_solve lu_unpack margin_ranking_loss masked_scatter matmul
+    logcumsumexp logdet logsumexp lstm lstm_cell lu_solve lu_unpack margin_ranking_loss masked_scatter matmul
     matrix_exp matrix_power max_pool1d max_pool2d max_pool3d mean median mm mode moveaxis movedim mse_loss msort
     multi_margin_loss multilabel_margin_loss multilabel_margin_loss_forward mv nanmean nanmedian nanquantile
     nansum narrow native_batch_norm native_channel_shuffle native_group_norm native_layer_norm new_full new_ones
@@ -76,21 +76,21 @@ MIXING: Final = frozenset(
     orgqr ormqr outer pad pairwise_distance pdist permute pinverse pixel_shuffle pixel_unshuffle poisson_nll_loss
     polar prelu prod qr quantile ravel real reflection_pad1d reflection_pad2d reflection_pad3d renorm repeat
     repeat_interleave replication_pad1d replication_pad2d replication_pad3d reshape reshape_as resolve_conj
-    resolve_neg rms_norm roll rot90 scatter scatter_add scatter_reduce searchsorted select select_scatter slice
-    slice_inverse slice_scatter slogdet smooth_l1_loss soft_margin_loss softmax sort
-    special_chebyshev_polynomial_t special_chebyshev_polynomial_u special_chebyshev_polynomial_v
-    special_chebyshev_polynomial_w special_digamma special_erf special_erfc special_erfinv special_exp2
-    special_expit special_expm1 special_gammainc special_gammaincc special_gammaln special_hermite_polynomial_h
-    special_hermite_polynomial_he special_i0 special_laguerre_polynomial_l special_legendre_polynomial_p
-    special_log1p special_log_softmax special_logit special_logsumexp special_multigammaln special_ndtr
-    special_polygamma special_psi special_round special_shifted_chebyshev_polynomial_t
-    special_shifted_chebyshev_polynomial_u special_shifted_chebyshev_polynomial_v
-    special_shifted_chebyshev_polynomial_w special_sinc special_softmax special_xlogy split split_with_sizes
-    squeeze stack std std_mean stft sum sum_to_size svd swapaxes swapdims t take take_along_dim tensor_split
-    tensordot tile to topk trace transpose trapezoid trapz triangular_solve tril triplet_margin_loss triu type_as
-    unbind unflatten unfold unsqueeze upsample_bicubic2d upsample_bilinear2d upsample_linear1d upsample_nearest1d
-    upsample_nearest2d upsample_nearest3d upsample_trilinear3d vander var var_mean vdot view view_as
-    view_as_complex view_as_real vsplit vstack zeros_like
+    resolve_neg rms_norm rnn_relu rnn_tanh roll rot90 scaled_dot_product_attention scatter scatter_add
+    scatter_reduce searchsorted select select_scatter slice slice_inverse slice_scatter slogdet smooth_l1_loss
+    soft_margin_loss softmax sort special_chebyshev_polynomial_t special_chebyshev_polynomial_u
+    special_chebyshev_polynomial_v special_chebyshev_polynomial_w special_digamma special_erf special_erfc
+    special_erfinv special_exp2 special_expit special_expm1 special_gammainc special_gammaincc special_gammaln
+    special_hermite_polynomial_h special_hermite_polynomial_he special_i0 special_laguerre_polynomial_l
+    special_legendre_polynomial_p special_log1p special_log_softmax special_logit special_logsumexp
+    special_multigammaln special_ndtr special_polygamma special_psi special_round
+    special_shifted_chebyshev_polynomial_t special_shifted_chebyshev_polynomial_u
+    special_shifted_chebyshev_polynomial_v special_shifted_chebyshev_polynomial_w special_sinc special_softmax
+    special_xlogy split split_with_sizes squeeze stack std std_mean stft sum sum_to_size svd swapaxes swapdims t
+    take take_along_dim tensor_split tensordot tile to topk trace transpose trapezoid trapz triangular_solve tril
+    triplet_margin_loss triu type_as unbind unflatten unfold unsqueeze upsample_bicubic2d upsample_bilinear2d
+    upsample_linear1d upsample_nearest1d upsample_nearest2d upsample_nearest3d upsample_trilinear3d vander var
+    var_mean vdot view view_as view_as_complex view_as_real vsplit vstack zeros_like
     """.split()  # noqa: SIM905
 )
 """Other operators, which ``opaque`` operators of a graph may be."""

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from functools import cached_property
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
-from pydantic import Field, ValidatorFunctionWrapHandler, field_validator, model_validator
+from pydantic import Field, field_validator, model_validator
 
-from flexsearch.errors import StrategyError, TopologyError
-from flexsearch.files import FileModel, content_hash, load, save
+from flexsearch.errors import FileFormatError, StrategyError, TopologyError
+from flexsearch.files import FileModel, content_hash, load, printable, save
 from flexsearch.graph import Dtype, OperatorGraph, Tracing
 from flexsearch.quantities import (
     MAX_BYTES,
@@ -111,16 +111,6 @@ class StrategyFile(FileModel):
     operators: dict[Name, _ConfigFile]
     prediction: Prediction | None = None
     search: Search | None = None
-
-    @field_validator("cluster", mode="wrap")
-    @classmethod
-    def _in_place(cls, data: Any, parse: ValidatorFunctionWrapHandler) -> Topology:
-        """A contradiction in the cluster, with the field that holds the cluster before it."""
-        try:
-            topology: Topology = parse(data)
-        except TopologyError as error:
-            raise ValueError(str(error)) from error
-        return topology
 
     @model_validator(mode="after")
     def _untouched(self) -> StrategyFile:
@@ -251,7 +241,11 @@ class Strategy:
     @classmethod
     def load(cls, path: str | Path) -> Strategy:
         """Read a strategy file. Raises FileFormatError that names the wrong field."""
-        return cls.from_file(load(StrategyFile, path, "strategy"))
+        try:
+            return cls.from_file(load(StrategyFile, path, "strategy"))
+        except TopologyError as error:  # pydantic hands it on without its place
+            where = f"strategy file {printable(str(path))}: cluster.{error.message}"
+            raise FileFormatError(where, error.remedy) from error
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Strategy) and self.to_file() == other.to_file()
