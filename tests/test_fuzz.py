@@ -109,8 +109,12 @@ def make_case(seed: int, number: int) -> Case:
     if mutated == "profile" or rng.random() < 0.1:
         held["profile"] = _copy(documents.profile(g))
     with contextlib.suppress(IndexError, KeyError, TypeError, OverflowError):  # a second one may find its place gone
-        for _ in range(rng.choices((1, 2, 3), (6, 3, 1))[0]):
-            rng.choice(documents.STRUCTURAL)(rng, held[mutated])
+        if rng.random() < 0.25:  # legal in every field, extreme in many, of all files
+            for _ in range(4):
+                rng.choice((documents.resize, documents.extreme))(rng, held[rng.choice(list(held))])
+        else:
+            for _ in range(rng.choices((1, 2, 3), (6, 3, 1))[0]):
+                rng.choice(documents.STRUCTURAL)(rng, held[mutated])
     if "strategy" in held and rng.random() < 0.9:
         _sign(held, mutated)
     files = {f"{kind}.json": json.dumps(data).encode() for kind, data in held.items()}
