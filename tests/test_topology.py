@@ -427,8 +427,16 @@ def put(value: Any, *where: str | int) -> Edit:
         (put(-1, "devices", 0, "overhead_s"), FileFormatError, r"devices\.0\.overhead_s"),
         (put(0, "communication", "factors", "exchange"), FileFormatError, r"factors\.exchange: must be at least"),
         (put(math.nan, "links", 0, "bandwidth"), FileFormatError, r"links\.0\.bandwidth must be a number, not NaN"),
-        (put(math.inf, "devices", 0, "memory_bandwidth"), FileFormatError, r"devices\.0\.memory_bandwidth must be a number, not Infinity"),
-        (put(math.nan, "devices", 0, "flops", "float32"), FileFormatError, r"devices\.0\.flops\.float32 must be a number"),
+        (
+            put(math.inf, "devices", 0, "memory_bandwidth"),
+            FileFormatError,
+            r"devices\.0\.memory_bandwidth must be a number, not Infinity",
+        ),
+        (
+            put(math.nan, "devices", 0, "flops", "float32"),
+            FileFormatError,
+            r"devices\.0\.flops\.float32 must be a number",
+        ),
         # contradictory
         (put("nowhere", "links", 0, "b"), TopologyError, r'links\.0\.b: no device or switch is called "nowhere"'),
         (put("d01", "links", 0, "a"), TopologyError, r'links\.0\.a: .*did you mean "d'),

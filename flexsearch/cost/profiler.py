@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import gc
 import itertools
+import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -25,7 +26,7 @@ from flexsearch.cost.allocator import keep_freed_memory
 from flexsearch.cost.compute import Costed
 from flexsearch.cost.neighbours import neighbours
 from flexsearch.cost.profile import Entry, Profile, ProfileDevice, UpdateEntry, cpu_model
-from flexsearch.errors import ProfileError
+from flexsearch.errors import FlexsearchError, ProfileError
 from flexsearch.graph.kernels import KernelContext, build_kernel, preferred
 from flexsearch.graph.model import Operator, OperatorGraph
 from flexsearch.graph.notation import Box
@@ -42,6 +43,9 @@ HELD_BYTES = 2 << 30
 """A sweep holds about so much memory; longer graphs are swept in parts."""
 POOL_BYTES = 128 << 20
 """Random operands come from this much memory, or twice the largest: more than caches hold."""
+CALL_FLOPS = {"cpu": 1e11, "cuda": 1e14}
+CALL_BYTES = {"cpu": 1e10, "cuda": 1e12}
+"""FLOP/s and B/s that no core, and no GPU, exceeds by much: what a budget has no room for at these rates is left out."""
 UPDATE_BYTES = 64 << 20
 """Weights whose update is measured."""
 
@@ -86,6 +90,8 @@ def profile_graph(
     if known is not None:
         known.extended(Profile(device=here, torch=torch.__version__, busy_neighbours=busy_neighbours))  # if they fit
     rounds = plan(graph, max_parts, frozenset(known.entries) if known else frozenset())
+    _check_memory(rounds)
+    rounds = [[case for case in cases if _quick_enough(case, here.kind, budget_s)] for cases in rounds]
     deadline = None if budget_s is None else time.monotonic() + budget_s
     entries: dict[str, Entry] = {}
     total = sum(map(len, rounds))
@@ -117,6 +123,28 @@ def plan(graph: OperatorGraph, max_parts: int, known: frozenset[str] = frozenset
         columns.append(column)
     rounds = itertools.zip_longest(*columns)
     return [[case for case in row if case is not None] for row in rounds]
+
+
+def _check_memory(rounds: Sequence[Sequence[Case]]) -> None:
+    """Raise ProfileError if a piece alone, with its gradients, needs more memory than this machine has."""
+    there = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    for cases in rounds:
+        for case in cases:
+            needed = 4 * case.costed.forward(case.extents).nbytes
+            if needed > there:
+                raise ProfileError(
+                    f"operator {case.costed.op.name!r} needs about {needed / 1e9:.3g} GB to be measured, this machine "
+                    f"has {there / 1e9:.3g} GB",
+                    "Import the model with a smaller batch.",
+                )
+
+
+def _quick_enough(case: Case, kind: str, budget_s: float | None) -> bool:
+    """Whether a piece may well be measured within the budget: one call of a kernel cannot be stopped."""
+    if budget_s is None:
+        return True
+    work = case.costed.forward(case.extents)
+    return max(work.flops / CALL_FLOPS[kind], work.nbytes / CALL_BYTES[kind]) <= budget_s
 
 
 def _cases(costed: Costed, max_parts: int) -> list[Case]:
@@ -169,7 +197,10 @@ class Bench:
         for part in parts(cases):
             if deadline is not None and time.monotonic() > deadline:
                 break
-            runs = [Run(case, self) for case in part]
+            runs = []
+            for case in part:
+                with _named(case):
+                    runs.append(Run(case, self))
             waiting = list(runs)
             for sweep in range(repeats + 1):
                 if sweep == 1:
@@ -190,12 +221,14 @@ class Bench:
             for run in runs:
                 run.prepare()
                 start = self.clock.mark()
-                run.forward()
+                with _named(run.case):
+                    run.forward()
                 marks.append([start, self.clock.mark()])
             for run, mark in zip(reversed(runs), reversed(marks), strict=True):
                 run.prepare_backward()
                 mark.append(self.clock.mark())
-                run.backward()
+                with _named(run.case):
+                    run.backward()
                 mark.append(self.clock.mark())
         finally:
             gc.enable()
@@ -217,6 +250,21 @@ class Bench:
             start = 0
         self._next[dtype] = start + -(-count // 64) * 64  # keep the alignment of fresh tensors
         return pool[start : start + count].view(tuple(shape))
+
+
+@contextmanager
+def _named(case: Case) -> Iterator[None]:
+    """Errors of PyTorch become ProfileErrors that name the operator: the graph says of it what cannot be computed."""
+    try:
+        yield
+    except FlexsearchError:
+        raise
+    except Exception as error:  # PyTorch raises many types
+        lines = str(error).strip().splitlines() or [type(error).__name__]
+        raise ProfileError(
+            f"operator {case.costed.op.name!r} cannot be computed as the graph says: {lines[0][:200]}",
+            "Import the model again.",
+        ) from error
 
 
 class Run:
