@@ -235,9 +235,11 @@ _PLAIN: Final = {
     "model_type": "must be an object", "model_attributes_type": "must be an object",
     "greater_than_equal": "must be at least {ge:g}", "greater_than": "must be greater than {gt:g}",
     "less_than_equal": "must be at most {le:g}", "less_than": "must be less than {lt:g}",
-    "string_too_long": "must have at most {max_length} characters", "too_long": "must have at most {max_length} items",
-    "string_too_short": "must not be empty", "too_short": "must have at least {min_length} items", "literal_error": "must be {expected}", "value_error": "{error}",
-    "string_pattern_mismatch": "must be a word of letters, digits and underscores that begins with a letter",
+    "string_too_long": "must have at most {max_length} characters",
+    "too_long": "must have at most {max_length} items",
+    "string_too_short": "must not be empty", "too_short": "must have at least {min_length} items",
+    "literal_error": "must be {expected}", "value_error": "{error}",
+    "string_pattern_mismatch": "must be a word: letters, digits, underscores, a letter first",
     "int_parsing_size": "is a number with too many digits",
 }  # fmt: skip
 """Message by the type of pydantic's error, with the names of its context."""

@@ -1,4 +1,4 @@
-"""Good files to mutate, and the mutations: what test_fuzz.py throws at the command line. Everything follows from a seed."""
+"""Good files to mutate, and the mutations, for test_fuzz.py. Everything follows from a seed."""
 
 from __future__ import annotations
 
@@ -75,7 +75,8 @@ def topologies() -> tuple[Data, ...]:
         "switches": ["bus"],
         "links": [{"a": f"d{k}", "b": "bus", "bandwidth": 1e9 * (k + 1), "latency_s": 1e-5 * k,
                    "duplex": ("full", "half")[k % 2]} for k in range(3)],
-        "communication": {"backend": "gloo", "overhead_s": 1e-4, "cpu_s_per_byte": 1e-9, "factors": {"all_reduce": 1.2}},
+        "communication": {"backend": "gloo", "overhead_s": 1e-4, "cpu_s_per_byte": 1e-9,
+        "factors": {"all_reduce": 1.2}},
     }  # fmt: skip
     compact = {
         "format": "flexsearch.topology/1", "name": "compact", "source": "made up",
@@ -150,7 +151,8 @@ def strategy(rng: random.Random, graph: Data, topology: Data) -> Data:
     data: Data = json.loads(plan.to_file().model_dump_json(exclude_none=True))
     data["prediction"] = {"iteration_s": 1.5, "data_parallel_s": 2.0, "peak_bytes": 100}
     data["search"] = {
-        "seed": 3, "proposals": 10, "climbs": 2, "start": "random", "pins": ["*: batch=1"], "optimal": False, "bound_s": 0.5,
+        "seed": 3, "proposals": 10, "climbs": 2, "start": "random", "pins": ["*: batch=1"], "optimal": False,
+        "bound_s": 0.5,
     }  # fmt: skip
     return data
 
@@ -181,11 +183,14 @@ NUMBERS = (
     2**62, 2**63 - 1, 2**63, 2**64, 1e3, 1e6, 1e15, 1e16, 1e21, 1e22, -1e15, 999.0, 1000.0, 10**18, 10**19, True,
 )  # fmt: skip
 TEXTS = (
-    "", "x", "[/x]", "[bold]", "a\nb", "a\x1b[31mb", "a\x00b", "\u202e", "\ud800", "é" * 30, "x" * 600, "x" * 70000, "0", "*",
+    "", "x", "[/x]", "[bold]", "a\nb", "a\x1b[31mb", "a\x00b", "\u202e", "\ud800", "é" * 30, "x" * 600, "x" * 70000,
+    "0", "*",
     "../../etc/passwd", "nan", "a b", "a->b", "{0..9}", "gpu{0..99999}", "gpu{0..3}", "((", "a a -> a", "a -> ",
-    "n c (2*h+KH-1) -> n c h", "b0 i, o i -> b0 o", "conv3d", "opaque", "pointwise", "cat", "slice", "softmax", "view",
+    "n c (2*h+KH-1) -> n c h", "b0 i, o i -> b0 o", "conv3d", "opaque", "pointwise", "cat", "slice", "softmax",
+    "view",
     "aten.from_file.default", "aten.save.default", "prims.add.default", "aten.relu.default", "float16", "complex64",
-    "int64", "activation", "parameter", "buffer", "constant", "input", "sample", "reduction", "cpu", "cuda", "nccl", "half",
+    "int64", "activation", "parameter", "buffer", "constant", "input", "sample", "reduction", "cpu", "cuda", "nccl",
+    "half",
 )  # fmt: skip
 
 
@@ -290,13 +295,16 @@ def resize(rng: random.Random, document: Data) -> None:
 
 
 LEGAL: dict[str, tuple[Any, ...]] = {
-    "bandwidth": (1.0, 1e15, 1e3), "latency_s": (0.0, 1000.0), "overhead_s": (0.0, 1000.0, 1.0), "memory_bytes": (1, 2**60 - 1),
+    "bandwidth": (1.0, 1e15, 1e3), "latency_s": (0.0, 1000.0), "overhead_s": (0.0, 1000.0, 1.0), "memory_bytes": (1,
+    2**60 - 1),
     "memory_bandwidth": (1.0, 1e15), "float32": (1.0, 1e21), "cpu_s_per_byte": (0.0, 1.0), "all_reduce": (1e-3, 1e6),
     "duplex": ("full", "half"), "bucket_bytes": (1, 2**60 - 1), "optimizer": ("sgd", "momentum", "adam"),
-    "forward_s": (0.0, 1e6), "backward_s": (0.0, 1e6), "s_per_byte": (0.0, 1.0), "flops": (0.0, 1e24), "nbytes": (0.0, 1e24),
+    "forward_s": (0.0, 1e6), "backward_s": (0.0, 1e6), "s_per_byte": (0.0, 1.0), "flops": (0.0, 1e24),
+    "nbytes": (0.0, 1e24),
     "s_per_tensor": (0.0, 1e6), "repeats": (1, 2**53 - 1), "seed": (0, 2**64 - 1), "proposals": (0, 2**53 - 1),
     "iteration_s": (0.0, 1e30), "bound_s": (0.0, 1e30), "count": (1, 7), "shard_weights": (True, False),
-    "requires_grad": (True, False), "dtype": ("float64", "float16", "bfloat16"), "busy_neighbours": (0, 9), "p": (0.0, 0.5, 1.0), "threads": (1, 64),
+    "requires_grad": (True, False), "dtype": ("float64", "float16", "bfloat16"), "busy_neighbours": (0, 9),
+    "p": (0.0, 0.5, 1.0), "threads": (1, 64),
 }  # fmt: skip
 """Values at the ends of what fields may hold."""
 
@@ -321,7 +329,7 @@ STRUCTURAL: tuple[Callable[[random.Random, Data], None], ...] = (
 
 
 def encode(rng: random.Random, document: Data) -> bytes:
-    """The document as a file: mostly plain JSON, sometimes cut off, encoded otherwise or spelt with what JSON forbids."""
+    """The document as a file: mostly plain JSON, sometimes cut off, encoded otherwise or with what JSON forbids."""
     text = json.dumps(document)
     choice = rng.randrange(40)
     if choice == 0:

@@ -1,8 +1,8 @@
 """Whatever a file holds, a command refuses it with exit code 2, naming file and field, or answers with sane numbers.
 
 Thousands of files, mutated by a seed, go through the real command line in this process, each under a wall-clock limit.
-``FLEXSEARCH_FUZZ=100000`` sets the number (2,000 otherwise), ``FLEXSEARCH_FUZZ_SEED`` the seed. A case is found again by
-its number: ``python -m tests.test_fuzz SEED NUMBER`` runs it alone and shows what it printed.
+``FLEXSEARCH_FUZZ=100000`` sets the number (2,000 otherwise), ``FLEXSEARCH_FUZZ_SEED`` the seed. ``python -m
+tests.test_fuzz SEED FIRST LAST`` runs a range and reports as it goes; ``SEED NUMBER`` shows a single case.
 """
 
 from __future__ import annotations
@@ -56,7 +56,9 @@ SIGNED = (
 )
 """Parts of the names of numbers that may be negative: differences."""
 LATER = (
-    "no plan was found that fits", "cannot be computed as the graph says", "to be measured, this machine", "which shares its processor", "has no operator", "is too large", "makes no sense", "was made for", "the profile was measured on",
+    "no plan was found that fits", "cannot be computed as the graph says", "to be measured, this machine",
+    "which shares its processor", "has no operator", "is too large", "makes no sense", "was made for",
+    "the profile was measured on",
     "baseline", "pin ", "none of these operators", "inputs are not those", "no config for", "unknown operators",
 )  # fmt: skip
 """Refusals that are about two files, or a file and an option, and need not name a field."""
@@ -126,7 +128,7 @@ def make_case(seed: int, number: int) -> Case:
 
 
 def _sign(held: dict[str, Data], mutated: str) -> None:
-    """Make the strategy one for the other files, whatever they hold now: hashes are what a careful forger gets right."""
+    """Make the strategy one for the other files, whatever they hold now, as a careful forger would."""
     strategy = held["strategy"]
     with contextlib.suppress(FlexsearchError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
         if mutated == "strategy":
@@ -280,9 +282,8 @@ def fuzz(seed: int, numbers: range, report: bool = False) -> list[tuple[int, End
                 print(f"{seed} {number} {' '.join(case.command[:2])}: {ended.kind}: {last}", flush=True)
         if report and (number + 1) % 1000 == 0:
             print(number + 1, dict(sorted(counts.items())), f"slowest {slowest:.1f} s", flush=True)
-    print(
-        f"seed {seed}, cases {numbers.start} to {numbers.stop - 1}: {dict(sorted(counts.items()))}, slowest {slowest:.1f} s"
-    )
+    told = dict(sorted(counts.items()))
+    print(f"seed {seed}, cases {numbers.start} to {numbers.stop - 1}: {told}, slowest {slowest:.1f} s")
     return bad
 
 
