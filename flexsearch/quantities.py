@@ -24,6 +24,8 @@ MAX_PIECES: Final = 2**20
 MAX_LINKS: Final = 2**19
 """A full mesh of MAX_DEVICES devices has about so many."""
 MAX_OPERATORS: Final = 2**17
+MAX_COUNT: Final = 2**53 - 1
+MAX_SEED: Final = 2**64
 MAX_NAME: Final = 512
 MAX_TEXT: Final = 4096
 MAX_RANK: Final = 64
@@ -40,7 +42,7 @@ LatencySeconds = Annotated[float, Field(ge=0.0, le=1000.0)]
 """What starting something costs: a message on a link, a communication, an operator on a device."""
 SecondsPerByte = Annotated[float, Field(ge=0.0, le=1.0)]
 """The inverse of a bandwidth."""
-PredictedSeconds = Annotated[float, Field(ge=0.0, le=1e30)]
+PredictedSeconds = Annotated[float, Field(ge=0.0, le=1e60)]
 """An iteration time that was computed, not measured: slow links and large tensors may make it long."""
 Factor = Annotated[float, Field(ge=1e-3, le=1e6)]
 """A time over an ideal time."""
@@ -54,9 +56,9 @@ Amount = Annotated[float, Field(ge=0.0, le=1e24)]
 Degree = Annotated[int, Field(ge=1, lt=MAX_SIZE)]
 """Parts of an axis, or replicas."""
 DeviceIndex = Annotated[int, Field(ge=0, lt=MAX_DEVICES)]
-Count = Annotated[int, Field(ge=0, lt=2**53)]
+Count = Annotated[int, Field(ge=0, le=MAX_COUNT)]
 """Proposals, repeats, processes: exact in JSON everywhere."""
-Seed = Annotated[int, Field(ge=0, lt=2**64)]
+Seed = Annotated[int, Field(ge=0, lt=MAX_SEED)]
 
 
 def _printable(value: str) -> str:

@@ -259,7 +259,7 @@ def _insane(out: str) -> str:
                 return f"{name} says {value[:100]!r}"
         elif isinstance(value, int | float) and not isinstance(value, bool):
             negative = value < 0 and not any(part in name for part in SIGNED)
-            if not math.isfinite(value) or abs(value) > 1e40 or negative:
+            if not math.isfinite(value) or abs(value) > 1e60 or negative:
                 return f"{name} is {value}"
     return ""
 
