@@ -303,7 +303,7 @@ LEGAL: dict[str, tuple[Any, ...]] = {
     "nbytes": (0.0, 1e24),
     "s_per_tensor": (0.0, 1e6), "repeats": (1, 2**53 - 1), "seed": (0, 2**64 - 1), "proposals": (0, 2**53 - 1),
     "iteration_s": (0.0, 1e60), "bound_s": (0.0, 1e60), "count": (1, 7), "shard_weights": (True, False),
-    "requires_grad": (True, False), "dtype": ("float64", "float16", "bfloat16"), "busy_neighbours": (0, 9),
+    "dtype": ("float64", "float16", "bfloat16"), "busy_neighbours": (0, 9),
     "p": (0.0, 0.5, 1.0), "threads": (1, 64),
 }  # fmt: skip
 """Values at the ends of what fields may hold."""

@@ -521,3 +521,8 @@ def test_turns_on_a_shared_processor_that_would_never_end(cli: Cli) -> None:
 
     edit("topology.json", slow)
     refused(cli(*COMMANDS["topology"], "--json"), "shares its processor", "flops")
+
+
+def test_a_graph_on_more_devices_than_can_be_searched(cli: Cli) -> None:
+    ran = cli("optimize", "resnet101", "-t", "ethernet-1g-1024", "--budget", "5s", "-o", "out.json")
+    refused(ran, "too large", "operators x devices")
