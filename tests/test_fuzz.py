@@ -152,7 +152,7 @@ def _command(rng: random.Random, held: dict[str, Data], mutated: str, number: in
         few = ("--budget", "500ms", "--repeats", "1", "--max-parts", "2", "--extend", "extension.json")
         return ("profile", "graph.json", "-o", "out.json", *few, "--json")
     if "strategy" in held:
-        choice = rng.choices(("simulate", "compare", "explain", "diff", "optimize"), (40, 20, 15, 20, 3))[0]
+        choice = rng.choices(("simulate", "compare", "explain", "diff", "optimize"), (40, 20, 15, 20, 2))[0]
         if choice == "explain":
             operator = rng.choice(([], ["--operator", "loss"]))
             return ("explain", "strategy.json", "-g", "graph.json", "--tries", "5", *operator, *more, "--json")
@@ -175,7 +175,7 @@ def _command(rng: random.Random, held: dict[str, Data], mutated: str, number: in
                 "--json",
             )
         return (choice, *setting, "-s", "strategy.json", *more, "--json")
-    choice = rng.choices(("simulate", "compare", "optimize"), (55, 25, 8))[0]
+    choice = rng.choices(("simulate", "compare", "optimize"), (60, 25, 5))[0]
     if choice == "optimize":
         budget = str(rng.choice((5, 10, 20)))
         return ("optimize", *setting, *more, "--budget", budget, "-j", "1", "-o", "out.json", "--json")
