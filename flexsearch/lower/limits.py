@@ -12,8 +12,8 @@ from flexsearch.graph import OperatorGraph, whole_piece
 from flexsearch.lower.lowering import TURN_S
 from flexsearch.topology import Topology
 
-MAX_TURNS: Final = 1_000_000
-"""Of one device: a simulation of so many takes about a second."""
+MAX_TURNS: Final = 100_000
+"""Of one device: the critical path, which replays every turn in Python, takes about a second for so many."""
 
 
 def refuse_endless_turns(graph: OperatorGraph, topology: Topology, costs: Costs) -> None:
