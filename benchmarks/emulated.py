@@ -18,8 +18,9 @@ from benchmarks.worker import Job, Measured
 from flexsearch import zoo
 from flexsearch.api import Setting
 from flexsearch.cost import Profile
+from flexsearch.cost.cases import plan
 from flexsearch.cost.profile import cpu_model
-from flexsearch.cost.profiler import plan, profile_graph
+from flexsearch.cost.profiler import profile_graph
 from flexsearch.graph import OperatorGraph
 from flexsearch.graph.importer import import_model
 from flexsearch.lower import Lowered

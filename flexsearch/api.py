@@ -12,6 +12,7 @@ from flexsearch.errors import StrategyError, TopologyError
 from flexsearch.files import shipped_names
 from flexsearch.graph import OperatorGraph
 from flexsearch.lower import Lowered, lower
+from flexsearch.lower.limits import refuse_endless_turns
 from flexsearch.search.exhaustive import Optimum, Step, aligned_configs, exhaustive
 from flexsearch.search.optimize import search
 from flexsearch.search.outcome import Progress, SearchResult
@@ -50,8 +51,11 @@ class Setting:
 
     @classmethod
     def of(cls, graph: OperatorGraph, topology: Topology, profile: Profile | None = None) -> Setting:
-        """Raises ProfileError if the profile fits no device of the topology."""
-        return cls(graph, topology, Costs(graph, topology, profile))
+        """Raises ProfileError if the profile fits no device of the topology, StrategyError if simulating would not
+        end."""
+        costs = Costs(graph, topology, profile)
+        refuse_endless_turns(graph, topology, costs)
+        return cls(graph, topology, costs)
 
     def row(self, name: str, strategy: Strategy) -> PlanRow:
         """A strategy, lowered and simulated, as a row of a comparison."""

@@ -224,10 +224,11 @@ def test_signature_is_readable_and_ignores_names_and_places() -> None:
         return Operator(name=name, kind="slice", pattern=f"a (h+{offset}) -> a h", axes=axes(a=2, h=3), inputs=("x",),
                         outputs=(name,), attributes={"salt": salt, "module": None})  # fmt: skip
 
+    total = Operator(name="sum", kind="sum", pattern="a h -> ", axes=axes(a=2, h=3), inputs=("q",), outputs=("loss",))
     graph = OperatorGraph(
         name="slices",
-        tensors=(tensor("x", 2, 9, kind="input"), tensor("p", 2, 3), tensor("q", 2, 3), tensor("loss", kind="input")),
-        operators=(cut("p", 1, 5), cut("q", 4, 6)),
+        tensors=(tensor("x", 2, 9, kind="input"), tensor("p", 2, 3), tensor("q", 2, 3), tensor("loss")),
+        operators=(cut("p", 1, 5), cut("q", 4, 6), total),
         loss="loss",
     )
     assert key(graph, 0) == key(graph, 1) == "slice a (h) -> a h | f32 f32 | a=2 h=3"

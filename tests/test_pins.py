@@ -100,7 +100,7 @@ def test_what_is_not_pinned_is_left_as_it_is() -> None:
         ("fc0", "cannot be read"),
         ("fc0: batch", "cannot be read"),
         (": batch=2", "cannot be read"),
-        ("fc00: batch=2", "did you mean 'fc0'"),
+        ("fc00: batch=2", "Did you mean 'fc0'"),
         ("fc0: bach=2", "has an axis 'bach'"),
         ("fc0: batch=two", "not a number of parts"),
         ("fc0: batch=0", "not a number of parts"),

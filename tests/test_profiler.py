@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from flexsearch.cost import Costs, Profile, profiler
-from flexsearch.cost.profiler import measure_updates, plan, profile_graph
+from flexsearch.cost.cases import plan
+from flexsearch.cost.profiler import measure_updates, profile_graph
 from flexsearch.errors import ProfileError
 from flexsearch.graph import Operator, OperatorGraph, chunk, make_piece, whole_piece
 from tests.test_cost import axes, machines, small_net, tensor

@@ -49,7 +49,8 @@ def _be_neighbour() -> None:
     import torch
 
     from flexsearch.cost.allocator import keep_freed_memory
-    from flexsearch.cost.profiler import Bench, Run, parts, plan
+    from flexsearch.cost.cases import plan
+    from flexsearch.cost.profiler import Bench, Run, parts
 
     parent = os.getppid()
     children.end_with(parent)

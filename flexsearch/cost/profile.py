@@ -12,14 +12,16 @@ import re
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Literal
 
 from pydantic import Field
 
+from flexsearch import quantities
 from flexsearch.errors import ProfileError
 from flexsearch.files import FileModel, load, save
-from flexsearch.graph.model import Operator
+from flexsearch.graph.model import Dtype, Operator
 from flexsearch.graph.notation import Dimension, Operand
+from flexsearch.quantities import Amount, Count, Seconds, SecondsPerByte, Text
 from flexsearch.topology import Device
 
 _SILENT = frozenset({"salt", "count"})
@@ -33,18 +35,18 @@ _GENERIC = frozenset({"", "cpu", "cuda", "gpu", "generic", "generic cpu", "gener
 class Work(FileModel):
     """What a roofline needs to know of a task: floating point operations, and bytes read and written."""
 
-    flops: float = Field(ge=0)
-    nbytes: float = Field(ge=0)
+    flops: Amount
+    nbytes: Amount
 
 
 class Entry(FileModel):
     """One measured piece: seconds (medians over ``repeats``), and the work that the roofline counts for it."""
 
-    kind: str
-    dtype: str
-    forward_s: float = Field(ge=0)
-    backward_s: float = Field(ge=0)
-    repeats: int = Field(ge=1)
+    kind: quantities.Name
+    dtype: Dtype
+    forward_s: Seconds
+    backward_s: Seconds
+    repeats: Annotated[Count, Field(ge=1)]
     forward: Work
     backward: Work
 
@@ -52,17 +54,17 @@ class Entry(FileModel):
 class UpdateEntry(FileModel):
     """Measured time of an optimizer's step: s per byte of weights, plus s per tensor."""
 
-    s_per_byte: float = Field(ge=0)
-    s_per_tensor: float = Field(ge=0)
+    s_per_byte: SecondsPerByte
+    s_per_tensor: Seconds
 
 
 class ProfileDevice(FileModel):
     """What was measured. ``stands_for``: names of other device models that these measurements may be used for."""
 
     kind: Literal["cpu", "cuda"]
-    model: str
-    threads: int = Field(default=1, ge=1)
-    stands_for: tuple[str, ...] = ()
+    model: Text
+    threads: Annotated[Count, Field(ge=1)] = 1
+    stands_for: tuple[Text, ...] = ()
 
     def fits(self, device: Device) -> bool:
         """Whether these measurements hold for a device of a topology: it is of the same kind, and its model is the one
@@ -86,9 +88,9 @@ class Profile(FileModel):
 
     format: Literal["flexsearch.profile/1"] = "flexsearch.profile/1"
     device: ProfileDevice
-    torch: str
+    torch: Text
     """Version of PyTorch that was measured."""
-    busy_neighbours: int = Field(default=0, ge=0)
+    busy_neighbours: Count = 0
     """Number of other processes that did the same kind of work meanwhile."""
     entries: dict[str, Entry] = Field(default_factory=dict)
     updates: dict[Literal["sgd", "momentum", "adam"], UpdateEntry] = Field(default_factory=dict)

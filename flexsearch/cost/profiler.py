@@ -9,11 +9,9 @@ operator, all forward tasks in the graph's order, then all backward tasks in rev
 from __future__ import annotations
 
 import gc
-import itertools
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from math import prod
 from statistics import median
 from typing import Any, Literal
@@ -22,14 +20,13 @@ import torch
 from torch import Tensor
 
 from flexsearch.cost.allocator import keep_freed_memory
-from flexsearch.cost.compute import Costed
+from flexsearch.cost.cases import Case, check_memory, plan, quick_enough
 from flexsearch.cost.neighbours import neighbours
 from flexsearch.cost.profile import Entry, Profile, ProfileDevice, UpdateEntry, cpu_model
-from flexsearch.errors import ProfileError
+from flexsearch.errors import FlexsearchError, ProfileError
 from flexsearch.graph.kernels import KernelContext, build_kernel, preferred
-from flexsearch.graph.model import Operator, OperatorGraph
+from flexsearch.graph.model import OperatorGraph
 from flexsearch.graph.notation import Box
-from flexsearch.graph.piece import Piece, chunk, make_piece
 
 Progress = Callable[[int, int], None]
 """Called with the number of entries that are measured, and of all."""
@@ -44,17 +41,6 @@ POOL_BYTES = 128 << 20
 """Random operands come from this much memory, or twice the largest: more than caches hold."""
 UPDATE_BYTES = 64 << 20
 """Weights whose update is measured."""
-
-
-@dataclass(frozen=True)
-class Case:
-    """A piece to measure. ``key``: its signature. ``shapes``: of the operator's whole inputs."""
-
-    key: str
-    costed: Costed
-    extents: Mapping[str, int]
-    piece: Piece
-    shapes: tuple[tuple[int, ...], ...]
 
 
 def profile_graph(
@@ -86,6 +72,8 @@ def profile_graph(
     if known is not None:
         known.extended(Profile(device=here, torch=torch.__version__, busy_neighbours=busy_neighbours))  # if they fit
     rounds = plan(graph, max_parts, frozenset(known.entries) if known else frozenset())
+    check_memory(rounds)
+    rounds = [[case for case in cases if quick_enough(case, here.kind, budget_s)] for cases in rounds]
     deadline = None if budget_s is None else time.monotonic() + budget_s
     entries: dict[str, Entry] = {}
     total = sum(map(len, rounds))
@@ -104,56 +92,6 @@ def profile_graph(
     return new if known is None else known.extended(new)
 
 
-def plan(graph: OperatorGraph, max_parts: int, known: frozenset[str] = frozenset()) -> list[list[Case]]:
-    """Rounds of cases, each with at most one piece of each operator in the graph's order, and no signature twice.
-
-    The first round is the whole graph as far as it is not known.
-    """
-    seen, columns = set(known), []
-    for index in range(len(graph.operators)):
-        costed = Costed.of(graph, index)
-        column = [case for case in _cases(costed, max_parts) if case.key not in seen]
-        seen.update(case.key for case in column)
-        columns.append(column)
-    rounds = itertools.zip_longest(*columns)
-    return [[case for case in row if case is not None] for row in rounds]
-
-
-def _cases(costed: Costed, max_parts: int) -> list[Case]:
-    """The distinct pieces of an operator: whole, then split on one axis, many parts first, then on several."""
-    op = costed.op
-    inputs = tuple(t.shape for t in costed.inputs)
-    outputs = [t.shape for t in costed.outputs]
-    found: dict[str, Case] = {}
-    for degrees in sorted(_degrees(op, max_parts), key=lambda d: (sum(x > 1 for x in d.values()), -prod(d.values()))):
-        # Of parts that differ by one, the first is the smallest and the last the largest.
-        ends = [
-            {chunk(size, degrees.get(axis, 1), 0), chunk(size, degrees.get(axis, 1), degrees.get(axis, 1) - 1)}
-            for axis, size in op.sizes.items()
-        ]
-        for intervals in itertools.product(*map(sorted, ends)):
-            axes = dict(zip(op.sizes, intervals, strict=True))
-            extents = {axis: high - low for axis, (low, high) in axes.items()}
-            key = costed.signature(extents)
-            if key not in found:
-                found[key] = Case(key, costed, extents, make_piece(op, axes, inputs, outputs), inputs)
-    return list(found.values())
-
-
-def _degrees(op: Operator, max_parts: int) -> Iterator[dict[str, int]]:
-    """Degrees above 1 by axis, with a product of up to ``max_parts``."""
-
-    def extend(axes: Sequence[str], left: int) -> Iterator[dict[str, int]]:
-        if not axes:
-            yield {}
-            return
-        for degree in range(1, min(left, op.sizes[axes[0]]) + 1):
-            for rest in extend(axes[1:], left // degree):
-                yield {axes[0]: degree, **rest} if degree > 1 else rest
-
-    return extend(op.splittable, max_parts)
-
-
 class Bench:
     """Runs sweeps on one device. Operands come from a pool larger than the caches, at ever other places."""
 
@@ -169,7 +107,10 @@ class Bench:
         for part in parts(cases):
             if deadline is not None and time.monotonic() > deadline:
                 break
-            runs = [Run(case, self) for case in part]
+            runs = []
+            for case in part:
+                with _named(case):
+                    runs.append(Run(case, self))
             waiting = list(runs)
             for sweep in range(repeats + 1):
                 if sweep == 1:
@@ -189,14 +130,16 @@ class Bench:
         try:
             for run in runs:
                 run.prepare()
-                start = self.clock.mark()
-                run.forward()
-                marks.append([start, self.clock.mark()])
+                with _named(run.case):
+                    start = self.clock.mark()
+                    run.forward()
+                    marks.append([start, self.clock.mark()])
             for run, mark in zip(reversed(runs), reversed(marks), strict=True):
                 run.prepare_backward()
-                mark.append(self.clock.mark())
-                run.backward()
-                mark.append(self.clock.mark())
+                with _named(run.case):
+                    mark.append(self.clock.mark())
+                    run.backward()
+                    mark.append(self.clock.mark())
         finally:
             gc.enable()
         self.clock.wait()
@@ -217,6 +160,21 @@ class Bench:
             start = 0
         self._next[dtype] = start + -(-count // 64) * 64  # keep the alignment of fresh tensors
         return pool[start : start + count].view(tuple(shape))
+
+
+@contextmanager
+def _named(case: Case) -> Iterator[None]:
+    """Errors of PyTorch become ProfileErrors that name the operator: the graph says of it what cannot be computed."""
+    try:
+        yield
+    except FlexsearchError:
+        raise
+    except Exception as error:  # PyTorch raises many types
+        lines = str(error).strip().splitlines() or [type(error).__name__]
+        raise ProfileError(
+            f"operator {case.costed.op.name!r} cannot be computed as the graph says: {lines[0][:200]}",
+            "Import the model again.",
+        ) from error
 
 
 class Run:

@@ -1,10 +1,10 @@
 """Floor 0: operators, their axes and access patterns; ``graph.importer`` and ``graph.kernels`` need torch."""
 
-from flexsearch.graph.model import Axis, Operator, OperatorGraph, Role, Tensor, Tracing
+from flexsearch.graph.model import Axis, Dtype, Operator, OperatorGraph, Role, Tensor, Tracing
 from flexsearch.graph.notation import Access, Box, Interval, intersect, parse, volume
 from flexsearch.graph.piece import Piece, chunk, make_piece, whole_piece
 
 __all__ = [
-    "Access", "Axis", "Box", "Interval", "Operator", "OperatorGraph", "Piece", "Role", "Tensor", "Tracing",
+    "Access", "Axis", "Box", "Dtype", "Interval", "Operator", "OperatorGraph", "Piece", "Role", "Tensor", "Tracing",
     "chunk", "intersect", "make_piece", "parse", "volume", "whole_piece",
 ]  # fmt: skip

@@ -18,6 +18,7 @@ from flexsearch.errors import ImportModelError, NotationError
 from flexsearch.graph.model import DTYPE_BYTES, Role
 from flexsearch.graph.notation import Access, infer_sizes, instantiate, parse
 from flexsearch.graph.operators import OPERATORS, axis_roles
+from flexsearch.graph.targets import check_target, trust
 
 Kind = Literal["input", "parameter", "buffer", "constant", "activation"]
 Shape = tuple[int, ...]
@@ -258,6 +259,11 @@ def opaque(
     whole: Callable[[list[Value]], str] | None = None,
 ) -> tuple[Value, ...]:
     """An operator that flexsearch does not look into: all dimensions whole, or the pattern that ``whole`` gives."""
+    try:
+        check_target(str(target))
+    except ValueError as error:
+        raise b.error(f"{error}; write it with others, or register it (flexsearch.graph.operators.register)") from error
+    trust(str(target))  # the user's model has just called it
     attributes, tensors = encode_call(target, args, kwargs)
     return b.emit_all("opaque", tensors, b.results, (whole or _all_whole(b))(tensors), attributes)
 

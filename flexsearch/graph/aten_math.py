@@ -22,21 +22,7 @@ from flexsearch.graph.aten import (
 )
 from flexsearch.graph.aten import opaque as emit_opaque
 from flexsearch.graph.aten_shape import cut, view
-
-POINTWISE = frozenset(
-    """
-    abs absolute acos acosh add addcdiv addcmul angle arccos arccosh arcsin arcsinh arctan arctan2 arctanh asin asinh
-    atan atan2 atanh bitwise_and bitwise_left_shift bitwise_not bitwise_or bitwise_right_shift bitwise_xor ceil celu
-    clamp clamp_max clamp_min clip copysign cos cosh deg2rad digamma div divide elu eq erf erfc erfinv exp exp2 expm1
-    fill fix float_power floor floor_divide fmax fmin fmod frac ge gelu greater greater_equal gt hardshrink
-    hardsigmoid hardswish hardtanh heaviside hypot i0 isfinite isinf isnan ldexp le leaky_relu lerp less less_equal
-    lgamma log log10 log1p log2 log_sigmoid logaddexp logaddexp2 logical_and logical_not logical_or logical_xor logit
-    lt masked_fill maximum minimum mish mul multiply nan_to_num ne neg negative nextafter not_equal polygamma pow
-    rad2deg reciprocal relu relu6 remainder round rsqrt rsub selu sgn sigmoid sign signbit silu sin sinc sinh
-    softplus softshrink sqrt square sub subtract tan tanh threshold true_divide trunc where xlogy
-    """.split()  # noqa: SIM905
-)
-"""Torch operators that compute each element from the corresponding elements of their operands, which broadcast."""
+from flexsearch.graph.targets import POINTWISE, trust
 
 
 def pointwise(b: Builder, target: str | Any, args: Sequence[Any], kwargs: dict[str, Any] | None = None) -> Value:
@@ -303,8 +289,9 @@ def _gather(b: Builder, self: Value, dim: int, index: Value, **_: Any) -> Value:
 
 
 def pointwise_handler(target: Any) -> Handler | None:
-    """A handler, called as (b, args, kwargs), if ``target`` is elementwise: listed above, or tagged so by torch."""
-    name = target._schema.name.removeprefix("aten::")
-    if name in POINTWISE or torch.Tag.pointwise in target.tags:
+    """A handler, called as (b, args, kwargs), if ``target`` is elementwise: listed so, or tagged so by torch."""
+    library, name = target._schema.name.split("::")
+    if name in POINTWISE if library == "aten" else torch.Tag.pointwise in target.tags:
+        trust(str(target))  # the user's model has just called it
         return lambda b, args, kwargs: pointwise(b, target, args, kwargs)
     return None

@@ -101,8 +101,9 @@ def integers(op: Operator, name: str, count: int, default: int) -> list[int]:
 
 def dtype_of(name: str) -> torch.dtype:
     """``"float32"`` or ``"torch.float32"`` as a dtype."""
-    value = getattr(torch, name.removeprefix("torch."))
-    assert isinstance(value, torch.dtype)
+    value = getattr(torch, name.removeprefix("torch."), None)
+    if not isinstance(value, torch.dtype):
+        raise ImportModelError(f"{name!r} is no dtype of PyTorch")
     return value
 
 

@@ -23,6 +23,7 @@ from flexsearch.graph.kernels_base import (
 )
 from flexsearch.graph.model import Operator
 from flexsearch.graph.piece import Piece
+from flexsearch.graph.targets import split_target, trusted
 
 
 class _Device:
@@ -64,15 +65,25 @@ def _flat(value: Any) -> list[Any]:
 
 
 def _target(op: Operator) -> Any:
-    """The operator overload that ``target`` names: ``"aten.gelu.default"``."""
-    found: Any = torch.ops
-    for part in str(op.attributes["target"]).removeprefix("torch.ops.").split("."):
-        found = getattr(found, part, None)
-        if found is None:
+    """The operator overload that ``target`` names, ``"aten.gelu.default"``: one of the closed list of pure operators,
+    or one that the user's own code has called or registered in this process."""
+    target = str(op.attributes.get("target"))
+    try:
+        if not trusted(target):
             raise ImportModelError(
-                f"operator {op.name!r}: torch.ops has no {op.attributes['target']!r}; "
-                "import the library that defines it, or import the model again with this version of PyTorch"
+                f"operator {op.name!r}: {target!r} belongs to a library that this process has not used",
+                "Import the model in this process, or register the operator (flexsearch.graph.operators.register).",
             )
+    except ValueError as error:
+        raise ImportModelError(f"operator {op.name!r}: target {target!r} {error}") from error
+    found: Any = torch.ops
+    for part in split_target(target):
+        found = getattr(found, part, None)
+    if not isinstance(found, torch._ops.OpOverload) or found._schema.is_mutable:
+        raise ImportModelError(
+            f"operator {op.name!r}: this version of PyTorch has no pure operator {target!r}",
+            "Import the model again with this version of PyTorch.",
+        )
     return found
 
 
@@ -108,7 +119,7 @@ def _argument(value: Any, kind: str) -> Any:
     if not isinstance(value, str):
         return value
     if value.startswith("torch."):
-        return getattr(torch, value.removeprefix("torch."))
+        return dtype_of(value)
     if any(number in kind for number in ("number", "float", "Scalar")):
         return float(value)
     return value

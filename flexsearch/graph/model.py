@@ -2,32 +2,55 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from functools import cached_property
 from math import prod
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import Field, JsonValue, model_validator
+from pydantic import AfterValidator, Field, JsonValue, model_validator
 
-from flexsearch.errors import FileFormatError, NotationError
-from flexsearch.files import FileModel, content_hash, load, save, shipped, shipped_names
-from flexsearch.graph.notation import Access, infer_sizes, parse
+from flexsearch.errors import FileFormatError
+from flexsearch.files import FileModel, content_hash, load, printable, save, shipped, shipped_names
+from flexsearch.graph.consistency import check_graph
+from flexsearch.graph.notation import Access, parse
+from flexsearch.quantities import (
+    MAX_AXES,
+    MAX_GRAPH_BYTES,
+    MAX_OPERANDS,
+    MAX_OPERATORS,
+    Name,
+    Pattern,
+    Shape,
+    Size,
+    Text,
+)
 
 Role = Literal["sample", "attribute", "parameter", "reduction"]
 """What an axis is: the batch; a dimension inside a sample; a weight dimension that indexes the output; summed away."""
 
-DTYPE_BYTES = {
+DTYPE_BYTES: Mapping[str, int] = {
     "float64": 8, "float32": 4, "bfloat16": 2, "float16": 2, "complex64": 8,
     "int64": 8, "int32": 4, "int16": 2, "int8": 1, "uint8": 1, "bool": 1,
 }  # fmt: skip
 
 
+def _known(dtype: str) -> str:
+    if dtype not in DTYPE_BYTES:
+        raise ValueError(f"must be one of {', '.join(DTYPE_BYTES)}")
+    return dtype
+
+
+Dtype = Annotated[str, AfterValidator(_known)]
+"""Name of an element type."""
+
+
 class Axis(FileModel):
     """One iteration axis of an operator: name as in the pattern, number of indices, role."""
 
-    name: str
-    size: int = Field(ge=1)
+    name: Annotated[str, Field(pattern=r"^[A-Za-z]\w{0,63}$")]
+    size: Size
     role: Role
 
 
@@ -35,9 +58,9 @@ class Tensor(FileModel):
     """A value of the graph. ``kind``: ``input`` (a batch), ``parameter``, ``buffer`` (state without gradient),
     ``constant`` (known before training), ``activation`` (made by an operator)."""
 
-    name: str
-    shape: tuple[int, ...]
-    dtype: str
+    name: Name
+    shape: Shape
+    dtype: Dtype
     kind: Literal["input", "parameter", "buffer", "constant", "activation"]
     requires_grad: bool = False
     """Parameters only: whether it is trained."""
@@ -59,26 +82,26 @@ class Tensor(FileModel):
 
     @model_validator(mode="after")
     def _check(self) -> Tensor:
-        if self.dtype not in DTYPE_BYTES:
-            raise ValueError(f"tensor {self.name!r} has unknown dtype {self.dtype!r}; known: {', '.join(DTYPE_BYTES)}")
-        if any(size < 1 for size in self.shape):
-            raise ValueError(f"tensor {self.name!r} has shape {self.shape}; every size must be at least 1")
+        if self.nbytes >= MAX_GRAPH_BYTES:
+            raise ValueError(f"tensor {self.name!r} would have {self.nbytes:.3g} bytes; the limit is 2^50 (1 PiB)")
+        if self.requires_grad and (self.kind != "parameter" or not self.floating):
+            raise ValueError(f"tensor {self.name!r} requires a gradient, which only floating-point parameters have")
         return self
 
 
 class Operator(FileModel):
     """A node of the graph: what it computes (``kind`` and ``attributes``) and how its operands follow from its axes."""
 
-    name: str
-    kind: str
-    pattern: str
-    axes: tuple[Axis, ...]
-    inputs: tuple[str, ...]
-    outputs: tuple[str, ...]
-    attributes: dict[str, JsonValue] = Field(default_factory=dict)
-    module: str = ""
+    name: Name
+    kind: Annotated[str, Field(pattern=r"^[A-Za-z_]\w{0,127}$")]
+    pattern: Pattern
+    axes: Annotated[tuple[Axis, ...], Field(max_length=MAX_AXES)]
+    inputs: Annotated[tuple[Name, ...], Field(max_length=MAX_OPERANDS)]
+    outputs: Annotated[tuple[Name, ...], Field(min_length=1, max_length=MAX_OPERANDS)]
+    attributes: dict[Name, JsonValue] = Field(default_factory=dict)
+    module: Text = ""
     """Dotted name of the module it came from."""
-    source: str = ""
+    source: Text = ""
     """``file:line`` of the call, for errors."""
 
     @cached_property
@@ -114,20 +137,20 @@ class Tracing(FileModel):
     """
 
     opaque: bool = False
-    batch_norm_groups: int = Field(default=1, ge=1)
+    batch_norm_groups: Size = 1
 
 
 class OperatorGraph(FileModel):
     """Operators in topological order. ``loss`` is the scalar tensor that training minimises."""
 
     format: Literal["flexsearch.graph/1"] = "flexsearch.graph/1"
-    name: str
-    tensors: tuple[Tensor, ...]
-    operators: tuple[Operator, ...]
-    loss: str
-    buffer_updates: dict[str, str] = Field(default_factory=dict)
+    name: Text
+    tensors: Annotated[tuple[Tensor, ...], Field(max_length=4 * MAX_OPERATORS)]
+    operators: Annotated[tuple[Operator, ...], Field(min_length=1, max_length=MAX_OPERATORS)]
+    loss: Name
+    buffer_updates: dict[Name, Name] = Field(default_factory=dict)
     """Buffer name -> tensor whose value replaces it after the step (running statistics)."""
-    counters: tuple[str, ...] = ()
+    counters: tuple[Name, ...] = ()
     """Integer scalar buffers that every training step raises by one (``num_batches_tracked``)."""
     tracing: Tracing = Tracing()
 
@@ -196,14 +219,24 @@ class OperatorGraph(FileModel):
     @classmethod
     def load(cls, path: str | Path) -> OperatorGraph:
         """Read a graph file, or a shipped graph by name (``alexnet``). Raises FileFormatError."""
-        found = Path(path) if Path(path).exists() else shipped("graphs", str(path))
+        found = Path(path) if os.path.exists(path) else shipped("graphs", str(path))
         if found is None:
             raise FileFormatError(
-                f"no graph file {path}, and no shipped graph of that name "
-                f"(shipped: {', '.join(shipped_names('graphs'))}). "
-                "Make one with `flexsearch import MODULE:CALLABLE -o graph.json`."
+                f"no graph file {printable(str(path))}, and no shipped graph of that name "
+                f"(shipped: {', '.join(shipped_names('graphs'))})",
+                "Make one with `flexsearch import MODULE:CALLABLE -o graph.json`.",
             )
-        return load(cls, found, "graph")
+        from flexsearch.graph.kinds import check_kinds  # the table of kinds needs this module
+
+        graph = load(cls, found, "graph")
+        try:
+            check_kinds(graph)
+        except ValueError as error:
+            raise FileFormatError(
+                f"graph file {printable(str(path))} contradicts itself: {error}",
+                "Make it again with `flexsearch import`.",
+            ) from error
+        return graph
 
     def save(self, path: str | Path) -> None:
         """Write the graph file, atomically."""
@@ -211,44 +244,5 @@ class OperatorGraph(FileModel):
 
     @model_validator(mode="after")
     def _check(self) -> OperatorGraph:
-        known = {t.name for t in self.tensors}
-        if len(known) != len(self.tensors):
-            raise ValueError("two tensors have the same name")
-        if len({op.name for op in self.operators}) != len(self.operators):
-            raise ValueError("two operators have the same name")
-        ready = {t.name for t in self.tensors if t.kind != "activation"}
-        for op in self.operators:
-            for name in (*op.inputs, *op.outputs):
-                if name not in known:
-                    raise ValueError(f"operator {op.name!r} uses tensor {name!r}, which is not in the graph")
-            for name in op.inputs:
-                if name not in ready:
-                    raise ValueError(f"operator {op.name!r} reads {name!r} before it is made; order the operators")
-            for name in op.outputs:
-                if name in ready:
-                    raise ValueError(f"operator {op.name!r} makes {name!r}, which exists already")
-            ready.update(op.outputs)
-            self._check_pattern(op)
-        if self.loss not in ready or self.tensor[self.loss].shape != ():
-            raise ValueError(f"loss {self.loss!r} must be a scalar tensor of the graph")
-        for name in known - ready:
-            raise ValueError(f"activation {name!r} is made by no operator")
-        for buffer, name in self.buffer_updates.items():
-            if buffer not in known or self.tensor[buffer].kind != "buffer" or name not in ready:
-                raise ValueError(f"buffer update {buffer!r} <- {name!r} does not name a buffer and a tensor")
-            if self.tensor[buffer].shape != self.tensor[name].shape:
-                raise ValueError(f"buffer update {buffer!r} <- {name!r} changes the shape")
+        check_graph(self)
         return self
-
-    def _check_pattern(self, op: Operator) -> None:
-        shapes = [self.tensor[name].shape for name in op.inputs]
-        outputs = [self.tensor[name].shape for name in op.outputs]
-        try:
-            access = op.access
-            if (len(access.inputs), len(access.outputs)) != (len(shapes), len(outputs)):
-                raise NotationError(f'pattern "{op.pattern}" does not have as many operands as the operator')
-            sizes = infer_sizes(access, shapes, outputs, op.sizes)
-        except NotationError as error:
-            raise ValueError(f"operator {op.name!r}: {error}") from error
-        if set(sizes) != set(op.sizes):
-            raise ValueError(f"operator {op.name!r} lists axes {list(op.sizes)}, its pattern has {list(sizes)}")

@@ -184,8 +184,10 @@ class Access:
         return tuple(box)
 
 
-_DIMENSION = re.compile(r"\s*(\([^()]*\)|[A-Za-z]\w*(?:\.\.)?|\d+)")
-_TERM = re.compile(r"\s*([+-]?)\s*(?:(\w+)\s*\*\s*)?(\w+)\s*")
+_DIMENSION = re.compile(r"\s*(\([^()]*\)|[A-Za-z]\w*(?:\.\.)?|\d+)", re.ASCII)
+_TERM = re.compile(r"\s*([+-]?)\s*(?:(\w+)\s*\*\s*)?(\w+)\s*", re.ASCII)
+_DIGITS = 15
+"""Of a number in a pattern: tensors have no dimensions longer than 2^48."""
 
 
 @lru_cache(maxsize=65536)
@@ -299,14 +301,20 @@ def _operand(text: str, pattern: str, parameters: Mapping[str, int]) -> Operand:
     return Operand(tuple(dimensions), once)
 
 
+def _number(digits: str, pattern: str) -> int:
+    if len(digits) > _DIGITS:
+        raise NotationError(f'a number of {len(digits)} digits in pattern "{pattern}" is too large')
+    return int(digits)
+
+
 def _dimension(token: str, pattern: str, parameters: Mapping[str, int]) -> Dimension:
     if token[0] != "(":
         if token.isdigit():
-            return Dimension((), (), 0 if token == "1" else int(token))
+            return Dimension((), (), 0 if token == "1" else _number(token, pattern))
         return Dimension((token,), (1,), plain=True)
     inner = token[1:-1].strip()
     names = inner.split()
-    if len(names) > 1 and all(re.fullmatch(r"[A-Za-z]\w*", name) for name in names):
+    if len(names) > 1 and all(re.fullmatch(r"[A-Za-z]\w*", name, re.ASCII) for name in names):
         return Dimension(tuple(names), (1,) * len(names), merged=True)
     axes, coefficients, offset, position = [], [], 0, 0
     while position < len(inner):
@@ -318,9 +326,11 @@ def _dimension(token: str, pattern: str, parameters: Mapping[str, int]) -> Dimen
             if name is None:
                 continue
             if name.isdigit() or name in parameters:
-                factor *= int(name) if name.isdigit() else parameters[name]
-            elif axis is None:
+                factor *= _number(name, pattern) if name.isdigit() else parameters[name]
+            elif axis is None and name[0].isalpha():
                 axis = name
+            elif axis is None:
+                raise NotationError(f'"{name}" in window "{token}" of pattern "{pattern}" is not the name of an axis')
             else:
                 raise NotationError(f'window "{token}" of pattern "{pattern}" multiplies two axes')
         if axis is None:

@@ -15,6 +15,7 @@ from typing import Any
 from flexsearch.errors import ImportModelError
 from flexsearch.graph.model import Operator, Role
 from flexsearch.graph.notation import Access
+from flexsearch.graph.targets import trust
 
 Flops = Callable[[Operator, Mapping[str, Any]], Any]
 """Forward FLOPs of a piece, given its number of indices on each axis. Those of the shipped table also take arrays of
@@ -163,8 +164,11 @@ def register(
     for axis, role in (roles or {}).items():
         if role not in allowed:
             raise ImportModelError(f"role {role!r} of axis {axis!r} of kind {kind!r} is none of {', '.join(allowed)}")
-    if aten is not None and aten.count(".") < 2:
-        raise ImportModelError(f"aten={aten!r} of kind {kind!r} must read LIBRARY.OPERATOR.OVERLOAD")
+    if aten is not None:
+        try:
+            trust(aten)
+        except ValueError as error:
+            raise ImportModelError(f"aten={aten!r} of kind {kind!r} {error}") from error
     OPERATORS[kind] = OperatorSpec(pattern, dict(roles or {}), flops)
     for name in [name for name, other in ATEN_KINDS.items() if other == kind]:
         del ATEN_KINDS[name]

@@ -20,6 +20,7 @@ from flexsearch.cost import Costs
 from flexsearch.errors import StrategyError
 from flexsearch.graph import OperatorGraph
 from flexsearch.lower import Lowering
+from flexsearch.quantities import MAX_COUNT, MAX_SEED
 from flexsearch.search.agenda import POLISH, Agenda, State
 from flexsearch.search.bound import lower_bound
 from flexsearch.search.climb import Climb, Climbed, Climber
@@ -98,6 +99,8 @@ def search(
     be obeyed or no budget is given."""
     if budget_s is None and proposals is None:
         raise StrategyError("the search needs a budget: seconds, or a number of proposals")
+    if not 0 <= seed < MAX_SEED:
+        raise StrategyError(f"seed {seed} is not between 0 and 2^64 - 1")
     if start is not None:
         start.check(graph, topology)
     budget, rule = Budget(budget_s, proposals), parse_pins(pins, graph, topology) or rule
@@ -386,8 +389,8 @@ class _Run:
         )
         bound_s = lower_bound(self.graph, self.topology, self.costs, self.options).seconds
         strategy.search = Search(
-            seed=self.seed, proposals=self.before.proposals + self.proposals, start=self.found_in, pins=pins,
-            climbs=self.before.climbs + len(self.climbs), optimal=self.best.optimal,
+            seed=self.seed, proposals=min(self.before.proposals + self.proposals, MAX_COUNT), start=self.found_in,
+            climbs=min(self.before.climbs + len(self.climbs), MAX_COUNT), pins=pins, optimal=self.best.optimal,
             bound_s=bound_s,
         )  # fmt: skip
         return SearchResult(

@@ -18,13 +18,16 @@ from math import prod
 from typing import Final
 
 from flexsearch.errors import StrategyError
+from flexsearch.files import printable
 from flexsearch.graph import Operator, OperatorGraph
 from flexsearch.strategy import OperatorConfig, make_config
 from flexsearch.strategy.baselines import has_weights
+from flexsearch.strategy.config import read_pin
 from flexsearch.topology import Topology
 
 _ROLES: Final = {"batch": "sample", "sample": "sample", "parameter": "parameter", "attribute": "attribute"}
-_HINT: Final = 'a pin reads "PATTERN: KEY=VALUE, ...", for instance "encoder.*: batch=4, devices=0-3"'
+MOST_COMPARED: Final = 5000
+"""Names that are compared with one that matches nothing."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,13 +82,10 @@ def parse_pins(texts: Sequence[str], graph: OperatorGraph, topology: Topology) -
     """
     count, found = len(topology.devices), dict[int, Pin]()
     for text in texts:
-        pattern, _, rest = text.partition(":")
-        settings = [part.partition("=") for part in re.split(r",(?=\s*[A-Za-z_])", rest) if part.strip()]
-        if not pattern.strip() or not settings or not all(key.strip() and value.strip() for key, _, value in settings):
-            raise StrategyError(f"pin {text!r} cannot be read: {_HINT}")
-        matching = _matching(pattern.strip(), graph, text)
-        for key, _, value in settings:
-            _set(found, matching, key.strip(), value.strip(), graph, count, text)
+        pattern, settings = read_pin(text)
+        matching = _matching(pattern, graph, text)
+        for key, value in settings:
+            _set(found, matching, key, value, graph, count, printable(text))
     weighted = frozenset(i for i in range(len(graph.operators)) if has_weights(graph, i))
     for i, pin in found.items():
         _check(graph.operators[i], pin, count)
@@ -97,10 +97,10 @@ def _matching(pattern: str, graph: OperatorGraph, text: str) -> list[int]:
     matching = [i for i, op in operators if fnmatchcase(op.name, pattern) or fnmatchcase(op.module, pattern)]
     if not matching:
         names = [name for op in graph.operators for name in (op.name, op.module) if name]
-        close = difflib.get_close_matches(pattern, names, n=3, cutoff=0.3)
+        close = difflib.get_close_matches(pattern[:100], names[:MOST_COMPARED], n=3, cutoff=0.3)
         raise StrategyError(
-            f"pin {text!r}: no operator or module of graph {graph.name!r} matches {pattern!r}"
-            + (f"; did you mean {', '.join(map(repr, close))}?" if close else "")
+            f"pin {printable(text)!r}: no operator or module of graph {graph.name!r} matches {printable(pattern)!r}",
+            f"Did you mean {', '.join(map(repr, close))}?" if close else "",
         )
     return matching
 
@@ -142,20 +142,23 @@ def _axis(op: Operator, key: str) -> str | None:
 
 
 def _number(value: str, text: str) -> int:
-    if not value.isdigit() or int(value) < 1:
-        raise StrategyError(f"pin {text!r}: {value!r} is not a number of parts")
+    if re.fullmatch("0*[1-9][0-9]{0,14}", value) is None:
+        raise StrategyError(f"pin {text!r}: {printable(value, 40)!r} is not a number of parts")
     return int(value)
 
 
 def _devices(value: str, count: int, text: str) -> tuple[int, ...]:
-    found: list[int] = []
+    found: dict[int, None] = {}
     for part in value.split(","):
-        match = re.fullmatch(r"\s*(\d+)(?:-(\d+))?\s*", part)
+        match = re.fullmatch(r"\s*([0-9]+)(?:-([0-9]+))?\s*", part)
         if match is None:
-            raise StrategyError(f"pin {text!r}: {value!r} is not a list of devices such as 0-3 or 0,2")
-        found += range(int(match[1]), int(match[2] or match[1]) + 1)
-    if not found or max(found) >= count or len(set(found)) < len(found):
-        raise StrategyError(f"pin {text!r}: devices are 0 to {count - 1}, each once")
+            raise StrategyError(f"pin {text!r}: {printable(value, 40)!r} is not a list of devices such as 0-3 or 0,2")
+        first, last = (int(digits[-15:]) if len(digits.lstrip("0")) < 15 else count for digits in (
+            match[1], match[2] or match[1]))  # fmt: skip
+        devices = range(first, last + 1)
+        if last >= count or not devices or any(device in found for device in devices):
+            raise StrategyError(f"pin {text!r}: devices are 0 to {count - 1}, each once, the smaller number first")
+        found |= dict.fromkeys(devices)
     return tuple(found)
 
 

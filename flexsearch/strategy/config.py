@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from math import prod
 
 from flexsearch.errors import StrategyError
+from flexsearch.files import printable
 from flexsearch.graph import Interval, Operator, chunk
 
 
@@ -53,6 +55,20 @@ def make_config(
     devices = tuple(devices)
     kept = tuple((axis, degrees[axis]) for axis in op.sizes if degrees.get(axis, 1) > 1)
     return OperatorConfig(kept, devices, max(1, len(devices) // prod(n for _, n in kept)), shard_weights)
+
+
+def read_pin(text: str) -> tuple[str, list[tuple[str, str]]]:
+    """Pattern of names, and (key, value) pairs, of ``"encoder.*: batch=4, devices=0-3"``; what they mean is told by
+    :mod:`flexsearch.search.pins`. Raises StrategyError."""
+    pattern, _, rest = text.partition(":")
+    parts = [part.partition("=") for part in re.split(r",(?=\s*[A-Za-z_])", rest) if part.strip()]
+    settings = [(key.strip(), value.strip()) for key, _, value in parts]
+    if not pattern.strip() or not settings or not all(key and value for key, value in settings):
+        raise StrategyError(
+            f"pin {printable(text)!r} cannot be read",
+            'A pin reads "PATTERN: KEY=VALUE, ...", for instance "encoder.*: batch=4, devices=0-3".',
+        )
+    return pattern.strip(), settings
 
 
 def check_config(op: Operator, config: OperatorConfig, device_count: int) -> None:

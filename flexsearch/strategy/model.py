@@ -5,14 +5,29 @@ from __future__ import annotations
 from collections.abc import Mapping
 from functools import cached_property
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
 
-from flexsearch.errors import StrategyError
-from flexsearch.files import FileModel, content_hash, load, save
-from flexsearch.graph import OperatorGraph, Tracing
-from flexsearch.strategy.config import OperatorConfig, check_config
+from flexsearch.errors import FileFormatError, StrategyError, TopologyError
+from flexsearch.files import FileModel, content_hash, load, printable, save
+from flexsearch.graph import Dtype, OperatorGraph, Tracing
+from flexsearch.quantities import (
+    MAX_BYTES,
+    MAX_DEVICES,
+    MAX_PIECES,
+    Capacity,
+    Count,
+    Degree,
+    DeviceIndex,
+    Digest,
+    Name,
+    PredictedSeconds,
+    Seed,
+    Shape,
+    Text,
+)
+from flexsearch.strategy.config import OperatorConfig, check_config, read_pin
 from flexsearch.topology import Topology
 
 
@@ -20,15 +35,15 @@ class Options(FileModel):
     """What is chosen for the whole step. ``bucket_bytes``: gradients are synchronised in buckets of about this size.
     ``optimizer``: how much state an update reads and writes (none, one, or two tensors per weight)."""
 
-    bucket_bytes: int = Field(default=25 * 2**20, ge=1)
+    bucket_bytes: Capacity = 25 * 2**20
     optimizer: Literal["sgd", "momentum", "adam"] = "momentum"
 
 
 class Made(FileModel):
     """What a file was made for: the name for people, the hash for the check."""
 
-    name: str
-    hash: str
+    name: Text
+    hash: Digest
 
 
 class MadeGraph(Made):
@@ -40,9 +55,9 @@ class MadeGraph(Made):
 class Prediction(FileModel):
     """What the simulator said when the strategy was made."""
 
-    iteration_s: float
-    data_parallel_s: float | None = None
-    peak_bytes: int | None = None
+    iteration_s: PredictedSeconds
+    data_parallel_s: PredictedSeconds | None = None
+    peak_bytes: Annotated[int, Field(ge=0)] | None = None
 
 
 class Search(FileModel):
@@ -50,28 +65,38 @@ class Search(FileModel):
     same strategy. ``proposals``, ``climbs``: made so far, searches that it was resumed from included. ``start``: what
     led to it. ``optimal``: no change of one operator is known to make it faster. ``bound_s``: no plan is faster."""
 
-    seed: int
-    proposals: int
-    climbs: int = 0
-    start: str = ""
-    pins: tuple[str, ...] = ()
+    seed: Seed
+    proposals: Count
+    climbs: Count = 0
+    start: Text = ""
+    pins: tuple[Text, ...] = ()
     optimal: bool = False
-    bound_s: float | None = None
+    bound_s: PredictedSeconds | None = None
+
+    @field_validator("pins")
+    @classmethod
+    def _readable(cls, pins: tuple[str, ...]) -> tuple[str, ...]:
+        for pin in pins:
+            try:
+                read_pin(pin)
+            except StrategyError as error:
+                raise ValueError(error.message) from error
+        return pins
 
 
 class _ConfigFile(FileModel):
-    degrees: dict[str, int] = Field(default_factory=dict)
-    devices: tuple[int, ...]
-    replicas: int = 1
+    degrees: dict[Name, Degree] = Field(default_factory=dict)
+    devices: Annotated[tuple[DeviceIndex, ...], Field(min_length=1, max_length=MAX_DEVICES)]
+    replicas: Degree = 1
     shard_weights: bool = False
 
 
 class Input(FileModel):
     """A tensor that the model is fed: enough to trace the model again where the strategy is used."""
 
-    name: str
-    shape: tuple[int, ...]
-    dtype: str
+    name: Name
+    shape: Shape
+    dtype: Dtype
 
 
 class StrategyFile(FileModel):
@@ -83,15 +108,29 @@ class StrategyFile(FileModel):
     topology: Made
     cluster: Topology
     options: Options = Options()
-    operators: dict[str, _ConfigFile]
+    operators: dict[Name, _ConfigFile]
     prediction: Prediction | None = None
     search: Search | None = None
 
     @model_validator(mode="after")
     def _untouched(self) -> StrategyFile:
         if self.cluster.content_hash() != self.topology.hash:
-            raise ValueError("cluster is not the topology that topology.hash names; was the file edited?")
+            raise ValueError("topology.hash is not that of the cluster; was the file edited?")
         return self
+
+
+def _check_together(graph: OperatorGraph, topology: Topology) -> None:
+    """Raise StrategyError if the graph is too large for so many devices: bytes over a link must fit an int64, and the
+    work grows with operators and devices."""
+    devices, operators = len(topology.devices), len(graph.operators)
+    nbytes = sum(tensor.nbytes for tensor in graph.tensors)
+    if nbytes * devices >= MAX_BYTES or operators * devices > MAX_PIECES:
+        raise StrategyError(
+            f"graph {graph.name!r} on topology {topology.name!r} is too large: {operators:,} operators and "
+            f"{nbytes:.3g} bytes on {devices:,} devices (operators x devices: at most {MAX_PIECES:,}; "
+            f"bytes x devices: below 2^60)",
+            "Plan for fewer devices, or for a part of the model.",
+        )
 
 
 class Strategy:
@@ -145,6 +184,12 @@ class Strategy:
                     f"this strategy was made for {what} {made.name!r} ({made.hash}), not for {name!r} ({found}). "
                     f"Give the {what} it was made for, or run `flexsearch optimize` again."
                 )
+        _check_together(graph, topology)
+        expected = tuple(Input(name=t.name, shape=t.shape, dtype=t.dtype) for t in graph.of_kind("input"))
+        if self.inputs != expected:
+            raise StrategyError(
+                "inputs are not those of the graph; was the strategy edited?", "Run `flexsearch optimize` again."
+            )
         missing = [op.name for op in graph.operators if op.name not in self.configs]
         extra = sorted(set(self.configs) - set(graph.index))
         if missing or extra:
@@ -196,7 +241,11 @@ class Strategy:
     @classmethod
     def load(cls, path: str | Path) -> Strategy:
         """Read a strategy file. Raises FileFormatError that names the wrong field."""
-        return cls.from_file(load(StrategyFile, path, "strategy"))
+        try:
+            return cls.from_file(load(StrategyFile, path, "strategy"))
+        except TopologyError as error:  # pydantic hands it on without its place
+            where = f"strategy file {printable(str(path))}: cluster.{error.message}"
+            raise FileFormatError(where, error.remedy) from error
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Strategy) and self.to_file() == other.to_file()

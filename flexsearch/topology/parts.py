@@ -7,7 +7,9 @@ from typing import Annotated, Any, Final, Literal
 
 from pydantic import AfterValidator, Field, field_validator, model_validator
 
-from flexsearch.files import FileModel
+from flexsearch import quantities
+from flexsearch.files import FileModel, printable
+from flexsearch.quantities import Bandwidth, Capacity, Factor, FlopRate, LatencySeconds, SecondsPerByte
 
 DTYPES: Final = ("float64", "float32", "bfloat16", "float16")
 FORMS: Final = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "exchange")
@@ -23,12 +25,12 @@ OVERHEAD_S: Final = {"gloo": 100e-6, "nccl": 15e-6}
 
 
 def _name(value: str) -> str:
-    if not value or any(c in "{}" or c.isspace() for c in value):
-        raise ValueError("a name must not be empty and must not contain spaces or braces")
+    if not value or any(c in "{}" or c.isspace() for c in value) or "->" in value:
+        raise ValueError("a name must not be empty and must not contain spaces, braces or arrows")
     return value
 
 
-Name = Annotated[str, AfterValidator(_name)]
+Name = Annotated[quantities.Name, AfterValidator(_name)]
 
 
 class Device(FileModel):
@@ -37,21 +39,19 @@ class Device(FileModel):
     name: Name
     kind: Literal["cpu", "cuda"]
     host: Name
-    model: str
-    flops: dict[str, float]  # FLOP/s by dtype
-    memory_bandwidth: float = Field(gt=0)  # B/s
-    memory_bytes: int = Field(gt=0)
+    model: quantities.Text
+    flops: dict[str, FlopRate]  # by dtype
+    memory_bandwidth: Bandwidth
+    memory_bytes: Capacity
     processor: Name | None = None  # devices naming the same one take turns on it (emulated hosts too); None: its own
-    overhead_s: float = Field(ge=0)  # host time to launch one operator
+    overhead_s: LatencySeconds  # host time to launch one operator
 
     @field_validator("flops")
     @classmethod
     def _known_dtypes(cls, flops: dict[str, float]) -> dict[str, float]:
-        for dtype, value in flops.items():
+        for dtype in flops:
             if dtype not in DTYPES:
-                raise ValueError(f'unknown dtype "{dtype}"; known are {", ".join(DTYPES)}')
-            if value <= 0:
-                raise ValueError(f"{dtype} must be greater than 0 FLOP/s, not {value:g}")
+                raise ValueError(f'unknown dtype "{printable(dtype)}"; known are {", ".join(DTYPES)}')
         if "float32" not in flops:
             raise ValueError("float32 is missing; it stands in for the dtypes that are not given")
         return flops
@@ -67,8 +67,8 @@ class Link(FileModel):
 
     a: Name
     b: Name
-    bandwidth: float = Field(gt=0)
-    latency_s: float = Field(ge=0)
+    bandwidth: Bandwidth
+    latency_s: LatencySeconds
     duplex: Literal["full", "half"] = "full"
 
 
@@ -79,14 +79,14 @@ class Communication(FileModel):
     """
 
     backend: Literal["gloo", "nccl"]
-    overhead_s: float = Field(default=0.0, ge=0)  # software start of one communication
-    factors: dict[str, float] = Field(default_factory=dict)  # by form: time / (bytes over busiest link / bandwidth)
-    cpu_s_per_byte: float = Field(default=0.0, ge=0)  # processor time per byte moved, on each side
+    overhead_s: LatencySeconds = 0.0  # software start of one communication
+    factors: dict[str, Factor] = Field(default_factory=dict)  # by form: time / (bytes over busiest link / bandwidth)
+    cpu_s_per_byte: SecondsPerByte = 0.0  # processor time per byte moved, on each side
 
     @model_validator(mode="before")
     @classmethod
     def _backend_defaults(cls, data: Any) -> Any:
-        if not isinstance(data, dict) or data.get("backend") not in FACTORS:
+        if not isinstance(data, dict) or data.get("backend") not in tuple(FACTORS):
             return data  # the fields' own checks say what is wrong
         backend, factors = data["backend"], data.get("factors", {})
         if isinstance(factors, dict):
@@ -96,11 +96,9 @@ class Communication(FileModel):
     @field_validator("factors")
     @classmethod
     def _known_forms(cls, factors: dict[str, float]) -> dict[str, float]:
-        for form, value in factors.items():
+        for form in factors:
             if form not in FORMS:
-                raise ValueError(f'unknown form "{form}"; known are {", ".join(FORMS)}')
-            if value <= 0:
-                raise ValueError(f"{form} must be greater than 0, not {value:g}")
+                raise ValueError(f'unknown form "{printable(form)}"; known are {", ".join(FORMS)}')
         return factors
 
 

@@ -25,6 +25,7 @@ from pydantic import AfterValidator, Field, field_validator
 
 from flexsearch.errors import TopologyError
 from flexsearch.files import FileModel
+from flexsearch.quantities import MAX_DEVICES, MAX_LINKS, Text
 from flexsearch.topology.parts import Communication, Device, Link, Name
 
 _RANGE = re.compile(r"([^{}\s]*)\{(\d{1,5})\.\.(\d{1,5})\}([^{}\s]*)")
@@ -40,6 +41,8 @@ def names(pattern: str) -> list[str]:
     before, first, last, after = match.groups()
     if int(first) > int(last):
         raise ValueError(f'the range in "{pattern}" runs backwards; write the smaller number first')
+    if int(last) - int(first) >= MAX_DEVICES:
+        raise ValueError(f'the range in "{pattern}" stands for more than {MAX_DEVICES} names')
     return [f"{before}{k}{after}" for k in range(int(first), int(last) + 1)]
 
 
@@ -70,6 +73,12 @@ class NodeLink(Link):
     a: Pattern
     b: Pattern
 
+    @property
+    def count(self) -> int:
+        """Number of pairs that this link joins, at most."""
+        a, b = len(names(self.a)), len(names(self.b))
+        return a * (a - 1) // 2 if self.a == self.b else max(a, b)
+
     def pairs(self, where: str) -> Iterator[tuple[str, str]]:
         """The pairs of names that this link joins."""
         ends_a, ends_b = names(self.a), names(self.b)
@@ -88,29 +97,28 @@ class NodeLink(Link):
 class Nodes(FileModel):
     """The node that is repeated."""
 
-    count: int = Field(ge=1, le=4096)
+    count: int = Field(ge=1, le=MAX_DEVICES)
     name: Name = "node"
-    devices: tuple[NodeDevice, ...]
-    switches: tuple[Pattern, ...] = ()
-    links: tuple[NodeLink, ...] = ()
+    devices: Annotated[tuple[NodeDevice, ...], Field(min_length=1, max_length=MAX_DEVICES)]
+    switches: Annotated[tuple[Pattern, ...], Field(max_length=MAX_DEVICES)] = ()
+    links: Annotated[tuple[NodeLink, ...], Field(max_length=MAX_LINKS)] = ()
 
 
 class Template(FileModel):
     """A topology file in the compact form."""
 
     format: Literal["flexsearch.topology/1"] = "flexsearch.topology/1"
-    name: str
-    source: str | None = None
+    name: Text
+    source: Text | None = None
     nodes: Nodes
-    switches: tuple[Pattern, ...] = ()
-    links: tuple[NodeLink, ...] = ()
+    switches: Annotated[tuple[Pattern, ...], Field(max_length=MAX_DEVICES)] = ()
+    links: Annotated[tuple[NodeLink, ...], Field(max_length=MAX_LINKS)] = ()
     communication: Communication
 
     def expand(self, count: int | None = None) -> dict[str, Any]:
         """Fields of the explicit Topology with ``count`` nodes (default: the file's). TopologyError on bad links."""
         nodes, count = self.nodes, self.nodes.count if count is None else count
-        if not nodes.devices:
-            raise TopologyError("nodes.devices: empty; a node needs at least one device")
+        self._check_total(count)
         shared = [name for pattern in self.switches for name in names(pattern)]
         local = [name for pattern in nodes.switches for name in names(pattern)]
         node_names = [f"{nodes.name}{k}" for k in range(count)]
@@ -129,6 +137,22 @@ class Template(FileModel):
             "communication": self.communication,
             "source": self.source,
         }
+
+    def _check_total(self, count: int) -> None:
+        """Raise TopologyError before anything too large is made."""
+        within = sum(len(names(device.name)) for device in self.nodes.devices)
+        if count * within > MAX_DEVICES:
+            raise TopologyError(
+                f"nodes: {count:,} nodes of {within} devices are {count * within:,} devices; "
+                f"plans are made for at most {MAX_DEVICES:,}",
+                f"Ask for at most {MAX_DEVICES // within} nodes." if within <= MAX_DEVICES else "",
+            )
+        switches = count * sum(len(names(pattern)) for pattern in self.nodes.switches)
+        joins = sum(link.count for link in self.links) + count * sum(link.count for link in self.nodes.links)
+        if switches > MAX_LINKS or joins > MAX_LINKS:
+            raise TopologyError(
+                f"nodes: {switches:,} switches and {joins:,} links in {count:,} nodes; at most {MAX_LINKS:,} may be"
+            )
 
     def _devices_of(self, node: str) -> Iterator[Device]:
         for k, device in enumerate(self.nodes.devices):

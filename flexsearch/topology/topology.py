@@ -4,20 +4,22 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import re
 from collections.abc import Sequence
 from difflib import get_close_matches
 from functools import cached_property
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, Literal, Self
+from typing import Annotated, Any, Literal, Self
 
 import numpy as np
 import numpy.typing as npt
-from pydantic import model_validator
+from pydantic import Field, model_validator
 
 from flexsearch import files
 from flexsearch.errors import FileFormatError, TopologyError
+from flexsearch.quantities import MAX_DEVICES, MAX_LINKS, Text
 from flexsearch.topology.parts import Communication, Device, Link, Name, Resource, Route
 from flexsearch.topology.routes import Router, Routes, decisive, separated, wiring
 from flexsearch.topology.template import Template
@@ -33,21 +35,21 @@ class Topology(files.FileModel):
     """
 
     format: Literal["flexsearch.topology/1"] = "flexsearch.topology/1"
-    name: str
-    devices: tuple[Device, ...]
-    switches: tuple[Name, ...] = ()
-    links: tuple[Link, ...] = ()
+    name: Text
+    devices: Annotated[tuple[Device, ...], Field(max_length=MAX_DEVICES)]
+    switches: Annotated[tuple[Name, ...], Field(max_length=MAX_LINKS)] = ()
+    links: Annotated[tuple[Link, ...], Field(max_length=MAX_LINKS)] = ()
     communication: Communication
-    source: str | None = None  # where the figures come from
+    source: Text | None = None  # where the figures come from
 
     @model_validator(mode="after")
     def _consistent(self) -> Self:
         if not self.devices:
-            raise TopologyError("devices: empty; a topology needs at least one device")
+            raise TopologyError("devices: empty", "A topology needs at least one device.")
         self._check_names()
         self._check_links()
         if (pair := separated(self._graph, [d.name for d in self.devices])) is not None:
-            raise TopologyError(f'links: no route between devices "{pair[0]}" and "{pair[1]}"; add the missing link')
+            raise TopologyError(f'links: no route between devices "{pair[0]}" and "{pair[1]}"', "Add the missing link.")
         if self.communication.backend == "nccl" and (cpus := [d.name for d in self.devices if d.kind == "cpu"]):
             raise TopologyError(f'communication.backend: nccl cannot reach the cpu device "{cpus[0]}"; use gloo')
         return self
@@ -179,9 +181,9 @@ class Topology(files.FileModel):
         path, count = _find(str(path_or_preset))
         data = files.read_json(path, "topology")
         try:
-            return _build(cls, data, f"file {path}", count)
+            return _build(cls, data, f"file {files.printable(str(path))}", count)
         except TopologyError as error:
-            raise TopologyError(f"topology file {path}: {error}") from error
+            raise error.at(f"topology file {files.printable(str(path))}") from error
 
     @cached_property
     def _graph(self) -> Any:
@@ -232,7 +234,7 @@ def _directions(link: Link) -> tuple[str, ...]:
 
 
 def _hint(name: str, known: Sequence[str] | set[str] | dict[str, int]) -> str:
-    close = get_close_matches(name, sorted(known), n=3)
+    close = get_close_matches(name, sorted(known), n=3) if len(known) <= MAX_DEVICES else []
     return f"; did you mean {' or '.join(json.dumps(c) for c in close)}?" if close else ""
 
 
@@ -248,24 +250,30 @@ def _build(cls: type[Topology], data: Any, source: str, count: int | None) -> To
 
 def _find(name: str) -> tuple[Path, int | None]:
     """The file that ``name`` means, and the number of nodes it asks for."""
-    if Path(name).is_file():
+    if os.path.isfile(name):
         return Path(name), None
     if (path := _preset(name)) is not None:
         return path, None
-    if match := re.fullmatch(r"(.+)([:-])(\d+)", name):
+    if os.path.exists(name):  # a folder or a device: reading it says so
+        return Path(name), None
+    if match := re.fullmatch(r"(.+)([:-])([0-9]+)", name):
         base, sign, digits = match.groups()
-        path = Path(base) if sign == ":" and Path(base).is_file() else _preset(base)
+        path = Path(base) if sign == ":" and os.path.isfile(base) else _preset(base)
         if path is not None:
-            if not 1 <= int(digits[:6]) <= 4096:
-                raise TopologyError(f'topology "{name}": the number of nodes must be from 1 to 4096, not {digits}')
+            if len(digits) > 6 or not 1 <= int(digits) <= MAX_DEVICES:
+                count = files.printable(digits, 20)
+                raise TopologyError(
+                    f'topology "{files.printable(name)}": the number of nodes must be from 1 to {MAX_DEVICES:,}, '
+                    f"not {count}"
+                )
             return path, int(digits)
     known = presets()
-    close = get_close_matches(name, known, n=len(known) or 1, cutoff=0.4)
+    close = get_close_matches(name[:100], known, n=len(known) or 1, cutoff=0.4)
     listed = ", ".join([*close, *(k for k in known if k not in close)])
     what = "file" if name.endswith(".json") or "/" in name else "file or preset"
     raise TopologyError(
-        f'no topology {what} "{name}". Give the path of a topology file, or a preset, with ":N" for another number of '
-        f"nodes: {listed}"
+        f'no topology {what} "{files.printable(name)}"',
+        f'Give the path of a topology file, or a preset, with ":N" for another number of nodes: {listed}.',
     )
 
 
