@@ -155,6 +155,30 @@ def cat(draw: Any) -> Case:
 
 
 @family
+def index_select(draw: Any) -> Case:
+    dim, negative = draw(few(0, 2)), draw(st.booleans())
+    x = rand(*[draw(few(1, 4)) for _ in range(3)])
+    low, high = -x.shape[dim] if negative else 0, x.shape[dim]
+    index = torch.randint(low, high, [draw(few(1, 4)) for _ in range(draw(few(0, 2)))])
+    read, places = ["V" if i == dim else n for i, n in enumerate("abc")], "ij"[: index.dim()]
+    written = [*"abc"[:dim], *places, *"abc"[dim + 1 :]]
+    return case(
+        "index_select", f"{' '.join(read)}, {' '.join(places)} -> {' '.join(written)}", [x, index],
+        lambda x, i: x[(*((slice(None),) * dim), i)], {"dim": dim, "negative": negative},
+    )  # fmt: skip
+
+
+@family
+def gather(draw: Any) -> Case:
+    dim = draw(few(0, 2))
+    x = rand(*[draw(few(1, 4)) for _ in range(3)])
+    shape = [draw(few(1, 5)) if i == dim else n for i, n in enumerate(x.shape)]
+    index = torch.randint(x.shape[dim], shape)
+    read = " ".join("V" if i == dim else n for i, n in enumerate("abc"))
+    return case("gather", f"{read}, a b c -> a b c", [x, index], lambda x, i: x.gather(dim, i), {"dim": dim})
+
+
+@family
 def pad(draw: Any) -> Case:
     left, right, n = draw(few(0, 4)), draw(few(0, 4)), draw(few(1, 4))
     return case(

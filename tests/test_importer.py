@@ -302,7 +302,26 @@ CASES: dict[str, Case] = {
     "var": (lambda x, w: (x * w).var(1, keepdim=True), [X, ()], [("opaque", "a B c -> a 1 c")]),
     "cumsum": (lambda x, w: (x * w).cumsum(1), [X, ()], [("opaque", "a B c -> a B c")]),
     "topk": (lambda x, w: (x * w).topk(3, 1)[0], [X, ()], [("opaque", "a B c -> a B_0 c, a B_1 c")]),
-    "index_select": (lambda x, w: (x * w)[:, [1, 3, 0]], [X, ()], [("opaque", "a V c, b -> a b c")]),
+    "index_select": (lambda x, w: (x * w)[:, [1, 3, 0]], [X, ()], [("index_select", "a V c, i0 -> a i0 c")]),
+    "index from the end": (lambda x, w: (x * w)[:, [-1, 0, -2]], [X, ()], [("index_select", "a V c, i0 -> a i0 c")]),
+    "index of several dimensions": (
+        lambda x, w: (x * w)[:, torch.tensor([[0, -1], [2, 5]])],
+        [X, ()],
+        [("index_select", "a V c, i0 i1 -> a i0 i1 c")],
+    ),
+    "gather": (
+        lambda x, w: (x * w).gather(1, torch.arange(24).view(4, 6, 1) % 6),
+        [X, ()],
+        [("slice", "a b (c) -> a b c"), ("gather", "a V c, a b c -> a b c")],
+    ),
+    "bits": (
+        lambda x, w: x * w * ((x > 0) & (x < 1) | (x > 2)),
+        [X, ()],
+        [("pointwise", "a b c -> a b c")] * 2
+        + [("pointwise", "a b c, a b c -> a b c")]
+        + [("pointwise", "a b c -> a b c")]
+        + [("pointwise", "a b c, a b c -> a b c")] * 2,
+    ),
     "cast": (lambda x, w: (x * w).float().double(), [X, ()], [("pointwise", "a b c -> a b c")] * 2),
     "copies are nothing": (lambda x, w: (x * w).contiguous().clone().view(4, 6, 8).to(torch.float64), [X, ()], []),
     "detach": (

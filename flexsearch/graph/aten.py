@@ -13,6 +13,8 @@ from typing import Any, Literal, TypeVar
 
 import torch
 from pydantic import JsonValue
+from torch.utils import _pytree as pytree
+from torch.utils.flop_counter import FlopCounterMode
 
 from flexsearch.errors import ImportModelError, NotationError
 from flexsearch.graph.model import DTYPE_BYTES, Role
@@ -259,7 +261,27 @@ def opaque(
 ) -> tuple[Value, ...]:
     """An operator that flexsearch does not look into: all dimensions whole, or the pattern that ``whole`` gives."""
     attributes, tensors = encode_call(target, args, kwargs)
+    if flops := _matrix_flops(target, args, kwargs):
+        attributes["matrix_flops"] = flops
     return b.emit_all("opaque", tensors, b.results, (whole or _all_whole(b))(tensors), attributes)
+
+
+def _matrix_flops(target: torch._ops.OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> int:
+    """FLOPs of the matrix products and convolutions that a call comes down to, as torch counts them; 0 if it cannot
+    tell (an operator without an implementation for the meta device)."""
+    real_args, real_kwargs = pytree.tree_map_only(Value, _on_meta, (list(args), dict(kwargs)))
+    if "device" in real_kwargs:
+        real_kwargs["device"] = torch.device("meta")
+    with FlopCounterMode(display=False) as counter, torch.no_grad():
+        try:
+            target(*real_args, **real_kwargs)
+        except (RuntimeError, NotImplementedError):
+            return 0
+    return int(counter.get_total_flops())
+
+
+def _on_meta(x: Value) -> torch.Tensor:
+    return torch.empty(x.shape, dtype=getattr(torch, x.dtype), device="meta")
 
 
 def _all_whole(b: Builder) -> Callable[[list[Value]], str]:

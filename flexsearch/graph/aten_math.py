@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from math import prod
 from typing import Any
 
 import torch
@@ -34,6 +33,7 @@ POINTWISE = frozenset(
     lt masked_fill maximum minimum mish mul multiply nan_to_num ne neg negative nextafter not_equal polygamma pow
     rad2deg reciprocal relu relu6 remainder round rsqrt rsub selu sgn sigmoid sign signbit silu sin sinc sinh
     softplus softshrink sqrt square sub subtract tan tanh threshold true_divide trunc where xlogy
+    __and__ __lshift__ __or__ __rshift__ __xor__
     """.split()  # noqa: SIM905
 )
 """Torch operators that compute each element from the corresponding elements of their operands, which broadcast."""
@@ -269,10 +269,18 @@ _along("upsample_nearest1d", "upsample_linear1d", last=1)
 
 @aten("index_select")
 def _index_select(b: Builder, self: Value, dim: int, index: Value) -> Value:
-    dim, names = dim % self.rank, letters(self.rank)
+    return _rows(b, self, dim % self.rank, view(b, index, [-1]), False)
+
+
+def _rows(b: Builder, x: Value, dim: int, index: Value, negative: bool) -> Value:
+    """``x`` with the dimensions of ``index`` in place of ``dim``; ``negative``: an index may count from the end."""
+    names, places = letters(x.rank), [f"i{n}" for n in range(index.rank)]
     read = " ".join("V" if i == dim else n for i, n in enumerate(names))
-    pattern = f"{read}, {names[dim]} -> {' '.join(names)}"
-    return emit_opaque(b, torch.ops.aten.index_select.default, (self, dim, index), {}, lambda _: pattern)[0]
+    written = " ".join([*names[:dim], *places, *names[dim + 1 :]])
+    shape = (*x.shape[:dim], *index.shape, *x.shape[dim + 1 :])
+    attributes = {"dim": dim, "negative": negative}
+    pattern = f"{read}, {' '.join(places)} -> {written}"
+    return b.emit("index_select", [x, index], shape, pattern, attributes, short="index_select")
 
 
 @aten("index.Tensor")
@@ -281,25 +289,21 @@ def _index(b: Builder, self: Value, indices: Sequence[Value | None]) -> Value:
     if len(given) != 1 or given[0][1].dtype not in ("int64", "int32"):
         raise b.error("indexes with a mask or with several tensors; use index_select, gather or torch.where")
     dim, index = given[0]
-    flat = view(b, index, [prod(index.shape)])
-    picked = _index_select(_at(b, (*self.shape[:dim], *flat.shape, *self.shape[dim + 1 :])), self, dim, flat)
-    return view(b, picked, b.shape)
-
-
-def _at(b: Builder, shape: Shape) -> Builder:
-    """The same builder (and drafts) for an intermediate result of another shape."""
-    return Builder(b.drafts, b.module, b.source, b.target, ((shape, b.dtype),))
+    # Of what is computed, or on the meta device, it is not known whether it counts from the end.
+    negative = index.data is None or index.data.is_meta or bool(torch.any(index.data < 0))
+    return _rows(b, self, dim, index, negative)
 
 
 @aten("gather")
 def _gather(b: Builder, self: Value, dim: int, index: Value, **_: Any) -> Value:
+    """Of a tensor that is larger than the index in other dimensions, only the part that the index reaches counts."""
     dim, names = dim % self.rank, letters(self.rank)
     for i in range(self.rank):
-        if i != dim and self.shape[i] != index.shape[i]:
-            raise b.error("gathers from a larger tensor; slice it to the index's size in the other dimensions first")
+        if i != dim:
+            self = cut(b, self, i, 0, index.shape[i])
     read = " ".join("V" if i == dim else n for i, n in enumerate(names))
     pattern = f"{read}, {' '.join(names)} -> {' '.join(names)}"
-    return emit_opaque(b, torch.ops.aten.gather.default, (self, dim, index), {}, lambda _: pattern)[0]
+    return b.emit("gather", [self, index], index.shape, pattern, {"dim": dim}, short="gather")
 
 
 def pointwise_handler(target: Any) -> Handler | None:

@@ -73,3 +73,22 @@ def pad(op: Operator, piece: Piece, shapes: Shapes, context: KernelContext) -> K
         return only_padding
     sides = [side for i in reversed(range(len(box))) for side in cut(op, piece, 0, i)]
     return (lambda x: F.pad(x, sides, value=value)) if any(sides) else (lambda x: x)
+
+
+@register_kernel("index_select")
+def index_select(op: Operator, piece: Piece, shapes: Shapes, context: KernelContext) -> Kernel:
+    """Rows along a whole dimension; torch's own index_select refuses indices that count from its end."""
+    dim, shape = int(str(op.attributes["dim"])), extent(piece.outputs[0])
+    size, negative = shapes[0][dim], bool(op.attributes.get("negative"))
+
+    def run(x: Tensor, index: Tensor) -> Tensor:
+        index = torch.where(index < 0, index + size, index) if negative else index
+        return x.index_select(dim, index.reshape(-1)).reshape(shape)
+
+    return run
+
+
+@register_kernel("gather")
+def gather(op: Operator, piece: Piece, shapes: Shapes, context: KernelContext) -> Kernel:
+    dim = int(str(op.attributes["dim"]))
+    return lambda x, index: x.gather(dim, index)
