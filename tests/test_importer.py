@@ -264,6 +264,37 @@ CASES: dict[str, Case] = {
         [X, X],
         [("view", "a b c -> a 1 b c"), ("view", "a b c -> a 1 b c"), ("cat", "a (b) c d, a (b-1) c d -> a b c d")],
     ),
+    "cat with an empty tensor": (
+        lambda x, w: torch.cat((torch.tensor([], dtype=torch.float64), x * w, (x * w)[:, 6:]), 1),
+        [X, ()],
+        [],
+    ),
+    "cat of several dtypes": (
+        lambda x, w: torch.cat((x * w, (x > 0)), 1),
+        [X, ()],
+        [("pointwise", "a b c -> a b c")] * 2 + [("cat", "a (b) c, a (b-6) c -> a b c")],
+    ),
+    "parts without elements": (
+        lambda x, w: torch.cat((*(x * w).split((2, 0, 4), 1)[:2], (x * w)[:, 3:3].float().double() * 2), 1),
+        [X, ()],
+        [("slice", "a (b) c -> a b c")],
+    ),
+    "sum over nothing": (
+        lambda x, w: x * w + (x * w)[:, :0].sum(1, keepdim=True),
+        [X, ()],
+        [("pointwise", "a b c, a 1 c -> a b c")],
+    ),
+    "unfold": (lambda x, w: (x * w).unfold(1, 3, 2), [X, ()], [("unfold", "a (2*b+k0) c -> a b c k0")]),
+    "unfold, the last dimension": (
+        lambda x, w: (x * w).unfold(-1, 4, 1),
+        [X, ()],
+        [("unfold", "a b (c+k0) -> a b c k0")],
+    ),
+    "im2col": (
+        lambda x, w: F.unfold(x * w, 3, dilation=(1, 2), padding=(1, 0), stride=2),
+        [I, ()],
+        [("im2col", "n c (2*h+KH-1) (2*w+2*KW) -> n (c KH KW) (h w)")],
+    ),
     "pad": (lambda x, w: F.pad(x * w, (1, 2, 0, -1), value=3.0), [X, ()], [("pad", "a (b) (c-1) -> a b c")]),
     "pad, reflect": (lambda x, w: F.pad(x * w, (1, 2), mode="reflect"), [X, ()], [("opaque", "a b C -> a b C1")]),
     "repeat": (

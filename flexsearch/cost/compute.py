@@ -37,7 +37,7 @@ MEMORY_EFFICIENCY: Final = 0.8
 Numbers = npt.NDArray[np.int64]
 Seconds = npt.NDArray[np.float64]
 
-FREE_KINDS: Final = frozenset({"view", "permute", "expand", "slice", "detach"})
+FREE_KINDS: Final = frozenset({"view", "permute", "expand", "slice", "unfold", "detach"})
 """Kinds whose forward only makes another view of the same memory."""
 
 STREAMS: Final = {"sgd": 3, "momentum": 5, "adam": 7}
@@ -124,7 +124,15 @@ class Costed:
             return 0.0, 0.0
         incoming = self._written(extents)
         made = sum(self._bytes(i, extents) for i, need in enumerate(self.needs) if need)
-        if kind in ("sum", "mean", "expand", "slice", "pad"):  # linear and weightless: no input is read again
+        if kind in (
+            "sum",
+            "mean",
+            "expand",
+            "slice",
+            "unfold",
+            "im2col",
+            "pad",
+        ):  # linear and weightless: no input is read again
             saved = 0
         elif (looked_up := table(kind)) is not None:  # clears the table's gradient, then adds to the rows looked up
             saved = sum(self._bytes(i, extents) for i in range(len(self.inputs)) if i != looked_up) + 2 * incoming

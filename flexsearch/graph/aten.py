@@ -305,6 +305,22 @@ def registered(
         raise b.error(f"does not fit the pattern registered for {kind!r}: {error}") from error
 
 
+def cast(b: Builder, x: Value, dtype: str) -> Value:
+    """``x`` as ``dtype`` ("float32"); ``x`` itself if it is."""
+    if dtype == x.dtype:
+        return x
+    attributes, _ = encode_call(torch.ops.aten._to_copy.default, (x,), {"dtype": getattr(torch, dtype)})
+    names = " ".join(letters(x.rank))
+    return b.emit("pointwise", [x], x.shape, f"{names} -> {names}", attributes, dtype=dtype, short="to_copy")
+
+
+def empty(shape: Shape, dtype: str) -> Value:
+    """A tensor without elements. Only concatenations read such a one, and leave it out: it is never in a graph."""
+    return Value(
+        shape, dtype, "constant", "constant", weight=True, data=torch.empty(shape, dtype=getattr(torch, dtype))
+    )
+
+
 def normal_dims(dims: int | Iterable[int] | None, rank: int) -> tuple[int, ...]:
     """Sorted non-negative dimensions; None or none at all means every one."""
     if dims is None:

@@ -41,6 +41,8 @@ def fold(node: torch.fx.Node, args: Sequence[Any], kwargs: Mapping[str, Any]) ->
         fill = bind(target, args, kwargs)["fill_value"] if fill is None else fill
         if isinstance(fill, int | float | bool):
             return Folded(torch.full(tuple(value.shape), fill, dtype=value.dtype))
+    if isinstance(value, torch.Tensor) and not value.numel():
+        return Folded(torch.empty(tuple(value.shape), dtype=value.dtype))  # whatever it was made from
     if any(isinstance(x, Value) for x in leaves) or is_random(target, bind(target, args, kwargs)):
         return None
     return pytree.tree_map_only(torch.Tensor, Folded, _evaluate(target, value, args, dict(kwargs)))

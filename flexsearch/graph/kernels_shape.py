@@ -8,7 +8,16 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from flexsearch.graph.kernels_base import Kernel, KernelContext, Shapes, cut, dtype_of, extent, register_kernel
+from flexsearch.graph.kernels_base import (
+    Kernel,
+    KernelContext,
+    Shapes,
+    cut,
+    dtype_of,
+    extent,
+    integers,
+    register_kernel,
+)
 from flexsearch.graph.model import Operator
 from flexsearch.graph.piece import Piece
 
@@ -64,13 +73,7 @@ def pad(op: Operator, piece: Piece, shapes: Shapes, context: KernelContext) -> K
     value = float(value) if isinstance(value, str) else value
     box = piece.inputs[0]
     if box is None:
-        size, name = extent(piece.outputs[0]), op.attributes.get("dtype")
-
-        def only_padding(x: None) -> Tensor:
-            dtype = context.dtype if name is None else dtype_of(str(name))
-            return torch.full(size, value, dtype=dtype, device=context.device)
-
-        return only_padding
+        return _only_padding(op, piece, context, value)
     sides = [side for i in reversed(range(len(box))) for side in cut(op, piece, 0, i)]
     return (lambda x: F.pad(x, sides, value=value)) if any(sides) else (lambda x: x)
 
@@ -92,3 +95,32 @@ def index_select(op: Operator, piece: Piece, shapes: Shapes, context: KernelCont
 def gather(op: Operator, piece: Piece, shapes: Shapes, context: KernelContext) -> Kernel:
     dim = int(str(op.attributes["dim"]))
     return lambda x, index: x.gather(dim, index)
+
+
+@register_kernel("unfold")
+def unfold(op: Operator, piece: Piece, shapes: Shapes, context: KernelContext) -> Kernel:
+    """The region reaches from the first element of the piece's windows to the last: they are what it unfolds to."""
+    dim, step = int(str(op.attributes["dim"])), int(str(op.attributes["step"]))
+    size = extent(piece.outputs[0])[-1]
+    return lambda x: x.unfold(dim, size, step)
+
+
+@register_kernel("im2col")
+def im2col(op: Operator, piece: Piece, shapes: Shapes, context: KernelContext) -> Kernel:
+    kernel, dilation, stride = (tuple(integers(op, name, 2, 1)) for name in ("kernel_size", "dilation", "stride"))
+    if piece.inputs[0] is None:
+        return _only_padding(op, piece, context, 0.0)
+    rank = len(shapes[0])
+    sides = [side for i in (rank - 1, rank - 2) for side in cut(op, piece, 0, i)]
+    return lambda x: F.unfold(F.pad(x, sides) if any(sides) else x, kernel, dilation, 0, stride)
+
+
+def _only_padding(op: Operator, piece: Piece, context: KernelContext, value: float) -> Kernel:
+    """A piece that lies wholly outside its operand."""
+    size, name = extent(piece.outputs[0]), op.attributes.get("dtype")
+
+    def run(x: None) -> Tensor:
+        dtype = context.dtype if name is None else dtype_of(str(name))
+        return torch.full(size, value, dtype=dtype, device=context.device)
+
+    return run

@@ -142,6 +142,8 @@ OPERATORS: dict[str, OperatorSpec] = {
     "permute": OperatorSpec(None, {}, _FREE),
     "expand": OperatorSpec(None, {}, _FREE),
     "slice": OperatorSpec(None, {}, _FREE),
+    "unfold": OperatorSpec(None, {}, _FREE),
+    "im2col": OperatorSpec(None, _IMAGE, _FREE),
     "cat": OperatorSpec(None, {}, _FREE),
     "pad": OperatorSpec(None, {}, _FREE),
     "sum": OperatorSpec(None, {}, _per_point(1.0)),
