@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from flexsearch import zoo
 from flexsearch.errors import ImportModelError
 from flexsearch.graph import Box, OperatorGraph, Tracing, whole_piece
+from flexsearch.graph.aten import HANDLERS
 from flexsearch.graph.importer import Imported, import_model, import_with_constants, load_callable
 from flexsearch.graph.kernels import KernelContext, build_kernel
 from flexsearch.graph.shipped import SHIPPED, make
@@ -640,6 +641,17 @@ def test_an_unknown_operator_is_named_with_its_layer_line_and_remedy() -> None:
     graph = import_model(model, torch.ones(4, 8), lambda y: y.sum(), opaque=True)
     op = next(op for op in graph.operators if op.kind == "opaque")
     assert op.pattern == "A B -> C D" and not op.splittable and graph.tensor[op.outputs[0]].dtype == "complex64"
+
+
+def test_a_call_that_its_handler_does_not_foresee_is_an_error_or_opaque(monkeypatch: pytest.MonkeyPatch) -> None:
+    def handler(b: Any, **call: Any) -> None:
+        raise ValueError("zip() argument 2 is longer than argument 1")
+
+    monkeypatch.setitem(HANDLERS, "aten.tanh", handler)
+    model = Fn(lambda x, w: torch.tanh(x * w).sum(), ())
+    with pytest.raises(ImportModelError, match=r"aten\.tanh\.default.*does not fit its pattern.*--opaque"):
+        import_model(model, randn(4, 8))
+    assert "opaque" in [op.kind for op in import_model(model, randn(4, 8), opaque=True).operators]
 
 
 def test_registering_an_operator_cures_the_error(monkeypatch: pytest.MonkeyPatch) -> None:

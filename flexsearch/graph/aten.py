@@ -162,10 +162,10 @@ class Builder:
         """Dtype of what the torch operator at hand returns (its first output)."""
         return self.results[0][1]
 
-    def error(self, problem: str) -> ImportModelError:
+    def error(self, problem: str, remedy: str = "") -> ImportModelError:
         """An error about the torch operator at hand; ``problem`` continues the sentence that begins with its name."""
         layer = f"in layer {self.module!r}" if self.module else "outside any layer"
-        return ImportModelError(f"{self.target} {layer}{f' ({self.source})' if self.source else ''} {problem}")
+        return ImportModelError(f"{self.target} {layer}{f' ({self.source})' if self.source else ''} {problem}", remedy)
 
 
 def _sample_axes(access: Access, inputs: Sequence[Value]) -> set[str]:

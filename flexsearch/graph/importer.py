@@ -232,21 +232,27 @@ class _Walk:
                 return handler(b, **bind(target, args, kwargs))
             if (elementwise := aten_math.pointwise_handler(target)) is not None:
                 return elementwise(b, args, dict(kwargs))
-        except NotationError as error:
-            raise b.error(f"does not fit its pattern: {error}") from error
-        except ImportModelError:
-            if not self.tracing.opaque:
-                raise
+            problem = b.error(
+                "is not in the operator table",
+                f'Register it, flexsearch.graph.operators.register(kind, pattern, aten="{name}"), or import it '
+                "unsplittable with opaque=True (--opaque).",
+            )
+        except ImportModelError as error:
+            problem = error
+        except (NotationError, ValueError, IndexError, KeyError, TypeError, AssertionError) as error:
+            # A form of the call that its handler does not foresee is no reason to give up where opaque ones are welcome.
+            problem = b.error(
+                f"does not fit its pattern: {error}", "Import it unsplittable with opaque=True (--opaque)."
+            )
+            problem.__cause__ = error
         if is_random(target, bind(target, args, kwargs)):
             raise b.error(
-                "draws random numbers, which would differ between devices; draw them outside the model and pass them in"
+                "draws random numbers, which would differ between devices",
+                "Draw them outside the model and pass them in.",
             )
-        if self.tracing.opaque:
-            return emit_opaque(b, target, args, kwargs)
-        raise b.error(
-            "is not in the operator table. Register it, flexsearch.graph.operators.register("
-            f'kind, pattern, aten="{name}"), or import it unsplittable with opaque=True (--opaque).'
-        )
+        if not self.tracing.opaque:
+            raise problem
+        return emit_opaque(b, target, args, kwargs)
 
     def _constant(self, x: Folded) -> Value:
         """A constant as an operand: the buffer that it is, or a constant of the graph."""
