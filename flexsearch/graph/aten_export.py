@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.utils import _pytree as pytree
 
 from flexsearch.errors import FlexsearchError, ImportModelError
 
@@ -43,8 +44,10 @@ def export_step(
     Raises ImportModelError with the line of the user's code at which tracing failed.
     """
     try:
-        with _quiet(), torch.enable_grad():
+        with _quiet(), torch.enable_grad(), _on_one_device(model) as meta:
             step = Step(model, loss)
+            if meta:
+                args, kwargs, targets = pytree.tree_map_only(torch.Tensor, _to_meta, (args, kwargs, targets))
             program = torch.export.export(step, (args, kwargs, targets), strict=False)
             _share(program, step)
             _keep_no_grad(program)
@@ -79,6 +82,39 @@ def _quiet() -> Iterator[None]:
         finally:
             for logger, level in levels.items():
                 logger.setLevel(level)
+
+
+def _to_meta(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.to("meta")
+
+
+@contextmanager
+def _on_one_device(model: nn.Module) -> Iterator[bool]:
+    """Where a part of the model is on the meta device, have all of it there for a while: tracing takes one device only.
+
+    So buffers that no state brings can have their values already. Yields whether the model is on the meta device.
+    """
+    tensors = {id(x): x for x in [*model.parameters(), *model.buffers()]}
+    meta = any(x.is_meta for x in tensors.values())
+    stand_ins: dict[int, Any] = {
+        i: nn.Parameter(_to_meta(x.detach()), x.requires_grad) if isinstance(x, nn.Parameter) else _to_meta(x)
+        for i, x in tensors.items()
+        if meta and not x.is_meta
+    }
+    places = [
+        (store, name, tensor)
+        for module in model.modules()
+        for store in (vars(module)["_parameters"], vars(module)["_buffers"])
+        for name, tensor in store.items()
+        if id(tensor) in stand_ins
+    ]
+    try:
+        for store, name, tensor in places:
+            store[name] = stand_ins[id(tensor)]
+        yield meta
+    finally:
+        for store, name, tensor in places:
+            store[name] = tensor
 
 
 def _user_line(error: BaseException) -> str:

@@ -7,7 +7,7 @@ handler (the ``aten_*`` modules). What is not in the table is an error that says
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from operator import getitem
 from typing import Any
 
@@ -21,7 +21,7 @@ from flexsearch.graph.aten import Builder, Kind, Value, bind, dtype_name, find_h
 from flexsearch.graph.aten import opaque as emit_opaque
 from flexsearch.graph.aten_assemble import assemble
 from flexsearch.graph.aten_export import Loss, export_step, source_line
-from flexsearch.graph.aten_fold import Folded, fold, is_random
+from flexsearch.graph.aten_fold import Folded, fold, is_random, sources
 from flexsearch.graph.loading import Loaded, load_callable
 from flexsearch.graph.model import OperatorGraph, Tracing
 from flexsearch.graph.operators import ATEN_KINDS
@@ -33,14 +33,16 @@ __all__ = ["Imported", "Loaded", "import_model", "import_with_constants", "load_
 class Imported:
     """A graph and what is needed to run it: the constants' values and the order of the tensor arguments.
 
-    ``constants``: CPU tensors by name; of a model on the meta device some may be meta tensors themselves.
-    ``input_names``, ``target_names``: graph inputs in the order of the tensors in ``example_inputs`` and ``targets``.
+    ``constants``: CPU tensors by name; of a model on the meta device some may be meta tensors themselves. ``derived``:
+    those of them that were computed from buffers, for :func:`flexsearch.graph.aten_fold.derive`. ``input_names``,
+    ``target_names``: graph inputs in the order of the tensors in ``example_inputs`` and ``targets``.
     """
 
     graph: OperatorGraph
     constants: dict[str, torch.Tensor]
     input_names: tuple[str, ...]
     target_names: tuple[str, ...]
+    derived: Mapping[str, Folded] = field(default_factory=dict)
 
 
 def import_model(
@@ -148,7 +150,9 @@ class _Walk:
         loss, updates, counters = self._outputs(next(n for n in nodes if n.op == "output"))
         drafts = self.builder.drafts
         graph, constants = assemble(name, drafts, loss, [*inputs, *targets], updates, counters, self.tracing)
-        return Imported(graph, constants, tuple(v.name for v in inputs), tuple(v.name for v in targets))
+        derived = {v.name: x for x, v in self.constants.items() if v.name in constants and sources(x)}
+        names = tuple(v.name for v in inputs), tuple(v.name for v in targets)
+        return Imported(graph, constants, *names, derived)
 
     def _placeholders(self, nodes: Sequence[torch.fx.Node], users: Sequence[Value]) -> None:
         """Inputs in their order; parameters and buffers under their first name, however many they have."""
@@ -240,7 +244,7 @@ class _Walk:
         except ImportModelError as error:
             problem = error
         except (NotationError, ValueError, IndexError, KeyError, TypeError, AssertionError) as error:
-            # A form of the call that its handler does not foresee is no reason to give up where opaque ones are welcome.
+            # Where opaque operators are welcome, a form of the call that its handler does not foresee becomes one.
             problem = b.error(
                 f"does not fit its pattern: {error}", "Import it unsplittable with opaque=True (--opaque)."
             )

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -13,6 +14,7 @@ from torch.utils import _pytree as pytree
 from flexsearch.cost import Costs
 from flexsearch.errors import RuntimeFailure, StrategyError
 from flexsearch.graph import Box, Interval
+from flexsearch.graph.aten_fold import derive, sources
 from flexsearch.graph.importer import Imported, import_with_constants
 from flexsearch.graph.kernels import KernelContext, preferred
 from flexsearch.graph.kernels_base import dtype_of, extent
@@ -123,10 +125,10 @@ class Parallel:
         self._other: dict[str, Tensor] = {}
         self.weights: dict[str, nn.Parameter] = {}
         """This rank's part of each weight it stores, by name."""
-        self._fixed: dict[str, tuple[Box, Tensor]] = {
-            name: (box, cut(imported.constants[name], _whole(imported.constants[name]), box).to(device))
-            for name, box in self._held("constant").items()
-        }
+        self._fixed: dict[str, tuple[Box, Tensor]] = {}
+        self._imported = imported
+        self._transient = _transient(model, set(self._names.values()))
+        self._check_meta(model)
         self._loaded = False
         self._take(model)
         trained = [p for p in self.weights.values() if p.requires_grad]
@@ -144,8 +146,9 @@ class Parallel:
         """Forward, backward, synchronise, update; returns the loss of the whole batch (a scalar) on every rank.
 
         ``inputs``, ``targets``: tensors, or nested as at import. Each may hold the whole global batch, or only this
-        rank's ``sample_range`` of it; a rank whose range is empty may pass None. Raises RuntimeFailure if a rank has
-        died.
+        rank's ``sample_range`` of it: of flattened targets the rows of these samples; what does not run over the batch
+        (a mask for all samples) is always whole. A rank whose range is empty may pass None. Raises RuntimeFailure if a
+        rank has died.
         """
         if not self._loaded:
             raise RuntimeFailure("the model was on the meta device: call load_state_dict before the first step")
@@ -168,12 +171,15 @@ class Parallel:
 
     def _feed(self, name: str, tensor: Tensor) -> tuple[Box, Tensor]:
         spec = self.graph.tensor[name]
-        low, high = self.sample_range
-        local = (high - low, *spec.shape[1:]) if spec.shape else ()
-        if dtype_of(spec.dtype) != tensor.dtype or tuple(tensor.shape) not in (spec.shape, local):
+        shapes = {spec.shape: "the whole batch"}
+        low, high = (bound * self._rows.get(name, 0) for bound in self.sample_range)
+        if name in self._rows:
+            shapes.setdefault((high - low, *spec.shape[1:]), f"rows {low} to {high} of it")
+        if dtype_of(spec.dtype) != tensor.dtype or tuple(tensor.shape) not in shapes:
+            wanted = " or ".join(f"{shape} ({what})" for shape, what in shapes.items())
             raise RuntimeFailure(
-                f"{name} must be {spec.dtype} of shape {spec.shape} (the whole batch) or {local} (samples {low} to "
-                f"{high} of it), not {str(tensor.dtype).removeprefix('torch.')} of shape {tuple(tensor.shape)}"
+                f"{name} must be {spec.dtype} of shape {wanted}, not {str(tensor.dtype).removeprefix('torch.')} of "
+                f"shape {tuple(tensor.shape)}"
             )
         box = tuple((0, n) for n in spec.shape)
         if tuple(tensor.shape) != spec.shape:
@@ -189,17 +195,30 @@ class Parallel:
         """What this rank runs in a step, as readable Python."""
         return listing(self.engine.program)
 
-    @property
+    @cached_property
+    def _rows(self) -> dict[str, int]:
+        """Rows of each input that one sample has: 1, or more of what comes flattened (targets of batch * sequence).
+        Inputs that do not run over the batch (masks, tables) are missing."""
+        graph, rows = self.graph, {}
+        for tensor in graph.of_kind("input"):
+            for consumer, position in graph.consumers[tensor.name] if tensor.shape else ():
+                op = graph.operators[consumer]
+                axes = op.access.inputs[position].dimensions[0].axes
+                if axes and op.roles[axes[0]] == "sample" and tensor.shape[0] % graph.batch == 0:
+                    rows[tensor.name] = tensor.shape[0] // graph.batch
+        return rows
+
+    @cached_property
     def sample_range(self) -> Interval:
         """[low, high) of the global batch's samples that this rank needs; (0, 0) if none."""
-        rows = [
-            entry.box[0]
+        needed = [
+            (entry.box[0][0] // self._rows[edge.tensor], -(-entry.box[0][1] // self._rows[edge.tensor]))
             for edge in self.lowered.edges
-            if self.graph.tensor[edge.tensor].kind == "input" and self.graph.tensor[edge.tensor].shape
+            if edge.tensor in self._rows
             for entry in edge.need
             if entry.device == self.rank
         ]
-        return (min(low for low, _ in rows), max(high for _, high in rows)) if rows else (0, 0)
+        return (min(low for low, _ in needed), max(high for _, high in needed)) if needed else (0, 0)
 
     def sampler(self, length: int, *, shuffle: bool = True, seed: int = 0, epoch: int = 0) -> Iterator[list[int]]:
         """Batch sampler for a data set of ``length`` samples: for each global batch, the indices of this rank's samples
@@ -266,7 +285,16 @@ class Parallel:
                     self._counters[original].copy_(state[name])
                 elif original in self._other:
                     self._other[original].copy_(state[name])
+            self._derive({original: state[name] for name, original in self._names.items()})
         self._loaded = True
+
+    def _derive(self, state: Mapping[str, Tensor]) -> None:
+        """Compute the constants that follow from buffers, whose values are ``state``."""
+        for name, constant in self._imported.derived.items():
+            if name in self._fixed:
+                box, tensor = self._fixed[name]
+                whole = derive(constant, {**self._transient, **state})
+                tensor.copy_(cut(whole, _whole(whole), box))
 
     # ---- set-up
 
@@ -278,6 +306,24 @@ class Parallel:
                 found = [entry.box for entry in edge.need if entry.device == self.rank]
                 boxes.setdefault(edge.tensor, []).extend(found)
         return {name: bounding(found) for name, found in boxes.items() if found}
+
+    def _check_meta(self, model: nn.Module) -> None:
+        """Raise RuntimeFailure where a value is needed that is on the meta device and that no state can bring."""
+        graph, derived = self.graph, self._imported.derived
+        constants = [t.name for t in graph.of_kind("constant") if self._imported.constants[t.name].is_meta]
+        needed = {t.name for t in graph.of_kind("buffer")}.union(
+            *(sources(derived[n]) for n in constants if n in derived)
+        )
+        if lost := sorted(n for n in needed & self._transient.keys() if self._transient[n].is_meta):
+            raise RuntimeFailure(
+                f"buffer {lost[0]!r} is on the meta device and not persistent: no state_dict brings its values",
+                "Register it again with its values before parallelize, or build the model on the CPU.",
+            )
+        if lost := [n for n in constants if n not in derived]:
+            raise RuntimeFailure(
+                f"{lost[0]!r} is computed from a tensor of the model that is on the meta device and is no buffer",
+                "Register that tensor as a buffer, or build the model on the CPU.",
+            )
 
     def _buffer_entries(self) -> dict[str, list[Entry]]:
         held: dict[str, list[Entry]] = {}
@@ -293,7 +339,7 @@ class Parallel:
         prints: list[str | None] = [None] * dist.get_world_size()
         dist.all_gather_object(prints, fingerprint(tensors))
         if len(set(prints)) > 1:
-            for tensor in tensors.values():
+            for tensor in (t for t in tensors.values() if not t.is_meta):
                 moved = tensor.detach().to(self.device)
                 dist.broadcast(moved, 0)
                 tensor.data.copy_(moved)
@@ -306,6 +352,14 @@ class Parallel:
                 else preferred(cut(whole, _whole(whole), entry.box).to(self.device, copy=True).contiguous())
             )
             self.weights[name] = nn.Parameter(part, requires_grad=spec.requires_grad)
+        for name, box in self._held("constant").items():
+            whole = self._imported.constants[name]
+            whole = torch.zeros_like(whole, device="cpu") if whole.is_meta else whole
+            self._fixed[name] = box, cut(whole, _whole(whole), box).to(self.device, copy=True)
+        trained = {weight.tensor for weight in self.lowered.weights}
+        for name, tensor in model.named_parameters():
+            if name not in trained:  # the loss does not depend on it: it stays what it is
+                self._other[name] = torch.zeros_like(tensor, device="cpu") if meta else tensor.detach().cpu().clone()
         for name, tensor in model.named_buffers():
             whole = torch.zeros_like(tensor, device=self.device) if tensor.is_meta else tensor.detach()
             if name in self._buffers:
@@ -313,8 +367,10 @@ class Parallel:
                 self._fixed[name] = self._buffers[name], part
             elif name in self.graph.counters:
                 self._counters[name] = whole.clone()
-            elif name not in self._fixed:
+            else:
                 self._other[name] = whole.cpu().clone()
+        if not meta and len(set(prints)) > 1:
+            self._derive({name: tensor.detach().cpu() for name, tensor in model.named_buffers()})
         self._loaded = not meta
 
 
@@ -327,6 +383,12 @@ def _state_names(model: nn.Module, graph: Any) -> dict[str, str]:
     everything.update(model.named_parameters(remove_duplicate=False))
     everything.update(model.named_buffers(remove_duplicate=False))
     return {name: first[id(everything[name])] for name in model.state_dict(keep_vars=True) if name in everything}
+
+
+def _transient(model: nn.Module, persistent: Collection[str]) -> dict[str, Tensor]:
+    """The buffers that are in no state_dict: CPU or meta tensors, by name."""
+    buffers = {name: tensor.detach() for name, tensor in model.named_buffers() if name not in persistent}
+    return {name: tensor if tensor.is_meta else tensor.cpu() for name, tensor in buffers.items()}
 
 
 def _whole(tensor: Tensor) -> Box:
