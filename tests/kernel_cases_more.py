@@ -155,16 +155,46 @@ def cat(draw: Any) -> Case:
 
 
 @family
-def index_select(draw: Any) -> Case:
-    dim, negative = draw(few(0, 2)), draw(st.booleans())
+def index(draw: Any) -> Case:
+    """By one or two operands, which broadcast, or by a range of an axis of the indices and an operand."""
     x = rand(*[draw(few(1, 4)) for _ in range(3)])
-    low, high = -x.shape[dim] if negative else 0, x.shape[dim]
-    index = torch.randint(low, high, [draw(few(1, 4)) for _ in range(draw(few(0, 2)))])
-    read, places = ["V" if i == dim else n for i, n in enumerate("abc")], "ij"[: index.dim()]
-    written = [*"abc"[:dim], *places, *"abc"[dim + 1 :]]
+    negative = draw(st.booleans())
+    shape = [draw(few(1, 4)) for _ in range(2)]
+    places = {(): "", (shape[0],): "i", tuple(shape): "i j", (shape[0], 1): "i 1", (1, shape[1]): "1 j"}
+
+    def indices(dim: int, *size: int) -> Tensor:
+        return torch.randint(-x.shape[dim] if negative else 0, x.shape[dim], size)
+
+    attributes: dict[str, Any] = {"negative": negative, "first": 0, "rank": 2}
+    form = draw(st.sampled_from(["one", "outer", "apart", "range"]))
+    if form == "one":
+        dim, own = draw(few(0, 2)), draw(st.sampled_from([(), (shape[0],), tuple(shape)]))
+        read = ["V" if i == dim else n for i, n in enumerate("abc")]
+        written = " ".join([*"abc"[:dim], places[own], *"abc"[dim + 1 :]])
+        entries: list[Any] = [{"operand": 0} if i == dim else None for i in range(3)]
+        attributes |= {"rank": len(own), "first": dim, "indices": entries}
+        return case(
+            "index", f"{' '.join(read)}, {places[own]} -> {written}", [x, indices(dim, *own)],
+            lambda x, i: x[(*((slice(None),) * dim), i)], attributes,
+        )  # fmt: skip
+    if form == "range":
+        x = rand(shape[0], *x.shape[1:])
+        entries = [{"axis": 0}, None, {"operand": 0}]
+        return case(
+            "index", "i b V, i j -> i j b", [x, indices(2, *shape)],
+            lambda x, k: x[torch.arange(len(x))[:, None], :, k], attributes | {"indices": entries},
+        )  # fmt: skip
+    if form == "apart":
+        entries = [{"operand": 0}, None, {"operand": 1}]
+        operands = [x, indices(0, *shape), indices(2, shape[0], 1)]
+        return case(
+            "index", "V b W, i j, i 1 -> i j b", operands, lambda x, i, k: x[i, :, k], attributes | {"indices": entries}
+        )
+    entries = [None, {"operand": 0}, {"operand": 1}]
+    operands = [x, indices(1, shape[0], 1), indices(2, 1, shape[1])]
     return case(
-        "index_select", f"{' '.join(read)}, {' '.join(places)} -> {' '.join(written)}", [x, index],
-        lambda x, i: x[(*((slice(None),) * dim), i)], {"dim": dim, "negative": negative},
+        "index", "a V W, i 1, 1 j -> a i j", operands, lambda x, i, k: x[:, i, k],
+        attributes | {"indices": entries, "first": 1},
     )  # fmt: skip
 
 

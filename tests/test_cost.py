@@ -379,7 +379,7 @@ def test_a_mask_costs_no_more_than_the_arithmetic_on_its_elements() -> None:
 @pytest.mark.parametrize(
     ("operator", "function"),
     [
-        ("index_select", lambda x, w: w[:, (x[0, :, 0]).long()]),
+        ("index", lambda x, w: w[:, (x[0, :, 0]).long()]),
         ("gather", lambda x, w: w.gather(1, x[0].long().T)),
     ],
 )
@@ -387,7 +387,7 @@ def test_looking_rows_up_reads_what_is_looked_up_and_not_the_table(
     operator: str, function: Callable[..., torch.Tensor]
 ) -> None:
     forward, backward = work(operator, function, 8, 1000)
-    index, rows = (6 if operator == "index_select" else 48) * 8, 48 * 4
+    index, rows = (6 if operator == "index" else 48) * 8, 48 * 4
     assert (forward.flops, forward.nbytes) == (48, index + 2 * rows)
     assert backward.nbytes == rows + index + 2 * rows + 8 * 1000 * 4  # clears the table's gradient
 

@@ -334,12 +334,42 @@ CASES: dict[str, Case] = {
     "var": (lambda x, w: (x * w).var(1, keepdim=True), [X, ()], [("opaque", "a B c -> a 1 c")]),
     "cumsum": (lambda x, w: (x * w).cumsum(1), [X, ()], [("opaque", "a B c -> a B c")]),
     "topk": (lambda x, w: (x * w).topk(3, 1)[0], [X, ()], [("opaque", "a B c -> a B_0 c, a B_1 c")]),
-    "index_select": (lambda x, w: (x * w)[:, [1, 3, 0]], [X, ()], [("index_select", "a V c, i0 -> a i0 c")]),
-    "index from the end": (lambda x, w: (x * w)[:, [-1, 0, -2]], [X, ()], [("index_select", "a V c, i0 -> a i0 c")]),
+    "index_select": (lambda x, w: (x * w)[:, [1, 3, 0]], [X, ()], [("index", "a V1 c, i0 -> a i0 c")]),
+    "index from the end": (lambda x, w: (x * w)[:, [-1, 0, -2]], [X, ()], [("index", "a V1 c, i0 -> a i0 c")]),
     "index of several dimensions": (
         lambda x, w: (x * w)[:, torch.tensor([[0, -1], [2, 5]])],
         [X, ()],
-        [("index_select", "a V c, i0 i1 -> a i0 i1 c")],
+        [("index", "a V1 c, i0 i1 -> a i0 i1 c")],
+    ),
+    "index of the batch and a choice": (
+        lambda x, w: (x * w)[torch.arange(4), (x * w).sum(2).argmax(1)],
+        [X, ()],
+        [
+            ("pointwise", "a b c,  -> a b c"),
+            ("sum", "a b c -> a b"),
+            ("argmax", "a B -> a"),
+            ("index", "i0 V1 c, i0 -> i0 c"),
+        ],
+    ),
+    "index by ranges": (
+        lambda x, w: (x * w)[torch.arange(4)[:, None, None], torch.arange(1, 6, 2), :, None],
+        [X, ()],
+        [("view", "a b c -> a b c 1"), ("slice", "a (2*b+1) c d -> a b c d"), ("view", "a b c 1 -> a 1 b c 1")],
+    ),
+    "index, an outer product": (
+        lambda x, w: (x * w)[:, torch.tensor([[3], [0]]), torch.tensor([1, 7, 7])],
+        [X, ()],
+        [("index", "a V1 V2, i0 1, i1 -> a i0 i1")],
+    ),
+    "index, apart": (
+        lambda x, w: (x * w)[torch.tensor([3, 0, 0]), :, torch.tensor([1, 7, 7])],
+        [X, ()],
+        [("index", "V0 b V2, i0, i0 -> i0 b")],
+    ),
+    "diagonal by indices": (
+        lambda x, w: (x * w)[:, torch.arange(6), torch.arange(6)],
+        [X, ()],
+        [("slice", "a b (c) -> a b c"), ("index", "a i0 i0 -> a i0")],
     ),
     "gather": (
         lambda x, w: (x * w).gather(1, torch.arange(24).view(4, 6, 1) % 6),

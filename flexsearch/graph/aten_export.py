@@ -16,6 +16,7 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from flexsearch.errors import FlexsearchError, ImportModelError
+from flexsearch.graph.prepare import own_loss
 
 Loss = Callable[..., torch.Tensor]
 
@@ -32,7 +33,7 @@ class Step(nn.Module):
     def forward(self, args: tuple[Any, ...], kwargs: dict[str, Any], targets: Any) -> Any:
         output = self.model(*args, **kwargs)
         if self.loss is None:
-            return output
+            return own_loss(output)
         return self.loss(output) if targets is None else self.loss(output, targets)
 
 

@@ -266,45 +266,6 @@ _along("tril", "triu", "upsample_nearest2d", "upsample_bilinear2d", "upsample_bi
 _along("upsample_nearest1d", "upsample_linear1d", last=1)
 
 
-@aten("index_select")
-def _index_select(b: Builder, self: Value, dim: int, index: Value) -> Value:
-    return _rows(b, self, dim % self.rank, view(b, index, [-1]), False)
-
-
-def _rows(b: Builder, x: Value, dim: int, index: Value, negative: bool) -> Value:
-    """``x`` with the dimensions of ``index`` in place of ``dim``; ``negative``: an index may count from the end."""
-    names, places = letters(x.rank), [f"i{n}" for n in range(index.rank)]
-    read = " ".join("V" if i == dim else n for i, n in enumerate(names))
-    written = " ".join([*names[:dim], *places, *names[dim + 1 :]])
-    shape = (*x.shape[:dim], *index.shape, *x.shape[dim + 1 :])
-    attributes = {"dim": dim, "negative": negative}
-    pattern = f"{read}, {' '.join(places)} -> {written}"
-    return b.emit("index_select", [x, index], shape, pattern, attributes, short="index_select")
-
-
-@aten("index.Tensor")
-def _index(b: Builder, self: Value, indices: Sequence[Value | None]) -> Value:
-    given = [(dim, index) for dim, index in enumerate(indices) if index is not None]
-    if len(given) != 1 or given[0][1].dtype not in ("int64", "int32"):
-        raise b.error("indexes with a mask or with several tensors; use index_select, gather or torch.where")
-    dim, index = given[0]
-    # Of what is computed, or on the meta device, it is not known whether it counts from the end.
-    negative = index.data is None or index.data.is_meta or bool(torch.any(index.data < 0))
-    return _rows(b, self, dim, index, negative)
-
-
-@aten("gather")
-def _gather(b: Builder, self: Value, dim: int, index: Value, **_: Any) -> Value:
-    """Of a tensor that is larger than the index in other dimensions, only the part that the index reaches counts."""
-    dim, names = dim % self.rank, letters(self.rank)
-    for i in range(self.rank):
-        if i != dim:
-            self = cut(b, self, i, 0, index.shape[i])
-    read = " ".join("V" if i == dim else n for i, n in enumerate(names))
-    pattern = f"{read}, {' '.join(names)} -> {' '.join(names)}"
-    return b.emit("gather", [self, index], index.shape, pattern, {"dim": dim}, short="gather")
-
-
 def pointwise_handler(target: Any) -> Handler | None:
     """A handler, called as (b, args, kwargs), if ``target`` is elementwise: listed above, or tagged so by torch."""
     name = target._schema.name.removeprefix("aten::")

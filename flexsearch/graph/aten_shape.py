@@ -165,6 +165,12 @@ def _expand(b: Builder, self: Value, **_: Any) -> Value:
     return expand(b, self, b.shape)
 
 
+@aten("copy")
+def _copy(b: Builder, self: Value, src: Value, **_: Any) -> Value:
+    """Assignment: the source, broadcast to what it is assigned to and in its dtype."""
+    return expand(b, cast(b, src, self.dtype), self.shape)
+
+
 @aten("broadcast_tensors")
 def _broadcast_tensors(b: Builder, tensors: Sequence[Value]) -> tuple[Value, ...]:
     return tuple(expand(b, x, shape) for x, (shape, _) in zip(tensors, b.results, strict=True))

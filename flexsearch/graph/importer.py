@@ -6,8 +6,9 @@ handler (the ``aten_*`` modules). What is not in the table is an error that says
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from operator import getitem
 from typing import Any
 
@@ -16,7 +17,13 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from flexsearch.errors import ImportModelError, NotationError
-from flexsearch.graph import aten_math, aten_nn, aten_rnn, aten_shape  # noqa: F401  (importing them registers their handlers)
+from flexsearch.graph import (  # noqa: F401  (importing them registers their handlers)
+    aten_index,
+    aten_math,
+    aten_nn,
+    aten_rnn,
+    aten_shape,
+)
 from flexsearch.graph.aten import Builder, Kind, Value, bind, dtype_name, find_handler, registered
 from flexsearch.graph.aten import opaque as emit_opaque
 from flexsearch.graph.aten_assemble import assemble
@@ -25,6 +32,7 @@ from flexsearch.graph.aten_fold import Folded, fold, is_random, sources
 from flexsearch.graph.loading import Loaded, load_callable
 from flexsearch.graph.model import OperatorGraph, Tracing
 from flexsearch.graph.operators import ATEN_KINDS
+from flexsearch.graph.prepare import plain, unwrapped
 
 __all__ = ["Imported", "Loaded", "import_model", "import_with_constants", "load_callable"]
 
@@ -43,6 +51,10 @@ class Imported:
     input_names: tuple[str, ...]
     target_names: tuple[str, ...]
     derived: Mapping[str, Folded] = field(default_factory=dict)
+    keywords: tuple[str, ...] = ()
+    """Names of the inputs, in the order of import, where they were keyword arguments."""
+    notes: tuple[str, ...] = ()
+    """What a user should know about how the model was traced."""
 
 
 def import_model(
@@ -57,10 +69,12 @@ def import_model(
 ) -> OperatorGraph:
     """The operator graph of one training step, ``loss(model(*example_inputs), targets)``.
 
-    ``example_inputs``: a tensor, a tuple of arguments or a dict of keyword arguments, with the global batch as first
-    dimension; shapes are static. ``loss``: called with the model's output and ``targets`` (with the output alone if
-    those are None) and returns a scalar; None if the model itself returns it. The model is traced in the mode it is in
-    (``model.train()``, ``model.eval()``), on any device; on the meta device it takes no memory.
+    ``example_inputs``: a tensor, a tuple of arguments or a dict of keyword arguments (a batch as a data collator gives
+    it), with the global batch as first dimension; shapes are static. ``loss``: called with the model's output and
+    ``targets`` (with the output alone if those are None) and returns a scalar; None if the model itself returns it, or
+    a mapping with an item "loss" (``ModelOutput`` of Hugging Face). The model is traced in the mode it is in
+    (``model.train()``, ``model.eval()``), on any device; on the meta device it takes no memory. What wraps it
+    (``torch.compile``, DistributedDataParallel) is taken off; a KV cache is turned off, with a warning.
     ``opaque``: import operators outside the table unsplittable instead of refusing them. ``batch_norm_groups``: let
     batch normalisation in training take the statistics of so many equal parts of the batch, each on its own, which is
     another function than that of the whole batch: what DDP over as many ranks computes (ghost batch normalisation,
@@ -68,7 +82,10 @@ def import_model(
     Raises ImportModelError that names the operator, the layer and the line.
     """
     tracing = _tracing(opaque, batch_norm_groups)
-    return import_with_constants(model, example_inputs, loss, targets=targets, name=name, tracing=tracing).graph
+    imported = import_with_constants(model, example_inputs, loss, targets=targets, name=name, tracing=tracing)
+    for note in imported.notes:
+        warnings.warn(note, stacklevel=2)
+    return imported.graph
 
 
 def import_with_constants(
@@ -85,13 +102,16 @@ def import_with_constants(
         raise ImportModelError(f"the model must be an nn.Module, not {type(model).__name__}")
     if targets is not None and loss is None:
         raise ImportModelError("targets were given without a loss; give loss=..., or pass them as inputs of the model")
+    model = unwrapped(model)
     args, kwargs = _arguments(example_inputs)
     if not any(isinstance(leaf, torch.Tensor) for leaf in pytree.tree_leaves((args, kwargs))):
         raise ImportModelError("there is no tensor among the example inputs")
-    program = export_step(model, loss, args, kwargs, targets)
+    with plain(model) as notes:
+        program = export_step(model, loss, args, kwargs, targets)
     walk = _Walk(program, model, tracing or Tracing())
     inputs = walk.arguments((args, kwargs), "input")
-    return walk.run(name or type(model).__name__, inputs, walk.arguments(targets, "target"))
+    imported = walk.run(name or type(model).__name__, inputs, walk.arguments(targets, "target"))
+    return replace(imported, keywords=tuple(kwargs), notes=tuple(notes))
 
 
 def _tracing(opaque: bool, batch_norm_groups: int) -> Tracing:

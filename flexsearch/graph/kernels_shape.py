@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from math import prod
 from typing import Any
 
 import torch
@@ -78,11 +80,35 @@ def pad(op: Operator, piece: Piece, shapes: Shapes, context: KernelContext) -> K
     return (lambda x: F.pad(x, sides, value=value)) if any(sides) else (lambda x: x)
 
 
-@register_kernel("index_select")
-def index_select(op: Operator, piece: Piece, shapes: Shapes, context: KernelContext) -> Kernel:
-    """Rows along a whole dimension; torch's own index_select refuses indices that count from its end."""
-    dim, shape = int(str(op.attributes["dim"])), extent(piece.outputs[0])
-    size, negative = shapes[0][dim], bool(op.attributes.get("negative"))
+@register_kernel("index")
+def index(op: Operator, piece: Piece, shapes: Shapes, context: KernelContext) -> Kernel:
+    """Dimensions by operands, which are whole, or by a range of the piece's own part of an axis of the indices."""
+    entries: Any = op.attributes["indices"]
+    rank, first = int(str(op.attributes["rank"])), int(str(op.attributes["first"]))
+    shape = extent(piece.outputs[0])
+    ranges: dict[int, Tensor] = {}
+    for dim, entry in enumerate(entries):
+        if entry is not None and "axis" in entry:
+            axis = entry["axis"]
+            places = [1] * rank if axis is None else [shape[first + axis] if k == axis else 1 for k in range(rank)]
+            ranges[dim] = torch.arange(prod(places), device=context.device).view(places)
+    looked_up = [dim for dim, entry in enumerate(entries) if entry is not None]
+    if len(looked_up) == 1 and not ranges:
+        return _rows(looked_up[0], shapes[0][looked_up[0]], shape, bool(op.attributes["negative"]))
+
+    def run(x: Tensor, *operands: Tensor) -> Tensor:
+        return x[
+            tuple(
+                slice(None) if entry is None else ranges[dim] if dim in ranges else operands[entry["operand"]]
+                for dim, entry in enumerate(entries)
+            )
+        ]
+
+    return run
+
+
+def _rows(dim: int, size: int, shape: Sequence[int], negative: bool) -> Kernel:
+    """Rows along one whole dimension of ``size``, by torch's index_select, which takes no indices from the end."""
 
     def run(x: Tensor, index: Tensor) -> Tensor:
         index = torch.where(index < 0, index + size, index) if negative else index

@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import ModuleType
 from typing import Any, NamedTuple
@@ -70,9 +70,9 @@ def _loaded(spec: str, result: Any) -> Loaded:
     if loss is not None and not callable(loss):
         raise ImportModelError(f"{spec} returned a loss that is a {type(loss).__name__}, not a callable")
     inputs = (inputs,) if isinstance(inputs, torch.Tensor) else inputs
-    if not isinstance(inputs, tuple | list | dict):
+    if not isinstance(inputs, tuple | list | Mapping):
         raise ImportModelError(f"{spec} returned inputs that are a {type(inputs).__name__}, not a tuple of tensors")
-    return Loaded(model, inputs if isinstance(inputs, dict) else tuple(inputs), targets, loss)
+    return Loaded(model, dict(inputs) if isinstance(inputs, Mapping) else tuple(inputs), targets, loss)
 
 
 def _module(place: str) -> ModuleType:

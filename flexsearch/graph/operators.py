@@ -131,7 +131,7 @@ OPERATORS: dict[str, OperatorSpec] = {
         "n (g C) S.., (g C), (g C) -> n (g C) S..", {"g": "parameter"}, _per_output(8.0), backward=2.0
     ),
     "embedding": OperatorSpec("b.., v d -> b.. d", {"v": "reduction", "d": "parameter"}, table=1),
-    "index_select": OperatorSpec(None, table=0),
+    "index": OperatorSpec(None, table=0),
     "gather": OperatorSpec(None, table=0),
     "softmax": OperatorSpec(None, {}, _per_output(5.0)),
     "log_softmax": OperatorSpec(None, {}, _per_output(5.0)),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cached_property
 from typing import Any
 
@@ -14,15 +14,17 @@ from torch.utils import _pytree as pytree
 from flexsearch.cost import Costs
 from flexsearch.errors import RuntimeFailure, StrategyError
 from flexsearch.graph import Box, Interval
-from flexsearch.graph.aten_fold import derive, sources
+from flexsearch.graph.aten_fold import derive
 from flexsearch.graph.importer import Imported, import_with_constants
 from flexsearch.graph.kernels import KernelContext, preferred
 from flexsearch.graph.kernels_base import dtype_of, extent
+from flexsearch.graph.prepare import unwrapped
 from flexsearch.lower import Entry, Lowered, bounding, lower
 from flexsearch.runtime.engine import Engine
 from flexsearch.runtime.group import agree, fingerprint, join
 from flexsearch.runtime.listing import listing
 from flexsearch.runtime.program import compile_program
+from flexsearch.runtime.state import check_meta, rows_per_sample, state_names, transient
 from flexsearch.runtime.wire import Wire, cut
 from flexsearch.strategy import Strategy
 
@@ -110,8 +112,10 @@ class Parallel:
         timeout_s: float,
         fuse: bool,
     ) -> None:
+        model = unwrapped(model)
         self.rank, self.device, self.lowered, self.graph = dist.get_rank(), device, lowered, imported.graph
-        self._names = _state_names(model, self.graph)
+        self._names = state_names(model)
+        self._rows = rows_per_sample(self.graph)
         state = model.state_dict()
         self._shapes = {name: tuple(state[name].shape) for name in self._names}
         self._storage = {
@@ -127,8 +131,8 @@ class Parallel:
         """This rank's part of each weight it stores, by name."""
         self._fixed: dict[str, tuple[Box, Tensor]] = {}
         self._imported = imported
-        self._transient = _transient(model, set(self._names.values()))
-        self._check_meta(model)
+        self._transient = transient(model, set(self._names.values()))
+        check_meta(imported, self._transient)
         self._loaded = False
         self._take(model)
         trained = [p for p in self.weights.values() if p.requires_grad]
@@ -152,7 +156,7 @@ class Parallel:
         """
         if not self._loaded:
             raise RuntimeFailure("the model was on the meta device: call load_state_dict before the first step")
-        given = _leaves(inputs), _leaves(targets)
+        given = _leaves(self._ordered(inputs)), _leaves(targets)
         fed: dict[str, tuple[Box, Tensor]] = {}
         for names, tensors, what in zip((self._inputs, self._targets), given, ("inputs", "targets"), strict=True):
             if tensors and len(tensors) != len(names):
@@ -168,6 +172,16 @@ class Parallel:
         for counter in self._counters.values():
             counter += 1
         return loss
+
+    def _ordered(self, inputs: Any) -> Any:
+        """Keyword arguments in the order that they were imported in."""
+        names = self._imported.keywords
+        if not isinstance(inputs, Mapping):
+            return inputs
+        if set(inputs) != set(names):
+            given, wanted = (", ".join(sorted(map(str, keys))) or "none" for keys in (inputs, names))
+            raise RuntimeFailure(f"step got the keyword arguments {given}; the model was imported with {wanted}")
+        return {name: inputs[name] for name in names}
 
     def _feed(self, name: str, tensor: Tensor) -> tuple[Box, Tensor]:
         spec = self.graph.tensor[name]
@@ -194,19 +208,6 @@ class Parallel:
     def listing(self) -> str:
         """What this rank runs in a step, as readable Python."""
         return listing(self.engine.program)
-
-    @cached_property
-    def _rows(self) -> dict[str, int]:
-        """Rows of each input that one sample has: 1, or more of what comes flattened (targets of batch * sequence).
-        Inputs that do not run over the batch (masks, tables) are missing."""
-        graph, rows = self.graph, {}
-        for tensor in graph.of_kind("input"):
-            for consumer, position in graph.consumers[tensor.name] if tensor.shape else ():
-                op = graph.operators[consumer]
-                axes = op.access.inputs[position].dimensions[0].axes
-                if axes and op.roles[axes[0]] == "sample" and tensor.shape[0] % graph.batch == 0:
-                    rows[tensor.name] = tensor.shape[0] // graph.batch
-        return rows
 
     @cached_property
     def sample_range(self) -> Interval:
@@ -307,24 +308,6 @@ class Parallel:
                 boxes.setdefault(edge.tensor, []).extend(found)
         return {name: bounding(found) for name, found in boxes.items() if found}
 
-    def _check_meta(self, model: nn.Module) -> None:
-        """Raise RuntimeFailure where a value is needed that is on the meta device and that no state can bring."""
-        graph, derived = self.graph, self._imported.derived
-        constants = [t.name for t in graph.of_kind("constant") if self._imported.constants[t.name].is_meta]
-        needed = {t.name for t in graph.of_kind("buffer")}.union(
-            *(sources(derived[n]) for n in constants if n in derived)
-        )
-        if lost := sorted(n for n in needed & self._transient.keys() if self._transient[n].is_meta):
-            raise RuntimeFailure(
-                f"buffer {lost[0]!r} is on the meta device and not persistent: no state_dict brings its values",
-                "Register it again with its values before parallelize, or build the model on the CPU.",
-            )
-        if lost := [n for n in constants if n not in derived]:
-            raise RuntimeFailure(
-                f"{lost[0]!r} is computed from a tensor of the model that is on the meta device and is no buffer",
-                "Register that tensor as a buffer, or build the model on the CPU.",
-            )
-
     def _buffer_entries(self) -> dict[str, list[Entry]]:
         held: dict[str, list[Entry]] = {}
         for edge in self.lowered.edges:
@@ -372,23 +355,6 @@ class Parallel:
         if not meta and len(set(prints)) > 1:
             self._derive({name: tensor.detach().cpu() for name, tensor in model.named_buffers()})
         self._loaded = not meta
-
-
-def _state_names(model: nn.Module, graph: Any) -> dict[str, str]:
-    """Name in ``model.state_dict()`` -> name in the graph (a tied weight has several of the former)."""
-    first: dict[int, str] = {}
-    for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
-        first.setdefault(id(tensor), name)
-    everything: dict[str, Tensor] = {}
-    everything.update(model.named_parameters(remove_duplicate=False))
-    everything.update(model.named_buffers(remove_duplicate=False))
-    return {name: first[id(everything[name])] for name in model.state_dict(keep_vars=True) if name in everything}
-
-
-def _transient(model: nn.Module, persistent: Collection[str]) -> dict[str, Tensor]:
-    """The buffers that are in no state_dict: CPU or meta tensors, by name."""
-    buffers = {name: tensor.detach() for name, tensor in model.named_buffers() if name not in persistent}
-    return {name: tensor if tensor.is_meta else tensor.cpu() for name, tensor in buffers.items()}
 
 
 def _whole(tensor: Tensor) -> Box:
