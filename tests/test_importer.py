@@ -22,6 +22,7 @@ from flexsearch.graph.aten import HANDLERS
 from flexsearch.graph.importer import Imported, import_model, import_with_constants, load_callable
 from flexsearch.graph.kernels import KernelContext, build_kernel
 from flexsearch.graph.shipped import SHIPPED, make
+from tests.ranks import pool
 
 
 class Fn(nn.Module):
@@ -755,6 +756,50 @@ def test_dropout_stays_and_each_has_its_own_salt() -> None:
     drops = [op for op in graph.operators if op.kind == "dropout"]
     assert [op.name for op in drops] == ["0", "2"] and len({op.attributes["salt"] for op in drops}) == 2
     assert not [op for op in import_model(model.eval(), torch.ones(2, 3), torch.sum).operators if op.kind == "dropout"]
+
+
+def test_what_wraps_a_model_is_taken_off() -> None:
+    model, x = nn.Sequential(nn.Linear(8, 3), nn.Tanh()), torch.ones(4, 8)
+    plain = import_model(model, x, torch.sum)
+    compiled, called = torch.compile(model), copy.deepcopy(model)
+    called.compile()
+    for wrapped in (compiled, nn.DataParallel(model), torch.compile(nn.DataParallel(model)), called):
+        assert import_model(wrapped, x, torch.sum).content_hash() == plain.content_hash()
+    assert called._compiled_call_impl is not None
+    assert pool(1).run(_wrapped_by_ddp)[0] == plain.content_hash()
+
+
+def _wrapped_by_ddp() -> str:
+    model = nn.Sequential(nn.Linear(8, 3), nn.Tanh())
+    return import_model(nn.parallel.DistributedDataParallel(model), torch.ones(4, 8), torch.sum).content_hash()
+
+
+class Output(dict[str, Tensor]):
+    """As a ModelOutput of Hugging Face."""
+
+
+def test_the_loss_that_a_model_returns_by_name_is_used() -> None:
+    class Model(nn.Module):
+        def __init__(self, key: str) -> None:
+            super().__init__()
+            self.layer, self.key = nn.Linear(8, 3), key
+
+        def forward(self, x: Tensor, labels: Tensor) -> Output:
+            logits = self.layer(x)
+            return Output({self.key: F.cross_entropy(logits, labels), "logits": logits})
+
+    batch = {"x": torch.ones(4, 8), "labels": torch.tensor([0, 1, 2, 0])}
+    graph = import_model(Model("loss"), batch)
+    assert graph.operators[-1].kind == "cross_entropy" and graph.loss == graph.operators[-1].outputs[0]
+    assert [t.name for t in graph.of_kind("input")] == ["input", "input_1"]
+    with pytest.raises(ImportModelError, match=r"returns error, logits and no loss\. Put the labels into the batch"):
+        import_model(Model("error"), batch)
+
+
+def test_an_error_while_tracing_names_the_layer() -> None:
+    model = nn.Sequential(nn.Linear(8, 3), nn.Sequential(nn.Linear(4, 3)))
+    with pytest.raises(ImportModelError, match=r"cannot be traced in layer '1\.0'"):
+        import_model(model, torch.ones(4, 8), torch.sum)
 
 
 def test_models_are_loaded_by_name(tmp_path: Path) -> None:

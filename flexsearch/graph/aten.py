@@ -76,6 +76,8 @@ class Builder:
     drafts: list[Draft] = field(default_factory=list)
     module: str = ""
     source: str = ""
+    library: str = ""
+    """The installed package that ``source`` is a line of; empty for the user's own code."""
     target: str = ""
     results: tuple[tuple[Shape, str], ...] = ()
     """Shape and dtype of what the torch operator at hand returns."""
@@ -162,10 +164,18 @@ class Builder:
         """Dtype of what the torch operator at hand returns (its first output)."""
         return self.results[0][1]
 
-    def error(self, problem: str, remedy: str = "") -> ImportModelError:
-        """An error about the torch operator at hand; ``problem`` continues the sentence that begins with its name."""
+    def error(self, problem: str, remedy: str = "", outside: str = "") -> ImportModelError:
+        """An error about the torch operator at hand; ``problem`` continues the sentence that begins with its name.
+
+        ``remedy`` is for who wrote the layer. Where a library did, its user gets ``outside``, or is told of --opaque.
+        """
         layer = f"in layer {self.module!r}" if self.module else "outside any layer"
-        return ImportModelError(f"{self.target} {layer}{f' ({self.source})' if self.source else ''} {problem}", remedy)
+        message = f"{self.target} {layer}{f' ({self.source})' if self.source else ''} {problem}"
+        if self.library:
+            remedy = (
+                f"The layer is {self.library}'s: {outside or 'import it unsplittable with opaque=True (--opaque).'}"
+            )
+        return ImportModelError(message, remedy)
 
 
 def _sample_axes(access: Access, inputs: Sequence[Value]) -> set[str]:

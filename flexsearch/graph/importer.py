@@ -221,7 +221,7 @@ class _Walk:
         path = str(stack[-1][0]) if stack else ""
         inside = path == "model" or path.startswith("model.")
         self.builder.module = path.removeprefix("model").removeprefix(".") if inside else "loss"
-        self.builder.source = source_line(node.meta.get("stack_trace"))
+        self.builder.source, self.builder.library = source_line(node.meta.get("stack_trace"))
         self.builder.target = str(node.target)
         value = node.meta.get("val")
         tensors = [t for t in (value if isinstance(value, list | tuple) else [value]) if isinstance(t, torch.Tensor)]
@@ -233,11 +233,17 @@ class _Walk:
         if target is getitem:
             return args[0][args[1]]
         if not isinstance(target, torch._ops.OpOverload):
-            raise b.error("is a higher-order operator of torch, which has no place in a static graph")
+            raise b.error(
+                "is a higher-order operator of torch, which has no place in a static graph",
+                outside="turn off what calls it, gradient checkpointing for example, before importing.",
+            )
         if target._schema.name.startswith("aten::_assert") or not b.results:
             return None
         if any(not isinstance(size, int) for shape, _ in b.results for size in shape):
-            raise b.error("makes a tensor whose shape depends on values; graphs are static")
+            raise b.error(
+                "makes a tensor whose shape depends on values; graphs are static",
+                outside="choose another implementation in the model's configuration, one without selections by masks.",
+            )
         if (folded := fold(node, args, kwargs)) is not None:
             return folded
         args, kwargs = pytree.tree_map_only(Folded, self._constant, (args, kwargs))
@@ -273,6 +279,8 @@ class _Walk:
             raise b.error(
                 "draws random numbers, which would differ between devices",
                 "Draw them outside the model and pass them in.",
+                "set the rate of what is drawn (drop path, layer drop, noise) to 0 in the model's configuration, or import "
+                "it in evaluation mode (model.eval()).",
             )
         if not self.tracing.opaque:
             raise problem
