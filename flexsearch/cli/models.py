@@ -56,14 +56,19 @@ def import_(
     size without memory.
     """
     writable(output)
-    from flexsearch.graph.importer import import_model, load_callable
+    from flexsearch.graph import Tracing
+    from flexsearch.graph.importer import import_with_constants, load_callable
 
+    tracing = Tracing(opaque=opaque, batch_norm_groups=batch_norm_groups)
     with stderr.status(f"importing {model}"):
         made = load_callable(model, **keywords(batch, set_))
-        graph = import_model(
-            made.model, made.inputs, made.loss, targets=made.targets, opaque=opaque,
-            batch_norm_groups=batch_norm_groups, name=name or model.rpartition(":")[2],
+        imported = import_with_constants(
+            made.model, made.inputs, made.loss, targets=made.targets, name=name or model.rpartition(":")[2],
+            tracing=tracing,
         )  # fmt: skip
+    graph = imported.graph
+    for note in imported.notes:
+        stderr.print(f"Note: {note}.", soft_wrap=True)
     graph.save(output)
     weights = sum(t.nbytes // t.itemsize for t in graph.of_kind("parameter"))
     unsplittable = sorted({op.name for op in graph.operators if op.kind == "opaque"})

@@ -279,8 +279,8 @@ class _Walk:
             raise b.error(
                 "draws random numbers, which would differ between devices",
                 "Draw them outside the model and pass them in.",
-                "set the rate of what is drawn (drop path, layer drop, noise) to 0 in the model's configuration, or import "
-                "it in evaluation mode (model.eval()).",
+                "set the rate of what is drawn (drop path, layer drop, noise) to 0 in the model's configuration, or "
+                "import it in evaluation mode (model.eval()).",
             )
         if not self.tracing.opaque:
             raise problem
