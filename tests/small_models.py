@@ -152,6 +152,19 @@ class Towers(nn.Module):
         return features @ other.T
 
 
+class Dropped(nn.Module):
+    """Drop path, and dropout in place: both draw their numbers by operators of their own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.drop = nn.Linear(8, 8, dtype=torch.float64), nn.Dropout(0.25, inplace=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.layer(x)
+        kept = (0.5 + torch.rand((x.shape[0], 1), dtype=y.dtype)).floor_()
+        return self.drop(y * kept / 0.5)
+
+
 def _mean_square(output: Tensor, target: Tensor) -> Tensor:
     return F.mse_loss(output, target)
 

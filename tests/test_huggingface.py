@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from flexsearch.cost import Costs
 from flexsearch.errors import ImportModelError
+from flexsearch.graph.aten import HANDLERS
 from flexsearch.graph.importer import Imported, import_model, import_with_constants
 from flexsearch.runtime.parallel import distribute
 from flexsearch.search import search
@@ -197,8 +198,9 @@ def test_a_batch_without_labels_is_told_what_it_lacks() -> None:
         import_model(model, batch)
 
 
-def test_errors_inside_a_library_say_what_its_user_can_do() -> None:
-    """DINOv2's drop path draws random numbers; a batch of the wrong kind fails somewhere inside."""
+def test_errors_inside_a_library_say_what_its_user_can_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A random operator without a handler, in DINOv2's drop path; and a batch of the wrong kind."""
+    monkeypatch.delitem(HANDLERS, "aten.rand")
     config = transformers.Dinov2Config(**_PATCHES, drop_path_rate=0.5)
     model = transformers.Dinov2ForImageClassification(config).train()
     with pytest.raises(ImportModelError) as drawn:

@@ -23,6 +23,7 @@ from flexsearch.graph.importer import Imported, import_model, import_with_consta
 from flexsearch.graph.kernels import KernelContext, build_kernel
 from flexsearch.graph.shipped import SHIPPED, make
 from tests.ranks import pool
+from tests.small_models import Dropped
 
 
 class Fn(nn.Module):
@@ -721,7 +722,7 @@ def test_mistakes_are_explained() -> None:
     with pytest.raises(ImportModelError, match=r"cannot be traced.*"):
         import_model(linear, torch.ones(4, 7), lambda y: y.sum())
     with pytest.raises(ImportModelError, match="draws random numbers"):
-        import_model(Fn(lambda x, w: (x * torch.rand_like(x) * w).sum(), ()), x)
+        import_model(Fn(lambda x, w: (x * torch.randn_like(x) * w).sum(), ()), x)
     with pytest.raises(ImportModelError, match="returns 2 values"):
         import_model(Fn(lambda x, w: ((x * w).sum(), w), ()), x)
     with pytest.raises(ImportModelError, match="changes a user input in place"):
@@ -772,6 +773,25 @@ def test_what_wraps_a_model_is_taken_off() -> None:
 def _wrapped_by_ddp() -> str:
     model = nn.Sequential(nn.Linear(8, 3), nn.Tanh())
     return import_model(nn.parallel.DistributedDataParallel(model), torch.ones(4, 8), torch.sum).content_hash()
+
+
+def test_random_draws_are_operators_with_a_number_for_each_sample() -> None:
+    model, x = Dropped(), randn(4, 8)
+    imported = import_with_constants(model, (x,), lambda y: y.abs().sum())
+    drawn = [op for op in imported.graph.operators if op.kind == "uniform"]
+    assert len(drawn) == 2 and len({op.attributes["salt"] for op in drawn}) == 2
+    assert [op.roles["a"] for op in drawn] == ["sample", "sample"]
+    many = import_with_constants(model, (randn(4000, 8),), lambda y: y.abs().sum())
+    values = execute(many, model, (randn(4000, 8),))
+    paths, mask = (values[op.outputs[0]] for op in many.graph.operators if op.kind == "uniform")
+    for numbers in (paths, mask):
+        assert numbers.min() >= 0 and numbers.max() < 1
+        assert abs(numbers.mean() - 0.5) < 0.03 and abs(numbers.var() - 1 / 12) < 0.01
+    output = values[
+        next(op.inputs[0] for op in many.graph.operators if op.attributes.get("target") == "aten.abs.default")
+    ]
+    dropped = (output == 0).double().mean()
+    assert abs(dropped - (1 - 0.5 * 0.75)) < 0.03
 
 
 class Output(dict[str, Tensor]):

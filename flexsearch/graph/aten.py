@@ -81,6 +81,8 @@ class Builder:
     target: str = ""
     results: tuple[tuple[Shape, str], ...] = ()
     """Shape and dtype of what the torch operator at hand returns."""
+    batch: int | None = None
+    """Samples of the global batch."""
     batch_norm_groups: int = 1
     """Equal parts of the batch with batch-norm statistics of their own."""
 

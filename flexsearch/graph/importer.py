@@ -21,6 +21,7 @@ from flexsearch.graph import (  # noqa: F401  (importing them registers their ha
     aten_index,
     aten_math,
     aten_nn,
+    aten_random,
     aten_rnn,
     aten_shape,
 )
@@ -162,6 +163,7 @@ class _Walk:
 
     def run(self, name: str, inputs: list[Value], targets: list[Value]) -> Imported:
         nodes = list(self.program.graph.nodes)
+        self.builder.batch = self.batch
         self._placeholders([n for n in nodes if n.op == "placeholder"], [*inputs, *targets])
         for node in nodes:
             if node.op == "call_function":

@@ -137,6 +137,7 @@ OPERATORS: dict[str, OperatorSpec] = {
     "log_softmax": OperatorSpec(None, {}, _per_output(5.0)),
     "pointwise": OperatorSpec(None),
     "dropout": OperatorSpec("a.. -> a..", {}, _per_output(3.0), backward=0.5),
+    "uniform": OperatorSpec(None, {}, _per_output(10.0), backward=0.0),
     "detach": OperatorSpec("a.. -> a..", {}, _FREE),
     "view": OperatorSpec(None, {}, _FREE),
     "permute": OperatorSpec(None, {}, _FREE),
