@@ -262,6 +262,20 @@ def dropout(draw: Any) -> Case:
 
 
 @family
+def uniform(draw: Any) -> Case:
+    shape = [draw(few(1, 6)) for _ in range(draw(few(1, 3)))]
+    made = case(
+        "uniform",
+        f" -> {' '.join('abc'[: len(shape)])}",
+        [torch.zeros((), dtype=torch.float64)],
+        lambda x: x.expand(shape),
+        {"salt": 3},
+    )
+    made.reference = lambda *xs: None
+    return made
+
+
+@family
 def embedding(draw: Any) -> Case:
     v, d = draw(few(1, 7)), draw(few(1, 4))
     index = torch.randint(v, [draw(few(1, 4)) for _ in range(draw(few(1, 2)))])

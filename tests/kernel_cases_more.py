@@ -155,6 +155,85 @@ def cat(draw: Any) -> Case:
 
 
 @family
+def index(draw: Any) -> Case:
+    """By one or two operands, which broadcast, or by a range of an axis of the indices and an operand."""
+    x = rand(*[draw(few(1, 4)) for _ in range(3)])
+    negative = draw(st.booleans())
+    shape = [draw(few(1, 4)) for _ in range(2)]
+    places = {(): "", (shape[0],): "i", tuple(shape): "i j", (shape[0], 1): "i 1", (1, shape[1]): "1 j"}
+
+    def indices(dim: int, *size: int) -> Tensor:
+        return torch.randint(-x.shape[dim] if negative else 0, x.shape[dim], size)
+
+    attributes: dict[str, Any] = {"negative": negative, "first": 0, "rank": 2}
+    form = draw(st.sampled_from(["one", "outer", "apart", "range"]))
+    if form == "one":
+        dim, own = draw(few(0, 2)), draw(st.sampled_from([(), (shape[0],), tuple(shape)]))
+        read = ["V" if i == dim else n for i, n in enumerate("abc")]
+        written = " ".join([*"abc"[:dim], places[own], *"abc"[dim + 1 :]])
+        entries: list[Any] = [{"operand": 0} if i == dim else None for i in range(3)]
+        attributes |= {"rank": len(own), "first": dim, "indices": entries}
+        return case(
+            "index", f"{' '.join(read)}, {places[own]} -> {written}", [x, indices(dim, *own)],
+            lambda x, i: x[(*((slice(None),) * dim), i)], attributes,
+        )  # fmt: skip
+    if form == "range":
+        x = rand(shape[0], *x.shape[1:])
+        entries = [{"axis": 0}, None, {"operand": 0}]
+        return case(
+            "index", "i b V, i j -> i j b", [x, indices(2, *shape)],
+            lambda x, k: x[torch.arange(len(x))[:, None], :, k], attributes | {"indices": entries},
+        )  # fmt: skip
+    if form == "apart":
+        entries = [{"operand": 0}, None, {"operand": 1}]
+        operands = [x, indices(0, *shape), indices(2, shape[0], 1)]
+        return case(
+            "index", "V b W, i j, i 1 -> i j b", operands, lambda x, i, k: x[i, :, k], attributes | {"indices": entries}
+        )
+    entries = [None, {"operand": 0}, {"operand": 1}]
+    operands = [x, indices(1, shape[0], 1), indices(2, 1, shape[1])]
+    return case(
+        "index", "a V W, i 1, 1 j -> a i j", operands, lambda x, i, k: x[:, i, k],
+        attributes | {"indices": entries, "first": 1},
+    )  # fmt: skip
+
+
+@family
+def gather(draw: Any) -> Case:
+    dim = draw(few(0, 2))
+    x = rand(*[draw(few(1, 4)) for _ in range(3)])
+    shape = [draw(few(1, 5)) if i == dim else n for i, n in enumerate(x.shape)]
+    index = torch.randint(x.shape[dim], shape)
+    read = " ".join("V" if i == dim else n for i, n in enumerate("abc"))
+    return case("gather", f"{read}, a b c -> a b c", [x, index], lambda x, i: x.gather(dim, i), {"dim": dim})
+
+
+@family
+def unfold(draw: Any) -> Case:
+    size, step, count, rest = draw(few(1, 4)), draw(few(1, 5)), draw(few(1, 4)), draw(few(0, 3))
+    x = rand(draw(few(1, 3)), step * (count - 1) + size + min(rest, step - 1), draw(few(1, 3)))
+    return case(
+        "unfold", f"a ({step}*h+k) c -> a h c k", [x], lambda x: x.unfold(1, size, step), {"dim": 1, "step": step},
+        sizes={"h": count, "k": size},
+    )  # fmt: skip
+
+
+@family
+def im2col(draw: Any) -> Case:
+    k, s, d = ([draw(few(1, 3)) for _ in range(2)] for _ in range(3))
+    p = [draw(few(0, 2)) for _ in range(2)]
+    size = [d[i] * (k[i] - 1) + 1 + draw(few(0, 5)) for i in range(2)]
+    c = draw(few(1, 3))
+    h, w = ((size[i] + 2 * p[i] - d[i] * (k[i] - 1) - 1) // s[i] + 1 for i in range(2))
+    return case(
+        "im2col", f"n c ({s[0]}*h+{d[0]}*KH-{p[0]}) ({s[1]}*w+{d[1]}*KW-{p[1]}) -> n (c KH KW) (h w)",
+        [rand(draw(few(1, 3)), c, *size)], lambda x: F.unfold(x, k, d, p, s),
+        {"kernel_size": k, "dilation": d, "padding": p, "stride": s, "dtype": "float64"},
+        sizes={"h": h, "w": w, "c": c, "KH": k[0], "KW": k[1]},
+    )  # fmt: skip
+
+
+@family
 def pad(draw: Any) -> Case:
     left, right, n = draw(few(0, 4)), draw(few(0, 4)), draw(few(1, 4))
     return case(

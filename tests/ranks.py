@@ -1,4 +1,8 @@
-"""Pools of forked gloo ranks that stay up over many cases: a group of four starts in a tenth of a second."""
+"""Pools of gloo ranks that stay up over many cases.
+
+Ranks are forked from a server process that has imported torch and has run nothing: a process that has run autograd
+must not fork (torch 2.14 refuses to run autograd in its children), and a fresh one takes seconds to import torch.
+"""
 
 from __future__ import annotations
 
@@ -15,6 +19,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+START_S = 120.0
+"""In which ranks must be up: on a busy machine importing torch takes long."""
+
+context = get_context("forkserver")
+context.set_forkserver_preload(["torch", "torch.distributed", "pytest", "hypothesis", "flexsearch.api"])
+
 _pools: dict[int, Pool] = {}
 
 
@@ -25,7 +35,6 @@ class Pool:
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
             port = probe.getsockname()[1]
-        context = get_context("fork")
         self.pipes: list[Connection] = []
         self.processes = []
         for rank in range(size):
@@ -35,6 +44,11 @@ class Pool:
             theirs.close()
             self.pipes.append(ours)
             self.processes.append(process)
+        for pipe in self.pipes:
+            if not pipe.poll(START_S):
+                self.close()
+                raise AssertionError(f"{size} ranks did not start within {START_S} s")
+            pipe.recv()
 
     def run(self, function: Callable[..., Any], *arguments: Any, timeout_s: float = 30.0) -> list[Any]:
         """Results by rank. A rank's exception is raised here, with its traceback; the pool is then closed."""
@@ -86,6 +100,7 @@ def _serve(rank: int, size: int, port: int, pipe: Connection) -> None:
     torch.set_num_threads(1)
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), RANK=str(rank), WORLD_SIZE=str(size))
     dist.init_process_group("gloo", timeout=timedelta(seconds=60))
+    pipe.send("ready")
     while True:
         try:
             function, arguments = pipe.recv()

@@ -129,6 +129,42 @@ class Recurrent(nn.Module):
         return self.head(torch.cat((F.linear(h, self.shared.weight_hh), c), dim=1))
 
 
+class Towers(nn.Module):
+    """Layers used on different sizes, each sample scored against every other; indices, windows, empty parts, masks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.head = nn.Linear(6, 6), nn.Linear(10, 4)
+        self.prompt = nn.Parameter(torch.randn(1, 5, 6))
+        self.table = nn.Parameter(torch.randn(7, 6))
+
+    def forward(self, x: Tensor) -> Tensor:
+        tower = torch.tanh(self.layer(x) + self.layer(self.prompt))
+        cache = torch.cat((torch.tensor([], dtype=x.dtype), tower[:, :0], tower), dim=1)
+        rows = self.table[(cache[:, :2, 0] > 0).long() - 2] + cache[:, [-1, 0]]
+        kept = rows.gather(2, (rows > 0).long() + (rows < 1).long())
+        kept = kept * ((kept > -0.5) & (rows.abs() < 2) | (kept > 1))
+        windows = cache.unfold(1, 2, 2).sum(-1) + F.unfold(cache[:, None], (2, 3), padding=(0, 1), stride=(2, 1)).mean(
+            1
+        ).view(-1, 2, 6)
+        features = self.head(torch.cat((kept, windows.cumsum(1)[..., :4]), dim=2)).flatten(1)
+        other = self.head(torch.cat((windows[..., 1:], rows[..., 1:]), dim=2)).flatten(1)
+        return features @ other.T
+
+
+class Dropped(nn.Module):
+    """Drop path, and dropout in place: both draw their numbers by operators of their own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.drop = nn.Linear(8, 8, dtype=torch.float64), nn.Dropout(0.25, inplace=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.layer(x)
+        kept = (0.5 + torch.rand((x.shape[0], 1), dtype=y.dtype)).floor_()
+        return self.drop(y * kept / 0.5)
+
+
 def _mean_square(output: Tensor, target: Tensor) -> Tensor:
     return F.mse_loss(output, target)
 
@@ -156,6 +192,8 @@ def case(name: str, dtype: str = "float64") -> Case:
         made = Case(Sequence1d(), (torch.randn(3, 3, 7),), torch.randint(8, (3,)), F.nll_loss)
     elif name == "recurrent":
         made = Case(Recurrent(), (torch.randn(3, 3, 4),), torch.randint(4, (3,)), F.cross_entropy)
+    elif name == "towers":
+        made = Case(Towers(), (torch.randn(3, 5, 6),), torch.randint(3, (3,)), F.cross_entropy)
     elif name == "translation":
         made = Case(*zoo.nmt(batch=3, steps=2, hidden=5, vocab=7))
     else:
@@ -165,4 +203,4 @@ def case(name: str, dtype: str = "float64") -> Case:
     return made._replace(model=made.model.to(kind), inputs=inputs)
 
 
-NAMES = ("mlp", "mlp_mse", "convolutions", "ghosts", "sequence1d", "decoder", "recurrent", "translation")
+NAMES = ("mlp", "mlp_mse", "convolutions", "ghosts", "sequence1d", "decoder", "recurrent", "towers", "translation")

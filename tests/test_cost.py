@@ -5,11 +5,15 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from statistics import median
 
 import numpy as np
 import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
 
 from flexsearch.cost import Costs, Profile, ProfileDevice
 from flexsearch.cost.compute import MATRIX_EFFICIENCY, MEMORY_EFFICIENCY, OTHER_EFFICIENCY, Costed
@@ -17,6 +21,7 @@ from flexsearch.cost.profile import Entry, UpdateEntry, Work
 from flexsearch.cost.ticks import TICK
 from flexsearch.errors import FileFormatError, ProfileError
 from flexsearch.graph import Axis, Operator, OperatorGraph, Piece, Tensor, make_piece
+from flexsearch.graph.importer import import_model
 from flexsearch.topology import Communication, Device, Link, Topology
 
 FLOPS, BANDWIDTH, OVERHEAD = 1e9, 1e9, 1e-6
@@ -329,3 +334,69 @@ def test_a_truncated_profile_is_an_error_that_says_so(tmp_path: Path) -> None:
 def test_costs_need_no_torch() -> None:
     code = "import sys, flexsearch.cost; assert 'torch' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+class Sums(nn.Module):
+    """A function of the input and of one parameter, summed."""
+
+    def __init__(self, function: Callable[..., torch.Tensor], *shape: int) -> None:
+        super().__init__()
+        self.function, self.weight = function, nn.Parameter(torch.ones(shape))
+
+    def forward(self, *inputs: torch.Tensor) -> torch.Tensor:
+        return self.function(*inputs, self.weight).sum()
+
+
+def work(operator: str, function: Callable[..., torch.Tensor], *shape: int, opaque: bool = False) -> tuple[Work, Work]:
+    """Forward and backward work of the operator of that name, of an input of shape (4, 6, 8)."""
+    graph = import_model(Sums(function, *shape), (torch.ones(4, 6, 8),), opaque=opaque)
+    costed = Costed.of(graph, graph.index[operator])
+    return costed.forward(costed.op.sizes), costed.backward(costed.op.sizes)
+
+
+@pytest.mark.parametrize(
+    ("operator", "function", "elements"),
+    [
+        ("cumsum", lambda x, w: (x * w).cumsum(1), (192, 192)),
+        ("sort", lambda x, w: (x * w).sort(2)[0], (192, 2 * 192)),
+        ("topk", lambda x, w: (x * w).topk(2, 2)[0], (192, 2 * 48)),
+        ("upsample_nearest1d", lambda x, w: F.interpolate(x * w, 16), (192, 384)),
+        ("pad", lambda x, w: F.pad(x * w, (1, 1), mode="reflect"), (192, 240)),
+    ],
+)
+def test_an_operator_that_is_not_looked_into_computes_as_much_as_it_reads_and_writes(
+    operator: str, function: Callable[..., torch.Tensor], elements: tuple[int, int]
+) -> None:
+    forward, _ = work(operator, function)
+    assert forward.flops == sum(elements)
+
+
+def test_a_mask_costs_no_more_than_the_arithmetic_on_its_elements() -> None:
+    forward, _ = work("and", lambda x, w: (x * w.sum())[:, None] * ((x > 0)[:, None] & (w > 0)), 6, 1, 1)
+    assert forward.flops == 4 * 6 * 6 * 8
+    assert forward.nbytes == 4 * 6 * 8 + 6 + 4 * 6 * 6 * 8
+
+
+@pytest.mark.parametrize(
+    ("operator", "function"),
+    [
+        ("index", lambda x, w: w[:, (x[0, :, 0]).long()]),
+        ("gather", lambda x, w: w.gather(1, x[0].long().T)),
+    ],
+)
+def test_looking_rows_up_reads_what_is_looked_up_and_not_the_table(
+    operator: str, function: Callable[..., torch.Tensor]
+) -> None:
+    forward, backward = work(operator, function, 8, 1000)
+    index, rows = (6 if operator == "index" else 48) * 8, 48 * 4
+    assert (forward.flops, forward.nbytes) == (48, index + 2 * rows)
+    assert backward.nbytes == rows + index + 2 * rows + 8 * 1000 * 4  # clears the table's gradient
+
+
+def test_products_inside_an_operator_that_is_not_looked_into_are_counted() -> None:
+    forward, backward = work(
+        "conv_transpose1d", lambda x, w: F.conv_transpose1d(x, w), 6, 5, 3, opaque=True
+    )  # (4, 6, 8) -> (4, 5, 10)
+    products = 2 * (4 * 8) * 6 * (5 * 3)
+    touched = 4 * 6 * 8 + 6 * 5 * 3 + 4 * 5 * 10
+    assert (forward.flops, backward.flops) == (touched + products, touched + 2 * products)

@@ -18,9 +18,12 @@ from torch import Tensor, nn
 from flexsearch import zoo
 from flexsearch.errors import ImportModelError
 from flexsearch.graph import Box, OperatorGraph, Tracing, whole_piece
+from flexsearch.graph.aten import HANDLERS
 from flexsearch.graph.importer import Imported, import_model, import_with_constants, load_callable
 from flexsearch.graph.kernels import KernelContext, build_kernel
 from flexsearch.graph.shipped import SHIPPED, make
+from tests.ranks import pool
+from tests.small_models import Dropped
 
 
 class Fn(nn.Module):
@@ -264,6 +267,37 @@ CASES: dict[str, Case] = {
         [X, X],
         [("view", "a b c -> a 1 b c"), ("view", "a b c -> a 1 b c"), ("cat", "a (b) c d, a (b-1) c d -> a b c d")],
     ),
+    "cat with an empty tensor": (
+        lambda x, w: torch.cat((torch.tensor([], dtype=torch.float64), x * w, (x * w)[:, 6:]), 1),
+        [X, ()],
+        [],
+    ),
+    "cat of several dtypes": (
+        lambda x, w: torch.cat((x * w, (x > 0)), 1),
+        [X, ()],
+        [("pointwise", "a b c -> a b c")] * 2 + [("cat", "a (b) c, a (b-6) c -> a b c")],
+    ),
+    "parts without elements": (
+        lambda x, w: torch.cat((*(x * w).split((2, 0, 4), 1)[:2], (x * w)[:, 3:3].float().double() * 2), 1),
+        [X, ()],
+        [("slice", "a (b) c -> a b c")],
+    ),
+    "sum over nothing": (
+        lambda x, w: x * w + (x * w)[:, :0].sum(1, keepdim=True),
+        [X, ()],
+        [("pointwise", "a b c, a 1 c -> a b c")],
+    ),
+    "unfold": (lambda x, w: (x * w).unfold(1, 3, 2), [X, ()], [("unfold", "a (2*b+k0) c -> a b c k0")]),
+    "unfold, the last dimension": (
+        lambda x, w: (x * w).unfold(-1, 4, 1),
+        [X, ()],
+        [("unfold", "a b (c+k0) -> a b c k0")],
+    ),
+    "im2col": (
+        lambda x, w: F.unfold(x * w, 3, dilation=(1, 2), padding=(1, 0), stride=2),
+        [I, ()],
+        [("im2col", "n c (2*h+KH-1) (2*w+2*KW) -> n (c KH KW) (h w)")],
+    ),
     "pad": (lambda x, w: F.pad(x * w, (1, 2, 0, -1), value=3.0), [X, ()], [("pad", "a (b) (c-1) -> a b c")]),
     "pad, reflect": (lambda x, w: F.pad(x * w, (1, 2), mode="reflect"), [X, ()], [("opaque", "a b C -> a b C1")]),
     "repeat": (
@@ -302,7 +336,56 @@ CASES: dict[str, Case] = {
     "var": (lambda x, w: (x * w).var(1, keepdim=True), [X, ()], [("opaque", "a B c -> a 1 c")]),
     "cumsum": (lambda x, w: (x * w).cumsum(1), [X, ()], [("opaque", "a B c -> a B c")]),
     "topk": (lambda x, w: (x * w).topk(3, 1)[0], [X, ()], [("opaque", "a B c -> a B_0 c, a B_1 c")]),
-    "index_select": (lambda x, w: (x * w)[:, [1, 3, 0]], [X, ()], [("opaque", "a V c, b -> a b c")]),
+    "index_select": (lambda x, w: (x * w)[:, [1, 3, 0]], [X, ()], [("index", "a V1 c, i0 -> a i0 c")]),
+    "index from the end": (lambda x, w: (x * w)[:, [-1, 0, -2]], [X, ()], [("index", "a V1 c, i0 -> a i0 c")]),
+    "index of several dimensions": (
+        lambda x, w: (x * w)[:, torch.tensor([[0, -1], [2, 5]])],
+        [X, ()],
+        [("index", "a V1 c, i0 i1 -> a i0 i1 c")],
+    ),
+    "index of the batch and a choice": (
+        lambda x, w: (x * w)[torch.arange(4), (x * w).sum(2).argmax(1)],
+        [X, ()],
+        [
+            ("pointwise", "a b c,  -> a b c"),
+            ("sum", "a b c -> a b"),
+            ("argmax", "a B -> a"),
+            ("index", "i0 V1 c, i0 -> i0 c"),
+        ],
+    ),
+    "index by ranges": (
+        lambda x, w: (x * w)[torch.arange(4)[:, None, None], torch.arange(1, 6, 2), :, None],
+        [X, ()],
+        [("view", "a b c -> a b c 1"), ("slice", "a (2*b+1) c d -> a b c d"), ("view", "a b c 1 -> a 1 b c 1")],
+    ),
+    "index, an outer product": (
+        lambda x, w: (x * w)[:, torch.tensor([[3], [0]]), torch.tensor([1, 7, 7])],
+        [X, ()],
+        [("index", "a V1 V2, i0 1, i1 -> a i0 i1")],
+    ),
+    "index, apart": (
+        lambda x, w: (x * w)[torch.tensor([3, 0, 0]), :, torch.tensor([1, 7, 7])],
+        [X, ()],
+        [("index", "V0 b V2, i0, i0 -> i0 b")],
+    ),
+    "diagonal by indices": (
+        lambda x, w: (x * w)[:, torch.arange(6), torch.arange(6)],
+        [X, ()],
+        [("slice", "a b (c) -> a b c"), ("index", "a i0 i0 -> a i0")],
+    ),
+    "gather": (
+        lambda x, w: (x * w).gather(1, torch.arange(24).view(4, 6, 1) % 6),
+        [X, ()],
+        [("slice", "a b (c) -> a b c"), ("gather", "a V c, a b c -> a b c")],
+    ),
+    "bits": (
+        lambda x, w: x * w * ((x > 0) & (x < 1) | (x > 2)),
+        [X, ()],
+        [("pointwise", "a b c -> a b c")] * 2
+        + [("pointwise", "a b c, a b c -> a b c")]
+        + [("pointwise", "a b c -> a b c")]
+        + [("pointwise", "a b c, a b c -> a b c")] * 2,
+    ),
     "cast": (lambda x, w: (x * w).float().double(), [X, ()], [("pointwise", "a b c -> a b c")] * 2),
     "copies are nothing": (lambda x, w: (x * w).contiguous().clone().view(4, 6, 8).to(torch.float64), [X, ()], []),
     "detach": (
@@ -592,6 +675,17 @@ def test_an_unknown_operator_is_named_with_its_layer_line_and_remedy() -> None:
     assert op.pattern == "A B -> C D" and not op.splittable and graph.tensor[op.outputs[0]].dtype == "complex64"
 
 
+def test_a_call_that_its_handler_does_not_foresee_is_an_error_or_opaque(monkeypatch: pytest.MonkeyPatch) -> None:
+    def handler(b: Any, **call: Any) -> None:
+        raise ValueError("zip() argument 2 is longer than argument 1")
+
+    monkeypatch.setitem(HANDLERS, "aten.tanh", handler)
+    model = Fn(lambda x, w: torch.tanh(x * w).sum(), ())
+    with pytest.raises(ImportModelError, match=r"aten\.tanh\.default.*does not fit its pattern.*--opaque"):
+        import_model(model, randn(4, 8))
+    assert "opaque" in [op.kind for op in import_model(model, randn(4, 8), opaque=True).operators]
+
+
 def test_registering_an_operator_cures_the_error(monkeypatch: pytest.MonkeyPatch) -> None:
     from flexsearch.graph import operators
 
@@ -628,7 +722,7 @@ def test_mistakes_are_explained() -> None:
     with pytest.raises(ImportModelError, match=r"cannot be traced.*"):
         import_model(linear, torch.ones(4, 7), lambda y: y.sum())
     with pytest.raises(ImportModelError, match="draws random numbers"):
-        import_model(Fn(lambda x, w: (x * torch.rand_like(x) * w).sum(), ()), x)
+        import_model(Fn(lambda x, w: (x * torch.randn_like(x) * w).sum(), ()), x)
     with pytest.raises(ImportModelError, match="returns 2 values"):
         import_model(Fn(lambda x, w: ((x * w).sum(), w), ()), x)
     with pytest.raises(ImportModelError, match="changes a user input in place"):
@@ -663,6 +757,69 @@ def test_dropout_stays_and_each_has_its_own_salt() -> None:
     drops = [op for op in graph.operators if op.kind == "dropout"]
     assert [op.name for op in drops] == ["0", "2"] and len({op.attributes["salt"] for op in drops}) == 2
     assert not [op for op in import_model(model.eval(), torch.ones(2, 3), torch.sum).operators if op.kind == "dropout"]
+
+
+def test_what_wraps_a_model_is_taken_off() -> None:
+    model, x = nn.Sequential(nn.Linear(8, 3), nn.Tanh()), torch.ones(4, 8)
+    plain = import_model(model, x, torch.sum)
+    compiled, called = torch.compile(model), copy.deepcopy(model)
+    called.compile()
+    for wrapped in (compiled, nn.DataParallel(model), torch.compile(nn.DataParallel(model)), called):
+        assert import_model(wrapped, x, torch.sum).content_hash() == plain.content_hash()
+    assert called._compiled_call_impl is not None
+    assert pool(1).run(_wrapped_by_ddp)[0] == plain.content_hash()
+
+
+def _wrapped_by_ddp() -> str:
+    model = nn.Sequential(nn.Linear(8, 3), nn.Tanh())
+    return import_model(nn.parallel.DistributedDataParallel(model), torch.ones(4, 8), torch.sum).content_hash()
+
+
+def test_random_draws_are_operators_with_a_number_for_each_sample() -> None:
+    model, x = Dropped(), randn(4, 8)
+    imported = import_with_constants(model, (x,), lambda y: y.abs().sum())
+    drawn = [op for op in imported.graph.operators if op.kind == "uniform"]
+    assert len(drawn) == 2 and len({op.attributes["salt"] for op in drawn}) == 2
+    assert [op.roles["a"] for op in drawn] == ["sample", "sample"]
+    many = import_with_constants(model, (randn(4000, 8),), lambda y: y.abs().sum())
+    values = execute(many, model, (randn(4000, 8),))
+    paths, mask = (values[op.outputs[0]] for op in many.graph.operators if op.kind == "uniform")
+    for numbers in (paths, mask):
+        assert numbers.min() >= 0 and numbers.max() < 1
+        assert abs(numbers.mean() - 0.5) < 0.03 and abs(numbers.var() - 1 / 12) < 0.01
+    output = values[
+        next(op.inputs[0] for op in many.graph.operators if op.attributes.get("target") == "aten.abs.default")
+    ]
+    dropped = (output == 0).double().mean()
+    assert abs(dropped - (1 - 0.5 * 0.75)) < 0.03
+
+
+class Output(dict[str, Tensor]):
+    """As a ModelOutput of Hugging Face."""
+
+
+def test_the_loss_that_a_model_returns_by_name_is_used() -> None:
+    class Model(nn.Module):
+        def __init__(self, key: str) -> None:
+            super().__init__()
+            self.layer, self.key = nn.Linear(8, 3), key
+
+        def forward(self, x: Tensor, labels: Tensor) -> Output:
+            logits = self.layer(x)
+            return Output({self.key: F.cross_entropy(logits, labels), "logits": logits})
+
+    batch = {"x": torch.ones(4, 8), "labels": torch.tensor([0, 1, 2, 0])}
+    graph = import_model(Model("loss"), batch)
+    assert graph.operators[-1].kind == "cross_entropy" and graph.loss == graph.operators[-1].outputs[0]
+    assert [t.name for t in graph.of_kind("input")] == ["input", "input_1"]
+    with pytest.raises(ImportModelError, match=r"returns error, logits and no loss\. Put the labels into the batch"):
+        import_model(Model("error"), batch)
+
+
+def test_an_error_while_tracing_names_the_layer() -> None:
+    model = nn.Sequential(nn.Linear(8, 3), nn.Sequential(nn.Linear(4, 3)))
+    with pytest.raises(ImportModelError, match=r"cannot be traced in layer '1\.0'"):
+        import_model(model, torch.ones(4, 8), torch.sum)
 
 
 def test_models_are_loaded_by_name(tmp_path: Path) -> None:

@@ -22,7 +22,7 @@ from flexsearch.strategy.model import StrategyFile
 from flexsearch.topology import Topology
 from tests.random_strategies import strategies
 from tests.ranks import pool
-from tests.small_models import NAMES, Case, case
+from tests.small_models import NAMES, Case, Dropped, case
 
 SEED = os.environ.get("FLEXSEARCH_NUMERICS_SEED")
 """Other cases than CI's fixed ones."""
@@ -30,7 +30,7 @@ SEED = os.environ.get("FLEXSEARCH_NUMERICS_SEED")
 CASES = int(os.environ.get("FLEXSEARCH_NUMERICS_CASES", "60"))
 """Random strategies for each model; thousands offline, a few hundred in all in CI."""
 
-COSTLY = {"recurrent": 2, "translation": 3}
+COSTLY = {"recurrent": 2, "towers": 2, "translation": 3}
 """Models of many small operators: so many times fewer cases, which take as long as those of the others."""
 
 STEPS, RATE = 3, 0.5
@@ -147,6 +147,26 @@ def test_float32_too_in_the_layouts_that_are_fast_there(name: str) -> None:
             agree(expected, found, 2e-4)
 
     check()
+
+
+def _drawn(file: str) -> list[float]:
+    """Losses of two steps of a model that draws random numbers."""
+    torch.manual_seed(0)
+    model, x = Dropped(), torch.randn(5, 8, dtype=torch.float64)
+    strategy = Strategy.from_file(StrategyFile.model_validate_json(file))
+    parallel = distribute(model, import_with_constants(model, (x,), torch.sum), strategy, _sgd)
+    return [parallel.step(x).item() for _ in range(2)]
+
+
+def test_random_draws_do_not_depend_on_the_plan() -> None:
+    graph = import_with_constants(Dropped(), (torch.zeros(5, 8, dtype=torch.float64),), torch.sum).graph
+    expected: list[float] = []
+    for plan, ranks in (("single", 1), ("data-parallel", 2), ("megatron", 2), ("data-parallel", 3)):
+        strategy = baseline(plan, graph, Topology.load(f"ethernet-1g:{ranks}"))
+        for losses in pool(ranks).run(_drawn, strategy.to_file().model_dump_json()):
+            expected = expected or losses
+            assert losses == pytest.approx(expected, rel=1e-9), plan
+    assert expected[0] != expected[1]
 
 
 def _reloaded(name: str, file: str) -> tuple[dict[str, Tensor], dict[str, Tensor], str]:

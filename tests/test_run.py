@@ -7,7 +7,6 @@ import os
 import signal
 import time
 from functools import partial
-from multiprocessing import get_context
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -28,7 +27,7 @@ from flexsearch.strategy import Options, Strategy
 from flexsearch.strategy.baselines import baseline
 from flexsearch.strategy.model import StrategyFile
 from flexsearch.topology import Topology
-from tests.ranks import pool
+from tests.ranks import context, pool
 
 SPEC = "flexsearch.zoo:mlp"
 SIZES = {"batch": 6, "features": 12, "width": 16, "classes": 4}
@@ -264,10 +263,9 @@ def _lost(rank: int, port: int, strategy: str, how: str, timeout_s: float, answe
 @pytest.mark.parametrize(("how", "timeout_s"), [("die", 90.0), ("hang", 4.0)])
 def test_the_others_are_told_of_a_rank_lost_in_mid_step(tmp_path: Path, how: str, timeout_s: float) -> None:
     _strategy().save(tmp_path / "strategy.json")
-    fork, port = get_context("fork"), free_port()
-    ours, theirs = fork.Pipe()
+    port, (ours, theirs) = free_port(), context.Pipe()
     ranks = [
-        fork.Process(target=_lost, args=(rank, port, str(tmp_path / "strategy.json"), how, timeout_s, theirs))
+        context.Process(target=_lost, args=(rank, port, str(tmp_path / "strategy.json"), how, timeout_s, theirs))
         for rank in range(2)
     ]
     try:

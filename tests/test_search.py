@@ -15,8 +15,10 @@ from typing import ClassVar
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch import Tensor, nn
 
 from flexsearch import zoo
 from flexsearch.cost import Costs
@@ -345,6 +347,36 @@ def recurrent() -> OperatorGraph:
     """LSTM cells keep their gates."""
     made = zoo.rnntc(batch=4, steps=3, layers=2, hidden=8, vocab=16, classes=4, device="meta")
     return import_model(made.model, made.inputs, made.loss, targets=made.targets)
+
+
+class Towers(nn.Module):
+    """One layer applied to tensors of different sizes: the batch, and a prompt that all samples share."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor, prompt: Tensor) -> Tensor:
+        return torch.tanh(self.layer(x) + self.layer(prompt)).sum()
+
+
+@cache
+def towers() -> OperatorGraph:
+    return import_model(Towers(), (torch.zeros(4, 6, 8), torch.zeros(1, 6, 8)))
+
+
+def test_what_changes_together_has_the_same_sizes() -> None:
+    for graph in (towers(), recurrent()):
+        space = Space(graph, ethernet(4))
+        for members in (*space.classes, *space.loose_classes):
+            assert len({space.shape(i) for i in members}) == 1
+    assert Space(recurrent(), ethernet(4)).classes  # the steps of its layers
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_a_layer_that_is_used_twice_on_different_sizes_is_searched(seed: int) -> None:
+    topology = Topology.load("ethernet-1g-4")
+    find(towers(), topology, 400, seed).strategy.check(towers(), topology)
 
 
 @pytest.mark.parametrize("graph", [mlp(), cnn(), transformer(layers=1), pooled(), recurrent()], ids=lambda g: g.name)

@@ -8,7 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
-from flexsearch.cli.common import GraphArgument, JsonOption, check_outputs, settings, show, stdout
+from flexsearch.cli.common import GraphArgument, JsonOption, check_outputs, settings, show, stderr, stdout
 from flexsearch.cli.progress import Live
 
 ModelArgument = Annotated[
@@ -65,15 +65,20 @@ def import_(
         raise typer.BadParameter("give up to 200 printable characters", param_hint="--name")
     arguments = keywords(batch, set_)
     check_outputs({"--output": output}, model.rpartition(":")[0])
-    from flexsearch.graph.importer import import_model
+    from flexsearch.graph import Tracing
+    from flexsearch.graph.importer import import_with_constants
     from flexsearch.graph.loading import load_callable
 
+    tracing = Tracing(opaque=opaque, batch_norm_groups=batch_norm_groups)
     with Live(f"importing {model}"):
         loaded = load_callable(model, **arguments)
-        graph = import_model(
-            loaded.model, loaded.inputs, loaded.loss, targets=loaded.targets, opaque=opaque,
-            batch_norm_groups=batch_norm_groups, name=name or model.rpartition(":")[2],
+        imported = import_with_constants(
+            loaded.model, loaded.inputs, loaded.loss, targets=loaded.targets, name=name or model.rpartition(":")[2],
+            tracing=tracing,
         )  # fmt: skip
+    graph = imported.graph
+    for note in imported.notes:
+        stderr.print(f"Note: {note}.", soft_wrap=True)
     graph.save(output)
     weights = sum(t.nbytes // t.itemsize for t in graph.of_kind("parameter"))
     unsplittable = sorted({op.name for op in graph.operators if op.kind == "opaque"})

@@ -23,7 +23,7 @@ from flexsearch.cost.ticks import task_seconds, whole
 from flexsearch.errors import ProfileError
 from flexsearch.graph.model import Operator, OperatorGraph, Tensor
 from flexsearch.graph.notation import Operand
-from flexsearch.graph.operators import OPERATORS, backward_flops, forward_flops, shipped
+from flexsearch.graph.operators import OPERATORS, backward_flops, forward_flops, shipped, table
 from flexsearch.graph.piece import Piece
 from flexsearch.topology import Device, Topology
 
@@ -37,7 +37,7 @@ MEMORY_EFFICIENCY: Final = 0.8
 Numbers = npt.NDArray[np.int64]
 Seconds = npt.NDArray[np.float64]
 
-FREE_KINDS: Final = frozenset({"view", "permute", "expand", "slice", "detach"})
+FREE_KINDS: Final = frozenset({"view", "permute", "expand", "slice", "unfold", "detach"})
 """Kinds whose forward only makes another view of the same memory."""
 
 STREAMS: Final = {"sgd": 3, "momentum": 5, "adam": 7}
@@ -111,8 +111,8 @@ class Costed:
         written = self._written(extents)
         if self.op.kind == "cat":  # an operand's window may lie outside; all that is written was read once
             read = written
-        elif self.op.kind == "embedding":  # reads the rows that are looked up, not the table
-            read = self._bytes(0, extents) + written
+        elif (looked_up := table(self.op.kind)) is not None:  # reads the rows that are looked up, not the table
+            read = sum(self._bytes(i, extents) for i in range(len(self.inputs)) if i != looked_up) + written
         else:
             read = sum(self._bytes(i, extents) for i in range(len(self.inputs)))
         return forward_flops(self.op, extents), read + written
@@ -124,10 +124,18 @@ class Costed:
             return 0.0, 0.0
         incoming = self._written(extents)
         made = sum(self._bytes(i, extents) for i, need in enumerate(self.needs) if need)
-        if kind in ("sum", "mean", "expand", "slice", "pad"):  # linear and weightless: no input is read again
+        if kind in (
+            "sum",
+            "mean",
+            "expand",
+            "slice",
+            "unfold",
+            "im2col",
+            "pad",
+        ):  # linear and weightless: no input is read again
             saved = 0
-        elif kind == "embedding":  # clears the gradient of the table, then adds to the rows that were looked up
-            saved = self._bytes(0, extents) + 2 * incoming
+        elif (looked_up := table(kind)) is not None:  # clears the table's gradient, then adds to the rows looked up
+            saved = sum(self._bytes(i, extents) for i in range(len(self.inputs)) if i != looked_up) + 2 * incoming
         else:
             saved = sum(self._bytes(i, extents) for i, t in enumerate(self.inputs) if t.floating)
         flops = backward_flops(self.op, extents, self.needs)

@@ -13,6 +13,8 @@ from typing import Any, Literal, TypeVar
 
 import torch
 from pydantic import JsonValue
+from torch.utils import _pytree as pytree
+from torch.utils.flop_counter import FlopCounterMode
 
 from flexsearch.errors import ImportModelError, NotationError
 from flexsearch.graph.model import DTYPE_BYTES, Role
@@ -75,9 +77,13 @@ class Builder:
     drafts: list[Draft] = field(default_factory=list)
     module: str = ""
     source: str = ""
+    library: str = ""
+    """The installed package that ``source`` is a line of; empty for the user's own code."""
     target: str = ""
     results: tuple[tuple[Shape, str], ...] = ()
     """Shape and dtype of what the torch operator at hand returns."""
+    batch: int | None = None
+    """Samples of the global batch."""
     batch_norm_groups: int = 1
     """Equal parts of the batch with batch-norm statistics of their own."""
 
@@ -161,10 +167,18 @@ class Builder:
         """Dtype of what the torch operator at hand returns (its first output)."""
         return self.results[0][1]
 
-    def error(self, problem: str) -> ImportModelError:
-        """An error about the torch operator at hand; ``problem`` continues the sentence that begins with its name."""
+    def error(self, problem: str, remedy: str = "", outside: str = "") -> ImportModelError:
+        """An error about the torch operator at hand; ``problem`` continues the sentence that begins with its name.
+
+        ``remedy`` is for who wrote the layer. Where a library did, its user gets ``outside``, or is told of --opaque.
+        """
         layer = f"in layer {self.module!r}" if self.module else "outside any layer"
-        return ImportModelError(f"{self.target} {layer}{f' ({self.source})' if self.source else ''} {problem}")
+        message = f"{self.target} {layer}{f' ({self.source})' if self.source else ''} {problem}"
+        if self.library:
+            remedy = (
+                f"The layer is {self.library}'s: {outside or 'import it unsplittable with opaque=True (--opaque).'}"
+            )
+        return ImportModelError(message, remedy)
 
 
 def _sample_axes(access: Access, inputs: Sequence[Value]) -> set[str]:
@@ -265,7 +279,27 @@ def opaque(
         raise b.error(f"{error}; write it with others, or register it (flexsearch.graph.operators.register)") from error
     trust(str(target))  # the user's model has just called it
     attributes, tensors = encode_call(target, args, kwargs)
+    if flops := _matrix_flops(target, args, kwargs):
+        attributes["matrix_flops"] = flops
     return b.emit_all("opaque", tensors, b.results, (whole or _all_whole(b))(tensors), attributes)
+
+
+def _matrix_flops(target: torch._ops.OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> int:
+    """FLOPs of the matrix products and convolutions that a call comes down to, as torch counts them; 0 if it cannot
+    tell (an operator without an implementation for the meta device)."""
+    real_args, real_kwargs = pytree.tree_map_only(Value, _on_meta, (list(args), dict(kwargs)))
+    if "device" in real_kwargs:
+        real_kwargs["device"] = torch.device("meta")
+    with FlopCounterMode(display=False) as counter, torch.no_grad():
+        try:
+            target(*real_args, **real_kwargs)
+        except (RuntimeError, NotImplementedError):
+            return 0
+    return int(counter.get_total_flops())
+
+
+def _on_meta(x: Value) -> torch.Tensor:
+    return torch.empty(x.shape, dtype=getattr(torch, x.dtype), device="meta")
 
 
 def _all_whole(b: Builder) -> Callable[[list[Value]], str]:
@@ -287,6 +321,22 @@ def registered(
         return b.emit_all(kind, tensors, b.results, attributes=attributes, short=kind)
     except NotationError as error:
         raise b.error(f"does not fit the pattern registered for {kind!r}: {error}") from error
+
+
+def cast(b: Builder, x: Value, dtype: str) -> Value:
+    """``x`` as ``dtype`` ("float32"); ``x`` itself if it is."""
+    if dtype == x.dtype:
+        return x
+    attributes, _ = encode_call(torch.ops.aten._to_copy.default, (x,), {"dtype": getattr(torch, dtype)})
+    names = " ".join(letters(x.rank))
+    return b.emit("pointwise", [x], x.shape, f"{names} -> {names}", attributes, dtype=dtype, short="to_copy")
+
+
+def empty(shape: Shape, dtype: str) -> Value:
+    """A tensor without elements. Only concatenations read such a one, and leave it out: it is never in a graph."""
+    return Value(
+        shape, dtype, "constant", "constant", weight=True, data=torch.empty(shape, dtype=getattr(torch, dtype))
+    )
 
 
 def normal_dims(dims: int | Iterable[int] | None, rank: int) -> tuple[int, ...]:

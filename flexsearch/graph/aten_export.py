@@ -13,8 +13,10 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.utils import _pytree as pytree
 
 from flexsearch.errors import FlexsearchError, ImportModelError
+from flexsearch.graph.prepare import own_loss
 
 Loss = Callable[..., torch.Tensor]
 
@@ -31,7 +33,7 @@ class Step(nn.Module):
     def forward(self, args: tuple[Any, ...], kwargs: dict[str, Any], targets: Any) -> Any:
         output = self.model(*args, **kwargs)
         if self.loss is None:
-            return output
+            return own_loss(output)
         return self.loss(output) if targets is None else self.loss(output, targets)
 
 
@@ -43,8 +45,10 @@ def export_step(
     Raises ImportModelError with the line of the user's code at which tracing failed.
     """
     try:
-        with _quiet(), torch.enable_grad():
+        with _quiet(), torch.enable_grad(), _on_one_device(model) as meta:
             step = Step(model, loss)
+            if meta:
+                args, kwargs, targets = pytree.tree_map_only(torch.Tensor, _to_meta, (args, kwargs, targets))
             program = torch.export.export(step, (args, kwargs, targets), strict=False)
             _share(program, step)
             _keep_no_grad(program)
@@ -55,14 +59,40 @@ def export_step(
     except FlexsearchError:
         raise
     except Exception as error:  # torch.export raises whatever the model does, and many types of its own
-        where = _user_line(error)
-        reason = next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
-        if "data-dependent" in str(error) or "DataDependent" in type(error).__name__:
-            raise ImportModelError(
-                f"the model decides by the values of tensors{where}: {reason} "
-                "A graph is static: use torch.where or masks instead of Python conditions on tensors."
-            ) from error
-        raise ImportModelError(f"the model cannot be traced{where}: {type(error).__name__}: {reason}") from error
+        raise _untraceable(model, error) from error
+
+
+def _untraceable(model: nn.Module, error: Exception) -> ImportModelError:
+    """What to tell about an error while tracing: the layer and line, and what can be done there or from outside."""
+    frame = _user_frame(error)
+    layer = _layer(model, error)
+    where = f" in layer {layer!r}" * bool(layer) + (f" ({short_path(frame[0])}:{frame[1]})" if frame else "")
+    owner = library(frame[0]) if frame else ""
+    reason = next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
+    reason = reason if reason.endswith((".", "!", "?")) else f"{reason}."
+    if "data-dependent" in str(error) or "DataDependent" in type(error).__name__:
+        outside = (
+            f"The line is {owner}'s: turn off in the model's configuration what depends on values or is drawn at "
+            "random (layer drop, masking), or import the model in evaluation mode (model.eval())."
+        )
+        inside = "A graph is static: use torch.where or masks instead of Python conditions on tensors."
+        return ImportModelError(
+            f"the model decides by the values of tensors{where}: {reason}", outside if owner else inside
+        )
+    outside = (
+        f"The line is {owner}'s: check that the batch is one that the model takes; else try another implementation in "
+        "its configuration (for attention: attn_implementation), or evaluation mode (model.eval())."
+    )
+    return ImportModelError(
+        f"the model cannot be traced{where}: {type(error).__name__}: {reason}", outside if owner else ""
+    )
+
+
+def _layer(model: nn.Module, error: BaseException) -> str:
+    """Name of the innermost module of ``model`` that was called when the error was raised."""
+    names = {id(module): name for name, module in model.named_modules()}
+    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
+    return next((name for f in reversed(frames) if (name := names.get(id(f.f_locals.get("self")), ""))), "")
 
 
 @contextmanager
@@ -81,15 +111,55 @@ def _quiet() -> Iterator[None]:
                 logger.setLevel(level)
 
 
-def _user_line(error: BaseException) -> str:
-    """`` (file:line)`` of the innermost frame of a traceback that is neither torch's nor ours."""
+def _to_meta(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.to("meta")
+
+
+@contextmanager
+def _on_one_device(model: nn.Module) -> Iterator[bool]:
+    """Where a part of the model is on the meta device, have all of it there for a while: tracing takes one device only.
+
+    So buffers that no state brings can have their values already. Yields whether the model is on the meta device.
+    """
+    tensors = {id(x): x for x in [*model.parameters(), *model.buffers()]}
+    meta = any(x.is_meta for x in tensors.values())
+    stand_ins: dict[int, Any] = {
+        i: nn.Parameter(_to_meta(x.detach()), x.requires_grad) if isinstance(x, nn.Parameter) else _to_meta(x)
+        for i, x in tensors.items()
+        if meta and not x.is_meta
+    }
+    places = [
+        (store, name, tensor)
+        for module in model.modules()
+        for store in (vars(module)["_parameters"], vars(module)["_buffers"])
+        for name, tensor in store.items()
+        if id(tensor) in stand_ins
+    ]
+    try:
+        for store, name, tensor in places:
+            store[name] = stand_ins[id(tensor)]
+        yield meta
+    finally:
+        for store, name, tensor in places:
+            store[name] = tensor
+
+
+def _user_frame(error: BaseException) -> tuple[str, int] | None:
+    """(file, line) of the innermost frame of a traceback that is neither torch's nor ours."""
     here = str(Path(__file__).resolve().parent)
     frames = [
-        frame
+        (frame.filename, frame.lineno or 0)
         for frame in traceback.extract_tb(error.__traceback__)
         if "/torch/" not in frame.filename and not frame.filename.startswith((here, "<"))
     ]
-    return f" ({short_path(frames[-1].filename)}:{frames[-1].lineno})" if frames else ""
+    return frames[-1] if frames else None
+
+
+def library(path: str) -> str:
+    """The installed package that a file belongs to ("transformers"); empty for a file of the user's own."""
+    parts = Path(path).parts
+    places = [k for k, part in enumerate(parts) if part in ("site-packages", "dist-packages")]
+    return parts[places[-1] + 1].removesuffix(".py") if places and places[-1] + 1 < len(parts) else ""
 
 
 def short_path(path: str) -> str:
@@ -97,15 +167,16 @@ def short_path(path: str) -> str:
     return "/".join(Path(path).parts[-2:])
 
 
-def source_line(stack_trace: str | None) -> str:
-    """``file:line`` of the innermost frame that is neither torch's nor ours, from a node's stack trace."""
+def source_line(stack_trace: str | None) -> tuple[str, str]:
+    """From a node's stack trace, of the innermost frame that is neither torch's nor ours: ``file:line``, and the
+    library that the file belongs to (empty: the user's own)."""
     frames = []
     for line in (stack_trace or "").splitlines():
         if line.strip().startswith('File "') and '", line ' in line:
             path, _, rest = line.strip()[len('File "') :].partition('", line ')
             frames.append((path, rest.split(",")[0]))
     own = [f for f in frames if "/torch/" not in f[0] and f[0] != __file__]
-    return f"{short_path(own[-1][0])}:{own[-1][1]}" if own else ""
+    return (f"{short_path(own[-1][0])}:{own[-1][1]}", library(own[-1][0])) if own else ("", "")
 
 
 def _share(program: torch.export.ExportedProgram, step: nn.Module) -> None:

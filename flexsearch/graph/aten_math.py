@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from math import prod
 from typing import Any
 
 import torch
@@ -15,6 +14,7 @@ from flexsearch.graph.aten import (
     Value,
     aten,
     broadcast_shapes,
+    cast,
     dtype_name,
     encode_call,
     letters,
@@ -62,16 +62,14 @@ def _result_dtype(target: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> s
     return dtype_name(result.dtype)
 
 
-def cast(b: Builder, x: Value, dtype: torch.dtype | None) -> Value:
-    """``x`` as ``dtype``; ``x`` itself if it is, or if None."""
-    if dtype is None or dtype_name(dtype) == x.dtype:
-        return x
-    return pointwise(b, "_to_copy.default", (x,), {"dtype": dtype})
-
-
 @aten("_to_copy", "to", "type_as")
 def _to_copy(b: Builder, self: Value, **_: Any) -> Value:
-    return cast(b, self, getattr(torch, b.dtype))
+    return cast(b, self, b.dtype)
+
+
+def _as(b: Builder, x: Value, dtype: torch.dtype | None) -> Value:
+    """``x`` as ``dtype``, if one is asked for."""
+    return x if dtype is None else cast(b, x, dtype_name(dtype))
 
 
 def contract(b: Builder, operands: Sequence[Value], pattern: str, short: str) -> Value:
@@ -177,7 +175,7 @@ def _reduce(b: Builder, kind: str, x: Value, dim: Any, keepdim: bool, whole: boo
 @aten("sum", "mean")
 def _sum(b: Builder, self: Value, dim: Any = None, keepdim: bool = False, dtype: torch.dtype | None = None) -> Value:
     kind = b.target.split(".")[1]
-    return _reduce(b, kind, cast(b, self, dtype), dim, keepdim, whole=False)
+    return _reduce(b, kind, _as(b, self, dtype), dim, keepdim, whole=False)
 
 
 @aten("amax", "amin")
@@ -200,7 +198,7 @@ def _argmax(b: Builder, self: Value, dim: int | None = None, keepdim: bool = Fal
 
 @aten("softmax", "log_softmax", "_softmax", "_log_softmax", "special_softmax", "special_log_softmax")
 def _softmax(b: Builder, self: Value, dim: int, dtype: torch.dtype | None = None, **_: Any) -> Value:
-    x, kind = cast(b, self, dtype), "log_softmax" if "log_softmax" in b.target else "softmax"
+    x, kind = _as(b, self, dtype), "log_softmax" if "log_softmax" in b.target else "softmax"
     names = letters(x.rank)
     axes = " ".join(n.upper() if i == dim % max(x.rank, 1) else n for i, n in enumerate(names))
     return b.emit(kind, [x], x.shape, f"{axes} -> {axes}", {"dim": dim % max(x.rank, 1)}, short=kind)
@@ -248,44 +246,9 @@ _along(
 )
 _along("var.dim", "var.correction", "std.dim", "std.correction", "var_mean.correction", "std_mean.correction")
 _along("var.default", "std.default", "prod", "all", "any", "linalg_vector_norm", "norm.ScalarOpt_dim", "count_nonzero")
-_along("sort", "argsort", "topk", "kthvalue", "flip", "flipud", "fliplr", "nansum", "nanmean", "aminmax", "unfold")
+_along("sort", "argsort", "topk", "kthvalue", "flip", "flipud", "fliplr", "nansum", "nanmean", "aminmax")
 _along("tril", "triu", "upsample_nearest2d", "upsample_bilinear2d", "upsample_bicubic2d", last=2)
 _along("upsample_nearest1d", "upsample_linear1d", last=1)
-
-
-@aten("index_select")
-def _index_select(b: Builder, self: Value, dim: int, index: Value) -> Value:
-    dim, names = dim % self.rank, letters(self.rank)
-    read = " ".join("V" if i == dim else n for i, n in enumerate(names))
-    pattern = f"{read}, {names[dim]} -> {' '.join(names)}"
-    return emit_opaque(b, torch.ops.aten.index_select.default, (self, dim, index), {}, lambda _: pattern)[0]
-
-
-@aten("index.Tensor")
-def _index(b: Builder, self: Value, indices: Sequence[Value | None]) -> Value:
-    given = [(dim, index) for dim, index in enumerate(indices) if index is not None]
-    if len(given) != 1 or given[0][1].dtype not in ("int64", "int32"):
-        raise b.error("indexes with a mask or with several tensors; use index_select, gather or torch.where")
-    dim, index = given[0]
-    flat = view(b, index, [prod(index.shape)])
-    picked = _index_select(_at(b, (*self.shape[:dim], *flat.shape, *self.shape[dim + 1 :])), self, dim, flat)
-    return view(b, picked, b.shape)
-
-
-def _at(b: Builder, shape: Shape) -> Builder:
-    """The same builder (and drafts) for an intermediate result of another shape."""
-    return Builder(b.drafts, b.module, b.source, b.target, ((shape, b.dtype),))
-
-
-@aten("gather")
-def _gather(b: Builder, self: Value, dim: int, index: Value, **_: Any) -> Value:
-    dim, names = dim % self.rank, letters(self.rank)
-    for i in range(self.rank):
-        if i != dim and self.shape[i] != index.shape[i]:
-            raise b.error("gathers from a larger tensor; slice it to the index's size in the other dimensions first")
-    read = " ".join("V" if i == dim else n for i, n in enumerate(names))
-    pattern = f"{read}, {' '.join(names)} -> {' '.join(names)}"
-    return emit_opaque(b, torch.ops.aten.gather.default, (self, dim, index), {}, lambda _: pattern)[0]
 
 
 def pointwise_handler(target: Any) -> Handler | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from math import prod
 from typing import Any
 
@@ -44,7 +45,7 @@ def _conv(
         extra = [total % 2 for total in totals]
         if any(extra):  # torch pads the odd element at the end
             sizes = [s + e for s, e in zip(input.shape[-spatial:], extra, strict=True)]
-            wider = Builder(b.drafts, b.module, b.source, b.target, (((*input.shape[:-spatial], *sizes), input.dtype),))
+            wider = replace(b, results=(((*input.shape[:-spatial], *sizes), input.dtype),))
             input = pad(wider, input, [n for e in reversed(extra) for n in (0, e)])
     padding = [0] * spatial if padding == "valid" else _each(padding, spatial, 0)
     kind = f"conv{spatial}d"

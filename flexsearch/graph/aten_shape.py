@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from flexsearch.graph.aten import Builder, Shape, Value, aten, letters, opaque
+from flexsearch.graph.aten import Builder, Shape, Value, aten, cast, empty, letters, opaque
 
 
 def view(b: Builder, x: Value, shape: Sequence[int]) -> Value:
@@ -100,6 +100,8 @@ def cut(b: Builder, x: Value, dim: int, start: int, length: int, step: int = 1) 
     dim %= x.rank
     if (start, length, step) == (0, x.shape[dim], 1):
         return x
+    if not length:
+        return empty((*x.shape[:dim], 0, *x.shape[dim + 1 :]), x.dtype)
     names = letters(x.rank)
     read = list(names)
     read[dim] = f"({step}*{names[dim]}+{start})"
@@ -163,6 +165,12 @@ def _expand(b: Builder, self: Value, **_: Any) -> Value:
     return expand(b, self, b.shape)
 
 
+@aten("copy")
+def _copy(b: Builder, self: Value, src: Value, **_: Any) -> Value:
+    """Assignment: the source, broadcast to what it is assigned to and in its dtype."""
+    return expand(b, cast(b, src, self.dtype), self.shape)
+
+
 @aten("broadcast_tensors")
 def _broadcast_tensors(b: Builder, tensors: Sequence[Value]) -> tuple[Value, ...]:
     return tuple(expand(b, x, shape) for x, (shape, _) in zip(tensors, b.results, strict=True))
@@ -218,7 +226,11 @@ def _split(b: Builder, self: Value, dim: int = 0, **_: Any) -> tuple[Value, ...]
 
 @aten("cat", "concat", "concatenate")
 def cat(b: Builder, tensors: Sequence[Value], dim: int = 0) -> Value:
-    """Concatenation; the axis can be split, and a piece then reads only the operands that it touches."""
+    """Concatenation; the axis can be split, and a piece then reads only the operands that it touches.
+
+    Tensors without elements (the KV cache of a decoder's first call, also of shape (0,)) are left out.
+    """
+    tensors = [cast(b, x, b.dtype) for x in tensors if prod(x.shape)]
     if len(tensors) == 1:
         return tensors[0]
     dim, names = dim % tensors[0].rank, letters(tensors[0].rank)
@@ -258,6 +270,42 @@ def pad(b: Builder, self: Value, pad: Sequence[int], mode: str = "constant", val
     pattern = f"{' '.join(read)} -> {' '.join(names)}"
     attributes = {"pad": list(pad), "value": float(value or 0.0), "dtype": self.dtype}
     return b.emit("pad", [self], b.shape, pattern, attributes, short="pad")
+
+
+@aten("unfold")
+def _unfold(b: Builder, self: Value, dimension: int, size: int, step: int) -> Value:
+    """Windows along a dimension, their elements as a new last one: a view of overlapping parts."""
+    if not self.rank:
+        return view(b, self, b.shape)
+    dim, names = dimension % self.rank, letters(self.rank)
+    read = " ".join(f"({step}*{name}+k0)" if i == dim else name for i, name in enumerate(names))
+    attributes = {"dim": dim, "step": step}
+    pattern, sizes = f"{read} -> {' '.join(names)} k0", {names[dim]: b.shape[dim], "k0": size}
+    return b.emit("unfold", [self], b.shape, pattern, attributes, sizes=sizes, short="unfold")
+
+
+@aten("im2col")
+def _im2col(
+    b: Builder,
+    self: Value,
+    kernel_size: Sequence[int],
+    dilation: Sequence[int],
+    padding: Sequence[int],
+    stride: Sequence[int],
+) -> Value:
+    """Windows of an image as columns, (n, channels * window, places)."""
+    kernel, dilation, padding, stride = ([*x, *x][:2] for x in (kernel_size, dilation, padding, stride))
+    rows, columns = (
+        (size + 2 * p - d * (k - 1) - 1) // s + 1
+        for size, p, d, k, s in zip(self.shape[-2:], padding, dilation, kernel, stride, strict=True)
+    )
+    (s, t), (d, e), (p, q) = stride, dilation, padding
+    n = "n " if self.rank == 4 else ""
+    return b.emit(
+        "im2col", [self], b.shape, f"{n}c ({s}*h+{d}*KH-{p}) ({t}*w+{e}*KW-{q}) -> {n}(c KH KW) (h w)",
+        {"kernel_size": kernel, "dilation": dilation, "padding": padding, "stride": stride, "dtype": self.dtype},
+        sizes={"h": rows, "w": columns, "KH": kernel[0], "KW": kernel[1], "c": self.shape[-3]}, short="im2col",
+    )  # fmt: skip
 
 
 @aten("select_scatter", "slice_scatter")

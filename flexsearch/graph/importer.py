@@ -6,8 +6,9 @@ handler (the ``aten_*`` modules). What is not in the table is an error that says
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from operator import getitem
 from typing import Any
 
@@ -16,15 +17,23 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from flexsearch.errors import ImportModelError, NotationError
-from flexsearch.graph import aten_math, aten_nn, aten_rnn, aten_shape  # noqa: F401  (importing them registers their handlers)
+from flexsearch.graph import (  # noqa: F401  (importing them registers their handlers)
+    aten_index,
+    aten_math,
+    aten_nn,
+    aten_random,
+    aten_rnn,
+    aten_shape,
+)
 from flexsearch.graph.aten import Builder, Kind, Value, bind, dtype_name, find_handler, registered
 from flexsearch.graph.aten import opaque as emit_opaque
 from flexsearch.graph.aten_assemble import assemble
 from flexsearch.graph.aten_export import Loss, export_step, source_line
-from flexsearch.graph.aten_fold import Folded, fold, is_random
+from flexsearch.graph.aten_fold import Folded, fold, is_random, sources
 from flexsearch.graph.loading import Loaded, load_callable
 from flexsearch.graph.model import OperatorGraph, Tracing
 from flexsearch.graph.operators import ATEN_KINDS
+from flexsearch.graph.prepare import plain, unwrapped
 
 __all__ = ["Imported", "Loaded", "import_model", "import_with_constants", "load_callable"]
 
@@ -33,14 +42,20 @@ __all__ = ["Imported", "Loaded", "import_model", "import_with_constants", "load_
 class Imported:
     """A graph and what is needed to run it: the constants' values and the order of the tensor arguments.
 
-    ``constants``: CPU tensors by name; of a model on the meta device some may be meta tensors themselves.
-    ``input_names``, ``target_names``: graph inputs in the order of the tensors in ``example_inputs`` and ``targets``.
+    ``constants``: CPU tensors by name; of a model on the meta device some may be meta tensors themselves. ``derived``:
+    those of them that were computed from buffers, for :func:`flexsearch.graph.aten_fold.derive`. ``input_names``,
+    ``target_names``: graph inputs in the order of the tensors in ``example_inputs`` and ``targets``.
     """
 
     graph: OperatorGraph
     constants: dict[str, torch.Tensor]
     input_names: tuple[str, ...]
     target_names: tuple[str, ...]
+    derived: Mapping[str, Folded] = field(default_factory=dict)
+    keywords: tuple[str, ...] = ()
+    """Names of the inputs, in the order of import, where they were keyword arguments."""
+    notes: tuple[str, ...] = ()
+    """What a user should know about how the model was traced."""
 
 
 def import_model(
@@ -55,10 +70,12 @@ def import_model(
 ) -> OperatorGraph:
     """The operator graph of one training step, ``loss(model(*example_inputs), targets)``.
 
-    ``example_inputs``: a tensor, a tuple of arguments or a dict of keyword arguments, with the global batch as first
-    dimension; shapes are static. ``loss``: called with the model's output and ``targets`` (with the output alone if
-    those are None) and returns a scalar; None if the model itself returns it. The model is traced in the mode it is in
-    (``model.train()``, ``model.eval()``), on any device; on the meta device it takes no memory.
+    ``example_inputs``: a tensor, a tuple of arguments or a dict of keyword arguments (a batch as a data collator gives
+    it), with the global batch as first dimension; shapes are static. ``loss``: called with the model's output and
+    ``targets`` (with the output alone if those are None) and returns a scalar; None if the model itself returns it, or
+    a mapping with an item "loss" (``ModelOutput`` of Hugging Face). The model is traced in the mode it is in
+    (``model.train()``, ``model.eval()``), on any device; on the meta device it takes no memory. What wraps it
+    (``torch.compile``, DistributedDataParallel) is taken off; a KV cache is turned off, with a warning.
     ``opaque``: import operators outside the table unsplittable instead of refusing them. ``batch_norm_groups``: let
     batch normalisation in training take the statistics of so many equal parts of the batch, each on its own, which is
     another function than that of the whole batch: what DDP over as many ranks computes (ghost batch normalisation,
@@ -66,7 +83,10 @@ def import_model(
     Raises ImportModelError that names the operator, the layer and the line.
     """
     tracing = _tracing(opaque, batch_norm_groups)
-    return import_with_constants(model, example_inputs, loss, targets=targets, name=name, tracing=tracing).graph
+    imported = import_with_constants(model, example_inputs, loss, targets=targets, name=name, tracing=tracing)
+    for note in imported.notes:
+        warnings.warn(note, stacklevel=2)
+    return imported.graph
 
 
 def import_with_constants(
@@ -83,13 +103,16 @@ def import_with_constants(
         raise ImportModelError(f"the model must be an nn.Module, not {type(model).__name__}")
     if targets is not None and loss is None:
         raise ImportModelError("targets were given without a loss; give loss=..., or pass them as inputs of the model")
+    model = unwrapped(model)
     args, kwargs = _arguments(example_inputs)
     if not any(isinstance(leaf, torch.Tensor) for leaf in pytree.tree_leaves((args, kwargs))):
         raise ImportModelError("there is no tensor among the example inputs")
-    program = export_step(model, loss, args, kwargs, targets)
+    with plain(model) as notes:
+        program = export_step(model, loss, args, kwargs, targets)
     walk = _Walk(program, model, tracing or Tracing())
     inputs = walk.arguments((args, kwargs), "input")
-    return walk.run(name or type(model).__name__, inputs, walk.arguments(targets, "target"))
+    imported = walk.run(name or type(model).__name__, inputs, walk.arguments(targets, "target"))
+    return replace(imported, keywords=tuple(kwargs), notes=tuple(notes))
 
 
 def _tracing(opaque: bool, batch_norm_groups: int) -> Tracing:
@@ -140,6 +163,7 @@ class _Walk:
 
     def run(self, name: str, inputs: list[Value], targets: list[Value]) -> Imported:
         nodes = list(self.program.graph.nodes)
+        self.builder.batch = self.batch
         self._placeholders([n for n in nodes if n.op == "placeholder"], [*inputs, *targets])
         for node in nodes:
             if node.op == "call_function":
@@ -148,7 +172,9 @@ class _Walk:
         loss, updates, counters = self._outputs(next(n for n in nodes if n.op == "output"))
         drafts = self.builder.drafts
         graph, constants = assemble(name, drafts, loss, [*inputs, *targets], updates, counters, self.tracing)
-        return Imported(graph, constants, tuple(v.name for v in inputs), tuple(v.name for v in targets))
+        derived = {v.name: x for x, v in self.constants.items() if v.name in constants and sources(x)}
+        names = tuple(v.name for v in inputs), tuple(v.name for v in targets)
+        return Imported(graph, constants, *names, derived)
 
     def _placeholders(self, nodes: Sequence[torch.fx.Node], users: Sequence[Value]) -> None:
         """Inputs in their order; parameters and buffers under their first name, however many they have."""
@@ -197,7 +223,7 @@ class _Walk:
         path = str(stack[-1][0]) if stack else ""
         inside = path == "model" or path.startswith("model.")
         self.builder.module = path.removeprefix("model").removeprefix(".") if inside else "loss"
-        self.builder.source = source_line(node.meta.get("stack_trace"))
+        self.builder.source, self.builder.library = source_line(node.meta.get("stack_trace"))
         self.builder.target = str(node.target)
         value = node.meta.get("val")
         tensors = [t for t in (value if isinstance(value, list | tuple) else [value]) if isinstance(t, torch.Tensor)]
@@ -209,11 +235,17 @@ class _Walk:
         if target is getitem:
             return args[0][args[1]]
         if not isinstance(target, torch._ops.OpOverload):
-            raise b.error("is a higher-order operator of torch, which has no place in a static graph")
+            raise b.error(
+                "is a higher-order operator of torch, which has no place in a static graph",
+                outside="turn off what calls it, gradient checkpointing for example, before importing.",
+            )
         if target._schema.name.startswith("aten::_assert") or not b.results:
             return None
         if any(not isinstance(size, int) for shape, _ in b.results for size in shape):
-            raise b.error("makes a tensor whose shape depends on values; graphs are static")
+            raise b.error(
+                "makes a tensor whose shape depends on values; graphs are static",
+                outside="choose another implementation in the model's configuration, one without selections by masks.",
+            )
         if (folded := fold(node, args, kwargs)) is not None:
             return folded
         args, kwargs = pytree.tree_map_only(Folded, self._constant, (args, kwargs))
@@ -232,21 +264,29 @@ class _Walk:
                 return handler(b, **bind(target, args, kwargs))
             if (elementwise := aten_math.pointwise_handler(target)) is not None:
                 return elementwise(b, args, dict(kwargs))
-        except NotationError as error:
-            raise b.error(f"does not fit its pattern: {error}") from error
-        except ImportModelError:
-            if not self.tracing.opaque:
-                raise
+            problem = b.error(
+                "is not in the operator table",
+                f'Register it, flexsearch.graph.operators.register(kind, pattern, aten="{name}"), or import it '
+                "unsplittable with opaque=True (--opaque).",
+            )
+        except ImportModelError as error:
+            problem = error
+        except (NotationError, ValueError, IndexError, KeyError, TypeError, AssertionError) as error:
+            # Where opaque operators are welcome, a form of the call that its handler does not foresee becomes one.
+            problem = b.error(
+                f"does not fit its pattern: {error}", "Import it unsplittable with opaque=True (--opaque)."
+            )
+            problem.__cause__ = error
         if is_random(target, bind(target, args, kwargs)):
             raise b.error(
-                "draws random numbers, which would differ between devices; draw them outside the model and pass them in"
+                "draws random numbers, which would differ between devices",
+                "Draw them outside the model and pass them in.",
+                "set the rate of what is drawn (drop path, layer drop, noise) to 0 in the model's configuration, or "
+                "import it in evaluation mode (model.eval()).",
             )
-        if self.tracing.opaque:
-            return emit_opaque(b, target, args, kwargs)
-        raise b.error(
-            "is not in the operator table. Register it, flexsearch.graph.operators.register("
-            f'kind, pattern, aten="{name}"), or import it unsplittable with opaque=True (--opaque).'
-        )
+        if not self.tracing.opaque:
+            raise problem
+        return emit_opaque(b, target, args, kwargs)
 
     def _constant(self, x: Folded) -> Value:
         """A constant as an operand: the buffer that it is, or a constant of the graph."""

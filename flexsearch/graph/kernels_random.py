@@ -1,4 +1,4 @@
-"""Dropout whose mask is a function of the element's place in the whole tensor, so that any split draws the same one."""
+"""Random numbers that are a function of the element's place in the whole tensor, so that any split draws the same."""
 
 from __future__ import annotations
 
@@ -40,9 +40,14 @@ def _key(*words: int) -> tuple[int, int]:
 def keep_mask(
     shape: tuple[int, ...], box: Box, p: float, context: KernelContext, salt: int, device: torch.device
 ) -> Tensor:
-    """Bool tensor of the region ``box`` of a tensor of ``shape``: each element is kept with probability 1 - p.
+    """Bool tensor of the region ``box`` of a tensor of ``shape``: each element is kept with probability 1 - p."""
+    return _random_bits(shape, box, context, salt, device) >= _signed(round(p * (1 << 32)) - (1 << 31))
 
-    A counter-based generator: the bit depends on (seed, step, salt) and the element's row-major index alone.
+
+def _random_bits(shape: tuple[int, ...], box: Box, context: KernelContext, salt: int, device: torch.device) -> Tensor:
+    """Random int32 numbers for the region ``box`` of a tensor of ``shape``; their high bits are the good ones.
+
+    A counter-based generator: a number depends on (seed, step, salt) and the element's row-major index alone.
     """
     first, second = _key(context.seed, context.step, salt)
     strides = [1] * len(shape)
@@ -68,7 +73,7 @@ def keep_mask(
     x.bitwise_xor_(shifted.bitwise_and_(0x1FFFF)).mul_(_FIRST).add_(second)
     torch.bitwise_right_shift(x, 16, out=shifted)
     x.bitwise_xor_(shifted.bitwise_and_(0xFFFF)).mul_(_SECOND)
-    return (x >= _signed(round(p * (1 << 32)) - (1 << 31))).reshape([high - low for low, high in box])
+    return x.reshape([high - low for low, high in box])
 
 
 @register_kernel("dropout")
@@ -81,3 +86,16 @@ def dropout(op: Operator, piece: Piece, shapes: Shapes, context: KernelContext) 
         return lambda x: x * 0
     scale: Any = 1 / (1 - p)
     return lambda x: x * keep_mask(shape, box, p, context, salt, x.device) * scale
+
+
+@register_kernel("uniform")
+def uniform(op: Operator, piece: Piece, shapes: Shapes, context: KernelContext) -> Kernel:
+    """Numbers in [0, 1) with 24 bits; the operand is a scalar that says nothing but where and of what dtype."""
+    salt, box = int(str(op.attributes["salt"])), piece.outputs[0]
+    shape = tuple(op.sizes[dimension.axes[0]] for dimension in op.access.outputs[0].dimensions)
+
+    def run(x: Tensor) -> Tensor:
+        bits = _random_bits(shape, box, context, salt, x.device)
+        return ((bits >> 8) & 0xFFFFFF).to(x.dtype) / (1 << 24)
+
+    return run

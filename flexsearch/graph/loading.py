@@ -6,7 +6,7 @@ import importlib
 import importlib.util
 import sys
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from importlib.machinery import PathFinder
 from pathlib import Path
@@ -98,11 +98,11 @@ def _loaded(spec: str, result: Any) -> Loaded:
     if loss is not None and not callable(loss):
         raise ImportModelError(f"{spec} returned a loss that is a {type(loss).__name__}, not a callable", expected)
     inputs = (inputs,) if isinstance(inputs, torch.Tensor) else inputs
-    if not isinstance(inputs, tuple | list | dict):
+    if not isinstance(inputs, tuple | list | Mapping):
         raise ImportModelError(
             f"{spec} returned inputs that are a {type(inputs).__name__}, not a tuple of tensors", expected
         )
-    return Loaded(model, inputs if isinstance(inputs, dict) else tuple(inputs), targets, loss)
+    return Loaded(model, dict(inputs) if isinstance(inputs, Mapping) else tuple(inputs), targets, loss)
 
 
 def _module(place: str) -> ModuleType:

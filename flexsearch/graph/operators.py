@@ -14,7 +14,7 @@ from typing import Any
 
 from flexsearch.errors import ImportModelError
 from flexsearch.graph.model import Operator, Role
-from flexsearch.graph.notation import Access
+from flexsearch.graph.notation import Access, Dimension
 from flexsearch.graph.targets import trust
 
 Flops = Callable[[Operator, Mapping[str, Any]], Any]
@@ -25,7 +25,8 @@ numbers, one for each piece, and give an array."""
 @dataclass(frozen=True, slots=True)
 class OperatorSpec:
     """``backward``: backward FLOPs over forward FLOPs; of a ``contraction``, for each operand that needs a gradient.
-    ``matrix``: most of the FLOPs are those of matrix products, as a contraction's are."""
+    ``matrix``: most of the FLOPs are those of matrix products, as a contraction's are. ``table``: position of the
+    operand of which only those elements are read that another one names."""
 
     pattern: str | None = None
     roles: Mapping[str, Role] = field(default_factory=dict)
@@ -33,6 +34,7 @@ class OperatorSpec:
     backward: float = 1.0
     contraction: bool = False
     matrix: bool = False
+    table: int | None = None
 
 
 def _outputs(op: Operator, extents: Mapping[str, Any]) -> Any:
@@ -56,6 +58,28 @@ def _per_point(count: float) -> Flops:
 def _per_input(count: float) -> Flops:
     """``count`` for each element of the first operand (a normalisation or a loss, whatever its other operands)."""
     return lambda op, extents: count * prod(extents[a] for a in op.access.inputs[0].names())
+
+
+def _touched(op: Operator, extents: Mapping[str, Any]) -> Any:
+    """Elements that are read and written, one FLOP for each, and the FLOPs of matrix products that importing counted.
+
+    What an operator that flexsearch does not look into computes of each element is unknown; but its axes are those of
+    its operands, side by side, and their product would be no number of anything."""
+    operands = (*op.access.inputs, *op.access.outputs)
+    return sum(prod(_span(d, extents) for d in operand.dimensions) for operand in operands) + _counted(op, extents)
+
+
+def _span(dimension: Dimension, extents: Mapping[str, Any]) -> Any:
+    """Indices of a dimension that a piece reaches, as if no window were clipped."""
+    if dimension.merged:
+        return prod(extents[a] for a in dimension.axes)
+    return 1 + sum(c * (extents[a] - 1) for a, c in zip(dimension.axes, dimension.coefficients, strict=True))
+
+
+def _counted(op: Operator, extents: Mapping[str, Any]) -> Any:
+    """A piece's share of the FLOPs in the attribute ``matrix_flops``, those of the whole operator."""
+    whole: Any = op.attributes.get("matrix_flops", 0)
+    return whole * prod(extents[a] / size for a, size in op.sizes.items()) if whole else 0
 
 
 def _attention(op: Operator, extents: Mapping[str, Any]) -> Any:
@@ -107,16 +131,21 @@ OPERATORS: dict[str, OperatorSpec] = {
     "group_norm": OperatorSpec(
         "n (g C) S.., (g C), (g C) -> n (g C) S..", {"g": "parameter"}, _per_output(8.0), backward=2.0
     ),
-    "embedding": OperatorSpec("b.., v d -> b.. d", {"v": "reduction", "d": "parameter"}),
+    "embedding": OperatorSpec("b.., v d -> b.. d", {"v": "reduction", "d": "parameter"}, table=1),
+    "index": OperatorSpec(None, table=0),
+    "gather": OperatorSpec(None, table=0),
     "softmax": OperatorSpec(None, {}, _per_output(5.0)),
     "log_softmax": OperatorSpec(None, {}, _per_output(5.0)),
     "pointwise": OperatorSpec(None),
     "dropout": OperatorSpec("a.. -> a..", {}, _per_output(3.0), backward=0.5),
+    "uniform": OperatorSpec(None, {}, _per_output(10.0), backward=0.0),
     "detach": OperatorSpec("a.. -> a..", {}, _FREE),
     "view": OperatorSpec(None, {}, _FREE),
     "permute": OperatorSpec(None, {}, _FREE),
     "expand": OperatorSpec(None, {}, _FREE),
     "slice": OperatorSpec(None, {}, _FREE),
+    "unfold": OperatorSpec(None, {}, _FREE),
+    "im2col": OperatorSpec(None, _IMAGE, _FREE),
     "cat": OperatorSpec(None, {}, _FREE),
     "pad": OperatorSpec(None, {}, _FREE),
     "sum": OperatorSpec(None, {}, _per_point(1.0)),
@@ -134,7 +163,7 @@ OPERATORS: dict[str, OperatorSpec] = {
     "bce_loss": OperatorSpec(None, {}, _per_input(5.0)),
     "bce_with_logits": OperatorSpec(None, {}, _per_input(8.0)),
     "kl_div": OperatorSpec(None, {}, _per_input(4.0)),
-    "opaque": OperatorSpec(None, {}, _per_point(1.0)),
+    "opaque": OperatorSpec(None, {}, _touched),
 }
 
 ATEN_KINDS: dict[str, str] = {}
@@ -200,6 +229,11 @@ def axis_roles(kind: str, access: Access, sample: Collection[str], weights: Sequ
     return roles
 
 
+def table(kind: str) -> int | None:
+    """Position of the operand that operators of a kind look elements up in; None for others."""
+    return OPERATORS[kind].table if kind in OPERATORS else None
+
+
 def shipped(kind: str) -> bool:
     """Whether a kind's line is ours, not a user's."""
     return kind in _SHIPPED
@@ -222,7 +256,7 @@ def backward_flops(op: Operator, extents: Mapping[str, Any], needs: Sequence[boo
     spec = OPERATORS.get(op.kind, OperatorSpec())
     forward = forward_flops(op, extents)
     if not spec.contraction:
-        return spec.backward * forward
+        return spec.backward * forward + _counted(op, extents)  # two products for each
     operands = op.access.inputs
     factors = sum(1 for operand, need in zip(operands, needs, strict=True) if need and not operand.once)
     sums = sum(1 for operand, need in zip(operands, needs, strict=True) if need and operand.once)

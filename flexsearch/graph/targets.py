@@ -21,6 +21,7 @@ from typing import Final
 
 POINTWISE: Final = frozenset(
     """
+    __and__ __lshift__ __or__ __rshift__ __xor__
     _conj_physical abs absolute acos acosh add addcdiv addcmul angle arccos arccosh arcsin arcsinh arctan arctan2
     arctanh asin asinh atan atan2 atanh bitwise_and bitwise_left_shift bitwise_not bitwise_or bitwise_right_shift
     bitwise_xor ceil celu clamp clamp_max clamp_min clip clone conj_physical copysign cos cosh deg2rad digamma div

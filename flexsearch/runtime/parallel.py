@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -13,14 +14,17 @@ from torch.utils import _pytree as pytree
 from flexsearch.cost import Costs
 from flexsearch.errors import RuntimeFailure, StrategyError
 from flexsearch.graph import Box, Interval
+from flexsearch.graph.aten_fold import derive
 from flexsearch.graph.importer import Imported, import_with_constants
 from flexsearch.graph.kernels import KernelContext, preferred
 from flexsearch.graph.kernels_base import dtype_of, extent
+from flexsearch.graph.prepare import unwrapped
 from flexsearch.lower import Entry, Lowered, bounding, lower
 from flexsearch.runtime.engine import Engine
 from flexsearch.runtime.group import agree, fingerprint, join
 from flexsearch.runtime.listing import listing
 from flexsearch.runtime.program import compile_program
+from flexsearch.runtime.state import check_meta, rows_per_sample, state_names, transient
 from flexsearch.runtime.wire import Wire, cut
 from flexsearch.strategy import Strategy
 
@@ -108,8 +112,10 @@ class Parallel:
         timeout_s: float,
         fuse: bool,
     ) -> None:
+        model = unwrapped(model)
         self.rank, self.device, self.lowered, self.graph = dist.get_rank(), device, lowered, imported.graph
-        self._names = _state_names(model, self.graph)
+        self._names = state_names(model)
+        self._rows = rows_per_sample(self.graph)
         state = model.state_dict()
         self._shapes = {name: tuple(state[name].shape) for name in self._names}
         self._storage = {
@@ -123,10 +129,10 @@ class Parallel:
         self._other: dict[str, Tensor] = {}
         self.weights: dict[str, nn.Parameter] = {}
         """This rank's part of each weight it stores, by name."""
-        self._fixed: dict[str, tuple[Box, Tensor]] = {
-            name: (box, cut(imported.constants[name], _whole(imported.constants[name]), box).to(device))
-            for name, box in self._held("constant").items()
-        }
+        self._fixed: dict[str, tuple[Box, Tensor]] = {}
+        self._imported = imported
+        self._transient = transient(model, set(self._names.values()))
+        check_meta(imported, self._transient)
         self._loaded = False
         self._take(model)
         trained = [p for p in self.weights.values() if p.requires_grad]
@@ -144,12 +150,13 @@ class Parallel:
         """Forward, backward, synchronise, update; returns the loss of the whole batch (a scalar) on every rank.
 
         ``inputs``, ``targets``: tensors, or nested as at import. Each may hold the whole global batch, or only this
-        rank's ``sample_range`` of it; a rank whose range is empty may pass None. Raises RuntimeFailure if a rank has
-        died.
+        rank's ``sample_range`` of it: of flattened targets the rows of these samples; what does not run over the batch
+        (a mask for all samples) is always whole. A rank whose range is empty may pass None. Raises RuntimeFailure if a
+        rank has died.
         """
         if not self._loaded:
             raise RuntimeFailure("the model was on the meta device: call load_state_dict before the first step")
-        given = _leaves(inputs), _leaves(targets)
+        given = _leaves(self._ordered(inputs)), _leaves(targets)
         fed: dict[str, tuple[Box, Tensor]] = {}
         for names, tensors, what in zip((self._inputs, self._targets), given, ("inputs", "targets"), strict=True):
             if tensors and len(tensors) != len(names):
@@ -166,14 +173,27 @@ class Parallel:
             counter += 1
         return loss
 
+    def _ordered(self, inputs: Any) -> Any:
+        """Keyword arguments in the order that they were imported in."""
+        names = self._imported.keywords
+        if not isinstance(inputs, Mapping):
+            return inputs
+        if set(inputs) != set(names):
+            given, wanted = (", ".join(sorted(map(str, keys))) or "none" for keys in (inputs, names))
+            raise RuntimeFailure(f"step got the keyword arguments {given}; the model was imported with {wanted}")
+        return {name: inputs[name] for name in names}
+
     def _feed(self, name: str, tensor: Tensor) -> tuple[Box, Tensor]:
         spec = self.graph.tensor[name]
-        low, high = self.sample_range
-        local = (high - low, *spec.shape[1:]) if spec.shape else ()
-        if dtype_of(spec.dtype) != tensor.dtype or tuple(tensor.shape) not in (spec.shape, local):
+        shapes = {spec.shape: "the whole batch"}
+        low, high = (bound * self._rows.get(name, 0) for bound in self.sample_range)
+        if name in self._rows:
+            shapes.setdefault((high - low, *spec.shape[1:]), f"rows {low} to {high} of it")
+        if dtype_of(spec.dtype) != tensor.dtype or tuple(tensor.shape) not in shapes:
+            wanted = " or ".join(f"{shape} ({what})" for shape, what in shapes.items())
             raise RuntimeFailure(
-                f"{name} must be {spec.dtype} of shape {spec.shape} (the whole batch) or {local} (samples {low} to "
-                f"{high} of it), not {str(tensor.dtype).removeprefix('torch.')} of shape {tuple(tensor.shape)}"
+                f"{name} must be {spec.dtype} of shape {wanted}, not {str(tensor.dtype).removeprefix('torch.')} of "
+                f"shape {tuple(tensor.shape)}"
             )
         box = tuple((0, n) for n in spec.shape)
         if tuple(tensor.shape) != spec.shape:
@@ -189,17 +209,17 @@ class Parallel:
         """What this rank runs in a step, as readable Python."""
         return listing(self.engine.program)
 
-    @property
+    @cached_property
     def sample_range(self) -> Interval:
         """[low, high) of the global batch's samples that this rank needs; (0, 0) if none."""
-        rows = [
-            entry.box[0]
+        needed = [
+            (entry.box[0][0] // self._rows[edge.tensor], -(-entry.box[0][1] // self._rows[edge.tensor]))
             for edge in self.lowered.edges
-            if self.graph.tensor[edge.tensor].kind == "input" and self.graph.tensor[edge.tensor].shape
+            if edge.tensor in self._rows
             for entry in edge.need
             if entry.device == self.rank
         ]
-        return (min(low for low, _ in rows), max(high for _, high in rows)) if rows else (0, 0)
+        return (min(low for low, _ in needed), max(high for _, high in needed)) if needed else (0, 0)
 
     def sampler(self, length: int, *, shuffle: bool = True, seed: int = 0, epoch: int = 0) -> Iterator[list[int]]:
         """Batch sampler for a data set of ``length`` samples: for each global batch, the indices of this rank's samples
@@ -266,7 +286,16 @@ class Parallel:
                     self._counters[original].copy_(state[name])
                 elif original in self._other:
                     self._other[original].copy_(state[name])
+            self._derive({original: state[name] for name, original in self._names.items()})
         self._loaded = True
+
+    def _derive(self, state: Mapping[str, Tensor]) -> None:
+        """Compute the constants that follow from buffers, whose values are ``state``."""
+        for name, constant in self._imported.derived.items():
+            if name in self._fixed:
+                box, tensor = self._fixed[name]
+                whole = derive(constant, {**self._transient, **state})
+                tensor.copy_(cut(whole, _whole(whole), box))
 
     # ---- set-up
 
@@ -293,7 +322,7 @@ class Parallel:
         prints: list[str | None] = [None] * dist.get_world_size()
         dist.all_gather_object(prints, fingerprint(tensors))
         if len(set(prints)) > 1:
-            for tensor in tensors.values():
+            for tensor in (t for t in tensors.values() if not t.is_meta):
                 moved = tensor.detach().to(self.device)
                 dist.broadcast(moved, 0)
                 tensor.data.copy_(moved)
@@ -306,6 +335,14 @@ class Parallel:
                 else preferred(cut(whole, _whole(whole), entry.box).to(self.device, copy=True).contiguous())
             )
             self.weights[name] = nn.Parameter(part, requires_grad=spec.requires_grad)
+        for name, box in self._held("constant").items():
+            whole = self._imported.constants[name]
+            whole = torch.zeros_like(whole, device="cpu") if whole.is_meta else whole
+            self._fixed[name] = box, cut(whole, _whole(whole), box).to(self.device, copy=True)
+        trained = {weight.tensor for weight in self.lowered.weights}
+        for name, tensor in model.named_parameters():
+            if name not in trained:  # the loss does not depend on it: it stays what it is
+                self._other[name] = torch.zeros_like(tensor, device="cpu") if meta else tensor.detach().cpu().clone()
         for name, tensor in model.named_buffers():
             whole = torch.zeros_like(tensor, device=self.device) if tensor.is_meta else tensor.detach()
             if name in self._buffers:
@@ -313,20 +350,11 @@ class Parallel:
                 self._fixed[name] = self._buffers[name], part
             elif name in self.graph.counters:
                 self._counters[name] = whole.clone()
-            elif name not in self._fixed:
+            else:
                 self._other[name] = whole.cpu().clone()
+        if not meta and len(set(prints)) > 1:
+            self._derive({name: tensor.detach().cpu() for name, tensor in model.named_buffers()})
         self._loaded = not meta
-
-
-def _state_names(model: nn.Module, graph: Any) -> dict[str, str]:
-    """Name in ``model.state_dict()`` -> name in the graph (a tied weight has several of the former)."""
-    first: dict[int, str] = {}
-    for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
-        first.setdefault(id(tensor), name)
-    everything: dict[str, Tensor] = {}
-    everything.update(model.named_parameters(remove_duplicate=False))
-    everything.update(model.named_buffers(remove_duplicate=False))
-    return {name: first[id(everything[name])] for name in model.state_dict(keep_vars=True) if name in everything}
 
 
 def _whole(tensor: Tensor) -> Box:

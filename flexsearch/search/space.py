@@ -90,14 +90,17 @@ class Space:
     @cached_property
     def classes(self) -> tuple[tuple[int, ...], ...]:
         """Leaders that a move may change together: those of the same kind and shape (the same layer in repeated
-        blocks), then the steps of each unrolled layer. Only classes of several."""
+        blocks), then the steps of each unrolled layer. Only classes of several.
+
+        A layer may be applied to tensors of different sizes (towers with shared weights): those are classes apart,
+        as a degree that one of them can take may be impossible for another."""
         found: dict[tuple[object, ...], list[int]] = {}
         for i in self.leaders:
             found.setdefault(self.shape(i), []).append(i)
-        steps: dict[int, list[int]] = {}
+        steps: dict[tuple[object, ...], list[int]] = {}
         for i, layer in unrolled(self.graph).items():
             if i in self.groups:
-                steps.setdefault(layer, []).append(i)
+                steps.setdefault((layer, *self.shape(i)), []).append(i)
         classes = (tuple(sorted(members)) for members in (*found.values(), *steps.values()) if len(members) > 1)
         return tuple(dict.fromkeys(classes))
 

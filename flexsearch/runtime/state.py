@@ -1,0 +1,61 @@
+"""What a model's state consists of, and how much of a batch a sample is: facts about model and graph, on every rank."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+
+from torch import Tensor, nn
+
+from flexsearch.errors import RuntimeFailure
+from flexsearch.graph import OperatorGraph
+from flexsearch.graph.aten_fold import sources
+from flexsearch.graph.importer import Imported
+
+
+def state_names(model: nn.Module) -> dict[str, str]:
+    """Name in ``model.state_dict()`` -> name in the graph (a tied weight has several of the former)."""
+    first: dict[int, str] = {}
+    for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
+        first.setdefault(id(tensor), name)
+    everything: dict[str, Tensor] = {}
+    everything.update(model.named_parameters(remove_duplicate=False))
+    everything.update(model.named_buffers(remove_duplicate=False))
+    return {name: first[id(everything[name])] for name in model.state_dict(keep_vars=True) if name in everything}
+
+
+def transient(model: nn.Module, persistent: Collection[str]) -> dict[str, Tensor]:
+    """The buffers that are in no state_dict: CPU or meta tensors, by name."""
+    buffers = {name: tensor.detach() for name, tensor in model.named_buffers() if name not in persistent}
+    return {name: tensor if tensor.is_meta else tensor.cpu() for name, tensor in buffers.items()}
+
+
+def check_meta(imported: Imported, buffers: dict[str, Tensor]) -> None:
+    """Raise RuntimeFailure where a value is needed that is on the meta device and that no state can bring.
+    ``buffers``: the transient ones."""
+    graph, derived = imported.graph, imported.derived
+    constants = [t.name for t in graph.of_kind("constant") if imported.constants[t.name].is_meta]
+    computed = [sources(derived[name]) for name in constants if name in derived]
+    needed = {t.name for t in graph.of_kind("buffer")}.union(*computed)
+    if lost := sorted(name for name in needed & buffers.keys() if buffers[name].is_meta):
+        raise RuntimeFailure(
+            f"buffer {lost[0]!r} is on the meta device and not persistent: no state_dict brings its values",
+            "Register it again with its values before parallelize, or build the model on the CPU.",
+        )
+    if lost := [name for name in constants if name not in derived]:
+        raise RuntimeFailure(
+            f"{lost[0]!r} is computed from a tensor of the model that is on the meta device and is no buffer",
+            "Register that tensor as a buffer, or build the model on the CPU.",
+        )
+
+
+def rows_per_sample(graph: OperatorGraph) -> dict[str, int]:
+    """Rows of each input that one sample has: 1, or more of what comes flattened (targets of batch * sequence). Inputs
+    that do not run over the batch (masks, tables) are missing."""
+    rows = {}
+    for tensor in graph.of_kind("input"):
+        for consumer, position in graph.consumers[tensor.name] if tensor.shape else ():
+            op = graph.operators[consumer]
+            axes = op.access.inputs[position].dimensions[0].axes
+            if axes and op.roles[axes[0]] == "sample" and tensor.shape[0] % graph.batch == 0:
+                rows[tensor.name] = tensor.shape[0] // graph.batch
+    return rows
