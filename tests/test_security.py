@@ -37,12 +37,8 @@ def test_not_even_if_python_itself_looks_there(here: Path) -> None:
     hostile()
     assert run(*SIMULATE, how=("-m", "flexsearch.cli")).code == 0
     assert not Path("executed").exists(), Path("executed").read_text()
-    for name in set(commands.HOSTILE) - {
-        "random",
-        "numpy",
-        "torch",
-        "numba",
-    }:  # the interpreter's own start may import these
+    # The interpreter's own start may import the others from there, before any code of ours.
+    for name in set(commands.HOSTILE) - {"random", "numpy", "torch", "numba"}:
         Path(f"{name}.py").unlink()
     for path in (f"{SOURCE}:", f":{SOURCE}", f"{SOURCE}:."):
         ran = run(*SIMULATE, env={"PYTHONPATH": path})
