@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 
 import flexsearch
+from flexsearch.cli import streams as command_streams
 
 SOURCE = str(Path(flexsearch.__file__).resolve().parent.parent)
 
@@ -51,7 +52,7 @@ def _subprocesses_find_flexsearch() -> Iterator[None]:
 
 
 @contextmanager
-def _streams() -> Iterator[None]:
+def streams_restored() -> Iterator[None]:
     """What a command does to the standard streams, the path and the signals of its process, undone."""
     streams, path, descriptor = (sys.stdout, sys.stderr), list(sys.path), os.dup(1)
     handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
@@ -64,6 +65,9 @@ def _streams() -> Iterator[None]:
             signal.signal(number, handler)
         os.dup2(descriptor, 1)
         os.close(descriptor)
+        if command_streams._result is not None:  # a process that ends does not need to
+            os.close(command_streams._result.fileno())
+            command_streams._result = None
 
 
 @pytest.fixture
@@ -76,7 +80,7 @@ def cli(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], tmp_
     def call(*arguments: object) -> Ran:
         monkeypatch.setattr(sys, "argv", ["flexsearch", *map(str, arguments)])
         capfd.readouterr()
-        with _streams(), pytest.raises(SystemExit) as end:
+        with streams_restored(), pytest.raises(SystemExit) as end:
             main()
         out, err = capfd.readouterr()
         return Ran(int(end.value.code or 0), out, err)

@@ -8,13 +8,13 @@ tests.test_fuzz SEED FIRST LAST`` runs a range and reports as it goes; ``SEED NU
 from __future__ import annotations
 
 import contextlib
-import io
 import json
 import math
 import os
 import random
 import signal
 import sys
+import tempfile
 import threading
 import time
 import traceback
@@ -23,13 +23,14 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import pytest
 
 from flexsearch.errors import FlexsearchError
 from flexsearch.graph import OperatorGraph
 from tests import fuzz_documents as documents
+from tests.conftest import streams_restored
 from tests.fuzz_documents import Data
 
 CASES = int(os.environ.get("FLEXSEARCH_FUZZ", "2000"))
@@ -207,20 +208,42 @@ def _limit(seconds: float, what: str) -> Iterator[None]:
         signal.signal(signal.SIGALRM, before)
 
 
+@contextlib.contextmanager
+def _captured() -> Iterator[tuple[IO[bytes], IO[bytes]]]:
+    """Files that hold what the block prints on standard output and error, by whatever means."""
+    with tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as err:
+        before = os.dup(1), os.dup(2)
+        os.dup2(out.fileno(), 1)
+        os.dup2(err.fileno(), 2)
+        try:
+            with streams_restored():
+                yield out, err
+        finally:
+            for descriptor, old in enumerate(before, 1):
+                os.dup2(old, descriptor)
+                os.close(old)
+
+
+def _text(file: IO[bytes]) -> str:
+    file.seek(0)
+    return file.read().decode(errors="replace")
+
+
 def run_case(case: Case) -> Ended:
     """Run a case in the current folder, which it leaves as empty as it was."""
     from flexsearch.cli import main
 
     for name, content in case.files.items():
         Path(name).write_bytes(content)
-    out, err, argv = io.StringIO(), io.StringIO(), sys.argv
-    start, code = time.monotonic(), None
+    argv, start, code = sys.argv, time.monotonic(), None
     sys.argv = ["flexsearch", *case.command]
     try:
-        with _limit(LIMIT_S, case.name), contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
-            main()
-    except SystemExit as end:
-        code = end.code or 0
+        with _captured() as files, _limit(LIMIT_S, case.name):
+            try:
+                main()
+            except SystemExit as end:
+                code = end.code or 0
+            out, err = map(_text, files)
     except TooSlow:
         return Ended("too slow", traceback.format_exc(), time.monotonic() - start)
     except BaseException:
@@ -229,16 +252,26 @@ def run_case(case: Case) -> Ended:
         sys.argv = argv
         for name in (*case.files, "out.json"):
             Path(name).unlink(missing_ok=True)
-    text, seconds = out.getvalue() + err.getvalue(), time.monotonic() - start
+    seconds = time.monotonic() - start
+    if "Traceback" in out + err:
+        return Ended("traceback", out + err, seconds)
     if code == 0:
-        problem = _insane(out.getvalue())
-        return Ended("insane answer", f"{problem}\n{text}", seconds) if problem else Ended("answered", text, seconds)
+        problem = _insane(out)
+        return Ended("insane answer", f"{problem}\n{out}", seconds) if problem else Ended("answered", out, seconds)
     if code != 2:
-        return Ended(f"exit {code}", text, seconds)
-    if "Traceback" in text:
-        return Ended("traceback", text, seconds)
+        return Ended(f"exit {code}", out + err, seconds)
+    return Ended(_refused(case, out), out + err, seconds)
+
+
+def _refused(case: Case, out: str) -> str:
+    """How well a refusal says what is wrong."""
+    try:
+        error = json.loads(out)["error"]
+    except (ValueError, KeyError):
+        return "refused without an object"
+    text = f"{error['message']} {error['remedy']}"
     named = any(name in text for name in case.files) or any(words in text for words in LATER)
-    return Ended("refused" if named and len(text) < 20000 else "refused without a place", text, seconds)
+    return "refused" if named and len(text) < 20000 else "refused without a place"
 
 
 def _insane(out: str) -> str:
@@ -298,8 +331,6 @@ def test_mutated_files_are_refused_or_answered_sanely(
 
 def main() -> None:
     """``SEED NUMBER`` shows one case, ``SEED FIRST LAST`` runs a range of them."""
-    import tempfile
-
     seed, first, *last = map(int, sys.argv[1:])
     with tempfile.TemporaryDirectory() as folder:
         os.chdir(folder)
