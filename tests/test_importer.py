@@ -858,6 +858,14 @@ def test_a_layer_used_twice_updates_its_statistics_twice() -> None:
     torch.testing.assert_close(values[updates["1.running_var"]], norm.running_var)
 
 
+@pytest.mark.parametrize("dim", [0, 2, None])
+def test_weight_norm_is_arithmetic_on_weights(dim: int | None) -> None:
+    layer = nn.Conv1d(6, 4, 3, dtype=torch.float64)
+    model = nn.utils.parametrizations.weight_norm(layer, dim=dim)
+    graph = check_same(model, (randn(4, 6, 8),), lambda y: y.pow(2).sum())
+    assert "sum" in [op.kind for op in graph.operators]
+
+
 def test_recurrent_layers_are_opaque_if_wanted() -> None:
     class Recurrent(nn.Module):
         def __init__(self) -> None:

@@ -159,3 +159,10 @@ def test_what_of_a_reshape_can_be_split(source: tuple[int, ...], target: tuple[i
 def test_the_table_needs_no_torch() -> None:
     code = "import sys, flexsearch.graph.operators; assert 'torch' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_the_fields_of_every_kind_are_checked_when_a_file_is_loaded() -> None:
+    from flexsearch.graph.kinds import KINDS
+    from flexsearch.graph.operators import shipped
+
+    assert set(KINDS) == {kind for kind in OPERATORS if shipped(kind)}

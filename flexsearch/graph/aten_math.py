@@ -188,6 +188,14 @@ def _max(b: Builder, self: Value) -> Value:
     return _reduce(b, f"a{b.target.split('.')[1]}", self, None, False, whole=True)  # same gradient: shared by ties
 
 
+@aten("_weight_norm")
+def _weight_norm(b: Builder, v: Value, g: Value, dim: int = 0) -> Value:
+    """``v`` scaled to the length ``g``: of all of it (dim -1), or of each of its parts along ``dim``."""
+    rest = [d for d in range(v.rank) if dim == -1 or d != dim]
+    squares = _reduce(b, "sum", pointwise(b, "mul.Tensor", (v, v)), rest, dim != -1, whole=False)
+    return pointwise(b, "mul.Tensor", (v, pointwise(b, "div.Tensor", (g, pointwise(b, "sqrt.default", (squares,))))))
+
+
 @aten("argmax")
 def _argmax(b: Builder, self: Value, dim: int | None = None, keepdim: bool = False) -> Value:
     if dim is None:  # the index in the flattened tensor

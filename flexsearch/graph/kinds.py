@@ -103,6 +103,30 @@ class Slice(Along):
     dim: Place = 0
 
 
+class Range(Attributes):
+    """How one dimension is looked up: by an operand, or by a range along an axis of the indices (None: one element)."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+    operand: Natural | None = None
+    axis: Natural | None = None
+
+
+class Lookup(Attributes):
+    indices: list[Range | None]
+    rank: Annotated[int, Field(ge=0, lt=64)]
+    first: Annotated[int, Field(ge=0, lt=64)]
+    negative: bool
+
+
+class Unfold(Attributes):
+    dim: Place
+    step: Positive
+
+
+class Drawn(Attributes):
+    salt: Signed
+
+
 class Reduction(Attributes):
     dims: Place | list[Place] | None = None
     keepdim: bool = False
@@ -174,7 +198,8 @@ KINDS: Final[Mapping[str, tuple[type[Attributes], int, int, int]]] = {
     "amin": (Reduction, 1, 1, 1), "argmax": (Reduction, 1, 1, 1), "valid_count": (Count, 1, 2, 1),
     "cross_entropy": (Loss, 2, 4, 1), "nll_loss": (Loss, 2, 4, 1), "mse_loss": (Loss, 2, 2, 1),
     "l1_loss": (Loss, 2, 2, 1), "smooth_l1_loss": (Loss, 2, 2, 1), "huber_loss": (Loss, 2, 2, 1),
-    "bce_loss": (Loss, 2, 3, 1), "bce_with_logits": (Loss, 2, 4, 1), "kl_div": (Loss, 2, 2, 1),
+    "index": (Lookup, 1, MANY, 1), "gather": (Along, 2, 2, 1), "unfold": (Unfold, 1, 1, 1), "im2col": (Window, 1, 1, 1),
+    "uniform": (Drawn, 1, 1, 1), "bce_loss": (Loss, 2, 3, 1), "bce_with_logits": (Loss, 2, 4, 1), "kl_div": (Loss, 2, 2, 1),
 }  # fmt: skip
 """By kind: attributes, least and most operands, number of results (MANY: any)."""
 
@@ -220,7 +245,7 @@ def _check_operator(graph: OperatorGraph, op: Operator, where: str) -> None:
         if role not in ("sample", named.get(axis, role)):
             raise ValueError(f"{where}.axes: {axis!r} of {op.kind} is a {named[axis]} axis, not {role}")
     windows = any(not d.plain and not d.merged and d.axes for o in op.access.inputs for d in o.dimensions)
-    if windows and not op.kind.startswith(("conv", "max_pool", "avg_pool", "slice", "cat", "pad")):
+    if windows and not op.kind.startswith(("conv", "max_pool", "avg_pool", "slice", "cat", "pad", "unfold", "im2col")):
         raise ValueError(f'{where}.pattern: {op.kind} reads no windows, as in "{op.pattern}"')
     if op.kind in RULES and (contradiction := RULES[op.kind](op, attributes, shapes)):
         raise ValueError(f"{where}: {contradiction}")

@@ -13,6 +13,7 @@ from typing import Any, Final
 from flexsearch.files import printable
 from flexsearch.graph.model import DTYPE_BYTES, Operator
 from flexsearch.graph.notation import Dimension
+from flexsearch.graph.rules_index import INDEX_RULES
 from flexsearch.graph.targets import check_target
 
 Shapes = tuple[tuple[int, ...], ...]
@@ -248,5 +249,5 @@ RULES: Final[Mapping[str, Rule]] = {
     **dict.fromkeys(("pointwise", "opaque"), _call),
     "linear": _contraction, "view": _view, "permute": _permutation, "expand": _expansion, "slice": _slice,
     "cat": _concatenation, "pad": _pad, "batch_statistics": _statistics, "embedding": _embedding,
-    "attention": _attention, "lstm_cell": _cell,
+    "attention": _attention, "lstm_cell": _cell, **INDEX_RULES,
 }  # fmt: skip
