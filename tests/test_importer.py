@@ -835,11 +835,11 @@ def test_models_are_loaded_by_name(tmp_path: Path) -> None:
     )
     assert load_callable(f"{file}:pair").loss is None
     for spec, problem in {
-        "flexsearch.zoo": "must read MODULE:CALLABLE",
+        "flexsearch.zoo": "Write MODULE:CALLABLE",
         "flexsearch.zoo:alexnett": "has no 'alexnett'.*alexnet",
         "no_such_module:build": "no module named 'no_such_module'",
         "nowhere/model.py:build": "there is no file",
-        f"{file}:wrong": "must return.*it returned a int",
+        f"{file}:wrong": "returned a int.*must return",
         f"{file}:broken": "raised OSError: no disk",
         f"{file}:number": "not a callable",
     }.items():

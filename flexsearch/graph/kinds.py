@@ -198,8 +198,9 @@ KINDS: Final[Mapping[str, tuple[type[Attributes], int, int, int]]] = {
     "amin": (Reduction, 1, 1, 1), "argmax": (Reduction, 1, 1, 1), "valid_count": (Count, 1, 2, 1),
     "cross_entropy": (Loss, 2, 4, 1), "nll_loss": (Loss, 2, 4, 1), "mse_loss": (Loss, 2, 2, 1),
     "l1_loss": (Loss, 2, 2, 1), "smooth_l1_loss": (Loss, 2, 2, 1), "huber_loss": (Loss, 2, 2, 1),
-    "index": (Lookup, 1, MANY, 1), "gather": (Along, 2, 2, 1), "unfold": (Unfold, 1, 1, 1), "im2col": (Window, 1, 1, 1),
-    "uniform": (Drawn, 1, 1, 1), "bce_loss": (Loss, 2, 3, 1), "bce_with_logits": (Loss, 2, 4, 1), "kl_div": (Loss, 2, 2, 1),
+    "index": (Lookup, 1, MANY, 1), "gather": (Along, 2, 2, 1), "uniform": (Drawn, 1, 1, 1),
+    "unfold": (Unfold, 1, 1, 1), "im2col": (Window, 1, 1, 1),
+    "bce_loss": (Loss, 2, 3, 1), "bce_with_logits": (Loss, 2, 4, 1), "kl_div": (Loss, 2, 2, 1),
 }  # fmt: skip
 """By kind: attributes, least and most operands, number of results (MANY: any)."""
 

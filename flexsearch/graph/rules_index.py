@@ -1,4 +1,4 @@
-"""Rules, as those of :mod:`flexsearch.graph.rules`, of operators that look elements up, take windows or draw numbers."""
+"""The rules of :mod:`flexsearch.graph.rules` for operators that look elements up, take windows or draw numbers."""
 
 from __future__ import annotations
 
