@@ -5,10 +5,10 @@
 Hosts are network namespaces of this machine (``netns``): 1 Gbit/s each, one thread, pinned to two cores in turn, so
 that four hosts share them two by two. For each model the machine is profiled, a plan is searched, and then
 
-1. speed: PyTorch's DistributedDataParallel, the plan and a single process take turns in one run on four hosts, and
-   their losses are compared. (ResNet-50: DDP normalises by the statistics of each rank's samples. The plan is
-   made for that function, too, by ``batch_norm_groups=4``; the single process normalises the whole
-   batch, and its losses differ.)
+1. speed: PyTorch's DistributedDataParallel, the plan, the best of the other baselines (each with the bucket size that
+   suits it best) and a single process take turns in one run on four hosts, and their losses are compared. (ResNet-50:
+   DDP normalises by the statistics of each rank's samples. The plan is made for that function, too, by
+   ``batch_norm_groups=4``; the single process normalises the whole batch, and its losses differ.)
 2. accuracy: the plan, baselines and random strategies are run on two hosts with a core each and on four with two to a
    core: predicted beside measured iteration time, whether their order is kept, and where the error sits.
 
@@ -32,6 +32,7 @@ from benchmarks.netns import unavailable
 from benchmarks.worker import DDP, SINGLE, Job
 from flexsearch.api import parse_budget
 from flexsearch.errors import FlexsearchError
+from flexsearch.strategy import Strategy
 
 HOSTS = 4
 PAIR = 2
@@ -45,15 +46,18 @@ TITLES = {
 
 
 def speed(plans: Plans) -> list[Row]:
-    """DDP, the found plan and a single process, in turn; one row each."""
-    effort, found = plans.machine.effort, plans.found
-    same = {DDP: plans.baselines["data-parallel"], "plan": found, SINGLE: plans.baselines["single"]}
+    """DDP, the best plan, the best of the other tuned baselines and a single process, in turn; one row each."""
+    effort, plan = plans.machine.effort, plans.found
+    best, other = _best_other(plans)
+    ours = {"plan": plan, best: other}
+    same = {DDP: plans.baselines["data-parallel"], **ours, SINGLE: plans.baselines["single"]}
+    named = {"plan": plans.setting.name_of(plan) or "found by the search", best: best}
     predicted = {name: plans.predict(strategy)[1].makespan_s for name, strategy in same.items()}
-    say(f"measuring {plans.model}: DDP, plan, single process")
+    say(f"measuring {plans.model}: DDP, plan ({named['plan']}), {best}, single process")
     total = sum(predicted.values())
     rounds = int(min(effort.rounds, max(2, 3 * effort.variant_s // (effort.steps * total))))
     job = Job(
-        plans.model, plans.batch, {DDP: DDP, **plans.save({"plan": found}), SINGLE: SINGLE}, rounds=rounds,
+        plans.model, plans.batch, {DDP: DDP, **plans.save(ours), SINGLE: SINGLE}, rounds=rounds,
         steps=effort.steps, warmup=2, together=True, timeline=False,
         timeout_s=180.0 + 8 * total * (2 + rounds * effort.steps),
     )  # fmt: skip
@@ -70,9 +74,11 @@ def speed(plans: Plans) -> list[Row]:
                 "table": "speed",
                 "model": plans.model,
                 "variant": name,
+                "strategy": named.get(name, ""),
                 "iteration_s": median(row.turns_s),
                 "spread_s": spread(row.turns_s),
                 "ratio_vs_ddp": ddp_s / median(row.turns_s),
+                "ratio_vs_single": median(measured[SINGLE].turns_s) / median(row.turns_s),
                 "predicted_iteration_s": predicted[name],
                 "loss_difference": max(differences) if comparable else None,
                 "loss_difference_first_5_steps": max(differences[:5]) if comparable else None,
@@ -81,6 +87,15 @@ def speed(plans: Plans) -> list[Row]:
             }
         )
     return rows
+
+
+def _best_other(plans: Plans) -> tuple[str, Strategy]:
+    """The baseline that is predicted to be the fastest, each with the bucket size that suits it best: not data
+    parallelism nor a single process, which are measured anyway, nor the plan itself."""
+    left_out = {"data-parallel", "single", plans.setting.name_of(plans.found)}
+    names = [name for name in plans.baselines if name not in left_out]
+    best = min(names, key=lambda name: plans.predict(plans.baselines[name])[1].makespan_s)
+    return best, plans.baselines[best]
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
