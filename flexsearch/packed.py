@@ -15,6 +15,7 @@ from typing import Any, Final, TypeVar, cast
 import numpy as np
 from llvmlite import ir
 from numba import typeof, types
+from numba.core import cgutils
 from numba.core.imputils import impl_ret_borrowed, lower_getattr_generic
 from numba.core.typing.templates import AttributeTemplate, infer_getattr
 from numba.extending import NativeValue, models, register_model, typeof_impl, unbox
@@ -104,10 +105,13 @@ register_model(PackedType)(models.OpaqueModel)
 
 @unbox(PackedType)
 def _unbox(typ: PackedType, value: Any, c: Any) -> NativeValue:
+    """The address. Asking for it runs Python code, in which a signal's handler may raise."""
     number = c.pyapi.object_getattr_string(value, "packed_address")
-    address = c.pyapi.long_as_voidptr(number)
-    c.pyapi.decref(number)
-    return NativeValue(address)
+    address = cgutils.alloca_once_value(c.builder, ir.Constant(c.context.get_value_type(typ), None))
+    with c.builder.if_then(cgutils.is_not_null(c.builder, number)):
+        c.builder.store(c.pyapi.long_as_voidptr(number), address)
+        c.pyapi.decref(number)
+    return NativeValue(c.builder.load(address), is_error=cgutils.is_null(c.builder, number))
 
 
 @infer_getattr

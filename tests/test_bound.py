@@ -88,8 +88,8 @@ def test_on_one_device_it_is_the_iteration_time(graph: str, optimizer: Any) -> N
 def free(topology: Topology) -> Topology:
     """The same with links that take no time, and without any overhead."""
     fields = {f: getattr(topology, f) for f in Topology.model_fields}
-    links = tuple(link.model_copy(update={"bandwidth": 1e30, "latency_s": 0.0}) for link in topology.links)
-    devices = tuple(d.model_copy(update={"overhead_s": 0.0, "memory_bandwidth": 1e30}) for d in topology.devices)
+    links = tuple(link.model_copy(update={"bandwidth": 1e15, "latency_s": 0.0}) for link in topology.links)
+    devices = tuple(d.model_copy(update={"overhead_s": 0.0, "memory_bandwidth": 1e15}) for d in topology.devices)
     communication = topology.communication.model_copy(update={"overhead_s": 0.0, "cpu_s_per_byte": 0.0})
     return Topology(**fields | {"links": links, "devices": devices, "communication": communication})
 
@@ -101,7 +101,8 @@ def test_with_free_links_work_that_divides_evenly_takes_its_share_of_the_time(de
     bound = lower_bound(graph, on, costs)
     plan = makespan(lower(graph, baselines(graph, on)["data-parallel"], on, costs).tasks)
     alone = makespan(lower(graph, baselines(graph, on)["single"], on, costs).tasks)
-    assert bound.seconds == pytest.approx(plan, rel=1e-5) == pytest.approx(alone / devices, rel=1e-5)  # whole ticks
+    # Whole ticks, and the fastest memory that a topology may have.
+    assert bound.seconds == pytest.approx(plan, rel=1e-3) == pytest.approx(alone / devices, rel=1e-3)
     assert bound.devices == devices
 
 

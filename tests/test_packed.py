@@ -77,3 +77,15 @@ def test_a_replaced_field_is_seen() -> None:
 def test_arrays_that_compiled_code_would_misread_are_refused() -> None:
     with pytest.raises(TypeError, match=r"Inner\.grid must be a C-contiguous, writable array"):
         add_rows(Outer(Inner(np.zeros((4, 3)).T, np.zeros(4, np.uint32)), np.zeros(3)))
+
+
+def test_an_error_on_the_way_to_the_arrays_is_raised(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A signal may arrive while compiled code is called."""
+    add_rows(record(3, 4))
+
+    def interrupted(self: object) -> int:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Outer, "packed_address", property(interrupted))
+    with pytest.raises(KeyboardInterrupt):
+        add_rows(record(3, 4))

@@ -16,8 +16,8 @@ from typing import Any, Final
 
 from flexsearch.errors import OutputError
 
-NARROW: Final = 80
-"""Columns; a table needs as many. In less room it is better wrapped by the terminal than cut by us."""
+NARROW: Final = 40
+"""Columns. In less room, tables and sentences are better wrapped by the terminal than by us."""
 PIPE_CLOSED: Final = 141
 """Exit code when nobody reads what is printed: 128 + SIGPIPE, as of every command in a pipeline."""
 

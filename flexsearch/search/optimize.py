@@ -148,7 +148,8 @@ class _Run:
 
     def __init__(
         self, graph: OperatorGraph, topology: Topology, costs: Costs, options: Options, seed: int, rule: Rule | None,
-        budget: Budget, on_progress: Callable[[Progress], None] | None, on_phase: Callable[[str], None] | None,
+        budget: Budget, on_progress: Callable[[Progress], None] | None,
+        on_phase: Callable[[str], None] | None = None,
     ) -> None:  # fmt: skip
         self.graph, self.topology, self.costs = graph, topology, costs
         self.options = options
