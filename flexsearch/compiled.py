@@ -157,14 +157,13 @@ def compiled(function: F) -> F:
 
 
 def lean(function: F) -> F:
-    """As ``compiled``, without counting references to arrays: functions that hand dozens of arrays on compile in
-    seconds then, not minutes. They must not make arrays."""
+    """As ``compiled``, without counting references to arrays, which takes longer to compile. The function must not make
+    arrays."""
     return _first_that_works(function, {"_nrt": False})
 
 
 def inlined(function: F) -> F:
-    """As ``lean``, for functions that are small or called in one place: their code is put there. Arrays are handed on
-    by value, seven words each; for many of them that takes longer than what most functions do."""
+    """As ``lean``, for functions that are small or called in one place: their code is put there, without a call."""
     return _first_that_works(function, {"_nrt": False, "forceinline": True}, {"_nrt": False})
 
 
