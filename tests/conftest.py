@@ -17,6 +17,9 @@ import pytest
 import flexsearch
 from flexsearch.cli import streams as command_streams
 
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as in what a shell runs in the background
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+
 SOURCE = str(Path(flexsearch.__file__).resolve().parent.parent)
 
 

@@ -94,11 +94,7 @@ class Builder:
     def pointwise(self, name: str, *xs: str) -> str:
         """Of operands of one shape."""
         template = ", ".join(["a.."] * len(xs)) + " -> a.."
-        result = self.add(name, "pointwise", template, xs, self.tensors[xs[0]].shape)
-        target = "aten.relu.default" if len(xs) == 1 else "aten.add.Tensor"
-        call = {"target": target, "args": [{"tensor": k} for k in range(len(xs))]}
-        self.operators[-1] = self.operators[-1].model_copy(update={"attributes": call})
-        return result
+        return self.add(name, "pointwise", template, xs, self.tensors[xs[0]].shape)
 
     def norm(self, name: str, x: str) -> str:
         """layer_norm over the last dimension."""

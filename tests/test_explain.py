@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from functools import cache
 from itertools import pairwise
@@ -449,7 +450,11 @@ def test_wrong_input_ends_with_code_2_and_a_message(
 
 
 def test_a_strategy_of_a_graph_that_is_not_shipped_needs_its_graph(cli: Cli, plans: Path) -> None:
-    graph = mlp()
+    relu = {"target": "aten.relu.default", "args": [{"tensor": 0}]}
+    data = mlp().model_dump(mode="json")
+    for op in data["operators"]:
+        op["attributes"] = relu if op["kind"] == "pointwise" else {}
+    graph = OperatorGraph.model_validate_json(json.dumps(data))
     graph.save("mine.json")
     Setting.of(graph, Topology.load("ethernet-1g-2")).baseline("data-parallel").save("plan.json")
     refused = cli("explain", "plan.json")
