@@ -274,6 +274,10 @@ def _refused(case: Case, out: str) -> str:
     return "refused" if named and len(text) < 20000 else "refused without a place"
 
 
+def _says_no_number(text: str) -> bool:
+    return bool({"inf", "nan", "-inf"} & set(text.split()))
+
+
 def _insane(out: str) -> str:
     """What is wrong with an answer; empty if nothing is."""
     try:
@@ -288,7 +292,7 @@ def _insane(out: str) -> str:
         elif isinstance(value, list):
             values += [(name, item) for item in value]
         elif isinstance(value, str):
-            if value.split()[:1] in (["inf"], ["nan"], ["-inf"]) or " inf " in value or " nan " in value:
+            if name not in ("graph", "topology", "name") and _says_no_number(value):
                 return f"{name} says {value[:100]!r}"
         elif isinstance(value, int | float) and not isinstance(value, bool):
             negative = value < 0 and not any(part in name for part in SIGNED)
