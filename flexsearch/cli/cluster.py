@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 
 from flexsearch.cli import signals, streams
-from flexsearch.cli.common import FINITE, JsonOption, check_outputs, print_table, show, stderr, stdout
+from flexsearch.cli.common import FINITE, JsonOption, check_outputs, show, stderr, stdout
 from flexsearch.cli.models import BatchOption, SetOption, keywords
 from flexsearch.errors import RuntimeFailure, StrategyError
 
@@ -255,18 +255,15 @@ class _Steps:
             stdout.print(f"Wrote {trace}; open it in https://ui.perfetto.dev", soft_wrap=True)
 
     def _errors(self, training: Training) -> None:
-        from rich.table import Table
-
+        from flexsearch.report.grid import Column, Grid
         from flexsearch.report.units import seconds
 
-        table = Table(title="Where prediction and measurement differ most", title_justify="left")
-        table.add_column("task")
-        for heading in ("tasks", "predicted (mean)", "measured (mean)", "difference in all"):
-            table.add_column(heading, justify="right", no_wrap=True)
+        headings = ("tasks", "predicted\n(mean)", "measured\n(mean)", "difference\nin all")
+        grid = Grid((Column("task", "text"), *map(Column, headings)), "Where prediction and measurement differ most")
         for row in training.errors()[:12]:
             sign = "-" if row.difference_s < 0 else "+"
-            table.add_row(
+            grid.add(
                 f"{row.kind} {row.name}", str(row.tasks), seconds(row.predicted_s), seconds(row.measured_s),
                 sign + seconds(abs(row.difference_s)),
             )  # fmt: skip
-        print_table(table)
+        stdout.print(grid)

@@ -20,8 +20,6 @@ from flexsearch.cli import streams
 from flexsearch.errors import FlexsearchError, StrategyError
 
 if TYPE_CHECKING:
-    from rich.table import Table
-
     from flexsearch.api import Setting
     from flexsearch.strategy import Strategy
 
@@ -92,12 +90,6 @@ def show(as_json: bool, data: dict[str, Any], human: Callable[[], None]) -> None
         streams.emit(data)
     else:
         human()
-
-
-def print_table(table: Table) -> None:
-    """Print a table without breaking the names in its first column."""
-    table.columns[0].no_wrap = True
-    stdout.print(table)
 
 
 def load_setting(graph: str, topology: str, profile: Path | None) -> Setting:
