@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from flexsearch.cost import Costs
 from flexsearch.errors import ImportModelError
-from flexsearch.graph.aten import HANDLERS
+from flexsearch.graph.ops.base import TRACES
 from flexsearch.graph.importer import Imported, import_model, import_with_constants
 from flexsearch.runtime.parallel import distribute
 from flexsearch.search import search
@@ -152,14 +152,14 @@ def test_a_model_as_it_comes_is_imported_searched_and_run(name: str) -> None:
 def test_the_products_of_a_step_are_those_that_torch_counts() -> None:
     from torch.utils.flop_counter import FlopCounterMode
 
-    from flexsearch.graph.operators import OPERATORS, forward_flops
+    from flexsearch.graph.ops import KINDS, forward_flops
 
     model, batch = _made("bert", attn_implementation="eager")
     graph = import_model(model, batch)
     products = sum(
         forward_flops(op, op.sizes)
         for op in graph.operators
-        if OPERATORS[op.kind].contraction or op.kind == "attention"
+        if KINDS[op.kind].contraction or op.kind == "attention"
     )
     with FlopCounterMode(display=False) as counter:
         model(**batch)
@@ -200,7 +200,7 @@ def test_a_batch_without_labels_is_told_what_it_lacks() -> None:
 
 def test_errors_inside_a_library_say_what_its_user_can_do(monkeypatch: pytest.MonkeyPatch) -> None:
     """A random operator without a handler, in DINOv2's drop path; and a batch of the wrong kind."""
-    monkeypatch.delitem(HANDLERS, "aten.rand")
+    monkeypatch.delitem(TRACES, "aten.rand")
     config = transformers.Dinov2Config(**_PATCHES, drop_path_rate=0.5)
     model = transformers.Dinov2ForImageClassification(config).train()
     with pytest.raises(ImportModelError) as drawn:

@@ -264,10 +264,12 @@ class _Walk:
         b, name = self.builder, str(target)
         b.args, b.kwargs = args, kwargs
         try:
-            if (trace := find_trace(name) or pointwise_trace(target)) is not None:
+            if (trace := find_trace(name)) is not None:
                 return trace(b, **bind(target, args, kwargs))
             if (handler := find_handler(name)) is not None:
                 return handler(b, **legacy_bind(target, args, kwargs))
+            if (trace := pointwise_trace(target)) is not None:
+                return trace(b, **bind(target, args, kwargs))
             problem = b.error(
                 "is not in the operator table",
                 "Register it (flexsearch.register, docs/operators.md), or import it "
