@@ -13,8 +13,8 @@ from torch import Tensor, nn
 
 from flexsearch.cost import Costs
 from flexsearch.errors import ImportModelError
-from flexsearch.graph.ops.base import TRACES
 from flexsearch.graph.importer import Imported, import_model, import_with_constants
+from flexsearch.graph.ops.base import TRACES
 from flexsearch.runtime.parallel import distribute
 from flexsearch.search import search
 from flexsearch.strategy import Strategy

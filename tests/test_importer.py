@@ -18,9 +18,9 @@ from torch import Tensor, nn
 from flexsearch import zoo
 from flexsearch.errors import ImportModelError
 from flexsearch.graph import Box, OperatorGraph, Tracing, whole_piece
-from flexsearch.graph.ops.base import TRACES
 from flexsearch.graph.importer import Imported, import_model, import_with_constants, load_callable
-from flexsearch.graph.ops import KernelContext, build_kernel
+from flexsearch.graph.ops import KernelContext, OperatorKind, build_kernel, register, unregister
+from flexsearch.graph.ops.base import TRACES
 from flexsearch.graph.shipped import SHIPPED, make
 from tests.ranks import pool
 from tests.small_models import Dropped
@@ -669,7 +669,7 @@ def test_an_unknown_operator_is_named_with_its_layer_line_and_remedy() -> None:
         import_model(model, torch.ones(4, 8), lambda y: y.sum())
     message = str(caught.value)
     assert "aten.fft_rfft.default" in message and "'1'" in message and "test_importer.py:" in message
-    assert "register(" in message and "--opaque" in message
+    assert "flexsearch.register" in message and "--opaque" in message
     graph = import_model(model, torch.ones(4, 8), lambda y: y.sum(), opaque=True)
     op = next(op for op in graph.operators if op.kind == "opaque")
     assert op.pattern == "A B -> C D" and not op.splittable and graph.tensor[op.outputs[0]].dtype == "complex64"
@@ -686,10 +686,20 @@ def test_a_call_that_its_handler_does_not_foresee_is_an_error_or_opaque(monkeypa
     assert "opaque" in [op.kind for op in import_model(model, randn(4, 8), opaque=True).operators]
 
 
-def test_registering_an_operator_cures_the_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    from flexsearch.graph import operators
+class Shift(OperatorKind):
+    """A kind as a user writes it."""
 
-    monkeypatch.setattr(operators, "OPERATORS", operators.OPERATORS)
+    name = "shift"
+    targets = ("flextest.shift",)
+    pattern = "b.. c, c -> b.. c"
+    roles = {"c": "parameter"}
+
+
+class Shift3d(Shift):
+    pattern = "a b c, c -> a b c"
+
+
+def test_registering_an_operator_cures_the_error() -> None:
     with torch.library._scoped_library("flextest", "FRAGMENT") as library:
         library.define("shift(Tensor x, Tensor w, float by) -> Tensor")
         library.impl("shift", lambda x, w, by: x * w + by, "CompositeExplicitAutograd")
@@ -697,17 +707,16 @@ def test_registering_an_operator_cures_the_error(monkeypatch: pytest.MonkeyPatch
         with pytest.raises(ImportModelError, match=r"flextest\.shift\.default"):
             import_model(model, randn(4, 8))
         try:
-            operators.register("shift", "b.. c, c -> b.. c", {"c": "parameter"}, aten="flextest.shift.default")
+            register(Shift)
             graph = import_model(model, randn(4, 8))
             op = graph.operators[0]
             assert (op.kind, op.pattern, op.roles["c"]) == ("shift", "b0 c, c -> b0 c", "parameter")
             assert op.attributes["args"] == [{"tensor": 0}, {"tensor": 1}, 2.0]
-            operators.register("shift", "a b c, c -> a b c", aten="flextest.shift.default")
-            with pytest.raises(ImportModelError, match=r"shift.*does not fit the pattern registered for 'shift'"):
+            register(Shift3d())
+            with pytest.raises(ImportModelError, match=r"shift.*does not fit the pattern of 'shift'"):
                 import_model(model, randn(4, 8))
         finally:
-            operators.OPERATORS.pop("shift", None)
-            operators.ATEN_KINDS.pop("flextest.shift.default", None)
+            unregister("shift")
 
 
 def test_mistakes_are_explained() -> None:

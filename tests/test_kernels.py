@@ -16,10 +16,10 @@ from torch import Tensor
 
 import tests.kernel_cases_more
 from flexsearch.errors import ImportModelError
-from flexsearch.graph.ops import KernelContext, build_kernel
 from flexsearch.graph.kernels_norm import fused_batch_norm
 from flexsearch.graph.kernels_random import keep_mask
 from flexsearch.graph.notation import Box, Interval
+from flexsearch.graph.ops import KernelContext, build_kernel
 from flexsearch.graph.ops.base import _SHIPPED
 from flexsearch.graph.piece import Piece, make_piece, whole_piece
 from tests.kernel_cases import CASES, Case, rand
@@ -159,7 +159,7 @@ def test_the_check_notices_a_disturbed_piece() -> None:
 def test_a_kind_without_a_kernel_is_named() -> None:
     case = tests.kernel_cases.case("linear", "b.. i, o i -> b.. o", [rand(4, 6), rand(5, 6)], F.linear)
     op = case.op.model_copy(update={"kind": "frobnicate"})
-    with pytest.raises(ImportModelError, match=r"frobnicate.*register_kernel"):
+    with pytest.raises(ImportModelError, match=r"frobnicate.*flexsearch\.register"):
         build_kernel(op, whole_piece(op, [(4, 6), (5, 6)], [(4, 5)]), [(4, 6), (5, 6)], KernelContext())
 
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import math
 import subprocess
 import sys
+from collections.abc import Mapping
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -13,7 +15,16 @@ from hypothesis import strategies as st
 from flexsearch.errors import ImportModelError
 from flexsearch.graph import Axis, Operator, OperatorGraph, parse
 from flexsearch.graph.notation import infer_sizes
-from flexsearch.graph.operators import ATEN_KINDS, OPERATORS, axis_roles, backward_flops, forward_flops, register
+from flexsearch.graph.ops import (
+    KINDS,
+    OperatorKind,
+    axis_roles,
+    backward_flops,
+    find_trace,
+    forward_flops,
+    register,
+    unregister,
+)
 
 
 def operator(kind: str, pattern: str, **sizes: int) -> Operator:
@@ -65,7 +76,7 @@ def test_every_forward_and_backward_of_the_shipped_graphs_can_be_counted() -> No
     for name in ("lenet", "resnet50", "gpt2", "bert", "nmt"):
         graph = OperatorGraph.load(name)
         for op in graph.operators:
-            assert op.kind in OPERATORS
+            assert op.kind in KINDS
             needs = [n in graph.differentiable for n in op.inputs]
             for value in (forward_flops(op, op.sizes), backward_flops(op, op.sizes, needs)):
                 assert value >= 0 and math.isfinite(value)
@@ -81,24 +92,56 @@ def test_roles_come_from_the_batch_then_the_table_then_the_access() -> None:
     assert axis_roles("einsum", parse("a i, i k -> a k"), {"a"}, [False, False])["k"] == "attribute"
 
 
-def test_registration_checks_its_arguments_and_replaces_an_earlier_line() -> None:
+class Mine(OperatorKind):
+    name = "mine"
+    targets = ("lib.old",)
+    pattern = "a.. -> a.."
+
+
+def kind(**what: Any) -> type[OperatorKind]:
+    """Another version of ``Mine``."""
+    return type("Mine", (Mine,), what)
+
+
+def test_registration_replaces_an_earlier_kind_of_the_name() -> None:
+    class Newer(Mine):
+        targets = ("lib.new.default",)
+        pattern = "b.. c -> b.."
+
+        def flops(self, op: Operator, extents: Mapping[str, Any]) -> Any:
+            return 7.0
+
     try:
-        register("mine", "a.. -> a..", aten="lib.old.default")
-        register("mine", "b.. c -> b..", {"c": "reduction"}, lambda op, extents: 7.0, aten="lib.new.default")
-        assert "lib.old.default" not in ATEN_KINDS and ATEN_KINDS["lib.new.default"] == "mine"
+        assert register(Mine) is Mine
+        assert find_trace("lib.old.default") is not None
+        register(Newer())
+        assert find_trace("lib.old.default") is None and find_trace("lib.new.default") is not None
         assert forward_flops(operator("mine", "b c -> b", b=2, c=3), {"b": 2, "c": 3}) == 7
     finally:
-        OPERATORS.pop("mine", None)
-        ATEN_KINDS.pop("lib.new.default", None)
-    with pytest.raises(ImportModelError, match="'linear' belongs to flexsearch"):
-        register("linear", "a -> a")
-    with pytest.raises(ImportModelError, match='exactly one "->"'):
-        register("mine", "a, a")
-    with pytest.raises(ImportModelError, match="role 'batch' of axis 'a'"):
-        register("mine", "a -> a", {"a": "batch"})  # type: ignore[dict-item]
-    with pytest.raises(ImportModelError, match=r"LIBRARY\.OPERATOR\.OVERLOAD"):
-        register("mine", "a -> a", aten="myop")
-    assert "mine" not in OPERATORS
+        unregister("mine")
+    assert "mine" not in KINDS and find_trace("lib.new.default") is None
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        ({"name": "linear"}, "'linear' belongs to flexsearch"),
+        ({"name": "two words"}, "must be a word"),
+        ({"pattern": "a, a"}, 'exactly one "->"'),
+        ({"roles": {"a": "batch"}}, "role 'batch' of axis 'a'"),
+        ({"targets": ("myop",)}, r"LIBRARY\.OPERATOR\.OVERLOAD"),
+        ({"targets": ("aten.linear",)}, "an operator that flexsearch knows"),
+    ],
+)
+def test_registration_checks_its_argument(wrong: dict[str, Any], message: str) -> None:
+    with pytest.raises(ImportModelError, match=message):
+        register(kind(**wrong))
+    assert "mine" not in KINDS
+
+
+def test_only_kinds_of_operators_are_registered() -> None:
+    with pytest.raises(ImportModelError, match="derive your kind"):
+        register(object())  # type: ignore[type-var]
 
 
 @st.composite
@@ -156,13 +199,6 @@ def test_what_of_a_reshape_can_be_split(source: tuple[int, ...], target: tuple[i
     assert {sizes[a] for a in parse(pattern).splittable(sizes)} == splittable
 
 
-def test_the_table_needs_no_torch() -> None:
-    code = "import sys, flexsearch.graph.operators; assert 'torch' not in sys.modules"
+def test_the_kinds_need_no_torch() -> None:
+    code = "import sys, flexsearch.graph.ops; assert 'torch' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True)
-
-
-def test_the_fields_of_every_kind_are_checked_when_a_file_is_loaded() -> None:
-    from flexsearch.graph.kinds import KINDS
-    from flexsearch.graph.operators import shipped
-
-    assert set(KINDS) == {kind for kind in OPERATORS if shipped(kind)}

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from flexsearch.cost.communication import Transfer
 from flexsearch.graph import Axis, Operator, OperatorGraph, Tensor
 from flexsearch.graph.notation import instantiate
+from flexsearch.graph.ops import Saved, kind_of
 from flexsearch.lower import Communication, Lowered, TaskArrays, TaskGraph, TaskKind, lower
 from flexsearch.simulate import Memory, makespan, over_memory, simulate
 from flexsearch.simulate.kernel import run, times
