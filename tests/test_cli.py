@@ -11,12 +11,12 @@ import flexsearch
 from flexsearch import api
 from flexsearch.cli import optimize
 from flexsearch.cost import Profile
-from flexsearch.graph import OperatorGraph
+from flexsearch.graph import Operator, OperatorGraph
 from flexsearch.strategy import Strategy
 from flexsearch.strategy.baselines import NAMES
 from flexsearch.topology import Topology
 from tests.conftest import Cli
-from tests.interpret import interpret
+from tests.interpret import Intervals, interpret
 
 PLAN_KEYS = {"name", "iteration_s", "speedup_vs_data_parallel", "moved_bytes", "peak_bytes", "dominates", "fits"}
 
@@ -322,5 +322,10 @@ def test_the_operator_of_the_documentation_works() -> None:
     assert op.splittable == ("n", "f")
     assert op.roles == {"n": "sample", "f": "parameter"}
 
-    loss = interpret(graph, dict(model.named_parameters()) | {"input": x, "target": y})[graph.loss]
-    torch.testing.assert_close(loss, torch.nn.functional.mse_loss(model(x), y))
+    values = dict(model.named_parameters()) | {"input": x, "target": y}
+
+    def halves(op: Operator) -> Intervals:
+        return {a: [(0, n // 2), (n // 2, n)] if a in ("n", "f") else [(0, n)] for a, n in op.sizes.items()}
+
+    for loss in (interpret(graph, values), interpret(graph, values, cuts=halves)):
+        torch.testing.assert_close(loss[graph.loss], torch.nn.functional.mse_loss(model(x), y))

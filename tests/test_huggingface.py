@@ -157,9 +157,7 @@ def test_the_products_of_a_step_are_those_that_torch_counts() -> None:
     model, batch = _made("bert", attn_implementation="eager")
     graph = import_model(model, batch)
     products = sum(
-        forward_flops(op, op.sizes)
-        for op in graph.operators
-        if KINDS[op.kind].contraction or op.kind == "attention"
+        forward_flops(op, op.sizes) for op in graph.operators if KINDS[op.kind].contraction or op.kind == "attention"
     )
     with FlopCounterMode(display=False) as counter:
         model(**batch)

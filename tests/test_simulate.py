@@ -404,6 +404,8 @@ def test_what_a_backward_needs_follows_the_kind() -> None:
     unknown = op["loss"].model_copy(update={"kind": "something new"})
     assert saved(unknown)[:2] == (True, True)
     assert not saved(op["flatten"], op["flatten"].model_copy(update={"kind": "permute"})).alias
+
+
 @pytest.mark.parametrize("name", ["lenet", "gpt2", "rnntc"])
 def test_activations_kept_for_the_backward_are_those_that_autograd_saves(name: str) -> None:
     torch = pytest.importorskip("torch")
