@@ -3,60 +3,22 @@
 from __future__ import annotations
 
 import random
-from functools import cache
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from flexsearch.graph import Operator, OperatorGraph, Tracing
-from flexsearch.graph.importer import Imported, import_with_constants
-from flexsearch.graph.ops import KINDS, Sample, backward_flops, forward_flops, kind_of, shipped
+from flexsearch.graph import Operator, OperatorGraph
+from flexsearch.graph.importer import Imported
+from flexsearch.graph.ops import KINDS, backward_flops, forward_flops, kind_of
 from flexsearch.report.words import axis_word
-from tests.interpret import Intervals, interpret
+from tests.interpret import Intervals, interpret, whole
+from tests.op_samples import NAMES, SAMPLES, Called, draws, imported, model
 
-NAMES = sorted(name for name in KINDS if shipped(name))
 TRIES = 6
-
-
-def floating(x: Any) -> bool:
-    return isinstance(x, Tensor) and x.is_floating_point()
-
-
-class Called(nn.Module):
-    """The call of a sample as a model: its real tensors are parameters, the others inputs; the loss is a weighted sum
-    of all that it returns."""
-
-    def __init__(self, sample: Sample) -> None:
-        super().__init__()
-        self.sample = sample
-        self.weights = nn.ParameterList(x for x in sample.tensors if x.is_floating_point())
-
-    def forward(self, anchor: Tensor, *others: Tensor) -> Tensor:
-        weights, rest = iter(self.weights), iter(others)
-        result = self.sample.call(*(next(weights if floating(x) else rest) for x in self.sample.tensors))
-        results = result if isinstance(result, list | tuple) else (result,)
-        total = anchor.sum()
-        for y in results:
-            z = y.abs().double() if y.is_complex() else y.double()
-            total = total + (z * torch.arange(1, z.numel() + 1, dtype=torch.float64).view(z.shape).cos()).sum()
-        return total
-
-    def inputs(self) -> tuple[Tensor, ...]:
-        return (torch.zeros(1, dtype=torch.float64), *(x for x in self.sample.tensors if not floating(x)))
-
-
-@cache
-def _imported(name: str, number: int) -> tuple[Called, Imported]:
-    torch.manual_seed(number)
-    model = Called(list(KINDS[name].samples())[number])
-    return model, import_with_constants(model, model.inputs(), tracing=Tracing(opaque=name == "opaque"))
-
-
-SAMPLES = [(name, number) for name in NAMES for number, _ in enumerate(KINDS[name].samples())]
 
 
 def _cuts(op: Operator, draw: random.Random) -> Intervals:
@@ -71,10 +33,10 @@ def _cuts(op: Operator, draw: random.Random) -> Intervals:
     return result
 
 
-def _values(model: Called, imported: Imported) -> dict[str, Tensor]:
-    values: dict[str, Tensor] = dict(imported.constants)
-    values |= dict(zip(imported.input_names, model.inputs(), strict=True))
-    return values | dict(model.named_parameters())
+def _values(called: Called, traced: Imported) -> dict[str, Tensor]:
+    values: dict[str, Tensor] = dict(traced.constants)
+    values |= dict(zip(traced.input_names, called.inputs(), strict=True))
+    return values | dict(called.named_parameters())
 
 
 def _close(x: Tensor, y: Tensor) -> None:
@@ -85,24 +47,23 @@ def _close(x: Tensor, y: Tensor) -> None:
 @pytest.mark.parametrize("name", NAMES)
 def test_every_kind_has_samples_that_give_it(name: str) -> None:
     numbers = range(len(list(KINDS[name].samples())))
-    kinds = {op.kind for number in numbers for op in _imported(name, number)[1].graph.operators}
+    kinds = {op.kind for number in numbers for op in imported(name, number).graph.operators}
     assert name in kinds, f"give {name} samples that are traced to it"
 
 
 @pytest.mark.parametrize(("name", "number"), SAMPLES)
 def test_pieces_add_up_to_what_pytorch_computes(name: str, number: int) -> None:
-    model, imported = _imported(name, number)
-    graph, draw = imported.graph, random.Random(f"{name} {number}")
-    leaves = dict(model.named_parameters())
-    plain = model(*model.inputs())
+    called, graph = model(name, number), imported(name, number).graph
+    draw = random.Random(f"{name} {number}")
+    leaves = dict(called.named_parameters())
+    plain = called(*called.inputs())
     expected = torch.autograd.grad(plain, list(leaves.values()), allow_unused=True)
-    random_numbers = any(op.kind in ("dropout", "uniform") or op.attributes.get("dropout") for op in graph.operators)
     first = None
     for attempt in range(TRIES):
-        values = _values(model, imported)
-        result = interpret(graph, values, cuts=(lambda op: _cuts(op, draw)) if attempt else _whole)
+        values = _values(called, imported(name, number))
+        result = interpret(graph, values, cuts=(lambda op: _cuts(op, draw)) if attempt else whole)
         gradients = torch.autograd.grad(result[graph.loss], list(leaves.values()), allow_unused=True)
-        if random_numbers:  # PyTorch draws others: every split must draw those of the whole
+        if draws(name, number):  # PyTorch draws others: every split must draw those of the whole
             first = first or (result[graph.loss], gradients)
             plain, expected = first
         _close(result[graph.loss].detach(), plain.detach())
@@ -110,13 +71,9 @@ def test_pieces_add_up_to_what_pytorch_computes(name: str, number: int) -> None:
             _close(torch.zeros(()) if x is None else x, torch.zeros(()) if y is None else y)
 
 
-def _whole(op: Operator) -> Intervals:
-    return {axis: [(0, size)] for axis, size in op.sizes.items()}
-
-
 @pytest.mark.parametrize(("name", "number"), SAMPLES)
 def test_its_graph_can_be_saved_counted_and_told(name: str, number: int, tmp_path: Path) -> None:
-    graph = _imported(name, number)[1].graph
+    graph = imported(name, number).graph
     graph.save(tmp_path / "graph.json")
     assert OperatorGraph.load(tmp_path / "graph.json") == graph
     for op in graph.operators:

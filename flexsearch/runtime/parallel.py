@@ -25,7 +25,7 @@ from flexsearch.runtime.engine import Engine
 from flexsearch.runtime.group import agree, fingerprint, join
 from flexsearch.runtime.listing import listing
 from flexsearch.runtime.program import compile_program
-from flexsearch.runtime.state import check_meta, rows_per_sample, state_names, transient
+from flexsearch.runtime.state import check_meta, rows_per_sample, state_names, transient, unread
 from flexsearch.runtime.wire import Wire, cut
 from flexsearch.strategy import Strategy
 
@@ -131,12 +131,14 @@ class Parallel:
         self.weights: dict[str, nn.Parameter] = {}
         """This rank's part of each weight it stores, by name."""
         self._fixed: dict[str, tuple[Box, Tensor]] = {}
+        self._unread: dict[str, tuple[Box, nn.Parameter]] = {}
+        """Of weights that a step reads in part: the rest, on the first rank that stores a part."""
         self._imported = imported
         self._transient = transient(model, set(self._names.values()))
         check_meta(imported, self._transient)
         self._loaded = False
         self._take(model)
-        trained = [p for p in self.weights.values() if p.requires_grad]
+        trained = [p for p in (*self.weights.values(), *(p for _, p in self._unread.values())) if p.requires_grad]
         self.optimizer = optimizer(trained) if trained else None
         program = compile_program(lowered, self.rank, fuse)
         self._wire = Wire(lowered, self.rank, device, timeout_s)
@@ -203,6 +205,8 @@ class Parallel:
 
     def _update(self) -> None:
         if self.optimizer is not None:
+            for _, rest in self._unread.values():  # as on one device, where weight decay and momentum reach it too
+                rest.grad = torch.zeros_like(rest) if rest.requires_grad else None
             self.optimizer.step()
             self.optimizer.zero_grad(set_to_none=True)
 
@@ -251,12 +255,14 @@ class Parallel:
         """Whole tensor from its pieces: the first holder of each region sends it to everyone."""
         spec = self.graph.tensor[name]
         whole = torch.zeros(spec.shape, dtype=dtype_of(spec.dtype), device=self.device)
-        for box in dict.fromkeys(entry.box for entry in entries):
-            owner = next(entry.device for entry in entries if entry.box == box)
+        boxes = list(dict.fromkeys(entry.box for entry in entries))
+        rest = unread(spec.shape, boxes) if spec.kind == "parameter" else None
+        for box in [rest, *boxes] if rest is not None else boxes:
+            owner = next(entry.device for entry in entries if box in (rest, entry.box))
             piece = torch.empty(extent(box), dtype=whole.dtype, device=self.device)
             if owner == self.rank:
-                held, tensor = self._local(name)
-                piece.copy_(cut(tensor, held, box))
+                held, tensor = self._unread[name] if box is rest else self._local(name)
+                piece.copy_(cut(tensor.detach(), held, box))
             dist.broadcast(piece, owner)
             cut(whole, tuple((0, n) for n in spec.shape), box).copy_(piece)
         return whole.cpu()
@@ -280,6 +286,9 @@ class Parallel:
                 if original in self.weights:
                     whole = state[name].reshape(self.graph.tensor[original].shape)
                     self.weights[original].copy_(cut(whole, _whole(whole), self._storage[original].box))
+                    if original in self._unread:
+                        box, rest = self._unread[original]
+                        rest.copy_(cut(whole, _whole(whole), box))
                 elif original in self._fixed:
                     box, tensor = self._fixed[original]
                     tensor.copy_(cut(state[name], _whole(state[name]), box))
@@ -327,6 +336,7 @@ class Parallel:
                 moved = tensor.detach().to(self.device)
                 dist.broadcast(moved, 0)
                 tensor.data.copy_(moved)
+        stored = {weight.tensor: weight.plan.storage for weight in self.lowered.weights}
         for name, entry in self._storage.items():
             spec = self.graph.tensor[name]
             whole = tensors[name].detach().reshape(spec.shape)  # an LSTM's gates have a dimension of their own
@@ -336,6 +346,13 @@ class Parallel:
                 else preferred(cut(whole, _whole(whole), entry.box).to(self.device, copy=True).contiguous())
             )
             self.weights[name] = nn.Parameter(part, requires_grad=spec.requires_grad)
+            entries = stored[name]
+            rest = unread(spec.shape, (e.box for e in entries)) if entries[0].device == self.rank else None
+            if rest is not None:
+                part = torch.zeros(extent(rest), dtype=whole.dtype, device=self.device)
+                if not meta:
+                    part.copy_(cut(whole, _whole(whole), rest))
+                self._unread[name] = rest, nn.Parameter(part, requires_grad=spec.requires_grad)
         for name, box in self._held("constant").items():
             whole = self._imported.constants[name]
             whole = torch.zeros_like(whole, device="cpu") if whole.is_meta else whole
