@@ -445,7 +445,7 @@ def _role(kind: str, axis: str, role: str) -> Change:
 @pytest.mark.parametrize(
     ("words", "change"),
     [
-        (("conv3d", "kind"), _of("conv2d", kind="conv3d")),
+        (("conv4d", "kind"), _of("conv2d", kind="conv4d")),
         (("attributes.stride", "number"), _attributes("conv2d", stride="fast")),
         (("windows", "stride [2, 2]"), _attributes("conv2d", stride=[2, 2])),
         (("groups",), _attributes("conv2d", groups=5)),

@@ -16,11 +16,10 @@ from torch import Tensor
 
 import tests.kernel_cases_more
 from flexsearch.errors import ImportModelError
-from flexsearch.graph.kernels_norm import fused_batch_norm
-from flexsearch.graph.kernels_random import keep_mask
-from flexsearch.graph.notation import Box, Interval
 from flexsearch.graph.ops import KernelContext, build_kernel
-from flexsearch.graph.ops.base import _SHIPPED
+from flexsearch.graph.ops.batch_norm import fused_batch_norm
+from flexsearch.graph.ops.random import keep_mask
+from flexsearch.graph.notation import Box, Interval
 from flexsearch.graph.piece import Piece, make_piece, whole_piece
 from tests.kernel_cases import CASES, Case, rand
 
@@ -125,21 +124,6 @@ def test_pieces_add_up_to_the_whole_and_to_plain_torch(name: str) -> None:
         assert_same(run_pieces(case, split(case, data.draw(cuts(case))), gradients), whole)
 
     check()
-
-
-def test_every_kind_of_the_table_has_a_kernel_and_a_case() -> None:
-    tried = set()
-    for name, cases in CASES.items():
-
-        @RANDOM
-        @given(cases)
-        def collect(case: Case) -> None:
-            tried.add(case.op.kind)
-
-        collect()
-        assert name
-    rare = {"adaptive_avg_pool1d", "adaptive_max_pool1d", "bce_loss", "kl_div", "detach"}  # in test_interpret
-    assert set(_SHIPPED) - rare <= tried
 
 
 def test_the_check_notices_a_disturbed_piece() -> None:

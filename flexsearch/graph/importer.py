@@ -307,7 +307,7 @@ class _Walk:
     def _outputs(self, output: torch.fx.Node) -> tuple[Value, dict[Value, Value], list[Value]]:
         """The loss, the new values of buffers, and the buffers that only count steps."""
         losses: list[Any] = []
-        updates: dict[Value, Value] = {}
+        updates = dict(self.builder.updates)
         counters: list[Value] = []
         returned: Any = output.args[0]
         for node, spec in zip(returned, self.program.graph_signature.output_specs, strict=True):

@@ -34,6 +34,8 @@ class Builder:
     """Of the call at hand, with a :class:`Value` for each tensor."""
     results: tuple[tuple[Shape, str], ...] = ()
     """Shape and dtype of what the torch operator at hand returns."""
+    updates: dict[Value, Value] = field(default_factory=dict)
+    """New values of buffers that an operator writes although its schema does not say so."""
     batch: int | None = None
     """Samples of the global batch."""
     batch_norm_groups: int = 1
