@@ -2,14 +2,20 @@
 
 from flexsearch.graph.ops import (
     adaptive_pool,
+    assign,
     batch_norm,
     conv,
+    embedding,
+    histogram,
+    index,
     join,
     linear,
     norm,
     opaque,
     pointwise,
     pool,
+    random,
+    scatter,
     shape,
     window,
 )
@@ -38,7 +44,25 @@ from flexsearch.graph.ops.legacy import define_legacy
 
 define_legacy()
 
-FAMILIES = (adaptive_pool, batch_norm, conv, join, linear, norm, opaque, pointwise, pool, shape, window)
+FAMILIES = (
+    adaptive_pool,
+    assign,
+    batch_norm,
+    conv,
+    embedding,
+    histogram,
+    index,
+    join,
+    linear,
+    norm,
+    opaque,
+    pointwise,
+    pool,
+    random,
+    scatter,
+    shape,
+    window,
+)
 
 __all__ = [
     "FAMILIES", "KINDS", "Attributes", "Kernel", "KernelContext", "OperatorKind", "Sample", "Saved", "axis_roles",

@@ -228,27 +228,6 @@ def _unfold(b: Builder, x: Value, dimension: int, size: int, step: int) -> Value
     return b.emit("unfold", [x], b.shape, pattern, attributes, sizes=sizes, short="unfold")
 
 
-@rewrite("select_scatter", "slice_scatter")
-def _scatter(b: Builder, x: Value, src: Value, dim: int = 0, **position: Any) -> Value:
-    """``x`` with a part replaced, which is a concatenation of what lies before it, the part, and what lies after."""
-    dim %= x.rank
-    size, step = x.shape[dim], position.get("step", 1)
-    if "index" in position:
-        chosen = range(size)[position["index"] % size :][:1]
-        src = view(b, src, (*src.shape[:dim], 1, *src.shape[dim:]))
-    else:
-        chosen = range(size)[slice(position.get("start"), position.get("end"), step)]
-    if step != 1:
-        raise b.error("assigns to a slice with a step, which has no place in the table; write it with torch.where")
-    end = chosen.start + len(chosen)
-    parts = [
-        *([cut(b, x, dim, 0, chosen.start)] if chosen.start else []),
-        src,
-        *([cut(b, x, dim, end, size - end)] if end < size else []),
-    ]
-    return cat(b, parts, dim)
-
-
 @rewrite("roll")
 def _roll(b: Builder, x: Value, shifts: int | Sequence[int], dims: int | Sequence[int] = ()) -> Value:
     by = [shifts] if isinstance(shifts, int) else list(shifts)
