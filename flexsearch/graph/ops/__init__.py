@@ -1,6 +1,23 @@
 """The kinds of operators, a module for each family; importing this package defines them all, without torch."""
 
-from flexsearch.graph.ops import join, linear, opaque, pointwise, shape
+from flexsearch.graph.ops import (
+    activation,
+    complex,
+    diagonal,
+    distance,
+    join,
+    linear,
+    loss,
+    margin,
+    norms,
+    opaque,
+    pointwise,
+    reduce,
+    scan,
+    shape,
+    softmax,
+    variance,
+)
 from flexsearch.graph.ops.base import (
     KINDS,
     Attributes,
@@ -26,7 +43,10 @@ from flexsearch.graph.ops.legacy import define_legacy
 
 define_legacy()
 
-FAMILIES = (join, linear, opaque, pointwise, shape)
+FAMILIES = (
+    activation, complex, diagonal, distance, join, linear, loss, margin, norms, opaque, pointwise, reduce, scan, shape,
+    softmax, variance,
+)  # fmt: skip
 
 __all__ = [
     "FAMILIES", "KINDS", "Attributes", "Kernel", "KernelContext", "OperatorKind", "Sample", "Saved", "axis_roles",

@@ -181,7 +181,7 @@ def contract(b: Builder, operands: Sequence[Value], pattern: str, short: str) ->
     return b.emit("einsum", operands, shape, pattern, dtype=b.dtype, short=short)
 
 
-@rewrite("matmul", "mm", "bmm", "mv", "dot", "vdot", "inner")
+@rewrite("matmul", "mm", "bmm", "mv", "dot", "inner")
 def _matmul(b: Builder, x: Value, other: Value | None = None, **named: Any) -> Value:
     right = other if other is not None else next(iter(named.values()))  # mat2, vec, tensor, by overload
     if b.target.startswith("aten.inner") and right.rank == 2:
@@ -215,6 +215,8 @@ def _einsum(b: Builder, equation: str, tensors: Sequence[Value], **_: Any) -> Va
         right = "..." * ("..." in left) + "".join(c for c in sorted(set(left) - set(".,")) if left.count(c) == 1)
     # Upper-case letters mean whole axes in our notation, so every letter gets a name of its own.
     rename = dict(zip(dict.fromkeys(c for c in text if c.isalpha()), letters(52), strict=False))
+    twice = {c for operand in operands for c in operand if c.isalpha() and operand.count(c) > 1}
+    rename |= {c: rename[c].upper() for c in twice}  # a diagonal: its pieces would not fill the operand
     ranks = [x.rank - len(o.replace("...", "")) for o, x in zip(operands, tensors, strict=True)]
     spread = max((rank for o, rank in zip(operands, ranks, strict=True) if "..." in o), default=0)
 
@@ -223,8 +225,6 @@ def _einsum(b: Builder, equation: str, tensors: Sequence[Value], **_: Any) -> Va
         return [rename[c] for c in head] + [f"b_{i}" for i in range(spread - dots, spread)] + [rename[c] for c in tail]
 
     named = [axes(o, rank) for o, rank in zip(operands, ranks, strict=True)]
-    if any(len(set(n)) < len(n) for n in named):
-        raise b.error(f"takes a diagonal ({equation!r}), which no access pattern can describe")
     size: dict[str, int] = {}
     for own, x in zip(named, tensors, strict=True):
         size.update({n: s for n, s in zip(own, x.shape, strict=True) if s > 1 or n not in size})
