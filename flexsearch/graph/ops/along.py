@@ -4,7 +4,7 @@ whole, everything else can be split, and a piece is computed by the same call.""
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from flexsearch.graph.model import Operator
 from flexsearch.graph.notation import Dimension
@@ -20,6 +20,9 @@ from flexsearch.graph.ops.base import (
 from flexsearch.graph.ops.builder import Builder, letters, normal_dims
 from flexsearch.graph.ops.calls import CallAttributes, check_call, encode_call
 from flexsearch.graph.ops.value import Shape, Value
+
+if TYPE_CHECKING:
+    from torch._ops import OpOverload
 
 
 class Form(NamedTuple):
@@ -46,21 +49,28 @@ class AlongCall(OperatorKind):
         return self.forms.get(target) or self.forms.get(target.rsplit(".", 1)[0])
 
     def trace(self, b: Builder, *args: Any, **call: Any) -> Any:
-        form = self.form(b.target)
+        return self.append(b, b.overload, call, b.results)
+
+    def append(
+        self, b: Builder, target: OpOverload, call: Mapping[str, Any], results: Sequence[tuple[Shape, str]]
+    ) -> Any:
+        """Append a call of ``target`` (arguments by name; those missing have their defaults) with such results."""
+        form, schema = self.form(str(target)), target._schema.arguments
         assert form is not None
-        schema = b.overload._schema.arguments
         names = ["x" if a.name == "self" else a.name for a in schema]
-        x = call[names[0]]
+        full: dict[str, Any] = {
+            n: a.default_value for n, a in zip(names, schema, strict=True) if a.has_default_value()
+        } | dict(call)
         place = names[form.place] if isinstance(form.place, int) else form.place
-        dims = mixed_dims(None if place is None else call[place], x.rank, form.last)
+        dims = mixed_dims(None if place is None else full[place], full[names[0]].rank, form.last)
         if place is not None:
             listed = any(f in str(schema[names.index(place)].type) for f in ("List", "int["))
-            call[place] = list(dims) if listed else None if call[place] is None else dims[0] if dims else 0
-        positional = [call[n] for n, a in zip(names, schema, strict=True) if not a.kwarg_only]
-        named = {n: call[n] for n, a in zip(names, schema, strict=True) if a.kwarg_only and call[n] is not None}
-        attributes, tensors = encode_call(b.overload, positional, named)
-        results = b.emit_all(self.name, tensors, b.results, along_pattern(tensors, dims, b.results), attributes)
-        return results if len(results) > 1 else results[0]
+            full[place] = list(dims) if listed else None if full[place] is None else dims[0] if dims else 0
+        positional = [full[n] for n, a in zip(names, schema, strict=True) if not a.kwarg_only]
+        named = {n: full[n] for n, a in zip(names, schema, strict=True) if a.kwarg_only and full[n] is not None}
+        attributes, tensors = encode_call(target, positional, named)
+        values = b.emit_all(self.name, tensors, results, along_pattern(tensors, dims, results), attributes)
+        return values if len(values) > 1 else values[0]
 
     def check(self, op: Operator, attributes: Any, shapes: tuple[tuple[int, ...], ...]) -> str:
         """The call is one of the kind's, and the dimensions that it mixes are whole."""

@@ -24,6 +24,7 @@ from flexsearch.graph.ops.base import (
     rewrite,
 )
 from flexsearch.graph.ops.builder import Builder
+from flexsearch.graph.ops.join import pad, unfold
 from flexsearch.graph.ops.lazy import torch
 from flexsearch.graph.ops.pointwise import pointwise
 from flexsearch.graph.ops.shape import permute, pick
@@ -102,6 +103,11 @@ class ViewAsReal(OperatorKind):
         yield Sample(lambda x, y: (z(x, y).norm(dim=1), z(x, y).abs().mean(), z(x, y).sum(0)), (rand(4, 6), rand(4, 6)))
 
 
+def _spectrum(x: Tensor) -> Tensor:
+    """Of all of each frame."""
+    return torch.stft(x, 5, window=torch.ones(5, dtype=x.dtype), normalized=True, return_complex=True)
+
+
 _ONE = ("fft_fft", "fft_ifft", "fft_rfft", "fft_irfft", "fft_hfft", "fft_ihfft")
 _SEVERAL = tuple(f"{name}{n}" for name in _ONE for n in ("2", "n"))
 
@@ -131,24 +137,28 @@ class FourierTransform(AlongCall):
         yield Sample(lambda x: (fft.rfft(x), fft.fft(x, dim=1, norm="ortho"), fft.irfft(fft.rfft(x, 6), 6)), (x,))
         yield Sample(lambda x: (fft.fft2(x).real, fft.ifftn(fft.rfftn(x, dim=(0, 2)), dim=(0,))), (x,))
         yield Sample(lambda x: (fft.fftshift(x, 1), fft.ifft(x, 7).imag, fft.fft2(x, (6, 6))), (x,))
+        call: Any = torch.stft
+        yield Sample(lambda x, w: call(x, 6, 2, window=w, win_length=4, return_complex=True), (rand(3, 18), rand(4)))
+        yield Sample(lambda x: torch.view_as_real(_spectrum(x)), (rand(12),))
 
 
-for _kind in (ViewAsComplex(), ViewAsReal(), FourierTransform()):
+_TRANSFORM = FourierTransform()
+for _kind in (ViewAsComplex(), ViewAsReal(), _TRANSFORM):
     define(_kind)
 
 
 @rewrite("real")
 def _real(b: Builder, x: Value) -> Value:
-    return pick(b, _pairs(b, x), -1, 0) if x.dtype.startswith("complex") else x
+    return pick(b, _pairs(b, x, b.dtype), -1, 0) if x.dtype.startswith("complex") else x
 
 
 @rewrite("imag")
 def _imag(b: Builder, x: Value) -> Value:
-    return pick(b, _pairs(b, x), -1, 1)
+    return pick(b, _pairs(b, x, b.dtype), -1, 1)
 
 
-def _pairs(b: Builder, x: Value) -> Value:
-    return b.emit("view_as_real", [x], (*x.shape, 2), dtype=b.dtype, short="view_as_real")
+def _pairs(b: Builder, x: Value, dtype: str) -> Value:
+    return b.emit("view_as_real", [x], (*x.shape, 2), dtype=dtype, short="view_as_real")
 
 
 @rewrite("conj", "_conj", "_conj_physical", "conj_physical")
@@ -166,6 +176,31 @@ def _neg_view(b: Builder, x: Value) -> Value:
 def _adjoint(b: Builder, x: Value) -> Value:
     order = list(range(x.rank))
     return permute(b, conj(b, x), order[:-2] + order[-2:][::-1])
+
+
+@rewrite("stft")
+def _stft(
+    b: Builder, x: Value, n_fft: int, hop_length: int | None = None, win_length: int | None = None,
+    window: Value | None = None, normalized: bool = False, onesided: bool | None = None,
+    return_complex: bool | None = None, **_: Any,
+) -> Value:  # fmt: skip
+    """Transforms of frames that overlap: the frames can be split, as can the batch."""
+    length, real = win_length or n_fft, not x.dtype.startswith("complex")
+    frames = unfold(b, x, -1, n_fft, hop_length or n_fft // 4)
+    if window is not None:
+        before = (n_fft - length) // 2
+        frames = pointwise(b, "mul.Tensor", (frames, pad(b, window, [before, n_fft - length - before])))
+    elif length < n_fft:
+        raise b.error("has a window shorter than a frame and no window", "Pass window=torch.ones(win_length).")
+    half = real if onesided is None else onesided
+    overload = torch.ops.aten.fft_rfft.default if half else torch.ops.aten.fft_fft.default
+    shape = (*frames.shape[:-1], n_fft // 2 + 1 if half else n_fft)
+    call = {"x": frames, "norm": "ortho" if normalized else None}
+    result = (shape, {"float32": "complex64", "float64": "complex128"}.get(x.dtype, x.dtype))
+    spectrum: Value = _TRANSFORM.append(b, overload, call, [result])
+    order = [*range(len(shape) - 2), len(shape) - 1, len(shape) - 2]
+    spectrum = permute(b, spectrum, order)
+    return spectrum if b.dtype.startswith("complex") else _pairs(b, spectrum, b.dtype)
 
 
 @rewrite("polar", "complex")

@@ -99,6 +99,11 @@ def _trace(b: Builder, x: Value) -> Value:
     return contract(b, [cut(b, cut(b, x, 0, 0, size), 1, 0, size)], "A A -> ", "trace")
 
 
+@rewrite("diagflat")
+def _diagflat(b: Builder, x: Value, offset: int = 0) -> Value:
+    return _diag_embed(b, view(b, x, [-1]), offset)
+
+
 @rewrite("diag_embed")
 def _diag_embed(b: Builder, x: Value, offset: int = 0, dim1: int = -2, dim2: int = -1) -> Value:
     """A matrix of zeros, but for a diagonal: what is left of repeated rows between two triangles."""

@@ -219,15 +219,17 @@ def pad(b: Builder, x: Value, pad: Sequence[int], mode: str = "constant", value:
 
 
 @rewrite("unfold")
-def _unfold(b: Builder, x: Value, dimension: int, size: int, step: int) -> Value:
+def unfold(b: Builder, x: Value, dimension: int, size: int, step: int) -> Value:
     """Windows along a dimension, their elements as a new last one: a view of overlapping parts."""
     if not x.rank:
         return view(b, x, b.shape)
     dim, names = dimension % x.rank, letters(x.rank)
     read = " ".join(f"({step}*{name}+k0)" if i == dim else name for i, name in enumerate(names))
     attributes = {"dim": dim, "step": step}
-    pattern, sizes = f"{read} -> {' '.join(names)} k0", {names[dim]: b.shape[dim], "k0": size}
-    return b.emit("unfold", [x], b.shape, pattern, attributes, sizes=sizes, short="unfold")
+    count = (x.shape[dim] - size) // step + 1
+    shape = (*x.shape[:dim], count, *x.shape[dim + 1 :], size)
+    pattern, sizes = f"{read} -> {' '.join(names)} k0", {names[dim]: count, "k0": size}
+    return b.emit("unfold", [x], shape, pattern, attributes, sizes=sizes, short="unfold")
 
 
 @rewrite("select_scatter", "slice_scatter")

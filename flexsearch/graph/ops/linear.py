@@ -144,6 +144,10 @@ class Einsum(Contraction):
     def samples(self) -> Iterable[Sample]:
         yield Sample(torch.matmul, (rand(3, 4, 6), rand(6, 5)))
         yield Sample(lambda a, b, c: torch.einsum("bij,bkj,k->bi", a, b, c), (rand(3, 4, 6), rand(3, 5, 6), rand(5)))
+        yield Sample(lambda a, b: torch.tensordot(a, b, ([1, 2], [0, 2])), (rand(3, 4, 6), rand(4, 5, 6)))
+        yield Sample(lambda a, b: torch.einsum("bii,ij->bj", a, b), (rand(3, 4, 4), rand(4, 5)))
+        yield Sample(lambda x: (x.trace(), x.diagonal(), x.diagonal(-2), torch.diag(x, 1)), (rand(5, 4),))
+        yield Sample(lambda x: (x.diagonal(1, 0, 2), torch.linalg.diagonal(x)), (rand(5, 4, 5),))
 
 
 def _as_matmul(a: Operand, b: Operand, output: Operand) -> tuple[bool, bool] | None:
@@ -204,6 +208,15 @@ def matmul(b: Builder, left: Value, right: Value) -> Value:
 @rewrite("outer", "ger")
 def _outer(b: Builder, x: Value, vec2: Value) -> Value:
     return contract(b, [x, vec2], "i, j -> i j", "outer")
+
+
+@rewrite("tensordot")
+def _tensordot(b: Builder, x: Value, other: Value, dims_self: Sequence[int], dims_other: Sequence[int]) -> Value:
+    left, right = ([f"{side}{i}" for i in range(v.rank)] for side, v in (("a", x), ("b", other)))
+    for i, j in zip(dims_self, dims_other, strict=True):
+        right[j] = left[i]
+    kept = [n for n in (*left, *right) if (n in left) + (n in right) == 1]
+    return contract(b, [x, other], f"{' '.join(left)}, {' '.join(right)} -> {' '.join(kept)}", "tensordot")
 
 
 @rewrite("einsum")

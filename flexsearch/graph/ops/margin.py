@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from flexsearch.graph.model import Operator
 from flexsearch.graph.ops.along import is_whole
-from flexsearch.graph.ops.attributes import Scalar
 from flexsearch.graph.ops.base import (
     INPUTS,
     Attributes,
@@ -34,96 +33,50 @@ from flexsearch.graph.ops.value import Value
 from flexsearch.graph.piece import Piece
 
 if TYPE_CHECKING:
-    from torch import Tensor
+    pass
 
 
-class MultiMargin(OperatorKind):
-    """How far the score of the right class, the target, lies below those of the others, in each row."""
+class MultilabelMargin(OperatorKind):
+    """How far, in each row, the scores of the right classes lie below those of the others. The right ones are those
+    that the target names before its first -1."""
 
-    name = "multi_margin_loss"
-    inputs = (2, 3)
+    name = "multilabel_margin_loss"
+    targets = ("aten.multilabel_margin_loss",)
+    inputs = (2, 2)
     saved = INPUTS
 
     class attributes(Attributes):
         reduction: Literal["none", "mean", "sum"] = "mean"
-        p: Literal[1, 2] = 1
-        margin: Scalar = 1.0
+
+    def trace(self, b: Builder, x: Value, target: Value, reduction: int = 1, **_: Any) -> Value:
+        row = "n" if x.rank > 1 else ""
+        pattern = f"{row} C, {row} C -> {'' if reduction else row}"
+        return b.emit(self.name, [x, target], b.shape, pattern, {"reduction": REDUCTIONS[reduction]})
 
     def check(self, op: Operator, attributes: Any, shapes: tuple[tuple[int, ...], ...]) -> str:
         if not 1 <= len(shapes[0]) <= 2 or not is_whole(op.access.inputs[0].dimensions[-1]):
             return f'pattern "{op.pattern}" has no rows of scores'
-        rows = shapes[0][:-1]
-        targets = shapes[0] if op.kind == "multilabel_margin_loss" else rows
-        return "" if shapes[1] == targets else f"the targets must have shape {list(targets)}, not {list(shapes[1])}"
+        same = shapes[0] == shapes[1]
+        return "" if same else f"the targets must have shape {list(shapes[0])}, not {list(shapes[1])}"
 
     def flops(self, op: Operator, extents: Extents) -> Any:
         return 4.0 * input_elements(op, extents)
-
-    def function(self, op: Operator) -> Any:
-        """(scores, targets, weights or none, reduction) -> loss."""
-        p: Any = op.attributes.get("p", 1)
-        margin: Any = op.attributes.get("margin", 1.0)
-        return lambda x, t, weight, how: F.multi_margin_loss(x, t, p, margin, weight, reduction=how)
 
     def kernel(self, op: Operator, piece: Piece, shapes: Shapes, context: KernelContext) -> Kernel:
-        call, how = self.function(op), op.attributes.get("reduction", "mean")
+        how = op.attributes.get("reduction", "mean")
         rows = shapes[0][0] if how == "mean" and len(shapes[0]) > 1 else 1
-
-        def run(x: Tensor, target: Tensor, weight: Tensor | None = None) -> Tensor:
-            y: Tensor = call(x, target, weight, "none" if how == "none" else "sum")
-            return y / rows
-
-        return run
-
-    def samples(self) -> Iterable[Sample]:
-        x, target, call = rand(4, 6), integers(6, 4), F.multi_margin_loss
-        yield Sample(lambda x, t, w: call(x, t, 2, 0.5, w.detach()), (x, target, rand(6).abs()))
-        yield Sample(lambda x, t: call(x, t, reduction="none") + call(x, t, reduction="sum"), (x, target))
-
-
-class MultilabelMargin(MultiMargin):
-    """As that, for as many right classes in a row as stand before the first -1."""
-
-    name = "multilabel_margin_loss"
-    inputs = (2, 2)
-
-    def flops(self, op: Operator, extents: Extents) -> Any:
-        return 4.0 * input_elements(op, extents)
-
-    def function(self, op: Operator) -> Any:
-        return lambda x, t, weight, how: F.multilabel_margin_loss(x, t, reduction=how)
+        local = "none" if how == "none" else "sum"
+        return lambda x, target: F.multilabel_margin_loss(x, target, reduction=local) / rows
 
     def samples(self) -> Iterable[Sample]:
         target = integers(6, 4, 6)
         target[:, 3] = -1
         yield Sample(F.multilabel_margin_loss, (rand(4, 6), target))
         yield Sample(lambda x, t: F.multilabel_margin_loss(x, t, reduction="none"), (rand(4, 6), target))
+        yield Sample(lambda x, t: F.multilabel_margin_loss(x, t, reduction="sum"), (rand(6), target[0]))
 
 
-for _kind in (MultiMargin(), MultilabelMargin()):
-    define(_kind)
-
-
-@rewrite("multi_margin_loss")
-def _multi_margin(
-    b: Builder, x: Value, target: Value, p: float = 1, margin: float = 1, weight: Value | None = None,
-    reduction: int = 1,
-) -> Value:  # fmt: skip
-    attributes = {"reduction": REDUCTIONS[reduction], "p": int(p), "margin": float(margin)}
-    operands = [x, target] + ([weight] if weight is not None else [])
-    row = "n" if x.rank > 1 else ""
-    pattern = (
-        f"{row} C, {row if target.rank else ''}{', C' if weight is not None else ''} -> {'' if reduction else row}"
-    )
-    return b.emit("multi_margin_loss", operands, b.shape, pattern, attributes, short="multi_margin_loss")
-
-
-@rewrite("multilabel_margin_loss")
-def _multilabel_margin(b: Builder, x: Value, target: Value, reduction: int = 1) -> Value:
-    row = "n" if x.rank > 1 else ""
-    pattern = f"{row} C, {row} C -> {'' if reduction else row}"
-    attributes = {"reduction": REDUCTIONS[reduction]}
-    return b.emit("multilabel_margin_loss", [x, target], b.shape, pattern, attributes, short="multilabel_margin_loss")
+define(MultilabelMargin())
 
 
 def _reduced(b: Builder, losses: Value, reduction: int) -> Value:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from math import ceil, log2
+from math import ceil, log2, prod
 from typing import TYPE_CHECKING, Any
 
 from flexsearch.graph.model import Operator
@@ -26,7 +26,7 @@ from flexsearch.graph.ops.calls import CallAttributes, check_call
 from flexsearch.graph.ops.join import cat
 from flexsearch.graph.ops.lazy import torch
 from flexsearch.graph.ops.pointwise import pointwise
-from flexsearch.graph.ops.shape import cut
+from flexsearch.graph.ops.shape import cut, permute
 from flexsearch.graph.ops.value import Value
 
 if TYPE_CHECKING:
@@ -76,15 +76,18 @@ class Sort(AlongCall):
 
 
 class Search(OperatorKind):
-    """Where values would stand among sorted ones, which are whole."""
+    """Where values would stand among sorted ones, or whether they are among others at all; these are whole."""
 
     name = "search"
-    targets = ("aten.searchsorted.Tensor", "aten.bucketize.Tensor")
+    targets = ("aten.searchsorted.Tensor", "aten.bucketize.Tensor", "aten.isin.Tensor_Tensor")
     attributes = CallAttributes
     inputs = (2, 3)
     saved = NOTHING
 
     def access(self, b: Builder, *args: Any, **call: Any) -> str:
+        if "test_elements" in call:
+            axes = " ".join(letters(call["elements"].rank))
+            return f"{axes}, {' '.join(f'S{i}' for i in range(call['test_elements'].rank))} -> {axes}"
         if "boundaries" in call:
             axes = " ".join(letters(call["x"].rank))
             return f"{axes}, S -> {axes}"
@@ -99,38 +102,59 @@ class Search(OperatorKind):
             return problem
         if attributes.target not in self.targets:
             return f"attributes.target: {attributes.target!r} is none of {', '.join(self.targets)}"
-        table = int(attributes.target == "aten.bucketize.Tensor")
-        whole = shapes[table] and is_whole(op.access.inputs[table].dimensions[-1])
+        table = int(attributes.target != "aten.searchsorted.Tensor")
+        dimensions = op.access.inputs[table].dimensions
+        whole = all(map(is_whole, dimensions[-1:] if not table else dimensions))
         return "" if whole else f'pattern "{op.pattern}" does not keep the sorted values whole'
 
     def flops(self, op: Operator, extents: Extents) -> Any:
-        return output_elements(op, extents) * (1 + ceil(log2(op.sizes.get("S", 2))))
+        whole = prod(size for axis, size in op.sizes.items() if axis.isupper())
+        return output_elements(op, extents) * (1 + ceil(log2(max(whole, 1))))
 
     def samples(self) -> Iterable[Sample]:
         table = rand(6).sort()[0]
         yield Sample(lambda x, t: torch.bucketize(x, t) * x, (rand(4, 3), table))
         yield Sample(lambda x, t: torch.searchsorted(t, x, right=True) * x, (rand(4, 3), table))
         yield Sample(lambda x, t: torch.searchsorted(t, x) * x, (rand(4, 5), rand(4, 6).sort(1)[0]))
-        order = rand(4, 6).argsort(1)
-        yield Sample(lambda x, t, o: torch.searchsorted(t, x, sorter=t.argsort(1)) * x, (rand(4, 5), rand(4, 6), order))
+        yield Sample(lambda x, t: torch.searchsorted(t, x, sorter=t.argsort(1)) * x, (rand(4, 5), rand(4, 6)))
+        yield Sample(lambda x, i, t: torch.isin(i, t) * x, (rand(4, 5), integers(6, 4, 5), integers(6, 2, 2)))
 
 
-for _kind in (Scan(), Sort(), Search()):
+_SCAN, _SORT = Scan(), Sort()
+for _kind in (_SCAN, _SORT, Search()):
     define(_kind)
 
 
 @rewrite("msort")
 def _msort(b: Builder, x: Value) -> Value:
-    b.target, b.results = "aten.sort.default", (*b.results, (b.shape, "int64"))
-    values: Value = Sort().trace(b, x=x, dim=0, descending=False)[0]
+    results = (*b.results, (b.shape, "int64"))
+    values: Value = _SORT.append(b, torch.ops.aten.sort.default, {"x": x, "dim": 0}, results)[0]
     return values
 
 
+def flip(b: Builder, x: Value, dims: Sequence[int]) -> Value:
+    """``x`` in reverse order along ``dims``."""
+    call = {"x": x, "dims": list(dims)}
+    value: Value = _SCAN.append(b, torch.ops.aten.flip.default, call, [(x.shape, x.dtype)])
+    return value
+
+
 @rewrite("fliplr", "flipud")
-def _flip(b: Builder, x: Value) -> Any:
-    dims = [1 if b.target.startswith("aten.fliplr") else 0]
-    b.target = "aten.flip.default"
-    return Scan().trace(b, x=x, dims=dims)
+def _flip(b: Builder, x: Value) -> Value:
+    return flip(b, x, [1 if b.target.startswith("aten.fliplr") else 0])
+
+
+@rewrite("rot90")
+def _rot90(b: Builder, x: Value, k: int = 1, dims: Sequence[int] = (0, 1)) -> Value:
+    """Quarter turns in the plane of two dimensions."""
+    first, second = (d % x.rank for d in dims)
+    if k % 4 in (2, 3):
+        x = flip(b, x, [first, second])
+    if k % 2 == 0:
+        return x
+    order = list(range(x.rank))
+    order[first], order[second] = second, first
+    return flip(b, permute(b, x, order), [first])
 
 
 @rewrite("diff")
