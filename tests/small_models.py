@@ -165,6 +165,48 @@ class Dropped(nn.Module):
         return self.drop(y * kept / 0.5)
 
 
+class Statistics(nn.Module):
+    """Norms, deviations over the batch, cosines and distances of all pairs, triangles, sorting, scans, conditions."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.head = nn.Linear(6, 4), nn.Linear(9, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.embed(x)
+        spread = y.std((0, 1)) + y.var(1, keepdim=True).mean(0)
+        z = F.normalize(y, dim=2) / (spread + 0.5) + y.norm(dim=(1, 2), keepdim=True)
+        flat = z.flatten(0, 1)
+        near = torch.cdist(flat, flat[:5].detach(), 1.0) + torch.cosine_similarity(flat[:, None], flat[None, :5], -1)
+        best, place = z.cumsum(1).topk(2, 2)
+        near = near.view(*y.shape[:2], 5).tril(1) * (place.sum(2, keepdim=True) > 2)
+        kept = torch.where((x > 0.5).any(2, keepdim=True) | (x < 1).all(), best, best.flip(1))
+        features = torch.cat((near, kept, z.logsumexp(2, True), z.amax(2, True)), 2)
+        return self.head(torch.tanh(0.1 * features)).mean(1)
+
+
+class Rotary(nn.Module):
+    """Attention with rotary embeddings by complex numbers, as in the first Llama, and mixing by Fourier transforms."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.q, self.k, self.v, self.out = (nn.Linear(8, 8, bias=False) for _ in range(4))
+        angles = torch.outer(torch.arange(5.0), 0.1 ** torch.arange(2.0))
+        self.register_buffer("angles", angles, persistent=False)
+
+    def turned(self, x: Tensor) -> Tensor:
+        turn = torch.polar(torch.ones_like(self.angles), self.angles).view(5, 1, 2)
+        pairs = torch.view_as_complex(x.view(*x.shape[:2], 2, 2, 2))
+        return torch.view_as_real(pairs * turn).flatten(3).transpose(1, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        v = self.v(x).view(*x.shape[:2], 2, 4).transpose(1, 2)
+        y = F.scaled_dot_product_attention(self.turned(self.q(x)), self.turned(self.k(x)), v, is_causal=True)
+        y = y.transpose(1, 2).flatten(2)
+        mixed = torch.fft.fft2(y).real + torch.fft.irfft(torch.fft.rfft(y, dim=1), 5, dim=1)
+        return self.out(y + 0.1 * mixed).mean(1)
+
+
 def _mean_square(output: Tensor, target: Tensor) -> Tensor:
     return F.mse_loss(output, target)
 
@@ -196,6 +238,10 @@ def case(name: str, dtype: str = "float64") -> Case:
         made = Case(Towers(), (torch.randn(3, 5, 6),), torch.randint(3, (3,)), F.cross_entropy)
     elif name == "translation":
         made = Case(*zoo.nmt(batch=3, steps=2, hidden=5, vocab=7))
+    elif name == "statistics":
+        made = Case(Statistics(), (torch.randn(3, 5, 6),), torch.randint(3, (3,)), F.cross_entropy)
+    elif name == "rotary":
+        made = Case(Rotary(), (torch.randn(3, 5, 8),), torch.randint(8, (3,)), F.cross_entropy)
     else:
         made = Case(Decoder(), (torch.randint(11, (3, 5)),), torch.randint(11, (3, 5)), _tokens)
     kind = getattr(torch, dtype)
@@ -203,4 +249,7 @@ def case(name: str, dtype: str = "float64") -> Case:
     return made._replace(model=made.model.to(kind), inputs=inputs)
 
 
-NAMES = ("mlp", "mlp_mse", "convolutions", "ghosts", "sequence1d", "decoder", "recurrent", "towers", "translation")
+NAMES = (
+    "mlp", "mlp_mse", "convolutions", "ghosts", "sequence1d", "decoder", "recurrent", "towers", "translation",
+    "statistics", "rotary",
+)  # fmt: skip

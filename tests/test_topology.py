@@ -234,6 +234,7 @@ def test_transfers_start_the_same_whether_they_look_at_all_links_or_at_the_decis
 def test_missing_dtypes_fall_back_to_float32() -> None:
     plain = device("a")
     assert [plain.flops_for(t) for t in ("float32", "float64", "bfloat16", "int64")] == [1e9, 0.5e9, 1e9, 1e9]
+    assert [plain.flops_for(t) for t in ("complex64", "complex128")] == [0.25e9, 0.125e9]
     assert Topology.load("dgx-a100").devices[0].flops_for("bfloat16") == 312e12
 
 

@@ -31,7 +31,7 @@ Role = Literal["sample", "attribute", "parameter", "reduction"]
 """What an axis is: the batch; a dimension inside a sample; a weight dimension that indexes the output; summed away."""
 
 DTYPE_BYTES: Mapping[str, int] = {
-    "float64": 8, "float32": 4, "bfloat16": 2, "float16": 2, "complex64": 8,
+    "float64": 8, "float32": 4, "bfloat16": 2, "float16": 2, "complex128": 16, "complex64": 8,
     "int64": 8, "int32": 4, "int16": 2, "int8": 1, "uint8": 1, "bool": 1,
 }  # fmt: skip
 

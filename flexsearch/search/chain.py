@@ -27,7 +27,7 @@ from flexsearch.simulate.change import Change, Wiring, carry_over, miss
 from flexsearch.simulate.checkpoint import accept
 from flexsearch.simulate.keys import MISSING, Table, find
 
-CANDIDATE, OVER, SWAP, STORED, LIKE = 10, 11, 12, 13, 14
+CANDIDATE, OVER, SWAP, STORED, LIKE = 11, 12, 13, 14, 15
 """Keys of the table: (operator, k): a config to try; (link, config): the one that follows it; (config, a * devices +
 b): the same with two devices exchanged; (config, 0): the same with its weights stored the other way; (operator,
 config): the same for another operator of its class. Operators and links stand for all that are alike."""

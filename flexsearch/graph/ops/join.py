@@ -208,24 +208,28 @@ def pad(b: Builder, x: Value, pad: Sequence[int], mode: str = "constant", value:
         target = torch.ops.aten.pad.default
         return opaque(b, target, (x, list(pad), mode, value), {}, lambda _: pattern)[0]
     read = [f"({name}{-before[i]:+d})" if before.get(i) else name for i, name in enumerate(names)]
-    for i, (start, size) in enumerate(zip(x.shape, b.shape, strict=True)):
+    after = {x.rank - 1 - i // 2: pad[i] for i in range(1, len(pad), 2)}
+    shape = tuple(size + before.get(i, 0) + after.get(i, 0) for i, size in enumerate(x.shape))
+    for i, (start, size) in enumerate(zip(x.shape, shape, strict=True)):
         if start != size and not before.get(i):
             read[i] = f"({names[i]})"
     pattern = f"{' '.join(read)} -> {' '.join(names)}"
     attributes = {"pad": list(pad), "value": float(value or 0.0), "dtype": x.dtype}
-    return b.emit("pad", [x], b.shape, pattern, attributes, short="pad")
+    return b.emit("pad", [x], shape, pattern, attributes, short="pad")
 
 
 @rewrite("unfold")
-def _unfold(b: Builder, x: Value, dimension: int, size: int, step: int) -> Value:
+def unfold(b: Builder, x: Value, dimension: int, size: int, step: int) -> Value:
     """Windows along a dimension, their elements as a new last one: a view of overlapping parts."""
     if not x.rank:
         return view(b, x, b.shape)
     dim, names = dimension % x.rank, letters(x.rank)
     read = " ".join(f"({step}*{name}+k0)" if i == dim else name for i, name in enumerate(names))
     attributes = {"dim": dim, "step": step}
-    pattern, sizes = f"{read} -> {' '.join(names)} k0", {names[dim]: b.shape[dim], "k0": size}
-    return b.emit("unfold", [x], b.shape, pattern, attributes, sizes=sizes, short="unfold")
+    count = (x.shape[dim] - size) // step + 1
+    shape = (*x.shape[:dim], count, *x.shape[dim + 1 :], size)
+    pattern, sizes = f"{read} -> {' '.join(names)} k0", {names[dim]: count, "k0": size}
+    return b.emit("unfold", [x], shape, pattern, attributes, sizes=sizes, short="unfold")
 
 
 @rewrite("roll")

@@ -144,6 +144,10 @@ class Einsum(Contraction):
     def samples(self) -> Iterable[Sample]:
         yield Sample(torch.matmul, (rand(3, 4, 6), rand(6, 5)))
         yield Sample(lambda a, b, c: torch.einsum("bij,bkj,k->bi", a, b, c), (rand(3, 4, 6), rand(3, 5, 6), rand(5)))
+        yield Sample(lambda a, b: torch.tensordot(a, b, ([1, 2], [0, 2])), (rand(3, 4, 6), rand(4, 5, 6)))
+        yield Sample(lambda a, b: torch.einsum("bii,ij->bj", a, b), (rand(3, 4, 4), rand(4, 5)))
+        yield Sample(lambda x: (x.trace(), x.diagonal(), x.diagonal(-2), torch.diag(x, 1)), (rand(5, 4),))
+        yield Sample(lambda x: (x.diagonal(1, 0, 2), torch.linalg.diagonal(x)), (rand(5, 4, 5),))
 
 
 def _as_matmul(a: Operand, b: Operand, output: Operand) -> tuple[bool, bool] | None:
@@ -181,7 +185,7 @@ def contract(b: Builder, operands: Sequence[Value], pattern: str, short: str) ->
     return b.emit("einsum", operands, shape, pattern, dtype=b.dtype, short=short)
 
 
-@rewrite("matmul", "mm", "bmm", "mv", "dot", "vdot", "inner")
+@rewrite("matmul", "mm", "bmm", "mv", "dot", "inner")
 def _matmul(b: Builder, x: Value, other: Value | None = None, **named: Any) -> Value:
     right = other if other is not None else next(iter(named.values()))  # mat2, vec, tensor, by overload
     if b.target.startswith("aten.inner") and right.rank == 2:
@@ -206,6 +210,15 @@ def _outer(b: Builder, x: Value, vec2: Value) -> Value:
     return contract(b, [x, vec2], "i, j -> i j", "outer")
 
 
+@rewrite("tensordot")
+def _tensordot(b: Builder, x: Value, other: Value, dims_self: Sequence[int], dims_other: Sequence[int]) -> Value:
+    left, right = ([f"{side}{i}" for i in range(v.rank)] for side, v in (("a", x), ("b", other)))
+    for i, j in zip(dims_self, dims_other, strict=True):
+        right[j] = left[i]
+    kept = [n for n in (*left, *right) if (n in left) + (n in right) == 1]
+    return contract(b, [x, other], f"{' '.join(left)}, {' '.join(right)} -> {' '.join(kept)}", "tensordot")
+
+
 @rewrite("einsum")
 def _einsum(b: Builder, equation: str, tensors: Sequence[Value], **_: Any) -> Value:
     text = equation.replace(" ", "")
@@ -215,6 +228,8 @@ def _einsum(b: Builder, equation: str, tensors: Sequence[Value], **_: Any) -> Va
         right = "..." * ("..." in left) + "".join(c for c in sorted(set(left) - set(".,")) if left.count(c) == 1)
     # Upper-case letters mean whole axes in our notation, so every letter gets a name of its own.
     rename = dict(zip(dict.fromkeys(c for c in text if c.isalpha()), letters(52), strict=False))
+    twice = {c for operand in operands for c in operand if c.isalpha() and operand.count(c) > 1}
+    rename |= {c: rename[c].upper() for c in twice}  # a diagonal: its pieces would not fill the operand
     ranks = [x.rank - len(o.replace("...", "")) for o, x in zip(operands, tensors, strict=True)]
     spread = max((rank for o, rank in zip(operands, ranks, strict=True) if "..." in o), default=0)
 
@@ -223,8 +238,6 @@ def _einsum(b: Builder, equation: str, tensors: Sequence[Value], **_: Any) -> Va
         return [rename[c] for c in head] + [f"b_{i}" for i in range(spread - dots, spread)] + [rename[c] for c in tail]
 
     named = [axes(o, rank) for o, rank in zip(operands, ranks, strict=True)]
-    if any(len(set(n)) < len(n) for n in named):
-        raise b.error(f"takes a diagonal ({equation!r}), which no access pattern can describe")
     size: dict[str, int] = {}
     for own, x in zip(named, tensors, strict=True):
         size.update({n: s for n, s in zip(own, x.shape, strict=True) if s > 1 or n not in size})
