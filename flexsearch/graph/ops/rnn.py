@@ -40,11 +40,10 @@ GATES = {"aten.lstm_cell.default": 4, "aten.gru_cell.default": 3}
 def gate_count(nodes: Iterable[fx.Node]) -> int:
     """How many gates a parameter (under all its names, ``nodes``) has below each other, if it is read, and only as
     weight or bias of cells of one kind; else 0."""
-    from torch.utils import _pytree as pytree
-
+    leaves = torch.utils._pytree.tree_leaves
     users = [(node, user) for node in nodes for user in node.users]
     counts = {
-        0 if node in pytree.tree_leaves(user.args[:2]) else GATES.get(str(user.target), 0) for node, user in users
+        0 if node in leaves(user.args[:2]) else GATES.get(str(user.target), 0) for node, user in users
     }
     return counts.pop() if len(counts) == 1 else 0
 
