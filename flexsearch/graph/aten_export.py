@@ -79,6 +79,11 @@ def _untraceable(model: nn.Module, error: Exception) -> ImportModelError:
         return ImportModelError(
             f"the model decides by the values of tensors{where}: {reason}", outside if owner else inside
         )
+    if _packed(error):
+        return ImportModelError(
+            f"the model packs sequences{where}, whose shape then depends on their lengths",
+            "Give the recurrent layer the padded tensor, and leave padding out of the loss (ignore_index, or a mask).",
+        )
     outside = (
         f"The line is {owner}'s: check that the batch is one that the model takes; else try another implementation in "
         "its configuration (for attention: attn_implementation), or evaluation mode (model.eval())."
@@ -86,6 +91,12 @@ def _untraceable(model: nn.Module, error: Exception) -> ImportModelError:
     return ImportModelError(
         f"the model cannot be traced{where}: {type(error).__name__}: {reason}", outside if owner else ""
     )
+
+
+def _packed(error: BaseException) -> bool:
+    """Whether an error while tracing is about a PackedSequence."""
+    packed = nn.utils.rnn.PackedSequence
+    return any(isinstance(x, packed) for f, _ in traceback.walk_tb(error.__traceback__) for x in f.f_locals.values())
 
 
 def _layer(model: nn.Module, error: BaseException) -> str:

@@ -1,8 +1,8 @@
 """Recurrent layers over a whole sequence (nn.LSTM, nn.GRU, nn.RNN): one operator for each layer and direction.
 
-So layers can run on different devices, and each piece is a call of torch's own fast kernel. The batch can be split. Time
-cannot, as each step needs the one before; nor the hidden features, as each step needs all of them of the step before:
-an exchange between devices at every step would cost more than it brings.
+So layers can run on different devices, and each piece is a call of torch's own fast kernel. The batch can be split.
+Time cannot, as each step needs the one before; nor the hidden features, as each step needs all of them of the step
+before: an exchange between devices at every step would cost more than it brings.
 """
 
 from __future__ import annotations
@@ -207,7 +207,7 @@ def _layers(
     batch_first: bool,
 ) -> tuple[Value, ...]:
     """Layer after layer: both directions read what the layer before gave, dropped with our own random numbers."""
-    states = list(hx) if isinstance(hx, list | tuple) else [hx]
+    states = [hx] if isinstance(hx, Value) else list(hx)
     directions, count = 1 + bidirectional, len(params) // (num_layers * (1 + bidirectional))
     how = {"batch_first": batch_first, "has_biases": has_biases, "projected": count > 2 + 2 * has_biases}
     x, last = input, []
@@ -245,11 +245,3 @@ def _zeros(x: Value) -> bool:
     """Whether a tensor is the zeros that a recurrent layer begins with by default. They are no operand: a constant
     would have the size of the batch."""
     return x.data is not None and not x.data.is_meta and not bool(x.data.any())
-
-
-@rewrite("lstm.data", "gru.data", "rnn_tanh.data", "rnn_relu.data")
-def _packed(b: Builder, **_: Any) -> Value:
-    raise b.error(
-        "runs over a packed sequence, whose shape depends on the lengths",
-        "Give the layer the padded tensor, and leave the padding out of the loss (ignore_index, or a mask).",
-    )
