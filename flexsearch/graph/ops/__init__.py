@@ -1,6 +1,6 @@
 """The kinds of operators, a module for each family; importing this package defines them all, without torch."""
 
-from flexsearch.graph.ops import attention, join, linear, opaque, pointwise, recurrent, rnn, shape
+from flexsearch.graph.ops import attention, join, linear, moe, opaque, pointwise, recurrent, rnn, shape
 from flexsearch.graph.ops.base import (
     KINDS,
     Attributes,
@@ -26,7 +26,7 @@ from flexsearch.graph.ops.legacy import define_legacy
 
 define_legacy()
 
-FAMILIES = (attention, join, linear, opaque, pointwise, recurrent, rnn, shape)
+FAMILIES = (attention, join, linear, moe, opaque, pointwise, recurrent, rnn, shape)
 
 __all__ = [
     "FAMILIES", "KINDS", "Attributes", "Kernel", "KernelContext", "OperatorKind", "Sample", "Saved", "axis_roles",
