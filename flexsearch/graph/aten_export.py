@@ -16,6 +16,7 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from flexsearch.errors import FlexsearchError, ImportModelError
+from flexsearch.graph.experts import experts_by_token
 from flexsearch.graph.prepare import own_loss
 
 Loss = Callable[..., torch.Tensor]
@@ -45,7 +46,7 @@ def export_step(
     Raises ImportModelError with the line of the user's code at which tracing failed.
     """
     try:
-        with _quiet(), torch.enable_grad(), _on_one_device(model) as meta:
+        with _quiet(), torch.enable_grad(), experts_by_token(model), _on_one_device(model) as meta:
             step = Step(model, loss)
             if meta:
                 args, kwargs, targets = pytree.tree_map_only(torch.Tensor, _to_meta, (args, kwargs, targets))
@@ -79,6 +80,11 @@ def _untraceable(model: nn.Module, error: Exception) -> ImportModelError:
         return ImportModelError(
             f"the model decides by the values of tensors{where}: {reason}", outside if owner else inside
         )
+    if _packed(error):
+        return ImportModelError(
+            f"the model packs sequences{where}, whose shape then depends on their lengths",
+            "Give the recurrent layer the padded tensor, and leave padding out of the loss (ignore_index, or a mask).",
+        )
     outside = (
         f"The line is {owner}'s: check that the batch is one that the model takes; else try another implementation in "
         "its configuration (for attention: attn_implementation), or evaluation mode (model.eval())."
@@ -86,6 +92,12 @@ def _untraceable(model: nn.Module, error: Exception) -> ImportModelError:
     return ImportModelError(
         f"the model cannot be traced{where}: {type(error).__name__}: {reason}", outside if owner else ""
     )
+
+
+def _packed(error: BaseException) -> bool:
+    """Whether an error while tracing is about a PackedSequence."""
+    packed = nn.utils.rnn.PackedSequence
+    return any(isinstance(x, packed) for f, _ in traceback.walk_tb(error.__traceback__) for x in f.f_locals.values())
 
 
 def _layer(model: nn.Module, error: BaseException) -> str:

@@ -21,7 +21,6 @@ from flexsearch.graph import (  # noqa: F401  (importing them registers their ha
     aten_index,
     aten_nn,
     aten_random,
-    aten_rnn,
     aten_shape,
 )
 from flexsearch.graph.aten import bind as legacy_bind
@@ -36,6 +35,7 @@ from flexsearch.graph.ops.builder import Builder, bind
 from flexsearch.graph.ops.builder import opaque as emit_opaque
 from flexsearch.graph.ops.calls import dtype_name
 from flexsearch.graph.ops.pointwise import pointwise_trace
+from flexsearch.graph.ops.rnn import gate_count, gate_shape
 from flexsearch.graph.ops.value import TensorKind as Kind
 from flexsearch.graph.ops.value import Value
 from flexsearch.graph.prepare import plain, unwrapped
@@ -134,8 +134,8 @@ def _arguments(example_inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
     return (example_inputs,), {}
 
 
-def _value(tensor: torch.Tensor, kind: Kind, name: str, trained: bool = False, gates: bool = False) -> Value:
-    shape = aten_rnn.gate_shape(tuple(tensor.shape)) if gates else tuple(tensor.shape)
+def _value(tensor: torch.Tensor, kind: Kind, name: str, trained: bool = False, gates: int = 0) -> Value:
+    shape = gate_shape(tuple(tensor.shape), gates)
     fixed = kind in ("parameter", "constant", "buffer")
     return Value(shape, dtype_name(tensor.dtype), kind, name, weight=fixed, grad=trained, requires_grad=trained)
 
@@ -209,7 +209,7 @@ class _Walk:
                 own = first[id(tensor)]
                 if own not in made:
                     where: Kind = "parameter" if kind == "PARAMETER" else "buffer"
-                    gates = kind == "PARAMETER" and aten_rnn.gate_weight(named_nodes[id(tensor)])
+                    gates = gate_count(named_nodes[id(tensor)]) if kind == "PARAMETER" else 0
                     made[own] = _value(tensor, where, own, kind == "PARAMETER" and tensor.requires_grad, gates)
                 self.buffers[target] = made[own]
                 fixed = kind == "BUFFER" and id(tensor) not in mutated
