@@ -1,4 +1,4 @@
-"""Floor 0: operators, their axes and access patterns; ``graph.importer`` and ``graph.kernels`` need torch."""
+"""Floor 0: operators, their axes and access patterns; ``importer`` and the kernels in ``ops`` need torch."""
 
 from flexsearch.graph.model import Axis, Dtype, Operator, OperatorGraph, Role, Tensor, Tracing
 from flexsearch.graph.notation import Access, Box, Interval, intersect, parse, volume

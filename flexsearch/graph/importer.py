@@ -1,7 +1,7 @@
 """From a PyTorch model and its loss to an operator graph, through ``torch.export``.
 
 The exported program is functional but not decomposed; constants are folded, and each torch operator is handed to its
-handler (the ``aten_*`` modules). What is not in the table is an error that says where it is.
+kind (:mod:`flexsearch.graph.ops`). What is not in the table is an error that says where it is.
 """
 
 from __future__ import annotations
@@ -17,14 +17,6 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from flexsearch.errors import ImportModelError, NotationError
-from flexsearch.graph import (  # noqa: F401  (importing them registers their handlers)
-    aten_index,
-    aten_nn,
-    aten_random,
-    aten_shape,
-)
-from flexsearch.graph.aten import bind as legacy_bind
-from flexsearch.graph.aten import find_handler
 from flexsearch.graph.aten_assemble import assemble
 from flexsearch.graph.aten_export import Loss, export_step, source_line
 from flexsearch.graph.aten_fold import Folded, fold, is_random, sources
@@ -264,11 +256,7 @@ class _Walk:
         b, name = self.builder, str(target)
         b.args, b.kwargs = args, kwargs
         try:
-            if (trace := find_trace(name)) is not None:
-                return trace(b, **bind(target, args, kwargs))
-            if (handler := find_handler(name)) is not None:
-                return handler(b, **legacy_bind(target, args, kwargs))
-            if (trace := pointwise_trace(target)) is not None:
+            if (trace := find_trace(name) or pointwise_trace(target)) is not None:
                 return trace(b, **bind(target, args, kwargs))
             problem = b.error(
                 "is not in the operator table",

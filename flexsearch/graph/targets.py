@@ -10,7 +10,7 @@ everywhere, and checking a graph needs no torch. The overload is free (``add.Ten
 ``out`` variants; kernels also ask the schema of the overload that they find.
 
 Operators of other namespaces come from libraries of the user. A file may name one, as a description; it is looked up
-only if the user's own code has registered it (``flexsearch.graph.operators.register``) or called it in a model that
+only if the user's own code has registered it (``flexsearch.register``) or called it in a model that
 this process imported: ``trust``.
 """
 

@@ -10,9 +10,10 @@ from flexsearch.compiled import ONE, U32, U64, ZERO, lean
 from flexsearch.packed import packed
 
 RESHARD, WEIGHT, STEP, PLAN, HELD, LAYOUT = 1, 6, 7, 8, 9, 10
-"""Kinds of keys. RESHARD + log2(bytes per element), which is at most 4 (complex128): (source, destination layout) -> template. The others make a number
-of a tuple, element by element: (WEIGHT: weight, sharded) or (HELD: buffer, 0) -> node; (STEP: node, element) -> node;
-(PLAN: node, 0) -> plan of a weight; (LAYOUT: node, 0) -> layout in which a buffer is kept. The search has more."""
+"""Kinds of keys. RESHARD + log2(bytes per element), which is at most 4 (complex128): (source, destination layout) ->
+template. The others make a number of a tuple, element by element: (WEIGHT: weight, sharded) or (HELD: buffer, 0) ->
+node; (STEP: node, element) -> node; (PLAN: node, 0) -> plan of a weight; (LAYOUT: node, 0) -> layout in which a buffer
+is kept. The search has more."""
 MISSING = np.uint32(0xFFFFFFFF)
 _ROOM = 2048
 

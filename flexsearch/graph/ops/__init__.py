@@ -55,9 +55,6 @@ from flexsearch.graph.ops.base import (
     table,
     unregister,
 )
-from flexsearch.graph.ops.legacy import define_legacy
-
-define_legacy()
 
 FAMILIES = (
     activation,

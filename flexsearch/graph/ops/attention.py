@@ -195,8 +195,8 @@ def _dropping(op: Operator, piece: Piece, shapes: Shapes, context: KernelContext
     Fused kernels draw masks that depend on the shape of the call, so this one is computed block by block, each again
     in the backward: memory is linear in the number of positions, as that of fused kernels.
     """
-    from flexsearch.graph.kernels_random import keep_mask
     from flexsearch.graph.ops.attention_blocks import Settings, blockwise_attention
+    from flexsearch.graph.ops.random import keep_mask
 
     p, salt = float(str(op.attributes["dropout"])), int(str(op.attributes.get("salt", 0)))
     scale: Any = op.attributes.get("scale")
