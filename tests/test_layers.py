@@ -27,7 +27,7 @@ FLOOR = {
 ``flexsearch/__init__.py``, which hands on what lies below."""
 
 WITH_TORCH = (
-    "graph.importer", "graph.loading", "graph.aten", "graph.experts", "graph.ops.attention_blocks",
+    "graph.importer", "graph.loading", "graph.aten", "graph.decompose", "graph.experts", "graph.ops.attention_blocks",
     "graph.ops.norm_functions", "cost.profiler", "cost.neighbours", "runtime", "zoo",
 )  # fmt: skip
 """Modules that may import torch when they are imported (and those whose names begin so)."""

@@ -202,3 +202,34 @@ def test_what_of_a_reshape_can_be_split(source: tuple[int, ...], target: tuple[i
 def test_the_kinds_need_no_torch() -> None:
     code = "import sys, flexsearch.graph.ops; assert 'torch' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+@pytest.mark.parametrize(
+    "name", ["hstack", "dstack", "block_diag", "kron", "meshgrid", "rot90", "movedim", "atleast_3d"]
+)
+def test_what_no_kind_knows_pytorch_writes_with_what_one_does(name: str) -> None:
+    torch = pytest.importorskip("torch")
+    from flexsearch.graph.importer import import_with_constants
+    from tests.interpret import interpret
+
+    calls: dict[str, Any] = {
+        "hstack": lambda x: torch.hstack((x, x)), "dstack": lambda x: torch.dstack((x, x * x)),
+        "block_diag": lambda x: torch.block_diag(x, x * x), "kron": lambda x: torch.kron(x, x * x),
+        "meshgrid": lambda x: torch.meshgrid(x[0], x[1], indexing="ij")[1] * x[0, 0],
+        "rot90": torch.rot90, "movedim": lambda x: torch.movedim(x, 0, 1) ** 2, "atleast_3d": torch.atleast_3d,
+    }  # fmt: skip
+
+    class Model(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = torch.nn.Parameter(torch.randn(4, 6, dtype=torch.float64))
+
+        def forward(self, x: Any) -> Any:
+            y = calls[name](self.weight + x)
+            return (y * torch.arange(y.numel()).view(y.shape)).sum()
+
+    model, x = Model(), torch.randn(4, 6, dtype=torch.float64)
+    imported = import_with_constants(model, x)
+    assert "opaque" not in {op.kind for op in imported.graph.operators}
+    values = {imported.input_names[0]: x, "weight": model.weight, **imported.constants}
+    torch.testing.assert_close(interpret(imported.graph, values)[imported.graph.loss], model(x))

@@ -16,6 +16,7 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from flexsearch.errors import FlexsearchError, ImportModelError
+from flexsearch.graph.decompose import decompositions
 from flexsearch.graph.experts import experts_by_token
 from flexsearch.graph.prepare import own_loss
 
@@ -53,9 +54,8 @@ def export_step(
             program = torch.export.export(step, (args, kwargs, targets), strict=False)
             _share(program, step)
             _keep_no_grad(program)
-            functional: torch.export.ExportedProgram = program.run_decompositions(
-                {}
-            )  # makes it functional; an empty table decomposes nothing
+            # Makes it functional, too.
+            functional: torch.export.ExportedProgram = program.run_decompositions(decompositions())
             return functional
     except FlexsearchError:
         raise

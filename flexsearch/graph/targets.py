@@ -25,7 +25,7 @@ POINTWISE: Final = frozenset(
     _conj_physical abs absolute acos acosh add addcdiv addcmul angle arccos arccosh arcsin arcsinh arctan arctan2
     arctanh asin asinh atan atan2 atanh bitwise_and bitwise_left_shift bitwise_not bitwise_or bitwise_right_shift
     bitwise_xor ceil celu clamp clamp_max clamp_min clip clone conj_physical copysign cos cosh deg2rad digamma div
-    divide elu eq erf erfc erfinv exp exp2 expm1 fill fix float_power floor floor_divide fmax fmin fmod frac frexp
+    divide elu eq erf erfc erfinv exp exp2 expm1 fill fix float_power floor floor_divide fmax fmin fmod frac
     gcd ge gelu greater greater_equal gt hardshrink hardsigmoid hardswish hardtanh heaviside hypot i0 igamma
     igammac isfinite isinf isnan isneginf isposinf lcm ldexp le leaky_relu lerp less less_equal lgamma log log10
     log1p log2 log_sigmoid logaddexp logaddexp2 logical_and logical_not logical_or logical_xor logit lt
@@ -57,7 +57,7 @@ MIXING: Final = frozenset(
     conv_transpose2d conv_transpose3d convolution corrcoef cosine_embedding_loss cosine_similarity count_nonzero
     cov cross cross_entropy_loss ctc_loss cummax cummin cumprod cumsum cumulative_trapezoid det diag diag_embed
     diagflat diagonal diagonal_scatter diff dist dot dsplit dstack einsum embedding embedding_bag expand expand_as
-    fft_fft fft_fft2 fft_fftn fft_fftshift fft_hfft fft_hfft2 fft_hfftn fft_ifft fft_ifft2 fft_ifftn fft_ifftshift
+    frexp fft_fft fft_fft2 fft_fftn fft_fftshift fft_hfft fft_hfft2 fft_hfftn fft_ifft fft_ifft2 fft_ifftn fft_ifftshift
     fft_ihfft fft_ihfft2 fft_ihfftn fft_irfft fft_irfft2 fft_irfftn fft_rfft fft_rfft2 fft_rfftn flatten flip
     fliplr flipud frobenius_norm full_like gather geqrf ger glu gradient grid_sampler grid_sampler_2d
     grid_sampler_3d group_norm gru gru_cell hinge_embedding_loss histc histogram hsplit hstack huber_loss im2col

@@ -143,6 +143,12 @@ class Einsum(Contraction):
 
     def samples(self) -> Iterable[Sample]:
         yield Sample(torch.matmul, (rand(3, 4, 6), rand(6, 5)))
+        yield Sample(torch.inner, (rand(3, 4), rand(2, 5, 4)))
+        yield Sample(
+            lambda c, a, b: torch.addbmm(c, a, b, beta=0.5, alpha=2), (rand(4, 5), rand(3, 4, 6), rand(3, 6, 5))
+        )
+        yield Sample(torch.addmv, (rand(4), rand(4, 6), rand(6)))
+        yield Sample(F.bilinear, (rand(2, 3, 4), rand(2, 3, 5), rand(6, 4, 5), rand(6)))
         yield Sample(lambda a, b, c: torch.einsum("bij,bkj,k->bi", a, b, c), (rand(3, 4, 6), rand(3, 5, 6), rand(5)))
         yield Sample(lambda a, b: torch.tensordot(a, b, ([1, 2], [0, 2])), (rand(3, 4, 6), rand(4, 5, 6)))
         yield Sample(lambda a, b: torch.einsum("bii,ij->bj", a, b), (rand(3, 4, 4), rand(4, 5)))
@@ -188,8 +194,10 @@ def contract(b: Builder, operands: Sequence[Value], pattern: str, short: str) ->
 @rewrite("matmul", "mm", "bmm", "mv", "dot", "inner")
 def _matmul(b: Builder, x: Value, other: Value | None = None, **named: Any) -> Value:
     right = other if other is not None else next(iter(named.values()))  # mat2, vec, tensor, by overload
-    if b.target.startswith("aten.inner") and right.rank == 2:
-        raise b.error("is a product of matrices along their last dimensions; write it as x @ y.mT")
+    if b.target.startswith("aten.inner") and min(x.rank, right.rank) > 0:
+        rows, columns = letters(x.rank - 1), letters(right.rank - 1, "r")
+        pattern = f"{' '.join([*rows, 'k0'])}, {' '.join([*columns, 'k0'])} -> {' '.join(rows + columns)}"
+        return contract(b, [x, right], pattern, "inner")
     return matmul(b, x, right)
 
 
@@ -246,9 +254,20 @@ def _einsum(b: Builder, equation: str, tensors: Sequence[Value], **_: Any) -> Va
     return contract(b, tensors, f"{', '.join(read)} -> {' '.join(made)}", "einsum")
 
 
-@rewrite("baddbmm")
-def _baddbmm(b: Builder, x: Value, batch1: Value, batch2: Value, beta: float = 1, alpha: float = 1) -> Value:
-    product = matmul(b, batch1, batch2)
+@rewrite("baddbmm", "addmv", "addbmm")
+def _product_and_sum(b: Builder, x: Value, *, beta: float = 1, alpha: float = 1, **factors: Value) -> Value:
+    """``beta * x + alpha *`` the product of matrices, of a matrix and a vector, or the sum of products of a batch."""
+    left, right = factors.values()
+    product = contract(b, [left, right], "b i j, b j k -> i k", "matmul") if "addbmm" in b.target.split(".") else None
+    product = product or matmul(b, left, right)
     if alpha != 1:
         product = pointwise(b, "mul.Tensor", (product, alpha))
     return product if beta == 0 else pointwise(b, "add.Tensor", (product, x), {"alpha": beta} if beta != 1 else {})
+
+
+@rewrite("bilinear")
+def _bilinear(b: Builder, input1: Value, input2: Value, weight: Value, bias: Value | None = None) -> Value:
+    """Each output feature is a bilinear form of the features of two inputs."""
+    batch = " ".join(letters(input1.rank - 1))
+    form = contract(b, [input1, weight, input2], f"{batch} i0, o0 i0 j0, {batch} j0 -> {batch} o0", "bilinear")
+    return form if bias is None else pointwise(b, "add.Tensor", (form, bias))

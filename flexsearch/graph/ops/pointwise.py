@@ -115,7 +115,7 @@ def cast_to(b: Builder, x: Value, dtype: torch.dtype | None) -> Value:
     return x if dtype is None else cast(b, x, dtype_name(dtype))
 
 
-@rewrite("_to_copy", "to", "type_as")
+@rewrite("_to_copy", "to.dtype", "type_as")
 def _to_copy(b: Builder, x: Value, **_: Any) -> Value:
     return cast(b, x, b.dtype)
 

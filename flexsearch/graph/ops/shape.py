@@ -282,8 +282,7 @@ def pick(b: Builder, x: Value, dim: int, index: int) -> Value:
     return b.emit("slice", [x], shape, pattern, {"dim": dim, "index": index}, short="select")
 
 
-@rewrite("view.default", "reshape", "_unsafe_view", "flatten", "unflatten", "unsqueeze", "squeeze", "view_as")
-@rewrite("_reshape_alias", "reshape_as")
+@rewrite("view.default", "_unsafe_view", "view_copy", "unsqueeze", "unsqueeze_copy", "squeeze", "squeeze_copy")
 def _view(b: Builder, x: Value, **_: Any) -> Value:
     return view(b, x, b.shape)
 
@@ -293,34 +292,19 @@ def _permute(b: Builder, x: Value, dims: Sequence[int]) -> Value:
     return permute(b, x, dims)
 
 
-@rewrite("transpose", "swapaxes", "swapdims")
-def _transpose(
-    b: Builder, x: Value, dim0: int = 0, dim1: int = 0, axis0: int | None = None, axis1: int | None = None
-) -> Value:
-    first, second = (dim0 if axis0 is None else axis0) % x.rank, (dim1 if axis1 is None else axis1) % x.rank
+@rewrite("transpose")
+def _transpose(b: Builder, x: Value, dim0: int, dim1: int) -> Value:
     order = list(range(x.rank))
-    order[first], order[second] = second, first
+    order[dim0], order[dim1] = order[dim1], order[dim0]
     return permute(b, x, order)
 
 
-@rewrite("t", "mT", "numpy_T")
+@rewrite("t")
 def _matrix_transpose(b: Builder, x: Value) -> Value:
-    order = list(range(x.rank))
-    return permute(b, x, order[:-2] + order[-2:][::-1] if b.target != "aten.numpy_T.default" else order[::-1])
+    return permute(b, x, tuple(range(x.rank))[::-1])
 
 
-@rewrite("movedim", "moveaxis")
-def _movedim(b: Builder, x: Value, source: int | Sequence[int], destination: int | Sequence[int]) -> Value:
-    sources = [d % x.rank for d in ([source] if isinstance(source, int) else source)]
-    places = [d % x.rank for d in ([destination] if isinstance(destination, int) else destination)]
-    order: list[int | None] = [None] * x.rank
-    for from_, to in zip(sources, places, strict=True):
-        order[to] = from_
-    rest = iter(d for d in range(x.rank) if d not in sources)
-    return permute(b, x, [next(rest) if d is None else d for d in order])
-
-
-@rewrite("expand", "expand_as", "broadcast_to")
+@rewrite("expand")
 def _expand(b: Builder, x: Value, **_: Any) -> Value:
     return expand(b, x, b.shape)
 
@@ -344,11 +328,6 @@ def _slice(
     return cut(b, x, dim, indices.start, len(indices), step)
 
 
-@rewrite("narrow")
-def _narrow(b: Builder, x: Value, dim: int, start: int, length: int) -> Value:
-    return cut(b, x, dim, start % x.shape[dim] if length < x.shape[dim] else 0, length)
-
-
 @rewrite("select.int")
 def _select(b: Builder, x: Value, dim: int, index: int) -> Value:
     return pick(b, x, dim, index)
@@ -359,9 +338,7 @@ def _unbind(b: Builder, x: Value, dim: int = 0) -> tuple[Value, ...]:
     return tuple(pick(b, x, dim, i) for i in range(x.shape[dim]))
 
 
-@rewrite(
-    "split", "split_with_sizes", "chunk", "tensor_split", "unsafe_split", "unsafe_chunk", "unsafe_split_with_sizes"
-)
+@rewrite("split", "split_with_sizes", "unsafe_split", "unsafe_split_with_sizes")
 def _split(b: Builder, x: Value, dim: int = 0, **_: Any) -> tuple[Value, ...]:
     parts, start = [], 0
     for shape, _dtype in b.results:
@@ -370,7 +347,7 @@ def _split(b: Builder, x: Value, dim: int = 0, **_: Any) -> tuple[Value, ...]:
     return tuple(parts)
 
 
-@rewrite("alias", "clone", "contiguous", "lift_fresh", "lift_fresh_copy", "positive", "resolve_conj", "resolve_neg")
+@rewrite("alias", "alias_copy", "clone", "lift_fresh_copy")
 def _same(b: Builder, x: Value, **_: Any) -> Value:
     return x
 
@@ -378,13 +355,3 @@ def _same(b: Builder, x: Value, **_: Any) -> Value:
 @rewrite("detach")
 def _detach(b: Builder, x: Value) -> Value:
     return b.emit("detach", [x], x.shape, short="detach") if x.grad else x
-
-
-@rewrite("atleast_1d", "atleast_2d", "atleast_3d", "ravel")
-def _atleast(b: Builder, x: Value) -> Value:
-    return view(b, x, b.shape)
-
-
-@rewrite("squeeze_copy", "unsqueeze_copy", "view_copy")
-def _view_copy(b: Builder, x: Value, **_: Any) -> Value:
-    return view(b, x, b.shape)
