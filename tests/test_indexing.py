@@ -157,6 +157,19 @@ FORMS: dict[str, tuple[Callable[..., Any], tuple[Tensor, ...], set[str]]] = {
         (X, PICKED[:, None, None]),
         {"gather"},
     ),
+    "selected by a constant mask": (lambda x: x[ROWS, 1:].flatten(1).exp(), (X,), {"index"}),
+    "selected by a constant mask of a later dimension": (lambda x: x[:, MASK[3]] @ x[0, :3].T, (X,), {"index"}),
+    "selected by the places of a constant mask": (
+        lambda x: torch.cat((x[ROWS.nonzero()[:, 0]], x[:1])) * 2,
+        (X,),
+        {"index", "cat"},
+    ),
+    "masked_select": (lambda x: x.masked_select(MASK[..., None]).view(-1, 3), (X,), {"index"}),
+    "copied where a constant mask says": (
+        lambda x, y: x.index_put((ROWS,), y[ROWS] * 2),
+        (X, randn(4, 5, 3)),
+        {"index"},
+    ),
     "a diagonal": (lambda x: x.diagonal(-1, 2, 0), (X,), {"index"}),
     "counts of integers": (
         lambda x, i: x * torch.histc(i.double(), 3, 0, 2),

@@ -319,6 +319,14 @@ def _index(b: Builder, x: Value, indices: Sequence[Value | None]) -> Value:
     return look_up(b, x, by_dimension(b, indices))
 
 
+@rewrite("masked_select")
+def _masked_select(b: Builder, x: Value, mask: Value) -> Value:
+    shape = broadcast_shapes(x.shape, mask.shape)
+    if mask.data is not None:
+        mask = constant(mask.data.expand(shape))
+    return look_up(b, expand(b, x, shape), by_dimension(b, [mask]))
+
+
 @rewrite("take")
 def _take(b: Builder, x: Value, index: Value) -> Value:
     return look_up(b, view(b, x, [-1]), {0: index})
