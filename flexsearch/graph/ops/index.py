@@ -356,7 +356,7 @@ def _take_along_dim(b: Builder, x: Value, indices: Value, dim: int | None = None
 
 
 @rewrite("diagonal")
-def diagonal(b: Builder, x: Value, offset: int = 0, dim1: int = 0, dim2: int = 1) -> Value:
+def diagonal_of(b: Builder, x: Value, offset: int = 0, dim1: int = 0, dim2: int = 1) -> Value:
     """The diagonal of two dimensions, as a new last one."""
     rows, columns = dim1 % x.rank, dim2 % x.rank
     given = diagonal_places(x, offset, rows, columns)
