@@ -152,6 +152,30 @@ class Towers(nn.Module):
         return features @ other.T
 
 
+class Lookups(nn.Module):
+    """Bags of rows, messages along edges, scattered features, assignments by masks and indices, counts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.head = nn.Linear(6, 6), nn.Linear(6, 3)
+        self.bag, self.longest = nn.EmbeddingBag(7, 6, mode="mean", padding_idx=1), nn.EmbeddingBag(7, 6, mode="max")
+        self.classes, self.token = nn.Parameter(torch.randn(7, 6)), nn.Parameter(torch.randn(6))
+        self.register_buffer("edges", torch.tensor([[0, 1, 2, 3, 4, 0], [1, 1, 4, 2, 0, 3]]))
+
+    def forward(self, x: Tensor) -> Tensor:
+        ids = (x[..., 0].abs() * 4).long().clamp(max=6)
+        h = torch.tanh(self.layer(x))
+        h = h.index_add(1, self.edges[1], h[:, self.edges[0]]) + F.one_hot(ids, 7).to(h.dtype) @ self.classes
+        slots = h.new_zeros(len(x), 7, 6).scatter_add(1, ids[..., None].expand_as(h), h)
+        slots = slots.scatter_reduce(1, ids[..., None].expand_as(h), h, "amax", include_self=False) * 1.5
+        slots[slots > 1.5] = 0.5
+        slots[torch.arange(len(x)), ids[:, 0]] = self.token
+        counts = torch.zeros(7, dtype=torch.int64).index_add(0, ids.flatten(), torch.ones_like(ids.flatten()))
+        flat = F.embedding_bag(ids.flatten(), self.classes, torch.tensor([0, 2, 9]), mode="sum")
+        mixed = slots.amax(1) + self.bag(ids) + self.longest(ids) + flat.sum(0)
+        return self.head(mixed * counts.to(h.dtype).softmax(0)[:6])
+
+
 class Dropped(nn.Module):
     """Drop path, and dropout in place: both draw their numbers by operators of their own."""
 
@@ -236,6 +260,8 @@ def case(name: str, dtype: str = "float64") -> Case:
         made = Case(Recurrent(), (torch.randn(3, 3, 4),), torch.randint(4, (3,)), F.cross_entropy)
     elif name == "towers":
         made = Case(Towers(), (torch.randn(3, 5, 6),), torch.randint(3, (3,)), F.cross_entropy)
+    elif name == "lookups":
+        made = Case(Lookups(), (torch.randn(4, 5, 6),), torch.randint(3, (4,)), F.cross_entropy)
     elif name == "translation":
         made = Case(*zoo.nmt(batch=3, steps=2, hidden=5, vocab=7))
     elif name == "statistics":
@@ -250,6 +276,6 @@ def case(name: str, dtype: str = "float64") -> Case:
 
 
 NAMES = (
-    "mlp", "mlp_mse", "convolutions", "ghosts", "sequence1d", "decoder", "recurrent", "towers", "translation",
-    "statistics", "rotary",
+    "mlp", "mlp_mse", "convolutions", "ghosts", "sequence1d", "decoder", "recurrent", "towers", "lookups",
+    "translation", "statistics", "rotary",
 )  # fmt: skip

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import random
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,11 +13,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from flexsearch.errors import ImportModelError
+from flexsearch.errors import FileFormatError, ImportModelError
+from flexsearch.graph import OperatorGraph
 from flexsearch.graph.importer import import_with_constants
+from flexsearch.graph.notation import parse
 from flexsearch.graph.ops import Sample
 from tests.interpret import interpret
-from tests.test_ops import Called, _close, _cuts, _values
+from tests.test_ops import Called, _close, _cuts, _imported, _values
 
 MASK = torch.tensor([[True, False, True, False, True], [False] * 5, [True] * 5, [False, True, False, False, True]])
 ROWS = torch.tensor([True, False, True, True])
@@ -150,12 +154,27 @@ FORMS: dict[str, tuple[Callable[..., Any], tuple[Tensor, ...], set[str]]] = {
         (X, torch.tensor(0)),
         {"scatter"},
     ),
+    "diagonal matrices": (lambda x: torch.diag_embed(x, 1, 0, 2), (X,), {"index_put"}),
+    "a diagonal matrix": (lambda x: torch.diag(x[0, :4, 0]) @ torch.diag(x[:, :, 0], 1)[:, None], (X,), {"index_put"}),
     "take": (lambda x, i: x.take(i), (X, torch.tensor([[3, -1], [59, 0]])), {"index"}),
     "take_along_dim of all": (lambda x, i: torch.take_along_dim(x, i), (X, torch.tensor([3, 59, 0])), {"gather"}),
     "take_along_dim, broadcast": (
         lambda x, i: torch.take_along_dim(x[:1], i, 1),
         (X, PICKED[:, None, None]),
         {"gather"},
+    ),
+    "selected by a constant mask": (lambda x: x[ROWS, 1:].flatten(1).exp(), (X,), {"index"}),
+    "selected by a constant mask of a later dimension": (lambda x: x[:, MASK[3]] @ x[0, :3].T, (X,), {"index"}),
+    "selected by the places of a constant mask": (
+        lambda x: torch.cat((x[ROWS.nonzero()[:, 0]], x[:1])) * 2,
+        (X,),
+        {"index", "cat"},
+    ),
+    "masked_select": (lambda x: x.masked_select(MASK[..., None]).view(-1, 3), (X,), {"index"}),
+    "copied where a constant mask says": (
+        lambda x, y: x.index_put((ROWS,), y[ROWS] * 2),
+        (X, randn(4, 5, 3)),
+        {"index"},
     ),
     "a diagonal": (lambda x: x.diagonal(-1, 2, 0), (X,), {"index"}),
     "counts of integers": (
@@ -237,3 +256,72 @@ def test_numbers_are_drawn_from_their_distributions() -> None:
     counts = dice.bincount()
     assert len(counts) == 7 and counts[0] == 0 and (counts[1:] / len(dice) - 1 / 6).abs().max() < 0.005
     assert drawn["uniform"].min() >= 0 and abs(drawn["uniform"].mean() - 0.5) < 0.005
+
+
+def _pattern(old: str, new: str) -> Callable[[dict[str, Any]], None]:
+    """Change of an operator in a file: other axes in its pattern, and so in their list."""
+
+    def change(op: dict[str, Any]) -> None:
+        assert old in op["pattern"]
+        op["pattern"] = op["pattern"].replace(old, new)
+        sizes = {axis["name"].lower(): axis for axis in op["axes"]}
+        names = parse(op["pattern"]).axes
+        op["axes"] = [sizes[name.lower()] | {"name": name} for name in names]
+
+    return change
+
+
+def _attributes(**values: Any) -> Callable[[dict[str, Any]], None]:
+    def change(op: dict[str, Any]) -> None:
+        op["attributes"] |= values
+
+    return change
+
+
+CONTRADICTIONS: list[tuple[str, int, Callable[[dict[str, Any]], None], str]] = [
+    ("index", 0, _attributes(rank=3), "rank do not make a result"),
+    ("index", 2, _attributes(indices=[{"axis": 4}, {"operand": 0}, None]), "dimension that 1 dimensions of indices"),
+    ("index", 0, _pattern("V1", "v1"), "is not that of index"),
+    ("gather", 0, _attributes(dim=3), "is no dimension of shape"),
+    ("gather", 0, _pattern("V", "v"), "is not that of gather"),
+    ("scatter", 0, _pattern("+a", "a"), "is not that of scatter"),
+    ("scatter", 3, _pattern("Source", "source"), "is not that of scatter"),
+    ("scatter", 0, _attributes(reduce="prod"), "is not that of scatter"),
+    ("scatter", 0, _attributes(reduce="any"), "attributes.reduce"),
+    ("index_put", 1, _attributes(accumulate=False), "is not that of index_put"),
+    ("index_put", 2, _pattern("Source0", "source0"), "is not that of index_put"),
+    ("index_put", 4, _attributes(indices=[{"axis": None}, {"operand": 0}, None]), "do not say how elements are put"),
+    (
+        "index_put",
+        4,
+        _attributes(indices=[{"axis": 0}, {"axis": 0}, {"operand": 0}]),
+        "two ranges run along one dimension",
+    ),
+    ("index_put", 4, _attributes(rank=9), "is not that of index_put"),
+    ("embedding", 0, _pattern("v d", "d v"), "is not that of embedding|has other sizes|axis"),
+    ("embedding_bag", 0, _attributes(mode="max"), "is not that of embedding_bag"),
+    ("embedding_bag", 6, _attributes(mode="mean"), "weights of bags are those of a sum"),
+    ("embedding_bag", 2, _attributes(padding_idx=1), "is not that of embedding_bag"),
+    ("ragged_bag", 0, _attributes(last=True), "do not make bags of shape"),
+    ("ragged_bag", 2, _pattern("O", "o"), "is not that of ragged_bag"),
+    ("one_hot", 0, _pattern("a0 a1 c", "a1 a0 c"), "axis"),
+    ("histogram", 0, _attributes(high=-1.0), "is not that of histogram"),
+    ("histogram", 0, _attributes(high=-3.0), "is below low"),
+    ("mask_positions", 0, _pattern("A0", "a0"), "is not that of mask_positions"),
+    ("dropout", 0, _attributes(p=1.5), "attributes.p"),
+    ("normal", 0, _attributes(salt=2**70), "attributes.salt"),
+    ("randint", 0, _attributes(low=7), "is not 1 to 2"),
+]
+
+
+@pytest.mark.parametrize(("kind", "number", "change", "message"), CONTRADICTIONS)
+def test_a_file_that_contradicts_itself_is_refused(
+    kind: str, number: int, change: Callable[[dict[str, Any]], None], message: str, tmp_path: Path
+) -> None:
+    path = tmp_path / "graph.json"
+    _imported(kind, number)[1].graph.save(path)
+    document = json.loads(path.read_text())
+    change(next(op for op in document["operators"] if op["kind"] == kind))
+    path.write_text(json.dumps(document))
+    with pytest.raises(FileFormatError, match=message):
+        OperatorGraph.load(path)

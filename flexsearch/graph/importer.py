@@ -20,6 +20,7 @@ from flexsearch.errors import ImportModelError, NotationError
 from flexsearch.graph.aten_assemble import assemble
 from flexsearch.graph.aten_export import Loss, export_step, source_line
 from flexsearch.graph.aten_fold import Folded, fold, is_random, sources
+from flexsearch.graph.aten_sizes import Sizes
 from flexsearch.graph.loading import Loaded, load_callable
 from flexsearch.graph.model import OperatorGraph, Tracing
 from flexsearch.graph.ops import find_trace
@@ -142,6 +143,7 @@ class _Walk:
         self.buffers: dict[str, Value] = {}
         self.constants: dict[Folded, Value] = {}
         self.batch: int | None = None
+        self.sizes = Sizes()
 
     def arguments(self, tree: Any, prefix: str) -> list[Value]:
         """Graph inputs for the tensors in ``tree``, in their order; the first dimension is the batch."""
@@ -216,6 +218,7 @@ class _Walk:
 
     def _locate(self, node: torch.fx.Node) -> None:
         """Tell the builder which layer, line and operator it is at, and what that returns."""
+        self.sizes.settle(node)
         stack = list((node.meta.get("nn_module_stack") or {}).values())
         path = str(stack[-1][0]) if stack else ""
         inside = path == "model" or path.startswith("model.")
@@ -231,6 +234,8 @@ class _Walk:
         args, kwargs = pytree.tree_map_only(torch.fx.Node, lambda n: self.env[n], (node.args, node.kwargs))
         if target is getitem:
             return args[0][args[1]]
+        if isinstance(node.meta["val"], int):  # arithmetic on sizes
+            return node.meta["val"]
         if not isinstance(target, torch._ops.OpOverload):
             raise b.error(
                 "is a higher-order operator of torch, which has no place in a static graph",
@@ -238,9 +243,14 @@ class _Walk:
             )
         if target._schema.name.startswith("aten::_assert") or not b.results:
             return None
-        if any(not isinstance(size, int) for shape, _ in b.results for size in shape):
+        if self._open():
+            self.sizes.measure(node, args, kwargs)
+            self._locate(node)
+        if self._open():
             raise b.error(
                 "makes a tensor whose shape depends on values; graphs are static",
+                "Keep all elements and use torch.where(mask, x, 0), or select a fixed number with topk; for counts, "
+                "use torch.histc or one_hot(x, n).",
                 outside="choose another implementation in the model's configuration, one without selections by masks.",
             )
         if (folded := fold(node, args, kwargs)) is not None:
@@ -251,6 +261,10 @@ class _Walk:
             result = result[0] if isinstance(result, tuple) else result
             assert (result.shape, result.dtype) == b.results[0], f"{target}: {result.shape, result.dtype} {b.results}"
         return result
+
+    def _open(self) -> bool:
+        """Whether a shape of what the torch operator at hand returns depends on values."""
+        return any(not isinstance(size, int) for shape, _ in self.builder.results for size in shape)
 
     def _dispatch(self, target: torch._ops.OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         b, name = self.builder, str(target)

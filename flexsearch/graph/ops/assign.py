@@ -17,11 +17,12 @@ from flexsearch.graph.ops.base import (
     rand,
     rewrite,
 )
-from flexsearch.graph.ops.builder import Builder, broadcast_shapes, fit, letters
+from flexsearch.graph.ops.builder import Builder, broadcast_shapes
+from flexsearch.graph.ops.form import check_form
 from flexsearch.graph.ops.index import (
-    between,
     by_dimension,
     constant,
+    diagonal_of,
     diagonal_places,
     index_range,
     integer_range,
@@ -32,6 +33,7 @@ from flexsearch.graph.ops.index import (
 from flexsearch.graph.ops.join import cat
 from flexsearch.graph.ops.lazy import torch
 from flexsearch.graph.ops.pointwise import cast, pointwise
+from flexsearch.graph.ops.scatter import put_pattern, scatter_pattern
 from flexsearch.graph.ops.shape import cut, expand, permute, view
 from flexsearch.graph.ops.value import Value
 from flexsearch.graph.piece import Piece
@@ -49,8 +51,7 @@ class MaskPositions(OperatorKind):
     bookkeeping = True
 
     def check(self, op: Operator, attributes: Any, shapes: tuple[tuple[int, ...], ...]) -> str:
-        whole = all(d.plain and d.axes[0][0].isupper() for o in op.access.inputs for d in o.dimensions)
-        return "" if shapes[0] == shapes[1] and whole else "positions in a mask have its shape, and all of it is read"
+        return check_form(op, "A.. -> A..", shapes)
 
     def kernel(self, op: Operator, piece: Piece, shapes: Shapes, context: KernelContext) -> Kernel:
         return lambda mask: (mask.flatten().cumsum(0) - 1).clamp(min=0).view(mask.shape)
@@ -80,38 +81,28 @@ def scatter(
             count = index.shape[d]
             inner = scatter(b, cut(b, x, d, 0, count), dim, index, source, reduce, include_self)
             return cat(b, [inner, cut(b, x, d, count, x.shape[d] - count)], d)
-    added, names = reduce == "sum" and include_self, letters(x.rank)
-    places = [_source_axis(x, added) if d == dim else name for d, name in enumerate(names)]
-    target, read = " ".join(names), " ".join(places)
-    pattern = f"{'+' * added}{target}, {read}, {read if source.rank else ''} -> {target}"
+    added = reduce == "sum" and include_self
+    pattern = scatter_pattern(x.rank, dim, bool(source.rank), added, x.dtype == "bool")
     attributes = {"dim": dim, "reduce": reduce, "include_self": include_self}
     return b.emit("scatter", [x, index, source], x.shape, pattern, attributes, dtype=x.dtype, short="scatter")
-
-
-def _source_axis(x: Value, added: bool) -> str:
-    """Name of an axis of sources, which can be split if partial sums can be added."""
-    return "Source" if not added or x.dtype == "bool" else "source"
 
 
 def put(b: Builder, x: Value, given: dict[int, Value], values: Value, accumulate: bool = False) -> Value:
     """``x`` with ``values`` where the indices, by dimension, say: in the place of what was there, or added to it."""
     shape, first = broadcast_shapes(*(index.shape for index in given.values())), leading(given)
-    target, places = letters(x.rank), [f"{_source_axis(x, accumulate)}{n}" for n in range(len(shape))]
     indices: list[Any] = [None] * x.rank
     operands: list[Value] = []
+    ranges: set[int] = set()
     for dim in sorted(given):
         axis = _full_range(given[dim], shape, x.shape[dim])
-        if axis is not None and places[axis] not in target and len(indices) - indices.count(None) + 1 < len(given):
-            indices[dim], places[axis] = {"axis": axis}, target[dim]
+        if axis is not None and axis not in ranges and len(ranges) + 1 < len(given):
+            indices[dim] = {"axis": axis}
+            ranges.add(axis)
         else:
             indices[dim] = {"operand": len(operands)}
             operands.append(given[dim])
-    patterns = [" ".join(fit(places, shape, index.shape)) for index in operands]
-    selected = between(target, given, first, places), tuple(between(x.shape, given, first, shape))
-    pattern = (
-        f"{'+' * accumulate}{' '.join(target)}, {', '.join(patterns)}, {' '.join(fit(*selected, values.shape))} "
-        f"-> {' '.join(target)}"
-    )
+    own = [index.shape for index in operands]
+    pattern = put_pattern(indices, first, shape, own, values.shape, x.shape, accumulate, x.dtype == "bool")
     attributes = {"indices": indices, "rank": len(shape), "first": first, "negative": any(map(negative, operands))}
     attributes |= {"accumulate": accumulate}
     return b.emit("index_put", [x, *operands, values], x.shape, pattern, attributes, dtype=x.dtype, short="index_put")
@@ -252,6 +243,18 @@ def _diagonal_scatter(b: Builder, x: Value, src: Value, offset: int = 0, dim1: i
     given = diagonal_places(x, offset, dim1 % x.rank, dim2 % x.rank)
     first, last = leading(given), src.rank - 1
     return put(b, x, given, permute(b, src, [*range(first), last, *range(first, last)]))
+
+
+@rewrite("diag_embed")
+def _diag_embed(b: Builder, x: Value, offset: int = 0, dim1: int = -2, dim2: int = -1) -> Value:
+    """Zeros with ``x`` on the diagonal of two dimensions."""
+    zeros = expand(b, _scalar(b, 0, x.dtype), b.shape)
+    return _diagonal_scatter(b, zeros, x, offset, dim1, dim2)
+
+
+@rewrite("diag")
+def _diag(b: Builder, x: Value, diagonal: int = 0) -> Value:
+    return _diag_embed(b, x, diagonal) if x.rank == 1 else diagonal_of(b, x, diagonal)
 
 
 @rewrite("zero")

@@ -8,7 +8,7 @@ from math import prod
 from typing import TYPE_CHECKING, Any, Literal
 
 from flexsearch.graph.model import Operator
-from flexsearch.graph.ops.attributes import Signed
+from flexsearch.graph.ops.attributes import Natural, Signed
 from flexsearch.graph.ops.base import (
     INPUTS,
     NOTHING,
@@ -25,6 +25,7 @@ from flexsearch.graph.ops.base import (
     rewrite,
 )
 from flexsearch.graph.ops.builder import Builder
+from flexsearch.graph.ops.form import check_form
 from flexsearch.graph.ops.lazy import F, torch
 from flexsearch.graph.ops.shape import view
 from flexsearch.graph.ops.value import Value
@@ -59,8 +60,7 @@ class Embedding(OperatorKind):
     targets = ("aten.embedding",)
 
     def check(self, op: Operator, attributes: Any, shapes: tuple[tuple[int, ...], ...]) -> str:
-        fits = len(shapes[1]) == 2 and shapes[2] == (*shapes[0], shapes[1][1])
-        return "" if fits else f"embedding of shapes {list(shapes)} is none"
+        return check_form(op, "b.., v d -> b.. d", shapes)
 
     def kernel(self, op: Operator, piece: Piece, shapes: Shapes, context: KernelContext) -> Kernel:
         box = piece.inputs[1]
@@ -115,12 +115,7 @@ class _Bag(OperatorKind):
 
     class attributes(Attributes):
         mode: Literal["sum", "mean", "max"]
-        padding_idx: Signed | None = None
-
-    def whole(self, op: Operator, attributes: Any, axes: Iterable[str]) -> str:
-        """What is wrong if an axis of ``axes`` that must be whole for the mode is not."""
-        split = [axis for axis in axes if not axis[0].isupper()]
-        return f'pattern "{op.pattern}" does not keep {split[0]!r} whole' if split else ""
+        padding_idx: Natural | None = None
 
 
 class EmbeddingBag(_Bag):
@@ -130,16 +125,10 @@ class EmbeddingBag(_Bag):
     inputs = (2, 3)
 
     def check(self, op: Operator, attributes: Any, shapes: tuple[tuple[int, ...], ...]) -> str:
-        index, table, result = shapes[0], shapes[1], shapes[-1]
-        if len(index) != 2 or len(table) != 2 or result != (index[0], table[1]):
-            return f"bags of shapes {list(shapes)} are none"
-        if len(shapes) == 4 and (shapes[2] != index or attributes.mode != "sum"):
-            return "weights of bags are those of a sum, one for each index"
-        position, row = (operand.dimensions for operand in op.access.inputs[:2])
-        must = position[1].axes * (attributes.mode != "sum") + row[0].axes * (attributes.mode == "max")
-        if attributes.mode == "mean" and attributes.padding_idx is None:
-            must = ()
-        return self.whole(op, attributes, must)
+        weighted = len(shapes) == 4
+        if weighted and attributes.mode != "sum":
+            return f"weights of bags are those of a sum, not of {attributes.mode}"
+        return check_form(op, _bag_pattern(attributes.mode, attributes.padding_idx, weighted), shapes)
 
     def flops(self, op: Operator, extents: Extents) -> Any:
         """An addition for each element that is looked up; another part of the vocabulary adds as many zeros."""
@@ -200,19 +189,12 @@ class RaggedBag(_Bag):
         last: bool = False
 
     def check(self, op: Operator, attributes: Any, shapes: tuple[tuple[int, ...], ...]) -> str:
-        index, table, offsets, result = *shapes[:3], shapes[-1]
-        if (len(index), len(table), len(offsets)) != (1, 2, 1) or result != (
-            offsets[0] - attributes.last,
-            table[1],
-        ):
-            return f"bags of shapes {list(shapes)} are none"
-        if len(shapes) == 5 and (shapes[3] != index or attributes.mode != "sum"):
-            return "weights of bags are those of a sum, one for each index"
-        position, row, starts = (operand.dimensions for operand in op.access.inputs[:3])
-        must = (position[0].axes + row[0].axes) * (attributes.mode == "max") + starts[0].axes
-        if attributes.mode == "mean" and attributes.padding_idx is not None:
-            must += position[0].axes
-        return self.whole(op, attributes, must)
+        weighted = len(shapes) == 5
+        if weighted and attributes.mode != "sum":
+            return f"weights of bags are those of a sum, not of {attributes.mode}"
+        if shapes[-1][:1] != (shapes[2][0] - attributes.last,) if shapes[2] else True:
+            return f"offsets of shape {list(shapes[2])} do not make bags of shape {list(shapes[-1])}"
+        return check_form(op, _ragged_pattern(attributes.mode, attributes.padding_idx, weighted), shapes)
 
     def flops(self, op: Operator, extents: Extents) -> Any:
         axes = op.access.inputs[0].names() | set(op.access.inputs[1].dimensions[1].axes)
@@ -268,6 +250,21 @@ class RaggedBag(_Bag):
         )
 
 
+def _bag_pattern(mode: str, padding: int | None, weighted: bool) -> str:
+    """Of a maximum, indices and vocabulary are whole; of a mean, indices that may not count."""
+    v, s = "V" if mode == "max" else "v", _places(mode, padding)
+    return f"b {s}, {v} d{f', b {s}' if weighted else ''} -> b d"
+
+
+def _ragged_pattern(mode: str, padding: int | None, weighted: bool) -> str:
+    v, s = "V" if mode == "max" else "v", _places(mode, padding)
+    return f"{s}, {v} d, O{f', {s}' if weighted else ''} -> b d"
+
+
+def _places(mode: str, padding: int | None) -> str:
+    return "S" if mode == "max" or (mode == "mean" and padding is not None) else "s"
+
+
 for _kind in (Embedding(), EmbeddingBag(), RaggedBag()):
     define(_kind)
 
@@ -285,19 +282,15 @@ def _embedding_bag(
     row = padding_idx if padding_idx is not None and padding_idx >= 0 else None
     attributes: dict[str, Any] = {"mode": _MODES[mode], "padding_idx": row}
     size, bags = _bag_size(indices, offsets, include_last_offset), b.shape[0]
-    v = "V" if mode == 2 else "v"
-    s = "S" if mode == 2 or (mode == 1 and row is not None) else "s"
     extra = [] if per_sample_weights is None else [per_sample_weights]
     if size:
         operands = [_as_bags(b, x, (bags, size)) for x in (indices, *extra)]
-        patterns = [f"b {s}", f"{v} d", *([f"b {s}"] if extra else [])]
-        pattern = f"{', '.join(patterns)} -> b d"
         operands.insert(1, weight)
+        pattern = _bag_pattern(_MODES[mode], row, bool(extra))
         out = b.emit("embedding_bag", operands, b.shape, pattern, attributes, dtype=weight.dtype)
     else:
-        patterns = [s, f"{v} d", "O", *([s] if extra else [])]
-        pattern, attributes = f"{', '.join(patterns)} -> b d", attributes | {"last": include_last_offset}
-        operands = [indices, weight, offsets, *extra]
+        operands, attributes = [indices, weight, offsets, *extra], attributes | {"last": include_last_offset}
+        pattern = _ragged_pattern(_MODES[mode], row, bool(extra))
         out = b.emit("ragged_bag", operands, b.shape, pattern, attributes, dtype=weight.dtype, short="embedding_bag")
     return out, None, None, None
 

@@ -21,7 +21,8 @@ from flexsearch.graph.ops.base import (
     integers,
     rand,
 )
-from flexsearch.graph.ops.builder import Builder, letters
+from flexsearch.graph.ops.builder import Builder
+from flexsearch.graph.ops.form import check_form
 from flexsearch.graph.ops.lazy import torch
 from flexsearch.graph.ops.value import Value
 from flexsearch.graph.piece import Piece
@@ -45,10 +46,7 @@ class OneHot(OperatorKind):
         return b.emit(self.name, [x], b.shape, dtype=b.dtype, short="one_hot")
 
     def check(self, op: Operator, attributes: Any, shapes: tuple[tuple[int, ...], ...]) -> str:
-        read, written = op.access.inputs[0].dimensions, op.access.outputs[0].dimensions
-        fits = shapes[1][:-1] == shapes[0] and bool(shapes[1]) and read == written[:-1] and written[-1].plain
-        fits = fits and written[-1].axes[0] not in op.access.inputs[0].names()
-        return "" if fits else f'pattern "{op.pattern}" is not that of one_hot'
+        return check_form(op, "a.. -> a.. c", shapes)
 
     def kernel(self, op: Operator, piece: Piece, shapes: Shapes, context: KernelContext) -> Kernel:
         low, high = piece.outputs[0][-1]
@@ -78,18 +76,13 @@ class Histogram(OperatorKind):
         high: Scalar
 
     def trace(self, b: Builder, x: Value, bins: int = 100, min: float = 0, max: float = 0) -> Value:
-        names = letters(x.rank) if min < max else [name.upper() for name in letters(x.rank)]
         attributes = {"low": float(min), "high": float(max)}
-        return b.emit(self.name, [x], b.shape, f"{' '.join(names)} -> bins", attributes, dtype=b.dtype, short="histc")
+        return b.emit(self.name, [x], b.shape, _counting(min, max), attributes, dtype=b.dtype, short="histc")
 
     def check(self, op: Operator, attributes: Any, shapes: tuple[tuple[int, ...], ...]) -> str:
         if attributes.high < attributes.low:
             return f"attributes.high: {attributes.high} is below low, {attributes.low}"
-        read, written = op.access.inputs[0], op.access.outputs[0].dimensions
-        if len(written) != 1 or not written[0].plain or written[0].axes[0] in read.names():
-            return f'pattern "{op.pattern}" is not that of a histogram'
-        splits = attributes.low == attributes.high and any(not axis[0].isupper() for axis in read.names())
-        return f'pattern "{op.pattern}" splits elements whose least and largest are bounds' if splits else ""
+        return check_form(op, _counting(attributes.low, attributes.high), shapes)
 
     def flops(self, op: Operator, extents: Extents) -> Any:
         return 3.0 * input_elements(op, extents)
@@ -107,6 +100,11 @@ class Histogram(OperatorKind):
     def samples(self) -> Iterable[Sample]:
         yield Sample(lambda x: x * torch.histc(x.detach(), 4, -1.0, 1.5), (rand(7, 4),))
         yield Sample(lambda x: x * torch.histc(x.detach(), 4), (rand(7, 4),))
+
+
+def _counting(low: float, high: float) -> str:
+    """Pattern of a histogram: where the elements themselves give the bounds, they are whole."""
+    return "a.. -> bins" if low < high else "A.. -> bins"
 
 
 for _kind in (OneHot(), Histogram()):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from math import prod
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -23,6 +23,7 @@ from flexsearch.graph.ops.base import (
     rewrite,
 )
 from flexsearch.graph.ops.builder import Builder, broadcast_shapes, fit, letters
+from flexsearch.graph.ops.form import check_form
 from flexsearch.graph.ops.lazy import torch
 from flexsearch.graph.ops.local import extent
 from flexsearch.graph.ops.shape import cut, expand, permute, view
@@ -61,25 +62,11 @@ class Index(OperatorKind):
     table = 0
 
     def check(self, op: Operator, attributes: Any, shapes: tuple[tuple[int, ...], ...]) -> str:
-        return check_places(attributes, shapes[0], shapes[1:-1], shapes[-1]) or self._pattern(op, attributes, shapes)
-
-    def _pattern(self, op: Operator, attributes: Any, shapes: tuple[tuple[int, ...], ...]) -> str:
-        """What is looked up is whole; a range runs along a dimension of the result."""
-        read, written = op.access.inputs[0].dimensions, op.access.outputs[0].dimensions
         first, rank = attributes.first, attributes.rank
-        for dim, entry in enumerate(attributes.indices):
-            if entry is None:
-                continue
-            if entry.operand is not None:
-                fits = read[dim].plain and not set(read[dim].axes) & op.access.outputs[0].names()
-            elif entry.axis is None:
-                fits = shapes[0][dim] == 1
-            else:
-                fits = entry.axis < rank and shapes[0][dim] == shapes[-1][first + entry.axis]
-                fits = fits and read[dim].axes == written[first + entry.axis].axes
-            if not fits:
-                return f'dimension {dim} of pattern "{op.pattern}" is not what attributes.indices say'
-        return ""
+        if contradiction := check_places(attributes, shapes[0], shapes[1:-1], shapes[-1]):
+            return contradiction
+        pattern = _pattern(op.attributes["indices"], first, shapes[-1][first : first + rank], shapes[1:-1])
+        return check_form(op, pattern, shapes)
 
     def kernel(self, op: Operator, piece: Piece, shapes: Shapes, context: KernelContext) -> Kernel:
         """Ranges run through the piece's own part of an axis of the indices."""
@@ -128,16 +115,10 @@ class Gather(OperatorKind):
     table = 0
 
     def check(self, op: Operator, attributes: Any, shapes: tuple[tuple[int, ...], ...]) -> str:
-        table, index, result = shapes
-        rank = len(table)
-        if not -rank <= attributes.dim < rank or len(index) != rank:
-            return f"attributes.dim: {attributes.dim} is no dimension of shapes {list(table)} and {list(index)}"
-        dim = attributes.dim % rank
-        same = all(a == b for d, (a, b) in enumerate(zip(table, index, strict=True)) if d != dim)
-        if index != result or not same:
-            return f"gathering from shape {list(table)} by {list(index)} does not give {list(result)}"
-        whole = set(op.access.inputs[0].dimensions[dim].axes) & op.access.outputs[0].names()
-        return f'pattern "{op.pattern}" does not keep dimension {dim} whole' if whole else ""
+        rank = len(shapes[0])
+        if not -rank <= attributes.dim < rank:
+            return f"attributes.dim: {attributes.dim} is no dimension of shape {list(shapes[0])}"
+        return check_form(op, _gathering(rank, attributes.dim % rank), shapes)
 
     def kernel(self, op: Operator, piece: Piece, shapes: Shapes, context: KernelContext) -> Kernel:
         dim = int(str(op.attributes["dim"]))
@@ -150,6 +131,28 @@ class Gather(OperatorKind):
 
 for _kind in (Index(), Gather()):
     define(_kind)
+
+
+def _pattern(entries: Any, first: int, places: Shape, operands: Sequence[Shape]) -> str:
+    """Of a lookup by ``entries`` (see :class:`Lookup`), one for each dimension: what is looked up is whole."""
+    names, axes = letters(len(entries)), [f"i{n}" for n in range(len(places))]
+    read = list(names)
+    for dim, entry in enumerate(entries):
+        if entry is not None and entry.get("operand") is not None:
+            read[dim] = f"V{dim}"
+        elif entry is not None:
+            read[dim] = "1" if entry.get("axis") is None else axes[entry["axis"]]
+    patterns = [" ".join(fit(axes, places, shape)) for shape in operands]
+    looked_up = [dim for dim, entry in enumerate(entries) if entry is not None]
+    written = between(names, looked_up, first, axes)
+    return f"{', '.join([' '.join(read), *patterns])} -> {' '.join(written)}"
+
+
+def _gathering(rank: int, dim: int) -> str:
+    """Pattern of a gather along a dimension."""
+    names = letters(rank)
+    read = " ".join("V" if i == dim else n for i, n in enumerate(names))
+    return f"{read}, {' '.join(names)} -> {' '.join(names)}"
 
 
 def local_ranges(entries: Any, places: Sequence[int], context: KernelContext) -> dict[int, Tensor]:
@@ -169,7 +172,10 @@ def check_places(attributes: Lookup, table: Shape, operands: Sequence[Shape], re
     entries, rank, first = attributes.indices, attributes.rank, attributes.first
     kept = [dim for dim, entry in enumerate(entries) if entry is None]
     looked_up = [dim for dim, entry in enumerate(entries) if entry is not None]
+    axes = [entry.axis for entry in entries if entry is not None and entry.operand is None]
     named = sorted(entry.operand for entry in entries if entry is not None and entry.operand is not None)
+    if any(axis is not None and axis >= rank for axis in axes):
+        return f"attributes.indices name a dimension that {rank} dimensions of indices do not have"
     if len(entries) != len(table) or not looked_up or named != list(range(len(operands))):
         return f"attributes.indices do not fit {len(operands)} indices of a tensor of shape {list(table)}"
     # torch puts the dimensions of the indices in front if they are not next to each other
@@ -195,10 +201,8 @@ def look_up(b: Builder, x: Value, given: Mapping[int, Value]) -> Value:
     result, and can be split.
     """
     shape = broadcast_shapes(*(index.shape for index in given.values()))
-    places, names, first = [f"i{n}" for n in range(len(shape))], letters(x.rank), leading(given)
-    written = between(names, given, first, places)
+    first = leading(given)
     size = between(x.shape, given, first, shape)
-    read, patterns = list(names), []
     operands: list[Value] = []
     indices: list[Any] = [None] * x.rank
     for dim in sorted(given):
@@ -206,17 +210,15 @@ def look_up(b: Builder, x: Value, given: Mapping[int, Value]) -> Value:
         if (progression := index_range(index, shape, x.shape[dim])) is not None:
             axis, indexes = progression
             x = cut(b, x, dim, indexes.start, len(indexes), indexes.step)
-            read[dim] = "1" if axis is None else places[axis]
             indices[dim] = {"axis": axis}
         else:
             indices[dim] = {"operand": len(operands)}
             operands.append(index)
-            read[dim] = f"V{dim}"
-            patterns.append(" ".join(fit(places, shape, index.shape)))
+    pattern = _pattern(indices, first, shape, [index.shape for index in operands])
+    read, written = (side.split() for side in pattern.split("->")) if not operands else ([], [])
     if not operands and len(set(read)) == len(read):
         return _arranged(b, x, read, written, size)
     attributes = {"indices": indices, "rank": len(shape), "first": first, "negative": any(map(negative, operands))}
-    pattern = f"{', '.join([' '.join(read), *patterns])} -> {' '.join(written)}"
     return b.emit("index", [x, *operands], tuple(size), pattern, attributes, short="index")
 
 
@@ -226,7 +228,7 @@ def leading(given: Mapping[int, Value]) -> int:
     return dims[0] if dims[-1] - dims[0] == len(dims) - 1 else 0
 
 
-def between(kept: Sequence[Any], given: Mapping[int, Value], first: int, places: Sequence[Any]) -> list[Any]:
+def between(kept: Sequence[Any], given: Container[int], first: int, places: Sequence[Any]) -> list[Any]:
     """What is said of each dimension of ``x[...]``: ``kept`` of those that are not looked up, and ``places``."""
     rest = [d for d in range(len(kept)) if d not in given]
     return [*(kept[d] for d in rest if d < first), *places, *(kept[d] for d in rest if d >= first)]
@@ -317,6 +319,14 @@ def _index(b: Builder, x: Value, indices: Sequence[Value | None]) -> Value:
     return look_up(b, x, by_dimension(b, indices))
 
 
+@rewrite("masked_select")
+def _masked_select(b: Builder, x: Value, mask: Value) -> Value:
+    shape = broadcast_shapes(x.shape, mask.shape)
+    if mask.data is not None:
+        mask = constant(mask.data.expand(shape))
+    return look_up(b, expand(b, x, shape), by_dimension(b, [mask]))
+
+
 @rewrite("take")
 def _take(b: Builder, x: Value, index: Value) -> Value:
     return look_up(b, view(b, x, [-1]), {0: index})
@@ -327,12 +337,11 @@ def _gather(b: Builder, x: Value, dim: int, index: Value, **_: Any) -> Value:
     """Of a tensor that is larger than the index in other dimensions, only the part that the index reaches counts."""
     if not x.rank or not index.rank:
         return view(b, x, b.shape) if not x.rank else look_up(b, x, {0: index})
-    dim, names = dim % x.rank, letters(x.rank)
+    dim %= x.rank
     for i in range(x.rank):
         if i != dim:
             x = cut(b, x, i, 0, index.shape[i])
-    read = " ".join("V" if i == dim else n for i, n in enumerate(names))
-    pattern = f"{read}, {' '.join(names)} -> {' '.join(names)}"
+    pattern = _gathering(x.rank, dim)
     return b.emit("gather", [x, index], index.shape, pattern, {"dim": dim}, short="gather")
 
 
@@ -347,7 +356,7 @@ def _take_along_dim(b: Builder, x: Value, indices: Value, dim: int | None = None
 
 
 @rewrite("diagonal")
-def diagonal(b: Builder, x: Value, offset: int = 0, dim1: int = 0, dim2: int = 1) -> Value:
+def diagonal_of(b: Builder, x: Value, offset: int = 0, dim1: int = 0, dim2: int = 1) -> Value:
     """The diagonal of two dimensions, as a new last one."""
     rows, columns = dim1 % x.rank, dim2 % x.rank
     given = diagonal_places(x, offset, rows, columns)

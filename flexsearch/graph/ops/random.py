@@ -27,6 +27,7 @@ from flexsearch.graph.ops.base import (
     rewrite,
 )
 from flexsearch.graph.ops.builder import Builder, letters
+from flexsearch.graph.ops.form import check_form
 from flexsearch.graph.ops.lazy import torch
 from flexsearch.graph.ops.pointwise import cast, pointwise
 from flexsearch.graph.ops.value import Value
@@ -114,7 +115,7 @@ class Dropout(OperatorKind):
         salt: Signed = 0
 
     def check(self, op: Operator, attributes: Any, shapes: tuple[tuple[int, ...], ...]) -> str:
-        return "" if shapes[0] == shapes[1] else f"dropout of a tensor of shape {list(shapes[0])} has another shape"
+        return check_form(op, "a.. -> a..", shapes)
 
     def flops(self, op: Operator, extents: Extents) -> Any:
         return 3.0 * output_elements(op, extents)
@@ -155,8 +156,7 @@ class _Drawn(OperatorKind):
         return self.cost * output_elements(op, extents)
 
     def check(self, op: Operator, attributes: Any, shapes: tuple[tuple[int, ...], ...]) -> str:
-        plain = all(dimension.plain for dimension in op.access.outputs[0].dimensions)
-        return "" if not shapes[0] and plain else "random numbers need a scalar operand and an axis for each dimension"
+        return check_form(op, " -> a..", shapes)
 
     def transform(self, op: Operator) -> Callable[..., Tensor]:
         """Takes ``count`` tensors of random int32 and the dtype of the result."""

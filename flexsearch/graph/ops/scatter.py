@@ -29,6 +29,8 @@ from flexsearch.graph.ops.base import (
     integers,
     rand,
 )
+from flexsearch.graph.ops.builder import fit, letters
+from flexsearch.graph.ops.form import check_form
 from flexsearch.graph.ops.index import Lookup, between, check_places, local_ranges
 from flexsearch.graph.ops.lazy import torch
 from flexsearch.graph.ops.local import extent
@@ -57,22 +59,11 @@ class Scatter(OperatorKind):
         include_self: bool = True
 
     def check(self, op: Operator, attributes: Any, shapes: tuple[tuple[int, ...], ...]) -> str:
-        x, index, source, result = shapes
-        rank = len(x)
-        if not -rank <= attributes.dim < rank or len(index) != rank:
-            return f"attributes.dim: {attributes.dim} is no dimension of shapes {list(x)} and {list(index)}"
-        dim = attributes.dim % rank
-        same = all(a == b for d, (a, b) in enumerate(zip(x, index, strict=True)) if d != dim)
-        if result != x or source not in ((), index) or not same:
-            return f"scattering {list(source)} by {list(index)} into shape {list(x)} does not give {list(result)}"
-        base, places, sources = op.access.inputs
-        written = op.access.outputs[0].dimensions
-        same = base.dimensions == written and (not source or sources.dimensions == places.dimensions)
-        same = same and all(a == b for d, (a, b) in enumerate(zip(written, places.dimensions, strict=True)) if d != dim)
-        if not same or not all(d.plain for d in (*written, *places.dimensions)):
-            return f'pattern "{op.pattern}" is not that of scatter'
+        rank, source = len(shapes[0]), shapes[2]
+        if not -rank <= attributes.dim < rank:
+            return f"attributes.dim: {attributes.dim} is no dimension of shape {list(shapes[0])}"
         added = attributes.reduce == "sum" and attributes.include_self
-        return check_sources(op, places.dimensions[dim].axes, added)
+        return check_form(op, scatter_pattern(rank, attributes.dim % rank, bool(source), added), shapes)
 
     def flops(self, op: Operator, extents: Extents) -> Any:
         """One for each element that is scattered; a piece of the destination looks at all of them."""
@@ -126,14 +117,36 @@ def _scattered(base: Tensor, dim: int, index: Tensor, values: Tensor, form: str,
     return base.scatter_reduce(dim, index, values, form, include_self=include_self)
 
 
-def check_sources(op: Operator, axes: Sequence[str], added: bool) -> str:
-    """What is wrong with the ``axes`` along which sources lie, which no output has: only if they are ``added`` can
-    they be split, and then the first operand takes part once."""
-    if set(axes) & op.access.outputs[0].names() or op.access.inputs[0].once != added:
-        return f'pattern "{op.pattern}" is not that of {op.kind}'
-    if not added and any(not axis[0].isupper() for axis in axes):
-        return f'pattern "{op.pattern}" splits sources that are not added'
-    return "" if not any(o.once for o in op.access.inputs[1:]) else f'pattern "{op.pattern}" leaves out sources'
+def scatter_pattern(rank: int, dim: int, elements: bool, added: bool, whole: bool = False) -> str:
+    """Pattern of a scatter along ``dim``; ``elements``: whether the source is no scalar. Sources that are ``added`` can
+    be split, unless they are to be ``whole``."""
+    names = letters(rank)
+    target, source = " ".join(names), source_axis(added and not whole)
+    read = " ".join(source if d == dim else name for d, name in enumerate(names))
+    return f"{'+' * added}{target}, {read}, {read if elements else ''} -> {target}"
+
+
+def source_axis(added: bool) -> str:
+    """Name of an axis of sources, which can be split into partial sums if they are added."""
+    return "source" if added else "Source"
+
+
+def put_pattern(
+    entries: Any, first: int, places: Shape, operands: Sequence[Shape], values: Shape, table: Shape, added: bool,
+    whole: bool = False,
+) -> str:  # fmt: skip
+    """Pattern of an assignment by ``entries`` (see :class:`Lookup`) to a tensor of shape ``table``; ``places``: what
+    the operands and ranges broadcast to. ``added``, ``whole``: as in :func:`scatter_pattern`."""
+    names = letters(len(table))
+    axes = [f"{source_axis(added and not whole)}{n}" for n in range(len(places))]
+    looked_up = [dim for dim, entry in enumerate(entries) if entry is not None]
+    for dim in looked_up:
+        if entries[dim].get("operand") is None:
+            axes[entries[dim]["axis"]] = names[dim]
+    patterns = [" ".join(fit(axes, places, shape)) for shape in operands]
+    selected = between(names, looked_up, first, axes), tuple(between(table, looked_up, first, places))
+    target = " ".join(names)
+    return f"{'+' * added}{target}, {', '.join(patterns)}, {' '.join(fit(*selected, values))} -> {target}"
 
 
 class IndexPut(OperatorKind):
@@ -153,50 +166,25 @@ class IndexPut(OperatorKind):
 
     def check(self, op: Operator, attributes: Any, shapes: tuple[tuple[int, ...], ...]) -> str:
         x, operands, values, result = shapes[0], shapes[1:-2], shapes[-2], shapes[-1]
-        if result != x or len(attributes.indices) != len(x):
-            return f"putting elements into shape {list(x)} does not give {list(result)}"
-        places = [1] * attributes.rank
+        ranges = {entry.axis: dim for dim, entry in _looked_up(attributes).items() if entry.operand is None}
+        if result != x or len(attributes.indices) != len(x) or None in ranges:
+            return f"attributes.indices do not say how elements are put into shape {list(x)}"
+        if len(ranges) + len(operands) != len(_looked_up(attributes)):
+            return "attributes.indices: two ranges run along one dimension of the indices"
+        places = [x[ranges[k]] if k in ranges else 1 for k in range(attributes.rank)]
         for shape in operands:
             for k, size in enumerate(reversed(shape), 1):
                 if k <= len(places) and size > 1:
                     places[-k] = size
-        for size, entry in zip(x, attributes.indices, strict=True):
-            if entry is not None and entry.operand is None:
-                if entry.axis is None or entry.axis >= len(places):
-                    return "attributes.indices: a range must run along a dimension of the indices"
-                places[entry.axis] = size
         selected = tuple(between(x, _looked_up(attributes), attributes.first, places))
         if contradiction := check_places(attributes, x, operands, selected):
             return contradiction
         lead = len(selected) - len(values)
         if lead < 0 or any(n not in (1, size) for n, size in zip(values, selected[lead:], strict=True)):
             return f"values of shape {list(values)} do not fit {list(selected)}"
-        return self._pattern(op, attributes, shapes)
-
-    def _pattern(self, op: Operator, attributes: Any, shapes: Sequence[Shape]) -> str:
-        """Each dimension of the selection has one axis, whichever operand has it; the table and the result agree."""
-        base, *operands, values = op.access.inputs
-        wrong = f'pattern "{op.pattern}" is not what attributes.indices say'
-        if base.dimensions != op.access.outputs[0].dimensions or not all(d.plain for d in base.dimensions):
-            return wrong
-        axes, looked_up = [d.axes[0] for d in base.dimensions], _looked_up(attributes)
-        ranges = {entry.axis: axes[dim] for dim, entry in looked_up.items() if entry.operand is None}
-        if not len(ranges) < len(looked_up) or len(ranges) + len(operands) != len(looked_up):
-            return wrong
-        places = [ranges.get(k, "") for k in range(attributes.rank)]
-        for operand, shape in zip(operands, shapes[1:-2], strict=True):
-            for k, d in enumerate(operand.dimensions, len(places) - len(shape)):
-                places[k] = places[k] or (d.axes[0] if d.plain and shape[k - len(places)] > 1 else "")
-        names = [places] * len(operands) + [between(axes, looked_up, attributes.first, places)]
-        for operand, shape, own in zip((*operands, values), shapes[1:-1], names, strict=True):
-            aligned = zip(operand.dimensions, shape, own[len(own) - len(shape) :], strict=True)
-            if any(size > 1 and not (d.plain and d.axes == (name,)) for d, size, name in aligned):
-                return wrong
-        pointed = {axes[d] for d, e in enumerate(attributes.indices) if e is not None and e.operand is not None}
-        if pointed & (set(places) | values.names()):
-            return wrong
-        sources = (set().union(*(o.names() for o in operands)) | values.names()) - set(axes)
-        return check_sources(op, sorted(sources), attributes.accumulate)
+        entries = op.attributes["indices"]
+        added = attributes.accumulate
+        return check_form(op, put_pattern(entries, attributes.first, tuple(places), operands, values, x, added), shapes)
 
     def flops(self, op: Operator, extents: Extents) -> Any:
         entries: Any = op.attributes["indices"]
