@@ -23,7 +23,7 @@ from flexsearch.cost.ticks import task_seconds, whole
 from flexsearch.errors import ProfileError
 from flexsearch.graph.model import Operator, OperatorGraph, Tensor
 from flexsearch.graph.notation import Operand
-from flexsearch.graph.ops import KINDS, backward_flops, forward_flops, kind_of, shipped, table
+from flexsearch.graph.ops import KINDS, backward_flops, forward_flops, kind_of, shipped
 from flexsearch.graph.piece import Piece
 from flexsearch.topology import Device, Topology
 
@@ -108,8 +108,9 @@ class Costed:
         written = self._written(extents)
         if kind_of(self.op).copies:  # an operand's window may lie outside; all that is written was read once
             read = written
-        elif (looked_up := table(self.op.kind)) is not None:  # reads the rows that are looked up, not the table
-            read = sum(self._bytes(i, extents) for i in range(len(self.inputs)) if i != looked_up) + written
+        elif (place := kind_of(self.op).table) is not None:  # reads the rows that are looked up, not the table
+            read = sum(self._bytes(i, extents) for i in range(len(self.inputs)) if i != place)
+            read = read + self._rows(place, extents)
         else:
             read = sum(self._bytes(i, extents) for i in range(len(self.inputs)))
         return forward_flops(self.op, extents), read + written
@@ -123,8 +124,9 @@ class Costed:
         made = sum(self._bytes(i, extents) for i, need in enumerate(self.needs) if need)
         if reads == "gradients":
             saved = 0
-        elif (looked_up := table(self.op.kind)) is not None:  # clears the table's gradient, adds to rows
-            saved = sum(self._bytes(i, extents) for i in range(len(self.inputs)) if i != looked_up) + 2 * incoming
+        elif (place := kind_of(self.op).table) is not None:  # clears the table's gradient, adds to the rows
+            saved = sum(self._bytes(i, extents) for i in range(len(self.inputs)) if i != place)
+            saved = saved + 2 * self._rows(place, extents)
         else:
             saved = sum(self._bytes(i, extents) for i, t in enumerate(self.inputs) if t.floating)
         flops = backward_flops(self.op, extents, self.needs)
@@ -133,6 +135,10 @@ class Costed:
     @cached_property
     def _free(self) -> bool:
         return kind_of(self.op).is_free(self.op)
+
+    def _rows(self, place: int, extents: Mapping[str, Any]) -> Any:
+        """Bytes of the table, the operand at ``place``, that are looked up."""
+        return kind_of(self.op).looked_up(self.op, extents) * self.inputs[place].itemsize
 
     def _bytes(self, position: int, extents: Mapping[str, Any]) -> Any:
         tensor = self.inputs[position]

@@ -278,9 +278,11 @@ class _Walk:
                 "unsplittable with opaque=True (--opaque).",
             )
         except ImportModelError as error:
+            if not self.tracing.opaque or is_random(target, bind(target, args, kwargs)):
+                raise
             problem = error
-        except (NotationError, ValueError, IndexError, KeyError, TypeError, AssertionError) as error:
-            # Where opaque operators are welcome, a form of the call that its handler does not foresee becomes one.
+        except (NotationError, ValueError, IndexError, KeyError, TypeError, AssertionError, AttributeError) as error:
+            # Where opaque operators are welcome, a form of the call that its kind does not foresee becomes one.
             problem = b.error(
                 f"does not fit its pattern: {error}", "Import it unsplittable with opaque=True (--opaque)."
             )

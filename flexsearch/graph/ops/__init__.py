@@ -52,7 +52,6 @@ from flexsearch.graph.ops.base import (
     rewrite,
     saved_tensors,
     shipped,
-    table,
     unregister,
 )
 
@@ -94,5 +93,5 @@ FAMILIES = (
 __all__ = [
     "FAMILIES", "KINDS", "Attributes", "Kernel", "KernelContext", "OperatorKind", "Sample", "Saved", "axis_roles",
     "backward_flops", "build_kernel", "find_trace", "forward_flops", "kind_of", "register", "rewrite",
-    "saved_tensors", "shipped", "table", "unregister",
+    "saved_tensors", "shipped", "unregister",
 ]  # fmt: skip

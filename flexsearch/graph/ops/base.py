@@ -176,6 +176,10 @@ class OperatorKind:
         """What is saved for the backward of ``op``. ``before``: what makes its first input."""
         return self.saved
 
+    def looked_up(self, op: Operator, extents: Extents) -> Any:
+        """Elements of the ``table`` that a piece reads: those that it writes, unless a kind adds several to one."""
+        return output_elements(op, extents)
+
     def is_free(self, op: Operator) -> bool:
         """Whether the forward of ``op`` only makes another view of the same memory."""
         return self.free
@@ -367,11 +371,6 @@ def saved_tensors(graph: OperatorGraph) -> tuple[Saved, ...]:
     )
 
 
-def table(name: str) -> int | None:
-    """Position of the operand that operators of a kind look elements up in; None for others."""
-    return KINDS[name].table if name in KINDS else None
-
-
 def rand(*shape: int) -> torch.Tensor:
     """Normal numbers in float64, for samples."""
     return torch.randn(*shape, dtype=torch.float64)
@@ -386,5 +385,5 @@ __all__ = [
     "ALIAS", "BOTH", "INPUTS", "KINDS", "MANY", "NOTHING", "OUTPUTS", "TRACES", "Attributes", "Extents", "Kernel",
     "KernelContext", "OperatorKind", "Sample", "Saved", "Shapes", "axis_roles", "backward_flops",
     "build_kernel", "define", "find_trace", "forward_flops", "input_elements", "integers", "kind_of", "matrix_flops",
-    "output_elements", "points", "rand", "register", "rewrite", "saved_tensors", "shipped", "table", "unregister",
+    "output_elements", "points", "rand", "register", "rewrite", "saved_tensors", "shipped", "unregister",
 ]  # fmt: skip

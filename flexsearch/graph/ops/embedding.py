@@ -113,6 +113,11 @@ class _Bag(OperatorKind):
     table = 1
     saved = INPUTS
 
+    def looked_up(self, op: Operator, extents: Extents) -> Any:
+        """A row for each index."""
+        axes = op.access.inputs[0].names() | set(op.access.inputs[1].dimensions[1].axes)
+        return prod(extents[a] for a in axes)
+
     class attributes(Attributes):
         mode: Literal["sum", "mean", "max"]
         padding_idx: Natural | None = None
@@ -132,8 +137,7 @@ class EmbeddingBag(_Bag):
 
     def flops(self, op: Operator, extents: Extents) -> Any:
         """An addition for each element that is looked up; another part of the vocabulary adds as many zeros."""
-        axes = op.access.inputs[0].names() | op.access.outputs[0].names()
-        return (len(op.inputs) - 1) * prod(extents[a] for a in axes)
+        return (len(op.inputs) - 1) * self.looked_up(op, extents)
 
     def kernel(self, op: Operator, piece: Piece, shapes: Shapes, context: KernelContext) -> Kernel:
         box = piece.inputs[1]
@@ -197,8 +201,7 @@ class RaggedBag(_Bag):
         return check_form(op, _ragged_pattern(attributes.mode, attributes.padding_idx, weighted), shapes)
 
     def flops(self, op: Operator, extents: Extents) -> Any:
-        axes = op.access.inputs[0].names() | set(op.access.inputs[1].dimensions[1].axes)
-        return (len(op.inputs) - 2) * prod(extents[a] for a in axes)
+        return (len(op.inputs) - 2) * self.looked_up(op, extents)
 
     def kernel(self, op: Operator, piece: Piece, shapes: Shapes, context: KernelContext) -> Kernel:
         """Each row is added to its bag; those of bags elsewhere, and those that take no part, to one that is cut off.
