@@ -91,8 +91,12 @@ def test_every_kind_has_samples_that_give_it(name: str) -> None:
 
 @pytest.mark.parametrize(("name", "number"), SAMPLES)
 def test_pieces_add_up_to_what_pytorch_computes(name: str, number: int) -> None:
-    model, imported = _imported(name, number)
-    graph, draw = imported.graph, random.Random(f"{name} {number}")
+    check_pieces(*_imported(name, number), f"{name} {number}")
+
+
+def check_pieces(model: Called, imported: Imported, seed: str) -> None:
+    """Loss and gradients of the whole operators, and then of random pieces, are PyTorch's."""
+    graph, draw = imported.graph, random.Random(seed)
     leaves = dict(model.named_parameters())
     plain = model(*model.inputs())
     expected = torch.autograd.grad(plain, list(leaves.values()), allow_unused=True)
