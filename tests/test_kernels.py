@@ -14,6 +14,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+import tests.kernel_cases_along
 import tests.kernel_cases_more
 from flexsearch.errors import ImportModelError
 from flexsearch.graph.ops import KernelContext, build_kernel
@@ -24,7 +25,7 @@ from flexsearch.graph.ops.base import _SHIPPED
 from flexsearch.graph.piece import Piece, make_piece, whole_piece
 from tests.kernel_cases import CASES, Case, rand
 
-assert tests.kernel_cases_more  # registers its cases
+assert tests.kernel_cases_along and tests.kernel_cases_more  # register their cases
 
 RANDOM = settings(
     derandomize=True, max_examples=40, deadline=None, suppress_health_check=list(HealthCheck), database=None
@@ -139,6 +140,7 @@ def test_every_kind_of_the_table_has_a_kernel_and_a_case() -> None:
         collect()
         assert name
     rare = {"adaptive_avg_pool1d", "adaptive_max_pool1d", "bce_loss", "kl_div", "detach"}  # in test_interpret
+    rare |= {"fft", "view_as_complex", "view_as_real"}  # of complex numbers: in test_ops
     assert set(_SHIPPED) - rare <= tried
 
 
