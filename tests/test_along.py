@@ -82,7 +82,8 @@ class Narrow(nn.Module):
         self.call, self.dtype, self.weight = call, dtype, nn.Parameter(rand(8, 16).float() + 30)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.call(self.weight.to(self.dtype)).float().sum() + x.sum()
+        result: Tensor = self.call(self.weight.to(self.dtype)).float().sum() + x.sum()
+        return result
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -111,7 +112,8 @@ def test_norms_and_deviations_have_a_gradient_where_they_are_zero() -> None:
 
         def forward(self, x: Tensor) -> Tensor:
             w = self.weight
-            return (w.norm() + w.norm(dim=1).sum() + w.std(0).sum() + F.cosine_similarity(w, x + 1).sum()) + x.sum()
+            cosines: Tensor = F.cosine_similarity(w, x + 1).sum()
+            return w.norm() + w.norm(dim=1).sum() + w.std(0).sum() + cosines + x.sum()
 
     model, x = Zeros(), torch.ones(4, 6, dtype=torch.float64)
     imported = import_with_constants(model, (x,))
@@ -135,7 +137,9 @@ class Everything(nn.Module):
         z = z + torch.bucketize(y, torch.arange(3.0).double()) + y.var(1, keepdim=True) + y.norm(dim=1, keepdim=True)
         z = torch.cdist(z, y).mean() + torch.linalg.cross(z[:, :3], y[:, 3:]).mean() + pairs.sum() + y.sum(0).mean()
         loss = F.soft_margin_loss(y, torch.ones_like(y)) + F.multilabel_margin_loss(y, torch.zeros_like(y).long())
-        return z + loss + F.mse_loss(y, x)
+        one = torch.tensor([2] * 4)
+        labels = F.ctc_loss(y.view(2, 4, 3).log_softmax(2), torch.ones(4, 2).long(), one, one)
+        return z + loss + F.mse_loss(y, x) + labels
 
 
 CHANGES: list[tuple[str, Callable[[Any], Any], str]] = [
@@ -166,6 +170,8 @@ CHANGES: list[tuple[str, Callable[[Any], Any], str]] = [
     ("cross", lambda op: op["attributes"].update(dim=-2), "three coordinates"),
     ("multilabel_margin_loss", lambda op: op["attributes"].update(reduction="max"), "attributes.reduction"),
     ("soft_margin_loss", lambda op: op["attributes"].update(has_weight=True), "its attributes speak of 3"),
+    ("ctc_loss", lambda op: op["attributes"].update(blank=3), "is none of 3 classes"),
+    ("ctc_loss", lambda op: op["attributes"].update(zero_infinity=1), "attributes.zero_infinity"),
     ("mse_loss", lambda op: op["attributes"].update(reduction=1), "attributes.reduction"),
 ]
 

@@ -3,6 +3,7 @@
 from flexsearch.graph.ops import (
     activation,
     complex,
+    ctc,
     diagonal,
     distance,
     join,
@@ -44,8 +45,8 @@ from flexsearch.graph.ops.legacy import define_legacy
 define_legacy()
 
 FAMILIES = (
-    activation, complex, diagonal, distance, join, linear, loss, margin, norms, opaque, pointwise, reduce, scan, shape,
-    softmax, variance,
+    activation, complex, ctc, diagonal, distance, join, linear, loss, margin, norms, opaque, pointwise, reduce, scan,
+    shape, softmax, variance,
 )  # fmt: skip
 
 __all__ = [
