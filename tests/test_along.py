@@ -36,6 +36,11 @@ REWRITTEN: dict[str, tuple[Callable[..., Any], tuple[Tensor, ...], set[str]]] = 
     "flipud": (lambda x: (x.flipud(), x.fliplr()), (rand(4, 6),), {"scan"}),
     "diff": (lambda x: (x.diff(), x.diff(2, 0), x.diff(dim=1, prepend=x[:, :2])), (rand(4, 6),), {"slice"}),
     "diff of conditions": (lambda x, m: x[:, 1:] * m.diff(), (rand(4, 6), rand(4, 6) > 0), {"slice"}),
+    "areas": (
+        lambda x, t: (torch.trapezoid(x), torch.trapezoid(x, dx=0.5, dim=0), torch.cumulative_trapezoid(x, t, dim=1)),
+        (rand(4, 6), rand(6)),
+        {"sum", "scan"},
+    ),
     "diagonal matrices": (lambda x: (x.diagflat(1), x[:, 0].diag(-1)), (rand(4, 3),), {"triangle", "pad"}),
     "soft margin of several labels": (
         lambda x, t: F.multilabel_soft_margin_loss(x, t), (rand(4, 6), integers(2, 4, 6)), {"mean"}
