@@ -187,11 +187,9 @@ def contract(b: Builder, operands: Sequence[Value], pattern: str, short: str) ->
     return b.emit("einsum", operands, shape, pattern, dtype=b.dtype, short=short)
 
 
-@rewrite("matmul", "mm", "bmm", "mv", "dot", "inner")
+@rewrite("matmul", "mm", "bmm", "mv", "dot")
 def _matmul(b: Builder, x: Value, other: Value | None = None, **named: Any) -> Value:
     right = other if other is not None else next(iter(named.values()))  # mat2, vec, tensor, by overload
-    if b.target.startswith("aten.inner") and right.rank == 2:
-        raise b.error("is a product of matrices along their last dimensions; write it as x @ y.mT")
     return matmul(b, x, right)
 
 
@@ -204,6 +202,17 @@ def matmul(b: Builder, left: Value, right: Value) -> Value:
     second = [*fit(names, batch, right.shape[:-2]), "j", *columns]
     return contract(
         b, [left, right], f"{' '.join(first)}, {' '.join(second)} -> {' '.join([*names, *rows, *columns])}", "matmul"
+    )
+
+
+@rewrite("inner")
+def _inner(b: Builder, x: Value, other: Value) -> Value:
+    """Sums of products along the last dimensions."""
+    if not x.rank or not other.rank:
+        return pointwise(b, "mul.Tensor", (x, other))
+    left, right = ([f"{side}{i}" for i in range(v.rank - 1)] for side, v in (("a", x), ("b", other)))
+    return contract(
+        b, [x, other], f"{' '.join([*left, 'k'])}, {' '.join([*right, 'k'])} -> {' '.join(left + right)}", "inner"
     )
 
 
