@@ -60,10 +60,12 @@ class AlongCall(OperatorKind):
             n: a.default_value for n, a in zip(names, schema, strict=True) if a.has_default_value()
         } | dict(call)
         place = names[form.place] if isinstance(form.place, int) else form.place
-        dims = normal_dims(None if place is None else full[place], full[names[0]].rank)
-        if place is not None:
-            listed = any(f in str(schema[names.index(place)].type) for f in ("List", "int["))
-            full[place] = list(dims) if listed else None if full[place] is None else dims[0] if dims else 0
+        rank = full[names[0]].rank
+        dims = normal_dims(None if place is None else full[place], rank)
+        if place is not None and "List" in str(schema[names.index(place)].type):
+            full[place] = [d % max(rank, 1) for d in full[place] or dims]  # in their order, which some transforms mean
+        elif place is not None and full[place] is not None:
+            full[place] = dims[0] if dims else 0
         positional = [full[n] for n, a in zip(names, schema, strict=True) if not a.kwarg_only]
         named = {n: full[n] for n, a in zip(names, schema, strict=True) if a.kwarg_only and full[n] is not None}
         attributes, tensors = encode_call(target, positional, named)

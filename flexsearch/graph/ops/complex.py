@@ -140,6 +140,7 @@ class FourierTransform(AlongCall):
         fft: Any = torch.fft
         x = rand(3, 5, 4)
         yield Sample(lambda x: (fft.rfft(x), fft.fft(x, dim=1, norm="ortho"), fft.irfft(fft.rfft(x, 6), 6)), (x,))
+        yield Sample(lambda x: (fft.rfft2(x, dim=(1, 0)), fft.irfftn(fft.rfftn(x, dim=(2, 0)), (4, 3), (2, 0))), (x,))
         yield Sample(lambda x: (fft.fft2(x).real, fft.ifftn(fft.rfftn(x, dim=(0, 2)), dim=(0,))), (x,))
         yield Sample(lambda x: (fft.fftshift(x, 1), fft.ifft(x, 7).imag, fft.fftn(x, (6, 6))), (x,))
         call: Any = torch.stft
