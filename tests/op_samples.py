@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from flexsearch.graph import Tracing
+from flexsearch.graph import OperatorGraph, Tracing
 from flexsearch.graph.importer import Imported, import_with_constants
 from flexsearch.graph.ops import KINDS, Sample, shipped
 
@@ -58,7 +58,6 @@ def imported(name: str, number: int) -> Imported:
     return import_with_constants(called, called.inputs(), tracing=Tracing(opaque=name == "opaque"))
 
 
-def draws(name: str, number: int) -> bool:
-    """Whether the sample draws random numbers, of which PyTorch would draw others."""
-    operators = imported(name, number).graph.operators
-    return any("salt" in op.attributes and op.attributes.get("dropout", 1) != 0 for op in operators)
+def draws(graph: OperatorGraph) -> bool:
+    """Whether it draws random numbers, of which PyTorch would draw others."""
+    return any("salt" in op.attributes and op.attributes.get("dropout", 1) != 0 for op in graph.operators)

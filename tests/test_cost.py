@@ -358,8 +358,7 @@ def work(operator: str, function: Callable[..., torch.Tensor], *shape: int, opaq
     ("operator", "function", "elements"),
     [
         ("cumsum", lambda x, w: (x * w).cumsum(1), (192, 192)),
-        ("sort", lambda x, w: (x * w).sort(2)[0], (192, 2 * 192)),
-        ("topk", lambda x, w: (x * w).topk(2, 2)[0], (192, 2 * 48)),
+        ("flip", lambda x, w: (x * w).flip(1), (192, 192)),
         ("upsample_nearest1d", lambda x, w: F.interpolate(x * w, 16), (192, 384)),
         ("pad", lambda x, w: F.pad(x * w, (1, 1), mode="reflect"), (192, 240)),
     ],
@@ -369,6 +368,21 @@ def test_an_operator_that_is_not_looked_into_computes_as_much_as_it_reads_and_wr
 ) -> None:
     forward, _ = work(operator, function)
     assert forward.flops == sum(elements)
+
+
+@pytest.mark.parametrize(
+    ("operator", "function", "comparisons"),
+    [
+        ("sort", lambda x, w: (x * w).sort(2)[0], 192 * 4),
+        ("topk", lambda x, w: (x * w).topk(2, 2)[0], 192 * 2),
+        ("cdist", lambda x, w: torch.cdist(x * w, x), 3 * 4 * 6 * 6 * 8),
+        ("fft_rfft", lambda x, w: torch.fft.rfft(x * w).abs(), 2.5 * (4 * 6 * 8 + 4 * 6 * 5) * 3),
+    ],
+)
+def test_what_works_along_a_dimension_computes_what_its_algorithm_does(
+    operator: str, function: Callable[..., torch.Tensor], comparisons: float
+) -> None:
+    assert work(operator, function)[0].flops == comparisons
 
 
 def test_a_mask_costs_no_more_than_the_arithmetic_on_its_elements() -> None:

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from flexsearch.graph import Operator, OperatorGraph
 from flexsearch.graph.importer import Imported
@@ -53,17 +53,23 @@ def test_every_kind_has_samples_that_give_it(name: str) -> None:
 
 @pytest.mark.parametrize(("name", "number"), SAMPLES)
 def test_pieces_add_up_to_what_pytorch_computes(name: str, number: int) -> None:
-    called, graph = model(name, number), imported(name, number).graph
-    draw = random.Random(f"{name} {number}")
+    check_pieces(model(name, number), imported(name, number), f"{name} {number}")
+
+
+def check_pieces(called: nn.Module, traced: Imported, seed: str) -> None:
+    """Loss and gradients of the whole operators, and then of random pieces, are PyTorch's. ``called``: a model with a
+    method ``inputs``, its batch."""
+    graph, draw = traced.graph, random.Random(seed)
     leaves = dict(called.named_parameters())
-    plain = called(*called.inputs())
+    inputs = called.inputs()  # type: ignore[operator]
+    plain = called(*inputs)
     expected = torch.autograd.grad(plain, list(leaves.values()), allow_unused=True)
     first = None
     for attempt in range(TRIES):
-        values = _values(called, imported(name, number))
+        values = _values(called, traced)
         result = interpret(graph, values, cuts=(lambda op: _cuts(op, draw)) if attempt else whole)
         gradients = torch.autograd.grad(result[graph.loss], list(leaves.values()), allow_unused=True)
-        if draws(name, number):  # PyTorch draws others: every split must draw those of the whole
+        if draws(graph):  # PyTorch draws others: every split must draw those of the whole
             first = first or (result[graph.loss], gradients)
             plain, expected = first
         _close(result[graph.loss].detach(), plain.detach())

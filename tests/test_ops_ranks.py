@@ -34,7 +34,7 @@ def _sgd(parameters: list[torch.nn.Parameter]) -> torch.optim.Optimizer:
 
 def _single(name: str, number: int) -> Stepped:
     """On one device: in plain PyTorch, or, where random numbers are drawn, those that flexsearch draws."""
-    if draws(name, number):
+    if draws(imported(name, number).graph):
         plan = baseline("single", imported(name, number).graph, Topology.load("ethernet-1g:1"))
         return pool(1).run(_parallel, name, number, plan.to_file().model_dump_json())[0]
     called = model(name, number)

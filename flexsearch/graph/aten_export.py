@@ -16,6 +16,7 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from flexsearch.errors import FlexsearchError, ImportModelError
+from flexsearch.graph.aten_losses import traceable_losses
 from flexsearch.graph.decompose import decompositions
 from flexsearch.graph.experts import experts_by_token
 from flexsearch.graph.prepare import own_loss
@@ -47,7 +48,7 @@ def export_step(
     Raises ImportModelError with the line of the user's code at which tracing failed.
     """
     try:
-        with _quiet(), torch.enable_grad(), experts_by_token(model), _on_one_device(model) as meta:
+        with _quiet(), torch.enable_grad(), traceable_losses(), experts_by_token(model), _on_one_device(model) as meta:
             step = Step(model, loss)
             if meta:
                 args, kwargs, targets = pytree.tree_map_only(torch.Tensor, _to_meta, (args, kwargs, targets))

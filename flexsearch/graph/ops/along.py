@@ -27,13 +27,11 @@ if TYPE_CHECKING:
 
 class Form(NamedTuple):
     """Of a torch operator: position of the argument that names the dimensions, or its name where it goes by that
-    (None: all are mixed), number of results, what is saved for the backward, and how many trailing dimensions are mixed
-    where that argument is None."""
+    (None: all are mixed), number of results, and what is saved for the backward."""
 
     place: int | str | None = 1
     results: int = 1
     saved: Saved = BOTH
-    last: int | None = None
 
 
 class AlongCall(OperatorKind):
@@ -62,10 +60,12 @@ class AlongCall(OperatorKind):
             n: a.default_value for n, a in zip(names, schema, strict=True) if a.has_default_value()
         } | dict(call)
         place = names[form.place] if isinstance(form.place, int) else form.place
-        dims = mixed_dims(None if place is None else full[place], full[names[0]].rank, form.last)
-        if place is not None:
-            listed = any(f in str(schema[names.index(place)].type) for f in ("List", "int["))
-            full[place] = list(dims) if listed else None if full[place] is None else dims[0] if dims else 0
+        rank = full[names[0]].rank
+        dims = normal_dims(None if place is None else full[place], rank)
+        if place is not None and "List" in str(schema[names.index(place)].type):
+            full[place] = [d % max(rank, 1) for d in full[place] or dims]  # in their order, which some transforms mean
+        elif place is not None and full[place] is not None:
+            full[place] = dims[0] if dims else 0
         positional = [full[n] for n, a in zip(names, schema, strict=True) if not a.kwarg_only]
         named = {n: full[n] for n, a in zip(names, schema, strict=True) if a.kwarg_only and full[n] is not None}
         attributes, tensors = encode_call(target, positional, named)
@@ -92,7 +92,7 @@ class AlongCall(OperatorKind):
         rank = len(shapes[0])
         if any(type(d) is not int or not -max(rank, 1) <= d < max(rank, 1) for d in listed):
             return f"attributes.args: {value} is no dimension of shape {list(shapes[0])}"
-        for d in mixed_dims(listed or None, rank, form.last):
+        for d in normal_dims(listed or None, rank):
             if not is_whole(op.access.inputs[0].dimensions[d]):
                 return f'pattern "{op.pattern}" does not keep dimension {d} whole'
         return ""
@@ -108,13 +108,6 @@ class AlongCall(OperatorKind):
 def is_whole(dimension: Dimension) -> bool:
     """Whether no piece has a part of the dimension only."""
     return all(axis[0].isupper() for axis in dimension.axes)
-
-
-def mixed_dims(value: Any, rank: int, last: int | None = None) -> tuple[int, ...]:
-    """Dimensions that an argument names; None: all, or the ``last`` ones."""
-    if value is None and last is not None:
-        return tuple(range(max(0, rank - last), rank))
-    return normal_dims(value, rank)
 
 
 def along_pattern(tensors: Sequence[Value], dims: Sequence[int], results: Sequence[tuple[Shape, str]]) -> str:

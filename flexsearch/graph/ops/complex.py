@@ -126,6 +126,11 @@ class FourierTransform(AlongCall):
     }
     targets = tuple(forms)
 
+    def trace(self, b: Builder, *args: Any, **call: Any) -> Any:
+        if call.get("s") is not None and call.get("dim") is None:
+            call["dim"] = list(range(-len(call["s"]), 0))
+        return super().trace(b, **call)
+
     def flops(self, op: Operator, extents: Extents) -> Any:
         elements = input_elements(op, extents) + output_elements(op, extents)
         mixed = prod(op.sizes[a] for a in op.access.inputs[0].names() if a.isupper())
@@ -135,8 +140,9 @@ class FourierTransform(AlongCall):
         fft: Any = torch.fft
         x = rand(3, 5, 4)
         yield Sample(lambda x: (fft.rfft(x), fft.fft(x, dim=1, norm="ortho"), fft.irfft(fft.rfft(x, 6), 6)), (x,))
+        yield Sample(lambda x: (fft.rfft2(x, dim=(1, 0)), fft.irfftn(fft.rfftn(x, dim=(2, 0)), (4, 3), (2, 0))), (x,))
         yield Sample(lambda x: (fft.fft2(x).real, fft.ifftn(fft.rfftn(x, dim=(0, 2)), dim=(0,))), (x,))
-        yield Sample(lambda x: (fft.fftshift(x, 1), fft.ifft(x, 7).imag, fft.fft2(x, (6, 6))), (x,))
+        yield Sample(lambda x: (fft.fftshift(x, 1), fft.ifft(x, 7).imag, fft.fftn(x, (6, 6))), (x,))
         call: Any = torch.stft
         yield Sample(lambda x, w: call(x, 6, 2, window=w, win_length=4, return_complex=True), (rand(3, 18), rand(4)))
         yield Sample(lambda x: torch.view_as_real(_spectrum(x)), (rand(12),))

@@ -90,7 +90,6 @@ class Cross(OperatorKind):
 
     name = "cross"
     inputs = (2, 2)
-    trivial = True
 
     class attributes(Attributes):
         dim: Annotated[int, Field(ge=-64, lt=0)]

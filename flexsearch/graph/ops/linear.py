@@ -26,6 +26,7 @@ from flexsearch.graph.ops.base import (
 from flexsearch.graph.ops.builder import Builder, broadcast_shapes, fit, letters
 from flexsearch.graph.ops.lazy import F, torch
 from flexsearch.graph.ops.pointwise import pointwise
+from flexsearch.graph.ops.shape import view
 from flexsearch.graph.ops.value import Value
 from flexsearch.graph.piece import Piece
 
@@ -151,6 +152,7 @@ class Einsum(Contraction):
         yield Sample(F.bilinear, (rand(2, 3, 4), rand(2, 3, 5), rand(6, 4, 5), rand(6)))
         yield Sample(lambda a, b, c: torch.einsum("bij,bkj,k->bi", a, b, c), (rand(3, 4, 6), rand(3, 5, 6), rand(5)))
         yield Sample(lambda a, b: torch.tensordot(a, b, ([1, 2], [0, 2])), (rand(3, 4, 6), rand(4, 5, 6)))
+        yield Sample(lambda a, b: torch.kron(a, b).sum(1) + torch.einsum("ij->i", a).mean(), (rand(2, 3), rand(4, 5)))
         yield Sample(lambda a, b: torch.einsum("bii,ij->bj", a, b), (rand(3, 4, 4), rand(4, 5)))
         yield Sample(lambda x: (x.trace(), x.diagonal(), x.diagonal(-2), torch.diag(x, 1)), (rand(5, 4),))
         yield Sample(lambda x: (x.diagonal(1, 0, 2), torch.linalg.diagonal(x)), (rand(5, 4, 5),))
@@ -191,13 +193,9 @@ def contract(b: Builder, operands: Sequence[Value], pattern: str, short: str) ->
     return b.emit("einsum", operands, shape, pattern, dtype=b.dtype, short=short)
 
 
-@rewrite("matmul", "mm", "bmm", "mv", "dot", "inner")
+@rewrite("matmul", "mm", "bmm", "mv", "dot")
 def _matmul(b: Builder, x: Value, other: Value | None = None, **named: Any) -> Value:
     right = other if other is not None else next(iter(named.values()))  # mat2, vec, tensor, by overload
-    if b.target.startswith("aten.inner") and min(x.rank, right.rank) > 0:
-        rows, columns = letters(x.rank - 1), letters(right.rank - 1, "r")
-        pattern = f"{' '.join([*rows, 'k0'])}, {' '.join([*columns, 'k0'])} -> {' '.join(rows + columns)}"
-        return contract(b, [x, right], pattern, "inner")
     return matmul(b, x, right)
 
 
@@ -213,9 +211,30 @@ def matmul(b: Builder, left: Value, right: Value) -> Value:
     )
 
 
+@rewrite("inner")
+def _inner(b: Builder, x: Value, other: Value) -> Value:
+    """Sums of products along the last dimensions."""
+    if not x.rank or not other.rank:
+        return pointwise(b, "mul.Tensor", (x, other))
+    left, right = ([f"{side}{i}" for i in range(v.rank - 1)] for side, v in (("a", x), ("b", other)))
+    return contract(
+        b, [x, other], f"{' '.join([*left, 'k'])}, {' '.join([*right, 'k'])} -> {' '.join(left + right)}", "inner"
+    )
+
+
 @rewrite("outer", "ger")
 def _outer(b: Builder, x: Value, vec2: Value) -> Value:
     return contract(b, [x, vec2], "i, j -> i j", "outer")
+
+
+@rewrite("kron")
+def _kron(b: Builder, x: Value, other: Value) -> Value:
+    """Each element of ``x`` times the other operand, in blocks."""
+    rank = max(x.rank, other.rank)
+    shapes = [(1,) * (rank - v.rank) + v.shape for v in (x, other)]
+    left = view(b, x, [n for size in shapes[0] for n in (size, 1)])
+    right = view(b, other, [n for size in shapes[1] for n in (1, size)])
+    return view(b, pointwise(b, "mul.Tensor", (left, right)), b.shape)
 
 
 @rewrite("tensordot")

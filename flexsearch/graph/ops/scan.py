@@ -26,7 +26,8 @@ from flexsearch.graph.ops.calls import CallAttributes, check_call
 from flexsearch.graph.ops.join import cat
 from flexsearch.graph.ops.lazy import torch
 from flexsearch.graph.ops.pointwise import pointwise
-from flexsearch.graph.ops.shape import cut, permute
+from flexsearch.graph.ops.reduce import reduce
+from flexsearch.graph.ops.shape import cut, permute, view
 from flexsearch.graph.ops.value import Value
 
 if TYPE_CHECKING:
@@ -165,7 +166,28 @@ def _diff(
     parts: Sequence[Value] = [part for part in (prepend, x, append) if part is not None]
     x = cat(b, parts, dim) if len(parts) > 1 else x
     for _ in range(n):
-        size = x.shape[dim] - 1
-        later, earlier = cut(b, x, dim, 1, size), cut(b, x, dim, 0, size)
-        x = pointwise(b, "logical_xor.default" if x.dtype == "bool" else "sub.Tensor", (later, earlier))
+        x = _neighbours(b, "logical_xor.default" if x.dtype == "bool" else "sub.Tensor", x, dim)
     return x
+
+
+def _neighbours(b: Builder, operator: str, x: Value, dim: int) -> Value:
+    """An elementwise operator of each element along ``dim`` and the one before it."""
+    size = x.shape[dim] - 1
+    return pointwise(b, operator, (cut(b, x, dim, 1, size), cut(b, x, dim, 0, size)))
+
+
+@rewrite("trapezoid", "cumulative_trapezoid")
+def _trapezoid(b: Builder, y: Value, x: Value | None = None, dx: float = 1, dim: int = -1) -> Value:
+    """Sums of the means of neighbours times the steps between them."""
+    means = pointwise(b, "mul.Scalar", (_neighbours(b, "add.Tensor", y, dim), 0.5))
+    if x is None:
+        areas = pointwise(b, "mul.Scalar", (means, dx))
+    else:
+        after = [1] * (y.rank - 1 - dim % y.rank) if x.rank == 1 else []
+        steps = _neighbours(b, "sub.Tensor", x, -1 if x.rank == 1 else dim)
+        areas = pointwise(b, "mul.Tensor", (means, view(b, steps, [*steps.shape, *after])))
+    if b.target.startswith("aten.trapezoid"):
+        return reduce(b, "sum", areas, dim)
+    results = [(areas.shape, areas.dtype)]
+    total: Value = _SCAN.append(b, torch.ops.aten.cumsum.default, {"x": areas, "dim": dim}, results)
+    return total
