@@ -3,6 +3,7 @@
 from flexsearch.graph.ops import (
     adaptive_pool,
     batch_norm,
+    border,
     conv,
     join,
     linear,
@@ -10,6 +11,8 @@ from flexsearch.graph.ops import (
     opaque,
     pointwise,
     pool,
+    resample,
+    sampling,
     shape,
     window,
 )
@@ -38,7 +41,10 @@ from flexsearch.graph.ops.legacy import define_legacy
 
 define_legacy()
 
-FAMILIES = (adaptive_pool, batch_norm, conv, join, linear, norm, opaque, pointwise, pool, shape, window)
+FAMILIES = (
+    adaptive_pool, batch_norm, border, conv, join, linear, norm, opaque, pointwise,
+    pool, resample, sampling, shape, window,
+)  # fmt: skip
 
 __all__ = [
     "FAMILIES", "KINDS", "Attributes", "Kernel", "KernelContext", "OperatorKind", "Sample", "Saved", "axis_roles",
