@@ -14,16 +14,17 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+import tests.kernel_cases_images
 import tests.kernel_cases_more
 from flexsearch.errors import ImportModelError
-from flexsearch.graph.ops import KernelContext, build_kernel
-from flexsearch.graph.ops.batch_norm import fused_batch_norm
 from flexsearch.graph.kernels_random import keep_mask
 from flexsearch.graph.notation import Box, Interval
+from flexsearch.graph.ops import KernelContext, build_kernel
+from flexsearch.graph.ops.batch_norm import fused_batch_norm
 from flexsearch.graph.piece import Piece, make_piece, whole_piece
 from tests.kernel_cases import CASES, Case, rand
 
-assert tests.kernel_cases_more  # registers its cases
+assert tests.kernel_cases_images and tests.kernel_cases_more  # registers its cases
 
 RANDOM = settings(
     derandomize=True, max_examples=40, deadline=None, suppress_health_check=list(HealthCheck), database=None

@@ -56,12 +56,12 @@ class BorderPad(OperatorKind):
         sides, (x, y) = attributes.pad, shapes
         if len(sides) % 2 or not len(sides) // 2 < len(x) == len(y):
             return f"attributes.pad: {sides} is no padding of shape {list(x)}"
-        padding = _by_dimension(sides, len(x))
+        padding = by_dimension(sides, len(x))
         if y != tuple(before + size + after for size, (before, after) in zip(x, padding, strict=True)):
             return f"padding shape {list(x)} by {sides} does not give {list(y)}"
         if attributes.mode == "reflect" and any(max(p) >= n for p, n in zip(padding, x, strict=True)):
             return f"attributes.pad: {sides} reflects more than there is of shape {list(x)}"
-        template, sizes = _bordered(attributes.mode, padding)
+        template, sizes = bordered(attributes.mode, padding)
         return check_pattern(op, template, shapes, sizes)
 
     def flops(self, op: Operator, extents: Extents) -> Any:
@@ -71,7 +71,7 @@ class BorderPad(OperatorKind):
         mode, sides, made = str(op.attributes["mode"]), list[int](), piece.outputs[0]
         given: Any = op.attributes["pad"]
         sides = [int(n) for n in given]
-        padding, box = _by_dimension(sides, len(made)), piece.inputs[0]
+        padding, box = by_dimension(sides, len(made)), piece.inputs[0]
         assert box is not None
         padded = [i for i, pair in enumerate(padding) if any(pair)]
         if all(made[i] == (0, sum(padding[i]) + shapes[0][i]) for i in padded):
@@ -95,7 +95,7 @@ def _padded(mode: str, sides: Sequence[int]) -> Any:
     return lambda x: F.pad(x, sides, mode)
 
 
-def _by_dimension(sides: Sequence[int], rank: int) -> list[tuple[int, int]]:
+def by_dimension(sides: Sequence[int], rank: int) -> list[tuple[int, int]]:
     """(Before, after) of each dimension, from what F.pad takes: the last dimension first."""
     pairs = [(sides[i], sides[i + 1]) for i in range(0, len(sides), 2)]
     return [(0, 0)] * (rank - len(pairs)) + pairs[::-1]
@@ -109,7 +109,7 @@ def _sources(mode: str, size: int, before: int, first: int, end: int) -> Tensor:
     return size - 1 - (size - 1 - place.abs()).abs()
 
 
-def _bordered(mode: str, padding: Sequence[tuple[int, int]]) -> tuple[str, dict[str, int]]:
+def bordered(mode: str, padding: Sequence[tuple[int, int]]) -> tuple[str, dict[str, int]]:
     """Pattern, and the sizes of the axes that reach over the border: reflected elements lie twice as far away."""
     names, reads, sizes = letters(len(padding)), [], dict[str, int]()
     for name, (before, after) in zip(names, padding, strict=True):
@@ -142,7 +142,7 @@ def _padding(b: Builder, x: Value, padding: Sequence[int]) -> Value:
 def _circular(b: Builder, x: Value, pad: Sequence[int]) -> Value:
     """What lies outside comes from the other side; a piece reads only the parts that it touches."""
     x, sides = _cropped(b, x, pad)
-    for dim, (before, after) in enumerate(_by_dimension(sides, x.rank)):
+    for dim, (before, after) in enumerate(by_dimension(sides, x.rank)):
         if before or after:
             size = x.shape[dim]
             parts = [cut(b, x, dim, size - before, before), x, cut(b, x, dim, 0, after)]
@@ -154,13 +154,13 @@ def _border(b: Builder, x: Value, pad: Sequence[int], mode: str) -> Value:
     x, sides = _cropped(b, x, pad)
     if not any(sides):
         return x
-    template, sizes = _bordered(mode, _by_dimension(sides, x.rank))
+    template, sizes = bordered(mode, by_dimension(sides, x.rank))
     return b.emit("border_pad", [x], b.shape, template, {"mode": mode, "pad": sides}, sizes=sizes, short="pad")
 
 
 def _cropped(b: Builder, x: Value, pad: Sequence[int]) -> tuple[Value, list[int]]:
     """``x`` without what negative paddings take away, and the others."""
-    for dim, (before, after) in enumerate(_by_dimension(pad, x.rank)):
+    for dim, (before, after) in enumerate(by_dimension(pad, x.rank)):
         start, end = max(-before, 0), x.shape[dim] - max(-after, 0)
         x = cut(b, x, dim, start, end - start)
     return x, [max(side, 0) for side in pad]

@@ -133,6 +133,14 @@ def _cubic(t: NDArray[np.float64]) -> tuple[NDArray[np.float64], ...]:
     return far(t + 1), near(t), near(1 - t), far(2 - t)
 
 
+def interpolation(
+    mode: str, source: Sequence[int], result: Sequence[int], scales: Sequence[float | None],
+    align_corners: bool = False, antialias: bool = False,
+) -> tuple[str, dict[str, int]]:  # fmt: skip
+    """Pattern of an interpolation of an image of shape ``source`` to ``result``, and the sizes of its spatial axes."""
+    return _pattern(_dims(mode, source, result, scales, align_corners, antialias))
+
+
 def _pattern(dims: Sequence[Resized]) -> tuple[str, dict[str, int]]:
     rank, sizes = len(dims), dict[str, int]()
     reads, writes = [], []
@@ -167,10 +175,9 @@ class Interpolate(OperatorKind):
         scales = list(scale_factors or named.values()) or [None] * spatial
         sizes = zip(source.shape[2:], b.shape[2:], scales, strict=True)
         kept = [s if s is not None and int(size * s) == count else None for size, count, s in sizes]
-        attributes = {"mode": _NAMES[name], "align_corners": align_corners, "antialias": name.endswith("_aa")}
-        dims = _dims({**attributes, "scales": kept}, source.shape, b.shape)
-        template, axes = _pattern(dims)
-        attributes["scales"] = kept
+        mode, antialias = _NAMES[name], name.endswith("_aa")
+        template, axes = interpolation(mode, source.shape, b.shape, kept, align_corners, antialias)
+        attributes = {"mode": mode, "align_corners": align_corners, "antialias": antialias, "scales": kept}
         return b.emit(self.name, [source], b.shape, template, attributes, sizes=axes, short="interpolate")
 
     def check(self, op: Operator, attributes: Any, shapes: tuple[tuple[int, ...], ...]) -> str:
@@ -183,36 +190,38 @@ class Interpolate(OperatorKind):
         for size, count, scale in zip(x[2:], y[2:], attributes.scales, strict=True):
             if scale is not None and int(size * scale) != count:
                 return f"attributes.scales: {size} elements times {scale} are not {count}"
-        template, sizes = _pattern(_dims(attributes.model_dump(), x, y))
+        more = attributes.scales, attributes.align_corners, attributes.antialias
+        template, sizes = interpolation(attributes.mode, x, y, *more)
         return check_pattern(op, template, shapes, sizes)
 
     def flops(self, op: Operator, extents: Extents) -> Any:
         """A multiplication and an addition for each element that is read; nothing where elements are only copied."""
         taps = _TAPS[str(op.attributes["mode"])]
-        return (2.0 * taps ** (len(op.access.outputs[0].dimensions) - 2) if taps > 1 else 0.0) * output_elements(
-            op, extents
-        )
+        each = 2.0 * taps ** (len(op.access.outputs[0].dimensions) - 2) if taps > 1 else 0.0
+        return each * output_elements(op, extents)
 
     def kernel(self, op: Operator, piece: Piece, shapes: Shapes, context: KernelContext) -> Kernel:
         box, made = piece.inputs[0], piece.outputs[0]
         assert box is not None
         shape = [prod(op.sizes[a] for a in d.axes) for d in op.access.outputs[0].dimensions]
-        whole = all(low == 0 and high == n for (low, high), n in zip(made[2:], shape[2:], strict=True))
+        # All may be written from less than all: the outermost elements of a source need not count.
+        whole = (extent(box)[2:], extent(made)[2:]) == (tuple(shapes[0][2:]), tuple(shape[2:]))
         mode = str(op.attributes["mode"])
-        dims = _dims(op.attributes, shapes[0], shape)
+        scales: Any = op.attributes["scales"]
+        corners, antialias = (bool(op.attributes.get(name)) for name in ("align_corners", "antialias"))
+        dims = _dims(mode, shapes[0], shape, scales, corners, antialias)
         copies = _TAPS[mode] == 1 and all(d.plain for d in op.access.inputs[0].dimensions)
-        if not whole and not copies and not op.attributes.get("antialias"):
+        if not whole and not copies and not antialias:
             tables = [dim.taps() for dim in dims]
             return _weighted([(*table, *r) for table, *r in zip(tables, made[2:], box[2:], strict=True)])
         size = extent(made)[2:]
         # A dimension that is cut has an integer factor here, which the sizes of its part tell as well.
         parts = zip(dims, size, strict=True)
-        scales = [dim.scale if count == dim.count else None for dim, count in parts]
-        antialias = bool(op.attributes.get("antialias"))
+        factors = [dim.scale if count == dim.count else None for dim, count in parts]
         name = next(n for n, m in _NAMES.items() if m == mode and n.endswith("_aa") == antialias and _fits(n, size))
         call: Any = getattr(torch.ops.aten, name).default
-        corners = [] if _TAPS[mode] == 1 else [bool(op.attributes.get("align_corners"))]
-        return lambda x: call(x, size, *corners, *scales)
+        aligned = [] if _TAPS[mode] == 1 else [corners]
+        return lambda x: call(x, size, *aligned, *factors)
 
     def samples(self) -> Iterable[Sample]:
         for mode, spatial in (("linear", 1), ("bilinear", 2), ("trilinear", 3), ("bicubic", 2)):
@@ -237,10 +246,12 @@ def _fits(name: str, size: Sequence[int]) -> bool:
     return name.removesuffix("_aa").endswith(f"{len(size)}d")
 
 
-def _dims(attributes: Any, source: Sequence[int], result: Sequence[int]) -> list[Resized]:
-    same = str(attributes["mode"]), bool(attributes.get("align_corners")), bool(attributes.get("antialias"))
-    sizes = zip(source[2:], result[2:], attributes["scales"], strict=True)
-    return [Resized(same[0], size, count, scale, *same[1:]) for size, count, scale in sizes]
+def _dims(
+    mode: str, source: Sequence[int], result: Sequence[int], scales: Sequence[float | None],
+    align_corners: bool = False, antialias: bool = False,
+) -> list[Resized]:  # fmt: skip
+    sizes = zip(source[2:], result[2:], scales, strict=True)
+    return [Resized(mode, size, count, scale, align_corners, antialias) for size, count, scale in sizes]
 
 
 def _weighted(tables: Sequence[tuple[Any, ...]]) -> Kernel:
