@@ -18,9 +18,9 @@ from torch import Tensor, nn
 from flexsearch import zoo
 from flexsearch.errors import ImportModelError
 from flexsearch.graph import Box, OperatorGraph, Tracing, whole_piece
-from flexsearch.graph.ops.base import TRACES
 from flexsearch.graph.importer import Imported, import_model, import_with_constants, load_callable
 from flexsearch.graph.ops import KernelContext, build_kernel
+from flexsearch.graph.ops.base import TRACES
 from flexsearch.graph.shipped import SHIPPED, make
 from tests.ranks import pool
 from tests.small_models import Dropped
