@@ -13,8 +13,6 @@ from torch import Tensor
 
 from flexsearch.graph.model import Axis, Operator
 from flexsearch.graph.notation import instantiate
-from flexsearch.graph.ops.adaptive_pool import adaptive_pattern
-from flexsearch.graph.ops.spatial import Overlap, overlap_axes
 
 
 @dataclass
@@ -69,110 +67,6 @@ def family(function: Callable[[Any], Case]) -> Callable[[Any], Case]:
 
 def few(low: int, high: int) -> Any:
     return st.integers(low, high)
-
-
-_PLACES, _KERNELS = {1: "h", 2: "h w", 3: "z h w"}, {1: "KH", 2: "KH KW", 3: "KZ KH KW"}
-
-
-def _windows(s: Sequence[int], p: Sequence[int], d: Sequence[int]) -> str:
-    axes = zip(_PLACES[len(s)].split(), _KERNELS[len(s)].split(), s, p, d, strict=True)
-    return " ".join(f"({step}*{place}+{apart}*{kernel}-{pad})" for place, kernel, step, pad, apart in axes)
-
-
-@family
-def conv(draw: Any) -> Case:
-    rank = draw(few(1, 3))
-    g, c, o = draw(few(1, 3)), draw(few(1, 3)), draw(few(1, 3))
-    k, s, d = ([draw(few(1, 3)) for _ in range(rank)] for _ in range(3))
-    p = [draw(few(0, 4)) for _ in range(rank)]
-    size = [d[i] * (k[i] - 1) + 1 + draw(few(0, 8 // rank)) for i in range(rank)]
-    operands = [rand(draw(few(1, 3)), g * c, *size), rand(g * o, c, *k)] + [rand(g * o)] * draw(few(0, 1))
-    call: Any = (F.conv1d, F.conv2d, F.conv3d)[rank - 1]
-    template = f"n (g c) {_windows(s, p, d)}, (g o) c {_KERNELS[rank]}, +(g o) -> n (g o) {_PLACES[rank]}"
-    return case(
-        f"conv{rank}d",
-        template,
-        operands,
-        lambda x, w, b=None: call(x, w, b, s, p, d, g),
-        {"stride": s, "padding": p, "dilation": d, "groups": g},
-        sizes={"g": g},
-    )
-
-
-@family
-def transposed_conv(draw: Any) -> Case:
-    """A result of whole blocks, whatever is added at its end."""
-    rank = draw(few(1, 3))
-    g, c, o = draw(few(1, 2)), draw(few(1, 3)), draw(few(1, 3))
-    k, s, d = ([draw(few(1, 4)) for _ in range(rank)] for _ in range(3))
-    p = [draw(few(0, d[i] * (k[i] - 1) // 2)) for i in range(rank)]
-    count = [draw(few(1, 4)) for _ in range(rank)]
-    size = [s[i] * (count[i] - 1) + d[i] * (k[i] - 1) + 1 - 2 * p[i] for i in range(rank)]
-    blocks = [-(-size[i] // s[i]) for i in range(rank)]
-    dims = [Overlap(*v) for v in zip(count, k, s, p, d, size, strict=True)]
-    reads, writes, axes = overlap_axes(dims)
-    operands = [rand(draw(few(1, 2)), g * c, *count), rand(g * c, o, *k)] + [rand(g * o)] * draw(few(0, 1))
-    call: Any = (F.conv_transpose1d, F.conv_transpose2d, F.conv_transpose3d)[rank - 1]
-    more = [s[i] * blocks[i] - size[i] for i in range(rank)]
-
-    def reference(x: Tensor, w: Tensor, b: Tensor | None = None) -> Tensor:
-        y = F.pad(call(x, w, None, s, 0, 0, g, d), [side for _ in range(rank) for side in (0, max(s))])
-        for i in range(rank):
-            y = y.narrow(2 + i, p[i], s[i] * blocks[i])
-        return y if b is None else y + b.view(-1, *[1] * rank)
-
-    return case(
-        f"conv_transpose{rank}d",
-        f"n (g c) {reads}, (g c) o {_KERNELS[rank]}, +(g o) -> n (g o) {writes}",
-        operands,
-        reference,
-        {"stride": s, "padding": p, "dilation": d, "output_padding": more, "groups": g},
-        sizes={**axes, "g": g, "c": c, "o": o},
-    )
-
-
-@family
-def pool(draw: Any) -> Case:
-    rank, largest, ceil = draw(few(1, 3)), draw(st.booleans()), draw(st.booleans())
-    k = [draw(few(1, 4)) for _ in range(rank)]
-    s = [draw(few(1, 4)) for _ in range(rank)]
-    p = [draw(few(0, n // 2)) for n in k]
-    d = [draw(few(1, 2)) if largest else 1 for _ in range(rank)]
-    size = [d[i] * (k[i] - 1) + 1 + draw(few(0, 8 // rank)) for i in range(rank)]
-    attributes: dict[str, Any] = {"kernel_size": k, "stride": s, "padding": p, "dilation": d, "ceil_mode": ceil}
-    indices = largest and draw(st.booleans())
-    if largest:
-        call: Any = (F.max_pool1d, F.max_pool2d, F.max_pool3d)[rank - 1]
-
-        def reference(x: Tensor) -> Any:
-            return call(x, k, s, p, d, ceil, indices)[indices] if indices else call(x, k, s, p, d, ceil)
-
-    else:
-        include = draw(st.booleans())
-        override = draw(st.sampled_from([None, 3])) if rank > 1 else None
-        attributes |= {"count_include_pad": include, "divisor_override": override}
-
-        def reference(x: Tensor) -> Any:
-            if rank == 1:
-                return F.avg_pool1d(x, k, s, p, ceil, include)
-            return (F.avg_pool2d, F.avg_pool3d)[rank - 2](x, k, s, p, ceil, include, override)
-
-    kind = "max_pool_indices" if indices else f"{'max' if largest else 'avg'}_pool{rank}d"
-    operand = rand(draw(few(1, 3)), draw(few(1, 3)), *size)
-    kernel = dict(zip(_KERNELS[rank].split(), k, strict=True))
-    template = f"n c {_windows(s, p, d)} -> n c {_PLACES[rank]}"
-    return case(kind, template, [operand], reference, attributes, sizes=kernel, no_grad=[0] if indices else [])
-
-
-@family
-def adaptive_pool(draw: Any) -> Case:
-    which, rank = draw(st.sampled_from(["avg", "max"])), draw(few(1, 3))
-    target = [draw(few(1, 4)) for _ in range(rank)]
-    call: Any = getattr(F, f"adaptive_{which}_pool{rank}d")
-    x = rand(draw(few(1, 4)), draw(few(1, 3)), *[draw(few(4, 8)) for _ in range(rank)])
-    template, sizes = adaptive_pattern(rank + 2, x.shape[2:], target)
-    attributes = {"output_size": target}
-    return case(f"adaptive_{which}_pool{rank}d", template, [x], lambda x: call(x, target), attributes, sizes=sizes)
 
 
 @family

@@ -219,21 +219,6 @@ def unfold(draw: Any) -> Case:
 
 
 @family
-def im2col(draw: Any) -> Case:
-    k, s, d = ([draw(few(1, 3)) for _ in range(2)] for _ in range(3))
-    p = [draw(few(0, 2)) for _ in range(2)]
-    size = [d[i] * (k[i] - 1) + 1 + draw(few(0, 5)) for i in range(2)]
-    c = draw(few(1, 3))
-    h, w = ((size[i] + 2 * p[i] - d[i] * (k[i] - 1) - 1) // s[i] + 1 for i in range(2))
-    return case(
-        "im2col", f"n c ({s[0]}*h+{d[0]}*KH-{p[0]}) ({s[1]}*w+{d[1]}*KW-{p[1]}) -> n (c KH KW) (h w)",
-        [rand(draw(few(1, 3)), c, *size)], lambda x: F.unfold(x, k, d, p, s),
-        {"kernel_size": k, "dilation": d, "padding": p, "stride": s, "dtype": "float64"},
-        sizes={"h": h, "w": w, "c": c, "KH": k[0], "KW": k[1]},
-    )  # fmt: skip
-
-
-@family
 def pad(draw: Any) -> Case:
     left, right, n = draw(few(0, 4)), draw(few(0, 4)), draw(few(1, 4))
     return case(

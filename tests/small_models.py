@@ -59,6 +59,27 @@ class Convolutions(nn.Module):
         return self.fc(self.adapt(z).flatten(1))
 
 
+class Images(nn.Module):
+    """Transposed convolution, interpolation, border padding, unfinished blocks; running instance norm; sampling."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.down = nn.Conv2d(2, 4, 3, stride=2, padding=1)
+        self.norm = nn.InstanceNorm2d(4, affine=True, track_running_stats=True)
+        self.up = nn.ConvTranspose2d(4, 4, 4, stride=2, padding=1, output_padding=1)
+        self.odd = nn.ConvTranspose2d(4, 2, 3, stride=3, groups=2, bias=False)
+        self.mix = nn.Conv2d(4, 3, 3, padding=1, padding_mode="reflect")
+        self.where = nn.Linear(4 * 3 * 4, 6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.norm(self.down(x))
+        wide = F.interpolate(x, scale_factor=2, mode="bilinear") + F.pad(self.up(x), (0, -1, 0, -1))
+        y = F.interpolate(self.odd(x), scale_factor=2 / 3, mode="nearest")
+        both = self.mix(wide + y.repeat(1, 2, 1, 1)[..., :6, :8])
+        grid = F.affine_grid(self.where(x.flatten(1)).view(-1, 2, 3), [*both.shape], align_corners=False)
+        return F.fold(F.unfold(F.grid_sample(both, grid, align_corners=False), 3, padding=1), (6, 8), 3, padding=1)
+
+
 class Sequence1d(nn.Module):
     """conv1d and 1-D pools, softmax attention by hand, einsum, bmm, stack, select, reductions, log-softmax."""
 
@@ -256,6 +277,8 @@ def case(name: str, dtype: str = "float64") -> Case:
         made = Case(Convolutions(), (torch.randn(6, 3, 7, 6),), torch.randint(5, (6,)), F.cross_entropy, groups=3)
     elif name == "sequence1d":
         made = Case(Sequence1d(), (torch.randn(3, 3, 7),), torch.randint(8, (3,)), F.nll_loss)
+    elif name == "images":
+        made = Case(Images(), (torch.randn(3, 2, 6, 8),), torch.randn(3, 3, 6, 8).double(), _mean_square)
     elif name == "recurrent":
         made = Case(Recurrent(), (torch.randn(3, 3, 4),), torch.randint(4, (3,)), F.cross_entropy)
     elif name == "towers":
@@ -276,6 +299,6 @@ def case(name: str, dtype: str = "float64") -> Case:
 
 
 NAMES = (
-    "mlp", "mlp_mse", "convolutions", "ghosts", "sequence1d", "decoder", "recurrent", "towers", "lookups",
+    "mlp", "mlp_mse", "convolutions", "ghosts", "images", "sequence1d", "decoder", "recurrent", "towers", "lookups",
     "translation", "statistics", "rotary",
 )  # fmt: skip

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import tests.kernel_cases_along
+import tests.kernel_cases_images
 import tests.kernel_cases_index
 import tests.kernel_cases_more
 from flexsearch.errors import ImportModelError
@@ -25,7 +26,7 @@ from flexsearch.graph.ops.random import keep_mask
 from flexsearch.graph.piece import Piece, make_piece, whole_piece
 from tests.kernel_cases import CASES, Case, rand
 
-assert tests.kernel_cases_along and tests.kernel_cases_more  # register their cases
+assert tests.kernel_cases_along and tests.kernel_cases_images and tests.kernel_cases_more  # register their cases
 
 RANDOM = settings(
     derandomize=True, max_examples=40, deadline=None, suppress_health_check=list(HealthCheck), database=None

@@ -15,7 +15,8 @@ from flexsearch.lower import Communication, Lowered, TaskKind
 from flexsearch.strategy import OperatorConfig
 from flexsearch.topology import Topology
 
-_IMAGE = {3: ("batch", "channels", "length"), 4: ("batch", "channels", "height", "width")}
+_IMAGE = {3: ("batch", "channels", "length"), 4: ("batch", "channels", "height", "width"),
+          5: ("batch", "channels", "depth", "height", "width")}  # fmt: skip
 _TEXT = {3: ("batch", "sequence", "features"), 4: ("batch", "heads", "sequence", "features")}
 _NUMBER = re.compile(r"(?<![^.])\d+(?![^.])")  # a part of a dotted name that is a number
 _SHARDED = ", weights sharded"

@@ -22,7 +22,7 @@ from flexsearch.graph.ops.base import (
     rand,
     rewrite,
 )
-from flexsearch.graph.ops.builder import Builder, letters, opaque
+from flexsearch.graph.ops.builder import Builder, letters
 from flexsearch.graph.ops.calls import dtype_of
 from flexsearch.graph.ops.lazy import F, torch
 from flexsearch.graph.ops.local import cut as outside
@@ -193,20 +193,11 @@ def _stack(b: Builder, tensors: Sequence[Value], dim: int = 0) -> Value:
     return cat(b, [view(b, x, (*x.shape[:dim], 1, *x.shape[dim:])) for x in tensors], dim)
 
 
-@rewrite("pad", "constant_pad_nd")
-def pad(b: Builder, x: Value, pad: Sequence[int], mode: str = "constant", value: float | None = None) -> Value:
-    """Padding by a constant (negative: cropping); a piece that lies in the padding reads nothing.
-
-    The other modes read far away elements: the padded dimensions are whole.
-    """
+@rewrite("constant_pad_nd")
+def pad(b: Builder, x: Value, pad: Sequence[int], value: float | None = None) -> Value:
+    """Padding by a constant (negative: cropping); a piece that lies in the padding reads nothing."""
     before = {x.rank - 1 - i // 2: pad[i] for i in range(0, len(pad), 2)}
     names = letters(x.rank)
-    if mode != "constant":
-        kept = [name.upper() if i in before else name for i, name in enumerate(names)]
-        made = [f"{name}1".upper() if i in before else name for i, name in enumerate(names)]
-        pattern = f"{' '.join(kept)} -> {' '.join(made)}"
-        target = torch.ops.aten.pad.default
-        return opaque(b, target, (x, list(pad), mode, value), {}, lambda _: pattern)[0]
     read = [f"({name}{-before[i]:+d})" if before.get(i) else name for i, name in enumerate(names)]
     after = {x.rank - 1 - i // 2: pad[i] for i in range(1, len(pad), 2)}
     shape = tuple(size + before.get(i, 0) + after.get(i, 0) for i, size in enumerate(x.shape))

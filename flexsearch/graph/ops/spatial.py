@@ -149,10 +149,14 @@ class Overlap(NamedTuple):
 
     def axes(self, place: str, reach: str, inside: str) -> tuple[str, str, dict[str, int]]:
         """How patterns read windows and write elements of this dimension, and the sizes of the axes."""
-        sizes = {place: self.blocks, reach: self.reach}
+        sizes, read, written = {place: self.blocks}, place, place
+        if (self.reach, self.offset, self.windows) != (1, 0, self.blocks):
+            read = f"({place}+{reach}{self.offset:+d})"
+            sizes[reach] = self.reach
         if self.stride > 1:
-            return f"({place}+{reach}{self.offset:+d})", f"({place} {inside})", {**sizes, inside: self.stride}
-        return f"({place}+{reach}{self.offset:+d})", place, sizes
+            written = f"({place} {inside})"
+            sizes[inside] = self.stride
+        return read, written, sizes
 
     def crop(self, read: tuple[int, int], written: tuple[int, int]) -> tuple[int, int]:
         """What the windows ``read`` write before and after the elements ``written``; negative: elements missing."""
