@@ -17,6 +17,7 @@ from torch.utils import _pytree as pytree
 
 from flexsearch.errors import FlexsearchError, ImportModelError
 from flexsearch.graph.experts import experts_by_token
+from flexsearch.graph.flex import flex_attention_on_any_device, write_out_flex_attention
 from flexsearch.graph.prepare import own_loss
 
 Loss = Callable[..., torch.Tensor]
@@ -46,13 +47,20 @@ def export_step(
     Raises ImportModelError with the line of the user's code at which tracing failed.
     """
     try:
-        with _quiet(), torch.enable_grad(), experts_by_token(model), _on_one_device(model) as meta:
+        with (
+            _quiet(),
+            torch.enable_grad(),
+            flex_attention_on_any_device(),
+            experts_by_token(model),
+            _on_one_device(model) as meta,
+        ):
             step = Step(model, loss)
             if meta:
                 args, kwargs, targets = pytree.tree_map_only(torch.Tensor, _to_meta, (args, kwargs, targets))
             program = torch.export.export(step, (args, kwargs, targets), strict=False)
             _share(program, step)
             _keep_no_grad(program)
+            write_out_flex_attention(program)
             functional: torch.export.ExportedProgram = program.run_decompositions(
                 {}
             )  # makes it functional; an empty table decomposes nothing
@@ -187,7 +195,7 @@ def source_line(stack_trace: str | None) -> tuple[str, str]:
         if line.strip().startswith('File "') and '", line ' in line:
             path, _, rest = line.strip()[len('File "') :].partition('", line ')
             frames.append((path, rest.split(",")[0]))
-    own = [f for f in frames if "/torch/" not in f[0] and f[0] != __file__]
+    own = [f for f in frames if "/torch/" not in f[0] and f[0] != __file__ and not f[0].startswith("<")]
     return (f"{short_path(own[-1][0])}:{own[-1][1]}", library(own[-1][0])) if own else ("", "")
 
 

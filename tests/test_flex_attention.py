@@ -1,0 +1,119 @@
+"""flex_attention: what PyTorch's own definition computes, by operators that can be split."""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch._higher_order_ops.flex_attention import math_attention
+from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+
+from flexsearch.graph import OperatorGraph
+from flexsearch.graph.importer import Imported, import_with_constants
+from tests.interpret import interpret
+from tests.test_ops import _cuts as cuts
+
+BATCH, HEADS, LENGTH = 2, 4, 16
+
+
+class Flexible(nn.Module):
+    """flex_attention of its parameters, with what the case says; ``anchor`` is the batch."""
+
+    def __init__(self, case: str) -> None:
+        super().__init__()
+        self.case = case
+        heads = 2 if "grouped" in case else HEADS
+        shapes = {"q": (BATCH, HEADS), "k": (BATCH, heads), "v": (BATCH, heads)}
+        for name, lead in shapes.items():
+            self.register_parameter(name, nn.Parameter(torch.randn(*lead, LENGTH, 8, dtype=torch.float64)))
+        self.slope = nn.Parameter(torch.randn(HEADS, dtype=torch.float64))
+        self.table = nn.Parameter(torch.randn(HEADS, 2 * LENGTH, dtype=torch.float64))
+        self.register_buffer("lengths", torch.tensor([16, 9]))
+
+    def score(self) -> Callable[..., Tensor] | None:
+        def slope(s: Tensor, b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+            return s + self.slope[h] * (q - k)
+
+        def table(s: Tensor, b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+            return s + self.table[h, q - k + LENGTH]
+
+        def cap(s: Tensor, b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+            return 5 * torch.tanh(s / 5)
+
+        return {"slope": slope, "table": table, "cap": cap}.get(self.case.split()[0])
+
+    def mask(self) -> Callable[..., Tensor] | None:
+        def window(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+            return (q >= k) & (q - k < 5)
+
+        def padding(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+            return k < self.lengths[b]  # type: ignore[index]
+
+        def causal(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+            return q >= k
+
+        def blind(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+            return (q > 3) & (k > 2)
+
+        every = {"window": window, "padding": padding, "causal": causal, "blind": blind}
+        return next((every[word] for word in self.case.split() if word in every), None)
+
+    def forward(self, anchor: Tensor) -> Tensor:
+        made = self.mask()
+        block = made and create_block_mask(made, BATCH, HEADS, LENGTH, LENGTH, device="cpu")
+        both: Any = flex_attention(
+            self.q, self.k, self.v, self.score(), block_mask=block,
+            scale=0.4 if "scaled" in self.case else None, enable_gqa="grouped" in self.case,
+            return_lse="lse" in self.case,
+        )  # fmt: skip
+        y = both[0] + both[1][..., None] if "lse" in self.case else both
+        return y.sin().sum() + anchor.sum()
+
+    def expected(self) -> Tensor:
+        """By PyTorch's definition in eager mode."""
+        mask = self.mask() or (lambda b, h, q, k: q.new_ones((), dtype=torch.bool))
+        scale = 0.4 if "scaled" in self.case else 8**-0.5
+        y, lse, _ = math_attention(
+            self.q, self.k, self.v, self.score() or (lambda s, *_: s), (None, mask), scale, {}
+        )  # fmt: skip
+        return ((y + lse[..., None] * math.log(2)) if "lse" in self.case else y).sin().sum()
+
+
+CASES = (
+    "plain", "plain scaled grouped", "causal", "causal grouped", "window", "padding", "blind", "slope", "slope window",
+    "table causal scaled", "cap", "cap causal", "slope grouped lse", "window lse",
+)  # fmt: skip
+
+
+def _values(model: Flexible, imported: Imported) -> dict[str, Tensor]:
+    named = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+    return {**imported.constants, "input": torch.zeros(BATCH, dtype=torch.float64), **named}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_it_computes_what_pytorch_defines(case: str) -> None:
+    torch.manual_seed(0)
+    model, draw = Flexible(case), random.Random(case)
+    imported = import_with_constants(model, torch.zeros(BATCH, dtype=torch.float64))
+    graph: OperatorGraph = imported.graph
+    leaves = [p for n, p in model.named_parameters() if n in graph.tensor]
+    expected = torch.autograd.grad(plain := model.expected(), leaves)
+    for attempt in range(3):
+        whole = {} if attempt else {"cuts": lambda op: {a: [(0, n)] for a, n in op.sizes.items()}}
+        how: Any = whole or {"cuts": lambda op: cuts(op, draw)}
+        result = interpret(graph, _values(model, imported), **how)[graph.loss]
+        torch.testing.assert_close(result, plain, rtol=1e-9, atol=1e-9)
+        torch.testing.assert_close(torch.autograd.grad(result, leaves), expected, rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.parametrize("case", [c for c in CASES if "cap" not in c and "lse" not in c])
+def test_a_score_that_is_only_added_to_stays_one_attention(case: str) -> None:
+    graph = import_with_constants(Flexible(case), torch.zeros(BATCH, dtype=torch.float64)).graph
+    [op] = [op for op in graph.operators if op.kind == "attention"]
+    assert {"b", "q", "v"} < set(op.splittable)
+    assert bool(op.attributes["causal"]) == (case.split()[0] == "causal")
