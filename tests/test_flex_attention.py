@@ -15,7 +15,7 @@ from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
 from flexsearch.graph import OperatorGraph
 from flexsearch.graph.importer import Imported, import_with_constants
-from tests.interpret import interpret
+from tests.interpret import interpret, whole
 from tests.test_ops import _cuts as cuts
 
 BATCH, HEADS, LENGTH = 2, 4, 16
@@ -28,9 +28,9 @@ class Flexible(nn.Module):
         super().__init__()
         self.case = case
         heads = 2 if "grouped" in case else HEADS
-        shapes = {"q": (BATCH, HEADS), "k": (BATCH, heads), "v": (BATCH, heads)}
-        for name, lead in shapes.items():
-            self.register_parameter(name, nn.Parameter(torch.randn(*lead, LENGTH, 8, dtype=torch.float64)))
+        self.q = nn.Parameter(torch.randn(BATCH, HEADS, LENGTH, 8, dtype=torch.float64))
+        self.k = nn.Parameter(torch.randn(BATCH, heads, LENGTH, 8, dtype=torch.float64))
+        self.v = nn.Parameter(torch.randn(BATCH, heads, LENGTH, 8, dtype=torch.float64))
         self.slope = nn.Parameter(torch.randn(HEADS, dtype=torch.float64))
         self.table = nn.Parameter(torch.randn(HEADS, 2 * LENGTH, dtype=torch.float64))
         self.register_buffer("lengths", torch.tensor([16, 9]))
@@ -65,22 +65,21 @@ class Flexible(nn.Module):
 
     def forward(self, anchor: Tensor) -> Tensor:
         made = self.mask()
-        block = made and create_block_mask(made, BATCH, HEADS, LENGTH, LENGTH, device="cpu")
-        both: Any = flex_attention(
-            self.q, self.k, self.v, self.score(), block_mask=block,
-            scale=0.4 if "scaled" in self.case else None, enable_gqa="grouped" in self.case,
-            return_lse="lse" in self.case,
-        )  # fmt: skip
-        y = both[0] + both[1][..., None] if "lse" in self.case else both
+        how: dict[str, Any] = {
+            "block_mask": made and create_block_mask(made, BATCH, HEADS, LENGTH, LENGTH, device="cpu"),
+            "scale": 0.4 if "scaled" in self.case else None,
+            "enable_gqa": "grouped" in self.case,
+            "return_lse": "lse" in self.case,
+        }
+        both: Any = flex_attention(self.q, self.k, self.v, self.score(), **how)
+        y: Tensor = both[0] + both[1][..., None] if "lse" in self.case else both
         return y.sin().sum() + anchor.sum()
 
     def expected(self) -> Tensor:
         """By PyTorch's definition in eager mode."""
         mask = self.mask() or (lambda b, h, q, k: q.new_ones((), dtype=torch.bool))
         scale = 0.4 if "scaled" in self.case else 8**-0.5
-        y, lse, _ = math_attention(
-            self.q, self.k, self.v, self.score() or (lambda s, *_: s), (None, mask), scale, {}
-        )  # fmt: skip
+        y, lse, _ = math_attention(self.q, self.k, self.v, self.score() or (lambda s, *_: s), (None, mask), scale, {})
         return ((y + lse[..., None] * math.log(2)) if "lse" in self.case else y).sin().sum()
 
 
@@ -104,9 +103,8 @@ def test_it_computes_what_pytorch_defines(case: str) -> None:
     leaves = [p for n, p in model.named_parameters() if n in graph.tensor]
     expected = torch.autograd.grad(plain := model.expected(), leaves)
     for attempt in range(3):
-        whole = {} if attempt else {"cuts": lambda op: {a: [(0, n)] for a, n in op.sizes.items()}}
-        how: Any = whole or {"cuts": lambda op: cuts(op, draw)}
-        result = interpret(graph, _values(model, imported), **how)[graph.loss]
+        tensors = interpret(graph, _values(model, imported), cuts=(lambda op: cuts(op, draw)) if attempt else whole)
+        result = tensors[graph.loss]
         torch.testing.assert_close(result, plain, rtol=1e-9, atol=1e-9)
         torch.testing.assert_close(torch.autograd.grad(result, leaves), expected, rtol=1e-9, atol=1e-9)
 

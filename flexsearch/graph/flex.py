@@ -46,8 +46,8 @@ def write_out_flex_attention(program: torch.export.ExportedProgram) -> None:
             continue
         query, key, value, score_mod, block_mask, scale, _options, score_buffers, mask_buffers = node.args
         others = any(user.target is not getitem or (user.args[1] != 0 and user.users) for user in node.users)
-        graphs = [getattr(module, own.target) for own in (score_mod, block_mask[-1])]
-        node.target = partial(attention, *graphs, others)
+        score_graph, mask_graph = (getattr(module, own.target) for own in (score_mod, block_mask[-1]))
+        node.target = partial(attention, score_graph, mask_graph, others)
         node.target.__name__ = "flex_attention"
         node.args = (query, key, value, scale, score_buffers, mask_buffers)
         for own in {score_mod, block_mask[-1]}:
