@@ -33,11 +33,12 @@ def grouped_product(x: Tensor, weight: Tensor, ends: Sequence[int]) -> Tensor:
     return torch.cat([*zeros[: before > 0], *parts, *(zeros[1:] if after or not (parts or before) else [])])
 
 
-def rows_by_expert(x: Tensor, weight: Tensor, experts: Tensor, first: int = 0) -> Tensor:
+def rows_by_expert(x: Tensor, weight: Tensor, experts: Tensor, transposed: bool, first: int = 0) -> Tensor:
     """``x[..., n, :] @ weight[experts[..., n] - first]``; 0 where that is none of the weights.
 
-    Shapes: x (..., I), weight (E, I, O), experts (...) integers; result (..., O).
+    Shapes: x (..., I), weight (E, I, O), or (E, O, I) if ``transposed``, experts (...) integers; result (..., O).
     """
+    weight = weight.mT if transposed else weight
     flat, count = experts.reshape(-1) - first, len(weight)
     flat = torch.where((flat >= 0) & (flat < count), flat, count)
     order = flat.argsort(stable=True)
@@ -125,9 +126,9 @@ _grouped_mm = _operator(
     lambda input, weight, offs: input.new_empty(len(input), weight.shape[-1]),
 )
 _expert_linear = _operator(
-    "expert_linear(Tensor x, Tensor weight, Tensor experts) -> Tensor",
+    "expert_linear(Tensor x, Tensor weight, Tensor experts, bool transposed) -> Tensor",
     rows_by_expert,
-    lambda x, weight, experts: x.new_empty(*x.shape[:-1], weight.shape[-1]),
+    lambda x, weight, experts, transposed: x.new_empty(*x.shape[:-1], weight.shape[1 if transposed else 2]),
 )
 _slots = _operator(
     "expert_slots(Tensor experts, int count, int capacity) -> Tensor",
@@ -155,12 +156,13 @@ def grouped_mm(x: Tensor, weight: Tensor, offs: Tensor) -> Tensor:
     return result
 
 
-def expert_linear(x: Tensor, weight: Tensor, experts: Tensor) -> Tensor:
+def expert_linear(x: Tensor, weight: Tensor, experts: Tensor, transposed: bool = False) -> Tensor:
     """A linear layer of which each token has one of several weights: ``x[n] @ weight[experts[n]]``.
 
-    Shapes: x (..., I), weight (E, I, O), experts (...) integers; result (..., O), 0 where the expert is none of E.
+    Shapes: x (..., I), weight (E, I, O), or (E, O, I) as those of nn.Linear if ``transposed``, experts (...) integers;
+    result (..., O), 0 where the expert is none of E.
     """
-    result: Tensor = _expert_linear(x, weight, experts)
+    result: Tensor = _expert_linear(x, weight, experts, transposed)
     return result
 
 
@@ -193,7 +195,7 @@ def experts_forward(self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k
     """The experts of a ``transformers`` model, token by token; (tokens, D), (tokens, K), (tokens, K) -> (tokens, D)."""
 
     def product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        y = expert_linear(x, weight if self.is_transposed else weight.mT, experts)
+        y = expert_linear(x, weight, experts, transposed=not self.is_transposed)
         return y if bias is None else y + bias[experts]
 
     tokens, choices = top_k_index.shape

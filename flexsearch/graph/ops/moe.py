@@ -51,10 +51,14 @@ class _ExpertProduct(OperatorKind):
     contraction = True
 
     def check(self, op: Operator, attributes: Any, shapes: tuple[tuple[int, ...], ...]) -> str:
+        patterns = [instantiate(text, shapes[:-1], shapes[-1:])[0] for text in self.patterns]
+        return "" if op.pattern in patterns else f'pattern "{op.pattern}" of {self.name} must be "{patterns[0]}"'
+
+    @property
+    def patterns(self) -> tuple[str, ...]:
+        """Patterns that it may have."""
         assert self.pattern is not None
-        pattern, _ = instantiate(self.pattern, shapes[:-1], shapes[-1:])
-        same = op.pattern == pattern
-        return "" if same else f'pattern "{op.pattern}" of {self.name} must be "{pattern}"'
+        return (self.pattern,)
 
     def flops(self, op: Operator, extents: Extents) -> Any:
         return 2.0 * points({a: n for a, n in extents.items() if a not in ("e", "E")}) * (extents["e"] / op.sizes["e"])
@@ -100,20 +104,26 @@ class ExpertLinear(_ExpertProduct):
     targets = ("flexsearch.expert_linear",)
     pattern = "b.. i, e i o, b.. -> b.. o"
 
-    def trace(self, b: Builder, x: Value, weight: Value, experts: Value) -> Value:
-        return b.emit(self.name, [x, weight, experts], b.shape, dtype=b.dtype, short=self.name)
+    @property
+    def patterns(self) -> tuple[str, ...]:
+        """Weights are (experts, inputs, outputs), or (experts, outputs, inputs) as those of nn.Linear."""
+        return "b.. i, e i o, b.. -> b.. o", "b.. i, e o i, b.. -> b.. o"
+
+    def trace(self, b: Builder, x: Value, weight: Value, experts: Value, transposed: bool) -> Value:
+        pattern = self.patterns[transposed]
+        return b.emit(self.name, [x, weight, experts], b.shape, pattern, dtype=b.dtype, short=self.name)
 
     def kernel(self, op: Operator, piece: Piece, shapes: Shapes, context: KernelContext) -> Kernel:
         from flexsearch.graph.experts import rows_by_expert
 
-        first = piece.axes["e"][0]
-        return lambda x, weight, experts: rows_by_expert(x, weight, experts, first)
+        first, transposed = piece.axes["e"][0], str(op.access.inputs[1]) == "e o i"
+        return lambda x, weight, experts: rows_by_expert(x, weight, experts, transposed, first)
 
     def samples(self) -> Iterable[Sample]:
         from flexsearch.graph.experts import expert_linear
 
         yield Sample(expert_linear, (rand(3, 5, 4), rand(4, 4, 2), integers(4, 3, 5)))
-        yield Sample(expert_linear, (rand(6, 4), rand(3, 4, 2), integers(3, 6) % 2 * 2))
+        yield Sample(lambda x, w, e: expert_linear(x, w, e, True), (rand(6, 4), rand(3, 2, 4), integers(3, 6) % 2 * 2))
 
 
 class _Placing(OperatorKind):
