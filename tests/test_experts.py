@@ -49,25 +49,23 @@ def _layout(op: Operator, graph: OperatorGraph, tensor: str, axis: str, parts: i
         piece = make_piece(op, part, *shapes)
         box = [*piece.inputs, *piece.outputs][[*op.inputs, *op.outputs].index(tensor)]
         assert box is not None
-        entries.append(Entry(k, box, 0))
+        entries.append(Entry(k, box, k))
     return tuple(entries)
 
 
 def test_tokens_move_to_experts_and_back_by_all_to_all() -> None:
     graph = import_with_constants(Capacity(), torch.randn(4, 6, 5)).graph
-    topology = Topology.load("p100:4")
+    topology, kinds = Topology.load("p100:4"), {op.kind: op for op in graph.operators}
     moved = []
-    for start, end in (("dispatch", "einsum"), ("einsum", "combine")):
-        pairs = [(a, b) for a in graph.operators for b in graph.operators if (a.kind, b.kind) == (start, end)]
-        a, b = next((a, b) for a, b in pairs if a.outputs[0] in b.inputs)
-        [tensor] = set(a.outputs) & set(b.inputs)
-        groups, experts = (op.access.outputs[0].dimensions[0].axes[0] for op in (a, b))
-        names = ("e" if op.kind != "einsum" else op.access.outputs[0].dimensions[1].axes[0] for op in (a, b))
-        first, second = names
-        split = (groups, second) if start == "dispatch" else (first, experts)
+    for start, end in ((kinds["dispatch"], None), (None, kinds["combine"])):
+        made = start or next(op for op in graph.operators if set(op.outputs) & set(kinds["combine"].inputs[:1]))
+        read = end or next(op for op in graph.operators if set(op.inputs) & set(made.outputs))
+        [tensor] = set(made.outputs) & set(read.inputs)
+        # An einsum names its axes a, b, ...: the groups and then the experts.
+        source, destination = ("g", "b") if start else ("b", "g")
         plan = reshard(
-            _layout(a, graph, tensor, split[0], 4), _layout(b, graph, tensor, split[1], 4), 4, topology
-        )  # fmt: skip
+            _layout(made, graph, tensor, source, 4), _layout(read, graph, tensor, destination, 4), 4, topology
+        )
         moved.append((plan.form, plan.nbytes))
     nbytes = 4 * EXPERTS * CAPACITY * 5 * 4
     assert moved == [("all_to_all", nbytes * 3 // 4)] * 2
