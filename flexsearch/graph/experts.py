@@ -39,7 +39,7 @@ def rows_by_expert(x: Tensor, weight: Tensor, experts: Tensor, transposed: bool,
     Shapes: x (..., I), weight (E, I, O), or (E, O, I) if ``transposed``, experts (...) integers; result (..., O).
     """
     weight = weight.mT if transposed else weight
-    flat, count = experts.reshape(-1) - first, len(weight)
+    flat, count = experts.reshape(-1).long() - first, len(weight)
     flat = torch.where((flat >= 0) & (flat < count), flat, count)
     order = flat.argsort(stable=True)
     ends = torch.bincount(flat, minlength=count + 1).cumsum(0).tolist()[:count]
@@ -51,11 +51,11 @@ def rows_by_expert(x: Tensor, weight: Tensor, experts: Tensor, transposed: bool,
 def places(experts: Tensor, count: int, capacity: int) -> Tensor:
     """Place of each choice (G, S, K) of an expert: ``expert * capacity + position`` among the choices of its group that
     came before (first all first choices, then all second ones), or -1 where the expert has no place left."""
-    order = experts.mT.flatten(1)
+    order = experts.mT.flatten(1).long()
     one_hot = order[..., None] == torch.arange(count, device=experts.device)
     position = (one_hot.cumsum(1) * one_hot).sum(-1) - 1
     fits = (position < capacity) & (order >= 0) & (order < count)
-    place = torch.where(fits, order * capacity + position, -1)
+    place = torch.where(fits, order * capacity + position, -1).to(experts.dtype)
     return place.reshape(len(experts), experts.shape[2], experts.shape[1]).mT.contiguous()
 
 
@@ -86,6 +86,7 @@ def collected(
 
 def _local(slots: Tensor, experts: tuple[int, int], part: tuple[int, int], capacity: int) -> tuple[Tensor, Tensor]:
     """Number of each place among those of a piece, and whether it is one of them."""
+    slots = slots.long()
     expert, position = slots.div(capacity, rounding_mode="floor"), slots % capacity
     inside = (slots >= 0) & (expert >= experts[0]) & (expert < experts[1])
     inside = inside & (position >= part[0]) & (position < part[1])
@@ -122,7 +123,7 @@ def _operator(schema: str, run: Callable[..., Tensor], shape: Callable[..., Tens
 
 _grouped_mm = _operator(
     "grouped_mm(Tensor input, Tensor weight, Tensor offs) -> Tensor",
-    lambda input, weight, offs: grouped_product(input, weight, [0, *offs.tolist()]),
+    lambda input, weight, offs: grouped_product(input, weight, [0, *offs.long().tolist()]),
     lambda input, weight, offs: input.new_empty(len(input), weight.shape[-1]),
 )
 _expert_linear = _operator(

@@ -85,7 +85,7 @@ class GroupedProduct(_ExpertProduct):
         (first, last), (low, _) = piece.axes["e"], piece.axes["s"]
 
         def run(x: Tensor, weight: Tensor, offsets: Tensor) -> Tensor:
-            ends = [0, *offsets.tolist()][first : last + 1]
+            ends = [0, *offsets.long().tolist()][first : last + 1]
             return grouped_product(x, weight, [end - low for end in ends])
 
         return run
