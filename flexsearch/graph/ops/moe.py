@@ -60,6 +60,9 @@ class _ExpertProduct(OperatorKind):
         assert self.pattern is not None
         return (self.pattern,)
 
+    def integers_below(self, op: Operator) -> int:
+        return op.sizes["e"]
+
     def flops(self, op: Operator, extents: Extents) -> Any:
         return 2.0 * points({a: n for a, n in extents.items() if a not in ("e", "E")}) * (extents["e"] / op.sizes["e"])
 
@@ -78,6 +81,9 @@ class GroupedProduct(_ExpertProduct):
     def check(self, op: Operator, attributes: Any, shapes: tuple[tuple[int, ...], ...]) -> str:
         ends = "" if op.sizes.get("E") == op.sizes.get("e") else f"grouped_mm of shapes {list(shapes)} is none"
         return super().check(op, attributes, shapes) or ends
+
+    def integers_below(self, op: Operator) -> int:
+        return op.sizes["s"] + 1  # ends of groups of rows
 
     def kernel(self, op: Operator, piece: Piece, shapes: Shapes, context: KernelContext) -> Kernel:
         from flexsearch.graph.experts import grouped_product
@@ -134,6 +140,10 @@ class _Placing(OperatorKind):
 
     class attributes(Attributes):
         capacity: Positive
+
+    def integers_below(self, op: Operator) -> int:
+        """Places, or experts."""
+        return op.sizes.get("e", 1) * op.sizes.get("c", 2)
 
     def check(self, op: Operator, attributes: Any, shapes: tuple[tuple[int, ...], ...]) -> str:
         if op.pattern != self.pattern:
