@@ -105,6 +105,7 @@ def test_a_changed_file_is_refused_or_runs(name: str, number: int, tmp_path: Pat
     graph = imported(name, number)[1].graph
     kinds = {op.kind for op in graph.operators if type(KINDS[op.kind]).__module__ in MODULES}
     graph.save(tmp_path / "graph.json")
+    assert OperatorGraph.load(tmp_path / "graph.json") == graph
     text = (tmp_path / "graph.json").read_text()
     draw, refused = random.Random(f"{name} {number}"), 0
     for _ in range(MUTATIONS):

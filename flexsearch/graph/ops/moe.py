@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 from flexsearch.graph.model import Operator
-from flexsearch.graph.notation import instantiate
+from flexsearch.graph.notation import parse
 from flexsearch.graph.ops.attributes import Positive
 from flexsearch.graph.ops.base import (
     INPUTS,
@@ -51,8 +51,10 @@ class _ExpertProduct(OperatorKind):
     contraction = True
 
     def check(self, op: Operator, attributes: Any, shapes: tuple[tuple[int, ...], ...]) -> str:
-        patterns = [instantiate(text, shapes[:-1], shapes[-1:])[0] for text in self.patterns]
-        return "" if op.pattern in patterns else f'pattern "{op.pattern}" of {self.name} must be "{patterns[0]}"'
+        lead = " ".join(f"b{i}" for i in range(len(shapes[-1]) - 1))
+        patterns = [text.replace("b..", lead) for text in self.patterns]
+        fits = any(op.access == parse(text) for text in patterns)
+        return "" if fits else f'pattern "{op.pattern}" of {self.name} must be "{patterns[0]}"'
 
     @property
     def patterns(self) -> tuple[str, ...]:
@@ -115,6 +117,10 @@ class ExpertLinear(_ExpertProduct):
         """Weights are (experts, inputs, outputs), or (experts, outputs, inputs) as those of nn.Linear."""
         return "b.. i, e i o, b.. -> b.. o", "b.. i, e o i, b.. -> b.. o"
 
+    def saves(self, op: Operator, before: Operator | None) -> Saved:
+        """Besides the operands, the rows in the order of experts."""
+        return Saved(True, False, halves=-(-2 * op.sizes["i"] // op.sizes["o"]))
+
     def trace(self, b: Builder, x: Value, weight: Value, experts: Value, transposed: bool) -> Value:
         pattern = self.patterns[transposed]
         return b.emit(self.name, [x, weight, experts], b.shape, pattern, dtype=b.dtype, short=self.name)
@@ -129,6 +135,7 @@ class ExpertLinear(_ExpertProduct):
         from flexsearch.graph.experts import expert_linear
 
         yield Sample(expert_linear, (rand(3, 5, 4), rand(4, 4, 2), integers(4, 3, 5)))
+        yield Sample(expert_linear, (rand(4), rand(3, 4, 2), torch.tensor(2)))
         yield Sample(lambda x, w, e: expert_linear(x, w, e, True), (rand(6, 4), rand(3, 2, 4), integers(3, 6) % 2 * 2))
 
 
@@ -217,7 +224,10 @@ class Combine(_Placing):
     targets = ("flexsearch.combine",)
     pattern = "g e c d, g S K, g S K -> g S d"
     inputs = (3, 3)
-    saved = INPUTS
+
+    def saves(self, op: Operator, before: Operator | None) -> Saved:
+        """What lies in the places of each choice, to be multiplied by its weight."""
+        return Saved(False, False, halves=2 * op.sizes["K"])
 
     def trace(self, b: Builder, y: Value, slots: Value, weights: Value) -> Value:
         return b.emit(self.name, [y, slots, weights], b.shape, attributes={"capacity": y.shape[2]}, dtype=b.dtype)

@@ -42,9 +42,7 @@ def gate_count(nodes: Iterable[fx.Node]) -> int:
     weight or bias of cells of one kind; else 0."""
     leaves = torch.utils._pytree.tree_leaves
     users = [(node, user) for node in nodes for user in node.users]
-    counts = {
-        0 if node in leaves(user.args[:2]) else GATES.get(str(user.target), 0) for node, user in users
-    }
+    counts = {0 if node in leaves(user.args[:2]) else GATES.get(str(user.target), 0) for node, user in users}
     return counts.pop() if len(counts) == 1 else 0
 
 
