@@ -115,3 +115,24 @@ def test_a_score_that_is_only_added_to_stays_one_attention(case: str) -> None:
     [op] = [op for op in graph.operators if op.kind == "attention"]
     assert {"b", "q", "v"} < set(op.splittable)
     assert bool(op.attributes["causal"]) == (case.split()[0] == "causal")
+
+
+@pytest.mark.parametrize("padded", [False, True])
+def test_a_model_of_transformers_that_asks_for_it(padded: bool) -> None:
+    transformers = pytest.importorskip("transformers", reason="the extra that tests install is missing")
+    torch.manual_seed(0)
+    sizes = {"vocab_size": 50, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "use_cache": False}
+    models = [
+        transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes, **heads, attn_implementation=how)).double()
+        for how in ("flex_attention", "sdpa")
+    ]
+    models[1].load_state_dict(models[0].state_dict())
+    ids = torch.randint(50, (2, 10))
+    batch = {"input_ids": ids, "labels": ids} | ({"attention_mask": (ids > 5).long()} if padded else {})
+    imported = import_with_constants(models[0], batch)
+    assert [op.kind for op in imported.graph.operators].count("attention") == 1
+    tensors = [*models[0].named_parameters(), *models[0].named_buffers()]
+    values = {**imported.constants, **dict(zip(imported.input_names, batch.values(), strict=True)), **dict(tensors)}
+    loss = interpret(imported.graph, values)[imported.graph.loss]
+    torch.testing.assert_close(loss, models[1](**batch).loss, rtol=1e-9, atol=1e-9)

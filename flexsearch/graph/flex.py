@@ -25,17 +25,21 @@ from torch import Tensor, fx
 @contextmanager
 def flex_attention_on_any_device() -> Iterator[None]:
     """For a while, flex_attention may be traced wherever its operands are: its kernel, which computes no gradients on a
-    CPU and nothing on meta, is never called."""
-    module: Any = sys.modules.get("torch.nn.attention.flex_attention")
-    check = getattr(module, "_validate_device", None)
-    if check is None:
-        yield
-        return
+    CPU and nothing on meta, is never called. Masks that ``transformers`` would leave out if all were true are kept."""
+    changes: tuple[tuple[str, str, Callable[..., Any]], ...] = (
+        ("torch.nn.attention.flex_attention", "_validate_device", lambda *_: None),
+        ("transformers.masking_utils", "fast_all", lambda mask: False),
+    )
+    loaded = [(sys.modules[name], attribute, value) for name, attribute, value in changes if name in sys.modules]
+    places = [place for place in loaded if hasattr(place[0], place[1])]
+    before = [(module, name, getattr(module, name)) for module, name, _ in places]
     try:
-        module._validate_device = lambda *_: None
+        for module, name, value in places:
+            setattr(module, name, value)
         yield
     finally:
-        module._validate_device = check
+        for module, name, value in before:
+            setattr(module, name, value)
 
 
 def write_out_flex_attention(program: torch.export.ExportedProgram) -> None:
