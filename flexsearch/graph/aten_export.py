@@ -17,7 +17,7 @@ from torch.utils import _pytree as pytree
 
 from flexsearch.errors import FlexsearchError, ImportModelError
 from flexsearch.graph.experts import experts_by_token
-from flexsearch.graph.flex import flex_attention_on_any_device, write_out_flex_attention
+from flexsearch.graph.flex import drop_block_masks, flex_attention_on_any_device, write_out_flex_attention
 from flexsearch.graph.prepare import own_loss
 
 Loss = Callable[..., torch.Tensor]
@@ -60,10 +60,12 @@ def export_step(
             program = torch.export.export(step, (args, kwargs, targets), strict=False)
             _share(program, step)
             _keep_no_grad(program)
-            write_out_flex_attention(program)
+            flexible = write_out_flex_attention(program)
             functional: torch.export.ExportedProgram = program.run_decompositions(
                 {}
             )  # makes it functional; an empty table decomposes nothing
+            if flexible:
+                drop_block_masks(functional)
             return functional
     except FlexsearchError:
         raise

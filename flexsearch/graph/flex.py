@@ -42,12 +42,23 @@ def flex_attention_on_any_device() -> Iterator[None]:
             setattr(module, name, value)
 
 
-def write_out_flex_attention(program: torch.export.ExportedProgram) -> None:
-    """Replace every ``flex_attention`` of a program by :func:`attention`."""
-    module = program.graph_module
+def drop_block_masks(program: torch.export.ExportedProgram) -> None:
+    """Take away what a functional program computes for nothing: which blocks of scores a kernel may leave out."""
+    graph = program.graph_module.graph
+    for node in list(graph.nodes):
+        if node.target is torch.ops.aten._assert_tensor_metadata.default:
+            graph.erase_node(node)
+    graph.eliminate_dead_code()
+    program.graph_module.recompile()
+
+
+def write_out_flex_attention(program: torch.export.ExportedProgram) -> bool:
+    """Replace every ``flex_attention`` of a program by :func:`attention`; returns whether there is one."""
+    module, there = program.graph_module, False
     for node in list(module.graph.nodes):
         if node.op != "call_function" or str(node.target) != "flex_attention":
             continue
+        there = True
         query, key, value, score_mod, block_mask, scale, _options, score_buffers, mask_buffers = node.args
         others = any(user.target is not getitem or (user.args[1] != 0 and user.users) for user in node.users)
         score_graph, mask_graph = (getattr(module, own.target) for own in (score_mod, block_mask[-1]))
@@ -58,6 +69,7 @@ def write_out_flex_attention(program: torch.export.ExportedProgram) -> None:
             if not own.users:
                 module.graph.erase_node(own)
     module.recompile()
+    return there
 
 
 def attention(
