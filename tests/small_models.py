@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from flexsearch import zoo
+from flexsearch.graph.experts import combine, dispatch, expert_linear, slots
 
 
 class Case(NamedTuple):
@@ -252,6 +253,30 @@ class Rotary(nn.Module):
         return self.out(y + 0.1 * mixed).mean(1)
 
 
+class Experts(nn.Module):
+    """A recurrent layer of two directions, experts by token, experts with a capacity, and a GRU cell at the end."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.LSTM(4, 3, batch_first=True, bidirectional=True)
+        self.router = nn.Linear(6, 3)
+        self.tokens = nn.Parameter(torch.randn(3, 5, 6) / 2)
+        self.up, self.down = nn.Parameter(torch.randn(3, 5, 7) / 2), nn.Parameter(torch.randn(3, 7, 5) / 2)
+        self.cell = nn.GRUCell(5, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.layer(x)[0]
+        weights = self.router(x).softmax(-1)
+        chosen = weights.detach().argmax(-1)
+        x = expert_linear(x, self.tokens, chosen, transposed=True)
+        where = slots(chosen[..., None], 3, 2)
+        y = torch.einsum("gecd,edh->gech", dispatch(x, where, 3, 2), self.up).tanh()
+        y = torch.einsum("gech,ehd->gecd", y, self.down)
+        x = x + combine(y, where, weights.amax(-1, keepdim=True))
+        made: Tensor = self.cell(x[:, 1], self.cell(x[:, 0]))
+        return made
+
+
 def _mean_square(output: Tensor, target: Tensor) -> Tensor:
     return F.mse_loss(output, target)
 
@@ -281,6 +306,8 @@ def case(name: str, dtype: str = "float64") -> Case:
         made = Case(Images(), (torch.randn(3, 2, 6, 8),), torch.randn(3, 3, 6, 8).double(), _mean_square)
     elif name == "recurrent":
         made = Case(Recurrent(), (torch.randn(3, 3, 4),), torch.randint(4, (3,)), F.cross_entropy)
+    elif name == "experts":
+        made = Case(Experts(), (torch.randn(5, 4, 4),), torch.randint(4, (5,)), F.cross_entropy)
     elif name == "towers":
         made = Case(Towers(), (torch.randn(3, 5, 6),), torch.randint(3, (3,)), F.cross_entropy)
     elif name == "lookups":
@@ -300,5 +327,5 @@ def case(name: str, dtype: str = "float64") -> Case:
 
 NAMES = (
     "mlp", "mlp_mse", "convolutions", "ghosts", "images", "sequence1d", "decoder", "recurrent", "towers", "lookups",
-    "translation", "statistics", "rotary",
+    "translation", "statistics", "rotary", "experts",
 )  # fmt: skip

@@ -26,7 +26,7 @@ from flexsearch.cost.profile import Entry, Profile, ProfileDevice, UpdateEntry, 
 from flexsearch.errors import FlexsearchError, ProfileError
 from flexsearch.graph.model import OperatorGraph
 from flexsearch.graph.notation import Box
-from flexsearch.graph.ops import KernelContext, build_kernel
+from flexsearch.graph.ops import KernelContext, build_kernel, kind_of
 from flexsearch.graph.ops.local import preferred
 
 Progress = Callable[[int, int], None]
@@ -244,8 +244,8 @@ class Run:
         shape, dtype = [high - low for low, high in box], getattr(torch, tensor.dtype)
         if dtype.is_floating_point or dtype.is_complex:
             return self.bench.take(shape, dtype)
-        sizes = self.case.costed.op.sizes  # classes of a loss, rows of an embedding; elsewhere any integer will do
-        high = 2 if dtype == torch.bool else min(sizes.get("C", sizes.get("v", 2)), torch.iinfo(dtype).max)
+        op = self.case.costed.op
+        high = 2 if dtype == torch.bool else min(kind_of(op).integers_below(op), torch.iinfo(dtype).max)
         return torch.randint(high, shape, dtype=dtype, device=self.bench.device)
 
 

@@ -19,6 +19,7 @@ from flexsearch.errors import FlexsearchError, ImportModelError
 from flexsearch.graph.aten_losses import traceable_losses
 from flexsearch.graph.decompose import decompositions
 from flexsearch.graph.experts import experts_by_token
+from flexsearch.graph.flex import drop_block_masks, flex_attention_on_any_device, write_out_flex_attention
 from flexsearch.graph.prepare import own_loss
 
 Loss = Callable[..., torch.Tensor]
@@ -48,15 +49,25 @@ def export_step(
     Raises ImportModelError with the line of the user's code at which tracing failed.
     """
     try:
-        with _quiet(), torch.enable_grad(), traceable_losses(), experts_by_token(model), _on_one_device(model) as meta:
+        with (
+            _quiet(),
+            torch.enable_grad(),
+            traceable_losses(),
+            flex_attention_on_any_device(),
+            experts_by_token(model),
+            _on_one_device(model) as meta,
+        ):
             step = Step(model, loss)
             if meta:
                 args, kwargs, targets = pytree.tree_map_only(torch.Tensor, _to_meta, (args, kwargs, targets))
             program = torch.export.export(step, (args, kwargs, targets), strict=False)
             _share(program, step)
             _keep_no_grad(program)
+            flexible = write_out_flex_attention(program)
             # Makes it functional, too.
             functional: torch.export.ExportedProgram = program.run_decompositions(decompositions())
+            if flexible:
+                drop_block_masks(functional)
             return functional
     except FlexsearchError:
         raise
@@ -188,7 +199,7 @@ def source_line(stack_trace: str | None) -> tuple[str, str]:
         if line.strip().startswith('File "') and '", line ' in line:
             path, _, rest = line.strip()[len('File "') :].partition('", line ')
             frames.append((path, rest.split(",")[0]))
-    own = [f for f in frames if "/torch/" not in f[0] and f[0] != __file__]
+    own = [f for f in frames if "/torch/" not in f[0] and f[0] != __file__ and not f[0].startswith("<")]
     return (f"{short_path(own[-1][0])}:{own[-1][1]}", library(own[-1][0])) if own else ("", "")
 
 

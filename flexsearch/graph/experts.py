@@ -33,12 +33,13 @@ def grouped_product(x: Tensor, weight: Tensor, ends: Sequence[int]) -> Tensor:
     return torch.cat([*zeros[: before > 0], *parts, *(zeros[1:] if after or not (parts or before) else [])])
 
 
-def rows_by_expert(x: Tensor, weight: Tensor, experts: Tensor, first: int = 0) -> Tensor:
+def rows_by_expert(x: Tensor, weight: Tensor, experts: Tensor, transposed: bool, first: int = 0) -> Tensor:
     """``x[..., n, :] @ weight[experts[..., n] - first]``; 0 where that is none of the weights.
 
-    Shapes: x (..., I), weight (E, I, O), experts (...) integers; result (..., O).
+    Shapes: x (..., I), weight (E, I, O), or (E, O, I) if ``transposed``, experts (...) integers; result (..., O).
     """
-    flat, count = experts.reshape(-1) - first, len(weight)
+    weight = weight.mT if transposed else weight
+    flat, count = experts.reshape(-1).long() - first, len(weight)
     flat = torch.where((flat >= 0) & (flat < count), flat, count)
     order = flat.argsort(stable=True)
     ends = torch.bincount(flat, minlength=count + 1).cumsum(0).tolist()[:count]
@@ -50,11 +51,11 @@ def rows_by_expert(x: Tensor, weight: Tensor, experts: Tensor, first: int = 0) -
 def places(experts: Tensor, count: int, capacity: int) -> Tensor:
     """Place of each choice (G, S, K) of an expert: ``expert * capacity + position`` among the choices of its group that
     came before (first all first choices, then all second ones), or -1 where the expert has no place left."""
-    order = experts.mT.flatten(1)
+    order = experts.mT.flatten(1).long()
     one_hot = order[..., None] == torch.arange(count, device=experts.device)
     position = (one_hot.cumsum(1) * one_hot).sum(-1) - 1
     fits = (position < capacity) & (order >= 0) & (order < count)
-    place = torch.where(fits, order * capacity + position, -1)
+    place = torch.where(fits, order * capacity + position, -1).to(experts.dtype)
     return place.reshape(len(experts), experts.shape[2], experts.shape[1]).mT.contiguous()
 
 
@@ -85,6 +86,7 @@ def collected(
 
 def _local(slots: Tensor, experts: tuple[int, int], part: tuple[int, int], capacity: int) -> tuple[Tensor, Tensor]:
     """Number of each place among those of a piece, and whether it is one of them."""
+    slots = slots.long()
     expert, position = slots.div(capacity, rounding_mode="floor"), slots % capacity
     inside = (slots >= 0) & (expert >= experts[0]) & (expert < experts[1])
     inside = inside & (position >= part[0]) & (position < part[1])
@@ -121,13 +123,13 @@ def _operator(schema: str, run: Callable[..., Tensor], shape: Callable[..., Tens
 
 _grouped_mm = _operator(
     "grouped_mm(Tensor input, Tensor weight, Tensor offs) -> Tensor",
-    lambda input, weight, offs: grouped_product(input, weight, [0, *offs.tolist()]),
+    lambda input, weight, offs: grouped_product(input, weight, [0, *offs.long().tolist()]),
     lambda input, weight, offs: input.new_empty(len(input), weight.shape[-1]),
 )
 _expert_linear = _operator(
-    "expert_linear(Tensor x, Tensor weight, Tensor experts) -> Tensor",
+    "expert_linear(Tensor x, Tensor weight, Tensor experts, bool transposed) -> Tensor",
     rows_by_expert,
-    lambda x, weight, experts: x.new_empty(*x.shape[:-1], weight.shape[-1]),
+    lambda x, weight, experts, transposed: x.new_empty(*x.shape[:-1], weight.shape[1 if transposed else 2]),
 )
 _slots = _operator(
     "expert_slots(Tensor experts, int count, int capacity) -> Tensor",
@@ -155,12 +157,13 @@ def grouped_mm(x: Tensor, weight: Tensor, offs: Tensor) -> Tensor:
     return result
 
 
-def expert_linear(x: Tensor, weight: Tensor, experts: Tensor) -> Tensor:
+def expert_linear(x: Tensor, weight: Tensor, experts: Tensor, transposed: bool = False) -> Tensor:
     """A linear layer of which each token has one of several weights: ``x[n] @ weight[experts[n]]``.
 
-    Shapes: x (..., I), weight (E, I, O), experts (...) integers; result (..., O), 0 where the expert is none of E.
+    Shapes: x (..., I), weight (E, I, O), or (E, O, I) as those of nn.Linear if ``transposed``, experts (...) integers;
+    result (..., O), 0 where the expert is none of E.
     """
-    result: Tensor = _expert_linear(x, weight, experts)
+    result: Tensor = _expert_linear(x, weight, experts, transposed)
     return result
 
 
@@ -193,7 +196,7 @@ def experts_forward(self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k
     """The experts of a ``transformers`` model, token by token; (tokens, D), (tokens, K), (tokens, K) -> (tokens, D)."""
 
     def product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        y = expert_linear(x, weight if self.is_transposed else weight.mT, experts)
+        y = expert_linear(x, weight, experts, transposed=not self.is_transposed)
         return y if bias is None else y + bias[experts]
 
     tokens, choices = top_k_index.shape

@@ -201,7 +201,6 @@ def _dropping(op: Operator, piece: Piece, shapes: Shapes, context: KernelContext
     p, salt = float(str(op.attributes["dropout"])), int(str(op.attributes.get("salt", 0)))
     scale: Any = op.attributes.get("scale")
     (low, _), box, size = piece.axes["q"], piece.outputs[0], _extents(op, op.access.outputs[0].dimensions[:-1])
-    lead = tuple(high - first for first, high in box[:-2])
     causal, grouped = bool(op.attributes.get("causal")), bool(op.attributes.get("grouped"))
     keys = shapes[1][-2]
 
@@ -209,20 +208,32 @@ def _dropping(op: Operator, piece: Piece, shapes: Shapes, context: KernelContext
         """Bool mask of a block: ``part`` of the piece's leading dimensions and rows, and the first ``seen`` keys."""
         if p >= 1:
             return torch.zeros((), dtype=torch.bool, device=device)
+        if grouped:
+            *lead, heads, group, rows = part
+            part = (*lead, slice(heads.start * group.stop, heads.stop * group.stop), rows)
         region = tuple((first + s.start, first + s.stop) for (first, _), s in zip(box[:-1], part, strict=True))
-        return keep_mask((*size, keys), (*region, (0, seen)), p, context, salt, device)
+        kept = keep_mask((*size, keys), (*region, (0, seen)), p, context, salt, device)
+        return kept.reshape(*kept.shape[:-3], -1, group.stop, *kept.shape[-2:]) if grouped else kept
 
     settings = Settings(scale, p, low if causal else None, keep)
 
     def run(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None) -> Tensor:
         if grouped:
-            k, v = (x.repeat_interleave(q.shape[-3] // x.shape[-3], -3) for x in (k, v))
+            heads, k, v = k.shape[-3], k.unsqueeze(-3), v.unsqueeze(-3)
+            q, mask = _by_group(q, heads), mask if mask is None or mask.dim() < 3 else _by_group(mask, heads)
+        lead = torch.broadcast_shapes(*(x.shape[:-2] for x in (q, k, v)))  # type: ignore[no-untyped-call]
         q, k, v = (x.expand(*lead, *x.shape[-2:]) for x in (q, k, v))
         if mask is not None:
             mask = mask.reshape((1,) * (q.dim() - mask.dim()) + mask.shape)
-        return blockwise_attention(q, k, v, mask, settings)
+        y = blockwise_attention(q, k, v, mask, settings)
+        return y.flatten(-4, -3) if grouped else y
 
     return run
+
+
+def _by_group(x: Tensor, heads: int) -> Tensor:
+    """(..., heads of queries, rows, columns) as (..., heads of keys, heads of a group, rows, columns)."""
+    return x.unsqueeze(-3) if x.shape[-3] == 1 else x.reshape(*x.shape[:-3], heads, -1, *x.shape[-2:])
 
 
 def _extents(op: Operator, dimensions: tuple[Dimension, ...]) -> tuple[int, ...]:

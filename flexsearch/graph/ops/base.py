@@ -184,6 +184,10 @@ class OperatorKind:
         """Whether the forward of ``op`` only makes another view of the same memory."""
         return self.free
 
+    def integers_below(self, op: Operator) -> int:
+        """How many values an integer operand takes, to measure with: classes, rows of a table."""
+        return op.sizes.get("C", op.sizes.get("v", 2))
+
     def samples(self) -> Iterable[Sample]:
         """Calls for the tests; together they reach all that is particular to the kind."""
         return ()

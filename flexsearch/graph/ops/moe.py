@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 from flexsearch.graph.model import Operator
-from flexsearch.graph.notation import instantiate
+from flexsearch.graph.notation import parse
 from flexsearch.graph.ops.attributes import Positive
 from flexsearch.graph.ops.base import (
     INPUTS,
@@ -51,10 +51,19 @@ class _ExpertProduct(OperatorKind):
     contraction = True
 
     def check(self, op: Operator, attributes: Any, shapes: tuple[tuple[int, ...], ...]) -> str:
+        lead = " ".join(f"b{i}" for i in range(len(shapes[-1]) - 1))
+        patterns = [text.replace("b..", lead) for text in self.patterns]
+        fits = any(op.access == parse(text) for text in patterns)
+        return "" if fits else f'pattern "{op.pattern}" of {self.name} must be "{patterns[0]}"'
+
+    @property
+    def patterns(self) -> tuple[str, ...]:
+        """Patterns that it may have."""
         assert self.pattern is not None
-        pattern, _ = instantiate(self.pattern, shapes[:-1], shapes[-1:])
-        same = op.pattern == pattern
-        return "" if same else f'pattern "{op.pattern}" of {self.name} must be "{pattern}"'
+        return (self.pattern,)
+
+    def integers_below(self, op: Operator) -> int:
+        return op.sizes["e"]
 
     def flops(self, op: Operator, extents: Extents) -> Any:
         return 2.0 * points({a: n for a, n in extents.items() if a not in ("e", "E")}) * (extents["e"] / op.sizes["e"])
@@ -75,13 +84,16 @@ class GroupedProduct(_ExpertProduct):
         ends = "" if op.sizes.get("E") == op.sizes.get("e") else f"grouped_mm of shapes {list(shapes)} is none"
         return super().check(op, attributes, shapes) or ends
 
+    def integers_below(self, op: Operator) -> int:
+        return op.sizes["s"] + 1  # ends of groups of rows
+
     def kernel(self, op: Operator, piece: Piece, shapes: Shapes, context: KernelContext) -> Kernel:
         from flexsearch.graph.experts import grouped_product
 
         (first, last), (low, _) = piece.axes["e"], piece.axes["s"]
 
         def run(x: Tensor, weight: Tensor, offsets: Tensor) -> Tensor:
-            ends = [0, *offsets.tolist()][first : last + 1]
+            ends = [0, *offsets.long().tolist()][first : last + 1]
             return grouped_product(x, weight, [end - low for end in ends])
 
         return run
@@ -100,20 +112,31 @@ class ExpertLinear(_ExpertProduct):
     targets = ("flexsearch.expert_linear",)
     pattern = "b.. i, e i o, b.. -> b.. o"
 
-    def trace(self, b: Builder, x: Value, weight: Value, experts: Value) -> Value:
-        return b.emit(self.name, [x, weight, experts], b.shape, dtype=b.dtype, short=self.name)
+    @property
+    def patterns(self) -> tuple[str, ...]:
+        """Weights are (experts, inputs, outputs), or (experts, outputs, inputs) as those of nn.Linear."""
+        return "b.. i, e i o, b.. -> b.. o", "b.. i, e o i, b.. -> b.. o"
+
+    def saves(self, op: Operator, before: Operator | None) -> Saved:
+        """Besides the operands, the rows in the order of experts."""
+        return Saved(True, False, halves=-(-2 * op.sizes["i"] // op.sizes["o"]))
+
+    def trace(self, b: Builder, x: Value, weight: Value, experts: Value, transposed: bool) -> Value:
+        pattern = self.patterns[transposed]
+        return b.emit(self.name, [x, weight, experts], b.shape, pattern, dtype=b.dtype, short=self.name)
 
     def kernel(self, op: Operator, piece: Piece, shapes: Shapes, context: KernelContext) -> Kernel:
         from flexsearch.graph.experts import rows_by_expert
 
-        first = piece.axes["e"][0]
-        return lambda x, weight, experts: rows_by_expert(x, weight, experts, first)
+        first, transposed = piece.axes["e"][0], str(op.access.inputs[1]) == "e o i"
+        return lambda x, weight, experts: rows_by_expert(x, weight, experts, transposed, first)
 
     def samples(self) -> Iterable[Sample]:
         from flexsearch.graph.experts import expert_linear
 
         yield Sample(expert_linear, (rand(3, 5, 4), rand(4, 4, 2), integers(4, 3, 5)))
-        yield Sample(expert_linear, (rand(6, 4), rand(3, 4, 2), integers(3, 6) % 2 * 2))
+        yield Sample(expert_linear, (rand(4), rand(3, 4, 2), torch.tensor(2)))
+        yield Sample(lambda x, w, e: expert_linear(x, w, e, True), (rand(6, 4), rand(3, 2, 4), integers(3, 6) % 2 * 2))
 
 
 class _Placing(OperatorKind):
@@ -124,6 +147,10 @@ class _Placing(OperatorKind):
 
     class attributes(Attributes):
         capacity: Positive
+
+    def integers_below(self, op: Operator) -> int:
+        """Places, or experts."""
+        return op.sizes.get("e", 1) * op.sizes.get("c", 2)
 
     def check(self, op: Operator, attributes: Any, shapes: tuple[tuple[int, ...], ...]) -> str:
         if op.pattern != self.pattern:
@@ -197,7 +224,10 @@ class Combine(_Placing):
     targets = ("flexsearch.combine",)
     pattern = "g e c d, g S K, g S K -> g S d"
     inputs = (3, 3)
-    saved = INPUTS
+
+    def saves(self, op: Operator, before: Operator | None) -> Saved:
+        """What lies in the places of each choice, to be multiplied by its weight."""
+        return Saved(False, False, halves=2 * op.sizes["K"])
 
     def trace(self, b: Builder, y: Value, slots: Value, weights: Value) -> Value:
         return b.emit(self.name, [y, slots, weights], b.shape, attributes={"capacity": y.shape[2]}, dtype=b.dtype)
