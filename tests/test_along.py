@@ -65,11 +65,17 @@ REWRITTEN: dict[str, tuple[Callable[..., Any], tuple[Tensor, ...], set[str]]] = 
         lambda x, t: F.poisson_nll_loss(x.exp(), t, log_input=False, reduction="none"), (rand(4, 6), _COUNTS), set()
     ),
     "Gaussian": (
-        lambda x, y, v: F.gaussian_nll_loss(x, y, (v - 0.2).relu(), full=True) + F.gaussian_nll_loss(x, y, v[:, :1].abs()),
+        lambda x, y, v: (
+            F.gaussian_nll_loss(x, y, (v - 0.2).relu(), full=True) + F.gaussian_nll_loss(x, y, v[:, :1].abs())
+        ),
         (rand(4, 6), rand(4, 6), rand(4, 6)),
         {"mean"},
     ),
-    "inner products": (lambda x, y: (torch.inner(x, y), torch.inner(x, y[0, 0])), (rand(4, 6), rand(2, 3, 6)), {"einsum"}),
+    "inner products": (
+        lambda x, y: (torch.inner(x, y), torch.inner(x, y[0, 0])),
+        (rand(4, 6), rand(2, 3, 6)),
+        {"einsum"},
+    ),
     "real parts of real numbers": (lambda x: (x.real, x.conj(), x.mH), (rand(4, 6),), set()),
     "transforms of an image": (lambda x: torch.fft.fft2(x).abs(), (rand(2, 3, 4, 5),), {"fft"}),
 }  # fmt: skip

@@ -16,7 +16,7 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from flexsearch.errors import FlexsearchError, ImportModelError
-from flexsearch.graph.aten_losses import traceable_losses
+from flexsearch.graph.losses import traceable_losses
 from flexsearch.graph.decompose import decompositions
 from flexsearch.graph.experts import experts_by_token
 from flexsearch.graph.flex import drop_block_masks, flex_attention_on_any_device, write_out_flex_attention

@@ -20,7 +20,7 @@ from flexsearch.errors import ImportModelError, NotationError
 from flexsearch.graph.aten_assemble import assemble
 from flexsearch.graph.aten_export import Loss, export_step, source_line
 from flexsearch.graph.aten_fold import Folded, fold, is_random, sources
-from flexsearch.graph.aten_sizes import Sizes
+from flexsearch.graph.sizes import Sizes
 from flexsearch.graph.loading import Loaded, load_callable
 from flexsearch.graph.model import OperatorGraph, Tracing
 from flexsearch.graph.ops import find_trace
