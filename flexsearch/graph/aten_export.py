@@ -7,7 +7,6 @@ import traceback
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from operator import getitem
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +16,7 @@ from torch.utils import _pytree as pytree
 
 from flexsearch.errors import FlexsearchError, ImportModelError
 from flexsearch.graph.prepare import own_loss
+from flexsearch.graph.regions import Detaching, drop_needless_detach, keep_layers
 
 Loss = Callable[..., torch.Tensor]
 
@@ -31,10 +31,11 @@ class Step(nn.Module):
         self.loss = loss
 
     def forward(self, args: tuple[Any, ...], kwargs: dict[str, Any], targets: Any) -> Any:
-        output = self.model(*args, **kwargs)
-        if self.loss is None:
-            return own_loss(output)
-        return self.loss(output) if targets is None else self.loss(output, targets)
+        with Detaching():
+            output = self.model(*args, **kwargs)
+            if self.loss is None:
+                return own_loss(output)
+            return self.loss(output) if targets is None else self.loss(output, targets)
 
 
 def export_step(
@@ -51,10 +52,11 @@ def export_step(
                 args, kwargs, targets = pytree.tree_map_only(torch.Tensor, _to_meta, (args, kwargs, targets))
             program = torch.export.export(step, (args, kwargs, targets), strict=False)
             _share(program, step)
-            _keep_no_grad(program)
+            keep_layers(program)
             functional: torch.export.ExportedProgram = program.run_decompositions(
                 {}
             )  # makes it functional; an empty table decomposes nothing
+            drop_needless_detach(functional)
             return functional
     except FlexsearchError:
         raise
@@ -196,24 +198,4 @@ def _share(program: torch.export.ExportedProgram, step: nn.Module) -> None:
             node.replace_all_uses_with(original)
             store = program.state_dict if target in program.state_dict else program.constants
             store[target] = torch.empty_like(named[target])
-    program.graph_module.recompile()
-
-
-def _keep_no_grad(program: torch.export.ExportedProgram) -> None:
-    """Detach what leaves a ``torch.no_grad`` region: making the program functional dissolves such regions."""
-    graph = program.graph_module.graph
-    for node in list(graph.nodes):
-        if "wrap_with_set_grad_enabled" not in str(node.target) or node.args[0] is not False:
-            continue
-        for user in list(node.users):
-            value = user.meta.get("val")
-            if user.target is not getitem or not isinstance(value, torch.Tensor) or not value.is_floating_point():
-                continue
-            with graph.inserting_after(user):
-                detached = graph.call_function(torch.ops.aten.detach.default, (user,))
-            detached.meta = dict(user.meta)
-            user.replace_all_uses_with(detached, delete_user_cb=lambda u, own=detached: u is not own)
-            for spec in program.graph_signature.output_specs:
-                if getattr(spec.arg, "name", None) == user.name:
-                    spec.arg.name = detached.name
     program.graph_module.recompile()

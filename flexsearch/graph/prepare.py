@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from flexsearch.errors import ImportModelError
+from flexsearch.graph.regions import traceable_autograd
 
 if TYPE_CHECKING:
     from torch import nn
@@ -18,6 +19,8 @@ WRAPPERS: Mapping[str, str] = {
 }
 """Class of a module that only wraps another one (torch.compile, data parallelism) -> its attribute for that."""
 
+CACHE = "use_cache is turned off: the keys and values of earlier calls play no part in training"
+
 
 def unwrapped(model: nn.Module) -> nn.Module:
     """The module inside ``torch.compile``, DistributedDataParallel and DataParallel, whose names its state has."""
@@ -28,8 +31,8 @@ def unwrapped(model: nn.Module) -> nn.Module:
 
 @contextmanager
 def plain(model: nn.Module) -> Iterator[list[str]]:
-    """For a while without what only hinders tracing: a KV cache, which training does not read, and compiled calls
-    (``module.compile()``). Yields notes about what was turned off that a user can see."""
+    """For a while without what only hinders tracing: a KV cache, which training does not read, compiled calls
+    (``module.compile()``), activation checkpoints. Yields notes about what was turned off that a user can see."""
     configs: list[Any] = [getattr(module, "config", None) for module in model.modules()]
     cached = {id(config): config for config in configs if getattr(config, "use_cache", False) is True}
     compiled = [m for m in model.modules() if getattr(m, "_compiled_call_impl", None) is not None]
@@ -39,7 +42,9 @@ def plain(model: nn.Module) -> Iterator[list[str]]:
             config.use_cache = False
         for module in compiled:
             module._compiled_call_impl = None
-        yield ["use_cache is turned off: the keys and values of earlier calls play no part in training"] * bool(cached)
+        notes = [CACHE] if cached else []
+        with traceable_autograd(notes):
+            yield notes
     finally:
         for config in cached.values():
             config.use_cache = True
