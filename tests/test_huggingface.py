@@ -34,16 +34,12 @@ def tiny(name: str, draws: bool) -> Training:
     return Training(*build(name, draws=draws, dtype=torch.float64))
 
 
-def _digits(family: str) -> float:
-    return 1e-9 if FAMILIES[family].exact else 1e-4
-
-
 def test_every_plan_computes_what_plain_pytorch_computes(family: str) -> None:
-    prove(tiny, family, _digits(family))
+    prove(tiny, family)
 
 
 def test_random_draws_do_not_depend_on_the_plan(family: str) -> None:
-    prove_draws(tiny, family, _digits(family))
+    prove_draws(tiny, family)
 
 
 def test_the_batch_is_what_a_plan_is_fed(family: str) -> None:

@@ -15,7 +15,7 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from flexsearch.errors import FlexsearchError, ImportModelError
-from flexsearch.graph.prepare import own_loss
+from flexsearch.graph.prepare import OTHERWISE, own_loss, switches
 from flexsearch.graph.regions import Detaching, drop_needless_detach, keep_layers
 
 Loss = Callable[..., torch.Tensor]
@@ -74,8 +74,8 @@ def _untraceable(model: nn.Module, error: Exception) -> ImportModelError:
     reason = reason if reason.endswith((".", "!", "?")) else f"{reason}."
     if "data-dependent" in str(error) or "DataDependent" in type(error).__name__:
         outside = (
-            f"The line is {owner}'s: turn off in the model's configuration what depends on values or is drawn at "
-            "random (layer drop, masking), or import the model in evaluation mode (model.eval())."
+            f"The line is {owner}'s: {switches(model) or OTHERWISE}, or import the model in evaluation mode "
+            "(model.eval())."
         )
         inside = "A graph is static: use torch.where or masks instead of Python conditions on tensors."
         return ImportModelError(

@@ -107,7 +107,7 @@ def import_with_constants(
     args, kwargs = _arguments(example_inputs)
     if not any(isinstance(leaf, torch.Tensor) for leaf in pytree.tree_leaves((args, kwargs))):
         raise ImportModelError("there is no tensor among the example inputs")
-    with plain(model) as notes:
+    with plain(model, kwargs) as notes:
         program = export_step(model, loss, args, kwargs, targets)
     walk = _Walk(program, model, tracing or Tracing())
     inputs = walk.arguments((args, kwargs), "input")

@@ -1,8 +1,9 @@
 """Regions of a training step that run in a mode of their own: ``no_grad``, autocast, activation checkpoints.
 
 ``torch.export`` keeps such regions as graphs inside the graph, loses those that are nested, and making the program
-functional dissolves them all. What the mode does must then stand in the operators: the tracer puts the casts of autocast
-there, :class:`Detaching` what ``no_grad`` means. Checkpoints do not reach the program: their function is called directly.
+functional dissolves them all. What the mode does must then stand in the operators: the tracer puts the casts of
+autocast there, :class:`Detaching` what ``no_grad`` means. Checkpoints do not reach the program: their function is called
+directly.
 """
 
 from __future__ import annotations
@@ -23,8 +24,8 @@ from torch.utils import _pytree as pytree
 from flexsearch.errors import ImportModelError
 
 CHECKPOINTS = (
-    "activation checkpointing is not taken over: it changes no result, and what is stored or computed again is a matter "
-    "of the plan"
+    "activation checkpointing is not taken over: it changes no result, and what is stored or computed again is a "
+    "matter of the plan"
 )
 
 
@@ -53,20 +54,27 @@ def traceable_autograd(notes: list[str]) -> Iterator[None]:
     own = {"CheckpointFunction": Direct, "_checkpoint_without_reentrant_generator": around}
     with (
         _replaced(torch.utils.checkpoint, own),
-        _replaced(torch.autograd.Function, {"apply": classmethod(_refuse)}),
+        _replaced(torch.autograd.Function, {"apply": classmethod(_guarded(vars(torch.autograd.Function)["apply"]))}),
         _silent(logging.getLogger("torch.utils.checkpoint")),  # it advises on use_reentrant
     ):
         yield
 
 
-def _refuse(function: type, *_args: Any, **_options: Any) -> Any:
-    frame = sys._getframe(1)
-    place = "/".join(Path(frame.f_code.co_filename).parts[-2:])
-    raise ImportModelError(
-        f"{function.__qualname__}, called at {place}:{frame.f_lineno}, has a backward of its own, which a graph of "
-        "forward operators would replace by theirs",
-        "Write it with PyTorch's operators (a straight-through estimator as x + (f(x) - x).detach()).",
-    )
+def _guarded(original: Any) -> Callable[..., Any]:
+    """``torch.autograd.Function.apply`` that calls only those functions that belong to an operator of torch.library."""
+
+    def apply(function: type, *args: Any, **options: Any) -> Any:
+        if function.__module__.startswith("torch._library"):
+            return original.__func__(function, *args, **options)
+        frame = sys._getframe(1)
+        place = "/".join(Path(frame.f_code.co_filename).parts[-2:])
+        raise ImportModelError(
+            f"{function.__qualname__}, called at {place}:{frame.f_lineno}, has a backward of its own, which a graph of "
+            "forward operators would replace by theirs",
+            "Write it with PyTorch's operators (a straight-through estimator as x + (f(x) - x).detach()).",
+        )
+
+    return apply
 
 
 @contextmanager
