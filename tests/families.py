@@ -164,6 +164,7 @@ FAMILIES: dict[str, Family] = {
         "DebertaV2Config", "DebertaV2ForSequenceClassification",
         {**_ENCODER, "relative_attention": True, "position_buckets": 4, "pos_att_type": ["p2c", "c2p"],
          "share_att_key": True, "norm_rel_ebd": "layer_norm"}, classes,
+        static={"problem_type": "single_label_classification"},
     ),
     "t5": Family(
         "T5Config", "T5ForConditionalGeneration",

@@ -113,7 +113,9 @@ def switches(model: nn.Module) -> str:
         options = vars(config)
         for name, value in STATIC.items():
             if name == "experts_implementation":  # every configuration has it; without experts it means nothing
-                loops = options.get(f"_{name}") == "eager" and any("experts" in key for key in options if key[0] != "_")
+                loops = getattr(config, f"_{name}", "") == "eager" and any(
+                    "experts" in key for key in options if key[0] != "_"
+                )
             else:
                 loops = bool(options.get(name))
             if loops:

@@ -2,8 +2,8 @@
 
 ``torch.export`` keeps such regions as graphs inside the graph, loses those that are nested, and making the program
 functional dissolves them all. What the mode does must then stand in the operators: the tracer puts the casts of
-autocast there, :class:`Detaching` what ``no_grad`` means. Checkpoints do not reach the program: their function is called
-directly.
+autocast there, :class:`Detaching` what ``no_grad`` means. Checkpoints do not reach the program, because their function
+is called directly.
 """
 
 from __future__ import annotations
