@@ -108,9 +108,9 @@ HEADS: dict[str, Head] = {
     "transcription": Head("MODEL_FOR_SPEECH_SEQ_2_SEQ_MAPPING_NAMES", _speech),
     "masked-lm": Head("MODEL_FOR_MASKED_LM_MAPPING_NAMES", _text),
     "causal-lm": Head("MODEL_FOR_CAUSAL_LM_MAPPING_NAMES", _text),
+    "contrastive": Head("MODEL_FOR_ZERO_SHOT_IMAGE_CLASSIFICATION_MAPPING_NAMES", _pairs),
     "image-classification": Head("MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING_NAMES", _image_classes),
     "audio-classification": Head("MODEL_FOR_AUDIO_CLASSIFICATION_MAPPING_NAMES", _waveform_classes),
-    "contrastive": Head("MODEL_FOR_ZERO_SHOT_IMAGE_CLASSIFICATION_MAPPING_NAMES", _pairs),
     "classification": Head("MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES", _text_classes),
     "segmentation": Head("MODEL_FOR_SEMANTIC_SEGMENTATION_MAPPING_NAMES", _segments),
 }
@@ -200,6 +200,8 @@ def _configuration(transformers: ModuleType, spec: str, options: Mapping[str, An
     """The configuration: the model type's own, what the file says, and then the options."""
     known = transformers.models.auto.configuration_auto.CONFIG_MAPPING
     name = spec.removeprefix(PREFIX)
+    if not name:
+        raise ImportModelError(f"{spec!r} does not name a model", _USAGE)
     fields = {"model_type": name} if name in known or not _is_path(name) else _read(spec, Path(name))
     kind = fields.get("model_type")
     if not isinstance(kind, str) or kind not in known:
