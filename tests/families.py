@@ -6,11 +6,9 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-import pytest
 import torch
+import transformers
 from torch import Tensor, nn
-
-transformers = pytest.importorskip("transformers")
 
 Batch = dict[str, Any]
 Options = Mapping[str, Any]
@@ -136,6 +134,7 @@ FAMILIES: dict[str, Family] = {
     "olmo2": Family("Olmo2Config", "Olmo2ForCausalLM", _GROUPED, causal),
     "mixtral": Family(
         "MixtralConfig", "MixtralForCausalLM", {**_GROUPED, "num_local_experts": 4, "num_experts_per_tok": 2}, causal,
+        cheap=True,
     ),
     "qwen2_moe": Family(
         "Qwen2MoeConfig", "Qwen2MoeForCausalLM",
@@ -165,6 +164,7 @@ FAMILIES: dict[str, Family] = {
         {**_ENCODER, "relative_attention": True, "position_buckets": 4, "pos_att_type": ["p2c", "c2p"],
          "share_att_key": True, "norm_rel_ebd": "layer_norm"}, classes,
         static={"problem_type": "single_label_classification"},
+        cheap=True,
     ),
     "t5": Family(
         "T5Config", "T5ForConditionalGeneration",
@@ -187,6 +187,7 @@ FAMILIES: dict[str, Family] = {
         "CLIPConfig", "CLIPModel",
         {"text_config": {**_DECODER}, "vision_config": {**_WIDTH, "image_size": 16, "patch_size": 4},
          "projection_dim": 8}, pairs,
+        cheap=True,
     ),
     "vit": Family("ViTConfig", "ViTForImageClassification", _PATCHES, images(), cheap=True),
     "dinov2": Family("Dinov2Config", "Dinov2ForImageClassification", _PATCHES, images()),
@@ -194,6 +195,7 @@ FAMILIES: dict[str, Family] = {
         "SwinConfig", "SwinForImageClassification",
         {"image_size": 32, "patch_size": 4, "embed_dim": 8, "depths": [2, 2], "num_heads": [2, 2], "window_size": 4,
          "num_labels": CLASSES}, images(32),
+        cheap=True,
     ),
     "convnext": Family(
         "ConvNextConfig", "ConvNextForImageClassification",
@@ -207,6 +209,7 @@ FAMILIES: dict[str, Family] = {
         "SegformerConfig", "SegformerForSemanticSegmentation",
         {"hidden_sizes": [4, 8, 8, 16], "depths": [1, 1, 1, 1], "num_attention_heads": [1, 2, 2, 2],
          "decoder_hidden_size": 8, "num_labels": CLASSES}, segmentation,
+        cheap=True,
     ),
     "beit": Family("BeitConfig", "BeitForImageClassification", _PATCHES, images()),
     "resnet": Family(
@@ -227,6 +230,7 @@ FAMILIES: dict[str, Family] = {
         "Mamba2Config", "Mamba2ForCausalLM",
         {**_TEXT, "hidden_size": 16, "num_hidden_layers": 2, "num_heads": 4, "head_dim": 8, "state_size": 8,
          "n_groups": 2, "chunk_size": 4}, causal,
+        cheap=True,
     ),
     "wav2vec2": Family(
         "Wav2Vec2Config", "Wav2Vec2ForSequenceClassification",

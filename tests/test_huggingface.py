@@ -7,16 +7,20 @@ that together uses every kind of layer.
 from __future__ import annotations
 
 import warnings
+from typing import Any
 
 import pytest
 import torch
 
 from flexsearch.cost import Costs
 from flexsearch.errors import ImportModelError
-from flexsearch.graph.aten import HANDLERS
-from flexsearch.graph.importer import import_model
+from flexsearch.graph.importer import import_model, import_with_constants
+from flexsearch.graph.regions import CHECKPOINTS
 from flexsearch.topology import Topology
-from tests.families import FAMILIES, build, configuration, images, transformers
+
+pytest.importorskip("transformers")
+
+from tests.families import FAMILIES, build
 from tests.training import Training, imported, product_flops, prove, prove_draws, torch_flops
 
 pytestmark = pytest.mark.filterwarnings("ignore:use_cache")
@@ -86,18 +90,55 @@ def test_a_batch_without_labels_is_told_what_it_lacks() -> None:
         import_model(model, batch)
 
 
-def test_errors_inside_a_library_say_what_its_user_can_do(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A random operator without a handler, in DINOv2's drop path; and a batch of the wrong kind."""
-    monkeypatch.delitem(HANDLERS, "aten.rand")
-    config = configuration("dinov2", drop_path_rate=0.5)
-    model = transformers.Dinov2ForImageClassification(config).train()
-    with pytest.raises(ImportModelError) as drawn:
-        import_model(model, images()())
-    assert "draws random numbers" in str(drawn.value) and "drop_path" in str(drawn.value)
-    assert "The layer is transformers's: set the rate" in drawn.value.remedy
-    assert "model.eval()" in drawn.value.remedy
+STATIC_OPTIONS: list[tuple[str, dict[str, Any], str]] = [
+    ("wav2vec2", {"apply_spec_augment": True, "layerdrop": 0.1}, "layerdrop=0.0 and apply_spec_augment=False"),
+    ("bart", {"encoder_layerdrop": 0.1}, "encoder_layerdrop=0.0"),
+    ("opt", {"layerdrop": 0.1}, "layerdrop=0.0"),
+    ("mixtral", {"experts_implementation": "eager"}, "experts_implementation='batched_mm'"),
+]
+
+
+@pytest.mark.parametrize(("name", "options", "remedy"), STATIC_OPTIONS)
+def test_a_model_that_decides_by_values_is_told_which_option_to_set(
+    name: str, options: dict[str, Any], remedy: str
+) -> None:
+    with pytest.raises(ImportModelError) as error:
+        import_model(*build(name, **options))
+    assert "decides by the values of tensors in layer '" in error.value.message
+    assert "/modeling_" in error.value.message
+    expected = f"The line is transformers's: set {remedy} in the model's configuration, or import the model"
+    assert error.value.remedy.startswith(expected)
+
+
+def test_draws_that_pytorch_does_not_make_are_refused() -> None:
+    """SpecAugment draws by numpy: the graph would hold the masks of one step."""
+    with pytest.raises(ImportModelError, match="draws random numbers by numpy") as error:
+        import_model(*build("whisper", apply_spec_augment=True))
+    assert error.value.remedy == "Set apply_spec_augment=False in the model's configuration."
+
+
+def test_a_batch_that_does_not_fit_is_told_the_layer_and_the_line() -> None:
     model, batch = build("bert_classifier")
-    with pytest.raises(ImportModelError) as failed:
+    with pytest.raises(ImportModelError) as error:
         import_model(model, {**batch, "position_ids": torch.zeros(4, 3, dtype=torch.long)})
-    assert "cannot be traced in layer 'bert.embeddings" in failed.value.message
-    assert "The line is transformers's: check that the batch" in failed.value.remedy
+    assert "cannot be traced in layer 'bert.embeddings" in error.value.message
+    assert "The line is transformers's: check that the batch" in error.value.remedy
+
+
+@pytest.mark.parametrize("name", ["gpt2", "llama", "t5", "vit", "bert"])
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_gradient_checkpointing_imports_to_the_same_graph_with_a_note(name: str, reentrant: bool) -> None:
+    model, batch = build(name)
+    plain_graph = import_with_constants(model, batch).graph
+    model.gradient_checkpointing_enable({"use_reentrant": reentrant})
+    traced = import_with_constants(model, batch)
+    assert CHECKPOINTS in traced.notes
+    assert traced.graph.content_hash() == plain_graph.content_hash()
+
+
+def test_a_classifier_that_selects_its_labels_imports_as_shipped() -> None:
+    """DeBERTa finds the labels that count by their values unless its configuration says what they are."""
+    model, batch = build("deberta_v2", problem_type=None)
+    graph = import_model(model, batch)
+    assert model.config.problem_type is None
+    assert graph.content_hash() == import_model(*build("deberta_v2")).content_hash()

@@ -1,4 +1,4 @@
-"""``hf:NAME``: models of transformers by their model type or configuration file, without weights and without network."""
+"""``hf:NAME``: models of transformers by model type or configuration file, without weights and without network."""
 
 from __future__ import annotations
 
@@ -147,7 +147,7 @@ def test_a_graph_does_not_overwrite_the_configuration_that_it_is_made_from(cli: 
 
 def test_a_model_by_name_is_planned_and_trained(cli: Cli) -> None:
     options = ["--batch", 4, *_set(*SMALL)]
-    assert cli("import", "hf:gpt2", "-o", "g.json", *options).code == 0
+    assert cli("import", "hf:llama", "-o", "g.json", *options).code == 0
     assert cli("optimize", "g.json", "-t", "ethernet-1g:2", "-b", 100, "-o", "s.json").code == 0
-    ran = cli("run", "-n", 2, "s.json", "--model", "hf:gpt2", "--steps", 2, *options)
+    ran = cli("run", "-n", 2, "s.json", "--model", "hf:llama", "--steps", 2, *options)
     assert ran.code == 0, ran.err
