@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from flexsearch.errors import FlexsearchError
     from flexsearch.graph import OperatorGraph
     from flexsearch.graph.importer import import_model
-    from flexsearch.graph.operators import register
+    from flexsearch.graph.ops import OperatorKind, register
     from flexsearch.runtime.parallel import Parallel, parallelize
     from flexsearch.strategy import Strategy
     from flexsearch.topology import Topology
@@ -28,15 +28,15 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 __all__ = [
-    "FlexsearchError", "OperatorGraph", "Parallel", "Profile", "Strategy", "Topology", "__version__", "compare",
-    "import_model", "optimize", "parallelize", "profile_graph", "register",
+    "FlexsearchError", "OperatorGraph", "OperatorKind", "Parallel", "Profile", "Strategy", "Topology", "__version__",
+    "compare", "import_model", "optimize", "parallelize", "profile_graph", "register",
 ]  # fmt: skip
 
 _HOME = {
     "FlexsearchError": "errors", "OperatorGraph": "graph", "Parallel": "runtime.parallel", "Profile": "cost",
     "Strategy": "strategy", "Topology": "topology", "compare": "api", "import_model": "graph.importer",
     "optimize": "api", "parallelize": "runtime.parallel", "profile_graph": "cost.profiler",
-    "register": "graph.operators",
+    "register": "graph.ops", "OperatorKind": "graph.ops",
 }  # fmt: skip
 
 

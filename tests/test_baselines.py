@@ -13,7 +13,7 @@ from flexsearch.errors import StrategyError
 from flexsearch.files import shipped_names
 from flexsearch.graph import Axis, Operator, OperatorGraph, Tensor
 from flexsearch.graph.notation import instantiate, parse
-from flexsearch.graph.operators import axis_roles
+from flexsearch.graph.ops import axis_roles
 from flexsearch.lower import Lowered, lower
 from flexsearch.lower.layout import Layouts
 from flexsearch.lower.reshard import reshard

@@ -18,9 +18,9 @@ from torch import Tensor, nn
 from flexsearch import zoo
 from flexsearch.errors import ImportModelError
 from flexsearch.graph import Box, OperatorGraph, Tracing, whole_piece
-from flexsearch.graph.aten import HANDLERS
+from flexsearch.graph.ops.base import TRACES
 from flexsearch.graph.importer import Imported, import_model, import_with_constants, load_callable
-from flexsearch.graph.kernels import KernelContext, build_kernel
+from flexsearch.graph.ops import KernelContext, build_kernel
 from flexsearch.graph.shipped import SHIPPED, make
 from tests.ranks import pool
 from tests.small_models import Dropped
@@ -679,7 +679,7 @@ def test_a_call_that_its_handler_does_not_foresee_is_an_error_or_opaque(monkeypa
     def handler(b: Any, **call: Any) -> None:
         raise ValueError("zip() argument 2 is longer than argument 1")
 
-    monkeypatch.setitem(HANDLERS, "aten.tanh", handler)
+    monkeypatch.setitem(TRACES, "aten.tanh", handler)
     model = Fn(lambda x, w: torch.tanh(x * w).sum(), ())
     with pytest.raises(ImportModelError, match=r"aten\.tanh\.default.*does not fit its pattern.*--opaque"):
         import_model(model, randn(4, 8))

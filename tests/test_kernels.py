@@ -16,11 +16,11 @@ from torch import Tensor
 
 import tests.kernel_cases_more
 from flexsearch.errors import ImportModelError
-from flexsearch.graph.kernels import KernelContext, build_kernel
+from flexsearch.graph.ops import KernelContext, build_kernel
 from flexsearch.graph.kernels_norm import fused_batch_norm
 from flexsearch.graph.kernels_random import keep_mask
 from flexsearch.graph.notation import Box, Interval
-from flexsearch.graph.operators import _SHIPPED
+from flexsearch.graph.ops.base import _SHIPPED
 from flexsearch.graph.piece import Piece, make_piece, whole_piece
 from tests.kernel_cases import CASES, Case, rand
 

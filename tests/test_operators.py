@@ -123,7 +123,7 @@ def test_a_piece_of_a_reshape_is_the_same_elements_on_both_sides(
     shapes: tuple[tuple[int, ...], tuple[int, ...]],
 ) -> None:
     torch = pytest.importorskip("torch")
-    from flexsearch.graph.aten_shape import view_pattern
+    from flexsearch.graph.ops.shape import view_pattern
 
     source, target = shapes
     pattern, known = view_pattern(source, target)
@@ -150,7 +150,7 @@ def test_a_piece_of_a_reshape_is_the_same_elements_on_both_sides(
 )  # fmt: skip
 def test_what_of_a_reshape_can_be_split(source: tuple[int, ...], target: tuple[int, ...], splittable: set[int]) -> None:
     pytest.importorskip("torch")
-    from flexsearch.graph.aten_shape import view_pattern
+    from flexsearch.graph.ops.shape import view_pattern
 
     pattern, sizes = view_pattern(source, target)
     assert {sizes[a] for a in parse(pattern).splittable(sizes)} == splittable

@@ -16,7 +16,7 @@ from flexsearch.cost.communication import Transfer
 from flexsearch.graph import Axis, Operator, OperatorGraph, Tensor
 from flexsearch.graph.notation import instantiate
 from flexsearch.lower import Communication, Lowered, TaskArrays, TaskGraph, TaskKind, lower
-from flexsearch.simulate import Memory, keep, makespan, over_memory, simulate
+from flexsearch.simulate import Memory, makespan, over_memory, simulate
 from flexsearch.simulate.kernel import run, times
 from flexsearch.simulate.memory import spans_of
 from flexsearch.strategy import Options, Strategy, make_config
@@ -392,15 +392,17 @@ def test_unused_devices_hold_nothing_but_the_loss(hosts: Topology) -> None:
 def test_what_a_backward_needs_follows_the_kind() -> None:
     graph = convnet()
     op = {o.name: o for o in graph.operators}
-    assert keep(op["flatten"]).alias
-    assert keep(op["features.relu1"])[:2] == (False, True)
-    assert keep(op["features.conv1"])[:2] == (True, False)
-    assert keep(op["loss"])[:2] == (True, False)
+
+    def saved(op: Operator, before: Operator | None = None) -> Saved:
+        return kind_of(op).saves(op, before)
+
+    assert saved(op["flatten"]).alias
+    assert saved(op["features.relu1"])[:2] == (False, True)
+    assert saved(op["features.conv1"])[:2] == (True, False)
+    assert saved(op["loss"])[:2] == (True, False)
     unknown = op["loss"].model_copy(update={"kind": "something new"})
-    assert keep(unknown)[:2] == (True, True)
-    assert not keep(op["flatten"], op["flatten"].model_copy(update={"kind": "permute"})).alias
-
-
+    assert saved(unknown)[:2] == (True, True)
+    assert not saved(op["flatten"], op["flatten"].model_copy(update={"kind": "permute"})).alias
 @pytest.mark.parametrize("name", ["lenet", "gpt2", "rnntc"])
 def test_activations_kept_for_the_backward_are_those_that_autograd_saves(name: str) -> None:
     torch = pytest.importorskip("torch")

@@ -18,7 +18,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from flexsearch.cost import Costs
 from flexsearch.graph import OperatorGraph
 from flexsearch.graph.importer import Imported, import_with_constants
-from flexsearch.graph.operators import OPERATORS, forward_flops
+from flexsearch.graph.ops import forward_flops, kind_of
 from flexsearch.runtime.parallel import distribute
 from flexsearch.search import search
 from flexsearch.strategy import Options, Strategy, make_config
@@ -166,7 +166,7 @@ def assert_whole(graph: OperatorGraph) -> None:
 
 def product_flops(graph: OperatorGraph) -> float:
     """Forward FLOPs of matrix products, convolutions and attention, those that torch's FlopCounterMode counts."""
-    counted = [op for op in graph.operators if OPERATORS[op.kind].contraction or OPERATORS[op.kind].matrix]
+    counted = [op for op in graph.operators if kind_of(op).contraction or kind_of(op).matrix]
     return float(sum(forward_flops(op, op.sizes) for op in counted))
 
 

@@ -23,7 +23,7 @@ from flexsearch.cost.ticks import task_seconds, whole
 from flexsearch.errors import ProfileError
 from flexsearch.graph.model import Operator, OperatorGraph, Tensor
 from flexsearch.graph.notation import Operand
-from flexsearch.graph.operators import OPERATORS, backward_flops, forward_flops, shipped, table
+from flexsearch.graph.ops import KINDS, backward_flops, forward_flops, kind_of, shipped, table
 from flexsearch.graph.piece import Piece
 from flexsearch.topology import Device, Topology
 
@@ -36,9 +36,6 @@ MEMORY_EFFICIENCY: Final = 0.8
 
 Numbers = npt.NDArray[np.int64]
 Seconds = npt.NDArray[np.float64]
-
-FREE_KINDS: Final = frozenset({"view", "permute", "expand", "slice", "unfold", "detach"})
-"""Kinds whose forward only makes another view of the same memory."""
 
 STREAMS: Final = {"sgd": 3, "momentum": 5, "adam": 7}
 """Bytes that an update reads and writes, per byte of weights: weight, gradient and state in, weight and state out."""
@@ -54,7 +51,7 @@ def roofline(kind: str, work: Work, dtype: str, device: Device) -> float:
 
 def _rates(kind: str, dtype: str, device: Device) -> tuple[float, float]:
     """FLOP/s and B/s that operators of a kind reach."""
-    matrix = kind in OPERATORS and (OPERATORS[kind].contraction or OPERATORS[kind].matrix)
+    matrix = kind in KINDS and (KINDS[kind].contraction or KINDS[kind].matrix)
     efficiency = MATRIX_EFFICIENCY if matrix else OTHER_EFFICIENCY
     return device.flops_for(dtype) * efficiency, device.memory_bandwidth * MEMORY_EFFICIENCY
 
@@ -109,7 +106,7 @@ class Costed:
         if self._free:
             return 0.0, 0.0
         written = self._written(extents)
-        if self.op.kind == "cat":  # an operand's window may lie outside; all that is written was read once
+        if kind_of(self.op).copies:  # an operand's window may lie outside; all that is written was read once
             read = written
         elif (looked_up := table(self.op.kind)) is not None:  # reads the rows that are looked up, not the table
             read = sum(self._bytes(i, extents) for i in range(len(self.inputs)) if i != looked_up) + written
@@ -119,22 +116,14 @@ class Costed:
 
     def backward_counts(self, extents: Mapping[str, Any]) -> tuple[Any, Any]:
         """As ``backward``, as plain numbers; of arrays of extents: arrays."""
-        kind = self.op.kind
-        if not any(self.needs) or kind in ("view", "permute", "cat") or (kind == "dropout" and self._free):
+        reads = kind_of(self.op).backward_reads
+        if not any(self.needs) or reads == "nothing" or (reads == "inputs" and self._free):
             return 0.0, 0.0
         incoming = self._written(extents)
         made = sum(self._bytes(i, extents) for i, need in enumerate(self.needs) if need)
-        if kind in (
-            "sum",
-            "mean",
-            "expand",
-            "slice",
-            "unfold",
-            "im2col",
-            "pad",
-        ):  # linear and weightless: no input is read again
+        if reads == "gradients":
             saved = 0
-        elif (looked_up := table(kind)) is not None:  # clears the table's gradient, then adds to the rows looked up
+        elif (looked_up := table(self.op.kind)) is not None:  # clears the table's gradient, adds to rows
             saved = sum(self._bytes(i, extents) for i in range(len(self.inputs)) if i != looked_up) + 2 * incoming
         else:
             saved = sum(self._bytes(i, extents) for i, t in enumerate(self.inputs) if t.floating)
@@ -143,7 +132,7 @@ class Costed:
 
     @cached_property
     def _free(self) -> bool:
-        return self.op.kind in FREE_KINDS or (self.op.kind == "dropout" and self.op.attributes.get("p") == 0)
+        return kind_of(self.op).is_free(self.op)
 
     def _bytes(self, position: int, extents: Mapping[str, Any]) -> Any:
         tensor = self.inputs[position]

@@ -24,9 +24,10 @@ from flexsearch.cost.cases import Case, check_memory, plan, quick_enough
 from flexsearch.cost.neighbours import neighbours
 from flexsearch.cost.profile import Entry, Profile, ProfileDevice, UpdateEntry, cpu_model
 from flexsearch.errors import FlexsearchError, ProfileError
-from flexsearch.graph.kernels import KernelContext, build_kernel, preferred
 from flexsearch.graph.model import OperatorGraph
 from flexsearch.graph.notation import Box
+from flexsearch.graph.ops import KernelContext, build_kernel
+from flexsearch.graph.ops.local import preferred
 
 Progress = Callable[[int, int], None]
 """Called with the number of entries that are measured, and of all."""

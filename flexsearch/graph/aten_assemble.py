@@ -8,8 +8,8 @@ from collections.abc import Iterable, Mapping, Sequence
 import torch
 
 from flexsearch.errors import ImportModelError
-from flexsearch.graph.aten import Draft, Value
 from flexsearch.graph.model import Axis, Operator, OperatorGraph, Tensor, Tracing
+from flexsearch.graph.ops.value import Draft, Value
 
 
 def assemble(

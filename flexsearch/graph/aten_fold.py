@@ -10,7 +10,8 @@ from typing import Any
 import torch
 from torch.utils import _pytree as pytree
 
-from flexsearch.graph.aten import Value, bind
+from flexsearch.graph.ops.builder import bind
+from flexsearch.graph.ops.value import Value
 
 
 @dataclass(eq=False, slots=True)

@@ -7,9 +7,7 @@ from math import prod
 from flexsearch.errors import NotationError
 from flexsearch.graph.model import Axis, Operator, OperatorGraph, Tensor
 from flexsearch.graph.notation import Operand
-
-GROUPED = ("batch_statistics", "batch_norm")
-"""Kinds that may cut the batch into groups: a larger batch makes these larger, not more."""
+from flexsearch.graph.ops import kind_of
 
 
 def with_batch(graph: OperatorGraph, factor: int) -> OperatorGraph:
@@ -46,7 +44,7 @@ def with_batch(graph: OperatorGraph, factor: int) -> OperatorGraph:
 
 def _longer(op: Operator, factor: int) -> Operator:
     samples = {axis for axis, role in op.roles.items() if role == "sample"}
-    if op.kind in GROUPED:
+    if kind_of(op).grouped:  # a larger batch makes the groups larger, not more
         samples = {_inside(op).get(axis, axis) for axis in samples}
     axes = tuple(Axis(name=a.name, size=a.size * (factor if a.name in samples else 1), role=a.role) for a in op.axes)
     # Not model_copy, which would keep the sizes that have been asked for already.

@@ -19,20 +19,25 @@ from torch.utils import _pytree as pytree
 from flexsearch.errors import ImportModelError, NotationError
 from flexsearch.graph import (  # noqa: F401  (importing them registers their handlers)
     aten_index,
-    aten_math,
     aten_nn,
     aten_random,
     aten_rnn,
     aten_shape,
 )
-from flexsearch.graph.aten import Builder, Kind, Value, bind, dtype_name, find_handler, registered
-from flexsearch.graph.aten import opaque as emit_opaque
+from flexsearch.graph.aten import bind as legacy_bind
+from flexsearch.graph.aten import find_handler
 from flexsearch.graph.aten_assemble import assemble
 from flexsearch.graph.aten_export import Loss, export_step, source_line
 from flexsearch.graph.aten_fold import Folded, fold, is_random, sources
 from flexsearch.graph.loading import Loaded, load_callable
 from flexsearch.graph.model import OperatorGraph, Tracing
-from flexsearch.graph.operators import ATEN_KINDS
+from flexsearch.graph.ops import find_trace
+from flexsearch.graph.ops.builder import Builder, bind
+from flexsearch.graph.ops.builder import opaque as emit_opaque
+from flexsearch.graph.ops.calls import dtype_name
+from flexsearch.graph.ops.pointwise import pointwise_trace
+from flexsearch.graph.ops.value import TensorKind as Kind
+from flexsearch.graph.ops.value import Value
 from flexsearch.graph.prepare import plain, unwrapped
 
 __all__ = ["Imported", "Loaded", "import_model", "import_with_constants", "load_callable"]
@@ -257,16 +262,17 @@ class _Walk:
 
     def _dispatch(self, target: torch._ops.OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         b, name = self.builder, str(target)
-        if name in ATEN_KINDS:
-            return registered(b, ATEN_KINDS[name], target, args, kwargs)
+        b.args, b.kwargs = args, kwargs
         try:
+            if (trace := find_trace(name)) is not None:
+                return trace(b, **bind(target, args, kwargs))
             if (handler := find_handler(name)) is not None:
-                return handler(b, **bind(target, args, kwargs))
-            if (elementwise := aten_math.pointwise_handler(target)) is not None:
-                return elementwise(b, args, dict(kwargs))
+                return handler(b, **legacy_bind(target, args, kwargs))
+            if (trace := pointwise_trace(target)) is not None:
+                return trace(b, **bind(target, args, kwargs))
             problem = b.error(
                 "is not in the operator table",
-                f'Register it, flexsearch.graph.operators.register(kind, pattern, aten="{name}"), or import it '
+                "Register it (flexsearch.register, docs/operators.md), or import it "
                 "unsplittable with opaque=True (--opaque).",
             )
         except ImportModelError as error:

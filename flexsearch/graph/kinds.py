@@ -9,14 +9,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Annotated, Final, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, JsonValue, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, JsonValue
 
-from flexsearch.files import describe, dotted
-from flexsearch.graph.consistency import place
-from flexsearch.graph.model import Dtype, Operator, OperatorGraph
-from flexsearch.graph.operators import OPERATORS, shipped
-from flexsearch.graph.rules import RULES
-from flexsearch.graph.targets import check_target
+from flexsearch.graph.model import Dtype
 from flexsearch.quantities import Size
 
 Positive = Annotated[int, Field(ge=1, lt=2**31)]
@@ -203,50 +198,3 @@ KINDS: Final[Mapping[str, tuple[type[Attributes], int, int, int]]] = {
     "bce_loss": (Loss, 2, 3, 1), "bce_with_logits": (Loss, 2, 4, 1), "kl_div": (Loss, 2, 2, 1),
 }  # fmt: skip
 """By kind: attributes, least and most operands, number of results (MANY: any)."""
-
-
-def check_kinds(graph: OperatorGraph) -> None:
-    """Raise ValueError, naming the field, if an operator's kind is unknown or contradicts its other fields."""
-    for k, op in enumerate(graph.operators):
-        where = place(k, op)
-        if shipped(op.kind):
-            _check_operator(graph, op, where)
-        elif op.kind not in OPERATORS and not _named_elsewhere(op):
-            raise ValueError(
-                f"{where}.kind: {op.kind!r} is no kind of operator; one that you registered names its torch operator "
-                "in attributes.target"
-            )
-
-
-def _named_elsewhere(op: Operator) -> bool:
-    """Whether an unknown kind is one that somebody registered for a torch operator."""
-    try:
-        check_target(str(op.attributes.get("target")))
-    except ValueError:
-        return False
-    return True
-
-
-def _check_operator(graph: OperatorGraph, op: Operator, where: str) -> None:
-    model, least, most, results = KINDS[op.kind]
-    try:
-        attributes = model.model_validate(op.attributes)
-    except ValidationError as error:
-        problem = error.errors(include_url=False)[0]
-        raise ValueError(f"{where}.attributes.{dotted(problem['loc'])}: {describe(problem)}") from error
-    if not least <= len(op.inputs) <= most or (len(op.outputs) != results and results != MANY):
-        raise ValueError(
-            f"{where}: {op.kind} with {len(op.inputs)} inputs and {len(op.outputs)} outputs; it has {least} to {most} "
-            f"inputs and {results} outputs"
-        )
-    tensors = [graph.tensor[name] for name in (*op.inputs, *op.outputs)]
-    shapes = tuple(tensor.shape for tensor in tensors)
-    named = OPERATORS[op.kind].roles
-    for axis, role in op.roles.items():
-        if role not in ("sample", named.get(axis, role)):
-            raise ValueError(f"{where}.axes: {axis!r} of {op.kind} is a {named[axis]} axis, not {role}")
-    windows = any(not d.plain and not d.merged and d.axes for o in op.access.inputs for d in o.dimensions)
-    if windows and not op.kind.startswith(("conv", "max_pool", "avg_pool", "slice", "cat", "pad", "unfold", "im2col")):
-        raise ValueError(f'{where}.pattern: {op.kind} reads no windows, as in "{op.pattern}"')
-    if op.kind in RULES and (contradiction := RULES[op.kind](op, attributes, shapes)):
-        raise ValueError(f"{where}: {contradiction}")

@@ -226,7 +226,7 @@ class OperatorGraph(FileModel):
                 f"(shipped: {', '.join(shipped_names('graphs'))})",
                 "Make one with `flexsearch import MODULE:CALLABLE -o graph.json`.",
             )
-        from flexsearch.graph.kinds import check_kinds  # the table of kinds needs this module
+        from flexsearch.graph.ops.check import check_kinds  # the kinds need this module
 
         graph = load(cls, found, "graph")
         try:

@@ -7,15 +7,13 @@ than ranks (a reshape, a concatenation). :func:`register` adds lines for operato
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from math import prod
 from typing import Any
 
-from flexsearch.errors import ImportModelError
 from flexsearch.graph.model import Operator, Role
-from flexsearch.graph.notation import Access, Dimension
-from flexsearch.graph.targets import trust
+from flexsearch.graph.notation import Dimension
 
 Flops = Callable[[Operator, Mapping[str, Any]], Any]
 """Forward FLOPs of a piece, given its number of indices on each axis. Those of the shipped table also take arrays of
@@ -165,99 +163,3 @@ OPERATORS: dict[str, OperatorSpec] = {
     "kl_div": OperatorSpec(None, {}, _per_input(4.0)),
     "opaque": OperatorSpec(None, {}, _touched),
 }
-
-ATEN_KINDS: dict[str, str] = {}
-"""Torch operator name ("mylib.myop.default") -> kind, for kinds that users registered."""
-
-
-def register(
-    kind: str,
-    pattern: str,
-    roles: Mapping[str, Role] | None = None,
-    flops: Flops | None = None,
-    aten: str | None = None,
-) -> None:
-    """Add (or replace) a line of the table.
-
-    ``pattern``: access pattern of the operator's tensor arguments, in order, and its outputs; the axes' sizes must
-    follow from the shapes. ``roles``: of axes whose role is not inherited. ``flops``: forward FLOPs of a piece
-    (default: one per output element). ``aten``: the torch operator that importing recognises, "mylib.myop.default".
-    To run it, give :func:`flexsearch.graph.kernels.register_kernel` a kernel for the kind.
-    Raises ImportModelError if the line contradicts the shipped table or is malformed.
-    """
-    if kind in _SHIPPED:
-        raise ImportModelError(f"operator kind {kind!r} belongs to flexsearch; register yours under another name")
-    if pattern.count("->") != 1:
-        raise ImportModelError(f'pattern "{pattern}" of kind {kind!r} must have exactly one "->" ')
-    allowed = ("sample", "attribute", "parameter", "reduction")
-    for axis, role in (roles or {}).items():
-        if role not in allowed:
-            raise ImportModelError(f"role {role!r} of axis {axis!r} of kind {kind!r} is none of {', '.join(allowed)}")
-    if aten is not None:
-        try:
-            trust(aten)
-        except ValueError as error:
-            raise ImportModelError(f"aten={aten!r} of kind {kind!r} {error}") from error
-    OPERATORS[kind] = OperatorSpec(pattern, dict(roles or {}), flops)
-    for name in [name for name, other in ATEN_KINDS.items() if other == kind]:
-        del ATEN_KINDS[name]
-    if aten is not None:
-        ATEN_KINDS[aten] = kind
-
-
-_SHIPPED = frozenset(OPERATORS)
-
-
-def axis_roles(kind: str, access: Access, sample: Collection[str], weights: Sequence[bool] = ()) -> dict[str, Role]:
-    """Role of every axis of an operator.
-
-    ``sample``: axes that run over the batch; they are samples wherever they go, also where they are summed away.
-    ``weights``: for each operand, whether it is made of parameters only: its axes are the parameter axes of an einsum.
-    """
-    named = OPERATORS[kind].roles if kind in OPERATORS else {}
-    indexed = {a for operand, weight in zip(access.inputs, weights, strict=False) if weight for a in operand.names()}
-    roles: dict[str, Role] = {}
-    for axis in access.axes:
-        if axis in sample:
-            roles[axis] = "sample"
-        elif axis in named:
-            roles[axis] = named[axis]
-        elif axis in access.summed:
-            roles[axis] = "reduction"
-        else:
-            roles[axis] = "parameter" if kind == "einsum" and axis in indexed else "attribute"
-    return roles
-
-
-def table(kind: str) -> int | None:
-    """Position of the operand that operators of a kind look elements up in; None for others."""
-    return OPERATORS[kind].table if kind in OPERATORS else None
-
-
-def shipped(kind: str) -> bool:
-    """Whether a kind's line is ours, not a user's."""
-    return kind in _SHIPPED
-
-
-def forward_flops(op: Operator, extents: Mapping[str, Any]) -> Any:
-    """Forward FLOPs of a piece of ``op`` with ``extents`` indices on each axis (of many pieces: arrays)."""
-    spec = OPERATORS.get(op.kind)
-    return (spec.flops if spec and spec.flops else _outputs)(op, extents)
-
-
-def backward_flops(op: Operator, extents: Mapping[str, Any], needs: Sequence[bool]) -> Any:
-    """Backward FLOPs of a piece; ``needs``: for each operand, whether its gradient is wanted.
-
-    A contraction costs one more of its kind for each factor (a bias only a sum over the output), anything else its
-    fixed multiple of the forward.
-    """
-    if not any(needs):
-        return 0.0
-    spec = OPERATORS.get(op.kind, OperatorSpec())
-    forward = forward_flops(op, extents)
-    if not spec.contraction:
-        return spec.backward * forward + _counted(op, extents)  # two products for each
-    operands = op.access.inputs
-    factors = sum(1 for operand, need in zip(operands, needs, strict=True) if need and not operand.once)
-    sums = sum(1 for operand, need in zip(operands, needs, strict=True) if need and operand.once)
-    return spec.backward * factors * forward + sums * _outputs(op, extents)

@@ -8,9 +8,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
+from flexsearch.graph.ops import kind_of as operator_kind
 from flexsearch.lower import Lowered
 from flexsearch.report.units import percent, seconds
-from flexsearch.report.words import BOOKKEEPING, layer_range, ranges, task_words, tensor_words
+from flexsearch.report.words import layer_range, ranges, task_words, tensor_words
 from flexsearch.simulate import KINDS, Step, by_kind, by_resource
 from flexsearch.simulate.breakdown import Kind, kind_of, split
 
@@ -152,7 +153,7 @@ def _computed(lowered: Lowered, row: _Row) -> list[str]:
     """The layers of a row; bookkeeping, which has no place of its own in the network, does not begin or end it."""
     graph, operator = lowered.graph, lowered.tasks.operator
     pairs = zip(row.layers, row.steps, strict=True)
-    kept = [name for name, step in pairs if graph.operators[operator[step.task]].kind not in BOOKKEEPING]
+    kept = [name for name, step in pairs if not operator_kind(graph.operators[operator[step.task]]).bookkeeping]
     names = list(dict.fromkeys(kept or row.layers))
     end = graph.operators[graph.producer[graph.loss]].module
     if row.phase == "forward" and end in names:  # what prepares its targets comes first, but it is the end

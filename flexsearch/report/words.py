@@ -10,35 +10,15 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from flexsearch.graph import Operator, OperatorGraph
+from flexsearch.graph.ops import kind_of
 from flexsearch.lower import Communication, Lowered, TaskKind
-from flexsearch.simulate import trivial
 from flexsearch.strategy import OperatorConfig
 from flexsearch.topology import Topology
 
-_CONVOLUTIONS = ("conv1d", "conv2d")
-_WORDS = {
-    ("linear", "o"): "output features",
-    ("linear", "i"): "input features (partial sums)",
-    ("addmm", "o"): "output features",
-    ("addmm", "i"): "input features (partial sums)",
-    ("lstm_cell", "h"): "hidden features",
-    ("embedding", "v"): "vocabulary",
-    ("embedding", "d"): "embedding features",
-    ("attention", "h"): "heads",
-    ("attention", "k"): "heads",
-    ("attention", "g"): "heads of a group",
-    ("attention", "q"): "sequence",
-    ("attention", "v"): "head features",
-    **{(kind, "g"): "channel groups" for kind in (*_CONVOLUTIONS, "group_norm")},
-    **{(kind, "o"): "output channels" for kind in _CONVOLUTIONS},
-    **{(kind, "c"): "input channels (partial sums)" for kind in _CONVOLUTIONS},
-}
 _IMAGE = {3: ("batch", "channels", "length"), 4: ("batch", "channels", "height", "width")}
 _TEXT = {3: ("batch", "sequence", "features"), 4: ("batch", "heads", "sequence", "features")}
 _NUMBER = re.compile(r"(?<![^.])\d+(?![^.])")  # a part of a dotted name that is a number
 _SHARDED = ", weights sharded"
-BOOKKEEPING = ("batch_norm_running", "valid_count")
-"""Kinds that are no layer of their own."""
 _MANY = 6
 """More groups than this are rolled up over the repeated blocks of the model."""
 
@@ -46,7 +26,7 @@ _MANY = 6
 def axis_word(op: Operator, axis: str, images: bool = False) -> str:
     """What people call ``axis`` of ``op``. ``images``: the model works on images, which tells channels from heads."""
     role = op.roles[axis]
-    if (word := _WORDS.get((op.kind, axis))) is not None:
+    if (word := kind_of(op).words.get(axis)) is not None:
         return word
     if role == "sample":
         return "batch"
@@ -55,7 +35,7 @@ def axis_word(op: Operator, axis: str, images: bool = False) -> str:
         rank = len(operand.dimensions)
         for place, dimension in enumerate(operand.dimensions):
             if axis in dimension.axes:
-                spatial = images or op.kind in _CONVOLUTIONS or "pool" in op.kind or "batch_" in op.kind
+                spatial = images or kind_of(op).image
                 names = (_IMAGE if spatial else _TEXT).get(rank, ("batch", "features") if rank == 2 else ())
                 if place < len(names) and (place or role != "attribute"):
                     return names[place] + summed
@@ -99,7 +79,7 @@ def ranges(numbers: Iterable[int]) -> str:
 
 def treatment(graph: OperatorGraph, topology: Topology, op: Operator, config: OperatorConfig) -> str:
     """What a config does with an operator: "batch over 4 hosts", "replicated on 4 hosts", "on host1"."""
-    images = any(o.kind in _CONVOLUTIONS for o in graph.operators)
+    images = any(o.kind.startswith("conv") for o in graph.operators)
     where = device_set(topology, config.devices)
     weighted = _weighted(graph, graph.index[op.name])
     tail = _SHARDED if config.shard_weights and weighted and len(config.devices) > 1 else ""
@@ -162,13 +142,13 @@ def _follows(lowered: Lowered, operator: int) -> bool:
     between it and what reads it. Bookkeeping always follows."""
     graph = lowered.graph
     op = graph.operators[operator]
-    if op.kind in BOOKKEEPING:
+    if kind_of(op).bookkeeping:
         return True
     if op.kind in ("attention", "einsum") or _weighted(graph, operator):
         return False
     before = [lowered.edge_of[operator, p] for p, name in enumerate(op.inputs) if graph.tensor[name].shape]
     after = [e for name in op.outputs for e in lowered.edges_of[name]]
-    return _nothing_moves(lowered, before) or (trivial(op) and _nothing_moves(lowered, after))
+    return _nothing_moves(lowered, before) or (kind_of(op).trivial and _nothing_moves(lowered, after))
 
 
 def _nothing_moves(lowered: Lowered, edges: Iterable[int]) -> bool:

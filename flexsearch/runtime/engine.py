@@ -9,8 +9,9 @@ import torch
 from torch import Tensor
 
 from flexsearch.graph import Box
-from flexsearch.graph.kernels import KernelContext, preferred
-from flexsearch.graph.kernels_base import dtype_of, extent
+from flexsearch.graph.ops import KernelContext
+from flexsearch.graph.ops.calls import dtype_of
+from flexsearch.graph.ops.local import extent, preferred
 from flexsearch.lower import Move
 from flexsearch.runtime.program import (
     Backward,

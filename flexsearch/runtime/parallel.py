@@ -16,8 +16,9 @@ from flexsearch.errors import RuntimeFailure, StrategyError
 from flexsearch.graph import Box, Interval
 from flexsearch.graph.aten_fold import derive
 from flexsearch.graph.importer import Imported, import_with_constants
-from flexsearch.graph.kernels import KernelContext, preferred
-from flexsearch.graph.kernels_base import dtype_of, extent
+from flexsearch.graph.ops import KernelContext
+from flexsearch.graph.ops.calls import dtype_of
+from flexsearch.graph.ops.local import extent, preferred
 from flexsearch.graph.prepare import unwrapped
 from flexsearch.lower import Entry, Lowered, bounding, lower
 from flexsearch.runtime.engine import Engine

@@ -9,8 +9,8 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
-from flexsearch.graph.kernels import KernelContext, build_kernel
 from flexsearch.graph.kernels_norm import fused_batch_norm
+from flexsearch.graph.ops import KernelContext, build_kernel
 from flexsearch.lower import Lowered
 from flexsearch.runtime.program import Key, Segment
 

@@ -17,7 +17,8 @@ from torch import Tensor
 
 from flexsearch.errors import RuntimeFailure
 from flexsearch.graph import Box, volume
-from flexsearch.graph.kernels_base import dtype_of, extent
+from flexsearch.graph.ops.calls import dtype_of
+from flexsearch.graph.ops.local import extent
 from flexsearch.lower import Communication, Lowered, Move
 
 

@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from flexsearch.graph import Operator, OperatorGraph
-from flexsearch.graph.operators import forward_flops
+from flexsearch.graph.ops import forward_flops
 from flexsearch.strategy import OperatorConfig, make_config
 from flexsearch.strategy.baselines import has_weights, is_heavy
 from flexsearch.strategy.depth import unrolled

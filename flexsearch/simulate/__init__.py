@@ -2,11 +2,10 @@
 
 from flexsearch.simulate.breakdown import KINDS, DeviceTime, Loads, by_kind, by_resource, device_times, loads
 from flexsearch.simulate.critical import Step, critical_path
-from flexsearch.simulate.keep import Keep, keep, trivial
 from flexsearch.simulate.memory import Memory, memory
 from flexsearch.simulate.simulation import Simulation, makespan, over_memory, simulate
 
 __all__ = [
-    "KINDS", "DeviceTime", "Keep", "Loads", "Memory", "Simulation", "Step", "by_kind", "by_resource", "critical_path",
-    "device_times", "keep", "loads", "makespan", "memory", "over_memory", "simulate", "trivial",
+    "KINDS", "DeviceTime", "Loads", "Memory", "Simulation", "Step", "by_kind", "by_resource", "critical_path",
+    "device_times", "loads", "makespan", "memory", "over_memory", "simulate",
 ]  # fmt: skip

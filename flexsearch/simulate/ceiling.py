@@ -10,10 +10,10 @@ import numpy as np
 import numpy.typing as npt
 
 from flexsearch.graph import OperatorGraph
+from flexsearch.graph.ops import saved_tensors
 from flexsearch.lower import Lowered, Reshard
 from flexsearch.lower.lowering import Placed
 from flexsearch.lower.weights import WeightPlan
-from flexsearch.simulate.keep import rules
 from flexsearch.simulate.memory import STATE_COPIES
 from flexsearch.strategy import Options
 from flexsearch.topology import Topology
@@ -26,7 +26,7 @@ class Ceiling:
     """Upper bounds for plans of one graph under ``options``."""
 
     def __init__(self, graph: OperatorGraph, topology: Topology, options: Options) -> None:
-        self.graph, self.count, self.rules = graph, len(topology.devices), rules(graph)
+        self.graph, self.count, self.rules = graph, len(topology.devices), saved_tensors(graph)
         self.copies = 1 + STATE_COPIES[options.optimizer]
         # Whole on every device: their bounding boxes can be no larger.
         self.always = sum(t.nbytes for t in graph.of_kind("input", "buffer", "constant"))

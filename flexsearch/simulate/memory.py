@@ -23,8 +23,8 @@ from typing import Final, Literal
 import numpy as np
 
 from flexsearch.graph import Box, Tensor, volume
+from flexsearch.graph.ops import saved_tensors
 from flexsearch.lower import Layout, Lowered, Reshard, TaskKind, bounding
-from flexsearch.simulate.keep import rules
 
 STATE_COPIES: Final = {"sgd": 0, "momentum": 1, "adam": 2}
 Part = Literal["weights", "gradients", "optimizer", "activations", "buffers"]
@@ -78,7 +78,7 @@ class _Walk:
     def __init__(self, lowered: Lowered) -> None:
         graph = lowered.graph
         self.lowered, self.graph = lowered, graph
-        self.rules = rules(graph)
+        self.rules = saved_tensors(graph)
         self.spans: list[Span] = []
         self.end = max(0, len(lowered.tasks) - 1)
         self.task: dict[tuple[int, int, int], int] = {}

@@ -25,7 +25,7 @@ import numpy as np
 
 from flexsearch.errors import StrategyError
 from flexsearch.graph import Operator, OperatorGraph
-from flexsearch.graph.operators import forward_flops
+from flexsearch.graph.ops import forward_flops
 from flexsearch.strategy.config import OperatorConfig, make_config
 from flexsearch.strategy.depth import balance, depths
 from flexsearch.strategy.model import Options, Strategy
