@@ -100,7 +100,7 @@ STATIC_OPTIONS: list[tuple[str, dict[str, Any], str]] = [
 
 @pytest.mark.parametrize(("name", "options", "remedy"), STATIC_OPTIONS)
 def test_a_model_that_decides_by_values_is_told_which_option_to_set(
-    name: str, options: dict[str, Any], remedy: str
+    name: str, options: dict[str, Any], remedy: str, capfd: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(ImportModelError) as error:
         import_model(*build(name, **options))
@@ -108,6 +108,7 @@ def test_a_model_that_decides_by_values_is_told_which_option_to_set(
     assert "/modeling_" in error.value.message
     expected = f"The line is transformers's: set {remedy} in the model's configuration, or import the model"
     assert error.value.remedy.startswith(expected)
+    assert "def forward" not in capfd.readouterr().err
 
 
 def test_draws_that_pytorch_does_not_make_are_refused() -> None:

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.export import _trace as export_trace
 from torch.utils import _pytree as pytree
 
 from flexsearch.errors import FlexsearchError, ImportModelError
@@ -99,16 +100,19 @@ def _layer(model: nn.Module, error: BaseException) -> str:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """torch.export warns and logs about its own inner life."""
+    """torch.export warns and logs about its own inner life, and prints graphs that it could not finish."""
     names = ("torch.fx.experimental.symbolic_shapes", "torch.export", "torch._export", "torch.fx", "torch")
     levels = {logging.getLogger(name): logging.getLogger(name).level for name in names}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         for logger in levels:
             logger.setLevel(logging.CRITICAL + 1)
+        printing = vars(export_trace)
+        printing["print"] = lambda *_args, **_options: None
         try:
             yield
         finally:
+            del printing["print"]
             for logger, level in levels.items():
                 logger.setLevel(level)
 
