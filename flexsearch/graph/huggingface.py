@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import difflib
 import json
+import logging
 import re
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -188,7 +189,7 @@ def _offline() -> Iterator[ModuleType]:
         ) from error
     offline, verbosity = constants.HF_HUB_OFFLINE, transformers.logging.get_verbosity()
     constants.HF_HUB_OFFLINE = True
-    transformers.logging.set_verbosity(transformers.logging.CRITICAL)
+    transformers.logging.set_verbosity(logging.CRITICAL)
     try:
         yield transformers
     finally:

@@ -67,11 +67,14 @@ def _guarded(original: Any) -> Callable[..., Any]:
         if function.__module__.startswith("torch._library"):
             return original.__func__(function, *args, **options)
         frame = sys._getframe(1)
-        place = "/".join(Path(frame.f_code.co_filename).parts[-2:])
+        path = Path(frame.f_code.co_filename)
+        installed = {"site-packages", "dist-packages"}.intersection(path.parts)
         raise ImportModelError(
-            f"{function.__qualname__}, called at {place}:{frame.f_lineno}, has a backward of its own, which a graph of "
-            "forward operators would replace by theirs",
-            "Write it with PyTorch's operators (a straight-through estimator as x + (f(x) - x).detach()).",
+            f"{function.__qualname__}, called at {'/'.join(path.parts[-2:])}:{frame.f_lineno}, has a backward of its "
+            "own, which a graph of forward operators would replace by theirs",
+            "Import the model in evaluation mode (model.eval()), where it may not be called."
+            if installed
+            else "Write it with PyTorch's operators (a straight-through estimator as x + (f(x) - x).detach()).",
         )
 
     return apply
