@@ -103,14 +103,14 @@ class PointNet(nn.Module):
         super().__init__()
         self.lift, self.edge, self.head = nn.Linear(3, 6), nn.Linear(12, 6), nn.Linear(12, 4)
         ring = torch.arange(9)
-        self.register_buffer("source", torch.cat([ring, ring]))
-        self.register_buffer("target", torch.cat([(ring + 1) % 9, (ring + 4) % 9]))
+        self.register_buffer("senders", torch.cat([ring, ring]))
+        self.register_buffer("receivers", torch.cat([(ring + 1) % 9, (ring + 4) % 9]))
 
     def forward(self, points: Tensor) -> Tensor:
         x = F.relu(self.lift(points))
-        pairs = torch.cat([x.index_select(1, self.source), x.index_select(1, self.target)], dim=-1)
+        pairs = torch.cat([x.index_select(1, self.senders), x.index_select(1, self.receivers)], dim=-1)
         messages = F.relu(self.edge(pairs))
-        index = self.target[None, :, None].expand(messages.shape)
+        index = self.receivers[None, :, None].expand(messages.shape)
         local = torch.zeros_like(x).scatter_add(1, index, messages)
         whole = local.amax(dim=1, keepdim=True).expand_as(local)
         return self.head(torch.cat([local, whole], dim=-1)).transpose(1, 2)

@@ -10,8 +10,10 @@ from __future__ import annotations
 
 import logging
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +34,8 @@ CHECKPOINTS = (
 @contextmanager
 def traceable_autograd(notes: list[str]) -> Iterator[None]:
     """For a while, checkpointed functions are called directly, with :data:`CHECKPOINTS` among the ``notes``, and other
-    functions with a backward of their own are an ImportModelError: a trace holds the forward pass alone."""
+    functions whose backward is not the derivative of their forward are an ImportModelError: a trace holds the forward
+    pass alone."""
 
     def note() -> None:
         if CHECKPOINTS not in notes:
@@ -61,11 +64,15 @@ def traceable_autograd(notes: list[str]) -> Iterator[None]:
 
 
 def _guarded(original: Any) -> Callable[..., Any]:
-    """``torch.autograd.Function.apply`` that calls only those functions that belong to an operator of torch.library."""
+    """``torch.autograd.Function.apply`` for tracing. Where a function's own backward is the derivative of its forward,
+    as one that saves memory or time, its forward is called directly; others are refused."""
 
-    def apply(function: type, *args: Any, **options: Any) -> Any:
-        if function.__module__.startswith("torch._library"):
+    def apply(function: Any, *args: Any, **options: Any) -> Any:
+        if function.__module__.startswith("torch._library"):  # of an operator that stays whole
             return original.__func__(function, *args, **options)
+        with ThreadPoolExecutor(1) as outside:  # the modes of tracing are those of a thread
+            if outside.submit(_is_derivative, partial(original.__func__, function), function, args).result():
+                return _forward(function, args)
         frame = sys._getframe(1)
         path = Path(frame.f_code.co_filename)
         installed = {"site-packages", "dist-packages"}.intersection(path.parts)
@@ -78,6 +85,53 @@ def _guarded(original: Any) -> Callable[..., Any]:
         )
 
     return apply
+
+
+class _Context:
+    """What the forward of an autograd function gets where nothing is saved for a backward."""
+
+    needs_input_grad = (True,) * 64
+
+    def save_for_backward(self, *_tensors: Any) -> None: ...
+
+    def set_materialize_grads(self, value: bool) -> None: ...
+
+
+def _forward(function: Any, args: Sequence[Any]) -> Any:
+    with torch.enable_grad():
+        if function.setup_context is not torch.autograd.Function.setup_context:
+            return function.forward(*args)
+        return function.forward(_Context(), *args)
+
+
+_SMALL = (5, 3, 4, 2, 6, 7)
+"""Sizes for those of a traced call, in the order in which they are met: what is checked is the formula."""
+
+
+def _is_derivative(apply: Callable[..., Any], function: Any, args: Sequence[Any]) -> bool:
+    """Whether ``apply`` has the gradients of the function's forward on random numbers, on small shapes."""
+    sizes: dict[int, int] = {1: 1}
+    generator = torch.Generator().manual_seed(0)
+
+    def small(x: torch.Tensor) -> torch.Tensor:
+        for size in x.shape:
+            sizes.setdefault(size, _SMALL[len(sizes) % len(_SMALL)])
+        shape = [sizes[size] for size in x.shape]
+        if not x.is_floating_point():
+            return torch.ones(shape, dtype=x.dtype)
+        return torch.randn(shape, dtype=torch.float64, generator=generator).requires_grad_()
+
+    try:
+        numbers = pytree.tree_map_only(torch.Tensor, small, tuple(args))
+        leaves = [x for x in pytree.tree_leaves(numbers) if isinstance(x, torch.Tensor) and x.requires_grad]
+        gradients = []
+        for call in (apply, partial(_forward, function)):
+            results = pytree.tree_leaves(call(*numbers) if call is apply else call(numbers))
+            terms = [x.cos().sum() for x in results if isinstance(x, torch.Tensor) and x.requires_grad]
+            gradients.append(torch.autograd.grad(sum(terms), leaves, materialize_grads=True))
+    except Exception:  # a function that takes no such shapes or dtypes cannot be checked
+        return False
+    return all(torch.allclose(a, b, rtol=1e-5, atol=1e-6) for a, b in zip(*gradients, strict=True))
 
 
 @contextmanager
