@@ -128,7 +128,7 @@ def _is_derivative(apply: Callable[..., Any], function: Any, args: Sequence[Any]
         for call in (apply, partial(_forward, function)):
             results = pytree.tree_leaves(call(*numbers) if call is apply else call(numbers))
             terms = [x.cos().sum() for x in results if isinstance(x, torch.Tensor) and x.requires_grad]
-            gradients.append(torch.autograd.grad(sum(terms), leaves, materialize_grads=True))
+            gradients.append(torch.autograd.grad(torch.stack(terms).sum(), leaves, materialize_grads=True))
     except Exception:  # a function that takes no such shapes or dtypes cannot be checked
         return False
     return all(torch.allclose(a, b, rtol=1e-5, atol=1e-6) for a, b in zip(*gradients, strict=True))
