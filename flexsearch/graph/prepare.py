@@ -110,7 +110,7 @@ def switches(model: nn.Module) -> str:
     """What to turn off in a model's configuration so that it is a static graph; empty if it has none of these."""
     dynamic: dict[str, Any] = {}
     for config in _configurations(model):
-        options = vars(config)
+        options = vars(config) if hasattr(config, "__dict__") else {}
         for name, value in STATIC.items():
             if name == "experts_implementation":  # every configuration has it; without experts it means nothing
                 loops = getattr(config, f"_{name}", "") == "eager" and any(
