@@ -133,12 +133,15 @@ def precision(graph: OperatorGraph) -> float:
     return 1e-9 if all(t.dtype in ("float64", "int64", "bool", "int32") for t in graph.tensors) else 1e-4
 
 
-def prove(build: Builder, name: str) -> None:
-    """Imports without opaque operators; a search finds a plan; all plans compute what plain PyTorch computes."""
+def prove(build: Builder, name: str, reference: Builder | None = None) -> None:
+    """Imports without opaque operators; a search finds a plan; all plans compute what plain PyTorch computes.
+
+    ``reference``: the same function in a form that plain PyTorch can run, where the model itself is not one.
+    """
     graph, topology = imported(build, name, False).graph, Topology.load("ethernet-1g:2")
     assert_whole(graph)
     digits = precision(graph)
-    before, expected = plain(build, name)
+    before, expected = plain(reference or build, name)
     for plan, strategy in plans(graph, topology).items():
         for history in pool(2).run(planned, build, name, False, strategy.to_file().model_dump_json(), timeout_s=180):
             assert_same(expected, history, before, digits, plan)
