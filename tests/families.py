@@ -234,7 +234,8 @@ FAMILIES: dict[str, Family] = {
     ),
     "wav2vec2": Family(
         "Wav2Vec2Config", "Wav2Vec2ForSequenceClassification",
-        {**_WIDTH, "intermediate_size": 64, "vocab_size": VOCABULARY, "conv_dim": [8, 8], "conv_stride": [5, 2], "conv_kernel": [10, 3],
+        {**_WIDTH, "intermediate_size": 64, "vocab_size": VOCABULARY, "conv_dim": [8, 8], "conv_stride": [5, 2],
+         "conv_kernel": [10, 3],
          "num_feat_extract_layers": 2, "num_conv_pos_embeddings": 4, "num_conv_pos_embedding_groups": 2,
          "num_labels": CLASSES, "classifier_proj_size": 8}, waveforms,
         static={"apply_spec_augment": False, "layerdrop": 0.0},
