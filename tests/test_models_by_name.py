@@ -78,6 +78,16 @@ def test_each_head_has_the_batch_that_its_model_takes(name: str, head: str, inpu
     assert {key: tuple(getattr(x, "shape", ())) for key, x in batch.items()} == inputs
 
 
+def test_translation_starts_with_padding_where_the_type_does_not_say(cli: Cli) -> None:
+    sizes = _set("d_model=16", "d_kv=4", "d_ff=24", "num_layers=1", "num_heads=4", "vocab_size=64", "seq=8")
+    assert cli("import", "hf:t5", "--batch", 2, "-o", "g.json", *sizes).code == 0
+
+
+def test_inputs_have_the_dtype_of_the_weights() -> None:
+    model, batch = load_huggingface("hf:vit", batch=2, device="meta", dtype="bfloat16")
+    assert {p.dtype for p in model.parameters()} == {batch["pixel_values"].dtype} == {torch.bfloat16}
+
+
 def test_options_reach_into_the_parts_of_a_configuration() -> None:
     model, _ = load_huggingface("hf:clip", device="meta", text_config={"num_hidden_layers": 1})
     assert len(model.text_model.encoder.layers) == 1 and len(model.vision_model.encoder.layers) == 12

@@ -156,18 +156,22 @@ def load_huggingface(
         try:
             with torch.device(device):
                 model = cls(config)
-            dtype = getattr(config, "dtype", None)
-            model = model.to(dtype) if isinstance(dtype, torch.dtype) else model
+            dtype = getattr(config, "dtype", None) or torch.float32
             with torch.device("meta"):
                 _fits(spec, HEADS[chosen].batch(config, batch, seq))
             with torch.device(device):
-                return model.train(), HEADS[chosen].batch(config, batch, seq)
+                inputs = HEADS[chosen].batch(config, batch, seq)
+            return model.to(dtype).train(), {name: _as(dtype, x) for name, x in inputs.items()}
         except ImportModelError:
             raise
         except Exception as error:  # whatever a contradictory configuration makes a library raise
             raise ImportModelError(
                 f"{spec}: {cls.__name__} cannot be built: {_cause(error)}", "Check the options against each other."
             ) from error
+
+
+def _as(dtype: torch.dtype, x: Any) -> Any:
+    return x.to(dtype) if isinstance(x, Tensor) and x.is_floating_point() else x
 
 
 def _fits(spec: str, inputs: Mapping[str, Any]) -> None:
@@ -220,7 +224,10 @@ def _configuration(transformers: ModuleType, spec: str, options: Mapping[str, An
     merged = _merged(fields, {aliases.get(key, key): value for key, value in options.items()})
     _check(spec, merged, default.to_dict(), aliases)
     try:
-        return known[kind].from_dict(merged)
+        config = known[kind].from_dict(merged)
+        if config.is_encoder_decoder and getattr(config, "decoder_start_token_id", None) is None:
+            config.decoder_start_token_id = getattr(config, "pad_token_id", None) or 0  # as T5's own files say
+        return config
     except Exception as error:  # transformers checks the fields against each other
         raise ImportModelError(f"{spec} is no configuration of {kind}: {_cause(error)}") from error
 
