@@ -25,7 +25,7 @@ import sys
 import time
 import warnings
 from argparse import Namespace
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -241,9 +241,8 @@ def _seconds(time_s: float) -> str:
     return f"{time_s:.3g} s" if time_s >= 1 else f"{time_s * 1e3:.3g} ms"
 
 
-def run(options: Namespace) -> list[dict[str, Any]]:
+def run(options: Namespace) -> Iterator[dict[str, Any]]:
     """The rows of the tables that ``options`` ask for; ``table`` says of which."""
-    rows = []
     for table in TITLES:
         if options.only not in (None, table):
             continue
@@ -252,8 +251,7 @@ def run(options: Namespace) -> list[dict[str, Any]]:
             if options.models is None or name in options.models.split(","):
                 say(f"{table}: {name}")
                 proposals = 50 if options.quick else PROPOSALS[table]
-                rows.append({"table": table, **_apart(table, name, proposals, options.limit)})
-    return rows
+                yield {"table": table, **_apart(table, name, proposals, options.limit)}
 
 
 def main() -> None:
@@ -264,11 +262,13 @@ def main() -> None:
     made.add_argument("--limit", type=float, default=LIMIT_S, help=f"seconds for a model; default: {LIMIT_S:g}")
     made.add_argument("--write", type=Path, help="a page of documentation to write")
     options = made.parse_args()
-    rows = run(options)
+    rows: list[dict[str, Any]] = []
+    for row in run(options):
+        rows.append(row)
+        if options.write is not None:  # after each, as the whole takes long
+            options.write.write_text(_page(rows))
     if not rows:
         sys.exit("There is no such model.")
-    if options.write is not None:
-        options.write.write_text(_page(rows))
     if options.json:
         report(rows, "", True)
         return
