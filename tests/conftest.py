@@ -42,6 +42,10 @@ class Ran:
 Cli = Callable[..., Ran]
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--all-models", action="store_true", help="Every family of tests/families.py, not a sample.")
+
+
 @pytest.fixture(autouse=True, scope="session")
 def _subprocesses_find_flexsearch() -> Iterator[None]:
     """A process started in another folder imports the flexsearch under test, installed or not."""

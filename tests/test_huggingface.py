@@ -1,171 +1,70 @@
-"""Models of Hugging Face's transformers, tiny and in training mode, with the batch that a collator gives."""
+"""Models of Hugging Face's transformers, tiny and in training mode, with the batch that a collator gives.
+
+``pytest tests/test_huggingface.py --all-models`` proves every family of tests/families.py; without the option, a sample
+that together uses every kind of layer.
+"""
 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
-from functools import cache
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
 
 from flexsearch.cost import Costs
 from flexsearch.errors import ImportModelError
-from flexsearch.graph.importer import Imported, import_model, import_with_constants
-from flexsearch.graph.ops.base import TRACES
-from flexsearch.runtime.parallel import distribute
-from flexsearch.search import search
-from flexsearch.strategy import Strategy
-from flexsearch.strategy.baselines import baseline
-from flexsearch.strategy.model import StrategyFile
+from flexsearch.graph.importer import import_model, import_with_constants
+from flexsearch.graph.regions import CHECKPOINTS
 from flexsearch.topology import Topology
-from tests.ranks import pool
 
-transformers = pytest.importorskip("transformers")
+pytest.importorskip("transformers")
+
+from tests.families import FAMILIES, build
+from tests.training import Training, imported, product_flops, prove, prove_draws, torch_flops
+
 pytestmark = pytest.mark.filterwarnings("ignore:use_cache")
 
-Batch = dict[str, Tensor]
-BATCH, LENGTH, VOCABULARY = 4, 8, 50
-WIDTH: dict[str, Any] = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 24}
-TEXT: dict[str, Any] = {"vocab_size": VOCABULARY, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """Every family with --all-models, else those that are cheap."""
+    if "family" in metafunc.fixturenames:
+        every = metafunc.config.getoption("--all-models")
+        metafunc.parametrize("family", [name for name, family in FAMILIES.items() if every or family.cheap])
 
 
-def _tokens(length: int = LENGTH) -> Tensor:
-    return torch.randint(3, VOCABULARY, (BATCH, length))
+def tiny(name: str, draws: bool) -> Training:
+    """A family in float64."""
+    return Training(*build(name, draws=draws, dtype=torch.float64))
 
 
-def _masked(**more: Tensor) -> Batch:
-    mask = torch.ones(BATCH, LENGTH, dtype=torch.long)
-    mask[1, 5:] = 0
-    return {"input_ids": _tokens(), "attention_mask": mask, **more}
+def _expert_by_expert(name: str, draws: bool) -> Training:
+    """The same function; the grouped products of experts have no float64 in plain PyTorch."""
+    return Training(*build(name, draws=draws, dtype=torch.float64, experts_implementation="eager"))
 
 
-def _causal() -> Batch:
-    batch = _masked()
-    return {**batch, "labels": batch["input_ids"].masked_fill(batch["attention_mask"] == 0, -100)}
+def test_every_plan_computes_what_plain_pytorch_computes(family: str) -> None:
+    prove(tiny, family, _expert_by_expert)
 
 
-def _classes() -> Batch:
-    return _masked(labels=torch.randint(2, (BATCH,)))
+def test_random_draws_do_not_depend_on_the_plan(family: str) -> None:
+    prove_draws(tiny, family)
 
 
-def _translated() -> Batch:
-    return _masked(labels=_tokens(6))
+def test_the_batch_is_what_a_plan_is_fed(family: str) -> None:
+    traced = imported(tiny, family, True)
+    assert {tensor.name for tensor in traced.graph.of_kind("input")} == set(traced.input_names)
 
 
-def _images() -> Batch:
-    return {"pixel_values": torch.randn(BATCH, 3, 16, 16), "labels": torch.randint(3, (BATCH,))}
-
-
-Family = tuple[str, str, dict[str, Any], Callable[[], Batch]]
-_NO_DROPOUT: dict[str, Any] = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
-_DECODER: dict[str, Any] = {**TEXT, **WIDTH, "max_position_embeddings": 32}
-_GROUPED: dict[str, Any] = {**_DECODER, "num_attention_heads": 4, "num_key_value_heads": 2}
-_PATCHES: dict[str, Any] = {**WIDTH, **_NO_DROPOUT, "image_size": 16, "patch_size": 4, "num_labels": 3}
-
-FAMILIES: dict[str, Family] = {
-    "gpt2": (
-        "GPT2Config", "GPT2LMHeadModel",
-        {**TEXT, "n_embd": 16, "n_layer": 2, "n_head": 2, "n_positions": 32, "resid_pdrop": 0.0, "embd_pdrop": 0.0,
-         "attn_pdrop": 0.0}, _causal,
-    ),
-    "llama": ("LlamaConfig", "LlamaForCausalLM", _GROUPED, _causal),
-    "qwen3": ("Qwen3Config", "Qwen3ForCausalLM", {**_GROUPED, "head_dim": 8}, _causal),
-    "bert": (
-        "BertConfig", "BertForSequenceClassification", {**_DECODER, **_NO_DROPOUT}, _classes,
-    ),
-    "t5": (
-        "T5Config", "T5ForConditionalGeneration",
-        {**TEXT, "d_model": 16, "d_kv": 8, "d_ff": 24, "num_layers": 2, "num_heads": 2, "decoder_start_token_id": 0,
-         "dropout_rate": 0.0}, _translated,
-    ),
-    "vit": ("ViTConfig", "ViTForImageClassification", _PATCHES, _images),
-}  # fmt: skip
-"""Architecture: names of its configuration and model, the configuration, the batch. Dropout is off where plans are
-compared with plain PyTorch, which draws other masks."""
-
-EXACT = ("bert", "t5", "vit")
-"""The others compute their rotary tables, norms or losses in float32, whatever the type of their weights."""
-
-
-def _made(name: str, **more: Any) -> tuple[nn.Module, Batch]:
-    """A model in float64, always the same, and its batch."""
-    configuration, model, options, batch = FAMILIES[name]
-    torch.manual_seed(0)
-    config = getattr(transformers, configuration)(**{**options, **more})
-    given = batch()
-    return getattr(transformers, model)(config).double().train(), {
-        key: x.double() if x.is_floating_point() else x for key, x in given.items()
-    }
-
-
-@cache
-def _imported(name: str) -> Imported:
-    return import_with_constants(*_made(name))
-
-
-def _sgd(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
-    return torch.optim.SGD(parameters, lr=0.1)
-
-
-def _stepped(name: str, file: str) -> tuple[list[float], dict[str, Tensor]]:
-    """Losses of two steps on this rank under a strategy, and the state after them."""
-    model, batch = _made(name)
-    parallel = distribute(model, _imported(name), Strategy.from_file(StrategyFile.model_validate_json(file)), _sgd)
-    low, high = parallel.sample_range
-    losses = [float(parallel.step({key: batch[key][low:high] for key in reversed(batch)})) for _ in range(2)]
-    return losses, parallel.state_dict()
-
-
-@pytest.mark.parametrize("name", FAMILIES)
-def test_a_model_as_it_comes_is_imported_searched_and_run(name: str) -> None:
-    imported, topology, digits = _imported(name), Topology.load("ethernet-1g:2"), 1e-9 if name in EXACT else 1e-4
-    graph = imported.graph
-    assert not [op.name for op in graph.operators if op.kind == "opaque"]
-    assert {tensor.name for tensor in graph.of_kind("input")} == set(imported.input_names)
-    model, batch = _made(name)
-    before = {key: x.clone() for key, x in model.state_dict().items()}
-    optimizer, losses = _sgd(list(model.parameters())), []
-    for _ in range(2):
-        optimizer.zero_grad()
-        loss = model(**batch).loss
-        loss.backward()
-        optimizer.step()
-        losses.append(loss.item())
-    state = model.state_dict()
-    result = search(graph, topology, Costs(graph, topology), proposals=200, seed=0, processes=1)
-    plans = {name: baseline(name, graph, topology) for name in ("data-parallel", "megatron", "fsdp")}
-    best = min(o.time_s for o in result.baselines.values() if o.feasible)
-    assert result.simulation.makespan_s <= best
-    for plan, strategy in {**plans, "found": result.strategy}.items():
-        for found, held in pool(2).run(_stepped, name, strategy.to_file().model_dump_json(), timeout_s=120):
-            assert found == pytest.approx(losses, rel=digits), plan
-            assert list(held) == list(state)
-            for key in state:
-                change, other = state[key] - before[key], held[key] - before[key]
-                slack = digits * max(change.abs().max().item(), 1e-3)
-                assert (change - other).abs().max().item() <= slack, f"{plan}: {key}"
-
-
-def test_the_products_of_a_step_are_those_that_torch_counts() -> None:
-    from torch.utils.flop_counter import FlopCounterMode
-
-    from flexsearch.graph.ops import KINDS, forward_flops
-
-    model, batch = _made("bert", attn_implementation="eager")
-    graph = import_model(model, batch)
-    products = sum(
-        forward_flops(op, op.sizes) for op in graph.operators if KINDS[op.kind].contraction or op.kind == "attention"
-    )
-    with FlopCounterMode(display=False) as counter:
-        model(**batch)
-    assert products == pytest.approx(counter.get_total_flops(), rel=0.05)
+def test_the_products_of_a_step_are_those_that_torch_counts(family: str) -> None:
+    """Attention and experts are counted in their plain forms, the fused ones being unknown to FlopCounterMode."""
+    plain = {"attn_implementation": "eager", "experts_implementation": "eager"}
+    expected = torch_flops(Training(*build(family, **plain)))
+    assert product_flops(imported(tiny, family, True).graph) == pytest.approx(expected, rel=0.05)
 
 
 def test_a_boolean_mask_takes_no_time_worth_speaking_of() -> None:
-    model, batch = _made("bert", max_position_embeddings=512, hidden_size=64)
+    model, batch = build("bert_classifier", max_position_embeddings=512, hidden_size=64)
     batch = {key: x.repeat(1, 32) if x.dim() == 2 else x for key, x in batch.items()}
     graph, topology = import_model(model, batch), Topology.load("ethernet-1g:2")
     costs = Costs(graph, topology)
@@ -178,7 +77,7 @@ def test_a_boolean_mask_takes_no_time_worth_speaking_of() -> None:
 
 
 def test_the_cache_is_turned_off_with_a_warning_and_back_on() -> None:
-    model, batch = _made("gpt2")
+    model, batch = build("gpt2")
     assert model.config.use_cache is True
     with pytest.warns(UserWarning, match="use_cache is turned off"):
         import_model(model, batch)
@@ -190,24 +89,62 @@ def test_the_cache_is_turned_off_with_a_warning_and_back_on() -> None:
 
 
 def test_a_batch_without_labels_is_told_what_it_lacks() -> None:
-    model, batch = _made("bert")
+    model, batch = build("bert_classifier")
     del batch["labels"]
     with pytest.raises(ImportModelError, match=r"returns logits and no loss\. Put the labels into the batch"):
         import_model(model, batch)
 
 
-def test_errors_inside_a_library_say_what_its_user_can_do(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A random operator without a handler, in DINOv2's drop path; and a batch of the wrong kind."""
-    monkeypatch.delitem(TRACES, "aten.rand")
-    config = transformers.Dinov2Config(**_PATCHES, drop_path_rate=0.5)
-    model = transformers.Dinov2ForImageClassification(config).train()
-    with pytest.raises(ImportModelError) as drawn:
-        import_model(model, _images())
-    assert "draws random numbers" in str(drawn.value) and "drop_path" in str(drawn.value)
-    assert "The layer is transformers's: set the rate" in drawn.value.remedy
-    assert "model.eval()" in drawn.value.remedy
-    model, batch = _made("bert")
-    with pytest.raises(ImportModelError) as failed:
+STATIC_OPTIONS: list[tuple[str, dict[str, Any], str]] = [
+    ("wav2vec2", {"apply_spec_augment": True, "layerdrop": 0.1}, "layerdrop=0.0 and apply_spec_augment=False"),
+    ("bart", {"encoder_layerdrop": 0.1}, "encoder_layerdrop=0.0"),
+    ("opt", {"layerdrop": 0.1}, "layerdrop=0.0"),
+    ("mixtral", {"experts_implementation": "eager"}, "experts_implementation='batched_mm'"),
+]
+
+
+@pytest.mark.parametrize(("name", "options", "remedy"), STATIC_OPTIONS)
+def test_a_model_that_decides_by_values_is_told_which_option_to_set(
+    name: str, options: dict[str, Any], remedy: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(ImportModelError) as error:
+        import_model(*build(name, **options))
+    assert "decides by the values of tensors in layer '" in error.value.message
+    assert "/modeling_" in error.value.message
+    expected = f"The line is transformers's: set {remedy} in the model's configuration, or import the model"
+    assert error.value.remedy.startswith(expected)
+    assert "def forward" not in capfd.readouterr().err
+
+
+def test_draws_that_pytorch_does_not_make_are_refused() -> None:
+    """SpecAugment draws by numpy: the graph would hold the masks of one step."""
+    with pytest.raises(ImportModelError, match="draws random numbers by numpy") as error:
+        import_model(*build("whisper", apply_spec_augment=True))
+    assert error.value.remedy == "Set apply_spec_augment=False in the model's configuration."
+
+
+def test_a_batch_that_does_not_fit_is_told_the_layer_and_the_line() -> None:
+    model, batch = build("bert_classifier")
+    with pytest.raises(ImportModelError) as error:
         import_model(model, {**batch, "position_ids": torch.zeros(4, 3, dtype=torch.long)})
-    assert "cannot be traced in layer 'bert.embeddings" in failed.value.message
-    assert "The line is transformers's: check that the batch" in failed.value.remedy
+    assert "cannot be traced in layer 'bert.embeddings" in error.value.message
+    assert "The line is transformers's: check that the batch" in error.value.remedy
+
+
+@pytest.mark.parametrize("name", ["gpt2", "llama", "t5", "vit", "bert"])
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_gradient_checkpointing_imports_to_the_same_graph_with_a_note(name: str, reentrant: bool) -> None:
+    model, batch = build(name)
+    plain_graph = import_with_constants(model, batch).graph
+    model.gradient_checkpointing_enable({"use_reentrant": reentrant})
+    traced = import_with_constants(model, batch)
+    assert CHECKPOINTS in traced.notes
+    assert traced.graph.content_hash() == plain_graph.content_hash()
+
+
+def test_a_classifier_that_selects_its_labels_imports_as_shipped() -> None:
+    """DeBERTa finds the labels that count by their values unless its configuration says what they are."""
+    model, batch = build("deberta_v2", problem_type=None)
+    graph = import_model(model, batch)
+    assert model.config.problem_type is None
+    assert graph.content_hash() == import_model(*build("deberta_v2")).content_hash()

@@ -28,7 +28,7 @@ FLOOR = {
 
 WITH_TORCH = (
     "graph.importer", "graph.loading", "graph.aten", "graph.decompose", "graph.experts", "graph.flex",
-    "graph.losses", "graph.sizes",
+    "graph.huggingface", "graph.losses", "graph.prepare", "graph.regions", "graph.sizes",
     "graph.ops.attention_blocks", "graph.ops.norm_functions", "cost.profiler", "cost.neighbours", "runtime", "zoo",
 )  # fmt: skip
 """Modules that may import torch when they are imported (and those whose names begin so)."""

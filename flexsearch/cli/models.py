@@ -16,7 +16,8 @@ ModelArgument = Annotated[
     typer.Argument(
         metavar="MODULE:CALLABLE",
         help="Returns (model, inputs, targets, loss), as flexsearch.zoo:alexnet does, or (model, inputs) for a model "
-        "that returns its loss. A path to a .py file may stand for the module.",
+        "that returns its loss. A path to a .py file may stand for the module. Or hf:TYPE or hf:CONFIG.json, a model "
+        "that transformers ships.",
     ),
 ]
 BatchOption = Annotated[
@@ -60,20 +61,28 @@ def import_(
     The callable gets --batch and --set as keyword arguments.
 
     With the zoo, --set device=meta imports a model of any size without allocating it.
+
+    hf:gpt2, or hf: and a config.json, is a model of transformers, without its weights, and nothing is downloaded. --set
+    changes fields of its configuration, --set seq=1024 the length of a text, --set head=classification what it learns.
     """
     if name is not None and (not name.isprintable() or not 0 < len(name) <= 200):
         raise typer.BadParameter("give up to 200 printable characters", param_hint="--name")
     arguments = keywords(batch, set_)
-    check_outputs({"--output": output}, model.rpartition(":")[0])
+    source, _, default_name = model.rpartition(":")
+    if model.startswith("hf:"):
+        source, arguments = model.removeprefix("hf:"), {"device": "meta"} | arguments
+    check_outputs({"--output": output}, source)
     from flexsearch.graph import Tracing
+    from flexsearch.graph.huggingface import graph_name, is_huggingface
     from flexsearch.graph.importer import import_with_constants
     from flexsearch.graph.loading import load_callable
 
+    default_name = graph_name(model) if is_huggingface(model) else default_name
     tracing = Tracing(opaque=opaque, batch_norm_groups=batch_norm_groups)
     with Live(f"importing {model}"):
         loaded = load_callable(model, **arguments)
         imported = import_with_constants(
-            loaded.model, loaded.inputs, loaded.loss, targets=loaded.targets, name=name or model.rpartition(":")[2],
+            loaded.model, loaded.inputs, loaded.loss, targets=loaded.targets, name=name or default_name,
             tracing=tracing,
         )  # fmt: skip
     graph = imported.graph

@@ -7,20 +7,21 @@ import traceback
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from operator import getitem
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
+from torch.export import _trace as export_trace
 from torch.utils import _pytree as pytree
 
 from flexsearch.errors import FlexsearchError, ImportModelError
-from flexsearch.graph.losses import traceable_losses
 from flexsearch.graph.decompose import decompositions
 from flexsearch.graph.experts import experts_by_token
 from flexsearch.graph.flex import drop_block_masks, flex_attention_on_any_device, write_out_flex_attention
-from flexsearch.graph.prepare import own_loss
+from flexsearch.graph.losses import traceable_losses
+from flexsearch.graph.prepare import OTHERWISE, own_loss, switches
+from flexsearch.graph.regions import Detaching, drop_needless_detach, keep_layers
 
 Loss = Callable[..., torch.Tensor]
 
@@ -35,10 +36,11 @@ class Step(nn.Module):
         self.loss = loss
 
     def forward(self, args: tuple[Any, ...], kwargs: dict[str, Any], targets: Any) -> Any:
-        output = self.model(*args, **kwargs)
-        if self.loss is None:
-            return own_loss(output)
-        return self.loss(output) if targets is None else self.loss(output, targets)
+        with Detaching():
+            output = self.model(*args, **kwargs)
+            if self.loss is None:
+                return own_loss(output)
+            return self.loss(output) if targets is None else self.loss(output, targets)
 
 
 def export_step(
@@ -62,10 +64,11 @@ def export_step(
                 args, kwargs, targets = pytree.tree_map_only(torch.Tensor, _to_meta, (args, kwargs, targets))
             program = torch.export.export(step, (args, kwargs, targets), strict=False)
             _share(program, step)
-            _keep_no_grad(program)
+            keep_layers(program)
             flexible = write_out_flex_attention(program)
             # Makes it functional, too.
             functional: torch.export.ExportedProgram = program.run_decompositions(decompositions())
+            drop_needless_detach(functional)
             if flexible:
                 drop_block_masks(functional)
             return functional
@@ -85,8 +88,8 @@ def _untraceable(model: nn.Module, error: Exception) -> ImportModelError:
     reason = reason if reason.endswith((".", "!", "?")) else f"{reason}."
     if "data-dependent" in str(error) or "DataDependent" in type(error).__name__:
         outside = (
-            f"The line is {owner}'s: turn off in the model's configuration what depends on values or is drawn at "
-            "random (layer drop, masking), or import the model in evaluation mode (model.eval())."
+            f"The line is {owner}'s: {switches(model) or OTHERWISE}, or import the model in evaluation mode "
+            "(model.eval())."
         )
         inside = "A graph is static: use torch.where or masks instead of Python conditions on tensors."
         return ImportModelError(
@@ -121,16 +124,19 @@ def _layer(model: nn.Module, error: BaseException) -> str:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """torch.export warns and logs about its own inner life."""
+    """torch.export warns and logs about its own inner life, and prints graphs that it could not finish."""
     names = ("torch.fx.experimental.symbolic_shapes", "torch.export", "torch._export", "torch.fx", "torch")
     levels = {logging.getLogger(name): logging.getLogger(name).level for name in names}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         for logger in levels:
             logger.setLevel(logging.CRITICAL + 1)
+        printing = vars(export_trace)
+        printing["print"] = lambda *_args, **_options: None
         try:
             yield
         finally:
+            del printing["print"]
             for logger, level in levels.items():
                 logger.setLevel(level)
 
@@ -220,24 +226,4 @@ def _share(program: torch.export.ExportedProgram, step: nn.Module) -> None:
             node.replace_all_uses_with(original)
             store = program.state_dict if target in program.state_dict else program.constants
             store[target] = torch.empty_like(named[target])
-    program.graph_module.recompile()
-
-
-def _keep_no_grad(program: torch.export.ExportedProgram) -> None:
-    """Detach what leaves a ``torch.no_grad`` region: making the program functional dissolves such regions."""
-    graph = program.graph_module.graph
-    for node in list(graph.nodes):
-        if "wrap_with_set_grad_enabled" not in str(node.target) or node.args[0] is not False:
-            continue
-        for user in list(node.users):
-            value = user.meta.get("val")
-            if user.target is not getitem or not isinstance(value, torch.Tensor) or not value.is_floating_point():
-                continue
-            with graph.inserting_after(user):
-                detached = graph.call_function(torch.ops.aten.detach.default, (user,))
-            detached.meta = dict(user.meta)
-            user.replace_all_uses_with(detached, delete_user_cb=lambda u, own=detached: u is not own)
-            for spec in program.graph_signature.output_specs:
-                if getattr(spec.arg, "name", None) == user.name:
-                    spec.arg.name = detached.name
     program.graph_module.recompile()

@@ -20,7 +20,6 @@ from flexsearch.errors import ImportModelError, NotationError
 from flexsearch.graph.aten_assemble import assemble
 from flexsearch.graph.aten_export import Loss, export_step, source_line
 from flexsearch.graph.aten_fold import Folded, fold, is_random, sources
-from flexsearch.graph.sizes import Sizes
 from flexsearch.graph.loading import Loaded, load_callable
 from flexsearch.graph.model import OperatorGraph, Tracing
 from flexsearch.graph.ops import find_trace
@@ -32,6 +31,7 @@ from flexsearch.graph.ops.rnn import gate_count, gate_shape
 from flexsearch.graph.ops.value import TensorKind as Kind
 from flexsearch.graph.ops.value import Value
 from flexsearch.graph.prepare import plain, unwrapped
+from flexsearch.graph.sizes import Sizes
 
 __all__ = ["Imported", "Loaded", "import_model", "import_with_constants", "load_callable"]
 
@@ -105,7 +105,7 @@ def import_with_constants(
     args, kwargs = _arguments(example_inputs)
     if not any(isinstance(leaf, torch.Tensor) for leaf in pytree.tree_leaves((args, kwargs))):
         raise ImportModelError("there is no tensor among the example inputs")
-    with plain(model) as notes:
+    with plain(model, kwargs) as notes:
         program = export_step(model, loss, args, kwargs, targets)
     walk = _Walk(program, model, tracing or Tracing())
     inputs = walk.arguments((args, kwargs), "input")

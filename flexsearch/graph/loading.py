@@ -1,4 +1,4 @@
-"""``MODULE:CALLABLE``: how commands are told which model to import or run."""
+"""``MODULE:CALLABLE`` or ``hf:NAME``: how commands are told which model to import or run."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ import torch
 from torch import nn
 
 from flexsearch.errors import FlexsearchError, ImportModelError
+from flexsearch.graph.huggingface import is_huggingface, load_huggingface
 
 
 class Loaded(NamedTuple):
@@ -35,16 +36,19 @@ _EXPECTED = (
     "(model, inputs, targets, loss), as the builders in flexsearch.zoo return, or (model, inputs) "
     "if the model's forward returns the loss itself"
 )
-_AS = "Write MODULE:CALLABLE, as flexsearch.zoo:alexnet or my/model.py:build."
+_AS = "Write MODULE:CALLABLE, as flexsearch.zoo:alexnet or my/model.py:build, or hf:MODEL_TYPE, as hf:gpt2."
 
 
 def load_callable(spec: str, **arguments: Any) -> Loaded:
-    """Call what ``spec`` names, "package.module:callable" or "path/to/file.py:callable", with ``arguments``.
+    """Call what ``spec`` names, "package.module:callable" or "path/to/file.py:callable", with ``arguments``; or build
+    the model of transformers that it names, "hf:gpt2" (:func:`flexsearch.graph.huggingface.load_huggingface`).
 
     It returns (model, inputs, targets, loss), or (model, inputs) with a model that returns the loss. If the module lies
     in the current folder or is a file, it and what lies beside it can be imported from now on.
     Raises ImportModelError that says which part of ``spec`` does not exist, or what came instead.
     """
+    if is_huggingface(spec):
+        return Loaded(*load_huggingface(spec, **arguments), targets=None, loss=None)
     place, colon, name = spec.rpartition(":")
     if not colon or not place or not name:
         raise ImportModelError(f"{spec!r} does not name a model", _AS)

@@ -1,0 +1,26 @@
+"""Architectures that are in no library: imported whole, searched, and trained exactly under every plan."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.own_models import DRAWING, MODELS, build
+from tests.training import imported, product_flops, prove, prove_draws, torch_flops
+
+pytestmark = pytest.mark.filterwarnings("ignore:use_cache")
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_every_plan_computes_what_plain_pytorch_computes(name: str) -> None:
+    prove(build, name)
+
+
+@pytest.mark.parametrize("name", DRAWING)
+def test_random_draws_do_not_depend_on_the_plan(name: str) -> None:
+    prove_draws(build, name)
+
+
+@pytest.mark.parametrize("name", ["unet", "dlrm", "pointnet", "detector", "mixture of experts"])
+def test_the_products_of_a_step_are_those_that_torch_counts(name: str) -> None:
+    """Not of recurrent layers, which FlopCounterMode counts as nothing."""
+    assert product_flops(imported(build, name, False).graph) == pytest.approx(torch_flops(build(name, False)), rel=0.05)
