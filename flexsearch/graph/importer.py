@@ -27,9 +27,9 @@ from flexsearch.graph import (  # noqa: F401  (importing them registers their ha
 )
 from flexsearch.graph.aten import Builder, Kind, Value, bind, dtype_name, find_handler, registered
 from flexsearch.graph.aten import opaque as emit_opaque
-from flexsearch.graph.aten_assemble import assemble
-from flexsearch.graph.aten_export import Loss, export_step, source_line
-from flexsearch.graph.aten_fold import Folded, fold, is_random, sources
+from flexsearch.graph.assemble import assemble
+from flexsearch.graph.export import Loss, export_step, source_line
+from flexsearch.graph.fold import Folded, fold, is_random, sources
 from flexsearch.graph.loading import Loaded, load_callable
 from flexsearch.graph.model import OperatorGraph, Tracing
 from flexsearch.graph.operators import ATEN_KINDS
@@ -43,7 +43,7 @@ class Imported:
     """A graph and what is needed to run it: the constants' values and the order of the tensor arguments.
 
     ``constants``: CPU tensors by name; of a model on the meta device some may be meta tensors themselves. ``derived``:
-    those of them that were computed from buffers, for :func:`flexsearch.graph.aten_fold.derive`. ``input_names``,
+    those of them that were computed from buffers, for :func:`flexsearch.graph.fold.derive`. ``input_names``,
     ``target_names``: graph inputs in the order of the tensors in ``example_inputs`` and ``targets``.
     """
 
