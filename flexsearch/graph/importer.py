@@ -28,12 +28,14 @@ from flexsearch.graph import (  # noqa: F401  (importing them registers their ha
 from flexsearch.graph.aten import Builder, Kind, Value, bind, dtype_name, find_handler, registered
 from flexsearch.graph.aten import opaque as emit_opaque
 from flexsearch.graph.assemble import assemble
+from flexsearch.graph.blocks import Blocks, moved
 from flexsearch.graph.export import Loss, export_step, source_line
 from flexsearch.graph.fold import Folded, fold, is_random, sources
 from flexsearch.graph.loading import Loaded, load_callable
 from flexsearch.graph.model import OperatorGraph, Tracing
 from flexsearch.graph.operators import ATEN_KINDS
 from flexsearch.graph.prepare import plain, unwrapped
+from flexsearch.graph.repeats import ENTER, LEAVE, REPEAT
 
 __all__ = ["Imported", "Loaded", "import_model", "import_with_constants", "load_callable"]
 
@@ -108,8 +110,8 @@ def import_with_constants(
     if not any(isinstance(leaf, torch.Tensor) for leaf in pytree.tree_leaves((args, kwargs))):
         raise ImportModelError("there is no tensor among the example inputs")
     with plain(model) as notes:
-        program = export_step(model, loss, args, kwargs, targets)
-    walk = _Walk(program, model, tracing or Tracing())
+        program, blocks = export_step(model, loss, args, kwargs, targets)
+    walk = _Walk(program, blocks, model, tracing or Tracing())
     inputs = walk.arguments((args, kwargs), "input")
     imported = walk.run(name or type(model).__name__, inputs, walk.arguments(targets, "target"))
     return replace(imported, keywords=tuple(kwargs), notes=tuple(notes))
@@ -136,12 +138,25 @@ def _value(tensor: torch.Tensor, kind: Kind, name: str, trained: bool = False, g
 
 
 class _Walk:
-    """A walk over an exported program. ``env``: what each node is, a Value, a Folded constant, or a tuple of these."""
+    """A walk over an exported program. ``env``: what each node is, a Value, a Folded constant, or a tuple of these.
 
-    def __init__(self, program: torch.export.ExportedProgram, model: nn.Module, tracing: Tracing) -> None:
-        self.program, self.model, self.tracing = program, model, tracing
+    The nodes of a repeated block are walked again for each repetition, with an ``env`` of their own; ``place`` is then
+    the path of the block that was traced, and that of its repetition.
+    """
+
+    def __init__(
+        self, program: torch.export.ExportedProgram, blocks: Blocks, model: nn.Module, tracing: Tracing
+    ) -> None:
+        self.program, self.blocks, self.model, self.tracing = program, blocks, model, tracing
         self.builder = Builder(batch_norm_groups=tracing.batch_norm_groups)
         self.env: dict[Any, Any] = {}
+        self.place = ("", "")
+        self.targets: dict[Any, str] = {}
+        """Names of placeholders, those that parameters and buffers have."""
+        self.fixed: dict[str, Any] = {}
+        """What they are, by name."""
+        self.changes: dict[str, tuple[Any, bool]] = {}
+        """By name of a buffer, its new value, and whether that is the old one plus one."""
         self.buffers: dict[str, Value] = {}
         self.constants: dict[Folded, Value] = {}
         self.batch: int | None = None
@@ -167,8 +182,7 @@ class _Walk:
         self._placeholders([n for n in nodes if n.op == "placeholder"], [*inputs, *targets])
         for node in nodes:
             if node.op == "call_function":
-                self._locate(node)
-                self.env[node] = self._call(node)
+                self.env[node] = self._visit(node)
         loss, updates, counters = self._outputs(next(n for n in nodes if n.op == "output"))
         drafts = self.builder.drafts
         graph, constants = assemble(name, drafts, loss, [*inputs, *targets], updates, counters, self.tracing)
@@ -186,12 +200,17 @@ class _Walk:
         named.update({f"model.{n}": x for n, x in self.model.named_buffers(remove_duplicate=False)})
         first = {id(x): n for n, x in [*self.model.named_parameters(), *self.model.named_buffers()]}
         data = {**self.program.state_dict, **self.program.constants}
-        mutated = {id(named.get(n)) for n in signature.buffers_to_mutate.values()}
+        mutated = {id(named.get(n)) for n in (*signature.buffers_to_mutate.values(), *self.blocks.mutated)}
         made: dict[str, Value] = {}
         named_nodes: dict[int, list[torch.fx.Node]] = {}
         for node in nodes:
             if (known := named.get(specs[node.name].target or "")) is not None:
                 named_nodes.setdefault(id(known), []).append(node)
+        self.targets = {node: specs[node.name].target or "" for node in nodes}
+        of_target = {target: node for node, target in self.targets.items()}
+        for target, original in self.blocks.targets.items():
+            if target in named:
+                named_nodes[id(named[target])].append(of_target[original])
         arguments = iter(users)
         for node in nodes:
             spec = specs[node.name]
@@ -216,11 +235,36 @@ class _Walk:
                     f"the loss has a {kind.lower().replace('_', ' ')} of its own, {target!r}; make it a part of the "
                     "model, and let its forward return the loss"
                 )
+            self.fixed[target] = self.env.get(node)
+
+    def _visit(self, node: torch.fx.Node) -> Any:
+        """What a node is; marks of blocks are what they mark."""
+        if node.target is ENTER or node.target is LEAVE:
+            return torch.fx.node.map_arg(node.args[0], self.env.__getitem__)
+        if node.target is REPEAT:
+            return self._repeat(node)
+        self._locate(node)
+        return self._call(node)
+
+    def _repeat(self, node: torch.fx.Node) -> tuple[Any, ...]:
+        """Walk a block again: with other inputs, and the parameters and buffers of another module."""
+        operands: Any = node.args[0]
+        block, path = self.blocks.by_number[int(str(node.args[1]))], moved(str(node.args[2]), *self.place)
+        outside = self.env, self.place
+        env: dict[Any, Any] = {mark: self.env[operands[k]] for k, mark in block.inputs.items()}
+        env.update((read, self.fixed[moved(self.targets[read], block.path, path)]) for read in block.reads)
+        self.env, self.place = env, (block.path, path)
+        for inner in block.nodes:
+            env[inner] = self._visit(inner)
+        for target, inner in block.mutated:
+            self._change(moved(target, block.path, path), inner)
+        self.env, self.place = outside
+        return tuple(env[output] for output in block.outputs)
 
     def _locate(self, node: torch.fx.Node) -> None:
         """Tell the builder which layer, line and operator it is at, and what that returns."""
         stack = list((node.meta.get("nn_module_stack") or {}).values())
-        path = str(stack[-1][0]) if stack else ""
+        path = moved(str(stack[-1][0]), *self.place) if stack else ""
         inside = path == "model" or path.startswith("model.")
         self.builder.module = path.removeprefix("model").removeprefix(".") if inside else "loss"
         self.builder.source, self.builder.library = source_line(node.meta.get("stack_trace"))
@@ -231,7 +275,7 @@ class _Walk:
 
     def _call(self, node: torch.fx.Node) -> Any:
         target, b = node.target, self.builder
-        args, kwargs = pytree.tree_map_only(torch.fx.Node, lambda n: self.env[n], (node.args, node.kwargs))
+        args, kwargs = torch.fx.node.map_arg((node.args, node.kwargs), self.env.__getitem__)
         if target is getitem:
             return args[0][args[1]]
         if not isinstance(target, torch._ops.OpOverload):
@@ -309,11 +353,7 @@ class _Walk:
             if kind == "USER_OUTPUT":
                 losses.append(node)
             elif kind == "BUFFER_MUTATION" and target in self.buffers:
-                buffer = self.buffers[target]
-                if self._counts(node, buffer):
-                    counters.append(buffer)
-                else:
-                    updates[buffer] = self._operand(node)
+                self._change(target, node)
             else:
                 what = kind.lower().split("_mutation")[0].replace("_", " ")
                 raise ImportModelError(f"the training step changes a {what} in place, {target!r}; make a new tensor")
@@ -329,7 +369,19 @@ class _Walk:
                 "the loss (without loss=..., the model's output) must be a floating-point scalar, but it is a "
                 f"{dtype_name(value.dtype)} tensor of shape {tuple(value.shape)}; reduce it by .mean()"
             )
+        for target in sorted(self.changes, key=list(self.fixed).index):
+            after, counted = self.changes[target]
+            if counted:
+                counters.append(self.buffers[target])
+            else:
+                updates[self.buffers[target]] = after
         return self._operand(losses[0]), updates, counters
+
+    def _change(self, target: str, node: torch.fx.Node) -> None:
+        """The buffer ``target`` becomes ``node``."""
+        buffer = self.buffers[target]
+        counted = self._counts(node, buffer)
+        self.changes[target] = (buffer if counted else self._operand(node), counted)
 
     def _operand(self, node: torch.fx.Node) -> Value:
         found = self.env[node]
