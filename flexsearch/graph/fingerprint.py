@@ -7,6 +7,7 @@ from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager
 from enum import Enum
 from functools import partial
+from pathlib import Path
 from types import BuiltinFunctionType, FunctionType, ModuleType
 from typing import Any
 
@@ -130,7 +131,8 @@ def read_too(modules: list[tuple[nn.Module, str]]) -> None:
 
 _STRUCTURE = frozenset(vars(nn.Module())) - {"training"}
 """Parameters, buffers, children and hooks: compared as the structure of a module, not attribute by attribute."""
-_TORCH = str(torch.__path__[0])
+_TRUSTED = (str(torch.__path__[0]), str(Path(__file__).parent))
+"""Whose own reading of a module's ``__dict__`` is none of the model's."""
 
 
 @contextmanager
@@ -149,7 +151,7 @@ def watched(ignored: type) -> Iterator[None]:
             if name in object.__getattribute__(self, "__dict__"):
                 for reads in _ACTIVE:
                     reads.add(self, name, value)
-            elif name == "__dict__" and not sys._getframe(1).f_code.co_filename.startswith(_TORCH):
+            elif name == "__dict__" and not sys._getframe(1).f_code.co_filename.startswith(_TRUSTED):
                 for reads in _ACTIVE:
                     reads.complete = False
         return value

@@ -250,8 +250,8 @@ def _tensor(x: torch.Tensor | None) -> Hashable:
     return (type(x), tuple(x.shape), x.stride(), x.dtype, x.device, x.requires_grad)
 
 
-_HOOKS = [name for name in vars(nn.Module()) if name.endswith("_hooks")]
-_GLOBAL_HOOKS = [name for name in vars(torch_module) if name.startswith("_global") and name.endswith("_hooks")]
+_HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
+_GLOBAL_HOOKS = tuple(f"_global{name}" for name in _HOOKS)
 
 
 def _hooked(block: nn.Module) -> bool:
