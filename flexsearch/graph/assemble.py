@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
+from itertools import accumulate
 
 import torch
 
@@ -26,7 +27,9 @@ def assemble(
     ``updates``: new values of buffers; ``counters``: buffers that every step raises by one. Names are those of the
     layers, and depend on nothing that dead code could change.
     """
-    live = _counts_first(_ancestors(drafts, [loss, *updates.values()]))
+    live = _ancestors(drafts, [loss, *updates.values()])
+    _salt(drafts, live)
+    live = _counts_first(live)
     read = (v for d in live for v in d.inputs if v.kind != "activation")
     leaves = dict.fromkeys([*inputs, *read, *updates, *counters])
     for value in (loss, *updates.values()):
@@ -66,6 +69,15 @@ def _ancestors(drafts: Sequence[Draft], wanted: Iterable[Value]) -> list[Draft]:
             needed.update(draft.inputs)
             kept.append(draft)
     return kept[::-1]
+
+
+def _salt(drafts: Sequence[Draft], live: Sequence[Draft]) -> None:
+    """Salts of random draws count the drafts before them: those that stay, whatever dead code there was."""
+    kept = set(live)
+    before = [0, *accumulate(draft in kept for draft in drafts)]
+    for draft in live:
+        if isinstance(salt := draft.attributes.get("salt"), int):
+            draft.attributes["salt"] = before[salt]
 
 
 def _counts_first(drafts: list[Draft]) -> list[Draft]:

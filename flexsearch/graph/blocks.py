@@ -156,12 +156,15 @@ class _View:
             if not (moved(self.target(x), a.path, b.path) == self.target(y) if mine else self._same_value(x, y)):
                 return False
             same[x] = y
+        numbers: dict[Any, Any] = {}
+        """Of calls inside these: number of a's -> number of b's."""
         for x, y in zip(a.nodes, b.nodes, strict=True):
             args, kwargs = map_arg((x.args, x.kwargs), lambda n: same.get(n, n))
-            if x.target is REPEAT:
-                args = (args[0], args[1], moved(args[2], a.path, b.path), args[3])
-            mark = x.target in (ENTER, LEAVE)  # of calls inside these: only their numbers differ
-            if x.target != y.target or (args, kwargs) != (y.args, y.kwargs) and not (mark and args[0] == y.args[0]):
+            if x.target in (ENTER, LEAVE, REPEAT):
+                repeated = x.target is REPEAT and args[1] == y.args[1]
+                number = args[1] if repeated else numbers.setdefault(args[1], y.args[1])
+                args = (args[0], number, *(moved(z, a.path, b.path) if isinstance(z, str) else z for z in args[2:]))
+            if x.target != y.target or (args, kwargs) != (y.args, y.kwargs):
                 return False
             same[x] = y
         return tuple(map(same.get, a.outputs)) == b.outputs and (

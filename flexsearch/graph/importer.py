@@ -25,7 +25,7 @@ from flexsearch.graph import (  # noqa: F401  (importing them registers their ha
     aten_rnn,
     aten_shape,
 )
-from flexsearch.graph.aten import Builder, Kind, Value, bind, dtype_name, find_handler, registered
+from flexsearch.graph.aten import Builder, Kind, Shape, Value, bind, dtype_name, find_handler, registered
 from flexsearch.graph.aten import opaque as emit_opaque
 from flexsearch.graph.assemble import assemble
 from flexsearch.graph.blocks import Blocks, moved
@@ -137,6 +137,18 @@ def _value(tensor: torch.Tensor, kind: Kind, name: str, trained: bool = False, g
     return Value(shape, dtype_name(tensor.dtype), kind, name, weight=fixed, grad=trained, requires_grad=trained)
 
 
+_Origin = tuple[str, tuple[str, str], tuple[tuple[Shape, str], ...]]
+
+
+def _origin(node: torch.fx.Node) -> _Origin:
+    """Path of the module that called a torch operator, the line and library, and what the operator returns."""
+    stack = list((node.meta.get("nn_module_stack") or {}).values())
+    value = node.meta.get("val")
+    tensors = [t for t in (value if isinstance(value, list | tuple) else [value]) if isinstance(t, torch.Tensor)]
+    results = tuple((tuple(t.shape), dtype_name(t.dtype)) for t in tensors)
+    return str(stack[-1][0]) if stack else "", source_line(node.meta.get("stack_trace")), results
+
+
 class _Walk:
     """A walk over an exported program. ``env``: what each node is, a Value, a Folded constant, or a tuple of these.
 
@@ -155,6 +167,7 @@ class _Walk:
         """Names of placeholders, those that parameters and buffers have."""
         self.fixed: dict[str, Any] = {}
         """What they are, by name."""
+        self.origins: dict[torch.fx.Node, _Origin] = {}
         self.changes: dict[str, tuple[Any, bool]] = {}
         """By name of a buffer, its new value, and whether that is the old one plus one."""
         self.buffers: dict[str, Value] = {}
@@ -263,15 +276,14 @@ class _Walk:
 
     def _locate(self, node: torch.fx.Node) -> None:
         """Tell the builder which layer, line and operator it is at, and what that returns."""
-        stack = list((node.meta.get("nn_module_stack") or {}).values())
-        path = moved(str(stack[-1][0]), *self.place) if stack else ""
+        if node not in self.origins:  # the nodes of repeated blocks come again
+            self.origins[node] = _origin(node)
+        b = self.builder
+        path, (b.source, b.library), b.results = self.origins[node]
+        path = moved(path, *self.place)
         inside = path == "model" or path.startswith("model.")
-        self.builder.module = path.removeprefix("model").removeprefix(".") if inside else "loss"
-        self.builder.source, self.builder.library = source_line(node.meta.get("stack_trace"))
-        self.builder.target = str(node.target)
-        value = node.meta.get("val")
-        tensors = [t for t in (value if isinstance(value, list | tuple) else [value]) if isinstance(t, torch.Tensor)]
-        self.builder.results = tuple((tuple(t.shape), dtype_name(t.dtype)) for t in tensors)
+        b.module = path.removeprefix("model").removeprefix(".") if inside else "loss"
+        b.target = str(node.target)
 
     def _call(self, node: torch.fx.Node) -> Any:
         target, b = node.target, self.builder

@@ -80,11 +80,20 @@ class Call:
     first: Call | None = None
     confirmed: bool = False
     """A second call was traced as well; :func:`flexsearch.graph.blocks.blocks` compares the two."""
+    like: Call | None = None
+    """The call that is compared with this one; its blocks were traced where this one's are."""
+    inner: list[tuple[bool, Call | None]] = field(default_factory=list)
+    """For each call of a block inside: whether a stand-in was made, and of what; or its own call."""
     spec: Any = None
     results: tuple[Any, ...] = ()
     """By output: ("input", position), ("output", position) or ("plain", value)."""
     described: str = ""
     paths: dict[int, list[str]] = field(default_factory=dict)
+
+    def planned(self, last: int = 0) -> tuple[bool, Call | None] | None:
+        """What the next inner call (-1: the last) should be, for this call to be comparable with ``like``."""
+        k = len(self.inner) + last
+        return self.like.inner[k] if self.like is not None and k < len(self.like.inner) else None
 
     def matches(self, module: nn.Module) -> bool:
         """Whether all that this call read of its own modules is the same in ``module``, and the rest as it was."""
@@ -117,6 +126,10 @@ class Tracer:
         """Begin a trace: torch may run the step more than once, and only the last time counts."""
         self.calls: list[Call] = []
         self.bases: dict[Hashable, list[Call]] = {}
+        self.open: list[Call] = []
+        """Calls that are being traced, outermost first."""
+        self.incomplete: set[int] = set()
+        """Structures of calls that nothing can repeat: what they call may be repeated anywhere."""
         self.repeated = False
         self.surprised: set[int] = set()
         """Structures of calls that changed what they were given; their trace cannot be used."""
@@ -124,7 +137,7 @@ class Tracer:
     def call(self, path: str, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Run a block, marked; or a stand-in for it."""
         module, structure = self.paths[path], self.structures[path]
-        if structure in self.excluded or _hooked(module):
+        if structure in self.excluded or structure in self.incomplete or _hooked(module):
             return forward(*args, **kwargs)
         leaves, spec = pytree.tree_flatten((args, kwargs))
         inputs = list({id(x): x for x in leaves if isinstance(x, torch.Tensor)}.values())
@@ -136,7 +149,14 @@ class Tracer:
         if not inputs:
             return forward(*args, **kwargs)
         base = next((call for call in self.bases.get(key, ()) if call.matches(module)), None)
-        if base is not None and base.confirmed:
+        outer = self.open[-1] if self.open else None
+        planned = outer.planned() if outer is not None else None
+        repeats = base is not None and base.confirmed
+        if planned is not None:  # the call around this one is to be compared, node by node, with an earlier one
+            repeats = repeats and planned == (True, base)
+        if outer is not None:
+            outer.inner.append((repeats, base if repeats else None))
+        if repeats and base is not None:
             return self._stand_in(base, module, path, inputs)
         return self._trace(key, base, path, forward, (leaves, spec, inputs))
 
@@ -156,14 +176,23 @@ class Tracer:
         inside = [marked.get(id(x), x) for x in leaves]
         args, kwargs = pytree.tree_unflatten(inside, spec)
         with recorded() as reads:
-            call = Call(number, module, path, self.structures[path], reads, first)
+            call = Call(number, module, path, self.structures[path], reads, first, like=first)
             self.calls.append(call)
-            output = forward(*args, **kwargs)
+            if self.open and (planned := self.open[-1].planned(-1)) is not None:
+                call.like = planned[1]
+            if self.open:
+                self.open[-1].inner[-1] = (False, call)
+            self.open.append(call)
+            try:
+                output = forward(*args, **kwargs)
+            finally:
+                self.open.pop()
         after, spec_after = pytree.tree_flatten((args, kwargs))
         if spec_after != spec or any(a is not b for a, b in zip(after, inside, strict=True)):
             self.surprised.add(call.structure)
         originals = {id(marked[id(x)]): k for k, x in enumerate(inputs)}
         if not (reads.complete and reads.unchanged(lambda owner: [owner])):
+            self.incomplete.add(call.structure)
             return self._unmarked(output, originals, inputs)
         for inner, owner in module.named_modules(remove_duplicate=False):
             call.paths.setdefault(id(owner), []).append(inner)
