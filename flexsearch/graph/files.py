@@ -129,7 +129,8 @@ SECTIONS: Final = (("inputs", "input"), ("parameters", "parameter"), ("buffers",
 
 def leaf_known(kind: str, shape: tuple[int, ...], dtype: str, sample: bool) -> Known:
     """A tensor that exists before the step."""
-    return Known(shape, dtype, tuple(sample and k == 0 for k in range(len(shape))), kind != "input")
+    first = sample and kind == "input"
+    return Known(shape, dtype, tuple(first and k == 0 for k in range(len(shape))), kind != "input")
 
 
 def sizes_from_inputs(access: Access, shapes: Sequence[Sequence[int]], sizes: Mapping[str, int]) -> dict[str, int]:
