@@ -37,7 +37,7 @@ def to_text(graph: OperatorGraph) -> str:
         same = expand(file) == graph
     except ValueError:
         same = False
-    return _lines(file) if same else to_json(graph)
+    return lines(file) if same else to_json(graph)
 
 
 def compact(graph: OperatorGraph) -> GraphFile:
@@ -249,7 +249,7 @@ def _operator_block(draft: _Draft, run: Run) -> Block:
     return Block(repeat=run.times, first=draft.first, salts=draft.salts, operators=tuple(operators))
 
 
-def _lines(file: GraphFile) -> str:
+def lines(file: GraphFile) -> str:
     """A file's JSON: one field or record a line, without fields that have their default."""
     data = file.model_dump(mode="json", exclude_defaults=True)
     fields = [f'  {json.dumps(key)}: {_listed(value, 4)}' for key, value in {"format": file.format, **data}.items()]
