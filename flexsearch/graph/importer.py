@@ -30,7 +30,7 @@ from flexsearch.graph.aten import opaque as emit_opaque
 from flexsearch.graph.assemble import assemble
 from flexsearch.graph.blocks import Blocks, moved
 from flexsearch.graph.export import Loss, export_step, source_line
-from flexsearch.graph.fold import Folded, fold, is_random, sources
+from flexsearch.graph.fold import Constant, Constants, Folded, Folder, elementwise, is_random, sources
 from flexsearch.graph.loading import Loaded, load_callable
 from flexsearch.graph.model import OperatorGraph, Tracing
 from flexsearch.graph.operators import ATEN_KINDS
@@ -44,13 +44,13 @@ __all__ = ["Imported", "Loaded", "import_model", "import_with_constants", "load_
 class Imported:
     """A graph and what is needed to run it: the constants' values and the order of the tensor arguments.
 
-    ``constants``: CPU tensors by name; of a model on the meta device some may be meta tensors themselves. ``derived``:
-    those of them that were computed from buffers, for :func:`flexsearch.graph.fold.derive`. ``input_names``,
+    ``constants``: CPU tensors by name; those that depend on a buffer on the meta device are meta tensors themselves. Of
+    a model on the meta device they are computed when they are first read. ``derived``: what was computed from buffers, for :func:`flexsearch.graph.fold.derive`. ``input_names``,
     ``target_names``: graph inputs in the order of the tensors in ``example_inputs`` and ``targets``.
     """
 
     graph: OperatorGraph
-    constants: dict[str, torch.Tensor]
+    constants: Mapping[str, torch.Tensor]
     input_names: tuple[str, ...]
     target_names: tuple[str, ...]
     derived: Mapping[str, Folded] = field(default_factory=dict)
@@ -85,7 +85,7 @@ def import_model(
     Raises ImportModelError that names the operator, the layer and the line.
     """
     tracing = _tracing(opaque, batch_norm_groups)
-    imported = import_with_constants(model, example_inputs, loss, targets=targets, name=name, tracing=tracing)
+    imported = _imported(model, example_inputs, loss, targets, name, tracing)
     for note in imported.notes:
         warnings.warn(note, stacklevel=2)
     return imported.graph
@@ -101,6 +101,16 @@ def import_with_constants(
     tracing: Tracing | None = None,
 ) -> Imported:
     """As :func:`import_model`, with the values of constants and the names of the arguments."""
+    imported = _imported(model, example_inputs, loss, targets, name, tracing or Tracing())
+    if not any(x.is_meta for x in (*model.parameters(), *model.buffers())):
+        dict(imported.constants)  # now, while the buffers that they are computed from are what they are
+    return imported
+
+
+def _imported(
+    model: nn.Module, example_inputs: Any, loss: Loss | None, targets: Any, name: str | None, tracing: Tracing
+) -> Imported:
+    """As :func:`import_with_constants`, whose values are still to be computed."""
     if not isinstance(model, nn.Module):
         raise ImportModelError(f"the model must be an nn.Module, not {type(model).__name__}")
     if targets is not None and loss is None:
@@ -111,7 +121,7 @@ def import_with_constants(
         raise ImportModelError("there is no tensor among the example inputs")
     with plain(model) as notes:
         program, blocks = export_step(model, loss, args, kwargs, targets)
-    walk = _Walk(program, blocks, model, tracing or Tracing())
+    walk = _Walk(program, blocks, model, tracing)
     inputs = walk.arguments((args, kwargs), "input")
     imported = walk.run(name or type(model).__name__, inputs, walk.arguments(targets, "target"))
     return replace(imported, keywords=tuple(kwargs), notes=tuple(notes))
@@ -171,7 +181,10 @@ class _Walk:
         self.changes: dict[str, tuple[Any, bool]] = {}
         """By name of a buffer, its new value, and whether that is the old one plus one."""
         self.buffers: dict[str, Value] = {}
-        self.constants: dict[Folded, Value] = {}
+        self.folder = Folder()
+        self.constants: dict[Folded, Constant] = {}
+        self.expanded: dict[tuple[Folded, str], Value] = {}
+        """Constants as large as the program has them, by the layer that reads them."""
         self.batch: int | None = None
 
     def arguments(self, tree: Any, prefix: str) -> list[Value]:
@@ -198,10 +211,11 @@ class _Walk:
                 self.env[node] = self._visit(node)
         loss, updates, counters = self._outputs(next(n for n in nodes if n.op == "output"))
         drafts = self.builder.drafts
-        graph, constants = assemble(name, drafts, loss, [*inputs, *targets], updates, counters, self.tracing)
-        derived = {v.name: x for x, v in self.constants.items() if v.name in constants and sources(x)}
+        graph = assemble(name, drafts, loss, [*inputs, *targets], updates, counters, self.tracing)
+        alive = {tensor.name for tensor in graph.of_kind("constant")}
+        folded = {v.name: x for x, v in self.constants.items() if v.name in alive}
         names = tuple(v.name for v in inputs), tuple(v.name for v in targets)
-        return Imported(graph, constants, *names, derived)
+        return Imported(graph, Constants(folded), *names, {name: x for name, x in folded.items() if sources(x)})
 
     def _placeholders(self, nodes: Sequence[torch.fx.Node], users: Sequence[Value]) -> None:
         """Inputs in their order; parameters and buffers under their first name, however many they have."""
@@ -240,9 +254,9 @@ class _Walk:
                     made[own] = _value(tensor, where, own, kind == "PARAMETER" and tensor.requires_grad, gates)
                 self.buffers[target] = made[own]
                 fixed = kind == "BUFFER" and id(tensor) not in mutated
-                self.env[node] = Folded(tensor.detach(), made[own]) if fixed else made[own]
+                self.env[node] = self.folder.leaf(tensor.detach(), made[own]) if fixed else made[own]
             elif kind in ("BUFFER", "CONSTANT_TENSOR") and isinstance(data.get(target), torch.Tensor):
-                self.env[node] = Folded(data[target].detach())
+                self.env[node] = self.folder.leaf(data[target].detach())
             else:
                 raise ImportModelError(
                     f"the loss has a {kind.lower().replace('_', ' ')} of its own, {target!r}; make it a part of the "
@@ -302,9 +316,9 @@ class _Walk:
                 "makes a tensor whose shape depends on values; graphs are static",
                 outside="choose another implementation in the model's configuration, one without selections by masks.",
             )
-        if (folded := fold(node, args, kwargs)) is not None:
+        if (folded := self.folder.fold(node, args, kwargs)) is not None:
             return folded
-        args, kwargs = pytree.tree_map_only(Folded, self._constant, (args, kwargs))
+        args, kwargs = self._operands(target, args, kwargs)
         result = self._dispatch(target, args, kwargs)
         if isinstance(node.meta["val"], torch.Tensor):
             result = result[0] if isinstance(result, tuple) else result
@@ -344,15 +358,43 @@ class _Walk:
             raise problem
         return emit_opaque(b, target, args, kwargs)
 
+    def _operands(self, target: torch._ops.OpOverload, args: Any, kwargs: Any) -> tuple[Any, Any]:
+        """Arguments with constants as values: in their smallest form where the operator broadcasts them."""
+        tensors = [x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, Value | Folded)]
+        if not any(isinstance(x, Folded) and x.compact for x in tensors):
+            mapped: tuple[Any, Any] = pytree.tree_map_only(Folded, self._constant, (args, kwargs))
+            return mapped
+        shapes = [x.small.shape if isinstance(x, Folded) else x.shape for x in tensors]
+        broadcasts = elementwise(target) and torch.broadcast_shapes(*shapes) == self.builder.shape
+        bound = bind(target, args, kwargs) if target._schema.name == "aten::scaled_dot_product_attention" else {}
+
+        def operand(x: Folded) -> Value:
+            mask = bound.get("attn_mask") is x and x.small.shape[-2:] == x.shape[-2:]
+            return self._constant(x) if broadcasts or mask else self._whole(x)
+
+        mapped = pytree.tree_map_only(Folded, operand, (args, kwargs))
+        return mapped
+
     def _constant(self, x: Folded) -> Value:
-        """A constant as an operand: the buffer that it is, or a constant of the graph."""
+        """A constant as an operand, in its smallest form: the buffer that it is, or a constant of the graph."""
         if x.buffer is not None:
             return x.buffer
         if x not in self.constants:
-            name = f"{self.builder.module}.constant" if self.builder.module else "constant"
-            self.constants[x] = _value(x.data, "constant", name)
-            self.constants[x].data = x.data
+            self.constants[x] = Constant(x, f"{self.builder.module}.constant" if self.builder.module else "constant")
         return self.constants[x]
+
+    def _whole(self, x: Folded) -> Value:
+        """A constant as an operand, as large as the program has it."""
+        value, b = self._constant(x), self.builder
+        if not x.compact:
+            return value
+        if (x, b.module) not in self.expanded:
+            target, results, expand = b.target, b.results, torch.ops.aten.expand.default
+            b.target, b.results = str(expand), ((x.shape, value.dtype),)
+            whole = self._dispatch(expand, (value, list(x.shape)), {})
+            b.target, b.results = target, results
+            self.expanded[x, b.module] = whole[0] if isinstance(whole, tuple) else whole
+        return self.expanded[x, b.module]
 
     def _outputs(self, output: torch.fx.Node) -> tuple[Value, dict[Value, Value], list[Value]]:
         """The loss, the new values of buffers, and the buffers that only count steps."""
@@ -397,7 +439,7 @@ class _Walk:
 
     def _operand(self, node: torch.fx.Node) -> Value:
         found = self.env[node]
-        value: Value = self._constant(found) if isinstance(found, Folded) else found
+        value: Value = self._whole(found) if isinstance(found, Folded) else found
         return value
 
     def _counts(self, node: torch.fx.Node, buffer: Value) -> bool:
