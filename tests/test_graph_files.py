@@ -45,7 +45,9 @@ def test_shipped_graphs_come_back_from_both_formats(name: str, tmp_path: Path) -
 def test_random_parts_of_graphs_come_back(name: str, data: st.DataObject) -> None:
     operators = OperatorGraph.load(name).operators
     count = len(operators)
-    first = data.draw(st.integers(0, count - 2).filter(lambda k: operators[k].kind in ("linear", "conv2d", "pointwise")))
+    first = data.draw(
+        st.integers(0, count - 2).filter(lambda k: operators[k].kind in ("linear", "conv2d", "pointwise"))
+    )
     part = documents.excerpt(name, first, data.draw(st.integers(1, min(80, count - first))))
     graph = OperatorGraph.model_validate_json(json.dumps(part))
     ordered = _in_file_order(graph)
@@ -100,7 +102,9 @@ def test_runs_are_repetitions_and_do_not_overlap(tokens: list[int]) -> None:
 
 def test_what_repeats_is_expanded_as_if_written_out() -> None:
     graph = documents.read_graph(CHAIN)
-    assert [op.name for op in graph.operators] == [f"l.{k}.{x}" for k in range(4) for x in ("linear", "relu")] + ["loss"]
+    assert [op.name for op in graph.operators] == [f"l.{k}.{x}" for k in range(4) for x in ("linear", "relu")] + [
+        "loss"
+    ]
     assert [op.inputs[0] for op in graph.operators] == [
         "x", "l.0.linear", "l.0.relu", "l.1.linear", "l.1.relu", "l.2.linear", "l.2.relu", "l.3.linear", "l.3.relu",
     ]  # fmt: skip
@@ -125,7 +129,11 @@ LINEAR = ("operators", 0, "operators", 0)
         (("operators", 0, "repeat"), 10**5, "operators: are 200001 with all repetitions; at most 131072"),
         (("parameters", 0, "repeat"), 524289, "at most 524288"),
         (("operators", 0, "repeat"), 1, "repeat: must be at least 2"),
-        (("operators", 0, "repeat"), 5, r"'l\.4\.linear' reads 'l\.4\.weight', which is not in the graph or made later"),
+        (
+            ("operators", 0, "repeat"),
+            5,
+            r"'l\.4\.linear' reads 'l\.4\.weight', which is not in the graph or made later",
+        ),
         (("operators", 0, "first"), {}, r"operators\.0\.operators\.0\.inputs: 'l\.0\.linear' reads 'l\.-1\.relu'"),
         ((*LINEAR, "pattern"), "b0 i, o -> b0 o", r"operators\.0\.pattern: .* \('l\.0\.linear'\)"),
         ((*LINEAR, "pattern"), "b0 i, o i -> b0 o z", "the size of 'z' does not follow from the inputs; give it"),

@@ -11,16 +11,15 @@ from flexsearch.graph.files import (
     SECTIONS,
     Block,
     GraphFile,
-    Known,
     Leaf,
     Leaves,
     Record,
+    expand,
     leaf_known,
     output_known,
     output_names,
     sizes_from_inputs,
     usual_role,
-    expand,
 )
 from flexsearch.graph.model import Operator, OperatorGraph, Tensor
 from flexsearch.graph.runs import Run, earlier, expanded, pattern_of, runs, template
@@ -43,10 +42,12 @@ def to_text(graph: OperatorGraph) -> str:
 def compact(graph: OperatorGraph) -> GraphFile:
     """The graph as a file, without what can be derived."""
     writer = _Writer(graph)
+    sections: dict[str, Any] = {section: writer.leaves(kind) for section, kind in SECTIONS}
+    operators = writer.operators()
     return GraphFile(
         name=graph.name,
-        **{section: writer.leaves(kind) for section, kind in SECTIONS},
-        operators=writer.operators(),
+        **sections,
+        operators=operators,
         loss=graph.loss,
         buffer_updates=writer.other_updates,
         counters=() if writer.counters_in_order else graph.counters,
@@ -57,7 +58,9 @@ def compact(graph: OperatorGraph) -> GraphFile:
 class _Writer:
     def __init__(self, graph: OperatorGraph) -> None:
         self.graph = graph
-        self.braces = any("{" in x or "}" in x for x in (*graph.tensor, *(op.name + op.module for op in graph.operators)))
+        self.braces = any(
+            "{" in x or "}" in x for x in (*graph.tensor, *(op.name + op.module for op in graph.operators))
+        )
         """Names with braces cannot stand beside templates: then nothing is written as a block."""
         buffers = [t.name for t in graph.of_kind("buffer") if t.name in graph.counters]
         self.counters_in_order = tuple(buffers) == graph.counters
@@ -66,11 +69,13 @@ class _Writer:
             self.updated = {}
         self.written: set[str] = set()
         self.known = {
-            t.name: leaf_known(t.kind, t.shape, t.dtype, self._samples(t)) for t in graph.tensors if t.kind != "activation"
+            t.name: leaf_known(t.kind, t.shape, t.dtype, self._samples(t))
+            for t in graph.tensors
+            if t.kind != "activation"
         }
 
     def _samples(self, tensor: Tensor) -> bool:
-        """Whether readers take the first dimension of an input for the batch; an input nobody reads is as good as one."""
+        """Whether readers take the first dimension of an input for the batch, or there are none."""
         if tensor.kind != "input" or not tensor.shape:
             return True
         axes = [
@@ -88,10 +93,11 @@ class _Writer:
         return _joined(records, tokens, lambda x: [x.name], self.braces, _leaf_block)
 
     def _leaf(self, tensor: Tensor) -> Leaf:
+        frozen = tensor.kind == "parameter" and tensor.floating and not tensor.requires_grad
         return Leaf(
             name=tensor.name, shape=tensor.shape, dtype=tensor.dtype,
             sample=None if self._samples(tensor) else False,
-            requires_grad=False if tensor.kind == "parameter" and tensor.floating and not tensor.requires_grad else None,
+            requires_grad=False if frozen else None,
             counter=self.counters_in_order and tensor.name in self.graph.counters,
         )  # fmt: skip
 
@@ -136,7 +142,12 @@ def _token(record: Record) -> tuple[Any, ...]:
 
 def _names(record: Record) -> list[str]:
     """Names that a record gives, in all repetitions by one template."""
-    return [record.name, *(record.outputs or ()), *record.updates, *([record.module] if record.module is not None else [])]
+    return [
+        record.name,
+        *(record.outputs or ()),
+        *record.updates,
+        *([record.module] if record.module is not None else []),
+    ]
 
 
 def _salted(record: Record) -> int | None:
@@ -149,10 +160,14 @@ class _Draft:
 
     def __init__(self, records: Sequence[Any], names: Callable[[Any], list[str]], start: int, period: int) -> None:
         self.records, self.names, self.start, self.period = records, names, start, period
-        self.given = [self._templates(names(records[start + k]), names(records[start + period + k])) for k in range(period)]
+        self.given = [
+            self._templates(names(records[start + k]), names(records[start + period + k])) for k in range(period)
+        ]
         self.first: dict[str, str] = {}
         self.inputs = [self._inputs(k) for k in range(period)] if isinstance(records[0], Record) else []
-        salts = {b - a for a, b in ((_salted(x), _salted(y)) for x, y in self._pairs()) if a is not None and b is not None}
+        salts = {
+            b - a for a, b in ((_salted(x), _salted(y)) for x, y in self._pairs()) if a is not None and b is not None
+        }
         self.salts = min(salts, default=0)
         self.valid = (
             len(salts) <= 1 and self.salts >= 0 and all(None not in x for x in (*self.given, *self.inputs))
@@ -193,7 +208,10 @@ class _Draft:
             if [expanded(str(x), time) for x in self.given[k]] != self.names(record):
                 return False
             if isinstance(record, Record):
-                inputs = [self.first.get(str(x)) if not time and x in self.first else expanded(str(x), time) for x in self.inputs[k]]
+                inputs = [
+                    self.first.get(str(x)) if not time and x in self.first else expanded(str(x), time)
+                    for x in self.inputs[k]
+                ]
                 if inputs != [*record.inputs]:
                     return False
                 salt = _salted(self.records[self.start + k])
@@ -251,9 +269,22 @@ def _operator_block(draft: _Draft, run: Run) -> Block:
 
 def lines(file: GraphFile) -> str:
     """A file's JSON: one field or record a line, without fields that have their default."""
-    data = file.model_dump(mode="json", exclude_defaults=True)
-    fields = [f'  {json.dumps(key)}: {_listed(value, 4)}' for key, value in {"format": file.format, **data}.items()]
+    data = _without_empty(file.model_dump(mode="json", exclude_defaults=True))
+    fields = [f"  {json.dumps(key)}: {_listed(value, 4)}" for key, value in {"format": file.format, **data}.items()]
     return "{\n" + ",\n".join(fields) + "\n}\n"
+
+
+_OPTIONAL = frozenset(("sizes", "roles", "attributes", "first", "buffer_updates", "tracing"))
+
+
+def _without_empty(value: Any) -> Any:
+    """Records without objects that are empty, which is what they are by default."""
+    if isinstance(value, list):
+        return [_without_empty(x) for x in value]
+    if not isinstance(value, dict):
+        return value
+    kept = {key: x for key, x in value.items() if x != {} or key not in _OPTIONAL}
+    return {key: _without_empty(x) if key in ("operators", "tensors") else x for key, x in kept.items()}
 
 
 def _listed(value: Any, indent: int) -> str:

@@ -60,7 +60,10 @@ def export_step(
             step = Step(model, loss)
             if meta:
                 args, kwargs, targets = pytree.tree_map_only(torch.Tensor, _to_meta, (args, kwargs, targets))
-            return _with_blocks(step, (args, kwargs, targets)) or (_functional(step, _export(step, args, kwargs, targets)), NO_BLOCKS)
+            return _with_blocks(step, (args, kwargs, targets)) or (
+                _functional(step, _export(step, args, kwargs, targets)),
+                NO_BLOCKS,
+            )
     except FlexsearchError:
         raise
     except Exception as error:  # torch.export raises whatever the model does, and many types of its own
@@ -92,8 +95,6 @@ def _with_blocks(step: Step, inputs: tuple[Any, ...]) -> tuple[torch.export.Expo
                     return None
                 step.tracer = tracer
                 program = _export(step, *inputs)
-            if not tracer.repeated:
-                return None
             check_aliases(program, tracer)
             functional = _functional(step, program)
             return functional, find_blocks(functional, tracer)

@@ -1,7 +1,7 @@
 """Graph files, ``flexsearch.graph/2``: what an operator graph is when all that can be derived is left out.
 
-A file lists the tensors that exist before a step and the operators, one record a line. Shapes of activations follow from
-patterns, sizes of axes from shapes, roles of axes from what they index; fields say only what differs. Records that
+A file lists the tensors that exist before a step and the operators, one record a line. Shapes of activations follow
+from patterns, sizes of axes from shapes, roles of axes from what they index; fields say only what differs. Records that
 repeat with advancing numbers stand in a block, once (:mod:`flexsearch.graph.runs`).
 """
 
@@ -55,15 +55,15 @@ class Record(FileModel):
     kind: Annotated[str, Field(pattern=r"^[A-Za-z_]\w{0,127}$")]
     pattern: Pattern
     inputs: Annotated[tuple[Name, ...], Field(max_length=MAX_OPERANDS)]
-    sizes: Annotated[dict[str, Size], Field(max_length=MAX_AXES)] = {}
+    sizes: Annotated[dict[str, Size], Field(default_factory=dict, max_length=MAX_AXES)]
     """Of axes that the shapes of the inputs leave open."""
-    roles: Annotated[dict[str, Role], Field(max_length=MAX_AXES)] = {}
+    roles: Annotated[dict[str, Role], Field(default_factory=dict, max_length=MAX_AXES)]
     """Of axes where the rule (:func:`usual_role`) says another one."""
     outputs: Annotated[tuple[Name, ...], Field(min_length=1, max_length=MAX_OPERANDS)] | None = None
     """Default: the operator's name; with ".0", ".1", ... if there are several."""
     dtypes: Annotated[tuple[Dtype, ...], Field(max_length=MAX_OPERANDS)] | None = None
     """Of the outputs; default: that of the first input."""
-    attributes: dict[Name, JsonValue] = {}
+    attributes: dict[Name, JsonValue] = Field(default_factory=dict)
     updates: Annotated[tuple[Name, ...], Field(max_length=MAX_OPERANDS)] = ()
     """Buffers that the first outputs are the new values of."""
     module: Text | None = None
@@ -75,7 +75,7 @@ class Block(FileModel):
     """Operators that repeat."""
 
     repeat: Times
-    first: dict[Name, Name] = {}
+    first: dict[Name, Name] = Field(default_factory=dict)
     """Operand, as written -> what the first repetition reads in its place."""
     salts: Annotated[int, Field(ge=0, lt=2**31)] = 0
     """What every repetition adds to the attribute ``salt``."""
@@ -103,7 +103,7 @@ class GraphFile(FileModel):
     constants: LeafList = ()
     operators: Annotated[tuple[AnyRecord, ...], Field(min_length=1, max_length=MAX_OPERATORS)]
     loss: Name
-    buffer_updates: dict[Name, Name] = {}
+    buffer_updates: dict[Name, Name] = Field(default_factory=dict)
     """Where the new value is not made by an operator that says so."""
     counters: tuple[Name, ...] = ()
     """Where their order is not that of the buffers."""
@@ -165,7 +165,9 @@ def usual_role(axis: str, access: Access, inputs: Sequence[Known]) -> Role:
     return "parameter" if weight and access.summed else "attribute"
 
 
-def output_known(operand: Operand, dtype: str, sizes: Mapping[str, int], roles: Mapping[str, str], weight: bool) -> Known:
+def output_known(
+    operand: Operand, dtype: str, sizes: Mapping[str, int], roles: Mapping[str, str], weight: bool
+) -> Known:
     """An output: a dimension is the product of its axes, which is 1 where it has none."""
     shape = tuple(prod(sizes[axis] for axis in d.axes) for d in operand.dimensions)
     return Known(shape, dtype, tuple(bool(d.axes) and roles[d.axes[0]] == "sample" for d in operand.dimensions), weight)
@@ -240,7 +242,9 @@ class _Reader:
 
     def _leaf(self, place: Sequence[str | int], name: str, kind: str, leaf: Leaf) -> None:
         for field, owner in (("sample", "input"), ("requires_grad", "parameter"), ("counter", "buffer")):
-            if getattr(leaf, field) not in (None, False) and kind != owner or (leaf.sample is False and kind != "input"):
+            if (getattr(leaf, field) not in (None, False) and kind != owner) or (
+                leaf.sample is False and kind != "input"
+            ):
                 raise self.error((*place, field), f"only {owner}s have this field")
         floating = leaf.dtype.startswith(("float", "bfloat", "complex"))
         trained = kind == "parameter" and (floating if leaf.requires_grad is None else leaf.requires_grad)

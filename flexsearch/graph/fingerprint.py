@@ -67,7 +67,7 @@ _HEAP_TYPE = 1 << 9
 
 
 def _all_in_dict(value: Any) -> bool:
-    """Whether an object's class is written in Python, without slots or built-in bases: its state is its ``__dict__``."""
+    """Whether an object's class is written in Python, without slots and built-in bases: that is its whole state."""
     kind = type(value)
     python = all(base is object or base.__flags__ & _HEAP_TYPE for base in kind.__mro__)
     return python and hasattr(value, "__dict__") and kind.__basicsize__ <= _Plain.__basicsize__
@@ -161,10 +161,11 @@ def watched(ignored: type) -> Iterator[None]:
             reads.complete = False
         write(self, name, value)
 
-    nn.Module.__getattribute__ = getattribute  # type: ignore[method-assign]  # for a while, and only here
-    nn.Module.__setattr__ = setattribute  # type: ignore[method-assign]
+    base: Any = nn.Module
+    base.__getattribute__ = getattribute
+    base.__setattr__ = setattribute
     try:
         yield
     finally:
-        del nn.Module.__getattribute__
-        nn.Module.__setattr__ = write  # type: ignore[method-assign]
+        del base.__getattribute__
+        base.__setattr__ = write

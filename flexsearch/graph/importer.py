@@ -25,9 +25,19 @@ from flexsearch.graph import (  # noqa: F401  (importing them registers their ha
     aten_rnn,
     aten_shape,
 )
-from flexsearch.graph.aten import Builder, Kind, Shape, Value, bind, dtype_name, find_handler, registered
-from flexsearch.graph.aten import opaque as emit_opaque
 from flexsearch.graph.assemble import assemble
+from flexsearch.graph.aten import (
+    Builder,
+    Kind,
+    Shape,
+    Value,
+    bind,
+    broadcast_shapes,
+    dtype_name,
+    find_handler,
+    registered,
+)
+from flexsearch.graph.aten import opaque as emit_opaque
 from flexsearch.graph.blocks import Blocks, moved
 from flexsearch.graph.export import Loss, export_step, source_line
 from flexsearch.graph.fold import Constant, Constants, Folded, Folder, elementwise, is_random, sources
@@ -45,8 +55,9 @@ class Imported:
     """A graph and what is needed to run it: the constants' values and the order of the tensor arguments.
 
     ``constants``: CPU tensors by name; those that depend on a buffer on the meta device are meta tensors themselves. Of
-    a model on the meta device they are computed when they are first read. ``derived``: what was computed from buffers, for :func:`flexsearch.graph.fold.derive`. ``input_names``,
-    ``target_names``: graph inputs in the order of the tensors in ``example_inputs`` and ``targets``.
+    a model on the meta device they are computed when they are first read. ``derived``: those of them that were computed
+    from buffers, for :func:`flexsearch.graph.fold.derive`. ``input_names``, ``target_names``: graph inputs in the order
+    of the tensors in ``example_inputs`` and ``targets``.
     """
 
     graph: OperatorGraph
@@ -267,7 +278,8 @@ class _Walk:
     def _visit(self, node: torch.fx.Node) -> Any:
         """What a node is; marks of blocks are what they mark."""
         if node.target is ENTER or node.target is LEAVE:
-            return torch.fx.node.map_arg(node.args[0], self.env.__getitem__)
+            marked: Any = node.args[0]
+            return torch.fx.node.map_arg(marked, self.env.__getitem__)
         if node.target is REPEAT:
             return self._repeat(node)
         self._locate(node)
@@ -301,7 +313,8 @@ class _Walk:
 
     def _call(self, node: torch.fx.Node) -> Any:
         target, b = node.target, self.builder
-        args, kwargs = torch.fx.node.map_arg((node.args, node.kwargs), self.env.__getitem__)
+        call: Any = (node.args, node.kwargs)
+        args, kwargs = torch.fx.node.map_arg(call, self.env.__getitem__)
         if target is getitem:
             return args[0][args[1]]
         if not isinstance(target, torch._ops.OpOverload):
@@ -365,7 +378,7 @@ class _Walk:
             mapped: tuple[Any, Any] = pytree.tree_map_only(Folded, self._constant, (args, kwargs))
             return mapped
         shapes = [x.small.shape if isinstance(x, Folded) else x.shape for x in tensors]
-        broadcasts = elementwise(target) and torch.broadcast_shapes(*shapes) == self.builder.shape
+        broadcasts = elementwise(target) and broadcast_shapes(*shapes) == self.builder.shape
         bound = bind(target, args, kwargs) if target._schema.name == "aten::scaled_dot_product_attention" else {}
 
         def operand(x: Folded) -> Value:

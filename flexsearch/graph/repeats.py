@@ -1,9 +1,9 @@
 """Blocks that repeat are traced twice; every further call is a stand-in that the importer expands.
 
-While ``torch.export`` runs a model, calls of modules with children are marked in the trace: ``enter`` where a tensor goes
-in, ``leave`` where tensors come out. A call that would do what an earlier one did (same structure, same inputs, and the
-same value in every attribute that the earlier call read) is replaced by one ``repeat`` node. Whether the marked calls are
-self-contained is known when the trace is complete (:mod:`flexsearch.graph.blocks`).
+While ``torch.export`` runs a model, calls of modules with children are marked in the trace: ``enter`` where a tensor
+goes in, ``leave`` where tensors come out. A call that would do what an earlier one did (same structure, same inputs,
+and the same value in every attribute that the earlier call read) is replaced by one ``repeat`` node. Whether the marked
+calls are self-contained is known when the trace is complete (:mod:`flexsearch.graph.blocks`).
 """
 
 from __future__ import annotations
@@ -97,20 +97,16 @@ class Call:
 
     def matches(self, module: nn.Module) -> bool:
         """Whether all that this call read of its own modules is the same in ``module``, and the rest as it was."""
-
-        def counterparts(owner: nn.Module) -> list[nn.Module]:
-            inside = self.paths.get(id(owner))
-            return [owner] if inside is None else [module.get_submodule(path) for path in inside]
-
-        return self.reads.unchanged(counterparts)
+        return self.reads.unchanged(lambda owner: self._counterparts(id(owner), module))
 
     def read_by(self, module: nn.Module) -> list[tuple[nn.Module, str]]:
         """What ``module`` would have read in this call's place."""
-        return [
-            (module.get_submodule(path) if path is not None else self.reads.modules[number], name)
-            for number, name in self.reads.values
-            for path in self.paths.get(number, [None])  # type: ignore[list-item]
-        ]
+        return [(owner, name) for number, name in self.reads.values for owner in self._counterparts(number, module)]
+
+    def _counterparts(self, number: int, block: nn.Module) -> list[nn.Module]:
+        """What ``block`` has where this call's block has the module of that ``id``; the module itself if outside."""
+        inside = self.paths.get(number)
+        return [self.reads.modules[number]] if inside is None else [block.get_submodule(path) for path in inside]
 
 
 class Tracer:
@@ -130,7 +126,6 @@ class Tracer:
         """Calls that are being traced, outermost first."""
         self.incomplete: set[int] = set()
         """Structures of calls that nothing can repeat: what they call may be repeated anywhere."""
-        self.repeated = False
         self.surprised: set[int] = set()
         """Structures of calls that changed what they were given; their trace cannot be used."""
 
@@ -161,13 +156,10 @@ class Tracer:
         return self._trace(key, base, path, forward, (leaves, spec, inputs))
 
     def _stand_in(self, base: Call, module: nn.Module, path: str, inputs: list[torch.Tensor]) -> Any:
-        self.repeated = True
         read_too(base.read_by(module))
         outputs = repeat(inputs, base.number, path, base.described) if base.described != "[]" else []
         chosen = {"input": inputs, "output": outputs}
-        return pytree.tree_unflatten(
-            [x if kind == "plain" else chosen[kind][x] for kind, x in base.results], base.spec
-        )
+        return pytree.tree_unflatten([x if kind == "plain" else chosen[kind][x] for kind, x in base.results], base.spec)
 
     def _trace(self, key: Hashable, first: Call | None, path: str, forward: Callable[..., Any], given: Any) -> Any:
         leaves, spec, inputs = given
@@ -270,7 +262,7 @@ def _state() -> Hashable:
 def _describe(leaves: Sequence[Any], inputs: Sequence[torch.Tensor]) -> Hashable:
     """Everything about the arguments of a call but the values of tensors."""
     places = {id(x): k for k, x in enumerate(inputs)}
-    return tuple((places[id(x)], *_tensor(x)) if isinstance(x, torch.Tensor) else fingerprint(x) for x in leaves)
+    return tuple((places[id(x)], _tensor(x)) if isinstance(x, torch.Tensor) else fingerprint(x) for x in leaves)
 
 
 def _tensor(x: torch.Tensor | None) -> Hashable:
@@ -302,7 +294,8 @@ def _structures(step: nn.Module) -> dict[str, int]:
     shared = Counter(id(x) for _, x in tensors)
     modules = list(step.named_modules(remove_duplicate=False))
     shared.update(id(m) for _, m in modules)
-    structures, alone = {}, {}
+    structures: dict[str, int] = {}
+    alone: dict[str, bool] = {}
     for path, module in reversed(modules):  # children before their parents
         children = {name: f"{path}.{name}" if path else name for name, m in module.named_children()}
         own = [*vars(module)["_parameters"].items(), *vars(module)["_buffers"].items()]

@@ -1,7 +1,7 @@
 """Runs in a list of records: what repeats, but for numbers in names that advance evenly, is written once.
 
-A name with ``{start}`` or ``{start+step}`` stands for the number ``start`` the first time and ``step`` (or one) more each
-further time: ``layers.{0}.norm`` is layers.0.norm, layers.1.norm, ...
+``{start}`` or ``{start+step}`` in a name stands for the number ``start`` the first time, and for ``step`` (or one) more
+each further time: ``layers.{0}.norm`` is layers.0.norm, layers.1.norm, ...
 """
 
 from __future__ import annotations
@@ -90,7 +90,8 @@ def runs(tokens: Sequence[Hashable], fits: Callable[[int, int, int], bool]) -> l
         starts = np.concatenate(([0], ends[:-1] + 1))
         for start, end in zip(starts.tolist(), ends.tolist(), strict=True):
             if end - start >= period:  # the run may begin at any of its first records
-                candidates += [Run(s, period, 1 + (end - s) // period) for s in range(start, min(start + period, end - period + 1))]
+                first = range(start, min(start + period, end - period + 1))
+                candidates += [Run(s, period, 1 + (end - s) // period) for s in first]
     candidates.sort(key=lambda run: (-(run.times - 1) * run.period, run.period, run.start))
     return _chosen(candidates, fits, np.zeros(len(tokens), dtype=bool))
 
