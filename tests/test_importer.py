@@ -611,7 +611,9 @@ def test_constants_have_the_smallest_form_and_equal_ones_are_one() -> None:
             mask = torch.ones(6, 6, device=x.device).tril().expand(4, 2, 6, 6)
             y = F.scaled_dot_product_attention(x, x, x, attn_mask=mask.bool()) * mask[..., :1]
             first = torch.zeros(4, 2, 1, dtype=torch.long, device=x.device).expand(4, 2, 6)
-            return y + torch.gather(x, -1, first[..., None])
+            table = torch.arange(12.0, device=x.device).view(2, 6).t()[:, :1].expand(6, 2).reshape(12)[:8]
+            other = torch.as_strided(torch.arange(12, device=x.device).view(3, 4).t(), (8,), (1,), 2)
+            return y + torch.gather(x, -1, first[..., None]) + table * other
 
     class Twice(nn.Module):
         def __init__(self) -> None:
@@ -623,7 +625,7 @@ def test_constants_have_the_smallest_form_and_equal_ones_are_one() -> None:
             return self.b(self.a(x * self.w)).square().sum()
 
     graph = check_same(Twice(), (randn(4, 2, 6, 8),))
-    assert sorted(t.shape for t in graph.of_kind("constant")) == [(1, 1, 1, 1), (1, 1, 6, 1), (1, 1, 6, 6)]
+    assert sorted(t.shape for t in graph.of_kind("constant")) == [(1, 1, 1, 1), (1, 1, 6, 1), (1, 1, 6, 6), (8,)]
     expanded = [op for op in graph.operators if op.kind == "expand"]
     assert [op.roles["a"] for op in expanded] == ["sample", "sample"]
 

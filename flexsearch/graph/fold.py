@@ -22,11 +22,15 @@ Tensor = torch.Tensor
 
 @dataclass(eq=False, slots=True)
 class Folded:
-    """A constant of ``shape``. ``small``: its smallest form, on the meta device. One of ``leaf``, the value of one that
-    the program has, and ``source``, the call that makes it and which of the tensors that returns. ``buffer``: of a
-    leaf, the buffer that it is."""
+    """A constant of ``shape``, which the program lays out in memory by ``stride``.
+
+    ``small``: its smallest form, on the meta device. One of ``leaf``, the value of one that the program has, and
+    ``source``, the call that makes it and which of the tensors that returns. ``buffer``: of a leaf, the buffer that it
+    is.
+    """
 
     shape: tuple[int, ...]
+    stride: tuple[int, ...]
     small: Tensor
     leaf: Tensor | None = None
     source: tuple[Call, int] | None = None
@@ -154,10 +158,16 @@ class Folder:
     def leaf(self, tensor: Tensor, buffer: Value | None = None) -> Folded:
         """A tensor of the program: a buffer, or a literal, which is one with others of the same value."""
         shape = tuple(tensor.shape)
-        folded = Folded(shape, torch.empty_like(tensor, device="meta"), leaf=tensor, buffer=buffer)
+        folded = Folded(shape, tensor.stride(), torch.empty_like(tensor, device="meta"), leaf=tensor, buffer=buffer)
         if buffer is not None or tensor.is_meta or tensor.numel() > 1 << 16:
             return folded
-        key = ("literal", shape, tensor.dtype, tensor.cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes())
+        key = (
+            "literal",
+            shape,
+            tensor.stride(),
+            tensor.dtype,
+            tensor.cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes(),
+        )
         literal: Folded = self.constants.setdefault(key, folded)
         return literal
 
@@ -188,11 +198,11 @@ class Folder:
 
     def _filled(self, value: Tensor, fill: float) -> Folded:
         shape = tuple(value.shape)
-        key = ("filled", shape, value.dtype, type(fill), repr(fill))
+        key = ("filled", shape, value.stride(), value.dtype, type(fill), repr(fill))
         if key not in self.constants:
             sizes = [1] * len(shape) if value.numel() else shape
             small = torch.full(sizes, fill, dtype=value.dtype)
-            self.constants[key] = Folded(shape, small.to("meta"), leaf=small)
+            self.constants[key] = Folded(shape, value.stride(), small.to("meta"), leaf=small)
         folded: Folded = self.constants[key]
         return folded
 
@@ -208,7 +218,7 @@ class Folder:
             small = next(results)
             sizes = [1 if stride == 0 else size for size, stride in zip(small.shape, small.stride(), strict=True)]
             form = torch.empty(sizes, dtype=full.dtype, device="meta")
-            return Folded(tuple(full.shape), form, source=(call, next(position)))
+            return Folded(tuple(full.shape), full.stride(), form, source=(call, next(position)))
 
         result = pytree.tree_map_only(Tensor, folded, value)
         return tuple(result) if isinstance(result, list) else result
@@ -237,18 +247,23 @@ def is_random(target: torch._ops.OpOverload, arguments: Mapping[str, Any]) -> bo
 
 def _run(call: Call, operands: Mapping[Folded, Tensor], device: str) -> list[Tensor]:
     """The tensors that a call returns, for smallest forms of its operands; on ``device``, whatever one it names."""
-    small = elementwise(call.target)
+    small, target = elementwise(call.target), call.target
+    if target in (torch.ops.aten.view.default, torch.ops.aten._unsafe_view.default):
+        target = torch.ops.aten.reshape.default  # the smallest form may have other strides than the program's tensor
 
     def operand(x: Folded) -> Tensor:
         value = operands[x].to(device)
+        if target._schema.name == "aten::as_strided":
+            laid_out = torch.empty_strided(x.shape, x.stride, dtype=value.dtype, device=device)
+            return laid_out.copy_(value) if 0 not in x.stride else value.expand(x.shape)
         return value if small else value.expand(x.shape)
 
     args, kwargs = pytree.tree_map_only(Folded, operand, (list(call.args), dict(call.kwargs)))
     args = pytree.tree_map_only(torch.device, lambda _: torch.device(device), args)
-    if any(argument.name == "device" for argument in call.target._schema.arguments) and (
+    if any(argument.name == "device" for argument in target._schema.arguments) and (
         "device" in kwargs or not call.operands()
     ):
         kwargs["device"] = torch.device(device)
     with torch.no_grad():
-        result = call.target(*args, **kwargs)
+        result = target(*args, **kwargs)
     return [x for x in pytree.tree_leaves(result) if isinstance(x, Tensor)]
