@@ -27,7 +27,8 @@ FLOOR = {
 ``flexsearch/__init__.py``, which hands on what lies below."""
 
 WITH_TORCH = (
-    "graph.importer", "graph.loading", "graph.aten", "graph.kernels", "cost.profiler", "cost.neighbours", "runtime",
+    "graph.importer", "graph.export", "graph.repeats", "graph.fingerprint", "graph.blocks", "graph.fold",
+    "graph.assemble", "graph.loading", "graph.aten", "graph.kernels", "cost.profiler", "cost.neighbours", "runtime",
     "zoo",
 )  # fmt: skip
 """Modules that may import torch when they are imported (and those whose names begin so)."""
