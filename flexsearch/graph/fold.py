@@ -75,22 +75,21 @@ class Constant(Value):
 
 
 class Constants(Mapping[str, Tensor]):
-    """Values of constants by name, computed when they are first read."""
+    """Values of constants by name, computed when they are first read, or ``computed`` already."""
 
-    def __init__(self, folded: Mapping[str, Folded]) -> None:
-        self.folded = dict(folded)
-        self.values_: dict[str, Tensor] = {}
+    def __init__(self, folded: Mapping[str, Folded], computed: Mapping[str, Tensor]) -> None:
+        self.folded, self.computed = dict(folded), dict(computed)
 
     def __getitem__(self, name: str) -> Tensor:
-        if name not in self.values_:
-            self.values_[name] = derive(self.folded[name], {})
-        return self.values_[name]
+        if name not in self.computed:
+            self.computed[name] = derive(self.folded[name], {})
+        return self.computed[name]
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self.folded)
+        return iter({**self.folded, **self.computed})
 
     def __len__(self) -> int:
-        return len(self.folded)
+        return len({**self.folded, **self.computed})
 
 
 def sources(constant: Folded) -> frozenset[str]:

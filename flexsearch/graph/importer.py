@@ -226,7 +226,10 @@ class _Walk:
         alive = {tensor.name for tensor in graph.of_kind("constant")}
         folded = {v.name: x for x, v in self.constants.items() if v.name in alive}
         names = tuple(v.name for v in inputs), tuple(v.name for v in targets)
-        return Imported(graph, Constants(folded), *names, {name: x for name, x in folded.items() if sources(x)})
+        # Handlers have constants of their own: where a random draw happens.
+        others = {v.name: v.data for d in drafts for v in d.inputs if v.kind == "constant" and v.name not in folded}
+        values = Constants(folded, {name: x for name, x in others.items() if x is not None and name in alive})
+        return Imported(graph, values, *names, {name: x for name, x in folded.items() if sources(x)})
 
     def _placeholders(self, nodes: Sequence[torch.fx.Node], users: Sequence[Value]) -> None:
         """Inputs in their order; parameters and buffers under their first name, however many they have."""
@@ -406,6 +409,7 @@ class _Walk:
             b.target, b.results = str(expand), ((x.shape, value.dtype),)
             whole = self._dispatch(expand, (value, list(x.shape)), {})
             b.target, b.results = target, results
+            b.drafts[-1].auxiliary = True
             self.expanded[x, b.module] = whole[0] if isinstance(whole, tuple) else whole
         return self.expanded[x, b.module]
 
