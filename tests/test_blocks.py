@@ -253,7 +253,7 @@ def test_hooks_inside_a_block_are_heard_and_those_of_the_block_too() -> None:
     model, heard = chain(), []
     model.layers[3].inner.register_forward_hook(lambda *_: heard.append("inner"))
     model.layers[4].register_forward_hook(lambda module, args, output: output * 2)
-    assert both(model, X)[1] == 1  # the third; the last is one after the fourth, which is traced
+    assert both(model, X)[1] == 2  # the third and the last; the fourth is traced
     assert heard and set(heard) == {"inner"}
 
 

@@ -223,7 +223,7 @@ def source_line(stack_trace: str | None) -> tuple[str, str]:
         if line.strip().startswith('File "') and '", line ' in line:
             path, _, rest = line.strip()[len('File "') :].partition('", line ')
             frames.append((path, rest.split(",")[0]))
-    own = [f for f in frames if "/torch/" not in f[0] and f[0] not in _OURS]
+    own = [f for f in frames if "/torch/" not in f[0] and f[0] not in _OURS and not f[0].startswith("<")]
     return (f"{short_path(own[-1][0])}:{own[-1][1]}", library(own[-1][0])) if own else ("", "")
 
 
