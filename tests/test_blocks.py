@@ -259,9 +259,14 @@ def test_hooks_inside_a_block_are_heard_and_those_of_the_block_too() -> None:
 
 def test_constants_made_in_blocks_and_regions_without_gradient() -> None:
     def constants(self: Any, y: Tensor, x: Tensor) -> Tensor:
-        return y * torch.arange(SIZE) * torch.tensor([0.5, 1.0, 2.0, 4.0])
+        return y * torch.arange(SIZE)
 
     assert both(chain(constants), X)[1] == 3
+
+    def literals(self: Any, y: Tensor, x: Tensor) -> Tensor:
+        return y * torch.tensor([0.5, 1.0, 2.0, 4.0])
+
+    both(chain(literals), X)
 
     def detached(self: Any, y: Tensor, x: Tensor) -> Tensor:
         with torch.no_grad():
