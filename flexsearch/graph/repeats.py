@@ -134,6 +134,8 @@ class Tracer:
         module, structure = self.paths[path], self.structures[path]
         if structure in self.excluded or structure in self.incomplete or _hooked(module):
             return forward(*args, **kwargs)
+        if not torch.is_grad_enabled():  # torch moves such regions to graphs of their own
+            return forward(*args, **kwargs)
         leaves, spec = pytree.tree_flatten((args, kwargs))
         inputs = list({id(x): x for x in leaves if isinstance(x, torch.Tensor)}.values())
         try:
