@@ -61,10 +61,13 @@ Count = Annotated[int, Field(ge=0, le=MAX_COUNT)]
 Seed = Annotated[int, Field(ge=0, lt=MAX_SEED)]
 
 
+_CONTROL: Final = re.compile("[\x00-\x1f\x7f-\x9f\ud800-\udfff]")
+
+
 def _printable(value: str) -> str:
     """Names end up in tables, traces and paths: no control characters, no halves of surrogate pairs."""
-    for character in value:
-        if character < " " or "\x7f" <= character <= "\x9f" or "\ud800" <= character <= "\udfff":
+    if not value.isascii() or not value.isprintable():
+        for character in _CONTROL.findall(value):
             raise ValueError(f"must not contain the control character U+{ord(character):04X}")
     return value
 

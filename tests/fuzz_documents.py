@@ -9,7 +9,10 @@ from functools import cache
 from typing import Any
 
 from flexsearch.cost.compute import Costed
+from flexsearch.files import to_json
 from flexsearch.graph import OperatorGraph
+from flexsearch.graph.compact import compact, lines
+from flexsearch.graph.files import GraphFile, expand
 from flexsearch.strategy import Options, Strategy, make_config
 from flexsearch.topology import Topology
 
@@ -51,11 +54,37 @@ def excerpt(name: str, first: int, count: int) -> Data:
     }  # fmt: skip
 
 
+CHAIN: Data = {
+    "format": "flexsearch.graph/2", "name": "chain", "inputs": [{"name": "x", "shape": [8, 16]}],
+    "parameters": [{"repeat": 4, "tensors": [{"name": "l.{0}.weight", "shape": [16, 16]}]}],
+    "operators": [
+        {"repeat": 4, "first": {"l.{-1}.relu": "x"}, "salts": 3, "operators": [
+            {"name": "l.{0}.linear", "kind": "linear", "pattern": "b0 i, o i -> b0 o",
+             "inputs": ["l.{-1}.relu", "l.{0}.weight"]},
+            {"name": "l.{0}.relu", "kind": "pointwise", "pattern": "a b -> a b", "inputs": ["l.{0}.linear"],
+             "attributes": {"target": "aten.relu.default", "args": [{"tensor": 0}], "kwargs": {}, "salt": 2}},
+        ]},
+        {"name": "loss", "kind": "mean", "pattern": "a b -> ", "inputs": ["l.3.relu"],
+         "attributes": {"dims": [0, 1], "keepdim": False}},
+    ],
+    "loss": "loss",
+}  # fmt: skip
+"""A graph file with blocks."""
+
+
+def read_graph(data: Data) -> OperatorGraph:
+    """The graph of a document of either format."""
+    if data.get("format") == "flexsearch.graph/2":
+        return expand(GraphFile.model_validate_json(json.dumps(data)))
+    return OperatorGraph.model_validate_json(json.dumps(data))
+
+
 @cache
 def graphs() -> tuple[Data, ...]:
-    """Small graphs: two shipped ones and pieces of others."""
-    whole = [json.loads(OperatorGraph.load(name).model_dump_json(exclude_none=True)) for name in ("lenet", "mlp")]
-    return (*whole, *(excerpt(*parts) for parts in EXCERPTS))
+    """Small graphs: two shipped ones and pieces of others, in both formats; one with blocks."""
+    whole = [json.loads(to_json(OperatorGraph.load(name))) for name in ("lenet", "mlp")]
+    full = [*whole, *(excerpt(*parts) for parts in EXCERPTS)]
+    return (*full, *(json.loads(lines(compact(read_graph(data)))) for data in full), CHAIN)
 
 
 @cache
@@ -115,7 +144,7 @@ def extension() -> Data:
 @cache
 def profile(graph: int) -> Data:
     """Measurements of the whole operators of a graph, on a device that stands for those of all topologies above."""
-    value = OperatorGraph.model_validate_json(json.dumps(graphs()[graph]))
+    value = read_graph(graphs()[graph])
     entries = {}
     for k, op in enumerate(value.operators):
         costed = Costed.of(value, k)
@@ -134,7 +163,7 @@ def profile(graph: int) -> Data:
 
 def strategy(rng: random.Random, graph: Data, topology: Data) -> Data:
     """A random legal plan."""
-    value, cluster = OperatorGraph.model_validate_json(json.dumps(graph)), build(topology)
+    value, cluster = read_graph(graph), build(topology)
     count, configs = len(cluster.devices), {}
     for op in value.operators:
         degrees: dict[str, int] = {}
@@ -280,18 +309,21 @@ def swap(rng: random.Random, document: Data) -> None:
 
 def resize(rng: random.Random, document: Data) -> None:
     """A size of a graph becomes another one wherever it stands, so that the graph stays consistent."""
-    if "tensors" not in document:
+    places = [p for p in paths(document) if isinstance(get(document, p), int) and _is_size(p)]
+    sizes = sorted({s for p in places if (s := get(document, p)) > 1})
+    if not sizes:
         return scalar(rng, document)
-    sizes = sorted({s for t in document["tensors"] for s in t["shape"] if s > 1})
-    if sizes:
-        old = rng.choice(sizes)
-        new = rng.choice((1, 2, 3, 7, old + 1, old * 2, old * 2, 1000, 2**20, 2**30, 2**47))
-        for tensor in document["tensors"]:
-            tensor["shape"] = [new if s == old else s for s in tensor["shape"]]
-        for op in document["operators"]:
-            for axis in op["axes"]:
-                axis["size"] = new if axis["size"] == old else axis["size"]
+    old = rng.choice(sizes)
+    new = rng.choice((1, 2, 3, 7, old + 1, old * 2, old * 2, 1000, 2**20, 2**30, 2**47))
+    for place in places:
+        if get(document, place) == old:
+            put(document, place, new)
     return None
+
+
+def _is_size(path: Path) -> bool:
+    """Whether a place in a graph file holds the size of a dimension or an axis."""
+    return path[-2:-1] in (("shape",), ("sizes",)) or (path[-1:] == ("size",) and "axes" in path)
 
 
 LEGAL: dict[str, tuple[Any, ...]] = {

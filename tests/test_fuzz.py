@@ -28,7 +28,6 @@ from typing import IO, Any
 import pytest
 
 from flexsearch.errors import FlexsearchError
-from flexsearch.graph import OperatorGraph
 from tests import fuzz_documents as documents
 from tests.conftest import streams_restored
 from tests.fuzz_documents import Data
@@ -137,7 +136,7 @@ def _sign(held: dict[str, Data], mutated: str) -> None:
         topology = documents.build(held["topology"])
         strategy["cluster"] = json.loads(topology.model_dump_json(exclude_none=True))
         strategy["topology"]["hash"] = topology.content_hash()
-        graph = OperatorGraph.model_validate_json(json.dumps(held["graph"]))
+        graph = documents.read_graph(held["graph"])
         strategy["graph"]["hash"] = graph.content_hash()
         if mutated == "graph":
             strategy["inputs"] = [

@@ -54,7 +54,7 @@ def execute(imported: Imported, model: nn.Module, inputs: Any, targets: Any = ()
     graph = imported.graph
     names = (*imported.input_names, *imported.target_names)
     values: dict[str, Tensor] = dict(zip(names, (*inputs, *targets), strict=True))
-    values |= imported.constants | dict(model.named_buffers())
+    values |= {**imported.constants, **dict(model.named_buffers())}
     values |= {n: p.view(graph.tensor[n].shape) for n, p in model.named_parameters() if n in graph.tensor}
     for op in graph.operators:
         shapes = [graph.tensor[n].shape for n in op.inputs]
@@ -611,13 +611,54 @@ def test_constants_are_folded_and_their_values_returned() -> None:
             return (x * self.w * (self.ids[:5] + 1) @ mask + torch.zeros_like(x)).sum()
 
     imported = import_with_constants(Masked(), torch.ones(2, 5))
-    assert [t.shape for t in imported.graph.of_kind("constant")] == [(5,), (5, 5), (2, 5)]
+    assert [t.shape for t in imported.graph.of_kind("constant")] == [(5,), (5, 5), (1, 1)]
     assert torch.equal(imported.constants["constant"], torch.arange(1.0, 6))
     check_same(Masked(), (torch.ones(2, 5),))
     away = import_with_constants(Masked().to("meta"), torch.ones(2, 5, device="meta"))
     assert away.graph.content_hash() == imported.graph.content_hash()
     assert torch.equal(away.constants["constant_1"], torch.ones(5, 5).tril())
     assert away.constants["constant"].is_meta  # it depends on a buffer without values
+
+
+def test_constants_have_the_smallest_form_and_equal_ones_are_one() -> None:
+    class Layer(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            mask = torch.ones(6, 6, device=x.device).tril().expand(4, 2, 6, 6)
+            y = F.scaled_dot_product_attention(x, x, x, attn_mask=mask.bool()) * mask[..., :1]
+            first = torch.zeros(4, 2, 1, dtype=torch.long, device=x.device).expand(4, 2, 6)
+            table = torch.arange(12.0, device=x.device).view(2, 6).t()[:, :1].expand(6, 2).reshape(12)[:8]
+            other = torch.as_strided(torch.arange(12, device=x.device).view(3, 4).t(), (8,), (1,), 2)
+            return y + torch.gather(x, -1, first[..., None]) + table * other
+
+    class Twice(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.w = nn.Parameter(torch.ones(8, dtype=torch.float64))
+            self.a, self.b = Layer(), Layer()
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.b(self.a(x * self.w)).square().sum()
+
+    graph = check_same(Twice(), (randn(4, 2, 6, 8),))
+    assert sorted(t.shape for t in graph.of_kind("constant")) == [(1, 1, 1, 1), (1, 1, 6, 1), (1, 1, 6, 6), (8,)]
+    expanded = [op for op in graph.operators if op.kind == "expand"]
+    assert [op.roles["a"] for op in expanded] == ["sample", "sample"]
+
+
+def test_a_mask_that_fits_no_memory_is_no_obstacle_on_the_meta_device() -> None:
+    class Masked(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.w = nn.Parameter(torch.ones(8, device="meta"))
+
+        def forward(self, x: Tensor) -> Tensor:
+            size = x.shape[2]
+            mask = torch.ones(size, size, dtype=torch.bool, device=x.device).tril()
+            return F.scaled_dot_product_attention(x * self.w, x, x, attn_mask=mask.expand(2, 4, size, size)).sum()
+
+    size = 1 << 20
+    graph = import_model(Masked(), torch.empty(2, 4, size, 8, device="meta"))
+    assert [t.shape for t in graph.of_kind("constant")] == [(1, 1, size, size)]
 
 
 def test_no_gradient_flows_where_the_model_says_so() -> None:
@@ -652,7 +693,7 @@ def test_the_hash_is_the_same_on_every_call_process_and_device(name: str) -> Non
     assert {digest(device) for device in devices} == {other.stdout.strip()}, other.stderr
 
 
-@pytest.mark.parametrize("name", ["lenet", "mlp", "alexnet", "alexnet256", "vgg16", "rnntc"])
+@pytest.mark.parametrize("name", SHIPPED)
 def test_shipped_graphs_are_what_the_code_makes(name: str) -> None:
     path = Path(__file__).parent.parent / "graphs" / f"{name}.json"
     assert OperatorGraph.load(path).content_hash() == make(name).content_hash(), (

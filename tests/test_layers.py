@@ -27,9 +27,10 @@ FLOOR = {
 ``flexsearch/__init__.py``, which hands on what lies below."""
 
 WITH_TORCH = (
-    "graph.importer", "graph.loading", "graph.aten", "graph.decompose", "graph.experts", "graph.flex",
-    "graph.huggingface", "graph.losses", "graph.prepare", "graph.regions", "graph.sizes",
-    "graph.ops.attention_blocks", "graph.ops.norm_functions", "cost.profiler", "cost.neighbours", "runtime", "zoo",
+    "graph.assemble", "graph.blocks", "graph.decompose", "graph.experts", "graph.export", "graph.fingerprint",
+    "graph.flex", "graph.fold", "graph.huggingface", "graph.importer", "graph.loading", "graph.losses",
+    "graph.prepare", "graph.regions", "graph.repeats", "graph.sizes", "graph.ops.attention_blocks",
+    "graph.ops.norm_functions", "cost.profiler", "cost.neighbours", "runtime", "zoo",
 )  # fmt: skip
 """Modules that may import torch when they are imported (and those whose names begin so)."""
 WHEN_CALLED = "graph.ops"

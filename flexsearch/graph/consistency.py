@@ -29,8 +29,13 @@ def check_graph(graph: OperatorGraph) -> None:
     if total >= MAX_GRAPH_BYTES:
         raise ValueError(f"tensors: together they have {total:.3g} bytes; the limit is 2^50 (1 PiB)")
     ready = _check_order(graph, seen)
+    checked: set[tuple[object, ...]] = set()
     for k, op in enumerate(graph.operators):
-        check_pattern(graph, op, place(k, op))
+        shapes = tuple(graph.tensor[name].shape for name in (*op.inputs, *op.outputs))
+        same = (op.pattern, len(op.inputs), shapes, *((axis.name, axis.size) for axis in op.axes))
+        if same not in checked:  # blocks repeat
+            check_pattern(graph, op, place(k, op))
+            checked.add(same)
     for k, tensor in enumerate(graph.tensors):
         if tensor.name not in ready:
             raise ValueError(f"tensors.{k}: activation {tensor.name!r} is made by no operator")

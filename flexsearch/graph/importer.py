@@ -17,20 +17,22 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from flexsearch.errors import ImportModelError, NotationError
-from flexsearch.graph.aten_assemble import assemble
-from flexsearch.graph.aten_export import Loss, export_step, source_line
-from flexsearch.graph.aten_fold import Folded, fold, is_random, sources
+from flexsearch.graph.assemble import assemble
+from flexsearch.graph.blocks import Blocks, moved
+from flexsearch.graph.export import Loss, export_step, source_line
+from flexsearch.graph.fold import Constant, Constants, Folded, Folder, elementwise, is_random, sources
 from flexsearch.graph.loading import Loaded, load_callable
 from flexsearch.graph.model import OperatorGraph, Tracing
 from flexsearch.graph.ops import find_trace
-from flexsearch.graph.ops.builder import Builder, bind
+from flexsearch.graph.ops.builder import Builder, bind, broadcast_shapes
 from flexsearch.graph.ops.builder import opaque as emit_opaque
 from flexsearch.graph.ops.calls import dtype_name
 from flexsearch.graph.ops.pointwise import pointwise_trace
 from flexsearch.graph.ops.rnn import gate_count, gate_shape
+from flexsearch.graph.ops.value import Shape, Value
 from flexsearch.graph.ops.value import TensorKind as Kind
-from flexsearch.graph.ops.value import Value
 from flexsearch.graph.prepare import plain, unwrapped
+from flexsearch.graph.repeats import ENTER, LEAVE, REPEAT
 from flexsearch.graph.sizes import Sizes
 
 __all__ = ["Imported", "Loaded", "import_model", "import_with_constants", "load_callable"]
@@ -40,13 +42,14 @@ __all__ = ["Imported", "Loaded", "import_model", "import_with_constants", "load_
 class Imported:
     """A graph and what is needed to run it: the constants' values and the order of the tensor arguments.
 
-    ``constants``: CPU tensors by name; of a model on the meta device some may be meta tensors themselves. ``derived``:
-    those of them that were computed from buffers, for :func:`flexsearch.graph.aten_fold.derive`. ``input_names``,
-    ``target_names``: graph inputs in the order of the tensors in ``example_inputs`` and ``targets``.
+    ``constants``: CPU tensors by name; those that depend on a buffer on the meta device are meta tensors themselves. Of
+    a model on the meta device they are computed when they are first read. ``derived``: those of them that were computed
+    from buffers, for :func:`flexsearch.graph.fold.derive`. ``input_names``, ``target_names``: graph inputs in the order
+    of the tensors in ``example_inputs`` and ``targets``.
     """
 
     graph: OperatorGraph
-    constants: dict[str, torch.Tensor]
+    constants: Mapping[str, torch.Tensor]
     input_names: tuple[str, ...]
     target_names: tuple[str, ...]
     derived: Mapping[str, Folded] = field(default_factory=dict)
@@ -81,7 +84,7 @@ def import_model(
     Raises ImportModelError that names the operator, the layer and the line.
     """
     tracing = _tracing(opaque, batch_norm_groups)
-    imported = import_with_constants(model, example_inputs, loss, targets=targets, name=name, tracing=tracing)
+    imported = _imported(model, example_inputs, loss, targets, name, tracing)
     for note in imported.notes:
         warnings.warn(note, stacklevel=2)
     return imported.graph
@@ -97,6 +100,16 @@ def import_with_constants(
     tracing: Tracing | None = None,
 ) -> Imported:
     """As :func:`import_model`, with the values of constants and the names of the arguments."""
+    imported = _imported(model, example_inputs, loss, targets, name, tracing or Tracing())
+    if not any(x.is_meta for x in (*model.parameters(), *model.buffers())):
+        dict(imported.constants)  # now, while the buffers that they are computed from are what they are
+    return imported
+
+
+def _imported(
+    model: nn.Module, example_inputs: Any, loss: Loss | None, targets: Any, name: str | None, tracing: Tracing
+) -> Imported:
+    """As :func:`import_with_constants`, whose values are still to be computed."""
     if not isinstance(model, nn.Module):
         raise ImportModelError(f"the model must be an nn.Module, not {type(model).__name__}")
     if targets is not None and loss is None:
@@ -106,8 +119,8 @@ def import_with_constants(
     if not any(isinstance(leaf, torch.Tensor) for leaf in pytree.tree_leaves((args, kwargs))):
         raise ImportModelError("there is no tensor among the example inputs")
     with plain(model, kwargs) as notes:
-        program = export_step(model, loss, args, kwargs, targets)
-    walk = _Walk(program, model, tracing or Tracing())
+        program, blocks = export_step(model, loss, args, kwargs, targets)
+    walk = _Walk(program, blocks, model, tracing or Tracing())
     inputs = walk.arguments((args, kwargs), "input")
     imported = walk.run(name or type(model).__name__, inputs, walk.arguments(targets, "target"))
     return replace(imported, keywords=tuple(kwargs), notes=tuple(notes))
@@ -133,15 +146,44 @@ def _value(tensor: torch.Tensor, kind: Kind, name: str, trained: bool = False, g
     return Value(shape, dtype_name(tensor.dtype), kind, name, weight=fixed, grad=trained, requires_grad=trained)
 
 
-class _Walk:
-    """A walk over an exported program. ``env``: what each node is, a Value, a Folded constant, or a tuple of these."""
+_Origin = tuple[str, tuple[str, str], tuple[tuple[Shape, str], ...]]
 
-    def __init__(self, program: torch.export.ExportedProgram, model: nn.Module, tracing: Tracing) -> None:
-        self.program, self.model, self.tracing = program, model, tracing
+
+def _origin(node: torch.fx.Node) -> _Origin:
+    """Path of the module that called a torch operator, the line and library, and what the operator returns."""
+    stack = list((node.meta.get("nn_module_stack") or {}).values())
+    value = node.meta.get("val")
+    tensors = [t for t in (value if isinstance(value, list | tuple) else [value]) if isinstance(t, torch.Tensor)]
+    results = tuple((tuple(t.shape), dtype_name(t.dtype)) for t in tensors)
+    return str(stack[-1][0]) if stack else "", source_line(node.meta.get("stack_trace")), results
+
+
+class _Walk:
+    """A walk over an exported program. ``env``: what each node is, a Value, a Folded constant, or a tuple of these.
+
+    The nodes of a repeated block are walked again for each repetition, with an ``env`` of their own; ``place`` is then
+    the path of the block that was traced, and that of its repetition.
+    """
+
+    def __init__(
+        self, program: torch.export.ExportedProgram, blocks: Blocks, model: nn.Module, tracing: Tracing
+    ) -> None:
+        self.program, self.blocks, self.model, self.tracing = program, blocks, model, tracing
         self.builder = Builder(batch_norm_groups=tracing.batch_norm_groups)
         self.env: dict[Any, Any] = {}
+        self.place = ("", "")
+        self.targets: dict[Any, str] = {}
+        """Names of placeholders, those that parameters and buffers have."""
+        self.fixed: dict[str, Any] = {}
+        """What they are, by name."""
+        self.origins: dict[torch.fx.Node, _Origin] = {}
+        self.changes: dict[str, tuple[Any, bool]] = {}
+        """By name of a buffer, its new value, and whether that is the old one plus one."""
         self.buffers: dict[str, Value] = {}
-        self.constants: dict[Folded, Value] = {}
+        self.folder = Folder()
+        self.constants: dict[Folded, Constant] = {}
+        self.expanded: dict[tuple[Folded, str], Value] = {}
+        """Constants as large as the program has them, by the layer that reads them."""
         self.batch: int | None = None
         self.sizes = Sizes()
 
@@ -166,14 +208,17 @@ class _Walk:
         self._placeholders([n for n in nodes if n.op == "placeholder"], [*inputs, *targets])
         for node in nodes:
             if node.op == "call_function":
-                self._locate(node)
-                self.env[node] = self._call(node)
+                self.env[node] = self._visit(node)
         loss, updates, counters = self._outputs(next(n for n in nodes if n.op == "output"))
         drafts = self.builder.drafts
-        graph, constants = assemble(name, drafts, loss, [*inputs, *targets], updates, counters, self.tracing)
-        derived = {v.name: x for x, v in self.constants.items() if v.name in constants and sources(x)}
+        graph = assemble(name, drafts, loss, [*inputs, *targets], updates, counters, self.tracing)
+        alive = {tensor.name for tensor in graph.of_kind("constant")}
+        folded = {v.name: x for x, v in self.constants.items() if v.name in alive}
         names = tuple(v.name for v in inputs), tuple(v.name for v in targets)
-        return Imported(graph, constants, *names, derived)
+        # Handlers have constants of their own: where a random draw happens.
+        others = {v.name: v.data for d in drafts for v in d.inputs if v.kind == "constant" and v.name not in folded}
+        values = Constants(folded, {name: x for name, x in others.items() if x is not None and name in alive})
+        return Imported(graph, values, *names, {name: x for name, x in folded.items() if sources(x)})
 
     def _placeholders(self, nodes: Sequence[torch.fx.Node], users: Sequence[Value]) -> None:
         """Inputs in their order; parameters and buffers under their first name, however many they have."""
@@ -185,12 +230,17 @@ class _Walk:
         named.update({f"model.{n}": x for n, x in self.model.named_buffers(remove_duplicate=False)})
         first = {id(x): n for n, x in [*self.model.named_parameters(), *self.model.named_buffers()]}
         data = {**self.program.state_dict, **self.program.constants}
-        mutated = {id(named.get(n)) for n in signature.buffers_to_mutate.values()}
+        mutated = {id(named.get(n)) for n in (*signature.buffers_to_mutate.values(), *self.blocks.mutated)}
         made: dict[str, Value] = {}
         named_nodes: dict[int, list[torch.fx.Node]] = {}
         for node in nodes:
             if (known := named.get(specs[node.name].target or "")) is not None:
                 named_nodes.setdefault(id(known), []).append(node)
+        self.targets = {node: specs[node.name].target or "" for node in nodes}
+        of_target = {target: node for node, target in self.targets.items()}
+        for target, original in self.blocks.targets.items():
+            if target in named:
+                named_nodes[id(named[target])].append(of_target[original])
         arguments = iter(users)
         for node in nodes:
             spec = specs[node.name]
@@ -207,31 +257,57 @@ class _Walk:
                     made[own] = _value(tensor, where, own, kind == "PARAMETER" and tensor.requires_grad, gates)
                 self.buffers[target] = made[own]
                 fixed = kind == "BUFFER" and id(tensor) not in mutated
-                self.env[node] = Folded(tensor.detach(), made[own]) if fixed else made[own]
+                self.env[node] = self.folder.leaf(tensor.detach(), made[own]) if fixed else made[own]
             elif kind in ("BUFFER", "CONSTANT_TENSOR") and isinstance(data.get(target), torch.Tensor):
-                self.env[node] = Folded(data[target].detach())
+                self.env[node] = self.folder.leaf(data[target].detach())
             else:
                 raise ImportModelError(
                     f"the loss has a {kind.lower().replace('_', ' ')} of its own, {target!r}; make it a part of the "
                     "model, and let its forward return the loss"
                 )
+            self.fixed[target] = self.env.get(node)
+
+    def _visit(self, node: torch.fx.Node) -> Any:
+        """What a node is; marks of blocks are what they mark."""
+        if node.target is ENTER or node.target is LEAVE:
+            marked: Any = node.args[0]
+            return torch.fx.node.map_arg(marked, self.env.__getitem__)
+        if node.target is REPEAT:
+            return self._repeat(node)
+        self._locate(node)
+        return self._call(node)
+
+    def _repeat(self, node: torch.fx.Node) -> tuple[Any, ...]:
+        """Walk a block again: with other inputs, and the parameters and buffers of another module."""
+        operands: Any = node.args[0]
+        block, path = self.blocks.by_number[int(str(node.args[1]))], moved(str(node.args[2]), *self.place)
+        outside = self.env, self.place
+        env: dict[Any, Any] = {mark: self.env[operands[k]] for k, mark in block.inputs.items()}
+        env.update((read, self.fixed[moved(self.targets[read], block.path, path)]) for read in block.reads)
+        self.env, self.place = env, (block.path, path)
+        for inner in block.nodes:
+            env[inner] = self._visit(inner)
+        for target, inner in block.mutated:
+            self._change(moved(target, block.path, path), inner)
+        self.env, self.place = outside
+        return tuple(env[output] for output in block.outputs)
 
     def _locate(self, node: torch.fx.Node) -> None:
         """Tell the builder which layer, line and operator it is at, and what that returns."""
-        self.sizes.settle(node)
-        stack = list((node.meta.get("nn_module_stack") or {}).values())
-        path = str(stack[-1][0]) if stack else ""
+        if node not in self.origins:  # the nodes of repeated blocks come again
+            self.sizes.settle(node)
+            self.origins[node] = _origin(node)
+        b = self.builder
+        path, (b.source, b.library), b.results = self.origins[node]
+        path = moved(path, *self.place)
         inside = path == "model" or path.startswith("model.")
-        self.builder.module = path.removeprefix("model").removeprefix(".") if inside else "loss"
-        self.builder.source, self.builder.library = source_line(node.meta.get("stack_trace"))
-        self.builder.target = str(node.target)
-        value = node.meta.get("val")
-        tensors = [t for t in (value if isinstance(value, list | tuple) else [value]) if isinstance(t, torch.Tensor)]
-        self.builder.results = tuple((tuple(t.shape), dtype_name(t.dtype)) for t in tensors)
+        b.module = path.removeprefix("model").removeprefix(".") if inside else "loss"
+        b.target = str(node.target)
 
     def _call(self, node: torch.fx.Node) -> Any:
         target, b = node.target, self.builder
-        args, kwargs = pytree.tree_map_only(torch.fx.Node, lambda n: self.env[n], (node.args, node.kwargs))
+        call: Any = (node.args, node.kwargs)
+        args, kwargs = torch.fx.node.map_arg(call, self.env.__getitem__)
         if target is getitem:
             return args[0][args[1]]
         if isinstance(node.meta["val"], int):  # arithmetic on sizes
@@ -245,6 +321,7 @@ class _Walk:
             return None
         if self._open():
             self.sizes.measure(node, args, kwargs)
+            del self.origins[node]
             self._locate(node)
         if self._open():
             raise b.error(
@@ -253,9 +330,9 @@ class _Walk:
                 "use torch.histc or one_hot(x, n).",
                 outside="choose another implementation in the model's configuration, one without selections by masks.",
             )
-        if (folded := fold(node, args, kwargs)) is not None:
+        if (folded := self.folder.fold(node, args, kwargs)) is not None:
             return folded
-        args, kwargs = pytree.tree_map_only(Folded, self._constant, (args, kwargs))
+        args, kwargs = self._operands(target, args, kwargs)
         result = self._dispatch(target, args, kwargs)
         if isinstance(node.meta["val"], torch.Tensor):
             result = result[0] if isinstance(result, tuple) else result
@@ -298,15 +375,44 @@ class _Walk:
             raise problem
         return emit_opaque(b, target, args, kwargs)
 
+    def _operands(self, target: torch._ops.OpOverload, args: Any, kwargs: Any) -> tuple[Any, Any]:
+        """Arguments with constants as values: in their smallest form where the operator broadcasts them."""
+        tensors = [x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, Value | Folded)]
+        if not any(isinstance(x, Folded) and x.compact for x in tensors):
+            mapped: tuple[Any, Any] = pytree.tree_map_only(Folded, self._constant, (args, kwargs))
+            return mapped
+        shapes = [x.small.shape if isinstance(x, Folded) else x.shape for x in tensors]
+        broadcasts = elementwise(target) and broadcast_shapes(*shapes) == self.builder.shape
+        bound = bind(target, args, kwargs) if target._schema.name == "aten::scaled_dot_product_attention" else {}
+
+        def operand(x: Folded) -> Value:
+            mask = bound.get("attn_mask") is x and x.small.shape[-2:] == x.shape[-2:]
+            return self._constant(x) if broadcasts or mask else self._whole(x)
+
+        mapped = pytree.tree_map_only(Folded, operand, (args, kwargs))
+        return mapped
+
     def _constant(self, x: Folded) -> Value:
-        """A constant as an operand: the buffer that it is, or a constant of the graph."""
+        """A constant as an operand, in its smallest form: the buffer that it is, or a constant of the graph."""
         if x.buffer is not None:
             return x.buffer
         if x not in self.constants:
-            name = f"{self.builder.module}.constant" if self.builder.module else "constant"
-            self.constants[x] = _value(x.data, "constant", name)
-            self.constants[x].data = x.data
+            self.constants[x] = Constant(x, f"{self.builder.module}.constant" if self.builder.module else "constant")
         return self.constants[x]
+
+    def _whole(self, x: Folded) -> Value:
+        """A constant as an operand, as large as the program has it."""
+        value, b = self._constant(x), self.builder
+        if not x.compact:
+            return value
+        if (x, b.module) not in self.expanded:
+            target, results, expand = b.target, b.results, torch.ops.aten.expand.default
+            b.target, b.results = str(expand), ((x.shape, value.dtype),)
+            whole = self._dispatch(expand, (value, list(x.shape)), {})
+            b.target, b.results = target, results
+            b.drafts[-1].auxiliary = True
+            self.expanded[x, b.module] = whole[0] if isinstance(whole, tuple) else whole
+        return self.expanded[x, b.module]
 
     def _outputs(self, output: torch.fx.Node) -> tuple[Value, dict[Value, Value], list[Value]]:
         """The loss, the new values of buffers, and the buffers that only count steps."""
@@ -319,11 +425,7 @@ class _Walk:
             if kind == "USER_OUTPUT":
                 losses.append(node)
             elif kind == "BUFFER_MUTATION" and target in self.buffers:
-                buffer = self.buffers[target]
-                if self._counts(node, buffer):
-                    counters.append(buffer)
-                else:
-                    updates[buffer] = self._operand(node)
+                self._change(target, node)
             else:
                 what = kind.lower().split("_mutation")[0].replace("_", " ")
                 raise ImportModelError(f"the training step changes a {what} in place, {target!r}; make a new tensor")
@@ -339,11 +441,23 @@ class _Walk:
                 "the loss (without loss=..., the model's output) must be a floating-point scalar, but it is a "
                 f"{dtype_name(value.dtype)} tensor of shape {tuple(value.shape)}; reduce it by .mean()"
             )
+        for target in sorted(self.changes, key=list(self.fixed).index):
+            after, counted = self.changes[target]
+            if counted:
+                counters.append(self.buffers[target])
+            else:
+                updates[self.buffers[target]] = after
         return self._operand(losses[0]), updates, counters
+
+    def _change(self, target: str, node: torch.fx.Node) -> None:
+        """The buffer ``target`` becomes ``node``."""
+        buffer = self.buffers[target]
+        counted = self._counts(node, buffer)
+        self.changes[target] = (buffer if counted else self._operand(node), counted)
 
     def _operand(self, node: torch.fx.Node) -> Value:
         found = self.env[node]
-        value: Value = self._constant(found) if isinstance(found, Folded) else found
+        value: Value = self._whole(found) if isinstance(found, Folded) else found
         return value
 
     def _counts(self, node: torch.fx.Node, buffer: Value) -> bool:

@@ -12,9 +12,10 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, Field, JsonValue, model_validator
 
 from flexsearch.errors import FileFormatError
-from flexsearch.files import FileModel, content_hash, load, printable, save, shipped, shipped_names
+from flexsearch.files import FileModel, content_hash, printable, shipped, shipped_names
 from flexsearch.graph.consistency import check_graph
 from flexsearch.graph.notation import Access, parse
+from flexsearch.output import write
 from flexsearch.quantities import (
     MAX_AXES,
     MAX_GRAPH_BYTES,
@@ -226,9 +227,10 @@ class OperatorGraph(FileModel):
                 f"(shipped: {', '.join(shipped_names('graphs'))})",
                 "Make one with `flexsearch import MODULE:CALLABLE -o graph.json`.",
             )
-        from flexsearch.graph.ops.check import check_kinds  # the kinds need this module
+        from flexsearch.graph.files import read  # these need this module
+        from flexsearch.graph.ops.check import check_kinds
 
-        graph = load(cls, found, "graph")
+        graph = read(found)
         try:
             check_kinds(graph)
         except ValueError as error:
@@ -239,8 +241,10 @@ class OperatorGraph(FileModel):
         return graph
 
     def save(self, path: str | Path) -> None:
-        """Write the graph file, atomically."""
-        save(self, path)
+        """Write the graph file (``flexsearch.graph/2``), atomically."""
+        from flexsearch.graph.compact import to_text  # it needs this module
+
+        write(path, to_text(self))
 
     @model_validator(mode="after")
     def _check(self) -> OperatorGraph:

@@ -244,10 +244,13 @@ def infer_sizes(
             axis = dimension.axes[0]
             raise NotationError(f'axis {axis!r} of "{access}" is {sizes[axis]} in one operand and {size} in another')
     for _ in range(len(pairs)):
+        before = len(sizes)
         for dimension, size in pairs:
             unknown = [a for a in dimension.axes if a not in sizes]
             if dimension.merged and len(unknown) == 1:
                 sizes[unknown[0]] = size // max(1, prod(sizes[a] for a in dimension.axes if a in sizes))
+        if len(sizes) == before:
+            break
     for axis in access.axes:
         if axis not in sizes:
             raise NotationError(f'the size of axis {axis!r} of "{access}" does not follow from the shapes; give it')

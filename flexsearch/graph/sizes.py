@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch.utils import _pytree as pytree
 
-from flexsearch.graph.aten_fold import Folded
+from flexsearch.graph.fold import Folded, derive
 from flexsearch.graph.ops.value import Value
 
 _SELECTIONS = ("aten.index.Tensor", "aten.masked_select.default")
@@ -30,7 +30,7 @@ class Sizes:
         leaves = pytree.tree_leaves((list(args), dict(kwargs)))
         variable = [x for x in leaves if isinstance(x, Value)]
         selects = str(node.target) in _SELECTIONS and variable == [args[0]]
-        if (variable and not selects) or any(isinstance(x, Folded) and x.data.is_meta for x in leaves):
+        if (variable and not selects) or any(isinstance(x, Folded) and derive(x, {}).is_meta for x in leaves):
             return
         target: Any = node.target
         with torch.no_grad():
@@ -61,4 +61,4 @@ def _stand_in(x: Any) -> Any:
     """A tensor that takes no memory for one whose values do not matter."""
     if isinstance(x, Value):
         return torch.zeros((), dtype=getattr(torch, x.dtype)).expand(x.shape)
-    return x.data.cpu() if isinstance(x, Folded) else x
+    return derive(x, {}).expand(x.shape) if isinstance(x, Folded) else x

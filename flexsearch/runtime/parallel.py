@@ -14,7 +14,7 @@ from torch.utils import _pytree as pytree
 from flexsearch.cost import Costs
 from flexsearch.errors import RuntimeFailure, StrategyError
 from flexsearch.graph import Box, Interval
-from flexsearch.graph.aten_fold import derive
+from flexsearch.graph.fold import derive
 from flexsearch.graph.importer import Imported, import_with_constants
 from flexsearch.graph.ops import KernelContext
 from flexsearch.graph.ops.calls import dtype_of

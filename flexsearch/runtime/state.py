@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from flexsearch.errors import RuntimeFailure
 from flexsearch.graph import Box, OperatorGraph
-from flexsearch.graph.aten_fold import sources
+from flexsearch.graph.fold import sources
 from flexsearch.graph.importer import Imported
 
 

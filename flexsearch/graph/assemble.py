@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-
-import torch
+from itertools import accumulate
 
 from flexsearch.errors import ImportModelError
 from flexsearch.graph.model import Axis, Operator, OperatorGraph, Tensor, Tracing
@@ -20,13 +19,16 @@ def assemble(
     updates: Mapping[Value, Value],
     counters: Sequence[Value],
     tracing: Tracing,
-) -> tuple[OperatorGraph, dict[str, torch.Tensor]]:
-    """The graph, and the values of its constants by name.
+) -> OperatorGraph:
+    """The graph.
 
     ``updates``: new values of buffers; ``counters``: buffers that every step raises by one. Names are those of the
     layers, and depend on nothing that dead code could change.
     """
-    live = _counts_first(_ancestors(drafts, [loss, *updates.values()]))
+    live = _ancestors(drafts, [loss, *updates.values()])
+    _salt(drafts, live)
+    _sample_constants(live)
+    live = _counts_first(live)
     read = (v for d in live for v in d.inputs if v.kind != "activation")
     leaves = dict.fromkeys([*inputs, *read, *updates, *counters])
     for value in (loss, *updates.values()):
@@ -43,7 +45,7 @@ def assemble(
         operators.append(_operator(draft, operator_name))
     order = ("input", "parameter", "buffer", "constant")
     values = sorted(leaves, key=lambda v: order.index(v.kind)) + [v for d in live for v in d.outputs]
-    graph = OperatorGraph(
+    return OperatorGraph(
         name=name,
         tensors=tuple(
             Tensor(name=v.name, shape=v.shape, dtype=v.dtype, kind=v.kind, requires_grad=v.requires_grad)
@@ -55,7 +57,6 @@ def assemble(
         counters=tuple(v.name for v in counters),
         tracing=tracing,
     )
-    return graph, {v.name: v.data for v in leaves if v.kind == "constant" and v.data is not None}
 
 
 def _ancestors(drafts: Sequence[Draft], wanted: Iterable[Value]) -> list[Draft]:
@@ -66,6 +67,27 @@ def _ancestors(drafts: Sequence[Draft], wanted: Iterable[Value]) -> list[Draft]:
             needed.update(draft.inputs)
             kept.append(draft)
     return kept[::-1]
+
+
+def _salt(drafts: Sequence[Draft], live: Sequence[Draft]) -> None:
+    """Salts of random draws count the drafts before them: those that stay, whatever dead code there was."""
+    kept = set(live)
+    before = [0, *accumulate(int(draft in kept) for draft in drafts)]
+    for draft in live:
+        if isinstance(salt := draft.attributes.get("salt"), int):
+            draft.attributes["salt"] = before[salt]
+
+
+def _sample_constants(drafts: Sequence[Draft]) -> None:
+    """A constant is expanded along the batch where its readers run over the batch."""
+    expanded = {d.outputs[0]: d for d in drafts if d.kind == "expand" and d.inputs[0].kind == "constant"}
+    for reader in drafts:
+        for value, operand in zip(reader.inputs, reader.access.inputs, strict=True):
+            if (draft := expanded.get(value)) is None:
+                continue
+            for read, written in zip(operand.dimensions, draft.access.outputs[0].dimensions, strict=True):
+                if read.plain and written.plain and reader.roles[read.axes[0]] == "sample":
+                    draft.roles[written.axes[0]] = "sample"
 
 
 def _counts_first(drafts: list[Draft]) -> list[Draft]:

@@ -16,12 +16,15 @@ from torch.export import _trace as export_trace
 from torch.utils import _pytree as pytree
 
 from flexsearch.errors import FlexsearchError, ImportModelError
+from flexsearch.graph import repeats
+from flexsearch.graph.blocks import NO_BLOCKS, Blocks, EntangledError, check_aliases, find_blocks
 from flexsearch.graph.decompose import decompositions
 from flexsearch.graph.experts import experts_by_token
 from flexsearch.graph.flex import drop_block_masks, flex_attention_on_any_device, write_out_flex_attention
 from flexsearch.graph.losses import traceable_losses
 from flexsearch.graph.prepare import OTHERWISE, own_loss, switches
 from flexsearch.graph.regions import Detaching, drop_needless_detach, keep_layers
+from flexsearch.graph.repeats import Tracer, traced
 
 Loss = Callable[..., torch.Tensor]
 
@@ -34,21 +37,29 @@ class Step(nn.Module):
         self.training = model.training
         self.model = model
         self.loss = loss
+        self.tracer: Tracer | None = None
 
     def forward(self, args: tuple[Any, ...], kwargs: dict[str, Any], targets: Any) -> Any:
         with Detaching():
+            if self.tracer is not None:
+                self.tracer.start()
             output = self.model(*args, **kwargs)
             if self.loss is None:
                 return own_loss(output)
             return self.loss(output) if targets is None else self.loss(output, targets)
 
 
+_TRIES = 4
+"""Traces before blocks are no longer looked for."""
+
+
 def export_step(
     model: nn.Module, loss: Loss | None, args: tuple[Any, ...], kwargs: dict[str, Any], targets: Any
-) -> torch.export.ExportedProgram:
-    """The functional program of ``loss(model(*args, **kwargs), targets)``; in-place operators and views are gone.
+) -> tuple[torch.export.ExportedProgram, Blocks]:
+    """The functional program of ``loss(model(*args, **kwargs), targets)``, and the blocks that stand in it only once.
 
-    Raises ImportModelError with the line of the user's code at which tracing failed.
+    In-place operators and views are gone. Raises ImportModelError with the line of the user's code at which tracing
+    failed.
     """
     try:
         with (
@@ -62,20 +73,56 @@ def export_step(
             step = Step(model, loss)
             if meta:
                 args, kwargs, targets = pytree.tree_map_only(torch.Tensor, _to_meta, (args, kwargs, targets))
-            program = torch.export.export(step, (args, kwargs, targets), strict=False)
-            _share(program, step)
-            keep_layers(program)
-            flexible = write_out_flex_attention(program)
-            # Makes it functional, too.
-            functional: torch.export.ExportedProgram = program.run_decompositions(decompositions())
-            drop_needless_detach(functional)
-            if flexible:
-                drop_block_masks(functional)
-            return functional
+            return _with_blocks(step, (args, kwargs, targets)) or (
+                _functional(step, _export(step, args, kwargs, targets)),
+                NO_BLOCKS,
+            )
     except FlexsearchError:
         raise
     except Exception as error:  # torch.export raises whatever the model does, and many types of its own
         raise _untraceable(model, error) from error
+
+
+def _export(step: Step, *inputs: Any) -> torch.export.ExportedProgram:
+    return torch.export.export(step, inputs, strict=False)
+
+
+def _functional(step: Step, program: torch.export.ExportedProgram) -> torch.export.ExportedProgram:
+    _share(program, step)
+    keep_layers(program)
+    flexible = write_out_flex_attention(program)
+    # Makes it functional, too.
+    functional: torch.export.ExportedProgram = program.run_decompositions(decompositions())
+    drop_needless_detach(functional)
+    if flexible:
+        drop_block_masks(functional)
+    return functional
+
+
+def _with_blocks(step: Step, inputs: tuple[Any, ...]) -> tuple[torch.export.ExportedProgram, Blocks] | None:
+    """As :func:`export_step`, with stand-ins for the calls of blocks that repeat; None if there are none.
+
+    Structures that turn out to be entangled with the rest are traced as they are in the next try. Whatever fails is
+    tried again without stand-ins, whose error is then the one to tell.
+    """
+    excluded: frozenset[int] = frozenset()
+    for _ in range(_TRIES):
+        try:
+            with traced(step, excluded) as tracer:
+                if not tracer.paths:
+                    return None
+                step.tracer = tracer
+                program = _export(step, *inputs)
+            check_aliases(program, tracer)
+            functional = _functional(step, program)
+            return functional, find_blocks(functional, tracer)
+        except EntangledError as error:
+            excluded |= error.structures
+        except Exception:  # of the model or of torch, which stand-ins may have caused
+            return None
+        finally:
+            step.tracer = None
+    return None
 
 
 def _untraceable(model: nn.Module, error: Exception) -> ImportModelError:
@@ -197,6 +244,9 @@ def short_path(path: str) -> str:
     return "/".join(Path(path).parts[-2:])
 
 
+_OURS = (__file__, repeats.__file__)
+
+
 def source_line(stack_trace: str | None) -> tuple[str, str]:
     """From a node's stack trace, of the innermost frame that is neither torch's nor ours: ``file:line``, and the
     library that the file belongs to (empty: the user's own)."""
@@ -205,7 +255,7 @@ def source_line(stack_trace: str | None) -> tuple[str, str]:
         if line.strip().startswith('File "') and '", line ' in line:
             path, _, rest = line.strip()[len('File "') :].partition('", line ')
             frames.append((path, rest.split(",")[0]))
-    own = [f for f in frames if "/torch/" not in f[0] and f[0] != __file__ and not f[0].startswith("<")]
+    own = [f for f in frames if "/torch/" not in f[0] and f[0] not in _OURS and not f[0].startswith("<")]
     return (f"{short_path(own[-1][0])}:{own[-1][1]}", library(own[-1][0])) if own else ("", "")
 
 
