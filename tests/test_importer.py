@@ -929,20 +929,3 @@ def test_weight_norm_is_arithmetic_on_weights(dim: int | None) -> None:
     model = nn.utils.parametrizations.weight_norm(layer, dim=dim)
     graph = check_same(model, (randn(4, 6, 8),), lambda y: y.pow(2).sum())
     assert "sum" in [op.kind for op in graph.operators]
-
-
-def test_recurrent_layers_are_opaque_if_wanted() -> None:
-    class Recurrent(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.lstm = nn.LSTM(8, 5, batch_first=True, dtype=torch.float64)
-
-        def forward(self, x: Tensor) -> Tensor:
-            return self.lstm(x)[0].pow(2).mean()
-
-    with pytest.raises(ImportModelError, match=r"aten\.lstm\.input in layer 'lstm'"):
-        import_model(Recurrent(), randn(4, 6, 8))
-    imported = import_with_constants(Recurrent(), randn(4, 6, 8), tracing=Tracing(opaque=True))
-    model = Recurrent()
-    values = execute(imported, model, (randn(4, 6, 8),))
-    torch.testing.assert_close(values[imported.graph.loss], model(randn(4, 6, 8)))
