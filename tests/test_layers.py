@@ -28,9 +28,9 @@ FLOOR = {
 
 WITH_TORCH = (
     "graph.assemble", "graph.blocks", "graph.decompose", "graph.experts", "graph.export", "graph.fingerprint",
-    "graph.flex", "graph.fold", "graph.huggingface", "graph.importer", "graph.loading", "graph.losses",
-    "graph.prepare", "graph.regions", "graph.repeats", "graph.sizes", "graph.ops.attention_blocks",
-    "graph.ops.norm_functions", "cost.profiler", "cost.neighbours", "runtime", "zoo",
+    "graph.flex", "graph.fold", "graph.huggingface", "graph.imported", "graph.importer", "graph.loading",
+    "graph.losses", "graph.operands", "graph.prepare", "graph.regions", "graph.repeats", "graph.sizes", "graph.walk",
+    "graph.ops.attention_blocks", "graph.ops.norm_functions", "cost.profiler", "cost.neighbours", "runtime", "zoo",
 )  # fmt: skip
 """Modules that may import torch when they are imported (and those whose names begin so)."""
 WHEN_CALLED = "graph.ops"

@@ -19,8 +19,8 @@ def assemble(
     updates: Mapping[Value, Value],
     counters: Sequence[Value],
     tracing: Tracing,
-) -> OperatorGraph:
-    """The graph.
+) -> tuple[OperatorGraph, list[Value]]:
+    """The graph, and its inputs, parameters, buffers and constants.
 
     ``updates``: new values of buffers; ``counters``: buffers that every step raises by one. Names are those of the
     layers, and depend on nothing that dead code could change.
@@ -45,7 +45,7 @@ def assemble(
         operators.append(_operator(draft, operator_name))
     order = ("input", "parameter", "buffer", "constant")
     values = sorted(leaves, key=lambda v: order.index(v.kind)) + [v for d in live for v in d.outputs]
-    return OperatorGraph(
+    graph = OperatorGraph(
         name=name,
         tensors=tuple(
             Tensor(name=v.name, shape=v.shape, dtype=v.dtype, kind=v.kind, requires_grad=v.requires_grad)
@@ -57,6 +57,7 @@ def assemble(
         counters=tuple(v.name for v in counters),
         tracing=tracing,
     )
+    return graph, list(leaves)
 
 
 def _ancestors(drafts: Sequence[Draft], wanted: Iterable[Value]) -> list[Draft]:
