@@ -58,6 +58,12 @@ def imported(name: str, number: int) -> Imported:
     return import_with_constants(called, called.inputs(), tracing=Tracing(opaque=name == "opaque"))
 
 
+def written(graph: OperatorGraph) -> dict[str, Any]:
+    """A graph as files of the first format give it, with a record for everything: tests break one of them."""
+    document: dict[str, Any] = graph.model_dump(mode="json", exclude_none=True)
+    return document
+
+
 def draws(graph: OperatorGraph) -> bool:
     """Whether it draws random numbers, of which PyTorch would draw others."""
     return any("salt" in op.attributes and op.attributes.get("dropout", 1) != 0 for op in graph.operators)

@@ -99,7 +99,6 @@ STATIC_OPTIONS: list[tuple[str, dict[str, Any], str]] = [
     ("wav2vec2", {"apply_spec_augment": True, "layerdrop": 0.1}, "layerdrop=0.0 and apply_spec_augment=False"),
     ("bart", {"encoder_layerdrop": 0.1}, "encoder_layerdrop=0.0"),
     ("opt", {"layerdrop": 0.1}, "layerdrop=0.0"),
-    ("mixtral", {"experts_implementation": "eager"}, "experts_implementation='batched_mm'"),
 ]
 
 

@@ -19,7 +19,8 @@ from flexsearch.graph.importer import import_with_constants
 from flexsearch.graph.notation import parse
 from flexsearch.graph.ops import Sample
 from tests.interpret import interpret
-from tests.test_ops import Called, _close, _cuts, _imported, _values
+from tests.op_samples import Called, imported, written
+from tests.test_ops import _close, _cuts, _values
 
 MASK = torch.tensor([[True, False, True, False, True], [False] * 5, [True] * 5, [False, True, False, False, True]])
 ROWS = torch.tensor([True, False, True, True])
@@ -319,8 +320,7 @@ def test_a_file_that_contradicts_itself_is_refused(
     kind: str, number: int, change: Callable[[dict[str, Any]], None], message: str, tmp_path: Path
 ) -> None:
     path = tmp_path / "graph.json"
-    _imported(kind, number)[1].graph.save(path)
-    document = json.loads(path.read_text())
+    document = written(imported(kind, number).graph)
     change(next(op for op in document["operators"] if op["kind"] == kind))
     path.write_text(json.dumps(document))
     with pytest.raises(FileFormatError, match=message):

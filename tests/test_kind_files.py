@@ -26,8 +26,8 @@ from flexsearch.graph.ops import (
     rnn,
 )
 from tests.fuzz_documents import paths, put
+from tests.op_samples import imported, written
 from tests.test_ops import _cuts as cuts
-from tests.test_ops import _imported as imported
 
 MODULES = {module.__name__ for module in (attention, moe, recurrent, rnn)}
 SAMPLES = [
@@ -102,11 +102,11 @@ def _run(graph: OperatorGraph, op: Operator, draw: random.Random) -> None:
 
 @pytest.mark.parametrize(("name", "number"), SAMPLES)
 def test_a_changed_file_is_refused_or_runs(name: str, number: int, tmp_path: Path) -> None:
-    graph = imported(name, number)[1].graph
+    graph = imported(name, number).graph
     kinds = {op.kind for op in graph.operators if type(KINDS[op.kind]).__module__ in MODULES}
     graph.save(tmp_path / "graph.json")
     assert OperatorGraph.load(tmp_path / "graph.json") == graph
-    text = (tmp_path / "graph.json").read_text()
+    text = json.dumps(written(graph))
     draw, refused = random.Random(f"{name} {number}"), 0
     for _ in range(MUTATIONS):
         document = json.loads(text)

@@ -29,7 +29,8 @@ from flexsearch.graph.ops import (
     window,
 )
 from tests.interpret import interpret, whole
-from tests.test_ops import Called, _cuts
+from tests.op_samples import Called, written
+from tests.test_ops import _cuts
 
 MODULES = (adaptive_pool, batch_norm, border, conv, norm, pool, resample, sampling, window)
 NAMES = sorted(name for name, kind in KINDS.items() if type(kind).__module__ in {m.__name__ for m in MODULES})
@@ -79,8 +80,7 @@ def _mutations(operator: dict[str, Any], draw: random.Random) -> Iterator[None]:
 def test_a_changed_operator_is_refused_or_computed(name: str, tmp_path: Path) -> None:
     model, imported = _imported(name)
     path = tmp_path / "graph.json"
-    imported.graph.save(path)
-    document = json.loads(path.read_text())
+    document = written(imported.graph)
     operator = next(op for op in document["operators"] if op["kind"] == name)
     values = dict(imported.constants) | dict(zip(imported.input_names, model.inputs(), strict=True))
     values |= dict(model.named_parameters())

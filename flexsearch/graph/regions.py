@@ -68,7 +68,8 @@ def _guarded(original: Any) -> Callable[..., Any]:
     as one that saves memory or time, its forward is called directly; others are refused."""
 
     def apply(function: Any, *args: Any, **options: Any) -> Any:
-        if function.__module__.startswith("torch._library"):  # of an operator that stays whole
+        # Of operators that stay whole: PyTorch's own, of flex_attention for example, and those of libraries.
+        if function.__module__.startswith(("torch._library", "torch._higher_order_ops", "torch._dynamo")):
             return original.__func__(function, *args, **options)
         with ThreadPoolExecutor(1) as outside:  # the modes of tracing are those of a thread
             if outside.submit(_is_derivative, partial(original.__func__, function), function, args).result():

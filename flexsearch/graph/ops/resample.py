@@ -107,7 +107,9 @@ class Resized:
         """
         blocks = gcd(self.size, self.count)
         whole = reach, inside, {reach: self.size, inside: self.count}
-        if self.antialias or blocks == 1 or max(self.size, self.count) > _LONGEST:
+        # PyTorch's gradient of nearest neighbours is another than that of its forward where the factor is not exact.
+        rounded = _TAPS[self.mode] == 1 and self.scale is not None and self.size * self.scale != self.count
+        if self.antialias or blocks == 1 or rounded or max(self.size, self.count) > _LONGEST:
             return whole
         step, per = self.size // blocks, self.count // blocks
         written, sizes = (place, {place: blocks}) if per == 1 else (f"({place} {inside})", {place: blocks, inside: per})
