@@ -27,7 +27,7 @@ from tests.small_models import NAMES, Case, Dropped, case
 SEED = os.environ.get("FLEXSEARCH_NUMERICS_SEED")
 """Other cases than CI's fixed ones."""
 
-CASES = int(os.environ.get("FLEXSEARCH_NUMERICS_CASES", "60"))
+CASES = int(os.environ.get("FLEXSEARCH_NUMERICS_CASES", "40"))
 """Random strategies for each model; thousands offline, a few hundred in all in CI."""
 
 COSTLY = {"recurrent": 2, "towers": 2, "lookups": 2, "translation": 3, "statistics": 3, "images": 3}

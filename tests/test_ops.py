@@ -18,7 +18,7 @@ from flexsearch.report.words import axis_word
 from tests.interpret import Intervals, interpret, whole
 from tests.op_samples import NAMES, SAMPLES, Called, draws, imported, model
 
-TRIES = 6
+TRIES = 4
 
 
 def _cuts(op: Operator, draw: random.Random) -> Intervals:

@@ -68,8 +68,7 @@ def _guarded(original: Any) -> Callable[..., Any]:
     as one that saves memory or time, its forward is called directly; others are refused."""
 
     def apply(function: Any, *args: Any, **options: Any) -> Any:
-        # Of operators that stay whole: PyTorch's own, of flex_attention for example, and those of libraries.
-        if function.__module__.startswith(("torch._library", "torch._higher_order_ops", "torch._dynamo")):
+        if function.__module__.startswith("torch."):  # of operators that stay whole, and of flex_attention
             return original.__func__(function, *args, **options)
         with ThreadPoolExecutor(1) as outside:  # the modes of tracing are those of a thread
             if outside.submit(_is_derivative, partial(original.__func__, function), function, args).result():
@@ -178,8 +177,18 @@ class Detaching(TorchFunctionMode):
 def keep_layers(program: torch.export.ExportedProgram) -> None:
     """Let operators inside regions keep their layers when the program is made functional: unlike the code of a graph,
     its interpreter tells the tracer at which node it is."""
+    scores = {
+        id(graph)
+        for module in program.graph_module.modules()
+        if isinstance(module, fx.GraphModule)
+        for node in module.graph.nodes
+        if "flex_attention" in str(node.target)
+        for used in node.all_input_nodes
+        if used.op == "get_attr" and isinstance(graph := getattr(module, str(used.target), None), fx.GraphModule)
+    }
     for graph in program.graph_module.modules():
-        if isinstance(graph, fx.GraphModule) and graph is not program.graph_module:
+        region = isinstance(graph, fx.GraphModule) and graph is not program.graph_module
+        if region and id(graph) not in scores:  # those are copied, with all that they hold
             graph.forward = fx.Interpreter(graph).run
 
 

@@ -22,7 +22,6 @@ from flexsearch.graph.ops.form import check_form
 from flexsearch.graph.ops.index import (
     by_dimension,
     constant,
-    diagonal_of,
     diagonal_places,
     index_range,
     integer_range,
@@ -243,18 +242,6 @@ def _diagonal_scatter(b: Builder, x: Value, src: Value, offset: int = 0, dim1: i
     given = diagonal_places(x, offset, dim1 % x.rank, dim2 % x.rank)
     first, last = leading(given), src.rank - 1
     return put(b, x, given, permute(b, src, [*range(first), last, *range(first, last)]))
-
-
-@rewrite("diag_embed")
-def _diag_embed(b: Builder, x: Value, offset: int = 0, dim1: int = -2, dim2: int = -1) -> Value:
-    """Zeros with ``x`` on the diagonal of two dimensions."""
-    zeros = expand(b, _scalar(b, 0, x.dtype), b.shape)
-    return _diagonal_scatter(b, zeros, x, offset, dim1, dim2)
-
-
-@rewrite("diag")
-def _diag(b: Builder, x: Value, diagonal: int = 0) -> Value:
-    return _diag_embed(b, x, diagonal) if x.rank == 1 else diagonal_of(b, x, diagonal)
 
 
 @rewrite("zero")

@@ -219,10 +219,17 @@ _SHIPPED: set[str] = set()
 
 def define(kind: OperatorKind) -> OperatorKind:
     """Add one of flexsearch's own kinds."""
+    assert kind.name not in KINDS, f"two kinds are called {kind.name}"
     KINDS[kind.name] = kind
     _SHIPPED.add(kind.name)
-    TRACES.update(dict.fromkeys(kind.targets, kind.trace))
+    _add(kind.targets, kind.trace)
     return kind
+
+
+def _add(targets: Iterable[str], trace: Trace) -> None:
+    for target in targets:
+        assert target not in TRACES, f"two kinds trace {target}"
+        TRACES[target] = trace
 
 
 T = TypeVar("T", bound=Trace)
@@ -232,7 +239,7 @@ def rewrite(*names: str) -> Callable[[T], T]:
     """Decorator: how operators of torch's ``aten`` namespace ("glu", "max.dim") are written with other kinds."""
 
     def add(trace: T) -> T:
-        TRACES.update({f"aten.{name}": trace for name in names})
+        _add((f"aten.{name}" for name in names), trace)
         return trace
 
     return add

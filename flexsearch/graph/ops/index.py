@@ -1,4 +1,4 @@
-"""Elements looked up by tensors of indices: indexing, gather, diagonals."""
+"""Elements looked up by tensors of indices: indexing, gather."""
 
 from __future__ import annotations
 
@@ -93,7 +93,6 @@ class Index(OperatorKind):
         yield Sample(lambda x, i: x[i, :, i.flip(0)], (rand(4, 3, 5), integers(4, 6) - 3))
         yield Sample(lambda x, i: x[torch.arange(4), i], (rand(4, 5, 2), integers(5, 4)))
         yield Sample(lambda x, i: x.take(i), (rand(4, 5), integers(20, 3, 2)))
-        yield Sample(lambda x: x.diagonal(1, 0, 2) * 2, (rand(3, 2, 5),))
 
 
 def _rows(dim: int, size: int, shape: Sequence[int], negative: bool) -> Kernel:
@@ -353,15 +352,6 @@ def _take_along_dim(b: Builder, x: Value, indices: Value, dim: int | None = None
     rest = broadcast_shapes(*(tuple(1 if i == dim else n for i, n in enumerate(y.shape)) for y in (x, indices)))
     wide, index = (expand(b, y, [y.shape[dim] if i == dim else n for i, n in enumerate(rest)]) for y in (x, indices))
     return _gather(b, wide, dim, index)
-
-
-@rewrite("diagonal")
-def diagonal_of(b: Builder, x: Value, offset: int = 0, dim1: int = 0, dim2: int = 1) -> Value:
-    """The diagonal of two dimensions, as a new last one."""
-    rows, columns = dim1 % x.rank, dim2 % x.rank
-    given = diagonal_places(x, offset, rows, columns)
-    y, first = look_up(b, x, given), leading(given)
-    return permute(b, y, [*(d for d in range(y.rank) if d != first), first])
 
 
 def diagonal_places(x: Value, offset: int, rows: int, columns: int) -> dict[int, Value]:
