@@ -43,7 +43,7 @@ Cli = Callable[..., Ran]
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--all-models", action="store_true", help="Every family of tests/families.py, not a sample.")
+    parser.addoption("--all-models", action="store_true", help="Every model of families.py and own_models.py.")
 
 
 @pytest.fixture(autouse=True, scope="session")

@@ -120,7 +120,7 @@ FAMILIES: dict[str, Family] = {
     "llama": Family("LlamaConfig", "LlamaForCausalLM", _GROUPED, causal, cheap=True),
     "mistral": Family("MistralConfig", "MistralForCausalLM", {**_GROUPED, "sliding_window": 4}, causal),
     "qwen2": Family("Qwen2Config", "Qwen2ForCausalLM", _GROUPED, causal),
-    "qwen3": Family("Qwen3Config", "Qwen3ForCausalLM", _HEADS, causal, cheap=True),
+    "qwen3": Family("Qwen3Config", "Qwen3ForCausalLM", _HEADS, causal),
     "gemma2": Family("Gemma2Config", "Gemma2ForCausalLM", {**_HEADS, "sliding_window": 4}, causal),
     "gemma3": Family("Gemma3TextConfig", "Gemma3ForCausalLM", {**_HEADS, "sliding_window": 4}, causal),
     "phi3": Family("Phi3Config", "Phi3ForCausalLM", _GROUPED, causal),
@@ -164,7 +164,6 @@ FAMILIES: dict[str, Family] = {
         {**_ENCODER, "relative_attention": True, "position_buckets": 4, "pos_att_type": ["p2c", "c2p"],
          "share_att_key": True, "norm_rel_ebd": "layer_norm"}, classes,
         static={"problem_type": "single_label_classification"},
-        cheap=True,
     ),
     "t5": Family(
         "T5Config", "T5ForConditionalGeneration",
@@ -195,7 +194,6 @@ FAMILIES: dict[str, Family] = {
         "SwinConfig", "SwinForImageClassification",
         {"image_size": 32, "patch_size": 4, "embed_dim": 8, "depths": [2, 2], "num_heads": [2, 2], "window_size": 4,
          "num_labels": CLASSES}, images(32),
-        cheap=True,
     ),
     "convnext": Family(
         "ConvNextConfig", "ConvNextForImageClassification",

@@ -10,9 +10,18 @@ from tests.training import imported, product_flops, prove, prove_draws, torch_fl
 pytestmark = pytest.mark.filterwarnings("ignore:use_cache")
 
 
-@pytest.mark.parametrize("name", MODELS)
-def test_every_plan_computes_what_plain_pytorch_computes(name: str) -> None:
-    prove(build, name)
+SAMPLE = ("unet", "dlrm", "lstm", "mixture of experts")
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """Every model with --all-models, else a sample."""
+    if "model" in metafunc.fixturenames:
+        every = metafunc.config.getoption("--all-models")
+        metafunc.parametrize("model", MODELS if every else [name for name in MODELS if name in SAMPLE])
+
+
+def test_every_plan_computes_what_plain_pytorch_computes(model: str) -> None:
+    prove(build, model)
 
 
 @pytest.mark.parametrize("name", DRAWING)
