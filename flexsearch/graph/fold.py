@@ -76,6 +76,26 @@ class Constant(Value):
             raise ValueError("a folded constant has the value that it is computed to have")
 
 
+class Expanded(Value):
+    """What an operator makes of a constant's smallest form: the constant as large as the program has it."""
+
+    __slots__ = ("folded",)
+
+    def __init__(self, folded: Folded, made: Value) -> None:
+        self.folded = folded
+        super().__init__(made.shape, made.dtype, made.kind, made.name, made.sample, weight=made.weight)
+
+    @property
+    def data(self) -> Tensor | None:
+        """The value, as that of a :class:`Constant`."""
+        return derive(self.folded, {}).expand(self.folded.shape)
+
+    @data.setter
+    def data(self, value: Tensor | None) -> None:
+        if value is not None:
+            raise ValueError("a folded constant has the value that it is computed to have")
+
+
 class Constants(Mapping[str, Tensor]):
     """Values of constants by name, computed when they are first read, or ``computed`` already."""
 

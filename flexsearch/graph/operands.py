@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch.utils import _pytree as pytree
 
-from flexsearch.graph.fold import Constant, Folded, elementwise
+from flexsearch.graph.fold import Constant, Expanded, Folded, elementwise
 from flexsearch.graph.ops.builder import Builder, bind, broadcast_shapes
 from flexsearch.graph.ops.shape import expand
 from flexsearch.graph.ops.value import Value
@@ -55,6 +55,7 @@ class Operands:
         if not x.compact:
             return value
         if (x, b.module) not in self.expanded:
-            self.expanded[x, b.module] = expand(b, value, x.shape)
-            b.drafts[-1].auxiliary = True
+            whole = Expanded(x, expand(b, value, x.shape))
+            b.drafts[-1].outputs, b.drafts[-1].auxiliary = (whole,), True
+            self.expanded[x, b.module] = whole
         return self.expanded[x, b.module]
