@@ -181,7 +181,7 @@ def _apart(table: str, name: str, proposals: int, limit_s: float) -> dict[str, A
 
 PAGE = """# Models as they come
 
-Made by `python -m benchmarks.models --write docs/models.md`, with torch {torch} and transformers {transformers}.
+Made by `python -m benchmarks.models{only} --write docs/models.md`, with torch {torch} and transformers {transformers}.
 
 Models of Hugging Face's transformers, in training mode, with the batch of their data collator, as shipped: attention
 kernels, dropout and drop path, KV cache (which importing turns off), masks. Every plan of the families computes the
@@ -191,8 +191,8 @@ and DeBERTa is told that each text has one class: as shipped these depend on val
 
 - *import*: seconds, in a process that has imported a small model before.
 - *memory*: by how much importing raised the peak memory of the process.
-- *baseline*: the best hand-written plan; *found* is that of a search with {tiny} (first table) or {full} proposals.
-  Both times are predictions; *gain* is their ratio.
+- *baseline*: the best hand-written plan; *found* is that of a search with {tiny} proposals ({full} for those that people
+  train). Both times are predictions; *gain* is their ratio.
 
 Import one by its name, without weights and without network:
 
@@ -204,7 +204,9 @@ def _page(rows: Sequence[Row]) -> str:
     import transformers
 
     versions = {"torch": torch.__version__.split("+")[0], "transformers": transformers.__version__}
-    parts = [PAGE.format(**versions, **PROPOSALS)]
+    tables = {row["table"] for row in rows}
+    only = f" --only {next(iter(tables))}" if len(tables) == 1 else ""
+    parts = [PAGE.format(only=only, **versions, **PROPOSALS)]
     for table, title in TITLES.items():
         of_table = [row for row in rows if row["table"] == table]
         if of_table:
