@@ -191,8 +191,8 @@ and DeBERTa is told that each text has one class: as shipped these depend on val
 
 - *import*: seconds, in a process that has imported a small model before.
 - *memory*: by how much importing raised the peak memory of the process.
-- *baseline*: the best hand-written plan; *found* is that of a search with {tiny} proposals ({full} for those that people
-  train). Both times are predictions; *gain* is their ratio.
+- *baseline*: the best hand-written plan; *found* is that of a search with {tiny} proposals, {full} for
+  configurations that people train. Both times are predictions; *gain* is their ratio.
 
 Import one by its name, without weights and without network:
 

@@ -1,6 +1,6 @@
 """The kinds of operators, a module for each family; importing this package defines them all, without torch."""
 
-from flexsearch.graph.ops import (
+from flexsearch.graph.ops import (  # noqa: F401  (importing a family defines its kinds)
     activation,
     adaptive_pool,
     assign,
@@ -59,47 +59,8 @@ from flexsearch.graph.ops.base import (
     unregister,
 )
 
-FAMILIES = (
-    activation,
-    adaptive_pool,
-    assign,
-    attention,
-    batch_norm,
-    border,
-    complex,
-    conv,
-    ctc,
-    diagonal,
-    distance,
-    embedding,
-    histogram,
-    index,
-    join,
-    linear,
-    loss,
-    margin,
-    moe,
-    norm,
-    norms,
-    opaque,
-    pointwise,
-    pool,
-    random,
-    recurrent,
-    reduce,
-    resample,
-    rnn,
-    sampling,
-    scan,
-    scatter,
-    shape,
-    softmax,
-    variance,
-    window,
-)
-
 __all__ = [
-    "FAMILIES", "KINDS", "Attributes", "Kernel", "KernelContext", "OperatorKind", "Sample", "Saved", "axis_roles",
+    "KINDS", "Attributes", "Kernel", "KernelContext", "OperatorKind", "Sample", "Saved", "axis_roles",
     "backward_flops", "build_kernel", "find_trace", "forward_flops", "kind_of", "register", "rewrite",
     "saved_tensors", "shipped", "unregister",
 ]  # fmt: skip
