@@ -69,9 +69,9 @@ def _guarded(original: Any) -> Callable[..., Any]:
 
     def apply(function: Any, *args: Any, **options: Any) -> Any:
         if function.__module__.startswith("torch."):  # of operators that stay whole, and of flex_attention
-            return original.__func__(function, *args, **options)
+            return original.__get__(None, function)(*args, **options)
         with ThreadPoolExecutor(1) as outside:  # the modes of tracing are those of a thread
-            if outside.submit(_is_derivative, partial(original.__func__, function), function, args).result():
+            if outside.submit(_is_derivative, original.__get__(None, function), function, args).result():
                 return _forward(function, args)
         frame = sys._getframe(1)
         path = Path(frame.f_code.co_filename)
