@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from math import prod
 from typing import Any
 
@@ -45,11 +44,6 @@ def numbers(op: Operator, name: str, count: int, default: int) -> list[int]:
         return [default] * count
     values = [int(v) for v in value] if isinstance(value, list) else [int(value)]
     return values * count if len(values) == 1 else values
-
-
-def first_tensor(operands: Sequence[Any]) -> torch.Tensor | None:
-    """The first operand that is present."""
-    return next((x for x in operands if isinstance(x, torch.Tensor)), None)
 
 
 def preferred(tensor: torch.Tensor) -> torch.Tensor:

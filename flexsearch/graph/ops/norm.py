@@ -26,6 +26,7 @@ from flexsearch.graph.ops.batch_norm import Norm, by_running
 from flexsearch.graph.ops.builder import Builder, letters
 from flexsearch.graph.ops.lazy import F
 from flexsearch.graph.ops.pointwise import cast, pointwise
+from flexsearch.graph.ops.reduce import reduce
 from flexsearch.graph.ops.spatial import check_pattern
 from flexsearch.graph.ops.value import Value
 from flexsearch.graph.piece import Piece
@@ -195,20 +196,11 @@ def _instance_statistics(b: Builder, x: Value) -> tuple[Value, Value]:
     """Mean and (unbiased) variance of the samples' channels, averaged over the batch."""
     space, count = range(2, x.rank), prod(x.shape[2:])
     x = b.emit("detach", [x], x.shape, short="detach") if x.grad else x
-    mean = reduced(b, "mean", x, space, True)
+    mean = reduce(b, "mean", x, space, True, x.dtype)
     apart = pointwise(b, "sub.Tensor", (x, mean))
-    squares = reduced(b, "sum", pointwise(b, "mul.Tensor", (apart, apart)), space, False)
-    var = pointwise(b, "div.Scalar", (reduced(b, "mean", squares, [0], False), max(1, count - 1)))
-    return reduced(b, "mean", x, [0, *space], False), var
-
-
-def reduced(b: Builder, kind: str, x: Value, dims: Sequence[int], keepdim: bool) -> Value:
-    """The sum or mean (``kind``) of ``x`` along ``dims``; pieces of these give partial sums."""
-    names = letters(x.rank)
-    kept = ("1" if i in dims else name for i, name in enumerate(names) if keepdim or i not in dims)
-    shape = tuple(1 if i in dims else size for i, size in enumerate(x.shape) if keepdim or i not in dims)
-    attributes = {"dims": list(dims), "keepdim": keepdim}
-    return b.emit(kind, [x], shape, f"{' '.join(names)} -> {' '.join(kept)}", attributes, short=kind)
+    squares = reduce(b, "sum", pointwise(b, "mul.Tensor", (apart, apart)), space, False, x.dtype)
+    var = pointwise(b, "div.Scalar", (reduce(b, "mean", squares, [0], False, x.dtype), max(1, count - 1)))
+    return reduce(b, "mean", x, [0, *space], False, x.dtype), var
 
 
 @rewrite("native_group_norm")
@@ -233,7 +225,8 @@ def _fused_rms_norm(b: Builder, **call: Any) -> tuple[Value, None]:
 def _weight_norm(b: Builder, v: Value, g: Value, dim: int = 0) -> Any:
     """``v`` scaled to the length ``g``: of all of it (dim -1), or of each of its parts along ``dim``."""
     rest = [d for d in range(v.rank) if dim == -1 or d != dim]
-    total = reduced(b, "sum", pointwise(b, "mul.Tensor", (v, v)), rest, dim != -1)
+    squares = pointwise(b, "mul.Tensor", (v, v))
+    total = reduce(b, "sum", squares, rest, dim != -1, v.dtype) if rest else squares
     scale = pointwise(b, "div.Tensor", (g, pointwise(b, "sqrt.default", (total,))))
     result = pointwise(b, "mul.Tensor", (v, scale))
     return result if len(b.results) == 1 else (result, None)

@@ -20,7 +20,6 @@ from flexsearch.graph.ops.base import (
     KernelContext,
     OperatorKind,
     Sample,
-    Saved,
     Shapes,
     define,
     points,
@@ -161,9 +160,6 @@ class PositionOfSmallest(PositionOfLargest):
     """Index of the smallest element along one dimension."""
 
     name = "argmin"
-
-
-_INDICES = Saved(False, True)
 
 
 class ReductionCall(AlongCall):
