@@ -1,0 +1,115 @@
+"""The rows of a plan: what every device does, in which order, and what crosses the links, as flat arrays.
+
+A **block** is what all devices do for one pass of one operator (or for gathering a weight, synchronising a bucket,
+updating). Blocks have fixed numbers, in the order of one microbatch: they follow from the graph and the options, never
+from a config. A **segment** holds the rows of one block under some configs; changing a config gives a few blocks other
+segments and leaves all else alone. A **schedule** says which blocks each device runs, in which order, for which
+microbatches.
+
+Each device runs the **steps** of its segments one after the other: COMPUTE keeps it busy; WAIT lets it go on when a
+communication has ended; ISSUE hands a communication its share and goes on at once. A communication is ready when all
+its senders have issued it and all communications that it follows have ended; it starts when its links are free, keeps
+each of them busy for its own time, and ends after ``communication_ticks``.
+
+The identity of a row is (microbatch, block, number within the block), computations before communications: it survives
+changes elsewhere in the plan. Of rows that are ready at the same tick, the one with the smaller identity comes first.
+"""
+
+from __future__ import annotations
+
+from typing import Final, NamedTuple
+
+import numpy as np
+
+from flexsearch.compiled import I64, U8, U32
+from flexsearch.packed import packed
+
+GATHER, FORWARD, BACKWARD, SYNCHRONISE, UPDATE = range(5)
+"""Kinds of blocks; their arguments: weight, operator, operator, bucket, none."""
+COMPUTE, WAIT, ISSUE = range(3)
+"""Kinds of steps."""
+NEVER: Final = np.iinfo(np.int64).max
+"""Ticks of a turn that does not end."""
+
+
+@packed
+class Schedule(NamedTuple):
+    """Which blocks there are, and which of them each device runs when.
+
+    By block: ``kind``, ``argument``, ``once`` (1: it runs once a step, as microbatch 0: gathers, synchronisation,
+    update; waiting for it from any microbatch means that one), ``last`` (1: only together with the last microbatch:
+    what synchronises a bucket stands between the blocks of the backward pass). By device: ``group``. Group g runs the
+    actions ``action_first[g]`` to ``action_last[g]``; action a means the blocks from ``block_first[a]`` to before
+    ``block_last[a]`` for microbatch ``microbatch[a]``. ``microbatches``: (1,) how many there are.
+    """
+
+    kind: U8
+    argument: U32
+    once: U8
+    last: U8
+    group: U32
+    action_first: U32
+    action_last: U32
+    block_first: U32
+    block_last: U32
+    microbatch: U32
+    microbatches: U32
+
+
+@packed
+class Segments(NamedTuple):
+    """Segments by number; once written, one does not change. Lists of item i are rows ``[first[i], last[i])``.
+
+    By segment: ``device_steps``: where its table of devices begins in ``step_first``: steps of device d are
+    ``step_first[t + d]`` to ``step_first[t + d + 1]``, where t is that place; its communications are rows
+    ``communication_first`` to ``communication_last``, numbered from 0 within the block.
+
+    By step: ``step_kind``; ``step_block``, ``step_row``: of a WAIT, block of the communication and its number there; of
+    an ISSUE its own block and the number; of a COMPUTE its own block and the number of the computation. ``step_ticks``:
+    of a COMPUTE, how long it takes.
+
+    By communication: ``communication_ticks`` from start to end; ``missing``: senders that issue it plus communications
+    that it follows; ``turn``: ticks after which it lets others on its links go first (NEVER: it does not). Links (a
+    resource, and the ticks for which it is kept busy), drags (a processor, and the ticks of computing that moving the
+    bytes takes from it, from the moment when the communication is ready), receiving devices (those that may WAIT for
+    it), and the communications that follow it (block and number there), which wait for its end.
+    """
+
+    device_steps: U32
+    communication_first: U32
+    communication_last: U32
+    step_first: U32
+    step_kind: U8
+    step_block: U32
+    step_row: U32
+    step_ticks: I64
+    communication_ticks: I64
+    missing: U32
+    turn: I64
+    link_first: U32
+    link_last: U32
+    link: U32
+    link_ticks: I64
+    drag_first: U32
+    drag_last: U32
+    drag: U32
+    drag_ticks: I64
+    receiver_first: U32
+    receiver_last: U32
+    receiver: U32
+    follower_first: U32
+    follower_last: U32
+    follower_block: U32
+    follower_row: U32
+
+
+@packed
+class Machine(NamedTuple):
+    """What the engine needs of a topology. ``processor``: resource by device. ``turn``: by device, ticks after which a
+    computation lets others of its processor go first (NEVER where it has its own). ``contended``: (1,) 1 if a device
+    may have to wait for its processor: where several devices share one, or moving bytes takes time from them."""
+
+    processor: U32
+    turn: I64
+    contended: U8
+    resources: U32  # (1,): how many resources there are
