@@ -16,8 +16,8 @@ from flexsearch.cost.ticks import EXACT_S, TICK
 from flexsearch.graph import OperatorGraph
 from flexsearch.graph.importer import import_model
 from flexsearch.lower import Lowering
+from flexsearch.lower.ceiling import Ceiling
 from flexsearch.search.space import Space
-from flexsearch.simulate.ceiling import Ceiling
 from flexsearch.simulate.delta import DeltaSimulator
 from flexsearch.simulate.kernel import times
 from flexsearch.strategy import OperatorConfig, Options

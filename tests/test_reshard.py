@@ -17,8 +17,8 @@ from flexsearch.graph import chunk, volume
 from flexsearch.lower import Entry, Exchange, Layout, Lowering, Reshard
 from flexsearch.lower.layout import Layouts
 from flexsearch.lower.reshard import Planner, reshard
+from flexsearch.lower.templates import Templates
 from flexsearch.lower.weights import plan_weight
-from flexsearch.simulate.templates import Templates
 from flexsearch.strategy import Options
 from flexsearch.topology import Topology
 from tests.test_baselines import mlp

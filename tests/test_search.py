@@ -25,6 +25,7 @@ from flexsearch.cost import Costs
 from flexsearch.errors import StrategyError
 from flexsearch.graph import OperatorGraph
 from flexsearch.graph.importer import import_model
+from flexsearch.lower.ceiling import Ceiling
 from flexsearch.search import Evaluator, Progress, SearchResult, optimize, runner, search, team
 from flexsearch.search.agenda import POLISHED
 from flexsearch.search.climb import Climb, Climber
@@ -33,7 +34,6 @@ from flexsearch.search.optimize import Budget
 from flexsearch.search.runner import ROWS
 from flexsearch.search.space import FEW, Space
 from flexsearch.simulate import memory
-from flexsearch.simulate.ceiling import Ceiling
 from flexsearch.strategy import OperatorConfig, Options, Strategy, check_config, make_config
 from flexsearch.topology import Topology
 from tests.proposals import MOVES, propose

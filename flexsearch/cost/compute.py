@@ -39,6 +39,8 @@ Seconds = npt.NDArray[np.float64]
 
 STREAMS: Final = {"sgd": 3, "momentum": 5, "adam": 7}
 """Bytes that an update reads and writes, per byte of weights: weight, gradient and state in, weight and state out."""
+STATE_COPIES: Final = {"sgd": 0, "momentum": 1, "adam": 2}
+"""Tensors of optimizer state for each weight."""
 UPDATE_KERNELS: Final = {"sgd": 1, "momentum": 2, "adam": 6}
 """Elementwise passes that an update launches per tensor."""
 

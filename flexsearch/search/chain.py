@@ -20,12 +20,12 @@ import numpy as np
 import numpy.typing as npt
 
 from flexsearch.compiled import F64, I64, ONE, TWO, U8, U32, U64, ZERO, inlined, lean
+from flexsearch.lower.arrays import Pools, Program, State, Tasks, Work
+from flexsearch.lower.change import Change, Wiring, carry_over, miss
+from flexsearch.lower.keys import MISSING, Table, find
 from flexsearch.packed import packed
-from flexsearch.simulate.arrays import Pools, Program, State, Tasks, Work
 from flexsearch.simulate.attempt import attempt
-from flexsearch.simulate.change import Change, Wiring, carry_over, miss
 from flexsearch.simulate.checkpoint import accept
-from flexsearch.simulate.keys import MISSING, Table, find
 
 CANDIDATE, OVER, SWAP, STORED, LIKE = 11, 12, 13, 14, 15
 """Keys of the table: (operator, k): a config to try; (link, config): the one that follows it; (config, a * devices +

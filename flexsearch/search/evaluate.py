@@ -11,8 +11,8 @@ import numpy as np
 from flexsearch.cost import Costs
 from flexsearch.graph import OperatorGraph
 from flexsearch.lower import Lowered, Lowering
+from flexsearch.lower.ceiling import Bytes
 from flexsearch.simulate import memory
-from flexsearch.simulate.ceiling import Bytes
 from flexsearch.simulate.delta import DeltaSimulator
 from flexsearch.strategy import OperatorConfig, Options
 from flexsearch.topology import Topology

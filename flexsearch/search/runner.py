@@ -11,6 +11,8 @@ from typing import Final
 import numpy as np
 import numpy.typing as npt
 
+from flexsearch.lower.keys import MISSING
+from flexsearch.lower.program import Rows
 from flexsearch.search.chain import (
     ACCEPTED,
     ASK,
@@ -47,8 +49,6 @@ from flexsearch.search.chain import (
 from flexsearch.search.evaluate import PENALTY, Configs, Evaluation, Evaluator
 from flexsearch.search.space import Space, sharded
 from flexsearch.simulate.delta import DeltaSimulator
-from flexsearch.simulate.keys import MISSING
-from flexsearch.simulate.program import Rows
 from flexsearch.strategy import OperatorConfig
 
 MOVES: Final = {"redraw": 2.0, "copy": 3.0, "group": 4.0, "repeated": 2.0, "swap": 0.5, "shard": 0.5, "span": 2.0}

@@ -8,10 +8,10 @@ import numpy as np
 
 from flexsearch.compiled import F64, ONE, U32, U64, ZERO, inlined, lean
 from flexsearch.cost.ticks import TICK
+from flexsearch.lower.arrays import TIME, Pools, Program, State, Tasks, Work
+from flexsearch.lower.change import Change, Wiring, carry_over, place, wire
+from flexsearch.lower.keys import Table
 from flexsearch.packed import packed
-from flexsearch.simulate.arrays import TIME, Pools, Program, State, Tasks, Work
-from flexsearch.simulate.change import Change, Wiring, carry_over, place, wire
-from flexsearch.simulate.keys import Table
 from flexsearch.simulate.walk import walk
 
 MOST = np.uint64(7)

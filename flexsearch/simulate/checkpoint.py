@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from flexsearch.compiled import ONE, THREE, TWO, ZERO, inlined, lean
-from flexsearch.simulate.arrays import STRIDE, Pools, Program, State, Work
+from flexsearch.lower.arrays import STRIDE, Pools, Program, State, Work
 from flexsearch.simulate.flight import HALF, LOW, base_of, later, new_row, version_of
 
 VOID = np.uint32(0xFFFFFFFF)

@@ -18,13 +18,13 @@ import numpy.typing as npt
 from flexsearch.cost import Costs
 from flexsearch.graph import OperatorGraph
 from flexsearch.lower import Lowering
-from flexsearch.simulate.arrays import RECORD, STRIDE, WRITE, Program, State, Tasks, Work
+from flexsearch.lower.arrays import RECORD, STRIDE, WRITE, Program, State, Tasks, Work
+from flexsearch.lower.change import Change, Wiring, carry_over, place, wire
+from flexsearch.lower.keys import RESHARD, WEIGHT
+from flexsearch.lower.program import make_program, make_wiring
+from flexsearch.lower.templates import Templates
 from flexsearch.simulate.attempt import Proposals, attempt_each
-from flexsearch.simulate.change import Change, Wiring, carry_over, place, wire
 from flexsearch.simulate.checkpoint import accept
-from flexsearch.simulate.keys import RESHARD, WEIGHT
-from flexsearch.simulate.program import make_program, make_wiring
-from flexsearch.simulate.templates import Templates
 from flexsearch.simulate.walk import walk
 from flexsearch.simulate.write import time_written
 from flexsearch.strategy import OperatorConfig, Options

@@ -14,7 +14,7 @@ import numpy as np
 
 from flexsearch.compiled import F64, ONE, TWO, U32, ZERO, inlined, lean
 from flexsearch.cost.communication import drag_seconds, duration, link_seconds, ring_edge, ring_steps
-from flexsearch.simulate.arrays import RECORD, Pools, Program, Work
+from flexsearch.lower.arrays import RECORD, Pools, Program, Work
 
 LOW = np.uint64(0xFFFFFFFF)
 HALF = np.uint64(32)

@@ -22,11 +22,11 @@ from typing import Final, Literal
 
 import numpy as np
 
+from flexsearch.cost.compute import STATE_COPIES
 from flexsearch.graph import Box, Tensor, volume
 from flexsearch.graph.ops import saved_tensors
 from flexsearch.lower import Layout, Lowered, Reshard, TaskKind, bounding
 
-STATE_COPIES: Final = {"sgd": 0, "momentum": 1, "adam": 2}
 Part = Literal["weights", "gradients", "optimizer", "activations", "buffers"]
 PARTS: Final[tuple[Part, ...]] = ("weights", "gradients", "optimizer", "activations", "buffers")
 

@@ -14,7 +14,7 @@ import numpy as np
 
 from flexsearch.compiled import F64, ONE, THREE, TWO, U8, ZERO, inlined, lean
 from flexsearch.cost.ticks import EXACT_S
-from flexsearch.simulate.arrays import STRIDE, Program, Work
+from flexsearch.lower.arrays import STRIDE, Program, Work
 from flexsearch.simulate.checkpoint import VOID, restore_flight
 from flexsearch.simulate.flight import later
 

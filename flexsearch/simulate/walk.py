@@ -21,7 +21,7 @@ import numpy as np
 from flexsearch.compiled import ONE, TWO, U8, ZERO, inlined, lean
 from flexsearch.cost.compute import update_seconds
 from flexsearch.cost.ticks import TICK
-from flexsearch.simulate.arrays import (
+from flexsearch.lower.arrays import (
     BACKWARD,
     FORWARD,
     GATHER,

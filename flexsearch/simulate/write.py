@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from flexsearch.compiled import F64, ONE, THREE, TWO, U32, U64, compiled, lean
-from flexsearch.simulate.arrays import NOTHING, Pools, Program, Tasks, Work
+from flexsearch.lower.arrays import NOTHING, Pools, Program, Tasks, Work
 from flexsearch.simulate.kernel import run
 
 

@@ -9,9 +9,9 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from flexsearch.compiled import ONE, TWO, U8, U32, U64, ZERO, inlined, lean
+from flexsearch.lower.arrays import STRIDE, Pools, Program, State
+from flexsearch.lower.keys import HELD, LAYOUT, MISSING, PLAN, STEP, WEIGHT, Table, find
 from flexsearch.packed import packed
-from flexsearch.simulate.arrays import STRIDE, Pools, Program, State
-from flexsearch.simulate.keys import HELD, LAYOUT, MISSING, PLAN, STEP, WEIGHT, Table, find
 
 ALWAYS = np.uint32(0xFFFFFFFE)
 """Slot without an operator: the loss, which goes everywhere."""

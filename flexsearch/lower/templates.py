@@ -15,13 +15,13 @@ from flexsearch.compiled import F64, I64
 from flexsearch.cost.ticks import TICK
 from flexsearch.graph import Tensor
 from flexsearch.lower import Lowering, Reshard
+from flexsearch.lower.arrays import Pools
+from flexsearch.lower.ceiling import Ceiling
 from flexsearch.lower.desk import FIRST, MIDDLE, Desk
+from flexsearch.lower.exchanges import Rows, append
+from flexsearch.lower.keys import HELD, LAYOUT, PLAN, RESHARD, STEP, WEIGHT, Keys
 from flexsearch.lower.lowering import Placed, kept
 from flexsearch.lower.weights import WeightPlan
-from flexsearch.simulate.arrays import Pools
-from flexsearch.simulate.ceiling import Ceiling
-from flexsearch.simulate.exchanges import Rows, append
-from flexsearch.simulate.keys import HELD, LAYOUT, PLAN, RESHARD, STEP, WEIGHT, Keys
 from flexsearch.strategy import OperatorConfig, Options
 from flexsearch.topology.parts import FORMS
 

@@ -12,10 +12,10 @@ import numpy.typing as npt
 from flexsearch.cost import Costs
 from flexsearch.graph import OperatorGraph
 from flexsearch.lower import Lowering
+from flexsearch.lower.arrays import BACKWARD, FORWARD, GATHER, SECOND, STRIDE, SYNCHRONISE, UPDATE, Program
+from flexsearch.lower.change import ALWAYS, Wiring
+from flexsearch.lower.keys import MISSING, RESHARD
 from flexsearch.lower.lowering import everywhere, schedule
-from flexsearch.simulate.arrays import BACKWARD, FORWARD, GATHER, SECOND, STRIDE, SYNCHRONISE, UPDATE, Program
-from flexsearch.simulate.change import ALWAYS, Wiring
-from flexsearch.simulate.keys import MISSING, RESHARD
 from flexsearch.strategy import Options
 from flexsearch.topology import Topology
 

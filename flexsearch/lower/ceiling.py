@@ -9,12 +9,12 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
+from flexsearch.cost.compute import STATE_COPIES
 from flexsearch.graph import OperatorGraph
 from flexsearch.graph.ops import saved_tensors
 from flexsearch.lower import Lowered, Reshard
 from flexsearch.lower.lowering import Placed
 from flexsearch.lower.weights import WeightPlan
-from flexsearch.simulate.memory import STATE_COPIES
 from flexsearch.strategy import Options
 from flexsearch.topology import Topology
 

@@ -108,7 +108,7 @@ class State(NamedTuple):
     """A plan: numbers of templates. ``leader``: the slot whose edge a slot reads; ``need``: its layout. ``forward``,
     ``backward``: reshards of a leader's edge, else template 0, which is empty. ``plan``: of each weight.
     ``stored_bytes``, ``stored_count``: of trained weights, by device. ``held``: at most so many bytes are in use on
-    each device at any moment, as ``flexsearch.simulate.ceiling`` counts them. ``busy``: TICKs of computing on each
+    each device at any moment, as ``flexsearch.lower.ceiling`` counts them. ``busy``: TICKs of computing on each
     device; ``load``: TICKs for which transfers keep each resource busy (those in a common bucket: at least).
     ``stride_ticks``, ``stride_load``: both by STRIDE of the blocks that compute and send, too."""
 
