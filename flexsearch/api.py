@@ -189,7 +189,7 @@ class Setting:
             strategy.prediction = old.prediction.model_copy(
                 update={"iteration_s": simulation.makespan_s, "peak_bytes": peak}
             )
-            strategy.search = old.search.model_copy(update={"start": "exhaustive search", "optimal": False})
+            strategy.search = old.search.model_copy(update={"start": "exhaustive search", "locally_optimal": False})
         return replace(
             result, strategy=strategy, simulation=simulation, feasible=True, optimal=False, baseline="",
             set_aside_s=None,
