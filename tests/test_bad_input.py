@@ -113,7 +113,7 @@ def test_a_field_too_many(cli: Cli, kind: str) -> None:
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_name_of_another_format(cli: Cli, kind: str) -> None:
     edit(f"{kind}.json", lambda data: data.update(format="flexsearch.recipe/9"))
-    newest = 2 if kind == "graph" else 1
+    newest = 2 if kind in ("graph", "strategy") else 1
     refused(cli(*COMMANDS[kind], "--json"), f"{kind}.json", "flexsearch.recipe/9", f"flexsearch.{kind}/{newest}")
 
 
