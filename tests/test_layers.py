@@ -20,7 +20,7 @@ FLOOR = {
     "graph": 0, "topology": 0,
     "strategy": 1, "cost": 1,
     "lower": 2,
-    "simulate": 3,
+    "simulate": 3, "proof": 3,
     "search": 4, "runtime": 4, "report": 4, "measure": 4,
     "explaining": 5, "api": 5, "cli": 5, "": 5,
 }  # fmt: skip

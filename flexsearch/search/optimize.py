@@ -20,9 +20,9 @@ from flexsearch.cost import Costs
 from flexsearch.errors import StrategyError
 from flexsearch.graph import OperatorGraph
 from flexsearch.lower import Lowering
+from flexsearch.proof.bound import lower_bound
 from flexsearch.quantities import MAX_COUNT, MAX_SEED
 from flexsearch.search.agenda import POLISH, Agenda, State
-from flexsearch.search.bound import lower_bound
 from flexsearch.search.climb import Climb, Climbed, Climber
 from flexsearch.search.evaluate import Configs, Evaluation, better, by_rank
 from flexsearch.search.outcome import Improvement, Outcome, Progress, SearchResult, Trail
