@@ -18,12 +18,12 @@ from benchmarks.worker import Job, Measured
 from flexsearch import zoo
 from flexsearch.api import Setting
 from flexsearch.cost import Profile
-from flexsearch.cost.cases import plan
 from flexsearch.cost.profile import cpu_model
-from flexsearch.cost.profiler import profile_graph
 from flexsearch.graph import OperatorGraph
 from flexsearch.graph.importer import import_model
 from flexsearch.lower import Lowered
+from flexsearch.measure.cases import plan
+from flexsearch.measure.profiler import profile_graph
 from flexsearch.simulate import Simulation, makespan, simulate
 from flexsearch.strategy import Options, Strategy
 from flexsearch.topology import Device, Topology
@@ -33,7 +33,7 @@ BATCH = {"alexnet": 32, "vgg16": 16, "mlp": 64, "resnet50": 32}
 BATCH_NORM_GROUPS = {"resnet50": 4}
 """Parts of the batch that batch norm normalises on their own, as DDP on 4 hosts does."""
 OPTIONS = Options(optimizer="momentum")
-_PROBE = "from flexsearch.runtime.probe import main_from_env; main_from_env({path!r}, quick={quick})"
+_PROBE = "from flexsearch.measure.probe import main_from_env; main_from_env({path!r}, quick={quick})"
 
 
 @dataclass(frozen=True)

@@ -16,11 +16,11 @@ if TYPE_CHECKING:
 
     from flexsearch.api import compare, optimize
     from flexsearch.cost import Profile
-    from flexsearch.cost.profiler import profile_graph
     from flexsearch.errors import FlexsearchError
     from flexsearch.graph import OperatorGraph
     from flexsearch.graph.importer import import_model
     from flexsearch.graph.ops import OperatorKind, register
+    from flexsearch.measure.profiler import profile_graph
     from flexsearch.runtime.parallel import Parallel, parallelize
     from flexsearch.strategy import Strategy
     from flexsearch.topology import Topology
@@ -35,7 +35,7 @@ __all__ = [
 _HOME = {
     "FlexsearchError": "errors", "OperatorGraph": "graph", "Parallel": "runtime.parallel", "Profile": "cost",
     "Strategy": "strategy", "Topology": "topology", "compare": "api", "import_model": "graph.importer",
-    "optimize": "api", "parallelize": "runtime.parallel", "profile_graph": "cost.profiler",
+    "optimize": "api", "parallelize": "runtime.parallel", "profile_graph": "measure.profiler",
     "register": "graph.ops", "OperatorKind": "graph.ops",
 }  # fmt: skip
 

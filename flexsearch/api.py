@@ -13,7 +13,9 @@ from flexsearch.files import shipped_names
 from flexsearch.graph import OperatorGraph
 from flexsearch.lower import Lowered, lower
 from flexsearch.lower.limits import refuse_endless_turns
-from flexsearch.search.exhaustive import Optimum, Step, aligned_configs, exhaustive
+from flexsearch.proof.exhaustive import Optimum, Step, exhaustive
+from flexsearch.proof.spaces import aligned_configs
+from flexsearch.search.evaluate import Evaluator
 from flexsearch.search.optimize import search
 from flexsearch.search.outcome import Progress, SearchResult
 from flexsearch.search.pins import parse_pins
@@ -171,7 +173,7 @@ class Setting:
             return [rule(operator, config) for config in choices(operator)] if rule is not None else choices(operator)
 
         return exhaustive(
-            self.graph, self.topology, self.costs, result.strategy.options, choices=allowed,
+            Evaluator(self.graph, self.topology, self.costs, result.strategy.options), choices=allowed,
             incumbent=result.strategy.in_order(self.graph), budget_s=budget_s, max_nodes=nodes, on_progress=on_progress,
         )  # fmt: skip
 
@@ -189,7 +191,7 @@ class Setting:
             strategy.prediction = old.prediction.model_copy(
                 update={"iteration_s": simulation.makespan_s, "peak_bytes": peak}
             )
-            strategy.search = old.search.model_copy(update={"start": "exhaustive search", "optimal": False})
+            strategy.search = old.search.model_copy(update={"start": "exhaustive search", "locally_optimal": False})
         return replace(
             result, strategy=strategy, simulation=simulation, feasible=True, optimal=False, baseline="",
             set_aside_s=None,

@@ -31,7 +31,7 @@ OnProgress = Callable[[str, int, int], None]
 def explain(setting: Setting, strategy: Strategy, tries: int, on_progress: OnProgress | None = None) -> Explanation:
     """See ``Setting.explain``."""
     report = on_progress or (lambda what, done, of: None)
-    strategy.check(setting.graph, setting.topology)
+    strategy.check_supported(setting.graph, setting.topology)
     lowering = Lowering(setting.graph, setting.topology, setting.costs)
     configs = strategy.in_order(setting.graph)
     lowered = lowering.lower(configs, strategy.options)
@@ -56,7 +56,7 @@ def explain(setting: Setting, strategy: Strategy, tries: int, on_progress: OnPro
 
 def choice(setting: Setting, strategy: Strategy, operator: str, most: int | None) -> OperatorChoice:
     """See ``Setting.choice``."""
-    strategy.check(setting.graph, setting.topology)
+    strategy.check_supported(setting.graph, setting.topology)
     index = find_operator(setting, operator)
     lowering, space = Lowering(setting.graph, setting.topology, setting.costs), Space(setting.graph, setting.topology)
     effects = Effects(lowering, strategy.in_order(setting.graph), strategy.options)
@@ -92,7 +92,7 @@ def difference(setting: Setting, a: Strategy, b: Strategy, names: tuple[str, str
     """See ``Setting.difference``."""
     lowering, space = Lowering(setting.graph, setting.topology, setting.costs), Space(setting.graph, setting.topology)
     for strategy in (a, b):
-        strategy.check(setting.graph, setting.topology)
+        strategy.check_supported(setting.graph, setting.topology)
     first, second = (s.in_order(setting.graph) for s in (a, b))
     rows = [
         PlanRow(name, simulate(lowered), lowered)

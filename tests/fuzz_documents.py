@@ -180,7 +180,7 @@ def strategy(rng: random.Random, graph: Data, topology: Data) -> Data:
     data: Data = json.loads(plan.to_file().model_dump_json(exclude_none=True))
     data["prediction"] = {"iteration_s": 1.5, "data_parallel_s": 2.0, "peak_bytes": 100}
     data["search"] = {
-        "seed": 3, "proposals": 10, "climbs": 2, "start": "random", "pins": ["*: batch=1"], "optimal": False,
+        "seed": 3, "proposals": 10, "climbs": 2, "start": "random", "pins": ["*: batch=1"], "locally_optimal": False,
         "bound_s": 0.5,
     }  # fmt: skip
     return data
@@ -334,7 +334,8 @@ LEGAL: dict[str, tuple[Any, ...]] = {
     "forward_s": (0.0, 1e6), "backward_s": (0.0, 1e6), "s_per_byte": (0.0, 1.0), "flops": (0.0, 1e24),
     "nbytes": (0.0, 1e24),
     "s_per_tensor": (0.0, 1e6), "repeats": (1, 2**53 - 1), "seed": (0, 2**64 - 1), "proposals": (0, 2**53 - 1),
-    "iteration_s": (0.0, 1e60), "bound_s": (0.0, 1e60), "count": (1, 7), "shard_weights": (True, False),
+    "iteration_s": (0.0, 1e60), "bound_s": (0.0, 1e60), "count": (1, 7), "states": ("whole", "sharded"),
+    "microbatches": (1, 2), "prefetch": (0, 3),
     "dtype": ("float64", "float16", "bfloat16"), "busy_neighbours": (0, 9),
     "p": (0.0, 0.5, 1.0), "threads": (1, 64),
 }  # fmt: skip

@@ -113,7 +113,7 @@ def test_a_field_too_many(cli: Cli, kind: str) -> None:
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_name_of_another_format(cli: Cli, kind: str) -> None:
     edit(f"{kind}.json", lambda data: data.update(format="flexsearch.recipe/9"))
-    newest = 2 if kind == "graph" else 1
+    newest = 2 if kind in ("graph", "strategy") else 1
     refused(cli(*COMMANDS[kind], "--json"), f"{kind}.json", "flexsearch.recipe/9", f"flexsearch.{kind}/{newest}")
 
 
@@ -122,7 +122,8 @@ def test_a_file_of_another_kind(cli: Cli, kind: str) -> None:
     other = KINDS[KINDS.index(kind) - 1]
     Path(f"{kind}.json").write_bytes(Path(f"{other}.json").read_bytes())
     if kind != "strategy" or other != "strategy":
-        refused(cli(*COMMANDS[kind], "--json"), f"{kind}.json", f"flexsearch.{other}/1")
+        version = 2 if other == "strategy" else 1
+        refused(cli(*COMMANDS[kind], "--json"), f"{kind}.json", f"flexsearch.{other}/{version}")
 
 
 @pytest.mark.parametrize(
@@ -165,8 +166,8 @@ def _set(*path: str | int, to: Any) -> Change:
         ("profile", "entries.some piece.repeats", _set("entries", "some piece", "repeats", to=0)),
         ("strategy", "operators.loss", _set("operators", "loss", to=[0, 1])),
         ("strategy", "graph.hash", _set("graph", "hash", to=7)),
-        ("strategy", "options.bucket_bytes", _set("options", "bucket_bytes", to=0)),
-        ("strategy", "options.optimizer", _set("options", "optimizer", to="lion")),
+        ("strategy", "synchronisation.bucket_bytes", _set("synchronisation", "bucket_bytes", to=0)),
+        ("strategy", "optimizer", _set("optimizer", to="lion")),
     ],
 )
 def test_a_mistyped_field(cli: Cli, kind: str, field: str, change: Change) -> None:
@@ -272,8 +273,8 @@ def _loss() -> str:
 @pytest.mark.parametrize(
     ("words", "fields"),
     [
-        (("device 9 does not exist",), {"devices": [0, 9]}),
-        (("device twice",), {"devices": [1, 1]}),
+        (("position 9", "0 to "), {"positions": [0, 9]}),
+        (("device twice",), {"positions": [1, 1]}),
         (("2 devices are given",), {"replicas": 3}),
         (("degree 1000 on axis", "impossible"), {"degrees": {"AXIS": 1000}}),
         (("has no axis 'luck'",), {"degrees": {"luck": 2}}),
@@ -284,13 +285,16 @@ def test_a_strategy_with_an_impossible_config(cli: Cli, words: tuple[str, ...], 
     if "degrees" in fields:
         fields = {"degrees": {axis if key == "AXIS" else key: n for key, n in fields["degrees"].items()}}
     edit("strategy.json", _config(name, **fields))
-    refused(cli(*COMMANDS["strategy"], "--json"), "strategy.json", repr(name), *words)
+    refused(cli(*COMMANDS["strategy"], "--json"), "strategy.json", name, *words)
 
 
 def test_a_strategy_that_forgets_or_invents_an_operator(cli: Cli) -> None:
     edit("strategy.json", lambda data: data["operators"].pop(_loss()))
     refused(cli(*COMMANDS["strategy"], "--json"), "strategy.json", repr(_loss()))
-    edit("strategy.json", lambda data: data["operators"].update({_loss(): {"devices": [0]}, "ghost": {"devices": [0]}}))
+    edit(
+        "strategy.json",
+        lambda data: data["operators"].update({_loss(): {"positions": [0]}, "ghost": {"positions": [0]}}),
+    )
     refused(cli(*COMMANDS["strategy"], "--json"), "strategy.json", "ghost")
 
 
@@ -416,8 +420,8 @@ def test_what_is_no_regular_file_is_refused_at_once(cli: Cli, kind: str) -> None
         ("graph", "operators.0.axes.0.size", 2**62), ("graph", "operators.0.name", "x" * 600),
         ("profile", "entries.some piece.forward_s", 1e300), ("profile", "entries.some piece.forward.flops", 1e30),
         ("strategy", "cluster.links.0.bandwidth", 1e300), ("strategy", "cluster.devices.0.name", ""),
-        ("strategy", "operators.loss.devices.0", -1), ("strategy", "operators.loss.replicas", 0),
-        ("strategy", "options.bucket_bytes", 2**60), ("strategy", "graph.hash", "x"),
+        ("strategy", "operators.loss.positions", [-1]), ("strategy", "operators.loss.replicas", 0),
+        ("strategy", "synchronisation.bucket_bytes", 2**60), ("strategy", "graph.hash", "x"),
     ],
 )  # fmt: skip
 def test_a_quantity_beyond_physical_reason(cli: Cli, kind: str, field: str, to: Any) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import cache
+from itertools import product
 from typing import Any
 
 import numpy as np
@@ -12,10 +13,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from flexsearch.cost import Costs
-from flexsearch.graph import Operator, OperatorGraph, make_piece
+from flexsearch.graph import Operator, OperatorGraph, chunk, make_piece
+from flexsearch.graph.batch import with_batch
 from flexsearch.lower import Lowering, lower
+from flexsearch.proof.bound import Bound, always_read, lower_bound, piece_extents
 from flexsearch.search import search
-from flexsearch.search.bound import Bound, always_read, lower_bound, piece_extents
 from flexsearch.search.space import Space
 from flexsearch.simulate import makespan
 from flexsearch.strategy import Options, make_config
@@ -158,6 +160,46 @@ def test_every_piece_of_every_config_is_among_those_that_were_counted(data: Any,
         assert (*widths, config.parts) in known
         total += shares[widths]
     assert total == pytest.approx(1.0)
+
+
+@settings(derandomize=True, deadline=None, max_examples=80)
+@given(data=st.data(), graph=st.sampled_from(sorted(GRAPHS)), microbatches=st.integers(2, 4))
+def test_the_extents_of_every_piece_of_every_microbatch_are_counted(data: Any, graph: str, microbatches: int) -> None:
+    op: Operator = data.draw(st.sampled_from(GRAPHS[graph]().operators))
+    samples = [a for a in op.splittable if op.roles[a] == "sample"]
+    config = data.draw(configs(op, 6))
+    extents, parts, _ = piece_extents(op, 6, microbatches)
+    counted = set(zip(*(column.tolist() for column in extents.values()), parts.tolist(), strict=True))
+    for number in range(microbatches):
+        low = {a: chunk(op.sizes[a], microbatches, number) for a in samples if op.sizes[a] >= microbatches}
+        sizes = op.sizes | {a: high - start for a, (start, high) in low.items()}
+        if any(parts > sizes[a] for a, parts in config.degrees):
+            continue  # not legal for so short a microbatch
+        for part in product(*(range(config.degree(a)) for a in extents)):
+            ends = [chunk(sizes[a], config.degree(a), k) for a, k in zip(extents, part, strict=True)]
+            assert (*(high - start for start, high in ends), config.parts) in counted
+
+
+@settings(derandomize=True, deadline=None, max_examples=30)
+@given(
+    data=st.data(), graph=st.sampled_from(["mlp", "cnn", "transformer"]), topology=st.sampled_from(sorted(TOPOLOGIES)),
+    microbatches=st.integers(2, 4),
+)  # fmt: skip
+def test_microbatches_one_after_the_other_are_no_faster_than_the_bound(
+    data: Any, graph: str, topology: str, microbatches: int
+) -> None:
+    one, on = GRAPHS[graph](), TOPOLOGIES[topology]()
+    whole = with_batch(one, microbatches)
+    bound = lower_bound(whole, on, Costs(whole, on), microbatches=microbatches)
+    each = makespan(lower(one, data.draw(strategies(one, on)), on, Costs(one, on)).tasks)
+    assert bound.seconds <= microbatches * each
+
+
+def test_every_microbatch_starts_its_operators_anew() -> None:
+    graph, topology = mlp(), ethernet(1)
+    costs = Costs(graph, topology)
+    bounds = [lower_bound(graph, topology, costs, microbatches=count).seconds for count in (1, 2, 4)]
+    assert bounds[0] < bounds[1] < bounds[2], "launching more, smaller pieces takes longer"
 
 
 @settings(derandomize=True, deadline=None, max_examples=80)

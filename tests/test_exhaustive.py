@@ -15,17 +15,11 @@ from flexsearch.cost import Costs
 from flexsearch.errors import StrategyError
 from flexsearch.graph import OperatorGraph
 from flexsearch.lower import Lowering
+from flexsearch.proof.exhaustive import Step, exhaustive, search_order
+from flexsearch.proof.relaxation import Relaxation
+from flexsearch.proof.spaces import aligned_configs, every_config
+from flexsearch.proof.symmetry import interchangeable, renamed
 from flexsearch.search import Evaluator, search
-from flexsearch.search.exhaustive import (
-    Step,
-    aligned_configs,
-    every_config,
-    exhaustive,
-    interchangeable,
-    renamed,
-    search_order,
-)
-from flexsearch.search.relaxation import Relaxation
 from flexsearch.simulate import makespan, memory
 from flexsearch.simulate.memory import Memory
 from flexsearch.strategy import OperatorConfig, Options, Strategy, check_config, make_config
@@ -74,7 +68,7 @@ def test_it_finds_what_trying_all_plans_finds(data: Any, graph: OperatorGraph, n
         rows.append([row[k] for k in data.draw(st.permutations(range(len(row))))[:each]])
     lowering = Lowering(graph, topology, costs)
     times = [makespan(lowering.lower(plan, options).tasks) for plan in product(*rows)]
-    found = exhaustive(graph, topology, costs, options, choices=rows.__getitem__, tolerance=0.0)
+    found = exhaustive(Evaluator(graph, topology, costs, options), choices=rows.__getitem__, tolerance=0.0)
     assert found.complete and found.plans == len(times) and found.configs is not None
     assert found.time_s == makespan(lowering.lower(found.configs, options).tasks) == min(times) == found.bound_s
 
@@ -84,8 +78,8 @@ def test_it_finds_what_trying_all_plans_finds(data: Any, graph: OperatorGraph, n
 def test_renaming_equal_devices_makes_nothing_faster(graph: OperatorGraph, kind: str) -> None:
     topology = SMALL[kind]()
     costs = Costs(graph, topology)
-    whole = exhaustive(graph, topology, costs, symmetry=False)
-    half = exhaustive(graph, topology, costs)
+    whole = exhaustive(Evaluator(graph, topology, costs, Options()), symmetry=False)
+    half = exhaustive(Evaluator(graph, topology, costs, Options()))
     assert whole.complete and half.complete and half.nodes <= whole.nodes
     assert half.time_s == pytest.approx(whole.time_s, rel=1e-5)
 
@@ -162,7 +156,7 @@ def test_it_is_never_slower_than_a_search_or_a_given_plan() -> None:
     costs = Costs(graph, topology)
     found = search(graph, topology, costs, proposals=300)
     incumbent = tuple(found.strategy.configs[op.name] for op in graph.operators)
-    best = exhaustive(graph, topology, costs, found.strategy.options, incumbent=incumbent)
+    best = exhaustive(Evaluator(graph, topology, costs, found.strategy.options), incumbent=incumbent)
     assert best.complete and best.time_s <= found.simulation.makespan_s
     assert best.bound_s == pytest.approx(best.time_s, rel=2e-6) and best.nodes < best.plans
     assert best.configs is not None
@@ -172,10 +166,10 @@ def test_it_is_never_slower_than_a_search_or_a_given_plan() -> None:
 def test_a_search_that_is_cut_short_says_what_it_has_proved() -> None:
     graph, topology = transformer(layers=1), ethernet(2)
     costs = Costs(graph, topology)
-    found = exhaustive(graph, topology, costs, max_nodes=300)
+    found = exhaustive(Evaluator(graph, topology, costs, Options()), max_nodes=300)
     assert not found.complete and "partial plans" in found.stopped
     assert 0.0 < found.bound_s < found.time_s and found.configs is not None
-    timed = exhaustive(graph, topology, costs, budget_s=0.0)
+    timed = exhaustive(Evaluator(graph, topology, costs, Options()), budget_s=0.0)
     assert not timed.complete and "budget of 0 s" in timed.stopped and timed.bound_s <= timed.time_s
 
 
@@ -184,7 +178,7 @@ def test_an_interrupted_search_returns_its_best() -> None:
         raise KeyboardInterrupt
 
     graph, topology = transformer(layers=1), ethernet(2)
-    found = exhaustive(graph, topology, Costs(graph, topology), on_progress=interrupt)
+    found = exhaustive(Evaluator(graph, topology, Costs(graph, topology), Options()), on_progress=interrupt)
     assert not found.complete and found.stopped == "interrupted" and found.configs is not None
 
 
@@ -192,15 +186,15 @@ def test_plans_that_do_not_fit_are_not_allowed() -> None:
     b = Builder("tiny")
     graph, roomy = b.finish(b.linear("fc", b.source("x", 64, 2048), 1024)), ethernet(2)
     costs = Costs(graph, roomy)
-    best = exhaustive(graph, roomy, costs)
+    best = exhaustive(Evaluator(graph, roomy, costs, Options()))
     assert best.configs is not None
     evaluate = Evaluator(graph, roomy, costs, Options())
     peak = max(m.peak for m in memory_of(evaluate, best.configs))
     tight = with_memory(roomy, peak - 1)
-    other = exhaustive(graph, tight, costs)
+    other = exhaustive(Evaluator(graph, tight, costs, Options()))
     assert other.complete and other.time_s > best.time_s and other.configs is not None
     assert max(m.peak for m in memory_of(evaluate, other.configs)) < peak
-    nothing = exhaustive(graph, with_memory(roomy, 1000), costs)
+    nothing = exhaustive(Evaluator(graph, with_memory(roomy, 1000), costs, Options()))
     assert nothing.complete and nothing.configs is None and nothing.time_s == nothing.bound_s == float("inf")
 
 
@@ -212,7 +206,7 @@ def test_lenet_on_two_hosts_is_proved_in_the_whole_space_and_on_four_in_that_of_
     graph = OperatorGraph.load("lenet")
     for topology, space, plans in ((ethernet(2), every_config, 1e14), (ethernet(4), aligned_configs, 1e19)):
         costs = Costs(graph, topology)
-        found = exhaustive(graph, topology, costs, choices=space(graph, topology))
+        found = exhaustive(Evaluator(graph, topology, costs, Options()), choices=space(graph, topology))
         assert found.complete and found.plans > plans and found.nodes < 1e6
         assert found.bound_s == pytest.approx(found.time_s, rel=2e-6)
         again = search(graph, topology, costs, proposals=200)
@@ -234,21 +228,26 @@ def test_weights_that_two_operators_share_are_bounded_together(data: Any, name: 
         row = every(i)
         rows.append([row[k] for k in data.draw(st.permutations(range(len(row))))[:10]])
     best = min(makespan(lowering.lower(plan, options).tasks) for plan in product(*rows))
-    assert exhaustive(graph, topology, costs, options, choices=rows.__getitem__, tolerance=0.0).time_s == best
+    assert (
+        exhaustive(Evaluator(graph, topology, costs, options), choices=rows.__getitem__, tolerance=0.0).time_s == best
+    )
 
 
 def test_an_operator_without_a_choice_is_an_error() -> None:
     graph = mlp()
     with pytest.raises(StrategyError, match=r"operator 'fc0' has no config"):
-        exhaustive(graph, ethernet(2), Costs(graph, ethernet(2)), choices=lambda i: [])
+        exhaustive(Evaluator(graph, ethernet(2), Costs(graph, ethernet(2)), Options()), choices=lambda i: [])
 
 
 def test_what_no_table_could_hold_is_an_error() -> None:
     graph = mlp()
     with pytest.raises(StrategyError, match=r"9 devices; an exhaustive search can take 8"):
-        exhaustive(graph, ethernet(9), Costs(graph, ethernet(9)), choices=aligned_configs(graph, ethernet(9)))
+        exhaustive(
+            Evaluator(graph, ethernet(9), Costs(graph, ethernet(9)), Options()),
+            choices=aligned_configs(graph, ethernet(9)),
+        )
     with pytest.raises(StrategyError, match=r"configs to choose from; an exhaustive search can take 1000"):
-        exhaustive(graph, ethernet(5), Costs(graph, ethernet(5)))
+        exhaustive(Evaluator(graph, ethernet(5), Costs(graph, ethernet(5)), Options()))
 
 
 def test_devices_are_interchangeable_if_nothing_but_their_names_differs() -> None:

@@ -15,12 +15,13 @@ import flexsearch
 ROOT = Path(flexsearch.__file__).resolve().parent
 
 FLOOR = {
-    "errors": -3, "children": -3, "compiled": -2, "packed": -2, "quantities": -2, "output": -2, "files": -1, "zoo": -1,
+    "errors": -3, "children": -3, "ranks": -3, "allocator": -3,
+    "compiled": -2, "packed": -2, "quantities": -2, "output": -2, "files": -1, "zoo": -1,
     "graph": 0, "topology": 0,
     "strategy": 1, "cost": 1,
     "lower": 2,
-    "simulate": 3,
-    "search": 4, "runtime": 4, "report": 4,
+    "simulate": 3, "proof": 3,
+    "search": 4, "runtime": 4, "report": 4, "measure": 4,
     "explaining": 5, "api": 5, "cli": 5, "": 5,
 }  # fmt: skip
 """Floor of each package and top-level module. The zoo is plain torch that anything may build on; "" is
@@ -30,7 +31,7 @@ WITH_TORCH = (
     "graph.assemble", "graph.blocks", "graph.decompose", "graph.experts", "graph.export", "graph.fingerprint",
     "graph.flex", "graph.fold", "graph.huggingface", "graph.imported", "graph.importer", "graph.loading",
     "graph.losses", "graph.operands", "graph.prepare", "graph.regions", "graph.repeats", "graph.sizes", "graph.walk",
-    "graph.ops.attention_blocks", "graph.ops.norm_functions", "cost.profiler", "cost.neighbours", "runtime", "zoo",
+    "graph.ops.attention_blocks", "graph.ops.norm_functions", "measure", "runtime", "zoo",
 )  # fmt: skip
 """Modules that may import torch when they are imported (and those whose names begin so)."""
 WHEN_CALLED = "graph.ops"

@@ -16,9 +16,8 @@ from flexsearch.errors import RuntimeFailure
 from flexsearch.graph import Tracing
 from flexsearch.graph.importer import Imported, import_with_constants
 from flexsearch.runtime.parallel import distribute
-from flexsearch.strategy import Strategy
+from flexsearch.strategy import Strategy, StrategyFile
 from flexsearch.strategy.baselines import baseline
-from flexsearch.strategy.model import StrategyFile
 from flexsearch.topology import Topology
 from tests.random_strategies import strategies
 from tests.ranks import pool

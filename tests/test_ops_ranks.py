@@ -12,9 +12,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from flexsearch.runtime.parallel import distribute
-from flexsearch.strategy import Strategy
+from flexsearch.strategy import Strategy, StrategyFile
 from flexsearch.strategy.baselines import baseline
-from flexsearch.strategy.model import StrategyFile
 from flexsearch.topology import Topology
 from tests.op_samples import SAMPLES, draws, imported, model
 from tests.random_strategies import strategies

@@ -12,9 +12,9 @@ import torch.distributed as dist
 from benchmarks import netns
 from flexsearch.cost.communication import all_reduce, transfer
 from flexsearch.errors import RuntimeFailure
-from flexsearch.runtime import probe as probing
-from flexsearch.runtime.fit import FormTime, Measured, fit, messages, place_names, processors
-from flexsearch.runtime.machine import Compute, Facts
+from flexsearch.measure import probe as probing
+from flexsearch.measure.fit import FormTime, Measured, fit, messages, place_names, processors
+from flexsearch.measure.machine import Compute, Facts
 from flexsearch.topology import Topology
 from flexsearch.topology.parts import FORMS
 from tests.ranks import pool
@@ -182,7 +182,7 @@ def test_ranks_of_several_hosts_with_several_ranks() -> None:
 
 SCRIPT = """
 import sys
-from flexsearch.runtime import probe
+from flexsearch.measure import probe
 probe.QUICK = probe.Effort(compute_s=0.1, transfer_s=0.05, repeats=2, pairs=16)
 probe.main_from_env(sys.argv[1], quick=True)
 """

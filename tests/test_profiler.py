@@ -7,17 +7,18 @@ from pathlib import Path
 import pytest
 import torch
 
-from flexsearch.cost import Costs, Profile, profiler
-from flexsearch.cost.cases import plan
-from flexsearch.cost.profiler import measure_updates, profile_graph
+from flexsearch.cost import Costs, Profile
 from flexsearch.errors import ProfileError
 from flexsearch.graph import Operator, OperatorGraph, chunk, make_piece, whole_piece
+from flexsearch.measure import profiler, sweeps
+from flexsearch.measure.cases import plan
+from flexsearch.measure.profiler import measure_updates, profile_graph
 from tests.test_cost import axes, machines, small_net, tensor
 
 
 @pytest.fixture(autouse=True)
 def little_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(profiler, "POOL_BYTES", 1 << 16)
+    monkeypatch.setattr(sweeps, "POOL_BYTES", 1 << 16)
     monkeypatch.setattr(profiler, "UPDATE_BYTES", 1 << 16)
 
 

@@ -23,9 +23,8 @@ from flexsearch.runtime.parallel import parallelize
 from flexsearch.runtime.timeline import clock_offset, compare
 from flexsearch.runtime.train import WARM_UP, _filled, train
 from flexsearch.simulate import simulate
-from flexsearch.strategy import Options, Strategy
+from flexsearch.strategy import Options, Strategy, StrategyFile
 from flexsearch.strategy.baselines import baseline
-from flexsearch.strategy.model import StrategyFile
 from flexsearch.topology import Topology
 from tests.ranks import context, pool
 

@@ -173,7 +173,7 @@ def test_an_interrupted_search_returns_its_best() -> None:
 def test_the_answer_is_a_local_optimum_and_says_so() -> None:
     graph, topology = cnn(batch=32, hidden=512), ethernet(2)
     result = find(graph, topology, 80_000)
-    assert result.optimal and result.strategy.search is not None and result.strategy.search.optimal
+    assert result.optimal and result.strategy.search is not None and result.strategy.search.locally_optimal
     evaluate = Evaluator(graph, topology, Costs(graph, topology), result.strategy.options)
     space = Space(graph, topology)
     configs = tuple(result.strategy.configs[op.name] for op in graph.operators)

@@ -15,9 +15,8 @@ from flexsearch.errors import RuntimeFailure
 from flexsearch.graph.importer import import_model, import_with_constants
 from flexsearch.runtime.parallel import Parallel, distribute
 from flexsearch.runtime.state import unread
-from flexsearch.strategy import Strategy
+from flexsearch.strategy import Strategy, StrategyFile
 from flexsearch.strategy.baselines import baseline
-from flexsearch.strategy.model import StrategyFile
 from flexsearch.topology import Topology
 from tests.ranks import pool
 

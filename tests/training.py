@@ -21,9 +21,8 @@ from flexsearch.graph.importer import Imported, import_with_constants
 from flexsearch.graph.ops import forward_flops, kind_of
 from flexsearch.runtime.parallel import distribute
 from flexsearch.search import search
-from flexsearch.strategy import Options, Strategy, make_config
+from flexsearch.strategy import Options, Strategy, StrategyFile, make_config
 from flexsearch.strategy.baselines import baseline
-from flexsearch.strategy.model import StrategyFile
 from flexsearch.topology import Topology
 from tests.ranks import pool
 

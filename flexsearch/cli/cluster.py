@@ -59,7 +59,7 @@ def probe(
             )
         _launch(ranks, pin_cores, as_json)
         return
-    from flexsearch.runtime.probe import main_from_env
+    from flexsearch.measure.probe import main_from_env
 
     if _first():
         stderr.print(f"measuring {os.environ['WORLD_SIZE']} ranks; this takes up to a minute", soft_wrap=True)
@@ -165,7 +165,7 @@ def _tensors(tree: Any) -> list[Any]:
 
 
 def _is_rank() -> bool:
-    from flexsearch.runtime.launch import is_rank
+    from flexsearch.ranks import is_rank
 
     return is_rank()
 

@@ -110,7 +110,7 @@ def load_strategy(path: Path, setting: Setting) -> Strategy:
 
     strategy = Strategy.load(path)
     try:
-        strategy.check(setting.graph, setting.topology)
+        strategy.check_supported(setting.graph, setting.topology)
     except FlexsearchError as error:
         raise error.at(f"strategy file {path}") from error
     return strategy
@@ -136,7 +136,7 @@ def setting_of(
     loaded = OperatorGraph.load(graph or plan.graph.name)
     cluster = Topology.load(topology) if topology is not None else plan.cluster
     try:
-        plan.check(loaded, cluster)
+        plan.check_supported(loaded, cluster)
     except FlexsearchError as error:
         remedy = error.remedy if graph is not None else f"{error.remedy} Give the graph with {how}.".lstrip()
         raise type(error)(f"strategy file {path}: {error.message}", remedy) from error

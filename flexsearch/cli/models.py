@@ -151,7 +151,7 @@ def profile(
     if budget is not None and budget_s is None:
         raise typer.BadParameter(f'"{budget}" is not a time such as 90s or 10m', param_hint="--budget")
 
-    from flexsearch.cost.profiler import profile_graph
+    from flexsearch.measure.profiler import profile_graph
 
     with Live("measuring") as live:
         measured = profile_graph(

@@ -26,8 +26,8 @@ from flexsearch.cli.progress import Live, compiling
 
 if TYPE_CHECKING:
     from flexsearch.api import Setting
+    from flexsearch.proof.exhaustive import Optimum, Step
     from flexsearch.report import PlanRow
-    from flexsearch.search.exhaustive import Optimum, Step
     from flexsearch.search.outcome import Progress, SearchResult
     from flexsearch.strategy import Options, Strategy
 

@@ -1,5 +1,4 @@
-"""What computing and communicating cost, in seconds. Nothing here imports torch but ``profiler``, which is not imported
-by default."""
+"""Floor 1: what computing and communicating cost, in seconds. Plain numbers: nothing here imports torch."""
 
 from flexsearch.cost.compute import Costs, roofline
 from flexsearch.cost.profile import Profile, ProfileDevice

@@ -204,7 +204,7 @@ class Lowering:
 
 def lower(graph: OperatorGraph, strategy: Strategy, topology: Topology, costs: Costs) -> Lowered:
     """Lower a strategy after checking it. Raises StrategyError if it does not belong to graph and topology."""
-    strategy.check(graph, topology)
+    strategy.check_supported(graph, topology)
     return Lowering(graph, topology, costs).lower(strategy.in_order(graph), strategy.options)
 
 

@@ -13,9 +13,9 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from flexsearch.cost.allocator import keep_freed_memory
+from flexsearch.allocator import keep_freed_memory
 from flexsearch.errors import RuntimeFailure
-from flexsearch.runtime.launch import meeting_point
+from flexsearch.ranks import rendezvous
 from flexsearch.topology import Topology
 
 
@@ -39,7 +39,8 @@ def join(topology: Topology, timeout_s: float) -> torch.device:
                 with tempfile.TemporaryDirectory() as folder:
                     dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=0, world_size=1)
             else:
-                make_group(topology.communication.backend, timeout_s)
+                timeout = timedelta(seconds=timeout_s)
+                dist.init_process_group(topology.communication.backend, timeout=timeout, **rendezvous())
             if dist.get_backend() == "gloo":
                 atexit.register(_leave)
         except (RuntimeError, ValueError) as error:
@@ -59,16 +60,6 @@ def join(topology: Topology, timeout_s: float) -> torch.device:
         )
     torch.cuda.set_device(local)
     return torch.device("cuda", local)
-
-
-def make_group(backend: str, timeout_s: float) -> None:
-    """Make the process group: in the file in which ranks that ``launch`` started meet, else as torchrun says."""
-    timeout, file = timedelta(seconds=timeout_s), meeting_point()
-    if file is None:
-        dist.init_process_group(backend, timeout=timeout)
-        return
-    rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    dist.init_process_group(backend, init_method=file.as_uri(), rank=rank, world_size=size, timeout=timeout)
 
 
 def _leave() -> None:

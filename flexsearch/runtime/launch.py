@@ -26,20 +26,9 @@ from typing import IO, Any, NoReturn
 
 from flexsearch import children, errors, output
 from flexsearch.errors import FlexsearchError, RuntimeFailure
+from flexsearch.ranks import FOLDER, is_rank
 
-FOLDER = "FLEXSEARCH_RUN"
-"""Environment variable that names the folder where the ranks of :func:`launch` meet, and leave results and errors."""
 _PIPE_CLOSED = 128 + signal.SIGPIPE
-
-
-def is_rank() -> bool:
-    """Whether this process was started as a rank, by torchrun or by :func:`launch`."""
-    return "RANK" in os.environ and "WORLD_SIZE" in os.environ
-
-
-def meeting_point() -> Path | None:
-    """The file in which the ranks of :func:`launch` meet; None for ranks that torchrun started."""
-    return Path(folder) / "store" if is_rank() and (folder := os.environ.get(FOLDER)) else None
 
 
 def report(result: Any) -> bool:

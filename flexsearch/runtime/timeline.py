@@ -17,8 +17,8 @@ import torch
 import torch.distributed as dist
 
 from flexsearch.lower import Lowered, TaskKind
+from flexsearch.ranks import kernel_identity
 from flexsearch.runtime.engine import Engine
-from flexsearch.runtime.machine import machine
 from flexsearch.runtime.parallel import Parallel
 from flexsearch.runtime.program import Backward, Forward, Instruction, Program, Start, Update, compile_program
 from flexsearch.runtime.wire import Wire
@@ -151,7 +151,7 @@ def clock_offset(rounds: int = 20, ping: bool | None = None) -> float:
     """
     rank, size = dist.get_rank(), dist.get_world_size()
     machines: list[str | None] = [None] * size
-    dist.all_gather_object(machines, machine())
+    dist.all_gather_object(machines, kernel_identity())
     apart = [r for r in range(1, size) if ping or (ping is None and machines[r] != machines[0])]
     if not apart:
         return 0.0

@@ -20,9 +20,9 @@ from flexsearch.cost import Costs
 from flexsearch.errors import StrategyError
 from flexsearch.graph import OperatorGraph
 from flexsearch.lower import Lowering
+from flexsearch.proof.bound import lower_bound
 from flexsearch.quantities import MAX_COUNT, MAX_SEED
 from flexsearch.search.agenda import POLISH, Agenda, State
-from flexsearch.search.bound import lower_bound
 from flexsearch.search.climb import Climb, Climbed, Climber
 from flexsearch.search.evaluate import Configs, Evaluation, better, by_rank
 from flexsearch.search.outcome import Improvement, Outcome, Progress, SearchResult, Trail
@@ -102,7 +102,7 @@ def search(
     if not 0 <= seed < MAX_SEED:
         raise StrategyError(f"seed {seed} is not between 0 and 2^64 - 1")
     if start is not None:
-        start.check(graph, topology)
+        start.check_supported(graph, topology)
     budget, rule = Budget(budget_s, proposals), parse_pins(pins, graph, topology) or rule
     run = _Run(graph, topology, costs, options or Options(), seed, rule, budget, on_progress, on_phase)
     over = on_end or (lambda: None)
@@ -391,7 +391,7 @@ class _Run:
         bound_s = lower_bound(self.graph, self.topology, self.costs, self.options).seconds
         strategy.search = Search(
             seed=self.seed, proposals=min(self.before.proposals + self.proposals, MAX_COUNT), start=self.found_in,
-            climbs=min(self.before.climbs + len(self.climbs), MAX_COUNT), pins=pins, optimal=self.best.optimal,
+            climbs=min(self.before.climbs + len(self.climbs), MAX_COUNT), pins=pins, locally_optimal=self.best.optimal,
             bound_s=bound_s,
         )  # fmt: skip
         return SearchResult(

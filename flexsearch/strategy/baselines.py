@@ -28,8 +28,9 @@ from flexsearch.graph import Operator, OperatorGraph
 from flexsearch.graph.ops import forward_flops
 from flexsearch.strategy.config import OperatorConfig, make_config
 from flexsearch.strategy.depth import balance, depths
-from flexsearch.strategy.model import Options, Strategy
+from flexsearch.strategy.model import Strategy
 from flexsearch.strategy.propagate import Propagation
+from flexsearch.strategy.records import Options
 from flexsearch.topology import Topology
 
 Seconds = Callable[[int, int], float]

@@ -1,122 +1,235 @@
-"""A whole plan: a config for every operator, options, and the graph and topology it was made for; as a JSON file."""
+"""A whole plan: a config for every operator, stages, options, and the graph and topology it was made for."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
-from typing import Annotated, Literal
-
-from pydantic import Field, field_validator, model_validator
 
 from flexsearch.errors import FileFormatError, StrategyError, TopologyError
-from flexsearch.files import FileModel, content_hash, load, printable, save
-from flexsearch.graph import Dtype, OperatorGraph, Tracing
-from flexsearch.quantities import (
-    MAX_BYTES,
-    MAX_DEVICES,
-    MAX_PIECES,
-    Capacity,
-    Count,
-    Degree,
-    DeviceIndex,
-    Digest,
-    Name,
-    PredictedSeconds,
-    Seed,
-    Shape,
-    Text,
+from flexsearch.files import content_hash, printable, save
+from flexsearch.graph import OperatorGraph
+from flexsearch.quantities import MAX_BYTES, MAX_PIECES
+from flexsearch.strategy.config import OperatorConfig, check_config
+from flexsearch.strategy.files import (
+    ConfigFile,
+    OperatorRange,
+    StageFile,
+    StrategyFile,
+    StrategyV1,
+    SynchronisationFile,
+    read_strategy,
 )
-from flexsearch.strategy.config import OperatorConfig, check_config, read_pin
+from flexsearch.strategy.records import GraphReference, Input, Options, Prediction, Reference, Search
+from flexsearch.strategy.stage import ScheduleKind, Stage, by_axes, check_stages, is_whole, whole
 from flexsearch.topology import Topology
 
 
-class Options(FileModel):
-    """What is chosen for the whole step. ``bucket_bytes``: gradients are synchronised in buckets of about this size.
-    ``optimizer``: how much state an update reads and writes (none, one, or two tensors per weight)."""
+class Strategy:
+    """A config for every operator of one graph on one topology. Immutable by convention.
 
-    bucket_bytes: Capacity = 25 * 2**20
-    optimizer: Literal["sgd", "momentum", "adam"] = "momentum"
+    ``stages``: which operators run on which mesh; by default one stage on all devices. ``microbatches``: into how many
+    parts the batch is split in time. ``schedule``: in which order devices run the stages' microbatches; of no effect
+    with one stage and one microbatch.
+    """
 
+    def __init__(
+        self,
+        graph: GraphReference,
+        inputs: tuple[Input, ...],
+        cluster: Topology,
+        configs: Mapping[str, OperatorConfig],
+        options: Options | None = None,
+        prediction: Prediction | None = None,
+        search: Search | None = None,
+        *,
+        stages: Sequence[Stage] = (),
+        microbatches: int = 1,
+        schedule: ScheduleKind = "1f1b",
+    ) -> None:
+        self.graph, self.inputs, self.cluster = graph, inputs, cluster
+        self.topology = Reference(name=cluster.name, hash=cluster.content_hash())
+        self.configs = dict(configs)
+        self.stages = tuple(stages) or whole(tuple(self.configs), cluster)
+        self.microbatches, self.schedule = microbatches, schedule
+        self.options = options or Options()
+        self.prediction, self.search = prediction, search
 
-class Made(FileModel):
-    """What a file was made for: the name for people, the hash for the check."""
-
-    name: Text
-    hash: Digest
-
-
-class MadeGraph(Made):
-    """The graph, and how its model must be imported to give it again."""
-
-    tracing: Tracing = Tracing()
-
-
-class Prediction(FileModel):
-    """What the simulator said when the strategy was made."""
-
-    iteration_s: PredictedSeconds
-    data_parallel_s: PredictedSeconds | None = None
-    peak_bytes: Annotated[int, Field(ge=0)] | None = None
-
-
-class Search(FileModel):
-    """How the strategy was found: with a budget of proposals, the same graph, topology, options, pins and seed give the
-    same strategy. ``proposals``, ``climbs``: made so far, searches that it was resumed from included. ``start``: what
-    led to it. ``optimal``: no change of one operator is known to make it faster. ``bound_s``: no plan is faster."""
-
-    seed: Seed
-    proposals: Count
-    climbs: Count = 0
-    start: Text = ""
-    pins: tuple[Text, ...] = ()
-    optimal: bool = False
-    bound_s: PredictedSeconds | None = None
-
-    @field_validator("pins")
     @classmethod
-    def _readable(cls, pins: tuple[str, ...]) -> tuple[str, ...]:
-        for pin in pins:
-            try:
-                read_pin(pin)
-            except StrategyError as error:
-                raise ValueError(error.message) from error
-        return pins
+    def make(
+        cls,
+        graph: OperatorGraph,
+        topology: Topology,
+        configs: Mapping[str, OperatorConfig],
+        options: Options | None = None,
+        prediction: Prediction | None = None,
+        search: Search | None = None,
+        *,
+        stages: Sequence[Stage] = (),
+        microbatches: int = 1,
+        schedule: ScheduleKind = "1f1b",
+    ) -> Strategy:
+        """Strategy for this graph and topology, checked. Raises StrategyError."""
+        reference = GraphReference(name=graph.name, hash=graph.content_hash(), tracing=graph.tracing)
+        inputs = tuple(Input(name=t.name, shape=t.shape, dtype=t.dtype) for t in graph.of_kind("input"))
+        strategy = cls(
+            reference, inputs, topology, configs, options, prediction, search, stages=stages,
+            microbatches=microbatches, schedule=schedule,
+        )  # fmt: skip
+        strategy.check(graph, topology)
+        return strategy
 
+    def in_order(self, graph: OperatorGraph) -> tuple[OperatorConfig, ...]:
+        """The configs in the order of the graph's operators."""
+        return tuple(self.configs[op.name] for op in graph.operators)
 
-class _ConfigFile(FileModel):
-    degrees: dict[Name, Degree] = Field(default_factory=dict)
-    devices: Annotated[tuple[DeviceIndex, ...], Field(min_length=1, max_length=MAX_DEVICES)]
-    replicas: Degree = 1
-    shard_weights: bool = False
+    def check(self, graph: OperatorGraph, topology: Topology) -> None:
+        """Raise StrategyError unless this strategy was made for ``graph`` and ``topology`` and is legal there."""
+        self._check_hashes(graph, topology)
+        _check_together(graph, topology)
+        expected = tuple(Input(name=t.name, shape=t.shape, dtype=t.dtype) for t in graph.of_kind("input"))
+        if self.inputs != expected:
+            raise StrategyError(
+                "inputs are not those of the graph; was the strategy edited?", "Run `flexsearch optimize` again."
+            )
+        missing = [op.name for op in graph.operators if op.name not in self.configs]
+        extra = sorted(set(self.configs) - set(graph.index))
+        if missing or extra:
+            text = f"no config for {missing[:3]}" if missing else f"configs for unknown operators {extra[:3]}"
+            raise StrategyError(f"the strategy has {text}; was it edited?", "Run `flexsearch optimize` again.")
+        for op in graph.operators:
+            check_config(op, self.configs[op.name], len(topology.devices))
+        check_stages(graph, self.stages, self.configs, len(topology.devices))
+        if not 1 <= self.microbatches <= graph.batch:
+            raise StrategyError(
+                f"a batch of {graph.batch} cannot be split into {self.microbatches} microbatches",
+                f"Give 1 to {graph.batch}.",
+            )
 
+    def check_supported(self, graph: OperatorGraph, topology: Topology) -> None:
+        """Raise StrategyError unless :meth:`check` passes and the strategy can be simulated and run: for now those with
+        one stage on all devices and one microbatch, whose weights are gathered at the start of the step."""
+        self.check(graph, topology)
+        remedy = "Remove {} from the file, or run `flexsearch optimize` again."
+        if not is_whole(self.stages, topology):
+            count = f"{len(self.stages)} stages" if len(self.stages) > 1 else "a stage with a mesh of its own"
+            raise StrategyError(
+                f"stages: the strategy has {count}; plans with one stage on all devices can be simulated and run",
+                remedy.format("`stages`, and give positions among all devices,"),
+            )
+        if self.microbatches > 1:
+            raise StrategyError(
+                f"microbatches: the strategy has {self.microbatches}; plans with one can be simulated and run",
+                remedy.format("`microbatches`"),
+            )
+        if self.options.prefetch is not None:
+            raise StrategyError(
+                "synchronisation.prefetch: plans that gather sharded weights at the start of the step can be "
+                "simulated and run",
+                remedy.format("`prefetch`"),
+            )
 
-class Input(FileModel):
-    """A tensor that the model is fed: enough to trace the model again where the strategy is used."""
+    def _check_hashes(self, graph: OperatorGraph, topology: Topology) -> None:
+        for what, reference, name, digest in (
+            ("graph", self.graph, graph.name, graph.content_hash()),
+            ("topology", self.topology, topology.name, topology.content_hash()),
+        ):
+            if reference.hash != digest:
+                raise StrategyError(
+                    f"this strategy was made for {what} {reference.name!r} ({reference.hash}), not for {name!r} "
+                    f"({digest})",
+                    f"Give the {what} it was made for, or run `flexsearch optimize` again.",
+                )
 
-    name: Name
-    shape: Shape
-    dtype: Dtype
+    @cached_property
+    def devices(self) -> tuple[int, ...]:
+        """All devices used, ascending."""
+        return tuple(sorted({d for config in self.configs.values() for d in config.devices}))
 
+    def content_hash(self) -> str:
+        """Digest of what is executed: configs, options, graph and topology; not of predictions or the search."""
+        return content_hash(self.to_file().model_dump(mode="json", exclude={"prediction", "search"}, exclude_none=True))
 
-class StrategyFile(FileModel):
-    """Contents of a strategy file. ``cluster`` is the topology itself: training code needs no second file."""
+    def to_file(self) -> StrategyFile:
+        """The file contents."""
+        plain = is_whole(self.stages, self.cluster)
+        return StrategyFile(
+            graph=self.graph,
+            inputs=self.inputs,
+            topology=self.topology,
+            cluster=self.cluster,
+            optimizer=self.options.optimizer,
+            synchronisation=SynchronisationFile(bucket_bytes=self.options.bucket_bytes, prefetch=self.options.prefetch),
+            stages=None if plain else tuple(self._stage_file(stage) for stage in self.stages),
+            schedule=None if plain and self.microbatches == 1 else self.schedule,
+            microbatches=None if self.microbatches == 1 else self.microbatches,
+            operators={
+                name: _config_file(self.configs[name], stage.positions) for name, stage in self._stage_of().items()
+            },
+            prediction=self.prediction,
+            search=self.search,
+        )
 
-    format: Literal["flexsearch.strategy/1"] = "flexsearch.strategy/1"
-    graph: MadeGraph
-    inputs: tuple[Input, ...]
-    topology: Made
-    cluster: Topology
-    options: Options = Options()
-    operators: dict[Name, _ConfigFile]
-    prediction: Prediction | None = None
-    search: Search | None = None
+    def _stage_of(self) -> dict[str, Stage]:
+        """Operator -> its stage, in the order of the configs."""
+        found = {name: stage for stage in self.stages for name in stage.operators}
+        return {name: found[name] for name in self.configs}
 
-    @model_validator(mode="after")
-    def _untouched(self) -> StrategyFile:
-        if self.cluster.content_hash() != self.topology.hash:
-            raise ValueError("topology.hash is not that of the cluster; was the file edited?")
-        return self
+    def _stage_file(self, stage: Stage) -> StageFile:
+        names = list(self.configs)
+        operators: tuple[str, ...] | None = stage.operators
+        span: OperatorRange | None = None
+        first = names.index(stage.operators[0]) if stage.operators else 0
+        if len(self.stages) == 1:
+            operators = None
+        elif len(stage.operators) > 1 and tuple(names[first : first + len(stage.operators)]) == stage.operators:
+            operators, span = None, OperatorRange(first=stage.operators[0], last=stage.operators[-1])
+        return StageFile(
+            operators=operators, range=span, mesh=stage.mesh, replicas=None if stage.replicas == 1 else stage.replicas
+        )
+
+    @classmethod
+    def from_file(cls, file: StrategyFile | StrategyV1) -> Strategy:
+        """The strategy that a file holds; ``check`` it against a graph and a topology before use. Raises StrategyError
+        for stages and positions that contradict each other."""
+        if isinstance(file, StrategyV1):
+            return _from_v1(file)
+        names = tuple(file.operators)
+        stages = _stages(file, names) if file.stages is not None else whole(names, file.cluster)
+        stage_of = {name: stage for stage in stages for name in stage.operators}
+        configs = {}
+        for name, config in file.operators.items():
+            if name not in stage_of:
+                raise StrategyError(f"stages: operator {name!r} is in no stage", "Add it to one.")
+            configs[name] = _config(name, config, stage_of[name].positions)
+        options = Options(
+            bucket_bytes=file.synchronisation.bucket_bytes, optimizer=file.optimizer,
+            prefetch=file.synchronisation.prefetch,
+        )  # fmt: skip
+        return cls(
+            file.graph, file.inputs, file.cluster, configs, options, file.prediction, file.search, stages=stages,
+            microbatches=file.microbatches or 1, schedule=file.schedule or "1f1b",
+        )  # fmt: skip
+
+    def save(self, path: str | Path) -> None:
+        """Write the strategy file, atomically."""
+        save(self.to_file(), path)
+
+    @classmethod
+    def load(cls, path: str | Path) -> Strategy:
+        """Read a strategy file of any version. Raises FileFormatError that names the wrong field."""
+        where = f"strategy file {printable(str(path))}"
+        try:
+            return cls.from_file(read_strategy(path))
+        except TopologyError as error:  # pydantic hands it on without its place
+            raise FileFormatError(f"{where}: cluster.{error.message}", error.remedy) from error
+        except StrategyError as error:
+            raise FileFormatError(f"{where}: {error.message}", error.remedy) from error
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Strategy) and self.to_file() == other.to_file()
+
+    __hash__ = None  # type: ignore[assignment]  # holds a dict
 
 
 def _check_together(graph: OperatorGraph, topology: Topology) -> None:
@@ -133,121 +246,69 @@ def _check_together(graph: OperatorGraph, topology: Topology) -> None:
         )
 
 
-class Strategy:
-    """A config for every operator of one graph on one topology. Immutable by convention."""
+def _config_file(config: OperatorConfig, mesh: tuple[int, ...]) -> ConfigFile:
+    place = {device: position for position, device in enumerate(mesh)}
+    positions = tuple(place[device] for device in config.devices)
+    return ConfigFile(
+        degrees=dict(config.degrees) or None,
+        positions=None if positions == tuple(range(len(mesh))) else positions,
+        replicas=None if config.replicas == 1 else config.replicas,
+        states="sharded" if config.shard_weights else None,
+    )
 
-    def __init__(
-        self,
-        graph: MadeGraph,
-        inputs: tuple[Input, ...],
-        cluster: Topology,
-        configs: Mapping[str, OperatorConfig],
-        options: Options | None = None,
-        prediction: Prediction | None = None,
-        search: Search | None = None,
-    ) -> None:
-        self.graph, self.inputs, self.cluster = graph, inputs, cluster
-        self.topology = Made(name=cluster.name, hash=cluster.content_hash())
-        self.configs = dict(configs)
-        self.options = options or Options()
-        self.prediction, self.search = prediction, search
 
-    @classmethod
-    def make(
-        cls,
-        graph: OperatorGraph,
-        topology: Topology,
-        configs: Mapping[str, OperatorConfig],
-        options: Options | None = None,
-        prediction: Prediction | None = None,
-        search: Search | None = None,
-    ) -> Strategy:
-        """Strategy for this graph and topology, checked. Raises StrategyError."""
-        made = MadeGraph(name=graph.name, hash=graph.content_hash(), tracing=graph.tracing)
-        inputs = tuple(Input(name=t.name, shape=t.shape, dtype=t.dtype) for t in graph.of_kind("input"))
-        strategy = cls(made, inputs, topology, configs, options, prediction, search)
-        strategy.check(graph, topology)
-        return strategy
-
-    def in_order(self, graph: OperatorGraph) -> tuple[OperatorConfig, ...]:
-        """The configs in the order of the graph's operators."""
-        return tuple(self.configs[op.name] for op in graph.operators)
-
-    def check(self, graph: OperatorGraph, topology: Topology) -> None:
-        """Raise StrategyError unless this strategy was made for ``graph`` and ``topology`` and is legal there."""
-        for what, made, name, found in (
-            ("graph", self.graph, graph.name, graph.content_hash()),
-            ("topology", self.topology, topology.name, topology.content_hash()),
-        ):
-            if made.hash != found:
-                raise StrategyError(
-                    f"this strategy was made for {what} {made.name!r} ({made.hash}), not for {name!r} ({found}). "
-                    f"Give the {what} it was made for, or run `flexsearch optimize` again."
-                )
-        _check_together(graph, topology)
-        expected = tuple(Input(name=t.name, shape=t.shape, dtype=t.dtype) for t in graph.of_kind("input"))
-        if self.inputs != expected:
+def _config(name: str, file: ConfigFile, mesh: tuple[int, ...]) -> OperatorConfig:
+    """The config of a file, with devices in place of positions."""
+    positions = file.positions if file.positions is not None else tuple(range(len(mesh)))
+    for position in positions:
+        if position >= len(mesh):
             raise StrategyError(
-                "inputs are not those of the graph; was the strategy edited?", "Run `flexsearch optimize` again."
+                f"operators.{name}.positions names position {position}; the mesh of its stage has {len(mesh)}",
+                f"Give positions from 0 to {len(mesh) - 1}.",
             )
-        missing = [op.name for op in graph.operators if op.name not in self.configs]
-        extra = sorted(set(self.configs) - set(graph.index))
-        if missing or extra:
-            text = f"no config for {missing[:3]}" if missing else f"configs for unknown operators {extra[:3]}"
-            raise StrategyError(f"the strategy has {text}; was it edited? Run `flexsearch optimize` again.")
-        for op in graph.operators:
-            check_config(op, self.configs[op.name], len(topology.devices))
+    devices = tuple(mesh[position] for position in positions)
+    return OperatorConfig(tuple((file.degrees or {}).items()), devices, file.replicas or 1, file.states == "sharded")
 
-    @cached_property
-    def devices(self) -> tuple[int, ...]:
-        """All devices used, ascending."""
-        return tuple(sorted({d for config in self.configs.values() for d in config.devices}))
 
-    def content_hash(self) -> str:
-        """Digest of what is executed: configs, options, graph and topology; not of predictions or the search."""
-        return content_hash(self.to_file().model_dump(mode="json", exclude={"prediction", "search"}))
+def _stages(file: StrategyFile, names: tuple[str, ...]) -> tuple[Stage, ...]:
+    """The stages of a file."""
+    place = {name: k for k, name in enumerate(names)}
+    stages = []
+    for number, stage in enumerate(file.stages or ()):
+        operators = stage.operators if stage.operators is not None else names
+        if stage.range is not None:
+            ends = stage.range.first, stage.range.last
+            for name in ends:
+                if name not in place:
+                    raise StrategyError(
+                        f"stages.{number}.range names {name!r}, which is not among the operators of the file",
+                        "Name two of them.",
+                    )
+            operators = names[place[ends[0]] : place[ends[1]] + 1]
+        if stage.axes is not None:
+            mesh = by_axes(file.cluster, stage.axes)
+        else:
+            mesh = stage.mesh if stage.mesh is not None else tuple(range(len(file.cluster.devices)))
+        replicas = stage.replicas or 1
+        if len(mesh) % replicas:
+            raise StrategyError(
+                f"stages.{number}.replicas is {replicas}, which does not divide its mesh of {len(mesh)} devices",
+                "Give a number of replicas that does.",
+            )
+        stages.append(Stage(operators, mesh, replicas))
+    return tuple(stages)
 
-    def to_file(self) -> StrategyFile:
-        """The file contents."""
-        return StrategyFile(
-            graph=self.graph,
-            inputs=self.inputs,
-            topology=self.topology,
-            cluster=self.cluster,
-            options=self.options,
-            operators={
-                name: _ConfigFile(
-                    degrees=dict(c.degrees), devices=c.devices, replicas=c.replicas, shard_weights=c.shard_weights
-                )
-                for name, c in self.configs.items()
-            },
-            prediction=self.prediction,
-            search=self.search,
-        )
 
-    @classmethod
-    def from_file(cls, file: StrategyFile) -> Strategy:
-        """The strategy that a file holds; ``check`` it against a graph and a topology before use."""
-        configs = {
-            name: OperatorConfig(tuple(c.degrees.items()), c.devices, c.replicas, c.shard_weights)
-            for name, c in file.operators.items()
-        }
-        return cls(file.graph, file.inputs, file.cluster, configs, file.options, file.prediction, file.search)
-
-    def save(self, path: str | Path) -> None:
-        """Write the strategy file, atomically."""
-        save(self.to_file(), path)
-
-    @classmethod
-    def load(cls, path: str | Path) -> Strategy:
-        """Read a strategy file. Raises FileFormatError that names the wrong field."""
-        try:
-            return cls.from_file(load(StrategyFile, path, "strategy"))
-        except TopologyError as error:  # pydantic hands it on without its place
-            where = f"strategy file {printable(str(path))}: cluster.{error.message}"
-            raise FileFormatError(where, error.remedy) from error
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, Strategy) and self.to_file() == other.to_file()
-
-    __hash__ = None  # type: ignore[assignment]  # holds a dict
+def _from_v1(file: StrategyV1) -> Strategy:
+    configs = {
+        name: OperatorConfig(tuple(config.degrees.items()), config.devices, config.replicas, config.shard_weights)
+        for name, config in file.operators.items()
+    }
+    options = Options(bucket_bytes=file.options.bucket_bytes, optimizer=file.options.optimizer)
+    search: Search | None = None
+    if (old := file.search) is not None:
+        search = Search(
+            seed=old.seed, proposals=old.proposals, climbs=old.climbs, start=old.start, pins=old.pins,
+            locally_optimal=old.optimal, bound_s=old.bound_s,
+        )  # fmt: skip
+    return Strategy(file.graph, file.inputs, file.cluster, configs, options, file.prediction, search)

@@ -19,11 +19,14 @@ from typing import Any, Final
 
 import numpy as np
 
+from flexsearch.compiled import F64, I64
 from flexsearch.graph import Tensor, volume
 from flexsearch.lower import Exchange, Lowering, Reshard
 from flexsearch.lower.lowering import schedule
-from flexsearch.search.bound import ROUNDING, device_kinds, least_costs
-from flexsearch.search.longest import F64, I64, NEVER, Tables, children, look_ahead, make_work, room_ahead
+from flexsearch.proof.ahead import look_ahead
+from flexsearch.proof.bound import ROUNDING, device_kinds, least_costs
+from flexsearch.proof.longest import children
+from flexsearch.proof.tables import NEVER, Tables, make_work, room_ahead
 from flexsearch.strategy import OperatorConfig, Options
 
 HEAVY: Final = 50
@@ -56,8 +59,8 @@ class Relaxation:
         """Lower bounds (s) of the plans that continue ``chosen`` (number of a config by operator, -1: none yet) with
         each config of ``operator``, all of whose producers must have been chosen."""
         children(self.tables, self.work, self.ahead, chosen, operator)
-        found: F64 = self.work.found[: len(self.configs[operator])] * ROUNDING
-        return found
+        bounds: F64 = self.work.bound[: len(self.configs[operator])] * ROUNDING
+        return bounds
 
     def bound(self, chosen: I64) -> float:
         """Lower bound (s) of the plans that continue ``chosen``."""
@@ -109,7 +112,7 @@ class _Builder:
             if name in graph.producer
         ]
         follow = self._followers({edge[:2] for edge in edges})
-        made, wanted, layout = np.zeros((3, len(edges) + len(follow), self.shape[1]), dtype=np.int64)
+        produced, wanted, layout = np.zeros((3, len(edges) + len(follow), self.shape[1]), dtype=np.int64)
         names = list(dict.fromkeys(edge[3] for edge in edges))
         table, width, flows = [], [], []
         there: list[Moved] = []
@@ -119,7 +122,7 @@ class _Builder:
             writes = [placed.writes[output].number for placed in self.placed[producer]]
             reads = [placed.reads[position].number for placed in self.placed[reader]]
             sources, needs = list(dict.fromkeys(writes)), list(dict.fromkeys(reads))
-            made[e, : len(writes)] = [sources.index(n) for n in writes]
+            produced[e, : len(writes)] = [sources.index(n) for n in writes]
             wanted[e, : len(reads)] = [needs.index(n) for n in reads]
             layout[e, : len(reads)] = reads
             table.append(len(there))
@@ -147,7 +150,7 @@ class _Builder:
             "edge_from": _numbers(edge[0] for edge in ends), "edge_to": _numbers(edge[1] for edge in ends),
             "edge_flows": _numbers(flows), "edge_table": _numbers(table), "edge_width": _numbers(width),
             "edge_tensor": _numbers([*(names.index(edge[3]) for edge in edges), *(-1 for _ in follow)]),
-            "made": made, "wanted": wanted, "layout": layout,
+            "produced": produced, "wanted": wanted, "layout": layout,
             "there": np.array([m[0] for m in there]), "back": np.array([m[0] for m in back]),
             "there_send": _numbers(m[1] for m in there), "back_send": _numbers(m[1] for m in back),
             "there_holds": np.array([m[2] for m in there]), "back_holds": np.array([m[2] for m in back]),
@@ -157,11 +160,11 @@ class _Builder:
         """Operators that come next on a device without reading what the one before made: the next in the order, the
         next two that take much of all computing, and one that reads the same weight."""
         heavy = [i for i, seconds in enumerate(self.least) if seconds * HEAVY >= sum(self.least)]
-        found: list[tuple[int, int]] = []
+        pairs: list[tuple[int, int]] = []
         for i in range(len(self.least)):
             after = [i + 1, *[k for k in heavy if k > i][:2], *self._sharers(i)]
-            found += [(i, k) for k in dict.fromkeys(after) if k < len(self.least) and (i, k) not in edges]
-        return found
+            pairs += [(i, k) for k in dict.fromkeys(after) if k < len(self.least) and (i, k) not in edges]
+        return pairs
 
     def _sharers(self, operator: int) -> list[int]:
         """Later operators that read a weight of this one, and no others do."""

@@ -8,25 +8,27 @@ that remain are simulated. (FlexFlow, MLSys 2019, section 8.4, does the same wit
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from itertools import permutations
 from math import inf, prod
-from typing import Final
+from typing import Final, Protocol
 
 import numpy as np
 
 from flexsearch.cost import Costs
 from flexsearch.errors import StrategyError
-from flexsearch.graph import Operator, OperatorGraph
-from flexsearch.search.bound import ROUNDING, lower_bound
-from flexsearch.search.branch import DONE, PAUSE, PLAN, Tree, descend, proved
-from flexsearch.search.evaluate import Configs, Evaluator
-from flexsearch.search.relaxation import Relaxation
-from flexsearch.search.space import _factored
-from flexsearch.strategy import OperatorConfig, Options, make_config
-from flexsearch.strategy.baselines import baselines, has_weights
-from flexsearch.topology import Topology
+from flexsearch.graph import OperatorGraph
+from flexsearch.lower import Lowering
+from flexsearch.proof.bound import ROUNDING, lower_bound
+from flexsearch.proof.branch import DONE, PAUSE, PLAN, Tree, descend, proved
+from flexsearch.proof.relaxation import Relaxation
+from flexsearch.proof.spaces import Choices, every_config
+from flexsearch.proof.symmetry import groups
+from flexsearch.strategy import OperatorConfig, Options
+from flexsearch.strategy.baselines import baselines
+
+Configs = tuple[OperatorConfig, ...]
+"""A config for each operator, in graph order."""
 
 CHUNK: Final = 20_000
 """Partial plans between two looks at the clock."""
@@ -34,8 +36,27 @@ MOST_DEVICES: Final = 8
 MOST_CHOICES: Final = 1000
 """Of one operator. The tables grow with their square, and with two to the power of the number of devices."""
 
-Choices = Callable[[int], Sequence[OperatorConfig]]
-"""Operator -> the configs that it may have."""
+
+class Evaluation(Protocol):
+    """What a plan costs: seconds of an iteration, and whether it fits into every device's memory."""
+
+    @property
+    def time_s(self) -> float: ...
+
+    @property
+    def feasible(self) -> bool: ...
+
+
+class Evaluate(Protocol):
+    """What evaluates whole plans, exactly (``search.Evaluator``), with the lowering and the options that it uses."""
+
+    @property
+    def lowering(self) -> Lowering: ...
+
+    @property
+    def options(self) -> Options: ...
+
+    def __call__(self, configs: Configs, /) -> Evaluation: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,73 +91,8 @@ class Optimum:
     stopped: str
 
 
-def every_config(graph: OperatorGraph, topology: Topology) -> Choices:
-    """All legal configs: any degrees and replicas, any devices in any order (that of replicas of a piece does not
-    matter and is ascending), weights whole or in parts."""
-    count = len(topology.devices)
-
-    def choices(operator: int) -> list[OperatorConfig]:
-        op = graph.operators[operator]
-        return [
-            make_config(op, degrees, devices, shard)
-            for degrees in _degrees(op, count)
-            for used in range(prod(degrees.values()), count + 1, prod(degrees.values()))
-            for devices in _device_lists(count, used, used // prod(degrees.values()))
-            for shard in _storage(graph, operator, used)
-        ]
-
-    return choices
-
-
-def aligned_configs(graph: OperatorGraph, topology: Topology) -> Choices:
-    """Configs on blocks of devices: degrees whose product divides a divisor n of their number, on n neighbouring
-    devices that begin at a multiple of n, in ascending order; the rest are replicas; weights whole or in parts."""
-    count = len(topology.devices)
-
-    def choices(operator: int) -> list[OperatorConfig]:
-        op = graph.operators[operator]
-        return [
-            make_config(op, dict(zip(op.splittable, degrees, strict=True)), range(first, first + used), shard)
-            for used in range(1, count + 1)
-            if count % used == 0
-            for degrees in _factored(used, tuple(op.sizes[a] for a in op.splittable))
-            for first in range(0, count, used)
-            for shard in _storage(graph, operator, used)
-        ]
-
-    return choices
-
-
-def _storage(graph: OperatorGraph, operator: int, used: int) -> tuple[bool, ...]:
-    return (False, True) if used > 1 and has_weights(graph, operator) else (False,)
-
-
-def _degrees(op: Operator, count: int) -> Iterator[dict[str, int]]:
-    """All degrees whose product is at most ``count``."""
-
-    def extend(k: int, left: int, found: dict[str, int]) -> Iterator[dict[str, int]]:
-        if k == len(op.splittable):
-            yield dict(found)
-            return
-        axis = op.splittable[k]
-        for degree in range(1, min(left, op.sizes[axis]) + 1):
-            yield from extend(k + 1, left // degree, found | {axis: degree})
-
-    yield from extend(0, count, {})
-
-
-def _device_lists(count: int, used: int, replicas: int) -> Iterator[tuple[int, ...]]:
-    """Ordered choices of devices, the replicas of a piece in ascending order."""
-    for devices in permutations(range(count), used):
-        if all(devices[k] < devices[k + 1] for k in range(used - 1) if (k + 1) % replicas):
-            yield devices
-
-
 def exhaustive(
-    graph: OperatorGraph,
-    topology: Topology,
-    costs: Costs,
-    options: Options | None = None,
+    evaluate: Evaluate,
     *,
     choices: Choices | None = None,
     incumbent: Configs | None = None,
@@ -146,7 +102,8 @@ def exhaustive(
     symmetry: bool = True,
     on_progress: Callable[[Step], None] | None = None,
 ) -> Optimum:
-    """The fastest plan of the space that gives each operator one of ``choices`` (default: ``every_config``).
+    """The fastest plan of the space that gives each operator one of ``choices`` (default: ``every_config``), under the
+    options of ``evaluate``.
 
     ``incumbent``: a plan to beat, such as a search's answer, of the space or not. ``budget_s``,
     ``max_nodes``: where to stop; the answer then says what is proved. So does Ctrl-C. ``tolerance``: plans that are
@@ -155,9 +112,9 @@ def exhaustive(
     for the order of what happens at the same moment and for who gets the remainder of an uneven part. Done where the
     choices allow it. Raises StrategyError if an operator has no choice or too many, or if there are too many devices.
     """
-    run = _Run(graph, topology, costs, options or Options(), tolerance, on_progress)
+    run = _Run(evaluate, tolerance, on_progress)
     run.budget_s, run.max_nodes = budget_s, max_nodes
-    return run.go(choices or every_config(graph, topology), incumbent, symmetry)
+    return run.go(choices or every_config(run.graph, run.topology), incumbent, symmetry)
 
 
 class _Stop(Exception):
@@ -167,18 +124,15 @@ class _Stop(Exception):
 class _Run:
     """One search."""
 
-    def __init__(
-        self, graph: OperatorGraph, topology: Topology, costs: Costs, options: Options, tolerance: float,
-        on_progress: Callable[[Step], None] | None,
-    ) -> None:  # fmt: skip
-        self.graph, self.topology, self.costs, self.options = graph, topology, costs, options
-        self.tolerance, self.on_progress = tolerance, on_progress
+    def __init__(self, evaluate: Evaluate, tolerance: float, on_progress: Callable[[Step], None] | None) -> None:
+        self.evaluate, self.tolerance, self.on_progress = evaluate, tolerance, on_progress
+        lowering = evaluate.lowering
+        self.graph, self.topology, self.costs = lowering.graph, lowering.topology, lowering.costs
         self.budget_s: float | None = None
         self.max_nodes: int | None = None
-        self.evaluate = Evaluator(graph, topology, costs, options)
         self.best: Configs | None = None
         self.best_s = inf
-        self.bound_s = lower_bound(graph, topology, costs, options).seconds
+        self.bound_s = lower_bound(self.graph, self.topology, self.costs, evaluate.options).seconds
         self.nodes = self.pruned = self.simulated = 0
         self.began = time.monotonic()
         self.reported = 0.0
@@ -204,7 +158,7 @@ class _Run:
         complete, why = False, "the whole space was searched"
         try:
             self._start(incumbent)
-            self._search(Relaxation(self.evaluate.lowering, self.options, rows, self._report), symmetry)
+            self._search(Relaxation(self.evaluate.lowering, self.evaluate.options, rows, self._report), symmetry)
             complete = True
             self.bound_s = max(self.bound_s, self.best_s * (1.0 - self.tolerance)) if self.best else inf
         except _Stop as stop:
@@ -220,18 +174,18 @@ class _Run:
         """Plans to beat: the given one, and the baselines that belong to the space."""
         if incumbent is not None:
             self._try(incumbent)
-        known = [set(row) for row in self.rows]
-        for strategy in baselines(self.graph, self.topology, self.options).values():
+        spaces = [set(row) for row in self.rows]
+        for strategy in baselines(self.graph, self.topology, self.evaluate.options).values():
             configs = strategy.in_order(self.graph)
-            if all(config in row for config, row in zip(configs, known, strict=True)):
+            if all(config in row for config, row in zip(configs, spaces, strict=True)):
                 self._try(configs)
 
     def _try(self, configs: Configs) -> None:
         """Simulate a plan, and keep it if it is the best that fits."""
-        found = self.evaluate(configs)
+        evaluation = self.evaluate(configs)
         self.simulated += 1
-        if found.time_s < self.best_s and found.feasible:
-            self.best, self.best_s = configs, found.time_s
+        if evaluation.time_s < self.best_s and evaluation.feasible:
+            self.best, self.best_s = configs, evaluation.time_s
 
     def _search(self, relaxation: Relaxation, symmetry: bool) -> None:
         """Look at all plans that may be faster than the best. Raises _Stop at the end of the budget."""
@@ -298,52 +252,3 @@ def search_order(graph: OperatorGraph, costs: Costs) -> list[int]:
     for i in sorted(bound, key=lambda i: (-bound[i], i)):
         visit(i)
     return list(order)
-
-
-def groups(topology: Topology, rows: Sequence[Sequence[OperatorConfig]]) -> list[int]:
-    """For each device the first that it can exchange its name with, without changing the topology or the choices."""
-    group = list(range(len(topology.devices)))
-    for b in group.copy():
-        for a in range(b):
-            if group[a] == a and interchangeable(topology, a, b) and all(closed(row, a, b) for row in rows):
-                group[b] = a
-                break
-    return group
-
-
-def closed(row: Sequence[OperatorConfig], a: int, b: int) -> bool:
-    """Whether exchanging two devices makes of every choice another choice."""
-    other = {a: b, b: a}
-    known = set(row)
-    return all(renamed(config, other) in known for config in row)
-
-
-def renamed(config: OperatorConfig, names: Mapping[int, int]) -> OperatorConfig:
-    """The config on other devices; replicas of a piece in ascending order."""
-    new = [names.get(d, d) for d in config.devices]
-    width = config.replicas
-    return config.on(d for k in range(0, len(new), width) for d in sorted(new[k : k + width]))
-
-
-def interchangeable(topology: Topology, a: int, b: int) -> bool:
-    """Whether exchanging the names of two devices leaves the topology as it is: figures, processors, and routes with
-    the resources that they share."""
-    nameless = {"name": "", "host": "", "processor": None}
-    if topology.devices[a].model_copy(update=nameless) != topology.devices[b].model_copy(update=nameless):
-        return False
-    count, other = len(topology.devices), {a: b, b: a}
-    same: dict[int, int] = {}
-    for i in range(count):
-        x = other.get(i, i)
-        if same.setdefault(topology.processor_of[i], topology.processor_of[x]) != topology.processor_of[x]:
-            return False
-        for j in range(count):
-            if i == j:
-                continue
-            one, two = topology.route(i, j), topology.route(x, other.get(j, j))
-            if one.latency_s != two.latency_s or len(one.resources) != len(two.resources):
-                return False
-            for r, s in zip(one.resources, two.resources, strict=True):
-                if same.setdefault(r, s) != s or topology.resources[r].bandwidth != topology.resources[s].bandwidth:
-                    return False
-    return len(set(same.values())) == len(same)

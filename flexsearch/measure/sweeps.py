@@ -1,4 +1,4 @@
-"""Measures each distinct (operator, local shape, dtype) of a graph, forward and backward, on the device at hand.
+"""Sweeps: measuring pieces of operators in the surroundings of a training step.
 
 In training an operator runs once a step: its weights are cold, the activation that it reads was just written, its
 output lands in memory that is freshly allocated and stays until the backward pass is through. A loop over one operator
@@ -10,27 +10,21 @@ from __future__ import annotations
 
 import gc
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from math import prod
 from statistics import median
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from flexsearch.cost.allocator import keep_freed_memory
-from flexsearch.cost.cases import Case, check_memory, plan, quick_enough
-from flexsearch.cost.neighbours import neighbours
-from flexsearch.cost.profile import Entry, Profile, ProfileDevice, UpdateEntry, cpu_model
+from flexsearch.cost.profile import Entry
 from flexsearch.errors import FlexsearchError, ProfileError
-from flexsearch.graph.model import OperatorGraph
 from flexsearch.graph.notation import Box
 from flexsearch.graph.ops import KernelContext, build_kernel, kind_of
 from flexsearch.graph.ops.local import preferred
-
-Progress = Callable[[int, int], None]
-"""Called with the number of entries that are measured, and of all."""
+from flexsearch.measure.cases import Case
 
 ENTRY_S = 0.25
 """After so many seconds of an entry's own time it is not repeated any more."""
@@ -40,57 +34,6 @@ HELD_BYTES = 2 << 30
 """A sweep holds about so much memory; longer graphs are swept in parts."""
 POOL_BYTES = 128 << 20
 """Random operands come from this much memory, or twice the largest: more than caches hold."""
-UPDATE_BYTES = 64 << 20
-"""Weights whose update is measured."""
-
-
-def profile_graph(
-    graph: OperatorGraph,
-    *,
-    device: str = "cpu",
-    threads: int = 1,
-    max_parts: int = 4,
-    known: Profile | None = None,
-    repeats: int = 7,
-    budget_s: float | None = None,
-    progress: Progress | None = None,
-    busy_neighbours: int = 0,
-) -> Profile:
-    """Profile of all pieces of ``graph`` that splitting each operator into up to ``max_parts`` can make.
-
-    ``known``: measurements that are kept and not repeated. ``repeats``: at most so many for each entry, whose median
-    counts. ``budget_s``: stop after so many seconds; whole operators and splits of one axis are measured first, and the
-    roofline fills what is missing. ``busy_neighbours``: that many processes do the same kind of work meanwhile, as on a
-    machine whose cores share the memory. Raises ProfileError if ``known`` is of another device, ``device`` is not
-    there, or a count is below 1.
-    """
-    for option, value in (("threads", threads), ("max_parts", max_parts), ("repeats", repeats)):
-        if value < 1:
-            raise ProfileError(f"{option} is {value}", "Give at least 1.")
-    here = _device(device, threads)
-    if here.kind == "cpu":
-        keep_freed_memory()  # as the runtime does
-    if known is not None:
-        known.extended(Profile(device=here, torch=torch.__version__, busy_neighbours=busy_neighbours))  # if they fit
-    rounds = plan(graph, max_parts, frozenset(known.entries) if known else frozenset())
-    check_memory(rounds)
-    rounds = [[case for case in cases if quick_enough(case, here.kind, budget_s)] for cases in rounds]
-    deadline = None if budget_s is None else time.monotonic() + budget_s
-    entries: dict[str, Entry] = {}
-    total = sum(map(len, rounds))
-    with _threads(threads), neighbours(graph, device, threads, max_parts, busy_neighbours):
-        bench = Bench(device)
-        for cases in rounds:
-            if deadline is not None and time.monotonic() > deadline:
-                break
-            entries |= bench.measure(cases, repeats, deadline)
-            if progress is not None:
-                progress(len(entries), total)
-        updates = {} if known and len(known.updates) == len(_OPTIMIZERS) else measure_updates(device)
-    new = Profile(
-        device=here, torch=torch.__version__, busy_neighbours=busy_neighbours, entries=entries, updates=updates
-    )
-    return new if known is None else known.extended(new)
 
 
 class Bench:
@@ -98,7 +41,7 @@ class Bench:
 
     def __init__(self, device: str) -> None:
         self.device = torch.device(device)
-        self.clock = _CudaClock() if self.device.type == "cuda" else _Clock()
+        self.clock = clock_of(self.device)
         self._pools: dict[torch.dtype, Tensor] = {}
         self._next: dict[torch.dtype, int] = {}
 
@@ -249,7 +192,7 @@ class Run:
         return torch.randint(high, shape, dtype=dtype, device=self.bench.device)
 
 
-class _Clock:
+class Clock:
     """Wall-clock of the CPU."""
 
     def mark(self) -> Any:
@@ -262,7 +205,7 @@ class _Clock:
         return float(end - start)
 
 
-class _CudaClock(_Clock):
+class CudaClock(Clock):
     """Events in the stream: the device's own time, without stopping it."""
 
     def mark(self) -> Any:
@@ -292,62 +235,6 @@ def parts(cases: Sequence[Case]) -> Iterator[list[Case]]:
         yield part
 
 
-_OPTIMIZERS: dict[Literal["sgd", "momentum", "adam"], Callable[[list[Tensor]], torch.optim.Optimizer]] = {
-    "sgd": lambda weights: torch.optim.SGD(weights, lr=1e-3),
-    "momentum": lambda weights: torch.optim.SGD(weights, lr=1e-3, momentum=0.9),
-    "adam": lambda weights: torch.optim.Adam(weights, lr=1e-3),
-}
-
-
-def measure_updates(
-    device: str, few: int = 4, many: int = 1024, repeats: int = 5
-) -> dict[Literal["sgd", "momentum", "adam"], UpdateEntry]:
-    """Time of torch.optim's updates of UPDATE_BYTES of float32 weights in ``few`` and in ``many`` tensors, and from the
-    difference what a tensor costs."""
-    entries: dict[Literal["sgd", "momentum", "adam"], UpdateEntry] = {}
-    for name, make in _OPTIMIZERS.items():
-        small, large = (_update_s(make, device, count, repeats) for count in (few, many))
-        per_tensor = max(0.0, (large - small) / (many - few))
-        per_byte = max(0.0, small - few * per_tensor) / UPDATE_BYTES
-        entries[name] = UpdateEntry(s_per_byte=per_byte, s_per_tensor=per_tensor)
-    return entries
-
-
-def _update_s(make: Callable[[list[Tensor]], torch.optim.Optimizer], device: str, count: int, repeats: int) -> float:
-    weights = [torch.zeros(UPDATE_BYTES // 4 // count, device=device, requires_grad=True) for _ in range(count)]
-    for weight in weights:
-        weight.grad = torch.ones_like(weight)
-    optimizer = make(weights)
-    clock = _CudaClock() if torch.device(device).type == "cuda" else _Clock()
-    times = []
-    for _ in range(repeats + 1):
-        start = clock.mark()
-        optimizer.step()
-        end = clock.mark()
-        clock.wait()
-        times.append(clock.between(start, end))
-    return median(times[1:])  # the first makes the state
-
-
-def _device(device: str, threads: int) -> ProfileDevice:
-    try:
-        kind = torch.device(device).type
-    except RuntimeError as error:
-        raise ProfileError(f"there is no device {device!r}", "Give 'cpu', 'cuda' or 'cuda:N'.") from error
-    if kind == "cuda":
-        if not torch.cuda.is_available():
-            raise ProfileError("this machine has no CUDA device to profile", "Give device 'cpu'.")
-        return ProfileDevice(kind="cuda", model=torch.cuda.get_device_name(device))
-    if kind != "cpu":
-        raise ProfileError(f"cannot profile device {device!r}", "Give 'cpu', 'cuda' or 'cuda:N'.")
-    return ProfileDevice(kind="cpu", model=cpu_model(), threads=threads)
-
-
-@contextmanager
-def _threads(count: int) -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(count)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
+def clock_of(device: torch.device) -> Clock:
+    """The clock that times tasks on a device."""
+    return CudaClock() if device.type == "cuda" else Clock()

@@ -1,6 +1,6 @@
 """Processes that do the same kind of work while a device is profiled: cores of a machine share its memory.
 
-``python -m flexsearch.cost.neighbours`` is such a process; it is told what to do on its standard input.
+``python -m flexsearch.measure.neighbours`` is such a process; it is told what to do on its standard input.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ def neighbours(graph: OperatorGraph, device: str, threads: int, max_parts: int, 
         {"graph": graph.model_dump(mode="json"), "device": device, "threads": threads, "max_parts": max_parts}
     )
     processes = [
-        children.start(children.module("flexsearch.cost.neighbours"), stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+        children.start(children.module("flexsearch.measure.neighbours"), stdin=subprocess.PIPE, stdout=subprocess.PIPE)
         for _ in range(count)
     ]
     try:
@@ -48,9 +48,9 @@ def _be_neighbour() -> None:
     """What a neighbour process does: sweeps over random rounds until it is killed or its parent is gone."""
     import torch
 
-    from flexsearch.cost.allocator import keep_freed_memory
-    from flexsearch.cost.cases import plan
-    from flexsearch.cost.profiler import Bench, Run, parts
+    from flexsearch.allocator import keep_freed_memory
+    from flexsearch.measure.cases import plan
+    from flexsearch.measure.sweeps import Bench, Run, parts
 
     parent = os.getppid()
     children.end_with(parent)

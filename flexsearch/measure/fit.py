@@ -14,7 +14,7 @@ from typing import Literal
 
 from flexsearch.cost.communication import Transfer, all_reduce, transfer
 from flexsearch.cost.compute import MEMORY_EFFICIENCY
-from flexsearch.runtime.machine import Compute, Facts
+from flexsearch.measure.machine import Compute, Facts
 from flexsearch.topology import Communication, Device, Link, Topology
 from flexsearch.topology.parts import FORMS
 

@@ -16,6 +16,7 @@ import os
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from datetime import timedelta
 from itertools import combinations
 from statistics import median
 from typing import Literal, TypeVar
@@ -25,9 +26,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from flexsearch.errors import RuntimeFailure
-from flexsearch.runtime.fit import FormTime, Measured, Pair, fit, messages, processors
-from flexsearch.runtime.group import make_group
-from flexsearch.runtime.machine import Compute, Facts, facts, measure
+from flexsearch.measure.fit import FormTime, Measured, Pair, fit, messages, processors
+from flexsearch.measure.machine import Compute, Facts, facts, measure
+from flexsearch.ranks import rendezvous
 from flexsearch.topology import Topology
 from flexsearch.topology.parts import FORMS
 
@@ -71,7 +72,7 @@ def main_from_env(
         if backend == "nccl":
             torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
         if mine:
-            make_group(backend, timeout_s)
+            dist.init_process_group(backend, timeout=timedelta(seconds=timeout_s), **rendezvous())
     except (RuntimeError, ValueError) as error:
         raise RuntimeFailure(
             f"the ranks could not be connected: {error}",

@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 
 from flexsearch.cost.profile import cpu_model
+from flexsearch.ranks import kernel_identity
 from flexsearch.topology.parts import DTYPES
 
 
@@ -44,11 +45,6 @@ class Compute:
     overhead_s: float
 
 
-def machine() -> str:
-    """Identity of the running kernel: processes with the same one share its clock and its cores."""
-    return _text("/proc/sys/kernel/random/boot_id") or socket.gethostname()
-
-
 def facts(device: torch.device) -> Facts:
     """This rank's surroundings."""
     try:
@@ -58,7 +54,7 @@ def facts(device: torch.device) -> Facts:
     cores = tuple(sorted(os.sched_getaffinity(0))) if hasattr(os, "sched_getaffinity") else tuple(
         range(os.cpu_count() or 1)
     )  # fmt: skip
-    common = socket.gethostname(), machine(), f"{machine()}/{socket.gethostname()}/{namespace}"
+    common = socket.gethostname(), kernel_identity(), f"{kernel_identity()}/{socket.gethostname()}/{namespace}"
     if device.type == "cuda":
         properties = torch.cuda.get_device_properties(device)
         identity = str(getattr(properties, "uuid", device.index))

@@ -6,9 +6,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from flexsearch.compiled import lean
+from flexsearch.compiled import F64, I64, lean
 from flexsearch.packed import packed
-from flexsearch.search.longest import F64, I64, Tables, Work, children
+from flexsearch.proof.longest import children
+from flexsearch.proof.tables import Tables, Work
 
 DONE, PLAN, PAUSE = 0, 1, 2
 
@@ -57,7 +58,7 @@ def _open(t: Tables, w: Work, tree: Tree, depth: Any, rounding: float) -> None:
     count = 0
     for c in range(t.choices[operator]):
         if ascending(tree.listed[operator, c], tree.group, tree.used[depth]):
-            bound = max(w.found[c] * rounding, before)
+            bound = max(w.bound[c] * rounding, before)
             at = count
             while at > 0 and tree.bound[depth, at - 1] > bound:
                 tree.bound[depth, at] = tree.bound[depth, at - 1]
@@ -112,14 +113,14 @@ def descend(t: Tables, w: Work, ahead: F64, tree: Tree, limit: float, nodes: Any
 @lean
 def proved(tree: Tree) -> float:
     """The least bound of all that has not been looked at yet."""
-    found = np.inf
+    least = np.inf
     for depth in range(tree.scalars[0] + 1):
         if tree.opened[depth] == 1:
             at = tree.position[depth]
             if at < tree.width[depth]:
-                found = min(found, tree.bound[depth, at])
+                least = min(least, tree.bound[depth, at])
         elif depth > 0:  # chosen, but its children have not been made
-            found = min(found, tree.bound[depth - 1, tree.position[depth - 1] - 1])
+            least = min(least, tree.bound[depth - 1, tree.position[depth - 1] - 1])
         else:
-            found = 0.0
-    return found
+            least = 0.0
+    return least

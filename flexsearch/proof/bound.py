@@ -10,7 +10,13 @@ For each number m of devices that a plan may use, the bound is the largest of th
 - **links**: the loss must reach every device.
 
 The proof uses only that a task takes at least its duration, starts after its dependencies, and has its processor to
-itself. Contention, latency and the order of events can only make a plan slower.
+itself. Contention, latency, the order of events, stages and recomputation can only make a plan slower.
+
+Microbatches split the sample axes in time. The work of an operator is then that of the pieces of all its microbatches,
+each of which costs its share of the iteration space at least ``Least.work`` seconds, so that their sum is the bound as
+before, with shorter pieces to choose from. Along a path the pieces of one microbatch add up, and every microbatch goes
+along every path. So both arguments hold with pieces whose sample axes are divided by the number of microbatches, too.
+Backward passes must be whole: a schedule that puts off the gradients of weights shortens the path.
 """
 
 from __future__ import annotations
@@ -59,12 +65,15 @@ class Least:
     work: npt.NDArray[np.float64]
 
 
-def lower_bound(graph: OperatorGraph, topology: Topology, costs: Costs, options: Options | None = None) -> Bound:
-    """A time (s) below that of every legal plan of ``graph`` on ``topology`` under ``options``; buckets of any size."""
+def lower_bound(
+    graph: OperatorGraph, topology: Topology, costs: Costs, options: Options | None = None, microbatches: int = 1
+) -> Bound:
+    """A time (s) below that of every legal plan of ``graph`` on ``topology`` under ``options`` with this number of
+    ``microbatches``; buckets of any size."""
     options = options or Options()
     count = len(topology.devices)
     kinds = device_kinds(topology.devices)
-    least = _least(graph, costs, kinds, count)
+    least = _least(graph, costs, kinds, count, microbatches)
     columns = {
         "critical path": _critical_path(graph, topology, costs, options, least, kinds),
         "work": _work(graph, topology, costs, options, least, kinds),
@@ -79,31 +88,35 @@ def lower_bound(graph: OperatorGraph, topology: Topology, costs: Costs, options:
 
 def device_kinds(devices: Sequence[Device]) -> list[list[int]]:
     """Devices that compute equally fast, together."""
-    found: dict[object, list[int]] = {}
+    kinds: dict[object, list[int]] = {}
     for k, d in enumerate(devices):
         key = d.kind, d.model, tuple(sorted(d.flops.items())), d.memory_bandwidth, d.overhead_s
-        found.setdefault(key, []).append(k)
-    return list(found.values())
+        kinds.setdefault(key, []).append(k)
+    return list(kinds.values())
 
 
-def _least(graph: OperatorGraph, costs: Costs, kinds: Sequence[Sequence[int]], count: int) -> list[Least]:
+def _least(
+    graph: OperatorGraph, costs: Costs, kinds: Sequence[Sequence[int]], count: int, microbatches: int
+) -> list[Least]:
     """For each operator; repeated layers are worked out once. Arrays: (kinds, count)."""
-    known: dict[object, Least] = {}
-    found = []
+    of_kind: dict[object, Least] = {}
+    rows = []
     for i, op in enumerate(graph.operators):
         operands = tuple(
             (graph.tensor[n].shape, graph.tensor[n].dtype, n in graph.differentiable) for n in (*op.inputs, *op.outputs)
         )
         key = op.kind, op.pattern, op.axes, repr(sorted(op.attributes.items())), operands, graph.has_backward[i]
-        if key not in known:
-            known[key] = least_costs(op, i, costs, [kind[0] for kind in kinds], count)
-        found.append(known[key])
-    return found
+        if key not in of_kind:
+            of_kind[key] = least_costs(op, i, costs, [kind[0] for kind in kinds], count, microbatches)
+        rows.append(of_kind[key])
+    return rows
 
 
-def least_costs(op: Operator, operator: int, costs: Costs, devices: Sequence[int], count: int) -> Least:
+def least_costs(
+    op: Operator, operator: int, costs: Costs, devices: Sequence[int], count: int, microbatches: int = 1
+) -> Least:
     """Over all pieces of all configs on at most m devices, m from 1 to ``count``; rows: ``devices``."""
-    extents, parts, share = piece_extents(op, count)
+    extents, parts, share = piece_extents(op, count, microbatches)
     rows = []
     for device in devices:
         forward, backward = costs.compute_many(operator, extents, device)
@@ -118,29 +131,33 @@ def least_costs(op: Operator, operator: int, costs: Costs, devices: Sequence[int
 
 
 def piece_extents(
-    op: Operator, count: int
+    op: Operator, count: int, microbatches: int = 1
 ) -> tuple[dict[str, npt.NDArray[np.int64]], npt.NDArray[np.int64], npt.NDArray[np.float64]]:
-    """All extents that pieces can have on at most ``count`` devices: an array for every axis, how many parts the
-    operator is split into, and which share of its iteration space a piece is."""
+    """All extents that pieces of one microbatch can have on at most ``count`` devices: an array for every axis, how
+    many parts the operator is split into (microbatches not counted), and which share of its iteration space a piece is.
+
+    An axis of n indices in d parts of one of M microbatches has pieces of n // (d M) or one more indices, whichever way
+    the remainders fall."""
     axes = op.splittable
+    sample = np.array([microbatches if op.roles[a] == "sample" else 1 for a in axes], dtype=np.int64)
     sizes = np.array([op.sizes[a] for a in axes], dtype=np.int64)
     degrees, parts = np.ones((1, 0), dtype=np.int64), np.ones(1, dtype=np.int64)
-    for size in sizes:
+    for size, times in zip(sizes, sample, strict=True):
         rows, tries = [], []
-        for degree in range(1, min(int(size), count) + 1):
+        for degree in range(1, max(1, min(int(size // times), count)) + 1):
             fits = parts * degree <= count
             rows.append(np.column_stack((degrees[fits], np.full(int(fits.sum()), degree))))
             tries.append(parts[fits] * degree)
         degrees, parts = np.concatenate(rows), np.concatenate(tries)
-    low = sizes // degrees
-    uneven = sizes % degrees > 0
-    found, of = [], []
+    low = np.maximum(sizes // (degrees * sample), 1)
+    uneven = (sizes > low) & (sizes % (degrees * sample) > 0)
+    extents_of, parts_of = [], []
     for bits in range(2 ** len(axes)):  # a piece is the longer or the shorter one along each axis
         longer = np.array([bits >> k & 1 for k in range(len(axes))], dtype=np.int64)
         possible = (uneven | (longer == 0)).all(axis=1)
-        found.append(low[possible] + longer)
-        of.append(parts[possible])
-    pieces, parts = np.concatenate(found), np.concatenate(of)
+        extents_of.append(low[possible] + longer)
+        parts_of.append(parts[possible])
+    pieces, parts = np.concatenate(extents_of), np.concatenate(parts_of)
     extents = {a: np.full(len(parts), n, dtype=np.int64) for a, n in op.sizes.items()}
     extents |= {a: pieces[:, k] for k, a in enumerate(axes)}
     return extents, parts, np.asarray((pieces / sizes).prod(axis=1))
@@ -283,8 +300,8 @@ def _shared(seconds: npt.NDArray[np.float64], members: npt.NDArray[np.int64], us
                     for factor in (step, 1.0 / step):
                         tried = prices.copy()
                         tried[k] *= factor
-                        if (found := proved(tried)) > best * (1.0 + 1e-12):
-                            prices, best, better = tried, found, True
+                        if (bound := proved(tried)) > best * (1.0 + 1e-12):
+                            prices, best, better = tried, bound, True
     return best
 
 

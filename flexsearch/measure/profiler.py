@@ -1,0 +1,137 @@
+"""Measures each distinct (operator, local shape, dtype) of a graph, forward and backward, on the device at hand, and
+the updates of the optimizers."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from statistics import median
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from flexsearch.allocator import keep_freed_memory
+from flexsearch.cost.profile import Entry, Profile, ProfileDevice, UpdateEntry, cpu_model
+from flexsearch.errors import ProfileError
+from flexsearch.graph.model import OperatorGraph
+from flexsearch.measure.cases import check_memory, plan, quick_enough
+from flexsearch.measure.neighbours import neighbours
+from flexsearch.measure.sweeps import Bench, clock_of
+
+Progress = Callable[[int, int], None]
+"""Called with the number of entries that are measured, and of all."""
+
+UPDATE_BYTES = 64 << 20
+"""Weights whose update is measured."""
+
+
+def profile_graph(
+    graph: OperatorGraph,
+    *,
+    device: str = "cpu",
+    threads: int = 1,
+    max_parts: int = 4,
+    known: Profile | None = None,
+    repeats: int = 7,
+    budget_s: float | None = None,
+    progress: Progress | None = None,
+    busy_neighbours: int = 0,
+) -> Profile:
+    """Profile of all pieces of ``graph`` that splitting each operator into up to ``max_parts`` can make.
+
+    ``known``: measurements that are kept and not repeated. ``repeats``: at most so many for each entry, whose median
+    counts. ``budget_s``: stop after so many seconds; whole operators and splits of one axis are measured first, and the
+    roofline fills what is missing. ``busy_neighbours``: that many processes do the same kind of work meanwhile, as on a
+    machine whose cores share the memory. Raises ProfileError if ``known`` is of another device, ``device`` is not
+    there, or a count is below 1.
+    """
+    for option, value in (("threads", threads), ("max_parts", max_parts), ("repeats", repeats)):
+        if value < 1:
+            raise ProfileError(f"{option} is {value}", "Give at least 1.")
+    here = _device(device, threads)
+    if here.kind == "cpu":
+        keep_freed_memory()  # as the runtime does
+    if known is not None:
+        known.extended(Profile(device=here, torch=torch.__version__, busy_neighbours=busy_neighbours))  # if they fit
+    rounds = plan(graph, max_parts, frozenset(known.entries) if known else frozenset())
+    check_memory(rounds)
+    rounds = [[case for case in cases if quick_enough(case, here.kind, budget_s)] for cases in rounds]
+    deadline = None if budget_s is None else time.monotonic() + budget_s
+    entries: dict[str, Entry] = {}
+    total = sum(map(len, rounds))
+    with _threads(threads), neighbours(graph, device, threads, max_parts, busy_neighbours):
+        bench = Bench(device)
+        for cases in rounds:
+            if deadline is not None and time.monotonic() > deadline:
+                break
+            entries |= bench.measure(cases, repeats, deadline)
+            if progress is not None:
+                progress(len(entries), total)
+        updates = {} if known and len(known.updates) == len(_OPTIMIZERS) else measure_updates(device)
+    new = Profile(
+        device=here, torch=torch.__version__, busy_neighbours=busy_neighbours, entries=entries, updates=updates
+    )
+    return new if known is None else known.extended(new)
+
+
+_OPTIMIZERS: dict[Literal["sgd", "momentum", "adam"], Callable[[list[Tensor]], torch.optim.Optimizer]] = {
+    "sgd": lambda weights: torch.optim.SGD(weights, lr=1e-3),
+    "momentum": lambda weights: torch.optim.SGD(weights, lr=1e-3, momentum=0.9),
+    "adam": lambda weights: torch.optim.Adam(weights, lr=1e-3),
+}
+
+
+def measure_updates(
+    device: str, few: int = 4, many: int = 1024, repeats: int = 5
+) -> dict[Literal["sgd", "momentum", "adam"], UpdateEntry]:
+    """Time of torch.optim's updates of UPDATE_BYTES of float32 weights in ``few`` and in ``many`` tensors, and from the
+    difference what a tensor costs."""
+    entries: dict[Literal["sgd", "momentum", "adam"], UpdateEntry] = {}
+    for name, make in _OPTIMIZERS.items():
+        small, large = (_update_s(make, device, count, repeats) for count in (few, many))
+        per_tensor = max(0.0, (large - small) / (many - few))
+        per_byte = max(0.0, small - few * per_tensor) / UPDATE_BYTES
+        entries[name] = UpdateEntry(s_per_byte=per_byte, s_per_tensor=per_tensor)
+    return entries
+
+
+def _update_s(make: Callable[[list[Tensor]], torch.optim.Optimizer], device: str, count: int, repeats: int) -> float:
+    weights = [torch.zeros(UPDATE_BYTES // 4 // count, device=device, requires_grad=True) for _ in range(count)]
+    for weight in weights:
+        weight.grad = torch.ones_like(weight)
+    optimizer = make(weights)
+    clock = clock_of(torch.device(device))
+    times = []
+    for _ in range(repeats + 1):
+        start = clock.mark()
+        optimizer.step()
+        end = clock.mark()
+        clock.wait()
+        times.append(clock.between(start, end))
+    return median(times[1:])  # the first makes the state
+
+
+def _device(device: str, threads: int) -> ProfileDevice:
+    try:
+        kind = torch.device(device).type
+    except RuntimeError as error:
+        raise ProfileError(f"there is no device {device!r}", "Give 'cpu', 'cuda' or 'cuda:N'.") from error
+    if kind == "cuda":
+        if not torch.cuda.is_available():
+            raise ProfileError("this machine has no CUDA device to profile", "Give device 'cpu'.")
+        return ProfileDevice(kind="cuda", model=torch.cuda.get_device_name(device))
+    if kind != "cpu":
+        raise ProfileError(f"cannot profile device {device!r}", "Give 'cpu', 'cuda' or 'cuda:N'.")
+    return ProfileDevice(kind="cpu", model=cpu_model(), threads=threads)
+
+
+@contextmanager
+def _threads(count: int) -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(count)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)

@@ -1,0 +1,154 @@
+"""The strategy file: ``flexsearch.strategy/2``, and ``/1``, which is still read. Plain data, read by ``model``.
+
+What is as in the plain case is left out: one stage on all devices in their order, one microbatch, an operator on every
+position of its mesh, weights kept whole.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Literal
+
+from pydantic import Field, model_validator
+
+from flexsearch.files import FileModel, parse, printable, read_json
+from flexsearch.quantities import MAX_DEVICES, Capacity, Count, Degree, DeviceIndex, Name
+from flexsearch.strategy.positions import Numbers
+from flexsearch.strategy.records import (
+    GraphReference,
+    Input,
+    OptimizerName,
+    Options,
+    Prediction,
+    Reference,
+    Search,
+    SearchRecord,
+)
+from flexsearch.strategy.stage import ScheduleKind
+from flexsearch.topology import Topology
+
+
+class OperatorRange(FileModel):
+    """Operators from ``first`` to ``last``, in the order of the file's ``operators``."""
+
+    first: Name
+    last: Name
+
+
+class StageFile(FileModel):
+    """A stage. ``operators``: names, or a range; left out where there is one stage. ``mesh``: its devices in order,
+    by index into the topology; or ``axes``, all devices by the axes of the topology, the slowest first; left out: all
+    devices in their order. ``replicas``: so many equal parts of the mesh run the stage."""
+
+    operators: tuple[Name, ...] | None = None
+    range: OperatorRange | None = None
+    mesh: Numbers | None = None
+    axes: Literal["hosts x devices", "devices x hosts"] | None = None
+    replicas: Degree | None = None
+
+    @model_validator(mode="after")
+    def _once(self) -> StageFile:
+        if self.operators is not None and self.range is not None:
+            raise ValueError("gives both operators and a range; remove one of them")
+        if self.mesh is not None and self.axes is not None:
+            raise ValueError("gives both a mesh and axes; remove one of them")
+        return self
+
+
+class ConfigFile(FileModel):
+    """How an operator is split. ``positions``: who computes each piece, as positions in the mesh of the operator's
+    stage; left out: all of them in order. ``states``: how its weights, their gradients and optimizer states are kept:
+    each device that needs a weight keeps the whole, or a part of it and gathers the rest for the step."""
+
+    degrees: dict[Name, Degree] | None = None
+    positions: Numbers | None = None
+    replicas: Degree | None = None
+    states: Literal["whole", "sharded"] | None = None
+
+
+class SynchronisationFile(FileModel):
+    """How replicas of weights come to agree; fields as of ``Options``."""
+
+    bucket_bytes: Capacity
+    prefetch: Count | None = None
+
+
+class StrategyFile(FileModel):
+    """Contents of a strategy file. ``cluster`` is the topology itself: training code needs no second file."""
+
+    format: Literal["flexsearch.strategy/2"] = "flexsearch.strategy/2"
+    graph: GraphReference
+    inputs: tuple[Input, ...]
+    topology: Reference
+    cluster: Topology
+    optimizer: OptimizerName = "momentum"
+    synchronisation: SynchronisationFile
+    stages: Annotated[tuple[StageFile, ...], Field(min_length=1, max_length=MAX_DEVICES)] | None = None
+    schedule: ScheduleKind | None = None
+    microbatches: Annotated[Count, Field(ge=1)] | None = None
+    operators: dict[Name, ConfigFile]
+    prediction: Prediction | None = None
+    search: Search | None = None
+
+    @model_validator(mode="after")
+    def _consistent(self) -> StrategyFile:
+        _check_cluster(self.cluster, self.topology)
+        if self.stages is not None and len(self.stages) > 1:
+            for number, stage in enumerate(self.stages):
+                if stage.operators is None and stage.range is None:
+                    raise ValueError(f"stages.{number} needs operators or a range, because there are several stages")
+        return self
+
+
+class SearchV1(SearchRecord):
+    """As ``Search``, with ``optimal`` for what is locally optimal."""
+
+    optimal: bool = False
+
+
+class OptionsV1(FileModel):
+    """Options of version 1."""
+
+    bucket_bytes: Capacity = Options().bucket_bytes
+    optimizer: OptimizerName = "momentum"
+
+
+class ConfigV1(FileModel):
+    """A config of version 1, with devices of the topology."""
+
+    degrees: dict[Name, Degree] = Field(default_factory=dict)
+    devices: Annotated[tuple[DeviceIndex, ...], Field(min_length=1, max_length=MAX_DEVICES)]
+    replicas: Degree = 1
+    shard_weights: bool = False
+
+
+class StrategyV1(FileModel):
+    """Contents of a strategy file of version 1: one stage, one microbatch."""
+
+    format: Literal["flexsearch.strategy/1"] = "flexsearch.strategy/1"
+    graph: GraphReference
+    inputs: tuple[Input, ...]
+    topology: Reference
+    cluster: Topology
+    options: OptionsV1 = OptionsV1()
+    operators: dict[Name, ConfigV1]
+    prediction: Prediction | None = None
+    search: SearchV1 | None = None
+
+    @model_validator(mode="after")
+    def _consistent(self) -> StrategyV1:
+        _check_cluster(self.cluster, self.topology)
+        return self
+
+
+def _check_cluster(cluster: Topology, reference: Reference) -> None:
+    if cluster.content_hash() != reference.hash:
+        raise ValueError("topology.hash is not that of the cluster; was the file edited?")
+
+
+def read_strategy(path: str | Path) -> StrategyFile | StrategyV1:
+    """A strategy file of either version. Raises FileFormatError that names the wrong field."""
+    data, source = read_json(path, "strategy"), f"file {printable(str(path))}"
+    if isinstance(data, dict) and data.get("format") == "flexsearch.strategy/1":
+        return parse(StrategyV1, data, source, "strategy")
+    return parse(StrategyFile, data, source, "strategy")

@@ -1,0 +1,83 @@
+"""What a strategy says besides its configs: options of the whole step, what it was made for, how it was found."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import Field, field_validator
+
+from flexsearch.errors import StrategyError
+from flexsearch.files import FileModel
+from flexsearch.graph import Dtype, Tracing
+from flexsearch.quantities import Capacity, Count, Digest, Name, PredictedSeconds, Seed, Shape, Text
+from flexsearch.strategy.config import read_pin
+
+OptimizerName = Literal["sgd", "momentum", "adam"]
+
+
+class Options(FileModel):
+    """What is chosen for the whole step. ``bucket_bytes``: gradients are synchronised in buckets of about this size.
+    ``optimizer``: how much state an update reads and writes (none, one, or two tensors per weight). ``prefetch``: how
+    many operators ahead of their use sharded weights are gathered; None: all of them at the start of the step."""
+
+    bucket_bytes: Capacity = 25 * 2**20
+    optimizer: OptimizerName = "momentum"
+    prefetch: Count | None = None
+
+
+class Reference(FileModel):
+    """What a file was made for: the name for people, the hash for the check."""
+
+    name: Text
+    hash: Digest
+
+
+class GraphReference(Reference):
+    """The graph, and how its model must be imported to give it again."""
+
+    tracing: Tracing = Tracing()
+
+
+class Prediction(FileModel):
+    """What the simulator said when the strategy was made."""
+
+    iteration_s: PredictedSeconds
+    data_parallel_s: PredictedSeconds | None = None
+    peak_bytes: Annotated[int, Field(ge=0)] | None = None
+
+
+class SearchRecord(FileModel):
+    """How a strategy was found: with a budget of proposals, the same graph, topology, options, pins and seed give the
+    same strategy. ``proposals``, ``climbs``: made so far, searches that it was resumed from included. ``start``: what
+    led to it. ``bound_s``: no plan is faster."""
+
+    seed: Seed
+    proposals: Count
+    climbs: Count = 0
+    start: Text = ""
+    pins: tuple[Text, ...] = ()
+    bound_s: PredictedSeconds | None = None
+
+    @field_validator("pins")
+    @classmethod
+    def _readable(cls, pins: tuple[str, ...]) -> tuple[str, ...]:
+        for pin in pins:
+            try:
+                read_pin(pin)
+            except StrategyError as error:
+                raise ValueError(error.message) from error
+        return pins
+
+
+class Search(SearchRecord):
+    """``locally_optimal``: no change of one operator is known to make the strategy faster."""
+
+    locally_optimal: bool = False
+
+
+class Input(FileModel):
+    """A tensor that the model is fed: enough to trace the model again where the strategy is used."""
+
+    name: Name
+    shape: Shape
+    dtype: Dtype
