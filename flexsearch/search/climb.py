@@ -109,17 +109,19 @@ class Climber:
         if climb.optimal and done.configs == start:
             done.optimal = True
         else:
-            self._polish(climb, done, watch)
+            self._polish(climb, done, watch, climb.proposals - done.proposals, classes_only=climb.coarse)
         watch(done)
         return done
 
     def _coarse(self, climb: Climb, rng: np.random.Generator, done: Climbed, watch: Watch) -> None:
-        """Chains over whole classes of operators: first from the climb's start, then from the best plan so far."""
+        """Chains over whole classes of operators: first from the climb's start, then from the best plan so far. Then
+        greedy descent over classes, which finds what alternates."""
         for _ in range(COARSE_CHAINS):
             before = done.evaluation
             self._chain(climb, rng, done, watch, coarse=True)
             if done.evaluation.cost > (1.0 - GAIN) * before.cost:
-                return
+                break
+        self._polish(climb, done, watch, min(climb.proposals - done.proposals, self.patience), classes_only=True)
 
     def _chain(
         self, climb: Climb, rng: np.random.Generator, done: Climbed, watch: Watch, coarse: bool = False
@@ -151,8 +153,8 @@ class Climber:
         if better(now, done.evaluation):  # where nothing fits into memory, a chain may end worse than it began
             done.configs, done.evaluation = configs, now
 
-    def _polish(self, climb: Climb, done: Climbed, watch: Watch) -> None:
-        """Greedy descent, until nothing helps or there are no more proposals."""
+    def _polish(self, climb: Climb, done: Climbed, watch: Watch, proposals: int, classes_only: bool) -> None:
+        """Greedy descent, until nothing helps or so many proposals were made."""
         before = done.proposals
 
         def look(tried: int, taken: Taken | None) -> None:
@@ -165,8 +167,6 @@ class Climber:
                 done.curve.append((done.proposals, taken.evaluation.cost))
             watch(done)
 
-        done.polishing = not climb.coarse
-        ended = self.polish.descend(
-            done.configs, done.evaluation, climb.proposals - before, classes_only=climb.coarse, look=look
-        )
-        done.optimal, done.polishing = ended and not climb.coarse, False
+        done.polishing = not classes_only
+        ended = self.polish.descend(done.configs, done.evaluation, proposals, classes_only, look)
+        done.optimal, done.polishing = ended and not classes_only, False

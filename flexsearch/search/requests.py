@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from typing import Final
 
@@ -56,12 +57,17 @@ class Requests:
         other = {first: second, second: first}
         return config.on(other.get(d, d) for d in config.devices)
 
+    def _draw(self, k: int) -> Callable[[np.random.Generator, int], OperatorConfig]:
+        """How candidate ``k`` is drawn: of each four, one splits samples at most and one a single axis; of the others
+        of coarse chains, one has any degrees on a block."""
+        if k % 4 < 2:
+            return partial(self.space.draw_simple, samples=k % 4 == 0)
+        return self.space.draw_regular if k % 4 == 2 and k >= COARSE_FIRST else self.space.draw
+
     def candidate(self, operator: int, k: int) -> OperatorConfig:
         """Candidate ``k``: the same whenever it is asked for, and for all operators of the same shape."""
         model = self.space.model[operator]
         if (config := self._drawn.get((model, k))) is None:
             rng = np.random.Generator(np.random.PCG64([self.seed, model, k]))
-            simple = k % 4 < (3 if k >= COARSE_FIRST else 2)
-            draw = partial(self.space.draw_simple, samples=k % 4 == 0) if simple else self.space.draw
-            config = self._drawn[model, k] = draw(rng, model)
+            config = self._drawn[model, k] = self._draw(k)(rng, model)
         return config

@@ -219,6 +219,15 @@ class Space:
             degrees, count = {}, 1
         return make_config(op, degrees, self.meshes.draw(rng, count, PERMUTED))
 
+    def draw_regular(self, rng: np.random.Generator, operator: int) -> OperatorConfig:
+        """As ``draw``, among what descents try: any degrees whose product divides the number of devices, on an aligned
+        block of the machine in any order of its axes; half of the time on all devices."""
+        op = self.graph.operators[operator]
+        count = self.count if rng.random() < 0.5 else int(self.counts[rng.integers(len(self.counts))])
+        choices = _factored(count, tuple(op.sizes[a] for a in op.splittable))
+        degrees = dict(zip(op.splittable, choices[rng.integers(len(choices))], strict=True))
+        return make_config(op, degrees, self.meshes.draw(rng, count, PERMUTED))
+
     def alternatives(self, operator: int, configs: Sequence[OperatorConfig]) -> Iterator[OperatorConfig]:
         """Configs of one operator to try with everything else fixed: what its neighbours suggest, other weights
         storage, then every way to factor a divisor of the number of devices over its axes, on each aligned block."""
