@@ -35,8 +35,8 @@ from flexsearch.cost import Costs
 from flexsearch.graph import OperatorGraph
 from flexsearch.lower import TaskArrays
 from flexsearch.search.climb import Climber
+from flexsearch.search.constants import ROWS
 from flexsearch.search.evaluate import Configs
-from flexsearch.search.runner import ROWS
 from flexsearch.simulate.delta import DeltaSimulator
 from flexsearch.simulate.kernel import times
 from flexsearch.strategy import Options
@@ -63,13 +63,13 @@ def chain(climber: Climber, start: Configs, seconds: float, most: int) -> tuple[
     began = time.perf_counter()
     while done < most and time.perf_counter() - began < seconds:
         now = climber.evaluate(start)
-        climber.runner.begin(start, now, now, generation, climber.patience)
+        climber.chain.begin(start, now, now, generation, climber.patience)
         rng, ended = np.random.Generator(np.random.PCG64(generation)), False
         before = done
         while not ended and done < most and time.perf_counter() - began < seconds:
-            ended = climber.runner.go(rng, min(ROWS, most - done))
-            done = before + climber.runner.steps
-        accepted += climber.runner.accepted
+            ended = climber.chain.run(rng, min(ROWS, most - done))
+            done = before + climber.chain.steps
+        accepted += climber.chain.accepted
         generation += 1
     return done, accepted, time.perf_counter() - began
 

@@ -9,10 +9,11 @@ import pytest
 
 from flexsearch.cost import Costs
 from flexsearch.graph import OperatorGraph
-from flexsearch.search.chain import DRAWN, LEVEL, draw
-from flexsearch.search.climb import GAIN, TRIES, Climb, Climbed, Climber, Watch
+from flexsearch.search.chain import Chain
+from flexsearch.search.climb import Climb, Climbed, Climber, Watch
+from flexsearch.search.constants import COARSE_CHAINS, EXCESS, FIRST, GAIN
 from flexsearch.search.evaluate import Evaluation
-from flexsearch.search.runner import EXCESS, FIRST, Runner
+from flexsearch.search.moves import draw
 from flexsearch.strategy import OperatorConfig, Options
 from flexsearch.strategy.baselines import baseline
 from flexsearch.strategy.depth import unrolled
@@ -28,12 +29,12 @@ def test_a_temperature_lasts_longer_while_it_brings_gains() -> None:
     for number in range(6):
         start = climber.space.random_plan(rng)
         now = climber.evaluate(start)
-        climber.runner.begin(start, now, now, number, patience)
+        climber.chain.begin(start, now, now, number, patience)
         since, level, ended = 0, 0, False
         while not ended and level < len(EXCESS) - 1 - FIRST[number % len(FIRST)]:
-            ended = climber.runner.go(rng, 1)
+            ended = climber.chain.run(rng, 1)
             since += 1
-            if (reached := int(climber.runner._chain.counts[LEVEL])) > level:
+            if (reached := int(climber.chain._state.level[0])) > level:
                 assert reached == level + 1
                 lasted.append(since)
                 since, level = 0, reached
@@ -48,8 +49,8 @@ def test_links_that_are_alike_lead_to_the_same_configs(graph: OperatorGraph) -> 
     space, rng, shared = climber.space, np.random.Generator(np.random.PCG64(0)), 0
     start = space.random_plan(rng)
     now = climber.evaluate(start)
-    climber.runner.begin(start, now, now, 0, 1)
-    templates, moves = climber.evaluate.at(start).templates, climber.runner._moves
+    climber.chain.begin(start, now, now, 0, 1)
+    templates, moves = climber.evaluate.at(start).templates, climber.chain._moves
     links = [(i, link) for i, links in enumerate(space.propagation.links) for link in links]
     for kind, (source, link) in zip(moves.link_kind.tolist(), links, strict=True):
         like_source, like = links[kind]
@@ -74,10 +75,10 @@ def test_a_coarse_chain_keeps_the_steps_of_a_layer_alike() -> None:
     start = baseline("data-parallel", graph, topology).in_order(graph)
     now, rng, seen = climber.evaluate(start), np.random.Generator(np.random.PCG64(0)), set()
     for coarse in (True, False):
-        climber.runner.begin(start, now, now, 0, 400, coarse)
+        climber.chain.begin(start, now, now, 0, 400, coarse)
         mixed = False
         for _ in range(40):
-            climber.runner.go(rng, 16)
+            climber.chain.run(rng, 16)
             configs = climber.evaluate.at_hand
             kinds = [{configs[i] for i in steps} for steps in layers.values()]
             mixed = mixed or any(len(kind) > 1 for kind in kinds)
@@ -91,8 +92,8 @@ def test_classes_that_change_together_have_no_operators_in_common() -> None:
     climber = Climber(graph, topology, Costs(graph, topology), Options(), seed=0)
     start = baseline("data-parallel", graph, topology).in_order(graph)
     now = climber.evaluate(start)
-    climber.runner.begin(start, now, now, 0, 1, coarse=True)
-    apart, parts = climber.runner._moves.apart, climber.space.parts
+    climber.chain.begin(start, now, now, 0, 1, coarse=True)
+    apart, parts = climber.chain._moves.apart, climber.space.parts
     assert {i for part in parts for i in part} == set(climber.space.leaders)
     assert 0 < apart.sum() < apart.size - len(parts)  # all layers of a shape, and each of them
     for a, first in enumerate(parts):
@@ -115,19 +116,19 @@ def test_coarse_chains_go_on_from_the_best_plan_while_they_gain(monkeypatch: pyt
         kinds.append(coarse)
         ends.append(done.evaluation.cost)
 
-    begin, starts = Runner.begin, list[tuple[OperatorConfig, ...]]()
+    begin, starts = Chain.begin, list[tuple[OperatorConfig, ...]]()
 
-    def noting(self: Runner, configs: tuple[OperatorConfig, ...], *rest: object) -> None:
+    def noting(self: Chain, configs: tuple[OperatorConfig, ...], *rest: object) -> None:
         starts.append(configs)
         begin(self, configs, *rest)  # type: ignore[arg-type]
 
     monkeypatch.setattr(Climber, "_chain", watched)
-    monkeypatch.setattr(Runner, "begin", noting)
+    monkeypatch.setattr(Chain, "begin", noting)
     climb = Climb(0, 0, "from random", start, 10**6, climber.evaluate(start), coarse=True)
     done = climber.climb(climb, lambda _: None)
-    assert kinds == [True] * (len(kinds) - 1) + [False] and 2 < len(kinds) <= TRIES + 1
+    assert kinds == [True] * (len(kinds) - 1) + [False] and 2 < len(kinds) <= COARSE_CHAINS + 1
     gains = [1.0 - b / a for a, b in pairwise(ends[:-1])]
-    assert all(gain >= GAIN for gain in gains[:-1]) and (gains[-1] < GAIN or len(gains) == TRIES)
+    assert all(gain >= GAIN for gain in gains[:-1]) and (gains[-1] < GAIN or len(gains) == COARSE_CHAINS)
     assert not done.optimal  # operators one by one are left to other climbs
 
 
@@ -135,20 +136,20 @@ def test_coarse_chains_go_on_from_the_best_plan_while_they_gain(monkeypatch: pyt
 def test_what_a_class_changes_to(kind: float) -> None:
     graph, topology = recurrent(), Topology.load("p100:1")
     climber = Climber(graph, topology, Costs(graph, topology), Options(), seed=0)
-    space, runner = climber.space, climber.runner
+    space, chain = climber.space, climber.chain
     start = space.random_plan(np.random.Generator(np.random.PCG64(2)))
     now, different = climber.evaluate(start), 0
-    runner.begin(start, now, now, 0, 1, coarse=True)
-    simulator, chain = climber.evaluate.at(start), runner._chain
+    chain.begin(start, now, now, 0, 1, coarse=True)
+    simulator, draws = climber.evaluate.at(start), chain._draws
     for k, part in enumerate(space.parts):
-        row = chain.uniform[0]
+        row = draws.uniform[0]
         row[:] = 0.0
-        row[1], row[4], row[7], row[8] = (k + 0.5) / len(space.parts), kind, 0.9, 1.0
-        chain.counts[DRAWN] = 0
+        row[1], row[4], row[7], row[8], row[16] = (k + 0.5) / len(space.parts), kind, 0.9, 1.0, 1.0
+        draws.row[0] = 0
         pools, change = simulator.templates.pools, simulator.change
         table = simulator.templates.keys.table
-        if not draw(runner._moves, chain, simulator.state.config, pools.config_shard, table, change):
-            runner._answer(simulator)
+        if not draw(chain._moves, draws, simulator.state.config, pools.config_shard, table, change):
+            chain._answer(simulator)
         drawn = dict(zip(change.operator[: int(change.number[0])].tolist(), change.config.tolist(), strict=False))
         found = {i: simulator.templates.configs[n] for i, n in drawn.items()}
         assert len({found[i] for i in part}) == 1
@@ -175,7 +176,7 @@ def test_a_chain_that_ends_worse_than_it_began_leaves_the_plan(monkeypatch: pyte
     rng = np.random.Generator(np.random.PCG64(1))
     start, worse = climber.space.random_plan(rng), climber.space.random_plan(rng)
     now = climber.evaluate(start)
-    monkeypatch.setattr(Runner, "best", property(lambda _: (worse, Evaluation(2.0 * now.cost, 0.0))))
-    monkeypatch.setattr(Runner, "found", lambda _: [])
+    monkeypatch.setattr(Chain, "best", property(lambda _: (worse, Evaluation(2.0 * now.cost, 0.0))))
+    monkeypatch.setattr(Chain, "gains", lambda _: [])
     done = climber.climb(Climb(0, 0, "from random", start, 64, now, coarse=True), lambda _: None)
     assert done.proposals == 64 and done.configs == start and done.evaluation == now

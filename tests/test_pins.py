@@ -131,11 +131,11 @@ def test_a_chain_keeps_to_pins_of_operators_that_are_alike() -> None:
     space, rng = climber.space, np.random.Generator(np.random.PCG64(0))
     start = tuple(space.fix(i, config) for i, config in enumerate(space.random_plan(rng)))
     now = climber.evaluate(start)
-    climber.runner.begin(start, now, now, 0, 10_000)
-    climber.runner._chain.excess[:] = 1e6  # so hot that everything is accepted
+    climber.chain.begin(start, now, now, 0, 10_000)
+    climber.chain._schedule.excess[:] = 1e6  # so hot that everything is accepted
     seen = set()
     for _ in range(200):
-        climber.runner.go(rng, 10)
+        climber.chain.run(rng, 10)
         plan = climber.evaluate.at_hand
         assert all(space.fix(i, config) == config for i, config in enumerate(plan))
         seen |= {config.devices for op, config in zip(graph.operators, plan, strict=True) if op.name == "fc3"}

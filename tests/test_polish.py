@@ -12,11 +12,12 @@ from hypothesis import strategies as st
 from flexsearch.cost import Costs
 from flexsearch.graph import OperatorGraph
 from flexsearch.search import Evaluation, Evaluator, optimize, search
-from flexsearch.search.agenda import POLISHED, Agenda
 from flexsearch.search.climb import Climb, Climbed, Climber, Watch
+from flexsearch.search.climbs import POLISHED, ClimbSchedule
+from flexsearch.search.constants import ENOUGH
 from flexsearch.search.optimize import Budget
 from flexsearch.search.space import Space
-from flexsearch.search.team import Team, Turn
+from flexsearch.search.workers import Turn, Workers
 from flexsearch.simulate.delta import make_proposals
 from flexsearch.strategy import Options
 from flexsearch.topology import Topology
@@ -109,8 +110,8 @@ def test_when_a_search_turns_to_polishing() -> None:
     budget = Budget(100.0, None)
     run = optimize._Run(graph, topology, Costs(graph, topology), Options(), 0, None, budget, None)
     run.begin(None)
-    run._agenda = Agenda([], run.best, run.found_in, None, run.climber.patience, 0)
-    run._agenda._planned = [10, 10]
+    run._schedule = ClimbSchedule([], run.best, run.found_in, None, run.climber.patience, 0)
+    run._schedule._planned = [10, 10]
     start, seconds = run.best.configs, run.best.evaluation.time_s
     good = Climbed(0, "from megatron", start, Evaluation(seconds / 2, 0.0))
     other = Climbed(1, "from fsdp", start, Evaluation(seconds * 3 / 4, 0.0))
@@ -118,7 +119,7 @@ def test_when_a_search_turns_to_polishing() -> None:
         run._turn_to_polishing([good, other], here=1)
     climb = turn.value.plan(2)
     assert climb.phase == "from megatron, polished" and climb.configs == start and climb.patience == 0
-    assert run._polishing == 2 and len(run._agenda._planned) == 3 and run._agenda._turns == 1
+    assert run._polishing == 2 and len(run._schedule._planned) == 3 and run._schedule._turns == 1
     good.polishing = True  # in another process
     run._turn_to_polishing([good, other], here=1)
     assert run._polishing == 2
@@ -139,11 +140,11 @@ def test_polishing_waits_until_there_seems_to_be_time_for_it(monkeypatch: pytest
     found = {0: Climbed(0, "chain", run.best.configs, run._seen)}
     monkeypatch.setattr(optimize.time, "monotonic", lambda: run.began + 80.0)
     run.improved = run.began + 79.0
-    enough = int(80 / 20 * optimize.ENOUGH * run.climber.space.alternatives_on_blocks)
+    enough = int(80 / 20 * ENOUGH * run.climber.space.alternatives_on_blocks)
     found[0].proposals = enough - 5
     run._look(found, 0)
     found[0].proposals = enough + 5
-    with pytest.raises(Turn):  # its agenda is not asked yet
+    with pytest.raises(Turn):  # its schedule is not asked yet
         run._look(found, 0)
     run._polishing = 0
     run._look(found, 0)
@@ -179,10 +180,10 @@ def test_a_turn_leaves_the_climb_as_it_is_and_the_simulator_right() -> None:
             left.append((here, found[here].proposals))
             raise Turn(lambda index: Climb(index, index, "polish", found[here].configs, 40, now, patience=0))
 
-    team = Team(climber, (), 0, plan, look)
-    team.work()
-    assert [team.found[k].phase for k in sorted(team.found)] == ["chain", "polish", "chain", "polish"]
-    assert [(k, team.found[k].proposals) for k in (0, 2)] == left
+    workers = Workers(climber, (), 0, plan, look)
+    workers.work()
+    assert [workers.climbs[k].phase for k in sorted(workers.climbs)] == ["chain", "polish", "chain", "polish"]
+    assert [(k, workers.climbs[k].proposals) for k in (0, 2)] == left
     fresh = Evaluator(graph, topology, Costs(graph, topology), Options())
-    for climbed in team.found.values():
+    for climbed in workers.climbs.values():
         assert fresh(climbed.configs) == climbed.evaluation

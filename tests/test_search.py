@@ -26,13 +26,13 @@ from flexsearch.errors import StrategyError
 from flexsearch.graph import OperatorGraph
 from flexsearch.graph.importer import import_model
 from flexsearch.lower.ceiling import Ceiling
-from flexsearch.search import Evaluator, Progress, SearchResult, optimize, runner, search, team
-from flexsearch.search.agenda import POLISHED
+from flexsearch.search import Evaluator, Progress, SearchResult, chain, optimize, search, workers
 from flexsearch.search.climb import Climb, Climber
+from flexsearch.search.climbs import POLISHED
+from flexsearch.search.constants import FEW, ROWS
 from flexsearch.search.evaluate import better
 from flexsearch.search.optimize import Budget
-from flexsearch.search.runner import ROWS
-from flexsearch.search.space import FEW, Space
+from flexsearch.search.space import Space
 from flexsearch.simulate import memory
 from flexsearch.strategy import OperatorConfig, Options, Strategy, check_config, make_config
 from flexsearch.topology import Topology
@@ -78,10 +78,10 @@ def test_the_same_seed_gives_the_same_plan_and_another_seed_another_walk(tmp_pat
     assert one.history == two.history != other.history
 
 
-class LazyTeam(team.Team):
-    """The main process takes nothing before ``eager`` is true of the team: so workers are sure to have their part."""
+class LazyWorkers(workers.Workers):
+    """The main process takes nothing before ``eager`` is true of it: so workers are sure to have their part."""
 
-    eager: Callable[[team.Team], bool]
+    eager: Callable[[workers.Workers], bool]
     alone: ClassVar[list[int]] = []
     """Climbs of the main process."""
 
@@ -95,12 +95,12 @@ class LazyTeam(team.Team):
         return climb
 
 
-def lazy(monkeypatch: pytest.MonkeyPatch, eager: Callable[[team.Team], bool]) -> list[int]:
-    """Let searches be made by lazy teams; the climbs that their main process will make."""
-    monkeypatch.setattr(LazyTeam, "eager", staticmethod(eager), raising=False)
-    monkeypatch.setattr(LazyTeam, "alone", [])
-    monkeypatch.setattr(optimize, "Team", LazyTeam)
-    return LazyTeam.alone
+def lazy(monkeypatch: pytest.MonkeyPatch, eager: Callable[[workers.Workers], bool]) -> list[int]:
+    """Let searches be made by lazy workers; the climbs that their main process will make."""
+    monkeypatch.setattr(LazyWorkers, "eager", staticmethod(eager), raising=False)
+    monkeypatch.setattr(LazyWorkers, "alone", [])
+    monkeypatch.setattr(optimize, "Workers", LazyWorkers)
+    return LazyWorkers.alone
 
 
 @pytest.mark.parametrize("processes", [2, 3])
@@ -136,7 +136,7 @@ def test_a_worker_that_dies_takes_nothing_with_it(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(sys, "executable", str(worker))
     died: list[bool] = []
 
-    def has_died(made: team.Team) -> bool:
+    def has_died(made: workers.Workers) -> bool:
         died.extend([True] * bool(made._again))
         return bool(died)
 
@@ -405,20 +405,20 @@ def test_a_chain_is_at_a_plan_that_costs_what_it_says(graph: OperatorGraph, pres
     rng = np.random.Generator(np.random.PCG64(0))
     start = climber.space.random_plan(rng)
     now = climber.evaluate(start)
-    climber.runner.begin(start, now, now, 0, 400, coarse)
+    climber.chain.begin(start, now, now, 0, 400, coarse)
     costs = [now.cost]
     for _ in range(4):
-        ended = climber.runner.go(rng, 64)
+        ended = climber.chain.run(rng, 64)
         configs = climber.evaluate.at_hand
         for op, config in zip(graph.operators, configs, strict=True):
             check_config(op, config, len(topology.devices))
-        assert climber.runner.cost == fresh(configs).cost
-        best, evaluation = climber.runner.best
+        assert climber.chain.cost == fresh(configs).cost
+        best, evaluation = climber.chain.best
         assert fresh(best).cost == evaluation.cost
-        costs.append(climber.runner.cost)
+        costs.append(climber.chain.cost)
         if ended:
             break
-    assert climber.runner.accepted > 0 and len(set(costs)) > 1
+    assert climber.chain.accepted > 0 and len(set(costs)) > 1
     assert min(costs) >= evaluation.cost
 
 
@@ -426,16 +426,16 @@ def test_a_cold_chain_only_goes_down(monkeypatch: pytest.MonkeyPatch) -> None:
     graph, topology = cnn(), ethernet(4)
 
     def walk(excess: float) -> list[float]:
-        monkeypatch.setattr(runner, "EXCESS", (excess,))
-        monkeypatch.setattr(runner, "FIRST", (0,))
+        monkeypatch.setattr(chain, "EXCESS", (excess,))
+        monkeypatch.setattr(chain, "FIRST", (0,))
         climber = Climber(graph, topology, Costs(graph, topology), Options(), seed=0)
         start = climber.space.random_plan(np.random.Generator(np.random.PCG64(0)))
         now = climber.evaluate(start)
-        climber.runner.begin(start, now, now, 0, 400)
+        climber.chain.begin(start, now, now, 0, 400)
         rng, costs = np.random.Generator(np.random.PCG64(1)), [now.cost]
         for _ in range(40):
-            climber.runner.go(rng, 1)
-            costs.append(climber.runner.cost)
+            climber.chain.run(rng, 1)
+            costs.append(climber.chain.cost)
         return costs
 
     cold = walk(1e-12)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Final
 
 import numpy as np
 
@@ -12,6 +11,7 @@ from flexsearch.cost import Costs
 from flexsearch.graph import OperatorGraph
 from flexsearch.lower import Lowered, Lowering
 from flexsearch.lower.ceiling import Bytes
+from flexsearch.search.constants import PENALTY
 from flexsearch.simulate import memory
 from flexsearch.simulate.delta import DeltaSimulator
 from flexsearch.strategy import OperatorConfig, Options
@@ -19,9 +19,6 @@ from flexsearch.topology import Topology
 
 Configs = tuple[OperatorConfig, ...]
 """A config for each operator, in graph order."""
-
-PENALTY: Final = 30.0
-"""A plan that needs twice the memory of one device counts as 31 times as slow."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,26 +22,21 @@ from flexsearch.graph import OperatorGraph
 from flexsearch.lower import Lowering
 from flexsearch.proof.bound import lower_bound
 from flexsearch.quantities import MAX_COUNT, MAX_SEED
-from flexsearch.search.agenda import POLISH, Agenda, State
 from flexsearch.search.climb import Climb, Climbed, Climber
+from flexsearch.search.climbs import ClimbSchedule, Plan
+from flexsearch.search.constants import ENOUGH, POLISH, REBUCKET, WINDOW
 from flexsearch.search.evaluate import Configs, Evaluation, better, by_rank
 from flexsearch.search.outcome import Improvement, Outcome, Progress, SearchResult, Trail
 from flexsearch.search.pins import parse_pins
 from flexsearch.search.space import Rule
-from flexsearch.search.team import WINDOW, Team, Turn
 from flexsearch.search.tuning import Tuned, best_options, candidates, evaluations, whole_seconds
+from flexsearch.search.workers import Turn, Workers
 from flexsearch.simulate import Simulation, simulate
 from flexsearch.strategy import Options, Prediction, Search, Strategy
 from flexsearch.strategy.baselines import baselines
 from flexsearch.topology import Topology
 
 GIVEN: Final = "the given plan"
-ENOUGH: Final = 0.25
-"""But only if there seems to be time for so much of one look at every alternative: else the chains bring more."""
-REBUCKET: Final = 0.01
-"""The best plan gets another bucket size at the end if that gains this share of its time. A smaller gain is not worth
-giving up a local optimum for."""
-
 
 @dataclass(frozen=True, slots=True)
 class Budget:
@@ -161,7 +156,7 @@ class _Run:
         self.seconds = whole_seconds(graph, costs)
         self.began = self.improved = time.monotonic()
         self.outcomes: dict[str, Outcome] = {}
-        self.starts: dict[str, State] = {}
+        self.starts: dict[str, Plan] = {}
         self.tuned: dict[str, Tuned] = {}
         """Baselines, each with the options that suit it best."""
         self.choices: tuple[Options, ...] = ()
@@ -171,11 +166,11 @@ class _Run:
         self.history: list[Improvement] = []
         self.trails: list[Trail] = []
         self.found_in = ""
-        self.best: State
+        self.best: Plan
         self.proposals = self.accepted = 0
         self.climbs: Sequence[Climbed] = ()
         self.before = Search(seed=seed, proposals=0)
-        self._agenda: Agenda
+        self._schedule: ClimbSchedule
         self._said = 0.0
         self._seen: Evaluation | None = None
         self._processes = 1
@@ -206,7 +201,7 @@ class _Run:
         if late:
             raise _Stop(f"the budget of {self.budget.seconds:g} s was used up by the baselines")
         at = self.choices.index(self.options)
-        self.starts = {name: State(configs, table[name][at][1]) for name, configs in plans.items()}
+        self.starts = {name: Plan(configs, table[name][at][1]) for name, configs in plans.items()}
         self.evaluate.use(self.options)
         self.began = self.improved = time.monotonic()
 
@@ -242,7 +237,7 @@ class _Run:
                 self.outcomes[name] = self._outcome(best, lowering)
             if not self.history or better(best.evaluation, self.best.evaluation):
                 self.options = best.options
-                self._improve(0, State(best.configs, best.evaluation), name, "")
+                self._improve(0, Plan(best.configs, best.evaluation), name, "")
 
     def _outcome(self, plan: Tuned, lowering: Lowering) -> Outcome:
         simulated = partial(_simulated, lowering, plan.configs, plan.options)
@@ -262,17 +257,17 @@ class _Run:
             if not self.before.climbs or name in (GIVEN, self.found_in):  # else the search before climbed from it
                 distinct.setdefault(state.configs, name)
         order = [(name, configs) for configs, name in distinct.items()]
-        self._agenda = Agenda(
+        self._schedule = ClimbSchedule(
             order, self.best, self.found_in, self.budget.proposals, self.climber.patience, self.before.climbs
         )
         self._processes = max(1, min(processes, WINDOW))
         setup = self.graph, self.topology, self.costs, self.options, self.seed, self.rule
-        team = Team(self.climber, setup, processes - 1, self._agenda.plan, self._look)
+        workers = Workers(self.climber, setup, processes - 1, self._schedule.plan, self._look)
         try:
-            team.work()
+            workers.work()
         finally:
-            self.climbs = [team.found[k] for k in sorted(team.found)]
-        self.climbs, reason = self._agenda.within(self.climbs)
+            self.climbs = [workers.climbs[k] for k in sorted(workers.climbs)]
+        self.climbs, reason = self._schedule.within(self.climbs)
         return reason
 
     def _look(self, found: dict[int, Climbed], here: int | None) -> None:
@@ -307,13 +302,13 @@ class _Run:
 
         def polish(index: int) -> Climb:
             self._polishing = index
-            return self._agenda.turn(index, best)
+            return self._schedule.turn(index, best)
 
         raise Turn(polish)
 
     # ---- the result
 
-    def _improve(self, proposal: int, state: State, phase: str, move: str) -> None:
+    def _improve(self, proposal: int, state: Plan, phase: str, move: str) -> None:
         self.best, self.found_in = state, phase
         self.history.append(Improvement(proposal, state.evaluation.time_s, phase, move))
 
@@ -325,10 +320,10 @@ class _Run:
                     found = Improvement(self.proposals + step.proposal, step.time_s, climbed.phase, step.move)
                     self.history.append(found)
             if better(climbed.evaluation, self.best.evaluation):
-                self.best = State(climbed.configs, climbed.evaluation, climbed.optimal)
+                self.best = Plan(climbed.configs, climbed.evaluation, climbed.optimal)
                 self.found_in = climbed.phase
             elif climbed.optimal and not self.best.optimal and self._instead(climbed):
-                self.best = State(climbed.configs, climbed.evaluation, True)
+                self.best = Plan(climbed.configs, climbed.evaluation, True)
             points = tuple((self.proposals + n, cost) for n, cost in climbed.curve)
             self.trails.append(Trail(climbed.phase, points))
             self.proposals += climbed.proposals
@@ -350,7 +345,7 @@ class _Run:
         best = best_options(configs, tried)
         if better(best.evaluation, before) and best.evaluation.cost < (1.0 - REBUCKET) * before.cost:
             self.options = best.options
-            self._improve(self.proposals, State(configs, best.evaluation), self.found_in, "bucket size")
+            self._improve(self.proposals, Plan(configs, best.evaluation), self.found_in, "bucket size")
         self.evaluate.use(self.options)
 
     def _choose(self, margin: float) -> tuple[str, float | None]:
@@ -372,7 +367,7 @@ class _Run:
             self.outcomes[name] = self._outcome(self.tuned[name], lowering)
         chosen = self.tuned[name]
         optimal = self.best.optimal and self.best.configs == chosen.configs and self.options == chosen.options
-        self.options, self.best, self.found_in = chosen.options, State(chosen.configs, chosen.evaluation, optimal), name
+        self.options, self.best, self.found_in = chosen.options, Plan(chosen.configs, chosen.evaluation, optimal), name
         self.evaluate.use(self.options)
         return name, aside
 

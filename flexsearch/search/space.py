@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from fractions import Fraction
 from functools import cached_property, lru_cache
-from typing import Final
+from itertools import accumulate
+from re import sub
 
 import numpy as np
-import numpy.typing as npt
 
 from flexsearch.graph import Operator, OperatorGraph
 from flexsearch.graph.ops import forward_flops
+from flexsearch.search.constants import FEW, PERMUTED
+from flexsearch.search.meshes import Meshes
 from flexsearch.strategy import OperatorConfig, make_config
 from flexsearch.strategy.baselines import has_weights, is_heavy
 from flexsearch.strategy.depth import unrolled
@@ -20,10 +23,6 @@ from flexsearch.topology import Topology
 Rule = Callable[[int, OperatorConfig], OperatorConfig]
 """(operator, any config of it) -> the one nearest to it that is allowed. Applied twice, it changes nothing more."""
 
-FEW: Final = 8
-"""Up to this many devices, numbers of devices that do not divide them evenly are drawn twice as often: there are few,
-and the best plan may need them."""
-
 
 class Space:
     """What can be changed in plans of one graph on one topology. ``rule`` makes the space smaller: what a user pins."""
@@ -31,9 +30,13 @@ class Space:
     def __init__(self, graph: OperatorGraph, topology: Topology, rule: Rule | None = None) -> None:
         self.graph, self.topology, self.rule = graph, topology, rule
         self.propagation = Propagation(graph)
+        self.meshes = Meshes(topology)
         self.count = len(topology.devices)
         self._even = 0.8 if self.count <= FEW else 0.9
         self._blocks: dict[tuple[int, bool], tuple[OperatorConfig, ...]] = {}
+        first: dict[tuple[object, ...], int] = {}
+        self.model = tuple(first.setdefault(self.shape(i), i) for i in range(len(graph.operators)))
+        """By operator: the first one of its shape. What is worked out for that holds for all of them."""
         self.weighted = tuple(i for i in range(len(graph.operators)) if has_weights(graph, i))
         self.leaders = tuple(i for i in range(len(graph.operators)) if is_heavy(graph, i)) or tuple(
             range(len(graph.operators))
@@ -71,38 +74,72 @@ class Space:
         return {leader: tuple(members) for leader, members in groups.items()}
 
     @cached_property
-    def importance(self) -> npt.NDArray[np.float64]:
+    def _importance(self) -> tuple[Fraction, ...]:
         """Share of each leader in what there is to gain, summing to 1: half of it the same for all, the rest by FLOPs
-        and by bytes of weights, whose gradients are to be synchronised."""
+        and by bytes of weights, whose gradients are to be synchronised. In whole numbers, which add up to the same on
+        any machine."""
         graph = self.graph
         operators = [graph.operators[i] for i in self.leaders]
-        flops = np.array([1.0 + forward_flops(op, op.sizes) for op in operators])
-        nbytes = np.array([1.0 + sum(graph.tensor[n].nbytes for n in op.inputs if graph.tensor[n].kind == "parameter")
-                           for op in operators])  # fmt: skip
-        return np.asarray(0.5 / len(operators) + 0.25 * flops / flops.sum() + 0.25 * nbytes / nbytes.sum())
+        flops = [1 + int(forward_flops(op, op.sizes)) for op in operators]
+        nbytes = [1 + sum(graph.tensor[n].nbytes for n in op.inputs if graph.tensor[n].kind == "parameter")
+                  for op in operators]  # fmt: skip
+        all_flops, all_bytes, even = sum(flops), sum(nbytes), Fraction(1, 2 * len(operators))
+        shares = zip(flops, nbytes, strict=True)
+        return tuple(even + Fraction(f, 4 * all_flops) + Fraction(n, 4 * all_bytes) for f, n in shares)
+
+    @cached_property
+    def importance(self) -> tuple[float, ...]:
+        """Share of each leader in what there is to gain, summing to 1."""
+        return tuple(float(share) for share in self._importance)
+
+    @cached_property
+    def likely(self) -> tuple[float, ...]:
+        """Sums of the shares of all leaders up to each."""
+        return tuple(float(total) for total in accumulate(self._importance))
 
     @cached_property
     def by_importance(self) -> tuple[int, ...]:
         """All operators: the leaders, the important ones first, then the others in graph order."""
-        importance = dict(zip(self.leaders, self.importance.tolist(), strict=True))
+        importance = dict(zip(self.leaders, self.importance, strict=True))
         return tuple(sorted(range(len(self.graph.operators)), key=lambda i: (-importance.get(i, 0.0), i)))
 
     @cached_property
+    def _layers(self) -> dict[int, int]:
+        """Operator -> the first one of its unrolled layer."""
+        return unrolled(self.graph)
+
+    @cached_property
     def classes(self) -> tuple[tuple[int, ...], ...]:
-        """Leaders that a move may change together: those of the same kind and shape (the same layer in repeated
-        blocks), then the steps of each unrolled layer. Only classes of several.
+        """Leaders that a move may change together: those of the same kind and shape; of these, those that are the same
+        layer of repeated blocks (their names differ in numbers only); then the steps of each unrolled layer. Only
+        classes of several.
 
         A layer may be applied to tensors of different sizes (towers with shared weights): those are classes apart,
         as a degree that one of them can take may be impossible for another."""
-        found: dict[tuple[object, ...], list[int]] = {}
+        shapes: dict[object, list[int]] = {}
+        roles: dict[object, list[int]] = {}
+        steps: dict[object, list[int]] = {}
         for i in self.leaders:
-            found.setdefault(self.shape(i), []).append(i)
-        steps: dict[tuple[object, ...], list[int]] = {}
-        for i, layer in unrolled(self.graph).items():
-            if i in self.groups:
-                steps.setdefault((layer, *self.shape(i)), []).append(i)
-        classes = (tuple(sorted(members)) for members in (*found.values(), *steps.values()) if len(members) > 1)
-        return tuple(dict.fromkeys(classes))
+            shapes.setdefault(self.model[i], []).append(i)
+            roles.setdefault((self.model[i], sub("[0-9]+", "#", self.graph.operators[i].name)), []).append(i)
+            if (layer := self._layers.get(i)) is not None:
+                steps.setdefault((layer, self.model[i]), []).append(i)
+        found = (*shapes.values(), *roles.values(), *(sorted(members) for members in steps.values()))
+        return tuple(dict.fromkeys(tuple(members) for members in found if len(members) > 1))
+
+    def may_alternate(self, members: Sequence[int]) -> bool:
+        """Whether members of a class may have configs in turn (A, B, A, B): not the steps of a layer, which share
+        weights."""
+        return len(members) > 1 and not any(i in self._layers for i in members)
+
+    @cached_property
+    def alternating(self) -> tuple[tuple[int, ...], ...]:
+        """Every second and every third member of a class, where that is neither all of them nor a single one."""
+        return tuple(dict.fromkeys(
+            members[offset::stride]
+            for members in (*self.classes, *self.loose_classes) if self.may_alternate(members)
+            for stride in (2, 3) for offset in range(stride) if len(members) >= 2 * stride
+        ))  # fmt: skip
 
     @cached_property
     def parts(self) -> tuple[tuple[int, ...], ...]:
@@ -113,10 +150,10 @@ class Space:
     @cached_property
     def loose_classes(self) -> tuple[tuple[int, ...], ...]:
         """As ``classes``, of operators that are no leaders."""
-        found: dict[tuple[object, ...], list[int]] = {}
+        found: dict[int, list[int]] = {}
         for i in range(len(self.graph.operators)):
             if i not in self.groups:
-                found.setdefault(self.shape(i), []).append(i)
+                found.setdefault(self.model[i], []).append(i)
         return tuple(tuple(members) for members in found.values() if len(members) > 1)
 
     def shape(self, operator: int) -> tuple[object, ...]:
@@ -156,13 +193,11 @@ class Space:
         kind = rng.random()
         if kind < 0.05:
             return tuple(int(d) for d in rng.permutation(self.count)[:count])
-        if kind < 0.15:  # spread over the hosts
+        if kind < 0.1:  # spread over the machine
             step = self.count // count
             first = int(rng.integers(step))
             return tuple(range(first, first + step * count, step))
-        step = count if self.count % count == 0 else 1
-        first = step * int(rng.integers((self.count - count) // step + 1))
-        return tuple(range(first, first + count))
+        return self.meshes.draw(rng, count, PERMUTED)
 
     @cached_property
     def counts(self) -> tuple[int, ...]:
@@ -170,8 +205,9 @@ class Space:
         return tuple(n for n in range(1, self.count + 1) if self.count % n == 0)
 
     def draw_simple(self, rng: np.random.Generator, operator: int, samples: bool = False) -> OperatorConfig:
-        """As ``draw``, among configs that split one axis at most (``samples``: of samples), over neighbouring devices:
-        an aligned block, or, on FEW devices, now and then any number of them."""
+        """As ``draw``, among configs that split one axis at most (``samples``: of samples), over an aligned block of
+        devices in an order that has the structure of the machine, or, on FEW devices, now and then any number of
+        neighbours."""
         op = self.graph.operators[operator]
         uneven = self.count <= FEW and rng.random() >= self._even
         options = range(1, self.count + 1) if uneven else self.counts
@@ -181,11 +217,18 @@ class Space:
             degrees = {axes[rng.integers(len(axes))]: count}
         else:
             degrees, count = {}, 1
-        step = count if self.count % count == 0 else 1
-        first = step * int(rng.integers((self.count - count) // step + 1))
-        return make_config(op, degrees, range(first, first + count))
+        return make_config(op, degrees, self.meshes.draw(rng, count, PERMUTED))
 
-    def alternatives(self, operator: int, configs: tuple[OperatorConfig, ...]) -> Iterator[OperatorConfig]:
+    def draw_regular(self, rng: np.random.Generator, operator: int) -> OperatorConfig:
+        """As ``draw``, among what descents try: any degrees whose product divides the number of devices, on an aligned
+        block of the machine in any order of its axes; half of the time on all devices."""
+        op = self.graph.operators[operator]
+        count = self.count if rng.random() < 0.5 else int(self.counts[rng.integers(len(self.counts))])
+        choices = _factored(count, tuple(op.sizes[a] for a in op.splittable))
+        degrees = dict(zip(op.splittable, choices[rng.integers(len(choices))], strict=True))
+        return make_config(op, degrees, self.meshes.draw(rng, count, PERMUTED))
+
+    def alternatives(self, operator: int, configs: Sequence[OperatorConfig]) -> Iterator[OperatorConfig]:
         """Configs of one operator to try with everything else fixed: what its neighbours suggest, other weights
         storage, then every way to factor a divisor of the number of devices over its axes, on each aligned block."""
         now = configs[operator]
@@ -196,32 +239,53 @@ class Space:
                 seen.add(candidate)
                 yield candidate
 
-    def _alternatives(self, operator: int, configs: tuple[OperatorConfig, ...]) -> Iterator[OperatorConfig]:
+    def _alternatives(self, operator: int, configs: Sequence[OperatorConfig]) -> Iterator[OperatorConfig]:
         op, shard = self.graph.operators[operator], configs[operator].shard_weights
         for link in self.propagation.links[operator]:
             back = next(x for x in self.propagation.links[link.target] if x.target == operator)
             yield sharded(self.propagation.over(link.target, configs[link.target], back), shard)
         if operator in self.weighted and len(configs[operator].devices) > 1:
             yield sharded(configs[operator], not shard)
-        if (known := self._blocks.get((operator, shard))) is None:
-            known = self._blocks[operator, shard] = tuple(self._on_blocks(op, shard))
-        yield from known
+        for renaming in self.meshes.relabelings:
+            yield configs[operator].on(renaming[d] for d in configs[operator].devices)
+        model = self.model[operator]
+        if (on_blocks := self._blocks.get((model, shard))) is None:
+            on_blocks = self._blocks[model, shard] = tuple(self._on_blocks(op, shard))
+        yield from on_blocks
 
     @cached_property
     def alternatives_on_blocks(self) -> int:
         """How many of all operators' alternatives lie on aligned blocks: about what a look at all of them takes."""
         return sum(
-            len(_factored(count, tuple(op.sizes[a] for a in op.splittable))) * (self.count // count)
+            len(_factored(count, tuple(op.sizes[a] for a in op.splittable))) * len(self.meshes.blocks(count))
             for op in self.graph.operators
             for count in self.counts
         )
 
     def _on_blocks(self, op: Operator, shard: bool) -> Iterator[OperatorConfig]:
-        for count in reversed(self.counts):
-            for degrees in _factored(count, tuple(op.sizes[a] for a in op.splittable)):
-                named = dict(zip(op.splittable, degrees, strict=True))
-                for first in range(0, self.count, count):
-                    yield make_config(op, named, range(first, first + count), shard and count > 1)
+        """On blocks of the machine's own order, then on those that permute its axes."""
+        for permuted in (False, True):
+            for count in reversed(self.counts):
+                plain = self.count // count
+                blocks = self.meshes.blocks(count)[plain:] if permuted else self.meshes.blocks(count)[:plain]
+                for degrees in _factored(count, tuple(op.sizes[a] for a in op.splittable)):
+                    named = dict(zip(op.splittable, degrees, strict=True))
+                    for block in blocks:
+                        yield make_config(op, named, block, shard and count > 1)
+
+    def half(self, operator: int, config: OperatorConfig, which: int) -> OperatorConfig:
+        """The config on one half (0 or 1) of its devices: half as many replicas, or half the degree of the outermost
+        axis that can be halved; the same config where none can."""
+        kept = self.meshes.halves(config.devices)[which]
+        devices = [d for d in config.devices if d in kept]
+        degrees = dict(config.degrees)
+        if config.replicas % 2:
+            axis = next((a for a, parts in config.degrees if parts % 2 == 0), None)
+            if axis is None:
+                return config
+            degrees[axis] //= 2
+        op = self.graph.operators[operator]
+        return make_config(op, degrees, devices, config.shard_weights and len(devices) > 1)
 
     def random_plan(self, rng: np.random.Generator) -> tuple[OperatorConfig, ...]:
         """Every leader at random, the others following."""

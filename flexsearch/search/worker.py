@@ -1,4 +1,4 @@
-"""Climbs in a process of its own, started by ``team``.
+"""Climbs in a process of its own, started by ``workers``.
 
 It reads pickles from its standard input: the arguments of ``Climber``, then climbs; for each it writes pickles (whether
 it has ended, what was found) to its standard output.

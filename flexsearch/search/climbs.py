@@ -1,6 +1,6 @@
 """What each climb of a search does: where it starts, and how many proposals it may make.
 
-This depends only on climbs that ended at least ``team.WINDOW`` climbs earlier and on numbers of proposals, so it is the
+This depends only on climbs that ended at least ``WINDOW`` climbs earlier and on numbers of proposals, so it is the
 same for any number of processes.
 """
 
@@ -12,26 +12,15 @@ from dataclasses import dataclass
 from typing import Final
 
 from flexsearch.search.climb import Climb, Climbed
+from flexsearch.search.constants import LENGTH, POLISH, SHARE, SLOWER, WINDOW
 from flexsearch.search.evaluate import Configs, Evaluation, better
-from flexsearch.search.team import WINDOW
 
 POLISHED: Final = ", polished"
 """Ends the phase of climbs that polish what another one found."""
-POLISH: Final = 0.3
-"""Share of a budget that is left for polishing the best plan. With a budget in seconds, one process turns to polishing
-when this share is left (or when the search is about to end for lack of gains), unless a plan as good as the best is a
-local optimum or is being polished already; the other processes go on."""
-SLOWER: Final = 8
-"""After every so many climbs, the patience of chains grows by its first value: they cool down more slowly."""
-LENGTH: Final = 100
-"""Most proposals of a climb, in units of its patience."""
-SHARE: Final = 4
-"""With a budget of proposals, a climb makes at most this many times the patience, or one part in WINDOW of the budget,
-whichever is more: the rest is for other climbs."""
 
 
 @dataclass(frozen=True, slots=True)
-class State:
+class Plan:
     """A plan and what it costs. ``optimal``: as of ``SearchResult``."""
 
     configs: Configs
@@ -39,12 +28,12 @@ class State:
     optimal: bool = False
 
 
-class Agenda:
+class ClimbSchedule:
     """``order``: plans to start from, with their names. ``best``: the best of them, called ``found_in``. ``proposals``:
     the budget, if there is one. ``patience``: of a chain. ``before``: number of earlier climbs with this seed."""
 
     def __init__(
-        self, order: Sequence[tuple[str, Configs]], best: State, found_in: str, proposals: int | None, patience: int,
+        self, order: Sequence[tuple[str, Configs]], best: Plan, found_in: str, proposals: int | None, patience: int,
         before: int,
     ) -> None:  # fmt: skip
         self.order, self.best, self.found_in = order, best, found_in
@@ -77,7 +66,7 @@ class Agenda:
         name, configs = self.order[at] if at < len(self.order) else ("random", None)
         return Climb(index, stream, f"from {name}", configs, count, known, patience=patience, coarse=True)
 
-    def _last(self, index: int, ended: Sequence[Climbed], best: State) -> Climb | None:
+    def _last(self, index: int, ended: Sequence[Climbed], best: Plan) -> Climb | None:
         """With what is left of a budget of proposals, polish the best plan when all other climbs have ended."""
         assert self.proposals is not None  # the clock ends a search otherwise
         left = self.proposals - sum(c.proposals for c in ended)
@@ -91,20 +80,20 @@ class Agenda:
         """Polish what a climb has found, in the place of climb ``index``."""
         self._turns += 1
         self._planned.append(0)
-        return self._polish(index, best.phase, State(best.configs, best.evaluation), sys.maxsize)
+        return self._polish(index, best.phase, Plan(best.configs, best.evaluation), sys.maxsize)
 
-    def _polish(self, index: int, phase: str, best: State, proposals: int) -> Climb:
+    def _polish(self, index: int, phase: str, best: Plan, proposals: int) -> Climb:
         phase = f"{phase.removesuffix(POLISHED)}{POLISHED}"
         return Climb(index, self.before + index, phase, best.configs, proposals, best.evaluation, patience=0)
 
-    def _best_of(self, climbs: Sequence[Climbed]) -> State:
+    def _best_of(self, climbs: Sequence[Climbed]) -> Plan:
         """The best plan: of the starts, or what these climbs found."""
         best = self.best
         for climbed in climbs:
             if better(climbed.evaluation, best.evaluation):
-                best = State(climbed.configs, climbed.evaluation, climbed.optimal)
+                best = Plan(climbed.configs, climbed.evaluation, climbed.optimal)
             elif climbed.configs == best.configs and climbed.optimal:
-                best = State(best.configs, best.evaluation, True)
+                best = Plan(best.configs, best.evaluation, True)
         return best
 
     def within(self, climbs: Sequence[Climbed]) -> tuple[Sequence[Climbed], str]:

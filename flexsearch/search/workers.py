@@ -10,19 +10,14 @@ import pickle
 import subprocess
 import threading
 from collections.abc import Callable
-from typing import Any, Final
+from typing import Any
 
 from flexsearch import children
 from flexsearch.errors import StrategyError
 from flexsearch.search.climb import Climb, Climbed, Climber
+from flexsearch.search.constants import LATE_S, WINDOW
 
-WINDOW: Final = 8
-"""Climb n starts when climb n - WINDOW and all before it have ended: it goes on from what those have found. So at most
-this many run at once, and what each does is the same however many do (but for a ``Turn``)."""
-LATE_S: Final = 0.3
-"""Workers are started only in searches that take longer than this."""
-
-Plan = Callable[[int, list[Climbed]], Climb | None]
+NextClimb = Callable[[int, list[Climbed]], Climb | None]
 """(number of a climb, the ended ones up to number - WINDOW, in order) -> what to do (of no proposals: only to be
 counted); None: nothing is left."""
 
@@ -44,16 +39,16 @@ class Turn(Exception):
         self.plan = plan
 
 
-class Team:
-    """``look``: called now and then in the main thread, with what has been found, and the number of its climb (None:
-    it waits); what it raises ends the work, but for a ``Turn``.
+class Workers:
+    """``next_climb``: says what each climb does. ``look``: called now and then in the main thread, with what came of
+    all climbs so far, and the number of its own (None: it waits); what it raises ends the work, but for a ``Turn``.
     ``setup``: arguments of ``Climber``."""
 
     def __init__(
-        self, climber: Climber, setup: tuple[Any, ...], workers: int, plan: Plan,
+        self, climber: Climber, setup: tuple[Any, ...], workers: int, next_climb: NextClimb,
         look: Callable[[dict[int, Climbed], int | None], None],
     ) -> None:  # fmt: skip
-        self._climber, self._plan, self._look = climber, plan, look
+        self._climber, self._next_climb, self._look = climber, next_climb, look
         self._workers = min(workers, WINDOW - 1)
         self._setup = _pickled(setup) if self._workers else b""
         self._changed = threading.Condition()
@@ -62,11 +57,11 @@ class Team:
         self._over = False
         self._processes: list[subprocess.Popen[bytes]] = []
         self.ended: dict[int, Climbed] = {}
-        self.found: dict[int, Climbed] = {}
-        """What each climb has found, or has found so far."""
+        self.climbs: dict[int, Climbed] = {}
+        """What came of each climb, so far."""
 
     def work(self) -> None:
-        """Climb until ``plan`` says that nothing is left, or ``look`` raises."""
+        """Climb until ``next_climb`` says that nothing is left, or ``look`` raises."""
         threads = [threading.Thread(target=self._serve, daemon=True) for _ in range(self._workers)]
         try:
             for thread in threads:
@@ -92,16 +87,16 @@ class Team:
                 climb = None
             except Turn as turn:
                 if climb is not None:
-                    self.found[climb.index].polishing = False
-                    self._end(self.found[climb.index])
+                    self.climbs[climb.index].polishing = False
+                    self._end(self.climbs[climb.index])
                 climb = self._number(turn.plan)
 
     def _glance(self) -> None:
-        self._look(self.found, None)
+        self._look(self.climbs, None)
 
     def _watch(self, climbed: Climbed) -> None:
-        self.found[climbed.index] = climbed
-        self._look(self.found, climbed.index)
+        self.climbs[climbed.index] = climbed
+        self._look(self.climbs, climbed.index)
 
     def _number(self, plan: Callable[[int], Climb]) -> Climb:
         with self._changed:
@@ -118,7 +113,7 @@ class Team:
                     return self._again.pop()
                 n = self._next
                 if all(k in self.ended for k in range(n - WINDOW + 1)):
-                    climb = self._plan(n, [self.ended[k] for k in range(n - WINDOW + 1)])
+                    climb = self._next_climb(n, [self.ended[k] for k in range(n - WINDOW + 1)])
                     if climb is not None and climb.proposals:
                         self._next += 1
                         return climb
@@ -134,7 +129,7 @@ class Team:
 
     def _end(self, climbed: Climbed) -> None:
         with self._changed:
-            self.found[climbed.index] = self.ended[climbed.index] = climbed
+            self.climbs[climbed.index] = self.ended[climbed.index] = climbed
             self._changed.notify_all()
 
     def _serve(self) -> None:
@@ -158,7 +153,7 @@ class Team:
                 while not ended:
                     ended, climbed = pickle.load(process.stdout)
                     if not ended:
-                        self.found[climbed.index] = climbed
+                        self.climbs[climbed.index] = climbed
                 self._end(climbed)
         except (OSError, EOFError, pickle.UnpicklingError):
             # It was killed: by the end of the search, or for want of memory; then somebody else does its work.

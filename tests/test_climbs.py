@@ -6,24 +6,24 @@ import numpy as np
 
 from flexsearch.cost import Costs
 from flexsearch.search import Evaluation, search
-from flexsearch.search.agenda import POLISH, POLISHED, Agenda, State
 from flexsearch.search.climb import Climbed
+from flexsearch.search.climbs import POLISHED, ClimbSchedule, Plan
+from flexsearch.search.constants import POLISH, WINDOW
 from flexsearch.search.space import Space
-from flexsearch.search.team import WINDOW
 from tests.test_baselines import cnn, ethernet
 
 PATIENCE = 100
 
 
-def agenda(proposals: int | None, starts: int = 3) -> Agenda:
+def schedule(proposals: int | None, starts: int = 3) -> ClimbSchedule:
     space, rng = Space(cnn(), ethernet(4)), np.random.Generator(np.random.PCG64(0))
     plans = [space.random_plan(rng) for _ in range(starts)]
     order = [(f"start {k}", plan) for k, plan in enumerate(plans)]
-    return Agenda(order, State(plans[0], Evaluation(1.0, 0.0)), "start 0", proposals, PATIENCE, 0)
+    return ClimbSchedule(order, Plan(plans[0], Evaluation(1.0, 0.0)), "start 0", proposals, PATIENCE, 0)
 
 
 def test_every_start_has_its_turn_then_every_second_climb_goes_on_from_the_best() -> None:
-    plan, done, phases = agenda(None), list[Climbed](), list[str]()
+    plan, done, phases = schedule(None), list[Climbed](), list[str]()
     better = Space(cnn(), ethernet(4)).random_plan(np.random.Generator(np.random.PCG64(9)))
     for n in range(WINDOW + 6):
         climb = plan.plan(n, done[: max(0, n - WINDOW + 1)])
@@ -39,7 +39,7 @@ def test_every_start_has_its_turn_then_every_second_climb_goes_on_from_the_best(
 
 def test_the_last_part_of_a_budget_of_proposals_is_for_polishing() -> None:
     budget = 8 * 4 * PATIENCE
-    plan, done, spent = agenda(budget), list[Climbed](), 0
+    plan, done, spent = schedule(budget), list[Climbed](), 0
     for n in range(100):
         climb = plan.plan(n, done[: max(0, n - WINDOW + 1)])
         if climb is None:
@@ -55,7 +55,7 @@ def test_the_last_part_of_a_budget_of_proposals_is_for_polishing() -> None:
 
 def test_what_polishing_leaves_goes_to_other_climbs() -> None:
     budget = 8 * 4 * PATIENCE
-    plan, done, polished = agenda(budget), list[Climbed](), False
+    plan, done, polished = schedule(budget), list[Climbed](), False
     for n in range(200):
         climb = plan.plan(n, done[: max(0, n - WINDOW + 1)])
         if climb is None:
@@ -78,7 +78,7 @@ def test_a_search_of_so_many_proposals_ends_in_a_local_optimum() -> None:
 
 def test_a_budget_that_brought_nothing_ends_the_chains_and_the_best_is_still_polished() -> None:
     budget = 8 * 4 * PATIENCE
-    plan = agenda(budget)
+    plan = schedule(budget)
     chains = [Climbed(k, f"chain {k}", (), Evaluation(2.0, 0.0), budget // 10) for k in range(7)]
     polished = Climbed(7, f"start 0{POLISHED}", plan.best.configs, Evaluation(0.9, 0.0), 10, optimal=True)
     kept, why = plan.within([*chains, polished])

@@ -1,0 +1,104 @@
+"""Every tuned number of the search, with what chose it.
+
+"Measured" names the benchmark whose table a change must not make worse; the commands are in ``benchmarks/``. Where it
+says "taken", no measurement chose the number: nearby values do as well. None of these is compiled in, so changing one
+compiles nothing anew.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+# ---- moves
+
+MOVES: Final = {
+    "redraw": 2.0, "copy": 3.0, "group": 4.0, "repeated": 2.0, "swap": 0.5, "shard": 0.5, "span": 2.0, "split": 0.5,
+}  # fmt: skip
+"""Moves with their relative frequencies, in the order of their numbers in ``moves``. Measured: search_quality,
+networks, when ``span`` came; ``split`` was taken to be as rare as the other moves of devices."""
+TWICE: Final = 0.15
+"""How often two classes change at once, one making room for the other. Measured: search_quality, networks (NMT)."""
+ALTERNATE: Final = 0.25
+"""How often only every second or third member of a class changes. Measured: search_quality, alternating."""
+BOTH: Final = 0.6
+"""How often, then, the other members change too, to another config. Measured: search_quality, alternating."""
+PERMUTED: Final = 0.3
+"""How often a random config lies on devices in an order that permutes the axes of the machine, where it has several.
+Measured: search_quality, alternating."""
+
+# ---- candidates
+
+CANDIDATES: Final = 48
+"""Configs of each operator that a chain draws from. A quarter of them split samples only and a quarter one axis at
+most, so that a search soon meets good ones. Measured: search_quality, networks: more candidates cost more templates."""
+SETS, RENEWED = 3, 12
+"""Chains use so many sets of candidates in turn, so that templates are reused; after so many chains come new sets.
+Measured: as CANDIDATES."""
+COARSE_CANDIDATES: Final = 4000
+"""Configs that a coarse chain draws from, of all classes together. Three quarters are simple ones, because a chain that
+moves layers between blocks of devices needs each layer on each block. Measured: search_quality, networks (NMT)."""
+MOST_OF_CLASS: Final = 480
+"""Most of these for one class. Taken."""
+FEW: Final = 8
+"""Up to this many devices, numbers of devices that do not divide them evenly are drawn twice as often: there are few,
+and the best plan may need them. Measured: search_quality, local and exhaustive."""
+
+# ---- temperature and patience of chains
+
+EXCESS: Final = (0.3, 0.1, 0.03, 0.01, 0.003, 0.0005)
+"""The temperatures of a chain, in order: by what share a plan may typically be slower than the best. Each of the N
+operators that can be changed alone adds about 1 / beta to the cost (equipartition), so beta = N / excess, whatever the
+model's size and speed. Measured: search_quality, networks: hotter beginnings lose good starts."""
+COARSE_EXCESS: Final = (0.5, 0.15, 0.05, 0.015, 0.005)
+"""The same for coarse chains, where N is the number of classes."""
+FIRST: Final = (1, 0, 2)
+"""Where in ``EXCESS`` chains begin, in turn: a temperature that is right for a bad start would lose a good one. Taken:
+any turn that holds all three."""
+WORTH: Final = 1e-3
+"""Share of the time that a chain must gain to go on: small gains are left to polishing, which is quicker at them.
+Measured: search_quality, networks, seeds that end in a local optimum."""
+PATIENCE: Final = (3000, 8, 6000)
+"""Proposals without a gain that end a chain: at least, for each leader, at most. Measured: as WORTH."""
+COARSE_PATIENCE: Final = (1200, 1200, 2400, 2400, 3600)
+"""The same of coarse chains by number of the climb: early climbs get short ones, to suit short budgets. Measured:
+search_quality, networks, 1 s against 60 s."""
+COARSE_CHAINS: Final = 5
+"""Most coarse chains of a climb. Taken."""
+GAIN: Final = 0.01
+"""A coarse chain that gains less than this share of the time is the climb's last. Taken: what a prediction errs by is
+more."""
+PENALTY: Final = 30.0
+"""A plan that needs twice the memory of one device counts as 31 times as slow. Taken: any number that makes what does
+not fit worse than what does, without making them incomparable."""
+
+# ---- climbs
+
+WINDOW: Final = 8
+"""Climb n starts when climb n - WINDOW and all before it have ended: it goes on from what those have found. So at most
+this many run at once. Taken: more would keep more cores busy, and know less when they start."""
+POLISH: Final = 0.3
+"""Share of a budget that is left for polishing the best plan. With a budget in seconds, one process turns to polishing
+when this share is left (or when the search is about to end for lack of gains), unless a plan as good as the best is a
+local optimum or is being polished already; the other processes go on. Measured: search_quality, local."""
+ENOUGH: Final = 0.25
+"""But only if there seems to be time for so much of one look at every alternative: else the chains bring more.
+Measured: search_quality, networks on 64 devices."""
+SLOWER: Final = 8
+"""After every so many climbs, the patience of chains grows by its first value: they cool down more slowly. Taken."""
+LENGTH: Final = 100
+"""Most proposals of a climb, in units of its patience. Taken: a guard, hardly ever reached."""
+SHARE: Final = 4
+"""With a budget of proposals, a climb makes at most this many times the patience, or one part in WINDOW of the budget,
+whichever is more: the rest is for other climbs. Taken."""
+REBUCKET: Final = 0.01
+"""The best plan gets another bucket size at the end if that gains this share of its time. A smaller gain is not worth
+giving up a local optimum for. Taken."""
+
+# ---- how often something is looked at: of no influence on what is found
+
+ROWS: Final = 128
+"""Proposals between two looks at the clock."""
+LOOK: Final = 32
+"""Most alternatives between two looks at the clock."""
+LATE_S: Final = 0.3
+"""Workers are started only in searches that take longer than this."""

@@ -1,0 +1,389 @@
+"""What a chain may propose, drawn at random in compiled code: which operators change, and the numbers of their configs.
+
+What a move needs and does not know yet (the 17th candidate of an operator, the config that follows another over an
+edge) is noted as missing; Python adds it, and the same move is drawn again from the same random numbers.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from flexsearch.compiled import F64, ONE, THREE, TWO, U8, U32, U64, ZERO, inlined, lean
+from flexsearch.lower.change import Change, miss
+from flexsearch.lower.keys import MISSING, Table, find
+from flexsearch.packed import packed
+
+CANDIDATE, OVER, VARIANT, LIKE = 11, 12, 13, 15
+"""Keys of the table: (operator, k): a config to try; (link, config): the one that follows it; (config, number): the
+same with something changed, see ``STORED``; (operator, config): the same for another operator of its class. Operators
+and links stand for all that are alike."""
+STORED, HALF, PERMUTED = ZERO, ONE, THREE
+"""Numbers of variants of a config: its weights stored the other way; on the first or the second (HALF + 1) half of its
+devices; with devices renamed by permuting the axes of the machine (PERMUTED + k); and, after these, with devices a and
+b exchanged (a * devices + b)."""
+REDRAW, COPY, GROUP, REPEATED, SWAP, SHARD, SPAN, SPLIT = range(8)
+UNIFORMS = 24
+"""Random numbers for a proposal. The last decides on acceptance."""
+NEITHER, JOIN = np.uint8(2), np.uint8(3)
+"""In the place of a half: the operator is outside of the span, or joins both halves."""
+
+
+@packed
+class Rates(NamedTuple):
+    """How often, (1,) each; see ``constants``."""
+
+    twice: F64
+    alternate: F64
+    both: F64
+
+
+@packed
+class Moves(NamedTuple):
+    """The space for the moves; rows ``[first[i], last[i])`` of a list belong to item i."""
+
+    often: F64  # cumulative probabilities of the moves
+    rates: Rates
+    leader: U32
+    alike: U32  # by operator: the first one that shares its configs
+    leader_at: U32  # by operator: its place among the leaders, or MISSING
+    likely: F64  # cumulative probabilities of the leaders
+    group_first: U32  # by leader: the operators that follow it
+    group_last: U32
+    member: U32
+    member_source: U32
+    member_link: U32
+    main_source: U32  # by operator: the producer that it follows in a span (itself: none), and the link from there
+    main_link: U32
+    link_first: U32  # by operator
+    link_last: U32
+    link_target: U32
+    link_kind: U32  # the first link that is alike; member_link and main_link are such ones
+    link_forward: U8
+    class_first: U32
+    class_last: U32
+    class_member: U32
+    led_classes: U64  # (1,): classes of leaders; they come first
+    alternates: U8  # by class: whether its members may have configs in turn
+    apart: U8  # (led class, led class): whether they have no operators in common
+    weighted: U32
+    devices: U64  # (1,)
+    axis_orders: U64  # (1,): ways of renaming devices by permuting the axes of the machine
+
+
+@packed
+class Draws(NamedTuple):
+    """``uniform``: (rows, UNIFORMS) random numbers; ``row``: (1,) of the proposal at hand; ``move``: (1,) its number.
+    Candidates have numbers from ``first_candidate`` on, ``candidates`` ((1,) each) of them for each operator.
+    ``chosen``, ``half``: work arrays by operator."""
+
+    uniform: F64
+    row: U64
+    move: U64
+    first_candidate: U64
+    candidates: U64
+    chosen: U32
+    half: U8
+
+
+@inlined
+def draw(moves: Moves, draws: Draws, now: U32, shard: U8, table: Table, change: Change) -> Any:
+    """Fill ``change`` with a random move's configs; False if some are missing. ``now``: the plan's configs; ``shard``:
+    of each config, whether weights are sharded."""
+    change.lacking[0] = ZERO
+    change.number[0] = ZERO
+    u = draws.uniform[draws.row[0]]
+    move = ZERO
+    while move < np.uint64(SPLIT) and u[0] >= moves.often[move]:
+        move += ONE
+    draws.move[0] = move
+    if move == REDRAW:
+        i = _pick(u[1], np.uint64(now.shape[0]))
+        _add(change, i, _candidate(moves, draws, table, change, i, u[2]))
+    elif move == COPY:
+        _copy(moves, now, shard, table, change, u)
+    elif move == REPEATED and moves.class_first.shape[0] > 0:
+        _repeat(moves, draws, now, shard, table, change, u)
+    elif move == SPAN:
+        _span(moves, draws, now, shard, table, change, u)
+    elif move == SWAP and moves.devices[0] > ONE:
+        _rename(moves, now, table, change, u)
+    elif move == SHARD and moves.weighted.shape[0] > 0:
+        _shard(moves, now, shard, table, change, u)
+    elif move == SPLIT and moves.devices[0] > ONE:
+        _split(moves, draws, now, table, change, u)
+    else:
+        _group(moves, draws, table, change, u)
+    return change.lacking[0] == ZERO
+
+
+@lean
+def _pick(u: float, count: Any) -> Any:
+    """A number below ``count``."""
+    return min(np.uint64(u * float(count)), count - ONE)
+
+
+@lean
+def _ask(table: Table, change: Change, kind: Any, a: Any, b: Any) -> Any:
+    """A config from the table; MISSING, and noted, if it is not there."""
+    found = find(table, kind, a, b)
+    if found == MISSING:
+        miss(change, kind, a, b)
+    return found
+
+
+@lean
+def _candidate(moves: Moves, draws: Draws, table: Table, change: Change, i: Any, u: float) -> Any:
+    return _ask(table, change, CANDIDATE, moves.alike[i], draws.first_candidate[0] + _pick(u, draws.candidates[0]))
+
+
+@lean
+def _add(change: Change, i: Any, config: Any) -> None:
+    """One more operator with a new config."""
+    change.operator[change.number[0]] = i
+    change.config[change.number[0]] = config
+    change.number[0] += ONE
+
+
+@lean
+def _lead(moves: Moves, draws: Draws, table: Table, change: Change, at: Any, config: Any) -> None:
+    """A leader with a new config, and the operators of its group following it."""
+    if config == MISSING:
+        return
+    leader = np.uint64(moves.leader[at])
+    _add(change, leader, config)
+    draws.chosen[leader] = config
+    for k in range(np.uint64(moves.group_first[at]), np.uint64(moves.group_last[at])):
+        i = np.uint64(moves.member[k])
+        follows = _ask(table, change, OVER, moves.member_link[k], draws.chosen[np.uint64(moves.member_source[k])])
+        if follows == MISSING:
+            return
+        _add(change, i, follows)
+        draws.chosen[i] = follows
+
+
+@lean
+def _group(moves: Moves, draws: Draws, table: Table, change: Change, u: F64) -> None:
+    """A leader gets a candidate, the likelier the more there is to gain; its group follows."""
+    at = ZERO
+    while at + ONE < np.uint64(moves.leader.shape[0]) and u[1] >= moves.likely[at]:
+        at += ONE
+    config = _candidate(moves, draws, table, change, np.uint64(moves.leader[at]), u[2])
+    _lead(moves, draws, table, change, at, config)
+
+
+@lean
+def _shard(moves: Moves, now: U32, shard: U8, table: Table, change: Change, u: F64) -> None:
+    """The weights of an operator, or of all, are stored the other way."""
+    at = _pick(u[1], np.uint64(moves.weighted.shape[0]))
+    to = ONE - np.uint64(shard[np.uint64(now[np.uint64(moves.weighted[at])])])
+    for k in range(np.uint64(moves.weighted.shape[0])):
+        i = np.uint64(moves.weighted[k])
+        if (u[2] >= 0.8 or k == at) and shard[np.uint64(now[i])] != to:
+            _add(change, i, _ask(table, change, VARIANT, now[i], STORED))
+
+
+@lean
+def _repeat(moves: Moves, draws: Draws, now: U32, shard: U8, table: Table, change: Change, u: F64) -> None:
+    """Change a class; or two that have no operators in common (one makes room for the other); or every second or third
+    member of a class, and perhaps the next ones to something else."""
+    led, every = np.uint64(moves.led_classes[0]), np.uint64(moves.class_first.shape[0])
+    first = _pick(u[1], led) if led > ZERO and (u[5] < 0.8 or led == every) else led + _pick(u[1], every - led)
+    if moves.alternates[first] == 1 and u[16] < moves.rates.alternate[0]:
+        stride = THREE if u[17] >= 0.8 and moves.class_last[first] - moves.class_first[first] > 2 else TWO
+        offset = _pick(u[18], stride)
+        _change_members(moves, draws, now, shard, table, change, first, offset, stride, u[2:8])
+        if u[8] < moves.rates.both[0]:
+            _change_members(moves, draws, now, shard, table, change, first, (offset + ONE) % stride, stride, u[10:16])
+        return
+    _change_members(moves, draws, now, shard, table, change, first, ZERO, ONE, u[2:8])
+    if u[8] < moves.rates.twice[0] and first < led:
+        second = _pick(u[9], led)
+        if moves.apart[first, second] == 1:
+            _change_members(moves, draws, now, shard, table, change, second, ZERO, ONE, u[10:16])
+
+
+@lean
+def _change_members(
+    moves: Moves, draws: Draws, now: U32, shard: U8, table: Table, change: Change, which: Any, offset: Any,
+    stride: Any, u: F64,
+) -> None:  # fmt: skip
+    """Members ``offset``, ``offset + stride``, ... of a class get the same: a candidate, or what one of them has, with
+    devices renamed, or what it would have after one of its neighbours."""
+    first, last = np.uint64(moves.class_first[which]) + offset, np.uint64(moves.class_last[which])
+    if first >= last:
+        return
+    model = np.uint64(moves.class_member[first + stride * _pick(u[1], (last - first + stride - ONE) // stride)])
+    like = np.uint64(now[model])
+    if 0.85 <= u[2] < 0.88:
+        like = _ask(table, change, VARIANT, now[model], _renaming(moves, u[0], u[4], u[5]))
+    elif u[2] >= 0.88:
+        like = _after_neighbour(moves, now, shard, table, change, model, u[4])
+    if like == MISSING:
+        return
+    for k in range(first, last, stride):
+        i = np.uint64(moves.class_member[k])
+        # Candidate k is the same for all operators of a class.
+        if u[2] < 0.7:
+            config = _candidate(moves, draws, table, change, i, u[0])
+        else:
+            config = _ask(table, change, LIKE, moves.alike[i], like)
+        if moves.leader_at[i] != MISSING:
+            _lead(moves, draws, table, change, np.uint64(moves.leader_at[i]), config)
+        elif config != MISSING:
+            _add(change, i, config)
+
+
+@lean
+def _after_neighbour(moves: Moves, now: U32, shard: U8, table: Table, change: Change, i: Any, u: float) -> Any:
+    """The config of operator ``i`` that follows one of its neighbours; its own if it has none."""
+    first, last = np.uint64(moves.link_first[i]), np.uint64(moves.link_last[i])
+    if first == last:
+        return np.uint64(now[i])
+    source = np.uint64(moves.link_target[first + _pick(u, last - first)])
+    back = np.uint64(moves.link_first[source])
+    while moves.link_target[back] != i:
+        back += ONE
+    return _follow(table, change, shard, moves.link_kind[back], now[source], now[i])
+
+
+@lean
+def _follow(table: Table, change: Change, shard: U8, link: Any, config: Any, has: Any) -> Any:
+    """What follows ``config`` over a link, with weights stored as those of the config that the operator ``has``."""
+    found = _ask(table, change, OVER, link, config)
+    if found != MISSING and shard[np.uint64(found)] != shard[np.uint64(has)]:
+        found = _ask(table, change, VARIANT, found, STORED)
+    return found
+
+
+@lean
+def _renaming(moves: Moves, u: float, v: float, w: float) -> Any:
+    """Number of the variant in which two devices are exchanged or, half of the time where the machine has several
+    axes, all are renamed by permuting these."""
+    devices, orders = np.uint64(moves.devices[0]), np.uint64(moves.axis_orders[0])
+    if orders > ZERO and (u < 0.5 or devices == ONE):
+        return PERMUTED + _pick(v, orders)
+    if devices == ONE:
+        return PERMUTED + orders
+    a, b = _pick(v, devices), _pick(w, devices - ONE)
+    return PERMUTED + orders + a * devices + (b + ONE if b >= a else b)
+
+
+@lean
+def _length(u: float, count: Any) -> Any:
+    """A random length up to ``count``: each power of two and what lies below the next is equally likely. In operations
+    that are exact, unlike ``count ** u``."""
+    doublings = ZERO
+    while (ONE << (doublings + ONE)) <= count:
+        doublings += ONE
+    place = u * float(doublings + ONE)
+    doubling = min(np.uint64(place), doublings)
+    shortest = ONE << doubling
+    return min(count, shortest + np.uint64((place - float(doubling)) * float(shortest)))
+
+
+@lean
+def _span(moves: Moves, draws: Draws, now: U32, shard: U8, table: Table, change: Change, u: F64) -> None:
+    """A stretch of the graph: its first operator gets a candidate or what it has, the others follow their producers."""
+    count = np.uint64(now.shape[0])
+    first = _pick(u[1], count)
+    last = min(count, first + _length(u[3], count))
+    for i in range(first, last):
+        draws.chosen[i] = MISSING
+    config = np.uint64(now[first])
+    if u[4] < 0.8:
+        config = _candidate(moves, draws, table, change, first, u[2])
+        if config == MISSING:
+            return
+        _add(change, first, config)
+    draws.chosen[first] = config
+    for i in range(first + ONE, last):
+        source = np.uint64(moves.main_source[i])
+        if source < first or source == i or draws.chosen[source] == MISSING:
+            continue
+        follows = _follow(table, change, shard, moves.main_link[i], draws.chosen[source], now[i])
+        if follows == MISSING:
+            return
+        _add(change, i, follows)
+        draws.chosen[i] = follows
+
+
+@lean
+def _split(moves: Moves, draws: Draws, now: U32, table: Table, change: Change, u: F64) -> None:
+    """Operators of a stretch of the graph go to two halves of the devices that each of them has: those before a cut
+    and those behind it, or branch by branch. What joins branches of both halves stays."""
+    count = np.uint64(now.shape[0])
+    first = _pick(u[1], count)
+    last = min(count, first + _length(u[2], count))
+    cut = first + _pick(u[3], last - first) if u[4] < 0.5 else last
+    branches = ZERO
+    for i in range(first, last):
+        half = np.uint8(0 if i < cut else 1)
+        if cut == last:
+            half = _half_of_producers(moves, draws, first, i)
+            if half == NEITHER:
+                half = np.uint8(0 if u[np.uint64(5) + branches % np.uint64(16)] < 0.5 else 1)
+                branches += ONE
+        draws.half[i] = half
+        if half != JOIN:
+            _add(change, i, _ask(table, change, VARIANT, now[i], HALF + np.uint64(half)))
+    for i in range(first, last):
+        draws.half[i] = NEITHER
+
+
+@lean
+def _half_of_producers(moves: Moves, draws: Draws, first: Any, i: Any) -> Any:
+    """Half of an operator's producers from operator ``first`` on: JOIN if they differ, NEITHER if it has none."""
+    half = NEITHER
+    for k in range(np.uint64(moves.link_first[i]), np.uint64(moves.link_last[i])):
+        source = np.uint64(moves.link_target[k])
+        if moves.link_forward[k] == 0 and source >= first and draws.half[source] != NEITHER:
+            half = draws.half[source] if half == NEITHER or half == draws.half[source] else JOIN
+    return half
+
+
+@lean
+def _rename(moves: Moves, now: U32, table: Table, change: Change, u: F64) -> None:
+    """Devices are renamed (two exchange their work, or the machine's axes theirs) in a group of operators or
+    everywhere."""
+    renaming = _renaming(moves, u[5], u[1], u[2])
+    if u[3] >= (0.8 if renaming < PERMUTED + moves.axis_orders[0] else 0.97):
+        for every in range(np.uint64(now.shape[0])):
+            _add(change, every, _ask(table, change, VARIANT, now[every], renaming))
+        return
+    at = _pick(u[4], np.uint64(moves.leader.shape[0]))
+    leader = np.uint64(moves.leader[at])
+    _add(change, leader, _ask(table, change, VARIANT, now[leader], renaming))
+    for k in range(np.uint64(moves.group_first[at]), np.uint64(moves.group_last[at])):
+        i = np.uint64(moves.member[k])
+        _add(change, i, _ask(table, change, VARIANT, now[i], renaming))
+
+
+@lean
+def _copy(moves: Moves, now: U32, shard: U8, table: Table, change: Change, u: F64) -> None:
+    """An operator does as a neighbour does, and so on for a few steps in one direction."""
+    at = _pick(u[1], np.uint64(now.shape[0]))
+    forward = 1 if u[2] < 0.5 else 0
+    config = now[at]
+    for step in range(np.uint64(8)):
+        count = ZERO
+        for k in range(np.uint64(moves.link_first[at]), np.uint64(moves.link_last[at])):
+            count += ONE if moves.link_forward[k] == forward else ZERO
+        if count == ZERO:
+            return
+        which = _pick(u[np.uint64(3) + TWO * step], count)
+        link: Any = ZERO
+        for k in range(np.uint64(moves.link_first[at]), np.uint64(moves.link_last[at])):
+            if moves.link_forward[k] == forward:
+                if which == ZERO:
+                    link = k
+                    break
+                which -= ONE
+        at = np.uint64(moves.link_target[link])
+        config = _follow(table, change, shard, moves.link_kind[link], config, now[at])
+        if config == MISSING:
+            return
+        _add(change, at, config)
+        if u[np.uint64(4) + TWO * step] < 0.35:
+            return

@@ -1,0 +1,119 @@
+"""Greedy descent to a local optimum: over other configs of classes of operators, then of single ones."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import islice
+from math import nextafter
+
+import numpy as np
+import numpy.typing as npt
+
+from flexsearch.search.constants import LOOK
+from flexsearch.search.evaluate import Configs, Evaluation, Evaluator, better
+from flexsearch.search.space import Space
+from flexsearch.simulate.delta import DeltaSimulator, make_proposals
+from flexsearch.strategy import OperatorConfig
+
+U32 = npt.NDArray[np.uint32]
+Subject = tuple[int, ...]
+"""Operators that change together, to the same config."""
+
+
+@dataclass(frozen=True, slots=True)
+class Taken:
+    """A better plan that the descent has gone to, and how many operators changed."""
+
+    configs: Configs
+    evaluation: Evaluation
+    operators: int
+
+
+Look = Callable[[int, Taken | None], None]
+"""Called with the proposals so far, and with what was taken since the last call. What it raises ends the descent."""
+
+
+class Polish:
+    """Descents over one space. What they try, in turn: each class (and every second and third member of it), then each
+    operator, the important ones first, alone and with those that follow it."""
+
+    def __init__(self, evaluate: Evaluator, space: Space) -> None:
+        self.evaluate, self.space = evaluate, space
+        self.classes: tuple[Subject, ...] = (*space.classes, *space.loose_classes, *space.alternating)
+        self._numbers: dict[tuple[Subject, OperatorConfig], tuple[U32, U32]] = {}
+
+    def descend(self, configs: Configs, now: Evaluation, proposals: int, classes_only: bool, look: Look) -> bool:
+        """Go from a plan, which ``now`` evaluates, to better ones for at most so many proposals. Whether it came to an
+        end: no subject has a better alternative."""
+        single: tuple[Subject, ...] = () if classes_only else tuple((i,) for i in self.space.by_importance)
+        subjects = (*self.classes, *single)
+        descent = _Descent(self.evaluate, configs, now, proposals, look)
+        quiet, k = 0, 0
+        while quiet < len(subjects):
+            subject = subjects[k % len(subjects)]
+            gained = descent.step(self._changes(descent.simulator, subject, descent.configs))
+            if gained is None:
+                return False
+            quiet, k = (0 if gained else quiet + 1), k + 1
+        return True
+
+    def _changes(
+        self, simulator: DeltaSimulator, subject: Subject, configs: Sequence[OperatorConfig]
+    ) -> Iterator[tuple[U32, U32]]:
+        """Operators and numbers of configs to try: each alternative of the subject, with those of its groups following;
+        and, for a single operator, alone."""
+        for config in self.space.alternatives(subject[0], configs):
+            change = self._numbers.get((subject, config))
+            if change is None:
+                new: dict[int, OperatorConfig] = {}
+                for operator in subject:
+                    new |= self.space.follow(operator, self.space.fix(operator, config))
+                number = simulator.templates.config
+                change = self._numbers[subject, config] = (
+                    np.array(list(new), np.uint32), np.array([number(i, c) for i, c in new.items()], np.uint32),
+                )  # fmt: skip
+            yield change
+            operators, numbers = change
+            if len(subject) == 1 and len(operators) > 1:
+                yield operators[:1], numbers[:1]
+
+
+class _Descent:
+    """One descent: the plan at hand, and what is left to spend."""
+
+    def __init__(self, evaluate: Evaluator, configs: Configs, now: Evaluation, proposals: int, look: Look) -> None:
+        self.evaluate, self.configs, self.now, self.proposals, self.look = evaluate, configs, now, proposals, look
+        self.simulator = evaluate.at(configs)
+        self.tried = 0
+
+    def step(self, changes: Iterator[tuple[U32, U32]]) -> bool | None:
+        """Try changes; take the first that is better. Whether there was one; None if there are no more proposals."""
+        while some := list(islice(changes, min(LOOK, self.proposals - self.tried))):
+            proposals, first = make_proposals(some), 0
+            while first < len(some):
+                seconds = self.simulator.attempt_each(proposals, nextafter(self.now.cost, 0.0))
+                at = int(proposals.at[0])
+                fast = at < len(some)
+                self.tried += at - first + fast
+                if fast and (taken := self._take(*some[at], seconds)) is not None:
+                    self.look(self.tried, taken)
+                    return True
+                first = at + fast
+                proposals.at[0] = first
+            self.look(self.tried, None)
+        return None if self.tried >= self.proposals else False
+
+    def _take(self, operators: U32, numbers: U32, seconds: float) -> Taken | None:
+        """Take what takes so many seconds, if it is better."""
+        configs = list(self.configs)
+        for i, n in zip(operators.tolist(), numbers.tolist(), strict=True):
+            config = self.simulator.templates.configs[n]
+            assert config is not None
+            configs[i] = config
+        evaluation = Evaluation(seconds, self.evaluate.shortfall(configs, self.simulator.held))
+        if not better(evaluation, self.now):
+            return None
+        self.simulator.accept()
+        self.configs, self.now = tuple(configs), evaluation
+        return Taken(self.configs, self.now, len(operators))
