@@ -19,13 +19,15 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from flexsearch.compiled import F64, I64, ONE, TWO, U8, U32, U64, ZERO, inlined, lean
+from flexsearch.compiled import F64, ONE, TWO, U8, U32, U64, ZERO, inlined, lean
 from flexsearch.lower.arrays import Pools, Program, State, Tasks, Work
 from flexsearch.lower.change import Change, Wiring, carry_over, miss
 from flexsearch.lower.keys import MISSING, Table, find
 from flexsearch.packed import packed
+from flexsearch.simulate.account import Account, missing_memory
 from flexsearch.simulate.attempt import attempt
 from flexsearch.simulate.checkpoint import accept
+from flexsearch.simulate.lifetimes import Sources
 
 CANDIDATE, OVER, SWAP, STORED, LIKE = 11, 12, 13, 14, 15
 """Keys of the table: (operator, k): a config to try; (link, config): the one that follows it; (config, a * devices +
@@ -34,9 +36,9 @@ config): the same for another operator of its class. Operators and links stand f
 REDRAW, COPY, GROUP, REPEATED, EXCHANGE, SHARD, SPAN = range(7)
 UNIFORMS = 24
 """Random numbers for a proposal. The last decides on acceptance."""
-DONE, ASK, EVENTS, MEMORY = range(4)
+DONE, ASK, EVENTS = range(3)
 """Why the chain returned: random numbers or patience are used up; templates or configs are missing; the proposal must
-be timed by events; its memory must be worked out."""
+be timed by events."""
 CURRENT, BEST, MARK, KNOWN, REFERENCE, LEADERS, PROPOSED, SHORTFALL = range(8)
 """Places in ``Chain.value`` (s). BEST: of the chain's plans that fit; MARK: BEST when
 it last gained WORTH; KNOWN: of all plans that fit, for the log;
@@ -48,8 +50,8 @@ TWICE = 0.15
 """How often two classes change at once."""
 WORTH = 1e-3
 """Share of the time that a chain must gain to go on: small gains are left to polishing, which is quicker at them."""
-FRESH, TIMED, WEIGHED = range(3)
-"""Stages of a proposal: to be simulated; to be checked for memory; to be decided on."""
+FRESH, TIMED = range(2)
+"""Stages of a proposal: to be simulated; to be decided on."""
 
 
 @packed
@@ -79,7 +81,7 @@ class Moves(NamedTuple):
     led_classes: U64  # (1,): classes of leaders; they come first
     apart: npt.NDArray[np.uint8]  # (led class, led class): whether they have no operators in common
     weighted: U32
-    memory: I64  # by device, bytes
+    devices: U64  # (1,): how many there are
 
 
 @packed
@@ -105,7 +107,7 @@ class Chain(NamedTuple):
 @lean
 def advance(
     moves: Moves, chain: Chain, wiring: Wiring, program: Program, pools: Pools, table: Table, state: State,
-    proposed: State, change: Change, work: Work, tasks: Tasks,
+    proposed: State, change: Change, work: Work, tasks: Tasks, account: Account, sources: Sources,
 ) -> Any:  # fmt: skip
     """Go on until something is needed; returns what. ``state`` is the chain's plan, ``proposed`` its work copy."""
     while True:
@@ -117,14 +119,11 @@ def advance(
             whole = chain.counts[WHOLE] == ONE
             seconds = attempt(wiring, program, pools, table, state, proposed, change, work, tasks, whole, limit(chain))
             chain.value[PROPOSED] = seconds
-            chain.value[SHORTFALL] = 0.0
             if seconds < 0.0:
                 return ASK if change.lacking[0] > ZERO else EVENTS
             chain.counts[STAGE] = TIMED
-        if chain.counts[STAGE] == TIMED:
-            chain.counts[STAGE] = WEIGHED
-            if chain.value[PROPOSED] <= limit(chain) and not _fits(moves, proposed):
-                return MEMORY
+        slow = chain.value[PROPOSED] > limit(chain)
+        chain.value[SHORTFALL] = 0.0 if slow else missing_memory(account, sources, proposed)
         _decide(chain, state, proposed, change, work)
         chain.counts[STAGE] = FRESH
         chain.counts[DRAWN] += ONE
@@ -185,14 +184,6 @@ def _cool(chain: Chain) -> None:
         chain.counts[LASTED] = ZERO
 
 
-@lean
-def _fits(moves: Moves, proposed: State) -> Any:
-    for d in range(np.uint64(moves.memory.shape[0])):  # noqa: SIM110  a generator would not compile
-        if proposed.held[d] > moves.memory[d]:
-            return False
-    return True
-
-
 @inlined
 def draw(moves: Moves, chain: Chain, now: U32, shard: U8, table: Table, change: Change) -> Any:
     """Fill ``change`` with a random move's configs; False if some are missing. ``now``: the plan's configs; ``shard``:
@@ -214,7 +205,7 @@ def draw(moves: Moves, chain: Chain, now: U32, shard: U8, table: Table, change: 
         _repeat(moves, chain, now, shard, table, change, u)
     elif move == SPAN:
         _span(moves, chain, now, shard, table, change, u)
-    elif move == EXCHANGE and moves.memory.shape[0] > 1:
+    elif move == EXCHANGE and moves.devices[0] > ONE:
         _exchange(moves, now, table, change, u)
     elif move == SHARD and moves.weighted.shape[0] > 0:
         at = _pick(u[1], np.uint64(moves.weighted.shape[0]))
@@ -342,7 +333,7 @@ def _follow(table: Table, change: Change, shard: U8, link: Any, config: Any, has
 @lean
 def _pair(moves: Moves, u: float, v: float) -> Any:
     """Two devices, as one number."""
-    devices = np.uint64(moves.memory.shape[0])
+    devices = moves.devices[0]
     if devices == ONE:
         return ZERO
     a, b = _pick(u, devices), _pick(v, devices - ONE)

@@ -211,7 +211,7 @@ class Climber:
             config = simulator.templates.configs[n]
             assert config is not None
             configs[i] = config
-        found = Evaluation(seconds, self.evaluate.shortfall(configs, simulator.held))
+        found = Evaluation(seconds, simulator.missing_memory())
         if not better(found, done.evaluation):
             return False
         simulator.accept()

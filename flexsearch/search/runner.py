@@ -28,11 +28,9 @@ from flexsearch.search.chain import (
     LEADERS,
     LIKE,
     MARK,
-    MEMORY,
     OVER,
     PROPOSED,
     REFERENCE,
-    SHORTFALL,
     STAGE,
     STEPS,
     STORED,
@@ -145,13 +143,10 @@ class Runner:
                 if why == ASK:
                     self._answer(simulator)
                     look()
-                elif why == EVENTS:
+                else:
+                    assert why == EVENTS
                     chain.value[PROPOSED] = simulator.by_events(float(limit(chain)))
                     chain.counts[STAGE] = TIMED
-                else:
-                    assert why == MEMORY
-                    plan = self._plan(simulator, simulator.proposed.config)
-                    chain.value[SHORTFALL] = self.evaluate.shortfall(plan, simulator.held)
         finally:
             simulator.whole = bool(chain.counts[WHOLE])
         return bool(chain.counts[IDLE] >= chain.patience[0])
@@ -160,7 +155,7 @@ class Runner:
         return int(advance(
             self._moves, self._chain, simulator.wiring, simulator.program, simulator.templates.pools,
             simulator.templates.keys.table, simulator.state, simulator.proposed, simulator.change, simulator.work,
-            simulator.tasks,
+            simulator.tasks, simulator.account, simulator.sources,
         ))  # fmt: skip
 
     @property
@@ -292,7 +287,7 @@ class Runner:
             class_first=classes.first, class_last=classes.last, class_member=classes.all,
             led_classes=np.array([len(space.classes)], np.uint64), apart=_apart(space.classes),
             leader_at=numbers([place.get(i, int(MISSING)) for i in range(len(space.graph.operators))]),
-            weighted=numbers(list(space.weighted)), memory=self.evaluate.memory_bytes,
+            weighted=numbers(list(space.weighted)), devices=np.array([space.count], np.uint64),
         )  # fmt: skip
 
 
