@@ -19,7 +19,6 @@ from flexsearch.lower.layout import Layouts
 from flexsearch.lower.reshard import Planner, reshard
 from flexsearch.lower.templates import Templates
 from flexsearch.lower.weights import plan_weight
-from flexsearch.strategy import Options
 from flexsearch.topology import Topology
 from tests.test_baselines import mlp
 from tests.test_delta import uneven

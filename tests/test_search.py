@@ -32,7 +32,6 @@ from flexsearch.search.evaluate import better
 from flexsearch.search.optimize import Budget
 from flexsearch.search.runner import ROWS
 from flexsearch.search.space import FEW, Space
-from flexsearch.simulate import memory
 from flexsearch.strategy import OperatorConfig, Options, Strategy, check_config, make_config
 from flexsearch.topology import Topology
 from tests.proposals import MOVES, propose

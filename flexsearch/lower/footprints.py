@@ -55,8 +55,9 @@ class Landings(NamedTuple):
 class Holdings(NamedTuple):
     """What layouts and plans of weights put on devices. Layout n has the entries ``[layout_first[n], layout_last[n])``
     of ``entry_device`` and ``entry_elements``, and ``layout_most[n]`` elements at most on one device; the region of the
-    entry at row k begins at ``box[entry_box[k]]``: low and high of each of ``entry_rank[k]`` dimensions. Plan p stores ``stored_bytes`` on
-    ``stored_device`` in rows ``[plan_first[p], plan_last[p])``, at most ``plan_most[p]`` on one device."""
+    entry at row k begins at ``box[entry_box[k]]``: low and high of each of ``entry_rank[k]`` dimensions. Plan p stores
+    ``stored_bytes`` on ``stored_device`` in rows ``[plan_first[p], plan_last[p])``, at most ``plan_most[p]`` on one
+    device."""
 
     layout_first: U32
     layout_last: U32
@@ -145,9 +146,9 @@ def _stage(desk: Desk, to: Side, arriving: I64, first: Any, last: Any, staged: I
         arriving[np.uint64(moves.destination[m])] += 1
     for m in range(first, last):
         if moves.exchange[m] != NONE and np.uint64(desk.exchanges.form[np.uint64(moves.exchange[m])]) != ALL_REDUCE:
-            k = np.uint64(moves.destination[m])
-            if arriving[k] > 1 or moves.volume[m] != to.volume[k]:
-                staged[np.uint64(to.device[k])] += moves.volume[m]
+            entry = np.uint64(moves.destination[m])
+            if arriving[entry] > 1 or moves.volume[m] != to.volume[entry]:
+                staged[np.uint64(to.device[entry])] += moves.volume[m]
 
 
 @lean
@@ -173,8 +174,8 @@ def _write(itemsize: Any, sums: Sums, landings: Landings, size: U64) -> None:
 
 _TYPES: Final[dict[str, Any]] = {
     "role": np.uint8, "most": np.int64, "copy": np.int64, "middle": np.int64, "staged": np.int64,
-    "staged_again": np.int64, "layout_most": np.int64, "entry_elements": np.int64, "entry_rank": np.uint8, "box": np.int64,
-    "plan_most": np.int64, "stored_bytes": np.int64,
+    "staged_again": np.int64, "layout_most": np.int64, "entry_elements": np.int64, "entry_rank": np.uint8,
+    "box": np.int64, "plan_most": np.int64, "stored_bytes": np.int64,
 }  # fmt: skip
 """Columns that are not uint32."""
 

@@ -37,14 +37,12 @@ _NOBODY = np.zeros(0, np.uint32)
 
 
 class Templates:
-    """Templates for one graph on one topology. ``pools``, ``keys.table``: as they are now; fetch them again after adding
-    anything. ``share``: whether operators that are alike have one number for a config."""
+    """Templates for one graph on one topology. ``pools``, ``keys.table``: as they are now; fetch them again after
+    adding anything. ``share``: whether operators that are alike have one number for a config."""
 
     def __init__(self, lowering: Lowering, share: bool = True) -> None:
         self.lowering, self.graph, self.topology = lowering, lowering.graph, lowering.topology
-        self.columns = {
-            name: Column(_TYPES.get(name, np.uint32)) for name in Pools._fields
-        }
+        self.columns = {name: Column(_TYPES.get(name, np.uint32)) for name in Pools._fields}
         self._footprints = FootprintColumns(len(self.topology.devices))
         self.keys = Keys()
         self._pools: Pools | None = None

@@ -36,7 +36,7 @@ class Account(NamedTuple):
     pair was worked out; ``changed``: by device, whether any did. ``next_block``: by group of devices and block, the
     block itself if the group runs it, else the next one that it runs (past all, the last). ``peak``, ``capacity``: by
     device, bytes. ``room``: (1,) the least that is left on any device; -1 where something is missing. ``stamp``: by
-    unit, the ``round`` ((1,)) in which it was ``touched``; ``count``: (1,) of those. ``moves``: (1,) how often the
+    unit, the ``round`` ((1,)) in which it was ``touched``, ``number`` ((1,)) of them. ``moves``: (1,) how often the
     account moved."""
 
     state: State
@@ -57,7 +57,7 @@ class Account(NamedTuple):
     stamp: U64
     round: U64
     touched: U32
-    count: U64
+    number: U64
     moves: U64
 
 
@@ -67,7 +67,7 @@ def missing_memory(account: Account, sources: Sources, state: State) -> Any:
     _touch(account, sources, state)
     if account.empty[0] == 0:
         more = np.int64(0)
-        for k in range(account.count[0]):
+        for k in range(account.number[0]):
             more += most_bytes(sources, state, np.uint64(account.touched[k]))
         if more <= account.room[0]:
             return 0.0
@@ -92,7 +92,7 @@ def _touch(account: Account, sources: Sources, state: State) -> None:
     """List the units that differ between the account's plan and ``state``."""
     units, old = sources.units, account.state
     account.round[0] += ONE
-    account.count[0] = ZERO
+    account.number[0] = ZERO
     for i in range(np.uint64(state.config.shape[0])):
         if state.config[i] == old.config[i]:
             continue
@@ -100,15 +100,15 @@ def _touch(account: Account, sources: Sources, state: State) -> None:
             u = np.uint64(units.concerned[k])
             if account.stamp[u] != account.round[0]:
                 account.stamp[u] = account.round[0]
-                account.touched[account.count[0]] = u
-                account.count[0] += ONE
+                account.touched[account.number[0]] = u
+                account.number[0] += ONE
 
 
 @lean
 def _move(account: Account, sources: Sources, state: State) -> None:
     """Replace the spans of the touched units, and find the peaks of the devices that they are on."""
     old, spans = account.state, account.spans
-    for k in range(account.count[0]):
+    for k in range(account.number[0]):
         u = np.uint64(account.touched[k])
         if account.empty[0] == 0:
             list_spans(sources, old, u, spans)
@@ -124,7 +124,7 @@ def _move(account: Account, sources: Sources, state: State) -> None:
         old.plan[w] = state.plan[w]
     account.empty[0] = 0
     account.moves[0] += ONE
-    room = np.iinfo(np.int64).max
+    room: Any = np.iinfo(np.int64).max
     for d in range(np.uint64(account.peak.shape[0])):
         if account.changed[d] == 1:
             account.peak[d] = _peak(account, d)
@@ -137,11 +137,12 @@ def enter(account: Account, sign: Any) -> None:
     """Add the spans at hand to the cells, or take them away (``sign`` -1)."""
     spans, schedule = account.spans, account.schedule
     last = np.uint64(account.cells.shape[0]) - ONE
-    for s in range(spans.count[0]):
+    for s in range(spans.size[0]):
         d, nbytes = np.uint64(spans.device[s]), sign * spans.nbytes[s]
         if nbytes == 0:
             continue
-        begin, end = _cell(account, d, np.uint64(spans.first[s]), ZERO), _cell(account, d, np.uint64(spans.last[s]), ONE)
+        begin = _cell(account, d, np.uint64(spans.first[s]), ZERO)
+        end = _cell(account, d, np.uint64(spans.last[s]), ONE)
         a, b = begin // FOUR, end // FOUR
         # What begins and ends in passes that every microbatch makes, each has of its own; the rest is there once.
         repeated = schedule.once[a] == 0 and schedule.once[b] == 0

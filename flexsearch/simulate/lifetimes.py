@@ -99,7 +99,7 @@ class Units(NamedTuple):
 
 @packed
 class Spans(NamedTuple):
-    """The spans of one unit: ``device``, ``first`` and ``last`` moment, ``nbytes``, ``part``; ``count``: (1,) of them.
+    """The spans of one unit: ``device``, ``first`` and ``last`` moment, ``nbytes``, ``part``; ``size``: (1,) how many.
 
     Work arrays. A **handle** is the number of a span plus 1; 0: none, at hand all the time. By place of the activation
     in its unit and device: ``output``, what holds it where it was made, and ``arrived``, what holds its gradient in the
@@ -113,7 +113,7 @@ class Spans(NamedTuple):
     last: U32
     nbytes: I64
     part: U8
-    count: U64
+    size: U64
     output: npt.NDArray[np.uint32]
     arrived: npt.NDArray[np.uint32]
     gradient: U32
@@ -138,7 +138,7 @@ class Sources(NamedTuple):
 def list_spans(sources: Sources, state: State, u: Any, spans: Spans) -> None:
     """The spans of unit ``u``."""
     units = sources.units
-    spans.count[0] = ZERO
+    spans.size[0] = ZERO
     first, last = np.uint64(units.activation_first[u]), np.uint64(units.activation_last[u])
     for place in range(last - first):
         for d in range(np.uint64(spans.gradient.shape[0])):
@@ -157,10 +157,10 @@ def list_spans(sources: Sources, state: State, u: Any, spans: Spans) -> None:
 @lean
 def _add(spans: Spans, device: Any, nbytes: Any, part: Any, first: Any, last: Any) -> Any:
     """A new span; returns its handle."""
-    at = spans.count[0]
+    at = spans.size[0]
     spans.device[at], spans.nbytes[at], spans.part[at] = device, nbytes, part
     spans.first[at], spans.last[at] = first, max(first, last)
-    spans.count[0] = at + ONE
+    spans.size[0] = at + ONE
     return at + ONE
 
 
@@ -180,8 +180,8 @@ def end_of(sources: Sources) -> Any:
 def _hold_at_hand(sources: Sources, state: State, tensor: Any, spans: Spans) -> None:
     """The bounding box of what each device reads of an input, a buffer or a constant."""
     units, wiring, holdings, pools = sources.units, sources.wiring, sources.footprints.holdings, sources.pools
-    for d in range(np.uint64(spans.reads.shape[0])):
-        spans.reads[d] = 0
+    for every in range(np.uint64(spans.reads.shape[0])):
+        spans.reads[every] = 0
     rank = ZERO
     for k in range(np.uint64(units.reader_first[tensor]), np.uint64(units.reader_last[tensor])):
         slot = np.uint64(units.reader[k])
@@ -197,12 +197,12 @@ def _hold_at_hand(sources: Sources, state: State, tensor: Any, spans: Spans) -> 
                     low, high = min(low, spans.low[d, r]), max(high, spans.high[d, r])
                 spans.low[d, r], spans.high[d, r] = low, high
             spans.reads[d] = 1
-    for d in range(np.uint64(spans.reads.shape[0])):
-        if spans.reads[d] == 1:
+    for reading in range(np.uint64(spans.reads.shape[0])):
+        if spans.reads[reading] == 1:
             nbytes = units.at_hand_itemsize[tensor]
             for r in range(rank):
-                nbytes *= spans.high[d, r] - spans.low[d, r]
-            _add(spans, d, nbytes, np.uint64(units.part[tensor]), ZERO, end_of(sources))
+                nbytes *= spans.high[reading, r] - spans.low[reading, r]
+            _add(spans, reading, nbytes, np.uint64(units.part[tensor]), ZERO, end_of(sources))
 
 
 # ---- activations
@@ -228,10 +228,10 @@ def _forward(sources: Sources, state: State, t: Any, spans: Spans) -> None:
 @inlined
 def _make(sources: Sources, state: State, t: Any, producer: Any, now: Any, spans: Spans) -> None:
     """The output as the pieces of its producer make it, and what they save besides."""
-    units, holdings, pools = sources.units, sources.footprints.holdings, sources.pools
+    units, wiring, holdings, pools = sources.units, sources.wiring, sources.footprints.holdings, sources.pools
     config = np.uint64(state.config[producer])
-    layout = np.uint64(pools.layout[np.uint64(pools.config_writes[config]) + np.uint64(sources.wiring.tensor_output[t])])
-    back = TWO * np.uint64(sources.wiring.backward_block[producer]) if units.backward[producer] == 1 else now
+    layout = np.uint64(pools.layout[np.uint64(pools.config_writes[config]) + np.uint64(wiring.tensor_output[t])])
+    back = TWO * np.uint64(wiring.backward_block[producer]) if units.backward[producer] == 1 else now
     until = back if units.saves_outputs[producer] == 1 else now
     itemsize, place = units.itemsize[t], np.uint64(units.place[t])
     for row in range(np.uint64(holdings.layout_first[layout]), np.uint64(holdings.layout_last[layout])):
@@ -253,8 +253,8 @@ def _distribute(
     sources: Sources, state: State, slots: U32, k: Any, last: Any, place: Any, now: Any, spans: Spans
 ) -> None:
     """The copies that an edge makes of an activation or weight, by its reshard: of the reader ``slots[k]`` and those
-    from there to ``last`` that share its edge. ``now``: the moment before it is sent; ``place``: of an activation, where
-    the handles of the original are; of a weight GATHERED."""
+    from there to ``last`` that share its edge. ``now``: the moment before it is sent; ``place``: of an activation,
+    where the handles of the original are; of a weight GATHERED."""
     landings, slot = sources.footprints.landings, np.uint64(slots[k])
     template = np.uint64(state.forward[slot])
     gathered = place == GATHERED
@@ -314,8 +314,8 @@ def _land(
     spans: Spans, landings: Landings, row: Any, copies: Any, born: Any, sent: Any, sent_again: Any, used: Any, part: Any
 ) -> Any:  # fmt: skip
     """What a reshard leaves on a device: if it ``copies``, the copy (its handle is returned; 0: none), the layout in
-    between, receive buffers. ``born``: since when the device can cut its copy from what it has; ``sent``, ``sent_again``: moments of the
-    phases; ``used``: when a computation waits for it."""
+    between, receive buffers. ``born``: since when the device can cut its copy from what it has; ``sent``,
+    ``sent_again``: moments of the phases; ``used``: when a computation waits for it."""
     d, role = np.uint64(landings.device[row]), landings.role[row]
     begin = sent if role & TAKES_PART else born
     if landings.middle[row] > 0:
@@ -339,12 +339,15 @@ def _backward(sources: Sources, state: State, t: Any, spans: Spans) -> None:
     for k in range(first, last):
         slot = np.uint64(wiring.tensor_slot[k])
         if np.uint64(state.leader[slot]) == slot and program.flows[slot] == 1:
-            now = _differentiate(sources, state, wiring.tensor_slot, k, last, sources.units.itemsize[t], ACTIVATIONS, spans)
+            itemsize = sources.units.itemsize[t]
+            now = _differentiate(sources, state, wiring.tensor_slot, k, last, itemsize, ACTIVATIONS, spans)
             _return(sources, state, slot, t, now, spans)
 
 
 @lean
-def _differentiate(sources: Sources, state: State, slots: U32, k: Any, last: Any, itemsize: Any, part: Any, spans: Spans) -> Any:
+def _differentiate(
+    sources: Sources, state: State, slots: U32, k: Any, last: Any, itemsize: Any, part: Any, spans: Spans
+) -> Any:
     """The gradients that the readers of the edge of ``slots[k]`` make, in ``spans.gradient``. Returns the moment at
     which they are complete: the backward of the first reader, as that runs last."""
     wiring, holdings, slot = sources.wiring, sources.footprints.holdings, np.uint64(slots[k])
@@ -360,8 +363,8 @@ def _differentiate(sources: Sources, state: State, slots: U32, k: Any, last: Any
             latest = reader
     begin = TWO * np.uint64(wiring.backward_block[latest])
     now = TWO * np.uint64(wiring.backward_block[np.uint64(wiring.slot_operator[slot])])
-    for d in range(np.uint64(spans.gradient.shape[0])):
-        spans.gradient[d] = 0
+    for every in range(np.uint64(spans.gradient.shape[0])):
+        spans.gradient[every] = 0
     need = np.uint64(state.need[slot])
     for row in range(np.uint64(holdings.layout_first[need]), np.uint64(holdings.layout_last[need])):
         d, handle = np.uint64(holdings.entry_device[row]), ZERO
@@ -411,13 +414,14 @@ def _hold_weight(sources: Sources, state: State, w: Any, spans: Spans) -> None:
         _add(spans, d, nbytes, WEIGHTS, ZERO, end_of(sources))
         if trained and units.state_copies[0] > 0:
             _add(spans, d, units.state_copies[0] * nbytes, OPTIMIZER, ZERO, end_of(sources))
-    for d in range(np.uint64(spans.born.shape[0])):
-        spans.born[d] = 0
+    for every in range(np.uint64(spans.born.shape[0])):
+        spans.born[every] = 0
     first, last = np.uint64(program.reader_first[w]), np.uint64(program.reader_last[w])
     for k in range(first, last):
         slot = np.uint64(program.reader[k])
         if np.uint64(state.leader[slot]) == slot:
-            _distribute(sources, state, program.reader, k, last, GATHERED, TWO * np.uint64(wiring.gather_block[w]), spans)
+            gather = TWO * np.uint64(wiring.gather_block[w])
+            _distribute(sources, state, program.reader, k, last, GATHERED, gather, spans)
             if trained and program.flows[slot] == 1:
                 _differentiate(sources, state, program.reader, k, last, units.weight_itemsize[w], GRADIENTS, spans)
                 _send_gradients(sources, state, w, np.uint64(sources.pools.plan_sync[p]), spans)

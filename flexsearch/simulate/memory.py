@@ -65,10 +65,10 @@ def spans_of(lowered: Lowered) -> list[Span]:
     account, sources, state = _account(lowered)
     found: list[Span] = []
     for _ in _units(account, sources, state):
-        spans, count = account.spans, int(account.spans.count[0])
+        spans, count = account.spans, int(account.spans.size[0])
         rows = (spans.device, spans.first, spans.last, spans.nbytes, spans.part)
-        columns = zip(*(row[:count].tolist() for row in rows), strict=True)
-        found += (Span(*numbers, PARTS[part]) for *numbers, part in columns)
+        for device, first, last, nbytes, part in zip(*(row[:count].tolist() for row in rows), strict=True):
+            found.append(Span(device, first, last, nbytes, PARTS[part]))
     return found
 
 

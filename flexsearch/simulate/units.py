@@ -48,7 +48,7 @@ def make_account(
         changed=np.zeros(devices, np.uint8), next_block=_next_blocks(schedule, blocks),
         peak=np.zeros(devices, np.int64), capacity=capacity, room=np.array([-1], np.int64),
         stamp=np.zeros(count, np.uint64), round=np.zeros(1, np.uint64), touched=np.zeros(count, np.uint32),
-        count=np.zeros(1, np.uint64), moves=np.zeros(1, np.uint64),
+        number=np.zeros(1, np.uint64), moves=np.zeros(1, np.uint64),
     ), sources  # fmt: skip
 
 
@@ -188,7 +188,7 @@ def _make_spans(graph: OperatorGraph, units: Units, wiring: Wiring, program: Pro
     boxes: Any = np.zeros((2, devices, rank), np.int64)
     return Spans(
         device=numbers(room), first=numbers(room), last=numbers(room), nbytes=np.zeros(room, np.int64),
-        part=np.zeros(room, np.uint8), count=np.zeros(1, np.uint64), output=numbers(most, devices),
+        part=np.zeros(room, np.uint8), size=np.zeros(1, np.uint64), output=numbers(most, devices),
         arrived=numbers(most, devices), gradient=numbers(devices), born=numbers(devices), low=boxes[0].copy(),
         high=boxes[1].copy(), reads=np.zeros(devices, np.uint8),
     )  # fmt: skip
