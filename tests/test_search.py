@@ -25,7 +25,6 @@ from flexsearch.cost import Costs
 from flexsearch.errors import StrategyError
 from flexsearch.graph import OperatorGraph
 from flexsearch.graph.importer import import_model
-from flexsearch.lower.ceiling import Ceiling
 from flexsearch.search import Evaluator, Progress, SearchResult, chain, optimize, search, workers
 from flexsearch.search.climb import Climb, Climber
 from flexsearch.search.climbs import POLISHED
@@ -33,7 +32,6 @@ from flexsearch.search.constants import FEW, ROWS
 from flexsearch.search.evaluate import better
 from flexsearch.search.optimize import Budget
 from flexsearch.search.space import Space
-from flexsearch.simulate import memory
 from flexsearch.strategy import OperatorConfig, Options, Strategy, check_config, make_config
 from flexsearch.topology import Topology
 from tests.proposals import MOVES, propose
@@ -377,22 +375,6 @@ def test_what_changes_together_has_the_same_sizes() -> None:
 def test_a_layer_that_is_used_twice_on_different_sizes_is_searched(seed: int) -> None:
     topology = Topology.load("ethernet-1g-4")
     find(towers(), topology, 400, seed).strategy.check(towers(), topology)
-
-
-@pytest.mark.parametrize("graph", [mlp(), cnn(), transformer(layers=1), pooled(), recurrent()], ids=lambda g: g.name)
-@settings(derandomize=True, deadline=None, max_examples=15)
-@given(seed=st.integers(0, 2**32 - 1), optimizer=st.sampled_from(["sgd", "momentum", "adam"]))
-def test_the_ceiling_is_never_below_the_true_peak(graph: OperatorGraph, seed: int, optimizer: str) -> None:
-    topology, rng = ethernet(4), np.random.Generator(np.random.PCG64(seed))
-    space = Space(graph, topology)
-    options = Options(optimizer=optimizer)  # type: ignore[arg-type]
-    evaluate = Evaluator(graph, topology, Costs(graph, topology), options)
-    ceiling, configs = Ceiling(graph, topology, options), space.random_plan(rng)
-    for move in MOVES:
-        configs = move(rng, space, configs)
-        lowered = evaluate.lower(configs)
-        peaks = [m.peak for m in memory(lowered)]
-        assert (ceiling(lowered) >= peaks).all()
 
 
 @pytest.mark.parametrize("graph", [mlp(), cnn(), transformer(layers=1)], ids=lambda g: g.name)

@@ -98,19 +98,15 @@ class Pools(NamedTuple):
     store_last: U32
     store_device: U32
     store_bytes: U64
-    config_held: I64  # (config, device): bytes, as ``State.held``
-    reshard_held: I64
-    plan_held: I64
 
 
 @packed
 class State(NamedTuple):
     """A plan: numbers of templates. ``leader``: the slot whose edge a slot reads; ``need``: its layout. ``forward``,
     ``backward``: reshards of a leader's edge, else template 0, which is empty. ``plan``: of each weight.
-    ``stored_bytes``, ``stored_count``: of trained weights, by device. ``held``: at most so many bytes are in use on
-    each device at any moment, as ``flexsearch.lower.ceiling`` counts them. ``busy``: TICKs of computing on each
-    device; ``load``: TICKs for which transfers keep each resource busy (those in a common bucket: at least).
-    ``stride_ticks``, ``stride_load``: both by STRIDE of the blocks that compute and send, too."""
+    ``stored_bytes``, ``stored_count``: of trained weights, by device. ``busy``: TICKs of computing on each device;
+    ``load``: TICKs for which transfers keep each resource busy (those in a common bucket: at least). ``stride_ticks``,
+    ``stride_load``: both by STRIDE of the blocks that compute and send, too."""
 
     config: U32
     leader: U32
@@ -120,7 +116,6 @@ class State(NamedTuple):
     plan: U32
     stored_bytes: U64
     stored_count: U64
-    held: I64
     busy: I64
     stride_ticks: npt.NDArray[np.int64]
     load: I64

@@ -95,8 +95,6 @@ def place(wiring: Wiring, program: Program, pools: Pools, state: State, change: 
         old, new = np.uint64(state.config[i]), np.uint64(change.config[k])
         if old != new:
             state.config[i] = change.config[k]
-            for d in range(np.uint64(state.held.shape[0])):
-                state.held[d] += pools.config_held[new, d] - pools.config_held[old, d]
             forth = np.uint64(wiring.forward_block[i]) // np.uint64(STRIDE)
             back = np.uint64(wiring.backward_block[i]) // np.uint64(STRIDE)
             _mark(change, wiring.forward_block[i])
@@ -153,7 +151,7 @@ def carry_over(source: State, target: State, change: Change) -> None:
         target.config[i] = source.config[i]
     for c in range(np.uint64(change.changed.shape[0])):
         if change.changed[c] == 1:
-            for d in range(np.uint64(source.held.shape[0])):
+            for d in range(np.uint64(source.busy.shape[0])):
                 target.stride_ticks[c, d] = source.stride_ticks[c, d]
             for r in range(np.uint64(source.load.shape[0])):
                 target.stride_load[c, r] = source.stride_load[c, r]
@@ -166,8 +164,7 @@ def carry_over(source: State, target: State, change: Change) -> None:
     for k in range(ZERO, np.uint64(change.touched[1])):
         w = np.uint64(change.weight[k])
         target.plan[w] = source.plan[w]
-    for d in range(np.uint64(source.held.shape[0])):
-        target.held[d] = source.held[d]
+    for d in range(np.uint64(source.busy.shape[0])):
         target.busy[d] = source.busy[d]
         target.stored_bytes[d] = source.stored_bytes[d]
         target.stored_count[d] = source.stored_count[d]
@@ -283,11 +280,6 @@ def _set(wiring: Wiring, pools: Pools, state: State, slot: Any, forward: Any, ba
     """Give an edge other reshards; ``producer``: of its tensor."""
     old, back = np.uint64(state.forward[slot]), np.uint64(state.backward[slot])
     if old != np.uint64(forward) or back != np.uint64(backward):
-        for d in range(np.uint64(state.held.shape[0])):
-            state.held[d] += (
-                pools.reshard_held[np.uint64(forward), d] - pools.reshard_held[old, d]
-                + pools.reshard_held[np.uint64(backward), d] - pools.reshard_held[back, d]
-            )  # fmt: skip
         _charge(pools, state, old, np.uint64(forward), wiring.forward_block[producer])
         if back != np.uint64(backward):
             reader = np.uint64(wiring.slot_operator[slot])
@@ -371,7 +363,5 @@ def _wire_weight(
         for k in range(np.uint64(pools.store_first[p]), np.uint64(pools.store_last[p])):
             state.stored_bytes[np.uint64(pools.store_device[k])] += pools.store_bytes[k]
             state.stored_count[np.uint64(pools.store_device[k])] += ONE
-        for d in range(np.uint64(state.held.shape[0])):
-            state.held[d] += pools.plan_held[p, d] - pools.plan_held[old, d]
         _charge(pools, state, np.uint64(pools.plan_sync[old]), np.uint64(pools.plan_sync[p]), wiring.sync_block[w])
         state.plan[w] = plan

@@ -103,15 +103,14 @@ class Sets(NamedTuple):
 @packed
 class Desk(NamedTuple):
     """Where a reshard is planned. Candidates leave their moves and exchanges one after the other. ``middle``: layout
-    between two phases. ``landed``: by device, elements of new copies, copies in between and receive buffers. By
-    destination entry: ``cuts``, local moves, ``cut``, the source of the last one, and whether it is ``aliased``."""
+    between two phases. By destination entry: ``cuts``, local moves, ``cut``, the source of the last one, and whether it
+    is ``aliased``."""
 
     moves: Moves
     exchanges: Exchanges
     groups: Groups
     sets: Sets
     middle: Side
-    landed: I64
     cuts: U32
     cut: U32
     aliased: U8
@@ -144,7 +143,7 @@ def make_desk(tally: Tally, devices: int, dimensions: int, entries: int, moves: 
             _u32(entries), _i64((entries, dimensions, 2)), _i64(entries), _u32(entries), _u32(1), _u32(1),
             np.zeros(2, np.uint64),
         ),
-        landed=_i64(devices), cuts=_u32(entries), cut=_u32(entries), aliased=_u8(entries),
+        cuts=_u32(entries), cut=_u32(entries), aliased=_u8(entries),
         result=np.zeros(10, np.uint64),
     )  # fmt: skip
 

@@ -87,9 +87,11 @@ class Placed:
 
 @dataclass(frozen=True)
 class Lowered:
-    """Everything that simulator and runtime need. ``placed[i]`` belongs to operator i; ``edges_of[name]``: edges of a
-    tensor; ``loss_edge``: brings the loss to every device; ``update_edges``: buffer -> edge of its new value."""
+    """Everything that simulator and runtime need. ``lowering`` made it. ``placed[i]`` belongs to operator i;
+    ``edges_of[name]``: edges of a tensor; ``loss_edge``: brings the loss to every device; ``update_edges``: buffer ->
+    edge of its new value."""
 
+    lowering: Lowering
     graph: OperatorGraph
     topology: Topology
     options: Options
@@ -268,8 +270,8 @@ class _Assembly:
         self._backward()
         self._update()
         return Lowered(
-            self.graph, self.topology, self.options, self.configs, self.placed, tuple(self.edges), tuple(self.weights),
-            self.edges_of, self.edge_of, self.loss_edge, self.update_edges, self.tasks,
+            self.lowering, self.graph, self.topology, self.options, self.configs, self.placed, tuple(self.edges),
+            tuple(self.weights), self.edges_of, self.edge_of, self.loss_edge, self.update_edges, self.tasks,
         )  # fmt: skip
 
     def _connect(self) -> None:

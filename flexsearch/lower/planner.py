@@ -584,23 +584,19 @@ def store(device: U32, box: I64, shard: Any, groups: Groups, sets: Sets, middle:
 
 @lean
 def _finish(source: Side, destination: Side, desk: Desk) -> None:
-    """Devices that have nothing to do, and what new copies and buffers hold."""
-    result, moves, middle, count = desk.result, desk.moves, desk.middle, destination.size[0]
+    """Devices that have nothing to do."""
+    result, moves, count = desk.result, desk.moves, destination.size[0]
     arriving, holds, rank = desk.sets.arriving, desk.groups.member, np.uint64(destination.box.shape[1])
-    for d in range(np.uint64(desk.landed.shape[0])):
-        desk.landed[d], holds[d] = 0, NONE
+    for d in range(np.uint64(holds.shape[0])):
+        holds[d] = NONE
     for k in range(count):
         desk.cuts[k], desk.aliased[k], arriving[k] = 0, 0, 0
         device = np.uint64(destination.device[k])
         holds[device] = np.uint32(k) if holds[device] == NONE else SOON
     one = result[PHASES] == ONE
-    for m in range(result[MOVE_FIRST], result[MOVE_LAST]):
+    for m in range(result[MOVE_FIRST if one else MOVE_MIDDLE], result[MOVE_LAST]):
         to = np.uint64(moves.destination[m])
-        if not one and m < result[MOVE_MIDDLE]:
-            if moves.exchange[m] != NONE:
-                desk.landed[np.uint64(middle.device[to])] += moves.volume[m]
-        elif moves.exchange[m] != NONE:
-            desk.landed[np.uint64(destination.device[to])] += moves.volume[m]
+        if moves.exchange[m] != NONE:
             arriving[to] += moves.volume[m]
         else:
             desk.cuts[to] += np.uint32(1)
@@ -613,9 +609,3 @@ def _finish(source: Side, destination: Side, desk: Desk) -> None:
             desk.aliased[k] = _equal(source.box, np.uint64(desk.cut[k]), destination.box, k, rank)
         trivial = trivial and desk.aliased[k] == 1
     result[TRIVIAL] = ONE if trivial else ZERO
-    if not trivial:
-        for k in range(count):
-            desk.landed[np.uint64(destination.device[k])] += destination.volume[k]
-    if not one:
-        for k in range(middle.size[0]):
-            desk.landed[np.uint64(middle.device[k])] += middle.volume[k]

@@ -205,7 +205,6 @@ class Reshard:
         self._planner, self._source, self._destination = planner, source, destination
         self._itemsize, self._mode, self._ranges = itemsize, mode, ranges
         self._count: int | None = None
-        self._landed: I64 | None = None
 
     def planned(self) -> Desk:
         """The planner's desk, with this reshard on it until another is planned: rows FIRST to LAST of its exchanges."""
@@ -214,17 +213,12 @@ class Reshard:
             desk = planner.run(self._source, self._destination, self._mode, self._ranges, self._itemsize)
             planner.at_hand = self
             self._count = int(desk.result[LAST] - desk.result[FIRST])
-            if self._landed is None:
-                self._landed = desk.landed.copy()
         return planner.desk
 
     @property
-    def landed(self) -> I64:
-        """By device, elements of new copies, intermediate ones and receive buffers."""
-        if self._landed is None:
-            self.planned()
-        assert self._landed is not None
-        return self._landed
+    def laid_destination(self) -> Laid:
+        """The destination, known by number."""
+        return self._destination
 
     @cached_property
     def outline(self) -> Outline:

@@ -16,13 +16,14 @@ from flexsearch.cost.ticks import TICK
 from flexsearch.graph import Tensor
 from flexsearch.lower import Lowering, Reshard
 from flexsearch.lower.arrays import Pools
-from flexsearch.lower.ceiling import Ceiling
+from flexsearch.lower.column import Column
 from flexsearch.lower.desk import FIRST, MIDDLE, Desk
 from flexsearch.lower.exchanges import Rows, append
+from flexsearch.lower.footprints import FootprintColumns, Footprints
 from flexsearch.lower.keys import HELD, LAYOUT, PLAN, RESHARD, STEP, WEIGHT, Keys
 from flexsearch.lower.lowering import Placed, kept
 from flexsearch.lower.weights import WeightPlan
-from flexsearch.strategy import OperatorConfig, Options
+from flexsearch.strategy import OperatorConfig
 from flexsearch.topology.parts import FORMS
 
 _TYPES: dict[str, Any] = {
@@ -30,58 +31,19 @@ _TYPES: dict[str, Any] = {
     "latency": np.float64, "amount": np.uint64, "link_s": np.float64, "link_load": np.float64, "drag_s": np.float64,
     "drag_load": np.float64, "key_factor": np.float64, "key_ring": np.uint64, "store_bytes": np.uint64,
     "entry_forward": np.int64, "entry_backward": np.int64, "link_ticks": np.int64,
-    "config_held": np.int64, "reshard_held": np.int64, "plan_held": np.int64,
 }  # fmt: skip
 """Columns of ``Pools`` that are not uint32."""
-_START = 1024
 _NOBODY = np.zeros(0, np.uint32)
 
 
-class Column:
-    """A growing array; ``width``: of its rows, if they are rows. ``extend`` and ``add`` say whether it is a new one."""
-
-    def __init__(self, dtype: Any, width: int | None = None) -> None:
-        self.array: npt.NDArray[Any] = np.zeros(_START if width is None else (_START, width), dtype=dtype)
-        self.size = 0
-
-    def extend(self, values: npt.NDArray[Any] | Sequence[Any]) -> bool:
-        """Append values (or rows)."""
-        end = self.size + len(values)
-        full = end > len(self.array)
-        if full:
-            grown = np.zeros((max(end, 2 * len(self.array)), *self.array.shape[1:]), dtype=self.array.dtype)
-            grown[: self.size] = self.array[: self.size]
-            self.array = grown
-        if len(values):
-            self.array[self.size : end] = values
-        self.size = end
-        return full
-
-    def double(self) -> None:
-        """Make room for twice as many."""
-        self.array = np.concatenate((self.array, np.zeros_like(self.array)))
-
-    def add(self, value: Any) -> bool:
-        """Append one value (or row)."""
-        if self.size == len(self.array):
-            return self.extend([value])
-        self.array[self.size] = value
-        self.size += 1
-        return False
-
-
 class Templates:
-    """Templates for one graph on one topology, under one set of options. ``pools``, ``keys.table``: as they are now;
-    fetch them again after adding anything. ``share``: whether operators that are alike have one number for a config."""
+    """Templates for one graph on one topology. ``pools``, ``keys.table``: as they are now; fetch them again after
+    adding anything. ``share``: whether operators that are alike have one number for a config."""
 
-    def __init__(self, lowering: Lowering, options: Options, share: bool = True) -> None:
+    def __init__(self, lowering: Lowering, share: bool = True) -> None:
         self.lowering, self.graph, self.topology = lowering, lowering.graph, lowering.topology
-        self.ceiling = Ceiling(self.graph, self.topology, options)
-        devices = len(self.topology.devices)
-        self.columns = {
-            name: Column(_TYPES.get(name, np.uint32), devices if name.endswith("_held") else None)
-            for name in Pools._fields
-        }
+        self.columns = {name: Column(_TYPES.get(name, np.uint32)) for name in Pools._fields}
+        self._footprints = FootprintColumns(len(self.topology.devices))
         self.keys = Keys()
         self._pools: Pools | None = None
         self._rows_of_exchanges = Rows(**{name: self.columns[name].array for name in Rows._fields})
@@ -107,6 +69,11 @@ class Templates:
         if self._pools is None:
             self._pools = Pools(**{name: column.array for name, column in self.columns.items()})
         return self._pools
+
+    @property
+    def footprints(self) -> Footprints:
+        """What the templates hold in memory; fetch it again after adding anything."""
+        return self._footprints.footprints
 
     def _append(self, name: str, values: npt.NDArray[Any] | Sequence[Any]) -> None:
         if self.columns[name].extend(values):
@@ -135,13 +102,13 @@ class Templates:
         return known
 
     def _find_alike(self) -> list[int]:
-        """By operator: the first one of the same shape and cost, which keeps the same for its backward."""
+        """By operator: the first one of the same shape and cost."""
         graph, first = self.graph, dict[object, int]()
         return [
             first.setdefault(
-                (self.lowering.costs.alike[i], rule, tuple(name in graph.differentiable for name in op.inputs)), i
+                (self.lowering.costs.alike[i], tuple(name in graph.differentiable for name in op.inputs)), i
             )
-            for i, (op, rule) in enumerate(zip(graph.operators, self.ceiling.rules, strict=True))
+            for i, op in enumerate(graph.operators)
         ]
 
     def _config(self, placed: Placed | None, config: OperatorConfig | None, operator: int) -> int:
@@ -160,11 +127,9 @@ class Templates:
         for name, layouts in (("config_reads", reads), ("config_writes", writes)):
             self._one(name, self.columns["layout"].size)
             self._append("layout", [layout.number for layout in layouts])
+            for layout in layouts:
+                self._footprints.add_layout(layout)
         self._one("config_shard", bool(config and config.shard_weights))
-        held = (
-            np.zeros(len(self.topology.devices), np.int64) if placed is None else self.ceiling.placed(operator, placed)
-        )
-        self._one("config_held", held)
         return len(self.configs) - 1
 
     # ---- reshards
@@ -177,16 +142,16 @@ class Templates:
     def _reshard(self, plan: Reshard | None, dtype: str, itemsize: int) -> int:
         """Number of a new reshard; ``dtype`` matters where exchanges go in buckets."""
         number, first = self.columns["reshard_first"].size, int(self._exchanges[-1])
-        middle, held = 0, np.zeros(len(self.topology.devices), np.int64)
+        middle = 0
         if plan is not None:
             desk = plan.planned()
-            middle, held = int(desk.result[MIDDLE] - desk.result[FIRST]), self.ceiling.moved(plan, itemsize)
+            middle = int(desk.result[MIDDLE] - desk.result[FIRST])
+            self._footprints.add_reshard(desk, plan.laid_destination, itemsize)
             self._append_exchanges(desk)
             if dtype:
                 self._set_keys(desk, first, dtype)
         for name, value in (("first", first), ("middle", first + middle), ("last", int(self._exchanges[-1]))):
             self._one(f"reshard_{name}", value)
-        self._one("reshard_held", held)
         return number
 
     def _append_exchanges(self, desk: Desk) -> None:
@@ -233,20 +198,20 @@ class Templates:
 
     def _add_plan(self, plan: WeightPlan | None, tensor: Tensor | None) -> int:
         number, gathers, sync = self.columns["plan_sync"].size, [], 0
-        held, devices, nbytes = np.zeros(len(self.topology.devices), np.int64), _NOBODY, np.zeros(0, np.int64)
+        devices, nbytes = _NOBODY, np.zeros(0, np.int64)
         if plan is not None and tensor is not None:
             gathers = [
                 self._reshard(forward, "", tensor.itemsize) if forward.crosses else 0 for forward in plan.forward
             ]
-            held = self.ceiling.weight(plan, tensor.itemsize)
+            stored = plan.stored.device, plan.stored.grid.volume * tensor.itemsize
+            self._footprints.add_plan(*stored)
             if plan.sync is not None:
                 sync = self._reshard(plan.sync, tensor.dtype, tensor.itemsize)
-                devices, nbytes = plan.stored.device, plan.stored.grid.volume * tensor.itemsize
+                devices, nbytes = stored
         self._one("plan_gather", self.columns["gather"].size)
         self._append("gather", gathers)
         self._one("plan_sync", sync)
         self._rows("store_device", "store_first", "store_last", store_device=devices, store_bytes=nbytes)
-        self._one("plan_held", held)
         return number
 
     def kept(self, buffer: int, layouts: list[int]) -> None:

@@ -32,7 +32,6 @@ from flexsearch.search.step import (
     ASK,
     DONE,
     EVENTS,
-    MEMORY,
     TIMED,
     ChainState,
     Info,
@@ -85,7 +84,7 @@ class Chain:
         excess = COARSE_EXCESS if coarse else EXCESS[FIRST[generation % len(FIRST)] :]
         self._schedule = Schedule(
             freedom=_one(len(self.space.parts if coarse else self.space.leaders)), excess=np.array(excess),
-            patience=_count(patience), worth=_one(WORTH), penalty=_one(PENALTY), memory=self.evaluate.memory_bytes,
+            patience=_count(patience), worth=_one(WORTH), penalty=_one(PENALTY),
         )  # fmt: skip
         fits = now.cost if now.feasible else inf
         self._state = ChainState(
@@ -121,14 +120,11 @@ class Chain:
                 if why == ASK:
                     self._answer(simulator)
                     look()
-                elif why == EVENTS:
+                else:
+                    assert why == EVENTS
                     most = float(threshold(draws, self._schedule, self._state))
                     self._info.seconds[0] = simulator.by_events(most)
                     self._info.stage[0] = TIMED
-                else:
-                    assert why == MEMORY
-                    plan = self._plan(simulator, simulator.proposed.config)
-                    self._info.shortfall[0] = self.evaluate.shortfall(plan, simulator.held)
         finally:
             simulator.whole = bool(self._state.whole[0])
         return bool(self._state.idle[0] >= self._schedule.patience[0])
@@ -137,7 +133,7 @@ class Chain:
         return int(advance(
             self._moves, self._draws, self._schedule, self._state, self._info, simulator.wiring, simulator.program,
             simulator.templates.pools, simulator.templates.keys.table, simulator.state, simulator.proposed,
-            simulator.change, simulator.work, simulator.tasks,
+            simulator.change, simulator.work, simulator.tasks, simulator.account, simulator.sources,
         ))  # fmt: skip
 
     def _answer(self, simulator: DeltaSimulator) -> None:
@@ -171,9 +167,7 @@ class Chain:
         names, info = list(MOVES), self._info
         rows = range(int(info.improvements[0]))
         info.improvements[0] = 0
-        return [
-            Gain(int(info.better_step[k]), names[int(info.better_move[k])], float(info.better_s[k])) for k in rows
-        ]
+        return [Gain(int(info.better_step[k]), names[int(info.better_move[k])], float(info.better_s[k])) for k in rows]
 
     @property
     def best(self) -> tuple[Configs, Evaluation]:

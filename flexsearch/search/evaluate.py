@@ -5,14 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import numpy as np
-
 from flexsearch.cost import Costs
 from flexsearch.graph import OperatorGraph
 from flexsearch.lower import Lowered, Lowering
-from flexsearch.lower.ceiling import Bytes
 from flexsearch.search.constants import PENALTY
-from flexsearch.simulate import memory
 from flexsearch.simulate.delta import DeltaSimulator
 from flexsearch.strategy import OperatorConfig, Options
 from flexsearch.topology import Topology
@@ -57,13 +53,12 @@ class Evaluator:
     ) -> None:
         self.graph, self.topology, self.costs, self.options, self.share = graph, topology, costs, options, share
         self.lowering = Lowering(graph, topology, costs)
-        self.memory_bytes = np.array([device.memory_bytes for device in topology.devices], dtype=np.int64)
         self._simulator: DeltaSimulator | None = None
 
     def __call__(self, configs: Configs) -> Evaluation:
         """Evaluation of ``configs``, which become the plan at hand."""
         simulator = self.at(configs)
-        return Evaluation(simulator.seconds, self.shortfall(configs, simulator.held))
+        return Evaluation(simulator.seconds, simulator.missing_memory())
 
     def at(self, configs: Configs) -> DeltaSimulator:
         """The simulator, with ``configs`` as its plan at hand."""
@@ -94,10 +89,3 @@ class Evaluator:
     def lower(self, configs: Sequence[OperatorConfig]) -> Lowered:
         """The lowered plan."""
         return self.lowering.lower(configs, self.options)
-
-    def shortfall(self, configs: Sequence[OperatorConfig], held: Bytes) -> float:
-        """Missing memory of a plan. ``held``: an upper bound on its use, by device: most plans fit by that already."""
-        if (held <= self.memory_bytes).all():
-            return 0.0
-        pairs = zip(memory(self.lower(configs)), self.topology.devices, strict=True)
-        return sum(max(0.0, use.peak / device.memory_bytes - 1.0) for use, device in pairs)

@@ -38,6 +38,7 @@ from flexsearch.topology import Topology
 
 GIVEN: Final = "the given plan"
 
+
 @dataclass(frozen=True, slots=True)
 class Budget:
     """How long to search: seconds, proposals, or both."""

@@ -111,7 +111,7 @@ class _Descent:
             config = self.simulator.templates.configs[n]
             assert config is not None
             configs[i] = config
-        evaluation = Evaluation(seconds, self.evaluate.shortfall(configs, self.simulator.held))
+        evaluation = Evaluation(seconds, self.simulator.missing_memory())
         if not better(evaluation, self.now):
             return None
         self.simulator.accept()

@@ -19,20 +19,22 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from flexsearch.compiled import F64, I64, ONE, U32, U64, ZERO, inlined, lean
+from flexsearch.compiled import F64, ONE, U32, U64, ZERO, inlined, lean
 from flexsearch.lower.arrays import Pools, Program, State, Tasks, Work
 from flexsearch.lower.change import Change, Wiring, carry_over
 from flexsearch.lower.keys import Table
 from flexsearch.packed import packed
 from flexsearch.search.moves import UNIFORMS, Draws, Moves, draw
+from flexsearch.simulate.account import Account, missing_memory
 from flexsearch.simulate.attempt import attempt
 from flexsearch.simulate.checkpoint import accept
+from flexsearch.simulate.lifetimes import Sources
 
-DONE, ASK, EVENTS, MEMORY = range(4)
+DONE, ASK, EVENTS = range(3)
 """Why ``advance`` returned: random numbers or patience are used up; templates or configs are missing; the proposal must
-be timed by events; its memory must be worked out."""
-FRESH, TIMED, WEIGHED = range(3)
-"""Stages of a proposal: to be simulated; to be checked for memory; to be decided on."""
+be timed by events."""
+FRESH, TIMED = range(2)
+"""Stages of a proposal: to be simulated; to be decided on."""
 CELLS = 256
 _EXACT = Context(prec=40)
 LOGARITHMS = np.array([float(-(Decimal(CELLS + k) / (2 * CELLS)).ln(_EXACT)) for k in range(CELLS + 1)])
@@ -81,21 +83,20 @@ class Info(NamedTuple):
 class Schedule(NamedTuple):
     """How a chain cools and ends. ``freedom``: (1,) number of things that can change alone. ``excess``: by temperature,
     how much slower than the best a plan may typically be. ``patience``: (1,) proposals without gain that end it.
-    ``worth``: (1,) share of the time that is a gain. ``penalty``: (1,) of missing memory. ``memory``: bytes by
-    device."""
+    ``worth``: (1,) share of the time that is a gain. ``penalty``: (1,) of missing memory."""
 
     freedom: F64
     excess: F64
     patience: U64
     worth: F64
     penalty: F64
-    memory: I64
 
 
 @lean
 def advance(
     moves: Moves, draws: Draws, schedule: Schedule, chain: ChainState, info: Info, wiring: Wiring, program: Program,
     pools: Pools, table: Table, state: State, proposed: State, change: Change, work: Work, tasks: Tasks,
+    account: Account, sources: Sources,
 ) -> Any:  # fmt: skip
     """Make steps until something is needed; returns what. ``state`` is the chain's plan, ``proposed`` its work copy."""
     while True:
@@ -109,14 +110,11 @@ def advance(
                 wiring, program, pools, table, state, proposed, change, work, tasks, chain.whole[0] == ONE, most
             )
             info.seconds[0] = seconds
-            info.shortfall[0] = 0.0
             if seconds < 0.0:
                 return ASK if change.lacking[0] > ZERO else EVENTS
             info.stage[0] = TIMED
-        if info.stage[0] == TIMED:
-            info.stage[0] = WEIGHED
-            if info.seconds[0] <= threshold(draws, schedule, chain) and not _fits(schedule, proposed):
-                return MEMORY
+        slow = info.seconds[0] > threshold(draws, schedule, chain)
+        info.shortfall[0] = 0.0 if slow else missing_memory(account, sources, proposed)
         _decide(draws, schedule, chain, info, state, proposed, change, work)
         info.stage[0] = FRESH
         draws.row[0] += ONE
@@ -199,11 +197,3 @@ def _cool(schedule: Schedule, chain: ChainState) -> None:
     if spent or chain.lasted[0] >= schedule.patience[0]:
         chain.level[0] = min(chain.level[0] + ONE, np.uint64(schedule.excess.shape[0]) - ONE)
         chain.lasted[0] = ZERO
-
-
-@lean
-def _fits(schedule: Schedule, proposed: State) -> Any:
-    for d in range(np.uint64(schedule.memory.shape[0])):  # noqa: SIM110  a generator would not compile
-        if proposed.held[d] > schedule.memory[d]:
-            return False
-    return True

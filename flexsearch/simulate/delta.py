@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from math import inf
-from typing import Final
 
 import numpy as np
 import numpy.typing as npt
@@ -18,13 +17,16 @@ import numpy.typing as npt
 from flexsearch.cost import Costs
 from flexsearch.graph import OperatorGraph
 from flexsearch.lower import Lowering
-from flexsearch.lower.arrays import RECORD, STRIDE, WRITE, Program, State, Tasks, Work
-from flexsearch.lower.change import Change, Wiring, carry_over, place, wire
-from flexsearch.lower.keys import RESHARD, WEIGHT
+from flexsearch.lower.arrays import RECORD, WRITE, Program, State, Tasks, Work
+from flexsearch.lower.change import Wiring, carry_over, place, wire
 from flexsearch.lower.program import make_program, make_wiring
 from flexsearch.lower.templates import Templates
+from flexsearch.lower.wired import empty_state, fill, make_change, strides
+from flexsearch.simulate.account import Account, missing_memory, move_account
 from flexsearch.simulate.attempt import Proposals, attempt_each
 from flexsearch.simulate.checkpoint import accept
+from flexsearch.simulate.lifetimes import Sources
+from flexsearch.simulate.units import make_account
 from flexsearch.simulate.walk import walk
 from flexsearch.simulate.write import time_written
 from flexsearch.strategy import OperatorConfig, Options
@@ -33,7 +35,6 @@ from flexsearch.topology import Topology
 Configs = Sequence[OperatorConfig]
 Times = npt.NDArray[np.float64]
 Numbers = Sequence[int] | npt.NDArray[np.uint32]
-_MISSING_ROWS: Final = 4096
 _IN_FLIGHT, _HELD, _HELD_ROWS = 8192, 256, 64
 """Room for exchanges in flight; for those that a checkpoint can hold, and for the rows to which they deliver. A pass
 with more is void, a checkpoint with more is not used."""
@@ -55,13 +56,15 @@ class DeltaSimulator:
     ) -> None:  # fmt: skip
         self.graph, self.topology, self.costs, self.options = graph, topology, costs, options
         self.lowering = lowering or Lowering(graph, topology, costs)
-        self.templates = Templates(self.lowering, options, share)
+        self.templates = Templates(self.lowering, share)
         self.program: Program = make_program(graph, topology, self.lowering, costs, options)
         self.wiring: Wiring = make_wiring(graph, topology, self.lowering, self.program)
         self.state, self.proposed = (self._empty_state() for _ in range(2))
         self.work = self._work()
         self.tasks = self._tasks(room)
-        self.change = self._change()
+        self.change = make_change(graph, self.program, self.wiring)
+        self.account, self._sources = self._memory()
+        """Of the plan whose memory was asked for last."""
         self.passes = self.written = 0
         """Passes that gave the time, and plans whose task graph had to be written down."""
         self.whole = False
@@ -115,10 +118,29 @@ class DeltaSimulator:
         self._pending, self._seconds = seconds < inf, seconds
         return seconds
 
+    def missing_memory(self) -> float:
+        """Memory that the last proposal (or the plan at hand) lacks over what the device has, summed over the devices;
+        0.0 if it fits."""
+        return float(missing_memory(self.account, self.sources, self.proposed))
+
+    def peaks(self) -> npt.NDArray[np.int64]:
+        """Peak memory of each device under the last proposal (or the plan at hand), bytes."""
+        move_account(self.account, self.sources, self.proposed)
+        return self.account.peak.copy()
+
     @property
-    def held(self) -> npt.NDArray[np.int64]:
-        """At most so many bytes are in use on each device at any moment, under the last proposal."""
-        return self.proposed.held
+    def sources(self) -> Sources:
+        """What memory is worked out from; fetch it again after adding templates."""
+        pools, footprints = self.templates.pools, self.templates.footprints
+        if self._sources.pools is not pools or self._sources.footprints is not footprints:
+            self._sources = self._sources._replace(pools=pools, footprints=footprints)
+        return self._sources
+
+    def _memory(self) -> tuple[Account, Sources]:
+        """An empty account, and what it is worked out from."""
+        return make_account(
+            self.graph, self.topology, self.options, self.wiring, self.program, self.templates, self._empty_state()
+        )
 
     def _clean(self) -> None:
         """Undo a proposal that was neither accepted nor rejected."""
@@ -168,7 +190,9 @@ class DeltaSimulator:
         self.program = make_program(self.graph, self.topology, self.lowering, self.costs, options)
         self.wiring = make_wiring(self.graph, self.topology, self.lowering, self.program)
         self.state, self.proposed = self._empty_state(), self._empty_state()
-        self.work, self.change, self.whole, self._dirty = self._work(), self._change(), False, False
+        self.change = make_change(self.graph, self.program, self.wiring)
+        self.work, self.whole, self._dirty = self._work(), False, False
+        self.account, self._sources = self._memory()
         self.seconds = self.propose(dict(enumerate(configs)))
         self.accept()
 
@@ -207,62 +231,20 @@ class DeltaSimulator:
 
     def fill(self) -> None:
         """Add the templates that were missing, and undo the proposal."""
-        for kind, a, b in {tuple(row) for row in self.change.missing[: int(self.change.lacking[0])].tolist()}:
-            if RESHARD <= kind < WEIGHT:
-                self.templates.add(kind, a, b)
-            elif kind == WEIGHT:
-                slots = self.program.reader[self.program.reader_first[a] : self.program.reader_last[a]]
-                wanted = 2 * self._needs(slots) + self.program.flows[slots]
-                needs = [(x // 2, bool(x % 2)) for x in dict.fromkeys(wanted.tolist())]
-                self.templates.weight(a, needs, bool(b))
-            else:
-                slots = self.wiring.buffer_slot[self.wiring.buffer_first[a] : self.wiring.buffer_last[a]]
-                self.templates.kept(a, self._needs(slots).tolist())
+        fill(self.templates, self.program, self.wiring, self.proposed, self.change)
         carry_over(self.state, self.proposed, self.change)
         self._dirty = False
-
-    def _needs(self, slots: npt.NDArray[np.uint32]) -> npt.NDArray[np.int64]:
-        """Layouts that readers of the proposal want."""
-        pools, config = self.templates.pools, self.proposed.config[self.wiring.slot_operator[slots]]
-        wanted = pools.layout[pools.config_reads[config] + self.wiring.slot_position[slots]]
-        layouts: npt.NDArray[np.int64] = wanted.astype(np.int64)
-        return layouts
-
-    @property
-    def _strides(self) -> int:
-        return len(self.program.kind) // STRIDE + 1
 
     def _tasks(self, count: int) -> Tasks:
         return _tasks(len(self.work.left), len(self.topology.devices), count)
 
-    def _change(self) -> Change:
-        operators, weights = len(self.graph.operators), len(self.wiring.gather_block)
-        slots, tensors = len(self.wiring.slot_operator), len(self.wiring.tensor_producer)
-        return Change(
-            operator=_numbers(operators), config=_numbers(operators), number=np.zeros(1, np.uint64),
-            slot=_numbers(slots), weight=_numbers(weights), touched=np.zeros(2, np.uint64),
-            tensor_stamp=np.zeros(tensors, np.uint64), weight_stamp=np.zeros(weights, np.uint64),
-            round=np.zeros(1, np.uint64), missing=np.zeros((_MISSING_ROWS, 3), np.uint64),
-            lacking=np.zeros(1, np.uint64), begin=np.zeros(1, np.uint64),
-            changed=np.zeros(self._strides, np.uint8),
-        )  # fmt: skip
-
     def _empty_state(self) -> State:
-        slots, devices = len(self.wiring.slot_operator), len(self.topology.devices)
-        resources = len(self.topology.resources)
-        return State(
-            config=_numbers(len(self.graph.operators)), leader=np.arange(slots, dtype=np.uint32), need=_numbers(slots),
-            forward=_numbers(slots), backward=_numbers(slots), plan=_numbers(len(self.wiring.gather_block)),
-            stored_bytes=np.zeros(devices, np.uint64), stored_count=np.zeros(devices, np.uint64),
-            held=np.full(devices, self.templates.ceiling.always, np.int64), busy=np.zeros(devices, np.int64),
-            stride_ticks=np.zeros((self._strides, devices), np.int64), load=np.zeros(resources, np.int64),
-            stride_load=np.zeros((self._strides, resources), np.int64),
-        )  # fmt: skip
+        return empty_state(self.topology, self.program, self.wiring)
 
     def _work(self) -> Work:
         slots, devices = len(self.wiring.slot_operator), len(self.topology.devices)
         weights, resources = len(self.wiring.gather_block), len(self.topology.resources)
-        rows, checks = 2 * slots + weights, self._strides
+        rows, checks = 2 * slots + weights, strides(self.program)
         versions, members = rows + len(self.program.bucket_first), int(weights * self.program.scalars[3])
         return Work(
             last=np.zeros(devices), free=np.zeros(resources), seen=np.zeros(resources), order=np.zeros(resources),

@@ -10,7 +10,6 @@ import numpy as np
 from flexsearch.lower import Lowered, Lowering
 from flexsearch.simulate.breakdown import Loads, loads
 from flexsearch.simulate.delta import DeltaSimulator
-from flexsearch.simulate.memory import memory
 from flexsearch.strategy import OperatorConfig, Options
 
 Changes = Mapping[int, OperatorConfig]
@@ -41,11 +40,9 @@ class Effects:
     def shortfall(self, changes: Changes) -> int:
         """Bytes missing on the device that lacks most, with these configs changed; 0 if it fits."""
         self._simulator.propose(changes)
-        fits = bool((self._simulator.held <= self._room).all())  # a quick upper bound
+        peaks = self._simulator.peaks()
         self._simulator.reject()
-        if fits:
-            return 0
-        return max(0, *(m.peak - int(room) for m, room in zip(memory(self.lower(changes)), self._room, strict=True)))
+        return max(0, int((peaks - self._room).max()))
 
     def lower(self, changes: Changes) -> Lowered:
         """The changed plan, lowered."""

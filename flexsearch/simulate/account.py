@@ -1,0 +1,213 @@
+"""Peak memory of every device, exactly, kept up to date from proposal to proposal, compiled.
+
+A device's memory is a row of **cells**, four for each block: bytes that begin and that end with its computing, bytes
+that begin and that end with its communicating. The use at a moment is the sum of all cells up to where it begins. Cells
+come in chunks, and a chunk is a pair: its net bytes and its high-water mark. Pairs compose, so the peak of a device is
+a scan over the chunks of its actions, in the order of its schedule. With several microbatches there are cells for the
+first, a middle and the last one, as weights are gathered for the first and gradients leave with the last.
+
+The account is that of one plan. It moves to another by the spans of the units around the operators whose configs
+differ: minus the old ones, plus the new ones. It moves lazily: as long as the units that differ could not fill the room
+that is left on any device even if nothing old went, a plan fits.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from flexsearch.compiled import I64, ONE, TWO, U8, U32, U64, ZERO, lean
+from flexsearch.lower.arrays import State
+from flexsearch.lower.rows import Schedule
+from flexsearch.packed import packed
+from flexsearch.simulate.lifetimes import GRADIENTS, Sources, Spans, list_spans, most_bytes
+
+FOUR: Any = np.uint64(4)
+"""Cells of a block."""
+
+
+@packed
+class Account(NamedTuple):
+    """The account of one plan, ``state``. ``empty``: (1,) whether it is that of no plan. ``cells``, by which of the
+    microbatches, device and cell; ``net`` and ``high``, by which, device and chunk. ``chunk_of``, by cell; chunk c is
+    the cells ``[chunk_first[c], chunk_first[c + 1])``. ``stale``: by device and chunk, whether cells changed since the
+    pair was worked out; ``changed``: by device, whether any did. ``next_block``: by group of devices and block, the
+    block itself if the group runs it, else the next one that it runs (past all, the last). ``peak``, ``capacity``: by
+    device, bytes. ``room``: (1,) the least that is left on any device; -1 where something is missing. ``stamp``: by
+    unit, the ``round`` ((1,)) in which it was ``touched``, ``number`` ((1,)) of them. ``moves``: (1,) how often the
+    account moved."""
+
+    state: State
+    spans: Spans
+    schedule: Schedule
+    empty: U8
+    cells: npt.NDArray[Any]
+    net: npt.NDArray[Any]
+    high: npt.NDArray[Any]
+    chunk_of: U32
+    chunk_first: U32
+    stale: npt.NDArray[np.uint8]
+    changed: U8
+    next_block: npt.NDArray[np.uint32]
+    peak: I64
+    capacity: I64
+    room: I64
+    stamp: U64
+    round: U64
+    touched: U32
+    number: U64
+    moves: U64
+
+
+@lean
+def missing_memory(account: Account, sources: Sources, state: State) -> Any:
+    """Bytes that a plan lacks over those that the device has, summed over the devices; 0.0 if it fits."""
+    _touch(account, sources, state)
+    if account.empty[0] == 0:
+        more = np.int64(0)
+        for k in range(account.number[0]):
+            more += most_bytes(sources, state, np.uint64(account.touched[k]))
+        if more <= account.room[0]:
+            return 0.0
+    _move(account, sources, state)
+    if account.room[0] >= 0:
+        return 0.0
+    missing = 0.0
+    for d in range(np.uint64(account.peak.shape[0])):
+        missing += max(0.0, float(account.peak[d]) / float(account.capacity[d]) - 1.0)
+    return missing
+
+
+@lean
+def move_account(account: Account, sources: Sources, state: State) -> None:
+    """Make the account that of ``state``: ``account.peak`` is exact then."""
+    _touch(account, sources, state)
+    _move(account, sources, state)
+
+
+@lean
+def _touch(account: Account, sources: Sources, state: State) -> None:
+    """List the units that differ between the account's plan and ``state``."""
+    units, old = sources.units, account.state
+    account.round[0] += ONE
+    account.number[0] = ZERO
+    for i in range(np.uint64(state.config.shape[0])):
+        if state.config[i] == old.config[i]:
+            continue
+        for k in range(np.uint64(units.concerned_first[i]), np.uint64(units.concerned_last[i])):
+            u = np.uint64(units.concerned[k])
+            if account.stamp[u] != account.round[0]:
+                account.stamp[u] = account.round[0]
+                account.touched[account.number[0]] = u
+                account.number[0] += ONE
+
+
+@lean
+def _move(account: Account, sources: Sources, state: State) -> None:
+    """Replace the spans of the touched units, and find the peaks of the devices that they are on."""
+    old, spans = account.state, account.spans
+    for k in range(account.number[0]):
+        u = np.uint64(account.touched[k])
+        if account.empty[0] == 0:
+            list_spans(sources, old, u, spans)
+            enter(account, -1)
+        list_spans(sources, state, u, spans)
+        enter(account, 1)
+    for i in range(np.uint64(state.config.shape[0])):
+        old.config[i] = state.config[i]
+    for slot in range(np.uint64(state.leader.shape[0])):
+        old.leader[slot], old.need[slot] = state.leader[slot], state.need[slot]
+        old.forward[slot], old.backward[slot] = state.forward[slot], state.backward[slot]
+    for w in range(np.uint64(state.plan.shape[0])):
+        old.plan[w] = state.plan[w]
+    account.empty[0] = 0
+    account.moves[0] += ONE
+    room: Any = np.iinfo(np.int64).max
+    for d in range(np.uint64(account.peak.shape[0])):
+        if account.changed[d] == 1:
+            account.peak[d] = _peak(account, d)
+        room = min(room, account.capacity[d] - account.peak[d])
+    account.room[0] = max(room, np.int64(-1))
+
+
+@lean
+def enter(account: Account, sign: Any) -> None:
+    """Add the spans at hand to the cells, or take them away (``sign`` -1)."""
+    spans, schedule = account.spans, account.schedule
+    last = np.uint64(account.cells.shape[0]) - ONE
+    for s in range(spans.size[0]):
+        d, nbytes = np.uint64(spans.device[s]), sign * spans.nbytes[s]
+        if nbytes == 0:
+            continue
+        begin = _cell(account, d, np.uint64(spans.first[s]), ZERO)
+        end = _cell(account, d, np.uint64(spans.last[s]), ONE)
+        a, b = begin // FOUR, end // FOUR
+        # What begins and ends in passes that every microbatch makes, each has of its own; the rest is there once.
+        repeated = schedule.once[a] == 0 and schedule.once[b] == 0
+        _change(account, d, begin, nbytes, last if schedule.last[a] == 1 else ZERO, repeated)
+        _change(account, d, end, -nbytes, ZERO if schedule.once[b] > schedule.last[b] else last, repeated)
+        if last > ZERO and not repeated and spans.part[s] == GRADIENTS and schedule.once[a] == 0:
+            # A sum over the microbatches: what the later ones add to it is there for a moment, too.
+            for which in range(ONE, last + ONE):
+                _change(account, d, begin, nbytes, which, False)
+                _change(account, d, begin + ONE, -nbytes, which, False)
+
+
+@lean
+def _cell(account: Account, d: Any, moment: Any, ends: Any) -> Any:
+    """Where what begins or ends at a moment counts on a device. Where it does not run the block, what it receives is
+    there from the next block on that it runs."""
+    block = moment // TWO
+    own = np.uint64(account.next_block[np.uint64(account.schedule.group[d]), block])
+    if own == block:
+        return TWO * moment + ends
+    return FOUR * own + ends
+
+
+@lean
+def _change(account: Account, d: Any, cell: Any, nbytes: Any, which: Any, repeated: Any) -> None:
+    chunk = np.uint64(account.chunk_of[cell])
+    account.stale[d, chunk] = 1
+    account.changed[d] = 1
+    if repeated:
+        for k in range(np.uint64(account.cells.shape[0])):
+            account.cells[k, d, cell] += nbytes
+    else:
+        account.cells[which, d, cell] += nbytes
+
+
+@lean
+def _peak(account: Account, d: Any) -> Any:
+    """Peak of a device whose cells changed, bytes."""
+    schedule, kinds = account.schedule, np.uint64(account.cells.shape[0])
+    for c in range(np.uint64(account.stale.shape[1])):
+        if account.stale[d, c] == 1:
+            account.stale[d, c] = 0
+            for k in range(kinds):
+                net = high = np.int64(0)
+                for cell in range(np.uint64(account.chunk_first[c]), np.uint64(account.chunk_first[c + ONE])):
+                    net += account.cells[k, d, cell]
+                    high = max(high, net)
+                account.net[k, d, c], account.high[k, d, c] = net, high
+    account.changed[d] = 0
+    use = top = np.int64(0)
+    group = np.uint64(schedule.group[d])
+    for a in range(np.uint64(schedule.action_first[group]), np.uint64(schedule.action_last[group])):
+        k = which_cells(np.uint64(schedule.microbatch[a]), np.uint64(schedule.microbatches[0]))
+        first, last = np.uint64(schedule.block_first[a]), np.uint64(schedule.block_last[a])
+        if first < last:
+            begin = np.uint64(account.chunk_of[FOUR * first])
+            for c in range(begin, np.uint64(account.chunk_of[FOUR * last - ONE]) + ONE):
+                top = max(top, use + account.high[k, d, c])
+                use += account.net[k, d, c]
+    return top
+
+
+@lean
+def which_cells(microbatch: Any, microbatches: Any) -> Any:
+    """Place in ``Account.cells`` of a microbatch's: of the first, the middle ones and the last; or of the only one."""
+    if microbatch == ZERO:
+        return ZERO
+    return TWO if microbatch + ONE == microbatches else ONE

@@ -1,0 +1,498 @@
+"""What a plan keeps in memory on every device, and from when to when: the one definition, compiled.
+
+Memory needs no times: each device runs the blocks of a plan in a fixed order, and a block has two **moments**:
+computing (number 2 * block) and communicating (2 * block + 1). A **span** is bytes on a device from its first to its
+last moment, both included. These are the spans:
+
+- **At hand**, all the time: of inputs, buffers and constants the smallest box that holds all that a device's pieces
+  read; weights as they are stored, with the optimizer's state for those that are trained (one copy for momentum, two
+  for adam).
+- A **gathered weight**: from the communication that brings it to the last backward that reads it. It is gathered once,
+  for both directions. A part cut from what the device stores is a view and takes nothing.
+- An **output**: from the forward that makes it to the last of: its readers' forwards; the backwards that use it
+  (``saved_tensors``); the communication that sends it, which lets go of it when it has been issued. What an operator
+  saves besides lives from its forward to its backward. An output that is its input's memory (a view) has no span of its
+  own: what uses it prolongs the input's.
+- A **copy** in another layout: from the communication that brings it (or from the forward, if it is cut from what the
+  device has) to the last reader's use, as above. Where a device gets exactly what it has, there is none, and readers
+  prolong the original. A result (the loss, a buffer's new value) is kept to the end of the step.
+- The **layout in between** of a reshard of two phases: from the first communication that the device takes part in to
+  that of the second phase.
+- A **receive buffer**, for what is only a part of what it is for, or is added to more: from the communication to the
+  first computation that waits for it.
+- The **gradient of an activation**, as the readers' pieces make it: from the first backward that adds to it (the last
+  reader's) to the last one, and until it has been sent; its copies in the producer's layout until the producer's
+  backward. An operator whose output is its input's memory hands its gradient on as it is.
+- The **gradient of a weight**, as the pieces make it: likewise, until it has been sent to be synchronised; and as it is
+  stored: from that communication to the update. Where both are the same memory, until the update.
+
+Not counted: workspace inside a kernel, what a communication library keeps until the other side has taken it,
+fragmentation, the libraries themselves.
+
+Spans are grouped in **units**: an activation, a weight or a tensor at hand, together with everything that is a view of
+it. The spans of a unit follow from the configs of the operators that make and read its tensors, and from nothing else.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from flexsearch.compiled import I64, ONE, TWO, U8, U32, U64, ZERO, inlined, lean
+from flexsearch.lower.arrays import Pools, Program, State
+from flexsearch.lower.change import Wiring
+from flexsearch.lower.footprints import ALIASED, RECEIVES, TAKES_PART, TAKES_PART_AGAIN, Footprints, Landings
+from flexsearch.packed import packed
+
+WEIGHTS, GRADIENTS, OPTIMIZER, ACTIVATIONS, BUFFERS = (np.uint64(k) for k in range(5))
+"""Parts of memory: what spans are for."""
+GATHERED: Any = np.uint64(0xFFFFFFFF)
+"""In the place of an activation: a weight's copies have no original that readers could use as it is."""
+OUTPUT, WEIGHT, AT_HAND = range(3)
+"""What the first tensor of a unit is: made by an operator, a weight, or at hand."""
+
+
+@packed
+class Units(NamedTuple):
+    """What no config changes. Rows ``[first[i], last[i])`` of a list belong to item i. Activations and weights have the
+    numbers of ``Wiring``; tensors at hand have their own.
+
+    By unit: ``root``, what its first tensor is; ``tensor``, the number of that; its activations, producers ascending.
+    By activation: ``place`` among those of its unit; ``itemsize``. By operator: the units ``concerned`` by its config;
+    whether it ``saves_inputs`` and ``saves_outputs`` for its ``backward``, which it may not have; whether its output is
+    a view (``is_view``); bytes saved besides for each element (``extra``), and half elements (``halves``). By weight:
+    ``weight_itemsize``; ``sync_block`` and ``second_block``, where the phases of its synchronisation are issued. By
+    tensor at hand: its readers' slots (``reader``), ``at_hand_itemsize``, ``at_hand_bytes`` in all, the ``part`` of
+    memory that it belongs to. ``state_copies``: (1,) of a weight, that the optimizer keeps; ``update_block``: (1,).
+    """
+
+    root: U8
+    tensor: U32
+    activation_first: U32
+    activation_last: U32
+    activation: U32
+    place: U32
+    itemsize: I64
+    concerned_first: U32
+    concerned_last: U32
+    concerned: U32
+    saves_inputs: U8
+    saves_outputs: U8
+    backward: U8
+    is_view: U8
+    extra: I64
+    halves: I64
+    weight_itemsize: I64
+    sync_block: U32
+    second_block: U32
+    reader_first: U32
+    reader_last: U32
+    reader: U32
+    at_hand_itemsize: I64
+    at_hand_bytes: I64
+    part: U8
+    state_copies: I64
+    update_block: U32
+
+
+@packed
+class Spans(NamedTuple):
+    """The spans of one unit: ``device``, ``first`` and ``last`` moment, ``nbytes``, ``part``; ``size``: (1,) how many.
+
+    Work arrays. A **handle** is the number of a span plus 1; 0: none, at hand all the time. By place of the activation
+    in its unit and device: ``output``, what holds it where it was made, and ``arrived``, what holds its gradient in the
+    producer's layout. By device: ``gradient``, what holds the readers' gradient of the edge at hand, and ``born``, the
+    moment since when all gradients of a weight are there. ``low``, ``high``: by device and dimension, of what is at
+    hand; ``reads``: by device, whether it reads it.
+    """
+
+    device: U32
+    first: U32
+    last: U32
+    nbytes: I64
+    part: U8
+    size: U64
+    output: npt.NDArray[np.uint32]
+    arrived: npt.NDArray[np.uint32]
+    gradient: U32
+    born: U32
+    low: npt.NDArray[np.int64]
+    high: npt.NDArray[np.int64]
+    reads: U8
+
+
+@packed
+class Sources(NamedTuple):
+    """What spans are worked out from, besides a plan's ``State``: what no config changes, and all templates."""
+
+    units: Units
+    wiring: Wiring
+    program: Program
+    pools: Pools
+    footprints: Footprints
+
+
+@lean
+def list_spans(sources: Sources, state: State, u: Any, spans: Spans) -> None:
+    """The spans of unit ``u``."""
+    units = sources.units
+    spans.size[0] = ZERO
+    first, last = np.uint64(units.activation_first[u]), np.uint64(units.activation_last[u])
+    for place in range(last - first):
+        for d in range(np.uint64(spans.gradient.shape[0])):
+            spans.output[place, d] = 0
+            spans.arrived[place, d] = 0
+    if units.root[u] == AT_HAND:
+        _hold_at_hand(sources, state, np.uint64(units.tensor[u]), spans)
+    elif units.root[u] == WEIGHT:
+        _hold_weight(sources, state, np.uint64(units.tensor[u]), spans)
+    for k in range(first, last):
+        _forward(sources, state, np.uint64(units.activation[k]), spans)
+    for k in range(last - first):
+        _backward(sources, state, np.uint64(units.activation[last - ONE - k]), spans)
+
+
+@lean
+def _add(spans: Spans, device: Any, nbytes: Any, part: Any, first: Any, last: Any) -> Any:
+    """A new span; returns its handle."""
+    at = spans.size[0]
+    spans.device[at], spans.nbytes[at], spans.part[at] = device, nbytes, part
+    spans.first[at], spans.last[at] = first, max(first, last)
+    spans.size[0] = at + ONE
+    return at + ONE
+
+
+@lean
+def _prolong(spans: Spans, handle: Any, moment: Any) -> None:
+    if handle > ZERO:
+        spans.last[handle - ONE] = max(np.uint64(spans.last[handle - ONE]), moment)
+
+
+@lean
+def end_of(sources: Sources) -> Any:
+    """The last moment of a step."""
+    return TWO * np.uint64(sources.program.kind.shape[0]) - ONE
+
+
+@inlined
+def _hold_at_hand(sources: Sources, state: State, tensor: Any, spans: Spans) -> None:
+    """The bounding box of what each device reads of an input, a buffer or a constant."""
+    units, wiring, holdings, pools = sources.units, sources.wiring, sources.footprints.holdings, sources.pools
+    for every in range(np.uint64(spans.reads.shape[0])):
+        spans.reads[every] = 0
+    rank = ZERO
+    for k in range(np.uint64(units.reader_first[tensor]), np.uint64(units.reader_last[tensor])):
+        slot = np.uint64(units.reader[k])
+        config = np.uint64(state.config[np.uint64(wiring.slot_operator[slot])])
+        layout = np.uint64(pools.layout[np.uint64(pools.config_reads[config]) + np.uint64(wiring.slot_position[slot])])
+        begin, end = np.uint64(holdings.layout_first[layout]), np.uint64(holdings.layout_last[layout])
+        for row in range(begin, end):
+            d, box = np.uint64(holdings.entry_device[row]), np.uint64(holdings.entry_box[row])
+            rank = np.uint64(holdings.entry_rank[row])
+            for r in range(rank):
+                low, high = holdings.box[box + TWO * r], holdings.box[box + TWO * r + ONE]
+                if spans.reads[d] == 1:
+                    low, high = min(low, spans.low[d, r]), max(high, spans.high[d, r])
+                spans.low[d, r], spans.high[d, r] = low, high
+            spans.reads[d] = 1
+    for reading in range(np.uint64(spans.reads.shape[0])):
+        if spans.reads[reading] == 1:
+            nbytes = units.at_hand_itemsize[tensor]
+            for r in range(rank):
+                nbytes *= spans.high[reading, r] - spans.low[reading, r]
+            _add(spans, reading, nbytes, np.uint64(units.part[tensor]), ZERO, end_of(sources))
+
+
+# ---- activations
+
+
+@inlined
+def _forward(sources: Sources, state: State, t: Any, spans: Spans) -> None:
+    """An activation where it is made, and its copies for its readers."""
+    units, wiring = sources.units, sources.wiring
+    producer = np.uint64(wiring.tensor_producer[t])
+    now = TWO * np.uint64(wiring.forward_block[producer])
+    if units.is_view[producer] == 0:
+        _make(sources, state, t, producer, now, spans)
+    first, last = np.uint64(wiring.tensor_first[t]), np.uint64(wiring.tensor_last[t])
+    for k in range(first, last):
+        slot = np.uint64(wiring.tensor_slot[k])
+        if np.uint64(state.leader[slot]) == slot:
+            _distribute(sources, state, wiring.tensor_slot, k, last, np.uint64(units.place[t]), now, spans)
+    for k in range(np.uint64(wiring.result_first[t]), np.uint64(wiring.result_last[t])):
+        _distribute(sources, state, wiring.result_slot, k, k, np.uint64(units.place[t]), now, spans)
+
+
+@inlined
+def _make(sources: Sources, state: State, t: Any, producer: Any, now: Any, spans: Spans) -> None:
+    """The output as the pieces of its producer make it, and what they save besides."""
+    units, wiring, holdings, pools = sources.units, sources.wiring, sources.footprints.holdings, sources.pools
+    config = np.uint64(state.config[producer])
+    layout = np.uint64(pools.layout[np.uint64(pools.config_writes[config]) + np.uint64(wiring.tensor_output[t])])
+    back = TWO * np.uint64(wiring.backward_block[producer]) if units.backward[producer] == 1 else now
+    until = back if units.saves_outputs[producer] == 1 else now
+    itemsize, place = units.itemsize[t], np.uint64(units.place[t])
+    for row in range(np.uint64(holdings.layout_first[layout]), np.uint64(holdings.layout_last[layout])):
+        d, elements = np.uint64(holdings.entry_device[row]), holdings.entry_elements[row]
+        spans.output[place, d] = _add(spans, d, elements * itemsize, ACTIVATIONS, now, until)
+        besides = _besides(units, producer, elements, itemsize)
+        if besides > 0 and back > now:
+            _add(spans, d, besides, ACTIVATIONS, now, back)
+
+
+@lean
+def _besides(units: Units, producer: Any, elements: Any, itemsize: Any) -> Any:
+    """Bytes saved besides, as in ``graph.ops.Saved``."""
+    return elements * units.extra[producer] + elements * units.halves[producer] * itemsize // np.int64(2)
+
+
+@lean
+def _distribute(
+    sources: Sources, state: State, slots: U32, k: Any, last: Any, place: Any, now: Any, spans: Spans
+) -> None:
+    """The copies that an edge makes of an activation or weight, by its reshard: of the reader ``slots[k]`` and those
+    from there to ``last`` that share its edge. ``now``: the moment before it is sent; ``place``: of an activation,
+    where the handles of the original are; of a weight GATHERED."""
+    landings, slot = sources.footprints.landings, np.uint64(slots[k])
+    template = np.uint64(state.forward[slot])
+    gathered = place == GATHERED
+    sent = now | ONE
+    until, used = _use(sources, state, slots, k, last, gathered), sent
+    if k < last:
+        used = TWO * np.uint64(sources.wiring.forward_block[np.uint64(sources.wiring.slot_operator[slot])])
+    for row in range(np.uint64(landings.reshard_first[template]), np.uint64(landings.reshard_last[template])):
+        d, role = np.uint64(landings.device[row]), landings.role[row]
+        original = ZERO
+        if not gathered:
+            original = np.uint64(spans.output[place, d])
+            if role & TAKES_PART:
+                _prolong(spans, original, sent)
+        copies = not gathered or role & RECEIVES != 0  # a part that is cut from a stored weight is a view
+        part = WEIGHTS if gathered else ACTIVATIONS
+        holder = _land(spans, landings, row, copies, now, sent, sent, used, part)
+        if role & ALIASED:
+            holder = original
+        if holder > ZERO:
+            _prolong(spans, holder, until)
+            for j in range(k, last):
+                _hand_on(sources, state, np.uint64(slots[j]), slot, d, holder, spans)
+
+
+@lean
+def _use(sources: Sources, state: State, slots: U32, k: Any, last: Any, gathered: Any) -> Any:
+    """The last moment at which readers that share the edge of ``slots[k]`` need what it brings."""
+    units, wiring, slot = sources.units, sources.wiring, np.uint64(slots[k])
+    if k == last:
+        return end_of(sources)
+    until = ZERO
+    for j in range(k, last):
+        other = np.uint64(slots[j])
+        if np.uint64(state.leader[other]) == slot:
+            reader = np.uint64(wiring.slot_operator[other])
+            until = max(until, TWO * np.uint64(wiring.forward_block[reader]))
+            if units.backward[reader] == 1 and (gathered or units.saves_inputs[reader] == 1):
+                until = max(until, TWO * np.uint64(wiring.backward_block[reader]))
+    return until
+
+
+@lean
+def _hand_on(sources: Sources, state: State, slot: Any, leader: Any, d: Any, holder: Any, spans: Spans) -> None:
+    """If the reader's outputs are views of what it reads here, what holds this holds them."""
+    wiring = sources.wiring
+    if np.uint64(state.leader[slot]) != leader or wiring.slot_position[slot] != 0:
+        return
+    reader = np.uint64(wiring.slot_operator[slot])
+    if sources.units.is_view[reader] == 1:
+        for t in range(np.uint64(wiring.made_first[reader]), np.uint64(wiring.made_last[reader])):
+            spans.output[np.uint64(sources.units.place[t]), d] = holder
+
+
+@lean
+def _land(
+    spans: Spans, landings: Landings, row: Any, copies: Any, born: Any, sent: Any, sent_again: Any, used: Any, part: Any
+) -> Any:  # fmt: skip
+    """What a reshard leaves on a device: if it ``copies``, the copy (its handle is returned; 0: none), the layout in
+    between, receive buffers. ``born``: since when the device can cut its copy from what it has; ``sent``,
+    ``sent_again``: moments of the phases; ``used``: when a computation waits for it."""
+    d, role = np.uint64(landings.device[row]), landings.role[row]
+    begin = sent if role & TAKES_PART else born
+    if landings.middle[row] > 0:
+        _add(spans, d, landings.middle[row], BUFFERS, begin, sent_again if role & TAKES_PART_AGAIN else begin)
+    if landings.staged[row] > 0:
+        _add(spans, d, landings.staged[row], BUFFERS, sent, used)
+    if landings.staged_again[row] > 0:
+        _add(spans, d, landings.staged_again[row], BUFFERS, sent_again, used)
+    if copies and landings.copy[row] > 0:
+        if role & TAKES_PART_AGAIN:
+            begin = sent_again
+        return _add(spans, d, landings.copy[row], part, begin, begin)
+    return ZERO
+
+
+@inlined
+def _backward(sources: Sources, state: State, t: Any, spans: Spans) -> None:
+    """Gradients of an activation: as its readers make them, and in the layout of its producer."""
+    wiring, program = sources.wiring, sources.program
+    first, last = np.uint64(wiring.tensor_first[t]), np.uint64(wiring.tensor_last[t])
+    for k in range(first, last):
+        slot = np.uint64(wiring.tensor_slot[k])
+        if np.uint64(state.leader[slot]) == slot and program.flows[slot] == 1:
+            itemsize = sources.units.itemsize[t]
+            now = _differentiate(sources, state, wiring.tensor_slot, k, last, itemsize, ACTIVATIONS, spans)
+            _return(sources, state, slot, t, now, spans)
+
+
+@lean
+def _differentiate(
+    sources: Sources, state: State, slots: U32, k: Any, last: Any, itemsize: Any, part: Any, spans: Spans
+) -> Any:
+    """The gradients that the readers of the edge of ``slots[k]`` make, in ``spans.gradient``. Returns the moment at
+    which they are complete: the backward of the first reader, as that runs last."""
+    wiring, holdings, slot = sources.wiring, sources.footprints.holdings, np.uint64(slots[k])
+    latest, through = ZERO, ZERO
+    for j in range(k, last):
+        other = np.uint64(slots[j])
+        if np.uint64(state.leader[other]) == slot:
+            reader = np.uint64(wiring.slot_operator[other])
+            if reader != latest:
+                through = ZERO
+            if sources.units.is_view[reader] == 1 and wiring.slot_position[other] == 0 and part == ACTIVATIONS:
+                through = ONE
+            latest = reader
+    begin = TWO * np.uint64(wiring.backward_block[latest])
+    now = TWO * np.uint64(wiring.backward_block[np.uint64(wiring.slot_operator[slot])])
+    for every in range(np.uint64(spans.gradient.shape[0])):
+        spans.gradient[every] = 0
+    need = np.uint64(state.need[slot])
+    for row in range(np.uint64(holdings.layout_first[need]), np.uint64(holdings.layout_last[need])):
+        d, handle = np.uint64(holdings.entry_device[row]), ZERO
+        if through == ONE:
+            for t in range(np.uint64(wiring.made_first[latest]), np.uint64(wiring.made_last[latest])):
+                if spans.arrived[np.uint64(sources.units.place[t]), d] > 0:
+                    handle = np.uint64(spans.arrived[np.uint64(sources.units.place[t]), d])
+        if handle == ZERO:
+            handle = _add(spans, d, holdings.entry_elements[row] * itemsize, part, begin, begin)
+        _prolong(spans, handle, now)
+        spans.gradient[d] = handle
+    return now
+
+
+@lean
+def _return(sources: Sources, state: State, slot: Any, t: Any, now: Any, spans: Spans) -> None:
+    """Bring the gradients of an edge, complete at ``now``, to the layout of the producer of activation ``t``."""
+    landings, template = sources.footprints.landings, np.uint64(state.backward[slot])
+    producer, place, sent = np.uint64(sources.wiring.tensor_producer[t]), np.uint64(sources.units.place[t]), now | ONE
+    used = sent
+    if sources.units.backward[producer] == 1:
+        used = TWO * np.uint64(sources.wiring.backward_block[producer])
+    for row in range(np.uint64(landings.reshard_first[template]), np.uint64(landings.reshard_last[template])):
+        d, role = np.uint64(landings.device[row]), landings.role[row]
+        original = np.uint64(spans.gradient[d])
+        if role & TAKES_PART:
+            _prolong(spans, original, sent)
+        holder = _land(spans, landings, row, True, now, sent, sent, used, ACTIVATIONS)
+        if role & ALIASED:
+            holder = original
+        if holder > ZERO:
+            _prolong(spans, holder, used)
+            spans.arrived[place, d] = holder
+
+
+# ---- weights
+
+
+@inlined
+def _hold_weight(sources: Sources, state: State, w: Any, spans: Spans) -> None:
+    """A weight as it is stored, the optimizer's state, gathered copies, and gradients."""
+    units, wiring, program = sources.units, sources.wiring, sources.program
+    holdings, p = sources.footprints.holdings, np.uint64(state.plan[w])
+    trained = sources.pools.plan_sync[p] != 0
+    for row in range(np.uint64(holdings.plan_first[p]), np.uint64(holdings.plan_last[p])):
+        d, nbytes = np.uint64(holdings.stored_device[row]), holdings.stored_bytes[row]
+        _add(spans, d, nbytes, WEIGHTS, ZERO, end_of(sources))
+        if trained and units.state_copies[0] > 0:
+            _add(spans, d, units.state_copies[0] * nbytes, OPTIMIZER, ZERO, end_of(sources))
+    for every in range(np.uint64(spans.born.shape[0])):
+        spans.born[every] = 0
+    first, last = np.uint64(program.reader_first[w]), np.uint64(program.reader_last[w])
+    for k in range(first, last):
+        slot = np.uint64(program.reader[k])
+        if np.uint64(state.leader[slot]) == slot:
+            gather = TWO * np.uint64(wiring.gather_block[w])
+            _distribute(sources, state, program.reader, k, last, GATHERED, gather, spans)
+            if trained and program.flows[slot] == 1:
+                _differentiate(sources, state, program.reader, k, last, units.weight_itemsize[w], GRADIENTS, spans)
+                _send_gradients(sources, state, w, np.uint64(sources.pools.plan_sync[p]), spans)
+    if trained:
+        _synchronise(sources, state, w, np.uint64(sources.pools.plan_sync[p]), spans)
+
+
+@lean
+def _send_gradients(sources: Sources, state: State, w: Any, template: Any, spans: Spans) -> None:
+    """Keep the gradients of an edge until they have been sent; those that are stored as they are until the update."""
+    landings = sources.footprints.landings
+    sent, update = TWO * np.uint64(sources.units.sync_block[w]) + ONE, TWO * np.uint64(sources.units.update_block[0])
+    for row in range(np.uint64(landings.reshard_first[template]), np.uint64(landings.reshard_last[template])):
+        d, role = np.uint64(landings.device[row]), landings.role[row]
+        handle = np.uint64(spans.gradient[d])
+        if handle > ZERO:
+            if role & TAKES_PART:
+                _prolong(spans, handle, sent)
+            spans.born[d] = max(spans.born[d], spans.last[handle - ONE])
+            if role & ALIASED:
+                _prolong(spans, handle, update)
+
+
+@lean
+def _synchronise(sources: Sources, state: State, w: Any, template: Any, spans: Spans) -> None:
+    """What synchronising the gradients of a weight leaves on devices."""
+    landings, units = sources.footprints.landings, sources.units
+    sent, again = TWO * np.uint64(units.sync_block[w]) + ONE, TWO * np.uint64(units.second_block[w]) + ONE
+    update = TWO * np.uint64(units.update_block[0])
+    for row in range(np.uint64(landings.reshard_first[template]), np.uint64(landings.reshard_last[template])):
+        born = np.uint64(spans.born[np.uint64(landings.device[row])])
+        _prolong(spans, _land(spans, landings, row, True, born, sent, again, update, GRADIENTS), update)
+
+
+# ---- a quick upper bound
+
+
+@lean
+def most_bytes(sources: Sources, state: State, u: Any) -> Any:
+    """At most so many bytes does unit ``u`` take on any device, all its spans together."""
+    units, wiring, pools = sources.units, sources.wiring, sources.pools
+    holdings, landings = sources.footprints.holdings, sources.footprints.landings
+    total = np.int64(0)
+    if units.root[u] == AT_HAND:
+        total = units.at_hand_bytes[np.uint64(units.tensor[u])]
+    elif units.root[u] == WEIGHT:
+        w = np.uint64(units.tensor[u])
+        p = np.uint64(state.plan[w])
+        total = (units.state_copies[0] + 1) * holdings.plan_most[p] + landings.most[np.uint64(pools.plan_sync[p])]
+        for k in range(np.uint64(sources.program.reader_first[w]), np.uint64(sources.program.reader_last[w])):
+            total += _most_of_edge(sources, state, np.uint64(sources.program.reader[k]), units.weight_itemsize[w])
+    for a in range(np.uint64(units.activation_first[u]), np.uint64(units.activation_last[u])):
+        t = np.uint64(units.activation[a])
+        producer = np.uint64(wiring.tensor_producer[t])
+        at = np.uint64(pools.config_writes[np.uint64(state.config[producer])]) + np.uint64(wiring.tensor_output[t])
+        elements = holdings.layout_most[np.uint64(pools.layout[at])]
+        total += elements * units.itemsize[t] + _besides(units, producer, elements, units.itemsize[t])
+        for k in range(np.uint64(wiring.tensor_first[t]), np.uint64(wiring.tensor_last[t])):
+            total += _most_of_edge(sources, state, np.uint64(wiring.tensor_slot[k]), units.itemsize[t])
+        for k in range(np.uint64(wiring.result_first[t]), np.uint64(wiring.result_last[t])):
+            total += landings.most[np.uint64(state.forward[np.uint64(wiring.result_slot[k])])]
+    return total
+
+
+@lean
+def _most_of_edge(sources: Sources, state: State, slot: Any, itemsize: Any) -> Any:
+    """At most so many bytes are copies and gradients of a slot's edge, on any device; 0 if another slot leads it."""
+    landings = sources.footprints.landings
+    if np.uint64(state.leader[slot]) != slot:
+        return np.int64(0)
+    total = landings.most[np.uint64(state.forward[slot])] + landings.most[np.uint64(state.backward[slot])]
+    if sources.program.flows[slot] == 1:
+        total += sources.footprints.holdings.layout_most[np.uint64(state.need[slot])] * itemsize
+    return total

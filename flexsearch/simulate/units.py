@@ -1,0 +1,194 @@
+"""What the account of memory needs of a graph, a topology and a schedule, as the arrays of ``lifetimes`` and
+``account``."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any, Final
+
+import numpy as np
+import numpy.typing as npt
+
+from flexsearch.cost.compute import STATE_COPIES
+from flexsearch.graph import OperatorGraph
+from flexsearch.graph.ops import saved_tensors
+from flexsearch.lower.arrays import BACKWARD, FORWARD, SECOND, Program, State
+from flexsearch.lower.change import Wiring
+from flexsearch.lower.program import Rows
+from flexsearch.lower.rows import Schedule
+from flexsearch.lower.templates import Templates
+from flexsearch.simulate.account import Account
+from flexsearch.simulate.lifetimes import ACTIVATIONS, AT_HAND, OUTPUT, WEIGHT, WEIGHTS, Sources, Spans, Units
+from flexsearch.strategy import Options
+from flexsearch.topology import Topology
+
+Numbers = npt.NDArray[np.uint32]
+_CHUNK: Final = 64
+"""Cells of a chunk: few enough to add them up anew where one changed, so many that chunks are few."""
+
+
+def make_account(
+    graph: OperatorGraph, topology: Topology, options: Options, wiring: Wiring, program: Program, templates: Templates,
+    empty: State, schedule: Schedule | None = None,
+) -> tuple[Account, Sources]:  # fmt: skip
+    """The account of no plan, and what plans' memory is worked out from. ``empty``: a state without a plan."""
+    units = make_units(graph, wiring, program, options)
+    schedule = schedule or one_pass(program, len(topology.devices))
+    sources = Sources(units, wiring, program, templates.pools, templates.footprints)
+    devices, blocks = len(topology.devices), len(program.kind)
+    kinds = 1 if schedule.microbatches[0] == 1 else 3
+    chunk_of, chunk_first = _chunks(schedule, blocks)
+    capacity = np.array([device.memory_bytes for device in topology.devices], np.int64)
+    count, chunks = len(units.root), len(chunk_first) - 1
+    return Account(
+        state=_small(empty), spans=_make_spans(graph, units, wiring, program, devices), schedule=schedule,
+        empty=np.ones(1, np.uint8), cells=np.zeros((kinds, devices, 4 * blocks), np.int64),
+        net=np.zeros((kinds, devices, chunks), np.int64), high=np.zeros((kinds, devices, chunks), np.int64),
+        chunk_of=chunk_of, chunk_first=chunk_first, stale=np.zeros((devices, chunks), np.uint8),
+        changed=np.zeros(devices, np.uint8), next_block=_next_blocks(schedule, blocks),
+        peak=np.zeros(devices, np.int64), capacity=capacity, room=np.array([-1], np.int64),
+        stamp=np.zeros(count, np.uint64), round=np.zeros(1, np.uint64), touched=np.zeros(count, np.uint32),
+        number=np.zeros(1, np.uint64), moves=np.zeros(1, np.uint64),
+    ), sources  # fmt: skip
+
+
+def _small(state: State) -> State:
+    """The same without what only times need."""
+    return state._replace(
+        stored_bytes=np.zeros(1, np.uint64), stored_count=np.zeros(1, np.uint64), busy=np.zeros(1, np.int64),
+        stride_ticks=np.zeros((1, 1), np.int64), load=np.zeros(1, np.int64), stride_load=np.zeros((1, 1), np.int64),
+    )  # fmt: skip
+
+
+def one_pass(program: Program, devices: int) -> Schedule:
+    """Every device runs all blocks once."""
+    blocks, one = len(program.kind), np.ones(1, np.uint32)
+    return Schedule(
+        kind=program.kind, argument=program.argument,
+        once=(~np.isin(program.kind, (FORWARD, BACKWARD))).astype(np.uint8), last=np.zeros(blocks, np.uint8),
+        group=np.zeros(devices, np.uint32), action_first=0 * one, action_last=one.copy(), block_first=0 * one,
+        block_last=blocks * one, microbatch=0 * one, microbatches=one.copy(),
+    )  # fmt: skip
+
+
+def _next_blocks(schedule: Schedule, blocks: int) -> npt.NDArray[np.uint32]:
+    """``Account.next_block``."""
+    found = np.zeros((len(schedule.action_first), blocks), np.uint32)
+    for group, (first, last) in enumerate(zip(schedule.action_first, schedule.action_last, strict=True)):
+        runs = np.zeros(blocks, bool)
+        for begin, end in zip(schedule.block_first[first:last], schedule.block_last[first:last], strict=True):
+            runs[begin:end] = True
+        own = np.flatnonzero(runs)
+        if len(own):
+            found[group] = own[np.minimum(np.searchsorted(own, np.arange(blocks)), len(own) - 1)]
+    return found
+
+
+def _chunks(schedule: Schedule, blocks: int) -> tuple[Numbers, Numbers]:
+    """``Account.chunk_of`` and ``chunk_first``: the blocks of an action are whole chunks."""
+    ends = 4 * np.union1d(schedule.block_first, schedule.block_last).astype(np.int64)
+    first = np.union1d(np.arange(0, 4 * blocks, _CHUNK), ends[ends < 4 * blocks])
+    chunk_of = np.repeat(np.arange(len(first)), np.diff([*first, 4 * blocks]))
+    return chunk_of.astype(np.uint32), np.array([*first, 4 * blocks], np.uint32)
+
+
+# ---- units
+
+
+def make_units(graph: OperatorGraph, wiring: Wiring, program: Program, options: Options) -> Units:
+    """The units of a graph."""
+    rules = saved_tensors(graph)
+    roots, members = _members(graph, [rule.alias for rule in rules])
+    number = {name: u for u, names in enumerate(members) for name in names}
+    activations = {t.name: k for k, t in enumerate(graph.of_kind("activation"))}
+    weights = {t.name: k for k, t in enumerate(graph.of_kind("parameter"))}
+    at_hand = {t.name: k for k, t in enumerate(graph.of_kind("input", "buffer", "constant"))}
+    views = Rows([activations[name] for name in names if name in activations] for names in members)
+    place = np.zeros(len(activations), np.uint32)
+    for first, last in zip(views.first, views.last, strict=True):
+        place[views.all[first:last]] = np.arange(last - first)
+    concerned = Rows(_concerned(graph, number))
+    slots = _slots_at_hand(graph, wiring, at_hand)
+    last = len(program.kind) - 1
+
+    def flags(values: Iterable[object]) -> npt.NDArray[np.uint8]:
+        return np.array([bool(value) for value in values], np.uint8)
+
+    def sizes(values: Iterable[int]) -> npt.NDArray[np.int64]:
+        return np.array(list(values), np.int64)
+
+    kind = {name: OUTPUT for name in activations} | dict.fromkeys(weights, WEIGHT) | dict.fromkeys(at_hand, AT_HAND)
+    parts = [ACTIVATIONS if graph.tensor[name].kind == "input" else WEIGHTS for name in at_hand]
+    second = int(np.flatnonzero(program.kind == SECOND)[0])
+    return Units(
+        root=np.array([kind[name] for name in roots], np.uint8),
+        tensor=np.array([(activations | weights | at_hand)[name] for name in roots], np.uint32),
+        activation_first=views.first, activation_last=views.last, activation=views.all, place=place,
+        itemsize=sizes(graph.tensor[name].itemsize for name in activations),
+        concerned_first=concerned.first, concerned_last=concerned.last, concerned=concerned.all,
+        saves_inputs=flags(r.inputs for r in rules), saves_outputs=flags(r.outputs for r in rules),
+        backward=flags(graph.has_backward), is_view=flags(r.alias for r in rules), extra=sizes(r.extra for r in rules),
+        halves=sizes(r.halves for r in rules), weight_itemsize=sizes(graph.tensor[name].itemsize for name in weights),
+        sync_block=wiring.sync_block, second_block=np.full(len(weights), second, np.uint32),
+        reader_first=slots.first, reader_last=slots.last, reader=slots.all,
+        at_hand_itemsize=sizes(graph.tensor[name].itemsize for name in at_hand),
+        at_hand_bytes=sizes(graph.tensor[name].nbytes for name in at_hand), part=np.array(parts, np.uint8),
+        state_copies=sizes([STATE_COPIES[options.optimizer]]), update_block=np.array([last], np.uint32),
+    )  # fmt: skip
+
+
+def _members(graph: OperatorGraph, views: Sequence[bool]) -> tuple[list[str], list[list[str]]]:
+    """The first tensor of each unit, and all its tensors in topological order: a view belongs to what it is a view
+    of."""
+    made = {name for op in graph.operators for name in op.outputs}
+    members = {tensor.name: [tensor.name] for tensor in graph.tensors if tensor.name not in made}
+    root = {name: name for name in members}
+    for op, view in zip(graph.operators, views, strict=True):
+        for name in op.outputs:
+            root[name] = root[op.inputs[0]] if view else name
+            members.setdefault(root[name], []).append(name)
+    return list(members), list(members.values())
+
+
+def _concerned(graph: OperatorGraph, number: dict[str, int]) -> list[list[int]]:
+    """By operator: the units of what it reads and makes, and of the new values of buffers that it reads, as these are
+    kept where readers want them."""
+    renewed = graph.buffer_updates
+    return [
+        sorted({number[n] for n in (*op.inputs, *op.outputs, *(renewed[n] for n in op.inputs if n in renewed))})
+        for op in graph.operators
+    ]
+
+
+def _slots_at_hand(graph: OperatorGraph, wiring: Wiring, at_hand: Iterable[str]) -> Rows:
+    """Slots that read each tensor at hand."""
+    pairs = zip(wiring.slot_operator.tolist(), wiring.slot_position.tolist(), strict=True)
+    slot = {pair: k for k, pair in enumerate(pairs)}
+    return Rows([slot[user] for user in graph.consumers[name]] for name in at_hand)
+
+
+def _make_spans(graph: OperatorGraph, units: Units, wiring: Wiring, program: Program, devices: int) -> Spans:
+    """Room for the spans of the largest unit: on each device, for each slot four of a reshard, four of its gradient's,
+    and that gradient itself; for each activation its own and what is saved besides; a weight, its state, and four of
+    its synchronisation."""
+    slots = np.zeros(len(units.root), np.int64)
+    for u, (root, tensor) in enumerate(zip(units.root, units.tensor, strict=True)):
+        if root == WEIGHT:
+            slots[u] = program.reader_last[tensor] - program.reader_first[tensor] + 1
+        for t in units.activation[units.activation_first[u] : units.activation_last[u]]:
+            slots[u] += wiring.tensor_last[t] - wiring.tensor_first[t]
+            slots[u] += wiring.result_last[t] - wiring.result_first[t] + 1
+    room = int(max(1, (9 * slots + 6).max(initial=1))) * devices
+    most = int(max(1, (units.activation_last - units.activation_first).max(initial=1)))
+    rank = max((len(tensor.shape) for tensor in graph.tensors), default=1) or 1
+
+    def numbers(*shape: int) -> npt.NDArray[np.uint32]:
+        return np.zeros(shape, np.uint32)
+
+    boxes: Any = np.zeros((2, devices, rank), np.int64)
+    return Spans(
+        device=numbers(room), first=numbers(room), last=numbers(room), nbytes=np.zeros(room, np.int64),
+        part=np.zeros(room, np.uint8), size=np.zeros(1, np.uint64), output=numbers(most, devices),
+        arrived=numbers(most, devices), gradient=numbers(devices), born=numbers(devices), low=boxes[0].copy(),
+        high=boxes[1].copy(), reads=np.zeros(devices, np.uint8),
+    )  # fmt: skip

@@ -1,0 +1,311 @@
+"""Peak memory of every device, from the order of its tasks (not from their times).
+
+Counted, in bytes, on each device:
+
+- ``weights``: stored; whole copies gathered from sharded ones, from the gather to the last task that reads them;
+  buffers and constants of the model.
+- ``gradients``: of weights, as the pieces make them until they are synchronised, as they are stored until the update.
+- ``optimizer``: state per stored trained weight: none (sgd), one copy (momentum), two (adam).
+- ``activations``: inputs; outputs of forward tasks until the last task that needs them (``keep.py``: what backwards
+  need); their copies in other layouts; gradients of activations until the producer's backward.
+- ``buffers``: what a communication receives and does not receive in place, until a task uses it, and the intermediate
+  layout of two-phase reshards.
+
+Not counted: workspace inside a kernel, fragmentation, the libraries themselves.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Final, Literal
+
+import numpy as np
+
+from flexsearch.cost.compute import STATE_COPIES
+from flexsearch.graph import Box, Tensor, volume
+from flexsearch.graph.ops import saved_tensors
+from flexsearch.lower import Layout, Lowered, Reshard, TaskKind, bounding
+
+Part = Literal["weights", "gradients", "optimizer", "activations", "buffers"]
+PARTS: Final[tuple[Part, ...]] = ("weights", "gradients", "optimizer", "activations", "buffers")
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Bytes in use on a device at the moment of its peak, by what they hold."""
+
+    weights: int = 0
+    gradients: int = 0
+    optimizer: int = 0
+    activations: int = 0
+    buffers: int = 0
+
+    @property
+    def peak(self) -> int:
+        """The peak, bytes."""
+        return self.weights + self.gradients + self.optimizer + self.activations + self.buffers
+
+
+class Span:
+    """Bytes on a device, alive from task ``first`` to task ``last``, both included."""
+
+    __slots__ = ("device", "first", "last", "nbytes", "part")
+
+    def __init__(self, device: int, nbytes: int, part: Part, first: int) -> None:
+        self.device, self.nbytes, self.part, self.first, self.last = device, nbytes, part, first, first
+
+    def until(self, task: int) -> None:
+        self.last = max(self.last, task)
+
+
+def memory(lowered: Lowered) -> tuple[Memory, ...]:
+    """Peak memory by device index of the topology."""
+    rows: list[list[Span]] = [[] for _ in lowered.topology.devices]
+    for span in spans_of(lowered):
+        rows[span.device].append(span)
+    return tuple(_peak(row) for row in rows)
+
+
+def spans_of(lowered: Lowered) -> list[Span]:
+    """Everything that is counted, with its lifetime."""
+    return _Walk(lowered).spans
+
+
+class _Walk:
+    """Collects the spans of one lowered strategy."""
+
+    def __init__(self, lowered: Lowered) -> None:
+        graph = lowered.graph
+        self.lowered, self.graph = lowered, graph
+        self.rules = saved_tensors(graph)
+        self.spans: list[Span] = []
+        self.end = max(0, len(lowered.tasks) - 1)
+        self.task: dict[tuple[int, int, int], int] = {}
+        """(kind, operator, device) -> task."""
+        self.crossing: dict[tuple[str, int, int, int], list[int]] = {}
+        """(purpose, edge or weight, phase, device) -> communication tasks, in order."""
+        self.used: dict[tuple[int, int], int] = {}
+        """(communication task, device) -> the first compute task there that waits for it."""
+        self._index()
+        self.held: dict[tuple[int, int], Span] = {}
+        """(edge, device) -> what its readers there read; missing: at hand all the time."""
+        self._constant()
+        self._weights()
+        self._forward()
+        self._backward()
+
+    def _index(self) -> None:
+        tasks = self.lowered.tasks
+        for t, (kind, operator, device, communication) in enumerate(
+            zip(tasks.kind, tasks.operator, tasks.device, tasks.communication, strict=True)
+        ):
+            if communication is None:
+                self.task[kind, operator, device] = t
+                for dependency in tasks.dependencies[t]:
+                    self.used.setdefault((dependency, device), t)
+            else:
+                for member in communication.members:
+                    what = member.what
+                    for device in {*what.senders, *what.receivers}:
+                        key = communication.purpose, member.key, member.phase, device
+                        self.crossing.setdefault(key, []).append(t)
+
+    def _new(self, device: int, nbytes: int, part: Part, first: int) -> Span:
+        span = Span(device, nbytes, part, first)
+        self.spans.append(span)
+        return span
+
+    def _always(self, device: int, nbytes: int, part: Part) -> None:
+        self._new(device, nbytes, part, 0).until(self.end)
+
+    def _constant(self) -> None:
+        """What is there during the whole step."""
+        lowered, copies = self.lowered, STATE_COPIES[self.lowered.options.optimizer]
+        for tensor in self.graph.of_kind("input", "buffer", "constant"):
+            boxes: dict[int, Box] = {}
+            for e in lowered.edges_of[tensor.name]:
+                for device, box, _ in lowered.edges[e].need:
+                    boxes[device] = bounding((boxes.get(device, box), box))
+            part: Part = "activations" if tensor.kind == "input" else "weights"
+            for device, box in boxes.items():
+                self._always(device, volume(box) * tensor.itemsize, part)
+        for weight in lowered.weights:
+            itemsize = self.graph.tensor[weight.tensor].itemsize
+            for device, box, _ in weight.plan.storage:
+                nbytes = volume(box) * itemsize
+                self._always(device, nbytes, "weights")
+                if weight.plan.sync is not None and copies:
+                    self._always(device, copies * nbytes, "optimizer")
+
+    def _weights(self) -> None:
+        """Gathered weights; a part cut from what the device stores is a view of it."""
+        for weight in self.lowered.weights:
+            tensor = self.graph.tensor[weight.tensor]
+            for e, plan in zip(weight.edges, weight.plan.forward, strict=True):
+                if plan.exchanges:
+                    remote = {d for exchange in plan.exchanges for d in exchange.receivers}
+                    self._arrive("gather", e, plan, tensor, "weights", {}, remote)
+
+    def _forward(self) -> None:
+        graph, lowered = self.graph, self.lowered
+        for i, op in enumerate(graph.operators):
+            rule, placement = self.rules[i], lowered.placed[i].placement
+            made: list[dict[int, Span]] = [{} for _ in op.outputs]
+            for k, device in enumerate(placement.devices):
+                now = self.task[TaskKind.FORWARD, i, device]
+                back = self.task.get((TaskKind.BACKWARD, i, device), now)
+                for p in range(len(op.inputs)):
+                    if (read := self.held.get((lowered.edge_of[i, p], device))) is not None:
+                        read.until(back if rule.inputs else now)
+                        if read.part == "weights":
+                            read.until(back)  # gathered once, for both directions
+                for j, name in enumerate(op.outputs):
+                    if rule.alias:
+                        source = self.held.get((lowered.edge_of[i, 0], device))
+                        if source is not None:
+                            made[j][device] = source
+                        continue
+                    elements, itemsize = volume(placement.pieces[k].outputs[j]), graph.tensor[name].itemsize
+                    made[j][device] = self._new(device, elements * itemsize, "activations", now)
+                    made[j][device].until(back if rule.outputs else now)
+                    besides = rule.besides(elements, itemsize)
+                    if besides and back > now:
+                        self._new(device, besides, "activations", now).until(back)
+            for j, name in enumerate(op.outputs):
+                born = {d: self.task[TaskKind.FORWARD, i, d] for d in placement.devices}
+                for e in lowered.edges_of[name]:
+                    plan = lowered.edges[e].forward
+                    assert plan is not None
+                    self._leave("forward", e, plan, made[j])
+                    arrived = self._arrive("forward", e, plan, graph.tensor[name], "activations", born)
+                    for device in plan.aliased & made[j].keys():
+                        arrived[device] = self.held[e, device] = made[j][device]
+                    if not lowered.edges[e].readers:  # the loss, a new running mean: kept to the end
+                        for span in arrived.values():
+                            span.until(self.end)
+
+    def _backward(self) -> None:
+        graph, lowered = self.graph, self.lowered
+        gradient: dict[tuple[int, int], Span] = {}  # (edge, device) -> gradient that the readers' pieces add up
+        arrived: dict[tuple[int, int], Span] = {}  # (edge, device) -> gradient in the producer's layout
+        for i in reversed(range(len(graph.operators))):
+            if not graph.has_backward[i]:
+                continue
+            op, placement = graph.operators[i], lowered.placed[i].placement
+            alias = self.rules[i].alias
+            now = {d: self.task[TaskKind.BACKWARD, i, d] for d in placement.devices}
+            of_output: dict[int, Span] = {}
+            for name in op.outputs:
+                for e in lowered.edges_of[name]:
+                    for device in placement.devices:
+                        if (span := arrived.get((e, device))) is not None:
+                            span.until(now[device])
+                            of_output[device] = span
+            for p, name in enumerate(op.inputs):
+                if name not in graph.differentiable:
+                    continue
+                e, tensor = lowered.edge_of[i, p], graph.tensor[name]
+                for piece, device in zip(placement.pieces, placement.devices, strict=True):
+                    box = piece.inputs[p]
+                    if box is None:
+                        continue
+                    if (e, device) in gradient:
+                        gradient[e, device].until(now[device])
+                    elif alias and p == 0 and device in of_output and tensor.kind == "activation":
+                        gradient[e, device] = of_output[device]
+                    else:
+                        part: Part = "gradients" if tensor.kind == "parameter" else "activations"
+                        gradient[e, device] = self._new(device, volume(box) * tensor.itemsize, part, now[device])
+            for e in dict.fromkeys(lowered.edge_of[i, p] for p in range(len(op.inputs))):
+                edge = lowered.edges[e]
+                if edge.backward is not None and edge.readers[0][0] == i:
+                    mine = {d: gradient[e, d] for d in {x.device for x in edge.need} if (e, d) in gradient}
+                    self._leave("backward", e, edge.backward, mine)
+                    found = self._arrive(
+                        "backward", e, edge.backward, graph.tensor[edge.tensor], "activations", now, hold=False
+                    )
+                    found.update({d: mine[d] for d in edge.backward.aliased & mine.keys()})
+                    arrived.update({(e, d): span for d, span in found.items()})
+        self._synchronise(gradient)
+
+    def _synchronise(self, gradient: Mapping[tuple[int, int], Span]) -> None:
+        """Gradients of weights: from the pieces' to the stored ones, which live until the update."""
+        for w, weight in enumerate(self.lowered.weights):
+            sync = weight.plan.sync
+            if sync is None:
+                continue
+            tensor = self.graph.tensor[weight.tensor]
+            born: dict[int, int] = {}
+            for e in weight.edges:
+                mine = {d: gradient[e, d] for d in {x.device for x in self.lowered.edges[e].need} if (e, d) in gradient}
+                self._leave("synchronise", w, sync, mine)
+                for device, span in mine.items():
+                    born[device] = max(born.get(device, 0), span.last)
+                    if device in sync.aliased:
+                        span.until(self._update(device))
+            for device, span in self._arrive("synchronise", w, sync, tensor, "gradients", born, hold=False).items():
+                span.until(self._update(device))
+
+    def _update(self, device: int) -> int:
+        return self.task.get((TaskKind.UPDATE, -1, device), self.end)
+
+    def _leave(self, purpose: str, key: int, plan: Reshard, spans: Mapping[int, Span]) -> None:
+        """What is sent lives until its last communication of the first phase has been issued."""
+        for device, span in spans.items():
+            span.until(max(self.crossing.get((purpose, key, 0, device), (span.last,))))
+
+    def _arrive(
+        self, purpose: str, key: int, plan: Reshard, tensor: Tensor, part: Part, born: Mapping[int, int],
+        only: Iterable[int] | None = None, hold: bool = True,
+    ) -> dict[int, Span]:  # fmt: skip
+        """Spans of the new copies that a reshard makes, by device, with its intermediate and receive buffers. A copy
+        exists from the first communication that touches its device, or from ``born`` if it is cut locally."""
+        result: dict[int, Span] = {}
+        last = len(plan.phases) - 1
+        if last:
+            for device, nbytes in _sizes(plan.phases[0].destination, tensor.itemsize).items():
+                first = min(self.crossing.get((purpose, key, 0, device), (born.get(device, 0),)))
+                middle = self._new(device, nbytes, "buffers", first)
+                middle.until(max(self.crossing.get((purpose, key, 1, device), (first,))))
+        for device, nbytes in _sizes(plan.destination, tensor.itemsize).items():
+            if device in plan.aliased or (only is not None and device not in only):
+                continue
+            tasks = [t for x in range(last + 1) for t in self.crossing.get((purpose, key, x, device), ())]
+            if last and (final := self.crossing.get((purpose, key, last, device))):
+                tasks = final
+            result[device] = self._new(device, nbytes, part, min(tasks, default=born.get(device, 0)))
+            result[device].until(max(tasks, default=0))
+            if hold:
+                self.held[key, device] = result[device]
+        self._receive(purpose, key, plan, tensor.itemsize)
+        return result
+
+    def _receive(self, purpose: str, key: int, plan: Reshard, itemsize: int) -> None:
+        for x, staged in enumerate(plan.staged):
+            for device, elements in staged.items():
+                tasks = self.crossing.get((purpose, key, x, device), ())
+                if tasks:
+                    buffer = self._new(device, elements * itemsize, "buffers", min(tasks))
+                    buffer.until(max(self.used.get((t, device), t) for t in tasks))
+
+
+def _sizes(layout: Layout, itemsize: int) -> dict[int, int]:
+    sizes: dict[int, int] = {}
+    for device, box, _ in layout:
+        sizes[device] = sizes.get(device, 0) + volume(box) * itemsize
+    return sizes
+
+
+def _peak(spans: list[Span]) -> Memory:
+    if not spans:
+        return Memory()
+    moments = np.array([s.first for s in spans] + [s.last + 1 for s in spans])
+    change = np.array([s.nbytes for s in spans] + [-s.nbytes for s in spans], dtype=np.float64)  # exact below 2^53
+    parts = np.array([PARTS.index(s.part) for s in spans] * 2)
+    points, at = np.unique(moments, return_inverse=True)
+    use = np.zeros((len(PARTS), len(points)))
+    np.add.at(use, (parts, at), change)
+    use = use.cumsum(axis=1)
+    top = int(use.sum(axis=0).argmax())
+    return Memory(**{part: int(use[k, top]) for k, part in enumerate(PARTS)})
