@@ -11,7 +11,7 @@ from flexsearch.cost import Costs, Profile
 from flexsearch.errors import StrategyError, TopologyError
 from flexsearch.files import shipped_names
 from flexsearch.graph import OperatorGraph
-from flexsearch.lower import Lowered, lower
+from flexsearch.lower import Lowered, Lowering, lower
 from flexsearch.lower.limits import refuse_endless_turns
 from flexsearch.proof.exhaustive import Optimum, Step, exhaustive
 from flexsearch.proof.spaces import aligned_configs
@@ -69,6 +69,9 @@ class Setting:
     def lower(self, strategy: Strategy) -> Lowered:
         """The strategy's task graph. Raises StrategyError if it was made for another graph or topology."""
         return lower(self.graph, strategy, self.topology, self.costs)
+
+    def _lowering(self) -> Lowering:
+        return Lowering(self.graph, self.topology, self.costs)
 
     def baseline(self, name: str, options: Options | None = None) -> Strategy:
         """A baseline by name, with the bucket size that suits it best; of ``options`` only the optimizer counts.
@@ -139,7 +142,7 @@ class Setting:
         ``on_progress``: called with (what, done, of how many). Raises StrategyError."""
         from flexsearch.explaining import explain
 
-        return explain(self, strategy, tries, on_progress)
+        return explain(self._lowering(), strategy, tries, on_progress)
 
     def choice(self, strategy: Strategy, operator: str, most: int | None = 12) -> OperatorChoice:
         """Why an operator is as it is and not otherwise: for ``report.choices.operator_choice`` and ``operator_data``.
@@ -147,14 +150,14 @@ class Setting:
         name, with the names that are close."""
         from flexsearch.explaining import choice
 
-        return choice(self, strategy, operator, most)
+        return choice(self._lowering(), strategy, operator, most)
 
     def difference(self, a: Strategy, b: Strategy, names: tuple[str, str] = ("A", "B")) -> Comparison:
         """What differs between two plans and what each difference costs: for ``report.differences.comparison`` and
         ``comparison_data``. Raises StrategyError if one was made for another graph or topology."""
         from flexsearch.explaining import difference
 
-        return difference(self, a, b, names)
+        return difference(self._lowering(), a, b, names, (self.name_of(a), self.name_of(b)))
 
     def prove(
         self,

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from difflib import get_close_matches
-from typing import TYPE_CHECKING
+from typing import Final
 
 from flexsearch.errors import StrategyError
+from flexsearch.graph import OperatorGraph
 from flexsearch.lower import Lowering
 from flexsearch.report import PlanRow, groups
 from flexsearch.report.choices import OperatorChoice, alike
@@ -18,31 +19,33 @@ from flexsearch.search.space import Space
 from flexsearch.simulate import critical_path, makespan, simulate
 from flexsearch.simulate.effects import Effects, SingleChanges
 from flexsearch.simulate.whatif import count, what_ifs
-from flexsearch.strategy import Strategy
+from flexsearch.strategy import OperatorConfig, Options, Strategy
 from flexsearch.strategy.baselines import baseline
-
-if TYPE_CHECKING:
-    from flexsearch.api import Setting
 
 OnProgress = Callable[[str, int, int], None]
 """Called with what is done, how many are done, and of how many."""
 
+OPTIONS: Final = {
+    "bucket_bytes": "gradient buckets", "optimizer": "optimizer", "prefetch": "prefetch of sharded weights",
+}  # fmt: skip
+"""Options of the whole step, in words."""
 
-def explain(setting: Setting, strategy: Strategy, tries: int, on_progress: OnProgress | None = None) -> Explanation:
-    """See ``Setting.explain``."""
+
+def explain(lowering: Lowering, strategy: Strategy, tries: int, on_progress: OnProgress | None = None) -> Explanation:
+    """Where a plan's time goes, what would help, and what its choices bring; see ``Setting.explain``."""
     report = on_progress or (lambda what, done, of: None)
-    strategy.check_supported(setting.graph, setting.topology)
-    lowering = Lowering(setting.graph, setting.topology, setting.costs)
-    configs = strategy.in_order(setting.graph)
+    graph, topology = lowering.graph, lowering.topology
+    strategy.check_supported(graph, topology)
+    configs = strategy.in_order(graph)
     lowered = lowering.lower(configs, strategy.options)
     row = PlanRow("the plan", simulate(lowered), lowered)
     steps = critical_path(lowered.tasks)
     changes = []
-    for one in what_ifs(lowered, lowering, setting.costs.profile):
+    for one in what_ifs(lowered, lowering, lowering.costs.profile):
         changes.append(one)
-        report("what would help", len(changes), count(setting.topology))
-    space, effects = Space(setting.graph, setting.topology), Effects(lowering, configs, strategy.options)
-    plain = baseline("data-parallel", setting.graph, setting.topology).in_order(setting.graph)
+        report("what would help", len(changes), count(topology))
+    space, effects = Space(graph, topology), Effects(lowering, configs, strategy.options)
+    plain = baseline("data-parallel", graph, topology).in_order(graph)
     choices = []
     for k, group in enumerate(told := groups(lowered)):
         report("what the choices bring", k, len(told))
@@ -54,12 +57,12 @@ def explain(setting: Setting, strategy: Strategy, tries: int, on_progress: OnPro
     return Explanation(row, steps, tuple(changes), tuple(choices), single)
 
 
-def choice(setting: Setting, strategy: Strategy, operator: str, most: int | None) -> OperatorChoice:
-    """See ``Setting.choice``."""
-    strategy.check_supported(setting.graph, setting.topology)
-    index = find_operator(setting, operator)
-    lowering, space = Lowering(setting.graph, setting.topology, setting.costs), Space(setting.graph, setting.topology)
-    effects = Effects(lowering, strategy.in_order(setting.graph), strategy.options)
+def choice(lowering: Lowering, strategy: Strategy, operator: str, most: int | None) -> OperatorChoice:
+    """Why an operator is as it is and not otherwise; see ``Setting.choice``."""
+    graph, topology = lowering.graph, lowering.topology
+    strategy.check_supported(graph, topology)
+    index, space = find_operator(graph, operator), Space(graph, topology)
+    effects = Effects(lowering, strategy.in_order(graph), strategy.options)
     found = best_first(list(alternatives(space, effects, index)))
     told = alike(found)[:most]
     weighed = weigh(effects, index, [one for one, _ in told])
@@ -71,9 +74,8 @@ def choice(setting: Setting, strategy: Strategy, operator: str, most: int | None
     )
 
 
-def find_operator(setting: Setting, name: str) -> int:
+def find_operator(graph: OperatorGraph, name: str) -> int:
     """Index of the operator of a name, or of the only one that a module of that name has. Raises StrategyError."""
-    graph = setting.graph
     if name in graph.index:
         return graph.index[name]
     inside = [i for i, op in enumerate(graph.operators) if op.module == name]
@@ -88,29 +90,34 @@ def find_operator(setting: Setting, name: str) -> int:
     raise StrategyError(f"graph {graph.name} has no operator {name!r}; {hint}")
 
 
-def difference(setting: Setting, a: Strategy, b: Strategy, names: tuple[str, str]) -> Comparison:
-    """See ``Setting.difference``."""
-    lowering, space = Lowering(setting.graph, setting.topology, setting.costs), Space(setting.graph, setting.topology)
+def difference(
+    lowering: Lowering, a: Strategy, b: Strategy, names: tuple[str, str], baselines: tuple[str, str]
+) -> Comparison:
+    """What differs between two plans and what each difference costs; see ``Setting.difference``. ``baselines``: the
+    baselines that split every operator as the plans do, empty where there is none."""
+    graph, topology = lowering.graph, lowering.topology
     for strategy in (a, b):
-        strategy.check_supported(setting.graph, setting.topology)
-    first, second = (s.in_order(setting.graph) for s in (a, b))
-    rows = [
-        PlanRow(name, simulate(lowered), lowered)
-        for name, lowered in zip(
-            names, (lowering.lower(c, s.options) for c, s in ((first, a), (second, b))), strict=True
-        )
-    ]
+        strategy.check_supported(graph, topology)
+    first, second = (s.in_order(graph) for s in (a, b))
+    lowered = lowering.lower(first, a.options), lowering.lower(second, b.options)
+    rows = [PlanRow(name, simulate(plan), plan) for name, plan in zip(names, lowered, strict=True)]
+    space = Space(graph, topology)
     sorts = changed(space, first, second)
-    found = tuple(
-        differences(Effects(lowering, first, a.options), Effects(lowering, second, b.options), sorts)
-    ) if sorts else ()  # fmt: skip
-    options = []
-    for field, words in (("bucket_bytes", "gradient buckets"), ("optimizer", "optimizer")):
-        old, new = getattr(a.options, field), getattr(b.options, field)
-        if old != new:
-            there, back = a.options.model_copy(update={field: new}), b.options.model_copy(update={field: old})
-            times = (makespan(lowering.lower(c, o).tasks) for c, o in ((first, there), (second, back)))
-            options.append(OptionEffect(words, str(old), str(new), *times))
+    effects = Effects(lowering, first, a.options), Effects(lowering, second, b.options)
     paths = tuple(critical_path(row.lowered.tasks) for row in rows)
-    known = setting.name_of(a), setting.name_of(b)
-    return Comparison(rows[0], rows[1], paths[0], paths[1], found, tuple(options), known)
+    return Comparison(
+        rows[0], rows[1], paths[0], paths[1], tuple(differences(*effects, sorts)) if sorts else (),
+        tuple(_option_effects(lowering, (first, a.options), (second, b.options))), baselines,
+    )  # fmt: skip
+
+
+def _option_effects(
+    lowering: Lowering, a: tuple[Sequence[OperatorConfig], Options], b: tuple[Sequence[OperatorConfig], Options]
+) -> Iterator[OptionEffect]:
+    """Each option that differs, alone: changed in the first plan, and changed back in the second."""
+    for field, words in OPTIONS.items():
+        old, new = getattr(a[1], field), getattr(b[1], field)
+        if old != new:
+            there, back = a[1].model_copy(update={field: new}), b[1].model_copy(update={field: old})
+            times = (makespan(lowering.lower(c, o).tasks) for c, o in ((a[0], there), (b[0], back)))
+            yield OptionEffect(words, str(old), str(new), *times)

@@ -8,6 +8,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+import networkx as nx
 import pytest
 
 import flexsearch
@@ -100,6 +101,21 @@ def test_torch_is_imported_only_where_models_are_read_measured_and_run(module: s
             assert not (name.startswith("flexsearch.") and below.startswith(WITH_TORCH)), (
                 f"flexsearch.{module} imports {name}, and so torch, whenever it is imported"
             )
+
+
+def test_no_two_modules_import_each_other() -> None:
+    """Directly or by way of others, also where only types are imported. Inside ``graph``, operators and what a graph
+    may contain are checked by each other."""
+    names = {module for module, _ in modules()}
+    graph: nx.DiGraph[str] = nx.DiGraph()
+    for module, path in modules():
+        for name, _ in imports(ast.parse(path.read_text()), module, path.name == "__init__.py"):
+            below = name.removeprefix("flexsearch").removeprefix(".")
+            target = below if below in names else below.rpartition(".")[0]
+            if name.startswith("flexsearch") and target in names - {module}:
+                graph.add_edge(module, target)
+    circles = [sorted(circle) for circle in nx.strongly_connected_components(graph) if len(circle) > 1]
+    assert not [circle for circle in circles if not all(part_of(f"flexsearch.{m}") == "graph" for m in circle)]
 
 
 def test_the_zoo_stands_alone() -> None:

@@ -135,7 +135,9 @@ def layers(lowered: Lowered, one: Difference) -> str:
 
 
 def _value(option: OptionEffect, value: str) -> str:
-    return f"{int(value) / 2**20:.3g} MiB" if value.isdigit() else value
+    if option.words == "gradient buckets":
+        return f"{int(value) / 2**20:.3g} MiB"
+    return "all at the start" if value == "None" else value
 
 
 def _signed(value: float, told: Callable[[float], str]) -> str:

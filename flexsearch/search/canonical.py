@@ -1,0 +1,210 @@
+"""Simpler plans that are as good: what a search answers is to be read by people.
+
+A climb leaves traces that gain nothing: one layer of twelve split otherwise, weights sharded where nobody else needs
+them, devices in an order that does not matter. ``simplify`` takes them back.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from itertools import pairwise
+from math import inf
+from typing import Final
+
+from flexsearch.search.evaluate import Configs, Evaluation
+from flexsearch.search.space import Space, sharded
+from flexsearch.strategy import OperatorConfig
+
+LOSS: Final = 0.01
+"""Share of the time that a simpler plan may cost. Predictions err by more, and what nobody can read nobody checks."""
+CANDIDATES: Final = 3
+"""So many configs, the commonest first, are tried for all layers that are alike."""
+ROUNDS: Final = 4
+"""A simpler plan may be simplified further; more rounds than this never brought anything."""
+
+Changes = Mapping[int, OperatorConfig]
+"""Configs of some operators, the rest as it is."""
+
+
+@dataclass(frozen=True, slots=True)
+class Complexity:
+    """How much there is to tell of a plan. ``runs``: over all sorts of operators, how often the config changes from one
+    to the next of that sort. ``shards``: operators that shard weights. ``orders``: different lists of devices, those
+    out of order counted twice."""
+
+    runs: int
+    shards: int
+    orders: int
+
+    def simpler(self, than: Complexity) -> bool:
+        """Whether there is less to tell: first of configs, then of devices, then of storage."""
+        return (self.runs, self.orders, self.shards) < (than.runs, than.orders, than.shards)
+
+
+def complexity(space: Space, configs: Configs) -> Complexity:
+    """How much there is to tell of a plan."""
+    runs = 0
+    for members in sorts(space):
+        row = [configs[i] for i in members]
+        runs += 1 + sum(a != b for a, b in pairwise(row))
+    lists = {config.devices for config in configs}
+    return Complexity(
+        runs, sum(config.shard_weights for config in configs), sum(1 + (sorted(d) != list(d)) for d in lists)
+    )
+
+
+def sorts(space: Space) -> tuple[tuple[int, ...], ...]:
+    """Operators that are alike: of the same shape, and with names that differ in numbers only. So the queries of all
+    blocks are one sort, and queries and outputs are two, though they may have the same shape. In graph order."""
+    rows: dict[object, list[int]] = {}
+    for i, op in enumerate(space.graph.operators):
+        rows.setdefault((re.sub(r"\d+", "*", op.name), *space.shape(i)), []).append(i)
+    return tuple(map(tuple, rows.values()))
+
+
+def _classes(space: Space) -> Iterator[tuple[int, ...]]:
+    """Sorts of several operators, and the parts of them that the search changes together: the steps of an unrolled
+    layer."""
+    of = {i: k for k, members in enumerate(sorts(space)) for i in members}
+    yield from (members for members in sorts(space) if len(members) > 1)
+    yield from (members for members in space.classes if len({of[i] for i in members}) == 1)
+
+
+def simplify(
+    space: Space,
+    configs: Configs,
+    evaluate: Callable[[Configs], Evaluation],
+    *,
+    loss: float = LOSS,
+    limit: float = inf,
+    stop: Callable[[], bool] = lambda: False,
+) -> Configs:
+    """A plan like ``configs`` that is told in fewer words: layers that are alike are split alike, weights are sharded
+    only where that helps, devices stand in ascending order, light operators follow their neighbours; all of it only
+    where it costs little.
+
+    ``evaluate``: the exact cost of a plan (an ``Evaluator``). It is called for each plan that is tried, and at last for
+    the plan that is returned, which it then has at hand. The result costs at most 1 + ``loss`` times as much as
+    ``configs``, and at most ``limit`` (s; give the cost of the best baseline) unless ``configs`` costs more; it fits
+    into memory if ``configs`` does, and lacks no more memory otherwise. First everything is done that costs nothing.
+    ``stop``: asked before each evaluation; once it says yes, the best so far is the answer. Pins are obeyed.
+
+    Call it once, with the best plan of a search, before that is compared with the baselines. If the result differs from
+    ``configs``, it is not known to be locally optimal.
+    """
+    first = evaluate(configs)
+    run = _Run(space, evaluate, stop, configs, first)
+    for most in (first.cost, max(first.cost, min(limit, first.cost * (1.0 + loss)))):
+        for _ in range(ROUNDS):
+            before = run.configs
+            for propose in (_without_shards, _ascending, _alike, _following, _smoothed):
+                for changes in propose(space, run.configs):
+                    run.attempt(changes, most)
+            if run.configs == before:
+                break
+    evaluate(run.configs)
+    return run.configs
+
+
+class _Run:
+    """The plan so far, and what it costs."""
+
+    def __init__(
+        self, space: Space, evaluate: Callable[[Configs], Evaluation], stop: Callable[[], bool], configs: Configs,
+        now: Evaluation,
+    ) -> None:  # fmt: skip
+        self.space, self.evaluate, self.stop = space, evaluate, stop
+        self.configs, self.now = configs, now
+        self.complexity = complexity(space, configs)
+        self._tried: set[tuple[Configs, float]] = set()
+
+    def attempt(self, changes: Changes, most: float) -> None:
+        """Keep ``changes`` if they make the plan simpler, no larger, and no more expensive than ``most``."""
+        tried = self.space.fixed(changes.get(i, config) for i, config in enumerate(self.configs))
+        if tried == self.configs or (tried, most) in self._tried:
+            return
+        simpler = complexity(self.space, tried)
+        if not simpler.simpler(self.complexity) or self.stop():
+            return
+        self._tried.add((tried, most))
+        cost = self.evaluate(tried)
+        if cost.cost <= most and cost.shortfall <= self.now.shortfall:
+            self.configs, self.now, self.complexity = tried, cost, simpler
+
+
+def _without_shards(space: Space, configs: Configs) -> Iterator[Changes]:
+    """Weights whole: where the option can do nothing, then in layers that are alike."""
+    idle = [
+        i for i, config in enumerate(configs)
+        if config.shard_weights and (i not in space.weighted or len(config.devices) == 1)
+    ]  # fmt: skip
+    if idle:
+        yield {i: sharded(configs[i], False) for i in idle}
+    for members in sorts(space):
+        if on := [i for i in members if configs[i].shard_weights]:
+            yield {i: sharded(configs[i], False) for i in on}
+
+
+def _ascending(space: Space, configs: Configs) -> Iterator[Changes]:
+    """Devices in ascending order: everywhere, then list by list, then only among replicas of a piece."""
+    stray = [i for i, config in enumerate(configs) if list(config.devices) != sorted(config.devices)]
+    if not stray:
+        return
+    yield {i: configs[i].on(sorted(configs[i].devices)) for i in stray}
+    for devices in dict.fromkeys(configs[i].devices for i in stray):
+        yield {i: configs[i].on(sorted(devices)) for i in stray if configs[i].devices == devices}
+    yield {i: _ordered_replicas(configs[i]) for i in stray}
+
+
+def _ordered_replicas(config: OperatorConfig) -> OperatorConfig:
+    width, devices = config.replicas, config.devices
+    return config.on(d for k in range(0, len(devices), width) for d in sorted(devices[k : k + width]))
+
+
+def _alike(space: Space, configs: Configs) -> Iterator[Changes]:
+    """One of the commonest configs for all layers that are alike, with what follows them and alone."""
+    for members in _classes(space):
+        count = Counter(configs[i] for i in members)
+        if len(count) < 2:
+            continue
+        for config, _ in count.most_common(CANDIDATES):
+            others = [i for i in members if configs[i] != config]
+            yield _with_followers(space, dict.fromkeys(others, config))
+            yield dict.fromkeys(others, config)
+
+
+def _following(space: Space, configs: Configs) -> Iterator[Changes]:
+    """Light operators as they follow from the leaders: all, then those of each sort of layer."""
+    leaders = {i: configs[i] for i in space.groups}
+    yield _with_followers(space, leaders)
+    for members in space.parts:
+        yield _with_followers(space, {i: leaders[i] for i in members})
+
+
+def _smoothed(space: Space, configs: Configs) -> Iterator[Changes]:
+    """Runs of layers that are alike, the shortest first, as the run before or after them."""
+    for members in _classes(space):
+        runs: list[list[int]] = []
+        for i in members:
+            if runs and configs[runs[-1][-1]] == configs[i]:
+                runs[-1].append(i)
+            else:
+                runs.append([i])
+        order = sorted(range(len(runs)), key=lambda k: (len(runs[k]), k)) if len(runs) > 1 else []
+        for k in order:
+            for near in (k - 1, k + 1):
+                if 0 <= near < len(runs):
+                    changes = dict.fromkeys(runs[k], configs[runs[near][0]])
+                    yield _with_followers(space, changes)
+                    yield changes
+
+
+def _with_followers(space: Space, changes: Changes) -> Changes:
+    """The changes of leaders, and what the operators of their groups make of them."""
+    followed: dict[int, OperatorConfig] = {}
+    for leader, config in changes.items():
+        followed.update(space.follow(leader, config))
+    return followed

@@ -1,0 +1,142 @@
+"""Simplifying the answer of a search: what it takes back, what it leaves, and what it may cost."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from flexsearch.graph import OperatorGraph
+from flexsearch.search.canonical import complexity, simplify
+from flexsearch.search.evaluate import Configs, Evaluation
+from flexsearch.search.pins import parse_pins
+from flexsearch.search.space import Space
+from flexsearch.strategy.baselines import baseline
+from flexsearch.topology import Topology
+from tests.test_baselines import transformer
+
+Cost = Callable[[Configs], Evaluation]
+
+
+@pytest.fixture(scope="module")
+def graph() -> OperatorGraph:
+    return transformer(layers=4)
+
+
+@pytest.fixture(scope="module")
+def space(graph: OperatorGraph) -> Space:
+    return Space(graph, Topology.load("p100:1"))
+
+
+def plan(space: Space, name: str = "megatron") -> Configs:
+    return baseline(name, space.graph, space.topology).in_order(space.graph)
+
+
+def class_of(space: Space) -> tuple[int, ...]:
+    """The class with most members."""
+    return max(space.classes, key=len)
+
+
+def same(cost: float = 1.0) -> Cost:
+    return lambda configs: Evaluation(cost, 0.0)
+
+
+def counting(*different: tuple[int, object, float]) -> Cost:
+    """Costs 1 s, and a share more for each operator (given with its config) that has another config."""
+
+    def evaluate(configs: Configs) -> Evaluation:
+        return Evaluation(1.0 + sum(share for i, config, share in different if configs[i] != config), 0.0)
+
+    return evaluate
+
+
+def odd_one(space: Space) -> tuple[Configs, int]:
+    """Megatron's plan with one layer of a class as data parallelism has it, and that layer."""
+    configs, other = list(plan(space)), plan(space, "data-parallel")
+    odd = class_of(space)[1]
+    configs[odd] = other[odd]
+    assert configs != list(plan(space))
+    return tuple(configs), odd
+
+
+def test_a_plan_that_is_simple_stays(space: Space) -> None:
+    for name in ("megatron", "data-parallel", "single"):
+        assert simplify(space, plan(space, name), same(), loss=0.0) == plan(space, name)
+
+
+@pytest.mark.parametrize(("gain", "stays"), [(0.0, False), (0.005, False), (0.02, True)])
+def test_one_layer_of_many_is_like_the_others_unless_that_costs_much(space: Space, gain: float, stays: bool) -> None:
+    configs, odd = odd_one(space)
+    others = [(i, config, 0.5) for i, config in enumerate(configs) if i != odd]
+    answer = simplify(space, configs, counting((odd, configs[odd], gain), *others))
+    assert (answer[odd] == configs[odd]) == stays
+    assert stays or answer[odd] == plan(space)[odd]
+
+
+def test_what_costs_nothing_is_not_paid_for(space: Space) -> None:
+    configs, odd = odd_one(space)
+    answer = simplify(space, configs, counting((odd, configs[odd], 0.001)), loss=0.0)
+    assert answer[odd] == configs[odd]
+
+
+def test_options_are_not_set_where_they_do_nothing(space: Space) -> None:
+    configs = tuple(replace(config, shard_weights=True) for config in plan(space, "data-parallel"))
+    assert not any(config.shard_weights for config in simplify(space, configs, same()))
+
+
+def test_weights_stay_sharded_where_memory_needs_it(space: Space) -> None:
+    configs = plan(space, "fsdp")
+
+    def evaluate(tried: Configs) -> Evaluation:
+        whole = sum(not tried[i].shard_weights for i in space.weighted)
+        return Evaluation(1.0 - 0.001 * whole, 0.1 * whole)
+
+    assert simplify(space, configs, evaluate) == configs
+
+
+def test_stray_orders_of_devices_are_put_right_where_they_do_not_matter(space: Space) -> None:
+    configs = tuple(config.on(config.devices[::-1]) for config in plan(space))
+    assert simplify(space, configs, same()) == plan(space)
+    odd = class_of(space)[0]
+    answer = simplify(space, configs, counting(*((i, configs[i], 0.05) for i in class_of(space))))
+    assert answer[odd] == configs[odd]
+
+
+def test_it_stops_when_it_is_told_to(space: Space) -> None:
+    configs, _ = odd_one(space)
+    assert simplify(space, configs, same(), stop=lambda: True) == configs
+
+
+def test_pins_are_obeyed(graph: OperatorGraph, space: Space) -> None:
+    configs, odd = odd_one(space)
+    pin = f"{graph.operators[odd].name}: batch={len(configs[odd].devices)}"
+    pinned = Space(graph, space.topology, parse_pins([pin], graph, space.topology))
+    assert simplify(pinned, configs, same())[odd] == configs[odd]
+
+
+@settings(derandomize=True, deadline=None, max_examples=25)
+@given(seed=st.integers(0, 10**6), loss=st.sampled_from([0.0, 0.01, 0.1]), limit=st.sampled_from([0.0, 1.002, 9.0]))
+def test_the_answer_costs_little_and_lacks_no_memory(seed: int, loss: float, limit: float) -> None:
+    space = Space(transformer(layers=3), Topology.load("p100:1"))
+    rng = random.Random(seed)
+    choices = [plan(space, name) for name in ("megatron", "data-parallel", "fsdp", "single")]
+    configs = tuple(rng.choice(row) for row in zip(*choices, strict=True))
+    prices: dict[tuple[int, object], float] = {}
+
+    def evaluate(tried: Configs) -> Evaluation:
+        last[:] = [tried]
+        price = sum(prices.setdefault((i, c), rng.random() / 50) for i, c in enumerate(tried))
+        return Evaluation(1.0 + price, 0.0 if len({c.shard_weights for c in tried}) == 2 else 0.5)
+
+    last: list[Configs] = []
+    before = evaluate(configs)
+    answer = simplify(space, configs, evaluate, loss=loss, limit=limit)
+    after = evaluate(answer)
+    assert last == [answer] and after.shortfall <= before.shortfall
+    assert after.cost <= max(before.cost, min(limit, before.cost * (1.0 + loss)))
+    assert answer == configs or complexity(space, answer).simpler(complexity(space, configs))
+    assert simplify(space, configs, evaluate, loss=loss, limit=limit) == answer
