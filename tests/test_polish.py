@@ -91,8 +91,10 @@ def test_a_search_whose_chain_does_not_end_polishes_its_best_plan(monkeypatch: p
         begin(self, *arguments, **named)  # type: ignore[arg-type]
         self.patience = 10**9
 
-    def watched(self: Climber, climb: Climb, done: Climbed, watch: Watch) -> None:
-        polish(self, climb, done, watch)
+    def watched(
+        self: Climber, climb: Climb, done: Climbed, watch: Watch, proposals: int, classes_only: bool
+    ) -> None:
+        polish(self, climb, done, watch, proposals, classes_only)
         polished.append(climb.phase)
         raise KeyboardInterrupt  # what chains find afterwards need not be a local optimum
 

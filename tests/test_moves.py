@@ -1,0 +1,189 @@
+"""What a chain may propose: alternating classes, renamed devices, halves; and what is made once for a class."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from functools import cache
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from flexsearch.cost import Costs
+from flexsearch.graph import OperatorGraph
+from flexsearch.graph.importer import import_model
+from flexsearch.search import Evaluator, search
+from flexsearch.search.climb import Climber
+from flexsearch.search.constants import MOVES
+from flexsearch.search.moves import draw
+from flexsearch.search.space import Space
+from flexsearch.strategy import OperatorConfig, Options, check_config, make_config
+from flexsearch.topology import Topology
+from tests.test_baselines import cnn, ethernet, mlp, transformer
+from tests.test_meshes import two_servers_of_four
+from tests.test_search import recurrent
+
+
+class Drawing:
+    """Moves of a chain at one plan, drawn from chosen numbers."""
+
+    def __init__(self, graph: OperatorGraph, topology: Topology, start: Sequence[OperatorConfig], coarse: bool) -> None:
+        self.graph, self.count = graph, len(topology.devices)
+        climber = Climber(graph, topology, Costs(graph, topology), Options(), seed=0)
+        self.space, self.chain, self.start = climber.space, climber.chain, tuple(start)
+        now = climber.evaluate(self.start)
+        self.chain.begin(self.start, now, now, 0, 1, coarse)
+        self.simulator = climber.evaluate.at(self.start)
+
+    def changes(self, uniforms: Sequence[float]) -> dict[int, OperatorConfig]:
+        """What the move drawn from ``uniforms`` changes, all legal."""
+        chain, simulator = self.chain, self.simulator
+        chain._draws.uniform[0], chain._draws.row[0] = uniforms, 0
+        pools, table, change = simulator.templates.pools, simulator.templates.keys.table, simulator.change
+        if not draw(chain._moves, chain._draws, simulator.state.config, pools.config_shard, table, change):
+            chain._answer(simulator)
+        number = int(change.number[0])
+        operators = change.operator[:number].tolist()
+        assert len(set(operators)) == number
+        changes = {}
+        for operator, config in zip(operators, change.config[:number].tolist(), strict=True):
+            new = simulator.templates.configs[config]
+            assert new is not None
+            check_config(self.graph.operators[operator], new, self.count)
+            changes[operator] = new
+        return changes
+
+    def of(self, move: str, seed: int = 0) -> Iterator[tuple[list[float], dict[int, OperatorConfig]]]:
+        """Random moves of one kind."""
+        rng, which = np.random.Generator(np.random.PCG64(seed)), list(MOVES).index(move)
+        often = self.chain._moves.often
+        while True:
+            uniforms = rng.random(self.chain._draws.uniform.shape[1])
+            uniforms[0] = ((often[which - 1] if which else 0.0) + often[which]) / 2
+            yield uniforms.tolist(), self.changes(uniforms)
+
+
+def everywhere(graph: OperatorGraph, axis: str, devices: Sequence[int]) -> tuple[OperatorConfig, ...]:
+    """Every operator split along one axis, if it has it."""
+    return tuple(
+        make_config(op, {axis: len(devices)} if axis in op.splittable else {}, devices) for op in graph.operators
+    )
+
+
+@cache
+def four_linear_layers() -> OperatorGraph:
+    """The model of the case: batch 256, four layers of 4096 features."""
+    layers = nn.Sequential(*(nn.Linear(4096, 4096, device="meta") for _ in range(4)))
+    x, y = (torch.randn(256, 4096, device="meta") for _ in range(2))
+    return import_model(layers, (x,), nn.functional.mse_loss, targets=y, name="mlp_4")
+
+
+@cache
+def repeated_blocks() -> OperatorGraph:
+    """Three blocks of two layers of one shape."""
+    blocks = [nn.Sequential(nn.Linear(16, 16), nn.ReLU(), nn.Linear(16, 16)) for _ in range(3)]
+    model = nn.Sequential(*blocks)
+    x, y = torch.zeros(8, 16), torch.zeros(8, 16)
+    return import_model(model, (x,), nn.functional.mse_loss, targets=y, name="blocks")
+
+
+@pytest.mark.parametrize("graph", [mlp(), cnn(), transformer(layers=2), recurrent()], ids=lambda g: g.name)
+@pytest.mark.parametrize("move", list(MOVES))
+def test_every_move_proposes_legal_configs(graph: OperatorGraph, move: str) -> None:
+    topology = two_servers_of_four()
+    start = Space(graph, topology).random_plan(np.random.Generator(np.random.PCG64(5)))
+    drawing, changed = Drawing(graph, topology, start, coarse=False), 0
+    for _, (_, changes) in zip(range(60), drawing.of(move), strict=False):
+        changed += any(start[i] != config for i, config in changes.items())
+    assert changed > 10
+
+
+def test_members_of_a_class_get_configs_in_turn() -> None:
+    graph, topology = four_linear_layers(), two_servers_of_four()
+    start = everywhere(graph, "o", range(8))
+    drawing = Drawing(graph, topology, start, coarse=True)
+    (members,) = drawing.space.parts
+    patterns = set()
+    for _, (_, changes) in zip(range(400), drawing.of("repeated"), strict=False):
+        plan = [changes.get(i, start[i]) for i in members]
+        letters = {config: chr(ord("A") + k) for k, config in enumerate(dict.fromkeys(plan))}
+        patterns.add("".join(letters[config] for config in plan))
+    assert patterns == {"AAAA", "ABAB", "ABBA", "ABAA", "AABA", "ABCA"}
+
+
+def test_steps_of_a_layer_do_not_alternate() -> None:
+    graph = recurrent()
+    space = Space(graph, ethernet(4))
+    steps = {i for members in space.classes for i in members if i in space._layers}
+    assert steps and not any(space.may_alternate(members) for members in space.classes if steps & set(members))
+    assert not any(steps & set(members) for members in space.alternating)
+
+
+def test_layers_of_repeated_blocks_are_classes_of_their_own() -> None:
+    graph = repeated_blocks()
+    space = Space(graph, ethernet(4))
+    named = [{graph.operators[i].name for i in members} for members in space.classes]
+    linear = [{op.name for op in graph.operators if op.kind == "linear" and op.name.endswith(end)} for end in "02"]
+    assert linear[0] | linear[1] in named and len(linear[0]) == 3
+    assert all(len({space.shape(i) for i in members}) == 1 for members in space.classes)
+
+
+def test_every_second_and_third_member_can_be_polished_together() -> None:
+    space = Space(four_linear_layers(), two_servers_of_four())
+    (members,) = space.classes
+    assert set(space.alternating) == {members[0::2], members[1::2]}
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_a_split_puts_operators_on_halves_of_their_devices(seed: int) -> None:
+    graph, topology = cnn(batch=32, hidden=512), two_servers_of_four()
+    axis = graph.operators[0].axes_of("sample")[0]
+    start = everywhere(graph, axis, range(8))
+    drawing, sides = Drawing(graph, topology, start, coarse=False), set()
+    for _, (_, changes) in zip(range(50), drawing.of("split", seed), strict=False):
+        for i, config in changes.items():
+            if config != start[i]:
+                sides.add(config.devices)
+                assert len(config.devices) == 4 and config.parts * config.replicas == 4
+    assert sides == {(0, 1, 2, 3), (4, 5, 6, 7)}
+
+
+def test_halving_halves_replicas_first_then_the_outermost_degree() -> None:
+    graph, topology = four_linear_layers(), two_servers_of_four()
+    space, op = Space(graph, topology), graph.operators[0]
+    split = make_config(op, {"o": 2, "i": 4}, range(8))
+    assert space.half(0, split, 1) == make_config(op, {"i": 4}, range(4, 8))
+    replicated = make_config(op, {"o": 4}, range(8))
+    assert replicated.replicas == 2 and space.half(0, replicated, 0) == make_config(op, {"o": 4}, range(4))
+    single = make_config(op, {}, (3,))
+    assert space.half(0, single, 0) == single
+
+
+def test_devices_are_renamed_along_the_axes_of_the_machine() -> None:
+    graph, topology = four_linear_layers(), two_servers_of_four()
+    start = everywhere(graph, "o", range(8))
+    drawing, seen = Drawing(graph, topology, start, coarse=False), set()
+    for _, (_, changes) in zip(range(200), drawing.of("swap"), strict=False):
+        seen |= {config.devices for i, config in changes.items() if graph.operators[i].kind == "linear"}
+    assert (0, 4, 1, 5, 2, 6, 3, 7) in seen and (1, 0, 2, 3, 4, 5, 6, 7) in seen
+    alternatives = {config.devices for config in drawing.space.alternatives(0, start)}
+    assert (0, 4, 1, 5, 2, 6, 3, 7) in alternatives and (0, 4) in alternatives
+
+
+@pytest.mark.parametrize("seed", range(2))
+def test_four_wide_layers_on_two_servers_beat_the_plan_of_an_integer_program(seed: int) -> None:
+    """An exact integer program (of another tool) splits layers by output features on the transposed mesh and by input
+    features on the plain one, in turn."""
+    graph, topology = four_linear_layers(), two_servers_of_four()
+    op = graph.operators[0]
+    transposed = make_config(op, {"o": 4, "i": 2}, (0, 4, 1, 5, 2, 6, 3, 7))
+    plain = make_config(op, {"o": 2, "i": 4}, range(8))
+    space, costs = Space(graph, topology), Costs(graph, topology)
+    plan: dict[int, OperatorConfig] = {}
+    linear = [i for i, operator in enumerate(graph.operators) if operator.kind == "linear"]
+    for k, i in enumerate(linear):
+        plan |= space.follow(i, (transposed, plain)[k % 2])
+    integer = Evaluator(graph, topology, costs, Options())(tuple(plan[i] for i in range(len(graph.operators))))
+    found = search(graph, topology, costs, proposals=40_000, seed=seed, processes=2)
+    assert found.simulation.makespan_s <= 0.98 * integer.time_s
