@@ -12,10 +12,12 @@ import numpy.typing as npt
 from flexsearch.cost import Costs
 from flexsearch.graph import OperatorGraph
 from flexsearch.lower import Lowering
-from flexsearch.lower.arrays import BACKWARD, FORWARD, GATHER, SECOND, STRIDE, SYNCHRONISE, UPDATE, Program
+from flexsearch.lower.arrays import BACKWARD, FORWARD, GATHER, NOTHING, SECOND, STRIDE, SYNCHRONISE, UPDATE, Program
 from flexsearch.lower.change import ALWAYS, Wiring
+from flexsearch.lower.emit import BlockTable
 from flexsearch.lower.keys import MISSING, RESHARD
 from flexsearch.lower.lowering import everywhere, schedule
+from flexsearch.lower.schedule import Blocks, Stages
 from flexsearch.strategy import Options
 from flexsearch.topology import Topology
 
@@ -182,4 +184,51 @@ def make_wiring(graph: OperatorGraph, topology: Topology, lowering: Lowering, pr
         backward_block=numbers(place.get((BACKWARD, i), place[FORWARD, i]) for i in range(len(graph.operators))),
         gather_block=numbers(place[GATHER, w] for w in range(len(parameters))),
         sync_block=numbers(_sync_blocks(place, members, len(parameters))),
+    )  # fmt: skip
+
+
+def make_block_table(graph: OperatorGraph, blocks: Blocks, stages: Stages, devices: int) -> BlockTable:
+    """The blocks of a graph as arrays."""
+    _, slot, count = _slots(graph)
+    results = _results(graph, count)
+    parameters = graph.of_kind("parameter")
+    made = [[s for name in op.outputs for s in [*(slot[c] for c in graph.consumers[name]), *results.get(name, ())]]
+            for op in graph.operators]  # fmt: skip
+    read = [[slot[c] for c in graph.consumers[t.name]] for t in parameters]
+    asked = [[slot[i, p] for p in range(len(op.inputs))] for i, op in enumerate(graph.operators)]
+    of_kind = {GATHER: read, FORWARD: made, BACKWARD: asked}
+    sent = Rows(of_kind[kind][a] if kind in of_kind else () for kind, a in zip(blocks.kind, blocks.argument, strict=True))
+    place = {block: b for b, block in enumerate(zip(blocks.kind, blocks.argument, strict=True))}
+    forward, backward = (np.full(count + sum(map(len, results.values())), NOTHING) for _ in range(2))
+    for (kind, a), b in place.items():
+        if kind in of_kind:
+            (backward if kind == BACKWARD else forward)[of_kind[kind][a]] = b
+    bucket = np.full(len(parameters), NOTHING)
+    for number, members in enumerate(blocks.buckets):
+        bucket[members] = number
+    runs = np.zeros((len(stages) + 1, devices), np.uint8)
+    runs[-1] = 1
+    for stage, of in enumerate(stages.devices):
+        runs[stage, list(of)] = 1
+    member = Rows(blocks.buckets)
+    sync = [place[SYNCHRONISE, n] for n in range(len(blocks.starts))]
+
+    def numbers(values: Iterable[int]) -> U32:
+        return np.array([value if value >= 0 else int(NOTHING) for value in values], np.uint32)
+
+    def by_bucket(of: Sequence[int]) -> U32:
+        found = {number: sync[n] for n, number in enumerate(of)}
+        return numbers(found[number] for number in range(len(blocks.buckets)))
+
+    return BlockTable(
+        kind=np.array(blocks.kind, np.uint8), argument=numbers(blocks.argument),
+        sent_first=sent.first, sent_last=sent.last, sent=sent.all,
+        stage=numbers(stage if stage >= 0 else len(stages) for stage in blocks.stage), runs=runs.ravel(),
+        forward=forward, backward=backward,
+        forward_of=numbers(place[FORWARD, i] for i in range(len(graph.operators))),
+        backward_of=numbers(place.get((BACKWARD, i), -1) for i in range(len(graph.operators))),
+        gather_of=numbers(place[GATHER, w] for w in range(len(parameters))), bucket=bucket,
+        starts=numbers(blocks.starts), finishes=numbers(blocks.finishes), block=numbers(sync),
+        member_first=member.first, member_last=member.last, member=member.all,
+        started_by=by_bucket(blocks.starts), finished_by=by_bucket(blocks.finishes),
     )  # fmt: skip

@@ -33,10 +33,12 @@ from flexsearch.topology import Topology
 
 class Options(FileModel):
     """What is chosen for the whole step. ``bucket_bytes``: gradients are synchronised in buckets of about this size.
-    ``optimizer``: how much state an update reads and writes (none, one, or two tensors per weight)."""
+    ``optimizer``: how much state an update reads and writes (none, one, or two tensors per weight). ``prefetch``: a
+    sharded weight is gathered so many operators with weights before the first one that reads it."""
 
     bucket_bytes: Capacity = 25 * 2**20
     optimizer: Literal["sgd", "momentum", "adam"] = "momentum"
+    prefetch: Count = 1
 
 
 class Made(FileModel):
