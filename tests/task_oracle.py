@@ -31,8 +31,8 @@ class _Definition:
         reading = [i for i, op in enumerate(self.graph.operators) if not parameters.keys().isdisjoint(op.inputs)]
         gathered = set()
         for i, op in enumerate(self.graph.operators):
-            begun = sum(reader < i for reader in reading)  # operators with weights before this one
-            for reader in reading[: begun + 1 + self.lowered.options.prefetch] if i in reading or i == 0 else ():
+            ahead = self.lowered.options.prefetch + sum(reader <= i for reader in reading)
+            for reader in reading[:ahead] if i in reading or i == 0 else ():
                 for w in sorted({parameters[name] for name in self.graph.operators[reader].inputs if name in parameters}):
                     if w not in gathered:
                         gathered.add(w)

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
 from flexsearch.cost import Costs
@@ -120,7 +120,7 @@ def check(simulator: DeltaSimulator, configs: Any) -> None:
 
 @pytest.mark.parametrize("name", TOPOLOGIES)
 @pytest.mark.parametrize("graph", GRAPHS)
-@settings(derandomize=True, deadline=None, max_examples=6)
+@settings(derandomize=True, deadline=None, max_examples=6, phases=(Phase.generate,))
 @given(data=st.data(), prefetch=st.integers(0, 3))
 def test_rows_are_those_of_the_definition(data: Any, graph: str, name: str, prefetch: int) -> None:
     made, topology = GRAPHS[graph](), TOPOLOGIES[name]()
@@ -130,7 +130,7 @@ def test_rows_are_those_of_the_definition(data: Any, graph: str, name: str, pref
     check(DeltaSimulator(made, topology, Costs(made, topology), options, configs), configs)
 
 
-@settings(derandomize=True, deadline=None, max_examples=20)
+@settings(derandomize=True, deadline=None, max_examples=20, phases=(Phase.generate,))
 @given(data=st.data(), graph=dags(), name=st.sampled_from(sorted(TOPOLOGIES)))
 def test_so_are_those_of_random_graphs(data: Any, graph: OperatorGraph, name: str) -> None:
     topology = TOPOLOGIES[name]()
