@@ -146,7 +146,7 @@ class _Definition:
         for member in members:
             for device in member.what.senders:
                 after.update(before.get((purpose, member.key), {}).get(device, ()))
-        task = self.tasks.communicate(what, sorted(after))
+        task = self.tasks.communicate(what, sorted(after), cost.duration_s)
         for member in members:
             arrived = self.arrived.setdefault((purpose, member.key), {})
             for device in member.what.receivers:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import numpy as np
 import pytest
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
@@ -12,11 +11,7 @@ from hypothesis import strategies as st
 from flexsearch.cost import Costs
 from flexsearch.cost.ticks import TICK
 from flexsearch.graph import OperatorGraph
-from flexsearch.lower.arena import Arena
-from flexsearch.lower.emit import emit
-from flexsearch.lower.program import make_block_table
 from flexsearch.lower.rows import COMPUTE, ISSUE, WAIT
-from flexsearch.lower.schedule import Stages, make_blocks
 from flexsearch.simulate.delta import DeltaSimulator
 from flexsearch.strategy import Options
 from tests.random_strategies import strategies
@@ -28,21 +23,8 @@ GRAPHS = {"mlp": mlp, "cnn": cnn, "transformer": lambda: transformer(layers=1), 
 
 
 def rows_of(simulator: DeltaSimulator) -> list[Any]:
-    graph, topology = simulator.graph, simulator.topology
-    stages = Stages.one(len(topology.devices))
-    blocks = make_blocks(graph, simulator.options.bucket_bytes, simulator.options.prefetch, stages)
-    table = make_block_table(graph, blocks, stages, len(topology.devices))
-    arena = Arena(len(blocks), len(topology.devices), len(topology.resources))
-    segment = np.zeros(len(blocks), np.uint32)
-    for b in range(len(blocks)):
-        while True:
-            number = int(emit(table, simulator.program, simulator.templates.pools, simulator.state, arena.draft,
-                              arena.segments, arena.filled, segment, np.uint64(b)))
-            if number != 0xFFFFFFFF:
-                break
-            arena.make_room(segment[:b])
-        segment[b] = number
-    return tasks_of(arena.segments, segment, len(topology.devices))
+    rows = simulator.rows
+    return tasks_of(rows.plan.segments, rows.segment, len(simulator.topology.devices))
 
 
 def tasks_of(s: Any, segment: Any, devices: int) -> list[Any]:

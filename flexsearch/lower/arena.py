@@ -41,7 +41,7 @@ class Arena:
         room = 64 + 4 * blocks
         self._room = {name: room for name in _LISTS} | {"table": room * (devices + 1), "step": room * devices}
         self._drafted = 64 * devices
-        self.segments, self.filled = self._segments(), _filled()
+        self.segments, self.filled = self._segments(), new_filled()
         self.draft = self._draft()
 
     def _segments(self) -> Segments:
@@ -62,7 +62,7 @@ class Arena:
 
         groups = Groups(
             key=numbers(2, steps), head=numbers(2, steps), tail=numbers(2, steps), size=numbers(2, steps),
-            count=stamps(2), exchange=numbers(steps), group=numbers(steps), next=numbers(steps),
+            counts=stamps(2), exchange=numbers(steps), group=numbers(steps), next=numbers(steps),
             second_first=numbers(steps), second_last=numbers(steps), pair=numbers(4 * steps), pair_first=numbers(steps),
             pair_last=numbers(steps), follows=numbers(steps), seen=stamps(steps), load=np.zeros(resources),
             listed=stamps(resources), listing=stamps(1), touched=numbers(resources),
@@ -73,6 +73,19 @@ class Arena:
             piece=stamps(devices), stamp=stamps(1), full=np.zeros(1, np.uint8), groups=groups,
         )  # fmt: skip
 
+    def clear(self) -> None:
+        """Forget all segments."""
+        for count in self.filled:
+            count[0] = 0
+
+    def copy(self) -> Segments:
+        """All segments in use, in arrays of their own."""
+        return Segments(**{
+            column: getattr(self.segments, column)[: int(getattr(self.filled, name)[0])].copy()
+            for name, columns in _LISTS.items()
+            for column in columns
+        })  # fmt: skip
+
     def make_room(self, *plans: U32) -> None:
         """Make room where there was none. ``plans``: the segments in use, by block; they get their new numbers. All
         others are forgotten."""
@@ -81,7 +94,7 @@ class Arena:
         old, filled = self.segments, self.filled
         used = np.unique(np.concatenate(plans)) if plans else np.zeros(0, np.uint32)
         self._room = {name: 2 * room for name, room in self._room.items()}
-        self.segments, self.filled = self._segments(), _filled()
+        self.segments, self.filled = self._segments(), new_filled()
         number = np.zeros(int(filled.segment[0]) + 1, np.uint32)
         for n, segment in enumerate(used.tolist()):
             number[segment] = n
@@ -126,7 +139,8 @@ class Arena:
         filled[0] += np.uint64(end - begin)
 
 
-def _filled() -> Filled:
+def new_filled() -> Filled:
+    """Nothing is in use."""
     return Filled(*(np.zeros(1, np.uint64) for _ in Filled._fields))
 
 

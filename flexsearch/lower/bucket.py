@@ -20,7 +20,7 @@ from flexsearch.packed import packed
 @packed
 class Groups(NamedTuple):
     """The exchanges of a bucket, both phases. By (phase, group): ``key``, ``head`` and ``tail`` (members), ``size``;
-    ``count``: (2,). By member, those of a weight one after the other: ``exchange``, ``group``, ``next`` of its group,
+    ``counts``: (2,), groups of each phase. By member, those of a weight one after the other: ``exchange``, ``group``, ``next`` of its group,
     ``second_first`` and ``second_last`` (members of the second phase of its weight). ``pair``: groups of the second
     phase that follow those of the first, by ``pair_first`` and ``pair_last``; ``follows``: by group of the second
     phase, how many groups it follows; ``seen``: the last one, plus 1. ``load``: by resource, bytes, then seconds;
@@ -30,7 +30,7 @@ class Groups(NamedTuple):
     head: npt.NDArray[np.uint32]
     tail: npt.NDArray[np.uint32]
     size: npt.NDArray[np.uint32]
-    count: U64
+    counts: U64
     exchange: U32
     group: U32
     next: U32
@@ -50,7 +50,7 @@ class Groups(NamedTuple):
 @lean
 def collect(member: U32, first: Any, last: Any, pools: Pools, plan: U32, groups: Groups) -> Any:
     """Group the exchanges of the weights ``member[first:last]``; 1 if there is no room. ``plan``: of each weight."""
-    groups.count[:] = ZERO
+    groups.counts[:] = ZERO
     at, room = ZERO, np.uint64(groups.exchange.shape[0])
     for k in range(first, last):
         t = np.uint64(pools.plan_sync[np.uint64(plan[np.uint64(member[k])])])
@@ -78,13 +78,13 @@ def collect(member: U32, first: Any, last: Any, pools: Pools, plan: U32, groups:
 @lean
 def _group_of(groups: Groups, phase: Any, key: Any) -> Any:
     """The group of a key, a new one if there is none."""
-    count = groups.count[phase]
+    count = groups.counts[phase]
     for g in range(count):
         if groups.key[phase, g] == key:
             return g
     groups.key[phase, count] = key
     groups.size[phase, count] = 0
-    groups.count[phase] = count + ONE
+    groups.counts[phase] = count + ONE
     return count
 
 
@@ -92,11 +92,11 @@ def _group_of(groups: Groups, phase: Any, key: Any) -> Any:
 def follow(pools: Pools, groups: Groups, mark: U64, stamp: U64) -> Any:
     """Find which groups of the second phase follow which of the first; 1 if there is no room. ``mark``: by device, a
     ``stamp`` ((1,))."""
-    for g in range(groups.count[1]):
+    for g in range(groups.counts[1]):
         groups.follows[g] = 0
         groups.seen[g] = ZERO
     pairs, room = ZERO, np.uint64(groups.pair.shape[0])
-    for g in range(groups.count[0]):
+    for g in range(groups.counts[0]):
         groups.pair_first[g] = pairs
         m = np.uint64(groups.head[0, g])
         for _ in range(np.uint64(groups.size[0, g])):
@@ -180,17 +180,17 @@ def merge(program: Program, pools: Pools, groups: Groups, phase: Any, g: Any) ->
         latency = max(latency, pools.latency[np.uint64(groups.exchange[m])])
         m = np.uint64(groups.next[m])
     steps = float(ring_steps(ring)) if ring > ZERO else 1.0
-    return touched, duration(program.scalars[0], steps, latency, busiest)
+    return touched, duration(program.overhead_s[0], steps, latency, busiest)
 
 
 @lean
 def merge_drags(program: Program, pools: Pools, groups: Groups, phase: Any, g: Any) -> Any:
     """As ``merge``: processors from which moving the bytes takes time, and how much (s)."""
-    if program.scalars[1] == 0.0:
+    if program.processor_s_per_byte[0] == 0.0:
         return ZERO
     edge = _edge(pools, groups, phase, g)
     touched = _add_up(pools, groups, phase, g, pools.drag_first, pools.drag_last, pools.drag, pools.drag_load)
     for j in range(touched):
         r = np.uint64(groups.touched[j])
-        groups.load[r] = drag_seconds(program.scalars[1], groups.load[r] * edge)
+        groups.load[r] = drag_seconds(program.processor_s_per_byte[0], groups.load[r] * edge)
     return touched

@@ -172,8 +172,8 @@ def _wait(
                 _wait_for(blocks, pools, draft, blocks.forward[leader], state.forward, leader)
     else:
         for k in range(np.uint64(program.result_first[operator]), np.uint64(program.result_last[operator])):
-            slot = np.uint64(program.result[k])
-            _wait_for(blocks, pools, draft, blocks.backward[slot], state.backward, slot)
+            result = np.uint64(program.result[k])
+            _wait_for(blocks, pools, draft, blocks.backward[result], state.backward, result)
 
 
 @lean
@@ -221,12 +221,12 @@ def _update(
                 if state.stored_count[d] > ZERO:
                     _step(draft, d, WAIT, source, c - first, np.int64(0))
     row: Any = ZERO
-    for d in range(np.uint64(state.stored_count.shape[0])):
-        if state.stored_count[d] > ZERO:
+    for e in range(np.uint64(state.stored_count.shape[0])):
+        if state.stored_count[e] > ZERO:
             seconds = update_seconds(
-                state.stored_bytes[d], state.stored_count[d], program.update_byte_s[d], program.update_tensor_s[d]
+                state.stored_bytes[e], state.stored_count[e], program.update_byte_s[e], program.update_tensor_s[e]
             )
-            _step(draft, d, COMPUTE, b, row, ticks_of(seconds))
+            _step(draft, e, COMPUTE, b, row, ticks_of(seconds))
             row += ONE
 
 
@@ -404,7 +404,7 @@ def _synchronise(
         if draft.full[0] == 1:
             return
         draft.full[0] = follow(pools, groups, draft.mark, draft.stamp)
-        for g in range(groups.count[of]):
+        for g in range(groups.counts[of]):
             c = filled.communication[0]
             _group(blocks, program, pools, draft, segments, filled, b, c - begin, of, g)
             if draft.full[0] == 1:
@@ -474,11 +474,11 @@ def _finish(segments: Segments, filled: Filled, draft: Draft, first: Any) -> Any
         at += here
     segments.step_first[table + devices] = at
     for k in range(count):
-        d = np.uint64(draft.device[k])
-        to = draft.at[d]
+        device = np.uint64(draft.device[k])
+        to = draft.at[device]
         segments.step_kind[to], segments.step_block[to] = draft.kind[k], draft.block[k]
         segments.step_row[to], segments.step_ticks[to] = draft.row[k], draft.ticks[k]
-        draft.at[d] = to + ONE
+        draft.at[device] = to + ONE
     for d in range(devices):
         draft.at[d] = ZERO
     segments.device_steps[number] = table

@@ -20,12 +20,15 @@ import numpy as np
 import numpy.typing as npt
 
 from flexsearch.compiled import F64, I64, ONE, TWO, U8, U32, U64, ZERO, inlined, lean
-from flexsearch.lower.arrays import Pools, Program, State, Tasks, Work
-from flexsearch.lower.change import Change, Wiring, carry_over, miss
+from flexsearch.cost.ticks import TICK
+from flexsearch.lower.arrays import State
+from flexsearch.lower.describe import Plan
 from flexsearch.lower.keys import MISSING, Table, find
+from flexsearch.lower.wiring import Change, miss
 from flexsearch.packed import packed
-from flexsearch.simulate.attempt import attempt
-from flexsearch.simulate.checkpoint import accept
+from flexsearch.simulate.attempt import attempt, give_up, take
+from flexsearch.simulate.engine_delta import LATE
+from flexsearch.simulate.engine_state import State as Engine
 
 CANDIDATE, OVER, SWAP, STORED, LIKE = 11, 12, 13, 14, 15
 """Keys of the table: (operator, k): a config to try; (link, config): the one that follows it; (config, a * devices +
@@ -34,14 +37,14 @@ config): the same for another operator of its class. Operators and links stand f
 REDRAW, COPY, GROUP, REPEATED, EXCHANGE, SHARD, SPAN = range(7)
 UNIFORMS = 24
 """Random numbers for a proposal. The last decides on acceptance."""
-DONE, ASK, EVENTS, MEMORY = range(4)
-"""Why the chain returned: random numbers or patience are used up; templates or configs are missing; the proposal must
-be timed by events; its memory must be worked out."""
+DONE, ASK, SPACE, MEMORY = range(4)
+"""Why the chain returned: random numbers or patience are used up; templates or configs are missing; the simulator needs
+more room (``Chain.value``, PROPOSED says for what); memory of the proposal must be worked out."""
 CURRENT, BEST, MARK, KNOWN, REFERENCE, LEADERS, PROPOSED, SHORTFALL = range(8)
 """Places in ``Chain.value`` (s). BEST: of the chain's plans that fit; MARK: BEST when
 it last gained WORTH; KNOWN: of all plans that fit, for the log;
 SHORTFALL: missing memory of the proposal, as in ``evaluate``."""
-STEPS, ACCEPTED, IDLE, STAGE, WHOLE, IMPROVED, MOVE, DRAWN, LEVEL, LASTED = range(10)
+STEPS, ACCEPTED, IDLE, STAGE, IMPROVED, MOVE, DRAWN, LEVEL, LASTED = range(9)
 """Places in ``Chain.counts``. DRAWN: rows of uniform numbers that are used up; LEVEL: the temperature, as a place in
 ``Chain.excess``; LASTED: proposals at it."""
 TWICE = 0.15
@@ -103,29 +106,27 @@ class Chain(NamedTuple):
 
 
 @lean
-def advance(
-    moves: Moves, chain: Chain, wiring: Wiring, program: Program, pools: Pools, table: Table, state: State,
-    proposed: State, change: Change, work: Work, tasks: Tasks,
-) -> Any:  # fmt: skip
-    """Go on until something is needed; returns what. ``state`` is the chain's plan, ``proposed`` its work copy."""
+def advance(moves: Moves, chain: Chain, plan: Plan, engine: Engine) -> Any:
+    """Go on until something is needed; returns what. ``plan`` is the chain's plan and what it proposes."""
     while True:
         if chain.counts[STAGE] == FRESH:
             if chain.counts[IDLE] >= chain.patience[0] or chain.counts[DRAWN] == np.uint64(chain.uniform.shape[0]):
                 return DONE
-            if not draw(moves, chain, state.config, pools.config_shard, table, change):
+            if not draw(moves, chain, plan.state.config, plan.pools.config_shard, plan.table, plan.change):
                 return ASK
-            whole = chain.counts[WHOLE] == ONE
-            seconds = attempt(wiring, program, pools, table, state, proposed, change, work, tasks, whole, limit(chain))
-            chain.value[PROPOSED] = seconds
+            most = limit(chain) / TICK
+            ticks = attempt(plan, engine, np.int64(most) if most < float(LATE) else np.int64(LATE))
+            chain.value[PROPOSED] = float(ticks) * TICK if ticks != LATE else np.inf
             chain.value[SHORTFALL] = 0.0
-            if seconds < 0.0:
-                return ASK if change.lacking[0] > ZERO else EVENTS
+            if ticks < 0:
+                chain.value[PROPOSED] = float(ticks)
+                return ASK if plan.change.lacking[0] > ZERO else SPACE
             chain.counts[STAGE] = TIMED
         if chain.counts[STAGE] == TIMED:
             chain.counts[STAGE] = WEIGHED
-            if chain.value[PROPOSED] <= limit(chain) and not _fits(moves, proposed):
+            if chain.value[PROPOSED] <= limit(chain) and not _fits(moves, plan.proposed):
                 return MEMORY
-        _decide(chain, state, proposed, change, work)
+        _decide(chain, plan, engine)
         chain.counts[STAGE] = FRESH
         chain.counts[DRAWN] += ONE
 
@@ -139,7 +140,7 @@ def limit(chain: Chain) -> Any:
 
 
 @inlined
-def _decide(chain: Chain, state: State, proposed: State, change: Change, work: Work) -> None:
+def _decide(chain: Chain, plan: Plan, engine: Engine) -> None:
     """Accept or reject the proposal, and note what is better than anything before."""
     most = limit(chain)
     cost = chain.value[PROPOSED] * (1.0 + chain.penalty[0] * chain.value[SHORTFALL])
@@ -151,8 +152,8 @@ def _decide(chain: Chain, state: State, proposed: State, change: Change, work: W
             if cost < chain.value[MARK] * (1.0 - WORTH):
                 chain.value[MARK] = cost
                 chain.counts[IDLE] = ZERO
-            for i in range(np.uint64(proposed.config.shape[0])):
-                chain.best[i] = proposed.config[i]
+            for i in range(np.uint64(chain.best.shape[0])):
+                chain.best[i] = plan.proposed.config[i]
         if cost < chain.value[KNOWN]:
             chain.value[KNOWN] = cost
             chain.value[REFERENCE] = cost
@@ -164,14 +165,11 @@ def _decide(chain: Chain, state: State, proposed: State, change: Change, work: W
                 chain.counts[IMPROVED] = at + ONE
     _cool(chain)
     if cost <= most:
-        carry_over(proposed, state, change)
+        take(plan, engine)
         chain.value[CURRENT] = cost
         chain.counts[ACCEPTED] += ONE
-        chain.counts[WHOLE] = ONE - np.uint64(work.broken[0])
-        if work.broken[0] == 0:
-            accept(work)
     else:
-        carry_over(state, proposed, change)
+        give_up(plan, engine)
 
 
 @inlined

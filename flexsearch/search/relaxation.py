@@ -21,7 +21,7 @@ import numpy as np
 
 from flexsearch.graph import Tensor, volume
 from flexsearch.lower import Exchange, Lowering, Reshard
-from flexsearch.lower.lowering import schedule
+from flexsearch.lower.schedule import backward_pass
 from flexsearch.search.bound import ROUNDING, device_kinds, least_costs
 from flexsearch.search.longest import F64, I64, NEVER, Tables, children, look_ahead, make_work, room_ahead
 from flexsearch.strategy import OperatorConfig, Options
@@ -215,7 +215,7 @@ class _Weights:
         self.bucket_of: dict[str, int] = {}
         self.after: list[int] = []
         numbers = [t.name for t in self.graph.of_kind("parameter")]
-        for operator, buckets in schedule(self.graph, self.lowering.buckets(owner.options.bucket_bytes)):
+        for operator, buckets in backward_pass(self.graph, self.lowering.buckets(owner.options.bucket_bytes)):
             for weights in buckets:
                 self.bucket_of |= dict.fromkeys((numbers[w] for w in weights), len(self.after))
                 self.after.append(operator)

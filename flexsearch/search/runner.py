@@ -21,7 +21,6 @@ from flexsearch.search.chain import (
     CURRENT,
     DONE,
     DRAWN,
-    EVENTS,
     IDLE,
     IMPROVED,
     KNOWN,
@@ -33,21 +32,19 @@ from flexsearch.search.chain import (
     PROPOSED,
     REFERENCE,
     SHORTFALL,
-    STAGE,
+    SPACE,
     STEPS,
     STORED,
     SWAP,
-    TIMED,
     UNIFORMS,
-    WHOLE,
     Chain,
     Moves,
     advance,
     draw,
-    limit,
 )  # fmt: skip
 from flexsearch.search.evaluate import PENALTY, Configs, Evaluation, Evaluator
 from flexsearch.search.space import Space, sharded
+from flexsearch.simulate.attempt import NO_TEMPLATES
 from flexsearch.simulate.delta import DeltaSimulator
 from flexsearch.strategy import OperatorConfig
 
@@ -118,14 +115,13 @@ class Runner:
         many = min(MOST, 1 + COARSE // len(self.space.parts))
         candidates = (COARSE_FIRST + many * number, many) if coarse else (CANDIDATES * number, CANDIDATES)
         self._chain = Chain(
-            uniform=np.zeros((ROWS, UNIFORMS)), value=np.zeros(8), counts=np.zeros(10, np.uint64),
+            uniform=np.zeros((ROWS, UNIFORMS)), value=np.zeros(8), counts=np.zeros(9, np.uint64),
             candidates=np.array(candidates, np.uint64), excess=np.array(excess),
             patience=np.array([patience], np.uint64), penalty=np.array([PENALTY]),
             chosen=np.zeros(operators, np.uint32), best=np.zeros(operators, np.uint32), log_value=np.zeros(log),
             log_step=np.zeros(log, np.uint64), log_move=np.zeros(log, np.uint64),
         )  # fmt: skip
-        self._chain.best[:] = simulator.state.config
-        self._chain.counts[WHOLE] = simulator.whole
+        self._chain.best[:] = simulator.rows.state.config
         self._chain.counts[DRAWN] = ROWS
         value = self._chain.value
         freedom = len(self.space.parts if coarse else self.space.leaders)
@@ -140,28 +136,17 @@ class Runner:
         assert simulator is not None
         chain.uniform[ROWS - count :] = rng.random((count, UNIFORMS))
         chain.counts[DRAWN] = ROWS - count
-        try:
-            while (why := self._advance(simulator)) != DONE:
-                if why == ASK:
-                    self._answer(simulator)
-                    look()
-                elif why == EVENTS:
-                    chain.value[PROPOSED] = simulator.by_events(float(limit(chain)))
-                    chain.counts[STAGE] = TIMED
-                else:
-                    assert why == MEMORY
-                    plan = self._plan(simulator, simulator.proposed.config)
-                    chain.value[SHORTFALL] = self.evaluate.shortfall(plan, simulator.held)
-        finally:
-            simulator.whole = bool(chain.counts[WHOLE])
+        while (why := int(advance(self._moves, chain, simulator.prepare(), simulator.engine.state))) != DONE:
+            if why == ASK:
+                self._answer(simulator)
+                look()
+            elif why == SPACE:
+                simulator.help(int(chain.value[PROPOSED]))
+            else:
+                assert why == MEMORY
+                plan = self._plan(simulator, simulator.rows.proposed.config)
+                chain.value[SHORTFALL] = self.evaluate.shortfall(plan, simulator.held)
         return bool(chain.counts[IDLE] >= chain.patience[0])
-
-    def _advance(self, simulator: DeltaSimulator) -> int:
-        return int(advance(
-            self._moves, self._chain, simulator.wiring, simulator.program, simulator.templates.pools,
-            simulator.templates.keys.table, simulator.state, simulator.proposed, simulator.change, simulator.work,
-            simulator.tasks,
-        ))  # fmt: skip
 
     @property
     def steps(self) -> int:
@@ -190,7 +175,7 @@ class Runner:
         best_s = float(self._chain.value[BEST])
         if best_s < inf:
             return self._plan(self._simulator, self._chain.best), Evaluation(best_s, 0.0)
-        configs = self._plan(self._simulator, self._simulator.state.config)
+        configs = self._plan(self._simulator, self._simulator.rows.state.config)
         return configs, self.evaluate(configs)
 
     @staticmethod
@@ -202,16 +187,16 @@ class Runner:
 
     def _answer(self, simulator: DeltaSimulator) -> None:
         """Add the templates that are missing, or all the configs that the move at hand needs."""
-        change, templates = simulator.change, simulator.templates
+        change, templates = simulator.rows.change, simulator.templates
         if change.missing[0, 0] < CANDIDATE:  # then all are: configs are asked for before templates
-            simulator.fill()
+            simulator.help(NO_TEMPLATES)
             return
         missing = True
         while missing:
             for kind, a, b in sorted({tuple(row) for row in change.missing[: int(change.lacking[0])].tolist()}):
                 operator, config = self._wanted(simulator, kind, a, b)
                 templates.keys.put(kind, a, b, templates.config(operator, self.space.fix(operator, config)))
-            configs, shard = simulator.state.config, templates.pools.config_shard
+            configs, shard = simulator.rows.state.config, templates.pools.config_shard
             missing = not draw(self._moves, self._chain, configs, shard, templates.keys.table, change)
 
     def _wanted(self, simulator: DeltaSimulator, kind: int, a: int, b: int) -> tuple[int, OperatorConfig]:
