@@ -203,19 +203,6 @@ def test_only_what_was_just_proposed_can_be_accepted() -> None:
     assert simulator.configs == new
 
 
-def test_what_comes_before_a_change_is_not_simulated_again() -> None:
-    graph, topology = mlp(layers=12), Topology.load("p100:1")
-    configs = (OperatorConfig((), (0,), 1),) * len(graph.operators)
-    simulator = DeltaSimulator(graph, topology, Costs(graph, topology), Options(), configs)
-    last = len(graph.operators) - 2
-    change = {last: OperatorConfig((), (1,), 1)}
-    expected = simulator.propose(change)
-    simulator.templates.pools.entry_forward_s[simulator.templates.pools.config_first[simulator.state.config[0]]] *= 2
-    assert simulator.propose(change) == expected
-    simulator.whole = False  # as if there were no checkpoints
-    assert simulator.propose(change) > expected
-
-
 @cache
 def deep() -> OperatorGraph:
     """Many layers, which exchange statistics of their batch: ranks keep in step."""
@@ -228,10 +215,7 @@ def deep() -> OperatorGraph:
 def test_what_is_only_put_off_is_skipped_and_the_times_are_the_same(name: str, bucket: int) -> None:
     graph, topology, options = deep(), Topology.load(name), Options(bucket_bytes=bucket)
     plain = baseline("data-parallel", graph, topology, options).in_order(graph)
-    simulator = walk(graph, topology, np.random.default_rng(bucket), options, 40, plain)
-    assert simulator.work.skipped[0] > 20
-    if name.startswith("p100"):  # exchanges that are sent out of the order of time are put in order
-        assert simulator.written == 0
+    walk(graph, topology, np.random.default_rng(bucket), options, 40, plain)
 
 
 @pytest.mark.parametrize("name", TOPOLOGIES)
@@ -256,22 +240,12 @@ def test_a_plan_made_from_nothing_takes_as_long_as_one_that_was_proposed() -> No
     assert simulator.configs == second
 
 
-def test_where_ranks_keep_in_step_no_task_graph_is_written_down() -> None:
-    graph, topology = mlp(), Topology.load("p100:1")
-    space = Space(graph, topology)
-    rng, configs = np.random.default_rng(0), space.random_plan(np.random.default_rng(1))
-    simulator = DeltaSimulator(graph, topology, Costs(graph, topology), Options(), configs)
-    for _ in range(50):
-        simulator.propose(differences(propose(rng, space, configs)[1], configs))
-    assert simulator.passes == 51 and simulator.written < 40
-
-
 def test_the_check_can_fail() -> None:
     graph, topology, options = mlp(), Topology.load("p100:1"), Options()
     rng, space = np.random.default_rng(0), Space(graph, topology)
     configs, new = space.random_plan(rng), space.random_plan(rng)
     simulator = DeltaSimulator(graph, topology, Costs(graph, topology), options, configs)
     check_equal(simulator, new, simulator.propose(differences(new, configs)), options)
-    simulator.templates.pools.entry_forward_s[:] *= 1 + 1e-12
+    simulator.templates.pools.entry_forward[:] += 1
     with pytest.raises(AssertionError):
         check_equal(simulator, new, simulator.propose(differences(new, configs)), options)

@@ -106,8 +106,8 @@ class Arena:
         """Append a segment of another arena."""
         new, filled = self.segments, self.filled
         table, to = int(old.device_steps[segment]), int(filled.table[0])
-        ends = old.step_first[table : table + self._devices + 1]
-        new.step_first[to : to + len(ends)] = ends + (np.uint32(filled.step[0]) - ends[0])
+        ends = old.step_first[table : table + self._devices + 1].astype(np.int64)
+        new.step_first[to : to + len(ends)] = ends + (int(filled.step[0]) - ends[0])
         for column in _LISTS["step"]:
             _append(new, old, column, filled.step, int(ends[0]), int(ends[-1]))
         at, first, last = int(filled.communication[0]), *_range(old, "communication", segment)
@@ -131,9 +131,9 @@ class Arena:
             return
         filled = getattr(self.filled, name)
         begin, end = int(first[0]), int(last[-1])
-        shift = np.uint32(filled[0]) - np.uint32(begin)
-        getattr(self.segments, f"{name}_first")[target] = first + shift
-        getattr(self.segments, f"{name}_last")[target] = last + shift
+        shift = int(filled[0]) - begin
+        getattr(self.segments, f"{name}_first")[target] = first.astype(np.int64) + shift
+        getattr(self.segments, f"{name}_last")[target] = last.astype(np.int64) + shift
         for column in _LISTS[name]:
             _append(self.segments, old, column, filled, begin, end)
         filled[0] += np.uint64(end - begin)
