@@ -8,7 +8,7 @@ is free.
 from __future__ import annotations
 
 import heapq
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -40,7 +40,10 @@ class Simulation:
     segment: Any
     """Number of the segment of each block."""
     times: Times = field(default_factory=dict)
-    heap: list[tuple[int, Row]] = field(default_factory=list)
+    order: Callable[[Row], Any] = lambda row: row
+    """Of rows that are ready at the same tick, the one with the smallest comes first."""
+    makespan: int = 0
+    heap: list[tuple[int, Any, Row]] = field(default_factory=list)
     free: dict[int, int] = field(default_factory=dict)
     missing: dict[Row, int] = field(default_factory=dict)
     ready: dict[Row, int] = field(default_factory=dict)
@@ -68,11 +71,16 @@ class Simulation:
         for d in range(len(self.devices)):
             self.advance(d)
         while self.heap:
-            ready, row = heapq.heappop(self.heap)
+            ready, _, row = heapq.heappop(self.heap)
             self.serve(row, ready)
         if stuck := {d: device.waits for d, device in enumerate(self.devices) if device.waits}:
             raise Deadlock(stuck)
-        return max([device.clock for device in self.devices] + [end for _, end in self.times.values()], default=0)
+        ends = [device.clock for device in self.devices] + [end for _, end in self.times.values()]
+        self.makespan = max(ends, default=0)
+        return self.makespan
+
+    def push(self, ready: int, row: Row) -> None:
+        heapq.heappush(self.heap, (ready, self.order(row), row))
 
     def advance(self, d: int) -> None:
         """Run a device until it waits."""
@@ -82,7 +90,7 @@ class Simulation:
                 row, ticks = self.name(m, b, False, s.step_row[step]), int(s.step_ticks[step])
                 if self.machine.contended[0]:
                     device.waits, self.ready[row], self.served[row] = row, ticks, d
-                    heapq.heappush(self.heap, (device.clock, row))
+                    self.push(device.clock, row)
                     return
                 self.times[row] = device.clock, device.clock + ticks
                 device.clock += ticks
@@ -105,7 +113,7 @@ class Simulation:
         assert self.missing[row] >= 0
         if not self.missing[row]:
             self.served[row] = 0
-            heapq.heappush(self.heap, (self.ready[row], row))
+            self.push(self.ready[row], row)
 
     def take(self, row: Row, ready: int, links: list[tuple[int, int]], turn: int) -> int | None:
         """Keep links from the moment when all are free, for a turn or what is left of each; None: another turn comes.
@@ -116,7 +124,7 @@ class Simulation:
         for r, left in links:
             self.free[r] = begin + max(0, min(turn, left) if again else left)
         if again:
-            heapq.heappush(self.heap, (begin + turn, row))
+            self.push(begin + turn, row)
         return None if again else begin
 
     def serve(self, row: Row, ready: int) -> None:

@@ -155,7 +155,7 @@ def _run_window(state: State, segments: Segments, end: Any, chunk: Any, limit: A
         if over and end == NEVER:
             return np.int64(0)
         if over:
-            chunk = until
+            chunk, state.fold.due[0] = until, NEVER
         else:
             state.shift[0] += consider_fold(state)
         chunk += chunk >> 4

@@ -10,7 +10,7 @@ from typing import Any, Final
 
 import numpy as np
 
-from flexsearch.compiled import ONE, TWO, ZERO, lean
+from flexsearch.compiled import ONE, ZERO, lean
 from flexsearch.lower.rows import NEVER, Schedule
 from flexsearch.simulate.engine_state import COMPUTING, DONE, ENDED, WAITING, WINDOWS, State
 from flexsearch.simulate.snapshots import copy, is_same, later, save, shift_pending
@@ -67,11 +67,9 @@ def _mark(state: State) -> None:
 
 @lean
 def _lag_of(tries: Any) -> Any:
-    """Periods of one microbatch are tried most often: 0, 0, 1, 0, 0, 1, 2, 3, and again."""
-    k = tries % np.uint64(8)
-    if k == TWO:
-        return ONE
-    return k - np.uint64(4) if k > np.uint64(4) else ZERO
+    """Microbatches of the period that is looked for, less one: 0, 0, 1, 2, 3, and again."""
+    k = tries % np.uint64(LONGEST + 1)
+    return k - ONE if k > ZERO else ZERO
 
 
 @lean
