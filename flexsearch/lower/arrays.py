@@ -5,30 +5,20 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 
 from flexsearch.compiled import F64, I64, U8, U32, U64
 from flexsearch.packed import packed
 
 NOTHING = np.uint32(0xFFFFFFFF)
-"""No task, node or row."""
-GATHER, FORWARD, BACKWARD, SYNCHRONISE, SECOND, UPDATE = range(6)
-"""Blocks of the program; their arguments: weight, operator, operator, bucket, none, none."""
-TIME, RECORD, WRITE = 0, 1, 2
-"""What a pass does: only the makespan; the start and end of every task, too; or the task graph."""
-STRIDE = 16
-"""Blocks between two checkpoints, from which a later pass can go on."""
+"""No block, bucket or segment."""
 
 
 @packed
 class Program(NamedTuple):
-    """What follows from graph, topology and bucket size. Slots are operands in order, then results (the loss, new
-    buffers) that are kept; rows ``[first[i], last[i])`` of a list belong to item i. ``scalars``: start of a
-    communication (s); processor seconds per byte; whether processors can hold tasks up (0 no, 1 yes, 2 yes and devices
-    that share one take turns); for how many exchanges of a weight a bucket has room."""
+    """What follows from graph and topology. Slots are operands in order, then results (the loss, new buffers) that are
+    kept; rows ``[first[i], last[i])`` of a list belong to item i. ``overhead_s``: (1,) start of a communication;
+    ``processor_s_per_byte``: (1,); ``microbatches``: (1,)."""
 
-    kind: U8
-    argument: U32
     operand_first: U32  # by operator: its operands' slots
     operand_last: U32
     result_first: U32  # by operator: slots of those that read its outputs, in ``result``
@@ -38,16 +28,13 @@ class Program(NamedTuple):
     reader_first: U32  # by weight: its readers' slots, in ``reader``
     reader_last: U32
     reader: U32
-    bucket_first: U32  # by bucket: its weights, in ``member``
-    bucket_last: U32
-    member: U32  # weights in the order in which their synchronisation starts
     processor: U32
     bandwidth: F64  # by resource; of a processor 0
-    turn: F64  # by device
     update_byte_s: F64  # by device
     update_tensor_s: F64
-    row_stride: U32  # by row: STRIDE of the block that sends what arrives there
-    scalars: F64
+    overhead_s: F64
+    processor_s_per_byte: F64
+    microbatches: U32
 
 
 @packed
@@ -104,9 +91,10 @@ class Pools(NamedTuple):
 class State(NamedTuple):
     """A plan: numbers of templates. ``leader``: the slot whose edge a slot reads; ``need``: its layout. ``forward``,
     ``backward``: reshards of a leader's edge, else template 0, which is empty. ``plan``: of each weight.
-    ``stored_bytes``, ``stored_count``: of trained weights, by device. ``busy``: TICKs of computing on each device;
-    ``load``: TICKs for which transfers keep each resource busy (those in a common bucket: at least). ``stride_ticks``,
-    ``stride_load``: both by STRIDE of the blocks that compute and send, too."""
+    ``stored_bytes``, ``stored_count``: of trained weights, by device. ``busy``: ticks of computing on each device for
+    one microbatch; ``load``: ticks for which the transfers of one microbatch and those of weights keep each resource
+    busy (those in a common bucket: at least)."""
+
 
     config: U32
     leader: U32
@@ -117,98 +105,4 @@ class State(NamedTuple):
     stored_bytes: U64
     stored_count: U64
     busy: I64
-    stride_ticks: npt.NDArray[np.int64]
     load: I64
-    stride_load: npt.NDArray[np.int64]
-
-
-@packed
-class Work(NamedTuple):
-    """Where a pass works. ``arrived``, checkpoints, what they hold and the groups of buckets have two versions, so that
-    a rejected proposal leaves the state's own as they were: ``version`` says which is the state's (by row, then by
-    bucket), ``fresh`` which the pass at hand has written. ``base``: by STRIDE of blocks, by how much later its
-    checkpoint is than it says, and what its blocks send; ``next_base``: the same of the proposal. ``seen``, ``order``:
-    ready time and number of the exchange that each resource carried last. ``rest``, ``rest_load``: TICKs that each
-    device has still to compute, and each resource to carry for blocks to come."""
-
-    last: F64
-    free: F64
-    seen: F64
-    order: F64
-    synced: F64
-    rest: I64
-    rest_load: I64
-    base: F64
-    next_base: F64
-    middle: F64
-    arrived: npt.NDArray[np.float64]
-    version: U8
-    fresh: U8
-    checkpoint: npt.NDArray[np.float64]
-    check_version: U8
-    check_fresh: U8
-    load: F64
-    touched: U32
-    group_key: npt.NDArray[np.uint32]
-    group_head: npt.NDArray[np.uint32]
-    group_tail: npt.NDArray[np.uint32]
-    group_size: npt.NDArray[np.uint32]
-    member_exchange: npt.NDArray[np.uint32]
-    member_weight: npt.NDArray[np.uint32]
-    member_next: npt.NDArray[np.uint32]
-    heap_ready: F64  # exchanges that wait for their time, by (ready, number): a heap
-    heap_number: F64
-    heap_cargo: U64  # exchange, or group; row * 2**32
-    parked_ready: F64  # second phases whose first phase is in flight
-    parked_number: F64
-    parked_cargo: U64
-    flying: U64  # (2,): how many in the heap, how many parked
-    left: U32  # by row: exchanges in flight
-    early: U32  # by row: of the first of two phases
-    held: npt.NDArray[np.uint32]  # by checkpoint: heap, parked and rows that it holds
-    held_ready: npt.NDArray[np.float64]
-    held_number: npt.NDArray[np.float64]
-    held_cargo: npt.NDArray[np.uint64]
-    held_row: npt.NDArray[np.uint32]  # row, left, early
-    held_arrived: npt.NDArray[np.float64]
-    start: F64
-    end: F64
-    broken: U8  # 1 if exchanges were not taken in the order of time
-    void: U64  # (1,): proposals in a row for which that was so
-    skipped: U64  # (1,): STRIDEs of blocks, over all passes
-    moment: F64  # so far: makespan, tasks, and the last end of an exchange that somebody waits for
-
-
-@packed
-class Tasks(NamedTuple):
-    """The task graph as it is written down. If ``merged``, what a device computes without waiting is one task (not
-    where processors are shared, or where moving bytes takes time from them). ``written``: tasks, dependencies, links,
-    drags, nodes so far. ``head``: for each row and device a list of the tasks that deliver there, as nodes."""
-
-    duration: F64
-    dependency_start: U32
-    dependency: U32
-    link_start: U32
-    link: U32
-    link_s: F64
-    drag_start: U32
-    drag: U32
-    drag_s: F64
-    turn: F64
-    written: U64
-    merged: U8  # (1,): whether to merge tasks
-    open: U8  # by device: whether what it computes next belongs to its last task
-    last: U32
-    head: npt.NDArray[np.uint32]
-    middle: U32
-    synced: U32
-    node_task: U32
-    node_next: U32
-    start: F64  # from here on for the simulation of what was written
-    end: F64
-    ready: F64
-    left: F64
-    waiting: U32
-    reader_start: U32
-    reader: U32
-    heap: U32

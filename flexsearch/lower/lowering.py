@@ -1,9 +1,7 @@
-"""Graph x strategy x topology -> task graph. The one place that decides which piece of which operator runs where, what
-must move in between, and in which order every device does its part.
+"""Graph x strategy x topology -> pieces, edges and weights, and the rows of what every device does.
 
-The order is the graph's topological order for the forward tasks, its reverse for the backward ones, then the updates.
-A communication stands right after the tasks whose data it carries, so every rank issues its part as soon as it can, and
-in the same order as every other rank.
+Here is decided what there is: pieces, layouts, reshards. When it happens says :mod:`flexsearch.lower.schedule`; the
+rows are written by :mod:`flexsearch.lower.emit`.
 """
 
 from __future__ import annotations
@@ -13,20 +11,27 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from math import inf
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from flexsearch.compiled import F64, U32
 from flexsearch.cost import Costs
-from flexsearch.cost.communication import Transfer
+from flexsearch.errors import StrategyError
 from flexsearch.graph import Operator, OperatorGraph, Tensor, volume
 from flexsearch.lower.layout import Entry, Laid, Layout, Layouts, Placement
-from flexsearch.lower.reshard import Exchange, Planner, Reshard
+from flexsearch.lower.reshard import Planner, Reshard
+from flexsearch.lower.schedule import Stages, buckets_of
 from flexsearch.lower.split import Intervals, Split, Splitter
-from flexsearch.lower.taskgraph import Communication, Member, Purpose, TaskGraph, TaskKind
+from flexsearch.lower.taskgraph import TaskGraph
+from flexsearch.lower.view import Rows, task_graph
 from flexsearch.lower.weights import WeightPlan, plan_weight
 from flexsearch.strategy import OperatorConfig, Options, Strategy
 from flexsearch.topology import Topology
+
+if TYPE_CHECKING:
+    from flexsearch.lower.plan import PlanRows
+    from flexsearch.lower.templates import Templates
 
 TURN_S = 3e-3
 """Devices that share a processor take turns of this length, s (the base slice of Linux's scheduler)."""
@@ -89,7 +94,9 @@ class Placed:
 class Lowered:
     """Everything that simulator and runtime need. ``lowering`` made it. ``placed[i]`` belongs to operator i;
     ``edges_of[name]``: edges of a tensor; ``loss_edge``: brings the loss to every device; ``update_edges``: buffer ->
-    edge of its new value."""
+    edge of its new value. ``rows``: what every device does, in order; ``turns``: by device, s (see ``TaskGraph``). With
+    several microbatches, ``graph`` is that of one."""
+
 
     lowering: Lowering
     graph: OperatorGraph
@@ -103,7 +110,14 @@ class Lowered:
     edge_of: Mapping[tuple[int, int], int]
     loss_edge: int
     update_edges: Mapping[str, int]
-    tasks: TaskGraph
+    stages: Stages
+    turns: Sequence[float]
+    rows: Rows
+
+    @cached_property
+    def tasks(self) -> TaskGraph:
+        """The rows as tasks."""
+        return task_graph(self)
 
     @cached_property
     def devices(self) -> tuple[int, ...]:
@@ -137,6 +151,9 @@ class Lowering:
         users = Counter(topology.processor_of)
         self.turns = [TURN_S if users[processor] > 1 else inf for processor in topology.processor_of]
         self._buckets: dict[int, dict[str, int]] = {}
+        self._templates: dict[str, Templates] = {}
+        self._plan_rows: tuple[tuple[Options, Stages], PlanRows] | None = None
+        """Of the last strategy that was lowered."""
 
     def _splitter(self, op: Operator) -> Splitter:
         """Operators of the same form share one."""
@@ -146,9 +163,26 @@ class Lowering:
             self._splitters[key] = Splitter(op, inputs, outputs, self.layouts, self._intervals)
         return self._splitters[key]
 
-    def lower(self, configs: Sequence[OperatorConfig], options: Options) -> Lowered:
-        """Lower one strategy, given as a config for each operator in order (assumed legal)."""
-        return _Assembly(self, configs, options).finish()
+    def lower(
+        self, configs: Sequence[OperatorConfig], options: Options, stages: Stages | None = None
+    ) -> Lowered:
+        """Lower one strategy, given as a config for each operator in order (assumed legal). ``stages``: how the step is
+        cut; by default, not at all. With several microbatches, the graph is that of one."""
+        return _Assembly(self, configs, options, stages or Stages.one(len(self.topology.devices))).finish()
+
+    def rows(self, configs: Sequence[OperatorConfig], options: Options, stages: Stages) -> Rows:
+        """The rows of a strategy."""
+        from flexsearch.lower.plan import PlanRows  # it needs this module
+        from flexsearch.lower.templates import Templates
+
+        if options.optimizer not in self._templates:
+            self._templates[options.optimizer] = Templates(self)
+        key = options, stages
+        if self._plan_rows is None or self._plan_rows[0] != key:
+            self._plan_rows = key, PlanRows(self, self._templates[options.optimizer], options, stages)
+        plan_rows = self._plan_rows[1]
+        plan_rows.set(dict(enumerate(configs)))
+        return plan_rows.copy()
 
     def placed(self, operator: int, config: OperatorConfig) -> Placed:
         """The pieces of an operator under a config, with their costs."""
@@ -190,17 +224,9 @@ class Lowering:
         return known
 
     def buckets(self, bucket_bytes: int) -> dict[str, int]:
-        """Parameter -> number of its synchronisation bucket. Buckets are filled in the order in which the backward pass
-        finishes the gradients, from the whole sizes of the weights, so that they do not depend on any config."""
+        """Parameter -> number of its synchronisation bucket, of plans of one stage."""
         if (known := self._buckets.get(bucket_bytes)) is None:
-            first = {t.name: min((i for i, _ in self.graph.consumers[t.name]), default=-1) for t in self._parameters}
-            known, bucket, filled = {}, 0, 0
-            for tensor in sorted(self._parameters, key=lambda t: -first[t.name]):
-                if filled and filled + tensor.nbytes > bucket_bytes:
-                    bucket, filled = bucket + 1, 0
-                known[tensor.name] = bucket
-                filled += tensor.nbytes
-            self._buckets[bucket_bytes] = known
+            known = self._buckets[bucket_bytes] = buckets_of(self.graph, bucket_bytes)
         return known
 
 
@@ -208,32 +234,6 @@ def lower(graph: OperatorGraph, strategy: Strategy, topology: Topology, costs: C
     """Lower a strategy after checking it. Raises StrategyError if it does not belong to graph and topology."""
     strategy.check_supported(graph, topology)
     return Lowering(graph, topology, costs).lower(strategy.in_order(graph), strategy.options)
-
-
-def schedule(graph: OperatorGraph, bucket_of: Mapping[str, int]) -> list[tuple[int, list[list[int]]]]:
-    """The backward pass: operators in reverse, each with the buckets (weights, by number among the parameters) whose
-    last gradient is complete after it. It follows from the graph alone."""
-    parameters = graph.of_kind("parameter")
-    ready: dict[int, list[int]] = {}  # operator -> weights whose gradient is complete after its backward task
-    missing: Counter[int] = Counter()
-    for w, tensor in enumerate(parameters):
-        readers = [o for o, _ in graph.consumers[tensor.name] if graph.has_backward[o]]
-        if readers and tensor.name in graph.differentiable:
-            ready.setdefault(min(readers), []).append(w)
-            missing[bucket_of[tensor.name]] += 1
-    order: list[tuple[int, list[list[int]]]] = []
-    waiting: dict[int, list[int]] = {}
-    for i in reversed(range(len(graph.operators))):
-        if graph.has_backward[i]:
-            complete = []
-            for w in ready.get(i, ()):
-                bucket = bucket_of[parameters[w].name]
-                waiting.setdefault(bucket, []).append(w)
-                missing[bucket] -= 1
-                if not missing[bucket]:
-                    complete.append(waiting.pop(bucket))
-            order.append((i, complete))
-    return order
 
 
 def everywhere(topology: Topology) -> Layout:
@@ -247,11 +247,13 @@ def kept(reads: Iterable[Layout]) -> Layout:
 
 
 class _Assembly:
-    """Puts the task graph of one strategy together."""
+    """Puts the edges and weights of one strategy together."""
 
-    def __init__(self, lowering: Lowering, configs: Sequence[OperatorConfig], options: Options) -> None:
+    def __init__(
+        self, lowering: Lowering, configs: Sequence[OperatorConfig], options: Options, stages: Stages
+    ) -> None:
         self.lowering, self.graph, self.topology = lowering, lowering.graph, lowering.topology
-        self.options = options
+        self.options, self.stages = options, stages
         self.configs = tuple(configs)
         self.placed = tuple(lowering.placed(i, config) for i, config in enumerate(configs))
         self.edges: list[Edge] = []
@@ -259,20 +261,25 @@ class _Assembly:
         self.edges_of: dict[str, tuple[int, ...]] = {}
         self.weights: list[Weight] = []
         self.update_edges: dict[str, int] = {}
-        self.tasks = TaskGraph()
-        self.last: dict[int, int] = {}
-        self.arrived: dict[tuple[str, int], dict[int, list[int]]] = {}
-        """(purpose, edge or weight) -> device -> communication tasks that deliver there."""
 
     def finish(self) -> Lowered:
+        self._check_stages()
         self._connect()
-        self._forward()
-        self._backward()
-        self._update()
+        rows = self.lowering.rows(self.configs, self.options, self.stages)
         return Lowered(
             self.lowering, self.graph, self.topology, self.options, self.configs, self.placed, tuple(self.edges),
-            tuple(self.weights), self.edges_of, self.edge_of, self.loss_edge, self.update_edges, self.tasks,
+            tuple(self.weights), self.edges_of, self.edge_of, self.loss_edge, self.update_edges, self.stages,
+            self.lowering.turns, rows,
         )  # fmt: skip
+
+    def _check_stages(self) -> None:
+        for i, stage in enumerate(self.stages.of(len(self.configs))):
+            if outside := set(self.configs[i].devices) - set(self.stages.devices[stage]):
+                raise StrategyError(
+                    f"operator {self.graph.operators[i].name!r} is placed on device {min(outside)}, on which its stage "
+                    f"{stage} is not",
+                    "Place it on devices of its stage, or give the stage more devices.",
+                )
 
     def _connect(self) -> None:
         """Make the edges: readers of a tensor that want the same layout share one."""
@@ -327,118 +334,3 @@ class _Assembly:
         )
         self.edges_of[tensor.name] = indices
         self.weights.append(Weight(tensor.name, indices, plan))
-
-    def _forward(self) -> None:
-        for weight in self.weights:
-            for e, plan in zip(weight.edges, weight.plan.forward, strict=True):
-                self._reshard("gather", e, plan)
-        for i, op in enumerate(self.graph.operators):
-            self._compute(TaskKind.FORWARD, i, self.placed[i].forward_s, "forward", [
-                self.edge_of[i, p] for p in range(len(op.inputs))
-            ])  # fmt: skip
-            for name in op.outputs:
-                for e in self.edges_of[name]:
-                    forward = self.edges[e].forward
-                    assert forward is not None
-                    self._reshard("forward", e, forward)
-
-    def _backward(self) -> None:
-        later: list[int] = []
-        for i, buckets in schedule(self.graph, self.lowering.buckets(self.options.bucket_bytes)):
-            op = self.graph.operators[i]
-            self._compute(TaskKind.BACKWARD, i, self.placed[i].backward_s, "backward", [
-                e for name in op.outputs for e in self.edges_of[name] if self.edges[e].backward is not None
-            ])  # fmt: skip
-            for e in dict.fromkeys(self.edge_of[i, p] for p in range(len(op.inputs))):
-                edge = self.edges[e]
-                if edge.backward is not None and edge.readers[0][0] == i:
-                    self._reshard("backward", e, edge.backward)
-            for weights in buckets:
-                later.extend(self._synchronise(weights))
-        for w in later:  # second halves wait for the first; issued last so that they do not hold up the backward pass
-            sync = self.weights[w].plan.sync
-            assert sync is not None
-            self._phase("synchronise", w, sync, 1)
-
-    def _synchronise(self, weights: Sequence[int]) -> list[int]:
-        """Emit the first phases of a bucket, exchanges of the same form and devices as one; returns the weights that
-        have a second phase."""
-        together: dict[tuple[str, tuple[int, ...], str], list[Member]] = {}
-        later = []
-        for w in weights:
-            sync = self.weights[w].plan.sync
-            assert sync is not None
-            for x, exchange in enumerate(sync.phase_exchanges[0]):
-                key = exchange.form, exchange.devices, self.graph.tensor[self.weights[w].tensor].dtype
-                together.setdefault(key, []).append(Member(w, sync, 0, x))
-            if len(sync.phase_exchanges) > 1:
-                later.append(w)
-        for members in together.values():
-            self._communicate("synchronise", members)
-        return later
-
-    def _update(self) -> None:
-        stored: dict[int, dict[int, int]] = {}
-        for w, weight in enumerate(self.weights):
-            if weight.plan.sync is not None:
-                for device, box, _ in weight.plan.storage:
-                    row = stored.setdefault(device, {})
-                    row[w] = volume(box) * self.graph.tensor[weight.tensor].itemsize
-        for device, row in sorted(stored.items()):
-            after = [t for w in row for t in self.arrived.get(("synchronise", w), {}).get(device, ())]
-            seconds = self.lowering.costs.update(sum(row.values()), len(row), device, self.options.optimizer)
-            self._task(TaskKind.UPDATE, -1, device, seconds, after)
-
-    def _compute(
-        self, kind: TaskKind, operator: int, seconds: Sequence[float], purpose: str, edges: Sequence[int]
-    ) -> None:
-        purposes = ("forward", "gather") if purpose == "forward" else (purpose,)
-        arrived = [self.arrived[p, e] for e in edges for p in purposes if (p, e) in self.arrived]
-        for device, duration in zip(self.configs[operator].devices, seconds, strict=True):
-            self._task(kind, operator, device, duration, [t for found in arrived for t in found.get(device, ())])
-
-    def _task(self, kind: TaskKind, operator: int, device: int, seconds: float, after: list[int]) -> None:
-        if device in self.last:
-            after.append(self.last[device])
-        self.last[device] = self.tasks.compute(
-            kind, operator, device, self.topology.processor_of[device], seconds,
-            sorted(set(after)) if len(after) > 1 else after, self.lowering.turns[device],
-        )  # fmt: skip
-
-    def _reshard(self, purpose: Purpose, key: int, plan: Reshard) -> None:
-        if plan.exchanges:
-            for phase in range(len(plan.phase_exchanges)):
-                self._phase(purpose, key, plan, phase)
-
-    def _phase(self, purpose: Purpose, key: int, plan: Reshard, phase: int) -> None:
-        # What the previous phase delivered to the senders must be there, and only that.
-        before = {device: tuple(tasks) for device, tasks in self.arrived.get((purpose, key), {}).items()}
-        for x in range(len(plan.phase_exchanges[phase])):
-            self._communicate(purpose, [Member(key, plan, phase, x)], before)
-
-    def _communicate(
-        self, purpose: Purpose, members: Sequence[Member], before: Mapping[int, Sequence[int]] | None = None
-    ) -> None:
-        exchanges = [member.what for member in members]
-        one = exchanges[0]
-        senders = tuple(sorted({d for x in exchanges for d in x.senders}))
-        receivers = tuple(sorted({d for x in exchanges for d in x.receivers}))
-        cost = one.transfer if len(exchanges) == 1 else self._bucket_cost(exchanges)
-        what = Communication(
-            purpose, one.form, one.devices, senders, receivers, tuple(members), cost, sum(x.nbytes for x in exchanges)
-        )
-        after = {self.last[d] for d in senders if d in self.last}
-        for device in senders:
-            after.update((before or {}).get(device, ()))
-        task = self.tasks.communicate(what, sorted(after))
-        for member in members:
-            arrived = self.arrived.setdefault((purpose, member.key), {})
-            for device in member.what.receivers:
-                arrived.setdefault(device, []).append(task)
-
-    def _bucket_cost(self, exchanges: Sequence[Exchange]) -> Transfer:
-        one, pricing = exchanges[0], self.lowering.planner.pricing
-        if one.form == "all_reduce":
-            share = 2 * (len(one.devices) - 1)
-            return pricing.all_reduce(one.devices, sum(x.nbytes for x in exchanges) // share)
-        return pricing.transfer(one.form, [message for x in exchanges for message in x.messages])

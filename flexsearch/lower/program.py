@@ -1,21 +1,25 @@
-"""The part of a task graph that no config changes: which blocks there are, in which order, and which slots belong to
-which tensor. The order is that of :mod:`flexsearch.lower.lowering`, which says why; a test compares them task by task.
-"""
+"""What no config changes, as arrays: slots and tensors, blocks, and what the engine needs of a topology."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from math import inf
 
 import numpy as np
 import numpy.typing as npt
 
 from flexsearch.cost import Costs
+from flexsearch.cost.ticks import TICK
 from flexsearch.graph import OperatorGraph
 from flexsearch.lower import Lowering
-from flexsearch.lower.arrays import BACKWARD, FORWARD, GATHER, SECOND, STRIDE, SYNCHRONISE, UPDATE, Program
-from flexsearch.lower.change import ALWAYS, Wiring
+from flexsearch.lower.arrays import NOTHING, Program
+from flexsearch.lower.emit import BlockTable
 from flexsearch.lower.keys import MISSING, RESHARD
-from flexsearch.lower.lowering import everywhere, schedule
+from flexsearch.lower.lowering import everywhere
+from flexsearch.lower.rows import BACKWARD, FORWARD, GATHER, NEVER, SYNCHRONISE, Machine
+from flexsearch.lower.schedule import Blocks, Stages
+from flexsearch.lower.wiring import ALWAYS, Wiring
 from flexsearch.strategy import Options
 from flexsearch.topology import Topology
 
@@ -30,6 +34,11 @@ class Rows:
         ends = np.cumsum([0, *map(len, found)]).astype(np.uint32)
         self.first, self.last = ends[:-1].copy(), ends[1:].copy()
         self.all = np.array([x for row in found for x in row], dtype=np.uint32)
+
+    def row(self, item: int) -> list[int]:
+        """The list of an item."""
+        values: list[int] = self.all[self.first[item] : self.last[item]].tolist()
+        return values
 
 
 def _slots(graph: OperatorGraph) -> tuple[Rows, dict[tuple[int, int], int], int]:
@@ -57,83 +66,54 @@ def _flow(graph: OperatorGraph, name: str, operator: int) -> bool:
 
 
 def make_program(
-    graph: OperatorGraph, topology: Topology, lowering: Lowering, costs: Costs, options: Options
+    graph: OperatorGraph, topology: Topology, costs: Costs, options: Options, microbatches: int
 ) -> Program:
-    """Blocks and slots of a graph's plans."""
+    """Slots of a graph's plans, and rates."""
     operands, slot, count = _slots(graph)
     results = _results(graph, count)
-    parameters = graph.of_kind("parameter")
-    made = Rows(
-        [s for name in op.outputs for s in [*(slot[c] for c in graph.consumers[name]), *results.get(name, ())]]
-        for op in graph.operators
-    )
-    readers = Rows([slot[c] for c in graph.consumers[t.name]] for t in parameters)
-    blocks = [(GATHER, w) for w in range(len(parameters))] + [(FORWARD, i) for i in range(len(graph.operators))]
-    backward, buckets = _backward(graph, lowering.buckets(options.bucket_bytes))
-    blocks += [*backward, (SECOND, 0), (UPDATE, 0)]
-    members = Rows(buckets)
+    made, read = _made(graph, slot, results), _read(graph, slot)
     flows = [_flow(graph, name, i) for i, op in enumerate(graph.operators) for name in op.inputs]
-    place = {block: k for k, block in enumerate(blocks)}
     rates = [costs.update_rates(d, options.optimizer) for d in range(len(topology.devices))]
-    turns = np.array(lowering.turns)
     communication = topology.communication
-    busy = 2.0 if np.isfinite(turns).any() else float(communication.cpu_s_per_byte > 0.0)
     return Program(
-        kind=np.array([kind for kind, _ in blocks], np.uint8),
-        argument=np.array([argument for _, argument in blocks], np.uint32),
         operand_first=operands.first, operand_last=operands.last,
         result_first=made.first, result_last=made.last, result=made.all,
         flows=np.array(flows + [False] * sum(map(len, results.values())), np.uint8),
-        reader_first=readers.first, reader_last=readers.last, reader=readers.all,
-        bucket_first=members.first, bucket_last=members.last, member=members.all,
+        reader_first=read.first, reader_last=read.last, reader=read.all,
         processor=np.array(topology.processor_of, np.uint32),
         bandwidth=np.array([r.bandwidth or 0.0 for r in topology.resources], np.float64),
-        turn=turns,
         update_byte_s=np.array([b for b, _ in rates]), update_tensor_s=np.array([t for _, t in rates]),
-        row_stride=_row_strides(graph, place, buckets),
-        scalars=np.array(
-            [communication.overhead_s, communication.cpu_s_per_byte, busy, max(4, len(topology.devices))]
-        ),
+        overhead_s=np.array([communication.overhead_s]),
+        processor_s_per_byte=np.array([communication.cpu_s_per_byte]),
+        microbatches=np.array([microbatches], np.uint32),
     )  # fmt: skip
 
 
-def _row_strides(graph: OperatorGraph, place: Mapping[tuple[int, int], int], buckets: list[list[int]]) -> U32:
-    """By row, where things arrive: the STRIDE of the block that sends them. An operand's or result's from its producer,
-    the gradients of operands and results from their readers, the first phases of weights' synchronisation."""
-    weights = {t.name: w for w, t in enumerate(graph.of_kind("parameter"))}
-    sent, returned = [], []
-    for i, op in enumerate(graph.operators):
-        for name in op.inputs:
-            made = (FORWARD, graph.producer[name]) if name in graph.producer else (GATHER, weights.get(name, 0))
-            sent.append(place.get(made, 0))
-            returned.append(place.get((BACKWARD, i), 0))
-    for name in (graph.loss, *graph.buffer_updates.values()):
-        sent.append(place.get((FORWARD, graph.producer.get(name, 0)), 0))
-        returned.append(0)
-    return np.array([*sent, *returned, *_sync_blocks(place, buckets, len(weights))], np.uint32) // np.uint32(STRIDE)
+def _made(graph: OperatorGraph, slot: dict[tuple[int, int], int], results: dict[str, list[int]]) -> Rows:
+    """By operator: slots of those that read its outputs, output by output."""
+    return Rows(
+        [s for name in op.outputs for s in [*(slot[c] for c in graph.consumers[name]), *results.get(name, ())]]
+        for op in graph.operators
+    )
 
 
-def _sync_blocks(place: Mapping[tuple[int, int], int], buckets: list[list[int]], weights: int) -> list[int]:
-    """By weight: the block that starts its synchronisation; of those that have none, the last."""
-    found = [max(place.values())] * weights
-    for bucket, members in enumerate(buckets):
-        for w in members:
-            found[w] = place[SYNCHRONISE, bucket]
-    return found
+def _read(graph: OperatorGraph, slot: dict[tuple[int, int], int]) -> Rows:
+    """By weight: its readers' slots."""
+    return Rows([slot[c] for c in graph.consumers[t.name]] for t in graph.of_kind("parameter"))
 
 
-def _backward(graph: OperatorGraph, bucket_of: dict[str, int]) -> tuple[list[tuple[int, int]], list[list[int]]]:
-    """Blocks of the backward pass, and the weights of each bucket in the order of completion."""
-    blocks: list[tuple[int, int]] = []
-    done: list[list[int]] = []
-    for operator, buckets in schedule(graph, bucket_of):
-        blocks.append((BACKWARD, operator))
-        blocks += [(SYNCHRONISE, len(done) + k) for k in range(len(buckets))]
-        done += buckets
-    return blocks, done
+def make_machine(topology: Topology, turns: Sequence[float]) -> Machine:
+    """Devices and resources of a topology. ``turns``: seconds of a turn of each device, infinite if it takes none."""
+    users = Counter(topology.processor_of)
+    contended = max(users.values()) > 1 or topology.communication.cpu_s_per_byte > 0.0
+    return Machine(
+        processor=np.array(topology.processor_of, np.uint32),
+        turn=np.array([NEVER if s == inf else round(s / TICK) for s in turns], np.int64),
+        contended=np.array([contended], np.uint8), resources=np.array([len(topology.resources)], np.uint32),
+    )  # fmt: skip
 
 
-def make_wiring(graph: OperatorGraph, topology: Topology, lowering: Lowering, program: Program) -> Wiring:
+def make_wiring(graph: OperatorGraph, topology: Topology, lowering: Lowering) -> Wiring:
     """Which slots belong to which tensors of a graph."""
     _, slot, count = _slots(graph)
     results = _results(graph, count)
@@ -157,12 +137,6 @@ def make_wiring(graph: OperatorGraph, topology: Topology, lowering: Lowering, pr
     made = Rows([activations[name] for name in op.outputs] for op in graph.operators)
     read = Rows([slot[c] for c in graph.consumers[name]] for name in buffers)
     replaced = [activations.get(name, int(MISSING)) for name in graph.buffer_updates.values()]
-    blocks = list(zip(program.kind.tolist(), program.argument.tolist(), strict=True))
-    members = [
-        program.member[first:last].tolist()
-        for first, last in zip(program.bucket_first, program.bucket_last, strict=True)
-    ]
-    place = {block: k for k, block in enumerate(blocks)}
 
     def numbers(values: Iterable[int]) -> U32:
         return np.array(list(values), dtype=np.uint32)
@@ -178,8 +152,47 @@ def make_wiring(graph: OperatorGraph, topology: Topology, lowering: Lowering, pr
         made_first=made.first, made_last=made.last,
         buffer_first=read.first, buffer_last=read.last, buffer_slot=read.all, buffer_result=numbers(replaced),
         everywhere=numbers([lowering.intern(everywhere(topology))]),
-        forward_block=numbers(place[FORWARD, i] for i in range(len(graph.operators))),
-        backward_block=numbers(place.get((BACKWARD, i), place[FORWARD, i]) for i in range(len(graph.operators))),
-        gather_block=numbers(place[GATHER, w] for w in range(len(parameters))),
-        sync_block=numbers(_sync_blocks(place, members, len(parameters))),
+    )  # fmt: skip
+
+
+def make_block_table(graph: OperatorGraph, blocks: Blocks, stages: Stages, devices: int) -> BlockTable:
+    """The blocks of a graph as arrays."""
+    operands, slot, count = _slots(graph)
+    results = _results(graph, count)
+    parameters = graph.of_kind("parameter")
+    of_kind = {GATHER: _read(graph, slot), FORWARD: _made(graph, slot, results), BACKWARD: operands}
+    sent = Rows(of_kind[k].row(a) if k in of_kind else () for k, a in zip(blocks.kind, blocks.argument, strict=True))
+    place = {block: b for b, block in enumerate(zip(blocks.kind, blocks.argument, strict=True))}
+    forward, backward = (np.full(count + sum(map(len, results.values())), NOTHING) for _ in range(2))
+    for (kind, a), b in place.items():
+        if kind in of_kind:
+            (backward if kind == BACKWARD else forward)[of_kind[kind].row(a)] = b
+    bucket = np.full(len(parameters), NOTHING)
+    for number, members in enumerate(blocks.buckets):
+        bucket[members] = number
+    runs = np.zeros((len(stages) + 1, devices), np.uint8)
+    runs[-1] = 1
+    for stage, of in enumerate(stages.devices):
+        runs[stage, list(of)] = 1
+    member = Rows(blocks.buckets)
+    sync = [place[SYNCHRONISE, n] for n in range(len(blocks.starts))]
+
+    def numbers(values: Iterable[int]) -> U32:
+        return np.array([value if value >= 0 else int(NOTHING) for value in values], np.uint32)
+
+    def by_bucket(of: Sequence[int]) -> U32:
+        found = {number: sync[n] for n, number in enumerate(of)}
+        return numbers(found[number] for number in range(len(blocks.buckets)))
+
+    return BlockTable(
+        kind=np.array(blocks.kind, np.uint8), argument=numbers(blocks.argument),
+        sent_first=sent.first, sent_last=sent.last, sent=sent.all,
+        stage=numbers(stage if stage >= 0 else len(stages) for stage in blocks.stage), runs=runs.ravel(),
+        forward=forward, backward=backward,
+        forward_of=numbers(place[FORWARD, i] for i in range(len(graph.operators))),
+        backward_of=numbers(place.get((BACKWARD, i), -1) for i in range(len(graph.operators))),
+        gather_of=numbers(place[GATHER, w] for w in range(len(parameters))), bucket=bucket,
+        starts=numbers(blocks.starts), finishes=numbers(blocks.finishes), block=numbers(sync),
+        member_first=member.first, member_last=member.last, member=member.all,
+        started_by=by_bucket(blocks.starts), finished_by=by_bucket(blocks.finishes),
     )  # fmt: skip

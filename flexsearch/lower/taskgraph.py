@@ -60,7 +60,7 @@ class Communication:
 
 @dataclass
 class TaskGraph:
-    """Tasks in the one global order that every device follows. Columns are lists of equal length while it is built.
+    """Tasks in one order that every device follows. Columns are lists of equal length while it is built.
 
     ``kind``; ``operator``: index of the operator (-1 for updates and communications); ``device``: who computes (-1 for
     communications); ``duration``: seconds from start to end; ``communication``: for communications, what moves.
@@ -68,6 +68,7 @@ class TaskGraph:
     (resource, seconds) kept busy from the start on; a task starts when all of them are free. ``drag``: (processor,
     seconds) taken from computing without waiting for it. ``turn``: seconds after which a compute task lets other tasks
     of its processor go first, as an operating system does for devices that share one; infinite elsewhere.
+    ``microbatch``: 0 for what happens once a step.
     """
 
     kind: list[int] = field(default_factory=list)
@@ -79,13 +80,14 @@ class TaskGraph:
     links: list[Sequence[tuple[int, float]]] = field(default_factory=list)
     drag: list[Sequence[tuple[int, float]]] = field(default_factory=list)
     turn: list[float] = field(default_factory=list)
+    microbatch: list[int] = field(default_factory=list)
 
     def __len__(self) -> int:
         return len(self.kind)
 
     def compute(
         self, kind: TaskKind, operator: int, device: int, processor: int, seconds: float, after: Sequence[int],
-        turn: float = inf,
+        turn: float = inf, microbatch: int = 0,
     ) -> int:  # fmt: skip
         """Append a compute task; returns its index."""
         self.kind.append(kind)
@@ -97,19 +99,21 @@ class TaskGraph:
         self.links.append(((processor, seconds),))
         self.drag.append(())
         self.turn.append(turn)
+        self.microbatch.append(microbatch)
         return len(self.kind) - 1
 
-    def communicate(self, what: Communication, after: Sequence[int]) -> int:
+    def communicate(self, what: Communication, after: Sequence[int], seconds: float, microbatch: int = 0) -> int:
         """Append a communication task; returns its index."""
         self.kind.append(TaskKind.COMMUNICATION)
         self.operator.append(-1)
         self.device.append(-1)
-        self.duration.append(what.transfer.duration_s)
+        self.duration.append(seconds)
         self.communication.append(what)
         self.dependencies.append(after)
         self.links.append(what.transfer.links)
         self.drag.append(what.transfer.drag)
         self.turn.append(inf)
+        self.microbatch.append(microbatch)
         return len(self.kind) - 1
 
     def arrays(self) -> TaskArrays:

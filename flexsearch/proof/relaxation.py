@@ -22,7 +22,7 @@ import numpy as np
 from flexsearch.compiled import F64, I64
 from flexsearch.graph import Tensor, volume
 from flexsearch.lower import Exchange, Lowering, Reshard
-from flexsearch.lower.lowering import schedule
+from flexsearch.lower.schedule import backward_pass
 from flexsearch.proof.ahead import look_ahead
 from flexsearch.proof.bound import ROUNDING, device_kinds, least_costs
 from flexsearch.proof.longest import children
@@ -218,7 +218,7 @@ class _Weights:
         self.bucket_of: dict[str, int] = {}
         self.after: list[int] = []
         numbers = [t.name for t in self.graph.of_kind("parameter")]
-        for operator, buckets in schedule(self.graph, self.lowering.buckets(owner.options.bucket_bytes)):
+        for operator, buckets in backward_pass(self.graph, self.lowering.buckets(owner.options.bucket_bytes)):
             for weights in buckets:
                 self.bucket_of |= dict.fromkeys((numbers[w] for w in weights), len(self.after))
                 self.after.append(operator)

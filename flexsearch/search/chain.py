@@ -31,14 +31,13 @@ from flexsearch.search.space import Space
 from flexsearch.search.step import (
     ASK,
     DONE,
-    EVENTS,
-    TIMED,
+    SPACE,
     ChainState,
     Info,
     Schedule,
     advance,
-    threshold,
 )
+from flexsearch.simulate.attempt import NO_TEMPLATES
 from flexsearch.simulate.delta import DeltaSimulator
 
 LOGGED = 4096
@@ -90,12 +89,12 @@ class Chain:
         self._state = ChainState(
             cost=_one(now.cost), best=_one(fits), mark=_one(fits),
             fastest=_one(best.cost if best.feasible else inf), reference=_one(best.cost), steps=_count(0),
-            accepted=_count(0), idle=_count(0), level=_count(0), lasted=_count(0), whole=_count(simulator.whole),
-            best_config=simulator.state.config.copy(),
+            accepted=_count(0), idle=_count(0), level=_count(0), lasted=_count(0),
+            best_config=simulator.rows.state.config.copy(),
         )  # fmt: skip
         self._info = Info(
-            stage=_count(0), seconds=_one(0.0), shortfall=_one(0.0), improvements=_count(0), better_s=np.zeros(LOGGED),
-            better_step=np.zeros(LOGGED, np.uint64), better_move=np.zeros(LOGGED, np.uint64),
+            seconds=_one(0.0), ticks=np.zeros(1, np.int64), shortfall=_one(0.0), improvements=_count(0),
+            better_s=np.zeros(LOGGED), better_step=np.zeros(LOGGED, np.uint64), better_move=np.zeros(LOGGED, np.uint64),
         )  # fmt: skip
 
     def _make_draws(self, generation: int, coarse: bool) -> Draws:
@@ -115,38 +114,32 @@ class Chain:
         assert simulator is not None
         draws.uniform[ROWS - count :] = rng.random((count, UNIFORMS))
         draws.row[0] = ROWS - count
-        try:
-            while (why := self._advance(simulator)) != DONE:
-                if why == ASK:
-                    self._answer(simulator)
-                    look()
-                else:
-                    assert why == EVENTS
-                    most = float(threshold(draws, self._schedule, self._state))
-                    self._info.seconds[0] = simulator.by_events(most)
-                    self._info.stage[0] = TIMED
-        finally:
-            simulator.whole = bool(self._state.whole[0])
+        while (why := self._advance(simulator)) != DONE:
+            if why == ASK:
+                self._answer(simulator)
+                look()
+            else:
+                assert why == SPACE
+                simulator.help(int(self._info.ticks[0]))
         return bool(self._state.idle[0] >= self._schedule.patience[0])
 
     def _advance(self, simulator: DeltaSimulator) -> int:
         return int(advance(
-            self._moves, self._draws, self._schedule, self._state, self._info, simulator.wiring, simulator.program,
-            simulator.templates.pools, simulator.templates.keys.table, simulator.state, simulator.proposed,
-            simulator.change, simulator.work, simulator.tasks, simulator.account, simulator.sources,
+            self._moves, self._draws, self._schedule, self._state, self._info, simulator.prepare(),
+            simulator.engine.state, simulator.account, simulator.sources,
         ))  # fmt: skip
 
     def _answer(self, simulator: DeltaSimulator) -> None:
         """Add the templates that are missing, or all the configs that the move at hand needs."""
-        change, templates = simulator.change, simulator.templates
+        change, templates = simulator.rows.change, simulator.templates
         if change.missing[0, 0] < CANDIDATE:  # then all are: configs are asked for before templates
-            simulator.fill()
+            simulator.help(NO_TEMPLATES)
             return
         complete = False
         while not complete:
             for kind, a, b in sorted({tuple(row) for row in change.missing[: int(change.lacking[0])].tolist()}):
                 templates.keys.put(kind, a, b, self._requests.number(templates, kind, a, b))
-            configs, shard = simulator.state.config, templates.pools.config_shard
+            configs, shard = simulator.rows.state.config, templates.pools.config_shard
             complete = draw(self._moves, self._draws, configs, shard, templates.keys.table, change)
 
     @property
@@ -176,7 +169,7 @@ class Chain:
         best_s = float(self._state.best[0])
         if best_s < inf:
             return self._plan(self._simulator, self._state.best_config), Evaluation(best_s, 0.0)
-        configs = self._plan(self._simulator, self._simulator.state.config)
+        configs = self._plan(self._simulator, self._simulator.rows.state.config)
         return configs, self.evaluate(configs)
 
     @staticmethod

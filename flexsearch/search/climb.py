@@ -90,7 +90,6 @@ class Climber:
     def warm(self, configs: Configs) -> None:
         """Do what is done once: compile, the first time on a machine."""
         self.evaluate(self.space.random_plan(np.random.Generator(np.random.PCG64(0))))
-        self.evaluate.at(configs).by_events()
         now = self.evaluate(configs)
         self.chain.begin(configs, now, now, 0, 1)
         self.chain.run(np.random.Generator(np.random.PCG64(0)), 1)

@@ -11,8 +11,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from flexsearch.compiled import F64, ONE, THREE, TWO, U8, U32, U64, ZERO, inlined, lean
-from flexsearch.lower.change import Change, miss
 from flexsearch.lower.keys import MISSING, Table, find
+from flexsearch.lower.wiring import Change, miss
 from flexsearch.packed import packed
 
 CANDIDATE, OVER, VARIANT, LIKE = 11, 12, 13, 15

@@ -19,22 +19,21 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from flexsearch.compiled import F64, ONE, U32, U64, ZERO, inlined, lean
-from flexsearch.lower.arrays import Pools, Program, State, Tasks, Work
-from flexsearch.lower.change import Change, Wiring, carry_over
-from flexsearch.lower.keys import Table
+from flexsearch.compiled import F64, I64, ONE, U32, U64, ZERO, inlined, lean
+from flexsearch.cost.ticks import TICK
+from flexsearch.lower.arrays import State
+from flexsearch.lower.describe import Plan
 from flexsearch.packed import packed
 from flexsearch.search.moves import UNIFORMS, Draws, Moves, draw
 from flexsearch.simulate.account import Account, missing_memory
-from flexsearch.simulate.attempt import attempt
-from flexsearch.simulate.checkpoint import accept
+from flexsearch.simulate.attempt import attempt, give_up, take
+from flexsearch.simulate.engine_delta import LATE
+from flexsearch.simulate.engine_state import State as Engine
 from flexsearch.simulate.lifetimes import Sources
 
-DONE, ASK, EVENTS = range(3)
-"""Why ``advance`` returned: random numbers or patience are used up; templates or configs are missing; the proposal must
-be timed by events."""
-FRESH, TIMED = range(2)
-"""Stages of a proposal: to be simulated; to be decided on."""
+DONE, ASK, SPACE = range(3)
+"""Why ``advance`` returned: random numbers or patience are used up; templates or configs are missing; the simulator
+needs more room (``Info.ticks`` says for what)."""
 CELLS = 256
 _EXACT = Context(prec=40)
 LOGARITHMS = np.array([float(-(Decimal(CELLS + k) / (2 * CELLS)).ln(_EXACT)) for k in range(CELLS + 1)])
@@ -47,8 +46,7 @@ class ChainState(NamedTuple):
     """Where a chain is; (1,) each. ``cost``: of the plan at hand, s; ``best``: of the chain's plans that fit;
     ``mark``: ``best`` when it last gained what is worth it; ``fastest``: of all plans that fit, of the search too;
     ``reference``: of a good plan. ``steps``, ``accepted``: proposals; ``idle``: those since the last gain; ``level``:
-    the temperature, as a place in ``Schedule.excess``; ``lasted``: proposals at it; ``whole``: whether the simulator's
-    checkpoints are those of the plan at hand. ``best_config``: config numbers of the best plan."""
+    the temperature, as a place in ``Schedule.excess``; ``lasted``: proposals at it. ``best_config``: config numbers of the best plan."""
 
     cost: F64
     best: F64
@@ -60,18 +58,17 @@ class ChainState(NamedTuple):
     idle: U64
     level: U64
     lasted: U64
-    whole: U64
     best_config: U32
 
 
 @packed
 class Info(NamedTuple):
-    """What became of proposals. Of the one at hand, (1,) each: its ``stage``, ``seconds`` and missing memory
+    """What became of proposals. Of the one at hand, (1,) each: its ``seconds`` and ``ticks``, and missing memory
     (``shortfall``, as in ``evaluate``). ``improvements``: (1,) number of those that were better than any before; of
     each: ``better_s``, ``better_step``, ``better_move``."""
 
-    stage: U64
     seconds: F64
+    ticks: I64
     shortfall: F64
     improvements: U64
     better_s: F64
@@ -94,29 +91,24 @@ class Schedule(NamedTuple):
 
 @lean
 def advance(
-    moves: Moves, draws: Draws, schedule: Schedule, chain: ChainState, info: Info, wiring: Wiring, program: Program,
-    pools: Pools, table: Table, state: State, proposed: State, change: Change, work: Work, tasks: Tasks,
+    moves: Moves, draws: Draws, schedule: Schedule, chain: ChainState, info: Info, plan: Plan, engine: Engine,
     account: Account, sources: Sources,
 ) -> Any:  # fmt: skip
-    """Make steps until something is needed; returns what. ``state`` is the chain's plan, ``proposed`` its work copy."""
+    """Make steps until something is needed; returns what. ``plan`` is the chain's plan and what it proposes."""
     while True:
-        if info.stage[0] == FRESH:
-            if chain.idle[0] >= schedule.patience[0] or draws.row[0] == np.uint64(draws.uniform.shape[0]):
-                return DONE
-            if not draw(moves, draws, state.config, pools.config_shard, table, change):
-                return ASK
-            most = threshold(draws, schedule, chain)
-            seconds = attempt(
-                wiring, program, pools, table, state, proposed, change, work, tasks, chain.whole[0] == ONE, most
-            )
-            info.seconds[0] = seconds
-            if seconds < 0.0:
-                return ASK if change.lacking[0] > ZERO else EVENTS
-            info.stage[0] = TIMED
+        if chain.idle[0] >= schedule.patience[0] or draws.row[0] == np.uint64(draws.uniform.shape[0]):
+            return DONE
+        if not draw(moves, draws, plan.state.config, plan.pools.config_shard, plan.table, plan.change):
+            return ASK
+        most = threshold(draws, schedule, chain) / TICK
+        ticks = attempt(plan, engine, np.int64(most) if most < float(LATE) else np.int64(LATE))
+        info.ticks[0] = ticks
+        if ticks < 0:
+            return ASK if plan.change.lacking[0] > ZERO else SPACE
+        info.seconds[0] = float(ticks) * TICK if ticks != LATE else np.inf
         slow = info.seconds[0] > threshold(draws, schedule, chain)
-        info.shortfall[0] = 0.0 if slow else missing_memory(account, sources, proposed)
-        _decide(draws, schedule, chain, info, state, proposed, change, work)
-        info.stage[0] = FRESH
+        info.shortfall[0] = 0.0 if slow else missing_memory(account, sources, plan.proposed, False)
+        _decide(draws, schedule, chain, info, plan, engine)
         draws.row[0] += ONE
 
 
@@ -143,8 +135,7 @@ def exponential(uniform: float) -> Any:
 
 @inlined
 def _decide(
-    draws: Draws, schedule: Schedule, chain: ChainState, info: Info, state: State, proposed: State, change: Change,
-    work: Work,
+    draws: Draws, schedule: Schedule, chain: ChainState, info: Info, plan: Plan, engine: Engine
 ) -> None:  # fmt: skip
     """Accept or reject the proposal, and note what is better than anything before."""
     most = threshold(draws, schedule, chain)
@@ -152,17 +143,14 @@ def _decide(
     chain.steps[0] += ONE
     chain.idle[0] += ONE
     if info.shortfall[0] == 0.0 and cost <= most:
-        _note(draws, schedule, chain, info, proposed, cost)
+        _note(draws, schedule, chain, info, plan.proposed, cost)
     _cool(schedule, chain)
     if cost <= most:
-        carry_over(proposed, state, change)
+        take(plan, engine)
         chain.cost[0] = cost
         chain.accepted[0] += ONE
-        chain.whole[0] = ONE - np.uint64(work.broken[0])
-        if work.broken[0] == 0:
-            accept(work)
     else:
-        carry_over(state, proposed, change)
+        give_up(plan, engine)
 
 
 @inlined

@@ -42,8 +42,8 @@ import numpy.typing as npt
 
 from flexsearch.compiled import I64, ONE, TWO, U8, U32, U64, ZERO, inlined, lean
 from flexsearch.lower.arrays import Pools, Program, State
-from flexsearch.lower.change import Wiring
 from flexsearch.lower.footprints import ALIASED, RECEIVES, TAKES_PART, TAKES_PART_AGAIN, Footprints, Landings
+from flexsearch.lower.wiring import Wiring
 from flexsearch.packed import packed
 
 WEIGHTS, GRADIENTS, OPTIMIZER, ACTIVATIONS, BUFFERS = (np.uint64(k) for k in range(5))
@@ -65,7 +65,8 @@ class Units(NamedTuple):
     a view (``is_view``); bytes saved besides for each element (``extra``), and half elements (``halves``). By weight:
     ``weight_itemsize``; ``sync_block`` and ``second_block``, where the phases of its synchronisation are issued. By
     tensor at hand: its readers' slots (``reader``), ``at_hand_itemsize``, ``at_hand_bytes`` in all, the ``part`` of
-    memory that it belongs to. ``state_copies``: (1,) of a weight, that the optimizer keeps; ``update_block``: (1,).
+    memory that it belongs to. ``state_copies``: (1,) of a weight, that the optimizer keeps; ``update_block``: (1,), the last.
+    By operator: ``forward_block``, ``backward_block`` (the forward one if there is none); by weight: ``gather_block``.
     """
 
     root: U8
@@ -95,6 +96,9 @@ class Units(NamedTuple):
     part: U8
     state_copies: I64
     update_block: U32
+    forward_block: U32
+    backward_block: U32
+    gather_block: U32
 
 
 @packed
@@ -173,7 +177,7 @@ def _prolong(spans: Spans, handle: Any, moment: Any) -> None:
 @lean
 def end_of(sources: Sources) -> Any:
     """The last moment of a step."""
-    return TWO * np.uint64(sources.program.kind.shape[0]) - ONE
+    return TWO * np.uint64(sources.units.update_block[0]) + ONE
 
 
 @inlined
@@ -213,7 +217,7 @@ def _forward(sources: Sources, state: State, t: Any, spans: Spans) -> None:
     """An activation where it is made, and its copies for its readers."""
     units, wiring = sources.units, sources.wiring
     producer = np.uint64(wiring.tensor_producer[t])
-    now = TWO * np.uint64(wiring.forward_block[producer])
+    now = TWO * np.uint64(sources.units.forward_block[producer])
     if units.is_view[producer] == 0:
         _make(sources, state, t, producer, now, spans)
     first, last = np.uint64(wiring.tensor_first[t]), np.uint64(wiring.tensor_last[t])
@@ -231,7 +235,7 @@ def _make(sources: Sources, state: State, t: Any, producer: Any, now: Any, spans
     units, wiring, holdings, pools = sources.units, sources.wiring, sources.footprints.holdings, sources.pools
     config = np.uint64(state.config[producer])
     layout = np.uint64(pools.layout[np.uint64(pools.config_writes[config]) + np.uint64(wiring.tensor_output[t])])
-    back = TWO * np.uint64(wiring.backward_block[producer]) if units.backward[producer] == 1 else now
+    back = TWO * np.uint64(sources.units.backward_block[producer]) if units.backward[producer] == 1 else now
     until = back if units.saves_outputs[producer] == 1 else now
     itemsize, place = units.itemsize[t], np.uint64(units.place[t])
     for row in range(np.uint64(holdings.layout_first[layout]), np.uint64(holdings.layout_last[layout])):
@@ -261,7 +265,7 @@ def _distribute(
     sent = now | ONE
     until, used = _use(sources, state, slots, k, last, gathered), sent
     if k < last:
-        used = TWO * np.uint64(sources.wiring.forward_block[np.uint64(sources.wiring.slot_operator[slot])])
+        used = TWO * np.uint64(sources.units.forward_block[np.uint64(sources.wiring.slot_operator[slot])])
     for row in range(np.uint64(landings.reshard_first[template]), np.uint64(landings.reshard_last[template])):
         d, role = np.uint64(landings.device[row]), landings.role[row]
         original = ZERO
@@ -291,9 +295,9 @@ def _use(sources: Sources, state: State, slots: U32, k: Any, last: Any, gathered
         other = np.uint64(slots[j])
         if np.uint64(state.leader[other]) == slot:
             reader = np.uint64(wiring.slot_operator[other])
-            until = max(until, TWO * np.uint64(wiring.forward_block[reader]))
+            until = max(until, TWO * np.uint64(sources.units.forward_block[reader]))
             if units.backward[reader] == 1 and (gathered or units.saves_inputs[reader] == 1):
-                until = max(until, TWO * np.uint64(wiring.backward_block[reader]))
+                until = max(until, TWO * np.uint64(sources.units.backward_block[reader]))
     return until
 
 
@@ -361,8 +365,8 @@ def _differentiate(
             if sources.units.is_view[reader] == 1 and wiring.slot_position[other] == 0 and part == ACTIVATIONS:
                 through = ONE
             latest = reader
-    begin = TWO * np.uint64(wiring.backward_block[latest])
-    now = TWO * np.uint64(wiring.backward_block[np.uint64(wiring.slot_operator[slot])])
+    begin = TWO * np.uint64(sources.units.backward_block[latest])
+    now = TWO * np.uint64(sources.units.backward_block[np.uint64(wiring.slot_operator[slot])])
     for every in range(np.uint64(spans.gradient.shape[0])):
         spans.gradient[every] = 0
     need = np.uint64(state.need[slot])
@@ -386,7 +390,7 @@ def _return(sources: Sources, state: State, slot: Any, t: Any, now: Any, spans: 
     producer, place, sent = np.uint64(sources.wiring.tensor_producer[t]), np.uint64(sources.units.place[t]), now | ONE
     used = sent
     if sources.units.backward[producer] == 1:
-        used = TWO * np.uint64(sources.wiring.backward_block[producer])
+        used = TWO * np.uint64(sources.units.backward_block[producer])
     for row in range(np.uint64(landings.reshard_first[template]), np.uint64(landings.reshard_last[template])):
         d, role = np.uint64(landings.device[row]), landings.role[row]
         original = np.uint64(spans.gradient[d])
@@ -406,7 +410,7 @@ def _return(sources: Sources, state: State, slot: Any, t: Any, now: Any, spans: 
 @inlined
 def _hold_weight(sources: Sources, state: State, w: Any, spans: Spans) -> None:
     """A weight as it is stored, the optimizer's state, gathered copies, and gradients."""
-    units, wiring, program = sources.units, sources.wiring, sources.program
+    units, program = sources.units, sources.program
     holdings, p = sources.footprints.holdings, np.uint64(state.plan[w])
     trained = sources.pools.plan_sync[p] != 0
     for row in range(np.uint64(holdings.plan_first[p]), np.uint64(holdings.plan_last[p])):
@@ -420,7 +424,7 @@ def _hold_weight(sources: Sources, state: State, w: Any, spans: Spans) -> None:
     for k in range(first, last):
         slot = np.uint64(program.reader[k])
         if np.uint64(state.leader[slot]) == slot:
-            gather = TWO * np.uint64(wiring.gather_block[w])
+            gather = TWO * np.uint64(sources.units.gather_block[w])
             _distribute(sources, state, program.reader, k, last, GATHERED, gather, spans)
             if trained and program.flows[slot] == 1:
                 _differentiate(sources, state, program.reader, k, last, units.weight_itemsize[w], GRADIENTS, spans)

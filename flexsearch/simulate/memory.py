@@ -11,7 +11,8 @@ import numpy.typing as npt
 
 from flexsearch.lower import Lowered
 from flexsearch.lower.arrays import State
-from flexsearch.lower.wired import Wired, empty_state
+from flexsearch.lower.plan import PlanRows
+from flexsearch.lower.templates import Templates
 from flexsearch.simulate.account import Account, enter, which_cells
 from flexsearch.simulate.lifetimes import Sources, list_spans
 from flexsearch.simulate.units import make_account
@@ -92,12 +93,9 @@ def memory_of(account: Account, sources: Sources, state: State) -> tuple[Memory,
 
 def _account(lowered: Lowered) -> tuple[Account, Sources, State]:
     """An account of no plan, what it is worked out from, and the plan."""
-    wired = Wired(lowered.lowering, lowered.configs, lowered.options)
-    account, sources = make_account(
-        lowered.graph, lowered.topology, lowered.options, wired.wiring, wired.program, wired.templates,
-        empty_state(lowered.topology, wired.program, wired.wiring),
-    )  # fmt: skip
-    return account, sources, wired.state
+    rows = PlanRows(lowered.lowering, Templates(lowered.lowering), lowered.options, lowered.stages)
+    rows.set(dict(enumerate(lowered.configs)))
+    return *make_account(rows), rows.state
 
 
 def _units(account: Account, sources: Sources, state: State) -> Iterator[int]:

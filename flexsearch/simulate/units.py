@@ -12,37 +12,34 @@ import numpy.typing as npt
 from flexsearch.cost.compute import STATE_COPIES
 from flexsearch.graph import OperatorGraph
 from flexsearch.graph.ops import saved_tensors
-from flexsearch.lower.arrays import BACKWARD, FORWARD, SECOND, Program, State
-from flexsearch.lower.change import Wiring
+from flexsearch.lower.arrays import NOTHING, Program, State
+from flexsearch.lower.emit import BlockTable
+from flexsearch.lower.plan import PlanRows
 from flexsearch.lower.program import Rows
 from flexsearch.lower.rows import Schedule
-from flexsearch.lower.templates import Templates
+from flexsearch.lower.wiring import Wiring
 from flexsearch.simulate.account import Account
 from flexsearch.simulate.lifetimes import ACTIVATIONS, AT_HAND, OUTPUT, WEIGHT, WEIGHTS, Sources, Spans, Units
 from flexsearch.strategy import Options
-from flexsearch.topology import Topology
 
 Numbers = npt.NDArray[np.uint32]
 _CHUNK: Final = 64
 """Cells of a chunk: few enough to add them up anew where one changed, so many that chunks are few."""
 
 
-def make_account(
-    graph: OperatorGraph, topology: Topology, options: Options, wiring: Wiring, program: Program, templates: Templates,
-    empty: State, schedule: Schedule | None = None,
-) -> tuple[Account, Sources]:  # fmt: skip
-    """The account of no plan, and what plans' memory is worked out from. ``empty``: a state without a plan."""
-    units = make_units(graph, wiring, program, options)
-    schedule = schedule or one_pass(program, len(topology.devices))
-    sources = Sources(units, wiring, program, templates.pools, templates.footprints)
-    devices, blocks = len(topology.devices), len(program.kind)
+def make_account(rows: PlanRows) -> tuple[Account, Sources]:
+    """The account of no plan, and what memory of the plans of ``rows`` is worked out from."""
+    graph, topology, schedule = rows.lowering.graph, rows.lowering.topology, rows.schedule
+    units = make_units(graph, rows.wiring, rows.table, rows.options)
+    sources = Sources(units, rows.wiring, rows.program, rows.templates.pools, rows.templates.footprints)
+    devices, blocks = len(topology.devices), len(schedule.kind)
     kinds = 1 if schedule.microbatches[0] == 1 else 3
     chunk_of, chunk_first = _chunks(schedule, blocks)
     capacity = np.array([device.memory_bytes for device in topology.devices], np.int64)
     count, chunks = len(units.root), len(chunk_first) - 1
     return Account(
-        state=_small(empty), spans=_make_spans(graph, units, wiring, program, devices), schedule=schedule,
-        empty=np.ones(1, np.uint8), cells=np.zeros((kinds, devices, 4 * blocks), np.int64),
+        state=_small(rows.empty_state()), spans=_make_spans(graph, units, rows.wiring, rows.program, devices),
+        schedule=schedule, empty=np.ones(1, np.uint8), cells=np.zeros((kinds, devices, 4 * blocks), np.int64),
         net=np.zeros((kinds, devices, chunks), np.int64), high=np.zeros((kinds, devices, chunks), np.int64),
         chunk_of=chunk_of, chunk_first=chunk_first, stale=np.zeros((devices, chunks), np.uint8),
         changed=np.zeros(devices, np.uint8), next_block=_next_blocks(schedule, blocks),
@@ -56,18 +53,7 @@ def _small(state: State) -> State:
     """The same without what only times need."""
     return state._replace(
         stored_bytes=np.zeros(1, np.uint64), stored_count=np.zeros(1, np.uint64), busy=np.zeros(1, np.int64),
-        stride_ticks=np.zeros((1, 1), np.int64), load=np.zeros(1, np.int64), stride_load=np.zeros((1, 1), np.int64),
-    )  # fmt: skip
-
-
-def one_pass(program: Program, devices: int) -> Schedule:
-    """Every device runs all blocks once."""
-    blocks, one = len(program.kind), np.ones(1, np.uint32)
-    return Schedule(
-        kind=program.kind, argument=program.argument,
-        once=(~np.isin(program.kind, (FORWARD, BACKWARD))).astype(np.uint8), last=np.zeros(blocks, np.uint8),
-        group=np.zeros(devices, np.uint32), action_first=0 * one, action_last=one.copy(), block_first=0 * one,
-        block_last=blocks * one, microbatch=0 * one, microbatches=one.copy(),
+        load=np.zeros(1, np.int64),
     )  # fmt: skip
 
 
@@ -95,8 +81,8 @@ def _chunks(schedule: Schedule, blocks: int) -> tuple[Numbers, Numbers]:
 # ---- units
 
 
-def make_units(graph: OperatorGraph, wiring: Wiring, program: Program, options: Options) -> Units:
-    """The units of a graph."""
+def make_units(graph: OperatorGraph, wiring: Wiring, table: BlockTable, options: Options) -> Units:
+    """The units of a graph whose passes are the blocks of ``table``."""
     rules = saved_tensors(graph)
     roots, members = _members(graph, [rule.alias for rule in rules])
     number = {name: u for u, names in enumerate(members) for name in names}
@@ -109,7 +95,7 @@ def make_units(graph: OperatorGraph, wiring: Wiring, program: Program, options: 
         place[views.all[first:last]] = np.arange(last - first)
     concerned = Rows(_concerned(graph, number))
     slots = _slots_at_hand(graph, wiring, at_hand)
-    last = len(program.kind) - 1
+    last = len(table.kind) - 1
 
     def flags(values: Iterable[object]) -> npt.NDArray[np.uint8]:
         return np.array([bool(value) for value in values], np.uint8)
@@ -119,7 +105,10 @@ def make_units(graph: OperatorGraph, wiring: Wiring, program: Program, options: 
 
     kind = {name: OUTPUT for name in activations} | dict.fromkeys(weights, WEIGHT) | dict.fromkeys(at_hand, AT_HAND)
     parts = [ACTIVATIONS if graph.tensor[name].kind == "input" else WEIGHTS for name in at_hand]
-    second = int(np.flatnonzero(program.kind == SECOND)[0])
+    trained = table.bucket != NOTHING
+    sync, second = (np.full(len(weights), last, np.uint32) for _ in range(2))
+    sync[trained] = table.started_by[table.bucket[trained]]
+    second[trained] = table.finished_by[table.bucket[trained]]
     return Units(
         root=np.array([kind[name] for name in roots], np.uint8),
         tensor=np.array([(activations | weights | at_hand)[name] for name in roots], np.uint32),
@@ -129,11 +118,14 @@ def make_units(graph: OperatorGraph, wiring: Wiring, program: Program, options: 
         saves_inputs=flags(r.inputs for r in rules), saves_outputs=flags(r.outputs for r in rules),
         backward=flags(graph.has_backward), is_view=flags(r.alias for r in rules), extra=sizes(r.extra for r in rules),
         halves=sizes(r.halves for r in rules), weight_itemsize=sizes(graph.tensor[name].itemsize for name in weights),
-        sync_block=wiring.sync_block, second_block=np.full(len(weights), second, np.uint32),
+        sync_block=sync, second_block=second,
         reader_first=slots.first, reader_last=slots.last, reader=slots.all,
         at_hand_itemsize=sizes(graph.tensor[name].itemsize for name in at_hand),
         at_hand_bytes=sizes(graph.tensor[name].nbytes for name in at_hand), part=np.array(parts, np.uint8),
         state_copies=sizes([STATE_COPIES[options.optimizer]]), update_block=np.array([last], np.uint32),
+        forward_block=table.forward_of,
+        backward_block=np.where(table.backward_of == NOTHING, table.forward_of, table.backward_of),
+        gather_block=table.gather_of,
     )  # fmt: skip
 
 

@@ -70,7 +70,7 @@ class SynchronisationFile(FileModel):
     """How replicas of weights come to agree; fields as of ``Options``."""
 
     bucket_bytes: Capacity
-    prefetch: Count | None = None
+    prefetch: Count = 1
 
 
 class StrategyFile(FileModel):

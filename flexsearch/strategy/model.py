@@ -108,7 +108,7 @@ class Strategy:
 
     def check_supported(self, graph: OperatorGraph, topology: Topology) -> None:
         """Raise StrategyError unless :meth:`check` passes and the strategy can be simulated and run: for now those with
-        one stage on all devices and one microbatch, whose weights are gathered at the start of the step."""
+        one stage on all devices and one microbatch."""
         self.check(graph, topology)
         remedy = "Remove {} from the file, or run `flexsearch optimize` again."
         if not is_whole(self.stages, topology):
@@ -121,12 +121,6 @@ class Strategy:
             raise StrategyError(
                 f"microbatches: the strategy has {self.microbatches}; plans with one can be simulated and run",
                 remedy.format("`microbatches`"),
-            )
-        if self.options.prefetch is not None:
-            raise StrategyError(
-                "synchronisation.prefetch: plans that gather sharded weights at the start of the step can be "
-                "simulated and run",
-                remedy.format("`prefetch`"),
             )
 
     def _check_hashes(self, graph: OperatorGraph, topology: Topology) -> None:

@@ -17,12 +17,12 @@ OptimizerName = Literal["sgd", "momentum", "adam"]
 
 class Options(FileModel):
     """What is chosen for the whole step. ``bucket_bytes``: gradients are synchronised in buckets of about this size.
-    ``optimizer``: how much state an update reads and writes (none, one, or two tensors per weight). ``prefetch``: how
-    many operators ahead of their use sharded weights are gathered; None: all of them at the start of the step."""
+    ``optimizer``: how much state an update reads and writes (none, one, or two tensors per weight). ``prefetch``: a
+    sharded weight is gathered so many operators with weights before the first one that reads it."""
 
     bucket_bytes: Capacity = 25 * 2**20
     optimizer: OptimizerName = "momentum"
-    prefetch: Count | None = None
+    prefetch: Count = 1
 
 
 class Reference(FileModel):

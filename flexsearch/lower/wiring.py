@@ -1,5 +1,6 @@
 """What follows for the templates of a plan when configs change, compiled: which edges readers share, the reshards on
-them, the plans of weights. Templates are found by number (``keys``); what is not there yet is listed as missing.
+them, the plans of weights; and which blocks have other rows then. Templates are found by number (``keys``); what is not
+there yet is listed as missing.
 """
 
 from __future__ import annotations
@@ -8,9 +9,11 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from flexsearch.compiled import ONE, TWO, U8, U32, U64, ZERO, inlined, lean
-from flexsearch.lower.arrays import STRIDE, Pools, Program, State
+from flexsearch.compiled import ONE, TWO, U8, U32, U64, ZERO, lean
+from flexsearch.lower.arrays import NOTHING, Pools, Program, State
+from flexsearch.lower.emit import BlockTable
 from flexsearch.lower.keys import HELD, LAYOUT, MISSING, PLAN, STEP, WEIGHT, Table, find
+from flexsearch.lower.rows import BACKWARD
 from flexsearch.packed import packed
 
 ALWAYS = np.uint32(0xFFFFFFFE)
@@ -42,18 +45,16 @@ class Wiring(NamedTuple):
     buffer_slot: U32
     buffer_result: U32  # by buffer: the tensor that replaces it, or MISSING
     everywhere: U32  # (1,): layout number of the loss
-    forward_block: U32  # by operator
-    backward_block: U32  # by operator; the forward one if there is no other
-    gather_block: U32  # by weight
-    sync_block: U32  # by weight
 
 
 @packed
 class Change(NamedTuple):
-    """Work arrays. ``operator``, ``config``: what a proposal changes, ``number`` ((1,)) of them. ``slot``, ``weight``:
-    what it touched, ``touched`` ((2,)) of them. ``tensor_stamp``, ``weight_stamp``: tensors and weights that were done
-    in this round (``round``, (1,)). ``missing``: rows (kind, a, b) of keys that were not found; ``lacking``: (1,) how
-    many. ``begin``: (1,) first block that changes; ``changed``: by STRIDE of blocks, whether any of them does."""
+    """What a proposal changes: the ``config`` of each ``operator``, ``number`` ((1,)) of them; and work arrays. ``slot``,
+    ``weight``: what it touched, ``touched`` ((2,)) of them. ``tensor_stamp``, ``weight_stamp``, ``block_stamp``,
+    ``source_stamp``: tensors, weights and blocks that were done in this round (``round``, (1,)). ``missing``: rows
+    (kind, a, b) of keys that were not found; ``lacking``: (1,) how many. ``block``: those whose rows change, ``blocks``
+    ((1,)) of them; ``source``: those that send other reshards, ``sources`` ((1,)) of them. ``row``, ``old_row``: by
+    slot, number of its first communication in the block that sends it."""
 
     operator: U32
     config: U32
@@ -63,11 +64,17 @@ class Change(NamedTuple):
     touched: U64
     tensor_stamp: U64
     weight_stamp: U64
+    block_stamp: U64
+    source_stamp: U64
     round: U64
     missing: U64
     lacking: U64
-    begin: U64
-    changed: U8
+    block: U32
+    blocks: U64
+    source: U32
+    sources: U64
+    row: U32
+    old_row: U32
 
 
 @lean
@@ -81,45 +88,58 @@ def miss(change: Change, kind: Any, a: Any, b: Any) -> None:
         change.lacking[0] = at + ONE
 
 
-@inlined
-def place(wiring: Wiring, program: Program, pools: Pools, state: State, change: Change) -> None:
-    """Give the operators of a proposal their new configs. ``change.begin[0]`` becomes the first block that differs."""
+@lean
+def place(blocks: BlockTable, pools: Pools, state: State, change: Change) -> None:
+    """Give the operators of a proposal their new configs."""
     change.round[0] += ONE
-    change.lacking[0] = ZERO
+    change.lacking[0] = change.blocks[0] = change.sources[0] = ZERO
     change.touched[0] = ZERO
     change.touched[1] = ZERO
-    change.begin[0] = np.uint64(program.kind.shape[0])
-    change.changed[:] = 0
     for k in range(ZERO, np.uint64(change.number[0])):
         i = np.uint64(change.operator[k])
         old, new = np.uint64(state.config[i]), np.uint64(change.config[k])
         if old != new:
             state.config[i] = change.config[k]
-            forth = np.uint64(wiring.forward_block[i]) // np.uint64(STRIDE)
-            back = np.uint64(wiring.backward_block[i]) // np.uint64(STRIDE)
-            _mark(change, wiring.forward_block[i])
-            _mark(change, wiring.backward_block[i])
+            mark(change, blocks.forward_of[i])
+            mark(change, blocks.backward_of[i])
             for e in range(np.uint64(pools.config_first[old]), np.uint64(pools.config_last[old])):
-                _computes(pools, state, e, forth, back, -1)
+                _compute(pools, state, e, -1)
             for e in range(np.uint64(pools.config_first[new]), np.uint64(pools.config_last[new])):
-                _computes(pools, state, e, forth, back, 1)
-            change.begin[0] = min(change.begin[0], np.uint64(wiring.forward_block[i]))
+                _compute(pools, state, e, 1)
 
 
 @lean
-def _computes(pools: Pools, state: State, entry: Any, forth: Any, back: Any, sign: Any) -> None:
-    """Account for what an operator computes on one device, in two STRIDEs of blocks."""
+def mark(change: Change, block: Any) -> None:
+    """The rows of a block change."""
+    if block != NOTHING and change.block_stamp[np.uint64(block)] != change.round[0]:
+        change.block_stamp[np.uint64(block)] = change.round[0]
+        change.block[change.blocks[0]] = block
+        change.blocks[0] += ONE
+
+
+@lean
+def _sends(change: Change, block: Any) -> None:
+    """A block sends other reshards."""
+    if change.source_stamp[np.uint64(block)] != change.round[0]:
+        change.source_stamp[np.uint64(block)] = change.round[0]
+        change.source[change.sources[0]] = block
+        change.sources[0] += ONE
+
+
+@lean
+def _compute(pools: Pools, state: State, entry: Any, sign: Any) -> None:
+    """Account for what an operator computes on one device."""
     d = np.uint64(pools.entry_device[entry])
     state.busy[d] += sign * (pools.entry_forward[entry] + pools.entry_backward[entry])
-    state.stride_ticks[forth, d] += sign * pools.entry_forward[entry]
-    state.stride_ticks[back, d] += sign * pools.entry_backward[entry]
 
 
-@inlined
+@lean
 def wire(
-    wiring: Wiring, program: Program, pools: Pools, table: Table, state: State, before: State, change: Change
-) -> None:
-    """Update edges and weights around the operators whose configs in ``state`` are not those in ``before``.
+    wiring: Wiring, blocks: BlockTable, program: Program, pools: Pools, table: Table, state: State, before: State,
+    change: Change,
+) -> None:  # fmt: skip
+    """Update edges and weights around the operators whose configs in ``state`` are not those in ``before``, and mark
+    the blocks whose rows change.
 
     If ``change.lacking[0]`` is not 0 afterwards, templates were missing and ``state`` is to be undone.
     """
@@ -134,13 +154,59 @@ def wire(
             if j < operands:
                 tensor = np.uint64(wiring.slot_tensor[first + j])
                 if wiring.slot_kind[first + j] == 2:
-                    _wire_weight(wiring, program, pools, table, state, before, change, tensor)
+                    _wire_weight(wiring, blocks, program, pools, table, state, before, change, tensor)
                     continue
                 if wiring.slot_kind[first + j] == 3:
                     tensor = np.uint64(wiring.buffer_result[tensor])
                 if wiring.slot_kind[first + j] == 0 or tensor == np.uint64(MISSING):
                     continue
-            _wire_tensor(wiring, program, pools, table, state, before, change, tensor)
+            _wire_tensor(wiring, blocks, program, pools, table, state, before, change, tensor)
+    if change.lacking[0] == ZERO:
+        for k in range(change.sources[0]):
+            _mark_readers(wiring, blocks, pools, state, before, change, np.uint64(change.source[k]))
+
+
+@lean
+def _mark_readers(
+    wiring: Wiring, blocks: BlockTable, pools: Pools, state: State, before: State, change: Change, source: Any
+) -> None:
+    """Mark a block that sends other reshards, and those that wait for communications of it that have changed or have
+    other numbers now."""
+    mark(change, source)
+    backward = blocks.kind[source] == BACKWARD
+    row = old_row = np.uint32(0)
+    for k in range(np.uint64(blocks.sent_first[source]), np.uint64(blocks.sent_last[source])):
+        slot = np.uint64(blocks.sent[k])
+        change.row[slot], change.old_row[slot] = row, old_row
+        if backward:
+            row += _count(pools, state.backward[slot])
+            old_row += _count(pools, before.backward[slot])
+            if wiring.slot_kind[slot] == 1 and _differs(pools, change, state.backward, before.backward, slot, slot):
+                producer = wiring.tensor_producer[np.uint64(wiring.slot_tensor[slot])]
+                mark(change, blocks.backward_of[np.uint64(producer)])
+        else:
+            row += _count(pools, state.forward[slot])
+            old_row += _count(pools, before.forward[slot])
+            reader = wiring.slot_operator[slot]
+            leader, old = np.uint64(state.leader[slot]), np.uint64(before.leader[slot])
+            if reader != ALWAYS and _differs(pools, change, state.forward, before.forward, leader, old):
+                mark(change, blocks.forward_of[np.uint64(reader)])
+
+
+@lean
+def _count(pools: Pools, template: Any) -> Any:
+    """How many communications a reshard has."""
+    t = np.uint64(template)
+    return np.uint32(pools.reshard_last[t] - pools.reshard_first[t])
+
+
+@lean
+def _differs(pools: Pools, change: Change, now: U32, before: U32, leader: Any, old: Any) -> Any:
+    """Whether what the edge ``leader`` delivers now is another reshard, or has other numbers, than that of ``old``."""
+    some, had = _count(pools, now[leader]) > 0, _count(pools, before[old]) > 0
+    if not some or not had:
+        return some or had
+    return now[leader] != before[old] or change.row[leader] != change.old_row[old]
 
 
 @lean
@@ -149,12 +215,6 @@ def carry_over(source: State, target: State, change: Change) -> None:
     for k in range(ZERO, np.uint64(change.number[0])):
         i = np.uint64(change.operator[k])
         target.config[i] = source.config[i]
-    for c in range(np.uint64(change.changed.shape[0])):
-        if change.changed[c] == 1:
-            for d in range(np.uint64(source.busy.shape[0])):
-                target.stride_ticks[c, d] = source.stride_ticks[c, d]
-            for r in range(np.uint64(source.load.shape[0])):
-                target.stride_load[c, r] = source.stride_load[c, r]
     for k in range(ZERO, np.uint64(change.touched[0])):
         slot = np.uint64(change.slot[k])
         target.leader[slot] = source.leader[slot]
@@ -190,16 +250,13 @@ def _leading(program: Program, state: State, slots: U32, first: Any, k: Any, nee
 
 
 @lean
-def _charge(pools: Pools, state: State, old: Any, new: Any, block: Any) -> None:
-    """Account for a reshard that takes the place of another, sent by ``block``."""
-    of_stride = state.stride_load[np.uint64(block) // np.uint64(STRIDE)]
+def _charge(pools: Pools, state: State, old: Any, new: Any) -> None:
+    """Account for a reshard that takes the place of another."""
     for template, sign in ((old, -1), (new, 1)):
         first, last = np.uint64(pools.reshard_first[template]), np.uint64(pools.reshard_last[template])
         if first < last:  # the links of its exchanges lie one after the other
             for k in range(np.uint64(pools.link_first[first]), np.uint64(pools.link_last[last - ONE])):
-                r = np.uint64(pools.link[k])
-                state.load[r] += sign * pools.link_ticks[k]
-                of_stride[r] += sign * pools.link_ticks[k]
+                state.load[np.uint64(pools.link[k])] += sign * pools.link_ticks[k]
 
 
 @lean
@@ -209,10 +266,11 @@ def _need(wiring: Wiring, pools: Pools, state: State, slot: Any) -> Any:
     return pools.layout[np.uint64(pools.config_reads[config]) + np.uint64(wiring.slot_position[slot])]
 
 
-@inlined
+@lean
 def _wire_tensor(
-    wiring: Wiring, program: Program, pools: Pools, table: Table, state: State, before: State, change: Change, t: Any
-) -> None:
+    wiring: Wiring, blocks: BlockTable, program: Program, pools: Pools, table: Table, state: State, before: State,
+    change: Change, t: Any,
+) -> None:  # fmt: skip
     """Edges of an activation: readers that want the same layout share the first one's."""
     if change.tensor_stamp[t] == change.round[0]:
         return
@@ -222,7 +280,6 @@ def _wire_tensor(
     made = pools.layout[np.uint64(pools.config_writes[config]) + np.uint64(wiring.tensor_output[t])]
     tag = wiring.tensor_tag[t]
     first, last = np.uint64(wiring.tensor_first[t]), np.uint64(wiring.tensor_last[t])
-    moved = returned = False
     for k in range(first, last):
         slot = np.uint64(wiring.tensor_slot[k])
         _touch(change, slot)
@@ -241,11 +298,7 @@ def _wire_tensor(
                 if backward == MISSING:
                     miss(change, tag, need, made)
                     continue
-        _set(wiring, pools, state, slot, forward, backward, producer)
-        moved = moved or forward != before.forward[slot] or state.leader[slot] != before.leader[slot]
-        if backward != before.backward[slot]:
-            returned = True
-            _mark(change, wiring.backward_block[np.uint64(wiring.slot_operator[slot])])
+        _set(blocks, pools, state, before, change, slot, forward, backward)
     for k in range(np.uint64(wiring.result_first[t]), np.uint64(wiring.result_last[t])):
         slot = np.uint64(wiring.result_slot[k])
         _touch(change, slot)
@@ -258,37 +311,30 @@ def _wire_tensor(
         if forward == MISSING:
             miss(change, tag, made, need)
             continue
-        _set(wiring, pools, state, slot, forward, np.uint32(0), producer)
-        moved = moved or forward != before.forward[slot]
-    if returned:
-        _mark(change, wiring.backward_block[producer])
-    if moved:
-        change.begin[0] = min(change.begin[0], np.uint64(wiring.forward_block[producer]))
-        _mark(change, wiring.forward_block[producer])
-        for k in range(first, last):
-            _mark(change, wiring.forward_block[np.uint64(wiring.slot_operator[np.uint64(wiring.tensor_slot[k])])])
+        _set(blocks, pools, state, before, change, slot, forward, np.uint32(0))
 
 
 @lean
-def _mark(change: Change, block: Any) -> None:
-    """A block changes."""
-    change.changed[np.uint64(block) // np.uint64(STRIDE)] = 1
-
-
-@inlined
-def _set(wiring: Wiring, pools: Pools, state: State, slot: Any, forward: Any, backward: Any, producer: Any) -> None:
-    """Give an edge other reshards; ``producer``: of its tensor."""
+def _set(
+    blocks: BlockTable, pools: Pools, state: State, before: State, change: Change, slot: Any, forward: Any,
+    backward: Any,
+) -> None:  # fmt: skip
+    """Give an edge other reshards."""
     old, back = np.uint64(state.forward[slot]), np.uint64(state.backward[slot])
     if old != np.uint64(forward) or back != np.uint64(backward):
-        _charge(pools, state, old, np.uint64(forward), wiring.forward_block[producer])
+        if old != np.uint64(forward):
+            _charge(pools, state, old, np.uint64(forward))
         if back != np.uint64(backward):
-            reader = np.uint64(wiring.slot_operator[slot])
-            _charge(pools, state, back, np.uint64(backward), wiring.backward_block[reader])
+            _charge(pools, state, back, np.uint64(backward))
         state.forward[slot] = forward
         state.backward[slot] = backward
+    if forward != before.forward[slot] or state.leader[slot] != before.leader[slot]:
+        _sends(change, blocks.forward[slot])
+    if backward != before.backward[slot]:
+        _sends(change, blocks.backward[slot])
 
 
-@inlined
+@lean
 def _kept(wiring: Wiring, pools: Pools, table: Table, state: State, change: Change, buffer: Any) -> Any:
     """Layout in which a buffer is kept: where its readers want it."""
     node = find(table, HELD, buffer, ZERO)
@@ -307,10 +353,11 @@ def _kept(wiring: Wiring, pools: Pools, table: Table, state: State, change: Chan
     return layout
 
 
-@inlined
+@lean
 def _wire_weight(
-    wiring: Wiring, program: Program, pools: Pools, table: Table, state: State, before: State, change: Change, w: Any
-) -> None:
+    wiring: Wiring, blocks: BlockTable, program: Program, pools: Pools, table: Table, state: State, before: State,
+    change: Change, w: Any,
+) -> None:  # fmt: skip
     """Edges, gathering and synchronisation of a weight."""
     if change.weight_stamp[w] == change.round[0]:
         return
@@ -340,28 +387,33 @@ def _wire_weight(
         return
     p, old = np.uint64(plan), np.uint64(state.plan[w])
     at = np.uint64(pools.plan_gather[p])
-    moved = False
     for k in range(first, last):
         slot = np.uint64(program.reader[k])
         gather = np.uint32(0)
         if state.leader[slot] == slot:
             gather = pools.gather[at]
             at += ONE
-        _charge(pools, state, np.uint64(state.forward[slot]), np.uint64(gather), wiring.gather_block[w])
+        _charge(pools, state, np.uint64(state.forward[slot]), np.uint64(gather))
         state.forward[slot] = gather
-        moved = moved or gather != before.forward[slot] or state.leader[slot] != before.leader[slot]
-    if moved:
-        change.begin[0] = min(change.begin[0], np.uint64(wiring.gather_block[w]))
-        _mark(change, wiring.gather_block[w])
-        for k in range(first, last):
-            _mark(change, wiring.forward_block[np.uint64(wiring.slot_operator[np.uint64(program.reader[k])])])
+        if gather != before.forward[slot] or state.leader[slot] != before.leader[slot]:
+            _sends(change, blocks.gather_of[w])
     if p != old:
-        _mark(change, wiring.sync_block[w])
-        for k in range(np.uint64(pools.store_first[old]), np.uint64(pools.store_last[old])):
-            state.stored_bytes[np.uint64(pools.store_device[k])] -= pools.store_bytes[k]
-            state.stored_count[np.uint64(pools.store_device[k])] -= ONE
-        for k in range(np.uint64(pools.store_first[p]), np.uint64(pools.store_last[p])):
-            state.stored_bytes[np.uint64(pools.store_device[k])] += pools.store_bytes[k]
-            state.stored_count[np.uint64(pools.store_device[k])] += ONE
-        _charge(pools, state, np.uint64(pools.plan_sync[old]), np.uint64(pools.plan_sync[p]), wiring.sync_block[w])
-        state.plan[w] = plan
+        _replace(blocks, pools, state, change, w, old, p)
+
+
+@lean
+def _replace(blocks: BlockTable, pools: Pools, state: State, change: Change, w: Any, old: Any, new: Any) -> None:
+    """Give a weight another plan of storage and synchronisation."""
+    if blocks.bucket[w] != NOTHING:
+        bucket = np.uint64(blocks.bucket[w])
+        mark(change, blocks.started_by[bucket])
+        mark(change, blocks.finished_by[bucket])
+        mark(change, blocks.kind.shape[0] - 1)  # the update
+    for k in range(np.uint64(pools.store_first[old]), np.uint64(pools.store_last[old])):
+        state.stored_bytes[np.uint64(pools.store_device[k])] -= pools.store_bytes[k]
+        state.stored_count[np.uint64(pools.store_device[k])] -= ONE
+    for k in range(np.uint64(pools.store_first[new]), np.uint64(pools.store_last[new])):
+        state.stored_bytes[np.uint64(pools.store_device[k])] += pools.store_bytes[k]
+        state.stored_count[np.uint64(pools.store_device[k])] += ONE
+    _charge(pools, state, np.uint64(pools.plan_sync[old]), np.uint64(pools.plan_sync[new]))
+    state.plan[w] = new

@@ -1,0 +1,196 @@
+"""Exchanges of a bucket that go as one communication, compiled: those of equal form, devices and type of elements.
+
+The bytes of exchanges that go together add up on every link; all-reduces go around one ring. A second phase of a group
+follows the first phases that deliver to its senders.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from flexsearch.compiled import F64, ONE, U32, U64, ZERO, lean
+from flexsearch.cost.communication import drag_seconds, duration, link_seconds, ring_edge, ring_steps
+from flexsearch.lower.arrays import Pools, Program
+from flexsearch.packed import packed
+
+
+@packed
+class Groups(NamedTuple):
+    """The exchanges of a bucket, both phases. By (phase, group): ``key``, ``head`` and ``tail`` (members), ``size``;
+    ``counts``: (2,), groups of each phase. By member, those of a weight one after the other: ``exchange``, ``group``, ``next`` of its group,
+    ``second_first`` and ``second_last`` (members of the second phase of its weight). ``pair``: groups of the second
+    phase that follow those of the first, by ``pair_first`` and ``pair_last``; ``follows``: by group of the second
+    phase, how many groups it follows; ``seen``: the last one, plus 1. ``load``: by resource, bytes, then seconds;
+    ``listed``: by resource, a stamp (``listing``, (1,)); ``touched``: resources."""
+
+    key: npt.NDArray[np.uint32]
+    head: npt.NDArray[np.uint32]
+    tail: npt.NDArray[np.uint32]
+    size: npt.NDArray[np.uint32]
+    counts: U64
+    exchange: U32
+    group: U32
+    next: U32
+    second_first: U32
+    second_last: U32
+    pair: U32
+    pair_first: U32
+    pair_last: U32
+    follows: U32
+    seen: U64
+    load: F64
+    listed: U64
+    listing: U64
+    touched: U32
+
+
+@lean
+def collect(member: U32, first: Any, last: Any, pools: Pools, plan: U32, groups: Groups) -> Any:
+    """Group the exchanges of the weights ``member[first:last]``; 1 if there is no room. ``plan``: of each weight."""
+    groups.counts[:] = ZERO
+    at, room = ZERO, np.uint64(groups.exchange.shape[0])
+    for k in range(first, last):
+        t = np.uint64(pools.plan_sync[np.uint64(plan[np.uint64(member[k])])])
+        begin, middle, end = np.uint64(pools.reshard_first[t]), np.uint64(pools.reshard_middle[t]), np.uint64(
+            pools.reshard_last[t]
+        )
+        if at + end - begin > room:
+            return 1
+        second, over = at + middle - begin, at + end - begin
+        for x in range(begin, end):
+            phase = ZERO if x < middle else ONE
+            g = _group_of(groups, phase, pools.key[x])
+            if groups.size[phase, g] == 0:
+                groups.head[phase, g] = at
+            else:
+                groups.next[np.uint64(groups.tail[phase, g])] = at
+            groups.tail[phase, g] = at
+            groups.size[phase, g] += np.uint32(1)
+            groups.exchange[at], groups.group[at] = x, g
+            groups.second_first[at], groups.second_last[at] = second, over
+            at += ONE
+    return 0
+
+
+@lean
+def _group_of(groups: Groups, phase: Any, key: Any) -> Any:
+    """The group of a key, a new one if there is none."""
+    count = groups.counts[phase]
+    for g in range(count):
+        if groups.key[phase, g] == key:
+            return g
+    groups.key[phase, count] = key
+    groups.size[phase, count] = 0
+    groups.counts[phase] = count + ONE
+    return count
+
+
+@lean
+def follow(pools: Pools, groups: Groups, mark: U64, stamp: U64) -> Any:
+    """Find which groups of the second phase follow which of the first; 1 if there is no room. ``mark``: by device, a
+    ``stamp`` ((1,))."""
+    for g in range(groups.counts[1]):
+        groups.follows[g] = 0
+        groups.seen[g] = ZERO
+    pairs, room = ZERO, np.uint64(groups.pair.shape[0])
+    for g in range(groups.counts[0]):
+        groups.pair_first[g] = pairs
+        m = np.uint64(groups.head[0, g])
+        for _ in range(np.uint64(groups.size[0, g])):
+            stamp[0] += ONE
+            x = np.uint64(groups.exchange[m])
+            for k in range(np.uint64(pools.receive_first[x]), np.uint64(pools.receive_last[x])):
+                mark[np.uint64(pools.receive[k])] = stamp[0]
+            for n in range(np.uint64(groups.second_first[m]), np.uint64(groups.second_last[m])):
+                to = np.uint64(groups.group[n])
+                if groups.seen[to] != g + ONE and _reached(pools, np.uint64(groups.exchange[n]), mark, stamp[0]):
+                    if pairs == room:
+                        return 1
+                    groups.seen[to] = g + ONE
+                    groups.follows[to] += np.uint32(1)
+                    groups.pair[pairs] = to
+                    pairs += ONE
+            m = np.uint64(groups.next[m])
+        groups.pair_last[g] = pairs
+    return 0
+
+
+@lean
+def _reached(pools: Pools, x: Any, mark: U64, stamp: Any) -> Any:
+    """Whether a device with that stamp is among the senders of an exchange."""
+    for k in range(np.uint64(pools.send_first[x]), np.uint64(pools.send_last[x])):
+        if mark[np.uint64(pools.send[k])] == stamp:
+            return True
+    return False
+
+
+@lean
+def _edge(pools: Pools, groups: Groups, phase: Any, g: Any) -> Any:
+    """What a group's loads are to be multiplied with: of all-reduces, bytes over an edge of their ring."""
+    ring = np.uint64(pools.key_ring[np.uint64(groups.key[phase, g])])
+    if ring == ZERO:
+        return 1.0
+    total, m = ZERO, np.uint64(groups.head[phase, g])
+    for _ in range(np.uint64(groups.size[phase, g])):
+        total += pools.amount[np.uint64(groups.exchange[m])]
+        m = np.uint64(groups.next[m])
+    return float(ring_edge(ring, total))
+
+
+@lean
+def _add_up(
+    pools: Pools, groups: Groups, phase: Any, g: Any, first: U32, last: U32, resource: U32, load: F64
+) -> Any:
+    """What a group's exchanges bring onto resources: rows ``[first[x], last[x])`` of two columns of exchange x. Fills
+    ``load`` and lists the resources in ``touched``; returns how many there are."""
+    ring = np.uint64(pools.key_ring[np.uint64(groups.key[phase, g])])
+    m, touched = np.uint64(groups.head[phase, g]), ZERO
+    groups.listing[0] += ONE
+    for i in range(np.uint64(groups.size[phase, g])):
+        x = np.uint64(groups.exchange[m])
+        if ring == ZERO or i == ZERO:  # all-reduces of one group go around the same ring
+            for k in range(np.uint64(first[x]), np.uint64(last[x])):
+                r = np.uint64(resource[k])
+                if groups.listed[r] != groups.listing[0]:
+                    groups.listed[r] = groups.listing[0]
+                    groups.load[r] = 0.0
+                    groups.touched[touched] = r
+                    touched += ONE
+                groups.load[r] += load[k]
+        m = np.uint64(groups.next[m])
+    return touched
+
+
+@lean
+def merge(program: Program, pools: Pools, groups: Groups, phase: Any, g: Any) -> Any:
+    """How many resources a group's communication keeps busy (``touched``, with the seconds of each in ``load``), and
+    its duration (s)."""
+    key, latency, busiest = np.uint64(groups.key[phase, g]), 0.0, 0.0
+    ring, edge = np.uint64(pools.key_ring[key]), _edge(pools, groups, phase, g)
+    touched = _add_up(pools, groups, phase, g, pools.link_first, pools.link_last, pools.link, pools.link_load)
+    for j in range(touched):
+        r = np.uint64(groups.touched[j])
+        groups.load[r] = link_seconds(pools.key_factor[key], groups.load[r] * edge, program.bandwidth[r])
+        busiest = max(busiest, groups.load[r])
+    m = np.uint64(groups.head[phase, g])
+    for _ in range(np.uint64(groups.size[phase, g])):
+        latency = max(latency, pools.latency[np.uint64(groups.exchange[m])])
+        m = np.uint64(groups.next[m])
+    steps = float(ring_steps(ring)) if ring > ZERO else 1.0
+    return touched, duration(program.overhead_s[0], steps, latency, busiest)
+
+
+@lean
+def merge_drags(program: Program, pools: Pools, groups: Groups, phase: Any, g: Any) -> Any:
+    """As ``merge``: processors from which moving the bytes takes time, and how much (s)."""
+    if program.processor_s_per_byte[0] == 0.0:
+        return ZERO
+    edge = _edge(pools, groups, phase, g)
+    touched = _add_up(pools, groups, phase, g, pools.drag_first, pools.drag_last, pools.drag, pools.drag_load)
+    for j in range(touched):
+        r = np.uint64(groups.touched[j])
+        groups.load[r] = drag_seconds(program.processor_s_per_byte[0], groups.load[r] * edge)
+    return touched

@@ -1,0 +1,193 @@
+"""A plan as templates and rows, and what a change of some configs makes of it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Final
+
+import numpy as np
+import numpy.typing as npt
+
+from flexsearch.lower.arena import Arena, new_filled
+from flexsearch.lower.arrays import State
+from flexsearch.lower.bucket import collect
+from flexsearch.lower.describe import FULL, LACKING, WRITTEN, Plan, describe, drop, keep
+from flexsearch.lower.keys import RESHARD, WEIGHT
+from flexsearch.lower.lowering import Lowering
+from flexsearch.lower.program import make_block_table, make_machine, make_program, make_wiring
+from flexsearch.lower.rows import NEVER
+from flexsearch.lower.schedule import NOBODY, Stages, make_blocks, make_schedule
+from flexsearch.lower.templates import Templates
+from flexsearch.lower.view import Rows, Synchronised
+from flexsearch.lower.wiring import Change
+from flexsearch.strategy import OperatorConfig, Options
+
+Numbers = Sequence[int] | npt.NDArray[np.uint32]
+_MISSING_ROWS: Final = 4096
+
+
+class PlanRows:
+    """Rows of the plans of one graph, one cut into stages and one set of options. ``plan`` is what compiled code takes;
+    fetch it again after anything here was called."""
+
+    def __init__(self, lowering: Lowering, templates: Templates, options: Options, stages: Stages | None = None) -> None:
+        graph, topology = lowering.graph, lowering.topology
+        devices = len(topology.devices)
+        self.lowering, self.templates, self.options = lowering, templates, options
+        self.stages = stages or Stages.one(devices)
+        self.blocks = make_blocks(graph, options.bucket_bytes, options.prefetch, self.stages)
+        self.schedule = make_schedule(self.blocks, self.stages, devices)
+        self.machine = make_machine(topology, lowering.turns)
+        self.program = make_program(graph, topology, lowering.costs, options, self.stages.microbatches)
+        self.wiring = make_wiring(graph, topology, lowering)
+        self.table = make_block_table(graph, self.blocks, self.stages, devices)
+        self.arena = Arena(len(self.blocks), devices, len(topology.resources))
+        self.change = self._change()
+        self._plan: Plan
+        self.clear()
+
+    def clear(self) -> None:
+        """Forget the plan at hand."""
+        self.state, self.proposed = self.empty_state(), self.empty_state()
+        self.segment, self.new_segment = (np.zeros(len(self.blocks), np.uint32) for _ in range(2))
+        self.whole = np.ones(1, np.uint32)
+        self.arena.clear()
+        self.kept = new_filled()
+        self._plan = self._record()
+
+    @property
+    def plan(self) -> Plan:
+        """All arrays."""
+        if self._plan.pools is not self.templates.pools or self._plan.table is not self.templates.keys.table:
+            self._plan = self._record()
+        return self._plan
+
+    def _record(self) -> Plan:
+        return Plan(
+            self.program, self.table, self.wiring, self.templates.pools, self.templates.keys.table, self.state,
+            self.proposed, self.change, self.arena.draft, self.arena.segments, self.segment, self.new_segment,
+            self.kept, self.arena.filled, self.whole,
+        )  # fmt: skip
+
+    @property
+    def configs(self) -> tuple[OperatorConfig, ...]:
+        """The plan at hand."""
+        found = tuple(self.templates.configs[int(c)] for c in self.state.config)
+        return tuple(config for config in found if config is not None)
+
+    def set(self, configs: Mapping[int, OperatorConfig]) -> None:
+        """Write the rows of a whole plan, which becomes the plan at hand. All operators need a config."""
+        self.clear()
+        self.ask({i: self.templates.config(i, config) for i, config in configs.items()})
+        while (status := int(describe(self.plan, np.int64(NEVER)))) != WRITTEN:
+            self.go_on(status)
+        keep(self.plan)
+
+    def copy(self) -> Rows:
+        """The rows of the plan at hand, for those who keep them."""
+        segment = self.segment.copy()
+        return Rows(
+            self.schedule, self.machine, self.table, self.arena.copy(), segment,
+            tuple(self._together(n) for n in range(len(self.blocks.starts))),
+        )  # fmt: skip
+
+    def _together(self, n: int) -> tuple[tuple[Synchronised, ...], ...]:
+        """The communications of a SYNCHRONISE block: what goes as one."""
+        found: list[tuple[Synchronised, ...]] = []
+        for phase, bucket in ((1, self.blocks.finishes[n]), (0, self.blocks.starts[n])):
+            if bucket == NOBODY:
+                continue
+            weights, pools, groups = self.blocks.buckets[bucket], self.templates.pools, self.arena.draft.groups
+            first, last = (np.uint64(end[bucket]) for end in (self.table.member_first, self.table.member_last))
+            while collect(self.table.member, first, last, pools, self.state.plan, groups):
+                self.make_room()
+                groups = self.arena.draft.groups
+            rows: list[list[Synchronised]] = [[] for _ in range(int(groups.counts[phase]))]
+            at = 0
+            for w in weights:
+                template = pools.plan_sync[self.state.plan[w]]
+                begin, middle, end = (
+                    int(column[template]) for column in (pools.reshard_first, pools.reshard_middle, pools.reshard_last)
+                )
+                for x in range(begin, end):
+                    if (x >= middle) == phase:
+                        rows[groups.group[at]].append(Synchronised(w, phase, x - (middle if phase else begin)))
+                    at += 1
+            found += map(tuple, rows)
+        return tuple(found)
+
+    def ask(self, numbers: Mapping[int, int]) -> None:
+        """Propose other configs, given by number."""
+        count = self.change.number[0] = len(numbers)
+        self.change.operator[:count], self.change.config[:count] = list(numbers), list(numbers.values())
+
+    def go_on(self, status: int) -> bool:
+        """Drop a proposal for which templates were LACKING or the arena was FULL, and help: it can be described again
+        then. Returns whether segments have other numbers now."""
+        if status == LACKING:
+            self._fill()
+            return False
+        assert status == FULL
+        drop(self.plan)
+        self.make_room()
+        return True
+
+    def make_room(self) -> None:
+        """Give the segments of the plan at hand other numbers, and forget all others. There must be no proposal."""
+        self.arena.make_room(*([] if self.whole[0] else [self.segment]))
+        self.new_segment[:] = self.segment
+        self.kept = new_filled()
+        for kept, filled in zip(self.kept, self.arena.filled, strict=True):
+            kept[:] = filled
+        self._plan = self._record()
+
+    def _fill(self) -> None:
+        """Add the templates that were missing, and undo the proposal."""
+        for kind, a, b in {tuple(row) for row in self.change.missing[: int(self.change.lacking[0])].tolist()}:
+            if RESHARD <= kind < WEIGHT:
+                self.templates.add(kind, a, b)
+            elif kind == WEIGHT:
+                slots = self.program.reader[self.program.reader_first[a] : self.program.reader_last[a]]
+                wanted = 2 * self._needs(slots) + self.program.flows[slots]
+                needs = [(x // 2, bool(x % 2)) for x in dict.fromkeys(wanted.tolist())]
+                self.templates.weight(a, needs, bool(b))
+            else:
+                slots = self.wiring.buffer_slot[self.wiring.buffer_first[a] : self.wiring.buffer_last[a]]
+                self.templates.kept(a, self._needs(slots).tolist())
+        drop(self.plan)
+
+    def _needs(self, slots: npt.NDArray[np.uint32]) -> npt.NDArray[np.int64]:
+        """Layouts that readers of the proposal want."""
+        pools, config = self.templates.pools, self.proposed.config[self.wiring.slot_operator[slots]]
+        wanted = pools.layout[pools.config_reads[config] + self.wiring.slot_position[slots]]
+        layouts: npt.NDArray[np.int64] = wanted.astype(np.int64)
+        return layouts
+
+    def _change(self) -> Change:
+        operators, weights = len(self.lowering.graph.operators), len(self.table.gather_of)
+        slots, tensors, blocks = len(self.wiring.slot_operator), len(self.wiring.tensor_producer), len(self.blocks)
+        return Change(
+            operator=_numbers(operators), config=_numbers(operators), number=_counts(1), slot=_numbers(slots),
+            weight=_numbers(weights), touched=_counts(2), tensor_stamp=_counts(tensors), weight_stamp=_counts(weights),
+            block_stamp=_counts(blocks), source_stamp=_counts(blocks), round=_counts(1),
+            missing=_counts(_MISSING_ROWS, 3), lacking=_counts(1), block=_numbers(blocks), blocks=_counts(1),
+            source=_numbers(blocks), sources=_counts(1), row=_numbers(slots), old_row=_numbers(slots),
+        )  # fmt: skip
+
+    def empty_state(self) -> State:
+        """No plan: template 0 everywhere, which is none."""
+        slots, devices = len(self.wiring.slot_operator), len(self.lowering.topology.devices)
+        return State(
+            config=_numbers(len(self.lowering.graph.operators)), leader=np.arange(slots, dtype=np.uint32),
+            need=_numbers(slots), forward=_numbers(slots), backward=_numbers(slots),
+            plan=_numbers(len(self.table.gather_of)), stored_bytes=_counts(devices), stored_count=_counts(devices),
+            busy=np.zeros(devices, np.int64), load=np.zeros(len(self.lowering.topology.resources), np.int64),
+        )  # fmt: skip
+
+
+def _numbers(*size: int) -> npt.NDArray[np.uint32]:
+    return np.zeros(size, np.uint32)
+
+
+def _counts(*size: int) -> npt.NDArray[np.uint64]:
+    return np.zeros(size, np.uint64)

@@ -1,0 +1,199 @@
+"""The engine: how long a plan takes, from its rows, and how much longer or shorter with other segments for some blocks.
+
+>>> engine = Engine(schedule, machine)
+>>> ticks = engine.run(segments, segment_of_block)
+>>> ticks = engine.propose(segments, segment_of_block, changed_blocks, limit)     # LATE: above the limit
+>>> engine.accept()                                                             # or reject()
+
+What happens when is defined by ``tests/engine_oracle.py``; the engine gives the same ticks. Compiled code calls
+``engine_delta.propose``, ``accept`` and ``reject`` with ``Engine.state``.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from flexsearch.compiled import I64, U32, U64
+from flexsearch.errors import FlexsearchError
+from flexsearch.lower.rows import BACKWARD, COMPUTE, FORWARD, GATHER, SYNCHRONISE, Machine, Schedule, Segments
+from flexsearch.simulate.engine_delta import LATE, accept, keep, propose, reject, simulate
+from flexsearch.simulate.engine_run import MICROBATCH, NUMBER, block_of
+from flexsearch.simulate.engine_state import DEADLOCK, MALFORMED, ROOM, WAITING, Record, State, make_state
+
+__all__ = ["LATE", "Engine", "Times"]
+
+_KINDS = {GATHER: "gather", FORWARD: "forward", BACKWARD: "backward", SYNCHRONISE: "synchronisation"}
+
+
+@dataclass(frozen=True)
+class Times:
+    """Start and end (ticks) of every row: by microbatch, and by place. Number n of block b has the place
+    ``computation_first[b] + n`` or ``communication_first[b] + n``. -1: it did not happen."""
+
+    computation_first: U64
+    communication_first: U64
+    computation_start: I64
+    computation_end: I64
+    communication_start: I64
+    communication_end: I64
+
+
+class Engine:
+    """Times plans that have the same schedule and machine.
+
+    ``room``: how many communications there is room for to be pending at the same time, at first; it grows. ``fold``:
+    whether periods of microbatches are jumped over; the times are the same.
+    """
+
+    def __init__(self, schedule: Schedule, machine: Machine, room: int = 1024, fold: bool = True) -> None:
+        self.schedule, self.machine, self._room, self._fold = schedule, machine, room, fold
+        self._reference, self._whole = 0, False
+        self.state: State = self._make(np.ones(len(schedule.kind), np.uint64))
+
+    def run(self, segments: Segments, segment_of_block: U32, limit: int = LATE) -> int:
+        """Makespan (ticks) of a plan, which becomes the plan at hand; LATE if it is certainly above ``limit`` (ticks),
+        and then there is none. Raises FlexsearchError where devices wait for what nothing starts."""
+        self._whole = False
+        while True:
+            ticks = int(simulate(self.state, segments, segment_of_block, np.int64(limit)))
+            if ticks != -ROOM:
+                self._check(ticks)
+                return ticks
+            self._grow(segments, segment_of_block)
+
+    def propose(self, segments: Segments, segment_of_block: U32, changed: U32, limit: int = LATE) -> int:
+        """Makespan (ticks) of the plan at hand with the segments that the ``changed`` blocks have in
+        ``segment_of_block``; LATE if it is above ``limit`` (ticks). ``accept`` or ``reject`` it."""
+        self.keep(segments)
+        while True:
+            ticks = int(
+                propose(self.state, segments, segment_of_block, changed, np.uint64(len(changed)), np.int64(limit))
+            )
+            if ticks != -ROOM:
+                self._check(ticks)
+                return ticks
+            at_hand = self.state.kept.segment.copy()
+            self._grow(segments, segment_of_block)
+            self.run(segments, at_hand)
+            self.keep(segments)
+
+    def keep(self, segments: Segments) -> None:
+        """Make ready for proposals. ``propose`` does so where it must; compiled code that calls it cannot."""
+        if self._whole:
+            return
+        while (ticks := int(keep(self.state, segments))) == -ROOM:
+            at_hand = self.state.kept.segment.copy()
+            self._grow(segments, at_hand)
+            self.run(segments, at_hand)
+        self._check(ticks)
+        self._whole = True
+
+    def make_room(self, segments: Segments, at_hand: U32, proposed: U32, ticks: int) -> None:
+        """Make possible what compiled code proposed in vain: ``engine_delta.propose`` returned ``ticks``, which is
+        negative, for ``proposed``. Raises FlexsearchError where devices wait for what nothing starts."""
+        self._check(ticks)
+        self._grow(segments, proposed)
+        self.run(segments, at_hand)
+        self.keep(segments)
+
+    def accept(self) -> None:
+        """Make the last proposal the plan at hand. It must not have been LATE."""
+        accept(self.state)
+
+    def reject(self) -> None:
+        """Leave the plan at hand as it is."""
+        reject(self.state)
+
+    def renumber(self, segment_of_block: U32) -> None:
+        """The segments of the plan at hand have other numbers now, and are the same."""
+        self.reject()
+        self.state.kept.segment[:] = segment_of_block
+        self.state.segment[:] = segment_of_block
+
+    @property
+    def makespan(self) -> int:
+        """Of the plan at hand, ticks."""
+        return int(self.state.kept.makespan[0])
+
+    def times(self, segments: Segments, segment_of_block: U32) -> Times:
+        """Start and end of every row of a plan. It costs a whole run, and leaves the plan at hand alone."""
+        communications = _communications(segments, segment_of_block)
+        computations = _computations(segments, segment_of_block, len(self.schedule.group))
+        microbatches, room = int(self.schedule.microbatches[0]), self._room
+        record = _record(microbatches, computations, communications)
+        while True:
+            state = make_state(self.schedule, self.machine, communications, room, 0, False)._replace(record=record)
+            ticks = int(simulate(state, segments, segment_of_block, np.int64(LATE)))
+            if ticks != -ROOM:
+                break
+            room *= 2
+        self._check(ticks, state)
+        return Times(
+            record.computation_first, state.first,
+            *(column.reshape(microbatches, -1) for column in (record.begin, record.finish, record.start, record.end)),
+        )  # fmt: skip
+
+    def _make(self, capacity: U64) -> State:
+        self._whole = False
+        return make_state(self.schedule, self.machine, capacity, self._room, self._reference, self._fold)
+
+    def _grow(self, segments: Segments, segment_of_block: U32) -> None:
+        """Make room for a plan: for its communications, or if there is enough, for more that are pending."""
+        rows = _communications(segments, segment_of_block)
+        if (rows <= self.state.capacity).all():
+            self._room *= 2
+        capacity = np.maximum(self.state.capacity, np.where(rows > self.state.capacity, 2 * rows, rows))
+        self._reference = int(np.argmax(self.state.kept.new_compute))
+        self.state = self._make(capacity.astype(np.uint64))
+
+    def _check(self, ticks: int, state: State | None = None) -> None:
+        """Raise FlexsearchError if a run could not go on."""
+        state = state or self.state
+        if ticks == -MALFORMED:
+            raise FlexsearchError(
+                "a communication is issued more often than it says",
+                "This is an error in flexsearch; please report it with the command that you used.",
+            )
+        if ticks == -DEADLOCK:
+            d = int(np.flatnonzero(state.devices.status == WAITING)[0])
+            raise FlexsearchError(
+                f"device {d} waits forever for {_name(self.schedule, int(state.devices.awaited[d]))}",
+                "Give the devices an order of actions in which each can be reached.",
+            )
+
+
+def _name(schedule: Schedule, identity: int) -> str:
+    """A communication in words."""
+    block, microbatch = int(block_of(np.uint64(identity))), identity >> int(MICROBATCH)
+    kind = _KINDS.get(int(schedule.kind[block]), "update")
+    number = identity & int(NUMBER)
+    return f"communication {number} of block {block} ({kind} {schedule.argument[block]}) for microbatch {microbatch}"
+
+
+def _communications(segments: Segments, segment_of_block: U32) -> U64:
+    """How many communications each block has."""
+    first, last = segments.communication_first[segment_of_block], segments.communication_last[segment_of_block]
+    return (last - first).astype(np.uint64)
+
+
+def _computations(segments: Segments, segment_of_block: U32, devices: int) -> U64:
+    """One more than the largest number of a computation, by block."""
+    tables = segments.device_steps[segment_of_block].astype(np.int64)
+    counts = np.zeros(len(tables), np.uint64)
+    for block, (first, last) in enumerate(zip(segments.step_first[tables], segments.step_first[tables + devices], strict=True)):
+        rows = segments.step_row[first:last][segments.step_kind[first:last] == COMPUTE]
+        counts[block] = rows.max() + 1 if len(rows) else 0
+    return counts
+
+
+def _record(microbatches: int, computations: U64, communications: U64) -> Record:
+    """Room for start and end of every row."""
+    rows = [microbatches * int(counts.sum()) for counts in (communications, communications, computations, computations)]
+    start, end, begin, finish = (np.full(count, -1, np.int64) for count in rows)
+    return Record(
+        computation_first=(np.cumsum(computations) - computations).astype(np.uint64),
+        computations=np.array([computations.sum()], np.uint64),
+        start=start, end=end, begin=begin, finish=finish, enabled=np.ones(1, np.uint8),
+    )  # fmt: skip

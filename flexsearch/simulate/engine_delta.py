@@ -1,0 +1,354 @@
+"""Whole runs and proposals, compiled.
+
+A proposal changes the segments of some blocks. It goes on from the last snapshot of the plan at hand before anything of
+them happens. At later horizons (those of the plan at hand, shifted as the reference device is) the state is compared with
+the snapshot there: if it is the same, all windows up to the next one in which something of a changed block happens go
+as they did. A proposal writes only what is its own; ``accept`` makes that the plan at hand.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Final
+
+import numpy as np
+
+from flexsearch.compiled import ONE, U32, ZERO, lean
+from flexsearch.lower.rows import COMPUTE, NEVER, Segments
+from flexsearch.simulate.engine_fold import consider_fold, start_fold
+from flexsearch.simulate.engine_run import enter, is_late, is_over, run_to
+from flexsearch.simulate.engine_state import DONE, ROOM, RUNNING, WINDOWS, State
+from flexsearch.simulate.snapshots import copy, forget_pending, is_same, load, save
+
+LATE: Final = NEVER
+"""In the place of a makespan: it is certain that it is above the limit."""
+_WINDOWS: Any = np.uint64(WINDOWS)
+_NOTHING: Final = -(2**62)
+"""Latest end in a window in which nothing ends."""
+
+
+# ---- what there is to do
+
+
+@lean
+def _add_work(state: State, segments: Segments, block: Any, segment: Any, sign: Any) -> None:
+    """Add (or take away) the work in a segment: ticks of computing by device, ticks of carrying by resource."""
+    kept, contended = state.kept, state.machine.contended[0]
+    table, most = np.uint64(segments.device_steps[segment]), np.uint32(0)
+    for d in range(np.uint64(state.devices.clock.shape[0])):
+        runs = state.runs[np.uint64(state.schedule.group[d]), block]
+        most = max(most, runs)
+        ticks = np.int64(0)
+        for step in range(np.uint64(segments.step_first[table + d]), np.uint64(segments.step_first[table + d + ONE])):
+            if segments.step_kind[step] == COMPUTE:
+                ticks += segments.step_ticks[step]
+        ticks *= sign * np.int64(runs)
+        kept.new_compute[d] += ticks
+        if contended:
+            kept.new_carry[np.uint64(state.machine.processor[d])] += ticks
+    times = sign * np.int64(most)
+    first, last = np.uint64(segments.communication_first[segment]), np.uint64(segments.communication_last[segment])
+    for row in range(first, last):
+        for k in range(np.uint64(segments.link_first[row]), np.uint64(segments.link_last[row])):
+            ticks = min(segments.link_ticks[k], segments.communication_ticks[row])
+            kept.new_carry[np.uint64(segments.link[k])] += times * ticks
+
+
+@lean
+def _has_room(state: State, segments: Segments, block: Any, segment: Any) -> Any:
+    rows = np.uint64(segments.communication_last[segment]) - np.uint64(segments.communication_first[segment])
+    return rows <= state.capacity[block]
+
+
+# ---- whole runs
+
+
+@lean
+def _begin(state: State) -> None:
+    """All devices before their first block at tick 0."""
+    state.run[0] += np.uint32(1)
+    state.pending_count[0] = state.queue.size[0] = state.logged[0] = state.window[0] = ZERO
+    state.kept.visits[0], state.kept.taken[0] = ZERO, ZERO
+    state.now[0] = state.latest[0] = state.shift[0] = 0
+    state.trouble[0], state.fold.jumped[0] = 0, 0
+    state.free[:] = 0
+    state.computed[:] = 0
+    state.carried[:] = 0
+    state.kept.new_touched[:] = 0
+    start_fold(state)
+    for d in range(np.uint64(state.devices.clock.shape[0])):
+        state.devices.clock[d], state.devices.status[d] = 0, RUNNING
+        group = np.uint64(state.schedule.group[d])
+        action = np.uint64(state.schedule.action_first[group])
+        if action < np.uint64(state.schedule.action_last[group]):
+            enter(state, d, action, np.uint64(state.schedule.block_first[action]))
+        else:
+            state.devices.status[d] = DONE
+
+
+@lean
+def simulate(state: State, segments: Segments, segment_of_block: U32, limit: Any) -> Any:
+    """Run a plan from the beginning. Returns its makespan (ticks), LATE, or minus what the trouble is. Nothing is kept
+    of it, and nothing of the plan before it."""
+    kept = state.kept
+    kept.new_compute[:] = 0
+    kept.new_carry[:] = 0
+    kept.visit_window[:] = 0
+    kept.changes[0] = ZERO
+    for block in range(np.uint64(segment_of_block.shape[0])):
+        segment = np.uint64(segment_of_block[block])
+        if not _has_room(state, segments, block, segment):
+            return -ROOM
+        state.segment[block] = kept.segment[block] = segment
+        _add_work(state, segments, block, segment, 1)
+    _begin(state)
+    chunk = np.int64(1)
+    for d in range(np.uint64(kept.new_compute.shape[0])):
+        chunk = max(chunk, kept.new_compute[d] // WINDOWS)
+    copy(kept.total_compute, kept.new_compute)
+    copy(kept.total_carry, kept.new_carry)
+    result = _run_window(state, segments, NEVER, chunk, limit)
+    if result == 0:
+        kept.makespan[0] = result = state.latest[0]
+    return result
+
+
+@lean
+def keep(state: State, segments: Segments) -> Any:
+    """Run the plan that was simulated last once more, and keep its snapshots. Returns as ``simulate``."""
+    kept = state.kept
+    width = (kept.makespan[0] - state.fold.jumped[0]) // WINDOWS + 1
+    for k in range(_WINDOWS + ONE):
+        kept.horizon[k] = width * np.int64(k)
+    kept.chunk[0] = max(1, width // 2)
+    kept.visit_window[:] = 0
+    kept.window[:] = 0
+    kept.touched[:] = 0
+    kept.new_snapshot[:] = 0
+    _begin(state)
+    result = _go_through(state, segments, ZERO, (ONE << _WINDOWS) - ONE, True, NEVER)
+    if result == kept.makespan[0]:
+        accept(state)
+    return result
+
+
+@lean
+def _run_window(state: State, segments: Segments, end: Any, chunk: Any, limit: Any) -> Any:
+    """Run until a tick of the plan at hand, shifted as the reference device is; NEVER: until all is done. Returns 0,
+    LATE, or minus what the trouble is."""
+    while True:
+        until = np.int64(NEVER)
+        if end != NEVER:
+            until = max(state.now[0], end + state.shift[0])
+        if state.now[0] >= until:
+            return np.int64(0)
+        stop = min(until, state.now[0] + chunk)
+        if state.fold.enabled[0]:
+            stop = min(stop, state.fold.due[0])
+        run_to(state, segments, stop)
+        if state.trouble[0] > 0:
+            return -np.int64(state.trouble[0])
+        if limit < LATE and is_late(state, limit):
+            return np.int64(LATE)
+        over = is_over(state)
+        if state.trouble[0] > 0:
+            return -np.int64(state.trouble[0])
+        if over and end == NEVER:
+            return np.int64(0)
+        if over:
+            chunk, state.fold.due[0] = until, NEVER
+        else:
+            state.shift[0] += consider_fold(state)
+        chunk += chunk >> 4
+
+
+# ---- windows
+
+
+@lean
+def _go_through(
+    state: State, segments: Segments, first: Any, forbidden: Any, starts: Any, limit: Any
+) -> Any:
+    """Go through the windows from ``first`` on; those that are ``forbidden`` (bits) must be run. ``starts``: the run
+    begins here, with nothing kept. Returns the makespan (ticks), LATE, or minus what the trouble is."""
+    kept, results = state.kept, state.snapshots
+    k, is_kept = first, not starts
+    kept.new_makespan[0] = 0
+    for j in range(first):
+        kept.new_horizon[j] = kept.horizon[j]
+        kept.new_makespan[0] = max(kept.new_makespan[0], kept.horizon[j] + results.latest[kept.work[j], j])
+    while k < _WINDOWS:
+        state.window[0], kept.new_horizon[k] = k, state.now[0]
+        if not is_kept:
+            if (forbidden >> k) & ONE == ZERO and is_same(state, np.uint64(kept.snapshot[k]), k, ZERO):
+                k = _take_over(state, k, forbidden)
+                is_kept = True
+                if kept.new_makespan[0] > limit:
+                    return np.int64(LATE)
+                continue
+            save(state, ONE - np.uint64(kept.snapshot[k]), k)
+            kept.new_snapshot[k] = 1
+        result = _run_and_note(state, segments, k, limit)
+        if result != 0:
+            return result
+        is_kept = False
+        k += ONE
+    return kept.new_makespan[0] if kept.new_makespan[0] <= limit else np.int64(LATE)
+
+
+@lean
+def _run_and_note(state: State, segments: Segments, k: Any, limit: Any) -> Any:
+    """Run window ``k`` and note what was done in it. Returns as ``_run_window``."""
+    kept, results, v = state.kept, state.snapshots, ONE - np.uint64(state.kept.work[k])
+    copy(results.computed[v, k], state.computed)
+    copy(results.carried[v, k], state.carried)
+    state.latest[0] = 0
+    kept.log_first[k] = state.logged[0]
+    end = kept.horizon[k + ONE] if k + ONE < _WINDOWS else np.int64(NEVER)
+    result = _run_window(state, segments, end, kept.chunk[0], limit)
+    if result != 0:
+        return result
+    kept.log_last[k] = state.logged[0]
+    for d in range(np.uint64(state.computed.shape[0])):
+        results.computed[v, k, d] = state.computed[d] - results.computed[v, k, d]
+    for r in range(np.uint64(state.carried.shape[0])):
+        results.carried[v, k, r] = state.carried[r] - results.carried[v, k, r]
+    results.latest[v, k] = _NOTHING
+    if state.latest[0] > 0:
+        results.latest[v, k] = state.latest[0] - kept.new_horizon[k]
+        kept.new_makespan[0] = max(kept.new_makespan[0], state.latest[0])
+    return result
+
+
+@lean
+def _take_over(state: State, k: Any, forbidden: Any) -> Any:
+    """The state is that of snapshot ``k``: go on from the snapshot at the start of the next window that must be run.
+    Returns its number."""
+    kept, results = state.kept, state.snapshots
+    shift = state.now[0] - kept.horizon[k]
+    while k < _WINDOWS and (forbidden >> k) & ONE == ZERO:
+        _add_done(state, k)
+        kept.taken[0] |= ONE << k
+        latest = kept.horizon[k] + shift + results.latest[kept.work[k], k]
+        kept.new_makespan[0] = max(kept.new_makespan[0], latest)
+        k += ONE
+        kept.new_horizon[k] = kept.horizon[k] + shift
+    state.now[0], state.shift[0] = kept.new_horizon[k], shift
+    start_fold(state)
+    if k < _WINDOWS:
+        load(state, np.uint64(kept.snapshot[k]), k)
+    else:
+        forget_pending(state)
+    return k
+
+
+@lean
+def _add_done(state: State, k: Any) -> None:
+    """Add the work that the plan at hand does in window ``k``."""
+    v = np.uint64(state.kept.work[k])
+    for d in range(np.uint64(state.computed.shape[0])):
+        state.computed[d] += state.snapshots.computed[v, k, d]
+    for r in range(np.uint64(state.carried.shape[0])):
+        state.carried[r] += state.snapshots.carried[v, k, r]
+
+
+# ---- proposals
+
+
+@lean
+def propose(state: State, segments: Segments, segment_of_block: U32, changed: U32, count: Any, limit: Any) -> Any:
+    """Time the plan at hand with other segments for some of the first ``count`` blocks in ``changed``. Returns its
+    makespan (ticks), LATE if that is above ``limit``, or minus what the trouble is. ``accept`` or ``reject`` it; another
+    proposal rejects it, too."""
+    kept = state.kept
+    reject(state)
+    copy(kept.new_compute, kept.total_compute)
+    copy(kept.new_carry, kept.total_carry)
+    forbidden = ZERO
+    for j in range(np.uint64(count)):
+        block = np.uint64(changed[j])
+        segment = np.uint64(segment_of_block[block])
+        if segment == np.uint64(state.segment[block]):
+            continue
+        if not _has_room(state, segments, block, segment):
+            return np.int64(-ROOM)
+        kept.changed[kept.changes[0]] = block
+        kept.changes[0] += ONE
+        _add_work(state, segments, block, np.uint64(kept.segment[block]), -1)
+        _add_work(state, segments, block, segment, 1)
+        state.segment[block] = segment
+        forbidden |= kept.touched[block]
+    first = ZERO
+    while first < _WINDOWS and (forbidden >> first) & ONE == ZERO:
+        first += ONE
+    _go_back(state, first)
+    if first == _WINDOWS:
+        return kept.makespan[0] if kept.makespan[0] <= limit else np.int64(LATE)
+    if limit < LATE and is_late(state, limit):
+        return np.int64(LATE)
+    return _go_through(state, segments, first, forbidden, False, limit)
+
+
+@lean
+def _go_back(state: State, first: Any) -> None:
+    """To the snapshot at the start of a window; the number of windows: to the end."""
+    kept = state.kept
+    state.run[0] += np.uint32(1)
+    state.pending_count[0] = state.queue.size[0] = state.logged[0] = ZERO
+    state.trouble[0] = 0
+    state.latest[0] = state.shift[0] = 0
+    state.computed[:] = 0
+    state.carried[:] = 0
+    kept.new_touched[:] = 0
+    kept.new_snapshot[:] = 0
+    kept.visits[0] = ZERO
+    kept.taken[0] = (ONE << first) - ONE
+    for k in range(first):
+        _add_done(state, k)
+    start_fold(state)
+    if first == _WINDOWS:
+        copy(kept.new_horizon, kept.horizon)
+        kept.new_makespan[0] = kept.makespan[0]
+        return
+    state.now[0] = kept.horizon[first]
+    load(state, np.uint64(kept.snapshot[first]), first)
+
+
+@lean
+def reject(state: State) -> None:
+    """Leave the plan at hand as it is."""
+    kept = state.kept
+    for j in range(kept.changes[0]):
+        block = np.uint64(kept.changed[j])
+        state.segment[block] = kept.segment[block]
+    kept.changes[0] = ZERO
+
+
+@lean
+def accept(state: State) -> None:
+    """Make the last proposal the plan at hand. Its makespan must have been returned."""
+    kept = state.kept
+    for j in range(kept.changes[0]):
+        block = np.uint64(kept.changed[j])
+        kept.segment[block] = state.segment[block]
+        for m in range(np.uint64(state.schedule.microbatches[0])):
+            first = m * state.places[0] + state.first[block]
+            for place in range(first, first + state.capacity[block]):
+                kept.window[place] = 0
+    kept.changes[0] = ZERO
+    for block in range(np.uint64(kept.touched.shape[0])):
+        kept.touched[block] = (kept.touched[block] & kept.taken[0]) | kept.new_touched[block]
+    for k in range(_WINDOWS):
+        if (kept.taken[0] >> k) & ONE == ZERO:
+            kept.work[k] ^= np.uint8(1)
+            for j in range(kept.log_first[k], kept.log_last[k]):
+                kept.window[np.uint64(kept.log[j])] = k + ONE
+        if kept.new_snapshot[k]:
+            kept.snapshot[k] ^= np.uint8(1)
+    copy(kept.horizon, kept.new_horizon)
+    for j in range(kept.visits[0]):
+        visit = np.uint64(kept.visited[j])
+        kept.visit_window[visit] = kept.new_window[visit]
+        kept.visit_tick[visit] = kept.new_tick[visit] - kept.horizon[np.uint64(kept.new_window[visit]) - ONE]
+    copy(kept.total_compute, kept.new_compute)
+    copy(kept.total_carry, kept.new_carry)
+    kept.makespan[0] = kept.new_makespan[0]

@@ -1,0 +1,434 @@
+"""The engine's event loop, compiled: devices run their steps, what they issue is served in the order in which it is
+ready. Its definition is ``tests/engine_oracle.py``.
+
+Only communications (and computations of contended processors) are events. A device that does not wait runs until the
+horizon; whatever it issues behind it is ready behind it, so all that is ready before the horizon can be served.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from flexsearch.compiled import ONE, TWO, ZERO, lean
+from flexsearch.lower.rows import COMPUTE, WAIT, Segments
+from flexsearch.simulate.engine_state import (
+    COMPUTING,
+    DEADLOCK,
+    DONE,
+    ENDED,
+    MALFORMED,
+    ROOM,
+    RUNNING,
+    WAITING,
+    State,
+)
+
+MICROBATCH, BLOCK = np.uint64(48), np.uint64(25)
+"""First bits of a microbatch and of a block in the identity of a row; below stand a flag and the number."""
+COMMUNICATION: Any = np.uint64(1 << 24)
+_BLOCKS: Any = np.uint64((1 << 23) - 1)
+NUMBER: Any = np.uint64((1 << 24) - 1)
+
+
+@lean
+def identity_of(state: State, microbatch: Any, block: Any, flag: Any, number: Any) -> Any:
+    """Identity of a row: blocks that run once belong to microbatch 0."""
+    if state.schedule.once[block]:
+        microbatch = ZERO
+    return (microbatch << MICROBATCH) | (block << BLOCK) | flag | number
+
+
+@lean
+def block_of(identity: Any) -> Any:
+    """The block of a row."""
+    return (identity >> BLOCK) & _BLOCKS
+
+
+@lean
+def place_of(state: State, identity: Any) -> Any:
+    """Place of a communication in the tables."""
+    return (identity >> MICROBATCH) * state.places[0] + state.first[block_of(identity)] + (identity & NUMBER)
+
+
+# ---- the queue
+
+
+@lean
+def push(state: State, ready: Any, identity: Any, item: Any) -> None:
+    """Add a row to the queue."""
+    queue = state.queue
+    at = queue.size[0]
+    if at == np.uint64(queue.item.shape[0]):
+        state.trouble[0] = ROOM
+        return
+    queue.size[0] = at + ONE
+    while at > ZERO:
+        above = (at - ONE) >> ONE
+        if queue.ready[above] < ready or (queue.ready[above] == ready and queue.identity[above] < identity):
+            break
+        queue.ready[at], queue.identity[at] = queue.ready[above], queue.identity[above]
+        queue.item[at] = queue.item[above]
+        at = above
+    queue.ready[at], queue.identity[at], queue.item[at] = ready, identity, item
+
+
+@lean
+def _drop_first(state: State) -> None:
+    """Take the first row out of the queue."""
+    queue = state.queue
+    size = queue.size[0] - ONE
+    queue.size[0] = size
+    ready, identity, item = queue.ready[size], queue.identity[size], queue.item[size]
+    at = ZERO
+    while True:
+        below = at * TWO + ONE
+        if below >= size:
+            break
+        right = below + ONE
+        if right < size and (
+            queue.ready[right] < queue.ready[below]
+            or (queue.ready[right] == queue.ready[below] and queue.identity[right] < queue.identity[below])
+        ):
+            below = right
+        if ready < queue.ready[below] or (ready == queue.ready[below] and identity < queue.identity[below]):
+            break
+        queue.ready[at], queue.identity[at] = queue.ready[below], queue.identity[below]
+        queue.item[at] = queue.item[below]
+        at = below
+    queue.ready[at], queue.identity[at], queue.item[at] = ready, identity, item
+
+
+# ---- devices
+
+
+@lean
+def enter(state: State, d: Any, action: Any, block: Any) -> Any:
+    """Put a device before the first block that it runs, from ``block`` of ``action`` on; False if there is none."""
+    schedule = state.schedule
+    last = np.uint64(schedule.action_last[np.uint64(schedule.group[d])])
+    final = np.uint64(schedule.microbatches[0]) - ONE
+    while action < last:
+        microbatch = np.uint64(schedule.microbatch[action])
+        while block < np.uint64(schedule.block_last[action]):
+            if schedule.last[block]:
+                runs = microbatch == final
+            else:
+                runs = microbatch == ZERO or schedule.once[block] == 0
+            if runs:
+                state.devices.action[d], state.devices.block[d], state.devices.step[d] = action, block, ZERO
+                state.kept.new_touched[block] |= ONE << state.window[0]
+                if d == state.reference[0]:
+                    _visit(state, action, block)
+                return True
+            block += ONE
+        action += ONE
+        if action < last:
+            block = np.uint64(schedule.block_first[action])
+    state.devices.action[d], state.devices.block[d], state.devices.step[d] = action, ZERO, ZERO
+    state.devices.status[d] = DONE
+    return False
+
+
+@lean
+def _visit(state: State, action: Any, block: Any) -> None:
+    """Note when the reference device begins a block, and how much later that is than in the plan at hand."""
+    kept, clock = state.kept, state.devices.clock[state.reference[0]]
+    visit = kept.visit_first[action] + block - np.uint64(state.schedule.block_first[action])
+    if kept.visits[0] < np.uint64(kept.visited.shape[0]):
+        kept.visited[kept.visits[0]] = visit
+        kept.visits[0] += ONE
+    kept.new_window[visit], kept.new_tick[visit] = state.window[0] + ONE, clock
+    if kept.visit_window[visit] > 0:
+        known = kept.horizon[np.uint64(kept.visit_window[visit]) - ONE] + kept.visit_tick[visit]
+        state.shift[0] = clock - known
+    if action != state.fold.current[0]:
+        state.fold.current[0] = action
+        state.fold.begun[action] = clock
+
+
+@lean
+def advance(state: State, segments: Segments, d: Any, horizon: Any) -> None:
+    """Run a device that can run until its clock reaches the horizon, or it has to wait."""
+    devices = state.devices
+    clock = devices.clock[d]
+    if clock >= horizon:
+        return
+    state.kept.new_touched[np.uint64(devices.block[d])] |= ONE << state.window[0]
+    while True:
+        action, block = np.uint64(devices.action[d]), np.uint64(devices.block[d])
+        microbatch = np.uint64(state.schedule.microbatch[action])
+        table = np.uint64(segments.device_steps[np.uint64(state.segment[block])]) + d
+        first, last = np.uint64(segments.step_first[table]), np.uint64(segments.step_first[table + ONE])
+        step = first + np.uint64(devices.step[d])
+        while step < last and clock < horizon:
+            kind = segments.step_kind[step]
+            if kind == COMPUTE:
+                if state.machine.contended[0] or state.record.enabled[0]:
+                    clock = _compute(state, segments, d, clock, step, microbatch)
+                    if devices.status[d] != RUNNING:
+                        break
+                else:
+                    clock += segments.step_ticks[step]
+                    state.computed[d] += segments.step_ticks[step]
+            else:
+                identity = identity_of(
+                    state, microbatch, np.uint64(segments.step_block[step]), COMMUNICATION,
+                    np.uint64(segments.step_row[step]),
+                )  # fmt: skip
+                if kind == WAIT:
+                    end = _end_of(state, place_of(state, identity))
+                    if end < 0:
+                        devices.status[d], devices.awaited[d] = WAITING, identity
+                        break
+                    clock = max(clock, end)
+                else:
+                    arrive(state, segments, identity, clock)
+            step += ONE
+        devices.step[d], devices.clock[d] = step - first, clock
+        if step < last or clock >= horizon or not enter(state, d, action, block + ONE):
+            break
+    if clock > state.latest[0]:
+        state.latest[0] = clock
+
+
+@lean
+def _compute(state: State, segments: Segments, d: Any, clock: Any, step: Any, microbatch: Any) -> Any:
+    """A computation that begins when its device is there; or, on a contended processor, when it is served. Returns the
+    device's clock."""
+    ticks, block = segments.step_ticks[step], np.uint64(state.devices.block[d])
+    identity = identity_of(state, microbatch, block, ZERO, np.uint64(segments.step_row[step]))
+    if state.machine.contended[0]:
+        state.devices.status[d], state.devices.left[d] = COMPUTING, ticks
+        state.devices.awaited[d] = identity
+        push(state, clock, identity, d)
+        if state.record.enabled[0]:
+            state.record.begin[_computation(state, identity)] = -1
+        return clock
+    row = _computation(state, identity)
+    state.record.begin[row], state.record.finish[row] = clock, clock + ticks
+    state.computed[d] += ticks
+    return clock + ticks
+
+
+@lean
+def _computation(state: State, identity: Any) -> Any:
+    """Place of a computation where start and end are written down."""
+    row = state.record.computation_first[block_of(identity)] + (identity & NUMBER)
+    return (identity >> MICROBATCH) * state.record.computations[0] + row
+
+
+@lean
+def _end_of(state: State, place: Any) -> Any:
+    """When a communication ended; some tick before the horizon if it ended there, -1 if it has not been served."""
+    if state.stamp[place] == state.run[0]:
+        slot = np.uint64(state.slot[place])
+        if slot == ENDED:
+            return np.int64(0)
+        return state.pending.end[slot]
+    window = np.uint64(state.kept.window[place])
+    if window > ZERO and (state.kept.taken[0] >> (window - ONE)) & ONE == ONE:
+        return np.int64(0)
+    return np.int64(-1)
+
+
+@lean
+def arrive(state: State, segments: Segments, identity: Any, tick: Any) -> None:
+    """A sender issues a communication, or one that it follows has ended."""
+    pending, place = state.pending, place_of(state, identity)
+    if state.stamp[place] != state.run[0]:
+        slot = state.pending_count[0]
+        if slot == np.uint64(pending.place.shape[0]):
+            state.trouble[0] = ROOM
+            return
+        state.pending_count[0] = slot + ONE
+        state.stamp[place], state.slot[place] = state.run[0], slot
+        row = np.uint64(segments.communication_first[np.uint64(state.segment[block_of(identity)])])
+        pending.place[slot], pending.identity[slot] = place, identity
+        pending.missing[slot] = segments.missing[row + (identity & NUMBER)]
+        pending.ready[slot], pending.end[slot], pending.turned[slot] = 0, -1, 0
+    slot = np.uint64(state.slot[place])
+    if slot == ENDED or pending.missing[slot] == 0:
+        state.trouble[0] = MALFORMED
+        return
+    pending.ready[slot] = max(pending.ready[slot], tick)
+    pending.missing[slot] -= np.uint32(1)
+    if pending.missing[slot] == 0:
+        push(state, pending.ready[slot], identity, place)
+
+
+# ---- what is served
+
+
+@lean
+def serve(state: State, segments: Segments, horizon: Any) -> None:
+    """Serve the first row of the queue."""
+    ready, identity, item = state.queue.ready[0], state.queue.identity[0], np.uint64(state.queue.item[0])
+    _drop_first(state)
+    if identity & COMMUNICATION == ZERO:
+        _serve_computation(state, segments, ready, identity, item, horizon)
+        return
+    slot, block = np.uint64(state.slot[item]), block_of(identity)
+    state.kept.new_touched[block] |= ONE << state.window[0]
+    row = np.uint64(segments.communication_first[np.uint64(state.segment[block])]) + (identity & NUMBER)
+    turned = state.pending.turned[slot]
+    if turned == 0:
+        for k in range(np.uint64(segments.drag_first[row]), np.uint64(segments.drag_last[row])):
+            r = np.uint64(segments.drag[k])
+            state.free[r] = max(state.free[r], ready) + segments.drag_ticks[k]
+    begin = _keep_links(state, segments, row, ready, turned)
+    if state.record.enabled[0] and turned == 0:
+        state.record.start[item] = begin
+    if begin < 0:
+        again = -begin - 1 + segments.turn[row]
+        if state.record.enabled[0] and turned == 0:
+            state.record.start[item] = -begin - 1
+        state.pending.ready[slot], state.pending.turned[slot] = again, turned + segments.turn[row]
+        push(state, again, identity, item)
+        return
+    end = begin + max(0, segments.communication_ticks[row] - turned)
+    state.pending.end[slot] = end
+    state.latest[0] = max(state.latest[0], end)
+    state.kept.log[state.logged[0]] = item
+    state.logged[0] += ONE
+    if state.record.enabled[0]:
+        state.record.end[item] = end
+    _hand_on(state, segments, row, identity, end, horizon)
+
+
+@lean
+def _keep_links(state: State, segments: Segments, row: Any, ready: Any, turned: Any) -> Any:
+    """Keep the links of a communication from the moment when all are free, for a turn or for what is left of each.
+    Returns that tick; if another turn is to come, -1 less that tick."""
+    first, last = np.uint64(segments.link_first[row]), np.uint64(segments.link_last[row])
+    ticks, turn = segments.communication_ticks[row], segments.turn[row]
+    begin, longest = ready, np.int64(0)
+    for k in range(first, last):
+        begin = max(begin, state.free[np.uint64(segments.link[k])])
+        longest = max(longest, segments.link_ticks[k])
+    again = longest - turned > turn
+    for k in range(first, last):
+        r, left = np.uint64(segments.link[k]), segments.link_ticks[k] - turned
+        work = max(0, min(segments.link_ticks[k], ticks) - turned)
+        if again:
+            left = min(turn, left)
+            work -= max(0, work - turn)
+        state.free[r] = begin + max(0, left)
+        state.carried[r] += work
+    return -1 - begin if again else begin
+
+
+@lean
+def _hand_on(state: State, segments: Segments, row: Any, identity: Any, end: Any, horizon: Any) -> None:
+    """A communication ends: it reaches those that follow it, and devices that wait for it go on."""
+    microbatch = identity >> MICROBATCH
+    for k in range(np.uint64(segments.follower_first[row]), np.uint64(segments.follower_last[row])):
+        block = np.uint64(segments.follower_block[k])
+        state.kept.new_touched[block] |= ONE << state.window[0]
+        number = np.uint64(segments.follower_row[k])
+        arrive(state, segments, identity_of(state, microbatch, block, COMMUNICATION, number), end)
+    devices = state.devices
+    for k in range(np.uint64(segments.receiver_first[row]), np.uint64(segments.receiver_last[row])):
+        d = np.uint64(segments.receiver[k])
+        if devices.status[d] == WAITING and devices.awaited[d] == identity:
+            _go_on(state, segments, d, max(devices.clock[d], end), horizon)
+
+
+@lean
+def _go_on(state: State, segments: Segments, d: Any, clock: Any, horizon: Any) -> None:
+    """What a device waited for has ended."""
+    state.devices.clock[d], state.devices.status[d] = clock, RUNNING
+    state.devices.step[d] += np.uint32(1)
+    advance(state, segments, d, horizon)
+
+
+@lean
+def _serve_computation(state: State, segments: Segments, ready: Any, identity: Any, d: Any, horizon: Any) -> None:
+    """A computation of a contended processor: whole, or a turn of it."""
+    devices, r = state.devices, np.uint64(state.machine.processor[d])
+    begin = max(ready, state.free[r])
+    if state.record.enabled[0] and state.record.begin[_computation(state, identity)] < 0:
+        state.record.begin[_computation(state, identity)] = begin
+    state.kept.new_touched[block_of(identity)] |= ONE << state.window[0]
+    ticks = min(devices.left[d], state.machine.turn[d])
+    end = begin + ticks
+    state.free[r] = end
+    state.computed[d] += ticks
+    state.carried[r] += ticks
+    devices.left[d] -= ticks
+    if devices.left[d] > 0:
+        devices.clock[d] = end
+        push(state, end, identity, d)
+        return
+    if state.record.enabled[0]:
+        state.record.finish[_computation(state, identity)] = end
+    state.latest[0] = max(state.latest[0], end)
+    _go_on(state, segments, d, end, horizon)
+
+
+# ---- windows
+
+
+@lean
+def run_to(state: State, segments: Segments, horizon: Any) -> None:
+    """All that happens before the horizon. ``trouble`` says if that was not possible."""
+    for d in range(np.uint64(state.devices.clock.shape[0])):
+        if state.devices.status[d] == RUNNING:
+            advance(state, segments, d, horizon)
+    while state.queue.size[0] > ZERO and state.queue.ready[0] < horizon and state.trouble[0] == 0:
+        serve(state, segments, horizon)
+    if state.trouble[0] == 0:
+        _sweep(state, horizon)
+    state.now[0] = horizon
+
+
+@lean
+def _sweep(state: State, horizon: Any) -> None:
+    """Forget pending communications that ended before the horizon: who waits for one has nothing to wait for."""
+    pending, count = state.pending, ZERO
+    for slot in range(state.pending_count[0]):
+        place = np.uint64(pending.place[slot])
+        if 0 <= pending.end[slot] <= horizon:
+            state.slot[place] = ENDED
+            continue
+        if count < slot:
+            pending.place[count], pending.identity[count] = place, pending.identity[slot]
+            pending.missing[count], pending.ready[count] = pending.missing[slot], pending.ready[slot]
+            pending.end[count], pending.turned[count] = pending.end[slot], pending.turned[slot]
+            state.slot[place] = count
+        count += ONE
+    state.pending_count[0] = count
+
+
+@lean
+def is_over(state: State) -> Any:
+    """Whether nothing can happen any more: all is done, or ``trouble`` is DEADLOCK."""
+    if state.queue.size[0] > ZERO:
+        return False
+    waits = False
+    for d in range(np.uint64(state.devices.status.shape[0])):
+        if state.devices.status[d] == RUNNING:
+            return False
+        waits |= state.devices.status[d] == WAITING
+    if waits:
+        state.trouble[0] = DEADLOCK
+    return True
+
+
+@lean
+def is_late(state: State, limit: Any) -> Any:
+    """Whether it is certain that the makespan is above the limit: what is left to be computed by a device, or carried by
+    a link, does not fit."""
+    kept, now = state.kept, state.now[0]
+    if state.latest[0] > limit:
+        return True
+    for d in range(np.uint64(state.devices.clock.shape[0])):
+        if max(now, state.devices.clock[d]) + kept.new_compute[d] - state.computed[d] > limit:
+            if state.devices.status[d] != DONE:
+                return True
+    for r in range(np.uint64(state.free.shape[0])):
+        left = kept.new_carry[r] - state.carried[r]
+        if left > 0 and max(now, state.free[r]) + left > limit:
+            return True
+    return False

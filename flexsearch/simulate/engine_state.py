@@ -1,0 +1,322 @@
+"""State of the engine: what a run needs, and what is kept of the plan at hand.
+
+A run is cut into **windows** by horizons. Of the plan at hand a **snapshot** is kept at the start of each window: where
+every device stands, the ticks until which clocks and resources lie behind the horizon, and the communications that are
+pending. Ticks in a snapshot count from its horizon, so a plan that is put off keeps its snapshots.
+
+A communication is found by its **place**: (microbatch, block, number) in a table with room for ``capacity`` of each
+block. Only pending ones have more than a few bytes there: those that somebody has issued, and those that end behind the
+horizon.
+"""
+
+from __future__ import annotations
+
+from typing import Final, NamedTuple
+
+import numpy as np
+
+from flexsearch.compiled import I64, U8, U32, U64
+from flexsearch.lower.rows import Machine, Schedule
+from flexsearch.packed import packed
+
+RUNNING, WAITING, COMPUTING, DONE = range(4)
+"""A device can run its next step; waits for a communication; for its own computation on a contended processor; has no
+steps left."""
+ROOM, DEADLOCK, MALFORMED = range(1, 4)
+"""Why a run stopped: more is pending than there is room for; devices wait for what nothing starts; a communication has
+more senders, and communications before it, than it says."""
+ENDED: Final = np.uint64(0xFFFFFFFF)
+"""In place of the number of a pending communication: it ended before the horizon."""
+WINDOWS: Final = 48
+"""Windows of a run; at most 63. Measured on 64 devices: fewer are run through for longer, more are saved for longer."""
+
+
+@packed
+class Devices(NamedTuple):
+    """Where devices stand: action, block, steps of it that are done, ``status``, the identity of what they wait for, the
+    tick until which they are busy, and what is left of their computation (ticks)."""
+
+    action: U32
+    block: U32
+    step: U32
+    status: U8
+    awaited: U64
+    clock: I64
+    left: I64
+
+
+@packed
+class Pending(NamedTuple):
+    """Communications that are pending: place, identity, senders and communications that are missing, tick at which it is
+    ready so far, tick at which it ends (-1: not served yet), ticks for which its links have been kept busy in turns."""
+
+    place: U32
+    identity: U64
+    missing: U32
+    ready: I64
+    end: I64
+    turned: I64
+
+
+@packed
+class Queue(NamedTuple):
+    """A binary heap of rows that are ready, by (tick, identity). ``item``: place of a communication, or the device of a
+    computation. ``size``: (1,)."""
+
+    ready: I64
+    identity: U64
+    item: U32
+    size: U64
+
+
+@packed
+class Snapshots(NamedTuple):
+    """By version, window (the last one is the mark of a period), and then as in ``Devices``, ``Pending`` or by resource.
+
+    ``count``: pending communications. By version and window also ``computed`` (by device) and ``carried`` (by
+    resource): ticks of work done in the window; ``latest``: latest end in the window, ticks from its start on.
+    """
+
+    action: U32
+    block: U32
+    step: U32
+    status: U8
+    awaited: U64
+    clock: I64
+    left: I64
+    free: I64
+    count: U64
+    place: U32
+    identity: U64
+    missing: U32
+    ready: I64
+    end: I64
+    turned: I64
+    computed: I64
+    carried: I64
+    latest: I64
+
+
+@packed
+class Kept(NamedTuple):
+    """What is known of the plan at hand, and of the proposal (``new_``).
+
+    By block: ``segment``, ``touched`` (bit k: something of it happens in window k). By window: ``horizon`` (tick at its
+    start), ``snapshot``, ``work`` (which version is that of the plan at hand: of the snapshot at its start, of the work
+    done in it), ``new_snapshot`` (1: the proposal has one of its own), ``log_first``, ``log_last`` (rows of
+    ``log``: places of the communications that the proposal serves in it). By place: ``window`` (1 + the window in which
+    it is served, 0: in none). ``total_compute`` (by device), ``total_carry`` (by resource): ticks of work in the plan.
+    ``makespan``: (1,). ``taken``: (1,) bit k: the proposal goes through window k as the plan at hand does.
+
+    ``visit_first``: by action of the reference device, number of the first visit of its blocks. By visit:
+    ``visit_window`` (as ``window``), ``visit_tick`` (from the start of the window on) at which it began.
+    ``visited``, ``visits``: those of the proposal, and (1,) how many. ``chunk``: (1,) ticks after which a window is
+    looked at again: whether its end must be shifted, whether it is late.
+    """
+
+    segment: U32
+    touched: U64
+    new_touched: U64
+    horizon: I64
+    new_horizon: I64
+    snapshot: U8
+    new_snapshot: U8
+    work: U8
+    log_first: U64
+    log_last: U64
+    log: U32
+    window: U8
+    total_compute: I64
+    new_compute: I64
+    total_carry: I64
+    new_carry: I64
+    makespan: I64
+    new_makespan: I64
+    taken: U64
+    changed: U32
+    changes: U64
+    visit_first: U64
+    visit_window: U8
+    visit_tick: I64
+    visited: U32
+    new_window: U8
+    new_tick: I64
+    visits: U64
+    chunk: I64
+
+
+@packed
+class Fold(NamedTuple):
+    """Periods of microbatches. ``due``: tick at which the state is compared with the mark; ``lag``: microbatches of the
+    period looked for; ``tries``; ``base``: tick of the mark; ``log``: communications served until then; ``computed``,
+    ``carried``: work done until then; ``begun``: by action of the reference device, when it began; ``current``: the
+    last that began; ``jumped``: ticks that were jumped over; ``enabled``. All but three are of shape (1,)."""
+
+    due: I64
+    lag: U64
+    tries: U64
+    base: I64
+    log: U64
+    computed: I64
+    carried: I64
+    begun: I64
+    current: U64
+    jumped: I64
+    enabled: U8
+
+
+@packed
+class Record(NamedTuple):
+    """Where start and end of every row are written down. ``computation_first``: by block, place of its computations.
+    ``computations``: (1,) places of one microbatch. ``start``, ``end``: by place of a communication, ``begin``,
+    ``finish``: by place of a computation (ticks). ``enabled``: (1,)."""
+
+    computation_first: U64
+    computations: U64
+    start: I64
+    end: I64
+    begin: I64
+    finish: I64
+    enabled: U8
+
+
+@packed
+class State(NamedTuple):
+    """All of an engine. ``segment``: by block, of the plan that is run. ``runs``: by group of devices and block, how
+    often a device runs it. ``first``, ``capacity``: by block, its first
+    place and how many it has; ``places``: (1,) places of one microbatch. By place: ``stamp`` (the run that wrote
+    ``slot``), ``slot`` (number among the pending, or ENDED). ``run``: (1,) number of the run. ``free``: by resource,
+    tick from which on it is. ``computed``, ``carried``: ticks of work done. ``pending_count``, ``logged``, ``window``,
+    ``now`` (tick up to which all has happened), ``latest`` (the latest end in the window), ``shift`` (ticks by which
+    the reference device is later than in the plan at hand), ``reference`` (that device), ``trouble``: (1,)."""
+
+    schedule: Schedule
+    machine: Machine
+    devices: Devices
+    pending: Pending
+    queue: Queue
+    snapshots: Snapshots
+    kept: Kept
+    fold: Fold
+    record: Record
+    segment: U32
+    runs: U32
+    first: U64
+    capacity: U64
+    places: U64
+    stamp: U32
+    slot: U32
+    run: U32
+    free: I64
+    computed: I64
+    carried: I64
+    pending_count: U64
+    logged: U64
+    window: U64
+    now: I64
+    latest: I64
+    shift: I64
+    reference: U64
+    trouble: U8
+
+
+def _ticks(*shape: int) -> I64:
+    return np.zeros(shape, np.int64)
+
+
+def _counts(*shape: int) -> U64:
+    return np.zeros(shape, np.uint64)
+
+
+def _numbers(*shape: int) -> U32:
+    return np.zeros(shape, np.uint32)
+
+
+def _flags(*shape: int) -> U8:
+    return np.zeros(shape, np.uint8)
+
+
+def make_state(schedule: Schedule, machine: Machine, capacity: U64, room: int, reference: int, fold: bool) -> State:
+    """The state of an engine, with room for ``room`` pending communications and ``capacity`` of each block."""
+    devices, blocks = len(schedule.group), len(schedule.kind)
+    resources, microbatches = int(machine.resources[0]), int(schedule.microbatches[0])
+    places = int(capacity.sum())
+    table = max(1, places * microbatches)
+    return State(
+        schedule=schedule, machine=machine,
+        devices=Devices(
+            _numbers(devices), _numbers(devices), _numbers(devices), _flags(devices), _counts(devices), _ticks(devices),
+            _ticks(devices),
+        ),
+        pending=Pending(_numbers(room), _counts(room), _numbers(room), _ticks(room), _ticks(room), _ticks(room)),
+        queue=Queue(_ticks(room + devices), _counts(room + devices), _numbers(room + devices), _counts(1)),
+        snapshots=_snapshots(devices, resources, room),
+        kept=_kept(schedule, devices, blocks, resources, table, reference),
+        fold=Fold(
+            due=_ticks(1), lag=_counts(1), tries=_counts(1), base=_ticks(1), log=_counts(1), computed=_ticks(devices),
+            carried=_ticks(resources), begun=_ticks(len(schedule.microbatch) + 1), current=_counts(1),
+            jumped=_ticks(1), enabled=np.array([fold and microbatches >= 4], np.uint8),
+        ),
+        record=Record(_counts(blocks), _counts(1), _ticks(1), _ticks(1), _ticks(1), _ticks(1), _flags(1)),
+        segment=_numbers(blocks), runs=_runs(schedule), first=(np.cumsum(capacity) - capacity).astype(np.uint64), capacity=capacity,
+        places=np.array([places], np.uint64), stamp=_numbers(table), slot=_numbers(table), run=_numbers(1),
+        free=_ticks(resources), computed=_ticks(devices), carried=_ticks(resources), pending_count=_counts(1),
+        logged=_counts(1), window=_counts(1), now=_ticks(1), latest=_ticks(1), shift=_ticks(1),
+        reference=np.array([reference], np.uint64), trouble=_flags(1),
+    )  # fmt: skip
+
+
+def _snapshots(devices: int, resources: int, room: int) -> Snapshots:
+    by_window = 2, WINDOWS + 1
+    return Snapshots(
+        action=_numbers(*by_window, devices), block=_numbers(*by_window, devices), step=_numbers(*by_window, devices),
+        status=_flags(*by_window, devices), awaited=_counts(*by_window, devices), clock=_ticks(*by_window, devices),
+        left=_ticks(*by_window, devices), free=_ticks(*by_window, resources), count=_counts(*by_window),
+        place=_numbers(*by_window, room), identity=_counts(*by_window, room), missing=_numbers(*by_window, room),
+        ready=_ticks(*by_window, room), end=_ticks(*by_window, room), turned=_ticks(*by_window, room),
+        computed=_ticks(*by_window, devices), carried=_ticks(*by_window, resources), latest=_ticks(*by_window),
+    )  # fmt: skip
+
+
+def _kept(
+    schedule: Schedule, devices: int, blocks: int, resources: int, table: int, reference: int
+) -> Kept:
+    visit_first, visits = _visits(schedule, reference)
+    return Kept(
+        segment=_numbers(blocks), touched=_counts(blocks), new_touched=_counts(blocks), horizon=_ticks(WINDOWS + 1),
+        new_horizon=_ticks(WINDOWS + 1), snapshot=_flags(WINDOWS + 1), new_snapshot=_flags(WINDOWS + 1),
+        work=_flags(WINDOWS + 1), log_first=_counts(WINDOWS), log_last=_counts(WINDOWS), log=_numbers(table),
+        window=_flags(table), total_compute=_ticks(devices), new_compute=_ticks(devices),
+        total_carry=_ticks(resources), new_carry=_ticks(resources), makespan=_ticks(1), new_makespan=_ticks(1),
+        taken=_counts(1), changed=_numbers(blocks), changes=_counts(1), visit_first=visit_first,
+        visit_window=_flags(visits), visit_tick=_ticks(visits), visited=_numbers(visits), new_window=_flags(visits),
+        new_tick=_ticks(visits), visits=_counts(1), chunk=_ticks(1),
+    )  # fmt: skip
+
+
+def _visits(schedule: Schedule, reference: int) -> tuple[U64, int]:
+    """By action of the reference device, the number of its first visit; and how many visits there are."""
+    group = schedule.group[reference]
+    first = _counts(len(schedule.microbatch))
+    visits = 0
+    for action in range(int(schedule.action_first[group]), int(schedule.action_last[group])):
+        first[action] = visits
+        visits += int(schedule.block_last[action]) - int(schedule.block_first[action])
+    return first, max(1, visits)
+
+
+def _runs(schedule: Schedule) -> U32:
+    """By group of devices and block, how often a device runs it."""
+    runs = _numbers(len(schedule.action_first), len(schedule.kind))
+    final, always = int(schedule.microbatches[0]) - 1, (schedule.once == 0) & (schedule.last == 0)
+    in_first = (schedule.once == 1) & (schedule.last == 0)
+    for group, (first, last) in enumerate(zip(schedule.action_first, schedule.action_last, strict=True)):
+        for action in range(int(first), int(last)):
+            blocks = slice(int(schedule.block_first[action]), int(schedule.block_last[action]))
+            microbatch = int(schedule.microbatch[action])
+            runs[group, blocks] += always[blocks]
+            if microbatch == 0:
+                runs[group, blocks] += in_first[blocks]
+            if microbatch == final:
+                runs[group, blocks] += schedule.last[blocks]
+    return runs

@@ -1,0 +1,287 @@
+"""Random plans as rows: any segments and schedules that the engine may be given, without a graph behind them."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from flexsearch.lower.rows import COMPUTE, FORWARD, ISSUE, NEVER, WAIT, Machine, Schedule, Segments
+
+U32_FIELDS = tuple(
+    name for name in Segments._fields if name not in ("step_kind", "step_ticks", "communication_ticks", "turn", "link_ticks", "drag_ticks")
+)
+
+
+@dataclass
+class Communication:
+    senders: list[int]
+    receivers: list[int]
+    ticks: int
+    links: list[tuple[int, int]]
+    drags: list[tuple[int, int]] = field(default_factory=list)
+    followers: list[tuple[int, int]] = field(default_factory=list)
+    missing: int = 0
+    turn: int = NEVER
+
+
+@dataclass
+class Block:
+    """Steps of each device (kind, block, row, ticks), and communications."""
+
+    steps: list[list[tuple[int, int, int, int]]]
+    communications: list[Communication]
+
+
+class Arena:
+    """Segments, written one by one."""
+
+    def __init__(self, devices: int) -> None:
+        self.devices = devices
+        self.rows: dict[str, list[int]] = {name: [] for name in Segments._fields}
+
+    def add(self, block: Block) -> int:
+        rows = self.rows
+        number = len(rows["device_steps"])
+        rows["device_steps"].append(len(rows["step_first"]))
+        rows["communication_first"].append(len(rows["missing"]))
+        for steps in block.steps:
+            rows["step_first"].append(len(rows["step_kind"]))
+            for kind, of, row, ticks in steps:
+                rows["step_kind"].append(kind)
+                rows["step_block"].append(of)
+                rows["step_row"].append(row)
+                rows["step_ticks"].append(ticks)
+        rows["step_first"].append(len(rows["step_kind"]))
+        for c in block.communications:
+            rows["communication_ticks"].append(c.ticks)
+            rows["missing"].append(len(c.senders) + c.missing)
+            rows["turn"].append(c.turn)
+            self._list("link", c.links, ("link", "link_ticks"))
+            self._list("drag", c.drags, ("drag", "drag_ticks"))
+            self._list("receiver", [(d,) for d in c.receivers], ("receiver",))
+            self._list("follower", c.followers, ("follower_block", "follower_row"))
+        rows["communication_last"].append(len(rows["missing"]))
+        return number
+
+    def _list(self, name: str, items: list[Any], columns: tuple[str, ...]) -> None:
+        self.rows[f"{name}_first"].append(len(self.rows[columns[0]]))
+        for item in items:
+            for column, value in zip(columns, item, strict=True):
+                self.rows[column].append(value)
+        self.rows[f"{name}_last"].append(len(self.rows[columns[0]]))
+
+    def segments(self) -> Segments:
+        def column(name: str) -> Any:
+            kind = np.uint8 if name == "step_kind" else np.uint32 if name in U32_FIELDS else np.int64
+            return np.array(self.rows[name] or [0], dtype=kind)
+
+        return Segments(**{name: column(name) for name in Segments._fields})
+
+
+@dataclass
+class Case:
+    """A random world: a schedule, a machine, and any number of segments for each of its blocks."""
+
+    random: random.Random
+    devices: int
+    stages: int
+    microbatches: int
+    contended: bool
+    style: str
+    kinds: list[str]
+    stage: list[int]
+    schedule: Schedule
+    machine: Machine
+    arena: Arena
+    links: int
+    scale: int
+    blocks: list[Block] = field(default_factory=list)
+    segment: list[int] = field(default_factory=list)
+
+    # what each block sends: by block, by communication, whether it is a follower of an earlier one
+
+
+def make_case(seed: int, microbatches: int | None = None, scale: int | None = None, blocks: int | None = None) -> Case:
+    r = random.Random(seed)
+    devices, stages = r.randint(1, 8), r.randint(1, 3)
+    devices = max(devices, stages)
+    microbatches = microbatches or r.choice((1, 1, 2, 3, 5, 8, 12))
+    contended = r.random() < 0.35
+    per_stage = blocks or r.randint(1, 6)
+    style = r.choice(("1f1b", "gpipe", "mixed"))
+    kinds, stage, once, last = [], [], [], []
+
+    def add(kind: str, of: int) -> None:
+        kinds.append(kind)
+        stage.append(of)
+        once.append(kind in ("gather", "sync", "update"))
+        last.append(kind == "sync")
+
+    forward, backward = [], []
+    for s in range(stages):
+        begin = len(kinds)
+        for _ in range(per_stage):
+            if r.random() < 0.2:
+                add("gather", s)
+            add("forward", s)
+        forward.append((begin, len(kinds)))
+    for s in reversed(range(stages)):
+        begin = len(kinds)
+        for _ in range(per_stage):
+            add("backward", s)
+            if r.random() < 0.3:
+                add("sync", s)
+        backward.append((begin, len(kinds)))
+    backward.reverse()
+    add("update", -1)
+    group = [d * stages // devices for d in range(devices)]
+    actions: list[list[tuple[int, int, int]]] = []
+    for s in range(stages):
+        row = [(*forward[s], m) for m in range(microbatches)]
+        back = [(*backward[s], m) for m in range(microbatches)]
+        if style == "gpipe":
+            plan = row + back
+        else:
+            ahead = min(microbatches, stages - 1 - s)
+            if style == "mixed":
+                ahead = min(microbatches, (stages - 1 - s) * 2 + r.choice((0,)))
+            plan = row[:ahead]
+            for m in range(microbatches):
+                plan += row[m + ahead : m + ahead + 1] + [back[m]]
+        actions.append([*plan, (len(kinds) - 1, len(kinds), 0)])
+    ends = np.cumsum([0, *map(len, actions)]).astype(np.uint32)
+    flat = [action for row in actions for action in row]
+    schedule = Schedule(
+        kind=np.full(len(kinds), FORWARD, np.uint8), argument=np.arange(len(kinds), dtype=np.uint32),
+        once=np.array(once, np.uint8), last=np.array(last, np.uint8), group=np.array(group, np.uint32),
+        action_first=ends[:-1].copy(), action_last=ends[1:].copy(),
+        block_first=np.array([a[0] for a in flat], np.uint32), block_last=np.array([a[1] for a in flat], np.uint32),
+        microbatch=np.array([a[2] for a in flat], np.uint32), microbatches=np.array([microbatches], np.uint32),
+    )  # fmt: skip
+    links = r.randint(1, 4)
+    scale = scale or r.choice((1, 3, 50, 10**6))
+    processors = [r.randrange(max(1, devices // 2)) if r.random() < 0.5 else d for d in range(devices)]
+    shared = {p for p in processors if processors.count(p) > 1}
+    turn = [max(1, scale // 3) if processors[d] in shared and r.random() < 0.7 else NEVER for d in range(devices)]
+    machine = Machine(
+        processor=np.array([links + (p if contended else d) for d, p in enumerate(processors)], np.uint32),
+        turn=np.array(turn, np.int64), contended=np.array([contended], np.uint8),
+        resources=np.array([links + devices], np.uint32),
+    )  # fmt: skip
+    case = Case(r, devices, stages, microbatches, contended, style, kinds, stage, schedule, machine, Arena(devices), links, scale)
+    for b in range(len(kinds)):
+        case.blocks.append(random_block(case, b))
+        case.segment.append(case.arena.add(case.blocks[b]))
+    return case
+
+
+def members(case: Case, b: int) -> list[int]:
+    group = case.schedule.group
+    return [d for d in range(case.devices) if case.stage[b] in (-1, group[d])]
+
+
+def random_block(case: Case, b: int) -> Block:
+    """Some steps for the devices of a block: waiting for what earlier blocks send them, computing, sending to devices of
+    this stage or of a neighbour."""
+    r, own = case.random, members(case, b)
+    steps: list[list[tuple[int, int, int, int]]] = [[] for _ in range(case.devices)]
+    for d in own:
+        for of, row in _arrivals(case, b, d):
+            if r.random() < 0.7:
+                steps[d].append((WAIT, of, row, 0))
+    computations = 0
+    for d in own:
+        for _ in range(r.choice((0, 1, 1, 2))):
+            steps[d].append((COMPUTE, b, computations, r.choice((0, 1, 1, r.randint(0, case.scale)))))
+            computations += 1
+    communications: list[Communication] = []
+    for row in range(r.choice((0, 1, 1, 2, 4)) if case.kinds[b] != "update" else 0):
+        c = random_communication(case, b)
+        before = [k for k in range(row) if r.random() < 0.25]
+        for k in before:
+            communications[k].followers.append((b, row))
+        c.missing = len(before)
+        if not before or r.random() < 0.5:
+            c.senders = r.sample(own, r.randint(1, len(own)))
+        for d in c.senders:
+            steps[d].append((ISSUE, b, row, 0))
+        communications.append(c)
+    for d in own:
+        if r.random() < 0.3:
+            steps[d].append((COMPUTE, b, computations, r.randint(0, case.scale)))
+            computations += 1
+        for row, c in enumerate(communications):
+            if d in c.receivers and r.random() < 0.15:
+                steps[d].append((WAIT, b, row, 0))
+    return Block(steps, communications)
+
+
+def _arrivals(case: Case, b: int, d: int) -> list[tuple[int, int]]:
+    """Communications of earlier blocks that device ``d`` may wait for in block ``b``."""
+    last = {"sync", "update"}
+    return [
+        (of, row)
+        for of in range(b)
+        for row, c in enumerate(case.blocks[of].communications)
+        if d in c.receivers and (case.kinds[of] != "sync" or case.kinds[b] in last) and case.kinds[b] != "gather"
+        and (case.kinds[b] != "update" or case.kinds[of] in ("sync", "gather"))
+    ]  # fmt: skip
+
+
+def random_communication(case: Case, b: int) -> Communication:
+    r = case.random
+    stages = {case.stage[b]}
+    if case.kinds[b] == "forward":
+        stages.add(case.stage[b] + 1)
+    if case.kinds[b] == "backward":
+        stages.add(case.stage[b] - 1)
+    to = [d for d in range(case.devices) if int(case.schedule.group[d]) in stages]
+    ticks = r.choice((0, 1, 2, r.randint(0, case.scale)))
+    links = [
+        (link, r.choice((ticks, ticks, ticks // 2, ticks + 1)))
+        for link in r.sample(range(case.links), r.randint(0, min(2, case.links)))
+    ]
+    drags = []
+    if case.contended and r.random() < 0.5:
+        drags = [(case.links + r.randrange(case.devices), r.randint(0, max(1, case.scale // 4)))]
+    turn = max(1, case.scale // 5) if r.random() < 0.25 else NEVER
+    return Communication([], r.sample(to, r.randint(1, len(to))), ticks, links, drags, turn=turn)
+
+
+# ---- proposals
+
+
+def random_change(case: Case) -> dict[int, Block]:
+    """Other blocks for some; those that waited for what is no longer sent change, too."""
+    r = case.random
+    changed: dict[int, Block] = {}
+    for b in r.sample(range(len(case.blocks)), min(len(case.blocks), r.choice((1, 1, 2)))):
+        changed[b] = random_block(case, b) if r.random() < 0.5 else _retimed(case, case.blocks[b])
+    blocks = [changed.get(b, block) for b, block in enumerate(case.blocks)]
+    for b, block in enumerate(blocks):
+        steps = [[s for s in row if s[0] != WAIT or _is_sent(blocks, s, d)] for d, row in enumerate(block.steps)]
+        if steps != block.steps:
+            changed[b] = Block(steps, block.communications)
+    return changed
+
+
+def _is_sent(blocks: list[Block], step: tuple[int, int, int, int], d: int) -> bool:
+    rows = blocks[step[1]].communications
+    return step[2] < len(rows) and d in rows[step[2]].receivers
+
+
+def _retimed(case: Case, block: Block) -> Block:
+    """The same with some other durations."""
+    r = case.random
+    steps = [
+        [(kind, b, row, r.randint(0, case.scale) if kind == COMPUTE and r.random() < 0.4 else ticks) for kind, b, row, ticks in of]
+        for of in block.steps
+    ]
+    rows = []
+    for c in block.communications:
+        ticks = r.randint(0, case.scale) if r.random() < 0.4 else c.ticks
+        rows.append(Communication(c.senders, c.receivers, ticks, c.links, c.drags, c.followers, c.missing, c.turn))
+    return Block(steps, rows)

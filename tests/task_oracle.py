@@ -1,0 +1,160 @@
+"""The definition of a plan's tasks and their order, for one stage and one microbatch, in plain Python."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from flexsearch.cost.communication import Transfer
+from flexsearch.graph import volume
+from flexsearch.lower import Communication, Exchange, Lowered, Lowering, Member, Reshard, TaskGraph, TaskKind
+from flexsearch.lower.taskgraph import Purpose
+
+
+def task_graph(lowering: Lowering, lowered: Lowered) -> TaskGraph:
+    """The tasks of a plan, from its pieces, edges and weights."""
+    return _Definition(lowering, lowered).tasks
+
+
+class _Definition:
+    def __init__(self, lowering: Lowering, lowered: Lowered) -> None:
+        self.lowering, self.lowered, self.graph = lowering, lowered, lowered.graph
+        self.tasks = TaskGraph()
+        self.last: dict[int, int] = {}  # by device, what it computed last
+        self.arrived: dict[tuple[str, int], dict[int, list[int]]] = {}
+        """(purpose, edge or weight) -> device -> communications that deliver there."""
+        self.forward()
+        self.backward()
+        self.update()
+
+    def forward(self) -> None:
+        parameters = {weight.tensor: w for w, weight in enumerate(self.lowered.weights)}
+        reading = [i for i, op in enumerate(self.graph.operators) if not parameters.keys().isdisjoint(op.inputs)]
+        gathered = set()
+        for i, op in enumerate(self.graph.operators):
+            ahead = self.lowered.options.prefetch + sum(reader <= i for reader in reading)
+            for reader in reading[:ahead] if i in reading or i == 0 else ():
+                for w in sorted({parameters[name] for name in self.graph.operators[reader].inputs if name in parameters}):
+                    if w not in gathered:
+                        gathered.add(w)
+                        self.gather(w)
+            self.compute(TaskKind.FORWARD, i, self.lowered.placed[i].forward_s, ("forward", "gather"), [
+                self.lowered.edge_of[i, p] for p in range(len(op.inputs))
+            ])  # fmt: skip
+            for name in op.outputs:
+                for e in self.lowered.edges_of[name]:
+                    forward = self.lowered.edges[e].forward
+                    assert forward is not None
+                    self.reshard("forward", e, forward)
+
+    def gather(self, w: int) -> None:
+        weight = self.lowered.weights[w]
+        for e, plan in zip(weight.edges, weight.plan.forward, strict=True):
+            self.reshard("gather", e, plan)
+
+    def backward(self) -> None:
+        graph, lowered = self.graph, self.lowered
+        bucket_of = self.lowering.buckets(lowered.options.bucket_bytes)
+        readers = [
+            [o for o, _ in graph.consumers[weight.tensor] if graph.has_backward[o]]
+            if weight.tensor in graph.differentiable else [] for weight in lowered.weights
+        ]  # fmt: skip
+        done: dict[int, list[int]] = {}  # bucket -> its weights whose gradients are complete
+        before: list[int] = []
+        for i in reversed(range(len(graph.operators))):
+            if not graph.has_backward[i]:
+                continue
+            op = graph.operators[i]
+            self.compute(TaskKind.BACKWARD, i, lowered.placed[i].backward_s, ("backward",), [
+                e for name in op.outputs for e in lowered.edges_of[name] if lowered.edges[e].backward is not None
+            ])  # fmt: skip
+            for e in dict.fromkeys(lowered.edge_of[i, p] for p in range(len(op.inputs))):
+                edge = lowered.edges[e]
+                if edge.backward is not None and edge.readers[0][0] == i:
+                    self.reshard("backward", e, edge.backward)
+            for w, of in enumerate(readers):
+                if of and min(of) == i:
+                    bucket = bucket_of[lowered.weights[w].tensor]
+                    done.setdefault(bucket, []).append(w)
+                    if len(done[bucket]) == sum(bool(r) and bucket_of[lowered.weights[v].tensor] == bucket
+                                                for v, r in enumerate(readers)):  # fmt: skip
+                        self.synchronise(before, 1)
+                        self.synchronise(done[bucket], 0)
+                        before = done[bucket]
+        self.synchronise(before, 1)
+
+    def synchronise(self, weights: Sequence[int], phase: int) -> None:
+        """A phase of a bucket: exchanges of the same form, devices and type of elements as one."""
+        together: dict[tuple[str, tuple[int, ...], str], list[Member]] = {}
+        for w in weights:
+            sync = self.lowered.weights[w].plan.sync
+            assert sync is not None
+            for x, exchange in enumerate(sync.phase_exchanges[phase] if phase < len(sync.phase_exchanges) else ()):
+                key = exchange.form, exchange.devices, self.graph.tensor[self.lowered.weights[w].tensor].dtype
+                together.setdefault(key, []).append(Member(w, sync, phase, x))
+        before = {key: dict(row) for key, row in self.arrived.items()} if phase else {}
+        before = {key: {d: list(tasks) for d, tasks in row.items()} for key, row in before.items()}
+        for members in together.values():
+            self.communicate("synchronise", members, before)
+
+    def update(self) -> None:
+        stored: dict[int, dict[int, int]] = {}
+        for w, weight in enumerate(self.lowered.weights):
+            if weight.plan.sync is not None:
+                for device, box, _ in weight.plan.storage:
+                    row = stored.setdefault(device, {})
+                    row[w] = volume(box) * self.graph.tensor[weight.tensor].itemsize
+        for device, row in sorted(stored.items()):
+            after = [t for w in range(len(self.lowered.weights))
+                     for t in self.arrived.get(("synchronise", w), {}).get(device, ())]  # fmt: skip
+            seconds = self.lowering.costs.update(sum(row.values()), len(row), device, self.lowered.options.optimizer)
+            self.task(TaskKind.UPDATE, -1, device, seconds, after)
+
+    def compute(
+        self, kind: TaskKind, operator: int, seconds: Sequence[float], purposes: Sequence[str], edges: Sequence[int]
+    ) -> None:
+        arrived = [self.arrived[p, e] for e in edges for p in purposes if (p, e) in self.arrived]
+        for device, duration in zip(self.lowered.configs[operator].devices, seconds, strict=True):
+            self.task(kind, operator, device, duration, [t for found in arrived for t in found.get(device, ())])
+
+    def task(self, kind: TaskKind, operator: int, device: int, seconds: float, after: list[int]) -> None:
+        if device in self.last:
+            after.append(self.last[device])
+        self.last[device] = self.tasks.compute(
+            kind, operator, device, self.lowered.topology.processor_of[device], seconds, sorted(set(after)),
+            self.lowering.turns[device],
+        )  # fmt: skip
+
+    def reshard(self, purpose: Purpose, key: int, plan: Reshard) -> None:
+        for phase in range(len(plan.phase_exchanges) if plan.exchanges else 0):
+            # What the previous phase delivered to the senders must be there, and only that.
+            before = {(purpose, key): {d: list(t) for d, t in self.arrived.get((purpose, key), {}).items()}}
+            for x in range(len(plan.phase_exchanges[phase])):
+                self.communicate(purpose, [Member(key, plan, phase, x)], before)
+
+    def communicate(
+        self, purpose: Purpose, members: Sequence[Member], before: Mapping[tuple[str, int], Mapping[int, Sequence[int]]]
+    ) -> None:
+        exchanges = [member.what for member in members]
+        one = exchanges[0]
+        senders = tuple(sorted({d for x in exchanges for d in x.senders}))
+        receivers = tuple(sorted({d for x in exchanges for d in x.receivers}))
+        cost = one.transfer if len(exchanges) == 1 else self.bucket_cost(exchanges)
+        what = Communication(
+            purpose, one.form, one.devices, senders, receivers, tuple(members), cost, sum(x.nbytes for x in exchanges)
+        )
+        after = {self.last[d] for d in senders if d in self.last}
+        for member in members:
+            for device in member.what.senders:
+                after.update(before.get((purpose, member.key), {}).get(device, ()))
+        task = self.tasks.communicate(what, sorted(after), cost.duration_s)
+        for member in members:
+            arrived = self.arrived.setdefault((purpose, member.key), {})
+            for device in member.what.receivers:
+                arrived.setdefault(device, []).append(task)
+
+    def bucket_cost(self, exchanges: Sequence[Exchange]) -> Transfer:
+        one, pricing = exchanges[0], self.lowering.planner.pricing
+        if one.form == "all_reduce":
+            share = 2 * (len(one.devices) - 1)
+            return pricing.all_reduce(one.devices, sum(x.nbytes for x in exchanges) // share)
+        return pricing.transfer(one.form, [message for x in exchanges for message in x.messages])

@@ -1,0 +1,122 @@
+"""The emitted rows are those of the definition."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from hypothesis import Phase, given, settings
+from hypothesis import strategies as st
+
+from flexsearch.cost import Costs
+from flexsearch.cost.ticks import TICK
+from flexsearch.graph import OperatorGraph
+from flexsearch.lower.rows import COMPUTE, ISSUE, WAIT
+from flexsearch.simulate.delta import DeltaSimulator
+from flexsearch.strategy import Options
+from tests.random_strategies import strategies
+from tests.task_oracle import task_graph
+from tests.test_baselines import cnn, mlp, transformer
+from tests.test_delta import TOPOLOGIES, dags, normed, tied
+
+GRAPHS = {"mlp": mlp, "cnn": cnn, "transformer": lambda: transformer(layers=1), "norm": normed, "tied": tied}
+
+
+def rows_of(simulator: DeltaSimulator) -> list[Any]:
+    rows = simulator.rows
+    return tasks_of(rows.plan.segments, rows.segment, len(simulator.topology.devices))
+
+
+def tasks_of(s: Any, segment: Any, devices: int) -> list[Any]:
+    """(ticks, links, drags, dependencies) of every row, in order of identity."""
+    number, rows = {}, []
+    last = {}
+    computes = {}
+    for b, g in enumerate(segment.tolist()):
+        table = int(s.device_steps[g])
+        here = {}
+        for d in range(devices):
+            for k in range(int(s.step_first[table + d]), int(s.step_first[table + d + 1])):
+                if s.step_kind[k] == COMPUTE:
+                    here[int(s.step_row[k])] = d
+        for row in sorted(here):
+            computes[b, row] = number["c", b, row] = len(rows)
+            rows.append([0, [], [], set()])
+        for c in range(int(s.communication_first[g]), int(s.communication_last[g])):
+            number["m", b, c - int(s.communication_first[g])] = len(rows)
+            links = [(int(s.link[k]), int(s.link_ticks[k])) for k in range(s.link_first[c], s.link_last[c])]
+            drags = [(int(s.drag[k]), int(s.drag_ticks[k])) for k in range(s.drag_first[c], s.drag_last[c])]
+            rows.append([int(s.communication_ticks[c]), links, drags, set()])
+    for b, g in enumerate(segment.tolist()):
+        table = int(s.device_steps[g])
+        missing = {}
+        for d in range(devices):
+            waits = set()
+            for k in range(int(s.step_first[table + d]), int(s.step_first[table + d + 1])):
+                if s.step_kind[k] == COMPUTE:
+                    assert s.step_block[k] == b
+                    t = number["c", b, int(s.step_row[k])]
+                    rows[t][0] = int(s.step_ticks[k])
+                    rows[t][3] |= waits | ({last[d]} if d in last else set())
+                    last[d], waits = t, set()
+                elif s.step_kind[k] == WAIT:
+                    t = number["m", int(s.step_block[k]), int(s.step_row[k])]
+                    assert t not in waits
+                    waits.add(t)
+                else:
+                    assert s.step_kind[k] == ISSUE and s.step_block[k] == b and not waits
+                    t = number["m", b, int(s.step_row[k])]
+                    rows[t][3] |= {last[d]} if d in last else set()
+                    missing[t] = missing.get(t, 0) + 1
+            assert not waits
+        for c in range(int(s.communication_first[g]), int(s.communication_last[g])):
+            t = number["m", b, c - int(s.communication_first[g])]
+            rows[t].append((int(s.missing[c]) , missing[t]))
+    for b, g in enumerate(segment.tolist()):
+        for c in range(int(s.communication_first[g]), int(s.communication_last[g])):
+            t = number["m", b, c - int(s.communication_first[g])]
+            for k in range(s.follower_first[c], s.follower_last[c]):
+                to = number["m", int(s.follower_block[k]), int(s.follower_row[k])]
+                rows[to][3].add(t)
+                rows[to][4] = rows[to][4][0] - 1, rows[to][4][1]
+    for row in rows:
+        if len(row) == 5:
+            assert row[4][0] == row[4][1]
+    return rows
+
+
+def check(simulator: DeltaSimulator, configs: Any) -> None:
+    lowering = simulator.lowering
+    expected = task_graph(lowering, lowering.lower(configs, simulator.options))
+    rows = rows_of(simulator)
+    assert len(rows) == len(expected)
+    decisive = simulator.topology.decisive
+    for t, row in enumerate(rows):
+        assert row[0] == round(expected.duration[t] / TICK), t
+        assert row[3] == set(expected.dependencies[t]), t
+        if expected.communication[t] is not None:
+            links = {r: round(s / TICK) for r, s in expected.links[t] if decisive[r]}
+            assert dict(row[1]) == links and len(row[1]) == len(links)
+            assert dict(row[2]) == {r: round(s / TICK) for r, s in expected.drag[t]}
+
+
+@pytest.mark.parametrize("name", TOPOLOGIES)
+@pytest.mark.parametrize("graph", GRAPHS)
+@settings(derandomize=True, deadline=None, max_examples=6, phases=(Phase.generate,))
+@given(data=st.data(), prefetch=st.integers(0, 3))
+def test_rows_are_those_of_the_definition(data: Any, graph: str, name: str, prefetch: int) -> None:
+    made, topology = GRAPHS[graph](), TOPOLOGIES[name]()
+    strategy = data.draw(strategies(made, topology))
+    options = strategy.options.model_copy(update={"prefetch": prefetch})
+    configs = strategy.in_order(made)
+    check(DeltaSimulator(made, topology, Costs(made, topology), options, configs), configs)
+
+
+@settings(derandomize=True, deadline=None, max_examples=20, phases=(Phase.generate,))
+@given(data=st.data(), graph=dags(), name=st.sampled_from(sorted(TOPOLOGIES)))
+def test_so_are_those_of_random_graphs(data: Any, graph: OperatorGraph, name: str) -> None:
+    topology = TOPOLOGIES[name]()
+    strategy = data.draw(strategies(graph, topology))
+    configs = strategy.in_order(graph)
+    options = Options(bucket_bytes=strategy.options.bucket_bytes)
+    check(DeltaSimulator(graph, topology, Costs(graph, topology), options, configs), configs)

@@ -1,0 +1,209 @@
+"""The engine gives the times of its definition (``engine_oracle``): whole, from a snapshot, and folded."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+
+from flexsearch.errors import FlexsearchError
+from flexsearch.lower.rows import ISSUE, WAIT, Segments
+from flexsearch.simulate.engine import LATE, Engine
+from flexsearch.simulate.engine_state import State
+from tests.engine_oracle import Simulation
+from tests.random_rows import Block, Case, Communication, make_case, random_change
+
+
+def oracle(case: Case, segments: Segments, segment: Any) -> Simulation:
+    simulation = Simulation(case.schedule, case.machine, segments, segment)
+    simulation.run()
+    return simulation
+
+
+def numbers(segment: list[int]) -> Any:
+    return np.array(segment, np.uint32)
+
+
+@pytest.mark.parametrize("seed", range(150))
+def test_start_and_end_of_every_row_are_those_of_the_definition(seed: int) -> None:
+    case = make_case(seed)
+    segments, segment = case.arena.segments(), numbers(case.segment)
+    expected = oracle(case, segments, segment)
+    engine = Engine(case.schedule, case.machine)
+    assert engine.run(segments, segment) == expected.makespan
+    times = engine.times(segments, segment)
+    rows = 0
+    for (m, b, communication, number), (start, end) in expected.times.items():
+        if communication:
+            place = times.communication_first[b] + np.uint64(number)
+            assert (times.communication_start[m, place], times.communication_end[m, place]) == (start, end)
+        else:
+            place = times.computation_first[b] + np.uint64(number)
+            assert (times.computation_start[m, place], times.computation_end[m, place]) == (start, end)
+        rows += 1
+    assert rows == (times.communication_end >= 0).sum() + (times.computation_end >= 0).sum()
+
+
+class Walk:
+    """Proposals to the plan of a case, accepted or rejected at random."""
+
+    def __init__(self, case: Case, engine: Engine) -> None:
+        self.case, self.engine, self.segment = case, engine, list(case.segment)
+        self.makespan = engine.run(case.arena.segments(), numbers(self.segment))
+
+    def propose(self, limits: bool = True) -> tuple[int, int, int]:
+        """What the engine says, the makespan, and the limit that the engine was given."""
+        case, change = self.case, random_change(self.case)
+        proposed = list(self.segment)
+        for b, block in change.items():
+            proposed[b] = case.arena.add(block)
+        segments = case.arena.segments()
+        expected = oracle(case, segments, numbers(proposed)).makespan
+        limit = case.random.choice((LATE, self.makespan, int(self.makespan * 1.02))) if limits else LATE
+        ticks = self.engine.propose(segments, numbers(proposed), numbers(list(change)), limit)
+        if ticks != LATE and case.random.random() < 0.5:
+            self.engine.accept()
+            self.makespan, self.segment = ticks, proposed
+            for b, block in change.items():
+                case.blocks[b] = block
+        else:
+            self.engine.reject()
+        return ticks, expected, limit
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_a_walk_of_proposals_gives_the_times_of_the_definition(seed: int) -> None:
+    case = make_case(1000 + seed, blocks=6)
+    walk = Walk(case, Engine(case.schedule, case.machine, room=4))
+    for _ in range(20):
+        ticks, expected, limit = walk.propose()
+        assert ticks == (expected if expected <= limit else LATE)
+    segments, segment = case.arena.segments(), numbers(walk.segment)
+    assert walk.engine.makespan == Engine(case.schedule, case.machine).run(segments, segment)
+
+
+def test_most_of_a_plan_is_not_run_again() -> None:
+    """In long plans with one change, windows are taken over before it and behind it."""
+    before = behind = 0
+    for seed in range(30):
+        case = make_case(3000 + seed, microbatches=1, blocks=30)
+        walk = Walk(case, Engine(case.schedule, case.machine))
+        for _ in range(10):
+            ticks, expected, _ = walk.propose(limits=False)
+            assert ticks == expected
+            taken = f"{int(walk.engine.state.kept.taken[0]):b}"
+            before += taken[-1] == "1"
+            behind += "01" in taken
+    assert before > 150 and behind > 100
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_jumping_over_periods_changes_nothing(seed: int) -> None:
+    case = make_case(2000 + seed, microbatches=30 + seed, blocks=3)
+    segments, segment = case.arena.segments(), numbers(case.segment)
+    folded, unfolded = Engine(case.schedule, case.machine), Engine(case.schedule, case.machine, fold=False)
+    makespan = unfolded.run(segments, segment)
+    assert folded.run(segments, segment) == makespan
+    for _ in range(6):
+        change = random_change(case)
+        proposed = list(case.segment)
+        for b, block in change.items():
+            proposed[b] = case.arena.add(block)
+        segments, segment = case.arena.segments(), numbers(proposed)
+        ticks = folded.propose(segments, segment, numbers(list(change)))
+        assert ticks == unfolded.run(segments, segment)
+        folded.accept()
+        case.segment = proposed
+        for b, block in change.items():
+            case.blocks[b] = block
+    assert folded.run(segments, segment) == ticks == folded.makespan
+
+
+def test_most_long_plans_have_periods() -> None:
+    jumped = 0.0
+    for seed in range(40):
+        case = make_case(2000 + seed, microbatches=100, blocks=3)
+        engine = Engine(case.schedule, case.machine)
+        makespan = engine.run(case.arena.segments(), numbers(case.segment))
+        jumped += float(engine.state.fold.jumped[0]) / max(1, makespan)
+    assert jumped > 20
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_a_whole_run_is_late_only_above_the_limit(seed: int) -> None:
+    case = make_case(4000 + seed)
+    segments, segment = case.arena.segments(), numbers(case.segment)
+    engine = Engine(case.schedule, case.machine)
+    makespan = engine.run(segments, segment)
+    assert engine.run(segments, segment, makespan) == makespan
+    assert engine.run(segments, segment, makespan - 1) in (makespan, LATE)
+    if makespan > 100:
+        assert engine.run(segments, segment, makespan // 10) == LATE
+
+
+def test_a_deadlock_is_reported() -> None:
+    """A device that waits for a communication of a later block, whose sender waits for the device."""
+    for seed in range(20):
+        case = make_case(5000 + seed, microbatches=2)
+        if case.contended or len(case.blocks) < 3:
+            continue
+        never = Communication([0], [0], 1, [], missing=1)
+        case.segment[0] = case.arena.add(
+            Block([[(ISSUE, 0, 0, 0), (WAIT, 0, 0, 0)] if d == 0 else [] for d in range(case.devices)], [never])
+        )
+        case.blocks[0] = Block([], [])
+        engine = Engine(case.schedule, case.machine)
+        with pytest.raises(FlexsearchError, match=r"device 0 waits forever for communication 0 of block 0"):
+            engine.run(case.arena.segments(), numbers(case.segment))
+        return
+
+
+# ---- the comparisons above can fail
+
+
+def test_the_order_of_ties_matters() -> None:
+    """Serving rows that are ready at the same tick in another order gives other times somewhere."""
+    other = 0
+    for seed in range(40):
+        case = make_case(seed)
+        segments, segment = case.arena.segments(), numbers(case.segment)
+        expected = oracle(case, segments, segment).times
+        simulation = Simulation(case.schedule, case.machine, segments, segment)
+        simulation.order = lambda row: tuple(-int(part) for part in row)
+        simulation.run()
+        other += simulation.times != expected
+    assert other > 5
+
+
+def spoil_touched(state: State) -> None:
+    state.kept.touched[:] = 0
+
+
+def spoil_links(state: State) -> None:
+    state.snapshots.free[:] = 0
+
+
+def spoil_pending(state: State) -> None:
+    state.snapshots.count[:] = 0
+
+
+def spoil_ends(state: State) -> None:
+    state.snapshots.latest[:] -= 1
+
+
+@pytest.mark.parametrize("spoil", (spoil_touched, spoil_links, spoil_pending, spoil_ends))
+def test_a_snapshot_that_is_wrong_is_noticed(spoil: Callable[[State], None]) -> None:
+    wrong = 0
+    for seed in range(30):
+        case = make_case(1000 + seed, blocks=6)
+        walk = Walk(case, Engine(case.schedule, case.machine))
+        walk.engine.keep(case.arena.segments())
+        spoil(walk.engine.state)
+        try:
+            ticks, expected, _ = walk.propose(limits=False)
+            wrong += ticks != expected
+        except FlexsearchError:  # a device waits for what was forgotten
+            wrong += 1
+    assert wrong > 0
