@@ -453,6 +453,8 @@ def _synchronise(sources: Sources, state: State, w: Any, template: Any, spans: S
     update = TWO * np.uint64(units.update_block[0])
     for row in range(np.uint64(landings.reshard_first[template]), np.uint64(landings.reshard_last[template])):
         born = np.uint64(spans.born[np.uint64(landings.device[row])])
+        if born == ZERO:  # no piece there makes a gradient
+            born = sent
         _prolong(spans, _land(spans, landings, row, True, born, sent, again, update, GRADIENTS), update)
 
 
