@@ -21,7 +21,7 @@ from flexsearch.lower.rows import Schedule
 from flexsearch.lower.wired import Wired, empty_state
 from flexsearch.search.space import Space
 from flexsearch.simulate import Memory, memory
-from flexsearch.simulate.account import move_account
+from flexsearch.simulate.account import missing_memory
 from flexsearch.simulate.delta import DeltaSimulator
 from flexsearch.simulate.memory import Span, memory_of, spans_of
 from flexsearch.simulate.units import make_account, make_units
@@ -340,7 +340,7 @@ def test_the_peak_over_microbatches_is_that_of_the_passes_laid_out(count: int, s
         empty = empty_state(topology, wired.program, wired.wiring)
         parts = graph, topology, options, wired.wiring, wired.program, wired.templates, empty, schedule
         account, sources = make_account(*parts)
-        move_account(account, sources, wired.state)
+        missing_memory(account, sources, wired.state, True)
         spans = spans_of(lowering.lower(configs, options))
         expected = [unrolled(spans, schedule, d) for d in range(len(devices))]
         assert account.peak.tolist() == expected

@@ -123,7 +123,7 @@ def advance(
                 return ASK if change.lacking[0] > ZERO else EVENTS
             chain.counts[STAGE] = TIMED
         slow = chain.value[PROPOSED] > limit(chain)
-        chain.value[SHORTFALL] = 0.0 if slow else missing_memory(account, sources, proposed)
+        chain.value[SHORTFALL] = 0.0 if slow else missing_memory(account, sources, proposed, False)
         _decide(chain, state, proposed, change, work)
         chain.counts[STAGE] = FRESH
         chain.counts[DRAWN] += ONE

@@ -22,7 +22,7 @@ from flexsearch.lower.change import Wiring, carry_over, place, wire
 from flexsearch.lower.program import make_program, make_wiring
 from flexsearch.lower.templates import Templates
 from flexsearch.lower.wired import empty_state, fill, make_change, strides
-from flexsearch.simulate.account import Account, missing_memory, move_account
+from flexsearch.simulate.account import Account, missing_memory
 from flexsearch.simulate.attempt import Proposals, attempt_each
 from flexsearch.simulate.checkpoint import accept
 from flexsearch.simulate.lifetimes import Sources
@@ -121,11 +121,11 @@ class DeltaSimulator:
     def missing_memory(self) -> float:
         """Memory that the last proposal (or the plan at hand) lacks over what the device has, summed over the devices;
         0.0 if it fits."""
-        return float(missing_memory(self.account, self.sources, self.proposed))
+        return float(missing_memory(self.account, self.sources, self.proposed, False))
 
     def peaks(self) -> npt.NDArray[np.int64]:
         """Peak memory of each device under the last proposal (or the plan at hand), bytes."""
-        move_account(self.account, self.sources, self.proposed)
+        missing_memory(self.account, self.sources, self.proposed, True)
         return self.account.peak.copy()
 
     @property
