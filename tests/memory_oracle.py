@@ -1,50 +1,18 @@
-"""Peak memory of every device, from the order of its tasks (not from their times).
+"""The spans of memory by the tasks of a lowered strategy, in plain Python: what ``simulate.lifetimes`` must equal.
 
-Counted, in bytes, on each device:
-
-- ``weights``: stored; whole copies gathered from sharded ones, from the gather to the last task that reads them;
-  buffers and constants of the model.
-- ``gradients``: of weights, as the pieces make them until they are synchronised, as they are stored until the update.
-- ``optimizer``: state per stored trained weight: none (sgd), one copy (momentum), two (adam).
-- ``activations``: inputs; outputs of forward tasks until the last task that needs them (``keep.py``: what backwards
-  need); their copies in other layouts; gradients of activations until the producer's backward.
-- ``buffers``: what a communication receives and does not receive in place, until a task uses it, and the intermediate
-  layout of two-phase reshards.
-
-Not counted: workspace inside a kernel, fragmentation, the libraries themselves.
+A task stands for the moment of its block. Moments are coarser than tasks: what the communications of one block bring
+and let go counts as there at the same time, so peaks between moments are no lower than those between tasks.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
-from typing import Final, Literal
-
-import numpy as np
 
 from flexsearch.cost.compute import STATE_COPIES
 from flexsearch.graph import Box, Tensor, volume
 from flexsearch.graph.ops import saved_tensors
 from flexsearch.lower import Layout, Lowered, Reshard, TaskKind, bounding
-
-Part = Literal["weights", "gradients", "optimizer", "activations", "buffers"]
-PARTS: Final[tuple[Part, ...]] = ("weights", "gradients", "optimizer", "activations", "buffers")
-
-
-@dataclass(frozen=True)
-class Memory:
-    """Bytes in use on a device at the moment of its peak, by what they hold."""
-
-    weights: int = 0
-    gradients: int = 0
-    optimizer: int = 0
-    activations: int = 0
-    buffers: int = 0
-
-    @property
-    def peak(self) -> int:
-        """The peak, bytes."""
-        return self.weights + self.gradients + self.optimizer + self.activations + self.buffers
+from flexsearch.simulate.memory import Part
 
 
 class Span:
@@ -59,15 +27,7 @@ class Span:
         self.last = max(self.last, task)
 
 
-def memory(lowered: Lowered) -> tuple[Memory, ...]:
-    """Peak memory by device index of the topology."""
-    rows: list[list[Span]] = [[] for _ in lowered.topology.devices]
-    for span in spans_of(lowered):
-        rows[span.device].append(span)
-    return tuple(_peak(row) for row in rows)
-
-
-def spans_of(lowered: Lowered) -> list[Span]:
+def spans_of_tasks(lowered: Lowered) -> list[Span]:
     """Everything that is counted, with its lifetime."""
     return _Walk(lowered).spans
 
@@ -274,7 +234,9 @@ class _Walk:
             tasks = [t for x in range(last + 1) for t in self.crossing.get((purpose, key, x, device), ())]
             if last and (final := self.crossing.get((purpose, key, last, device))):
                 tasks = final
-            result[device] = self._new(device, nbytes, part, min(tasks, default=born.get(device, 0)))
+            # Where nothing arrives and nothing is cut, no reader makes a gradient: it is zero, from the first one on.
+            otherwise = born.get(device, min(born.values(), default=0))
+            result[device] = self._new(device, nbytes, part, min(tasks, default=otherwise))
             result[device].until(max(tasks, default=0))
             if hold:
                 self.held[key, device] = result[device]
@@ -295,17 +257,3 @@ def _sizes(layout: Layout, itemsize: int) -> dict[int, int]:
     for device, box, _ in layout:
         sizes[device] = sizes.get(device, 0) + volume(box) * itemsize
     return sizes
-
-
-def _peak(spans: list[Span]) -> Memory:
-    if not spans:
-        return Memory()
-    moments = np.array([s.first for s in spans] + [s.last + 1 for s in spans])
-    change = np.array([s.nbytes for s in spans] + [-s.nbytes for s in spans], dtype=np.float64)  # exact below 2^53
-    parts = np.array([PARTS.index(s.part) for s in spans] * 2)
-    points, at = np.unique(moments, return_inverse=True)
-    use = np.zeros((len(PARTS), len(points)))
-    np.add.at(use, (parts, at), change)
-    use = use.cumsum(axis=1)
-    top = int(use.sum(axis=0).argmax())
-    return Memory(**{part: int(use[k, top]) for k, part in enumerate(PARTS)})

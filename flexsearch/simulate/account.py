@@ -62,29 +62,26 @@ class Account(NamedTuple):
 
 
 @lean
-def missing_memory(account: Account, sources: Sources, state: State) -> Any:
-    """Bytes that a plan lacks over those that the device has, summed over the devices; 0.0 if it fits."""
+def missing_memory(account: Account, sources: Sources, state: State, exact: Any) -> Any:
+    """Bytes that a plan lacks over those that the device has, summed over the devices; 0.0 if it fits. If ``exact``,
+    ``account.peak`` is that of the plan in any case."""
     _touch(account, sources, state)
-    if account.empty[0] == 0:
+    if account.empty[0] == 0 and not exact:
         more = np.int64(0)
         for k in range(account.number[0]):
             more += most_bytes(sources, state, np.uint64(account.touched[k]))
         if more <= account.room[0]:
             return 0.0
-    _move(account, sources, state)
-    if account.room[0] >= 0:
-        return 0.0
-    missing = 0.0
-    for d in range(np.uint64(account.peak.shape[0])):
-        missing += max(0.0, float(account.peak[d]) / float(account.capacity[d]) - 1.0)
-    return missing
-
-
-@lean
-def move_account(account: Account, sources: Sources, state: State) -> None:
-    """Make the account that of ``state``: ``account.peak`` is exact then."""
-    _touch(account, sources, state)
-    _move(account, sources, state)
+    # The old spans of all units that differ, then the new ones: compiling would take twice as long with two calls.
+    count = account.number[0]
+    for k in range(count if account.empty[0] == 1 else ZERO, TWO * count):
+        new = k >= count
+        list_spans(sources, state if new else account.state, np.uint64(account.touched[k % count]), account.spans)
+        enter(account, np.int64(1) if new else np.int64(-1))
+    _remember(account.state, state)
+    account.empty[0] = 0
+    account.moves[0] += ONE
+    return _survey(account)
 
 
 @lean
@@ -105,16 +102,8 @@ def _touch(account: Account, sources: Sources, state: State) -> None:
 
 
 @lean
-def _move(account: Account, sources: Sources, state: State) -> None:
-    """Replace the spans of the touched units, and find the peaks of the devices that they are on."""
-    old, spans = account.state, account.spans
-    for k in range(account.number[0]):
-        u = np.uint64(account.touched[k])
-        if account.empty[0] == 0:
-            list_spans(sources, old, u, spans)
-            enter(account, -1)
-        list_spans(sources, state, u, spans)
-        enter(account, 1)
+def _remember(old: State, state: State) -> None:
+    """Make the account's plan equal to ``state``."""
     for i in range(np.uint64(state.config.shape[0])):
         old.config[i] = state.config[i]
     for slot in range(np.uint64(state.leader.shape[0])):
@@ -122,14 +111,20 @@ def _move(account: Account, sources: Sources, state: State) -> None:
         old.forward[slot], old.backward[slot] = state.forward[slot], state.backward[slot]
     for w in range(np.uint64(state.plan.shape[0])):
         old.plan[w] = state.plan[w]
-    account.empty[0] = 0
-    account.moves[0] += ONE
+
+
+@lean
+def _survey(account: Account) -> Any:
+    """Find the peaks of the devices whose cells changed; returns the memory that is missing."""
     room: Any = np.iinfo(np.int64).max
+    missing = 0.0
     for d in range(np.uint64(account.peak.shape[0])):
         if account.changed[d] == 1:
             account.peak[d] = _peak(account, d)
         room = min(room, account.capacity[d] - account.peak[d])
+        missing += max(0.0, float(account.peak[d]) / float(account.capacity[d]) - 1.0)
     account.room[0] = max(room, np.int64(-1))
+    return missing
 
 
 @lean

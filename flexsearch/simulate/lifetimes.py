@@ -40,7 +40,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from flexsearch.compiled import I64, ONE, TWO, U8, U32, U64, ZERO, inlined, lean
+from flexsearch.compiled import I64, ONE, TWO, U8, U32, U64, ZERO, lean
 from flexsearch.lower.arrays import Pools, Program, State
 from flexsearch.lower.footprints import ALIASED, RECEIVES, TAKES_PART, TAKES_PART_AGAIN, Footprints, Landings
 from flexsearch.lower.wiring import Wiring
@@ -180,7 +180,7 @@ def end_of(sources: Sources) -> Any:
     return TWO * np.uint64(sources.units.update_block[0]) + ONE
 
 
-@inlined
+@lean
 def _hold_at_hand(sources: Sources, state: State, tensor: Any, spans: Spans) -> None:
     """The bounding box of what each device reads of an input, a buffer or a constant."""
     units, wiring, holdings, pools = sources.units, sources.wiring, sources.footprints.holdings, sources.pools
@@ -212,7 +212,7 @@ def _hold_at_hand(sources: Sources, state: State, tensor: Any, spans: Spans) -> 
 # ---- activations
 
 
-@inlined
+@lean
 def _forward(sources: Sources, state: State, t: Any, spans: Spans) -> None:
     """An activation where it is made, and its copies for its readers."""
     units, wiring = sources.units, sources.wiring
@@ -229,7 +229,7 @@ def _forward(sources: Sources, state: State, t: Any, spans: Spans) -> None:
         _distribute(sources, state, wiring.result_slot, k, k, np.uint64(units.place[t]), now, spans)
 
 
-@inlined
+@lean
 def _make(sources: Sources, state: State, t: Any, producer: Any, now: Any, spans: Spans) -> None:
     """The output as the pieces of its producer make it, and what they save besides."""
     units, wiring, holdings, pools = sources.units, sources.wiring, sources.footprints.holdings, sources.pools
@@ -335,7 +335,7 @@ def _land(
     return ZERO
 
 
-@inlined
+@lean
 def _backward(sources: Sources, state: State, t: Any, spans: Spans) -> None:
     """Gradients of an activation: as its readers make them, and in the layout of its producer."""
     wiring, program = sources.wiring, sources.program
@@ -407,7 +407,7 @@ def _return(sources: Sources, state: State, slot: Any, t: Any, now: Any, spans: 
 # ---- weights
 
 
-@inlined
+@lean
 def _hold_weight(sources: Sources, state: State, w: Any, spans: Spans) -> None:
     """A weight as it is stored, the optimizer's state, gathered copies, and gradients."""
     units, program = sources.units, sources.program
@@ -457,6 +457,8 @@ def _synchronise(sources: Sources, state: State, w: Any, template: Any, spans: S
     update = TWO * np.uint64(units.update_block[0])
     for row in range(np.uint64(landings.reshard_first[template]), np.uint64(landings.reshard_last[template])):
         born = np.uint64(spans.born[np.uint64(landings.device[row])])
+        if born == ZERO:  # no piece there makes a gradient
+            born = sent
         _prolong(spans, _land(spans, landings, row, True, born, sent, again, update, GRADIENTS), update)
 
 

@@ -1,0 +1,349 @@
+"""Memory: every span of every plan as the plain-Python definition has it; peaks kept up to date exactly."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from functools import cache
+from itertools import accumulate
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from flexsearch.cost import Costs
+from flexsearch.graph import OperatorGraph
+from flexsearch.lower import Lowered, Lowering
+from flexsearch.lower.arrays import BACKWARD, FORWARD, GATHER, SECOND, SYNCHRONISE, Program
+from flexsearch.lower.program import make_program, make_wiring
+from flexsearch.lower.rows import Schedule
+from flexsearch.lower.wired import Wired, empty_state
+from flexsearch.search.space import Space
+from flexsearch.simulate import Memory, memory
+from flexsearch.simulate.account import missing_memory
+from flexsearch.simulate.delta import DeltaSimulator
+from flexsearch.simulate.memory import Span, memory_of, spans_of
+from flexsearch.simulate.units import make_account, make_units
+from flexsearch.strategy import OperatorConfig, Options
+from flexsearch.topology import Topology
+from tests.memory_oracle import Span as TaskSpan
+from tests.memory_oracle import spans_of_tasks
+from tests.proposals import propose
+from tests.random_strategies import strategies
+from tests.test_baselines import Builder, cnn, mlp, transformer
+from tests.test_delta import TOPOLOGIES, dags, differences, normed, tied
+from tests.test_search import with_memory
+
+Configs = tuple[OperatorConfig, ...]
+OPTIMIZERS = ("sgd", "momentum", "adam")
+
+
+@cache
+def viewed() -> OperatorGraph:
+    """Views of everything: of an activation with other readers, of a view, of a weight, of an input."""
+    b = Builder("viewed")
+    flat = b.add("flat", "view", "n h w -> n (h w)", [b.source("x", 8, 4, 4)], [8, 16])
+    hidden = b.linear("fc1", flat, 24)
+    split = b.add("split", "view", "n (a b) -> n a b", [hidden], [8, 4, 6])
+    joined = b.add("join", "view", "n a b -> n (a b)", [b.pointwise("double", split, split)], [8, 24])
+    again = b.add("again", "view", "n a b -> n (a b)", [split], [8, 24])
+    b.weight("row", 4, 6)
+    row = b.add("line", "view", "a b -> (a b)", ["row"], [24])
+    scaled = b.add("scale", "pointwise", "n a, a -> n a", [b.pointwise("sum", joined, again, hidden), row], [8, 24])
+    return b.finish(b.linear("fc2", scaled, 10))
+
+
+GRAPHS: dict[str, Callable[[], OperatorGraph]] = {
+    "mlp": mlp, "cnn": cnn, "transformer": lambda: transformer(layers=1), "normed": normed, "tied": tied,
+    "viewed": viewed,
+}  # fmt: skip
+
+
+def program_of(lowered: Lowered) -> Program:
+    return make_program(
+        lowered.graph, lowered.topology, lowered.lowering, lowered.lowering.costs, lowered.options
+    )  # fmt: skip
+
+
+def moments_of_tasks(lowered: Lowered) -> list[int]:
+    """Moment of every task: of its block, computing or communicating."""
+    graph, program, tasks = lowered.graph, program_of(lowered), lowered.tasks
+    place = {block: k for k, block in enumerate(zip(program.kind.tolist(), program.argument.tolist(), strict=True))}
+    weights = {t.name: w for w, t in enumerate(graph.of_kind("parameter"))}
+    bucket = {
+        w: b
+        for b, (first, last) in enumerate(zip(program.bucket_first, program.bucket_last, strict=True))
+        for w in program.member[first:last].tolist()
+    }
+    found = []
+    for kind, operator, what in zip(tasks.kind, tasks.operator, tasks.communication, strict=True):
+        if what is None:
+            block = (FORWARD, operator), (BACKWARD, operator), None
+            found.append(2 * (place[block[kind]] if block[kind] else len(program.kind) - 1))  # type: ignore[index]
+            continue
+        member = what.members[0]
+        if what.purpose == "synchronise":
+            key = (SYNCHRONISE, bucket[member.key]) if member.phase == 0 else (SECOND, 0)
+        elif what.purpose == "gather":
+            key = GATHER, weights[lowered.edges[member.key].tensor]
+        elif what.purpose == "forward":
+            key = FORWARD, graph.producer[lowered.edges[member.key].tensor]
+        else:
+            key = BACKWARD, lowered.edges[member.key].readers[0][0]
+        found.append(2 * place[key] + 1)
+    return found
+
+
+def expected_spans(lowered: Lowered) -> Counter[Span]:
+    """The spans of the definition, between moments. Its first task is the beginning of the step, its last the end."""
+    moments = moments_of_tasks(lowered)
+    begin, end = moments[0], moments[-1]
+    return Counter(
+        Span(s.device, *_rounded(moments[s.first], moments[s.last], begin, end), s.nbytes, s.part)
+        for s in spans_of_tasks(lowered)
+        if s.nbytes
+    )
+
+
+def _rounded(first: int, last: int, begin: int, end: int) -> tuple[int, int]:
+    """What begins with the first task, or before it, is there from the beginning; likewise for the end."""
+    return 0 if first <= begin else first, end if last >= end else last
+
+
+def actual_spans(lowered: Lowered, spans: Sequence[Span]) -> Counter[Span]:
+    moments = moments_of_tasks(lowered)
+    begin, end = moments[0], moments[-1]
+    return Counter(
+        s._replace(**dict(zip(("first", "last"), _rounded(s.first, s.last, begin, end), strict=True)))
+        for s in spans
+        if s.nbytes
+    )
+
+
+def summed(spans: Iterable[Span | TaskSpan], devices: int) -> list[int]:
+    """Peak by device of spans between moments (or tasks)."""
+    change: list[Counter[int]] = [Counter() for _ in range(devices)]
+    for s in spans:
+        change[s.device][s.first] += s.nbytes
+        change[s.device][s.last + 1] -= s.nbytes
+    return [max(accumulate(row[at] for at in sorted(row)), default=0) for row in change]
+
+
+def check(lowered: Lowered) -> None:
+    spans = spans_of(lowered)
+    assert actual_spans(lowered, spans) == expected_spans(lowered)
+    found = memory(lowered)
+    assert [m.peak for m in found] == summed(spans, len(lowered.topology.devices))
+    by_task = summed(spans_of_tasks(lowered), len(found))
+    assert all(m.peak >= peak for m, peak in zip(found, by_task, strict=True))
+
+
+@pytest.mark.parametrize("topology", ["slow hosts", "two nodes of GPUs", "unequal devices on a bus"])
+@pytest.mark.parametrize("name", GRAPHS)
+def test_every_span_is_that_of_the_definition(name: str, topology: str) -> None:
+    graph, cluster = GRAPHS[name](), TOPOLOGIES[topology]()
+    space, rng = Space(graph, cluster), np.random.Generator(np.random.PCG64(7))
+    lowering = Lowering(graph, cluster, Costs(graph, cluster))
+    configs = space.random_plan(rng)
+    for k in range(6):
+        options = Options(optimizer=OPTIMIZERS[k % 3], bucket_bytes=(1, 1000, 25 * 2**20)[k // 2])  # type: ignore[arg-type]
+        check(lowering.lower(configs, options))
+        configs = space.random_plan(rng) if k % 2 else propose(rng, space, configs)[1]
+
+
+@settings(derandomize=True, deadline=None, max_examples=40)
+@given(data=st.data())
+def test_spans_of_any_strategy_are_those_of_the_definition(data: st.DataObject) -> None:
+    graph = data.draw(st.one_of(dags(), st.sampled_from([mlp(), cnn(), transformer(layers=1), viewed()])))
+    topology = TOPOLOGIES[data.draw(st.sampled_from(["slow hosts", "unequal devices on a bus"]))]()
+    strategy = data.draw(strategies(graph, topology))
+    options = strategy.options.model_copy(update={"optimizer": data.draw(st.sampled_from(OPTIMIZERS))})
+    check(Lowering(graph, topology, Costs(graph, topology)).lower(strategy.in_order(graph), options))
+
+
+def test_views_belong_to_what_they_are_views_of() -> None:
+    graph = viewed()
+    topology = TOPOLOGIES["slow hosts"]()
+    lowering = Lowering(graph, topology, Costs(graph, topology))
+    program = make_program(graph, topology, lowering, lowering.costs, Options())
+    units = make_units(graph, make_wiring(graph, topology, lowering, program), program, Options())
+    names = [t.name for t in graph.of_kind("activation")]
+    members = {
+        frozenset(names[t] for t in units.activation[first:last])
+        for first, last in zip(units.activation_first, units.activation_last, strict=True)
+    }
+    assert {"fc1", "split", "again"} in members and {"line"} in members and {"flat"} in members
+
+
+# ---- kept up to date
+
+
+def missing_of(found: Sequence[Memory], topology: Topology) -> float:
+    return sum(max(0.0, m.peak / d.memory_bytes - 1.0) for m, d in zip(found, topology.devices, strict=True))
+
+
+def walk(graph: OperatorGraph, topology: Topology, seed: int, steps: int) -> DeltaSimulator:
+    """A walk of accepted and rejected proposals; memory is asked for after most steps, and compared."""
+    rng, space = np.random.Generator(np.random.PCG64(seed)), Space(graph, topology)
+    options = Options(optimizer=OPTIMIZERS[seed % 3], bucket_bytes=1000)  # type: ignore[arg-type]
+    configs = space.random_plan(rng)
+    simulator = DeltaSimulator(graph, topology, Costs(graph, topology), options, configs)
+    for k in range(steps):
+        new = space.random_plan(rng) if rng.random() < 0.1 else propose(rng, space, configs)[1]
+        simulator.propose(differences(new, configs))
+        found = memory(simulator.lowering.lower(new, options))
+        asked = rng.random()
+        if asked < 0.7:
+            assert simulator.missing_memory() == missing_of(found, topology)
+        if asked < 0.3:
+            assert simulator.peaks().tolist() == [m.peak for m in found]
+        if rng.random() < 0.5:
+            simulator.accept()
+            configs = new
+        else:
+            simulator.reject()
+        if k % 4 == 0:
+            kept = memory(simulator.lowering.lower(configs, options))
+            assert simulator.missing_memory() == missing_of(kept, topology)
+            assert simulator.peaks().tolist() == [m.peak for m in kept]
+    return simulator
+
+
+def middling(graph: OperatorGraph, topology: Topology) -> Topology:
+    """The same devices with memory for about half of all plans."""
+    rng, space = np.random.Generator(np.random.PCG64(0)), Space(graph, topology)
+    lowering = Lowering(graph, topology, Costs(graph, topology))
+    peaks = [max(m.peak for m in memory(lowering.lower(space.random_plan(rng), Options()))) for _ in range(7)]
+    return with_memory(topology, sorted(peaks)[3])
+
+
+@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.parametrize("name", GRAPHS)
+def test_the_account_of_any_walk_is_that_of_the_plan(name: str, seed: int) -> None:
+    graph = GRAPHS[name]()
+    walk(graph, middling(graph, TOPOLOGIES["slow hosts"]()), seed, 25)
+
+
+def test_units_that_the_account_overlooks_are_noticed() -> None:
+    graph, topology = mlp(), TOPOLOGIES["slow hosts"]()
+    space, rng = Space(graph, topology), np.random.Generator(np.random.PCG64(3))
+    first, second = space.random_plan(rng), space.random_plan(rng)
+    expected = [m.peak for m in memory(Lowering(graph, topology, Costs(graph, topology)).lower(second, Options()))]
+    noticed = []
+    for overlooked in (None, *range(len(graph.operators))):
+        simulator = DeltaSimulator(graph, topology, Costs(graph, topology), Options(), first)
+        simulator.peaks()
+        if overlooked is not None:
+            units = simulator.sources.units
+            units.concerned_last[overlooked] = units.concerned_first[overlooked]
+        simulator.propose(differences(second, first))
+        noticed.append(simulator.peaks().tolist() != expected)
+    assert not noticed[0] and any(noticed[1:])
+
+
+# ---- several microbatches and stages
+
+
+def pipeline(program: Program, operators: int, stages: Sequence[int], devices: Sequence[int], count: int) -> Schedule:
+    """One forward, one backward. ``stages``: the operator that each begins with; ``devices``: stage of each."""
+    kinds, arguments = program.kind, program.argument
+    once = ~np.isin(kinds, (FORWARD, BACKWARD))
+    ends = [*stages[1:], operators]
+    gathers, total = int((kinds == GATHER).sum()), len(kinds)
+    forward = [(gathers + a, gathers + b) for a, b in zip(stages, ends, strict=True)]
+    back = [
+        np.flatnonzero((kinds == BACKWARD) & (arguments >= a) & (arguments < b))
+        for a, b in zip(stages, ends, strict=True)
+    ]
+    begins = [int(rows[0]) for rows in back]
+    backward = list(zip(begins, [total - 2, *begins[:-1]], strict=True))
+    plans = []
+    for s in range(len(stages)):
+        ahead = min(count, len(stages) - 1 - s)
+        rows = [(*forward[s], k) for k in range(ahead)]
+        for k in range(count):
+            rows += [(*forward[s], k + ahead)] if k + ahead < count else []
+            rows.append((*backward[s], k))
+        plans.append([(0, gathers, 0), *rows, (total - 2, total, 0)])
+    sizes = np.cumsum([0, *map(len, plans)]).astype(np.uint32)
+    flat = np.array([row for rows in plans for row in rows], np.uint32)
+    return Schedule(
+        kind=kinds, argument=arguments, once=once.astype(np.uint8), last=(kinds == SYNCHRONISE).astype(np.uint8),
+        group=np.array(devices, np.uint32), action_first=sizes[:-1].copy(), action_last=sizes[1:].copy(),
+        block_first=flat[:, 0].copy(), block_last=flat[:, 1].copy(), microbatch=flat[:, 2].copy(),
+        microbatches=np.array([count], np.uint32),
+    )  # fmt: skip
+
+
+def unrolled(spans: Sequence[Span], schedule: Schedule, device: int) -> int:
+    """Peak of a device, by laying every microbatch's spans out one after the other."""
+    count, group = int(schedule.microbatches[0]), int(schedule.group[device])
+    runs: list[tuple[int, int]] = []
+    for a in range(int(schedule.action_first[group]), int(schedule.action_last[group])):
+        k = int(schedule.microbatch[a])
+        for v in range(int(schedule.block_first[a]), int(schedule.block_last[a])):
+            if not schedule.once[v] or k == (count - 1 if schedule.last[v] else 0):
+                runs.append((v, k))
+    place = {run: at for at, run in enumerate(runs)}
+    own = sorted({v for v, _ in runs})
+
+    def at(v: int, k: int, moment: int) -> int:
+        """Moment of block v of microbatch k; where the device does not run it, of what it runs next."""
+        k = (count - 1 if schedule.last[v] else 0) if schedule.once[v] else k
+        return 2 * place[v, k] + moment % 2
+
+    change = Counter[int]()
+    for s in spans:
+        if s.device != device:
+            continue
+        rows = []
+        for moment in (s.first, s.last):
+            v = next((w for w in own if w >= moment // 2), own[-1])
+            rows.append((v, moment % 2 if v == moment // 2 else 0))
+        (a, first), (b, last) = rows
+        passes = [(k, k) for k in range(count)]
+        if schedule.once[a] or schedule.once[b]:
+            passes = [(0, count - 1)]
+            if s.part == "gradients" and not schedule.once[a]:
+                for k in range(1, count):
+                    change[2 * at(a, k, first)] += s.nbytes
+                    change[2 * at(a, k, first) + 1] -= s.nbytes
+        for k, until in passes:
+            change[2 * at(a, k, first)] += s.nbytes
+            change[2 * at(b, until, last) + 1] -= s.nbytes
+    use = top = 0
+    for moment in sorted(change):
+        use += change[moment]
+        top = max(top, use)
+    return top
+
+
+@pytest.mark.parametrize("count", [1, 2, 3, 5])
+@pytest.mark.parametrize("stages", [(0,), (0, 3)])
+def test_the_peak_over_microbatches_is_that_of_the_passes_laid_out(count: int, stages: tuple[int, ...]) -> None:
+    graph, topology = mlp(), TOPOLOGIES["slow hosts"]()
+    rng, space = np.random.Generator(np.random.PCG64(count)), Space(graph, topology)
+    devices = [0, 0, len(stages) - 1, len(stages) - 1]
+    options = Options(optimizer="adam", bucket_bytes=1)
+    lowering = Lowering(graph, topology, Costs(graph, topology))
+    peaks = set()
+    for _ in range(4):
+        configs = [
+            config.on([2 * (i >= stages[-1]) * (len(stages) - 1) + d % 2 for d in range(len(config.devices))])
+            if len(config.devices) <= 2
+            else space.propagation.graph and config
+            for i, config in enumerate(space.random_plan(rng))
+        ]
+        wired = Wired(lowering, configs, options)
+        schedule = pipeline(wired.program, len(graph.operators), stages, devices, count)
+        empty = empty_state(topology, wired.program, wired.wiring)
+        parts = graph, topology, options, wired.wiring, wired.program, wired.templates, empty, schedule
+        account, sources = make_account(*parts)
+        missing_memory(account, sources, wired.state, True)
+        spans = spans_of(lowering.lower(configs, options))
+        expected = [unrolled(spans, schedule, d) for d in range(len(devices))]
+        assert account.peak.tolist() == expected
+        assert [m.peak for m in memory_of(*make_account(*parts), wired.state)] == expected
+        peaks.add(tuple(expected))
+    assert len(peaks) > 1
