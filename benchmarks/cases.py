@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -10,6 +10,7 @@ from flexsearch.errors import StrategyError
 from flexsearch.graph import Operator, OperatorGraph
 from flexsearch.strategy import OperatorConfig, Options, make_config
 from flexsearch.strategy.baselines import baseline
+from flexsearch.strategy.propagate import follow
 from flexsearch.topology import Topology
 
 EXPERTS = ("one-weird-trick", "layer-wise")
@@ -20,14 +21,7 @@ def dense_8(batch: int = 16384, width: int = 2304, layers: int = 8) -> OperatorG
     """Dense layers, in turn to four times ``width`` features and back, without activations, and a squared error.
 
     The default is the model of a report by a user of FlexFlow (flexflow/flexflow-train, issue 217)."""
-    from torch import nn, randn
-
-    from flexsearch.graph.importer import import_model
-
-    sizes = [width * (4 if k % 2 else 1) for k in range(layers + 1)]
-    model = nn.Sequential(*(nn.Linear(a, b, device="meta") for a, b in pairwise(sizes)))
-    x, y = (randn(batch, features, device="meta") for features in (sizes[0], sizes[-1]))
-    return import_model(model, (x,), nn.functional.mse_loss, targets=y, name="dense_8")
+    return dense(batch, [width * (4 if k % 2 else 1) for k in range(layers + 1)], "dense_8")
 
 
 def rnnlm_2(batch: int = 64, hidden: int = 2048, vocab: int = 10000) -> OperatorGraph:
@@ -39,7 +33,23 @@ def rnnlm_2(batch: int = 64, hidden: int = 2048, vocab: int = 10000) -> Operator
     return import_model(made.model, made.inputs, made.loss, targets=made.targets, name="rnnlm_2")
 
 
-_MADE: dict[str, Callable[[], OperatorGraph]] = {"dense_8": dense_8, "rnnlm_2": rnnlm_2}
+def mlp_4(batch: int = 256, width: int = 4096) -> OperatorGraph:
+    """Four linear layers without activations, and a squared error: layers that are best split in turn."""
+    return dense(batch, [width] * 5, "mlp_4")
+
+
+def dense(batch: int, sizes: Sequence[int], name: str) -> OperatorGraph:
+    """Linear layers without activations, with so many features between them, and a squared error."""
+    from torch import nn, randn
+
+    from flexsearch.graph.importer import import_model
+
+    model = nn.Sequential(*(nn.Linear(a, b, device="meta") for a, b in pairwise(sizes)))
+    x, y = (randn(batch, features, device="meta") for features in (sizes[0], sizes[-1]))
+    return import_model(model, (x,), nn.functional.mse_loss, targets=y, name=name)
+
+
+_MADE: dict[str, Callable[[], OperatorGraph]] = {"dense_8": dense_8, "mlp_4": mlp_4, "rnnlm_2": rnnlm_2}
 
 
 def load_graph(name: str) -> OperatorGraph:
@@ -52,10 +62,39 @@ def options_of(name: str) -> Options:
     return Options(optimizer="sgd") if name == "dense_8" else Options()
 
 
+def cluster_called(name: str) -> Topology:
+    """A topology by name; ``NAME/4`` is 4 devices of each of its hosts."""
+    base, _, each = name.partition("/")
+    whole = Topology.load(base)
+    if not each:
+        return whole
+    hosts = [[d for d, device in enumerate(whole.devices) if device.host == host] for host in whole.hosts]
+    return whole.subset([d for devices in hosts for d in devices[: int(each)]])
+
+
 def first_devices(cluster: str, count: int) -> Topology:
     """The first ``count`` devices of a cluster."""
-    whole = Topology.load(cluster)
+    whole = cluster_called(cluster)
     return whole if count == len(whole.devices) else whole.subset(range(count))
+
+
+def in_turn(graph: OperatorGraph, topology: Topology) -> dict[str, OperatorConfig]:
+    """What an integer program (of another tool) makes of ``mlp_4`` on 2 hosts of 4 GPUs: layers split by output
+    features on the transposed mesh and by input features on the plain one, in turn."""
+    each = len(topology.devices) // len(topology.hosts)
+    plain = tuple(range(len(topology.devices)))
+    transposed = tuple(plain[host * each + k] for k in range(each) for host in range(len(topology.hosts)))
+    found: dict[str, OperatorConfig] = {}
+    config = None
+    for k, op in enumerate(graph.operators):
+        if op.kind == "linear":
+            degrees, devices = (({"o": 4, "i": 2}, transposed), ({"o": 2, "i": 4}, plain))[k % 2]
+            config = make_config(op, degrees, devices)
+        else:
+            assert config is not None
+            config = follow(graph, k - 1, config, k)
+        found[op.name] = config
+    return found
 
 
 def expert(graph: OperatorGraph, topology: Topology) -> str | None:

@@ -12,10 +12,10 @@ from hypothesis import strategies as st
 from flexsearch.cost import Costs
 from flexsearch.graph import OperatorGraph
 from flexsearch.search import Evaluation, Evaluator, optimize, search
+from flexsearch.search.budget import Budget
 from flexsearch.search.climb import Climb, Climbed, Climber, Watch
 from flexsearch.search.climbs import POLISHED, ClimbSchedule
 from flexsearch.search.constants import ENOUGH
-from flexsearch.search.optimize import Budget
 from flexsearch.search.space import Space
 from flexsearch.search.workers import Turn, Workers
 from flexsearch.simulate.delta import make_proposals

@@ -25,12 +25,12 @@ from flexsearch.cost import Costs
 from flexsearch.errors import StrategyError
 from flexsearch.graph import OperatorGraph
 from flexsearch.graph.importer import import_model
-from flexsearch.search import Evaluator, Progress, SearchResult, chain, optimize, search, workers
+from flexsearch.search import Evaluation, Evaluator, Progress, SearchResult, chain, optimize, search, workers
+from flexsearch.search.budget import Budget
 from flexsearch.search.climb import Climb, Climber
 from flexsearch.search.climbs import POLISHED
 from flexsearch.search.constants import FEW, ROWS
 from flexsearch.search.evaluate import better
-from flexsearch.search.optimize import Budget
 from flexsearch.search.space import Space
 from flexsearch.strategy import OperatorConfig, Options, Strategy, check_config, make_config
 from flexsearch.topology import Topology
@@ -212,6 +212,33 @@ def test_a_baseline_is_kept_unless_it_is_beaten_by_the_margin() -> None:
     assert kept.simulation.makespan_s == best.simulation.makespan_s
     assert kept.strategy.options == best.strategy.options
     assert kept.set_aside_s == found.simulation.makespan_s and found.set_aside_s is None
+
+
+def test_the_best_plan_is_made_simpler_before_it_is_compared() -> None:
+    graph, topology = cnn(batch=32, hidden=2048), ethernet(4)
+    costs, seen = Costs(graph, topology), []
+    single = tuple(make_config(op, {}, (0,)) for op in graph.operators)
+
+    def simplify(
+        space: Space, configs: tuple[OperatorConfig, ...], evaluate: Callable[..., Evaluation], *, limit: float
+    ) -> tuple[OperatorConfig, ...]:
+        seen.append((evaluate(configs).cost, limit))
+        evaluate(single)
+        return single
+
+    before = search(graph, topology, costs, proposals=400, processes=1)
+    after = search(graph, topology, costs, proposals=400, processes=1, simplify=simplify)
+    best = min(outcome.time_s for outcome in before.baselines.values())
+    assert before.baseline == "" and seen == [(before.simulation.makespan_s, best)]
+    assert after.baseline and not after.optimal  # what it was made to is slower than the best baseline
+    assert after.set_aside_s == after.baselines["single"].time_s
+
+
+def test_a_result_says_how_many_single_changes_there_are() -> None:
+    graph, topology = mlp(), ethernet(2)
+    result, space = find(graph, topology, 20), Space(graph, topology)
+    blocks = sum(len(tuple(space._on_blocks(op, False))) for op in graph.operators)
+    assert result.alternatives == blocks > result.proposals
 
 
 def test_it_goes_on_from_a_given_plan() -> None:

@@ -8,13 +8,12 @@ budget in seconds alone, it also says when to polish the best plan.
 from __future__ import annotations
 
 import gc
-import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from functools import partial
-from typing import Final
+from math import inf
+from typing import Final, Protocol
 
 from flexsearch.cost import Costs
 from flexsearch.errors import StrategyError
@@ -22,13 +21,14 @@ from flexsearch.graph import OperatorGraph
 from flexsearch.lower import Lowering
 from flexsearch.proof.bound import lower_bound
 from flexsearch.quantities import MAX_COUNT, MAX_SEED
+from flexsearch.search.budget import Budget, cores
 from flexsearch.search.climb import Climb, Climbed, Climber
 from flexsearch.search.climbs import ClimbSchedule, Plan
-from flexsearch.search.constants import ENOUGH, POLISH, REBUCKET, WINDOW
+from flexsearch.search.constants import ENOUGH, REBUCKET, WINDOW
 from flexsearch.search.evaluate import Configs, Evaluation, better, by_rank
 from flexsearch.search.outcome import Improvement, Outcome, Progress, SearchResult, Trail
 from flexsearch.search.pins import parse_pins
-from flexsearch.search.space import Rule
+from flexsearch.search.space import Rule, Space
 from flexsearch.search.tuning import Tuned, best_options, candidates, evaluations, whole_seconds
 from flexsearch.search.workers import Turn, Workers
 from flexsearch.simulate import Simulation, simulate
@@ -39,27 +39,13 @@ from flexsearch.topology import Topology
 GIVEN: Final = "the given plan"
 
 
-@dataclass(frozen=True, slots=True)
-class Budget:
-    """How long to search: seconds, proposals, or both."""
+class Simplify(Protocol):
+    """Makes of a plan one that is told in fewer words and costs hardly more: with a cost of at most ``limit`` (s)
+    unless the plan's is higher. ``evaluate``: the cost of a plan; called at last for the plan that is returned."""
 
-    seconds: float | None
-    proposals: int | None
-
-    def ended(self, elapsed_s: float, idle_s: float) -> str:
-        """Why the time is over, in words; empty if it is not. ``idle_s``: time without improvement."""
-        if self.seconds is not None and elapsed_s >= self.seconds:
-            return f"the budget of {self.seconds:g} s was used up"
-        if self.seconds is not None and idle_s >= self.seconds / 2:
-            return f"half of the budget of {self.seconds:g} s brought nothing better"
-        return ""
-
-    def left(self, elapsed_s: float, idle_s: float) -> float:
-        """Seconds for polishing: until the end, if that is near; else 0, as with a budget of proposals."""
-        end = self.seconds
-        if end is None or self.proposals is not None or max(elapsed_s, 2.0 * idle_s) < (1.0 - POLISH) * end:
-            return 0.0
-        return end - elapsed_s
+    def __call__(
+        self, space: Space, configs: Configs, evaluate: Callable[[Configs], Evaluation], *, limit: float
+    ) -> Configs: ...
 
 
 def search(
@@ -75,6 +61,7 @@ def search(
     pins: Sequence[str] = (),
     rule: Rule | None = None,
     margin: float = 0.0,
+    simplify: Simplify | None = None,
     processes: int | None = None,
     on_progress: Callable[[Progress], None] | None = None,
     on_phase: Callable[[str], None] | None = None,
@@ -87,7 +74,8 @@ def search(
     ``start``: a plan to go on from; if a search with this seed found it, that search is continued. ``pins``: what is
     fixed (:mod:`flexsearch.search.pins`). ``rule``: another restriction, to the configs that it leaves as they are.
     ``margin``: the share of the time by which a plan must beat the best baseline to be preferred to it; a smaller gain
-    is within the error of any prediction, and the baseline is simpler. ``processes``: at most so many; None: one for
+    is within the error of any prediction, and the baseline is simpler. ``simplify``: applied to the best plan before
+    that is compared with the baselines. ``processes``: at most so many; None: one for
     each core. Ctrl-C ends the search with the best plan so far. ``on_phase``: called with what is done before the
     climbs, in words, as soon as there is a plan. ``on_end``: called once, when the search itself is over: a
     KeyboardInterrupt after that loses the result. The plan is never slower than the best baseline that fits into memory
@@ -101,6 +89,7 @@ def search(
         start.check_supported(graph, topology)
     budget, rule = Budget(budget_s, proposals), parse_pins(pins, graph, topology) or rule
     run = _Run(graph, topology, costs, options or Options(), seed, rule, budget, on_progress, on_phase)
+    run.simplify = simplify
     over = on_end or (lambda: None)
     try:
         try:
@@ -116,11 +105,6 @@ def search(
         over()
         reason = str(interrupt) or "interrupted"
     return run.result(reason, margin, tuple(pins))
-
-
-def cores() -> int:
-    """Number of processors that this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 @contextmanager
@@ -164,6 +148,7 @@ class _Run:
         """Options that differ in their bucket size: what plans are tuned over."""
         self.standard: tuple[Options, ...] = ()
         """The first of them: what baselines are tuned over."""
+        self.simplify: Simplify | None = None
         self.history: list[Improvement] = []
         self.trails: list[Trail] = []
         self.found_in = ""
@@ -339,6 +324,16 @@ class _Run:
         named = {op.name: config for op, config in zip(self.graph.operators, configs, strict=True)}
         return Strategy.make(self.graph, self.topology, named, options)
 
+    def _make_simpler(self, baseline: Evaluation) -> None:
+        """Put a simpler plan in the place of the best one, if it is hardly slower and not worse than the best
+        baseline. What single changes would bring it is not known."""
+        if self.simplify is None:
+            return
+        limit = baseline.cost if baseline.feasible else inf
+        configs = self.simplify(self.climber.space, self.best.configs, self.evaluate, limit=limit)
+        if configs != self.best.configs:
+            self.best = Plan(configs, self.evaluate(configs))
+
     def _rebucket(self) -> None:
         """Give the best plan the bucket size that suits it best, as every baseline has its own."""
         configs, before = self.best.configs, self.best.evaluation
@@ -357,6 +352,7 @@ class _Run:
         name = best_name if best_name in same else next(iter(same), "")
         aside = None
         if not name:
+            self._make_simpler(baseline.evaluation)
             self._rebucket()
             needed = baseline.evaluation.cost * (1.0 - margin)
             if not baseline.evaluation.feasible or self.best.evaluation.cost <= needed:
@@ -393,7 +389,7 @@ class _Run:
         return SearchResult(
             strategy, simulation, self.best.evaluation.feasible, self.best.optimal, bound_s, self.outcomes,
             tuple(self.history), tuple(self.trails), self.proposals, self.accepted, time.monotonic() - self.began,
-            reason, name, aside,
+            reason, name, aside, self.climber.space.alternatives_on_blocks,
         )  # fmt: skip
 
 
