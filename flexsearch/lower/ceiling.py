@@ -6,6 +6,8 @@ made. It counts each kind of span of ``flexsearch.simulate.memory``, so it is ne
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 import numpy.typing as npt
 
@@ -47,13 +49,20 @@ class Ceiling:
     def placed(self, operator: int, placed: Placed) -> Bytes:
         """Outputs of an operator, what it keeps besides, and the gradients of its inputs; not those of weights, as all
         readers that want the same part add theirs to one."""
-        op, found = self.graph.operators[operator], np.zeros(self.count, dtype=np.int64)
-        for name, layout in zip(op.outputs, placed.writes, strict=True):
-            elements, itemsize = layout.elements(self.count), self.graph.tensor[name].itemsize
+        reads, writes = (
+            [layout.elements(self.count) for layout in layouts] for layouts in (placed.reads, placed.writes)
+        )
+        return self.held(operator, reads, writes)
+
+    def held(self, operator: int, reads: Sequence[Bytes], writes: Sequence[Bytes]) -> Bytes:
+        """As ``placed``, for the elements of each operand: by device, or by position of a mesh."""
+        op, found = self.graph.operators[operator], np.zeros_like([*reads, *writes][-1])
+        for name, elements in zip(op.outputs, writes, strict=True):
+            itemsize = self.graph.tensor[name].itemsize
             found += elements * itemsize + self.rules[operator].besides(elements, itemsize)
-        for name, layout in zip(op.inputs, placed.reads, strict=True):
+        for name, elements in zip(op.inputs, reads, strict=True):
             if name in self.graph.differentiable and self.graph.tensor[name].kind == "activation":
-                found += layout.elements(self.count) * self.graph.tensor[name].itemsize
+                found += elements * self.graph.tensor[name].itemsize
         return found
 
     def moved(self, plan: Reshard, itemsize: int) -> Bytes:

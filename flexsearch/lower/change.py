@@ -46,6 +46,7 @@ class Wiring(NamedTuple):
     backward_block: U32  # by operator; the forward one if there is no other
     gather_block: U32  # by weight
     sync_block: U32  # by weight
+    weight_type: U32  # by weight: number of its dtype, by which weights share plans
 
 
 @packed
@@ -68,6 +69,22 @@ class Change(NamedTuple):
     lacking: U64
     begin: U64
     changed: U8
+
+
+MOST_MISSING = 4096
+"""Keys that are noted as missing at a time."""
+
+
+def empty_change(wiring: Wiring, operators: int, strides: int) -> Change:
+    """Work arrays for so many operators, and STRIDEs of blocks."""
+    weights, slots, tensors = len(wiring.gather_block), len(wiring.slot_operator), len(wiring.tensor_producer)
+    return Change(
+        operator=np.zeros(operators, np.uint32), config=np.zeros(operators, np.uint32), number=np.zeros(1, np.uint64),
+        slot=np.zeros(slots, np.uint32), weight=np.zeros(weights, np.uint32), touched=np.zeros(2, np.uint64),
+        tensor_stamp=np.zeros(tensors, np.uint64), weight_stamp=np.zeros(weights, np.uint64),
+        round=np.zeros(1, np.uint64), missing=np.zeros((MOST_MISSING, 3), np.uint64), lacking=np.zeros(1, np.uint64),
+        begin=np.zeros(1, np.uint64), changed=np.zeros(strides, np.uint8),
+    )  # fmt: skip
 
 
 @lean
@@ -206,7 +223,7 @@ def _charge(pools: Pools, state: State, old: Any, new: Any, block: Any) -> None:
 
 
 @lean
-def _need(wiring: Wiring, pools: Pools, state: State, slot: Any) -> Any:
+def need_of(wiring: Wiring, pools: Pools, state: State, slot: Any) -> Any:
     """Layout that a reader wants."""
     config = np.uint64(state.config[np.uint64(wiring.slot_operator[slot])])
     return pools.layout[np.uint64(pools.config_reads[config]) + np.uint64(wiring.slot_position[slot])]
@@ -229,7 +246,7 @@ def _wire_tensor(
     for k in range(first, last):
         slot = np.uint64(wiring.tensor_slot[k])
         _touch(change, slot)
-        need = _need(wiring, pools, state, slot)
+        need = need_of(wiring, pools, state, slot)
         leader = _leading(program, state, wiring.tensor_slot, first, k, need)
         state.leader[slot] = leader
         state.need[slot] = need
@@ -304,7 +321,7 @@ def _kept(wiring: Wiring, pools: Pools, table: Table, state: State, change: Chan
         miss(change, HELD, buffer, ZERO)
         return MISSING
     for k in range(np.uint64(wiring.buffer_first[buffer]), np.uint64(wiring.buffer_last[buffer])):
-        need = _need(wiring, pools, state, np.uint64(wiring.buffer_slot[k]))
+        need = need_of(wiring, pools, state, np.uint64(wiring.buffer_slot[k]))
         node = find(table, STEP, node, need)
         if node == MISSING:
             miss(change, HELD, buffer, ZERO)
@@ -332,11 +349,11 @@ def _wire_weight(
         config = np.uint64(state.config[np.uint64(wiring.slot_operator[slot])])
         if pools.config_shard[config] == 1:
             shard = ONE
-    node = find(table, WEIGHT, w, shard)
+    node = find(table, WEIGHT, wiring.weight_type[w], shard)
     for k in range(first, last):
         slot = np.uint64(program.reader[k])
         _touch(change, slot)
-        need = _need(wiring, pools, state, slot)
+        need = need_of(wiring, pools, state, slot)
         leader = _leading(program, state, program.reader, first, k, need)
         state.leader[slot] = leader
         state.need[slot] = need

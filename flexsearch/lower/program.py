@@ -182,4 +182,5 @@ def make_wiring(graph: OperatorGraph, topology: Topology, lowering: Lowering, pr
         backward_block=numbers(place.get((BACKWARD, i), place[FORWARD, i]) for i in range(len(graph.operators))),
         gather_block=numbers(place[GATHER, w] for w in range(len(parameters))),
         sync_block=numbers(_sync_blocks(place, members, len(parameters))),
+        weight_type=numbers(lowering.weight_types[graph.tensor[name].dtype] for name in parameters),
     )  # fmt: skip

@@ -22,15 +22,13 @@ import numpy.typing as npt
 from flexsearch.compiled import F64, I64, ONE, TWO, U8, U32, U64, ZERO, inlined, lean
 from flexsearch.lower.arrays import Pools, Program, State, Tasks, Work
 from flexsearch.lower.change import Change, Wiring, carry_over, miss
-from flexsearch.lower.keys import MISSING, Table, find
+from flexsearch.lower.configs import like, over, stored_otherwise, swapped
+from flexsearch.lower.keys import CANDIDATE, MISSING, Table, find
+from flexsearch.lower.tables import TemplateTables
 from flexsearch.packed import packed
 from flexsearch.simulate.attempt import attempt
 from flexsearch.simulate.checkpoint import accept
 
-CANDIDATE, OVER, SWAP, STORED, LIKE = 11, 12, 13, 14, 15
-"""Keys of the table: (operator, k): a config to try; (link, config): the one that follows it; (config, a * devices +
-b): the same with two devices exchanged; (config, 0): the same with its weights stored the other way; (operator,
-config): the same for another operator of its class. Operators and links stand for all that are alike."""
 REDRAW, COPY, GROUP, REPEATED, EXCHANGE, SHARD, SPAN = range(7)
 UNIFORMS = 24
 """Random numbers for a proposal. The last decides on acceptance."""
@@ -80,6 +78,7 @@ class Moves(NamedTuple):
     apart: npt.NDArray[np.uint8]  # (led class, led class): whether they have no operators in common
     weighted: U32
     memory: I64  # by device, bytes
+    chosen: U32  # scratch, by operator: its new config
 
 
 @packed
@@ -95,7 +94,6 @@ class Chain(NamedTuple):
     excess: F64
     patience: U64
     penalty: F64
-    chosen: U32
     best: U32
     log_value: F64
     log_step: U64
@@ -105,14 +103,14 @@ class Chain(NamedTuple):
 @lean
 def advance(
     moves: Moves, chain: Chain, wiring: Wiring, program: Program, pools: Pools, table: Table, state: State,
-    proposed: State, change: Change, work: Work, tasks: Tasks,
+    proposed: State, change: Change, work: Work, tasks: Tasks, tables: TemplateTables,
 ) -> Any:  # fmt: skip
     """Go on until something is needed; returns what. ``state`` is the chain's plan, ``proposed`` its work copy."""
     while True:
         if chain.counts[STAGE] == FRESH:
             if chain.counts[IDLE] >= chain.patience[0] or chain.counts[DRAWN] == np.uint64(chain.uniform.shape[0]):
                 return DONE
-            if not draw(moves, chain, state.config, pools.config_shard, table, change):
+            if not draw(moves, chain, state.config, tables, change):
                 return ASK
             whole = chain.counts[WHOLE] == ONE
             seconds = attempt(wiring, program, pools, table, state, proposed, change, work, tasks, whole, limit(chain))
@@ -194,11 +192,11 @@ def _fits(moves: Moves, proposed: State) -> Any:
 
 
 @inlined
-def draw(moves: Moves, chain: Chain, now: U32, shard: U8, table: Table, change: Change) -> Any:
-    """Fill ``change`` with a random move's configs; False if some are missing. ``now``: the plan's configs; ``shard``:
-    of each config, whether weights are sharded."""
+def draw(moves: Moves, chain: Chain, now: U32, tables: TemplateTables, change: Change) -> Any:
+    """Fill ``change`` with a random move's configs; False if some are missing. ``now``: the plan's configs."""
     change.lacking[0] = ZERO
     change.number[0] = ZERO
+    shard = tables.pools.config_shard
     u = chain.uniform[chain.counts[DRAWN]]
     move = ZERO
     while move < np.uint64(SPAN) and u[0] >= moves.often[move]:
@@ -207,29 +205,29 @@ def draw(moves: Moves, chain: Chain, now: U32, shard: U8, table: Table, change: 
     leaders = np.uint64(moves.leader.shape[0])
     if move == REDRAW:
         i = _pick(u[1], np.uint64(now.shape[0]))
-        _add(change, i, _candidate(moves, chain, table, change, i, u[2]))
+        _add(change, i, _candidate(moves, chain, tables, change, i, u[2]))
     elif move == COPY:
-        _copy(moves, now, shard, table, change, u)
+        _copy(moves, now, tables, change, u)
     elif move == REPEATED and moves.class_first.shape[0] > 0:
-        _repeat(moves, chain, now, shard, table, change, u)
+        _repeat(moves, chain, now, tables, change, u)
     elif move == SPAN:
-        _span(moves, chain, now, shard, table, change, u)
+        _span(moves, chain, now, tables, change, u)
     elif move == EXCHANGE and moves.memory.shape[0] > 1:
-        _exchange(moves, now, table, change, u)
+        _exchange(moves, now, tables, change, u)
     elif move == SHARD and moves.weighted.shape[0] > 0:
         at = _pick(u[1], np.uint64(moves.weighted.shape[0]))
         to = ONE - np.uint64(shard[np.uint64(now[np.uint64(moves.weighted[at])])])
         for k in range(np.uint64(moves.weighted.shape[0])):
             i = np.uint64(moves.weighted[k])
             if (u[2] >= 0.8 or k == at) and shard[np.uint64(now[i])] != to:
-                _add(change, i, _ask(table, change, STORED, now[i], ZERO))
+                _add(change, i, stored_otherwise(tables, change, now[i]))
     else:
         at = ZERO
         while at + ONE < leaders and u[1] >= moves.likely[at]:
             at += ONE
-        config = _candidate(moves, chain, table, change, np.uint64(moves.leader[at]), u[2])
-        _lead(moves, chain, table, change, at, config)
-    return change.lacking[0] == ZERO
+        config = _candidate(moves, chain, tables, change, np.uint64(moves.leader[at]), u[2])
+        _lead(moves, tables, change, at, config)
+    return change.lacking[0] == ZERO and tables.full[0] == 0
 
 
 @lean
@@ -239,17 +237,13 @@ def _pick(u: float, count: Any) -> Any:
 
 
 @lean
-def _ask(table: Table, change: Change, kind: Any, a: Any, b: Any) -> Any:
-    """A config from the table; MISSING, and noted, if it is not there."""
-    found = find(table, kind, a, b)
+def _candidate(moves: Moves, chain: Chain, tables: TemplateTables, change: Change, i: Any, u: float) -> Any:
+    """Config of a candidate's number; MISSING, and noted, if it is not known."""
+    k = chain.candidates[0] + _pick(u, chain.candidates[1])
+    found = find(tables.keys, CANDIDATE, moves.alike[i], k)
     if found == MISSING:
-        miss(change, kind, a, b)
+        miss(change, CANDIDATE, moves.alike[i], k)
     return found
-
-
-@lean
-def _candidate(moves: Moves, chain: Chain, table: Table, change: Change, i: Any, u: float) -> Any:
-    return _ask(table, change, CANDIDATE, moves.alike[i], chain.candidates[0] + _pick(u, chain.candidates[1]))
 
 
 @lean
@@ -261,139 +255,152 @@ def _add(change: Change, i: Any, config: Any) -> None:
 
 
 @lean
-def _lead(moves: Moves, chain: Chain, table: Table, change: Change, at: Any, config: Any) -> None:
+def _lead(moves: Moves, tables: TemplateTables, change: Change, at: Any, config: Any) -> None:
     """A leader with a new config, and the operators of its group following it."""
     if config == MISSING:
         return
     leader = np.uint64(moves.leader[at])
     _add(change, leader, config)
-    chain.chosen[leader] = config
+    moves.chosen[leader] = config
     for k in range(np.uint64(moves.group_first[at]), np.uint64(moves.group_last[at])):
         i = np.uint64(moves.member[k])
-        follows = _ask(table, change, OVER, moves.member_link[k], chain.chosen[np.uint64(moves.member_source[k])])
+        follows = over(tables, change, moves.member_link[k], moves.chosen[np.uint64(moves.member_source[k])])
         if follows == MISSING:
             return
         _add(change, i, follows)
-        chain.chosen[i] = follows
+        moves.chosen[i] = follows
 
 
 @lean
-def _repeat(moves: Moves, chain: Chain, now: U32, shard: U8, table: Table, change: Change, u: F64) -> None:
+def lead(moves: Moves, tables: TemplateTables, change: Change, operators: U32, configs: U32) -> Any:
+    """Fill ``change`` with operators and their new configs, and the operators of their groups following them; False if
+    some are missing."""
+    change.lacking[0] = change.number[0] = ZERO
+    for k in range(np.uint64(operators.shape[0])):
+        i = np.uint64(operators[k])
+        if moves.leader_at[i] != MISSING:
+            _lead(moves, tables, change, np.uint64(moves.leader_at[i]), configs[k])
+        else:
+            _add(change, i, configs[k])
+    return change.lacking[0] == ZERO and tables.full[0] == 0
+
+
+@lean
+def _repeat(moves: Moves, chain: Chain, now: U32, tables: TemplateTables, change: Change, u: F64) -> None:
     """Change a class, or two that have no operators in common (one makes room for the other)."""
     led, every = np.uint64(moves.led_classes[0]), np.uint64(moves.class_first.shape[0])
     first = _pick(u[1], led) if led > ZERO and (u[5] < 0.8 or led == every) else led + _pick(u[1], every - led)
-    _change_class(moves, chain, now, shard, table, change, first, u[2:8])
+    _change_class(moves, chain, now, tables, change, first, u[2:8])
     if u[8] < TWICE and first < led:
         second = _pick(u[9], led)
         if moves.apart[first, second] == ONE:
-            _change_class(moves, chain, now, shard, table, change, second, u[10:16])
+            _change_class(moves, chain, now, tables, change, second, u[10:16])
 
 
 @lean
 def _change_class(
-    moves: Moves, chain: Chain, now: U32, shard: U8, table: Table, change: Change, which: Any, u: F64
+    moves: Moves, chain: Chain, now: U32, tables: TemplateTables, change: Change, which: Any, u: F64
 ) -> None:  # fmt: skip
     """All operators of a class get the same: a candidate, or what one of them has, with two devices exchanged, or what
     it would have after one of its neighbours."""
     first, last = np.uint64(moves.class_first[which]), np.uint64(moves.class_last[which])
     model = np.uint64(moves.class_member[first + _pick(u[1], last - first)])
-    like = np.uint64(now[model])
+    same = now[model]
     if 0.85 <= u[2] < 0.88:
-        like = _ask(table, change, SWAP, now[model], _pair(moves, u[4], u[5]))
+        same = _exchanged(moves, tables, change, now[model], u[4], u[5])
     elif u[2] >= 0.88:
-        like = _after_neighbour(moves, now, shard, table, change, model, u[4])
-    if like == MISSING:
+        same = _after_neighbour(moves, now, tables, change, model, u[4])
+    if same == MISSING:
         return
     for k in range(first, last):
         i = np.uint64(moves.class_member[k])
         # Candidate k is the same for all operators of a class.
         if u[2] < 0.7:
-            config = _candidate(moves, chain, table, change, i, u[0])
+            config = _candidate(moves, chain, tables, change, i, u[0])
         else:
-            config = _ask(table, change, LIKE, moves.alike[i], like)
+            config = like(tables, change, moves.alike[i], same)
         if moves.leader_at[i] != MISSING:
-            _lead(moves, chain, table, change, np.uint64(moves.leader_at[i]), config)
+            _lead(moves, tables, change, np.uint64(moves.leader_at[i]), config)
         elif config != MISSING:
             _add(change, i, config)
 
 
 @lean
-def _after_neighbour(moves: Moves, now: U32, shard: U8, table: Table, change: Change, i: Any, u: float) -> Any:
+def _after_neighbour(moves: Moves, now: U32, tables: TemplateTables, change: Change, i: Any, u: float) -> Any:
     """The config of operator ``i`` that follows one of its neighbours; its own if it has none."""
     first, last = np.uint64(moves.link_first[i]), np.uint64(moves.link_last[i])
     if first == last:
-        return np.uint64(now[i])
+        return now[i]
     source = np.uint64(moves.link_target[first + _pick(u, last - first)])
     back = np.uint64(moves.link_first[source])
     while moves.link_target[back] != i:
         back += ONE
-    return _follow(table, change, shard, moves.link_kind[back], now[source], now[i])
+    return _follow(tables, change, moves.link_kind[back], now[source], now[i])
 
 
 @lean
-def _follow(table: Table, change: Change, shard: U8, link: Any, config: Any, has: Any) -> Any:
+def _follow(tables: TemplateTables, change: Change, link: Any, config: Any, has: Any) -> Any:
     """What follows ``config`` over a link, with weights stored as those of the config that the operator ``has``."""
-    found = _ask(table, change, OVER, link, config)
+    found, shard = over(tables, change, link, config), tables.pools.config_shard
     if found != MISSING and shard[np.uint64(found)] != shard[np.uint64(has)]:
-        found = _ask(table, change, STORED, found, ZERO)
+        found = stored_otherwise(tables, change, found)
     return found
 
 
 @lean
-def _pair(moves: Moves, u: float, v: float) -> Any:
-    """Two devices, as one number."""
+def _exchanged(moves: Moves, tables: TemplateTables, change: Change, config: Any, u: float, v: float) -> Any:
+    """A config with two devices exchanged."""
     devices = np.uint64(moves.memory.shape[0])
     if devices == ONE:
-        return ZERO
+        return np.uint32(config)
     a, b = _pick(u, devices), _pick(v, devices - ONE)
-    return a * devices + (b + ONE if b >= a else b)
+    return swapped(tables, change, config, a, b + ONE if b >= a else b)
 
 
 @lean
-def _span(moves: Moves, chain: Chain, now: U32, shard: U8, table: Table, change: Change, u: F64) -> None:
+def _span(moves: Moves, chain: Chain, now: U32, tables: TemplateTables, change: Change, u: F64) -> None:
     """A stretch of the graph: its first operator gets a candidate or what it has, the others follow their producers."""
     count = np.uint64(now.shape[0])
     first = _pick(u[1], count)
     length = np.uint64(float(count) ** u[3])
     last = min(count, first + length)
     for i in range(first, last):
-        chain.chosen[i] = MISSING
-    config = np.uint64(now[first])
+        moves.chosen[i] = MISSING
+    config = now[first]
     if u[4] < 0.8:
-        config = _candidate(moves, chain, table, change, first, u[2])
+        config = _candidate(moves, chain, tables, change, first, u[2])
         if config == MISSING:
             return
         _add(change, first, config)
-    chain.chosen[first] = config
+    moves.chosen[first] = config
     for i in range(first + ONE, last):
         source = np.uint64(moves.main_source[i])
-        if source < first or source == i or chain.chosen[source] == MISSING:
+        if source < first or source == i or moves.chosen[source] == MISSING:
             continue
-        follows = _follow(table, change, shard, moves.main_link[i], chain.chosen[source], now[i])
+        follows = _follow(tables, change, moves.main_link[i], moves.chosen[source], now[i])
         if follows == MISSING:
             return
         _add(change, i, follows)
-        chain.chosen[i] = follows
+        moves.chosen[i] = follows
 
 
 @lean
-def _exchange(moves: Moves, now: U32, table: Table, change: Change, u: F64) -> None:
+def _exchange(moves: Moves, now: U32, tables: TemplateTables, change: Change, u: F64) -> None:
     """Two devices exchange their work, in a group of operators or everywhere."""
-    pair = _pair(moves, u[1], u[2])
     if u[3] >= 0.97:
         for every in range(np.uint64(now.shape[0])):
-            _add(change, every, _ask(table, change, SWAP, now[every], pair))
+            _add(change, every, _exchanged(moves, tables, change, now[every], u[1], u[2]))
         return
     at = _pick(u[4], np.uint64(moves.leader.shape[0]))
     leader = np.uint64(moves.leader[at])
-    _add(change, leader, _ask(table, change, SWAP, now[leader], pair))
+    _add(change, leader, _exchanged(moves, tables, change, now[leader], u[1], u[2]))
     for k in range(np.uint64(moves.group_first[at]), np.uint64(moves.group_last[at])):
         i = np.uint64(moves.member[k])
-        _add(change, i, _ask(table, change, SWAP, now[i], pair))
+        _add(change, i, _exchanged(moves, tables, change, now[i], u[1], u[2]))
 
 
 @lean
-def _copy(moves: Moves, now: U32, shard: U8, table: Table, change: Change, u: F64) -> None:
+def _copy(moves: Moves, now: U32, tables: TemplateTables, change: Change, u: F64) -> None:
     """An operator does as a neighbour does, and so on for a few steps in one direction."""
     at = _pick(u[1], np.uint64(now.shape[0]))
     forward = 1 if u[2] < 0.5 else 0
@@ -413,7 +420,7 @@ def _copy(moves: Moves, now: U32, shard: U8, table: Table, change: Change, u: F6
                     break
                 which -= ONE
         at = np.uint64(moves.link_target[link])
-        config = _follow(table, change, shard, moves.link_kind[link], config, now[at])
+        config = _follow(tables, change, moves.link_kind[link], config, now[at])
         if config == MISSING:
             return
         _add(change, at, config)

@@ -230,13 +230,9 @@ class Climber:
         for config in self.space.alternatives(subject[0], configs):
             known = self._numbers.get((subject, config))
             if known is None:
-                new: dict[int, OperatorConfig] = {}
-                for operator in subject:
-                    new |= self.space.follow(operator, self.space.fix(operator, config))
                 number = simulator.templates.config
-                known = self._numbers[subject, config] = (
-                    np.array(list(new), np.uint32), np.array([number(i, c) for i, c in new.items()], np.uint32),
-                )  # fmt: skip
+                led = [number(operator, self.space.fix(operator, config)) for operator in subject]
+                known = self._numbers[subject, config] = self.runner.follow(simulator, subject, led)
             yield known
             operators, numbers = known
             if len(subject) == 1 and len(operators) > 1:

@@ -11,13 +11,13 @@ from typing import Final
 import numpy as np
 import numpy.typing as npt
 
-from flexsearch.lower.keys import MISSING
+from flexsearch.lower.change import Change, empty_change
+from flexsearch.lower.keys import CANDIDATE, LIKE, MISSING, NEAREST, OVER
 from flexsearch.lower.program import Rows
 from flexsearch.search.chain import (
     ACCEPTED,
     ASK,
     BEST,
-    CANDIDATE,
     CURRENT,
     DONE,
     DRAWN,
@@ -26,17 +26,13 @@ from flexsearch.search.chain import (
     IMPROVED,
     KNOWN,
     LEADERS,
-    LIKE,
     MARK,
     MEMORY,
-    OVER,
     PROPOSED,
     REFERENCE,
     SHORTFALL,
     STAGE,
     STEPS,
-    STORED,
-    SWAP,
     TIMED,
     UNIFORMS,
     WHOLE,
@@ -44,10 +40,11 @@ from flexsearch.search.chain import (
     Moves,
     advance,
     draw,
+    lead,
     limit,
 )  # fmt: skip
 from flexsearch.search.evaluate import PENALTY, Configs, Evaluation, Evaluator
-from flexsearch.search.space import Space, sharded
+from flexsearch.search.space import Space
 from flexsearch.simulate.delta import DeltaSimulator
 from flexsearch.strategy import OperatorConfig
 
@@ -77,6 +74,9 @@ FIRST: Final = (1, 0, 2)
 """Where in ``EXCESS`` chains begin, in turn: a temperature that is right for a bad start would lose a good one."""
 
 
+U32 = npt.NDArray[np.uint32]
+
+
 @dataclass(frozen=True, slots=True)
 class Found:
     """A better plan: at which step of the chain, by which move, its iteration time (s)."""
@@ -99,6 +99,8 @@ class Runner:
         self._layouts: tuple[Moves, Moves]
         """For chains over single operators, and for coarse ones."""
         self._moves: Moves
+        self._asked: Change
+        """What ``follow`` works with."""
         self._chain: Chain
 
     def begin(
@@ -108,9 +110,8 @@ class Runner:
         """Start a chain at ``configs``, which ``now`` evaluates. Improvements are what is better than ``best``.
         ``generation``: chains of different ones draw from different candidates. The chain ends when ``patience``
         proposals in a row brought it nothing new. ``coarse``: it changes whole classes of operators only."""
-        if self._simulator is not (simulator := self.evaluate.at(configs)):
-            fine = self._lay_out(simulator.templates.alike)
-            self._simulator, self._layouts = simulator, (fine, self._coarse(fine))
+        simulator = self.evaluate.at(configs)
+        self._attach(simulator)
         self._moves = self._layouts[coarse]
         excess = COARSE_EXCESS if coarse else EXCESS[FIRST[generation % len(FIRST)] :]
         operators, log = len(self.space.graph.operators), 4096
@@ -121,7 +122,7 @@ class Runner:
             uniform=np.zeros((ROWS, UNIFORMS)), value=np.zeros(8), counts=np.zeros(10, np.uint64),
             candidates=np.array(candidates, np.uint64), excess=np.array(excess),
             patience=np.array([patience], np.uint64), penalty=np.array([PENALTY]),
-            chosen=np.zeros(operators, np.uint32), best=np.zeros(operators, np.uint32), log_value=np.zeros(log),
+            best=np.zeros(operators, np.uint32), log_value=np.zeros(log),
             log_step=np.zeros(log, np.uint64), log_move=np.zeros(log, np.uint64),
         )  # fmt: skip
         self._chain.best[:] = simulator.state.config
@@ -160,7 +161,7 @@ class Runner:
         return int(advance(
             self._moves, self._chain, simulator.wiring, simulator.program, simulator.templates.pools,
             simulator.templates.keys.table, simulator.state, simulator.proposed, simulator.change, simulator.work,
-            simulator.tasks,
+            simulator.tasks, simulator.templates.tables,
         ))  # fmt: skip
 
     @property
@@ -200,38 +201,56 @@ class Runner:
 
     # ---- what a chain asks for
 
+    def follow(self, simulator: DeltaSimulator, operators: Sequence[int], configs: Sequence[int]) -> tuple[U32, U32]:
+        """Operators with new configs (numbers), and those of their groups following them: all of them, and their
+        configs."""
+        self._attach(simulator)
+        change, (moves, _) = self._asked, self._layouts
+        leading, numbers = np.array(operators, np.uint32), np.array(configs, np.uint32)
+        while not lead(moves, simulator.templates.tables, change, leading, numbers):
+            self._supply(simulator, change)
+        count = int(change.number[0])
+        return change.operator[:count].copy(), change.config[:count].copy()
+
+    def _attach(self, simulator: DeltaSimulator) -> None:
+        """Work with the templates of this simulator from now on."""
+        if self._simulator is simulator:
+            return
+        fine = self._lay_out(simulator.templates.alike)
+        self._simulator, self._layouts = simulator, (fine, self._coarse(fine))
+        self._asked = empty_change(simulator.wiring, len(self.space.graph.operators), 1)
+        if self.space.rule is not None:
+            simulator.templates.ruled()
+
     def _answer(self, simulator: DeltaSimulator) -> None:
-        """Add the templates that are missing, or all the configs that the move at hand needs."""
-        change, templates = simulator.change, simulator.templates
-        if change.missing[0, 0] < CANDIDATE:  # then all are: configs are asked for before templates
+        """Help with the templates that are missing, or with the configs that the move at hand needs."""
+        change, tables = simulator.change, simulator.templates.tables
+        if change.lacking[0] and change.missing[0, 0] < CANDIDATE:  # configs are asked for before templates
             simulator.fill()
             return
-        missing = True
-        while missing:
-            for kind, a, b in sorted({tuple(row) for row in change.missing[: int(change.lacking[0])].tolist()}):
-                operator, config = self._wanted(simulator, kind, a, b)
-                templates.keys.put(kind, a, b, templates.config(operator, self.space.fix(operator, config)))
-            configs, shard = simulator.state.config, templates.pools.config_shard
-            missing = not draw(self._moves, self._chain, configs, shard, templates.keys.table, change)
+        while True:
+            self._supply(simulator, change)
+            tables = simulator.templates.tables
+            if draw(self._moves, self._chain, simulator.state.config, tables, change):
+                return
 
-    def _wanted(self, simulator: DeltaSimulator, kind: int, a: int, b: int) -> tuple[int, OperatorConfig]:
-        """Operator and config that a key asks for."""
-        space, configs, operators = self.space, simulator.templates.configs, simulator.templates.operators
-        if kind == CANDIDATE:
-            return a, self._candidate(a, b)
-        old = configs[b if kind in (OVER, LIKE) else a]
-        assert old is not None
-        if kind == OVER:
-            source, link = self._links[a]
-            return link.target, space.propagation.over(source, old, link)
-        if kind == SWAP:
-            first, second = divmod(b, space.count)
-            other = {first: second, second: first}
-            return operators[a], old.on(other.get(d, d) for d in old.devices)
-        if kind == LIKE:
-            return a, old
-        assert kind == STORED
-        return operators[a], sharded(old, not old.shard_weights and len(old.devices) > 1)
+    def _supply(self, simulator: DeltaSimulator, change: Change) -> None:
+        """Add what ``change`` says is missing of configs."""
+        templates, space = simulator.templates, self.space
+        if templates.tables.full[0]:
+            templates.make_room()
+        for kind, a, b in sorted({tuple(row) for row in change.missing[: int(change.lacking[0])].tolist()}):
+            if kind == CANDIDATE:
+                templates.keys.put(kind, a, b, templates.config(a, space.fix(a, self._candidate(a, b))))
+            elif kind == OVER:
+                source, link = self._links[a]
+                followed = space.propagation.over(source, templates.in_place(b), link)
+                templates.follows(a, b, link.target, followed)
+            elif kind == LIKE:
+                templates.like(a, b)
+            else:
+                assert kind == NEAREST
+                templates.nearest(b, space.fix)
 
     def _candidate(self, operator: int, k: int) -> OperatorConfig:
         """Candidate ``k``: the same whenever it is asked for, and for all operators of the same shape."""
@@ -293,6 +312,7 @@ class Runner:
             led_classes=np.array([len(space.classes)], np.uint64), apart=_apart(space.classes),
             leader_at=numbers([place.get(i, int(MISSING)) for i in range(len(space.graph.operators))]),
             weighted=numbers(list(space.weighted)), memory=self.evaluate.memory_bytes,
+            chosen=np.zeros(len(space.graph.operators), np.uint32),
         )  # fmt: skip
 
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from math import inf
-from typing import Final
 
 import numpy as np
 import numpy.typing as npt
@@ -19,8 +18,7 @@ from flexsearch.cost import Costs
 from flexsearch.graph import OperatorGraph
 from flexsearch.lower import Lowering
 from flexsearch.lower.arrays import RECORD, STRIDE, WRITE, Program, State, Tasks, Work
-from flexsearch.lower.change import Change, Wiring, carry_over, place, wire
-from flexsearch.lower.keys import RESHARD, WEIGHT
+from flexsearch.lower.change import Change, Wiring, carry_over, empty_change, place, wire
 from flexsearch.lower.program import make_program, make_wiring
 from flexsearch.lower.templates import Templates
 from flexsearch.simulate.attempt import Proposals, attempt_each
@@ -33,7 +31,6 @@ from flexsearch.topology import Topology
 Configs = Sequence[OperatorConfig]
 Times = npt.NDArray[np.float64]
 Numbers = Sequence[int] | npt.NDArray[np.uint32]
-_MISSING_ROWS: Final = 4096
 _IN_FLIGHT, _HELD, _HELD_ROWS = 8192, 256, 64
 """Room for exchanges in flight; for those that a checkpoint can hold, and for the rows to which they deliver. A pass
 with more is void, a checkpoint with more is not used."""
@@ -151,9 +148,9 @@ class DeltaSimulator:
         count = self.change.number[0] = len(numbers)
         self.change.operator[:count], self.change.config[:count] = list(configs), numbers
         while True:
-            pools, change = self.templates.pools, self.change
-            place(self.wiring, self.program, pools, self.proposed, change)
-            wire(self.wiring, self.program, pools, self.templates.keys.table, self.proposed, self.state, change)
+            tables, change = self.templates.tables, self.change
+            place(self.wiring, self.program, tables.pools, self.proposed, change)
+            wire(self.wiring, self.program, tables.pools, tables.keys, self.proposed, self.state, change)
             if not change.lacking[0]:
                 break
             self.fill()
@@ -207,26 +204,9 @@ class DeltaSimulator:
 
     def fill(self) -> None:
         """Add the templates that were missing, and undo the proposal."""
-        for kind, a, b in {tuple(row) for row in self.change.missing[: int(self.change.lacking[0])].tolist()}:
-            if RESHARD <= kind < WEIGHT:
-                self.templates.add(kind, a, b)
-            elif kind == WEIGHT:
-                slots = self.program.reader[self.program.reader_first[a] : self.program.reader_last[a]]
-                wanted = 2 * self._needs(slots) + self.program.flows[slots]
-                needs = [(x // 2, bool(x % 2)) for x in dict.fromkeys(wanted.tolist())]
-                self.templates.weight(a, needs, bool(b))
-            else:
-                slots = self.wiring.buffer_slot[self.wiring.buffer_first[a] : self.wiring.buffer_last[a]]
-                self.templates.kept(a, self._needs(slots).tolist())
+        self.templates.fill(self.wiring, self.program, self.proposed, self.change)
         carry_over(self.state, self.proposed, self.change)
         self._dirty = False
-
-    def _needs(self, slots: npt.NDArray[np.uint32]) -> npt.NDArray[np.int64]:
-        """Layouts that readers of the proposal want."""
-        pools, config = self.templates.pools, self.proposed.config[self.wiring.slot_operator[slots]]
-        wanted = pools.layout[pools.config_reads[config] + self.wiring.slot_position[slots]]
-        layouts: npt.NDArray[np.int64] = wanted.astype(np.int64)
-        return layouts
 
     @property
     def _strides(self) -> int:
@@ -236,16 +216,7 @@ class DeltaSimulator:
         return _tasks(len(self.work.left), len(self.topology.devices), count)
 
     def _change(self) -> Change:
-        operators, weights = len(self.graph.operators), len(self.wiring.gather_block)
-        slots, tensors = len(self.wiring.slot_operator), len(self.wiring.tensor_producer)
-        return Change(
-            operator=_numbers(operators), config=_numbers(operators), number=np.zeros(1, np.uint64),
-            slot=_numbers(slots), weight=_numbers(weights), touched=np.zeros(2, np.uint64),
-            tensor_stamp=np.zeros(tensors, np.uint64), weight_stamp=np.zeros(weights, np.uint64),
-            round=np.zeros(1, np.uint64), missing=np.zeros((_MISSING_ROWS, 3), np.uint64),
-            lacking=np.zeros(1, np.uint64), begin=np.zeros(1, np.uint64),
-            changed=np.zeros(self._strides, np.uint8),
-        )  # fmt: skip
+        return empty_change(self.wiring, len(self.graph.operators), self._strides)
 
     def _empty_state(self) -> State:
         slots, devices = len(self.wiring.slot_operator), len(self.topology.devices)
