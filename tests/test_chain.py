@@ -145,9 +145,8 @@ def test_what_a_class_changes_to(kind: float) -> None:
         row[:] = 0.0
         row[1], row[4], row[7], row[8] = (k + 0.5) / len(space.parts), kind, 0.9, 1.0
         chain.counts[DRAWN] = 0
-        pools, change = simulator.templates.pools, simulator.change
-        table = simulator.templates.keys.table
-        if not draw(runner._moves, chain, simulator.state.config, pools.config_shard, table, change):
+        tables, change = simulator.templates.tables, simulator.change
+        if not draw(runner._moves, chain, simulator.state.config, tables, change):
             runner._answer(simulator)
         drawn = dict(zip(change.operator[: int(change.number[0])].tolist(), change.config.tolist(), strict=False))
         found = {i: simulator.templates.configs[n] for i, n in drawn.items()}
