@@ -47,19 +47,13 @@ class _Record:
     """What :func:`packed` adds. numba asks for the type of the first record of a kind only, but for the address of
     each: whichever comes first makes the block."""
 
-    @property
-    def packed_type(self) -> PackedType:
-        """The record's type in compiled code."""
-        if "_type" not in self.__dict__:
-            self._pack()
-        return cast(PackedType, self.__dict__["_type"])
-
-    @property
-    def packed_address(self) -> int:
-        """Where the block of the record's descriptors is."""
-        if "_block" not in self.__dict__:
-            self._pack()
-        return cast(int, self.__dict__["_address"])
+    def __getattr__(self, name: str) -> Any:
+        """``packed_type``, the record's type in compiled code, and ``packed_address``, where the block of its
+        descriptors is. They become plain attributes: every call from Python asks for the address of every record."""
+        if name not in ("packed_type", "packed_address"):
+            raise AttributeError(f"{type(self).__name__} has no attribute {name!r}")
+        self._pack()
+        return self.__dict__[name]
 
     def _pack(self) -> None:
         fields = cast(tuple[Any, ...], self)
@@ -67,7 +61,7 @@ class _Record:
         if (packed_type := _TYPES.get(key)) is None:
             packed_type = _TYPES[key] = _make_type(type(self), fields)
         block = np.array([word for value in fields for word in _descriptor(value)], np.uint64)
-        self.__dict__.update(_type=packed_type, _block=block, _address=block.ctypes.data)
+        self.__dict__.update(packed_type=packed_type, _block=block, packed_address=block.__array_interface__["data"][0])
 
 
 _TYPES: Final[dict[Any, PackedType]] = {}

@@ -146,9 +146,8 @@ def test_what_a_class_changes_to(kind: float) -> None:
         row[:] = 0.0
         row[1], row[4], row[7], row[8], row[16] = (k + 0.5) / len(space.parts), kind, 0.9, 1.0, 1.0
         draws.row[0] = 0
-        pools, change = simulator.templates.pools, simulator.change
-        table = simulator.templates.keys.table
-        if not draw(chain._moves, draws, simulator.state.config, pools.config_shard, table, change):
+        tables, change = simulator.templates.tables, simulator.rows.change
+        if not draw(chain._moves, draws, simulator.rows.state.config, tables, change):
             chain._answer(simulator)
         drawn = dict(zip(change.operator[: int(change.number[0])].tolist(), change.config.tolist(), strict=False))
         found = {i: simulator.templates.configs[n] for i, n in drawn.items()}

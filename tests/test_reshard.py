@@ -258,9 +258,8 @@ def test_templates_hold_what_the_exchanges_say() -> None:
     halves = tuple(Entry(d, (chunk(64, 2, k % 2),), 0) for k, d in enumerate((0, 4, 2, 1)))
     for a, b in ((sums, halves), (halves, sums), (sums, sums)):
         source, destination = lowering.intern(a), lowering.intern(b)
-        templates.add(3, source, destination)
+        number = templates.reshard(source, destination, 4)
         plan, pools = lowering.reshard(source, destination, 4), templates.pools
-        number = int(templates.columns["reshard_first"].size) - 1
         first, middle, last = (
             int(row[number]) for row in (pools.reshard_first, pools.reshard_middle, pools.reshard_last)
         )

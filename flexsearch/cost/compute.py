@@ -168,7 +168,8 @@ class Costs:
         """By operator: the first one of the same shape and cost, whatever its name and place."""
         classes: dict[Device, int] = {}
         self._class_of = tuple(classes.setdefault(_anonymous(d), len(classes)) for d in topology.devices)
-        self._classes = np.array(self._class_of)
+        self.kinds = np.array(self._class_of)
+        """By device: number of its kind; devices of one kind cost the same."""
         self._models = tuple(_Model(device, profile) for device in classes)
         self._known: dict[tuple[int, tuple[int, ...], int], tuple[float, float]] = {}
         if profile is not None and not any(model.profile for model in self._models):
@@ -197,7 +198,7 @@ class Costs:
     ) -> npt.NDArray[np.float64]:  # fmt: skip
         """Seconds of the forward and of the backward tasks (rows) of pieces: piece k has as many indices on each axis
         of the operator's access as ``extents[extent_of[k]]`` says, and is on ``device[k]``."""
-        kinds = self._classes[device]
+        kinds = self.kinds[device]
         found = np.empty((len(device), 2))
         for kind in range(len(self._models)) if len(self._models) == 1 else np.unique(kinds).tolist():
             seconds, here = np.array([self._seconds(operator, extent, kind) for extent in extents]), kinds == kind

@@ -46,6 +46,8 @@ class Pools(NamedTuple):
     config_reads: U32
     config_writes: U32
     config_shard: U8
+    config_split: U32  # its pieces without their devices
+    config_mesh: U32
     entry_device: U32
     entry_forward_s: F64
     entry_backward_s: F64

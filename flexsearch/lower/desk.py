@@ -10,7 +10,7 @@ import numpy.typing as npt
 
 from flexsearch.compiled import F64, I64, U8, U32, U64
 from flexsearch.cost.communication import Loads, Tally, empty_loads
-from flexsearch.lower.layout import Side
+from flexsearch.lower.interned import Side
 from flexsearch.packed import packed
 
 Table = npt.NDArray[np.uint32]

@@ -6,16 +6,26 @@ tuples of entries where somebody reads them.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from flexsearch.compiled import I64, U32, U64
+from flexsearch.compiled import I64, U32, ZERO
 from flexsearch.graph import Box, Piece
-from flexsearch.packed import packed
+from flexsearch.lower.interned import (
+    FIRST_ROOM,
+    Side,
+    empty_interned,
+    grown,
+    intern_grid,
+    intern_layout,
+    intern_mesh,
+    write_side,
+)
+from flexsearch.lower.keys import MISSING
 
 
 class Entry(NamedTuple):
@@ -28,21 +38,6 @@ class Entry(NamedTuple):
 
 
 Layout = tuple[Entry, ...]
-
-
-@packed
-class Side(NamedTuple):
-    """A layout as compiled code wants it. By entry: ``device``, ``box`` (entries, dimensions, low and high), ``volume``
-    (elements), ``same`` (the first entry with the same box). Term t, in ascending order, has the entries
-    ``copy[term_first[t]:term_first[t + 1]]``. ``size``: (2,) entries and terms."""
-
-    device: U32
-    box: I64
-    volume: I64
-    same: U32
-    term_first: U32
-    copy: U32
-    size: U64
 
 
 class Grid:
@@ -62,26 +57,12 @@ class Grid:
         """The regions as tuples."""
         return [tuple((low, high) for low, high in box) for box in self.box.tolist()]
 
-    @cached_property
-    def same(self) -> U32:
-        """For each entry the first one with the same region."""
-        first: dict[bytes, int] = {}
-        return np.array([first.setdefault(box.tobytes(), k) for k, box in enumerate(self.box)], dtype=np.uint32)
-
-    @cached_property
-    def copies(self) -> tuple[U32, U32]:
-        """``term_first`` and ``copy`` of ``Side``."""
-        order = np.argsort(self.term, kind="stable")
-        ordered = self.term[order]
-        starts = np.flatnonzero(np.concatenate(([True], ordered[1:] != ordered[:-1], [True]))) if len(order) else [0]
-        return np.asarray(starts, dtype=np.uint32), order.astype(np.uint32)
-
 
 class Laid:
     """A layout that is known by a number: equal ones are the same object. ``device``: of each entry."""
 
-    def __init__(self, number: int, grid: Grid, device: U32) -> None:
-        self.number, self.grid, self.device = number, grid, device
+    def __init__(self, layouts: Layouts, number: int, grid: Grid, device: U32) -> None:
+        self._layouts, self.number, self.grid, self.device = layouts, number, grid, device
 
     def __len__(self) -> int:
         return len(self.device)
@@ -94,10 +75,9 @@ class Laid:
     @cached_property
     def side(self) -> Side:
         """The layout for compiled code."""
-        grid = self.grid
-        first, copy = grid.copies
-        size = np.array([len(self.device), len(first) - 1], dtype=np.uint64)
-        return Side(self.device, grid.box, grid.volume, grid.same, first, copy, size)
+        side = empty_side(len(self), self.grid.box.shape[1])
+        write_side(self._layouts.pool, np.uint64(self.number), side)
+        return side
 
     def elements(self, devices: int) -> I64:
         """Elements that lie on each of ``devices`` devices."""
@@ -111,30 +91,55 @@ class Laid:
 
 
 class Layouts:
-    """All layouts that were asked for."""
+    """All layouts that were asked for. ``pool``: the same for compiled code, which adds to it; fetch it again after
+    ``grow``, or after adding anything."""
 
-    def __init__(self) -> None:
-        self._grids: dict[tuple[tuple[int, ...], bytes, bytes], Grid] = {}
-        self._laid: dict[tuple[int, bytes], Laid] = {}
-        self._all: list[Laid] = []
+    def __init__(self, devices: int = 64) -> None:
+        self.pool = empty_interned(FIRST_ROOM, devices)
+        self._grids: dict[int, Grid] = {}
+        self._laid: dict[int, Laid] = {}
 
     def __getitem__(self, number: int) -> Laid:
-        return self._all[number]
+        if (known := self._laid.get(number)) is None:
+            grid, mesh = int(self.pool.layout_grid[number]), int(self.pool.layout_mesh[number])
+            known = self._laid[number] = Laid(self, number, self._grid(grid), self.devices(mesh))
+        return known
+
+    def devices(self, mesh: int) -> U32:
+        """The devices of a mesh."""
+        found: U32 = self.pool.device[int(self.pool.mesh_first[mesh]) : int(self.pool.mesh_last[mesh])].copy()
+        return found
+
+    @property
+    def filled(self) -> float:
+        """How full the fullest array of the pool is."""
+        pool = self.pool
+        return max(
+            float(used[0]) / room
+            for used, room in (
+                (pool.meshes, len(pool.mesh_first)), (pool.devices, len(pool.device)),
+                (pool.grids, len(pool.grid_first)), (pool.entries, len(pool.volume)), (pool.boxes, len(pool.box)),
+                (pool.terms, len(pool.term_first)), (pool.layouts, len(pool.layout_grid)),
+            )
+        )  # fmt: skip
+
+    def grow(self) -> None:
+        """Make room for twice as many layouts."""
+        self.pool = grown(self.pool)
+
+    def mesh(self, device: U32) -> int:
+        """Number of the mesh of these devices."""
+        return self._number(lambda: intern_mesh(self.pool, device, ZERO, np.uint64(len(device))))
 
     def grid(self, box: I64, term: U32) -> Grid:
-        """The grid of ``box`` (entries, dimensions, 2) and ``term``; the arrays must not change any more."""
-        key = box.shape, box.tobytes(), term.tobytes()
-        if (known := self._grids.get(key)) is None:
-            known = self._grids[key] = Grid(len(self._grids), box, term)
-        return known
+        """The grid of ``box`` (entries, dimensions, 2) and ``term``."""
+        count, rank = np.uint64(len(term)), np.uint64(box.shape[1])
+        return self._grid(self._number(lambda: intern_grid(self.pool, box, term, count, rank)))
 
     def lay(self, grid: Grid, device: U32) -> Laid:
         """The layout with the entries of ``grid`` on these devices."""
-        key = grid.number, device.tobytes()
-        if (known := self._laid.get(key)) is None:
-            known = self._laid[key] = Laid(len(self._all), grid, device)
-            self._all.append(known)
-        return known
+        number, mesh = np.uint32(grid.number), np.uint32(self.mesh(device))
+        return self[self._number(lambda: intern_layout(self.pool, number, mesh))]
 
     def intern(self, layout: Layout) -> Laid:
         """The layout of these entries."""
@@ -142,6 +147,30 @@ class Layouts:
         box = np.array([entry.box for entry in layout], dtype=np.int64).reshape(len(layout), dimensions, 2)
         term = np.array([entry.term for entry in layout], dtype=np.uint32)
         return self.lay(self.grid(box, term), np.array([entry.device for entry in layout], dtype=np.uint32))
+
+    def _number(self, intern: Callable[[], Any]) -> int:
+        """What ``intern`` says as soon as there is room."""
+        while (number := int(intern())) == int(MISSING):
+            self.grow()
+        return number
+
+    def _grid(self, number: int) -> Grid:
+        if (known := self._grids.get(number)) is None:
+            pool = self.pool
+            rows, rank = slice(int(pool.grid_first[number]), int(pool.grid_last[number])), int(pool.grid_rank[number])
+            count, begin = rows.stop - rows.start, int(pool.grid_box[number])
+            box = pool.box[begin : begin + count * rank].reshape(count, rank, 2).copy()
+            known = self._grids[number] = Grid(number, box, pool.term[rows].copy())
+        return known
+
+
+def empty_side(entries: int, dimensions: int) -> Side:
+    """Room for a layout of so many entries and dimensions."""
+    return Side(
+        np.zeros(entries, np.uint32), np.zeros((entries, dimensions, 2), np.int64), np.zeros(entries, np.int64),
+        np.zeros(entries, np.uint32), np.zeros(entries + 1, np.uint32), np.zeros(entries, np.uint32),
+        np.zeros(2, np.uint64),
+    )  # fmt: skip
 
 
 @dataclass(frozen=True)

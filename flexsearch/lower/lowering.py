@@ -140,7 +140,7 @@ class Lowering:
 
     def __init__(self, graph: OperatorGraph, topology: Topology, costs: Costs) -> None:
         self.graph, self.topology, self.costs = graph, topology, costs
-        self.layouts, self.planner = Layouts(), Planner(topology)
+        self.layouts, self.planner = Layouts(len(topology.devices)), Planner(topology)
         self._splitters: dict[object, Splitter] = {}
         self._intervals: Intervals = {}
         self._splitter_of = [self._splitter(op) for op in graph.operators]
@@ -148,6 +148,8 @@ class Lowering:
         self._reshards: dict[tuple[int, int, int], Reshard] = {}
         self._weights: dict[tuple[tuple[int, ...], tuple[bool, ...], bool, int], WeightPlan] = {}
         self._parameters = graph.of_kind("parameter")
+        self.weight_types = {dtype: k for k, dtype in enumerate(sorted({t.dtype for t in self._parameters}))}
+        """Numbers of the dtypes of weights."""
         users = Counter(topology.processor_of)
         self.turns = [TURN_S if users[processor] > 1 else inf for processor in topology.processor_of]
         self._buckets: dict[int, dict[str, int]] = {}
@@ -193,6 +195,10 @@ class Lowering:
                 lambda split, device: self.costs.pieces(operator, split.extents, split.extent_of, device),
             )  # fmt: skip
         return known
+
+    def split(self, operator: int, config: OperatorConfig) -> Split:
+        """The pieces of an operator under a config, wherever they are."""
+        return self._splitter_of[operator].split(config)
 
     def intern(self, layout: Layout) -> int:
         """A small number for a layout; equal layouts have the same."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Final
 
 import numpy as np
 import numpy.typing as npt
@@ -12,18 +11,16 @@ from flexsearch.lower.arena import Arena, new_filled
 from flexsearch.lower.arrays import State
 from flexsearch.lower.bucket import collect
 from flexsearch.lower.describe import FULL, LACKING, WRITTEN, Plan, describe, drop, keep
-from flexsearch.lower.keys import RESHARD, WEIGHT
 from flexsearch.lower.lowering import Lowering
 from flexsearch.lower.program import make_block_table, make_machine, make_program, make_wiring
 from flexsearch.lower.rows import NEVER
 from flexsearch.lower.schedule import NOBODY, Stages, make_blocks, make_schedule
 from flexsearch.lower.templates import Templates
 from flexsearch.lower.view import Rows, Synchronised
-from flexsearch.lower.wiring import Change
+from flexsearch.lower.wiring import empty_change
 from flexsearch.strategy import OperatorConfig, Options
 
 Numbers = Sequence[int] | npt.NDArray[np.uint32]
-_MISSING_ROWS: Final = 4096
 
 
 class PlanRows:
@@ -42,7 +39,7 @@ class PlanRows:
         self.wiring = make_wiring(graph, topology, lowering)
         self.table = make_block_table(graph, self.blocks, self.stages, devices)
         self.arena = Arena(len(self.blocks), devices, len(topology.resources))
-        self.change = self._change()
+        self.change = empty_change(self.wiring, len(graph.operators), len(self.blocks))
         self._plan: Plan
         self.clear()
 
@@ -143,36 +140,8 @@ class PlanRows:
 
     def _fill(self) -> None:
         """Add the templates that were missing, and undo the proposal."""
-        for kind, a, b in {tuple(row) for row in self.change.missing[: int(self.change.lacking[0])].tolist()}:
-            if RESHARD <= kind < WEIGHT:
-                self.templates.add(kind, a, b)
-            elif kind == WEIGHT:
-                slots = self.program.reader[self.program.reader_first[a] : self.program.reader_last[a]]
-                wanted = 2 * self._needs(slots) + self.program.flows[slots]
-                needs = [(x // 2, bool(x % 2)) for x in dict.fromkeys(wanted.tolist())]
-                self.templates.weight(a, needs, bool(b))
-            else:
-                slots = self.wiring.buffer_slot[self.wiring.buffer_first[a] : self.wiring.buffer_last[a]]
-                self.templates.kept(a, self._needs(slots).tolist())
+        self.templates.fill(self.wiring, self.program, self.proposed, self.change)
         drop(self.plan)
-
-    def _needs(self, slots: npt.NDArray[np.uint32]) -> npt.NDArray[np.int64]:
-        """Layouts that readers of the proposal want."""
-        pools, config = self.templates.pools, self.proposed.config[self.wiring.slot_operator[slots]]
-        wanted = pools.layout[pools.config_reads[config] + self.wiring.slot_position[slots]]
-        layouts: npt.NDArray[np.int64] = wanted.astype(np.int64)
-        return layouts
-
-    def _change(self) -> Change:
-        operators, weights = len(self.lowering.graph.operators), len(self.table.gather_of)
-        slots, tensors, blocks = len(self.wiring.slot_operator), len(self.wiring.tensor_producer), len(self.blocks)
-        return Change(
-            operator=_numbers(operators), config=_numbers(operators), number=_counts(1), slot=_numbers(slots),
-            weight=_numbers(weights), touched=_counts(2), tensor_stamp=_counts(tensors), weight_stamp=_counts(weights),
-            block_stamp=_counts(blocks), source_stamp=_counts(blocks), round=_counts(1),
-            missing=_counts(_MISSING_ROWS, 3), lacking=_counts(1), block=_numbers(blocks), blocks=_counts(1),
-            source=_numbers(blocks), sources=_counts(1), row=_numbers(slots), old_row=_numbers(slots),
-        )  # fmt: skip
 
     def empty_state(self) -> State:
         """No plan: template 0 everywhere, which is none."""

@@ -36,7 +36,7 @@ from flexsearch.lower.desk import (
     Moves,
     Sets,
 )
-from flexsearch.lower.layout import Side
+from flexsearch.lower.interned import Side
 from flexsearch.topology.routes import RouteTable
 
 # Constants that are handed on have a numpy type: for every plain number numba would compile a function again.
@@ -531,14 +531,14 @@ def cut_part(side: Side, at: Any, device: Any, box: I64, k: Any, part: Any, part
 
 
 @lean
-def store(device: U32, box: I64, shard: Any, groups: Groups, sets: Sets, middle: Side) -> None:
-    """The region that each device stores, on ``middle``: the bounding box of all the boxes that it needs (``box`` is
-    written over). Devices with the same one stand together, and divide it if ``shard``. ``groups.first`` and ``end``:
-    where the parts of the box of each entry's device stand."""
+def store(device: U32, box: I64, entries: Any, shard: Any, groups: Groups, sets: Sets, middle: Side) -> None:
+    """The region that each device stores, on ``middle``: the bounding box of all the boxes that it needs, of which
+    ``box`` has one an entry (they are written over). Devices with the same one stand together, and divide it if
+    ``shard``. ``groups.first`` and ``end``: where the parts of the box of each entry's device stand."""
     devices, rank = np.uint64(groups.member.shape[0]), np.uint64(box.shape[1])
     for d in range(devices):
         groups.member[d] = NONE
-    for k in range(np.uint64(device.shape[0])):  # the device's first entry grows to its bounding box
+    for k in range(entries):  # the device's first entry grows to its bounding box
         owner = np.uint64(device[k])
         if groups.member[owner] == NONE:
             groups.member[owner] = k
@@ -573,7 +573,7 @@ def store(device: U32, box: I64, shard: Any, groups: Groups, sets: Sets, middle:
             part += ONE
             holder = sets.root[np.uint64(holder)]
         sets.end[c] = at
-    for k in range(np.uint64(device.shape[0])):
+    for k in range(entries):
         own = np.uint64(sets.number[np.uint64(device[k])])
         groups.first[k], groups.end[k] = groups.given[own], sets.end[own]
     middle.size[0] = at

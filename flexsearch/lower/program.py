@@ -152,6 +152,7 @@ def make_wiring(graph: OperatorGraph, topology: Topology, lowering: Lowering) ->
         made_first=made.first, made_last=made.last,
         buffer_first=read.first, buffer_last=read.last, buffer_slot=read.all, buffer_result=numbers(replaced),
         everywhere=numbers([lowering.intern(everywhere(topology))]),
+        weight_type=numbers(lowering.weight_types[graph.tensor[name].dtype] for name in parameters),
     )  # fmt: skip
 
 

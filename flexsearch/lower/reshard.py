@@ -389,7 +389,7 @@ def _rows(ends: Sequence[int] | U32 | U64, x: int) -> slice:
 
 def reshard(source: Layout, destination: Layout, itemsize: int, topology: Topology) -> Reshard:
     """The cheapest known movement. ``itemsize``: bytes per element. ``destination`` terms are ignored."""
-    layouts = Layouts()
+    layouts = Layouts(len(topology.devices))
     return Reshard(Planner(topology), layouts.intern(source), layouts.intern(destination), itemsize)
 
 

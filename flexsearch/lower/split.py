@@ -40,6 +40,14 @@ class Region:
         """The layout where position k is on ``device[k]``."""
         return layouts.lay(self.grid, device if self.held is None else device[self.held])
 
+    def elements(self, count: int) -> I64:
+        """Elements at each of ``count`` positions."""
+        if self.held is None:
+            return self.grid.volume
+        found = np.zeros(count, np.int64)
+        found[self.held] = self.grid.volume
+        return found
+
     def boxes(self, count: int) -> list[Box | None]:
         """The region of each of ``count`` positions."""
         if self.held is None:

@@ -1,105 +1,282 @@
-"""Templates: what placements, reshards and weight plans of :mod:`flexsearch.lower` come to, as flat arrays that grow.
+"""Templates: what configs, reshards and weight plans come to, as flat arrays that grow.
 
-Nothing is decided here. Each number was made by lowering; this module only lays it out for ``walk`` and ``change``.
+Compiled code makes them (``configs``, ``fill``). Python adds what is few: the splits of operators, and what follows
+from a split over a link; and it makes room.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, Final
 
 import numpy as np
 import numpy.typing as npt
 
 from flexsearch.compiled import F64, I64
 from flexsearch.cost.ticks import TICK
-from flexsearch.graph import Tensor
-from flexsearch.lower import Lowering, Reshard
-from flexsearch.lower.arrays import Pools
+from flexsearch.lower import Lowering
+from flexsearch.lower.arrays import Pools, Program, State
 from flexsearch.lower.column import Column
-from flexsearch.lower.desk import FIRST, MIDDLE, Desk
-from flexsearch.lower.exchanges import Rows, append
-from flexsearch.lower.footprints import FootprintColumns, Footprints
-from flexsearch.lower.keys import HELD, LAYOUT, PLAN, RESHARD, STEP, WEIGHT, Keys
-from flexsearch.lower.lowering import Placed, kept
-from flexsearch.lower.weights import WeightPlan
+from flexsearch.lower.configs import intern_config
+from flexsearch.lower.desk import FULL, Desk, make_desk
+from flexsearch.lower.fill import finish_weight, keep, plan_all, request_reshards, request_weight
+from flexsearch.lower.footprints import Landings, Sums
+from flexsearch.lower.keys import DERIVED, HELD, LAYOUT, LIKE, MISSING, OVER, RESHARD, STEP, WEIGHT, Keys
+from flexsearch.lower.layout import empty_side
+from flexsearch.lower.lowering import kept
+from flexsearch.lower.planner import FREE
+from flexsearch.lower.split import Degrees, Region
+from flexsearch.lower.tables import Requests, Scratch, Splits, TemplateTables, Used, WeightAtHand
+from flexsearch.lower.wiring import MOST_MISSING, Change, Wiring
 from flexsearch.strategy import OperatorConfig
-from flexsearch.topology.parts import FORMS
 
 _TYPES: dict[str, Any] = {
     "config_shard": np.uint8, "entry_forward_s": np.float64, "entry_backward_s": np.float64, "duration": np.float64,
     "latency": np.float64, "amount": np.uint64, "link_s": np.float64, "link_load": np.float64, "drag_s": np.float64,
     "drag_load": np.float64, "key_factor": np.float64, "key_ring": np.uint64, "store_bytes": np.uint64,
     "entry_forward": np.int64, "entry_backward": np.int64, "link_ticks": np.int64,
+    "forward": np.int64, "backward": np.int64,
+    "role": np.uint8, "most": np.int64, "copy": np.int64, "middle": np.int64, "staged": np.int64,
+    "staged_again": np.int64,
 }  # fmt: skip
-"""Columns of ``Pools`` that are not uint32."""
-_NOBODY = np.zeros(0, np.uint32)
+"""Columns of ``Pools``, ``Splits`` and ``Landings`` that are not uint32."""
+_EXCHANGE: Final = ("send_first", "send_last", "receive_first", "receive_last", "link_first", "link_last",
+                    "drag_first", "drag_last", "duration", "latency", "amount", "key")  # fmt: skip
+_START = 1024
+_MOVES = 1 << 14
+"""Moves, and rows of links, for which the planner's desk has room at first."""
 
 
 class Templates:
-    """Templates for one graph on one topology. ``pools``, ``keys.table``: as they are now; fetch them again after
-    adding anything. ``share``: whether operators that are alike have one number for a config."""
+    """Templates for one graph on one topology. ``tables``, ``pools``: as they are now; fetch
+    them again after adding anything. ``share``: whether operators that are alike have one number for a config;
+    ``ruled``: whether configs are to be replaced by the nearest that is allowed (DERIVED: NEAREST)."""
 
     def __init__(self, lowering: Lowering, share: bool = True) -> None:
         self.lowering, self.graph, self.topology = lowering, lowering.graph, lowering.topology
-        self.columns = {name: Column(_TYPES.get(name, np.uint32)) for name in Pools._fields}
-        self._footprints = FootprintColumns(len(self.topology.devices))
         self.keys = Keys()
-        self._pools: Pools | None = None
-        self._rows_of_exchanges = Rows(**{name: self.columns[name].array for name in Rows._fields})
-        self._exchanges = np.zeros(5, np.uint64)
-        """Entries of ``Rows`` so far: sends, receives, links, drags, exchanges."""
-        self._configs: dict[tuple[int, OperatorConfig], int] = {}
         self.alike = self._find_alike() if share else list(range(len(self.graph.operators)))
         """By operator: the first one that shares its configs."""
-        self._keys: dict[tuple[str, bytes, str], int] = {}
-        self._plans: dict[tuple[int, str], int] = {}
-        self._parameters = self.graph.of_kind("parameter")
-        self.configs: list[OperatorConfig | None] = []
-        """Config of each number; number 0 is none."""
-        self.operators: list[int] = []
-        """Operator of each config; of several that are alike, the first."""
-        self._reshard(None, "", 1)
-        self._config(None, None, 0)
-        self._add_plan(None, None)
+        self.configs = Configs(self)
+        self._arrays = {name: self._zeros(name, _START) for name in (*Pools._fields, *Landings._fields)}
+        self._pools: Pools | None = None
+        self._landings: Landings | None = None
+        # Template 0 of each kind is the empty one.
+        self._used = Used(
+            configs=_counts(1), entries=_counts(0), layouts=_counts(0), reshards=_counts(1), landings=_counts(0),
+            exchanges=np.zeros(5, np.uint64), buckets=_counts(0), plans=_counts(1), gathers=_counts(0),
+            stores=_counts(0),
+        )  # fmt: skip
+        self._columns = {name: Column(_TYPES.get(name, np.uint32)) for name in Splits._fields}
+        self._splits: Splits | None = None
+        self._numbers: dict[tuple[int, Degrees, int], int] = {}
+        self._split_keys: list[tuple[int, Degrees, int]] = []
+        self._kinds, self._models = np.unique(lowering.costs.kinds, return_index=True)
+        self._moves = _MOVES
+        self._desk, self._scratch = self._new_desk(), self._new_scratch()
+        self._fixed = self._new_fixed()
+        self._tables: TemplateTables | None = None
+
+    # ---- the arrays
 
     @property
     def pools(self) -> Pools:
-        """All columns. Rows past their size hold zeros."""
+        """The templates. Rows past their number hold zeros."""
         if self._pools is None:
-            self._pools = Pools(**{name: column.array for name, column in self.columns.items()})
+            self._pools = Pools(**{name: self._arrays[name] for name in Pools._fields})
         return self._pools
 
     @property
-    def footprints(self) -> Footprints:
-        """What the templates hold in memory; fetch it again after adding anything."""
-        return self._footprints.footprints
+    def landings(self) -> Landings:
+        """What the reshards leave on devices."""
+        if self._landings is None:
+            self._landings = Landings(**{name: self._arrays[name] for name in Landings._fields})
+        return self._landings
 
-    def _append(self, name: str, values: npt.NDArray[Any] | Sequence[Any]) -> None:
-        if self.columns[name].extend(values):
-            self._pools = None
+    @property
+    def tables(self) -> TemplateTables:
+        """All that compiled code needs to make templates."""
+        now, keys, layouts = self._tables, self.keys.table, self.lowering.layouts.pool
+        if self._splits is None:
+            self._splits = Splits(**{name: column.array for name, column in self._columns.items()})
+        same = now is not None and now.pools is self._pools and now.keys is keys and now.layouts is layouts
+        same = same and now is not None and now.landings is self._landings
+        if now is None or not same or now.splits is not self._splits or now.desk is not self._desk:
+            now = self._tables = TemplateTables(
+                pools=self.pools, landings=self.landings, keys=keys, layouts=layouts, splits=self._splits, used=self._used, desk=self._desk,
+                scratch=self._scratch, **self._fixed,
+            )  # fmt: skip
+        return now
 
-    def _one(self, name: str, value: Any) -> None:
-        if self.columns[name].add(value):
-            self._pools = None
+    def ruled(self) -> None:
+        """From now on, configs are replaced by the nearest that is allowed."""
+        self._fixed["ruled"][0] = 1
 
-    def _rows(self, name: str, first: str, last: str, **columns: npt.NDArray[Any] | Sequence[Any]) -> None:
-        """One row: values of columns that belong together, and where they begin and end. ``name``: any of them."""
-        begin = self.columns[name].size
-        for column, values in columns.items():
-            self._append(column, values)
-        self._one(first, begin)
-        self._one(last, self.columns[name].size)
+    def make_room(self) -> None:
+        """Let grow what is more than half full, or all."""
+        full = [names for names, used in self._groups() if 2 * used > len(self._arrays[names[0]])]
+        layouts, desk = self.lowering.layouts, bool(self._desk.result[FULL])
+        more = layouts.filled > 0.5
+        if not full and not more and not desk:
+            full, more = [names for names, _ in self._groups()], True
+        for names in full:
+            for name in names:
+                self._arrays[name] = np.concatenate((self._arrays[name], np.zeros_like(self._arrays[name])))
+            self._pools = self._landings = None
+        if more:
+            layouts.grow()
+        if desk:
+            self._moves *= 2
+            self._desk = self._new_desk()
+        self._fixed["full"][0] = 0
+
+    def _groups(self) -> list[tuple[tuple[str, ...], int]]:
+        """Columns of the pools that grow together, and their rows so far."""
+        used, sends = self._used, self._used.exchanges.tolist()
+        return [
+            (tuple(name for name in Pools._fields if name.startswith("config_")), int(used.configs[0])),
+            (tuple(name for name in Pools._fields if name.startswith("entry_")), int(used.entries[0])),
+            (("layout",), int(used.layouts[0])),
+            (("reshard_first", "reshard_middle", "reshard_last", "landing_first", "landing_last", "most"),
+             int(used.reshards[0])),
+            (("device", "role", "copy", "middle", "staged", "staged_again"), int(used.landings[0])),
+            (("send",), sends[0]), (("receive",), sends[1]),
+            (("link", "link_s", "link_ticks", "link_load"), sends[2]), (("drag", "drag_s", "drag_load"), sends[3]),
+            (_EXCHANGE, sends[4]),
+            (("key_factor", "key_ring"), int(used.buckets[0])),
+            (("plan_sync", "plan_gather", "store_first", "store_last"), int(used.plans[0])),
+            (("gather",), int(used.gathers[0])), (("store_device", "store_bytes"), int(used.stores[0])),
+        ]  # fmt: skip
+
+    def _zeros(self, name: str, rows: int) -> npt.NDArray[Any]:
+        return np.zeros(rows, _TYPES.get(name, np.uint32))
+
+    @property
+    def _entries(self) -> int:
+        """Most entries of a layout that must be planned: all readers of a weight may want it on all devices."""
+        readers = [len(self.graph.consumers[t.name]) for t in self.graph.of_kind("parameter")]
+        return len(self.topology.devices) * max(readers, default=1)
+
+    @property
+    def _dimensions(self) -> int:
+        return max(1, *(len(t.shape) for t in self.graph.tensors))
+
+    def _new_desk(self) -> Desk:
+        sizes = len(self.topology.devices), self._dimensions, self._entries, self._moves, self._moves
+        return make_desk(self.lowering.planner.pricing.tally, *sizes)
+
+    def _new_scratch(self) -> Scratch:
+        entries, rank, devices = self._entries, self._dimensions, len(self.topology.devices)
+        readers = entries // devices
+        return Scratch(
+            source=empty_side(entries, rank), destination=empty_side(entries, rank),
+            plain_source=empty_side(entries, 0), plain_destination=empty_side(entries, 0),
+            box=np.zeros((entries, rank, 2), np.int64), plain_box=np.zeros((entries, 0, 2), np.int64),
+            term=np.zeros(entries, np.uint32),
+            device=np.zeros(entries, np.uint32), first=np.zeros(entries, np.uint32), end=np.zeros(entries, np.uint32),
+            need=np.zeros(readers, np.uint32), flows=np.zeros(readers, np.uint8),
+        )  # fmt: skip
+
+    def _new_fixed(self) -> dict[str, Any]:
+        """What of the tables stays."""
+        devices = len(self.topology.devices)
+        itemsize = {t.dtype: t.itemsize for t in self.graph.of_kind("parameter")}
+        return {
+            "routes": self.topology.routes.between(range(len(self.topology.devices))),
+            "rates": self.lowering.planner.pricing.rates, "decisive": self.topology.decisive.astype(np.uint8),
+            "kind": np.searchsorted(self._kinds, self.lowering.costs.kinds).astype(np.uint32),
+            "itemsize": np.array([itemsize[dtype] for dtype in self.lowering.weight_types] or [1], np.int64),
+            "requests": _requests(MOST_MISSING + self._entries), "weight": _weight_at_hand(),
+            "sums": Sums(np.zeros(devices, np.uint8), *(np.zeros(devices, np.int64) for _ in range(4))),
+            "ruled": np.zeros(1, np.uint8), "full": np.zeros(1, np.uint8),
+        }  # fmt: skip
+
+    def _number(self, intern: Callable[[], Any]) -> int:
+        """What ``intern`` says as soon as there is room."""
+        while (number := int(intern())) == int(MISSING):
+            self.make_room()
+        return number
 
     # ---- configs
 
     def config(self, operator: int, config: OperatorConfig) -> int:
         """Number of a config of an operator."""
-        operator = self.alike[operator]
-        key = operator, config
-        if (known := self._configs.get(key)) is None:
-            known = self._configs[key] = self._config(self.lowering.placed(operator, config), config, operator)
+        split, devices = np.uint64(self.split(operator, config)), np.array(config.devices, np.uint32)
+        shard = np.uint64(config.shard_weights)
+        return self._number(lambda: intern_config(self.tables, split, devices, shard))
+
+    def split(self, operator: int, config: OperatorConfig) -> int:
+        """Number of a config's split of an operator."""
+        key = self.alike[operator], config.degrees, config.replicas
+        if (known := self._numbers.get(key)) is None:
+            known = self._numbers[key] = self._add_split(*key)
+            self._split_keys.append(key)
         return known
+
+    def operator(self, config: int) -> int:
+        """Operator of a config; of several that are alike, the first."""
+        return self._split_keys[int(self.pools.config_split[config])][0]
+
+    def in_place(self, split: int) -> OperatorConfig:
+        """A split on the mesh whose devices are its positions."""
+        _, degrees, replicas = self._split_keys[split]
+        return OperatorConfig(degrees, tuple(range(int(self._columns["pieces"].array[split]))), replicas)
+
+    def follows(self, link: int, split: int, target: int, config: OperatorConfig) -> None:
+        """Set what follows a split over a link: ``config`` of operator ``target``, as of ``in_place``."""
+        followed, count = self.split(target, config), len(config.devices)
+        if config.devices == self.in_place(split).devices:
+            first = int(MISSING)
+        else:
+            first = self._extend("position", config.devices)
+        row = self._extend("follow_split", [followed])
+        self._extend("follow_first", [first])
+        self._extend("follow_count", [count])
+        self.keys.put(OVER, link, split, row)
+
+    def like(self, operator: int, split: int) -> None:
+        """Set the split of another operator that is like ``split``."""
+        self.keys.put(LIKE, operator, split, self.split(operator, self.in_place(split)))
+
+    def derive(self, how: int, config: int, rule: Callable[[int, OperatorConfig], OperatorConfig]) -> None:
+        """Set the config that ``rule`` derives from another of the same operator."""
+        operator, now = self.operator(config), self.configs[config]
+        assert now is not None
+        self.keys.put(DERIVED, how, config, self.config(operator, rule(operator, now)))
+
+    def _extend(self, name: str, values: npt.NDArray[Any] | Sequence[Any]) -> int:
+        """Append to a column of the splits; returns where."""
+        at = self._columns[name].size
+        if self._columns[name].extend(values):
+            self._splits = None
+        return at
+
+    def _add_split(self, operator: int, degrees: Degrees, replicas: int) -> int:
+        config = OperatorConfig(degrees, (), replicas)
+        split, costs = self.lowering.split(operator, config), self.lowering.costs
+        count = len(split.extent_of)
+        seconds = [
+            costs.pieces(operator, split.extents, split.extent_of, np.full(count, d, np.uint32)) for d in self._models
+        ]
+        forward = self._extend("forward", np.concatenate([_ticks(of_kind[0]) for of_kind in seconds]))
+        self._extend("backward", np.concatenate([_ticks(of_kind[1]) for of_kind in seconds]))
+        values = {
+            "pieces": count, "cost": forward,
+            "reads": self._columns["grid"].size, "writes": self._columns["grid"].size + len(split.inputs),
+            "last": self._columns["grid"].size + len(split.inputs) + len(split.outputs), "operator": operator,
+        }  # fmt: skip
+        for region in (*split.inputs, *split.outputs):
+            self._add_operand(region)
+        number = self._columns["pieces"].size
+        for name, value in values.items():
+            self._extend(name, [value])
+        return number
+
+    def _add_operand(self, region: Region) -> None:
+        self._extend("grid", [region.grid.number])
+        first = int(MISSING) if region.held is None else self._extend("position", region.held)
+        self._extend("first", [first])
+        self._extend("held_by", [0 if region.held is None else len(region.held)])
 
     def _find_alike(self) -> list[int]:
         """By operator: the first one of the same shape and cost."""
@@ -111,108 +288,42 @@ class Templates:
             for i, op in enumerate(graph.operators)
         ]
 
-    def _config(self, placed: Placed | None, config: OperatorConfig | None, operator: int) -> int:
-        self.configs.append(config)
-        self.operators.append(operator)
-        nothing: tuple[int, ...] = ()
-        self._rows(
-            "entry_device", "config_first", "config_last",
-            entry_device=nothing if placed is None else placed.device,
-            entry_forward_s=nothing if placed is None else placed.seconds[0],
-            entry_backward_s=nothing if placed is None else placed.seconds[1],
-            entry_forward=nothing if placed is None else _ticks(placed.seconds[0]),
-            entry_backward=nothing if placed is None else _ticks(placed.seconds[1]),
-        )  # fmt: skip
-        reads, writes = ((), ()) if placed is None else (placed.reads, placed.writes)
-        for name, layouts in (("config_reads", reads), ("config_writes", writes)):
-            self._one(name, self.columns["layout"].size)
-            self._append("layout", [layout.number for layout in layouts])
-            for layout in layouts:
-                self._footprints.add_layout(layout)
-        self._one("config_shard", bool(config and config.shard_weights))
-        return len(self.configs) - 1
+    # ---- reshards and buffers
 
-    # ---- reshards
+    def reshard(self, source: int, destination: int, itemsize: int) -> int:
+        """Number of the reshard between two layouts."""
+        kind = RESHARD + itemsize.bit_length() - 1
+        if (known := self.keys.find(kind, source, destination)) is None:
+            requests = self.tables.requests
+            requests.kind[0], requests.source[0], requests.destination[0] = kind, source, destination
+            requests.mode[0], requests.itemsize[0], requests.size[:] = FREE, itemsize, (1, 0)
+            self._plan_all()
+            known = int(requests.template[0])
+        return known
 
-    def add(self, kind: int, a: int, b: int) -> None:
-        """Add what a missing key asks for. WEIGHT and HELD need the readers' layouts: ``weight``, ``kept``."""
-        itemsize = 1 << (kind - RESHARD)
-        self.keys.put(kind, a, b, self._reshard(self.lowering.reshard(a, b, itemsize), "", itemsize))
+    def fill(self, wiring: Wiring, program: Program, state: State, change: Change) -> None:
+        """Add what ``change`` says is missing for the plan ``state``."""
+        request_reshards(self.tables, change)
+        self._plan_all()
+        rows = change.missing[: int(change.lacking[0])]
+        for kind, a, b in {tuple(row) for row in rows[rows[:, 0] >= WEIGHT].tolist()}:
+            if kind == WEIGHT:
+                weight, shard = np.uint64(a), np.uint64(b)
+                while not request_weight(self.tables, wiring, program, state, weight, shard):
+                    self.make_room()
+                if self.tables.weight.known[0]:
+                    continue
+                self._plan_all()
+                while not finish_weight(self.tables):
+                    self.make_room()
+            elif not keep(self.tables, wiring, state, np.uint64(a)):
+                slots = wiring.buffer_slot[wiring.buffer_first[a] : wiring.buffer_last[a]]
+                configs = self.pools.config_reads[state.config[wiring.slot_operator[slots]]]
+                self.kept(a, self.pools.layout[configs + wiring.slot_position[slots]].tolist())
 
-    def _reshard(self, plan: Reshard | None, dtype: str, itemsize: int) -> int:
-        """Number of a new reshard; ``dtype`` matters where exchanges go in buckets."""
-        number, first = self.columns["reshard_first"].size, int(self._exchanges[-1])
-        middle = 0
-        if plan is not None:
-            desk = plan.planned()
-            middle = int(desk.result[MIDDLE] - desk.result[FIRST])
-            self._footprints.add_reshard(desk, plan.laid_destination, itemsize)
-            self._append_exchanges(desk)
-            if dtype:
-                self._set_keys(desk, first, dtype)
-        for name, value in (("first", first), ("middle", first + middle), ("last", int(self._exchanges[-1]))):
-            self._one(f"reshard_{name}", value)
-        return number
-
-    def _append_exchanges(self, desk: Desk) -> None:
-        """Add the exchanges of the reshard on the desk."""
-        on = desk.exchanges
-        while not append(
-            desk.result, on.end, on.send, on.receive, on.loads, on.latency, on.duration, on.amount,
-            self.topology.decisive, self._rows_of_exchanges, self._exchanges,
-        ):  # fmt: skip
-            for name in Rows._fields:
-                self.columns[name].double()
-            self._rows_of_exchanges = Rows(**{name: self.columns[name].array for name in Rows._fields})
-            self._pools = None
-
-    def _set_keys(self, desk: Desk, first: int, dtype: str) -> None:
-        """Give exchanges from number ``first`` on their keys: numbers of what those have in common that may go in one
-        bucket: form, devices, type of elements."""
-        rows = self._rows_of_exchanges
-        for x in range(first, int(self._exchanges[-1])):
-            form = FORMS[int(desk.exchanges.form[int(desk.result[FIRST]) + x - first])]
-            devices = rows.send[rows.send_first[x] : rows.send_last[x]]
-            if form != "all_reduce":
-                devices = np.union1d(devices, rows.receive[rows.receive_first[x] : rows.receive_last[x]])
-            key = form, devices.tobytes(), dtype
-            if key not in self._keys:
-                self._keys[key] = len(self._keys)
-                self._one("key_factor", self.topology.communication.factors[form])
-                self._one("key_ring", len(devices) if form == "all_reduce" else 0)
-            rows.key[x] = self._keys[key]
-
-    # ---- weights and buffers
-
-    def weight(self, w: int, needs: list[tuple[int, bool]], shard: bool) -> None:
-        """Add the plan of weight ``w`` whose edges want the layouts ``needs`` (with whether gradients flow back)."""
-        tensor = self._parameters[w]
-        node = self.keys.number(WEIGHT, w, int(shard))
-        for need, flows in needs:
-            node = self.keys.number(STEP, node, 2 * need + flows)
-        plan = self.lowering.weight(tensor, tuple(n for n, _ in needs), [flows for _, flows in needs], shard)
-        key = id(plan), tensor.dtype  # lowering keeps the plan, so that its id stays its own
-        if (known := self._plans.get(key)) is None:
-            known = self._plans[key] = self._add_plan(plan, tensor)
-        self.keys.put(PLAN, node, 0, known)
-
-    def _add_plan(self, plan: WeightPlan | None, tensor: Tensor | None) -> int:
-        number, gathers, sync = self.columns["plan_sync"].size, [], 0
-        devices, nbytes = _NOBODY, np.zeros(0, np.int64)
-        if plan is not None and tensor is not None:
-            gathers = [
-                self._reshard(forward, "", tensor.itemsize) if forward.crosses else 0 for forward in plan.forward
-            ]
-            stored = plan.stored.device, plan.stored.grid.volume * tensor.itemsize
-            self._footprints.add_plan(*stored)
-            if plan.sync is not None:
-                sync = self._reshard(plan.sync, tensor.dtype, tensor.itemsize)
-                devices, nbytes = stored
-        self._one("plan_gather", self.columns["gather"].size)
-        self._append("gather", gathers)
-        self._one("plan_sync", sync)
-        self._rows("store_device", "store_first", "store_last", store_device=devices, store_bytes=nbytes)
-        return number
+    def _plan_all(self) -> None:
+        while not plan_all(self.tables):
+            self.make_room()
 
     def kept(self, buffer: int, layouts: list[int]) -> None:
         """Add the layout in which a buffer is kept whose readers want ``layouts``."""
@@ -223,7 +334,47 @@ class Templates:
         self.keys.put(LAYOUT, node, 0, self.lowering.intern(found))
 
 
+class Configs:
+    """Configs by number; number 0 is none. Made where they are read."""
+
+    def __init__(self, templates: Templates) -> None:
+        self._templates = templates
+        self._known: dict[int, OperatorConfig] = {}
+
+    def __getitem__(self, number: int) -> OperatorConfig | None:
+        if number == 0:
+            return None
+        if (known := self._known.get(number)) is None:
+            templates, pools = self._templates, self._templates.pools
+            split = templates.in_place(int(pools.config_split[number]))
+            devices = templates.lowering.layouts.devices(int(pools.config_mesh[number])).tolist()
+            known = self._known[number] = OperatorConfig(
+                split.degrees, tuple(devices), split.replicas, bool(pools.config_shard[number])
+            )
+        return known
+
+    def __len__(self) -> int:
+        return int(self._templates.tables.used.configs[0])
+
+
+def _counts(value: int) -> npt.NDArray[np.uint64]:
+    return np.array([value], np.uint64)
+
+
 def _ticks(seconds: F64) -> I64:
     """Whole ticks."""
     found: I64 = (seconds / TICK).astype(np.int64)
     return found
+
+
+def _requests(count: int) -> Requests:
+    return Requests(
+        kind=np.zeros(count, np.uint64), source=np.zeros(count, np.uint64), destination=np.zeros(count, np.uint64),
+        mode=np.zeros(count, np.uint64), itemsize=np.zeros(count, np.int64), begin=np.zeros(count, np.uint64),
+        template=np.zeros(count, np.uint32), size=np.zeros(2, np.uint64),
+    )  # fmt: skip
+
+
+def _weight_at_hand() -> WeightAtHand:
+    node, edges, dtype, stored = (np.zeros(1, np.uint32) for _ in range(4))
+    return WeightAtHand(node, edges, dtype, stored, trained=np.zeros(1, np.uint8), known=np.zeros(1, np.uint8))

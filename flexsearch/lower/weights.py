@@ -43,7 +43,7 @@ def plan_weight(
     device = np.concatenate([need.device for need in needs])
     box = np.concatenate([need.grid.box for need in needs])
     desk = planner.room_for(box.shape[1], len(device))
-    store(device, box, shard, desk.groups, desk.sets, desk.middle)
+    store(device, box, np.uint64(len(device)), np.bool_(shard), desk.groups, desk.sets, desk.middle)
     count = int(desk.middle.size[0])
     regions = desk.middle.box[:count, : box.shape[1]].copy()
     # Every entry is a term of its own: boxes of different groups may overlap, which must not be taken for copies.

@@ -45,6 +45,7 @@ class Wiring(NamedTuple):
     buffer_slot: U32
     buffer_result: U32  # by buffer: the tensor that replaces it, or MISSING
     everywhere: U32  # (1,): layout number of the loss
+    weight_type: U32  # by weight: number of its dtype, by which weights share plans
 
 
 @packed
@@ -75,6 +76,30 @@ class Change(NamedTuple):
     sources: U64
     row: U32
     old_row: U32
+
+
+MOST_MISSING = 4096
+"""Keys that are noted as missing at a time."""
+
+
+def empty_change(wiring: Wiring, operators: int, blocks: int) -> Change:
+    """Room for the largest change of plans of so many operators and blocks."""
+    weights, slots, tensors = len(wiring.weight_type), len(wiring.slot_operator), len(wiring.tensor_producer)
+    return Change(
+        operator=_numbers(operators), config=_numbers(operators), number=_counts(1), slot=_numbers(slots),
+        weight=_numbers(weights), touched=_counts(2), tensor_stamp=_counts(tensors), weight_stamp=_counts(weights),
+        block_stamp=_counts(blocks), source_stamp=_counts(blocks), round=_counts(1),
+        missing=_counts(MOST_MISSING, 3), lacking=_counts(1), block=_numbers(blocks), blocks=_counts(1),
+        source=_numbers(blocks), sources=_counts(1), row=_numbers(slots), old_row=_numbers(slots),
+    )  # fmt: skip
+
+
+def _numbers(count: int) -> U32:
+    return np.zeros(count, np.uint32)
+
+
+def _counts(*size: int) -> U64:
+    return np.zeros(size, np.uint64)
 
 
 @lean
@@ -260,7 +285,7 @@ def _charge(pools: Pools, state: State, old: Any, new: Any) -> None:
 
 
 @lean
-def _need(wiring: Wiring, pools: Pools, state: State, slot: Any) -> Any:
+def need_of(wiring: Wiring, pools: Pools, state: State, slot: Any) -> Any:
     """Layout that a reader wants."""
     config = np.uint64(state.config[np.uint64(wiring.slot_operator[slot])])
     return pools.layout[np.uint64(pools.config_reads[config]) + np.uint64(wiring.slot_position[slot])]
@@ -283,7 +308,7 @@ def _wire_tensor(
     for k in range(first, last):
         slot = np.uint64(wiring.tensor_slot[k])
         _touch(change, slot)
-        need = _need(wiring, pools, state, slot)
+        need = need_of(wiring, pools, state, slot)
         leader = _leading(program, state, wiring.tensor_slot, first, k, need)
         state.leader[slot] = leader
         state.need[slot] = need
@@ -342,7 +367,7 @@ def _kept(wiring: Wiring, pools: Pools, table: Table, state: State, change: Chan
         miss(change, HELD, buffer, ZERO)
         return MISSING
     for k in range(np.uint64(wiring.buffer_first[buffer]), np.uint64(wiring.buffer_last[buffer])):
-        need = _need(wiring, pools, state, np.uint64(wiring.buffer_slot[k]))
+        need = need_of(wiring, pools, state, np.uint64(wiring.buffer_slot[k]))
         node = find(table, STEP, node, need)
         if node == MISSING:
             miss(change, HELD, buffer, ZERO)
@@ -371,11 +396,11 @@ def _wire_weight(
         config = np.uint64(state.config[np.uint64(wiring.slot_operator[slot])])
         if pools.config_shard[config] == 1:
             shard = ONE
-    node = find(table, WEIGHT, w, shard)
+    node = find(table, WEIGHT, wiring.weight_type[w], shard)
     for k in range(first, last):
         slot = np.uint64(program.reader[k])
         _touch(change, slot)
-        need = _need(wiring, pools, state, slot)
+        need = need_of(wiring, pools, state, slot)
         leader = _leading(program, state, program.reader, first, k, need)
         state.leader[slot] = leader
         state.need[slot] = need
@@ -409,11 +434,13 @@ def _replace(blocks: BlockTable, pools: Pools, state: State, change: Change, w: 
         mark(change, blocks.started_by[bucket])
         mark(change, blocks.finished_by[bucket])
         mark(change, blocks.kind.shape[0] - 1)  # the update
-    for k in range(np.uint64(pools.store_first[old]), np.uint64(pools.store_last[old])):
-        state.stored_bytes[np.uint64(pools.store_device[k])] -= pools.store_bytes[k]
-        state.stored_count[np.uint64(pools.store_device[k])] -= ONE
-    for k in range(np.uint64(pools.store_first[new]), np.uint64(pools.store_last[new])):
-        state.stored_bytes[np.uint64(pools.store_device[k])] += pools.store_bytes[k]
-        state.stored_count[np.uint64(pools.store_device[k])] += ONE
+    if pools.plan_sync[old] != 0:  # else it is not trained
+        for k in range(np.uint64(pools.store_first[old]), np.uint64(pools.store_last[old])):
+            state.stored_bytes[np.uint64(pools.store_device[k])] -= pools.store_bytes[k]
+            state.stored_count[np.uint64(pools.store_device[k])] -= ONE
+    if pools.plan_sync[new] != 0:
+        for k in range(np.uint64(pools.store_first[new]), np.uint64(pools.store_last[new])):
+            state.stored_bytes[np.uint64(pools.store_device[k])] += pools.store_bytes[k]
+            state.stored_count[np.uint64(pools.store_device[k])] += ONE
     _charge(pools, state, np.uint64(pools.plan_sync[old]), np.uint64(pools.plan_sync[new]))
     state.plan[w] = new

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from math import inf
 
 import numpy as np
 import numpy.typing as npt
 
+from flexsearch.lower.keys import CANDIDATE
+from flexsearch.lower.wiring import Change, empty_change
 from flexsearch.search.constants import (
     CANDIDATES,
     COARSE_CANDIDATES,
@@ -25,7 +27,7 @@ from flexsearch.search.constants import (
 )
 from flexsearch.search.evaluate import Configs, Evaluation, Evaluator
 from flexsearch.search.move_tables import coarse_moves, make_moves
-from flexsearch.search.moves import CANDIDATE, UNIFORMS, Draws, Moves, draw
+from flexsearch.search.moves import UNIFORMS, Draws, Moves, draw, lead
 from flexsearch.search.requests import COARSE_FIRST, Requests
 from flexsearch.search.space import Space
 from flexsearch.search.step import (
@@ -40,6 +42,7 @@ from flexsearch.search.step import (
 from flexsearch.simulate.attempt import NO_TEMPLATES
 from flexsearch.simulate.delta import DeltaSimulator
 
+U32 = npt.NDArray[np.uint32]
 LOGGED = 4096
 """Most improvements between two looks at the chain: more than it makes proposals."""
 
@@ -63,6 +66,8 @@ class Chain:
         self._tables: tuple[Moves, Moves]
         """For chains over single operators, and for coarse ones."""
         self._moves: Moves
+        self._asked: Change
+        """What ``follow`` works with."""
         self._draws: Draws
         self._schedule: Schedule
         self._state: ChainState
@@ -75,9 +80,8 @@ class Chain:
         """Start a chain at ``configs``, which ``now`` evaluates. Improvements are what is better than ``best``.
         ``generation``: chains of different ones draw from different candidates. The chain ends when ``patience``
         proposals in a row brought it nothing new. ``coarse``: it changes whole classes of operators only."""
-        if self._simulator is not (simulator := self.evaluate.at(configs)):
-            fine = make_moves(self.space, simulator.templates.alike)
-            self._simulator, self._tables = simulator, (fine, coarse_moves(fine, self.space))
+        simulator = self.evaluate.at(configs)
+        self._attach(simulator)
         self._moves = self._tables[coarse]
         self._draws = self._make_draws(generation, coarse)
         excess = COARSE_EXCESS if coarse else EXCESS[FIRST[generation % len(FIRST)] :]
@@ -104,7 +108,7 @@ class Chain:
         return Draws(
             uniform=np.zeros((ROWS, UNIFORMS)), row=_count(ROWS), move=_count(0),
             first_candidate=_count((COARSE_FIRST if coarse else 0) + many * number), candidates=_count(many),
-            chosen=np.zeros(operators, np.uint32), half=np.full(operators, 2, np.uint8),
+            half=np.full(operators, 2, np.uint8),
         )  # fmt: skip
 
     def run(self, rng: np.random.Generator, count: int, look: Callable[[], None] = lambda: None) -> bool:
@@ -126,21 +130,39 @@ class Chain:
     def _advance(self, simulator: DeltaSimulator) -> int:
         return int(advance(
             self._moves, self._draws, self._schedule, self._state, self._info, simulator.prepare(),
-            simulator.engine.state, simulator.account, simulator.sources,
+            simulator.engine.state, simulator.account, simulator.sources, simulator.templates.tables,
         ))  # fmt: skip
 
     def _answer(self, simulator: DeltaSimulator) -> None:
         """Add the templates that are missing, or all the configs that the move at hand needs."""
         change, templates = simulator.rows.change, simulator.templates
-        if change.missing[0, 0] < CANDIDATE:  # then all are: configs are asked for before templates
+        if change.lacking[0] and change.missing[0, 0] < CANDIDATE:  # configs are asked for before templates
             simulator.help(NO_TEMPLATES)
             return
-        complete = False
-        while not complete:
-            for kind, a, b in sorted({tuple(row) for row in change.missing[: int(change.lacking[0])].tolist()}):
-                templates.keys.put(kind, a, b, self._requests.number(templates, kind, a, b))
-            configs, shard = simulator.rows.state.config, templates.pools.config_shard
-            complete = draw(self._moves, self._draws, configs, shard, templates.keys.table, change)
+        while True:
+            self._requests.supply(templates, change)
+            if draw(self._moves, self._draws, simulator.rows.state.config, templates.tables, change):
+                return
+
+    def follow(self, simulator: DeltaSimulator, operators: Sequence[int], configs: Sequence[int]) -> tuple[U32, U32]:
+        """Operators with new configs (numbers), and those of their groups following them: all of them, and their
+        configs."""
+        self._attach(simulator)
+        change, templates = self._asked, simulator.templates
+        leading, numbers = np.array(operators, np.uint32), np.array(configs, np.uint32)
+        while not lead(self._tables[0], templates.tables, change, leading, numbers):
+            self._requests.supply(templates, change)
+        count = int(change.number[0])
+        return change.operator[:count].copy(), change.config[:count].copy()
+
+    def _attach(self, simulator: DeltaSimulator) -> None:
+        """Work with the templates of this simulator from now on."""
+        if self._simulator is not simulator:
+            fine = make_moves(self.space, simulator.templates.alike)
+            self._simulator, self._tables = simulator, (fine, coarse_moves(fine, self.space))
+            self._asked = empty_change(simulator.rows.wiring, len(self.space.graph.operators), 1)
+            if self.space.rule is not None:
+                simulator.templates.ruled()
 
     @property
     def steps(self) -> int:

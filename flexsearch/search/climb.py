@@ -85,7 +85,7 @@ class Climber:
         self.chain = Chain(self.evaluate, self.space, seed)
         least, each, most = PATIENCE
         self.patience = min(most, max(least, each * len(self.space.leaders)))
-        self.polish = Polish(self.evaluate, self.space)
+        self.polish = Polish(self.evaluate, self.space, self.chain)
 
     def warm(self, configs: Configs) -> None:
         """Do what is done once: compile, the first time on a machine."""

@@ -43,6 +43,8 @@ def make_moves(space: Space, alike: Sequence[int]) -> Moves:
         leader_at=_numbers([place.get(i, int(MISSING)) for i in range(len(space.graph.operators))]),
         weighted=_numbers(space.weighted), devices=_count(space.count),
         axis_orders=_count(len(space.meshes.relabelings)),
+        relabel=np.array(space.meshes.relabelings, np.uint32).reshape(-1, space.count),
+        chosen=np.zeros(len(space.graph.operators), np.uint32),
     )  # fmt: skip
 
 

@@ -9,20 +9,15 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 
 from flexsearch.compiled import F64, ONE, THREE, TWO, U8, U32, U64, ZERO, inlined, lean
-from flexsearch.lower.keys import MISSING, Table, find
+from flexsearch.lower.configs import derived, like, over, renamed, stored_otherwise, swapped
+from flexsearch.lower.keys import CANDIDATE, FIRST_HALF, MISSING, find
+from flexsearch.lower.tables import TemplateTables
 from flexsearch.lower.wiring import Change, miss
 from flexsearch.packed import packed
 
-CANDIDATE, OVER, VARIANT, LIKE = 11, 12, 13, 15
-"""Keys of the table: (operator, k): a config to try; (link, config): the one that follows it; (config, number): the
-same with something changed, see ``STORED``; (operator, config): the same for another operator of its class. Operators
-and links stand for all that are alike."""
-STORED, HALF, PERMUTED = ZERO, ONE, THREE
-"""Numbers of variants of a config: its weights stored the other way; on the first or the second (HALF + 1) half of its
-devices; with devices renamed by permuting the axes of the machine (PERMUTED + k); and, after these, with devices a and
-b exchanged (a * devices + b)."""
 REDRAW, COPY, GROUP, REPEATED, SWAP, SHARD, SPAN, SPLIT = range(8)
 UNIFORMS = 24
 """Random numbers for a proposal. The last decides on acceptance."""
@@ -70,27 +65,27 @@ class Moves(NamedTuple):
     weighted: U32
     devices: U64  # (1,)
     axis_orders: U64  # (1,): ways of renaming devices by permuting the axes of the machine
+    relabel: npt.NDArray[np.uint32]  # by such a way and device: its new name
+    chosen: U32  # work array, by operator: its new config
 
 
 @packed
 class Draws(NamedTuple):
     """``uniform``: (rows, UNIFORMS) random numbers; ``row``: (1,) of the proposal at hand; ``move``: (1,) its number.
     Candidates have numbers from ``first_candidate`` on, ``candidates`` ((1,) each) of them for each operator.
-    ``chosen``, ``half``: work arrays by operator."""
+    ``half``: a work array by operator."""
 
     uniform: F64
     row: U64
     move: U64
     first_candidate: U64
     candidates: U64
-    chosen: U32
     half: U8
 
 
 @inlined
-def draw(moves: Moves, draws: Draws, now: U32, shard: U8, table: Table, change: Change) -> Any:
-    """Fill ``change`` with a random move's configs; False if some are missing. ``now``: the plan's configs; ``shard``:
-    of each config, whether weights are sharded."""
+def draw(moves: Moves, draws: Draws, now: U32, tables: TemplateTables, change: Change) -> Any:
+    """Fill ``change`` with a random move's configs; False if some are missing. ``now``: the plan's configs."""
     change.lacking[0] = ZERO
     change.number[0] = ZERO
     u = draws.uniform[draws.row[0]]
@@ -100,22 +95,22 @@ def draw(moves: Moves, draws: Draws, now: U32, shard: U8, table: Table, change: 
     draws.move[0] = move
     if move == REDRAW:
         i = _pick(u[1], np.uint64(now.shape[0]))
-        _add(change, i, _candidate(moves, draws, table, change, i, u[2]))
+        _add(change, i, _candidate(moves, draws, tables, change, i, u[2]))
     elif move == COPY:
-        _copy(moves, now, shard, table, change, u)
+        _copy(moves, now, tables, change, u)
     elif move == REPEATED and moves.class_first.shape[0] > 0:
-        _repeat(moves, draws, now, shard, table, change, u)
+        _repeat(moves, draws, now, tables, change, u)
     elif move == SPAN:
-        _span(moves, draws, now, shard, table, change, u)
+        _span(moves, draws, now, tables, change, u)
     elif move == SWAP and moves.devices[0] > ONE:
-        _rename(moves, now, table, change, u)
+        _rename(moves, now, tables, change, u)
     elif move == SHARD and moves.weighted.shape[0] > 0:
-        _shard(moves, now, shard, table, change, u)
+        _shard(moves, now, tables, change, u)
     elif move == SPLIT and moves.devices[0] > ONE:
-        _split(moves, draws, now, table, change, u)
+        _split(moves, draws, now, tables, change, u)
     else:
-        _group(moves, draws, table, change, u)
-    return change.lacking[0] == ZERO
+        _group(moves, draws, tables, change, u)
+    return change.lacking[0] == ZERO and tables.full[0] == 0
 
 
 @lean
@@ -125,17 +120,13 @@ def _pick(u: float, count: Any) -> Any:
 
 
 @lean
-def _ask(table: Table, change: Change, kind: Any, a: Any, b: Any) -> Any:
-    """A config from the table; MISSING, and noted, if it is not there."""
-    found = find(table, kind, a, b)
-    if found == MISSING:
-        miss(change, kind, a, b)
-    return found
-
-
-@lean
-def _candidate(moves: Moves, draws: Draws, table: Table, change: Change, i: Any, u: float) -> Any:
-    return _ask(table, change, CANDIDATE, moves.alike[i], draws.first_candidate[0] + _pick(u, draws.candidates[0]))
+def _candidate(moves: Moves, draws: Draws, tables: TemplateTables, change: Change, i: Any, u: float) -> Any:
+    """Config of a candidate's number; MISSING, and noted, if it is not known."""
+    k = draws.first_candidate[0] + _pick(u, draws.candidates[0])
+    config = find(tables.keys, CANDIDATE, moves.alike[i], k)
+    if config == MISSING:
+        miss(change, CANDIDATE, moves.alike[i], k)
+    return config
 
 
 @lean
@@ -147,45 +138,60 @@ def _add(change: Change, i: Any, config: Any) -> None:
 
 
 @lean
-def _lead(moves: Moves, draws: Draws, table: Table, change: Change, at: Any, config: Any) -> None:
+def _lead(moves: Moves, tables: TemplateTables, change: Change, at: Any, config: Any) -> None:
     """A leader with a new config, and the operators of its group following it."""
     if config == MISSING:
         return
     leader = np.uint64(moves.leader[at])
     _add(change, leader, config)
-    draws.chosen[leader] = config
+    moves.chosen[leader] = config
     for k in range(np.uint64(moves.group_first[at]), np.uint64(moves.group_last[at])):
         i = np.uint64(moves.member[k])
-        follows = _ask(table, change, OVER, moves.member_link[k], draws.chosen[np.uint64(moves.member_source[k])])
+        follows = over(tables, change, moves.member_link[k], moves.chosen[np.uint64(moves.member_source[k])])
         if follows == MISSING:
             return
         _add(change, i, follows)
-        draws.chosen[i] = follows
+        moves.chosen[i] = follows
 
 
 @lean
-def _group(moves: Moves, draws: Draws, table: Table, change: Change, u: F64) -> None:
+def lead(moves: Moves, tables: TemplateTables, change: Change, operators: U32, configs: U32) -> Any:
+    """Fill ``change`` with operators and their new configs, and the operators of their groups following them; False if
+    some are missing."""
+    change.lacking[0] = change.number[0] = ZERO
+    for k in range(np.uint64(operators.shape[0])):
+        i = np.uint64(operators[k])
+        if moves.leader_at[i] != MISSING:
+            _lead(moves, tables, change, np.uint64(moves.leader_at[i]), configs[k])
+        else:
+            _add(change, i, configs[k])
+    return change.lacking[0] == ZERO and tables.full[0] == 0
+
+
+@lean
+def _group(moves: Moves, draws: Draws, tables: TemplateTables, change: Change, u: F64) -> None:
     """A leader gets a candidate, the likelier the more there is to gain; its group follows."""
     at = ZERO
     while at + ONE < np.uint64(moves.leader.shape[0]) and u[1] >= moves.likely[at]:
         at += ONE
-    config = _candidate(moves, draws, table, change, np.uint64(moves.leader[at]), u[2])
-    _lead(moves, draws, table, change, at, config)
+    config = _candidate(moves, draws, tables, change, np.uint64(moves.leader[at]), u[2])
+    _lead(moves, tables, change, at, config)
 
 
 @lean
-def _shard(moves: Moves, now: U32, shard: U8, table: Table, change: Change, u: F64) -> None:
+def _shard(moves: Moves, now: U32, tables: TemplateTables, change: Change, u: F64) -> None:
     """The weights of an operator, or of all, are stored the other way."""
     at = _pick(u[1], np.uint64(moves.weighted.shape[0]))
+    shard = tables.pools.config_shard
     to = ONE - np.uint64(shard[np.uint64(now[np.uint64(moves.weighted[at])])])
     for k in range(np.uint64(moves.weighted.shape[0])):
         i = np.uint64(moves.weighted[k])
         if (u[2] >= 0.8 or k == at) and shard[np.uint64(now[i])] != to:
-            _add(change, i, _ask(table, change, VARIANT, now[i], STORED))
+            _add(change, i, stored_otherwise(tables, change, now[i]))
 
 
 @lean
-def _repeat(moves: Moves, draws: Draws, now: U32, shard: U8, table: Table, change: Change, u: F64) -> None:
+def _repeat(moves: Moves, draws: Draws, now: U32, tables: TemplateTables, change: Change, u: F64) -> None:
     """Change a class; or two that have no operators in common (one makes room for the other); or every second or third
     member of a class, and perhaps the next ones to something else."""
     led, every = np.uint64(moves.led_classes[0]), np.uint64(moves.class_first.shape[0])
@@ -193,20 +199,20 @@ def _repeat(moves: Moves, draws: Draws, now: U32, shard: U8, table: Table, chang
     if moves.alternates[first] == 1 and u[16] < moves.rates.alternate[0]:
         stride = THREE if u[17] >= 0.8 and moves.class_last[first] - moves.class_first[first] > 2 else TWO
         offset = _pick(u[18], stride)
-        _change_members(moves, draws, now, shard, table, change, first, offset, stride, u[2:8])
+        _change_members(moves, draws, now, tables, change, first, offset, stride, u[2:8])
         if u[8] < moves.rates.both[0]:
-            _change_members(moves, draws, now, shard, table, change, first, (offset + ONE) % stride, stride, u[10:16])
+            _change_members(moves, draws, now, tables, change, first, (offset + ONE) % stride, stride, u[10:16])
         return
-    _change_members(moves, draws, now, shard, table, change, first, ZERO, ONE, u[2:8])
+    _change_members(moves, draws, now, tables, change, first, ZERO, ONE, u[2:8])
     if u[8] < moves.rates.twice[0] and first < led:
         second = _pick(u[9], led)
         if moves.apart[first, second] == 1:
-            _change_members(moves, draws, now, shard, table, change, second, ZERO, ONE, u[10:16])
+            _change_members(moves, draws, now, tables, change, second, ZERO, ONE, u[10:16])
 
 
 @lean
 def _change_members(
-    moves: Moves, draws: Draws, now: U32, shard: U8, table: Table, change: Change, which: Any, offset: Any,
+    moves: Moves, draws: Draws, now: U32, tables: TemplateTables, change: Change, which: Any, offset: Any,
     stride: Any, u: F64,
 ) -> None:  # fmt: skip
     """Members ``offset``, ``offset + stride``, ... of a class get the same: a candidate, or what one of them has, with
@@ -215,59 +221,68 @@ def _change_members(
     if first >= last:
         return
     model = np.uint64(moves.class_member[first + stride * _pick(u[1], (last - first + stride - ONE) // stride)])
-    like = np.uint64(now[model])
+    same = now[model]
     if 0.85 <= u[2] < 0.88:
-        like = _ask(table, change, VARIANT, now[model], _renaming(moves, u[0], u[4], u[5]))
+        same = _renamed(moves, tables, change, now[model], _renaming(moves, u[0], u[4], u[5]))
     elif u[2] >= 0.88:
-        like = _after_neighbour(moves, now, shard, table, change, model, u[4])
-    if like == MISSING:
+        same = _after_neighbour(moves, now, tables, change, model, u[4])
+    if same == MISSING:
         return
     for k in range(first, last, stride):
         i = np.uint64(moves.class_member[k])
         # Candidate k is the same for all operators of a class.
         if u[2] < 0.7:
-            config = _candidate(moves, draws, table, change, i, u[0])
+            config = _candidate(moves, draws, tables, change, i, u[0])
         else:
-            config = _ask(table, change, LIKE, moves.alike[i], like)
+            config = like(tables, change, moves.alike[i], same)
         if moves.leader_at[i] != MISSING:
-            _lead(moves, draws, table, change, np.uint64(moves.leader_at[i]), config)
+            _lead(moves, tables, change, np.uint64(moves.leader_at[i]), config)
         elif config != MISSING:
             _add(change, i, config)
 
 
 @lean
-def _after_neighbour(moves: Moves, now: U32, shard: U8, table: Table, change: Change, i: Any, u: float) -> Any:
+def _after_neighbour(moves: Moves, now: U32, tables: TemplateTables, change: Change, i: Any, u: float) -> Any:
     """The config of operator ``i`` that follows one of its neighbours; its own if it has none."""
     first, last = np.uint64(moves.link_first[i]), np.uint64(moves.link_last[i])
     if first == last:
-        return np.uint64(now[i])
+        return now[i]
     source = np.uint64(moves.link_target[first + _pick(u, last - first)])
     back = np.uint64(moves.link_first[source])
     while moves.link_target[back] != i:
         back += ONE
-    return _follow(table, change, shard, moves.link_kind[back], now[source], now[i])
+    return _follow(tables, change, moves.link_kind[back], now[source], now[i])
 
 
 @lean
-def _follow(table: Table, change: Change, shard: U8, link: Any, config: Any, has: Any) -> Any:
+def _follow(tables: TemplateTables, change: Change, link: Any, config: Any, has: Any) -> Any:
     """What follows ``config`` over a link, with weights stored as those of the config that the operator ``has``."""
-    found = _ask(table, change, OVER, link, config)
-    if found != MISSING and shard[np.uint64(found)] != shard[np.uint64(has)]:
-        found = _ask(table, change, VARIANT, found, STORED)
-    return found
+    follows, shard = over(tables, change, link, config), tables.pools.config_shard
+    if follows != MISSING and shard[np.uint64(follows)] != shard[np.uint64(has)]:
+        follows = stored_otherwise(tables, change, follows)
+    return follows
 
 
 @lean
 def _renaming(moves: Moves, u: float, v: float, w: float) -> Any:
-    """Number of the variant in which two devices are exchanged or, half of the time where the machine has several
-    axes, all are renamed by permuting these."""
+    """Number of a way of renaming devices: two are exchanged (a * devices + b, after the others) or, half of the time
+    where the machine has several axes, all are renamed by permuting these."""
     devices, orders = np.uint64(moves.devices[0]), np.uint64(moves.axis_orders[0])
     if orders > ZERO and (u < 0.5 or devices == ONE):
-        return PERMUTED + _pick(v, orders)
+        return _pick(v, orders)
     if devices == ONE:
-        return PERMUTED + orders
+        return orders
     a, b = _pick(v, devices), _pick(w, devices - ONE)
-    return PERMUTED + orders + a * devices + (b + ONE if b >= a else b)
+    return orders + a * devices + (b + ONE if b >= a else b)
+
+
+@lean
+def _renamed(moves: Moves, tables: TemplateTables, change: Change, config: Any, renaming: Any) -> Any:
+    """A config with its devices renamed."""
+    devices, orders = np.uint64(moves.devices[0]), np.uint64(moves.axis_orders[0])
+    if renaming < orders:
+        return renamed(tables, change, config, moves.relabel[renaming])
+    return swapped(tables, change, config, (renaming - orders) // devices, (renaming - orders) % devices)
 
 
 @lean
@@ -284,33 +299,33 @@ def _length(u: float, count: Any) -> Any:
 
 
 @lean
-def _span(moves: Moves, draws: Draws, now: U32, shard: U8, table: Table, change: Change, u: F64) -> None:
+def _span(moves: Moves, draws: Draws, now: U32, tables: TemplateTables, change: Change, u: F64) -> None:
     """A stretch of the graph: its first operator gets a candidate or what it has, the others follow their producers."""
     count = np.uint64(now.shape[0])
     first = _pick(u[1], count)
     last = min(count, first + _length(u[3], count))
     for i in range(first, last):
-        draws.chosen[i] = MISSING
+        moves.chosen[i] = MISSING
     config = np.uint64(now[first])
     if u[4] < 0.8:
-        config = _candidate(moves, draws, table, change, first, u[2])
+        config = _candidate(moves, draws, tables, change, first, u[2])
         if config == MISSING:
             return
         _add(change, first, config)
-    draws.chosen[first] = config
+    moves.chosen[first] = config
     for i in range(first + ONE, last):
         source = np.uint64(moves.main_source[i])
-        if source < first or source == i or draws.chosen[source] == MISSING:
+        if source < first or source == i or moves.chosen[source] == MISSING:
             continue
-        follows = _follow(table, change, shard, moves.main_link[i], draws.chosen[source], now[i])
+        follows = _follow(tables, change, moves.main_link[i], moves.chosen[source], now[i])
         if follows == MISSING:
             return
         _add(change, i, follows)
-        draws.chosen[i] = follows
+        moves.chosen[i] = follows
 
 
 @lean
-def _split(moves: Moves, draws: Draws, now: U32, table: Table, change: Change, u: F64) -> None:
+def _split(moves: Moves, draws: Draws, now: U32, tables: TemplateTables, change: Change, u: F64) -> None:
     """Operators of a stretch of the graph go to two halves of the devices that each of them has: those before a cut
     and those behind it, or branch by branch. What joins branches of both halves stays."""
     count = np.uint64(now.shape[0])
@@ -327,7 +342,7 @@ def _split(moves: Moves, draws: Draws, now: U32, table: Table, change: Change, u
                 branches += ONE
         draws.half[i] = half
         if half != JOIN:
-            _add(change, i, _ask(table, change, VARIANT, now[i], HALF + np.uint64(half)))
+            _add(change, i, derived(tables, change, FIRST_HALF + np.uint64(half), now[i]))
     for i in range(first, last):
         draws.half[i] = NEITHER
 
@@ -344,24 +359,24 @@ def _half_of_producers(moves: Moves, draws: Draws, first: Any, i: Any) -> Any:
 
 
 @lean
-def _rename(moves: Moves, now: U32, table: Table, change: Change, u: F64) -> None:
+def _rename(moves: Moves, now: U32, tables: TemplateTables, change: Change, u: F64) -> None:
     """Devices are renamed (two exchange their work, or the machine's axes theirs) in a group of operators or
     everywhere."""
     renaming = _renaming(moves, u[5], u[1], u[2])
-    if u[3] >= (0.8 if renaming < PERMUTED + moves.axis_orders[0] else 0.97):
+    if u[3] >= (0.8 if renaming < moves.axis_orders[0] else 0.97):
         for every in range(np.uint64(now.shape[0])):
-            _add(change, every, _ask(table, change, VARIANT, now[every], renaming))
+            _add(change, every, _renamed(moves, tables, change, now[every], renaming))
         return
     at = _pick(u[4], np.uint64(moves.leader.shape[0]))
     leader = np.uint64(moves.leader[at])
-    _add(change, leader, _ask(table, change, VARIANT, now[leader], renaming))
+    _add(change, leader, _renamed(moves, tables, change, now[leader], renaming))
     for k in range(np.uint64(moves.group_first[at]), np.uint64(moves.group_last[at])):
         i = np.uint64(moves.member[k])
-        _add(change, i, _ask(table, change, VARIANT, now[i], renaming))
+        _add(change, i, _renamed(moves, tables, change, now[i], renaming))
 
 
 @lean
-def _copy(moves: Moves, now: U32, shard: U8, table: Table, change: Change, u: F64) -> None:
+def _copy(moves: Moves, now: U32, tables: TemplateTables, change: Change, u: F64) -> None:
     """An operator does as a neighbour does, and so on for a few steps in one direction."""
     at = _pick(u[1], np.uint64(now.shape[0]))
     forward = 1 if u[2] < 0.5 else 0
@@ -381,7 +396,7 @@ def _copy(moves: Moves, now: U32, shard: U8, table: Table, change: Change, u: F6
                     break
                 which -= ONE
         at = np.uint64(moves.link_target[link])
-        config = _follow(table, change, shard, moves.link_kind[link], config, now[at])
+        config = _follow(tables, change, moves.link_kind[link], config, now[at])
         if config == MISSING:
             return
         _add(change, at, config)

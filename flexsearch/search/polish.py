@@ -10,6 +10,7 @@ from math import nextafter
 import numpy as np
 import numpy.typing as npt
 
+from flexsearch.search.chain import Chain
 from flexsearch.search.constants import LOOK
 from flexsearch.search.evaluate import Configs, Evaluation, Evaluator, better
 from flexsearch.search.space import Space
@@ -38,8 +39,8 @@ class Polish:
     """Descents over one space. What they try, in turn: each class (and every second and third member of it), then each
     operator, the important ones first, alone and with those that follow it."""
 
-    def __init__(self, evaluate: Evaluator, space: Space) -> None:
-        self.evaluate, self.space = evaluate, space
+    def __init__(self, evaluate: Evaluator, space: Space, chain: Chain) -> None:
+        self.evaluate, self.space, self.chain = evaluate, space, chain
         self.classes: tuple[Subject, ...] = (*space.classes, *space.loose_classes, *space.alternating)
         self._numbers: dict[tuple[Subject, OperatorConfig], tuple[U32, U32]] = {}
 
@@ -66,13 +67,9 @@ class Polish:
         for config in self.space.alternatives(subject[0], configs):
             change = self._numbers.get((subject, config))
             if change is None:
-                new: dict[int, OperatorConfig] = {}
-                for operator in subject:
-                    new |= self.space.follow(operator, self.space.fix(operator, config))
                 number = simulator.templates.config
-                change = self._numbers[subject, config] = (
-                    np.array(list(new), np.uint32), np.array([number(i, c) for i, c in new.items()], np.uint32),
-                )  # fmt: skip
+                led = [number(operator, self.space.fix(operator, config)) for operator in subject]
+                change = self._numbers[subject, config] = self.chain.follow(simulator, subject, led)
             yield change
             operators, numbers = change
             if len(subject) == 1 and len(operators) > 1:

@@ -8,9 +8,10 @@ from typing import Final
 
 import numpy as np
 
+from flexsearch.lower.keys import CANDIDATE, DERIVED, FIRST_HALF, LIKE, NEAREST, OVER
 from flexsearch.lower.templates import Templates
-from flexsearch.search.moves import CANDIDATE, HALF, LIKE, OVER, PERMUTED, STORED, VARIANT
-from flexsearch.search.space import Space, sharded
+from flexsearch.lower.wiring import Change
+from flexsearch.search.space import Space
 from flexsearch.strategy import OperatorConfig
 
 COARSE_FIRST: Final = 2**24
@@ -25,37 +26,30 @@ class Requests:
         self._links = [(i, link) for i, links in enumerate(space.propagation.links) for link in links]
         self._drawn: dict[tuple[int, int], OperatorConfig] = {}
 
-    def number(self, templates: Templates, kind: int, a: int, b: int) -> int:
-        """Number of the config that a key asks for."""
-        operator, config = self._config(templates, kind, a, b)
-        return templates.config(operator, self.space.fix(operator, config))
+    def supply(self, templates: Templates, change: Change) -> None:
+        """Add the configs that ``change`` says are missing, and room."""
+        if self.space.rule is not None:
+            templates.ruled()
+        if templates.tables.full[0]:
+            templates.make_room()
+        space = self.space
+        for kind, a, b in sorted({tuple(row) for row in change.missing[: int(change.lacking[0])].tolist()}):
+            if kind == CANDIDATE:
+                templates.keys.put(kind, a, b, templates.config(a, space.fix(a, self.candidate(a, b))))
+            elif kind == OVER:
+                source, link = self._links[a]
+                followed = space.propagation.over(source, templates.in_place(b), link)
+                templates.follows(a, b, link.target, followed)
+            elif kind == LIKE:
+                templates.like(a, b)
+            else:
+                assert kind == DERIVED
+                templates.derive(a, b, partial(self._derived, a))
 
-    def _config(self, templates: Templates, kind: int, a: int, b: int) -> tuple[int, OperatorConfig]:
-        if kind == CANDIDATE:
-            return a, self.candidate(a, b)
-        old = templates.configs[b if kind in (OVER, LIKE) else a]
-        assert old is not None
-        if kind == OVER:
-            source, link = self._links[a]
-            return link.target, self.space.propagation.over(source, old, link)
-        if kind == LIKE:
-            return a, old
-        assert kind == VARIANT
-        return templates.operators[a], self._variant(templates.operators[a], old, b)
-
-    def _variant(self, operator: int, config: OperatorConfig, number: int) -> OperatorConfig:
-        """The config with something changed; ``moves`` numbers the ways."""
-        space, renamings = self.space, self.space.meshes.relabelings
-        if number == STORED:
-            return sharded(config, not config.shard_weights and len(config.devices) > 1)
-        if number < PERMUTED:
-            return space.half(operator, config, number - int(HALF))
-        number -= int(PERMUTED)
-        if number < len(renamings):
-            return config.on(renamings[number][d] for d in config.devices)
-        first, second = divmod(number - len(renamings), space.count)
-        other = {first: second, second: first}
-        return config.on(other.get(d, d) for d in config.devices)
+    def _derived(self, how: int, operator: int, config: OperatorConfig) -> OperatorConfig:
+        if how == NEAREST:
+            return self.space.fix(operator, config)
+        return self.space.fix(operator, self.space.half(operator, config, how - FIRST_HALF))
 
     def _draw(self, k: int) -> Callable[[np.random.Generator, int], OperatorConfig]:
         """How candidate ``k`` is drawn: of each four, one splits samples at most and one a single axis; of the others

@@ -23,6 +23,7 @@ from flexsearch.compiled import F64, I64, ONE, U32, U64, ZERO, inlined, lean
 from flexsearch.cost.ticks import TICK
 from flexsearch.lower.arrays import State
 from flexsearch.lower.describe import Plan
+from flexsearch.lower.tables import TemplateTables
 from flexsearch.packed import packed
 from flexsearch.search.moves import UNIFORMS, Draws, Moves, draw
 from flexsearch.simulate.account import Account, missing_memory
@@ -92,13 +93,13 @@ class Schedule(NamedTuple):
 @lean
 def advance(
     moves: Moves, draws: Draws, schedule: Schedule, chain: ChainState, info: Info, plan: Plan, engine: Engine,
-    account: Account, sources: Sources,
+    account: Account, sources: Sources, tables: TemplateTables,
 ) -> Any:  # fmt: skip
     """Make steps until something is needed; returns what. ``plan`` is the chain's plan and what it proposes."""
     while True:
         if chain.idle[0] >= schedule.patience[0] or draws.row[0] == np.uint64(draws.uniform.shape[0]):
             return DONE
-        if not draw(moves, draws, plan.state.config, plan.pools.config_shard, plan.table, plan.change):
+        if not draw(moves, draws, plan.state.config, tables, plan.change):
             return ASK
         most = threshold(draws, schedule, chain) / TICK
         ticks = attempt(plan, engine, np.int64(most) if most < float(LATE) else np.int64(LATE))

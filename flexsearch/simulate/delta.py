@@ -132,9 +132,10 @@ class DeltaSimulator:
     @property
     def sources(self) -> Sources:
         """What memory is worked out from; fetch it again after adding templates."""
-        pools, footprints = self.templates.pools, self.templates.footprints
-        if self._sources.pools is not pools or self._sources.footprints is not footprints:
-            self._sources = self._sources._replace(pools=pools, footprints=footprints)
+        now, tables = self._sources, self.templates.tables
+        same = now.pools is tables.pools and now.layouts is tables.layouts
+        if not same or now.landings is not tables.landings:
+            self._sources = now._replace(pools=tables.pools, layouts=tables.layouts, landings=tables.landings)
         return self._sources
 
     def _clean(self) -> None:

@@ -42,7 +42,8 @@ import numpy.typing as npt
 
 from flexsearch.compiled import I64, ONE, TWO, U8, U32, U64, ZERO, lean
 from flexsearch.lower.arrays import Pools, Program, State
-from flexsearch.lower.footprints import ALIASED, RECEIVES, TAKES_PART, TAKES_PART_AGAIN, Footprints, Landings
+from flexsearch.lower.footprints import ALIASED, RECEIVES, TAKES_PART, TAKES_PART_AGAIN, Landings
+from flexsearch.lower.interned import Interned, entries_of, rank_of
 from flexsearch.lower.wiring import Wiring
 from flexsearch.packed import packed
 
@@ -135,7 +136,8 @@ class Sources(NamedTuple):
     wiring: Wiring
     program: Program
     pools: Pools
-    footprints: Footprints
+    layouts: Interned
+    landings: Landings
 
 
 @lean
@@ -183,7 +185,7 @@ def end_of(sources: Sources) -> Any:
 @lean
 def _hold_at_hand(sources: Sources, state: State, tensor: Any, spans: Spans) -> None:
     """The bounding box of what each device reads of an input, a buffer or a constant."""
-    units, wiring, holdings, pools = sources.units, sources.wiring, sources.footprints.holdings, sources.pools
+    units, wiring, layouts, pools = sources.units, sources.wiring, sources.layouts, sources.pools
     for every in range(np.uint64(spans.reads.shape[0])):
         spans.reads[every] = 0
     rank = ZERO
@@ -191,12 +193,12 @@ def _hold_at_hand(sources: Sources, state: State, tensor: Any, spans: Spans) -> 
         slot = np.uint64(units.reader[k])
         config = np.uint64(state.config[np.uint64(wiring.slot_operator[slot])])
         layout = np.uint64(pools.layout[np.uint64(pools.config_reads[config]) + np.uint64(wiring.slot_position[slot])])
-        begin, end = np.uint64(holdings.layout_first[layout]), np.uint64(holdings.layout_last[layout])
-        for row in range(begin, end):
-            d, box = np.uint64(holdings.entry_device[row]), np.uint64(holdings.entry_box[row])
-            rank = np.uint64(holdings.entry_rank[row])
+        rank, box = rank_of(layouts, layout), np.uint64(layouts.grid_box[np.uint64(layouts.layout_grid[layout])])
+        first = np.uint64(layouts.mesh_first[np.uint64(layouts.layout_mesh[layout])])
+        for row in range(entries_of(layouts, layout)):
+            d = np.uint64(layouts.device[first + row])
             for r in range(rank):
-                low, high = holdings.box[box + TWO * r], holdings.box[box + TWO * r + ONE]
+                low, high = layouts.box[box + row * rank + r, 0], layouts.box[box + row * rank + r, 1]
                 if spans.reads[d] == 1:
                     low, high = min(low, spans.low[d, r]), max(high, spans.high[d, r])
                 spans.low[d, r], spans.high[d, r] = low, high
@@ -232,14 +234,16 @@ def _forward(sources: Sources, state: State, t: Any, spans: Spans) -> None:
 @lean
 def _make(sources: Sources, state: State, t: Any, producer: Any, now: Any, spans: Spans) -> None:
     """The output as the pieces of its producer make it, and what they save besides."""
-    units, wiring, holdings, pools = sources.units, sources.wiring, sources.footprints.holdings, sources.pools
+    units, wiring, layouts, pools = sources.units, sources.wiring, sources.layouts, sources.pools
     config = np.uint64(state.config[producer])
     layout = np.uint64(pools.layout[np.uint64(pools.config_writes[config]) + np.uint64(wiring.tensor_output[t])])
     back = TWO * np.uint64(sources.units.backward_block[producer]) if units.backward[producer] == 1 else now
     until = back if units.saves_outputs[producer] == 1 else now
     itemsize, place = units.itemsize[t], np.uint64(units.place[t])
-    for row in range(np.uint64(holdings.layout_first[layout]), np.uint64(holdings.layout_last[layout])):
-        d, elements = np.uint64(holdings.entry_device[row]), holdings.entry_elements[row]
+    first = np.uint64(layouts.mesh_first[np.uint64(layouts.layout_mesh[layout])])
+    entry = np.uint64(layouts.grid_first[np.uint64(layouts.layout_grid[layout])])
+    for row in range(entries_of(layouts, layout)):
+        d, elements = np.uint64(layouts.device[first + row]), layouts.volume[entry + row]
         spans.output[place, d] = _add(spans, d, elements * itemsize, ACTIVATIONS, now, until)
         besides = _besides(units, producer, elements, itemsize)
         if besides > 0 and back > now:
@@ -259,14 +263,14 @@ def _distribute(
     """The copies that an edge makes of an activation or weight, by its reshard: of the reader ``slots[k]`` and those
     from there to ``last`` that share its edge. ``now``: the moment before it is sent; ``place``: of an activation,
     where the handles of the original are; of a weight GATHERED."""
-    landings, slot = sources.footprints.landings, np.uint64(slots[k])
+    landings, slot = sources.landings, np.uint64(slots[k])
     template = np.uint64(state.forward[slot])
     gathered = place == GATHERED
     sent = now | ONE
     until, used = _use(sources, state, slots, k, last, gathered), sent
     if k < last:
         used = TWO * np.uint64(sources.units.forward_block[np.uint64(sources.wiring.slot_operator[slot])])
-    for row in range(np.uint64(landings.reshard_first[template]), np.uint64(landings.reshard_last[template])):
+    for row in range(np.uint64(landings.landing_first[template]), np.uint64(landings.landing_last[template])):
         d, role = np.uint64(landings.device[row]), landings.role[row]
         original = ZERO
         if not gathered:
@@ -354,7 +358,7 @@ def _differentiate(
 ) -> Any:
     """The gradients that the readers of the edge of ``slots[k]`` make, in ``spans.gradient``. Returns the moment at
     which they are complete: the backward of the first reader, as that runs last."""
-    wiring, holdings, slot = sources.wiring, sources.footprints.holdings, np.uint64(slots[k])
+    wiring, layouts, slot = sources.wiring, sources.layouts, np.uint64(slots[k])
     latest, through = ZERO, ZERO
     for j in range(k, last):
         other = np.uint64(slots[j])
@@ -370,14 +374,16 @@ def _differentiate(
     for every in range(np.uint64(spans.gradient.shape[0])):
         spans.gradient[every] = 0
     need = np.uint64(state.need[slot])
-    for row in range(np.uint64(holdings.layout_first[need]), np.uint64(holdings.layout_last[need])):
-        d, handle = np.uint64(holdings.entry_device[row]), ZERO
+    first = np.uint64(layouts.mesh_first[np.uint64(layouts.layout_mesh[need])])
+    entry = np.uint64(layouts.grid_first[np.uint64(layouts.layout_grid[need])])
+    for row in range(entries_of(layouts, need)):
+        d, handle = np.uint64(layouts.device[first + row]), ZERO
         if through == ONE:
             for t in range(np.uint64(wiring.made_first[latest]), np.uint64(wiring.made_last[latest])):
                 if spans.arrived[np.uint64(sources.units.place[t]), d] > 0:
                     handle = np.uint64(spans.arrived[np.uint64(sources.units.place[t]), d])
         if handle == ZERO:
-            handle = _add(spans, d, holdings.entry_elements[row] * itemsize, part, begin, begin)
+            handle = _add(spans, d, layouts.volume[entry + row] * itemsize, part, begin, begin)
         _prolong(spans, handle, now)
         spans.gradient[d] = handle
     return now
@@ -386,12 +392,12 @@ def _differentiate(
 @lean
 def _return(sources: Sources, state: State, slot: Any, t: Any, now: Any, spans: Spans) -> None:
     """Bring the gradients of an edge, complete at ``now``, to the layout of the producer of activation ``t``."""
-    landings, template = sources.footprints.landings, np.uint64(state.backward[slot])
+    landings, template = sources.landings, np.uint64(state.backward[slot])
     producer, place, sent = np.uint64(sources.wiring.tensor_producer[t]), np.uint64(sources.units.place[t]), now | ONE
     used = sent
     if sources.units.backward[producer] == 1:
         used = TWO * np.uint64(sources.units.backward_block[producer])
-    for row in range(np.uint64(landings.reshard_first[template]), np.uint64(landings.reshard_last[template])):
+    for row in range(np.uint64(landings.landing_first[template]), np.uint64(landings.landing_last[template])):
         d, role = np.uint64(landings.device[row]), landings.role[row]
         original = np.uint64(spans.gradient[d])
         if role & TAKES_PART:
@@ -411,10 +417,10 @@ def _return(sources: Sources, state: State, slot: Any, t: Any, now: Any, spans: 
 def _hold_weight(sources: Sources, state: State, w: Any, spans: Spans) -> None:
     """A weight as it is stored, the optimizer's state, gathered copies, and gradients."""
     units, program = sources.units, sources.program
-    holdings, p = sources.footprints.holdings, np.uint64(state.plan[w])
+    pools, p = sources.pools, np.uint64(state.plan[w])
     trained = sources.pools.plan_sync[p] != 0
-    for row in range(np.uint64(holdings.plan_first[p]), np.uint64(holdings.plan_last[p])):
-        d, nbytes = np.uint64(holdings.stored_device[row]), holdings.stored_bytes[row]
+    for row in range(np.uint64(pools.store_first[p]), np.uint64(pools.store_last[p])):
+        d, nbytes = np.uint64(pools.store_device[row]), np.int64(pools.store_bytes[row])
         _add(spans, d, nbytes, WEIGHTS, ZERO, end_of(sources))
         if trained and units.state_copies[0] > 0:
             _add(spans, d, units.state_copies[0] * nbytes, OPTIMIZER, ZERO, end_of(sources))
@@ -436,9 +442,9 @@ def _hold_weight(sources: Sources, state: State, w: Any, spans: Spans) -> None:
 @lean
 def _send_gradients(sources: Sources, state: State, w: Any, template: Any, spans: Spans) -> None:
     """Keep the gradients of an edge until they have been sent; those that are stored as they are until the update."""
-    landings = sources.footprints.landings
+    landings = sources.landings
     sent, update = TWO * np.uint64(sources.units.sync_block[w]) + ONE, TWO * np.uint64(sources.units.update_block[0])
-    for row in range(np.uint64(landings.reshard_first[template]), np.uint64(landings.reshard_last[template])):
+    for row in range(np.uint64(landings.landing_first[template]), np.uint64(landings.landing_last[template])):
         d, role = np.uint64(landings.device[row]), landings.role[row]
         handle = np.uint64(spans.gradient[d])
         if handle > ZERO:
@@ -452,10 +458,10 @@ def _send_gradients(sources: Sources, state: State, w: Any, template: Any, spans
 @lean
 def _synchronise(sources: Sources, state: State, w: Any, template: Any, spans: Spans) -> None:
     """What synchronising the gradients of a weight leaves on devices."""
-    landings, units = sources.footprints.landings, sources.units
+    landings, units = sources.landings, sources.units
     sent, again = TWO * np.uint64(units.sync_block[w]) + ONE, TWO * np.uint64(units.second_block[w]) + ONE
     update = TWO * np.uint64(units.update_block[0])
-    for row in range(np.uint64(landings.reshard_first[template]), np.uint64(landings.reshard_last[template])):
+    for row in range(np.uint64(landings.landing_first[template]), np.uint64(landings.landing_last[template])):
         born = np.uint64(spans.born[np.uint64(landings.device[row])])
         if born == ZERO:  # no piece there makes a gradient
             born = sent
@@ -469,21 +475,21 @@ def _synchronise(sources: Sources, state: State, w: Any, template: Any, spans: S
 def most_bytes(sources: Sources, state: State, u: Any) -> Any:
     """At most so many bytes does unit ``u`` take on any device, all its spans together."""
     units, wiring, pools = sources.units, sources.wiring, sources.pools
-    holdings, landings = sources.footprints.holdings, sources.footprints.landings
+    landings = sources.landings
     total = np.int64(0)
     if units.root[u] == AT_HAND:
         total = units.at_hand_bytes[np.uint64(units.tensor[u])]
     elif units.root[u] == WEIGHT:
         w = np.uint64(units.tensor[u])
         p = np.uint64(state.plan[w])
-        total = (units.state_copies[0] + 1) * holdings.plan_most[p] + landings.most[np.uint64(pools.plan_sync[p])]
+        total = (units.state_copies[0] + 1) * _most_stored(pools, p) + landings.most[np.uint64(pools.plan_sync[p])]
         for k in range(np.uint64(sources.program.reader_first[w]), np.uint64(sources.program.reader_last[w])):
             total += _most_of_edge(sources, state, np.uint64(sources.program.reader[k]), units.weight_itemsize[w])
     for a in range(np.uint64(units.activation_first[u]), np.uint64(units.activation_last[u])):
         t = np.uint64(units.activation[a])
         producer = np.uint64(wiring.tensor_producer[t])
         at = np.uint64(pools.config_writes[np.uint64(state.config[producer])]) + np.uint64(wiring.tensor_output[t])
-        elements = holdings.layout_most[np.uint64(pools.layout[at])]
+        elements = _most_elements(sources.layouts, np.uint64(pools.layout[at]))
         total += elements * units.itemsize[t] + _besides(units, producer, elements, units.itemsize[t])
         for k in range(np.uint64(wiring.tensor_first[t]), np.uint64(wiring.tensor_last[t])):
             total += _most_of_edge(sources, state, np.uint64(wiring.tensor_slot[k]), units.itemsize[t])
@@ -495,10 +501,28 @@ def most_bytes(sources: Sources, state: State, u: Any) -> Any:
 @lean
 def _most_of_edge(sources: Sources, state: State, slot: Any, itemsize: Any) -> Any:
     """At most so many bytes are copies and gradients of a slot's edge, on any device; 0 if another slot leads it."""
-    landings = sources.footprints.landings
+    landings = sources.landings
     if np.uint64(state.leader[slot]) != slot:
         return np.int64(0)
     total = landings.most[np.uint64(state.forward[slot])] + landings.most[np.uint64(state.backward[slot])]
     if sources.program.flows[slot] == 1:
-        total += sources.footprints.holdings.layout_most[np.uint64(state.need[slot])] * itemsize
+        total += _most_elements(sources.layouts, np.uint64(state.need[slot])) * itemsize
     return total
+
+
+@lean
+def _most_elements(layouts: Interned, layout: Any) -> Any:
+    """The largest piece of a layout, of which no device has several."""
+    most, first = np.int64(0), np.uint64(layouts.grid_first[np.uint64(layouts.layout_grid[layout])])
+    for k in range(entries_of(layouts, layout)):
+        most = max(most, layouts.volume[first + k])
+    return most
+
+
+@lean
+def _most_stored(pools: Pools, p: Any) -> Any:
+    """The most bytes that a weight's plan stores on one device."""
+    most = np.int64(0)
+    for row in range(np.uint64(pools.store_first[p]), np.uint64(pools.store_last[p])):
+        most = max(most, np.int64(pools.store_bytes[row]))
+    return most

@@ -31,7 +31,9 @@ def make_account(rows: PlanRows) -> tuple[Account, Sources]:
     """The account of no plan, and what memory of the plans of ``rows`` is worked out from."""
     graph, topology, schedule = rows.lowering.graph, rows.lowering.topology, rows.schedule
     units = make_units(graph, rows.wiring, rows.table, rows.options)
-    sources = Sources(units, rows.wiring, rows.program, rows.templates.pools, rows.templates.footprints)
+    sources = Sources(
+        units, rows.wiring, rows.program, rows.templates.pools, rows.lowering.layouts.pool, rows.templates.landings
+    )
     devices, blocks = len(topology.devices), len(schedule.kind)
     kinds = 1 if schedule.microbatches[0] == 1 else 3
     chunk_of, chunk_first = _chunks(schedule, blocks)

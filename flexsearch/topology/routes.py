@@ -9,6 +9,7 @@ import networkx as nx
 import numpy as np
 import numpy.typing as npt
 
+from flexsearch.packed import packed
 from flexsearch.topology.parts import Link, Route
 
 REFERENCE_BYTES = 1e6  # the message that routes are best for; small ones mind latency, large ones bandwidth
@@ -61,6 +62,7 @@ class Router:
         return paths
 
 
+@packed
 class RouteTable(NamedTuple):
     """Routes as arrays. Route r = ``number[i, j]`` leads from device i to device j over the resources
     ``resource[first[r]:first[r + 1]]``; ``latency`` (s) and ``slowness`` (1 / its bandwidth, s/B) are by route. Route 0

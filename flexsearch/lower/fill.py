@@ -1,0 +1,334 @@
+"""Templates that a proposal lacks, made and put where ``wire`` looks for them, compiled: a search needs hundreds of
+thousands, and few of them are ever read in Python."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from flexsearch.compiled import ONE, TWO, ZERO, lean
+from flexsearch.lower.arrays import Program, State
+from flexsearch.lower.desk import FIRST, FULL, LAST, MIDDLE
+from flexsearch.lower.exchanges import append
+from flexsearch.lower.footprints import append_landing
+from flexsearch.lower.interned import (
+    Side,
+    entries_of,
+    intern_grid,
+    intern_layout,
+    intern_mesh,
+    rank_of,
+    write_side,
+)
+from flexsearch.lower.keys import (
+    BUCKET,
+    HELD,
+    LAYOUT,
+    MISSING,
+    PLAN,
+    RESHARD,
+    STEP,
+    WEIGHT,
+    find,
+    is_full,
+    number,
+    put,
+)
+from flexsearch.lower.planner import ALL_REDUCE, FREE, GIVEN, plan, store
+from flexsearch.lower.tables import TemplateTables
+from flexsearch.lower.wiring import Change, Wiring, need_of
+
+
+@lean
+def request_reshards(tables: TemplateTables, change: Change) -> None:
+    """Request the reshards that ``change`` says are missing."""
+    requests = tables.requests
+    requests.size[0] = requests.size[1] = ZERO
+    for k in range(change.lacking[0]):
+        kind = change.missing[k, 0]
+        if np.uint64(RESHARD) <= kind < np.uint64(WEIGHT):
+            itemsize = np.int64(1) << np.int64(kind - np.uint64(RESHARD))
+            _request(tables, kind, change.missing[k, 1], change.missing[k, 2], FREE, itemsize)
+
+
+@lean
+def _request(tables: TemplateTables, kind: Any, source: Any, destination: Any, mode: Any, itemsize: Any) -> None:
+    requests, at = tables.requests, tables.requests.size[0]
+    requests.kind[at], requests.source[at], requests.destination[at] = kind, source, destination
+    requests.mode[at], requests.itemsize[at] = mode, itemsize
+    requests.size[0] = at + ONE
+
+
+@lean
+def plan_all(tables: TemplateTables) -> Any:
+    """Plan the reshards that are requested, from number ``size[1]`` on, and add them to the pools. False if there is no
+    room for the next one: it can go on then."""
+    requests, layouts, scratch, desk = tables.requests, tables.layouts, tables.scratch, tables.desk
+    while requests.size[1] < requests.size[0]:
+        k = requests.size[1]
+        kind, source, destination = requests.kind[k], requests.source[k], requests.destination[k]
+        requests.size[1] += ONE
+        # Several edges may have asked for the same.
+        if kind > ZERO and find(tables.keys, kind, source, destination) != MISSING:
+            continue
+        a, b = scratch.source, scratch.destination
+        if rank_of(layouts, destination) == ZERO:
+            a, b = scratch.plain_source, scratch.plain_destination
+        write_side(layouts, source, a)
+        write_side(layouts, destination, b)
+        if requests.mode[k] == GIVEN:
+            for e in range(b.size[0]):
+                desk.groups.first[e] = scratch.first[requests.begin[k] + e]
+                desk.groups.end[e] = scratch.end[requests.begin[k] + e]
+        plan(tables.routes, tables.rates, a, b, requests.mode[k], requests.itemsize[k], desk)
+        if desk.result[FULL] == ONE or is_full(tables.keys) or not _append(tables, k, b):
+            requests.size[1] = k
+            return False
+        if kind > ZERO:
+            put(tables.keys, kind, source, destination, requests.template[k])
+    return True
+
+
+@lean
+def _append(tables: TemplateTables, k: Any, destination: Side) -> Any:
+    """Add request ``k``, whose reshard to a layout is on the desk, to the pools; a gathering that moves nothing is template 0.
+    False if there is no room."""
+    pools, used, desk = tables.pools, tables.used, tables.desk
+    template, first = used.reshards[0], used.exchanges[4]
+    if tables.requests.mode[k] == GIVEN and desk.result[LAST] == desk.result[FIRST]:
+        tables.requests.template[k] = 0
+        return True
+    if template == np.uint64(pools.reshard_first.shape[0]):
+        return False
+    landed = append_landing(
+        desk, destination, tables.requests.itemsize[k], tables.sums, tables.landings, template, used.landings
+    )
+    if not landed or not append(desk, tables.decisive, pools, used.exchanges):
+        return False
+    pools.reshard_first[template] = first
+    pools.reshard_middle[template] = first + desk.result[MIDDLE] - desk.result[FIRST]
+    pools.reshard_last[template] = used.exchanges[4]
+    for x in range(first, used.exchanges[4]):  # becomes the key, where there is one
+        pools.key[x] = desk.exchanges.form[desk.result[FIRST] + x - first]
+    used.reshards[0] = template + ONE
+    tables.requests.template[k] = template
+    return True
+
+
+# ---- weights
+
+
+@lean
+def request_weight(
+    tables: TemplateTables, wiring: Wiring, program: Program, state: State, w: Any, shard: Any
+) -> Any:
+    """Request the reshards of a weight's plan, for what its readers want in ``state``: where it is gathered (if it is
+    stored in parts), then its synchronisation. ``weight`` says what else ``finish_weight`` needs. False if there is no
+    room."""
+    scratch, requests, count = tables.scratch, tables.requests, ZERO
+    dtype = np.uint64(wiring.weight_type[w])
+    node = number(tables.keys, WEIGHT, dtype, shard)
+    requests.size[0] = requests.size[1] = ZERO
+    for k in range(np.uint64(program.reader_first[w]), np.uint64(program.reader_last[w])):
+        slot = np.uint64(program.reader[k])
+        if np.uint64(state.leader[slot]) == slot:
+            scratch.need[count], scratch.flows[count] = state.need[slot], program.flows[slot]
+            step = np.uint64(state.need[slot]) * TWO + np.uint64(program.flows[slot])
+            node = number(tables.keys, STEP, node, step)
+            count += ONE
+    weight = tables.weight
+    weight.node[0], weight.edges[0], weight.dtype[0] = node, count, dtype
+    weight.known[0] = 1
+    if find(tables.keys, PLAN, node, ZERO) != MISSING:
+        return True
+    weight.known[0], weight.trained[0] = 0, 0
+    stored = _store(tables, count, shard == ONE)
+    if stored == MISSING:
+        return False
+    weight.stored[0] = stored
+    begin, itemsize = ZERO, tables.itemsize[dtype]
+    for e in range(count):
+        need = np.uint64(scratch.need[e])
+        if shard == ONE:  # else every device cuts from what it stores
+            requests.begin[requests.size[0]] = begin
+            _request(tables, ZERO, np.uint64(stored), need, GIVEN, itemsize)
+            begin += entries_of(tables.layouts, need)
+        weight.trained[0] = max(weight.trained[0], scratch.flows[e])
+    if weight.trained[0] == 1:
+        source = _gradients(tables, count)
+        if source == MISSING:
+            return False
+        _request(tables, ZERO, np.uint64(source), np.uint64(stored), FREE, itemsize)
+    return True
+
+
+@lean
+def finish_weight(tables: TemplateTables) -> Any:
+    """Add the plan of the weight whose reshards were planned last, as ``weights.plan_weight`` makes it. False if there
+    is no room."""
+    pools, used, weight = tables.pools, tables.used, tables.weight
+    requests, edges, stored = tables.requests, np.uint64(weight.edges[0]), np.uint64(weight.stored[0])
+    itemsize, template = tables.itemsize[np.uint64(weight.dtype[0])], used.plans[0]
+    last = used.stores[0] + entries_of(tables.layouts, stored)
+    full = is_full(tables.keys) or template == np.uint64(pools.plan_sync.shape[0])
+    full = full or used.gathers[0] + edges > np.uint64(pools.gather.shape[0])
+    if full or last > np.uint64(pools.store_device.shape[0]):
+        return False
+    sync = np.uint64(requests.template[requests.size[0] - ONE]) if weight.trained[0] == 1 else ZERO
+    if not _set_keys(tables, sync, np.uint64(weight.dtype[0])):
+        return False
+    gathered = requests.size[0] > np.uint64(weight.trained[0])
+    for e in range(edges):
+        pools.gather[used.gathers[0] + e] = np.uint64(requests.template[e]) if gathered else ZERO
+    _list_stored(tables, stored, used.stores[0], itemsize)
+    pools.plan_gather[template], pools.plan_sync[template] = used.gathers[0], sync
+    pools.store_first[template], pools.store_last[template] = used.stores[0], last
+    used.gathers[0] += edges
+    used.stores[0], used.plans[0] = last, template + ONE
+    put(tables.keys, PLAN, weight.node[0], ZERO, template)
+    return True
+
+
+@lean
+def _join(tables: TemplateTables, edges: Any, trained: Any) -> Any:
+    """Put the entries that the edges (only those with gradients, if ``trained``) want one after the other; the terms of
+    different edges are different. Returns their number, or MISSING if there is no room."""
+    layouts, scratch, count = tables.layouts, tables.scratch, ZERO
+    for e in range(edges):
+        if trained and scratch.flows[e] == 0:
+            continue
+        need = np.uint64(scratch.need[e])
+        if count + entries_of(layouts, need) > np.uint64(scratch.term.shape[0]):
+            return MISSING
+        rank, entries = rank_of(layouts, need), entries_of(layouts, need)
+        if rank > np.uint64(scratch.box.shape[1]):
+            return MISSING
+        grid, mesh = np.uint64(layouts.layout_grid[need]), np.uint64(layouts.layout_mesh[need])
+        first, at = np.uint64(layouts.grid_first[grid]), np.uint64(layouts.grid_box[grid])
+        device = np.uint64(layouts.mesh_first[mesh])
+        for k in range(entries):
+            scratch.device[count] = layouts.device[device + k]
+            scratch.term[count] = np.uint64(layouts.term[first + k]) * edges + np.uint64(e)
+            for r in range(np.uint64(scratch.box.shape[1])):
+                scratch.box[count, r, 0], scratch.box[count, r, 1] = 0, 1
+                if r < rank:
+                    scratch.box[count, r, 0], scratch.box[count, r, 1] = layouts.box[at, 0], layouts.box[at, 1]
+                    at += ONE
+            count += ONE
+    return np.uint32(count)
+
+
+@lean
+def _store(tables: TemplateTables, edges: Any, shard: Any) -> Any:
+    """Layout in which a weight is stored; MISSING if there is no room. The entries that each wanted one is put together
+    from are left in ``scratch.first`` and ``end``."""
+    layouts, scratch, desk = tables.layouts, tables.scratch, tables.desk
+    total = _join(tables, edges, False)
+    if total == MISSING:
+        return MISSING
+    rank = rank_of(layouts, np.uint64(scratch.need[0]))
+    box = scratch.plain_box if rank == ZERO else scratch.box
+    store(scratch.device, box, np.uint64(total), shard, desk.groups, desk.sets, desk.middle)
+    for k in range(np.uint64(total)):
+        scratch.first[k], scratch.end[k] = desk.groups.first[k], desk.groups.end[k]
+    count = desk.middle.size[0]
+    for k in range(count):  # boxes of different groups may overlap, which must not be taken for copies
+        scratch.term[k] = k
+    grid = intern_grid(layouts, desk.middle.box, scratch.term, count, rank)
+    mesh = intern_mesh(layouts, desk.middle.device, ZERO, count)
+    if grid == MISSING or mesh == MISSING:
+        return MISSING
+    return intern_layout(layouts, grid, mesh)
+
+
+@lean
+def _gradients(tables: TemplateTables, edges: Any) -> Any:
+    """Layout of the gradients that the edges make; MISSING if there is no room."""
+    layouts, scratch = tables.layouts, tables.scratch
+    count = _join(tables, edges, True)
+    if count == MISSING:
+        return MISSING
+    rank = rank_of(layouts, np.uint64(scratch.need[0]))
+    grid = intern_grid(layouts, scratch.box, scratch.term, np.uint64(count), rank)
+    mesh = intern_mesh(layouts, scratch.device, ZERO, np.uint64(count))
+    if grid == MISSING or mesh == MISSING:
+        return MISSING
+    return intern_layout(layouts, grid, mesh)
+
+
+@lean
+def _list_stored(tables: TemplateTables, layout: Any, at: Any, itemsize: Any) -> None:
+    """Write the bytes of a stored weight to the pools, from row ``at`` on."""
+    layouts, pools = tables.layouts, tables.pools
+    grid, mesh = np.uint64(layouts.layout_grid[layout]), np.uint64(layouts.layout_mesh[layout])
+    first, device = np.uint64(layouts.grid_first[grid]), np.uint64(layouts.mesh_first[mesh])
+    for k in range(entries_of(layouts, layout)):
+        pools.store_device[at + k] = layouts.device[device + k]
+        pools.store_bytes[at + k] = np.uint64(layouts.volume[first + k] * itemsize)
+
+
+@lean
+def _set_keys(tables: TemplateTables, template: Any, dtype: Any) -> Any:
+    """Give the exchanges of a reshard their keys in the place of their forms: numbers of what those have in common that
+    may go in one bucket: form, devices, dtype. False, and nothing changed, if there is no room."""
+    pools, used, device = tables.pools, tables.used, tables.scratch.device
+    first, last = np.uint64(pools.reshard_first[template]), np.uint64(pools.reshard_last[template])
+    if used.buckets[0] + last - first > np.uint64(pools.key_factor.shape[0]):
+        return False
+    for x in range(first, last):  # twice: the second time there is room for everything
+        if intern_mesh(tables.layouts, device, ZERO, _devices_of(tables, x)) == MISSING:
+            return False
+    for x in range(first, last):
+        form, count = np.uint64(pools.key[x]), _devices_of(tables, x)
+        mesh = np.uint64(intern_mesh(tables.layouts, device, ZERO, count)) + ONE
+        key = find(tables.keys, BUCKET, mesh, form << np.uint64(8) | dtype)
+        if key == MISSING:
+            key = np.uint32(used.buckets[0])
+            pools.key_factor[used.buckets[0]] = tables.rates.factor[form]
+            pools.key_ring[used.buckets[0]] = count if form == ALL_REDUCE else ZERO
+            used.buckets[0] += ONE
+            put(tables.keys, BUCKET, mesh, form << np.uint64(8) | dtype, key)
+        pools.key[x] = key
+    return True
+
+
+@lean
+def _devices_of(tables: TemplateTables, x: Any) -> Any:
+    """List the devices that send or receive in exchange ``x``, ascending; returns how many."""
+    pools, device, count = tables.pools, tables.scratch.device, ZERO
+    s, r = np.uint64(pools.send_first[x]), np.uint64(pools.receive_first[x])
+    sends, receives = np.uint64(pools.send_last[x]), np.uint64(pools.receive_last[x])
+    while s < sends or r < receives:
+        if r == receives or (s < sends and pools.send[s] <= pools.receive[r]):
+            following = pools.send[s]
+        else:
+            following = pools.receive[r]
+        if s < sends and pools.send[s] == following:
+            s += ONE
+        if r < receives and pools.receive[r] == following:
+            r += ONE
+        device[count] = following
+        count += ONE
+    return count
+
+
+# ---- buffers
+
+
+@lean
+def keep(tables: TemplateTables, wiring: Wiring, state: State, buffer: Any) -> Any:
+    """The layout in which a buffer is kept whose readers all want the same one: that one. False if they do not,
+    or if there are none."""
+    node = number(tables.keys, HELD, buffer, ZERO)
+    layout = MISSING
+    for k in range(np.uint64(wiring.buffer_first[buffer]), np.uint64(wiring.buffer_last[buffer])):
+        need = need_of(wiring, tables.pools, state, np.uint64(wiring.buffer_slot[k]))
+        if layout != MISSING and need != layout:
+            return False
+        layout = need
+        node = number(tables.keys, STEP, node, need)
+    if layout == MISSING:
+        return False
+    put(tables.keys, LAYOUT, node, ZERO, layout)
+    return True

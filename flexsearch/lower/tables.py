@@ -1,0 +1,133 @@
+"""All that compiled code needs to make templates: the pools they go to, the keys they are found by, and what they are
+made of (layouts, splits, the planner's desk)."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from flexsearch.compiled import I64, U8, U32, U64
+from flexsearch.cost.communication import Rates
+from flexsearch.lower.arrays import Pools
+from flexsearch.lower.desk import Desk
+from flexsearch.lower.footprints import Landings, Sums
+from flexsearch.lower.interned import Interned, Side
+from flexsearch.lower.keys import Table
+from flexsearch.packed import packed
+from flexsearch.topology.routes import RouteTable
+
+
+@packed
+class Used(NamedTuple):
+    """Rows of the pools so far, (1,) each. ``exchanges``: (5,) of sends, receives, links, drags and exchanges."""
+
+    configs: U64
+    entries: U64
+    layouts: U64
+    reshards: U64
+    landings: U64
+    exchanges: U64
+    buckets: U64
+    plans: U64
+    gathers: U64
+    stores: U64
+
+
+@packed
+class Splits(NamedTuple):
+    """Operators cut into pieces, without devices; piece k is that at position k of a mesh. Of a split: number of
+    ``pieces``; rows of ``forward`` and ``backward`` (ticks): ``cost + kind * pieces + k`` for kinds of devices; operands ``[reads, writes)`` and
+    ``[writes, last)``. Operand o has the layout ``grid[o]`` on the positions
+    ``position[first[o]:first[o] + held_by[o]]``, or on all if ``first[o]`` is MISSING. ``follow_*``: what follows a
+    split over a link is split ``follow_split`` on ``follow_count`` positions from ``follow_first`` on; all in order if
+    that is MISSING."""
+
+    pieces: U32
+    cost: U32
+    reads: U32
+    writes: U32
+    last: U32
+    operator: U32
+    forward: I64
+    backward: I64
+    grid: U32
+    first: U32
+    held_by: U32
+    position: U32
+    follow_split: U32
+    follow_first: U32
+    follow_count: U32
+
+
+@packed
+class Scratch(NamedTuple):
+    """Work arrays. ``source``, ``destination``: layouts at hand, and ``plain_*`` the same for layouts without
+    dimensions. ``box``, ``plain_box``, ``term``, ``device``, ``first``, ``end``: by entry. ``need``, ``flows``: the
+    layouts that the readers of a weight want, and whether gradients flow back."""
+
+    source: Side
+    destination: Side
+    plain_source: Side
+    plain_destination: Side
+    box: I64
+    plain_box: I64
+    term: U32
+    device: U32
+    first: U32
+    end: U32
+    need: U32
+    flows: U8
+
+
+@packed
+class Requests(NamedTuple):
+    """Reshards to plan: ``kind`` of their keys (0: none), ``source`` and ``destination`` layouts, ``mode`` and
+    ``itemsize`` as of ``planner.plan``, where the ranges of their entries ``begin`` in ``Scratch.first``; and the
+    number of the ``template`` once it is there. ``size``: (2,) requests, and how many of them are planned."""
+
+    kind: U64
+    source: U64
+    destination: U64
+    mode: U64
+    itemsize: I64
+    begin: U64
+    template: U32
+    size: U64
+
+
+@packed
+class WeightAtHand(NamedTuple):
+    """The weight whose plan is being made, (1,) each: ``node`` of its key, number of ``edges``, number of its
+    ``dtype``, layout in which it is ``stored``, whether it is ``trained``, whether its plan is ``known`` already."""
+
+    node: U32
+    edges: U32
+    dtype: U32
+    stored: U32
+    trained: U8
+    known: U8
+
+
+@packed
+class TemplateTables(NamedTuple):
+    """The whole. ``routes``: between all devices. ``decisive``: as ``Topology.decisive``. ``kind``: of each device.
+    ``itemsize``: by dtype of weights. ``ruled``: (1,) whether configs are to be replaced by the nearest that is allowed. ``full``:
+    (1,) set where there was no room: Python makes it."""
+
+    pools: Pools
+    landings: Landings
+    sums: Sums
+    keys: Table
+    layouts: Interned
+    splits: Splits
+    used: Used
+    desk: Desk
+    scratch: Scratch
+    requests: Requests
+    weight: WeightAtHand
+    routes: RouteTable
+    rates: Rates
+    decisive: U8
+    kind: U32
+    itemsize: I64
+    ruled: U8
+    full: U8
