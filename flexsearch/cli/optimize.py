@@ -248,7 +248,7 @@ def _say(
     from flexsearch.cli.details import tell, tell_plan
 
     tell(f"\n{_what_it_is(result, margin)}")
-    tell_plan(answer.lowered, most=10)
+    tell_plan(answer.lowered)
     tell(f"\n{_how_good(result, proof)}")
     basis = "compute times that were measured"
     if setting.costs.profile is None:
