@@ -17,6 +17,7 @@ from typing import Final
 from flexsearch.search.evaluate import Configs, Evaluation
 from flexsearch.search.space import Space, sharded
 from flexsearch.strategy import OperatorConfig
+from flexsearch.strategy.baselines import effective
 from flexsearch.strategy.depth import depths
 
 LOSS: Final = 0.01
@@ -143,12 +144,8 @@ class _Run:
 
 def _without_shards(run: _Run, configs: Configs) -> Iterator[Changes]:
     """Weights whole: where the option can do nothing, then in layers that are alike."""
-    idle = [
-        i for i, config in enumerate(configs)
-        if config.shard_weights and (i not in run.space.weighted or len(config.devices) == 1)
-    ]  # fmt: skip
-    if idle:
-        yield {i: sharded(configs[i], False) for i in idle}
+    plain = {i: effective(run.space.graph, i, config) for i, config in enumerate(configs)}
+    yield {i: config for i, config in plain.items() if config != configs[i]}
     for members in run.sorts:
         if on := [i for i in members if configs[i].shard_weights]:
             yield {i: sharded(configs[i], False) for i in on}

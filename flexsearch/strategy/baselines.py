@@ -73,6 +73,12 @@ def has_weights(graph: OperatorGraph, operator: int) -> bool:
     return any(graph.tensor[name].kind == "parameter" for name in graph.operators[operator].inputs)
 
 
+def effective(graph: OperatorGraph, operator: int, config: OperatorConfig) -> OperatorConfig:
+    """The config without options that do nothing: weights sharded where there are none, or on one device."""
+    idle = config.shard_weights and (len(config.devices) == 1 or not has_weights(graph, operator))
+    return replace(config, shard_weights=False) if idle else config
+
+
 def is_heavy(graph: OperatorGraph, operator: int) -> bool:
     """Whether an operator is worth a config of its own: it has weights that can be split, or contracts activations.
     Others (pointwise, views, pools, norms) follow it."""
