@@ -100,12 +100,12 @@ class Setting:
     def named_row(self, name: str, strategy: Strategy) -> PlanRow:
         """As :meth:`row`. If the strategy splits every operator as a baseline does, the row's note names it, with the
         options that differ from that baseline's."""
-        row, known = self.row(name, strategy), self.name_of(strategy)
-        if not known:
+        row, same = self.row(name, strategy), self.name_of(strategy)
+        if not same:
             return row
-        usual, own = self.baseline(known, strategy.options).options, strategy.options
+        usual, own = self.baseline(same, strategy.options).options, strategy.options
         buckets = f" with gradient buckets of {own.bucket_bytes / 2**20:.3g} MiB" if own != usual else ""
-        return replace(row, note=f"the baseline {known}{buckets}")
+        return replace(row, note=f"the baseline {same}{buckets}")
 
     def yardsticks(self, options: Options | None = None) -> dict[str, float | None]:
         """Iteration times (s) that speed-ups compare with, as arguments of ``report.plan_rows``: those of the baselines
