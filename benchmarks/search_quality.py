@@ -152,7 +152,7 @@ def perform(task: Task) -> tuple[SearchResult, Record]:
     )  # fmt: skip
     known = {name: (o.time_s, o.feasible) for name, o in result.baselines.items()}
     record = Record(
-        result.simulation.makespan_s, result.feasible, result.optimal, result.proposals, result.elapsed_s,
+        result.simulation.makespan_s, result.feasible, result.locally_optimal, result.proposals, result.elapsed_s,
         after[-1][0], result.stopped, result.bound_s, known,
     )  # fmt: skip
     return result, record

@@ -23,7 +23,7 @@ from flexsearch.search.tuning import Tuned, tuned_baseline, tuned_baselines, who
 from flexsearch.simulate import Simulation, over_memory
 from flexsearch.simulate import simulate as simulate_lowered
 from flexsearch.strategy import OperatorConfig, Options, Prediction, Strategy
-from flexsearch.strategy.baselines import baselines
+from flexsearch.strategy.baselines import baselines, effective
 from flexsearch.topology import Topology
 
 if TYPE_CHECKING:
@@ -88,9 +88,24 @@ class Setting:
         return Strategy.make(self.graph, self.topology, named, plan.options)
 
     def name_of(self, strategy: Strategy) -> str:
-        """Name of the baseline that splits every operator as the strategy does; empty if none does."""
+        """Name of the baseline that splits every operator as the strategy does, whatever its options for the whole
+        step; empty if none does."""
         plans = baselines(self.graph, self.topology, strategy.options, whole_seconds(self.graph, self.costs))
-        return next((name for name, plan in plans.items() if plan.configs == strategy.configs), "")
+        own = self._effective(strategy)
+        return next((name for name, plan in plans.items() if self._effective(plan) == own), "")
+
+    def _effective(self, strategy: Strategy) -> list[OperatorConfig]:
+        return [effective(self.graph, i, config) for i, config in enumerate(strategy.in_order(self.graph))]
+
+    def named_row(self, name: str, strategy: Strategy) -> PlanRow:
+        """As :meth:`row`. If the strategy splits every operator as a baseline does, the row's note names it, with the
+        options that differ from that baseline's."""
+        row, same = self.row(name, strategy), self.name_of(strategy)
+        if not same:
+            return row
+        usual, own = self.baseline(same, strategy.options).options, strategy.options
+        buckets = f" with gradient buckets of {own.bucket_bytes / 2**20:.3g} MiB" if own != usual else ""
+        return replace(row, note=f"the baseline {same}{buckets}")
 
     def yardsticks(self, options: Options | None = None) -> dict[str, float | None]:
         """Iteration times (s) that speed-ups compare with, as arguments of ``report.plan_rows``: those of the baselines
@@ -196,7 +211,7 @@ class Setting:
             )
             strategy.search = old.search.model_copy(update={"start": "exhaustive search", "locally_optimal": False})
         return replace(
-            result, strategy=strategy, simulation=simulation, feasible=True, optimal=False, baseline="",
+            result, strategy=strategy, simulation=simulation, feasible=True, locally_optimal=False, baseline="",
             set_aside_s=None,
         )  # fmt: skip
 
@@ -286,11 +301,10 @@ def compare(
 ) -> list[PlanRow]:
     """The given strategies by name, fastest first, then every baseline, likewise; for ``report.plan_table``."""
     setting = Setting.of(graph, topology, profile)
-    given, known = (
-        by_time([setting.row(name, strategy) for name, strategy in plans.items()])
-        for plans in (strategies or {}, setting.baselines())
-    )
-    return given + known
+    own = [setting.named_row(name, strategy) for name, strategy in (strategies or {}).items()]
+    options = next((strategy.options for strategy in (strategies or {}).values()), None)
+    others = [setting.row(name, strategy) for name, strategy in setting.baselines(options).items()]
+    return by_time(own) + by_time(others)
 
 
 def scaling(

@@ -5,17 +5,20 @@ from __future__ import annotations
 import io
 import json
 import math
+import re
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 
+import numpy as np
 import pytest
 from matplotlib.figure import Figure
 from rich.console import Console
 
-from flexsearch.graph import Axis, Operator
+from flexsearch.cost import Costs
+from flexsearch.graph import Axis, Operator, OperatorGraph
 from flexsearch.graph.notation import instantiate
-from flexsearch.lower import Lowered, TaskKind
+from flexsearch.lower import Lowered, Lowering, TaskKind
 from flexsearch.report import (
     PlanRow,
     axis_word,
@@ -29,9 +32,12 @@ from flexsearch.report import (
     save_trace,
 )  # fmt: skip
 from flexsearch.report.plots import chains, plan_bars, scaling_curve, timeline
+from flexsearch.report.summary import ranges
 from flexsearch.report.units import nbytes, percent, ratio, seconds
-from flexsearch.report.words import ranges
+from flexsearch.search.space import Space
 from flexsearch.simulate import simulate
+from flexsearch.strategy import Options
+from flexsearch.strategy.baselines import baseline
 from flexsearch.topology import Topology
 from tests.test_simulate import GraphMaker, convnet, mlp, plan, weird_trick
 
@@ -59,7 +65,38 @@ def rows(data_parallel: Lowered, trick: Lowered) -> list[PlanRow]:
     ]
 
 
+def restless(name: str, share: float, seed: int) -> Lowered:
+    """Megatron's plan with a share of the layers, and what follows them, at random."""
+    graph, topology = OperatorGraph.load(name), Topology.load("p100:4")
+    space, rng = Space(graph, topology), np.random.default_rng(seed)
+    configs = list(baseline("megatron", graph, topology).in_order(graph))
+    for leader in space.groups:
+        if rng.random() < share:
+            for i, config in space.follow(leader, space.draw_simple(rng, leader)).items():
+                configs[i] = config
+    return Lowering(graph, topology, Costs(graph, topology)).lower(tuple(configs), Options())
+
+
 # units
+
+
+@pytest.mark.parametrize("name", ["nmt", "bert"])
+@pytest.mark.parametrize("share", [0.0, 0.03, 0.3, 1.0])
+def test_every_plan_is_told_in_ten_lines(name: str, share: float) -> None:
+    lowered = restless(name, share, seed=1)
+    told = groups(lowered)
+    assert 1 <= len(told) <= 10
+    operators = [i for group in told for i in group.operators]
+    assert len(operators) == len(set(operators)), "no operator is in two groups"
+    weighted = {i for i, op in enumerate(lowered.graph.operators) if any(
+        lowered.graph.tensor[n].kind == "parameter" for n in op.inputs
+    )}  # fmt: skip
+    assert weighted <= set(operators), "every operator with weights is in one"
+
+
+def test_exceptions_among_many_steps_are_counted() -> None:
+    told = groups(restless("nmt", 0.03, seed=1))
+    assert any(re.search(r"hidden features over 16 GPUs.*\(\d of 80 otherwise\)", group.treatment) for group in told)
 
 
 def test_figures_have_three_digits_and_a_unit() -> None:

@@ -171,7 +171,7 @@ def test_an_interrupted_search_returns_its_best() -> None:
 def test_the_answer_is_a_local_optimum_and_says_so() -> None:
     graph, topology = cnn(batch=32, hidden=512), ethernet(2)
     result = find(graph, topology, 80_000)
-    assert result.optimal and result.strategy.search is not None and result.strategy.search.locally_optimal
+    assert result.locally_optimal and result.strategy.search is not None and result.strategy.search.locally_optimal
     evaluate = Evaluator(graph, topology, Costs(graph, topology), result.strategy.options)
     space = Space(graph, topology)
     configs = tuple(result.strategy.configs[op.name] for op in graph.operators)
@@ -181,7 +181,7 @@ def test_the_answer_is_a_local_optimum_and_says_so() -> None:
             for new in (space.follow(i, config), {i: config}):
                 other = evaluate(tuple(new.get(k, old) for k, old in enumerate(configs)))
                 assert not better(other, best)
-    assert not find(graph, topology, 130).optimal
+    assert not find(graph, topology, 130).locally_optimal
 
 
 def test_a_resumed_search_goes_on_where_it_ended() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -142,6 +143,33 @@ def test_the_difference_to_a_baseline_with_other_buckets_is_the_buckets(cli: Cli
     data = cli("diff", "mine.json", "one-weird-trick", "--json").json
     assert [one["baseline"] for one in data["plans"]] == ["one-weird-trick"] * 2
     assert not data["differences"] and len(data["options"]) == 1
+
+
+def test_compare_and_diff_give_a_baseline_the_same_time_and_say_that_a_plan_is_one(cli: Cli) -> None:
+    setting = alexnet()
+    options = Options(bucket_bytes=64 * 2**20, optimizer="adam")
+    plan = setting.baseline("one-weird-trick")
+    sharded = {n: replace(c, shard_weights=n.endswith("relu6")) for n, c in plan.configs.items()}  # does nothing there
+    assert sharded != plan.configs
+    Strategy.make(setting.graph, setting.topology, sharded, options).save("mine.json")
+    rows = {row["name"]: row for row in cli("compare", "-s", "mine.json", "--json").json["plans"]}
+    assert rows["mine.json"]["note"] == "the baseline one-weird-trick with gradient buckets of 64 MiB"
+    assert not rows["one-weird-trick"]["note"]
+    for name in ("one-weird-trick", "data-parallel"):
+        _, baseline = cli("diff", "mine.json", name, "--json").json["plans"]
+        assert baseline["iteration_s"] == rows[name]["iteration_s"]
+    (own, _) = cli("diff", "mine.json", "data-parallel", "--json").json["plans"]
+    assert own["iteration_s"] == rows["mine.json"]["iteration_s"] and own["baseline"] == "one-weird-trick"
+
+
+@pytest.mark.parametrize(("proposals", "few"), [(5, True), (3000, False)])
+def test_a_search_that_has_hardly_begun_says_so(cli: Cli, proposals: int, few: bool) -> None:
+    arguments = "optimize", *ARGUMENTS, "--budget", proposals, "-j", 1
+    data = cli(*arguments, "--json").json
+    assert data["few_proposals"] == few
+    out = " ".join(cli(*arguments).out.split())
+    assert ("Only 5 proposals in" in out and "hardly better than the best start" in out) == few
+    assert not (few and "found nothing" in out)
 
 
 # ---- compare --save

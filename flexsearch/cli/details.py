@@ -43,14 +43,10 @@ def tell(text: str, indent: int = 0) -> None:
             stdout.print(part, soft_wrap=True)
 
 
-def tell_plan(lowered: Lowered, most: int | None = None) -> None:
-    """Print a plan in words. ``most``: at most so many lines."""
-    told = groups(lowered)
-    shown = told if most is None or len(told) <= most else told[: most - 1]
-    for group in shown:
+def tell_plan(lowered: Lowered) -> None:
+    """Print a plan in words."""
+    for group in groups(lowered):
         tell(f"  {group.layers}: {group.treatment}", indent=2)
-    if len(shown) < len(told):
-        tell(f"  ... and {len(told) - len(shown)} more lines (flexsearch explain prints all of them)", indent=2)
 
 
 def simulation_data(setting: Setting, row: PlanRow, yardsticks: dict[str, float | None]) -> dict[str, Any]:

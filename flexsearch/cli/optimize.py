@@ -36,6 +36,9 @@ SLACK_S = 60.0
 """A search looks at the clock between two plans, and one plan for thousands of devices takes minutes: it is ended this
 much later than twice its budget (once for the baselines, once for the climbs)."""
 
+HARDLY: float = 1.1
+"""A plan that is not this many times as fast as the best baseline is called hardly better."""
+
 
 def optimize(
     graph: MaybeGraphArgument = None,
@@ -223,7 +226,8 @@ def _answer_data(
         "proposals_per_s": result.proposals / result.elapsed_s if result.elapsed_s else None,
         "stopped": result.stopped,
         "set_aside_s": result.set_aside_s,
-        "locally_optimal": result.optimal,
+        "locally_optimal": result.locally_optimal,
+        "few_proposals": result.few,
         "bound_s": result.bound_s,
         "proof": None
         if proof is None
@@ -248,7 +252,7 @@ def _say(
     from flexsearch.cli.details import tell, tell_plan
 
     tell(f"\n{_what_it_is(result, margin)}")
-    tell_plan(answer.lowered, most=10)
+    tell_plan(answer.lowered)
     tell(f"\n{_how_good(result, proof)}")
     basis = "compute times that were measured"
     if setting.costs.profile is None:
@@ -256,6 +260,8 @@ def _say(
     tell(f"These times are predictions, based on {basis}.")
     rate = result.proposals / result.elapsed_s if result.elapsed_s else 0.0
     tell(f"{result.proposals:,} proposals in {result.elapsed_s:.1f} s ({rate:,.0f}/s). Stopped: {result.stopped}.")
+    if result.few:
+        tell(_few(result))
     stdout.print(f"\nWrote {output}. To train a few steps and measure them:", soft_wrap=True)
     count = len(result.strategy.cluster.devices)
     stdout.print(f"  flexsearch run -n {count} {output} {_model(graph)}", soft_wrap=True)
@@ -286,6 +292,8 @@ def _what_it_is(result: SearchResult, margin: float) -> str:
         return f"Best plan, found by the search; {gain} as fast as the best baseline, {name}:"
     buckets = f" with {_buckets(result)}" if len(result.strategy.cluster.devices) > 1 else ""
     text = f"Best plan: the baseline {result.baseline}{buckets}."
+    if result.few:
+        return text  # nothing was found because hardly anything was tried
     if result.set_aside_s is None:
         return f"{text} The search found nothing faster."
     if margin > 0:
@@ -300,13 +308,25 @@ def _buckets(result: SearchResult) -> str:
     return f"gradient buckets of {size / 2**20:.3g} MiB"
 
 
+def _few(result: SearchResult) -> str:
+    """That the search has hardly begun, in words."""
+    starts = [o.time_s for o in result.baselines.values() if o.feasible]
+    gain = min(starts) / result.simulation.makespan_s if starts and result.simulation.makespan_s else 1.0
+    meaning = "the plan is hardly better than the best start" if gain < HARDLY else "there may well be better plans"
+    return (
+        f"Only {result.proposals:,} proposals in {result.elapsed_s:.3g} s, where one layer of each of {result.sorts:,} "
+        f"sorts has {result.alternatives:,} other configs in all: {meaning}. Give the search more time (--budget), or "
+        "continue it (--resume)."
+    )
+
+
 def _how_good(result: SearchResult, proof: Optimum | None) -> str:
     """The time beside what is known of the optimum."""
     from flexsearch.report.units import seconds
 
     now, least = seconds(result.simulation.makespan_s), seconds(result.bound_s)
     text = f"It takes {now} an iteration; no plan in this space is faster than {least}."
-    if result.optimal:
+    if result.locally_optimal:
         text += " It is locally optimal: no change to a single operator makes it faster."
     if proof is None:
         return text

@@ -74,7 +74,7 @@ def compare(
         known = setting.baselines(options)
         if save is not None and save not in known:
             setting.baseline(save, options)  # says why it does not apply
-        rows = [setting.row(name, s) for name, s in given.items()]
+        rows = [setting.named_row(name, s) for name, s in given.items()]
         others = [setting.row(name, s) for name, s in known.items()]
     if save is not None and path is not None:
         setting.with_prediction(known[save]).save(path)

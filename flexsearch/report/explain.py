@@ -8,9 +8,10 @@ from typing import Any, Final
 
 from flexsearch.report.grid import Column, Grid
 from flexsearch.report.path import by_layer, kinds_in_words, path_data, stretches
+from flexsearch.report.summary import Group
 from flexsearch.report.tables import PlanRow
 from flexsearch.report.units import nbytes, percent, seconds
-from flexsearch.report.words import Group, treatment
+from flexsearch.report.words import treatment
 from flexsearch.simulate import DeviceTime, Step, by_kind, by_resource, device_times
 from flexsearch.simulate.effects import SingleChanges
 from flexsearch.simulate.whatif import WhatIf

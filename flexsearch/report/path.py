@@ -10,8 +10,9 @@ from typing import Any, Final
 
 from flexsearch.graph.ops import kind_of as operator_kind
 from flexsearch.lower import Lowered
+from flexsearch.report.summary import layer_range, ranges
 from flexsearch.report.units import percent, seconds
-from flexsearch.report.words import layer_range, ranges, task_words, tensor_words
+from flexsearch.report.words import task_words, tensor_words
 from flexsearch.simulate import KINDS, Step, by_kind, by_resource
 from flexsearch.simulate.breakdown import Kind, kind_of, split
 

@@ -5,23 +5,19 @@ features.conv1..conv5: batch over 4 hosts; classifier.fc6..fc8: output features 
 
 from __future__ import annotations
 
-import re
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable
 
 from flexsearch.graph import Operator, OperatorGraph
 from flexsearch.graph.ops import kind_of
 from flexsearch.lower import Communication, Lowered, TaskKind
+from flexsearch.report.summary import FEW, Group, layer_of, layer_range, ranges, summarised
 from flexsearch.strategy import OperatorConfig
 from flexsearch.topology import Topology
 
 _IMAGE = {3: ("batch", "channels", "length"), 4: ("batch", "channels", "height", "width"),
           5: ("batch", "channels", "depth", "height", "width")}  # fmt: skip
 _TEXT = {3: ("batch", "sequence", "features"), 4: ("batch", "heads", "sequence", "features")}
-_NUMBER = re.compile(r"(?<![^.])\d+(?![^.])")  # a part of a dotted name that is a number
 _SHARDED = ", weights sharded"
-_MANY = 6
-"""More groups than this are rolled up over the repeated blocks of the model."""
 
 
 def axis_word(op: Operator, axis: str, images: bool = False) -> str:
@@ -67,17 +63,6 @@ def device_set(topology: Topology, devices: Iterable[int]) -> str:
     return f"{len(chosen)} {noun}" + (f" on {len(hosts)} hosts" if len(hosts) > 1 else "")
 
 
-def ranges(numbers: Iterable[int]) -> str:
-    """Whole numbers in short: "0-3,6"."""
-    runs: list[list[int]] = []
-    for n in sorted(numbers):
-        if runs and n == runs[-1][1] + 1:
-            runs[-1][1] = n
-        else:
-            runs.append([n, n])
-    return ",".join(str(a) if a == b else f"{a}-{b}" for a, b in runs)
-
-
 def treatment(graph: OperatorGraph, topology: Topology, op: Operator, config: OperatorConfig) -> str:
     """What a config does with an operator: "batch over 4 hosts", "replicated on 4 hosts", "on host1"."""
     images = any(o.kind.startswith("conv") for o in graph.operators)
@@ -94,18 +79,9 @@ def treatment(graph: OperatorGraph, topology: Topology, op: Operator, config: Op
     return " x ".join(f"{word} ({parts})" for word, parts in splits) + f" over {where}{tail}"
 
 
-@dataclass(frozen=True)
-class Group:
-    """Layers with the same treatment: ``layers`` as a name or range, what is done, and the operators' indices."""
-
-    layers: str
-    treatment: str
-    operators: tuple[int, ...]
-
-
 def groups(lowered: Lowered) -> tuple[Group, ...]:
-    """The plan as groups of consecutive layers. Operators without weights that only follow what feeds them are left
-    out; the blocks of a repeated structure are told together if they are treated alike."""
+    """The plan as groups of consecutive layers, at most ``summary.MOST``. Operators without weights that only follow
+    what feeds them are left out; the blocks of a repeated structure are told together if they are treated alike."""
     graph = lowered.graph
     shown = [i for i in range(len(graph.operators)) if not _follows(lowered, i)] or list(range(len(graph.operators)))
     told: dict[int, str] = {}
@@ -122,11 +98,8 @@ def groups(lowered: Lowered) -> tuple[Group, ...]:
             runs[-1].append(i)
         else:
             runs.append([i])
-    if len(runs) > _MANY:
-        return _rolled_up(graph, shown, told)
-    return tuple(
-        Group(layer_range([_layer(graph.operators[i]) for i in run]), told[run[0]], tuple(run)) for run in runs
-    )
+    groups = tuple(Group(layer_range([layer_of(graph, i) for i in run]), told[run[0]], tuple(run)) for run in runs)
+    return groups if len(groups) <= FEW else summarised(graph, told)
 
 
 def in_words(lowered: Lowered) -> str:
@@ -155,60 +128,6 @@ def _follows(lowered: Lowered, operator: int) -> bool:
 def _nothing_moves(lowered: Lowered, edges: Iterable[int]) -> bool:
     plans = (lowered.edges[e].forward for e in edges)
     return not any(plan is not None and plan.exchanges for plan in plans)
-
-
-def _layer(op: Operator) -> str:
-    return op.module or op.name
-
-
-def layer_range(layers: Sequence[str]) -> str:
-    """Layers that follow each other in a word: "features.conv1..conv5"; a block is left out beside its own parts."""
-    names = list(dict.fromkeys(layers))
-    names = [name for name in names if not any(other.startswith(f"{name}.") for other in names)]
-    first, last = names[0], names[-1]
-    if len(names) == 1:
-        return first
-    a, b = first.split("."), last.split(".")
-    common = 0
-    while common < min(len(a), len(b)) - 1 and a[common] == b[common]:
-        common += 1
-    dots = ".." if len(names) > 2 else ", "
-    return f"{first}{dots}{'.'.join(b[common:])}"
-
-
-def _rolled_up(graph: OperatorGraph, shown: Sequence[int], told: dict[int, str]) -> tuple[Group, ...]:
-    """Groups over repeated blocks: layers whose names differ in one block number only are one layer."""
-    rows: dict[tuple[str, str], list[int]] = {}
-    for i in shown:
-        pattern = _NUMBER.sub("*", _layer(graph.operators[i]), count=1)
-        rows.setdefault((pattern, told[i]), []).append(i)
-    merged: list[tuple[list[str], str, str, list[int]]] = []
-    for (pattern, text), operators in rows.items():
-        found = (_NUMBER.search(_layer(graph.operators[i])) for i in operators)
-        numbers = ranges({int(match[0]) for match in found if match is not None})
-        if merged and merged[-1][1:3] == (text, numbers):
-            merged[-1][0].append(pattern)
-            merged[-1][3].extend(operators)
-        else:
-            merged.append(([pattern], text, numbers, list(operators)))
-    rolled = tuple(
-        Group(layer_range([name.replace("*", numbers, 1) for name in names]), text, tuple(operators))
-        for names, text, numbers, operators in merged
-    )
-    return rolled if len(rolled) <= 2 * _MANY else _by_treatment(rolled)
-
-
-def _by_treatment(rows: Sequence[Group]) -> tuple[Group, ...]:
-    """Each treatment once, with the first few of its layers, where a plan changes all the time."""
-    same: dict[str, list[Group]] = {}
-    for group in rows:
-        same.setdefault(group.treatment, []).append(group)
-    result = []
-    for text, members in same.items():
-        layers = ", ".join(group.layers for group in members[:3])
-        more = f" and {len(members) - 3} more" if len(members) > 3 else ""
-        result.append(Group(layers + more, text, tuple(i for group in members for i in group.operators)))
-    return tuple(result)
 
 
 def tensor_words(lowered: Lowered, communication: Communication) -> str:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from math import inf
@@ -17,6 +17,8 @@ from typing import Final
 from flexsearch.search.evaluate import Configs, Evaluation
 from flexsearch.search.space import Space, sharded
 from flexsearch.strategy import OperatorConfig
+from flexsearch.strategy.baselines import effective
+from flexsearch.strategy.depth import depths
 
 LOSS: Final = 0.01
 """Share of the time that a simpler plan may cost. Predictions err by more, and what nobody can read nobody checks."""
@@ -24,6 +26,10 @@ CANDIDATES: Final = 3
 """So many configs, the commonest first, are tried for all layers that are alike."""
 ROUNDS: Final = 4
 """A simpler plan may be simplified further; more rounds than this never brought anything."""
+
+_BLOCK: Final = re.compile(r"(?<![_\d])\d+")
+_STEP: Final = re.compile(r"_\d+$")
+"""Numbers in names of operators: layers.3.norm, decoder.layers.0_17."""
 
 Changes = Mapping[int, OperatorConfig]
 """Configs of some operators, the rest as it is."""
@@ -44,10 +50,10 @@ class Complexity:
         return (self.runs, self.orders, self.shards) < (than.runs, than.orders, than.shards)
 
 
-def complexity(space: Space, configs: Configs) -> Complexity:
-    """How much there is to tell of a plan."""
+def complexity(alike: Sequence[Sequence[int]], configs: Configs) -> Complexity:
+    """How much there is to tell of a plan. ``alike``: the ``sorts`` of its operators."""
     runs = 0
-    for members in sorts(space):
+    for members in alike:
         row = [configs[i] for i in members]
         runs += 1 + sum(a != b for a, b in pairwise(row))
     lists = {config.devices for config in configs}
@@ -57,20 +63,14 @@ def complexity(space: Space, configs: Configs) -> Complexity:
 
 
 def sorts(space: Space) -> tuple[tuple[int, ...], ...]:
-    """Operators that are alike: of the same shape, and with names that differ in numbers only. So the queries of all
-    blocks are one sort, and queries and outputs are two, though they may have the same shape. In graph order."""
+    """Operators that are alike: of the same shape, with names that differ in the number of a block only; in a recurrent
+    network, whose layers lie on devices of their own, in the number of a step only. So the queries of all blocks are
+    one sort, and queries and outputs are two, though they may have the same shape. In graph order."""
+    number = _BLOCK if depths(space.graph) is None else _STEP
     rows: dict[object, list[int]] = {}
     for i, op in enumerate(space.graph.operators):
-        rows.setdefault((re.sub(r"\d+", "*", op.name), *space.shape(i)), []).append(i)
+        rows.setdefault((number.sub("", op.name), *space.shape(i)), []).append(i)
     return tuple(map(tuple, rows.values()))
-
-
-def _classes(space: Space) -> Iterator[tuple[int, ...]]:
-    """Sorts of several operators, and the parts of them that the search changes together: the steps of an unrolled
-    layer."""
-    of = {i: k for k, members in enumerate(sorts(space)) for i in members}
-    yield from (members for members in sorts(space) if len(members) > 1)
-    yield from (members for members in space.classes if len({of[i] for i in members}) == 1)
 
 
 def simplify(
@@ -101,7 +101,7 @@ def simplify(
         for _ in range(ROUNDS):
             before = run.configs
             for propose in (_without_shards, _ascending, _alike, _following, _smoothed):
-                for changes in propose(space, run.configs):
+                for changes in propose(run, run.configs):
                     run.attempt(changes, most)
             if run.configs == before:
                 break
@@ -118,7 +118,14 @@ class _Run:
     ) -> None:  # fmt: skip
         self.space, self.evaluate, self.stop = space, evaluate, stop
         self.configs, self.now = configs, now
-        self.complexity = complexity(space, configs)
+        self.sorts = sorts(space)
+        self.complexity = complexity(self.sorts, configs)
+        of = {i: k for k, members in enumerate(self.sorts) for i in members}
+        self.classes = [
+            *(members for members in self.sorts if len(members) > 1),
+            *(members for members in space.classes if len({of[i] for i in members}) == 1),
+        ]
+        """Operators that are changed together: sorts, and the parts of them that the search changes together."""
         self._tried: set[tuple[Configs, float]] = set()
 
     def attempt(self, changes: Changes, most: float) -> None:
@@ -126,7 +133,7 @@ class _Run:
         tried = self.space.fixed(changes.get(i, config) for i, config in enumerate(self.configs))
         if tried == self.configs or (tried, most) in self._tried:
             return
-        simpler = complexity(self.space, tried)
+        simpler = complexity(self.sorts, tried)
         if not simpler.simpler(self.complexity) or self.stop():
             return
         self._tried.add((tried, most))
@@ -135,20 +142,16 @@ class _Run:
             self.configs, self.now, self.complexity = tried, cost, simpler
 
 
-def _without_shards(space: Space, configs: Configs) -> Iterator[Changes]:
+def _without_shards(run: _Run, configs: Configs) -> Iterator[Changes]:
     """Weights whole: where the option can do nothing, then in layers that are alike."""
-    idle = [
-        i for i, config in enumerate(configs)
-        if config.shard_weights and (i not in space.weighted or len(config.devices) == 1)
-    ]  # fmt: skip
-    if idle:
-        yield {i: sharded(configs[i], False) for i in idle}
-    for members in sorts(space):
+    plain = {i: effective(run.space.graph, i, config) for i, config in enumerate(configs)}
+    yield {i: config for i, config in plain.items() if config != configs[i]}
+    for members in run.sorts:
         if on := [i for i in members if configs[i].shard_weights]:
             yield {i: sharded(configs[i], False) for i in on}
 
 
-def _ascending(space: Space, configs: Configs) -> Iterator[Changes]:
+def _ascending(run: _Run, configs: Configs) -> Iterator[Changes]:
     """Devices in ascending order: everywhere, then list by list, then only among replicas of a piece."""
     stray = [i for i, config in enumerate(configs) if list(config.devices) != sorted(config.devices)]
     if not stray:
@@ -164,29 +167,29 @@ def _ordered_replicas(config: OperatorConfig) -> OperatorConfig:
     return config.on(d for k in range(0, len(devices), width) for d in sorted(devices[k : k + width]))
 
 
-def _alike(space: Space, configs: Configs) -> Iterator[Changes]:
+def _alike(run: _Run, configs: Configs) -> Iterator[Changes]:
     """One of the commonest configs for all layers that are alike, with what follows them and alone."""
-    for members in _classes(space):
+    for members in run.classes:
         count = Counter(configs[i] for i in members)
         if len(count) < 2:
             continue
         for config, _ in count.most_common(CANDIDATES):
             others = [i for i in members if configs[i] != config]
-            yield _with_followers(space, dict.fromkeys(others, config))
+            yield _with_followers(run.space, dict.fromkeys(others, config))
             yield dict.fromkeys(others, config)
 
 
-def _following(space: Space, configs: Configs) -> Iterator[Changes]:
+def _following(run: _Run, configs: Configs) -> Iterator[Changes]:
     """Light operators as they follow from the leaders: all, then those of each sort of layer."""
-    leaders = {i: configs[i] for i in space.groups}
-    yield _with_followers(space, leaders)
-    for members in space.parts:
-        yield _with_followers(space, {i: leaders[i] for i in members})
+    leaders = {i: configs[i] for i in run.space.groups}
+    yield _with_followers(run.space, leaders)
+    for members in run.space.parts:
+        yield _with_followers(run.space, {i: leaders[i] for i in members})
 
 
-def _smoothed(space: Space, configs: Configs) -> Iterator[Changes]:
+def _smoothed(run: _Run, configs: Configs) -> Iterator[Changes]:
     """Runs of layers that are alike, the shortest first, as the run before or after them."""
-    for members in _classes(space):
+    for members in run.classes:
         runs: list[list[int]] = []
         for i in members:
             if runs and configs[runs[-1][-1]] == configs[i]:
@@ -198,7 +201,7 @@ def _smoothed(space: Space, configs: Configs) -> Iterator[Changes]:
             for near in (k - 1, k + 1):
                 if 0 <= near < len(runs):
                     changes = dict.fromkeys(runs[k], configs[runs[near][0]])
-                    yield _with_followers(space, changes)
+                    yield _with_followers(run.space, changes)
                     yield changes
 
 

@@ -389,8 +389,13 @@ class _Run:
         return SearchResult(
             strategy, simulation, self.best.evaluation.feasible, self.best.optimal, bound_s, self.outcomes,
             tuple(self.history), tuple(self.trails), self.proposals, self.accepted, time.monotonic() - self.began,
-            reason, name, aside, self.climber.space.alternatives_on_blocks,
+            reason, name, aside, len(self.climber.space.parts), self._alternatives(),
         )  # fmt: skip
+
+    def _alternatives(self) -> int:
+        """Other configs of one layer of each sort, together."""
+        space, configs = self.climber.space, self.best.configs
+        return sum(1 for members in space.parts for _ in space.alternatives(members[0], configs))
 
 
 def _simulated(lowering: Lowering, configs: Configs, options: Options) -> Simulation:

@@ -61,18 +61,18 @@ class Outcome:
 @dataclass(frozen=True)
 class SearchResult:
     """``strategy``: the best plan, with its Prediction and Search records. ``simulation``: of that plan. ``feasible``:
-    whether it fits into memory (if not, no known plan does). ``optimal``: whether no change of a single operator's
-    config (alone, or with the operators that follow it) makes it faster: all were tried. ``bound_s``: no legal plan is
-    faster. ``baselines``: every baseline by name, with the bucket size that suits it best. ``stopped``: why the search
-    ended, in words. ``trails``: of the climbs. ``baseline``: name of the baseline that the best plan is, empty if it is
-    none. ``set_aside_s``: iteration time (s) of a faster plan that did not beat that baseline by the margin, if any.
-    ``alternatives``: how many proposals it takes to look once at every single change: a search that made fewer has not
-    seen its surroundings."""
+    whether it fits into memory (if not, no known plan does). ``locally_optimal``: whether no change of a single
+    operator's config (alone, or with the operators that follow it) makes it faster: all were tried. ``bound_s``: no
+    legal plan is faster. ``baselines``: every baseline by name, with the bucket size that suits it best. ``stopped``:
+    why the search ended, in words. ``trails``: of the climbs. ``baseline``: name of the baseline that the best plan is,
+    empty if it is none. ``set_aside_s``: iteration time (s) of a faster plan that did not beat that baseline by the
+    margin, if any. ``sorts``: of layers that were to be split; ``alternatives``: other configs of one layer of each
+    sort, together."""
 
     strategy: Strategy
     simulation: Simulation
     feasible: bool
-    optimal: bool
+    locally_optimal: bool
     bound_s: float
     baselines: dict[str, Outcome]
     history: tuple[Improvement, ...]
@@ -83,7 +83,14 @@ class SearchResult:
     stopped: str
     baseline: str
     set_aside_s: float | None
+    sorts: int
     alternatives: int
+
+    @property
+    def few(self) -> bool:
+        """Whether the search has hardly begun: it made fewer proposals than one look at the other configs of one layer
+        of each sort takes. What it did not find then says little."""
+        return self.proposals < self.alternatives and not self.locally_optimal
 
     @property
     def prediction(self) -> Prediction:

@@ -45,14 +45,14 @@ def baselines(
 ) -> dict[str, Strategy]:
     """Every baseline that makes sense for this graph and topology, by name, checked. ``seconds`` balances the pipeline
     stages; without it FLOPs over the devices' rates do. ``data-parallel`` and ``single`` are always there."""
-    found = {}
+    plans = {}
     for name, build in _BUILDERS.items():
         try:
             configs = build(_Setting(graph, topology, seconds))
         except _LeftOut:
             continue
-        found[name] = _strategy(graph, topology, configs, options)
-    return found
+        plans[name] = _strategy(graph, topology, configs, options)
+    return plans
 
 
 def baseline(
@@ -71,6 +71,12 @@ def baseline(
 def has_weights(graph: OperatorGraph, operator: int) -> bool:
     """Whether an operator reads parameters."""
     return any(graph.tensor[name].kind == "parameter" for name in graph.operators[operator].inputs)
+
+
+def effective(graph: OperatorGraph, operator: int, config: OperatorConfig) -> OperatorConfig:
+    """The config without options that do nothing: weights sharded where there are none, or on one device."""
+    idle = config.shard_weights and (len(config.devices) == 1 or not has_weights(graph, operator))
+    return replace(config, shard_weights=False) if idle else config
 
 
 def is_heavy(graph: OperatorGraph, operator: int) -> bool:
@@ -106,10 +112,10 @@ class _Setting:
 
     def walk(self, rule: Callable[[int, OperatorConfig | None], OperatorConfig]) -> Configs:
         """Configs made by ``rule`` from an operator and what it would be if it followed its producers."""
-        known: dict[int, OperatorConfig] = {}
+        configs: dict[int, OperatorConfig] = {}
         for i in range(len(self.operators)):
-            known[i] = rule(i, self.propagation.best(i, known))
-        return [known[i] for i in range(len(self.operators))]
+            configs[i] = rule(i, self.propagation.best(i, configs))
+        return [configs[i] for i in range(len(self.operators))]
 
     def by_host(self) -> list[tuple[int, ...]]:
         """Devices of each host, equally many of each: the fewest that any has."""
@@ -181,8 +187,8 @@ def _tensor_parallel(setting: _Setting, devices: Sequence[int]) -> Configs:
             return followed  # by input features after a split by output features; by heads; channel by channel
         if i in heavy:
             axes = op.axes_of("parameter") if op.kind != "embedding" else _table_axes(graph, i)
-            if (found := _by_axis(op, axes, devices)) is not None:
-                return found
+            if (split := _by_axis(op, axes, devices)) is not None:
+                return split
         if i > heavy[-1]:  # the loss: nothing after it wants the whole
             return _by_sample(op, devices) or make_config(op, {}, devices)
         return make_config(op, {}, devices)
@@ -264,19 +270,21 @@ def _stages(setting: _Setting, devices: Sequence[int]) -> Configs:
 
 def _layer_wise(setting: _Setting) -> Configs:
     setting.several()
-    found = depths(setting.graph)
-    if found is None:
+    depth_of = depths(setting.graph)
+    if depth_of is None:
         raise _LeftOut("it needs recurrent layers that are unrolled: operators that read the same weights in turn")
     hosts = setting.by_host()
     nodes = hosts if len(hosts[0]) > 1 else [setting.devices]
-    width = min(len(nodes[0]), 1 + max(found))
+    width = min(len(nodes[0]), 1 + max(depth_of))
 
     def place(setting: _Setting, row: Sequence[int]) -> Configs:
-        loads = [0.0] * (1 + max(found))
-        for i, depth in enumerate(found):
+        loads = [0.0] * (1 + max(depth_of))
+        for i, depth in enumerate(depth_of):
             loads[depth] += setting.seconds(i, row[0])
         column = balance(loads, len(row))
-        return [make_config(op, {}, (row[column[depth]],)) for op, depth in zip(setting.operators, found, strict=True)]
+        return [
+            make_config(op, {}, (row[column[depth]],)) for op, depth in zip(setting.operators, depth_of, strict=True)
+        ]
 
     rows = [node[k : k + width] for node in nodes for k in range(0, len(node) - width + 1, width)]
     return _grid(setting, rows, place)

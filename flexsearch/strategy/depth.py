@@ -27,22 +27,22 @@ def depths(graph: OperatorGraph) -> tuple[int, ...] | None:
         return None
     states = _state_operands(graph, layer)
     of_layer: dict[int, int] = {}
-    found: list[int] = []
+    depth: list[int] = []
     for i, op in enumerate(graph.operators):
         own = layer.get(i)
         read = [
-            found[graph.producer[name]]
+            depth[graph.producer[name]]
             for position, name in enumerate(op.inputs)
             # A decoder may start from an encoder's last state, which is no input from below.
             if name in graph.producer and (own, position) not in states
         ]
         base = max(read, default=-1)
-        found.append(base if own is None else of_layer.setdefault(own, base + 1))
-    for i in reversed(range(len(found))):
-        if found[i] < 0:
+        depth.append(base if own is None else of_layer.setdefault(own, base + 1))
+    for i in reversed(range(len(depth))):
+        if depth[i] < 0:
             readers = {c for name in graph.operators[i].outputs for c, _ in graph.consumers[name]}
-            found[i] = min((found[c] for c in readers if found[c] >= 0), default=0)
-    return tuple(found)
+            depth[i] = min((depth[c] for c in readers if depth[c] >= 0), default=0)
+    return tuple(depth)
 
 
 def unrolled(graph: OperatorGraph) -> dict[int, int]:

@@ -166,8 +166,8 @@ class Strategy:
 
     def _stage_of(self) -> dict[str, Stage]:
         """Operator -> its stage, in the order of the configs."""
-        found = {name: stage for stage in self.stages for name in stage.operators}
-        return {name: found[name] for name in self.configs}
+        stage_of = {name: stage for stage in self.stages for name in stage.operators}
+        return {name: stage_of[name] for name in self.configs}
 
     def _stage_file(self, stage: Stage) -> StageFile:
         names = list(self.configs)

@@ -37,21 +37,21 @@ class Link:
 
 def carriers(op: Operator, operand: Operand) -> tuple[str | None, ...]:
     """For each dimension of ``operand`` the axis of ``op`` that can split it, or None."""
-    found: list[str | None] = []
+    carrying: list[str | None] = []
     for dimension in operand.dimensions:
         long = [axis for axis in dimension.axes if op.sizes[axis] > 1]
         candidates = long[:1] if dimension.merged else long
-        found.append(next((axis for axis in candidates if axis in op.splittable), None))
-    return tuple(found)
+        carrying.append(next((axis for axis in candidates if axis in op.splittable), None))
+    return tuple(carrying)
 
 
-def picks(producer: Operator, made: Operand, read: Operand) -> tuple[tuple[str, int], ...]:
+def picks(producer: Operator, written_as: Operand, read: Operand) -> tuple[tuple[str, int], ...]:
     """Axes of ``producer`` of which the reader wants a single index, and that index (statistics of the first group)."""
-    found = []
-    for written, dimension in zip(made.dimensions, read.dimensions, strict=True):
+    indices = []
+    for written, dimension in zip(written_as.dimensions, read.dimensions, strict=True):
         if not dimension.axes and written.plain and written.axes[0] in producer.splittable:
-            found.append((written.axes[0], dimension.offset))
-    return tuple(found)
+            indices.append((written.axes[0], dimension.offset))
+    return tuple(indices)
 
 
 def carry(
@@ -91,21 +91,21 @@ class Propagation:
     def links(self) -> tuple[tuple[Link, ...], ...]:
         """For each operator its links to producers and consumers over activations, in graph order."""
         graph = self.graph
-        found: list[dict[tuple[int, tuple[tuple[str, str], ...]], Link]] = [{} for _ in graph.operators]
+        links_of: list[dict[tuple[int, tuple[tuple[str, str], ...]], Link]] = [{} for _ in graph.operators]
         for c, consumer in enumerate(graph.operators):
             for operand, name in zip(consumer.access.inputs, consumer.inputs, strict=True):
                 if (p := graph.producer.get(name)) is None:
                     continue
                 producer = graph.operators[p]
                 output = producer.access.outputs[producer.outputs.index(name)]
-                made, read = carriers(producer, output), carriers(consumer, operand)
+                writes, reads = carriers(producer, output), carriers(consumer, operand)
                 picked = picks(producer, output, operand)
-                pairs = tuple((a, b) for a, b in zip(made, read, strict=True) if a is not None and b is not None)
+                pairs = tuple((a, b) for a, b in zip(writes, reads, strict=True) if a is not None and b is not None)
                 back = tuple((b, a) for a, b in pairs)
                 nbytes = graph.tensor[name].nbytes
-                found[p].setdefault((c, pairs), Link(c, name, pairs, nbytes, True, picked))
-                found[c].setdefault((p, back), Link(p, name, back, nbytes, False, picked))
-        return tuple(tuple(links.values()) for links in found)
+                links_of[p].setdefault((c, pairs), Link(c, name, pairs, nbytes, True, picked))
+                links_of[c].setdefault((p, back), Link(p, name, back, nbytes, False, picked))
+        return tuple(tuple(links.values()) for links in links_of)
 
     def follow(self, source: int, config: OperatorConfig, target: int) -> OperatorConfig:
         """Config of operator ``target`` that follows ``config`` of its producer or consumer ``source``. Where several
@@ -114,7 +114,7 @@ class Propagation:
         if not links:
             a, b = self.graph.operators[source].name, self.graph.operators[target].name
             raise StrategyError(f"operators {a!r} and {b!r} share no activation; only neighbours can follow")
-        return max((self.over(source, config, link) for link in links), key=lambda found: found.parts)
+        return max((self.over(source, config, link) for link in links), key=lambda config_of_link: config_of_link.parts)
 
     def over(self, source: int, config: OperatorConfig, link: Link) -> OperatorConfig:
         """Config of ``link.target`` that follows ``config`` of operator ``source`` over this link."""
@@ -126,15 +126,15 @@ class Propagation:
         """What ``target`` should be to follow its neighbours among ``known``: its producers (``forward``) or its
         consumers. The config with most parts wins, as replicas waste devices; then the largest tensor, then the first.
         None if it has no such neighbour."""
-        found: list[tuple[int, int, OperatorConfig]] = []
+        candidates: list[tuple[int, int, OperatorConfig]] = []
         for link in self.links[target]:
             if link.forward != forward and link.target in known:
                 source, operators = link.target, self.graph.operators
                 back = tuple((a, b) for b, a in link.pairs)
                 picked = () if link.forward else link.picked
                 config = carry(operators[source], known[source], operators[target], back, picked)
-                found.append((config.parts, link.nbytes, config))
-        return max(found, key=lambda entry: entry[:2])[2] if found else None
+                candidates.append((config.parts, link.nbytes, config))
+        return max(candidates, key=lambda entry: entry[:2])[2] if candidates else None
 
 
 def follow(graph: OperatorGraph, source: int, config: OperatorConfig, target: int) -> OperatorConfig:

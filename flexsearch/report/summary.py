@@ -1,0 +1,161 @@
+"""A plan in few lines: layers that are treated alike are told once, however often the model repeats them.
+
+Layers are rolled up over the numbered blocks of the model. If that still takes more than ``MOST`` lines, layers that
+differ from their kind are counted rather than named, then modules are told as a whole, and at last only the groups in
+which most is computed are told one by one.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Final
+
+from flexsearch.graph import OperatorGraph
+from flexsearch.graph.ops import forward_flops
+
+MOST: Final = 10
+"""Lines in which every plan is told."""
+FEW: Final = 6
+"""Up to so many groups are told in the order of the layers."""
+MAINLY: Final = 0.8
+"""A layer's operators (steps, blocks) are told by what so many of them have in common."""
+_NUMBER = re.compile(r"(?<![^.])\d+(?![^.])")  # a part of a dotted name that is a number
+
+
+@dataclass(frozen=True)
+class Group:
+    """Layers with the same treatment: ``layers`` as a name or range, what is done, and the operators' indices."""
+
+    layers: str
+    treatment: str
+    operators: tuple[int, ...]
+
+
+def ranges(numbers: Iterable[int]) -> str:
+    """Whole numbers in short: "0-3,6"."""
+    runs: list[list[int]] = []
+    for n in sorted(numbers):
+        if runs and n == runs[-1][1] + 1:
+            runs[-1][1] = n
+        else:
+            runs.append([n, n])
+    return ",".join(str(a) if a == b else f"{a}-{b}" for a, b in runs)
+
+
+def layer_range(layers: Sequence[str]) -> str:
+    """Layers that follow each other in a word: "features.conv1..conv5"; a block is left out beside its own parts."""
+    names = list(dict.fromkeys(layers))
+    names = [name for name in names if not any(other.startswith(f"{name}.") for other in names)]
+    first, last = names[0], names[-1]
+    if len(names) == 1:
+        return first
+    a, b = first.split("."), last.split(".")
+    common = 0
+    while common < min(len(a), len(b)) - 1 and a[common] == b[common]:
+        common += 1
+    dots = ".." if len(names) > 2 else ", "
+    return f"{first}{dots}{'.'.join(b[common:])}"
+
+
+def layer_of(graph: OperatorGraph, operator: int) -> str:
+    """The layer that an operator belongs to: its module, if it has one."""
+    op = graph.operators[operator]
+    return op.module or op.name
+
+
+@dataclass(frozen=True)
+class _Row:
+    """Operators of a layer with the same treatment. ``pattern``: the layer, its block's number replaced by ``*``."""
+
+    pattern: str
+    treatment: str
+    operators: tuple[int, ...]
+
+
+def summarised(graph: OperatorGraph, told: Mapping[int, str]) -> tuple[Group, ...]:
+    """The operators of ``told`` (with their treatments) as at most ``MOST`` groups; each is in one of them."""
+    sorts: dict[tuple[str, str], list[int]] = {}
+    for i, text in told.items():
+        sorts.setdefault((_NUMBER.sub("*", layer_of(graph, i), count=1), text), []).append(i)
+    rows = [_Row(pattern, text, tuple(operators)) for (pattern, text), operators in sorts.items()]
+    for shorter in (None, _mainly, _whole_modules):
+        rows = rows if shorter is None else shorter(rows)
+        for groups in (joined := _joined(graph, rows), _by_treatment(joined)):
+            if len(groups) <= MOST:
+                return groups
+    return _largest(graph, groups)
+
+
+def _joined(graph: OperatorGraph, rows: Iterable[_Row]) -> tuple[Group, ...]:
+    """Rows that follow each other and are treated alike in the same blocks, as groups."""
+    merged: list[tuple[str, str, list[str], list[int]]] = []
+    for row in rows:
+        matches = (_NUMBER.search(layer_of(graph, i)) for i in row.operators)
+        numbers = ranges({int(match[0]) for match in matches if match is not None})
+        if merged and merged[-1][:2] == (row.treatment, numbers):
+            merged[-1][2].append(row.pattern)
+            merged[-1][3].extend(row.operators)
+        else:
+            merged.append((row.treatment, numbers, [row.pattern], list(row.operators)))
+    return tuple(
+        Group(layer_range([name.replace("*", numbers, 1) for name in names]), text, tuple(sorted(operators)))
+        for text, numbers, names, operators in merged
+    )
+
+
+def _mainly(rows: Sequence[_Row]) -> list[_Row]:
+    """Layers most of whose operators are treated alike are told by that, with the number of the others."""
+    of_layer: dict[str, list[_Row]] = {}
+    for row in rows:
+        of_layer.setdefault(row.pattern, []).append(row)
+    shorter = []
+    for pattern, members in of_layer.items():
+        operators = tuple(sorted(i for row in members for i in row.operators))
+        main = max(members, key=lambda row: len(row.operators))
+        others = len(operators) - len(main.operators)
+        if others and len(main.operators) >= MAINLY * len(operators):
+            text = f"{main.treatment} ({others} of {len(operators)} otherwise)"
+            shorter.append(_Row(pattern, text, operators))
+        else:
+            shorter += members
+    return shorter
+
+
+def _whole_modules(rows: Sequence[_Row]) -> list[_Row]:
+    """Layers of a module that are treated alike, as that module."""
+    merged: dict[tuple[str, str], list[int]] = {}
+    for row in rows:
+        parent = row.pattern.rpartition(".")[0] or row.pattern
+        merged.setdefault((parent, row.treatment), []).extend(row.operators)
+    return [_Row(parent, text, tuple(sorted(operators))) for (parent, text), operators in merged.items()]
+
+
+def _by_treatment(groups: Sequence[Group]) -> tuple[Group, ...]:
+    """Each treatment once, with the first few of its layers."""
+    same: dict[str, list[Group]] = {}
+    for group in groups:
+        same.setdefault(group.treatment, []).append(group)
+    result = []
+    for text, members in same.items():
+        layers = list(dict.fromkeys(group.layers for group in members))
+        more = f" and {len(layers) - 3} more" if len(layers) > 3 else ""
+        operators = tuple(sorted(i for group in members for i in group.operators))
+        result.append(Group(", ".join(layers[:3]) + more, text, operators))
+    return tuple(result)
+
+
+def _largest(graph: OperatorGraph, groups: Sequence[Group]) -> tuple[Group, ...]:
+    """The groups in which most is computed, and the others as one."""
+
+    def flops(group: Group) -> float:
+        operators = (graph.operators[i] for i in group.operators)
+        return float(sum(forward_flops(op, op.sizes) for op in operators))
+
+    largest = sorted(range(len(groups)), key=lambda k: (-flops(groups[k]), k))[: MOST - 1]
+    rest = [group for k, group in enumerate(groups) if k not in largest]
+    operators = tuple(sorted(i for group in rest for i in group.operators))
+    share = sum(map(flops, rest)) / (sum(map(flops, groups)) or 1.0)
+    text = f"{len(rest)} other treatments (together {100 * share:.2g} % of the computing)"
+    return (*(groups[k] for k in sorted(largest)), Group("other layers", text, operators))
