@@ -75,6 +75,8 @@ class Engine:
                 spans.append((instruction, began, time.perf_counter()))
             for key in self.program.last_use.get(position, ()):
                 self._values.pop(key, None)
+            for key in self.program.last_gradient_use.get(position, ()):
+                self._gradients.pop(key, None)
         loss = self._result(self.lowered.loss_edge)
         for buffer, edge in self.lowered.update_edges.items():
             if buffer in self.fixed:
@@ -185,7 +187,8 @@ class Engine:
             self._gradients.pop(Key("edge", key), None)
         else:
             self._values[Key("edge", key)] = result
-            self._results[transport] = result
+            if not self.lowered.edges[key].readers:  # the loss, a buffer's new value: kept to the end of the step
+                self._results[transport] = result
         for phase in range(len(plan.phases)):
             self._phases.pop((transport, phase), None)
 

@@ -113,6 +113,40 @@ class Program:
             result.setdefault(position, []).append(key)
         return result
 
+    @cached_property
+    def last_gradient_use(self) -> dict[int, list[Key]]:
+        """Position of an instruction -> gradients of edges that no later instruction reads."""
+        last: dict[Key, int] = {}
+        for position, instruction in enumerate(self.instructions):
+            for key in self._reads_gradients(instruction):
+                last[key] = position
+        result: dict[int, list[Key]] = {}
+        for key, position in last.items():
+            result.setdefault(position, []).append(key)
+        return result
+
+    def _reads_gradients(self, instruction: Instruction) -> Iterator[Key]:
+        if isinstance(instruction, Finish):
+            yield from self._gradients_of(instruction.transport, True)
+        elif isinstance(instruction, Start):
+            what = self.lowered.tasks.communication[instruction.task]
+            assert what is not None
+            for member in what.members:
+                yield from self._gradients_of(Transport(what.purpose, member.key), member.phase > 0)
+
+    def _gradients_of(self, transport: Transport, only_local: bool) -> Iterator[Key]:
+        """Gradients that a transport takes on this device; what it completes later (``only_local``) needs them only
+        where a part stays here."""
+        if transport.purpose not in ("backward", "synchronise"):
+            return
+        phase = reshard_of(self.lowered, transport).phases[0]
+        if only_local and all(phase.source[move.source].device != self.device for move in phase.local):
+            return
+        if transport.purpose == "backward":
+            yield Key("edge", transport.key)
+        else:
+            yield from (Key("edge", edge) for edge in self.lowered.weights[transport.key].edges)
+
     def _reads(self, instruction: Instruction) -> Iterator[Key]:
         if isinstance(instruction, Forward):
             yield from (leaf.value for leaf in self.segments[instruction.segment].leaves)
