@@ -199,11 +199,14 @@ class Engine:
         step = reshard_of(self.lowered, transport).phases[phase]
         parts: dict[int, list[tuple[int, Move, Tensor]]] = {}
         results: dict[int, Tensor] = {}
+        views: set[int] = set()  # parts of gradients that would keep the whole of them until the update
         for move in step.local:
             entry = step.source[move.source]
             if entry.device == self.rank and step.destination[move.destination].device == self.rank:
                 piece = cut(self._source(transport, phase, move.source), entry.box, move.box)
                 parts.setdefault(move.destination, []).append((entry.term, move, piece))
+                if transport.purpose == "synchronise" and move.box != entry.box:
+                    views.add(move.destination)
         for x, exchange in enumerate(step.exchanges):
             if self.rank not in exchange.receivers:
                 continue
@@ -219,6 +222,8 @@ class Engine:
         for k, entry in enumerate(step.destination):
             if entry.device == self.rank and k not in results:
                 results[k] = self._join(entry.box, parts.get(k, []), self._dtype(transport))
+                if k in views and len(parts[k]) == 1:
+                    results[k] = results[k].clone()
         self._phases[transport, phase] = results
         return results
 

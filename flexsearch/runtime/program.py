@@ -105,7 +105,9 @@ class Program:
         for position, instruction in enumerate(self.instructions):
             for key in self._reads(instruction):
                 last[key] = position
-        kept = {self.lowered.graph.loss, *self.lowered.graph.buffer_updates.values()}
+        finished = {i.transport for i in self.instructions if isinstance(i, Finish)}
+        results = (self.lowered.loss_edge, *self.lowered.update_edges.values())
+        kept = {self.lowered.edges[e].tensor for e in results if Transport("forward", e) not in finished}
         result: dict[int, list[Key]] = {}
         for key, position in last.items():
             if key.name in kept:
