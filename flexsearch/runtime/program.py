@@ -151,7 +151,9 @@ class Program:
 
     def _reads(self, instruction: Instruction) -> Iterator[Key]:
         if isinstance(instruction, Forward):
-            yield from (leaf.value for leaf in self.segments[instruction.segment].leaves)
+            segment = self.segments[instruction.segment]
+            yield from (leaf.value for leaf in segment.leaves)
+            yield from (Key("home", name) for _, name in segment.exports)  # some are only there for their gradients
         elif isinstance(instruction, Finish) and instruction.transport.purpose == "forward":
             yield Key("home", self.lowered.edges[instruction.transport.key].tensor)
         elif isinstance(instruction, Start):
