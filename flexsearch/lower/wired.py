@@ -27,7 +27,7 @@ class Wired:
 
     def __init__(self, lowering: Lowering, configs: Sequence[OperatorConfig], options: Options) -> None:
         graph, topology = lowering.graph, lowering.topology
-        self.templates = Templates(lowering)
+        self.templates = Templates(lowering, share=False)
         self.program = make_program(graph, topology, lowering, lowering.costs, options)
         self.wiring = make_wiring(graph, topology, lowering, self.program)
         self.state, nothing = (empty_state(topology, self.program, self.wiring) for _ in range(2))
