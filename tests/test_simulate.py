@@ -39,6 +39,9 @@ class FixedCosts:
     def update(self, nbytes: int, tensors: int, device: int, optimizer: str) -> float:
         return 1e-10 * nbytes
 
+    def update_rates(self, device: int, optimizer: str) -> tuple[float, float]:
+        return 1e-10, 0.0
+
 
 class GraphMaker:
     """Builds operator graphs by hand from the importer's patterns."""

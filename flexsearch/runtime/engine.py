@@ -75,6 +75,8 @@ class Engine:
                 spans.append((instruction, began, time.perf_counter()))
             for key in self.program.last_use.get(position, ()):
                 self._values.pop(key, None)
+            for key in self.program.last_gradient_use.get(position, ()):
+                self._gradients.pop(key, None)
         loss = self._result(self.lowered.loss_edge)
         for buffer, edge in self.lowered.update_edges.items():
             if buffer in self.fixed:
@@ -185,7 +187,8 @@ class Engine:
             self._gradients.pop(Key("edge", key), None)
         else:
             self._values[Key("edge", key)] = result
-            self._results[transport] = result
+            if not self.lowered.edges[key].readers:  # the loss, a buffer's new value: kept to the end of the step
+                self._results[transport] = result
         for phase in range(len(plan.phases)):
             self._phases.pop((transport, phase), None)
 
@@ -196,11 +199,14 @@ class Engine:
         step = reshard_of(self.lowered, transport).phases[phase]
         parts: dict[int, list[tuple[int, Move, Tensor]]] = {}
         results: dict[int, Tensor] = {}
+        views: set[int] = set()  # parts of gradients that would keep the whole of them until the update
         for move in step.local:
             entry = step.source[move.source]
             if entry.device == self.rank and step.destination[move.destination].device == self.rank:
                 piece = cut(self._source(transport, phase, move.source), entry.box, move.box)
                 parts.setdefault(move.destination, []).append((entry.term, move, piece))
+                if transport.purpose == "synchronise" and move.box != entry.box:
+                    views.add(move.destination)
         for x, exchange in enumerate(step.exchanges):
             if self.rank not in exchange.receivers:
                 continue
@@ -216,6 +222,8 @@ class Engine:
         for k, entry in enumerate(step.destination):
             if entry.device == self.rank and k not in results:
                 results[k] = self._join(entry.box, parts.get(k, []), self._dtype(transport))
+                if k in views and len(parts[k]) == 1:
+                    results[k] = results[k].clone()
         self._phases[transport, phase] = results
         return results
 

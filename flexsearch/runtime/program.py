@@ -105,7 +105,9 @@ class Program:
         for position, instruction in enumerate(self.instructions):
             for key in self._reads(instruction):
                 last[key] = position
-        kept = {self.lowered.graph.loss, *self.lowered.graph.buffer_updates.values()}
+        finished = {i.transport for i in self.instructions if isinstance(i, Finish)}
+        results = (self.lowered.loss_edge, *self.lowered.update_edges.values())
+        kept = {self.lowered.edges[e].tensor for e in results if Transport("forward", e) not in finished}
         result: dict[int, list[Key]] = {}
         for key, position in last.items():
             if key.name in kept:
@@ -113,9 +115,45 @@ class Program:
             result.setdefault(position, []).append(key)
         return result
 
+    @cached_property
+    def last_gradient_use(self) -> dict[int, list[Key]]:
+        """Position of an instruction -> gradients of edges that no later instruction reads."""
+        last: dict[Key, int] = {}
+        for position, instruction in enumerate(self.instructions):
+            for key in self._reads_gradients(instruction):
+                last[key] = position
+        result: dict[int, list[Key]] = {}
+        for key, position in last.items():
+            result.setdefault(position, []).append(key)
+        return result
+
+    def _reads_gradients(self, instruction: Instruction) -> Iterator[Key]:
+        if isinstance(instruction, Finish):
+            yield from self._gradients_of(instruction.transport, True)
+        elif isinstance(instruction, Start):
+            what = self.lowered.tasks.communication[instruction.task]
+            assert what is not None
+            for member in what.members:
+                yield from self._gradients_of(Transport(what.purpose, member.key), member.phase > 0)
+
+    def _gradients_of(self, transport: Transport, only_local: bool) -> Iterator[Key]:
+        """Gradients that a transport takes on this device; what it completes later (``only_local``) needs them only
+        where a part stays here."""
+        if transport.purpose not in ("backward", "synchronise"):
+            return
+        phase = reshard_of(self.lowered, transport).phases[0]
+        if only_local and all(phase.source[move.source].device != self.device for move in phase.local):
+            return
+        if transport.purpose == "backward":
+            yield Key("edge", transport.key)
+        else:
+            yield from (Key("edge", edge) for edge in self.lowered.weights[transport.key].edges)
+
     def _reads(self, instruction: Instruction) -> Iterator[Key]:
         if isinstance(instruction, Forward):
-            yield from (leaf.value for leaf in self.segments[instruction.segment].leaves)
+            segment = self.segments[instruction.segment]
+            yield from (leaf.value for leaf in segment.leaves)
+            yield from (Key("home", name) for _, name in segment.exports)  # some are only there for their gradients
         elif isinstance(instruction, Finish) and instruction.transport.purpose == "forward":
             yield Key("home", self.lowered.edges[instruction.transport.key].tensor)
         elif isinstance(instruction, Start):

@@ -80,7 +80,10 @@ class Wire:
         self._works: dict[int, list[dist.Work]] = {}
         self._received: dict[int, dict[int, Tensor]] = {}
         self._reduced: dict[int, Tensor] = {}
-        self._kept: list[Tensor] = []
+        self._unread: dict[int, int] = {}
+        """Members of a communication whose data nobody has taken yet."""
+        self._kept: dict[int, list[Tensor]] = {}
+        """What a communication sends, until it has left."""
 
     def _plan(self, what: Communication) -> Plan:
         lowered = self.lowered
@@ -156,7 +159,7 @@ class Wire:
                 work = dist.isend(flat.view(torch.uint8), peer, tag=task)
                 assert work is not None
                 works.append(work)
-                self._kept.append(flat)
+                self._kept.setdefault(task, []).append(flat)
             return
         received = self._received.setdefault(task, {})
         for peer in plan.receives:
@@ -164,7 +167,7 @@ class Wire:
         operations = [dist.P2POp(dist.irecv, buffer.view(torch.uint8), peer) for peer, buffer in received.items()]
         operations += [dist.P2POp(dist.isend, flat.view(torch.uint8), peer) for peer, flat in packed.items()]
         self._works[task] = dist.batch_isend_irecv(operations)
-        self._kept.extend(packed.values())
+        self._kept[task] = list(packed.values())
 
     def _pack(self, plan: Plan, parts: Sequence[Part], sources: Sequence[dict[int, Tensor]]) -> Tensor:
         pieces = []
@@ -186,29 +189,44 @@ class Wire:
                     work.wait()
             except RuntimeError as error:
                 raise self._failure(task, error) from error
+            self._kept.pop(task, None)
 
     def reduced(self, task: int, member: int) -> Tensor:
-        """The total that all-reduce ``task`` made of its member's region."""
+        """The total that all-reduce ``task`` made of its member's region. It is handed out once."""
         plan = self.plans[task]
         box = plan.what.members[member].what.box
         assert box is not None
-        return self._reduced[task][plan.offsets[member] : plan.offsets[member] + volume(box)].view(extent(box))
+        flat = self._reduced[task]
+        self._took(task, len(plan.offsets))
+        return flat[plan.offsets[member] : plan.offsets[member] + volume(box)].view(extent(box))
 
     def arrived(self, task: int, member: int) -> list[tuple[Move, Tensor]]:
-        """Moves of a member that ended here, with their data."""
+        """Moves of a member that ended here, with their data. They are handed out once."""
         plan = self.plans[task]
+        received = self._received[task]
+        self._took(task, len({part.member for parts in plan.receives.values() for part in parts}))
         return [
-            (part.move, self._received[task][peer][part.offset : part.offset + volume(part.move.box)].view(
-                extent(part.move.box)))
+            (part.move, received[peer][part.offset : part.offset + volume(part.move.box)].view(extent(part.move.box)))
             for peer, parts in plan.receives.items()
             for part in parts
             if part.member == member
-        ]  # fmt: skip
+        ]
+
+    def _took(self, task: int, members: int) -> None:
+        """Somebody takes what arrived for one of so many members; after the last, only they hold it."""
+        left = self._unread.get(task, members) - 1
+        if left:
+            self._unread[task] = left
+            return
+        self._unread.pop(task, None)
+        self._received.pop(task, None)
+        self._reduced.pop(task, None)
 
     def end(self) -> None:
         """Finish a step: wait for the sends that nothing waited for, and let go of all buffers."""
         for task in list(self._works):
             self.wait(task)
+        self._unread.clear()
         self._received.clear()
         self._reduced.clear()
         self._kept.clear()

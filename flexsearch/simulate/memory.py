@@ -93,7 +93,7 @@ def memory_of(account: Account, sources: Sources, state: State) -> tuple[Memory,
 
 def _account(lowered: Lowered) -> tuple[Account, Sources, State]:
     """An account of no plan, what it is worked out from, and the plan."""
-    rows = PlanRows(lowered.lowering, Templates(lowered.lowering), lowered.options, lowered.stages)
+    rows = PlanRows(lowered.lowering, Templates(lowered.lowering, share=False), lowered.options, lowered.stages)
     rows.set(dict(enumerate(lowered.configs)))
     return *make_account(rows), rows.state
 
