@@ -7,13 +7,13 @@ from typing import Any
 
 import numpy as np
 import pytest
-from tests.engine_oracle import Simulation
-from tests.random_rows import Block, Case, Communication, make_case, random_change
 
 from flexsearch.errors import FlexsearchError
 from flexsearch.lower.rows import ISSUE, WAIT, Segments
 from flexsearch.simulate.engine import LATE, Engine
 from flexsearch.simulate.engine_state import State
+from tests.engine_oracle import Simulation
+from tests.random_rows import Block, Case, Communication, make_case, random_change
 
 
 def oracle(case: Case, segments: Segments, segment: Any) -> Simulation:

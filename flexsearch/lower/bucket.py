@@ -121,7 +121,7 @@ def follow(pools: Pools, groups: Groups, mark: U64, stamp: U64) -> Any:
 @lean
 def _reached(pools: Pools, x: Any, mark: U64, stamp: Any) -> Any:
     """Whether a device with that stamp is among the senders of an exchange."""
-    for k in range(np.uint64(pools.send_first[x]), np.uint64(pools.send_last[x])):  # noqa: SIM110  generators do not compile
+    for k in range(np.uint64(pools.send_first[x]), np.uint64(pools.send_last[x])):
         if mark[np.uint64(pools.send[k])] == stamp:
             return True
     return False

@@ -283,7 +283,7 @@ def _reshard(
 @lean
 def _sends(pools: Pools, draft: Draft, x: Any, stamp: Any) -> Any:
     """Whether a device with that stamp is among the senders of an exchange."""
-    for k in range(np.uint64(pools.send_first[x]), np.uint64(pools.send_last[x])):  # noqa: SIM110  generators do not compile
+    for k in range(np.uint64(pools.send_first[x]), np.uint64(pools.send_last[x])):
         if draft.mark[np.uint64(pools.send[k])] == stamp:
             return True
     return False

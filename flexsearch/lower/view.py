@@ -7,7 +7,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
-from flexsearch.compiled import U32
+import numpy as np
+import numpy.typing as npt
+
 from flexsearch.cost.communication import Pricing, Transfer
 from flexsearch.cost.ticks import TICK
 from flexsearch.lower.emit import BlockTable
@@ -50,7 +52,7 @@ class Rows:
     machine: Machine
     blocks: BlockTable
     segments: Segments
-    segment: U32
+    segment: npt.NDArray[np.uint32]
     together: tuple[tuple[tuple[Synchronised, ...], ...], ...]
 
 
