@@ -82,7 +82,8 @@ def test_orders_that_do_not_fit_are_refused(order: Any, held: list[list[int]], m
 
 
 @pytest.mark.parametrize(
-    ("first", "devices", "microbatches"), [((1,), ((0,),), 1), ((0, 0), ((0,), (1,)), 1), ((0,), ((),), 1), ((0,), ((0,),), 0)]
+    ("first", "devices", "microbatches"),
+    [((1,), ((0,),), 1), ((0, 0), ((0,), (1,)), 1), ((0,), ((),), 1), ((0,), ((0,),), 0)],
 )
 def test_stages_that_make_no_sense_are_refused(first: Any, devices: Any, microbatches: int) -> None:
     with pytest.raises(FlexsearchError):
@@ -173,7 +174,8 @@ def check_against_definition(simulator: DeltaSimulator) -> None:
 def test_random_stages_and_microbatches_run_as_defined(data: Any, graph: str, name: str) -> None:
     made, topology = GRAPHS[graph](), TOPOLOGIES[name]()
     stages, plan = data.draw(staged(made, len(topology.devices)))
-    options = Options(bucket_bytes=data.draw(st.sampled_from([1, 3000, 25 * 2**20])), prefetch=data.draw(st.integers(0, 2)))
+    bucket, prefetch = data.draw(st.sampled_from([1, 3000, 25 * 2**20])), data.draw(st.integers(0, 2))
+    options = Options(bucket_bytes=bucket, prefetch=prefetch)
     simulator = DeltaSimulator(made, topology, Costs(made, topology), options, plan, stages=stages)
     check_against_definition(simulator)
     tasks = simulator.lowering.lower(plan, options, stages).tasks
@@ -230,7 +232,8 @@ def test_rows_that_differ_are_told_apart() -> None:
     graph, topology = mlp(), Topology.load("p100:1")
     one = [OperatorConfig((), (0,), 1)] * len(graph.operators)
     costs = Costs(graph, topology)
-    simulators = [DeltaSimulator(graph, topology, costs, Options(), plan) for plan in (one, [*one[:-1], OperatorConfig((), (1,), 1)])]
+    other = [*one[:-1], OperatorConfig((), (1,), 1)]
+    simulators = [DeltaSimulator(graph, topology, costs, Options(), plan) for plan in (one, other)]
     assert contents(simulators[0]) != contents(simulators[1])
     simulators[0].rows.plan.segments.step_ticks[np.flatnonzero(simulators[0].rows.plan.segments.step_ticks)[0]] += 1
     with pytest.raises(AssertionError):

@@ -8,7 +8,7 @@ import numpy as np
 import numpy.typing as npt
 
 from flexsearch.lower.bucket import Groups
-from flexsearch.lower.emit import Draft, Filled
+from flexsearch.lower.draft import Draft, Filled
 from flexsearch.lower.rows import Segments
 
 _LISTS: Final[dict[str, tuple[str, ...]]] = {

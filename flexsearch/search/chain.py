@@ -22,12 +22,13 @@ import numpy.typing as npt
 from flexsearch.compiled import F64, I64, ONE, TWO, U8, U32, U64, ZERO, inlined, lean
 from flexsearch.cost.ticks import TICK
 from flexsearch.lower.arrays import State
-from flexsearch.lower.describe import Plan
+from flexsearch.lower.change import Change, miss
+from flexsearch.lower.describe import DONE as DESCRIBED
+from flexsearch.lower.describe import FULL, LACKING, Plan, drop, keep, rewire, write
+from flexsearch.lower.describe import LATE as TOO_MUCH
 from flexsearch.lower.keys import MISSING, Table, find
-from flexsearch.lower.wiring import Change, miss
 from flexsearch.packed import packed
-from flexsearch.simulate.attempt import attempt, give_up, take
-from flexsearch.simulate.engine_delta import LATE
+from flexsearch.simulate.engine_delta import LATE, accept, propose, reject
 from flexsearch.simulate.engine_state import State as Engine
 
 CANDIDATE, OVER, SWAP, STORED, LIKE = 11, 12, 13, 14, 15
@@ -37,9 +38,10 @@ config): the same for another operator of its class. Operators and links stand f
 REDRAW, COPY, GROUP, REPEATED, EXCHANGE, SHARD, SPAN = range(7)
 UNIFORMS = 24
 """Random numbers for a proposal. The last decides on acceptance."""
-DONE, ASK, SPACE, MEMORY = range(4)
-"""Why the chain returned: random numbers or patience are used up; templates or configs are missing; the simulator needs
-more room (``Chain.value``, PROPOSED says for what); memory of the proposal must be worked out."""
+DONE, ASK, ROWS, ENGINE, MEMORY = range(5)
+"""Why the chain returned: random numbers or patience are used up; templates or configs are missing; there is no room
+for the rows of the proposal; the engine has no room for it, or cannot run it (what it returned is in the place of
+PROPOSED); its memory must be worked out."""
 CURRENT, BEST, MARK, KNOWN, REFERENCE, LEADERS, PROPOSED, SHORTFALL = range(8)
 """Places in ``Chain.value`` (s). BEST: of the chain's plans that fit; MARK: BEST when
 it last gained WORTH; KNOWN: of all plans that fit, for the log;
@@ -115,12 +117,22 @@ def advance(moves: Moves, chain: Chain, plan: Plan, engine: Engine) -> Any:
             if not draw(moves, chain, plan.state.config, plan.pools.config_shard, plan.table, plan.change):
                 return ASK
             most = limit(chain) / TICK
-            ticks = attempt(plan, engine, np.int64(most) if most < float(LATE) else np.int64(LATE))
-            chain.value[PROPOSED] = float(ticks) * TICK if ticks != LATE else np.inf
-            chain.value[SHORTFALL] = 0.0
+            ticks, late = np.int64(LATE), np.int64(most) if most < float(LATE) else np.int64(LATE)
+            status = rewire(plan, late)
+            if status == DESCRIBED:
+                status = write(plan)
+            if status == LACKING:
+                return ASK
+            if status == FULL:
+                return ROWS
+            if status != TOO_MUCH:
+                change = plan.change
+                ticks = propose(engine, plan.segments, plan.new_segment, change.block, change.blocks[0], late)
             if ticks < 0:
                 chain.value[PROPOSED] = float(ticks)
-                return ASK if plan.change.lacking[0] > ZERO else SPACE
+                return ENGINE
+            chain.value[PROPOSED] = float(ticks) * TICK if ticks != LATE else np.inf
+            chain.value[SHORTFALL] = 0.0
             chain.counts[STAGE] = TIMED
         if chain.counts[STAGE] == TIMED:
             chain.counts[STAGE] = WEIGHED
@@ -165,11 +177,13 @@ def _decide(chain: Chain, plan: Plan, engine: Engine) -> None:
                 chain.counts[IMPROVED] = at + ONE
     _cool(chain)
     if cost <= most:
-        take(plan, engine)
+        keep(plan)
+        accept(engine)
         chain.value[CURRENT] = cost
         chain.counts[ACCEPTED] += ONE
     else:
-        give_up(plan, engine)
+        drop(plan)
+        reject(engine)
 
 
 @inlined

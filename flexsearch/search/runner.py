@@ -11,6 +11,7 @@ from typing import Final
 import numpy as np
 import numpy.typing as npt
 
+from flexsearch.lower.describe import FULL, LACKING
 from flexsearch.lower.keys import MISSING
 from flexsearch.lower.program import Rows
 from flexsearch.search.chain import (
@@ -21,6 +22,7 @@ from flexsearch.search.chain import (
     CURRENT,
     DONE,
     DRAWN,
+    ENGINE,
     IDLE,
     IMPROVED,
     KNOWN,
@@ -32,7 +34,6 @@ from flexsearch.search.chain import (
     PROPOSED,
     REFERENCE,
     SHORTFALL,
-    SPACE,
     STEPS,
     STORED,
     SWAP,
@@ -42,9 +43,11 @@ from flexsearch.search.chain import (
     advance,
     draw,
 )  # fmt: skip
+from flexsearch.search.chain import (
+    ROWS as NO_ROWS,
+)
 from flexsearch.search.evaluate import PENALTY, Configs, Evaluation, Evaluator
 from flexsearch.search.space import Space, sharded
-from flexsearch.simulate.attempt import NO_TEMPLATES
 from flexsearch.simulate.delta import DeltaSimulator
 from flexsearch.strategy import OperatorConfig
 
@@ -140,8 +143,10 @@ class Runner:
             if why == ASK:
                 self._answer(simulator)
                 look()
-            elif why == SPACE:
-                simulator.help(int(chain.value[PROPOSED]))
+            elif why == NO_ROWS:
+                simulator.go_on(FULL)
+            elif why == ENGINE:
+                simulator.make_room(int(chain.value[PROPOSED]))
             else:
                 assert why == MEMORY
                 plan = self._plan(simulator, simulator.rows.proposed.config)
@@ -189,7 +194,7 @@ class Runner:
         """Add the templates that are missing, or all the configs that the move at hand needs."""
         change, templates = simulator.rows.change, simulator.templates
         if change.missing[0, 0] < CANDIDATE:  # then all are: configs are asked for before templates
-            simulator.help(NO_TEMPLATES)
+            simulator.go_on(LACKING)
             return
         missing = True
         while missing:
