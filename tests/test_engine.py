@@ -7,13 +7,13 @@ from typing import Any
 
 import numpy as np
 import pytest
-from tests.engine_oracle import Simulation
-from tests.random_rows import Block, Case, Communication, make_case, random_change
 
 from flexsearch.errors import FlexsearchError
 from flexsearch.lower.rows import ISSUE, WAIT, Segments
 from flexsearch.simulate.engine import LATE, Engine
 from flexsearch.simulate.engine_state import State
+from tests.engine_oracle import Simulation
+from tests.random_rows import Block, Case, Communication, make_case, random_change
 
 
 def oracle(case: Case, segments: Segments, segment: Any) -> Simulation:
@@ -186,7 +186,7 @@ def spoil_links(state: State) -> None:
 
 
 def spoil_pending(state: State) -> None:
-    state.snapshots.count[:] = 0
+    state.snapshots.total[:] = 0
 
 
 def spoil_ends(state: State) -> None:
@@ -199,7 +199,8 @@ def test_a_snapshot_that_is_wrong_is_noticed(spoil: Callable[[State], None]) -> 
     for seed in range(30):
         case = make_case(1000 + seed, blocks=6)
         walk = Walk(case, Engine(case.schedule, case.machine))
-        walk.engine.keep(case.arena.segments())
+        none, segment = numbers([]), numbers(walk.segment)
+        assert walk.engine.propose(case.arena.segments(), segment, none) == walk.makespan
         spoil(walk.engine.state)
         try:
             ticks, expected, _ = walk.propose(limits=False)

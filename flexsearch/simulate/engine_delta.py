@@ -1,9 +1,9 @@
 """Whole runs and proposals, compiled.
 
 A proposal changes the segments of some blocks. It goes on from the last snapshot of the plan at hand before anything of
-them happens. At later horizons (those of the plan at hand, shifted as the reference device is) the state is compared with
-the snapshot there: if it is the same, all windows up to the next one in which something of a changed block happens go
-as they did. A proposal writes only what is its own; ``accept`` makes that the plan at hand.
+them happens. At later horizons (those of the plan at hand, shifted as the reference device is) the state is compared
+with the snapshot there: if it is the same, all windows up to the next one in which something of a changed block happens
+go as they did. A proposal writes only what is its own; ``accept`` makes that the plan at hand.
 """
 
 from __future__ import annotations
@@ -22,6 +22,9 @@ from flexsearch.simulate.snapshots import copy, forget_pending, is_same, load, s
 LATE: Final = NEVER
 """In the place of a makespan: it is certain that it is above the limit."""
 _WINDOWS: Any = np.uint64(WINDOWS)
+_STALE: Any = np.uint64(128)
+"""After so many accepted proposals, or when the makespan is an eighth longer or shorter, the windows are made anew: by
+then they are of unequal lengths."""
 _NOTHING: Final = -(2**62)
 """Latest end in a window in which nothing ends."""
 
@@ -93,19 +96,22 @@ def simulate(state: State, segments: Segments, segment_of_block: U32, limit: Any
     kept.new_compute[:] = 0
     kept.new_carry[:] = 0
     kept.visit_window[:] = 0
-    kept.changes[0] = ZERO
+    kept.changes[0], kept.valid[0] = ZERO, 0
+    state.reference[0] = ZERO
     for block in range(np.uint64(segment_of_block.shape[0])):
         segment = np.uint64(segment_of_block[block])
         if not _has_room(state, segments, block, segment):
             return -ROOM
         state.segment[block] = kept.segment[block] = segment
         _add_work(state, segments, block, segment, 1)
-    _begin(state)
     chunk = np.int64(1)
     for d in range(np.uint64(kept.new_compute.shape[0])):
         chunk = max(chunk, kept.new_compute[d] // WINDOWS)
+        if kept.new_compute[d] > kept.new_compute[state.reference[0]]:
+            state.reference[0] = d
     copy(kept.total_compute, kept.new_compute)
     copy(kept.total_carry, kept.new_carry)
+    _begin(state)
     result = _run_window(state, segments, NEVER, chunk, limit)
     if result == 0:
         kept.makespan[0] = result = state.latest[0]
@@ -113,8 +119,8 @@ def simulate(state: State, segments: Segments, segment_of_block: U32, limit: Any
 
 
 @lean
-def keep(state: State, segments: Segments) -> Any:
-    """Run the plan that was simulated last once more, and keep its snapshots. Returns as ``simulate``."""
+def _keep(state: State, segments: Segments) -> Any:
+    """Run the plan at hand once more, and keep its snapshots. Returns as ``simulate``."""
     kept = state.kept
     width = (kept.makespan[0] - state.fold.jumped[0]) // WINDOWS + 1
     for k in range(_WINDOWS + ONE):
@@ -128,6 +134,7 @@ def keep(state: State, segments: Segments) -> Any:
     result = _go_through(state, segments, ZERO, (ONE << _WINDOWS) - ONE, True, NEVER)
     if result == kept.makespan[0]:
         accept(state)
+        kept.valid[0], kept.accepted[0], kept.first_makespan[0] = 1, ZERO, result
     return result
 
 
@@ -165,9 +172,7 @@ def _run_window(state: State, segments: Segments, end: Any, chunk: Any, limit: A
 
 
 @lean
-def _go_through(
-    state: State, segments: Segments, first: Any, forbidden: Any, starts: Any, limit: Any
-) -> Any:
+def _go_through(state: State, segments: Segments, first: Any, forbidden: Any, starts: Any, limit: Any) -> Any:
     """Go through the windows from ``first`` on; those that are ``forbidden`` (bits) must be run. ``starts``: the run
     begins here, with nothing kept. Returns the makespan (ticks), LATE, or minus what the trouble is."""
     kept, results = state.kept, state.snapshots
@@ -257,12 +262,16 @@ def _add_done(state: State, k: Any) -> None:
 @lean
 def propose(state: State, segments: Segments, segment_of_block: U32, changed: U32, count: Any, limit: Any) -> Any:
     """Time the plan at hand with other segments for some of the first ``count`` blocks in ``changed``. Returns its
-    makespan (ticks), LATE if that is above ``limit``, or minus what the trouble is. ``accept`` or ``reject`` it; another
-    proposal rejects it, too."""
+    makespan (ticks), LATE if that is above ``limit``, or minus what the trouble is. ``accept`` or ``reject`` it;
+    another proposal rejects it, too."""
     kept = state.kept
     reject(state)
     copy(kept.new_compute, kept.total_compute)
     copy(kept.new_carry, kept.total_carry)
+    if kept.valid[0] == 0:
+        result = _keep(state, segments)
+        if result < 0:
+            return result
     forbidden = ZERO
     for j in range(np.uint64(count)):
         block = np.uint64(changed[j])
@@ -340,8 +349,8 @@ def accept(state: State) -> None:
     for k in range(_WINDOWS):
         if (kept.taken[0] >> k) & ONE == ZERO:
             kept.work[k] ^= np.uint8(1)
-            for j in range(kept.log_first[k], kept.log_last[k]):
-                kept.window[np.uint64(kept.log[j])] = k + ONE
+            for at in range(kept.log_first[k], kept.log_last[k]):
+                kept.window[np.uint64(kept.log[at])] = k + ONE
         if kept.new_snapshot[k]:
             kept.snapshot[k] ^= np.uint8(1)
     copy(kept.horizon, kept.new_horizon)
@@ -352,3 +361,6 @@ def accept(state: State) -> None:
     copy(kept.total_compute, kept.new_compute)
     copy(kept.total_carry, kept.new_carry)
     kept.makespan[0] = kept.new_makespan[0]
+    kept.accepted[0] += ONE
+    if kept.accepted[0] > _STALE or abs(kept.makespan[0] - kept.first_makespan[0]) > kept.first_makespan[0] >> 3:
+        kept.valid[0] = 0
