@@ -119,8 +119,8 @@ def simulate(state: State, segments: Segments, segment_of_block: U32, limit: Any
 
 
 @lean
-def _keep(state: State, segments: Segments) -> Any:
-    """Run the plan at hand once more, and keep its snapshots. Returns as ``simulate``."""
+def _begin_again(state: State) -> None:
+    """Begin the plan at hand once more, to keep its snapshots."""
     kept = state.kept
     width = (kept.makespan[0] - state.fold.jumped[0]) // WINDOWS + 1
     for k in range(_WINDOWS + ONE):
@@ -131,11 +131,7 @@ def _keep(state: State, segments: Segments) -> Any:
     kept.touched[:] = 0
     kept.new_snapshot[:] = 0
     _begin(state)
-    result = _go_through(state, segments, ZERO, (ONE << _WINDOWS) - ONE, True, NEVER)
-    if result == kept.makespan[0]:
-        accept(state)
-        kept.valid[0], kept.accepted[0], kept.first_makespan[0] = 1, ZERO, result
-    return result
+    kept.first_makespan[0] = kept.makespan[0]
 
 
 @lean
@@ -192,26 +188,31 @@ def _go_through(state: State, segments: Segments, first: Any, forbidden: Any, st
                 continue
             save(state, ONE - np.uint64(kept.snapshot[k]), k)
             kept.new_snapshot[k] = 1
-        result = _run_and_note(state, segments, k, limit)
+        _note_begin(state, k)
+        end = kept.horizon[k + ONE] if k + ONE < _WINDOWS else np.int64(NEVER)
+        result = _run_window(state, segments, end, kept.chunk[0], limit)
         if result != 0:
             return result
+        _note_end(state, k)
         is_kept = False
         k += ONE
     return kept.new_makespan[0] if kept.new_makespan[0] <= limit else np.int64(LATE)
 
 
 @lean
-def _run_and_note(state: State, segments: Segments, k: Any, limit: Any) -> Any:
-    """Run window ``k`` and note what was done in it. Returns as ``_run_window``."""
+def _note_begin(state: State, k: Any) -> None:
+    """Note what was done before window ``k``."""
     kept, results, v = state.kept, state.snapshots, ONE - np.uint64(state.kept.work[k])
     copy(results.computed[v, k], state.computed)
     copy(results.carried[v, k], state.carried)
     state.latest[0] = 0
     kept.log_first[k] = state.logged[0]
-    end = kept.horizon[k + ONE] if k + ONE < _WINDOWS else np.int64(NEVER)
-    result = _run_window(state, segments, end, kept.chunk[0], limit)
-    if result != 0:
-        return result
+
+
+@lean
+def _note_end(state: State, k: Any) -> None:
+    """Note what was done in window ``k``."""
+    kept, results, v = state.kept, state.snapshots, ONE - np.uint64(state.kept.work[k])
     kept.log_last[k] = state.logged[0]
     for d in range(np.uint64(state.computed.shape[0])):
         results.computed[v, k, d] = state.computed[d] - results.computed[v, k, d]
@@ -221,7 +222,6 @@ def _run_and_note(state: State, segments: Segments, k: Any, limit: Any) -> Any:
     if state.latest[0] > 0:
         results.latest[v, k] = state.latest[0] - kept.new_horizon[k]
         kept.new_makespan[0] = max(kept.new_makespan[0], state.latest[0])
-    return result
 
 
 @lean
@@ -268,33 +268,47 @@ def propose(state: State, segments: Segments, segment_of_block: U32, changed: U3
     reject(state)
     copy(kept.new_compute, kept.total_compute)
     copy(kept.new_carry, kept.total_carry)
-    if kept.valid[0] == 0:
-        result = _keep(state, segments)
-        if result < 0:
+    while True:  # at most twice: there may be no snapshots yet
+        starts, first, forbidden, most = kept.valid[0] == 0, ZERO, (ONE << _WINDOWS) - ONE, np.int64(NEVER)
+        if starts:
+            _begin_again(state)
+        else:
+            forbidden, most = _change(state, segments, segment_of_block, changed, np.uint64(count)), np.int64(limit)
+            if state.trouble[0] > 0:
+                return -np.int64(state.trouble[0])
+            while first < _WINDOWS and (forbidden >> first) & ONE == ZERO:
+                first += ONE
+            _go_back(state, first)
+            if first < _WINDOWS and most < LATE and is_late(state, most):
+                return np.int64(LATE)
+        result = _go_through(state, segments, first, forbidden, starts, most)
+        if not starts or result < 0:
             return result
+        accept(state)
+        kept.valid[0], kept.accepted[0] = 1, ZERO
+
+
+@lean
+def _change(state: State, segments: Segments, segment_of_block: U32, changed: U32, count: Any) -> Any:
+    """Give blocks other segments. Returns the windows in which something of them happens, bit by bit."""
+    kept = state.kept
     forbidden = ZERO
-    for j in range(np.uint64(count)):
+    state.trouble[0] = 0
+    for j in range(count):
         block = np.uint64(changed[j])
         segment = np.uint64(segment_of_block[block])
         if segment == np.uint64(state.segment[block]):
             continue
         if not _has_room(state, segments, block, segment):
-            return np.int64(-ROOM)
+            state.trouble[0] = ROOM
+            break
         kept.changed[kept.changes[0]] = block
         kept.changes[0] += ONE
         _add_work(state, segments, block, np.uint64(kept.segment[block]), -1)
         _add_work(state, segments, block, segment, 1)
         state.segment[block] = segment
         forbidden |= kept.touched[block]
-    first = ZERO
-    while first < _WINDOWS and (forbidden >> first) & ONE == ZERO:
-        first += ONE
-    _go_back(state, first)
-    if first == _WINDOWS:
-        return kept.makespan[0] if kept.makespan[0] <= limit else np.int64(LATE)
-    if limit < LATE and is_late(state, limit):
-        return np.int64(LATE)
-    return _go_through(state, segments, first, forbidden, False, limit)
+    return forbidden
 
 
 @lean
@@ -314,12 +328,10 @@ def _go_back(state: State, first: Any) -> None:
     for k in range(first):
         _add_done(state, k)
     start_fold(state)
-    if first == _WINDOWS:
-        copy(kept.new_horizon, kept.horizon)
-        kept.new_makespan[0] = kept.makespan[0]
-        return
-    state.now[0] = kept.horizon[first]
-    load(state, np.uint64(kept.snapshot[first]), first)
+    kept.new_horizon[_WINDOWS] = kept.horizon[_WINDOWS]
+    if first < _WINDOWS:
+        state.now[0] = kept.horizon[first]
+        load(state, np.uint64(kept.snapshot[first]), first)
 
 
 @lean
@@ -344,13 +356,13 @@ def accept(state: State) -> None:
             for place in range(first, first + state.capacity[block]):
                 kept.window[place] = 0
     kept.changes[0] = ZERO
-    for block in range(np.uint64(kept.touched.shape[0])):
-        kept.touched[block] = (kept.touched[block] & kept.taken[0]) | kept.new_touched[block]
-    for k in range(_WINDOWS):
+    for b in range(np.uint64(kept.touched.shape[0])):
+        kept.touched[b] = (kept.touched[b] & kept.taken[0]) | kept.new_touched[b]
+    for k in range(np.uint64(WINDOWS)):
         if (kept.taken[0] >> k) & ONE == ZERO:
             kept.work[k] ^= np.uint8(1)
             for at in range(kept.log_first[k], kept.log_last[k]):
-                kept.window[np.uint64(kept.log[at])] = k + ONE
+                kept.window[kept.log[at]] = k + ONE
         if kept.new_snapshot[k]:
             kept.snapshot[k] ^= np.uint8(1)
     copy(kept.horizon, kept.new_horizon)

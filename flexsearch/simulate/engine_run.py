@@ -192,12 +192,12 @@ def arrive(state: State, segments: Segments, identity: Any, tick: Any) -> None:
 
 
 @lean
-def serve(state: State, segments: Segments, horizon: Any) -> None:
+def serve(state: State, segments: Segments) -> None:
     """Serve the first row of the queue."""
     ready, identity, item = state.queue.ready[0], state.queue.identity[0], np.uint64(state.queue.item[0])
     drop_first(state)
     if identity & COMMUNICATION == ZERO:
-        _serve_computation(state, segments, ready, identity, item, horizon)
+        _serve_computation(state, ready, identity, item)
         return
     slot, block = np.uint64(state.slot[item]), block_of(identity)
     state.kept.new_touched[block] |= ONE << state.window[0]
@@ -222,7 +222,7 @@ def serve(state: State, segments: Segments, horizon: Any) -> None:
     state.logged[0] += ONE
     if state.record.enabled[0]:
         state.record.end[item] = end
-    _hand_on(state, segments, row, identity, end, horizon)
+    _hand_on(state, segments, row, identity, end)
 
 
 @lean
@@ -248,8 +248,8 @@ def _keep_links(state: State, segments: Segments, row: Any, ready: Any, turned: 
 
 
 @lean
-def _hand_on(state: State, segments: Segments, row: Any, identity: Any, end: Any, horizon: Any) -> None:
-    """A communication ends: it reaches those that follow it, and devices that wait for it go on."""
+def _hand_on(state: State, segments: Segments, row: Any, identity: Any, end: Any) -> None:
+    """A communication ends: it reaches those that follow it, and wakes devices that wait for it."""
     microbatch = identity >> MICROBATCH
     for k in range(np.uint64(segments.follower_first[row]), np.uint64(segments.follower_last[row])):
         block = np.uint64(segments.follower_block[k])
@@ -260,19 +260,20 @@ def _hand_on(state: State, segments: Segments, row: Any, identity: Any, end: Any
     for k in range(np.uint64(segments.receiver_first[row]), np.uint64(segments.receiver_last[row])):
         d = np.uint64(segments.receiver[k])
         if devices.status[d] == WAITING and devices.awaited[d] == identity:
-            _go_on(state, segments, d, max(devices.clock[d], end), horizon)
+            _wake(state, d, max(devices.clock[d], end))
 
 
 @lean
-def _go_on(state: State, segments: Segments, d: Any, clock: Any, horizon: Any) -> None:
+def _wake(state: State, d: Any, clock: Any) -> None:
     """What a device waited for has ended."""
     state.devices.clock[d], state.devices.status[d] = clock, RUNNING
     state.devices.step[d] += np.uint32(1)
-    advance(state, segments, d, horizon)
+    state.woken[state.woken_count[0]] = d
+    state.woken_count[0] += ONE
 
 
 @lean
-def _serve_computation(state: State, segments: Segments, ready: Any, identity: Any, d: Any, horizon: Any) -> None:
+def _serve_computation(state: State, ready: Any, identity: Any, d: Any) -> None:
     """A computation of a contended processor: whole, or a turn of it."""
     devices, r = state.devices, np.uint64(state.machine.processor[d])
     begin = max(ready, state.free[r])
@@ -292,7 +293,7 @@ def _serve_computation(state: State, segments: Segments, ready: Any, identity: A
     if state.record.enabled[0]:
         state.record.finish[_computation(state, identity)] = end
     state.latest[0] = max(state.latest[0], end)
-    _go_on(state, segments, d, end, horizon)
+    _wake(state, d, end)
 
 
 # ---- windows
@@ -301,11 +302,18 @@ def _serve_computation(state: State, segments: Segments, ready: Any, identity: A
 @lean
 def run_to(state: State, segments: Segments, horizon: Any) -> None:
     """All that happens before the horizon. ``trouble`` says if that was not possible."""
+    state.woken_count[0] = ZERO
     for d in range(np.uint64(state.devices.clock.shape[0])):
         if state.devices.status[d] == RUNNING:
-            advance(state, segments, d, horizon)
-    while state.queue.size[0] > ZERO and state.queue.ready[0] < horizon and state.trouble[0] == 0:
-        serve(state, segments, horizon)
+            state.woken[state.woken_count[0]] = d
+            state.woken_count[0] += ONE
+    while state.trouble[0] == 0:
+        while state.woken_count[0] > ZERO:
+            state.woken_count[0] -= ONE
+            advance(state, segments, np.uint64(state.woken[state.woken_count[0]]), horizon)
+        if state.queue.size[0] == ZERO or state.queue.ready[0] >= horizon:
+            break
+        serve(state, segments)
     if state.trouble[0] == 0:
         _sweep(state, horizon)
     state.now[0] = horizon

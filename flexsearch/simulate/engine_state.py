@@ -192,7 +192,8 @@ class State(NamedTuple):
     ``slot``), ``slot`` (number among the pending, or ENDED). ``run``: (1,) number of the run. ``free``: by resource,
     tick from which on it is. ``computed``, ``carried``: ticks of work done. ``pending_count``, ``logged``, ``window``,
     ``now`` (tick up to which all has happened), ``latest`` (the latest end in the window), ``shift`` (ticks by which
-    the reference device is later than in the plan at hand), ``reference`` (that device), ``trouble``: (1,)."""
+    the reference device is later than in the plan at hand), ``reference`` (that device), ``trouble``:
+    (1,). ``woken``: the first ``woken_count`` are devices that can go on."""
 
     schedule: Schedule
     machine: Machine
@@ -220,6 +221,8 @@ class State(NamedTuple):
     now: I64
     latest: I64
     shift: I64
+    woken: U32
+    woken_count: U64
     reference: U64
     trouble: U8
 
@@ -267,7 +270,7 @@ def make_state(schedule: Schedule, machine: Machine, capacity: U64, room: int, f
         places=np.array([places], np.uint64), stamp=_numbers(table), slot=_numbers(table), run=_numbers(1),
         free=_ticks(resources), computed=_ticks(devices), carried=_ticks(resources), pending_count=_counts(1),
         logged=_counts(1), window=_counts(1), now=_ticks(1), latest=_ticks(1), shift=_ticks(1),
-        reference=_counts(1), trouble=_flags(1),
+        woken=_numbers(devices), woken_count=_counts(1), reference=_counts(1), trouble=_flags(1),
     )  # fmt: skip
 
 
