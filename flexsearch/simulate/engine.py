@@ -49,11 +49,13 @@ class Engine:
 
     def __init__(self, schedule: Schedule, machine: Machine, room: int = 1024, fold: bool = True) -> None:
         self.schedule, self.machine, self._room, self._fold = schedule, machine, room, fold
+        self._acceptable = False
         self.state: State = make_state(schedule, machine, np.ones(len(schedule.kind), np.uint64), room, fold)
 
     def run(self, segments: Segments, segment_of_block: U32, limit: int = LATE) -> int:
         """Makespan (ticks) of a plan, which becomes the plan at hand; LATE if it is certainly above ``limit`` (ticks),
         and then there is none. Raises FlexsearchError where devices wait for what nothing starts."""
+        self._acceptable = False
         while (ticks := int(simulate(self.state, segments, segment_of_block, np.int64(limit)))) == -ROOM:
             self._grow(segments, segment_of_block)
         self._check(ticks, self.state)
@@ -62,10 +64,12 @@ class Engine:
     def propose(self, segments: Segments, segment_of_block: U32, changed: U32, limit: int = LATE) -> int:
         """Makespan (ticks) of the plan at hand with the segments that the ``changed`` blocks have in
         ``segment_of_block``; LATE if it is above ``limit`` (ticks). ``accept`` or ``reject`` it. Raises as ``run``."""
+        self._acceptable = False
         numbers = segments, segment_of_block, changed, np.uint64(len(changed)), np.int64(limit)
         while (ticks := int(propose(self.state, *numbers))) == -ROOM:
             self.make_room(segments, segment_of_block)
         self._check(ticks, self.state)
+        self._acceptable = ticks < LATE
         return ticks
 
     def make_room(self, segments: Segments, segment_of_block: U32) -> None:
@@ -75,11 +79,15 @@ class Engine:
         self.run(segments, at_hand)
 
     def accept(self) -> None:
-        """Make the last proposal the plan at hand. It must not have been LATE."""
+        """Make the last proposal the plan at hand. Raises RuntimeError if there is none, or if it was LATE."""
+        if not self._acceptable:
+            raise RuntimeError("there is no proposal that could be accepted")
+        self._acceptable = False
         accept(self.state)
 
     def reject(self) -> None:
         """Leave the plan at hand as it is."""
+        self._acceptable = False
         reject(self.state)
 
     def renumber(self, segment_of_block: U32) -> None:
