@@ -31,7 +31,6 @@ from flexsearch.search.chain import (
     MARK,
     MEMORY,
     OVER,
-    PROPOSED,
     REFERENCE,
     SHORTFALL,
     STEPS,
@@ -139,14 +138,15 @@ class Runner:
         assert simulator is not None
         chain.uniform[ROWS - count :] = rng.random((count, UNIFORMS))
         chain.counts[DRAWN] = ROWS - count
-        while (why := int(advance(self._moves, chain, simulator.prepare(), simulator.engine.state))) != DONE:
+        while (why := int(advance(self._moves, chain, simulator.rows.plan, simulator.engine.state))) != DONE:
             if why == ASK:
                 self._answer(simulator)
                 look()
             elif why == NO_ROWS:
                 simulator.go_on(FULL)
             elif why == ENGINE:
-                simulator.make_room(int(chain.value[PROPOSED]))
+                simulator.run_again()
+                simulator.give_up()
             else:
                 assert why == MEMORY
                 plan = self._plan(simulator, simulator.rows.proposed.config)

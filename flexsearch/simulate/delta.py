@@ -18,13 +18,12 @@ from flexsearch.cost import Costs
 from flexsearch.cost.ticks import TICK
 from flexsearch.graph import OperatorGraph
 from flexsearch.lower import Lowering
-from flexsearch.lower.describe import DONE, Plan, drop, keep
+from flexsearch.lower.describe import DONE, drop, keep
 from flexsearch.lower.describe import LATE as TOO_MUCH
 from flexsearch.lower.plan import Numbers, PlanRows
 from flexsearch.lower.schedule import Stages
 from flexsearch.lower.templates import Templates
 from flexsearch.simulate.engine import LATE, Engine, Times
-from flexsearch.simulate.engine_delta import propose
 from flexsearch.strategy import OperatorConfig, Options
 from flexsearch.topology import Topology
 
@@ -108,42 +107,25 @@ class DeltaSimulator:
     def _attempt(self, limit: int) -> int:
         """Ticks of what was asked for; LATE if they are above ``limit``."""
         while True:
-            plan = self.prepare()
             self._dirty = True
             if (status := self.rows.describe(limit)) == TOO_MUCH:
                 return LATE
-            if status != DONE:
-                self.go_on(status)
-                continue
-            change = plan.change
-            ticks = int(
-                propose(
-                    self.engine.state, plan.segments, plan.new_segment, change.block, change.blocks[0], np.int64(limit)
-                )
-            )
-            if ticks >= 0:
-                return ticks
-            self.make_room(ticks)
+            if status == DONE:
+                return self.run_again(limit)
+            self.go_on(status)
 
-    def prepare(self) -> Plan:
-        """All arrays of the rows, and the engine ready for compiled proposals."""
+    def run_again(self, limit: int = LATE) -> int:
+        """Ticks of the proposal whose rows have been written; LATE if they are above ``limit``. The engine gets the
+        room that it needs. Raises FlexsearchError where devices wait for what nothing starts."""
         plan = self.rows.plan
-        self.engine.keep(plan.segments)
-        return plan
+        changed = plan.change.block[: int(plan.change.blocks[0])]
+        return self.engine.propose(plan.segments, plan.new_segment, changed, limit)
 
     def go_on(self, status: int) -> None:
         """Drop a proposal that could not be described (``status``: LACKING or FULL), and make it possible."""
         self._dirty = False
         if self.rows.go_on(status):
             self.engine.renumber(self.rows.segment)
-
-    def make_room(self, ticks: int) -> None:
-        """Drop a proposal for which the engine had no room (it returned ``ticks``), and make it possible."""
-        plan = self.rows.plan
-        proposed = plan.new_segment.copy()
-        self._dirty = True
-        self._clean()  # what it wrote stays in the arena until something else is proposed
-        self.engine.make_room(plan.segments, plan.segment, proposed, ticks)
 
     @property
     def held(self) -> npt.NDArray[np.int64]:
@@ -153,9 +135,13 @@ class DeltaSimulator:
     def _clean(self) -> None:
         """Undo a proposal that was neither accepted nor rejected."""
         if self._dirty:
-            drop(self.rows.plan)
-            self.engine.reject()
-            self._dirty = False
+            self.give_up()
+
+    def give_up(self) -> None:
+        """Leave rows and engine as they were before the proposal."""
+        drop(self.rows.plan)
+        self.engine.reject()
+        self._dirty = False
 
     def accept(self) -> None:
         """Make the last proposal the plan at hand. Raises RuntimeError if there is none."""

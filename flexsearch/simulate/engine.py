@@ -78,14 +78,6 @@ class Engine:
         self._grow(segments, segment_of_block)
         self.run(segments, at_hand)
 
-    def make_room(self, segments: Segments, at_hand: U32, proposed: U32, ticks: int) -> None:
-        """Make possible what compiled code proposed in vain: ``engine_delta.propose`` returned ``ticks``, which is
-        negative, for ``proposed``. Raises FlexsearchError where devices wait for what nothing starts."""
-        self._check(ticks)
-        self._grow(segments, proposed)
-        self.run(segments, at_hand)
-        self.keep(segments)
-
     def accept(self) -> None:
         """Make the last proposal the plan at hand. Raises RuntimeError if there is none, or if it was LATE."""
         if not self._acceptable:
