@@ -6,10 +6,9 @@ For each graph and cluster the search's own chain goes from data parallelism for
 again. Everything is counted: drawing, templates, simulating, accepting or restoring.
 
 - ``proposals_per_s``: the second time, when all templates are known; ``first_proposals_per_s``: the first time;
-- ``full_per_s``: whole plans from scratch, all templates known, compiled: their task graphs written down and simulated
-  by events; ``delta_over_full`` is the ratio to it; ``python_full_per_s``: plans lowered in Python and simulated by
-  events;
-- ``by_events_share``: proposals whose task graph had to be written down; ``accepted_share``;
+- ``full_per_s``: whole plans from scratch, all templates known, compiled: their rows written and run;
+  ``delta_over_full`` is the ratio to it; ``python_full_per_s``: plans lowered, with their tasks as Python sees them;
+- ``accepted_share``;
 - ``flexflow_per_s``: what FlexFlow's released code reached on a similar machine (2 cores, one thread), where known;
   ``flexflow_ratio``: proposals_per_s over it;
 - ``peak_bytes``: memory of the process, which made nothing else.
@@ -114,10 +113,8 @@ def measure(name: str, cluster: str, seconds: float) -> Row:
     climber.warm(start)
     first, accepted, first_s = chain(climber, start, seconds, sys.maxsize)
     simulator = climber.evaluate.at(start)
-    before = simulator.written
     # The same way again; several times if it is short.
     rounds = [chain(climber, start, np.inf, first)[2] for _ in range(3 if first_s < 30 * seconds else 1)]
-    written = (climber.evaluate.at(start).written - before) / len(rounds)
     rate, devices = first / median(rounds), len(topology.devices)
     python_s = []
     for _ in range(2):
@@ -138,7 +135,6 @@ def measure(name: str, cluster: str, seconds: float) -> Row:
         "full_per_s": 1 / full_s,
         "delta_over_full": rate * full_s,
         "python_full_per_s": 1 / min(python_s),
-        "by_events_share": written / first,
         "accepted_share": accepted / first,
         "flexflow_per_s": flexflow,
         "flexflow_ratio": rate / flexflow if flexflow else None,

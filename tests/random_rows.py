@@ -10,9 +10,7 @@ import numpy as np
 
 from flexsearch.lower.rows import COMPUTE, FORWARD, ISSUE, NEVER, WAIT, Machine, Schedule, Segments
 
-U32_FIELDS = tuple(
-    name for name in Segments._fields if name not in ("step_kind", "step_ticks", "communication_ticks", "turn", "link_ticks", "drag_ticks")
-)
+WIDE = ("step_ticks", "communication_ticks", "turn", "link_ticks", "drag_ticks")
 
 
 @dataclass
@@ -75,7 +73,7 @@ class Arena:
 
     def segments(self) -> Segments:
         def column(name: str) -> Any:
-            kind = np.uint8 if name == "step_kind" else np.uint32 if name in U32_FIELDS else np.int64
+            kind = np.uint8 if name == "step_kind" else np.int64 if name in WIDE else np.uint32
             return np.array(self.rows[name] or [0], dtype=kind)
 
         return Segments(**{name: column(name) for name in Segments._fields})
@@ -87,10 +85,7 @@ class Case:
 
     random: random.Random
     devices: int
-    stages: int
-    microbatches: int
     contended: bool
-    style: str
     kinds: list[str]
     stage: list[int]
     schedule: Schedule
@@ -101,10 +96,9 @@ class Case:
     blocks: list[Block] = field(default_factory=list)
     segment: list[int] = field(default_factory=list)
 
-    # what each block sends: by block, by communication, whether it is a follower of an earlier one
 
-
-def make_case(seed: int, microbatches: int | None = None, scale: int | None = None, blocks: int | None = None) -> Case:
+def make_case(seed: int, microbatches: int | None = None, blocks: int | None = None) -> Case:
+    """``blocks``: operators of each stage."""
     r = random.Random(seed)
     devices, stages = r.randint(1, 8), r.randint(1, 3)
     devices = max(devices, stages)
@@ -147,10 +141,10 @@ def make_case(seed: int, microbatches: int | None = None, scale: int | None = No
         else:
             ahead = min(microbatches, stages - 1 - s)
             if style == "mixed":
-                ahead = min(microbatches, (stages - 1 - s) * 2 + r.choice((0,)))
+                ahead = min(microbatches, (stages - 1 - s) * 2)
             plan = row[:ahead]
             for m in range(microbatches):
-                plan += row[m + ahead : m + ahead + 1] + [back[m]]
+                plan += [*row[m + ahead : m + ahead + 1], back[m]]
         actions.append([*plan, (len(kinds) - 1, len(kinds), 0)])
     ends = np.cumsum([0, *map(len, actions)]).astype(np.uint32)
     flat = [action for row in actions for action in row]
@@ -162,7 +156,7 @@ def make_case(seed: int, microbatches: int | None = None, scale: int | None = No
         microbatch=np.array([a[2] for a in flat], np.uint32), microbatches=np.array([microbatches], np.uint32),
     )  # fmt: skip
     links = r.randint(1, 4)
-    scale = scale or r.choice((1, 3, 50, 10**6))
+    scale = r.choice((1, 3, 50, 10**6))
     processors = [r.randrange(max(1, devices // 2)) if r.random() < 0.5 else d for d in range(devices)]
     shared = {p for p in processors if processors.count(p) > 1}
     turn = [max(1, scale // 3) if processors[d] in shared and r.random() < 0.7 else NEVER for d in range(devices)]
@@ -171,7 +165,7 @@ def make_case(seed: int, microbatches: int | None = None, scale: int | None = No
         turn=np.array(turn, np.int64), contended=np.array([contended], np.uint8),
         resources=np.array([links + devices], np.uint32),
     )  # fmt: skip
-    case = Case(r, devices, stages, microbatches, contended, style, kinds, stage, schedule, machine, Arena(devices), links, scale)
+    case = Case(r, devices, contended, kinds, stage, schedule, machine, Arena(devices), links, scale)
     for b in range(len(kinds)):
         case.blocks.append(random_block(case, b))
         case.segment.append(case.arena.add(case.blocks[b]))
@@ -184,8 +178,8 @@ def members(case: Case, b: int) -> list[int]:
 
 
 def random_block(case: Case, b: int) -> Block:
-    """Some steps for the devices of a block: waiting for what earlier blocks send them, computing, sending to devices of
-    this stage or of a neighbour."""
+    """Some steps for the devices of a block: waiting for what earlier blocks send them, computing, sending to devices
+    of this stage or of a neighbour."""
     r, own = case.random, members(case, b)
     steps: list[list[tuple[int, int, int, int]]] = [[] for _ in range(case.devices)]
     for d in own:
@@ -276,10 +270,11 @@ def _is_sent(blocks: list[Block], step: tuple[int, int, int, int], d: int) -> bo
 def _retimed(case: Case, block: Block) -> Block:
     """The same with some other durations."""
     r = case.random
-    steps = [
-        [(kind, b, row, r.randint(0, case.scale) if kind == COMPUTE and r.random() < 0.4 else ticks) for kind, b, row, ticks in of]
-        for of in block.steps
-    ]
+
+    def retimed(kind: int, b: int, row: int, ticks: int) -> tuple[int, int, int, int]:
+        return kind, b, row, r.randint(0, case.scale) if kind == COMPUTE and r.random() < 0.4 else ticks
+
+    steps = [[retimed(*step) for step in row] for row in block.steps]
     rows = []
     for c in block.communications:
         ticks = r.randint(0, case.scale) if r.random() < 0.4 else c.ticks

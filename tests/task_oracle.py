@@ -33,7 +33,8 @@ class _Definition:
         for i, op in enumerate(self.graph.operators):
             ahead = self.lowered.options.prefetch + sum(reader <= i for reader in reading)
             for reader in reading[:ahead] if i in reading or i == 0 else ():
-                for w in sorted({parameters[name] for name in self.graph.operators[reader].inputs if name in parameters}):
+                read = {parameters[name] for name in self.graph.operators[reader].inputs if name in parameters}
+                for w in sorted(read):
                     if w not in gathered:
                         gathered.add(w)
                         self.gather(w)

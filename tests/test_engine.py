@@ -143,6 +143,17 @@ def test_a_whole_run_is_late_only_above_the_limit(seed: int) -> None:
         assert engine.run(segments, segment, makespan // 10) == LATE
 
 
+def test_what_is_late_cannot_be_accepted() -> None:
+    case = make_case(7, microbatches=1, blocks=4)
+    walk = Walk(case, Engine(case.schedule, case.machine))
+    segments, segment = case.arena.segments(), numbers(walk.segment)
+    assert walk.engine.propose(segments, segment, numbers([]), walk.makespan - 1) == LATE
+    with pytest.raises(RuntimeError):
+        walk.engine.accept()
+    assert walk.engine.propose(segments, segment, numbers([]), walk.makespan) == walk.makespan
+    walk.engine.accept()
+
+
 def test_a_deadlock_is_reported() -> None:
     """A device that waits for a communication of a later block, whose sender waits for the device."""
     for seed in range(20):
@@ -157,7 +168,9 @@ def test_a_deadlock_is_reported() -> None:
         engine = Engine(case.schedule, case.machine)
         with pytest.raises(FlexsearchError, match=r"device 0 waits forever for communication 0 of block 0"):
             engine.run(case.arena.segments(), numbers(case.segment))
-        return
+        break
+    else:
+        pytest.fail("no case fits")
 
 
 # ---- the comparisons above can fail
@@ -186,7 +199,7 @@ def spoil_links(state: State) -> None:
 
 
 def spoil_pending(state: State) -> None:
-    state.snapshots.count[:] = 0
+    state.snapshots.total[:] = 0
 
 
 def spoil_ends(state: State) -> None:
@@ -199,7 +212,8 @@ def test_a_snapshot_that_is_wrong_is_noticed(spoil: Callable[[State], None]) -> 
     for seed in range(30):
         case = make_case(1000 + seed, blocks=6)
         walk = Walk(case, Engine(case.schedule, case.machine))
-        walk.engine.keep(case.arena.segments())
+        none, segment = numbers([]), numbers(walk.segment)
+        assert walk.engine.propose(case.arena.segments(), segment, none) == walk.makespan
         spoil(walk.engine.state)
         try:
             ticks, expected, _ = walk.propose(limits=False)

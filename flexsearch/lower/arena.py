@@ -7,9 +7,8 @@ from typing import Any, Final
 import numpy as np
 import numpy.typing as npt
 
-from flexsearch.compiled import U32
 from flexsearch.lower.bucket import Groups
-from flexsearch.lower.emit import Draft, Filled
+from flexsearch.lower.draft import Draft, Filled
 from flexsearch.lower.rows import Segments
 
 _LISTS: Final[dict[str, tuple[str, ...]]] = {
@@ -86,7 +85,7 @@ class Arena:
             for column in columns
         })  # fmt: skip
 
-    def make_room(self, *plans: U32) -> None:
+    def make_room(self, *plans: npt.NDArray[np.uint32]) -> None:
         """Make room where there was none. ``plans``: the segments in use, by block; they get their new numbers. All
         others are forgotten."""
         self._drafted *= 2

@@ -1,4 +1,4 @@
-"""The flat arrays that compiled simulation works on: what each holds, and how it is indexed."""
+"""The flat arrays that describe plans for compiled code: what each holds, and how it is indexed."""
 
 from __future__ import annotations
 
@@ -97,7 +97,6 @@ class State(NamedTuple):
     one microbatch; ``load``: ticks for which the transfers of one microbatch and those of weights keep each resource
     busy (those in a common bucket: at least)."""
 
-
     config: U32
     leader: U32
     need: U32
@@ -108,3 +107,37 @@ class State(NamedTuple):
     stored_count: U64
     busy: I64
     load: I64
+
+
+@packed
+class BlockTable(NamedTuple):
+    """The blocks of a graph; rows ``[first[i], last[i])`` of a list belong to item i.
+
+    By block: ``kind``, ``argument``; ``sent``: slots whose reshards it sends, in order; ``stage``: row of ``runs``,
+    which says by device whether it runs such blocks. By slot: ``forward``, ``backward``: the block that sends what it
+    reads, and the one that sends its gradient (NOTHING: none). By operator: ``forward_of``, ``backward_of`` (NOTHING:
+    it has none); by weight: ``gather_of``, ``bucket`` (NOTHING: it is not trained). By SYNCHRONISE block: ``starts``,
+    ``finishes``: bucket whose first or second phases it sends (NOTHING: none), ``block``: its number. By bucket:
+    ``member``: its weights in the order of completion; ``started_by``, ``finished_by``: blocks."""
+
+    kind: U8
+    argument: U32
+    sent_first: U32
+    sent_last: U32
+    sent: U32
+    stage: U32
+    runs: U8  # (stages + 1, devices), flat
+    forward: U32
+    backward: U32
+    forward_of: U32
+    backward_of: U32
+    gather_of: U32
+    bucket: U32
+    starts: U32
+    finishes: U32
+    block: U32
+    member_first: U32
+    member_last: U32
+    member: U32
+    started_by: U32
+    finished_by: U32

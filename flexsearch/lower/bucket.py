@@ -20,11 +20,11 @@ from flexsearch.packed import packed
 @packed
 class Groups(NamedTuple):
     """The exchanges of a bucket, both phases. By (phase, group): ``key``, ``head`` and ``tail`` (members), ``size``;
-    ``counts``: (2,), groups of each phase. By member, those of a weight one after the other: ``exchange``, ``group``, ``next`` of its group,
-    ``second_first`` and ``second_last`` (members of the second phase of its weight). ``pair``: groups of the second
-    phase that follow those of the first, by ``pair_first`` and ``pair_last``; ``follows``: by group of the second
-    phase, how many groups it follows; ``seen``: the last one, plus 1. ``load``: by resource, bytes, then seconds;
-    ``listed``: by resource, a stamp (``listing``, (1,)); ``touched``: resources."""
+    ``counts``: (2,), groups of each phase. By member, those of a weight one after the other: ``exchange``, ``group``,
+    ``next`` of its group, ``second_first`` and ``second_last`` (members of the second phase of its weight). ``pair``:
+    groups of the second phase that follow those of the first, by ``pair_first`` and ``pair_last``; ``follows``: by
+    group of the second phase, how many groups it follows; ``seen``: the last one, plus 1. ``load``: by resource, bytes,
+    then seconds; ``listed``: by resource, a stamp (``listing``, (1,)); ``touched``: resources."""
 
     key: npt.NDArray[np.uint32]
     head: npt.NDArray[np.uint32]
@@ -106,7 +106,7 @@ def follow(pools: Pools, groups: Groups, mark: U64, stamp: U64) -> Any:
                 mark[np.uint64(pools.receive[k])] = stamp[0]
             for n in range(np.uint64(groups.second_first[m]), np.uint64(groups.second_last[m])):
                 to = np.uint64(groups.group[n])
-                if groups.seen[to] != g + ONE and _reached(pools, np.uint64(groups.exchange[n]), mark, stamp[0]):
+                if groups.seen[to] != g + ONE and is_sent_by(pools, np.uint64(groups.exchange[n]), mark, stamp[0]):
                     if pairs == room:
                         return 1
                     groups.seen[to] = g + ONE
@@ -119,12 +119,12 @@ def follow(pools: Pools, groups: Groups, mark: U64, stamp: U64) -> Any:
 
 
 @lean
-def _reached(pools: Pools, x: Any, mark: U64, stamp: Any) -> Any:
+def is_sent_by(pools: Pools, x: Any, mark: U64, stamp: Any) -> Any:
     """Whether a device with that stamp is among the senders of an exchange."""
-    for k in range(np.uint64(pools.send_first[x]), np.uint64(pools.send_last[x])):
-        if mark[np.uint64(pools.send[k])] == stamp:
-            return True
-    return False
+    k, last = np.uint64(pools.send_first[x]), np.uint64(pools.send_last[x])
+    while k < last and mark[np.uint64(pools.send[k])] != stamp:
+        k += ONE
+    return k < last
 
 
 @lean

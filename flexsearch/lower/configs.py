@@ -12,10 +12,10 @@ import numpy as np
 
 from flexsearch.compiled import ONE, TWO, U32, ZERO, lean
 from flexsearch.cost.ticks import TICK
+from flexsearch.lower.change import Change, miss
 from flexsearch.lower.interned import intern_layout, intern_mesh
 from flexsearch.lower.keys import CONFIG, DERIVED, LIKE, MISSING, NEAREST, OVER, find, is_full, put
 from flexsearch.lower.tables import TemplateTables
-from flexsearch.lower.wiring import Change, miss
 
 
 @lean

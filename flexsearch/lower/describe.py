@@ -7,16 +7,18 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from flexsearch.compiled import ONE, U32, ZERO, lean
-from flexsearch.lower.arrays import NOTHING, Pools, Program, State
-from flexsearch.lower.emit import BlockTable, Draft, Filled, emit
+from flexsearch.lower.arrays import NOTHING, BlockTable, Pools, Program, State
+from flexsearch.lower.change import Change, Wiring
+from flexsearch.lower.draft import Draft, Filled, finish
+from flexsearch.lower.emit import compute, mark_pieces, send, synchronise, update, wait
 from flexsearch.lower.keys import Table
-from flexsearch.lower.rows import NEVER, UPDATE, Segments
-from flexsearch.lower.wiring import Change, Wiring, carry_over, place, wire
+from flexsearch.lower.rows import BACKWARD, FORWARD, GATHER, NEVER, SYNCHRONISE, UPDATE, Segments
+from flexsearch.lower.wiring import carry_over, place, wire
 from flexsearch.packed import packed
 
-WRITTEN, LATE, LACKING, FULL = range(4)
-"""What ``describe`` did: wrote the rows; gave up, as some device or link alone has too much to do; found templates
-missing (``Change.missing``); found no room."""
+DONE, LATE, LACKING, FULL = range(4)
+"""What came of it: all is well; some device or link alone has too much to do; templates are missing
+(``Change.missing``); there is no room in the arena."""
 
 
 @packed
@@ -43,9 +45,10 @@ class Plan(NamedTuple):
 
 
 @lean
-def describe(plan: Plan, limit: Any) -> Any:
-    """Write the rows of the plan at hand with the configs in ``change``. ``keep`` or ``drop`` it, whatever is returned.
-    ``limit``: ticks above which the plan is of no interest."""
+def rewire(plan: Plan, limit: Any) -> Any:
+    """Find the templates of the plan at hand with the configs in ``change``, and which blocks have other rows. Whatever
+    is returned, ``keep`` or ``drop`` it; ``write`` it before if it is DONE. ``limit``: ticks above which the plan is of
+    no interest: then it may be LATE."""
     change, proposed = plan.change, plan.proposed
     place(plan.blocks, plan.pools, proposed, change)
     if limit < NEVER and _too_busy(plan.program, proposed, limit):  # before templates for its edges are asked for
@@ -56,40 +59,55 @@ def describe(plan: Plan, limit: Any) -> Any:
     for r in range(np.uint64(proposed.load.shape[0])):
         if proposed.load[r] > limit:
             return LATE
-    if plan.whole[0] == 1:
-        for every in range(np.uint64(plan.segment.shape[0])):
-            if not _write(plan, every):
-                return FULL
-        return WRITTEN
-    update = False
-    for k in range(change.blocks[0]):
-        b = np.uint64(change.block[k])
-        if plan.blocks.kind[b] == UPDATE:
-            update = True
-        elif not _write(plan, b):
-            return FULL
-    if update and not _write(plan, np.uint64(plan.segment.shape[0]) - ONE):
-        return FULL
-    return WRITTEN
+    return DONE
 
 
 @lean
-def _write(plan: Plan, b: Any) -> Any:
-    """Write the rows of a block; False if there is no room."""
-    segment = emit(
-        plan.blocks, plan.program, plan.pools, plan.proposed, plan.draft, plan.segments, plan.filled, plan.new_segment,
-        b,
-    )  # fmt: skip
-    if segment == NOTHING:
-        return False
-    plan.new_segment[b] = segment
-    return True
+def write(plan: Plan) -> Any:
+    """Write the rows of what is proposed: DONE, or FULL."""
+    blocks, pools, state, draft, segments = plan.blocks, plan.pools, plan.proposed, plan.draft, plan.segments
+    count = np.uint64(plan.segment.shape[0])
+    every = plan.whole[0] == 1
+    last = count if every else plan.change.blocks[0] + ONE
+    for k in range(last):
+        b: Any = k
+        if not every:
+            # The update reads the segments of all synchronisation, so it comes last.
+            b = np.uint64(plan.change.block[k]) if k + ONE < last else count - ONE
+            if (b + ONE == count) != (k + ONE == last) or plan.change.block_stamp[b] != plan.change.round[0]:
+                continue
+        kind, argument = blocks.kind[b], np.uint64(blocks.argument[b])
+        draft.steps[0] = ZERO
+        draft.full[0] = 0
+        first = plan.filled.communication[0]
+        if kind == SYNCHRONISE:
+            synchronise(blocks, plan.program, pools, state, draft, segments, plan.filled, b, argument)
+        elif kind == UPDATE:
+            update(blocks, plan.program, state, draft, segments, plan.new_segment, b)
+        else:
+            if kind != GATHER:
+                config = np.uint64(state.config[argument])
+                mark_pieces(pools, draft, config)
+                wait(blocks, plan.program, pools, state, draft, kind == FORWARD, argument)
+                compute(pools, draft, kind == FORWARD, config, b)
+            send(blocks, pools, state, draft, segments, plan.filled, kind != BACKWARD, b)
+        segment = finish(segments, plan.filled, draft, first)
+        if segment == NOTHING:
+            return FULL
+        plan.new_segment[b] = segment
+    return DONE
 
 
 @lean
 def _too_busy(program: Program, state: State, limit: Any) -> Any:
     """Whether some processor alone has more than ``limit`` ticks to compute."""
-    microbatches = np.int64(program.microbatches[0])
+    microbatches, own = np.int64(program.microbatches[0]), True
+    for every in range(np.uint64(state.busy.shape[0])):
+        own = own and np.uint64(program.processor[every]) == every
+        if state.busy[every] * microbatches > limit:
+            return True
+    if own:
+        return False
     for d in range(np.uint64(state.busy.shape[0])):
         total = np.int64(0)
         for e in range(np.uint64(state.busy.shape[0])):

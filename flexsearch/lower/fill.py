@@ -9,6 +9,7 @@ import numpy as np
 
 from flexsearch.compiled import ONE, TWO, ZERO, lean
 from flexsearch.lower.arrays import Program, State
+from flexsearch.lower.change import Change, Wiring
 from flexsearch.lower.desk import FIRST, FULL, LAST, MIDDLE
 from flexsearch.lower.exchanges import append
 from flexsearch.lower.footprints import append_landing
@@ -37,7 +38,7 @@ from flexsearch.lower.keys import (
 )
 from flexsearch.lower.planner import ALL_REDUCE, FREE, GIVEN, plan, store
 from flexsearch.lower.tables import TemplateTables
-from flexsearch.lower.wiring import Change, Wiring, need_of
+from flexsearch.lower.wiring import need_of
 
 
 @lean

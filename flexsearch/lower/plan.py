@@ -10,14 +10,14 @@ import numpy.typing as npt
 from flexsearch.lower.arena import Arena, new_filled
 from flexsearch.lower.arrays import State
 from flexsearch.lower.bucket import collect
-from flexsearch.lower.describe import FULL, LACKING, WRITTEN, Plan, describe, drop, keep
+from flexsearch.lower.change import empty_change
+from flexsearch.lower.describe import DONE, FULL, LACKING, Plan, drop, keep, rewire, write
 from flexsearch.lower.lowering import Lowering
 from flexsearch.lower.program import make_block_table, make_machine, make_program, make_wiring
 from flexsearch.lower.rows import NEVER
 from flexsearch.lower.schedule import NOBODY, Stages, make_blocks, make_schedule
 from flexsearch.lower.templates import Templates
 from flexsearch.lower.view import Rows, Synchronised
-from flexsearch.lower.wiring import empty_change
 from flexsearch.strategy import OperatorConfig, Options
 
 Numbers = Sequence[int] | npt.NDArray[np.uint32]
@@ -27,7 +27,9 @@ class PlanRows:
     """Rows of the plans of one graph, one cut into stages and one set of options. ``plan`` is what compiled code takes;
     fetch it again after anything here was called."""
 
-    def __init__(self, lowering: Lowering, templates: Templates, options: Options, stages: Stages | None = None) -> None:
+    def __init__(
+        self, lowering: Lowering, templates: Templates, options: Options, stages: Stages | None = None
+    ) -> None:
         graph, topology = lowering.graph, lowering.topology
         devices = len(topology.devices)
         self.lowering, self.templates, self.options = lowering, templates, options
@@ -75,8 +77,8 @@ class PlanRows:
     def set(self, configs: Mapping[int, OperatorConfig]) -> None:
         """Write the rows of a whole plan, which becomes the plan at hand. All operators need a config."""
         self.clear()
-        self.ask({i: self.templates.config(i, config) for i, config in configs.items()})
-        while (status := int(describe(self.plan, np.int64(NEVER)))) != WRITTEN:
+        self.ask(list(configs), [self.templates.config(i, config) for i, config in configs.items()])
+        while (status := self.describe(NEVER)) != DONE:
             self.go_on(status)
         keep(self.plan)
 
@@ -113,10 +115,15 @@ class PlanRows:
             found += map(tuple, rows)
         return tuple(found)
 
-    def ask(self, numbers: Mapping[int, int]) -> None:
-        """Propose other configs, given by number."""
-        count = self.change.number[0] = len(numbers)
-        self.change.operator[:count], self.change.config[:count] = list(numbers), list(numbers.values())
+    def ask(self, operators: Numbers, configs: Numbers) -> None:
+        """Propose other configs, given by number, for some operators."""
+        count = self.change.number[0] = len(operators)
+        self.change.operator[:count], self.change.config[:count] = operators, configs
+
+    def describe(self, limit: int) -> int:
+        """Write the rows of what was asked for: DONE, or why not (see ``flexsearch.lower.describe``)."""
+        status = int(rewire(self.plan, np.int64(limit)))
+        return status if status != DONE else int(write(self.plan))
 
     def go_on(self, status: int) -> bool:
         """Drop a proposal for which templates were LACKING or the arena was FULL, and help: it can be described again

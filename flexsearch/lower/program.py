@@ -13,13 +13,12 @@ from flexsearch.cost import Costs
 from flexsearch.cost.ticks import TICK
 from flexsearch.graph import OperatorGraph
 from flexsearch.lower import Lowering
-from flexsearch.lower.arrays import NOTHING, Program
-from flexsearch.lower.emit import BlockTable
+from flexsearch.lower.arrays import NOTHING, BlockTable, Program
+from flexsearch.lower.change import ALWAYS, Wiring
 from flexsearch.lower.keys import MISSING, RESHARD
 from flexsearch.lower.lowering import everywhere
 from flexsearch.lower.rows import BACKWARD, FORWARD, GATHER, NEVER, SYNCHRONISE, Machine
 from flexsearch.lower.schedule import Blocks, Stages
-from flexsearch.lower.wiring import ALWAYS, Wiring
 from flexsearch.strategy import Options
 from flexsearch.topology import Topology
 

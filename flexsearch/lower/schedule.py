@@ -1,4 +1,4 @@
-"""When: the blocks of a plan in the order of one microbatch, and which of them each device runs, for which microbatches.
+"""When: the blocks of a plan in the order of one microbatch; which of them each device runs, for which microbatches.
 
 Blocks follow from the graph, the options and the stages, never from a config. Their order is
 
@@ -87,8 +87,8 @@ class Action(NamedTuple):
 
 
 def actions(order: Order, held: Sequence[Sequence[int]], microbatches: int) -> list[list[Action]]:
-    """What each group of devices runs. ``held``: the stages of each group, ascending, groups in the order of their first
-    stage.
+    """What each group of devices runs. ``held``: the stages of each group, ascending; groups in the order of their
+    first stage.
 
     Raises FlexsearchError where an order does not fit: in ``1f1b`` the stages of a group follow each other;
     ``interleaved-1f1b`` needs equally many stages on each group, dealt out in turn, and microbatches in whole rounds.
@@ -221,8 +221,8 @@ def backward_pass(graph: OperatorGraph, bucket_of: Mapping[str, int]) -> list[tu
 
 @dataclass
 class Blocks:
-    """The blocks of a graph under some options. ``kind``, ``argument``, ``once``, ``last``: by block (see ``Schedule``);
-    the argument of a SYNCHRONISE block is its number among them. ``stage``: by block; NOBODY: all devices run it.
+    """The blocks of a graph under some options. By block: ``kind``, ``argument``, ``once``, ``last`` (see ``Schedule``;
+    the argument of a SYNCHRONISE block is its number among them), ``stage`` (NOBODY: all devices run it).
     ``buckets``: weights of each bucket in the order of completion. ``starts``, ``finishes``: by SYNCHRONISE block, the
     bucket whose first and whose second phases it sends (NOBODY: none). ``forward``, ``backward``: by stage, range of
     its blocks; ``before``, ``after``: those that all devices run first and last, once a step."""

@@ -16,6 +16,7 @@ from flexsearch.compiled import F64, I64
 from flexsearch.cost.ticks import TICK
 from flexsearch.lower import Lowering
 from flexsearch.lower.arrays import Pools, Program, State
+from flexsearch.lower.change import MOST_MISSING, Change, Wiring
 from flexsearch.lower.column import Column
 from flexsearch.lower.configs import intern_config
 from flexsearch.lower.desk import FULL, Desk, make_desk
@@ -27,7 +28,6 @@ from flexsearch.lower.lowering import kept
 from flexsearch.lower.planner import FREE
 from flexsearch.lower.split import Degrees, Region
 from flexsearch.lower.tables import Requests, Scratch, Splits, TemplateTables, Used, WeightAtHand
-from flexsearch.lower.wiring import MOST_MISSING, Change, Wiring
 from flexsearch.strategy import OperatorConfig
 
 _TYPES: dict[str, Any] = {

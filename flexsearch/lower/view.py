@@ -7,10 +7,12 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
-from flexsearch.compiled import U32
+import numpy as np
+import numpy.typing as npt
+
 from flexsearch.cost.communication import Pricing, Transfer
 from flexsearch.cost.ticks import TICK
-from flexsearch.lower.emit import BlockTable
+from flexsearch.lower.arrays import BlockTable
 from flexsearch.lower.reshard import Exchange
 from flexsearch.lower.rows import (
     BACKWARD,
@@ -31,6 +33,7 @@ if TYPE_CHECKING:
 _PURPOSES: dict[int, Purpose] = {
     GATHER: "gather", FORWARD: "forward", BACKWARD: "backward", SYNCHRONISE: "synchronise",
 }  # fmt: skip
+_KINDS = {FORWARD: TaskKind.FORWARD, BACKWARD: TaskKind.BACKWARD}
 
 
 class Synchronised(NamedTuple):
@@ -50,7 +53,7 @@ class Rows:
     machine: Machine
     blocks: BlockTable
     segments: Segments
-    segment: U32
+    segment: npt.NDArray[np.uint32]
     together: tuple[tuple[tuple[Synchronised, ...], ...], ...]
 
 
@@ -103,7 +106,7 @@ class _View:
     def _follow(self, device: int) -> None:
         """What the rows of a device wait for."""
         segments, last, waits = self.rows.segments, list[Row](), list[Row]()
-        for microbatch, b, step in self._steps(device):
+        for microbatch, _, step in self._steps(device):
             block, number = int(segments.step_block[step]), int(segments.step_row[step])
             kind = segments.step_kind[step]
             row = self._row(microbatch, block, int(kind != COMPUTE), number)
@@ -157,11 +160,12 @@ class _View:
             self.tasks.communicate(what, after, ticks * TICK, row.microbatch)
             return
         device, step = self.step[row]
-        kind = {FORWARD: TaskKind.FORWARD, BACKWARD: TaskKind.BACKWARD}.get(int(blocks.kind[row.block]), TaskKind.UPDATE)
+        kind = _KINDS.get(int(blocks.kind[row.block]), TaskKind.UPDATE)
         operator = -1 if kind == TaskKind.UPDATE else int(blocks.argument[row.block])
         processor = self.lowered.topology.processor_of[device]
         seconds = int(segments.step_ticks[step]) * TICK
-        self.tasks.compute(kind, operator, device, processor, seconds, after, self.lowered.turns[device], row.microbatch)
+        turn = self.lowered.turns[device]
+        self.tasks.compute(kind, operator, device, processor, seconds, after, turn, row.microbatch)
 
     def _what(self, purpose: Purpose, members: tuple[Member, ...]) -> Communication:
         exchanges = [member.what for member in members]

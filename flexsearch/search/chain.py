@@ -9,8 +9,9 @@ from math import inf
 import numpy as np
 import numpy.typing as npt
 
+from flexsearch.lower.change import Change, empty_change
+from flexsearch.lower.describe import FULL, LACKING
 from flexsearch.lower.keys import CANDIDATE
-from flexsearch.lower.wiring import Change, empty_change
 from flexsearch.search.constants import (
     CANDIDATES,
     COARSE_CANDIDATES,
@@ -33,13 +34,13 @@ from flexsearch.search.space import Space
 from flexsearch.search.step import (
     ASK,
     DONE,
-    SPACE,
+    ENGINE,
+    NO_ROWS,
     ChainState,
     Info,
     Schedule,
     advance,
 )
-from flexsearch.simulate.attempt import NO_TEMPLATES
 from flexsearch.simulate.delta import DeltaSimulator
 
 U32 = npt.NDArray[np.uint32]
@@ -97,7 +98,7 @@ class Chain:
             best_config=simulator.rows.state.config.copy(),
         )  # fmt: skip
         self._info = Info(
-            seconds=_one(0.0), ticks=np.zeros(1, np.int64), shortfall=_one(0.0), improvements=_count(0),
+            seconds=_one(0.0), shortfall=_one(0.0), improvements=_count(0),
             better_s=np.zeros(LOGGED), better_step=np.zeros(LOGGED, np.uint64), better_move=np.zeros(LOGGED, np.uint64),
         )  # fmt: skip
 
@@ -122,14 +123,17 @@ class Chain:
             if why == ASK:
                 self._answer(simulator)
                 look()
+            elif why == NO_ROWS:
+                simulator.go_on(FULL)
             else:
-                assert why == SPACE
-                simulator.help(int(self._info.ticks[0]))
+                assert why == ENGINE
+                simulator.run_again()  # which gives the engine room
+                simulator.give_up()
         return bool(self._state.idle[0] >= self._schedule.patience[0])
 
     def _advance(self, simulator: DeltaSimulator) -> int:
         return int(advance(
-            self._moves, self._draws, self._schedule, self._state, self._info, simulator.prepare(),
+            self._moves, self._draws, self._schedule, self._state, self._info, simulator.rows.plan,
             simulator.engine.state, simulator.account, simulator.sources, simulator.templates.tables,
         ))  # fmt: skip
 
@@ -137,7 +141,7 @@ class Chain:
         """Add the templates that are missing, or all the configs that the move at hand needs."""
         change, templates = simulator.rows.change, simulator.templates
         if change.lacking[0] and change.missing[0, 0] < CANDIDATE:  # configs are asked for before templates
-            simulator.help(NO_TEMPLATES)
+            simulator.go_on(LACKING)
             return
         while True:
             self._requests.supply(templates, change)

@@ -12,10 +12,10 @@ import numpy as np
 import numpy.typing as npt
 
 from flexsearch.compiled import F64, ONE, THREE, TWO, U8, U32, U64, ZERO, inlined, lean
+from flexsearch.lower.change import Change, miss
 from flexsearch.lower.configs import derived, like, over, renamed, stored_otherwise, swapped
 from flexsearch.lower.keys import CANDIDATE, FIRST_HALF, MISSING, find
 from flexsearch.lower.tables import TemplateTables
-from flexsearch.lower.wiring import Change, miss
 from flexsearch.packed import packed
 
 REDRAW, COPY, GROUP, REPEATED, SWAP, SHARD, SPAN, SPLIT = range(8)

@@ -8,9 +8,9 @@ from typing import Final
 
 import numpy as np
 
+from flexsearch.lower.change import Change
 from flexsearch.lower.keys import CANDIDATE, DERIVED, FIRST_HALF, LIKE, NEAREST, OVER
 from flexsearch.lower.templates import Templates
-from flexsearch.lower.wiring import Change
 from flexsearch.search.space import Space
 from flexsearch.strategy import OperatorConfig
 

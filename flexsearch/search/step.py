@@ -19,22 +19,23 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from flexsearch.compiled import F64, I64, ONE, U32, U64, ZERO, inlined, lean
+from flexsearch.compiled import F64, ONE, U32, U64, ZERO, inlined, lean
 from flexsearch.cost.ticks import TICK
 from flexsearch.lower.arrays import State
-from flexsearch.lower.describe import Plan
+from flexsearch.lower.describe import DONE as DESCRIBED
+from flexsearch.lower.describe import FULL, LACKING, Plan, drop, keep, rewire, write
+from flexsearch.lower.describe import LATE as TOO_MUCH
 from flexsearch.lower.tables import TemplateTables
 from flexsearch.packed import packed
 from flexsearch.search.moves import UNIFORMS, Draws, Moves, draw
 from flexsearch.simulate.account import Account, missing_memory
-from flexsearch.simulate.attempt import attempt, give_up, take
-from flexsearch.simulate.engine_delta import LATE
+from flexsearch.simulate.engine_delta import LATE, accept, propose, reject
 from flexsearch.simulate.engine_state import State as Engine
 from flexsearch.simulate.lifetimes import Sources
 
-DONE, ASK, SPACE = range(3)
-"""Why ``advance`` returned: random numbers or patience are used up; templates or configs are missing; the simulator
-needs more room (``Info.ticks`` says for what)."""
+DONE, ASK, NO_ROWS, ENGINE = range(4)
+"""Why ``advance`` returned: random numbers or patience are used up; templates or configs are missing; there is no room
+for the rows of the proposal; the engine has no room for it, or cannot run it."""
 CELLS = 256
 _EXACT = Context(prec=40)
 LOGARITHMS = np.array([float(-(Decimal(CELLS + k) / (2 * CELLS)).ln(_EXACT)) for k in range(CELLS + 1)])
@@ -64,12 +65,11 @@ class ChainState(NamedTuple):
 
 @packed
 class Info(NamedTuple):
-    """What became of proposals. Of the one at hand, (1,) each: its ``seconds`` and ``ticks``, and missing memory
+    """What became of proposals. Of the one at hand, (1,) each: its ``seconds`` and missing memory
     (``shortfall``, as in ``evaluate``). ``improvements``: (1,) number of those that were better than any before; of
     each: ``better_s``, ``better_step``, ``better_move``."""
 
     seconds: F64
-    ticks: I64
     shortfall: F64
     improvements: U64
     better_s: F64
@@ -102,10 +102,19 @@ def advance(
         if not draw(moves, draws, plan.state.config, tables, plan.change):
             return ASK
         most = threshold(draws, schedule, chain) / TICK
-        ticks = attempt(plan, engine, np.int64(most) if most < float(LATE) else np.int64(LATE))
-        info.ticks[0] = ticks
+        limit, ticks = np.int64(most) if most < float(LATE) else np.int64(LATE), np.int64(LATE)
+        status = rewire(plan, limit)
+        if status == DESCRIBED:
+            status = write(plan)
+        if status == LACKING:
+            return ASK
+        if status == FULL:
+            return NO_ROWS
+        if status != TOO_MUCH:
+            change = plan.change
+            ticks = propose(engine, plan.segments, plan.new_segment, change.block, change.blocks[0], limit)
         if ticks < 0:
-            return ASK if plan.change.lacking[0] > ZERO else SPACE
+            return ENGINE
         info.seconds[0] = float(ticks) * TICK if ticks != LATE else np.inf
         slow = info.seconds[0] > threshold(draws, schedule, chain)
         info.shortfall[0] = 0.0 if slow else missing_memory(account, sources, plan.proposed, False)
@@ -147,11 +156,13 @@ def _decide(
         _note(draws, schedule, chain, info, plan.proposed, cost)
     _cool(schedule, chain)
     if cost <= most:
-        take(plan, engine)
+        keep(plan)
+        accept(engine)
         chain.cost[0] = cost
         chain.accepted[0] += ONE
     else:
-        give_up(plan, engine)
+        drop(plan)
+        reject(engine)
 
 
 @inlined

@@ -1,14 +1,15 @@
 """Delta simulation: the iteration time of a plan that differs from the one at hand in a few configs.
 
 A proposal changes the templates of its operators, of the edges around them and of their weights, and with them the rows
-of a few blocks (``flexsearch.lower``). The engine goes on from the last moment before any of them. The result is that of
-lowering and simulating the whole plan anew, to the tick; rejecting it leaves the plan at hand as it was.
+of a few blocks (``flexsearch.lower``). The engine goes on from the last moment before any of them. The result is that
+of lowering and simulating the whole plan anew, to the tick; rejecting it leaves the plan at hand as it was.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from math import floor, inf
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -17,12 +18,12 @@ from flexsearch.cost import Costs
 from flexsearch.cost.ticks import TICK
 from flexsearch.graph import OperatorGraph
 from flexsearch.lower import Lowering
-from flexsearch.lower.describe import FULL, LACKING, Plan
+from flexsearch.lower.describe import DONE, drop, keep
+from flexsearch.lower.describe import LATE as TOO_MUCH
 from flexsearch.lower.plan import Numbers, PlanRows
 from flexsearch.lower.schedule import Stages
 from flexsearch.lower.templates import Templates
 from flexsearch.simulate.account import missing_memory
-from flexsearch.simulate.attempt import NO_SPACE, NO_TEMPLATES, Proposals, attempt_each, give_up, take
 from flexsearch.simulate.engine import LATE, Engine, Times
 from flexsearch.simulate.lifetimes import Sources
 from flexsearch.simulate.units import make_account
@@ -30,6 +31,15 @@ from flexsearch.strategy import OperatorConfig, Options
 from flexsearch.topology import Topology
 
 Configs = Sequence[OperatorConfig]
+
+
+class Proposals(NamedTuple):
+    """The operators and configs (by number) of proposal k end at ``end[k]``. ``at``: (1,) the next one."""
+
+    operator: npt.NDArray[np.uint32]
+    config: npt.NDArray[np.uint32]
+    end: npt.NDArray[np.uint64]
+    at: npt.NDArray[np.uint64]
 
 
 class DeltaSimulator:
@@ -85,39 +95,42 @@ class DeltaSimulator:
         """Iteration time (s) of the first of the proposals, from number ``at[0]`` on, that takes at most ``limit`` (s):
         ``accept`` or ``reject`` it. ``at[0]`` becomes its number. If all take more, ``at[0]`` becomes their number, and
         the time is infinity."""
-        self._clean()
-        first, most, ticks = int(proposals.at[0]), np.int64(ticks_of(limit)), int(LATE)
-        while int(proposals.at[0]) < len(proposals.end):
-            plan = self.prepare()
-            attempt_each(plan, self.engine.state, most, proposals)
-            self._dirty = True
-            ticks = int(proposals.ticks[0])
-            if ticks >= 0:
+        most, ticks = ticks_of(limit), LATE
+        while (at := int(proposals.at[0])) < len(proposals.end):
+            self._clean()
+            of = slice(int(proposals.end[at - 1]) if at else 0, int(proposals.end[at]))
+            self.rows.ask(proposals.operator[of], proposals.config[of])
+            ticks = self._attempt(most)
+            self.proposed += 1
+            if ticks <= most:
                 break
-            self.help(ticks)
-        last = int(proposals.at[0])
-        self.proposed += min(last + 1, len(proposals.end)) - first
-        self._pending = last < len(proposals.end)
+            proposals.at[0] += np.uint64(1)
+        self._pending = int(proposals.at[0]) < len(proposals.end)
         self._seconds = ticks * TICK if self._pending else inf
         return self._seconds
 
-    def prepare(self) -> Plan:
-        """All arrays of the rows, and the engine ready for compiled proposals."""
-        plan = self.rows.plan
-        self.engine.keep(plan.segments)
-        return plan
+    def _attempt(self, limit: int) -> int:
+        """Ticks of what was asked for; LATE if they are above ``limit``."""
+        while True:
+            self._dirty = True
+            if (status := self.rows.describe(limit)) == TOO_MUCH:
+                return LATE
+            if status == DONE:
+                return self.run_again(limit)
+            self.go_on(status)
 
-    def help(self, ticks: int) -> None:
-        """Undo a proposal that needed something (``attempt`` returned a negative number), and make it possible."""
+    def run_again(self, limit: int = LATE) -> int:
+        """Ticks of the proposal whose rows have been written; LATE if they are above ``limit``. The engine gets the
+        room that it needs. Raises FlexsearchError where devices wait for what nothing starts."""
         plan = self.rows.plan
+        changed = plan.change.block[: int(plan.change.blocks[0])]
+        return self.engine.propose(plan.segments, plan.new_segment, changed, limit)
+
+    def go_on(self, status: int) -> None:
+        """Drop a proposal that could not be described (``status``: LACKING or FULL), and make it possible."""
         self._dirty = False
-        if ticks in (NO_TEMPLATES, NO_SPACE):
-            if self.rows.go_on(LACKING if ticks == NO_TEMPLATES else FULL):
-                self.engine.renumber(self.rows.segment)
-            return
-        proposed = plan.new_segment.copy()
-        give_up(plan, self.engine.state)  # what it wrote stays in the arena until something else is proposed
-        self.engine.make_room(plan.segments, plan.segment, proposed, ticks)
+        if self.rows.go_on(status):
+            self.engine.renumber(self.rows.segment)
 
     def missing_memory(self) -> float:
         """Memory that the last proposal (or the plan at hand) lacks over what the device has, summed over the devices;
@@ -141,15 +154,21 @@ class DeltaSimulator:
     def _clean(self) -> None:
         """Undo a proposal that was neither accepted nor rejected."""
         if self._dirty:
-            give_up(self.rows.plan, self.engine.state)
-            self._dirty = False
+            self.give_up()
+
+    def give_up(self) -> None:
+        """Leave rows and engine as they were before the proposal."""
+        drop(self.rows.plan)
+        self.engine.reject()
+        self._dirty = False
 
     def accept(self) -> None:
         """Make the last proposal the plan at hand. Raises RuntimeError if there is none."""
         if not self._pending:
             raise RuntimeError("nothing has been proposed since the last accept, reject or times")
         self._pending = self._dirty = False
-        take(self.rows.plan, self.engine.state)
+        keep(self.rows.plan)
+        self.engine.accept()
         self.seconds = self._seconds
 
     def reject(self) -> None:
@@ -186,5 +205,4 @@ def make_proposals(changes: Sequence[tuple[Numbers, Numbers]]) -> Proposals:
     return Proposals(
         operator=np.concatenate(operators).astype(np.uint32), config=np.concatenate(numbers).astype(np.uint32),
         end=np.cumsum([len(of) for of in operators], dtype=np.uint64), at=np.zeros(1, np.uint64),
-        ticks=np.zeros(1, np.int64),
     )  # fmt: skip

@@ -18,8 +18,8 @@ import numpy as np
 from flexsearch.compiled import I64, U32, U64
 from flexsearch.errors import FlexsearchError
 from flexsearch.lower.rows import BACKWARD, COMPUTE, FORWARD, GATHER, SYNCHRONISE, Machine, Schedule, Segments
-from flexsearch.simulate.engine_delta import LATE, accept, keep, propose, reject, simulate
-from flexsearch.simulate.engine_run import MICROBATCH, NUMBER, block_of
+from flexsearch.simulate.engine_delta import LATE, accept, propose, reject, simulate
+from flexsearch.simulate.engine_queue import MICROBATCH, NUMBER, block_of
 from flexsearch.simulate.engine_state import DEADLOCK, MALFORMED, ROOM, WAITING, Record, State, make_state
 
 __all__ = ["LATE", "Engine", "Times"]
@@ -49,61 +49,45 @@ class Engine:
 
     def __init__(self, schedule: Schedule, machine: Machine, room: int = 1024, fold: bool = True) -> None:
         self.schedule, self.machine, self._room, self._fold = schedule, machine, room, fold
-        self._reference, self._whole = 0, False
-        self.state: State = self._make(np.ones(len(schedule.kind), np.uint64))
+        self._acceptable = False
+        self.state: State = make_state(schedule, machine, np.ones(len(schedule.kind), np.uint64), room, fold)
 
     def run(self, segments: Segments, segment_of_block: U32, limit: int = LATE) -> int:
         """Makespan (ticks) of a plan, which becomes the plan at hand; LATE if it is certainly above ``limit`` (ticks),
         and then there is none. Raises FlexsearchError where devices wait for what nothing starts."""
-        self._whole = False
-        while True:
-            ticks = int(simulate(self.state, segments, segment_of_block, np.int64(limit)))
-            if ticks != -ROOM:
-                self._check(ticks)
-                return ticks
+        self._acceptable = False
+        while (ticks := int(simulate(self.state, segments, segment_of_block, np.int64(limit)))) == -ROOM:
             self._grow(segments, segment_of_block)
+        self._check(ticks, self.state)
+        return ticks
 
     def propose(self, segments: Segments, segment_of_block: U32, changed: U32, limit: int = LATE) -> int:
         """Makespan (ticks) of the plan at hand with the segments that the ``changed`` blocks have in
-        ``segment_of_block``; LATE if it is above ``limit`` (ticks). ``accept`` or ``reject`` it."""
-        self.keep(segments)
-        while True:
-            ticks = int(
-                propose(self.state, segments, segment_of_block, changed, np.uint64(len(changed)), np.int64(limit))
-            )
-            if ticks != -ROOM:
-                self._check(ticks)
-                return ticks
-            at_hand = self.state.kept.segment.copy()
-            self._grow(segments, segment_of_block)
-            self.run(segments, at_hand)
-            self.keep(segments)
+        ``segment_of_block``; LATE if it is above ``limit`` (ticks). ``accept`` or ``reject`` it. Raises as ``run``."""
+        self._acceptable = False
+        numbers = segments, segment_of_block, changed, np.uint64(len(changed)), np.int64(limit)
+        while (ticks := int(propose(self.state, *numbers))) == -ROOM:
+            self.make_room(segments, segment_of_block)
+        self._check(ticks, self.state)
+        self._acceptable = ticks < LATE
+        return ticks
 
-    def keep(self, segments: Segments) -> None:
-        """Make ready for proposals. ``propose`` does so where it must; compiled code that calls it cannot."""
-        if self._whole:
-            return
-        while (ticks := int(keep(self.state, segments))) == -ROOM:
-            at_hand = self.state.kept.segment.copy()
-            self._grow(segments, at_hand)
-            self.run(segments, at_hand)
-        self._check(ticks)
-        self._whole = True
-
-    def make_room(self, segments: Segments, at_hand: U32, proposed: U32, ticks: int) -> None:
-        """Make possible what compiled code proposed in vain: ``engine_delta.propose`` returned ``ticks``, which is
-        negative, for ``proposed``. Raises FlexsearchError where devices wait for what nothing starts."""
-        self._check(ticks)
-        self._grow(segments, proposed)
+    def make_room(self, segments: Segments, segment_of_block: U32) -> None:
+        """What to do when ``engine_delta.propose`` returns -ROOM: the plan at hand stays, ``state`` is another."""
+        at_hand = self.state.kept.segment.copy()
+        self._grow(segments, segment_of_block)
         self.run(segments, at_hand)
-        self.keep(segments)
 
     def accept(self) -> None:
-        """Make the last proposal the plan at hand. It must not have been LATE."""
+        """Make the last proposal the plan at hand. Raises RuntimeError if there is none, or if it was LATE."""
+        if not self._acceptable:
+            raise RuntimeError("there is no proposal that could be accepted")
+        self._acceptable = False
         accept(self.state)
 
     def reject(self) -> None:
         """Leave the plan at hand as it is."""
+        self._acceptable = False
         reject(self.state)
 
     def renumber(self, segment_of_block: U32) -> None:
@@ -124,7 +108,7 @@ class Engine:
         microbatches, room = int(self.schedule.microbatches[0]), self._room
         record = _record(microbatches, computations, communications)
         while True:
-            state = make_state(self.schedule, self.machine, communications, room, 0, False)._replace(record=record)
+            state = make_state(self.schedule, self.machine, communications, room, False)._replace(record=record)
             ticks = int(simulate(state, segments, segment_of_block, np.int64(LATE)))
             if ticks != -ROOM:
                 break
@@ -135,22 +119,16 @@ class Engine:
             *(column.reshape(microbatches, -1) for column in (record.begin, record.finish, record.start, record.end)),
         )  # fmt: skip
 
-    def _make(self, capacity: U64) -> State:
-        self._whole = False
-        return make_state(self.schedule, self.machine, capacity, self._room, self._reference, self._fold)
-
     def _grow(self, segments: Segments, segment_of_block: U32) -> None:
         """Make room for a plan: for its communications, or if there is enough, for more that are pending."""
         rows = _communications(segments, segment_of_block)
         if (rows <= self.state.capacity).all():
             self._room *= 2
         capacity = np.maximum(self.state.capacity, np.where(rows > self.state.capacity, 2 * rows, rows))
-        self._reference = int(np.argmax(self.state.kept.new_compute))
-        self.state = self._make(capacity.astype(np.uint64))
+        self.state = make_state(self.schedule, self.machine, capacity.astype(np.uint64), self._room, self._fold)
 
-    def _check(self, ticks: int, state: State | None = None) -> None:
+    def _check(self, ticks: int, state: State) -> None:
         """Raise FlexsearchError if a run could not go on."""
-        state = state or self.state
         if ticks == -MALFORMED:
             raise FlexsearchError(
                 "a communication is issued more often than it says",
@@ -182,7 +160,9 @@ def _computations(segments: Segments, segment_of_block: U32, devices: int) -> U6
     """One more than the largest number of a computation, by block."""
     tables = segments.device_steps[segment_of_block].astype(np.int64)
     counts = np.zeros(len(tables), np.uint64)
-    for block, (first, last) in enumerate(zip(segments.step_first[tables], segments.step_first[tables + devices], strict=True)):
+    for block, (first, last) in enumerate(
+        zip(segments.step_first[tables], segments.step_first[tables + devices], strict=True)
+    ):
         rows = segments.step_row[first:last][segments.step_kind[first:last] == COMPUTE]
         counts[block] = rows.max() + 1 if len(rows) else 0
     return counts

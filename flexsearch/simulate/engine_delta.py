@@ -1,9 +1,9 @@
 """Whole runs and proposals, compiled.
 
 A proposal changes the segments of some blocks. It goes on from the last snapshot of the plan at hand before anything of
-them happens. At later horizons (those of the plan at hand, shifted as the reference device is) the state is compared with
-the snapshot there: if it is the same, all windows up to the next one in which something of a changed block happens go
-as they did. A proposal writes only what is its own; ``accept`` makes that the plan at hand.
+them happens. At later horizons (those of the plan at hand, shifted as the reference device is) the state is compared
+with the snapshot there: if it is the same, all windows up to the next one in which something of a changed block happens
+go as they did. A proposal writes only what is its own; ``accept`` makes that the plan at hand.
 """
 
 from __future__ import annotations
@@ -22,6 +22,9 @@ from flexsearch.simulate.snapshots import copy, forget_pending, is_same, load, s
 LATE: Final = NEVER
 """In the place of a makespan: it is certain that it is above the limit."""
 _WINDOWS: Any = np.uint64(WINDOWS)
+_STALE: Any = np.uint64(128)
+"""After so many accepted proposals, or when the makespan is an eighth longer or shorter, the windows are made anew: by
+then they are of unequal lengths."""
 _NOTHING: Final = -(2**62)
 """Latest end in a window in which nothing ends."""
 
@@ -93,19 +96,22 @@ def simulate(state: State, segments: Segments, segment_of_block: U32, limit: Any
     kept.new_compute[:] = 0
     kept.new_carry[:] = 0
     kept.visit_window[:] = 0
-    kept.changes[0] = ZERO
+    kept.changes[0], kept.valid[0] = ZERO, 0
+    state.reference[0] = ZERO
     for block in range(np.uint64(segment_of_block.shape[0])):
         segment = np.uint64(segment_of_block[block])
         if not _has_room(state, segments, block, segment):
             return -ROOM
         state.segment[block] = kept.segment[block] = segment
         _add_work(state, segments, block, segment, 1)
-    _begin(state)
     chunk = np.int64(1)
     for d in range(np.uint64(kept.new_compute.shape[0])):
         chunk = max(chunk, kept.new_compute[d] // WINDOWS)
+        if kept.new_compute[d] > kept.new_compute[state.reference[0]]:
+            state.reference[0] = d
     copy(kept.total_compute, kept.new_compute)
     copy(kept.total_carry, kept.new_carry)
+    _begin(state)
     result = _run_window(state, segments, NEVER, chunk, limit)
     if result == 0:
         kept.makespan[0] = result = state.latest[0]
@@ -113,8 +119,8 @@ def simulate(state: State, segments: Segments, segment_of_block: U32, limit: Any
 
 
 @lean
-def keep(state: State, segments: Segments) -> Any:
-    """Run the plan that was simulated last once more, and keep its snapshots. Returns as ``simulate``."""
+def _begin_again(state: State) -> None:
+    """Begin the plan at hand once more, to keep its snapshots."""
     kept = state.kept
     width = (kept.makespan[0] - state.fold.jumped[0]) // WINDOWS + 1
     for k in range(_WINDOWS + ONE):
@@ -125,10 +131,7 @@ def keep(state: State, segments: Segments) -> Any:
     kept.touched[:] = 0
     kept.new_snapshot[:] = 0
     _begin(state)
-    result = _go_through(state, segments, ZERO, (ONE << _WINDOWS) - ONE, True, NEVER)
-    if result == kept.makespan[0]:
-        accept(state)
-    return result
+    kept.first_makespan[0] = kept.makespan[0]
 
 
 @lean
@@ -165,9 +168,7 @@ def _run_window(state: State, segments: Segments, end: Any, chunk: Any, limit: A
 
 
 @lean
-def _go_through(
-    state: State, segments: Segments, first: Any, forbidden: Any, starts: Any, limit: Any
-) -> Any:
+def _go_through(state: State, segments: Segments, first: Any, forbidden: Any, starts: Any, limit: Any) -> Any:
     """Go through the windows from ``first`` on; those that are ``forbidden`` (bits) must be run. ``starts``: the run
     begins here, with nothing kept. Returns the makespan (ticks), LATE, or minus what the trouble is."""
     kept, results = state.kept, state.snapshots
@@ -187,26 +188,31 @@ def _go_through(
                 continue
             save(state, ONE - np.uint64(kept.snapshot[k]), k)
             kept.new_snapshot[k] = 1
-        result = _run_and_note(state, segments, k, limit)
+        _note_begin(state, k)
+        end = kept.horizon[k + ONE] if k + ONE < _WINDOWS else np.int64(NEVER)
+        result = _run_window(state, segments, end, kept.chunk[0], limit)
         if result != 0:
             return result
+        _note_end(state, k)
         is_kept = False
         k += ONE
     return kept.new_makespan[0] if kept.new_makespan[0] <= limit else np.int64(LATE)
 
 
 @lean
-def _run_and_note(state: State, segments: Segments, k: Any, limit: Any) -> Any:
-    """Run window ``k`` and note what was done in it. Returns as ``_run_window``."""
+def _note_begin(state: State, k: Any) -> None:
+    """Note what was done before window ``k``."""
     kept, results, v = state.kept, state.snapshots, ONE - np.uint64(state.kept.work[k])
     copy(results.computed[v, k], state.computed)
     copy(results.carried[v, k], state.carried)
     state.latest[0] = 0
     kept.log_first[k] = state.logged[0]
-    end = kept.horizon[k + ONE] if k + ONE < _WINDOWS else np.int64(NEVER)
-    result = _run_window(state, segments, end, kept.chunk[0], limit)
-    if result != 0:
-        return result
+
+
+@lean
+def _note_end(state: State, k: Any) -> None:
+    """Note what was done in window ``k``."""
+    kept, results, v = state.kept, state.snapshots, ONE - np.uint64(state.kept.work[k])
     kept.log_last[k] = state.logged[0]
     for d in range(np.uint64(state.computed.shape[0])):
         results.computed[v, k, d] = state.computed[d] - results.computed[v, k, d]
@@ -216,7 +222,6 @@ def _run_and_note(state: State, segments: Segments, k: Any, limit: Any) -> Any:
     if state.latest[0] > 0:
         results.latest[v, k] = state.latest[0] - kept.new_horizon[k]
         kept.new_makespan[0] = max(kept.new_makespan[0], state.latest[0])
-    return result
 
 
 @lean
@@ -257,35 +262,53 @@ def _add_done(state: State, k: Any) -> None:
 @lean
 def propose(state: State, segments: Segments, segment_of_block: U32, changed: U32, count: Any, limit: Any) -> Any:
     """Time the plan at hand with other segments for some of the first ``count`` blocks in ``changed``. Returns its
-    makespan (ticks), LATE if that is above ``limit``, or minus what the trouble is. ``accept`` or ``reject`` it; another
-    proposal rejects it, too."""
+    makespan (ticks), LATE if that is above ``limit``, or minus what the trouble is. ``accept`` or ``reject`` it;
+    another proposal rejects it, too."""
     kept = state.kept
     reject(state)
     copy(kept.new_compute, kept.total_compute)
     copy(kept.new_carry, kept.total_carry)
+    while True:  # at most twice: there may be no snapshots yet
+        starts, first, forbidden, most = kept.valid[0] == 0, ZERO, (ONE << _WINDOWS) - ONE, np.int64(NEVER)
+        if starts:
+            _begin_again(state)
+        else:
+            forbidden, most = _change(state, segments, segment_of_block, changed, np.uint64(count)), np.int64(limit)
+            if state.trouble[0] > 0:
+                return -np.int64(state.trouble[0])
+            while first < _WINDOWS and (forbidden >> first) & ONE == ZERO:
+                first += ONE
+            _go_back(state, first)
+            if first < _WINDOWS and most < LATE and is_late(state, most):
+                return np.int64(LATE)
+        result = _go_through(state, segments, first, forbidden, starts, most)
+        if not starts or result < 0:
+            return result
+        accept(state)
+        kept.valid[0], kept.accepted[0] = 1, ZERO
+
+
+@lean
+def _change(state: State, segments: Segments, segment_of_block: U32, changed: U32, count: Any) -> Any:
+    """Give blocks other segments. Returns the windows in which something of them happens, bit by bit."""
+    kept = state.kept
     forbidden = ZERO
-    for j in range(np.uint64(count)):
+    state.trouble[0] = 0
+    for j in range(count):
         block = np.uint64(changed[j])
         segment = np.uint64(segment_of_block[block])
         if segment == np.uint64(state.segment[block]):
             continue
         if not _has_room(state, segments, block, segment):
-            return np.int64(-ROOM)
+            state.trouble[0] = ROOM
+            break
         kept.changed[kept.changes[0]] = block
         kept.changes[0] += ONE
         _add_work(state, segments, block, np.uint64(kept.segment[block]), -1)
         _add_work(state, segments, block, segment, 1)
         state.segment[block] = segment
         forbidden |= kept.touched[block]
-    first = ZERO
-    while first < _WINDOWS and (forbidden >> first) & ONE == ZERO:
-        first += ONE
-    _go_back(state, first)
-    if first == _WINDOWS:
-        return kept.makespan[0] if kept.makespan[0] <= limit else np.int64(LATE)
-    if limit < LATE and is_late(state, limit):
-        return np.int64(LATE)
-    return _go_through(state, segments, first, forbidden, False, limit)
+    return forbidden
 
 
 @lean
@@ -305,12 +328,10 @@ def _go_back(state: State, first: Any) -> None:
     for k in range(first):
         _add_done(state, k)
     start_fold(state)
-    if first == _WINDOWS:
-        copy(kept.new_horizon, kept.horizon)
-        kept.new_makespan[0] = kept.makespan[0]
-        return
-    state.now[0] = kept.horizon[first]
-    load(state, np.uint64(kept.snapshot[first]), first)
+    kept.new_horizon[_WINDOWS] = kept.horizon[_WINDOWS]
+    if first < _WINDOWS:
+        state.now[0] = kept.horizon[first]
+        load(state, np.uint64(kept.snapshot[first]), first)
 
 
 @lean
@@ -335,13 +356,13 @@ def accept(state: State) -> None:
             for place in range(first, first + state.capacity[block]):
                 kept.window[place] = 0
     kept.changes[0] = ZERO
-    for block in range(np.uint64(kept.touched.shape[0])):
-        kept.touched[block] = (kept.touched[block] & kept.taken[0]) | kept.new_touched[block]
-    for k in range(_WINDOWS):
+    for b in range(np.uint64(kept.touched.shape[0])):
+        kept.touched[b] = (kept.touched[b] & kept.taken[0]) | kept.new_touched[b]
+    for k in range(np.uint64(WINDOWS)):
         if (kept.taken[0] >> k) & ONE == ZERO:
             kept.work[k] ^= np.uint8(1)
-            for j in range(kept.log_first[k], kept.log_last[k]):
-                kept.window[np.uint64(kept.log[j])] = k + ONE
+            for at in range(kept.log_first[k], kept.log_last[k]):
+                kept.window[kept.log[at]] = k + ONE
         if kept.new_snapshot[k]:
             kept.snapshot[k] ^= np.uint8(1)
     copy(kept.horizon, kept.new_horizon)
@@ -352,3 +373,6 @@ def accept(state: State) -> None:
     copy(kept.total_compute, kept.new_compute)
     copy(kept.total_carry, kept.new_carry)
     kept.makespan[0] = kept.new_makespan[0]
+    kept.accepted[0] += ONE
+    if kept.accepted[0] > _STALE or abs(kept.makespan[0] - kept.first_makespan[0]) > kept.first_makespan[0] >> 3:
+        kept.valid[0] = 0

@@ -1,5 +1,5 @@
-"""Folding in time, compiled: when the state is that of some microbatches before, put off by a period, then it will be so
-again, as long as the lists of actions go on alike. Whole periods are jumped over at once; integers shift exactly.
+"""Folding in time, compiled: when the state is that of some microbatches before, put off by a period, then it will be
+so again, as long as the lists of actions go on alike. Whole periods are jumped over at once; integers shift exactly.
 
 The reference device says how long a period may be; whether it is one is decided by comparing the states.
 """

@@ -11,8 +11,18 @@ from typing import Any
 
 import numpy as np
 
-from flexsearch.compiled import ONE, TWO, ZERO, lean
+from flexsearch.compiled import ONE, ZERO, lean
 from flexsearch.lower.rows import COMPUTE, WAIT, Segments
+from flexsearch.simulate.engine_queue import (
+    COMMUNICATION,
+    MICROBATCH,
+    NUMBER,
+    block_of,
+    drop_first,
+    identity_of,
+    place_of,
+    push,
+)
 from flexsearch.simulate.engine_state import (
     COMPUTING,
     DEADLOCK,
@@ -25,83 +35,6 @@ from flexsearch.simulate.engine_state import (
     State,
 )
 
-MICROBATCH, BLOCK = np.uint64(48), np.uint64(25)
-"""First bits of a microbatch and of a block in the identity of a row; below stand a flag and the number."""
-COMMUNICATION: Any = np.uint64(1 << 24)
-_BLOCKS: Any = np.uint64((1 << 23) - 1)
-NUMBER: Any = np.uint64((1 << 24) - 1)
-
-
-@lean
-def identity_of(state: State, microbatch: Any, block: Any, flag: Any, number: Any) -> Any:
-    """Identity of a row: blocks that run once belong to microbatch 0."""
-    if state.schedule.once[block]:
-        microbatch = ZERO
-    return (microbatch << MICROBATCH) | (block << BLOCK) | flag | number
-
-
-@lean
-def block_of(identity: Any) -> Any:
-    """The block of a row."""
-    return (identity >> BLOCK) & _BLOCKS
-
-
-@lean
-def place_of(state: State, identity: Any) -> Any:
-    """Place of a communication in the tables."""
-    return (identity >> MICROBATCH) * state.places[0] + state.first[block_of(identity)] + (identity & NUMBER)
-
-
-# ---- the queue
-
-
-@lean
-def push(state: State, ready: Any, identity: Any, item: Any) -> None:
-    """Add a row to the queue."""
-    queue = state.queue
-    at = queue.size[0]
-    if at == np.uint64(queue.item.shape[0]):
-        state.trouble[0] = ROOM
-        return
-    queue.size[0] = at + ONE
-    while at > ZERO:
-        above = (at - ONE) >> ONE
-        if queue.ready[above] < ready or (queue.ready[above] == ready and queue.identity[above] < identity):
-            break
-        queue.ready[at], queue.identity[at] = queue.ready[above], queue.identity[above]
-        queue.item[at] = queue.item[above]
-        at = above
-    queue.ready[at], queue.identity[at], queue.item[at] = ready, identity, item
-
-
-@lean
-def _drop_first(state: State) -> None:
-    """Take the first row out of the queue."""
-    queue = state.queue
-    size = queue.size[0] - ONE
-    queue.size[0] = size
-    ready, identity, item = queue.ready[size], queue.identity[size], queue.item[size]
-    at = ZERO
-    while True:
-        below = at * TWO + ONE
-        if below >= size:
-            break
-        right = below + ONE
-        if right < size and (
-            queue.ready[right] < queue.ready[below]
-            or (queue.ready[right] == queue.ready[below] and queue.identity[right] < queue.identity[below])
-        ):
-            below = right
-        if ready < queue.ready[below] or (ready == queue.ready[below] and identity < queue.identity[below]):
-            break
-        queue.ready[at], queue.identity[at] = queue.ready[below], queue.identity[below]
-        queue.item[at] = queue.item[below]
-        at = below
-    queue.ready[at], queue.identity[at], queue.item[at] = ready, identity, item
-
-
-# ---- devices
-
 
 @lean
 def enter(state: State, d: Any, action: Any, block: Any) -> Any:
@@ -112,11 +45,8 @@ def enter(state: State, d: Any, action: Any, block: Any) -> Any:
     while action < last:
         microbatch = np.uint64(schedule.microbatch[action])
         while block < np.uint64(schedule.block_last[action]):
-            if schedule.last[block]:
-                runs = microbatch == final
-            else:
-                runs = microbatch == ZERO or schedule.once[block] == 0
-            if runs:
+            only = final if schedule.last[block] else ZERO
+            if microbatch == only or (schedule.once[block] | schedule.last[block]) == 0:
                 state.devices.action[d], state.devices.block[d], state.devices.step[d] = action, block, ZERO
                 state.kept.new_touched[block] |= ONE << state.window[0]
                 if d == state.reference[0]:
@@ -262,12 +192,12 @@ def arrive(state: State, segments: Segments, identity: Any, tick: Any) -> None:
 
 
 @lean
-def serve(state: State, segments: Segments, horizon: Any) -> None:
+def serve(state: State, segments: Segments) -> None:
     """Serve the first row of the queue."""
     ready, identity, item = state.queue.ready[0], state.queue.identity[0], np.uint64(state.queue.item[0])
-    _drop_first(state)
+    drop_first(state)
     if identity & COMMUNICATION == ZERO:
-        _serve_computation(state, segments, ready, identity, item, horizon)
+        _serve_computation(state, ready, identity, item)
         return
     slot, block = np.uint64(state.slot[item]), block_of(identity)
     state.kept.new_touched[block] |= ONE << state.window[0]
@@ -277,15 +207,13 @@ def serve(state: State, segments: Segments, horizon: Any) -> None:
         for k in range(np.uint64(segments.drag_first[row]), np.uint64(segments.drag_last[row])):
             r = np.uint64(segments.drag[k])
             state.free[r] = max(state.free[r], ready) + segments.drag_ticks[k]
-    begin = _keep_links(state, segments, row, ready, turned)
+    begin, again = _keep_links(state, segments, row, ready, turned)
     if state.record.enabled[0] and turned == 0:
         state.record.start[item] = begin
-    if begin < 0:
-        again = -begin - 1 + segments.turn[row]
-        if state.record.enabled[0] and turned == 0:
-            state.record.start[item] = -begin - 1
-        state.pending.ready[slot], state.pending.turned[slot] = again, turned + segments.turn[row]
-        push(state, again, identity, item)
+    if again:
+        state.pending.ready[slot] = begin + segments.turn[row]
+        state.pending.turned[slot] = turned + segments.turn[row]
+        push(state, state.pending.ready[slot], identity, item)
         return
     end = begin + max(0, segments.communication_ticks[row] - turned)
     state.pending.end[slot] = end
@@ -294,13 +222,13 @@ def serve(state: State, segments: Segments, horizon: Any) -> None:
     state.logged[0] += ONE
     if state.record.enabled[0]:
         state.record.end[item] = end
-    _hand_on(state, segments, row, identity, end, horizon)
+    _hand_on(state, segments, row, identity, end)
 
 
 @lean
 def _keep_links(state: State, segments: Segments, row: Any, ready: Any, turned: Any) -> Any:
     """Keep the links of a communication from the moment when all are free, for a turn or for what is left of each.
-    Returns that tick; if another turn is to come, -1 less that tick."""
+    Returns that tick, and whether another turn is to come."""
     first, last = np.uint64(segments.link_first[row]), np.uint64(segments.link_last[row])
     ticks, turn = segments.communication_ticks[row], segments.turn[row]
     begin, longest = ready, np.int64(0)
@@ -316,12 +244,12 @@ def _keep_links(state: State, segments: Segments, row: Any, ready: Any, turned: 
             work -= max(0, work - turn)
         state.free[r] = begin + max(0, left)
         state.carried[r] += work
-    return -1 - begin if again else begin
+    return begin, again
 
 
 @lean
-def _hand_on(state: State, segments: Segments, row: Any, identity: Any, end: Any, horizon: Any) -> None:
-    """A communication ends: it reaches those that follow it, and devices that wait for it go on."""
+def _hand_on(state: State, segments: Segments, row: Any, identity: Any, end: Any) -> None:
+    """A communication ends: it reaches those that follow it, and wakes devices that wait for it."""
     microbatch = identity >> MICROBATCH
     for k in range(np.uint64(segments.follower_first[row]), np.uint64(segments.follower_last[row])):
         block = np.uint64(segments.follower_block[k])
@@ -332,19 +260,20 @@ def _hand_on(state: State, segments: Segments, row: Any, identity: Any, end: Any
     for k in range(np.uint64(segments.receiver_first[row]), np.uint64(segments.receiver_last[row])):
         d = np.uint64(segments.receiver[k])
         if devices.status[d] == WAITING and devices.awaited[d] == identity:
-            _go_on(state, segments, d, max(devices.clock[d], end), horizon)
+            _wake(state, d, max(devices.clock[d], end))
 
 
 @lean
-def _go_on(state: State, segments: Segments, d: Any, clock: Any, horizon: Any) -> None:
+def _wake(state: State, d: Any, clock: Any) -> None:
     """What a device waited for has ended."""
     state.devices.clock[d], state.devices.status[d] = clock, RUNNING
     state.devices.step[d] += np.uint32(1)
-    advance(state, segments, d, horizon)
+    state.woken[state.woken_count[0]] = d
+    state.woken_count[0] += ONE
 
 
 @lean
-def _serve_computation(state: State, segments: Segments, ready: Any, identity: Any, d: Any, horizon: Any) -> None:
+def _serve_computation(state: State, ready: Any, identity: Any, d: Any) -> None:
     """A computation of a contended processor: whole, or a turn of it."""
     devices, r = state.devices, np.uint64(state.machine.processor[d])
     begin = max(ready, state.free[r])
@@ -364,7 +293,7 @@ def _serve_computation(state: State, segments: Segments, ready: Any, identity: A
     if state.record.enabled[0]:
         state.record.finish[_computation(state, identity)] = end
     state.latest[0] = max(state.latest[0], end)
-    _go_on(state, segments, d, end, horizon)
+    _wake(state, d, end)
 
 
 # ---- windows
@@ -373,11 +302,18 @@ def _serve_computation(state: State, segments: Segments, ready: Any, identity: A
 @lean
 def run_to(state: State, segments: Segments, horizon: Any) -> None:
     """All that happens before the horizon. ``trouble`` says if that was not possible."""
+    state.woken_count[0] = ZERO
     for d in range(np.uint64(state.devices.clock.shape[0])):
         if state.devices.status[d] == RUNNING:
-            advance(state, segments, d, horizon)
-    while state.queue.size[0] > ZERO and state.queue.ready[0] < horizon and state.trouble[0] == 0:
-        serve(state, segments, horizon)
+            state.woken[state.woken_count[0]] = d
+            state.woken_count[0] += ONE
+    while state.trouble[0] == 0:
+        while state.woken_count[0] > ZERO:
+            state.woken_count[0] -= ONE
+            advance(state, segments, np.uint64(state.woken[state.woken_count[0]]), horizon)
+        if state.queue.size[0] == ZERO or state.queue.ready[0] >= horizon:
+            break
+        serve(state, segments)
     if state.trouble[0] == 0:
         _sweep(state, horizon)
     state.now[0] = horizon
@@ -418,15 +354,15 @@ def is_over(state: State) -> Any:
 
 @lean
 def is_late(state: State, limit: Any) -> Any:
-    """Whether it is certain that the makespan is above the limit: what is left to be computed by a device, or carried by
-    a link, does not fit."""
+    """Whether the makespan is certainly above the limit: what is left to be computed by a device, or carried by a link,
+    does not fit."""
     kept, now = state.kept, state.now[0]
     if state.latest[0] > limit:
         return True
     for d in range(np.uint64(state.devices.clock.shape[0])):
-        if max(now, state.devices.clock[d]) + kept.new_compute[d] - state.computed[d] > limit:
-            if state.devices.status[d] != DONE:
-                return True
+        left = kept.new_compute[d] - state.computed[d]
+        if left > 0 and max(now, state.devices.clock[d]) + left > limit:
+            return True
     for r in range(np.uint64(state.free.shape[0])):
         left = kept.new_carry[r] - state.carried[r]
         if left > 0 and max(now, state.free[r]) + left > limit:

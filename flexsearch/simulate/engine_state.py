@@ -33,8 +33,8 @@ WINDOWS: Final = 48
 
 @packed
 class Devices(NamedTuple):
-    """Where devices stand: action, block, steps of it that are done, ``status``, the identity of what they wait for, the
-    tick until which they are busy, and what is left of their computation (ticks)."""
+    """Where devices stand: action, block, steps of it that are done, ``status``, the identity of what they wait for,
+    the tick until which they are busy, and what is left of their computation (ticks)."""
 
     action: U32
     block: U32
@@ -47,8 +47,8 @@ class Devices(NamedTuple):
 
 @packed
 class Pending(NamedTuple):
-    """Communications that are pending: place, identity, senders and communications that are missing, tick at which it is
-    ready so far, tick at which it ends (-1: not served yet), ticks for which its links have been kept busy in turns."""
+    """Communications that are pending: place, identity, senders and communications that are missing, tick at which it
+    is ready so far, tick at which it ends (-1: not served yet), ticks for which its links were kept busy in turns."""
 
     place: U32
     identity: U64
@@ -71,10 +71,10 @@ class Queue(NamedTuple):
 
 @packed
 class Snapshots(NamedTuple):
-    """By version, window (the last one is the mark of a period), and then as in ``Devices``, ``Pending`` or by resource.
+    """By version, window (the last one is the mark of a period), and as in ``Devices``, ``Pending`` or by resource.
 
-    ``count``: pending communications. By version and window also ``computed`` (by device) and ``carried`` (by
-    resource): ticks of work done in the window; ``latest``: latest end in the window, ticks from its start on.
+    ``total``: how many communications are pending. By version and window also ``computed`` (by device), ``carried``
+    (by resource): ticks of work done in the window; ``latest``: latest end in the window, ticks from its start on.
     """
 
     action: U32
@@ -85,7 +85,7 @@ class Snapshots(NamedTuple):
     clock: I64
     left: I64
     free: I64
-    count: U64
+    total: U64
     place: U32
     identity: U64
     missing: U32
@@ -108,10 +108,11 @@ class Kept(NamedTuple):
     it is served, 0: in none). ``total_compute`` (by device), ``total_carry`` (by resource): ticks of work in the plan.
     ``makespan``: (1,). ``taken``: (1,) bit k: the proposal goes through window k as the plan at hand does.
 
-    ``visit_first``: by action of the reference device, number of the first visit of its blocks. By visit:
+    ``visit_first``: by action, how many blocks the actions of its group before it have. By visit:
     ``visit_window`` (as ``window``), ``visit_tick`` (from the start of the window on) at which it began.
     ``visited``, ``visits``: those of the proposal, and (1,) how many. ``chunk``: (1,) ticks after which a window is
-    looked at again: whether its end must be shifted, whether it is late.
+    looked at again: whether its end must be shifted, whether it is late. ``valid``: (1,) whether there are snapshots of
+    the plan at hand; ``accepted``: (1,) how many proposals since they were all made; ``first_makespan``: (1,) then.
     """
 
     segment: U32
@@ -143,6 +144,9 @@ class Kept(NamedTuple):
     new_tick: I64
     visits: U64
     chunk: I64
+    valid: U8
+    accepted: U64
+    first_makespan: I64
 
 
 @packed
@@ -188,7 +192,8 @@ class State(NamedTuple):
     ``slot``), ``slot`` (number among the pending, or ENDED). ``run``: (1,) number of the run. ``free``: by resource,
     tick from which on it is. ``computed``, ``carried``: ticks of work done. ``pending_count``, ``logged``, ``window``,
     ``now`` (tick up to which all has happened), ``latest`` (the latest end in the window), ``shift`` (ticks by which
-    the reference device is later than in the plan at hand), ``reference`` (that device), ``trouble``: (1,)."""
+    the reference device is later than in the plan at hand), ``reference`` (that device), ``trouble``:
+    (1,). ``woken``: the first ``woken_count`` are devices that can go on."""
 
     schedule: Schedule
     machine: Machine
@@ -216,6 +221,8 @@ class State(NamedTuple):
     now: I64
     latest: I64
     shift: I64
+    woken: U32
+    woken_count: U64
     reference: U64
     trouble: U8
 
@@ -236,7 +243,7 @@ def _flags(*shape: int) -> U8:
     return np.zeros(shape, np.uint8)
 
 
-def make_state(schedule: Schedule, machine: Machine, capacity: U64, room: int, reference: int, fold: bool) -> State:
+def make_state(schedule: Schedule, machine: Machine, capacity: U64, room: int, fold: bool) -> State:
     """The state of an engine, with room for ``room`` pending communications and ``capacity`` of each block."""
     devices, blocks = len(schedule.group), len(schedule.kind)
     resources, microbatches = int(machine.resources[0]), int(schedule.microbatches[0])
@@ -251,18 +258,19 @@ def make_state(schedule: Schedule, machine: Machine, capacity: U64, room: int, r
         pending=Pending(_numbers(room), _counts(room), _numbers(room), _ticks(room), _ticks(room), _ticks(room)),
         queue=Queue(_ticks(room + devices), _counts(room + devices), _numbers(room + devices), _counts(1)),
         snapshots=_snapshots(devices, resources, room),
-        kept=_kept(schedule, devices, blocks, resources, table, reference),
+        kept=_kept(schedule, devices, blocks, resources, table),
         fold=Fold(
             due=_ticks(1), lag=_counts(1), tries=_counts(1), base=_ticks(1), log=_counts(1), computed=_ticks(devices),
             carried=_ticks(resources), begun=_ticks(len(schedule.microbatch) + 1), current=_counts(1),
             jumped=_ticks(1), enabled=np.array([fold and microbatches >= 4], np.uint8),
         ),
         record=Record(_counts(blocks), _counts(1), _ticks(1), _ticks(1), _ticks(1), _ticks(1), _flags(1)),
-        segment=_numbers(blocks), runs=_runs(schedule), first=(np.cumsum(capacity) - capacity).astype(np.uint64), capacity=capacity,
+        segment=_numbers(blocks), runs=_runs(schedule), first=(np.cumsum(capacity) - capacity).astype(np.uint64),
+        capacity=capacity,
         places=np.array([places], np.uint64), stamp=_numbers(table), slot=_numbers(table), run=_numbers(1),
         free=_ticks(resources), computed=_ticks(devices), carried=_ticks(resources), pending_count=_counts(1),
         logged=_counts(1), window=_counts(1), now=_ticks(1), latest=_ticks(1), shift=_ticks(1),
-        reference=np.array([reference], np.uint64), trouble=_flags(1),
+        woken=_numbers(devices), woken_count=_counts(1), reference=_counts(1), trouble=_flags(1),
     )  # fmt: skip
 
 
@@ -271,17 +279,15 @@ def _snapshots(devices: int, resources: int, room: int) -> Snapshots:
     return Snapshots(
         action=_numbers(*by_window, devices), block=_numbers(*by_window, devices), step=_numbers(*by_window, devices),
         status=_flags(*by_window, devices), awaited=_counts(*by_window, devices), clock=_ticks(*by_window, devices),
-        left=_ticks(*by_window, devices), free=_ticks(*by_window, resources), count=_counts(*by_window),
+        left=_ticks(*by_window, devices), free=_ticks(*by_window, resources), total=_counts(*by_window),
         place=_numbers(*by_window, room), identity=_counts(*by_window, room), missing=_numbers(*by_window, room),
         ready=_ticks(*by_window, room), end=_ticks(*by_window, room), turned=_ticks(*by_window, room),
         computed=_ticks(*by_window, devices), carried=_ticks(*by_window, resources), latest=_ticks(*by_window),
     )  # fmt: skip
 
 
-def _kept(
-    schedule: Schedule, devices: int, blocks: int, resources: int, table: int, reference: int
-) -> Kept:
-    visit_first, visits = _visits(schedule, reference)
+def _kept(schedule: Schedule, devices: int, blocks: int, resources: int, table: int) -> Kept:
+    visit_first, visits = _visits(schedule)
     return Kept(
         segment=_numbers(blocks), touched=_counts(blocks), new_touched=_counts(blocks), horizon=_ticks(WINDOWS + 1),
         new_horizon=_ticks(WINDOWS + 1), snapshot=_flags(WINDOWS + 1), new_snapshot=_flags(WINDOWS + 1),
@@ -290,19 +296,21 @@ def _kept(
         total_carry=_ticks(resources), new_carry=_ticks(resources), makespan=_ticks(1), new_makespan=_ticks(1),
         taken=_counts(1), changed=_numbers(blocks), changes=_counts(1), visit_first=visit_first,
         visit_window=_flags(visits), visit_tick=_ticks(visits), visited=_numbers(visits), new_window=_flags(visits),
-        new_tick=_ticks(visits), visits=_counts(1), chunk=_ticks(1),
+        new_tick=_ticks(visits), visits=_counts(1), chunk=_ticks(1), valid=_flags(1),
+        accepted=_counts(1), first_makespan=_ticks(1),
     )  # fmt: skip
 
 
-def _visits(schedule: Schedule, reference: int) -> tuple[U64, int]:
-    """By action of the reference device, the number of its first visit; and how many visits there are."""
-    group = schedule.group[reference]
-    first = _counts(len(schedule.microbatch))
-    visits = 0
-    for action in range(int(schedule.action_first[group]), int(schedule.action_last[group])):
-        first[action] = visits
-        visits += int(schedule.block_last[action]) - int(schedule.block_first[action])
-    return first, max(1, visits)
+def _visits(schedule: Schedule) -> tuple[U64, int]:
+    """By action, how many blocks the actions of its group before it have; and the most of a group."""
+    first, most = _counts(len(schedule.microbatch)), 1
+    for begin, end in zip(schedule.action_first, schedule.action_last, strict=True):
+        visits = 0
+        for action in range(int(begin), int(end)):
+            first[action] = visits
+            visits += int(schedule.block_last[action]) - int(schedule.block_first[action])
+        most = max(most, visits)
+    return first, most
 
 
 def _runs(schedule: Schedule) -> U32:

@@ -1,7 +1,7 @@
 """Snapshots of a run at a horizon, compiled: saved, compared with the run at hand, and gone on from.
 
-A moment before the horizon is as good as the horizon: who waits goes on behind it, and a link that was free before it is
-free. So only ticks behind the horizon are kept, and equal snapshots go on equally, whenever their horizons are.
+A moment before the horizon is as good as the horizon: who waits goes on behind it, and a link that was free before it
+is free. So only ticks behind the horizon are kept, and equal snapshots go on equally, whenever their horizons are.
 """
 
 from __future__ import annotations
@@ -10,10 +10,10 @@ from typing import Any
 
 import numpy as np
 
-from flexsearch.compiled import I64, ONE, ZERO, lean
+from flexsearch.compiled import I64, ZERO, lean
 from flexsearch.lower.rows import Schedule
-from flexsearch.simulate.engine_run import MICROBATCH, block_of, place_of, push
-from flexsearch.simulate.engine_state import COMPUTING, DONE, ENDED, WAITING, State
+from flexsearch.simulate.engine_queue import COMMUNICATION, MICROBATCH, block_of, place_of, push
+from flexsearch.simulate.engine_state import COMPUTING, DONE, ENDED, RUNNING, State
 
 
 @lean
@@ -35,7 +35,7 @@ def save(state: State, v: Any, k: Any) -> None:
     for r in range(np.uint64(state.free.shape[0])):
         kept.free[v, k, r] = max(state.free[r] - now, 0)
     count = state.pending_count[0]
-    kept.count[v, k] = count
+    kept.total[v, k] = count
     for slot in range(count):
         kept.place[v, k, slot], kept.identity[v, k, slot] = pending.place[slot], pending.identity[slot]
         kept.missing[v, k, slot], kept.turned[v, k, slot] = pending.missing[slot], pending.turned[slot]
@@ -47,7 +47,7 @@ def save(state: State, v: Any, k: Any) -> None:
 def is_same(state: State, v: Any, k: Any, lag: Any) -> Any:
     """Whether the state at ``now`` is that of a snapshot, ``lag`` microbatches later."""
     kept, devices, now = state.snapshots, state.devices, state.now[0]
-    if kept.count[v, k] != state.pending_count[0]:
+    if kept.total[v, k] != state.pending_count[0]:
         return False
     for d in range(np.uint64(devices.clock.shape[0])):
         if not _same_device(state, v, k, d, lag) or kept.clock[v, k, d] != max(devices.clock[d] - now, 0):
@@ -56,7 +56,7 @@ def is_same(state: State, v: Any, k: Any, lag: Any) -> Any:
         if kept.free[v, k, r] != max(state.free[r] - now, 0):
             return False
     pending = state.pending
-    for j in range(kept.count[v, k]):
+    for j in range(kept.total[v, k]):
         place = place_of(state, later(state.schedule, kept.identity[v, k, j], lag))
         if state.stamp[place] != state.run[0]:
             return False
@@ -97,9 +97,8 @@ def _same_device(state: State, v: Any, k: Any, d: Any, lag: Any) -> Any:
         != np.uint64(schedule.microbatch[np.uint64(kept.action[v, k, d])]) + lag
     ):
         return False
-    if status == WAITING or status == COMPUTING:
-        if devices.awaited[d] != later(schedule, kept.awaited[v, k, d], lag):
-            return False
+    if status != RUNNING and devices.awaited[d] != later(schedule, kept.awaited[v, k, d], lag):
+        return False
     return status != COMPUTING or devices.left[d] == kept.left[v, k, d]
 
 
@@ -117,8 +116,8 @@ def load(state: State, v: Any, k: Any) -> None:
             push(state, devices.clock[d], devices.awaited[d], d)
     for r in range(np.uint64(state.free.shape[0])):
         state.free[r] = kept.free[v, k, r] + now
-    state.pending_count[0] = kept.count[v, k]
-    for slot in range(kept.count[v, k]):
+    state.pending_count[0] = kept.total[v, k]
+    for slot in range(kept.total[v, k]):
         place, identity = np.uint64(kept.place[v, k, slot]), kept.identity[v, k, slot]
         pending.place[slot], pending.identity[slot] = place, identity
         pending.missing[slot], pending.turned[slot] = kept.missing[v, k, slot], kept.turned[v, k, slot]
@@ -155,5 +154,5 @@ def shift_pending(state: State, lag: Any, ticks: Any) -> None:
     for j in range(queue.size[0]):
         queue.identity[j] = later(state.schedule, queue.identity[j], lag)
         queue.ready[j] += ticks
-        if queue.identity[j] & (ONE << np.uint64(24)):
+        if queue.identity[j] & COMMUNICATION != ZERO:
             queue.item[j] = place_of(state, queue.identity[j])

@@ -12,12 +12,11 @@ import numpy.typing as npt
 from flexsearch.cost.compute import STATE_COPIES
 from flexsearch.graph import OperatorGraph
 from flexsearch.graph.ops import saved_tensors
-from flexsearch.lower.arrays import NOTHING, Program, State
-from flexsearch.lower.emit import BlockTable
+from flexsearch.lower.arrays import NOTHING, BlockTable, Program, State
+from flexsearch.lower.change import Wiring
 from flexsearch.lower.plan import PlanRows
 from flexsearch.lower.program import Rows
 from flexsearch.lower.rows import Schedule
-from flexsearch.lower.wiring import Wiring
 from flexsearch.simulate.account import Account
 from flexsearch.simulate.lifetimes import ACTIVATIONS, AT_HAND, OUTPUT, WEIGHT, WEIGHTS, Sources, Spans, Units
 from flexsearch.strategy import Options
