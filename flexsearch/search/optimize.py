@@ -388,7 +388,7 @@ class _Run:
         return SearchResult(
             strategy, simulation, self.best.evaluation.feasible, self.best.optimal, bound_s, self.outcomes,
             tuple(self.history), tuple(self.trails), self.proposals, self.accepted, time.monotonic() - self.began,
-            reason, name, aside, self.climber.space.alternatives_on_blocks,
+            reason, name, aside,
         )  # fmt: skip
 
 

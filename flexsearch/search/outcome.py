@@ -65,9 +65,7 @@ class SearchResult:
     config (alone, or with the operators that follow it) makes it faster: all were tried. ``bound_s``: no legal plan is
     faster. ``baselines``: every baseline by name, with the bucket size that suits it best. ``stopped``: why the search
     ended, in words. ``trails``: of the climbs. ``baseline``: name of the baseline that the best plan is, empty if it is
-    none. ``set_aside_s``: iteration time (s) of a faster plan that did not beat that baseline by the margin, if any.
-    ``alternatives``: how many proposals it takes to look once at every single change: a search that made fewer has not
-    seen its surroundings."""
+    none. ``set_aside_s``: iteration time (s) of a faster plan that did not beat that baseline by the margin, if any."""
 
     strategy: Strategy
     simulation: Simulation
@@ -83,7 +81,6 @@ class SearchResult:
     stopped: str
     baseline: str
     set_aside_s: float | None
-    alternatives: int
 
     @property
     def prediction(self) -> Prediction:
