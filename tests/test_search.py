@@ -234,13 +234,6 @@ def test_the_best_plan_is_made_simpler_before_it_is_compared() -> None:
     assert after.set_aside_s == after.baselines["single"].time_s
 
 
-def test_a_result_says_how_many_single_changes_there_are() -> None:
-    graph, topology = mlp(), ethernet(2)
-    result, space = find(graph, topology, 20), Space(graph, topology)
-    blocks = sum(len(tuple(space._on_blocks(op, False))) for op in graph.operators)
-    assert result.alternatives == blocks > result.proposals
-
-
 def test_it_goes_on_from_a_given_plan() -> None:
     graph, topology = cnn(batch=32, hidden=2048), ethernet(4)
     before = find(graph, topology, 200)

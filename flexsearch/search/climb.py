@@ -120,15 +120,20 @@ class Climber:
             self._chain(climb, rng, done, watch, coarse=True)
             if done.evaluation.cost > (1.0 - GAIN) * before.cost:
                 break
-        self._polish(climb, done, watch, min(climb.proposals - done.proposals, self.patience), classes_only=True)
+        most = min(climb.proposals - done.proposals, self._coarse_patience(climb))
+        self._polish(climb, done, watch, most, classes_only=True)
+
+    @staticmethod
+    def _coarse_patience(climb: Climb) -> int:
+        return COARSE_PATIENCE[min(climb.index, len(COARSE_PATIENCE) - 1)] * climb.patience
 
     def _chain(
         self, climb: Climb, rng: np.random.Generator, done: Climbed, watch: Watch, coarse: bool = False
     ) -> None:  # fmt: skip
         """A chain that cools down, and ends when ``patience`` proposals in a row brought it nothing new."""
         best = min(done.evaluation, climb.best, key=by_rank)
-        patience = COARSE_PATIENCE[min(climb.index, len(COARSE_PATIENCE) - 1)] if coarse else self.patience
-        self.chain.begin(done.configs, done.evaluation, best, climb.stream, patience * climb.patience, coarse)
+        patience = self._coarse_patience(climb) if coarse else self.patience * climb.patience
+        self.chain.begin(done.configs, done.evaluation, best, climb.stream, patience, coarse)
         done.curve.append((done.proposals, self.chain.cost))
         ended, before, accepted = False, done.proposals, done.accepted
 

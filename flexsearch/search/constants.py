@@ -60,8 +60,8 @@ Measured: search_quality, networks, seeds that end in a local optimum."""
 PATIENCE: Final = (3000, 8, 6000)
 """Proposals without a gain that end a chain: at least, for each leader, at most. Measured: as WORTH."""
 COARSE_PATIENCE: Final = (1200, 1200, 2400, 2400, 3600)
-"""The same of coarse chains by number of the climb: early climbs get short ones, to suit short budgets. Measured:
-search_quality, networks, 1 s against 60 s."""
+"""The same of coarse chains by number of the climb: early climbs get short ones, to suit short budgets. Also the most
+proposals of the descent over classes that follows them. Measured: search_quality, networks, 1 s against 60 s."""
 COARSE_CHAINS: Final = 5
 """Most coarse chains of a climb. Taken."""
 GAIN: Final = 0.01
