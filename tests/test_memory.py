@@ -15,17 +15,18 @@ from hypothesis import strategies as st
 from flexsearch.cost import Costs
 from flexsearch.graph import OperatorGraph
 from flexsearch.lower import Lowered, Lowering
-from flexsearch.lower.arrays import BACKWARD, FORWARD, GATHER, SECOND, SYNCHRONISE, Program
-from flexsearch.lower.program import make_program, make_wiring
+from flexsearch.lower.plan import PlanRows
+from flexsearch.lower.program import make_program
 from flexsearch.lower.rows import Schedule
-from flexsearch.lower.wired import Wired, empty_state
+from flexsearch.lower.schedule import Stages
+from flexsearch.lower.templates import Templates
 from flexsearch.search.space import Space
 from flexsearch.simulate import Memory, memory
 from flexsearch.simulate.account import missing_memory
 from flexsearch.simulate.delta import DeltaSimulator
 from flexsearch.simulate.memory import Span, memory_of, spans_of
 from flexsearch.simulate.units import make_account, make_units
-from flexsearch.strategy import OperatorConfig, Options
+from flexsearch.strategy import OperatorConfig, Options, make_config
 from flexsearch.topology import Topology
 from tests.memory_oracle import Span as TaskSpan
 from tests.memory_oracle import spans_of_tasks
@@ -166,8 +167,8 @@ def test_views_belong_to_what_they_are_views_of() -> None:
     graph = viewed()
     topology = TOPOLOGIES["slow hosts"]()
     lowering = Lowering(graph, topology, Costs(graph, topology))
-    program = make_program(graph, topology, lowering, lowering.costs, Options())
-    units = make_units(graph, make_wiring(graph, topology, lowering, program), program, Options())
+    rows = PlanRows(lowering, Templates(lowering), Options())
+    units = make_units(graph, rows.wiring, rows.table, Options())
     names = [t.name for t in graph.of_kind("activation")]
     members = {
         frozenset(names[t] for t in units.activation[first:last])
@@ -245,37 +246,6 @@ def test_units_that_the_account_overlooks_are_noticed() -> None:
 # ---- several microbatches and stages
 
 
-def pipeline(program: Program, operators: int, stages: Sequence[int], devices: Sequence[int], count: int) -> Schedule:
-    """One forward, one backward. ``stages``: the operator that each begins with; ``devices``: stage of each."""
-    kinds, arguments = program.kind, program.argument
-    once = ~np.isin(kinds, (FORWARD, BACKWARD))
-    ends = [*stages[1:], operators]
-    gathers, total = int((kinds == GATHER).sum()), len(kinds)
-    forward = [(gathers + a, gathers + b) for a, b in zip(stages, ends, strict=True)]
-    back = [
-        np.flatnonzero((kinds == BACKWARD) & (arguments >= a) & (arguments < b))
-        for a, b in zip(stages, ends, strict=True)
-    ]
-    begins = [int(rows[0]) for rows in back]
-    backward = list(zip(begins, [total - 2, *begins[:-1]], strict=True))
-    plans = []
-    for s in range(len(stages)):
-        ahead = min(count, len(stages) - 1 - s)
-        rows = [(*forward[s], k) for k in range(ahead)]
-        for k in range(count):
-            rows += [(*forward[s], k + ahead)] if k + ahead < count else []
-            rows.append((*backward[s], k))
-        plans.append([(0, gathers, 0), *rows, (total - 2, total, 0)])
-    sizes = np.cumsum([0, *map(len, plans)]).astype(np.uint32)
-    flat = np.array([row for rows in plans for row in rows], np.uint32)
-    return Schedule(
-        kind=kinds, argument=arguments, once=once.astype(np.uint8), last=(kinds == SYNCHRONISE).astype(np.uint8),
-        group=np.array(devices, np.uint32), action_first=sizes[:-1].copy(), action_last=sizes[1:].copy(),
-        block_first=flat[:, 0].copy(), block_last=flat[:, 1].copy(), microbatch=flat[:, 2].copy(),
-        microbatches=np.array([count], np.uint32),
-    )  # fmt: skip
-
-
 def unrolled(spans: Sequence[Span], schedule: Schedule, device: int) -> int:
     """Peak of a device, by laying every microbatch's spans out one after the other."""
     count, group = int(schedule.microbatches[0]), int(schedule.group[device])
@@ -324,26 +294,26 @@ def unrolled(spans: Sequence[Span], schedule: Schedule, device: int) -> int:
 def test_the_peak_over_microbatches_is_that_of_the_passes_laid_out(count: int, stages: tuple[int, ...]) -> None:
     graph, topology = mlp(), TOPOLOGIES["slow hosts"]()
     rng, space = np.random.Generator(np.random.PCG64(count)), Space(graph, topology)
-    devices = [0, 0, len(stages) - 1, len(stages) - 1]
+    cut = Stages(stages, tuple((2 * k, 2 * k + 1) for k in range(len(stages))), count)
     options = Options(optimizer="adam", bucket_bytes=1)
     lowering = Lowering(graph, topology, Costs(graph, topology))
     peaks = set()
     for _ in range(4):
         configs = [
-            config.on([2 * (i >= stages[-1]) * (len(stages) - 1) + d % 2 for d in range(len(config.devices))])
-            if len(config.devices) <= 2
-            else space.propagation.graph and config
-            for i, config in enumerate(space.random_plan(rng))
+            make_config(op, {a: n for a, n in config.degrees if n == 2}, cut.devices[stage][: len(config.devices)])
+            for op, config, stage in zip(
+                graph.operators, space.random_plan(rng), cut.of(len(graph.operators)), strict=True
+            )
         ]
-        wired = Wired(lowering, configs, options)
-        schedule = pipeline(wired.program, len(graph.operators), stages, devices, count)
-        empty = empty_state(topology, wired.program, wired.wiring)
-        parts = graph, topology, options, wired.wiring, wired.program, wired.templates, empty, schedule
-        account, sources = make_account(*parts)
-        missing_memory(account, sources, wired.state, True)
-        spans = spans_of(lowering.lower(configs, options))
-        expected = [unrolled(spans, schedule, d) for d in range(len(devices))]
-        assert account.peak.tolist() == expected
-        assert [m.peak for m in memory_of(*make_account(*parts), wired.state)] == expected
+        rows = PlanRows(lowering, Templates(lowering), options, cut)
+        rows.set(dict(enumerate(configs)))
+        account, sources = make_account(rows)
+        missing_memory(account, sources, rows.state, True)
+        spans = spans_of(lowering.lower(configs, options, cut))
+        used = [d for of in cut.devices for d in of]
+        expected = [unrolled(spans, rows.schedule, d) for d in used]
+        assert account.peak[used].tolist() == expected
+        measured = memory_of(*make_account(rows), rows.state)
+        assert [measured[d].peak for d in used] == expected
         peaks.add(tuple(expected))
     assert len(peaks) > 1

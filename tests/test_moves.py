@@ -40,8 +40,8 @@ class Drawing:
         """What the move drawn from ``uniforms`` changes, all legal."""
         chain, simulator = self.chain, self.simulator
         chain._draws.uniform[0], chain._draws.row[0] = uniforms, 0
-        pools, table, change = simulator.templates.pools, simulator.templates.keys.table, simulator.change
-        if not draw(chain._moves, chain._draws, simulator.state.config, pools.config_shard, table, change):
+        tables, change = simulator.templates.tables, simulator.rows.change
+        if not draw(chain._moves, chain._draws, simulator.rows.state.config, tables, change):
             chain._answer(simulator)
         number = int(change.number[0])
         operators = change.operator[:number].tolist()

@@ -41,7 +41,7 @@ def test_configs_and_weight_plans_are_those_of_lowering(name: str, seed: int) ->
     graph, topology = mlp(), TOPOLOGIES[name]()
     simulator = walked(graph, topology, seed)
     templates, lowering, pools = simulator.templates, simulator.lowering, simulator.templates.pools
-    for i, (number, config) in enumerate(zip(simulator.state.config.tolist(), simulator.configs, strict=True)):
+    for i, (number, config) in enumerate(zip(simulator.rows.state.config.tolist(), simulator.configs, strict=True)):
         placed, first, last = lowering.placed(i, config), *_rows(pools, "config", number)
         assert templates.config(i, config) == number and templates.configs[number] == config
         assert pools.entry_device[first:last].tolist() == list(config.devices)
@@ -50,12 +50,10 @@ def test_configs_and_weight_plans_are_those_of_lowering(name: str, seed: int) ->
         operands = [layout.number for layout in (*placed.reads, *placed.writes)]
         begin = int(pools.config_reads[number])
         assert pools.layout[begin : begin + len(operands)].tolist() == operands
-        assert (pools.config_held[number] == templates.ceiling.placed(i, placed)).all()
     lowered = lowering.lower(simulator.configs, simulator.options)
     for w, weight in enumerate(lowered.weights):
         plan, itemsize = weight.plan, graph.tensor[weight.tensor].itemsize
-        template = int(simulator.state.plan[w])
-        assert (pools.plan_held[template] == templates.ceiling.weight(plan, itemsize)).all()
+        template = int(simulator.rows.state.plan[w])
         gather = int(pools.plan_gather[template])
         for k, forward in enumerate(plan.forward):
             number = int(pools.gather[gather + k])
