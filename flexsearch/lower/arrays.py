@@ -8,7 +8,9 @@ import numpy as np
 import numpy.typing as npt
 
 from flexsearch.compiled import F64, I64, U8, U32, U64
+from flexsearch.cost.tally import Loads, Rates, Tally
 from flexsearch.packed import packed
+from flexsearch.topology.routes import RouteTable
 
 NOTHING = np.uint32(0xFFFFFFFF)
 """No task, node or row."""
@@ -47,6 +49,8 @@ class Program(NamedTuple):
     update_byte_s: F64  # by device
     update_tensor_s: F64
     row_stride: U32  # by row: STRIDE of the block that sends what arrives there
+    routes: RouteTable
+    rates: Rates
     scalars: F64
 
 
@@ -77,20 +81,20 @@ class Pools(NamedTuple):
     drag_first: U32
     drag_last: U32
     duration: F64
-    latency: F64
-    amount: U64  # of an all-reduce: bytes on each device
+    start: F64  # of messages: s until bytes flow
+    amount: U64  # what a collective is priced by, of messages 0
     key: U32  # exchanges of the same key go together in a bucket
     send: U32
     receive: U32
     link: U32
     link_s: F64
-    link_ticks: I64  # as ``link_s``; of what can go in a bucket: at least
-    link_load: F64  # bytes; of an all-reduce: ring edges
+    link_ticks: I64  # as ``link_s``, at least: in a bucket, it adds so much
+    link_load: F64  # of messages: bytes
     drag: U32
     drag_s: F64
     drag_load: F64
-    key_factor: F64
-    key_ring: U64  # number of devices of an all-reduce, else 0
+    key_form: U8  # number in ``FORMS``
+    key_group: U8  # 1: a collective, among the senders; 0: messages
     plan_sync: U32
     plan_gather: U32
     gather: U32
@@ -182,6 +186,8 @@ class Work(NamedTuple):
     void: U64  # (1,): proposals in a row for which that was so
     skipped: U64  # (1,): STRIDEs of blocks, over all passes
     moment: F64  # so far: makespan, tasks, and the last end of an exchange that somebody waits for
+    tally: Tally
+    loads: Loads
 
 
 @packed

@@ -7,8 +7,8 @@ from typing import Any, Final, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from flexsearch.compiled import F64, I64, ONE, U32, U64, ZERO, lean
-from flexsearch.cost.communication import Loads
+from flexsearch.compiled import F64, I64, ONE, U8, U32, U64, ZERO, lean
+from flexsearch.cost.tally import Loads
 from flexsearch.cost.ticks import TICK
 from flexsearch.lower.desk import DRAG, FIRST, LAST, LINK, RECEIVE, SEND
 from flexsearch.packed import packed
@@ -30,7 +30,7 @@ class Rows(NamedTuple):
     drag_first: U32
     drag_last: U32
     duration: F64
-    latency: F64
+    start: F64
     amount: U64
     key: U32
     send: U32
@@ -46,8 +46,8 @@ class Rows(NamedTuple):
 
 @lean
 def append(
-    result: U64, end: npt.NDArray[np.uint32], send: U32, receive: U32, loads: Loads, latency: F64, duration: F64,
-    amount: I64, decisive: npt.NDArray[np.bool_], rows: Rows, size: U64,
+    result: U64, end: npt.NDArray[np.uint32], send: U32, receive: U32, loads: Loads, start: F64, duration: F64,
+    amount: I64, linear: U8, decisive: npt.NDArray[np.bool_], rows: Rows, size: U64,
 ) -> Any:  # fmt: skip
     """Add what lies on the desk (``result``, ``end``, ...: see ``lower.desk``) to the pools. Links that no transfer can
     wait for (``Topology.decisive``) are left out. ``size``: (5,) sends, receives, links, drags and exchanges there so
@@ -63,7 +63,7 @@ def append(
     for x in range(first, last):
         at = size[4]
         size[4] += ONE
-        rows.latency[at], rows.duration[at], rows.amount[at] = latency[x], duration[x], np.uint64(amount[x])
+        rows.start[at], rows.duration[at], rows.amount[at] = start[x], duration[x], np.uint64(amount[x])
         rows.key[at] = 0
         rows.send_first[at] = size[SEND]
         for k in range(_begin(end, SEND, x), np.uint64(end[SEND, x])):
@@ -78,7 +78,8 @@ def append(
             if decisive[np.uint64(loads.link[k])]:
                 to = size[LINK]
                 rows.link[to], rows.link_s[to], rows.link_load[to] = loads.link[k], loads.link_s[k], loads.link_load[k]
-                rows.link_ticks[to] = np.int64(min(loads.link_s[k], duration[x]) / TICK)
+                least = min(loads.link_s[k], duration[x]) if linear[x] == 1 else 0.0
+                rows.link_ticks[to] = np.int64(least / TICK)
                 size[LINK] += ONE
         rows.link_last[at], rows.drag_first[at] = size[LINK], size[DRAG]
         for k in range(_begin(end, DRAG, x), np.uint64(end[DRAG, x])):

@@ -436,7 +436,7 @@ class _Assembly:
 
     def _bucket_cost(self, exchanges: Sequence[Exchange]) -> Transfer:
         one, pricing = exchanges[0], self.lowering.planner.pricing
-        if one.form == "all_reduce":
-            share = 2 * (len(one.devices) - 1)
-            return pricing.all_reduce(one.devices, sum(x.nbytes for x in exchanges) // share)
-        return pricing.transfer(one.form, [message for x in exchanges for message in x.messages])
+        if pricing.by_group(one.form):
+            return pricing.collective(one.form, one.devices, sum(x.amount for x in exchanges))
+        start_s = max(x.start_s for x in exchanges)  # what goes to one device is one message
+        return pricing.transfer(one.form, [message for x in exchanges for message in x.messages], start_s)

@@ -91,6 +91,7 @@ def make_program(
         turn=turns,
         update_byte_s=np.array([b for b, _ in rates]), update_tensor_s=np.array([t for _, t in rates]),
         row_stride=_row_strides(graph, place, buckets),
+        routes=topology.routes, rates=lowering.planner.pricing.rates,
         scalars=np.array(
             [communication.overhead_s, communication.cpu_s_per_byte, busy, max(4, len(topology.devices))]
         ),

@@ -27,8 +27,8 @@ from flexsearch.topology.parts import FORMS
 
 _TYPES: dict[str, Any] = {
     "config_shard": np.uint8, "entry_forward_s": np.float64, "entry_backward_s": np.float64, "duration": np.float64,
-    "latency": np.float64, "amount": np.uint64, "link_s": np.float64, "link_load": np.float64, "drag_s": np.float64,
-    "drag_load": np.float64, "key_factor": np.float64, "key_ring": np.uint64, "store_bytes": np.uint64,
+    "start": np.float64, "amount": np.uint64, "link_s": np.float64, "link_load": np.float64, "drag_s": np.float64,
+    "drag_load": np.float64, "key_form": np.uint8, "key_group": np.uint8, "store_bytes": np.uint64,
     "entry_forward": np.int64, "entry_backward": np.int64, "link_ticks": np.int64,
     "config_held": np.int64, "reshard_held": np.int64, "plan_held": np.int64,
 }  # fmt: skip
@@ -193,7 +193,7 @@ class Templates:
         """Add the exchanges of the reshard on the desk."""
         on = desk.exchanges
         while not append(
-            desk.result, on.end, on.send, on.receive, on.loads, on.latency, on.duration, on.amount,
+            desk.result, on.end, on.send, on.receive, on.loads, on.start, on.duration, on.amount, on.linear,
             self.topology.decisive, self._rows_of_exchanges, self._exchanges,
         ):  # fmt: skip
             for name in Rows._fields:
@@ -213,8 +213,8 @@ class Templates:
             key = form, devices.tobytes(), dtype
             if key not in self._keys:
                 self._keys[key] = len(self._keys)
-                self._one("key_factor", self.topology.communication.factors[form])
-                self._one("key_ring", len(devices) if form == "all_reduce" else 0)
+                self._one("key_form", FORMS.index(form))
+                self._one("key_group", self.lowering.planner.pricing.by_group(form))
             rows.key[x] = self._keys[key]
 
     # ---- weights and buffers

@@ -16,6 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from flexsearch.cost import Costs
+from flexsearch.cost.tally import empty_loads, make_tally
 from flexsearch.graph import OperatorGraph
 from flexsearch.lower import Lowering
 from flexsearch.lower.arrays import RECORD, STRIDE, WRITE, Program, State, Tasks, Work
@@ -284,7 +285,8 @@ class DeltaSimulator:
             held_number=np.zeros((2, checks, _HELD)), held_cargo=np.zeros((2, checks, _HELD), np.uint64),
             held_row=_numbers(2, checks, _HELD_ROWS, 3), held_arrived=np.zeros((2, checks, _HELD_ROWS, devices)),
             start=np.zeros(1), end=np.zeros(1), broken=np.zeros(1, np.uint8), void=np.zeros(1, np.uint64),
-            skipped=np.zeros(1, np.uint64), moment=np.zeros(3),
+            skipped=np.zeros(1, np.uint64), moment=np.zeros(3), tally=make_tally(self.topology),
+            loads=empty_loads(resources),
         )  # fmt: skip
 
 

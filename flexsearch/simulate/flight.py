@@ -13,7 +13,8 @@ from typing import Any
 import numpy as np
 
 from flexsearch.compiled import F64, ONE, TWO, U32, ZERO, inlined, lean
-from flexsearch.cost.communication import drag_seconds, duration, link_seconds, ring_edge, ring_steps
+from flexsearch.cost.collectives import price_collective
+from flexsearch.cost.tally import drag_seconds, duration, link_seconds
 from flexsearch.lower.arrays import RECORD, Pools, Program, Work
 
 LOW = np.uint64(0xFFFFFFFF)
@@ -266,10 +267,10 @@ def _deliver_group(
 ) -> None:  # fmt: skip
     """Note on the receivers of a bucket's exchanges when they ended."""
     m, slots = np.uint64(work.group_head[v, g]), np.uint64(program.flows.shape[0])
-    ring = pools.key_ring[np.uint64(work.group_key[v, g])] > ZERO
+    ring = pools.key_group[np.uint64(work.group_key[v, g])] == 1
     for i in range(np.uint64(work.group_size[v, g])):
         x, w = np.uint64(work.member_exchange[v, m]), np.uint64(work.member_weight[v, m])
-        if i == ZERO or not ring:  # all-reduces of one group are among the same devices
+        if i == ZERO or not ring:  # collectives of one group are among the same devices
             _deliver(pools, x, work.synced, finish)
         t = np.uint64(pools.plan_sync[np.uint64(state_plan[w])])
         if pools.reshard_middle[t] < pools.reshard_last[t]:
@@ -279,64 +280,67 @@ def _deliver_group(
 
 
 @lean
-def _edge(pools: Pools, work: Work, v: Any, g: Any) -> Any:
-    """What a group's loads are to be multiplied with: of all-reduces, bytes over an edge of their ring."""
-    ring = np.uint64(pools.key_ring[np.uint64(work.group_key[v, g])])
-    if ring == ZERO:
-        return 1.0
-    total, m = ZERO, np.uint64(work.group_head[v, g])
-    for _ in range(np.uint64(work.group_size[v, g])):
-        total += pools.amount[np.uint64(work.member_exchange[v, m])]
-        m = np.uint64(work.member_next[v, m])
-    return float(ring_edge(ring, total))
-
-
-@lean
 def _add_up(pools: Pools, work: Work, v: Any, g: Any, first: U32, last: U32, resource: U32, load: F64) -> Any:
-    """What a group's exchanges bring onto resources: rows ``[first[x], last[x])`` of two columns of exchange x. Fills
+    """What a group's messages bring onto resources: rows ``[first[x], last[x])`` of two columns of exchange x. Fills
     ``work.load`` and lists the resources in ``work.touched``; returns how many there are."""
-    ring = np.uint64(pools.key_ring[np.uint64(work.group_key[v, g])])
     m, touched = np.uint64(work.group_head[v, g]), ZERO
-    for i in range(np.uint64(work.group_size[v, g])):
+    for _ in range(np.uint64(work.group_size[v, g])):
         x = np.uint64(work.member_exchange[v, m])
-        if ring == ZERO or i == ZERO:  # all-reduces of one group go around the same ring
-            for k in range(np.uint64(first[x]), np.uint64(last[x])):
-                r = np.uint64(resource[k])
-                if work.load[r] == 0.0:
-                    work.touched[touched] = r
-                    touched += ONE
-                work.load[r] += load[k]
+        for k in range(np.uint64(first[x]), np.uint64(last[x])):
+            r = np.uint64(resource[k])
+            if work.load[r] == 0.0:
+                work.touched[touched] = r
+                touched += ONE
+            work.load[r] += load[k]
         m = np.uint64(work.member_next[v, m])
     return touched
 
 
 @lean
+def _list(work: Work, resource: U32, seconds: F64, count: Any) -> Any:
+    """List rows that were priced in ``work.touched`` and ``work.load``; returns how many there are."""
+    for k in range(count):
+        work.touched[k] = resource[k]
+        work.load[np.uint64(resource[k])] = seconds[k]
+    return count
+
+
+@lean
 def merge(program: Program, pools: Pools, work: Work, v: Any, g: Any) -> Any:
-    """Resources that the task is on which several exchanges of a bucket are together, and its duration (s): their
-    bytes add up on every link. ``work.touched`` lists them, ``work.load`` has the seconds of each, to be set to 0."""
-    key, latency, busiest = np.uint64(work.group_key[v, g]), 0.0, 0.0
-    ring, edge = np.uint64(pools.key_ring[key]), _edge(pools, work, v, g)
+    """Resources that the task is on which several exchanges of a bucket are together, and its duration (s): messages
+    add up on every link, collectives become one of all bytes. ``work.touched`` lists them, ``work.load`` has the
+    seconds of each, to be set to 0."""
+    key, start, busiest, total = np.uint64(work.group_key[v, g]), 0.0, 0.0, np.int64(0)
+    form, m = np.uint64(pools.key_form[key]), np.uint64(work.group_head[v, g])
+    one = np.uint64(work.member_exchange[v, m])
+    for _ in range(np.uint64(work.group_size[v, g])):
+        x = np.uint64(work.member_exchange[v, m])
+        start, total = max(start, pools.start[x]), total + np.int64(pools.amount[x])
+        m = np.uint64(work.member_next[v, m])
+    if pools.key_group[key] == 1:
+        work.loads.size[:] = ZERO
+        seconds = price_collective(
+            program.routes, program.rates, work.tally, work.loads, form, pools.send, np.uint64(pools.send_first[one]),
+            np.uint64(pools.send_last[one]), total,
+        )  # fmt: skip
+        return _list(work, work.loads.link, work.loads.link_s, work.loads.size[0]), seconds
     touched = _add_up(pools, work, v, g, pools.link_first, pools.link_last, pools.link, pools.link_load)
     for j in range(touched):
         r = np.uint64(work.touched[j])
-        work.load[r] = link_seconds(pools.key_factor[key], work.load[r] * edge, program.bandwidth[r])
+        work.load[r] = link_seconds(program.rates.factor[form], work.load[r], program.bandwidth[r])
         busiest = max(busiest, work.load[r])
-    m = np.uint64(work.group_head[v, g])
-    for _ in range(np.uint64(work.group_size[v, g])):
-        latency = max(latency, pools.latency[np.uint64(work.member_exchange[v, m])])
-        m = np.uint64(work.member_next[v, m])
-    steps = float(ring_steps(ring)) if ring > ZERO else 1.0
-    return touched, duration(program.scalars[0], steps, latency, busiest)
+    return touched, duration(start, busiest)
 
 
 @lean
 def merge_drags(program: Program, pools: Pools, work: Work, v: Any, g: Any) -> Any:
-    """As ``merge``: processors from which moving the bytes takes time, and how much (s)."""
+    """As ``merge``, which came before: processors from which moving the bytes takes time, and how much (s)."""
     if program.scalars[1] == 0.0:
         return ZERO
-    edge = _edge(pools, work, v, g)
+    if pools.key_group[np.uint64(work.group_key[v, g])] == 1:
+        return _list(work, work.loads.drag, work.loads.drag_s, work.loads.size[1])
     touched = _add_up(pools, work, v, g, pools.drag_first, pools.drag_last, pools.drag, pools.drag_load)
     for j in range(touched):
         r = np.uint64(work.touched[j])
-        work.load[r] = drag_seconds(program.scalars[1], work.load[r] * edge)
+        work.load[r] = drag_seconds(program.scalars[1], work.load[r])
     return touched

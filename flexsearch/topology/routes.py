@@ -1,24 +1,24 @@
 """Shortest routes between devices, kept by structure: what grows is the number of devices, not of pairs.
 
-Most clusters fall apart into hosts when one switch is taken away (the fabric, the Ethernet switch): the **center**. Every
-way between devices of different parts leads through it, so a shortest one is the shortest way up to the center and the
-shortest way down from it. A route is therefore at most two **pieces**: for two devices of one part a piece of their own,
-else ``up`` of the one and ``down`` of the other. Parts that are wired alike share their searches. A topology that no
-switch separates is one part, with a piece for each pair.
+Most clusters fall apart into hosts when one switch is taken away (the fabric, the Ethernet switch): the **center**.
+Every way between devices of different parts leads through it, so a shortest one is the shortest way up to the center
+and the shortest way down from it. A route is therefore at most two **pieces**: for two devices of one part a piece of
+their own, else ``up`` of the one and ``down`` of the other. Parts that are wired alike share their searches. A topology
+that no switch separates is one part, with a piece for each pair.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import combinations, pairwise
-from math import fsum
+from math import fsum, inf
 from typing import Any, NamedTuple
 
 import networkx as nx
 import numpy as np
 import numpy.typing as npt
 
-from flexsearch.compiled import F64, ONE, U32, lean
+from flexsearch.compiled import F64, U32, lean
 from flexsearch.errors import TopologyError
 from flexsearch.packed import packed
 from flexsearch.topology.parts import Link
@@ -48,7 +48,7 @@ class RouteTable(NamedTuple):
     """Routes for compiled code. By device: ``part``, its ``place`` among the devices of that part, and the pieces
     ``up`` to the center and ``down`` from it. By part: the piece from place i to place j is
     ``inside[inside_first + i * size + j]``. Piece p crosses the resources ``resource[first[p]:first[p + 1]]``;
-    ``latency`` (s) and ``slowness`` (1 / its bandwidth, s/B) are by piece. Piece 0 crosses nothing."""
+    ``latency`` (s) and ``bandwidth`` (B/s) are by piece. Piece 0 crosses nothing."""
 
     part: U32
     place: U32
@@ -60,7 +60,7 @@ class RouteTable(NamedTuple):
     first: U32
     resource: U32
     latency: F64
-    slowness: F64
+    bandwidth: F64
 
 
 @lean
@@ -147,13 +147,13 @@ class Routes:
 
     def _lay_out(self, count: int) -> RouteTable:
         pieces: list[tuple[int, ...]] = [()]
-        latency, slowness = [0.0], [0.0]
+        latency, bandwidth = [0.0], [inf]
 
         def piece(path: Sequence[str]) -> int:
             hops = [self._hops[pair] for pair in pairwise(path)]
             pieces.append(tuple(resource for resource, _ in hops))
             latency.append(fsum(link.latency_s for _, link in hops))
-            slowness.append(1 / min(link.bandwidth for _, link in hops))
+            bandwidth.append(min(link.bandwidth for _, link in hops))
             return len(pieces) - 1
 
         part, place = np.zeros(count, np.uint32), np.zeros(count, np.uint32)
@@ -175,7 +175,7 @@ class Routes:
             inside_first=np.array(inside_first, np.uint32), inside=np.array(inside, np.uint32),
             first=np.cumsum([0, *map(len, pieces)]).astype(np.uint32),
             resource=np.array([r for row in pieces for r in row], np.uint32),
-            latency=np.array(latency), slowness=np.array(slowness),
+            latency=np.array(latency), bandwidth=np.array(bandwidth),
         )  # fmt: skip
 
 

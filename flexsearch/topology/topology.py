@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 import os
 import re
 from collections.abc import Sequence
@@ -21,7 +20,7 @@ from flexsearch import files
 from flexsearch.errors import FileFormatError, TopologyError
 from flexsearch.quantities import MAX_DEVICES, MAX_LINKS, Text
 from flexsearch.topology.parts import Communication, Device, Link, Name, Resource, Route
-from flexsearch.topology.routes import RouteTable, Routes, decisive, separated, wiring
+from flexsearch.topology.routes import Routes, RouteTable, decisive, separated, wiring
 from flexsearch.topology.template import Template
 
 
@@ -105,11 +104,10 @@ class Topology(files.FileModel):
             self._check_index(index)
         table, pieces = self.routes, self._routes.pieces(i, j)
         spans = [slice(int(table.first[p]), int(table.first[p + 1])) for p in pieces]
-        slowness = max(float(table.slowness[p]) for p in pieces)
         return Route(
             resources=tuple(r for span in spans for r in table.resource[span].tolist()),
             latency_s=float(table.latency[pieces[0]] + table.latency[pieces[1]]),
-            bandwidth=1 / slowness if slowness else math.inf,
+            bandwidth=min(float(table.bandwidth[p]) for p in pieces),
         )
 
     @property
@@ -166,8 +164,12 @@ class Topology(files.FileModel):
         )
 
     def content_hash(self) -> str:
-        """Hash of everything that affects a plan, hence without ``name`` and ``source``."""
-        return files.content_hash(self.model_dump(mode="json", exclude={"name", "source"}))
+        """Hash of everything that affects a plan, hence without ``name`` and ``source``. Fields that came later count
+        where they differ from what every earlier file meant: the hash of a file stays."""
+        described = self.model_dump(mode="json", exclude={"name", "source"})
+        for field in self.communication.assumed():
+            del described["communication"][field]
+        return files.content_hash(described)
 
     def save(self, path: str | Path) -> None:
         """Write the explicit form to ``path``."""
