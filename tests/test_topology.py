@@ -513,7 +513,7 @@ def test_a_number_of_nodes_needs_the_compact_form(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["p100:0", "ethernet-1g-0", "p100:99999999999"])
 def test_the_number_of_nodes_has_bounds(name: str) -> None:
-    with pytest.raises(TopologyError, match="must be from 1 to 1,024"):
+    with pytest.raises(TopologyError, match="must be from 1 to 4,096"):
         Topology.load(name)
 
 

@@ -49,12 +49,13 @@ from flexsearch.lower.desk import (
 )
 from flexsearch.lower.layout import Entry, Laid, Layout, Layouts
 from flexsearch.lower.planner import FREE, GIVEN, OWN
+from flexsearch.lower.traffic import NONE
 from flexsearch.topology import Topology
 from flexsearch.topology.parts import FORMS
 
 ROOM = 1 << 14
 """Moves, and rows of links, for which there is room at first."""
-LOCAL = int(planner.NONE)
+LOCAL = int(NONE)
 """Exchange of a move that crosses no devices."""
 
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Annotated, Any, Final, Literal
 
-from pydantic import AfterValidator, Field, field_validator, model_validator
+from pydantic import AfterValidator, Field, Strict, field_validator, model_validator
 
 from flexsearch import quantities
 from flexsearch.files import FileModel, printable
@@ -115,7 +115,7 @@ class Communication(FileModel):
     factors: dict[str, Factor] = Field(default_factory=dict)  # by form: time / (bytes over busiest link / bandwidth)
     cpu_s_per_byte: SecondsPerByte = 0.0  # processor time per byte moved, on each side
     message_s: LatencySeconds = 0.0  # each further message that a device sends or receives in one exchange
-    groups: tuple[Group, ...] = ()  # nccl: collectives within one host, ascending by members
+    groups: Annotated[tuple[Group, ...], Strict(False)] = ()  # nccl: collectives within one host, ascending by members
     turn_bytes: quantities.Capacity | None = None  # of an all-reduce on a link, before others go first; None: all
 
     @model_validator(mode="before")
