@@ -359,15 +359,16 @@ class _Assembly:
             self._phase("synchronise", w, sync, 1)
 
     def _synchronise(self, weights: Sequence[int]) -> list[int]:
-        """Emit the first phases of a bucket, exchanges of the same form and devices as one; returns the weights that
-        have a second phase."""
-        together: dict[tuple[str, tuple[int, ...], str], list[Member]] = {}
+        """Emit the first phases of a bucket, exchanges of the same form, senders and receivers as one; returns the
+        weights that have a second phase."""
+        together: dict[tuple[str, tuple[int, ...], tuple[int, ...], str], list[Member]] = {}
         later = []
         for w in weights:
             sync = self.weights[w].plan.sync
             assert sync is not None
             for x, exchange in enumerate(sync.phase_exchanges[0]):
-                key = exchange.form, exchange.devices, self.graph.tensor[self.weights[w].tensor].dtype
+                dtype = self.graph.tensor[self.weights[w].tensor].dtype
+                key = exchange.form, exchange.senders, exchange.receivers, dtype
                 together.setdefault(key, []).append(Member(w, sync, 0, x))
             if len(sync.phase_exchanges) > 1:
                 later.append(w)

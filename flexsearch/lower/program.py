@@ -93,8 +93,8 @@ def make_program(
         row_stride=_row_strides(graph, place, buckets),
         routes=topology.routes, rates=lowering.planner.pricing.rates,
         scalars=np.array(
-            [communication.overhead_s, communication.cpu_s_per_byte, busy, max(4, len(topology.devices))]
-        ),
+            [communication.overhead_s, communication.cpu_s_per_byte, busy, max(4, 2 * len(topology.devices))]
+        ),  # of a weight each device sends at most two messages that go alone
     )  # fmt: skip
 
 

@@ -203,14 +203,12 @@ class Templates:
 
     def _set_keys(self, desk: Desk, first: int, dtype: str) -> None:
         """Give exchanges from number ``first`` on their keys: numbers of what those have in common that may go in one
-        bucket: form, devices, type of elements."""
+        bucket: form, senders, receivers, type of elements."""
         rows = self._rows_of_exchanges
         for x in range(first, int(self._exchanges[-1])):
             form = FORMS[int(desk.exchanges.form[int(desk.result[FIRST]) + x - first])]
-            devices = rows.send[rows.send_first[x] : rows.send_last[x]]
-            if form != "all_reduce":
-                devices = np.union1d(devices, rows.receive[rows.receive_first[x] : rows.receive_last[x]])
-            key = form, devices.tobytes(), dtype
+            send = rows.send[rows.send_first[x] : rows.send_last[x]].tobytes()
+            key = form, send, rows.receive[rows.receive_first[x] : rows.receive_last[x]].tobytes(), dtype
             if key not in self._keys:
                 self._keys[key] = len(self._keys)
                 self._one("key_form", FORMS.index(form))
