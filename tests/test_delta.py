@@ -224,8 +224,10 @@ def test_what_is_only_put_off_is_skipped_and_the_times_are_the_same(name: str, b
     plain = baseline("data-parallel", graph, topology, options).in_order(graph)
     simulator = walk(graph, topology, np.random.default_rng(bucket), options, 40, plain)
     assert simulator.work.skipped[0] > 20
-    if name.startswith("p100"):  # exchanges that are sent out of the order of time are put in order
+    if name == "p100:1":  # exchanges that are sent out of the order of time are put in order
         assert simulator.written == 0
+    elif name == "p100:2":  # those between nodes keep a card and links of several devices busy, and may pass others
+        assert simulator.written < 8
 
 
 @pytest.mark.parametrize("name", TOPOLOGIES)
