@@ -90,7 +90,7 @@ class Templates:
         self._configs: dict[tuple[int, OperatorConfig], int] = {}
         self.alike = self._find_alike() if share else list(range(len(self.graph.operators)))
         """By operator: the first one that shares its configs."""
-        self._keys: dict[tuple[str, bytes, str], int] = {}
+        self._keys: dict[tuple[str, bytes, bytes, str], int] = {}
         self._plans: dict[tuple[int, str], int] = {}
         self._parameters = self.graph.of_kind("parameter")
         self.configs: list[OperatorConfig | None] = []
