@@ -44,7 +44,6 @@ def test_all_reduces_in_one_host_take_what_was_measured() -> None:
         small = [abs(e) for size, e in errors.items() if size <= 16 * 2**20]
         large = [abs(e) for size, e in errors.items() if size > 16 * 2**20]
         # Three figures for groups of 2, 4 and 8 explain 7 tables of 1,024 sizes. Around 16 MB NCCL changes protocols.
-        assert (mean(small), max(small)) < (0.10, 0.25), members
         assert mean(small) < 0.10 and max(small) < 0.25, members
         assert mean(large) < 0.03 and max(large) < 0.16, members
 
@@ -84,8 +83,7 @@ def test_small_all_reduces_over_many_hosts_climb_a_tree() -> None:
 
 
 def test_phases_by_host_are_chosen_where_they_are_faster() -> None:
-    """Four K80 of a node behind one card, on three nodes: a ring crosses the card with 11/6 of the bytes, phases with
-    4/3 of them; and the all-gather of few bytes saves the steps of a ring of many."""
+    """An all-gather of few bytes among 256 takes 255 steps on a ring, 7 and 31 in phases, which start twice."""
     pricing = Pricing(Topology.load("dgx-a100:32"))
     few = pricing.collective("all_gather", range(256), 256 * 255)
     launch, step = pricing.rates.launch_s[0], pricing.rates.step_s
