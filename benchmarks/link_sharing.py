@@ -39,7 +39,8 @@ MESSAGES = (1, 2, 4, 8, 16, 32)
 
 @dataclass(frozen=True)
 class Times:
-    """Seconds from issuing to the end on the slower rank: of the small one, of the large one."""
+    """Seconds from issuing (of a message on its sender, else on both ranks) to the end on the slower rank: of the small
+    one, of the large one. The ranks are processes of one machine and read the same clock."""
 
     small: float
     large: float
@@ -91,14 +92,19 @@ class _Rank:
             at = time.monotonic()
             works.append((name, at, self.issue(*what, receive)))
         self.tag = max(tag for _, tag in receives)
-        taken = {"small": 0.0, "large": 0.0}
+        spans = {"small": (0.0, 0.0), "large": (0.0, 0.0)}
         for name, at, work in sorted(works, key=lambda row: row[0] == "large"):  # the small one ends first
             if work is not None:
                 work.wait()
-            taken[name] = time.monotonic() - at
+            spans[name] = at, time.monotonic()
         everyone: list[Any] = [None, None]
-        self.dist.all_gather_object(everyone, taken, group=self.control)
-        return Times(*(max(one[name] for one in everyone) for name in ("small", "large")))
+        self.dist.all_gather_object(everyone, spans, group=self.control)
+        taken = []
+        for name, what in (("small", small), ("large", large)):
+            (sent, left), (other, arrived) = (rank[name] for rank in everyone)
+            issued = max(sent, other) if what is not None and what[0] == "all_reduce" else sent
+            taken.append(max(left, arrived) - issued)
+        return Times(*taken)
 
     def burst(self, count: int) -> float:
         """Seconds for ``count`` messages of a few bytes in each direction, at once."""
