@@ -30,8 +30,8 @@ MESSAGE_S: Final = {"gloo": None, "nccl": 2.75e-6}
 small messages at once between two hosts take 4 ms (``benchmarks/link_sharing.py``). nccl: what each step of the
 measured all-reduces below adds to their start."""
 TURN_BYTES: Final = {"gloo": 3_000_000, "nccl": None}
-"""See ``Communication.turn_bytes``. gloo: measured at 250, 500 and 1000 Mbit/s, what comes behind a bucket of 25 MB
-waits until 1 to 4 MB have gone (``benchmarks/link_sharing.py``). nccl: a communicator works in issue order."""
+"""See ``Communication.turn_bytes``. gloo, measured: what comes behind an all-reduce of 25 MB waits until 1 to 4 MB have
+gone (``benchmarks/link_sharing.py``). nccl: a communicator works in issue order."""
 
 
 def _name(value: str) -> str:
