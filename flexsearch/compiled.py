@@ -125,7 +125,7 @@ def is_warm() -> bool:
 def _jit(function: Callable[..., Any], **options: bool) -> Any:
     """``numba.njit``, kept in our folder. The user's own functions are kept wherever numba keeps them."""
     make: Any = numba.njit
-    if (place := folder) is None:
+    if (place := folder) is None or getattr(numba.config, "DISABLE_JIT", False):
         return make(nogil=True, **options)(function)
     ours = {"CACHE_DIR": str(place), "CACHE_LOCATOR_CLASSES": ""}
     before = {name: getattr(numba.config, name) for name in ours if hasattr(numba.config, name)}

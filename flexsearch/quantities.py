@@ -17,12 +17,11 @@ MAX_GRAPH_BYTES: Final = 2**50
 """Of all tensors of a graph together. Times ring steps over MAX_DEVICES devices this is below 2^63."""
 MAX_ITERATIONS: Final = 2**59
 """Points of an operator's iteration space: 9 FLOPs a point, the most that any kind counts, are below 2^63."""
-MAX_DEVICES: Final = 1024
-"""Routes and layouts grow with the square of the devices: lowering for more takes minutes before a search begins."""
+MAX_DEVICES: Final = 4096
 MAX_PIECES: Final = 2**17
 """Operators times devices: what lowering and searching such a setting takes is bounded."""
 MAX_LINKS: Final = 2**19
-"""A full mesh of MAX_DEVICES devices has about so many."""
+"""A full mesh of a thousand devices has about so many."""
 MAX_OPERATORS: Final = 2**17
 MAX_COUNT: Final = 2**53 - 1
 MAX_SEED: Final = 2**64

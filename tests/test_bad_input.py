@@ -516,9 +516,9 @@ def test_a_pin_of_endless_devices(cli: Cli, value: str) -> None:
     refused(cli("optimize", "graph.json", "-t", "topology.json", "-o", "out.json", "--pin", pin), "devices are 0 to 1")
 
 
-def test_four_thousand_hosts_are_too_many(cli: Cli) -> None:
-    for name in ("ethernet-1g-4096", "ethernet-1g:" + "9" * 5000):
-        refused(cli("simulate", "lenet", "-t", name, "--baseline", "single"), "1,024")
+def test_five_thousand_hosts_are_too_many(cli: Cli) -> None:
+    for name in ("ethernet-1g-5000", "ethernet-1g:" + "9" * 5000):
+        refused(cli("simulate", "lenet", "-t", name, "--baseline", "single"), "4,096")
 
 
 def test_turns_on_a_shared_processor_that_would_never_end(cli: Cli) -> None:

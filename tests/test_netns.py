@@ -210,3 +210,17 @@ def test_impossible_networks_are_refused(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr("os.geteuid", lambda: 1000)
     with pytest.raises(RuntimeFailure, match="needs root"), SlowNetwork(2):
         pass
+
+
+@needs_network
+def test_what_shares_a_link_is_measured() -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "benchmarks.link_sharing", "--quick", "--json"],
+        cwd=ROOT, capture_output=True, text=True, timeout=300,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    rows = json.loads(done.stdout)["rows"]
+    first_out = [row for row in rows if row["case"] == "message behind message" and row["delay ms"] < 50]
+    # One connection: 1 MB waits for what is left of 25 MB, at least 150 ms.
+    assert len(first_out) == 2 and all(row["waits ms"] > 100 for row in first_out)
+    assert all(row["behind ms"] > 0 for row in rows if "share" in row)

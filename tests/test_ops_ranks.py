@@ -11,8 +11,10 @@ from hypothesis import HealthCheck, Phase, given, note, seed, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from flexsearch.cost import Costs
+from flexsearch.lower import Lowering
 from flexsearch.runtime.parallel import distribute
-from flexsearch.strategy import Strategy, StrategyFile
+from flexsearch.strategy import OperatorConfig, Strategy, StrategyFile
 from flexsearch.strategy.baselines import baseline
 from flexsearch.topology import Topology
 from tests.op_samples import SAMPLES, draws, imported, model
@@ -76,3 +78,20 @@ def test_any_strategy_computes_what_one_device_does(name: str, number: int) -> N
                 torch.testing.assert_close(state[key], x, rtol=1e-9, atol=1e-10, msg=lambda m, k=key: f"{k}: {m}")
 
     check()
+
+
+def test_halos_go_message_by_message() -> None:
+    name, number = "conv2d", 0
+    graph, topology = imported(name, number).graph, Topology.load("ethernet-1g:3")
+    strategy = baseline("data-parallel", graph, topology)
+    for op in graph.operators:
+        if long := [axis.name for axis in op.axes if axis.role == "attribute" and axis.size >= 3]:
+            strategy.configs[op.name] = OperatorConfig(((long[-1], 3),), (0, 1, 2), 1)
+    lowered = Lowering(graph, topology, Costs(graph, topology)).lower(strategy.in_order(graph), strategy.options)
+    moving = [what for what in lowered.tasks.communication if what is not None]
+    assert len(moving) > 3 and all((len(c.senders), len(c.receivers)) == (1, 1) for c in moving)
+    loss, weights = _single(name, number)
+    for answer, held in pool(3).run(_parallel, name, number, strategy.to_file().model_dump_json()):
+        assert answer == pytest.approx(loss, rel=1e-9)
+        for key, value in weights.items():
+            torch.testing.assert_close(held[key], value, rtol=1e-9, atol=1e-12)

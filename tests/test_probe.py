@@ -51,7 +51,8 @@ def test_fit_gets_back_what_made_the_measurements(count: int) -> None:
         # The plain fit knows no forms and takes the backend's factors, which are divided out again.
         busy = max(s for _, s in cost.links) / plain.communication.factors[form]
         steps = 2 * (count - 1) if form == "all_reduce" else 1
-        forms[form] = FormTime(n, OVERHEAD + steps * LATENCY + FACTORS[form] * busy)
+        further = 0 if form in ("all_reduce", "exchange") else count - 2  # messages after a rank's first
+        forms[form] = FormTime(n, (1 + further) * OVERHEAD + steps * LATENCY + FACTORS[form] * busy)
     found = fit(measured(hosts(count), forms=forms), "cluster", "made up")
     assert [d.name for d in found.devices] == [f"h{k}/cpu0" for k in range(count)]
     assert {link.bandwidth for link in found.links} == {RATE}

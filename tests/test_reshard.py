@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Sequence
 from functools import cache
 from itertools import product
 
@@ -12,11 +14,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from flexsearch.cost import Costs
+from flexsearch.cost.communication import Pricing
 from flexsearch.cost.ticks import TICK
 from flexsearch.graph import chunk, volume
 from flexsearch.lower import Entry, Exchange, Layout, Lowering, Reshard
 from flexsearch.lower.layout import Layouts
-from flexsearch.lower.reshard import Planner, reshard
+from flexsearch.lower.reshard import Phase, Planner, reshard
 from flexsearch.lower.templates import Templates
 from flexsearch.lower.weights import plan_weight
 from flexsearch.topology import Topology
@@ -108,13 +111,12 @@ def check_exchange(exchange: Exchange, source: Layout, destination: Layout, topo
         pair = source[move.source].device, destination[move.destination].device
         pairs[pair] = pairs.get(pair, 0) + volume(move.box) * ITEMSIZE
     messages = tuple((a, b, n) for (a, b), n in sorted(pairs.items()))
-    steps, nbytes = 1, sum(pairs.values())
+    nbytes, amount = sum(pairs.values()), 0
     if exchange.form == "all_reduce":
         assert exchange.messages == () and exchange.box is not None
-        n, ring, size = len(exchange.devices), sorted(exchange.devices), volume(exchange.box) * ITEMSIZE
+        n, ring, amount = len(exchange.devices), sorted(exchange.devices), volume(exchange.box) * ITEMSIZE
         assert all(a == b for a, b in pairs) and len(pairs) > 1
-        steps, nbytes = 2 * (n - 1), 2 * (n - 1) * size
-        messages = tuple((d, ring[(k + 1) % n], 2 * (n - 1) * size // n) for k, d in enumerate(ring))
+        nbytes = 2 * (n - 1) * amount
         assert exchange.senders == exchange.receivers == tuple(ring)
     else:
         assert exchange.messages == messages and exchange.box is None
@@ -122,6 +124,17 @@ def check_exchange(exchange: Exchange, source: Layout, destination: Layout, topo
         assert exchange.receivers == tuple(sorted({b for _, b, _ in messages}))
     assert exchange.nbytes == nbytes
     assert exchange.devices == tuple(sorted({*exchange.senders, *exchange.receivers}))
+    pricing = Pricing(topology)
+    if pricing.by_group(exchange.form):
+        amount = amount or nbytes
+        assert exchange.transfer == pricing.collective(exchange.form, exchange.devices, amount)
+    else:
+        check_messages(exchange, messages, topology)
+    assert exchange.amount == amount
+
+
+def check_messages(exchange: Exchange, messages: tuple[tuple[int, int, int], ...], topology: Topology) -> None:
+    """The price of messages: a start for the first of a device, less for each further one, and the busiest link."""
     load: dict[int, int] = {}
     moved: dict[int, int] = {}
     for a, b, n in messages:
@@ -132,11 +145,30 @@ def check_exchange(exchange: Exchange, source: Layout, destination: Layout, topo
     communication, transfer = topology.communication, exchange.transfer
     factor, per_byte = communication.factors[exchange.form], communication.cpu_s_per_byte
     links = tuple((r, ticks(factor * n / topology.resources[r].bandwidth)) for r, n in sorted(load.items()))
+    most = max(max(Counter(side).values()) for side in ([a for a, _, _ in messages], [b for _, b, _ in messages]))
     latency = max(topology.route(a, b).latency_s for a, b, _ in messages)
+    start = communication.overhead_s + (most - 1) * communication.message_s + latency
     assert transfer.link_bytes == tuple(sorted(load.items()))
     assert transfer.links == links
     assert transfer.drag == tuple((p, ticks(per_byte * n)) for p, n in sorted(moved.items()) if per_byte)
-    assert transfer.duration_s == ticks(communication.overhead_s + steps * latency) + max(s for _, s in links)
+    assert (exchange.start_s, transfer.duration_s) == (start, ticks(start) + max(s for _, s in links))
+
+
+def phase_seconds(phase: Phase) -> float:
+    """Its slowest exchange, or the link that its exchanges share."""
+    shared: dict[int, float] = {}
+    for exchange in phase.exchanges:
+        for resource, seconds in exchange.transfer.links:
+            shared[resource] = shared.get(resource, 0.0) + seconds
+    return max([*(e.transfer.duration_s for e in phase.exchanges), *shared.values()], default=0.0)
+
+
+def check_split(exchanges: Sequence[Exchange]) -> None:
+    """Devices that have few messages, all of them, do not wait for each other's."""
+    dense = [e for e in exchanges if e.form == "exchange" and len(e.messages) > 1]
+    for exchange in dense:
+        sends, receives = (Counter(m[side] for m in exchange.messages) for side in (0, 1))
+        assert max(*sends.values(), *receives.values()) > 2
 
 
 def check_sums(plan: Reshard, topology: Topology) -> None:
@@ -151,8 +183,9 @@ def check_sums(plan: Reshard, topology: Topology) -> None:
             landed[entry.device] += volume(entry.box)
     assert plan.trivial == (not plan.exchanges and plan.aliased >= {e.device for e in plan.destination})
     assert (plan.landed == (0 if plan.trivial else landed)).all()
-    slowest = [max((e.transfer.duration_s for e in phase.exchanges), default=0.0) for phase in plan.phases]
-    assert plan.seconds == sum(slowest)
+    assert plan.seconds == sum(phase_seconds(phase) for phase in plan.phases)
+    for phase in plan.phases:
+        check_split(phase.exchanges)
     assert plan.nbytes == sum(exchange.nbytes for exchange in plan.exchanges)
     assert plan.exchanges == tuple(exchange for phase in plan.phases for exchange in phase.exchanges)
     assert plan.crosses == bool(plan.exchanges)
@@ -198,6 +231,22 @@ def test_the_forms_that_are_known_are_found() -> None:
     )]  # fmt: skip
     assert forms[:5] == ["nothing", "slice", "all_to_all", "all_gather", "reduce_scatter"]
     assert forms[5] in ("all_reduce", "reduce_scatter + all_gather")
+
+
+def test_the_messages_of_a_shift_are_exchanges_of_their_own() -> None:
+    topology = planner("GPUs").topology
+    rows = tuple(Entry(d, (chunk(64, 16, d),), d) for d in range(16))
+    shifted = tuple(Entry((d + 1) % 16, (chunk(64, 16, d),), 0) for d in range(16))
+    plan = reshard(rows, shifted, ITEMSIZE, topology)
+    assert sorted(e.messages for e in plan.exchanges) == [((d, (d + 1) % 16, 16),) for d in range(16)]
+    halos = tuple(Entry(d, ((max(0, 4 * d - 1), min(64, 4 * d + 5)),), 0) for d in range(16))
+    plan = reshard(rows, halos, ITEMSIZE, topology)
+    assert sorted(e.messages for e in plan.exchanges) == sorted(
+        ((a, b, 4),) for d in range(15) for a, b in ((d, d + 1), (d + 1, d))
+    )
+    # Three messages to a device: dense.
+    wide = tuple(Entry(d, ((max(0, 4 * d - 12), 4 * d + 4),), 0) for d in range(16))
+    assert len(reshard(rows, wide, ITEMSIZE, topology).exchanges) == 1
 
 
 def test_sums_of_which_several_devices_want_the_same_are_no_reduce_scatter() -> None:

@@ -7,9 +7,11 @@ from typing import Any, Final
 import numpy as np
 import numpy.typing as npt
 
+from flexsearch.cost.tally import empty_loads, make_tally
 from flexsearch.lower.bucket import Groups
 from flexsearch.lower.draft import Draft, Filled
 from flexsearch.lower.rows import Segments
+from flexsearch.topology import Topology
 
 _LISTS: Final[dict[str, tuple[str, ...]]] = {
     "segment": ("device_steps", "communication_first", "communication_last"),
@@ -33,10 +35,10 @@ _TYPES: Final[dict[str, Any]] = {
 
 
 class Arena:
-    """Segments of plans of ``blocks`` blocks on so many devices, and the draft of the one that is being written."""
+    """Segments of plans of ``blocks`` blocks on a topology, and the draft of the one that is being written."""
 
-    def __init__(self, blocks: int, devices: int, resources: int) -> None:
-        self._devices, self._resources = devices, resources
+    def __init__(self, blocks: int, topology: Topology) -> None:
+        self._topology, devices = topology, len(topology.devices)
         room = 64 + 4 * blocks
         self._room = {name: room for name in _LISTS} | {"table": room * (devices + 1), "step": room * devices}
         self._drafted = 64 * devices
@@ -51,7 +53,8 @@ class Arena:
         })  # fmt: skip
 
     def _draft(self) -> Draft:
-        steps, devices, resources = self._drafted, self._devices, self._resources
+        steps, topology = self._drafted, self._topology
+        devices, resources = len(topology.devices), len(topology.resources)
 
         def numbers(*size: int) -> npt.NDArray[np.uint32]:
             return np.zeros(size, np.uint32)
@@ -65,6 +68,7 @@ class Arena:
             second_first=numbers(steps), second_last=numbers(steps), pair=numbers(4 * steps), pair_first=numbers(steps),
             pair_last=numbers(steps), follows=numbers(steps), seen=stamps(steps), load=np.zeros(resources),
             listed=stamps(resources), listing=stamps(1), touched=numbers(resources),
+            tally=make_tally(topology), loads=empty_loads(resources),
         )  # fmt: skip
         return Draft(
             device=numbers(steps), kind=np.zeros(steps, np.uint8), block=numbers(steps), row=numbers(steps),
@@ -105,7 +109,7 @@ class Arena:
         """Append a segment of another arena."""
         new, filled = self.segments, self.filled
         table, to = int(old.device_steps[segment]), int(filled.table[0])
-        ends = old.step_first[table : table + self._devices + 1].astype(np.int64)
+        ends = old.step_first[table : table + len(self._topology.devices) + 1].astype(np.int64)
         new.step_first[to : to + len(ends)] = ends + (int(filled.step[0]) - ends[0])
         for column in _LISTS["step"]:
             _append(new, old, column, filled.step, int(ends[0]), int(ends[-1]))

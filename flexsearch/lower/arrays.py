@@ -7,7 +7,9 @@ from typing import NamedTuple
 import numpy as np
 
 from flexsearch.compiled import F64, I64, U8, U32, U64
+from flexsearch.cost.tally import Rates
 from flexsearch.packed import packed
+from flexsearch.topology.routes import RouteTable
 
 NOTHING = np.uint32(0xFFFFFFFF)
 """No block, bucket or segment."""
@@ -16,8 +18,8 @@ NOTHING = np.uint32(0xFFFFFFFF)
 @packed
 class Program(NamedTuple):
     """What follows from graph and topology. Slots are operands in order, then results (the loss, new buffers) that are
-    kept; rows ``[first[i], last[i])`` of a list belong to item i. ``overhead_s``: (1,) start of a communication;
-    ``processor_s_per_byte``: (1,); ``microbatches``: (1,)."""
+    kept; rows ``[first[i], last[i])`` of a list belong to item i. ``routes``, ``rates``: what
+    communications are priced by; ``microbatches``: (1,)."""
 
     operand_first: U32  # by operator: its operands' slots
     operand_last: U32
@@ -32,8 +34,8 @@ class Program(NamedTuple):
     bandwidth: F64  # by resource; of a processor 0
     update_byte_s: F64  # by device
     update_tensor_s: F64
-    overhead_s: F64
-    processor_s_per_byte: F64
+    routes: RouteTable
+    rates: Rates
     microbatches: U32
 
 
@@ -66,20 +68,22 @@ class Pools(NamedTuple):
     drag_first: U32
     drag_last: U32
     duration: F64
-    latency: F64
-    amount: U64  # of an all-reduce: bytes on each device
+    start: F64  # of messages: s until bytes flow
+    amount: U64  # what a collective is priced by, of messages 0
+    form: U8  # number of its form
+    turn: I64  # ticks
     key: U32  # exchanges of the same key go together in a bucket
     send: U32
     receive: U32
     link: U32
     link_s: F64
-    link_ticks: I64  # as ``link_s``; of what can go in a bucket: at least
-    link_load: F64  # bytes; of an all-reduce: ring edges
+    link_ticks: I64  # as ``link_s``, at least: in a bucket, it adds so much
+    link_load: F64  # of messages: bytes
     drag: U32
     drag_s: F64
     drag_load: F64
-    key_factor: F64
-    key_ring: U64  # number of devices of an all-reduce, else 0
+    key_form: U8  # number in ``FORMS``
+    key_group: U8  # 1: a collective, among the senders; 0: messages
     plan_sync: U32
     plan_gather: U32
     gather: U32

@@ -1,6 +1,6 @@
 """Exchanges of a bucket that go as one communication, compiled: those of equal form, devices and type of elements.
 
-The bytes of exchanges that go together add up on every link; all-reduces go around one ring. A second phase of a group
+The bytes of exchanges that go together add up on every link; collectives become one. A second phase of a group
 follows the first phases that deliver to its senders.
 """
 
@@ -12,7 +12,8 @@ import numpy as np
 import numpy.typing as npt
 
 from flexsearch.compiled import F64, ONE, U32, U64, ZERO, lean
-from flexsearch.cost.communication import drag_seconds, duration, link_seconds, ring_edge, ring_steps
+from flexsearch.cost.collectives import price_collective
+from flexsearch.cost.tally import Loads, Tally, drag_seconds, duration, link_seconds
 from flexsearch.lower.arrays import Pools, Program
 from flexsearch.packed import packed
 
@@ -24,7 +25,8 @@ class Groups(NamedTuple):
     ``next`` of its group, ``second_first`` and ``second_last`` (members of the second phase of its weight). ``pair``:
     groups of the second phase that follow those of the first, by ``pair_first`` and ``pair_last``; ``follows``: by
     group of the second phase, how many groups it follows; ``seen``: the last one, plus 1. ``load``: by resource, bytes,
-    then seconds; ``listed``: by resource, a stamp (``listing``, (1,)); ``touched``: resources."""
+    then seconds; ``listed``: by resource, a stamp (``listing``, (1,)); ``touched``: resources.
+    ``tally``, ``loads``: what collectives are priced with."""
 
     key: npt.NDArray[np.uint32]
     head: npt.NDArray[np.uint32]
@@ -45,6 +47,8 @@ class Groups(NamedTuple):
     listed: U64
     listing: U64
     touched: U32
+    tally: Tally
+    loads: Loads
 
 
 @lean
@@ -128,69 +132,72 @@ def is_sent_by(pools: Pools, x: Any, mark: U64, stamp: Any) -> Any:
 
 
 @lean
-def _edge(pools: Pools, groups: Groups, phase: Any, g: Any) -> Any:
-    """What a group's loads are to be multiplied with: of all-reduces, bytes over an edge of their ring."""
-    ring = np.uint64(pools.key_ring[np.uint64(groups.key[phase, g])])
-    if ring == ZERO:
-        return 1.0
-    total, m = ZERO, np.uint64(groups.head[phase, g])
-    for _ in range(np.uint64(groups.size[phase, g])):
-        total += pools.amount[np.uint64(groups.exchange[m])]
-        m = np.uint64(groups.next[m])
-    return float(ring_edge(ring, total))
-
-
-@lean
 def _add_up(
     pools: Pools, groups: Groups, phase: Any, g: Any, first: U32, last: U32, resource: U32, load: F64
 ) -> Any:
-    """What a group's exchanges bring onto resources: rows ``[first[x], last[x])`` of two columns of exchange x. Fills
+    """What a group's messages bring onto resources: rows ``[first[x], last[x])`` of two columns of exchange x. Fills
     ``load`` and lists the resources in ``touched``; returns how many there are."""
-    ring = np.uint64(pools.key_ring[np.uint64(groups.key[phase, g])])
     m, touched = np.uint64(groups.head[phase, g]), ZERO
     groups.listing[0] += ONE
-    for i in range(np.uint64(groups.size[phase, g])):
+    for _ in range(np.uint64(groups.size[phase, g])):
         x = np.uint64(groups.exchange[m])
-        if ring == ZERO or i == ZERO:  # all-reduces of one group go around the same ring
-            for k in range(np.uint64(first[x]), np.uint64(last[x])):
-                r = np.uint64(resource[k])
-                if groups.listed[r] != groups.listing[0]:
-                    groups.listed[r] = groups.listing[0]
-                    groups.load[r] = 0.0
-                    groups.touched[touched] = r
-                    touched += ONE
-                groups.load[r] += load[k]
+        for k in range(np.uint64(first[x]), np.uint64(last[x])):
+            r = np.uint64(resource[k])
+            if groups.listed[r] != groups.listing[0]:
+                groups.listed[r] = groups.listing[0]
+                groups.load[r] = 0.0
+                groups.touched[touched] = r
+                touched += ONE
+            groups.load[r] += load[k]
         m = np.uint64(groups.next[m])
     return touched
 
 
 @lean
+def _list(groups: Groups, resource: U32, seconds: F64, count: Any) -> Any:
+    """List rows that were priced in ``touched`` and ``load``; returns how many there are."""
+    for k in range(count):
+        groups.touched[k] = resource[k]
+        groups.load[np.uint64(resource[k])] = seconds[k]
+    return count
+
+
+@lean
 def merge(program: Program, pools: Pools, groups: Groups, phase: Any, g: Any) -> Any:
     """How many resources a group's communication keeps busy (``touched``, with the seconds of each in ``load``), and
-    its duration (s)."""
-    key, latency, busiest = np.uint64(groups.key[phase, g]), 0.0, 0.0
-    ring, edge = np.uint64(pools.key_ring[key]), _edge(pools, groups, phase, g)
+    its duration (s): messages add up on every link, collectives become one of all bytes."""
+    key, start, busiest, total = np.uint64(groups.key[phase, g]), 0.0, 0.0, np.int64(0)
+    form, m = np.uint64(pools.key_form[key]), np.uint64(groups.head[phase, g])
+    one = np.uint64(groups.exchange[m])
+    for _ in range(np.uint64(groups.size[phase, g])):
+        x = np.uint64(groups.exchange[m])
+        start, total = max(start, pools.start[x]), total + np.int64(pools.amount[x])
+        m = np.uint64(groups.next[m])
+    if pools.key_group[key] == 1:
+        groups.loads.size[:] = ZERO
+        seconds = price_collective(
+            program.routes, program.rates, groups.tally, groups.loads, form, pools.send,
+            np.uint64(pools.send_first[one]), np.uint64(pools.send_last[one]), total,
+        )  # fmt: skip
+        return _list(groups, groups.loads.link, groups.loads.link_s, groups.loads.size[0]), seconds
     touched = _add_up(pools, groups, phase, g, pools.link_first, pools.link_last, pools.link, pools.link_load)
     for j in range(touched):
         r = np.uint64(groups.touched[j])
-        groups.load[r] = link_seconds(pools.key_factor[key], groups.load[r] * edge, program.bandwidth[r])
+        groups.load[r] = link_seconds(program.rates.factor[form], groups.load[r], program.bandwidth[r])
         busiest = max(busiest, groups.load[r])
-    m = np.uint64(groups.head[phase, g])
-    for _ in range(np.uint64(groups.size[phase, g])):
-        latency = max(latency, pools.latency[np.uint64(groups.exchange[m])])
-        m = np.uint64(groups.next[m])
-    steps = float(ring_steps(ring)) if ring > ZERO else 1.0
-    return touched, duration(program.overhead_s[0], steps, latency, busiest)
+    return touched, duration(start, busiest)
 
 
 @lean
 def merge_drags(program: Program, pools: Pools, groups: Groups, phase: Any, g: Any) -> Any:
-    """As ``merge``: processors from which moving the bytes takes time, and how much (s)."""
-    if program.processor_s_per_byte[0] == 0.0:
+    """As ``merge``, which came before: processors from which moving the bytes takes time, and how much (s)."""
+    per_byte = program.rates.cpu_s_per_byte[0]
+    if per_byte == 0.0:
         return ZERO
-    edge = _edge(pools, groups, phase, g)
+    if pools.key_group[np.uint64(groups.key[phase, g])] == 1:
+        return _list(groups, groups.loads.drag, groups.loads.drag_s, groups.loads.size[1])
     touched = _add_up(pools, groups, phase, g, pools.drag_first, pools.drag_last, pools.drag, pools.drag_load)
     for j in range(touched):
         r = np.uint64(groups.touched[j])
-        groups.load[r] = drag_seconds(program.processor_s_per_byte[0], groups.load[r] * edge)
+        groups.load[r] = drag_seconds(per_byte, groups.load[r])
     return touched

@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from flexsearch.compiled import F64, I64, U8, U32, U64
-from flexsearch.cost.communication import Loads, Tally, empty_loads
+from flexsearch.cost.tally import Loads, Tally, empty_loads
 from flexsearch.lower.interned import Side
 from flexsearch.packed import packed
 
@@ -38,16 +38,18 @@ class Moves(NamedTuple):
 
 @packed
 class Exchanges(NamedTuple):
-    """Exchanges: ``form`` (number in ``FORMS``), ``nbytes``, ``edge`` (bytes that a load counts), ``amount`` (of an
-    all-reduce, bytes on each device), ``latency`` (of the longest route, s), ``duration`` (s), ``leader`` (destination
-    entry whose region an all-reduce makes), ``end`` (of each list). ``send``, ``receive``: devices. ``message``: source
-    and destination devices, ``message_bytes``. ``size``: (4,) exchanges, sends, receives, messages so far."""
+    """Exchanges: ``form`` (number in ``FORMS``), ``nbytes``, ``unit`` (bytes that a load of 1 stands for), ``amount``
+    (what a collective is priced by, see ``price_collective``; of messages 0), ``linear`` (``Tally.linear``), ``start``
+    (until bytes flow; of messages, s), ``duration`` (s), ``leader`` (destination entry whose region an all-reduce
+    makes), ``end`` (of each list). ``send``, ``receive``: devices. ``message``: source and destination devices,
+    ``message_bytes``. ``size``: (4,) exchanges, sends, receives, messages so far."""
 
     form: U8
     nbytes: I64
-    edge: I64
+    unit: I64
     amount: I64
-    latency: F64
+    linear: U8
+    start: F64
     duration: F64
     leader: U32
     end: Table
@@ -83,7 +85,8 @@ class Sets(NamedTuple):
     """Sets of devices that talk to each other. By device: ``root`` (a device of its set), ``role`` (1: sends, 2:
     receives, 3: both), ``number`` of its set, and its ``seat``: set c has the devices ``seated[end[c - 1]:end[c]]``. By
     set: number of ``moves``, whether every move is a ``whole`` entry, and whether an entry receives more than it holds
-    (``over``). ``pair``: bytes by seats of sender and receiver. By destination entry: elements ``arriving``, and
+    (``over``). ``pair``: bytes by seats of sender and receiver, set c's from ``first[c]`` on; then the exchange that
+    they go in. By device: messages that it ``sends`` and ``receives``. By destination entry: elements ``arriving``, and
     ``stamp`` of the set that saw it last."""
 
     root: U32
@@ -95,7 +98,10 @@ class Sets(NamedTuple):
     moves: U32
     whole: U8
     over: U8
+    first: U32
     pair: I64
+    sends: U32
+    receives: U32
     arriving: I64
     stamp: U32
 
@@ -119,14 +125,15 @@ class Desk(NamedTuple):
 
 def make_desk(tally: Tally, devices: int, dimensions: int, entries: int, moves: int, links: int) -> Desk:
     """Room for layouts of ``entries`` entries with ``dimensions`` dimensions, and in all candidates together for so
-    many moves and rows of links."""
-    rows = 4 * entries + 4  # four phases; in each of them exchanges share no device, or no entry of a group
-    seats = min(devices, 2 * entries)
+    many moves and rows of links, and twice as many pairs of devices that talk to each other in a phase."""
+    # Four phases; in each of them exchanges share no device, or no entry of a group, or have one message of at most two
+    # that a device sends.
+    rows = 8 * entries + 4
     return Desk(
         moves=Moves(_u32(moves), _u32(moves), _i64(moves), _u32(moves), np.zeros(2, np.uint64), _i64(devices)),
         exchanges=Exchanges(
-            form=_u8(rows), nbytes=_i64(rows), edge=_i64(rows), amount=_i64(rows), latency=np.zeros(rows),
-            duration=np.zeros(rows), leader=_u32(rows), end=_u32((5, rows)), send=_u32(3 * rows),
+            form=_u8(rows), nbytes=_i64(rows), unit=_i64(rows), amount=_i64(rows), linear=_u8(rows),
+            start=np.zeros(rows), duration=np.zeros(rows), leader=_u32(rows), end=_u32((5, rows)), send=_u32(3 * rows),
             receive=_u32(3 * rows), message=_u32((2, moves)), message_bytes=_i64(moves), size=np.zeros(4, np.uint64),
             loads=empty_loads(links), tally=tally,
         ),
@@ -136,7 +143,8 @@ def make_desk(tally: Tally, devices: int, dimensions: int, entries: int, moves: 
         ),
         sets=Sets(
             root=_u32(devices), role=_u8(devices), number=_u32(devices), seat=_u32(devices), seated=_u32(devices),
-            end=_u32(devices), moves=_u32(devices), whole=_u8(devices), over=_u8(devices), pair=_i64(seats * seats),
+            end=_u32(devices), moves=_u32(devices), whole=_u8(devices), over=_u8(devices),
+            first=_u32(devices), pair=_i64(2 * moves), sends=_u32(devices), receives=_u32(devices),
             arriving=_i64(entries), stamp=_u32(entries),
         ),
         middle=Side(

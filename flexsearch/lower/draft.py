@@ -171,6 +171,7 @@ def add_exchange(
     stamp = new_stamp(draft)
     add_ends(blocks, pools, draft, segments, filled, b, c, row, x, stamp, stamp)
     close(segments, filled, c, ticks_of(pools.duration[x]))
+    segments.turn[c] = pools.turn[x]
 
 
 @lean

@@ -11,6 +11,7 @@ import numpy as np
 
 from flexsearch.compiled import ONE, U32, ZERO, lean
 from flexsearch.cost.compute import update_seconds
+from flexsearch.cost.tally import turn_of
 from flexsearch.lower.arrays import NOTHING, BlockTable, Pools, Program, State
 from flexsearch.lower.bucket import collect, follow, is_sent_by, merge, merge_drags
 from flexsearch.lower.draft import (
@@ -238,3 +239,7 @@ def _group(
         add_ends(blocks, pools, draft, segments, filled, b, c, row, np.uint64(groups.exchange[m]), stamp, stamp)
         m = np.uint64(groups.next[m])
     close(segments, filled, c, ticks_of(seconds))
+    segments.turn[c] = turn_of(
+        program.rates, np.uint64(pools.key_form[np.uint64(groups.key[phase, g])]), segments.link,
+        np.uint64(segments.link_first[c]), np.uint64(segments.link_last[c]),
+    )  # fmt: skip

@@ -8,13 +8,14 @@ import numpy as np
 import numpy.typing as npt
 
 from flexsearch.compiled import ONE, U8, U64, ZERO, lean
+from flexsearch.cost.tally import Rates, turn_of
 from flexsearch.cost.ticks import TICK
 from flexsearch.lower.arrays import Pools
 from flexsearch.lower.desk import DRAG, FIRST, LAST, LINK, RECEIVE, SEND, Desk
 
 
 @lean
-def append(desk: Desk, decisive: U8, pools: Pools, size: U64) -> Any:
+def append(desk: Desk, rates: Rates, decisive: U8, pools: Pools, size: U64) -> Any:
     """Add the exchanges that lie on the desk to the pools. Links that no transfer can wait for (``Topology.decisive``)
     are left out. ``size``: (5,) sends, receives, links, drags and exchanges there so far, which grow. False, and
     nothing added, if there is no room."""
@@ -30,8 +31,9 @@ def append(desk: Desk, decisive: U8, pools: Pools, size: U64) -> Any:
     for x in range(first, last):
         at = size[4]
         size[4] += ONE
-        pools.latency[at], pools.duration[at], pools.amount[at] = rows.latency[x], rows.duration[x], rows.amount[x]
+        pools.start[at], pools.duration[at], pools.amount[at] = rows.start[x], rows.duration[x], rows.amount[x]
         pools.key[at] = 0
+        pools.form[at] = rows.form[x]
         pools.send_first[at] = size[SEND]
         for k in range(_begin(end, SEND, x), np.uint64(end[SEND, x])):
             pools.send[size[SEND]] = rows.send[k]
@@ -46,9 +48,11 @@ def append(desk: Desk, decisive: U8, pools: Pools, size: U64) -> Any:
                 to = size[LINK]
                 pools.link[to], pools.link_s[to] = loads.link[k], loads.link_s[k]
                 pools.link_load[to] = loads.link_load[k]
-                pools.link_ticks[to] = np.int64(min(loads.link_s[k], rows.duration[x]) / TICK)
+                least = min(loads.link_s[k], rows.duration[x]) if rows.linear[x] == 1 else 0.0
+                pools.link_ticks[to] = np.int64(least / TICK)
                 size[LINK] += ONE
         pools.link_last[at], pools.drag_first[at] = size[LINK], size[DRAG]
+        pools.turn[at] = turn_of(rates, rows.form[x], pools.link, np.uint64(pools.link_first[at]), size[LINK])
         for k in range(_begin(end, DRAG, x), np.uint64(end[DRAG, x])):
             to = size[DRAG]
             pools.drag[to], pools.drag_s[to], pools.drag_load[to] = loads.drag[k], loads.drag_s[k], loads.drag_load[k]

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 
 from flexsearch.compiled import ONE, TWO, ZERO, lean
+from flexsearch.cost.collectives import ALL_REDUCE
 from flexsearch.lower.arrays import Program, State
 from flexsearch.lower.change import Change, Wiring
 from flexsearch.lower.desk import FIRST, FULL, LAST, MIDDLE
@@ -36,9 +37,12 @@ from flexsearch.lower.keys import (
     number,
     put,
 )
-from flexsearch.lower.planner import ALL_REDUCE, FREE, GIVEN, plan, store
+from flexsearch.lower.planner import FREE, GIVEN, plan, store
 from flexsearch.lower.tables import TemplateTables
 from flexsearch.lower.wiring import need_of
+
+RECEIVERS = np.uint64(11)
+"""First bit of the receivers in a key of a bucket, behind form and dtype."""
 
 
 @lean
@@ -105,13 +109,11 @@ def _append(tables: TemplateTables, k: Any, destination: Side) -> Any:
     landed = append_landing(
         desk, destination, tables.requests.itemsize[k], tables.sums, tables.landings, template, used.landings
     )
-    if not landed or not append(desk, tables.decisive, pools, used.exchanges):
+    if not landed or not append(desk, tables.rates, tables.decisive, pools, used.exchanges):
         return False
     pools.reshard_first[template] = first
     pools.reshard_middle[template] = first + desk.result[MIDDLE] - desk.result[FIRST]
     pools.reshard_last[template] = used.exchanges[4]
-    for x in range(first, used.exchanges[4]):  # becomes the key, where there is one
-        pools.key[x] = desk.exchanges.form[desk.result[FIRST] + x - first]
     used.reshards[0] = template + ONE
     tables.requests.template[k] = template
     return True
@@ -271,47 +273,41 @@ def _list_stored(tables: TemplateTables, layout: Any, at: Any, itemsize: Any) ->
 
 @lean
 def _set_keys(tables: TemplateTables, template: Any, dtype: Any) -> Any:
-    """Give the exchanges of a reshard their keys in the place of their forms: numbers of what those have in common that
-    may go in one bucket: form, devices, dtype. False, and nothing changed, if there is no room."""
-    pools, used, device = tables.pools, tables.used, tables.scratch.device
+    """Give the exchanges of a reshard their keys: numbers of what those have in common that may go in one bucket: form,
+    senders, receivers, dtype. False, and nothing changed, if there is no room."""
+    pools, used = tables.pools, tables.used
     first, last = np.uint64(pools.reshard_first[template]), np.uint64(pools.reshard_last[template])
-    if used.buckets[0] + last - first > np.uint64(pools.key_factor.shape[0]):
+    if used.buckets[0] + last - first > np.uint64(pools.key_form.shape[0]):
         return False
-    for x in range(first, last):  # twice: the second time there is room for everything
-        if intern_mesh(tables.layouts, device, ZERO, _devices_of(tables, x)) == MISSING:
-            return False
-    for x in range(first, last):
-        form, count = np.uint64(pools.key[x]), _devices_of(tables, x)
-        mesh = np.uint64(intern_mesh(tables.layouts, device, ZERO, count)) + ONE
-        key = find(tables.keys, BUCKET, mesh, form << np.uint64(8) | dtype)
-        if key == MISSING:
-            key = np.uint32(used.buckets[0])
-            pools.key_factor[used.buckets[0]] = tables.rates.factor[form]
-            pools.key_ring[used.buckets[0]] = count if form == ALL_REDUCE else ZERO
-            used.buckets[0] += ONE
-            put(tables.keys, BUCKET, mesh, form << np.uint64(8) | dtype, key)
-        pools.key[x] = key
+    for again in range(2):  # twice: the second time there is room for everything
+        for x in range(first, last):
+            senders = intern_mesh(
+                tables.layouts, pools.send, np.uint64(pools.send_first[x]), np.uint64(pools.send_last[x])
+            )
+            receivers = intern_mesh(
+                tables.layouts, pools.receive, np.uint64(pools.receive_first[x]), np.uint64(pools.receive_last[x])
+            )
+            if senders == MISSING or receivers == MISSING:
+                return False
+            if again == 1:
+                other = np.uint64(receivers) << RECEIVERS | np.uint64(pools.form[x]) << np.uint64(8) | dtype
+                _set_key(tables, x, np.uint64(senders) + ONE, other)
     return True
 
 
 @lean
-def _devices_of(tables: TemplateTables, x: Any) -> Any:
-    """List the devices that send or receive in exchange ``x``, ascending; returns how many."""
-    pools, device, count = tables.pools, tables.scratch.device, ZERO
-    s, r = np.uint64(pools.send_first[x]), np.uint64(pools.receive_first[x])
-    sends, receives = np.uint64(pools.send_last[x]), np.uint64(pools.receive_last[x])
-    while s < sends or r < receives:
-        if r == receives or (s < sends and pools.send[s] <= pools.receive[r]):
-            following = pools.send[s]
-        else:
-            following = pools.receive[r]
-        if s < sends and pools.send[s] == following:
-            s += ONE
-        if r < receives and pools.receive[r] == following:
-            r += ONE
-        device[count] = following
-        count += ONE
-    return count
+def _set_key(tables: TemplateTables, x: Any, senders: Any, other: Any) -> None:
+    """Give exchange ``x`` its key, a new one if need be."""
+    pools, used = tables.pools, tables.used
+    key = find(tables.keys, BUCKET, senders, other)
+    if key == MISSING:
+        key = np.uint32(used.buckets[0])
+        form = np.uint64(pools.form[x])
+        pools.key_form[used.buckets[0]] = form
+        pools.key_group[used.buckets[0]] = 1 if form == ALL_REDUCE else tables.rates.by_group[form]
+        used.buckets[0] += ONE
+        put(tables.keys, BUCKET, senders, other, key)
+    pools.key[x] = key
 
 
 # ---- buffers

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from flexsearch.compiled import I64, ONE, U8, U32, U64, ZERO, lean
+from flexsearch.cost.collectives import ALL_REDUCE
 from flexsearch.lower.desk import (
     FIRST,
     LAST,
@@ -21,7 +22,7 @@ from flexsearch.lower.desk import (
     Exchanges,
 )
 from flexsearch.lower.interned import Side
-from flexsearch.lower.planner import ALL_REDUCE, NONE
+from flexsearch.lower.traffic import NONE
 from flexsearch.packed import packed
 
 TAKES_PART, TAKES_PART_AGAIN, RECEIVES, ALIASED = (np.uint8(1 << k) for k in range(4))

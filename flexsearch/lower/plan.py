@@ -37,10 +37,10 @@ class PlanRows:
         self.blocks = make_blocks(graph, options.bucket_bytes, options.prefetch, self.stages)
         self.schedule = make_schedule(self.blocks, self.stages, devices)
         self.machine = make_machine(topology, lowering.turns)
-        self.program = make_program(graph, topology, lowering.costs, options, self.stages.microbatches)
+        self.program = make_program(graph, topology, lowering, options, self.stages.microbatches)
         self.wiring = make_wiring(graph, topology, lowering)
         self.table = make_block_table(graph, self.blocks, self.stages, devices)
-        self.arena = Arena(len(self.blocks), devices, len(topology.resources))
+        self.arena = Arena(len(self.blocks), topology)
         self.change = empty_change(self.wiring, len(graph.operators), len(self.blocks))
         self._plan: Plan
         self.clear()

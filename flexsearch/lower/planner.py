@@ -13,22 +13,20 @@ from typing import Any
 import numpy as np
 
 from flexsearch.compiled import I64, ONE, TWO, U8, U32, U64, ZERO, lean
-from flexsearch.cost.communication import Rates, price, ring_edge, ring_steps, send, send_around
+from flexsearch.cost.collectives import ALL_REDUCE, price_collective
+from flexsearch.cost.tally import Rates
+from flexsearch.cost.ticks import TICK
 from flexsearch.lower.desk import (
-    DRAG,
     ERROR,
     FIRST,
     FULL,
     LAST,
     LINK,
-    MESSAGE,
     MIDDLE,
     MOVE_FIRST,
     MOVE_LAST,
     MOVE_MIDDLE,
     PHASES,
-    RECEIVE,
-    SEND,
     TRIVIAL,
     Desk,
     Exchanges,
@@ -37,19 +35,13 @@ from flexsearch.lower.desk import (
     Sets,
 )
 from flexsearch.lower.interned import Side
-from flexsearch.topology.routes import RouteTable
+from flexsearch.lower.traffic import NONE, SOON, close, make_exchanges
+from flexsearch.topology.routes import RouteTable, first_piece, second_piece
 
 # Constants that are handed on have a numpy type: for every plain number numba would compile a function again.
 FREE, GIVEN, OWN = (np.uint64(k) for k in range(3))
 """From which source entries a destination entry is made: from all terms that reach it; from those of a range that is
 given, which are terms of their own; or from one of its own device, of which it is a part."""
-NONE: Any = np.uint32(0xFFFFFFFF)
-"""No entry; a move that crosses no devices."""
-SOON: Any = np.uint32(0xFFFFFFFE)
-"""A move that crosses devices, in an exchange that is still to be made; several entries."""
-ALL_REDUCE, ALL_GATHER, REDUCE_SCATTER, ALL_TO_ALL, EXCHANGE = (np.uint64(k) for k in range(5))
-"""Numbers of forms in ``topology.parts.FORMS``."""
-BYTE: Any = np.int64(1)
 
 
 @lean
@@ -61,7 +53,7 @@ def plan(
     _clear(moves.size, rows.size, rows.loads.size, result)
     _plain(groups.done, destination.size[0])
     _collect(routes, source, destination, mode, groups, moves, result)
-    _exchange(routes, rates, source, destination, ZERO, itemsize, moves, sets, rows)
+    make_exchanges(routes, rates, source, destination, ZERO, itemsize, moves, sets, rows)
     half, middle = moves.size[0], rows.size[0]
     _choose(result, ONE, ZERO, middle, middle, ZERO, half, half)
     best, nbytes = _seconds(rows, ZERO, middle), _nbytes(rows, ZERO, middle)
@@ -73,7 +65,7 @@ def plan(
         if _all_reduces(routes, rates, source, destination, itemsize, groups, moves, rows):
             half = moves.size[0]
             _collect(routes, source, destination, mode, groups, moves, result)
-            _exchange(routes, rates, source, destination, half, itemsize, moves, sets, rows)
+            make_exchanges(routes, rates, source, destination, half, itemsize, moves, sets, rows)
             last, end = rows.size[0], moves.size[0]
             seconds, more = _seconds(rows, first, last), _nbytes(rows, first, last)
             if seconds < best or (seconds == best and more < nbytes):
@@ -84,11 +76,11 @@ def plan(
         _scatter(destination, groups, desk.middle)
         _plain(groups.done, desk.middle.size[0])
         _collect(routes, source, desk.middle, FREE, groups, moves, result)
-        _exchange(routes, rates, source, desk.middle, begin, itemsize, moves, sets, rows)
+        make_exchanges(routes, rates, source, desk.middle, begin, itemsize, moves, sets, rows)
         half, middle = moves.size[0], rows.size[0]
         _plain(groups.done, destination.size[0])
         _collect(routes, desk.middle, destination, GIVEN, groups, moves, result)
-        _exchange(routes, rates, desk.middle, destination, half, itemsize, moves, sets, rows)
+        make_exchanges(routes, rates, desk.middle, destination, half, itemsize, moves, sets, rows)
         last, end = rows.size[0], moves.size[0]
         seconds = _seconds(rows, first, middle) + _seconds(rows, middle, last)
         more = _nbytes(rows, first, last)
@@ -127,10 +119,19 @@ def _choose(result: U64, phases: Any, first: Any, middle: Any, last: Any, begin:
 
 @lean
 def _seconds(rows: Exchanges, first: Any, last: Any) -> Any:
-    """Duration of a phase if nothing else used the links: its slowest exchange."""
-    slowest = 0.0
+    """Duration of a phase if nothing else used the links: its slowest exchange, or the link that several share."""
+    slowest, load, loads = 0.0, rows.tally.load, rows.loads
     for x in range(first, last):
         slowest = max(slowest, rows.duration[x])
+    if last - first > ONE:
+        begin = np.uint64(rows.end[LINK, first - ONE]) if first > ZERO else ZERO
+        end = np.uint64(rows.end[LINK, last - ONE])
+        for k in range(begin, end):
+            r = np.uint64(loads.link[k])
+            load[r] += np.int64(loads.link_s[k] / TICK)
+            slowest = max(slowest, np.float64(load[r]) * TICK)
+        for k in range(begin, end):
+            load[np.uint64(loads.link[k])] = 0
     return slowest
 
 
@@ -207,16 +208,17 @@ def _nearest(routes: RouteTable, copies: U32, devices: U32, first: Any, last: An
     best = np.uint64(copies[first])
     if last - first == ONE:
         return best
-    slowness, latency, least = inf, inf, np.int64(0)
+    bandwidth, latency, least = 0.0, inf, np.int64(0)
     for c in range(first, last):
         s = np.uint64(copies[c])
         owner = np.uint64(devices[s])
         if owner == device:
             return s
-        route = np.uint64(routes.number[owner, device])
-        a, b, n = routes.slowness[route], routes.latency[route], sent[owner]
-        if c == first or a < slowness or (a == slowness and (b < latency or (b == latency and n < least))):
-            best, slowness, latency, least = s, a, b, n
+        one, other = first_piece(routes, owner, device), second_piece(routes, owner, device)
+        a, b = min(routes.bandwidth[one], routes.bandwidth[other]), routes.latency[one] + routes.latency[other]
+        n = sent[owner]
+        if c == first or a > bandwidth or (a == bandwidth and (b < latency or (b == latency and n < least))):
+            best, bandwidth, latency, least = s, a, b, n
     return best
 
 
@@ -232,141 +234,6 @@ def _move(moves: Moves, s: Any, owner: Any, k: Any, device: Any, volume: Any) ->
         moves.sent[owner] += volume
         moves.exchange[at] = SOON
     moves.size[0] = at + ONE
-
-
-# ---- what is sent together
-
-
-@lean
-def _exchange(
-    routes: RouteTable, rates: Rates, source: Side, destination: Side, first: Any, itemsize: Any, moves: Moves,
-    sets: Sets, rows: Exchanges,
-) -> None:  # fmt: skip
-    """Exchanges of the moves from ``first`` on: one for each set of devices that they connect."""
-    count = _connect(source.device, destination.device, moves, first, sets)
-    if count == ZERO or moves.size[1] == ONE:
-        return
-    base, entries, seats = rows.size[0], destination.size[0], np.uint64(sets.end[count - ONE])
-    for i in range(seats * seats):
-        sets.pair[i] = 0
-    for k in range(entries):
-        sets.arriving[k], sets.stamp[k] = 0, NONE
-    for c in range(count):
-        sets.moves[c], sets.whole[c], sets.over[c] = 0, 1, 0
-    for m in range(first, moves.size[0]):
-        if moves.exchange[m] == SOON:
-            to = np.uint64(moves.destination[m])
-            a, b = np.uint64(source.device[np.uint64(moves.source[m])]), np.uint64(destination.device[to])
-            own = np.uint64(sets.number[a])
-            moves.exchange[m] = base + own
-            sets.pair[np.uint64(sets.seat[a]) * seats + np.uint64(sets.seat[b])] += moves.volume[m] * itemsize
-            sets.arriving[to] += moves.volume[m]
-            sets.moves[own] += np.uint32(1)
-            if moves.volume[m] != destination.volume[to]:
-                sets.whole[own] = 0
-    for k in range(entries):
-        if sets.arriving[k] > destination.volume[k]:
-            sets.over[np.uint64(sets.number[np.uint64(destination.device[k])])] = 1
-    begin = ZERO
-    for c in range(count):
-        end, total = np.uint64(sets.end[c]), np.int64(0)
-        for i in range(begin, end):
-            a = np.uint64(sets.seated[i])
-            if sets.role[a] != 2:
-                rows.send[rows.size[1]] = a
-                rows.size[1] += ONE
-            if sets.role[a] != 1:
-                rows.receive[rows.size[2]] = a
-                rows.size[2] += ONE
-            for j in range(begin, end):
-                nbytes = sets.pair[i * seats + j]
-                if nbytes > 0:
-                    b, at = np.uint64(sets.seated[j]), rows.size[3]  # there is room: moves are no fewer
-                    send(routes, rates, rows.tally, a, b, nbytes)
-                    rows.message[0, at], rows.message[1, at], rows.message_bytes[at] = a, b, nbytes
-                    rows.size[3] = at + ONE
-                    total += nbytes
-        form = _form(destination.device, destination.same, entries, np.uint64(c), begin, end, sets)
-        _close(rates, rows, form, total, BYTE, BYTE, np.int64(0), NONE)
-        begin = end
-
-
-@lean
-def _connect(senders: U32, receivers: U32, moves: Moves, first: Any, sets: Sets) -> Any:
-    """Find the sets of devices that are connected by the moves from ``first`` on, in the order of their first devices.
-    Returns their number."""
-    devices = np.uint64(sets.root.shape[0])
-    for d in range(devices):
-        sets.root[d], sets.role[d] = d, 0
-    for m in range(first, moves.size[0]):
-        if moves.exchange[m] == SOON:
-            sender, receiver = senders[np.uint64(moves.source[m])], receivers[np.uint64(moves.destination[m])]
-            sets.role[np.uint64(sender)] |= np.uint8(1)
-            sets.role[np.uint64(receiver)] |= np.uint8(2)
-            a, b = sender, receiver
-            while sets.root[np.uint64(a)] != a:
-                a = sets.root[np.uint64(a)]
-            while sets.root[np.uint64(b)] != b:
-                b = sets.root[np.uint64(b)]
-            low = min(a, b)
-            sets.root[np.uint64(max(a, b))] = low
-            sets.root[np.uint64(sender)] = sets.root[np.uint64(receiver)] = low  # shorter ways next time
-    count = ZERO
-    for d in range(devices):  # the root is the first device of its set, and roots come before what they lead
-        if sets.role[d] > 0:
-            root = np.uint64(sets.root[d])
-            if root == np.uint64(d):
-                sets.number[d], sets.end[count] = count, 0
-                count += ONE
-            else:
-                sets.number[d] = sets.number[root]
-            sets.end[np.uint64(sets.number[d])] += np.uint32(1)
-    total = np.uint32(0)
-    for c in range(count):  # ends by counting: first the beginnings, which move on as seats are taken
-        size = sets.end[c]
-        sets.end[c] = total
-        total += size
-    for d in range(devices):
-        if sets.role[d] > 0:
-            own = np.uint64(sets.number[d])
-            sets.seat[d], sets.seated[np.uint64(sets.end[own])] = sets.end[own], d
-            sets.end[own] += np.uint32(1)
-    return count
-
-
-@lean
-def _form(devices: U32, same: U32, entries: Any, c: Any, first: Any, last: Any, sets: Sets) -> Any:
-    """The collective that the moves of set ``c`` amount to; "exchange" for other point-to-point traffic."""
-    n = last - first
-    for i in range(first, last):
-        if sets.role[np.uint64(sets.seated[i])] != 3:
-            return EXCHANGE
-    if n < TWO or np.uint64(sets.moves[c]) < n * (n - ONE):
-        return EXCHANGE
-    regions = ZERO
-    for k in range(entries):
-        if sets.arriving[k] > 0 and np.uint64(sets.number[np.uint64(devices[k])]) == c:
-            leader = np.uint64(same[k])
-            if np.uint64(sets.stamp[leader]) != c:
-                sets.stamp[leader] = c
-                regions += ONE
-    if sets.over[c] == 1 or sets.whole[c] == 1:
-        return REDUCE_SCATTER if regions == n else EXCHANGE
-    return ALL_GATHER if regions == ONE else ALL_TO_ALL
-
-
-@lean
-def _close(
-    rates: Rates, rows: Exchanges, form: Any, nbytes: Any, edge: Any, steps: Any, amount: Any, leader: Any
-) -> None:
-    """Complete the exchange at hand, whose lists are written, and whose messages are in the tally."""
-    at = rows.size[0]
-    rows.form[at], rows.nbytes[at], rows.edge[at], rows.amount[at], rows.leader[at] = form, nbytes, edge, amount, leader
-    rows.latency[at] = rows.tally.latency[0]
-    rows.duration[at] = price(rates, rows.tally, rows.loads, form, edge, steps)
-    rows.end[SEND, at], rows.end[RECEIVE, at], rows.end[MESSAGE, at] = rows.size[1], rows.size[2], rows.size[3]
-    rows.end[LINK, at], rows.end[DRAG, at] = rows.loads.size[0], rows.loads.size[1]
-    rows.size[0] = at + ONE
 
 
 # ---- replicated destinations
@@ -416,9 +283,12 @@ def _all_reduces(
                 rows.send[rows.size[1]] = rows.receive[rows.size[2]] = d
                 rows.size[1] += ONE
                 rows.size[2] += ONE
-        send_around(routes, rates, rows.tally, rows.send, begin, rows.size[1])
-        nbytes, steps = destination.volume[leader] * itemsize, ring_steps(count)
-        _close(rates, rows, ALL_REDUCE, steps * nbytes, ring_edge(count, nbytes), steps, nbytes, np.uint32(leader))
+        nbytes = destination.volume[leader] * itemsize
+        seconds = price_collective(
+            routes, rates, rows.tally, rows.loads, ALL_REDUCE, rows.send, begin, rows.size[1], nbytes
+        )
+        moved = np.int64(2) * (np.int64(count) - np.int64(1)) * nbytes  # a ring's
+        close(rows, ALL_REDUCE, moved, nbytes, 0.0, seconds, np.uint32(leader))
     return found
 
 

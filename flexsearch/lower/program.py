@@ -9,7 +9,6 @@ from math import inf
 import numpy as np
 import numpy.typing as npt
 
-from flexsearch.cost import Costs
 from flexsearch.cost.ticks import TICK
 from flexsearch.graph import OperatorGraph
 from flexsearch.lower import Lowering
@@ -65,15 +64,14 @@ def _flow(graph: OperatorGraph, name: str, operator: int) -> bool:
 
 
 def make_program(
-    graph: OperatorGraph, topology: Topology, costs: Costs, options: Options, microbatches: int
+    graph: OperatorGraph, topology: Topology, lowering: Lowering, options: Options, microbatches: int
 ) -> Program:
     """Slots of a graph's plans, and rates."""
     operands, slot, count = _slots(graph)
     results = _results(graph, count)
     made, read = _made(graph, slot, results), _read(graph, slot)
     flows = [_flow(graph, name, i) for i, op in enumerate(graph.operators) for name in op.inputs]
-    rates = [costs.update_rates(d, options.optimizer) for d in range(len(topology.devices))]
-    communication = topology.communication
+    rates = [lowering.costs.update_rates(d, options.optimizer) for d in range(len(topology.devices))]
     return Program(
         operand_first=operands.first, operand_last=operands.last,
         result_first=made.first, result_last=made.last, result=made.all,
@@ -82,8 +80,7 @@ def make_program(
         processor=np.array(topology.processor_of, np.uint32),
         bandwidth=np.array([r.bandwidth or 0.0 for r in topology.resources], np.float64),
         update_byte_s=np.array([b for b, _ in rates]), update_tensor_s=np.array([t for _, t in rates]),
-        overhead_s=np.array([communication.overhead_s]),
-        processor_s_per_byte=np.array([communication.cpu_s_per_byte]),
+        routes=topology.routes, rates=lowering.planner.pricing.rates,
         microbatches=np.array([microbatches], np.uint32),
     )  # fmt: skip
 

@@ -2,7 +2,8 @@
 
 A reshard is a sequence of at most two **phases**. A phase takes the entries of one layout to those of the next: each
 destination entry is the sum, over the terms that reach it, of regions copied locally, received, or all-reduced. What
-crosses devices in a phase falls into **exchanges**, one for each set of devices that talk to each other.
+crosses devices in a phase falls into **exchanges**, one for each set of devices that talk to each other; where each of
+them sends and receives few messages (halos, shifts), one for each message.
 
 Replicated destinations of partial sums are made in the manner of Rabenseifner (reduce-scatter, then all-gather: two
 phases), or by the backend's all-reduce where every device of the group takes part; replicated destinations of remote
@@ -23,7 +24,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from flexsearch.compiled import F64, I64, U8, U32, U64
-from flexsearch.cost.communication import Loads, Pricing, Transfer, made_transfer
+from flexsearch.cost.communication import Pricing, Transfer, priced_transfer
+from flexsearch.cost.tally import Loads
 from flexsearch.graph import Box, intersect, volume
 from flexsearch.lower import planner
 from flexsearch.lower.desk import (
@@ -47,12 +49,13 @@ from flexsearch.lower.desk import (
 )
 from flexsearch.lower.layout import Entry, Laid, Layout, Layouts
 from flexsearch.lower.planner import FREE, GIVEN, OWN
+from flexsearch.lower.traffic import NONE
 from flexsearch.topology import Topology
 from flexsearch.topology.parts import FORMS
 
 ROOM = 1 << 14
 """Moves, and rows of links, for which there is room at first."""
-LOCAL = int(planner.NONE)
+LOCAL = int(NONE)
 """Exchange of a move that crosses no devices."""
 
 
@@ -66,15 +69,16 @@ class Move(NamedTuple):
 
 class Outline(NamedTuple):
     """A reshard in sums. One row for each exchange, the first ``middle`` of them in the first phase: ``form`` (number
-    in ``FORMS``), ``nbytes`` (that cross devices), ``amount`` (of an all-reduce, bytes on each device), ``edge`` (bytes
-    that a load of ``loads`` counts), ``latency`` (s), ``duration`` (s). Lists of exchange x are rows ``end[x - 1]`` to
-    ``end[x]`` of ``send``, ``receive`` (devices, ascending) and of the links and processors in ``loads``."""
+    in ``FORMS``), ``nbytes`` (that cross devices); ``amount``, ``unit``, ``linear``, ``start`` (s), ``duration`` (s):
+    see ``desk.Exchanges``. Lists of exchange x are rows ``end[x - 1]`` to ``end[x]`` of ``send``, ``receive`` (devices,
+    ascending) and of the links and processors in ``loads``."""
 
     form: U8
     nbytes: I64
     amount: I64
-    edge: I64
-    latency: F64
+    unit: I64
+    linear: U8
+    start: F64
     duration: F64
     leader: U32
     send_end: U32
@@ -130,13 +134,12 @@ class Planner:
     def run(self, source: Laid, destination: Laid, mode: Any, ranges: tuple[U32, U32] | None, itemsize: int) -> Desk:
         """Plan; the answer is on the desk until the next call."""
         a, b = source.side, destination.side
-        routes = self.topology.routes.between({*source.device.tolist(), *destination.device.tolist()})
         desk = self.room_for(b.box.shape[1], max(len(source), len(destination)))
         while True:
             if ranges is not None:
                 for row, values in zip((desk.groups.first, desk.groups.end), ranges, strict=True):
                     row[: len(values)] = values
-            planner.plan(routes, self.pricing.rates, a, b, mode, np.int64(itemsize), desk)
+            planner.plan(self.topology.routes, self.pricing.rates, a, b, mode, np.int64(itemsize), desk)
             if not desk.result[FULL]:
                 break
             self._rows *= 2
@@ -155,6 +158,10 @@ class Exchange:
         self.form: str = FORMS[int(outline.form[x])]
         self.nbytes = int(outline.nbytes[x])
         """Bytes that cross devices."""
+        self.amount, self.start_s = int(outline.amount[x]), float(outline.start[x])
+        """Bytes by which a collective is priced (of messages 0); seconds until bytes flow (of messages)."""
+        self.linear = bool(outline.linear[x])
+        """Whether twice the bytes are twice the load of every link."""
         self.senders = tuple(outline.send[_rows(outline.send_end, x)].tolist())
         self.receivers = tuple(outline.receive[_rows(outline.receive_end, x)].tolist())
         self.devices = tuple(sorted({*self.senders, *self.receivers}))
@@ -164,7 +171,7 @@ class Exchange:
         """What it costs."""
         o, x = self._plan.outline, self._x
         links, drags = _rows(o.link_end, x), _rows(o.drag_end, x)
-        return made_transfer(float(o.duration[x]), o.loads, links, drags, int(o.edge[x]))
+        return priced_transfer(float(o.duration[x]), o.loads, links, drags, int(o.unit[x]))
 
     @cached_property
     def moves(self) -> tuple[Move, ...]:
@@ -239,9 +246,10 @@ class Reshard:
         loads = rows.loads
         return Outline(
             form=rows.form[of].copy(), nbytes=rows.nbytes[of].copy(), amount=rows.amount[of].copy(),
-            edge=rows.edge[of].copy(), latency=rows.latency[of].copy(), duration=rows.duration[of].copy(),
-            leader=rows.leader[of].copy(), send_end=send_end, receive_end=receive_end, link_end=link_end,
-            drag_end=drag_end, send=rows.send[sends].copy(), receive=rows.receive[receives].copy(),
+            unit=rows.unit[of].copy(), linear=rows.linear[of].copy(), start=rows.start[of].copy(),
+            duration=rows.duration[of].copy(), leader=rows.leader[of].copy(), send_end=send_end,
+            receive_end=receive_end, link_end=link_end, drag_end=drag_end,
+            send=rows.send[sends].copy(), receive=rows.receive[receives].copy(),
             loads=Loads(
                 loads.link[links].copy(), loads.link_load[links].copy(), loads.link_s[links].copy(),
                 loads.drag[drags].copy(), loads.drag_load[drags].copy(), loads.drag_s[drags].copy(), loads.size,
@@ -361,9 +369,15 @@ class Reshard:
 
     @property
     def seconds(self) -> float:
-        """Duration if nothing else used the links: the slowest exchange of each phase, phases in sequence."""
-        duration, middle = self.outline.duration.tolist(), self.outline.middle
-        return float(sum(max(part, default=0.0) for part in (duration[:middle], duration[middle:])))
+        """Duration if nothing else used the links: of each phase the slowest exchange, or the link that several of its
+        exchanges share; phases in sequence."""
+        total = 0.0
+        for exchanges in self.phase_exchanges:
+            shared: Counter[int] = Counter()
+            for exchange in exchanges:
+                shared.update(dict(exchange.transfer.links))  # whole ticks: sums are exact
+            total += max([e.transfer.duration_s for e in exchanges] + [*shared.values()], default=0.0)
+        return total
 
     @property
     def nbytes(self) -> int:

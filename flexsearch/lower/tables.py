@@ -6,7 +6,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from flexsearch.compiled import I64, U8, U32, U64
-from flexsearch.cost.communication import Rates
+from flexsearch.cost.tally import Rates
 from flexsearch.lower.arrays import Pools
 from flexsearch.lower.desk import Desk
 from flexsearch.lower.footprints import Landings, Sums

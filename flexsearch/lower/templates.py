@@ -32,8 +32,8 @@ from flexsearch.strategy import OperatorConfig
 
 _TYPES: dict[str, Any] = {
     "config_shard": np.uint8, "entry_forward_s": np.float64, "entry_backward_s": np.float64, "duration": np.float64,
-    "latency": np.float64, "amount": np.uint64, "link_s": np.float64, "link_load": np.float64, "drag_s": np.float64,
-    "drag_load": np.float64, "key_factor": np.float64, "key_ring": np.uint64, "store_bytes": np.uint64,
+    "start": np.float64, "amount": np.uint64, "link_s": np.float64, "link_load": np.float64, "drag_s": np.float64,
+    "drag_load": np.float64, "form": np.uint8, "turn": np.int64, "key_form": np.uint8, "key_group": np.uint8, "store_bytes": np.uint64,
     "entry_forward": np.int64, "entry_backward": np.int64, "link_ticks": np.int64,
     "forward": np.int64, "backward": np.int64,
     "role": np.uint8, "most": np.int64, "copy": np.int64, "middle": np.int64, "staged": np.int64,
@@ -41,7 +41,7 @@ _TYPES: dict[str, Any] = {
 }  # fmt: skip
 """Columns of ``Pools``, ``Splits`` and ``Landings`` that are not uint32."""
 _EXCHANGE: Final = ("send_first", "send_last", "receive_first", "receive_last", "link_first", "link_last",
-                    "drag_first", "drag_last", "duration", "latency", "amount", "key")  # fmt: skip
+                    "drag_first", "drag_last", "duration", "start", "amount", "form", "turn", "key")  # fmt: skip
 _START = 1024
 _MOVES = 1 << 14
 """Moves, and rows of links, for which the planner's desk has room at first."""
@@ -143,7 +143,7 @@ class Templates:
             (("send",), sends[0]), (("receive",), sends[1]),
             (("link", "link_s", "link_ticks", "link_load"), sends[2]), (("drag", "drag_s", "drag_load"), sends[3]),
             (_EXCHANGE, sends[4]),
-            (("key_factor", "key_ring"), int(used.buckets[0])),
+            (("key_form", "key_group"), int(used.buckets[0])),
             (("plan_sync", "plan_gather", "store_first", "store_last"), int(used.plans[0])),
             (("gather",), int(used.gathers[0])), (("store_device", "store_bytes"), int(used.stores[0])),
         ]  # fmt: skip
@@ -182,7 +182,7 @@ class Templates:
         devices = len(self.topology.devices)
         itemsize = {t.dtype: t.itemsize for t in self.graph.of_kind("parameter")}
         return {
-            "routes": self.topology.routes.between(range(len(self.topology.devices))),
+            "routes": self.topology.routes,
             "rates": self.lowering.planner.pricing.rates, "decisive": self.topology.decisive.astype(np.uint8),
             "kind": np.searchsorted(self._kinds, self.lowering.costs.kinds).astype(np.uint32),
             "itemsize": np.array([itemsize[dtype] for dtype in self.lowering.weight_types] or [1], np.int64),

@@ -179,10 +179,10 @@ class _View:
     def _transfer(self, exchanges: list[Exchange]) -> Transfer:
         """What exchanges of a bucket cost together."""
         one = exchanges[0]
-        if one.form == "all_reduce":
-            share = 2 * (len(one.devices) - 1)
-            return self.pricing.all_reduce(one.devices, sum(x.nbytes for x in exchanges) // share)
-        return self.pricing.transfer(one.form, [message for x in exchanges for message in x.messages])
+        if self.pricing.by_group(one.form):
+            return self.pricing.collective(one.form, one.devices, sum(x.amount for x in exchanges))
+        start_s = max(x.start_s for x in exchanges)  # what goes to one device is one message
+        return self.pricing.transfer(one.form, [message for x in exchanges for message in x.messages], start_s)
 
     def _members(self) -> list[list[tuple[Member, ...]]]:
         """By block and communication."""

@@ -29,6 +29,7 @@ import numpy as np
 import numpy.typing as npt
 
 from flexsearch.cost import Costs
+from flexsearch.cost.communication import least_seconds
 from flexsearch.graph import Operator, OperatorGraph, whole_piece
 from flexsearch.graph.notation import Box, Operand
 from flexsearch.strategy import Options
@@ -307,8 +308,4 @@ def _shared(seconds: npt.NDArray[np.float64], members: npt.NDArray[np.int64], us
 
 def _loss_everywhere(topology: Topology) -> float:
     """The loss is sent to every device, in at least one communication that reaches the last of them."""
-    count = len(topology.devices)
-    if count == 1:
-        return 0.0
-    nearest = min(topology.route(i, j).latency_s for i in range(count) for j in range(count) if i != j)
-    return topology.communication.overhead_s + nearest
+    return least_seconds(topology) if len(topology.devices) > 1 else 0.0

@@ -345,9 +345,11 @@ class _Weights:
 
     def _exchange(self, exchange: Exchange, later: list[Exchange], tensor: Tensor) -> None:
         links, bucket = np.zeros(len(self.owner.topology.resources)), self.bucket_of[tensor.name]
-        for resource, seconds in exchange.transfer.links:
+        # Of what the library has several algorithms for, more bytes may load links less; but they do not end sooner.
+        for resource, seconds in exchange.transfer.links if exchange.linear else ():
             links[resource] += seconds
-        key = self.keys.setdefault((bucket, exchange.form, exchange.devices, tensor.dtype), len(self.keys))
+        group = bucket, exchange.form, exchange.senders, exchange.receivers, tensor.dtype
+        key = self.keys.setdefault(group, len(self.keys))
         follow = [x for x in later if set(x.senders) & set(exchange.receivers)]
         longest = max(follow, key=lambda x: x.transfer.duration_s, default=None)
         self.exchanges.append((

@@ -166,8 +166,16 @@ class Wire:
             received[peer] = torch.empty(plan.receive_length[peer], dtype=plan.dtype, device=self.device)
         operations = [dist.P2POp(dist.irecv, buffer.view(torch.uint8), peer) for peer, buffer in received.items()]
         operations += [dist.P2POp(dist.isend, flat.view(torch.uint8), peer) for peer, flat in packed.items()]
-        self._works[task] = dist.batch_isend_irecv(operations)
+        self._works[task] = self._issue(plan.what, operations)
         self._kept[task] = list(packed.values())
+
+    def _issue(self, what: Communication, operations: list[dist.P2POp]) -> list[dist.Work]:
+        """Start both sides of an exchange on NCCL. A single message goes over the communicator of its two ranks, where
+        it waits for no message between others; what both ranks see must choose, as the communicators differ."""
+        if len(what.senders) > 1 or len(what.receivers) > 1:
+            return dist.batch_isend_irecv(operations)
+        works = [operation.op(operation.tensor, operation.peer) for operation in operations]
+        return [work for work in works if work is not None]
 
     def _pack(self, plan: Plan, parts: Sequence[Part], sources: Sequence[dict[int, Tensor]]) -> Tensor:
         pieces = []

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Annotated, Any, Final, Literal
 
-from pydantic import AfterValidator, Field, field_validator, model_validator
+from pydantic import AfterValidator, Field, Strict, field_validator, model_validator
 
 from flexsearch import quantities
 from flexsearch.files import FileModel, printable
@@ -13,6 +14,8 @@ from flexsearch.quantities import Bandwidth, Capacity, Factor, FlopRate, Latency
 
 DTYPES: Final = ("float64", "float32", "bfloat16", "float16")
 FORMS: Final = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "exchange")
+COLLECTIVES: Final = FORMS[:3]
+"""Forms that NCCL carries out by algorithms of its own for groups."""
 
 # Time over the ideal of (bytes on the busiest link / its bandwidth). gloo, at 1 Gbit/s on 2 to 4 hosts: all_reduce,
 # exchange and reduce_scatter (full-duplex exchanges and a sum; 1.1-1.24) are measured; all_gather and all_to_all made
@@ -22,6 +25,13 @@ FACTORS: Final[dict[str, dict[str, float]]] = {
     "nccl": {"all_reduce": 1.25, "all_gather": 1.25, "reduce_scatter": 1.25, "all_to_all": 1.3, "exchange": 1.15},
 }
 OVERHEAD_S: Final = {"gloo": 100e-6, "nccl": 15e-6}
+MESSAGE_S: Final = {"gloo": None, "nccl": 2.75e-6}
+"""What a device's next message adds to an exchange of several. gloo: as much as the first one (``overhead_s``): 32
+small messages at once between two hosts take 4 ms (``benchmarks/link_sharing.py``). nccl: what each step of the
+measured all-reduces below adds to their start."""
+TURN_BYTES: Final = {"gloo": 3_000_000, "nccl": None}
+"""See ``Communication.turn_bytes``. gloo, measured: what comes behind an all-reduce of 25 MB waits until 1 to 4 MB have
+gone (``benchmarks/link_sharing.py``). nccl: a communicator works in issue order."""
 
 
 def _name(value: str) -> str:
@@ -75,16 +85,38 @@ class Link(FileModel):
     duplex: Literal["full", "half"] = "full"
 
 
+class Group(FileModel):
+    """What collectives among ``members`` devices of one host take: ``startup_s`` of an all-reduce of a few bytes;
+    ``factor``: time over (bytes over the busiest link of a ring / its bandwidth)."""
+
+    members: Annotated[int, Field(ge=2, le=quantities.MAX_DEVICES)]
+    startup_s: LatencySeconds
+    factor: Factor
+
+
+# All-reduces of 8 A100 on NVSwitch (300 GB/s in each direction), 1 to 1024 MB: bus bandwidth 193, 218 and 227 GB/s.
+# From the measured tables of vTrain (MIT, VIA-Research/vTrain).
+GROUPS: Final = (
+    Group(members=2, startup_s=46e-6, factor=300 / 193),
+    Group(members=4, startup_s=54e-6, factor=300 / 218),
+    Group(members=8, startup_s=79e-6, factor=300 / 227),
+)
+
+
 class Communication(FileModel):
     """The library that moves tensors. Time of a communication: overhead + latency + factor * bytes / bandwidth.
 
-    ``overhead_s`` and any missing entry of ``factors`` default to the figures of the ``backend``.
+    ``overhead_s`` and any missing entry of ``factors`` default to the figures of the ``backend``, and so do the others;
+    but ``groups`` are empty where the file gives the factor of a collective: it holds for groups of all sizes then.
     """
 
     backend: Literal["gloo", "nccl"]
     overhead_s: LatencySeconds = 0.0  # software start of one communication
     factors: dict[str, Factor] = Field(default_factory=dict)  # by form: time / (bytes over busiest link / bandwidth)
     cpu_s_per_byte: SecondsPerByte = 0.0  # processor time per byte moved, on each side
+    message_s: LatencySeconds = 0.0  # each further message that a device sends or receives in one exchange
+    groups: Annotated[tuple[Group, ...], Strict(False)] = ()  # nccl: collectives within one host, ascending by members
+    turn_bytes: quantities.Capacity | None = None  # of an all-reduce on a link, before others go first; None: all
 
     @model_validator(mode="before")
     @classmethod
@@ -92,9 +124,14 @@ class Communication(FileModel):
         if not isinstance(data, dict) or data.get("backend") not in tuple(FACTORS):
             return data  # the fields' own checks say what is wrong
         backend, factors = data["backend"], data.get("factors", {})
+        defaults: dict[str, Any] = {"overhead_s": OVERHEAD_S[backend], "turn_bytes": TURN_BYTES[backend]}
+        message_s = MESSAGE_S[backend]
+        defaults["message_s"] = data.get("overhead_s", OVERHEAD_S[backend]) if message_s is None else message_s
         if isinstance(factors, dict):
+            if backend == "nccl" and not factors.keys() & set(COLLECTIVES):
+                defaults["groups"] = GROUPS
             factors = {**FACTORS[backend], **factors}
-        return {"overhead_s": OVERHEAD_S[backend], **data, "factors": factors}
+        return {**defaults, **data, "factors": factors}
 
     @field_validator("factors")
     @classmethod
@@ -103,6 +140,18 @@ class Communication(FileModel):
             if form not in FORMS:
                 raise ValueError(f'unknown form "{printable(form)}"; known are {", ".join(FORMS)}')
         return factors
+
+    @field_validator("groups")
+    @classmethod
+    def _ascending(cls, groups: tuple[Group, ...]) -> tuple[Group, ...]:
+        if any(a.members >= b.members for a, b in pairwise(groups)):
+            raise ValueError("the numbers of members must ascend")
+        return groups
+
+    def assumed(self) -> set[str]:
+        """Fields that files had not always: those of them that are as the backend's own figures."""
+        usual = Communication(backend=self.backend, overhead_s=self.overhead_s)
+        return {name for name in ("message_s", "groups", "turn_bytes") if getattr(self, name) == getattr(usual, name)}
 
 
 @dataclass(frozen=True, slots=True)

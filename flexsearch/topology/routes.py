@@ -1,21 +1,34 @@
-"""Shortest routes between devices (networkx), one Dijkstra per source, kept; and the same as flat arrays."""
+"""Shortest routes between devices, kept by structure: what grows is the number of devices, not of pairs.
+
+Most clusters fall apart into hosts when one switch is taken away (the fabric, the Ethernet switch): the **center**.
+Every way between devices of different parts leads through it, so a shortest one is the shortest way up to the center
+and the shortest way down from it. A route is therefore at most two **pieces**: for two devices of one part a piece of
+their own, else ``up`` of the one and ``down`` of the other. Parts that are wired alike share their searches. A topology
+that no switch separates is one part, with a piece for each pair.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import combinations, pairwise
+from math import fsum, inf
 from typing import Any, NamedTuple
 
 import networkx as nx
 import numpy as np
 import numpy.typing as npt
 
+from flexsearch.compiled import F64, U32, lean
+from flexsearch.errors import TopologyError
 from flexsearch.packed import packed
-from flexsearch.topology.parts import Link, Route
+from flexsearch.topology.parts import Link
 
 REFERENCE_BYTES = 1e6  # the message that routes are best for; small ones mind latency, large ones bandwidth
+MAX_PART = 1024
+"""Devices of one part: it has a route for each pair of them."""
 
 
-def wiring(names: Iterable[str], links: Sequence[Link]) -> nx.Graph:
+def wiring(names: Iterable[str], links: Iterable[Link]) -> nx.Graph:
     """Graph of the endpoints; an edge's ``cost`` is the time (s) of the reference message over that link."""
     graph = nx.Graph()
     graph.add_nodes_from(names)
@@ -30,103 +43,243 @@ def separated(graph: nx.Graph, devices: Sequence[str]) -> tuple[str, str] | None
     return next(((devices[0], name) for name in devices if name not in reached), None)
 
 
-class Router:
-    """Paths as endpoint names. A path does not pass through other devices unless nothing else leads there: GPUs
-    forward no traffic of others, but on a bare NVLink mesh a library must do that.
-
-    The same file always gives the same paths: Dijkstra breaks ties by the order of devices, switches and links.
-    The path from j to i is that from i to j reversed.
-    """
-
-    def __init__(self, graph: nx.Graph, devices: Sequence[str]) -> None:
-        self._graph = graph
-        self._devices = devices
-        self._transitless = frozenset(devices)
-        self._from: dict[int, dict[str, list[str]]] = {}
-
-    def path(self, i: int, j: int) -> list[str]:
-        """Endpoints from device ``i`` to device ``j``, both included."""
-        if i > j:
-            return self.path(j, i)[::-1]
-        if i not in self._from:
-            self._from[i] = self._paths_from(self._devices[i])
-        return self._from[i][self._devices[j]]
-
-    def _paths_from(self, source: str) -> dict[str, list[str]]:
-        def cost(u: str, v: str, edge: dict[str, Any]) -> float | None:
-            return None if u != source and u in self._transitless else edge["cost"]  # None hides the edge
-
-        paths: dict[str, list[str]] = nx.single_source_dijkstra_path(self._graph, source, weight=cost)
-        if not all(device in paths for device in self._devices):
-            paths = nx.single_source_dijkstra_path(self._graph, source, weight="cost") | paths
-        return paths
-
-
 @packed
 class RouteTable(NamedTuple):
-    """Routes as arrays. Route r = ``number[i, j]`` leads from device i to device j over the resources
-    ``resource[first[r]:first[r + 1]]``; ``latency`` (s) and ``slowness`` (1 / its bandwidth, s/B) are by route. Route 0
-    stands for what nobody has asked for yet, and for the way from a device to itself."""
+    """Routes for compiled code. By device: ``part``, its ``place`` among the devices of that part, and the pieces
+    ``up`` to the center and ``down`` from it. By part: the piece from place i to place j is
+    ``inside[inside_first + i * size + j]``. Piece p crosses the resources ``resource[first[p]:first[p + 1]]``;
+    ``latency`` (s) and ``bandwidth`` (B/s) are by piece. Piece 0 crosses nothing."""
 
-    number: npt.NDArray[np.uint32]
-    first: npt.NDArray[np.uint32]
-    resource: npt.NDArray[np.uint32]
-    latency: npt.NDArray[np.float64]
-    slowness: npt.NDArray[np.float64]
+    part: U32
+    place: U32
+    up: U32
+    down: U32
+    size: U32
+    inside_first: U32
+    inside: U32
+    first: U32
+    resource: U32
+    latency: F64
+    bandwidth: F64
+
+
+@lean
+def first_piece(routes: RouteTable, i: Any, j: Any) -> Any:
+    """The first piece of the route from device ``i`` to device ``j``."""
+    part = np.uint64(routes.part[i])
+    if part != np.uint64(routes.part[j]):
+        return np.uint64(routes.up[i])
+    at = np.uint64(routes.inside_first[part]) + np.uint64(routes.place[i]) * np.uint64(routes.size[part])
+    return np.uint64(routes.inside[at + np.uint64(routes.place[j])])
+
+
+@lean
+def second_piece(routes: RouteTable, i: Any, j: Any) -> Any:
+    """The other piece: 0, which crosses nothing, inside a part."""
+    return np.uint64(routes.down[j]) if routes.part[i] != routes.part[j] else np.uint64(0)
+
+
+class Part(NamedTuple):
+    """What is left when the center is taken away, and its devices' ways. ``devices``: indices, ascending. ``paths``:
+    endpoints from the i-th of them to the j-th, i < j."""
+
+    devices: list[int]
+    paths: dict[tuple[int, int], list[str]]
 
 
 class Routes:
-    """The table of the routes of ``count`` devices, which grows by the devices that are asked for. ``route``: the way
-    from one device to another."""
+    """All routes of a topology. ``hops``: (from, to) of neighbours -> the resource that carries this direction, and the
+    link. The same file always gives the same routes: Dijkstra breaks ties by the order of devices, switches and links,
+    and the way from j to i is that from i to j reversed. A way does not pass through other devices unless nothing else
+    leads there: GPUs forward no traffic of others, but on a bare NVLink mesh a library must do that.
 
-    def __init__(self, count: int, route: Callable[[int, int], Route]) -> None:
-        self._route = route
-        self._covered: dict[int, None] = {}
-        self._found: list[Route] = [Route((), 0.0, np.inf)]
-        self._number = np.zeros((count, count), np.uint32)
-        self._table: RouteTable | None = None
+    TopologyError if a part has more than ``MAX_PART`` devices.
+    """
 
-    def between(self, devices: Iterable[int]) -> RouteTable:
-        """The table, with the routes between all of ``devices``."""
+    def __init__(
+        self, graph: nx.Graph, devices: Sequence[str], switches: Sequence[str], links: Sequence[Link],
+        hops: Mapping[tuple[str, str], tuple[int, Link]],
+    ) -> None:  # fmt: skip
+        self._hops = hops
+        self.center = _center(graph, devices, switches)
+        self._up = _ways(graph, self.center, devices) if self.center is not None else {}
+        self.parts = _parts(graph, self.center, devices, switches, links)
+        self.table = self._lay_out(len(devices))
+
+    def paths(self, devices: Sequence[int]) -> list[list[str]]:
+        """Endpoints of what the routes between these devices are made of."""
+        places: dict[int, list[int]] = {}
         for device in devices:
-            if device not in self._covered:
-                self._cover(device)
-                self._table = None
-        if self._table is None:
-            self._table = self._made()
-        return self._table
+            places.setdefault(int(self.table.part[device]), []).append(int(self.table.place[device]))
+        inside = [self.parts[k].paths[pair] for k, own in places.items() for pair in combinations(sorted(own), 2)]
+        return inside + ([self._up[device] for device in devices] if len(places) > 1 else [])
 
-    def _cover(self, device: int) -> None:
-        for other in self._covered:
-            for i, j in ((device, other), (other, device)):
-                self._number[i, j] = len(self._found)
-                self._found.append(self._route(i, j))
-        self._covered[device] = None
+    def pieces(self, i: int, j: int) -> tuple[int, int]:
+        """Numbers of the two pieces of a route."""
+        return int(first_piece(self.table, i, j)), int(second_piece(self.table, i, j))
 
-    def _made(self) -> RouteTable:
+    def rows(self) -> list[tuple[int, ...]]:
+        """What routes cross together, as resources: all pieces. Where there are only two parts, everything that leaves
+        one of them enters the other, so that what all pieces there have in common comes with each of these."""
+        table = self.table
+        pieces = [tuple(table.resource[a:b].tolist()) for a, b in pairwise(table.first.tolist())]
+        if len(self.parts) != 2:
+            return sorted(set(pieces))
+        rows = {pieces[k] for k in table.inside.tolist()}
+        for leaving, entering in ((0, 1), (1, 0)):
+            up = [pieces[k] for k in table.up[self.parts[leaving].devices].tolist()]
+            down = [pieces[k] for k in table.down[self.parts[entering].devices].tolist()]
+            first, last = (tuple(sorted(set(side[0]).intersection(*side[1:]))) for side in (up, down))
+            rows |= {(*row, *last) for row in up} | {(*first, *row) for row in down}
+        return sorted(rows)
+
+    def nearest_s(self) -> float:
+        """The least latency between two devices, s; 0 if there is only one device."""
+        table, found = self.table, []
+        for k, part in enumerate(self.parts):
+            count, begin = len(part.devices), int(table.inside_first[k])
+            numbers = table.inside[begin : begin + count * count].reshape(count, count)
+            found += table.latency[numbers[~np.eye(count, dtype=bool)]].tolist()
+        if len(self.parts) > 1:
+            up = [min(table.latency[table.up[part.devices]]) for part in self.parts]
+            found.append(fsum(sorted(up)[:2]))
+        return float(min(found, default=0.0))
+
+    def _lay_out(self, count: int) -> RouteTable:
+        pieces: list[tuple[int, ...]] = [()]
+        latency, bandwidth = [0.0], [inf]
+
+        def piece(path: Sequence[str]) -> int:
+            hops = [self._hops[pair] for pair in pairwise(path)]
+            pieces.append(tuple(resource for resource, _ in hops))
+            latency.append(fsum(link.latency_s for _, link in hops))
+            bandwidth.append(min(link.bandwidth for _, link in hops))
+            return len(pieces) - 1
+
+        part, place = np.zeros(count, np.uint32), np.zeros(count, np.uint32)
+        up, down = np.zeros(count, np.uint32), np.zeros(count, np.uint32)
+        inside: list[int] = []
+        inside_first = []
+        for number, (devices, paths) in enumerate(self.parts):
+            inside_first.append(len(inside))
+            for i, device in enumerate(devices):
+                part[device], place[device] = number, i
+                if device in self._up:
+                    up[device], down[device] = piece(self._up[device]), piece(self._up[device][::-1])
+                for j in range(len(devices)):
+                    way = paths[min(i, j), max(i, j)] if i != j else []
+                    inside.append(piece(way if i < j else way[::-1]) if way else 0)
         return RouteTable(
-            number=self._number,
-            first=np.cumsum([0, *(len(route.resources) for route in self._found)]).astype(np.uint32),
-            resource=np.array([r for route in self._found for r in route.resources], dtype=np.uint32),
-            latency=np.array([route.latency_s for route in self._found]),
-            slowness=np.array([1 / route.bandwidth for route in self._found]),
+            part=part, place=place, up=up, down=down,
+            size=np.array([len(p.devices) for p in self.parts], np.uint32),
+            inside_first=np.array(inside_first, np.uint32), inside=np.array(inside, np.uint32),
+            first=np.cumsum([0, *map(len, pieces)]).astype(np.uint32),
+            resource=np.array([r for row in pieces for r in row], np.uint32),
+            latency=np.array(latency), bandwidth=np.array(bandwidth),
+        )  # fmt: skip
+
+
+def _center(graph: nx.Graph, devices: Sequence[str], switches: Sequence[str]) -> str | None:
+    """The switch with the most links among those that separate devices; None if there is none."""
+    if len(devices) < 3:
+        return None
+    inner = set(nx.articulation_points(graph)) & set(switches)
+    return max((name for name in switches if name in inner), key=graph.degree, default=None)
+
+
+def _ways(graph: nx.Graph, center: str, devices: Sequence[str]) -> dict[int, list[str]]:
+    """Endpoints from each device to the center."""
+    paths = _paths_from(graph, center, devices)
+    return {d: paths[name][::-1] for d, name in enumerate(devices)}
+
+
+def _paths_from(graph: nx.Graph, source: str, devices: Sequence[str]) -> dict[str, list[str]]:
+    """Endpoints from ``source`` to each of ``devices``."""
+    transitless = frozenset(devices)
+
+    def cost(u: str, v: str, edge: dict[str, Any]) -> float | None:
+        return None if u != source and u in transitless else edge["cost"]  # None hides the edge
+
+    paths: dict[str, list[str]] = nx.single_source_dijkstra_path(graph, source, weight=cost)
+    if not all(device in paths for device in devices):
+        paths = nx.single_source_dijkstra_path(graph, source, weight="cost") | paths
+    return paths
+
+
+def _parts(
+    graph: nx.Graph, center: str | None, devices: Sequence[str], switches: Sequence[str], links: Sequence[Link]
+) -> list[Part]:
+    """The parts, in the order of their first devices, with the ways inside them."""
+    number = _numbers(graph, center)
+    members: dict[int, list[int]] = {}
+    for d, name in enumerate(devices):
+        members.setdefault(number[name], []).append(d)
+    if (most := max(map(len, members.values()))) > MAX_PART:
+        raise TopologyError(
+            f"links: {most:,} devices that no switch separates; routes between more than {MAX_PART:,} are not made",
+            "Join the hosts by one switch.",
         )
+    inner: dict[int, list[str]] = {part: [] for part in members}
+    for name in switches:
+        if name != center and number[name] in inner:
+            inner[number[name]].append(name)
+    joins: dict[int, list[Link]] = {part: [] for part in members}
+    for link in links:
+        part = number[link.b if link.a == center else link.a]
+        if part in joins:
+            joins[part].append(link)
+    searched: dict[Any, dict[tuple[int, int], list[int]]] = {}
+    made = []
+    for part, indices in members.items():
+        own = [devices[d] for d in indices]
+        names = [*own, *inner[part], *([center] if center is not None else [])]
+        at = {name: k for k, name in enumerate(names)}
+        key = len(own), len(names), tuple((at[x.a], at[x.b], x.bandwidth, x.latency_s) for x in joins[part])
+        if key not in searched:
+            searched[key] = _ways_inside(names, own, joins[part], at)
+        paths = {pair: [names[k] for k in path] for pair, path in searched[key].items()}
+        made.append(Part(indices, paths))
+    return made
 
 
-def decisive(routes: Iterable[Route], bandwidth: Sequence[float]) -> npt.NDArray[np.bool_]:
-    """By resource: whether it can be what a transfer waits for. One is not if another, no wider, is on every route that
-    it is on: whatever crosses the one keeps the other busy from the same moment, and no shorter."""
-    rows = sorted({route.resources for route in routes})
-    crossed = np.zeros((len(rows), len(bandwidth)))
-    for row, resources in enumerate(rows):
-        crossed[row, list(resources)] = 1.0
-    together = crossed.T @ crossed  # exact: whole numbers far below 2^53
-    often, width = together.diagonal(), np.array(bandwidth)
-    wider = width[:, None] >= width[None, :]
-    covered = wider & (together == often[:, None]) & (often[:, None] > 0.0)  # [a, b]: b is on all routes of a
-    place = np.arange(len(width))
-    # Of those that cover each other, the first stays.
-    covered &= ~covered.T | (place[:, None] > place[None, :])
-    np.fill_diagonal(covered, False)
-    found: npt.NDArray[np.bool_] = ~covered.any(axis=1)
+def _numbers(graph: nx.Graph, center: str | None) -> dict[str, int]:
+    """By endpoint other than the center: the number of its part."""
+    rest = graph
+    if center is not None:
+        rest = graph.copy()
+        rest.remove_node(center)
+    return {name: k for k, names in enumerate(nx.connected_components(rest)) for name in names}
+
+
+def _ways_inside(
+    names: Sequence[str], own: Sequence[str], links: Iterable[Link], at: Mapping[str, int]
+) -> dict[tuple[int, int], list[int]]:
+    """The ways between the devices ``own`` of a part, as places in ``names``."""
+    graph = wiring(names, links)
+    found = {}
+    for i in range(len(own) - 1):
+        paths = _paths_from(graph, own[i], own)
+        for j in range(i + 1, len(own)):
+            found[i, j] = [at[name] for name in paths[own[j]]]
+    return found
+
+
+def decisive(rows: Iterable[tuple[int, ...]], bandwidth: Sequence[float]) -> npt.NDArray[np.bool_]:
+    """By resource: whether it can be what a transfer waits for. One is not if another, no wider, is on every row (what
+    a route crosses together) that it is on: whatever crosses the one keeps the other busy from the same moment, and no
+    shorter."""
+    always: dict[int, set[int]] = {}  # what is on every row that a resource is on
+    for row in rows:
+        for r in row:
+            if r in always:
+                always[r].intersection_update(row)
+            else:
+                always[r] = set(row)
+    found = np.ones(len(bandwidth), np.bool_)
+    for r, others in always.items():
+        for other in others:
+            mutual = r in always[other] and bandwidth[r] == bandwidth[other]
+            # Of those that cover each other, the first stays.
+            if other != r and bandwidth[other] <= bandwidth[r] and (not mutual or other < r):
+                found[r] = False
     return found

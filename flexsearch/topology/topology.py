@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 import os
 import re
 from collections.abc import Sequence
@@ -21,11 +20,8 @@ from flexsearch import files
 from flexsearch.errors import FileFormatError, TopologyError
 from flexsearch.quantities import MAX_DEVICES, MAX_LINKS, Text
 from flexsearch.topology.parts import Communication, Device, Link, Name, Resource, Route
-from flexsearch.topology.routes import Router, Routes, decisive, separated, wiring
+from flexsearch.topology.routes import Routes, RouteTable, decisive, separated, wiring
 from flexsearch.topology.template import Template
-
-MANY = 256
-"""Devices: the routes of more are not all looked at."""
 
 
 class Topology(files.FileModel):
@@ -104,33 +100,36 @@ class Topology(files.FileModel):
     def route(self, i: int, j: int) -> Route:
         """The way from device ``i`` to device ``j``: the fastest for a message of 1 MB, never through a third device
         where another way exists. TopologyError if there is no such device."""
-        if (known := self._routes.get((i, j))) is not None:
-            return known
         for index in (i, j):
             self._check_index(index)
-        path = self._router.path(i, j)
-        hops = [self._hops[pair] for pair in pairwise(path)]
-        route = Route(
-            resources=tuple(resource for resource, _ in hops),
-            latency_s=math.fsum(link.latency_s for _, link in hops),
-            bandwidth=min((link.bandwidth for _, link in hops), default=math.inf),
+        table, pieces = self.routes, self._routes.pieces(i, j)
+        spans = [slice(int(table.first[p]), int(table.first[p + 1])) for p in pieces]
+        return Route(
+            resources=tuple(r for span in spans for r in table.resource[span].tolist()),
+            latency_s=float(table.latency[pieces[0]] + table.latency[pieces[1]]),
+            bandwidth=min(float(table.bandwidth[p]) for p in pieces),
         )
-        self._routes[i, j] = route
-        return route
 
-    @cached_property
-    def routes(self) -> Routes:
-        """All routes as flat arrays, for compiled code."""
-        return Routes(len(self.devices), self.route)
+    @property
+    def routes(self) -> RouteTable:
+        """All routes, for compiled code."""
+        return self._routes.table
 
     @cached_property
     def decisive(self) -> npt.NDArray[np.bool_]:
-        """By resource: whether it can be what a transfer waits for (``routes.decisive``). Of many devices: all."""
-        count = len(self.devices)
-        if count > MANY:
-            return np.ones(len(self.resources), np.bool_)
-        routes = (self.route(i, j) for i in range(count) for j in range(count) if i != j)
-        return decisive(routes, [resource.bandwidth for resource in self.resources])
+        """By resource: whether it can be what a transfer waits for (``routes.decisive``)."""
+        return decisive(self._routes.rows(), [resource.bandwidth for resource in self.resources])
+
+    @cached_property
+    def nearest_s(self) -> float:
+        """The least latency between two devices, s; 0 if there is only one."""
+        return self._routes.nearest_s()
+
+    @cached_property
+    def host_of(self) -> npt.NDArray[np.uint32]:
+        """Device index -> index of its host among ``hosts``."""
+        number = {host: k for k, host in enumerate(self.hosts)}
+        return np.array([number[d.host] for d in self.devices], np.uint32)
 
     def device_index(self, name: str) -> int:
         """Index of the device called ``name``; TopologyError if there is none."""
@@ -145,16 +144,18 @@ class Topology(files.FileModel):
         A dropped device that such a route passes through stays as a switch. TopologyError if an index is unknown,
         repeated, or there is none.
         """
-        for k, index in enumerate(devices):
+        chosen: set[int] = set()
+        for index in devices:
             self._check_index(index)
-            if index in devices[:k]:
+            if index in chosen:
                 raise TopologyError(f"device {index} is in the subset twice")
+            chosen.add(index)
         kept = tuple(self.devices[i] for i in devices)
-        paths = [self._router.path(i, j) for i in devices for j in devices if i < j]
+        paths = self._routes.paths(sorted(chosen))
         used = {frozenset(pair) for path in paths for pair in pairwise(path)}
         passed = {name for path in paths for name in path} - {d.name for d in kept}
         return Topology(
-            name=f"{self.name}[{','.join(map(str, devices))}]",
+            name=f"{self.name}[{','.join(map(str, devices)) if len(devices) <= 64 else f'{len(devices)} devices'}]",
             devices=kept,
             switches=tuple(n for n in (*self.switches, *(d.name for d in self.devices)) if n in passed),
             links=tuple(link for link in self.links if frozenset((link.a, link.b)) in used),
@@ -163,8 +164,12 @@ class Topology(files.FileModel):
         )
 
     def content_hash(self) -> str:
-        """Hash of everything that affects a plan, hence without ``name`` and ``source``."""
-        return files.content_hash(self.model_dump(mode="json", exclude={"name", "source"}))
+        """Hash of everything that affects a plan, hence without ``name`` and ``source``. Fields that came later count
+        where they differ from what every earlier file meant: the hash of a file stays."""
+        described = self.model_dump(mode="json", exclude={"name", "source"})
+        for field in self.communication.assumed():
+            del described["communication"][field]
+        return files.content_hash(described)
 
     def save(self, path: str | Path) -> None:
         """Write the explicit form to ``path``."""
@@ -190,12 +195,8 @@ class Topology(files.FileModel):
         return wiring([*(d.name for d in self.devices), *self.switches], self.links)
 
     @cached_property
-    def _router(self) -> Router:
-        return Router(self._graph, [d.name for d in self.devices])
-
-    @cached_property
-    def _routes(self) -> dict[tuple[int, int], Route]:
-        return {}
+    def _routes(self) -> Routes:
+        return Routes(self._graph, [d.name for d in self.devices], self.switches, self.links, self._hops)
 
     @cached_property
     def _hops(self) -> dict[tuple[str, str], tuple[int, Link]]:

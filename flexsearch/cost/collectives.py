@@ -1,0 +1,204 @@
+"""Time of a collective among a group of devices: the best of the algorithms that the library has for it.
+
+gloo: one ring. NCCL, by what its documentation and ``src/graph`` describe; S is what each device holds in the end (of
+an all-reduce: from the start), n the number of devices on H hosts, p the passes over the data (2 for an all-reduce):
+
+- **ring over rails**: as many rings as devices on the host that has fewest, each of which enters and leaves a host by
+  other devices, and so through other NICs. Each edge of the rings together carries p (n-1)/n S; the data goes around
+  in p (n-1) steps, p (H-1) of them between hosts.
+- **hierarchical** (Horovod's, Megatron's): reduce-scatter within each host, all-reduces between the hosts, one on each
+  rail, all-gather within; the phases follow each other. p (m-1)/m S on the edges inside a host of m devices, and
+  p (H-1)/H S/m on each rail, in p (m-1) + p (H-1) steps.
+- **tree** (all-reduce only): chains inside hosts, a double binary tree between them. A host within the tree sends its
+  sum up and totals down to its children: 2 S, over all rails. 2 ((m-1) + log2 H) steps.
+
+A group within one host goes by its measured start and bus bandwidth (``Communication.groups``), which are those of the
+algorithm that NCCL picks. Between hosts a step inside costs what the measured starts say, one across the route's
+latency more; ``factors`` holds for all links.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from flexsearch.compiled import ONE, TWO, U32, ZERO, lean
+from flexsearch.cost.tally import Loads, Rates, Tally, busiest, carry, settle, sort
+from flexsearch.topology.routes import RouteTable
+
+# Constants that are handed on have a numpy type: for every plain number numba would compile a function again.
+ALL_REDUCE, ALL_GATHER, REDUCE_SCATTER, ALL_TO_ALL, EXCHANGE = (np.uint64(k) for k in range(5))
+"""Numbers of forms in ``topology.parts.FORMS``."""
+HALF: Any = np.uint64(32)
+LOW: Any = np.uint64(0xFFFFFFFF)
+
+
+@lean
+def ring_edge(count: Any, nbytes: Any) -> Any:
+    """Bytes that every edge of a ring all-reduce carries where each device has ``nbytes``: 2 (n-1)/n of them."""
+    return np.int64(2) * (np.int64(count) - np.int64(1)) * np.int64(nbytes) // np.int64(count)
+
+
+@lean
+def price_collective(
+    routes: RouteTable, rates: Rates, tally: Tally, loads: Loads, form: Any, devices: U32, first: Any, last: Any,
+    nbytes: Any,
+) -> Any:  # fmt: skip
+    """Seconds of a collective among ``devices[first:last]`` (ascending, at least two). ``nbytes``: of an all-reduce
+    those that each device holds; of an all-gather or reduce-scatter those that are to cross devices, all together.
+    Adds rows to ``loads``; leaves ``tally.unit`` and ``tally.linear``."""
+    count = last - first
+    passes = np.int64(2) if form == ALL_REDUCE else np.int64(1)
+    edge = ring_edge(count, nbytes) if form == ALL_REDUCE else np.int64(nbytes) // np.int64(count)
+    size = np.int64(nbytes) if form == ALL_REDUCE else np.int64(nbytes) // (np.int64(count) - np.int64(1))
+    hosts = _by_host(rates, tally, devices, first, count)
+    if rates.by_group[form] == 0:
+        hosts, tally.begin[1] = ONE, count
+    fewest, most = count, ZERO
+    for h in range(hosts):
+        members = np.uint64(tally.begin[h + ONE]) - np.uint64(tally.begin[h])
+        fewest, most = min(fewest, members), max(most, members)
+    tally.linear[0] = 1
+    steps = np.float64(passes * (np.int64(count) - np.int64(1)))
+    if hosts == ONE:
+        _rings(routes, rates, tally, ONE, ONE)
+        factor, start = rates.factor[form], rates.overhead_s[0] + steps * tally.latency[0]
+        if rates.by_group[form] == 1 and rates.step_s[count] > 0.0:
+            factor, start = rates.group_factor[count], rates.launch_s[0] + steps * rates.step_s[count]
+        return settle(rates, tally, loads, factor, edge, start)
+    return _across(routes, rates, tally, loads, form, hosts, fewest, most, passes, steps, edge, size)
+
+
+@lean
+def _across(
+    routes: RouteTable, rates: Rates, tally: Tally, loads: Loads, form: Any, hosts: Any, fewest: Any, most: Any,
+    passes: Any, steps: Any, edge: Any, size: Any,
+) -> Any:  # fmt: skip
+    """As ``price_collective``, among several hosts that have from ``fewest`` to ``most`` members each."""
+    rails, factor, launch = np.int64(fewest), rates.factor[form], rates.launch_s[0]
+    members, others = rates.step_s[np.uint64(most)], np.float64(np.int64(hosts) - np.int64(1))
+    step = rates.step_s[np.uint64(tally.begin[hosts])]
+    _rings(routes, rates, tally, hosts, fewest)
+    far = tally.latency[0]  # between hosts; of what is not measured, every step takes it
+    hop, extra = (step, far) if step > 0.0 else (far, 0.0)
+    near = members if members > 0.0 else far
+    start, unit, best = launch + steps * hop + np.float64(passes) * others * extra, edge // rails, ZERO
+    least = start + busiest(rates, tally, factor, unit)
+    if fewest == most and most > ONE:
+        across = launch * np.float64(passes + np.int64(1)) + np.float64(passes) * others * (hop + extra)
+        part = passes * size // (rails * np.int64(hosts))
+        _phase_inside(routes, rates, tally, hosts)
+        across += np.float64(passes * (rails - np.int64(1))) * near
+        seconds = busiest(rates, tally, factor, part)
+        _phase_between(routes, rates, tally, hosts)
+        seconds += busiest(rates, tally, factor, part)
+        if across + seconds < least:
+            # ``settle`` adds the busiest link of both phases together; the rest of the other one is part of the start.
+            _phase_inside(routes, rates, tally, hosts)
+            _phase_between(routes, rates, tally, hosts)
+            together = busiest(rates, tally, factor, part)
+            least, start, unit, best = across + seconds, across + seconds - together, part, ONE
+    if form == ALL_REDUCE:
+        levels = 0.0
+        while 2.0**levels < np.float64(hosts):
+            levels += 1.0
+        climb = launch + 2.0 * ((np.float64(most) - 1.0) * near + levels * (hop + extra))
+        _tree(routes, rates, tally, hosts, fewest)
+        seconds = climb + busiest(rates, tally, factor, size // rails)
+        if seconds < least:
+            start, unit, best = climb, size // rails, TWO
+    tally.linear[0] = 0
+    if best == ZERO:
+        _rings(routes, rates, tally, hosts, fewest)
+    elif best == ONE:
+        _phase_inside(routes, rates, tally, hosts)
+        _phase_between(routes, rates, tally, hosts)
+    else:
+        _tree(routes, rates, tally, hosts, fewest)
+    return settle(rates, tally, loads, factor, unit, start)
+
+
+@lean
+def _by_host(rates: Rates, tally: Tally, devices: U32, first: Any, count: Any) -> Any:
+    """List the members host by host in ``tally.order``; returns the number of hosts."""
+    for k in range(count):
+        device = np.uint64(devices[first + np.uint64(k)])
+        tally.order[k] = np.uint64(rates.host[device]) << HALF | device
+    sort(tally.order, count)
+    hosts, before = ZERO, LOW
+    for k in range(count):
+        host = tally.order[k] >> HALF
+        if k == 0 or host != before:
+            tally.begin[hosts] = k
+            hosts, before = hosts + ONE, host
+        tally.order[k] &= LOW
+    tally.begin[hosts] = count
+    return hosts
+
+
+@lean
+def _rings(routes: RouteTable, rates: Rates, tally: Tally, hosts: Any, rails: Any) -> None:
+    """Rings over all members: ring r enters a host at its member r and leaves it at the one before. An amount of 1 is
+    what a ring carries over an edge."""
+    for h in range(hosts):
+        begin = np.uint64(tally.begin[h])
+        members = np.uint64(tally.begin[np.uint64(h) + ONE]) - begin
+        for q in range(members):
+            following = (np.uint64(q) + ONE) % members
+            # Not the ring that leaves here.
+            uses = np.int64(rails) - np.int64(1 if hosts > ONE and following < rails else 0)
+            if members > ONE and uses > 0:
+                carry(routes, rates, tally, tally.order[begin + np.uint64(q)], tally.order[begin + following], uses)
+    if hosts > ONE:
+        _rails(routes, rates, tally, hosts, rails, np.int64(1))
+
+
+@lean
+def _rails(routes: RouteTable, rates: Rates, tally: Tally, hosts: Any, rails: Any, amount: Any) -> None:
+    """An amount from each host to the next on each rail."""
+    for h in range(hosts):
+        begin, following = np.uint64(tally.begin[h]), (np.uint64(h) + ONE) % hosts
+        members = np.uint64(tally.begin[np.uint64(h) + ONE]) - begin
+        for r in range(rails):
+            leaves = tally.order[begin + (np.uint64(r) + members - ONE) % members]
+            carry(routes, rates, tally, leaves, tally.order[np.uint64(tally.begin[following]) + np.uint64(r)], amount)
+
+
+@lean
+def _phase_inside(routes: RouteTable, rates: Rates, tally: Tally, hosts: Any) -> None:
+    """A ring in each host of m members: m - 1 parts of a rail, H of which make a member's share, on each edge."""
+    for h in range(hosts):
+        begin = np.uint64(tally.begin[h])
+        members = np.uint64(tally.begin[np.uint64(h) + ONE]) - begin
+        amount = (np.int64(members) - np.int64(1)) * np.int64(hosts)
+        for q in range(members):
+            following = tally.order[begin + (np.uint64(q) + ONE) % members]
+            carry(routes, rates, tally, tally.order[begin + np.uint64(q)], following, amount)
+
+
+@lean
+def _phase_between(routes: RouteTable, rates: Rates, tally: Tally, hosts: Any) -> None:
+    """A ring over the hosts for each rail, which keeps to the members of one place: H - 1 parts on each edge."""
+    members = np.uint64(tally.begin[1])
+    for h in range(hosts):
+        begin, following = np.uint64(tally.begin[h]), np.uint64(tally.begin[(np.uint64(h) + ONE) % hosts])
+        for q in range(members):
+            one, other = tally.order[begin + np.uint64(q)], tally.order[following + np.uint64(q)]
+            carry(routes, rates, tally, one, other, np.int64(hosts) - np.int64(1))
+
+
+@lean
+def _tree(routes: RouteTable, rates: Rates, tally: Tally, hosts: Any, rails: Any) -> None:
+    """Chains inside the hosts, sums one way and totals the other; between hosts what a host within a tree sends."""
+    for h in range(hosts):
+        begin = np.uint64(tally.begin[h])
+        members = np.uint64(tally.begin[np.uint64(h) + ONE]) - begin
+        for q in range(members):
+            following = (np.uint64(q) + ONE) % members
+            uses = np.int64(rails) - np.int64(1 if following < rails else 0)
+            if members > ONE and uses > 0:
+                one, other = tally.order[begin + np.uint64(q)], tally.order[begin + following]
+                carry(routes, rates, tally, one, other, uses)
+                carry(routes, rates, tally, other, one, uses)
+    _rails(routes, rates, tally, hosts, rails, np.int64(2))

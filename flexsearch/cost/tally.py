@@ -1,0 +1,276 @@
+"""What the messages of one communication add up to: bytes on each link, bytes that each processor moves.
+
+Everything is counted by compiled functions, which lowering calls for each of the thousands of communications that it
+weighs against each other: ``send`` and ``carry`` add messages to a tally, ``settle`` makes seconds of it.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from flexsearch.compiled import F64, I64, ONE, TWO, U8, U32, U64, ZERO, lean
+from flexsearch.cost.ticks import TICK, whole
+from flexsearch.packed import packed
+from flexsearch.topology import Topology
+from flexsearch.topology.parts import COLLECTIVES, FORMS
+from flexsearch.topology.routes import RouteTable, first_piece, second_piece
+
+NEVER: Any = np.iinfo(np.int64).max
+"""Ticks of a turn that does not end."""
+
+
+@packed
+class Rates(NamedTuple):
+    """Figures of a topology. ``bandwidth``: B/s by resource (of a processor: 0). By number of a form in ``FORMS``:
+    ``factor``; ``by_group``: whether the library has algorithms for groups of devices (``collectives``); ``turn_bytes``
+    (0: none). By device: ``processor`` (its resource), ``host``. By members of a group on one host: ``step_s`` of a
+    collective, ``group_factor``; both 0 if not known. (1,): ``overhead_s``, ``message_s``, ``cpu_s_per_byte``,
+    ``launch_s`` of a collective."""
+
+    bandwidth: F64
+    factor: F64
+    by_group: U8
+    turn_bytes: F64
+    processor: U32
+    host: U32
+    step_s: F64
+    group_factor: F64
+    overhead_s: F64
+    message_s: F64
+    cpu_s_per_byte: F64
+    launch_s: F64
+
+
+@packed
+class Tally(NamedTuple):
+    """What the messages of one communication add up to. ``load``: amount by resource, for the links listed in
+    ``touched``; ``moved``: likewise amounts that the processors in ``dragged`` send or receive; ``messages``: how many
+    each device in ``talking`` sends (device d) and receives (number of devices + d); ``listed``: (3,) how many are
+    listed. (1,): ``latency``, the longest, s; ``most`` messages that a device sends or receives; ``unit``, bytes that a
+    load of 1 stands for; ``linear``, 1 if twice the bytes are twice the load of every link. For groups of devices:
+    ``order``, the members host by host, and where each host's ``begin``."""
+
+    load: I64
+    touched: U32
+    moved: I64
+    dragged: U32
+    messages: U32
+    talking: U32
+    listed: U64
+    latency: F64
+    most: U32
+    unit: I64
+    linear: U8
+    order: U64
+    begin: U32
+
+
+@packed
+class Loads(NamedTuple):
+    """Rows of priced communications, one after the other: ascending resources, amounts and seconds. ``size``: (3,) rows
+    of links and of processors so far, and whether there was no room for all."""
+
+    link: U32
+    link_load: I64
+    link_s: F64
+    drag: U32
+    drag_load: I64
+    drag_s: F64
+    size: U64
+
+
+@lean
+def turn_of(rates: Rates, form: Any, links: U32, first: Any, last: Any) -> Any:
+    """Ticks after which a communication on ``links[first:last]`` lets others on these go first: until so many bytes
+    have crossed the slowest; ``NEVER``: it does not.
+
+    gloo: an all-reduce has connections of its own, which share a link with those of others by turns. Messages between
+    two devices share one connection: the first in is the first out. (Measured, ``benchmarks/link_sharing.py``.) NCCL:
+    the communications of one communicator go in issue order."""
+    ticks = NEVER
+    if rates.turn_bytes[form] > 0.0 and last > first:
+        slowest = rates.bandwidth[np.uint64(links[first])]
+        for k in range(first, last):
+            slowest = min(slowest, rates.bandwidth[np.uint64(links[k])])
+        ticks = np.int64(link_seconds(rates.factor[form], rates.turn_bytes[form], slowest) / TICK)
+    return ticks
+
+
+@lean
+def carry(routes: RouteTable, rates: Rates, tally: Tally, source: Any, destination: Any, amount: Any) -> None:
+    """Add what goes from one device to another, not counted as a message."""
+    one, other = first_piece(routes, source, destination), second_piece(routes, source, destination)
+    tally.latency[0] = max(tally.latency[0], routes.latency[one] + routes.latency[other])
+    if amount == 0:  # would be listed again and again
+        return
+    for piece in (one, other):
+        for k in range(np.uint64(routes.first[piece]), np.uint64(routes.first[piece + ONE])):
+            r = np.uint64(routes.resource[k])
+            if tally.load[r] == 0:
+                tally.touched[tally.listed[0]] = r
+                tally.listed[0] += ONE
+            tally.load[r] += amount
+    for device in (source, destination):
+        p = np.uint64(rates.processor[device])
+        if tally.moved[p] == 0:
+            tally.dragged[tally.listed[1]] = p
+            tally.listed[1] += ONE
+        tally.moved[p] += amount
+
+
+@lean
+def send(routes: RouteTable, rates: Rates, tally: Tally, source: Any, destination: Any, amount: Any) -> None:
+    """Add a message between two devices."""
+    carry(routes, rates, tally, source, destination, amount)
+    for end in (source, destination + np.uint64(rates.processor.shape[0])):
+        if tally.messages[end] == 0:
+            tally.talking[tally.listed[2]] = end
+            tally.listed[2] += ONE
+        tally.messages[end] += np.uint32(1)
+        tally.most[0] = max(tally.most[0], tally.messages[end])
+
+
+@lean
+def start_of_messages(rates: Rates, tally: Tally) -> Any:
+    """Seconds from the start of an exchange of messages until bytes flow: the latency of the longest route, the start
+    of the first message of a device, and of the others that it sends or receives one after the other."""
+    others = np.float64(max(tally.most[0], np.uint32(1))) - 1.0
+    return rates.overhead_s[0] + others * rates.message_s[0] + tally.latency[0]
+
+
+@lean
+def sort(values: Any, count: Any) -> None:
+    """Shell sort of the first ``count`` values, ascending."""
+    gap = count // TWO
+    while gap > ZERO:
+        for k in range(gap, count):
+            value, at = values[k], np.uint64(k)
+            while at >= gap and values[at - gap] > value:
+                values[at] = values[at - gap]
+                at -= gap
+            values[at] = value
+        gap //= TWO
+
+
+@lean
+def link_seconds(factor: Any, nbytes: Any, bandwidth: Any) -> Any:
+    """For so long bytes keep a link busy, s."""
+    return whole(factor * nbytes / bandwidth)
+
+
+@lean
+def drag_seconds(per_byte: Any, nbytes: Any) -> Any:
+    """So much computing time moving bytes takes from a processor, s."""
+    return whole(per_byte * nbytes)
+
+
+@lean
+def duration(start_s: Any, busiest_s: Any) -> Any:
+    """From the start of a communication to its end, s: ``busiest_s`` is that of its busiest link."""
+    return whole(start_s) + busiest_s
+
+
+@lean
+def clear(tally: Tally) -> None:
+    """Nothing has been added."""
+    for k in range(tally.listed[0]):
+        tally.load[np.uint64(tally.touched[k])] = 0
+    for k in range(tally.listed[1]):
+        tally.moved[np.uint64(tally.dragged[k])] = 0
+    for k in range(tally.listed[2]):
+        tally.messages[np.uint64(tally.talking[k])] = 0
+    tally.listed[0] = tally.listed[1] = tally.listed[2] = ZERO
+    tally.latency[0], tally.most[0] = 0.0, 0
+
+
+@lean
+def busiest(rates: Rates, tally: Tally, factor: Any, unit: Any) -> Any:
+    """Seconds of the busiest link. Clears the tally."""
+    most = 0.0
+    for k in range(tally.listed[0]):
+        r = np.uint64(tally.touched[k])
+        most = max(most, link_seconds(factor, np.float64(tally.load[r] * unit), rates.bandwidth[r]))
+    clear(tally)
+    return most
+
+
+@lean
+def settle(rates: Rates, tally: Tally, loads: Loads, factor: Any, unit: Any, start_s: Any) -> Any:
+    """Seconds of what the tally says, times ``unit`` bytes (1 where amounts are bytes already). Adds rows to ``loads``
+    and clears the tally."""
+    per_byte, most = rates.cpu_s_per_byte[0], 0.0
+    links, drags = tally.listed[0], tally.listed[1] if per_byte > 0.0 else ZERO
+    room = loads.size[0] + links <= np.uint64(loads.link.shape[0]) and loads.size[1] + drags <= np.uint64(
+        loads.drag.shape[0]
+    )
+    if not room:
+        loads.size[2] = ONE
+    sort(tally.touched, links)
+    for k in range(links):
+        r = np.uint64(tally.touched[k])
+        seconds = link_seconds(factor, np.float64(tally.load[r] * unit), rates.bandwidth[r])
+        most = max(most, seconds)
+        if room:
+            at = loads.size[0] + np.uint64(k)
+            loads.link[at], loads.link_load[at], loads.link_s[at] = r, tally.load[r], seconds
+    sort(tally.dragged, drags)
+    for k in range(drags):
+        p = np.uint64(tally.dragged[k])
+        if room:
+            at = loads.size[1] + np.uint64(k)
+            loads.drag[at], loads.drag_load[at] = p, tally.moved[p]
+            loads.drag_s[at] = drag_seconds(per_byte, np.float64(tally.moved[p] * unit))
+    if room:
+        loads.size[0] += links
+        loads.size[1] += drags
+    tally.unit[0] = unit
+    clear(tally)
+    return duration(start_s, most)
+
+
+def make_rates(topology: Topology) -> Rates:
+    """The figures of a topology. ``step_s`` and ``group_factor`` follow the lines between the groups that the file
+    names; beyond the largest its start grows on as before, its factor stays."""
+    communication, resources, devices = topology.communication, topology.resources, len(topology.devices)
+    members = np.arange(devices + 1, dtype=np.float64)
+    steps, factors, launch = np.zeros(devices + 1), np.zeros(devices + 1), communication.overhead_s
+    if groups := communication.groups:
+        at, start = np.array([g.members for g in groups]), np.array([g.startup_s for g in groups])
+        slopes = np.diff(start) / np.diff(at) if len(groups) > 1 else np.zeros(1)
+        launch = max(0.0, float(start[0] - slopes[0] * (at[0] - 1)))
+        grown = np.interp(members, [1, *at], [launch, *start]) + np.maximum(0.0, members - at[-1]) * slopes[-1]
+        steps = (grown - launch) / np.maximum(2.0 * (members - 1.0), 1.0)
+        factors = np.interp(members, at, [g.factor for g in groups])
+    turn = float(communication.turn_bytes or 0)
+    return Rates(
+        bandwidth=np.array([r.bandwidth if r.kind == "link" else 0.0 for r in resources]),
+        factor=np.array([communication.factors[form] for form in FORMS]),
+        by_group=np.array([communication.backend == "nccl" and form in COLLECTIVES for form in FORMS], np.uint8),
+        turn_bytes=np.array([turn if form == "all_reduce" else 0.0 for form in FORMS]),
+        processor=np.array(topology.processor_of, np.uint32), host=topology.host_of, step_s=steps,
+        group_factor=factors, overhead_s=np.array([communication.overhead_s]),
+        message_s=np.array([communication.message_s]), cpu_s_per_byte=np.array([communication.cpu_s_per_byte]),
+        launch_s=np.array([launch]),
+    )  # fmt: skip
+
+
+def make_tally(topology: Topology) -> Tally:
+    """An empty one."""
+    resources, devices = len(topology.resources), len(topology.devices)
+    return Tally(
+        load=np.zeros(resources, np.int64), touched=np.zeros(resources, np.uint32),
+        moved=np.zeros(resources, np.int64), dragged=np.zeros(resources, np.uint32),
+        messages=np.zeros(2 * devices, np.uint32), talking=np.zeros(2 * devices, np.uint32),
+        listed=np.zeros(3, np.uint64), latency=np.zeros(1), most=np.zeros(1, np.uint32), unit=np.ones(1, np.int64),
+        linear=np.ones(1, np.uint8), order=np.zeros(devices, np.uint64), begin=np.zeros(devices + 1, np.uint32),
+    )  # fmt: skip
+
+
+def empty_loads(room: int) -> Loads:
+    """Room for so many rows."""
+    return Loads(
+        np.zeros(room, np.uint32), np.zeros(room, np.int64), np.zeros(room), np.zeros(room, np.uint32),
+        np.zeros(room, np.int64), np.zeros(room), np.zeros(3, np.uint64),
+    )  # fmt: skip
