@@ -145,9 +145,9 @@ def test_what_a_class_changes_to(kind: float) -> None:
         row[:] = 0.0
         row[1], row[4], row[7], row[8] = (k + 0.5) / len(space.parts), kind, 0.9, 1.0
         chain.counts[DRAWN] = 0
-        pools, change = simulator.templates.pools, simulator.change
+        pools, change = simulator.templates.pools, simulator.rows.change
         table = simulator.templates.keys.table
-        if not draw(runner._moves, chain, simulator.state.config, pools.config_shard, table, change):
+        if not draw(runner._moves, chain, simulator.rows.state.config, pools.config_shard, table, change):
             runner._answer(simulator)
         drawn = dict(zip(change.operator[: int(change.number[0])].tolist(), change.config.tolist(), strict=False))
         found = {i: simulator.templates.configs[n] for i, n in drawn.items()}
