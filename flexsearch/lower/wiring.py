@@ -277,10 +277,14 @@ def _wire_weight(
 @lean
 def _replace(blocks: BlockTable, pools: Pools, state: State, change: Change, w: Any, old: Any, new: Any) -> None:
     """Give a weight another plan of storage and synchronisation."""
+    before, after = np.uint64(pools.plan_sync[old]), np.uint64(pools.plan_sync[new])
     if blocks.bucket[w] != NOTHING:
         bucket = np.uint64(blocks.bucket[w])
         mark(change, blocks.started_by[bucket])
-        mark(change, blocks.finished_by[bucket])
+        if pools.reshard_middle[before] < pools.reshard_last[before] or (
+            pools.reshard_middle[after] < pools.reshard_last[after]
+        ):
+            mark(change, blocks.finished_by[bucket])
         mark(change, blocks.kind.shape[0] - 1)  # the update
     for k in range(np.uint64(pools.store_first[old]), np.uint64(pools.store_last[old])):
         state.stored_bytes[np.uint64(pools.store_device[k])] -= pools.store_bytes[k]
@@ -290,5 +294,5 @@ def _replace(blocks: BlockTable, pools: Pools, state: State, change: Change, w: 
         state.stored_count[np.uint64(pools.store_device[k])] += ONE
     for d in range(np.uint64(state.held.shape[0])):
         state.held[d] += pools.plan_held[new, d] - pools.plan_held[old, d]
-    _charge(pools, state, np.uint64(pools.plan_sync[old]), np.uint64(pools.plan_sync[new]))
+    _charge(pools, state, before, after)
     state.plan[w] = new
