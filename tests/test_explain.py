@@ -20,7 +20,7 @@ from flexsearch.api import Setting
 from flexsearch.cost import Costs
 from flexsearch.errors import NotationError, StrategyError
 from flexsearch.graph import OperatorGraph
-from flexsearch.graph.batch import with_batch
+from flexsearch.graph.batch import microbatch, with_batch
 from flexsearch.graph.importer import import_model
 from flexsearch.lower import Lowered, Lowering, TaskGraph, lower
 from flexsearch.report.choices import operator_choice, operator_data
@@ -215,6 +215,15 @@ def test_a_graph_at_twice_the_batch_is_that_of_the_model_at_twice_the_batch(name
         pair.append(simulate(setting.lower(setting.baseline("data-parallel"))))
     assert pair[0].makespan_s == pair[1].makespan_s
     assert pair[0].peak_bytes == pair[1].peak_bytes
+
+
+@pytest.mark.parametrize(("name", "groups"), [("gpt2", 1), ("resnet50", 2)])
+def test_a_microbatch_is_the_graph_of_the_model_at_a_part_of_the_batch(name: str, groups: int) -> None:
+    smaller, expected = microbatch(imported(name, 16, groups), 2), imported(name, 8, groups)
+    assert {t.name: t.shape for t in smaller.tensors} == {t.name: t.shape for t in expected.tensors}
+    assert [op.sizes for op in smaller.operators] == [op.sizes for op in expected.operators]
+    with pytest.raises(NotationError, match="cannot be divided by 3"):
+        microbatch(expected, 3)
 
 
 def test_a_graph_that_mixes_the_batch_with_constants_is_refused_and_the_row_says_so() -> None:

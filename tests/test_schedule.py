@@ -16,6 +16,7 @@ from flexsearch.graph import OperatorGraph
 from flexsearch.lower import Lowering
 from flexsearch.lower.rows import BACKWARD, FORWARD, GATHER, SYNCHRONISE, UPDATE
 from flexsearch.lower.schedule import ORDERS, Stages, actions, make_blocks
+from flexsearch.runtime.program import compile_program
 from flexsearch.simulate.delta import DeltaSimulator
 from flexsearch.strategy import OperatorConfig, Options
 from flexsearch.topology import Topology
@@ -238,3 +239,14 @@ def test_rows_that_differ_are_told_apart() -> None:
     simulators[0].rows.plan.segments.step_ticks[np.flatnonzero(simulators[0].rows.plan.segments.step_ticks)[0]] += 1
     with pytest.raises(AssertionError):
         check_against_definition(simulators[0])
+
+
+def test_the_runtime_refuses_what_it_cannot_run() -> None:
+    graph, topology = mlp(), Topology.load("p100:1")
+    lowering = Lowering(graph, topology, Costs(graph, topology))
+    plan = [OperatorConfig((), (0,), 1)] * len(graph.operators)
+    every = tuple(range(4))
+    for stages in (Stages((0,), (every,), 2), Stages((0, 2), (every, every))):
+        with pytest.raises(FlexsearchError, match="one stage and one microbatch"):
+            compile_program(lowering.lower(plan, Options(), stages), 0)
+    assert compile_program(lowering.lower(plan, Options()), 0).segments

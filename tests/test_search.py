@@ -457,7 +457,7 @@ def test_what_is_rejected_early_is_slower_than_the_limit() -> None:
         _, new = propose(rng, space, have)
         changes = {i: c for i, (c, old) in enumerate(zip(new, have, strict=True)) if c != old}
         numbers = [simulator.templates.config(i, c) for i, c in changes.items()]
-        limit = simulator.seconds * rng.uniform(0.8, 1.1)
+        limit = simulator.seconds * rng.uniform(0.9, 1.6)
         seconds, truth = simulator.attempt(list(changes), numbers, limit), fresh(new).time_s
         assert truth > limit if seconds == inf else seconds == truth
         early, kept = early + (seconds == inf), kept + (seconds < inf)

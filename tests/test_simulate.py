@@ -13,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from flexsearch.cost.communication import Transfer
+from flexsearch.cost.ticks import task_seconds
 from flexsearch.graph import Axis, Operator, OperatorGraph, Tensor
 from flexsearch.graph.notation import instantiate
 from flexsearch.graph.ops import Saved, kind_of
@@ -31,13 +32,15 @@ class FixedCosts:
 
     def __init__(self, graph: OperatorGraph) -> None:
         self.graph = graph
+        self.alike = tuple(range(len(graph.operators)))
 
     def pieces(self, operator: int, extents: Sequence[tuple[int, ...]], extent_of: np.ndarray, _: object) -> object:
         points = np.array([prod(extent) for extent in extents])[extent_of]
-        return np.stack((1e-9 * points, 2e-9 * points if self.graph.has_backward[operator] else 0.0 * points))
+        backward = 2e-9 * points if self.graph.has_backward[operator] else 0.0 * points
+        return task_seconds(np.stack((1e-9 * points, backward)))
 
-    def update(self, nbytes: int, tensors: int, device: int, optimizer: str) -> float:
-        return 1e-10 * nbytes
+    def update_rates(self, device: int, optimizer: str) -> tuple[float, float]:
+        return 1e-10, 0.0
 
     def update_rates(self, device: int, optimizer: str) -> tuple[float, float]:
         return 1e-10, 0.0
@@ -261,7 +264,7 @@ def test_a_transfer_that_waits_for_its_link_does_not_hold_the_processor() -> Non
     tasks = TaskGraph()
     transfer = Transfer(1.0, ((1, 1.0),), ((0, 0.125),), ())
     for _ in range(2):
-        tasks.communicate(Communication("forward", "exchange", (0,), (), (), (), transfer, 0), ())
+        tasks.communicate(Communication("forward", "exchange", (0,), (), (), (), transfer, 0), (), 1.0)
     tasks.compute(TaskKind.FORWARD, 0, 0, 0, 1.0, ())
     assert times(tasks.arrays())[1].tolist() == [0.0, 1.0, 0.25]
 

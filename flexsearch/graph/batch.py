@@ -1,7 +1,9 @@
-"""The same graph for a larger batch: what the access notation says about every tensor, with longer sample axes."""
+"""The same graph for another batch: what the access notation says about every tensor, with longer or shorter sample
+axes."""
 
 from __future__ import annotations
 
+from fractions import Fraction
 from math import prod
 
 from flexsearch.errors import NotationError
@@ -10,12 +12,18 @@ from flexsearch.graph.notation import Operand
 from flexsearch.graph.ops import kind_of
 
 
-def with_batch(graph: OperatorGraph, factor: int) -> OperatorGraph:
+def microbatch(graph: OperatorGraph, count: int) -> OperatorGraph:
+    """One of ``count`` equal parts of a batch; as ``with_batch``. Raises NotationError if there is no such part."""
+    return with_batch(graph, Fraction(1, count))
+
+
+def with_batch(graph: OperatorGraph, factor: int | Fraction) -> OperatorGraph:
     """``graph`` with ``factor`` times as many samples: for costs and plans, not to be run (attributes, as target
-    shapes or divisors of means, stay those of the smaller batch).
+    shapes or divisors of means, stay those of the given batch).
 
     Raises NotationError, naming the operator, where the batch is mixed with constants: where a sample axis stands in a
-    window with an offset or stride, or two operators would give a tensor different shapes.
+    window with an offset or stride, or two operators would give a tensor different shapes; or where a part of a batch
+    would not be a whole number of samples.
     """
     operators = tuple(_longer(op, factor) for op in graph.operators)
     shapes: dict[str, tuple[int, ...]] = {}
@@ -42,11 +50,18 @@ def with_batch(graph: OperatorGraph, factor: int) -> OperatorGraph:
         raise NotationError(f"the batch cannot be changed: {error}") from error
 
 
-def _longer(op: Operator, factor: int) -> Operator:
+def _longer(op: Operator, factor: int | Fraction) -> Operator:
     samples = {axis for axis, role in op.roles.items() if role == "sample"}
     if kind_of(op).grouped:  # a larger batch makes the groups larger, not more
         samples = {_inside(op).get(axis, axis) for axis in samples}
-    axes = tuple(Axis(name=a.name, size=a.size * (factor if a.name in samples else 1), role=a.role) for a in op.axes)
+    sizes = {axis.name: Fraction(axis.size) * (factor if axis.name in samples else 1) for axis in op.axes}
+    for name, size in sizes.items():
+        if size.denominator > 1:
+            raise NotationError(
+                f"operator {op.name!r} has {op.sizes[name]} samples (axis {name!r}), which cannot be divided by "
+                f"{Fraction(factor).denominator}"
+            )
+    axes = tuple(Axis(name=a.name, size=int(sizes[a.name]), role=a.role) for a in op.axes)
     # Not model_copy, which would keep the sizes that have been asked for already.
     return Operator(**{field: getattr(op, field) for field in Operator.model_fields} | {"axes": axes})
 

@@ -51,7 +51,7 @@ def rewire(plan: Plan, limit: Any) -> Any:
     no interest: then it may be LATE."""
     change, proposed = plan.change, plan.proposed
     place(plan.blocks, plan.pools, proposed, change)
-    if limit < NEVER and _too_busy(plan.program, proposed, limit):  # before templates for its edges are asked for
+    if limit < NEVER and _too_busy(plan, limit):  # before templates for its edges are asked for
         return LATE
     wire(plan.wiring, plan.blocks, plan.program, plan.pools, plan.table, proposed, plan.state, change)
     if change.lacking[0] > ZERO:
@@ -99,23 +99,17 @@ def write(plan: Plan) -> Any:
 
 
 @lean
-def _too_busy(program: Program, state: State, limit: Any) -> Any:
+def _too_busy(plan: Plan, limit: Any) -> Any:
     """Whether some processor alone has more than ``limit`` ticks to compute."""
-    microbatches, own = np.int64(program.microbatches[0]), True
-    for every in range(np.uint64(state.busy.shape[0])):
-        own = own and np.uint64(program.processor[every]) == every
-        if state.busy[every] * microbatches > limit:
-            return True
-    if own:
-        return False
-    for d in range(np.uint64(state.busy.shape[0])):
-        total = np.int64(0)
-        for e in range(np.uint64(state.busy.shape[0])):
-            if program.processor[e] == program.processor[d]:
-                total += state.busy[e]
-        if total * microbatches > limit:
-            return True
-    return False
+    busy, processor, total = plan.proposed.busy, plan.program.processor, plan.draft.groups.load
+    for d in range(np.uint64(busy.shape[0])):
+        total[np.uint64(processor[d])] = 0.0
+    most = 0.0
+    for d in range(np.uint64(busy.shape[0])):
+        p = np.uint64(processor[d])
+        total[p] += float(busy[d])  # whole numbers of ticks, which are exact
+        most = max(most, total[p])
+    return most * float(plan.program.microbatches[0]) > float(limit)
 
 
 @lean

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
 from math import inf
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -26,6 +26,15 @@ class TaskKind(IntEnum):
     BACKWARD = 1
     UPDATE = 2
     COMMUNICATION = 3
+
+
+class Row(NamedTuple):
+    """Identity of a row: (microbatch, block, 0 for a computation and 1 for a communication, number in the block)."""
+
+    microbatch: int
+    block: int
+    communicates: int
+    number: int
 
 
 @dataclass(frozen=True)
@@ -68,7 +77,7 @@ class TaskGraph:
     (resource, seconds) kept busy from the start on; a task starts when all of them are free. ``drag``: (processor,
     seconds) taken from computing without waiting for it. ``turn``: seconds after which a compute task lets other tasks
     of its processor go first, as an operating system does for devices that share one; infinite elsewhere.
-    ``microbatch``: 0 for what happens once a step.
+    ``microbatch``: 0 for what happens once a step. ``identity``: of its row, for tasks that were made of rows.
     """
 
     kind: list[int] = field(default_factory=list)
@@ -81,6 +90,7 @@ class TaskGraph:
     drag: list[Sequence[tuple[int, float]]] = field(default_factory=list)
     turn: list[float] = field(default_factory=list)
     microbatch: list[int] = field(default_factory=list)
+    identity: list[Row] = field(default_factory=list)
 
     def __len__(self) -> int:
         return len(self.kind)

@@ -25,7 +25,7 @@ from flexsearch.lower.rows import (
     Schedule,
     Segments,
 )
-from flexsearch.lower.taskgraph import Communication, Member, Purpose, TaskGraph, TaskKind
+from flexsearch.lower.taskgraph import Communication, Member, Purpose, Row, TaskGraph, TaskKind
 
 if TYPE_CHECKING:
     from flexsearch.lower.lowering import Lowered
@@ -55,15 +55,6 @@ class Rows:
     segments: Segments
     segment: npt.NDArray[np.uint32]
     together: tuple[tuple[tuple[Synchronised, ...], ...], ...]
-
-
-class Row(NamedTuple):
-    """Identity of a row: (microbatch, block, 0 for a computation and 1 for a communication, number in the block)."""
-
-    microbatch: int
-    block: int
-    communicates: int
-    number: int
 
 
 def task_graph(lowered: Lowered) -> TaskGraph:
@@ -154,6 +145,7 @@ class _View:
 
     def _add(self, row: Row, after: list[int]) -> None:
         segments, blocks = self.rows.segments, self.rows.blocks
+        self.tasks.identity.append(row)
         if row.communicates:
             ticks = int(segments.communication_ticks[self._communication(row)])
             what = self._what(_PURPOSES[int(blocks.kind[row.block])], self.members[row.block][row.number])

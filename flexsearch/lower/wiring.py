@@ -269,10 +269,14 @@ def _wire_weight(
 @lean
 def _replace(blocks: BlockTable, pools: Pools, state: State, change: Change, w: Any, old: Any, new: Any) -> None:
     """Give a weight another plan of storage and synchronisation."""
+    before, after = np.uint64(pools.plan_sync[old]), np.uint64(pools.plan_sync[new])
     if blocks.bucket[w] != NOTHING:
         bucket = np.uint64(blocks.bucket[w])
         mark(change, blocks.started_by[bucket])
-        mark(change, blocks.finished_by[bucket])
+        if pools.reshard_middle[before] < pools.reshard_last[before] or (
+            pools.reshard_middle[after] < pools.reshard_last[after]
+        ):
+            mark(change, blocks.finished_by[bucket])
         mark(change, blocks.kind.shape[0] - 1)  # the update
     if pools.plan_sync[old] != 0:  # else it is not trained
         for k in range(np.uint64(pools.store_first[old]), np.uint64(pools.store_last[old])):
@@ -282,5 +286,5 @@ def _replace(blocks: BlockTable, pools: Pools, state: State, change: Change, w: 
         for k in range(np.uint64(pools.store_first[new]), np.uint64(pools.store_last[new])):
             state.stored_bytes[np.uint64(pools.store_device[k])] += pools.store_bytes[k]
             state.stored_count[np.uint64(pools.store_device[k])] += ONE
-    _charge(pools, state, np.uint64(pools.plan_sync[old]), np.uint64(pools.plan_sync[new]))
+    _charge(pools, state, before, after)
     state.plan[w] = new

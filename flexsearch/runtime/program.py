@@ -13,6 +13,7 @@ from functools import cached_property
 from itertools import pairwise
 from typing import NamedTuple
 
+from flexsearch.errors import FlexsearchError
 from flexsearch.lower import Lowered, Reshard, TaskKind
 from flexsearch.lower.taskgraph import Purpose
 
@@ -179,7 +180,15 @@ def reshard_of(lowered: Lowered, transport: Transport) -> Reshard:
 
 
 def compile_program(lowered: Lowered, device: int, fuse: bool = True) -> Program:
-    """Instructions of ``device``. ``fuse=False`` makes every operator its own segment, for measuring task by task."""
+    """Instructions of ``device``. ``fuse=False`` makes every operator its own segment, for measuring task by task.
+
+    Raises FlexsearchError for plans of several stages or microbatches."""
+    if len(lowered.stages) > 1 or lowered.stages.microbatches > 1:
+        raise FlexsearchError(
+            f"the plan has {len(lowered.stages)} stages and {lowered.stages.microbatches} microbatches; so far, the "
+            "runtime executes one stage and one microbatch only",
+            "Simulate the plan, or run one that does not cut the step.",
+        )
     return _Compiler(lowered, device, fuse).compile()
 
 

@@ -8,7 +8,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from flexsearch.cost.ticks import TICK
 from flexsearch.lower import Lowered, TaskArrays, TaskGraph
+from flexsearch.simulate.engine import Engine
 from flexsearch.simulate.kernel import Times, times
 from flexsearch.simulate.memory import Memory, memory
 from flexsearch.topology import Topology
@@ -46,7 +48,7 @@ def simulate(lowered: Lowered) -> Simulation:
     """Simulate one training step of a lowered strategy."""
     tasks, topology = lowered.tasks, lowered.topology
     arrays = tasks.arrays()
-    total, start, end = times(arrays)
+    total, start, end = _times(lowered)
     device = np.array(tasks.device, dtype=np.int64)
     computes = device >= 0
     busy = _sums(device[computes], arrays.duration[computes], len(topology.devices))
@@ -61,6 +63,20 @@ def simulate(lowered: Lowered) -> Simulation:
                 carried[resource] += nbytes
     use = memory(lowered)
     return Simulation(total, start, end, busy, total - busy, carried, occupied, tuple(m.peak for m in use), use, moved)
+
+
+def _times(lowered: Lowered) -> tuple[float, Times, Times]:
+    """Makespan, start and end (s) of the tasks."""
+    rows = lowered.rows
+    found = Engine(rows.schedule, rows.machine).times(rows.segments, rows.segment)
+    computes = found.computation_first, found.computation_start, found.computation_end
+    moves = found.communication_first, found.communication_start, found.communication_end
+    start, end = np.zeros((2, len(lowered.tasks)))
+    for task, (microbatch, block, communicates, number) in enumerate(lowered.tasks.identity):
+        first, begun, ended = moves if communicates else computes
+        place = int(first[block]) + number
+        start[task], end[task] = begun[microbatch, place] * TICK, ended[microbatch, place] * TICK
+    return float(end.max(initial=0.0)), start, end
 
 
 def _sums(index: npt.NDArray[np.integer[Any]], values: Times, count: int) -> Times:
