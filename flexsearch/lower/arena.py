@@ -27,6 +27,8 @@ _LISTS: Final[dict[str, tuple[str, ...]]] = {
     "follower": ("follower_block", "follower_row"),
 }  # fmt: skip
 """Columns of each list of ``Segments``, by its name in ``Filled``."""
+ROOM: Final = 2048
+"""Segments of each block for which there is room at first, times devices; and four more."""
 _TYPES: Final[dict[str, Any]] = {
     "step_kind": np.uint8, "step_ticks": np.int64, "communication_ticks": np.int64, "turn": np.int64,
     "link_ticks": np.int64, "drag_ticks": np.int64,
@@ -39,7 +41,7 @@ class Arena:
 
     def __init__(self, blocks: int, topology: Topology) -> None:
         self._topology, devices = topology, len(topology.devices)
-        room = 64 + 4 * blocks
+        room = 64 + blocks * (4 + ROOM // devices)
         self._room = {name: room for name in _LISTS} | {"table": room * (devices + 1), "step": room * devices}
         self._drafted = 64 * devices
         self.segments, self.filled = self._segments(), new_filled()

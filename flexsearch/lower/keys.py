@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from flexsearch.compiled import ONE, TWO, U32, U64, ZERO, lean
+from flexsearch.direct import direct
 from flexsearch.packed import packed
 
 BUCKET, RESHARD, WEIGHT, STEP, PLAN, HELD, LAYOUT = 0, 1, 6, 7, 8, 9, 10
@@ -95,6 +96,11 @@ def _copy(source: Table, target: Table) -> None:
     target.size[0] = source.size[0]
 
 
+_find = direct(find)
+_put = direct(put)
+_number = direct(number)
+
+
 class Keys:
     """The table as Python sees it; it never is full when it is fetched."""
 
@@ -112,16 +118,16 @@ class Keys:
 
     def find(self, kind: int, a: int, b: int) -> int | None:
         """Value of a key; None if there is none."""
-        known = int(find(self._table, np.uint64(kind), np.uint64(a), np.uint64(b)))
+        known = int(_find(self._table, np.uint64(kind), np.uint64(a), np.uint64(b)))
         return None if known == int(MISSING) else known
 
     def put(self, kind: int, a: int, b: int, value: int) -> None:
         """Set the value of a key."""
-        put(self.table, np.uint64(kind), np.uint64(a), np.uint64(b), np.uint64(value))
+        _put(self.table, np.uint64(kind), np.uint64(a), np.uint64(b), np.uint64(value))
 
     def number(self, kind: int, a: int, b: int) -> int:
         """Value of a key; of a new one, how many keys there are."""
-        return int(number(self.table, np.uint64(kind), np.uint64(a), np.uint64(b)))
+        return int(_number(self.table, np.uint64(kind), np.uint64(a), np.uint64(b)))
 
 
 def _empty(room: int) -> Table:

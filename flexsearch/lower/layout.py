@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from flexsearch.compiled import I64, U32, ZERO
+from flexsearch.direct import direct
 from flexsearch.graph import Box, Piece
 from flexsearch.lower.interned import (
     FIRST_ROOM,
@@ -26,6 +27,11 @@ from flexsearch.lower.interned import (
     write_side,
 )
 from flexsearch.lower.keys import MISSING
+
+_intern_mesh = direct(intern_mesh)
+_intern_grid = direct(intern_grid)
+_intern_layout = direct(intern_layout)
+_write_side = direct(write_side)
 
 
 class Entry(NamedTuple):
@@ -76,7 +82,7 @@ class Laid:
     def side(self) -> Side:
         """The layout for compiled code."""
         side = empty_side(len(self), self.grid.box.shape[1])
-        write_side(self._layouts.pool, np.uint64(self.number), side)
+        _write_side(self._layouts.pool, np.uint64(self.number), side)
         return side
 
     def elements(self, devices: int) -> I64:
@@ -129,17 +135,17 @@ class Layouts:
 
     def mesh(self, device: U32) -> int:
         """Number of the mesh of these devices."""
-        return self._number(lambda: intern_mesh(self.pool, device, ZERO, np.uint64(len(device))))
+        return self._number(lambda: _intern_mesh(self.pool, device, ZERO, np.uint64(len(device))))
 
     def grid(self, box: I64, term: U32) -> Grid:
         """The grid of ``box`` (entries, dimensions, 2) and ``term``."""
         count, rank = np.uint64(len(term)), np.uint64(box.shape[1])
-        return self._grid(self._number(lambda: intern_grid(self.pool, box, term, count, rank)))
+        return self._grid(self._number(lambda: _intern_grid(self.pool, box, term, count, rank)))
 
     def lay(self, grid: Grid, device: U32) -> Laid:
         """The layout with the entries of ``grid`` on these devices."""
         number, mesh = np.uint32(grid.number), np.uint32(self.mesh(device))
-        return self[self._number(lambda: intern_layout(self.pool, number, mesh))]
+        return self[self._number(lambda: _intern_layout(self.pool, number, mesh))]
 
     def intern(self, layout: Layout) -> Laid:
         """The layout of these entries."""

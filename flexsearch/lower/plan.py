@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 import numpy.typing as npt
 
+from flexsearch.direct import direct
 from flexsearch.lower.arena import Arena, new_filled
 from flexsearch.lower.arrays import State
 from flexsearch.lower.bucket import collect
@@ -19,6 +20,12 @@ from flexsearch.lower.schedule import NOBODY, Stages, make_blocks, make_schedule
 from flexsearch.lower.templates import Templates
 from flexsearch.lower.view import Rows, Synchronised
 from flexsearch.strategy import OperatorConfig, Options
+
+_keep = direct(keep)
+_drop = direct(drop)
+_rewire = direct(rewire)
+_write = direct(write)
+_collect = direct(collect)
 
 Numbers = Sequence[int] | npt.NDArray[np.uint32]
 
@@ -80,7 +87,7 @@ class PlanRows:
         self.ask(list(configs), [self.templates.config(i, config) for i, config in configs.items()])
         while (status := self.describe(NEVER)) != DONE:
             self.go_on(status)
-        keep(self.plan)
+        _keep(self.plan)
 
     def copy(self) -> Rows:
         """The rows of the plan at hand, for those who keep them."""
@@ -98,7 +105,7 @@ class PlanRows:
                 continue
             weights, pools, groups = self.blocks.buckets[bucket], self.templates.pools, self.arena.draft.groups
             first, last = (np.uint64(end[bucket]) for end in (self.table.member_first, self.table.member_last))
-            while collect(self.table.member, first, last, pools, self.state.plan, groups):
+            while _collect(self.table.member, first, last, pools, self.state.plan, groups):
                 self.make_room()
                 groups = self.arena.draft.groups
             rows: list[list[Synchronised]] = [[] for _ in range(int(groups.counts[phase]))]
@@ -122,8 +129,8 @@ class PlanRows:
 
     def describe(self, limit: int) -> int:
         """Write the rows of what was asked for: DONE, or why not (see ``flexsearch.lower.describe``)."""
-        status = int(rewire(self.plan, np.int64(limit)))
-        return status if status != DONE else int(write(self.plan))
+        status = int(_rewire(self.plan, np.int64(limit)))
+        return status if status != DONE else int(_write(self.plan))
 
     def go_on(self, status: int) -> bool:
         """Drop a proposal for which templates were LACKING or the arena was FULL, and help: it can be described again
@@ -132,7 +139,7 @@ class PlanRows:
             self._fill()
             return False
         assert status == FULL
-        drop(self.plan)
+        _drop(self.plan)
         self.make_room()
         return True
 
@@ -148,7 +155,7 @@ class PlanRows:
     def _fill(self) -> None:
         """Add the templates that were missing, and undo the proposal."""
         self.templates.fill(self.wiring, self.program, self.proposed, self.change)
-        drop(self.plan)
+        _drop(self.plan)
 
     def empty_state(self) -> State:
         """No plan: template 0 everywhere, which is none."""

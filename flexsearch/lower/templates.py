@@ -14,6 +14,7 @@ import numpy.typing as npt
 
 from flexsearch.compiled import F64, I64
 from flexsearch.cost.ticks import TICK
+from flexsearch.direct import direct
 from flexsearch.lower import Lowering
 from flexsearch.lower.arrays import Pools, Program, State
 from flexsearch.lower.change import MOST_MISSING, Change, Wiring
@@ -29,6 +30,13 @@ from flexsearch.lower.planner import FREE
 from flexsearch.lower.split import Degrees, Region
 from flexsearch.lower.tables import Requests, Scratch, Splits, TemplateTables, Used, WeightAtHand
 from flexsearch.strategy import OperatorConfig
+
+_intern_config = direct(intern_config)
+_request_reshards = direct(request_reshards)
+_request_weight = direct(request_weight)
+_finish_weight = direct(finish_weight)
+_keep = direct(keep)
+_plan_all = direct(plan_all)
 
 _TYPES: dict[str, Any] = {
     "config_shard": np.uint8, "entry_forward_s": np.float64, "entry_backward_s": np.float64, "duration": np.float64,
@@ -203,7 +211,7 @@ class Templates:
         """Number of a config of an operator."""
         split, devices = np.uint64(self.split(operator, config)), np.array(config.devices, np.uint32)
         shard = np.uint64(config.shard_weights)
-        return self._number(lambda: intern_config(self.tables, split, devices, shard))
+        return self._number(lambda: _intern_config(self.tables, split, devices, shard))
 
     def split(self, operator: int, config: OperatorConfig) -> int:
         """Number of a config's split of an operator."""
@@ -303,26 +311,26 @@ class Templates:
 
     def fill(self, wiring: Wiring, program: Program, state: State, change: Change) -> None:
         """Add what ``change`` says is missing for the plan ``state``."""
-        request_reshards(self.tables, change)
+        _request_reshards(self.tables, change)
         self._plan_all()
         rows = change.missing[: int(change.lacking[0])]
         for kind, a, b in {tuple(row) for row in rows[rows[:, 0] >= WEIGHT].tolist()}:
             if kind == WEIGHT:
                 weight, shard = np.uint64(a), np.uint64(b)
-                while not request_weight(self.tables, wiring, program, state, weight, shard):
+                while not _request_weight(self.tables, wiring, program, state, weight, shard):
                     self.make_room()
                 if self.tables.weight.known[0]:
                     continue
                 self._plan_all()
-                while not finish_weight(self.tables):
+                while not _finish_weight(self.tables):
                     self.make_room()
-            elif not keep(self.tables, wiring, state, np.uint64(a)):
+            elif not _keep(self.tables, wiring, state, np.uint64(a)):
                 slots = wiring.buffer_slot[wiring.buffer_first[a] : wiring.buffer_last[a]]
                 configs = self.pools.config_reads[state.config[wiring.slot_operator[slots]]]
                 self.kept(a, self.pools.layout[configs + wiring.slot_position[slots]].tolist())
 
-    def _plan_all(self) -> None:
-        while not plan_all(self.tables):
+    def plan_all(self) -> None:
+        while not _plan_all(self.tables):
             self.make_room()
 
     def kept(self, buffer: int, layouts: list[int]) -> None:

@@ -9,6 +9,7 @@ from math import inf
 import numpy as np
 import numpy.typing as npt
 
+from flexsearch.direct import direct
 from flexsearch.lower.change import Change, empty_change
 from flexsearch.lower.describe import FULL, LACKING
 from flexsearch.lower.keys import CANDIDATE
@@ -42,6 +43,10 @@ from flexsearch.search.step import (
     advance,
 )
 from flexsearch.simulate.delta import DeltaSimulator
+
+_advance = direct(advance)
+_draw = direct(draw)
+_lead = direct(lead)
 
 U32 = npt.NDArray[np.uint32]
 LOGGED = 4096
@@ -131,8 +136,8 @@ class Chain:
                 simulator.give_up()
         return bool(self._state.idle[0] >= self._schedule.patience[0])
 
-    def _advance(self, simulator: DeltaSimulator) -> int:
-        return int(advance(
+    def advance(self, simulator: DeltaSimulator) -> int:
+        return int(_advance(
             self._moves, self._draws, self._schedule, self._state, self._info, simulator.rows.plan,
             simulator.engine.state, simulator.account, simulator.sources, simulator.templates.tables,
         ))  # fmt: skip
@@ -145,7 +150,7 @@ class Chain:
             return
         while True:
             self._requests.supply(templates, change)
-            if draw(self._moves, self._draws, simulator.rows.state.config, templates.tables, change):
+            if _draw(self._moves, self._draws, simulator.rows.state.config, templates.tables, change):
                 return
 
     def follow(self, simulator: DeltaSimulator, operators: Sequence[int], configs: Sequence[int]) -> tuple[U32, U32]:
@@ -154,7 +159,7 @@ class Chain:
         self._attach(simulator)
         change, templates = self._asked, simulator.templates
         leading, numbers = np.array(operators, np.uint32), np.array(configs, np.uint32)
-        while not lead(self._tables[0], templates.tables, change, leading, numbers):
+        while not _lead(self._tables[0], templates.tables, change, leading, numbers):
             self._requests.supply(templates, change)
         count = int(change.number[0])
         return change.operator[:count].copy(), change.config[:count].copy()

@@ -16,6 +16,7 @@ import numpy.typing as npt
 
 from flexsearch.cost import Costs
 from flexsearch.cost.ticks import TICK
+from flexsearch.direct import direct
 from flexsearch.graph import OperatorGraph
 from flexsearch.lower import Lowering
 from flexsearch.lower.describe import DONE, drop, keep
@@ -29,6 +30,10 @@ from flexsearch.simulate.lifetimes import Sources
 from flexsearch.simulate.units import make_account
 from flexsearch.strategy import OperatorConfig, Options
 from flexsearch.topology import Topology
+
+_keep = direct(keep)
+_drop = direct(drop)
+_missing_memory = direct(missing_memory)
 
 Configs = Sequence[OperatorConfig]
 
@@ -135,11 +140,11 @@ class DeltaSimulator:
     def missing_memory(self) -> float:
         """Memory that the last proposal (or the plan at hand) lacks over what the device has, summed over the devices;
         0.0 if it fits."""
-        return float(missing_memory(self.account, self.sources, self.rows.proposed, False))
+        return float(_missing_memory(self.account, self.sources, self.rows.proposed, False))
 
     def peaks(self) -> npt.NDArray[np.int64]:
         """Peak memory of each device under the last proposal (or the plan at hand), bytes."""
-        missing_memory(self.account, self.sources, self.rows.proposed, True)
+        _missing_memory(self.account, self.sources, self.rows.proposed, True)
         return self.account.peak.copy()
 
     @property
@@ -158,7 +163,7 @@ class DeltaSimulator:
 
     def give_up(self) -> None:
         """Leave rows and engine as they were before the proposal."""
-        drop(self.rows.plan)
+        _drop(self.rows.plan)
         self.engine.reject()
         self._dirty = False
 
@@ -167,7 +172,7 @@ class DeltaSimulator:
         if not self._pending:
             raise RuntimeError("nothing has been proposed since the last accept, reject or times")
         self._pending = self._dirty = False
-        keep(self.rows.plan)
+        _keep(self.rows.plan)
         self.engine.accept()
         self.seconds = self._seconds
 

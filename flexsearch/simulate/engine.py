@@ -16,11 +16,17 @@ from dataclasses import dataclass
 import numpy as np
 
 from flexsearch.compiled import I64, U32, U64
+from flexsearch.direct import direct
 from flexsearch.errors import FlexsearchError
 from flexsearch.lower.rows import BACKWARD, COMPUTE, FORWARD, GATHER, SYNCHRONISE, Machine, Schedule, Segments
 from flexsearch.simulate.engine_delta import LATE, accept, propose, reject, simulate
 from flexsearch.simulate.engine_queue import MICROBATCH, NUMBER, block_of
 from flexsearch.simulate.engine_state import DEADLOCK, MALFORMED, ROOM, WAITING, Record, State, make_state
+
+_simulate = direct(simulate)
+_propose = direct(propose)
+_accept = direct(accept)
+_reject = direct(reject)
 
 __all__ = ["LATE", "Engine", "Times"]
 
@@ -56,7 +62,7 @@ class Engine:
         """Makespan (ticks) of a plan, which becomes the plan at hand; LATE if it is certainly above ``limit`` (ticks),
         and then there is none. Raises FlexsearchError where devices wait for what nothing starts."""
         self._acceptable = False
-        while (ticks := int(simulate(self.state, segments, segment_of_block, np.int64(limit)))) == -ROOM:
+        while (ticks := int(_simulate(self.state, segments, segment_of_block, np.int64(limit)))) == -ROOM:
             self._grow(segments, segment_of_block)
         self._check(ticks, self.state)
         return ticks
@@ -66,7 +72,7 @@ class Engine:
         ``segment_of_block``; LATE if it is above ``limit`` (ticks). ``accept`` or ``reject`` it. Raises as ``run``."""
         self._acceptable = False
         numbers = segments, segment_of_block, changed, np.uint64(len(changed)), np.int64(limit)
-        while (ticks := int(propose(self.state, *numbers))) == -ROOM:
+        while (ticks := int(_propose(self.state, *numbers))) == -ROOM:
             self.make_room(segments, segment_of_block)
         self._check(ticks, self.state)
         self._acceptable = ticks < LATE
@@ -83,12 +89,12 @@ class Engine:
         if not self._acceptable:
             raise RuntimeError("there is no proposal that could be accepted")
         self._acceptable = False
-        accept(self.state)
+        _accept(self.state)
 
     def reject(self) -> None:
         """Leave the plan at hand as it is."""
         self._acceptable = False
-        reject(self.state)
+        _reject(self.state)
 
     def renumber(self, segment_of_block: U32) -> None:
         """The segments of the plan at hand have other numbers now, and are the same."""
@@ -109,7 +115,7 @@ class Engine:
         record = _record(microbatches, computations, communications)
         while True:
             state = make_state(self.schedule, self.machine, communications, room, False)._replace(record=record)
-            ticks = int(simulate(state, segments, segment_of_block, np.int64(LATE)))
+            ticks = int(_simulate(state, segments, segment_of_block, np.int64(LATE)))
             if ticks != -ROOM:
                 break
             room *= 2

@@ -9,6 +9,7 @@ from typing import Final, Literal, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from flexsearch.direct import direct
 from flexsearch.lower import Lowered
 from flexsearch.lower.arrays import State
 from flexsearch.lower.plan import PlanRows
@@ -16,6 +17,9 @@ from flexsearch.lower.templates import Templates
 from flexsearch.simulate.account import Account, enter, which_cells
 from flexsearch.simulate.lifetimes import Sources, list_spans
 from flexsearch.simulate.units import make_account
+
+_list_spans = direct(list_spans)
+_enter = direct(enter)
 
 Part = Literal["weights", "gradients", "optimizer", "activations", "buffers"]
 PARTS: Final[tuple[Part, ...]] = ("weights", "gradients", "optimizer", "activations", "buffers")
@@ -81,7 +85,7 @@ def memory_of(account: Account, sources: Sources, state: State) -> tuple[Memory,
         for _ in _units(account, sources, state):
             spans = account.spans
             spans.nbytes[spans.part != part] = 0
-            enter(account, 1)
+            _enter(account, 1)
         curves.append(list(_curves(account)))
     found = []
     for of_device in zip(*curves, strict=True):
@@ -101,7 +105,7 @@ def _account(lowered: Lowered) -> tuple[Account, Sources, State]:
 def _units(account: Account, sources: Sources, state: State) -> Iterator[int]:
     """All units, each with its spans in ``account.spans``."""
     for unit in range(len(sources.units.root)):
-        list_spans(sources, state, np.uint64(unit), account.spans)
+        _list_spans(sources, state, np.uint64(unit), account.spans)
         yield unit
 
 
