@@ -329,7 +329,7 @@ class Templates:
                 configs = self.pools.config_reads[state.config[wiring.slot_operator[slots]]]
                 self.kept(a, self.pools.layout[configs + wiring.slot_position[slots]].tolist())
 
-    def plan_all(self) -> None:
+    def _plan_all(self) -> None:
         while not _plan_all(self.tables):
             self.make_room()
 

@@ -136,7 +136,7 @@ class Chain:
                 simulator.give_up()
         return bool(self._state.idle[0] >= self._schedule.patience[0])
 
-    def advance(self, simulator: DeltaSimulator) -> int:
+    def _advance(self, simulator: DeltaSimulator) -> int:
         return int(_advance(
             self._moves, self._draws, self._schedule, self._state, self._info, simulator.rows.plan,
             simulator.engine.state, simulator.account, simulator.sources, simulator.templates.tables,
