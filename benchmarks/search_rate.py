@@ -7,7 +7,7 @@ machine is compiled before. ``--against``: the same with another commit, from a 
 
 - ``proposals_per_s``: proposals over the time of the search; ``best_s``: iteration time of the plan that was found, by
   that commit's own simulator;
-- ``flexflow_per_s``: what FlexFlow's released code reached on a similar machine; ``flexflow_ratio``: how many times that;
+- ``flexflow_per_s``: what FlexFlow's released code reached on a similar machine; ``flexflow_ratio``: times that;
 - ``against_per_s``, ``against_best_s``, ``ratio``: of the other commit, and proposals_per_s over it;
 - ``peak_bytes``: memory of the process.
 """

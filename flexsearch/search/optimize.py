@@ -394,8 +394,8 @@ class _Run:
 
     def _alternatives(self) -> int:
         """Other configs of one layer of each sort, together."""
-        space, configs = self.climber.space, self.best.configs
-        return sum(1 for members in space.parts for _ in space.alternatives(members[0], configs))
+        space = self.climber.space
+        return sum(space.alternatives_of(members[0]) for members in space.parts)
 
 
 def _simulated(lowering: Lowering, configs: Configs, options: Options) -> Simulation:

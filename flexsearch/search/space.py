@@ -256,11 +256,13 @@ class Space:
     @cached_property
     def alternatives_on_blocks(self) -> int:
         """How many of all operators' alternatives lie on aligned blocks: about what a look at all of them takes."""
-        return sum(
-            len(_factored(count, tuple(op.sizes[a] for a in op.splittable))) * len(self.meshes.blocks(count))
-            for op in self.graph.operators
-            for count in self.counts
-        )
+        return sum(map(self.alternatives_of, range(len(self.graph.operators))))
+
+    def alternatives_of(self, operator: int) -> int:
+        """How many of an operator's alternatives lie on aligned blocks."""
+        op = self.graph.operators[operator]
+        sizes = tuple(op.sizes[a] for a in op.splittable)
+        return sum(len(_factored(count, sizes)) * len(self.meshes.blocks(count)) for count in self.counts)
 
     def _on_blocks(self, op: Operator, shard: bool) -> Iterator[OperatorConfig]:
         """On blocks of the machine's own order, then on those that permute its axes."""

@@ -12,6 +12,7 @@ import numpy.typing as npt
 from flexsearch.cost.compute import STATE_COPIES
 from flexsearch.graph import OperatorGraph
 from flexsearch.graph.ops import saved_tensors
+from flexsearch.graph.ops.base import Saved
 from flexsearch.lower.arrays import NOTHING, BlockTable, Program, State
 from flexsearch.lower.change import Wiring
 from flexsearch.lower.plan import PlanRows
@@ -84,7 +85,7 @@ def _chunks(schedule: Schedule, blocks: int) -> tuple[Numbers, Numbers]:
 
 def make_units(graph: OperatorGraph, wiring: Wiring, table: BlockTable, options: Options) -> Units:
     """The units of a graph whose passes are the blocks of ``table``."""
-    rules = saved_tensors(graph)
+    rules = _rules(graph)
     roots, members = _members(graph, [rule.alias for rule in rules])
     number = {name: u for u, names in enumerate(members) for name in names}
     activations = {t.name: k for k, t in enumerate(graph.of_kind("activation"))}
@@ -128,6 +129,16 @@ def make_units(graph: OperatorGraph, wiring: Wiring, table: BlockTable, options:
         backward_block=np.where(table.backward_of == NOTHING, table.forward_of, table.backward_of),
         gather_block=table.gather_of,
     )  # fmt: skip
+
+
+_LAST: list[tuple[OperatorGraph, tuple[Saved, ...]]] = []
+
+
+def _rules(graph: OperatorGraph) -> tuple[Saved, ...]:
+    """What operators keep for their backwards. Of the last graph it is remembered: every change of options asks."""
+    if not _LAST or _LAST[0][0] is not graph:
+        _LAST[:] = [(graph, saved_tensors(graph))]
+    return _LAST[0][1]
 
 
 def _members(graph: OperatorGraph, views: Sequence[bool]) -> tuple[list[str], list[list[str]]]:
