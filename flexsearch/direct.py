@@ -10,9 +10,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, TypeVar, cast
 
+import numba
 import numpy as np
-from numba import typeof
 
+_typeof: Any = numba.typeof
 F = TypeVar("F", bound=Callable[..., Any])
 
 
@@ -31,7 +32,7 @@ class _Direct:
         if (entry := self._entries.get(kinds)) is not None:
             return entry(*arguments)
         result = self._function(*arguments)  # compiles it, if need be
-        overload = self._function.overloads.get(tuple(typeof(argument) for argument in arguments))
+        overload = self._function.overloads.get(tuple(_typeof(argument) for argument in arguments))
         if overload is not None:
             self._entries[kinds] = overload.entry_point
         return result
