@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from math import inf
 from typing import Any
 
 import pytest
@@ -11,7 +12,7 @@ from hypothesis import strategies as st
 from flexsearch.cost import Costs
 from flexsearch.cost.ticks import TICK
 from flexsearch.graph import OperatorGraph
-from flexsearch.lower.rows import COMPUTE, ISSUE, WAIT
+from flexsearch.lower.rows import COMPUTE, ISSUE, NEVER, WAIT
 from flexsearch.simulate.delta import DeltaSimulator
 from flexsearch.strategy import Options
 from tests.random_strategies import strategies
@@ -28,7 +29,7 @@ def rows_of(simulator: DeltaSimulator) -> list[Any]:
 
 
 def tasks_of(s: Any, segment: Any, devices: int) -> list[Any]:
-    """(ticks, links, drags, dependencies) of every row, in order of identity."""
+    """(ticks, links, drags, dependencies, turn) of every row, in order of identity."""
     number, rows = {}, []
     last = {}
     computes = {}
@@ -46,7 +47,8 @@ def tasks_of(s: Any, segment: Any, devices: int) -> list[Any]:
             number["m", b, c - int(s.communication_first[g])] = len(rows)
             links = [(int(s.link[k]), int(s.link_ticks[k])) for k in range(s.link_first[c], s.link_last[c])]
             drags = [(int(s.drag[k]), int(s.drag_ticks[k])) for k in range(s.drag_first[c], s.drag_last[c])]
-            rows.append([int(s.communication_ticks[c]), links, drags, set()])
+            turn = inf if s.turn[c] == NEVER else int(s.turn[c])
+            rows.append([int(s.communication_ticks[c]), links, drags, set(), turn])
     for b, g in enumerate(segment.tolist()):
         table = int(s.device_steps[g])
         missing = {}
@@ -71,17 +73,17 @@ def tasks_of(s: Any, segment: Any, devices: int) -> list[Any]:
             assert not waits
         for c in range(int(s.communication_first[g]), int(s.communication_last[g])):
             t = number["m", b, c - int(s.communication_first[g])]
-            rows[t].append((int(s.missing[c]) , missing[t]))
+            rows[t].append((int(s.missing[c]), missing[t]))
     for b, g in enumerate(segment.tolist()):
         for c in range(int(s.communication_first[g]), int(s.communication_last[g])):
             t = number["m", b, c - int(s.communication_first[g])]
             for k in range(s.follower_first[c], s.follower_last[c]):
                 to = number["m", int(s.follower_block[k]), int(s.follower_row[k])]
                 rows[to][3].add(t)
-                rows[to][4] = rows[to][4][0] - 1, rows[to][4][1]
+                rows[to][5] = rows[to][5][0] - 1, rows[to][5][1]
     for row in rows:
-        if len(row) == 5:
-            assert row[4][0] == row[4][1]
+        if len(row) == 6:
+            assert row[5][0] == row[5][1]
     return rows
 
 
@@ -95,8 +97,10 @@ def check(simulator: DeltaSimulator, configs: Any) -> None:
         assert row[0] == round(expected.duration[t] / TICK), t
         assert row[3] == set(expected.dependencies[t]), t
         if expected.communication[t] is not None:
-            links = {r: round(s / TICK) for r, s in expected.links[t] if decisive[r]}
-            assert dict(row[1]) == links and len(row[1]) == len(links)
+            links = {r: round(s / TICK) for r, s in expected.links[t]}
+            held = {r: ticks for r, ticks in row[1] if decisive[r]}
+            assert held == links and len(dict(row[1])) == len(row[1])
+            assert row[4] == (inf if expected.turn[t] == inf else round(expected.turn[t] / TICK))
             assert dict(row[2]) == {r: round(s / TICK) for r, s in expected.drag[t]}
 
 
