@@ -17,10 +17,12 @@ from collections.abc import Callable
 from datetime import timedelta
 from multiprocessing import get_context
 from multiprocessing.connection import Connection, wait
+from multiprocessing.reduction import ForkingPickler
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch._ops import OpOverload
 
 START_S = 120.0
 """In which ranks must be up: on a busy machine importing torch takes long."""
@@ -32,6 +34,17 @@ context.set_forkserver_preload([
 ])  # fmt: skip
 
 _pools: dict[int, Pool] = {}
+
+
+def _overload(name: str, overload: str) -> OpOverload:
+    space, operator = name.split("::")
+    result = getattr(getattr(getattr(torch.ops, space), operator), overload)
+    assert isinstance(result, OpOverload)
+    return result
+
+
+# So that what was traced can be sent: the constants of an ``Imported`` say by which calls they are computed.
+ForkingPickler.register(OpOverload, lambda op: (_overload, (op._schema.name, op._overloadname)))
 
 
 class Pool:

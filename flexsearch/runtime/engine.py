@@ -62,6 +62,8 @@ class Engine:
         self._passes: dict[int, Pass] = {}
         self._phases: dict[tuple[Transport, int], dict[int, Tensor]] = {}
         self._results: dict[Transport, Tensor] = {}
+        self._parts: dict[Transport, dict[int, Tensor]] = {}
+        """By local move of a first phase: the part of a gradient that stays here."""
 
     def step(self, inputs: Mapping[str, tuple[Box, Tensor]]) -> Tensor:
         """Forward, backward, synchronise, update. ``inputs``: by name, (region held, tensor). Returns the loss."""
@@ -74,6 +76,8 @@ class Engine:
             self._execute(instruction)
             if recording:
                 spans.append((instruction, began, time.perf_counter()))
+            for transport in self.program.kept_parts.get(position, ()):
+                self._keep_parts(transport)
             for key in self.program.last_use.get(position, ()):
                 self._values.pop(key, None)
             for key in self.program.last_gradient_use.get(position, ()):
@@ -139,6 +143,16 @@ class Engine:
             sources.append({s: self._source(transport, member.phase, s) for s in wanted})
         self.wire.start(task, sources)
 
+    def _keep_parts(self, transport: Transport) -> None:
+        """Copy what stays here of gradients, which can then go."""
+        step, parts = reshard_of(self.lowered, transport).phases[0], dict[int, Tensor]()
+        for m, move in enumerate(step.local):
+            entry = step.source[move.source]
+            if entry.device == self.rank:
+                part = cut(self._source(transport, 0, move.source), entry.box, move.box)
+                parts[m] = part if move.box == entry.box else part.clone()
+        self._parts[transport] = parts
+
     def _source(self, transport: Transport, phase: int, entry: int) -> Tensor:
         """Tensor of a source entry on this rank."""
         if phase > 0:
@@ -192,13 +206,15 @@ class Engine:
         parts: dict[int, list[tuple[int, Move, Tensor]]] = {}
         results: dict[int, Tensor] = {}
         views: set[int] = set()  # parts of gradients that would keep the whole of them until the update
-        for move in step.local:
+        kept = self._parts.pop(transport, {}) if phase == 0 else {}
+        for m, move in enumerate(step.local):
             entry = step.source[move.source]
             if entry.device == self.rank and step.destination[move.destination].device == self.rank:
-                piece = cut(self._source(transport, phase, move.source), entry.box, move.box)
+                if (piece := kept.get(m)) is None:
+                    piece = cut(self._source(transport, phase, move.source), entry.box, move.box)
+                    if transport.purpose == "synchronise" and move.box != entry.box:
+                        views.add(move.destination)
                 parts.setdefault(move.destination, []).append((entry.term, move, piece))
-                if transport.purpose == "synchronise" and move.box != entry.box:
-                    views.add(move.destination)
         for x, exchange in enumerate(step.exchanges):
             if self.rank not in exchange.receivers:
                 continue
