@@ -1,12 +1,15 @@
 """Pools of gloo ranks that stay up over many cases.
 
-Ranks are forked from a server process that has imported torch and has run nothing: a process that has run autograd
-must not fork (torch 2.14 refuses to run autograd in its children), and a fresh one takes seconds to import torch.
+Ranks are forked from a server process that has imported torch and has run none of it: a process that has run autograd
+must not fork (torch 2.14 refuses to run autograd in its children), and a fresh one takes seconds to import torch. The
+server has lowered a plan, so that no rank loads compiled code; this process did it before, so that code that is not
+compiled yet delays the start and runs into no timeout.
 """
 
 from __future__ import annotations
 
 import atexit
+import importlib
 import os
 import socket
 import traceback
@@ -14,24 +17,41 @@ from collections.abc import Callable
 from datetime import timedelta
 from multiprocessing import get_context
 from multiprocessing.connection import Connection, wait
+from multiprocessing.reduction import ForkingPickler
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch._ops import OpOverload
 
 START_S = 120.0
 """In which ranks must be up: on a busy machine importing torch takes long."""
 
 context = get_context("forkserver")
-context.set_forkserver_preload(["torch", "torch.distributed", "pytest", "hypothesis", "flexsearch.api"])
+context.set_forkserver_preload([
+    "torch", "torch.distributed", "torch.export", "pytest", "hypothesis", "flexsearch.graph.importer",
+    "flexsearch.runtime.parallel", "tests.warm",
+])  # fmt: skip
 
 _pools: dict[int, Pool] = {}
+
+
+def _overload(name: str, overload: str) -> OpOverload:
+    space, operator = name.split("::")
+    result = getattr(getattr(getattr(torch.ops, space), operator), overload)
+    assert isinstance(result, OpOverload)
+    return result
+
+
+# So that what was traced can be sent: the constants of an ``Imported`` say by which calls they are computed.
+ForkingPickler.register(OpOverload, lambda op: (_overload, (op._schema.name, op._overloadname)))
 
 
 class Pool:
     """``size`` ranks in one gloo group; ``run`` calls a function on all of them and returns the results by rank."""
 
     def __init__(self, size: int) -> None:
+        importlib.import_module("tests.warm")
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
             port = probe.getsockname()[1]
@@ -50,7 +70,7 @@ class Pool:
                 raise AssertionError(f"{size} ranks did not start within {START_S} s")
             pipe.recv()
 
-    def run(self, function: Callable[..., Any], *arguments: Any, timeout_s: float = 30.0) -> list[Any]:
+    def run(self, function: Callable[..., Any], *arguments: Any, timeout_s: float = 120.0) -> list[Any]:
         """Results by rank. A rank's exception is raised here, with its traceback; the pool is then closed."""
         try:
             for pipe in self.pipes:

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from flexsearch.cost import Costs
+from flexsearch.graph.importer import Imported
 from flexsearch.lower import lower
 from flexsearch.runtime.parallel import distribute
 from flexsearch.search.space import Space
@@ -21,16 +22,16 @@ from tests.test_numerics import _imported, _sgd
 RANKS = 2
 
 
-def _held(name: str, file: str) -> int:
+def _held(name: str, imported: Imported, file: str) -> int:
     """Bytes that the step holds on this rank when the optimizer runs, besides the weights as they are stored."""
     made = case(name, "float64")
     strategy = Strategy.from_file(StrategyFile.model_validate_json(file))
-    parallel = distribute(made.model, _imported(name), strategy, _sgd)
+    parallel = distribute(made.model, imported, strategy, _sgd)
     engine, held = parallel.engine, list[int]()
     update = engine.update
 
     def look() -> None:
-        tensors = [*engine._values.values(), *engine._gradients.values(), *engine._results.values()]
+        tensors = [*engine._values.values(), *engine._gradients.tensors(), *engine._results.values()]
         tensors += [part for parts in engine._phases.values() for part in parts.values()]
         tensors += [flat for flats in engine.wire._received.values() for flat in flats.values()]
         tensors += engine.wire._reduced.values()
@@ -69,7 +70,7 @@ def test_ranks_hold_no_more_at_the_update_than_the_account_says(name: str) -> No
         for s in spans:
             if s.part != "optimizer" and s.first > 0 and s.last >= update:
                 counted[s.device] += s.nbytes
-        held = pool(RANKS).run(_held, name, strategy.to_file().model_dump_json())
+        held = pool(RANKS).run(_held, name, _imported(name), strategy.to_file().model_dump_json())
         # A rank adds its own part of the loss to the others' after the update.
         assert all(a <= b + 8 for a, b in zip(held, counted, strict=True)), (
             held,

@@ -41,7 +41,7 @@ def _sgd(parameters: list[torch.nn.Parameter]) -> torch.optim.Optimizer:
 
 @cache
 def _imported(name: str, dtype: str = "float64") -> Imported:
-    """Traced once in each process: tracing takes longer than everything else together."""
+    """Traced once, for all ranks: tracing takes longer than everything else together."""
     made = case(name, dtype)
     tracing = Tracing(batch_norm_groups=made.groups)
     return import_with_constants(made.model, made.inputs, made.loss, targets=made.targets, tracing=tracing)
@@ -73,12 +73,12 @@ def _loss_and_gradients(made: Case) -> Tensor:
 
 
 def _parallel(
-    name: str, file: str, local: bool, dtype: str = "float64", steps: int = STEPS
+    name: str, imported: Imported, file: str, local: bool, dtype: str = "float64", steps: int = STEPS
 ) -> list[tuple[float, dict[str, Tensor]]]:
     """The same on this rank under the strategy. ``local``: feed only the samples that the rank needs."""
     made = case(name, dtype)
     strategy = Strategy.from_file(StrategyFile.model_validate_json(file))
-    parallel = distribute(made.model, _imported(name, dtype), strategy, _sgd)
+    parallel = distribute(made.model, imported, strategy, _sgd)
     inputs, targets = made.inputs, made.targets
     if local:
         low, high = parallel.sample_range
@@ -109,8 +109,8 @@ def agree(
 
 @pytest.mark.parametrize("name", NAMES)
 def test_any_strategy_computes_what_one_device_does(name: str) -> None:
-    graph = _imported(name).graph
-    expected = _single(name)
+    imported = _imported(name)
+    graph, expected = imported.graph, _single(name)
 
     @settings(
         max_examples=max(1, CASES // COSTLY.get(name, 1)), derandomize=SEED is None, database=None, deadline=None,
@@ -123,7 +123,7 @@ def test_any_strategy_computes_what_one_device_does(name: str) -> None:
         strategy = data.draw(strategies(graph, topology))
         file = strategy.to_file().model_dump_json()
         note(file)
-        for found in pool(ranks).run(_parallel, name, file, local):
+        for found in pool(ranks).run(_parallel, name, imported, file, local):
             agree(expected, found)
 
     (check if SEED is None else seed(int(SEED))(check))()
@@ -131,7 +131,8 @@ def test_any_strategy_computes_what_one_device_does(name: str) -> None:
 
 @pytest.mark.parametrize("name", ["convolutions", "ghosts", "decoder"])
 def test_float32_too_in_the_layouts_that_are_fast_there(name: str) -> None:
-    graph, expected = _imported(name, "float32").graph, _single(name, "float32", 1)
+    imported = _imported(name, "float32")
+    graph, expected = imported.graph, _single(name, "float32", 1)
 
     @settings(
         max_examples=max(1, CASES // 3), derandomize=SEED is None, database=None, deadline=None,
@@ -142,7 +143,7 @@ def test_float32_too_in_the_layouts_that_are_fast_there(name: str) -> None:
         strategy = data.draw(strategies(graph, Topology.load(f"ethernet-1g:{ranks}")))
         file = strategy.to_file().model_dump_json()
         note(file)
-        for found in pool(ranks).run(_parallel, name, file, False, "float32", 1):
+        for found in pool(ranks).run(_parallel, name, imported, file, False, "float32", 1):
             agree(expected, found, 2e-4)
 
     check()
@@ -168,10 +169,10 @@ def test_random_draws_do_not_depend_on_the_plan() -> None:
     assert expected[0] != expected[1]
 
 
-def _reloaded(name: str, file: str) -> tuple[dict[str, Tensor], dict[str, Tensor], str]:
+def _reloaded(name: str, imported: Imported, file: str) -> tuple[dict[str, Tensor], dict[str, Tensor], str]:
     """A state, the state after it was loaded on this rank, and the error for one of a wrong shape."""
     made = case(name)
-    parallel = distribute(made.model, _imported(name), Strategy.from_file(StrategyFile.model_validate_json(file)), _sgd)
+    parallel = distribute(made.model, imported, Strategy.from_file(StrategyFile.model_validate_json(file)), _sgd)
     given = {k: torch.randn_like(v) if v.is_floating_point() else v + 7 for k, v in made.model.state_dict().items()}
     parallel.load_state_dict(given)
     first = next(k for k, v in given.items() if v.dim() > 1)
@@ -182,9 +183,9 @@ def _reloaded(name: str, file: str) -> tuple[dict[str, Tensor], dict[str, Tensor
 
 @pytest.mark.parametrize("name", ["convolutions", "recurrent"])
 def test_a_state_is_given_and_taken_in_the_models_own_names_and_shapes(name: str) -> None:
-    graph, topology = _imported(name).graph, Topology.load("ethernet-1g:2")
-    file = baseline("megatron", graph, topology).to_file().model_dump_json()
-    for loaded, found, error in pool(2).run(_reloaded, name, file):
+    imported, topology = _imported(name), Topology.load("ethernet-1g:2")
+    file = baseline("megatron", imported.graph, topology).to_file().model_dump_json()
+    for loaded, found, error in pool(2).run(_reloaded, name, imported, file):
         assert loaded.keys() == found.keys() and all(torch.equal(loaded[k], found[k]) for k in loaded)
         assert "has shape" in error
 

@@ -49,7 +49,7 @@ History = tuple[list[float], dict[str, Tensor]]
 
 @cache
 def imported(build: Builder, name: str, draws: bool) -> Imported:
-    """Traced once in each process."""
+    """Traced once, for all ranks."""
     model, batch, loss, targets = build(name, draws)
     return import_with_constants(model, batch, loss, targets=targets)
 
@@ -73,11 +73,11 @@ def plain(build: Builder, name: str) -> tuple[dict[str, Tensor], History]:
     return before, (losses, model.state_dict())
 
 
-def planned(build: Builder, name: str, draws: bool, file: str) -> History:
+def planned(build: Builder, name: str, draws: bool, traced: Imported, file: str) -> History:
     """The history of this rank under a strategy; each rank is fed its own samples only."""
     model, batch, _, targets = build(name, draws)
     strategy = Strategy.from_file(StrategyFile.model_validate_json(file))
-    parallel = distribute(model, imported(build, name, draws), strategy, _sgd)
+    parallel = distribute(model, traced, strategy, _sgd)
     whole = parallel.graph.batch
     low, high = parallel.sample_range
 
@@ -137,27 +137,31 @@ def prove(build: Builder, name: str, reference: Builder | None = None) -> None:
 
     ``reference``: the same function in a form that plain PyTorch can run, where the model itself is not one.
     """
-    graph, topology = imported(build, name, False).graph, Topology.load("ethernet-1g:2")
+    traced, topology = imported(build, name, False), Topology.load("ethernet-1g:2")
+    graph = traced.graph
     assert_whole(graph)
     digits = precision(graph)
     before, expected = plain(reference or build, name)
     for plan, strategy in plans(graph, topology).items():
-        for history in pool(2).run(planned, build, name, False, strategy.to_file().model_dump_json(), timeout_s=180):
+        file = strategy.to_file().model_dump_json()
+        for history in pool(2).run(planned, build, name, False, traced, file, timeout_s=180):
             assert_same(expected, history, before, digits, plan)
 
 
 def prove_draws(build: Builder, name: str) -> None:
     """With drop rates as shipped: two ranks draw what one draws, under data parallelism and a random plan."""
-    graph = imported(build, name, True).graph
+    traced = imported(build, name, True)
+    graph = traced.graph
     assert_whole(graph)
     digits = precision(graph)
     two = Topology.load("ethernet-1g:2")
     single = baseline("single", graph, Topology.load("ethernet-1g:1")).to_file().model_dump_json()
     before = {key: x.clone() for key, x in build(name, True).model.state_dict().items()}
-    expected = pool(1).run(planned, build, name, True, single, timeout_s=180)[0]
+    expected = pool(1).run(planned, build, name, True, traced, single, timeout_s=180)[0]
     split = {"data-parallel": baseline("data-parallel", graph, two), "random": scattered(graph, two, 3)}
     for plan, strategy in split.items():
-        for history in pool(2).run(planned, build, name, True, strategy.to_file().model_dump_json(), timeout_s=180):
+        file = strategy.to_file().model_dump_json()
+        for history in pool(2).run(planned, build, name, True, traced, file, timeout_s=180):
             assert_same(expected, history, before, digits, plan)
 
 

@@ -13,6 +13,7 @@ from flexsearch.graph.ops import KernelContext
 from flexsearch.graph.ops.calls import dtype_of
 from flexsearch.graph.ops.local import extent, preferred
 from flexsearch.lower import Move
+from flexsearch.runtime.gradients import Gradients
 from flexsearch.runtime.program import (
     Backward,
     Finish,
@@ -57,10 +58,12 @@ class Engine:
 
     def _clear(self) -> None:
         self._values: dict[Key, Tensor] = {}
-        self._gradients: dict[Key, Tensor] = {}
+        self._gradients = Gradients()
         self._passes: dict[int, Pass] = {}
         self._phases: dict[tuple[Transport, int], dict[int, Tensor]] = {}
         self._results: dict[Transport, Tensor] = {}
+        self._parts: dict[Transport, dict[int, Tensor]] = {}
+        """By local move of a first phase: the part of a gradient that stays here."""
 
     def step(self, inputs: Mapping[str, tuple[Box, Tensor]]) -> Tensor:
         """Forward, backward, synchronise, update. ``inputs``: by name, (region held, tensor). Returns the loss."""
@@ -73,10 +76,12 @@ class Engine:
             self._execute(instruction)
             if recording:
                 spans.append((instruction, began, time.perf_counter()))
+            for transport in self.program.kept_parts.get(position, ()):
+                self._keep_parts(transport)
             for key in self.program.last_use.get(position, ()):
                 self._values.pop(key, None)
             for key in self.program.last_gradient_use.get(position, ()):
-                self._gradients.pop(key, None)
+                self._gradients.release(key)
         loss = self._result(self.lowered.loss_edge)
         for buffer, edge in self.lowered.update_edges.items():
             if buffer in self.fixed:
@@ -119,15 +124,10 @@ class Engine:
         for name, tensor in saved.seeds:
             if name == self.lowered.graph.loss:
                 gradients[name] = torch.ones_like(tensor)
-            elif (gradient := self._gradients.pop(Key("home", name), None)) is not None:
+            elif (gradient := self._gradients.take(Key("home", name))) is not None:
                 gradients[name] = gradient
         for key, gradient in self.segments[segment].backward(saved, gradients):
-            self._accumulate(key, gradient)
-
-    def _accumulate(self, key: Key, gradient: Tensor) -> None:
-        # Never in place: autograd may hand out one tensor as the gradient of several values.
-        known = self._gradients.get(key)
-        self._gradients[key] = gradient if known is None else known + gradient
+            self._gradients.add(key, gradient)
 
     def _start(self, task: int) -> None:
         what = self.lowered.tasks.communication[task]
@@ -142,6 +142,16 @@ class Engine:
             }
             sources.append({s: self._source(transport, member.phase, s) for s in wanted})
         self.wire.start(task, sources)
+
+    def _keep_parts(self, transport: Transport) -> None:
+        """Copy what stays here of gradients, which can then go."""
+        step, parts = reshard_of(self.lowered, transport).phases[0], dict[int, Tensor]()
+        for m, move in enumerate(step.local):
+            entry = step.source[move.source]
+            if entry.device == self.rank:
+                part = cut(self._source(transport, 0, move.source), entry.box, move.box)
+                parts[m] = part if move.box == entry.box else part.clone()
+        self._parts[transport] = parts
 
     def _source(self, transport: Transport, phase: int, entry: int) -> Tensor:
         """Tensor of a source entry on this rank."""
@@ -159,14 +169,10 @@ class Engine:
         return self._gradient(Key("edge", key), transport, entry)
 
     def _gradient(self, key: Key, transport: Transport, entry: int) -> Tensor:
-        if (known := self._gradients.get(key)) is None:
-            # The loss does not depend on this piece (a slice that nothing reads): its gradient is zero.
-            known = torch.zeros(
-                extent(reshard_of(self.lowered, transport).source[entry].box),
-                dtype=self._dtype(transport), device=self.wire.device,
-            )  # fmt: skip
-            self._gradients[key] = known
-        return known
+        box = reshard_of(self.lowered, transport).source[entry].box
+        return self._gradients.read(
+            key, lambda: torch.zeros(extent(box), dtype=self._dtype(transport), device=self.wire.device)
+        )
 
     def _dtype(self, transport: Transport) -> torch.dtype:
         purpose, key = transport
@@ -183,8 +189,8 @@ class Engine:
         if purpose == "synchronise":
             self.weights[self.lowered.weights[key].tensor].grad = result
         elif purpose == "backward":
-            self._accumulate(Key("home", self.lowered.edges[key].tensor), result)
-            self._gradients.pop(Key("edge", key), None)
+            self._gradients.add(Key("home", self.lowered.edges[key].tensor), result)
+            self._gradients.release(Key("edge", key))
         else:
             self._values[Key("edge", key)] = result
             if not self.lowered.edges[key].readers:  # the loss, a buffer's new value: kept to the end of the step
@@ -200,13 +206,15 @@ class Engine:
         parts: dict[int, list[tuple[int, Move, Tensor]]] = {}
         results: dict[int, Tensor] = {}
         views: set[int] = set()  # parts of gradients that would keep the whole of them until the update
-        for move in step.local:
+        kept = self._parts.pop(transport, {}) if phase == 0 else {}
+        for m, move in enumerate(step.local):
             entry = step.source[move.source]
             if entry.device == self.rank and step.destination[move.destination].device == self.rank:
-                piece = cut(self._source(transport, phase, move.source), entry.box, move.box)
+                if (piece := kept.get(m)) is None:
+                    piece = cut(self._source(transport, phase, move.source), entry.box, move.box)
+                    if transport.purpose == "synchronise" and move.box != entry.box:
+                        views.add(move.destination)
                 parts.setdefault(move.destination, []).append((entry.term, move, piece))
-                if transport.purpose == "synchronise" and move.box != entry.box:
-                    views.add(move.destination)
         for x, exchange in enumerate(step.exchanges):
             if self.rank not in exchange.receivers:
                 continue

@@ -7,14 +7,14 @@ communication of the task graph, ``Finish`` waits for it and assembles the regio
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import pairwise
 from typing import NamedTuple
 
 from flexsearch.errors import FlexsearchError
-from flexsearch.lower import Lowered, Reshard, TaskKind
+from flexsearch.lower import Lowered, Move, Reshard, TaskKind
 from flexsearch.lower.taskgraph import Purpose
 
 
@@ -118,37 +118,73 @@ class Program:
 
     @cached_property
     def last_gradient_use(self) -> dict[int, list[Key]]:
-        """Position of an instruction -> gradients of edges that no later instruction reads."""
+        """Position of an instruction -> gradients of edges that no later instruction makes or reads."""
         last: dict[Key, int] = {}
         for position, instruction in enumerate(self.instructions):
-            for key in self._reads_gradients(instruction):
+            for key in (*self._makes_gradients(instruction), *self._reads_gradients(position, instruction)):
                 last[key] = position
         result: dict[int, list[Key]] = {}
         for key, position in last.items():
             result.setdefault(position, []).append(key)
         return result
 
-    def _reads_gradients(self, instruction: Instruction) -> Iterator[Key]:
-        if isinstance(instruction, Finish):
-            yield from self._gradients_of(instruction.transport, True)
+    @cached_property
+    def kept_parts(self) -> dict[int, list[Transport]]:
+        """Position of an instruction -> synchronisations whose first phase it issues, as the last on this device, and
+        that leave parts of gradients here: they are cut out then, as the gradients would else live until the update."""
+        last: dict[Transport, int] = {}
+        for position, instruction in enumerate(self.instructions):
+            what = self.lowered.tasks.communication[instruction.task] if isinstance(instruction, Start) else None
+            if what is not None and what.purpose == "synchronise":
+                last |= {Transport(what.purpose, m.key): position for m in what.members if m.phase == 0}
+        result: dict[int, list[Transport]] = {}
+        for transport, position in last.items():
+            if any(self._stay_here(transport)):
+                result.setdefault(position, []).append(transport)
+        return result
+
+    @cached_property
+    def _kept(self) -> set[Transport]:
+        return {transport for transports in self.kept_parts.values() for transport in transports}
+
+    def _makes_gradients(self, instruction: Instruction) -> Iterator[Key]:
+        if isinstance(instruction, Backward):
+            for leaf in self.segments[instruction.segment].leaves:
+                if leaf.gradient is not None and leaf.gradient.kind == "edge":
+                    yield leaf.gradient
+
+    def _reads_gradients(self, position: int, instruction: Instruction) -> Iterator[Key]:
+        """Gradients of edges that the engine takes: of what is sent when it is issued; of what stays on this device
+        when that is cut out (``kept_parts``), else when something waits for the first phase."""
+        if isinstance(instruction, Finish) and instruction.transport not in self._kept:
+            yield from self._stay_here(instruction.transport)
         elif isinstance(instruction, Start):
             what = self.lowered.tasks.communication[instruction.task]
             assert what is not None
             for member in what.members:
-                yield from self._gradients_of(Transport(what.purpose, member.key), member.phase > 0)
+                transport = Transport(what.purpose, member.key)
+                if member.phase == 0:
+                    yield from self._gradients_of(transport, member.what.moves)
+                elif transport not in self._kept:
+                    yield from self._stay_here(transport)
+            for transport in self.kept_parts.get(position, ()):
+                yield from self._stay_here(transport)
 
-    def _gradients_of(self, transport: Transport, only_local: bool) -> Iterator[Key]:
-        """Gradients that a transport takes on this device; what it completes later (``only_local``) needs them only
-        where a part stays here."""
+    def _stay_here(self, transport: Transport) -> Iterator[Key]:
+        return self._gradients_of(transport, reshard_of(self.lowered, transport).phases[0].local)
+
+    def _gradients_of(self, transport: Transport, moves: Iterable[Move]) -> Iterator[Key]:
+        """Gradients on this device that moves of the transport's first phase take."""
         if transport.purpose not in ("backward", "synchronise"):
             return
-        phase = reshard_of(self.lowered, transport).phases[0]
-        if only_local and all(phase.source[move.source].device != self.device for move in phase.local):
-            return
-        if transport.purpose == "backward":
-            yield Key("edge", transport.key)
-        else:
-            yield from (Key("edge", edge) for edge in self.lowered.weights[transport.key].edges)
+        source = reshard_of(self.lowered, transport).phases[0].source
+        for move in moves:
+            if source[move.source].device == self.device:
+                edge = transport.key
+                if transport.purpose == "synchronise":
+                    weight = self.lowered.weights[transport.key]
+                    edge = weight.edges[weight.plan.origin[move.source]]
+                yield Key("edge", edge)
 
     def _reads(self, instruction: Instruction) -> Iterator[Key]:
         if isinstance(instruction, Forward):
