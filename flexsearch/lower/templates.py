@@ -14,7 +14,6 @@ import numpy.typing as npt
 
 from flexsearch.compiled import F64, I64
 from flexsearch.cost.ticks import TICK
-from flexsearch.lower import Lowering
 from flexsearch.lower.arrays import Pools, Program, State
 from flexsearch.lower.change import MOST_MISSING, Change, Wiring
 from flexsearch.lower.column import Column
@@ -24,7 +23,7 @@ from flexsearch.lower.fill import finish_weight, keep, plan_all, request_reshard
 from flexsearch.lower.footprints import Landings, Sums
 from flexsearch.lower.keys import DERIVED, HELD, LAYOUT, LIKE, MISSING, OVER, RESHARD, STEP, WEIGHT, Keys
 from flexsearch.lower.layout import empty_side
-from flexsearch.lower.lowering import kept
+from flexsearch.lower.pieces import Pieces, kept
 from flexsearch.lower.planner import FREE
 from flexsearch.lower.split import Degrees, Region
 from flexsearch.lower.tables import Requests, Scratch, Splits, TemplateTables, Used, WeightAtHand
@@ -52,7 +51,7 @@ class Templates:
     them again after adding anything. ``share``: whether operators that are alike have one number for a config;
     ``ruled``: whether configs are to be replaced by the nearest that is allowed (DERIVED: NEAREST)."""
 
-    def __init__(self, lowering: Lowering, share: bool = True) -> None:
+    def __init__(self, lowering: Pieces, share: bool = True) -> None:
         self.lowering, self.graph, self.topology = lowering, lowering.graph, lowering.topology
         self.keys = Keys()
         self.alike = self._find_alike() if share else list(range(len(self.graph.operators)))
