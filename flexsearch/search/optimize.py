@@ -25,7 +25,7 @@ from flexsearch.search.budget import Budget, cores
 from flexsearch.search.canonical import simplify
 from flexsearch.search.climb import Climb, Climbed, Climber
 from flexsearch.search.climbs import ClimbSchedule, Plan
-from flexsearch.search.constants import ENOUGH, REBUCKET, WINDOW
+from flexsearch.search.constants import ENOUGH, REBUCKET, SIMPLIFYING, WINDOW
 from flexsearch.search.evaluate import Configs, Evaluation, better, by_rank
 from flexsearch.search.outcome import Improvement, Outcome, Progress, SearchResult, Trail
 from flexsearch.search.pins import parse_pins
@@ -314,8 +314,11 @@ class _Run:
     def _make_simpler(self, baseline: Evaluation) -> None:
         """Put a simpler plan in the place of the best one, if it is hardly slower and not worse than the best
         baseline. What single changes would bring it is not known."""
-        limit = baseline.cost if baseline.feasible else inf
-        configs = simplify(self.climber.space, self.best.configs, self.evaluate, limit=limit)
+        limit, seconds = baseline.cost if baseline.feasible else inf, self.budget.seconds
+        end = inf if seconds is None else time.monotonic() + SIMPLIFYING * seconds
+        configs = simplify(
+            self.climber.space, self.best.configs, self.evaluate, limit=limit, stop=lambda: time.monotonic() > end
+        )
         if configs != self.best.configs:
             self.best = Plan(configs, self.evaluate(configs))
 
