@@ -110,7 +110,7 @@ def test_any_number_of_processes_gives_the_same_plan(
     one = search(graph, topology, costs, proposals=40_000, seed=3, processes=1)
     alone = lazy(monkeypatch, lambda made: bool(made.ended))
     many = search(graph, topology, costs, proposals=40_000, seed=3, processes=processes)
-    assert len(one.trails) > 2 and len(alone) < len(one.trails)  # workers ended the others
+    assert len(one.trails) > 2 and set(range(len(one.trails))) - set(alone)  # workers ended these
     one.strategy.save(tmp_path / "one.json")
     many.strategy.save(tmp_path / "many.json")
     assert (tmp_path / "one.json").read_bytes() == (tmp_path / "many.json").read_bytes()
@@ -168,9 +168,10 @@ def test_an_interrupted_search_returns_its_best() -> None:
     result.strategy.check(graph, topology)
 
 
-def test_the_answer_is_a_local_optimum_and_says_so() -> None:
+def test_the_answer_is_a_local_optimum_and_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(optimize, "simplify", lambda space, configs, evaluate, **rest: configs)
     graph, topology = cnn(batch=32, hidden=512), ethernet(2)
-    result = find(graph, topology, 80_000)
+    result = find(graph, topology, 40_000)
     assert result.locally_optimal and result.strategy.search is not None and result.strategy.search.locally_optimal
     evaluate = Evaluator(graph, topology, Costs(graph, topology), result.strategy.options)
     space = Space(graph, topology)
