@@ -110,7 +110,7 @@ def test_any_number_of_processes_gives_the_same_plan(
     one = search(graph, topology, costs, proposals=40_000, seed=3, processes=1)
     alone = lazy(monkeypatch, lambda made: bool(made.ended))
     many = search(graph, topology, costs, proposals=40_000, seed=3, processes=processes)
-    assert len(one.trails) > 2 and len(alone) < len(one.trails)  # workers ended the others
+    assert len(one.trails) > 2 and set(range(len(one.trails))) - set(alone)  # workers ended these
     one.strategy.save(tmp_path / "one.json")
     many.strategy.save(tmp_path / "many.json")
     assert (tmp_path / "one.json").read_bytes() == (tmp_path / "many.json").read_bytes()
@@ -168,9 +168,10 @@ def test_an_interrupted_search_returns_its_best() -> None:
     result.strategy.check(graph, topology)
 
 
-def test_the_answer_is_a_local_optimum_and_says_so() -> None:
+def test_the_answer_is_a_local_optimum_and_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(optimize, "simplify", lambda space, configs, evaluate, **rest: configs)
     graph, topology = cnn(batch=32, hidden=512), ethernet(2)
-    result = find(graph, topology, 80_000)
+    result = find(graph, topology, 40_000)
     assert result.locally_optimal and result.strategy.search is not None and result.strategy.search.locally_optimal
     evaluate = Evaluator(graph, topology, Costs(graph, topology), result.strategy.options)
     space = Space(graph, topology)
@@ -214,23 +215,27 @@ def test_a_baseline_is_kept_unless_it_is_beaten_by_the_margin() -> None:
     assert kept.set_aside_s == found.simulation.makespan_s and found.set_aside_s is None
 
 
-def test_the_best_plan_is_made_simpler_before_it_is_compared() -> None:
+def test_the_best_plan_is_made_simpler_before_it_is_compared(monkeypatch: pytest.MonkeyPatch) -> None:
     graph, topology = cnn(batch=32, hidden=2048), ethernet(4)
     costs, seen = Costs(graph, topology), []
     single = tuple(make_config(op, {}, (0,)) for op in graph.operators)
 
     def simplify(
-        space: Space, configs: tuple[OperatorConfig, ...], evaluate: Callable[..., Evaluation], *, limit: float
+        space: Space, configs: tuple[OperatorConfig, ...], evaluate: Callable[..., Evaluation], *, limit: float,
+        stop: Callable[[], bool],
     ) -> tuple[OperatorConfig, ...]:
+        assert not stop()  # a budget of proposals has no clock
         seen.append((evaluate(configs).cost, limit))
         evaluate(single)
         return single
 
+    monkeypatch.setattr(optimize, "simplify", lambda space, configs, evaluate, **rest: configs)
     before = search(graph, topology, costs, proposals=400, processes=1)
-    after = search(graph, topology, costs, proposals=400, processes=1, simplify=simplify)
+    monkeypatch.setattr(optimize, "simplify", simplify)
+    after = search(graph, topology, costs, proposals=400, processes=1)
     best = min(outcome.time_s for outcome in before.baselines.values())
     assert before.baseline == "" and seen == [(before.simulation.makespan_s, best)]
-    assert after.baseline and not after.optimal  # what it was made to is slower than the best baseline
+    assert after.baseline and not after.locally_optimal  # what it was made to is slower than the best baseline
     assert after.set_aside_s == after.baselines["single"].time_s
 
 

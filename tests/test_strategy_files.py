@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from flexsearch.api import simulate
 from flexsearch.errors import FileFormatError, FlexsearchError, StrategyError
 from flexsearch.graph import OperatorGraph
+from flexsearch.quantities import MAX_DEVICES
 from flexsearch.strategy import OperatorConfig, Options, Stage, Strategy, make_config
 from flexsearch.strategy.baselines import baseline
 from flexsearch.strategy.positions import expanded, strided
@@ -160,7 +161,7 @@ Edit = Callable[[Data], object]
         (lambda d: d["stages"][0].update(axes="hosts x devices"), ("stages.0", "remove one")),
         (lambda d: d["stages"][0].update(replicas=3), ("stages.0.replicas", "4 devices")),
         (lambda d: d["stages"][0].update(mesh={"shape": [2]}), ("stages.0.mesh", "strides")),
-        (lambda d: d["stages"][0].update(mesh={"shape": [2**40], "strides": [1]}), ("stages.0.mesh", "1024")),
+        (lambda d: d["stages"][0].update(mesh={"shape": [2**40], "strides": [1]}), ("stages.0.mesh", str(MAX_DEVICES))),
         (lambda d: d["stages"][0].update(mesh={"shape": [2], "strides": [-1]}), ("stages.0.mesh",)),
         (lambda d: d["stages"][0]["range"].update(last="ghost"), ("stages.0.range", "ghost")),
         (lambda d: d["stages"][1].pop("operators"), ("stages.1", "range")),
@@ -220,7 +221,7 @@ def test_more_microbatches_than_samples_are_refused(graph: OperatorGraph, cluste
         Strategy.make(graph, cluster, configs, microbatches=graph.batch + 1)
 
 
-@pytest.mark.parametrize("what", ["stages", "mesh", "microbatches", "prefetch"])
+@pytest.mark.parametrize("what", ["stages", "mesh", "microbatches"])
 def test_what_cannot_be_run_yet_is_refused_with_what_to_do(graph: OperatorGraph, cluster: Topology, what: str) -> None:
     plan = baseline("data-parallel", graph, cluster)
     names = [op.name for op in graph.operators]
@@ -231,7 +232,6 @@ def test_what_cannot_be_run_yet_is_refused_with_what_to_do(graph: OperatorGraph,
         ]),
         "mesh": Strategy.make(graph, cluster, plan.configs, stages=[Stage(tuple(names), order)]),
         "microbatches": Strategy.make(graph, cluster, plan.configs, microbatches=2),
-        "prefetch": Strategy.make(graph, cluster, plan.configs, Options(prefetch=1)),
     }  # fmt: skip
     with pytest.raises(FlexsearchError, match={"mesh": "stages"}.get(what, what)) as error:
         simulate(graph, cluster, strategies[what])

@@ -11,9 +11,8 @@ from flexsearch.api import Setting, compare
 from flexsearch.cost import Costs
 from flexsearch.graph import OperatorGraph
 from flexsearch.lower import Lowering
-from flexsearch.search import SearchResult, search
+from flexsearch.search import Evaluator, SearchResult, search
 from flexsearch.search.tuning import BUCKETS, candidates
-from flexsearch.simulate import makespan
 from flexsearch.strategy import Options, Strategy
 from flexsearch.strategy.baselines import baselines
 from flexsearch.topology import Topology
@@ -34,13 +33,13 @@ def alexnet() -> Setting:
 @pytest.mark.parametrize("preset", ["ethernet-1g-3", "p100:2"])
 def test_a_baseline_has_the_best_of_the_sizes_and_ties_go_to_the_default(graph: OperatorGraph, preset: str) -> None:
     setting = Setting.of(graph, Topology.load(preset))
-    lowering = Lowering(graph, setting.topology, setting.costs)
+    evaluate = Evaluator(graph, setting.topology, setting.costs, Options(optimizer="adam"))
     whole = sum(t.nbytes for t in graph.of_kind("parameter"))
     for name, plan in setting.baselines(Options(optimizer="adam", bucket_bytes=12345)).items():
         times = {}
         for size in (*BUCKETS, whole):
-            options = Options(optimizer="adam", bucket_bytes=size)
-            times[size] = makespan(lowering.lower(plan.in_order(graph), options))
+            evaluate.use(Options(optimizer="adam", bucket_bytes=size))
+            times[size] = evaluate(plan.in_order(graph)).time_s
         best = min(times.values())
         assert plan.options.optimizer == "adam"
         assert times[plan.options.bucket_bytes] == best, name

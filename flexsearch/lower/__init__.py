@@ -1,7 +1,8 @@
 """Floor 2: graph x strategy x topology -> layouts, reshards and the one task graph."""
 
 from flexsearch.lower.layout import Entry, Layout, Placement, bounding
-from flexsearch.lower.lowering import Edge, Lowered, Lowering, Weight, lower
+from flexsearch.lower.lowering import Lowered, Lowering, lower
+from flexsearch.lower.pieces import Edge, Weight
 from flexsearch.lower.reshard import Exchange, Move, Phase, Reshard
 from flexsearch.lower.taskgraph import Communication, Member, TaskGraph, TaskKind
 

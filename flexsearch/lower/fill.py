@@ -97,8 +97,8 @@ def plan_all(tables: TemplateTables) -> Any:
 
 @lean
 def _append(tables: TemplateTables, k: Any, destination: Side) -> Any:
-    """Add request ``k``, whose reshard to a layout is on the desk, to the pools; a gathering that moves nothing is template 0.
-    False if there is no room."""
+    """Add request ``k``, whose reshard to a layout is on the desk, to the pools; a gathering that moves nothing is
+    template 0. False if there is no room."""
     pools, used, desk = tables.pools, tables.used, tables.desk
     template, first = used.reshards[0], used.exchanges[4]
     if tables.requests.mode[k] == GIVEN and desk.result[LAST] == desk.result[FIRST]:

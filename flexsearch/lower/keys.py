@@ -18,8 +18,8 @@ element) -> node; (PLAN: node, 0) -> plan of a weight; (LAYOUT: node, 0) -> layo
 CANDIDATE, OVER, LIKE, DERIVED, CONFIG = 11, 12, 13, 14, 15
 """Kinds of keys of configs: (CANDIDATE: operator, k) -> a config to try; (OVER: link, split) -> row of what follows a
 split over a link; (LIKE: operator, split) -> the same split of another operator; (DERIVED: how,
-config) -> another config of that operator; (CONFIG: split, mesh * 2 + sharded) -> config. Operators and links stand for all that
-are alike."""
+config) -> another config of that operator; (CONFIG: split, mesh * 2 + sharded) -> config. Operators and links stand for
+all that are alike."""
 NEAREST, FIRST_HALF, SECOND_HALF = range(3)
 """How a config is derived from another: the nearest that is allowed; the one on the first or the second half of its
 devices."""

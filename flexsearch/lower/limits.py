@@ -9,7 +9,7 @@ from flexsearch.cost import Costs
 from flexsearch.cost.compute import STREAMS
 from flexsearch.errors import StrategyError
 from flexsearch.graph import OperatorGraph, whole_piece
-from flexsearch.lower.lowering import TURN_S
+from flexsearch.lower.pieces import TURN_S
 from flexsearch.topology import Topology
 
 MAX_TURNS: Final = 100_000

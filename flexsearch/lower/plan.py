@@ -13,7 +13,7 @@ from flexsearch.lower.arrays import State
 from flexsearch.lower.bucket import collect
 from flexsearch.lower.change import empty_change
 from flexsearch.lower.describe import DONE, FULL, LACKING, Plan, drop, keep, rewire, write
-from flexsearch.lower.lowering import Lowering
+from flexsearch.lower.pieces import Pieces
 from flexsearch.lower.program import make_block_table, make_machine, make_program, make_wiring
 from flexsearch.lower.rows import NEVER
 from flexsearch.lower.schedule import NOBODY, Stages, make_blocks, make_schedule
@@ -35,7 +35,7 @@ class PlanRows:
     fetch it again after anything here was called."""
 
     def __init__(
-        self, lowering: Lowering, templates: Templates, options: Options, stages: Stages | None = None
+        self, lowering: Pieces, templates: Templates, options: Options, stages: Stages | None = None
     ) -> None:
         graph, topology = lowering.graph, lowering.topology
         devices = len(topology.devices)

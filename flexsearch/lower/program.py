@@ -11,11 +11,10 @@ import numpy.typing as npt
 
 from flexsearch.cost.ticks import TICK
 from flexsearch.graph import OperatorGraph
-from flexsearch.lower import Lowering
 from flexsearch.lower.arrays import NOTHING, BlockTable, Program
 from flexsearch.lower.change import ALWAYS, Wiring
 from flexsearch.lower.keys import MISSING, RESHARD
-from flexsearch.lower.lowering import everywhere
+from flexsearch.lower.pieces import Pieces, everywhere
 from flexsearch.lower.rows import BACKWARD, FORWARD, GATHER, NEVER, SYNCHRONISE, Machine
 from flexsearch.lower.schedule import Blocks, Stages
 from flexsearch.strategy import Options
@@ -64,7 +63,7 @@ def _flow(graph: OperatorGraph, name: str, operator: int) -> bool:
 
 
 def make_program(
-    graph: OperatorGraph, topology: Topology, lowering: Lowering, options: Options, microbatches: int
+    graph: OperatorGraph, topology: Topology, lowering: Pieces, options: Options, microbatches: int
 ) -> Program:
     """Slots of a graph's plans, and rates."""
     operands, slot, count = _slots(graph)
@@ -109,7 +108,7 @@ def make_machine(topology: Topology, turns: Sequence[float]) -> Machine:
     )  # fmt: skip
 
 
-def make_wiring(graph: OperatorGraph, topology: Topology, lowering: Lowering) -> Wiring:
+def make_wiring(graph: OperatorGraph, topology: Topology, lowering: Pieces) -> Wiring:
     """Which slots belong to which tensors of a graph."""
     _, slot, count = _slots(graph)
     results = _results(graph, count)

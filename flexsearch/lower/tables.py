@@ -35,8 +35,8 @@ class Used(NamedTuple):
 @packed
 class Splits(NamedTuple):
     """Operators cut into pieces, without devices; piece k is that at position k of a mesh. Of a split: number of
-    ``pieces``; rows of ``forward`` and ``backward`` (ticks): ``cost + kind * pieces + k`` for kinds of devices; operands ``[reads, writes)`` and
-    ``[writes, last)``. Operand o has the layout ``grid[o]`` on the positions
+    ``pieces``; rows of ``forward`` and ``backward`` (ticks): ``cost + kind * pieces + k`` for kinds of devices;
+    operands ``[reads, writes)`` and ``[writes, last)``. Operand o has the layout ``grid[o]`` on the positions
     ``position[first[o]:first[o] + held_by[o]]``, or on all if ``first[o]`` is MISSING. ``follow_*``: what follows a
     split over a link is split ``follow_split`` on ``follow_count`` positions from ``follow_first`` on; all in order if
     that is MISSING."""
@@ -110,8 +110,8 @@ class WeightAtHand(NamedTuple):
 @packed
 class TemplateTables(NamedTuple):
     """The whole. ``routes``: between all devices. ``decisive``: as ``Topology.decisive``. ``kind``: of each device.
-    ``itemsize``: by dtype of weights. ``ruled``: (1,) whether configs are to be replaced by the nearest that is allowed. ``full``:
-    (1,) set where there was no room: Python makes it."""
+    ``itemsize``: by dtype of weights. ``ruled``: (1,) whether configs are to be replaced by the nearest that is
+    allowed. ``full``: (1,) set where there was no room: Python makes it."""
 
     pools: Pools
     landings: Landings

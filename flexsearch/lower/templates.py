@@ -15,7 +15,6 @@ import numpy.typing as npt
 from flexsearch.compiled import F64, I64
 from flexsearch.cost.ticks import TICK
 from flexsearch.direct import direct
-from flexsearch.lower import Lowering
 from flexsearch.lower.arrays import Pools, Program, State
 from flexsearch.lower.change import MOST_MISSING, Change, Wiring
 from flexsearch.lower.column import Column
@@ -25,7 +24,7 @@ from flexsearch.lower.fill import finish_weight, keep, plan_all, request_reshard
 from flexsearch.lower.footprints import Landings, Sums
 from flexsearch.lower.keys import DERIVED, HELD, LAYOUT, LIKE, MISSING, OVER, RESHARD, STEP, WEIGHT, Keys
 from flexsearch.lower.layout import empty_side
-from flexsearch.lower.lowering import kept
+from flexsearch.lower.pieces import Pieces, kept
 from flexsearch.lower.planner import FREE
 from flexsearch.lower.split import Degrees, Region
 from flexsearch.lower.tables import Requests, Scratch, Splits, TemplateTables, Used, WeightAtHand
@@ -41,7 +40,8 @@ _plan_all = direct(plan_all)
 _TYPES: dict[str, Any] = {
     "config_shard": np.uint8, "entry_forward_s": np.float64, "entry_backward_s": np.float64, "duration": np.float64,
     "start": np.float64, "amount": np.uint64, "link_s": np.float64, "link_load": np.float64, "drag_s": np.float64,
-    "drag_load": np.float64, "form": np.uint8, "turn": np.int64, "key_form": np.uint8, "key_group": np.uint8, "store_bytes": np.uint64,
+    "drag_load": np.float64, "form": np.uint8, "turn": np.int64, "key_form": np.uint8, "key_group": np.uint8,
+    "store_bytes": np.uint64,
     "entry_forward": np.int64, "entry_backward": np.int64, "link_ticks": np.int64,
     "forward": np.int64, "backward": np.int64,
     "role": np.uint8, "most": np.int64, "copy": np.int64, "middle": np.int64, "staged": np.int64,
@@ -60,7 +60,7 @@ class Templates:
     them again after adding anything. ``share``: whether operators that are alike have one number for a config;
     ``ruled``: whether configs are to be replaced by the nearest that is allowed (DERIVED: NEAREST)."""
 
-    def __init__(self, lowering: Lowering, share: bool = True) -> None:
+    def __init__(self, lowering: Pieces, share: bool = True) -> None:
         self.lowering, self.graph, self.topology = lowering, lowering.graph, lowering.topology
         self.keys = Keys()
         self.alike = self._find_alike() if share else list(range(len(self.graph.operators)))
@@ -111,7 +111,8 @@ class Templates:
         same = same and now is not None and now.landings is self._landings
         if now is None or not same or now.splits is not self._splits or now.desk is not self._desk:
             now = self._tables = TemplateTables(
-                pools=self.pools, landings=self.landings, keys=keys, layouts=layouts, splits=self._splits, used=self._used, desk=self._desk,
+                pools=self.pools, landings=self.landings, keys=keys, layouts=layouts, splits=self._splits,
+                used=self._used, desk=self._desk,
                 scratch=self._scratch, **self._fixed,
             )  # fmt: skip
         return now

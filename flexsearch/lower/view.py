@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import heapq
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import inf
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
 
 from flexsearch.cost.communication import Pricing, Transfer
 from flexsearch.cost.ticks import TICK
+from flexsearch.graph import OperatorGraph
 from flexsearch.lower.arrays import BlockTable
+from flexsearch.lower.pieces import Edge, Weight
 from flexsearch.lower.reshard import Exchange
 from flexsearch.lower.rows import (
     BACKWARD,
@@ -28,9 +30,7 @@ from flexsearch.lower.rows import (
     Segments,
 )
 from flexsearch.lower.taskgraph import Communication, Member, Purpose, Row, TaskGraph, TaskKind
-
-if TYPE_CHECKING:
-    from flexsearch.lower.lowering import Lowered
+from flexsearch.topology import Topology
 
 _PURPOSES: dict[int, Purpose] = {
     GATHER: "gather", FORWARD: "forward", BACKWARD: "backward", SYNCHRONISE: "synchronise",
@@ -59,7 +59,38 @@ class Rows:
     together: tuple[tuple[tuple[Synchronised, ...], ...], ...]
 
 
-def task_graph(lowered: Lowered) -> TaskGraph:
+class Described(Protocol):
+    """What of a lowered strategy (``Lowered``) its tasks follow from."""
+
+    @property
+    def graph(self) -> OperatorGraph: ...
+
+    @property
+    def topology(self) -> Topology: ...
+
+    @property
+    def edges(self) -> Sequence[Edge]: ...
+
+    @property
+    def weights(self) -> Sequence[Weight]: ...
+
+    @property
+    def edge_of(self) -> Mapping[tuple[int, int], int]: ...
+
+    @property
+    def loss_edge(self) -> int: ...
+
+    @property
+    def update_edges(self) -> Mapping[str, int]: ...
+
+    @property
+    def turns(self) -> Sequence[float]: ...
+
+    @property
+    def rows(self) -> Rows: ...
+
+
+def task_graph(lowered: Described) -> TaskGraph:
     """The rows as tasks, those with smaller identities first as far as dependencies allow: with one microbatch, all."""
     return _View(lowered).tasks
 
@@ -78,7 +109,7 @@ def _turn(ticks: np.int64) -> float:
 
 
 class _View:
-    def __init__(self, lowered: Lowered) -> None:
+    def __init__(self, lowered: Described) -> None:
         self.lowered, self.rows = lowered, lowered.rows
         self.pricing = Pricing(lowered.topology)
         self.members = self._members()

@@ -35,7 +35,7 @@ HEAVY: Final = 50
 
 Moved = tuple[F64, int, F64]
 """Seconds from the end of the last task of device a to the arrival of what device b receives; mask of the senders, if
-the first phase is one exchange, else 0; and how long that keeps each link busy."""
+the first phase is one exchange that keeps its links until it has ended, else 0; and how long that is, by link."""
 
 
 class Relaxation:
@@ -178,6 +178,10 @@ class _Builder:
     def _nothing(self) -> Moved:
         return np.full((self.count, self.count), NEVER), 0, np.zeros(len(self.topology.resources))
 
+    def _takes_turns(self, exchange: Exchange) -> bool:
+        """Whether others that are ready later may get the links before it has ended."""
+        return exchange.form == "all_reduce" and self.topology.communication.turn_bytes is not None
+
     def _moved(self, plan: Reshard) -> Moved:
         """What a reshard means to the devices at its two ends."""
         nothing = self._nothing
@@ -189,8 +193,7 @@ class _Builder:
                 at = np.ix_(exchange.senders, exchange.receivers)
                 delays[at] = np.maximum(delays[at], exchange.transfer.duration_s)
         send, holds = 0, nothing[2]
-        if len(plan.phases[0].exchanges) == 1:
-            only = plan.phases[0].exchanges[0]
+        if len(plan.phases[0].exchanges) == 1 and not self._takes_turns(only := plan.phases[0].exchanges[0]):
             send, holds = _mask(only.senders), holds.copy()
             for resource, seconds in only.transfer.links:
                 holds[resource] += seconds

@@ -93,6 +93,9 @@ whichever is more: the rest is for other climbs. Taken."""
 REBUCKET: Final = 0.01
 """The best plan gets another bucket size at the end if that gains this share of its time. A smaller gain is not worth
 giving up a local optimum for. Taken."""
+SIMPLIFYING: Final = 0.1
+"""Simplifying the answer may take this share of a budget in seconds, on top of it. Taken: it takes less, but where one
+plan takes long."""
 
 # ---- how often something is looked at: of no influence on what is found
 

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from math import inf
-from typing import Final, Protocol
+from typing import Final
 
 from flexsearch.cost import Costs
 from flexsearch.errors import StrategyError
@@ -22,13 +22,14 @@ from flexsearch.lower import Lowering
 from flexsearch.proof.bound import lower_bound
 from flexsearch.quantities import MAX_COUNT, MAX_SEED
 from flexsearch.search.budget import Budget, cores
+from flexsearch.search.canonical import simplify
 from flexsearch.search.climb import Climb, Climbed, Climber
 from flexsearch.search.climbs import ClimbSchedule, Plan
-from flexsearch.search.constants import ENOUGH, REBUCKET, WINDOW
+from flexsearch.search.constants import ENOUGH, REBUCKET, SIMPLIFYING, WINDOW
 from flexsearch.search.evaluate import Configs, Evaluation, better, by_rank
 from flexsearch.search.outcome import Improvement, Outcome, Progress, SearchResult, Trail
 from flexsearch.search.pins import parse_pins
-from flexsearch.search.space import Rule, Space
+from flexsearch.search.space import Rule
 from flexsearch.search.tuning import Tuned, best_options, candidates, evaluations, whole_seconds
 from flexsearch.search.workers import Turn, Workers
 from flexsearch.simulate import Simulation, simulate
@@ -37,16 +38,6 @@ from flexsearch.strategy.baselines import baselines
 from flexsearch.topology import Topology
 
 GIVEN: Final = "the given plan"
-
-
-class Simplify(Protocol):
-    """Makes of a plan one that is told in fewer words and costs hardly more: with a cost of at most ``limit`` (s)
-    unless the plan's is higher. ``evaluate``: the cost of a plan; called at last for the plan that is returned."""
-
-    def __call__(
-        self, space: Space, configs: Configs, evaluate: Callable[[Configs], Evaluation], *, limit: float
-    ) -> Configs: ...
-
 
 def search(
     graph: OperatorGraph,
@@ -61,7 +52,6 @@ def search(
     pins: Sequence[str] = (),
     rule: Rule | None = None,
     margin: float = 0.0,
-    simplify: Simplify | None = None,
     processes: int | None = None,
     on_progress: Callable[[Progress], None] | None = None,
     on_phase: Callable[[str], None] | None = None,
@@ -74,8 +64,7 @@ def search(
     ``start``: a plan to go on from; if a search with this seed found it, that search is continued. ``pins``: what is
     fixed (:mod:`flexsearch.search.pins`). ``rule``: another restriction, to the configs that it leaves as they are.
     ``margin``: the share of the time by which a plan must beat the best baseline to be preferred to it; a smaller gain
-    is within the error of any prediction, and the baseline is simpler. ``simplify``: applied to the best plan before
-    that is compared with the baselines. ``processes``: at most so many; None: one for
+    is within the error of any prediction, and the baseline is simpler. ``processes``: at most so many; None: one for
     each core. Ctrl-C ends the search with the best plan so far. ``on_phase``: called with what is done before the
     climbs, in words, as soon as there is a plan. ``on_end``: called once, when the search itself is over: a
     KeyboardInterrupt after that loses the result. The plan is never slower than the best baseline that fits into memory
@@ -89,7 +78,6 @@ def search(
         start.check_supported(graph, topology)
     budget, rule = Budget(budget_s, proposals), parse_pins(pins, graph, topology) or rule
     run = _Run(graph, topology, costs, options or Options(), seed, rule, budget, on_progress, on_phase)
-    run.simplify = simplify
     over = on_end or (lambda: None)
     try:
         try:
@@ -148,7 +136,6 @@ class _Run:
         """Options that differ in their bucket size: what plans are tuned over."""
         self.standard: tuple[Options, ...] = ()
         """The first of them: what baselines are tuned over."""
-        self.simplify: Simplify | None = None
         self.history: list[Improvement] = []
         self.trails: list[Trail] = []
         self.found_in = ""
@@ -327,10 +314,11 @@ class _Run:
     def _make_simpler(self, baseline: Evaluation) -> None:
         """Put a simpler plan in the place of the best one, if it is hardly slower and not worse than the best
         baseline. What single changes would bring it is not known."""
-        if self.simplify is None:
-            return
-        limit = baseline.cost if baseline.feasible else inf
-        configs = self.simplify(self.climber.space, self.best.configs, self.evaluate, limit=limit)
+        limit, seconds = baseline.cost if baseline.feasible else inf, self.budget.seconds
+        end = inf if seconds is None else time.monotonic() + SIMPLIFYING * seconds
+        configs = simplify(
+            self.climber.space, self.best.configs, self.evaluate, limit=limit, stop=lambda: time.monotonic() > end
+        )
         if configs != self.best.configs:
             self.best = Plan(configs, self.evaluate(configs))
 

@@ -48,7 +48,8 @@ class ChainState(NamedTuple):
     """Where a chain is; (1,) each. ``cost``: of the plan at hand, s; ``best``: of the chain's plans that fit;
     ``mark``: ``best`` when it last gained what is worth it; ``fastest``: of all plans that fit, of the search too;
     ``reference``: of a good plan. ``steps``, ``accepted``: proposals; ``idle``: those since the last gain; ``level``:
-    the temperature, as a place in ``Schedule.excess``; ``lasted``: proposals at it. ``best_config``: config numbers of the best plan."""
+    the temperature, as a place in ``Schedule.excess``; ``lasted``: proposals at it. ``best_config``: numbers of
+    the best plan's configs."""
 
     cost: F64
     best: F64

@@ -67,10 +67,10 @@ class ConfigFile(FileModel):
 
 
 class SynchronisationFile(FileModel):
-    """How replicas of weights come to agree; fields as of ``Options``."""
+    """How replicas of weights come to agree; fields as of ``Options``. ``prefetch``: left out where it is the usual."""
 
     bucket_bytes: Capacity
-    prefetch: Count = 1
+    prefetch: Count | None = None
 
 
 class StrategyFile(FileModel):

@@ -153,7 +153,10 @@ class Strategy:
             topology=self.topology,
             cluster=self.cluster,
             optimizer=self.options.optimizer,
-            synchronisation=SynchronisationFile(bucket_bytes=self.options.bucket_bytes, prefetch=self.options.prefetch),
+            synchronisation=SynchronisationFile(
+                bucket_bytes=self.options.bucket_bytes,
+                prefetch=None if self.options.prefetch == Options().prefetch else self.options.prefetch,
+            ),
             stages=None if plain else tuple(self._stage_file(stage) for stage in self.stages),
             schedule=None if plain and self.microbatches == 1 else self.schedule,
             microbatches=None if self.microbatches == 1 else self.microbatches,
@@ -196,10 +199,9 @@ class Strategy:
             if name not in stage_of:
                 raise StrategyError(f"stages: operator {name!r} is in no stage", "Add it to one.")
             configs[name] = _config(name, config, stage_of[name].positions)
-        options = Options(
-            bucket_bytes=file.synchronisation.bucket_bytes, optimizer=file.optimizer,
-            prefetch=file.synchronisation.prefetch,
-        )  # fmt: skip
+        options = Options(bucket_bytes=file.synchronisation.bucket_bytes, optimizer=file.optimizer)
+        if (prefetch := file.synchronisation.prefetch) is not None:
+            options = options.model_copy(update={"prefetch": prefetch})
         return cls(
             file.graph, file.inputs, file.cluster, configs, options, file.prediction, file.search, stages=stages,
             microbatches=file.microbatches or 1, schedule=file.schedule or "1f1b",

@@ -1,0 +1,166 @@
+"""What there is: pieces of operators, layouts, reshards and weights of the strategies of one graph on one topology."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from math import inf
+
+import numpy as np
+
+from flexsearch.compiled import F64, U32
+from flexsearch.cost import Costs
+from flexsearch.graph import Operator, OperatorGraph, Tensor
+from flexsearch.lower.layout import Entry, Laid, Layout, Layouts, Placement
+from flexsearch.lower.reshard import Planner, Reshard
+from flexsearch.lower.schedule import buckets_of
+from flexsearch.lower.split import Intervals, Split, Splitter
+from flexsearch.lower.weights import WeightPlan, plan_weight
+from flexsearch.strategy import OperatorConfig
+from flexsearch.topology import Topology
+
+TURN_S = 3e-3
+"""Devices that share a processor take turns of this length, s (the base slice of Linux's scheduler)."""
+
+Seconds = Callable[[Split, U32], F64]
+"""Costs of the pieces of a split on some devices: rows for forward and backward."""
+
+
+@dataclass(frozen=True)
+class Edge:
+    """A tensor on its way to the readers that want it in the same layout. ``readers``: (operator, operand position).
+    ``forward``: None for inputs, buffers and constants, which every device has at hand. ``backward``: from the
+    gradients that the readers' pieces make to the layout of the producer; None where no gradient flows."""
+
+    tensor: str
+    readers: tuple[tuple[int, int], ...]
+    need: Layout
+    forward: Reshard | None
+    backward: Reshard | None
+
+
+@dataclass(frozen=True)
+class Weight:
+    """A parameter: its edges (indices into ``Lowered.edges``, in the order of ``plan.forward``) and its storage."""
+
+    tensor: str
+    edges: tuple[int, ...]
+    plan: WeightPlan
+
+
+class Placed:
+    """The pieces of an operator under a config. ``reads``/``writes``: layouts of the operands. ``device``: of each
+    piece. ``seconds``: (2, pieces) of its forward and its backward task."""
+
+    def __init__(self, splitter: Splitter, config: OperatorConfig, seconds: Seconds) -> None:
+        self._splitter, self._config = splitter, config
+        self.device = np.array(config.devices, dtype=np.uint32)
+        split = splitter.split(config)
+        self.seconds = seconds(split, self.device)
+        self.reads = tuple(region.on(splitter.layouts, self.device) for region in split.inputs)
+        self.writes = tuple(region.on(splitter.layouts, self.device) for region in split.outputs)
+
+    @property
+    def forward_s(self) -> tuple[float, ...]:
+        """Seconds of each piece's forward task."""
+        return tuple(self.seconds[0].tolist())
+
+    @property
+    def backward_s(self) -> tuple[float, ...]:
+        """Seconds of each piece's backward task."""
+        return tuple(self.seconds[1].tolist())
+
+    @cached_property
+    def placement(self) -> Placement:
+        """The pieces themselves."""
+        return self._splitter.placement(self._config)
+
+
+class Pieces:
+    """What the strategies of one graph on one topology are made of. Placements, reshards and weight plans are cached by
+    what they depend on, so lowering a neighbour of a strategy costs little more than putting the order together."""
+
+    def __init__(self, graph: OperatorGraph, topology: Topology, costs: Costs) -> None:
+        self.graph, self.topology, self.costs = graph, topology, costs
+        self.layouts, self.planner = Layouts(len(topology.devices)), Planner(topology)
+        self._splitters: dict[object, Splitter] = {}
+        self._intervals: Intervals = {}
+        self._splitter_of = [self._splitter(op) for op in graph.operators]
+        self._placed: dict[tuple[int, OperatorConfig], Placed] = {}
+        self._reshards: dict[tuple[int, int, int], Reshard] = {}
+        self._weights: dict[tuple[tuple[int, ...], tuple[bool, ...], bool, int], WeightPlan] = {}
+        self._parameters = graph.of_kind("parameter")
+        self.weight_types = {dtype: k for k, dtype in enumerate(sorted({t.dtype for t in self._parameters}))}
+        """Numbers of the dtypes of weights."""
+        users = Counter(topology.processor_of)
+        self.turns = [TURN_S if users[processor] > 1 else inf for processor in topology.processor_of]
+        self._buckets: dict[int, dict[str, int]] = {}
+
+    def _splitter(self, op: Operator) -> Splitter:
+        """Operators of the same form share one."""
+        inputs, outputs = (tuple(tuple(self.graph.tensor[n].shape) for n in names) for names in (op.inputs, op.outputs))
+        key = op.pattern, op.axes, inputs, outputs
+        if key not in self._splitters:
+            self._splitters[key] = Splitter(op, inputs, outputs, self.layouts, self._intervals)
+        return self._splitters[key]
+
+    def placed(self, operator: int, config: OperatorConfig) -> Placed:
+        """The pieces of an operator under a config, with their costs."""
+        key = operator, config
+        if (known := self._placed.get(key)) is None:
+            known = self._placed[key] = Placed(
+                self._splitter_of[operator], config,
+                lambda split, device: self.costs.pieces(operator, split.extents, split.extent_of, device),
+            )  # fmt: skip
+        return known
+
+    def split(self, operator: int, config: OperatorConfig) -> Split:
+        """The pieces of an operator under a config, wherever they are."""
+        return self._splitter_of[operator].split(config)
+
+    def intern(self, layout: Layout) -> int:
+        """A small number for a layout; equal layouts have the same."""
+        return self.layouts.intern(layout).number
+
+    def layout(self, number: int) -> Layout:
+        """The layout of a number."""
+        return self.layouts[number].entries
+
+    def reshard(self, source: int, destination: int, itemsize: int) -> Reshard:
+        """Cached reshard between interned layouts."""
+        key = source, destination, itemsize
+        if (known := self._reshards.get(key)) is None:
+            known = Reshard(self.planner, self.layouts[source], self.layouts[destination], itemsize)
+            self._reshards[key] = known
+        return known
+
+    def _between(self, source: Laid, destination: Laid, itemsize: int) -> Reshard:
+        return self.reshard(source.number, destination.number, itemsize)
+
+    def weight(self, tensor: Tensor, needs: tuple[int, ...], trained: Sequence[bool], shard: bool) -> WeightPlan:
+        """Cached plan of a parameter whose edges want the given layouts. Equal layers share theirs."""
+        key = needs, tuple(trained), shard, tensor.itemsize
+        if (known := self._weights.get(key)) is None:
+            layouts = [self.layouts[n] for n in needs]
+            known = self._weights[key] = plan_weight(
+                layouts, trained, shard, tensor.itemsize, self.planner, self.layouts, self._between
+            )
+        return known
+
+    def buckets(self, bucket_bytes: int) -> dict[str, int]:
+        """Parameter -> number of its synchronisation bucket, of plans of one stage."""
+        if (known := self._buckets.get(bucket_bytes)) is None:
+            known = self._buckets[bucket_bytes] = buckets_of(self.graph, bucket_bytes)
+        return known
+
+
+def everywhere(topology: Topology) -> Layout:
+    """Layout of the loss: every device gets it."""
+    return tuple(Entry(device, (), 0) for device in range(len(topology.devices)))
+
+
+def kept(reads: Iterable[Layout]) -> Layout:
+    """Layout of a buffer's new value: every region that a reader of the buffer wants, once on each device."""
+    return tuple({(entry.device, entry.box): entry for read in reads for entry in read}.values())
