@@ -67,7 +67,8 @@ class Units(NamedTuple):
     ``weight_itemsize``; ``sync_block`` and ``second_block``, where the phases of its synchronisation are issued. By
     tensor at hand: its readers' slots (``reader``), ``at_hand_itemsize``, ``at_hand_bytes`` in all, the ``part`` of
     memory that it belongs to. ``state_copies``: (1,) of a weight, that the optimizer keeps; ``update_block``: (1,), the
-    last. By operator: ``forward_block``, ``backward_block`` (the forward one if there is none); by weight: ``gather_block``.
+    last. By operator: ``forward_block``, ``backward_block`` (the forward one if there is none); by weight:
+    ``gather_block``.
     """
 
     root: U8
