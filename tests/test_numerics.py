@@ -29,7 +29,10 @@ SEED = os.environ.get("FLEXSEARCH_NUMERICS_SEED")
 CASES = int(os.environ.get("FLEXSEARCH_NUMERICS_CASES", "40"))
 """Random strategies for each model; thousands offline, a few hundred in all in CI."""
 
-COSTLY = {"recurrent": 2, "towers": 2, "lookups": 2, "translation": 3, "statistics": 3, "images": 3}
+COSTLY = {
+    "recurrent": 2, "towers": 2, "lookups": 2, "rotary": 2,
+    "translation": 3, "statistics": 3, "images": 3, "experts": 3,
+}  # fmt: skip
 """Models of many small operators: so many times fewer cases, which take as long as those of the others."""
 
 STEPS, RATE = 3, 0.5

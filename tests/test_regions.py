@@ -122,12 +122,12 @@ def build(name: str, draws: bool) -> Training:
 @pytest.mark.parametrize("name", REGIONS)
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_a_plan_computes_what_eager_pytorch_computes(name: str, ranks: int) -> None:
-    graph = imported(build, name, False).graph
+    traced = imported(build, name, False)
     plan = "data-parallel" if ranks > 1 else "single"
-    file = baseline(plan, graph, Topology.load(f"ethernet-1g:{ranks}")).to_file().model_dump_json()
+    file = baseline(plan, traced.graph, Topology.load(f"ethernet-1g:{ranks}")).to_file().model_dump_json()
     before, expected = plain(build, name)
     digits = 2e-2 if "autocast" in name else 1e-5  # bfloat16 has 8 bits: gradients of two halves are rounded apart
-    for history in pool(ranks).run(planned, build, name, False, file):
+    for history in pool(ranks).run(planned, build, name, False, traced, file):
         assert_same(expected, history, before, digits, name)
 
 

@@ -22,8 +22,8 @@ LONG_SEARCH = ("optimize", "alexnet", "-t", "ethernet-1g-4", "-b", "10m", "-j", 
 
 
 def searching(process: Any) -> list[int]:
-    """Wait until the search has a worker; the workers."""
-    workers = until(lambda: [p for p in children(process.pid) if b"search.worker" in _cmdline(p)])
+    """Wait until the search has a worker, which takes minutes where it is still to be compiled; the workers."""
+    workers = until(lambda: [p for p in children(process.pid) if b"search.worker" in _cmdline(p)], 240.0)
     assert isinstance(workers, list)
     return workers
 

@@ -192,7 +192,9 @@ class Program:
             yield from (leaf.value for leaf in segment.leaves)
             yield from (Key("home", name) for _, name in segment.exports)  # some are only there for their gradients
         elif isinstance(instruction, Finish) and instruction.transport.purpose == "forward":
-            yield Key("home", self.lowered.edges[instruction.transport.key].tensor)
+            phase = reshard_of(self.lowered, instruction.transport).phases[0]
+            if any(phase.source[move.source].device == self.device for move in phase.local):
+                yield Key("home", self.lowered.edges[instruction.transport.key].tensor)
         elif isinstance(instruction, Start):
             what = self.lowered.tasks.communication[instruction.task]
             assert what is not None
