@@ -23,7 +23,7 @@ from tests.test_search import recurrent
 
 
 def test_a_temperature_lasts_longer_while_it_brings_gains() -> None:
-    graph, topology, patience = cnn(batch=32, hidden=512), ethernet(4), 200
+    graph, topology, patience = cnn(batch=32, hidden=512), ethernet(4), 80
     climber = Climber(graph, topology, Costs(graph, topology), Options(), seed=0)
     rng, lasted = np.random.Generator(np.random.PCG64(1)), []
     for number in range(6):

@@ -142,20 +142,20 @@ def walk(
 @pytest.mark.parametrize(
     "graph", [mlp(), cnn(), transformer(layers=1), normed, tied], ids=["mlp", "cnn", "transformer", "norm", "tied"]
 )
-@settings(derandomize=True, deadline=None, phases=(Phase.generate,), max_examples=4)
+@settings(derandomize=True, deadline=None, phases=(Phase.generate,), max_examples=2)
 @given(seed=st.integers(0, 2**32 - 1), bucket=st.sampled_from([1, 3000, 25 * 2**20]))
 def test_a_walk_of_proposals_is_simulated_as_the_whole_plans_are(graph: Any, name: str, seed: int, bucket: int) -> None:
     made = graph if isinstance(graph, OperatorGraph) else graph()
     walk(made, TOPOLOGIES[name](), np.random.default_rng(seed), Options(bucket_bytes=bucket), STEPS)
 
 
-@settings(derandomize=True, deadline=None, phases=(Phase.generate,), max_examples=40)
+@settings(derandomize=True, deadline=None, phases=(Phase.generate,), max_examples=15)
 @given(data=st.data(), graph=dags(), name=st.sampled_from(sorted(TOPOLOGIES)), seed=st.integers(0, 2**32 - 1))
 def test_so_are_walks_over_random_graphs(data: Any, graph: OperatorGraph, name: str, seed: int) -> None:
     walk(graph, TOPOLOGIES[name](), np.random.default_rng(seed), Options(bucket_bytes=2000), STEPS)
 
 
-@settings(derandomize=True, deadline=None, phases=(Phase.generate,), max_examples=40)
+@settings(derandomize=True, deadline=None, phases=(Phase.generate,), max_examples=15)
 @given(data=st.data(), name=st.sampled_from(sorted(TOPOLOGIES)))
 def test_so_is_any_legal_strategy(data: Any, name: str) -> None:
     graph, topology = data.draw(st.sampled_from([mlp(), cnn(), normed()])), TOPOLOGIES[name]()
@@ -211,7 +211,7 @@ def deep() -> OperatorGraph:
 def test_what_is_only_put_off_is_skipped_and_the_times_are_the_same(name: str, bucket: int) -> None:
     graph, topology, options = deep(), Topology.load(name), Options(bucket_bytes=bucket)
     plain = baseline("data-parallel", graph, topology, options).in_order(graph)
-    walk(graph, topology, np.random.default_rng(bucket), options, 40, plain)
+    walk(graph, topology, np.random.default_rng(bucket), options, 16, plain)
 
 
 @pytest.mark.parametrize("name", TOPOLOGIES)

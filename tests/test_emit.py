@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from flexsearch.cost import Costs
 from flexsearch.cost.ticks import TICK
 from flexsearch.graph import OperatorGraph
+from flexsearch.lower import Lowering
 from flexsearch.lower.rows import COMPUTE, ISSUE, NEVER, WAIT
-from flexsearch.simulate.delta import DeltaSimulator
 from flexsearch.strategy import Options
 from tests.random_strategies import strategies
 from tests.task_oracle import task_graph
@@ -21,11 +21,6 @@ from tests.test_baselines import cnn, mlp, transformer
 from tests.test_delta import TOPOLOGIES, dags, normed, tied
 
 GRAPHS = {"mlp": mlp, "cnn": cnn, "transformer": lambda: transformer(layers=1), "norm": normed, "tied": tied}
-
-
-def rows_of(simulator: DeltaSimulator) -> list[Any]:
-    rows = simulator.rows
-    return tasks_of(rows.plan.segments, rows.segment, len(simulator.topology.devices))
 
 
 def tasks_of(s: Any, segment: Any, devices: int) -> list[Any]:
@@ -87,12 +82,11 @@ def tasks_of(s: Any, segment: Any, devices: int) -> list[Any]:
     return rows
 
 
-def check(simulator: DeltaSimulator, configs: Any) -> None:
-    lowering = simulator.lowering
-    expected = task_graph(lowering, lowering.lower(configs, simulator.options))
-    rows = rows_of(simulator)
+def check(lowering: Lowering, configs: Any, options: Options) -> None:
+    lowered, topology = lowering.lower(configs, options), lowering.topology
+    expected, decisive = task_graph(lowering, lowered), topology.decisive
+    rows = tasks_of(lowered.rows.segments, lowered.rows.segment, len(topology.devices))
     assert len(rows) == len(expected)
-    decisive = simulator.topology.decisive
     for t, row in enumerate(rows):
         assert row[0] == round(expected.duration[t] / TICK), t
         assert row[3] == set(expected.dependencies[t]), t
@@ -106,14 +100,13 @@ def check(simulator: DeltaSimulator, configs: Any) -> None:
 
 @pytest.mark.parametrize("name", TOPOLOGIES)
 @pytest.mark.parametrize("graph", GRAPHS)
-@settings(derandomize=True, deadline=None, max_examples=6, phases=(Phase.generate,))
+@settings(derandomize=True, deadline=None, max_examples=4, phases=(Phase.generate,))
 @given(data=st.data(), prefetch=st.integers(0, 3))
 def test_rows_are_those_of_the_definition(data: Any, graph: str, name: str, prefetch: int) -> None:
     made, topology = GRAPHS[graph](), TOPOLOGIES[name]()
     strategy = data.draw(strategies(made, topology))
     options = strategy.options.model_copy(update={"prefetch": prefetch})
-    configs = strategy.in_order(made)
-    check(DeltaSimulator(made, topology, Costs(made, topology), options, configs), configs)
+    check(Lowering(made, topology, Costs(made, topology)), strategy.in_order(made), options)
 
 
 @settings(derandomize=True, deadline=None, max_examples=20, phases=(Phase.generate,))
@@ -121,6 +114,5 @@ def test_rows_are_those_of_the_definition(data: Any, graph: str, name: str, pref
 def test_so_are_those_of_random_graphs(data: Any, graph: OperatorGraph, name: str) -> None:
     topology = TOPOLOGIES[name]()
     strategy = data.draw(strategies(graph, topology))
-    configs = strategy.in_order(graph)
     options = Options(bucket_bytes=strategy.options.bucket_bytes)
-    check(DeltaSimulator(graph, topology, Costs(graph, topology), options, configs), configs)
+    check(Lowering(graph, topology, Costs(graph, topology)), strategy.in_order(graph), options)

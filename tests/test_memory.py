@@ -122,7 +122,7 @@ def test_every_span_is_that_of_the_definition(name: str, topology: str) -> None:
         configs = space.random_plan(rng) if k % 2 else propose(rng, space, configs)[1]
 
 
-@settings(derandomize=True, deadline=None, max_examples=40)
+@settings(derandomize=True, deadline=None, max_examples=15)
 @given(data=st.data())
 def test_spans_of_any_strategy_are_those_of_the_definition(data: st.DataObject) -> None:
     graph = data.draw(st.one_of(dags(), st.sampled_from([mlp(), cnn(), transformer(layers=1), viewed()])))

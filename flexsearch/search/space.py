@@ -121,8 +121,10 @@ class Space:
         steps: dict[object, list[int]] = {}
         for i in self.leaders:
             shapes.setdefault(self.model[i], []).append(i)
-            roles.setdefault((self.model[i], sub("[0-9]+", "#", self.graph.operators[i].name)), []).append(i)
-            if (layer := self._layers.get(i)) is not None:
+            layer = self._layers.get(i)
+            name = self.graph.operators[i if layer is None else layer].name  # steps of a layer stay together
+            roles.setdefault((self.model[i], sub("[0-9]+", "#", name)), []).append(i)
+            if layer is not None:
                 steps.setdefault((layer, self.model[i]), []).append(i)
         found = (*shapes.values(), *roles.values(), *(sorted(members) for members in steps.values()))
         return tuple(dict.fromkeys(tuple(members) for members in found if len(members) > 1))
