@@ -146,7 +146,7 @@ class Plans:
         """Predicted iteration time (s) if every host had a processor of its own."""
         topology = unshared(self.topology)
         alone = Strategy.make(self.graph, topology, strategy.configs, strategy.options)
-        return makespan(Setting.of(self.graph, topology, self.profile).lower(alone).tasks)
+        return makespan(Setting.of(self.graph, topology, self.profile).lower(alone))
 
     def save(self, strategies: Mapping[str, Strategy]) -> dict[str, str]:
         """Write strategy files for the workers; their paths by name."""

@@ -119,5 +119,5 @@ def _option_effects(
         old, new = getattr(a[1], field), getattr(b[1], field)
         if old != new:
             there, back = a[1].model_copy(update={field: new}), b[1].model_copy(update={field: old})
-            times = (makespan(lowering.lower(c, o).tasks) for c, o in ((a[0], there), (b[0], back)))
+            times = (makespan(lowering.lower(c, o)) for c, o in ((a[0], there), (b[0], back)))
             yield OptionEffect(words, str(old), str(new), *times)

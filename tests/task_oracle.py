@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from math import inf
 
 from flexsearch.cost.communication import Transfer
+from flexsearch.cost.ticks import TICK
 from flexsearch.graph import volume
 from flexsearch.lower import Communication, Exchange, Lowered, Lowering, Member, Reshard, TaskGraph, TaskKind
 from flexsearch.lower.taskgraph import Purpose
@@ -84,13 +86,14 @@ class _Definition:
         self.synchronise(before, 1)
 
     def synchronise(self, weights: Sequence[int], phase: int) -> None:
-        """A phase of a bucket: exchanges of the same form, devices and type of elements as one."""
-        together: dict[tuple[str, tuple[int, ...], str], list[Member]] = {}
+        """A phase of a bucket: exchanges of the same form, senders, receivers and type of elements as one."""
+        together: dict[tuple[str, tuple[int, ...], tuple[int, ...], str], list[Member]] = {}
         for w in weights:
             sync = self.lowered.weights[w].plan.sync
             assert sync is not None
             for x, exchange in enumerate(sync.phase_exchanges[phase] if phase < len(sync.phase_exchanges) else ()):
-                key = exchange.form, exchange.devices, self.graph.tensor[self.lowered.weights[w].tensor].dtype
+                dtype = self.graph.tensor[self.lowered.weights[w].tensor].dtype
+                key = exchange.form, exchange.senders, exchange.receivers, dtype
                 together.setdefault(key, []).append(Member(w, sync, phase, x))
         before = {key: dict(row) for key, row in self.arrived.items()} if phase else {}
         before = {key: {d: list(tasks) for d, tasks in row.items()} for key, row in before.items()}
@@ -147,15 +150,27 @@ class _Definition:
         for member in members:
             for device in member.what.senders:
                 after.update(before.get((purpose, member.key), {}).get(device, ()))
-        task = self.tasks.communicate(what, sorted(after), cost.duration_s)
+        decisive = tuple((r, seconds) for r, seconds in cost.links if self.lowered.topology.decisive[r])
+        turn = self.turn(one.form, [r for r, _ in decisive])
+        task = self.tasks.communicate(what, sorted(after), cost.duration_s, decisive, cost.drag, turn)
         for member in members:
             arrived = self.arrived.setdefault((purpose, member.key), {})
             for device in member.what.receivers:
                 arrived.setdefault(device, []).append(task)
 
     def bucket_cost(self, exchanges: Sequence[Exchange]) -> Transfer:
+        """Messages add up on every link and start with the one that starts last; collectives become one."""
         one, pricing = exchanges[0], self.lowering.planner.pricing
-        if one.form == "all_reduce":
-            share = 2 * (len(one.devices) - 1)
-            return pricing.all_reduce(one.devices, sum(x.nbytes for x in exchanges) // share)
-        return pricing.transfer(one.form, [message for x in exchanges for message in x.messages])
+        if pricing.by_group(one.form):
+            return pricing.collective(one.form, one.devices, sum(x.amount for x in exchanges))
+        start_s = max(x.start_s for x in exchanges)
+        return pricing.transfer(one.form, [message for x in exchanges for message in x.messages], start_s)
+
+    def turn(self, form: str, links: Sequence[int]) -> float:
+        """An all-reduce lets others on its links go first after so many bytes on the slowest of them."""
+        topology = self.lowered.topology
+        nbytes = topology.communication.turn_bytes if form == "all_reduce" and links else None
+        if nbytes is None:
+            return inf
+        slowest = min(topology.resources[r].bandwidth for r in links)
+        return round(topology.communication.factors[form] * nbytes / slowest / TICK) * TICK

@@ -44,7 +44,7 @@ def bound_of(graph: str, topology: str) -> tuple[OperatorGraph, Topology, Costs,
 def test_no_random_plan_is_faster(data: Any, graph: str, topology: str) -> None:
     made, on, costs, bound = bound_of(graph, topology)
     strategy = data.draw(strategies(made, on))
-    assert bound.seconds <= makespan(lower(made, strategy, on, costs).tasks)
+    assert bound.seconds <= makespan(lower(made, strategy, on, costs))
 
 
 @settings(derandomize=True, deadline=None, max_examples=60)
@@ -53,7 +53,7 @@ def test_nor_one_of_a_random_graph(data: Any, graph: OperatorGraph, topology: st
     on = TOPOLOGIES[topology]()
     costs = Costs(graph, on)
     strategy = data.draw(strategies(graph, on))
-    assert lower_bound(graph, on, costs).seconds <= makespan(lower(graph, strategy, on, costs).tasks)
+    assert lower_bound(graph, on, costs).seconds <= makespan(lower(graph, strategy, on, costs))
 
 
 @pytest.mark.parametrize("topology", sorted(TOPOLOGIES))
@@ -61,7 +61,7 @@ def test_nor_a_baseline_nor_a_plan_that_a_search_found(topology: str) -> None:
     for graph in GRAPHS:
         made, on, costs, bound = bound_of(graph, topology)
         for strategy in baselines(made, on).values():
-            assert bound.seconds <= makespan(lower(made, strategy, on, costs).tasks)
+            assert bound.seconds <= makespan(lower(made, strategy, on, costs))
     made, on, costs, bound = bound_of("mlp", topology)
     assert bound.seconds <= search(made, on, costs, proposals=100).simulation.makespan_s
 
@@ -72,8 +72,7 @@ def test_plans_that_follow_each_other_are_not_faster_either() -> None:
         made, on, costs, bound = bound_of(graph, topology)
         space, lowering, rng = Space(made, on), Lowering(made, on, costs), np.random.default_rng(0)
         for _ in range(150):
-            tasks = lowering.lower(space.random_plan(rng), Options()).tasks
-            assert bound.seconds <= makespan(tasks)
+            assert bound.seconds <= makespan(lowering.lower(space.random_plan(rng), Options()))
 
 
 @pytest.mark.parametrize("optimizer", ["sgd", "adam"])
@@ -82,7 +81,7 @@ def test_on_one_device_it_is_the_iteration_time(graph: str, optimizer: Any) -> N
     made, on = GRAPHS[graph](), ethernet(1)
     costs, options = Costs(made, on), Options(optimizer=optimizer)
     bound = lower_bound(made, on, costs, options)
-    single = makespan(lower(made, baselines(made, on, options)["single"], on, costs).tasks)
+    single = makespan(lower(made, baselines(made, on, options)["single"], on, costs))
     # Weights that are updated together start their kernels once each, as they do in the bound.
     assert bound.seconds == pytest.approx(single, rel=1e-6) and bound.decides == "work" and bound.devices == 1
 
@@ -102,8 +101,8 @@ def test_with_free_links_work_that_divides_evenly_takes_its_share_of_the_time(de
     graph, on = mlp(batch=16, width=32, classes=8), free(ethernet(devices))
     costs = Costs(graph, on)
     bound = lower_bound(graph, on, costs)
-    plan = makespan(lower(graph, baselines(graph, on)["data-parallel"], on, costs).tasks)
-    alone = makespan(lower(graph, baselines(graph, on)["single"], on, costs).tasks)
+    plan = makespan(lower(graph, baselines(graph, on)["data-parallel"], on, costs))
+    alone = makespan(lower(graph, baselines(graph, on)["single"], on, costs))
     # Whole ticks, and the fastest memory that a topology may have.
     assert bound.seconds == pytest.approx(plan, rel=1e-3) == pytest.approx(alone / devices, rel=1e-3)
     assert bound.devices == devices
@@ -114,7 +113,7 @@ def test_unequal_devices_share_the_work_by_their_speeds() -> None:
     costs = Costs(graph, on)
     bound = lower_bound(graph, on, costs)
     slowest = makespan(lower(graph, baselines(graph, ethernet_like(on, 0))["single"], ethernet_like(on, 0),
-                             Costs(graph, ethernet_like(on, 0))).tasks)  # fmt: skip
+                             Costs(graph, ethernet_like(on, 0))))  # fmt: skip
     assert bound.parts["work"] == pytest.approx(slowest / 6, rel=1e-3)
 
 
@@ -192,7 +191,7 @@ def test_microbatches_one_after_the_other_are_no_faster_than_the_bound(
     one, on = GRAPHS[graph](), TOPOLOGIES[topology]()
     whole = with_batch(one, microbatches)
     bound = lower_bound(whole, on, Costs(whole, on), microbatches=microbatches)
-    each = makespan(lower(one, data.draw(strategies(one, on)), on, Costs(one, on)).tasks)
+    each = makespan(lower(one, data.draw(strategies(one, on)), on, Costs(one, on)))
     assert bound.seconds <= microbatches * each
 
 

@@ -18,13 +18,12 @@ from flexsearch.graph.importer import import_model
 from flexsearch.lower import Lowering
 from flexsearch.search.space import Space
 from flexsearch.simulate.delta import DeltaSimulator
-from flexsearch.simulate.kernel import times
+from flexsearch.simulate.engine import Engine, Times
 from flexsearch.strategy import OperatorConfig, Options
 from flexsearch.strategy.baselines import baseline
 from flexsearch.topology import Device, Link, Topology
 from tests.proposals import propose
 from tests.random_strategies import strategies
-from tests.task_oracle import task_graph
 from tests.test_baselines import Builder, cnn, mlp, transformer
 
 Configs = tuple[OperatorConfig, ...]
@@ -96,15 +95,14 @@ def differences(new: Configs, old: Configs) -> dict[int, OperatorConfig]:
 
 def check_equal(simulator: DeltaSimulator, configs: Configs, seconds: float, options: Options) -> Any:
     """The proposal's time; returns starts and ends of the whole simulation."""
-    lowered = simulator.lowering.lower(configs, options)
-    makespan, start, end = times(task_graph(simulator.lowering, lowered).arrays())
-    assert seconds == makespan
-    return start, end
+    rows = simulator.lowering.lower(configs, options).rows
+    engine = Engine(rows.schedule, rows.machine)
+    assert seconds == engine.run(rows.segments, rows.segment) * TICK
+    return in_order(engine.times(rows.segments, rows.segment))
 
 
-def in_order(simulator: DeltaSimulator) -> tuple[Any, Any]:
-    """Start and end (s) of all tasks of the plan at hand, in the order of their identities."""
-    times = simulator.times()
+def in_order(times: Times) -> tuple[Any, Any]:
+    """Start and end (ticks) of all rows, in the order of their identities."""
     ends = np.append(times.computation_first[1:], times.computation_start.shape[1]).astype(int)
     lasts = np.append(times.communication_first[1:], times.communication_start.shape[1]).astype(int)
     found = []
@@ -113,7 +111,7 @@ def in_order(simulator: DeltaSimulator) -> tuple[Any, Any]:
         found.append((times.computation_start[0, computes], times.computation_end[0, computes]))
         found.append((times.communication_start[0, moves], times.communication_end[0, moves]))
     start, end = (np.concatenate([row[k] for row in found]) for k in (0, 1))
-    return start[end >= 0] * TICK, end[end >= 0] * TICK
+    return start[end >= 0], end[end >= 0]
 
 
 def walk(
@@ -135,7 +133,7 @@ def walk(
         else:
             simulator.reject()
         assert simulator.configs == configs
-        begin, end = in_order(simulator)
+        begin, end = in_order(simulator.times())
         assert np.array_equal(begin, now[0]) and np.array_equal(end, now[1])
     return simulator
 
@@ -221,11 +219,12 @@ def test_what_is_only_put_off_is_skipped_and_the_times_are_the_same(name: str, b
 def test_durations_are_whole_ticks_so_that_their_sums_are_exact(graph: Any, name: str) -> None:
     made, topology = graph(), TOPOLOGIES[name]()
     rng, space = np.random.default_rng(0), Space(made, topology)
-    arrays = Lowering(made, topology, Costs(made, topology)).lower(space.random_plan(rng), Options()).tasks.arrays()
-    for seconds in (arrays.duration, arrays.link_s, arrays.drag_s):
+    tasks = Lowering(made, topology, Costs(made, topology)).lower(space.random_plan(rng), Options()).tasks
+    loads = [seconds for row in (*tasks.links, *tasks.drag) for _, seconds in row]
+    for seconds in (np.array(tasks.duration), np.array(loads)):
         assert (np.rint(seconds / TICK) * TICK == seconds).all()
-    shuffled = rng.permutation(arrays.duration)
-    assert np.cumsum(shuffled)[-1] == np.cumsum(arrays.duration)[-1] < EXACT_S
+    shuffled = rng.permutation(tasks.duration)
+    assert np.cumsum(shuffled)[-1] == np.cumsum(tasks.duration)[-1] < EXACT_S
 
 
 def test_a_plan_made_from_nothing_takes_as_long_as_one_that_was_proposed() -> None:

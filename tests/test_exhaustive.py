@@ -67,10 +67,10 @@ def test_it_finds_what_trying_all_plans_finds(data: Any, graph: OperatorGraph, n
         row = every(i)
         rows.append([row[k] for k in data.draw(st.permutations(range(len(row))))[:each]])
     lowering = Lowering(graph, topology, costs)
-    times = [makespan(lowering.lower(plan, options).tasks) for plan in product(*rows)]
+    times = [makespan(lowering.lower(plan, options)) for plan in product(*rows)]
     found = exhaustive(Evaluator(graph, topology, costs, options), choices=rows.__getitem__, tolerance=0.0)
     assert found.complete and found.plans == len(times) and found.configs is not None
-    assert found.time_s == makespan(lowering.lower(found.configs, options).tasks) == min(times) == found.bound_s
+    assert found.time_s == makespan(lowering.lower(found.configs, options)) == min(times) == found.bound_s
 
 
 @settings(derandomize=True, deadline=None, max_examples=3)
@@ -95,7 +95,7 @@ def test_no_plan_is_faster_than_the_bound_of_any_part_of_it(data: Any, graph: st
     rows = [[data.draw(configs(op, len(topology.devices))) for _ in range(2)] for op in made.operators]
     relaxation = Relaxation(lowering, options, rows)
     plan = [data.draw(st.integers(0, 1)) for _ in rows]
-    seconds = makespan(lowering.lower([row[c] for row, c in zip(rows, plan, strict=True)], options).tasks)
+    seconds = makespan(lowering.lower([row[c] for row, c in zip(rows, plan, strict=True)], options))
     chosen = np.full(len(rows), -1, dtype=np.int64)
     before = 0.0
     for operator in search_order(made, costs):
@@ -140,7 +140,7 @@ def test_without_contention_the_bound_of_a_whole_plan_is_its_time() -> None:
     relaxation, exact = Relaxation(lowering, Options(), rows), 0
     for _ in range(100):
         chosen = np.array([rng.integers(len(row)) for row in rows])
-        seconds = makespan(lowering.lower([row[c] for row, c in zip(rows, chosen, strict=True)], Options()).tasks)
+        seconds = makespan(lowering.lower([row[c] for row, c in zip(rows, chosen, strict=True)], Options()))
         exact += relaxation.bound(chosen) == pytest.approx(seconds, rel=1e-8)
     assert exact > 50
 
@@ -248,7 +248,7 @@ def test_weights_that_two_operators_share_are_bounded_together(data: Any, name: 
     for i in range(len(graph.operators)):
         row = every(i)
         rows.append([row[k] for k in data.draw(st.permutations(range(len(row))))[:10]])
-    best = min(makespan(lowering.lower(plan, options).tasks) for plan in product(*rows))
+    best = min(makespan(lowering.lower(plan, options)) for plan in product(*rows))
     assert (
         exhaustive(Evaluator(graph, topology, costs, options), choices=rows.__getitem__, tolerance=0.0).time_s == best
     )

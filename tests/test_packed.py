@@ -86,6 +86,6 @@ def test_an_error_on_the_way_to_the_arrays_is_raised(monkeypatch: pytest.MonkeyP
     def interrupted(self: object) -> int:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(Outer, "packed_address", property(interrupted))
+    monkeypatch.setattr(Outer, "packed_address", property(interrupted), raising=False)
     with pytest.raises(KeyboardInterrupt):
         add_rows(record(3, 4))

@@ -173,16 +173,10 @@ def check_split(exchanges: Sequence[Exchange]) -> None:
 
 def check_sums(plan: Reshard, topology: Topology) -> None:
     """What a search reads of a reshard, from its moves."""
-    landed = np.zeros(len(topology.devices), dtype=np.int64)
     for phase in plan.phases:
         for exchange in phase.exchanges:
             check_exchange(exchange, phase.source, phase.destination, topology)
-            for move in exchange.moves:
-                landed[phase.destination[move.destination].device] += volume(move.box)
-        for entry in phase.destination:
-            landed[entry.device] += volume(entry.box)
     assert plan.trivial == (not plan.exchanges and plan.aliased >= {e.device for e in plan.destination})
-    assert (plan.landed == (0 if plan.trivial else landed)).all()
     assert plan.seconds == sum(phase_seconds(phase) for phase in plan.phases)
     for phase in plan.phases:
         check_split(phase.exchanges)

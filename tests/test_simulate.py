@@ -1,28 +1,29 @@
-"""The simulator: the compiled kernel gives the bits of a plain one, and memory and critical paths add up."""
+"""A simulated step: times are those of the definition, and bytes, busy time and memory add up."""
 
 from __future__ import annotations
 
-import heapq
 from collections.abc import Mapping, Sequence
-from itertools import pairwise
-from math import inf, prod
+from math import prod
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
-from flexsearch.cost.communication import Transfer
-from flexsearch.cost.ticks import task_seconds
+from flexsearch.cost import Costs
+from flexsearch.cost.ticks import TICK, task_seconds
 from flexsearch.graph import Axis, Operator, OperatorGraph, Tensor
 from flexsearch.graph.notation import instantiate
 from flexsearch.graph.ops import Saved, kind_of
-from flexsearch.lower import Communication, Lowered, TaskArrays, TaskGraph, TaskKind, lower
+from flexsearch.lower import Lowered, Lowering, lower
+from flexsearch.lower.schedule import Stages
 from flexsearch.simulate import Memory, makespan, over_memory, simulate
-from flexsearch.simulate.kernel import run, times
 from flexsearch.simulate.memory import spans_of
 from flexsearch.strategy import Options, Strategy, make_config
 from flexsearch.topology import Topology
+from tests import engine_oracle
+from tests.random_strategies import strategies
+from tests.test_delta import TOPOLOGIES
 
 # small graphs and plans, used by the report's tests too
 
@@ -33,14 +34,12 @@ class FixedCosts:
     def __init__(self, graph: OperatorGraph) -> None:
         self.graph = graph
         self.alike = tuple(range(len(graph.operators)))
+        self.kinds = np.zeros(64, dtype=np.int64)
 
     def pieces(self, operator: int, extents: Sequence[tuple[int, ...]], extent_of: np.ndarray, _: object) -> object:
         points = np.array([prod(extent) for extent in extents])[extent_of]
         backward = 2e-9 * points if self.graph.has_backward[operator] else 0.0 * points
         return task_seconds(np.stack((1e-9 * points, backward)))
-
-    def update_rates(self, device: int, optimizer: str) -> tuple[float, float]:
-        return 1e-10, 0.0
 
     def update_rates(self, device: int, optimizer: str) -> tuple[float, float]:
         return 1e-10, 0.0
@@ -158,151 +157,6 @@ def weird_trick(graph: OperatorGraph, topology: Topology) -> Lowered:
     return plan(graph, topology, degrees)
 
 
-# the kernel
-
-
-def reference(tasks: TaskGraph) -> tuple[list[float], list[float]]:
-    """The same rules, in plain Python."""
-    n = len(tasks)
-    readers: list[list[int]] = [[] for _ in range(n)]
-    missing = [len(row) for row in tasks.dependencies]
-    for t, row in enumerate(tasks.dependencies):
-        for d in row:
-            readers[d].append(t)
-    ready, start, end, free = [0.0] * n, [-1.0] * n, [0.0] * n, {}
-    left = list(tasks.duration)
-    heap = [(0.0, t) for t in range(n) if not missing[t]]
-    while heap:
-        _, t = heapq.heappop(heap)
-        begin = max([ready[t], *(free.get(r, 0.0) for r, _ in tasks.links[t])])
-        start[t] = begin if start[t] < 0 else start[t]
-        if tasks.turn[t] < left[t]:
-            left[t] -= tasks.turn[t]
-            ready[t] = begin + tasks.turn[t]
-            free.update((r, ready[t]) for r, _ in tasks.links[t])
-            heapq.heappush(heap, (ready[t], t))
-            continue
-        for r, s in tasks.links[t]:
-            free[r] = begin + (s if left[t] == tasks.duration[t] else left[t])
-        for r, s in tasks.drag[t]:
-            free[r] = max(free.get(r, 0.0), ready[t]) + s
-        end[t] = begin + left[t]
-        for follower in readers[t]:
-            ready[follower] = max(ready[follower], end[t])
-            missing[follower] -= 1
-            if not missing[follower]:
-                heapq.heappush(heap, (ready[follower], follower))
-    return start, end
-
-
-@st.composite
-def task_graphs(draw: st.DrawFn) -> TaskGraph:
-    tasks = TaskGraph()
-    seconds = st.one_of(st.sampled_from([0.0, 0.1, 0.25, 0.3]), st.floats(0, 2, allow_nan=False))  # ties are likely
-    for t in range(draw(st.integers(1, 40))):
-        rows = st.lists(st.tuples(st.integers(0, 5), seconds), max_size=3, unique_by=lambda row: row[0])
-        tasks.kind.append(TaskKind.FORWARD)
-        tasks.operator.append(0)
-        tasks.device.append(0)
-        tasks.duration.append(draw(seconds))
-        tasks.communication.append(None)
-        tasks.dependencies.append(sorted(draw(st.sets(st.integers(0, t - 1), max_size=4))) if t else ())
-        tasks.links.append(draw(rows))
-        tasks.drag.append(draw(rows) if draw(st.booleans()) else ())
-        tasks.turn.append(draw(st.sampled_from([inf, inf, 0.1, 0.07])))
-    return tasks
-
-
-@settings(derandomize=True, max_examples=200, deadline=None)
-@given(task_graphs())
-def test_kernel_gives_the_bits_of_a_plain_simulator(tasks: TaskGraph) -> None:
-    start, end = reference(tasks)
-    total, kernel_start, kernel_end = times(tasks.arrays())
-    assert kernel_start.tolist() == start
-    assert kernel_end.tolist() == end
-    assert total == max(end) == makespan(tasks)
-
-
-@settings(derandomize=True, max_examples=100, deadline=None)
-@given(task_graphs())
-def test_no_task_overlaps_another_on_a_link_or_starts_before_its_dependencies(tasks: TaskGraph) -> None:
-    _, start, end = times(tasks.arrays())
-    for t, row in enumerate(tasks.dependencies):
-        assert all(end[d] <= start[t] for d in row)
-    for resource in range(6):
-        held = sorted(
-            (start[t], start[t] + s)
-            for t, row in enumerate(tasks.links)
-            for r, s in row
-            if r == resource and tasks.turn[t] == inf  # a task that takes turns lets others in between
-        )
-        assert all(a[1] <= b[0] or a[1] == a[0] for a, b in pairwise(held))
-
-
-def test_latency_does_not_occupy_a_link_and_drag_delays_only_the_processor() -> None:
-    tasks = TaskGraph()
-    for duration, links, drag in (
-        (1.5, ((1, 1.0),), ((0, 0.25),)),  # a message: link busy for 1 s, arrived after 1.5 s
-        (1.5, ((1, 1.0),), ()),  # the next message follows after 1 s
-        (2.0, ((0, 2.0),), ()),  # computing, 0.25 s late
-    ):
-        tasks.kind.append(TaskKind.FORWARD)
-        tasks.operator.append(0)
-        tasks.device.append(0)
-        tasks.duration.append(duration)
-        tasks.communication.append(None)
-        tasks.dependencies.append(())
-        tasks.links.append(links)
-        tasks.drag.append(drag)
-        tasks.turn.append(inf)
-    _, start, end = times(tasks.arrays())
-    assert start.tolist() == [0.0, 1.0, 0.25]
-    assert end.tolist() == [1.5, 2.5, 2.25]
-
-
-def test_a_transfer_that_waits_for_its_link_does_not_hold_the_processor() -> None:
-    tasks = TaskGraph()
-    transfer = Transfer(1.0, ((1, 1.0),), ((0, 0.125),), ())
-    for _ in range(2):
-        tasks.communicate(Communication("forward", "exchange", (0,), (), (), (), transfer, 0), (), 1.0)
-    tasks.compute(TaskKind.FORWARD, 0, 0, 0, 1.0, ())
-    assert times(tasks.arrays())[1].tolist() == [0.0, 1.0, 0.25]
-
-
-def test_devices_that_share_a_processor_take_turns() -> None:
-    tasks = TaskGraph()
-    for _ in range(2):
-        tasks.compute(TaskKind.FORWARD, 0, 0, 0, 1.0, (), turn=0.25)
-    makespan_s, start, end = times(tasks.arrays())
-    assert makespan_s == 2.0
-    assert start.tolist() == [0.0, 0.25] and end.tolist() == [1.75, 2.0]
-
-
-def test_a_simulation_is_given_up_when_what_follows_a_task_comes_too_late() -> None:
-    """Ten tasks of 1 s share a resource; the last is followed by one of 5 s elsewhere. The critical path (6 s) and the
-    work of each resource (10 s) are below the limit; the end is known to be above it when task 9 starts at 9 s."""
-    count = 11
-    duration = np.array([1.0] * 10 + [5.0])
-    rows = np.arange(count + 1, dtype=np.uint32)
-    link = np.array([0] * 10 + [1], np.uint32)
-    dependency_start = np.array([0] * 11 + [1], np.uint32)
-    none, start, end = np.zeros(count + 1, np.uint32), np.empty(count), np.empty(count)
-
-    def simulated(limit: float) -> float:
-        return float(run(
-            duration, dependency_start, np.array([9], np.uint32), rows, link, duration, none, none[:0], duration[:0],
-            np.full(count, inf), start, end, np.empty(count), np.empty(count), np.empty(2), none.copy(),
-            np.empty(count + 2, np.uint32), np.empty(1, np.uint32), none.copy(), np.empty(2), limit,
-        ))  # fmt: skip
-
-    assert simulated(inf) == simulated(15.0) == 15.0
-    assert simulated(12.0) == inf and start[8] == 8.0 and start[9] == -1.0
-
-
-def test_an_empty_task_graph_takes_no_time() -> None:
-    assert makespan(TaskGraph()) == 0.0
-
-
 # a whole step
 
 
@@ -314,7 +168,7 @@ def hosts() -> Topology:
 def test_simulation_accounts_for_all_time_and_bytes(hosts: Topology) -> None:
     lowered = plan(convnet(), hosts, {})
     s = simulate(lowered)
-    assert s.makespan_s == s.end.max() == makespan(lowered.tasks)
+    assert s.makespan_s == s.end.max() == makespan(lowered)
     np.testing.assert_allclose(s.busy_s + s.idle_s, s.makespan_s)
     weights = sum(t.nbytes for t in lowered.graph.of_kind("parameter"))
     assert s.moved_bytes == pytest.approx(2 * 3 * weights, rel=0.01)  # a ring, or scatter and gather: 2 (n-1)/n each
@@ -324,6 +178,25 @@ def test_simulation_accounts_for_all_time_and_bytes(hosts: Topology) -> None:
     processors = [k for k, r in enumerate(hosts.resources) if r.kind == "processor"]
     assert (s.link_busy_s[processors] >= s.busy_s - 1e-12).all()
     assert (s.link_bytes[processors] == 0).all()
+
+
+@settings(derandomize=True, max_examples=20, deadline=None, phases=(Phase.generate,))
+@given(st.data(), st.sampled_from(sorted(TOPOLOGIES)), st.sampled_from([mlp(), convnet()]), st.integers(1, 3))
+def test_starts_and_ends_are_those_of_the_definition(
+    data: st.DataObject, name: str, graph: OperatorGraph, microbatches: int
+) -> None:
+    topology = TOPOLOGIES[name]()
+    everyone = tuple(range(len(topology.devices)))
+    strategy = data.draw(strategies(graph, topology))
+    stages = Stages((0, 2), (everyone, everyone), microbatches) if microbatches > 1 else Stages.one(len(everyone))
+    lowering = Lowering(graph, topology, Costs(graph, topology))
+    lowered = lowering.lower(strategy.in_order(graph), strategy.options, stages)
+    rows, found = lowered.rows, simulate(lowered)
+    definition = engine_oracle.Simulation(rows.schedule, rows.machine, rows.segments, rows.segment)
+    assert found.makespan_s == definition.run() * TICK
+    for row, start, end in zip(lowered.tasks.identity, found.start, found.end, strict=True):
+        assert (start, end) == tuple(ticks * TICK for ticks in definition.times[row])  # type: ignore[index]
+    assert len(lowered.tasks) == len(definition.times)
 
 
 # memory
@@ -440,9 +313,3 @@ def test_activations_kept_for_the_backward_are_those_that_autograd_saves(name: s
     last = 2 * (len(lowered.weights) + len(lowered.graph.operators)) - 1  # blocks of gathers stand before the forward's
     spans = [s for s in spans_of(lowered) if s.part == "activations" and s.first <= last < s.last]
     assert sum(s.nbytes for s in spans) == pytest.approx(sum(saved.values()), rel=0.1)
-
-
-def test_task_arrays_are_the_only_thing_the_kernel_needs(hosts: Topology) -> None:
-    arrays = plan(mlp(), hosts, {}).tasks.arrays()
-    assert isinstance(arrays, TaskArrays)
-    assert makespan(arrays) > 0

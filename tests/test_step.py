@@ -54,14 +54,14 @@ def test_a_proposal_may_cost_more_the_hotter_the_chain() -> None:
     def most(excess: float, uniform: float) -> float:
         draws = Draws(
             uniform=np.full((1, UNIFORMS), uniform), row=_count(0), move=_count(0), first_candidate=_count(0),
-            candidates=_count(1), chosen=np.zeros(1, np.uint32), half=np.zeros(1, np.uint8),
+            candidates=_count(1), half=np.zeros(1, np.uint8),
         )  # fmt: skip
         schedule = Schedule(
             freedom=np.array([4.0]), excess=np.array([excess]), patience=_count(9), worth=np.array([0.001]),
-            penalty=np.array([30.0]), memory=np.zeros(1, np.int64),
+            penalty=np.array([30.0]),
         )  # fmt: skip
         seconds = [np.array([value]) for value in (3.0, 2.0, 2.0, 2.0, 2.0)]
-        counts = [_count(0) for _ in range(6)]
+        counts = [_count(0) for _ in range(5)]
         chain = ChainState(*seconds, *counts, np.zeros(1, np.uint32))
         return float(threshold(draws, schedule, chain))
 

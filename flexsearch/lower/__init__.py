@@ -4,9 +4,9 @@ from flexsearch.lower.layout import Entry, Layout, Placement, bounding
 from flexsearch.lower.lowering import Lowered, Lowering, lower
 from flexsearch.lower.pieces import Edge, Weight
 from flexsearch.lower.reshard import Exchange, Move, Phase, Reshard
-from flexsearch.lower.taskgraph import Communication, Member, TaskArrays, TaskGraph, TaskKind
+from flexsearch.lower.taskgraph import Communication, Member, TaskGraph, TaskKind
 
 __all__ = [
     "Communication", "Edge", "Entry", "Exchange", "Layout", "Lowered", "Lowering", "Member", "Move", "Phase",
-    "Placement", "Reshard", "TaskArrays", "TaskGraph", "TaskKind", "Weight", "bounding", "lower",
+    "Placement", "Reshard", "TaskGraph", "TaskKind", "Weight", "bounding", "lower",
 ]  # fmt: skip

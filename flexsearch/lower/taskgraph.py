@@ -1,16 +1,13 @@
-"""The task graph: what every device does, in which order, and what crosses the links. The simulator times it, the
-runtime executes it; there is no other description of a plan's work."""
+"""The task graph: the rows of a plan as tasks with names for what they do. The runtime executes it, reports and
+explanations read it; what it says of times comes from the rows, which the engine runs."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
 from math import inf
 from typing import Literal, NamedTuple
-
-import numpy as np
-import numpy.typing as npt
 
 from flexsearch.cost.communication import Transfer
 from flexsearch.lower.reshard import Exchange, Reshard
@@ -55,7 +52,8 @@ class Member:
 
 @dataclass(frozen=True)
 class Communication:
-    """A communication task: one exchange, or a bucket of exchanges between the same devices that go as one."""
+    """A communication task: one exchange, or a bucket of exchanges between the same devices that go as one.
+    ``transfer``: what it brings onto every link, for reports."""
 
     purpose: Purpose
     form: str
@@ -74,9 +72,10 @@ class TaskGraph:
     ``kind``; ``operator``: index of the operator (-1 for updates and communications); ``device``: who computes (-1 for
     communications); ``duration``: seconds from start to end; ``communication``: for communications, what moves.
     ``dependencies``: tasks that must have ended, the previous task of the same device among them. ``links``:
-    (resource, seconds) kept busy from the start on; a task starts when all of them are free. ``drag``: (processor,
-    seconds) taken from computing without waiting for it. ``turn``: seconds after which a compute task lets other tasks
-    of its processor go first, as an operating system does for devices that share one; infinite elsewhere.
+    (resource, seconds) kept busy from the start on; a task starts when all of them are free. Of a communication those
+    that it can have to wait for (``Topology.decisive``); ``Communication.transfer`` has all. ``drag``: (processor,
+    seconds) taken from computing without waiting for it. ``turn``: seconds after which a task lets others go first: a
+    computation on a processor that several devices share, a communication on its links; infinite if it does not.
     ``microbatch``: 0 for what happens once a step. ``identity``: of its row, for tasks that were made of rows.
     """
 
@@ -112,7 +111,10 @@ class TaskGraph:
         self.microbatch.append(microbatch)
         return len(self.kind) - 1
 
-    def communicate(self, what: Communication, after: Sequence[int], seconds: float, microbatch: int = 0) -> int:
+    def communicate(
+        self, what: Communication, after: Sequence[int], seconds: float, links: Sequence[tuple[int, float]],
+        drag: Sequence[tuple[int, float]] = (), turn: float = inf, microbatch: int = 0,
+    ) -> int:  # fmt: skip
         """Append a communication task; returns its index."""
         self.kind.append(TaskKind.COMMUNICATION)
         self.operator.append(-1)
@@ -120,47 +122,8 @@ class TaskGraph:
         self.duration.append(seconds)
         self.communication.append(what)
         self.dependencies.append(after)
-        self.links.append(what.transfer.links)
-        self.drag.append(what.transfer.drag)
-        self.turn.append(inf)
+        self.links.append(links)
+        self.drag.append(drag)
+        self.turn.append(turn)
         self.microbatch.append(microbatch)
         return len(self.kind) - 1
-
-    def arrays(self) -> TaskArrays:
-        """The same as flat arrays, for kernels."""
-        return TaskArrays(
-            duration=np.array(self.duration, dtype=np.float64),
-            dependency_start=_starts(self.dependencies),
-            dependency=np.array([d for row in self.dependencies for d in row], dtype=np.uint32),
-            link_start=_starts(self.links),
-            link=np.array([r for row in self.links for r, _ in row], dtype=np.uint32),
-            link_s=np.array([s for row in self.links for _, s in row], dtype=np.float64),
-            drag_start=_starts(self.drag),
-            drag=np.array([r for row in self.drag for r, _ in row], dtype=np.uint32),
-            drag_s=np.array([s for row in self.drag for _, s in row], dtype=np.float64),
-            turn=np.array(self.turn, dtype=np.float64),
-        )
-
-
-@dataclass(frozen=True)
-class TaskArrays:
-    """Task graph as compressed rows: row t of ``dependency`` is
-    ``dependency[dependency_start[t]:dependency_start[t+1]]`` (uint32 task indices, all smaller than t), likewise
-    ``link``/``link_s`` (uint32 resource indices, seconds) and ``drag``/``drag_s``. ``duration``, ``turn``: float64
-    seconds."""
-
-    duration: npt.NDArray[np.float64]
-    dependency_start: npt.NDArray[np.uint32]
-    dependency: npt.NDArray[np.uint32]
-    link_start: npt.NDArray[np.uint32]
-    link: npt.NDArray[np.uint32]
-    link_s: npt.NDArray[np.float64]
-    drag_start: npt.NDArray[np.uint32]
-    drag: npt.NDArray[np.uint32]
-    drag_s: npt.NDArray[np.float64]
-    turn: npt.NDArray[np.float64]
-
-
-def _starts(rows: Iterable[Sequence[object]]) -> npt.NDArray[np.uint32]:
-    lengths = np.fromiter((len(row) for row in rows), dtype=np.uint32)
-    return np.concatenate((np.zeros(1, dtype=np.uint32), np.cumsum(lengths, dtype=np.uint32)))

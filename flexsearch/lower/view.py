@@ -5,6 +5,7 @@ from __future__ import annotations
 import heapq
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from math import inf
 from typing import NamedTuple, Protocol
 
 import numpy as np
@@ -21,6 +22,7 @@ from flexsearch.lower.rows import (
     COMPUTE,
     FORWARD,
     GATHER,
+    NEVER,
     SYNCHRONISE,
     WAIT,
     Machine,
@@ -82,15 +84,25 @@ class Described(Protocol):
     def update_edges(self) -> Mapping[str, int]: ...
 
     @property
-    def turns(self) -> Sequence[float]: ...
-
-    @property
     def rows(self) -> Rows: ...
 
 
 def task_graph(lowered: Described) -> TaskGraph:
     """The rows as tasks, those with smaller identities first as far as dependencies allow: with one microbatch, all."""
     return _View(lowered).tasks
+
+
+def _loads(
+    resource: npt.NDArray[np.uint32], ticks: npt.NDArray[np.int64], first: np.uint32, last: np.uint32
+) -> tuple[tuple[int, float], ...]:
+    """Rows of two columns as (resource, seconds)."""
+    rows = slice(int(first), int(last))
+    return tuple(zip(resource[rows].tolist(), (ticks[rows] * TICK).tolist(), strict=True))
+
+
+def _turn(ticks: np.int64) -> float:
+    """A turn in seconds."""
+    return inf if ticks == NEVER else int(ticks) * TICK
 
 
 class _View:
@@ -178,16 +190,18 @@ class _View:
         segments, blocks = self.rows.segments, self.rows.blocks
         self.tasks.identity.append(row)
         if row.communicates:
-            ticks = int(segments.communication_ticks[self._communication(row)])
+            c = self._communication(row)
+            links = _loads(segments.link, segments.link_ticks, segments.link_first[c], segments.link_last[c])
+            drag = _loads(segments.drag, segments.drag_ticks, segments.drag_first[c], segments.drag_last[c])
             what = self._what(_PURPOSES[int(blocks.kind[row.block])], self.members[row.block][row.number])
-            self.tasks.communicate(what, after, ticks * TICK, row.microbatch)
+            seconds, turn = int(segments.communication_ticks[c]) * TICK, _turn(segments.turn[c])
+            self.tasks.communicate(what, after, seconds, links, drag, turn, row.microbatch)
             return
         device, step = self.step[row]
         kind = _KINDS.get(int(blocks.kind[row.block]), TaskKind.UPDATE)
         operator = -1 if kind == TaskKind.UPDATE else int(blocks.argument[row.block])
-        processor = self.lowered.topology.processor_of[device]
+        processor, turn = int(self.rows.machine.processor[device]), _turn(self.rows.machine.turn[device])
         seconds = int(segments.step_ticks[step]) * TICK
-        turn = self.lowered.turns[device]
         self.tasks.compute(kind, operator, device, processor, seconds, after, turn, row.microbatch)
 
     def _what(self, purpose: Purpose, members: tuple[Member, ...]) -> Communication:

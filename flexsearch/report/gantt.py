@@ -156,7 +156,7 @@ def _computing(lowered: Lowered, simulation: Simulation, known: Measured | None,
 def _carrying(lowered: Lowered, simulation: Simulation, link: int) -> Iterator[Bar]:
     for task, communication in enumerate(lowered.tasks.communication):
         if communication is not None:
-            for resource, busy in lowered.tasks.links[task]:
+            for resource, busy in communication.transfer.links:
                 if resource == link:
                     yield (task, float(simulation.start[task]), busy, *_PURPOSES[communication.purpose])
 

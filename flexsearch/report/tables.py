@@ -11,7 +11,7 @@ from flexsearch.lower import Communication, Lowered
 from flexsearch.report.grid import Column, Grid
 from flexsearch.report.units import nbytes, percent, ratio, seconds
 from flexsearch.report.words import tensor_words
-from flexsearch.simulate import Simulation, critical_path, over_memory
+from flexsearch.simulate import Simulation, busiest, critical_path, over_memory
 
 
 @dataclass(frozen=True)
@@ -120,7 +120,7 @@ def dominates(lowered: Lowered, simulation: Simulation) -> str:
         if communication is None or step.moves_bytes:
             compute += share
             continue
-        busy = min(share, max((s for _, s in tasks.links[task]), default=0.0))
+        busy = min(share, busiest(tasks, step))
         group = moving.setdefault((communication.form, communication.purpose), {})
         group[task] = group.get(task, 0.0) + busy
         waiting += share - busy

@@ -111,17 +111,20 @@ def _communication_args(lowered: Lowered, task: int) -> Event:
     assert what is not None
     return {
         "task": task, "form": what.form, "purpose": what.purpose, "bytes": what.nbytes, "devices": list(what.devices),
-        "predicted_s": what.transfer.duration_s,
+        "predicted_s": lowered.tasks.duration[task],
     }  # fmt: skip
 
 
 def _on_links(lowered: Lowered, simulation: Simulation, task: int, pid: int) -> list[Event]:
     """A communication on every link it keeps busy."""
     start, args = float(simulation.start[task]), _communication_args(lowered, task)
-    carried = dict(lowered.tasks.communication[task].transfer.link_bytes)  # type: ignore[union-attr]
+    communication = lowered.tasks.communication[task]
+    if communication is None:
+        return []
+    carried = dict(communication.transfer.link_bytes)
     return [
         _slice(lowered, task, pid, r, start, start + busy, args | {"link_bytes": carried.get(r, 0)})
-        for r, busy in lowered.tasks.links[task]
+        for r, busy in communication.transfer.links
     ]
 
 

@@ -49,8 +49,13 @@ def split(tasks: TaskGraph, step: Step) -> list[tuple[Kind, float]]:
     kind = kind_of(tasks, step.task)
     if tasks.communication[step.task] is None:
         return [(kind, step.seconds)]
-    busy = min(step.seconds, max((s for _, s in tasks.links[step.task]), default=0.0))
+    busy = min(step.seconds, busiest(tasks, step))
     return [(kind, busy), ("latency", step.seconds - busy)]
+
+
+def busiest(tasks: TaskGraph, step: Step) -> float:
+    """For so long from its begin on a step keeps the busiest link of its task busy, s; it may be over before."""
+    return max(0.0, max((seconds for _, seconds in tasks.links[step.task]), default=0.0) - step.done)
 
 
 def by_kind(tasks: TaskGraph, steps: Sequence[Step]) -> dict[Kind, float]:
@@ -72,7 +77,8 @@ def by_resource(tasks: TaskGraph, steps: Sequence[Step]) -> dict[int, float]:
             found[resource] = found.get(resource, 0.0) + step.seconds
         elif tasks.links[step.task]:
             resource, seconds = max(tasks.links[step.task], key=lambda row: (row[1], -row[0]))
-            busy = step.seconds if tasks.communication[step.task] is None else min(step.seconds, seconds)
+            whole = tasks.communication[step.task] is None
+            busy = step.seconds if whole else min(step.seconds, max(0.0, seconds - step.done))
             found[resource] = found.get(resource, 0.0) + busy
     return found
 

@@ -1,22 +1,23 @@
 """The critical path of a task graph: tasks that fill the whole iteration, each waiting for the one before.
 
-The event simulation (``kernel``) is run again in plain Python, and every start is remembered with what it waited for:
-a dependency that ended at that very moment, another task that kept a link or processor until then, or the bytes that
-the processor had to move first. Starts are maxima of such moments, so the chain has no gaps, to the bit.
+The simulation is run again in plain Python, by the rules of the engine, and every start is remembered with what it
+waited for: a dependency that ended at that very moment, another task that kept a link or processor until then, or the
+bytes that the processor had to move first. Times are whole ticks, so the chain has no gaps, to the bit.
 """
 
 from __future__ import annotations
 
 import heapq
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from flexsearch.lower import TaskGraph, TaskKind
 
 Why = Literal["start", "order", "data", "link", "processor", "turn"]
 """What a step waited for: nothing; the device's previous task; data of another task; a link that another communication
-kept busy; a processor that another task, or the moving of bytes, kept busy; its next turn on a shared processor."""
+kept busy; a processor that another task, or the moving of bytes, kept busy; its next turn on a processor or on links
+that it shares."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,7 +27,7 @@ class Step:
     ``why``: what it had to wait for before ``begin``; the step before is that. ``resource``: the link or processor it
     waited for (index into ``Topology.resources``), else -1. ``moves_bytes``: the step is not the task itself but the
     time for which its bytes kept a processor from computing. A step may end before its task does (a link is free before
-    the last byte has arrived).
+    the last byte has arrived). ``done``: s of the task that earlier turns did.
     """
 
     task: int
@@ -35,6 +36,7 @@ class Step:
     why: Why
     resource: int
     moves_bytes: bool = False
+    done: float = 0.0
 
     @property
     def seconds(self) -> float:
@@ -52,14 +54,19 @@ class _Moments:
     why: list[Why] = field(default_factory=list)
     resource: list[int] = field(default_factory=list)
     moves: list[bool] = field(default_factory=list)
+    done: list[float] = field(default_factory=list)
 
-    def add(self, task: int, begin: float, before: int, why: Why, resource: int = -1, moves: bool = False) -> int:
+    def add(
+        self, task: int, begin: float, before: int, why: Why, resource: int = -1, moves: bool = False,
+        done: float = 0.0,
+    ) -> int:  # fmt: skip
         self.task.append(task)
         self.begin.append(begin)
         self.before.append(before)
         self.why.append(why if before >= 0 else "start")
         self.resource.append(resource)
         self.moves.append(moves)
+        self.done.append(done)
         return len(self.task) - 1
 
 
@@ -70,12 +77,13 @@ def critical_path(tasks: TaskGraph) -> tuple[Step, ...]:
     """
     if not len(tasks):
         return ()
-    moments, last, makespan = _replay(tasks)
+    replay = _Replay(tasks)
+    replay.run()
+    moments, at, end = replay.moments, replay.last, replay.makespan
     steps: list[Step] = []
-    at, end = last, makespan
     while at >= 0:
         begin = moments.begin[at]
-        row = moments.task[at], begin, end, moments.why[at], moments.resource[at], moments.moves[at]
+        row = moments.task[at], begin, end, moments.why[at], moments.resource[at], moments.moves[at], moments.done[at]
         steps.append(Step(*row))
         at, end = moments.before[at], begin
     return tuple(_joined(steps[::-1]))
@@ -83,70 +91,93 @@ def critical_path(tasks: TaskGraph) -> tuple[Step, ...]:
 
 def _joined(steps: Sequence[Step]) -> list[Step]:
     """A task's turns that nothing came between as one step."""
-    found: list[Step] = []
+    joined: list[Step] = []
     for step in steps:
-        if found and step.why == "turn" and found[-1].task == step.task and not found[-1].moves_bytes:
-            one = found.pop()
-            step = Step(one.task, one.begin, step.end, one.why, one.resource)
-        found.append(step)
-    return found
+        if joined and step.why == "turn" and joined[-1].task == step.task and not joined[-1].moves_bytes:
+            step = replace(joined.pop(), end=step.end)
+        joined.append(step)
+    return joined
 
 
-def _replay(tasks: TaskGraph) -> tuple[_Moments, int, float]:
-    """The moments of a simulation, the one that ends last, and its end (s). The rules are those of ``kernel.run``."""
-    count = len(tasks)
-    readers: list[list[int]] = [[] for _ in range(count)]
-    missing = [len(row) for row in tasks.dependencies]
-    for task, row in enumerate(tasks.dependencies):
-        for dependency in row:
-            readers[dependency].append(task)
-    moments = _Moments()
-    ready, left = [0.0] * count, list(tasks.duration)
-    ready_by = [-1] * count  # the moment whose end made a task ready
-    free: dict[int, tuple[float, int]] = {}  # resource -> when it is free, and the moment that keeps it until then
-    last, makespan = -1, -1.0
-    heap = [(0.0, task) for task in range(count) if not missing[task]]
-    while heap:
-        _, task = heapq.heappop(heap)
-        begin, before, resource = ready[task], ready_by[task], -1
-        for r, _ in tasks.links[task]:
-            if r in free and free[r][0] > begin:
-                begin, before, resource = free[r][0], free[r][1], r
-        why = _why(tasks, moments, task, before, resource)
-        now = moments.add(task, begin, before, why, resource)
-        if tasks.turn[task] < left[task]:
-            left[task] -= tasks.turn[task]
-            ready[task], ready_by[task] = begin + tasks.turn[task], now
-            for r, _ in tasks.links[task]:
-                free[r] = ready[task], now
-            heapq.heappush(heap, (ready[task], task))
-            continue
-        for r, seconds in tasks.links[task]:
-            free[r] = begin + (seconds if left[task] == tasks.duration[task] else left[task]), now
-        for r, seconds in tasks.drag[task]:
-            held, holder = free.get(r, (0.0, -1))
-            waits = held > ready[task]
-            moment = moments.add(
-                task, max(held, ready[task]), holder if waits else ready_by[task], "processor" if waits else "data",
+class _Replay:
+    """A simulation that remembers reasons. ``last``: the moment that ends last, at ``makespan`` (s)."""
+
+    def __init__(self, tasks: TaskGraph) -> None:
+        count = len(tasks)
+        self.tasks, self.moments = tasks, _Moments()
+        self.last, self.makespan = -1, -1.0
+        self.readers: list[list[int]] = [[] for _ in range(count)]
+        for task, row in enumerate(tasks.dependencies):
+            for dependency in row:
+                self.readers[dependency].append(task)
+        self.missing = [len(row) for row in tasks.dependencies]
+        self.ready, self.done = [0.0] * count, [0.0] * count
+        self.ready_by = [-1] * count
+        """By task: the moment whose end made it ready."""
+        self.free: dict[int, tuple[float, int]] = {}
+        """Resource -> when it is free (s), and the moment that keeps it until then."""
+        self.heap = [(0.0, tasks.identity[task], task) for task in range(count) if not self.missing[task]]
+        heapq.heapify(self.heap)
+
+    def run(self) -> None:
+        while self.heap:
+            _, _, task = heapq.heappop(self.heap)
+            if self.done[task] == 0.0:
+                self._drag(task)
+            begin, now, again = self._take(task)
+            if again:
+                self.done[task] += self.tasks.turn[task]
+                self.ready[task], self.ready_by[task] = begin + self.tasks.turn[task], now
+                self._push(task)
+            else:
+                self._end(task, begin + max(0.0, self.tasks.duration[task] - self.done[task]), now)
+
+    def _push(self, task: int) -> None:
+        heapq.heappush(self.heap, (self.ready[task], self.tasks.identity[task], task))
+
+    def _drag(self, task: int) -> None:
+        """Its bytes keep processors from computing as soon as it is ready, even if it still waits for a link."""
+        ready = self.ready[task]
+        for r, seconds in self.tasks.drag[task]:
+            until, holder = self.free.get(r, (0.0, -1))
+            waits = until > ready
+            moment = self.moments.add(
+                task, max(until, ready), holder if waits else self.ready_by[task], "processor" if waits else "data",
                 r if waits else -1, True,
             )  # fmt: skip
-            free[r] = max(held, ready[task]) + seconds, moment
-        finish = begin + left[task]
-        if finish > makespan:
-            last, makespan = now, finish
-        for follower in readers[task]:
-            if finish > ready[follower] or ready_by[follower] < 0:
-                ready[follower], ready_by[follower] = max(ready[follower], finish), now
-            missing[follower] -= 1
-            if not missing[follower]:
-                heapq.heappush(heap, (ready[follower], follower))
-    return moments, last, makespan
+            self.free[r] = max(until, ready) + seconds, moment
 
+    def _take(self, task: int) -> tuple[float, int, bool]:
+        """Keep its links from the moment when all are free, for a turn or what is left of each: that moment (s), its
+        number, and whether another turn is to come."""
+        tasks, done, turn = self.tasks, self.done[task], self.tasks.turn[task]
+        begin, before, resource = self.ready[task], self.ready_by[task], -1
+        for r, _ in tasks.links[task]:
+            until, holder = self.free.get(r, (0.0, -1))
+            if until > begin:
+                begin, before, resource = until, holder, r
+        now = self.moments.add(task, begin, before, self._why(task, before, resource), resource, done=done)
+        again = max((seconds - done for _, seconds in tasks.links[task]), default=0.0) > turn
+        for r, seconds in tasks.links[task]:
+            left = max(0.0, seconds - done)
+            self.free[r] = begin + (min(turn, left) if again else left), now
+        return begin, now, again
 
-def _why(tasks: TaskGraph, moments: _Moments, task: int, before: int, resource: int) -> Why:
-    if resource >= 0:
-        return "processor" if tasks.kind[task] != TaskKind.COMMUNICATION else "link"
-    other = moments.task[before] if before >= 0 else -1
-    if other == task:
-        return "turn"
-    return "order" if other >= 0 and tasks.device[other] == tasks.device[task] >= 0 else "data"
+    def _end(self, task: int, finish: float, now: int) -> None:
+        if finish > self.makespan:
+            self.last, self.makespan = now, finish
+        for reader in self.readers[task]:
+            if finish > self.ready[reader] or self.ready_by[reader] < 0:
+                self.ready[reader], self.ready_by[reader] = finish, now
+            self.missing[reader] -= 1
+            if not self.missing[reader]:
+                self._push(reader)
+
+    def _why(self, task: int, before: int, resource: int) -> Why:
+        tasks = self.tasks
+        if resource >= 0:
+            return "processor" if tasks.kind[task] != TaskKind.COMMUNICATION else "link"
+        other = self.moments.task[before] if before >= 0 else -1
+        if other == task:
+            return "turn"
+        return "order" if other >= 0 and tasks.device[other] == tasks.device[task] >= 0 else "data"

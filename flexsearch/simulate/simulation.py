@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from flexsearch.cost.ticks import TICK
-from flexsearch.lower import Lowered, TaskArrays, TaskGraph
+from flexsearch.lower import Lowered
+from flexsearch.lower.view import Rows
 from flexsearch.simulate.engine import Engine
-from flexsearch.simulate.kernel import Times, times
 from flexsearch.simulate.memory import Memory, memory
 from flexsearch.topology import Topology
+
+Times = npt.NDArray[np.float64]
+"""Seconds."""
 
 
 @dataclass(frozen=True)
@@ -39,28 +41,34 @@ class Simulation:
     moved_bytes: int
 
 
-def makespan(tasks: TaskGraph | TaskArrays) -> float:
-    """Iteration time (s) alone: what the search asks again and again."""
-    return times(tasks.arrays() if isinstance(tasks, TaskGraph) else tasks)[0]
+def makespan(lowered: Lowered) -> float:
+    """Iteration time (s) alone."""
+    return rows_seconds(lowered.rows)
+
+
+def rows_seconds(rows: Rows) -> float:
+    """Iteration time (s) of rows."""
+    return Engine(rows.schedule, rows.machine).run(rows.segments, rows.segment) * TICK
 
 
 def simulate(lowered: Lowered) -> Simulation:
     """Simulate one training step of a lowered strategy."""
     tasks, topology = lowered.tasks, lowered.topology
-    arrays = tasks.arrays()
     total, start, end = _times(lowered)
-    device = np.array(tasks.device, dtype=np.int64)
-    computes = device >= 0
-    busy = _sums(device[computes], arrays.duration[computes], len(topology.devices))
-    resources = len(topology.resources)
-    occupied = _sums(arrays.link, arrays.link_s, resources) + _sums(arrays.drag, arrays.drag_s, resources)
-    carried = np.zeros(resources, dtype=np.int64)
+    busy, occupied = np.zeros(len(topology.devices)), np.zeros(len(topology.resources))
+    carried = np.zeros(len(topology.resources), dtype=np.int64)
     moved = 0
-    for communication in tasks.communication:
-        if communication is not None:
+    for task, communication in enumerate(tasks.communication):
+        if communication is None:
+            busy[tasks.device[task]] += tasks.duration[task]
+            links = tasks.links[task]
+        else:
             moved += communication.nbytes
+            links = communication.transfer.links
             for resource, nbytes in communication.transfer.link_bytes:
                 carried[resource] += nbytes
+        for resource, seconds in (*links, *tasks.drag[task]):
+            occupied[resource] += seconds
     use = memory(lowered)
     return Simulation(total, start, end, busy, total - busy, carried, occupied, tuple(m.peak for m in use), use, moved)
 
@@ -77,11 +85,6 @@ def _times(lowered: Lowered) -> tuple[float, Times, Times]:
         place = int(first[block]) + number
         start[task], end[task] = begun[microbatch, place] * TICK, ended[microbatch, place] * TICK
     return float(end.max(initial=0.0)), start, end
-
-
-def _sums(index: npt.NDArray[np.integer[Any]], values: Times, count: int) -> Times:
-    """Sum of the values of each index, ``count`` of them."""
-    return np.bincount(index, weights=values, minlength=count).astype(np.float64)
 
 
 def over_memory(simulation: Simulation, topology: Topology) -> list[tuple[int, int]]:

@@ -1,14 +1,13 @@
 """What would help: the same strategy simulated where something of the setting is different.
 
-Faster links, latencies and devices change how long the same messages and pieces take; routes and the algorithms of the
-communications stay as they are, so a cluster that really had those links could do a little better still. Other buckets
-and another batch are lowered anew.
+Other links, latencies, buckets and another batch are lowered anew, so routes, algorithms and recipes are those that
+suit them. Faster devices and other synchronisation change the rows.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from math import log2
 from typing import Final
@@ -19,11 +18,13 @@ import numpy.typing as npt
 from flexsearch.cost import Costs, Profile
 from flexsearch.errors import NotationError
 from flexsearch.graph.batch import with_batch
-from flexsearch.lower import Lowered, Lowering, TaskArrays, TaskGraph, TaskKind
-from flexsearch.simulate.breakdown import kind_of
-from flexsearch.simulate.kernel import times
+from flexsearch.lower import Lowered, Lowering
+from flexsearch.lower.rows import SYNCHRONISE, UPDATE
+from flexsearch.lower.view import Rows
 from flexsearch.simulate.memory import memory
+from flexsearch.simulate.simulation import makespan, rows_seconds
 from flexsearch.topology import Topology
+from flexsearch.topology.parts import Communication, Link
 
 FACTOR: Final = 2
 """Links and devices are made so many times as fast, batches so many times as large."""
@@ -82,10 +83,9 @@ def _about(name: str, bandwidth: float) -> str:
 
 def what_ifs(lowered: Lowered, lowering: Lowering, profile: Profile | None) -> Iterator[WhatIf]:
     """Every change in turn; the first is no change at all. ``lowering`` made ``lowered``."""
-    arrays = lowered.tasks.arrays()
-    yield WhatIf("nothing", "as it is", times(arrays)[0])
-    yield from _hardware(lowered, arrays)
-    yield from _synchronisation(lowered, lowering, arrays)
+    yield WhatIf("nothing", "as it is", makespan(lowered))
+    yield from _hardware(lowered, profile)
+    yield from _synchronisation(lowered, lowering)
     yield _batch(lowered, profile)
 
 
@@ -95,54 +95,76 @@ def count(topology: Topology) -> int:
     return 1 + classes + (classes > 1) + 3 + 5 + 1
 
 
-def _hardware(lowered: Lowered, arrays: TaskArrays) -> Iterator[WhatIf]:
-    topology = lowered.topology
-    classes = link_classes(topology)
+# ---- hardware
+
+
+def _hardware(lowered: Lowered, profile: Profile | None) -> Iterator[WhatIf]:
+    topology, classes = lowered.topology, link_classes(lowered.topology)
+
+    def seconds(**fields: object) -> float:
+        return _on(lowered, _edited(topology, **fields), profile)
+
     for links in classes:
-        rates = np.ones(len(topology.resources))
-        rates[list(links.resources)] = FACTOR
         words = f"twice the bandwidth of {links.name}" if len(classes) > 1 else "twice the bandwidth"
-        yield WhatIf(f"bandwidth x2: {links.name}", words, _retimed(lowered, arrays, rates))
+        yield WhatIf(f"bandwidth x2: {links.name}", words, seconds(links=_faster(topology, links.resources)))
     if len(classes) > 1:
-        everywhere = np.full(len(topology.resources), float(FACTOR))
-        yield WhatIf("bandwidth x2", "twice the bandwidth of all links", _retimed(lowered, arrays, everywhere))
-    same = np.ones(len(topology.resources))
-    yield WhatIf("latency / 2", "half the link latency", _retimed(lowered, arrays, same, latency=0.5))
-    yield WhatIf("overhead / 2", "half the start-up time of messages", _retimed(lowered, arrays, same, overhead=0.5))
-    yield WhatIf("compute x2", "computation twice as fast", _retimed(lowered, arrays, same, compute=0.5))
+        every = _faster(topology, range(len(topology.resources)))
+        yield WhatIf("bandwidth x2", "twice the bandwidth of all links", seconds(links=every))
+    near = tuple(link.model_copy(update={"latency_s": link.latency_s / FACTOR}) for link in topology.links)
+    yield WhatIf("latency / 2", "half the link latency", seconds(links=near))
+    quick = _quicker(topology.communication)
+    yield WhatIf("overhead / 2", "half the start-up time of messages", seconds(communication=quick))
+    rows = lowered.rows
+    halved = _with(rows, step_ticks=_halved(rows.segments.step_ticks))
+    yield WhatIf("compute x2", "computation twice as fast", rows_seconds(halved))
 
 
-def _retimed(
-    lowered: Lowered, arrays: TaskArrays, rates: npt.NDArray[np.float64], latency: float = 1.0, overhead: float = 1.0,
-    compute: float = 1.0,
-) -> float:  # fmt: skip
-    """Iteration time (s) with the links ``rates`` times as fast (by resource), and latencies, software overheads of a
-    communication and computations these shares of what they are."""
-    communicates = np.array(lowered.tasks.kind) == TaskKind.COMMUNICATION
-    task_of = _tasks_of(arrays.link_start)
-    moves = communicates[task_of]
-    link_s = np.where(moves, arrays.link_s / rates[arrays.link], arrays.link_s * compute)
-    busiest, faster = np.zeros(len(communicates)), np.zeros(len(communicates))
-    np.maximum.at(busiest, task_of, arrays.link_s)
-    np.maximum.at(faster, task_of, link_s)
-    start_s = lowered.topology.communication.overhead_s
-    travel = np.maximum(0.0, arrays.duration - busiest - start_s)
-    moving = overhead * start_s + latency * travel + faster
-    duration = np.where(communicates, moving, arrays.duration * compute)
-    return times(replace(arrays, duration=duration, link_s=link_s))[0]
+def _on(lowered: Lowered, topology: Topology, profile: Profile | None) -> float:
+    """Iteration time (s) of the same plan on another topology."""
+    lowering = Lowering(lowered.graph, topology, Costs(lowered.graph, topology, profile))
+    return rows_seconds(lowering.rows(lowered.configs, lowered.options, lowered.stages))
 
 
-def _tasks_of(starts: npt.NDArray[np.uint32]) -> npt.NDArray[np.int64]:
-    """The task of every entry of compressed rows that start so."""
-    sizes = starts[1:].astype(np.int64) - starts[:-1].astype(np.int64)
-    return np.repeat(np.arange(len(sizes)), sizes)
+def _edited(topology: Topology, **fields: object) -> Topology:
+    """The topology with other fields. What it has derived from its own is not taken over."""
+    return Topology(**{name: getattr(topology, name) for name in Topology.model_fields} | fields)
 
 
-def _synchronisation(lowered: Lowered, lowering: Lowering, arrays: TaskArrays) -> Iterator[WhatIf]:
-    tasks, options = lowered.tasks, lowered.options
-    sync = np.array([kind_of(tasks, t) == "synchronise" for t in range(len(tasks))], dtype=bool)
-    yield WhatIf("gradients at no cost", "gradient synchronisation for free (a limit)", _without(arrays, sync))
-    yield WhatIf("no overlap", "gradients synchronised after the backward pass", _after_backward(tasks, sync))
+def _faster(topology: Topology, resources: Iterable[int]) -> tuple[Link, ...]:
+    """The links of a topology, those that some resources belong to with ``FACTOR`` times the bandwidth."""
+    names = {topology.resources[r].name for r in resources}
+    return tuple(
+        link.model_copy(update={"bandwidth": link.bandwidth * FACTOR})
+        if not names.isdisjoint((f"{link.a}->{link.b}", f"{link.a}<->{link.b}")) else link
+        for link in topology.links
+    )  # fmt: skip
+
+
+def _quicker(communication: Communication) -> Communication:
+    """Half of all times that software takes to start a message or a collective."""
+    groups = tuple(g.model_copy(update={"startup_s": g.startup_s / FACTOR}) for g in communication.groups)
+    halved = {name: getattr(communication, name) / FACTOR for name in ("overhead_s", "message_s")}
+    return communication.model_copy(update={**halved, "groups": groups})
+
+
+def _halved(ticks: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+    """Half of each, at least one tick; 0 where there is nothing."""
+    return np.maximum(np.minimum(ticks, 1), ticks // FACTOR)
+
+
+def _with(rows: Rows, **columns: npt.NDArray[np.generic]) -> Rows:
+    """Rows with other columns of their segments."""
+    return replace(rows, segments=rows.segments._replace(**columns))  # type: ignore[arg-type]
+
+
+# ---- synchronisation
+
+
+def _synchronisation(lowered: Lowered, lowering: Lowering) -> Iterator[WhatIf]:
+    options, rows = lowered.options, lowered.rows
+    free, late = rows_seconds(_without_synchronisation(rows)), rows_seconds(_after_backward(rows))
+    yield WhatIf("gradients at no cost", "gradient synchronisation for free (a limit)", free)
+    yield WhatIf("no overlap", "gradients synchronised after the backward pass", late)
     for name, nbytes in (
         ("buckets x4", 4 * options.bucket_bytes),
         ("buckets / 4", max(1, options.bucket_bytes // 4)),
@@ -151,29 +173,46 @@ def _synchronisation(lowered: Lowered, lowering: Lowering, arrays: TaskArrays) -
         size = f"{nbytes / 2**20:.3g} MiB"
         words = f"gradient buckets of {size}" if nbytes < ALL_AT_ONCE else "all gradients in one bucket"
         other = options.model_copy(update={"bucket_bytes": nbytes})
-        if lowering.buckets(nbytes) == lowering.buckets(options.bucket_bytes):
-            seconds = times(arrays)[0]
-        else:
-            seconds = times(lowering.lower(lowered.configs, other).tasks.arrays())[0]
-        yield WhatIf(name, words, seconds)
+        yield WhatIf(name, words, rows_seconds(lowering.rows(lowered.configs, other, lowered.stages)))
 
 
-def _without(arrays: TaskArrays, tasks: npt.NDArray[np.bool_]) -> float:
-    """Iteration time (s) if some tasks took no time and no resource."""
-    link, drag = tasks[_tasks_of(arrays.link_start)], tasks[_tasks_of(arrays.drag_start)]
-    duration, link_s = np.where(tasks, 0.0, arrays.duration), np.where(link, 0.0, arrays.link_s)
-    return times(replace(arrays, duration=duration, link_s=link_s, drag_s=np.where(drag, 0.0, arrays.drag_s)))[0]
+def _without_synchronisation(rows: Rows) -> Rows:
+    """Rows whose synchronisation takes no time and no resource."""
+    segments = rows.segments
+    columns = {name: getattr(segments, name).copy() for name in ("communication_ticks", "link_ticks", "drag_ticks")}
+    for s in rows.segment[rows.schedule.kind == SYNCHRONISE].tolist():
+        for c in range(segments.communication_first[s], segments.communication_last[s]):
+            columns["communication_ticks"][c] = 0
+            columns["link_ticks"][segments.link_first[c] : segments.link_last[c]] = 0
+            columns["drag_ticks"][segments.drag_first[c] : segments.drag_last[c]] = 0
+    return _with(rows, **columns)
 
 
-def _after_backward(tasks: TaskGraph, sync: npt.NDArray[np.bool_]) -> float:
-    """Iteration time (s) if gradients were synchronised only when their senders have ended the backward pass."""
-    last = {d: t for t, (kind, d) in enumerate(zip(tasks.kind, tasks.device, strict=True)) if kind == TaskKind.BACKWARD}
-    late = replace(tasks)
-    late.dependencies = [
-        sorted({*row, *(last[d] for d in what.senders if d in last)}) if sync[t] and what is not None else row
-        for t, (row, what) in enumerate(zip(tasks.dependencies, tasks.communication, strict=True))
-    ]
-    return times(late.arrays())[0]
+def _after_backward(rows: Rows) -> Rows:
+    """Rows whose synchronisation is issued only when a device has ended its backward pass."""
+    schedule, final = rows.schedule, int(rows.schedule.microbatches[0]) - 1
+    first, last, actions = [], list[int](), list[tuple[int, int]]()
+    for group_first, group_last in zip(schedule.action_first, schedule.action_last, strict=True):
+        every = [
+            (b, int(schedule.microbatch[a]))
+            for a in range(group_first, group_last)
+            for b in range(schedule.block_first[a], schedule.block_last[a])
+        ]
+        kinds = [schedule.kind[b] for b, _ in every]
+        late = sorted({b for (b, _), kind in zip(every, kinds, strict=True) if kind == SYNCHRONISE})
+        first.append(len(actions))
+        actions += [row for row, kind in zip(every, kinds, strict=True) if kind not in (SYNCHRONISE, UPDATE)]
+        actions += [(b, final if schedule.last[b] else 0) for b in late]
+        actions += [row for row, kind in zip(every, kinds, strict=True) if kind == UPDATE]
+        last.append(len(actions))
+    block, microbatch = (np.array([row[k] for row in actions], np.uint32) for k in (0, 1))
+    return replace(rows, schedule=schedule._replace(
+        action_first=np.array(first, np.uint32), action_last=np.array(last, np.uint32), block_first=block,
+        block_last=block + np.uint32(1), microbatch=microbatch,
+    ))  # fmt: skip
+
+
+# ---- the batch
 
 
 def _batch(lowered: Lowered, profile: Profile | None) -> WhatIf:
@@ -184,9 +223,9 @@ def _batch(lowered: Lowered, profile: Profile | None) -> WhatIf:
     except NotationError as error:
         return WhatIf(change, words, None, remark=str(error))
     larger = Lowering(graph, lowered.topology, Costs(graph, lowered.topology, profile)).lower(
-        lowered.configs, lowered.options
+        lowered.configs, lowered.options, lowered.stages
     )
     use = memory(larger)
     missing = max(0, *(m.peak - d.memory_bytes for m, d in zip(use, lowered.topology.devices, strict=True)))
     remark = "pieces that the profile lacks are estimated" if profile is not None else ""
-    return WhatIf(change, words, times(larger.tasks.arrays())[0] / FACTOR, missing, remark)
+    return WhatIf(change, words, makespan(larger) / FACTOR, missing, remark)
