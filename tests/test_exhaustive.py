@@ -111,6 +111,27 @@ def test_no_plan_is_faster_than_the_bound_of_any_part_of_it(data: Any, graph: st
         chosen[operator] = plan[operator]
 
 
+def test_what_is_sent_behind_an_all_reduce_that_takes_turns_need_not_wait_for_its_end() -> None:
+    """gloo: the exchange of ``second`` gets the link after the first turn of the all-reduce of 17 MB before it."""
+    b = Builder("turns")
+    x = b.source("x", 256, 2048)
+    large, slow = b.linear("first", x, 16384), b.linear("second", x, 256)
+    for k in range(3):
+        slow = b.linear(f"slow{k}", slow, 256)
+    short = b.pointwise("short", large)
+    joined = b.add("join", "cat", "n (h), n (h-256) -> n h", [slow, short], [256, 16640], sizes={"h": 16640})
+    graph, topology = b.finish(joined), ethernet(2)
+    degrees = {"first": {"i": 2}, "short": {}, "second": {"o": 2}}
+    plan = tuple(
+        make_config(op, degrees.get(op.name, {op.axes_of("sample")[0]: 2}), (0, 1)) for op in graph.operators
+    )
+    evaluate = Evaluator(graph, topology, Costs(graph, topology), Options())
+    relaxation = Relaxation(evaluate.lowering, Options(), [[config] for config in plan])
+    forms = [c.form for c in evaluate.lower(plan).tasks.communication if c is not None and c.purpose == "forward"]
+    assert forms[:2] == ["all_reduce", "all_to_all"]
+    assert relaxation.bound(np.zeros(len(plan), dtype=np.int64)) <= evaluate(plan).time_s
+
+
 def test_without_contention_the_bound_of_a_whole_plan_is_its_time() -> None:
     graph, topology = mlp(), Topology.load("p100:1")
     costs, rng = Costs(graph, topology), np.random.default_rng(0)

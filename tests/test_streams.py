@@ -42,8 +42,8 @@ def test_a_stream_that_fails_ends_nothing_but_the_printing(here: Path, command: 
     Strategy.load("strategy.json")
     if code == 2:
         assert "standard output" in ran.err
-    if code == 141:
-        assert not ran.err
+    if code == 141:  # a slow machine prints a line of progress every 5 s
+        assert all(" proposals/s " in line for line in ran.err.splitlines())
 
 
 @pytest.mark.parametrize("encoding", ["ascii", "latin-1", "utf-8"])

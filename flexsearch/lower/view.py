@@ -84,9 +84,6 @@ class Described(Protocol):
     def update_edges(self) -> Mapping[str, int]: ...
 
     @property
-    def turns(self) -> Sequence[float]: ...
-
-    @property
     def rows(self) -> Rows: ...
 
 
