@@ -13,8 +13,8 @@ again. Everything is counted: drawing, templates, simulating, accepting or resto
   ``flexflow_ratio``: proposals_per_s over it;
 - ``peak_bytes``: memory of the process, which made nothing else.
 
-Machines differ and are shared. ``reference_per_s`` is the rate of a fixed loop (an event loop in plain Python over 2,000
-tasks on 16 devices; 400 on 2 shared cores of ours); ``proposals_per_reference`` compares across machines.
+Machines differ and are shared. ``reference_per_s`` is the rate of a fixed loop (an event loop in plain Python over
+2,000 tasks on 16 devices; 400 on 2 shared cores of ours); ``proposals_per_reference`` compares across machines.
 """
 
 from __future__ import annotations
