@@ -9,8 +9,9 @@ plan takes less than 426 ms. In all three each GPU computes for 425 ms: a batch 
 million weights. They differ in what does not hide behind it. Data parallelism waits 4 ms for the last gradients, and
 each GPU updates all weights in 3 ms. In FSDP each GPU updates a quarter of them (0.8 ms), but nothing computes while
 the first weights are gathered (3.5 ms) and the last gradients scattered (3.5 ms).
-Tensor parallelism synchronises nothing, but sums up 151 MB of activations after every second layer, and waits for them, 54 ms in all. The search mixes the two
-ways of keeping weights (430 ms); no change of a single layer makes that faster.
+Tensor parallelism synchronises nothing, but sums up 151 MB of activations after every second layer, and waits
+for them, 54 ms in all.
+The search mixes the two ways of keeping weights (430 ms); no change of a single layer makes that faster.
 """
 
 from __future__ import annotations
