@@ -8,9 +8,10 @@ Here, as predicted for ``v100-nvlink-4``: data parallel 432 ms, FSDP 433 ms, ten
 plan takes less than 426 ms. In all three each GPU computes for 425 ms: a batch of 16384 rows is much work for 170
 million weights. They differ in what does not hide behind it. Data parallelism waits 4 ms for the last gradients, and
 each GPU updates all weights in 3 ms. In FSDP each GPU updates a quarter of them (0.8 ms), but nothing computes while
-the first weights are gathered (3.5 ms) and the last gradients scattered (3.5 ms). Tensor parallelism synchronises
-nothing, but sums up 151 MB of activations after every second layer, and waits for them, 54 ms in all. The search mixes the two
-ways of keeping weights (430 ms); no change of a single layer makes that faster.
+the first weights are gathered (3.5 ms) and the last gradients scattered (3.5 ms).
+Tensor parallelism synchronises nothing, but sums up 151 MB of activations after every second layer, and waits
+for them, 54 ms in all.
+The search mixes the two ways of keeping weights (430 ms); no change of a single layer makes that faster.
 """
 
 from __future__ import annotations
