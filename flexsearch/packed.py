@@ -55,6 +55,10 @@ class _Record:
         self._pack()
         return self.__dict__[name]
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Of its fields alone: a copy, here or in another process, has descriptors of its own."""
+        return type(self), tuple(cast(tuple[Any, ...], self))
+
     def _pack(self) -> None:
         fields = cast(tuple[Any, ...], self)
         key = (type(self), *(_field_key(value) for value in fields))

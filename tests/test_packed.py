@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -72,6 +75,18 @@ def test_a_replaced_field_is_seen() -> None:
     add_rows(other)
     np.testing.assert_array_equal(other.total, outer.total)
     assert isinstance(other, Outer)
+
+
+@pytest.mark.parametrize("again", [copy.copy, copy.deepcopy, lambda x: pickle.loads(pickle.dumps(x))])
+def test_a_copy_has_descriptors_of_its_own(again: Callable[[Outer], Outer]) -> None:
+    outer = record(3, 4)
+    add_rows(outer)
+    other = again(outer)
+    assert "packed_address" not in vars(other) and isinstance(other, Outer)
+    other = other._replace(total=np.zeros(3))
+    add_rows(other)
+    np.testing.assert_array_equal(other.total, outer.total)
+    assert other.packed_address != outer.packed_address
 
 
 def test_arrays_that_compiled_code_would_misread_are_refused() -> None:
