@@ -73,9 +73,13 @@ class Lowering(Pieces):
 
     def __init__(self, graph: OperatorGraph, topology: Topology, costs: Costs) -> None:
         super().__init__(graph, topology, costs)
-        self._templates: dict[str, Templates] = {}
         self._plan_rows: tuple[tuple[Options, Stages], PlanRows] | None = None
         """Of the last strategy that was lowered."""
+
+    @cached_property
+    def _templates(self) -> Templates:
+        """They do not depend on options."""
+        return Templates(self)
 
     def lower(
         self, configs: Sequence[OperatorConfig], options: Options, stages: Stages | None = None
@@ -86,11 +90,9 @@ class Lowering(Pieces):
 
     def rows(self, configs: Sequence[OperatorConfig], options: Options, stages: Stages) -> Rows:
         """The rows of a strategy."""
-        if options.optimizer not in self._templates:
-            self._templates[options.optimizer] = Templates(self)
         key = options, stages
         if self._plan_rows is None or self._plan_rows[0] != key:
-            self._plan_rows = key, PlanRows(self, self._templates[options.optimizer], options, stages)
+            self._plan_rows = key, PlanRows(self, self._templates, options, stages)
         plan_rows = self._plan_rows[1]
         plan_rows.set(dict(enumerate(configs)))
         return plan_rows.copy()

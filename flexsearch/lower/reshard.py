@@ -222,11 +222,6 @@ class Reshard:
             self._count = int(desk.result[LAST] - desk.result[FIRST])
         return planner.desk
 
-    @property
-    def laid_destination(self) -> Laid:
-        """The destination, known by number."""
-        return self._destination
-
     @cached_property
     def outline(self) -> Outline:
         """What it comes to, in sums."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Final, Literal, get_args
+from typing import Literal
 
 from flexsearch.errors import StrategyError
 from flexsearch.graph import OperatorGraph
@@ -13,7 +13,6 @@ from flexsearch.topology import Topology
 
 ScheduleKind = Literal["gpipe", "1f1b", "interleaved-1f1b", "zero-bubble"]
 """In which order the devices of a pipeline run its actions."""
-SCHEDULES: Final[tuple[ScheduleKind, ...]] = get_args(ScheduleKind)
 
 
 @dataclass(frozen=True, slots=True)
