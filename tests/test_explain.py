@@ -387,7 +387,7 @@ def test_explain_tells_people_and_programs_the_same(cli: Cli, plans: Path) -> No
     ):  # fmt: skip
         assert words in ran.out, words
     assert max(map(len, ran.out.splitlines()[2:])) <= 100
-    assert len(ran.out.splitlines()) < 90
+    assert len(ran.out.splitlines()) < 100
     data = cli("explain", "half.json", "--tries", 60, "--json").json
     graph = OperatorGraph.load("lenet")
     strategy = Strategy.load("half.json")

@@ -328,7 +328,7 @@ def test_simple_draws_are_blocks_of_neighbours_and_the_simplest_split_samples_on
 def test_the_shortfall_guides_it_to_a_plan_that_fits() -> None:
     graph = mlp(batch=2048, width=512, layers=4)
     free = find(graph, ethernet(4), 1)
-    limit = min(max(o.simulation.peak_bytes) for o in free.baselines.values()) * 9 // 10  # less than any baseline
+    limit = min(max(o.simulation.peak_bytes) for o in free.baselines.values()) * 95 // 100  # less than any baseline
     result = find(graph, with_memory(ethernet(4), limit), 6000, seed=1)
     assert not any(o.feasible for o in result.baselines.values())
     assert result.feasible and max(result.simulation.peak_bytes) <= limit

@@ -327,7 +327,7 @@ def _how_good(result: SearchResult, proof: Optimum | None) -> str:
     now, least = seconds(result.simulation.makespan_s), seconds(result.bound_s)
     text = f"It takes {now} an iteration; no plan in this space is faster than {least}."
     if result.locally_optimal:
-        text += " It is locally optimal: no change to a single operator makes it faster."
+        text += " It is locally optimal: no change to a single operator makes it 1 % faster."
     if proof is None:
         return text
     space = f"the {proof.plans:.3g} plans on aligned blocks of devices"

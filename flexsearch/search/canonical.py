@@ -14,18 +14,15 @@ from itertools import pairwise
 from math import inf
 from typing import Final
 
+from flexsearch.search.constants import ROUNDS, SIMPLER
 from flexsearch.search.evaluate import Configs, Evaluation
 from flexsearch.search.space import Space, sharded
 from flexsearch.strategy import OperatorConfig
 from flexsearch.strategy.baselines import effective
 from flexsearch.strategy.depth import depths
 
-LOSS: Final = 0.01
-"""Share of the time that a simpler plan may cost. Predictions err by more, and what nobody can read nobody checks."""
 CANDIDATES: Final = 3
 """So many configs, the commonest first, are tried for all layers that are alike."""
-ROUNDS: Final = 4
-"""A simpler plan may be simplified further; more rounds than this never brought anything."""
 
 _BLOCK: Final = re.compile(r"(?<![_\d])\d+")
 _STEP: Final = re.compile(r"_\d+$")
@@ -78,7 +75,7 @@ def simplify(
     configs: Configs,
     evaluate: Callable[[Configs], Evaluation],
     *,
-    loss: float = LOSS,
+    loss: float = SIMPLER,
     limit: float = inf,
     stop: Callable[[], bool] = lambda: False,
 ) -> Configs:
@@ -93,7 +90,7 @@ def simplify(
     ``stop``: asked before each evaluation; once it says yes, the best so far is the answer. Pins are obeyed.
 
     Call it once, with the best plan of a search, before that is compared with the baselines. If the result differs from
-    ``configs``, it is not known to be locally optimal.
+    ``configs``, what single changes would bring it is not known.
     """
     first = evaluate(configs)
     run = _Run(space, evaluate, stop, configs, first)

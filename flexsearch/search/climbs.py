@@ -98,7 +98,7 @@ class ClimbSchedule:
 
     def within(self, climbs: Sequence[Climbed]) -> tuple[Sequence[Climbed], str]:
         """Those of the climbs, in order, that a budget of proposals leaves time for, and why it ended there. What
-        polished the best of them belongs to them."""
+        polished the best of them belongs to them. While nothing fits into memory, none of it is saved."""
         limit = self.proposals
         assert limit is not None
         total, last, best = 0, 0, self.best.evaluation
@@ -106,7 +106,7 @@ class ClimbSchedule:
             if better(climbed.evaluation, best):
                 last, best = total + (climbed.steps[-1].proposal if climbed.steps else 0), climbed.evaluation
             total += climbed.proposals
-            if limit > total >= last + limit / 2 and not climbed.phase.endswith(POLISHED):
+            if best.feasible and limit > total >= last + limit / 2 and not climbed.phase.endswith(POLISHED):
                 polished = [c for c in climbs[n + 1 :] if c.phase.endswith(POLISHED)]
                 return [*climbs[: n + 1], *polished], f"half of the budget of {limit} proposals brought nothing better"
         return climbs, f"the budget of {limit} proposals was used up"

@@ -93,6 +93,11 @@ whichever is more: the rest is for other climbs. Taken."""
 REBUCKET: Final = 0.01
 """The best plan gets another bucket size at the end if that gains this share of its time. A smaller gain is not worth
 giving up a local optimum for. Taken."""
+SIMPLER: Final = 0.01
+"""Share of the time that a simpler plan may cost. Taken: predictions err by more, and what nobody can read nobody
+checks."""
+ROUNDS: Final = 4
+"""A simpler plan may be simplified further, so often at most. Taken: more never brought anything."""
 SIMPLIFYING: Final = 0.1
 """Simplifying the answer may take this share of a budget in seconds, on top of it. Taken: it takes less, but where one
 plan takes long."""

@@ -8,9 +8,10 @@ budget in seconds alone, it also says when to polish the best plan.
 from __future__ import annotations
 
 import gc
+import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
 from math import inf
 from typing import Final
@@ -25,10 +26,11 @@ from flexsearch.search.budget import Budget, cores
 from flexsearch.search.canonical import simplify
 from flexsearch.search.climb import Climb, Climbed, Climber
 from flexsearch.search.climbs import ClimbSchedule, Plan
-from flexsearch.search.constants import ENOUGH, REBUCKET, SIMPLIFYING, WINDOW
+from flexsearch.search.constants import ENOUGH, REBUCKET, ROUNDS, SIMPLER, SIMPLIFYING, WINDOW
 from flexsearch.search.evaluate import Configs, Evaluation, better, by_rank
 from flexsearch.search.outcome import Improvement, Outcome, Progress, SearchResult, Trail
 from flexsearch.search.pins import parse_pins
+from flexsearch.search.polish import Taken
 from flexsearch.search.space import Rule
 from flexsearch.search.tuning import Tuned, best_options, candidates, evaluations, whole_seconds
 from flexsearch.search.workers import Turn, Workers
@@ -251,7 +253,8 @@ class _Run:
         if self._seen is None or better(best, self._seen):
             self._seen, self.improved = best, now
         polishing = here is not None and here == self._polishing
-        reason = self.budget.ended(now - self.began, 0.0 if polishing else now - self.improved)
+        waits = polishing or not best.feasible  # then it goes on to the end
+        reason = self.budget.ended(now - self.began, 0.0 if waits else now - self.improved)
         total, accepted = sum(c.proposals for c in climbs), sum(c.accepted for c in climbs)
         if self.on_progress is not None and (reason or now - self._said >= 0.1) and total:
             self._said = now
@@ -313,14 +316,38 @@ class _Run:
 
     def _make_simpler(self, baseline: Evaluation) -> None:
         """Put a simpler plan in the place of the best one, if it is hardly slower and not worse than the best
-        baseline. What single changes would bring it is not known."""
+        baseline. Where the best one is locally optimal, the simpler one is too, but for gains of less than it may
+        cost: a single change that gains more is taken, and the result simplified again."""
         limit, seconds = baseline.cost if baseline.feasible else inf, self.budget.seconds
         end = inf if seconds is None else time.monotonic() + SIMPLIFYING * seconds
-        configs = simplify(
-            self.climber.space, self.best.configs, self.evaluate, limit=limit, stop=lambda: time.monotonic() > end
-        )
-        if configs != self.best.configs:
+        polished = self.best.optimal
+
+        def late() -> bool:
+            return time.monotonic() > end
+
+        for _ in range(ROUNDS):
+            configs = simplify(self.climber.space, self.best.configs, self.evaluate, limit=limit, stop=late)
+            if configs == self.best.configs:
+                return
             self.best = Plan(configs, self.evaluate(configs))
+            if not polished or not self._polish_simpler(late):
+                return
+
+    def _polish_simpler(self, late: Callable[[], bool]) -> bool:
+        """Take single changes that gain more than simplifying may cost; whether there were any. If all were tried, the
+        plan is locally optimal in that sense."""
+
+        def look(_: int, taken: Taken | None) -> None:
+            if taken is not None:
+                self.best = Plan(taken.configs, taken.evaluation)
+            if late():
+                raise _Stop("")
+
+        before, ended = self.best.configs, False
+        with suppress(_Stop):
+            ended = self.climber.polish.descend(before, self.best.evaluation, sys.maxsize, False, look, SIMPLER)
+        self.best = Plan(self.best.configs, self.evaluate(self.best.configs), ended)
+        return self.best.configs != before
 
     def _rebucket(self) -> None:
         """Give the best plan the bucket size that suits it best, as every baseline has its own."""

@@ -62,12 +62,12 @@ class Outcome:
 class SearchResult:
     """``strategy``: the best plan, with its Prediction and Search records. ``simulation``: of that plan. ``feasible``:
     whether it fits into memory (if not, no known plan does). ``locally_optimal``: whether no change of a single
-    operator's config (alone, or with the operators that follow it) makes it faster: all were tried. ``bound_s``: no
-    legal plan is faster. ``baselines``: every baseline by name, with the bucket size that suits it best. ``stopped``:
-    why the search ended, in words. ``trails``: of the climbs. ``baseline``: name of the baseline that the best plan is,
-    empty if it is none. ``set_aside_s``: iteration time (s) of a faster plan that did not beat that baseline by the
-    margin, if any. ``sorts``: of layers that were to be split; ``alternatives``: other configs of one layer of each
-    sort, together."""
+    operator's config (alone, or with the operators that follow it) makes it faster; by more than ``SIMPLER``, where
+    what was found has been made simpler: all were tried. ``bound_s``: no legal plan is faster. ``baselines``: every
+    baseline by name, with the bucket size that suits it best. ``proposals``: of the climbs. ``stopped``: why the search
+    ended, in words. ``trails``: of the climbs. ``baseline``: name of the baseline that the best plan is, empty if it is
+    none. ``set_aside_s``: iteration time (s) of a faster plan that did not beat that baseline by the margin, if any.
+    ``sorts``: of layers that were to be split; ``alternatives``: other configs of one layer of each sort, together."""
 
     strategy: Strategy
     simulation: Simulation

@@ -44,12 +44,14 @@ class Polish:
         self.classes: tuple[Subject, ...] = (*space.classes, *space.loose_classes, *space.alternating)
         self._numbers: dict[tuple[Subject, OperatorConfig], tuple[U32, U32]] = {}
 
-    def descend(self, configs: Configs, now: Evaluation, proposals: int, classes_only: bool, look: Look) -> bool:
+    def descend(
+        self, configs: Configs, now: Evaluation, proposals: int, classes_only: bool, look: Look, gain: float = 0.0
+    ) -> bool:  # fmt: skip
         """Go from a plan, which ``now`` evaluates, to better ones for at most so many proposals. Whether it came to an
-        end: no subject has a better alternative."""
+        end: no subject has an alternative that is better, by more than the share ``gain`` of the cost."""
         single: tuple[Subject, ...] = () if classes_only else tuple((i,) for i in self.space.by_importance)
         subjects = (*self.classes, *single)
-        descent = _Descent(self.evaluate, configs, now, proposals, look)
+        descent = _Descent(self.evaluate, configs, now, proposals, look, gain)
         quiet, k = 0, 0
         while quiet < len(subjects):
             subject = subjects[k % len(subjects)]
@@ -79,8 +81,11 @@ class Polish:
 class _Descent:
     """One descent: the plan at hand, and what is left to spend."""
 
-    def __init__(self, evaluate: Evaluator, configs: Configs, now: Evaluation, proposals: int, look: Look) -> None:
+    def __init__(
+        self, evaluate: Evaluator, configs: Configs, now: Evaluation, proposals: int, look: Look, gain: float
+    ) -> None:
         self.evaluate, self.configs, self.now, self.proposals, self.look = evaluate, configs, now, proposals, look
+        self.gain = gain
         self.simulator = evaluate.at(configs)
         self.tried = 0
 
@@ -89,7 +94,7 @@ class _Descent:
         while some := list(islice(changes, min(LOOK, self.proposals - self.tried))):
             proposals, first = make_proposals(some), 0
             while first < len(some):
-                seconds = self.simulator.attempt_each(proposals, nextafter(self.now.cost, 0.0))
+                seconds = self.simulator.attempt_each(proposals, self._limit())
                 at = int(proposals.at[0])
                 fast = at < len(some)
                 self.tried += at - first + fast
@@ -109,8 +114,12 @@ class _Descent:
             assert config is not None
             configs[i] = config
         evaluation = Evaluation(seconds, self.simulator.missing_memory())
-        if not better(evaluation, self.now):
+        if not better(evaluation, self.now) or evaluation.cost > self._limit():
             return None
         self.simulator.accept()
         self.configs, self.now = tuple(configs), evaluation
         return Taken(self.configs, self.now, len(operators))
+
+    def _limit(self) -> float:
+        """The most that what is taken may cost (s)."""
+        return nextafter(self.now.cost * (1.0 - self.gain), 0.0)
