@@ -95,6 +95,8 @@ def test_a_search_whose_chain_does_not_end_polishes_its_best_plan(monkeypatch: p
         self: Climber, climb: Climb, done: Climbed, watch: Watch, proposals: int, classes_only: bool
     ) -> None:
         polish(self, climb, done, watch, proposals, classes_only)
+        if classes_only:
+            return
         polished.append(climb.phase)
         raise KeyboardInterrupt  # what chains find afterwards need not be a local optimum
 

@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
-from math import inf
+from math import inf, nextafter
 from typing import Final
 
 from flexsearch.cost import Costs
@@ -315,10 +315,10 @@ class _Run:
         return Strategy.make(self.graph, self.topology, named, options)
 
     def _make_simpler(self, baseline: Evaluation) -> None:
-        """Put a simpler plan in the place of the best one, if it is hardly slower and not worse than the best
+        """Put a simpler plan in the place of the best one, if it is hardly slower and still faster than the best
         baseline. Where the best one is locally optimal, the simpler one is too, but for gains of less than it may
         cost: a single change that gains more is taken, and the result simplified again."""
-        limit, seconds = baseline.cost if baseline.feasible else inf, self.budget.seconds
+        limit, seconds = nextafter(baseline.cost, 0.0) if baseline.feasible else inf, self.budget.seconds
         end = inf if seconds is None else time.monotonic() + SIMPLIFYING * seconds
         polished = self.best.optimal
 
