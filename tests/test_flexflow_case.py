@@ -72,7 +72,7 @@ def test_the_plan_beats_all_baselines_and_no_single_change_beats_it() -> None:
     times = {name: o.simulation.makespan_s for name, o in result.baselines.items()}
     assert times["data-parallel"] < times["fsdp"] < times["megatron"]
     assert result.locally_optimal and result.simulation.makespan_s < times["data-parallel"]
-    assert result.simulation.makespan_s < 1.01 * result.bound_s
+    assert result.simulation.makespan_s < 1.02 * result.bound_s
 
 
 @pytest.mark.parametrize("seed", range(3))

@@ -15,7 +15,7 @@ from flexsearch.search import Evaluation, Evaluator, optimize, search
 from flexsearch.search.budget import Budget
 from flexsearch.search.climb import Climb, Climbed, Climber, Watch
 from flexsearch.search.climbs import POLISHED, ClimbSchedule
-from flexsearch.search.constants import ENOUGH
+from flexsearch.search.constants import ENOUGH, SIMPLER
 from flexsearch.search.space import Space
 from flexsearch.search.workers import Turn, Workers
 from flexsearch.simulate.delta import make_proposals
@@ -106,7 +106,8 @@ def test_a_search_whose_chain_does_not_end_polishes_its_best_plan(monkeypatch: p
     graph, topology = cnn(batch=32, hidden=512), ethernet(2)
     result = search(graph, topology, Costs(graph, topology), budget_s=1e6, processes=1)
     assert result.locally_optimal and polished[0].endswith(POLISHED) and polished[0] in [t.phase for t in result.trails]
-    assert result.simulation.makespan_s == result.history[-1].time_s
+    found_s = result.history[-1].time_s
+    assert found_s <= result.simulation.makespan_s <= found_s * (1 + SIMPLER)
 
 
 def test_when_a_search_turns_to_polishing() -> None:
