@@ -42,7 +42,8 @@ class Arena:
     def __init__(self, blocks: int, topology: Topology) -> None:
         self._topology, devices = topology, len(topology.devices)
         room = 64 + blocks * (4 + ROOM // devices)
-        self._room = {name: room for name in _LISTS} | {"table": room * (devices + 1), "step": room * devices}
+        most = {"table": devices + 1, "step": devices, "communication": 4, "link": 16, "receiver": 8, "follower": 8}
+        self._room = {name: room * most.get(name, 1) for name in _LISTS}  # pages that nobody wrote to cost nothing
         self._drafted = 64 * devices
         self.segments, self.filled = self._segments(), new_filled()
         self.draft = self._draft()
@@ -94,8 +95,9 @@ class Arena:
     def make_room(self, *plans: npt.NDArray[np.uint32]) -> None:
         """Make room where there was none. ``plans``: the segments in use, by block; they get their new numbers. All
         others are forgotten."""
-        self._drafted *= 2
-        self.draft = self._draft()
+        if self.draft.full[0]:
+            self._drafted *= 2
+            self.draft = self._draft()
         old, filled = self.segments, self.filled
         used = np.unique(np.concatenate(plans)) if plans else np.zeros(0, np.uint32)
         self._room = {name: 2 * room for name, room in self._room.items()}

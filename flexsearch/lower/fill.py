@@ -41,8 +41,32 @@ from flexsearch.lower.planner import FREE, GIVEN, plan, store
 from flexsearch.lower.tables import TemplateTables
 from flexsearch.lower.wiring import need_of
 
+ALL, NO_ROOM, IN_PYTHON = range(3)
+"""What came of ``fill``: all was added; there was no room (then it can go on where it was); a buffer is left whose
+readers want different layouts, which Python must add."""
 RECEIVERS = np.uint64(11)
 """First bit of the receivers in a key of a bucket, behind form and dtype."""
+
+
+@lean
+def fill(tables: TemplateTables, wiring: Wiring, program: Program, state: State, change: Change) -> Any:
+    """Add what ``change`` says is missing for the plan ``state``. Anything of it may be there already."""
+    request_reshards(tables, change)
+    if not plan_all(tables):
+        return NO_ROOM
+    left = ALL
+    for k in range(change.lacking[0]):
+        kind, a, b = change.missing[k, 0], change.missing[k, 1], change.missing[k, 2]
+        if is_full(tables.keys):
+            return NO_ROOM
+        if kind == np.uint64(WEIGHT):
+            if not request_weight(tables, wiring, program, state, a, b):
+                return NO_ROOM
+            if tables.weight.known[0] == 0 and not (plan_all(tables) and finish_weight(tables)):
+                return NO_ROOM
+        elif kind == np.uint64(HELD) and not keep(tables, wiring, state, a):
+            left = IN_PYTHON
+    return left
 
 
 @lean

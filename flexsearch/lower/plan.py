@@ -14,7 +14,7 @@ from flexsearch.lower.bucket import collect
 from flexsearch.lower.change import empty_change
 from flexsearch.lower.describe import DONE, FULL, LACKING, Plan, drop, keep, rewire, write
 from flexsearch.lower.pieces import Pieces
-from flexsearch.lower.program import make_block_table, make_machine, make_program, make_wiring
+from flexsearch.lower.program import make_block_table, make_machine, make_program
 from flexsearch.lower.rows import NEVER
 from flexsearch.lower.schedule import NOBODY, Stages, make_blocks, make_schedule
 from flexsearch.lower.templates import Templates
@@ -45,7 +45,7 @@ class PlanRows:
         self.schedule = make_schedule(self.blocks, self.stages, devices)
         self.machine = make_machine(topology, lowering.turns)
         self.program = make_program(graph, topology, lowering, options, self.stages.microbatches)
-        self.wiring = make_wiring(graph, topology, lowering)
+        self.wiring = templates.wiring
         self.table = make_block_table(graph, self.blocks, self.stages, devices)
         self.arena = Arena(len(self.blocks), topology)
         self.change = empty_change(self.wiring, len(graph.operators), len(self.blocks))
@@ -83,8 +83,12 @@ class PlanRows:
 
     def set(self, configs: Mapping[int, OperatorConfig]) -> None:
         """Write the rows of a whole plan, which becomes the plan at hand. All operators need a config."""
+        self.set_numbers(list(configs), [self.templates.config(i, config) for i, config in configs.items()])
+
+    def set_numbers(self, operators: Numbers, configs: Numbers) -> None:
+        """As ``set``, with configs by number."""
         self.clear()
-        self.ask(list(configs), [self.templates.config(i, config) for i, config in configs.items()])
+        self.ask(operators, configs)
         while (status := self.describe(NEVER)) != DONE:
             self.go_on(status)
         _keep(self.plan)
@@ -106,6 +110,7 @@ class PlanRows:
             weights, pools, groups = self.blocks.buckets[bucket], self.templates.pools, self.arena.draft.groups
             first, last = (np.uint64(end[bucket]) for end in (self.table.member_first, self.table.member_last))
             while _collect(self.table.member, first, last, pools, self.state.plan, groups):
+                self.arena.draft.full[0] = 1
                 self.make_room()
                 groups = self.arena.draft.groups
             rows: list[list[Synchronised]] = [[] for _ in range(int(groups.counts[phase]))]

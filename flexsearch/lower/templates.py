@@ -7,6 +7,7 @@ from a split over a link; and it makes room.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import cached_property
 from typing import Any, Final
 
 import numpy as np
@@ -20,21 +21,19 @@ from flexsearch.lower.change import MOST_MISSING, Change, Wiring
 from flexsearch.lower.column import Column
 from flexsearch.lower.configs import intern_config
 from flexsearch.lower.desk import FULL, Desk, make_desk
-from flexsearch.lower.fill import finish_weight, keep, plan_all, request_reshards, request_weight
+from flexsearch.lower.fill import IN_PYTHON, NO_ROOM, fill, plan_all
 from flexsearch.lower.footprints import Landings, Sums
-from flexsearch.lower.keys import DERIVED, HELD, LAYOUT, LIKE, MISSING, OVER, RESHARD, STEP, WEIGHT, Keys
+from flexsearch.lower.keys import DERIVED, HELD, LAYOUT, LIKE, MISSING, OVER, RESHARD, STEP, Keys
 from flexsearch.lower.layout import empty_side
 from flexsearch.lower.pieces import Pieces, kept
 from flexsearch.lower.planner import FREE
+from flexsearch.lower.program import make_wiring
 from flexsearch.lower.split import Degrees, Region
 from flexsearch.lower.tables import Requests, Scratch, Splits, TemplateTables, Used, WeightAtHand
 from flexsearch.strategy import OperatorConfig
 
 _intern_config = direct(intern_config)
-_request_reshards = direct(request_reshards)
-_request_weight = direct(request_weight)
-_finish_weight = direct(finish_weight)
-_keep = direct(keep)
+_fill = direct(fill)
 _plan_all = direct(plan_all)
 
 _TYPES: dict[str, Any] = {
@@ -50,7 +49,8 @@ _TYPES: dict[str, Any] = {
 """Columns of ``Pools``, ``Splits`` and ``Landings`` that are not uint32."""
 _EXCHANGE: Final = ("send_first", "send_last", "receive_first", "receive_last", "link_first", "link_last",
                     "drag_first", "drag_last", "duration", "start", "amount", "form", "turn", "key")  # fmt: skip
-_START = 1024
+_START, GROWTH = 1 << 14, 4
+"""Rows of the pools at first, and how much larger they become when they grow."""
 _MOVES = 1 << 14
 """Moves, and rows of links, for which the planner's desk has room at first."""
 
@@ -84,6 +84,11 @@ class Templates:
         self._desk, self._scratch = self._new_desk(), self._new_scratch()
         self._fixed = self._new_fixed()
         self._tables: TemplateTables | None = None
+
+    @cached_property
+    def wiring(self) -> Wiring:
+        """Which slots belong to which tensors."""
+        return make_wiring(self.graph, self.topology, self.lowering)
 
     # ---- the arrays
 
@@ -123,6 +128,9 @@ class Templates:
 
     def make_room(self) -> None:
         """Let grow what is more than half full, or all."""
+        if self._tables is not None and self.keys.table is not self._tables.keys:  # it was full, and has grown
+            self._fixed["full"][0] = 0
+            return
         full = [names for names, used in self._groups() if 2 * used > len(self._arrays[names[0]])]
         layouts, desk = self.lowering.layouts, bool(self._desk.result[FULL])
         more = layouts.filled > 0.5
@@ -130,7 +138,9 @@ class Templates:
             full, more = [names for names, _ in self._groups()], True
         for names in full:
             for name in names:
-                self._arrays[name] = np.concatenate((self._arrays[name], np.zeros_like(self._arrays[name])))
+                before = self._arrays[name]
+                self._arrays[name] = self._zeros(name, GROWTH * len(before))  # pages that nobody wrote to cost nothing
+                self._arrays[name][: len(before)] = before
             self._pools = self._landings = None
         if more:
             layouts.grow()
@@ -312,23 +322,14 @@ class Templates:
 
     def fill(self, wiring: Wiring, program: Program, state: State, change: Change) -> None:
         """Add what ``change`` says is missing for the plan ``state``."""
-        _request_reshards(self.tables, change)
-        self._plan_all()
-        rows = change.missing[: int(change.lacking[0])]
-        for kind, a, b in {tuple(row) for row in rows[rows[:, 0] >= WEIGHT].tolist()}:
-            if kind == WEIGHT:
-                weight, shard = np.uint64(a), np.uint64(b)
-                while not _request_weight(self.tables, wiring, program, state, weight, shard):
-                    self.make_room()
-                if self.tables.weight.known[0]:
-                    continue
-                self._plan_all()
-                while not _finish_weight(self.tables):
-                    self.make_room()
-            elif not _keep(self.tables, wiring, state, np.uint64(a)):
-                slots = wiring.buffer_slot[wiring.buffer_first[a] : wiring.buffer_last[a]]
+        while (left := int(_fill(self.tables, wiring, program, state, change))) == NO_ROOM:
+            self.make_room()
+        if left == IN_PYTHON:
+            rows = change.missing[: int(change.lacking[0])]
+            for buffer in {int(a) for kind, a, _ in rows.tolist() if kind == HELD}:
+                slots = wiring.buffer_slot[wiring.buffer_first[buffer] : wiring.buffer_last[buffer]]
                 configs = self.pools.config_reads[state.config[wiring.slot_operator[slots]]]
-                self.kept(a, self.pools.layout[configs + wiring.slot_position[slots]].tolist())
+                self.kept(buffer, self.pools.layout[configs + wiring.slot_position[slots]].tolist())
 
     def _plan_all(self) -> None:
         while not _plan_all(self.tables):

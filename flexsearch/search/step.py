@@ -25,6 +25,7 @@ from flexsearch.lower.arrays import State
 from flexsearch.lower.describe import DONE as DESCRIBED
 from flexsearch.lower.describe import FULL, LACKING, Plan, drop, keep, rewire, write
 from flexsearch.lower.describe import LATE as TOO_MUCH
+from flexsearch.lower.fill import ALL, fill
 from flexsearch.lower.tables import TemplateTables
 from flexsearch.packed import packed
 from flexsearch.search.moves import UNIFORMS, Draws, Moves, draw
@@ -105,6 +106,9 @@ def advance(
         most = threshold(draws, schedule, chain) / TICK
         limit, ticks = np.int64(most) if most < float(LATE) else np.int64(LATE), np.int64(LATE)
         status = rewire(plan, limit)
+        while status == LACKING and fill(tables, plan.wiring, plan.program, plan.proposed, plan.change) == ALL:
+            drop(plan)
+            status = rewire(plan, limit)
         if status == DESCRIBED:
             status = write(plan)
         if status == LACKING:

@@ -72,15 +72,15 @@ class DeltaSimulator:
         """Iteration time of the plan at hand, s."""
         self.rows: PlanRows
         self.engine: Engine
-        self._start(options, dict(enumerate(configs)))
+        self._start(options, [self.templates.config(i, config) for i, config in enumerate(configs)])
 
-    def _start(self, options: Options, configs: Mapping[int, OperatorConfig]) -> None:
+    def _start(self, options: Options, numbers: Numbers) -> None:
         self.options = options
         self.rows = PlanRows(self.lowering, self.templates, options, self._stages)
         self.engine = Engine(self.rows.schedule, self.rows.machine)
         self.account, self._sources = make_account(self.rows)
         """Of the plan whose memory was asked for last."""
-        self.from_nothing(configs)
+        self._run_anew(numbers)
 
     @property
     def configs(self) -> tuple[OperatorConfig, ...]:
@@ -184,14 +184,17 @@ class DeltaSimulator:
     def from_nothing(self, configs: Mapping[int, OperatorConfig]) -> float:
         """Iteration time (s) of a whole plan, built up and run from nothing: what ``propose`` saves. It becomes the
         plan at hand."""
+        return self._run_anew([self.templates.config(i, configs[i]) for i in range(len(configs))])
+
+    def _run_anew(self, numbers: Numbers) -> float:
         self._pending = self._dirty = False
-        self.rows.set(configs)
+        self.rows.set_numbers(range(len(numbers)), numbers)
         self.seconds = self.engine.run(self.rows.plan.segments, self.rows.segment) * TICK
         return self.seconds
 
     def use(self, options: Options) -> None:
         """Go on under other options: templates do not depend on them. The optimizer must stay the same."""
-        self._start(options, dict(enumerate(self.configs)))
+        self._start(options, self.rows.state.config.copy())
 
     def times(self) -> Times:
         """Start and end (ticks) of every row of the plan at hand. Drops a proposal."""

@@ -30,6 +30,8 @@ _reject = direct(reject)
 
 __all__ = ["LATE", "Engine", "Times"]
 
+PLACES = 1 << 21
+"""Places for communications of which an engine makes more than it needs, so that it seldom has to grow."""
 _KINDS = {GATHER: "gather", FORWARD: "forward", BACKWARD: "backward", SYNCHRONISE: "synchronisation"}
 
 
@@ -131,6 +133,9 @@ class Engine:
         if (rows <= self.state.capacity).all():
             self._room *= 2
         capacity = np.maximum(self.state.capacity, np.where(rows > self.state.capacity, 2 * rows, rows))
+        if int(capacity.sum()) * int(self.schedule.microbatches[0]) < PLACES:
+            # The next plan has more in other blocks, and each time costs a whole run.
+            capacity = np.maximum(capacity, np.minimum(2 * self.state.capacity, capacity.max()))
         self.state = make_state(self.schedule, self.machine, capacity.astype(np.uint64), self._room, self._fold)
 
     def _check(self, ticks: int, state: State) -> None:

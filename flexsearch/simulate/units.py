@@ -105,6 +105,7 @@ def make_units(graph: OperatorGraph, wiring: Wiring, table: BlockTable, options:
     def sizes(values: Iterable[int]) -> npt.NDArray[np.int64]:
         return np.array(list(values), np.int64)
 
+    tensors = activations | weights | at_hand
     kind = {name: OUTPUT for name in activations} | dict.fromkeys(weights, WEIGHT) | dict.fromkeys(at_hand, AT_HAND)
     parts = [ACTIVATIONS if graph.tensor[name].kind == "input" else WEIGHTS for name in at_hand]
     trained = table.bucket != NOTHING
@@ -113,7 +114,7 @@ def make_units(graph: OperatorGraph, wiring: Wiring, table: BlockTable, options:
     second[trained] = table.finished_by[table.bucket[trained]]
     return Units(
         root=np.array([kind[name] for name in roots], np.uint8),
-        tensor=np.array([(activations | weights | at_hand)[name] for name in roots], np.uint32),
+        tensor=np.array([tensors[name] for name in roots], np.uint32),
         activation_first=views.first, activation_last=views.last, activation=views.all, place=place,
         itemsize=sizes(graph.tensor[name].itemsize for name in activations),
         concerned_first=concerned.first, concerned_last=concerned.last, concerned=concerned.all,
