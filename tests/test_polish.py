@@ -18,7 +18,6 @@ from flexsearch.search.climbs import POLISHED, ClimbSchedule
 from flexsearch.search.constants import ENOUGH, SIMPLER
 from flexsearch.search.space import Space
 from flexsearch.search.workers import Turn, Workers
-from flexsearch.simulate.delta import make_proposals
 from flexsearch.strategy import Options
 from flexsearch.topology import Topology
 from tests.proposals import propose
@@ -30,7 +29,7 @@ from tests.test_search import recurrent
 @pytest.mark.parametrize("topology", [ethernet(4), Topology.load("p100:1")], ids=lambda t: t.name)
 @settings(derandomize=True, deadline=None, max_examples=8)
 @given(seed=st.integers(0, 2**32 - 1))
-def test_the_first_of_many_proposals_that_is_fast_enough(graph: OperatorGraph, topology: Topology, seed: int) -> None:
+def test_a_proposal_is_evaluated_up_to_a_limit(graph: OperatorGraph, topology: Topology, seed: int) -> None:
     space, rng = Space(graph, topology), np.random.Generator(np.random.PCG64(seed))
     costs, options = Costs(graph, topology), Options()
     simulator = Evaluator(graph, topology, costs, options).at(space.random_plan(rng))
@@ -43,19 +42,15 @@ def test_the_first_of_many_proposals_that_is_fast_enough(graph: OperatorGraph, t
             changes.append((list(found), [simulator.templates.config(i, c) for i, c in found.items()]))
             times.append(fresh(new).time_s)
         limit = float(rng.uniform(0.95 * min(times), max(times)))
-        proposals, fast = make_proposals(changes), [k for k, seconds in enumerate(times) if seconds <= limit]
-        for k in fast:
-            assert simulator.attempt_each(proposals, limit) == times[k] and int(proposals.at[0]) == k
-            proposals.at[0] += np.uint64(1)
-            if k == len(times) - 1:
-                break
-        else:
-            assert simulator.attempt_each(proposals, limit) > limit and int(proposals.at[0]) == len(times)
-        proposals.at[0] = len(times)
-        assert simulator.attempt_each(proposals, limit) == inf and simulator.configs == have
+        fast = [k for k, seconds in enumerate(times) if seconds <= limit]
+        for k, (operators, numbers) in enumerate(changes):
+            assert simulator.attempt(operators, numbers, limit) == (times[k] if k in fast else inf)
+            assert simulator.configs == have
+            if k not in fast:
+                with pytest.raises(RuntimeError):
+                    simulator.accept()
         if fast:
-            proposals.at[0] = fast[0]
-            simulator.attempt_each(proposals, limit)
+            simulator.attempt(*changes[fast[0]], limit)
             simulator.accept()
             assert simulator.seconds == times[fast[0]] == fresh(simulator.configs).time_s
 

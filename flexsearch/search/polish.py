@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
-from math import nextafter
+from math import inf, nextafter
 
 import numpy as np
 import numpy.typing as npt
@@ -14,7 +14,7 @@ from flexsearch.search.chain import Chain
 from flexsearch.search.constants import LOOK
 from flexsearch.search.evaluate import Configs, Evaluation, Evaluator, better
 from flexsearch.search.space import Space
-from flexsearch.simulate.delta import DeltaSimulator, make_proposals
+from flexsearch.simulate.delta import DeltaSimulator
 from flexsearch.strategy import OperatorConfig
 
 U32 = npt.NDArray[np.uint32]
@@ -92,17 +92,12 @@ class _Descent:
     def step(self, changes: Iterator[tuple[U32, U32]]) -> bool | None:
         """Try changes; take the first that is better. Whether there was one; None if there are no more proposals."""
         while some := list(islice(changes, min(LOOK, self.proposals - self.tried))):
-            proposals, first = make_proposals(some), 0
-            while first < len(some):
-                seconds = self.simulator.attempt_each(proposals, self._limit())
-                at = int(proposals.at[0])
-                fast = at < len(some)
-                self.tried += at - first + fast
-                if fast and (taken := self._take(*some[at], seconds)) is not None:
+            for operators, numbers in some:
+                self.tried += 1
+                seconds = self.simulator.attempt(operators, numbers, self._limit())
+                if seconds < inf and (taken := self._take(operators, numbers, seconds)) is not None:
                     self.look(self.tried, taken)
                     return True
-                first = at + fast
-                proposals.at[0] = first
             self.look(self.tried, None)
         return None if self.tried >= self.proposals else False
 

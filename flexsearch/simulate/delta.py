@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from math import floor, inf
-from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -36,15 +35,6 @@ _drop = direct(drop)
 _missing_memory = direct(missing_memory)
 
 Configs = Sequence[OperatorConfig]
-
-
-class Proposals(NamedTuple):
-    """The operators and configs (by number) of proposal k end at ``end[k]``. ``at``: (1,) the next one."""
-
-    operator: npt.NDArray[np.uint32]
-    config: npt.NDArray[np.uint32]
-    end: npt.NDArray[np.uint64]
-    at: npt.NDArray[np.uint64]
 
 
 class DeltaSimulator:
@@ -93,24 +83,14 @@ class DeltaSimulator:
         return self.attempt(list(numbers), list(numbers.values()))
 
     def attempt(self, operators: Numbers, numbers: Numbers, limit: float = inf) -> float:
-        """As ``propose``, with configs by number. Infinity if the time is above ``limit`` (s)."""
-        return self.attempt_each(make_proposals([(operators, numbers)]), limit)
-
-    def attempt_each(self, proposals: Proposals, limit: float) -> float:
-        """Iteration time (s) of the first of the proposals, from number ``at[0]`` on, that takes at most ``limit`` (s):
-        ``accept`` or ``reject`` it. ``at[0]`` becomes its number. If all take more, ``at[0]`` becomes their number, and
-        the time is infinity."""
-        most, ticks = ticks_of(limit), LATE
-        while (at := int(proposals.at[0])) < len(proposals.end):
-            self._clean()
-            of = slice(int(proposals.end[at - 1]) if at else 0, int(proposals.end[at]))
-            self.rows.ask(proposals.operator[of], proposals.config[of])
-            ticks = self._attempt(most)
-            self.proposed += 1
-            if ticks <= most:
-                break
-            proposals.at[0] += np.uint64(1)
-        self._pending = int(proposals.at[0]) < len(proposals.end)
+        """As ``propose``, with configs by number. Infinity if the time is above ``limit`` (s): then there is nothing
+        to accept."""
+        self._clean()
+        self.rows.ask(operators, numbers)
+        most = ticks_of(limit)
+        ticks = self._attempt(most)
+        self.proposed += 1
+        self._pending = ticks <= most
         self._seconds = ticks * TICK if self._pending else inf
         return self._seconds
 
@@ -205,12 +185,3 @@ class DeltaSimulator:
 def ticks_of(seconds: float) -> int:
     """The largest number of ticks that takes at most so many seconds."""
     return LATE if seconds >= LATE * TICK else floor(seconds / TICK)
-
-
-def make_proposals(changes: Sequence[tuple[Numbers, Numbers]]) -> Proposals:
-    """Proposals (at least one): the operators of each, and the numbers of their new configs."""
-    operators, numbers = zip(*changes, strict=True)
-    return Proposals(
-        operator=np.concatenate(operators).astype(np.uint32), config=np.concatenate(numbers).astype(np.uint32),
-        end=np.cumsum([len(of) for of in operators], dtype=np.uint64), at=np.zeros(1, np.uint64),
-    )  # fmt: skip
