@@ -263,7 +263,6 @@ def test_a_trace_tells_every_task_once_on_its_device(trick: Lowered) -> None:
     assert all((e["pid"], e["tid"]) in named and (e["pid"], None) in named for e in slices)
 
 
-@pytest.mark.xfail(reason="a communication that takes turns on a link is drawn from its first turn to its last")
 def test_slices_of_a_row_do_not_overlap(data_parallel: Lowered) -> None:
     by_row: dict[tuple[int, int], list[tuple[float, float]]] = {}
     for e in chrome_trace(data_parallel, simulate(data_parallel))["traceEvents"]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,7 @@ from flexsearch.lower import Lowered, TaskKind
 from flexsearch.output import write
 from flexsearch.report.words import task_words, treatment
 from flexsearch.simulate import Simulation
+from flexsearch.simulate.critical import turns
 
 Event = dict[str, Any]
 _CATEGORY = {
@@ -41,13 +42,14 @@ def chrome_trace(
             events += _process(2 * d + 2, f"{title}: measured", {0: "compute"})
     names = {r: x.name for r, x in enumerate(topology.resources) if simulation.link_bytes[r]}
     events += _process(links, "links: predicted" if known else "links", names)
+    taken = turns(lowered.tasks)
     for task, device in enumerate(lowered.tasks.device):
         if device >= 0:
             events.append(_compute(lowered, task, 2 * device + 1, simulation.start[task], simulation.end[task]))
             if task in known:
                 events.append(_compute(lowered, task, 2 * device + 2, *known[task]))
         else:
-            events += _on_links(lowered, simulation, task, links)
+            events += _on_links(lowered, task, taken[task], links)
     events += _arrows(lowered, simulation, links)
     if known:
         events += _measured_communication(lowered, known, seen)
@@ -115,17 +117,21 @@ def _communication_args(lowered: Lowered, task: int) -> Event:
     }  # fmt: skip
 
 
-def _on_links(lowered: Lowered, simulation: Simulation, task: int, pid: int) -> list[Event]:
-    """A communication on every link it keeps busy."""
-    start, args = float(simulation.start[task]), _communication_args(lowered, task)
+def _on_links(lowered: Lowered, task: int, taken: Sequence[tuple[float, float]], pid: int) -> list[Event]:
+    """A communication on every link it keeps busy, in each of its turns."""
     communication = lowered.tasks.communication[task]
     if communication is None:
         return []
-    carried = dict(communication.transfer.link_bytes)
+    args, carried = _communication_args(lowered, task), dict(communication.transfer.link_bytes)
     return [
-        _slice(lowered, task, pid, r, start, start + busy, args | {"link_bytes": carried.get(r, 0)})
-        for r, busy in communication.transfer.links
-    ]
+        _slice(
+            lowered, task, pid, r, begin, begin + min(lowered.tasks.turn[task], busy - done),
+            args | {"link_bytes": carried.get(r, 0)},
+        )
+        for begin, done in taken
+        for r, busy in lowered.tasks.links[task]
+        if busy > done
+    ]  # fmt: skip
 
 
 def _arrows(lowered: Lowered, simulation: Simulation, pid: int) -> list[Event]:

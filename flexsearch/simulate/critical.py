@@ -89,6 +89,18 @@ def critical_path(tasks: TaskGraph) -> tuple[Step, ...]:
     return tuple(_joined(steps[::-1]))
 
 
+def turns(tasks: TaskGraph) -> dict[int, list[tuple[float, float]]]:
+    """When each communication got its links: at the beginning of each of its turns (s), and how much of it (s) the
+    turns before had done. One that does not share its links has a single turn."""
+    replay, found = _Replay(tasks), dict[int, list[tuple[float, float]]]()
+    replay.run()
+    moments = replay.moments
+    for task, begin, moves, done in zip(moments.task, moments.begin, moments.moves, moments.done, strict=True):
+        if tasks.device[task] < 0 and not moves:
+            found.setdefault(task, []).append((begin, done))
+    return found
+
+
 def _joined(steps: Sequence[Step]) -> list[Step]:
     """A task's turns that nothing came between as one step."""
     joined: list[Step] = []
