@@ -15,7 +15,7 @@ from flexsearch.errors import FlexsearchError, StrategyError
 from flexsearch.graph import OperatorGraph
 from flexsearch.lower import Lowering
 from flexsearch.lower.rows import BACKWARD, FORWARD, GATHER, SYNCHRONISE, UPDATE
-from flexsearch.lower.schedule import ORDERS, Stages, actions, make_blocks
+from flexsearch.lower.schedule import Stages, actions, make_blocks
 from flexsearch.runtime.program import compile_program
 from flexsearch.simulate.delta import DeltaSimulator
 from flexsearch.strategy import OperatorConfig, Options
@@ -26,6 +26,9 @@ from tests.test_baselines import cnn, mlp, transformer
 from tests.test_delta import TOPOLOGIES, dags, normed, tied
 
 GRAPHS = {"mlp": mlp, "cnn": cnn, "transformer": lambda: transformer(layers=1), "norm": normed, "tied": tied}
+
+
+KINDS = ("gpipe", "1f1b", "interleaved-1f1b")
 
 
 def words(rows: Any) -> list[str]:
@@ -49,7 +52,7 @@ def test_orders_of_actions(order: Any, held: list[list[int]], microbatches: int,
     assert words(actions(order, held, microbatches)) == expected
 
 
-@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize("order", KINDS)
 @pytest.mark.parametrize("groups", [1, 2, 3, 4])
 @pytest.mark.parametrize("each", [1, 2, 3])
 @pytest.mark.parametrize("microbatches", [1, 2, 4, 12])
@@ -126,7 +129,7 @@ def test_blocks_of_several_stages(graph: str) -> None:
 @st.composite
 def staged(draw: st.DrawFn, graph: OperatorGraph, devices: int) -> tuple[Stages, tuple[OperatorConfig, ...]]:
     """A random cut into stages with configs on their devices."""
-    order = draw(st.sampled_from(ORDERS))
+    order = draw(st.sampled_from(KINDS))
     groups = draw(st.integers(1, min(devices, 3)))
     each = draw(st.integers(1, 2)) if order != "1f1b" else 1
     count = min(groups * each, len(graph.operators))

@@ -16,17 +16,15 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Final, Literal, NamedTuple, get_args
+from typing import Final, Literal, NamedTuple
 
 import numpy as np
 
 from flexsearch.errors import FlexsearchError
 from flexsearch.graph import OperatorGraph
 from flexsearch.lower.rows import BACKWARD, FORWARD, GATHER, SYNCHRONISE, UPDATE, Schedule
+from flexsearch.strategy.stage import ScheduleKind
 
-Order = Literal["gpipe", "1f1b", "interleaved-1f1b"]
-"""In which order a device runs the actions of its stages."""
-ORDERS: Final[tuple[Order, ...]] = get_args(Order)
 NOBODY: Final = -1
 """In the place of a bucket: none."""
 
@@ -34,13 +32,13 @@ NOBODY: Final = -1
 @dataclass(frozen=True)
 class Stages:
     """How a step is cut. ``first``: the operator that each stage begins with, ascending from 0; ``devices``: of each
-    stage; several stages on one device take turns there. The batch is cut into ``microbatches``, which the stages run
-    in an ``order``."""
+    stage; several stages on one device take turns there. The batch is cut into ``microbatches``; ``kind``: of the
+    schedule by which they pass through the stages."""
 
     first: tuple[int, ...]
     devices: tuple[tuple[int, ...], ...]
     microbatches: int = 1
-    order: Order = "1f1b"
+    kind: ScheduleKind = "1f1b"
 
     def __post_init__(self) -> None:
         if not self.first or self.first[0] != 0 or list(self.first) != sorted(set(self.first)):
@@ -86,22 +84,26 @@ class Action(NamedTuple):
 # ---- actions
 
 
-def actions(order: Order, held: Sequence[Sequence[int]], microbatches: int) -> list[list[Action]]:
+def actions(kind: ScheduleKind, held: Sequence[Sequence[int]], microbatches: int) -> list[list[Action]]:
     """What each group of devices runs. ``held``: the stages of each group, ascending; groups in the order of their
     first stage.
 
-    Raises FlexsearchError where an order does not fit: in ``1f1b`` the stages of a group follow each other;
+    Raises FlexsearchError where a schedule does not fit: in ``1f1b`` the stages of a group follow each other;
     ``interleaved-1f1b`` needs equally many stages on each group, dealt out in turn, and microbatches in whole rounds.
     """
-    if order == "gpipe" or microbatches == 1:
+    if kind == "gpipe" or microbatches == 1:
         return [_gpipe(row, microbatches) for row in held]
+    if kind == "zero-bubble":
+        raise FlexsearchError(
+            "zero-bubble splits backward passes in two, which plans cannot say", "Use gpipe, 1f1b or interleaved-1f1b."
+        )
     stages = 1 + max(stage for row in held for stage in row)
     if sum(map(len, held)) != stages:
         raise FlexsearchError(
-            f"{order} cannot run stages that share a part of their devices",
+            f"{kind} cannot run stages that share a part of their devices",
             "Give stages that share a device the same devices, or use gpipe.",
         )
-    if order == "1f1b":
+    if kind == "1f1b":
         if any(row[-1] - row[0] + 1 != len(row) for row in held):
             raise FlexsearchError(
                 f"1f1b cannot run the stages {[list(row) for row in held]}",
@@ -352,7 +354,7 @@ def make_schedule(blocks: Blocks, stages: Stages, devices: int) -> Schedule:
         held.setdefault(row, []).append(d)
     groups = sorted(row for row in held if row)
     plans: dict[tuple[int, ...], list[tuple[range, int]]] = {(): []}
-    for row, plan in zip(groups, actions(stages.order, groups, stages.microbatches), strict=True):
+    for row, plan in zip(groups, actions(stages.kind, groups, stages.microbatches), strict=True):
         middle = [((blocks.forward if a.kind == "F" else blocks.backward)[a.stage], a.microbatch) for a in plan]
         plans[row] = _joined([(blocks.before, 0), *middle, (blocks.after, 0)])
     numbers = {row: g for g, row in enumerate(plans)}
