@@ -301,4 +301,8 @@ def _refused(file: str) -> str:
 def test_a_mistake_of_the_user_ends_a_called_run_with_its_message_alone(tmp_path: Path) -> None:
     arguments = {"strategy": str(tmp_path / "none.json"), "model": SPEC}
     with pytest.raises(FileFormatError, match=r"^cannot read strategy file"):
-        call("flexsearch.runtime.train:train_here", arguments, 1)
+        call("tests.test_run:_train_as_told", arguments, 1)
+
+
+def _train_as_told(**arguments: Any) -> dict[str, Any]:
+    return train(**arguments).summary()

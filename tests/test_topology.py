@@ -287,13 +287,6 @@ def test_communication_takes_the_figures_of_its_backend_unless_given() -> None:
     assert Communication(backend="nccl", overhead_s=0.0).overhead_s == 0
 
 
-def test_devices_are_found_by_name() -> None:
-    t = Topology.load("p100")
-    assert t.device_index("node2/gpu1") == 9
-    with pytest.raises(TopologyError, match=r'no device "node2/gpu9".*did you mean.*"node2/gpu'):
-        t.device_index("node2/gpu9")
-
-
 @pytest.mark.parametrize(("i", "j"), [(0, 4), (-1, 0), (4, 4)])
 def test_a_route_of_an_unknown_device_is_an_error(i: int, j: int) -> None:
     with pytest.raises(TopologyError, match="4 devices are numbered from 0"):

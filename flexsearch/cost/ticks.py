@@ -12,8 +12,6 @@ from flexsearch.compiled import lean
 
 TICK: Final = 2.0**-40
 """Seconds."""
-EXACT_S: Final = 2.0**53 * TICK
-"""Up to so many seconds, sums are exact."""
 
 
 @lean

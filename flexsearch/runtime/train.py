@@ -125,15 +125,6 @@ def train(
     return Training(tuple(done), predicted, lowered, simulation, timeline)
 
 
-def train_here(**arguments: Any) -> dict[str, Any]:
-    """``train`` with JSON in and out, for ``launch.call``; leaves the process group. ``arguments`` as for ``train``."""
-    try:
-        return train(**arguments).summary()
-    finally:
-        if dist.is_initialized():
-            dist.destroy_process_group()
-
-
 def _timed(parallel: Parallel, step: Callable[[], Tensor], number: int) -> Step:
     dist.barrier()
     began = time.perf_counter()

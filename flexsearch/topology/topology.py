@@ -131,13 +131,6 @@ class Topology(files.FileModel):
         number = {host: k for k, host in enumerate(self.hosts)}
         return np.array([number[d.host] for d in self.devices], np.uint32)
 
-    def device_index(self, name: str) -> int:
-        """Index of the device called ``name``; TopologyError if there is none."""
-        index = self._device_indices.get(name)
-        if index is None:
-            raise TopologyError(f'topology {self.name} has no device "{name}"{_hint(name, self._device_indices)}')
-        return index
-
     def subset(self, devices: Sequence[int]) -> Topology:
         """The topology of these device indices, in this order, with the links that lie on routes between them.
 
@@ -208,10 +201,6 @@ class Topology(files.FileModel):
             hops[link.a, link.b] = index[there], link
             hops[link.b, link.a] = index[back[0] if back else there], link
         return hops
-
-    @cached_property
-    def _device_indices(self) -> dict[str, int]:
-        return {d.name: k for k, d in enumerate(self.devices)}
 
     def _check_index(self, index: int) -> None:
         if not 0 <= index < len(self.devices):
