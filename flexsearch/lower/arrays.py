@@ -51,9 +51,7 @@ class Pools(NamedTuple):
     config_split: U32  # its pieces without their devices
     config_mesh: U32
     entry_device: U32
-    entry_forward_s: F64
-    entry_backward_s: F64
-    entry_forward: I64  # as ``entry_forward_s``, in ticks
+    entry_forward: I64  # ticks
     entry_backward: I64
     layout: U32
     reshard_first: U32

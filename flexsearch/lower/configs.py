@@ -11,7 +11,6 @@ from typing import Any
 import numpy as np
 
 from flexsearch.compiled import ONE, TWO, U32, ZERO, lean
-from flexsearch.cost.ticks import TICK
 from flexsearch.lower.change import Change, miss
 from flexsearch.lower.interned import intern_layout, intern_mesh
 from flexsearch.lower.keys import CONFIG, DERIVED, LIKE, MISSING, NEAREST, OVER, find, is_full, put
@@ -84,8 +83,6 @@ def _compute(tables: TemplateTables, number: Any, split: Any, mesh: Any, count: 
         row = cost + np.uint64(tables.kind[device]) * count + k
         pools.entry_device[at + k] = device
         pools.entry_forward[at + k], pools.entry_backward[at + k] = splits.forward[row], splits.backward[row]
-        pools.entry_forward_s[at + k] = np.float64(splits.forward[row]) * TICK
-        pools.entry_backward_s[at + k] = np.float64(splits.backward[row]) * TICK
     used.entries[0] = at + count
 
 

@@ -37,7 +37,7 @@ _fill = direct(fill)
 _plan_all = direct(plan_all)
 
 _TYPES: dict[str, Any] = {
-    "config_shard": np.uint8, "entry_forward_s": np.float64, "entry_backward_s": np.float64, "duration": np.float64,
+    "config_shard": np.uint8, "duration": np.float64,
     "start": np.float64, "amount": np.uint64, "link_s": np.float64, "link_load": np.float64, "drag_s": np.float64,
     "drag_load": np.float64, "form": np.uint8, "turn": np.int64, "key_form": np.uint8, "key_group": np.uint8,
     "store_bytes": np.uint64,
