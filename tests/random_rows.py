@@ -97,8 +97,10 @@ class Case:
     segment: list[int] = field(default_factory=list)
 
 
-def make_case(seed: int, microbatches: int | None = None, blocks: int | None = None) -> Case:
-    """``blocks``: operators of each stage."""
+def make_case(
+    seed: int, microbatches: int | None = None, blocks: int | None = None, scale: int | None = None
+) -> Case:
+    """``blocks``: operators of each stage. ``scale``: ticks of the longest rows."""
     r = random.Random(seed)
     devices, stages = r.randint(1, 8), r.randint(1, 3)
     devices = max(devices, stages)
@@ -156,7 +158,7 @@ def make_case(seed: int, microbatches: int | None = None, blocks: int | None = N
         microbatch=np.array([a[2] for a in flat], np.uint32), microbatches=np.array([microbatches], np.uint32),
     )  # fmt: skip
     links = r.randint(1, 4)
-    scale = r.choice((1, 3, 50, 10**6))
+    scale = scale or r.choice((1, 3, 50, 10**6))
     processors = [r.randrange(max(1, devices // 2)) if r.random() < 0.5 else d for d in range(devices)]
     shared = {p for p in processors if processors.count(p) > 1}
     turn = [max(1, scale // 3) if processors[d] in shared and r.random() < 0.7 else NEVER for d in range(devices)]

@@ -151,7 +151,7 @@ class _Definition:
             for device in member.what.senders:
                 after.update(before.get((purpose, member.key), {}).get(device, ()))
         decisive = tuple((r, seconds) for r, seconds in cost.links if self.lowered.topology.decisive[r])
-        turn = self.turn(one.form, [r for r, _ in decisive])
+        turn = self.turn(one.form, decisive)
         task = self.tasks.communicate(what, sorted(after), cost.duration_s, decisive, cost.drag, turn)
         for member in members:
             arrived = self.arrived.setdefault((purpose, member.key), {})
@@ -166,11 +166,12 @@ class _Definition:
         start_s = max(x.start_s for x in exchanges)
         return pricing.transfer(one.form, [message for x in exchanges for message in x.messages], start_s)
 
-    def turn(self, form: str, links: Sequence[int]) -> float:
-        """An all-reduce lets others on its links go first after so many bytes on the slowest of them."""
+    def turn(self, form: str, links: Sequence[tuple[int, float]]) -> float:
+        """An all-reduce lets others on its links go first after so many bytes on the slowest of them, or a 4096th."""
         topology = self.lowered.topology
         nbytes = topology.communication.turn_bytes if form == "all_reduce" and links else None
         if nbytes is None:
             return inf
-        slowest = min(topology.resources[r].bandwidth for r in links)
-        return round(topology.communication.factors[form] * nbytes / slowest / TICK) * TICK
+        slowest = min(topology.resources[r].bandwidth for r, _ in links)
+        usual = round(topology.communication.factors[form] * nbytes / slowest / TICK)
+        return max(usual, round(max(seconds for _, seconds in links) / TICK) // 4096 + 1) * TICK

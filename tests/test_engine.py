@@ -8,8 +8,9 @@ from typing import Any
 import numpy as np
 import pytest
 
+from flexsearch.cost.ticks import FOREVER
 from flexsearch.errors import FlexsearchError
-from flexsearch.lower.rows import ISSUE, WAIT, Segments
+from flexsearch.lower.rows import COMPUTE, ISSUE, NEVER, WAIT, Segments
 from flexsearch.simulate.engine import LATE, Engine
 from flexsearch.simulate.engine_state import State
 from tests.engine_oracle import Simulation
@@ -50,7 +51,7 @@ class Walk:
     """Proposals to the plan of a case, accepted or rejected at random."""
 
     def __init__(self, case: Case, engine: Engine) -> None:
-        self.case, self.engine, self.segment = case, engine, list(case.segment)
+        self.case, self.engine, self.segment, self.most = case, engine, list(case.segment), LATE
         self.makespan = engine.run(case.arena.segments(), numbers(self.segment))
 
     def propose(self, limits: bool = True) -> tuple[int, int, int]:
@@ -61,7 +62,7 @@ class Walk:
             proposed[b] = case.arena.add(block)
         segments = case.arena.segments()
         expected = oracle(case, segments, numbers(proposed)).makespan
-        limit = case.random.choice((LATE, self.makespan, int(self.makespan * 1.02))) if limits else LATE
+        limit = case.random.choice((self.most, self.makespan, int(self.makespan * 1.02))) if limits else self.most
         ticks = self.engine.propose(segments, numbers(proposed), numbers(list(change)), limit)
         if ticks != LATE and case.random.random() < 0.5:
             self.engine.accept()
@@ -171,6 +172,68 @@ def test_a_deadlock_is_reported() -> None:
         break
     else:
         pytest.fail("no case fits")
+
+
+# ---- long durations
+
+
+@pytest.mark.parametrize("seed", range(100))
+def test_times_near_the_end_of_the_range_are_exact_or_late(seed: int) -> None:
+    case = make_case(6000 + seed, blocks=3, scale=(2**40, 2**52, 2**57, FOREVER)[seed % 4])
+    segments, segment = case.arena.segments(), numbers(case.segment)
+    engine = Engine(case.schedule, case.machine, room=4)
+    if oracle(case, segments, segment).makespan >= FOREVER:
+        for run in (engine.run, engine.times):
+            with pytest.raises(FlexsearchError, match="24 days, which is too long to be simulated"):
+                run(segments, segment)
+        assert engine.run(segments, segment, FOREVER) == LATE
+        return
+    walk = Walk(case, engine)
+    walk.most = FOREVER
+    for _ in range(10):
+        ticks, expected, limit = walk.propose()
+        assert ticks == (expected if expected <= limit and expected < FOREVER else LATE)
+
+
+def test_a_proposal_that_takes_too_long_is_late_under_a_limit_and_refused_without() -> None:
+    case = make_case(1, microbatches=1, blocks=3)
+    walk = Walk(case, Engine(case.schedule, case.machine))
+    d = next(d for d, row in enumerate(case.blocks[-1].steps) if row)
+    case.blocks[-1].steps[d].append((COMPUTE, len(case.blocks) - 1, 99, FOREVER))
+    changed, walk.segment[-1] = numbers([len(case.blocks) - 1]), case.arena.add(case.blocks[-1])
+    segments, segment = case.arena.segments(), numbers(walk.segment)
+    assert walk.engine.propose(segments, segment, changed, FOREVER) == LATE
+    with pytest.raises(FlexsearchError, match="too long to be simulated"):
+        walk.engine.propose(segments, segment, changed)
+    walk.engine.reject()
+    assert walk.engine.propose(segments, numbers(case.segment), changed) == walk.makespan
+
+
+def test_no_jump_goes_beyond_the_longest_plan() -> None:
+    jumped = late = 0
+    for seed in range(60):
+        case = make_case(2000 + seed, microbatches=100, blocks=3, scale=2**(51 + seed % 3))
+        segments, segment = case.arena.segments(), numbers(case.segment)
+        engine, expected = Engine(case.schedule, case.machine), oracle(case, segments, segment).makespan
+        assert engine.run(segments, segment, FOREVER) == (expected if expected < FOREVER else LATE)
+        jumped += engine.state.fold.jumped[0] > 0
+        late += expected >= FOREVER
+    assert jumped > 20 and late > 5
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_long_waits_between_short_steps_take_no_time(seed: int) -> None:
+    """Horizons that follow from how much is computed, or from how long the first microbatches took, are no guide."""
+    case = make_case(7000 + seed, microbatches=8, blocks=3, scale=1)
+    for b, block in enumerate(case.blocks):
+        for c in block.communications:
+            c.ticks += 2**50
+            c.links, c.turn = [(link, 2**50 + ticks) for link, ticks in c.links], NEVER
+        case.segment[b] = case.arena.add(block)
+    walk = Walk(case, Engine(case.schedule, case.machine))
+    for _ in range(5):
+        ticks, expected, limit = walk.propose()
+        assert ticks == (expected if expected <= limit else LATE)
 
 
 # ---- the comparisons above can fail

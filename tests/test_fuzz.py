@@ -57,8 +57,8 @@ SIGNED = (
 """Parts of the names of numbers that may be negative: differences."""
 LATER = (
     "no plan was found that fits", "cannot be computed as the graph says", "to be measured, this machine",
-    "which shares its processor", "has no operator", "is too large", "makes no sense", "was made for",
-    "the profile was measured on",
+    "which shares its processor", "has no operator", "is too large", "too long to be simulated", "makes no sense",
+    "was made for", "the profile was measured on",
     "baseline", "pin ", "none of these operators", "inputs are not those", "no config for", "unknown operators",
 )  # fmt: skip
 """Refusals that are about two files, or a file and an option, and need not name a field."""

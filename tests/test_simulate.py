@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from flexsearch.cost import Costs
 from flexsearch.cost.ticks import TICK, task_seconds
+from flexsearch.errors import FlexsearchError
 from flexsearch.graph import Axis, Operator, OperatorGraph, Tensor
 from flexsearch.graph.notation import instantiate
 from flexsearch.graph.ops import Saved, kind_of
@@ -20,6 +21,7 @@ from flexsearch.lower.schedule import Stages
 from flexsearch.simulate import Memory, makespan, over_memory, simulate
 from flexsearch.simulate.memory import spans_of
 from flexsearch.strategy import Options, Strategy, make_config
+from flexsearch.strategy.baselines import baseline
 from flexsearch.topology import Topology
 from tests import engine_oracle
 from tests.random_strategies import strategies
@@ -313,3 +315,28 @@ def test_activations_kept_for_the_backward_are_those_that_autograd_saves(name: s
     last = 2 * (len(lowered.weights) + len(lowered.graph.operators)) - 1  # blocks of gathers stand before the forward's
     spans = [s for s in spans_of(lowered) if s.part == "activations" and s.first <= last < s.last]
     assert sum(s.nbytes for s in spans) == pytest.approx(sum(saved.values()), rel=0.1)
+
+
+@pytest.mark.parametrize(
+    "slow, remedy",
+    (("memory_bandwidth", "overhead_s of device 0, and the times of its profile"), ("bandwidth", "latency_s")),
+)
+def test_a_step_of_more_than_24_days_is_refused(slow: str, remedy: str) -> None:
+    """Its ticks would not fit an int64."""
+    graph = mlp(widths=(4096, 4096), inputs=4096)
+    fields = Topology.load("ethernet-1g:2").model_dump()
+    for row in fields["devices" if slow == "memory_bandwidth" else "links"]:
+        row[slow] = 1.0
+    topology = Topology(**fields)
+    plans = {name: baseline(name, graph, topology) for name in ("data-parallel", "single")}
+    refused = {name for name, plan in plans.items() if _is_endless(graph, plan, topology, remedy)}
+    assert refused == ({"data-parallel", "single"} if slow == "memory_bandwidth" else {"data-parallel"})
+
+
+def _is_endless(graph: OperatorGraph, plan: Strategy, topology: Topology, remedy: str) -> bool:
+    try:
+        makespan(lower(graph, plan, topology, Costs(graph, topology)))
+    except FlexsearchError as error:
+        assert "24 days, which is too long to be simulated" in error.message and remedy in error.remedy
+        return True
+    return False

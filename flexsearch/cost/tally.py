@@ -19,6 +19,8 @@ from flexsearch.topology.routes import RouteTable, first_piece, second_piece
 
 NEVER: Any = np.iinfo(np.int64).max
 """Ticks of a turn that does not end."""
+MOST_TURNS: Any = np.int64(4096)
+"""Of one communication: each is simulated, and finer ones would change nothing that matters."""
 
 
 @packed
@@ -82,9 +84,10 @@ class Loads(NamedTuple):
 
 
 @lean
-def turn_of(rates: Rates, form: Any, links: U32, first: Any, last: Any) -> Any:
+def turn_of(rates: Rates, form: Any, links: U32, first: Any, last: Any, longest_s: Any) -> Any:
     """Ticks after which a communication on ``links[first:last]`` lets others on these go first: until so many bytes
-    have crossed the slowest; ``NEVER``: it does not.
+    have crossed the slowest; ``NEVER``: it does not. ``longest_s``: for so long it keeps its busiest link busy, s; no
+    more than ``MOST_TURNS`` are made of that.
 
     gloo: an all-reduce has connections of its own, which share a link with those of others by turns. Messages between
     two devices share one connection: the first in is the first out. (Measured, ``benchmarks/link_sharing.py``.) NCCL:
@@ -94,7 +97,8 @@ def turn_of(rates: Rates, form: Any, links: U32, first: Any, last: Any) -> Any:
         slowest = rates.bandwidth[np.uint64(links[first])]
         for k in range(first, last):
             slowest = min(slowest, rates.bandwidth[np.uint64(links[k])])
-        ticks = np.int64(link_seconds(rates.factor[form], rates.turn_bytes[form], slowest) / TICK)
+        seconds = link_seconds(rates.factor[form], rates.turn_bytes[form], slowest)
+        ticks = max(np.int64(seconds / TICK), np.int64(longest_s / TICK) // MOST_TURNS + 1)
     return ticks
 
 

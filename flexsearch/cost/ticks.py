@@ -12,15 +12,18 @@ from flexsearch.compiled import lean
 
 TICK: Final = 2.0**-40
 """Seconds."""
+FOREVER: Final = 2**61
+"""Ticks (24 days): what takes longer counts as so long, and a plan that takes so long is not simulated to its end. Sums
+of a few such durations are below 2^63."""
 
 
 @lean
 def whole(seconds: Any) -> Any:
-    """The nearest whole number of ticks, in seconds."""
-    return np.rint(seconds / TICK) * TICK
+    """The nearest whole number of ticks, at most ``FOREVER``, in seconds."""
+    return min(np.rint(seconds / TICK), float(FOREVER)) * TICK
 
 
 def task_seconds(seconds: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
     """As ``whole``, of many, and at least one tick: so a device that has computed anything is not at time 0."""
-    found: npt.NDArray[np.float64] = np.maximum(np.rint(seconds / TICK), 1.0) * TICK
+    found: npt.NDArray[np.float64] = np.clip(np.rint(seconds / TICK), 1.0, float(FOREVER)) * TICK
     return found

@@ -228,8 +228,10 @@ def _group(
     open_communication(segments, filled, draft, touched, resources, devices)
     if draft.full[0] == 1:
         return
+    longest = 0.0
     for j in range(touched):
         r = np.uint64(groups.touched[j])
+        longest = max(longest, groups.load[r])
         add_link(segments, filled, r, ticks_of(groups.load[r]))
     for j in range(merge_drags(program, pools, groups, phase, g)):
         r = np.uint64(groups.touched[j])
@@ -241,5 +243,5 @@ def _group(
     close(segments, filled, c, ticks_of(seconds))
     segments.turn[c] = turn_of(
         program.rates, np.uint64(pools.key_form[np.uint64(groups.key[phase, g])]), segments.link,
-        np.uint64(segments.link_first[c]), np.uint64(segments.link_last[c]),
+        np.uint64(segments.link_first[c]), np.uint64(segments.link_last[c]), longest,
     )  # fmt: skip

@@ -42,17 +42,18 @@ def append(desk: Desk, rates: Rates, decisive: U8, pools: Pools, size: U64) -> A
         for k in range(_begin(end, RECEIVE, x), np.uint64(end[RECEIVE, x])):
             pools.receive[size[RECEIVE]] = rows.receive[k]
             size[RECEIVE] += ONE
-        pools.receive_last[at], pools.link_first[at] = size[RECEIVE], size[LINK]
+        pools.receive_last[at], pools.link_first[at], longest = size[RECEIVE], size[LINK], 0.0
         for k in range(_begin(end, LINK, x), np.uint64(end[LINK, x])):
             if decisive[np.uint64(loads.link[k])] == 1:
                 to = size[LINK]
                 pools.link[to], pools.link_s[to] = loads.link[k], loads.link_s[k]
-                pools.link_load[to] = loads.link_load[k]
+                pools.link_load[to], longest = loads.link_load[k], max(longest, loads.link_s[k])
                 least = min(loads.link_s[k], rows.duration[x]) if rows.linear[x] == 1 else 0.0
                 pools.link_ticks[to] = np.int64(least / TICK)
                 size[LINK] += ONE
         pools.link_last[at], pools.drag_first[at] = size[LINK], size[DRAG]
-        pools.turn[at] = turn_of(rates, rows.form[x], pools.link, np.uint64(pools.link_first[at]), size[LINK])
+        begin = np.uint64(pools.link_first[at])
+        pools.turn[at] = turn_of(rates, rows.form[x], pools.link, begin, size[LINK], longest)
         for k in range(_begin(end, DRAG, x), np.uint64(end[DRAG, x])):
             to = size[DRAG]
             pools.drag[to], pools.drag_s[to], pools.drag_load[to] = loads.drag[k], loads.drag_s[k], loads.drag_load[k]

@@ -15,7 +15,7 @@ import numpy as np
 from flexsearch.compiled import I64, ONE, TWO, U8, U32, U64, ZERO, lean
 from flexsearch.cost.collectives import ALL_REDUCE, price_collective
 from flexsearch.cost.tally import Rates
-from flexsearch.cost.ticks import TICK
+from flexsearch.cost.ticks import FOREVER, TICK
 from flexsearch.lower.desk import (
     ERROR,
     FIRST,
@@ -128,7 +128,7 @@ def _seconds(rows: Exchanges, first: Any, last: Any) -> Any:
         end = np.uint64(rows.end[LINK, last - ONE])
         for k in range(begin, end):
             r = np.uint64(loads.link[k])
-            load[r] += np.int64(loads.link_s[k] / TICK)
+            load[r] = min(load[r] + np.int64(loads.link_s[k] / TICK), FOREVER)  # or many might exceed an int64
             slowest = max(slowest, np.float64(load[r]) * TICK)
         for k in range(begin, end):
             load[np.uint64(loads.link[k])] = 0

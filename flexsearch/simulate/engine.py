@@ -16,6 +16,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from flexsearch.compiled import I64, U32, U64
+from flexsearch.cost.ticks import FOREVER, TICK
 from flexsearch.direct import direct
 from flexsearch.errors import FlexsearchError
 from flexsearch.lower.rows import BACKWARD, COMPUTE, FORWARD, GATHER, SYNCHRONISE, Machine, Schedule, Segments
@@ -62,11 +63,12 @@ class Engine:
 
     def run(self, segments: Segments, segment_of_block: U32, limit: int = LATE) -> int:
         """Makespan (ticks) of a plan, which becomes the plan at hand; LATE if it is certainly above ``limit`` (ticks),
-        and then there is none. Raises FlexsearchError where devices wait for what nothing starts."""
+        and then there is none. Raises FlexsearchError where devices wait for what nothing starts, and without a limit
+        where it is ``FOREVER``."""
         self._acceptable = False
         while (ticks := int(_simulate(self.state, segments, segment_of_block, np.int64(limit)))) == -ROOM:
             self._grow(segments, segment_of_block)
-        self._check(ticks, self.state)
+        self._check(ticks, self.state, limit)
         return ticks
 
     def propose(self, segments: Segments, segment_of_block: U32, changed: U32, limit: int = LATE) -> int:
@@ -76,7 +78,7 @@ class Engine:
         numbers = segments, segment_of_block, changed, np.uint64(len(changed)), np.int64(limit)
         while (ticks := int(_propose(self.state, *numbers))) == -ROOM:
             self.make_room(segments, segment_of_block)
-        self._check(ticks, self.state)
+        self._check(ticks, self.state, limit)
         self._acceptable = ticks < LATE
         return ticks
 
@@ -121,7 +123,7 @@ class Engine:
             if ticks != -ROOM:
                 break
             room *= 2
-        self._check(ticks, state)
+        self._check(ticks, state, LATE)
         return Times(
             record.computation_first, state.first,
             *(column.reshape(microbatches, -1) for column in (record.begin, record.finish, record.start, record.end)),
@@ -138,8 +140,17 @@ class Engine:
             capacity = np.maximum(capacity, np.minimum(2 * self.state.capacity, capacity.max()))
         self.state = make_state(self.schedule, self.machine, capacity.astype(np.uint64), self._room, self._fold)
 
-    def _check(self, ticks: int, state: State) -> None:
+    def _check(self, ticks: int, state: State, limit: int) -> None:
         """Raise FlexsearchError if a run could not go on."""
+        if ticks == LATE == limit:
+            busy = state.kept.new_compute  # a sum beyond an int64 may be negative
+            endless = np.flatnonzero((busy < 0) | (busy >= FOREVER))
+            raise FlexsearchError(
+                f"a step takes more than {FOREVER * TICK / 86400:.0f} days, which is too long to be simulated",
+                f"Check memory_bandwidth, flops and overhead_s of device {endless[0]}, and the times of its profile."
+                if len(endless)
+                else "Check bandwidth, latency_s and overhead_s of the topology's links, communication and devices.",
+            )
         if ticks == -MALFORMED:
             raise FlexsearchError(
                 "a communication is issued more often than it says",

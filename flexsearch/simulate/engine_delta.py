@@ -13,14 +13,17 @@ from typing import Any, Final
 import numpy as np
 
 from flexsearch.compiled import ONE, U32, ZERO, lean
+from flexsearch.cost.ticks import FOREVER
 from flexsearch.lower.rows import COMPUTE, NEVER, Segments
 from flexsearch.simulate.engine_fold import consider_fold, start_fold
-from flexsearch.simulate.engine_run import enter, is_late, is_over, run_to
+from flexsearch.simulate.engine_run import enter, is_late, is_over, next_tick, run_to
 from flexsearch.simulate.engine_state import DONE, ROOM, RUNNING, WINDOWS, State
 from flexsearch.simulate.snapshots import copy, forget_pending, is_same, load, save
 
 LATE: Final = NEVER
-"""In the place of a makespan: it is certain that it is above the limit."""
+"""In the place of a makespan: it is certain that it is above the limit, or at least ``FOREVER``."""
+_MOST: Any = np.int64(FOREVER - 1)
+"""Ticks of the longest plan."""
 _WINDOWS: Any = np.uint64(WINDOWS)
 _STALE: Any = np.uint64(128)
 """After so many accepted proposals, or when the makespan is an eighth longer or shorter, the windows are made anew: by
@@ -92,7 +95,7 @@ def _begin(state: State) -> None:
 def simulate(state: State, segments: Segments, segment_of_block: U32, limit: Any) -> Any:
     """Run a plan from the beginning. Returns its makespan (ticks), LATE, or minus what the trouble is. Nothing is kept
     of it, and nothing of the plan before it."""
-    kept = state.kept
+    kept, limit = state.kept, min(limit, _MOST)
     kept.new_compute[:] = 0
     kept.new_carry[:] = 0
     kept.visit_window[:] = 0
@@ -113,6 +116,8 @@ def simulate(state: State, segments: Segments, segment_of_block: U32, limit: Any
     copy(kept.total_carry, kept.new_carry)
     _begin(state)
     result = _run_window(state, segments, NEVER, chunk, limit)
+    if result == 0 and state.latest[0] > _MOST:
+        result = np.int64(LATE)
     if result == 0:
         kept.makespan[0] = result = state.latest[0]
     return result
@@ -137,31 +142,31 @@ def _begin_again(state: State) -> None:
 @lean
 def _run_window(state: State, segments: Segments, end: Any, chunk: Any, limit: Any) -> Any:
     """Run until a tick of the plan at hand, shifted as the reference device is; NEVER: until all is done. Returns 0,
-    LATE, or minus what the trouble is."""
+    LATE, or minus what the trouble is. Something happens before each stop, or a long wait would take many."""
     while True:
         until = np.int64(NEVER)
         if end != NEVER:
-            until = max(state.now[0], end + state.shift[0])
+            until = min(max(state.now[0], end + state.shift[0]), np.int64(FOREVER))
         if state.now[0] >= until:
             return np.int64(0)
-        stop = min(until, state.now[0] + chunk)
+        stop = min(until, max(state.now[0] + chunk, next_tick(state) + 1), FOREVER)
         if state.fold.enabled[0]:
             stop = min(stop, state.fold.due[0])
         run_to(state, segments, stop)
         if state.trouble[0] > 0:
             return -np.int64(state.trouble[0])
-        if limit < LATE and is_late(state, limit):
+        if is_late(state, limit):
             return np.int64(LATE)
         over = is_over(state)
         if state.trouble[0] > 0:
             return -np.int64(state.trouble[0])
-        if over and end == NEVER:
-            return np.int64(0)
+        if end == NEVER and (over or stop == FOREVER):
+            return np.int64(0) if over else np.int64(LATE)
         if over:
             chunk, state.fold.due[0] = until, NEVER
         else:
             state.shift[0] += consider_fold(state)
-        chunk += chunk >> 4
+        chunk = min(chunk + (chunk >> 4) + 1, FOREVER)
 
 
 # ---- windows
@@ -269,17 +274,18 @@ def propose(state: State, segments: Segments, segment_of_block: U32, changed: U3
     copy(kept.new_compute, kept.total_compute)
     copy(kept.new_carry, kept.total_carry)
     while True:  # at most twice: there may be no snapshots yet
-        starts, first, forbidden, most = kept.valid[0] == 0, ZERO, (ONE << _WINDOWS) - ONE, np.int64(NEVER)
+        starts, first, forbidden, most = kept.valid[0] == 0, ZERO, (ONE << _WINDOWS) - ONE, _MOST
         if starts:
             _begin_again(state)
         else:
-            forbidden, most = _change(state, segments, segment_of_block, changed, np.uint64(count)), np.int64(limit)
+            forbidden = _change(state, segments, segment_of_block, changed, np.uint64(count))
+            most = min(np.int64(limit), _MOST)
             if state.trouble[0] > 0:
                 return -np.int64(state.trouble[0])
             while first < _WINDOWS and (forbidden >> first) & ONE == ZERO:
                 first += ONE
             _go_back(state, first)
-            if first < _WINDOWS and most < LATE and is_late(state, most):
+            if first < _WINDOWS and is_late(state, most):
                 return np.int64(LATE)
         result = _go_through(state, segments, first, forbidden, starts, most)
         if not starts or result < 0:

@@ -11,7 +11,9 @@ from typing import Any, Final
 import numpy as np
 
 from flexsearch.compiled import ONE, ZERO, lean
+from flexsearch.cost.ticks import FOREVER
 from flexsearch.lower.rows import NEVER, Schedule
+from flexsearch.simulate.engine_run import next_tick
 from flexsearch.simulate.engine_state import COMPUTING, DONE, ENDED, WAITING, WINDOWS, State
 from flexsearch.simulate.snapshots import copy, is_same, later, save, shift_pending
 
@@ -37,9 +39,10 @@ def consider_fold(state: State) -> Any:
     if fold.enabled[0] == 0 or state.now[0] < fold.due[0] < NEVER:
         return ticks
     if fold.due[0] == state.now[0] and is_same(state, ZERO, _MARK, fold.lag[0]):
-        periods = _periods(state)
+        period = state.now[0] - fold.base[0]
+        periods = min(_periods(state), np.uint64((FOREVER - state.now[0]) // period))
         if periods > ZERO:
-            ticks = np.int64(periods) * (state.now[0] - fold.base[0])
+            ticks = np.int64(periods) * period
             _jump(state, periods, ticks)
     _mark(state)
     return ticks
@@ -56,7 +59,7 @@ def _mark(state: State) -> None:
     if before == action:
         return
     period = fold.begun[action] - fold.begun[before]
-    if period <= 0:
+    if period <= 0 or next_tick(state) >= state.now[0] + period:  # nothing that happens comes again by then
         return
     fold.tries[0] += ONE
     fold.base[0], fold.due[0], fold.log[0] = state.now[0], state.now[0] + period, state.logged[0]

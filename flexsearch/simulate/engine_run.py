@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 
 from flexsearch.compiled import ONE, ZERO, lean
+from flexsearch.cost.ticks import FOREVER
 from flexsearch.lower.rows import COMPUTE, WAIT, Segments
 from flexsearch.simulate.engine_queue import (
     COMMUNICATION,
@@ -206,7 +207,7 @@ def serve(state: State, segments: Segments) -> None:
     if turned == 0:
         for k in range(np.uint64(segments.drag_first[row]), np.uint64(segments.drag_last[row])):
             r = np.uint64(segments.drag[k])
-            state.free[r] = max(state.free[r], ready) + segments.drag_ticks[k]
+            state.free[r] = min(max(state.free[r], ready), FOREVER) + segments.drag_ticks[k]
     begin, again = _keep_links(state, segments, row, ready, turned)
     if state.record.enabled[0] and turned == 0:
         state.record.start[item] = begin
@@ -235,6 +236,7 @@ def _keep_links(state: State, segments: Segments, row: Any, ready: Any, turned: 
     for k in range(first, last):
         begin = max(begin, state.free[np.uint64(segments.link[k])])
         longest = max(longest, segments.link_ticks[k])
+    begin = min(begin, FOREVER)  # too late for the plan to be of interest, and no sum exceeds an int64
     again = longest - turned > turn
     for k in range(first, last):
         r, left = np.uint64(segments.link[k]), segments.link_ticks[k] - turned
@@ -276,7 +278,7 @@ def _wake(state: State, d: Any, clock: Any) -> None:
 def _serve_computation(state: State, ready: Any, identity: Any, d: Any) -> None:
     """A computation of a contended processor: whole, or a turn of it."""
     devices, r = state.devices, np.uint64(state.machine.processor[d])
-    begin = max(ready, state.free[r])
+    begin = min(max(ready, state.free[r]), FOREVER)
     if state.record.enabled[0] and state.record.begin[_computation(state, identity)] < 0:
         state.record.begin[_computation(state, identity)] = begin
     state.kept.new_touched[block_of(identity)] |= ONE << state.window[0]
@@ -335,6 +337,18 @@ def _sweep(state: State, horizon: Any) -> None:
             state.slot[place] = count
         count += ONE
     state.pending_count[0] = count
+
+
+@lean
+def next_tick(state: State) -> Any:
+    """When something happens next; FOREVER if nothing does before."""
+    tick = np.int64(FOREVER)
+    if state.queue.size[0] > ZERO:
+        tick = min(tick, state.queue.ready[0])
+    for d in range(np.uint64(state.devices.clock.shape[0])):
+        if state.devices.status[d] == RUNNING:
+            tick = min(tick, state.devices.clock[d])
+    return tick
 
 
 @lean
