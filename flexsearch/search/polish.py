@@ -10,6 +10,7 @@ from math import inf, nextafter
 import numpy as np
 import numpy.typing as npt
 
+from flexsearch.lower.templates import Templates
 from flexsearch.search.chain import Chain
 from flexsearch.search.constants import LOOK
 from flexsearch.search.evaluate import Configs, Evaluation, Evaluator, better
@@ -43,6 +44,8 @@ class Polish:
         self.evaluate, self.space, self.chain = evaluate, space, chain
         self.classes: tuple[Subject, ...] = (*space.classes, *space.loose_classes, *space.alternating)
         self._numbers: dict[tuple[Subject, OperatorConfig], tuple[U32, U32]] = {}
+        self._led: dict[tuple[int, OperatorConfig], int] = {}
+        """Number of a config of an operator, or of any that is like it."""
 
     def descend(
         self, configs: Configs, now: Evaluation, proposals: int, classes_only: bool, look: Look, gain: float = 0.0
@@ -69,13 +72,19 @@ class Polish:
         for config in self.space.alternatives(subject[0], configs):
             change = self._numbers.get((subject, config))
             if change is None:
-                number = simulator.templates.config
-                led = [number(operator, self.space.fix(operator, config)) for operator in subject]
+                led = [self._number(simulator.templates, operator, config) for operator in subject]
                 change = self._numbers[subject, config] = self.chain.follow(simulator, subject, led)
             yield change
             operators, numbers = change
             if len(subject) == 1 and len(operators) > 1:
                 yield operators[:1], numbers[:1]
+
+    def _number(self, templates: Templates, operator: int, config: OperatorConfig) -> int:
+        """Number of the allowed config that is nearest to ``config``."""
+        key = templates.alike[operator], config
+        if (number := self._led.get(key)) is None:
+            number = self._led[key] = templates.config(operator, self.space.fix(operator, config))
+        return number
 
 
 class _Descent:

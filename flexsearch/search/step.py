@@ -22,15 +22,13 @@ import numpy as np
 from flexsearch.compiled import F64, ONE, U32, U64, ZERO, inlined, lean
 from flexsearch.cost.ticks import TICK
 from flexsearch.lower.arrays import State
-from flexsearch.lower.describe import DONE as DESCRIBED
-from flexsearch.lower.describe import FULL, LACKING, Plan, drop, keep, rewire, write
-from flexsearch.lower.describe import LATE as TOO_MUCH
-from flexsearch.lower.fill import ALL, fill
+from flexsearch.lower.describe import FULL, LACKING, Plan, drop, keep
 from flexsearch.lower.tables import TemplateTables
 from flexsearch.packed import packed
 from flexsearch.search.moves import UNIFORMS, Draws, Moves, draw
 from flexsearch.simulate.account import Account, missing_memory
-from flexsearch.simulate.engine_delta import LATE, accept, propose, reject
+from flexsearch.simulate.attempt import attempt
+from flexsearch.simulate.engine_delta import LATE, accept, reject
 from flexsearch.simulate.engine_state import State as Engine
 from flexsearch.simulate.lifetimes import Sources
 
@@ -104,22 +102,10 @@ def advance(
         if not draw(moves, draws, plan.state.config, tables, plan.change):
             return ASK
         most = threshold(draws, schedule, chain) / TICK
-        limit, ticks = np.int64(most) if most < float(LATE) else np.int64(LATE), np.int64(LATE)
-        status = rewire(plan, limit)
-        while status == LACKING and fill(tables, plan.wiring, plan.program, plan.proposed, plan.change) == ALL:
-            drop(plan)
-            status = rewire(plan, limit)
-        if status == DESCRIBED:
-            status = write(plan)
-        if status == LACKING:
-            return ASK
-        if status == FULL:
-            return NO_ROWS
-        if status != TOO_MUCH:
-            change = plan.change
-            ticks = propose(engine, plan.segments, plan.new_segment, change.block, change.blocks[0], limit)
+        limit = np.int64(most) if most < float(LATE) else np.int64(LATE)
+        ticks = attempt(plan, engine, tables, limit)
         if ticks < 0:
-            return ENGINE
+            return ASK if ticks == -LACKING else NO_ROWS if ticks == -FULL else ENGINE
         info.seconds[0] = float(ticks) * TICK if ticks != LATE else np.inf
         slow = info.seconds[0] > threshold(draws, schedule, chain)
         info.shortfall[0] = 0.0 if slow else missing_memory(account, sources, plan.proposed, False)

@@ -18,18 +18,21 @@ from flexsearch.cost.ticks import TICK
 from flexsearch.direct import direct
 from flexsearch.graph import OperatorGraph
 from flexsearch.lower import Lowering
-from flexsearch.lower.describe import DONE, drop, keep
-from flexsearch.lower.describe import LATE as TOO_MUCH
+from flexsearch.lower.describe import drop, keep
 from flexsearch.lower.plan import Numbers, PlanRows
 from flexsearch.lower.schedule import Stages
 from flexsearch.lower.templates import Templates
 from flexsearch.simulate.account import missing_memory
+from flexsearch.simulate.attempt import ENGINE, attempt
 from flexsearch.simulate.engine import LATE, Engine, Times
+from flexsearch.simulate.engine_delta import accept
 from flexsearch.simulate.lifetimes import Sources
 from flexsearch.simulate.units import make_account
 from flexsearch.strategy import OperatorConfig, Options
 from flexsearch.topology import Topology
 
+_attempt = direct(attempt)
+_accept = direct(accept)
 _keep = direct(keep)
 _drop = direct(drop)
 _missing_memory = direct(missing_memory)
@@ -98,11 +101,12 @@ class DeltaSimulator:
         """Ticks of what was asked for; LATE if they are above ``limit``."""
         while True:
             self._dirty = True
-            if (status := self.rows.describe(limit)) == TOO_MUCH:
-                return LATE
-            if status == DONE:
+            ticks = int(_attempt(self.rows.plan, self.engine.state, self.templates.tables, np.int64(limit)))
+            if ticks >= 0:
+                return ticks
+            if ticks == -ENGINE:
                 return self.run_again(limit)
-            self.go_on(status)
+            self.go_on(-ticks)
 
     def run_again(self, limit: int = LATE) -> int:
         """Ticks of the proposal whose rows have been written; LATE if they are above ``limit``. The engine gets the
@@ -153,7 +157,7 @@ class DeltaSimulator:
             raise RuntimeError("nothing has been proposed since the last accept, reject or times")
         self._pending = self._dirty = False
         _keep(self.rows.plan)
-        self.engine.accept()
+        _accept(self.engine.state)
         self.seconds = self._seconds
 
     def reject(self) -> None:
