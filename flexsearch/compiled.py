@@ -26,6 +26,8 @@ import numba
 import numpy as np
 import numpy.typing as npt
 
+from flexsearch.linking import program
+
 F = TypeVar("F", bound=Callable[..., Any])
 U8 = npt.NDArray[np.uint8]
 U32 = npt.NDArray[np.uint32]
@@ -49,7 +51,7 @@ def _digest() -> str:
     own = Path(__file__)
     for path in sorted(own.parent.rglob("*.py")):
         source = path.read_bytes()
-        if b"flexsearch.compiled" in source or path in (own, own.with_name("packed.py")):
+        if b"flexsearch.compiled" in source or path in (own, own.with_name("packed.py"), own.with_name("linking.py")):
             digest.update(source)
     return digest.hexdigest()[:16]
 
@@ -123,16 +125,29 @@ def is_warm() -> bool:
 
 
 def _jit(function: Callable[..., Any], **options: bool) -> Any:
-    """``numba.njit``, kept in our folder. The user's own functions are kept wherever numba keeps them."""
-    make: Any = numba.njit
-    if (place := folder) is None or getattr(numba.config, "DISABLE_JIT", False):
-        return make(nogil=True, **options)(function)
+    """A function of our program, or, with an unknown numba, ``numba.njit``; kept in our folder."""
+    options = {"nogil": True, **options}
+    if program is not None:
+        made = program(function, options)
+        _keep(made.entry)
+    else:
+        make: Any = numba.njit
+        made = make(**options)(function)
+        if hasattr(made, "overloads"):  # else compiling is off
+            _keep(made)
+    return made
+
+
+def _keep(dispatcher: Any) -> None:
+    """Keep what a dispatcher compiles in our folder. The user's own functions are kept wherever numba keeps them."""
+    if (place := folder) is None:
+        return
     ours = {"CACHE_DIR": str(place), "CACHE_LOCATOR_CLASSES": ""}
     before = {name: getattr(numba.config, name) for name in ours if hasattr(numba.config, name)}
     try:
         for name in before:
             setattr(numba.config, name, ours[name])
-        dispatcher = make(nogil=True, cache=True, **options)(function)
+        dispatcher.enable_caching()
     finally:
         for name, value in before.items():
             setattr(numba.config, name, value)
@@ -148,7 +163,6 @@ def _jit(function: Callable[..., Any], **options: bool) -> Any:
             save(signature, data)
 
     cache.save_overload = save_alone
-    return dispatcher
 
 
 def compiled(function: F) -> F:

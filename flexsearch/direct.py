@@ -19,7 +19,9 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 def direct(function: F) -> F:
     """A compiled function, to be called from Python."""
-    return cast(F, _Direct(function) if hasattr(function, "overloads") else function)  # else compiling is off
+    if not hasattr(function, "overloads"):  # compiling is off
+        return function
+    return cast(F, _Direct(getattr(function, "entry", function)))
 
 
 class _Direct:

@@ -1,0 +1,176 @@
+"""Functions compiled as one program: what compiled functions call is compiled into them, once, and nowhere else.
+
+``numba.njit`` makes a finished program of every function: it links all that the function calls, directly and indirectly,
+optimises that and makes machine code of it, again and again on every level of calls. Of our functions only a few are
+called from Python. The others are only translated to LLVM's language here; what is called from Python, an *entry*, links
+all that it needs, is optimised once, and is all that is kept on disk.
+
+This is the only module that uses parts of numba that are not public. They were read in the versions ``KNOWN``; with any
+other numba ``program`` is None, and ``flexsearch.compiled`` falls back to ``numba.njit``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any, Final
+
+import numba
+
+KNOWN: Final = ((0, 68),)
+"""Versions of numba whose inner workings are those that this module relies on."""
+
+
+def _supported() -> bool:
+    return tuple(numba.version_info[:2]) in KNOWN and not getattr(numba.config, "DISABLE_JIT", False)
+
+
+def _define() -> Callable[..., Any]:
+    """All that inherits from inner classes of numba: none of them is touched with a numba that is not known."""
+    from llvmlite import binding as llvm
+    from numba.core.codegen import JITCodeLibrary
+    from numba.core.compiler import CompilerBase, DefaultPassBuilder, compile_result
+    from numba.core.compiler_machinery import register_pass
+    from numba.core.dispatcher import _FunctionCompiler
+    from numba.core.registry import CPUDispatcher
+    from numba.core.typed_passes import NativeLowering
+
+    class Part(JITCodeLibrary):  # type: ignore[misc]
+        """LLVM code of one function, for entries to link. It is never optimised or made machine code by itself."""
+
+        def add_llvm_module(self, ll_module: Any) -> None:
+            self._final_module.link_in(ll_module)
+
+        def finalize(self) -> None:
+            self._raise_if_finalized()
+            _hide(self._final_module, llvm.Linkage.external, "linkonce_odr")
+            self._finalized = True
+
+        def _get_module_for_linking(self) -> Any:
+            """For a library of numba's own kind, which links what it calls directly: all that this calls, too."""
+            self._ensure_finalized()
+            if self._shared_module is None:
+                self._shared_module = self._final_module.clone()
+                for library in _below(self):
+                    self._shared_module.link_in(_own_module(library), preserve=True)
+            return self._shared_module
+
+    class Whole(JITCodeLibrary):  # type: ignore[misc]
+        """Code of an entry and of all that it calls."""
+
+        counts_references = False
+
+        def add_llvm_module(self, ll_module: Any) -> None:
+            self._final_module.link_in(ll_module)
+
+        def finalize(self) -> None:
+            for library in _below(self):
+                self._reload_init.update(library._reload_init)
+                self._final_module.link_in(_own_module(library), preserve=True)
+            self._linking_libraries.clear()
+            super().finalize()
+
+        def _optimize_final_module(self) -> None:
+            """numba optimises cheaply first, to drop needless counting of references, and then in full."""
+            if self.counts_references:
+                super()._optimize_final_module()
+            else:
+                passes, builder = self._codegen._module_pass_manager()
+                passes.run(self._final_module, builder)
+
+    def _hide(module: Any, linkage: Any, instead: str) -> None:
+        for function in module.functions:
+            if not function.is_declaration and function.linkage == linkage:
+                function.linkage = instead
+
+    def _own_module(library: Any) -> Any:
+        return library._final_module if isinstance(library, Part) else library._get_module_for_linking()
+
+    def _below(library: Any) -> Iterator[Any]:
+        """All that a library needs, each once."""
+        seen = {library}
+        waiting = [library]
+        while waiting:
+            for other in waiting.pop()._linking_libraries:
+                if other not in seen:
+                    seen.add(other)
+                    yield other
+                    if isinstance(other, Part):
+                        waiting.append(other)
+
+    @register_pass(mutates_CFG=True, analysis_only=False)
+    class LowerOnly(NativeLowering):  # type: ignore[misc]
+        _name = "flexsearch_lower_only"
+
+        def run_pass(self, state: Any) -> bool:
+            """Translate to LLVM's language; make no machine code, nor what calls it from Python or C."""
+            state.library = Part(state.targetctx.codegen(), state.func_id.func_qualname)
+            state.flags.no_compile = state.flags.no_cpython_wrapper = state.flags.no_cfunc_wrapper = True
+            super().run_pass(state)
+            key = state.cr.fndesc  # what numba finds the code of a call by; else it is the machine code's entry
+            state.targetctx.insert_user_function(key, state.cr.fndesc, [state.library])
+            state.cr = state.cr._replace(cfunc=key)
+            return True
+
+    class Pipeline(CompilerBase):  # type: ignore[misc]
+        def define_pipelines(self) -> list[Any]:
+            passes = DefaultPassBuilder.define_nopython_pipeline(self.state)
+            passes.passes = [
+                (LowerOnly, text) if which is NativeLowering else (which, text) for which, text in passes.passes
+            ]
+            passes._finalized = False
+            passes.finalize()
+            return [passes]
+
+    class EntryCompiler(_FunctionCompiler):  # type: ignore[misc]
+        """Makes an entry of a function that was translated."""
+
+        inner: Any
+
+        def _compile_core(self, args: Any, return_type: Any) -> Any:
+            self.inner.compile(args)
+            part = self.inner.overloads[tuple(args)]
+            context = part.target_context
+            library = Whole(context.codegen(), part.library.name)
+            library.counts_references = context.enable_nrt
+            library.enable_object_caching()
+            library.add_linking_library(part.library)
+            with context.push_code_library(library):
+                context.create_cpython_wrapper(library, part.fndesc, part.environment, part.call_helper, True)
+            entry_point = context.get_executable(library, part.fndesc, part.environment)
+            whole = part._asdict() | {"library": library, "entry_point": entry_point}
+            whole |= {"reload_init": list(library._reload_init), "metadata": {}}
+            result = compile_result(**whole)
+            for environment in result._find_referenced_environments():
+                library.codegen.set_env(environment.env_name, environment)
+            return result
+
+    class Inner(CPUDispatcher):  # type: ignore[misc]
+        """A function as other compiled functions see it. Called from Python, it calls its entry."""
+
+        def __init__(self, py_func: Any, locals: Any = None, targetoptions: Any = None) -> None:
+            super().__init__(py_func, locals, targetoptions, Pipeline)
+            self.entry = CPUDispatcher(py_func, locals, targetoptions)
+            compiler = EntryCompiler(py_func, self.targetdescr, targetoptions, self.locals, Pipeline)
+            compiler.inner = self
+            self.entry._compiler = compiler
+
+        def __call__(self, *args: Any, **kws: Any) -> Any:
+            return self.entry(*args, **kws)
+
+        def add_overload(self, cres: Any) -> None:
+            self.overloads[tuple(cres.signature.args)] = cres
+
+        @property
+        def stats(self) -> Any:
+            return self.entry.stats
+
+    def program(function: Callable[..., Any], options: dict[str, Any]) -> Any:
+        """A function that may call and be called by others of the program. Its attribute ``entry`` is what Python
+        calls."""
+        return Inner(function, None, {"nopython": True, "boundscheck": None, **options})
+
+    return program
+
+
+program: Final = _define() if _supported() else None
+"""Makes a function part of the program; None: this numba is not known, or compiling is off."""
