@@ -12,7 +12,7 @@ other numba ``program`` is None, and ``flexsearch.compiled`` falls back to ``num
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import Any, Final
+from typing import Any, ClassVar, Final
 
 import numba
 
@@ -27,12 +27,30 @@ def _supported() -> bool:
 def _define() -> Callable[..., Any]:
     """All that inherits from inner classes of numba: none of them is touched with a numba that is not known."""
     from llvmlite import binding as llvm
+    from numba import types
     from numba.core.codegen import JITCodeLibrary
-    from numba.core.compiler import CompilerBase, DefaultPassBuilder, compile_result
+    from numba.core.compiler import CompilerBase, DefaultPassBuilder, Flags, compile_result
     from numba.core.compiler_machinery import register_pass
     from numba.core.dispatcher import _FunctionCompiler
     from numba.core.registry import CPUDispatcher
-    from numba.core.typed_passes import NativeLowering
+    from numba.core.targetconfig import ConfigStack
+    from numba.core.typed_passes import (
+        IRLegalization,
+        NativeLowering,
+        NoPythonBackend,
+        NopythonTypeInference,
+        PreLowerStripPhis,
+    )
+    from numba.core.typing import Context as TypingContext
+    from numba.core.untyped_passes import (
+        DeadBranchPrune,
+        FixupArgs,
+        GenericRewrites,
+        IRProcessing,
+        ReconstructSSA,
+        RewriteSemanticConstants,
+        TranslateByteCode,
+    )
 
     class Part(JITCodeLibrary):  # type: ignore[misc]
         """LLVM code of one function, for entries to link. It is never optimised or made machine code by itself."""
@@ -104,14 +122,59 @@ def _define() -> Callable[..., Any]:
         def run_pass(self, state: Any) -> bool:
             """Translate to LLVM's language; make no machine code, nor what calls it from Python or C."""
             state.library = Part(state.targetctx.codegen(), state.func_id.func_qualname)
-            state.flags.no_compile = state.flags.no_cpython_wrapper = state.flags.no_cfunc_wrapper = True
             super().run_pass(state)
             key = state.cr.fndesc  # what numba finds the code of a call by; else it is the machine code's entry
             state.targetctx.insert_user_function(key, state.cr.fndesc, [state.library])
             state.cr = state.cr._replace(cfunc=key)
             return True
 
+    class Resolver(TypingContext):  # type: ignore[misc]
+        """Shares all that numba knows of types, and remembers which signature of an operator fits which arguments."""
+
+        known: ClassVar[dict[Any, Any]] = {}
+
+        def __init__(self, context: Any) -> None:
+            self.__dict__ = context.__dict__
+
+        def resolve_function_type(self, func: Any, args: Any, kws: Any) -> Any:
+            if not isinstance(func, types.Function) or kws:
+                return super().resolve_function_type(func, args, kws)
+            key = func, tuple(args)
+            if (known := self.known.get(key)) is None:
+                known = self.known[key] = super().resolve_function_type(func, args, kws)
+            return known
+
+    class LeanFlags(Flags):  # type: ignore[misc]
+        """numba looks overloads up by flags, and compares two flags by all options."""
+
+        def __eq__(self, other: object) -> bool:
+            return self is other or super().__eq__(other)
+
+        def __hash__(self) -> int:
+            return same_for_all
+
+        def copy(self) -> Any:
+            return self
+
+    same_for_all = hash(Flags())
+
     class Pipeline(CompilerBase):  # type: ignore[misc]
+        """Only the passes that lean functions need, without numba's checks between them."""
+
+        def _compile_core(self) -> Any:
+            state = self.state
+            if state.flags.nrt:
+                return super()._compile_core()
+            state.typingctx = Resolver(state.typingctx)
+            analysis: dict[Any, Any] = dict.fromkeys(LEAN_PASSES, {})
+            with ConfigStack().enter(state.flags):
+                for which in LEAN_PASSES:
+                    one = which()
+                    one.analysis = analysis
+                    one.run_pass(state)
+            state.pipeline = None
+            return state.cr
+
         def define_pipelines(self) -> list[Any]:
             passes = DefaultPassBuilder.define_nopython_pipeline(self.state)
             passes.passes = [
@@ -120,6 +183,16 @@ def _define() -> Callable[..., Any]:
             passes._finalized = False
             passes.finalize()
             return [passes]
+
+    LEAN_PASSES = (
+        TranslateByteCode, FixupArgs, IRProcessing, RewriteSemanticConstants, DeadBranchPrune, GenericRewrites,
+        ReconstructSSA, DeadBranchPrune, NopythonTypeInference, PreLowerStripPhis, IRLegalization, LowerOnly, NoPythonBackend,
+    )  # fmt: skip
+
+    class PartCompiler(_FunctionCompiler):  # type: ignore[misc]
+        def _customize_flags(self, flags: Any) -> Any:
+            flags.no_compile = flags.no_cpython_wrapper = flags.no_cfunc_wrapper = True
+            return flags if flags.nrt else LeanFlags(flags)
 
     class EntryCompiler(_FunctionCompiler):  # type: ignore[misc]
         """Makes an entry of a function that was translated."""
@@ -149,6 +222,7 @@ def _define() -> Callable[..., Any]:
 
         def __init__(self, py_func: Any, locals: Any = None, targetoptions: Any = None) -> None:
             super().__init__(py_func, locals, targetoptions, Pipeline)
+            self._compiler = PartCompiler(py_func, self.targetdescr, targetoptions, self.locals, Pipeline)
             self.entry = CPUDispatcher(py_func, locals, targetoptions)
             compiler = EntryCompiler(py_func, self.targetdescr, targetoptions, self.locals, Pipeline)
             compiler.inner = self
