@@ -21,7 +21,10 @@ def direct(function: F) -> F:
     """A compiled function, to be called from Python."""
     if not hasattr(function, "overloads"):  # compiling is off
         return function
-    return cast(F, _Direct(getattr(function, "entry", function)))
+    if hasattr(function, "entry"):
+        function.is_entry = True
+        return cast(F, _Direct(function.entry))
+    return cast(F, _Direct(function))
 
 
 class _Direct:

@@ -11,13 +11,29 @@ other numba ``program`` is None, and ``flexsearch.compiled`` falls back to ``num
 
 from __future__ import annotations
 
+import hashlib
+import importlib
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any, ClassVar, Final
 
 import numba
 
 KNOWN: Final = ((0, 68),)
 """Versions of numba whose inner workings are those that this module relies on."""
+
+
+SHARED: Final = 8
+"""An entry that calls so many functions is called by other entries, too; of smaller ones each has a copy."""
+
+_all: Final[dict[tuple[str, str], Any]] = {}
+"""Functions of the program by module and name."""
+
+
+def _load(module: str, name: str, args: Any) -> None:
+    """Make an entry ready, from the disk if it is there: before others are loaded that call it."""
+    importlib.import_module(module)
+    _all[module, name].entry.compile(args)
 
 
 def _supported() -> bool:
@@ -76,14 +92,21 @@ def _define() -> Callable[..., Any]:
         """Code of an entry and of all that it calls."""
 
         counts_references = False
+        shared: Any = ()  # what is called in other entries
 
         def add_llvm_module(self, ll_module: Any) -> None:
             self._final_module.link_in(ll_module)
 
         def finalize(self) -> None:
-            for library in _below(self):
+            for library in _below(self, self.shared):
                 self._reload_init.update(library._reload_init)
                 self._final_module.link_in(_own_module(library), preserve=True)
+            own = self._linking_libraries[0]
+            for part in {*self.shared, own}:
+                function = self._final_module.get_function(part.symbol)
+                if part is not own or _is_shared(part):
+                    function.linkage = llvm.Linkage.external
+                    function.name = _shared_name(part)
             self._linking_libraries.clear()
             super().finalize()
 
@@ -103,9 +126,9 @@ def _define() -> Callable[..., Any]:
     def _own_module(library: Any) -> Any:
         return library._final_module if isinstance(library, Part) else library._get_module_for_linking()
 
-    def _below(library: Any) -> Iterator[Any]:
-        """All that a library needs, each once."""
-        seen = {library}
+    def _below(library: Any, without: Any = ()) -> Iterator[Any]:
+        """All that a library needs, each once, but for some and what only they need."""
+        seen = {library, *without}
         waiting = [library]
         while waiting:
             for other in waiting.pop()._linking_libraries:
@@ -114,6 +137,28 @@ def _define() -> Callable[..., Any]:
                     yield other
                     if isinstance(other, Part):
                         waiting.append(other)
+
+    def _is_shared(part: Any) -> bool:
+        """Whether other entries call the function in its own entry, for it is one, and calls so much that they would be
+        compiled for long with a copy of it."""
+        return part.owner.is_entry and sum(isinstance(other, Part) for other in _below(part)) >= SHARED
+
+    def _shared_name(part: Any) -> str:
+        """Of the function's machine code, the same in all processes; numba's names hold counters."""
+        text = f"{part.owner.key} {part.args}"
+        return f"flexsearch.{part.owner.key[1]}.{hashlib.sha256(text.encode()).hexdigest()[:16]}"
+
+    def _shared_below(part: Any) -> list[Any]:
+        """The shared functions that an entry calls directly or by way of what is not shared."""
+        found = []
+        seen = {part}
+        waiting = [part]
+        while waiting:
+            for other in waiting.pop()._linking_libraries:
+                if isinstance(other, Part) and other not in seen:
+                    seen.add(other)
+                    (found if _is_shared(other) else waiting).append(other)
+        return found
 
     @register_pass(mutates_CFG=True, analysis_only=False)
     class LowerOnly(NativeLowering):  # type: ignore[misc]
@@ -207,11 +252,15 @@ def _define() -> Callable[..., Any]:
             library.counts_references = context.enable_nrt
             library.enable_object_caching()
             library.add_linking_library(part.library)
+            library.shared = _shared_below(part.library)
+            needed = [partial(_load, *other.owner.key, other.args) for other in library.shared]
+            for load in needed:
+                load()
             with context.push_code_library(library):
                 context.create_cpython_wrapper(library, part.fndesc, part.environment, part.call_helper, True)
             entry_point = context.get_executable(library, part.fndesc, part.environment)
             whole = part._asdict() | {"library": library, "entry_point": entry_point}
-            whole |= {"reload_init": list(library._reload_init), "metadata": {}}
+            whole |= {"reload_init": [*library._reload_init, *needed], "metadata": {}}
             result = compile_result(**whole)
             for environment in result._find_referenced_environments():
                 library.codegen.set_env(environment.env_name, environment)
@@ -226,13 +275,19 @@ def _define() -> Callable[..., Any]:
             self.entry = CPUDispatcher(py_func, locals, targetoptions)
             compiler = EntryCompiler(py_func, self.targetdescr, targetoptions, self.locals, Pipeline)
             compiler.inner = self
+            self.is_entry = False
+            self.key = py_func.__module__, py_func.__qualname__
+            _all[self.key] = self
             self.entry._compiler = compiler
 
         def __call__(self, *args: Any, **kws: Any) -> Any:
             return self.entry(*args, **kws)
 
         def add_overload(self, cres: Any) -> None:
-            self.overloads[tuple(cres.signature.args)] = cres
+            args = tuple(cres.signature.args)
+            part = cres.library
+            part.owner, part.args, part.symbol = self, args, cres.fndesc.llvm_func_name
+            self.overloads[args] = cres
 
         @property
         def stats(self) -> Any:

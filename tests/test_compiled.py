@@ -55,7 +55,8 @@ def package(tmp_path: Path) -> Path:
     package = tmp_path / "flexsearch"
     package.mkdir()
     (package / "__init__.py").touch()
-    shutil.copy(Path(flexsearch.__file__).parent / "compiled.py", package)
+    for name in ("compiled.py", "linking.py"):
+        shutil.copy(Path(flexsearch.__file__).parent / name, package)
     (package / "caller.py").write_text(CALLER)
     (package / "called.py").write_text(CALLED.format(added=1.0, name="Pair"))
     return package
