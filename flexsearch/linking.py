@@ -48,6 +48,7 @@ def _define() -> Callable[..., Any]:
     from numba.core.compiler import CompilerBase, DefaultPassBuilder, Flags, compile_result
     from numba.core.compiler_machinery import register_pass
     from numba.core.dispatcher import _FunctionCompiler
+    from numba.core.lowering import Lower
     from numba.core.registry import CPUDispatcher
     from numba.core.targetconfig import ConfigStack
     from numba.core.typed_passes import (
@@ -67,6 +68,7 @@ def _define() -> Callable[..., Any]:
         RewriteSemanticConstants,
         TranslateByteCode,
     )
+    from numba.np.arrayobj import load_item, store_item
 
     class Part(JITCodeLibrary):  # type: ignore[misc]
         """LLVM code of one function, for entries to link. It is never optimised or made machine code by itself."""
@@ -160,9 +162,54 @@ def _define() -> Callable[..., Any]:
                     (found if _is_shared(other) else waiting).append(other)
         return found
 
+    class LeanLower(Lower):  # type: ignore[misc]
+        """Reads and writes elements of arrays in a few instructions; numba writes some fifty, most of which LLVM finds
+        to do nothing, in its own time."""
+
+        def lower_getitem(self, resty: Any, expr: Any, value: Any, index: Any, signature: Any) -> Any:
+            if (pointer := self._element(value, index)) is None:
+                return super().lower_getitem(resty, expr, value, index, signature)
+            item = load_item(self.context, self.builder, self.typeof(value.name), pointer)
+            return self.context.cast(self.builder, item, signature.return_type, resty)
+
+        def lower_setitem(self, target: Any, index: Any, value: Any, signature: Any) -> Any:
+            kind = self.typeof(value.name)
+            scalar = isinstance(kind, types.Number | types.Boolean)
+            if not scalar or (pointer := self._element(target, index)) is None:
+                return super().lower_setitem(target, index, value, signature)
+            array = self.typeof(target.name)
+            item = self.context.cast(self.builder, self.loadvar(value.name), kind, array.dtype)
+            return store_item(self.context, self.builder, array, item, pointer)
+
+        def _element(self, array: Any, index: Any) -> Any:
+            """Address of one element, if that is what the index means without a look at its sign."""
+            kind, of_index, build = self.typeof(array.name), self.typeof(index.name), self.builder
+            several = isinstance(of_index, types.BaseTuple)
+            kinds = of_index.types if several else (of_index,)
+            if not (isinstance(kind, types.Array) and kind.layout == "C" and len(kinds) == kind.ndim):
+                return None
+            if not all(isinstance(k, types.Integer) and not (k.signed and getattr(k, "literal_value", -1) < 0) for k in kinds):
+                return None
+            value, at = self.loadvar(array.name), self.loadvar(index.name)
+            model = self.context.data_model_manager[kind]
+            shape = model.get(build, value, "shape")
+            place, stride = None, None
+            for k in reversed(range(kind.ndim)):
+                step = self.context.cast(build, build.extract_value(at, k) if several else at, kinds[k], types.uintp)
+                step = step if stride is None else build.mul(step, stride)
+                place = step if place is None else build.add(step, place)
+                if k:
+                    size = build.extract_value(shape, k)
+                    stride = size if stride is None else build.mul(stride, size)
+            return build.gep(model.get(build, value, "data"), [place])
+
     @register_pass(mutates_CFG=True, analysis_only=False)
     class LowerOnly(NativeLowering):  # type: ignore[misc]
         _name = "flexsearch_lower_only"
+
+        @property
+        def lowering_class(self) -> Any:
+            return LeanLower
 
         def run_pass(self, state: Any) -> bool:
             """Translate to LLVM's language; make no machine code, nor what calls it from Python or C."""
