@@ -181,6 +181,15 @@ def inlined(function: F) -> F:
     return _first_that_works(function, {"_nrt": False, "forceinline": True}, {"_nrt": False})
 
 
+def wide(function: F) -> F:
+    """As ``lean``, for functions that make uint64 of all whole numbers that they are given: compiled functions do so when
+    they call it, and it is compiled once for all kinds of numbers."""
+    made: Any = lean(function)
+    if hasattr(made, "wide"):
+        made.wide = True
+    return cast(F, made)
+
+
 def _first_that_works(function: F, *choices: dict[str, bool]) -> F:
     for options in choices:
         try:

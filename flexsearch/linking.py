@@ -322,13 +322,18 @@ def _define() -> Callable[..., Any]:
             self.entry = CPUDispatcher(py_func, locals, targetoptions)
             compiler = EntryCompiler(py_func, self.targetdescr, targetoptions, self.locals, Pipeline)
             compiler.inner = self
-            self.is_entry = False
+            self.is_entry = self.wide = False
             self.key = py_func.__module__, py_func.__qualname__
             _all[self.key] = self
             self.entry._compiler = compiler
 
         def __call__(self, *args: Any, **kws: Any) -> Any:
             return self.entry(*args, **kws)
+
+        def get_call_template(self, args: Any, kws: Any) -> Any:
+            if self.wide:
+                args = [types.uint64 if isinstance(arg, types.Integer) else arg for arg in args]
+            return super().get_call_template(args, kws)
 
         def add_overload(self, cres: Any) -> None:
             args = tuple(cres.signature.args)
@@ -342,7 +347,7 @@ def _define() -> Callable[..., Any]:
 
     def program(function: Callable[..., Any], options: dict[str, Any]) -> Any:
         """A function that may call and be called by others of the program. Its attribute ``entry`` is what Python
-        calls."""
+        calls. If ``wide`` is set, compiled functions pass it all whole numbers as uint64."""
         return Inner(function, None, {"nopython": True, "boundscheck": None, **options})
 
     return program
