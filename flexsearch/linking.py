@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import hashlib
 import importlib
+import operator
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any, ClassVar, Final
@@ -180,6 +181,18 @@ def _define() -> Callable[..., Any]:
             array = self.typeof(target.name)
             item = self.context.cast(self.builder, self.loadvar(value.name), kind, array.dtype)
             return store_item(self.context, self.builder, array, item, pointer)
+
+        def lower_binop(self, resty: Any, expr: Any, op: Any) -> Any:
+            """Without looking for code for constant operands, which only powers have."""
+            if op in (operator.pow, operator.ipow):
+                return super().lower_binop(resty, expr, op)
+            signature = self.fndesc.calltypes[expr]
+            values = [self._cast_var(side, kind) for side, kind in zip((expr.lhs, expr.rhs), signature.args, strict=True)]
+            resolver = Resolver(self.context.typing_context)
+            of_op = resolver.resolve_value_type(op)
+            found = resolver.resolve_function_type(of_op, signature.args, {})
+            result = self.context.get_function(of_op, found)(self.builder, values)
+            return self.context.cast(self.builder, result, found.return_type, resty)
 
         def _element(self, array: Any, index: Any) -> Any:
             """Address of one element, if that is what the index means without a look at its sign."""
