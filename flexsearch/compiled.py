@@ -26,8 +26,6 @@ import numba
 import numpy as np
 import numpy.typing as npt
 
-from flexsearch.linking import program
-
 F = TypeVar("F", bound=Callable[..., Any])
 U8 = npt.NDArray[np.uint8]
 U32 = npt.NDArray[np.uint32]
@@ -40,9 +38,15 @@ ONE: Any = np.uint64(1)
 TWO: Any = np.uint64(2)
 THREE: Any = np.uint64(3)
 
+TRIED: Final = ((0, 68),)
+"""Versions of numba whose inner workings are known to be what ``linking`` relies on."""
+
 UNUSED_S: Final = 30 * 86400
 """Code of other versions is deleted when it was not used for so long: until then, two versions in turn do not compile
 anew each time."""
+
+
+_MAKERS: Final = ("compiled", "packed", "linking", "translating")
 
 
 def _digest() -> str:
@@ -51,7 +55,7 @@ def _digest() -> str:
     own = Path(__file__)
     for path in sorted(own.parent.rglob("*.py")):
         source = path.read_bytes()
-        if b"flexsearch.compiled" in source or path in (own, own.with_name("packed.py"), own.with_name("linking.py")):
+        if b"flexsearch.compiled" in source or (path.parent == own.parent and path.stem in _MAKERS):
             digest.update(source)
     return digest.hexdigest()[:16]
 
@@ -124,11 +128,25 @@ def is_warm() -> bool:
     return folder is not None and any(folder.rglob("*.nbc"))
 
 
+def _find_program() -> Callable[..., Any] | None:
+    """What makes a function part of our program; None: this numba was not tried, or compiling is off."""
+    if tuple(numba.version_info[:2]) not in TRIED or getattr(numba.config, "DISABLE_JIT", False):
+        return None
+    try:
+        from flexsearch.linking import program
+    except (ImportError, AttributeError):  # a numba that was changed
+        return None
+    return program
+
+
+_program: Final = _find_program()
+
+
 def _jit(function: Callable[..., Any], **options: bool) -> Any:
-    """A function of our program, or, with an unknown numba, ``numba.njit``; kept in our folder."""
+    """A function of our program, or, without one, ``numba.njit``; kept in our folder."""
     options = {"nogil": True, **options}
-    if program is not None:
-        made = program(function, options)
+    if _program is not None:
+        made = _program(function, options)
         _keep(made.entry)
     else:
         make: Any = numba.njit
@@ -182,8 +200,8 @@ def inlined(function: F) -> F:
 
 
 def wide(function: F) -> F:
-    """As ``lean``, for functions that make uint64 of all whole numbers that they are given: compiled functions do so when
-    they call it, and it is compiled once for all kinds of numbers."""
+    """As ``lean``, for functions that make uint64 of all whole numbers that they are given: compiled functions do that
+    when they call it, and it is compiled once for all kinds of numbers."""
     made: Any = lean(function)
     if hasattr(made, "wide"):
         made.wide = True

@@ -19,12 +19,13 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 def direct(function: F) -> F:
     """A compiled function, to be called from Python."""
-    if not hasattr(function, "overloads"):  # compiling is off
+    made: Any = function
+    if not hasattr(made, "overloads"):  # compiling is off
         return function
-    if hasattr(function, "entry"):
-        function.is_entry = True
-        return cast(F, _Direct(function.entry))
-    return cast(F, _Direct(function))
+    if hasattr(made, "entry"):
+        made.is_entry = True
+        made = made.entry
+    return cast(F, _Direct(made))
 
 
 class _Direct:
