@@ -38,9 +38,15 @@ ONE: Any = np.uint64(1)
 TWO: Any = np.uint64(2)
 THREE: Any = np.uint64(3)
 
+TRIED: Final = ((0, 68),)
+"""Versions of numba whose inner workings are known to be what ``linking`` relies on."""
+
 UNUSED_S: Final = 30 * 86400
 """Code of other versions is deleted when it was not used for so long: until then, two versions in turn do not compile
 anew each time."""
+
+
+_MAKERS: Final = ("compiled", "packed", "linking", "translating")
 
 
 def _digest() -> str:
@@ -49,7 +55,7 @@ def _digest() -> str:
     own = Path(__file__)
     for path in sorted(own.parent.rglob("*.py")):
         source = path.read_bytes()
-        if b"flexsearch.compiled" in source or path in (own, own.with_name("packed.py")):
+        if b"flexsearch.compiled" in source or (path.parent == own.parent and path.stem in _MAKERS):
             digest.update(source)
     return digest.hexdigest()[:16]
 
@@ -122,17 +128,44 @@ def is_warm() -> bool:
     return folder is not None and any(folder.rglob("*.nbc"))
 
 
+def _find_program() -> Callable[..., Any] | None:
+    """What makes a function part of our program; None: this numba was not tried, or compiling is off."""
+    if tuple(numba.version_info[:2]) not in TRIED or getattr(numba.config, "DISABLE_JIT", False):
+        return None
+    try:
+        from flexsearch.linking import program
+    except (ImportError, AttributeError):  # a numba that was changed
+        return None
+    return program
+
+
+_program: Final = _find_program()
+
+
 def _jit(function: Callable[..., Any], **options: bool) -> Any:
-    """``numba.njit``, kept in our folder. The user's own functions are kept wherever numba keeps them."""
-    make: Any = numba.njit
-    if (place := folder) is None or getattr(numba.config, "DISABLE_JIT", False):
-        return make(nogil=True, **options)(function)
+    """A function of our program, or, without one, ``numba.njit``; kept in our folder."""
+    options = {"nogil": True, **options}
+    if _program is not None:
+        made = _program(function, options)
+        _keep(made.entry)
+    else:
+        make: Any = numba.njit
+        made = make(**options)(function)
+        if hasattr(made, "overloads"):  # else compiling is off
+            _keep(made)
+    return made
+
+
+def _keep(dispatcher: Any) -> None:
+    """Keep what a dispatcher compiles in our folder. The user's own functions are kept wherever numba keeps them."""
+    if (place := folder) is None:
+        return
     ours = {"CACHE_DIR": str(place), "CACHE_LOCATOR_CLASSES": ""}
     before = {name: getattr(numba.config, name) for name in ours if hasattr(numba.config, name)}
     try:
         for name in before:
             setattr(numba.config, name, ours[name])
-        dispatcher = make(nogil=True, cache=True, **options)(function)
+        dispatcher.enable_caching()
     finally:
         for name, value in before.items():
             setattr(numba.config, name, value)
@@ -148,7 +181,6 @@ def _jit(function: Callable[..., Any], **options: bool) -> Any:
             save(signature, data)
 
     cache.save_overload = save_alone
-    return dispatcher
 
 
 def compiled(function: F) -> F:
@@ -165,6 +197,15 @@ def lean(function: F) -> F:
 def inlined(function: F) -> F:
     """As ``lean``, for functions that are small or called in one place: their code is put there, without a call."""
     return _first_that_works(function, {"_nrt": False, "forceinline": True}, {"_nrt": False})
+
+
+def wide(function: F) -> F:
+    """As ``lean``, for functions that make uint64 of all whole numbers that they are given: compiled functions do that
+    when they call it, and it is compiled once for all kinds of numbers."""
+    made: Any = lean(function)
+    if hasattr(made, "wide"):
+        made.wide = True
+    return cast(F, made)
 
 
 def _first_that_works(function: F, *choices: dict[str, bool]) -> F:

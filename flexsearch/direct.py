@@ -19,7 +19,13 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 def direct(function: F) -> F:
     """A compiled function, to be called from Python."""
-    return cast(F, _Direct(function) if hasattr(function, "overloads") else function)  # else compiling is off
+    made: Any = function
+    if not hasattr(made, "overloads"):  # compiling is off
+        return function
+    if hasattr(made, "entry"):
+        made.is_entry = True
+        made = made.entry
+    return cast(F, _Direct(made))
 
 
 class _Direct:

@@ -19,7 +19,6 @@ from numba.core import cgutils
 from numba.core.imputils import impl_ret_borrowed, lower_getattr_generic
 from numba.core.typing.templates import AttributeTemplate, infer_getattr
 from numba.extending import NativeValue, models, register_model, typeof_impl, unbox
-from numba.np.arrayobj import make_array, populate_array
 
 T = TypeVar("T", bound=tuple[Any, ...])
 
@@ -135,14 +134,14 @@ def _read(context: Any, builder: Any, typ: PackedType, block: Any, attr: str) ->
 
     if isinstance(field, PackedType):
         return word(0, context.get_value_type(field))
-    array = make_array(field)(context, builder)
-    size = context.get_value_type(types.intp)
-    populate_array(
-        array,
-        data=word(0, array.data.type),
-        shape=[word(2 + i, size) for i in range(field.ndim)],
-        strides=[word(2 + field.ndim + i, size) for i in range(field.ndim)],
-        itemsize=context.get_constant(types.intp, field.dtype.bitwidth // 8),
-        meminfo=None,
-    )
-    return impl_ret_borrowed(context, builder, field, array._getvalue())
+    # A value, not numba's structure in memory: LLVM would have to find out that it need not be there.
+    size, array = context.get_value_type(types.intp), context.data_model_manager[field]
+    item = context.get_constant(types.intp, field.dtype.bitwidth // 8)
+    value = ir.Constant(context.get_value_type(field), None)
+    value = array.set(builder, value, item, "itemsize")
+    value = array.set(builder, value, word(1, size), "nitems")
+    value = array.set(builder, value, word(0, context.get_data_type(field.dtype).as_pointer()), "data")
+    for k, name in enumerate(("shape", "strides")):
+        words = [word(2 + k * field.ndim + i, size) for i in range(field.ndim)]
+        value = array.set(builder, value, cgutils.pack_array(builder, words), name)
+    return impl_ret_borrowed(context, builder, field, value)

@@ -27,7 +27,7 @@ def twice(x):
     return twice_of(called.pair(x, x))
 
 
-twice.stats = twice_of.stats
+twice.stats = getattr(twice_of, "stats", None)
 """
 CALLED = """
 from typing import NamedTuple
@@ -47,6 +47,51 @@ pair = {name}
 def one(pair):
     return pair.a + {added}
 """
+MANY = """
+from flexsearch.compiled import lean
+from flexsearch.direct import direct
+
+
+def _step(f):
+    @lean
+    def step(values, k):
+        values[k] += 1.0
+        return f(values, k)
+
+    return step
+
+
+@lean
+def last(values, k):
+    return 2.0 * values[k]
+
+
+for _ in range(12):
+    last = _step(last)
+all_steps = last
+
+
+@lean
+def large(values, k):
+    return all_steps(values, k)
+
+
+@lean
+def outer(values, k):
+    return large(values, k) + 0.5
+
+
+by_python, by_both = direct(large), direct(outer)
+"""
+"""An entry that calls so much that another calls its machine code."""
+COUNT = """
+import numpy as np
+from numba.core import event
+with event.install_recorder("numba:compile") as compiled:
+    from flexsearch import many
+    results = [function(np.zeros(3), np.uint64(1)) for function in (many.by_both, many.by_python)]
+print(*results, sum(one.is_start for _, one in compiled.buffer))
+"""
 
 
 @pytest.fixture
@@ -55,7 +100,8 @@ def package(tmp_path: Path) -> Path:
     package = tmp_path / "flexsearch"
     package.mkdir()
     (package / "__init__.py").touch()
-    shutil.copy(Path(flexsearch.__file__).parent / "compiled.py", package)
+    for name in ("compiled.py", "direct.py", "linking.py", "translating.py"):
+        shutil.copy(Path(flexsearch.__file__).parent / name, package)
     (package / "caller.py").write_text(CALLER)
     (package / "called.py").write_text(CALLED.format(added=1.0, name="Pair"))
     return package
@@ -183,3 +229,43 @@ def test_the_users_own_functions_are_kept_where_numba_keeps_them(package: Path, 
     (tmp_path / "mine.py").write_text("import numba\n@numba.njit(cache=True)\ndef f(x):\n    return x + 1\n")
     program = "from flexsearch import caller\nimport mine\nmine.f(1); print(mine.f._cache.cache_path)"
     assert run(package, program) == str(tmp_path / "__pycache__")
+
+
+def test_what_compiled_functions_call_is_made_machine_code_and_kept_in_their_entries_alone(package: Path) -> None:
+    program = (
+        "from flexsearch import called, caller; caller.twice(1.0)\n"
+        "made = called.one.overloads.popitem()[1]\n"
+        "print(dict(called.one.entry.overloads), made.library.codegen._engine.is_symbol_defined(made.library.symbol))"
+    )
+    (package / "called.py").write_text(CALLED.format(added=1.0, name="Pair"))
+    assert run(package, program) == "{} False"
+    kept = [path.name.partition("-")[0] for path in (package.parent / "cache").rglob("*.nbc")]
+    assert kept == ["caller.twice_of"]
+
+
+def test_a_second_process_compiles_nothing(package: Path) -> None:
+    (package / "many.py").write_text(MANY)
+    first = run(package, COUNT).split()
+    assert first[:2] == ["24.5", "24.0"] and int(first[2]) > 12
+    assert run(package, COUNT) == "24.5 24.0 0"
+
+
+def test_an_entry_that_another_calls_is_made_again_when_it_is_lost(package: Path) -> None:
+    (package / "many.py").write_text(MANY)
+    run(package, COUNT)
+    lost = [path for path in (package.parent / "cache").rglob("*.nb?") if path.name.startswith("many.large-")]
+    assert len(lost) == 2
+    for path in lost:
+        path.unlink()
+    assert run(package, COUNT).startswith("24.5 24.0 ")
+
+
+@pytest.mark.parametrize("other", ["numba.version_info = (0, 1)", "numba.config.DISABLE_JIT = True"])
+def test_with_a_numba_that_was_not_tried_or_that_is_off_the_same_functions_run(package: Path, other: str) -> None:
+    (package / "many.py").write_text(MANY)
+    (package / "called.py").write_text(CALLED.format(added=1.0, name="Pair"))
+    again = f"import numba\n{other}\n"
+    assert run(package, again + "from flexsearch import caller; print(caller.twice(1.0))") == "4.0"
+    assert run(package, again + COUNT).startswith("24.5 24.0 ")
+    loaded = "import sys, flexsearch.compiled; print('flexsearch.linking' in sys.modules)"
+    assert run(package, again + loaded) == "False"

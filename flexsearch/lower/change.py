@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from flexsearch.compiled import ONE, U8, U32, U64, lean
+from flexsearch.compiled import ONE, U8, U32, U64, lean, wide
 from flexsearch.lower.arrays import NOTHING, BlockTable, Pools, State
 from flexsearch.lower.rows import BACKWARD
 from flexsearch.packed import packed
@@ -97,7 +97,7 @@ def _counts(*size: int) -> U64:
     return np.zeros(size, np.uint64)
 
 
-@lean
+@wide
 def miss(change: Change, kind: Any, a: Any, b: Any) -> None:
     """Note a key that was not found."""
     at = np.uint64(change.lacking[0])

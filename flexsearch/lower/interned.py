@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from flexsearch.compiled import I64, ONE, TWO, U32, U64, ZERO, lean
+from flexsearch.compiled import I64, ONE, TWO, U32, U64, ZERO, lean, wide
 from flexsearch.lower.keys import MISSING
 from flexsearch.packed import packed
 
@@ -71,7 +71,7 @@ class Interned(NamedTuple):
     layouts: U64
 
 
-@lean
+@wide
 def _mixed(h: Any, value: Any) -> Any:
     h = (h ^ np.uint64(value)) * _FACTOR
     return h ^ (h >> np.uint64(29))

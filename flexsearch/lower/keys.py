@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from flexsearch.compiled import ONE, TWO, U32, U64, ZERO, lean
+from flexsearch.compiled import ONE, TWO, U32, U64, ZERO, lean, wide
 from flexsearch.direct import direct
 from flexsearch.packed import packed
 
@@ -52,14 +52,14 @@ def place_of(keys: U64, key: Any) -> Any:
     return at
 
 
-@lean
+@wide
 def find(table: Table, kind: Any, a: Any, b: Any) -> Any:
     """Value of a key, or MISSING. ``kind`` has 4 bits, ``a`` 28, ``b`` 32."""
     at = place_of(table.keys, (np.uint64(kind) << np.uint64(60)) | (np.uint64(a) << np.uint64(32)) | np.uint64(b))
     return table.values[at] if table.keys[at] != ZERO else MISSING
 
 
-@lean
+@wide
 def put(table: Table, kind: Any, a: Any, b: Any, value: Any) -> None:
     """Set the value of a key. The table must not be full."""
     key = (np.uint64(kind) << np.uint64(60)) | (np.uint64(a) << np.uint64(32)) | np.uint64(b)
@@ -70,7 +70,7 @@ def put(table: Table, kind: Any, a: Any, b: Any, value: Any) -> None:
     table.values[at] = np.uint32(value)
 
 
-@lean
+@wide
 def number(table: Table, kind: Any, a: Any, b: Any) -> Any:
     """Value of a key; of a new one, how many keys there were. The table must not be full."""
     known = find(table, kind, a, b)
