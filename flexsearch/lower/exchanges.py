@@ -11,16 +11,16 @@ from flexsearch.compiled import ONE, U8, U64, ZERO, lean
 from flexsearch.cost.tally import Rates, turn_of
 from flexsearch.cost.ticks import TICK
 from flexsearch.lower.arrays import Pools
-from flexsearch.lower.desk import DRAG, FIRST, LAST, LINK, RECEIVE, SEND, Desk
+from flexsearch.lower.workspace import DRAG, FIRST, LAST, LINK, RECEIVE, SEND, Workspace
 
 
 @lean
-def append(desk: Desk, rates: Rates, decisive: U8, pools: Pools, size: U64) -> Any:
-    """Add the exchanges that lie on the desk to the pools. Links that no transfer can wait for (``Topology.decisive``)
-    are left out. ``size``: (5,) sends, receives, links, drags and exchanges there so far, which grow. False, and
-    nothing added, if there is no room."""
-    rows, loads = desk.exchanges, desk.exchanges.loads
-    first, last, end = desk.result[FIRST], desk.result[LAST], desk.exchanges.end
+def append(workspace: Workspace, rates: Rates, decisive: U8, pools: Pools, size: U64) -> Any:
+    """Add the exchanges in the workspace to the pools. Links that no transfer can wait for (``Topology.decisive``) are
+    left out. ``size``: (5,) sends, receives, links, drags and exchanges there so far, which grow. False, and nothing
+    added, if there is no room."""
+    rows, loads = workspace.exchanges, workspace.exchanges.loads
+    first, last, end = workspace.result[FIRST], workspace.result[LAST], workspace.exchanges.end
     for k in range(np.uint64(DRAG) + ONE):
         begin = np.uint64(end[k, first - ONE]) if first > ZERO else ZERO
         most = np.uint64(end[k, last - ONE]) - begin if last > first else ZERO

@@ -11,7 +11,6 @@ from flexsearch.compiled import ONE, TWO, ZERO, lean
 from flexsearch.cost.collectives import ALL_REDUCE
 from flexsearch.lower.arrays import Program, State
 from flexsearch.lower.change import Change, Wiring
-from flexsearch.lower.desk import FIRST, FULL, LAST, MIDDLE
 from flexsearch.lower.exchanges import append
 from flexsearch.lower.footprints import append_landing
 from flexsearch.lower.interned import (
@@ -40,6 +39,7 @@ from flexsearch.lower.keys import (
 from flexsearch.lower.planner import FREE, GIVEN, plan, store
 from flexsearch.lower.tables import TemplateTables
 from flexsearch.lower.wiring import need_of
+from flexsearch.lower.workspace import FIRST, FULL, LAST, MIDDLE
 
 ALL, NO_ROOM, IN_PYTHON = range(3)
 """What came of ``fill``: all was added; there was no room (then it can go on where it was); a buffer is left whose
@@ -93,7 +93,7 @@ def _request(tables: TemplateTables, kind: Any, source: Any, destination: Any, m
 def plan_all(tables: TemplateTables) -> Any:
     """Plan the reshards that are requested, from number ``size[1]`` on, and add them to the pools. False if there is no
     room for the next one: it can go on then."""
-    requests, layouts, scratch, desk = tables.requests, tables.layouts, tables.scratch, tables.desk
+    requests, layouts, scratch, workspace = tables.requests, tables.layouts, tables.scratch, tables.workspace
     while requests.size[1] < requests.size[0]:
         k = requests.size[1]
         kind, source, destination = requests.kind[k], requests.source[k], requests.destination[k]
@@ -108,10 +108,10 @@ def plan_all(tables: TemplateTables) -> Any:
         write_side(layouts, destination, b)
         if requests.mode[k] == GIVEN:
             for e in range(b.size[0]):
-                desk.groups.first[e] = scratch.first[requests.begin[k] + e]
-                desk.groups.end[e] = scratch.end[requests.begin[k] + e]
-        plan(tables.routes, tables.rates, a, b, requests.mode[k], requests.itemsize[k], desk)
-        if desk.result[FULL] == ONE or is_full(tables.keys) or not _append(tables, k, b):
+                workspace.groups.first[e] = scratch.first[requests.begin[k] + e]
+                workspace.groups.end[e] = scratch.end[requests.begin[k] + e]
+        plan(tables.routes, tables.rates, a, b, requests.mode[k], requests.itemsize[k], workspace)
+        if workspace.result[FULL] == ONE or is_full(tables.keys) or not _append(tables, k, b):
             requests.size[1] = k
             return False
         if kind > ZERO:
@@ -121,22 +121,22 @@ def plan_all(tables: TemplateTables) -> Any:
 
 @lean
 def _append(tables: TemplateTables, k: Any, destination: Side) -> Any:
-    """Add request ``k``, whose reshard to a layout is on the desk, to the pools; a gathering that moves nothing is
+    """Add request ``k``, whose reshard to a layout is in the workspace, to the pools; a gathering that moves nothing is
     template 0. False if there is no room."""
-    pools, used, desk = tables.pools, tables.used, tables.desk
+    pools, used, workspace = tables.pools, tables.used, tables.workspace
     template, first = used.reshards[0], used.exchanges[4]
-    if tables.requests.mode[k] == GIVEN and desk.result[LAST] == desk.result[FIRST]:
+    if tables.requests.mode[k] == GIVEN and workspace.result[LAST] == workspace.result[FIRST]:
         tables.requests.template[k] = 0
         return True
     if template == np.uint64(pools.reshard_first.shape[0]):
         return False
     landed = append_landing(
-        desk, destination, tables.requests.itemsize[k], tables.sums, tables.landings, template, used.landings
+        workspace, destination, tables.requests.itemsize[k], tables.sums, tables.landings, template, used.landings
     )
-    if not landed or not append(desk, tables.rates, tables.decisive, pools, used.exchanges):
+    if not landed or not append(workspace, tables.rates, tables.decisive, pools, used.exchanges):
         return False
     pools.reshard_first[template] = first
-    pools.reshard_middle[template] = first + desk.result[MIDDLE] - desk.result[FIRST]
+    pools.reshard_middle[template] = first + workspace.result[MIDDLE] - workspace.result[FIRST]
     pools.reshard_last[template] = used.exchanges[4]
     used.reshards[0] = template + ONE
     tables.requests.template[k] = template
@@ -250,20 +250,20 @@ def _join(tables: TemplateTables, edges: Any, trained: Any) -> Any:
 def _store(tables: TemplateTables, edges: Any, shard: Any) -> Any:
     """Layout in which a weight is stored; MISSING if there is no room. The entries that each wanted one is put together
     from are left in ``scratch.first`` and ``end``."""
-    layouts, scratch, desk = tables.layouts, tables.scratch, tables.desk
+    layouts, scratch, workspace = tables.layouts, tables.scratch, tables.workspace
     total = _join(tables, edges, False)
     if total == MISSING:
         return MISSING
     rank = rank_of(layouts, np.uint64(scratch.need[0]))
     box = scratch.plain_box if rank == ZERO else scratch.box
-    store(scratch.device, box, np.uint64(total), shard, desk.groups, desk.sets, desk.middle)
+    store(scratch.device, box, np.uint64(total), shard, workspace.groups, workspace.sets, workspace.middle)
     for k in range(np.uint64(total)):
-        scratch.first[k], scratch.end[k] = desk.groups.first[k], desk.groups.end[k]
-    count = desk.middle.size[0]
+        scratch.first[k], scratch.end[k] = workspace.groups.first[k], workspace.groups.end[k]
+    count = workspace.middle.size[0]
     for k in range(count):  # boxes of different groups may overlap, which must not be taken for copies
         scratch.term[k] = k
-    grid = intern_grid(layouts, desk.middle.box, scratch.term, count, rank)
-    mesh = intern_mesh(layouts, desk.middle.device, ZERO, count)
+    grid = intern_grid(layouts, workspace.middle.box, scratch.term, count, rank)
+    mesh = intern_mesh(layouts, workspace.middle.device, ZERO, count)
     if grid == MISSING or mesh == MISSING:
         return MISSING
     return intern_layout(layouts, grid, mesh)

@@ -8,7 +8,9 @@ import numpy as np
 
 from flexsearch.compiled import I64, ONE, U8, U32, U64, ZERO, lean
 from flexsearch.cost.collectives import ALL_REDUCE
-from flexsearch.lower.desk import (
+from flexsearch.lower.interned import Side
+from flexsearch.lower.traffic import NONE
+from flexsearch.lower.workspace import (
     FIRST,
     LAST,
     MIDDLE,
@@ -18,11 +20,9 @@ from flexsearch.lower.desk import (
     PHASES,
     RECEIVE,
     SEND,
-    Desk,
     Exchanges,
+    Workspace,
 )
-from flexsearch.lower.interned import Side
-from flexsearch.lower.traffic import NONE
 from flexsearch.packed import packed
 
 TAKES_PART, TAKES_PART_AGAIN, RECEIVES, ALIASED = (np.uint8(1 << k) for k in range(4))
@@ -61,26 +61,26 @@ class Sums(NamedTuple):
 
 @lean
 def append_landing(
-    desk: Desk, destination: Side, itemsize: Any, sums: Sums, landings: Landings, number: Any, size: U64
+    workspace: Workspace, destination: Side, itemsize: Any, sums: Sums, landings: Landings, number: Any, size: U64
 ) -> Any:  # fmt: skip
-    """Add what the reshard on the desk, ``number``, leaves on devices. ``size``: (1,) rows so far, which grows. False,
-    and nothing added, if there is no room."""
+    """Add what the reshard in the workspace, ``number``, leaves on devices. ``size``: (1,) rows so far, which grows.
+    False, and nothing added, if there is no room."""
     devices = np.uint64(sums.role.shape[0])
     if number == np.uint64(landings.most.shape[0]) or size[0] + devices > np.uint64(landings.device.shape[0]):
         return False
-    result, rows, arriving = desk.result, desk.exchanges, desk.sets.arriving
+    result, rows, arriving = workspace.result, workspace.exchanges, workspace.sets.arriving
     _join(rows, result[FIRST], result[MIDDLE], TAKES_PART, sums.role)
     _join(rows, result[MIDDLE], result[LAST], TAKES_PART_AGAIN, sums.role)
     if result[PHASES] == ONE:
-        _stage(desk, destination, arriving, result[MOVE_FIRST], result[MOVE_LAST], sums.staged)
+        _stage(workspace, destination, arriving, result[MOVE_FIRST], result[MOVE_LAST], sums.staged)
     else:
-        _stage(desk, desk.middle, arriving, result[MOVE_FIRST], result[MOVE_MIDDLE], sums.staged)
-        _stage(desk, destination, arriving, result[MOVE_MIDDLE], result[MOVE_LAST], sums.staged_again)
-        for k in range(desk.middle.size[0]):
-            sums.middle[np.uint64(desk.middle.device[k])] += desk.middle.volume[k]
+        _stage(workspace, workspace.middle, arriving, result[MOVE_FIRST], result[MOVE_MIDDLE], sums.staged)
+        _stage(workspace, destination, arriving, result[MOVE_MIDDLE], result[MOVE_LAST], sums.staged_again)
+        for k in range(workspace.middle.size[0]):
+            sums.middle[np.uint64(workspace.middle.device[k])] += workspace.middle.volume[k]
     for k in range(destination.size[0]):
         device = np.uint64(destination.device[k])
-        if result[PHASES] == ONE and desk.aliased[k] == 1:
+        if result[PHASES] == ONE and workspace.aliased[k] == 1:
             sums.role[device] |= ALIASED
         else:
             sums.copy[device] += destination.volume[k]
@@ -104,16 +104,17 @@ def _begin(rows: Exchanges, k: Any, x: Any) -> Any:
 
 
 @lean
-def _stage(desk: Desk, to: Side, arriving: I64, first: Any, last: Any, staged: I64) -> None:
+def _stage(workspace: Workspace, to: Side, arriving: I64, first: Any, last: Any, staged: I64) -> None:
     """Elements that moves of a phase to the layout ``to`` bring into receive buffers. An all-reduce is done in place,
     and so is what arrives whole and alone."""
-    moves = desk.moves
+    moves = workspace.moves
     for k in range(to.size[0]):
         arriving[k] = 0
     for m in range(first, last):
         arriving[np.uint64(moves.destination[m])] += 1
     for m in range(first, last):
-        if moves.exchange[m] != NONE and np.uint64(desk.exchanges.form[np.uint64(moves.exchange[m])]) != ALL_REDUCE:
+        x = np.uint64(moves.exchange[m])
+        if moves.exchange[m] != NONE and np.uint64(workspace.exchanges.form[x]) != ALL_REDUCE:
             entry = np.uint64(moves.destination[m])
             if arriving[entry] > 1 or moves.volume[m] != to.volume[entry]:
                 staged[np.uint64(to.device[entry])] += moves.volume[m]

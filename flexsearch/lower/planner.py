@@ -1,7 +1,7 @@
 """How data gets from one layout to another: every decision about communication, compiled.
 
 ``plan`` weighs the candidates that :mod:`flexsearch.lower.reshard` describes against each other, and leaves the moves
-and exchanges of the best on the desk. Entries, terms and devices are visited in ascending order, so that the same
+and exchanges of the best in the workspace. Entries, terms and devices are visited in ascending order, so that the same
 layouts always give the same plan.
 """
 
@@ -16,7 +16,9 @@ from flexsearch.compiled import I64, ONE, TWO, U8, U32, U64, ZERO, lean
 from flexsearch.cost.collectives import ALL_REDUCE, price_collective
 from flexsearch.cost.tally import Rates
 from flexsearch.cost.ticks import FOREVER, TICK
-from flexsearch.lower.desk import (
+from flexsearch.lower.interned import Side
+from flexsearch.lower.traffic import NONE, SOON, close, make_exchanges
+from flexsearch.lower.workspace import (
     ERROR,
     FIRST,
     FULL,
@@ -28,14 +30,12 @@ from flexsearch.lower.desk import (
     MOVE_MIDDLE,
     PHASES,
     TRIVIAL,
-    Desk,
     Exchanges,
     Groups,
     Moves,
     Sets,
+    Workspace,
 )
-from flexsearch.lower.interned import Side
-from flexsearch.lower.traffic import NONE, SOON, close, make_exchanges
 from flexsearch.topology.routes import RouteTable, first_piece, second_piece
 
 # Constants that are handed on have a numpy type: for every plain number numba would compile a function again.
@@ -46,10 +46,11 @@ given, which are terms of their own; or from one of its own device, of which it 
 
 @lean
 def plan(
-    routes: RouteTable, rates: Rates, source: Side, destination: Side, mode: Any, itemsize: Any, desk: Desk
+    routes: RouteTable, rates: Rates, source: Side, destination: Side, mode: Any, itemsize: Any, workspace: Workspace
 ) -> None:
-    """The cheapest known movement, on ``desk.result``. ``itemsize``: bytes per element (int64)."""
-    moves, rows, groups, sets, result = desk.moves, desk.exchanges, desk.groups, desk.sets, desk.result
+    """The cheapest known movement, on ``workspace.result``. ``itemsize``: bytes per element (int64)."""
+    moves, rows, groups = workspace.moves, workspace.exchanges, workspace.groups
+    sets, result = workspace.sets, workspace.result
     _clear(moves.size, rows.size, rows.loads.size, result)
     _plain(groups.done, destination.size[0])
     _collect(routes, source, destination, mode, groups, moves, result)
@@ -73,14 +74,14 @@ def plan(
                 _choose(result, ONE, first, last, last, begin, end, end)
         # Third candidate: each device gets a part of what its group wants, and the rest from the group.
         begin, first = moves.size[0], rows.size[0]
-        _scatter(destination, groups, desk.middle)
-        _plain(groups.done, desk.middle.size[0])
-        _collect(routes, source, desk.middle, FREE, groups, moves, result)
-        make_exchanges(routes, rates, source, desk.middle, begin, itemsize, moves, sets, rows)
+        _scatter(destination, groups, workspace.middle)
+        _plain(groups.done, workspace.middle.size[0])
+        _collect(routes, source, workspace.middle, FREE, groups, moves, result)
+        make_exchanges(routes, rates, source, workspace.middle, begin, itemsize, moves, sets, rows)
         half, middle = moves.size[0], rows.size[0]
         _plain(groups.done, destination.size[0])
-        _collect(routes, desk.middle, destination, GIVEN, groups, moves, result)
-        make_exchanges(routes, rates, desk.middle, destination, half, itemsize, moves, sets, rows)
+        _collect(routes, workspace.middle, destination, GIVEN, groups, moves, result)
+        make_exchanges(routes, rates, workspace.middle, destination, half, itemsize, moves, sets, rows)
         last, end = rows.size[0], moves.size[0]
         seconds = _seconds(rows, first, middle) + _seconds(rows, middle, last)
         more = _nbytes(rows, first, last)
@@ -89,7 +90,7 @@ def plan(
     if moves.size[1] == ONE or rows.loads.size[2] == ONE:
         result[FULL] = ONE
     else:
-        _finish(source, destination, desk)
+        _finish(source, destination, workspace)
 
 
 @lean
@@ -147,7 +148,7 @@ def _nbytes(rows: Exchanges, first: Any, last: Any) -> Any:
 def _common(a: I64, i: Any, b: I64, j: Any) -> Any:
     """Elements that boxes ``a[i]`` and ``b[j]`` have in common."""
     count = np.int64(1)
-    for r in range(np.uint64(min(a.shape[1], b.shape[1]))):  # a desk's boxes may have dimensions to spare
+    for r in range(np.uint64(min(a.shape[1], b.shape[1]))):  # a workspace's boxes may have dimensions to spare
         low, high = max(a[i, r, 0], b[j, r, 0]), min(a[i, r, 1], b[j, r, 1])
         if low >= high:
             return np.int64(0)
@@ -453,14 +454,14 @@ def store(device: U32, box: I64, entries: Any, shard: Any, groups: Groups, sets:
 
 
 @lean
-def _finish(source: Side, destination: Side, desk: Desk) -> None:
+def _finish(source: Side, destination: Side, workspace: Workspace) -> None:
     """Devices that have nothing to do."""
-    result, moves, count = desk.result, desk.moves, destination.size[0]
-    arriving, holds, rank = desk.sets.arriving, desk.groups.member, np.uint64(destination.box.shape[1])
+    result, moves, count = workspace.result, workspace.moves, destination.size[0]
+    arriving, holds, rank = workspace.sets.arriving, workspace.groups.member, np.uint64(destination.box.shape[1])
     for d in range(np.uint64(holds.shape[0])):
         holds[d] = NONE
     for k in range(count):
-        desk.cuts[k], desk.aliased[k], arriving[k] = 0, 0, 0
+        workspace.cuts[k], workspace.aliased[k], arriving[k] = 0, 0, 0
         device = np.uint64(destination.device[k])
         holds[device] = np.uint32(k) if holds[device] == NONE else SOON
     one = result[PHASES] == ONE
@@ -469,13 +470,13 @@ def _finish(source: Side, destination: Side, desk: Desk) -> None:
         if moves.exchange[m] != NONE:
             arriving[to] += moves.volume[m]
         else:
-            desk.cuts[to] += np.uint32(1)
-            desk.cut[to] = moves.source[m]
+            workspace.cuts[to] += np.uint32(1)
+            workspace.cut[to] = moves.source[m]
     trivial = one and result[FIRST] == result[LAST]
     for k in range(count):
         # Exactly a source entry of its device, alone there.
         device = np.uint64(destination.device[k])
-        if one and holds[device] == np.uint32(k) and arriving[k] == 0 and desk.cuts[k] == 1:
-            desk.aliased[k] = _equal(source.box, np.uint64(desk.cut[k]), destination.box, k, rank)
-        trivial = trivial and desk.aliased[k] == 1
+        if one and holds[device] == np.uint32(k) and arriving[k] == 0 and workspace.cuts[k] == 1:
+            workspace.aliased[k] = _equal(source.box, np.uint64(workspace.cut[k]), destination.box, k, rank)
+        trivial = trivial and workspace.aliased[k] == 1
     result[TRIVIAL] = ONE if trivial else ZERO

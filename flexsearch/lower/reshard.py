@@ -28,7 +28,10 @@ from flexsearch.cost.communication import Pricing, Transfer, priced_transfer
 from flexsearch.cost.tally import Loads
 from flexsearch.graph import Box, intersect, volume
 from flexsearch.lower import planner
-from flexsearch.lower.desk import (
+from flexsearch.lower.layout import Entry, Laid, Layout, Layouts
+from flexsearch.lower.planner import FREE, GIVEN, OWN
+from flexsearch.lower.traffic import NONE
+from flexsearch.lower.workspace import (
     DRAG,
     ERROR,
     FIRST,
@@ -44,12 +47,9 @@ from flexsearch.lower.desk import (
     RECEIVE,
     SEND,
     TRIVIAL,
-    Desk,
-    make_desk,
+    Workspace,
+    make_workspace,
 )
-from flexsearch.lower.layout import Entry, Laid, Layout, Layouts
-from flexsearch.lower.planner import FREE, GIVEN, OWN
-from flexsearch.lower.traffic import NONE
 from flexsearch.topology import Topology
 from flexsearch.topology.parts import FORMS
 
@@ -70,8 +70,8 @@ class Move(NamedTuple):
 class Outline(NamedTuple):
     """A reshard in sums. One row for each exchange, the first ``middle`` of them in the first phase: ``form`` (number
     in ``FORMS``), ``nbytes`` (that cross devices); ``amount``, ``unit``, ``linear``, ``start`` (s), ``duration`` (s):
-    see ``desk.Exchanges``. Lists of exchange x are rows ``end[x - 1]`` to ``end[x]`` of ``send``, ``receive`` (devices,
-    ascending) and of the links and processors in ``loads``."""
+    see ``workspace.Exchanges``. Lists of exchange x are rows ``end[x - 1]`` to ``end[x]`` of ``send``, ``receive``
+    (devices, ascending) and of the links and processors in ``loads``."""
 
     form: U8
     nbytes: I64
@@ -115,37 +115,39 @@ class Planner:
     def __init__(self, topology: Topology) -> None:
         self.topology, self.pricing = topology, Pricing(topology)
         self._dimensions, self._entries, self._rows = 4, 2 * len(topology.devices), ROOM
-        self.desk = self._new_desk()
+        self.workspace = self._new_workspace()
         self.at_hand: Reshard | None = None
-        """The reshard that is on the desk."""
+        """The reshard that is in the workspace."""
 
-    def _new_desk(self) -> Desk:
+    def _new_workspace(self) -> Workspace:
         sizes = len(self.topology.devices), self._dimensions, self._entries, self._rows, self._rows
-        return make_desk(self.pricing.tally, *sizes)
+        return make_workspace(self.pricing.tally, *sizes)
 
-    def room_for(self, dimensions: int, entries: int) -> Desk:
-        """The desk, large enough for layouts of so many dimensions and entries; what is on it counts no more."""
+    def room_for(self, dimensions: int, entries: int) -> Workspace:
+        """The workspace, large enough for layouts of so many dimensions and entries; what is on it counts no more."""
         self.at_hand = None
         if dimensions > self._dimensions or entries > self._entries:
             self._dimensions, self._entries = max(self._dimensions, dimensions), max(self._entries, 2 * entries)
-            self.desk = self._new_desk()
-        return self.desk
+            self.workspace = self._new_workspace()
+        return self.workspace
 
-    def run(self, source: Laid, destination: Laid, mode: Any, ranges: tuple[U32, U32] | None, itemsize: int) -> Desk:
-        """Plan; the answer is on the desk until the next call."""
+    def run(
+        self, source: Laid, destination: Laid, mode: Any, ranges: tuple[U32, U32] | None, itemsize: int
+    ) -> Workspace:  # fmt: skip
+        """Plan; the answer is in the workspace until the next call."""
         a, b = source.side, destination.side
-        desk = self.room_for(b.box.shape[1], max(len(source), len(destination)))
+        workspace = self.room_for(b.box.shape[1], max(len(source), len(destination)))
         while True:
             if ranges is not None:
-                for row, values in zip((desk.groups.first, desk.groups.end), ranges, strict=True):
+                for row, values in zip((workspace.groups.first, workspace.groups.end), ranges, strict=True):
                     row[: len(values)] = values
-            planner.plan(self.topology.routes, self.pricing.rates, a, b, mode, np.int64(itemsize), desk)
-            if not desk.result[FULL]:
+            planner.plan(self.topology.routes, self.pricing.rates, a, b, mode, np.int64(itemsize), workspace)
+            if not workspace.result[FULL]:
                 break
             self._rows *= 2
-            desk = self.desk = self._new_desk()
-        assert not desk.result[ERROR], "a device does not hold what it is to cut a part from"
-        return desk
+            workspace = self.workspace = self._new_workspace()
+        assert not workspace.result[ERROR], "a device does not hold what it is to cut a part from"
+        return workspace
 
 
 class Exchange:
@@ -213,20 +215,21 @@ class Reshard:
         self._itemsize, self._mode, self._ranges = itemsize, mode, ranges
         self._count: int | None = None
 
-    def planned(self) -> Desk:
-        """The planner's desk, with this reshard on it until another is planned: rows FIRST to LAST of its exchanges."""
+    def planned(self) -> Workspace:
+        """The planner's workspace, with this reshard in it until another is planned: rows FIRST to LAST of its
+        exchanges."""
         planner = self._planner
         if planner.at_hand is not self:
-            desk = planner.run(self._source, self._destination, self._mode, self._ranges, self._itemsize)
+            workspace = planner.run(self._source, self._destination, self._mode, self._ranges, self._itemsize)
             planner.at_hand = self
-            self._count = int(desk.result[LAST] - desk.result[FIRST])
-        return planner.desk
+            self._count = int(workspace.result[LAST] - workspace.result[FIRST])
+        return planner.workspace
 
     @cached_property
     def outline(self) -> Outline:
         """What it comes to, in sums."""
-        desk = self.planned()
-        rows, result = desk.exchanges, desk.result.tolist()
+        workspace = self.planned()
+        rows, result = workspace.exchanges, workspace.result.tolist()
         first, last = result[FIRST], result[LAST]
 
         def ends(row: int) -> tuple[U32, slice]:
@@ -255,27 +258,27 @@ class Reshard:
     @cached_property
     def details(self) -> Details:
         """The rest: what moves."""
-        desk, rank = self.planned(), self._destination.grid.box.shape[1]
-        result = desk.result.tolist()
+        workspace, rank = self.planned(), self._destination.grid.box.shape[1]
+        result = workspace.result.tolist()
         first, last, begin, end = result[FIRST], result[LAST], result[MOVE_FIRST], result[MOVE_LAST]
-        exchange = desk.moves.exchange[begin:end].astype(np.int64)
+        exchange = workspace.moves.exchange[begin:end].astype(np.int64)
         exchange[exchange != LOCAL] -= first
-        rows, message_end = desk.exchanges, desk.exchanges.end[MESSAGE].astype(np.int64)
+        rows, message_end = workspace.exchanges, workspace.exchanges.end[MESSAGE].astype(np.int64)
         before = message_end[first - 1] if first else 0
         ends = (message_end[first:last] - before).tolist()
         of = slice(before, before + (ends[-1] if ends else 0))
         columns = *rows.message[:, of].tolist(), rows.message_bytes[of].tolist()
         between: Layout = ()
         if result[PHASES] == 2:
-            count = int(desk.middle.size[0])
-            boxes = desk.middle.box[:count, :rank].tolist()
+            count = int(workspace.middle.size[0])
+            boxes = workspace.middle.box[:count, :rank].tolist()
             between = tuple(
                 Entry(device, tuple((low, high) for low, high in box), term)
-                for term, (device, box) in enumerate(zip(desk.middle.device[:count].tolist(), boxes, strict=True))
+                for term, (device, box) in enumerate(zip(workspace.middle.device[:count].tolist(), boxes, strict=True))
             )
-        aliased = self._destination.device[np.flatnonzero(desk.aliased[: len(self._destination)])].tolist()
+        aliased = self._destination.device[np.flatnonzero(workspace.aliased[: len(self._destination)])].tolist()
         return Details(
-            between, desk.moves.source[begin:end].tolist(), desk.moves.destination[begin:end].tolist(),
+            between, workspace.moves.source[begin:end].tolist(), workspace.moves.destination[begin:end].tolist(),
             exchange.tolist(), result[MOVE_MIDDLE] - begin, ends, list(zip(*columns, strict=True)),
             frozenset(aliased) if result[PHASES] == 1 else frozenset(),
         )  # fmt: skip

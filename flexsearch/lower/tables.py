@@ -1,5 +1,5 @@
 """All that compiled code needs to make templates: the pools they go to, the keys they are found by, and what they are
-made of (layouts, splits, the planner's desk)."""
+made of (layouts, splits, the planner's workspace)."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from typing import NamedTuple
 from flexsearch.compiled import I64, U8, U32, U64
 from flexsearch.cost.tally import Rates
 from flexsearch.lower.arrays import Pools
-from flexsearch.lower.desk import Desk
 from flexsearch.lower.footprints import Landings, Sums
 from flexsearch.lower.interned import Interned, Side
 from flexsearch.lower.keys import Table
+from flexsearch.lower.workspace import Workspace
 from flexsearch.packed import packed
 from flexsearch.topology.routes import RouteTable
 
@@ -120,7 +120,7 @@ class TemplateTables(NamedTuple):
     layouts: Interned
     splits: Splits
     used: Used
-    desk: Desk
+    workspace: Workspace
     scratch: Scratch
     requests: Requests
     weight: WeightAtHand

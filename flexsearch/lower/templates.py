@@ -20,7 +20,6 @@ from flexsearch.lower.arrays import Pools, Program, State
 from flexsearch.lower.change import MOST_MISSING, Change, Wiring
 from flexsearch.lower.column import Column
 from flexsearch.lower.configs import intern_config
-from flexsearch.lower.desk import FULL, Desk, make_desk
 from flexsearch.lower.fill import IN_PYTHON, NO_ROOM, fill, plan_all
 from flexsearch.lower.footprints import Landings, Sums
 from flexsearch.lower.keys import DERIVED, HELD, LAYOUT, LIKE, MISSING, OVER, RESHARD, STEP, Keys
@@ -30,6 +29,7 @@ from flexsearch.lower.planner import FREE
 from flexsearch.lower.program import make_wiring
 from flexsearch.lower.split import Degrees, Region
 from flexsearch.lower.tables import Requests, Scratch, Splits, TemplateTables, Used, WeightAtHand
+from flexsearch.lower.workspace import FULL, Workspace, make_workspace
 from flexsearch.strategy import OperatorConfig
 
 _intern_config = direct(intern_config)
@@ -52,7 +52,7 @@ _EXCHANGE: Final = ("send_first", "send_last", "receive_first", "receive_last", 
 _START, GROWTH = 1 << 14, 4
 """Rows of the pools at first, and how much larger they become when they grow."""
 _MOVES = 1 << 14
-"""Moves, and rows of links, for which the planner's desk has room at first."""
+"""Moves, and rows of links, for which the planner's workspace has room at first."""
 
 
 class Templates:
@@ -81,7 +81,7 @@ class Templates:
         self._split_keys: list[tuple[int, Degrees, int]] = []
         self._kinds, self._models = np.unique(lowering.costs.kinds, return_index=True)
         self._moves = _MOVES
-        self._desk, self._scratch = self._new_desk(), self._new_scratch()
+        self._workspace, self._scratch = self._new_workspace(), self._new_scratch()
         self._fixed = self._new_fixed()
         self._tables: TemplateTables | None = None
 
@@ -114,10 +114,10 @@ class Templates:
             self._splits = Splits(**{name: column.array for name, column in self._columns.items()})
         same = now is not None and now.pools is self._pools and now.keys is keys and now.layouts is layouts
         same = same and now is not None and now.landings is self._landings
-        if now is None or not same or now.splits is not self._splits or now.desk is not self._desk:
+        if now is None or not same or now.splits is not self._splits or now.workspace is not self._workspace:
             now = self._tables = TemplateTables(
                 pools=self.pools, landings=self.landings, keys=keys, layouts=layouts, splits=self._splits,
-                used=self._used, desk=self._desk,
+                used=self._used, workspace=self._workspace,
                 scratch=self._scratch, **self._fixed,
             )  # fmt: skip
         return now
@@ -132,9 +132,9 @@ class Templates:
             self._fixed["full"][0] = 0
             return
         full = [names for names, used in self._groups() if 2 * used > len(self._arrays[names[0]])]
-        layouts, desk = self.lowering.layouts, bool(self._desk.result[FULL])
+        layouts, workspace = self.lowering.layouts, bool(self._workspace.result[FULL])
         more = layouts.filled > 0.5
-        if not full and not more and not desk:
+        if not full and not more and not workspace:
             full, more = [names for names, _ in self._groups()], True
         for names in full:
             for name in names:
@@ -144,9 +144,9 @@ class Templates:
             self._pools = self._landings = None
         if more:
             layouts.grow()
-        if desk:
+        if workspace:
             self._moves *= 2
-            self._desk = self._new_desk()
+            self._workspace = self._new_workspace()
         self._fixed["full"][0] = 0
 
     def _groups(self) -> list[tuple[tuple[str, ...], int]]:
@@ -180,9 +180,9 @@ class Templates:
     def _dimensions(self) -> int:
         return max(1, *(len(t.shape) for t in self.graph.tensors))
 
-    def _new_desk(self) -> Desk:
+    def _new_workspace(self) -> Workspace:
         sizes = len(self.topology.devices), self._dimensions, self._entries, self._moves, self._moves
-        return make_desk(self.lowering.planner.pricing.tally, *sizes)
+        return make_workspace(self.lowering.planner.pricing.tally, *sizes)
 
     def _new_scratch(self) -> Scratch:
         entries, rank, devices = self._entries, self._dimensions, len(self.topology.devices)

@@ -14,8 +14,8 @@ from flexsearch.compiled import ONE, TWO, U32, ZERO, lean
 from flexsearch.cost.collectives import ALL_GATHER, ALL_TO_ALL, EXCHANGE, REDUCE_SCATTER, price_collective
 from flexsearch.cost.communication import price_messages
 from flexsearch.cost.tally import Rates, send, start_of_messages
-from flexsearch.lower.desk import DRAG, LINK, MESSAGE, RECEIVE, SEND, Exchanges, Moves, Sets
 from flexsearch.lower.interned import Side
+from flexsearch.lower.workspace import DRAG, LINK, MESSAGE, RECEIVE, SEND, Exchanges, Moves, Sets
 from flexsearch.topology.routes import RouteTable
 
 NONE: Any = np.uint32(0xFFFFFFFF)

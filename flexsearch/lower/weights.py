@@ -42,15 +42,15 @@ def plan_weight(
     """
     device = np.concatenate([need.device for need in needs])
     box = np.concatenate([need.grid.box for need in needs])
-    desk = planner.room_for(box.shape[1], len(device))
-    store(device, box, np.uint64(len(device)), np.bool_(shard), desk.groups, desk.sets, desk.middle)
-    count = int(desk.middle.size[0])
-    regions = desk.middle.box[:count, : box.shape[1]].copy()
+    workspace = planner.room_for(box.shape[1], len(device))
+    store(device, box, np.uint64(len(device)), np.bool_(shard), workspace.groups, workspace.sets, workspace.middle)
+    count = int(workspace.middle.size[0])
+    regions = workspace.middle.box[:count, : box.shape[1]].copy()
     # Every entry is a term of its own: boxes of different groups may overlap, which must not be taken for copies.
     grid = layouts.grid(regions, np.arange(count, dtype=np.uint32))
-    stored = layouts.lay(grid, desk.middle.device[:count].copy())
+    stored = layouts.lay(grid, workspace.middle.device[:count].copy())
     rows = [slice(*ends) for ends in pairwise(accumulate(map(len, needs), initial=0))]
-    ranges = [(desk.groups.first[of].copy(), desk.groups.end[of].copy()) for of in rows]
+    ranges = [(workspace.groups.first[of].copy(), workspace.groups.end[of].copy()) for of in rows]
     forward = tuple(
         # Groups gather among themselves: their boxes may overlap, which must not be taken for partial sums.
         assemble(planner, stored, need, first, last, itemsize)

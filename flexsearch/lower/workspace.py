@@ -16,7 +16,7 @@ from flexsearch.packed import packed
 Table = npt.NDArray[np.uint32]
 """Numbers in two dimensions."""
 PHASES, FIRST, MIDDLE, LAST, MOVE_FIRST, MOVE_MIDDLE, MOVE_LAST, TRIVIAL, ERROR, FULL = range(10)
-"""Places in ``Desk.result``: number of phases of the plan that was chosen; exchanges of the first one are FIRST to
+"""Places in ``Workspace.result``: number of phases of the plan that was chosen; exchanges of the first one are FIRST to
 MIDDLE, of the second MIDDLE to LAST; likewise moves; whether nothing at all is done; whether there is no plan, or no
 room for it."""
 SEND, RECEIVE, LINK, DRAG, MESSAGE = range(5)
@@ -107,7 +107,7 @@ class Sets(NamedTuple):
 
 
 @packed
-class Desk(NamedTuple):
+class Workspace(NamedTuple):
     """Where a reshard is planned. Candidates leave their moves and exchanges one after the other. ``middle``: layout
     between two phases. By destination entry: ``cuts``, local moves, ``cut``, the source of the last one, and whether it
     is ``aliased``."""
@@ -123,13 +123,13 @@ class Desk(NamedTuple):
     result: U64
 
 
-def make_desk(tally: Tally, devices: int, dimensions: int, entries: int, moves: int, links: int) -> Desk:
+def make_workspace(tally: Tally, devices: int, dimensions: int, entries: int, moves: int, links: int) -> Workspace:
     """Room for layouts of ``entries`` entries with ``dimensions`` dimensions, and in all candidates together for so
     many moves and rows of links, and twice as many pairs of devices that talk to each other in a phase."""
     # Four phases; in each of them exchanges share no device, or no entry of a group, or have one message of at most two
     # that a device sends.
     rows = 8 * entries + 4
-    return Desk(
+    return Workspace(
         moves=Moves(_u32(moves), _u32(moves), _i64(moves), _u32(moves), np.zeros(2, np.uint64), _i64(devices)),
         exchanges=Exchanges(
             form=_u8(rows), nbytes=_i64(rows), unit=_i64(rows), amount=_i64(rows), linear=_u8(rows),
