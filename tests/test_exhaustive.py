@@ -67,7 +67,8 @@ def test_it_finds_what_trying_all_plans_finds(data: Any, graph: OperatorGraph, n
         row = every(i)
         rows.append([row[k] for k in data.draw(st.permutations(range(len(row))))[:each]])
     lowering = Lowering(graph, topology, costs)
-    times = [makespan(lowering.lower(plan, options)) for plan in product(*rows)]
+    evaluate = Evaluator(graph, topology, costs, options)
+    times = [evaluate(plan).time_s for plan in product(*rows)]
     found = exhaustive(Evaluator(graph, topology, costs, options), choices=rows.__getitem__, tolerance=0.0)
     assert found.complete and found.plans == len(times) and found.configs is not None
     assert found.time_s == makespan(lowering.lower(found.configs, options)) == min(times) == found.bound_s
@@ -243,12 +244,12 @@ def test_weights_that_two_operators_share_are_bounded_together(data: Any, name: 
     x = b.add("two", "linear", "b i, o i, +o -> b o", [x, "one.weight", "one.bias"], [8, 64])
     graph = b.finish(x)
     costs, options = Costs(graph, topology), Options(bucket_bytes=data.draw(st.sampled_from([1, 25 * 2**20])))
-    every, lowering = every_config(graph, topology), Lowering(graph, topology, costs)
+    every, evaluate = every_config(graph, topology), Evaluator(graph, topology, costs, options)
     rows = []
     for i in range(len(graph.operators)):
         row = every(i)
         rows.append([row[k] for k in data.draw(st.permutations(range(len(row))))[:10]])
-    best = min(makespan(lowering.lower(plan, options)) for plan in product(*rows))
+    best = min(evaluate(plan).time_s for plan in product(*rows))
     assert (
         exhaustive(Evaluator(graph, topology, costs, options), choices=rows.__getitem__, tolerance=0.0).time_s == best
     )

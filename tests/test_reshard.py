@@ -314,6 +314,6 @@ def test_templates_hold_what_the_exchanges_say() -> None:
             links = slice(int(pools.link_first[x]), int(pools.link_last[x]))
             drags = slice(int(pools.drag_first[x]), int(pools.drag_last[x]))
             decisive = tuple((r, seconds) for r, seconds in transfer.links if topology.decisive[r])
-            assert tuple(zip(pools.link[links], pools.link_s[links], strict=True)) == decisive
-            assert tuple(zip(pools.drag[drags], pools.drag_s[drags], strict=True)) == transfer.drag
-            assert pools.duration[x] == transfer.duration_s
+            assert tuple(zip(pools.link[links], pools.link_ticks[links] * TICK, strict=True)) == decisive
+            assert tuple(zip(pools.drag[drags], pools.drag_ticks[drags] * TICK, strict=True)) == transfer.drag
+            assert pools.duration[x] * TICK == transfer.duration_s

@@ -72,7 +72,7 @@ def check_exchanges(pools: Any, template: int, plan: Any) -> None:
     for x, exchange in zip(range(first, last), () if plan is None else plan.exchanges, strict=True):
         assert tuple(pools.send[slice(*_rows(pools, "send", x))]) == exchange.senders
         assert tuple(pools.receive[slice(*_rows(pools, "receive", x))]) == exchange.receivers
-        assert pools.duration[x] == exchange.transfer.duration_s
+        assert pools.duration[x] * TICK == exchange.transfer.duration_s
 
 
 def _rows(pools: Any, name: str, number: int) -> tuple[int, int]:

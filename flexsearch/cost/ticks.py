@@ -23,6 +23,12 @@ def whole(seconds: Any) -> Any:
     return min(np.rint(seconds / TICK), float(FOREVER)) * TICK
 
 
+@lean
+def ticks_of(seconds: Any) -> Any:
+    """Of a whole number of ticks in seconds."""
+    return np.int64(seconds / TICK)
+
+
 def task_seconds(seconds: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
     """As ``whole``, of many, and at least one tick: so a device that has computed anything is not at time 0."""
     found: npt.NDArray[np.float64] = np.clip(np.rint(seconds / TICK), 1.0, float(FOREVER)) * TICK

@@ -27,8 +27,10 @@ _LISTS: Final[dict[str, tuple[str, ...]]] = {
     "follower": ("follower_block", "follower_row"),
 }  # fmt: skip
 """Columns of each list of ``Segments``, by its name in ``Filled``."""
-ROOM: Final = 2048
+ROOM: Final = 512
 """Segments of each block for which there is room at first, times devices; and four more."""
+GROWTH: Final = 4
+"""How much larger a list becomes when it grows."""
 _TYPES: Final[dict[str, Any]] = {
     "step_kind": np.uint8, "step_ticks": np.int64, "communication_ticks": np.int64, "turn": np.int64,
     "link_ticks": np.int64, "drag_ticks": np.int64,
@@ -42,8 +44,8 @@ class Arena:
     def __init__(self, blocks: int, topology: Topology) -> None:
         self._topology, devices = topology, len(topology.devices)
         room = 64 + blocks * (4 + ROOM // devices)
-        most = {"table": devices + 1, "step": devices, "communication": 4, "link": 16, "receiver": 8, "follower": 8}
-        self._room = {name: room * most.get(name, 1) for name in _LISTS}  # pages that nobody wrote to cost nothing
+        most = {"table": devices + 1, "step": devices, "link": 4, "receiver": 2}
+        self._room = {name: room * most.get(name, 1) for name in _LISTS}
         self._drafted = 64 * devices
         self.segments, self.filled = self._segments(), new_filled()
         self.draft = self._draft()
@@ -95,12 +97,13 @@ class Arena:
     def make_room(self, *plans: npt.NDArray[np.uint32]) -> None:
         """Make room where there was none. ``plans``: the segments in use, by block; they get their new numbers. All
         others are forgotten."""
-        if self.draft.full[0]:
-            self._drafted *= 2
-            self.draft = self._draft()
         old, filled = self.segments, self.filled
+        full = [name for name in _LISTS if 2 * int(getattr(filled, name)[0]) > self._room[name]]
+        if not full:  # the draft was, or a single segment needs more than there is
+            full, self._drafted = list(_LISTS), 2 * self._drafted
+            self.draft = self._draft()
         used = np.unique(np.concatenate(plans)) if plans else np.zeros(0, np.uint32)
-        self._room = {name: 2 * room for name, room in self._room.items()}
+        self._room |= {name: GROWTH * self._room[name] for name in full}
         self.segments, self.filled = self._segments(), new_filled()
         number = np.zeros(int(filled.segment[0]) + 1, np.uint32)
         for n, segment in enumerate(used.tolist()):

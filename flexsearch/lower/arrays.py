@@ -65,7 +65,7 @@ class Pools(NamedTuple):
     link_last: U32
     drag_first: U32
     drag_last: U32
-    duration: F64
+    duration: I64  # ticks
     start: F64  # of messages: s until bytes flow
     amount: U64  # what a collective is priced by, of messages 0
     form: U8  # number of its form
@@ -74,11 +74,11 @@ class Pools(NamedTuple):
     send: U32
     receive: U32
     link: U32
-    link_s: F64
-    link_ticks: I64  # as ``link_s``, at least: in a bucket, it adds so much
+    link_ticks: I64
+    link_least: I64  # as ``link_ticks``, at least: in a bucket, it adds so much
     link_load: F64  # of messages: bytes
     drag: U32
-    drag_s: F64
+    drag_ticks: I64
     drag_load: F64
     key_form: U8  # number in ``FORMS``
     key_group: U8  # 1: a collective, among the senders; 0: messages

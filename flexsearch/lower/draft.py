@@ -8,7 +8,6 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from flexsearch.compiled import I64, ONE, U8, U32, U64, ZERO, lean
-from flexsearch.cost.ticks import TICK
 from flexsearch.lower.arrays import NOTHING, BlockTable, Pools
 from flexsearch.lower.bucket import Groups
 from flexsearch.lower.rows import ISSUE, NEVER, Segments
@@ -60,12 +59,6 @@ def add_step(draft: Draft, device: Any, kind: Any, block: Any, row: Any, ticks: 
     draft.device[at], draft.kind[at], draft.block[at] = device, kind, block
     draft.row[at], draft.ticks[at] = row, ticks
     draft.steps[0] = at + ONE
-
-
-@lean
-def ticks_of(seconds: Any) -> Any:
-    """Whole ticks."""
-    return np.int64(seconds / TICK)
 
 
 @lean
@@ -165,12 +158,12 @@ def add_exchange(
     if draft.full[0] == 1:
         return
     for k in range(np.uint64(pools.link_first[x]), np.uint64(pools.link_last[x])):
-        add_link(segments, filled, pools.link[k], ticks_of(pools.link_s[k]))
+        add_link(segments, filled, pools.link[k], pools.link_ticks[k])
     for k in range(np.uint64(pools.drag_first[x]), np.uint64(pools.drag_last[x])):
-        add_drag(segments, filled, pools.drag[k], ticks_of(pools.drag_s[k]))
+        add_drag(segments, filled, pools.drag[k], pools.drag_ticks[k])
     stamp = new_stamp(draft)
     add_ends(blocks, pools, draft, segments, filled, b, c, row, x, stamp, stamp)
-    close(segments, filled, c, ticks_of(pools.duration[x]))
+    close(segments, filled, c, pools.duration[x])
     segments.turn[c] = pools.turn[x]
 
 

@@ -12,6 +12,7 @@ import numpy as np
 from flexsearch.compiled import ONE, U32, ZERO, lean
 from flexsearch.cost.compute import update_seconds
 from flexsearch.cost.tally import turn_of
+from flexsearch.cost.ticks import ticks_of
 from flexsearch.lower.arrays import NOTHING, BlockTable, Pools, Program, State
 from flexsearch.lower.bucket import collect, follow, is_sent_by, merge, merge_drags
 from flexsearch.lower.draft import (
@@ -26,7 +27,6 @@ from flexsearch.lower.draft import (
     close,
     new_stamp,
     open_communication,
-    ticks_of,
 )
 from flexsearch.lower.rows import COMPUTE, WAIT, Segments
 

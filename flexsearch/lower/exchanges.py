@@ -9,7 +9,7 @@ import numpy.typing as npt
 
 from flexsearch.compiled import ONE, U8, U64, ZERO, lean
 from flexsearch.cost.tally import Rates, turn_of
-from flexsearch.cost.ticks import TICK
+from flexsearch.cost.ticks import ticks_of
 from flexsearch.lower.arrays import Pools
 from flexsearch.lower.workspace import DRAG, FIRST, LAST, LINK, RECEIVE, SEND, Workspace
 
@@ -31,7 +31,8 @@ def append(workspace: Workspace, rates: Rates, decisive: U8, pools: Pools, size:
     for x in range(first, last):
         at = size[4]
         size[4] += ONE
-        pools.start[at], pools.duration[at], pools.amount[at] = rows.start[x], rows.duration[x], rows.amount[x]
+        pools.start[at], pools.amount[at] = rows.start[x], rows.amount[x]
+        pools.duration[at] = ticks_of(rows.duration[x])
         pools.key[at] = 0
         pools.form[at] = rows.form[x]
         pools.send_first[at] = size[SEND]
@@ -46,17 +47,18 @@ def append(workspace: Workspace, rates: Rates, decisive: U8, pools: Pools, size:
         for k in range(_begin(end, LINK, x), np.uint64(end[LINK, x])):
             if decisive[np.uint64(loads.link[k])] == 1:
                 to = size[LINK]
-                pools.link[to], pools.link_s[to] = loads.link[k], loads.link_s[k]
+                pools.link[to], pools.link_ticks[to] = loads.link[k], ticks_of(loads.link_s[k])
                 pools.link_load[to], longest = loads.link_load[k], max(longest, loads.link_s[k])
                 least = min(loads.link_s[k], rows.duration[x]) if rows.linear[x] == 1 else 0.0
-                pools.link_ticks[to] = np.int64(least / TICK)
+                pools.link_least[to] = ticks_of(least)
                 size[LINK] += ONE
         pools.link_last[at], pools.drag_first[at] = size[LINK], size[DRAG]
         begin = np.uint64(pools.link_first[at])
         pools.turn[at] = turn_of(rates, rows.form[x], pools.link, begin, size[LINK], longest)
         for k in range(_begin(end, DRAG, x), np.uint64(end[DRAG, x])):
             to = size[DRAG]
-            pools.drag[to], pools.drag_s[to], pools.drag_load[to] = loads.drag[k], loads.drag_s[k], loads.drag_load[k]
+            pools.drag[to], pools.drag_ticks[to] = loads.drag[k], ticks_of(loads.drag_s[k])
+            pools.drag_load[to] = loads.drag_load[k]
             size[DRAG] += ONE
         pools.drag_last[at] = size[DRAG]
     return True

@@ -110,7 +110,6 @@ class PlanRows:
             weights, pools, groups = self.blocks.buckets[bucket], self.templates.pools, self.arena.draft.groups
             first, last = (np.uint64(end[bucket]) for end in (self.table.member_first, self.table.member_last))
             while _collect(self.table.member, first, last, pools, self.state.plan, groups):
-                self.arena.draft.full[0] = 1
                 self.make_room()
                 groups = self.arena.draft.groups
             rows: list[list[Synchronised]] = [[] for _ in range(int(groups.counts[phase]))]

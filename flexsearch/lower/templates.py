@@ -37,14 +37,12 @@ _fill = direct(fill)
 _plan_all = direct(plan_all)
 
 _TYPES: dict[str, Any] = {
-    "config_shard": np.uint8, "duration": np.float64,
-    "start": np.float64, "amount": np.uint64, "link_s": np.float64, "link_load": np.float64, "drag_s": np.float64,
-    "drag_load": np.float64, "form": np.uint8, "turn": np.int64, "key_form": np.uint8, "key_group": np.uint8,
-    "store_bytes": np.uint64,
-    "entry_forward": np.int64, "entry_backward": np.int64, "link_ticks": np.int64,
-    "forward": np.int64, "backward": np.int64,
-    "role": np.uint8, "most": np.int64, "copy": np.int64, "middle": np.int64, "staged": np.int64,
-    "staged_again": np.int64,
+    "config_shard": np.uint8, "entry_forward": np.int64, "entry_backward": np.int64, "duration": np.int64,
+    "start": np.float64, "amount": np.uint64, "form": np.uint8, "turn": np.int64, "key_form": np.uint8,
+    "key_group": np.uint8, "link_ticks": np.int64, "link_least": np.int64, "link_load": np.float64,
+    "drag_ticks": np.int64, "drag_load": np.float64, "store_bytes": np.uint64, "forward": np.int64,
+    "backward": np.int64, "role": np.uint8, "most": np.int64, "copy": np.int64, "middle": np.int64,
+    "staged": np.int64, "staged_again": np.int64,
 }  # fmt: skip
 """Columns of ``Pools``, ``Splits`` and ``Landings`` that are not uint32."""
 _EXCHANGE: Final = ("send_first", "send_last", "receive_first", "receive_last", "link_first", "link_last",
@@ -160,8 +158,8 @@ class Templates:
              int(used.reshards[0])),
             (("device", "role", "copy", "middle", "staged", "staged_again"), int(used.landings[0])),
             (("send",), sends[0]), (("receive",), sends[1]),
-            (("link", "link_s", "link_ticks", "link_load"), sends[2]), (("drag", "drag_s", "drag_load"), sends[3]),
-            (_EXCHANGE, sends[4]),
+            (("link", "link_ticks", "link_least", "link_load"), sends[2]),
+            (("drag", "drag_ticks", "drag_load"), sends[3]), (_EXCHANGE, sends[4]),
             (("key_form", "key_group"), int(used.buckets[0])),
             (("plan_sync", "plan_gather", "store_first", "store_last"), int(used.plans[0])),
             (("gather",), int(used.gathers[0])), (("store_device", "store_bytes"), int(used.stores[0])),

@@ -121,7 +121,7 @@ def _charge(pools: Pools, state: State, old: Any, new: Any) -> None:
         first, last = np.uint64(pools.reshard_first[template]), np.uint64(pools.reshard_last[template])
         if first < last:  # the links of its exchanges lie one after the other
             for k in range(np.uint64(pools.link_first[first]), np.uint64(pools.link_last[last - ONE])):
-                state.load[np.uint64(pools.link[k])] += sign * pools.link_ticks[k]
+                state.load[np.uint64(pools.link[k])] += sign * pools.link_least[k]
 
 
 @lean
@@ -157,12 +157,12 @@ def _wire_tensor(
             forward = find(table, tag, made, need)
             if forward == MISSING:
                 miss(change, tag, made, need)
-                continue
             if program.flows[slot] == 1:
                 backward = find(table, tag, need, made)
                 if backward == MISSING:
                     miss(change, tag, need, made)
-                    continue
+            if forward == MISSING or backward == MISSING:
+                continue
         _set(blocks, pools, state, before, change, slot, forward, backward)
     for k in range(np.uint64(wiring.result_first[t]), np.uint64(wiring.result_last[t])):
         slot = np.uint64(wiring.result_slot[k])

@@ -80,6 +80,8 @@ class Resized:
     @property
     def ratio(self) -> float:
         """Distance in the source of neighbours in the result."""
+        if _TAPS[self.mode] == 2 and self.size == self.count:
+            return 1.0  # torch copies then, whatever the factor
         if self.align_corners:
             return (self.size - 1) / (self.count - 1) if self.count > 1 else 0.0
         return 1.0 / self.scale if self.scale else self.size / self.count
@@ -231,6 +233,8 @@ class Interpolate(OperatorKind):
                 yield Sample(_resize(mode, corners, scale_factor=2), (rand(2, 3, *(4, 3, 2)[:spatial]),))
                 yield Sample(_resize(mode, corners, size=(6, 2, 3)[:spatial]), (rand(2, 3, *(9, 5, 3)[:spatial]),))
         yield Sample(_resize("bilinear", False, scale_factor=1.3), (rand(2, 3, 10, 7),))
+        yield Sample(_resize("linear", False, scale_factor=1.3), (rand(2, 3, 2),))
+        yield Sample(_resize("bilinear", False, scale_factor=1.3), (rand(2, 3, 3, 10),))
         yield Sample(_resize("nearest", None, scale_factor=1.3), (rand(2, 3, 10, 20),))
         yield Sample(_resize("nearest-exact", None, size=(9, 4)), (rand(2, 3, 6, 8),))
         yield Sample(_resize("bilinear", False, size=(4, 6), antialias=True), (rand(2, 3, 8, 6),))
