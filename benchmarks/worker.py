@@ -19,12 +19,12 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from flexsearch.cost.allocator import return_freed_memory
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from benchmarks.harness import alternate
 from flexsearch import zoo
+from flexsearch.allocator import return_freed_memory
 from flexsearch.runtime.launch import end
 from flexsearch.runtime.parallel import Parallel, parallelize
 from flexsearch.runtime.timeline import Timeline, record
