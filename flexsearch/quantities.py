@@ -18,7 +18,7 @@ MAX_GRAPH_BYTES: Final = 2**50
 MAX_ITERATIONS: Final = 2**59
 """Points of an operator's iteration space: 9 FLOPs a point, the most that any kind counts, are below 2^63."""
 MAX_DEVICES: Final = 4096
-MAX_PIECES: Final = 2**17
+MAX_PIECES: Final = 2**18
 """Operators times devices: what lowering and searching such a setting takes is bounded."""
 MAX_LINKS: Final = 2**19
 """A full mesh of a thousand devices has about so many."""
