@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 
 from flexsearch.cost import Costs
@@ -87,3 +89,11 @@ def test_a_budget_that_brought_nothing_ends_the_chains_and_the_best_is_still_pol
     climb = plan.plan(7, chains)
     assert climb is not None and climb.phase.endswith(POLISHED) and climb.patience == 0
     assert plan.plan(8, [*chains, polished]) is None
+
+
+def test_a_budget_is_used_up_while_nothing_fits_into_memory() -> None:
+    budget = 8 * 4 * PATIENCE
+    plan = schedule(budget)
+    plan.best = replace(plan.best, evaluation=Evaluation(1.0, 0.5))
+    chains = [Climbed(k, f"chain {k}", (), Evaluation(2.0, 0.5), budget // 10) for k in range(7)]
+    assert plan.within(chains) == (chains, f"the budget of {budget} proposals was used up")

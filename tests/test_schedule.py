@@ -253,3 +253,9 @@ def test_the_runtime_refuses_what_it_cannot_run() -> None:
         with pytest.raises(FlexsearchError, match="one stage and one microbatch"):
             compile_program(lowering.lower(plan, Options(), stages), 0)
     assert compile_program(lowering.lower(plan, Options()), 0).segments
+
+
+def test_a_schedule_that_splits_backward_passes_is_refused() -> None:
+    assert words(actions("zero-bubble", [[0], [1]], 1)) == words(actions("gpipe", [[0], [1]], 1))
+    with pytest.raises(FlexsearchError, match="zero-bubble"):
+        actions("zero-bubble", [[0], [1]], 2)

@@ -137,7 +137,7 @@ class Templates:
         for names in full:
             for name in names:
                 before = self._arrays[name]
-                self._arrays[name] = self._zeros(name, GROWTH * len(before))  # pages that nobody wrote to cost nothing
+                self._arrays[name] = self._zeros(name, GROWTH * len(before))
                 self._arrays[name][: len(before)] = before
             self._pools = self._landings = None
         if more:

@@ -42,14 +42,14 @@ def chrome_trace(
             events += _process(2 * d + 2, f"{title}: measured", {0: "compute"})
     names = {r: x.name for r, x in enumerate(topology.resources) if simulation.link_bytes[r]}
     events += _process(links, "links: predicted" if known else "links", names)
-    taken = turns(lowered.tasks)
+    turns_of = turns(lowered.tasks)
     for task, device in enumerate(lowered.tasks.device):
         if device >= 0:
             events.append(_compute(lowered, task, 2 * device + 1, simulation.start[task], simulation.end[task]))
             if task in known:
                 events.append(_compute(lowered, task, 2 * device + 2, *known[task]))
         else:
-            events += _on_links(lowered, task, taken[task], links)
+            events += _on_links(lowered, task, turns_of[task], links)
     events += _arrows(lowered, simulation, links)
     if known:
         events += _measured_communication(lowered, known, seen)

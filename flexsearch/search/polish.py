@@ -44,7 +44,7 @@ class Polish:
         self.evaluate, self.space, self.chain = evaluate, space, chain
         self.classes: tuple[Subject, ...] = (*space.classes, *space.loose_classes, *space.alternating)
         self._numbers: dict[tuple[Subject, OperatorConfig], tuple[U32, U32]] = {}
-        self._led: dict[tuple[int, OperatorConfig], int] = {}
+        self._number_of: dict[tuple[int, OperatorConfig], int] = {}
         """Number of a config of an operator, or of any that is like it."""
 
     def descend(
@@ -82,8 +82,8 @@ class Polish:
     def _number(self, templates: Templates, operator: int, config: OperatorConfig) -> int:
         """Number of the allowed config that is nearest to ``config``."""
         key = templates.alike[operator], config
-        if (number := self._led.get(key)) is None:
-            number = self._led[key] = templates.config(operator, self.space.fix(operator, config))
+        if (number := self._number_of.get(key)) is None:
+            number = self._number_of[key] = templates.config(operator, self.space.fix(operator, config))
         return number
 
 
