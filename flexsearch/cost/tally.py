@@ -84,19 +84,19 @@ class Loads(NamedTuple):
 
 
 @lean
-def turn_of(rates: Rates, form: Any, links: U32, first: Any, last: Any, longest_s: Any) -> Any:
-    """Ticks after which a communication on ``links[first:last]`` lets others on these go first: until so many bytes
-    have crossed the slowest; ``NEVER``: it does not. ``longest_s``: for so long it keeps its busiest link busy, s; no
-    more than ``MOST_TURNS`` are made of that.
+def turn_of(rates: Rates, bandwidth: F64, form: Any, links: U32, first: Any, last: Any, longest_s: Any) -> Any:
+    """Ticks after which a communication on ``links[first:last]`` (of a ``bandwidth``, B/s) lets others on these go
+    first: until so many bytes have crossed the slowest; ``NEVER``: it does not. ``longest_s``: for so long it keeps
+    its busiest link busy, s; no more than ``MOST_TURNS`` are made of that.
 
     gloo: an all-reduce has connections of its own, which share a link with those of others by turns. Messages between
     two devices share one connection: the first in is the first out. (Measured, ``benchmarks/link_sharing.py``.) NCCL:
     the communications of one communicator go in issue order."""
     ticks = NEVER
     if rates.turn_bytes[form] > 0.0 and last > first:
-        slowest = rates.bandwidth[np.uint64(links[first])]
+        slowest = bandwidth[np.uint64(links[first])]
         for k in range(first, last):
-            slowest = min(slowest, rates.bandwidth[np.uint64(links[k])])
+            slowest = min(slowest, bandwidth[np.uint64(links[k])])
         seconds = link_seconds(rates.factor[form], rates.turn_bytes[form], slowest)
         ticks = max(np.int64(seconds / TICK), np.int64(longest_s / TICK) // MOST_TURNS + 1)
     return ticks

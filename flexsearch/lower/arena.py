@@ -39,10 +39,11 @@ _TYPES: Final[dict[str, Any]] = {
 
 
 class Arena:
-    """Segments of plans of ``blocks`` blocks on a topology, and the draft of the one that is being written."""
+    """Segments of plans of ``blocks`` blocks on a topology, and the draft of the one that is being written.
+    ``network``: on which communication is priced."""
 
-    def __init__(self, blocks: int, topology: Topology) -> None:
-        self._topology, devices = topology, len(topology.devices)
+    def __init__(self, blocks: int, topology: Topology, network: Topology) -> None:
+        self._topology, self._network, devices = topology, network, len(topology.devices)
         room = 64 + blocks * (4 + ROOM // devices)
         most = {"table": devices + 1, "step": devices, "link": 4, "receiver": 2}
         self._room = {name: room * most.get(name, 1) for name in _LISTS}
@@ -59,7 +60,7 @@ class Arena:
 
     def _draft(self) -> Draft:
         steps, topology = self._drafted, self._topology
-        devices, resources = len(topology.devices), len(topology.resources)
+        devices, resources = len(topology.devices), len(self._network.resources)
 
         def numbers(*size: int) -> npt.NDArray[np.uint32]:
             return np.zeros(size, np.uint32)
@@ -73,7 +74,7 @@ class Arena:
             second_first=numbers(steps), second_last=numbers(steps), pair=numbers(4 * steps), pair_first=numbers(steps),
             pair_last=numbers(steps), follows=numbers(steps), seen=stamps(steps), load=np.zeros(resources),
             listed=stamps(resources), listing=stamps(1), touched=numbers(resources),
-            tally=make_tally(topology), loads=empty_loads(resources),
+            tally=make_tally(self._network), loads=empty_loads(resources),
         )  # fmt: skip
         return Draft(
             device=numbers(steps), kind=np.zeros(steps, np.uint8), block=numbers(steps), row=numbers(steps),

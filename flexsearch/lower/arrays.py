@@ -19,7 +19,8 @@ NOTHING = np.uint32(0xFFFFFFFF)
 class Program(NamedTuple):
     """What follows from graph and topology. Slots are operands in order, then results (the loss, new buffers) that are
     kept; rows ``[first[i], last[i])`` of a list belong to item i. ``routes``, ``rates``: what
-    communications are priced by; ``microbatches``: (1,)."""
+    communications are priced by; ``image``: by resource there, the resource that stands for it (``lower.folding``);
+    ``microbatches``: (1,)."""
 
     operand_first: U32  # by operator: its operands' slots
     operand_last: U32
@@ -36,6 +37,7 @@ class Program(NamedTuple):
     update_tensor_s: F64
     routes: RouteTable
     rates: Rates
+    image: U32
     microbatches: U32
 
 
@@ -61,6 +63,10 @@ class Pools(NamedTuple):
     send_last: U32
     receive_first: U32
     receive_last: U32
+    from_first: U32  # rows of ``send`` with all senders, also those that one in the first block stands for
+    from_last: U32
+    to_first: U32  # of ``receive``
+    to_last: U32
     link_first: U32
     link_last: U32
     drag_first: U32

@@ -154,12 +154,20 @@ def _add_up(
 
 
 @lean
-def _list(groups: Groups, resource: U32, seconds: F64, count: Any) -> Any:
-    """List rows that were priced in ``touched`` and ``load``; returns how many there are."""
+def _list(program: Program, groups: Groups, resource: U32, seconds: F64, count: Any) -> Any:
+    """List rows that were priced in ``touched`` and ``load``, by the resources that stand for them; returns how many
+    there are."""
+    touched = ZERO
+    groups.listing[0] += ONE
     for k in range(count):
-        groups.touched[k] = resource[k]
-        groups.load[np.uint64(resource[k])] = seconds[k]
-    return count
+        r = np.uint64(program.image[np.uint64(resource[k])])
+        if groups.listed[r] != groups.listing[0]:
+            groups.listed[r] = groups.listing[0]
+            groups.load[r] = 0.0
+            groups.touched[touched] = r
+            touched += ONE
+        groups.load[r] = max(groups.load[r], seconds[k])
+    return touched
 
 
 @lean
@@ -177,9 +185,9 @@ def merge(program: Program, pools: Pools, groups: Groups, phase: Any, g: Any) ->
         groups.loads.size[:] = ZERO
         seconds = price_collective(
             program.routes, program.rates, groups.tally, groups.loads, form, pools.send,
-            np.uint64(pools.send_first[one]), np.uint64(pools.send_last[one]), total,
+            np.uint64(pools.from_first[one]), np.uint64(pools.from_last[one]), total,
         )  # fmt: skip
-        return _list(groups, groups.loads.link, groups.loads.link_s, groups.loads.size[0]), seconds
+        return _list(program, groups, groups.loads.link, groups.loads.link_s, groups.loads.size[0]), seconds
     touched = _add_up(pools, groups, phase, g, pools.link_first, pools.link_last, pools.link, pools.link_load)
     for j in range(touched):
         r = np.uint64(groups.touched[j])
@@ -195,7 +203,7 @@ def merge_drags(program: Program, pools: Pools, groups: Groups, phase: Any, g: A
     if per_byte == 0.0:
         return ZERO
     if pools.key_group[np.uint64(groups.key[phase, g])] == 1:
-        return _list(groups, groups.loads.drag, groups.loads.drag_s, groups.loads.size[1])
+        return _list(program, groups, groups.loads.drag, groups.loads.drag_s, groups.loads.size[1])
     touched = _add_up(pools, groups, phase, g, pools.drag_first, pools.drag_last, pools.drag, pools.drag_load)
     for j in range(touched):
         r = np.uint64(groups.touched[j])

@@ -58,7 +58,24 @@ def _operand(tables: TemplateTables, mesh: Any, o: Any) -> Any:
         of = _chosen(tables, mesh, np.uint64(splits.first[o]), np.uint64(splits.held_by[o]))
         if of == MISSING:
             return MISSING
+    if splits.spread[o] == 1:
+        of = _in_all_blocks(tables, np.uint64(of))
+        if of == MISSING:
+            return MISSING
     return intern_layout(layouts, splits.grid[o], of)
+
+
+@lean
+def _in_all_blocks(tables: TemplateTables, mesh: Any) -> Any:
+    """The mesh of the devices of ``mesh`` and of those at their places in the other blocks; MISSING if there is no
+    room."""
+    layouts, device, at = tables.layouts, tables.scratch.device, ZERO
+    first, last = np.uint64(layouts.mesh_first[mesh]), np.uint64(layouts.mesh_last[mesh])
+    for block in range(tables.blocks.replicas[0]):
+        for k in range(first, last):
+            device[at] = np.uint64(layouts.device[k]) + block * tables.blocks.devices[0]
+            at += ONE
+    return intern_mesh(layouts, device, ZERO, at)
 
 
 @lean
@@ -161,7 +178,7 @@ def _on(tables: TemplateTables, change: Change, config: Any, count: Any) -> Any:
 def stored_otherwise(tables: TemplateTables, change: Change, config: Any) -> Any:
     """The same config with weights stored the other way: in parts, or whole. On one device: whole."""
     pools, number = tables.pools, np.uint64(config)
-    several = pools.config_last[number] - pools.config_first[number] > ONE
+    several = pools.config_last[number] - pools.config_first[number] > ONE or tables.blocks.replicas[0] > ONE
     shard = ONE if several and pools.config_shard[number] == 0 else ZERO
     return _allowed(tables, change, config_of(tables, pools.config_split[number], pools.config_mesh[number], shard))
 

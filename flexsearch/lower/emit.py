@@ -242,6 +242,6 @@ def _group(
         m = np.uint64(groups.next[m])
     close(segments, filled, c, ticks_of(seconds))
     segments.turn[c] = turn_of(
-        program.rates, np.uint64(pools.key_form[np.uint64(groups.key[phase, g])]), segments.link,
+        program.rates, program.bandwidth, np.uint64(pools.key_form[np.uint64(groups.key[phase, g])]), segments.link,
         np.uint64(segments.link_first[c]), np.uint64(segments.link_last[c]), longest,
     )  # fmt: skip

@@ -7,61 +7,189 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from flexsearch.compiled import ONE, U8, U64, ZERO, lean
+from flexsearch.compiled import F64, ONE, TWO, U8, U32, U64, ZERO, lean
 from flexsearch.cost.tally import Rates, turn_of
 from flexsearch.cost.ticks import ticks_of
 from flexsearch.lower.arrays import Pools
-from flexsearch.lower.workspace import DRAG, FIRST, LAST, LINK, RECEIVE, SEND, Workspace
+from flexsearch.lower.orbits import BlockMap, add_places, crosses_blocks, orbit_of
+from flexsearch.lower.workspace import DRAG, FIRST, LAST, LINK, MIDDLE, RECEIVE, SEND, Exchanges, Workspace
 
 
 @lean
-def append(workspace: Workspace, rates: Rates, decisive: U8, pools: Pools, size: U64) -> Any:
+def append(
+    workspace: Workspace, rates: Rates, bandwidth: F64, decisive: U8, blocks: BlockMap, pools: Pools, size: U64
+) -> Any:  # fmt: skip
     """Add the exchanges in the workspace to the pools. Links that no transfer can wait for (``Topology.decisive``) are
-    left out. ``size``: (5,) sends, receives, links, drags and exchanges there so far, which grow. False, and nothing
-    added, if there is no room."""
-    rows, loads = workspace.exchanges, workspace.exchanges.loads
+    left out, and so are exchanges that another one of their orbit stands for. ``bandwidth``: of the links in the pools.
+    ``size``: (6,) sends, receives, links, drags and exchanges there so far, which grow, and how many of these there
+    were before the second phase. False, and nothing added, if there is no room."""
+    rows = workspace.exchanges
     first, last, end = workspace.result[FIRST], workspace.result[LAST], workspace.exchanges.end
     for k in range(np.uint64(DRAG) + ONE):
-        begin = np.uint64(end[k, first - ONE]) if first > ZERO else ZERO
-        most = np.uint64(end[k, last - ONE]) - begin if last > first else ZERO
-        if size[k] + most > _room(pools, k):
+        most = np.uint64(end[k, last - ONE]) - _begin(end, k, first) if last > first else ZERO
+        if size[k] + (TWO * most if k in (SEND, RECEIVE) else most) > _room(pools, k):
             return False
     if size[4] + last - first > np.uint64(pools.duration.shape[0]):
         return False
-    for x in range(first, last):
-        at = size[4]
-        size[4] += ONE
-        pools.start[at], pools.amount[at] = rows.start[x], rows.amount[x]
-        pools.duration[at] = ticks_of(rows.duration[x])
-        pools.key[at] = 0
-        pools.form[at] = rows.form[x]
-        pools.send_first[at] = size[SEND]
-        for k in range(_begin(end, SEND, x), np.uint64(end[SEND, x])):
-            pools.send[size[SEND]] = rows.send[k]
-            size[SEND] += ONE
-        pools.send_last[at], pools.receive_first[at] = size[SEND], size[RECEIVE]
-        for k in range(_begin(end, RECEIVE, x), np.uint64(end[RECEIVE, x])):
-            pools.receive[size[RECEIVE]] = rows.receive[k]
-            size[RECEIVE] += ONE
-        pools.receive_last[at], pools.link_first[at], longest = size[RECEIVE], size[LINK], 0.0
-        for k in range(_begin(end, LINK, x), np.uint64(end[LINK, x])):
-            if decisive[np.uint64(loads.link[k])] == 1:
-                to = size[LINK]
-                pools.link[to], pools.link_ticks[to] = loads.link[k], ticks_of(loads.link_s[k])
-                pools.link_load[to], longest = loads.link_load[k], max(longest, loads.link_s[k])
-                least = min(loads.link_s[k], rows.duration[x]) if rows.linear[x] == 1 else 0.0
-                pools.link_least[to] = ticks_of(least)
-                size[LINK] += ONE
-        pools.link_last[at], pools.drag_first[at] = size[LINK], size[DRAG]
-        begin = np.uint64(pools.link_first[at])
-        pools.turn[at] = turn_of(rates, rows.form[x], pools.link, begin, size[LINK], longest)
-        for k in range(_begin(end, DRAG, x), np.uint64(end[DRAG, x])):
-            to = size[DRAG]
-            pools.drag[to], pools.drag_ticks[to] = loads.drag[k], ticks_of(loads.drag_s[k])
-            pools.drag_load[to] = loads.drag_load[k]
-            size[DRAG] += ONE
-        pools.drag_last[at] = size[DRAG]
+    folded = _is_folded(blocks, rows, first, last)
+    for phase in range(2):
+        if phase == 1:
+            size[5] = size[4]
+        begin, stop = (workspace.result[MIDDLE], last) if phase == 1 else (first, workspace.result[MIDDLE])
+        for x in range(begin, stop):
+            if not folded or _stands_for_itself(workspace, blocks, begin, x):
+                own = folded and workspace.orbits.missing[x] == ONE
+                _append_one(rows, rates, bandwidth, decisive, blocks, own, pools, size, x)
+        if folded:
+            _check_orbits(workspace, blocks, begin, stop)
     return True
+
+
+@lean
+def _is_folded(blocks: BlockMap, rows: Exchanges, first: Any, last: Any) -> Any:
+    """Whether exchanges ``first`` to ``last`` go beyond the first block."""
+    if blocks.replicas[0] == ONE or first == last:
+        return False
+    send, receive = np.uint64(rows.end[SEND, last - ONE]), np.uint64(rows.end[RECEIVE, last - ONE])
+    beyond = crosses_blocks(blocks, rows.send, _begin(rows.end, SEND, first), send)
+    return beyond or crosses_blocks(blocks, rows.receive, _begin(rows.end, RECEIVE, first), receive)
+
+
+@lean
+def _stands_for_itself(workspace: Workspace, blocks: BlockMap, first: Any, x: Any) -> Any:
+    """Whether exchange ``x`` is the first of its orbit among those of its phase, from ``first`` on, which is noted. Of
+    exchanges among the same devices, the n-th belongs to the n-th orbit."""
+    rows, orbits = workspace.exchanges, workspace.orbits
+    orbits.own[x], orbits.digest[x], count = orbit_of(
+        blocks, rows.send, _begin(rows.end, SEND, x), np.uint64(rows.end[SEND, x]), rows.receive,
+        _begin(rows.end, RECEIVE, x), np.uint64(rows.end[RECEIVE, x]),
+    )  # fmt: skip
+    orbits.missing[x], orbits.wanders[x], before = ZERO, ZERO, ZERO
+    for y in range(first, x):
+        if orbits.own[y] == orbits.own[x]:
+            before += ONE
+    for y in range(first, x):
+        if orbits.digest[y] == orbits.digest[x] and orbits.missing[y] > ZERO:
+            if before == ZERO:
+                orbits.missing[y] -= ONE
+                return False
+            before -= ONE
+    orbits.missing[x] = count
+    # Messages from block to block take turns on links, in an order that no renaming of blocks keeps.
+    within = count == ONE or _is_in_one_block(blocks, rows, x)
+    orbits.wanders[x] = ZERO if within else ONE
+    return True
+
+
+@lean
+def _is_in_one_block(blocks: BlockMap, rows: Exchanges, x: Any) -> Any:
+    """Whether all devices of exchange ``x`` are in the same block."""
+    first = np.uint64(rows.send[_begin(rows.end, SEND, x)]) // blocks.devices[0]
+    for k in range(_begin(rows.end, SEND, x), np.uint64(rows.end[SEND, x])):
+        if np.uint64(rows.send[k]) // blocks.devices[0] != first:
+            return False
+    for k in range(_begin(rows.end, RECEIVE, x), np.uint64(rows.end[RECEIVE, x])):
+        if np.uint64(rows.receive[k]) // blocks.devices[0] != first:
+            return False
+    return True
+
+
+@lean
+def _check_orbits(workspace: Workspace, blocks: BlockMap, first: Any, last: Any) -> None:
+    """Note if an orbit of the exchanges ``first`` to ``last`` lacks some: blocks are not treated alike then."""
+    for x in range(first, last):
+        if workspace.orbits.missing[x] > ONE or workspace.orbits.wanders[x] == ONE:
+            blocks.lopsided[0] += ONE
+            return
+
+
+@lean
+def _append_one(
+    rows: Exchanges, rates: Rates, bandwidth: F64, decisive: U8, blocks: BlockMap, own: Any, pools: Pools, size: U64,
+    x: Any,
+) -> None:  # fmt: skip
+    """Add exchange ``x``. ``own``: it is its own image, so that what stands for several links has the same on each;
+    else these have it from several exchanges."""
+    loads, end, at = rows.loads, rows.end, size[4]
+    size[4] += ONE
+    pools.start[at], pools.amount[at] = rows.start[x], rows.amount[x]
+    pools.duration[at] = ticks_of(rows.duration[x])
+    pools.key[at] = 0
+    pools.form[at] = rows.form[x]
+    begin, last = _begin(end, SEND, x), np.uint64(end[SEND, x])
+    pools.send_first[at], pools.send_last[at], pools.from_first[at], pools.from_last[at] = _list(
+        blocks, rows.send, begin, last, pools.send, size, SEND
+    )
+    begin, last = _begin(end, RECEIVE, x), np.uint64(end[RECEIVE, x])
+    pools.receive_first[at], pools.receive_last[at], pools.to_first[at], pools.to_last[at] = _list(
+        blocks, rows.receive, begin, last, pools.receive, size, RECEIVE
+    )
+    pools.link_first[at], longest = size[LINK], 0.0
+    blocks.listing[0] += ONE
+    for k in range(_begin(end, LINK, x), np.uint64(end[LINK, x])):
+        if decisive[np.uint64(loads.link[k])] == 1:
+            least = min(loads.link_s[k], rows.duration[x]) if rows.linear[x] == 1 else 0.0
+            to = _row_of(blocks, np.uint64(loads.link[k]), pools.link, size, LINK)
+            ticks = ticks_of(loads.link_s[k])
+            if blocks.seen[0] == ZERO:
+                pools.link_ticks[to], pools.link_load[to] = ticks, loads.link_load[k]
+                pools.link_least[to] = ticks_of(least)
+            else:
+                if not own or ticks != pools.link_ticks[to]:  # in turns on one link: blocks differ
+                    blocks.lopsided[0] += ONE
+                pools.link_ticks[to] = max(ticks, pools.link_ticks[to])
+                pools.link_load[to] = max(np.float64(loads.link_load[k]), pools.link_load[to])
+            longest = max(longest, loads.link_s[k])
+    pools.link_last[at], pools.drag_first[at] = size[LINK], size[DRAG]
+    begin = np.uint64(pools.link_first[at])
+    pools.turn[at] = turn_of(rates, bandwidth, rows.form[x], pools.link, begin, size[LINK], longest)
+    blocks.listing[0] += ONE
+    for k in range(_begin(end, DRAG, x), np.uint64(end[DRAG, x])):
+        to = _row_of(blocks, np.uint64(loads.drag[k]), pools.drag, size, DRAG)
+        ticks, load = ticks_of(loads.drag_s[k]), loads.drag_load[k]
+        if blocks.seen[0] == ZERO:
+            pools.drag_ticks[to], pools.drag_load[to] = ticks, load
+        elif not own:
+            pools.drag_ticks[to] += ticks
+            pools.drag_load[to] += load
+        else:
+            if ticks != pools.drag_ticks[to]:
+                blocks.lopsided[0] += ONE
+            pools.drag_ticks[to] = max(ticks, pools.drag_ticks[to])
+            pools.drag_load[to] = max(np.float64(load), pools.drag_load[to])
+    pools.drag_last[at] = size[DRAG]
+
+
+@lean
+def _list(
+    blocks: BlockMap, devices: U32, first: Any, last: Any, to: U32, size: U64, k: Any
+) -> tuple[Any, Any, Any, Any]:
+    """Write the places of ``devices[first:last]`` in their block to list ``k``, and the devices themselves where these
+    are others: where the ones and the others begin and end."""
+    begin = size[k]
+    middle = end = add_places(blocks, devices, first, last, to, begin)
+    if blocks.replicas[0] > ONE and crosses_blocks(blocks, devices, first, last):
+        for j in range(first, last):
+            to[end] = devices[j]
+            end += ONE
+        size[k] = end
+        return begin, middle, middle, end
+    size[k] = end
+    return begin, middle, begin, middle
+
+
+@lean
+def _row_of(blocks: BlockMap, resource: Any, to: U32, size: U64, k: Any) -> Any:
+    """Row of list ``k`` for the image of a resource, a new one unless it is listed (``seen``) already."""
+    image = np.uint64(blocks.image[resource])
+    blocks.seen[0] = ONE
+    if blocks.listed[image] != blocks.listing[0]:
+        blocks.listed[image] = blocks.listing[0]
+        blocks.row[image] = size[k]
+        to[size[k]] = image
+        size[k] += ONE
+        blocks.seen[0] = ZERO
+    return blocks.row[image]
 
 
 @lean

@@ -36,10 +36,11 @@ from flexsearch.lower.keys import (
     number,
     put,
 )
+from flexsearch.lower.orbits import place_of
 from flexsearch.lower.planner import FREE, GIVEN, plan, store
 from flexsearch.lower.tables import TemplateTables
 from flexsearch.lower.wiring import need_of
-from flexsearch.lower.workspace import FIRST, FULL, LAST, MIDDLE
+from flexsearch.lower.workspace import FIRST, FULL, LAST
 
 ALL, NO_ROOM, IN_PYTHON = range(3)
 """What came of ``fill``: all was added; there was no room (then it can go on where it was); a buffer is left whose
@@ -131,12 +132,16 @@ def _append(tables: TemplateTables, k: Any, destination: Side) -> Any:
     if template == np.uint64(pools.reshard_first.shape[0]):
         return False
     landed = append_landing(
-        workspace, destination, tables.requests.itemsize[k], tables.sums, tables.landings, template, used.landings
+        workspace, destination, tables.requests.itemsize[k], tables.sums, tables.blocks.devices[0], tables.landings,
+        template, used.landings,
     )
-    if not landed or not append(workspace, tables.rates, tables.decisive, pools, used.exchanges):
+    exchanges = used.exchanges
+    if not landed or not append(
+        workspace, tables.rates, tables.bandwidth, tables.decisive, tables.blocks, pools, exchanges
+    ):
         return False
     pools.reshard_first[template] = first
-    pools.reshard_middle[template] = first + workspace.result[MIDDLE] - workspace.result[FIRST]
+    pools.reshard_middle[template] = exchanges[5]
     pools.reshard_last[template] = used.exchanges[4]
     used.reshards[0] = template + ONE
     tables.requests.template[k] = template
@@ -197,7 +202,7 @@ def finish_weight(tables: TemplateTables) -> Any:
     pools, used, weight = tables.pools, tables.used, tables.weight
     requests, edges, stored = tables.requests, np.uint64(weight.edges[0]), np.uint64(weight.stored[0])
     itemsize, template = tables.itemsize[np.uint64(weight.dtype[0])], used.plans[0]
-    last = used.stores[0] + entries_of(tables.layouts, stored)
+    last = used.stores[0] + _stored_here(tables, stored)
     full = is_full(tables.keys) or template == np.uint64(pools.plan_sync.shape[0])
     full = full or used.gathers[0] + edges > np.uint64(pools.gather.shape[0])
     if full or last > np.uint64(pools.store_device.shape[0]):
@@ -209,6 +214,8 @@ def finish_weight(tables: TemplateTables) -> Any:
     for e in range(edges):
         pools.gather[used.gathers[0] + e] = np.uint64(requests.template[e]) if gathered else ZERO
     _list_stored(tables, stored, used.stores[0], itemsize)
+    if tables.blocks.replicas[0] > ONE:
+        _check_stored(tables, stored)
     pools.plan_gather[template], pools.plan_sync[template] = used.gathers[0], sync
     pools.store_first[template], pools.store_last[template] = used.stores[0], last
     used.gathers[0] += edges
@@ -291,8 +298,39 @@ def _list_stored(tables: TemplateTables, layout: Any, at: Any, itemsize: Any) ->
     grid, mesh = np.uint64(layouts.layout_grid[layout]), np.uint64(layouts.layout_mesh[layout])
     first, device = np.uint64(layouts.grid_first[grid]), np.uint64(layouts.mesh_first[mesh])
     for k in range(entries_of(layouts, layout)):
-        pools.store_device[at + k] = layouts.device[device + k]
-        pools.store_bytes[at + k] = np.uint64(layouts.volume[first + k] * itemsize)
+        if np.uint64(layouts.device[device + k]) < tables.blocks.devices[0]:
+            pools.store_device[at] = layouts.device[device + k]
+            pools.store_bytes[at] = np.uint64(layouts.volume[first + k] * itemsize)
+            at += ONE
+
+
+@lean
+def _check_stored(tables: TemplateTables, layout: Any) -> None:
+    """Note if other blocks store other amounts of a weight than the first."""
+    layouts, blocks = tables.layouts, tables.blocks
+    first = np.uint64(layouts.grid_first[np.uint64(layouts.layout_grid[layout])])
+    device = np.uint64(layouts.mesh_first[np.uint64(layouts.layout_mesh[layout])])
+    count, alike = entries_of(layouts, layout), blocks.replicas[0] * _stored_here(tables, layout)
+    for k in range(count):
+        place, volume, equal = place_of(blocks, layouts.device[device + k]), layouts.volume[first + k], False
+        for j in range(count):
+            if np.uint64(layouts.device[device + j]) == place and layouts.volume[first + j] == volume:
+                equal = True
+                break
+        if not equal or count != alike:
+            blocks.lopsided[0] += ONE
+            return
+
+
+@lean
+def _stored_here(tables: TemplateTables, layout: Any) -> Any:
+    """How many entries of a layout lie in the first block."""
+    layouts, count = tables.layouts, ZERO
+    device = np.uint64(layouts.mesh_first[np.uint64(layouts.layout_mesh[layout])])
+    for k in range(entries_of(layouts, layout)):
+        if np.uint64(layouts.device[device + k]) < tables.blocks.devices[0]:
+            count += ONE
+    return count
 
 
 @lean
@@ -306,10 +344,10 @@ def _set_keys(tables: TemplateTables, template: Any, dtype: Any) -> Any:
     for again in range(2):  # twice: the second time there is room for everything
         for x in range(first, last):
             senders = intern_mesh(
-                tables.layouts, pools.send, np.uint64(pools.send_first[x]), np.uint64(pools.send_last[x])
+                tables.layouts, pools.send, np.uint64(pools.from_first[x]), np.uint64(pools.from_last[x])
             )
             receivers = intern_mesh(
-                tables.layouts, pools.receive, np.uint64(pools.receive_first[x]), np.uint64(pools.receive_last[x])
+                tables.layouts, pools.receive, np.uint64(pools.to_first[x]), np.uint64(pools.to_last[x])
             )
             if senders == MISSING or receivers == MISSING:
                 return False

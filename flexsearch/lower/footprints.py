@@ -61,11 +61,11 @@ class Sums(NamedTuple):
 
 @lean
 def append_landing(
-    workspace: Workspace, destination: Side, itemsize: Any, sums: Sums, landings: Landings, number: Any, size: U64
+    workspace: Workspace, destination: Side, itemsize: Any, sums: Sums, devices: Any, landings: Landings, number: Any,
+    size: U64,
 ) -> Any:  # fmt: skip
-    """Add what the reshard in the workspace, ``number``, leaves on devices. ``size``: (1,) rows so far, which grows.
-    False, and nothing added, if there is no room."""
-    devices = np.uint64(sums.role.shape[0])
+    """Add what the reshard in the workspace, ``number``, leaves on the first ``devices`` devices. ``size``: (1,)
+    rows so far, which grows. False, and nothing added, if there is no room."""
     if number == np.uint64(landings.most.shape[0]) or size[0] + devices > np.uint64(landings.device.shape[0]):
         return False
     result, rows, arriving = workspace.result, workspace.exchanges, workspace.sets.arriving
@@ -84,7 +84,7 @@ def append_landing(
             sums.role[device] |= ALIASED
         else:
             sums.copy[device] += destination.volume[k]
-    _write(itemsize, sums, landings, number, size)
+    _write(itemsize, sums, devices, landings, number, size)
     return True
 
 
@@ -121,7 +121,7 @@ def _stage(workspace: Workspace, to: Side, arriving: I64, first: Any, last: Any,
 
 
 @lean
-def _write(itemsize: Any, sums: Sums, landings: Landings, number: Any, size: U64) -> None:
+def _write(itemsize: Any, sums: Sums, devices: Any, landings: Landings, number: Any, size: U64) -> None:
     """One row for each device that is concerned; the sums are zero again afterwards."""
     most = np.int64(0)
     landings.landing_first[number] = size[0]
@@ -129,12 +129,13 @@ def _write(itemsize: Any, sums: Sums, landings: Landings, number: Any, size: U64
         total = sums.copy[d] + sums.middle[d] + sums.staged[d] + sums.staged_again[d]
         if total == 0 and sums.role[d] == 0:
             continue
-        at = size[0]
-        landings.device[at], landings.role[at] = d, sums.role[d]
-        landings.copy[at], landings.middle[at] = itemsize * sums.copy[d], itemsize * sums.middle[d]
-        landings.staged[at], landings.staged_again[at] = itemsize * sums.staged[d], itemsize * sums.staged_again[d]
-        most = max(most, itemsize * total)
+        if np.uint64(d) < devices:
+            at = size[0]
+            landings.device[at], landings.role[at] = d, sums.role[d]
+            landings.copy[at], landings.middle[at] = itemsize * sums.copy[d], itemsize * sums.middle[d]
+            landings.staged[at], landings.staged_again[at] = itemsize * sums.staged[d], itemsize * sums.staged_again[d]
+            most = max(most, itemsize * total)
+            size[0] = at + ONE
         sums.role[d] = 0
         sums.copy[d] = sums.middle[d] = sums.staged[d] = sums.staged_again[d] = 0
-        size[0] = at + ONE
     landings.landing_last[number], landings.most[number] = size[0], most

@@ -13,6 +13,7 @@ from functools import cached_property
 from flexsearch.cost import Costs
 from flexsearch.errors import StrategyError
 from flexsearch.graph import OperatorGraph, Tensor, volume
+from flexsearch.lower.folding import Fold
 from flexsearch.lower.layout import Layout
 from flexsearch.lower.pieces import Edge, Pieces, Placed, Weight, everywhere, kept
 from flexsearch.lower.plan import PlanRows
@@ -71,8 +72,8 @@ class Lowered:
 class Lowering(Pieces):
     """Lowers strategies of one graph on one topology."""
 
-    def __init__(self, graph: OperatorGraph, topology: Topology, costs: Costs) -> None:
-        super().__init__(graph, topology, costs)
+    def __init__(self, graph: OperatorGraph, topology: Topology, costs: Costs, fold: Fold | None = None) -> None:
+        super().__init__(graph, topology, costs, fold)
         self._plan_rows: tuple[tuple[Options, Stages], PlanRows] | None = None
         """Of the last strategy that was lowered."""
 

@@ -13,10 +13,11 @@ import numpy as np
 from flexsearch.compiled import F64, U32
 from flexsearch.cost import Costs
 from flexsearch.graph import Operator, OperatorGraph, Tensor
+from flexsearch.lower.folding import Fold
 from flexsearch.lower.layout import Entry, Laid, Layout, Layouts, Placement
 from flexsearch.lower.reshard import Planner, Reshard
 from flexsearch.lower.schedule import buckets_of
-from flexsearch.lower.split import Intervals, Split, Splitter
+from flexsearch.lower.split import Blocks, Intervals, Split, Splitter
 from flexsearch.lower.weights import WeightPlan, plan_weight
 from flexsearch.strategy import OperatorConfig
 from flexsearch.topology import Topology
@@ -82,29 +83,44 @@ class Pieces:
     """What the strategies of one graph on one topology are made of. Placements, reshards and weight plans are cached by
     what they depend on, so lowering a neighbour of a strategy costs little more than putting the order together."""
 
-    def __init__(self, graph: OperatorGraph, topology: Topology, costs: Costs) -> None:
-        self.graph, self.topology, self.costs = graph, topology, costs
-        self.layouts, self.planner = Layouts(len(topology.devices)), Planner(topology)
+    def __init__(self, graph: OperatorGraph, topology: Topology, costs: Costs, fold: Fold | None = None) -> None:
+        self.graph, self.topology, self.costs, self.fold = graph, topology, costs, fold
+        self.network = topology if fold is None else fold.folding.whole
+        """What communication is priced on: all devices."""
+        self.layouts, self.planner = Layouts(len(self.network.devices)), Planner(self.network)
         self._splitters: dict[object, Splitter] = {}
         self._intervals: Intervals = {}
-        self._splitter_of = [self._splitter(op) for op in graph.operators]
+        self._splitter_of = [self._splitter(i, op) for i, op in enumerate(graph.operators)]
         self._placed: dict[tuple[int, OperatorConfig], Placed] = {}
         self._reshards: dict[tuple[int, int, int], Reshard] = {}
         self._weights: dict[tuple[tuple[int, ...], tuple[bool, ...], bool, int], WeightPlan] = {}
         self._parameters = graph.of_kind("parameter")
         self.weight_types = {dtype: k for k, dtype in enumerate(sorted({t.dtype for t in self._parameters}))}
         """Numbers of the dtypes of weights."""
+        self.replicas = 1 if fold is None else fold.replicas
+        """Blocks that do the same, of which one is lowered."""
+        self.image = np.arange(len(topology.resources), dtype=np.uint32) if fold is None else fold.folding.image
+        """By resource of the network, the resource of the topology that stands for it."""
         users = Counter(topology.processor_of)
         self.turns = [TURN_S if users[processor] > 1 else inf for processor in topology.processor_of]
         self._buckets: dict[int, dict[str, int]] = {}
 
-    def _splitter(self, op: Operator) -> Splitter:
+    def _splitter(self, operator: int, op: Operator) -> Splitter:
         """Operators of the same form share one."""
         inputs, outputs = (tuple(tuple(self.graph.tensor[n].shape) for n in names) for names in (op.inputs, op.outputs))
-        key = op.pattern, op.axes, inputs, outputs
+        blocks = self.blocks(operator)
+        key = op.pattern, op.axes, inputs, outputs, blocks
         if key not in self._splitters:
-            self._splitters[key] = Splitter(op, inputs, outputs, self.layouts, self._intervals)
+            self._splitters[key] = Splitter(op, inputs, outputs, self.layouts, self._intervals, blocks)
         return self._splitters[key]
+
+    def blocks(self, operator: int) -> Blocks:
+        """How blocks share an operator."""
+        if (fold := self.fold) is None:
+            return Blocks()
+        op = self.graph.operators[operator]
+        spread = tuple(name in fold.spread for name in (*op.inputs, *op.outputs))
+        return Blocks(fold.replicas, fold.devices, spread, fold.samples[operator] is not None)
 
     def placed(self, operator: int, config: OperatorConfig) -> Placed:
         """The pieces of an operator under a config, with their costs."""

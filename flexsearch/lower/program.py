@@ -79,7 +79,7 @@ def make_program(
         processor=np.array(topology.processor_of, np.uint32),
         bandwidth=np.array([r.bandwidth or 0.0 for r in topology.resources], np.float64),
         update_byte_s=np.array([b for b, _ in rates]), update_tensor_s=np.array([t for _, t in rates]),
-        routes=topology.routes, rates=lowering.planner.pricing.rates,
+        routes=lowering.network.routes, rates=lowering.planner.pricing.rates, image=lowering.image,
         microbatches=np.array([microbatches], np.uint32),
     )  # fmt: skip
 
@@ -146,7 +146,7 @@ def make_wiring(graph: OperatorGraph, topology: Topology, lowering: Pieces) -> W
         result_buffer=numbers(owner[int(s)] for s in kept.all),
         made_first=made.first, made_last=made.last,
         buffer_first=read.first, buffer_last=read.last, buffer_slot=read.all, buffer_result=numbers(replaced),
-        everywhere=numbers([lowering.intern(everywhere(topology))]),
+        everywhere=numbers([lowering.intern(everywhere(lowering.network))]),
         weight_type=numbers(lowering.weight_types[graph.tensor[name].dtype] for name in parameters),
     )  # fmt: skip
 

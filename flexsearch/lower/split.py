@@ -30,29 +30,47 @@ Intervals = dict[tuple[object, ...], tuple[I64, Mask | None]]
 
 
 @dataclass(frozen=True)
+class Blocks:
+    """How an operator is shared out among equal blocks of ``devices`` devices (``lower.folding``): ``replicas`` of them
+    (1: it is not). ``spread``: by operand, whether all blocks hold it; ``sums``: whether they do so with terms of their
+    own, of samples, else with copies."""
+
+    replicas: int = 1
+    devices: int = 0
+    spread: tuple[bool, ...] = ()
+    sums: bool = False
+
+
+@dataclass(frozen=True)
 class Region:
-    """The regions of one operand. ``held``: the positions (pieces, replicas counted) that touch it; None: all do."""
+    """The regions of one operand. ``held``: the positions (pieces, replicas counted) that touch it; None: all do.
+    ``blocks``: block after block holds it, each on its own devices; ``stride``: of a block."""
 
     grid: Grid
     held: Index | None
+    blocks: int = 1
+    stride: int = 0
 
     def on(self, layouts: Layouts, device: U32) -> Laid:
-        """The layout where position k is on ``device[k]``."""
-        return layouts.lay(self.grid, device if self.held is None else device[self.held])
+        """The layout where position k is on ``device[k]``, and k of the next block so many devices on."""
+        own = device if self.held is None else device[self.held]
+        if self.blocks > 1:
+            own = np.concatenate([own + np.uint32(block * self.stride) for block in range(self.blocks)])
+        return layouts.lay(self.grid, own)
 
     def elements(self, count: int) -> I64:
         """Elements at each of ``count`` positions."""
         if self.held is None:
-            return self.grid.volume
+            return self.grid.volume[:count]
         found = np.zeros(count, np.int64)
-        found[self.held] = self.grid.volume
+        found[self.held] = self.grid.volume[: len(self.held)]
         return found
 
     def boxes(self, count: int) -> list[Box | None]:
         """The region of each of ``count`` positions."""
         if self.held is None:
-            return list(self.grid.boxes)
-        found = dict(zip(self.held.tolist(), self.grid.boxes, strict=True))
+            return list(self.grid.boxes[:count])
+        found = dict(zip(self.held.tolist(), self.grid.boxes, strict=False))
         return [found.get(k) for k in range(count)]
 
 
@@ -72,9 +90,10 @@ class Splitter:
     whole operands. ``intervals``: what dimensions were asked already, of any operator."""
 
     def __init__(
-        self, op: Operator, inputs: Shapes, outputs: Shapes, layouts: Layouts, intervals: Intervals | None = None
-    ) -> None:
-        self.op, self.layouts = op, layouts
+        self, op: Operator, inputs: Shapes, outputs: Shapes, layouts: Layouts, intervals: Intervals | None = None,
+        blocks: Blocks | None = None,
+    ) -> None:  # fmt: skip
+        self.op, self.layouts, self.blocks = op, layouts, blocks or Blocks()
         self.inputs = len(inputs)
         self.operands = (
             *zip(op.access.inputs, inputs, strict=True),
@@ -164,10 +183,16 @@ class Splitter:
             if own:
                 first = np.array([not self.op.access.skips(operand, piece) for piece in self._pieces(own)])
                 touched = first[_flat(own, at)] if touched is None else touched & first[_flat(own, at)]
-        if touched is None or touched.all():
-            return Region(self.layouts.grid(box, term), None)
-        held = np.flatnonzero(touched)
-        return Region(self.layouts.grid(box[held], term[held]), held)
+        held = None if touched is None or touched.all() else np.flatnonzero(touched)
+        if held is not None:
+            box, term = box[held], term[held]
+        blocks = self.blocks
+        if blocks.replicas == 1 or not blocks.spread[n]:
+            return Region(self.layouts.grid(box, term), held)
+        terms = int(term.max(initial=0)) + 1 if blocks.sums else 0
+        every = np.concatenate([term + np.uint32(block * terms) for block in range(blocks.replicas)])
+        grid = self.layouts.grid(np.tile(box, (blocks.replicas, 1, 1)), every)
+        return Region(grid, held, blocks.replicas, blocks.devices)
 
     def _pieces(self, own: Degrees) -> Iterator[dict[str, Interval]]:
         """Intervals of some axes, for each combination of their parts in row-major order."""

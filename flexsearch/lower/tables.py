@@ -5,12 +5,13 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from flexsearch.compiled import I64, U8, U32, U64
+from flexsearch.compiled import F64, I64, U8, U32, U64
 from flexsearch.cost.tally import Rates
 from flexsearch.lower.arrays import Pools
 from flexsearch.lower.footprints import Landings, Sums
 from flexsearch.lower.interned import Interned, Side
 from flexsearch.lower.keys import Table
+from flexsearch.lower.orbits import BlockMap
 from flexsearch.lower.workspace import Workspace
 from flexsearch.packed import packed
 from flexsearch.topology.routes import RouteTable
@@ -18,7 +19,7 @@ from flexsearch.topology.routes import RouteTable
 
 @packed
 class Used(NamedTuple):
-    """Rows of the pools so far, (1,) each. ``exchanges``: (5,) of sends, receives, links, drags and exchanges."""
+    """Rows of the pools so far, (1,) each. ``exchanges``: (6,), see ``exchanges.append``."""
 
     configs: U64
     entries: U64
@@ -37,9 +38,9 @@ class Splits(NamedTuple):
     """Operators cut into pieces, without devices; piece k is that at position k of a mesh. Of a split: number of
     ``pieces``; rows of ``forward`` and ``backward`` (ticks): ``cost + kind * pieces + k`` for kinds of devices;
     operands ``[reads, writes)`` and ``[writes, last)``. Operand o has the layout ``grid[o]`` on the positions
-    ``position[first[o]:first[o] + held_by[o]]``, or on all if ``first[o]`` is MISSING. ``follow_*``: what follows a
-    split over a link is split ``follow_split`` on ``follow_count`` positions from ``follow_first`` on; all in order if
-    that is MISSING."""
+    ``position[first[o]:first[o] + held_by[o]]``, or on all if ``first[o]`` is MISSING; in all blocks if ``spread[o]``.
+    ``follow_*``: what follows a split over a link is split
+    ``follow_split`` on ``follow_count`` positions from ``follow_first`` on; all in order if that is MISSING."""
 
     pieces: U32
     cost: U32
@@ -53,6 +54,7 @@ class Splits(NamedTuple):
     first: U32
     held_by: U32
     position: U32
+    spread: U8
     follow_split: U32
     follow_first: U32
     follow_count: U32
@@ -109,7 +111,8 @@ class WeightAtHand(NamedTuple):
 
 @packed
 class TemplateTables(NamedTuple):
-    """The whole. ``routes``: between all devices. ``decisive``: as ``Topology.decisive``. ``kind``: of each device.
+    """The whole. ``routes``: between all devices. ``bandwidth``: by resource, B/s. ``decisive``: as
+    ``Topology.decisive``. ``blocks``: see ``flexsearch.lower.folding``. ``kind``: of each device.
     ``itemsize``: by dtype of weights. ``ruled``: (1,) whether configs are to be replaced by the nearest that is
     allowed. ``full``: (1,) set where there was no room: Python makes it."""
 
@@ -126,7 +129,9 @@ class TemplateTables(NamedTuple):
     weight: WeightAtHand
     routes: RouteTable
     rates: Rates
+    bandwidth: F64
     decisive: U8
+    blocks: BlockMap
     kind: U32
     itemsize: I64
     ruled: U8

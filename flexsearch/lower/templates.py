@@ -24,6 +24,7 @@ from flexsearch.lower.fill import IN_PYTHON, NO_ROOM, fill, plan_all
 from flexsearch.lower.footprints import Landings, Sums
 from flexsearch.lower.keys import DERIVED, HELD, LAYOUT, LIKE, MISSING, OVER, RESHARD, STEP, Keys
 from flexsearch.lower.layout import empty_side
+from flexsearch.lower.orbits import make_block_map
 from flexsearch.lower.pieces import Pieces, kept
 from flexsearch.lower.planner import FREE
 from flexsearch.lower.program import make_wiring
@@ -37,7 +38,8 @@ _fill = direct(fill)
 _plan_all = direct(plan_all)
 
 _TYPES: dict[str, Any] = {
-    "config_shard": np.uint8, "entry_forward": np.int64, "entry_backward": np.int64, "duration": np.int64,
+    "config_shard": np.uint8, "spread": np.uint8,
+    "entry_forward": np.int64, "entry_backward": np.int64, "duration": np.int64,
     "start": np.float64, "amount": np.uint64, "form": np.uint8, "turn": np.int64, "key_form": np.uint8,
     "key_group": np.uint8, "link_ticks": np.int64, "link_least": np.int64, "link_load": np.float64,
     "drag_ticks": np.int64, "drag_load": np.float64, "store_bytes": np.uint64, "forward": np.int64,
@@ -45,7 +47,8 @@ _TYPES: dict[str, Any] = {
     "staged": np.int64, "staged_again": np.int64,
 }  # fmt: skip
 """Columns of ``Pools``, ``Splits`` and ``Landings`` that are not uint32."""
-_EXCHANGE: Final = ("send_first", "send_last", "receive_first", "receive_last", "link_first", "link_last",
+_EXCHANGE: Final = ("send_first", "send_last", "receive_first", "receive_last", "from_first", "from_last",
+                    "to_first", "to_last", "link_first", "link_last",
                     "drag_first", "drag_last", "duration", "start", "amount", "form", "turn", "key")  # fmt: skip
 _START, GROWTH = 1 << 14, 4
 """Rows of the pools at first, and how much larger they become when they grow."""
@@ -70,7 +73,7 @@ class Templates:
         # Template 0 of each kind is the empty one.
         self._used = Used(
             configs=_counts(1), entries=_counts(0), layouts=_counts(0), reshards=_counts(1), landings=_counts(0),
-            exchanges=np.zeros(5, np.uint64), buckets=_counts(0), plans=_counts(1), gathers=_counts(0),
+            exchanges=np.zeros(6, np.uint64), buckets=_counts(0), plans=_counts(1), gathers=_counts(0),
             stores=_counts(0),
         )  # fmt: skip
         self._columns = {name: Column(_TYPES.get(name, np.uint32)) for name in Splits._fields}
@@ -172,18 +175,18 @@ class Templates:
     def _entries(self) -> int:
         """Most entries of a layout that must be planned: all readers of a weight may want it on all devices."""
         readers = [len(self.graph.consumers[t.name]) for t in self.graph.of_kind("parameter")]
-        return len(self.topology.devices) * max(readers, default=1)
+        return len(self.lowering.network.devices) * max(readers, default=1)
 
     @property
     def _dimensions(self) -> int:
         return max(1, *(len(t.shape) for t in self.graph.tensors))
 
     def _new_workspace(self) -> Workspace:
-        sizes = len(self.topology.devices), self._dimensions, self._entries, self._moves, self._moves
+        sizes = len(self.lowering.network.devices), self._dimensions, self._entries, self._moves, self._moves
         return make_workspace(self.lowering.planner.pricing.tally, *sizes)
 
     def _new_scratch(self) -> Scratch:
-        entries, rank, devices = self._entries, self._dimensions, len(self.topology.devices)
+        entries, rank, devices = self._entries, self._dimensions, len(self.lowering.network.devices)
         readers = entries // devices
         return Scratch(
             source=empty_side(entries, rank), destination=empty_side(entries, rank),
@@ -196,11 +199,13 @@ class Templates:
 
     def _new_fixed(self) -> dict[str, Any]:
         """What of the tables stays."""
-        devices = len(self.topology.devices)
+        lowering, devices = self.lowering, len(self.lowering.network.devices)
         itemsize = {t.dtype: t.itemsize for t in self.graph.of_kind("parameter")}
         return {
-            "routes": self.topology.routes,
-            "rates": self.lowering.planner.pricing.rates, "decisive": self.topology.decisive.astype(np.uint8),
+            "routes": lowering.network.routes, "rates": lowering.planner.pricing.rates,
+            "bandwidth": np.array([r.bandwidth or 0.0 for r in self.topology.resources]),
+            "decisive": lowering.network.decisive.astype(np.uint8),
+            "blocks": make_block_map(lowering.image, lowering.replicas, len(self.topology.devices)),
             "kind": np.searchsorted(self._kinds, self.lowering.costs.kinds).astype(np.uint32),
             "itemsize": np.array([itemsize[dtype] for dtype in self.lowering.weight_types] or [1], np.int64),
             "requests": _requests(MOST_MISSING + self._entries), "weight": _weight_at_hand(),
@@ -294,13 +299,17 @@ class Templates:
         first = int(MISSING) if region.held is None else self._extend("position", region.held)
         self._extend("first", [first])
         self._extend("held_by", [0 if region.held is None else len(region.held)])
+        self._extend("spread", [region.blocks > 1])
 
     def _find_alike(self) -> list[int]:
         """By operator: the first one of the same shape and cost."""
         graph, first = self.graph, dict[object, int]()
         return [
             first.setdefault(
-                (self.lowering.costs.alike[i], tuple(name in graph.differentiable for name in op.inputs)), i
+                (
+                    self.lowering.costs.alike[i], tuple(name in graph.differentiable for name in op.inputs),
+                    self.lowering.blocks(i),
+                ), i
             )
             for i, op in enumerate(graph.operators)
         ]

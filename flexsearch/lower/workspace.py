@@ -107,6 +107,18 @@ class Sets(NamedTuple):
 
 
 @packed
+class Orbits(NamedTuple):
+    """Which exchanges other blocks make too (``flexsearch.lower.orbits``). By exchange: a number for its ``own``
+    devices and the ``digest`` of its orbit; of the first of an orbit, how many are ``missing`` so far, with itself,
+    and whether it ``wanders``: has devices of several blocks, but not of all alike."""
+
+    own: U64
+    digest: U64
+    missing: U64
+    wanders: U64
+
+
+@packed
 class Workspace(NamedTuple):
     """Where a reshard is planned. Candidates leave their moves and exchanges one after the other. ``middle``: layout
     between two phases. By destination entry: ``cuts``, local moves, ``cut``, the source of the last one, and whether it
@@ -120,6 +132,7 @@ class Workspace(NamedTuple):
     cuts: U32
     cut: U32
     aliased: U8
+    orbits: Orbits
     result: U64
 
 
@@ -152,7 +165,7 @@ def make_workspace(tally: Tally, devices: int, dimensions: int, entries: int, mo
             np.zeros(2, np.uint64),
         ),
         cuts=_u32(entries), cut=_u32(entries), aliased=_u8(entries),
-        result=np.zeros(10, np.uint64),
+        orbits=Orbits(*(np.zeros(rows, np.uint64) for _ in range(4))), result=np.zeros(10, np.uint64),
     )  # fmt: skip
 
 

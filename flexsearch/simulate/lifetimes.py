@@ -198,6 +198,8 @@ def _hold_at_hand(sources: Sources, state: State, tensor: Any, spans: Spans) -> 
         first = np.uint64(layouts.mesh_first[np.uint64(layouts.layout_mesh[layout])])
         for row in range(entries_of(layouts, layout)):
             d = np.uint64(layouts.device[first + row])
+            if d >= np.uint64(spans.reads.shape[0]):  # in another block, which does the same
+                continue
             for r in range(rank):
                 low, high = layouts.box[box + row * rank + r, 0], layouts.box[box + row * rank + r, 1]
                 if spans.reads[d] == 1:
@@ -245,6 +247,8 @@ def _make(sources: Sources, state: State, t: Any, producer: Any, now: Any, spans
     entry = np.uint64(layouts.grid_first[np.uint64(layouts.layout_grid[layout])])
     for row in range(entries_of(layouts, layout)):
         d, elements = np.uint64(layouts.device[first + row]), layouts.volume[entry + row]
+        if d >= np.uint64(spans.reads.shape[0]):
+            continue
         spans.output[place, d] = _add(spans, d, elements * itemsize, ACTIVATIONS, now, until)
         besides = _besides(units, producer, elements, itemsize)
         if besides > 0 and back > now:
@@ -379,6 +383,8 @@ def _differentiate(
     entry = np.uint64(layouts.grid_first[np.uint64(layouts.layout_grid[need])])
     for row in range(entries_of(layouts, need)):
         d, handle = np.uint64(layouts.device[first + row]), ZERO
+        if d >= np.uint64(spans.reads.shape[0]):
+            continue
         if through == ONE:
             for t in range(np.uint64(wiring.made_first[latest]), np.uint64(wiring.made_last[latest])):
                 if spans.arrived[np.uint64(sources.units.place[t]), d] > 0:

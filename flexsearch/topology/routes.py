@@ -10,6 +10,7 @@ that no switch separates is one part, with a piece for each pair.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from functools import partial
 from itertools import combinations, pairwise
 from math import fsum, inf
 from typing import Any, NamedTuple
@@ -93,7 +94,8 @@ class Routes:
     and the way from j to i is that from i to j reversed. A way does not pass through other devices unless nothing else
     leads there: GPUs forward no traffic of others, but on a bare NVLink mesh a library must do that.
 
-    TopologyError if a part has more than ``MAX_PART`` devices.
+    ``up``: endpoints from each device to the center, if there is one. TopologyError if a part has more than
+    ``MAX_PART`` devices.
     """
 
     def __init__(
@@ -102,7 +104,7 @@ class Routes:
     ) -> None:  # fmt: skip
         self._hops = hops
         self.center = _center(graph, devices, switches)
-        self._up = _ways(graph, self.center, devices) if self.center is not None else {}
+        self.up = _ways(graph, self.center, devices) if self.center is not None else {}
         self.parts = _parts(graph, self.center, devices, switches, links)
         self.table = self._lay_out(len(devices))
 
@@ -112,7 +114,7 @@ class Routes:
         for device in devices:
             places.setdefault(int(self.table.part[device]), []).append(int(self.table.place[device]))
         inside = [self.parts[k].paths[pair] for k, own in places.items() for pair in combinations(sorted(own), 2)]
-        return inside + ([self._up[device] for device in devices] if len(places) > 1 else [])
+        return inside + ([self.up[device] for device in devices] if len(places) > 1 else [])
 
     def pieces(self, i: int, j: int) -> tuple[int, int]:
         """Numbers of the two pieces of a route."""
@@ -164,8 +166,8 @@ class Routes:
             inside_first.append(len(inside))
             for i, device in enumerate(devices):
                 part[device], place[device] = number, i
-                if device in self._up:
-                    up[device], down[device] = piece(self._up[device]), piece(self._up[device][::-1])
+                if device in self.up:
+                    up[device], down[device] = piece(self.up[device]), piece(self.up[device][::-1])
                 for j in range(len(devices)):
                     way = paths[min(i, j), max(i, j)] if i != j else []
                     inside.append(piece(way if i < j else way[::-1]) if way else 0)
@@ -180,11 +182,25 @@ class Routes:
 
 
 def _center(graph: nx.Graph, devices: Sequence[str], switches: Sequence[str]) -> str | None:
-    """The switch with the most links among those that separate devices; None if there is none."""
+    """Of the switches that separate devices, the one that leaves the smallest parts, as far as those with different
+    numbers of links tell (of equally many, the first is looked at); None if there is none."""
     if len(devices) < 3:
         return None
     inner = set(nx.articulation_points(graph)) & set(switches)
-    return max((name for name in switches if name in inner), key=graph.degree, default=None)
+    first: dict[int, str] = {}
+    for name in switches:
+        if name in inner:
+            first.setdefault(graph.degree(name), name)
+    return min(
+        (first[degree] for degree in sorted(first, reverse=True)), key=partial(_largest, graph, devices), default=None
+    )
+
+
+def _largest(graph: nx.Graph, devices: Sequence[str], switch: str) -> int:
+    """Devices of the largest part without a switch."""
+    own = set(devices)
+    rest = graph.subgraph(name for name in graph if name != switch)
+    return max(len(own.intersection(part)) for part in nx.connected_components(rest))
 
 
 def _ways(graph: nx.Graph, center: str, devices: Sequence[str]) -> dict[int, list[str]]:

@@ -115,6 +115,19 @@ class Topology(files.FileModel):
         """All routes, for compiled code."""
         return self._routes.table
 
+    @property
+    def ways(self) -> Routes:
+        """What the routes are made of."""
+        return self._routes
+
+    def link_between(self, a: str, b: str) -> Link | None:
+        """The link of two endpoints; None if there is none."""
+        return self._hops[a, b][1] if (a, b) in self._hops else None
+
+    def resource_between(self, a: str, b: str) -> int:
+        """Index of the resource that carries what goes from ``a`` to ``b``, which a link joins."""
+        return self._hops[a, b][0]
+
     @cached_property
     def decisive(self) -> npt.NDArray[np.bool_]:
         """By resource: whether it can be what a transfer waits for (``routes.decisive``)."""

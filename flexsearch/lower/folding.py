@@ -1,0 +1,79 @@
+"""Plans in which equal blocks of devices do the same, each with its share of the batch: one block stands for all.
+
+What is split by samples stays inside a block. What is not (weights, their gradients, the loss) is the same, or a sum,
+over all blocks: its layouts name all devices. Of the exchanges that such layouts lead to, each stands for those that
+renaming the devices by one block makes of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+
+import numpy as np
+
+from flexsearch.errors import NotationError, StrategyError
+from flexsearch.graph import OperatorGraph
+from flexsearch.graph.batch import with_batch
+from flexsearch.strategy import OperatorConfig
+from flexsearch.topology import Topology
+from flexsearch.topology.classes import Folding, fold_topology
+
+
+@dataclass(frozen=True)
+class Fold:
+    """A graph and a topology, folded. ``whole``: the graph of the whole batch; ``part``: of a block's share.
+    ``samples``: by operator, the axis that the blocks share out, or None: every block does all of it. ``spread``:
+    tensors that are not split among the blocks."""
+
+    whole: OperatorGraph
+    part: OperatorGraph
+    folding: Folding
+    samples: tuple[str | None, ...]
+    spread: frozenset[str]
+
+    @property
+    def replicas(self) -> int:
+        """Number of blocks."""
+        return self.folding.replicas
+
+    @property
+    def devices(self) -> int:
+        """Devices of a block."""
+        return len(self.folding.block.devices)
+
+    def unfold(self, configs: Sequence[OperatorConfig]) -> tuple[OperatorConfig, ...]:
+        """The plan of the whole graph on all devices, of which ``configs`` are one block's part."""
+        return tuple(self._unfolded(i, config) for i, config in enumerate(configs))
+
+    def _unfolded(self, operator: int, config: OperatorConfig) -> OperatorConfig:
+        op, axis = self.whole.operators[operator], self.samples[operator]
+        degrees = [(name, config.degree(name)) for name in op.sizes if name == axis or config.degree(name) > 1]
+        shape = [parts for _, parts in degrees] + [config.replicas]
+        own = np.array(config.devices).reshape(shape)
+        every = np.stack([own + block * self.devices for block in range(self.replicas)])
+        place = next((k for k, (name, _) in enumerate(degrees) if name == axis), len(degrees))
+        if axis is not None:
+            degrees[place] = axis, degrees[place][1] * self.replicas
+        copies = config.replicas * (self.replicas if axis is None else 1)
+        devices = np.moveaxis(every, 0, place).ravel().tolist()
+        return OperatorConfig(tuple(degrees), tuple(devices), copies, config.shard_weights)
+
+
+def fold(graph: OperatorGraph, topology: Topology, replicas: int) -> Fold:
+    """Fold ``graph`` on ``topology`` into ``replicas`` blocks. Raises TopologyError if the topology does not fall apart
+    into so many, StrategyError if the batch cannot be divided among them."""
+    folding = fold_topology(topology, replicas)
+    try:
+        part = with_batch(graph, Fraction(1, replicas))
+    except NotationError as error:
+        raise StrategyError(f"the batch cannot be divided by {replicas}: {error.message}") from error
+    samples = []
+    for whole, own in zip(graph.operators, part.operators, strict=True):
+        axes = [axis for axis in whole.sizes if whole.sizes[axis] != own.sizes[axis]]
+        if len(axes) > 1 or any(axis not in whole.splittable for axis in axes):
+            raise StrategyError(f"operator {whole.name!r} cannot be divided among {replicas} blocks by samples")
+        samples.append(axes[0] if axes else None)
+    spread = frozenset(t.name for t in graph.tensors if t.shape == part.tensor[t.name].shape)
+    return Fold(graph, part, folding, tuple(samples), spread)

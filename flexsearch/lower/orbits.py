@@ -1,0 +1,110 @@
+"""Which exchange stands for those that renaming devices by one block makes of it (``flexsearch.lower.folding``),
+compiled.
+
+Device d of one block and device d + ``devices`` of the next do the same at the same time. The exchanges that they make
+each other's images of are an orbit: the first one of it stands for all, with senders and receivers by their place in a
+block. One that all blocks take part in is its own image.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from flexsearch.compiled import ONE, U32, U64, ZERO, lean, wide
+from flexsearch.packed import packed
+
+_FACTOR = np.uint64(0xFF51AFD7ED558CCD)
+_SENDS, _RECEIVES = np.uint64(0x9E3779B97F4A7C15), np.uint64(0xC2B2AE3D27D4EB4F)
+
+
+@packed
+class BlockMap(NamedTuple):
+    """Equal blocks, (1,) each: ``replicas`` of them, of ``devices`` devices; ``lopsided``: reshards that treat blocks
+    differently, so that one cannot stand for all. ``image``: by resource of the whole, that of the first block which
+    stands for it. ``listed``: by device or resource, a stamp (``listing``); ``row``: by resource, where it is
+    listed; ``seen``: whether the last one asked for was listed before."""
+
+    replicas: U64
+    devices: U64
+    lopsided: U64
+    image: U32
+    listed: U64
+    listing: U64
+    row: U64
+    seen: U64
+
+
+def make_block_map(image: U32, replicas: int, devices: int) -> BlockMap:
+    """That of a folded topology; of another with one replica."""
+    room = max(len(image), replicas * devices) + 1
+    return BlockMap(
+        replicas=np.array([replicas], np.uint64), devices=np.array([devices], np.uint64),
+        lopsided=np.zeros(1, np.uint64),
+        image=image, listed=np.zeros(room, np.uint64), listing=np.zeros(1, np.uint64), row=np.zeros(room, np.uint64),
+        seen=np.zeros(1, np.uint64),
+    )  # fmt: skip
+
+
+@wide
+def _mixed(value: Any) -> Any:
+    value = (value ^ (value >> np.uint64(33))) * _FACTOR
+    return value ^ (value >> np.uint64(29))
+
+
+@lean
+def place_of(blocks: BlockMap, device: Any) -> Any:
+    """Place of a device in its block."""
+    device = np.uint64(device)
+    return device % blocks.devices[0] if device >= blocks.devices[0] else device
+
+
+@lean
+def crosses_blocks(blocks: BlockMap, devices: U32, first: Any, last: Any) -> Any:
+    """Whether ``devices[first:last]`` are not all in the first block."""
+    k = first
+    while k < last and np.uint64(devices[k]) < blocks.devices[0]:
+        k += ONE
+    return k < last
+
+
+@lean
+def _digest(blocks: BlockMap, devices: U32, first: Any, last: Any, block: Any, role: Any) -> Any:
+    """A number for a set of devices, so many blocks on."""
+    total, count = ZERO, blocks.replicas[0] * blocks.devices[0]
+    for k in range(first, last):
+        device = np.uint64(devices[k]) + block * blocks.devices[0]
+        total += _mixed((device - count if device >= count else device) * role + role)
+    return total
+
+
+@lean
+def orbit_of(
+    blocks: BlockMap, send: U32, send_first: Any, send_last: Any, receive: U32, receive_first: Any, receive_last: Any
+) -> tuple[Any, Any, Any]:
+    """A number for the devices of an exchange, another for its orbit, and how many exchanges that has."""
+    own = least = _digest(blocks, send, send_first, send_last, ZERO, _SENDS) + _digest(
+        blocks, receive, receive_first, receive_last, ZERO, _RECEIVES
+    )
+    for block in range(ONE, blocks.replicas[0]):
+        turned = _digest(blocks, send, send_first, send_last, block, _SENDS) + _digest(
+            blocks, receive, receive_first, receive_last, block, _RECEIVES
+        )
+        if turned == own:
+            return own, least, block
+        least = min(least, turned)
+    return own, least, blocks.replicas[0]
+
+
+@lean
+def add_places(blocks: BlockMap, devices: U32, first: Any, last: Any, to: U32, at: Any) -> Any:
+    """Write the places of ``devices[first:last]`` to ``to``, from row ``at`` on, each once; returns the row behind."""
+    blocks.listing[0] += ONE
+    for k in range(first, last):
+        place = place_of(blocks, devices[k])
+        if blocks.listed[place] != blocks.listing[0]:
+            blocks.listed[place] = blocks.listing[0]
+            to[at] = place
+            at += ONE
+    return at

@@ -1,0 +1,197 @@
+"""Meshes of one class: a topology that falls apart into equal blocks, each wired alike inside and to the others.
+
+Where every block does the same at the same time, one of them stands for all: the first one. A link or processor of
+another block then has an **image** in the first, and what goes on there goes on in the image at the same moment.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Final
+
+import numpy as np
+import numpy.typing as npt
+
+from flexsearch.errors import TopologyError
+from flexsearch.topology.parts import Device, Link
+from flexsearch.topology.topology import Topology
+
+Hop = tuple[str, str]
+NONE: Final = -1
+"""In the place of an image: none is known."""
+
+
+@dataclass(frozen=True)
+class Folding:
+    """A topology folded into ``replicas`` blocks of consecutive devices. ``block``: the first of them, with its links
+    to the others as far as messages take them (they may lead to a switch and end there). ``image``: by resource of the
+    ``whole``, the resource of ``block`` that stands for it."""
+
+    whole: Topology
+    block: Topology
+    replicas: int
+    image: npt.NDArray[np.uint32]
+
+
+def fold_topology(whole: Topology, replicas: int) -> Folding:
+    """``whole`` as ``replicas`` equal blocks. Raises TopologyError, with the reason, if it is not that: if renaming
+    every device to the one at its place in the next block changes kinds of devices, routes or links, or if two blocks
+    share a link for what goes on inside them."""
+    count = len(whole.devices)
+    if replicas < 2 or count % replicas:
+        raise _unfoldable(whole, replicas, f"{count} devices are not {replicas} times as many")
+    return _Folder(whole, replicas).fold()
+
+
+def foldings(whole: Topology) -> tuple[int, ...]:
+    """Into how many blocks a topology can be folded, ascending."""
+    count, found = len(whole.devices), []
+    for replicas in (n for n in range(2, count + 1) if count % n == 0):
+        try:
+            fold_topology(whole, replicas)
+        except TopologyError:
+            continue
+        found.append(replicas)
+    return tuple(found)
+
+
+def _unfoldable(whole: Topology, replicas: int, why: str) -> TopologyError:
+    return TopologyError(f"topology {whole.name} cannot be folded into {replicas} equal blocks: {why}")
+
+
+class _Folder:
+    """Follows every route under the renaming of devices by one block."""
+
+    def __init__(self, whole: Topology, replicas: int) -> None:
+        self.whole, self.replicas, self.count = whole, replicas, len(whole.devices)
+        self.size = self.count // replicas
+        self.names = [device.name for device in whole.devices]
+        self.renamed: dict[str, str] = {}
+        """Endpoint -> the one at its place in the next block."""
+
+    def fold(self) -> Folding:
+        self._rename_devices()
+        for path, image in self._paths():
+            self._rename_path(path, image)
+        if len(set(self.renamed.values())) != len(self.renamed):
+            raise self._error("two switches would stand for one")
+        used = dict.fromkeys(hop for path, _ in self._paths() for hop in _hops(path))
+        return self._check_links(used)
+
+    def _error(self, why: str) -> TopologyError:
+        return _unfoldable(self.whole, self.replicas, why)
+
+    def _next(self, device: int) -> int:
+        return (device + self.size) % self.count
+
+    def _rename_devices(self) -> None:
+        processors: dict[int, int] = {}
+        owner: dict[int, int] = {}
+        for d, device in enumerate(self.whole.devices):
+            other = self._next(d)
+            if _kind(device) != _kind(self.whole.devices[other]):
+                raise self._error(f"{device.name} and {self.whole.devices[other].name} are devices of two kinds")
+            one, two = self.whole.processor_of[d], self.whole.processor_of[other]
+            if processors.setdefault(one, two) != two or owner.setdefault(one, d // self.size) != d // self.size:
+                raise self._error(f"the processor of {device.name} is shared otherwise in the next block")
+            self.renamed[device.name] = self.names[other]
+
+    def _paths(self) -> Iterator[tuple[Sequence[str], Sequence[str]]]:
+        """The endpoints of every way that routes are made of, and of that between the devices one block on."""
+        routes = self.whole.ways
+        for d, path in routes.up.items():
+            yield path, routes.up[self._next(d)]
+        place = {d: (number, k) for number, part in enumerate(routes.parts) for k, d in enumerate(part.devices)}
+        for part in routes.parts:
+            for (i, j), path in part.paths.items():
+                (to, a), (other, b) = place[self._next(part.devices[i])], place[self._next(part.devices[j])]
+                if to != other:
+                    raise self._error(f"{path[0]} and {path[-1]} are closer than those at their places")
+                image = routes.parts[to].paths[min(a, b), max(a, b)]
+                yield path, image if a < b else image[::-1]
+
+    def _rename_path(self, path: Sequence[str], image: Sequence[str]) -> None:
+        if len(path) != len(image):
+            raise self._error(f"the way from {path[0]} to {path[-1]} has other stations in the next block")
+        for end, other in zip(path, image, strict=True):
+            if self.renamed.setdefault(end, other) != other:
+                raise self._error(f"{end} would stand for both {self.renamed[end]} and {other}")
+
+    def _check_links(self, used: Iterable[Hop]) -> Folding:
+        whole = self.whole
+        for u, v in used:
+            one, two = whole.link_between(u, v), whole.link_between(self.renamed[u], self.renamed[v])
+            if two is None or _speed(one) != _speed(two):
+                raise self._error(f"the link of {u} and {v} differs from that of the next block")
+        foreign = set(self.names[self.size :])
+        image = np.full(len(whole.resources), NONE, np.int64)
+        kept: list[Hop] = []
+        for hop in self._by_closeness(used):
+            if not foreign.intersection(hop) and image[whole.resource_between(*hop)] == NONE:
+                kept.append(hop)
+                self._mark(hop, image)
+        if any(image[whole.resource_between(*hop)] == NONE for hop in used):
+            raise self._error("devices of two blocks are linked with each other directly")
+        self._check_apart(image)
+        return self._folding(kept, image)
+
+    def _by_closeness(self, used: Iterable[Hop]) -> list[Hop]:
+        """Those of the first block in front: inside it, then on its way to the others."""
+        inside = dict.fromkeys(hop for path in self._inside() for hop in _hops(path))
+        up = self.whole.ways.up
+        out = dict.fromkeys(hop for d in range(self.size) if d in up for hop in _hops(up[d]))
+        return list(dict.fromkeys([*inside, *out, *used]))
+
+    def _inside(self) -> list[list[str]]:
+        """Endpoints of what the routes among the devices of the first block are made of."""
+        return self.whole.ways.paths(range(self.size))
+
+    def _mark(self, hop: Hop, image: npt.NDArray[np.int64]) -> None:
+        """Set the image of all that a link of the first block stands for."""
+        resource = self.whole.resource_between(*hop)
+        for _ in range(self.replicas):
+            image[self.whole.resource_between(*hop)] = resource
+            hop = self.renamed[hop[0]], self.renamed[hop[1]]
+
+    def _check_apart(self, image: npt.NDArray[np.int64]) -> None:
+        """What blocks use inside must be theirs alone."""
+        inside = {self.whole.resource_between(*hop) for path in self._inside() for hop in _hops(path)}
+        for resource in inside:
+            if int((image == resource).sum()) != self.replicas:
+                raise self._error(f"blocks share the link {self.whole.resources[resource].name}")
+
+    def _folding(self, kept: Sequence[Hop], image: npt.NDArray[np.int64]) -> Folding:
+        whole = self.whole
+        joined = {frozenset(hop) for hop in kept}
+        links = tuple(link for link in whole.links if frozenset((link.a, link.b)) in joined)
+        ends = {end for link in links for end in (link.a, link.b)}
+        block = Topology(
+            name=f"{whole.name}[{self.size} of {self.count}]", devices=whole.devices[: self.size],
+            switches=tuple(name for name in whole.switches if name in ends), links=links,
+            communication=whole.communication, source=whole.source,
+        )  # fmt: skip
+        own = {resource.name: k for k, resource in enumerate(block.resources)}
+        found = np.zeros(len(image), np.uint32)
+        for resource, stands_for in enumerate(image.tolist()):
+            if stands_for != NONE:
+                found[resource] = own[whole.resources[stands_for].name]
+        for d in range(self.count):
+            found[whole.processor_of[d]] = block.processor_of[d % self.size]
+        return Folding(whole, block, self.replicas, found)
+
+
+def _hops(path: Sequence[str]) -> Iterator[Hop]:
+    """Neighbours on a path, both ways."""
+    for u, v in pairwise(path):
+        yield u, v
+        yield v, u
+
+
+def _kind(device: Device) -> Device:
+    return device.model_copy(update={"name": "", "host": "", "processor": None})
+
+
+def _speed(link: Link | None) -> object:
+    return link and (link.bandwidth, link.latency_s, link.duplex)
