@@ -26,6 +26,7 @@ class Groups(NamedTuple):
     groups of the second phase that follow those of the first, by ``pair_first`` and ``pair_last``; ``follows``: by
     group of the second phase, how many groups it follows; ``seen``: the last one, plus 1. ``load``: by resource, bytes,
     then seconds; ``listed``: by resource, a stamp (``listing``, (1,)); ``touched``: resources.
+    ``lopsided``: (1,) links that stand for others with another load.
     ``tally``, ``loads``: what collectives are priced with."""
 
     key: npt.NDArray[np.uint32]
@@ -47,6 +48,7 @@ class Groups(NamedTuple):
     listed: U64
     listing: U64
     touched: U32
+    lopsided: U64
     tally: Tally
     loads: Loads
 
@@ -163,9 +165,11 @@ def _list(program: Program, groups: Groups, resource: U32, seconds: F64, count: 
         r = np.uint64(program.image[np.uint64(resource[k])])
         if groups.listed[r] != groups.listing[0]:
             groups.listed[r] = groups.listing[0]
-            groups.load[r] = 0.0
+            groups.load[r] = seconds[k]
             groups.touched[touched] = r
             touched += ONE
+        elif groups.load[r] != seconds[k]:
+            groups.lopsided[0] += ONE
         groups.load[r] = max(groups.load[r], seconds[k])
     return touched
 

@@ -55,27 +55,25 @@ def _operand(tables: TemplateTables, mesh: Any, o: Any) -> Any:
     splits, layouts = tables.splits, tables.layouts
     of = np.uint32(mesh)
     if splits.first[o] != MISSING:
-        of = _chosen(tables, mesh, np.uint64(splits.first[o]), np.uint64(splits.held_by[o]))
-        if of == MISSING:
-            return MISSING
-    if splits.spread[o] == 1:
-        of = _in_all_blocks(tables, np.uint64(of))
+        first, count = np.uint64(splits.first[o]), np.uint64(splits.held_by[o])
+        in_blocks = splits.spread[o] == 1
+        of = _in_all_blocks(tables, mesh, first, count) if in_blocks else _chosen(tables, mesh, first, count)
         if of == MISSING:
             return MISSING
     return intern_layout(layouts, splits.grid[o], of)
 
 
 @lean
-def _in_all_blocks(tables: TemplateTables, mesh: Any) -> Any:
-    """The mesh of the devices of ``mesh`` and of those at their places in the other blocks; MISSING if there is no
-    room."""
-    layouts, device, at = tables.layouts, tables.scratch.device, ZERO
-    first, last = np.uint64(layouts.mesh_first[mesh]), np.uint64(layouts.mesh_last[mesh])
-    for block in range(tables.blocks.replicas[0]):
-        for k in range(first, last):
-            device[at] = np.uint64(layouts.device[k]) + block * tables.blocks.devices[0]
-            at += ONE
-    return intern_mesh(layouts, device, ZERO, at)
+def _in_all_blocks(tables: TemplateTables, mesh: Any, first: Any, count: Any) -> Any:
+    """As ``_chosen``, for positions of all blocks (``split.Region``)."""
+    layouts, blocks = tables.layouts, tables.blocks
+    begin = np.uint64(layouts.mesh_first[mesh])
+    positions = np.uint64(layouts.mesh_last[mesh]) - begin
+    for k in range(count):
+        at = np.uint64(tables.splits.position[first + k])
+        device = np.uint64(layouts.device[begin + at % positions])
+        tables.scratch.device[k] = device + at // positions * blocks.devices[0]
+    return intern_mesh(layouts, tables.scratch.device, ZERO, count)
 
 
 @lean

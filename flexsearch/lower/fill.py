@@ -132,7 +132,7 @@ def _append(tables: TemplateTables, k: Any, destination: Side) -> Any:
     if template == np.uint64(pools.reshard_first.shape[0]):
         return False
     landed = append_landing(
-        workspace, destination, tables.requests.itemsize[k], tables.sums, tables.blocks.devices[0], tables.landings,
+        workspace, destination, tables.requests.itemsize[k], tables.sums, tables.blocks, tables.landings,
         template, used.landings,
     )
     exchanges = used.exchanges

@@ -47,6 +47,32 @@ class Fold:
         """The plan of the whole graph on all devices, of which ``configs`` are one block's part."""
         return tuple(self._unfolded(i, config) for i, config in enumerate(configs))
 
+    def folded(self, configs: Sequence[OperatorConfig]) -> tuple[OperatorConfig, ...] | None:
+        """One block's part of a whole plan; None if the blocks do not all do the same."""
+        found = []
+        for i, config in enumerate(configs):
+            if (part := self._folded(i, config)) is None:
+                return None
+            found.append(part)
+        return tuple(found)
+
+    def _folded(self, operator: int, config: OperatorConfig) -> OperatorConfig | None:
+        axis, replicas = self.samples[operator], self.replicas
+        own = tuple(d for d in config.devices if d < self.devices)
+        if axis is None:
+            copies, rest = divmod(config.replicas, replicas)
+            degrees = config.degrees
+        else:
+            copies, (degree, rest) = config.replicas, divmod(config.degree(axis), replicas)
+            degrees = tuple((a, degree if a == axis else parts) for a, parts in config.degrees)
+            degrees = tuple((a, parts) for a, parts in degrees if parts > 1)
+        if rest or not copies:
+            return None
+        if len(own) * replicas != len(config.devices):
+            return None
+        part = OperatorConfig(degrees, own, copies, config.shard_weights)
+        return part if self._unfolded(operator, part) == config else None
+
     def _unfolded(self, operator: int, config: OperatorConfig) -> OperatorConfig:
         op, axis = self.whole.operators[operator], self.samples[operator]
         degrees = [(name, config.degree(name)) for name in op.sizes if name == axis or config.degree(name) > 1]

@@ -9,6 +9,7 @@ import numpy as np
 from flexsearch.compiled import I64, ONE, U8, U32, U64, ZERO, lean
 from flexsearch.cost.collectives import ALL_REDUCE
 from flexsearch.lower.interned import Side
+from flexsearch.lower.orbits import BlockMap, place_of
 from flexsearch.lower.traffic import NONE
 from flexsearch.lower.workspace import (
     FIRST,
@@ -61,12 +62,12 @@ class Sums(NamedTuple):
 
 @lean
 def append_landing(
-    workspace: Workspace, destination: Side, itemsize: Any, sums: Sums, devices: Any, landings: Landings, number: Any,
-    size: U64,
+    workspace: Workspace, destination: Side, itemsize: Any, sums: Sums, blocks: BlockMap, landings: Landings,
+    number: Any, size: U64,
 ) -> Any:  # fmt: skip
-    """Add what the reshard in the workspace, ``number``, leaves on the first ``devices`` devices. ``size``: (1,)
-    rows so far, which grows. False, and nothing added, if there is no room."""
-    if number == np.uint64(landings.most.shape[0]) or size[0] + devices > np.uint64(landings.device.shape[0]):
+    """Add what the reshard in the workspace, ``number``, leaves on the devices of the first block. ``size``:
+    (1,) rows so far, which grows. False, and nothing added, if there is no room."""
+    if number == np.uint64(landings.most.shape[0]) or size[0] + blocks.devices[0] > np.uint64(landings.device.shape[0]):
         return False
     result, rows, arriving = workspace.result, workspace.exchanges, workspace.sets.arriving
     _join(rows, result[FIRST], result[MIDDLE], TAKES_PART, sums.role)
@@ -84,7 +85,9 @@ def append_landing(
             sums.role[device] |= ALIASED
         else:
             sums.copy[device] += destination.volume[k]
-    _write(itemsize, sums, devices, landings, number, size)
+    if blocks.replicas[0] > ONE:
+        _check_alike(sums, blocks)
+    _write(itemsize, sums, blocks.devices[0], landings, number, size)
     return True
 
 
@@ -118,6 +121,20 @@ def _stage(workspace: Workspace, to: Side, arriving: I64, first: Any, last: Any,
             entry = np.uint64(moves.destination[m])
             if arriving[entry] > 1 or moves.volume[m] != to.volume[entry]:
                 staged[np.uint64(to.device[entry])] += moves.volume[m]
+
+
+@lean
+def _check_alike(sums: Sums, blocks: BlockMap) -> None:
+    """Note if a reshard that concerns other blocks leaves other amounts there than in the first."""
+    alike, beyond = True, False
+    for d in range(blocks.devices[0], np.uint64(sums.role.shape[0])):
+        place = place_of(blocks, d)
+        beyond = beyond or sums.role[d] > 0 or sums.copy[d] > 0
+        alike = alike and sums.role[d] == sums.role[place] and sums.copy[d] == sums.copy[place]
+        alike = alike and sums.middle[d] == sums.middle[place] and sums.staged[d] == sums.staged[place]
+        alike = alike and sums.staged_again[d] == sums.staged_again[place]
+    if beyond and not alike:
+        blocks.lopsided[0] += ONE
 
 
 @lean

@@ -120,7 +120,7 @@ class Pieces:
             return Blocks()
         op = self.graph.operators[operator]
         spread = tuple(name in fold.spread for name in (*op.inputs, *op.outputs))
-        return Blocks(fold.replicas, fold.devices, spread, fold.samples[operator] is not None)
+        return Blocks(fold.replicas, fold.devices, fold.samples[operator], spread)
 
     def placed(self, operator: int, config: OperatorConfig) -> Placed:
         """The pieces of an operator under a config, with their costs."""

@@ -32,19 +32,20 @@ Intervals = dict[tuple[object, ...], tuple[I64, Mask | None]]
 @dataclass(frozen=True)
 class Blocks:
     """How an operator is shared out among equal blocks of ``devices`` devices (``lower.folding``): ``replicas`` of them
-    (1: it is not). ``spread``: by operand, whether all blocks hold it; ``sums``: whether they do so with terms of their
-    own, of samples, else with copies."""
+    (1: it is not). ``axis``: the samples that they share out; None: each does all of it. ``spread``: by operand,
+    whether all blocks hold it, as terms of their samples or as copies."""
 
     replicas: int = 1
     devices: int = 0
+    axis: str | None = None
     spread: tuple[bool, ...] = ()
-    sums: bool = False
 
 
 @dataclass(frozen=True)
 class Region:
     """The regions of one operand. ``held``: the positions (pieces, replicas counted) that touch it; None: all do.
-    ``blocks``: block after block holds it, each on its own devices; ``stride``: of a block."""
+    ``blocks``: so many blocks hold it, each on devices ``stride`` after those of the one before: position k of block b
+    is number ``b * positions + k`` then."""
 
     grid: Grid
     held: Index | None
@@ -52,25 +53,26 @@ class Region:
     stride: int = 0
 
     def on(self, layouts: Layouts, device: U32) -> Laid:
-        """The layout where position k is on ``device[k]``, and k of the next block so many devices on."""
-        own = device if self.held is None else device[self.held]
-        if self.blocks > 1:
-            own = np.concatenate([own + np.uint32(block * self.stride) for block in range(self.blocks)])
-        return layouts.lay(self.grid, own)
+        """The layout where position k is on ``device[k]``."""
+        if self.held is None:
+            return layouts.lay(self.grid, device)
+        block, position = np.divmod(self.held, len(device))
+        return layouts.lay(self.grid, device[position] + (block * self.stride).astype(np.uint32))
 
     def elements(self, count: int) -> I64:
         """Elements at each of ``count`` positions."""
         if self.held is None:
-            return self.grid.volume[:count]
+            return self.grid.volume
         found = np.zeros(count, np.int64)
-        found[self.held] = self.grid.volume[: len(self.held)]
+        own = self.held < count
+        found[self.held[own]] = self.grid.volume[own]
         return found
 
     def boxes(self, count: int) -> list[Box | None]:
         """The region of each of ``count`` positions."""
         if self.held is None:
-            return list(self.grid.boxes[:count])
-        found = dict(zip(self.held.tolist(), self.grid.boxes, strict=False))
+            return list(self.grid.boxes)
+        found = dict(zip(self.held.tolist(), self.grid.boxes, strict=True))
         return [found.get(k) for k in range(count)]
 
 
@@ -139,11 +141,12 @@ class Splitter:
         )  # fmt: skip
 
     def _split(self, degrees: Degrees, replicas: int) -> Split:
+        self._replicas = replicas
         places, term = _positions(tuple(parts for _, parts in degrees), replicas)
         at = dict(zip((axis for axis, _ in degrees), places, strict=True))
         regions = tuple(self._region(n, degrees, at, term) for n in range(len(self.operands)))
         inputs, outputs = regions[: self.inputs], regions[self.inputs :]
-        if any(region.held is not None for region in outputs):  # patterns index outputs plainly
+        if any(region.held is not None and region.blocks == 1 for region in outputs):  # patterns index outputs plainly
             raise AssertionError(f"{self.op.name}: a piece writes nothing of its output")
         return Split(inputs, outputs, *self._extents(degrees, at, len(term)))
 
@@ -186,13 +189,28 @@ class Splitter:
         held = None if touched is None or touched.all() else np.flatnonzero(touched)
         if held is not None:
             box, term = box[held], term[held]
-        blocks = self.blocks
-        if blocks.replicas == 1 or not blocks.spread[n]:
+        if self.blocks.replicas == 1 or not self.blocks.spread[n]:
             return Region(self.layouts.grid(box, term), held)
-        terms = int(term.max(initial=0)) + 1 if blocks.sums else 0
-        every = np.concatenate([term + np.uint32(block * terms) for block in range(blocks.replicas)])
-        grid = self.layouts.grid(np.tile(box, (blocks.replicas, 1, 1)), every)
-        return Region(grid, held, blocks.replicas, blocks.devices)
+        return self._spread(box, term, held, degrees)
+
+    def _spread(self, box: I64, term: U32, held: Index | None, degrees: Degrees) -> Region:
+        """The region in all blocks, its entries in the order and with the terms that the unfolded config has."""
+        blocks, sizes = self.blocks, dict(degrees)
+        before = [parts for axis, parts in degrees if self._place(axis) < self._place(blocks.axis)]
+        count, outer = len(_positions(tuple(sizes.values()), self._replicas)[1]), prod(before)
+        order = np.arange(blocks.replicas * count).reshape(blocks.replicas, outer, -1).swapaxes(0, 1).ravel()
+        terms = np.arange(len(order)) // (self._replicas * (blocks.replicas if blocks.axis is None else 1))
+        if held is not None:
+            chosen = np.isin(order % count, held)
+            order, terms = order[chosen], terms[chosen]
+        row = order % count if held is None else np.searchsorted(held, order % count)
+        return Region(
+            self.layouts.grid(box[row], terms.astype(np.uint32)), order, blocks.replicas, blocks.devices
+        )  # fmt: skip
+
+    def _place(self, axis: str | None) -> int:
+        """Place of an axis among those of the operator; behind all of them for None, as replicas are."""
+        return list(self.op.sizes).index(axis) if axis is not None else len(self.op.sizes)
 
     def _pieces(self, own: Degrees) -> Iterator[dict[str, Interval]]:
         """Intervals of some axes, for each combination of their parts in row-major order."""

@@ -5,15 +5,17 @@ A climb depends only on its inputs, so it gives the same result in any process.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
 from flexsearch.cost import Costs
 from flexsearch.graph import OperatorGraph
+from flexsearch.lower.folding import Fold, fold
 from flexsearch.search.chain import Chain
-from flexsearch.search.constants import COARSE_CHAINS, COARSE_PATIENCE, GAIN, PATIENCE, ROWS
+from flexsearch.search.constants import COARSE_CHAINS, COARSE_PATIENCE, GAIN, PATIENCE, ROWS, UNFOLD_S, UNFOLDING
 from flexsearch.search.evaluate import Configs, Evaluation, Evaluator, better, by_rank
 from flexsearch.search.polish import Polish, Taken
 from flexsearch.search.space import Rule, Space
@@ -27,7 +29,8 @@ class Climb:
     its random numbers and candidates. ``proposals``: at most so many. ``best``: the best plan known to the search when
     it was planned. ``configs``: the start; None: random. ``optimal``: the start is known to be a local optimum.
     ``patience``: how slowly the chain cools; 0: no chain, only descent. ``coarse``: whether coarse chains come first;
-    the descent is then over classes of operators only."""
+    the descent is then over classes of operators only. ``replicas``: into how many equal blocks plans are folded,
+    if the start can be."""
 
     index: int
     stream: int
@@ -38,6 +41,7 @@ class Climb:
     optimal: bool = False
     patience: int = 1
     coarse: bool = False
+    replicas: int = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,10 +81,12 @@ class Climber:
 
     def __init__(
         self, graph: OperatorGraph, topology: Topology, costs: Costs, options: Options, seed: int,
-        rule: Rule | None = None,
+        rule: Rule | None = None, fold: Fold | None = None,
     ) -> None:  # fmt: skip
-        self.graph, self.seed = graph, seed
-        self.evaluate = Evaluator(graph, topology, costs, options, share=rule is None)
+        self.graph, self.topology, self.costs, self.options, self.seed = graph, topology, costs, options, seed
+        self.fold = fold
+        self._folded: dict[int, Climber] = {}
+        self.evaluate = Evaluator(graph, topology, costs, options, share=rule is None, fold=fold)
         self.space = Space(graph, topology, rule)
         self.chain = Chain(self.evaluate, self.space, seed)
         least, each, most = PATIENCE
@@ -94,8 +100,26 @@ class Climber:
         self.chain.begin(configs, now, now, 0, 1)
         self.chain.run(np.random.Generator(np.random.PCG64(0)), 1)
 
+    def folded(self, replicas: int) -> Climber:
+        """A climber over plans in which so many equal blocks do the same. Raises TopologyError or StrategyError if
+        there are none."""
+        if (known := self._folded.get(replicas)) is None:
+            parts = fold(self.graph, self.topology, replicas)
+            block = parts.folding.block
+            costs = Costs(parts.part, block, self.costs.profile)
+            known = self._folded[replicas] = Climber(parts.part, block, costs, self.options, self.seed, fold=parts)
+        if known.evaluate.options != self.evaluate.options:
+            known.evaluate.use(self.evaluate.options)
+        return known
+
     def climb(self, climb: Climb, watch: Watch) -> Climbed:
         """Run it."""
+        if climb.replicas > 1:
+            inner = self.folded(climb.replicas)
+            assert inner.fold is not None
+            start = None if climb.configs is None else inner.fold.folded(climb.configs)
+            if climb.configs is None or start is not None:
+                return FoldedClimb(self, inner, climb, watch).run(start)
         rng = np.random.Generator(np.random.PCG64([self.seed, climb.stream]))
         start = self.space.random_plan(rng) if climb.configs is None else climb.configs
         done = Climbed(climb.index, climb.phase, start, self.evaluate(start))
@@ -174,3 +198,50 @@ class Climber:
         done.polishing = not classes_only
         ended = self.polish.descend(done.configs, done.evaluation, proposals, classes_only, look)
         done.optimal, done.polishing = ended and not classes_only, False
+
+
+class FoldedClimb:
+    """A climb over folded plans, told in whole plans: the best one is unfolded and evaluated now and then, and at the
+    end. So what is found is never better in the telling than it is."""
+
+    def __init__(self, outer: Climber, inner: Climber, climb: Climb, watch: Watch) -> None:
+        self.outer, self.inner, self.task, self.watch = outer, inner, climb, watch
+        self.told: Climbed | None = None
+        self._known: Configs = ()
+        self._next = 0.0
+
+    def run(self, start: Configs | None) -> Climbed:
+        """Run it from a folded start; None: a random one."""
+        inside: list[Climbed] = []
+
+        def look(climbed: Climbed) -> None:
+            inside[:] = [climbed]
+            now = time.monotonic()
+            told = self._tell(climbed, now >= self._next)
+            if now >= self._next:
+                self._next = time.monotonic() + max(UNFOLD_S, UNFOLDING * (time.monotonic() - now))
+            self.watch(told)
+
+        try:
+            self._tell(self.inner.climb(replace(self.task, configs=start, replicas=1), look), True)
+        finally:  # also where the watch ends the climb
+            if inside:
+                self._tell(inside[0], True)
+        assert self.told is not None
+        return self.told
+
+    def _tell(self, inside: Climbed, unfold: bool) -> Climbed:
+        """What came of the climb so far; its best plan as of the last time that it was to ``unfold``."""
+        outer, parts = self.outer, self.inner.fold
+        assert parts is not None
+        if self.told is None or (unfold and inside.configs != self._known):
+            whole, self._known = parts.unfold(inside.configs), inside.configs
+            evaluation = outer.evaluate(whole)
+            if self.told is None:
+                self.told = Climbed(self.task.index, self.task.phase, whole, evaluation)
+            elif better(evaluation, self.told.evaluation):
+                self.told.configs, self.told.evaluation = whole, evaluation
+        told, least = self.told, self.told.evaluation.time_s
+        told.proposals, told.accepted, told.curve = inside.proposals, inside.accepted, inside.curve
+        told.steps = [replace(step, time_s=max(step.time_s, least)) for step in inside.steps]
+        return told

@@ -20,6 +20,15 @@ POLISHED: Final = ", polished"
 
 
 @dataclass(frozen=True, slots=True)
+class Start:
+    """A plan to start from, and into how many blocks it is folded."""
+
+    name: str
+    configs: Configs
+    replicas: int = 1
+
+
+@dataclass(frozen=True, slots=True)
 class Plan:
     """A plan and what it costs. ``optimal``: as of ``SearchResult``."""
 
@@ -29,14 +38,15 @@ class Plan:
 
 
 class ClimbSchedule:
-    """``order``: plans to start from, with their names. ``best``: the best of them, called ``found_in``. ``proposals``:
-    the budget, if there is one. ``patience``: of a chain. ``before``: number of earlier climbs with this seed."""
+    """``order``: plans to start from. ``folds``: into how many blocks plans may be folded. ``best``: the best of the
+    starts, called ``found_in``. ``proposals``: the budget, if there is one. ``patience``: of a chain. ``before``:
+    number of earlier climbs with this seed."""
 
     def __init__(
-        self, order: Sequence[tuple[str, Configs]], best: Plan, found_in: str, proposals: int | None, patience: int,
-        before: int,
+        self, order: Sequence[Start], folds: Sequence[int], best: Plan, found_in: str, proposals: int | None,
+        patience: int, before: int,
     ) -> None:  # fmt: skip
-        self.order, self.best, self.found_in = order, best, found_in
+        self.order, self.folds, self.best, self.found_in = order, (1, *folds), best, found_in
         self.proposals, self.patience, self.before = proposals, patience, before
         self._planned: list[int] = []
         self._turns = 0
@@ -44,7 +54,7 @@ class ClimbSchedule:
 
     def plan(self, index: int, ended: Sequence[Climbed]) -> Climb | None:
         """What climb ``index`` does. Each start has its turn, then random plans; from climb WINDOW on, every second one
-        starts from the best plan that is known by then."""
+        starts from the best plan that is known by then. Where plans can be folded, they are in turns."""
         kept = self.within(ended)[0] if self.proposals is not None else ended
         best, place = self._best_of(kept), index - self._turns
         patience = 1 + place // SLOWER
@@ -62,9 +72,19 @@ class ClimbSchedule:
         at = place if place < WINDOW else WINDOW + (place - WINDOW) // 2
         stream, known = self.before + index, best.evaluation
         if place >= WINDOW and (place - WINDOW) % 2 == 0:
-            return Climb(index, stream, "from best", best.configs, count, known, best.optimal, patience)
-        name, configs = self.order[at] if at < len(self.order) else ("random", None)
-        return Climb(index, stream, f"from {name}", configs, count, known, patience=patience, coarse=True)
+            replicas = self.folds[(place - WINDOW) // 2 % len(self.folds)]
+            optimal = best.optimal and replicas == 1
+            return Climb(
+                index, stream, "from best", best.configs, count, known, optimal, patience, replicas=replicas
+            )  # fmt: skip
+        if at < len(self.order):
+            start = self.order[at]
+            name, configs, replicas = start.name, start.configs, start.replicas
+        else:
+            name, configs, replicas = "random", None, self.folds[(at - len(self.order)) % len(self.folds)]
+        return Climb(
+            index, stream, f"from {name}", configs, count, known, patience=patience, coarse=True, replicas=replicas
+        )  # fmt: skip
 
     def _last(self, index: int, ended: Sequence[Climbed], best: Plan) -> Climb | None:
         """With what is left of a budget of proposals, polish the best plan when all other climbs have ended."""

@@ -87,6 +87,16 @@ SLOWER: Final = 8
 """After every so many climbs, the patience of chains grows by its first value: they cool down more slowly. Taken."""
 LENGTH: Final = 100
 """Most proposals of a climb, in units of its patience. Taken: a guard, hardly ever reached."""
+FOLD_FROM: Final = 16
+"""From so many devices on, climbs over folded plans come too. Taken: fewer devices are searched quickly as they are."""
+FOLDS: Final = 2
+"""Ways to fold, the one with the smallest blocks first. Taken."""
+FOLDED_STARTS: Final = 3
+"""Starts for each of them, the best ones. Taken."""
+UNFOLD_S: Final = 1.0
+UNFOLDING: Final = 20
+"""A folded climb evaluates its best plan unfolded so often (s), or after so many times what that takes. Of no influence
+on what is found but where a clock ends the climb. Taken."""
 SHARE: Final = 4
 """With a budget of proposals, a climb makes at most this many times the patience, or one part in WINDOW of the budget,
 whichever is more: the rest is for other climbs. Taken."""

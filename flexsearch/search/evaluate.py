@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from flexsearch.cost import Costs
 from flexsearch.graph import OperatorGraph
 from flexsearch.lower import Lowered, Lowering
+from flexsearch.lower.folding import Fold
 from flexsearch.search.constants import PENALTY
 from flexsearch.simulate.delta import DeltaSimulator
 from flexsearch.strategy import OperatorConfig, Options
@@ -46,13 +47,15 @@ def better(a: Evaluation, b: Evaluation) -> bool:
 
 class Evaluator:
     """Evaluates plans of one graph on one topology, as changes of a plan at hand. ``share``: as of ``Templates``; not
-    where operators that are alike may have different configs."""
+    where operators that are alike may have different configs. ``fold``: the graph and the topology are a part of it, as
+    are the plans; what is missing in memory is that of all blocks."""
 
     def __init__(
-        self, graph: OperatorGraph, topology: Topology, costs: Costs, options: Options, share: bool = True
-    ) -> None:
+        self, graph: OperatorGraph, topology: Topology, costs: Costs, options: Options, share: bool = True,
+        fold: Fold | None = None,
+    ) -> None:  # fmt: skip
         self.graph, self.topology, self.costs, self.options, self.share = graph, topology, costs, options, share
-        self.lowering = Lowering(graph, topology, costs)
+        self.lowering = Lowering(graph, topology, costs, fold)
         self._simulator: DeltaSimulator | None = None
 
     def __call__(self, configs: Configs) -> Evaluation:

@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
+from itertools import zip_longest
 from math import inf, nextafter
 from typing import Final
 
@@ -25,9 +26,10 @@ from flexsearch.quantities import MAX_COUNT, MAX_SEED
 from flexsearch.search.budget import Budget, cores
 from flexsearch.search.canonical import simplify
 from flexsearch.search.climb import Climb, Climbed, Climber
-from flexsearch.search.climbs import ClimbSchedule, Plan
+from flexsearch.search.climbs import ClimbSchedule, Plan, Start
 from flexsearch.search.constants import ENOUGH, REBUCKET, ROUNDS, SIMPLER, SIMPLIFYING, WINDOW
 from flexsearch.search.evaluate import Configs, Evaluation, better, by_rank
+from flexsearch.search.folded import folded_starts
 from flexsearch.search.outcome import Improvement, Outcome, Progress, SearchResult, Trail
 from flexsearch.search.pins import parse_pins
 from flexsearch.search.polish import Taken
@@ -231,9 +233,11 @@ class _Run:
         for name, state in first:
             if not self.before.climbs or name in (GIVEN, self.found_in):  # else the search before climbed from it
                 distinct.setdefault(state.configs, name)
-        order = [(name, configs) for configs, name in distinct.items()]
+        whole = [Start(name, configs) for configs, name in distinct.items()]
+        folds, folded = folded_starts(self.climber, whole) if self.rule is None else ((), [])
+        order = [*(start for pair in zip_longest(folded, whole) for start in pair if start is not None)]
         self._schedule = ClimbSchedule(
-            order, self.best, self.found_in, self.budget.proposals, self.climber.patience, self.before.climbs
+            order, folds, self.best, self.found_in, self.budget.proposals, self.climber.patience, self.before.climbs
         )
         self._processes = max(1, min(processes, WINDOW))
         setup = self.graph, self.topology, self.costs, self.options, self.seed, self.rule

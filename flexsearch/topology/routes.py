@@ -192,15 +192,16 @@ def _center(graph: nx.Graph, devices: Sequence[str], switches: Sequence[str]) ->
         if name in inner:
             first.setdefault(graph.degree(name), name)
     return min(
-        (first[degree] for degree in sorted(first, reverse=True)), key=partial(_largest, graph, devices), default=None
+        (first[degree] for degree in sorted(first, reverse=True)), key=partial(_sizes, graph, devices), default=None
     )
 
 
-def _largest(graph: nx.Graph, devices: Sequence[str], switch: str) -> int:
-    """Devices of the largest part without a switch."""
+def _sizes(graph: nx.Graph, devices: Sequence[str], switch: str) -> tuple[int, int]:
+    """Devices of the largest part without a switch, and by how much the smallest is smaller."""
     own = set(devices)
     rest = graph.subgraph(name for name in graph if name != switch)
-    return max(len(own.intersection(part)) for part in nx.connected_components(rest))
+    sizes = [len(own.intersection(part)) for part in nx.connected_components(rest)]
+    return max(sizes), max(sizes) - min(sizes)
 
 
 def _ways(graph: nx.Graph, center: str, devices: Sequence[str]) -> dict[int, list[str]]:

@@ -1,0 +1,213 @@
+"""Folded plans take as long as the whole plans that they stand for, to the tick, and need the same memory."""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import numpy as np
+import pytest
+
+from flexsearch.cost import Costs
+from flexsearch.errors import StrategyError, TopologyError
+from flexsearch.graph import OperatorGraph
+from flexsearch.lower import Lowering
+from flexsearch.lower.folding import Fold, fold
+from flexsearch.search import search
+from flexsearch.search.space import Space
+from flexsearch.simulate.delta import DeltaSimulator
+from flexsearch.strategy import OperatorConfig, Options
+from flexsearch.strategy.baselines import baseline
+from flexsearch.topology import Device, Link, Topology
+from flexsearch.topology.classes import fold_topology, foldings
+from tests.proposals import propose
+from tests.test_baselines import cnn, mlp, transformer
+from tests.test_delta import normed, tied
+
+Configs = tuple[OperatorConfig, ...]
+CASES = [
+    (cnn, "dgx-a100:4", 4), (cnn, "p100", 4), (transformer, "dgx-a100:4", 4), (transformer, "k80:4", 4),
+    (mlp, "ethernet-1g-4", 4), (tied, "p100", 4),
+]  # fmt: skip
+
+
+@cache
+def folded(make: Any, name: str, replicas: int) -> Fold:
+    return fold(make(), Topology.load(name), replicas)
+
+
+def simulator(parts: Fold, configs: Configs, options: Options) -> DeltaSimulator:
+    block = parts.folding.block
+    costs = Costs(parts.part, block)
+    return DeltaSimulator(parts.part, block, costs, options, configs, Lowering(parts.part, block, costs, parts))
+
+
+def whole_simulator(parts: Fold, configs: Configs, options: Options) -> DeltaSimulator:
+    graph, topology = parts.whole, parts.folding.whole
+    return DeltaSimulator(graph, topology, Costs(graph, topology), options, parts.unfold(configs))
+
+
+def random_plan(space: Space, rng: np.random.Generator) -> Configs:
+    configs = space.random_plan(rng)
+    if rng.random() < 0.7:
+        return configs
+    return tuple(
+        OperatorConfig(c.degrees, c.devices, c.replicas, bool(rng.random() < 0.5)) for c in configs
+    )
+
+
+def is_even(one: DeltaSimulator) -> bool:
+    """Whether the blocks are treated alike, down to the last element."""
+    return not one.templates.tables.blocks.lopsided[0] and not one.rows.arena.draft.groups.lopsided[0]
+
+
+def peaks(one: DeltaSimulator) -> list[int]:
+    return [int(peak) for peak in one.peaks()]
+
+
+@pytest.mark.parametrize(("make", "name", "replicas"), CASES)
+def test_a_folded_plan_takes_as_long_as_the_whole_one(make: Any, name: str, replicas: int) -> None:
+    parts, even = folded(make, name, replicas), 0
+    space, rng = Space(parts.part, parts.folding.block), np.random.default_rng(len(name))
+    for k in range(10):
+        configs, options = random_plan(space, rng), Options(bucket_bytes=[25 * 2**20, 4096][k % 2])
+        one, whole = simulator(parts, configs, options), whole_simulator(parts, configs, options)
+        assert one.seconds == pytest.approx(whole.seconds, rel=0.06)
+        if is_even(one):
+            even += 1
+            assert one.seconds == whole.seconds
+            assert peaks(one) * replicas == peaks(whole)
+    assert even >= 2
+
+
+@pytest.mark.parametrize(("make", "name", "replicas"), CASES[:3])
+def test_folding_is_undone_by_unfolding(make: Any, name: str, replicas: int) -> None:
+    parts = folded(make, name, replicas)
+    space, rng = Space(parts.part, parts.folding.block), np.random.default_rng(1)
+    for _ in range(10):
+        configs = random_plan(space, rng)
+        whole = parts.unfold(configs)
+        assert parts.folded(whole) == configs
+        broken = [i for i, config in enumerate(whole) if len(config.devices) > len(parts.folding.whole.devices) // 2]
+        if broken:
+            config = whole[broken[0]]
+            other = config.on((*config.devices[1:], config.devices[0]))
+            assert parts.folded([other if i == broken[0] else c for i, c in enumerate(whole)]) is None
+
+
+def test_every_block_takes_part_in_data_parallelism_and_none_in_tensor_parallelism_over_all() -> None:
+    parts = folded(transformer, "dgx-a100:4", 4)
+    graph, topology = parts.whole, parts.folding.whole
+    data = baseline("data-parallel", graph, topology).in_order(graph)
+    inside = parts.folded(data)
+    assert inside is None or parts.unfold(inside) == data
+    assert parts.folded(baseline("megatron", graph, topology).in_order(graph)) is None
+
+
+def test_a_walk_over_folded_plans_is_simulated_as_plans_made_anew() -> None:
+    parts, options = folded(transformer, "dgx-a100:4", 4), Options()
+    space, rng = Space(parts.part, parts.folding.block), np.random.default_rng(3)
+    configs = space.random_plan(rng)
+    one = simulator(parts, configs, options)
+    for _ in range(10):
+        _, after = propose(rng, space, configs)
+        seconds = one.propose({i: new for i, (new, old) in enumerate(zip(after, configs, strict=True)) if new != old})
+        again = simulator(parts, after, options)
+        assert seconds == again.seconds
+        if rng.random() < 0.5:
+            one.accept()
+            configs = after
+            assert peaks(one) == peaks(again)
+        else:
+            one.reject()
+
+
+def test_the_check_can_fail() -> None:
+    """With every block on its own, gradients are not synchronised: the folded plan would be faster."""
+    parts = folded(mlp, "ethernet-1g-4", 4)
+    configs = Space(parts.part, parts.folding.block).random_plan(np.random.default_rng(0))
+    block = parts.folding.block
+    alone = DeltaSimulator(parts.part, block, Costs(parts.part, block), Options(), configs)
+    assert alone.seconds < whole_simulator(parts, configs, Options()).seconds
+
+
+# ---- topologies
+
+
+def machine(*links: Link, memory: tuple[int, ...] = (2**30,) * 4) -> Topology:
+    devices = tuple(
+        Device(
+            name=f"d{k}", kind="cuda", model="made", host=f"h{k}", memory_bytes=size, memory_bandwidth=1e11,
+            flops={"float32": 1e12}, overhead_s=1e-6,
+        )
+        for k, size in enumerate(memory)
+    )
+    base = Topology.load("ethernet-1g-2")
+    switches = tuple(dict.fromkeys(end for link in links for end in (link.a, link.b) if end.startswith("s")))
+    return Topology(name="made", devices=devices, switches=switches, links=links, communication=base.communication)
+
+
+def link(a: str, b: str, bandwidth: float = 1e9) -> Link:
+    return Link(a=a, b=b, bandwidth=bandwidth, latency_s=1e-6)
+
+
+STAR = tuple(link(f"d{k}", "s") for k in range(4))
+PAIRS = (link("d0", "s0"), link("d1", "s0"), link("d2", "s1"), link("d3", "s1"), link("s0", "s"), link("s1", "s"))
+
+
+def test_a_star_folds_into_any_number_of_blocks_and_pairs_into_two() -> None:
+    assert foldings(machine(*STAR)) == (2, 4)
+    assert foldings(machine(*PAIRS)) == (2,)
+    assert foldings(Topology.load("dgx-a100:8")) == (2, 4, 8)
+
+
+def test_what_is_kept_of_a_cluster_is_one_block_with_its_links_to_the_others() -> None:
+    folding = fold_topology(machine(*PAIRS), 2)
+    assert [device.name for device in folding.block.devices] == ["d0", "d1"]
+    assert {frozenset((a.a, a.b)) for a in folding.block.links} == {
+        frozenset(pair) for pair in (("d0", "s0"), ("d1", "s0"), ("s0", "s"))
+    }
+    names = [resource.name for resource in folding.block.resources]
+    whole = [resource.name for resource in folding.whole.resources]
+    assert names[folding.image[whole.index("d3->s1")]] == "d1->s0"
+    assert names[folding.image[whole.index("s->s1")]] == "s->s0"
+
+
+@pytest.mark.parametrize(
+    ("topology", "replicas", "why"),
+    [
+        (machine(*STAR), 3, "4 devices are not 3 times as many"),
+        (machine(*STAR, memory=(2**30, 2**30, 2**31, 2**30)), 2, "d0 and d2 are devices of two kinds"),
+        (machine(*STAR[:3], link("d3", "s", 2e9)), 4, "differs from that of the next block"),
+        (machine(*PAIRS), 4, "would stand for both|other stations|closer"),
+        (machine(link("d0", "d1"), link("d1", "d2"), link("d2", "d3"), link("d3", "d0")), 2, "linked|stand|stations"),
+    ],
+)
+def test_what_is_not_equal_blocks_is_refused_with_the_reason(topology: Topology, replicas: int, why: str) -> None:
+    with pytest.raises(TopologyError, match=why):
+        fold_topology(topology, replicas)
+
+
+def test_statistics_of_a_whole_batch_cannot_be_folded() -> None:
+    with pytest.raises(StrategyError, match=r"bn1.statistics.* cannot be divided among 4 blocks by samples"):
+        fold(normed(), Topology.load("ethernet-1g-4"), 4)
+
+
+def test_a_batch_that_cannot_be_divided_is_refused() -> None:
+    with pytest.raises(StrategyError, match="cannot be divided by 3"):
+        fold(cnn(), Topology.load("p100:3"), 3)
+
+
+# ---- the search
+
+
+def test_a_search_over_folded_plans_gives_a_plan_of_all_devices() -> None:
+    graph: OperatorGraph = transformer()
+    topology = Topology.load("dgx-a100:4")
+    one = search(graph, topology, Costs(graph, topology), proposals=3000, processes=1)
+    two = search(graph, topology, Costs(graph, topology), proposals=3000, processes=2)
+    assert one.strategy == two.strategy
+    assert any("folded" in trail.phase for trail in one.trails)
+    one.strategy.check_supported(graph, topology)
+    assert one.strategy.prediction is not None
+    assert one.strategy.prediction.iteration_s == one.simulation.makespan_s
