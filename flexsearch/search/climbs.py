@@ -13,7 +13,7 @@ from typing import Final
 
 from flexsearch.search.climb import Climb, Climbed
 from flexsearch.search.constants import LENGTH, POLISH, SHARE, SLOWER, WINDOW
-from flexsearch.search.evaluate import Configs, Evaluation, better
+from flexsearch.search.evaluate import Configs, Evaluation, better, by_rank
 
 POLISHED: Final = ", polished"
 """Ends the phase of climbs that polish what another one found."""
@@ -21,11 +21,17 @@ POLISHED: Final = ", polished"
 
 @dataclass(frozen=True, slots=True)
 class Start:
-    """A plan to start from, and into how many blocks it is folded."""
+    """A plan to start from, and into how many blocks it is folded. ``evaluation``: of the plan as it is folded."""
 
     name: str
     configs: Configs
+    evaluation: Evaluation
     replicas: int = 1
+
+    @property
+    def rank(self) -> tuple[bool, float, int]:
+        """Key that sorts the better start first; of two that are as good, the one that is folded more."""
+        return *by_rank(self.evaluation), -self.replicas
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,7 +8,6 @@ from flexsearch.errors import StrategyError, TopologyError
 from flexsearch.search.climb import Climber
 from flexsearch.search.climbs import Start
 from flexsearch.search.constants import FOLD_FROM, FOLDED_STARTS, FOLDS
-from flexsearch.search.evaluate import by_rank
 from flexsearch.search.tuning import whole_seconds
 from flexsearch.strategy.baselines import baselines
 from flexsearch.topology.classes import foldings
@@ -41,5 +40,8 @@ def _starts(inner: Climber, whole: Sequence[Start], replicas: int) -> list[Start
     for name, strategy in named.items():
         own.setdefault(f"{replicas} x {name}", strategy.in_order(parts.part))
     distinct = {configs: name for name, configs in reversed(own.items()) if configs is not None}
-    ranked = sorted(distinct, key=lambda configs: by_rank(inner.evaluate(configs)))
-    return [Start(f"{distinct[c]}, folded", parts.unfold(c), replicas) for c in ranked[:FOLDED_STARTS]]
+    starts = [
+        Start(f"{name}, folded", parts.unfold(configs), inner.evaluate(configs), replicas)
+        for configs, name in distinct.items()
+    ]
+    return sorted(starts, key=lambda start: start.rank)[:FOLDED_STARTS]

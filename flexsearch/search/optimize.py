@@ -233,9 +233,12 @@ class _Run:
         for name, state in first:
             if not self.before.climbs or name in (GIVEN, self.found_in):  # else the search before climbed from it
                 distinct.setdefault(state.configs, name)
-        whole = [Start(name, configs) for configs, name in distinct.items()]
+        whole = [Start(name, configs, self.starts[name].evaluation) for configs, name in distinct.items()]
         folds, folded = folded_starts(self.climber, whole) if self.rule is None else ((), [])
-        order = [*(start for pair in zip_longest(folded, whole) for start in pair if start is not None)]
+        order = sorted(folded, key=lambda start: start.rank)
+        if folded and whole and whole[0].rank < order[0].rank:
+            order.insert(0, whole.pop(0))
+        order = [start for pair in zip_longest(order, whole) for start in pair if start is not None]
         self._schedule = ClimbSchedule(
             order, folds, self.best, self.found_in, self.budget.proposals, self.climber.patience, self.before.climbs
         )

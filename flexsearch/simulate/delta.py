@@ -48,15 +48,17 @@ class DeltaSimulator:
     >>> simulator.accept()                            # or reject()
 
     ``share``: as of ``Templates``. ``stages``: how the step is cut; ``graph`` is that of one microbatch.
+    ``templates``: of the same lowering, from another simulator.
     """
 
     def __init__(
         self, graph: OperatorGraph, topology: Topology, costs: Costs, options: Options, configs: Configs,
         lowering: Lowering | None = None, share: bool = True, stages: Stages | None = None,
+        templates: Templates | None = None,
     ) -> None:  # fmt: skip
         self.graph, self.topology, self.costs, self.options = graph, topology, costs, options
         self.lowering = lowering or Lowering(graph, topology, costs)
-        self.templates = Templates(self.lowering, share)
+        self.templates = templates or Templates(self.lowering, share)
         self._stages = stages
         self.proposed = 0
         """Proposals so far."""
