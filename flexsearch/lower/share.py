@@ -1,0 +1,42 @@
+"""What one block of devices does with one microbatch: all that is lowered of a step in which blocks are alike."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from flexsearch.errors import NotationError, StrategyError
+from flexsearch.graph import OperatorGraph
+from flexsearch.graph.batch import microbatch
+from flexsearch.lower.folding import Fold, fold
+from flexsearch.lower.schedule import Stages
+from flexsearch.strategy.pipeline import Pipeline
+from flexsearch.topology import Topology
+
+
+@dataclass(frozen=True)
+class Share:
+    """``graph``: of one microbatch of one block's share. ``topology``: the block. ``fold``: None if there is one
+    block."""
+
+    graph: OperatorGraph
+    topology: Topology
+    fold: Fold | None
+
+
+def share_of(graph: OperatorGraph, topology: Topology, replicas: int, microbatches: int) -> Share:
+    """One of ``replicas`` blocks' part of one of ``microbatches``. Raises StrategyError if the batch cannot be divided
+    so, TopologyError if the topology does not fall apart into equal blocks."""
+    Pipeline(replicas, (0,), ((0,),), microbatches).check_batch(graph.batch)
+    try:
+        part = microbatch(graph, microbatches) if microbatches > 1 else graph
+    except NotationError as error:
+        raise StrategyError(f"the batch cannot be divided by {microbatches}: {error.message}") from error
+    if replicas == 1:
+        return Share(part, topology, None)
+    parts = fold(part, topology, replicas)
+    return Share(parts.part, parts.folding.block, parts)
+
+
+def stages_of(pipeline: Pipeline) -> Stages:
+    """The stages of the first block."""
+    return Stages(pipeline.first, pipeline.devices, pipeline.microbatches, pipeline.schedule)
