@@ -28,6 +28,7 @@ Configs = tuple[OperatorConfig, ...]
 CASES = [
     (cnn, "dgx-a100:4", 4), (cnn, "p100", 4), (transformer, "dgx-a100:4", 4), (transformer, "k80:4", 4),
     (mlp, "ethernet-1g-4", 4), (tied, "p100", 4),
+    (transformer, "dgx-a100:2", 4), (tied, "hgx-h100:1", 4),
 ]  # fmt: skip
 
 
@@ -158,7 +159,8 @@ PAIRS = (link("d0", "s0"), link("d1", "s0"), link("d2", "s1"), link("d3", "s1"),
 def test_a_star_folds_into_any_number_of_blocks_and_pairs_into_two() -> None:
     assert foldings(machine(*STAR)) == (2, 4)
     assert foldings(machine(*PAIRS)) == (2,)
-    assert foldings(Topology.load("dgx-a100:8")) == (2, 4, 8)
+    assert foldings(Topology.load("dgx-a100:2")) == (2, 4, 8, 16)
+    assert fold_topology(Topology.load("dgx-a100:2"), 8).inside == 4
 
 
 def test_what_is_kept_of_a_cluster_is_one_block_with_its_links_to_the_others() -> None:

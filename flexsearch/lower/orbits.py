@@ -21,13 +21,14 @@ _SENDS, _RECEIVES = np.uint64(0x9E3779B97F4A7C15), np.uint64(0xC2B2AE3D27D4EB4F)
 
 @packed
 class BlockMap(NamedTuple):
-    """Equal blocks, (1,) each: ``replicas`` of them, of ``devices`` devices; ``lopsided``: reshards that treat blocks
-    differently, so that one cannot stand for all. ``image``: by resource of the whole, that of the first block which
-    stands for it. ``listed``: by device or resource, a stamp (``listing``); ``row``: by resource, where it is
-    listed; ``seen``: whether the last one asked for was listed before."""
+    """Equal blocks, (1,) each: ``replicas`` of them, of ``devices`` devices, ``inside`` of them in a host;
+    ``lopsided``: reshards that treat blocks differently, so that one cannot stand for all. ``image``: by resource of
+    the whole, that of the first block which stands for it. ``listed``: by device or resource, a stamp (``listing``);
+    ``row``: by resource, where it is listed; ``seen``: whether the last one asked for was listed before."""
 
     replicas: U64
     devices: U64
+    inside: U64
     lopsided: U64
     image: U32
     listed: U64
@@ -36,12 +37,12 @@ class BlockMap(NamedTuple):
     seen: U64
 
 
-def make_block_map(image: U32, replicas: int, devices: int) -> BlockMap:
+def make_block_map(image: U32, replicas: int, devices: int, inside: int) -> BlockMap:
     """That of a folded topology; of another with one replica."""
     room = max(len(image), replicas * devices) + 1
     return BlockMap(
         replicas=np.array([replicas], np.uint64), devices=np.array([devices], np.uint64),
-        lopsided=np.zeros(1, np.uint64),
+        inside=np.array([inside], np.uint64), lopsided=np.zeros(1, np.uint64),
         image=image, listed=np.zeros(room, np.uint64), listing=np.zeros(1, np.uint64), row=np.zeros(room, np.uint64),
         seen=np.zeros(1, np.uint64),
     )  # fmt: skip
@@ -70,12 +71,20 @@ def crosses_blocks(blocks: BlockMap, devices: U32, first: Any, last: Any) -> Any
 
 
 @lean
-def _digest(blocks: BlockMap, devices: U32, first: Any, last: Any, block: Any, role: Any) -> Any:
-    """A number for a set of devices, so many blocks on."""
-    total, count = ZERO, blocks.replicas[0] * blocks.devices[0]
+def _turned(blocks: BlockMap, device: Any, turn: Any) -> Any:
+    """The device that takes the place of another: hosts turn by ``turn // inside``, blocks in them by the rest."""
+    inside, size = blocks.inside[0], blocks.devices[0]
+    block, place = device // size, device % size
+    host = (block // inside + turn // inside) % (blocks.replicas[0] // inside)
+    return (host * inside + (block + turn) % inside) * size + place
+
+
+@lean
+def _digest(blocks: BlockMap, devices: U32, first: Any, last: Any, turn: Any, role: Any) -> Any:
+    """A number for a set of devices after a turn."""
+    total = ZERO
     for k in range(first, last):
-        device = np.uint64(devices[k]) + block * blocks.devices[0]
-        total += _mixed((device - count if device >= count else device) * role + role)
+        total += _mixed(_turned(blocks, np.uint64(devices[k]), turn) * role + role)
     return total
 
 
@@ -84,17 +93,25 @@ def orbit_of(
     blocks: BlockMap, send: U32, send_first: Any, send_last: Any, receive: U32, receive_first: Any, receive_last: Any
 ) -> tuple[Any, Any, Any]:
     """A number for the devices of an exchange, another for its orbit, and how many exchanges that has."""
-    own = least = _digest(blocks, send, send_first, send_last, ZERO, _SENDS) + _digest(
-        blocks, receive, receive_first, receive_last, ZERO, _RECEIVES
-    )
-    for block in range(ONE, blocks.replicas[0]):
-        turned = _digest(blocks, send, send_first, send_last, block, _SENDS) + _digest(
-            blocks, receive, receive_first, receive_last, block, _RECEIVES
+    own, same = ZERO, True
+    for turn in (ZERO, ONE, blocks.inside[0]):  # what both generators leave as it is, all turns do
+        digest = _digest(blocks, send, send_first, send_last, turn % blocks.replicas[0], _SENDS) + _digest(
+            blocks, receive, receive_first, receive_last, turn % blocks.replicas[0], _RECEIVES
         )
-        if turned == own:
-            return own, least, block
-        least = min(least, turned)
-    return own, least, blocks.replicas[0]
+        if turn == ZERO:
+            own = digest
+        same = same and digest == own
+    if same:
+        return own, own, ONE
+    least, fixed = own, ONE
+    for turn in range(ONE, blocks.replicas[0]):
+        digest = _digest(blocks, send, send_first, send_last, turn, _SENDS) + _digest(
+            blocks, receive, receive_first, receive_last, turn, _RECEIVES
+        )
+        least = min(least, digest)
+        if digest == own:
+            fixed += ONE
+    return own, least, blocks.replicas[0] // fixed
 
 
 @lean

@@ -99,6 +99,7 @@ class Pieces:
         """Numbers of the dtypes of weights."""
         self.replicas = 1 if fold is None else fold.replicas
         """Blocks that do the same, of which one is lowered."""
+        self.inside = 1 if fold is None else fold.folding.inside
         self.image = np.arange(len(topology.resources), dtype=np.uint32) if fold is None else fold.folding.image
         """By resource of the network, the resource of the topology that stands for it."""
         users = Counter(topology.processor_of)

@@ -205,7 +205,9 @@ class Templates:
             "routes": lowering.network.routes, "rates": lowering.planner.pricing.rates,
             "bandwidth": np.array([r.bandwidth or 0.0 for r in self.topology.resources]),
             "decisive": lowering.network.decisive.astype(np.uint8),
-            "blocks": make_block_map(lowering.image, lowering.replicas, len(self.topology.devices)),
+            "blocks": make_block_map(
+                lowering.image, lowering.replicas, len(self.topology.devices), lowering.inside
+            ),
             "kind": np.searchsorted(self._kinds, self.lowering.costs.kinds).astype(np.uint32),
             "itemsize": np.array([itemsize[dtype] for dtype in self.lowering.weight_types] or [1], np.int64),
             "requests": _requests(MOST_MISSING + self._entries), "weight": _weight_at_hand(),

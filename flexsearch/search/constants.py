@@ -91,6 +91,8 @@ FOLD_FROM: Final = 16
 """From so many devices on, climbs over folded plans come too. Taken: fewer devices are searched quickly as they are."""
 FOLDS: Final = 2
 """Ways to fold, the one with the smallest blocks first. Taken."""
+FULL: Final = 8
+"""Blocks are hosts, or parts of so many devices of larger ones. Taken: what larger servers hold."""
 FOLDED_STARTS: Final = 3
 """Starts for each of them, the best ones. Taken."""
 UNFOLD_S: Final = 1.0

@@ -7,20 +7,23 @@ from collections.abc import Sequence
 from flexsearch.errors import StrategyError, TopologyError
 from flexsearch.search.climb import Climber
 from flexsearch.search.climbs import Start
-from flexsearch.search.constants import FOLD_FROM, FOLDED_STARTS, FOLDS
+from flexsearch.search.constants import FOLD_FROM, FOLDED_STARTS, FOLDS, FULL
 from flexsearch.search.tuning import whole_seconds
 from flexsearch.strategy.baselines import baselines
 from flexsearch.topology.classes import foldings
 
 
 def folded_starts(climber: Climber, whole: Sequence[Start]) -> tuple[tuple[int, ...], list[Start]]:
-    """Into how many blocks plans can be folded, those with the smallest blocks first; and the best starts for each of
-    them: the given plans that can be folded, and every baseline of one block."""
+    """Into how many blocks plans can be folded, those with the smallest blocks first (but whole hosts, as far as these
+    have no more than FULL devices); and the best starts for each of them: the given plans that can be folded, and every
+    baseline of one block."""
     folds: list[int] = []
     starts: list[Start] = []
     if len(climber.topology.devices) < FOLD_FROM:
         return (), []
-    for replicas in reversed(foldings(climber.topology)):
+    devices, hosts = len(climber.topology.devices), len(climber.topology.hosts)
+    least = max(2, min(FULL, devices // hosts))
+    for replicas in (n for n in reversed(foldings(climber.topology)) if devices // n >= least):
         try:
             inner = climber.folded(replicas)
         except (StrategyError, TopologyError):  # the batch cannot be divided among so many

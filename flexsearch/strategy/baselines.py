@@ -68,6 +68,19 @@ def baseline(
         raise StrategyError(f'baseline "{name}" does not apply to {graph.name} on {topology.name}: {reason}') from None
 
 
+def inside_group(graph: OperatorGraph, topology: Topology, count: int) -> Configs:
+    """Megatron's splits among the first ``count`` devices; all of it on the first if there is one, or nothing to
+    split."""
+    setting = _Setting(graph, topology, None)
+    alone = [make_config(op, {}, range(count)) for op in setting.operators]
+    if count == 1:
+        return alone
+    try:
+        return _tensor_parallel(setting, range(count))
+    except _LeftOut:
+        return alone
+
+
 def has_weights(graph: OperatorGraph, operator: int) -> bool:
     """Whether an operator reads parameters."""
     return any(graph.tensor[name].kind == "parameter" for name in graph.operators[operator].inputs)

@@ -6,6 +6,7 @@ another block then has an **image** in the first, and what goes on there goes on
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -25,13 +26,16 @@ NONE: Final = -1
 
 @dataclass(frozen=True)
 class Folding:
-    """A topology folded into ``replicas`` blocks of consecutive devices. ``block``: the first of them, with its links
+    """A topology folded into ``replicas`` blocks of consecutive devices; ``inside`` of them make up a host, or 1 if a
+    block is a host or more. Blocks take each other's places by a turn inside every host, and by a turn of the hosts (or
+    of larger blocks). ``block``: the first of them, with its links
     to the others as far as messages take them (they may lead to a switch and end there). ``image``: by resource of the
     ``whole``, the resource of ``block`` that stands for it."""
 
     whole: Topology
     block: Topology
     replicas: int
+    inside: int
     image: npt.NDArray[np.uint32]
 
 
@@ -68,23 +72,39 @@ class _Folder:
         self.whole, self.replicas, self.count = whole, replicas, len(whole.devices)
         self.size = self.count // replicas
         self.names = [device.name for device in whole.devices]
+        hosts = Counter(device.host for device in whole.devices)
+        host = min(hosts.values())
+        self.inside = host // self.size if host % self.size == 0 and set(hosts.values()) == {host} else 1
+        self.step = 1
+        """How many blocks on the renaming at hand goes: 1 inside a host, else whole hosts."""
         self.renamed: dict[str, str] = {}
-        """Endpoint -> the one at its place in the next block."""
+        """Endpoint -> the one that takes its place by the renaming at hand."""
+        self.renamings: dict[int, dict[str, str]] = {}
+        """By step."""
 
     def fold(self) -> Folding:
-        self._rename_devices()
-        for path, image in self._paths():
-            self._rename_path(path, image)
-        if len(set(self.renamed.values())) != len(self.renamed):
-            raise self._error("two switches would stand for one")
-        used = dict.fromkeys(hop for path, _ in self._paths() for hop in _hops(path))
+        used: dict[Hop, None] = {}
+        for step in {1, self.inside} if self.inside < self.replicas else {1}:
+            self.step, self.renamed = step, {}
+            self._rename_devices()
+            for path, image in self._paths():
+                self._rename_path(path, image)
+            if len(set(self.renamed.values())) != len(self.renamed):
+                raise self._error("two switches would stand for one")
+            self.renamings[step] = self.renamed
+            used = dict.fromkeys(hop for path, _ in self._paths() for hop in _hops(path))
+            self._compare_links(used)
         return self._check_links(used)
 
     def _error(self, why: str) -> TopologyError:
         return _unfoldable(self.whole, self.replicas, why)
 
     def _next(self, device: int) -> int:
-        return (device + self.size) % self.count
+        """The device that takes its place."""
+        host = self.inside * self.size
+        if self.inside > 1 and self.step == 1:
+            return device // host * host + (device + self.size) % host
+        return (device + self.step * self.size) % self.count
 
     def _rename_devices(self) -> None:
         processors: dict[int, int] = {}
@@ -119,12 +139,14 @@ class _Folder:
             if self.renamed.setdefault(end, other) != other:
                 raise self._error(f"{end} would stand for both {self.renamed[end]} and {other}")
 
-    def _check_links(self, used: Iterable[Hop]) -> Folding:
-        whole = self.whole
+    def _compare_links(self, used: Iterable[Hop]) -> None:
         for u, v in used:
-            one, two = whole.link_between(u, v), whole.link_between(self.renamed[u], self.renamed[v])
+            one, two = self.whole.link_between(u, v), self.whole.link_between(self.renamed[u], self.renamed[v])
             if two is None or _speed(one) != _speed(two):
                 raise self._error(f"the link of {u} and {v} differs from that of the next block")
+
+    def _check_links(self, used: Iterable[Hop]) -> Folding:
+        whole = self.whole
         foreign = set(self.names[self.size :])
         image = np.full(len(whole.resources), NONE, np.int64)
         kept: list[Hop] = []
@@ -150,10 +172,15 @@ class _Folder:
 
     def _mark(self, hop: Hop, image: npt.NDArray[np.int64]) -> None:
         """Set the image of all that a link of the first block stands for."""
-        resource = self.whole.resource_between(*hop)
-        for _ in range(self.replicas):
-            image[self.whole.resource_between(*hop)] = resource
-            hop = self.renamed[hop[0]], self.renamed[hop[1]]
+        resource, waiting = self.whole.resource_between(*hop), [hop]
+        image[resource] = resource
+        while waiting:
+            u, v = waiting.pop()
+            for renamed in self.renamings.values():
+                other = renamed[u], renamed[v]
+                if image[self.whole.resource_between(*other)] != resource:
+                    image[self.whole.resource_between(*other)] = resource
+                    waiting.append(other)
 
     def _check_apart(self, image: npt.NDArray[np.int64]) -> None:
         """What blocks use inside must be theirs alone."""
@@ -179,7 +206,7 @@ class _Folder:
                 found[resource] = own[whole.resources[stands_for].name]
         for d in range(self.count):
             found[whole.processor_of[d]] = block.processor_of[d % self.size]
-        return Folding(whole, block, self.replicas, found)
+        return Folding(whole, block, self.replicas, self.inside, found)
 
 
 def _hops(path: Sequence[str]) -> Iterator[Hop]:

@@ -1,0 +1,102 @@
+"""Where a graph can be cut into stages, and the cut that makes the slowest stage as fast as possible."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cached_property
+
+import numpy as np
+import numpy.typing as npt
+
+from flexsearch.graph import OperatorGraph
+from flexsearch.strategy.baselines import is_heavy
+
+NARROW = (1.05, 2.0, 4.0, np.inf)
+"""A cut may let so many times as many bytes through as the narrowest one; the first of these that leaves enough cuts
+counts."""
+
+
+class Cuts:
+    """Cuts of one graph: before which operators a stage may begin."""
+
+    def __init__(self, graph: OperatorGraph) -> None:
+        self.graph = graph
+
+    @cached_property
+    def crossing(self) -> npt.NDArray[np.int64]:
+        """Bytes of activations that are made before each operator and read from it on; more than 0 behind the first
+        operator that makes one."""
+        graph = self.graph
+        change = np.zeros(len(graph.operators) + 1, np.int64)
+        for tensor in graph.of_kind("activation"):
+            readers = [operator for operator, _ in graph.consumers[tensor.name]]
+            if readers:
+                change[graph.producer[tensor.name] + 1] += tensor.nbytes
+                change[max(readers) + 1] -= tensor.nbytes
+        return change.cumsum()[:-1]
+
+    @cached_property
+    def _shared(self) -> npt.NDArray[np.bool_]:
+        """By operator: whether a stage beginning there would part readers of one weight."""
+        graph, change = self.graph, np.zeros(len(self.graph.operators) + 1, np.int64)
+        for tensor in graph.of_kind("parameter"):
+            readers = [operator for operator, _ in graph.consumers[tensor.name]]
+            if len(set(readers)) > 1:
+                change[min(readers) + 1] += 1
+                change[max(readers) + 1] -= 1
+        return change.cumsum()[:-1] > 0
+
+    @cached_property
+    def _heavy(self) -> list[int]:
+        """Operators that are worth a stage; all, if none is."""
+        count = len(self.graph.operators)
+        return [i for i in range(count) if is_heavy(self.graph, i)] or list(range(count))
+
+    def allowed(self, stages: int) -> list[int]:
+        """Operators before which a stage may begin, ascending from 0: the narrowest places, at least ``stages`` of them
+        if there are. Where it can be helped, readers of one weight stay together."""
+        inner = range(self._heavy[0] + 1, self._heavy[-1] + 1)
+        least = min((int(self.crossing[i]) for i in inner), default=0)
+        for apart in (self._shared, np.zeros_like(self._shared)):
+            for factor in NARROW:
+                found = [i for i in inner if self.crossing[i] <= factor * least and not apart[i]]
+                if len(found) >= stages - 1:
+                    return [0, *found]
+        return list(range(len(self.crossing)))
+
+    @cached_property
+    def depth(self) -> int:
+        """Into how many stages the graph can be cut at its narrowest places."""
+        return len(self.allowed(2))
+
+    def balanced(self, seconds: Sequence[float], stages: int) -> tuple[int, ...]:
+        """First operator of each of ``stages`` stages, so that the slowest takes as short as possible. ``seconds``: of
+        each operator. A dynamic program over the allowed places (PipeDream, SOSP 2019, section 3.1, on equal
+        devices)."""
+        places = self.allowed(stages)
+        done = np.concatenate([[0.0], np.cumsum(seconds)])[[*places, len(seconds)]]
+        count = len(places)
+        slowest = done[1:].copy()  # of the runs up to each place, in one stage
+        begins = []
+        for _ in range(stages - 1):
+            longest = np.maximum(slowest[None, :-1], done[2:, None] - done[None, 1:-1])  # (end, begin of the last)
+            longest[np.triu_indices(count - 1, 1)] = np.inf
+            best = longest.argmin(axis=1)
+            begins.append(np.concatenate([[0], best + 1]))
+            slowest = np.concatenate([[np.inf], longest[np.arange(count - 1), best]])
+        first, at = [], count - 1
+        for choice in reversed(begins):
+            first.append(places[int(choice[at])])
+            at = int(choice[at]) - 1
+        return (0, *reversed(first)) if first else (0,)
+
+    def moved(self, first: tuple[int, ...], stage: int, by: int) -> tuple[int, ...] | None:
+        """The cut with the beginning of a stage so many allowed places later; None if there is no such place."""
+        places = self.allowed(len(first))
+        if first[stage] not in places:
+            return None
+        at = places.index(first[stage]) + by
+        if not 0 < at < len(places):
+            return None
+        new = (*first[:stage], places[at], *first[stage + 1 :])
+        return new if list(new) == sorted(set(new)) else None

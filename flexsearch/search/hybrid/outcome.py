@@ -1,0 +1,64 @@
+"""What a search over layouts found."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from flexsearch.search.constants import PENALTY
+from flexsearch.search.hybrid.layout import Layout
+from flexsearch.simulate.staged import Step
+from flexsearch.strategy import OperatorConfig, Options, Strategy
+from flexsearch.strategy.pipeline import Pipeline
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A plan that was simulated: its ``layout``, how exactly it is cut, the configs of the first block. ``seconds``: of
+    a step; ``shortfall``: share of its memory that the fullest device lacks. ``changed``: sorts of operators that are
+    not split as the layout says."""
+
+    layout: Layout
+    options: Options
+    pipeline: Pipeline
+    configs: tuple[OperatorConfig, ...]
+    seconds: float
+    shortfall: float
+    changed: int = 0
+
+    @property
+    def feasible(self) -> bool:
+        return self.shortfall == 0.0
+
+    @property
+    def cost(self) -> float:
+        """Seconds, with the penalty for missing memory."""
+        return self.seconds * (1.0 + PENALTY * self.shortfall)
+
+    @property
+    def rank(self) -> tuple[bool, float]:
+        """Key that sorts the better one first."""
+        return not self.feasible, self.cost
+
+
+@dataclass(frozen=True)
+class HybridProgress:
+    """How far a search is: plans simulated, the best so far, what is done now."""
+
+    plans: int
+    best_s: float
+    elapsed_s: float
+    phase: str
+
+
+@dataclass(frozen=True)
+class HybridResult:
+    """``strategy``: the best plan, ``step``: its simulated step. ``baselines``: by name, the best plan of each family
+    that people write by hand. ``plans``: so many were simulated, in ``elapsed_s``."""
+
+    best: Candidate
+    strategy: Strategy
+    step: Step
+    baselines: dict[str, tuple[Candidate, Step]]
+    plans: int
+    elapsed_s: float
+    stopped: str

@@ -1,0 +1,255 @@
+"""The search over layouts: every factoring is simulated; the best are improved number by number, then stage by stage
+and operator by operator."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
+from typing import Final
+
+import numpy as np
+
+from flexsearch.cost import Profile
+from flexsearch.errors import StrategyError, TopologyError
+from flexsearch.graph import OperatorGraph
+from flexsearch.search.hybrid.cuts import Cuts
+from flexsearch.search.hybrid.layout import Layout, divisors, factorings, neighbours
+from flexsearch.search.hybrid.outcome import Candidate, HybridProgress, HybridResult
+from flexsearch.search.hybrid.splits import Configs, Splits
+from flexsearch.simulate.delta import DeltaSimulator
+from flexsearch.simulate.staged import StagedSimulators, step_of
+from flexsearch.strategy import Options, Prediction, Search, Strategy
+from flexsearch.strategy.pipeline import Pipeline
+from flexsearch.topology import Topology
+
+CLIMBED: Final = 4
+"""Layouts that are improved number by number: the best of so many different factorings. Taken."""
+POLISHED: Final = 2
+"""Plans whose stages and splits are improved. Taken."""
+
+Key = tuple[Layout, Options]
+
+
+def search_hybrid(
+    graph: OperatorGraph,
+    topology: Topology,
+    options: Options | None = None,
+    profile: Profile | None = None,
+    *,
+    budget_s: float = 60.0,
+    on_progress: Callable[[HybridProgress], None] | None = None,
+) -> HybridResult:
+    """The fastest plan that is found among data x tensor x pipeline layouts of all devices, and with other splits of
+    operators and other borders of stages inside them. It may need memory that no plan of one stage and one microbatch
+    could do with. ``options``: of the whole step; the search sets those that a layout leaves open.
+
+    Raises StrategyError if the graph cannot be planned so: no batch to divide, or devices that are not alike."""
+    return _Search(graph, topology, options or Options(), profile, budget_s, on_progress).run()
+
+
+class _Over(Exception):
+    """The time is over."""
+
+
+class _Search:
+    def __init__(
+        self, graph: OperatorGraph, topology: Topology, options: Options, profile: Profile | None, budget_s: float,
+        on_progress: Callable[[HybridProgress], None] | None,
+    ) -> None:  # fmt: skip
+        self.graph, self.topology, self.options, self.budget_s = graph, topology, options, budget_s
+        self.on_progress = on_progress
+        self.simulators = StagedSimulators(graph, topology, profile)
+        self.cuts, self.splits = Cuts(graph), Splits(self.simulators)
+        self.known: dict[Key, Candidate | None] = {}
+        self.plans, self.phase = 0, ""
+        self.began = time.monotonic()
+        self.best: Candidate | None = None
+
+    def run(self) -> HybridResult:
+        stopped = "no change of a number, a border or a split of one sort of operators makes it faster"
+        try:
+            self._factorings()
+            for candidate in self._of_different_factorings(CLIMBED):
+                self._climb(candidate)
+            for candidate in self._of_different_factorings(POLISHED):
+                self._polish(candidate)
+        except _Over:
+            stopped = f"the budget of {self.budget_s:g} s was used up"
+        if self.best is None:
+            raise StrategyError(
+                f"no layout of {len(self.topology.devices)} devices of {self.topology.name} suits {self.graph.name}: "
+                f"its batch of {self.graph.batch} can be divided among none, or the devices are not equal blocks",
+                "Give another --batch, or a cluster of equal hosts.",
+            )
+        return self._result(self.best, stopped)
+
+    # ---- simulating
+
+    def evaluate(self, layout: Layout, options: Options) -> Candidate | None:
+        """The plan of a layout; None where it has none."""
+        key = layout, options
+        if key not in self.known:
+            try:
+                self.known[key] = self._candidate(layout, options)
+            except (StrategyError, TopologyError):  # a batch that cannot be divided so, blocks that are not alike
+                self.known[key] = None
+        return self.known[key]
+
+    def _candidate(self, layout: Layout, options: Options) -> Candidate:
+        configs = self.splits.tensor_parallel(layout)
+        seconds = self.splits.seconds(layout, configs)
+        first = self.cuts.balanced(seconds, layout.stages)
+        pipeline = Pipeline(layout.data, first, layout.groups(), layout.microbatches, layout.schedule)
+        return self.simulated(layout, options, pipeline, self.splits.placed(layout, configs, first))
+
+    def simulated(
+        self, layout: Layout, options: Options, pipeline: Pipeline, configs: Configs, changed: int = 0
+    ) -> Candidate:
+        """A plan, simulated."""
+        simulator = self.simulators.simulator(pipeline, configs, options)
+        shortfall = _shortfall(simulator)
+        return self.noted(Candidate(layout, options, pipeline, configs, simulator.seconds, shortfall, changed))
+
+    def noted(self, candidate: Candidate) -> Candidate:
+        """Count a plan, and keep it if it is the best. Raises _Over."""
+        self.plans += 1
+        if self.best is None or candidate.rank < self.best.rank:
+            self.best = candidate
+        now = time.monotonic() - self.began
+        if self.on_progress is not None:
+            self.on_progress(HybridProgress(self.plans, self.best.seconds, now, self.phase))
+        if now > self.budget_s:
+            raise _Over
+        return candidate
+
+    # ---- layouts
+
+    def _factorings(self) -> None:
+        """Every factoring with the fewest microbatches of one sample, then, while it does not fit, sharded."""
+        hosts: dict[str, int] = {}
+        for device in self.topology.devices:
+            hosts[device.host] = hosts.get(device.host, 0) + 1
+        depth, batch = self.cuts.depth, self.graph.batch
+        found = list(factorings(len(self.topology.devices), min(hosts.values()), batch, depth))
+        self.phase = "layouts"
+        for layout in sorted(found, key=lambda f: (f.pipeline, f.tensor)):
+            start = self._first_microbatches(layout)
+            candidate = self.evaluate(start, self.options)
+            if candidate is not None and not candidate.feasible and layout.data > 1:
+                self.evaluate(replace(start, sharded=True), self.options)
+
+    def _first_microbatches(self, layout: Layout) -> Layout:
+        """With microbatches that fill the pipeline four times, if there are so many; without a pipeline, of one
+        sample."""
+        share = self.graph.batch // layout.data
+        wanted = 4 * layout.pipeline if layout.pipeline > 1 else share
+        return replace(layout, microbatches=next((n for n in divisors(share) if n >= wanted), share))
+
+    def _of_different_factorings(self, count: int) -> list[Candidate]:
+        """The best plans, one of each factoring."""
+        found: dict[tuple[int, int, int], Candidate] = {}
+        for candidate in sorted((c for c in self.known.values() if c is not None), key=lambda c: c.rank):
+            layout = candidate.layout
+            found.setdefault((layout.data, layout.tensor, layout.pipeline), candidate)
+        return list(found.values())[:count]
+
+    def _climb(self, candidate: Candidate) -> Candidate:
+        """Change one number at a time while that helps."""
+        self.phase = "microbatches and schedules"
+        while True:
+            near = [self.evaluate(layout, o) for layout, o in self._near(candidate)]
+            best = min((c for c in near if c is not None), key=lambda c: c.rank, default=candidate)
+            if best.rank >= candidate.rank:
+                return candidate
+            candidate = best
+
+    def _near(self, candidate: Candidate) -> Iterator[Key]:
+        for layout in neighbours(candidate.layout, self.graph.batch, self.cuts.depth):
+            yield layout, candidate.options
+
+    # ---- inside a layout
+
+    def _polish(self, candidate: Candidate) -> Candidate:
+        """Move borders of stages, then split sorts of operators otherwise, while that helps."""
+        self.phase = "borders of stages"
+        candidate = self._move_borders(candidate)
+        self.phase = "splits of operators"
+        return self._resplit(candidate)
+
+    def _move_borders(self, candidate: Candidate) -> Candidate:
+        moved = True
+        while moved:
+            moved = False
+            for stage in range(1, len(candidate.pipeline.first)):
+                for by in (-1, 1):
+                    first = self.cuts.moved(candidate.pipeline.first, stage, by)
+                    if first is None:
+                        continue
+                    configs = self.splits.placed(candidate.layout, candidate.configs, first)
+                    new = self.simulated(
+                        candidate.layout, candidate.options, replace(candidate.pipeline, first=first), configs
+                    )
+                    if new.rank < candidate.rank:
+                        candidate, moved = new, True
+        return candidate
+
+    def _resplit(self, candidate: Candidate) -> Candidate:
+        """Greedy descent over the splits of each sort of operators, in all stages at once."""
+        simulator = self.simulators.simulator(candidate.pipeline, candidate.configs, candidate.options)
+        improved = True
+        while improved:
+            improved = False
+            for changes in self.splits.alternatives(candidate.layout, candidate.configs):
+                seconds = simulator.propose(changes)
+                configs = tuple(changes.get(i, config) for i, config in enumerate(candidate.configs))
+                new = replace(
+                    candidate, configs=configs, seconds=seconds, shortfall=_shortfall(simulator),
+                    changed=candidate.changed + 1,
+                )  # fmt: skip
+                self.noted(new)
+                if new.rank < candidate.rank:
+                    simulator.accept()
+                    candidate, improved = new, True
+                else:
+                    simulator.reject()
+        return candidate
+
+    # ---- the answer
+
+    def _baselines(self) -> dict[str, Candidate]:
+        """The best plan of each family that people write by hand."""
+        families: Mapping[str, Callable[[Layout], bool]] = {
+            "data-parallel": lambda f: f.tensor == f.pipeline == 1 and not f.sharded,
+            "fsdp": lambda f: f.tensor == f.pipeline == 1 and f.sharded,
+            "tensor x data": lambda f: f.pipeline == 1 and f.tensor > 1 and not f.sharded,
+            "pipeline x data": lambda f: f.pipeline > 1 and f.tensor == 1 and not f.sharded,
+            "megatron": lambda f: f.pipeline > 1 and f.tensor > 1 and not f.sharded,
+        }
+        plans = sorted((c for c in self.known.values() if c is not None), key=lambda c: c.rank)
+        found = {name: next((c for c in plans if holds(c.layout)), None) for name, holds in families.items()}
+        return {name: candidate for name, candidate in found.items() if candidate is not None}
+
+    def _result(self, best: Candidate, stopped: str) -> HybridResult:
+        elapsed = time.monotonic() - self.began
+        step = step_of(self.simulators, best.pipeline, best.configs, best.options)
+        named = {op.name: config for op, config in zip(self.graph.operators, best.configs, strict=True)}
+        block = len(self.topology.devices) // best.layout.data
+        strategy = Strategy.make(
+            self.graph, self.topology, named, best.options,
+            Prediction(iteration_s=best.seconds, peak_bytes=max(m.peak for m in step.memory)),
+            Search(seed=0, proposals=self.plans, start="layouts"),
+            stages=best.pipeline.stages(self.graph, block), microbatches=best.layout.microbatches,
+            schedule=best.layout.schedule,
+        )  # fmt: skip
+        baselines = {
+            name: (c, step_of(self.simulators, c.pipeline, c.configs, c.options))
+            for name, c in self._baselines().items()
+        }
+        return HybridResult(best, strategy, step, baselines, self.plans, elapsed, stopped)
+
+
+def _shortfall(simulator: DeltaSimulator) -> float:
+    """Share of its memory that the fullest device lacks."""
+    room = np.array([device.memory_bytes for device in simulator.topology.devices])
+    return max(0.0, float((simulator.peaks() / room - 1.0).max()))

@@ -1,0 +1,130 @@
+"""Plans with stages, microbatches and equal blocks of devices: their time and memory, from the rows of one block."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+
+from flexsearch.cost import Costs, Profile
+from flexsearch.cost.ticks import TICK
+from flexsearch.graph import OperatorGraph
+from flexsearch.graph.ops import backward_flops, forward_flops
+from flexsearch.lower import Lowering
+from flexsearch.lower.share import Share, share_of, stages_of
+from flexsearch.lower.templates import Templates
+from flexsearch.simulate.delta import DeltaSimulator
+from flexsearch.simulate.memory import Memory, memory_of
+from flexsearch.simulate.units import make_account
+from flexsearch.strategy import OperatorConfig, Options, Strategy
+from flexsearch.strategy.pipeline import Pipeline
+from flexsearch.topology import Topology
+
+
+class StagedSimulators:
+    """Simulators of the plans of one graph on one topology. What was worked out for one plan serves all that cut the
+    batch into equal parts."""
+
+    def __init__(self, graph: OperatorGraph, topology: Topology, profile: Profile | None = None) -> None:
+        self.graph, self.topology, self.profile = graph, topology, profile
+        self._shares: dict[tuple[int, int], tuple[Share, Lowering, Templates]] = {}
+
+    def share(self, replicas: int, microbatches: int) -> tuple[Share, Lowering, Templates]:
+        """One block's part of one microbatch. Raises StrategyError or TopologyError if there is none."""
+        key = replicas, microbatches
+        if (known := self._shares.get(key)) is None:
+            share = share_of(self.graph, self.topology, replicas, microbatches)
+            costs = Costs(share.graph, share.topology, self.profile)
+            lowering = Lowering(share.graph, share.topology, costs, share.fold)
+            known = self._shares[key] = share, lowering, Templates(lowering)
+        return known
+
+    def simulator(self, pipeline: Pipeline, configs: Sequence[OperatorConfig], options: Options) -> DeltaSimulator:
+        """A simulator with this plan at hand. ``configs``: of the first block, one for each operator."""
+        share, lowering, templates = self.share(pipeline.replicas, pipeline.microbatches)
+        return DeltaSimulator(
+            share.graph, share.topology, lowering.costs, options, configs, lowering, stages=stages_of(pipeline),
+            templates=templates,
+        )  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Step:
+    """One simulated step of a plan. By device of the first block: ``busy_s`` (computing, s) and ``memory`` (bytes at
+    the peak, by what they hold). ``devices``: of all blocks. ``samples``: of the whole batch. ``flops``: of the model's
+    forward and backward passes, nothing computed twice. ``peak_flops``: FLOP/s of all devices together."""
+
+    makespan_s: float
+    busy_s: tuple[float, ...]
+    memory: tuple[Memory, ...]
+    capacity: tuple[int, ...]
+    devices: int
+    samples: int
+    flops: float
+    peak_flops: float
+
+    @property
+    def missing(self) -> int:
+        """Bytes that the fullest device lacks; 0 if the plan fits."""
+        return max(0, *(m.peak - room for m, room in zip(self.memory, self.capacity, strict=True)))
+
+    @cached_property
+    def fullest(self) -> Memory:
+        """Memory of the device with the largest share in use."""
+        shares = [m.peak / room for m, room in zip(self.memory, self.capacity, strict=True)]
+        return self.memory[int(np.argmax(shares))]
+
+    @property
+    def utilisation(self) -> float:
+        """Model FLOPs utilisation: share of the peak FLOP/s that the model's own FLOPs take (PaLM, 2022, app. B)."""
+        return self.flops / (self.makespan_s * self.peak_flops) if self.makespan_s else 0.0
+
+    @property
+    def idle(self) -> float:
+        """Share of the step in which a device, on average, does not compute: bubbles, and communication that nothing
+        hides."""
+        return 1.0 - float(np.mean(self.busy_s)) / self.makespan_s if self.makespan_s else 0.0
+
+
+def step_of(
+    simulators: StagedSimulators, pipeline: Pipeline, configs: Sequence[OperatorConfig], options: Options
+) -> Step:
+    """The simulated step of a plan. Raises StrategyError or TopologyError where ``StagedSimulators`` does."""
+    simulator, graph = simulators.simulator(pipeline, configs, options), simulators.graph
+    account, sources = make_account(simulator.rows)
+    devices = simulators.topology.devices
+    busy = simulator.rows.state.busy * pipeline.microbatches * TICK
+    return Step(
+        simulator.seconds, tuple(busy.tolist()), memory_of(account, sources, simulator.rows.state),
+        tuple(device.memory_bytes for device in simulator.topology.devices), len(devices), graph.batch,
+        model_flops(graph), sum(device.flops_for(_dtype(graph)) for device in devices),
+    )  # fmt: skip
+
+
+def step_of_strategy(graph: OperatorGraph, strategy: Strategy, profile: Profile | None = None) -> Step:
+    """The simulated step of a strategy, after checking it. Raises StrategyError."""
+    strategy.check(graph, strategy.cluster)
+    pipeline = Pipeline.of(strategy, graph)
+    simulators = StagedSimulators(graph, strategy.cluster, profile)
+    return step_of(simulators, pipeline, strategy.in_order(graph), strategy.options)
+
+
+def model_flops(graph: OperatorGraph) -> float:
+    """FLOPs of one step of the whole batch, forward and backward."""
+    total = 0.0
+    for i, op in enumerate(graph.operators):
+        needs = tuple(graph.has_backward[i] and name in graph.differentiable for name in op.inputs)
+        total += float(forward_flops(op, op.sizes)) + (
+            float(backward_flops(op, op.sizes, needs)) if any(needs) else 0.0
+        )
+    return total
+
+
+def _dtype(graph: OperatorGraph) -> str:
+    """Type in which most weights compute."""
+    sizes: dict[str, int] = {}
+    for tensor in graph.of_kind("parameter"):
+        sizes[tensor.dtype] = sizes.get(tensor.dtype, 0) + tensor.nbytes
+    return max(sizes, key=sizes.__getitem__, default="float32")
