@@ -10,10 +10,13 @@ import pytest
 
 from flexsearch.cost import Costs
 from flexsearch.errors import StrategyError, TopologyError
-from flexsearch.graph import OperatorGraph
 from flexsearch.lower import Lowering
 from flexsearch.lower.folding import Fold, fold
 from flexsearch.search import search
+from flexsearch.search.climb import Climb, Climbed, Climber
+from flexsearch.search.climbs import ClimbSchedule, Plan, Start
+from flexsearch.search.evaluate import Evaluation
+from flexsearch.search.folded import folded_starts
 from flexsearch.search.space import Space
 from flexsearch.simulate.delta import DeltaSimulator
 from flexsearch.strategy import OperatorConfig, Options
@@ -203,13 +206,35 @@ def test_a_batch_that_cannot_be_divided_is_refused() -> None:
 # ---- the search
 
 
-def test_a_search_over_folded_plans_gives_a_plan_of_all_devices() -> None:
-    graph: OperatorGraph = transformer()
-    topology = Topology.load("dgx-a100:4")
-    one = search(graph, topology, Costs(graph, topology), proposals=3000, processes=1)
-    two = search(graph, topology, Costs(graph, topology), proposals=3000, processes=2)
-    assert one.strategy == two.strategy
-    assert any("folded" in trail.phase for trail in one.trails)
-    one.strategy.check_supported(graph, topology)
-    assert one.strategy.prediction is not None
-    assert one.strategy.prediction.iteration_s == one.simulation.makespan_s
+def test_a_climb_over_folded_plans_gives_a_plan_of_all_devices() -> None:
+    graph, topology = transformer(), Topology.load("dgx-a100:4")
+    climber = Climber(graph, topology, Costs(graph, topology), Options(), 0)
+    folds, starts = folded_starts(climber, [])
+    assert folds[0] == 4
+    start = starts[0]
+    before = climber.evaluate(start.configs)
+    task = Climb(0, 0, "folded", start.configs, 1500, before, coarse=True, replicas=start.replicas)
+    told: list[tuple[Configs, float]] = []
+    found = climber.climb(task, lambda climbed: told.append((climbed.configs, climbed.evaluation.time_s)))
+    assert found.proposals > 1000
+    assert found.evaluation.time_s < before.time_s
+    assert folded(transformer, "dgx-a100:4", 4).folded(found.configs) is not None
+    again = Climber(graph, topology, Costs(graph, topology), Options(), 0)
+    assert again.evaluate(found.configs) == found.evaluation
+    assert all(again.evaluate(configs).time_s == time_s for configs, time_s in dict(told).items())
+    assert again.climb(task, lambda climbed: None).configs == found.configs
+
+
+def test_a_search_on_many_devices_climbs_over_folded_plans() -> None:
+    graph, topology = transformer(), Topology.load("dgx-a100:4")
+    schedule = ClimbSchedule(
+        [Start("a", (), Evaluation(1.0, 0.0), 4), Start("b", (), Evaluation(1.0, 0.0))], (4, 2),
+        Plan((), Evaluation(1.0, 0.0)), "a", None, 100, 0,
+    )  # fmt: skip
+    ended = [Climbed(k, "", (), Evaluation(1.0, 0.0)) for k in range(8)]
+    tasks = [schedule.plan(k, ended[: max(0, k - 7)]) for k in range(14)]
+    assert [task.replicas for task in tasks if task is not None] == [4, 1, 1, 4, 2, 1, 4, 2, 1, 1, 4, 4, 2, 2]
+    found = search(graph, topology, Costs(graph, topology), proposals=1500, processes=2)
+    found.strategy.check_supported(graph, topology)
+    assert found.strategy.prediction is not None
+    assert found.strategy.prediction.iteration_s == found.simulation.makespan_s
