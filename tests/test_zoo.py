@@ -24,6 +24,10 @@ PARAMETERS = {  # published sizes
     "bert": (zoo.bert, 109_514_298),
     "bert_large": (zoo.bert_large, 335_174_458),
     "llama7b": (zoo.llama7b, 6_738_415_616),
+    "llama70b": (zoo.llama70b, 68_976_648_192),
+    "llama405b": (zoo.llama405b, 405_853_388_800),
+    "gpt3": (zoo.gpt3, 174_604_259_328),
+    "mixtral": (zoo.mixtral, 46_702_792_704),
     # No published sizes: embeddings, LSTM layers of 4 gates with two weights and two biases, attention, softmax.
     "rnntc": (zoo.rnntc, 20_000 * 1024 + 4 * 4 * (2 * 1024**2 + 2 * 1024) + 2 * 1024 + 2),
     "rnnlm": (zoo.rnnlm, 10_000 * 2048 + 2 * 4 * (2 * 2048**2 + 2 * 2048) + 10_000 * 2049),
@@ -46,6 +50,7 @@ SMALL: dict[str, tuple[Callable[..., zoo.ZooModel], tuple[int, ...]]] = {
     "bert": (partial(zoo.bert, **TEXT), (2, 16, 50)),
     "llama": (partial(zoo.llama7b, **TEXT, ffn=48, device="cpu"), (2, 16, 50)),
     "llama, grouped": (partial(zoo.llama7b, **TEXT, ffn=48, kv_heads=2, device="cpu"), (2, 16, 50)),
+    "mixtral": (partial(zoo.mixtral, **TEXT, ffn=48, kv_heads=2, experts=4, device="cpu"), (2, 16, 50)),
 }
 
 

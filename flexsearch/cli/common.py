@@ -9,7 +9,7 @@ import re
 import sys
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 import typer
 from rich.console import Console, ConsoleOptions, RenderableType
@@ -21,6 +21,7 @@ from flexsearch.errors import FlexsearchError, StrategyError
 
 if TYPE_CHECKING:
     from flexsearch.api import Setting
+    from flexsearch.graph import OperatorGraph
     from flexsearch.strategy import Strategy
 
 
@@ -70,6 +71,38 @@ ProfileOption = Annotated[
     Path | None,
     typer.Option("--profile", "-p", metavar="P", help="Measured compute times. Without it: peak rates of the devices."),
 ]
+BatchOption = Annotated[
+    str | None,
+    typer.Option(
+        "--batch",
+        metavar="512|1M-tokens",
+        help="Global batch, in samples or in tokens (k: 1024, M: its square). Default: the graph's.",
+    ),
+]
+SequenceOption = Annotated[
+    int | None,
+    typer.Option("--seq", min=1, max=2**40, metavar="N", help="Tokens of a sequence. Default: the graph's."),
+]
+
+
+class Size(NamedTuple):
+    """The batch and the sequence length that were asked for, if any."""
+
+    batch: str | None = None
+    sequence: int | None = None
+
+    def load(self, graph: str) -> OperatorGraph:
+        """The graph of a file or a shipped one, of this size."""
+        from flexsearch.graph import OperatorGraph
+
+        return OperatorGraph.load(graph).resized(self.batch, self.sequence)
+
+    def words(self) -> str:
+        """The options that say it."""
+        given = (("--batch", self.batch), ("--seq", self.sequence))
+        return " ".join(f"{option} {value}" for option, value in given if value is not None)
+
+
 JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON object on stdout, also for errors.")]
 
 DEFAULT_GRAPH, DEFAULT_TOPOLOGY = "alexnet", "ethernet-1g-4"
@@ -92,16 +125,13 @@ def show(as_json: bool, data: dict[str, Any], human: Callable[[], None]) -> None
         human()
 
 
-def load_setting(graph: str, topology: str, profile: Path | None) -> Setting:
+def load_setting(graph: str, topology: str, profile: Path | None, size: Size) -> Setting:
     """Graph, topology and costs by what the user named."""
     from flexsearch.api import Setting
     from flexsearch.cost import Profile
-    from flexsearch.graph import OperatorGraph
     from flexsearch.topology import Topology
 
-    return Setting.of(
-        OperatorGraph.load(graph), Topology.load(topology), Profile.load(profile) if profile is not None else None
-    )
+    return Setting.of(size.load(graph), Topology.load(topology), Profile.load(profile) if profile is not None else None)
 
 
 def load_strategy(path: Path, setting: Setting) -> Strategy:
@@ -117,14 +147,13 @@ def load_strategy(path: Path, setting: Setting) -> Strategy:
 
 
 def setting_of(
-    path: Path, plan: Strategy, graph: str | None, topology: str | None, profile: Path | None, how: str
+    path: Path, plan: Strategy, graph: str | None, topology: str | None, profile: Path | None, size: Size, how: str
 ) -> Setting:
     """The setting that the strategy of a file was made for. Its topology is in the file; its graph is only named there,
     so it must be shipped or given (``how`` says how). Raises StrategyError if what was given is something else."""
     from flexsearch.api import Setting
     from flexsearch.cost import Profile
     from flexsearch.files import shipped_names
-    from flexsearch.graph import OperatorGraph
     from flexsearch.topology import Topology
 
     if graph is None and plan.graph.name not in shipped_names("graphs"):
@@ -133,7 +162,9 @@ def setting_of(
             "shipped ones",
             f"Give the graph with {how}.",
         )
-    loaded = OperatorGraph.load(graph or plan.graph.name)
+    loaded = size.load(graph or plan.graph.name)
+    if plan.graph.hash != loaded.content_hash():
+        _check_size(path, plan, Size().load(graph or plan.graph.name), size)
     cluster = Topology.load(topology) if topology is not None else plan.cluster
     try:
         plan.check_supported(loaded, cluster)
@@ -141,6 +172,18 @@ def setting_of(
         remedy = error.remedy if graph is not None else f"{error.remedy} Give the graph with {how}.".lstrip()
         raise type(error)(f"strategy file {path}: {error.message}", remedy) from error
     return Setting.of(loaded, cluster, Profile.load(profile) if profile is not None else None)
+
+
+def _check_size(path: Path, plan: Strategy, graph: OperatorGraph, size: Size) -> None:
+    """Raise StrategyError with the options to give if the strategy was made for another size of ``graph``, which is as
+    its file has it, than ``size``."""
+    needed = plan.resizing(graph)
+    if needed or plan.graph.hash == graph.content_hash():
+        raise StrategyError(
+            f"strategy file {path} was made for another size of graph {plan.graph.name!r}: its first input has shape "
+            f"{list(plan.inputs[0].shape)}",
+            f"Give {needed}." if needed else f"Leave out {size.words()}.",
+        )
 
 
 def check_outputs(outputs: dict[str, Path | None], *inputs: str | Path | None) -> None:

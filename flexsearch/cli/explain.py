@@ -8,7 +8,16 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from flexsearch.cli.common import JsonOption, ProfileOption, setting_of, show, stdout
+from flexsearch.cli.common import (
+    BatchOption,
+    JsonOption,
+    ProfileOption,
+    SequenceOption,
+    Size,
+    setting_of,
+    show,
+    stdout,
+)
 from flexsearch.cli.progress import Live, compiling
 
 if TYPE_CHECKING:
@@ -33,6 +42,8 @@ def explain(
     ] = None,
     graph: GraphOption = None,
     profile: ProfileOption = None,
+    batch: BatchOption = None,
+    seq: SequenceOption = None,
     tries: Annotated[
         int,
         typer.Option(
@@ -49,7 +60,7 @@ def explain(
     With --operator: what every other config of that operator would cost, everything else fixed.
     """
     plan = _load(strategy)
-    setting = setting_of(strategy, plan, graph, None, profile, "--graph GRAPH")
+    setting = setting_of(strategy, plan, graph, None, profile, Size(batch, seq), "--graph GRAPH")
     if operator is not None:
         _explain_operator(setting, plan, operator, None if everything else 12, as_json)
         return
@@ -75,12 +86,14 @@ def diff(
     b: Annotated[Path, typer.Argument(metavar="B", help="Another one for the same graph and topology.")],
     graph: GraphOption = None,
     profile: ProfileOption = None,
+    batch: BatchOption = None,
+    seq: SequenceOption = None,
     as_json: JsonOption = False,
 ) -> None:
     """What differs between two plans, in words, and what each difference costs."""
     from flexsearch.report.differences import comparison, comparison_data
 
-    (first, second), setting = _two(a, b, graph, profile)
+    (first, second), setting = _two(a, b, graph, profile, Size(batch, seq))
     with Live(compiling()):
         found = setting.difference(first, second, (str(a), str(b)))
 
@@ -107,7 +120,9 @@ def _explain_operator(setting: Setting, plan: Strategy, operator: str, most: int
     show(as_json, {"graph": setting.graph.name, "topology": setting.topology.name} | operator_data(found), say)
 
 
-def _two(a: Path, b: Path, graph: str | None, profile: Path | None) -> tuple[tuple[Strategy, Strategy], Setting]:
+def _two(
+    a: Path, b: Path, graph: str | None, profile: Path | None, size: Size
+) -> tuple[tuple[Strategy, Strategy], Setting]:
     """Two strategies of the same graph and topology; one of them may be a baseline by name."""
     from flexsearch.errors import StrategyError
     from flexsearch.strategy.baselines import NAMES
@@ -131,7 +146,7 @@ def _two(a: Path, b: Path, graph: str | None, profile: Path | None) -> tuple[tup
                 f"{a} was made for {what} {first.name!r} ({first.hash}), {b} for {second.name!r} ({second.hash})",
                 f"Only plans for the same {what} can be compared.",
             )
-    setting = setting_of(a if loaded[0] is not None else b, known, graph, None, profile, "--graph GRAPH")
+    setting = setting_of(a if loaded[0] is not None else b, known, graph, None, profile, size, "--graph GRAPH")
     first, second = (
         plan or setting.baseline(str(path), known.options) for plan, path in zip(loaded, (a, b), strict=True)
     )

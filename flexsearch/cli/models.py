@@ -8,6 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
+from flexsearch.cli import common
 from flexsearch.cli.common import GraphArgument, JsonOption, check_outputs, settings, show, stderr, stdout
 from flexsearch.cli.progress import Live
 
@@ -113,6 +114,8 @@ def profile(
     graph: GraphArgument,
     output: Annotated[Path, typer.Option("--output", "-o", help="Profile file to write.")],
     device: Annotated[str, typer.Option("--device", help="cpu, cuda or cuda:N.")] = "cpu",
+    batch: common.BatchOption = None,
+    seq: common.SequenceOption = None,
     threads: Annotated[int, typer.Option("--threads", min=1, max=1024, help="Threads of one rank on a CPU.")] = 1,
     max_parts: Annotated[
         int,
@@ -143,9 +146,8 @@ def profile(
         raise typer.BadParameter(f'"{device}" is none of cpu, cuda, cuda:N', param_hint="--device")
     from flexsearch.api import parse_budget
     from flexsearch.cost import Profile
-    from flexsearch.graph import OperatorGraph
 
-    loaded = OperatorGraph.load(graph)
+    loaded = common.Size(batch, seq).load(graph)
     known = Profile.load(extend) if extend is not None else None
     budget_s = parse_budget(budget)[0] if budget is not None else None
     if budget is not None and budget_s is None:

@@ -10,9 +10,12 @@ import typer
 from flexsearch.cli import signals
 from flexsearch.cli.common import (
     FINITE,
+    BatchOption,
     JsonOption,
     MaybeGraphArgument,
     ProfileOption,
+    SequenceOption,
+    Size,
     TopologyOption,
     check_outputs,
     example,
@@ -26,6 +29,7 @@ from flexsearch.cli.progress import Live, compiling
 
 if TYPE_CHECKING:
     from flexsearch.api import Setting
+    from flexsearch.graph import OperatorGraph
     from flexsearch.proof.exhaustive import Optimum, Step
     from flexsearch.report import PlanRow
     from flexsearch.search.outcome import Progress, SearchResult
@@ -50,6 +54,8 @@ def optimize(
     seed: Annotated[int, typer.Option("--seed", min=0, max=2**63 - 1, metavar="N", help="Seed of the search.")] = 0,
     output: Annotated[Path, typer.Option("--output", "-o", help="Strategy file to write.")] = Path("strategy.json"),
     profile: ProfileOption = None,
+    batch: BatchOption = None,
+    seq: SequenceOption = None,
     resume: Annotated[
         Path | None,
         typer.Option("--resume", metavar="S", help="Strategy file to start from, with its options. May be the output."),
@@ -108,7 +114,7 @@ def optimize(
     for text in (budget, exhaustive):
         if text is not None:
             parse_budget(text)  # refused before the search, not after it
-    setting = load_setting(graph, topology, profile)
+    setting = load_setting(graph, topology, profile, Size(batch, seq))
     first = load_strategy(resume, setting) if resume is not None else None
     # What is to be proved is the best plan, not the simplest of the good ones.
     share = margin / 100 if margin is not None else 0.0 if exhaustive is not None else MARGIN
@@ -126,7 +132,7 @@ def optimize(
     if not as_json:
         print_plans(setting, [] if result.baseline else [answer], others)
     data = _answer_data(setting, result, proof, answer, others, output)
-    show(as_json, data, lambda: _say(graph, setting, result, proof, answer, share, output))
+    show(as_json, data, lambda: _say(graph, setting, result, proof, answer, share, output, Size(batch, seq)))
 
 
 def _search(
@@ -246,7 +252,7 @@ def _answer_data(
 
 def _say(
     graph: str, setting: Setting, result: SearchResult, proof: Optimum | None, answer: PlanRow, margin: float,
-    output: Path,
+    output: Path, size: Size,
 ) -> None:  # fmt: skip
     """The plan in words, how good it is, how the search ended, and what to do next."""
     from flexsearch.cli.details import tell, tell_plan
@@ -264,17 +270,22 @@ def _say(
         tell(_few(result))
     stdout.print(f"\nWrote {output}. To train a few steps and measure them:", soft_wrap=True)
     count = len(result.strategy.cluster.devices)
-    stdout.print(f"  flexsearch run -n {count} {output} {_model(graph)}", soft_wrap=True)
+    stdout.print(f"  flexsearch run -n {count} {output} {_model(graph, setting.graph)}", soft_wrap=True)
+    if given := size.words():
+        stdout.print(f"To simulate, explain or plot it, give {given} again.", soft_wrap=True)
 
 
-def _model(graph: str) -> str:
-    """The options of ``run`` that name the model of a graph."""
+def _model(graph: str, planned: OperatorGraph) -> str:
+    """The options of ``run`` that name the model of a graph, and the batch and sequence length that were planned."""
+    from flexsearch.graph.sequence import sequence_length
     from flexsearch.graph.shipped import SHIPPED
 
     if (source := SHIPPED.get(graph)) is None:
         return "--model MODULE:CALLABLE"
     text = f"--model flexsearch.zoo:{source.builder}"
-    for name, value in source.arguments.items():
+    sizes = {"batch": planned.batch, "seq": sequence_length(planned)}
+    for name, given in source.arguments.items():
+        value = sizes.get(name, given)
         text += f" --batch {value}" if name == "batch" else f" --set {name}={value}"
     return text
 

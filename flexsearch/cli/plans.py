@@ -8,9 +8,12 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import typer
 
 from flexsearch.cli.common import (
+    BatchOption,
     JsonOption,
     MaybeGraphArgument,
     ProfileOption,
+    SequenceOption,
+    Size,
     TopologyOption,
     check_outputs,
     example,
@@ -47,6 +50,8 @@ def compare(
         list[Path] | None, typer.Option("--strategy", "-s", metavar="S", help="Strategy file; as many as you like.")
     ] = None,
     profile: ProfileOption = None,
+    batch: BatchOption = None,
+    seq: SequenceOption = None,
     optimizer: OptimizerOption = "momentum",
     save: Annotated[
         str | None, typer.Option("--save", metavar="NAME", help="Write this baseline as a strategy file.")
@@ -66,7 +71,7 @@ def compare(
     if output is not None and save is None:
         raise typer.BadParameter("give --save NAME: the baseline to write", param_hint="--output")
     path = output or (Path(f"{save.replace(' ', '-')}.json") if save is not None else None)
-    setting = _compared_setting(graph, topology, strategy or [], profile)
+    setting = _compared_setting(graph, topology, strategy or [], profile, Size(batch, seq))
     check_outputs({"--output": path}, graph, topology, profile, *(strategy or []))
     given = {str(path): load_strategy(path, setting) for path in strategy or []}
     options = next(iter(given.values())).options if given else make_options(optimizer)
@@ -91,14 +96,16 @@ def compare(
     show(as_json, data, human)
 
 
-def _compared_setting(graph: str | None, topology: str | None, strategies: list[Path], profile: Path | None) -> Setting:
+def _compared_setting(
+    graph: str | None, topology: str | None, strategies: list[Path], profile: Path | None, size: Size
+) -> Setting:
     """What was named, else what the first strategy was made for, else the example."""
     from flexsearch.strategy import Strategy
 
     if strategies and (graph is None or topology is None):
         first = Strategy.load(strategies[0])
-        return setting_of(strategies[0], first, graph, topology, profile, "GRAPH, before the options")
-    return load_setting(*example(graph, topology, profile), profile)
+        return setting_of(strategies[0], first, graph, topology, profile, size, "GRAPH, before the options")
+    return load_setting(*example(graph, topology, profile), profile, size)
 
 
 def simulate(
@@ -109,6 +116,8 @@ def simulate(
         str | None, typer.Option("--baseline", metavar="NAME", help="A baseline instead: data-parallel, megatron, ...")
     ] = None,
     profile: ProfileOption = None,
+    batch: BatchOption = None,
+    seq: SequenceOption = None,
     trace: Annotated[
         Path | None, typer.Option("--trace", help="Write the timeline as a Chrome trace, for ui.perfetto.dev.")
     ] = None,
@@ -127,12 +136,12 @@ def simulate(
 
     if strategy is not None:
         name, plan = str(strategy), Strategy.load(strategy)
-        setting = setting_of(strategy, plan, graph, topology, profile, "GRAPH, before the options")
+        setting = setting_of(strategy, plan, graph, topology, profile, Size(batch, seq), "GRAPH, before the options")
     else:
         assert baseline is not None
         if graph is None or topology is None:
             raise typer.BadParameter("a baseline needs a GRAPH and a --topology")
-        setting = load_setting(graph, topology, profile)
+        setting = load_setting(graph, topology, profile, Size(batch, seq))
         name, plan = baseline, setting.baseline(baseline, make_options(optimizer))
     with Live(compiling()):
         row = setting.row(name, plan)

@@ -7,7 +7,17 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
-from flexsearch.cli.common import JsonOption, ProfileOption, check_outputs, setting_of, show, stdout
+from flexsearch.cli.common import (
+    BatchOption,
+    JsonOption,
+    ProfileOption,
+    SequenceOption,
+    Size,
+    check_outputs,
+    setting_of,
+    show,
+    stdout,
+)
 from flexsearch.cli.explain import GraphOption
 from flexsearch.cli.progress import Live, compiling
 
@@ -39,6 +49,8 @@ def plot(
     ] = None,
     graph: GraphOption = None,
     profile: ProfileOption = None,
+    batch: BatchOption = None,
+    seq: SequenceOption = None,
     hosts: Annotated[
         int | None, typer.Option("--hosts", min=1, max=4096, help="The most hosts of --what scaling.")
     ] = None,
@@ -63,7 +75,7 @@ def plot(
     from flexsearch.strategy import Strategy
 
     plan = Strategy.load(strategy)
-    setting = setting_of(strategy, plan, graph, None, profile, "--graph GRAPH")
+    setting = setting_of(strategy, plan, graph, None, profile, Size(batch, seq), "--graph GRAPH")
     if budget is not None:
         from flexsearch.api import parse_budget
 

@@ -3,10 +3,15 @@ axes."""
 
 from __future__ import annotations
 
+from collections.abc import Collection, Mapping, Sequence
 from fractions import Fraction
 from math import prod
+from typing import Any, TypeVar
+
+from pydantic import ValidationError
 
 from flexsearch.errors import NotationError
+from flexsearch.files import describe
 from flexsearch.graph.model import Axis, Operator, OperatorGraph, Tensor
 from flexsearch.graph.notation import Operand
 from flexsearch.graph.ops import kind_of
@@ -18,42 +23,65 @@ def microbatch(graph: OperatorGraph, count: int) -> OperatorGraph:
 
 
 def with_batch(graph: OperatorGraph, factor: int | Fraction) -> OperatorGraph:
-    """``graph`` with ``factor`` times as many samples: for costs and plans, not to be run (attributes, as target
-    shapes or divisors of means, stay those of the given batch).
+    """``graph`` with ``factor`` times as many samples: for costs and plans. It is the graph of the model at that batch,
+    and can be run, unless attributes of a kind tell sizes in a way of their own (divisors of means), which stay.
 
     Raises NotationError, naming the operator, where the batch is mixed with constants: where a sample axis stands in a
     window with an offset or stride, or two operators would give a tensor different shapes; or where a part of a batch
     would not be a whole number of samples.
     """
-    operators = tuple(_longer(op, factor) for op in graph.operators)
+    return rebuilt(graph, [_longer(op, factor) for op in graph.operators], "batch", frozenset())
+
+
+def rebuilt(graph: OperatorGraph, operators: Sequence[Operator], what: str, free: Collection[str]) -> OperatorGraph:
+    """``graph`` with operators of the same patterns, whose axes have other sizes. ``what``: that changes, for errors;
+    ``free``: constants that may change with it, which parameters, buffers and other constants may not.
+
+    Raises NotationError where two operators give a tensor different shapes, or something becomes too large.
+    """
     shapes: dict[str, tuple[int, ...]] = {}
     for old, op in zip(graph.operators, operators, strict=True):
         pairs = zip((*op.inputs, *op.outputs), (*op.access.inputs, *op.access.outputs), strict=True)
         for name, operand in pairs:
-            shape = _shape(old, op, operand, graph.tensor[name])
+            shape = _shape(old, op, operand, graph.tensor[name], what)
             if shapes.setdefault(name, shape) != shape:
                 raise NotationError(
-                    f"operator {op.name!r} mixes the batch with constants: tensor {name!r} would have shape "
+                    f"operator {op.name!r} mixes the {what} with constants: tensor {name!r} would have shape "
                     f"{shapes[name]} or {shape}"
                 )
-            if graph.tensor[name].kind in ("parameter", "buffer") and shape != graph.tensor[name].shape:
-                raise NotationError(f"operator {op.name!r} indexes {name!r}, which is no part of a batch, by samples")
-    tensors = tuple(
-        Tensor(**{field: getattr(t, field) for field in Tensor.model_fields} | {"shape": shapes.get(t.name, t.shape)})
-        for t in graph.tensors
-    )
+            fixed = graph.tensor[name].kind in ("parameter", "buffer", "constant") and name not in free
+            if fixed and shape != graph.tensor[name].shape:
+                raise NotationError(f"operator {op.name!r} indexes {name!r}, which is no part of it, by the {what}")
     try:
-        return OperatorGraph(**{field: getattr(graph, field) for field in OperatorGraph.model_fields} | {
-            "tensors": tensors, "operators": operators,
-        })  # fmt: skip
-    except ValueError as error:  # the graph's own check of patterns against shapes
-        raise NotationError(f"the batch cannot be changed: {error}") from error
+        tensors = tuple(_copied(t, {"shape": shapes.get(t.name, t.shape)}) for t in graph.tensors)
+        return _copied(graph, {"tensors": tensors, "operators": tuple(operators)})
+    except ValidationError as error:  # the graph's own check of patterns against shapes, and of sizes
+        problem = describe(error.errors(include_url=False)[0])
+        raise NotationError(f"the {what} cannot be changed so: {problem}", "Give a smaller one.") from error
+
+
+M = TypeVar("M", Operator, OperatorGraph, Tensor)
+
+
+def _copied(model: M, changes: dict[str, Any]) -> M:
+    """A checked copy. Not model_copy, which would keep the properties that have been asked for already."""
+    fields: dict[str, Any] = {field: getattr(model, field) for field in type(model).model_fields}
+    return type(model)(**fields | changes)
+
+
+def with_sizes(op: Operator, sizes: Mapping[str, int]) -> Operator:
+    """``op`` with axes of other sizes, and the attributes that tell them."""
+    if all(sizes[axis.name] == axis.size for axis in op.axes):
+        return op
+    axes = tuple(Axis(name=a.name, size=sizes[a.name], role=a.role) for a in op.axes)
+    return _copied(op, {"axes": axes, "attributes": kind_of(op).resized(op, sizes)})
 
 
 def _longer(op: Operator, factor: int | Fraction) -> Operator:
     samples = {axis for axis, role in op.roles.items() if role == "sample"}
     if kind_of(op).grouped:  # a larger batch makes the groups larger, not more
         samples = {_inside(op).get(axis, axis) for axis in samples}
+    samples |= {axis for axis, leader in kind_of(op).follows.items() if leader in samples}
     sizes = {axis.name: Fraction(axis.size) * (factor if axis.name in samples else 1) for axis in op.axes}
     for name, size in sizes.items():
         if size.denominator > 1:
@@ -61,9 +89,7 @@ def _longer(op: Operator, factor: int | Fraction) -> Operator:
                 f"operator {op.name!r} has {op.sizes[name]} samples (axis {name!r}), which cannot be divided by "
                 f"{Fraction(factor).denominator}"
             )
-    axes = tuple(Axis(name=a.name, size=int(sizes[a.name]), role=a.role) for a in op.axes)
-    # Not model_copy, which would keep the sizes that have been asked for already.
-    return Operator(**{field: getattr(op, field) for field in Operator.model_fields} | {"axes": axes})
+    return with_sizes(op, {name: int(size) for name, size in sizes.items()})
 
 
 def _inside(op: Operator) -> dict[str, str]:
@@ -73,7 +99,7 @@ def _inside(op: Operator) -> dict[str, str]:
     return {axes[0]: axes[-1] for axes in merged}
 
 
-def _shape(old: Operator, op: Operator, operand: Operand, tensor: Tensor) -> tuple[int, ...]:
+def _shape(old: Operator, op: Operator, operand: Operand, tensor: Tensor, what: str) -> tuple[int, ...]:
     """Shape of ``tensor`` as ``operand`` of the changed operator reads or writes it."""
     shape = []
     for dimension, size in zip(operand.dimensions, tensor.shape, strict=True):
@@ -84,6 +110,6 @@ def _shape(old: Operator, op: Operator, operand: Operand, tensor: Tensor) -> tup
             shape.append(prod(op.sizes[axis] for axis in dimension.axes))
         else:
             raise NotationError(
-                f'operator {op.name!r} mixes the batch with constants: "{dimension}" in pattern "{op.pattern}"'
+                f'operator {op.name!r} mixes the {what} with constants: "{dimension}" in pattern "{op.pattern}"'
             )
     return tuple(shape)

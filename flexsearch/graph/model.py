@@ -202,6 +202,13 @@ class OperatorGraph(FileModel):
         """Size of the first dimension of the first input: the global batch."""
         return next((t.shape[0] for t in self.tensors if t.kind == "input" and t.shape), 1)
 
+    def resized(self, batch: int | str | None = None, sequence: int | None = None) -> OperatorGraph:
+        """The graph with another global batch, as 512 samples or "1M-tokens", and sequences of so many tokens, without
+        importing the model again: :func:`flexsearch.graph.resize.resized`. Raises UsageError, NotationError."""
+        from flexsearch.graph.resize import resized  # it needs this module
+
+        return resized(self, batch, sequence)
+
     def of_kind(self, *kinds: str) -> tuple[Tensor, ...]:
         """Tensors of the given kinds, in order."""
         return tuple(t for t in self.tensors if t.kind in kinds)

@@ -9,6 +9,7 @@ from pathlib import Path
 from flexsearch.errors import FileFormatError, StrategyError, TopologyError
 from flexsearch.files import content_hash, printable, save
 from flexsearch.graph import OperatorGraph
+from flexsearch.graph.resize import options_for
 from flexsearch.quantities import MAX_BYTES, MAX_PIECES
 from flexsearch.strategy.config import OperatorConfig, check_config
 from flexsearch.strategy.files import (
@@ -129,11 +130,22 @@ class Strategy:
             ("topology", self.topology, topology.name, topology.content_hash()),
         ):
             if reference.hash != digest:
+                remedy = f"Give the {what} it was made for, or run `flexsearch optimize` again."
+                if what == "graph" and (options := self.resizing(graph)):
+                    remedy = f"It was made for another batch or sequence length: give {options}."
                 raise StrategyError(
                     f"this strategy was made for {what} {reference.name!r} ({reference.hash}), not for {name!r} "
                     f"({digest})",
-                    f"Give the {what} it was made for, or run `flexsearch optimize` again.",
+                    remedy,
                 )
+
+    def resizing(self, graph: OperatorGraph) -> str:
+        """The options ("--batch 512 --seq 2048") that make ``graph`` the one this was made for; empty if they need not
+        or cannot."""
+        inputs = graph.of_kind("input")
+        if not inputs or [(x.name, x.dtype) for x in self.inputs] != [(t.name, t.dtype) for t in inputs]:
+            return ""
+        return options_for(graph, self.inputs[0].shape, self.graph.hash)
 
     @cached_property
     def devices(self) -> tuple[int, ...]:

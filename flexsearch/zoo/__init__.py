@@ -10,9 +10,11 @@ from __future__ import annotations
 from flexsearch.zoo.base import ZooModel, build
 from flexsearch.zoo.cnn import VGG16, AlexNet, LeNet, ResNet50, alexnet, lenet, resnet50, resnet101, vgg16
 from flexsearch.zoo.inception import InceptionV3, inception_v3
+from flexsearch.zoo.large import gpt3, llama7b, llama70b, llama405b
+from flexsearch.zoo.mixture import Mixtral, mixtral
 from flexsearch.zoo.mlp import MLP, mlp
 from flexsearch.zoo.rnn import NMT, RNNLM, RNNTC, nmt, rnnlm, rnntc
-from flexsearch.zoo.transformer import BERT, GPT2, Llama, bert, bert_large, gpt2, llama7b
+from flexsearch.zoo.transformer import BERT, GPT2, Llama, bert, bert_large, gpt2
 
 __all__ = [
     "BERT",
@@ -26,6 +28,7 @@ __all__ = [
     "InceptionV3",
     "LeNet",
     "Llama",
+    "Mixtral",
     "ResNet50",
     "ZooModel",
     "alexnet",
@@ -33,9 +36,13 @@ __all__ = [
     "bert_large",
     "build",
     "gpt2",
+    "gpt3",
     "inception_v3",
     "lenet",
     "llama7b",
+    "llama70b",
+    "llama405b",
+    "mixtral",
     "mlp",
     "nmt",
     "resnet50",

@@ -84,7 +84,7 @@ class GPT2(nn.Module):
         self.lm_head = nn.Linear(hidden, vocab, bias=False)
         self.lm_head.weight = self.wte.weight
         self.register_buffer("position_ids", torch.arange(positions), persistent=False)
-        self.apply(_init_normal)
+        self.apply(init_normal)
 
     def forward(self, tokens: Tensor) -> Tensor:
         positions = self.position_ids[: tokens.shape[1]]
@@ -140,7 +140,7 @@ class BERT(nn.Module):
         self.decoder = nn.Linear(hidden, vocab)
         self.decoder.weight = self.token_embedding.weight
         self.register_buffer("position_ids", torch.arange(positions), persistent=False)
-        self.apply(_init_normal)
+        self.apply(init_normal)
 
     def forward(self, tokens: Tensor, segments: Tensor) -> Tensor:
         positions = self.position_ids[: tokens.shape[1]]
@@ -167,9 +167,9 @@ class LlamaAttention(nn.Module):
         q = _rotate(_split_heads(self.q_proj(x), self.heads), cos, sin)
         k = _rotate(_split_heads(self.k_proj(x), self.kv_heads), cos, sin)
         v = _split_heads(self.v_proj(x), self.kv_heads)
-        k, v = _repeat_heads(k, self.heads // self.kv_heads), _repeat_heads(v, self.heads // self.kv_heads)
-        dropout = self.dropout if self.training else 0.0
-        return self.o_proj(_merge_heads(F.scaled_dot_product_attention(q, k, v, dropout_p=dropout, is_causal=True)))
+        dropout, grouped = self.dropout if self.training else 0.0, self.kv_heads < self.heads
+        y = F.scaled_dot_product_attention(q, k, v, dropout_p=dropout, is_causal=True, enable_gqa=grouped)
+        return self.o_proj(_merge_heads(y))
 
 
 class SwiGLU(nn.Module):
@@ -202,7 +202,10 @@ class LlamaLayer(nn.Module):
 
 
 class Llama(nn.Module):
-    """Llama 2 (Touvron et al., 2023); the defaults are its smallest size, 6.74 G parameters, untied output weights."""
+    """Llama 2 (Touvron et al., 2023); the defaults are its smallest size, 6.74 G parameters, untied output weights.
+
+    ``theta``: base of the rotary embedding's wavelengths.
+    """
 
     cos: Tensor
     sin: Tensor
@@ -217,6 +220,7 @@ class Llama(nn.Module):
         vocab: int = 32000,
         positions: int = 4096,
         dropout: float = 0.0,
+        theta: float = 10000.0,
     ) -> None:
         super().__init__()
         self.embed = nn.Embedding(vocab, hidden)
@@ -224,12 +228,12 @@ class Llama(nn.Module):
         self.norm = nn.RMSNorm(hidden, eps=1e-5)
         self.lm_head = nn.Linear(hidden, vocab, bias=False)
         size = hidden // heads
-        frequencies = 10000.0 ** (-torch.arange(0, size, 2, dtype=torch.float32) / size)
+        frequencies = theta ** (-torch.arange(0, size, 2, dtype=torch.float32) / size)
         angles = torch.arange(positions, dtype=torch.float32)[:, None] * frequencies  # (positions, size / 2)
         angles = torch.cat((angles, angles), dim=-1)
         self.register_buffer("cos", angles.cos(), persistent=False)
         self.register_buffer("sin", angles.sin(), persistent=False)
-        self.apply(_init_normal)
+        self.apply(init_normal)
 
     def forward(self, tokens: Tensor) -> Tensor:
         cos, sin = self.cos[: tokens.shape[1]], self.sin[: tokens.shape[1]]
@@ -261,15 +265,7 @@ def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return x * cos + torch.cat((-right, left), dim=-1) * sin
 
 
-def _repeat_heads(x: Tensor, times: int) -> Tensor:
-    """(batch, kv_heads, seq, size) -> (batch, kv_heads * times, seq, size), each head ``times`` in a row."""
-    if times == 1:
-        return x
-    batch, heads, seq, size = x.shape
-    return x[:, :, None].expand(batch, heads, times, seq, size).reshape(batch, heads * times, seq, size)
-
-
-def _init_normal(module: nn.Module) -> None:
+def init_normal(module: nn.Module) -> None:
     """N(0, 0.02) weights and zero biases, as in GPT-2: a fresh model then starts at a loss of about log(vocab)."""
     if isinstance(module, nn.Linear | nn.Embedding):
         nn.init.normal_(module.weight, std=0.02)
@@ -330,24 +326,3 @@ def bert_large(
 ) -> ZooModel:
     """BERT (large) on random tokens and segments (batch, seq), predicting a token at every position."""
     return bert(batch, seq, layers, hidden, heads, vocab, device, dropout)
-
-
-def llama7b(
-    batch: int = 1,
-    seq: int = 2048,
-    layers: int = 32,
-    hidden: int = 4096,
-    heads: int = 32,
-    kv_heads: int | None = None,
-    ffn: int = 11008,
-    vocab: int = 32000,
-    device: str | torch.device = "meta",
-    dropout: float = 0.0,
-) -> ZooModel:
-    """Llama 2 7B on tokens (batch, seq); on the meta device unless told otherwise, as float32 it takes 27 GB."""
-    return build(
-        lambda: Llama(layers, hidden, heads, kv_heads, ffn, vocab, max(seq, 4096), dropout),
-        lambda: ((torch.randint(vocab, (batch, seq)),), torch.randint(vocab, (batch, seq))),
-        token_loss,
-        device,
-    )

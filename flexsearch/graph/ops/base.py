@@ -137,6 +137,8 @@ class OperatorKind:
     """Whether it is no layer of its own: a count, running statistics."""
     grouped: bool = False
     """Whether an axis that counts parts of the batch comes before that of the samples in a part."""
+    follows: Mapping[str, str] = {}
+    """Axes that operands do not size, and the axis in proportion to which they do: places of an expert to tokens."""
 
     def access(self, b: Builder, *args: Any, **call: Any) -> str | None:
         """Pattern of a call whose arguments are ``call``; None: the table's (``pattern``)."""
@@ -187,6 +189,11 @@ class OperatorKind:
     def integers_below(self, op: Operator) -> int:
         """How many values an integer operand takes, to measure with: classes, rows of a table."""
         return op.sizes.get("C", op.sizes.get("v", 2))
+
+    def resized(self, op: Operator, sizes: Mapping[str, int]) -> dict[str, Any]:
+        """The attributes of ``op`` where its axes have other ``sizes``: :mod:`flexsearch.graph.batch`. Most have none
+        that tell a size."""
+        return op.attributes
 
     def samples(self) -> Iterable[Sample]:
         """Calls for the tests; together they reach all that is particular to the kind."""

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
+from flexsearch.errors import NotationError
 from flexsearch.graph.model import Operator
 from flexsearch.graph.notation import parse
 from flexsearch.graph.ops.attributes import Positive
@@ -143,6 +144,7 @@ class _Placing(OperatorKind):
     """Of tokens in groups: axis ``g``, whole tokens ``S`` of a group, whole choices ``K`` of a token."""
 
     roles = {"e": "parameter"}
+    follows = {"c": "S"}
     words = {"g": "groups of tokens", "e": "experts", "c": "places of an expert", "d": "features"}
 
     class attributes(Attributes):
@@ -151,6 +153,16 @@ class _Placing(OperatorKind):
     def integers_below(self, op: Operator) -> int:
         """Places, or experts."""
         return op.sizes.get("e", 1) * op.sizes.get("c", 2)
+
+    def resized(self, op: Operator, sizes: Mapping[str, int]) -> dict[str, Any]:
+        """The capacity grows with the tokens of a group."""
+        capacity, rest = divmod(int(str(op.attributes["capacity"])) * sizes["S"], op.sizes["S"])
+        if rest:
+            raise NotationError(
+                f"operator {op.name!r} has room for {op.attributes['capacity']} of {op.sizes['S']} tokens at each "
+                f"expert, which is no whole number of {sizes['S']}"
+            )
+        return {**op.attributes, "capacity": capacity}
 
     def check(self, op: Operator, attributes: Any, shapes: tuple[tuple[int, ...], ...]) -> str:
         if op.pattern != self.pattern:

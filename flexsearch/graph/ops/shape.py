@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import accumulate, pairwise
 from math import gcd, prod
 from typing import Annotated, Any, Literal
@@ -110,6 +110,14 @@ class Expand(_Moving):
     def kernel(self, op: Operator, piece: Piece, shapes: Shapes, context: KernelContext) -> Kernel:
         size = extent(piece.outputs[0])
         return lambda x: x.expand(size)
+
+    def resized(self, op: Operator, sizes: Mapping[str, int]) -> dict[str, Any]:
+        """The shape that was asked for, of which -1 stays."""
+        given: Any = op.attributes.get("shape")
+        if given is None:
+            return op.attributes
+        made = (prod(sizes[a] for a in d.axes) for d in op.access.outputs[0].dimensions)
+        return {**op.attributes, "shape": [-1 if n == -1 else m for n, m in zip(given, made, strict=True)]}
 
     def samples(self) -> Iterable[Sample]:
         yield Sample(lambda x: x.expand(4, 3, -1) * 1, (rand(3, 1),))
