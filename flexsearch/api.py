@@ -11,6 +11,7 @@ from flexsearch.cost import Costs, Profile
 from flexsearch.errors import StrategyError, TopologyError
 from flexsearch.files import shipped_names
 from flexsearch.graph import OperatorGraph
+from flexsearch.graph.precision import with_precision
 from flexsearch.lower import Lowered, Lowering, lower
 from flexsearch.lower.limits import refuse_endless_turns
 from flexsearch.proof.exhaustive import Optimum, Step, exhaustive
@@ -70,17 +71,27 @@ class Setting:
         """The strategy's task graph. Raises StrategyError if it was made for another graph or topology."""
         return lower(self.graph, strategy, self.topology, self.costs)
 
-    def _lowering(self) -> Lowering:
-        return Lowering(self.graph, self.topology, self.costs)
+    def under(self, options: Options | None) -> Setting:
+        """The same in the precision of plans with these options."""
+        graph = with_precision(self.graph, (options or Options()).precision)
+        if graph is self.graph:
+            return self
+        return Setting(graph, self.topology, Costs(graph, self.topology, self.costs.profile))
+
+    def _lowering(self, options: Options) -> Lowering:
+        here = self.under(options)
+        return Lowering(here.graph, here.topology, here.costs)
 
     def baseline(self, name: str, options: Options | None = None) -> Strategy:
-        """A baseline by name, with the bucket size that suits it best; of ``options`` only the optimizer counts.
-        Raises StrategyError if there is none of this name, or if it makes no sense here."""
-        return self._strategy(tuned_baseline(name, self.graph, self.topology, self.costs, options))
+        """A baseline by name, with the bucket size that suits it best; of ``options`` the bucket size does not
+        count. Raises StrategyError if there is none of this name, or if it makes no sense here."""
+        here = self.under(options)
+        return self._strategy(tuned_baseline(name, here.graph, here.topology, here.costs, options))
 
     def baselines(self, options: Options | None = None) -> dict[str, Strategy]:
         """Every baseline that makes sense here, by name, as :meth:`baseline` gives it."""
-        plans = tuned_baselines(self.graph, self.topology, self.costs, options)
+        here = self.under(options)
+        plans = tuned_baselines(here.graph, here.topology, here.costs, options)
         return {name: self._strategy(plan) for name, plan in plans.items()}
 
     def _strategy(self, plan: Tuned) -> Strategy:
@@ -90,7 +101,8 @@ class Setting:
     def name_of(self, strategy: Strategy) -> str:
         """Name of the baseline that splits every operator as the strategy does, whatever its options for the whole
         step; empty if none does."""
-        plans = baselines(self.graph, self.topology, strategy.options, whole_seconds(self.graph, self.costs))
+        here = self.under(strategy.options)
+        plans = baselines(here.graph, here.topology, strategy.options, whole_seconds(here.graph, here.costs))
         own = self._effective(strategy)
         return next((name for name, plan in plans.items() if self._effective(plan) == own), "")
 
@@ -143,8 +155,11 @@ class Setting:
     ) -> SearchResult:
         """The search (:func:`flexsearch.search.search`), with a budget as :func:`parse_budget` takes it."""
         budget_s, proposals = parse_budget(budget)
+        if options is None and start is not None:
+            options = Options(precision=start.options.precision)
+        here = self.under(options)
         return search(
-            self.graph, self.topology, self.costs, options, budget_s=budget_s, proposals=proposals, seed=seed,
+            here.graph, here.topology, here.costs, options, budget_s=budget_s, proposals=proposals, seed=seed,
             start=start, pins=pins, margin=margin, processes=processes, on_progress=on_progress,
             on_phase=on_phase, on_end=on_end,
         )  # fmt: skip
@@ -157,7 +172,7 @@ class Setting:
         ``on_progress``: called with (what, done, of how many). Raises StrategyError."""
         from flexsearch.explaining import explain
 
-        return explain(self._lowering(), strategy, tries, on_progress)
+        return explain(self._lowering(strategy.options), strategy, tries, on_progress)
 
     def choice(self, strategy: Strategy, operator: str, most: int | None = 12) -> OperatorChoice:
         """Why an operator is as it is and not otherwise: for ``report.choices.operator_choice`` and ``operator_data``.
@@ -165,14 +180,20 @@ class Setting:
         name, with the names that are close."""
         from flexsearch.explaining import choice
 
-        return choice(self._lowering(), strategy, operator, most)
+        return choice(self._lowering(strategy.options), strategy, operator, most)
 
     def difference(self, a: Strategy, b: Strategy, names: tuple[str, str] = ("A", "B")) -> Comparison:
         """What differs between two plans and what each difference costs: for ``report.differences.comparison`` and
-        ``comparison_data``. Raises StrategyError if one was made for another graph or topology."""
+        ``comparison_data``. Raises StrategyError if one was made for another graph or topology, or if they are not in
+        the same precision."""
         from flexsearch.explaining import difference
 
-        return difference(self._lowering(), a, b, names, (self.name_of(a), self.name_of(b)))
+        if a.options.precision != b.options.precision:
+            raise StrategyError(
+                f"the plans are in different precisions, {a.options.precision} and {b.options.precision}",
+                "Compare their times with `flexsearch compare -s A -s B`.",
+            )
+        return difference(self._lowering(a.options), a, b, names, (self.name_of(a), self.name_of(b)))
 
     def prove(
         self,
@@ -185,13 +206,14 @@ class Setting:
         """Exhaustive search of the plans on aligned blocks of devices (``aligned_configs``), pins obeyed, for one that
         beats the result of a search. ``budget``: a time, or a number of partial plans to look at."""
         budget_s, nodes = parse_budget(budget)
+        here = self.under(result.strategy.options)
         choices, rule = aligned_configs(self.graph, self.topology), parse_pins(pins, self.graph, self.topology)
 
         def allowed(operator: int) -> Sequence[OperatorConfig]:
             return [rule(operator, config) for config in choices(operator)] if rule is not None else choices(operator)
 
         return exhaustive(
-            Evaluator(self.graph, self.topology, self.costs, result.strategy.options), choices=allowed,
+            Evaluator(here.graph, here.topology, here.costs, result.strategy.options), choices=allowed,
             incumbent=result.strategy.in_order(self.graph), budget_s=budget_s, max_nodes=nodes, on_progress=on_progress,
         )  # fmt: skip
 
@@ -328,7 +350,7 @@ def scaling(
     times: dict[str, dict[int, float]] = {"data parallel": {}, "best baseline": {}, plan: {}}
     for count in sorted({2**k for k in range(most.bit_length()) if 2**k <= most} | {hosts}):
         topology = setting.topology if count == hosts else Topology.load(f"{base}:{count}")
-        here = Setting.of(setting.graph, topology, setting.costs.profile)
+        here = Setting.of(setting.graph, topology, setting.costs.profile).under(strategy.options)
         known = tuned_baselines(here.graph, topology, here.costs, strategy.options)
         fitting = {name: p.evaluation.time_s for name, p in known.items() if p.evaluation.feasible}
         if fitting:

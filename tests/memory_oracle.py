@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 
-from flexsearch.cost.compute import STATE_COPIES
+from flexsearch.cost.compute import state_bytes
 from flexsearch.graph import Box, Tensor, volume
 from flexsearch.graph.ops import saved_tensors
 from flexsearch.lower import Layout, Lowered, Reshard, TaskKind, bounding
@@ -81,7 +81,7 @@ class _Walk:
 
     def _constant(self) -> None:
         """What is there during the whole step."""
-        lowered, copies = self.lowered, STATE_COPIES[self.lowered.options.optimizer]
+        lowered, options = self.lowered, self.lowered.options
         for tensor in self.graph.of_kind("input", "buffer", "constant"):
             boxes: dict[int, Box] = {}
             for e in lowered.edges_of[tensor.name]:
@@ -91,12 +91,12 @@ class _Walk:
             for device, box in boxes.items():
                 self._always(device, volume(box) * tensor.itemsize, part)
         for weight in lowered.weights:
-            itemsize = self.graph.tensor[weight.tensor].itemsize
+            tensor = self.graph.tensor[weight.tensor]
+            kept = state_bytes(tensor, options.optimizer, options.precision)
             for device, box, _ in weight.plan.storage:
-                nbytes = volume(box) * itemsize
-                self._always(device, nbytes, "weights")
-                if weight.plan.sync is not None and copies:
-                    self._always(device, copies * nbytes, "optimizer")
+                self._always(device, volume(box) * tensor.itemsize, "weights")
+                if weight.plan.sync is not None and kept:
+                    self._always(device, volume(box) * kept, "optimizer")
 
     def _weights(self) -> None:
         """Gathered weights; a part cut from what the device stores is a view of it."""

@@ -153,10 +153,12 @@ def missing_of(found: Sequence[Memory], topology: Topology) -> float:
     return sum(max(0.0, m.peak / d.memory_bytes - 1.0) for m, d in zip(found, topology.devices, strict=True))
 
 
-def walk(graph: OperatorGraph, topology: Topology, seed: int, steps: int) -> DeltaSimulator:
+def walk(
+    graph: OperatorGraph, topology: Topology, seed: int, steps: int, options: Options | None = None
+) -> DeltaSimulator:  # fmt: skip
     """A walk of accepted and rejected proposals; memory is asked for after most steps, and compared."""
     rng, space = np.random.Generator(np.random.PCG64(seed)), Space(graph, topology)
-    options = Options(optimizer=OPTIMIZERS[seed % 3], bucket_bytes=1000)  # type: ignore[arg-type]
+    options = options or Options(optimizer=OPTIMIZERS[seed % 3], bucket_bytes=1000)  # type: ignore[arg-type]
     configs = space.random_plan(rng)
     simulator = DeltaSimulator(graph, topology, Costs(graph, topology), options, configs)
     for k in range(steps):

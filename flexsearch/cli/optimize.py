@@ -24,7 +24,7 @@ from flexsearch.cli.common import (
     show,
     stdout,
 )
-from flexsearch.cli.plans import OptimizerOption, in_order, make_options, print_plans
+from flexsearch.cli.plans import OptimizerOption, PrecisionOption, in_order, make_options, print_plans
 from flexsearch.cli.progress import Live, compiling
 
 if TYPE_CHECKING:
@@ -67,6 +67,7 @@ def optimize(
         ),
     ] = None,
     optimizer: OptimizerOption = "momentum",
+    precision: PrecisionOption = "as-is",
     margin: Annotated[
         float | None,
         typer.Option(
@@ -120,7 +121,7 @@ def optimize(
     share = margin / 100 if margin is not None else 0.0 if exhaustive is not None else MARGIN
     result = _search(
         setting, budget, seed, first, tuple(pin or ()), processes, share,
-        first.options if first is not None else make_options(optimizer),
+        first.options if first is not None else make_options(optimizer, precision),
     )  # fmt: skip
     _save(setting, result, output)
     result, proof = _prove(setting, result, exhaustive, tuple(pin or ()))

@@ -36,11 +36,22 @@ OptimizerOption = Annotated[
 ]
 
 
-def make_options(optimizer: Literal["sgd", "momentum", "adam"]) -> Options:
-    """Options with this optimizer."""
+PrecisionOption = Annotated[
+    Literal["as-is", "bf16", "fp16"],
+    typer.Option(
+        "--precision",
+        help="Of weights, activations and gradients, beside float32 masters; plans only. as-is: what the graph says.",
+    ),
+]
+
+
+def make_options(
+    optimizer: Literal["sgd", "momentum", "adam"], precision: Literal["as-is", "bf16", "fp16"]
+) -> Options:  # fmt: skip
+    """Options with this optimizer and precision."""
     from flexsearch.strategy import Options
 
-    return Options(optimizer=optimizer)
+    return Options(optimizer=optimizer, precision=precision)
 
 
 def compare(
@@ -53,6 +64,7 @@ def compare(
     batch: BatchOption = None,
     seq: SequenceOption = None,
     optimizer: OptimizerOption = "momentum",
+    precision: PrecisionOption = "as-is",
     save: Annotated[
         str | None, typer.Option("--save", metavar="NAME", help="Write this baseline as a strategy file.")
     ] = None,
@@ -74,7 +86,7 @@ def compare(
     setting = _compared_setting(graph, topology, strategy or [], profile, Size(batch, seq))
     check_outputs({"--output": path}, graph, topology, profile, *(strategy or []))
     given = {str(path): load_strategy(path, setting) for path in strategy or []}
-    options = next(iter(given.values())).options if given else make_options(optimizer)
+    options = next(iter(given.values())).options if given else make_options(optimizer, precision)
     with Live(compiling()):
         known = setting.baselines(options)
         if save is not None and save not in known:
@@ -122,6 +134,7 @@ def simulate(
         Path | None, typer.Option("--trace", help="Write the timeline as a Chrome trace, for ui.perfetto.dev.")
     ] = None,
     optimizer: OptimizerOption = "momentum",
+    precision: PrecisionOption = "as-is",
     as_json: JsonOption = False,
 ) -> None:
     """Simulate one training step of a plan: its time, how busy each device and link is, and peak memory.
@@ -142,7 +155,7 @@ def simulate(
         if graph is None or topology is None:
             raise typer.BadParameter("a baseline needs a GRAPH and a --topology")
         setting = load_setting(graph, topology, profile, Size(batch, seq))
-        name, plan = baseline, setting.baseline(baseline, make_options(optimizer))
+        name, plan = baseline, setting.baseline(baseline, make_options(optimizer, precision))
     with Live(compiling()):
         row = setting.row(name, plan)
         yardsticks = setting.yardsticks(plan.options)

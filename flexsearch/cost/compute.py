@@ -25,6 +25,7 @@ from flexsearch.graph.model import Operator, OperatorGraph, Tensor
 from flexsearch.graph.notation import Operand
 from flexsearch.graph.ops import KINDS, backward_flops, forward_flops, kind_of, shipped
 from flexsearch.graph.piece import Piece
+from flexsearch.graph.precision import Precision
 from flexsearch.topology import Device, Topology
 
 # Share of the peak FLOP/s that is reached. Matrix work: 0.6, amid what cuDNN and oneDNN reach for the shapes of
@@ -38,11 +39,21 @@ Numbers = npt.NDArray[np.int64]
 Seconds = npt.NDArray[np.float64]
 
 STREAMS: Final = {"sgd": 3, "momentum": 5, "adam": 7}
-"""Bytes that an update reads and writes, per byte of weights: weight, gradient and state in, weight and state out."""
+"""Bytes that an update reads and writes, per byte of weights: weight, gradient and state in, weight and state out. With
+weights of half precision beside float32 masters and states it is as much for each element: gradient in (2), master in
+and out (8), weight out (2), states."""
 STATE_COPIES: Final = {"sgd": 0, "momentum": 1, "adam": 2}
 """Tensors of optimizer state for each weight."""
 UPDATE_KERNELS: Final = {"sgd": 1, "momentum": 2, "adam": 6}
 """Elementwise passes that an update launches per tensor."""
+
+
+def state_bytes(weight: Tensor, optimizer: str, precision: Precision) -> int:
+    """Bytes that the optimizer keeps for each element of a weight. In half precision these are float32 states and a
+    float32 master copy (Rajbhandari et al., SC 2020, section 3.1: 12 bytes for adam)."""
+    if precision != "as-is" and weight.itemsize == 2:
+        return 4 * (STATE_COPIES[optimizer] + 1)
+    return weight.itemsize * STATE_COPIES[optimizer]
 
 
 def roofline(kind: str, work: Work, dtype: str, device: Device) -> float:
@@ -80,8 +91,11 @@ class Costed:
 
     @cached_property
     def dtype(self) -> str:
-        """Type in which it computes: of the first floating operand."""
-        return next((t.dtype for t in (*self.inputs, *self.outputs) if t.floating), "float32")
+        """Type in which it computes: of the first floating operand, preferably not of an input or a buffer, which are
+        cast before in half precision."""
+        floating = [t for t in (*self.inputs, *self.outputs) if t.floating]
+        made = (t.dtype for t in floating if t.kind not in ("input", "buffer"))
+        return next(made, floating[0].dtype if floating else "float32")
 
     @property
     def dtypes(self) -> tuple[str, ...]:
@@ -219,14 +233,17 @@ class Costs:
         forward, backward = self._models[self._class_of[device]].seconds_many(self._costed[operator], extents)
         return forward, backward if self.graph.has_backward[operator] else np.zeros_like(backward)
 
-    def update(self, nbytes: int, tensors: int, device: int, optimizer: str) -> float:
+    def update(
+        self, nbytes: int, tensors: int, device: int, optimizer: str, precision: Precision = "as-is"
+    ) -> float:  # fmt: skip
         """Seconds of the optimizer's update of ``nbytes`` of weights in ``tensors`` tensors."""
-        per_byte, per_tensor = self.update_rates(device, optimizer)
+        per_byte, per_tensor = self.update_rates(device, optimizer, precision)
         return float(update_seconds(nbytes, tensors, per_byte, per_tensor))
 
-    def update_rates(self, device: int, optimizer: str) -> tuple[float, float]:
+    def update_rates(self, device: int, optimizer: str, precision: Precision = "as-is") -> tuple[float, float]:
         """Seconds that an update takes for each byte of weights, and for each tensor."""
-        return self._models[self._class_of[device]].update_rates(optimizer)
+        per_byte, per_tensor = self._models[self._class_of[device]].update_rates(optimizer)
+        return per_byte if precision == "as-is" else 2 * per_byte, per_tensor  # see ``STREAMS``
 
     def measured(self, operator: int, piece: Piece, device: int) -> bool:
         """Whether the cost of this piece was measured, not estimated."""

@@ -13,6 +13,7 @@ from functools import cached_property
 from flexsearch.cost import Costs
 from flexsearch.errors import StrategyError
 from flexsearch.graph import OperatorGraph, Tensor, volume
+from flexsearch.graph.precision import with_precision
 from flexsearch.lower.folding import Fold
 from flexsearch.lower.layout import Layout
 from flexsearch.lower.pieces import Edge, Pieces, Placed, Weight, everywhere, kept
@@ -100,8 +101,12 @@ class Lowering(Pieces):
 
 
 def lower(graph: OperatorGraph, strategy: Strategy, topology: Topology, costs: Costs) -> Lowered:
-    """Lower a strategy after checking it. Raises StrategyError if it does not belong to graph and topology."""
+    """Lower a strategy after checking it, in its precision. Raises StrategyError if it does not belong to graph and
+    topology."""
     strategy.check_supported(graph, topology)
+    graph = with_precision(graph, strategy.options.precision)
+    if graph is not costs.graph:
+        costs = Costs(graph, topology, costs.profile)
     return Lowering(graph, topology, costs).lower(strategy.in_order(graph), strategy.options)
 
 

@@ -70,7 +70,7 @@ def make_program(
     results = _results(graph, count)
     made, read = _made(graph, slot, results), _read(graph, slot)
     flows = [_flow(graph, name, i) for i, op in enumerate(graph.operators) for name in op.inputs]
-    rates = [lowering.costs.update_rates(d, options.optimizer) for d in range(len(topology.devices))]
+    rates = [lowering.costs.update_rates(d, options.optimizer, options.precision) for d in range(len(topology.devices))]
     return Program(
         operand_first=operands.first, operand_last=operands.last,
         result_first=made.first, result_last=made.last, result=made.all,

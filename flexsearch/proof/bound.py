@@ -195,7 +195,7 @@ def _critical_path(
                 ready = np.maximum(ready, _gradient(graph, name, back, zero))
             back[i] = ready + backward[i]
             last = np.maximum(last, back[i])
-    rates = [costs.update_rates(kind[0], options.optimizer) for kind in kinds]
+    rates = [costs.update_rates(kind[0], options.optimizer, options.precision) for kind in kinds]
     for tensor in graph.of_kind("parameter"):
         if tensor.name in graph.differentiable:
             update = min(per_tensor + tensor.itemsize * per_byte for per_byte, per_tensor in rates)
@@ -270,7 +270,7 @@ def _work(
         processors.setdefault(processor, set()).add(kind_of[device])
     classes = sorted({tuple(sorted(s)) for s in processors.values()})
     members = np.array([sum(tuple(sorted(s)) == c for s in processors.values()) for c in classes])
-    rates = [costs.update_rates(kind[0], options.optimizer) for kind in kinds]
+    rates = [costs.update_rates(kind[0], options.optimizer, options.precision) for kind in kinds]
     rows = [row.work for row in least]
     for tensor in graph.of_kind("parameter"):
         if tensor.name in graph.differentiable:

@@ -214,7 +214,10 @@ class _Weights:
     def __init__(self, owner: _Builder) -> None:
         self.owner, self.graph, self.lowering = owner, owner.graph, owner.lowering
         self.count = owner.count
-        self.rates = [self.lowering.costs.update_rates(d, owner.options.optimizer) for d in range(self.count)]
+        options = owner.options
+        self.rates = [
+            self.lowering.costs.update_rates(d, options.optimizer, options.precision) for d in range(self.count)
+        ]
         self.keys: dict[object, int] = {}
         self.exchanges: list[tuple[int, float, F64, int, int, float, int, int]] = []
         """Key, latency, links, senders, receivers, second phase, its receivers, bucket."""

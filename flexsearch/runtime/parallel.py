@@ -55,6 +55,7 @@ def parallelize(
     the ranks' models differ, rank 0's weights are taken. Raises StrategyError if the strategy was made for another
     model, RuntimeFailure if the ranks do not fit it or each other.
     """
+    strategy.check_runnable()  # before the model is traced
     imported = _trace(model, strategy, loss, inputs, targets)
     return distribute(model, imported, strategy, optimizer, seed=seed, timeout_s=timeout_s, fuse=fuse)
 
@@ -70,6 +71,7 @@ def distribute(
     fuse: bool = True,
 ) -> Parallel:
     """:func:`parallelize` for a model that has been imported already (``import_with_constants``)."""
+    strategy.check_runnable()
     device = join(strategy.cluster, timeout_s)
     lowered = lower(imported.graph, strategy, strategy.cluster, Costs(imported.graph, strategy.cluster))
     agree({

@@ -80,6 +80,11 @@ def search(
         raise StrategyError(f"seed {seed} is not between 0 and 2^64 - 1")
     if start is not None:
         start.check_supported(graph, topology)
+        if start.options.precision != (options or Options()).precision:
+            raise StrategyError(
+                f"the strategy to start from is in precision {start.options.precision}, and the search is not",
+                "Search with the options of that strategy.",
+            )
     budget, rule = Budget(budget_s, proposals), parse_pins(pins, graph, topology) or rule
     run = _Run(graph, topology, costs, options or Options(), seed, rule, budget, on_progress, on_phase)
     over = on_end or (lambda: None)

@@ -6,7 +6,7 @@ last moment, both included. These are the spans:
 
 - **At hand**, all the time: of inputs, buffers and constants the smallest box that holds all that a device's pieces
   read; weights as they are stored, with the optimizer's state for those that are trained (one copy for momentum, two
-  for adam).
+  for adam; of weights in half precision: in float32, and a master copy besides).
 - A **gathered weight**: from the communication that brings it to the last backward that reads it. It is gathered once,
   for both directions. A part cut from what the device stores is a view and takes nothing.
 - An **output**: from the forward that makes it to the last of: its readers' forwards; the backwards that use it
@@ -64,11 +64,11 @@ class Units(NamedTuple):
     By activation: ``place`` among those of its unit; ``itemsize``. By operator: the units ``concerned`` by its config;
     whether it ``saves_inputs`` and ``saves_outputs`` for its ``backward``, which it may not have; whether its output is
     a view (``is_view``); bytes saved besides for each element (``extra``), and half elements (``halves``). By weight:
-    ``weight_itemsize``; ``sync_block`` and ``second_block``, where the phases of its synchronisation are issued. By
-    tensor at hand: its readers' slots (``reader``), ``at_hand_itemsize``, ``at_hand_bytes`` in all, the ``part`` of
-    memory that it belongs to. ``state_copies``: (1,) of a weight, that the optimizer keeps; ``update_block``: (1,), the
-    last. By operator: ``forward_block``, ``backward_block`` (the forward one if there is none); by weight:
-    ``gather_block``.
+    ``weight_itemsize``; ``state_bytes``, that the optimizer keeps for each element; ``sync_block`` and
+    ``second_block``, where the phases of its synchronisation are issued. By tensor at hand: its readers' slots
+    (``reader``), ``at_hand_itemsize``, ``at_hand_bytes`` in all, the ``part`` of memory that it belongs to.
+    ``update_block``: (1,), the last. By operator: ``forward_block``, ``backward_block`` (the forward one if there is
+    none); by weight: ``gather_block``.
     """
 
     root: U8
@@ -96,7 +96,7 @@ class Units(NamedTuple):
     at_hand_itemsize: I64
     at_hand_bytes: I64
     part: U8
-    state_copies: I64
+    state_bytes: I64
     update_block: U32
     forward_block: U32
     backward_block: U32
@@ -429,8 +429,9 @@ def _hold_weight(sources: Sources, state: State, w: Any, spans: Spans) -> None:
     for row in range(np.uint64(pools.store_first[p]), np.uint64(pools.store_last[p])):
         d, nbytes = np.uint64(pools.store_device[row]), np.int64(pools.store_bytes[row])
         _add(spans, d, nbytes, WEIGHTS, ZERO, end_of(sources))
-        if trained and units.state_copies[0] > 0:
-            _add(spans, d, units.state_copies[0] * nbytes, OPTIMIZER, ZERO, end_of(sources))
+        if trained and units.state_bytes[w] > 0:
+            kept = nbytes // units.weight_itemsize[w] * units.state_bytes[w]
+            _add(spans, d, kept, OPTIMIZER, ZERO, end_of(sources))
     for every in range(np.uint64(spans.born.shape[0])):
         spans.born[every] = 0
     first, last = np.uint64(program.reader_first[w]), np.uint64(program.reader_last[w])
@@ -489,7 +490,9 @@ def most_bytes(sources: Sources, state: State, u: Any) -> Any:
     elif units.root[u] == WEIGHT:
         w = np.uint64(units.tensor[u])
         p = np.uint64(state.plan[w])
-        total = (units.state_copies[0] + 1) * _most_stored(pools, p) + landings.most[np.uint64(pools.plan_sync[p])]
+        total = _most_stored(pools, p)
+        total += total // units.weight_itemsize[w] * units.state_bytes[w]
+        total += landings.most[np.uint64(pools.plan_sync[p])]
         for k in range(np.uint64(sources.program.reader_first[w]), np.uint64(sources.program.reader_last[w])):
             total += _most_of_edge(sources, state, np.uint64(sources.program.reader[k]), units.weight_itemsize[w])
     for a in range(np.uint64(units.activation_first[u]), np.uint64(units.activation_last[u])):

@@ -9,7 +9,7 @@ from typing import Any, Final
 import numpy as np
 import numpy.typing as npt
 
-from flexsearch.cost.compute import STATE_COPIES
+from flexsearch.cost.compute import state_bytes
 from flexsearch.graph import OperatorGraph
 from flexsearch.graph.ops import saved_tensors
 from flexsearch.graph.ops.base import Saved
@@ -125,7 +125,8 @@ def make_units(graph: OperatorGraph, wiring: Wiring, table: BlockTable, options:
         reader_first=slots.first, reader_last=slots.last, reader=slots.all,
         at_hand_itemsize=sizes(graph.tensor[name].itemsize for name in at_hand),
         at_hand_bytes=sizes(graph.tensor[name].nbytes for name in at_hand), part=np.array(parts, np.uint8),
-        state_copies=sizes([STATE_COPIES[options.optimizer]]), update_block=np.array([last], np.uint32),
+        state_bytes=sizes(state_bytes(graph.tensor[name], options.optimizer, options.precision) for name in weights),
+        update_block=np.array([last], np.uint32),
         forward_block=table.forward_of,
         backward_block=np.where(table.backward_of == NOTHING, table.forward_of, table.backward_of),
         gather_block=table.gather_of,

@@ -12,6 +12,7 @@ from typing import Annotated, Literal
 from pydantic import Field, model_validator
 
 from flexsearch.files import FileModel, parse, printable, read_json
+from flexsearch.graph.precision import Precision
 from flexsearch.quantities import MAX_DEVICES, Capacity, Count, Degree, DeviceIndex, Name
 from flexsearch.strategy.positions import Numbers
 from flexsearch.strategy.records import (
@@ -82,6 +83,7 @@ class StrategyFile(FileModel):
     topology: Reference
     cluster: Topology
     optimizer: OptimizerName = "momentum"
+    precision: Precision | None = None
     synchronisation: SynchronisationFile
     stages: Annotated[tuple[StageFile, ...], Field(min_length=1, max_length=MAX_DEVICES)] | None = None
     schedule: ScheduleKind | None = None

@@ -124,6 +124,15 @@ class Strategy:
                 remedy.format("`microbatches`"),
             )
 
+    def check_runnable(self) -> None:
+        """Raise StrategyError for what can be planned and simulated, but not run yet."""
+        if self.options.precision != "as-is":
+            raise StrategyError(
+                f"precision: the strategy was planned for {self.options.precision}, in which the runtime cannot train "
+                "yet",
+                "Run `flexsearch optimize` again without --precision, or import the model in that precision.",
+            )
+
     def _check_hashes(self, graph: OperatorGraph, topology: Topology) -> None:
         for what, reference, name, digest in (
             ("graph", self.graph, graph.name, graph.content_hash()),
@@ -165,6 +174,7 @@ class Strategy:
             topology=self.topology,
             cluster=self.cluster,
             optimizer=self.options.optimizer,
+            precision=None if self.options.precision == "as-is" else self.options.precision,
             synchronisation=SynchronisationFile(
                 bucket_bytes=self.options.bucket_bytes,
                 prefetch=None if self.options.prefetch == Options().prefetch else self.options.prefetch,
@@ -211,7 +221,10 @@ class Strategy:
             if name not in stage_of:
                 raise StrategyError(f"stages: operator {name!r} is in no stage", "Add it to one.")
             configs[name] = _config(name, config, stage_of[name].positions)
-        options = Options(bucket_bytes=file.synchronisation.bucket_bytes, optimizer=file.optimizer)
+        options = Options(
+            bucket_bytes=file.synchronisation.bucket_bytes, optimizer=file.optimizer,
+            precision=file.precision or "as-is",
+        )  # fmt: skip
         if (prefetch := file.synchronisation.prefetch) is not None:
             options = options.model_copy(update={"prefetch": prefetch})
         return cls(

@@ -9,6 +9,7 @@ from pydantic import Field, field_validator
 from flexsearch.errors import StrategyError
 from flexsearch.files import FileModel
 from flexsearch.graph import Dtype, Tracing
+from flexsearch.graph.precision import Precision
 from flexsearch.quantities import Capacity, Count, Digest, Name, PredictedSeconds, Seed, Shape, Text
 from flexsearch.strategy.config import read_pin
 
@@ -18,11 +19,13 @@ OptimizerName = Literal["sgd", "momentum", "adam"]
 class Options(FileModel):
     """What is chosen for the whole step. ``bucket_bytes``: gradients are synchronised in buckets of about this size.
     ``optimizer``: how much state an update reads and writes (none, one, or two tensors per weight). ``prefetch``: a
-    sharded weight is gathered so many operators with weights before the first one that reads it."""
+    sharded weight is gathered so many operators with weights before the first one that reads it. ``precision``: of
+    weights, activations and gradients; the optimizer keeps its states and a master copy of every weight in float32."""
 
     bucket_bytes: Capacity = 25 * 2**20
     optimizer: OptimizerName = "momentum"
     prefetch: Count = 1
+    precision: Precision = "as-is"
 
 
 class Reference(FileModel):

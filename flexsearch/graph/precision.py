@@ -1,0 +1,89 @@
+"""The same graph in another precision: what mixed-precision training (Micikevicius et al., ICLR 2018) makes of every
+tensor. For costs and plans, not to be run."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Final, Literal
+
+from pydantic import PrivateAttr
+
+from flexsearch.graph.model import Operator, OperatorGraph, Tensor
+from flexsearch.graph.ops import kind_of, saved_tensors
+
+Precision = Literal["as-is", "bf16", "fp16"]
+"""``as-is``: what the graph says."""
+
+DTYPES: Final[Mapping[str, str]] = {"bf16": "bfloat16", "fp16": "float16"}
+"""Element type by precision."""
+
+FLOAT32_KINDS: Final = frozenset({
+    "batch_norm_running", "batch_statistics", "bce_loss", "bce_with_logits", "cross_entropy", "ctc_loss", "huber_loss",
+    "kl_div", "l1_loss", "log_softmax", "mse_loss", "multilabel_margin_loss", "nll_loss", "smooth_l1_loss",
+    "soft_margin_loss", "valid_count",
+})  # fmt: skip
+"""Kinds whose results stay float32, as under torch.autocast: losses and statistics of normalisation. Softmax inside a
+model does not: fused kernels write it in half precision (Megatron-LM), although plain autocast does not."""
+
+
+class PreciseGraph(OperatorGraph):
+    """A graph in another precision. A plan is made for the graph of the model, and the precision is an option of the
+    plan, so the digest is that of the given graph."""
+
+    _source: OperatorGraph = PrivateAttr()
+
+    def content_hash(self) -> str:
+        """Digest of the graph that this one was made of."""
+        return self._source.content_hash()
+
+    def __eq__(self, other: object) -> bool:
+        """By fields alone: the two graphs know each other."""
+        if not isinstance(other, PreciseGraph):
+            return False
+        return all(getattr(self, field) == getattr(other, field) for field in OperatorGraph.model_fields)
+
+    __hash__ = OperatorGraph.__hash__
+
+
+def with_precision(graph: OperatorGraph, precision: Precision) -> OperatorGraph:
+    """``graph`` with parameters, constants and activations of float32 in half precision. Inputs, buffers, losses and
+    statistics of normalisation stay as they are, and so does what is computed from them alone.
+
+    The same graph gives the same object again; ``as-is`` gives back the graph that another precision was made of."""
+    source = graph._source if isinstance(graph, PreciseGraph) else graph
+    if precision == "as-is":
+        return source
+    known: dict[str, OperatorGraph] = source.__dict__.setdefault("_in_precision", {})
+    if precision not in known:
+        known[precision] = _converted(source, DTYPES[precision])
+    return known[precision]
+
+
+def _converted(source: OperatorGraph, low: str) -> OperatorGraph:
+    dtype = {t.name: t.dtype for t in source.tensors}
+    for tensor in source.of_kind("parameter", "constant"):
+        if tensor.dtype == "float32":
+            dtype[tensor.name] = low
+    for op, rule in zip(source.operators, saved_tensors(source), strict=True):
+        keeps = _stays(source, op, dtype)
+        for name in op.outputs:
+            if rule.alias or kind_of(op).is_free(op):  # the same memory
+                dtype[name] = dtype[op.inputs[0]]
+            elif source.tensor[name].dtype == "float32" and not keeps and name != source.loss:
+                dtype[name] = low
+    tensors = tuple(
+        Tensor(**{field: getattr(t, field) for field in Tensor.model_fields} | {"dtype": dtype[t.name]})
+        for t in source.tensors
+    )
+    fields = {field: getattr(source, field) for field in OperatorGraph.model_fields}
+    made = PreciseGraph(**fields | {"tensors": tensors})
+    made._source = source
+    return made
+
+
+def _stays(graph: OperatorGraph, op: Operator, dtype: Mapping[str, str]) -> bool:
+    """Whether results of an operator are float32: by its kind, or as all activations that it reads are."""
+    if op.kind in FLOAT32_KINDS:
+        return True
+    read = [dtype[n] for n in op.inputs if graph.tensor[n].kind == "activation" and graph.tensor[n].floating]
+    return bool(read) and all(found == "float32" for found in read)
