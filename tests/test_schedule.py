@@ -15,7 +15,7 @@ from flexsearch.errors import FlexsearchError, StrategyError
 from flexsearch.graph import OperatorGraph
 from flexsearch.lower import Lowering
 from flexsearch.lower.rows import BACKWARD, FORWARD, GATHER, SYNCHRONISE, UPDATE
-from flexsearch.lower.schedule import Stages, actions, make_blocks
+from flexsearch.lower.schedule import Stages, make_blocks
 from flexsearch.runtime.program import compile_program
 from flexsearch.simulate.delta import DeltaSimulator
 from flexsearch.strategy import OperatorConfig, Options
@@ -29,60 +29,6 @@ GRAPHS = {"mlp": mlp, "cnn": cnn, "transformer": lambda: transformer(layers=1), 
 
 
 KINDS = ("gpipe", "1f1b", "interleaved-1f1b")
-
-
-def words(rows: Any) -> list[str]:
-    return [" ".join(map(str, row)) for row in rows]
-
-
-@pytest.mark.parametrize(
-    ("order", "held", "microbatches", "expected"),
-    [
-        ("gpipe", [[0], [1]], 2, ["0F0 0F1 0B0 0B1", "1F0 1F1 1B0 1B1"]),
-        ("1f1b", [[0], [1]], 3, ["0F0 0F1 0B0 0F2 0B1 0B2", "1F0 1B0 1F1 1B1 1F2 1B2"]),
-        ("1f1b", [[0, 1]], 2, ["0F0 1F0 1B0 0B0 0F1 1F1 1B1 0B1"]),
-        ("1f1b", [[0], [1]], 1, ["0F0 0B0", "1F0 1B0"]),
-        (
-            "interleaved-1f1b", [[0, 2], [1, 3]], 2,
-            ["0F0 0F1 2F0 2F1 2B0 2B1 0B0 0B1", "1F0 1F1 3F0 3B0 3F1 3B1 1B0 1B1"],
-        ),
-    ],
-)  # fmt: skip
-def test_orders_of_actions(order: Any, held: list[list[int]], microbatches: int, expected: list[str]) -> None:
-    assert words(actions(order, held, microbatches)) == expected
-
-
-@pytest.mark.parametrize("order", KINDS)
-@pytest.mark.parametrize("groups", [1, 2, 3, 4])
-@pytest.mark.parametrize("each", [1, 2, 3])
-@pytest.mark.parametrize("microbatches", [1, 2, 4, 12])
-def test_every_stage_runs_every_microbatch_forward_then_backward(
-    order: Any, groups: int, each: int, microbatches: int
-) -> None:
-    held = [list(range(g, groups * each, groups)) for g in range(groups)]
-    if order == "1f1b":
-        held = [list(range(g * each, (g + 1) * each)) for g in range(groups)]
-    rounds = max(1, microbatches // groups)
-    if order == "interleaved-1f1b" and microbatches > 1 and microbatches % rounds:
-        with pytest.raises(FlexsearchError, match="cannot run"):
-            actions(order, held, microbatches)
-        return
-    for row, stages in zip(actions(order, held, microbatches), held, strict=True):
-        assert sorted(row) == sorted((s, k, m) for s in stages for k in "FB" for m in range(microbatches))
-        for stage in stages:
-            for m in range(microbatches):
-                assert row.index((stage, "F", m)) < row.index((stage, "B", m))
-            assert [m for s, k, m in row if (s, k) == (stage, "B")][-1] == microbatches - 1
-
-
-@pytest.mark.parametrize(
-    ("order", "held", "microbatches"),
-    [("1f1b", [[0, 2], [1]], 2), ("1f1b", [[0], [0, 1]], 2), ("interleaved-1f1b", [[0, 1], [2, 3]], 2),
-     ("interleaved-1f1b", [[0, 2], [1, 3]], 5)],
-)  # fmt: skip
-def test_orders_that_do_not_fit_are_refused(order: Any, held: list[list[int]], microbatches: int) -> None:
-    with pytest.raises(FlexsearchError, match="cannot run"):
-        actions(order, held, microbatches)
 
 
 @pytest.mark.parametrize(
@@ -253,9 +199,3 @@ def test_the_runtime_refuses_what_it_cannot_run() -> None:
         with pytest.raises(FlexsearchError, match="one stage and one microbatch"):
             compile_program(lowering.lower(plan, Options(), stages), 0)
     assert compile_program(lowering.lower(plan, Options()), 0).segments
-
-
-def test_a_schedule_that_splits_backward_passes_is_refused() -> None:
-    assert words(actions("zero-bubble", [[0], [1]], 1)) == words(actions("gpipe", [[0], [1]], 1))
-    with pytest.raises(FlexsearchError, match="zero-bubble"):
-        actions("zero-bubble", [[0], [1]], 2)

@@ -16,12 +16,13 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Final, Literal, NamedTuple
+from typing import Final
 
 import numpy as np
 
 from flexsearch.errors import FlexsearchError
 from flexsearch.graph import OperatorGraph
+from flexsearch.lower.actions import SPLIT_KINDS, actions
 from flexsearch.lower.rows import BACKWARD, FORWARD, GATHER, SYNCHRONISE, UPDATE, Schedule
 from flexsearch.strategy.stage import ScheduleKind
 
@@ -68,98 +69,6 @@ class Stages:
         """Stage of each of so many operators."""
         ends = [*self.first[1:], operators]
         return [s for s, (first, last) in enumerate(zip(self.first, ends, strict=True)) for _ in range(first, last)]
-
-
-class Action(NamedTuple):
-    """Forward (F) or backward (B) pass of a stage for a microbatch, written as PyTorch's pipelining writes it: 1F0."""
-
-    stage: int
-    kind: Literal["F", "B"]
-    microbatch: int
-
-    def __str__(self) -> str:
-        return f"{self.stage}{self.kind}{self.microbatch}"
-
-
-# ---- actions
-
-
-def actions(kind: ScheduleKind, held: Sequence[Sequence[int]], microbatches: int) -> list[list[Action]]:
-    """What each group of devices runs. ``held``: the stages of each group, ascending; groups in the order of their
-    first stage.
-
-    Raises FlexsearchError where a schedule does not fit: in ``1f1b`` the stages of a group follow each other;
-    ``interleaved-1f1b`` needs equally many stages on each group, dealt out in turn, and microbatches in whole rounds.
-    """
-    if kind == "gpipe" or microbatches == 1:
-        return [_gpipe(row, microbatches) for row in held]
-    if kind == "zero-bubble":
-        raise FlexsearchError(
-            "zero-bubble splits backward passes in two, which plans cannot say", "Use gpipe, 1f1b or interleaved-1f1b."
-        )
-    stages = 1 + max(stage for row in held for stage in row)
-    if sum(map(len, held)) != stages:
-        raise FlexsearchError(
-            f"{kind} cannot run stages that share a part of their devices",
-            "Give stages that share a device the same devices, or use gpipe.",
-        )
-    if kind == "1f1b":
-        if any(row[-1] - row[0] + 1 != len(row) for row in held):
-            raise FlexsearchError(
-                f"1f1b cannot run the stages {[list(row) for row in held]}",
-                "Use interleaved-1f1b, or give each group of devices stages that follow each other.",
-            )
-        return [_one_by_one(row, stages, microbatches) for row in held]
-    groups = len(held)
-    if stages % groups or any(list(row) != list(range(g, stages, groups)) for g, row in enumerate(held)):
-        raise FlexsearchError(
-            f"interleaved-1f1b cannot run the stages {[list(row) for row in held]}",
-            "Deal the stages out in turn, equally many to each group of devices.",
-        )
-    rounds = max(1, microbatches // groups)
-    if microbatches % rounds:
-        raise FlexsearchError(
-            f"interleaved-1f1b cannot run {microbatches} microbatches on {groups} groups of devices",
-            f"Use a multiple of {groups} microbatches.",
-        )
-    return [_interleaved(g, row, groups, microbatches, microbatches // rounds) for g, row in enumerate(held)]
-
-
-def _gpipe(held: Sequence[int], microbatches: int) -> list[Action]:
-    """All forward passes, then all backward ones."""
-    forward = [Action(stage, "F", m) for stage in held for m in range(microbatches)]
-    return forward + [Action(stage, "B", m) for stage in reversed(held) for m in range(microbatches)]
-
-
-def _one_by_one(held: Sequence[int], stages: int, microbatches: int) -> list[Action]:
-    """So many microbatches ahead as stages lie behind, then one backward pass for each forward pass."""
-    ahead = min(microbatches, stages - 1 - held[-1])
-    forward = [[Action(stage, "F", m) for stage in held] for m in range(microbatches)]
-    found = [action for row in forward[:ahead] for action in row]
-    for m in range(microbatches):
-        if m + ahead < microbatches:
-            found += forward[m + ahead]
-        found += (Action(stage, "B", m) for stage in reversed(held))
-    return found
-
-
-def _interleaved(group: int, held: Sequence[int], groups: int, microbatches: int, per_round: int) -> list[Action]:
-    """The schedule of Narayanan et al. (SC 2021), as PyTorch's ``ScheduleInterleaved1F1B`` builds it: rounds of
-    microbatches pass the group's stages in turn."""
-    count = len(held) * microbatches
-    warm = min(count, (len(held) - 1) * per_round + 2 * (groups - 1 - group))
-
-    def at(k: int, backward: bool) -> Action:
-        local = (k // per_round) % len(held)
-        microbatch = k // (per_round * len(held)) * per_round + k % per_round
-        return Action(held[len(held) - 1 - local if backward else local], "B" if backward else "F", microbatch)
-
-    found = [at(k, False) for k in range(warm)]
-    for k in range(count):
-        if k + warm < count:
-            found.append(at(k + warm, False))
-        found.append(at(k, True))
-    return found
 
 
 # ---- buckets
@@ -348,6 +257,10 @@ def _add_backward(
 
 def make_schedule(blocks: Blocks, stages: Stages, devices: int) -> Schedule:
     """Which blocks each of ``devices`` runs when. Devices without a stage run none."""
+    if stages.kind in SPLIT_KINDS or stages.kind == "breadth-first":
+        raise FlexsearchError(
+            f"{stages.kind} has passes that plans cannot say", "Use gpipe, 1f1b or interleaved-1f1b."
+        )
     held: dict[tuple[int, ...], list[int]] = {}
     for d in range(devices):
         row = tuple(s for s, of in enumerate(stages.devices) if d in of)
