@@ -51,7 +51,7 @@ class Simulation:
     ended: dict[Row, int] = field(default_factory=dict)
 
     def steps(self, d: int) -> Iterator[tuple[int, int, int]]:
-        s, last = self.schedule, int(self.schedule.microbatches[0]) - 1
+        s, last = self.schedule, int(self.schedule.final[0])
         group = s.group[d]
         for a in range(s.action_first[group], s.action_last[group]):
             for b in range(s.block_first[a], s.block_last[a]):

@@ -115,9 +115,11 @@ class _Walk:
             for k, device in enumerate(placement.devices):
                 now = self.task[TaskKind.FORWARD, i, device]
                 back = self.task.get((TaskKind.BACKWARD, i, device), now)
+                late = self.task.get((TaskKind.WEIGHT_GRADIENT, i, device), back)
                 for p in range(len(op.inputs)):
                     if (read := self.held.get((lowered.edge_of[i, p], device))) is not None:
-                        read.until(back if rule.inputs else now)
+                        done = back if graph.tensor[op.inputs[p]].kind == "parameter" else late
+                        read.until(done if rule.inputs else now)
                         if read.part == "weights":
                             read.until(back)  # gathered once, for both directions
                 for j, name in enumerate(op.outputs):
@@ -128,10 +130,10 @@ class _Walk:
                         continue
                     elements, itemsize = volume(placement.pieces[k].outputs[j]), graph.tensor[name].itemsize
                     made[j][device] = self._new(device, elements * itemsize, "activations", now)
-                    made[j][device].until(back if rule.outputs else now)
+                    made[j][device].until(late if rule.outputs else now)
                     besides = rule.besides(elements, itemsize)
                     if besides and back > now:
-                        self._new(device, besides, "activations", now).until(back)
+                        self._new(device, besides, "activations", now).until(late)
             for j, name in enumerate(op.outputs):
                 born = {d: self.task[TaskKind.FORWARD, i, d] for d in placement.devices}
                 for e in lowered.edges_of[name]:
@@ -155,28 +157,30 @@ class _Walk:
             op, placement = graph.operators[i], lowered.placed[i].placement
             alias = self.rules[i].alias
             now = {d: self.task[TaskKind.BACKWARD, i, d] for d in placement.devices}
+            late = {d: self.task.get((TaskKind.WEIGHT_GRADIENT, i, d), now[d]) for d in placement.devices}
             of_output: dict[int, Span] = {}
             for name in op.outputs:
                 for e in lowered.edges_of[name]:
                     for device in placement.devices:
                         if (span := arrived.get((e, device))) is not None:
-                            span.until(now[device])
+                            span.until(late[device])
                             of_output[device] = span
             for p, name in enumerate(op.inputs):
                 if name not in graph.differentiable:
                     continue
                 e, tensor = lowered.edge_of[i, p], graph.tensor[name]
+                made = late if tensor.kind == "parameter" else now
                 for piece, device in zip(placement.pieces, placement.devices, strict=True):
                     box = piece.inputs[p]
                     if box is None:
                         continue
                     if (e, device) in gradient:
-                        gradient[e, device].until(now[device])
+                        gradient[e, device].until(made[device])
                     elif alias and p == 0 and device in of_output and tensor.kind == "activation":
                         gradient[e, device] = of_output[device]
                     else:
                         part: Part = "gradients" if tensor.kind == "parameter" else "activations"
-                        gradient[e, device] = self._new(device, volume(box) * tensor.itemsize, part, now[device])
+                        gradient[e, device] = self._new(device, volume(box) * tensor.itemsize, part, made[device])
             for e in dict.fromkeys(lowered.edge_of[i, p] for p in range(len(op.inputs))):
                 edge = lowered.edges[e]
                 if edge.backward is not None and edge.readers[0][0] == i:

@@ -108,6 +108,8 @@ def make_case(
     contended = r.random() < 0.35
     per_stage = blocks or r.randint(1, 6)
     style = r.choice(("1f1b", "gpipe", "mixed"))
+    if seed % 7 == 6:
+        style = "breadth-first"
     kinds, stage, once, last = [], [], [], []
 
     def add(kind: str, of: int) -> None:
@@ -140,6 +142,8 @@ def make_case(
         back = [(*backward[s], m) for m in range(microbatches)]
         if style == "gpipe":
             plan = row + back
+        elif style == "breadth-first":
+            plan = row + back[::-1]
         else:
             ahead = min(microbatches, stages - 1 - s)
             if style == "mixed":
@@ -156,6 +160,7 @@ def make_case(
         action_first=ends[:-1].copy(), action_last=ends[1:].copy(),
         block_first=np.array([a[0] for a in flat], np.uint32), block_last=np.array([a[1] for a in flat], np.uint32),
         microbatch=np.array([a[2] for a in flat], np.uint32), microbatches=np.array([microbatches], np.uint32),
+        final=np.array([0 if style == "breadth-first" else microbatches - 1], np.uint32),
     )  # fmt: skip
     links = r.randint(1, 4)
     scale = scale or r.choice((1, 3, 50, 10**6))

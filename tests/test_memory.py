@@ -4,17 +4,19 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from functools import cache
 from itertools import accumulate
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
 from flexsearch.cost import Costs
 from flexsearch.graph import OperatorGraph
 from flexsearch.lower import Lowered, Lowering
+from flexsearch.lower.actions import placement
 from flexsearch.lower.plan import PlanRows
 from flexsearch.lower.rows import Schedule
 from flexsearch.lower.schedule import Stages
@@ -26,6 +28,7 @@ from flexsearch.simulate.delta import DeltaSimulator
 from flexsearch.simulate.memory import Span, memory_of, spans_of
 from flexsearch.simulate.units import make_account, make_units
 from flexsearch.strategy import OperatorConfig, Options, make_config
+from flexsearch.strategy.stage import ScheduleKind
 from flexsearch.topology import Topology
 from tests.memory_oracle import Span as TaskSpan
 from tests.memory_oracle import spans_of_tasks
@@ -33,6 +36,7 @@ from tests.proposals import propose
 from tests.random_strategies import strategies
 from tests.test_baselines import Builder, cnn, mlp, transformer
 from tests.test_delta import TOPOLOGIES, dags, differences, normed, tied
+from tests.test_schedule import staged
 from tests.test_search import with_memory
 
 Configs = tuple[OperatorConfig, ...]
@@ -218,23 +222,24 @@ def test_units_that_the_account_overlooks_are_noticed() -> None:
 
 
 def unrolled(spans: Sequence[Span], schedule: Schedule, device: int) -> int:
-    """Peak of a device, by laying every microbatch's spans out one after the other."""
+    """Peak of a device, by laying every microbatch's spans out one after the other. What is there once begins with the
+    first microbatch for which the device runs the block, and ends with the last."""
     count, group = int(schedule.microbatches[0]), int(schedule.group[device])
     runs: list[tuple[int, int]] = []
     for a in range(int(schedule.action_first[group]), int(schedule.action_last[group])):
         k = int(schedule.microbatch[a])
         for v in range(int(schedule.block_first[a]), int(schedule.block_last[a])):
-            if not schedule.once[v] or k == (count - 1 if schedule.last[v] else 0):
+            if not schedule.once[v] or k == (schedule.final[0] if schedule.last[v] else 0):
                 runs.append((v, k))
     place = {run: at for at, run in enumerate(runs)}
-    own = sorted({v for v, _ in runs})
-
-    def at(v: int, k: int, moment: int) -> int:
-        """Moment of block v of microbatch k; where the device does not run it, of what it runs next."""
-        k = (count - 1 if schedule.last[v] else 0) if schedule.once[v] else k
-        return 2 * place[v, k] + moment % 2
-
+    latest, earliest = dict(runs), dict(reversed(runs))
+    own = sorted(latest)
     change = Counter[int]()
+
+    def add(nbytes: int, begin: tuple[int, int], first: int, end: tuple[int, int], last: int) -> None:
+        change[2 * place[begin] + first] += nbytes
+        change[2 * place[end] + last + 1] -= nbytes
+
     for s in spans:
         if s.device != device:
             continue
@@ -243,16 +248,14 @@ def unrolled(spans: Sequence[Span], schedule: Schedule, device: int) -> int:
             v = next((w for w in own if w >= moment // 2), own[-1])
             rows.append((v, moment % 2 if v == moment // 2 else 0))
         (a, first), (b, last) = rows
-        passes = [(k, k) for k in range(count)]
-        if schedule.once[a] or schedule.once[b]:
-            passes = [(0, count - 1)]
-            if s.part == "gradients" and not schedule.once[a]:
-                for k in range(1, count):
-                    change[2 * at(a, k, first)] += s.nbytes
-                    change[2 * at(a, k, first) + 1] -= s.nbytes
-        for k, until in passes:
-            change[2 * at(a, k, first)] += s.nbytes
-            change[2 * at(b, until, last) + 1] -= s.nbytes
+        if not schedule.once[a] and not schedule.once[b]:
+            for k in range(count):
+                add(s.nbytes, (a, k), first, (b, k), last)
+            continue
+        add(s.nbytes, (a, earliest[a]), first, (b, latest[b]), last)
+        if s.part == "gradients" and not schedule.once[a]:
+            for k in set(range(count)) - {earliest[a]}:
+                add(s.nbytes, (a, k), first, (a, k), first)
     use = top = 0
     for moment in sorted(change):
         use += change[moment]
@@ -260,12 +263,24 @@ def unrolled(spans: Sequence[Span], schedule: Schedule, device: int) -> int:
     return top
 
 
-@pytest.mark.parametrize("count", [1, 2, 3, 5])
-@pytest.mark.parametrize("stages", [(0,), (0, 3)])
-def test_the_peak_over_microbatches_is_that_of_the_passes_laid_out(count: int, stages: tuple[int, ...]) -> None:
+CUTS: list[tuple[ScheduleKind, int, int, int]] = [
+    *(("1f1b", ranks, 1, count) for ranks in (1, 2) for count in (1, 2, 3, 5)),
+    *(("breadth-first", 2, 2, count) for count in (1, 2, 3, 5)),
+    *((kind, 2, 2, count) for kind in ("zero-bubble", "zero-bubble-v") for count in (1, 2, 4, 6)),
+    *(("dualpipe-v", 2, 2, count) for count in (4, 6)),
+]  # fmt: skip
+"""Schedule, ranks of two devices, stages on each, microbatches."""
+
+
+@pytest.mark.parametrize(("kind", "ranks", "each", "count"), CUTS)
+def test_the_peak_over_microbatches_is_that_of_the_passes_laid_out(
+    kind: ScheduleKind, ranks: int, each: int, count: int
+) -> None:
     graph, topology = mlp(), TOPOLOGIES["slow hosts"]()
     rng, space = np.random.Generator(np.random.PCG64(count)), Space(graph, topology)
-    cut = Stages(stages, tuple((2 * k, 2 * k + 1) for k in range(len(stages))), count)
+    devices = {stage: (2 * r, 2 * r + 1) for r, row in enumerate(placement(kind, ranks, each)) for stage in row}
+    cuts = {1: (0,), 2: (0, 3), 4: (0, 1, 2, 4)}[ranks * each]
+    cut = Stages(cuts, tuple(devices[stage] for stage in range(ranks * each)), count, kind)
     options = Options(optimizer="adam", bucket_bytes=1)
     lowering = Lowering(graph, topology, Costs(graph, topology))
     peaks = set()
@@ -290,3 +305,26 @@ def test_the_peak_over_microbatches_is_that_of_the_passes_laid_out(count: int, s
         assert [measured[d].peak for d in used] == expected
         peaks.add(tuple(expected))
     assert len(peaks) > 1
+
+
+@settings(derandomize=True, deadline=None, max_examples=12, phases=(Phase.generate,))
+@given(data=st.data(), name=st.sampled_from(["slow hosts", "unequal devices on a bus"]))
+def test_spans_of_stages_are_those_of_the_definition(data: st.DataObject, name: str) -> None:
+    graph, topology = data.draw(st.sampled_from([mlp(), cnn(), transformer(layers=1), viewed()])), TOPOLOGIES[name]()
+    stages, configs = data.draw(staged(graph, len(topology.devices), ["gpipe", "zero-bubble", "zero-bubble-v"], 1))
+    lowered = Lowering(graph, topology, Costs(graph, topology)).lower(
+        configs, Options(), replace(stages, microbatches=1)
+    )
+    assert actual_spans(lowered, spans_of(lowered)) == expected_spans(lowered)
+
+
+@settings(derandomize=True, deadline=None, max_examples=25, phases=(Phase.generate,))
+@given(data=st.data(), name=st.sampled_from(["slow hosts", "unequal devices on a bus"]))
+def test_the_peak_of_any_schedule_is_that_of_the_passes_laid_out(data: st.DataObject, name: str) -> None:
+    graph, topology = data.draw(st.sampled_from([mlp(), cnn(), viewed(), tied()])), TOPOLOGIES[name]()
+    stages, configs = data.draw(staged(graph, len(topology.devices)))
+    options = Options(optimizer="adam", bucket_bytes=1000)
+    lowered = Lowering(graph, topology, Costs(graph, topology)).lower(configs, options, stages)
+    spans, found = spans_of(lowered), memory(lowered)
+    for d in {d for of in stages.devices for d in of}:
+        assert found[d].peak == unrolled(spans, lowered.rows.schedule, d)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, get_args
 
 import numpy as np
 import pytest
@@ -14,11 +15,13 @@ from flexsearch.cost.ticks import TICK
 from flexsearch.errors import FlexsearchError, StrategyError
 from flexsearch.graph import OperatorGraph
 from flexsearch.lower import Lowering
-from flexsearch.lower.rows import BACKWARD, FORWARD, GATHER, SYNCHRONISE, UPDATE
-from flexsearch.lower.schedule import Stages, actions, make_blocks
+from flexsearch.lower.actions import V_KINDS, placement
+from flexsearch.lower.rows import BACKWARD, COMPUTE, FORWARD, GATHER, SYNCHRONISE, UPDATE, WEIGHT_GRADIENT
+from flexsearch.lower.schedule import Stages, make_blocks
 from flexsearch.runtime.program import compile_program
 from flexsearch.simulate.delta import DeltaSimulator
 from flexsearch.strategy import OperatorConfig, Options
+from flexsearch.strategy.stage import ScheduleKind
 from flexsearch.topology import Topology
 from tests.engine_oracle import Simulation
 from tests.random_strategies import configs
@@ -27,62 +30,7 @@ from tests.test_delta import TOPOLOGIES, dags, normed, tied
 
 GRAPHS = {"mlp": mlp, "cnn": cnn, "transformer": lambda: transformer(layers=1), "norm": normed, "tied": tied}
 
-
-KINDS = ("gpipe", "1f1b", "interleaved-1f1b")
-
-
-def words(rows: Any) -> list[str]:
-    return [" ".join(map(str, row)) for row in rows]
-
-
-@pytest.mark.parametrize(
-    ("order", "held", "microbatches", "expected"),
-    [
-        ("gpipe", [[0], [1]], 2, ["0F0 0F1 0B0 0B1", "1F0 1F1 1B0 1B1"]),
-        ("1f1b", [[0], [1]], 3, ["0F0 0F1 0B0 0F2 0B1 0B2", "1F0 1B0 1F1 1B1 1F2 1B2"]),
-        ("1f1b", [[0, 1]], 2, ["0F0 1F0 1B0 0B0 0F1 1F1 1B1 0B1"]),
-        ("1f1b", [[0], [1]], 1, ["0F0 0B0", "1F0 1B0"]),
-        (
-            "interleaved-1f1b", [[0, 2], [1, 3]], 2,
-            ["0F0 0F1 2F0 2F1 2B0 2B1 0B0 0B1", "1F0 1F1 3F0 3B0 3F1 3B1 1B0 1B1"],
-        ),
-    ],
-)  # fmt: skip
-def test_orders_of_actions(order: Any, held: list[list[int]], microbatches: int, expected: list[str]) -> None:
-    assert words(actions(order, held, microbatches)) == expected
-
-
-@pytest.mark.parametrize("order", KINDS)
-@pytest.mark.parametrize("groups", [1, 2, 3, 4])
-@pytest.mark.parametrize("each", [1, 2, 3])
-@pytest.mark.parametrize("microbatches", [1, 2, 4, 12])
-def test_every_stage_runs_every_microbatch_forward_then_backward(
-    order: Any, groups: int, each: int, microbatches: int
-) -> None:
-    held = [list(range(g, groups * each, groups)) for g in range(groups)]
-    if order == "1f1b":
-        held = [list(range(g * each, (g + 1) * each)) for g in range(groups)]
-    rounds = max(1, microbatches // groups)
-    if order == "interleaved-1f1b" and microbatches > 1 and microbatches % rounds:
-        with pytest.raises(FlexsearchError, match="cannot run"):
-            actions(order, held, microbatches)
-        return
-    for row, stages in zip(actions(order, held, microbatches), held, strict=True):
-        assert sorted(row) == sorted((s, k, m) for s in stages for k in "FB" for m in range(microbatches))
-        for stage in stages:
-            for m in range(microbatches):
-                assert row.index((stage, "F", m)) < row.index((stage, "B", m))
-            assert [m for s, k, m in row if (s, k) == (stage, "B")][-1] == microbatches - 1
-
-
-@pytest.mark.parametrize(
-    ("order", "held", "microbatches"),
-    [("1f1b", [[0, 2], [1]], 2), ("1f1b", [[0], [0, 1]], 2), ("interleaved-1f1b", [[0, 1], [2, 3]], 2),
-     ("interleaved-1f1b", [[0, 2], [1, 3]], 5)],
-)  # fmt: skip
-def test_orders_that_do_not_fit_are_refused(order: Any, held: list[list[int]], microbatches: int) -> None:
-    with pytest.raises(FlexsearchError, match="cannot run"):
-        actions(order, held, microbatches)
+KINDS: tuple[ScheduleKind, ...] = get_args(ScheduleKind)
 
 
 @pytest.mark.parametrize(
@@ -126,24 +74,72 @@ def test_blocks_of_several_stages(graph: str) -> None:
     assert trained == [w for w, t in enumerate(made.of_kind("parameter")) if t.name in made.differentiable]
 
 
+def computed(simulator: DeltaSimulator) -> dict[tuple[int, int, int], int]:
+    """(kind of block, operator, device) -> ticks."""
+    rows, s, found = simulator.rows, simulator.rows.plan.segments, {}
+    for b, g in enumerate(rows.segment.tolist()):
+        for d in range(len(rows.schedule.group)):
+            table = int(s.device_steps[g]) + d
+            for step in range(int(s.step_first[table]), int(s.step_first[table + 1])):
+                if s.step_kind[step] == COMPUTE and rows.schedule.kind[b] != UPDATE:
+                    found[int(rows.schedule.kind[b]), int(rows.schedule.argument[b]), d] = int(s.step_ticks[step])
+    return found
+
+
+@pytest.mark.parametrize("graph", GRAPHS)
+def test_the_halves_of_a_backward_pass_take_as_long_as_the_whole(graph: str) -> None:
+    made, topology = GRAPHS[graph](), Topology.load("p100:1")
+    half, costs = len(made.operators) // 2, Costs(made, topology)
+    plan = [OperatorConfig((), (int(i >= half),), 1) for i in range(len(made.operators))]
+    cuts = Stages((0, half), ((0,), (1,)), 2), Stages((0, half), ((0,), (1,)), 2, "zero-bubble")
+    whole, halves = (computed(DeltaSimulator(made, topology, costs, Options(), plan, stages=cut)) for cut in cuts)
+    assert not any(kind == WEIGHT_GRADIENT for kind, _, _ in whole)
+    parts = {key[1:]: ticks for key, ticks in halves.items() if key[0] == WEIGHT_GRADIENT}
+    for (kind, i, d), ticks in whole.items():
+        part = parts.get((i, d), 0) if kind == BACKWARD else 0
+        assert halves[kind, i, d] + part == ticks
+        op = made.operators[i]
+        weights = [made.tensor[name].kind == "parameter" and name in made.differentiable for name in op.inputs]
+        assert ((i, d) in parts) == any(weights)
+        if kind == BACKWARD and any(weights):
+            others = [name in made.differentiable and not own for name, own in zip(op.inputs, weights, strict=True)]
+            assert part == ticks if not any(others) else 0 < part < ticks
+            if op.kind == "linear" and any(others):
+                assert part == pytest.approx(ticks / 2, rel=0.02)  # the bias is a sum
+
+
+def test_weight_gradients_are_synchronised_after_the_pass_that_makes_them() -> None:
+    made = mlp()
+    blocks = make_blocks(made, 1, 1, Stages((0, 3), ((0,), (1,)), 4, "zero-bubble"))
+    kinds = ["GFBSUW"[kind] for kind in blocks.kind]
+    for backward, weight in zip(blocks.backward, blocks.weight, strict=True):
+        assert set(kinds[backward.start : backward.stop]) == {"B"} and backward.stop == weight.start
+        assert kinds[weight.start] == "W" and set(kinds[weight.start : weight.stop]) == {"W", "S"}
+    whole = make_blocks(made, 1, 1, Stages((0, 3), ((0,), (1,)), 4))
+    assert not any(whole.weight) and WEIGHT_GRADIENT not in whole.kind and whole.buckets == blocks.buckets
+    alone = make_blocks(made, 1, 1, Stages((0,), ((0,),), 1, "zero-bubble"))
+    assert WEIGHT_GRADIENT not in alone.kind
+
+
 @st.composite
-def staged(draw: st.DrawFn, graph: OperatorGraph, devices: int) -> tuple[Stages, tuple[OperatorConfig, ...]]:
-    """A random cut into stages with configs on their devices."""
-    order = draw(st.sampled_from(KINDS))
-    groups = draw(st.integers(1, min(devices, 3)))
-    each = draw(st.integers(1, 2)) if order != "1f1b" else 1
-    count = min(groups * each, len(graph.operators))
-    groups = min(groups, count)
-    cuts = sorted(draw(st.permutations(range(1, len(graph.operators))))[: count - 1])
+def staged(
+    draw: st.DrawFn, graph: OperatorGraph, devices: int, kinds: Sequence[Any] = KINDS, most: int = 2
+) -> tuple[Stages, tuple[OperatorConfig, ...]]:
+    """A random cut into stages, and configs. ``most``: stages on a device, where a V does not need two."""
+    order = draw(st.sampled_from(kinds))
+    groups = draw(st.integers(1, min(devices, 3, len(graph.operators) // (2 if order in V_KINDS else 1))))
+    each = draw(st.integers(1, min(most, len(graph.operators) // groups))) if order not in V_KINDS else 2
+    cuts = sorted(draw(st.permutations(range(1, len(graph.operators))))[: groups * each - 1])
     ends = sorted(draw(st.permutations(range(1, devices)))[: groups - 1])
     members = [tuple(range(a, b)) for a, b in zip([0, *ends], [*ends, devices], strict=True)]
     microbatches = draw(st.sampled_from([1, 2, 3, 4, 6]))
-    if order == "interleaved-1f1b":
-        count = len(cuts) + 1
-        if count % groups:
-            order = "gpipe"
+    if order in ("interleaved-1f1b", "zero-bubble"):
         microbatches = groups * draw(st.integers(1, 2))
-    stages = Stages((0, *cuts), tuple(members[s % groups] for s in range(len(cuts) + 1)), microbatches, order)
+    elif order == "dualpipe-v":
+        microbatches = 2 * groups + draw(st.integers(0, 2))
+    held = placement("breadth-first" if order == "gpipe" else order, groups, each)
+    of = {stage: members[g] for g, row in enumerate(held) for stage in row}
+    stages = Stages((0, *cuts), tuple(of[s] for s in range(groups * each)), microbatches, order)
     chosen = []
     for op, stage in zip(graph.operators, stages.of(len(graph.operators)), strict=True):
         on = stages.devices[stage]
@@ -253,9 +249,3 @@ def test_the_runtime_refuses_what_it_cannot_run() -> None:
         with pytest.raises(FlexsearchError, match="one stage and one microbatch"):
             compile_program(lowering.lower(plan, Options(), stages), 0)
     assert compile_program(lowering.lower(plan, Options()), 0).segments
-
-
-def test_a_schedule_that_splits_backward_passes_is_refused() -> None:
-    assert words(actions("zero-bubble", [[0], [1]], 1)) == words(actions("gpipe", [[0], [1]], 1))
-    with pytest.raises(FlexsearchError, match="zero-bubble"):
-        actions("zero-bubble", [[0], [1]], 2)

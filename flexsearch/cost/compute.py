@@ -148,6 +148,16 @@ class Costed:
         flops = backward_flops(self.op, extents, self.needs)
         return flops, incoming + saved + made
 
+    def weight_share(self, extents: Mapping[str, Any]) -> float:
+        """Share of the backward task that makes the gradients of parameters, by FLOPs; of a backward task without
+        FLOPs all or nothing: all if it makes no other gradients."""
+        trained = tuple(need and t.kind == "parameter" for need, t in zip(self.needs, self.inputs, strict=True))
+        others = tuple(need and not own for need, own in zip(self.needs, trained, strict=True))
+        if not (any(trained) and any(others)):
+            return float(any(trained))
+        own, rest = (float(backward_flops(self.op, extents, needs)) for needs in (trained, others))
+        return own / (own + rest) if own > 0.0 else 0.0
+
     @cached_property
     def _free(self) -> bool:
         return kind_of(self.op).is_free(self.op)
@@ -218,6 +228,11 @@ class Costs:
             seconds, here = np.array([self._seconds(operator, extent, kind) for extent in extents]), kinds == kind
             found[here] = seconds[extent_of[here]]
         return np.ascontiguousarray(found.T)
+
+    def weight_shares(self, operator: int, extents: Sequence[tuple[int, ...]]) -> npt.NDArray[np.float64]:
+        """Of pieces of these extents, the share of the backward task that makes the gradients of parameters."""
+        costed, axes = self._costed[operator], self._axes[operator]
+        return np.array([costed.weight_share(dict(zip(axes, extent, strict=True))) for extent in extents])
 
     def _seconds(self, operator: int, extents: tuple[int, ...], kind: int) -> tuple[float, float]:
         """Of a piece of these extents on a kind of device."""

@@ -55,6 +55,7 @@ class Pools(NamedTuple):
     entry_device: U32
     entry_forward: I64  # ticks
     entry_backward: I64
+    entry_weight: I64  # the part of ``entry_backward`` that makes gradients of weights
     layout: U32
     reshard_first: U32
     reshard_middle: U32
@@ -123,10 +124,11 @@ class BlockTable(NamedTuple):
 
     By block: ``kind``, ``argument``; ``sent``: slots whose reshards it sends, in order; ``stage``: row of ``runs``,
     which says by device whether it runs such blocks. By slot: ``forward``, ``backward``: the block that sends what it
-    reads, and the one that sends its gradient (NOTHING: none). By operator: ``forward_of``, ``backward_of`` (NOTHING:
-    it has none); by weight: ``gather_of``, ``bucket`` (NOTHING: it is not trained). By SYNCHRONISE block: ``starts``,
-    ``finishes``: bucket whose first or second phases it sends (NOTHING: none), ``block``: its number. By bucket:
-    ``member``: its weights in the order of completion; ``started_by``, ``finished_by``: blocks."""
+    reads, and the one that sends its gradient (NOTHING: none). By operator: ``forward_of``, ``backward_of``
+    (NOTHING: it has none), ``weight_of`` (NOTHING: its backward pass is whole); by weight: ``gather_of``, ``bucket``
+    (NOTHING: it is not trained). By SYNCHRONISE block: ``starts``, ``finishes``: bucket whose first or second phases it
+    sends (NOTHING: none), ``block``: its number. By bucket: ``member``: its weights in the order of completion;
+    ``started_by``, ``finished_by``: blocks."""
 
     kind: U8
     argument: U32
@@ -139,6 +141,7 @@ class BlockTable(NamedTuple):
     backward: U32
     forward_of: U32
     backward_of: U32
+    weight_of: U32
     gather_of: U32
     bucket: U32
     starts: U32

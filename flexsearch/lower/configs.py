@@ -98,6 +98,7 @@ def _compute(tables: TemplateTables, number: Any, split: Any, mesh: Any, count: 
         row = cost + np.uint64(tables.kind[device]) * count + k
         pools.entry_device[at + k] = device
         pools.entry_forward[at + k], pools.entry_backward[at + k] = splits.forward[row], splits.backward[row]
+        pools.entry_weight[at + k] = splits.weight[row]
     used.entries[0] = at + count
 
 

@@ -28,7 +28,7 @@ from flexsearch.lower.draft import (
     new_stamp,
     open_communication,
 )
-from flexsearch.lower.rows import COMPUTE, WAIT, Segments
+from flexsearch.lower.rows import BACKWARD, COMPUTE, WAIT, WEIGHT_GRADIENT, Segments
 
 # ---- computing
 
@@ -42,11 +42,16 @@ def mark_pieces(pools: Pools, draft: Draft, config: Any) -> None:
 
 
 @lean
-def compute(pools: Pools, draft: Draft, forward: Any, config: Any, b: Any) -> None:
-    """The computations of an operator's pieces."""
+def compute(blocks: BlockTable, pools: Pools, draft: Draft, config: Any, b: Any) -> None:
+    """The computations of an operator's pieces in block ``b``."""
+    kind, halved = blocks.kind[b], blocks.weight_of[np.uint64(blocks.argument[b])] != NOTHING
     first = np.uint64(pools.config_first[config])
     for k in range(first, np.uint64(pools.config_last[config])):
-        ticks = pools.entry_forward[k] if forward else pools.entry_backward[k]
+        ticks: Any = pools.entry_forward[k]
+        if kind == WEIGHT_GRADIENT:
+            ticks = pools.entry_weight[k]
+        elif kind == BACKWARD:
+            ticks = pools.entry_backward[k] - (pools.entry_weight[k] if halved else np.int64(0))
         add_step(draft, pools.entry_device[k], COMPUTE, b, k - first, ticks)
 
 

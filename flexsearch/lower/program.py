@@ -15,7 +15,7 @@ from flexsearch.lower.arrays import NOTHING, BlockTable, Program
 from flexsearch.lower.change import ALWAYS, Wiring
 from flexsearch.lower.keys import MISSING, RESHARD
 from flexsearch.lower.pieces import Pieces, everywhere
-from flexsearch.lower.rows import BACKWARD, FORWARD, GATHER, NEVER, SYNCHRONISE, Machine
+from flexsearch.lower.rows import BACKWARD, FORWARD, GATHER, NEVER, SYNCHRONISE, WEIGHT_GRADIENT, Machine
 from flexsearch.lower.schedule import Blocks, Stages
 from flexsearch.strategy import Options
 from flexsearch.topology import Topology
@@ -187,6 +187,7 @@ def make_block_table(graph: OperatorGraph, blocks: Blocks, stages: Stages, devic
         forward=forward, backward=backward,
         forward_of=numbers(place[FORWARD, i] for i in range(len(graph.operators))),
         backward_of=numbers(place.get((BACKWARD, i), -1) for i in range(len(graph.operators))),
+        weight_of=numbers(place.get((WEIGHT_GRADIENT, i), -1) for i in range(len(graph.operators))),
         gather_of=numbers(place[GATHER, w] for w in range(len(parameters))), bucket=bucket,
         starts=numbers(blocks.starts), finishes=numbers(blocks.finishes), block=numbers(sync),
         member_first=member.first, member_last=member.last, member=member.all,

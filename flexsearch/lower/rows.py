@@ -24,8 +24,9 @@ import numpy as np
 from flexsearch.compiled import I64, U8, U32
 from flexsearch.packed import packed
 
-GATHER, FORWARD, BACKWARD, SYNCHRONISE, UPDATE = range(5)
-"""Kinds of blocks; their arguments: weight, operator, operator, bucket, none."""
+GATHER, FORWARD, BACKWARD, SYNCHRONISE, UPDATE, WEIGHT_GRADIENT = range(6)
+"""Kinds of blocks; their arguments: weight, operator, operator, bucket, none, operator. Where an operator has a
+WEIGHT_GRADIENT block, its BACKWARD block makes the gradients of its other inputs only."""
 COMPUTE, WAIT, ISSUE = range(3)
 """Kinds of steps."""
 NEVER: Final = np.iinfo(np.int64).max
@@ -37,8 +38,9 @@ class Schedule(NamedTuple):
     """Which blocks there are, and which of them each device runs when.
 
     By block: ``kind``, ``argument``, ``once`` (1: it runs once a step, as microbatch 0: gathers, synchronisation,
-    update; waiting for it from any microbatch means that one), ``last`` (1: only together with the last microbatch:
-    what synchronises a bucket stands between the blocks of the backward pass). By device: ``group``. Group g runs the
+    update; waiting for it from any microbatch means that one), ``last`` (1: only together with the microbatch ``final``
+    ((1,)), the first or the last one, whose gradients complete the sums: what synchronises a bucket stands between the
+    blocks of the backward pass). By device: ``group``. Group g runs the
     actions ``action_first[g]`` to ``action_last[g]``; action a means the blocks from ``block_first[a]`` to before
     ``block_last[a]`` for microbatch ``microbatch[a]``. ``microbatches``: (1,) how many there are.
     """
@@ -54,6 +56,7 @@ class Schedule(NamedTuple):
     block_last: U32
     microbatch: U32
     microbatches: U32
+    final: U32
 
 
 @packed

@@ -7,7 +7,9 @@ Blocks follow from the graph, the options and the stages, never from a config. T
   operators with weights before the first operator that reads it, so that it moves while those compute;
 - the backward pass, stage by stage from the last: operators in reverse. After the operator that completes the gradients
   of a bucket its synchronisation starts. Second phases of a bucket are sent when those of the next one start, so that
-  they wait for nothing and hold nothing up; those of a stage's last bucket after its last operator;
+  they wait for nothing and hold nothing up; those of a stage's last bucket after its last operator. Schedules that run
+  weight gradients later have two passes for it: the gradients of activations, operator by operator, then those of
+  weights, with the synchronisation;
 - synchronisation of weights that several stages read, and the update.
 """
 
@@ -16,13 +18,14 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Final, Literal, NamedTuple
+from typing import Final
 
 import numpy as np
 
 from flexsearch.errors import FlexsearchError
 from flexsearch.graph import OperatorGraph
-from flexsearch.lower.rows import BACKWARD, FORWARD, GATHER, SYNCHRONISE, UPDATE, Schedule
+from flexsearch.lower.actions import SPLIT_KINDS, Action, actions, last_microbatch
+from flexsearch.lower.rows import BACKWARD, FORWARD, GATHER, SYNCHRONISE, UPDATE, WEIGHT_GRADIENT, Schedule
 from flexsearch.strategy.stage import ScheduleKind
 
 NOBODY: Final = -1
@@ -64,102 +67,16 @@ class Stages:
     def __len__(self) -> int:
         return len(self.first)
 
+    @property
+    def splits_backward(self) -> bool:
+        """Whether the gradients of weights have a pass of their own. A schedule is of no effect with one stage and one
+        microbatch."""
+        return self.kind in SPLIT_KINDS and (len(self) > 1 or self.microbatches > 1)
+
     def of(self, operators: int) -> list[int]:
         """Stage of each of so many operators."""
         ends = [*self.first[1:], operators]
         return [s for s, (first, last) in enumerate(zip(self.first, ends, strict=True)) for _ in range(first, last)]
-
-
-class Action(NamedTuple):
-    """Forward (F) or backward (B) pass of a stage for a microbatch, written as PyTorch's pipelining writes it: 1F0."""
-
-    stage: int
-    kind: Literal["F", "B"]
-    microbatch: int
-
-    def __str__(self) -> str:
-        return f"{self.stage}{self.kind}{self.microbatch}"
-
-
-# ---- actions
-
-
-def actions(kind: ScheduleKind, held: Sequence[Sequence[int]], microbatches: int) -> list[list[Action]]:
-    """What each group of devices runs. ``held``: the stages of each group, ascending; groups in the order of their
-    first stage.
-
-    Raises FlexsearchError where a schedule does not fit: in ``1f1b`` the stages of a group follow each other;
-    ``interleaved-1f1b`` needs equally many stages on each group, dealt out in turn, and microbatches in whole rounds.
-    """
-    if kind == "gpipe" or microbatches == 1:
-        return [_gpipe(row, microbatches) for row in held]
-    if kind == "zero-bubble":
-        raise FlexsearchError(
-            "zero-bubble splits backward passes in two, which plans cannot say", "Use gpipe, 1f1b or interleaved-1f1b."
-        )
-    stages = 1 + max(stage for row in held for stage in row)
-    if sum(map(len, held)) != stages:
-        raise FlexsearchError(
-            f"{kind} cannot run stages that share a part of their devices",
-            "Give stages that share a device the same devices, or use gpipe.",
-        )
-    if kind == "1f1b":
-        if any(row[-1] - row[0] + 1 != len(row) for row in held):
-            raise FlexsearchError(
-                f"1f1b cannot run the stages {[list(row) for row in held]}",
-                "Use interleaved-1f1b, or give each group of devices stages that follow each other.",
-            )
-        return [_one_by_one(row, stages, microbatches) for row in held]
-    groups = len(held)
-    if stages % groups or any(list(row) != list(range(g, stages, groups)) for g, row in enumerate(held)):
-        raise FlexsearchError(
-            f"interleaved-1f1b cannot run the stages {[list(row) for row in held]}",
-            "Deal the stages out in turn, equally many to each group of devices.",
-        )
-    rounds = max(1, microbatches // groups)
-    if microbatches % rounds:
-        raise FlexsearchError(
-            f"interleaved-1f1b cannot run {microbatches} microbatches on {groups} groups of devices",
-            f"Use a multiple of {groups} microbatches.",
-        )
-    return [_interleaved(g, row, groups, microbatches, microbatches // rounds) for g, row in enumerate(held)]
-
-
-def _gpipe(held: Sequence[int], microbatches: int) -> list[Action]:
-    """All forward passes, then all backward ones."""
-    forward = [Action(stage, "F", m) for stage in held for m in range(microbatches)]
-    return forward + [Action(stage, "B", m) for stage in reversed(held) for m in range(microbatches)]
-
-
-def _one_by_one(held: Sequence[int], stages: int, microbatches: int) -> list[Action]:
-    """So many microbatches ahead as stages lie behind, then one backward pass for each forward pass."""
-    ahead = min(microbatches, stages - 1 - held[-1])
-    forward = [[Action(stage, "F", m) for stage in held] for m in range(microbatches)]
-    found = [action for row in forward[:ahead] for action in row]
-    for m in range(microbatches):
-        if m + ahead < microbatches:
-            found += forward[m + ahead]
-        found += (Action(stage, "B", m) for stage in reversed(held))
-    return found
-
-
-def _interleaved(group: int, held: Sequence[int], groups: int, microbatches: int, per_round: int) -> list[Action]:
-    """The schedule of Narayanan et al. (SC 2021), as PyTorch's ``ScheduleInterleaved1F1B`` builds it: rounds of
-    microbatches pass the group's stages in turn."""
-    count = len(held) * microbatches
-    warm = min(count, (len(held) - 1) * per_round + 2 * (groups - 1 - group))
-
-    def at(k: int, backward: bool) -> Action:
-        local = (k // per_round) % len(held)
-        microbatch = k // (per_round * len(held)) * per_round + k % per_round
-        return Action(held[len(held) - 1 - local if backward else local], "B" if backward else "F", microbatch)
-
-    found = [at(k, False) for k in range(warm)]
-    for k in range(count):
-        if k + warm < count:
-            found.append(at(k + warm, False))
-        found.append(at(k, True))
-    return found
 
 
 # ---- buckets
@@ -226,8 +143,9 @@ class Blocks:
     """The blocks of a graph under some options. By block: ``kind``, ``argument``, ``once``, ``last`` (see ``Schedule``;
     the argument of a SYNCHRONISE block is its number among them), ``stage`` (NOBODY: all devices run it).
     ``buckets``: weights of each bucket in the order of completion. ``starts``, ``finishes``: by SYNCHRONISE block, the
-    bucket whose first and whose second phases it sends (NOBODY: none). ``forward``, ``backward``: by stage, range of
-    its blocks; ``before``, ``after``: those that all devices run first and last, once a step."""
+    bucket whose first and whose second phases it sends (NOBODY: none). ``forward``, ``backward``, ``weight``: by stage,
+    range of its blocks in that pass; the third follows the second, and is empty if backward passes are whole;
+    ``before``, ``after``: those that all devices run first and last, once a step."""
 
     kind: list[int] = field(default_factory=list)
     argument: list[int] = field(default_factory=list)
@@ -239,6 +157,7 @@ class Blocks:
     finishes: list[int] = field(default_factory=list)
     forward: list[range] = field(default_factory=list)
     backward: list[range] = field(default_factory=list)
+    weight: list[range] = field(default_factory=list)
     before: range = range(0)
     after: range = range(0)
 
@@ -249,7 +168,7 @@ class Blocks:
         """One more block."""
         self.kind.append(kind)
         self.argument.append(argument)
-        self.once.append(kind not in (FORWARD, BACKWARD))
+        self.once.append(kind not in (FORWARD, BACKWARD, WEIGHT_GRADIENT))
         self.last.append(kind == SYNCHRONISE and stage != NOBODY)
         self.stage.append(stage)
 
@@ -258,6 +177,13 @@ class Blocks:
         self.add(SYNCHRONISE, len(self.starts), stage)
         self.starts.append(starts)
         self.finishes.append(finishes)
+
+    def of(self, action: Action) -> range:
+        """What a pass of a stage runs."""
+        if action.kind == "F":
+            return self.forward[action.stage]
+        inputs, weights = self.backward[action.stage], self.weight[action.stage]
+        return inputs if action.kind == "I" else weights if action.kind == "W" else range(inputs.start, weights.stop)
 
 
 def make_blocks(graph: OperatorGraph, bucket_bytes: int, prefetch: int, stages: Stages) -> Blocks:
@@ -278,7 +204,7 @@ def make_blocks(graph: OperatorGraph, bucket_bytes: int, prefetch: int, stages: 
                 blocks.add(GATHER, w, stage)
             blocks.add(FORWARD, i, stage)
         blocks.forward.append(range(begin, len(blocks)))
-    _add_backward(blocks, graph, buckets_of(graph, bucket_bytes, stage_of), stage_of, set(shared))
+    _add_backward(blocks, graph, buckets_of(graph, bucket_bytes, stage_of), stages, set(shared))
     return blocks
 
 
@@ -304,25 +230,46 @@ def _gathers(
 
 
 def _add_backward(
-    blocks: Blocks, graph: OperatorGraph, bucket_of: Mapping[str, int], stage_of: Sequence[int], shared: set[int]
+    blocks: Blocks, graph: OperatorGraph, bucket_of: Mapping[str, int], stages: Stages, shared: set[int]
 ) -> None:
     """The backward pass with its synchronisation, and the update."""
     late: list[int] = []
-    ranges: dict[int, range] = {}
-    before, stage, begin = NOBODY, max(stage_of), len(blocks)
-
-    def close() -> None:
-        nonlocal before, begin
-        if before != NOBODY:
-            blocks.synchronise(NOBODY, before, stage)
-        ranges[stage] = range(begin, len(blocks))
-        before, begin = NOBODY, len(blocks)
-
+    passes: list[list[tuple[int, list[list[int]]]]] = [[] for _ in stages.first]
+    stage_of = stages.of(len(graph.operators))
     for i, complete in backward_pass(graph, bucket_of):
-        while stage != stage_of[i]:
-            close()
-            stage -= 1
-        blocks.add(BACKWARD, i, stage)
+        passes[stage_of[i]].append((i, complete))
+    for stage in reversed(range(len(stages))):
+        begin = len(blocks)
+        if stages.splits_backward:
+            for i, _ in passes[stage]:
+                blocks.add(BACKWARD, i, stage)
+        middle = len(blocks)
+        late += _add_gradients(blocks, graph, passes[stage], stage, shared, stages.splits_backward)
+        split = middle if stages.splits_backward else len(blocks)
+        blocks.backward.insert(0, range(begin, split))
+        blocks.weight.insert(0, range(split, len(blocks)))
+    begin, before = len(blocks), NOBODY
+    for bucket in late:
+        blocks.synchronise(bucket, before, NOBODY)
+        before = bucket
+    if before != NOBODY:
+        blocks.synchronise(NOBODY, before, NOBODY)
+    blocks.add(UPDATE, 0, NOBODY)
+    blocks.after = range(begin, len(blocks))
+
+
+def _add_gradients(
+    blocks: Blocks, graph: OperatorGraph, rows: Sequence[tuple[int, list[list[int]]]], stage: int, shared: set[int],
+    halved: bool,
+) -> list[int]:  # fmt: skip
+    """A stage's backward pass, or the ``halved`` one that makes gradients of weights only, with its synchronisation.
+    Returns the buckets that are synchronised after all stages."""
+    late, before = [], NOBODY
+    for i, complete in rows:
+        if not halved:
+            blocks.add(BACKWARD, i, stage)
+        elif trains(graph, i):
+            blocks.add(WEIGHT_GRADIENT, i, stage)
         for weights in complete:
             bucket = len(blocks.buckets)
             blocks.buckets.append(weights)
@@ -331,16 +278,17 @@ def _add_backward(
             else:
                 blocks.synchronise(bucket, before, stage)
                 before = bucket
-    close()
-    blocks.backward = [ranges.get(s, range(begin, begin)) for s in range(max(stage_of) + 1)]
-    stage = NOBODY
-    for bucket in late:
-        blocks.synchronise(bucket, before, NOBODY)
-        before = bucket
     if before != NOBODY:
-        blocks.synchronise(NOBODY, before, NOBODY)
-    blocks.add(UPDATE, 0, NOBODY)
-    blocks.after = range(begin, len(blocks))
+        blocks.synchronise(NOBODY, before, stage)
+    return late
+
+
+def trains(graph: OperatorGraph, operator: int) -> bool:
+    """Whether an operator makes the gradient of a weight."""
+    names = graph.operators[operator].inputs
+    return graph.has_backward[operator] and any(
+        graph.tensor[name].kind == "parameter" and name in graph.differentiable for name in names
+    )
 
 
 # ---- the schedule
@@ -354,8 +302,9 @@ def make_schedule(blocks: Blocks, stages: Stages, devices: int) -> Schedule:
         held.setdefault(row, []).append(d)
     groups = sorted(row for row in held if row)
     plans: dict[tuple[int, ...], list[tuple[range, int]]] = {(): []}
-    for row, plan in zip(groups, actions(stages.kind, groups, stages.microbatches), strict=True):
-        middle = [((blocks.forward if a.kind == "F" else blocks.backward)[a.stage], a.microbatch) for a in plan]
+    kind: ScheduleKind = "gpipe" if len(stages) == stages.microbatches == 1 else stages.kind
+    for row, plan in zip(groups, actions(kind, groups, stages.microbatches), strict=True):
+        middle = [(blocks.of(action), action.microbatch) for action in plan]
         plans[row] = _joined([(blocks.before, 0), *middle, (blocks.after, 0)])
     numbers = {row: g for g, row in enumerate(plans)}
     ends = np.cumsum([0, *(len(plan) for plan in plans.values())]).astype(np.uint32)
@@ -373,6 +322,7 @@ def make_schedule(blocks: Blocks, stages: Stages, devices: int) -> Schedule:
         block_first=column(lambda a: a[0].start), block_last=column(lambda a: a[0].stop),
         microbatch=column(lambda a: a[1]),
         microbatches=np.array([stages.microbatches], np.uint32),
+        final=np.array([last_microbatch(kind, stages.microbatches)], np.uint32),
     )  # fmt: skip
 
 

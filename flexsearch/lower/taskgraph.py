@@ -23,6 +23,7 @@ class TaskKind(IntEnum):
     BACKWARD = 1
     UPDATE = 2
     COMMUNICATION = 3
+    WEIGHT_GRADIENT = 4
 
 
 class Row(NamedTuple):

@@ -39,11 +39,11 @@ _plan_all = direct(plan_all)
 
 _TYPES: dict[str, Any] = {
     "config_shard": np.uint8, "spread": np.uint8,
-    "entry_forward": np.int64, "entry_backward": np.int64, "duration": np.int64,
+    "entry_forward": np.int64, "entry_backward": np.int64, "entry_weight": np.int64, "duration": np.int64,
     "start": np.float64, "amount": np.uint64, "form": np.uint8, "turn": np.int64, "key_form": np.uint8,
     "key_group": np.uint8, "link_ticks": np.int64, "link_least": np.int64, "link_load": np.float64,
     "drag_ticks": np.int64, "drag_load": np.float64, "store_bytes": np.uint64, "forward": np.int64,
-    "backward": np.int64, "role": np.uint8, "most": np.int64, "copy": np.int64, "middle": np.int64,
+    "backward": np.int64, "weight": np.int64, "role": np.uint8, "most": np.int64, "copy": np.int64, "middle": np.int64,
     "staged": np.int64, "staged_again": np.int64,
 }  # fmt: skip
 """Columns of ``Pools``, ``Splits`` and ``Landings`` that are not uint32."""
@@ -283,7 +283,10 @@ class Templates:
             costs.pieces(operator, split.extents, split.extent_of, np.full(count, d, np.uint32)) for d in self._models
         ]
         forward = self._extend("forward", np.concatenate([_ticks(of_kind[0]) for of_kind in seconds]))
-        self._extend("backward", np.concatenate([_ticks(of_kind[1]) for of_kind in seconds]))
+        backward = np.concatenate([_ticks(of_kind[1]) for of_kind in seconds])
+        self._extend("backward", backward)
+        shares = costs.weight_shares(operator, split.extents)[split.extent_of]
+        self._extend("weight", np.rint(backward * np.tile(shares, len(seconds))).astype(np.int64))
         values = {
             "pieces": count, "cost": forward,
             "reads": self._columns["grid"].size, "writes": self._columns["grid"].size + len(split.inputs),
@@ -310,6 +313,7 @@ class Templates:
             first.setdefault(
                 (
                     self.lowering.costs.alike[i], tuple(name in graph.differentiable for name in op.inputs),
+                    tuple(graph.tensor[name].kind == "parameter" for name in op.inputs),
                     self.lowering.blocks(i),
                 ), i
             )

@@ -25,6 +25,7 @@ from flexsearch.lower.rows import (
     NEVER,
     SYNCHRONISE,
     WAIT,
+    WEIGHT_GRADIENT,
     Machine,
     Schedule,
     Segments,
@@ -35,7 +36,9 @@ from flexsearch.topology import Topology
 _PURPOSES: dict[int, Purpose] = {
     GATHER: "gather", FORWARD: "forward", BACKWARD: "backward", SYNCHRONISE: "synchronise",
 }  # fmt: skip
-_KINDS = {FORWARD: TaskKind.FORWARD, BACKWARD: TaskKind.BACKWARD}
+_KINDS = {
+    FORWARD: TaskKind.FORWARD, BACKWARD: TaskKind.BACKWARD, WEIGHT_GRADIENT: TaskKind.WEIGHT_GRADIENT,
+}  # fmt: skip
 
 
 class Synchronised(NamedTuple):
@@ -124,7 +127,7 @@ class _View:
 
     def _steps(self, device: int) -> Iterator[tuple[int, int, int]]:
         """Microbatch, block and step, in the order in which a device runs them."""
-        s, segments, final = self.rows.schedule, self.rows.segments, int(self.rows.schedule.microbatches[0]) - 1
+        s, segments, final = self.rows.schedule, self.rows.segments, int(self.rows.schedule.final[0])
         group = s.group[device]
         for a in range(s.action_first[group], s.action_last[group]):
             microbatch = int(s.microbatch[a])

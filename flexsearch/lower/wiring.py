@@ -28,6 +28,7 @@ def place(blocks: BlockTable, pools: Pools, state: State, change: Change) -> Non
             state.config[i] = change.config[k]
             mark(change, blocks.forward_of[i])
             mark(change, blocks.backward_of[i])
+            mark(change, blocks.weight_of[i])
             for e in range(np.uint64(pools.config_first[old]), np.uint64(pools.config_last[old])):
                 _compute(pools, state, e, -1)
             for e in range(np.uint64(pools.config_first[new]), np.uint64(pools.config_last[new])):

@@ -153,4 +153,5 @@ def task_words(lowered: Lowered, task: int) -> str:
     if tasks.kind[task] == TaskKind.UPDATE:
         return "update"
     name = lowered.graph.operators[tasks.operator[task]].name
-    return f"{name} backward" if tasks.kind[task] == TaskKind.BACKWARD else name
+    suffix = {TaskKind.BACKWARD: " backward", TaskKind.WEIGHT_GRADIENT: " weight gradients"}
+    return name + suffix.get(TaskKind(tasks.kind[task]), "")

@@ -4,7 +4,8 @@ A device's memory is a row of **cells**, four for each block: bytes that begin a
 that begin and that end with its communicating. The use at a moment is the sum of all cells up to where it begins. Cells
 come in chunks, and a chunk is a pair: its net bytes and its high-water mark. Pairs compose, so the peak of a device is
 a scan over the chunks of its actions, in the order of its schedule. With several microbatches there are cells for the
-first, a middle and the last one, as weights are gathered for the first and gradients leave with the last.
+first, a middle and the last one, as weights are gathered for the first and gradients leave with the final one, which is
+the last or, where backward passes run in reverse, the first.
 
 The account is that of one plan. It moves to another by the spans of the units around the operators whose configs
 differ: minus the old ones, plus the new ones. It moves lazily: as long as the units that differ could not fill the room
@@ -20,7 +21,7 @@ import numpy.typing as npt
 
 from flexsearch.compiled import I64, ONE, TWO, U8, U32, U64, ZERO, lean
 from flexsearch.lower.arrays import State
-from flexsearch.lower.rows import Schedule
+from flexsearch.lower.rows import FORWARD, Schedule
 from flexsearch.packed import packed
 from flexsearch.simulate.lifetimes import GRADIENTS, Sources, Spans, list_spans, most_bytes
 
@@ -141,13 +142,28 @@ def enter(account: Account, sign: Any) -> None:
         a, b = begin // FOUR, end // FOUR
         # What begins and ends in passes that every microbatch makes, each has of its own; the rest is there once.
         repeated = schedule.once[a] == 0 and schedule.once[b] == 0
-        _change(account, d, begin, nbytes, last if schedule.last[a] == 1 else ZERO, repeated)
-        _change(account, d, end, -nbytes, ZERO if schedule.once[b] > schedule.last[b] else last, repeated)
+        _change(account, d, begin, nbytes, _which(schedule, a, last, False), repeated)
+        _change(account, d, end, -nbytes, _which(schedule, b, last, True), repeated)
         if last > ZERO and not repeated and spans.part[s] == GRADIENTS and schedule.once[a] == 0:
             # A sum over the microbatches: what the later ones add to it is there for a moment, too.
-            for which in range(ONE, last + ONE):
-                _change(account, d, begin, nbytes, which, False)
-                _change(account, d, begin + ONE, -nbytes, which, False)
+            for which in range(last + ONE):
+                if which != _which(schedule, a, last, False):
+                    _change(account, d, begin, nbytes, which, False)
+                    _change(account, d, begin + ONE, -nbytes, which, False)
+
+
+@lean
+def _which(schedule: Schedule, block: Any, last: Any, ends: Any) -> Any:
+    """Place in ``Account.cells`` of the microbatch with which what is there once begins, or ``ends``, at a block.
+    Forward passes begin with the first microbatch and end with the last; backward passes end with the final one."""
+    final = last if schedule.final[0] > ZERO else ZERO
+    if schedule.last[block] == 1:
+        return final
+    if schedule.once[block] == 1:
+        return ZERO
+    if schedule.kind[block] != FORWARD and final == ZERO:
+        return ZERO if ends else last
+    return last if ends else ZERO
 
 
 @lean

@@ -29,7 +29,8 @@ KINDS: Final[dict[Kind, str]] = {
 link is busy with it."""
 
 _COMPUTE: Final[dict[int, Kind]] = {
-    TaskKind.FORWARD: "forward", TaskKind.BACKWARD: "backward", TaskKind.UPDATE: "update",
+    TaskKind.FORWARD: "forward", TaskKind.BACKWARD: "backward", TaskKind.WEIGHT_GRADIENT: "backward",
+    TaskKind.UPDATE: "update",
 }  # fmt: skip
 _PURPOSE: Final[dict[str, Kind]] = {
     "forward": "activations", "backward": "activations", "gather": "gather", "synchronise": "synchronise",

@@ -128,8 +128,8 @@ def _alike(state: State, action: Any, length: Any) -> Any:
     microbatch, next_microbatch = np.uint64(schedule.microbatch[action]), np.uint64(schedule.microbatch[other])
     if microbatch + state.fold.lag[0] != next_microbatch:
         return False
-    final = np.uint64(schedule.microbatches[0]) - ONE
-    if microbatch == ZERO or next_microbatch == final:  # blocks that run only in the first or the last
+    final = np.uint64(schedule.final[0])
+    if microbatch == ZERO or next_microbatch == final:  # blocks that run only in the first or the final one
         for block in range(first, last):
             if schedule.once[block] or schedule.last[block]:
                 return False

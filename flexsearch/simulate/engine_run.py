@@ -42,7 +42,7 @@ def enter(state: State, d: Any, action: Any, block: Any) -> Any:
     """Put a device before the first block that it runs, from ``block`` of ``action`` on; False if there is none."""
     schedule = state.schedule
     last = np.uint64(schedule.action_last[np.uint64(schedule.group[d])])
-    final = np.uint64(schedule.microbatches[0]) - ONE
+    final = np.uint64(schedule.final[0])
     while action < last:
         microbatch = np.uint64(schedule.microbatch[action])
         while block < np.uint64(schedule.block_last[action]):

@@ -316,7 +316,7 @@ def _visits(schedule: Schedule) -> tuple[U64, int]:
 def _runs(schedule: Schedule) -> U32:
     """By group of devices and block, how often a device runs it."""
     runs = _numbers(len(schedule.action_first), len(schedule.kind))
-    final, always = int(schedule.microbatches[0]) - 1, (schedule.once == 0) & (schedule.last == 0)
+    final, always = int(schedule.final[0]), (schedule.once == 0) & (schedule.last == 0)
     in_first = (schedule.once == 1) & (schedule.last == 0)
     for group, (first, last) in enumerate(zip(schedule.action_first, schedule.action_last, strict=True)):
         for action in range(int(first), int(last)):

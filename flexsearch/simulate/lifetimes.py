@@ -26,6 +26,14 @@ last moment, both included. These are the spans:
 - The **gradient of a weight**, as the pieces make it: likewise, until it has been sent to be synchronised; and as it is
   stored: from that communication to the update. Where both are the same memory, until the update.
 
+Where a schedule splits backward passes, an operator with trained weights has two: the first makes the gradients of its
+other inputs, the second those of its weights. What it saved and the gradients of its outputs live until the second, a
+gathered weight until the first; the gradient of a weight begins with the second.
+
+"Last" means last in the order of blocks. A microbatch passes the blocks of a stage in that order, and so do the weight
+gradients of all stages of a device. But where a device holds two stages, the weight gradients of the later stage may
+run after the input gradients of the earlier one: what both use is taken to be let go with the latter.
+
 Not counted: workspace inside a kernel, what a communication library keeps until the other side has taken it,
 fragmentation, the libraries themselves.
 
@@ -68,7 +76,8 @@ class Units(NamedTuple):
     ``second_block``, where the phases of its synchronisation are issued. By tensor at hand: its readers' slots
     (``reader``), ``at_hand_itemsize``, ``at_hand_bytes`` in all, the ``part`` of memory that it belongs to.
     ``update_block``: (1,), the last. By operator: ``forward_block``, ``backward_block`` (the forward one if there is
-    none); by weight: ``gather_block``.
+    none), ``weight_block``, where it is done with what it saved and with the gradients of its outputs (the backward one
+    if its backward pass is whole); by weight: ``gather_block``.
     """
 
     root: U8
@@ -100,6 +109,7 @@ class Units(NamedTuple):
     update_block: U32
     forward_block: U32
     backward_block: U32
+    weight_block: U32
     gather_block: U32
 
 
@@ -240,7 +250,7 @@ def _make(sources: Sources, state: State, t: Any, producer: Any, now: Any, spans
     units, wiring, layouts, pools = sources.units, sources.wiring, sources.layouts, sources.pools
     config = np.uint64(state.config[producer])
     layout = np.uint64(pools.layout[np.uint64(pools.config_writes[config]) + np.uint64(wiring.tensor_output[t])])
-    back = TWO * np.uint64(sources.units.backward_block[producer]) if units.backward[producer] == 1 else now
+    back = TWO * np.uint64(sources.units.weight_block[producer]) if units.backward[producer] == 1 else now
     until = back if units.saves_outputs[producer] == 1 else now
     itemsize, place = units.itemsize[t], np.uint64(units.place[t])
     first = np.uint64(layouts.mesh_first[np.uint64(layouts.layout_mesh[layout])])
@@ -306,7 +316,8 @@ def _use(sources: Sources, state: State, slots: U32, k: Any, last: Any, gathered
             reader = np.uint64(wiring.slot_operator[other])
             until = max(until, TWO * np.uint64(sources.units.forward_block[reader]))
             if units.backward[reader] == 1 and (gathered or units.saves_inputs[reader] == 1):
-                until = max(until, TWO * np.uint64(sources.units.backward_block[reader]))
+                back = sources.units.backward_block[reader] if gathered else sources.units.weight_block[reader]
+                until = max(until, TWO * np.uint64(back))
     return until
 
 
@@ -364,6 +375,7 @@ def _differentiate(
     """The gradients that the readers of the edge of ``slots[k]`` make, in ``spans.gradient``. Returns the moment at
     which they are complete: the backward of the first reader, as that runs last."""
     wiring, layouts, slot = sources.wiring, sources.layouts, np.uint64(slots[k])
+    blocks = sources.units.backward_block if part == ACTIVATIONS else sources.units.weight_block
     latest, through = ZERO, ZERO
     for j in range(k, last):
         other = np.uint64(slots[j])
@@ -374,8 +386,7 @@ def _differentiate(
             if sources.units.is_view[reader] == 1 and wiring.slot_position[other] == 0 and part == ACTIVATIONS:
                 through = ONE
             latest = reader
-    begin = TWO * np.uint64(sources.units.backward_block[latest])
-    now = TWO * np.uint64(sources.units.backward_block[np.uint64(wiring.slot_operator[slot])])
+    begin, now = TWO * np.uint64(blocks[latest]), TWO * np.uint64(blocks[np.uint64(wiring.slot_operator[slot])])
     for every in range(np.uint64(spans.gradient.shape[0])):
         spans.gradient[every] = 0
     need = np.uint64(state.need[slot])
@@ -401,9 +412,10 @@ def _return(sources: Sources, state: State, slot: Any, t: Any, now: Any, spans: 
     """Bring the gradients of an edge, complete at ``now``, to the layout of the producer of activation ``t``."""
     landings, template = sources.landings, np.uint64(state.backward[slot])
     producer, place, sent = np.uint64(sources.wiring.tensor_producer[t]), np.uint64(sources.units.place[t]), now | ONE
-    used = sent
+    used = until = sent
     if sources.units.backward[producer] == 1:
         used = TWO * np.uint64(sources.units.backward_block[producer])
+        until = TWO * np.uint64(sources.units.weight_block[producer])
     for row in range(np.uint64(landings.landing_first[template]), np.uint64(landings.landing_last[template])):
         d, role = np.uint64(landings.device[row]), landings.role[row]
         original = np.uint64(spans.gradient[d])
@@ -413,7 +425,7 @@ def _return(sources: Sources, state: State, slot: Any, t: Any, now: Any, spans: 
         if role & ALIASED:
             holder = original
         if holder > ZERO:
-            _prolong(spans, holder, used)
+            _prolong(spans, holder, until)
             spans.arrived[place, d] = holder
 
 

@@ -112,6 +112,7 @@ def make_units(graph: OperatorGraph, wiring: Wiring, table: BlockTable, options:
     sync, second = (np.full(len(weights), last, np.uint32) for _ in range(2))
     sync[trained] = table.started_by[table.bucket[trained]]
     second[trained] = table.finished_by[table.bucket[trained]]
+    backward = np.where(table.backward_of == NOTHING, table.forward_of, table.backward_of)
     return Units(
         root=np.array([kind[name] for name in roots], np.uint8),
         tensor=np.array([tensors[name] for name in roots], np.uint32),
@@ -128,8 +129,8 @@ def make_units(graph: OperatorGraph, wiring: Wiring, table: BlockTable, options:
         state_bytes=sizes(state_bytes(graph.tensor[name], options.optimizer, options.precision) for name in weights),
         update_block=np.array([last], np.uint32),
         forward_block=table.forward_of,
-        backward_block=np.where(table.backward_of == NOTHING, table.forward_of, table.backward_of),
-        gather_block=table.gather_of,
+        backward_block=backward,
+        weight_block=np.where(table.weight_of == NOTHING, backward, table.weight_of), gather_block=table.gather_of,
     )  # fmt: skip
 
 

@@ -190,7 +190,7 @@ def _without_synchronisation(rows: Rows) -> Rows:
 
 def _after_backward(rows: Rows) -> Rows:
     """Rows whose synchronisation is issued only when a device has ended its backward pass."""
-    schedule, final = rows.schedule, int(rows.schedule.microbatches[0]) - 1
+    schedule, final = rows.schedule, int(rows.schedule.final[0])
     first, last, actions = [], list[int](), list[tuple[int, int]]()
     for group_first, group_last in zip(schedule.action_first, schedule.action_last, strict=True):
         every = [

@@ -11,7 +11,9 @@ from flexsearch.graph import OperatorGraph
 from flexsearch.strategy.config import OperatorConfig
 from flexsearch.topology import Topology
 
-ScheduleKind = Literal["gpipe", "1f1b", "interleaved-1f1b", "zero-bubble"]
+ScheduleKind = Literal[
+    "gpipe", "1f1b", "interleaved-1f1b", "breadth-first", "zero-bubble", "zero-bubble-v", "dualpipe-v"
+]
 """In which order the devices of a pipeline run its actions."""
 
 

@@ -1,0 +1,275 @@
+"""Which passes each group of devices runs, in which order: the schedules of pipelines.
+
+A **rank** is a group of devices that holds the same stages. Each function gives the actions of one rank as PyTorch's
+``torch.distributed.pipelining`` orders them; ``tests/test_actions.py`` compares them with its classes. The published
+schedules are
+
+- ``gpipe``: Huang et al., NeurIPS 2019;
+- ``1f1b``: Narayanan et al., SOSP 2019 (PipeDream-Flush);
+- ``interleaved-1f1b``: Narayanan et al., SC 2021, section 2.2;
+- ``breadth-first``: Lamy-Poirier, MLSys 2023, section 4 (looped BFS);
+- ``zero-bubble``: Qi et al., ICLR 2024, section 2 (ZB-H1); with several stages on a rank, interleaved;
+- ``zero-bubble-v``: the same, section 6 (ZB-V);
+- ``dualpipe-v``: DeepSeek-AI, "DeepSeek-V3 Technical Report", 2024, section 3.2.1, folded in half.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, deque
+from collections.abc import Callable, Sequence
+from typing import Final, Literal, NamedTuple
+
+from flexsearch.errors import FlexsearchError
+from flexsearch.strategy.stage import ScheduleKind
+
+SPLIT_KINDS: Final[frozenset[ScheduleKind]] = frozenset({"zero-bubble", "zero-bubble-v", "dualpipe-v"})
+"""Schedules that run weight gradients apart from input gradients."""
+LOOPED_KINDS: Final[frozenset[ScheduleKind]] = frozenset({"interleaved-1f1b", "breadth-first", "zero-bubble"})
+"""Schedules for which rank r of p holds the stages r, r + p, r + 2p, ..."""
+V_KINDS: Final[frozenset[ScheduleKind]] = frozenset({"zero-bubble-v", "dualpipe-v"})
+"""Schedules for which rank r of p holds the stages r and 2p - 1 - r."""
+
+
+class Action(NamedTuple):
+    """A pass of a stage for a microbatch, written as PyTorch's pipelining writes it (1F0): forward (F), backward (B),
+    or the two halves of a backward pass: input gradients (I) and weight gradients (W)."""
+
+    stage: int
+    kind: Literal["F", "B", "I", "W"]
+    microbatch: int
+
+    def __str__(self) -> str:
+        return f"{self.stage}{self.kind}{self.microbatch}"
+
+
+def placement(kind: ScheduleKind, ranks: int, each: int = 1) -> list[list[int]]:
+    """The stages of each rank, ascending, ``each`` of them, as a schedule needs them. Raises FlexsearchError unless a
+    V-shaped schedule gets two."""
+    if kind in V_KINDS:
+        if each != 2:
+            raise FlexsearchError(f"{kind} cannot run {each} stages on each rank", "Use two stages on each rank.")
+        return [[rank, 2 * ranks - 1 - rank] for rank in range(ranks)]
+    if kind in LOOPED_KINDS:
+        return [list(range(rank, ranks * each, ranks)) for rank in range(ranks)]
+    return [list(range(rank * each, (rank + 1) * each)) for rank in range(ranks)]
+
+
+def last_microbatch(kind: ScheduleKind, microbatches: int) -> int:
+    """The microbatch whose backward pass is every stage's last one: its gradients complete the sums."""
+    return 0 if kind == "breadth-first" else microbatches - 1
+
+
+def actions(kind: ScheduleKind, held: Sequence[Sequence[int]], microbatches: int) -> list[list[Action]]:
+    """What each rank runs. ``held``: the stages of each rank, ascending; ranks in the order of their first stage.
+
+    Raises FlexsearchError where a schedule does not fit. All but ``gpipe`` need stages that do not share a part of
+    their devices, and: ``1f1b`` stages of a rank that follow each other; the looped schedules equally many stages on
+    each rank, dealt out in turn; the V-shaped ones two, the second ones in reverse. ``interleaved-1f1b`` and
+    ``zero-bubble`` need microbatches in whole rounds, ``dualpipe-v`` as many as there are stages. One microbatch
+    passes any placement where backward passes are whole.
+    """
+    if kind == "gpipe" or (microbatches == 1 and kind not in SPLIT_KINDS):
+        return [_gpipe(row, microbatches) for row in held]
+    stages = 1 + max(stage for row in held for stage in row)
+    _check_placement(kind, held, stages)
+    ranks = len(held)
+    if kind == "1f1b":
+        return [_one_by_one(row, stages, microbatches) for row in held]
+    if kind == "breadth-first":
+        return [_breadth_first(row, microbatches) for row in held]
+    if kind == "zero-bubble-v":
+        return [_zero_bubble_v(rank, ranks, microbatches) for rank in range(ranks)]
+    if kind == "dualpipe-v":
+        if microbatches < stages:
+            raise FlexsearchError(
+                f"dualpipe-v cannot run {microbatches} microbatches through {stages} stages",
+                f"Use {stages} microbatches or more.",
+            )
+        return [_dualpipe_v(rank, ranks, microbatches) for rank in range(ranks)]
+    per_round = _per_round(kind, ranks, microbatches)
+    order = _zero_bubble if kind == "zero-bubble" else _interleaved
+    return [order(rank, row, ranks, microbatches, per_round) for rank, row in enumerate(held)]
+
+
+def _check_placement(kind: ScheduleKind, held: Sequence[Sequence[int]], stages: int) -> None:
+    """Raise FlexsearchError unless a schedule can run stages where they are."""
+    if sum(map(len, held)) != stages:
+        raise FlexsearchError(
+            f"{kind} cannot run stages that share a part of their devices",
+            "Give stages that share a device the same devices, or use gpipe.",
+        )
+    ranks, rows = len(held), [list(row) for row in held]
+    if kind == "1f1b":
+        fits = all(row[-1] - row[0] + 1 == len(row) for row in rows)
+        remedy = "Use interleaved-1f1b, or give each group of devices stages that follow each other."
+    elif kind in V_KINDS:
+        fits = stages == 2 * ranks and rows == placement(kind, ranks, 2)
+        remedy = f"Give group r of the {ranks} groups of devices the stages r and {2 * ranks - 1} - r."
+    else:
+        fits = stages % ranks == 0 and rows == placement(kind, ranks, stages // ranks)
+        remedy = "Deal the stages out in turn, equally many to each group of devices."
+    if not fits:
+        raise FlexsearchError(f"{kind} cannot run the stages {rows}", remedy)
+
+
+def _per_round(kind: ScheduleKind, ranks: int, microbatches: int) -> int:
+    """Microbatches that pass one stage of a rank before the next stage has its turn. Raises FlexsearchError unless
+    rounds are equal."""
+
+    def fits(count: int) -> bool:
+        return count % max(1, count // ranks) == 0
+
+    if not fits(microbatches):
+        fewer = next(m for m in range(microbatches, 0, -1) if fits(m))
+        more = next(m for m in range(microbatches, 2 * microbatches + ranks) if fits(m))
+        raise FlexsearchError(
+            f"{kind} cannot run {microbatches} microbatches on {ranks} groups of devices",
+            f"Use {fewer} or {more} microbatches; a multiple of {ranks} always fits.",
+        )
+    return microbatches // max(1, microbatches // ranks)
+
+
+# ---- whole backward passes
+
+
+def _gpipe(held: Sequence[int], microbatches: int) -> list[Action]:
+    """All forward passes, then all backward ones."""
+    forward = [Action(stage, "F", m) for stage in held for m in range(microbatches)]
+    return forward + [Action(stage, "B", m) for stage in reversed(held) for m in range(microbatches)]
+
+
+def _breadth_first(held: Sequence[int], microbatches: int) -> list[Action]:
+    """All microbatches through a rank's first stage, then all through the next; then all the way back."""
+    forward = [Action(stage, "F", m) for stage in held for m in range(microbatches)]
+    return forward + [Action(stage, "B", m) for stage in reversed(held) for m in reversed(range(microbatches))]
+
+
+def _one_by_one(held: Sequence[int], stages: int, microbatches: int) -> list[Action]:
+    """So many microbatches ahead as stages lie behind, then one backward pass for each forward pass."""
+    ahead = min(microbatches, stages - 1 - held[-1])
+    forward = [[Action(stage, "F", m) for stage in held] for m in range(microbatches)]
+    found = [action for row in forward[:ahead] for action in row]
+    for m in range(microbatches):
+        if m + ahead < microbatches:
+            found += forward[m + ahead]
+        found += (Action(stage, "B", m) for stage in reversed(held))
+    return found
+
+
+def _in_rounds(held: Sequence[int], per_round: int) -> Callable[[int, Literal["F", "B", "I", "W"]], Action]:
+    """The k-th pass of a kind on a rank: rounds of microbatches pass its stages in turn, backward in reverse."""
+
+    def at(k: int, kind: Literal["F", "B", "I", "W"]) -> Action:
+        local = k // per_round % len(held)
+        microbatch = k // (per_round * len(held)) * per_round + k % per_round
+        return Action(held[local if kind == "F" else len(held) - 1 - local], kind, microbatch)
+
+    return at
+
+
+def _interleaved(rank: int, held: Sequence[int], ranks: int, microbatches: int, per_round: int) -> list[Action]:
+    """As ``1f1b``, in rounds; a rank runs ahead by two more passes than the next one."""
+    at, count = _in_rounds(held, per_round), len(held) * microbatches
+    warm = min(count, (len(held) - 1) * per_round + 2 * (ranks - 1 - rank))
+    found = [at(k, "F") for k in range(warm)]
+    for k in range(count):
+        if k + warm < count:
+            found.append(at(k + warm, "F"))
+        found.append(at(k, "B"))
+    return found
+
+
+# ---- backward passes in two halves
+
+
+def _zero_bubble(rank: int, held: Sequence[int], ranks: int, microbatches: int, per_round: int) -> list[Action]:
+    """As ``interleaved-1f1b``, but a rank runs ahead by only one more pass than the next one, and its weight gradients
+    fall behind by as many passes as there are ranks before it, so that they fill what would be idle at the end."""
+    at, count = _in_rounds(held, per_round), len(held) * microbatches
+    warm = min(count, (len(held) - 1) * per_round + ranks - 1 - rank)
+    found = [at(k, "F") for k in range(warm)]
+    for k in range(count):
+        if k + warm < count:
+            found.append(at(k + warm, "F"))
+        found.append(at(k, "I"))
+        if k >= rank:
+            found.append(at(k - rank, "W"))
+    return found + [at(k, "W") for k in range(max(0, count - rank), count)]
+
+
+class _Rank:
+    """The actions of a rank, written one after the other: each is for the next microbatch of its stage and kind."""
+
+    def __init__(self) -> None:
+        self.actions: list[Action] = []
+        self.count: Counter[tuple[int, str]] = Counter()
+        self._owed: deque[Action] = deque()
+        """Weight gradients of the input gradients so far."""
+
+    def add(self, stage: int, kinds: str) -> None:
+        """Passes of a stage, a letter each. ``w``: the weight gradients that have been owed for longest, of any
+        stage, if there are some."""
+        for kind in kinds:
+            if kind == "w":
+                if self._owed:
+                    self._write(self._owed.popleft())
+            elif kind == "F":
+                self._write(Action(stage, "F", self.count[stage, "F"]))
+            elif kind == "B":
+                self._write(Action(stage, "B", self.count[stage, "I"]))
+                self.count[stage, "I"] += 1
+                self.count[stage, "W"] += 1
+            elif kind == "I":
+                self._owed.append(Action(stage, "W", self.count[stage, "I"]))
+                self._write(Action(stage, "I", self.count[stage, "I"]))
+            else:
+                self._write(Action(stage, "W", self.count[stage, "W"]))
+
+    def _write(self, action: Action) -> None:
+        self.actions.append(action)
+        self.count[action.stage, action.kind] += 1
+
+
+def _zero_bubble_v(rank: int, ranks: int, microbatches: int) -> list[Action]:
+    """Both stages of a rank in turn, so that every rank holds equally much. With fewer microbatches than fill the
+    pipeline, the actions of the others are left out."""
+    first, second, total, row = rank, 2 * ranks - 1 - rank, max(2 * ranks - 1, microbatches), _Rank()
+    row.add(first, "F" * (2 * (ranks - rank) - 1))
+    for _ in range(rank):
+        row.add(second, "F")
+        row.add(first, "F")
+    row.add(second, "FIW" * (ranks - rank))
+    while row.count[second, "F"] < total:
+        row.add(first, "FIW" if row.count[first, "F"] < total else "IW")
+        row.add(second, "FIW")
+    for _ in range(rank):
+        row.add(first, "I")
+        row.add(second, "I")
+    row.add(first, "IW" * (ranks - rank))
+    row.add(second, "W" * (total - row.count[second, "W"]))
+    row.add(first, "W" * (total - row.count[first, "W"]))
+    return [action for action in row.actions if action.microbatch < microbatches]
+
+
+def _dualpipe_v(rank: int, ranks: int, microbatches: int) -> list[Action]:
+    """A forward pass of one stage beside a backward pass of the other. PyTorch overlaps the two; here the forward pass
+    comes first. Backward passes are split only while the pipeline fills and drains."""
+    first, second, after, row = rank, 2 * ranks - 1 - rank, ranks - 1 - rank, _Rank()
+    row.add(first, "FF" * after)
+    for _ in range(rank + 1):
+        row.add(first, "F")
+        row.add(second, "F")
+    row.add(second, "IwF" * after)
+    for _ in range(microbatches - 2 * ranks + rank + 1):
+        for ahead, behind in ((first, second), (second, first)):
+            row.add(ahead, "F")
+            row.add(behind, "B")
+    for _ in range(after):
+        row.add(second, "BF")
+        row.add(first, "B")
+    half = (rank + 1) // 2
+    for k in range(rank + 1):
+        row.add(second, "B" if k < half or (k == half and rank % 2 == 0) else "I")
+        row.add(first, "B" if k < half else "I")
+    row.add(first, "wI" * after + "w" * (rank + 1))
+    return row.actions
