@@ -125,6 +125,8 @@ def test_what_has_no_sequence_or_mixes_it_with_constants_is_refused() -> None:
         imported("gpt2", 4, 16).resized(sequence=0)
     with pytest.raises(NotationError, match=r"the limit is 2\^50 \(1 PiB\)\. Give a smaller one"):
         OperatorGraph.load("llama_405b").resized(2**20)
+    with pytest.raises(NotationError, match=r"would have an axis of .* indices\. Give a smaller size"):
+        imported("gpt2", 4, 16).resized(2**46)
 
 
 def test_a_strategy_says_which_size_it_was_made_for() -> None:

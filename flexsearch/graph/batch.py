@@ -15,6 +15,7 @@ from flexsearch.files import describe
 from flexsearch.graph.model import Axis, Operator, OperatorGraph, Tensor
 from flexsearch.graph.notation import Operand
 from flexsearch.graph.ops import kind_of
+from flexsearch.quantities import MAX_SIZE
 
 
 def microbatch(graph: OperatorGraph, count: int) -> OperatorGraph:
@@ -30,7 +31,8 @@ def with_batch(graph: OperatorGraph, factor: int | Fraction) -> OperatorGraph:
     window with an offset or stride, or two operators would give a tensor different shapes; or where a part of a batch
     would not be a whole number of samples.
     """
-    return rebuilt(graph, [_longer(op, factor) for op in graph.operators], "batch", frozenset())
+    constants = {tensor.name for tensor in graph.of_kind("constant")}
+    return rebuilt(graph, [_longer(op, factor) for op in graph.operators], "batch", constants)
 
 
 def rebuilt(graph: OperatorGraph, operators: Sequence[Operator], what: str, free: Collection[str]) -> OperatorGraph:
@@ -70,9 +72,11 @@ def _copied(model: M, changes: dict[str, Any]) -> M:
 
 
 def with_sizes(op: Operator, sizes: Mapping[str, int]) -> Operator:
-    """``op`` with axes of other sizes, and the attributes that tell them."""
+    """``op`` with axes of other sizes, and the attributes that tell them. Raises NotationError beyond 2^48."""
     if all(sizes[axis.name] == axis.size for axis in op.axes):
         return op
+    if (largest := max(sizes.values())) >= MAX_SIZE:
+        raise NotationError(f"operator {op.name!r} would have an axis of {largest:.3g} indices", "Give a smaller size.")
     axes = tuple(Axis(name=a.name, size=sizes[a.name], role=a.role) for a in op.axes)
     return _copied(op, {"axes": axes, "attributes": kind_of(op).resized(op, sizes)})
 
