@@ -23,6 +23,7 @@ from flexsearch.cli.common import (
     show,
     stdout,
 )
+from flexsearch.cli.layouts import simulate_staged
 from flexsearch.cli.progress import Live, compiling
 
 if TYPE_CHECKING:
@@ -149,7 +150,14 @@ def simulate(
 
     if strategy is not None:
         name, plan = str(strategy), Strategy.load(strategy)
-        setting = setting_of(strategy, plan, graph, topology, profile, Size(batch, seq), "GRAPH, before the options")
+        setting = setting_of(
+            strategy, plan, graph, topology, profile, Size(batch, seq), "GRAPH, before the options", staged=True
+        )
+        if not plan.is_plain:
+            if trace is not None:
+                raise typer.BadParameter("plans with stages or microbatches have no trace yet", param_hint="--trace")
+            simulate_staged(setting, name, plan, as_json)
+            return
     else:
         assert baseline is not None
         if graph is None or topology is None:

@@ -10,6 +10,7 @@ from flexsearch.graph.batch import microbatch
 from flexsearch.lower.folding import Fold, fold
 from flexsearch.lower.schedule import Stages
 from flexsearch.strategy.pipeline import Pipeline
+from flexsearch.strategy.stage import check_batch
 from flexsearch.topology import Topology
 
 
@@ -26,7 +27,7 @@ class Share:
 def share_of(graph: OperatorGraph, topology: Topology, replicas: int, microbatches: int) -> Share:
     """One of ``replicas`` blocks' part of one of ``microbatches``. Raises StrategyError if the batch cannot be divided
     so, TopologyError if the topology does not fall apart into equal blocks."""
-    Pipeline(replicas, (0,), ((0,),), microbatches).check_batch(graph.batch)
+    check_batch(graph.batch, replicas, microbatches)
     try:
         part = microbatch(graph, microbatches) if microbatches > 1 else graph
     except NotationError as error:

@@ -59,9 +59,10 @@ class _Search:
     ) -> None:  # fmt: skip
         self.graph, self.topology, self.options, self.budget_s = graph, topology, options, budget_s
         self.on_progress = on_progress
-        self.simulators = StagedSimulators(graph, topology, profile)
+        self.simulators = StagedSimulators(graph, topology, profile, options.precision)
         self.cuts, self.splits = Cuts(graph), Splits(self.simulators)
         self.known: dict[Key, Candidate | None] = {}
+        self._climbed: list[Candidate] = []
         self.plans, self.phase = 0, ""
         self.began = time.monotonic()
         self.best: Candidate | None = None
@@ -72,6 +73,8 @@ class _Search:
             self._factorings()
             for candidate in self._of_different_factorings(CLIMBED):
                 self._climb(candidate)
+            for candidate in self._baselines().values():
+                self._climb(candidate)  # as an expert would set them
             for candidate in self._of_different_factorings(POLISHED):
                 self._polish(candidate)
         except _Over:
@@ -154,15 +157,13 @@ class _Search:
             found.setdefault((layout.data, layout.tensor, layout.pipeline), candidate)
         return list(found.values())[:count]
 
-    def _climb(self, candidate: Candidate) -> Candidate:
+    def _climb(self, candidate: Candidate) -> None:
         """Change one number at a time while that helps."""
         self.phase = "microbatches and schedules"
-        while True:
+        while candidate not in self._climbed:
+            self._climbed.append(candidate)
             near = [self.evaluate(layout, o) for layout, o in self._near(candidate)]
-            best = min((c for c in near if c is not None), key=lambda c: c.rank, default=candidate)
-            if best.rank >= candidate.rank:
-                return candidate
-            candidate = best
+            candidate = min((c for c in (*near, candidate) if c is not None), key=lambda c: c.rank)
 
     def _near(self, candidate: Candidate) -> Iterator[Key]:
         for layout in neighbours(candidate.layout, self.graph.batch, self.cuts.depth):
@@ -246,7 +247,8 @@ class _Search:
             name: (c, step_of(self.simulators, c.pipeline, c.configs, c.options))
             for name, c in self._baselines().items()
         }
-        return HybridResult(best, strategy, step, baselines, self.plans, elapsed, stopped)
+        same = next((name for name, (candidate, _) in baselines.items() if candidate == best), "")
+        return HybridResult(best, strategy, step, baselines, same, self.plans, elapsed, stopped)
 
 
 def _shortfall(simulator: DeltaSimulator) -> float:
