@@ -107,7 +107,7 @@ def test_blocks_of_several_stages(graph: str) -> None:
     made = GRAPHS[graph]()
     count = len(made.operators)
     stages = Stages((0, count // 3, 2 * count // 3), ((0,), (1,), (2,)))
-    blocks = make_blocks(made, 3000, 1, stages)
+    blocks = make_blocks(made, Options(bucket_bytes=3000), stages)
     of = stages.of(count)
     rows = list(zip(blocks.kind, blocks.argument, blocks.stage, strict=True))
     assert rows[-1][0] == UPDATE and len(set((k, a) for k, a, _ in rows)) == len(rows)

@@ -24,8 +24,8 @@ import numpy as np
 from flexsearch.compiled import I64, U8, U32
 from flexsearch.packed import packed
 
-GATHER, FORWARD, BACKWARD, SYNCHRONISE, UPDATE = range(5)
-"""Kinds of blocks; their arguments: weight, operator, operator, bucket, none."""
+GATHER, FORWARD, BACKWARD, SYNCHRONISE, UPDATE, RECOMPUTE, REGATHER = range(7)
+"""Kinds of blocks; their arguments: weight, operator, operator, bucket, none, operator, weight."""
 COMPUTE, WAIT, ISSUE = range(3)
 """Kinds of steps."""
 NEVER: Final = np.iinfo(np.int64).max

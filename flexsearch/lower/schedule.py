@@ -5,7 +5,8 @@ Blocks follow from the graph, the options and the stages, never from a config. T
 - gathers of weights that several stages read;
 - the forward pass, stage by stage: operators in topological order. The gather of a sharded weight stands ``prefetch``
   operators with weights before the first operator that reads it, so that it moves while those compute;
-- the backward pass, stage by stage from the last: operators in reverse. After the operator that completes the gradients
+- the backward pass, stage by stage from the last: operators in reverse. Before a checkpointed region is entered, its
+  forward pass stands again; before that, the gathers of weights that were let go of (``lower.recompute``). After the operator that completes the gradients
   of a bucket its synchronisation starts. Second phases of a bucket are sent when those of the next one start, so that
   they wait for nothing and hold nothing up; those of a stage's last bucket after its last operator;
 - synchronisation of weights that several stages read, and the update.
@@ -22,7 +23,9 @@ import numpy as np
 
 from flexsearch.errors import FlexsearchError
 from flexsearch.graph import OperatorGraph
-from flexsearch.lower.rows import BACKWARD, FORWARD, GATHER, SYNCHRONISE, UPDATE, Schedule
+from flexsearch.lower.recompute import before_backward, regathered_weights, regions_of
+from flexsearch.lower.rows import BACKWARD, FORWARD, GATHER, RECOMPUTE, REGATHER, SYNCHRONISE, UPDATE, Schedule
+from flexsearch.strategy import Options
 from flexsearch.strategy.stage import ScheduleKind
 
 NOBODY: Final = -1
@@ -225,7 +228,7 @@ def backward_pass(graph: OperatorGraph, bucket_of: Mapping[str, int]) -> list[tu
 class Blocks:
     """The blocks of a graph under some options. By block: ``kind``, ``argument``, ``once``, ``last`` (see ``Schedule``;
     the argument of a SYNCHRONISE block is its number among them), ``stage`` (NOBODY: all devices run it).
-    ``buckets``: weights of each bucket in the order of completion. ``starts``, ``finishes``: by SYNCHRONISE block, the
+    ``region``: by operator (see ``regions_of``). ``buckets``: weights of each bucket in the order of completion. ``starts``, ``finishes``: by SYNCHRONISE block, the
     bucket whose first and whose second phases it sends (NOBODY: none). ``forward``, ``backward``: by stage, range of
     its blocks; ``before``, ``after``: those that all devices run first and last, once a step."""
 
@@ -234,6 +237,7 @@ class Blocks:
     once: list[bool] = field(default_factory=list)
     last: list[bool] = field(default_factory=list)
     stage: list[int] = field(default_factory=list)
+    region: list[int] = field(default_factory=list)
     buckets: list[list[int]] = field(default_factory=list)
     starts: list[int] = field(default_factory=list)
     finishes: list[int] = field(default_factory=list)
@@ -245,11 +249,11 @@ class Blocks:
     def __len__(self) -> int:
         return len(self.kind)
 
-    def add(self, kind: int, argument: int, stage: int) -> None:
-        """One more block."""
+    def add(self, kind: int, argument: int, stage: int, repeated: bool = False) -> None:
+        """One more block. ``repeated``: it runs for every microbatch, as passes always do."""
         self.kind.append(kind)
         self.argument.append(argument)
-        self.once.append(kind not in (FORWARD, BACKWARD))
+        self.once.append(not repeated and kind not in (FORWARD, BACKWARD, RECOMPUTE, REGATHER))
         self.last.append(kind == SYNCHRONISE and stage != NOBODY)
         self.stage.append(stage)
 
@@ -260,13 +264,15 @@ class Blocks:
         self.finishes.append(finishes)
 
 
-def make_blocks(graph: OperatorGraph, bucket_bytes: int, prefetch: int, stages: Stages) -> Blocks:
-    """The blocks of a graph whose operators are cut into ``stages``."""
+def make_blocks(graph: OperatorGraph, options: Options, stages: Stages) -> Blocks:
+    """The blocks of a graph whose operators are cut into ``stages``. Raises StrategyError if nothing can be computed
+    again as the options ask for."""
     stage_of = stages.of(len(graph.operators))
     of_weight = list(weight_stages(graph, stage_of).values())
     shared = [w for w, stage in enumerate(of_weight) if stage == NOBODY]
-    gathers = _gathers(graph, prefetch, stage_of, of_weight)
-    blocks = Blocks()
+    gathers = _gathers(graph, options.prefetch, stage_of, of_weight)
+    regathered = regathered_weights(graph, of_weight) if options.reshard_after_forward else {}
+    blocks = Blocks(region=regions_of(graph, options.recompute, stage_of))
     for w in shared:
         blocks.add(GATHER, w, NOBODY)
     blocks.before = range(len(blocks))
@@ -275,10 +281,11 @@ def make_blocks(graph: OperatorGraph, bucket_bytes: int, prefetch: int, stages: 
         begin = len(blocks)
         for i in range(first, last):
             for w in gathers.get(i, ()):
-                blocks.add(GATHER, w, stage)
+                blocks.add(GATHER, w, stage, repeated=w in regathered)
             blocks.add(FORWARD, i, stage)
         blocks.forward.append(range(begin, len(blocks)))
-    _add_backward(blocks, graph, buckets_of(graph, bucket_bytes, stage_of), stage_of, set(shared))
+    again = before_backward(graph, blocks.region, stage_of, regathered, options.prefetch)
+    _add_backward(blocks, graph, buckets_of(graph, options.bucket_bytes, stage_of), stage_of, set(shared), again)
     return blocks
 
 
@@ -304,9 +311,10 @@ def _gathers(
 
 
 def _add_backward(
-    blocks: Blocks, graph: OperatorGraph, bucket_of: Mapping[str, int], stage_of: Sequence[int], shared: set[int]
-) -> None:
-    """The backward pass with its synchronisation, and the update."""
+    blocks: Blocks, graph: OperatorGraph, bucket_of: Mapping[str, int], stage_of: Sequence[int], shared: set[int],
+    again: Mapping[int, list[tuple[int, int]]],
+) -> None:  # fmt: skip
+    """The backward pass with what is done ``again`` in it and its synchronisation, and the update."""
     late: list[int] = []
     ranges: dict[int, range] = {}
     before, stage, begin = NOBODY, max(stage_of), len(blocks)
@@ -322,6 +330,8 @@ def _add_backward(
         while stage != stage_of[i]:
             close()
             stage -= 1
+        for kind, argument in again.get(i, ()):
+            blocks.add(kind, argument, stage)
         blocks.add(BACKWARD, i, stage)
         for weights in complete:
             bucket = len(blocks.buckets)

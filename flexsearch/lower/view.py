@@ -23,6 +23,8 @@ from flexsearch.lower.rows import (
     FORWARD,
     GATHER,
     NEVER,
+    RECOMPUTE,
+    REGATHER,
     SYNCHRONISE,
     WAIT,
     Machine,
@@ -34,8 +36,9 @@ from flexsearch.topology import Topology
 
 _PURPOSES: dict[int, Purpose] = {
     GATHER: "gather", FORWARD: "forward", BACKWARD: "backward", SYNCHRONISE: "synchronise",
+    RECOMPUTE: "recompute", REGATHER: "regather",
 }  # fmt: skip
-_KINDS = {FORWARD: TaskKind.FORWARD, BACKWARD: TaskKind.BACKWARD}
+_KINDS = {FORWARD: TaskKind.FORWARD, BACKWARD: TaskKind.BACKWARD, RECOMPUTE: TaskKind.RECOMPUTE}
 
 
 class Synchronised(NamedTuple):

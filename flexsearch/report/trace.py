@@ -22,7 +22,7 @@ from flexsearch.simulate.critical import turns
 Event = dict[str, Any]
 _CATEGORY = {
     TaskKind.FORWARD: "forward", TaskKind.BACKWARD: "backward", TaskKind.UPDATE: "update",
-    TaskKind.COMMUNICATION: "communication",
+    TaskKind.COMMUNICATION: "communication", TaskKind.RECOMPUTE: "recompute",
 }  # fmt: skip
 
 
