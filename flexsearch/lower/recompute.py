@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from itertools import groupby
+from itertools import groupby, pairwise
 from typing import Final
 
 from flexsearch.errors import StrategyError
@@ -77,7 +77,7 @@ def _between_sums(graph: OperatorGraph) -> list[str]:
         if op.kind == "pointwise" and len(set(added)) == 2 and alive == set(op.outputs):
             points.append(i)
     keys = [""] * len(graph.operators)
-    for k, (first, end) in enumerate(zip(points, points[1:], strict=False)):
+    for k, (first, end) in enumerate(pairwise(points)):
         keys[first + 1 : end + 1] = [str(k)] * (end - first)
     return keys
 
@@ -100,7 +100,8 @@ def _core_attention(graph: OperatorGraph) -> list[str]:
 def _back_to_product(graph: OperatorGraph, i: int) -> int | None:
     """The contraction of two activations that a softmax is of, through elementwise operators; None: there is none."""
     while graph.operators[i].kind not in ("einsum", "linear"):
-        made = [graph.producer[n] for n in graph.operators[i].inputs if n in graph.differentiable & graph.producer.keys()]
+        inputs = (n for n in graph.operators[i].inputs if n in graph.differentiable)
+        made = [graph.producer[n] for n in inputs if n in graph.producer]
         if not made:
             return None
         i = made[0]

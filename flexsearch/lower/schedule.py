@@ -6,9 +6,10 @@ Blocks follow from the graph, the options and the stages, never from a config. T
 - the forward pass, stage by stage: operators in topological order. The gather of a sharded weight stands ``prefetch``
   operators with weights before the first operator that reads it, so that it moves while those compute;
 - the backward pass, stage by stage from the last: operators in reverse. Before a checkpointed region is entered, its
-  forward pass stands again; before that, the gathers of weights that were let go of (``lower.recompute``). After the operator that completes the gradients
-  of a bucket its synchronisation starts. Second phases of a bucket are sent when those of the next one start, so that
-  they wait for nothing and hold nothing up; those of a stage's last bucket after its last operator;
+  forward pass stands again; before that, gathers of weights that were let go of (``lower.recompute``). After the
+  operator that completes the gradients of a bucket its synchronisation starts. Second phases of a bucket are sent when
+  those of the next one start, so that they wait for nothing and hold nothing up; those of a stage's last bucket after
+  its last operator;
 - synchronisation of weights that several stages read, and the update.
 """
 
@@ -228,9 +229,10 @@ def backward_pass(graph: OperatorGraph, bucket_of: Mapping[str, int]) -> list[tu
 class Blocks:
     """The blocks of a graph under some options. By block: ``kind``, ``argument``, ``once``, ``last`` (see ``Schedule``;
     the argument of a SYNCHRONISE block is its number among them), ``stage`` (NOBODY: all devices run it).
-    ``region``: by operator (see ``regions_of``). ``buckets``: weights of each bucket in the order of completion. ``starts``, ``finishes``: by SYNCHRONISE block, the
-    bucket whose first and whose second phases it sends (NOBODY: none). ``forward``, ``backward``: by stage, range of
-    its blocks; ``before``, ``after``: those that all devices run first and last, once a step."""
+    ``region``: by operator (see ``regions_of``). ``buckets``: weights of each bucket in the order of completion.
+    ``starts``, ``finishes``: by SYNCHRONISE block, the bucket whose first and whose second phases it sends (NOBODY:
+    none). ``forward``, ``backward``: by stage, range of its blocks; ``before``, ``after``: those that all devices run
+    first and last, once a step."""
 
     kind: list[int] = field(default_factory=list)
     argument: list[int] = field(default_factory=list)

@@ -116,10 +116,10 @@ class Spans(NamedTuple):
     """The spans of one unit: ``device``, ``first`` and ``last`` moment, ``nbytes``, ``part``; ``size``: (1,) how many.
 
     Work arrays. A **handle** is the number of a span plus 1; 0: none, at hand all the time. By place of the activation
-    in its unit and device: ``output``, what holds it where it was made, and ``arrived``, what holds its gradient in the
-    producer's layout; ``again``, what holds it where it was computed again. By device: ``gradient``, what holds the readers' gradient of the edge at hand, and ``born``, the
-    moment since when all gradients of a weight are there. ``low``, ``high``: by device and dimension, of what is at
-    hand; ``reads``: by device, whether it reads it.
+    in its unit and device: ``output``, what holds it where it was made; ``again``, where it was computed again;
+    ``arrived``, what holds its gradient in the producer's layout. By device: ``gradient``, what holds the readers'
+    gradient of the edge at hand, and ``born``, the moment since when all gradients of a weight are there. ``low``,
+    ``high``: by device and dimension, of what is at hand; ``reads``: by device, whether it reads it.
     """
 
     device: U32
@@ -271,13 +271,13 @@ def _make(sources: Sources, state: State, t: Any, producer: Any, now: Any, again
             spans.again[place, d] = handle
         else:
             spans.output[place, d] = handle
-        besides = _besides(units, producer, elements, itemsize)
-        if besides > 0 and back > now:
-            _add(spans, d, besides, ACTIVATIONS, now, back)
+        more = besides(units, producer, elements, itemsize)
+        if more > 0 and back > now:
+            _add(spans, d, more, ACTIVATIONS, now, back)
 
 
 @lean
-def _besides(units: Units, producer: Any, elements: Any, itemsize: Any) -> Any:
+def besides(units: Units, producer: Any, elements: Any, itemsize: Any) -> Any:
     """Bytes saved besides, as in ``graph.ops.Saved``."""
     return elements * units.extra[producer] + elements * units.halves[producer] * itemsize // np.int64(2)
 
@@ -539,67 +539,3 @@ def _synchronise(sources: Sources, state: State, w: Any, template: Any, spans: S
         if born == ZERO:  # no piece there makes a gradient
             born = sent
         _prolong(spans, _land(spans, landings, row, True, born, sent, again, update, GRADIENTS), update)
-
-
-# ---- a quick upper bound
-
-
-@lean
-def most_bytes(sources: Sources, state: State, u: Any) -> Any:
-    """At most so many bytes does unit ``u`` take on any device, all its spans together."""
-    units, wiring, pools = sources.units, sources.wiring, sources.pools
-    landings = sources.landings
-    total = np.int64(0)
-    if units.root[u] == AT_HAND:
-        total = units.at_hand_bytes[np.uint64(units.tensor[u])]
-    elif units.root[u] == WEIGHT:
-        w = np.uint64(units.tensor[u])
-        p = np.uint64(state.plan[w])
-        total = _most_stored(pools, p)
-        total += total // units.weight_itemsize[w] * units.state_bytes[w]
-        total += landings.most[np.uint64(pools.plan_sync[p])]
-        times = np.int64(2 if units.regather_block[w] != NOTHING else 1)
-        for k in range(np.uint64(sources.program.reader_first[w]), np.uint64(sources.program.reader_last[w])):
-            total += times * _most_of_edge(sources, state, np.uint64(sources.program.reader[k]), units.weight_itemsize[w])
-    for a in range(np.uint64(units.activation_first[u]), np.uint64(units.activation_last[u])):
-        t = np.uint64(units.activation[a])
-        producer = np.uint64(wiring.tensor_producer[t])
-        at = np.uint64(pools.config_writes[np.uint64(state.config[producer])]) + np.uint64(wiring.tensor_output[t])
-        elements = _most_elements(sources.layouts, np.uint64(pools.layout[at]))
-        more = elements * units.itemsize[t] + _besides(units, producer, elements, units.itemsize[t])
-        for k in range(np.uint64(wiring.tensor_first[t]), np.uint64(wiring.tensor_last[t])):
-            more += _most_of_edge(sources, state, np.uint64(wiring.tensor_slot[k]), units.itemsize[t])
-        for k in range(np.uint64(wiring.result_first[t]), np.uint64(wiring.result_last[t])):
-            more += landings.most[np.uint64(state.forward[np.uint64(wiring.result_slot[k])])]
-        total += more if units.recompute_block[producer] == NOTHING else np.int64(2) * more
-    return total
-
-
-@lean
-def _most_of_edge(sources: Sources, state: State, slot: Any, itemsize: Any) -> Any:
-    """At most so many bytes are copies and gradients of a slot's edge, on any device; 0 if another slot leads it."""
-    landings = sources.landings
-    if np.uint64(state.leader[slot]) != slot:
-        return np.int64(0)
-    total = landings.most[np.uint64(state.forward[slot])] + landings.most[np.uint64(state.backward[slot])]
-    if sources.program.flows[slot] == 1:
-        total += _most_elements(sources.layouts, np.uint64(state.need[slot])) * itemsize
-    return total
-
-
-@lean
-def _most_elements(layouts: Interned, layout: Any) -> Any:
-    """The largest piece of a layout, of which no device has several."""
-    most, first = np.int64(0), np.uint64(layouts.grid_first[np.uint64(layouts.layout_grid[layout])])
-    for k in range(entries_of(layouts, layout)):
-        most = max(most, layouts.volume[first + k])
-    return most
-
-
-@lean
-def _most_stored(pools: Pools, p: Any) -> Any:
-    """The most bytes that a weight's plan stores on one device."""
-    most = np.int64(0)
-    for row in range(np.uint64(pools.store_first[p]), np.uint64(pools.store_last[p])):
-        most = max(most, np.int64(pools.store_bytes[row]))
-    return most

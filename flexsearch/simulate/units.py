@@ -197,6 +197,6 @@ def _make_spans(graph: OperatorGraph, units: Units, wiring: Wiring, program: Pro
     return Spans(
         device=numbers(room), first=numbers(room), last=numbers(room), nbytes=np.zeros(room, np.int64),
         part=np.zeros(room, np.uint8), size=np.zeros(1, np.uint64), output=numbers(most, devices),
-        arrived=numbers(most, devices), gradient=numbers(devices), born=numbers(devices), again=numbers(most, devices), low=boxes[0].copy(),
-        high=boxes[1].copy(), reads=np.zeros(devices, np.uint8),
+        arrived=numbers(most, devices), gradient=numbers(devices), born=numbers(devices), again=numbers(most, devices),
+        low=boxes[0].copy(), high=boxes[1].copy(), reads=np.zeros(devices, np.uint8),
     )  # fmt: skip
