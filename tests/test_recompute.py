@@ -34,6 +34,7 @@ from flexsearch.strategy import Options, Strategy, make_config
 from flexsearch.strategy.baselines import baseline
 from flexsearch.topology import Topology
 from tests import test_delta, test_memory
+from tests.conftest import Cli
 from tests.engine_oracle import Simulation as EngineOracle
 from tests.test_baselines import mlp, transformer
 from tests.test_delta import TOPOLOGIES, tied
@@ -268,3 +269,12 @@ def test_a_file_keeps_the_options_and_the_runtime_refuses_them(tmp_path: Path, o
 
 def with_options(plan: Strategy) -> Strategy:
     return Strategy(plan.graph, plan.inputs, plan.cluster, plan.configs, Options(optimizer=plan.options.optimizer))
+
+
+def test_the_command_line_plans_with_them(cli: Cli) -> None:
+    options = ["--recompute", "full", "--reshard-after-forward", "--optimizer", "adam", "--precision", "bf16"]
+    arguments = ["simulate", "gpt2", "-t", "p100:1", "--baseline", "fsdp", "--json"]
+    again, plain = cli(*arguments, *options), cli(*arguments)
+    assert again.code == 0, again.err
+    assert again.json["peak_bytes"] < 0.5 * plain.json["peak_bytes"]
+    assert cli("simulate", "mlp", "-t", "p100:1", "--baseline", "fsdp", "--recompute", "full").code != 0

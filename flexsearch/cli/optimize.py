@@ -21,7 +21,15 @@ from flexsearch.cli.common import (
     show,
     stdout,
 )
-from flexsearch.cli.plans import OptimizerOption, PrecisionOption, in_order, make_options, print_plans
+from flexsearch.cli.plans import (
+    OptimizerOption,
+    PrecisionOption,
+    RecomputeOption,
+    ReshardOption,
+    in_order,
+    make_options,
+    print_plans,
+)
 from flexsearch.cli.progress import Live, compiling
 
 if TYPE_CHECKING:
@@ -62,6 +70,8 @@ def optimize(
     ] = None,
     optimizer: OptimizerOption = "momentum",
     precision: PrecisionOption = "as-is",
+    recompute: RecomputeOption = "none",
+    reshard_after_forward: ReshardOption = False,
     margin: Annotated[
         float | None,
         typer.Option(
@@ -113,9 +123,10 @@ def optimize(
     first = load_strategy(resume, setting) if resume is not None else None
     # What is to be proved is the best plan, not the simplest of the good ones.
     share = margin / 100 if margin is not None else 0.0 if exhaustive is not None else MARGIN
+    told = make_options(optimizer, precision, recompute, reshard_after_forward)
     result = _search(
         setting, budget, seed, first, tuple(pin or ()), processes, share,
-        first.options if first is not None else make_options(optimizer, precision),
+        first.options if first is not None else told,
     )  # fmt: skip
     _save(setting, result, output)
     result, proof = _prove(setting, result, exhaustive, tuple(pin or ()))
