@@ -55,7 +55,7 @@ def test_blocks_of_several_stages(graph: str) -> None:
     made = GRAPHS[graph]()
     count = len(made.operators)
     stages = Stages((0, count // 3, 2 * count // 3), ((0,), (1,), (2,)))
-    blocks = make_blocks(made, 3000, 1, stages)
+    blocks = make_blocks(made, Options(bucket_bytes=3000), stages)
     of = stages.of(count)
     rows = list(zip(blocks.kind, blocks.argument, blocks.stage, strict=True))
     assert rows[-1][0] == UPDATE and len(set((k, a) for k, a, _ in rows)) == len(rows)
@@ -110,14 +110,14 @@ def test_the_halves_of_a_backward_pass_take_as_long_as_the_whole(graph: str) -> 
 
 def test_weight_gradients_are_synchronised_after_the_pass_that_makes_them() -> None:
     made = mlp()
-    blocks = make_blocks(made, 1, 1, Stages((0, 3), ((0,), (1,)), 4, "zero-bubble"))
+    blocks = make_blocks(made, Options(bucket_bytes=1), Stages((0, 3), ((0,), (1,)), 4, "zero-bubble"))
     kinds = ["GFBSUW"[kind] for kind in blocks.kind]
     for backward, weight in zip(blocks.backward, blocks.weight, strict=True):
         assert set(kinds[backward.start : backward.stop]) == {"B"} and backward.stop == weight.start
         assert kinds[weight.start] == "W" and set(kinds[weight.start : weight.stop]) == {"W", "S"}
-    whole = make_blocks(made, 1, 1, Stages((0, 3), ((0,), (1,)), 4))
+    whole = make_blocks(made, Options(bucket_bytes=1), Stages((0, 3), ((0,), (1,)), 4))
     assert not any(whole.weight) and WEIGHT_GRADIENT not in whole.kind and whole.buckets == blocks.buckets
-    alone = make_blocks(made, 1, 1, Stages((0,), ((0,),), 1, "zero-bubble"))
+    alone = make_blocks(made, Options(bucket_bytes=1), Stages((0,), ((0,),), 1, "zero-bubble"))
     assert WEIGHT_GRADIENT not in alone.kind
 
 

@@ -25,7 +25,15 @@ from flexsearch.cli.common import (
     stdout,
 )
 from flexsearch.cli.layouts import optimize_layouts, refuse_with_layouts, too_large
-from flexsearch.cli.plans import OptimizerOption, PrecisionOption, in_order, make_options, print_plans
+from flexsearch.cli.plans import (
+    OptimizerOption,
+    PrecisionOption,
+    RecomputeOption,
+    ReshardOption,
+    in_order,
+    make_options,
+    print_plans,
+)
 from flexsearch.cli.progress import Live, compiling
 
 if TYPE_CHECKING:
@@ -69,6 +77,8 @@ def optimize(
     ] = None,
     optimizer: OptimizerOption = "momentum",
     precision: PrecisionOption = "as-is",
+    recompute: RecomputeOption = "none",
+    reshard_after_forward: ReshardOption = False,
     margin: Annotated[
         float | None,
         typer.Option(
@@ -126,15 +136,17 @@ def optimize(
     setting = load_setting(graph, topology, profile, Size(batch, seq))
     if plan_only or (resume is None and not pin and too_large(setting)):
         refuse_with_layouts(resume=resume, pin=pin, plot=plot, exhaustive=exhaustive)
-        options, size = make_options(optimizer, precision), Size(batch, seq).words()
+        options = make_options(optimizer, precision, recompute, reshard_after_forward)
+        size = Size(batch, seq).words()
         optimize_layouts(setting, options, budget, output, as_json, size, plan_only)
         return
     first = load_strategy(resume, setting) if resume is not None else None
     # What is to be proved is the best plan, not the simplest of the good ones.
     share = margin / 100 if margin is not None else 0.0 if exhaustive is not None else MARGIN
+    told = make_options(optimizer, precision, recompute, reshard_after_forward)
     result = _search(
         setting, budget, seed, first, tuple(pin or ()), processes, share,
-        first.options if first is not None else make_options(optimizer, precision),
+        first.options if first is not None else told,
     )  # fmt: skip
     _save(setting, result, output)
     result, proof = _prove(setting, result, exhaustive, tuple(pin or ()))

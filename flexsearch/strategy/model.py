@@ -133,6 +133,13 @@ class Strategy:
                 "yet",
                 "Run `flexsearch optimize` again without --precision, or import the model in that precision.",
             )
+        if self.options.recompute != "none" or self.options.reshard_after_forward:
+            what = "recompute" if self.options.recompute != "none" else "synchronisation.reshard_after_forward"
+            raise StrategyError(
+                f"{what}: the runtime keeps activations and gathered weights for the backward pass",
+                f"Run `flexsearch optimize` again without it, or remove {what} from the file to train more slowly in "
+                "more memory.",
+            )
 
     def _check_hashes(self, graph: OperatorGraph, topology: Topology) -> None:
         for what, reference, name, digest in (
@@ -176,9 +183,11 @@ class Strategy:
             cluster=self.cluster,
             optimizer=self.options.optimizer,
             precision=None if self.options.precision == "as-is" else self.options.precision,
+            recompute=None if self.options.recompute == "none" else self.options.recompute,
             synchronisation=SynchronisationFile(
                 bucket_bytes=self.options.bucket_bytes,
                 prefetch=None if self.options.prefetch == Options().prefetch else self.options.prefetch,
+                reshard_after_forward=self.options.reshard_after_forward or None,
             ),
             stages=None if plain else tuple(self._stage_file(stage) for stage in self.stages),
             schedule=None if plain and self.microbatches == 1 else self.schedule,
@@ -224,7 +233,8 @@ class Strategy:
             configs[name] = _config(name, config, stage_of[name].positions)
         options = Options(
             bucket_bytes=file.synchronisation.bucket_bytes, optimizer=file.optimizer,
-            precision=file.precision or "as-is",
+            precision=file.precision or "as-is", recompute=file.recompute or "none",
+            reshard_after_forward=file.synchronisation.reshard_after_forward or False,
         )  # fmt: skip
         if (prefetch := file.synchronisation.prefetch) is not None:
             options = options.model_copy(update={"prefetch": prefetch})
