@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from flexsearch.errors import FlexsearchError
 from flexsearch.lower.actions import SPLIT_KINDS, Action, actions, placement
-from flexsearch.lower.list_schedule import RULES, Found, Passes, Listing, list_schedule, peaks, ticks_of_order
+from flexsearch.lower.list_schedule import RULES, Found, Listing, Passes, list_schedule, peaks, ticks_of_order
 from flexsearch.strategy.stage import ScheduleKind
 from tests.pipelines import Pipeline
 
