@@ -8,11 +8,19 @@ import pytest
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
+from flexsearch.cost import Costs
+from flexsearch.cost.ticks import TICK
 from flexsearch.errors import FlexsearchError
 from flexsearch.lower.actions import SPLIT_KINDS, Action, actions, placement
 from flexsearch.lower.list_schedule import RULES, Found, Listing, Passes, list_schedule, peaks, ticks_of_order
+from flexsearch.lower.schedule import Stages
+from flexsearch.lower.stage_passes import stage_passes
+from flexsearch.simulate.delta import DeltaSimulator
+from flexsearch.strategy import OperatorConfig, Options
 from flexsearch.strategy.stage import ScheduleKind
+from flexsearch.topology import Topology
 from tests.pipelines import Pipeline
+from tests.test_baselines import mlp
 
 KINDS: tuple[ScheduleKind, ...] = get_args(ScheduleKind)
 PLACEMENTS: list[tuple[ScheduleKind, int]] = [("1f1b", 1), ("1f1b", 2), ("zero-bubble", 2), ("zero-bubble-v", 2)]
@@ -132,3 +140,22 @@ def test_what_cannot_be_listed_is_refused() -> None:
     stuck = [[Action(0, "I", 0), Action(0, "F", 0)], [Action(1, "F", 0), Action(1, "I", 0)]]
     with pytest.raises(FlexsearchError, match="wait for each other"):
         ticks_of_order(equal([[0], [1]], 9), stuck)
+
+
+def test_what_is_listed_for_a_plan_is_simulated_as_it_stands() -> None:
+    """Four stages, the last of them short: the listed order is faster than the named ones, by the engine too."""
+    graph, topology = mlp(batch=4096, width=1024), Topology.load("p100:1")
+    cuts, devices = (0, 1, 3, 5), ((0,), (1,), (2,), (3,))
+    plan = [OperatorConfig((), (d,), 1) for d in Stages(cuts, devices).of(len(graph.operators))]
+
+    def simulator(kind: ScheduleKind, orders: Any = ()) -> DeltaSimulator:
+        stages = Stages(cuts, devices, 8, kind, orders)
+        return DeltaSimulator(graph, topology, Costs(graph, topology), Options(), plan, stages=stages)
+
+    passes = stage_passes(simulator("1f1b").rows, [1] * 4, [8] * 4)
+    assert passes.held == ((0,), (1,), (2,), (3,)) and min(passes.transfer[:3]) > 0
+    found = list_schedule(passes, 8)
+    assert found.kind is None
+    seconds = simulator("zero-bubble", found.orders).seconds
+    assert seconds == pytest.approx(found.ticks * TICK, rel=0.01)  # the update, and synchronisation of nothing
+    assert seconds < 0.9 * min(simulator(kind).seconds for kind in ("gpipe", "1f1b", "zero-bubble"))
