@@ -15,9 +15,9 @@ from flexsearch.cost.ticks import TICK
 from flexsearch.errors import FlexsearchError, StrategyError
 from flexsearch.graph import OperatorGraph
 from flexsearch.lower import Lowering
-from flexsearch.lower.actions import V_KINDS, placement
+from flexsearch.lower.actions import V_KINDS, actions, placement
 from flexsearch.lower.rows import BACKWARD, COMPUTE, FORWARD, GATHER, SYNCHRONISE, UPDATE, WEIGHT_GRADIENT
-from flexsearch.lower.schedule import Stages, make_blocks
+from flexsearch.lower.schedule import Stages, make_blocks, make_schedule
 from flexsearch.runtime.program import compile_program
 from flexsearch.simulate.delta import DeltaSimulator
 from flexsearch.strategy import OperatorConfig, Options
@@ -48,6 +48,14 @@ def test_a_piece_outside_its_stage_is_refused() -> None:
     plan = [OperatorConfig((), (3,), 1)] * len(graph.operators)
     with pytest.raises(StrategyError, match="device 3"):
         lowering.lower(plan, Options(), Stages((0,), ((0, 1),)))
+
+
+@pytest.mark.parametrize(("kind", "orders"), [("1f1b", 2), ("zero-bubble", 1)])
+def test_orders_that_do_not_fit_their_schedule_are_refused(kind: Any, orders: int) -> None:
+    rows = tuple(map(tuple, actions("zero-bubble", [[0], [1]], 2)))[:orders]
+    stages = Stages((0, 2), ((0,), (1,)), 2, kind, rows)
+    with pytest.raises(FlexsearchError, match="orders of passes do not fit"):
+        make_schedule(make_blocks(mlp(), Options(bucket_bytes=1), stages), stages, 2)
 
 
 @pytest.mark.parametrize("graph", GRAPHS)

@@ -49,12 +49,14 @@ NOBODY: Final = -1
 class Stages:
     """How a step is cut. ``first``: the operator that each stage begins with, ascending from 0; ``devices``: of each
     stage; several stages on one device take turns there. The batch is cut into ``microbatches``; ``kind``: of the
-    schedule by which they pass through the stages."""
+    schedule by which they pass through the stages. ``orders``: what each rank runs (``lower.actions``), where that is
+    not what the schedule says; with a ``kind`` that divides backward passes in the same manner."""
 
     first: tuple[int, ...]
     devices: tuple[tuple[int, ...], ...]
     microbatches: int = 1
     kind: ScheduleKind = "1f1b"
+    orders: tuple[tuple[Action, ...], ...] = ()
 
     def __post_init__(self) -> None:
         if not self.first or self.first[0] != 0 or list(self.first) != sorted(set(self.first)):
@@ -330,7 +332,14 @@ def make_schedule(blocks: Blocks, stages: Stages, devices: int) -> Schedule:
     groups = sorted(row for row in held if row)
     plans: dict[tuple[int, ...], list[tuple[range, int]]] = {(): []}
     kind: ScheduleKind = "gpipe" if len(stages) == stages.microbatches == 1 else stages.kind
-    for row, plan in zip(groups, actions(kind, groups, stages.microbatches), strict=True):
+    orders = stages.orders or actions(kind, groups, stages.microbatches)
+    halves = any(action.kind in "IW" for row in stages.orders for action in row)
+    if len(orders) != len(groups) or (halves and not stages.splits_backward):
+        raise FlexsearchError(
+            f"the {len(orders)} orders of passes do not fit {len(groups)} groups of devices with the schedule {kind}",
+            "Give each group of devices one, and a schedule that divides backward passes where they do.",
+        )
+    for row, plan in zip(groups, orders, strict=True):
         middle = [(blocks.of(action), action.microbatch) for action in plan]
         plans[row] = _joined([(blocks.before, 0), *middle, (blocks.after, 0)])
     numbers = {row: g for g, row in enumerate(plans)}
