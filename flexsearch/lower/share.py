@@ -28,14 +28,13 @@ def share_of(graph: OperatorGraph, topology: Topology, replicas: int, microbatch
     """One of ``replicas`` blocks' part of one of ``microbatches``. Raises StrategyError if the batch cannot be divided
     so, TopologyError if the topology does not fall apart into equal blocks."""
     check_batch(graph.batch, replicas, microbatches)
+    if replicas > 1:
+        parts = fold(graph, topology, replicas, microbatches)
+        return Share(parts.part, parts.folding.block, parts)
     try:
-        part = microbatch(graph, microbatches) if microbatches > 1 else graph
+        return Share(microbatch(graph, microbatches) if microbatches > 1 else graph, topology, None)
     except NotationError as error:
         raise StrategyError(f"the batch cannot be divided by {microbatches}: {error.message}") from error
-    if replicas == 1:
-        return Share(part, topology, None)
-    parts = fold(part, topology, replicas)
-    return Share(parts.part, parts.folding.block, parts)
 
 
 def stages_of(pipeline: Pipeline) -> Stages:
