@@ -239,8 +239,8 @@ def test_replicas_at_other_places_are_refused() -> None:
 
 
 def test_a_batch_that_suits_no_layout_is_refused_with_the_remedy() -> None:
-    with pytest.raises(StrategyError, match="no layout of 7 devices") as error:
-        search_hybrid(mlp(), Topology.load("ethernet-1g-7"), OPTIONS, budget_s=20.0)
+    with pytest.raises(StrategyError, match="no layout of 17 devices") as error:
+        search_hybrid(mlp(), Topology.load("ethernet-1g-17"), OPTIONS, budget_s=20.0)
     assert "--batch" in error.value.remedy
 
 
