@@ -227,6 +227,21 @@ def test_the_forms_that_are_known_are_found() -> None:
     assert forms[5] in ("all_reduce", "reduce_scatter + all_gather")
 
 
+def test_sums_among_very_many_devices_are_all_reduces_without_a_look_at_messages() -> None:
+    cluster = Topology.load("dgx-a100:10")
+    sums = tuple(Entry(d, ((0, 64), (0, 64)), d) for d in range(80))
+    plan = reshard(sums, tuple(Entry(d, ((0, 64), (0, 64)), 0) for d in range(80)), 4, cluster)
+    (exchange,) = plan.exchanges
+    assert exchange.form == "all_reduce"
+    assert exchange.devices == tuple(range(80))
+    assert len(plan.details.source) == 80
+    check_sums(plan, cluster)
+    # Where not all of a region's devices want the sum, messages are weighed as ever.
+    few = reshard(sums, tuple(Entry(d, ((0, 64), (0, 64)), 0) for d in range(4)), 4, cluster)
+    assert {x.form for x in few.exchanges} != {"all_reduce"}
+    check_sums(few, cluster)
+
+
 def test_the_messages_of_a_shift_are_exchanges_of_their_own() -> None:
     topology = planner("GPUs").topology
     rows = tuple(Entry(d, (chunk(64, 16, d),), d) for d in range(16))

@@ -39,6 +39,8 @@ from flexsearch.lower.workspace import (
 from flexsearch.topology.routes import RouteTable, first_piece, second_piece
 
 # Constants that are handed on have a numpy type: for every plain number numba would compile a function again.
+MANY: Any = np.uint64(64)
+"""All-reduces among more devices than that are not compared with messages."""
 FREE, GIVEN, OWN = (np.uint64(k) for k in range(3))
 """From which source entries a destination entry is made: from all terms that reach it; from those of a range that is
 given, which are terms of their own; or from one of its own device, of which it is a part."""
@@ -51,6 +53,14 @@ def plan(
     """The cheapest known movement, on ``workspace.result``. ``itemsize``: bytes per element (int64)."""
     moves, rows, groups = workspace.moves, workspace.exchanges, workspace.groups
     sets, result = workspace.sets, workspace.result
+    _clear(moves.size, rows.size, rows.loads.size, result)
+    if mode == FREE and _all_at_once(routes, rates, source, destination, itemsize, groups, moves, rows):
+        _choose(result, ONE, ZERO, rows.size[0], rows.size[0], ZERO, moves.size[0], moves.size[0])
+        if moves.size[1] == ONE or rows.loads.size[2] == ONE:
+            result[FULL] = ONE
+        else:
+            _finish(source, destination, workspace)
+        return
     _clear(moves.size, rows.size, rows.loads.size, result)
     _plain(groups.done, destination.size[0])
     _collect(routes, source, destination, mode, groups, moves, result)
@@ -91,6 +101,29 @@ def plan(
         result[FULL] = ONE
     else:
         _finish(source, destination, workspace)
+
+
+@lean
+def _all_at_once(
+    routes: RouteTable, rates: Rates, source: Side, destination: Side, itemsize: Any, groups: Groups, moves: Moves,
+    rows: Exchanges,
+) -> Any:  # fmt: skip
+    """Whether all-reduces among more than MANY devices each are all that is needed; they are added then. Nothing else
+    is weighed against them: messages from each to each would take the square of the devices to write down."""
+    if destination.size[0] <= MANY:
+        return False
+    _group(destination, groups)
+    for k in range(destination.size[0]):
+        groups.shared[k] = 1 if groups.members[k] > 0 else 0
+        if ZERO < np.uint64(groups.members[k]) <= MANY:
+            return False
+    _plain(groups.done, destination.size[0])
+    if not _all_reduces(routes, rates, source, destination, itemsize, groups, moves, rows):
+        return False
+    left = False
+    for k in range(destination.size[0]):
+        left = left or groups.done[k] == 0
+    return not left
 
 
 @lean
@@ -244,13 +277,7 @@ def _move(moves: Moves, s: Any, owner: Any, k: Any, device: Any, volume: Any) ->
 def _share(destination: Side, moves: Moves, groups: Groups) -> Any:
     """Find the groups of destination entries with the same region, some of which comes from other devices. Says whether
     there are any."""
-    for k in range(destination.size[0]):
-        groups.members[k], groups.shared[k], groups.following[k], groups.last[k] = 0, 0, NONE, k
-        leader = np.uint64(destination.same[k])
-        groups.members[leader] += np.uint32(1)
-        if leader != np.uint64(k):
-            groups.following[np.uint64(groups.last[leader])] = k
-            groups.last[leader] = k
+    _group(destination, groups)
     found = False
     for m in range(moves.size[0]):
         leader = np.uint64(destination.same[np.uint64(moves.destination[m])])
@@ -258,6 +285,18 @@ def _share(destination: Side, moves: Moves, groups: Groups) -> Any:
             groups.shared[leader] = 1
             found = True
     return found
+
+
+@lean
+def _group(destination: Side, groups: Groups) -> None:
+    """Find the groups of destination entries with the same region."""
+    for k in range(destination.size[0]):
+        groups.members[k], groups.shared[k], groups.following[k], groups.last[k] = 0, 0, NONE, k
+        leader = np.uint64(destination.same[k])
+        groups.members[leader] += np.uint32(1)
+        if leader != np.uint64(k):
+            groups.following[np.uint64(groups.last[leader])] = k
+            groups.last[leader] = k
 
 
 @lean
