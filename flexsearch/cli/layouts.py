@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
+from flexsearch.cli import signals
 from flexsearch.cli.common import show, stdout
 from flexsearch.cli.progress import Live, compiling
 
@@ -64,9 +65,10 @@ def _search(setting: Setting, options: Options, seconds: float, budget: str) -> 
     with Live(compiling(), seconds) as live:
 
         def look(now: HybridProgress) -> None:
+            signals.current.graceful = True  # there is a plan
             live.show(now.phase, now.elapsed_s, seconds, f"{now.plans:,} plans, best {now.best_s:.4g} s")
 
-        return setting.search_layouts(budget, options=options, on_progress=look)
+        return setting.search_layouts(budget, options=options, on_progress=look, on_end=signals.current.hold)
 
 
 def _row(name: str, candidate: Candidate, step: Step) -> StagedRow:

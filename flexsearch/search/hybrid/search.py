@@ -42,13 +42,16 @@ def search_hybrid(
     *,
     budget_s: float = 60.0,
     on_progress: Callable[[HybridProgress], None] | None = None,
+    on_end: Callable[[], None] | None = None,
 ) -> HybridResult:
     """The fastest plan that is found among data x tensor x pipeline layouts of all devices, and with other splits of
     operators and other borders of stages inside them. It may need memory that no plan of one stage and one microbatch
-    could do with. ``options``: of the whole step; the search sets those that a layout leaves open.
+    could do with. ``options``: of the whole step; the search sets those that a layout leaves open. Ctrl-C ends the
+    search with the best plan so far. ``on_end``: called once, when the search itself is over.
 
     Raises StrategyError if the graph cannot be planned so: no batch to divide, or devices that are not alike."""
-    return _Search(graph, topology, options or Options(), profile, budget_s, on_progress).run()
+    search = _Search(graph, topology, options or Options(), profile, budget_s, on_progress)
+    return search.run(on_end or (lambda: None))
 
 
 def _promise(layout: Layout) -> tuple[float, int]:
@@ -76,18 +79,19 @@ class _Search:
         self.began = time.monotonic()
         self.best: Candidate | None = None
 
-    def run(self) -> HybridResult:
+    def run(self, on_end: Callable[[], None]) -> HybridResult:
         stopped = "no change of a number, a border or a split of one sort of operators makes it faster"
         try:
-            self._factorings()
-            for candidate in self._of_different_factorings(CLIMBED):
-                self._climb(candidate)
-            for candidate in self._baselines().values():
-                self._climb(candidate)  # as an expert would set them
-            for candidate in self._of_different_factorings(POLISHED):
-                self._polish(candidate)
-        except _Over:
-            stopped = f"the budget of {self.budget_s:g} s was used up"
+            try:
+                self._look()
+            except _Over:
+                stopped = f"the budget of {self.budget_s:g} s was used up"
+            on_end()
+        except KeyboardInterrupt:
+            if self.best is None:
+                raise
+            on_end()
+            stopped = "the search was interrupted"
         if self.best is None:
             raise StrategyError(
                 f"no layout of {len(self.topology.devices)} devices of {self.topology.name} suits {self.graph.name}: "
@@ -95,6 +99,16 @@ class _Search:
                 "Give another --batch, or a cluster of equal hosts.",
             )
         return self._result(self.best, stopped)
+
+    def _look(self) -> None:
+        """All there is to do. Raises _Over."""
+        self._factorings()
+        for candidate in self._of_different_factorings(CLIMBED):
+            self._climb(candidate)
+        for candidate in self._baselines().values():
+            self._climb(candidate)  # as an expert would set them
+        for candidate in self._of_different_factorings(POLISHED):
+            self._polish(candidate)
 
     # ---- simulating
 
