@@ -9,7 +9,7 @@ import numpy as np
 from flexsearch.cost import Costs
 from flexsearch.search import Evaluation, search
 from flexsearch.search.climb import Climbed
-from flexsearch.search.climbs import POLISHED, ClimbSchedule, Plan
+from flexsearch.search.climbs import POLISHED, ClimbSchedule, Plan, Start
 from flexsearch.search.constants import POLISH, WINDOW
 from flexsearch.search.space import Space
 from tests.test_baselines import cnn, ethernet
@@ -20,8 +20,8 @@ PATIENCE = 100
 def schedule(proposals: int | None, starts: int = 3) -> ClimbSchedule:
     space, rng = Space(cnn(), ethernet(4)), np.random.Generator(np.random.PCG64(0))
     plans = [space.random_plan(rng) for _ in range(starts)]
-    order = [(f"start {k}", plan) for k, plan in enumerate(plans)]
-    return ClimbSchedule(order, Plan(plans[0], Evaluation(1.0, 0.0)), "start 0", proposals, PATIENCE, 0)
+    order = [Start(f"start {k}", plan, Evaluation(1.0, 0.0)) for k, plan in enumerate(plans)]
+    return ClimbSchedule(order, (), Plan(plans[0], Evaluation(1.0, 0.0)), "start 0", proposals, PATIENCE, 0)
 
 
 def test_every_start_has_its_turn_then_every_second_climb_goes_on_from_the_best() -> None:

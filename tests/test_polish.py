@@ -110,7 +110,7 @@ def test_when_a_search_turns_to_polishing() -> None:
     budget = Budget(100.0, None)
     run = optimize._Run(graph, topology, Costs(graph, topology), Options(), 0, None, budget, None)
     run.begin(None)
-    run._schedule = ClimbSchedule([], run.best, run.found_in, None, run.climber.patience, 0)
+    run._schedule = ClimbSchedule([], (), run.best, run.found_in, None, run.climber.patience, 0)
     run._schedule._planned = [10, 10]
     start, seconds = run.best.configs, run.best.evaluation.time_s
     good = Climbed(0, "from megatron", start, Evaluation(seconds / 2, 0.0))
