@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -120,6 +123,23 @@ def test_jumping_over_periods_changes_nothing(seed: int) -> None:
         for b, block in change.items():
             case.blocks[b] = block
     assert folded.run(segments, segment) == ticks == folded.makespan
+
+
+OUT_OF_BOUNDS = """
+from tests.random_rows import make_case
+from tests.test_engine import Engine, numbers
+case = make_case(1162, microbatches=12, blocks=2)
+Engine(case.schedule, case.machine, room=256).run(case.arena.segments(), numbers(case.segment))
+"""
+
+
+def test_no_period_looks_beyond_the_last_microbatch() -> None:
+    """Compiled code reads past the end of an array without a word; the same in plain Python does not."""
+    environment = os.environ | {"NUMBA_DISABLE_JIT": "1"}
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", OUT_OF_BOUNDS], env=environment, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
 
 
 def test_most_long_plans_have_periods() -> None:

@@ -58,7 +58,7 @@ def is_same(state: State, v: Any, k: Any, lag: Any) -> Any:
     pending = state.pending
     for j in range(kept.total[v, k]):
         place = place_of(state, later(state.schedule, kept.identity[v, k, j], lag))
-        if state.stamp[place] != state.run[0]:
+        if place >= np.uint64(state.stamp.shape[0]) or state.stamp[place] != state.run[0]:  # after the last microbatch
             return False
         slot = np.uint64(state.slot[place])
         if slot == ENDED or pending.missing[slot] != kept.missing[v, k, j]:
