@@ -17,12 +17,15 @@ from flexsearch.lower.limits import refuse_endless_turns
 from flexsearch.proof.exhaustive import Optimum, Step, exhaustive
 from flexsearch.proof.spaces import aligned_configs
 from flexsearch.search.evaluate import Evaluator
+from flexsearch.search.hybrid import HybridProgress, HybridResult, search_hybrid
 from flexsearch.search.optimize import search
 from flexsearch.search.outcome import Progress, SearchResult
 from flexsearch.search.pins import parse_pins
 from flexsearch.search.tuning import Tuned, tuned_baseline, tuned_baselines, whole_seconds
 from flexsearch.simulate import Simulation, over_memory
 from flexsearch.simulate import simulate as simulate_lowered
+from flexsearch.simulate.staged import Step as StagedStep
+from flexsearch.simulate.staged import step_of_strategy
 from flexsearch.strategy import OperatorConfig, Options, Prediction, Strategy
 from flexsearch.strategy.baselines import baselines, effective
 from flexsearch.topology import Topology
@@ -163,6 +166,23 @@ class Setting:
             start=start, pins=pins, margin=margin, processes=processes, on_progress=on_progress,
             on_phase=on_phase, on_end=on_end,
         )  # fmt: skip
+
+    def search_layouts(
+        self, budget: str | float, *, options: Options | None = None,
+        on_progress: Callable[[HybridProgress], None] | None = None,
+    ) -> HybridResult:  # fmt: skip
+        """The search over data x tensor x pipeline layouts (:func:`flexsearch.search.hybrid.search_hybrid`), with a
+        budget of time. Its plans can be simulated (:meth:`step`), not run yet. Raises StrategyError."""
+        budget_s, _ = parse_budget(budget)
+        return search_hybrid(
+            self.graph, self.topology, options, self.costs.profile, budget_s=budget_s or LONGEST_S,
+            on_progress=on_progress,
+        )  # fmt: skip
+
+    def step(self, strategy: Strategy) -> StagedStep:
+        """The simulated step of any strategy, also of one with stages and microbatches. Raises StrategyError if it was
+        made for another graph or topology."""
+        return step_of_strategy(self.graph, strategy, self.costs.profile)
 
     def explain(
         self, strategy: Strategy, tries: int = 500, on_progress: Callable[[str, int, int], None] | None = None

@@ -27,6 +27,7 @@ OnProgress = Callable[[str, int, int], None]
 
 OPTIONS: Final = {
     "bucket_bytes": "gradient buckets", "optimizer": "optimizer", "prefetch": "prefetch of sharded weights",
+    "recompute": "recomputation", "reshard_after_forward": "second gather of sharded weights",
 }  # fmt: skip
 """Options of the whole step, in words."""
 

@@ -12,6 +12,7 @@ from flexsearch.cost.compute import state_bytes
 from flexsearch.graph import Box, Tensor, volume
 from flexsearch.graph.ops import saved_tensors
 from flexsearch.lower import Layout, Lowered, Reshard, TaskKind, bounding
+from flexsearch.lower.recompute import regions_of
 from flexsearch.simulate.memory import Part
 
 
@@ -50,6 +51,9 @@ class _Walk:
         self._index()
         self.held: dict[tuple[int, int], Span] = {}
         """(edge, device) -> what its readers there read; missing: at hand all the time."""
+        self.held_again: dict[tuple[int, int], Span] = {}
+        """Likewise, of what was computed or gathered again."""
+        self.region = regions_of(graph, lowered.options.recompute, lowered.stages.of(len(graph.operators)))
         self._constant()
         self._weights()
         self._forward()
@@ -100,52 +104,90 @@ class _Walk:
 
     def _weights(self) -> None:
         """Gathered weights; a part cut from what the device stores is a view of it."""
+        regathered = {key for purpose, key, _, _ in self.crossing if purpose == "regather"}
         for weight in self.lowered.weights:
             tensor = self.graph.tensor[weight.tensor]
             for e, plan in zip(weight.edges, weight.plan.forward, strict=True):
                 if plan.exchanges:
                     remote = {d for exchange in plan.exchanges for d in exchange.receivers}
                     self._arrive("gather", e, plan, tensor, "weights", {}, remote)
+                    if e in regathered:
+                        self._arrive("regather", e, plan, tensor, "weights", {}, remote, again=True)
 
     def _forward(self) -> None:
-        graph, lowered = self.graph, self.lowered
-        for i, op in enumerate(graph.operators):
-            rule, placement = self.rules[i], lowered.placed[i].placement
-            made: list[dict[int, Span]] = [{} for _ in op.outputs]
+        for i in range(len(self.graph.operators)):
+            for device in self.lowered.placed[i].placement.devices:
+                self._read(i, device)
+            self._make(i, TaskKind.FORWARD)
+            if any((TaskKind.RECOMPUTE, i, d) in self.task for d in self.lowered.placed[i].placement.devices):
+                self._make(i, TaskKind.RECOMPUTE)
+
+    def _read(self, i: int, device: int) -> None:
+        """Until when an operator needs what it reads on a device, in each of its passes."""
+        graph, lowered, rule = self.graph, self.lowered, self.rules[i]
+        now = self.task[TaskKind.FORWARD, i, device]
+        again = self.task.get((TaskKind.RECOMPUTE, i, device))
+        back = self.task.get((TaskKind.BACKWARD, i, device))
+        late = self.task.get((TaskKind.WEIGHT_GRADIENT, i, device), back)
+        for p, name in enumerate(graph.operators[i].inputs):
+            e = lowered.edge_of[i, p]
+            first, second = self.held.get((e, device)), self.held_again.get((e, device))
+            producer = graph.producer.get(name)
+            inside = again is not None and producer is not None and self.region[producer] == self.region[i]
+            weight = first is not None and first.part == "weights"
+            done = back if graph.tensor[name].kind == "parameter" else late
+            later = [t for t in (again, done if rule.inputs else back if weight else None) if t is not None]
+            if first is not None:
+                first.until(now)
+            kept = second if inside or (weight and second is not None) else first
+            if kept is not None:
+                for task in later:
+                    kept.until(task)
+
+    def _make(self, i: int, kind: TaskKind) -> None:
+        """The outputs of a pass of an operator, and their copies for those that read them there."""
+        graph, lowered, op, rule = self.graph, self.lowered, self.graph.operators[i], self.rules[i]
+        placement, again = lowered.placed[i].placement, kind == TaskKind.RECOMPUTE
+        held = self.held_again if again else self.held
+        now = {d: self.task[kind, i, d] for d in placement.devices}
+        for j, name in enumerate(op.outputs):
+            made: dict[int, Span] = {}
             for k, device in enumerate(placement.devices):
-                now = self.task[TaskKind.FORWARD, i, device]
-                back = self.task.get((TaskKind.BACKWARD, i, device), now)
-                late = self.task.get((TaskKind.WEIGHT_GRADIENT, i, device), back)
-                for p in range(len(op.inputs)):
-                    if (read := self.held.get((lowered.edge_of[i, p], device))) is not None:
-                        done = back if graph.tensor[op.inputs[p]].kind == "parameter" else late
-                        read.until(done if rule.inputs else now)
-                        if read.part == "weights":
-                            read.until(back)  # gathered once, for both directions
-                for j, name in enumerate(op.outputs):
-                    if rule.alias:
-                        source = self.held.get((lowered.edge_of[i, 0], device))
-                        if source is not None:
-                            made[j][device] = source
-                        continue
-                    elements, itemsize = volume(placement.pieces[k].outputs[j]), graph.tensor[name].itemsize
-                    made[j][device] = self._new(device, elements * itemsize, "activations", now)
-                    made[j][device].until(late if rule.outputs else now)
-                    besides = rule.besides(elements, itemsize)
-                    if besides and back > now:
-                        self._new(device, besides, "activations", now).until(late)
-            for j, name in enumerate(op.outputs):
-                born = {d: self.task[TaskKind.FORWARD, i, d] for d in placement.devices}
-                for e in lowered.edges_of[name]:
-                    plan = lowered.edges[e].forward
-                    assert plan is not None
-                    self._leave("forward", e, plan, made[j])
-                    arrived = self._arrive("forward", e, plan, graph.tensor[name], "activations", born)
-                    for device in plan.aliased & made[j].keys():
-                        arrived[device] = self.held[e, device] = made[j][device]
-                    if not lowered.edges[e].readers:  # the loss, a new running mean: kept to the end
-                        for span in arrived.values():
-                            span.until(self.end)
+                back = self.task.get((TaskKind.BACKWARD, i, device), now[device])
+                back = self.task.get((TaskKind.WEIGHT_GRADIENT, i, device), back)
+                if (TaskKind.RECOMPUTE, i, device) in self.task and not again:
+                    back = now[device]
+                if rule.alias:
+                    source = self._source(i, device, again)
+                    if source is not None:
+                        made[device] = source
+                    continue
+                elements, itemsize = volume(placement.pieces[k].outputs[j]), graph.tensor[name].itemsize
+                made[device] = self._new(device, elements * itemsize, "activations", now[device])
+                made[device].until(back if rule.outputs else now[device])
+                besides = rule.besides(elements, itemsize)
+                if besides and back > now[device]:
+                    self._new(device, besides, "activations", now[device]).until(back)
+            for e in lowered.edges_of[name]:
+                plan, readers = lowered.edges[e].forward, lowered.edges[e].readers
+                assert plan is not None
+                if again and not any(self.region[o] == self.region[i] for o, _ in readers):
+                    continue
+                purpose = "recompute" if again else "forward"
+                self._leave(purpose, e, plan, made)
+                arrived = self._arrive(purpose, e, plan, graph.tensor[name], "activations", now, again=again)
+                for device in plan.aliased & made.keys():
+                    arrived[device] = held[e, device] = made[device]
+                if not readers:  # the loss, a new running mean: kept to the end
+                    for span in arrived.values():
+                        span.until(self.end)
+
+    def _source(self, i: int, device: int, again: bool) -> Span | None:
+        """What a view is of: made again only if that is made in the same region."""
+        e = self.lowered.edge_of[i, 0]
+        producer = self.graph.producer.get(self.graph.operators[i].inputs[0])
+        inside = producer is not None and self.region[producer] == self.region[i]
+        return (self.held_again if again and inside else self.held).get((e, device))
 
     def _backward(self) -> None:
         graph, lowered = self.graph, self.lowered
@@ -221,7 +263,7 @@ class _Walk:
 
     def _arrive(
         self, purpose: str, key: int, plan: Reshard, tensor: Tensor, part: Part, born: Mapping[int, int],
-        only: Iterable[int] | None = None, hold: bool = True,
+        only: Iterable[int] | None = None, hold: bool = True, again: bool = False,
     ) -> dict[int, Span]:  # fmt: skip
         """Spans of the new copies that a reshard makes, by device, with its intermediate and receive buffers. A copy
         exists from the first communication that touches its device, or from ``born`` if it is cut locally."""
@@ -243,7 +285,7 @@ class _Walk:
             result[device] = self._new(device, nbytes, part, min(tasks, default=otherwise))
             result[device].until(max(tasks, default=0))
             if hold:
-                self.held[key, device] = result[device]
+                (self.held_again if again else self.held)[key, device] = result[device]
         self._receive(purpose, key, plan, tensor.itemsize)
         return result
 

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from flexsearch.lower.actions import Action
+from flexsearch.lower.list_schedule import Orders
 from flexsearch.lower.rows import BACKWARD, COMPUTE, FORWARD, ISSUE, NEVER, WAIT, WEIGHT_GRADIENT, Machine, Schedule
 from flexsearch.lower.schedule import Blocks, Stages, make_schedule
 from flexsearch.simulate.engine import Engine
@@ -27,13 +28,13 @@ class Pipeline:
     inputs: Sequence[int]
     weights: Sequence[int]
     transfer: int = 0
+    orders: Orders = ()
 
     def __post_init__(self) -> None:
         self.stages = len(self.forward)
         self.rank = {stage: rank for rank, row in enumerate(self.held) for stage in row}
-        cut = Stages(
-            tuple(range(self.stages)), tuple((self.rank[s],) for s in range(self.stages)), self.microbatches, self.kind
-        )
+        devices_of = tuple((self.rank[s],) for s in range(self.stages))
+        cut = Stages(tuple(range(self.stages)), devices_of, self.microbatches, self.kind, self.orders)
         self.split = cut.splits_backward
         self.blocks = Blocks()
         self.arena = Arena(len(self.held))

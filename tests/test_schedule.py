@@ -15,9 +15,9 @@ from flexsearch.cost.ticks import TICK
 from flexsearch.errors import FlexsearchError, StrategyError
 from flexsearch.graph import OperatorGraph
 from flexsearch.lower import Lowering
-from flexsearch.lower.actions import V_KINDS, placement
+from flexsearch.lower.actions import V_KINDS, actions, placement
 from flexsearch.lower.rows import BACKWARD, COMPUTE, FORWARD, GATHER, SYNCHRONISE, UPDATE, WEIGHT_GRADIENT
-from flexsearch.lower.schedule import Stages, make_blocks
+from flexsearch.lower.schedule import Stages, make_blocks, make_schedule
 from flexsearch.runtime.program import compile_program
 from flexsearch.simulate.delta import DeltaSimulator
 from flexsearch.strategy import OperatorConfig, Options
@@ -50,12 +50,20 @@ def test_a_piece_outside_its_stage_is_refused() -> None:
         lowering.lower(plan, Options(), Stages((0,), ((0, 1),)))
 
 
+@pytest.mark.parametrize(("kind", "orders"), [("1f1b", 2), ("zero-bubble", 1)])
+def test_orders_that_do_not_fit_their_schedule_are_refused(kind: Any, orders: int) -> None:
+    rows = tuple(map(tuple, actions("zero-bubble", [[0], [1]], 2)))[:orders]
+    stages = Stages((0, 2), ((0,), (1,)), 2, kind, rows)
+    with pytest.raises(FlexsearchError, match="orders of passes do not fit"):
+        make_schedule(make_blocks(mlp(), Options(bucket_bytes=1), stages), stages, 2)
+
+
 @pytest.mark.parametrize("graph", GRAPHS)
 def test_blocks_of_several_stages(graph: str) -> None:
     made = GRAPHS[graph]()
     count = len(made.operators)
     stages = Stages((0, count // 3, 2 * count // 3), ((0,), (1,), (2,)))
-    blocks = make_blocks(made, 3000, 1, stages)
+    blocks = make_blocks(made, Options(bucket_bytes=3000), stages)
     of = stages.of(count)
     rows = list(zip(blocks.kind, blocks.argument, blocks.stage, strict=True))
     assert rows[-1][0] == UPDATE and len(set((k, a) for k, a, _ in rows)) == len(rows)
@@ -110,14 +118,14 @@ def test_the_halves_of_a_backward_pass_take_as_long_as_the_whole(graph: str) -> 
 
 def test_weight_gradients_are_synchronised_after_the_pass_that_makes_them() -> None:
     made = mlp()
-    blocks = make_blocks(made, 1, 1, Stages((0, 3), ((0,), (1,)), 4, "zero-bubble"))
+    blocks = make_blocks(made, Options(bucket_bytes=1), Stages((0, 3), ((0,), (1,)), 4, "zero-bubble"))
     kinds = ["GFBSUW"[kind] for kind in blocks.kind]
     for backward, weight in zip(blocks.backward, blocks.weight, strict=True):
         assert set(kinds[backward.start : backward.stop]) == {"B"} and backward.stop == weight.start
         assert kinds[weight.start] == "W" and set(kinds[weight.start : weight.stop]) == {"W", "S"}
-    whole = make_blocks(made, 1, 1, Stages((0, 3), ((0,), (1,)), 4))
+    whole = make_blocks(made, Options(bucket_bytes=1), Stages((0, 3), ((0,), (1,)), 4))
     assert not any(whole.weight) and WEIGHT_GRADIENT not in whole.kind and whole.buckets == blocks.buckets
-    alone = make_blocks(made, 1, 1, Stages((0,), ((0,),), 1, "zero-bubble"))
+    alone = make_blocks(made, Options(bucket_bytes=1), Stages((0,), ((0,),), 1, "zero-bubble"))
     assert WEIGHT_GRADIENT not in alone.kind
 
 

@@ -16,6 +16,7 @@ from flexsearch.errors import FlexsearchError
 from flexsearch.graph import Axis, Operator, OperatorGraph, Tensor
 from flexsearch.graph.notation import instantiate
 from flexsearch.graph.ops import Saved, kind_of
+from flexsearch.graph.precision import Precision
 from flexsearch.lower import Lowered, Lowering, lower
 from flexsearch.lower.schedule import Stages
 from flexsearch.simulate import Memory, makespan, over_memory, simulate
@@ -43,7 +44,10 @@ class FixedCosts:
         backward = 2e-9 * points if self.graph.has_backward[operator] else 0.0 * points
         return task_seconds(np.stack((1e-9 * points, backward)))
 
-    def update_rates(self, device: int, optimizer: str) -> tuple[float, float]:
+    def weight_shares(self, operator: int, extents: Sequence[tuple[int, ...]]) -> np.ndarray:
+        return np.full(len(extents), 0.5)
+
+    def update_rates(self, device: int, optimizer: str, precision: Precision = "as-is") -> tuple[float, float]:
         return 1e-10, 0.0
 
 

@@ -147,10 +147,12 @@ def load_strategy(path: Path, setting: Setting) -> Strategy:
 
 
 def setting_of(
-    path: Path, plan: Strategy, graph: str | None, topology: str | None, profile: Path | None, size: Size, how: str
-) -> Setting:
+    path: Path, plan: Strategy, graph: str | None, topology: str | None, profile: Path | None, size: Size, how: str,
+    staged: bool = False,
+) -> Setting:  # fmt: skip
     """The setting that the strategy of a file was made for. Its topology is in the file; its graph is only named there,
-    so it must be shipped or given (``how`` says how). Raises StrategyError if what was given is something else."""
+    so it must be shipped or given (``how`` says how). ``staged``: the strategy may have stages and microbatches. Raises
+    StrategyError if what was given is something else."""
     from flexsearch.api import Setting
     from flexsearch.cost import Profile
     from flexsearch.files import shipped_names
@@ -167,7 +169,7 @@ def setting_of(
         _check_size(path, plan, Size().load(graph or plan.graph.name), size)
     cluster = Topology.load(topology) if topology is not None else plan.cluster
     try:
-        plan.check_supported(loaded, cluster)
+        (plan.check if staged else plan.check_supported)(loaded, cluster)
     except FlexsearchError as error:
         remedy = error.remedy if graph is not None else f"{error.remedy} Give the graph with {how}.".lstrip()
         raise type(error)(f"strategy file {path}: {error.message}", remedy) from error

@@ -24,7 +24,16 @@ from flexsearch.cli.common import (
     show,
     stdout,
 )
-from flexsearch.cli.plans import OptimizerOption, PrecisionOption, in_order, make_options, print_plans
+from flexsearch.cli.layouts import optimize_layouts, refuse_with_layouts, too_large
+from flexsearch.cli.plans import (
+    OptimizerOption,
+    PrecisionOption,
+    RecomputeOption,
+    ReshardOption,
+    in_order,
+    make_options,
+    print_plans,
+)
 from flexsearch.cli.progress import Live, compiling
 
 if TYPE_CHECKING:
@@ -68,6 +77,8 @@ def optimize(
     ] = None,
     optimizer: OptimizerOption = "momentum",
     precision: PrecisionOption = "as-is",
+    recompute: RecomputeOption = "none",
+    reshard_after_forward: ReshardOption = False,
     margin: Annotated[
         float | None,
         typer.Option(
@@ -93,6 +104,13 @@ def optimize(
             help="Then try to prove the optimum, for a time or a number of partial plans.",
         ),
     ] = None,
+    plan_only: Annotated[
+        bool,
+        typer.Option(
+            "--plan-only",
+            help="Search data x tensor x pipeline layouts with microbatches: plans that can be simulated, not run yet.",
+        ),
+    ] = False,
     plot: Annotated[
         Path | None, typer.Option("--plot", help="Draw the progress of the search: a .png, .svg or .pdf file.")
     ] = None,
@@ -116,12 +134,19 @@ def optimize(
         if text is not None:
             parse_budget(text)  # refused before the search, not after it
     setting = load_setting(graph, topology, profile, Size(batch, seq))
+    if plan_only or (resume is None and not pin and too_large(setting)):
+        refuse_with_layouts(resume=resume, pin=pin, plot=plot, exhaustive=exhaustive)
+        options = make_options(optimizer, precision, recompute, reshard_after_forward)
+        size = Size(batch, seq).words()
+        optimize_layouts(setting, options, budget, output, as_json, size, plan_only)
+        return
     first = load_strategy(resume, setting) if resume is not None else None
     # What is to be proved is the best plan, not the simplest of the good ones.
     share = margin / 100 if margin is not None else 0.0 if exhaustive is not None else MARGIN
+    told = make_options(optimizer, precision, recompute, reshard_after_forward)
     result = _search(
         setting, budget, seed, first, tuple(pin or ()), processes, share,
-        first.options if first is not None else make_options(optimizer, precision),
+        first.options if first is not None else told,
     )  # fmt: skip
     _save(setting, result, output)
     result, proof = _prove(setting, result, exhaustive, tuple(pin or ()))

@@ -23,6 +23,7 @@ from flexsearch.cli.common import (
     show,
     stdout,
 )
+from flexsearch.cli.layouts import simulate_staged
 from flexsearch.cli.progress import Live, compiling
 
 if TYPE_CHECKING:
@@ -44,14 +45,30 @@ PrecisionOption = Annotated[
     ),
 ]
 
+RecomputeOption = Annotated[
+    Literal["none", "attention", "full"],
+    typer.Option(
+        "--recompute", help="What is computed again in the backward pass, to save memory; full: repeated blocks."
+    ),
+]
+ReshardOption = Annotated[
+    bool,
+    typer.Option(
+        "--reshard-after-forward", help="Sharded weights are gathered again in the backward pass, to save memory."
+    ),
+]
+
 
 def make_options(
-    optimizer: Literal["sgd", "momentum", "adam"], precision: Literal["as-is", "bf16", "fp16"]
+    optimizer: Literal["sgd", "momentum", "adam"], precision: Literal["as-is", "bf16", "fp16"],
+    recompute: Literal["none", "attention", "full"], reshard_after_forward: bool,
 ) -> Options:  # fmt: skip
-    """Options with this optimizer and precision."""
+    """Options for the whole step, as the commands name them."""
     from flexsearch.strategy import Options
 
-    return Options(optimizer=optimizer, precision=precision)
+    return Options(
+        optimizer=optimizer, precision=precision, recompute=recompute, reshard_after_forward=reshard_after_forward
+    )
 
 
 def compare(
@@ -65,6 +82,8 @@ def compare(
     seq: SequenceOption = None,
     optimizer: OptimizerOption = "momentum",
     precision: PrecisionOption = "as-is",
+    recompute: RecomputeOption = "none",
+    reshard_after_forward: ReshardOption = False,
     save: Annotated[
         str | None, typer.Option("--save", metavar="NAME", help="Write this baseline as a strategy file.")
     ] = None,
@@ -86,7 +105,8 @@ def compare(
     setting = _compared_setting(graph, topology, strategy or [], profile, Size(batch, seq))
     check_outputs({"--output": path}, graph, topology, profile, *(strategy or []))
     given = {str(path): load_strategy(path, setting) for path in strategy or []}
-    options = next(iter(given.values())).options if given else make_options(optimizer, precision)
+    told = make_options(optimizer, precision, recompute, reshard_after_forward)
+    options = next(iter(given.values())).options if given else told
     with Live(compiling()):
         known = setting.baselines(options)
         if save is not None and save not in known:
@@ -135,6 +155,8 @@ def simulate(
     ] = None,
     optimizer: OptimizerOption = "momentum",
     precision: PrecisionOption = "as-is",
+    recompute: RecomputeOption = "none",
+    reshard_after_forward: ReshardOption = False,
     as_json: JsonOption = False,
 ) -> None:
     """Simulate one training step of a plan: its time, how busy each device and link is, and peak memory.
@@ -149,13 +171,21 @@ def simulate(
 
     if strategy is not None:
         name, plan = str(strategy), Strategy.load(strategy)
-        setting = setting_of(strategy, plan, graph, topology, profile, Size(batch, seq), "GRAPH, before the options")
+        setting = setting_of(
+            strategy, plan, graph, topology, profile, Size(batch, seq), "GRAPH, before the options", staged=True
+        )
+        if not plan.is_plain:
+            if trace is not None:
+                raise typer.BadParameter("plans with stages or microbatches have no trace yet", param_hint="--trace")
+            simulate_staged(setting, name, plan, as_json)
+            return
     else:
         assert baseline is not None
         if graph is None or topology is None:
             raise typer.BadParameter("a baseline needs a GRAPH and a --topology")
         setting = load_setting(graph, topology, profile, Size(batch, seq))
-        name, plan = baseline, setting.baseline(baseline, make_options(optimizer, precision))
+        options = make_options(optimizer, precision, recompute, reshard_after_forward)
+        name, plan = baseline, setting.baseline(baseline, options)
     with Live(compiling()):
         row = setting.row(name, plan)
         yardsticks = setting.yardsticks(plan.options)

@@ -7,7 +7,7 @@ schedules are
 - ``gpipe``: Huang et al., NeurIPS 2019;
 - ``1f1b``: Narayanan et al., SOSP 2019 (PipeDream-Flush);
 - ``interleaved-1f1b``: Narayanan et al., SC 2021, section 2.2;
-- ``breadth-first``: Lamy-Poirier, MLSys 2023, section 4 (looped BFS);
+- ``breadth-first``: Lamy-Poirier, MLSys 2023 (looped BFS);
 - ``zero-bubble``: Qi et al., ICLR 2024, section 2 (ZB-H1); with several stages on a rank, interleaved;
 - ``zero-bubble-v``: the same, section 6 (ZB-V);
 - ``dualpipe-v``: DeepSeek-AI, "DeepSeek-V3 Technical Report", 2024, section 3.2.1, folded in half.

@@ -29,6 +29,8 @@ _LISTS: Final[dict[str, tuple[str, ...]]] = {
 """Columns of each list of ``Segments``, by its name in ``Filled``."""
 ROOM: Final = 512
 """Segments of each block for which there is room at first, times devices; and four more."""
+DRAFTED: Final = 4096
+"""Steps of a block, and exchanges of a bucket, for which there is room at first, if not more."""
 GROWTH: Final = 4
 """How much larger a list becomes when it grows."""
 _TYPES: Final[dict[str, Any]] = {
@@ -47,7 +49,7 @@ class Arena:
         room = 64 + blocks * (4 + ROOM // devices)
         most = {"table": devices + 1, "step": devices, "link": 4, "receiver": 2}
         self._room = {name: room * most.get(name, 1) for name in _LISTS}
-        self._drafted = 64 * devices
+        self._drafted = max(DRAFTED, 64 * devices)
         self.segments, self.filled = self._segments(), new_filled()
         self.draft = self._draft()
 

@@ -124,11 +124,13 @@ class BlockTable(NamedTuple):
 
     By block: ``kind``, ``argument``; ``sent``: slots whose reshards it sends, in order; ``stage``: row of ``runs``,
     which says by device whether it runs such blocks. By slot: ``forward``, ``backward``: the block that sends what it
-    reads, and the one that sends its gradient (NOTHING: none). By operator: ``forward_of``, ``backward_of``
-    (NOTHING: it has none), ``weight_of`` (NOTHING: its backward pass is whole); by weight: ``gather_of``, ``bucket``
-    (NOTHING: it is not trained). By SYNCHRONISE block: ``starts``, ``finishes``: bucket whose first or second phases it
-    sends (NOTHING: none), ``block``: its number. By bucket: ``member``: its weights in the order of completion;
-    ``started_by``, ``finished_by``: blocks."""
+    reads, and the one that sends its gradient (NOTHING: none); ``again``: the RECOMPUTE or REGATHER block that sends
+    what it reads once more (NOTHING: none). By operator: ``forward_of``, ``backward_of`` (NOTHING: it has none),
+    ``weight_of`` (NOTHING: its backward pass is whole), ``recompute_of`` (NOTHING: none), ``region`` (NOTHING: not
+    computed again); by weight: ``gather_of``, ``regather_of`` (NOTHING: none), ``bucket`` (NOTHING: it is not trained).
+    By SYNCHRONISE block: ``starts``, ``finishes``: bucket whose first or second phases it sends (NOTHING: none),
+    ``block``: its number. By bucket: ``member``: its weights in the order of completion; ``started_by``,
+    ``finished_by``: blocks."""
 
     kind: U8
     argument: U32
@@ -139,10 +141,14 @@ class BlockTable(NamedTuple):
     runs: U8  # (stages + 1, devices), flat
     forward: U32
     backward: U32
+    again: U32
     forward_of: U32
     backward_of: U32
     weight_of: U32
+    recompute_of: U32
+    region: U32
     gather_of: U32
+    regather_of: U32
     bucket: U32
     starts: U32
     finishes: U32

@@ -8,7 +8,7 @@ import numpy as np
 
 from flexsearch.compiled import ONE, U8, U32, U64, lean, wide
 from flexsearch.lower.arrays import NOTHING, BlockTable, Pools, State
-from flexsearch.lower.rows import BACKWARD
+from flexsearch.lower.rows import BACKWARD, RECOMPUTE, REGATHER
 from flexsearch.packed import packed
 
 ALWAYS = np.uint32(0xFFFFFFFE)
@@ -120,7 +120,7 @@ def mark(change: Change, block: Any) -> None:
 @lean
 def sends(change: Change, block: Any) -> None:
     """A block sends other reshards."""
-    if change.source_stamp[np.uint64(block)] != change.round[0]:
+    if block != NOTHING and change.source_stamp[np.uint64(block)] != change.round[0]:
         change.source_stamp[np.uint64(block)] = change.round[0]
         change.source[change.sources[0]] = block
         change.sources[0] += ONE
@@ -134,6 +134,7 @@ def mark_readers(
     other numbers now."""
     mark(change, source)
     backward = blocks.kind[source] == BACKWARD
+    again = blocks.kind[source] == RECOMPUTE or blocks.kind[source] == REGATHER
     row = old_row = np.uint32(0)
     for k in range(np.uint64(blocks.sent_first[source]), np.uint64(blocks.sent_last[source])):
         slot = np.uint64(blocks.sent[k])
@@ -150,7 +151,12 @@ def mark_readers(
             reader = wiring.slot_operator[slot]
             leader, old = np.uint64(state.leader[slot]), np.uint64(before.leader[slot])
             if reader != ALWAYS and _differs(pools, change, state.forward, before.forward, leader, old):
-                mark(change, blocks.forward_of[np.uint64(reader)])
+                waiting = blocks.forward_of[np.uint64(reader)]
+                if again:
+                    waiting = blocks.recompute_of[np.uint64(reader)]
+                    if waiting == NOTHING:
+                        waiting = blocks.backward_of[np.uint64(reader)]
+                mark(change, waiting)
 
 
 @lean

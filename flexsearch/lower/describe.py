@@ -12,7 +12,7 @@ from flexsearch.lower.change import Change, Wiring
 from flexsearch.lower.draft import Draft, Filled, finish
 from flexsearch.lower.emit import compute, mark_pieces, send, synchronise, update, wait
 from flexsearch.lower.keys import Table
-from flexsearch.lower.rows import BACKWARD, FORWARD, GATHER, NEVER, SYNCHRONISE, UPDATE, WEIGHT_GRADIENT, Segments
+from flexsearch.lower.rows import BACKWARD, GATHER, NEVER, REGATHER, SYNCHRONISE, UPDATE, WEIGHT_GRADIENT, Segments
 from flexsearch.lower.wiring import carry_over, place, wire
 from flexsearch.packed import packed
 
@@ -85,11 +85,11 @@ def write(plan: Plan) -> Any:
         elif kind == UPDATE:
             update(blocks, plan.program, state, draft, segments, plan.new_segment, b)
         else:
-            if kind != GATHER:
+            if kind != GATHER and kind != REGATHER:
                 config = np.uint64(state.config[argument])
                 if kind != WEIGHT_GRADIENT:  # what that one reads, the BACKWARD block before it has waited for
                     mark_pieces(pools, draft, config)
-                    wait(blocks, plan.program, pools, state, draft, kind == FORWARD, argument)
+                    wait(blocks, plan.program, pools, state, draft, kind, argument)
                 compute(blocks, pools, draft, config, b)
             send(blocks, pools, state, draft, segments, plan.filled, kind != BACKWARD, b)
         segment = finish(segments, plan.filled, draft, first)

@@ -28,7 +28,7 @@ from flexsearch.lower.draft import (
     new_stamp,
     open_communication,
 )
-from flexsearch.lower.rows import BACKWARD, COMPUTE, WAIT, WEIGHT_GRADIENT, Segments
+from flexsearch.lower.rows import BACKWARD, COMPUTE, FORWARD, WAIT, WEIGHT_GRADIENT, Segments
 
 # ---- computing
 
@@ -57,22 +57,36 @@ def compute(blocks: BlockTable, pools: Pools, draft: Draft, config: Any, b: Any)
 
 @lean
 def wait(
-    blocks: BlockTable, program: Program, pools: Pools, state: State, draft: Draft, forward: Any, operator: Any
+    blocks: BlockTable, program: Program, pools: Pools, state: State, draft: Draft, kind: Any, operator: Any
 ) -> None:
-    """Wait for what the pieces of an operator read: operands, or gradients of its outputs."""
-    if forward:
-        first, last = np.uint64(program.operand_first[operator]), np.uint64(program.operand_last[operator])
-        for slot in range(first, last):
-            leader = np.uint64(state.leader[slot])
-            again = False
-            for other in range(first, slot):
-                again = again or np.uint64(state.leader[other]) == leader
-            if not again:
-                _wait_for(blocks, pools, draft, blocks.forward[leader], state.forward, leader)
-    else:
+    """Wait for what the pieces of an operator read: operands, or gradients of its outputs. What was gathered again is
+    waited for where it is first read again: in the recomputed forward pass if there is one, else in the backward."""
+    if kind == FORWARD:
+        _wait_for_operands(blocks, program, pools, state, draft, blocks.forward, operator)
+        return
+    if kind != BACKWARD or blocks.recompute_of[operator] == NOTHING:
+        _wait_for_operands(blocks, program, pools, state, draft, blocks.again, operator)
+    if kind == BACKWARD:
         for k in range(np.uint64(program.result_first[operator]), np.uint64(program.result_last[operator])):
             result = np.uint64(program.result[k])
             _wait_for(blocks, pools, draft, blocks.backward[result], state.backward, result)
+
+
+@lean
+def _wait_for_operands(
+    blocks: BlockTable, program: Program, pools: Pools, state: State, draft: Draft, sources: U32, operator: Any
+) -> None:
+    """Wait for operands, where the blocks ``sources`` (by slot) send them."""
+    first, last = np.uint64(program.operand_first[operator]), np.uint64(program.operand_last[operator])
+    for slot in range(first, last):
+        if sources[slot] == NOTHING:
+            continue
+        leader = np.uint64(state.leader[slot])
+        again = False
+        for other in range(first, slot):
+            again = again or np.uint64(state.leader[other]) == leader
+        if not again:
+            _wait_for(blocks, pools, draft, sources[leader], state.forward, leader)
 
 
 @lean

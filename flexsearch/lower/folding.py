@@ -23,9 +23,9 @@ from flexsearch.topology.classes import Folding, fold_topology
 
 @dataclass(frozen=True)
 class Fold:
-    """A graph and a topology, folded. ``whole``: the graph of the whole batch; ``part``: of a block's share.
-    ``samples``: by operator, the axis that the blocks share out, or None: every block does all of it. ``spread``:
-    tensors that are not split among the blocks."""
+    """A graph and a topology, folded. ``whole``: the graph of the whole batch; ``part``: of a block's share, or of one
+    microbatch of it. ``samples``: by operator, the axis that the blocks share out, or None: every block does all of it.
+    ``spread``: tensors that are not split among the blocks."""
 
     whole: OperatorGraph
     part: OperatorGraph
@@ -87,14 +87,15 @@ class Fold:
         return OperatorConfig(tuple(degrees), tuple(devices), copies, config.shard_weights)
 
 
-def fold(graph: OperatorGraph, topology: Topology, replicas: int) -> Fold:
-    """Fold ``graph`` on ``topology`` into ``replicas`` blocks. Raises TopologyError if the topology does not fall apart
-    into so many, StrategyError if the batch cannot be divided among them."""
+def fold(graph: OperatorGraph, topology: Topology, replicas: int, microbatches: int = 1) -> Fold:
+    """Fold ``graph`` on ``topology`` into ``replicas`` blocks; the part is that of one of ``microbatches``. Raises
+    TopologyError if the topology does not fall apart into so many, StrategyError if the batch cannot be divided among
+    them."""
     folding = fold_topology(topology, replicas)
     try:
-        part = with_batch(graph, Fraction(1, replicas))
+        part = with_batch(graph, Fraction(1, replicas * microbatches))
     except NotationError as error:
-        raise StrategyError(f"the batch cannot be divided by {replicas}: {error.message}") from error
+        raise StrategyError(f"the batch cannot be divided by {replicas * microbatches}: {error.message}") from error
     samples = []
     for whole, own in zip(graph.operators, part.operators, strict=True):
         axes = [axis for axis in whole.sizes if whole.sizes[axis] != own.sizes[axis]]

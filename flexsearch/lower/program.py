@@ -15,7 +15,17 @@ from flexsearch.lower.arrays import NOTHING, BlockTable, Program
 from flexsearch.lower.change import ALWAYS, Wiring
 from flexsearch.lower.keys import MISSING, RESHARD
 from flexsearch.lower.pieces import Pieces, everywhere
-from flexsearch.lower.rows import BACKWARD, FORWARD, GATHER, NEVER, SYNCHRONISE, WEIGHT_GRADIENT, Machine
+from flexsearch.lower.rows import (
+    BACKWARD,
+    FORWARD,
+    GATHER,
+    NEVER,
+    RECOMPUTE,
+    REGATHER,
+    SYNCHRONISE,
+    WEIGHT_GRADIENT,
+    Machine,
+)
 from flexsearch.lower.schedule import Blocks, Stages
 from flexsearch.strategy import Options
 from flexsearch.topology import Topology
@@ -92,6 +102,14 @@ def _made(graph: OperatorGraph, slot: dict[tuple[int, int], int], results: dict[
     )
 
 
+def _inside(graph: OperatorGraph, slot: dict[tuple[int, int], int], region: Sequence[int]) -> Rows:
+    """By operator: slots of those that read its outputs in the same checkpointed region."""
+    return Rows(
+        [slot[c] for name in op.outputs for c in graph.consumers[name] if region[c[0]] == region[i] >= 0]
+        for i, op in enumerate(graph.operators)
+    )
+
+
 def _read(graph: OperatorGraph, slot: dict[tuple[int, int], int]) -> Rows:
     """By weight: its readers' slots."""
     return Rows([slot[c] for c in graph.consumers[t.name]] for t in graph.of_kind("parameter"))
@@ -156,13 +174,16 @@ def make_block_table(graph: OperatorGraph, blocks: Blocks, stages: Stages, devic
     operands, slot, count = _slots(graph)
     results = _results(graph, count)
     parameters = graph.of_kind("parameter")
-    of_kind = {GATHER: _read(graph, slot), FORWARD: _made(graph, slot, results), BACKWARD: operands}
+    read, made = _read(graph, slot), _made(graph, slot, results)
+    inside = _inside(graph, slot, blocks.region)
+    of_kind = {GATHER: read, FORWARD: made, BACKWARD: operands, RECOMPUTE: inside, REGATHER: read}
     sent = Rows(of_kind[k].row(a) if k in of_kind else () for k, a in zip(blocks.kind, blocks.argument, strict=True))
     place = {block: b for b, block in enumerate(zip(blocks.kind, blocks.argument, strict=True))}
-    forward, backward = (np.full(count + sum(map(len, results.values())), NOTHING) for _ in range(2))
+    forward, backward, again = (np.full(count + sum(map(len, results.values())), NOTHING) for _ in range(3))
+    by_kind = {BACKWARD: backward, RECOMPUTE: again, REGATHER: again}
     for (kind, a), b in place.items():
         if kind in of_kind:
-            (backward if kind == BACKWARD else forward)[of_kind[kind].row(a)] = b
+            by_kind.get(kind, forward)[of_kind[kind].row(a)] = b
     bucket = np.full(len(parameters), NOTHING)
     for number, members in enumerate(blocks.buckets):
         bucket[members] = number
@@ -184,11 +205,14 @@ def make_block_table(graph: OperatorGraph, blocks: Blocks, stages: Stages, devic
         kind=np.array(blocks.kind, np.uint8), argument=numbers(blocks.argument),
         sent_first=sent.first, sent_last=sent.last, sent=sent.all,
         stage=numbers(stage if stage >= 0 else len(stages) for stage in blocks.stage), runs=runs.ravel(),
-        forward=forward, backward=backward,
+        forward=forward, backward=backward, again=again,
         forward_of=numbers(place[FORWARD, i] for i in range(len(graph.operators))),
         backward_of=numbers(place.get((BACKWARD, i), -1) for i in range(len(graph.operators))),
         weight_of=numbers(place.get((WEIGHT_GRADIENT, i), -1) for i in range(len(graph.operators))),
-        gather_of=numbers(place[GATHER, w] for w in range(len(parameters))), bucket=bucket,
+        recompute_of=numbers(place.get((RECOMPUTE, i), -1) for i in range(len(graph.operators))),
+        region=numbers(blocks.region),
+        gather_of=numbers(place[GATHER, w] for w in range(len(parameters))),
+        regather_of=numbers(place.get((REGATHER, w), -1) for w in range(len(parameters))), bucket=bucket,
         starts=numbers(blocks.starts), finishes=numbers(blocks.finishes), block=numbers(sync),
         member_first=member.first, member_last=member.last, member=member.all,
         started_by=by_bucket(blocks.starts), finished_by=by_bucket(blocks.finishes),

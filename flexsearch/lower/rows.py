@@ -24,9 +24,9 @@ import numpy as np
 from flexsearch.compiled import I64, U8, U32
 from flexsearch.packed import packed
 
-GATHER, FORWARD, BACKWARD, SYNCHRONISE, UPDATE, WEIGHT_GRADIENT = range(6)
-"""Kinds of blocks; their arguments: weight, operator, operator, bucket, none, operator. Where an operator has a
-WEIGHT_GRADIENT block, its BACKWARD block makes the gradients of its other inputs only."""
+GATHER, FORWARD, BACKWARD, SYNCHRONISE, UPDATE, WEIGHT_GRADIENT, RECOMPUTE, REGATHER = range(8)
+"""Kinds of blocks; their arguments: weight, operator, operator, bucket, none, operator, operator, weight. Where an
+operator has a WEIGHT_GRADIENT block, its BACKWARD block makes the gradients of its other inputs only."""
 COMPUTE, WAIT, ISSUE = range(3)
 """Kinds of steps."""
 NEVER: Final = np.iinfo(np.int64).max

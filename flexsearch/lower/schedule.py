@@ -5,11 +5,12 @@ Blocks follow from the graph, the options and the stages, never from a config. T
 - gathers of weights that several stages read;
 - the forward pass, stage by stage: operators in topological order. The gather of a sharded weight stands ``prefetch``
   operators with weights before the first operator that reads it, so that it moves while those compute;
-- the backward pass, stage by stage from the last: operators in reverse. After the operator that completes the gradients
-  of a bucket its synchronisation starts. Second phases of a bucket are sent when those of the next one start, so that
-  they wait for nothing and hold nothing up; those of a stage's last bucket after its last operator. Schedules that run
-  weight gradients later have two passes for it: the gradients of activations, operator by operator, then those of
-  weights, with the synchronisation;
+- the backward pass, stage by stage from the last: operators in reverse. Before a checkpointed region is entered, its
+  forward pass stands again; before that, gathers of weights that were let go of (``lower.recompute``). After the
+  operator that completes the gradients of a bucket its synchronisation starts. Second phases of a bucket are sent when
+  those of the next one start, so that they wait for nothing and hold nothing up; those of a stage's last bucket after
+  its last operator. Schedules that run weight gradients later have two passes for it: the gradients of activations,
+  operator by operator, then those of weights, with the synchronisation;
 - synchronisation of weights that several stages read, and the update.
 """
 
@@ -25,7 +26,19 @@ import numpy as np
 from flexsearch.errors import FlexsearchError
 from flexsearch.graph import OperatorGraph
 from flexsearch.lower.actions import SPLIT_KINDS, Action, actions, last_microbatch
-from flexsearch.lower.rows import BACKWARD, FORWARD, GATHER, SYNCHRONISE, UPDATE, WEIGHT_GRADIENT, Schedule
+from flexsearch.lower.recompute import before_backward, regathered_weights, regions_of
+from flexsearch.lower.rows import (
+    BACKWARD,
+    FORWARD,
+    GATHER,
+    RECOMPUTE,
+    REGATHER,
+    SYNCHRONISE,
+    UPDATE,
+    WEIGHT_GRADIENT,
+    Schedule,
+)
+from flexsearch.strategy import Options
 from flexsearch.strategy.stage import ScheduleKind
 
 NOBODY: Final = -1
@@ -36,12 +49,14 @@ NOBODY: Final = -1
 class Stages:
     """How a step is cut. ``first``: the operator that each stage begins with, ascending from 0; ``devices``: of each
     stage; several stages on one device take turns there. The batch is cut into ``microbatches``; ``kind``: of the
-    schedule by which they pass through the stages."""
+    schedule by which they pass through the stages. ``orders``: what each rank runs (``lower.actions``), where that is
+    not what the schedule says; with a ``kind`` that divides backward passes in the same manner."""
 
     first: tuple[int, ...]
     devices: tuple[tuple[int, ...], ...]
     microbatches: int = 1
     kind: ScheduleKind = "1f1b"
+    orders: tuple[tuple[Action, ...], ...] = ()
 
     def __post_init__(self) -> None:
         if not self.first or self.first[0] != 0 or list(self.first) != sorted(set(self.first)):
@@ -142,16 +157,18 @@ def backward_pass(graph: OperatorGraph, bucket_of: Mapping[str, int]) -> list[tu
 class Blocks:
     """The blocks of a graph under some options. By block: ``kind``, ``argument``, ``once``, ``last`` (see ``Schedule``;
     the argument of a SYNCHRONISE block is its number among them), ``stage`` (NOBODY: all devices run it).
-    ``buckets``: weights of each bucket in the order of completion. ``starts``, ``finishes``: by SYNCHRONISE block, the
-    bucket whose first and whose second phases it sends (NOBODY: none). ``forward``, ``backward``, ``weight``: by stage,
-    range of its blocks in that pass; the third follows the second, and is empty if backward passes are whole;
-    ``before``, ``after``: those that all devices run first and last, once a step."""
+    ``region``: by operator (see ``regions_of``). ``buckets``: weights of each bucket in the order of completion.
+    ``starts``, ``finishes``: by SYNCHRONISE block, the bucket whose first and whose second phases it sends (NOBODY:
+    none). ``forward``, ``backward``, ``weight``: by stage, range of its blocks in that pass; the third follows the
+    second, and is empty if backward passes are whole; ``before``, ``after``: those that all devices run first and last,
+    once a step."""
 
     kind: list[int] = field(default_factory=list)
     argument: list[int] = field(default_factory=list)
     once: list[bool] = field(default_factory=list)
     last: list[bool] = field(default_factory=list)
     stage: list[int] = field(default_factory=list)
+    region: list[int] = field(default_factory=list)
     buckets: list[list[int]] = field(default_factory=list)
     starts: list[int] = field(default_factory=list)
     finishes: list[int] = field(default_factory=list)
@@ -164,11 +181,12 @@ class Blocks:
     def __len__(self) -> int:
         return len(self.kind)
 
-    def add(self, kind: int, argument: int, stage: int) -> None:
-        """One more block."""
+    def add(self, kind: int, argument: int, stage: int, repeated: bool = False) -> None:
+        """One more block. ``repeated``: it runs for every microbatch, as passes always do."""
         self.kind.append(kind)
         self.argument.append(argument)
-        self.once.append(kind not in (FORWARD, BACKWARD, WEIGHT_GRADIENT))
+        passes = FORWARD, BACKWARD, WEIGHT_GRADIENT, RECOMPUTE, REGATHER
+        self.once.append(not repeated and kind not in passes)
         self.last.append(kind == SYNCHRONISE and stage != NOBODY)
         self.stage.append(stage)
 
@@ -186,13 +204,15 @@ class Blocks:
         return inputs if action.kind == "I" else weights if action.kind == "W" else range(inputs.start, weights.stop)
 
 
-def make_blocks(graph: OperatorGraph, bucket_bytes: int, prefetch: int, stages: Stages) -> Blocks:
-    """The blocks of a graph whose operators are cut into ``stages``."""
+def make_blocks(graph: OperatorGraph, options: Options, stages: Stages) -> Blocks:
+    """The blocks of a graph whose operators are cut into ``stages``. Raises StrategyError if nothing can be computed
+    again as the options ask for."""
     stage_of = stages.of(len(graph.operators))
     of_weight = list(weight_stages(graph, stage_of).values())
     shared = [w for w, stage in enumerate(of_weight) if stage == NOBODY]
-    gathers = _gathers(graph, prefetch, stage_of, of_weight)
-    blocks = Blocks()
+    gathers = _gathers(graph, options.prefetch, stage_of, of_weight)
+    regathered = regathered_weights(graph, of_weight) if options.reshard_after_forward else {}
+    blocks = Blocks(region=regions_of(graph, options.recompute, stage_of))
     for w in shared:
         blocks.add(GATHER, w, NOBODY)
     blocks.before = range(len(blocks))
@@ -201,10 +221,11 @@ def make_blocks(graph: OperatorGraph, bucket_bytes: int, prefetch: int, stages: 
         begin = len(blocks)
         for i in range(first, last):
             for w in gathers.get(i, ()):
-                blocks.add(GATHER, w, stage)
+                blocks.add(GATHER, w, stage, repeated=w in regathered)
             blocks.add(FORWARD, i, stage)
         blocks.forward.append(range(begin, len(blocks)))
-    _add_backward(blocks, graph, buckets_of(graph, bucket_bytes, stage_of), stages, set(shared))
+    again = before_backward(graph, blocks.region, stage_of, regathered, options.prefetch)
+    _add_backward(blocks, graph, buckets_of(graph, options.bucket_bytes, stage_of), stages, set(shared), again)
     return blocks
 
 
@@ -230,9 +251,10 @@ def _gathers(
 
 
 def _add_backward(
-    blocks: Blocks, graph: OperatorGraph, bucket_of: Mapping[str, int], stages: Stages, shared: set[int]
-) -> None:
-    """The backward pass with its synchronisation, and the update."""
+    blocks: Blocks, graph: OperatorGraph, bucket_of: Mapping[str, int], stages: Stages, shared: set[int],
+    again: Mapping[int, list[tuple[int, int]]],
+) -> None:  # fmt: skip
+    """The backward pass with what is done ``again`` in it and its synchronisation, and the update."""
     late: list[int] = []
     passes: list[list[tuple[int, list[list[int]]]]] = [[] for _ in stages.first]
     stage_of = stages.of(len(graph.operators))
@@ -242,9 +264,9 @@ def _add_backward(
         begin = len(blocks)
         if stages.splits_backward:
             for i, _ in passes[stage]:
-                blocks.add(BACKWARD, i, stage)
+                _add_operator(blocks, i, stage, again)
         middle = len(blocks)
-        late += _add_gradients(blocks, graph, passes[stage], stage, shared, stages.splits_backward)
+        late += _add_gradients(blocks, graph, passes[stage], stage, shared, None if stages.splits_backward else again)
         split = middle if stages.splits_backward else len(blocks)
         blocks.backward.insert(0, range(begin, split))
         blocks.weight.insert(0, range(split, len(blocks)))
@@ -258,16 +280,23 @@ def _add_backward(
     blocks.after = range(begin, len(blocks))
 
 
+def _add_operator(blocks: Blocks, operator: int, stage: int, again: Mapping[int, list[tuple[int, int]]]) -> None:
+    """The backward pass of an operator, after what is done ``again`` for it."""
+    for kind, argument in again.get(operator, ()):
+        blocks.add(kind, argument, stage)
+    blocks.add(BACKWARD, operator, stage)
+
+
 def _add_gradients(
     blocks: Blocks, graph: OperatorGraph, rows: Sequence[tuple[int, list[list[int]]]], stage: int, shared: set[int],
-    halved: bool,
+    again: Mapping[int, list[tuple[int, int]]] | None,
 ) -> list[int]:  # fmt: skip
-    """A stage's backward pass, or the ``halved`` one that makes gradients of weights only, with its synchronisation.
-    Returns the buckets that are synchronised after all stages."""
+    """A stage's backward pass (with what is done ``again`` in it), or if that is None its half that makes gradients of
+    weights only; with its synchronisation. Returns the buckets that are synchronised after all stages."""
     late, before = [], NOBODY
     for i, complete in rows:
-        if not halved:
-            blocks.add(BACKWARD, i, stage)
+        if again is not None:
+            _add_operator(blocks, i, stage, again)
         elif trains(graph, i):
             blocks.add(WEIGHT_GRADIENT, i, stage)
         for weights in complete:
@@ -303,7 +332,14 @@ def make_schedule(blocks: Blocks, stages: Stages, devices: int) -> Schedule:
     groups = sorted(row for row in held if row)
     plans: dict[tuple[int, ...], list[tuple[range, int]]] = {(): []}
     kind: ScheduleKind = "gpipe" if len(stages) == stages.microbatches == 1 else stages.kind
-    for row, plan in zip(groups, actions(kind, groups, stages.microbatches), strict=True):
+    orders = stages.orders or actions(kind, groups, stages.microbatches)
+    halves = any(action.kind in "IW" for row in stages.orders for action in row)
+    if len(orders) != len(groups) or (halves and not stages.splits_backward):
+        raise FlexsearchError(
+            f"the {len(orders)} orders of passes do not fit {len(groups)} groups of devices with the schedule {kind}",
+            "Give each group of devices one, and a schedule that divides backward passes where they do.",
+        )
+    for row, plan in zip(groups, orders, strict=True):
         middle = [(blocks.of(action), action.microbatch) for action in plan]
         plans[row] = _joined([(blocks.before, 0), *middle, (blocks.after, 0)])
     numbers = {row: g for g, row in enumerate(plans)}

@@ -10,6 +10,7 @@ from flexsearch.graph.batch import microbatch
 from flexsearch.lower.folding import Fold, fold
 from flexsearch.lower.schedule import Stages
 from flexsearch.strategy.pipeline import Pipeline
+from flexsearch.strategy.stage import check_batch
 from flexsearch.topology import Topology
 
 
@@ -26,15 +27,14 @@ class Share:
 def share_of(graph: OperatorGraph, topology: Topology, replicas: int, microbatches: int) -> Share:
     """One of ``replicas`` blocks' part of one of ``microbatches``. Raises StrategyError if the batch cannot be divided
     so, TopologyError if the topology does not fall apart into equal blocks."""
-    Pipeline(replicas, (0,), ((0,),), microbatches).check_batch(graph.batch)
+    check_batch(graph.batch, replicas, microbatches)
+    if replicas > 1:
+        parts = fold(graph, topology, replicas, microbatches)
+        return Share(parts.part, parts.folding.block, parts)
     try:
-        part = microbatch(graph, microbatches) if microbatches > 1 else graph
+        return Share(microbatch(graph, microbatches) if microbatches > 1 else graph, topology, None)
     except NotationError as error:
         raise StrategyError(f"the batch cannot be divided by {microbatches}: {error.message}") from error
-    if replicas == 1:
-        return Share(part, topology, None)
-    parts = fold(part, topology, replicas)
-    return Share(parts.part, parts.folding.block, parts)
 
 
 def stages_of(pipeline: Pipeline) -> Stages:

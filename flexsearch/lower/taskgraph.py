@@ -12,8 +12,9 @@ from typing import Literal, NamedTuple
 from flexsearch.cost.communication import Transfer
 from flexsearch.lower.reshard import Exchange, Reshard
 
-Purpose = Literal["gather", "forward", "backward", "synchronise"]
-"""Why data moves: sharded weights before use, activations, their gradients, gradients of weights."""
+Purpose = Literal["gather", "forward", "backward", "synchronise", "recompute", "regather"]
+"""Why data moves: sharded weights before use, activations, their gradients, gradients of weights; in the backward pass
+activations that are computed again, and weights that are gathered again."""
 
 
 class TaskKind(IntEnum):
@@ -24,6 +25,7 @@ class TaskKind(IntEnum):
     UPDATE = 2
     COMMUNICATION = 3
     WEIGHT_GRADIENT = 4
+    RECOMPUTE = 5
 
 
 class Row(NamedTuple):

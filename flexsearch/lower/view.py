@@ -23,6 +23,8 @@ from flexsearch.lower.rows import (
     FORWARD,
     GATHER,
     NEVER,
+    RECOMPUTE,
+    REGATHER,
     SYNCHRONISE,
     WAIT,
     WEIGHT_GRADIENT,
@@ -35,9 +37,11 @@ from flexsearch.topology import Topology
 
 _PURPOSES: dict[int, Purpose] = {
     GATHER: "gather", FORWARD: "forward", BACKWARD: "backward", SYNCHRONISE: "synchronise",
+    RECOMPUTE: "recompute", REGATHER: "regather",
 }  # fmt: skip
 _KINDS = {
     FORWARD: TaskKind.FORWARD, BACKWARD: TaskKind.BACKWARD, WEIGHT_GRADIENT: TaskKind.WEIGHT_GRADIENT,
+    RECOMPUTE: TaskKind.RECOMPUTE,
 }  # fmt: skip
 
 

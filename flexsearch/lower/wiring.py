@@ -29,17 +29,21 @@ def place(blocks: BlockTable, pools: Pools, state: State, change: Change) -> Non
             mark(change, blocks.forward_of[i])
             mark(change, blocks.backward_of[i])
             mark(change, blocks.weight_of[i])
+            mark(change, blocks.recompute_of[i])
+            twice = blocks.recompute_of[i] != NOTHING
             for e in range(np.uint64(pools.config_first[old]), np.uint64(pools.config_last[old])):
-                _compute(pools, state, e, -1)
+                _compute(pools, state, e, twice, -1)
             for e in range(np.uint64(pools.config_first[new]), np.uint64(pools.config_last[new])):
-                _compute(pools, state, e, 1)
+                _compute(pools, state, e, twice, 1)
 
 
 @lean
-def _compute(pools: Pools, state: State, entry: Any, sign: Any) -> None:
-    """Account for what an operator computes on one device."""
+def _compute(pools: Pools, state: State, entry: Any, twice: Any, sign: Any) -> None:
+    """Account for what an operator computes on one device; ``twice``: its forward pass is computed again."""
     d = np.uint64(pools.entry_device[entry])
     state.busy[d] += sign * (pools.entry_forward[entry] + pools.entry_backward[entry])
+    if twice:
+        state.busy[d] += sign * pools.entry_forward[entry]
 
 
 @lean
@@ -196,6 +200,7 @@ def _set(
         state.backward[slot] = backward
     if forward != before.forward[slot] or state.leader[slot] != before.leader[slot]:
         sends(change, blocks.forward[slot])
+        sends(change, blocks.again[slot])
     if backward != before.backward[slot]:
         sends(change, blocks.backward[slot])
 
@@ -263,6 +268,7 @@ def _wire_weight(
         state.forward[slot] = gather
         if gather != before.forward[slot] or state.leader[slot] != before.leader[slot]:
             sends(change, blocks.gather_of[w])
+            sends(change, blocks.regather_of[w])
     if p != old:
         _replace(blocks, pools, state, change, w, old, p)
 

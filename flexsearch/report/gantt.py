@@ -21,10 +21,12 @@ from flexsearch.simulate import Simulation
 _KINDS: Final = {
     TaskKind.FORWARD: ("forward", "#0072B2"), TaskKind.BACKWARD: ("backward", "#56B4E9"),
     TaskKind.WEIGHT_GRADIENT: ("weight gradients", "#999999"), TaskKind.UPDATE: ("update", "#009E73"),
+    TaskKind.RECOMPUTE: ("forward, again", "#666666"),
 }  # fmt: skip
 _PURPOSES: Final = {
     "gather": ("weights", "#F0E442"), "forward": ("activations", "#E69F00"),
     "backward": ("gradients of activations", "#CC79A7"), "synchronise": ("gradients of weights", "#D55E00"),
+    "recompute": ("activations", "#E69F00"), "regather": ("weights", "#F0E442"),
 }  # fmt: skip
 _INCH: Final = 0.3
 """Height of a row."""

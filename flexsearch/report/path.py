@@ -21,7 +21,10 @@ SCREEN: Final = 16
 SHORT: Final = 0.002
 """Rows of a smaller share of the iteration are told together where there are many."""
 _NUMBER: Final = re.compile(r"(?<![^.])\d+(?![^.])|(?<=[a-z])\d+(?=\.)")  # h.0.attn, layer1.0.conv1
-_PHASES: Final = {"forward": "forward", "gather": "forward", "backward": "backward", "synchronise": "synchronise"}
+_PHASES: Final = {
+    "forward": "forward", "gather": "forward", "backward": "backward", "synchronise": "synchronise",
+    "recompute": "backward", "regather": "backward",
+}  # fmt: skip
 _WAITS: Final = {
     "start": "nothing", "order": "device", "data": "data", "link": "link", "processor": "processor", "turn": "turn",
 }  # fmt: skip

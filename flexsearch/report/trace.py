@@ -23,6 +23,7 @@ Event = dict[str, Any]
 _CATEGORY = {
     TaskKind.FORWARD: "forward", TaskKind.BACKWARD: "backward", TaskKind.UPDATE: "update",
     TaskKind.WEIGHT_GRADIENT: "weight gradient", TaskKind.COMMUNICATION: "communication",
+    TaskKind.RECOMPUTE: "recompute",
 }  # fmt: skip
 
 

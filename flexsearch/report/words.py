@@ -145,7 +145,8 @@ def tensor_words(lowered: Lowered, communication: Communication) -> str:
 
 
 def task_words(lowered: Lowered, task: int) -> str:
-    """Name of a task: "features.conv1", "features.conv1 backward", "update", "all_reduce gradient of fc6.weight"."""
+    """Name of a task: "features.conv1", "features.conv1 backward", "features.conv1 again", "update",
+    "all_reduce gradient of fc6.weight"."""
     tasks = lowered.tasks
     communication = tasks.communication[task]
     if communication is not None:
@@ -153,5 +154,7 @@ def task_words(lowered: Lowered, task: int) -> str:
     if tasks.kind[task] == TaskKind.UPDATE:
         return "update"
     name = lowered.graph.operators[tasks.operator[task]].name
-    suffix = {TaskKind.BACKWARD: " backward", TaskKind.WEIGHT_GRADIENT: " weight gradients"}
+    suffix = {
+        TaskKind.BACKWARD: " backward", TaskKind.WEIGHT_GRADIENT: " weight gradients", TaskKind.RECOMPUTE: " again",
+    }  # fmt: skip
     return name + suffix.get(TaskKind(tasks.kind[task]), "")

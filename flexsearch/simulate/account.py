@@ -23,7 +23,8 @@ from flexsearch.compiled import I64, ONE, TWO, U8, U32, U64, ZERO, lean
 from flexsearch.lower.arrays import State
 from flexsearch.lower.rows import FORWARD, Schedule
 from flexsearch.packed import packed
-from flexsearch.simulate.lifetimes import GRADIENTS, Sources, Spans, list_spans, most_bytes
+from flexsearch.simulate.lifetimes import GRADIENTS, Sources, Spans, list_spans
+from flexsearch.simulate.most import most_bytes
 
 FOUR: Any = np.uint64(4)
 """Cells of a block."""

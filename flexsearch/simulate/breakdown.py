@@ -13,11 +13,14 @@ from flexsearch.lower import Lowered, TaskGraph, TaskKind
 from flexsearch.simulate.critical import Step
 from flexsearch.simulate.simulation import Simulation
 
-Kind = Literal["forward", "backward", "update", "activations", "gather", "synchronise", "latency", "handling"]
+Kind = Literal[
+    "forward", "backward", "recompute", "update", "activations", "gather", "synchronise", "latency", "handling"
+]
 
 KINDS: Final[dict[Kind, str]] = {
     "forward": "forward pass",
     "backward": "backward pass",
+    "recompute": "forward pass, again",
     "update": "weight update",
     "activations": "moving activations",
     "gather": "gathering weights",
@@ -30,10 +33,11 @@ link is busy with it."""
 
 _COMPUTE: Final[dict[int, Kind]] = {
     TaskKind.FORWARD: "forward", TaskKind.BACKWARD: "backward", TaskKind.WEIGHT_GRADIENT: "backward",
-    TaskKind.UPDATE: "update",
+    TaskKind.UPDATE: "update", TaskKind.RECOMPUTE: "recompute",
 }  # fmt: skip
 _PURPOSE: Final[dict[str, Kind]] = {
     "forward": "activations", "backward": "activations", "gather": "gather", "synchronise": "synchronise",
+    "recompute": "activations", "regather": "gather",
 }  # fmt: skip
 
 

@@ -19,7 +19,18 @@ from flexsearch.compiled import I64, U32, U64
 from flexsearch.cost.ticks import FOREVER, TICK
 from flexsearch.direct import direct
 from flexsearch.errors import FlexsearchError
-from flexsearch.lower.rows import BACKWARD, COMPUTE, FORWARD, GATHER, SYNCHRONISE, Machine, Schedule, Segments
+from flexsearch.lower.rows import (
+    BACKWARD,
+    COMPUTE,
+    FORWARD,
+    GATHER,
+    RECOMPUTE,
+    REGATHER,
+    SYNCHRONISE,
+    Machine,
+    Schedule,
+    Segments,
+)
 from flexsearch.simulate.engine_delta import LATE, accept, propose, reject, simulate
 from flexsearch.simulate.engine_queue import MICROBATCH, NUMBER, block_of
 from flexsearch.simulate.engine_state import DEADLOCK, MALFORMED, ROOM, WAITING, Record, State, make_state
@@ -33,7 +44,10 @@ __all__ = ["LATE", "Engine", "Times"]
 
 PLACES = 1 << 21
 """Places for communications of which an engine makes more than it needs, so that it seldom has to grow."""
-_KINDS = {GATHER: "gather", FORWARD: "forward", BACKWARD: "backward", SYNCHRONISE: "synchronisation"}
+_KINDS = {
+    GATHER: "gather", FORWARD: "forward", BACKWARD: "backward", SYNCHRONISE: "synchronisation",
+    RECOMPUTE: "recomputation", REGATHER: "second gather",
+}  # fmt: skip
 
 
 @dataclass(frozen=True)

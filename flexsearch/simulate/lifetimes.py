@@ -16,6 +16,10 @@ last moment, both included. These are the spans:
 - A **copy** in another layout: from the communication that brings it (or from the forward, if it is cut from what the
   device has) to the last reader's use, as above. Where a device gets exactly what it has, there is none, and readers
   prolong the original. A result (the loss, a buffer's new value) is kept to the end of the step.
+- What is **computed again** (``lower.recompute``) has all of this twice: from its forward pass it lives for readers'
+  forward passes alone, unless they are outside of its checkpointed region; from its second forward pass for what its
+  region needs in the backward pass. What a region reads from outside lives until the region reads it again, and to the
+  backwards that use it. A weight that is **gathered again** lives from each gather to the last use before the next.
 - The **layout in between** of a reshard of two phases: from the first communication that the device takes part in to
   that of the second phase.
 - A **receive buffer**, for what is only a part of what it is for, or is added to more: from the communication to the
@@ -49,7 +53,7 @@ import numpy as np
 import numpy.typing as npt
 
 from flexsearch.compiled import I64, ONE, TWO, U8, U32, U64, ZERO, lean
-from flexsearch.lower.arrays import Pools, Program, State
+from flexsearch.lower.arrays import NOTHING, Pools, Program, State
 from flexsearch.lower.change import Wiring
 from flexsearch.lower.footprints import ALIASED, RECEIVES, TAKES_PART, TAKES_PART_AGAIN, Landings
 from flexsearch.lower.interned import Interned, entries_of, rank_of
@@ -77,7 +81,8 @@ class Units(NamedTuple):
     (``reader``), ``at_hand_itemsize``, ``at_hand_bytes`` in all, the ``part`` of memory that it belongs to.
     ``update_block``: (1,), the last. By operator: ``forward_block``, ``backward_block`` (the forward one if there is
     none), ``weight_block``, where it is done with what it saved and with the gradients of its outputs (the backward one
-    if its backward pass is whole); by weight: ``gather_block``.
+    if its backward pass is whole), ``recompute_block`` and ``region`` (NOTHING: it is not computed again); by weight:
+    ``gather_block``, ``regather_block`` (NOTHING: none).
     """
 
     root: U8
@@ -111,6 +116,9 @@ class Units(NamedTuple):
     backward_block: U32
     weight_block: U32
     gather_block: U32
+    recompute_block: U32
+    region: U32
+    regather_block: U32
 
 
 @packed
@@ -118,10 +126,10 @@ class Spans(NamedTuple):
     """The spans of one unit: ``device``, ``first`` and ``last`` moment, ``nbytes``, ``part``; ``size``: (1,) how many.
 
     Work arrays. A **handle** is the number of a span plus 1; 0: none, at hand all the time. By place of the activation
-    in its unit and device: ``output``, what holds it where it was made, and ``arrived``, what holds its gradient in the
-    producer's layout. By device: ``gradient``, what holds the readers' gradient of the edge at hand, and ``born``, the
-    moment since when all gradients of a weight are there. ``low``, ``high``: by device and dimension, of what is at
-    hand; ``reads``: by device, whether it reads it.
+    in its unit and device: ``output``, what holds it where it was made; ``again``, where it was computed again;
+    ``arrived``, what holds its gradient in the producer's layout. By device: ``gradient``, what holds the readers'
+    gradient of the edge at hand, and ``born``, the moment since when all gradients of a weight are there. ``low``,
+    ``high``: by device and dimension, of what is at hand; ``reads``: by device, whether it reads it.
     """
 
     device: U32
@@ -134,6 +142,7 @@ class Spans(NamedTuple):
     arrived: npt.NDArray[np.uint32]
     gradient: U32
     born: U32
+    again: npt.NDArray[np.uint32]
     low: npt.NDArray[np.int64]
     high: npt.NDArray[np.int64]
     reads: U8
@@ -160,6 +169,7 @@ def list_spans(sources: Sources, state: State, u: Any, spans: Spans) -> None:
     for place in range(last - first):
         for d in range(np.uint64(spans.gradient.shape[0])):
             spans.output[place, d] = 0
+            spans.again[place, d] = 0
             spans.arrived[place, d] = 0
     if units.root[u] == AT_HAND:
         _hold_at_hand(sources, state, np.uint64(units.tensor[u]), spans)
@@ -229,28 +239,35 @@ def _hold_at_hand(sources: Sources, state: State, tensor: Any, spans: Spans) -> 
 
 @lean
 def _forward(sources: Sources, state: State, t: Any, spans: Spans) -> None:
-    """An activation where it is made, and its copies for its readers."""
+    """An activation where it is made, and its copies for its readers; likewise where it is computed again."""
     units, wiring = sources.units, sources.wiring
-    producer = np.uint64(wiring.tensor_producer[t])
-    now = TWO * np.uint64(sources.units.forward_block[producer])
-    if units.is_view[producer] == 0:
-        _make(sources, state, t, producer, now, spans)
+    producer, place = np.uint64(wiring.tensor_producer[t]), np.uint64(units.place[t])
     first, last = np.uint64(wiring.tensor_first[t]), np.uint64(wiring.tensor_last[t])
-    for k in range(first, last):
-        slot = np.uint64(wiring.tensor_slot[k])
-        if np.uint64(state.leader[slot]) == slot:
-            _distribute(sources, state, wiring.tensor_slot, k, last, np.uint64(units.place[t]), now, spans)
+    for again in range(2 if units.recompute_block[producer] != NOTHING else 1):
+        now = TWO * np.uint64(units.recompute_block[producer] if again else units.forward_block[producer])
+        if units.is_view[producer] == 0:
+            _make(sources, state, t, producer, now, again, spans)
+        for k in range(first, last):
+            slot = np.uint64(wiring.tensor_slot[k])
+            if np.uint64(state.leader[slot]) == slot and (
+                not again or units.region[np.uint64(wiring.slot_operator[slot])] == units.region[producer]
+            ):
+                home = units.region[producer]
+                _distribute(sources, state, wiring.tensor_slot, k, last, place, now, again, home, spans)
+    now = TWO * np.uint64(units.forward_block[producer])
     for k in range(np.uint64(wiring.result_first[t]), np.uint64(wiring.result_last[t])):
-        _distribute(sources, state, wiring.result_slot, k, k, np.uint64(units.place[t]), now, spans)
+        _distribute(sources, state, wiring.result_slot, k, k, place, now, 0, NOTHING, spans)
 
 
 @lean
-def _make(sources: Sources, state: State, t: Any, producer: Any, now: Any, spans: Spans) -> None:
-    """The output as the pieces of its producer make it, and what they save besides."""
+def _make(sources: Sources, state: State, t: Any, producer: Any, now: Any, again: Any, spans: Spans) -> None:
+    """The output as the pieces of its producer make it, and what they save besides (if it is computed again: then)."""
     units, wiring, layouts, pools = sources.units, sources.wiring, sources.layouts, sources.pools
     config = np.uint64(state.config[producer])
     layout = np.uint64(pools.layout[np.uint64(pools.config_writes[config]) + np.uint64(wiring.tensor_output[t])])
-    back = TWO * np.uint64(sources.units.weight_block[producer]) if units.backward[producer] == 1 else now
+    back = now
+    if units.backward[producer] == 1 and (again or units.recompute_block[producer] == NOTHING):
+        back = TWO * np.uint64(sources.units.weight_block[producer])
     until = back if units.saves_outputs[producer] == 1 else now
     itemsize, place = units.itemsize[t], np.uint64(units.place[t])
     first = np.uint64(layouts.mesh_first[np.uint64(layouts.layout_mesh[layout])])
@@ -259,37 +276,42 @@ def _make(sources: Sources, state: State, t: Any, producer: Any, now: Any, spans
         d, elements = np.uint64(layouts.device[first + row]), layouts.volume[entry + row]
         if d >= np.uint64(spans.reads.shape[0]):
             continue
-        spans.output[place, d] = _add(spans, d, elements * itemsize, ACTIVATIONS, now, until)
-        besides = _besides(units, producer, elements, itemsize)
-        if besides > 0 and back > now:
-            _add(spans, d, besides, ACTIVATIONS, now, back)
+        handle = _add(spans, d, elements * itemsize, ACTIVATIONS, now, until)
+        if again:
+            spans.again[place, d] = handle
+        else:
+            spans.output[place, d] = handle
+        more = besides(units, producer, elements, itemsize)
+        if more > 0 and back > now:
+            _add(spans, d, more, ACTIVATIONS, now, back)
 
 
 @lean
-def _besides(units: Units, producer: Any, elements: Any, itemsize: Any) -> Any:
+def besides(units: Units, producer: Any, elements: Any, itemsize: Any) -> Any:
     """Bytes saved besides, as in ``graph.ops.Saved``."""
     return elements * units.extra[producer] + elements * units.halves[producer] * itemsize // np.int64(2)
 
 
 @lean
 def _distribute(
-    sources: Sources, state: State, slots: U32, k: Any, last: Any, place: Any, now: Any, spans: Spans
-) -> None:
+    sources: Sources, state: State, slots: U32, k: Any, last: Any, place: Any, now: Any, again: Any, home: Any,
+    spans: Spans,
+) -> None:  # fmt: skip
     """The copies that an edge makes of an activation or weight, by its reshard: of the reader ``slots[k]`` and those
     from there to ``last`` that share its edge. ``now``: the moment before it is sent; ``place``: of an activation,
-    where the handles of the original are; of a weight GATHERED."""
+    where the handles of the original are; of a weight GATHERED; ``again``: in the backward pass; ``home``: the region
+    of the activation's producer."""
     landings, slot = sources.landings, np.uint64(slots[k])
     template = np.uint64(state.forward[slot])
     gathered = place == GATHERED
     sent = now | ONE
-    until, used = _use(sources, state, slots, k, last, gathered), sent
-    if k < last:
-        used = TWO * np.uint64(sources.units.forward_block[np.uint64(sources.wiring.slot_operator[slot])])
+    until = _use(sources, state, slots, k, last, gathered, again, home)
+    used = _first_use(sources, state, slots, k, last, again, home, sent)
     for row in range(np.uint64(landings.landing_first[template]), np.uint64(landings.landing_last[template])):
         d, role = np.uint64(landings.device[row]), landings.role[row]
         original = ZERO
         if not gathered:
-            original = np.uint64(spans.output[place, d])
+            original = np.uint64(spans.again[place, d] if again else spans.output[place, d])
             if role & TAKES_PART:
                 _prolong(spans, original, sent)
         copies = not gathered or role & RECEIVES != 0  # a part that is cut from a stored weight is a view
@@ -300,37 +322,79 @@ def _distribute(
         if holder > ZERO:
             _prolong(spans, holder, until)
             for j in range(k, last):
-                _hand_on(sources, state, np.uint64(slots[j]), slot, d, holder, spans)
+                _hand_on(sources, state, np.uint64(slots[j]), slot, d, holder, again, home, spans)
 
 
 @lean
-def _use(sources: Sources, state: State, slots: U32, k: Any, last: Any, gathered: Any) -> Any:
+def _first_use(
+    sources: Sources, state: State, slots: U32, k: Any, last: Any, again: Any, home: Any, sent: Any
+) -> Any:  # fmt: skip
+    """When readers that share the edge of ``slots[k]`` first wait for what it brings; ``sent`` if none does."""
+    units, wiring, slot = sources.units, sources.wiring, np.uint64(slots[k])
+    if k == last:
+        return sent
+    if not again:
+        return TWO * np.uint64(units.forward_block[np.uint64(wiring.slot_operator[slot])])
+    found, never = end_of(sources), True
+    for j in range(k, last):
+        other = np.uint64(slots[j])
+        if np.uint64(state.leader[other]) == slot:
+            reader = np.uint64(wiring.slot_operator[other])
+            if home != NOTHING and units.region[reader] != home:
+                continue
+            if units.recompute_block[reader] != NOTHING:
+                found, never = min(found, TWO * np.uint64(units.recompute_block[reader])), False
+            elif units.backward[reader] == 1:
+                found, never = min(found, TWO * np.uint64(units.backward_block[reader])), False
+    return sent if never else found
+
+
+@lean
+def _use(
+    sources: Sources, state: State, slots: U32, k: Any, last: Any, gathered: Any, again: Any, home: Any
+) -> Any:  # fmt: skip
     """The last moment at which readers that share the edge of ``slots[k]`` need what it brings."""
     units, wiring, slot = sources.units, sources.wiring, np.uint64(slots[k])
     if k == last:
         return end_of(sources)
     until = ZERO
+    twice = gathered and units.regather_block[np.uint64(wiring.slot_tensor[slot])] != NOTHING
     for j in range(k, last):
         other = np.uint64(slots[j])
-        if np.uint64(state.leader[other]) == slot:
-            reader = np.uint64(wiring.slot_operator[other])
-            until = max(until, TWO * np.uint64(sources.units.forward_block[reader]))
-            if units.backward[reader] == 1 and (gathered or units.saves_inputs[reader] == 1):
-                back = sources.units.backward_block[reader] if gathered else sources.units.weight_block[reader]
-                until = max(until, TWO * np.uint64(back))
+        if np.uint64(state.leader[other]) != slot:
+            continue
+        reader = np.uint64(wiring.slot_operator[other])
+        if again and not gathered and units.region[reader] != home:
+            continue
+        repeated = units.recompute_block[reader] != NOTHING
+        if not again:
+            until = max(until, TWO * np.uint64(units.forward_block[reader]))
+            if twice or (not gathered and repeated and units.region[reader] == home):
+                continue  # what comes later is gathered or computed again
+        if repeated and (gathered or again or units.region[reader] != home):
+            until = max(until, TWO * np.uint64(units.recompute_block[reader]))
+        if units.backward[reader] == 1 and (gathered or units.saves_inputs[reader] == 1):
+            back = units.backward_block[reader] if gathered else units.weight_block[reader]
+            until = max(until, TWO * np.uint64(back))
     return until
 
 
 @lean
-def _hand_on(sources: Sources, state: State, slot: Any, leader: Any, d: Any, holder: Any, spans: Spans) -> None:
+def _hand_on(
+    sources: Sources, state: State, slot: Any, leader: Any, d: Any, holder: Any, again: Any, home: Any, spans: Spans
+) -> None:
     """If the reader's outputs are views of what it reads here, what holds this holds them."""
-    wiring = sources.wiring
+    wiring, units = sources.wiring, sources.units
     if np.uint64(state.leader[slot]) != leader or wiring.slot_position[slot] != 0:
         return
     reader = np.uint64(wiring.slot_operator[slot])
-    if sources.units.is_view[reader] == 1:
+    if units.is_view[reader] == 1:
+        inside = units.recompute_block[reader] != NOTHING and units.region[reader] == home
         for t in range(np.uint64(wiring.made_first[reader]), np.uint64(wiring.made_last[reader])):
-            spans.output[np.uint64(sources.units.place[t]), d] = holder
+            if not again:
+                spans.output[np.uint64(units.place[t]), d] = holder
+            if inside == (again != 0):  # what a region reads from outside is there once
+                spans.again[np.uint64(units.place[t]), d] = holder
 
 
 @lean
@@ -450,8 +514,9 @@ def _hold_weight(sources: Sources, state: State, w: Any, spans: Spans) -> None:
     for k in range(first, last):
         slot = np.uint64(program.reader[k])
         if np.uint64(state.leader[slot]) == slot:
-            gather = TWO * np.uint64(sources.units.gather_block[w])
-            _distribute(sources, state, program.reader, k, last, GATHERED, gather, spans)
+            for again in range(2 if units.regather_block[w] != NOTHING else 1):
+                gather = TWO * np.uint64(units.regather_block[w] if again else units.gather_block[w])
+                _distribute(sources, state, program.reader, k, last, GATHERED, gather, again, NOTHING, spans)
             if trained and program.flows[slot] == 1:
                 _differentiate(sources, state, program.reader, k, last, units.weight_itemsize[w], GRADIENTS, spans)
                 _send_gradients(sources, state, w, np.uint64(sources.pools.plan_sync[p]), spans)
@@ -486,65 +551,3 @@ def _synchronise(sources: Sources, state: State, w: Any, template: Any, spans: S
         if born == ZERO:  # no piece there makes a gradient
             born = sent
         _prolong(spans, _land(spans, landings, row, True, born, sent, again, update, GRADIENTS), update)
-
-
-# ---- a quick upper bound
-
-
-@lean
-def most_bytes(sources: Sources, state: State, u: Any) -> Any:
-    """At most so many bytes does unit ``u`` take on any device, all its spans together."""
-    units, wiring, pools = sources.units, sources.wiring, sources.pools
-    landings = sources.landings
-    total = np.int64(0)
-    if units.root[u] == AT_HAND:
-        total = units.at_hand_bytes[np.uint64(units.tensor[u])]
-    elif units.root[u] == WEIGHT:
-        w = np.uint64(units.tensor[u])
-        p = np.uint64(state.plan[w])
-        total = _most_stored(pools, p)
-        total += total // units.weight_itemsize[w] * units.state_bytes[w]
-        total += landings.most[np.uint64(pools.plan_sync[p])]
-        for k in range(np.uint64(sources.program.reader_first[w]), np.uint64(sources.program.reader_last[w])):
-            total += _most_of_edge(sources, state, np.uint64(sources.program.reader[k]), units.weight_itemsize[w])
-    for a in range(np.uint64(units.activation_first[u]), np.uint64(units.activation_last[u])):
-        t = np.uint64(units.activation[a])
-        producer = np.uint64(wiring.tensor_producer[t])
-        at = np.uint64(pools.config_writes[np.uint64(state.config[producer])]) + np.uint64(wiring.tensor_output[t])
-        elements = _most_elements(sources.layouts, np.uint64(pools.layout[at]))
-        total += elements * units.itemsize[t] + _besides(units, producer, elements, units.itemsize[t])
-        for k in range(np.uint64(wiring.tensor_first[t]), np.uint64(wiring.tensor_last[t])):
-            total += _most_of_edge(sources, state, np.uint64(wiring.tensor_slot[k]), units.itemsize[t])
-        for k in range(np.uint64(wiring.result_first[t]), np.uint64(wiring.result_last[t])):
-            total += landings.most[np.uint64(state.forward[np.uint64(wiring.result_slot[k])])]
-    return total
-
-
-@lean
-def _most_of_edge(sources: Sources, state: State, slot: Any, itemsize: Any) -> Any:
-    """At most so many bytes are copies and gradients of a slot's edge, on any device; 0 if another slot leads it."""
-    landings = sources.landings
-    if np.uint64(state.leader[slot]) != slot:
-        return np.int64(0)
-    total = landings.most[np.uint64(state.forward[slot])] + landings.most[np.uint64(state.backward[slot])]
-    if sources.program.flows[slot] == 1:
-        total += _most_elements(sources.layouts, np.uint64(state.need[slot])) * itemsize
-    return total
-
-
-@lean
-def _most_elements(layouts: Interned, layout: Any) -> Any:
-    """The largest piece of a layout, of which no device has several."""
-    most, first = np.int64(0), np.uint64(layouts.grid_first[np.uint64(layouts.layout_grid[layout])])
-    for k in range(entries_of(layouts, layout)):
-        most = max(most, layouts.volume[first + k])
-    return most
-
-
-@lean
-def _most_stored(pools: Pools, p: Any) -> Any:
-    """The most bytes that a weight's plan stores on one device."""
-    most = np.int64(0)
-    for row in range(np.uint64(pools.store_first[p]), np.uint64(pools.store_last[p])):
-        most = max(most, np.int64(pools.store_bytes[row]))
-    return most

@@ -12,6 +12,7 @@ from flexsearch.cost import Costs, Profile
 from flexsearch.cost.ticks import TICK
 from flexsearch.graph import OperatorGraph
 from flexsearch.graph.ops import backward_flops, forward_flops
+from flexsearch.graph.precision import Precision, with_precision
 from flexsearch.lower import Lowering
 from flexsearch.lower.share import Share, share_of, stages_of
 from flexsearch.lower.templates import Templates
@@ -24,11 +25,13 @@ from flexsearch.topology import Topology
 
 
 class StagedSimulators:
-    """Simulators of the plans of one graph on one topology. What was worked out for one plan serves all that cut the
-    batch into equal parts."""
+    """Simulators of the plans of one graph on one topology, all in one ``precision``. What was worked out for one plan
+    serves all that cut the batch into equal parts."""
 
-    def __init__(self, graph: OperatorGraph, topology: Topology, profile: Profile | None = None) -> None:
-        self.graph, self.topology, self.profile = graph, topology, profile
+    def __init__(
+        self, graph: OperatorGraph, topology: Topology, profile: Profile | None = None, precision: Precision = "as-is"
+    ) -> None:
+        self.graph, self.topology, self.profile = with_precision(graph, precision), topology, profile
         self._shares: dict[tuple[int, int], tuple[Share, Lowering, Templates]] = {}
 
     def share(self, replicas: int, microbatches: int) -> tuple[Share, Lowering, Templates]:
@@ -107,7 +110,7 @@ def step_of_strategy(graph: OperatorGraph, strategy: Strategy, profile: Profile 
     """The simulated step of a strategy, after checking it. Raises StrategyError."""
     strategy.check(graph, strategy.cluster)
     pipeline = Pipeline.of(strategy, graph)
-    simulators = StagedSimulators(graph, strategy.cluster, profile)
+    simulators = StagedSimulators(graph, strategy.cluster, profile, strategy.options.precision)
     return step_of(simulators, pipeline, strategy.in_order(graph), strategy.options)
 
 

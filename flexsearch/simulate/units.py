@@ -131,6 +131,7 @@ def make_units(graph: OperatorGraph, wiring: Wiring, table: BlockTable, options:
         forward_block=table.forward_of,
         backward_block=backward,
         weight_block=np.where(table.weight_of == NOTHING, backward, table.weight_of), gather_block=table.gather_of,
+        recompute_block=table.recompute_of, region=table.region, regather_block=table.regather_of,
     )  # fmt: skip
 
 
@@ -177,7 +178,7 @@ def _slots_at_hand(graph: OperatorGraph, wiring: Wiring, at_hand: Iterable[str])
 def _make_spans(graph: OperatorGraph, units: Units, wiring: Wiring, program: Program, devices: int) -> Spans:
     """Room for the spans of the largest unit: on each device, for each slot four of a reshard, four of its gradient's,
     and that gradient itself; for each activation its own and what is saved besides; a weight, its state, and four of
-    its synchronisation."""
+    its synchronisation. What is computed or gathered again has spans of its own."""
     slots = np.zeros(len(units.root), np.int64)
     for u, (root, tensor) in enumerate(zip(units.root, units.tensor, strict=True)):
         if root == WEIGHT:
@@ -185,7 +186,8 @@ def _make_spans(graph: OperatorGraph, units: Units, wiring: Wiring, program: Pro
         for t in units.activation[units.activation_first[u] : units.activation_last[u]]:
             slots[u] += wiring.tensor_last[t] - wiring.tensor_first[t]
             slots[u] += wiring.result_last[t] - wiring.result_first[t] + 1
-    room = int(max(1, (9 * slots + 6).max(initial=1))) * devices
+    passes = 1 if np.all(units.recompute_block == NOTHING) and np.all(units.regather_block == NOTHING) else 2
+    room = int(max(1, (9 * slots + 6).max(initial=1))) * devices * passes
     most = int(max(1, (units.activation_last - units.activation_first).max(initial=1)))
     rank = max((len(tensor.shape) for tensor in graph.tensors), default=1) or 1
 
@@ -196,6 +198,6 @@ def _make_spans(graph: OperatorGraph, units: Units, wiring: Wiring, program: Pro
     return Spans(
         device=numbers(room), first=numbers(room), last=numbers(room), nbytes=np.zeros(room, np.int64),
         part=np.zeros(room, np.uint8), size=np.zeros(1, np.uint64), output=numbers(most, devices),
-        arrived=numbers(most, devices), gradient=numbers(devices), born=numbers(devices), low=boxes[0].copy(),
-        high=boxes[1].copy(), reads=np.zeros(devices, np.uint8),
+        arrived=numbers(most, devices), gradient=numbers(devices), born=numbers(devices), again=numbers(most, devices),
+        low=boxes[0].copy(), high=boxes[1].copy(), reads=np.zeros(devices, np.uint8),
     )  # fmt: skip

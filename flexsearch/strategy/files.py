@@ -21,6 +21,7 @@ from flexsearch.strategy.records import (
     OptimizerName,
     Options,
     Prediction,
+    Recompute,
     Reference,
     Search,
     SearchRecord,
@@ -68,10 +69,11 @@ class ConfigFile(FileModel):
 
 
 class SynchronisationFile(FileModel):
-    """How replicas of weights come to agree; fields as of ``Options``. ``prefetch``: left out where it is the usual."""
+    """How replicas of weights come to agree; fields as of ``Options``. What is the usual is left out."""
 
     bucket_bytes: Capacity
     prefetch: Count | None = None
+    reshard_after_forward: bool | None = None
 
 
 class StrategyFile(FileModel):
@@ -84,6 +86,7 @@ class StrategyFile(FileModel):
     cluster: Topology
     optimizer: OptimizerName = "momentum"
     precision: Precision | None = None
+    recompute: Recompute | None = None
     synchronisation: SynchronisationFile
     stages: Annotated[tuple[StageFile, ...], Field(min_length=1, max_length=MAX_DEVICES)] | None = None
     schedule: ScheduleKind | None = None

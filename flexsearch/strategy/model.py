@@ -22,7 +22,7 @@ from flexsearch.strategy.files import (
     read_strategy,
 )
 from flexsearch.strategy.records import GraphReference, Input, Options, Prediction, Reference, Search
-from flexsearch.strategy.stage import ScheduleKind, Stage, by_axes, check_stages, is_whole, whole
+from flexsearch.strategy.stage import ScheduleKind, Stage, by_axes, check_batch, check_stages, is_whole, whole
 from flexsearch.topology import Topology
 
 
@@ -87,7 +87,7 @@ class Strategy:
     def check(self, graph: OperatorGraph, topology: Topology) -> None:
         """Raise StrategyError unless this strategy was made for ``graph`` and ``topology`` and is legal there."""
         self._check_hashes(graph, topology)
-        _check_together(graph, topology)
+        _check_together(graph, topology, self.stages)
         expected = tuple(Input(name=t.name, shape=t.shape, dtype=t.dtype) for t in graph.of_kind("input"))
         if self.inputs != expected:
             raise StrategyError(
@@ -101,11 +101,12 @@ class Strategy:
         for op in graph.operators:
             check_config(op, self.configs[op.name], len(topology.devices))
         check_stages(graph, self.stages, self.configs, len(topology.devices))
-        if not 1 <= self.microbatches <= graph.batch:
-            raise StrategyError(
-                f"a batch of {graph.batch} cannot be split into {self.microbatches} microbatches",
-                f"Give 1 to {graph.batch}.",
-            )
+        check_batch(graph.batch, max(stage.replicas for stage in self.stages), self.microbatches)
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether there is one stage, on all devices in their order, and one microbatch."""
+        return is_whole(self.stages, self.cluster) and self.microbatches == 1
 
     def check_supported(self, graph: OperatorGraph, topology: Topology) -> None:
         """Raise StrategyError unless :meth:`check` passes and the strategy can be simulated and run: for now those with
@@ -131,6 +132,13 @@ class Strategy:
                 f"precision: the strategy was planned for {self.options.precision}, in which the runtime cannot train "
                 "yet",
                 "Run `flexsearch optimize` again without --precision, or import the model in that precision.",
+            )
+        if self.options.recompute != "none" or self.options.reshard_after_forward:
+            what = "recompute" if self.options.recompute != "none" else "synchronisation.reshard_after_forward"
+            raise StrategyError(
+                f"{what}: the runtime keeps activations and gathered weights for the backward pass",
+                f"Run `flexsearch optimize` again without it, or remove {what} from the file to train more slowly in "
+                "more memory.",
             )
 
     def _check_hashes(self, graph: OperatorGraph, topology: Topology) -> None:
@@ -175,9 +183,11 @@ class Strategy:
             cluster=self.cluster,
             optimizer=self.options.optimizer,
             precision=None if self.options.precision == "as-is" else self.options.precision,
+            recompute=None if self.options.recompute == "none" else self.options.recompute,
             synchronisation=SynchronisationFile(
                 bucket_bytes=self.options.bucket_bytes,
                 prefetch=None if self.options.prefetch == Options().prefetch else self.options.prefetch,
+                reshard_after_forward=self.options.reshard_after_forward or None,
             ),
             stages=None if plain else tuple(self._stage_file(stage) for stage in self.stages),
             schedule=None if plain and self.microbatches == 1 else self.schedule,
@@ -223,7 +233,8 @@ class Strategy:
             configs[name] = _config(name, config, stage_of[name].positions)
         options = Options(
             bucket_bytes=file.synchronisation.bucket_bytes, optimizer=file.optimizer,
-            precision=file.precision or "as-is",
+            precision=file.precision or "as-is", recompute=file.recompute or "none",
+            reshard_after_forward=file.synchronisation.reshard_after_forward or False,
         )  # fmt: skip
         if (prefetch := file.synchronisation.prefetch) is not None:
             options = options.model_copy(update={"prefetch": prefetch})
@@ -253,12 +264,13 @@ class Strategy:
     __hash__ = None  # type: ignore[assignment]  # holds a dict
 
 
-def _check_together(graph: OperatorGraph, topology: Topology) -> None:
+def _check_together(graph: OperatorGraph, topology: Topology, stages: Sequence[Stage]) -> None:
     """Raise StrategyError if the graph is too large for so many devices: bytes over a link must fit an int64, and the
-    work grows with operators and devices."""
+    work grows with operators and devices (those of one replica of each stage)."""
     devices, operators = len(topology.devices), len(graph.operators)
+    pieces = sum(len(stage.operators) * len(stage.positions) for stage in stages)
     nbytes = sum(tensor.nbytes for tensor in graph.tensors)
-    if nbytes * devices >= MAX_BYTES or operators * devices > MAX_PIECES:
+    if nbytes * pieces // operators >= MAX_BYTES or pieces > MAX_PIECES:
         raise StrategyError(
             f"graph {graph.name!r} on topology {topology.name!r} is too large: {operators:,} operators and "
             f"{nbytes:.3g} bytes on {devices:,} devices (operators x devices: at most {MAX_PIECES:,}; "

@@ -70,25 +70,3 @@ class Pipeline:
             at += len(stage.operators)
         devices = tuple(stage.positions for stage in strategy.stages)
         return cls(count, tuple(first), devices, strategy.microbatches, strategy.schedule)
-
-    def check_batch(self, batch: int) -> None:
-        """Raise StrategyError, with the numbers of microbatches that do, unless a batch can be divided."""
-        if batch % self.replicas:
-            raise StrategyError(
-                f"a batch of {batch} cannot be divided among {self.replicas} replicas",
-                f"Use {_nearest(batch, self.replicas)} replicas.",
-            )
-        share = batch // self.replicas
-        if share % self.microbatches:
-            text = f"a batch of {batch}" if self.replicas == 1 else f"a share of {share} samples"
-            raise StrategyError(
-                f"{text} cannot be divided into {self.microbatches} microbatches",
-                f"Use {_nearest(share, self.microbatches)} microbatches.",
-            )
-
-
-def _nearest(count: int, wanted: int) -> str:
-    """The divisors of ``count`` on both sides of a number."""
-    divisors = [n for n in range(1, count + 1) if count % n == 0]
-    below = [n for n in divisors if n <= wanted][-1:]
-    return " or ".join(str(n) for n in dict.fromkeys([*below, *[n for n in divisors if n >= wanted][:1]]))

@@ -14,18 +14,24 @@ from flexsearch.quantities import Capacity, Count, Digest, Name, PredictedSecond
 from flexsearch.strategy.config import read_pin
 
 OptimizerName = Literal["sgd", "momentum", "adam"]
+Recompute = Literal["none", "attention", "full"]
+"""Which operators' forward pass is computed again in the backward pass, instead of keeping what it makes."""
 
 
 class Options(FileModel):
     """What is chosen for the whole step. ``bucket_bytes``: gradients are synchronised in buckets of about this size.
     ``optimizer``: how much state an update reads and writes (none, one, or two tensors per weight). ``prefetch``: a
     sharded weight is gathered so many operators with weights before the first one that reads it. ``precision``: of
-    weights, activations and gradients; the optimizer keeps its states and a master copy of every weight in float32."""
+    weights, activations and gradients; the optimizer keeps its states and a master copy of every weight in float32.
+    ``recompute``: see ``Recompute``. ``reshard_after_forward``: sharded weights are let go of after the forward pass of
+    what reads them and gathered again in the backward pass (FSDP2), instead of being kept for it."""
 
     bucket_bytes: Capacity = 25 * 2**20
     optimizer: OptimizerName = "momentum"
     prefetch: Count = 1
     precision: Precision = "as-is"
+    recompute: Recompute = "none"
+    reshard_after_forward: bool = False
 
 
 class Reference(FileModel):

@@ -113,3 +113,26 @@ def _check_mesh(number: int, stage: Stage, device_count: int) -> None:
         remedy = "Give a number of replicas that divides the mesh."
     if problem:
         raise StrategyError(f"stages: the mesh of stage {number} {problem}", remedy)
+
+
+def check_batch(batch: int, replicas: int, microbatches: int) -> None:
+    """Raise StrategyError, with the nearest numbers that do, unless a batch can be divided among ``replicas``, and the
+    share of each into ``microbatches``."""
+    if batch % replicas:
+        raise StrategyError(
+            f"a batch of {batch} cannot be divided among {replicas} replicas", f"Use {_nearest(batch, replicas)}."
+        )
+    share = batch // replicas
+    if share % microbatches:
+        text = f"a batch of {batch}" if replicas == 1 else f"a share of {share} samples"
+        raise StrategyError(
+            f"microbatches: {text} cannot be divided into {microbatches} microbatches",
+            f"Use {_nearest(share, microbatches)}.",
+        )
+
+
+def _nearest(count: int, wanted: int) -> str:
+    """The divisors of ``count`` on both sides of a number."""
+    divisors = [n for n in range(1, count + 1) if count % n == 0]
+    below = [n for n in divisors if n <= wanted][-1:]
+    return " or ".join(str(n) for n in dict.fromkeys([*below, *[n for n in divisors if n >= wanted][:1]]))

@@ -4,8 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from typing import Final
 
 from flexsearch.strategy.stage import ScheduleKind
+
+V_SHAPED: Final[tuple[ScheduleKind, ...]] = ("zero-bubble-v", "dualpipe-v")
+"""Schedules in which the stages of a group are one from the front and one from the back."""
 
 
 @dataclass(frozen=True)
@@ -31,11 +35,11 @@ class Layout:
         return self.data * self.tensor * self.pipeline
 
     def groups(self) -> tuple[tuple[int, ...], ...]:
-        """Devices of each stage in the first block: groups take turns."""
-        return tuple(
-            tuple(range(rank * self.tensor, (rank + 1) * self.tensor))
-            for rank in (stage % self.pipeline for stage in range(self.stages))
-        )
+        """Devices of each stage in the first block: groups take turns, or come back in reverse (V)."""
+        ranks = [stage % self.pipeline for stage in range(self.stages)]
+        if self.schedule in V_SHAPED:
+            ranks[self.pipeline :] = reversed(range(self.pipeline))
+        return tuple(tuple(range(rank * self.tensor, (rank + 1) * self.tensor)) for rank in ranks)
 
 
 def factorings(devices: int, host: int, batch: int, depth: int) -> Iterator[Layout]:
@@ -79,11 +83,15 @@ def neighbours(layout: Layout, batch: int, depth: int) -> Iterator[Layout]:
 
 def _orders(layout: Layout, depth: int) -> Iterator[Layout]:
     """The same stages in other orders, and other numbers of stages a group."""
-    for schedule in ("gpipe", "1f1b"):
+    for schedule in ("gpipe", "1f1b", "zero-bubble"):
         yield replace(layout, schedule=schedule, chunks=1)
     for chunks in (2, 3, 4, 6, 8):
-        if chunks * layout.pipeline <= depth and layout.microbatches % layout.pipeline == 0:
+        if chunks * layout.pipeline <= depth:
             yield replace(layout, schedule="interleaved-1f1b", chunks=chunks)
+    if 2 * layout.pipeline <= depth:
+        yield replace(layout, schedule="breadth-first", chunks=2)
+        for schedule in V_SHAPED:
+            yield replace(layout, schedule=schedule, chunks=2)
 
 
 def divisors(count: int) -> list[int]:

@@ -53,12 +53,14 @@ class HybridProgress:
 @dataclass(frozen=True)
 class HybridResult:
     """``strategy``: the best plan, ``step``: its simulated step. ``baselines``: by name, the best plan of each family
-    that people write by hand. ``plans``: so many were simulated, in ``elapsed_s``."""
+    that people write by hand; ``baseline``: name of the one that the best plan is, or empty. ``plans``: so many were
+    simulated, in ``elapsed_s``."""
 
     best: Candidate
     strategy: Strategy
     step: Step
     baselines: dict[str, tuple[Candidate, Step]]
+    baseline: str
     plans: int
     elapsed_s: float
     stopped: str

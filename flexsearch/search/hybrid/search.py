@@ -6,12 +6,12 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
-from typing import Final
+from typing import Final, get_args
 
 import numpy as np
 
 from flexsearch.cost import Profile
-from flexsearch.errors import StrategyError, TopologyError
+from flexsearch.errors import FlexsearchError, StrategyError
 from flexsearch.graph import OperatorGraph
 from flexsearch.search.hybrid.cuts import Cuts
 from flexsearch.search.hybrid.layout import Layout, divisors, factorings, neighbours
@@ -21,10 +21,13 @@ from flexsearch.simulate.delta import DeltaSimulator
 from flexsearch.simulate.staged import StagedSimulators, step_of
 from flexsearch.strategy import Options, Prediction, Search, Strategy
 from flexsearch.strategy.pipeline import Pipeline
+from flexsearch.strategy.records import Recompute
 from flexsearch.topology import Topology
 
 CLIMBED: Final = 4
 """Layouts that are improved number by number: the best of so many different factorings. Taken."""
+STARTS: Final = 0.5
+"""Share of the budget for looking at every factoring, once one of them fits. Taken."""
 POLISHED: Final = 2
 """Plans whose stages and splits are improved. Taken."""
 
@@ -48,6 +51,12 @@ def search_hybrid(
     return _Search(graph, topology, options or Options(), profile, budget_s, on_progress).run()
 
 
+def _promise(layout: Layout) -> tuple[float, int]:
+    """Key that sorts layouts by what they lose to bubbles (Narayanan et al., SC 2021, section 2.2), then by what tensor
+    parallelism sends."""
+    return (layout.pipeline - 1) / layout.microbatches, layout.tensor
+
+
 class _Over(Exception):
     """The time is over."""
 
@@ -59,9 +68,10 @@ class _Search:
     ) -> None:  # fmt: skip
         self.graph, self.topology, self.options, self.budget_s = graph, topology, options, budget_s
         self.on_progress = on_progress
-        self.simulators = StagedSimulators(graph, topology, profile)
+        self.simulators = StagedSimulators(graph, topology, profile, options.precision)
         self.cuts, self.splits = Cuts(graph), Splits(self.simulators)
         self.known: dict[Key, Candidate | None] = {}
+        self._climbed: list[Candidate] = []
         self.plans, self.phase = 0, ""
         self.began = time.monotonic()
         self.best: Candidate | None = None
@@ -72,6 +82,8 @@ class _Search:
             self._factorings()
             for candidate in self._of_different_factorings(CLIMBED):
                 self._climb(candidate)
+            for candidate in self._baselines().values():
+                self._climb(candidate)  # as an expert would set them
             for candidate in self._of_different_factorings(POLISHED):
                 self._polish(candidate)
         except _Over:
@@ -92,7 +104,7 @@ class _Search:
         if key not in self.known:
             try:
                 self.known[key] = self._candidate(layout, options)
-            except (StrategyError, TopologyError):  # a batch that cannot be divided so, blocks that are not alike
+            except FlexsearchError:  # batches, blocks or stages that do not suit the layout
                 self.known[key] = None
         return self.known[key]
 
@@ -111,12 +123,15 @@ class _Search:
         shortfall = _shortfall(simulator)
         return self.noted(Candidate(layout, options, pipeline, configs, simulator.seconds, shortfall, changed))
 
+    def _elapsed(self) -> float:
+        return time.monotonic() - self.began
+
     def noted(self, candidate: Candidate) -> Candidate:
         """Count a plan, and keep it if it is the best. Raises _Over."""
         self.plans += 1
         if self.best is None or candidate.rank < self.best.rank:
             self.best = candidate
-        now = time.monotonic() - self.began
+        now = self._elapsed()
         if self.on_progress is not None:
             self.on_progress(HybridProgress(self.plans, self.best.seconds, now, self.phase))
         if now > self.budget_s:
@@ -133,11 +148,21 @@ class _Search:
         depth, batch = self.cuts.depth, self.graph.batch
         found = list(factorings(len(self.topology.devices), min(hosts.values()), batch, depth))
         self.phase = "layouts"
-        for layout in sorted(found, key=lambda f: (f.pipeline, f.tensor)):
-            start = self._first_microbatches(layout)
-            candidate = self.evaluate(start, self.options)
-            if candidate is not None and not candidate.feasible and layout.data > 1:
-                self.evaluate(replace(start, sharded=True), self.options)
+        for layout in sorted(map(self._first_microbatches, found), key=_promise):
+            for start, options in self._saving_memory(layout):
+                candidate = self.evaluate(start, options)
+                if candidate is None or candidate.feasible:
+                    break
+            if self.best is not None and self.best.feasible and self._elapsed() > STARTS * self.budget_s:
+                break
+
+    def _saving_memory(self, layout: Layout) -> Iterator[Key]:
+        """A layout, and what is done if it does not fit: computing again, then sharding."""
+        again = self.options.model_copy(update={"recompute": "full"})
+        yield layout, self.options
+        yield layout, again
+        if layout.data > 1:
+            yield replace(layout, sharded=True), again.model_copy(update={"reshard_after_forward": True})
 
     def _first_microbatches(self, layout: Layout) -> Layout:
         """With microbatches that fill the pipeline four times, if there are so many; without a pipeline, of one
@@ -154,19 +179,22 @@ class _Search:
             found.setdefault((layout.data, layout.tensor, layout.pipeline), candidate)
         return list(found.values())[:count]
 
-    def _climb(self, candidate: Candidate) -> Candidate:
+    def _climb(self, candidate: Candidate) -> None:
         """Change one number at a time while that helps."""
         self.phase = "microbatches and schedules"
-        while True:
+        while candidate not in self._climbed:
+            self._climbed.append(candidate)
             near = [self.evaluate(layout, o) for layout, o in self._near(candidate)]
-            best = min((c for c in near if c is not None), key=lambda c: c.rank, default=candidate)
-            if best.rank >= candidate.rank:
-                return candidate
-            candidate = best
+            candidate = min((c for c in (*near, candidate) if c is not None), key=lambda c: c.rank)
 
     def _near(self, candidate: Candidate) -> Iterator[Key]:
         for layout in neighbours(candidate.layout, self.graph.batch, self.cuts.depth):
             yield layout, candidate.options
+        for recompute in get_args(Recompute):
+            yield candidate.layout, candidate.options.model_copy(update={"recompute": recompute})
+        if candidate.layout.sharded:
+            kept = not candidate.options.reshard_after_forward
+            yield candidate.layout, candidate.options.model_copy(update={"reshard_after_forward": kept})
 
     # ---- inside a layout
 
@@ -231,7 +259,7 @@ class _Search:
         return {name: candidate for name, candidate in found.items() if candidate is not None}
 
     def _result(self, best: Candidate, stopped: str) -> HybridResult:
-        elapsed = time.monotonic() - self.began
+        elapsed = self._elapsed()
         step = step_of(self.simulators, best.pipeline, best.configs, best.options)
         named = {op.name: config for op, config in zip(self.graph.operators, best.configs, strict=True)}
         block = len(self.topology.devices) // best.layout.data
@@ -246,7 +274,8 @@ class _Search:
             name: (c, step_of(self.simulators, c.pipeline, c.configs, c.options))
             for name, c in self._baselines().items()
         }
-        return HybridResult(best, strategy, step, baselines, self.plans, elapsed, stopped)
+        same = next((name for name, (candidate, _) in baselines.items() if candidate == best), "")
+        return HybridResult(best, strategy, step, baselines, same, self.plans, elapsed, stopped)
 
 
 def _shortfall(simulator: DeltaSimulator) -> float:

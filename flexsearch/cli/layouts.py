@@ -1,0 +1,159 @@
+"""``optimize --plan-only``, and ``simulate`` of what it writes: plans with stages and microbatches, on paper."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import typer
+
+from flexsearch.cli.common import show, stdout
+from flexsearch.cli.progress import Live, compiling
+
+if TYPE_CHECKING:
+    from flexsearch.api import Setting
+    from flexsearch.report.layouts import StagedRow
+    from flexsearch.search.hybrid import Candidate, HybridProgress, HybridResult
+    from flexsearch.simulate.staged import Step
+    from flexsearch.strategy import Options, Strategy
+
+STATES = 4
+"""Copies of the weights that training keeps at least: themselves, gradients, two of Adam's."""
+
+
+def too_large(setting: Setting) -> bool:
+    """Whether the model cannot be trained on this machine whatever the plan: its states exceed the memory."""
+    weights = sum(t.nbytes for t in setting.graph.of_kind("parameter"))
+    return STATES * weights > os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
+def refuse_with_layouts(**given: object) -> None:
+    """Raise UsageError for options that say nothing about layouts."""
+    for name, value in given.items():
+        if value:
+            raise typer.BadParameter("does not go with a search over layouts (--plan-only)", param_hint=f"--{name}")
+
+
+def optimize_layouts(
+    setting: Setting, options: Options, budget: str, output: Path, as_json: bool, size: str, asked: bool
+) -> None:
+    """Search over layouts, write the best plan, print it. ``size``: the options that gave the graph its size.
+    ``asked``: whether the user asked for plans that cannot be run."""
+    from flexsearch.api import parse_budget
+    from flexsearch.errors import StrategyError
+
+    seconds, proposals = parse_budget(budget)
+    if seconds is None:
+        raise StrategyError(
+            f"a search over layouts needs a budget of time, not of {proposals} proposals", "Give --budget 60s."
+        )
+    result = _search(setting, options, seconds, budget)
+    if not result.best.feasible:
+        raise StrategyError(*_nothing_fits(result))
+    result.strategy.save(output)
+    rows = [_row(name, candidate, step) for name, (candidate, step) in result.baselines.items()]
+    if not result.baseline:
+        rows.insert(0, _row("found", result.best, result.step))
+    rows.sort(key=lambda row: (row.name != (result.baseline or "found"), row.step.missing > 0, row.step.makespan_s))
+    data = _data(setting, result, rows, output)
+    show(as_json, data, lambda: _say(setting, result, rows, output, size, asked))
+
+
+def _search(setting: Setting, options: Options, seconds: float, budget: str) -> HybridResult:
+    with Live(compiling(), seconds) as live:
+
+        def look(now: HybridProgress) -> None:
+            live.show(now.phase, now.elapsed_s, seconds, f"{now.plans:,} plans, best {now.best_s:.4g} s")
+
+        return setting.search_layouts(budget, options=options, on_progress=look)
+
+
+def _row(name: str, candidate: Candidate, step: Step) -> StagedRow:
+    from flexsearch.report.layouts import StagedRow
+
+    return StagedRow(
+        name, candidate.pipeline, candidate.options, step, candidate.layout.sharded, candidate.changed
+    )  # fmt: skip
+
+
+def _nothing_fits(result: HybridResult) -> tuple[str, str]:
+    """That no plan fits, the one that lacks least, and what would help."""
+    from flexsearch.report.layouts import layout_words, memory_words
+    from flexsearch.report.units import nbytes
+
+    row = _row("", result.best, result.step)
+    text = (
+        f"none of {result.plans:,} plans fits into memory; the nearest is {nbytes(result.step.missing)} short on each "
+        f"device: {layout_words(row)} ({memory_words(result.step)})"
+    )
+    remedy = "Give more devices or more memory, a smaller --batch or --seq"
+    if result.best.options.precision == "as-is":
+        remedy += ", or --precision bf16"
+    return text, f"{remedy}."
+
+
+def _data(setting: Setting, result: HybridResult, rows: list[StagedRow], output: Path) -> dict[str, Any]:
+    from flexsearch.report.layouts import staged_data
+
+    return {
+        "graph": setting.graph.name, "topology": setting.topology.name, "path": str(output),
+        **staged_data(setting.graph, rows[0]), "plan_only": True, "plans_simulated": result.plans,
+        "elapsed_s": result.elapsed_s, "stopped": result.stopped,
+        "plans": [staged_data(setting.graph, row) for row in rows],
+    }  # fmt: skip
+
+
+def _say(
+    setting: Setting, result: HybridResult, rows: list[StagedRow], output: Path, size: str, asked: bool
+) -> None:
+    from flexsearch.cli.details import headline, tell
+    from flexsearch.report.layouts import layout_words, memory_words, rate_words, staged_table
+    from flexsearch.report.units import percent, seconds
+
+    best = rows[0]
+    tell(headline(setting), indent=2)
+    stdout.print()
+    stdout.print(staged_table(setting.graph, rows))
+    named = f"the baseline {result.baseline}: " if result.baseline else ""
+    tell(f"\nBest plan: {named}{layout_words(best)}.")
+    if best.changed:
+        tell("Inside a group, some sorts of operators are split otherwise than Megatron's rules say; see the file.")
+    fitting = [row.step.makespan_s for row in rows[1:] if not row.step.missing]
+    gain = ""
+    if fitting and not result.baseline:
+        gain = f", {percent(min(fitting) / best.step.makespan_s - 1.0)} faster than the best baseline"
+    tell(
+        f"A step takes {seconds(best.step.makespan_s)} ({rate_words(setting.graph, best.step)}, "
+        f"MFU {percent(best.step.utilisation)}){gain}. Devices are idle {percent(best.step.idle)} of it: bubbles, and "
+        "communication that nothing hides."
+    )
+    tell(f"Memory of the fullest device: {memory_words(best.step)}.")
+    tell(f"{result.plans:,} plans were simulated in {result.elapsed_s:.3g} s; {result.stopped}.")
+    why = "" if asked else "The model is too large for this machine, so plans were searched that it cannot run. "
+    tell(f"\n{why}Plans with stages and microbatches can be simulated, not run yet.")
+    command = " ".join(filter(None, ("flexsearch simulate", setting.graph.name, size, f"-s {output}")))
+    tell(f"Wrote {output}. Simulate it with: {command}")
+
+
+def simulate_staged(setting: Setting, name: str, strategy: Strategy, as_json: bool) -> None:
+    """Simulate a plan with stages or microbatches, and print it."""
+    from flexsearch.report.layouts import StagedRow, layout_words, memory_words, staged_data, staged_table
+    from flexsearch.strategy.pipeline import Pipeline
+
+    with Live(compiling()):
+        step = setting.step(strategy)
+    sharded = any(config.shard_weights for config in strategy.configs.values())
+    row = StagedRow(name, Pipeline.of(strategy, setting.graph), strategy.options, step, sharded)
+
+    def human() -> None:
+        from flexsearch.cli.details import headline, tell
+
+        tell(headline(setting), indent=2)
+        stdout.print()
+        stdout.print(staged_table(setting.graph, [row]))
+        tell(f"\n{layout_words(row)}.")
+        tell(f"Memory of the fullest device: {memory_words(step)}.")
+
+    data = {"graph": setting.graph.name, "topology": setting.topology.name, **staged_data(setting.graph, row)}
+    show(as_json, data, human)

@@ -1,0 +1,165 @@
+"""What the backward pass does again: forward computations of checkpointed regions, and gathers of sharded weights."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from itertools import groupby, pairwise
+from typing import Final
+
+from flexsearch.errors import StrategyError
+from flexsearch.graph import OperatorGraph
+from flexsearch.graph.ops import saved_tensors
+from flexsearch.lower.rows import RECOMPUTE, REGATHER
+from flexsearch.strategy.records import Recompute
+
+NO_REGION: Final = -1
+"""In the place of a region: the operator is not computed again."""
+_CORE: Final = frozenset({"attention", "dropout", "softmax", "safe_softmax"})
+"""Kinds that selective recomputation computes again (Korthikanti et al., MLSys 2023, section 5)."""
+
+
+def regions_of(graph: OperatorGraph, recompute: Recompute, stage_of: Sequence[int]) -> list[int]:
+    """By operator, the checkpointed region that it belongs to; NO_REGION: none.
+
+    A region is a run of operators in the order of the graph, in one stage. Its whole forward pass is computed again
+    before the first of its backward tasks, as PyTorch's checkpoint does; only what it reads from outside is kept.
+    ``full``: each call of a repeated module (``layers.3``) is one; where there are none, what lies between two sums of
+    activations that all that follows goes through. ``attention``: runs of fused attention; scores, softmax, dropout and
+    the product with the values. Raises StrategyError where a graph has no such region."""
+    if recompute == "none":
+        return [NO_REGION] * len(graph.operators)
+    keys = _core_attention(graph) if recompute == "attention" else _repeated(graph) or _between_sums(graph)
+    found, number = [NO_REGION] * len(graph.operators), 0
+    for (key, _), run in groupby(range(len(keys)), key=lambda i: (keys[i], stage_of[i])):
+        members = list(run)
+        if key and any(graph.has_backward[i] for i in members):
+            for i in members:
+                found[i] = number
+            number += 1
+    if not number:
+        what = "attention" if recompute == "attention" else "repeated block"
+        raise StrategyError(
+            f"graph {graph.name!r} has no {what} that could be computed again",
+            'Use recompute "none"' + (' or "full".' if recompute == "attention" else "."),
+        )
+    return found
+
+
+def _repeated(graph: OperatorGraph) -> list[str]:
+    """By operator, the outermost module that it is in and that is one of several ("layers.3" beside "layers.2"), each
+    with two operators or more that have weights; empty if there is none at all."""
+    children: dict[str, dict[str, int]] = {}
+    names = {t.name for t in graph.of_kind("parameter")}
+    for op in graph.operators:
+        for parent, child in _numbered(op.module):
+            count = children.setdefault(parent, {})
+            count[child] = count.get(child, 0) + (not names.isdisjoint(op.inputs))
+    blocks = {parent for parent, count in children.items() if len(count) > 1 and min(count.values()) > 1}
+    keys = [next((child for parent, child in _numbered(op.module) if parent in blocks), "") for op in graph.operators]
+    return keys if any(keys) else []
+
+
+def _numbered(module: str) -> list[tuple[str, str]]:
+    """("layers", "layers.3") for every part of a dotted name that is a number, the outermost first."""
+    parts = module.split(".")
+    return [(".".join(parts[:k]), ".".join(parts[: k + 1])) for k, part in enumerate(parts) if k and part.isdigit()]
+
+
+def _between_sums(graph: OperatorGraph) -> list[str]:
+    """By operator, a name for the run between two residual points: sums of two activations that are the only one which
+    is read later. Nothing before the first and after the last."""
+    last = {name: max((i for i, _ in users), default=-1) for name, users in graph.consumers.items()}
+    alive: set[str] = set()
+    points = []
+    for i, op in enumerate(graph.operators):
+        alive = {n for n in (*alive, *op.outputs) if n in graph.differentiable and last[n] > i}
+        added = [n for n in op.inputs if graph.tensor[n].kind == "activation"]
+        if op.kind == "pointwise" and len(set(added)) == 2 and alive == set(op.outputs):
+            points.append(i)
+    keys = [""] * len(graph.operators)
+    for k, (first, end) in enumerate(pairwise(points)):
+        keys[first + 1 : end + 1] = [str(k)] * (end - first)
+    return keys
+
+
+def _core_attention(graph: OperatorGraph) -> list[str]:
+    """By operator, the attention that it belongs to. Of attention in parts: the softmax, the dropout of its result, the
+    product that it is read by, and what lies between the product that makes the scores and the softmax."""
+    keys = [""] * len(graph.operators)
+    for i, op in enumerate(graph.operators):
+        if op.kind == "attention":
+            keys[i] = op.name
+        elif op.kind in ("softmax", "safe_softmax"):
+            first = _back_to_product(graph, i)
+            last = _on_to_product(graph, i)
+            if first is not None and last is not None:
+                keys[first : last + 1] = [op.name] * (last + 1 - first)
+    return keys
+
+
+def _back_to_product(graph: OperatorGraph, i: int) -> int | None:
+    """The contraction of two activations that a softmax is of, through elementwise operators; None: there is none."""
+    while graph.operators[i].kind not in ("einsum", "linear"):
+        inputs = (n for n in graph.operators[i].inputs if n in graph.differentiable)
+        made = [graph.producer[n] for n in inputs if n in graph.producer]
+        if not made:
+            return None
+        i = made[0]
+    return i if graph.operators[i].kind == "einsum" else None
+
+
+def _on_to_product(graph: OperatorGraph, i: int) -> int | None:
+    """The contraction that reads a softmax, through dropout and views; None: there is none."""
+    while graph.operators[i].kind != "einsum":
+        users = graph.consumers[graph.operators[i].outputs[0]]
+        if not users or graph.operators[users[0][0]].kind not in (*_CORE, "einsum", "view", "permute", "expand"):
+            return None
+        i = users[0][0]
+    return i
+
+
+def before_backward(
+    graph: OperatorGraph, regions: Sequence[int], stage_of: Sequence[int], regathered: Mapping[int, int], prefetch: int
+) -> dict[int, list[tuple[int, int]]]:
+    """Operator -> (kind, argument) of the blocks that stand before its backward pass, in order: first the weights that
+    are gathered then, ``prefetch`` operators with weights ahead; then the region that is entered with it.
+    ``regathered``: weight (by number) -> its stage."""
+    order = [i for i in reversed(range(len(graph.operators))) if graph.has_backward[i]]
+    place = {i: k for k, i in enumerate(order)}
+    entry: dict[int, int] = {}
+    for i in order:
+        entry.setdefault(regions[i] if regions[i] != NO_REGION else NO_REGION - 1 - i, i)
+    parameters = graph.of_kind("parameter")
+    names = {t.name for t in parameters}
+    reading = [i for i in order if not names.isdisjoint(graph.operators[i].inputs)]
+    found: dict[int, list[tuple[int, int]]] = {}
+    needed = []
+    for w, stage in regathered.items():
+        users = {i for i, _ in graph.consumers[parameters[w].name] if regions[i] != NO_REGION or graph.has_backward[i]}
+        starts = [place[entry[regions[i] if regions[i] != NO_REGION else NO_REGION - 1 - i]] for i in users]
+        needed.append((min(starts), w, stage))
+    for k, w, stage in sorted(needed):
+        earlier = [i for i in reading if place[i] < k and stage_of[i] == stage]
+        at = order[k]
+        if prefetch:
+            first = next(i for i in order if stage_of[i] == stage)
+            at = earlier[-prefetch] if len(earlier) >= prefetch else first
+        found.setdefault(at, []).append((REGATHER, w))
+    for o, region in enumerate(regions):
+        if region != NO_REGION:
+            found.setdefault(entry[region], []).append((RECOMPUTE, o))
+    return found
+
+
+def regathered_weights(graph: OperatorGraph, of_weight: Sequence[int]) -> dict[int, int]:
+    """Weight (by number) -> its stage, of the weights that are let go of after the forward pass and gathered again:
+    those that one stage reads and a backward pass needs. A weight that is read through a view stays, as what
+    autograd saved refers to it."""
+    views = [rule.alias for rule in saved_tensors(graph)]
+    found = {}
+    for w, tensor in enumerate(graph.of_kind("parameter")):
+        readers = graph.consumers[tensor.name]
+        needed = any(graph.has_backward[i] for i, _ in readers)
+        if of_weight[w] >= 0 and needed and not any(views[i] and p == 0 for i, p in readers):
+            found[w] = of_weight[w]
+    return found

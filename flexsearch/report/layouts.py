@@ -1,0 +1,114 @@
+"""Data x tensor x pipeline plans for people: the layout in words, a table of plans, memory by what it holds."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from flexsearch.graph import OperatorGraph
+from flexsearch.graph.sequence import sequence_length
+from flexsearch.report.grid import Column, Grid
+from flexsearch.report.units import nbytes, percent, seconds
+from flexsearch.simulate.memory import PARTS
+from flexsearch.simulate.staged import Step
+from flexsearch.strategy import Options
+from flexsearch.strategy.pipeline import Pipeline
+
+SCHEDULES: Mapping[str, str] = {
+    "gpipe": "GPipe", "1f1b": "1F1B", "interleaved-1f1b": "interleaved 1F1B", "breadth-first": "breadth-first",
+    "zero-bubble": "zero bubble (ZB-H1)", "zero-bubble-v": "zero bubble (ZB-V)", "dualpipe-v": "DualPipeV",
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class StagedRow:
+    """One plan of a comparison. ``sharded``: weights are sharded over the replicas. ``changed``: sorts of operators
+    that are split otherwise than Megatron's rules say."""
+
+    name: str
+    pipeline: Pipeline
+    options: Options
+    step: Step
+    sharded: bool = False
+    changed: int = 0
+
+
+def layout_words(row: StagedRow) -> str:
+    """The layout as people say it: "pipeline 2 x tensor 4 x data 8, 16 microbatches of 2, 1F1B"."""
+    pipeline, batch = row.pipeline, row.step.samples
+    group = max(map(len, pipeline.devices))
+    ranks = len(set(pipeline.devices))
+    numbers = [("pipeline", ranks), ("tensor", group), ("data", pipeline.replicas)]
+    words = [" x ".join(f"{name} {number}" for name, number in numbers if number > 1) or "one device"]
+    size = batch // pipeline.replicas // pipeline.microbatches
+    if pipeline.microbatches > 1:
+        words.append(f"{pipeline.microbatches} microbatches of {size}")
+    if ranks > 1:
+        chunks = len(pipeline.devices) // ranks
+        each = f", {chunks} stages on each device" if chunks > 1 else ""
+        words.append(SCHEDULES[pipeline.schedule] + each)
+    if row.sharded:
+        words.append(f"weights sharded over {pipeline.replicas}")
+    return ", ".join([*words, *_option_words(row.options, pipeline.replicas)])
+
+
+def _option_words(options: Options, replicas: int) -> list[str]:
+    words = [] if options.precision == "as-is" else [f"{options.precision} with float32 masters"]
+    if (recompute := getattr(options, "recompute", "none")) != "none":
+        words.append(f"recompute {'everything' if recompute == 'full' else recompute}")
+    if (states := getattr(options, "states", "whole")) != "whole" and replicas > 1:
+        words.append(f"{states} sharded over {replicas}")
+    return words
+
+
+def rate_words(graph: OperatorGraph, step: Step) -> str:
+    """Samples or tokens a second."""
+    length = sequence_length(graph)
+    if step.makespan_s <= 0.0:
+        return "-"
+    per_s = step.samples * (length or 1) / step.makespan_s
+    return f"{per_s:,.0f} {'tokens' if length else 'samples'}/s"
+
+
+def staged_table(graph: OperatorGraph, rows: list[StagedRow]) -> Grid:
+    """Plans side by side. The fastest that fits is bold; plans that do not fit are red and say so."""
+    unit = "tokens/s" if sequence_length(graph) else "samples/s"
+    grid = Grid((
+        Column("plan", "text"), Column("step"), Column(unit), Column("MFU"), Column("idle", "number below"),
+        Column("peak\nmemory"), Column("layout", "below", least=40),
+    ))  # fmt: skip
+    best = min((row.step.makespan_s for row in rows if not row.step.missing), default=None)
+    for row in rows:
+        step, layout = row.step, layout_words(row)
+        if step.missing:
+            layout = f"does not fit: {nbytes(step.missing)} short; {layout}"
+        grid.add(
+            row.name, seconds(step.makespan_s), rate_words(graph, step).split(" ")[0], percent(step.utilisation),
+            percent(step.idle), nbytes(step.fullest.peak) + (" !" if step.missing else ""), layout,
+            style="red" if step.missing else "bold" if step.makespan_s == best else "",
+        )  # fmt: skip
+    return grid
+
+
+def memory_words(step: Step) -> str:
+    """Memory of the fullest device at its peak, by what it holds, against what it has."""
+    use = [(part, getattr(step.fullest, part)) for part in PARTS]
+    parts = ", ".join(f"{part} {nbytes(value)}" for part, value in use if value)
+    return f"{parts}: {nbytes(step.fullest.peak)} of {nbytes(min(step.capacity))}"
+
+
+def staged_data(graph: OperatorGraph, row: StagedRow) -> dict[str, Any]:
+    """A plan as a JSON object."""
+    step, pipeline = row.step, row.pipeline
+    length = sequence_length(graph)
+    rate = step.samples / step.makespan_s if step.makespan_s else None
+    return {
+        "name": row.name, "layout": layout_words(row), "iteration_s": step.makespan_s, "samples_per_s": rate,
+        "tokens_per_s": rate * length if rate and length else None, "mfu": step.utilisation, "idle": step.idle,
+        "fits": not step.missing, "missing_bytes": step.missing, "peak_bytes": step.fullest.peak,
+        **{f"{part}_bytes": getattr(step.fullest, part) for part in PARTS},
+        "data": pipeline.replicas, "pipeline": len(set(pipeline.devices)), "stages": len(pipeline.devices),
+        "tensor": max(map(len, pipeline.devices)), "microbatches": pipeline.microbatches,
+        "schedule": pipeline.schedule, "sharded": row.sharded, "resplit": row.changed,
+    }  # fmt: skip
