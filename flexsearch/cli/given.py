@@ -15,6 +15,7 @@ from flexsearch.files import describe, printable
 from flexsearch.graph.dnn_partitioning import read_dnn_partitioning
 from flexsearch.graph.given import FORMATS, Format, GivenProfile, given_graph
 from flexsearch.graph.model import OperatorGraph
+from flexsearch.graph.ops.check import check_kinds
 from flexsearch.graph.pipedream import read_pipedream
 
 FormatOption = Annotated[
@@ -71,9 +72,11 @@ def read_given(format_: Format | str, source: str | Path, batch: int | None) -> 
 def graph_of(profile: GivenProfile, source: str | Path, name: str) -> OperatorGraph:
     """The graph of a profile. Raises FileFormatError, which names the file, if something is beyond the limits."""
     try:
-        return given_graph(printable(name), profile)
-    except ValidationError as error:
-        problem = describe(error.errors(include_url=False)[0])
+        graph = given_graph(printable(name), profile)
+        check_kinds(graph)
+        return graph
+    except ValueError as error:
+        problem = describe(error.errors(include_url=False)[0]) if isinstance(error, ValidationError) else error
         raise FileFormatError(
             f"file {printable(str(source))} makes no graph: {problem}", "Are its times in ms and its sizes in bytes?"
         ) from error

@@ -20,8 +20,8 @@ from flexsearch.graph.given import DEFAULT_BATCH, ITEM_BYTES, GivenLayer, GivenP
 FIELDS: Final = ("forward_compute_time", "backward_compute_time", "activation_size", "parameter_size")
 _LINEAR: Final = re.compile(r"Linear\(.*\bout_features=(\d{1,9})\b")
 _NODE: Final = re.compile(r"\w{1,100}", re.ASCII)
-_LARGEST: Final = 1e15
-"""Of a time or a size: what is beyond is no measurement."""
+_LARGEST: Final = dict(zip(FIELDS, (1e9, 1e9, 1e15, 1e15), strict=True))
+"""ms and bytes: what is beyond is no measurement."""
 
 
 def read_pipedream(path: str | Path, batch: int | None = None) -> GivenProfile:
@@ -134,9 +134,11 @@ class _Reader:
             values = [float(item) for item in items if item or len(items) > 1 or inside is text]
         except ValueError:
             values = [math.nan]
-        if not all(0 <= value <= _LARGEST for value in values):
+        if not 0 <= sum(values) <= _LARGEST[field] or min(values, default=0.0) < 0:
             raise self.error(
-                number, f'{field} is "{printable(text[:40])}"', "Give a number of at least 0, or a list [1.0; 2.0]."
+                number,
+                f'{field} is "{printable(text[:40])}"',
+                f"Give a number from 0 to {_LARGEST[field]:g}, or a list [1.0; 2.0].",
             )
         return sum(values)
 
