@@ -43,14 +43,20 @@ def read_json(path: str | Path, what: str) -> Any:
     duplicate key, a number that is none (NaN, an integer of thousands of digits), text or nesting beyond all reason.
     """
     source = f"{what} file {printable(str(path))}"
+    return parse_json(read_text(path, source, "a JSON file"), source)
+
+
+def read_text(path: str | Path, source: str, wanted: str) -> str:
+    """Text of the regular file at ``path``. ``source`` names it in errors; ``wanted`` says what to give instead.
+
+    Raises FileFormatError for what is no regular file, larger than MAX_FILE_BYTES or not UTF-8."""
     try:
-        text = _read_regular(path, source).decode("utf-8-sig")
+        return _read_regular(path, source).decode("utf-8-sig")
     except (OSError, ValueError) as error:
         reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
         if isinstance(error, ValueError) and not isinstance(error, UnicodeDecodeError):
             reason = "the name contains a NUL character"
-        raise FileFormatError(f"cannot read {source}: {reason}", "Give the path of a JSON file in UTF-8.") from error
-    return parse_json(text, source)
+        raise FileFormatError(f"cannot read {source}: {reason}", f"Give the path of {wanted} in UTF-8.") from error
 
 
 def _read_regular(path: str | Path, source: str) -> bytes:

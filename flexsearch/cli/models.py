@@ -8,7 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
-from flexsearch.cli import common
+from flexsearch.cli import common, given
 from flexsearch.cli.common import GraphArgument, JsonOption, check_outputs, settings, show, stderr, stdout
 from flexsearch.cli.progress import Live
 
@@ -54,7 +54,10 @@ def import_(
     ] = 1,
     batch: BatchOption = None,
     set_: SetOption = None,
-    name: Annotated[str | None, typer.Option("--name", help="Name of the graph. Default: the callable's name.")] = None,
+    name: Annotated[
+        str | None, typer.Option("--name", help="Name of the graph. Default: the callable's name, or the file's.")
+    ] = None,
+    format_: given.FormatOption = None,
     as_json: JsonOption = False,
 ) -> None:
     """Turn a PyTorch model with its loss into an operator graph.
@@ -65,9 +68,15 @@ def import_(
 
     hf:gpt2, or hf: and a config.json, is a model of transformers, without its weights, and nothing is downloaded. --set
     changes fields of its configuration, --set seq=1024 the length of a text, --set head=classification what it learns.
+
+    With --format, the argument is a file of measured layers instead. Its graph can be planned and simulated, not run.
     """
     if name is not None and (not name.isprintable() or not 0 < len(name) <= 200):
         raise typer.BadParameter("give up to 200 printable characters", param_hint="--name")
+    if format_ is not None:
+        given.check_options({"--opaque": opaque, "--batch-norm-groups": batch_norm_groups > 1, "--set": set_})
+        given.import_given(format_, model, output, batch, name, as_json)
+        return
     arguments = keywords(batch, set_)
     source, _, default_name = model.rpartition(":")
     if model.startswith("hf:"):

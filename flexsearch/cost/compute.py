@@ -178,7 +178,8 @@ class Costed:
 class Costs:
     """Seconds of compute tasks of a graph on the devices of a topology.
 
-    Measurements of ``profile`` come first, for devices that it fits. Its gaps are filled by the roofline times the
+    Times that the graph itself gives (:meth:`OperatorKind.given_seconds`) hold on all devices. Else measurements of
+    ``profile`` come first, for devices that it fits. Its gaps are filled by the roofline times the
     median ratio of measured to roofline of the same kind (where none of that kind was measured: of all). Raises
     ProfileError if the profile fits no device.
     """
@@ -239,13 +240,22 @@ class Costs:
         key = self.alike[operator], extents, kind
         if (known := self._known.get(key)) is None:
             named = dict(zip(self._axes[operator], extents, strict=True))
-            forward, backward = self._models[kind].seconds(self._costed[operator], named)
+            given = kind_of(self.graph.operators[operator]).given_seconds(self.graph.operators[operator], named)
+            if given is not None:
+                forward, backward = _computing(*given)
+            else:
+                forward, backward = self._models[kind].seconds(self._costed[operator], named)
             known = self._known[key] = forward, backward if self.graph.has_backward[operator] else 0.0
         return known
 
     def compute_many(self, operator: int, extents: Mapping[str, Numbers], device: int) -> tuple[Seconds, Seconds]:
         """As ``compute``, of many pieces at once: ``extents`` gives an array for every axis, one number a piece."""
-        forward, backward = self._models[self._class_of[device]].seconds_many(self._costed[operator], extents)
+        op = self.graph.operators[operator]
+        given = kind_of(op).given_seconds(op, extents)
+        if given is not None:
+            forward, backward = (task_seconds(np.asarray(seconds, np.float64)) for seconds in given)
+        else:
+            forward, backward = self._models[self._class_of[device]].seconds_many(self._costed[operator], extents)
         return forward, backward if self.graph.has_backward[operator] else np.zeros_like(backward)
 
     def update(

@@ -13,6 +13,7 @@ from flexsearch.graph.ops import (  # noqa: F401  (importing a family defines it
     diagonal,
     distance,
     embedding,
+    given,
     histogram,
     index,
     join,
