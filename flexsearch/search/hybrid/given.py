@@ -1,0 +1,33 @@
+"""A layout that someone gives, simulated without a search."""
+
+from __future__ import annotations
+
+from flexsearch.cost import Profile
+from flexsearch.graph import OperatorGraph
+from flexsearch.search.hybrid.cuts import Cuts
+from flexsearch.search.hybrid.layout import Layout
+from flexsearch.search.hybrid.splits import Splits
+from flexsearch.simulate.staged import StagedSimulators, Step, step_of
+from flexsearch.strategy import Options
+from flexsearch.strategy.pipeline import Pipeline
+from flexsearch.topology import Topology
+
+
+def simulate_layout(
+    graph: OperatorGraph,
+    topology: Topology,
+    layout: Layout,
+    options: Options | None = None,
+    profile: Profile | None = None,
+) -> tuple[Pipeline, Step]:
+    """How a step is cut by ``layout``, and that step, simulated: the plan that a search takes for this layout before
+    it moves borders of stages and splits operators otherwise. Megatron's splits inside a group; stages that make the
+    slowest one as fast as possible. Raises StrategyError or another FlexsearchError where the graph, the batch or the
+    devices do not suit the layout."""
+    options = options or Options()
+    simulators = StagedSimulators(graph, topology, profile, options.precision)
+    splits = Splits(simulators)
+    configs = splits.tensor_parallel(layout)
+    first = Cuts(graph).balanced(splits.seconds(layout, configs), layout.stages)
+    pipeline = Pipeline(layout.data, first, layout.groups(), layout.microbatches, layout.schedule)
+    return pipeline, step_of(simulators, pipeline, splits.placed(layout, configs, first), options)
