@@ -157,14 +157,14 @@ def test_an_all_reduce_of_gloo_gives_way_and_nothing_else_does() -> None:
     links = np.array([r for r, _ in gloo.all_reduce(range(4), MEGA).links], np.uint32)
     bounds = np.uint64(0), np.uint64(len(links))
     expected = gloo.topology.communication.turn_bytes * 1.05 / 125e6
-    assert turn_of(gloo.rates, ALL_REDUCE, links, *bounds, 1.0) * TICK == pytest.approx(expected)
+    assert turn_of(gloo.rates, gloo.rates.bandwidth, ALL_REDUCE, links, *bounds, 1.0) * TICK == pytest.approx(expected)
     for longest_s in (expected * 10000, 1e6):
-        turn = turn_of(gloo.rates, ALL_REDUCE, links, *bounds, longest_s)
+        turn = turn_of(gloo.rates, gloo.rates.bandwidth, ALL_REDUCE, links, *bounds, longest_s)
         assert 0 <= turn * MOST_TURNS * TICK - longest_s <= MOST_TURNS * TICK
-    assert turn_of(gloo.rates, EXCHANGE, links, *bounds, 1.0) == NEVER
+    assert turn_of(gloo.rates, gloo.rates.bandwidth, EXCHANGE, links, *bounds, 1.0) == NEVER
     nccl = Pricing(Topology.load("dgx-a100"))
     for form in range(len(FORMS)):
-        assert turn_of(nccl.rates, np.uint64(form), links, *bounds, 1.0) == NEVER
+        assert turn_of(nccl.rates, nccl.rates.bandwidth, np.uint64(form), links, *bounds, 1.0) == NEVER
 
 
 def test_prices_do_not_depend_on_the_hash_of_earlier_files() -> None:
