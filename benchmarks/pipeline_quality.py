@@ -8,8 +8,9 @@ the links. All times but the last table's are of simulated, synchronous training
 - ``chains``: random chains of layers. ``optimum_s``: of the best of ``plans``, all contiguous cuts x numbers of
   stages x replicas x microbatches in 1F1B order with a device for each stage; ``simulated``: those of them that a lower
   bound could not exclude. ``found_s``: of the plan that the search over layouts found, which knows more schedules and
-  may shard weights; ``over_optimum``: its time over the optimum; ``plain_s``, ``plain_over_optimum``: the best of its
-  plans that is one of ``plans``; ``find_s``: when it was found, ``search_s``: what the search took.
+  may shard weights; ``over_optimum``: its time over the optimum, below 1 where one of those is faster; ``plain_s``,
+  ``plain_over_optimum``: the better one of its baselines of data parallelism and of pipelines with replicas, as far as
+  they are among ``plans``; ``find_s``: when the plan was found; ``search_s``: what the search took.
 - ``vgg16``: PipeDream's profile (SOSP 2019) on 4 devices at 1e9 B/s. ``published``: its plan, the first 17 layers on
   three devices, the rest on one, with the best number of microbatches. ``layouts``, ``operators``: the plans of the
   search over layouts and of the search over operators; ``vs_data_parallel``: how many times as fast; ``busiest_s``: the
@@ -21,7 +22,7 @@ the links. All times but the last table's are of simulated, synchronous training
   of the stages that the search over layouts begins with.
 
 The last two read third-party files: ``--data`` names the folder (default: $FLEXSEARCH_DATA) with ``pipedream/`` and
-``dnn-partitioning/``; without it they are left out. All of it takes half an hour.
+``dnn-partitioning/``; without it they are left out. All of it takes a few minutes.
 """
 
 from __future__ import annotations
