@@ -27,6 +27,7 @@ from flexsearch.simulate import makespan
 from flexsearch.simulate.delta import DeltaSimulator
 from flexsearch.simulate.staged import StagedSimulators, model_flops, step_of, step_of_strategy
 from flexsearch.strategy import Options, Strategy
+from flexsearch.strategy.baselines import baseline
 from flexsearch.strategy.pipeline import Pipeline
 from flexsearch.strategy.stage import check_batch
 from flexsearch.topology import Topology
@@ -221,6 +222,20 @@ def test_a_strategy_is_saved_loaded_and_simulated_as_it_was_found(tmp_path: Path
     assert step_of_strategy(graph, loaded).makespan_s == candidate.seconds
     with pytest.raises(StrategyError, match="2 stages"):
         loaded.check_supported(graph, topology)
+
+
+def test_more_parts_than_a_microbatch_has_samples_are_refused() -> None:
+    graph, topology = decoder(), Topology.load("dgx-a100:1")
+    data = baseline("data-parallel", graph, topology).configs
+    strategy = Strategy.make(graph, topology, data, OPTIONS, microbatches=4)
+    with pytest.raises(StrategyError, match=r"degree 8 on axis .* of size 4"):
+        step_of_strategy(graph, strategy)
+
+
+def test_short_chains_are_cut_anywhere_between_layers() -> None:
+    places = Cuts(mlp()).allowed(2)
+    assert len(places) > 2
+    assert places[1:] == list(range(places[1], places[-1] + 1))
 
 
 def test_replicas_at_other_places_are_refused() -> None:

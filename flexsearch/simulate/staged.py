@@ -20,6 +20,7 @@ from flexsearch.simulate.delta import DeltaSimulator
 from flexsearch.simulate.memory import Memory, memory_of
 from flexsearch.simulate.units import make_account
 from flexsearch.strategy import OperatorConfig, Options, Strategy
+from flexsearch.strategy.config import check_config
 from flexsearch.strategy.pipeline import Pipeline
 from flexsearch.topology import Topology
 
@@ -109,9 +110,12 @@ def step_of(
 def step_of_strategy(graph: OperatorGraph, strategy: Strategy, profile: Profile | None = None) -> Step:
     """The simulated step of a strategy, after checking it. Raises StrategyError."""
     strategy.check(graph, strategy.cluster)
-    pipeline = Pipeline.of(strategy, graph)
+    pipeline, configs = Pipeline.of(strategy, graph), strategy.in_order(graph)
     simulators = StagedSimulators(graph, strategy.cluster, profile, strategy.options.precision)
-    return step_of(simulators, pipeline, strategy.in_order(graph), strategy.options)
+    share, _, _ = simulators.share(pipeline.replicas, pipeline.microbatches)
+    for op, config in zip(share.graph.operators, configs, strict=True):
+        check_config(op, config, len(share.topology.devices))  # a microbatch has fewer samples than the batch
+    return step_of(simulators, pipeline, configs, strategy.options)
 
 
 def model_flops(graph: OperatorGraph) -> float:

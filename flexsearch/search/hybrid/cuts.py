@@ -16,6 +16,10 @@ NARROW = (1.05, 2.0, 4.0, np.inf)
 counts."""
 
 
+SHORT = 64
+"""Graphs with so few places may be cut anywhere: chains of unlike layers have few narrow ones."""
+
+
 class Cuts:
     """Cuts of one graph: before which operators a stage may begin."""
 
@@ -56,6 +60,8 @@ class Cuts:
         """Operators before which a stage may begin, ascending from 0: the narrowest places, at least ``stages`` of them
         if there are. Where it can be helped, readers of one weight stay together."""
         inner = range(self._heavy[0] + 1, self._heavy[-1] + 1)
+        if len(inner) <= SHORT:
+            return [0, *inner]
         least = min((int(self.crossing[i]) for i in inner), default=0)
         for apart in (self._shared, np.zeros_like(self._shared)):
             for factor in NARROW:

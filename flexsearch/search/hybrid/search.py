@@ -165,6 +165,8 @@ class _Search:
         for layout in sorted(map(self._first_microbatches, found), key=_promise):
             for start, options in self._saving_memory(layout):
                 candidate = self.evaluate(start, options)
+                if self.plans == 1:
+                    self.began = time.monotonic()  # the first one compiles, on a new machine
                 if candidate is None or candidate.feasible:
                     break
             if self.best is not None and self.best.feasible and self._elapsed() > STARTS * self.budget_s:
