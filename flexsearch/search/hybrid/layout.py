@@ -54,14 +54,6 @@ def factorings(devices: int, host: int, batch: int, depth: int) -> Iterator[Layo
                 yield Layout(data, tensor, pipeline)
 
 
-def with_microbatches(layout: Layout, batch: int) -> Iterator[Layout]:
-    """The layout with every number of microbatches that its pipeline can use: a power of two of samples each, or as
-    many as there are."""
-    share = batch // layout.data
-    for size in sorted({n for n in divisors(share) if n & (n - 1) == 0} | {share}):
-        yield replace(layout, microbatches=share // size)
-
-
 def neighbours(layout: Layout, batch: int, depth: int) -> Iterator[Layout]:
     """Layouts that differ in one of their numbers."""
     share = batch // layout.data

@@ -6,15 +6,18 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
+from functools import cached_property
+from math import log2
 from typing import Final, get_args
 
 import numpy as np
 
 from flexsearch.cost import Profile
+from flexsearch.cost.compute import state_bytes
 from flexsearch.errors import FlexsearchError, StrategyError
 from flexsearch.graph import OperatorGraph
 from flexsearch.search.hybrid.cuts import Cuts
-from flexsearch.search.hybrid.layout import Layout, divisors, factorings, neighbours
+from flexsearch.search.hybrid.layout import Layout, factorings, neighbours
 from flexsearch.search.hybrid.outcome import Candidate, HybridProgress, HybridResult
 from flexsearch.search.hybrid.splits import Configs, Splits
 from flexsearch.simulate.delta import DeltaSimulator
@@ -28,6 +31,8 @@ CLIMBED: Final = 4
 """Layouts that are improved number by number: the best of so many different factorings. Taken."""
 STARTS: Final = 0.5
 """Share of the budget for looking at every factoring, once one of them fits. Taken."""
+DOUBLED: Final = 0.05
+"""Share of a step that tensor parallelism of twice as many devices may cost. Taken: it only sets an order."""
 POLISHED: Final = 2
 """Plans whose stages and splits are improved. Taken."""
 
@@ -55,9 +60,9 @@ def search_hybrid(
 
 
 def _promise(layout: Layout) -> tuple[float, int]:
-    """Key that sorts layouts by what they lose to bubbles (Narayanan et al., SC 2021, section 2.2), then by what tensor
-    parallelism sends."""
-    return (layout.pipeline - 1) / layout.microbatches, layout.tensor
+    """Key that sorts layouts by what they may lose: to bubbles (Narayanan et al., SC 2021, section 2.2), and to what
+    tensor parallelism sends, some percent each time that groups double."""
+    return (layout.pipeline - 1) / layout.microbatches + DOUBLED * log2(layout.tensor), layout.tensor
 
 
 class _Over(Exception):
@@ -155,14 +160,15 @@ class _Search:
     # ---- layouts
 
     def _factorings(self) -> None:
-        """Every factoring with the fewest microbatches of one sample, then, while it does not fit, sharded."""
+        """Every factoring, with microbatches of one sample, which keep least; then, while it does not fit, with what
+        saves memory. The most promising come first."""
         hosts: dict[str, int] = {}
         for device in self.topology.devices:
             hosts[device.host] = hosts.get(device.host, 0) + 1
-        depth, batch = self.cuts.depth, self.graph.batch
-        found = list(factorings(len(self.topology.devices), min(hosts.values()), batch, depth))
+        batch = self.graph.batch
+        found = factorings(len(self.topology.devices), min(hosts.values()), batch, self.cuts.depth)
         self.phase = "layouts"
-        for layout in sorted(map(self._first_microbatches, found), key=_promise):
+        for layout in sorted((replace(f, microbatches=batch // f.data) for f in found), key=_promise):
             for start, options in self._saving_memory(layout):
                 candidate = self.evaluate(start, options)
                 if self.plans == 1:
@@ -173,19 +179,33 @@ class _Search:
                 break
 
     def _saving_memory(self, layout: Layout) -> Iterator[Key]:
-        """A layout, and what is done if it does not fit: computing again, then sharding."""
+        """A layout (unless its states alone exceed the memory), and what is done if it does not fit: sharding, which
+        costs communication; computing again, which costs more; both."""
+        whole = self._states / (layout.tensor * layout.pipeline) <= self._room
         again = self.options.model_copy(update={"recompute": "full"})
-        yield layout, self.options
-        yield layout, again
+        if whole:
+            yield layout, self.options
         if layout.data > 1:
+            yield replace(layout, sharded=True), self.options
+        if whole:
+            yield layout, again
+        if layout.data > 1:
+            yield replace(layout, sharded=True), again
             yield replace(layout, sharded=True), again.model_copy(update={"reshard_after_forward": True})
 
-    def _first_microbatches(self, layout: Layout) -> Layout:
-        """With microbatches that fill the pipeline four times, if there are so many; without a pipeline, of one
-        sample."""
-        share = self.graph.batch // layout.data
-        wanted = 4 * layout.pipeline if layout.pipeline > 1 else share
-        return replace(layout, microbatches=next((n for n in divisors(share) if n >= wanted), share))
+    @cached_property
+    def _states(self) -> float:
+        """Bytes of all weights, their gradients and what the optimizer keeps."""
+        weights, options = self.simulators.graph.of_kind("parameter"), self.options
+        return sum(
+            2.0 * w.nbytes + w.nbytes / w.itemsize * state_bytes(w, options.optimizer, options.precision)
+            for w in weights
+        )
+
+    @cached_property
+    def _room(self) -> int:
+        """Bytes of the device that has most."""
+        return max(device.memory_bytes for device in self.topology.devices)
 
     def _of_different_factorings(self, count: int) -> list[Candidate]:
         """The best plans, one of each factoring."""
@@ -196,21 +216,24 @@ class _Search:
         return list(found.values())[:count]
 
     def _climb(self, candidate: Candidate) -> None:
-        """Change one number at a time while that helps."""
+        """Change one number at a time while that helps; the first change that does is taken."""
         self.phase = "microbatches and schedules"
         while candidate not in self._climbed:
             self._climbed.append(candidate)
-            near = [self.evaluate(layout, o) for layout, o in self._near(candidate)]
-            candidate = min((c for c in (*near, candidate) if c is not None), key=lambda c: c.rank)
+            for layout, options in self._near(candidate):
+                new = self.evaluate(layout, options)
+                if new is not None and new.rank < candidate.rank:
+                    candidate = new
+                    break
 
     def _near(self, candidate: Candidate) -> Iterator[Key]:
-        for layout in neighbours(candidate.layout, self.graph.batch, self.cuts.depth):
-            yield layout, candidate.options
+        layout, options = candidate.layout, candidate.options
         for recompute in get_args(Recompute):
-            yield candidate.layout, candidate.options.model_copy(update={"recompute": recompute})
-        if candidate.layout.sharded:
-            kept = not candidate.options.reshard_after_forward
-            yield candidate.layout, candidate.options.model_copy(update={"reshard_after_forward": kept})
+            yield layout, options.model_copy(update={"recompute": recompute})
+        if layout.sharded:
+            yield layout, options.model_copy(update={"reshard_after_forward": not options.reshard_after_forward})
+        for other in neighbours(layout, self.graph.batch, self.cuts.depth):
+            yield other, options
 
     # ---- inside a layout
 
