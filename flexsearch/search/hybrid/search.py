@@ -187,7 +187,7 @@ class _Search:
             yield layout, self.options
         if layout.data > 1:
             yield replace(layout, sharded=True), self.options
-        if whole:
+        if whole or layout.data == 1:  # if nothing fits, the answer says by how much
             yield layout, again
         if layout.data > 1:
             yield replace(layout, sharded=True), again
