@@ -47,7 +47,7 @@ def _close(x: Tensor, y: Tensor) -> None:
     torch.testing.assert_close(x, y, rtol=digits, atol=digits * (1e-3 + float(y.abs().max() if y.numel() else 0)))
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", [name for name in NAMES if name != "given"])  # which stands for no operator of torch
 def test_every_kind_has_samples_that_give_it(name: str) -> None:
     numbers = range(len(list(KINDS[name].samples())))
     kinds = {op.kind for number in numbers for op in imported(name, number).graph.operators}
