@@ -133,7 +133,8 @@ def _say(
     tell(f"Memory of the fullest device: {memory_words(best.step)}.")
     tell(f"{result.plans:,} plans were simulated in {result.elapsed_s:.3g} s; {result.stopped}.")
     why = "" if asked else "The model is too large for this machine, so plans were searched that it cannot run. "
-    tell(f"\n{why}Plans with stages and microbatches can be simulated, not run yet.")
+    if not result.strategy.is_plain:
+        tell(f"\n{why}Plans with stages and microbatches can be simulated, not run yet.")
     command = " ".join(filter(None, ("flexsearch simulate", setting.graph.name, size, f"-s {output}")))
     tell(f"Wrote {output}. Simulate it with: {command}")
 

@@ -16,12 +16,13 @@ from flexsearch.cost import Profile
 from flexsearch.cost.compute import state_bytes
 from flexsearch.errors import FlexsearchError, StrategyError
 from flexsearch.graph import OperatorGraph
+from flexsearch.quantities import MAX_PIECES
 from flexsearch.search.hybrid.cuts import Cuts
 from flexsearch.search.hybrid.layout import Layout, factorings, neighbours
 from flexsearch.search.hybrid.outcome import Candidate, HybridProgress, HybridResult
 from flexsearch.search.hybrid.splits import Configs, Splits
 from flexsearch.simulate.delta import DeltaSimulator
-from flexsearch.simulate.staged import StagedSimulators, step_of
+from flexsearch.simulate.staged import StagedSimulators, Step, step_of
 from flexsearch.strategy import Options, Prediction, Search, Strategy
 from flexsearch.strategy.pipeline import Pipeline
 from flexsearch.strategy.records import Recompute
@@ -300,21 +301,30 @@ class _Search:
     def _result(self, best: Candidate, stopped: str) -> HybridResult:
         elapsed = self._elapsed()
         step = step_of(self.simulators, best.pipeline, best.configs, best.options)
-        named = {op.name: config for op, config in zip(self.graph.operators, best.configs, strict=True)}
-        block = len(self.topology.devices) // best.layout.data
-        strategy = Strategy.make(
-            self.graph, self.topology, named, best.options,
-            Prediction(iteration_s=best.seconds, peak_bytes=max(m.peak for m in step.memory)),
-            Search(seed=0, proposals=self.plans, start="layouts"),
-            stages=best.pipeline.stages(self.graph, block), microbatches=best.layout.microbatches,
-            schedule=best.layout.schedule,
-        )  # fmt: skip
+        strategy = self._strategy(best, step)
         baselines = {
             name: (c, step_of(self.simulators, c.pipeline, c.configs, c.options))
             for name, c in self._baselines().items()
         }
         same = next((name for name, (candidate, _) in baselines.items() if candidate == best), "")
         return HybridResult(best, strategy, step, baselines, same, self.plans, elapsed, stopped)
+
+    def _strategy(self, best: Candidate, step: Step) -> Strategy:
+        """The plan as a file has it: without stages and replicas where configs alone say it, so that it can be run."""
+        pipeline, configs = best.pipeline, best.configs
+        devices = len(self.topology.devices)
+        stages = pipeline.stages(self.graph, devices // pipeline.replicas)
+        parts = self.simulators.share(pipeline.replicas, pipeline.microbatches)[0].fold
+        plain = len(stages) == pipeline.microbatches == 1 and len(configs) * devices <= MAX_PIECES
+        if plain and parts is not None:
+            configs, stages = parts.unfold(configs), ()
+        named = {op.name: config for op, config in zip(self.graph.operators, configs, strict=True)}
+        return Strategy.make(
+            self.graph, self.topology, named, best.options,
+            Prediction(iteration_s=best.seconds, peak_bytes=max(m.peak for m in step.memory)),
+            Search(seed=0, proposals=self.plans, start="layouts"),
+            stages=stages, microbatches=pipeline.microbatches, schedule=pipeline.schedule,
+        )  # fmt: skip
 
 
 def _shortfall(simulator: DeltaSimulator) -> float:
