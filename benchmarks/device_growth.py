@@ -30,8 +30,7 @@ ROOT: Final = Path(__file__).resolve().parents[1]
 _RUN: Final = """
 import json, resource, statistics, sys, time
 from flexsearch.graph import OperatorGraph
-from flexsearch.search.hybrid import Layout
-from flexsearch.search.hybrid.search import _Search
+from flexsearch.search.hybrid import Layout, LayoutSearch
 from flexsearch.strategy import Options
 from flexsearch.topology import Topology
 name, devices = sys.argv[1], int(sys.argv[2])
@@ -39,7 +38,7 @@ options = Options(optimizer="adam", precision="bf16")
 
 def search():
     graph = OperatorGraph.load(name).resized(str(devices), None)
-    return _Search(graph, Topology.load(f"dgx-a100:{devices // 8}"), options, None, 1e9, None)
+    return LayoutSearch(graph, Topology.load(f"dgx-a100:{devices // 8}"), options, None, 1e9, None)
 
 layout = Layout(devices // 8, 8, 1)
 search().evaluate(layout, options)  # compiles

@@ -19,10 +19,10 @@ from flexsearch.graph import OperatorGraph
 from flexsearch.graph.importer import import_model
 from flexsearch.lower import Lowering
 from flexsearch.lower.share import stages_of
-from flexsearch.search.hybrid import HybridResult, Layout, search_hybrid
+from flexsearch.report.layouts import StagedRow, layout_words
+from flexsearch.search.hybrid import HybridResult, Layout, LayoutSearch, search_hybrid
 from flexsearch.search.hybrid.cuts import Cuts
 from flexsearch.search.hybrid.layout import divisors, factorings, neighbours
-from flexsearch.search.hybrid.search import _Search
 from flexsearch.simulate import makespan
 from flexsearch.simulate.delta import DeltaSimulator
 from flexsearch.simulate.staged import StagedSimulators, model_flops, step_of, step_of_strategy
@@ -136,7 +136,7 @@ def test_what_does_not_divide_the_batch_is_refused_with_the_nearest_that_do(
 
 def test_a_plan_without_stages_takes_as_long_as_any_other_simulation_says() -> None:
     graph, topology = decoder(), Topology.load("dgx-a100:1")
-    search = _Search(graph, topology, OPTIONS, None, 1e9, None)
+    search = LayoutSearch(graph, topology, OPTIONS, None, 1e9, None)
     candidate = search.evaluate(Layout(1, 8, 1), OPTIONS)
     assert candidate is not None
     plain = DeltaSimulator(graph, topology, Costs(graph, topology), OPTIONS, candidate.configs)
@@ -148,7 +148,7 @@ def test_a_plan_without_stages_takes_as_long_as_any_other_simulation_says() -> N
 def test_replicas_are_simulated_as_the_whole_plan_is() -> None:
     graph, topology = decoder(), Topology.load("dgx-a100:1")
     simulators = StagedSimulators(graph, topology)
-    search = _Search(graph, topology, OPTIONS, None, 1e9, None)
+    search = LayoutSearch(graph, topology, OPTIONS, None, 1e9, None)
     candidate = search.evaluate(Layout(4, 2, 1), OPTIONS)
     assert candidate is not None
     share, _, _ = simulators.share(4, 1)
@@ -160,7 +160,7 @@ def test_replicas_are_simulated_as_the_whole_plan_is() -> None:
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "zero-bubble"])
 def test_one_replica_with_stages_is_what_lowering_says(schedule: Any) -> None:
     graph, topology = decoder(), Topology.load("dgx-a100:1")
-    search = _Search(graph, topology, OPTIONS, None, 1e9, None)
+    search = LayoutSearch(graph, topology, OPTIONS, None, 1e9, None)
     candidate = search.evaluate(Layout(1, 2, 4, 4, schedule), OPTIONS)
     assert candidate is not None
     share, _, _ = search.simulators.share(1, 4)
@@ -170,7 +170,7 @@ def test_one_replica_with_stages_is_what_lowering_says(schedule: Any) -> None:
 
 
 def test_stages_keep_fewer_microbatches_under_1f1b_than_under_gpipe() -> None:
-    search = _Search(decoder(), Topology.load("dgx-a100:1"), OPTIONS, None, 1e9, None)
+    search = LayoutSearch(decoder(), Topology.load("dgx-a100:1"), OPTIONS, None, 1e9, None)
     one, all_ = (search.evaluate(Layout(1, 2, 4, 16, kind), OPTIONS) for kind in ("1f1b", "gpipe"))
     assert one is not None
     assert all_ is not None
@@ -194,7 +194,7 @@ def test_utilisation_counts_the_models_flops_once() -> None:
 
 def test_the_search_finds_the_best_of_all_layouts_without_resplitting() -> None:
     graph, topology = decoder(), Topology.load("dgx-a100:1")
-    search = _Search(graph, topology, OPTIONS, None, 1e9, None)
+    search = LayoutSearch(graph, topology, OPTIONS, None, 1e9, None)
     best = min(
         (
             candidate
@@ -211,7 +211,7 @@ def test_the_search_finds_the_best_of_all_layouts_without_resplitting() -> None:
 
 def test_a_strategy_is_saved_loaded_and_simulated_as_it_was_found(tmp_path: Path) -> None:
     graph, topology = decoder(), Topology.load("dgx-a100:1")
-    search = _Search(graph, topology, OPTIONS, None, 1e9, None)
+    search = LayoutSearch(graph, topology, OPTIONS, None, 1e9, None)
     candidate = search.evaluate(Layout(2, 2, 2, 4, sharded=True), OPTIONS)
     assert candidate is not None
     strategy = search._result(candidate, "").strategy
@@ -240,7 +240,7 @@ def test_short_chains_are_cut_anywhere_between_layers() -> None:
 
 def test_replicas_at_other_places_are_refused() -> None:
     graph, topology = decoder(), Topology.load("dgx-a100:1")
-    search = _Search(graph, topology, OPTIONS, None, 1e9, None)
+    search = LayoutSearch(graph, topology, OPTIONS, None, 1e9, None)
     candidate = search.evaluate(Layout(2, 2, 2, 4), OPTIONS)
     assert candidate is not None
     strategy = search._result(candidate, "").strategy
@@ -278,7 +278,7 @@ def test_plans_on_paper_are_printed_written_and_simulated(cli: Cli, tmp_path: Pa
 
 def test_a_plan_that_configs_alone_say_is_written_without_stages() -> None:
     graph, topology = decoder(), Topology.load("dgx-a100:1")
-    search = _Search(graph, topology, OPTIONS, None, 1e9, None)
+    search = LayoutSearch(graph, topology, OPTIONS, None, 1e9, None)
     candidate = search.evaluate(Layout(4, 2, 1), OPTIONS)
     assert candidate is not None
     strategy = search._result(candidate, "").strategy
@@ -287,7 +287,26 @@ def test_a_plan_that_configs_alone_say_is_written_without_stages() -> None:
     assert step_of_strategy(graph, strategy).makespan_s == candidate.seconds
 
 
-@pytest.mark.parametrize("more", [["--pin", "*: batch=2"], ["--exhaustive", "5s"]])
+def test_a_layout_is_told_in_the_words_of_the_field() -> None:
+    step = replace(found().step, samples=64)
+    pipeline = Pipeline(8, (0, 3, 5, 9), ((0, 1), (2, 3)) * 2, 4, "interleaved-1f1b")
+    options = Options(precision="bf16", recompute="full", reshard_after_forward=True)
+    assert layout_words(StagedRow("", pipeline, options, step, sharded=True)) == (
+        "pipeline 2 x tensor 2 x data 8, 4 microbatches of 2, interleaved 1F1B, 2 stages on each device, weights "
+        "sharded over 8 and gathered again in the backward pass, bf16 with float32 masters, recompute everything"
+    )
+
+
+def test_a_model_too_large_for_this_machine_is_planned_on_paper_without_being_asked(
+    cli: Cli, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("flexsearch.cli.layouts.os.sysconf", lambda name: 2**14)  # 256 MiB of memory
+    done = cli("optimize", "gpt2", "-t", "p100:1", "-b", "3s", "--json")
+    assert done.code == 0, done.err
+    assert done.json["plan_only"]
+
+
+@pytest.mark.parametrize("more", [["--pin", "*: batch=2"], ["--exhaustive", "5s"], ["--seed", "3"], ["-j", "2"]])
 def test_options_that_say_nothing_about_layouts_are_refused(cli: Cli, more: list[str]) -> None:
     done = cli("optimize", "gpt2", "-t", "dgx-a100:1", "--plan-only", *more)
     assert done.code == 2

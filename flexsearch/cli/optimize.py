@@ -135,7 +135,9 @@ def optimize(
             parse_budget(text)  # refused before the search, not after it
     setting = load_setting(graph, topology, profile, Size(batch, seq))
     if plan_only or (resume is None and not pin and too_large(setting)):
-        refuse_with_layouts(resume=resume, pin=pin, plot=plot, exhaustive=exhaustive)
+        refuse_with_layouts(
+            resume=resume, pin=pin, plot=plot, exhaustive=exhaustive, seed=seed, margin=margin, processes=processes
+        )
         options = make_options(optimizer, precision, recompute, reshard_after_forward)
         size = Size(batch, seq).words()
         optimize_layouts(setting, options, budget, output, as_json, size, plan_only)

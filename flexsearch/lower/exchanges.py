@@ -64,7 +64,7 @@ def _stands_for_itself(workspace: Workspace, blocks: BlockMap, first: Any, x: An
         blocks, rows.send, _begin(rows.end, SEND, x), np.uint64(rows.end[SEND, x]), rows.receive,
         _begin(rows.end, RECEIVE, x), np.uint64(rows.end[RECEIVE, x]),
     )  # fmt: skip
-    orbits.missing[x], orbits.wanders[x], before = ZERO, ZERO, ZERO
+    orbits.missing[x], orbits.crosses[x], before = ZERO, ZERO, ZERO
     for y in range(first, x):
         if orbits.own[y] == orbits.own[x]:
             before += ONE
@@ -77,7 +77,7 @@ def _stands_for_itself(workspace: Workspace, blocks: BlockMap, first: Any, x: An
     orbits.missing[x] = count
     # Messages from block to block take turns on links, in an order that no renaming of blocks keeps.
     within = count == ONE or _is_in_one_block(blocks, rows, x)
-    orbits.wanders[x] = ZERO if within else ONE
+    orbits.crosses[x] = ZERO if within else ONE
     return True
 
 
@@ -98,7 +98,7 @@ def _is_in_one_block(blocks: BlockMap, rows: Exchanges, x: Any) -> Any:
 def _check_orbits(workspace: Workspace, blocks: BlockMap, first: Any, last: Any) -> None:
     """Note if an orbit of the exchanges ``first`` to ``last`` lacks some: blocks are not treated alike then."""
     for x in range(first, last):
-        if workspace.orbits.missing[x] > ONE or workspace.orbits.wanders[x] == ONE:
+        if workspace.orbits.missing[x] > ONE or workspace.orbits.crosses[x] == ONE:
             blocks.lopsided[0] += ONE
             return
 

@@ -110,12 +110,12 @@ class Sets(NamedTuple):
 class Orbits(NamedTuple):
     """Which exchanges other blocks make too (``flexsearch.lower.orbits``). By exchange: a number for its ``own``
     devices and the ``digest`` of its orbit; of the first of an orbit, how many are ``missing`` so far, with itself,
-    and whether it ``wanders``: has devices of several blocks, but not of all alike."""
+    and whether it ``crosses``: has devices of several blocks, but not of all alike."""
 
     own: U64
     digest: U64
     missing: U64
-    wanders: U64
+    crosses: U64
 
 
 @packed

@@ -49,16 +49,15 @@ def layout_words(row: StagedRow) -> str:
         each = f", {chunks} stages on each device" if chunks > 1 else ""
         words.append(SCHEDULES[pipeline.schedule] + each)
     if row.sharded:
-        words.append(f"weights sharded over {pipeline.replicas}")
-    return ", ".join([*words, *_option_words(row.options, pipeline.replicas)])
+        again = " and gathered again in the backward pass" if row.options.reshard_after_forward else ""
+        words.append(f"weights sharded over {pipeline.replicas}{again}")
+    return ", ".join([*words, *_option_words(row.options)])
 
 
-def _option_words(options: Options, replicas: int) -> list[str]:
+def _option_words(options: Options) -> list[str]:
     words = [] if options.precision == "as-is" else [f"{options.precision} with float32 masters"]
-    if (recompute := getattr(options, "recompute", "none")) != "none":
-        words.append(f"recompute {'everything' if recompute == 'full' else recompute}")
-    if (states := getattr(options, "states", "whole")) != "whole" and replicas > 1:
-        words.append(f"{states} sharded over {replicas}")
+    if options.recompute != "none":
+        words.append(f"recompute {'everything' if options.recompute == 'full' else options.recompute}")
     return words
 
 

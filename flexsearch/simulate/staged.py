@@ -35,6 +35,11 @@ class StagedSimulators:
         self.graph, self.topology, self.profile = with_precision(graph, precision), topology, profile
         self._shares: dict[tuple[int, int], tuple[Share, Lowering, Templates]] = {}
 
+    @cached_property
+    def flops(self) -> float:
+        """FLOPs of one step of the model."""
+        return model_flops(self.graph)
+
     def share(self, replicas: int, microbatches: int) -> tuple[Share, Lowering, Templates]:
         """One block's part of one microbatch. Raises StrategyError or TopologyError if there is none."""
         key = replicas, microbatches
@@ -103,7 +108,7 @@ def step_of(
     return Step(
         simulator.seconds, tuple(busy.tolist()), memory_of(account, sources, simulator.rows.state),
         tuple(device.memory_bytes for device in simulator.topology.devices), len(devices), graph.batch,
-        model_flops(graph), sum(device.flops_for(_dtype(graph)) for device in devices),
+        simulators.flops, sum(device.flops_for(_dtype(graph)) for device in devices),
     )  # fmt: skip
 
 

@@ -1,8 +1,8 @@
 """Search over data x tensor x pipeline layouts with microbatches, and over the splits of operators inside them."""
 
-from flexsearch.search.hybrid.given import simulate_layout
 from flexsearch.search.hybrid.layout import Layout
 from flexsearch.search.hybrid.outcome import Candidate, HybridProgress, HybridResult
-from flexsearch.search.hybrid.search import search_hybrid
+from flexsearch.search.hybrid.search import LayoutSearch, search_hybrid
+from flexsearch.search.hybrid.simulate import simulate_layout
 
-__all__ = ["Candidate", "HybridProgress", "HybridResult", "Layout", "search_hybrid", "simulate_layout"]
+__all__ = ["Candidate", "HybridProgress", "HybridResult", "Layout", "LayoutSearch", "search_hybrid", "simulate_layout"]

@@ -4,12 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import Final
 
+from flexsearch.lower.actions import V_KINDS, placement
 from flexsearch.strategy.stage import ScheduleKind
-
-V_SHAPED: Final[tuple[ScheduleKind, ...]] = ("zero-bubble-v", "dualpipe-v")
-"""Schedules in which the stages of a group are one from the front and one from the back."""
 
 
 @dataclass(frozen=True)
@@ -35,10 +32,10 @@ class Layout:
         return self.data * self.tensor * self.pipeline
 
     def groups(self) -> tuple[tuple[int, ...], ...]:
-        """Devices of each stage in the first block: groups take turns, or come back in reverse (V)."""
-        ranks = [stage % self.pipeline for stage in range(self.stages)]
-        if self.schedule in V_SHAPED:
-            ranks[self.pipeline :] = reversed(range(self.pipeline))
+        """Devices of each stage in the first block, as the schedule places stages."""
+        held = placement(self.schedule, self.pipeline, self.chunks)
+        rank_of = {stage: rank for rank, stages in enumerate(held) for stage in stages}
+        ranks = [rank_of[stage] for stage in range(self.stages)]
         return tuple(tuple(range(rank * self.tensor, (rank + 1) * self.tensor)) for rank in ranks)
 
 
@@ -82,7 +79,7 @@ def _orders(layout: Layout, depth: int) -> Iterator[Layout]:
             yield replace(layout, schedule="interleaved-1f1b", chunks=chunks)
     if 2 * layout.pipeline <= depth:
         yield replace(layout, schedule="breadth-first", chunks=2)
-        for schedule in V_SHAPED:
+        for schedule in sorted(V_KINDS):
             yield replace(layout, schedule=schedule, chunks=2)
 
 

@@ -56,7 +56,7 @@ def search_hybrid(
     search with the best plan so far. ``on_end``: called once, when the search itself is over.
 
     Raises StrategyError if the graph cannot be planned so: no batch to divide, or devices that are not alike."""
-    search = _Search(graph, topology, options or Options(), profile, budget_s, on_progress)
+    search = LayoutSearch(graph, topology, options or Options(), profile, budget_s, on_progress)
     return search.run(on_end or (lambda: None))
 
 
@@ -70,7 +70,9 @@ class _Over(Exception):
     """The time is over."""
 
 
-class _Search:
+class LayoutSearch:
+    """One search; ``evaluate`` simulates the plan of a layout. Arguments as of ``search_hybrid``."""
+
     def __init__(
         self, graph: OperatorGraph, topology: Topology, options: Options, profile: Profile | None, budget_s: float,
         on_progress: Callable[[HybridProgress], None] | None,
@@ -80,7 +82,7 @@ class _Search:
         self.simulators = StagedSimulators(graph, topology, profile, options.precision)
         self.cuts, self.splits = Cuts(graph), Splits(self.simulators)
         self.known: dict[Key, Candidate | None] = {}
-        self._climbed: list[Candidate] = []
+        self._climbed: set[Key] = set()
         self.plans, self.phase = 0, ""
         self.began = time.monotonic()
         self.best: Candidate | None = None
@@ -129,11 +131,7 @@ class _Search:
         return self.known[key]
 
     def _candidate(self, layout: Layout, options: Options) -> Candidate:
-        configs = self.splits.tensor_parallel(layout)
-        seconds = self.splits.seconds(layout, configs)
-        first = self.cuts.balanced(seconds, layout.stages)
-        pipeline = Pipeline(layout.data, first, layout.groups(), layout.microbatches, layout.schedule)
-        return self.simulated(layout, options, pipeline, self.splits.placed(layout, configs, first))
+        return self.simulated(layout, options, *self.splits.plan(layout, self.cuts))
 
     def simulated(
         self, layout: Layout, options: Options, pipeline: Pipeline, configs: Configs, changed: int = 0
@@ -219,8 +217,8 @@ class _Search:
     def _climb(self, candidate: Candidate) -> None:
         """Change one number at a time while that helps; the first change that does is taken."""
         self.phase = "microbatches and schedules"
-        while candidate not in self._climbed:
-            self._climbed.append(candidate)
+        while (key := (candidate.layout, candidate.options)) not in self._climbed:
+            self._climbed.add(key)
             for layout, options in self._near(candidate):
                 new = self.evaluate(layout, options)
                 if new is not None and new.rank < candidate.rank:

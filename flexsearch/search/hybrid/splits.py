@@ -8,11 +8,13 @@ from itertools import product
 from math import prod
 
 from flexsearch.lower import Lowering
+from flexsearch.search.hybrid.cuts import Cuts
 from flexsearch.search.hybrid.layout import Layout, divisors
 from flexsearch.simulate.staged import StagedSimulators
 from flexsearch.strategy import OperatorConfig
 from flexsearch.strategy.baselines import has_weights, inside_group
 from flexsearch.strategy.config import make_config
+from flexsearch.strategy.pipeline import Pipeline
 
 Configs = tuple[OperatorConfig, ...]
 
@@ -45,6 +47,14 @@ class Splits:
         lowering = self._lowering(layout)
         placed = (lowering.placed(i, config) for i, config in enumerate(configs))
         return [float(p.seconds.sum(axis=0).max()) for p in placed]
+
+    def plan(self, layout: Layout, cuts: Cuts) -> tuple[Pipeline, Configs]:
+        """The plan of a layout: Megatron's splits inside each group, and the cut that makes the slowest stage as fast
+        as possible. Configs are those of the first block."""
+        configs = self.tensor_parallel(layout)
+        first = cuts.balanced(self.seconds(layout, configs), layout.stages)
+        pipeline = Pipeline(layout.data, first, layout.groups(), layout.microbatches, layout.schedule)
+        return pipeline, self.placed(layout, configs, first)
 
     def placed(self, layout: Layout, configs: Sequence[OperatorConfig], first: Sequence[int]) -> Configs:
         """The configs on the groups of their stages."""

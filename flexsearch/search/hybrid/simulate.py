@@ -1,4 +1,4 @@
-"""A layout that someone gives, simulated without a search."""
+"""One layout, simulated without a search."""
 
 from __future__ import annotations
 
@@ -27,7 +27,5 @@ def simulate_layout(
     options = options or Options()
     simulators = StagedSimulators(graph, topology, profile, options.precision)
     splits = Splits(simulators)
-    configs = splits.tensor_parallel(layout)
-    first = Cuts(graph).balanced(splits.seconds(layout, configs), layout.stages)
-    pipeline = Pipeline(layout.data, first, layout.groups(), layout.microbatches, layout.schedule)
-    return pipeline, step_of(simulators, pipeline, splits.placed(layout, configs, first), options)
+    pipeline, configs = splits.plan(layout, Cuts(graph))
+    return pipeline, step_of(simulators, pipeline, configs, options)
