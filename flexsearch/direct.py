@@ -47,6 +47,5 @@ class _Direct:
 def _kind(argument: Any) -> Any:
     """What the type of an argument depends on."""
     if isinstance(argument, np.ndarray):
-        flags = argument.flags
-        return argument.dtype, argument.ndim, flags.c_contiguous, flags.f_contiguous, flags.writeable, flags.aligned
+        return argument.dtype.num, argument.ndim, argument.flags.num  # bits: contiguous, aligned, writeable
     return getattr(argument, "packed_type", None) or type(argument)

@@ -224,11 +224,15 @@ class Costs:
         """Seconds of the forward and of the backward tasks (rows) of pieces: piece k has as many indices on each axis
         of the operator's access as ``extents[extent_of[k]]`` says, and is on ``device[k]``."""
         kinds = self.kinds[device]
-        found = np.empty((len(device), 2))
-        for kind in range(len(self._models)) if len(self._models) == 1 else np.unique(kinds).tolist():
-            seconds, here = np.array([self._seconds(operator, extent, kind) for extent in extents]), kinds == kind
-            found[here] = seconds[extent_of[here]]
-        return np.ascontiguousarray(found.T)
+        found = np.empty((2, len(device)))
+        for kind in np.unique(kinds).tolist():
+            here = kinds == kind
+            found[:, here] = self.of_extents(operator, extents, kind)[:, extent_of[here]]
+        return found
+
+    def of_extents(self, operator: int, extents: Sequence[tuple[int, ...]], kind: int) -> npt.NDArray[np.float64]:
+        """Seconds of the forward and of the backward task (rows) of pieces of these extents on a kind of device."""
+        return np.array([self._seconds(operator, extent, kind) for extent in extents]).T
 
     def weight_shares(self, operator: int, extents: Sequence[tuple[int, ...]]) -> npt.NDArray[np.float64]:
         """Of pieces of these extents, the share of the backward task that makes the gradients of parameters."""

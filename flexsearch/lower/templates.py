@@ -80,7 +80,7 @@ class Templates:
         self._splits: Splits | None = None
         self._numbers: dict[tuple[int, Degrees, int], int] = {}
         self._split_keys: list[tuple[int, Degrees, int]] = []
-        self._kinds, self._models = np.unique(lowering.costs.kinds, return_index=True)
+        self._kinds = np.unique(lowering.costs.kinds)
         self._moves = _MOVES
         self._workspace, self._scratch = self._new_workspace(), self._new_scratch()
         self._fixed = self._new_fixed()
@@ -253,9 +253,9 @@ class Templates:
             first = int(MISSING)
         else:
             first = self._extend("position", config.devices)
-        row = self._extend("follow_split", [followed])
-        self._extend("follow_first", [first])
-        self._extend("follow_count", [count])
+        row = self._append("follow_split", followed)
+        self._append("follow_first", first)
+        self._append("follow_count", count)
         self.keys.put(OVER, link, split, row)
 
     def like(self, operator: int, split: int) -> None:
@@ -275,18 +275,23 @@ class Templates:
             self._splits = None
         return at
 
+    def _append(self, name: str, value: Any) -> int:
+        """As ``_extend``, of one value."""
+        at = self._columns[name].size
+        if self._columns[name].add(value):
+            self._splits = None
+        return at
+
     def _add_split(self, operator: int, degrees: Degrees, replicas: int) -> int:
         config = OperatorConfig(degrees, (), replicas)
         split, costs = self.lowering.split(operator, config), self.lowering.costs
-        count = len(split.extent_of)
-        seconds = [
-            costs.pieces(operator, split.extents, split.extent_of, np.full(count, d, np.uint32)) for d in self._models
-        ]
-        forward = self._extend("forward", np.concatenate([_ticks(of_kind[0]) for of_kind in seconds]))
-        backward = np.concatenate([_ticks(of_kind[1]) for of_kind in seconds])
-        self._extend("backward", backward)
-        shares = costs.weight_shares(operator, split.extents)[split.extent_of]
-        self._extend("weight", np.rint(backward * np.tile(shares, len(seconds))).astype(np.int64))
+        count, shares = len(split.extent_of), costs.weight_shares(operator, split.extents)
+        forward = self._columns["forward"].size
+        for kind in self._kinds.tolist():
+            ticks = _ticks(costs.of_extents(operator, split.extents, kind))
+            self._extend("forward", ticks[0][split.extent_of])
+            self._extend("backward", ticks[1][split.extent_of])
+            self._extend("weight", np.rint(ticks[1] * shares).astype(np.int64)[split.extent_of])
         values = {
             "pieces": count, "cost": forward,
             "reads": self._columns["grid"].size, "writes": self._columns["grid"].size + len(split.inputs),
@@ -296,15 +301,15 @@ class Templates:
             self._add_operand(region)
         number = self._columns["pieces"].size
         for name, value in values.items():
-            self._extend(name, [value])
+            self._append(name, value)
         return number
 
     def _add_operand(self, region: Region) -> None:
-        self._extend("grid", [region.grid.number])
+        self._append("grid", region.grid.number)
         first = int(MISSING) if region.held is None else self._extend("position", region.held)
-        self._extend("first", [first])
-        self._extend("held_by", [0 if region.held is None else len(region.held)])
-        self._extend("spread", [region.blocks > 1])
+        self._append("first", first)
+        self._append("held_by", 0 if region.held is None else len(region.held))
+        self._append("spread", region.blocks > 1)
 
     def _find_alike(self) -> list[int]:
         """By operator: the first one of the same shape and cost."""

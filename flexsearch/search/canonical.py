@@ -52,7 +52,7 @@ def complexity(alike: Sequence[Sequence[int]], configs: Configs) -> Complexity:
     runs = 0
     for members in alike:
         row = [configs[i] for i in members]
-        runs += 1 + sum(a != b for a, b in pairwise(row))
+        runs += 1 + sum(a is not b and a != b for a, b in pairwise(row))  # most of them are the same object
     lists = {config.devices for config in configs}
     return Complexity(
         runs, sum(config.shard_weights for config in configs), sum(1 + (sorted(d) != list(d)) for d in lists)
@@ -128,10 +128,10 @@ class _Run:
     def attempt(self, changes: Changes, most: float) -> None:
         """Keep ``changes`` if they make the plan simpler, no larger, and no more expensive than ``most``."""
         tried = self.space.fixed(changes.get(i, config) for i, config in enumerate(self.configs))
-        if tried == self.configs or (tried, most) in self._tried:
+        if tried == self.configs:
             return
         simpler = complexity(self.sorts, tried)
-        if not simpler.simpler(self.complexity) or self.stop():
+        if not simpler.simpler(self.complexity) or (tried, most) in self._tried or self.stop():
             return
         self._tried.add((tried, most))
         cost = self.evaluate(tried)

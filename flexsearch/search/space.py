@@ -48,6 +48,8 @@ class Space:
 
     def fixed(self, configs: Iterable[OperatorConfig]) -> tuple[OperatorConfig, ...]:
         """The allowed plan that is nearest to ``configs``."""
+        if self.rule is None:
+            return tuple(configs)
         return tuple(self.fix(i, config) for i, config in enumerate(configs))
 
     @cached_property

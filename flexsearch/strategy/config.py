@@ -32,7 +32,10 @@ class OperatorConfig:
 
     def degree(self, axis: str) -> int:
         """Degree of an axis; 1 if it is not split."""
-        return next((parts for name, parts in self.degrees if name == axis), 1)
+        for name, parts in self.degrees:
+            if name == axis:
+                return parts
+        return 1
 
     def on(self, devices: Iterable[int]) -> OperatorConfig:
         """The same split on other devices."""
