@@ -207,7 +207,6 @@ FAMILIES: dict[str, Family] = {
         "SegformerConfig", "SegformerForSemanticSegmentation",
         {"hidden_sizes": [4, 8, 8, 16], "depths": [1, 1, 1, 1], "num_attention_heads": [1, 2, 2, 2],
          "decoder_hidden_size": 8, "num_labels": CLASSES}, segmentation,
-        cheap=True,
     ),
     "beit": Family("BeitConfig", "BeitForImageClassification", _PATCHES, images()),
     "resnet": Family(

@@ -1,4 +1,5 @@
-"""Random legal strategies: any splittable axes (uneven too), replicas, odd device subsets, sharded weights."""
+"""Random legal strategies: any splittable axes (uneven too), unequal shares of samples, replicas, odd device subsets,
+sharded weights."""
 
 from __future__ import annotations
 
@@ -10,8 +11,9 @@ from flexsearch.topology import Topology
 
 
 @st.composite
-def configs(draw: st.DrawFn, op: Operator, devices: int) -> OperatorConfig:
-    """One operator's config on a topology with that many devices. Shrinks towards one device, unsplit."""
+def configs(draw: st.DrawFn, op: Operator, devices: int, unequal: bool = True) -> OperatorConfig:
+    """One operator's config on a topology with that many devices; with samples shared out ``unequal``-ly, too. Shrinks
+    towards one device, unsplit."""
     degrees: dict[str, int] = {}
     parts = 1
     if op.splittable:
@@ -21,12 +23,14 @@ def configs(draw: st.DrawFn, op: Operator, devices: int) -> OperatorConfig:
             parts *= degree
     replicas = draw(st.integers(1, devices // parts))
     order = draw(st.permutations(range(devices)))
-    return make_config(op, degrees, order[: parts * replicas], draw(st.booleans()))
+    samples = [axis for axis, degree in degrees.items() if op.roles[axis] == "sample" and degree > 1]
+    shares = {axis: draw(st.tuples(*[st.integers(1, 4)] * degrees[axis])) for axis in samples if unequal}
+    return make_config(op, degrees, order[: parts * replicas], draw(st.booleans()), shares)
 
 
 @st.composite
-def strategies(draw: st.DrawFn, graph: OperatorGraph, topology: Topology) -> Strategy:
-    """A config for every operator; a third of the operators keep the devices and replicate, as neighbours often do."""
-    chosen = {op.name: draw(configs(op, len(topology.devices))) for op in graph.operators}
+def strategies(draw: st.DrawFn, graph: OperatorGraph, topology: Topology, unequal: bool = True) -> Strategy:
+    """A config for every operator."""
+    chosen = {op.name: draw(configs(op, len(topology.devices), unequal)) for op in graph.operators}
     bucket = draw(st.sampled_from([1, 1000, 25 * 2**20]))
     return Strategy.make(graph, topology, chosen, Options(bucket_bytes=bucket))

@@ -264,7 +264,7 @@ def test_every_baseline_is_legal_on_the_shipped_graphs(name: str) -> None:
 
 def test_products_appear_on_hosts_with_several_devices() -> None:
     found = baselines(GRAPHS["transformer"], Topology.load("p100:2"))
-    assert set(found) == set(NAMES) - {"one-weird-trick", "layer-wise"}
+    assert set(found) == set(NAMES) - {"one-weird-trick", "layer-wise", "data-parallel-by-speed"}
     linear = found["data-parallel x megatron"].configs["0.fc1"]
     assert linear == OperatorConfig((("b0", 2), ("o", 4)), tuple(range(8)))
     assert found["data-parallel x megatron-2"].configs["0.fc1"].degrees == (("b0", 4), ("o", 2))
@@ -273,7 +273,7 @@ def test_products_appear_on_hosts_with_several_devices() -> None:
 
 
 def test_names_are_known_and_reasons_given() -> None:
-    with pytest.raises(StrategyError, match="data-parallel, fsdp"):
+    with pytest.raises(StrategyError, match="data-parallel, data-parallel-by-speed, fsdp"):
         baseline("zero", mlp(), ethernet(2))
     with pytest.raises(StrategyError, match="needs convolutions"):
         baseline("one-weird-trick", mlp(), ethernet(2))

@@ -22,6 +22,7 @@ from flexsearch.search.space import Space
 from flexsearch.simulate import makespan
 from flexsearch.strategy import Options, make_config
 from flexsearch.strategy.baselines import baselines
+from flexsearch.strategy.shares import speeds
 from flexsearch.topology import Topology
 from tests.random_strategies import configs, strategies
 from tests.test_baselines import Builder, cnn, ethernet, mlp, transformer
@@ -43,7 +44,7 @@ def bound_of(graph: str, topology: str) -> tuple[OperatorGraph, Topology, Costs,
 @given(data=st.data(), graph=st.sampled_from(sorted(GRAPHS)), topology=st.sampled_from(sorted(TOPOLOGIES)))
 def test_no_random_plan_is_faster(data: Any, graph: str, topology: str) -> None:
     made, on, costs, bound = bound_of(graph, topology)
-    strategy = data.draw(strategies(made, on))
+    strategy = data.draw(strategies(made, on, unequal=bool(speeds(on))))
     assert bound.seconds <= makespan(lower(made, strategy, on, costs))
 
 
@@ -52,7 +53,7 @@ def test_no_random_plan_is_faster(data: Any, graph: str, topology: str) -> None:
 def test_nor_one_of_a_random_graph(data: Any, graph: OperatorGraph, topology: str) -> None:
     on = TOPOLOGIES[topology]()
     costs = Costs(graph, on)
-    strategy = data.draw(strategies(graph, on))
+    strategy = data.draw(strategies(graph, on, unequal=bool(speeds(on))))
     assert lower_bound(graph, on, costs).seconds <= makespan(lower(graph, strategy, on, costs))
 
 
@@ -149,7 +150,7 @@ def test_slower_devices_and_fewer_of_them_raise_it() -> None:
 def test_every_piece_of_every_config_is_among_those_that_were_counted(data: Any, graph: str) -> None:
     made, count = GRAPHS[graph](), 6
     op: Operator = data.draw(st.sampled_from(made.operators))
-    config = data.draw(configs(op, count))
+    config = data.draw(configs(op, count, unequal=False))
     extents, parts, share = piece_extents(op, count)
     known = set(zip(*(column.tolist() for column in extents.values()), parts.tolist(), strict=True))
     total = 0.0
@@ -167,7 +168,7 @@ def test_every_piece_of_every_config_is_among_those_that_were_counted(data: Any,
 def test_the_extents_of_every_piece_of_every_microbatch_are_counted(data: Any, graph: str, microbatches: int) -> None:
     op: Operator = data.draw(st.sampled_from(GRAPHS[graph]().operators))
     samples = [a for a in op.splittable if op.roles[a] == "sample"]
-    config = data.draw(configs(op, 6))
+    config = data.draw(configs(op, 6, unequal=False))
     extents, parts, _ = piece_extents(op, 6, microbatches)
     counted = set(zip(*(column.tolist() for column in extents.values()), parts.tolist(), strict=True))
     for number in range(microbatches):
@@ -191,7 +192,7 @@ def test_microbatches_one_after_the_other_are_no_faster_than_the_bound(
     one, on = GRAPHS[graph](), TOPOLOGIES[topology]()
     whole = with_batch(one, microbatches)
     bound = lower_bound(whole, on, Costs(whole, on), microbatches=microbatches)
-    each = makespan(lower(one, data.draw(strategies(one, on)), on, Costs(one, on)))
+    each = makespan(lower(one, data.draw(strategies(one, on, unequal=bool(speeds(on)))), on, Costs(one, on)))
     assert bound.seconds <= microbatches * each
 
 
@@ -207,7 +208,7 @@ def test_every_microbatch_starts_its_operators_anew() -> None:
 def test_what_every_piece_is_said_to_read_every_piece_reads(data: Any, graph: str) -> None:
     made = GRAPHS[graph]()
     op: Operator = data.draw(st.sampled_from(made.operators))
-    config = data.draw(configs(op, 6))
+    config = data.draw(configs(op, 6, unequal=False))
     shapes = [made.tensor[n].shape for n in op.inputs], [made.tensor[n].shape for n in op.outputs]
     pieces = [make_piece(op, config.intervals(op, k), *shapes) for k in range(len(config.devices))]
     for p, operand in enumerate(op.access.inputs):

@@ -163,6 +163,7 @@ def test_a_star_folds_into_any_number_of_blocks_and_pairs_into_two() -> None:
     assert foldings(machine(*STAR)) == (2, 4)
     assert foldings(machine(*PAIRS)) == (2,)
     assert foldings(Topology.load("dgx-a100:2")) == (2, 4, 8, 16)
+    assert foldings(Topology.load("p100:2")) == (2,)  # its center is the switch of the hosts, not one of theirs
     assert fold_topology(Topology.load("dgx-a100:2"), 8).inside == 4
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import itertools
 import os
 import re
 import subprocess
@@ -129,8 +130,7 @@ COMMANDS = {
 }
 
 
-@pytest.mark.parametrize("width", [80, 60])
-@pytest.mark.parametrize("command", COMMANDS)
+@pytest.mark.parametrize(("command", "width"), zip(COMMANDS, itertools.cycle((60, 80)), strict=False))
 def test_commands_keep_to_the_width_and_break_no_word_into_fragments(folder: Path, command: str, width: int) -> None:
     ran = subprocess.run(
         [sys.executable, "-m", "flexsearch.cli", *COMMANDS[command]], cwd=folder, capture_output=True, text=True,

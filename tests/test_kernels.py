@@ -29,7 +29,7 @@ from tests.kernel_cases import CASES, Case, rand
 assert tests.kernel_cases_along and tests.kernel_cases_images and tests.kernel_cases_more  # register their cases
 
 RANDOM = settings(
-    derandomize=True, max_examples=40, deadline=None, suppress_health_check=list(HealthCheck), database=None
+    derandomize=True, max_examples=25, deadline=None, suppress_health_check=list(HealthCheck), database=None
 )
 
 Result = tuple[list[Tensor], list[Tensor]]

@@ -26,7 +26,7 @@ from tests.small_models import NAMES, Case, Dropped, case
 SEED = os.environ.get("FLEXSEARCH_NUMERICS_SEED")
 """Other cases than CI's fixed ones."""
 
-CASES = int(os.environ.get("FLEXSEARCH_NUMERICS_CASES", "40"))
+CASES = int(os.environ.get("FLEXSEARCH_NUMERICS_CASES", "24"))
 """Random strategies for each model; thousands offline, a few hundred in all in CI."""
 
 COSTLY = {

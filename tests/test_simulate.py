@@ -39,10 +39,13 @@ class FixedCosts:
         self.alike = tuple(range(len(graph.operators)))
         self.kinds = np.zeros(64, dtype=np.int64)
 
-    def pieces(self, operator: int, extents: Sequence[tuple[int, ...]], extent_of: np.ndarray, _: object) -> object:
-        points = np.array([prod(extent) for extent in extents])[extent_of]
+    def of_extents(self, operator: int, extents: Sequence[tuple[int, ...]], kind: int) -> np.ndarray:
+        points = np.array([prod(extent) for extent in extents])
         backward = 2e-9 * points if self.graph.has_backward[operator] else 0.0 * points
         return task_seconds(np.stack((1e-9 * points, backward)))
+
+    def pieces(self, operator: int, extents: Sequence[tuple[int, ...]], extent_of: np.ndarray, _: object) -> np.ndarray:
+        return self.of_extents(operator, extents, 0)[:, extent_of]
 
     def weight_shares(self, operator: int, extents: Sequence[tuple[int, ...]]) -> np.ndarray:
         return np.full(len(extents), 0.5)

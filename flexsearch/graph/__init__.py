@@ -2,9 +2,9 @@
 
 from flexsearch.graph.model import Axis, Dtype, Operator, OperatorGraph, Role, Tensor, Tracing
 from flexsearch.graph.notation import Access, Box, Interval, intersect, parse, volume
-from flexsearch.graph.piece import Piece, chunk, make_piece, whole_piece
+from flexsearch.graph.piece import Piece, chunk, chunks, make_piece, whole_piece
 
 __all__ = [
     "Access", "Axis", "Box", "Dtype", "Interval", "Operator", "OperatorGraph", "Piece", "Role", "Tensor", "Tracing",
-    "chunk", "intersect", "make_piece", "parse", "volume", "whole_piece",
+    "chunk", "chunks", "intersect", "make_piece", "parse", "volume", "whole_piece",
 ]  # fmt: skip

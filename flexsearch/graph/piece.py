@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import accumulate, pairwise
 
 from flexsearch.graph.model import Operator
 from flexsearch.graph.notation import Box, Interval
@@ -26,6 +27,12 @@ class Piece:
 def chunk(size: int, parts: int, index: int) -> Interval:
     """Interval ``index`` of ``size`` indices cut into ``parts`` that differ by at most one."""
     return index * size // parts, (index + 1) * size // parts
+
+
+def chunks(size: int, parts: int, shares: Sequence[int] = ()) -> list[Interval]:
+    """``size`` indices cut into ``parts`` that differ by at most one; or in proportion to ``shares``, one for each."""
+    ends = [0, *accumulate(shares or [1] * parts)]
+    return [(low * size // ends[-1], high * size // ends[-1]) for low, high in pairwise(ends)]
 
 
 def make_piece(

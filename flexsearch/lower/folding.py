@@ -70,7 +70,8 @@ class Fold:
             return None
         if len(own) * replicas != len(config.devices):
             return None
-        part = OperatorConfig(degrees, own, copies, config.shard_weights)
+        shares = tuple((a, row[: dict(degrees)[a]]) for a, row in config.shares if a in dict(degrees))
+        part = OperatorConfig(degrees, own, copies, config.shard_weights, shares)
         return part if self._unfolded(operator, part) == config else None
 
     def _unfolded(self, operator: int, config: OperatorConfig) -> OperatorConfig:
@@ -84,7 +85,8 @@ class Fold:
             degrees[place] = axis, degrees[place][1] * self.replicas
         copies = config.replicas * (self.replicas if axis is None else 1)
         devices = np.moveaxis(every, 0, place).ravel().tolist()
-        return OperatorConfig(tuple(degrees), tuple(devices), copies, config.shard_weights)
+        shares = tuple((name, row * self.replicas if name == axis else row) for name, row in config.shares)
+        return OperatorConfig(tuple(degrees), tuple(devices), copies, config.shard_weights, shares)
 
 
 def fold(graph: OperatorGraph, topology: Topology, replicas: int, microbatches: int = 1) -> Fold:

@@ -16,10 +16,11 @@ import numpy as np
 import numpy.typing as npt
 
 from flexsearch.compiled import I64, U32
-from flexsearch.graph import Box, Interval, Operator, Piece, chunk
+from flexsearch.graph import Box, Interval, Operator, Piece, chunks
 from flexsearch.graph.notation import Dimension
 from flexsearch.lower.layout import Grid, Laid, Layouts, Placement
 from flexsearch.strategy import OperatorConfig
+from flexsearch.strategy.config import Shares
 
 Degrees = tuple[tuple[str, int], ...]
 Index = npt.NDArray[np.intp]
@@ -101,8 +102,10 @@ class Splitter:
             *zip(op.access.inputs, inputs, strict=True),
             *zip(op.access.outputs, outputs, strict=True),
         )
-        self._splits: dict[tuple[Degrees, int], Split] = {}
+        self._splits: dict[tuple[Degrees, int, Shares], Split] = {}
         self._intervals = {} if intervals is None else intervals
+        self._shares: dict[str, tuple[int, ...]] = {}
+        """Of the split at hand."""
         self._dimensions: list[dict[str, list[int]]] = [{} for _ in self.operands]
         """By operand: dimensions that an axis indexes."""
         self._whole: list[tuple[I64, bool]] = []
@@ -117,7 +120,7 @@ class Splitter:
 
     def split(self, config: OperatorConfig) -> Split:
         """The pieces of a config, wherever they are."""
-        key = config.degrees, config.replicas
+        key = config.degrees, config.replicas, config.shares
         if (known := self._splits.get(key)) is None:
             known = self._splits[key] = self._split(*key)
         return known
@@ -140,8 +143,8 @@ class Splitter:
             tuple(region.on(self.layouts, device).entries for region in split.outputs),
         )  # fmt: skip
 
-    def _split(self, degrees: Degrees, replicas: int) -> Split:
-        self._replicas = replicas
+    def _split(self, degrees: Degrees, replicas: int, shares: Shares) -> Split:
+        self._replicas, self._shares = replicas, dict(shares)
         places, term = _positions(tuple(parts for _, parts in degrees), replicas)
         at = dict(zip((axis for axis, _ in degrees), places, strict=True))
         regions = tuple(self._region(n, degrees, at, term) for n in range(len(self.operands)))
@@ -164,7 +167,7 @@ class Splitter:
         return tuple(found), np.array(of, dtype=np.intp)
 
     def _chunks(self, axis: str, parts: int) -> list[Interval]:
-        return [chunk(self.op.sizes[axis], parts, k) for k in range(parts)]
+        return chunks(self.op.sizes[axis], parts, self._shares.get(axis, ()))
 
     def _region(self, n: int, degrees: Degrees, at: dict[str, Index], term: U32) -> Region:
         """Region of operand number ``n``. ``at``: index of the part, by split axis and position."""
@@ -222,7 +225,7 @@ class Splitter:
         sizes, parts, axes = self.op.sizes, dict(own), dimension.axes
         # Whatever the names of its axes.
         form = dimension.coefficients, dimension.offset, dimension.merged, size
-        key = (*form, *((axes.index(axis), sizes[axis], parts.get(axis)) for axis in axes))
+        key = (*form, *((axes.index(a), sizes[a], parts.get(a), a in parts and self._shares.get(a)) for a in axes))
         if (known := self._intervals.get(key)) is None:
             whole = {axis: (0, sizes[axis]) for axis in axes}
             found = [dimension.interval(whole | piece, sizes, size) for piece in self._pieces(own)]

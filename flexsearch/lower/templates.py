@@ -7,6 +7,7 @@ from a split over a link; and it makes room.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import cached_property
 from typing import Any, Final
 
@@ -32,6 +33,7 @@ from flexsearch.lower.split import Degrees, Region
 from flexsearch.lower.tables import Requests, Scratch, Splits, TemplateTables, Used, WeightAtHand
 from flexsearch.lower.workspace import FULL, Workspace, make_workspace
 from flexsearch.strategy import OperatorConfig
+from flexsearch.strategy.config import Shares
 
 _intern_config = direct(intern_config)
 _fill = direct(fill)
@@ -78,8 +80,8 @@ class Templates:
         )  # fmt: skip
         self._columns = {name: Column(_TYPES.get(name, np.uint32)) for name in Splits._fields}
         self._splits: Splits | None = None
-        self._numbers: dict[tuple[int, Degrees, int], int] = {}
-        self._split_keys: list[tuple[int, Degrees, int]] = []
+        self._numbers: dict[tuple[int, Degrees, int, Shares], int] = {}
+        self._split_keys: list[tuple[int, Degrees, int, Shares]] = []
         self._kinds = np.unique(lowering.costs.kinds)
         self._moves = _MOVES
         self._workspace, self._scratch = self._new_workspace(), self._new_scratch()
@@ -231,7 +233,7 @@ class Templates:
 
     def split(self, operator: int, config: OperatorConfig) -> int:
         """Number of a config's split of an operator."""
-        key = self.alike[operator], config.degrees, config.replicas
+        key = self.alike[operator], config.degrees, config.replicas, config.shares
         if (known := self._numbers.get(key)) is None:
             known = self._numbers[key] = self._add_split(*key)
             self._split_keys.append(key)
@@ -243,8 +245,9 @@ class Templates:
 
     def in_place(self, split: int) -> OperatorConfig:
         """A split on the mesh whose devices are its positions."""
-        _, degrees, replicas = self._split_keys[split]
-        return OperatorConfig(degrees, tuple(range(int(self._columns["pieces"].array[split]))), replicas)
+        _, degrees, replicas, shares = self._split_keys[split]
+        mesh = tuple(range(int(self._columns["pieces"].array[split])))
+        return OperatorConfig(degrees, mesh, replicas, shares=shares)
 
     def follows(self, link: int, split: int, target: int, config: OperatorConfig) -> None:
         """Set what follows a split over a link: ``config`` of operator ``target``, as of ``in_place``."""
@@ -282,16 +285,16 @@ class Templates:
             self._splits = None
         return at
 
-    def _add_split(self, operator: int, degrees: Degrees, replicas: int) -> int:
-        config = OperatorConfig(degrees, (), replicas)
+    def _add_split(self, operator: int, degrees: Degrees, replicas: int, shares: Shares) -> int:
+        config = OperatorConfig(degrees, (), replicas, shares=shares)
         split, costs = self.lowering.split(operator, config), self.lowering.costs
-        count, shares = len(split.extent_of), costs.weight_shares(operator, split.extents)
+        count, trained = len(split.extent_of), costs.weight_shares(operator, split.extents)
         forward = self._columns["forward"].size
         for kind in self._kinds.tolist():
             ticks = _ticks(costs.of_extents(operator, split.extents, kind))
             self._extend("forward", ticks[0][split.extent_of])
             self._extend("backward", ticks[1][split.extent_of])
-            self._extend("weight", np.rint(ticks[1] * shares).astype(np.int64)[split.extent_of])
+            self._extend("weight", np.rint(ticks[1] * trained).astype(np.int64)[split.extent_of])
         values = {
             "pieces": count, "cost": forward,
             "reads": self._columns["grid"].size, "writes": self._columns["grid"].size + len(split.inputs),
@@ -376,8 +379,8 @@ class Configs:
             templates, pools = self._templates, self._templates.pools
             split = templates.in_place(int(pools.config_split[number]))
             devices = templates.lowering.layouts.devices(int(pools.config_mesh[number])).tolist()
-            known = self._known[number] = OperatorConfig(
-                split.degrees, tuple(devices), split.replicas, bool(pools.config_shard[number])
+            known = self._known[number] = replace(
+                split, devices=tuple(devices), shard_weights=bool(pools.config_shard[number])
             )
         return known
 

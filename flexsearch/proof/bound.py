@@ -116,8 +116,9 @@ def _least(
 def least_costs(
     op: Operator, operator: int, costs: Costs, devices: Sequence[int], count: int, microbatches: int = 1
 ) -> Least:
-    """Over all pieces of all configs on at most m devices, m from 1 to ``count``; rows: ``devices``."""
-    extents, parts, share = piece_extents(op, count, microbatches)
+    """Over all pieces of all configs on at most m devices, m from 1 to ``count``; rows: ``devices``, one of each kind.
+    Samples are shared out unequally only where there are several."""
+    extents, parts, share = piece_extents(op, count, microbatches, len(devices) > 1)
     rows = []
     for device in devices:
         forward, backward = costs.compute_many(operator, extents, device)
@@ -132,36 +133,38 @@ def least_costs(
 
 
 def piece_extents(
-    op: Operator, count: int, microbatches: int = 1
+    op: Operator, count: int, microbatches: int = 1, any_share: bool = False
 ) -> tuple[dict[str, npt.NDArray[np.int64]], npt.NDArray[np.int64], npt.NDArray[np.float64]]:
     """All extents that pieces of one microbatch can have on at most ``count`` devices: an array for every axis, how
-    many parts the operator is split into (microbatches not counted), and which share of its iteration space a piece is.
-
-    An axis of n indices in d parts of one of M microbatches has pieces of n // (d M) or one more indices, whichever way
-    the remainders fall."""
-    axes = op.splittable
-    sample = np.array([microbatches if op.roles[a] == "sample" else 1 for a in axes], dtype=np.int64)
-    sizes = np.array([op.sizes[a] for a in axes], dtype=np.int64)
-    degrees, parts = np.ones((1, 0), dtype=np.int64), np.ones(1, dtype=np.int64)
-    for size, times in zip(sizes, sample, strict=True):
-        rows, tries = [], []
-        for degree in range(1, max(1, min(int(size // times), count)) + 1):
-            fits = parts * degree <= count
-            rows.append(np.column_stack((degrees[fits], np.full(int(fits.sum()), degree))))
-            tries.append(parts[fits] * degree)
-        degrees, parts = np.concatenate(rows), np.concatenate(tries)
-    low = np.maximum(sizes // (degrees * sample), 1)
-    uneven = (sizes > low) & (sizes % (degrees * sample) > 0)
-    extents_of, parts_of = [], []
-    for bits in range(2 ** len(axes)):  # a piece is the longer or the shorter one along each axis
-        longer = np.array([bits >> k & 1 for k in range(len(axes))], dtype=np.int64)
-        possible = (uneven | (longer == 0)).all(axis=1)
-        extents_of.append(low[possible] + longer)
-        parts_of.append(parts[possible])
-    pieces, parts = np.concatenate(extents_of), np.concatenate(parts_of)
+    many parts the operator is split into at least (microbatches not counted), and which share of its iteration space a
+    piece is. ``any_share``: samples may be shared out unequally."""
+    parts, pieces, share = np.ones(1, np.int64), np.ones((1, 0), np.int64), np.ones(1)
+    for axis in op.splittable:
+        sample, size = op.roles[axis] == "sample", op.sizes[axis]
+        length, cut = _lengths(size, count, microbatches if sample else 1, sample and any_share)
+        fits = parts[:, None] * cut <= count
+        row, column = np.nonzero(fits)
+        pieces = np.column_stack((pieces[row], length[column]))
+        parts, share = parts[row] * cut[column], share[row] * length[column] / size
     extents = {a: np.full(len(parts), n, dtype=np.int64) for a, n in op.sizes.items()}
-    extents |= {a: pieces[:, k] for k, a in enumerate(axes)}
-    return extents, parts, np.asarray((pieces / sizes).prod(axis=1))
+    extents |= {a: pieces[:, k] for k, a in enumerate(op.splittable)}
+    return extents, parts, share
+
+
+def _lengths(
+    size: int, count: int, microbatches: int, any_share: bool
+) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+    """Indices of an axis that a piece may have, and in how many parts the axis then is at least. An axis of n indices
+    in d equal parts of one of M microbatches has pieces of n // (d M) or one more indices, whichever way the remainders
+    fall; in parts of any size, pieces of any number of indices."""
+    if any_share:
+        whole = max(1, size // microbatches)
+        length = np.arange(1, whole + (size % microbatches > 0) + 1)
+        return length, np.where(length >= whole, 1, 2)
+    degree = np.arange(1, max(1, min(size // microbatches, count)) + 1)
+    low = np.maximum(size // (degree * microbatches), 1)
+    longer = (size > low) & (size % (degree * microbatches) > 0)
+    return np.concatenate((low, low[longer] + 1)), np.concatenate((degree, degree[longer]))
 
 
 def _critical_path(

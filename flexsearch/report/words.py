@@ -69,7 +69,8 @@ def treatment(graph: OperatorGraph, topology: Topology, op: Operator, config: Op
     where = device_set(topology, config.devices)
     weighted = _weighted(graph, graph.index[op.name])
     tail = _SHARDED if config.shard_weights and weighted and len(config.devices) > 1 else ""
-    splits = [(axis_word(op, axis, images), parts) for axis, parts in config.degrees]
+    shares = {axis: " " + ":".join(map(str, row)) for axis, row in config.shares}
+    splits = [(axis_word(op, axis, images) + shares.get(axis, ""), parts) for axis, parts in config.degrees]
     if not splits:
         return f"on {where}" if len(config.devices) == 1 else f"replicated on {where}{tail}"
     if config.replicas > 1:

@@ -12,7 +12,7 @@ from __future__ import annotations
 import difflib
 import re
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from math import prod
 from typing import Final
@@ -22,7 +22,7 @@ from flexsearch.files import printable
 from flexsearch.graph import Operator, OperatorGraph
 from flexsearch.strategy import OperatorConfig, make_config
 from flexsearch.strategy.baselines import has_weights
-from flexsearch.strategy.config import read_pin
+from flexsearch.strategy.config import Shares, check_shares, read_pin
 from flexsearch.topology import Topology
 
 _ROLES: Final = {"batch": "sample", "sample": "sample", "parameter": "parameter", "attribute": "attribute"}
@@ -38,6 +38,7 @@ class Pin:
     devices: tuple[int, ...] | None = None
     replicas: int | None = None
     shard: bool | None = None
+    shares: Shares = ()
 
 
 @dataclass(frozen=True)
@@ -71,7 +72,8 @@ class Pins:
             spare = (d for d in range(self.count) if d not in config.devices)
             devices = (*config.devices, *spare)[:used]
         shard = config.shard_weights if pin.shard is None else pin.shard
-        return make_config(op, degrees, devices, shard and len(devices) > 1 and operator in self.weighted)
+        shares = {axis: row for axis, row in config.shares if degrees[axis] == len(row)} | dict(pin.shares)
+        return make_config(op, degrees, devices, shard and len(devices) > 1 and operator in self.weighted, shares)
 
 
 def parse_pins(texts: Sequence[str], graph: OperatorGraph, topology: Topology) -> Pins | None:
@@ -114,16 +116,18 @@ def _set(
         op, pin = graph.operators[i], found.get(i, Pin())
         new: Pin | None = None
         if key == "devices":
-            new = Pin(pin.degrees, _devices(value, count, text), pin.replicas, pin.shard)
+            new = replace(pin, devices=_devices(value, count, text))
         elif key == "replicas":
-            new = Pin(pin.degrees, pin.devices, _number(value, text), pin.shard)
+            new = replace(pin, replicas=_number(value, text))
         elif key == "shard":
             if value not in ("yes", "no"):
                 raise StrategyError(f"pin {text!r}: shard is yes or no, not {value!r}")
-            new = Pin(pin.degrees, pin.devices, pin.replicas, value == "yes")
+            new = replace(pin, shard=value == "yes")
         elif (axis := _axis(op, key)) is not None:
-            degrees = dict(pin.degrees) | {axis: _number(value, text)}
-            new = Pin(tuple(degrees.items()), pin.devices, pin.replicas, pin.shard)
+            row = [_number(share, text) for share in value.split(":")]
+            degrees = dict(pin.degrees) | {axis: len(row) if len(row) > 1 else row[0]}
+            shares = {a: old for a, old in pin.shares if a != axis} | ({axis: tuple(row)} if len(row) > 1 else {})
+            new = replace(pin, degrees=tuple(degrees.items()), shares=tuple(shares.items()))
         axes |= set(op.splittable)
         if new is not None:
             used, found[i] = True, new
@@ -168,6 +172,7 @@ def _check(op: Operator, pin: Pin, count: int) -> None:
         if parts > op.sizes[axis]:
             size = op.sizes[axis]
             raise StrategyError(f"pins: operator {op.name!r} has {size} of {axis!r}: too few for {parts} parts")
+    check_shares(op, OperatorConfig(pin.degrees, (), shares=pin.shares))
     pieces = prod(parts for _, parts in pin.degrees) * (pin.replicas or 1)
     if pin.devices is None and pieces > count:
         raise StrategyError(f"pins: operator {op.name!r} would be in {pieces} pieces, but there are {count} devices")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import replace
 from fractions import Fraction
 from functools import cached_property, lru_cache
 from itertools import accumulate
@@ -18,6 +19,7 @@ from flexsearch.strategy import OperatorConfig, make_config
 from flexsearch.strategy.baselines import has_weights, is_heavy
 from flexsearch.strategy.depth import unrolled
 from flexsearch.strategy.propagate import Link, Propagation
+from flexsearch.strategy.shares import shared_out, speeds
 from flexsearch.topology import Topology
 
 Rule = Callable[[int, OperatorConfig], OperatorConfig]
@@ -32,6 +34,8 @@ class Space:
         self.propagation = Propagation(graph)
         self.meshes = Meshes(topology)
         self.count = len(topology.devices)
+        self.speeds = speeds(topology)
+        """Of the devices, by which samples may be shared out among them; empty if they are equally fast."""
         self._even = 0.8 if self.count <= FEW else 0.9
         self._blocks: dict[tuple[int, bool], tuple[OperatorConfig, ...]] = {}
         first: dict[tuple[object, ...], int] = {}
@@ -184,7 +188,13 @@ class Space:
                 degrees[axis] *= prime
         used = replicas * int(np.prod(list(degrees.values()), dtype=np.int64))
         shard = operator in self.weighted and used > 1 and rng.random() < 0.05
-        return make_config(op, degrees, self._draw_devices(rng, used), shard)
+        return self._share_out(rng, op, make_config(op, degrees, self._draw_devices(rng, used), shard))
+
+    def _share_out(self, rng: np.random.Generator, op: Operator, config: OperatorConfig) -> OperatorConfig:
+        """Half of the time, with samples shared out by the speeds of the devices, where these differ."""
+        if not self.speeds or rng.random() < 0.5:
+            return config
+        return shared_out(op, config, self.speeds[rng.integers(len(self.speeds))])
 
     def _draw_count(self, rng: np.random.Generator) -> int:
         kind = rng.random()
@@ -221,7 +231,7 @@ class Space:
             degrees = {axes[rng.integers(len(axes))]: count}
         else:
             degrees, count = {}, 1
-        return make_config(op, degrees, self.meshes.draw(rng, count, PERMUTED))
+        return self._share_out(rng, op, make_config(op, degrees, self.meshes.draw(rng, count, PERMUTED)))
 
     def draw_regular(self, rng: np.random.Generator, operator: int) -> OperatorConfig:
         """As ``draw``, among what descents try: any degrees whose product divides the number of devices, on an aligned
@@ -230,7 +240,7 @@ class Space:
         count = self.count if rng.random() < 0.5 else int(self.counts[rng.integers(len(self.counts))])
         choices = _factored(count, tuple(op.sizes[a] for a in op.splittable))
         degrees = dict(zip(op.splittable, choices[rng.integers(len(choices))], strict=True))
-        return make_config(op, degrees, self.meshes.draw(rng, count, PERMUTED))
+        return self._share_out(rng, op, make_config(op, degrees, self.meshes.draw(rng, count, PERMUTED)))
 
     def alternatives(self, operator: int, configs: Sequence[OperatorConfig]) -> Iterator[OperatorConfig]:
         """Configs of one operator to try with everything else fixed: what its neighbours suggest, other weights
@@ -250,6 +260,9 @@ class Space:
             yield sharded(self.propagation.over(link.target, configs[link.target], back), shard)
         if operator in self.weighted and len(configs[operator].devices) > 1:
             yield sharded(configs[operator], not shard)
+        if self.speeds:
+            yield replace(configs[operator], shares=())
+            yield from (shared_out(op, configs[operator], speed) for speed in self.speeds)
         for renaming in self.meshes.relabelings:
             yield configs[operator].on(renaming[d] for d in configs[operator].devices)
         model = self.model[operator]
@@ -277,7 +290,9 @@ class Space:
                 for degrees in _factored(count, tuple(op.sizes[a] for a in op.splittable)):
                     named = dict(zip(op.splittable, degrees, strict=True))
                     for block in blocks:
-                        yield make_config(op, named, block, shard and count > 1)
+                        config = make_config(op, named, block, shard and count > 1)
+                        yield config
+                        yield from (shared_out(op, config, speed) for speed in self.speeds)
 
     def half(self, operator: int, config: OperatorConfig, which: int) -> OperatorConfig:
         """The config on one half (0 or 1) of its devices: half as many replicas, or half the degree of the outermost
@@ -291,7 +306,8 @@ class Space:
                 return config
             degrees[axis] //= 2
         op = self.graph.operators[operator]
-        return make_config(op, degrees, devices, config.shard_weights and len(devices) > 1)
+        shares = {axis: row for axis, row in config.shares if degrees[axis] == len(row)}
+        return make_config(op, degrees, devices, config.shard_weights and len(devices) > 1, shares)
 
     def random_plan(self, rng: np.random.Generator) -> tuple[OperatorConfig, ...]:
         """Every leader at random, the others following."""
@@ -312,7 +328,7 @@ class Space:
 
 def sharded(config: OperatorConfig, shard: bool) -> OperatorConfig:
     """The config with weights stored in parts, or not."""
-    return OperatorConfig(config.degrees, config.devices, config.replicas, shard)
+    return replace(config, shard_weights=shard)
 
 
 @lru_cache(maxsize=4096)

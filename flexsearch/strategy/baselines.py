@@ -2,7 +2,8 @@
 
 - ``single``: all on the fastest device.
 - ``data-parallel``: every operator split over the batch.
-- ``fsdp``: the same with sharded weights (ZeRO-3: Rajbhandari et al., SC 2020).
+- ``data-parallel-by-speed``: where devices are not equally fast, each gets a share of the batch in proportion.
+- ``fsdp``: data parallel with sharded weights (ZeRO-3: Rajbhandari et al., SC 2020).
 - ``megatron``: tensor parallelism (Shoeybi et al., 2019): a weight is split by its output features, the next one on the
   way by its input features, attention by heads, vocabularies by rows; convolutions likewise by channels.
 - ``pipeline``: consecutive stages of about equal time, one a device. One microbatch: operator placement.
@@ -31,6 +32,7 @@ from flexsearch.strategy.depth import balance, depths
 from flexsearch.strategy.model import Strategy
 from flexsearch.strategy.propagate import Propagation
 from flexsearch.strategy.records import Options
+from flexsearch.strategy.shares import in_whole_numbers
 from flexsearch.topology import Topology
 
 Seconds = Callable[[int, int], float]
@@ -158,22 +160,37 @@ def _data_parallel(setting: _Setting) -> Configs:
     return _over_batch(setting, setting.devices)
 
 
-def _over_batch(setting: _Setting, devices: Sequence[int]) -> Configs:
-    """Data parallelism over ``devices``; those that a small batch leaves nothing for are left out."""
+def _by_speed(setting: _Setting) -> Configs:
+    setting.several()
+    rates = [1.0 / sum(setting.seconds(i, d) for i in range(len(setting.operators))) for d in setting.devices]
+    shares = in_whole_numbers(rates)
+    if len(set(shares)) == 1:
+        raise _LeftOut("all devices are equally fast")
+    fastest = sorted(setting.devices, key=lambda d: -shares[d])[: setting.graph.batch]
+    devices = sorted(fastest)
+    configs = _over_batch(setting, devices, [shares[d] for d in devices])
+    if not any(config.shares for config in configs):
+        raise _LeftOut("the batch is too small to be shared out unequally")
+    return configs
+
+
+def _over_batch(setting: _Setting, devices: Sequence[int], shares: Sequence[int] = ()) -> Configs:
+    """Data parallelism over ``devices``; those that a small batch leaves nothing for are left out. ``shares``: of the
+    batch, by device; left out: equal."""
     devices = tuple(devices)[: setting.graph.batch]
 
     def rule(i: int, followed: OperatorConfig | None) -> OperatorConfig:
         op = setting.operators[i]
         if followed is not None and any(op.roles[a] == "sample" and n == len(devices) for a, n in followed.degrees):
             return followed
-        return _by_sample(op, devices) or followed or make_config(op, {}, devices)
+        return _by_sample(op, devices, shares) or followed or make_config(op, {}, devices)
 
     return setting.walk(rule)
 
 
-def _by_sample(op: Operator, devices: Sequence[int]) -> OperatorConfig | None:
+def _by_sample(op: Operator, devices: Sequence[int], shares: Sequence[int] = ()) -> OperatorConfig | None:
     axis = next((a for a in op.axes_of("sample") if op.sizes[a] >= len(devices)), None)
-    return None if axis is None else make_config(op, {axis: len(devices)}, devices)
+    return None if axis is None else make_config(op, {axis: len(devices)}, devices, shares={axis: shares})
 
 
 def _fsdp(setting: _Setting) -> Configs:
@@ -362,6 +379,7 @@ def product(
 _BUILDERS: dict[str, Callable[[_Setting], Configs]] = {
     "single": _single,
     "data-parallel": _data_parallel,
+    "data-parallel-by-speed": _by_speed,
     "fsdp": _fsdp,
     "megatron": _megatron,
     "pipeline": _pipeline,

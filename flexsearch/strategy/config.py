@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from math import prod
+from math import gcd, prod
 
 from flexsearch.errors import StrategyError
 from flexsearch.files import printable
-from flexsearch.graph import Interval, Operator, chunk
+from flexsearch.graph import Interval, Operator, chunks
+
+Shares = tuple[tuple[str, tuple[int, ...]], ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -17,13 +19,15 @@ class OperatorConfig:
     """``degrees``: (axis, parts) of the split axes only, in the operator's axis order. ``devices``: indices into the
     topology, row-major over those degrees with the replica as the last, fastest coordinate. ``shard_weights``: where
     several devices need the same weights, each stores (and updates) only a part and gathers the rest for the step, as
-    in fully-sharded data parallelism.
+    in fully-sharded data parallelism. ``shares``: (axis, relative sizes of its parts) of the split axes whose parts are
+    not equal: 3 : 1 between a fast and a slow device.
     """
 
     degrees: tuple[tuple[str, int], ...]
     devices: tuple[int, ...]
     replicas: int = 1
     shard_weights: bool = False
+    shares: Shares = ()
 
     @property
     def parts(self) -> int:
@@ -43,21 +47,38 @@ class OperatorConfig:
 
     def intervals(self, op: Operator, position: int) -> dict[str, Interval]:
         """Interval of each axis for the piece on ``devices[position]``."""
-        coordinate = position // self.replicas
+        coordinate, shares = position // self.replicas, dict(self.shares)
         intervals = {axis: (0, size) for axis, size in op.sizes.items()}
         for axis, parts in reversed(self.degrees):
             coordinate, index = divmod(coordinate, parts)
-            intervals[axis] = chunk(op.sizes[axis], parts, index)
+            intervals[axis] = chunks(op.sizes[axis], parts, shares.get(axis, ()))[index]
         return intervals
 
 
 def make_config(
-    op: Operator, degrees: Mapping[str, int], devices: Iterable[int], shard_weights: bool = False
-) -> OperatorConfig:
-    """Config with the given degrees; devices beyond their product become replicas. Degrees of 1 are dropped."""
+    op: Operator, degrees: Mapping[str, int], devices: Iterable[int], shard_weights: bool = False,
+    shares: Mapping[str, Sequence[int]] | None = None,
+) -> OperatorConfig:  # fmt: skip
+    """Config with the given degrees; devices beyond their product become replicas. Degrees of 1 are dropped, and shares
+    that are equal or leave a part without any index."""
     devices = tuple(devices)
     kept = tuple((axis, degrees[axis]) for axis in op.sizes if degrees.get(axis, 1) > 1)
-    return OperatorConfig(kept, devices, max(1, len(devices) // prod(n for _, n in kept)), shard_weights)
+    replicas = max(1, len(devices) // prod(n for _, n in kept))
+    uneven: Shares = ()
+    if shares:
+        lowest = ((axis, _lowest_terms(shares[axis])) for axis, parts in kept if len(shares.get(axis, ())) == parts)
+        uneven = tuple((axis, own) for axis, own in lowest if max(own) > 1 and _fills(op.sizes[axis], own))
+    return OperatorConfig(kept, devices, replicas, shard_weights, uneven)
+
+
+def _lowest_terms(shares: Sequence[int]) -> tuple[int, ...]:
+    divisor = gcd(*shares)
+    return tuple(share // divisor for share in shares)
+
+
+def _fills(size: int, shares: Sequence[int]) -> bool:
+    """Whether each part of ``size`` indices gets one."""
+    return all(low < high for low, high in chunks(size, len(shares), shares))
 
 
 def read_pin(text: str) -> tuple[str, list[tuple[str, str]]]:
@@ -90,6 +111,9 @@ def check_config(op: Operator, config: OperatorConfig, device_count: int) -> Non
     order = [axis for axis in op.sizes if config.degree(axis) > 1]
     if [axis for axis, _ in config.degrees] != order:
         raise StrategyError(f"{where}: degrees must name each split axis once, in the order {order}")
+    check_shares(op, config)
+    if [axis for axis, _ in config.shares] != [axis for axis, _ in config.degrees if axis in dict(config.shares)]:
+        raise StrategyError(f"{where}: shares must name each axis once, in the order of the degrees")
     if config.replicas < 1 or config.parts * config.replicas != len(config.devices):
         raise StrategyError(
             f"{where}: degrees {dict(config.degrees)} and {config.replicas} replicas make "
@@ -100,3 +124,21 @@ def check_config(op: Operator, config: OperatorConfig, device_count: int) -> Non
     for device in config.devices:
         if not 0 <= device < device_count:
             raise StrategyError(f"{where}: device {device} does not exist; there are devices 0 to {device_count - 1}")
+
+
+def check_shares(op: Operator, config: OperatorConfig) -> None:
+    """Raise StrategyError unless the shares of ``config`` suit its degrees and ``op``."""
+    for axis, shares in config.shares:
+        where = f"operator {op.name!r}: shares of axis {axis!r}"
+        if config.degree(axis) == 1 or len(shares) != config.degree(axis):
+            raise StrategyError(
+                f"{where}: {len(shares)} are given for {config.degree(axis)} parts", "Give one for each part."
+            )
+        if op.roles[axis] != "sample":
+            samples = ", ".join(a for a in op.splittable if op.roles[a] == "sample") or "none"
+            raise StrategyError(f"{where}: only samples can be shared out unequally (axes of samples: {samples})")
+        if min(shares) < 1 or not _fills(op.sizes[axis], shares):
+            raise StrategyError(
+                f"{where}: {':'.join(map(str, shares))} leaves a part of {op.sizes[axis]} indices empty",
+                "Give whole numbers from 1 that are closer to each other.",
+            )

@@ -58,11 +58,13 @@ class StageFile(FileModel):
 
 
 class ConfigFile(FileModel):
-    """How an operator is split. ``positions``: who computes each piece, as positions in the mesh of the operator's
+    """How an operator is split. ``shares``: relative sizes of the parts of samples, where they are not equal.
+    ``positions``: who computes each piece, as positions in the mesh of the operator's
     stage; left out: all of them in order. ``states``: how its weights, their gradients and optimizer states are kept:
     each device that needs a weight keeps the whole, or a part of it and gathers the rest for the step."""
 
     degrees: dict[Name, Degree] | None = None
+    shares: dict[Name, tuple[Degree, ...]] | None = None
     positions: Numbers | None = None
     replicas: Degree | None = None
     states: Literal["whole", "sharded"] | None = None

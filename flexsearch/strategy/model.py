@@ -284,6 +284,7 @@ def _config_file(config: OperatorConfig, mesh: tuple[int, ...]) -> ConfigFile:
     positions = tuple(place[device] for device in config.devices)
     return ConfigFile(
         degrees=dict(config.degrees) or None,
+        shares=dict(config.shares) or None,
         positions=None if positions == tuple(range(len(mesh))) else positions,
         replicas=None if config.replicas == 1 else config.replicas,
         states="sharded" if config.shard_weights else None,
@@ -300,7 +301,8 @@ def _config(name: str, file: ConfigFile, mesh: tuple[int, ...]) -> OperatorConfi
                 f"Give positions from 0 to {len(mesh) - 1}.",
             )
     devices = tuple(mesh[position] for position in positions)
-    return OperatorConfig(tuple((file.degrees or {}).items()), devices, file.replicas or 1, file.states == "sharded")
+    degrees, shares = tuple((file.degrees or {}).items()), tuple((file.shares or {}).items())
+    return OperatorConfig(degrees, devices, file.replicas or 1, file.states == "sharded", shares)
 
 
 def _stages(file: StrategyFile, names: tuple[str, ...]) -> tuple[Stage, ...]:

@@ -16,7 +16,7 @@ from functools import cached_property
 import numpy as np
 
 from flexsearch.errors import StrategyError
-from flexsearch.graph import Operator, OperatorGraph, chunk
+from flexsearch.graph import Operator, OperatorGraph, chunks
 from flexsearch.graph.notation import Operand
 from flexsearch.strategy.config import OperatorConfig, make_config
 
@@ -66,7 +66,7 @@ def carry(
     ``pairs``: (axis of ``source``, axis of ``target``). Every device keeps its place along the carried axes. Of the
     ``picked`` axes of ``source`` only the devices that hold the index are used.
     """
-    axes = [axis for axis, _ in config.degrees]
+    axes, shares = [axis for axis, _ in config.degrees], dict(config.shares)
     to = {a: b for a, b in pairs if 1 < config.degree(a) <= target.sizes[b]}
     where = {b: axes.index(a) for a, b in reversed(to.items())}  # an axis split twice follows the first dimension
     order = [where[b] for b in target.sizes if b in where]
@@ -75,10 +75,12 @@ def carry(
     for axis, index in picked:
         if axis in axes:
             parts = config.degree(axis)
-            part = next(k for k in range(parts) if index < chunk(source.sizes[axis], parts, k)[1])
+            cut = chunks(source.sizes[axis], parts, shares.get(axis, ()))
+            part = next(k for k, (_, high) in enumerate(cut) if index < high)
             grid = grid.take([part], axes.index(axis))
     degrees = {b: config.degrees[k][1] for b, k in where.items()}
-    return make_config(target, degrees, (int(d) for d in grid.transpose(order + rest).ravel()))
+    uneven = {b: shares[axes[k]] for b, k in where.items() if axes[k] in shares and target.roles[b] == "sample"}
+    return make_config(target, degrees, (int(d) for d in grid.transpose(order + rest).ravel()), shares=uneven)
 
 
 class Propagation:

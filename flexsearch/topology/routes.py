@@ -196,12 +196,14 @@ def _center(graph: nx.Graph, devices: Sequence[str], switches: Sequence[str]) ->
     )
 
 
-def _sizes(graph: nx.Graph, devices: Sequence[str], switch: str) -> tuple[int, int]:
-    """Devices of the largest part without a switch, and by how much the smallest is smaller."""
+def _sizes(graph: nx.Graph, devices: Sequence[str], switch: str) -> tuple[int, int, int]:
+    """Devices of the largest part without a switch, by how much the smallest is smaller, and the same of endpoints: of
+    two hosts with a switch each and one between them, the one between them leaves equal parts."""
     own = set(devices)
     rest = graph.subgraph(name for name in graph if name != switch)
-    sizes = [len(own.intersection(part)) for part in nx.connected_components(rest)]
-    return max(sizes), max(sizes) - min(sizes)
+    parts = list(nx.connected_components(rest))
+    sizes, all_sizes = [len(own.intersection(part)) for part in parts], [len(part) for part in parts]
+    return max(sizes), max(sizes) - min(sizes), max(all_sizes) - min(all_sizes)
 
 
 def _ways(graph: nx.Graph, center: str, devices: Sequence[str]) -> dict[int, list[str]]:
