@@ -50,11 +50,14 @@ def test_a_piece_outside_its_stage_is_refused() -> None:
         lowering.lower(plan, Options(), Stages((0,), ((0, 1),)))
 
 
-@pytest.mark.parametrize(("kind", "orders"), [("1f1b", 2), ("zero-bubble", 1)])
-def test_orders_that_do_not_fit_their_schedule_are_refused(kind: Any, orders: int) -> None:
+@pytest.mark.parametrize(
+    ("kind", "orders", "says"),
+    [("1f1b", 2, "does not divide backward passes"), ("zero-bubble", 1, "1 are given for 2 groups of devices")],
+)
+def test_orders_that_do_not_fit_their_schedule_are_refused(kind: Any, orders: int, says: str) -> None:
     rows = tuple(map(tuple, actions("zero-bubble", [[0], [1]], 2)))[:orders]
     stages = Stages((0, 2), ((0,), (1,)), 2, kind, rows)
-    with pytest.raises(FlexsearchError, match="orders of passes do not fit"):
+    with pytest.raises(FlexsearchError, match=says):
         make_schedule(make_blocks(mlp(), Options(bucket_bytes=1), stages), stages, 2)
 
 

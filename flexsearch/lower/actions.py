@@ -15,6 +15,7 @@ schedules are
 
 from __future__ import annotations
 
+import re
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from typing import Final, Literal, NamedTuple
@@ -40,6 +41,50 @@ class Action(NamedTuple):
 
     def __str__(self) -> str:
         return f"{self.stage}{self.kind}{self.microbatch}"
+
+
+def read_order(text: str) -> tuple[Action, ...]:
+    """The actions of "0F0 0I0 0W0 ..."."""
+    kinds: dict[str, Literal["F", "B", "I", "W"]] = {"F": "F", "B": "B", "I": "I", "W": "W"}
+    rows = (re.split("([FBIW])", word) for word in text.split())
+    return tuple(Action(int(stage), kinds[kind], int(microbatch)) for stage, kind, microbatch in rows)
+
+
+def check_orders(orders: Sequence[Sequence[Action]], held: Sequence[Sequence[int]], microbatches: int) -> None:
+    """Raise FlexsearchError unless each rank runs, for each of its stages and each microbatch, a forward pass and then
+    a backward pass or its two halves, those of the last microbatch last: they complete the sums of gradients."""
+    if len(orders) != len(held):
+        raise FlexsearchError(
+            f"orders: {len(orders)} are given for {len(held)} groups of devices",
+            "Give one for each group of devices that hold the same stages, in the order of their first stages.",
+        )
+    for rank, (row, stages) in enumerate(zip(orders, held, strict=True)):
+        every = {(stage, m) for stage in stages for m in range(microbatches)}
+        run: dict[tuple[int, int], str] = dict.fromkeys(every, "")
+        for stage, kind, m in row:
+            if (stage, m) not in run:
+                raise FlexsearchError(
+                    f"orders.{rank}: {stage}{kind}{m} is no action of this group of devices, which holds the stages "
+                    f"{', '.join(map(str, stages))} and runs {microbatches} microbatches",
+                    "Leave it out.",
+                )
+            run[stage, m] += kind
+            if run[stage, m] not in ("F", "FB", "FI", "FIW"):
+                raise FlexsearchError(
+                    f"orders.{rank}: {stage}{kind}{m} comes too early or too often",
+                    "Give each microbatch F, then B, or I and later W.",
+                )
+            if kind in "BW" and m == microbatches - 1 and any(run[stage, k][1:] not in ("B", "IW") for k in range(m)):
+                raise FlexsearchError(
+                    f"orders.{rank}: {stage}{kind}{m} comes before the gradients of other microbatches",
+                    "Let the last microbatch complete the gradients of each stage.",
+                )
+        if unfinished := sorted(key for key, done in run.items() if done not in ("FB", "FIW")):
+            stage, m = unfinished[0]
+            raise FlexsearchError(
+                f"orders.{rank}: stage {stage} does not finish microbatch {m}",
+                f"Add its passes: {stage}F{m}, {stage}B{m}.",
+            )
 
 
 def placement(kind: ScheduleKind, ranks: int, each: int = 1) -> list[list[int]]:

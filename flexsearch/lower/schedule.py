@@ -25,7 +25,7 @@ import numpy as np
 
 from flexsearch.errors import FlexsearchError
 from flexsearch.graph import OperatorGraph
-from flexsearch.lower.actions import SPLIT_KINDS, Action, actions, last_microbatch
+from flexsearch.lower.actions import SPLIT_KINDS, Action, actions, check_orders, last_microbatch
 from flexsearch.lower.recompute import before_backward, regathered_weights, regions_of
 from flexsearch.lower.rows import (
     BACKWARD,
@@ -333,11 +333,11 @@ def make_schedule(blocks: Blocks, stages: Stages, devices: int) -> Schedule:
     plans: dict[tuple[int, ...], list[tuple[range, int]]] = {(): []}
     kind: ScheduleKind = "gpipe" if len(stages) == stages.microbatches == 1 else stages.kind
     orders = stages.orders or actions(kind, groups, stages.microbatches)
-    halves = any(action.kind in "IW" for row in stages.orders for action in row)
-    if len(orders) != len(groups) or (halves and not stages.splits_backward):
+    if stages.orders:
+        check_orders(orders, groups, stages.microbatches)
+    if not stages.splits_backward and any(action.kind in "IW" for row in orders for action in row):
         raise FlexsearchError(
-            f"the {len(orders)} orders of passes do not fit {len(groups)} groups of devices with the schedule {kind}",
-            "Give each group of devices one, and a schedule that divides backward passes where they do.",
+            f"the schedule {kind} does not divide backward passes", "Give a schedule that does, or whole ones."
         )
     for row, plan in zip(groups, orders, strict=True):
         middle = [(blocks.of(action), action.microbatch) for action in plan]

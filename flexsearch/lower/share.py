@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from flexsearch.errors import NotationError, StrategyError
 from flexsearch.graph import OperatorGraph
 from flexsearch.graph.batch import microbatch
+from flexsearch.lower.actions import read_order
 from flexsearch.lower.folding import Fold, fold
 from flexsearch.lower.schedule import Stages
 from flexsearch.strategy.pipeline import Pipeline
@@ -39,4 +40,5 @@ def share_of(graph: OperatorGraph, topology: Topology, replicas: int, microbatch
 
 def stages_of(pipeline: Pipeline) -> Stages:
     """The stages of the first block."""
-    return Stages(pipeline.first, pipeline.devices, pipeline.microbatches, pipeline.schedule)
+    orders = tuple(read_order(text) for text in pipeline.orders)
+    return Stages(pipeline.first, pipeline.devices, pipeline.microbatches, pipeline.schedule, orders)

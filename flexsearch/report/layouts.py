@@ -47,7 +47,7 @@ def layout_words(row: StagedRow) -> str:
     if ranks > 1:
         chunks = len(pipeline.devices) // ranks
         each = f", {chunks} stages on each device" if chunks > 1 else ""
-        words.append(SCHEDULES[pipeline.schedule] + each)
+        words.append(("a schedule of its own" if pipeline.orders else SCHEDULES[pipeline.schedule]) + each)
     if row.sharded:
         again = " and gathered again in the backward pass" if row.options.reshard_after_forward else ""
         words.append(f"weights sharded over {pipeline.replicas}{again}")
@@ -109,5 +109,5 @@ def staged_data(graph: OperatorGraph, row: StagedRow) -> dict[str, Any]:
         **{f"{part}_bytes": getattr(step.fullest, part) for part in PARTS},
         "data": pipeline.replicas, "pipeline": len(set(pipeline.devices)), "stages": len(pipeline.devices),
         "tensor": max(map(len, pipeline.devices)), "microbatches": pipeline.microbatches,
-        "schedule": pipeline.schedule, "sharded": row.sharded, "resplit": row.changed,
+        "schedule": "auto" if pipeline.orders else pipeline.schedule, "sharded": row.sharded, "resplit": row.changed,
     }  # fmt: skip

@@ -78,8 +78,14 @@ class SynchronisationFile(FileModel):
     reshard_after_forward: bool | None = None
 
 
+Order = Annotated[str, Field(pattern=r"^\d{1,6}[FBIW]\d{1,6}( \d{1,6}[FBIW]\d{1,6})*$", max_length=2**22)]
+"""Actions as PyTorch's pipelining writes them: "0F0 0F1 0B0 0B1"."""
+
+
 class StrategyFile(FileModel):
-    """Contents of a strategy file. ``cluster`` is the topology itself: training code needs no second file."""
+    """Contents of a strategy file. ``cluster`` is the topology itself: training code needs no second file. ``orders``:
+    what the devices run with the schedule "auto", by group of devices that hold the same stages, in the order of their
+    first stages."""
 
     format: Literal["flexsearch.strategy/2"] = "flexsearch.strategy/2"
     graph: GraphReference
@@ -91,7 +97,8 @@ class StrategyFile(FileModel):
     recompute: Recompute | None = None
     synchronisation: SynchronisationFile
     stages: Annotated[tuple[StageFile, ...], Field(min_length=1, max_length=MAX_DEVICES)] | None = None
-    schedule: ScheduleKind | None = None
+    schedule: ScheduleKind | Literal["auto"] | None = None
+    orders: Annotated[tuple[Order, ...], Field(min_length=1, max_length=MAX_DEVICES)] | None = None
     microbatches: Annotated[Count, Field(ge=1)] | None = None
     operators: dict[Name, ConfigFile]
     prediction: Prediction | None = None
@@ -100,6 +107,8 @@ class StrategyFile(FileModel):
     @model_validator(mode="after")
     def _consistent(self) -> StrategyFile:
         _check_cluster(self.cluster, self.topology)
+        if (self.schedule == "auto") != (self.orders is not None):
+            raise ValueError("gives only one of schedule auto and orders; give both, or another schedule alone")
         if self.stages is not None and len(self.stages) > 1:
             for number, stage in enumerate(self.stages):
                 if stage.operators is None and stage.range is None:

@@ -31,7 +31,8 @@ class Strategy:
 
     ``stages``: which operators run on which mesh; by default one stage on all devices. ``microbatches``: into how many
     parts the batch is split in time. ``schedule``: in which order devices run the stages' microbatches; of no effect
-    with one stage and one microbatch.
+    with one stage and one microbatch. ``orders``: their actions, by group of devices ("0F0 0I0 0W0 ..."), where these
+    are not what the schedule, "zero-bubble", says.
     """
 
     def __init__(
@@ -47,12 +48,13 @@ class Strategy:
         stages: Sequence[Stage] = (),
         microbatches: int = 1,
         schedule: ScheduleKind = "1f1b",
+        orders: Sequence[str] = (),
     ) -> None:
         self.graph, self.inputs, self.cluster = graph, inputs, cluster
         self.topology = Reference(name=cluster.name, hash=cluster.content_hash())
         self.configs = dict(configs)
         self.stages = tuple(stages) or whole(tuple(self.configs), cluster)
-        self.microbatches, self.schedule = microbatches, schedule
+        self.microbatches, self.schedule, self.orders = microbatches, schedule, tuple(orders)
         self.options = options or Options()
         self.prediction, self.search = prediction, search
 
@@ -69,13 +71,14 @@ class Strategy:
         stages: Sequence[Stage] = (),
         microbatches: int = 1,
         schedule: ScheduleKind = "1f1b",
+        orders: Sequence[str] = (),
     ) -> Strategy:
         """Strategy for this graph and topology, checked. Raises StrategyError."""
         reference = GraphReference(name=graph.name, hash=graph.content_hash(), tracing=graph.tracing)
         inputs = tuple(Input(name=t.name, shape=t.shape, dtype=t.dtype) for t in graph.of_kind("input"))
         strategy = cls(
             reference, inputs, topology, configs, options, prediction, search, stages=stages,
-            microbatches=microbatches, schedule=schedule,
+            microbatches=microbatches, schedule=schedule, orders=orders,
         )  # fmt: skip
         strategy.check(graph, topology)
         return strategy
@@ -190,7 +193,8 @@ class Strategy:
                 reshard_after_forward=self.options.reshard_after_forward or None,
             ),
             stages=None if plain else tuple(self._stage_file(stage) for stage in self.stages),
-            schedule=None if plain and self.microbatches == 1 else self.schedule,
+            schedule=None if plain and self.microbatches == 1 else "auto" if self.orders else self.schedule,
+            orders=self.orders or None,
             microbatches=None if self.microbatches == 1 else self.microbatches,
             operators={
                 name: _config_file(self.configs[name], stage.positions) for name, stage in self._stage_of().items()
@@ -240,7 +244,8 @@ class Strategy:
             options = options.model_copy(update={"prefetch": prefetch})
         return cls(
             file.graph, file.inputs, file.cluster, configs, options, file.prediction, file.search, stages=stages,
-            microbatches=file.microbatches or 1, schedule=file.schedule or "1f1b",
+            microbatches=file.microbatches or 1,
+            schedule="zero-bubble" if file.schedule == "auto" else file.schedule or "1f1b", orders=file.orders or (),
         )  # fmt: skip
 
     def save(self, path: str | Path) -> None:

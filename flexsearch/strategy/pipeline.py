@@ -18,13 +18,14 @@ class Pipeline:
     """All devices fall into ``replicas`` equal blocks of consecutive ones; each does the same with its share of the
     batch. In the first block, stage s begins with operator ``first[s]`` (ascending from 0) and runs on ``devices[s]``;
     a device may run several stages. The share of a block is cut into ``microbatches``, which pass through the stages in
-    the order of ``schedule``."""
+    the order of ``schedule``; or in the ``orders`` of a strategy, if there are any."""
 
     replicas: int
     first: tuple[int, ...]
     devices: tuple[tuple[int, ...], ...]
     microbatches: int = 1
     schedule: ScheduleKind = "1f1b"
+    orders: tuple[str, ...] = ()
 
     def stages(self, graph: OperatorGraph, block: int) -> tuple[Stage, ...]:
         """The stages of a strategy. ``block``: devices of a block."""
@@ -69,4 +70,4 @@ class Pipeline:
             first.append(at)
             at += len(stage.operators)
         devices = tuple(stage.positions for stage in strategy.stages)
-        return cls(count, tuple(first), devices, strategy.microbatches, strategy.schedule)
+        return cls(count, tuple(first), devices, strategy.microbatches, strategy.schedule, strategy.orders)
