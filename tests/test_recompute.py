@@ -41,8 +41,9 @@ from tests.test_delta import TOPOLOGIES, tied
 
 FULL = Options(recompute="full", optimizer="adam")
 RESHARD = Options(reshard_after_forward=True)
-EVERY = (FULL, Options(recompute="attention"), RESHARD, Options(recompute="full", reshard_after_forward=True))
-NAMES = ("full", "attention", "reshard", "both")
+FIRST = Options(recompute="full", recompute_blocks=1)
+EVERY = (FULL, Options(recompute="attention"), RESHARD, Options(recompute="full", reshard_after_forward=True), FIRST)
+NAMES = ("full", "attention", "reshard", "both", "first")
 BATCH, SEQ, HIDDEN, HEADS = 2, 64, 32, 4
 
 
@@ -126,6 +127,19 @@ def test_a_region_is_a_block_of_the_model() -> None:
     assert by_region == {-1: {""}, 0: {"blocks.0"}, 1: {"blocks.1"}}
     attention = regions_of(graph, "attention", [0] * len(graph.operators))
     assert [op.kind for op, r in zip(graph.operators, attention, strict=True) if r >= 0] == ["attention"] * 2
+
+
+def test_of_each_stage_the_first_blocks_are_computed_again() -> None:
+    graph = tied()
+    count = len(graph.operators)
+    whole = regions_of(graph, "full", [0] * count)
+    first = regions_of(graph, "full", [0] * count, 1)
+    assert first == [region if region == 0 else -1 for region in whole]
+    cut = whole.index(1)
+    assert regions_of(graph, "full", [int(i >= cut) for i in range(count)], 1) == whole
+    plans = [lowered(graph, Options(recompute="full", recompute_blocks=n)) for n in (1, 2)]
+    again = [sum(kind == TaskKind.RECOMPUTE for kind in plan.tasks.kind) for plan in plans]
+    assert 0 < 2 * again[0] == again[1]
 
 
 def test_without_names_a_region_lies_between_sums() -> None:
@@ -251,7 +265,7 @@ def test_stages_and_microbatches_do_it_in_every_backward_pass(count: int, option
     spans = spans_of(plan)
     assert account.peak.tolist() == [test_memory.unrolled(spans, rows.schedule, d) for d in range(4)]
     again = Counter(plan.tasks.kind[t] for t in range(len(plan.tasks)))[TaskKind.RECOMPUTE]
-    regions = regions_of(graph, options.recompute, cut.of(len(graph.operators)))
+    regions = regions_of(graph, options.recompute, cut.of(len(graph.operators)), options.recompute_blocks)
     assert again == count * sum(len(c.devices) for c, region in zip(configs, regions, strict=True) if region >= 0)
     purposes = Counter(c.purpose for c in plan.tasks.communication if c is not None)
     assert purposes["gather"] and (purposes["regather"] > 0) == options.reshard_after_forward

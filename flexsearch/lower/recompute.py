@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from itertools import groupby, pairwise
 from typing import Final
@@ -18,24 +19,28 @@ _CORE: Final = frozenset({"attention", "dropout", "softmax", "safe_softmax"})
 """Kinds that selective recomputation computes again (Korthikanti et al., MLSys 2023, section 5)."""
 
 
-def regions_of(graph: OperatorGraph, recompute: Recompute, stage_of: Sequence[int]) -> list[int]:
+def regions_of(
+    graph: OperatorGraph, recompute: Recompute, stage_of: Sequence[int], blocks: int | None = None
+) -> list[int]:  # fmt: skip
     """By operator, the checkpointed region that it belongs to; NO_REGION: none.
 
     A region is a run of operators in the order of the graph, in one stage. Its whole forward pass is computed again
     before the first of its backward tasks, as PyTorch's checkpoint does; only what it reads from outside is kept.
     ``full``: each call of a repeated module (``layers.3``) is one; where there are none, what lies between two sums of
     activations that all that follows goes through. ``attention``: runs of fused attention; scores, softmax, dropout and
-    the product with the values. Raises StrategyError where a graph has no such region."""
+    the product with the values. ``blocks``: of each stage only so many, the first ones (Megatron-LM's
+    ``--recompute-method block``); None: all. Raises StrategyError where a graph has no such region."""
     if recompute == "none":
         return [NO_REGION] * len(graph.operators)
     keys = _core_attention(graph) if recompute == "attention" else _repeated(graph) or _between_sums(graph)
-    found, number = [NO_REGION] * len(graph.operators), 0
-    for (key, _), run in groupby(range(len(keys)), key=lambda i: (keys[i], stage_of[i])):
+    found, number, of_stage = [NO_REGION] * len(graph.operators), 0, Counter[int]()
+    for (key, stage), run in groupby(range(len(keys)), key=lambda i: (keys[i], stage_of[i])):
         members = list(run)
-        if key and any(graph.has_backward[i] for i in members):
+        if key and any(graph.has_backward[i] for i in members) and (blocks is None or of_stage[stage] < blocks):
             for i in members:
                 found[i] = number
             number += 1
+            of_stage[stage] += 1
     if not number:
         what = "attention" if recompute == "attention" else "repeated block"
         raise StrategyError(

@@ -212,7 +212,7 @@ def make_blocks(graph: OperatorGraph, options: Options, stages: Stages) -> Block
     shared = [w for w, stage in enumerate(of_weight) if stage == NOBODY]
     gathers = _gathers(graph, options.prefetch, stage_of, of_weight)
     regathered = regathered_weights(graph, of_weight) if options.reshard_after_forward else {}
-    blocks = Blocks(region=regions_of(graph, options.recompute, stage_of))
+    blocks = Blocks(region=regions_of(graph, options.recompute, stage_of, options.recompute_blocks))
     for w in shared:
         blocks.add(GATHER, w, NOBODY)
     blocks.before = range(len(blocks))

@@ -57,7 +57,9 @@ def layout_words(row: StagedRow) -> str:
 def _option_words(options: Options) -> list[str]:
     words = [] if options.precision == "as-is" else [f"{options.precision} with float32 masters"]
     if options.recompute != "none":
-        words.append(f"recompute {'everything' if options.recompute == 'full' else options.recompute}")
+        what = "everything" if options.recompute == "full" else options.recompute
+        where = f" in {options.recompute_blocks} blocks of each stage" if options.recompute_blocks is not None else ""
+        words.append(f"recompute {what}{where}")
     return words
 
 

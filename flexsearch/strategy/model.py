@@ -187,6 +187,7 @@ class Strategy:
             optimizer=self.options.optimizer,
             precision=None if self.options.precision == "as-is" else self.options.precision,
             recompute=None if self.options.recompute == "none" else self.options.recompute,
+            recompute_blocks=self.options.recompute_blocks,
             synchronisation=SynchronisationFile(
                 bucket_bytes=self.options.bucket_bytes,
                 prefetch=None if self.options.prefetch == Options().prefetch else self.options.prefetch,
@@ -238,6 +239,7 @@ class Strategy:
         options = Options(
             bucket_bytes=file.synchronisation.bucket_bytes, optimizer=file.optimizer,
             precision=file.precision or "as-is", recompute=file.recompute or "none",
+            recompute_blocks=file.recompute_blocks,
             reshard_after_forward=file.synchronisation.reshard_after_forward or False,
         )  # fmt: skip
         if (prefetch := file.synchronisation.prefetch) is not None:

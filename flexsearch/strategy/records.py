@@ -10,7 +10,7 @@ from flexsearch.errors import StrategyError
 from flexsearch.files import FileModel
 from flexsearch.graph import Dtype, Tracing
 from flexsearch.graph.precision import Precision
-from flexsearch.quantities import Capacity, Count, Digest, Name, PredictedSeconds, Seed, Shape, Text
+from flexsearch.quantities import MAX_COUNT, Capacity, Count, Digest, Name, PredictedSeconds, Seed, Shape, Text
 from flexsearch.strategy.config import read_pin
 
 OptimizerName = Literal["sgd", "momentum", "adam"]
@@ -23,7 +23,8 @@ class Options(FileModel):
     ``optimizer``: how much state an update reads and writes (none, one, or two tensors per weight). ``prefetch``: a
     sharded weight is gathered so many operators with weights before the first one that reads it. ``precision``: of
     weights, activations and gradients; the optimizer keeps its states and a master copy of every weight in float32.
-    ``recompute``: see ``Recompute``. ``reshard_after_forward``: sharded weights are let go of after the forward pass of
+    ``recompute``: see ``Recompute``; of each stage only the first ``recompute_blocks`` regions, if that is given.
+    ``reshard_after_forward``: sharded weights are let go of after the forward pass of
     what reads them and gathered again in the backward pass (FSDP2), instead of being kept for it."""
 
     bucket_bytes: Capacity = 25 * 2**20
@@ -31,6 +32,7 @@ class Options(FileModel):
     prefetch: Count = 1
     precision: Precision = "as-is"
     recompute: Recompute = "none"
+    recompute_blocks: Annotated[int, Field(ge=1, le=MAX_COUNT)] | None = None
     reshard_after_forward: bool = False
 
 
