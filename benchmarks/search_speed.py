@@ -13,6 +13,10 @@ again. Everything is counted: drawing, templates, simulating, accepting or resto
   ``flexflow_ratio``: proposals_per_s over it;
 - ``peak_bytes``: memory of the process, which made nothing else.
 
+Rows with ``stages`` and ``microbatches`` are of another walk: other splits of random operators in their stages, each
+simulated and rejected, limited by the plan at hand, all templates known. Microbatches are of equal size, so that a
+batch grows with their number; ``ratio_to_plain`` compares with the same stages and one microbatch.
+
 Machines differ and are shared. ``reference_per_s`` is the rate of a fixed loop (an event loop in plain Python over
 2,000 tasks on 16 devices; 400 on 2 shared cores of ours); ``proposals_per_reference`` compares across machines.
 """
@@ -33,18 +37,28 @@ import numpy as np
 from benchmarks.harness import Row, median, parser, report, say
 from flexsearch.cost import Costs
 from flexsearch.graph import OperatorGraph
+from flexsearch.graph.batch import with_batch
+from flexsearch.lower.schedule import Stages
 from flexsearch.search.climb import Climber
 from flexsearch.search.constants import ROWS
 from flexsearch.search.evaluate import Configs
+from flexsearch.search.hybrid.cuts import Cuts
 from flexsearch.simulate.delta import DeltaSimulator
-from flexsearch.strategy import Options
+from flexsearch.simulate.staged import StagedSimulators
+from flexsearch.strategy import OperatorConfig, Options, make_config
 from flexsearch.strategy.baselines import baseline
+from flexsearch.strategy.pipeline import Pipeline
 from flexsearch.topology import Topology
 
 GRAPHS: Final = ("alexnet256", "inception_v3", "resnet101", "gpt2", "rnntc", "rnnlm", "nmt")
 CLUSTERS: Final = ("p100:1", "p100:4", "p100:16")
 SECONDS, QUICK_SECONDS = 20.0, 3.0
 FULL_PLANS: Final = 10
+STAGED: Final = ("gpt2", "resnet101")
+"""Graphs that are measured in stages, too."""
+STAGES: Final = 4
+MICROBATCHES: Final = (1, 16, 64)
+PROPOSED: Final = 500
 FLEXFLOW: Final = {
     ("alexnet256", 4): 21_814, ("alexnet256", 16): 2_786,
     ("inception_v3", 4): 1_246, ("inception_v3", 16): 350, ("inception_v3", 64): 49,
@@ -154,6 +168,53 @@ def measure(name: str, cluster: str, seconds: float) -> Row:
     }
 
 
+def staged_plan(
+    simulators: StagedSimulators, graph: OperatorGraph, stages: int, microbatches: int
+) -> tuple[Pipeline, list[OperatorConfig], list[tuple[int, OperatorConfig]]]:  # fmt: skip
+    """A pipeline of equally many devices and operators a stage, data parallel inside; and other splits of operators."""
+    each, operators = len(simulators.topology.devices) // stages, len(graph.operators)
+    first = Cuts(graph).balanced([1.0] * operators, stages)
+    devices = tuple(tuple(range(s * each, (s + 1) * each)) for s in range(stages))
+    pipeline = Pipeline(1, first, devices, microbatches)
+    configs, others = [], []
+    stage_of = Stages(first, devices).of(operators)
+    for i, op in enumerate(simulators.share(1, microbatches)[0].graph.operators):
+        mesh = devices[stage_of[i]]
+        splits = [make_config(op, {axis: each}, mesh) for axis in op.splittable if op.sizes[axis] >= each > 1]
+        choices = [*splits, make_config(op, {}, mesh), make_config(op, {}, mesh[:1])]
+        configs.append(next((c for c in choices if any(op.roles[a] == "sample" for a, _ in c.degrees)), choices[-1]))
+        others += [(i, config) for config in choices if config != configs[-1]]
+    return pipeline, configs, others
+
+
+def measure_staged(name: str, cluster: str, seconds: float) -> list[Row]:
+    """Rows for one graph in stages, with ever more microbatches."""
+    one, topology, rows = OperatorGraph.load(name), Topology.load(cluster), list[Row]()
+    for microbatches in MICROBATCHES:
+        graph = with_batch(one, microbatches)
+        simulators = StagedSimulators(graph, topology)
+        pipeline, configs, others = staged_plan(simulators, graph, STAGES, microbatches)
+        simulator = simulators.simulator(pipeline, configs, Options())
+        order = np.random.default_rng(0).integers(len(others), size=PROPOSED)
+        numbers = [([i], [simulator.templates.config(i, config)]) for i, config in (others[k] for k in order)]
+        taken = []
+        for _ in range(4):  # the first time makes templates
+            began, done = time.perf_counter(), 0
+            while done < PROPOSED and time.perf_counter() - began < seconds:
+                simulator.attempt(*numbers[done], simulator.seconds)
+                simulator.reject()
+                done += 1
+            taken.append((time.perf_counter() - began) / done)
+        rate, full_s = 1 / median(taken[1:]), full_seconds(simulator)
+        rows.append({
+            "graph": name, "cluster": cluster, "devices": len(topology.devices), "operators": len(graph.operators),
+            "stages": STAGES, "microbatches": microbatches, "proposals_per_s": rate, "full_per_s": 1 / full_s,
+            "delta_over_full": rate * full_s,
+            "ratio_to_plain": rate / rows[0]["proposals_per_s"] if rows else 1.0,  # type: ignore[operator]
+        })  # fmt: skip
+    return rows
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the benchmark, each row in a process of its own."""
     made = parser(__doc__)
@@ -166,6 +227,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     seconds = options.seconds or (QUICK_SECONDS if options.quick else SECONDS)
     if len(graphs) == len(clusters) == 1:
         rows = [measure(graphs[0], clusters[0], seconds)]
+        if graphs[0] in STAGED:
+            rows += measure_staged(graphs[0], clusters[0], seconds)
     else:
         rows = []
         for graph in graphs:
