@@ -16,6 +16,7 @@ from flexsearch.graph import OperatorGraph, chunk, chunks
 from flexsearch.lower import lower
 from flexsearch.lower.folding import fold
 from flexsearch.proof.bound import piece_extents
+from flexsearch.report.words import treatment
 from flexsearch.search import search
 from flexsearch.simulate import simulate
 from flexsearch.strategy import OperatorConfig, Strategy, make_config
@@ -171,3 +172,13 @@ def test_every_unequal_piece_is_among_those_that_the_bound_counts(data: st.DataO
     for position in range(len(config.devices)):
         piece = config.intervals(op, position)
         assert counted[tuple(piece[a][1] - piece[a][0] for a in extents)] <= config.parts
+
+
+def test_shares_are_told_in_few_words() -> None:
+    graph, topology = wide(), mixed(4, 4)
+    op = graph.operators[0]
+    (axis,) = op.axes_of("sample")
+    config = make_config(op, {axis: 8}, range(8), shares={axis: (3, 3, 3, 3, 1, 1, 1, 1)})
+    assert treatment(graph, topology, op, config) == "batch 4 x 3 : 4 x 1 over 8 hosts"
+    two = make_config(op, {axis: 2}, (0, 7), shares={axis: (3, 1)})
+    assert treatment(graph, topology, op, two).startswith("batch 3:1 over 2 hosts")

@@ -5,7 +5,8 @@ features.conv1..conv5: batch over 4 hosts; classifier.fc6..fc8: output features 
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from itertools import groupby
 
 from flexsearch.graph import Operator, OperatorGraph
 from flexsearch.graph.ops import kind_of
@@ -69,7 +70,7 @@ def treatment(graph: OperatorGraph, topology: Topology, op: Operator, config: Op
     where = device_set(topology, config.devices)
     weighted = _weighted(graph, graph.index[op.name])
     tail = _SHARDED if config.shard_weights and weighted and len(config.devices) > 1 else ""
-    shares = {axis: " " + ":".join(map(str, row)) for axis, row in config.shares}
+    shares = {axis: " " + _ratio(row) for axis, row in config.shares}
     splits = [(axis_word(op, axis, images) + shares.get(axis, ""), parts) for axis, parts in config.degrees]
     if not splits:
         return f"on {where}" if len(config.devices) == 1 else f"replicated on {where}{tail}"
@@ -78,6 +79,14 @@ def treatment(graph: OperatorGraph, topology: Topology, op: Operator, config: Op
     if len(splits) == 1:
         return f"{splits[0][0]} over {where}{tail}"
     return " x ".join(f"{word} ({parts})" for word, parts in splits) + f" over {where}{tail}"
+
+
+def _ratio(shares: Sequence[int]) -> str:
+    """Relative sizes of parts: "3:1"; of many, runs of equal ones as "4 x 2 : 4 x 1"."""
+    if len(shares) <= 4:
+        return ":".join(map(str, shares))
+    runs = [(share, len(list(run))) for share, run in groupby(shares)]
+    return " : ".join(f"{count} x {share}" if count > 1 else str(share) for share, count in runs)
 
 
 def groups(lowered: Lowered) -> tuple[Group, ...]:
