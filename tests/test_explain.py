@@ -81,7 +81,7 @@ def test_the_critical_path_of_any_plan_has_no_gap_and_its_parts_add_up_to_the_it
     assert sum(by_kind(lowered.tasks, steps).values()) == pytest.approx(total)
     assert sum(sum(row.values()) for row in by_layer(lowered, steps).values()) == pytest.approx(total)
     assert sum(by_resource(lowered.tasks, steps).values()) <= total * (1 + 1e-12)
-    for time, busy in zip(device_times(lowered, simulation), simulation.busy_s, strict=True):
+    for time, busy in zip(device_times(lowered.rows, simulation.times), simulation.busy_s, strict=True):
         assert time.compute_s == busy
         assert time.compute_s + time.communicate_s + time.idle_s == pytest.approx(total)
 

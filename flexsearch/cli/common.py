@@ -140,7 +140,7 @@ def load_strategy(path: Path, setting: Setting) -> Strategy:
 
     strategy = Strategy.load(path)
     try:
-        strategy.check_supported(setting.graph, setting.topology)
+        strategy.check(setting.graph, setting.topology)
     except FlexsearchError as error:
         raise error.at(f"strategy file {path}") from error
     return strategy

@@ -85,7 +85,7 @@ def _device_table(told: Explanation) -> Grid:
     simulation, lowered = told.row.simulation, told.row.lowered
     total = simulation.makespan_s or 1.0
     rows: dict[tuple[str, ...], list[int]] = {}
-    times = device_times(lowered, simulation)
+    times = device_times(lowered.rows, simulation.times)
     for d, time in enumerate(times):
         cells = tuple(f"{seconds(s)} ({percent(s / total)})" for s in (time.compute_s, time.communicate_s, time.idle_s))
         rows.setdefault(cells, []).append(d)
@@ -233,7 +233,7 @@ def explanation_data(told: Explanation) -> dict[str, Any]:
         "devices": [
             {"name": device.name, **_device_data(time), "peak_bytes": simulation.peak_bytes[d]}
             for d, (device, time) in enumerate(
-                zip(topology.devices, device_times(lowered, simulation), strict=True)
+                zip(topology.devices, device_times(lowered.rows, simulation.times), strict=True)
             )
         ],
         "critical_path": path_data(lowered, told.steps),

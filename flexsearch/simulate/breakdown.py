@@ -1,5 +1,4 @@
-"""What an iteration is made of: the kinds of work on the critical path, what each device does all the time, and how
-much of each kind of work there is."""
+"""What an iteration is made of: the kinds of work on the critical path, and how much of each kind of work there is."""
 
 from __future__ import annotations
 
@@ -11,7 +10,6 @@ import numpy as np
 
 from flexsearch.lower import Lowered, TaskGraph, TaskKind
 from flexsearch.simulate.critical import Step
-from flexsearch.simulate.simulation import Simulation
 
 Kind = Literal[
     "forward", "backward", "recompute", "update", "activations", "gather", "synchronise", "latency", "handling"
@@ -86,49 +84,6 @@ def by_resource(tasks: TaskGraph, steps: Sequence[Step]) -> dict[int, float]:
             busy = step.seconds if whole else min(step.seconds, max(0.0, seconds - step.done))
             found[resource] = found.get(resource, 0.0) + busy
     return found
-
-
-@dataclass(frozen=True, slots=True)
-class DeviceTime:
-    """What a device does during an iteration, s: it computes; else it takes part in a communication; else it is idle.
-    The three add up to the makespan. ``moving_s``: all its communications, those beside computing too."""
-
-    compute_s: float
-    communicate_s: float
-    idle_s: float
-    moving_s: float
-
-
-def device_times(lowered: Lowered, simulation: Simulation) -> tuple[DeviceTime, ...]:
-    """By device index of the topology."""
-    tasks, start, end = lowered.tasks, simulation.start, simulation.end
-    computing: list[list[tuple[float, float]]] = [[] for _ in lowered.topology.devices]
-    moving: list[list[tuple[float, float]]] = [[] for _ in lowered.topology.devices]
-    for task, communication in enumerate(tasks.communication):
-        span = float(start[task]), float(end[task])
-        if communication is None:
-            computing[tasks.device[task]].append(span)
-        else:
-            for device in {*communication.senders, *communication.receivers}:
-                moving[device].append(span)
-    found = []
-    for d in range(len(lowered.topology.devices)):
-        compute = float(simulation.busy_s[d])
-        # Where devices share a processor, a task's span holds turns of others; those count as waiting, not computing.
-        exposed = max(0.0, _covered(computing[d] + moving[d]) - _covered(computing[d]))
-        exposed = min(exposed, simulation.makespan_s - compute)
-        idle = max(0.0, simulation.makespan_s - compute - exposed)
-        found.append(DeviceTime(compute, exposed, idle, _covered(moving[d])))
-    return tuple(found)
-
-
-def _covered(spans: list[tuple[float, float]]) -> float:
-    """Length of the union of intervals, s."""
-    total, until = 0.0, 0.0
-    for begin, end in sorted(spans):
-        total += max(0.0, end - max(begin, until))
-        until = max(until, end)
-    return total
 
 
 @dataclass(frozen=True, slots=True)

@@ -112,19 +112,19 @@ class Strategy:
         return is_whole(self.stages, self.cluster) and self.microbatches == 1
 
     def check_supported(self, graph: OperatorGraph, topology: Topology) -> None:
-        """Raise StrategyError unless :meth:`check` passes and the strategy can be simulated and run: for now those with
-        one stage on all devices and one microbatch."""
+        """Raise StrategyError unless :meth:`check` passes and the strategy has one stage on all devices and one
+        microbatch, as what the runtime and the search over configs take."""
         self.check(graph, topology)
         remedy = "Remove {} from the file, or run `flexsearch optimize` again."
         if not is_whole(self.stages, topology):
             count = f"{len(self.stages)} stages" if len(self.stages) > 1 else "a stage with a mesh of its own"
             raise StrategyError(
-                f"stages: the strategy has {count}; plans with one stage on all devices can be simulated and run",
+                f"stages: the strategy has {count}; plans with one stage on all devices can be run and searched further",
                 remedy.format("`stages`, and give positions among all devices,"),
             )
         if self.microbatches > 1:
             raise StrategyError(
-                f"microbatches: the strategy has {self.microbatches}; plans with one can be simulated and run",
+                f"microbatches: the strategy has {self.microbatches}; plans with one can be run and searched further",
                 remedy.format("`microbatches`"),
             )
 

@@ -1,0 +1,185 @@
+"""What each device does all the time, from the rows of a plan and when they start and end: it computes, or takes part
+in a communication, or is idle."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Final, Literal, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from flexsearch.cost.ticks import TICK
+from flexsearch.lower.rows import (
+    BACKWARD,
+    COMPUTE,
+    FORWARD,
+    GATHER,
+    ISSUE,
+    RECOMPUTE,
+    REGATHER,
+    SYNCHRONISE,
+    UPDATE,
+    WEIGHT_GRADIENT,
+)
+from flexsearch.lower.view import Rows
+from flexsearch.simulate.engine import Times
+
+Spans = npt.NDArray[np.int64]
+"""Beginnings and ends, ticks: (n, 2)."""
+Work = Literal["forward", "recompute", "backward", "update"]
+Sort = Literal["tensor", "pipeline", "gather", "synchronise"]
+SORTS: Final[dict[Sort, str]] = {
+    "tensor": "moving activations inside a stage", "pipeline": "messages between stages",
+    "gather": "gathering weights", "synchronise": "synchronising gradients",
+}  # fmt: skip
+"""Sorts of communication, in words. Where several go on while a device computes nothing, the first one counts."""
+_WORK: Final[dict[int, Work]] = {
+    FORWARD: "forward", RECOMPUTE: "recompute", BACKWARD: "backward", WEIGHT_GRADIENT: "backward", UPDATE: "update",
+}  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceTime:
+    """What a device does during an iteration, s: it computes; else it takes part in a communication that nothing hides;
+    else it is idle, which in a pipeline is its bubbles. The three add up to the makespan. ``work_s``: computing by kind;
+    ``exposed_s``: communication by sort; ``moving_s``: all its communications, those beside computing too."""
+
+    work_s: Mapping[Work, float]
+    exposed_s: Mapping[Sort, float]
+    idle_s: float
+    moving_s: float
+
+    @property
+    def compute_s(self) -> float:
+        """All computing, s."""
+        return sum(self.work_s.values())
+
+    @property
+    def communicate_s(self) -> float:
+        """All communication that nothing hides, s."""
+        return sum(self.exposed_s.values())
+
+
+class Computation(NamedTuple):
+    """A computation of a block: on which device, its row in ``Times``, ticks."""
+
+    device: int
+    block: int
+    place: int
+    ticks: int
+
+
+def computations(rows: Rows, times: Times) -> Iterator[Computation]:
+    """Those of one microbatch, in the order of blocks; of a device, in the order in which it runs them."""
+    segments, devices = rows.segments, len(rows.schedule.group)
+    for block, segment in enumerate(rows.segment.tolist()):
+        table = int(segments.device_steps[segment])
+        first = segments.step_first[table : table + devices + 1].tolist()
+        for device in range(devices):
+            for step in range(first[device], first[device + 1]):
+                if segments.step_kind[step] == COMPUTE:
+                    place = int(times.computation_first[block]) + int(segments.step_row[step])
+                    yield Computation(device, block, place, int(segments.step_ticks[step]))
+
+
+def device_times(rows: Rows, times: Times) -> tuple[DeviceTime, ...]:
+    """By device."""
+    devices, total = len(rows.schedule.group), makespan_of(times)
+    work: list[dict[Work, int]] = [{} for _ in range(devices)]
+    computing: list[list[Spans]] = [[] for _ in range(devices)]
+    for device, block, place, ticks in computations(rows, times):
+        spans = _spans(times.computation_start, times.computation_end, place)
+        computing[device].append(spans)
+        kind = _WORK[int(rows.schedule.kind[block])]
+        work[device][kind] = work[device].get(kind, 0) + len(spans) * ticks
+    moving = _moving(rows, times)
+    return tuple(
+        _device_time(total, work[d], _joined(computing[d]), {sort: _joined(row) for sort, row in moving[d].items()})
+        for d in range(devices)
+    )
+
+
+def makespan_of(times: Times) -> int:
+    """Ticks until the last row ends."""
+    ends = times.computation_end, times.communication_end
+    return max(int(end.max(initial=0)) for end in ends)
+
+
+def _device_time(
+    total: int, work: Mapping[Work, int], computing: Spans, moving: Mapping[Sort, Spans]
+) -> DeviceTime:  # fmt: skip
+    own = sum(work.values())
+    # Where devices share a processor, a task's span holds turns of others; those count as waiting, not computing.
+    left, together, before = total - own, computing, covered(computing)
+    exposed: dict[Sort, float] = {}
+    for sort in SORTS:
+        if sort in moving:
+            together = np.concatenate([together, moving[sort]])
+            now = covered(together)
+            alone, before = min(left, now - before), now
+            left -= alone
+            if alone:
+                exposed[sort] = alone * TICK
+    return DeviceTime(
+        {kind: ticks * TICK for kind, ticks in work.items()}, exposed, left * TICK,
+        covered(_joined(list(moving.values()))) * TICK,
+    )  # fmt: skip
+
+
+def _moving(rows: Rows, times: Times) -> list[dict[Sort, list[Spans]]]:
+    """By device and sort, when it takes part in communications."""
+    segments, devices = rows.segments, len(rows.schedule.group)
+    found: list[dict[Sort, list[Spans]]] = [{} for _ in range(devices)]
+    for block, segment in enumerate(rows.segment.tolist()):
+        first = int(segments.communication_first[segment])
+        count = int(segments.communication_last[segment]) - first
+        parties: list[set[int]] = [set() for _ in range(count)]
+        for c in range(count):
+            begin, end = segments.receiver_first[first + c], segments.receiver_last[first + c]
+            parties[c].update(segments.receiver[begin:end].tolist())
+        if count:
+            table = int(segments.device_steps[segment])
+            starts = segments.step_first[table : table + devices + 1].tolist()
+            for device in range(devices):
+                for step in range(starts[device], starts[device + 1]):
+                    if segments.step_kind[step] == ISSUE:
+                        parties[segments.step_row[step]].add(device)
+        for c, members in enumerate(parties):
+            spans = _spans(
+                times.communication_start, times.communication_end, int(times.communication_first[block]) + c
+            )
+            sort = _sort(rows, block, members)
+            for device in members:
+                found[device].setdefault(sort, []).append(spans)
+    return found
+
+
+def _sort(rows: Rows, block: int, members: set[int]) -> Sort:
+    kind = int(rows.schedule.kind[block])
+    if kind in (GATHER, REGATHER):
+        return "gather"
+    if kind == SYNCHRONISE:
+        return "synchronise"
+    return "pipeline" if len({int(rows.schedule.group[d]) for d in members}) > 1 else "tensor"
+
+
+def _spans(start: npt.NDArray[np.int64], end: npt.NDArray[np.int64], place: int) -> Spans:
+    """Of the microbatches for which a row happens."""
+    spans = np.stack([start[:, place], end[:, place]], axis=1)
+    return spans[spans[:, 1] >= 0]
+
+
+def _joined(rows: Sequence[Spans]) -> Spans:
+    return np.concatenate([np.zeros((0, 2), np.int64), *rows])
+
+
+def covered(spans: Spans) -> int:
+    """Ticks of the union of intervals."""
+    if not len(spans):
+        return 0
+    ordered = spans[np.argsort(spans[:, 0], kind="stable")]
+    reach = np.maximum.accumulate(ordered[:, 1])
+    before = np.concatenate([ordered[:1, 0], reach[:-1]])
+    return int(np.maximum(0, reach - np.maximum(before, ordered[:, 0])).sum())
