@@ -71,7 +71,8 @@ class Setting:
         return PlanRow(name, simulate_lowered(lowered), lowered)
 
     def lower(self, strategy: Strategy) -> Lowered:
-        """The strategy's task graph. Raises StrategyError if it was made for another graph or topology."""
+        """The strategy's task graph: of one with replicas of its stages, that of one block of devices. Raises
+        StrategyError if it was made for another graph or topology."""
         return lower(self.graph, strategy, self.topology, self.costs)
 
     def under(self, options: Options | None) -> Setting:
@@ -103,7 +104,9 @@ class Setting:
 
     def name_of(self, strategy: Strategy) -> str:
         """Name of the baseline that splits every operator as the strategy does, whatever its options for the whole
-        step; empty if none does."""
+        step; empty if none does, as with stages or microbatches."""
+        if not strategy.is_plain:
+            return ""
         here = self.under(strategy.options)
         plans = baselines(here.graph, here.topology, strategy.options, whole_seconds(here.graph, here.costs))
         own = self._effective(strategy)

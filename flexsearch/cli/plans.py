@@ -175,9 +175,7 @@ def simulate(
             strategy, plan, graph, topology, profile, Size(batch, seq), "GRAPH, before the options", staged=True
         )
         if not plan.is_plain:
-            if trace is not None:
-                raise typer.BadParameter("plans with stages or microbatches have no trace yet", param_hint="--trace")
-            simulate_staged(setting, name, plan, as_json)
+            simulate_staged(setting, name, plan, trace, as_json)
             return
     else:
         assert baseline is not None

@@ -116,8 +116,11 @@ def memory_curves(lowered: Lowered, times: Times) -> tuple[Curve, ...]:
     """What each device holds over time, by device index of the topology; ``times``: of the rows of ``lowered``."""
     account, sources, state = _account(lowered)
     clocks = _clocks(lowered.rows, times, account)
-    uses = _uses(account, sources, state)  # with its last moment a step ends, and all spans
-    return tuple(Curve(clock[:-1] * TICK, use[:, :-1]) for clock, use in zip(clocks, uses, strict=True))
+    return tuple(
+        # With its last moment a step ends, and with it all spans.
+        Curve(clock[: max(1, len(clock) - 1)] * TICK, use[:, : max(1, len(clock) - 1)])
+        for clock, use in zip(clocks, _uses(account, sources, state), strict=True)
+    )
 
 
 def _peak(use: npt.NDArray[np.int64]) -> Memory:

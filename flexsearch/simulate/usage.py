@@ -11,6 +11,8 @@ import numpy as np
 import numpy.typing as npt
 
 from flexsearch.cost.ticks import TICK
+from flexsearch.lower import Lowered
+from flexsearch.lower.actions import Action
 from flexsearch.lower.rows import (
     BACKWARD,
     COMPUTE,
@@ -23,7 +25,8 @@ from flexsearch.lower.rows import (
     UPDATE,
     WEIGHT_GRADIENT,
 )
-from flexsearch.lower.view import Rows
+from flexsearch.lower.taskgraph import Row
+from flexsearch.lower.view import Actions, Rows
 from flexsearch.simulate.engine import Times
 
 Spans = npt.NDArray[np.int64]
@@ -99,6 +102,41 @@ def device_times(rows: Rows, times: Times) -> tuple[DeviceTime, ...]:
         _device_time(total, work[d], _joined(computing[d]), {sort: _joined(row) for sort, row in moving[d].items()})
         for d in range(devices)
     )
+
+
+class Pass(NamedTuple):
+    """An action of a pipeline on a device, from its first computation to the end of its last one, ticks."""
+
+    device: int
+    action: Action
+    begin: int
+    end: int
+
+
+def passes(lowered: Lowered, times: Times) -> list[Pass]:
+    """What devices run of a pipeline, those of a device in order; none of a plan that is cut neither into stages nor
+    into microbatches."""
+    rows, actions = lowered.rows, Actions(lowered)
+    alike: dict[tuple[int, Action | None, int], tuple[int, list[int]]] = {}
+    """By device, stage (as an action of the first microbatch) and kind of block: one of the blocks, and its rows."""
+    for device, block, place, _ in computations(rows, times):
+        key = device, actions.of(Row(0, block, 0, 0)), int(rows.schedule.kind[block])
+        alike.setdefault(key, (block, []))[1].append(place)
+    ends: dict[tuple[int, Action], tuple[int, int]] = {}
+    for (device, _, _), (block, places) in alike.items():
+        for m in range(lowered.stages.microbatches):
+            if (action := actions.of(Row(m, block, 0, 0))) is not None:
+                begin = int(times.computation_start[m, places].min())
+                end = int(times.computation_end[m, places].max())
+                before = ends.get((device, action), (begin, end))
+                ends[device, action] = min(begin, before[0]), max(end, before[1])
+    found = [Pass(device, action, *span) for (device, action), span in ends.items()]
+    return sorted(found, key=lambda one: (one.device, one.begin, one.end))
+
+
+def count_tasks(times: Times) -> int:
+    """How many tasks a step has."""
+    return int((times.computation_end >= 0).sum() + (times.communication_end >= 0).sum())
 
 
 def makespan_of(times: Times) -> int:
