@@ -138,7 +138,7 @@ def test_what_ifs_are_simulations_of_the_changed_setting(name: str, plan: str) -
     graph, topology = OperatorGraph.load("alexnet"), Topology.load(name)
     setting = Setting.of(graph, topology)
     lowered, lowering = lowered_plan(setting, plan)
-    found = {one.change: one for one in what_ifs(lowered, lowering, None)}
+    found = {one.change: one for one in what_ifs(lowered, None)}
     assert len(found) == count(topology)
     communication = topology.communication
     half = communication.model_copy(update={
@@ -225,8 +225,8 @@ def test_a_graph_that_mixes_the_batch_with_constants_is_refused_and_the_row_says
     with pytest.raises(NotationError, match="'shift' mixes the batch with constants"):
         with_batch(graph, 2)
     setting = Setting.of(graph, Topology.load("ethernet-1g-2"))
-    lowered, lowering = lowered_plan(setting, "data-parallel")
-    *_, batch = what_ifs(lowered, lowering, None)
+    lowered, _ = lowered_plan(setting, "data-parallel")
+    *_, batch = what_ifs(lowered, None)
     assert batch.change == "batch x2" and batch.seconds is None and "'shift'" in batch.remark
 
 

@@ -139,23 +139,13 @@ def _say(
     tell(f"Wrote {output}. Simulate it with: {command}")
 
 
-def staged_row(setting: Setting, name: str, strategy: Strategy) -> StagedRow:
-    """Any plan, simulated, as a row of a comparison of layouts."""
-    from flexsearch.report.layouts import StagedRow
-    from flexsearch.strategy.pipeline import Pipeline
-
-    sharded = any(config.shard_weights for config in strategy.configs.values())
-    pipeline = Pipeline.of(strategy, setting.graph)
-    return StagedRow(name, pipeline, strategy.options, setting.step(strategy), sharded)
-
-
 def simulate_staged(setting: Setting, name: str, strategy: Strategy, trace: Path | None, as_json: bool) -> None:
     """Simulate a plan with stages or microbatches, and print it."""
     from flexsearch.report.layouts import layout_words, memory_words, staged_data, staged_table, usage_words
 
     tasks = None
     with Live(compiling()):
-        row = staged_row(setting, name, strategy)
+        row = setting.staged_row(name, strategy)
         if trace is not None:
             from flexsearch.report.trace import save_simulated
 

@@ -113,7 +113,8 @@ def plot(
     data = {
         "graph": setting.graph.name, "topology": setting.topology.name, "strategy": str(strategy),
         "plan": drawing.baseline or "found", "path": str(output), "drawn": list(chosen),
-        "iteration_s": makespan(drawing.lowered), "data_parallel_s": known.simulation.makespan_s if known is not None else None,
+        "iteration_s": makespan(drawing.lowered),
+        "data_parallel_s": known.simulation.makespan_s if known is not None else None,
     }  # fmt: skip
     show(as_json, data, lambda: stdout.print(f"Wrote {output}.", soft_wrap=True))
 

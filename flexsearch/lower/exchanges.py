@@ -10,8 +10,8 @@ import numpy.typing as npt
 from flexsearch.compiled import F64, ONE, TWO, U8, U32, U64, ZERO, lean
 from flexsearch.cost.tally import Rates, turn_of
 from flexsearch.cost.ticks import ticks_of
-from flexsearch.lower.arrays import Pools
 from flexsearch.direct import direct
+from flexsearch.lower.arrays import Pools
 from flexsearch.lower.orbits import BlockMap, add_places, crosses_blocks, orbit_of
 from flexsearch.lower.reshard import Reshard
 from flexsearch.lower.workspace import DRAG, FIRST, LAST, LINK, MIDDLE, RECEIVE, SEND, Exchanges, Workspace

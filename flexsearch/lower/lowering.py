@@ -36,7 +36,6 @@ class Lowered:
     edge of its new value. ``rows``: what every device does, in order; ``turns``: by device, s (see ``TaskGraph``). With
     several microbatches, ``graph`` is that of one."""
 
-
     lowering: Lowering
     graph: OperatorGraph
     topology: Topology
@@ -57,6 +56,16 @@ class Lowered:
     def tasks(self) -> TaskGraph:
         """The rows as tasks."""
         return task_graph(self)
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether the step is cut neither into stages, nor microbatches, nor equal blocks of devices."""
+        return len(self.stages) == self.stages.microbatches == self.lowering.replicas == 1
+
+    @property
+    def batch(self) -> int:
+        """Samples of a step, all microbatches of all blocks together."""
+        return self.graph.batch * self.stages.microbatches * self.lowering.replicas
 
     @cached_property
     def devices(self) -> tuple[int, ...]:

@@ -57,9 +57,10 @@ class Member:
 @dataclass(frozen=True)
 class Communication:
     """A communication task: one exchange, or a bucket of exchanges between the same devices that go as one.
-    ``transfer``: what it brings onto every link, for reports. ``nbytes``: that cross devices. Where equal blocks of devices
-    are folded (``lower.folding``), it stands for what other blocks do likewise: ``devices`` are of the whole cluster,
-    ``senders``, ``receivers`` and the links of ``transfer`` those of the first block, ``nbytes`` are of all."""
+    ``transfer``: what it brings onto every link, for reports. ``nbytes``: that cross devices. Where equal blocks of
+    devices are folded (``lower.folding``), it stands for what other blocks do likewise: ``devices`` are of the whole
+    cluster, ``senders``, ``receivers`` and the links of ``transfer`` those of the first block, ``nbytes`` are of
+    all."""
 
     purpose: Purpose
     form: str

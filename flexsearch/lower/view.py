@@ -36,8 +36,8 @@ from flexsearch.lower.rows import (
     Schedule,
     Segments,
 )
-from flexsearch.lower.taskgraph import Communication, Member, Purpose, Row, TaskGraph, TaskKind
 from flexsearch.lower.schedule import Stages, orders_of
+from flexsearch.lower.taskgraph import Communication, Member, Purpose, Row, TaskGraph, TaskKind
 from flexsearch.topology import Topology
 
 T = TypeVar("T", int, float)

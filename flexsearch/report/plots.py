@@ -20,7 +20,10 @@ from flexsearch.report.tables import PlanRow, yardsticks
 from flexsearch.report.units import byte_unit, digits, nbytes, percent, ratio, seconds, time_unit
 from flexsearch.simulate.memory import PARTS, Curve
 
-__all__ = ["FORMATS", "chains", "memory_bars", "memory_over_time", "plan_bars", "rendered", "scaling_curve", "timeline", "timelines"]
+__all__ = [
+    "FORMATS", "chains", "memory_bars", "memory_over_time", "plan_bars", "rendered", "scaling_curve", "timeline",
+    "timelines",
+]  # fmt: skip
 
 _PART_COLOURS: Final = dict(zip(PARTS, COLOURS, strict=False))
 FORMATS: Final = ("png", "svg", "pdf")
@@ -127,6 +130,7 @@ def memory_over_time(panels: Sequence[tuple[str, Curve, int]], title: str = "") 
         axes.set_ylabel(f"memory ({name})", fontsize=9)
         over = ": does not fit" if peak > capacity else ""
         plain(axes, f"{literal(words, 70)}: peak {nbytes(peak)} of {nbytes(capacity)}{over}")
+    grid[-1].set_xlim(0, max(float(c.times[-1]) for c in curves) / second or 1.0)
     grid[-1].set_xlabel(f"time ({time_name})")
     handles = [Patch(color=_PART_COLOURS[part], label=part) for part in held]
     figure.legend(handles=handles, loc="outside lower center", ncols=len(PARTS), frameon=False, fontsize=9)

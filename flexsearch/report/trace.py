@@ -73,9 +73,8 @@ def chrome_trace(
 
 def pass_trace(lowered: Lowered, times: Times) -> Event:
     """The trace of a plan with too many tasks to show each: the passes of its devices and their memory."""
-    curves = memory_curves(lowered, times)
-    events = _devices(lowered, times, "")
-    return _trace(lowered, events, makespan_of(times) * TICK, [c.peak.peak for c in curves], {"tasks": count_tasks(times)})
+    peaks, total = [curve.peak.peak for curve in memory_curves(lowered, times)], makespan_of(times) * TICK
+    return _trace(lowered, _devices(lowered, times, ""), total, peaks, {"tasks": count_tasks(times)})
 
 
 def _trace(lowered: Lowered, events: list[Event], makespan_s: float, peaks: Sequence[int], more: Event) -> Event:

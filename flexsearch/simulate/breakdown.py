@@ -4,11 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Final, Literal
 
 import numpy as np
 
-from flexsearch.lower import Lowered, TaskGraph, TaskKind
+from flexsearch.cost.ticks import TICK
+from flexsearch.lower import TaskGraph, TaskKind
+from flexsearch.lower.rows import COMPUTE, GATHER, REGATHER, SYNCHRONISE
+from flexsearch.lower.view import Rows
 from flexsearch.simulate.critical import Step
 
 Kind = Literal[
@@ -101,16 +105,20 @@ class Loads:
         )
 
 
-def loads(lowered: Lowered) -> Loads:
+def loads(rows: Rows) -> Loads:
     """The loads of a plan."""
-    tasks = lowered.tasks
-    compute = np.zeros(len(lowered.topology.devices))
-    link = {True: np.zeros(len(lowered.topology.resources)), False: np.zeros(len(lowered.topology.resources))}
-    for task, communication in enumerate(tasks.communication):
-        if communication is None:
-            compute[tasks.device[task]] += tasks.duration[task]
-        else:
-            row = link[kind_of(tasks, task) == "activations"]
-            for resource, seconds in tasks.links[task]:
-                row[resource] += seconds
-    return Loads(float(compute.max()), float(link[True].max()), float(link[False].max()))
+    segments, schedule = rows.segments, rows.schedule
+    compute = np.zeros(len(schedule.group), np.int64)
+    activations, weights = np.zeros((2, int(rows.machine.resources[0])), np.int64)
+    for block, segment in enumerate(rows.segment.tolist()):
+        times = 1 if schedule.once[block] or schedule.last[block] else int(schedule.microbatches[0])
+        table = int(segments.device_steps[segment])
+        ends = segments.step_first[table : table + len(compute) + 1].tolist()
+        for device, (first, last) in enumerate(pairwise(ends)):
+            computes = segments.step_kind[first:last] == COMPUTE
+            compute[device] += times * segments.step_ticks[first:last][computes].sum()
+        link = weights if schedule.kind[block] in (GATHER, REGATHER, SYNCHRONISE) else activations
+        for c in range(segments.communication_first[segment], segments.communication_last[segment]):
+            of = slice(int(segments.link_first[c]), int(segments.link_last[c]))
+            np.add.at(link, segments.link[of], times * segments.link_ticks[of])
+    return Loads(*(float(row.max(initial=0)) * TICK for row in (compute, activations, weights)))

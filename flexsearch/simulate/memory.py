@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Final, Literal, NamedTuple
+from typing import Any, Final, Literal, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -89,10 +89,10 @@ def memory_of(account: Account, sources: Sources, state: State) -> tuple[Memory,
 
 @dataclass(frozen=True)
 class Curve:
-    """What a device holds as a step goes on. ``times``: s, ascending, (n,); ``use``: bytes from each of them on, by part
-    (``PARTS``), (parts, n). Of what changes at the same time every state is there, in the order of the device's rows."""
+    """What a device holds as a step goes on. ``times``: s, ascending, (n,); ``use``: bytes from each of them on, by
+    part (``PARTS``), (parts, n). Of what changes at the same time every state is there, in the order of its rows."""
 
-    times: npt.NDArray[np.float64]
+    times: npt.NDArray[np.floating[Any]]
     use: npt.NDArray[np.int64]
 
     @property

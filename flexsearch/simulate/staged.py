@@ -62,8 +62,9 @@ class StagedSimulators:
 @dataclass(frozen=True)
 class Step:
     """One simulated step of a plan. By device of the first block: ``usage``, what it does all the time, and ``memory``
-    (bytes at the peak, by what they hold); ``measure`` works the former out. ``devices``: of all blocks. ``samples``: of the whole batch. ``flops``: of the model's
-    forward and backward passes, nothing computed twice. ``peak_flops``: FLOP/s of all devices together."""
+    (bytes at the peak, by what they hold); ``measure`` works the former out. ``devices``: of all blocks. ``samples``:
+    of the whole batch. ``flops``: of the model's forward and backward passes, nothing computed twice. ``peak_flops``:
+    FLOP/s of all devices together."""
 
     makespan_s: float
     measure: Callable[[], tuple[DeviceTime, ...]] = field(repr=False, compare=False)
@@ -117,8 +118,12 @@ def step_of(
     simulator, graph = simulators.simulator(pipeline, configs, options), simulators.graph
     account, sources = make_account(simulator.rows)
     devices = simulators.topology.devices
+
+    def measure() -> tuple[DeviceTime, ...]:
+        return device_times(simulator.rows.copy(), simulator.times())
+
     return Step(
-        simulator.seconds, lambda: device_times(simulator.rows.copy(), simulator.times()), memory_of(account, sources, simulator.rows.state),
+        simulator.seconds, measure, memory_of(account, sources, simulator.rows.state),
         tuple(device.memory_bytes for device in simulator.topology.devices), len(devices), graph.batch,
         simulators.flops, sum(device.flops_for(_dtype(graph)) for device in devices),
     )  # fmt: skip

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Final, Literal, NamedTuple
+from typing import Final, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -25,32 +25,33 @@ from flexsearch.lower.rows import (
     UPDATE,
     WEIGHT_GRADIENT,
 )
+from flexsearch.lower.schedule import Stages
 from flexsearch.lower.taskgraph import Row
 from flexsearch.lower.view import Actions, Rows
 from flexsearch.simulate.engine import Times
 
 Spans = npt.NDArray[np.int64]
 """Beginnings and ends, ticks: (n, 2)."""
-Work = Literal["forward", "recompute", "backward", "update"]
-Sort = Literal["tensor", "pipeline", "gather", "synchronise"]
-SORTS: Final[dict[Sort, str]] = {
+WORK: Final = ("forward", "recompute", "backward", "update")
+"""Sorts of computing."""
+SORTS: Final[dict[str, str]] = {
     "tensor": "moving activations inside a stage", "pipeline": "messages between stages",
     "gather": "gathering weights", "synchronise": "synchronising gradients",
 }  # fmt: skip
 """Sorts of communication, in words. Where several go on while a device computes nothing, the first one counts."""
-_WORK: Final[dict[int, Work]] = {
+_WORK: Final[dict[int, str]] = {
     FORWARD: "forward", RECOMPUTE: "recompute", BACKWARD: "backward", WEIGHT_GRADIENT: "backward", UPDATE: "update",
 }  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
 class DeviceTime:
-    """What a device does during an iteration, s: it computes; else it takes part in a communication that nothing hides;
-    else it is idle, which in a pipeline is its bubbles. The three add up to the makespan. ``work_s``: computing by kind;
-    ``exposed_s``: communication by sort; ``moving_s``: all its communications, those beside computing too."""
+    """What a device does during an iteration, s: it computes; else it takes part in a communication that nothing
+    hides; else it is idle, which in a pipeline is its bubbles. The three add up to the makespan. ``work_s``: computing
+    by kind; ``exposed_s``: communication by sort; ``moving_s``: all its communications, those beside computing too."""
 
-    work_s: Mapping[Work, float]
-    exposed_s: Mapping[Sort, float]
+    work_s: Mapping[str, float]
+    exposed_s: Mapping[str, float]
     idle_s: float
     moving_s: float
 
@@ -66,16 +67,16 @@ class DeviceTime:
 
 
 class Computation(NamedTuple):
-    """A computation of a block: on which device, its row in ``Times``, ticks."""
+    """A computation of a block: on which device, its number in the block, ticks."""
 
     device: int
     block: int
-    place: int
+    number: int
     ticks: int
 
 
-def computations(rows: Rows, times: Times) -> Iterator[Computation]:
-    """Those of one microbatch, in the order of blocks; of a device, in the order in which it runs them."""
+def steps_of(rows: Rows) -> Iterator[Computation]:
+    """The computations of one microbatch, in the order of blocks; of a device, in the order in which it runs them."""
     segments, devices = rows.segments, len(rows.schedule.group)
     for block, segment in enumerate(rows.segment.tolist()):
         table = int(segments.device_steps[segment])
@@ -83,14 +84,19 @@ def computations(rows: Rows, times: Times) -> Iterator[Computation]:
         for device in range(devices):
             for step in range(first[device], first[device + 1]):
                 if segments.step_kind[step] == COMPUTE:
-                    place = int(times.computation_first[block]) + int(segments.step_row[step])
-                    yield Computation(device, block, place, int(segments.step_ticks[step]))
+                    yield Computation(device, block, int(segments.step_row[step]), int(segments.step_ticks[step]))
+
+
+def computations(rows: Rows, times: Times) -> Iterator[tuple[int, int, int, int]]:
+    """The same, with the place of their rows in ``Times`` instead of their number."""
+    for device, block, number, ticks in steps_of(rows):
+        yield device, block, int(times.computation_first[block]) + number, ticks
 
 
 def device_times(rows: Rows, times: Times) -> tuple[DeviceTime, ...]:
     """By device."""
     devices, total = len(rows.schedule.group), makespan_of(times)
-    work: list[dict[Work, int]] = [{} for _ in range(devices)]
+    work: list[dict[str, int]] = [{} for _ in range(devices)]
     computing: list[list[Spans]] = [[] for _ in range(devices)]
     for device, block, place, ticks in computations(rows, times):
         spans = _spans(times.computation_start, times.computation_end, place)
@@ -102,6 +108,18 @@ def device_times(rows: Rows, times: Times) -> tuple[DeviceTime, ...]:
         _device_time(total, work[d], _joined(computing[d]), {sort: _joined(row) for sort, row in moving[d].items()})
         for d in range(devices)
     )
+
+
+def stage_seconds(rows: Rows, stages: Stages) -> list[tuple[float, float]]:
+    """By stage: computing of one microbatch, forward and backward (what is computed again included), on the device that
+    computes most, s."""
+    operators = int(rows.schedule.argument[rows.schedule.kind == FORWARD].max()) + 1
+    stage_of, ticks = stages.of(operators), np.zeros((len(stages), 2, len(rows.schedule.group)), np.int64)
+    for device, block, _, own in steps_of(rows):
+        if (kind := int(rows.schedule.kind[block])) in _WORK and kind != UPDATE:
+            ticks[stage_of[int(rows.schedule.argument[block])], int(kind != FORWARD), device] += own
+    most = ticks[np.arange(len(stages)), :, ticks.sum(axis=1).argmax(axis=1)] * TICK
+    return [(float(forward), float(backward)) for forward, backward in most]
 
 
 class Pass(NamedTuple):
@@ -146,12 +164,12 @@ def makespan_of(times: Times) -> int:
 
 
 def _device_time(
-    total: int, work: Mapping[Work, int], computing: Spans, moving: Mapping[Sort, Spans]
+    total: int, work: Mapping[str, int], computing: Spans, moving: Mapping[str, Spans]
 ) -> DeviceTime:  # fmt: skip
     own = sum(work.values())
     # Where devices share a processor, a task's span holds turns of others; those count as waiting, not computing.
     left, together, before = total - own, computing, covered(computing)
-    exposed: dict[Sort, float] = {}
+    exposed: dict[str, float] = {}
     for sort in SORTS:
         if sort in moving:
             together = np.concatenate([together, moving[sort]])
@@ -166,10 +184,10 @@ def _device_time(
     )  # fmt: skip
 
 
-def _moving(rows: Rows, times: Times) -> list[dict[Sort, list[Spans]]]:
+def _moving(rows: Rows, times: Times) -> list[dict[str, list[Spans]]]:
     """By device and sort, when it takes part in communications."""
     segments, devices = rows.segments, len(rows.schedule.group)
-    found: list[dict[Sort, list[Spans]]] = [{} for _ in range(devices)]
+    found: list[dict[str, list[Spans]]] = [{} for _ in range(devices)]
     for block, segment in enumerate(rows.segment.tolist()):
         first = int(segments.communication_first[segment])
         count = int(segments.communication_last[segment]) - first
@@ -194,7 +212,7 @@ def _moving(rows: Rows, times: Times) -> list[dict[Sort, list[Spans]]]:
     return found
 
 
-def _sort(rows: Rows, block: int, members: set[int]) -> Sort:
+def _sort(rows: Rows, block: int, members: set[int]) -> str:
     kind = int(rows.schedule.kind[block])
     if kind in (GATHER, REGATHER):
         return "gather"

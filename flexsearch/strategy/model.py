@@ -119,12 +119,12 @@ class Strategy:
         if not is_whole(self.stages, topology):
             count = f"{len(self.stages)} stages" if len(self.stages) > 1 else "a stage with a mesh of its own"
             raise StrategyError(
-                f"stages: the strategy has {count}; plans with one stage on all devices can be run and searched further",
+                f"stages: the strategy has {count}; plans with one stage on all devices can be run and searched",
                 remedy.format("`stages`, and give positions among all devices,"),
             )
         if self.microbatches > 1:
             raise StrategyError(
-                f"microbatches: the strategy has {self.microbatches}; plans with one can be run and searched further",
+                f"microbatches: the strategy has {self.microbatches}; plans with one can be run and searched",
                 remedy.format("`microbatches`"),
             )
 
