@@ -60,7 +60,7 @@ def explain(
     With --operator: what every other config of that operator would cost, everything else fixed.
     """
     plan = _load(strategy)
-    setting = setting_of(strategy, plan, graph, None, profile, Size(batch, seq), "--graph GRAPH", staged=True)
+    setting = setting_of(strategy, plan, graph, None, profile, Size(batch, seq), "--graph GRAPH")
     if operator is not None:
         _explain_operator(setting, plan, operator, None if everything else 12, as_json)
         return
@@ -158,7 +158,7 @@ def _two(
                 f"Only plans for the same {what} can be compared.",
             )
     path = a if loaded[0] is not None else b
-    setting = setting_of(path, known, graph, None, profile, size, "--graph GRAPH", staged=True)
+    setting = setting_of(path, known, graph, None, profile, size, "--graph GRAPH")
     first, second = (
         plan or setting.baseline(str(path), known.options) for plan, path in zip(loaded, (a, b), strict=True)
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -137,6 +138,33 @@ def _say(
         tell(f"\n{why}Plans with stages and microbatches can be simulated, not run yet.")
     command = " ".join(filter(None, ("flexsearch simulate", setting.graph.name, size, f"-s {output}")))
     tell(f"Wrote {output}. Simulate it with: {command}")
+
+
+def compare_staged(setting: Setting, strategies: Mapping[str, Strategy], as_json: bool) -> None:
+    """Simulate plans of which some have stages or microbatches, and print them, those that fit and the fastest
+    first."""
+    from flexsearch.report.layouts import staged_data, staged_table
+
+    with Live(compiling()):
+        rows = [setting.staged_row(name, strategy) for name, strategy in strategies.items()]
+        rows.sort(key=lambda row: (row.step.missing > 0, row.step.makespan_s, row.name))
+        data = {
+            "graph": setting.graph.name, "topology": setting.topology.name,
+            "plans": [staged_data(setting.graph, row) for row in rows],
+        }  # fmt: skip
+
+    def human() -> None:
+        from flexsearch.cli.details import headline, tell
+        from flexsearch.report.layouts import usage_words
+
+        tell(headline(setting), indent=2)
+        stdout.print()
+        stdout.print(staged_table(setting.graph, rows))
+        stdout.print()
+        for row in rows:
+            tell(f"{row.name}: {usage_words(row.step)}", indent=2)
+
+    show(as_json, data, human)
 
 
 def simulate_staged(setting: Setting, name: str, strategy: Strategy, trace: Path | None, as_json: bool) -> None:

@@ -86,7 +86,7 @@ def plot(
     from flexsearch.strategy import Strategy
 
     plan = Strategy.load(strategy)
-    setting = setting_of(strategy, plan, graph, None, profile, Size(batch, seq), "--graph GRAPH", staged=True)
+    setting = setting_of(strategy, plan, graph, None, profile, Size(batch, seq), "--graph GRAPH")
     if beside and what != "memory-over-time":
         raise typer.BadParameter("goes with --what memory-over-time", param_hint="--beside")
     if not plan.is_plain and what is not None and what not in _OF_LAYOUTS:
@@ -95,7 +95,7 @@ def plot(
             "tell it of others",
             param_hint="--what",
         )
-    others = {str(path): load_strategy(path, setting) for path in beside or []}
+    others = {str(path): load_strategy(path, setting, staged=True) for path in beside or []}
     if budget is not None:
         from flexsearch.api import parse_budget
 

@@ -25,7 +25,7 @@ import numpy as np
 
 from flexsearch.errors import FlexsearchError
 from flexsearch.graph import OperatorGraph
-from flexsearch.lower.actions import SPLIT_KINDS, Action, actions, check_orders, last_microbatch
+from flexsearch.lower.actions import Action, actions, check_orders, last_microbatch
 from flexsearch.lower.recompute import before_backward, regathered_weights, regions_of
 from flexsearch.lower.rows import (
     BACKWARD,
@@ -39,6 +39,7 @@ from flexsearch.lower.rows import (
     Schedule,
 )
 from flexsearch.strategy import Options
+from flexsearch.strategy.schedule import SPLIT_KINDS, ranks_of
 from flexsearch.strategy.stage import ScheduleKind
 
 NOBODY: Final = -1
@@ -323,9 +324,9 @@ def trains(graph: OperatorGraph, operator: int) -> bool:
 # ---- the schedule
 
 
-def orders_of(stages: Stages, devices: int) -> tuple[list[tuple[int, ...]], Sequence[Sequence[Action]]]:
-    """The ranks of a pipeline on ``devices``, each as the stages that it holds, and what each of them runs."""
-    groups = sorted({row for d in range(devices) if (row := _held(stages, d))})
+def orders_of(stages: Stages) -> tuple[list[tuple[int, ...]], Sequence[Sequence[Action]]]:
+    """The ranks of a pipeline, each as the stages that it holds, and what each of them runs."""
+    groups = ranks_of(stages.devices)
     return groups, stages.orders or actions(_kind(stages), groups, stages.microbatches)
 
 
@@ -341,7 +342,7 @@ def _kind(stages: Stages) -> ScheduleKind:
 
 def make_schedule(blocks: Blocks, stages: Stages, devices: int) -> Schedule:
     """Which blocks each of ``devices`` runs when. Devices without a stage run none."""
-    groups, orders = orders_of(stages, devices)
+    groups, orders = orders_of(stages)
     plans: dict[tuple[int, ...], list[tuple[range, int]]] = {(): []}
     kind = _kind(stages)
     if stages.orders:

@@ -118,7 +118,7 @@ class Actions:
             self.stage_of[min((i for i, _ in graph.consumers[t.name]), default=0)] for t in graph.of_kind("parameter")
         ]
         """By weight, the stage that reads it first."""
-        _, orders = orders_of(stages, len(lowered.topology.devices))
+        _, orders = orders_of(stages)
         self.divided = {(a.stage, a.microbatch) for row in orders for a in row if a.kind == "W"}
 
     def of(self, row: Row) -> Action | None:

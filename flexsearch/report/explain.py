@@ -208,11 +208,14 @@ def _stage_table(told: Explanation) -> Iterator[Told]:
     passes = stage_seconds(lowered.rows, lowered.stages)
     slowest = max(range(len(passes)), key=lambda s: sum(passes[s]))
     ends = [*lowered.stages.first[1:], len(lowered.graph.operators)]
+    # What prepares the targets comes first, but belongs to the loss.
+    end = lowered.graph.operators[lowered.graph.producer[lowered.graph.loss]].module
     yield f"\nThe stages: computing of one microbatch on its busiest device; stage {slowest} is the slowest"
     made = table(("stage", 5), ("layers", 20), ("devices", 12), ("forward", None), ("backward", None))
     for s, (first, last) in enumerate(zip(lowered.stages.first, ends, strict=True)):
         ops = lowered.graph.operators[first:last]
-        names = [op.module or op.name for op in ops if not kind_of(op).bookkeeping] or [ops[0].name]
+        own = [op for op in ops if not kind_of(op).bookkeeping and (op.module != end or s == len(passes) - 1)]
+        names = [op.module or op.name for op in own or ops]
         devices = device_set(lowered.topology, lowered.stages.devices[s])
         made.add(str(s), folded(list(dict.fromkeys(names))), devices, *map(seconds, passes[s]),
                  style="bold" if s == slowest else "")  # fmt: skip

@@ -41,7 +41,7 @@ def layout_comparison(found: LayoutComparison) -> Iterator[Told]:
     if not found.differences:
         yield "\nThe plans are the same."
         return
-    yield "\n"
+    yield ""
     made = table(("", 16), ("A", None), ("B", None), ("difference", None))
     for words, a, b, told in _rows(found):
         made.add(words, told(a), told(b), signed(b - a, told))

@@ -71,7 +71,6 @@ def distribute(
     fuse: bool = True,
 ) -> Parallel:
     """:func:`parallelize` for a model that has been imported already (``import_with_constants``)."""
-    strategy.check_supported(imported.graph, strategy.cluster)
     strategy.check_runnable()
     device = join(strategy.cluster, timeout_s)
     lowered = lower(imported.graph, strategy, strategy.cluster, Costs(imported.graph, strategy.cluster))
