@@ -26,6 +26,7 @@ from flexsearch.simulate import Simulation, over_memory
 from flexsearch.simulate import simulate as simulate_lowered
 from flexsearch.simulate.staged import Step as StagedStep
 from flexsearch.simulate.staged import step_of_strategy
+from flexsearch.simulate.variants import Plan, Variants
 from flexsearch.strategy import OperatorConfig, Options, Prediction, Strategy
 from flexsearch.strategy.baselines import baselines, effective
 from flexsearch.strategy.pipeline import Pipeline
@@ -194,6 +195,10 @@ class Setting:
         made for another graph or topology."""
         return step_of_strategy(self.graph, strategy, self.costs.profile)
 
+    @property
+    def _variants(self) -> Variants:
+        return Variants(self.graph, self.topology, self.costs.profile)
+
     def explain(
         self, strategy: Strategy, tries: int = 500, on_progress: Callable[[str, int, int], None] | None = None
     ) -> Explanation:
@@ -202,7 +207,9 @@ class Setting:
         ``on_progress``: called with (what, done, of how many). Raises StrategyError."""
         from flexsearch.explaining import explain
 
-        return explain(self, strategy, tries, on_progress)
+        lowered = self.lower(strategy)
+        layout = None if strategy.is_plain else (self._variants, Plan.of(strategy, self.graph))
+        return explain(lowered, layout, self.costs.profile, tries, on_progress)
 
     def choice(self, strategy: Strategy, operator: str, most: int | None = 12) -> OperatorChoice:
         """Why an operator is as it is and not otherwise: for ``report.choices.operator_choice`` and ``operator_data``.
@@ -210,7 +217,7 @@ class Setting:
         name, with the names that are close."""
         from flexsearch.explaining import choice
 
-        return choice(self, strategy, operator, most)
+        return choice(self.lower(strategy), operator, most)
 
     def difference(
         self, a: Strategy, b: Strategy, names: tuple[str, str] = ("A", "B")
@@ -222,13 +229,18 @@ class Setting:
         from flexsearch.explaining import difference, layout_difference
 
         if not (a.is_plain and b.is_plain):
-            return layout_difference(self, a, b, names)
+            for strategy in (a, b):
+                strategy.check(self.graph, self.topology)
+            plans = Plan.of(a, self.graph), Plan.of(b, self.graph)
+            return layout_difference(
+                self._variants, plans, (self.staged_row(names[0], a), self.staged_row(names[1], b))
+            )
         if a.options.precision != b.options.precision:
             raise StrategyError(
                 f"the plans are in different precisions, {a.options.precision} and {b.options.precision}",
                 "Compare their times with `flexsearch compare -s A -s B`.",
             )
-        return difference(self, a, b, names, (self.name_of(a), self.name_of(b)))
+        return difference((self.lower(a), self.lower(b)), names, (self.name_of(a), self.name_of(b)))
 
     def prove(
         self,

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from difflib import get_close_matches
-from typing import TYPE_CHECKING, cast
+from typing import cast
 
+from flexsearch.cost import Profile
 from flexsearch.errors import StrategyError
 from flexsearch.graph import OperatorGraph
 from flexsearch.lower import Lowered
@@ -14,6 +15,7 @@ from flexsearch.report.choices import OperatorChoice, alike
 from flexsearch.report.differences import Comparison, OptionEffect
 from flexsearch.report.explain import Choice, Explanation, LayoutChoice
 from flexsearch.report.layout_differences import LayoutComparison, LayoutDifference
+from flexsearch.report.layouts import StagedRow
 from flexsearch.report.path import folded
 from flexsearch.report.trace import MOST_TASKS
 from flexsearch.report.words import split_words
@@ -26,21 +28,19 @@ from flexsearch.simulate.simulation import rows_seconds, times_of
 from flexsearch.simulate.usage import count_tasks
 from flexsearch.simulate.variants import PARTS, Part, Plan, Variants
 from flexsearch.simulate.whatif import count, what_ifs
-from flexsearch.strategy import Options, Strategy
+from flexsearch.strategy import Options
 from flexsearch.strategy.baselines import baseline
-
-if TYPE_CHECKING:
-    from flexsearch.api import Setting
 
 OnProgress = Callable[[str, int, int], None]
 """Called with what is done, how many are done, and of how many."""
 
 def explain(
-    setting: Setting, strategy: Strategy, tries: int, on_progress: OnProgress | None = None
+    lowered: Lowered, layout: tuple[Variants, Plan] | None, profile: Profile | None, tries: int,
+    on_progress: OnProgress | None = None,
 ) -> Explanation:  # fmt: skip
-    """Where a plan's time goes, what would help, and what its choices bring; see ``Setting.explain``."""
+    """Where a plan's time goes, what would help, and what its choices bring; see ``Setting.explain``. ``layout``: of
+    one with stages or microbatches."""
     report = on_progress or (lambda what, done, of: None)
-    lowered = setting.lower(strategy)
     if (tasks := count_tasks(times_of(lowered.rows))) > MOST_TASKS:
         raise StrategyError(
             f"a step of this plan has {tasks:,} tasks; what holds it up can be told of {MOST_TASKS:,}",
@@ -49,12 +49,12 @@ def explain(
     row = PlanRow("the plan", simulate(lowered), lowered)
     steps = critical_path(lowered.tasks)
     changes = []
-    for one in what_ifs(lowered, setting.costs.profile):
+    for one in what_ifs(lowered, profile):
         changes.append(one)
         report("what would help", len(changes), count(lowered.lowering.network))
     space, effects = Space(lowered.graph, lowered.topology), effects_of(lowered)
-    choices = list(_choices(space, effects, lowered, report)) if strategy.is_plain else []
-    layouts = list(_layouts(setting, strategy, report)) if not strategy.is_plain else []
+    choices = list(_choices(space, effects, lowered, report)) if layout is None else []
+    layouts = list(_layouts(*layout, report)) if layout is not None else []
     single = SingleChanges(0, 0, ())
     for tried, single in single_changes(space, effects, tries):
         report("other configs", tried, min(tries, single.possible))
@@ -75,9 +75,8 @@ def _choices(space: Space, effects: Effects, lowered: Lowered, report: OnProgres
             yield Choice(group, reverted(space, effects, group.operators, plain))
 
 
-def _layouts(setting: Setting, strategy: Strategy, report: OnProgress) -> Iterator[LayoutChoice]:
+def _layouts(variants: Variants, plan: Plan, report: OnProgress) -> Iterator[LayoutChoice]:
     """The same layout with one of its numbers, its order or its options changed."""
-    plan, variants = Plan.of(strategy, setting.graph), Variants(setting.graph, setting.topology, setting.costs.profile)
     others = list(plan.neighbours())
     for k, (part, other) in enumerate(others):
         report("other layouts", k, len(others))
@@ -86,9 +85,9 @@ def _layouts(setting: Setting, strategy: Strategy, report: OnProgress) -> Iterat
             yield LayoutChoice(part, str(plan.value(part)), str(other.value(part)), outcome.seconds, outcome.missing)
 
 
-def choice(setting: Setting, strategy: Strategy, operator: str, most: int | None) -> OperatorChoice:
+def choice(lowered: Lowered, operator: str, most: int | None) -> OperatorChoice:
     """Why an operator is as it is and not otherwise; see ``Setting.choice``."""
-    index, lowered = find_operator(setting.graph, operator), setting.lower(strategy)
+    index = find_operator(lowered.graph, operator)
     space, effects = Space(lowered.graph, lowered.topology), effects_of(lowered)
     found = best_first(list(alternatives(space, effects, index)))
     told = alike(found)[:most]
@@ -119,14 +118,13 @@ def find_operator(graph: OperatorGraph, name: str) -> int:
 
 
 def difference(
-    setting: Setting, a: Strategy, b: Strategy, names: tuple[str, str], baselines: tuple[str, str]
-) -> Comparison:
+    lowered: tuple[Lowered, Lowered], names: tuple[str, str], baselines: tuple[str, str]
+) -> Comparison:  # fmt: skip
     """What differs between two plans without stages and microbatches, and what each difference costs; see
     ``Setting.difference``. ``baselines``: the baselines that split every operator as the plans do, empty where there is
     none."""
-    lowered = [setting.lower(strategy) for strategy in (a, b)]
     rows = [PlanRow(name, simulate(plan), plan) for name, plan in zip(names, lowered, strict=True)]
-    space, effects = Space(lowered[0].graph, setting.topology), (effects_of(lowered[0]), effects_of(lowered[1]))
+    space, effects = Space(lowered[0].graph, lowered[0].topology), (effects_of(lowered[0]), effects_of(lowered[1]))
     sorts = changed(space, lowered[0].configs, lowered[1].configs)
     paths = tuple(critical_path(row.lowered.tasks) for row in rows)
     return Comparison(
@@ -149,27 +147,23 @@ def _option_effects(a: Lowered, b: Lowered) -> Iterator[OptionEffect]:
 
 
 def layout_difference(
-    setting: Setting, a: Strategy, b: Strategy, names: tuple[str, str]
+    variants: Variants, plans: tuple[Plan, Plan], rows: tuple[StagedRow, StagedRow]
 ) -> LayoutComparison:  # fmt: skip
     """The same of plans with stages or microbatches."""
-    variants = Variants(setting.graph, setting.topology, setting.costs.profile)
-    plans = [Plan.of(strategy, setting.graph) for strategy in (a, b)]
-    first, second = plans
-    found = []
+    (first, second), graph, found = plans, variants.graph, []
     for part in (parts := first.differing(second)):
         values = str(first.value(part)), str(second.value(part))
         outcomes = variants.outcome(first.having(part, second)), variants.outcome(second.having(part, first))
         found.append(LayoutDifference(PARTS[part], values, outcomes))
     if "devices" not in parts:
-        space = Space(setting.graph, setting.topology)
+        space = Space(graph, variants.topology)
         for leader, operators in changed(space, first.configs, second.configs):
-            ops = setting.graph.operators
+            ops = graph.operators
             words = folded([ops[i].module or ops[i].name for i in operators])
-            old, new = (split_words(setting.graph, ops[leader], plan.configs[leader]) for plan in plans)
+            old, new = (split_words(graph, ops[leader], plan.configs[leader]) for plan in plans)
             outcomes = (
                 variants.outcome(first.splitting(operators, second)),
                 variants.outcome(second.splitting(operators, first)),
             )
             found.append(LayoutDifference(words, (old, new), outcomes))
-    rows = [setting.staged_row(name, strategy) for name, strategy in zip(names, (a, b), strict=True)]
-    return LayoutComparison(rows[0], rows[1], tuple(found))
+    return LayoutComparison(*rows, tuple(found))
