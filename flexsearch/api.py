@@ -12,7 +12,7 @@ from flexsearch.errors import StrategyError, TopologyError
 from flexsearch.files import shipped_names
 from flexsearch.graph import OperatorGraph
 from flexsearch.graph.precision import with_precision
-from flexsearch.lower import Lowered, Lowering, lower
+from flexsearch.lower import Lowered, lower
 from flexsearch.lower.limits import refuse_endless_turns
 from flexsearch.proof.exhaustive import Optimum, Step, exhaustive
 from flexsearch.proof.spaces import aligned_configs
@@ -26,8 +26,10 @@ from flexsearch.simulate import Simulation, over_memory
 from flexsearch.simulate import simulate as simulate_lowered
 from flexsearch.simulate.staged import Step as StagedStep
 from flexsearch.simulate.staged import step_of_strategy
+from flexsearch.simulate.variants import Plan, Variants
 from flexsearch.strategy import OperatorConfig, Options, Prediction, Strategy
 from flexsearch.strategy.baselines import baselines, effective
+from flexsearch.strategy.pipeline import Pipeline
 from flexsearch.topology import Topology
 
 if TYPE_CHECKING:
@@ -37,6 +39,8 @@ if TYPE_CHECKING:
     from flexsearch.report.choices import OperatorChoice
     from flexsearch.report.differences import Comparison
     from flexsearch.report.explain import Explanation
+    from flexsearch.report.layout_differences import LayoutComparison
+    from flexsearch.report.layouts import StagedRow
     from flexsearch.runtime.parallel import Loss
 
 
@@ -71,8 +75,17 @@ class Setting:
         return PlanRow(name, simulate_lowered(lowered), lowered)
 
     def lower(self, strategy: Strategy) -> Lowered:
-        """The strategy's task graph. Raises StrategyError if it was made for another graph or topology."""
+        """The strategy's task graph: of one with replicas of its stages, that of one block of devices. Raises
+        StrategyError if it was made for another graph or topology."""
         return lower(self.graph, strategy, self.topology, self.costs)
+
+    def staged_row(self, name: str, strategy: Strategy) -> StagedRow:
+        """Any strategy, also one with stages and microbatches, as a row of a comparison of layouts."""
+        from flexsearch.report.layouts import StagedRow
+
+        sharded = any(config.shard_weights for config in strategy.configs.values())
+        pipeline = Pipeline.of(strategy, self.graph)
+        return StagedRow(name, pipeline, strategy.options, self.step(strategy), sharded)
 
     def under(self, options: Options | None) -> Setting:
         """The same in the precision of plans with these options."""
@@ -80,10 +93,6 @@ class Setting:
         if graph is self.graph:
             return self
         return Setting(graph, self.topology, Costs(graph, self.topology, self.costs.profile))
-
-    def _lowering(self, options: Options) -> Lowering:
-        here = self.under(options)
-        return Lowering(here.graph, here.topology, here.costs)
 
     def baseline(self, name: str, options: Options | None = None) -> Strategy:
         """A baseline by name, with the bucket size that suits it best; of ``options`` the bucket size does not
@@ -103,7 +112,9 @@ class Setting:
 
     def name_of(self, strategy: Strategy) -> str:
         """Name of the baseline that splits every operator as the strategy does, whatever its options for the whole
-        step; empty if none does."""
+        step; empty if none does, as with stages or microbatches."""
+        if not strategy.is_plain:
+            return ""
         here = self.under(strategy.options)
         plans = baselines(here.graph, here.topology, strategy.options, whole_seconds(here.graph, here.costs))
         own = self._effective(strategy)
@@ -184,6 +195,10 @@ class Setting:
         made for another graph or topology."""
         return step_of_strategy(self.graph, strategy, self.costs.profile)
 
+    @property
+    def _variants(self) -> Variants:
+        return Variants(self.graph, self.topology, self.costs.profile)
+
     def explain(
         self, strategy: Strategy, tries: int = 500, on_progress: Callable[[str, int, int], None] | None = None
     ) -> Explanation:
@@ -192,7 +207,9 @@ class Setting:
         ``on_progress``: called with (what, done, of how many). Raises StrategyError."""
         from flexsearch.explaining import explain
 
-        return explain(self._lowering(strategy.options), strategy, tries, on_progress)
+        lowered = self.lower(strategy)
+        layout = None if strategy.is_plain else (self._variants, Plan.of(strategy, self.graph))
+        return explain(lowered, layout, self.costs.profile, tries, on_progress)
 
     def choice(self, strategy: Strategy, operator: str, most: int | None = 12) -> OperatorChoice:
         """Why an operator is as it is and not otherwise: for ``report.choices.operator_choice`` and ``operator_data``.
@@ -200,20 +217,30 @@ class Setting:
         name, with the names that are close."""
         from flexsearch.explaining import choice
 
-        return choice(self._lowering(strategy.options), strategy, operator, most)
+        return choice(self.lower(strategy), operator, most)
 
-    def difference(self, a: Strategy, b: Strategy, names: tuple[str, str] = ("A", "B")) -> Comparison:
+    def difference(
+        self, a: Strategy, b: Strategy, names: tuple[str, str] = ("A", "B")
+    ) -> Comparison | LayoutComparison:
         """What differs between two plans and what each difference costs: for ``report.differences.comparison`` and
-        ``comparison_data``. Raises StrategyError if one was made for another graph or topology, or if they are not in
-        the same precision."""
-        from flexsearch.explaining import difference
+        ``comparison_data``; if one of them has stages or microbatches, for ``layout_comparison`` and
+        ``layout_comparison_data``. Raises StrategyError if one was made for another graph or topology, or if they have
+        neither and are not in the same precision."""
+        from flexsearch.explaining import difference, layout_difference
 
+        if not (a.is_plain and b.is_plain):
+            for strategy in (a, b):
+                strategy.check(self.graph, self.topology)
+            plans = Plan.of(a, self.graph), Plan.of(b, self.graph)
+            return layout_difference(
+                self._variants, plans, (self.staged_row(names[0], a), self.staged_row(names[1], b))
+            )
         if a.options.precision != b.options.precision:
             raise StrategyError(
                 f"the plans are in different precisions, {a.options.precision} and {b.options.precision}",
                 "Compare their times with `flexsearch compare -s A -s B`.",
             )
-        return difference(self._lowering(a.options), a, b, names, (self.name_of(a), self.name_of(b)))
+        return difference((self.lower(a), self.lower(b)), names, (self.name_of(a), self.name_of(b)))
 
     def prove(
         self,

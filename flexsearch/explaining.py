@@ -2,76 +2,102 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from difflib import get_close_matches
-from typing import Final
+from typing import cast
 
+from flexsearch.cost import Profile
 from flexsearch.errors import StrategyError
 from flexsearch.graph import OperatorGraph
-from flexsearch.lower import Lowering
+from flexsearch.lower import Lowered
 from flexsearch.report import PlanRow, groups
 from flexsearch.report.choices import OperatorChoice, alike
 from flexsearch.report.differences import Comparison, OptionEffect
-from flexsearch.report.explain import Choice, Explanation
+from flexsearch.report.explain import Choice, Explanation, LayoutChoice
+from flexsearch.report.layout_differences import LayoutComparison, LayoutDifference
+from flexsearch.report.layouts import StagedRow
+from flexsearch.report.path import folded
+from flexsearch.report.trace import MOST_TASKS
+from flexsearch.report.words import split_words
 from flexsearch.search.alternatives import alternatives, best_first, reverted, single_changes, weigh
 from flexsearch.search.differences import changed, differences
 from flexsearch.search.space import Space
-from flexsearch.simulate import critical_path, makespan, simulate
+from flexsearch.simulate import critical_path, simulate
 from flexsearch.simulate.effects import Effects, SingleChanges
+from flexsearch.simulate.simulation import rows_seconds, times_of
+from flexsearch.simulate.usage import count_tasks
+from flexsearch.simulate.variants import PARTS, Part, Plan, Variants
 from flexsearch.simulate.whatif import count, what_ifs
-from flexsearch.strategy import OperatorConfig, Options, Strategy
+from flexsearch.strategy import Options
 from flexsearch.strategy.baselines import baseline
 
 OnProgress = Callable[[str, int, int], None]
 """Called with what is done, how many are done, and of how many."""
 
-OPTIONS: Final = {
-    "bucket_bytes": "gradient buckets", "optimizer": "optimizer", "prefetch": "prefetch of sharded weights",
-    "recompute": "recomputation", "reshard_after_forward": "second gather of sharded weights",
-}  # fmt: skip
-"""Options of the whole step, in words."""
-
-
-def explain(lowering: Lowering, strategy: Strategy, tries: int, on_progress: OnProgress | None = None) -> Explanation:
-    """Where a plan's time goes, what would help, and what its choices bring; see ``Setting.explain``."""
+def explain(
+    lowered: Lowered, layout: tuple[Variants, Plan] | None, profile: Profile | None, tries: int,
+    on_progress: OnProgress | None = None,
+) -> Explanation:  # fmt: skip
+    """Where a plan's time goes, what would help, and what its choices bring; see ``Setting.explain``. ``layout``: of
+    one with stages or microbatches."""
     report = on_progress or (lambda what, done, of: None)
-    graph, topology = lowering.graph, lowering.topology
-    strategy.check_supported(graph, topology)
-    configs = strategy.in_order(graph)
-    lowered = lowering.lower(configs, strategy.options)
+    if (tasks := count_tasks(times_of(lowered.rows))) > MOST_TASKS:
+        raise StrategyError(
+            f"a step of this plan has {tasks:,} tasks; what holds it up can be told of {MOST_TASKS:,}",
+            "Explain it with fewer microbatches and a smaller --batch; `flexsearch simulate` tells where time goes.",
+        )
     row = PlanRow("the plan", simulate(lowered), lowered)
     steps = critical_path(lowered.tasks)
     changes = []
-    for one in what_ifs(lowered, lowering, lowering.costs.profile):
+    for one in what_ifs(lowered, profile):
         changes.append(one)
-        report("what would help", len(changes), count(topology))
-    space, effects = Space(graph, topology), Effects(lowering, configs, strategy.options)
-    plain = baseline("data-parallel", graph, topology).in_order(graph)
-    choices = []
-    for k, group in enumerate(told := groups(lowered)):
-        report("what the choices bring", k, len(told))
-        if any(configs[i] != plain[i] for i in group.operators):
-            choices.append(Choice(group, reverted(space, effects, group.operators, plain)))
+        report("what would help", len(changes), count(lowered.lowering.network))
+    space, effects = Space(lowered.graph, lowered.topology), effects_of(lowered)
+    choices = list(_choices(space, effects, lowered, report)) if layout is None else []
+    layouts = list(_layouts(*layout, report)) if layout is not None else []
     single = SingleChanges(0, 0, ())
     for tried, single in single_changes(space, effects, tries):
         report("other configs", tried, min(tries, single.possible))
-    return Explanation(row, steps, tuple(changes), tuple(choices), single)
+    return Explanation(row, steps, tuple(changes), tuple(choices), single, tuple(layouts))
 
 
-def choice(lowering: Lowering, strategy: Strategy, operator: str, most: int | None) -> OperatorChoice:
+def effects_of(lowered: Lowered) -> Effects:
+    """What it would cost to change configs of a plan."""
+    return Effects(lowered.lowering, lowered.configs, lowered.options, lowered.stages)
+
+
+def _choices(space: Space, effects: Effects, lowered: Lowered, report: OnProgress) -> Iterator[Choice]:
+    """The parts of a plan that are not data parallel."""
+    plain = baseline("data-parallel", lowered.graph, lowered.topology).in_order(lowered.graph)
+    for k, group in enumerate(told := groups(lowered)):
+        report("what the choices bring", k, len(told))
+        if any(lowered.configs[i] != plain[i] for i in group.operators):
+            yield Choice(group, reverted(space, effects, group.operators, plain))
+
+
+def _layouts(variants: Variants, plan: Plan, report: OnProgress) -> Iterator[LayoutChoice]:
+    """The same layout with one of its numbers, its order or its options changed."""
+    others = list(plan.neighbours())
+    for k, (part, other) in enumerate(others):
+        report("other layouts", k, len(others))
+        outcome = variants.outcome(other)
+        if outcome.seconds is not None:
+            yield LayoutChoice(part, str(plan.value(part)), str(other.value(part)), outcome.seconds, outcome.missing)
+
+
+def choice(lowered: Lowered, operator: str, most: int | None) -> OperatorChoice:
     """Why an operator is as it is and not otherwise; see ``Setting.choice``."""
-    graph, topology = lowering.graph, lowering.topology
-    strategy.check_supported(graph, topology)
-    index, space = find_operator(graph, operator), Space(graph, topology)
-    effects = Effects(lowering, strategy.in_order(graph), strategy.options)
+    index = find_operator(lowered.graph, operator)
+    space, effects = Space(lowered.graph, lowered.topology), effects_of(lowered)
     found = best_first(list(alternatives(space, effects, index)))
     told = alike(found)[:most]
     weighed = weigh(effects, index, [one for one, _ in told])
     shown = tuple((one, more) for one, (_, more) in zip(weighed, told, strict=True))
-    follow = tuple(i for i in space.follow(index, effects.configs[index]) if i != index)
+    own = effects.configs[index]
+    follow = tuple(i for i in space.follow(index, own) if i != index and effects.allows(i, own))
     leaders = {member: leader for leader, members in space.groups.items() for _, member, _ in members}
     return OperatorChoice(
-        effects.lower({}), index, effects.base_s, effects.loads({}), tuple(found), shown, follow, leaders.get(index)
+        lowered, index, effects.base_s, effects.loads({}), tuple(found), shown, follow, leaders.get(index)
     )
 
 
@@ -92,33 +118,52 @@ def find_operator(graph: OperatorGraph, name: str) -> int:
 
 
 def difference(
-    lowering: Lowering, a: Strategy, b: Strategy, names: tuple[str, str], baselines: tuple[str, str]
-) -> Comparison:
-    """What differs between two plans and what each difference costs; see ``Setting.difference``. ``baselines``: the
-    baselines that split every operator as the plans do, empty where there is none."""
-    graph, topology = lowering.graph, lowering.topology
-    for strategy in (a, b):
-        strategy.check_supported(graph, topology)
-    first, second = (s.in_order(graph) for s in (a, b))
-    lowered = lowering.lower(first, a.options), lowering.lower(second, b.options)
+    lowered: tuple[Lowered, Lowered], names: tuple[str, str], baselines: tuple[str, str]
+) -> Comparison:  # fmt: skip
+    """What differs between two plans without stages and microbatches, and what each difference costs; see
+    ``Setting.difference``. ``baselines``: the baselines that split every operator as the plans do, empty where there is
+    none."""
     rows = [PlanRow(name, simulate(plan), plan) for name, plan in zip(names, lowered, strict=True)]
-    space = Space(graph, topology)
-    sorts = changed(space, first, second)
-    effects = Effects(lowering, first, a.options), Effects(lowering, second, b.options)
+    space, effects = Space(lowered[0].graph, lowered[0].topology), (effects_of(lowered[0]), effects_of(lowered[1]))
+    sorts = changed(space, lowered[0].configs, lowered[1].configs)
     paths = tuple(critical_path(row.lowered.tasks) for row in rows)
     return Comparison(
         rows[0], rows[1], paths[0], paths[1], tuple(differences(*effects, sorts)) if sorts else (),
-        tuple(_option_effects(lowering, (first, a.options), (second, b.options))), baselines,
+        tuple(_option_effects(*lowered)), baselines,
     )  # fmt: skip
 
 
-def _option_effects(
-    lowering: Lowering, a: tuple[Sequence[OperatorConfig], Options], b: tuple[Sequence[OperatorConfig], Options]
-) -> Iterator[OptionEffect]:
+def _option_effects(a: Lowered, b: Lowered) -> Iterator[OptionEffect]:
     """Each option that differs, alone: changed in the first plan, and changed back in the second."""
-    for field, words in OPTIONS.items():
-        old, new = getattr(a[1], field), getattr(b[1], field)
+    for field in Options.model_fields:
+        old, new = getattr(a.options, field), getattr(b.options, field)
         if old != new:
-            there, back = a[1].model_copy(update={field: new}), b[1].model_copy(update={field: old})
-            times = (makespan(lowering.lower(c, o)) for c, o in ((a[0], there), (b[0], back)))
-            yield OptionEffect(words, str(old), str(new), *times)
+            there, back = a.options.model_copy(update={field: new}), b.options.model_copy(update={field: old})
+            times = (
+                rows_seconds(plan.lowering.rows(plan.configs, options, plan.stages))
+                for plan, options in ((a, there), (b, back))
+            )
+            yield OptionEffect(PARTS[cast(Part, field)], str(old), str(new), *times)
+
+
+def layout_difference(
+    variants: Variants, plans: tuple[Plan, Plan], rows: tuple[StagedRow, StagedRow]
+) -> LayoutComparison:  # fmt: skip
+    """The same of plans with stages or microbatches."""
+    (first, second), graph, found = plans, variants.graph, []
+    for part in (parts := first.differing(second)):
+        values = str(first.value(part)), str(second.value(part))
+        outcomes = variants.outcome(first.having(part, second)), variants.outcome(second.having(part, first))
+        found.append(LayoutDifference(PARTS[part], values, outcomes))
+    if "devices" not in parts:
+        space = Space(graph, variants.topology)
+        for leader, operators in changed(space, first.configs, second.configs):
+            ops = graph.operators
+            words = folded([ops[i].module or ops[i].name for i in operators])
+            old, new = (split_words(graph, ops[leader], plan.configs[leader]) for plan in plans)
+            outcomes = (
+                variants.outcome(first.splitting(operators, second)),
+                variants.outcome(second.splitting(operators, first)),
+            )
+            found.append(LayoutDifference(words, (old, new), outcomes))
+    return LayoutComparison(*rows, tuple(found))

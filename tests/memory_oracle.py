@@ -110,9 +110,9 @@ class _Walk:
             for e, plan in zip(weight.edges, weight.plan.forward, strict=True):
                 if plan.exchanges:
                     remote = {d for exchange in plan.exchanges for d in exchange.receivers}
-                    self._arrive("gather", e, plan, tensor, "weights", {}, remote)
+                    self._arrive("gather", e, plan, tensor, "gathered", {}, remote)
                     if e in regathered:
-                        self._arrive("regather", e, plan, tensor, "weights", {}, remote, again=True)
+                        self._arrive("regather", e, plan, tensor, "gathered", {}, remote, again=True)
 
     def _forward(self) -> None:
         for i in range(len(self.graph.operators)):
@@ -134,7 +134,7 @@ class _Walk:
             first, second = self.held.get((e, device)), self.held_again.get((e, device))
             producer = graph.producer.get(name)
             inside = again is not None and producer is not None and self.region[producer] == self.region[i]
-            weight = first is not None and first.part == "weights"
+            weight = first is not None and first.part == "gathered"
             done = back if graph.tensor[name].kind == "parameter" else late
             later = [t for t in (again, done if rule.inputs else back if weight else None) if t is not None]
             if first is not None:

@@ -7,7 +7,8 @@ from typing import Any, get_args
 import pytest
 
 from flexsearch.errors import FlexsearchError
-from flexsearch.lower.actions import SPLIT_KINDS, V_KINDS, actions, last_microbatch, placement
+from flexsearch.lower.actions import actions, last_microbatch
+from flexsearch.strategy.schedule import SPLIT_KINDS, V_KINDS, placement
 from flexsearch.strategy.stage import ScheduleKind
 from tests.torch_schedules import CLASSES, SINGLE, order_of
 

@@ -9,12 +9,12 @@ from pathlib import Path
 import pytest
 
 from flexsearch.graph import OperatorGraph
-from flexsearch.lower.actions import placement
 from flexsearch.report.schedules import bars, draw_schedules, makespan
 from flexsearch.search.hybrid import Layout, simulate_layout
 from flexsearch.simulate.staged import step_of_strategy
 from flexsearch.strategy import Options, Strategy
 from flexsearch.strategy.pipeline import Pipeline
+from flexsearch.strategy.schedule import placement
 from flexsearch.strategy.stage import ScheduleKind
 from flexsearch.topology import Topology
 from tests.pipelines import equal

@@ -81,7 +81,7 @@ def test_the_critical_path_of_any_plan_has_no_gap_and_its_parts_add_up_to_the_it
     assert sum(by_kind(lowered.tasks, steps).values()) == pytest.approx(total)
     assert sum(sum(row.values()) for row in by_layer(lowered, steps).values()) == pytest.approx(total)
     assert sum(by_resource(lowered.tasks, steps).values()) <= total * (1 + 1e-12)
-    for time, busy in zip(device_times(lowered, simulation), simulation.busy_s, strict=True):
+    for time, busy in zip(device_times(lowered.rows, simulation.times), simulation.busy_s, strict=True):
         assert time.compute_s == busy
         assert time.compute_s + time.communicate_s + time.idle_s == pytest.approx(total)
 
@@ -138,7 +138,7 @@ def test_what_ifs_are_simulations_of_the_changed_setting(name: str, plan: str) -
     graph, topology = OperatorGraph.load("alexnet"), Topology.load(name)
     setting = Setting.of(graph, topology)
     lowered, lowering = lowered_plan(setting, plan)
-    found = {one.change: one for one in what_ifs(lowered, lowering, None)}
+    found = {one.change: one for one in what_ifs(lowered, None)}
     assert len(found) == count(topology)
     communication = topology.communication
     half = communication.model_copy(update={
@@ -225,8 +225,8 @@ def test_a_graph_that_mixes_the_batch_with_constants_is_refused_and_the_row_says
     with pytest.raises(NotationError, match="'shift' mixes the batch with constants"):
         with_batch(graph, 2)
     setting = Setting.of(graph, Topology.load("ethernet-1g-2"))
-    lowered, lowering = lowered_plan(setting, "data-parallel")
-    *_, batch = what_ifs(lowered, lowering, None)
+    lowered, _ = lowered_plan(setting, "data-parallel")
+    *_, batch = what_ifs(lowered, None)
     assert batch.change == "batch x2" and batch.seconds is None and "'shift'" in batch.remark
 
 

@@ -18,6 +18,7 @@ from flexsearch.search.climbs import ClimbSchedule, Plan, Start
 from flexsearch.search.evaluate import Evaluation
 from flexsearch.search.folded import folded_starts
 from flexsearch.search.space import Space
+from flexsearch.simulate import simulate
 from flexsearch.simulate.delta import DeltaSimulator
 from flexsearch.strategy import OperatorConfig, Options
 from flexsearch.strategy.baselines import baseline
@@ -81,6 +82,23 @@ def test_a_folded_plan_takes_as_long_as_the_whole_one(make: Any, name: str, repl
             even += 1
             assert one.seconds == whole.seconds
             assert peaks(one) * replicas == peaks(whole)
+    assert even >= 2
+
+
+@pytest.mark.parametrize(("make", "name", "replicas"), CASES[1:5])
+def test_the_tasks_of_a_folded_plan_move_what_those_of_the_whole_one_move(make: Any, name: str, replicas: int) -> None:
+    parts, even = folded(make, name, replicas), 0
+    space, rng = Space(parts.part, parts.folding.block), np.random.default_rng(len(name))
+    for k in range(8):
+        configs, options = random_plan(space, rng), Options(bucket_bytes=[25 * 2**20, 4096][k % 2])
+        one, whole = simulator(parts, configs, options), whole_simulator(parts, configs, options)
+        if is_even(one):
+            even += 1
+            inside, all_ = (simulate(s.lowering.lower(s.configs, options)) for s in (one, whole))
+            assert inside.makespan_s == all_.makespan_s and inside.moved_bytes == all_.moved_bytes
+            carried = inside.link_bytes[parts.folding.image]  # but for the loss, a few bytes, in turns
+            np.testing.assert_allclose(carried, all_.link_bytes, rtol=1e-3, atol=64)
+            assert (inside.memory * replicas) == all_.memory
     assert even >= 2
 
 

@@ -11,12 +11,13 @@ from hypothesis import strategies as st
 from flexsearch.cost import Costs
 from flexsearch.cost.ticks import TICK
 from flexsearch.errors import FlexsearchError
-from flexsearch.lower.actions import SPLIT_KINDS, Action, actions, placement
+from flexsearch.lower.actions import Action, actions
 from flexsearch.lower.list_schedule import RULES, Found, Listing, Passes, list_schedule, peaks, ticks_of_order
 from flexsearch.lower.schedule import Stages
 from flexsearch.lower.stage_passes import stage_passes
 from flexsearch.simulate.delta import DeltaSimulator
 from flexsearch.strategy import OperatorConfig, Options
+from flexsearch.strategy.schedule import SPLIT_KINDS, placement
 from flexsearch.strategy.stage import ScheduleKind
 from flexsearch.topology import Topology
 from tests.pipelines import Pipeline

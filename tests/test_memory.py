@@ -16,7 +16,6 @@ from hypothesis import strategies as st
 from flexsearch.cost import Costs
 from flexsearch.graph import OperatorGraph
 from flexsearch.lower import Lowered, Lowering
-from flexsearch.lower.actions import placement
 from flexsearch.lower.plan import PlanRows
 from flexsearch.lower.rows import Schedule
 from flexsearch.lower.schedule import Stages
@@ -28,6 +27,7 @@ from flexsearch.simulate.delta import DeltaSimulator
 from flexsearch.simulate.memory import Span, memory_of, spans_of
 from flexsearch.simulate.units import make_account, make_units
 from flexsearch.strategy import OperatorConfig, Options, make_config
+from flexsearch.strategy.schedule import placement
 from flexsearch.strategy.stage import ScheduleKind
 from flexsearch.topology import Topology
 from tests.memory_oracle import Span as TaskSpan

@@ -10,7 +10,8 @@ from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
 from flexsearch.errors import FlexsearchError
-from flexsearch.lower.actions import LOOPED_KINDS, V_KINDS, actions, placement
+from flexsearch.lower.actions import actions
+from flexsearch.strategy.schedule import LOOPED_KINDS, V_KINDS, placement
 from flexsearch.strategy.stage import ScheduleKind
 from tests.engine_oracle import Simulation
 from tests.pipelines import Pipeline, equal, most_in_flight

@@ -40,7 +40,7 @@ def lenet(topology: str = "ethernet-1g-2") -> Setting:
     return Setting.of(OperatorGraph.load("lenet"), Topology.load(topology))
 
 
-@pytest.mark.parametrize("what", ["timeline", "memory", "comparison", "scaling"])
+@pytest.mark.parametrize("what", ["timeline", "memory", "memory-over-time", "comparison", "scaling"])
 @pytest.mark.parametrize("kind", ["png", "svg", "pdf"])
 def test_every_picture_is_drawn_in_every_format(cli: Cli, strategy: str, what: str, kind: str) -> None:
     ran = cli("plot", strategy, "-o", f"plan.{kind}", "--what", what, "--json")
@@ -88,11 +88,11 @@ class Page(HTMLParser):
 def test_the_page_holds_everything_and_loads_nothing(cli: Cli, strategy: str) -> None:
     ran = cli("plot", strategy, "-o", "plan.html", "--json")
     assert ran.code == 0, ran.err
-    assert ran.json["drawn"] == ["timeline", "memory", "comparison", "scaling"]
+    assert ran.json["drawn"] == ["timeline", "memory", "memory-over-time", "comparison", "scaling"]
     text = Path("plan.html").read_text()
     read = Page()
     read.feed(text)
-    assert read.tags.count("svg") == 4 and "table" in read.tags and not read.loads
+    assert read.tags.count("svg") == 5 and "table" in read.tags and not read.loads
     assert not {"script", "link", "img", "iframe", "object", "embed"} & set(read.tags)
     assert not re.search(r"@import|url\((?!#)", text)
     for words in ("on host1", "vs one device", "single", "predictions", "lenet, batch 64"):
@@ -105,7 +105,7 @@ def test_the_page_of_a_cluster_that_is_no_preset_says_why_scaling_is_missing(cli
     Setting.of(OperatorGraph.load("lenet"), mine).baseline("megatron").save("mine.json")
     assert cli("plot", "mine.json", "-o", "plan.html").code == 0
     text = Path("plan.html").read_text()
-    assert text.count("<svg") == 3 and "Scaling is not drawn: topology mine is no preset" in text
+    assert text.count("<svg") == 4 and "Scaling is not drawn: topology mine is no preset" in text
     refused = cli("plot", "mine.json", "-o", "plan.png", "--what", "scaling")
     assert refused.code == 2 and "no preset" in refused.err and not Path("plan.png").exists()
 

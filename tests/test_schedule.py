@@ -15,12 +15,13 @@ from flexsearch.cost.ticks import TICK
 from flexsearch.errors import FlexsearchError, StrategyError
 from flexsearch.graph import OperatorGraph
 from flexsearch.lower import Lowering
-from flexsearch.lower.actions import V_KINDS, actions, placement
+from flexsearch.lower.actions import actions
 from flexsearch.lower.rows import BACKWARD, COMPUTE, FORWARD, GATHER, SYNCHRONISE, UPDATE, WEIGHT_GRADIENT
 from flexsearch.lower.schedule import Stages, make_blocks, make_schedule
 from flexsearch.runtime.program import compile_program
 from flexsearch.simulate.delta import DeltaSimulator
 from flexsearch.strategy import OperatorConfig, Options
+from flexsearch.strategy.schedule import V_KINDS, placement
 from flexsearch.strategy.stage import ScheduleKind
 from flexsearch.topology import Topology
 from tests.engine_oracle import Simulation

@@ -134,25 +134,24 @@ def load_setting(graph: str, topology: str, profile: Path | None, size: Size) ->
     return Setting.of(size.load(graph), Topology.load(topology), Profile.load(profile) if profile is not None else None)
 
 
-def load_strategy(path: Path, setting: Setting) -> Strategy:
-    """The strategy of a file, checked against graph and topology; errors name the file."""
+def load_strategy(path: Path, setting: Setting, staged: bool = False) -> Strategy:
+    """The strategy of a file, checked against graph and topology; errors name the file. ``staged``: it may have stages
+    and microbatches."""
     from flexsearch.strategy import Strategy
 
     strategy = Strategy.load(path)
     try:
-        strategy.check_supported(setting.graph, setting.topology)
+        (strategy.check if staged else strategy.check_supported)(setting.graph, setting.topology)
     except FlexsearchError as error:
         raise error.at(f"strategy file {path}") from error
     return strategy
 
 
 def setting_of(
-    path: Path, plan: Strategy, graph: str | None, topology: str | None, profile: Path | None, size: Size, how: str,
-    staged: bool = False,
-) -> Setting:  # fmt: skip
+    path: Path, plan: Strategy, graph: str | None, topology: str | None, profile: Path | None, size: Size, how: str
+) -> Setting:
     """The setting that the strategy of a file was made for. Its topology is in the file; its graph is only named there,
-    so it must be shipped or given (``how`` says how). ``staged``: the strategy may have stages and microbatches. Raises
-    StrategyError if what was given is something else."""
+    so it must be shipped or given (``how`` says how). Raises StrategyError if what was given is something else."""
     from flexsearch.api import Setting
     from flexsearch.cost import Profile
     from flexsearch.files import shipped_names
@@ -169,7 +168,7 @@ def setting_of(
         _check_size(path, plan, Size().load(graph or plan.graph.name), size)
     cluster = Topology.load(topology) if topology is not None else plan.cluster
     try:
-        (plan.check if staged else plan.check_supported)(loaded, cluster)
+        plan.check(loaded, cluster)
     except FlexsearchError as error:
         remedy = error.remedy if graph is not None else f"{error.remedy} Give the graph with {how}.".lstrip()
         raise type(error)(f"strategy file {path}: {error.message}", remedy) from error

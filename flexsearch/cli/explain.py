@@ -23,7 +23,7 @@ from flexsearch.cli.progress import Live, compiling
 if TYPE_CHECKING:
     from flexsearch.api import Setting
     from flexsearch.report import PlanRow
-    from flexsearch.report.explain import Part
+    from flexsearch.report.explain import Told
     from flexsearch.strategy import Strategy
 
 WIDTH = 100
@@ -65,6 +65,7 @@ def explain(
         _explain_operator(setting, plan, operator, None if everything else 12, as_json)
         return
     from flexsearch.report.explain import explanation, explanation_data
+    from flexsearch.strategy.pipeline import Pipeline
 
     with Live(compiling()) as live:
         told = setting.explain(plan, tries, live.show)
@@ -75,6 +76,11 @@ def explain(
 
         _headline(setting, strategy, plan, told.row)
         tell("\nThe plan:")
+        if not plan.is_plain:
+            from flexsearch.report.layouts import pipeline_words
+
+            pipeline, sharded = Pipeline.of(plan, setting.graph), any(c.shard_weights for c in plan.configs.values())
+            tell(f"  {pipeline_words(pipeline, plan.options, setting.graph.batch, sharded)}", indent=2)
         tell_plan(told.row.lowered)
         _print(explanation(told))
 
@@ -92,18 +98,23 @@ def diff(
 ) -> None:
     """What differs between two plans, in words, and what each difference costs."""
     from flexsearch.report.differences import comparison, comparison_data
+    from flexsearch.report.layout_differences import LayoutComparison, layout_comparison, layout_comparison_data
 
     (first, second), setting = _two(a, b, graph, profile, Size(batch, seq))
     with Live(compiling()):
         found = setting.difference(first, second, (str(a), str(b)))
+        if isinstance(found, LayoutComparison):
+            data, parts = layout_comparison_data(setting.graph, found), layout_comparison(found)
+        else:
+            data, parts = comparison_data(found), comparison(found)
 
     def say() -> None:
         from flexsearch.cli.details import headline, tell
 
         tell(headline(setting), indent=2)
-        _print(comparison(found))
+        _print(parts)
 
-    show(as_json, comparison_data(found), say)
+    show(as_json, data, say)
 
 
 def _explain_operator(setting: Setting, plan: Strategy, operator: str, most: int | None, as_json: bool) -> None:
@@ -146,7 +157,8 @@ def _two(
                 f"{a} was made for {what} {first.name!r} ({first.hash}), {b} for {second.name!r} ({second.hash})",
                 f"Only plans for the same {what} can be compared.",
             )
-    setting = setting_of(a if loaded[0] is not None else b, known, graph, None, profile, size, "--graph GRAPH")
+    path = a if loaded[0] is not None else b
+    setting = setting_of(path, known, graph, None, profile, size, "--graph GRAPH")
     first, second = (
         plan or setting.baseline(str(path), known.options) for plan, path in zip(loaded, (a, b), strict=True)
     )
@@ -168,7 +180,7 @@ def _headline(setting: Setting, path: Path, plan: Strategy, row: PlanRow) -> Non
     rate = f"{digits(setting.graph.batch / iteration_s)} samples/s" if iteration_s else ""
     known, same = plan.prediction, setting.name_of(plan)
     against = ""
-    if iteration_s:
+    if iteration_s and plan.is_plain:
         words = ("data parallel", "one device")
         times = zip(setting.yardsticks(plan.options).values(), words, strict=True)
         against = "".join(f", {ratio(s / iteration_s)} as fast as {w}" for s, w in times if s)
@@ -185,7 +197,7 @@ def _headline(setting: Setting, path: Path, plan: Strategy, row: PlanRow) -> Non
         )  # fmt: skip
 
 
-def _print(parts: Iterable[Part]) -> None:
+def _print(parts: Iterable[Told]) -> None:
     from flexsearch.cli.details import tell
 
     for part in parts:

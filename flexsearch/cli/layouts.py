@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -110,7 +111,7 @@ def _say(
     setting: Setting, result: HybridResult, rows: list[StagedRow], output: Path, size: str, asked: bool
 ) -> None:
     from flexsearch.cli.details import headline, tell
-    from flexsearch.report.layouts import layout_words, memory_words, rate_words, staged_table
+    from flexsearch.report.layouts import layout_words, memory_words, rate_words, staged_table, usage_words
     from flexsearch.report.units import percent, seconds
 
     best = rows[0]
@@ -127,9 +128,9 @@ def _say(
         gain = f", {percent(min(fitting) / best.step.makespan_s - 1.0)} faster than the best baseline"
     tell(
         f"A step takes {seconds(best.step.makespan_s)} ({rate_words(setting.graph, best.step)}, "
-        f"MFU {percent(best.step.utilisation)}){gain}. Devices are idle {percent(best.step.idle)} of it: bubbles, and "
-        "communication that nothing hides."
+        f"MFU {percent(best.step.utilisation)}){gain}."
     )
+    tell(f"What devices do, on average: {usage_words(best.step)}. Communication counts where nothing hides it.")
     tell(f"Memory of the fullest device: {memory_words(best.step)}.")
     tell(f"{result.plans:,} plans were simulated in {result.elapsed_s:.3g} s; {result.stopped}.")
     why = "" if asked else "The model is too large for this machine, so plans were searched that it cannot run. "
@@ -139,24 +140,59 @@ def _say(
     tell(f"Wrote {output}. Simulate it with: {command}")
 
 
-def simulate_staged(setting: Setting, name: str, strategy: Strategy, as_json: bool) -> None:
-    """Simulate a plan with stages or microbatches, and print it."""
-    from flexsearch.report.layouts import StagedRow, layout_words, memory_words, staged_data, staged_table
-    from flexsearch.strategy.pipeline import Pipeline
+def compare_staged(setting: Setting, strategies: Mapping[str, Strategy], as_json: bool) -> None:
+    """Simulate plans of which some have stages or microbatches, and print them, those that fit and the fastest
+    first."""
+    from flexsearch.report.layouts import staged_data, staged_table
 
     with Live(compiling()):
-        step = setting.step(strategy)
-    sharded = any(config.shard_weights for config in strategy.configs.values())
-    row = StagedRow(name, Pipeline.of(strategy, setting.graph), strategy.options, step, sharded)
+        rows = [setting.staged_row(name, strategy) for name, strategy in strategies.items()]
+        rows.sort(key=lambda row: (row.step.missing > 0, row.step.makespan_s, row.name))
+        data = {
+            "graph": setting.graph.name, "topology": setting.topology.name,
+            "plans": [staged_data(setting.graph, row) for row in rows],
+        }  # fmt: skip
 
     def human() -> None:
         from flexsearch.cli.details import headline, tell
+        from flexsearch.report.layouts import usage_words
+
+        tell(headline(setting), indent=2)
+        stdout.print()
+        stdout.print(staged_table(setting.graph, rows))
+        stdout.print()
+        for row in rows:
+            tell(f"{row.name}: {usage_words(row.step)}", indent=2)
+
+    show(as_json, data, human)
+
+
+def simulate_staged(setting: Setting, name: str, strategy: Strategy, trace: Path | None, as_json: bool) -> None:
+    """Simulate a plan with stages or microbatches, and print it."""
+    from flexsearch.report.layouts import layout_words, memory_words, staged_data, staged_table, usage_words
+
+    tasks = None
+    with Live(compiling()):
+        row = setting.staged_row(name, strategy)
+        if trace is not None:
+            from flexsearch.report.trace import save_simulated
+
+            tasks = save_simulated(trace, setting.lower(strategy))
+
+    def human() -> None:
+        from flexsearch.cli.details import headline, tell
+        from flexsearch.report.trace import MOST_TASKS
 
         tell(headline(setting), indent=2)
         stdout.print()
         stdout.print(staged_table(setting.graph, [row]))
         tell(f"\n{layout_words(row)}.")
-        tell(f"Memory of the fullest device: {memory_words(step)}.")
+        tell(f"What devices do, on average: {usage_words(row.step)}. Communication counts where nothing hides it.")
+        tell(f"Memory of the fullest device: {memory_words(row.step)}.")
+        if tasks is not None:
+            what = "tasks" if tasks <= MOST_TASKS else "tasks, too many to show each: the trace shows their passes"
+            tell(f"\nWrote {trace} ({tasks:,} {what}). Open it at https://ui.perfetto.dev")
 
     data = {"graph": setting.graph.name, "topology": setting.topology.name, **staged_data(setting.graph, row)}
-    show(as_json, data, human)
+    traced = {} if trace is None else {"trace": str(trace), "tasks": tasks}
+    show(as_json, data | traced, human)

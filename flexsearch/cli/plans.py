@@ -23,7 +23,7 @@ from flexsearch.cli.common import (
     show,
     stdout,
 )
-from flexsearch.cli.layouts import simulate_staged
+from flexsearch.cli.layouts import compare_staged, simulate_staged
 from flexsearch.cli.progress import Live, compiling
 
 if TYPE_CHECKING:
@@ -95,7 +95,8 @@ def compare(
     """Compare the baselines and any strategy files under the simulator.
 
     Each baseline gets the bucket size that suits it best; --save writes one of them, to be run, explained or changed.
-    With a strategy for a shipped graph, GRAPH and --topology may be left out.
+    With a strategy for a shipped graph, GRAPH and --topology may be left out. Where a strategy has stages or
+    microbatches, the table has the strategies alone.
     """
     from flexsearch.report import plan_rows
 
@@ -104,7 +105,15 @@ def compare(
     path = output or (Path(f"{save.replace(' ', '-')}.json") if save is not None else None)
     setting = _compared_setting(graph, topology, strategy or [], profile, Size(batch, seq))
     check_outputs({"--output": path}, graph, topology, profile, *(strategy or []))
-    given = {str(path): load_strategy(path, setting) for path in strategy or []}
+    given = {str(path): load_strategy(path, setting, staged=True) for path in strategy or []}
+    if not all(plan.is_plain for plan in given.values()):
+        if save is not None:
+            raise typer.BadParameter(
+                "compare plans with stages or microbatches without it; they have no baselines in this table",
+                param_hint="--save",
+            )
+        compare_staged(setting, given, as_json)
+        return
     told = make_options(optimizer, precision, recompute, reshard_after_forward)
     options = next(iter(given.values())).options if given else told
     with Live(compiling()):
@@ -136,7 +145,8 @@ def _compared_setting(
 
     if strategies and (graph is None or topology is None):
         first = Strategy.load(strategies[0])
-        return setting_of(strategies[0], first, graph, topology, profile, size, "GRAPH, before the options")
+        how = "GRAPH, before the options"
+        return setting_of(strategies[0], first, graph, topology, profile, size, how)
     return load_setting(*example(graph, topology, profile), profile, size)
 
 
@@ -171,13 +181,10 @@ def simulate(
 
     if strategy is not None:
         name, plan = str(strategy), Strategy.load(strategy)
-        setting = setting_of(
-            strategy, plan, graph, topology, profile, Size(batch, seq), "GRAPH, before the options", staged=True
-        )
+        size = Size(batch, seq)
+        setting = setting_of(strategy, plan, graph, topology, profile, size, "GRAPH, before the options")
         if not plan.is_plain:
-            if trace is not None:
-                raise typer.BadParameter("plans with stages or microbatches have no trace yet", param_hint="--trace")
-            simulate_staged(setting, name, plan, as_json)
+            simulate_staged(setting, name, plan, trace, as_json)
             return
     else:
         assert baseline is not None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
@@ -14,6 +15,7 @@ from flexsearch.cli.common import (
     SequenceOption,
     Size,
     check_outputs,
+    load_strategy,
     setting_of,
     show,
     stdout,
@@ -28,11 +30,16 @@ if TYPE_CHECKING:
     from flexsearch.report import PlanRow
     from flexsearch.strategy import Strategy
 
-What = Literal["timeline", "memory", "comparison", "scaling"]
-_EVERY: tuple[What, ...] = ("timeline", "memory", "comparison", "scaling")
+What = Literal["timeline", "memory", "memory-over-time", "comparison", "scaling"]
+_EVERY: tuple[What, ...] = ("timeline", "memory", "memory-over-time", "comparison", "scaling")
+_OF_LAYOUTS: tuple[What, ...] = ("timeline", "memory", "memory-over-time")
+"""What is drawn of a plan with stages or microbatches."""
+_DEVICES = 4
+"""Devices of ``memory-over-time``."""
 _HEADINGS = {
     "timeline": "One training step: data parallel above the plan",
     "memory": "Memory at its peak on each device",
+    "memory-over-time": "Memory as a step goes on",
     "comparison": "Iteration times",
     "scaling": "Throughput as hosts are added",
 }
@@ -51,6 +58,10 @@ def plot(
     profile: ProfileOption = None,
     batch: BatchOption = None,
     seq: SequenceOption = None,
+    beside: Annotated[
+        list[Path] | None,
+        typer.Option("--beside", metavar="S", help="For memory-over-time: another strategy of the same graph."),
+    ] = None,
     hosts: Annotated[
         int | None, typer.Option("--hosts", min=1, max=4096, help="The most hosts of --what scaling.")
     ] = None,
@@ -60,8 +71,8 @@ def plot(
     ] = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Draw a plan: its timeline below that of data parallelism, its memory, its time beside the baselines', or how it
-    scales.
+    """Draw a plan: its timeline below that of data parallelism, its memory (at its peak or as a step goes on), its time
+    beside the baselines', or how it scales.
 
     An .html page holds all of these and the plan in words, in one file that needs no network.
     """
@@ -76,20 +87,34 @@ def plot(
 
     plan = Strategy.load(strategy)
     setting = setting_of(strategy, plan, graph, None, profile, Size(batch, seq), "--graph GRAPH")
+    if beside and what != "memory-over-time":
+        raise typer.BadParameter("goes with --what memory-over-time", param_hint="--beside")
+    if not plan.is_plain and what is not None and what not in _OF_LAYOUTS:
+        raise typer.BadParameter(
+            f"{what} is drawn of plans with one stage and one microbatch; `flexsearch compare` and `flexsearch scale` "
+            "tell it of others",
+            param_hint="--what",
+        )
+    others = {str(path): load_strategy(path, setting, staged=True) for path in beside or []}
     if budget is not None:
         from flexsearch.api import parse_budget
 
         parse_budget(budget)
-    chosen: tuple[What, ...] = (what,) if what is not None else _EVERY if kind == "html" else ("timeline",)
+    chosen: tuple[What, ...] = (what,) if what is not None else ("timeline",)
+    if kind == "html" and what is None:
+        chosen = _EVERY if plan.is_plain else _OF_LAYOUTS
     with Live(compiling()) as live:
-        drawing = _Drawing(setting, plan, strategy, hosts, budget, live)
+        drawing = _Drawing(setting, plan, strategy, others, hosts, budget, live)
         content = drawing.page(chosen) if kind == "html" else drawing.file(chosen[0], kind)
     write(output, content)
-    times = {row.name: row.simulation.makespan_s for row in drawing.rows}
+    from flexsearch.simulate import makespan
+
+    known = drawing.data_parallel
     data = {
         "graph": setting.graph.name, "topology": setting.topology.name, "strategy": str(strategy),
         "plan": drawing.baseline or "found", "path": str(output), "drawn": list(chosen),
-        "iteration_s": drawing.plan.simulation.makespan_s, "data_parallel_s": times["data-parallel"],
+        "iteration_s": makespan(drawing.lowered),
+        "data_parallel_s": known.simulation.makespan_s if known is not None else None,
     }  # fmt: skip
     show(as_json, data, lambda: stdout.print(f"Wrote {output}.", soft_wrap=True))
 
@@ -98,17 +123,34 @@ class _Drawing:
     """A plan and what it is drawn beside."""
 
     def __init__(
-        self, setting: Setting, plan: Strategy, path: Path, hosts: int | None, budget: str | None, live: Live
-    ) -> None:
+        self, setting: Setting, plan: Strategy, path: Path, others: dict[str, Strategy], hosts: int | None,
+        budget: str | None, live: Live,
+    ) -> None:  # fmt: skip
         from flexsearch.report import device_set
 
         self.setting, self.strategy, self.hosts, self.budget, self.live = setting, plan, hosts, budget, live
+        self.others = others
         self.baseline = setting.name_of(plan)
         """Name of the baseline that the plan is; empty if it is none."""
-        self.plan: PlanRow = setting.row(self.baseline or path.name, plan)
-        self.rows = [setting.row("data-parallel", setting.baseline("data-parallel", plan.options)), self.plan]
+        self.name = self.baseline or path.name
+        self.lowered = setting.lower(plan)
         where = device_set(setting.topology, range(len(setting.topology.devices)))
         self.title = f"{setting.graph.name}, batch {setting.graph.batch}, on {setting.topology.name} ({where})"
+
+    @cached_property
+    def plan(self) -> PlanRow:
+        """The plan, simulated."""
+        from flexsearch.report import PlanRow
+        from flexsearch.simulate import simulate
+
+        return PlanRow(self.name, simulate(self.lowered), self.lowered)
+
+    @cached_property
+    def data_parallel(self) -> PlanRow | None:
+        """What a plan with one stage is drawn beside."""
+        if not self.strategy.is_plain:
+            return None
+        return self.setting.row("data-parallel", self.setting.baseline("data-parallel", self.strategy.options))
 
     def file(self, what: What, kind: str) -> bytes:
         """One picture as the contents of a file."""
@@ -121,10 +163,13 @@ class _Drawing:
         from flexsearch.report.plots import memory_bars, plan_bars, scaling_curve, timelines
 
         if what == "timeline":
-            alone = self.baseline == "data-parallel"
-            return timelines([self.plan] if alone else self.rows, self.title)
+            if self.data_parallel is None or self.baseline == "data-parallel":
+                return timelines([self.plan], self.title)
+            return timelines([self.data_parallel, self.plan], self.title)
         if what == "memory":
             return memory_bars(self.plan, f"{self.title}: {self.plan.name}")
+        if what == "memory-over-time":
+            return self._memory_over_time()
         if what == "comparison":
             return plan_bars(self.compared(), self.title)
         devices = self.setting.topology.devices
@@ -132,10 +177,29 @@ class _Drawing:
         unit = "hosts" if not several else "GPUs" if all(d.kind == "cuda" for d in devices) else "devices"
         return scaling_curve(self._scaling(), self.setting.graph.batch, self.title, unit)
 
+    def _memory_over_time(self) -> Figure:
+        """Of some devices of the plan; beside others, of the fullest device of each."""
+        from flexsearch.report.gantt import chosen_devices
+        from flexsearch.report.plots import memory_over_time
+        from flexsearch.simulate.memory import memory_curves
+        from flexsearch.simulate.simulation import times_of
+
+        plans = {self.name: self.lowered} | {Path(n).name: self.setting.lower(p) for n, p in self.others.items()}
+        panels = []
+        for name, lowered in plans.items():
+            devices, curves = lowered.topology.devices, memory_curves(lowered, times_of(lowered.rows))
+            fullest = max(range(len(devices)), key=lambda d: curves[d].peak.peak / devices[d].memory_bytes)
+            for d in [fullest] if self.others else chosen_devices(lowered, _DEVICES):
+                words = f"{name}, {devices[d].name}" if self.others else devices[d].name
+                panels.append((words, curves[d], devices[d].memory_bytes))
+        return memory_over_time(panels, self.title if self.others else f"{self.title}: {self.name}")
+
     def compared(self) -> list[PlanRow]:
         """The plan and every baseline, fastest first."""
         from flexsearch.api import by_time
 
+        if not self.strategy.is_plain:
+            return [self.plan]
         known = self.setting.baselines(self.strategy.options)
         rows = [self.setting.row(name, plan) for name, plan in known.items() if name != self.baseline]
         return by_time([self.plan, *rows])

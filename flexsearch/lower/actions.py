@@ -18,17 +18,11 @@ from __future__ import annotations
 import re
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
-from typing import Final, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 from flexsearch.errors import FlexsearchError
+from flexsearch.strategy.schedule import SPLIT_KINDS, check_schedule, microbatches_of_a_round
 from flexsearch.strategy.stage import ScheduleKind
-
-SPLIT_KINDS: Final[frozenset[ScheduleKind]] = frozenset({"zero-bubble", "zero-bubble-v", "dualpipe-v"})
-"""Schedules that run weight gradients apart from input gradients."""
-LOOPED_KINDS: Final[frozenset[ScheduleKind]] = frozenset({"interleaved-1f1b", "breadth-first", "zero-bubble"})
-"""Schedules for which rank r of p holds the stages r, r + p, r + 2p, ..."""
-V_KINDS: Final[frozenset[ScheduleKind]] = frozenset({"zero-bubble-v", "dualpipe-v"})
-"""Schedules for which rank r of p holds the stages r and 2p - 1 - r."""
 
 
 class Action(NamedTuple):
@@ -87,18 +81,6 @@ def check_orders(orders: Sequence[Sequence[Action]], held: Sequence[Sequence[int
             )
 
 
-def placement(kind: ScheduleKind, ranks: int, each: int = 1) -> list[list[int]]:
-    """The stages of each rank, ascending, ``each`` of them, as a schedule needs them. Raises FlexsearchError unless a
-    V-shaped schedule gets two."""
-    if kind in V_KINDS:
-        if each != 2:
-            raise FlexsearchError(f"{kind} cannot run {each} stages on each rank", "Use two stages on each rank.")
-        return [[rank, 2 * ranks - 1 - rank] for rank in range(ranks)]
-    if kind in LOOPED_KINDS:
-        return [list(range(rank, ranks * each, ranks)) for rank in range(ranks)]
-    return [list(range(rank * each, (rank + 1) * each)) for rank in range(ranks)]
-
-
 def last_microbatch(kind: ScheduleKind, microbatches: int) -> int:
     """The microbatch whose backward pass is every stage's last one: its gradients complete the sums."""
     return 0 if kind == "breadth-first" else microbatches - 1
@@ -107,17 +89,11 @@ def last_microbatch(kind: ScheduleKind, microbatches: int) -> int:
 def actions(kind: ScheduleKind, held: Sequence[Sequence[int]], microbatches: int) -> list[list[Action]]:
     """What each rank runs. ``held``: the stages of each rank, ascending; ranks in the order of their first stage.
 
-    Raises FlexsearchError where a schedule does not fit. All but ``gpipe`` need stages that do not share a part of
-    their devices, and: ``1f1b`` stages of a rank that follow each other; the looped schedules equally many stages on
-    each rank, dealt out in turn; the V-shaped ones two, the second ones in reverse. ``interleaved-1f1b`` and
-    ``zero-bubble`` need microbatches in whole rounds, ``dualpipe-v`` as many as there are stages. One microbatch
-    passes any placement where backward passes are whole.
-    """
+    Raises StrategyError where a schedule does not fit (``strategy.schedule``)."""
     if kind == "gpipe" or (microbatches == 1 and kind not in SPLIT_KINDS):
         return [_gpipe(row, microbatches) for row in held]
-    stages = 1 + max(stage for row in held for stage in row)
-    _check_placement(kind, held, stages)
-    ranks = len(held)
+    check_schedule(kind, held, microbatches)
+    ranks, stages = len(held), sum(map(len, held))
     if kind == "1f1b":
         return [_one_by_one(row, stages, microbatches) for row in held]
     if kind == "breadth-first":
@@ -125,53 +101,10 @@ def actions(kind: ScheduleKind, held: Sequence[Sequence[int]], microbatches: int
     if kind == "zero-bubble-v":
         return [_zero_bubble_v(rank, ranks, microbatches) for rank in range(ranks)]
     if kind == "dualpipe-v":
-        if microbatches < stages:
-            raise FlexsearchError(
-                f"dualpipe-v cannot run {microbatches} microbatches through {stages} stages",
-                f"Use {stages} microbatches or more.",
-            )
         return [_dualpipe_v(rank, ranks, microbatches) for rank in range(ranks)]
-    per_round = _per_round(kind, ranks, microbatches)
+    per_round = microbatches_of_a_round(kind, ranks, microbatches)
     order = _zero_bubble if kind == "zero-bubble" else _interleaved
     return [order(rank, row, ranks, microbatches, per_round) for rank, row in enumerate(held)]
-
-
-def _check_placement(kind: ScheduleKind, held: Sequence[Sequence[int]], stages: int) -> None:
-    """Raise FlexsearchError unless a schedule can run stages where they are."""
-    if sum(map(len, held)) != stages:
-        raise FlexsearchError(
-            f"{kind} cannot run stages that share a part of their devices",
-            "Give stages that share a device the same devices, or use gpipe.",
-        )
-    ranks, rows = len(held), [list(row) for row in held]
-    if kind == "1f1b":
-        fits = all(row[-1] - row[0] + 1 == len(row) for row in rows)
-        remedy = "Use interleaved-1f1b, or give each group of devices stages that follow each other."
-    elif kind in V_KINDS:
-        fits = stages == 2 * ranks and rows == placement(kind, ranks, 2)
-        remedy = f"Give group r of the {ranks} groups of devices the stages r and {2 * ranks - 1} - r."
-    else:
-        fits = stages % ranks == 0 and rows == placement(kind, ranks, stages // ranks)
-        remedy = "Deal the stages out in turn, equally many to each group of devices."
-    if not fits:
-        raise FlexsearchError(f"{kind} cannot run the stages {rows}", remedy)
-
-
-def _per_round(kind: ScheduleKind, ranks: int, microbatches: int) -> int:
-    """Microbatches that pass one stage of a rank before the next stage has its turn. Raises FlexsearchError unless
-    rounds are equal."""
-
-    def fits(count: int) -> bool:
-        return count % max(1, count // ranks) == 0
-
-    if not fits(microbatches):
-        fewer = next(m for m in range(microbatches, 0, -1) if fits(m))
-        more = next(m for m in range(microbatches, 2 * microbatches + ranks) if fits(m))
-        raise FlexsearchError(
-            f"{kind} cannot run {microbatches} microbatches on {ranks} groups of devices",
-            f"Use {fewer} or {more} microbatches; a multiple of {ranks} always fits.",
-        )
-    return microbatches // max(1, microbatches // ranks)
 
 
 # ---- whole backward passes

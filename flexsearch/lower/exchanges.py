@@ -10,8 +10,10 @@ import numpy.typing as npt
 from flexsearch.compiled import F64, ONE, TWO, U8, U32, U64, ZERO, lean
 from flexsearch.cost.tally import Rates, turn_of
 from flexsearch.cost.ticks import ticks_of
+from flexsearch.direct import direct
 from flexsearch.lower.arrays import Pools
 from flexsearch.lower.orbits import BlockMap, add_places, crosses_blocks, orbit_of
+from flexsearch.lower.reshard import Reshard
 from flexsearch.lower.workspace import DRAG, FIRST, LAST, LINK, MIDDLE, RECEIVE, SEND, Exchanges, Workspace
 
 
@@ -43,6 +45,30 @@ def append(
         if folded:
             _check_orbits(workspace, blocks, begin, stop)
     return True
+
+
+Standing = tuple[tuple[tuple[int, int], ...], ...]
+"""By phase of a reshard: the exchanges (by number in it) that stand for their orbits, and how many these have."""
+
+
+def standing(reshard: Reshard, blocks: BlockMap) -> Standing:
+    """Which exchanges of a reshard ``append`` adds to the pools."""
+    phases = reshard.phase_exchanges
+    if blocks.replicas[0] == ONE:
+        return tuple(tuple((x, 1) for x in range(len(exchanges))) for exchanges in phases)
+    workspace = reshard.planned()
+    first, last, middle = (np.uint64(workspace.result[k]) for k in (FIRST, LAST, MIDDLE))
+    folded = bool(_folded(blocks, workspace.exchanges, first, last))
+    found = []
+    for begin, end in ((first, last),) if len(phases) == 1 else ((first, middle), (middle, last)):
+        own: list[tuple[int, int]] = []
+        for x in range(int(begin), int(end)):
+            if not folded:  # it stays inside of the first block, and every block does the same
+                own.append((x - int(begin), int(blocks.replicas[0])))
+            elif _stands(workspace, blocks, begin, np.uint64(x)):
+                own.append((x - int(begin), int(workspace.orbits.missing[x])))
+        found.append(tuple(own))
+    return tuple(found)
 
 
 @lean
@@ -79,6 +105,10 @@ def _stands_for_itself(workspace: Workspace, blocks: BlockMap, first: Any, x: An
     within = count == ONE or _is_in_one_block(blocks, rows, x)
     orbits.crosses[x] = ZERO if within else ONE
     return True
+
+
+_folded = direct(_is_folded)
+_stands = direct(_stands_for_itself)
 
 
 @lean

@@ -19,7 +19,8 @@ from itertools import product
 from typing import Final, NamedTuple, get_args
 
 from flexsearch.errors import FlexsearchError
-from flexsearch.lower.actions import SPLIT_KINDS, Action, actions
+from flexsearch.lower.actions import Action, actions
+from flexsearch.strategy.schedule import SPLIT_KINDS
 from flexsearch.strategy.stage import ScheduleKind
 
 Orders = tuple[tuple[Action, ...], ...]

@@ -19,10 +19,13 @@ from flexsearch.lower.layout import Layout
 from flexsearch.lower.pieces import Edge, Pieces, Placed, Weight, everywhere, kept
 from flexsearch.lower.plan import PlanRows
 from flexsearch.lower.schedule import Stages
+from flexsearch.lower.share import share_of, stages_of
 from flexsearch.lower.taskgraph import TaskGraph
 from flexsearch.lower.templates import Templates
 from flexsearch.lower.view import Rows, task_graph
 from flexsearch.strategy import OperatorConfig, Options, Strategy
+from flexsearch.strategy.config import check_config
+from flexsearch.strategy.pipeline import Pipeline
 from flexsearch.topology import Topology
 
 
@@ -32,7 +35,6 @@ class Lowered:
     ``edges_of[name]``: edges of a tensor; ``loss_edge``: brings the loss to every device; ``update_edges``: buffer ->
     edge of its new value. ``rows``: what every device does, in order; ``turns``: by device, s (see ``TaskGraph``). With
     several microbatches, ``graph`` is that of one."""
-
 
     lowering: Lowering
     graph: OperatorGraph
@@ -54,6 +56,16 @@ class Lowered:
     def tasks(self) -> TaskGraph:
         """The rows as tasks."""
         return task_graph(self)
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether the step is cut neither into stages, nor microbatches, nor equal blocks of devices."""
+        return len(self.stages) == self.stages.microbatches == self.lowering.replicas == 1
+
+    @property
+    def batch(self) -> int:
+        """Samples of a step, all microbatches of all blocks together."""
+        return self.graph.batch * self.stages.microbatches * self.lowering.replicas
 
     @cached_property
     def devices(self) -> tuple[int, ...]:
@@ -101,13 +113,23 @@ class Lowering(Pieces):
 
 
 def lower(graph: OperatorGraph, strategy: Strategy, topology: Topology, costs: Costs) -> Lowered:
-    """Lower a strategy after checking it, in its precision. Raises StrategyError if it does not belong to graph and
-    topology."""
-    strategy.check_supported(graph, topology)
+    """Lower a strategy after checking it, in its precision: of one with stages or microbatches, what one block of
+    devices does with one microbatch (``lower.share``). Raises StrategyError if it does not belong to graph and topology
+    or cannot be divided so."""
+    strategy.check(graph, topology)
     graph = with_precision(graph, strategy.options.precision)
-    if graph is not costs.graph:
-        costs = Costs(graph, topology, costs.profile)
-    return Lowering(graph, topology, costs).lower(strategy.in_order(graph), strategy.options)
+    configs = strategy.in_order(graph)
+    if strategy.is_plain:
+        if graph is not costs.graph:
+            costs = Costs(graph, topology, costs.profile)
+        return Lowering(graph, topology, costs).lower(configs, strategy.options)
+    pipeline = Pipeline.of(strategy, graph)
+    share = share_of(graph, topology, pipeline.replicas, pipeline.microbatches)
+    for op, config in zip(share.graph.operators, configs, strict=True):
+        check_config(op, config, len(share.topology.devices))  # a microbatch has fewer samples than the batch
+    own = Costs(share.graph, share.topology, costs.profile)
+    lowering = Lowering(share.graph, share.topology, own, share.fold)
+    return lowering.lower(configs, strategy.options, stages_of(pipeline))
 
 
 class _Assembly:

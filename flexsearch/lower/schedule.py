@@ -25,7 +25,7 @@ import numpy as np
 
 from flexsearch.errors import FlexsearchError
 from flexsearch.graph import OperatorGraph
-from flexsearch.lower.actions import SPLIT_KINDS, Action, actions, check_orders, last_microbatch
+from flexsearch.lower.actions import Action, actions, check_orders, last_microbatch
 from flexsearch.lower.recompute import before_backward, regathered_weights, regions_of
 from flexsearch.lower.rows import (
     BACKWARD,
@@ -39,6 +39,7 @@ from flexsearch.lower.rows import (
     Schedule,
 )
 from flexsearch.strategy import Options
+from flexsearch.strategy.schedule import SPLIT_KINDS, ranks_of
 from flexsearch.strategy.stage import ScheduleKind
 
 NOBODY: Final = -1
@@ -323,16 +324,27 @@ def trains(graph: OperatorGraph, operator: int) -> bool:
 # ---- the schedule
 
 
+def orders_of(stages: Stages) -> tuple[list[tuple[int, ...]], Sequence[Sequence[Action]]]:
+    """The ranks of a pipeline, each as the stages that it holds, and what each of them runs."""
+    groups = ranks_of(stages.devices)
+    return groups, stages.orders or actions(_kind(stages), groups, stages.microbatches)
+
+
+def _held(stages: Stages, device: int) -> tuple[int, ...]:
+    """The stages that a device runs."""
+    return tuple(s for s, of in enumerate(stages.devices) if device in of)
+
+
+def _kind(stages: Stages) -> ScheduleKind:
+    """The schedule, which is of no effect with one stage and one microbatch."""
+    return "gpipe" if len(stages) == stages.microbatches == 1 else stages.kind
+
+
 def make_schedule(blocks: Blocks, stages: Stages, devices: int) -> Schedule:
     """Which blocks each of ``devices`` runs when. Devices without a stage run none."""
-    held: dict[tuple[int, ...], list[int]] = {}
-    for d in range(devices):
-        row = tuple(s for s, of in enumerate(stages.devices) if d in of)
-        held.setdefault(row, []).append(d)
-    groups = sorted(row for row in held if row)
+    groups, orders = orders_of(stages)
     plans: dict[tuple[int, ...], list[tuple[range, int]]] = {(): []}
-    kind: ScheduleKind = "gpipe" if len(stages) == stages.microbatches == 1 else stages.kind
-    orders = stages.orders or actions(kind, groups, stages.microbatches)
+    kind = _kind(stages)
     if stages.orders:
         check_orders(orders, groups, stages.microbatches)
     if not stages.splits_backward and any(action.kind in "IW" for row in orders for action in row):
@@ -344,7 +356,6 @@ def make_schedule(blocks: Blocks, stages: Stages, devices: int) -> Schedule:
         plans[row] = _joined([(blocks.before, 0), *middle, (blocks.after, 0)])
     numbers = {row: g for g, row in enumerate(plans)}
     ends = np.cumsum([0, *(len(plan) for plan in plans.values())]).astype(np.uint32)
-    of_device = {d: numbers[row] for row, members in held.items() for d in members}
     every = [action for plan in plans.values() for action in plan]
 
     def column(value: Callable[[tuple[range, int]], int]) -> np.ndarray[tuple[int], np.dtype[np.uint32]]:
@@ -353,7 +364,7 @@ def make_schedule(blocks: Blocks, stages: Stages, devices: int) -> Schedule:
     return Schedule(
         kind=np.array(blocks.kind, np.uint8), argument=np.array(blocks.argument, np.uint32),
         once=np.array(blocks.once, np.uint8), last=np.array(blocks.last, np.uint8),
-        group=np.array([of_device[d] for d in range(devices)], np.uint32),
+        group=np.array([numbers[_held(stages, d)] for d in range(devices)], np.uint32),
         action_first=ends[:-1].copy(), action_last=ends[1:].copy(),
         block_first=column(lambda a: a[0].start), block_last=column(lambda a: a[0].stop),
         microbatch=column(lambda a: a[1]),

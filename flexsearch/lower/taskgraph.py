@@ -10,6 +10,7 @@ from math import inf
 from typing import Literal, NamedTuple
 
 from flexsearch.cost.communication import Transfer
+from flexsearch.lower.actions import Action
 from flexsearch.lower.reshard import Exchange, Reshard
 
 Purpose = Literal["gather", "forward", "backward", "synchronise", "recompute", "regather"]
@@ -56,7 +57,10 @@ class Member:
 @dataclass(frozen=True)
 class Communication:
     """A communication task: one exchange, or a bucket of exchanges between the same devices that go as one.
-    ``transfer``: what it brings onto every link, for reports."""
+    ``transfer``: what it brings onto every link, for reports. ``nbytes``: that cross devices. Where equal blocks of
+    devices are folded (``lower.folding``), it stands for what other blocks do likewise: ``devices`` are of the whole
+    cluster, ``senders``, ``receivers`` and the links of ``transfer`` those of the first block, ``nbytes`` are of
+    all."""
 
     purpose: Purpose
     form: str
@@ -80,6 +84,7 @@ class TaskGraph:
     seconds) taken from computing without waiting for it. ``turn``: seconds after which a task lets others go first: a
     computation on a processor that several devices share, a communication on its links; infinite if it does not.
     ``microbatch``: 0 for what happens once a step. ``identity``: of its row, for tasks that were made of rows.
+    ``action``: of a pipeline, that it belongs to (None: it happens once a step).
     """
 
     kind: list[int] = field(default_factory=list)
@@ -93,6 +98,7 @@ class TaskGraph:
     turn: list[float] = field(default_factory=list)
     microbatch: list[int] = field(default_factory=list)
     identity: list[Row] = field(default_factory=list)
+    action: list[Action | None] = field(default_factory=list)
 
     def __len__(self) -> int:
         return len(self.kind)

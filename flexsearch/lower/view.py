@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import heapq
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from math import inf
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, Protocol, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -14,9 +14,12 @@ import numpy.typing as npt
 from flexsearch.cost.communication import Pricing, Transfer
 from flexsearch.cost.ticks import TICK
 from flexsearch.graph import OperatorGraph
+from flexsearch.lower.actions import Action
 from flexsearch.lower.arrays import BlockTable
-from flexsearch.lower.pieces import Edge, Weight
-from flexsearch.lower.reshard import Exchange
+from flexsearch.lower.exchanges import Standing, standing
+from flexsearch.lower.orbits import make_block_map
+from flexsearch.lower.pieces import Edge, Pieces, Weight
+from flexsearch.lower.reshard import Exchange, Reshard
 from flexsearch.lower.rows import (
     BACKWARD,
     COMPUTE,
@@ -26,14 +29,18 @@ from flexsearch.lower.rows import (
     RECOMPUTE,
     REGATHER,
     SYNCHRONISE,
+    UPDATE,
     WAIT,
     WEIGHT_GRADIENT,
     Machine,
     Schedule,
     Segments,
 )
+from flexsearch.lower.schedule import Stages, orders_of
 from flexsearch.lower.taskgraph import Communication, Member, Purpose, Row, TaskGraph, TaskKind
 from flexsearch.topology import Topology
+
+T = TypeVar("T", int, float)
 
 _PURPOSES: dict[int, Purpose] = {
     GATHER: "gather", FORWARD: "forward", BACKWARD: "backward", SYNCHRONISE: "synchronise",
@@ -70,6 +77,9 @@ class Described(Protocol):
     """What of a lowered strategy (``Lowered``) its tasks follow from."""
 
     @property
+    def lowering(self) -> Pieces: ...
+
+    @property
     def graph(self) -> OperatorGraph: ...
 
     @property
@@ -91,7 +101,37 @@ class Described(Protocol):
     def update_edges(self) -> Mapping[str, int]: ...
 
     @property
+    def stages(self) -> Stages: ...
+
+    @property
     def rows(self) -> Rows: ...
+
+
+class Actions:
+    """Which action of a pipeline a row belongs to."""
+
+    def __init__(self, lowered: Described) -> None:
+        stages, graph = lowered.stages, lowered.graph
+        self.plain = len(stages) == stages.microbatches == 1
+        self.stage_of, self.table = stages.of(len(graph.operators)), lowered.rows.blocks
+        self.weights = [
+            self.stage_of[min((i for i, _ in graph.consumers[t.name]), default=0)] for t in graph.of_kind("parameter")
+        ]
+        """By weight, the stage that reads it first."""
+        _, orders = orders_of(stages)
+        self.divided = {(a.stage, a.microbatch) for row in orders for a in row if a.kind == "W"}
+
+    def of(self, row: Row) -> Action | None:
+        """None: it happens once a step, or nothing is divided into stages or microbatches."""
+        kind, argument = int(self.table.kind[row.block]), int(self.table.argument[row.block])
+        if self.plain or kind in (GATHER, SYNCHRONISE, UPDATE):
+            return None
+        stage = self.weights[argument] if kind == REGATHER else self.stage_of[argument]
+        if kind == FORWARD:
+            return Action(stage, "F", row.microbatch)
+        if (stage, row.microbatch) not in self.divided:
+            return Action(stage, "B", row.microbatch)
+        return Action(stage, "W" if kind == WEIGHT_GRADIENT else "I", row.microbatch)
 
 
 def task_graph(lowered: Described) -> TaskGraph:
@@ -115,8 +155,17 @@ def _turn(ticks: np.int64) -> float:
 class _View:
     def __init__(self, lowered: Described) -> None:
         self.lowered, self.rows = lowered, lowered.rows
-        self.pricing = Pricing(lowered.topology)
+        lowering = lowered.lowering
+        self.pricing = Pricing(lowering.network)
+        self.blocks = make_block_map(
+            lowering.image, lowering.replicas, len(lowered.topology.devices), lowering.inside
+        )
+        self.standing: dict[int, Standing] = {}
+        """By identity of a reshard."""
         self.members = self._members()
+        self.communications: dict[tuple[int, int], Communication] = {}
+        """By block and number: the same for every microbatch."""
+        self.actions = Actions(lowered)
         self.after: dict[Row, list[Row]] = {}
         self.step: dict[Row, tuple[int, int]] = {}
         """Device and step of a computation."""
@@ -196,13 +245,13 @@ class _View:
     def _add(self, row: Row, after: list[int]) -> None:
         segments, blocks = self.rows.segments, self.rows.blocks
         self.tasks.identity.append(row)
+        self.tasks.action.append(self.actions.of(row))
         if row.communicates:
             c = self._communication(row)
             links = _loads(segments.link, segments.link_ticks, segments.link_first[c], segments.link_last[c])
             drag = _loads(segments.drag, segments.drag_ticks, segments.drag_first[c], segments.drag_last[c])
-            what = self._what(_PURPOSES[int(blocks.kind[row.block])], self.members[row.block][row.number])
             seconds, turn = int(segments.communication_ticks[c]) * TICK, _turn(segments.turn[c])
-            self.tasks.communicate(what, after, seconds, links, drag, turn, row.microbatch)
+            self.tasks.communicate(self._what(row), after, seconds, links, drag, turn, row.microbatch)
             return
         device, step = self.step[row]
         kind = _KINDS.get(int(blocks.kind[row.block]), TaskKind.UPDATE)
@@ -211,14 +260,21 @@ class _View:
         seconds = int(segments.step_ticks[step]) * TICK
         self.tasks.compute(kind, operator, device, processor, seconds, after, turn, row.microbatch)
 
-    def _what(self, purpose: Purpose, members: tuple[Member, ...]) -> Communication:
-        exchanges = [member.what for member in members]
-        one = exchanges[0]
-        return Communication(
-            purpose, one.form, one.devices, tuple(sorted({d for x in exchanges for d in x.senders})),
-            tuple(sorted({d for x in exchanges for d in x.receivers})), members,
-            one.transfer if len(exchanges) == 1 else self._transfer(exchanges), sum(x.nbytes for x in exchanges),
-        )  # fmt: skip
+    def _what(self, row: Row) -> Communication:
+        """What a communication is, as devices of the first block take part in it."""
+        key = row.block, row.number
+        if (known := self.communications.get(key)) is None:
+            members = self.members[row.block][row.number]
+            exchanges = [member.what for member in members]
+            one, size = exchanges[0], len(self.lowered.topology.devices)
+            known = self.communications[key] = Communication(
+                _PURPOSES[int(self.rows.blocks.kind[row.block])], one.form, one.devices,
+                tuple(sorted({d % size for x in exchanges for d in x.senders})),
+                tuple(sorted({d % size for x in exchanges for d in x.receivers})), members,
+                self._here(one.transfer if len(exchanges) == 1 else self._transfer(exchanges)),
+                self._count(members[0]) * sum(x.nbytes for x in exchanges),
+            )  # fmt: skip
+        return known
 
     def _transfer(self, exchanges: list[Exchange]) -> Transfer:
         """What exchanges of a bucket cost together."""
@@ -227,6 +283,31 @@ class _View:
             return self.pricing.collective(one.form, one.devices, sum(x.amount for x in exchanges))
         start_s = max(x.start_s for x in exchanges)  # what goes to one device is one message
         return self.pricing.transfer(one.form, [message for x in exchanges for message in x.messages], start_s)
+
+    def _here(self, transfer: Transfer) -> Transfer:
+        """A transfer on the links of the first block. Where one stands for several, each carries as much."""
+        if self.lowered.lowering.fold is None:
+            return transfer
+        image = self.lowered.lowering.image.tolist()
+
+        def most(rows: Iterable[tuple[int, T]]) -> tuple[tuple[int, T], ...]:
+            found: dict[int, T] = {}
+            for resource, value in rows:
+                found[image[resource]] = max(value, found.get(image[resource], value))
+            return tuple(found.items())
+
+        return replace(
+            transfer, links=most(transfer.links), drag=most(transfer.drag), link_bytes=most(transfer.link_bytes)
+        )
+
+    def _stand(self, reshard: Reshard) -> Standing:
+        if (known := self.standing.get(id(reshard))) is None:
+            known = self.standing[id(reshard)] = standing(reshard, self.blocks)
+        return known
+
+    def _count(self, member: Member) -> int:
+        """How many exchanges that are each other's images a member stands for."""
+        return dict(self._stand(member.reshard)[member.phase])[member.exchange]
 
     def _members(self) -> list[list[tuple[Member, ...]]]:
         """By block and communication."""
@@ -246,8 +327,8 @@ class _View:
                 leads = kind != BACKWARD or (edge.readers and edge.readers[0][0] == argument)
                 reshard = edge.backward if kind == BACKWARD else edge.forward
                 if reshard is not None and leads:
-                    for phase, exchanges in enumerate(reshard.phase_exchanges):
-                        here += [(Member(e, reshard, phase, x),) for x in range(len(exchanges))]
+                    for phase, exchanges in enumerate(self._stand(reshard)):
+                        here += [(Member(e, reshard, phase, x),) for x, _ in exchanges]
             found.append(here)
         return found
 
@@ -256,5 +337,5 @@ class _View:
         for w, phase, x in rows:
             sync = self.lowered.weights[w].plan.sync
             assert sync is not None
-            found.append(Member(w, sync, phase, x))
+            found.append(Member(w, sync, phase, self._stand(sync)[phase][x][0]))
         return tuple(found)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from flexsearch.lower import Lowered
-from flexsearch.report.explain import Part, change_of, relative, table, time_and_change
+from flexsearch.report.explain import Told, change_of, relative, table, time_and_change
 from flexsearch.report.units import nbytes, seconds
 from flexsearch.report.words import device_set, treatment
 from flexsearch.simulate import Loads
@@ -43,7 +43,7 @@ def alike(found: Sequence[Alternative]) -> list[tuple[Alternative, int]]:
     return [(members[0], len(members) - 1) for members in rows.values()]
 
 
-def operator_choice(choice: OperatorChoice) -> Iterator[Part]:
+def operator_choice(choice: OperatorChoice) -> Iterator[Told]:
     """The choice for a terminal: lines and tables."""
     lowered, graph = choice.lowered, choice.lowered.graph
     op = graph.operators[choice.operator]
@@ -64,7 +64,7 @@ def operator_choice(choice: OperatorChoice) -> Iterator[Part]:
     yield from _alternatives(choice)
 
 
-def _alternatives(choice: OperatorChoice) -> Iterator[Part]:
+def _alternatives(choice: OperatorChoice) -> Iterator[Told]:
     if not choice.found:
         yield "There is no other config to try."
         return
@@ -81,7 +81,7 @@ def _alternatives(choice: OperatorChoice) -> Iterator[Part]:
         work = (_signed(s) for s in (less.compute_s, less.activations_s, less.weights_s))
         made.add(words, *cells, *work)
     yield made
-    devices = range(len(choice.lowered.topology.devices))
+    devices = _everywhere(choice)
     yield f"(on all {device_set(choice.lowered.topology, devices)} unless it says otherwise)"
     told = sum(1 + more for _, more in choice.shown)
     if told < len(choice.found):
@@ -108,10 +108,16 @@ def _words(choice: OperatorChoice, one: Alternative, more: int) -> str:
     lowered = choice.lowered
     op = lowered.graph.operators[choice.operator]
     words = treatment(lowered.graph, lowered.topology, op, one.config)
-    if len(one.config.devices) == len(lowered.topology.devices) > 1:  # everywhere: it goes without saying
+    if len(one.config.devices) == len(_everywhere(choice)) > 1:  # it goes without saying
         where = device_set(lowered.topology, one.config.devices)
         words = words.replace(f" over {where}", "").replace(f" on {where}", "")
     return words + (f" ({1 + more} alike)" if more else "")
+
+
+def _everywhere(choice: OperatorChoice) -> tuple[int, ...]:
+    """The devices of the operator's stage."""
+    stages = choice.lowered.stages
+    return stages.devices[stages.of(len(choice.lowered.graph.operators))[choice.operator]]
 
 
 def _signed(s: float) -> str:

@@ -7,13 +7,14 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from flexsearch.lower import Lowered
-from flexsearch.report.explain import Part, relative, table
+from flexsearch.report.explain import Told, relative, table
 from flexsearch.report.path import folded
 from flexsearch.report.tables import PlanRow
-from flexsearch.report.units import nbytes, seconds
+from flexsearch.report.units import nbytes, seconds, signed
 from flexsearch.report.words import treatment
 from flexsearch.simulate import KINDS, Step, by_kind
 from flexsearch.simulate.effects import Difference
+from flexsearch.simulate.variants import PARTS
 
 MOST: Final = 10
 """Rows of differences; JSON has all."""
@@ -45,7 +46,7 @@ class Comparison:
     """The baselines that split every operator as the plans do; empty where there is none."""
 
 
-def comparison(found: Comparison) -> Iterator[Part]:
+def comparison(found: Comparison) -> Iterator[Told]:
     """The comparison for a terminal: lines and tables."""
     names = (found.a.name, found.baselines[0]), (found.b.name, found.baselines[1])
     a, b = (f"{name} (the baseline {known})" if known not in ("", name) else name for name, known in names)
@@ -63,7 +64,7 @@ def comparison(found: Comparison) -> Iterator[Part]:
 def _totals(found: Comparison) -> Any:
     made = table(("", 16), ("A", None), ("B", None), ("difference", None))
     for words, a, b, told in _rows(found):
-        made.add(words, told(a), told(b), _signed(b - a, told))
+        made.add(words, told(a), told(b), signed(b - a, told))
     return made
 
 
@@ -85,7 +86,7 @@ def _rows(found: Comparison) -> Iterator[tuple[str, float, float, Callable[[floa
             yield f"  over {resources[r].name}", int(a.link_bytes[r]), int(b.link_bytes[r]), nbytes
 
 
-def _effects(found: Comparison) -> Iterator[Part]:
+def _effects(found: Comparison) -> Iterator[Told]:
     now_a, now_b = found.a.simulation.makespan_s, found.b.simulation.makespan_s
     made = table(("layers", 14), ("in A", 16), ("in B", 16), ("A\nwith it", None), ("B\nwithout it", None))
     ordered = sorted(found.differences, key=lambda d: (-_size(found, d), d.leader))
@@ -103,12 +104,12 @@ def _effects(found: Comparison) -> Iterator[Part]:
     alone, together = sum(s - now_a for s in changed), now_b - now_a
     if len(changed) > 1:
         text = (
-            f"Applied to A one at a time, these changes add up to {_signed(alone, seconds)}; together they give "
-            f"{_signed(together, seconds)}. "
+            f"Applied to A one at a time, these changes add up to {signed(alone, seconds)}; together they give "
+            f"{signed(together, seconds)}. "
         )
         if abs(together - alone) > 0.02 * max(abs(together), abs(alone)):
             text += (
-                f"The other {_signed(together - alone, seconds)} is interaction: what a layer costs depends on how its "
+                f"The other {signed(together - alone, seconds)} is interaction: what a layer costs depends on how its "
                 f"neighbours are split."
             )
         yield text
@@ -135,13 +136,9 @@ def layers(lowered: Lowered, one: Difference) -> str:
 
 
 def _value(option: OptionEffect, value: str) -> str:
-    if option.words == "gradient buckets":
+    if option.words == PARTS["bucket_bytes"]:
         return f"{int(value) / 2**20:.3g} MiB"
     return "all at the start" if value == "None" else value
-
-
-def _signed(value: float, told: Callable[[float], str]) -> str:
-    return "0" if not value else f"{'+' if value > 0 else '-'}{told(abs(value))}"
 
 
 def comparison_data(found: Comparison) -> dict[str, Any]:

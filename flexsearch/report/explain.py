@@ -6,14 +6,19 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
+from flexsearch.graph.ops import kind_of
 from flexsearch.report.grid import Column, Grid
-from flexsearch.report.path import by_layer, kinds_in_words, path_data, stretches
+from flexsearch.report.layouts import SCHEDULES, USES, memory_parts, use_seconds
+from flexsearch.report.path import by_layer, folded, kinds_in_words, path_data, stretches
 from flexsearch.report.summary import Group
 from flexsearch.report.tables import PlanRow
 from flexsearch.report.units import nbytes, percent, seconds
-from flexsearch.report.words import treatment
+from flexsearch.report.words import device_set, treatment
 from flexsearch.simulate import DeviceTime, Step, by_kind, by_resource, device_times
 from flexsearch.simulate.effects import SingleChanges
+from flexsearch.simulate.memory import PARTS as MEMORY_PARTS
+from flexsearch.simulate.usage import stage_seconds
+from flexsearch.simulate.variants import PARTS, Part
 from flexsearch.simulate.whatif import WhatIf
 
 DEVICES: Final = 8
@@ -21,7 +26,7 @@ DEVICES: Final = 8
 LINKS: Final = 4
 NO_EFFECT: Final = 0.0005
 """Changes of less than this share of the iteration are told together."""
-Part = Grid | str
+Told = Grid | str
 
 
 @dataclass(frozen=True)
@@ -34,25 +39,42 @@ class Choice:
 
 
 @dataclass(frozen=True)
+class LayoutChoice:
+    """A ``part`` of a layout (``variants.PARTS``) as it is ``now``, and with another value ``instead``: iteration time
+    (s), and bytes missing on the fullest device."""
+
+    part: Part
+    now: str
+    instead: str
+    seconds: float
+    missing: int
+
+
+@dataclass(frozen=True)
 class Explanation:
-    """Everything that ``flexsearch explain`` tells of a plan."""
+    """Everything that ``flexsearch explain`` tells of a plan. ``layouts``: of one with stages or microbatches, in place
+    of ``choices``."""
 
     row: PlanRow
     steps: tuple[Step, ...]
     what_ifs: tuple[WhatIf, ...]
     choices: tuple[Choice, ...]
     changes: SingleChanges
+    layouts: tuple[LayoutChoice, ...] = ()
 
 
-def explanation(told: Explanation) -> Iterator[Part]:
+def explanation(told: Explanation) -> Iterator[Told]:
     """The explanation for a terminal: lines and tables."""
     yield "\nWhere the time goes (communication counts only while the device computes nothing)"
     yield _device_table(told)
+    if not told.row.lowered.is_whole:
+        yield from _pipeline(told)
     yield from _path(told)
     yield from _bottleneck(told)
     yield "\nWhat would help (the same plan, simulated again)"
     yield from _what_if_table(told)
-    yield from _choices(told)
+    yield from _choices(told) if told.row.lowered.is_whole else _layouts(told)
+    yield from _locally(told)
 
 
 def table(*columns: tuple[str, int | None]) -> Grid:
@@ -85,7 +107,7 @@ def _device_table(told: Explanation) -> Grid:
     simulation, lowered = told.row.simulation, told.row.lowered
     total = simulation.makespan_s or 1.0
     rows: dict[tuple[str, ...], list[int]] = {}
-    times = device_times(lowered, simulation)
+    times = device_times(lowered.rows, simulation.times)
     for d, time in enumerate(times):
         cells = tuple(f"{seconds(s)} ({percent(s / total)})" for s in (time.compute_s, time.communicate_s, time.idle_s))
         rows.setdefault(cells, []).append(d)
@@ -109,7 +131,7 @@ def _device_names(told: Explanation, members: Sequence[int]) -> str:
     return first if len(members) == 1 else f"{first} and {len(members) - 1} alike"
 
 
-def _path(told: Explanation) -> Iterator[Part]:
+def _path(told: Explanation) -> Iterator[Told]:
     lowered, total = told.row.lowered, told.row.simulation.makespan_s or 1.0
     yield f"\nThe critical path: {kinds_in_words(by_kind(lowered.tasks, told.steps), total)}"
     made = table(("", 11), ("what", 20), ("on", 16), ("time", None), ("share", None), ("waited for", 10))
@@ -121,7 +143,7 @@ def _path(told: Explanation) -> Iterator[Part]:
         yield f"  {layer}: {kinds_in_words(kinds, total, 3)}"
 
 
-def _bottleneck(told: Explanation) -> Iterator[Part]:
+def _bottleneck(told: Explanation) -> Iterator[Told]:
     lowered, simulation, topology = told.row.lowered, told.row.simulation, told.row.lowered.topology
     total, on_path = simulation.makespan_s or 1.0, by_resource(lowered.tasks, told.steps)
     by_share = sorted(
@@ -152,10 +174,58 @@ def _pairs(wires: Sequence[int], processors: Sequence[int]) -> list[tuple[str, S
     return [("processors", processors), *([("links", wires)] if wires else [])]
 
 
+# stages
+
+
+def _pipeline(told: Explanation) -> Iterator[Told]:
+    """The sorts of what devices do, the stages, and the memory of the fullest device."""
+    simulation, lowered = told.row.simulation, told.row.lowered
+    total, times = simulation.makespan_s or 1.0, device_times(lowered.rows, simulation.times)
+    uses = [use_seconds(time) for time in times]
+    names = [device.name for device in lowered.topology.devices]
+    yield "\nWhat devices do: bubbles are when they neither compute nor communicate"
+    made = table(("", 18), ("on average", None), ("most", None), ("on", 12))
+    for use, words in USES.items():
+        row = [one.get(use, 0.0) for one in uses]
+        if any(row):
+            most = max(range(len(row)), key=row.__getitem__)
+            mean = sum(row) / len(row)
+            made.add(words, *(f"{seconds(s)} ({percent(s / total)})" for s in (mean, row[most])), names[most])
+    yield made
+    yield from _stage_table(told)
+    rooms = [device.memory_bytes for device in lowered.topology.devices]
+    fullest = max(range(len(rooms)), key=lambda d: simulation.memory[d].peak / rooms[d])
+    held = memory_parts(simulation.memory[fullest])
+    yield f"\nMemory of the fullest device, {names[fullest]}: {held}: {nbytes(simulation.peak_bytes[fullest])} of " + (
+        nbytes(rooms[fullest])
+    )
+
+
+def _stage_table(told: Explanation) -> Iterator[Told]:
+    lowered = told.row.lowered
+    if len(lowered.stages) == 1:
+        return
+    passes = stage_seconds(lowered.rows, lowered.stages)
+    slowest = max(range(len(passes)), key=lambda s: sum(passes[s]))
+    ends = [*lowered.stages.first[1:], len(lowered.graph.operators)]
+    # What prepares the targets comes first, but belongs to the loss.
+    end = lowered.graph.operators[lowered.graph.producer[lowered.graph.loss]].module
+    yield f"\nThe stages: computing of one microbatch on its busiest device; stage {slowest} is the slowest"
+    made = table(("stage", 5), ("layers", 20), ("devices", 12), ("forward", None), ("backward", None))
+    for s, (first, last) in enumerate(zip(lowered.stages.first, ends, strict=True)):
+        ops = lowered.graph.operators[first:last]
+        own = [op for op in ops if not kind_of(op).bookkeeping and (op.module != end or s == len(passes) - 1)]
+        names = [op.module or op.name for op in own or ops]
+        devices = device_set(lowered.topology, lowered.stages.devices[s])
+        made.add(str(s), folded(list(dict.fromkeys(names))), devices, *map(seconds, passes[s]),
+                 style="bold" if s == slowest else "")  # fmt: skip
+    yield made
+
+
 # what would help
 
 
-def _what_if_table(told: Explanation) -> Iterator[Part]:
+def _what_if_table(told: Explanation) -> Iterator[Told]:
     base, *others = told.what_ifs
     now = base.seconds or 1.0
     made = table(("if", 24), ("iteration", None), ("change", None))
@@ -180,7 +250,7 @@ def _what_if_table(told: Explanation) -> Iterator[Part]:
 # the choices
 
 
-def _choices(told: Explanation) -> Iterator[Part]:
+def _choices(told: Explanation) -> Iterator[Told]:
     now = told.row.simulation.makespan_s
     yield "\nWhat each choice brings: the change if only these layers were split over the batch (data parallel)"
     if told.choices:
@@ -190,10 +260,22 @@ def _choices(told: Explanation) -> Iterator[Part]:
         yield made
     else:
         yield "  The whole plan is data parallel."
-    yield from _locally(told)
 
 
-def _locally(told: Explanation) -> Iterator[Part]:
+def _layouts(told: Explanation) -> Iterator[Told]:
+    now = told.row.simulation.makespan_s
+    if not told.layouts:
+        return
+    yield "\nWhat each choice brings: the change with another in its place"
+    made = table(("choice", 14), ("now", 12), ("instead", 12), ("change", None), ("memory", None))
+    for one in sorted(told.layouts, key=lambda one: one.seconds):
+        values = (SCHEDULES.get(value, value) for value in (one.now, one.instead))
+        short = f"{nbytes(one.missing)} short" if one.missing else "fits"
+        made.add(PARTS[one.part], *values, change_of(one.seconds, now), short)
+    yield made
+
+
+def _locally(told: Explanation) -> Iterator[Told]:
     changes, lowered = told.changes, told.row.lowered
     if not changes.possible:
         yield "\nThere are no other configs: there is only one device."
@@ -231,9 +313,12 @@ def explanation_data(told: Explanation) -> dict[str, Any]:
     return {
         "iteration_s": now,
         "devices": [
-            {"name": device.name, **_device_data(time), "peak_bytes": simulation.peak_bytes[d]}
+            {
+                "name": device.name, **_device_data(time), "peak_bytes": simulation.peak_bytes[d],
+                **{f"{part}_bytes": getattr(simulation.memory[d], part) for part in MEMORY_PARTS},
+            }
             for d, (device, time) in enumerate(
-                zip(topology.devices, device_times(lowered, simulation), strict=True)
+                zip(topology.devices, device_times(lowered.rows, simulation.times), strict=True)
             )
         ],
         "critical_path": path_data(lowered, told.steps),
@@ -255,6 +340,17 @@ def explanation_data(told: Explanation) -> dict[str, Any]:
             {"layers": c.group.layers, "treatment": c.group.treatment, "as_data_parallel_s": c.otherwise_s}
             for c in told.choices
         ],
+        "layouts": [
+            {
+                "part": one.part, "now": one.now, "instead": one.instead, "iteration_s": one.seconds,
+                "missing_bytes": one.missing,
+            }
+            for one in told.layouts
+        ],
+        "stages": [
+            {"stage": s, "forward_s": forward, "backward_s": backward}
+            for s, (forward, backward) in enumerate(stage_seconds(lowered.rows, lowered.stages))
+        ],
         "single_changes": {
             "tried": told.changes.tried,
             "possible": told.changes.possible,
@@ -271,8 +367,8 @@ def explanation_data(told: Explanation) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def _device_data(time: DeviceTime) -> dict[str, float]:
+def _device_data(time: DeviceTime) -> dict[str, Any]:
     return {
         "compute_s": time.compute_s, "communicate_s": time.communicate_s, "idle_s": time.idle_s,
-        "moving_s": time.moving_s,
+        "moving_s": time.moving_s, "work_s": dict(time.work_s), "exposed_s": dict(time.exposed_s),
     }  # fmt: skip

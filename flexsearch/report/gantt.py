@@ -83,7 +83,7 @@ def timelines(rows: Sequence[PlanRow], title: str = "", most_links: int = 4, mos
 
 def _rows(lowered: Lowered, simulation: Simulation, known: Measured, most_links: int, most_devices: int) -> _Timeline:
     resources, made = lowered.topology.resources, _Timeline(lowered, simulation, known)
-    for d in _chosen(lowered, most_devices):
+    for d in chosen_devices(lowered, most_devices):
         made.devices.append((lowered.topology.devices[d].name, d, False))
         if known:
             made.devices.append(("measured", d, True))
@@ -92,8 +92,11 @@ def _rows(lowered: Lowered, simulation: Simulation, known: Measured, most_links:
     return made
 
 
-def _chosen(lowered: Lowered, most: int) -> list[int]:
-    """The devices to show: all, or the first of each host in turn, then the second."""
+def chosen_devices(lowered: Lowered, most: int) -> list[int]:
+    """Devices to show, at most so many: all, or the first of each rank of a pipeline, or else the first of each host in
+    turn, then the second."""
+    if len(ranks := sorted({min(devices) for devices in lowered.stages.devices})) > 1:
+        return ranks[:most]
     if len(lowered.devices) <= most:
         return list(lowered.devices)
     places: dict[str, int] = {}

@@ -20,6 +20,8 @@ SCREEN: Final = 16
 """Rows of the list; a longer path is folded."""
 SHORT: Final = 0.002
 """Rows of a smaller share of the iteration are told together where there are many."""
+MUCH: Final = 0.5
+"""Where these are a larger share of the iteration, what a stage does for all microbatches is told together."""
 _NUMBER: Final = re.compile(r"(?<![^.])\d+(?![^.])|(?<=[a-z])\d+(?=\.)")  # h.0.attn, layer1.0.conv1
 _PHASES: Final = {
     "forward": "forward", "gather": "forward", "backward": "backward", "synchronise": "synchronise",
@@ -32,7 +34,8 @@ _WAITS: Final = {
 
 @dataclass(frozen=True)
 class Stretch:
-    """Steps that are told together. ``what``: in words. ``phase``: forward, backward, synchronise or update."""
+    """Steps that are told together. ``what``: in words. ``phase``: forward, backward, synchronise or update; of a
+    pipeline, with the stage."""
 
     phase: str
     what: str
@@ -79,6 +82,8 @@ def stretches(lowered: Lowered, steps: Sequence[Step], most: int = SCREEN) -> tu
     short: list[_Row] = []
     if len(rows) > most:
         short = [row for row in rows if row.seconds < SHORT * steps[-1].end]
+        if sum(row.seconds for row in short) > MUCH * steps[-1].end:  # many microbatches
+            short, rows = [], _together(rows, lambda row: (row.phase, row.form, row.stage))
         rows = _runs([row for row in rows if row.seconds >= SHORT * steps[-1].end])
     if len(rows) > most:
         rows = _together(rows, lambda row: (row.phase, row.form, tuple(dict.fromkeys(map(_pattern, row.layers)))))
@@ -98,6 +103,7 @@ class _Row:
     form: str  # "" for computing
     layers: list[str]
     steps: list[Step]
+    stage: int | None = None  # of a pipeline
 
     @property
     def seconds(self) -> float:
@@ -106,22 +112,24 @@ class _Row:
 
 def _single(lowered: Lowered, step: Step) -> _Row:
     communication = lowered.tasks.communication[step.task]
-    kind = kind_of(lowered.tasks, step.task)
+    kind, action = kind_of(lowered.tasks, step.task), lowered.tasks.action[step.task]
+    stage = action.stage if action is not None and len(lowered.stages) > 1 else None
     if communication is None:
-        return _Row(kind, "", [layer_of(lowered, step.task)], [step])
+        return _Row(kind, "", [layer_of(lowered, step.task)], [step], stage)
     form = "handling" if step.moves_bytes else communication.form  # by the processor that moves the bytes
-    return _Row(_PHASES[communication.purpose], form, [layer_of(lowered, step.task)], [step])
+    return _Row(_PHASES[communication.purpose], form, [layer_of(lowered, step.task)], [step], stage)
 
 
 def _runs(rows: Sequence[_Row]) -> list[_Row]:
     """Computations of a phase that follow each other as one row; communications stay single."""
     found: list[_Row] = []
     for row in rows:
-        if found and not row.form and not found[-1].form and found[-1].phase == row.phase:
+        alike = found and (found[-1].phase, found[-1].stage) == (row.phase, row.stage)
+        if alike and not row.form and not found[-1].form:
             found[-1].layers += row.layers
             found[-1].steps += row.steps
         else:
-            found.append(_Row(row.phase, row.form, list(row.layers), list(row.steps)))
+            found.append(_Row(row.phase, row.form, list(row.layers), list(row.steps), row.stage))
     return found
 
 
@@ -129,7 +137,7 @@ def _together(rows: Sequence[_Row], key: Callable[[_Row], object]) -> list[_Row]
     """Rows of the same key as one, at the place of the first."""
     found: dict[object, _Row] = {}
     for row in rows:
-        one = found.setdefault(key(row), _Row(row.phase, row.form, [], []))
+        one = found.setdefault(key(row), _Row(row.phase, row.form, [], [], row.stage))
         one.layers += row.layers
         one.steps += row.steps
     return list(found.values())
@@ -140,9 +148,10 @@ def _pattern(layer: str) -> str:
 
 
 def _told(lowered: Lowered, row: _Row) -> Stretch:
+    phase = row.phase if row.stage is None else f"{row.phase}, stage {row.stage}"
     if not row.form:
         what = "weights" if row.phase == "update" else folded(_computed(lowered, row))
-        return Stretch(row.phase, what, _devices(lowered, row.steps), tuple(row.steps))
+        return Stretch(phase, what, _devices(lowered, row.steps), tuple(row.steps))
     longest = max(row.steps, key=lambda step: step.seconds)
     communication = lowered.tasks.communication[longest.task]
     assert communication is not None
@@ -150,7 +159,7 @@ def _told(lowered: Lowered, row: _Row) -> Stretch:
     others = len({step.task for step in row.steps}) - 1
     if others:
         what += f", and {others} like it"
-    return Stretch(row.phase, what, _links(lowered, row.steps), tuple(row.steps))
+    return Stretch(phase, what, _links(lowered, row.steps), tuple(row.steps))
 
 
 def _computed(lowered: Lowered, row: _Row) -> list[str]:

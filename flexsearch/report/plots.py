@@ -11,19 +11,25 @@ from typing import Final
 
 import matplotlib
 from matplotlib.figure import Figure
+from matplotlib.patches import Patch
 from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 
 from flexsearch.report.gantt import timeline, timelines
 from flexsearch.report.style import COLOURS, literal, plain
 from flexsearch.report.tables import PlanRow, yardsticks
 from flexsearch.report.units import byte_unit, digits, nbytes, percent, ratio, seconds, time_unit
-from flexsearch.simulate.memory import PARTS
+from flexsearch.simulate.memory import PARTS, Curve
 
-__all__ = ["FORMATS", "chains", "memory_bars", "plan_bars", "rendered", "scaling_curve", "timeline", "timelines"]
+__all__ = [
+    "FORMATS", "chains", "memory_bars", "memory_over_time", "plan_bars", "rendered", "scaling_curve", "timeline",
+    "timelines",
+]  # fmt: skip
 
 _PART_COLOURS: Final = dict(zip(PARTS, COLOURS, strict=False))
 FORMATS: Final = ("png", "svg", "pdf")
 """What ``rendered`` makes of a picture."""
+STATES: Final = 800
+"""States of a device's memory that a picture shows."""
 MOST_DEVICES: Final = 16
 """Devices that a picture shows, where there are more."""
 
@@ -103,6 +109,33 @@ def memory_bars(row: PlanRow, title: str = "") -> Figure:
     axes.set_xlabel(f"memory at its peak ({name}){more}", fontsize=9)
     figure.legend(loc="outside lower center", ncols=len(PARTS), frameon=False, fontsize=9)
     plain(axes, title)
+    return figure
+
+
+def memory_over_time(panels: Sequence[tuple[str, Curve, int]], title: str = "") -> Figure:
+    """What devices hold as a step goes on, by what it is for, below each other on the same axes. ``panels``: a name,
+    what the device holds, its memory (bytes; a dashed line)."""
+    figure = Figure(figsize=(9, 1.7 * len(panels) + 1.2), layout="constrained")
+    grid = figure.subplots(len(panels), 1, sharex=True, squeeze=False)[:, 0]
+    curves = [curve.thinned(STATES) for _, curve, _ in panels]
+    peaks = [curve.peak.peak for curve in curves]
+    top = max(peaks, default=0) or 1
+    (unit, name), (second, time_name) = byte_unit(top), time_unit(max(float(c.times[-1]) for c in curves) or 1.0)
+    held = [part for k, part in enumerate(PARTS) if any(curve.use[k].any() for curve in curves)]
+    for axes, (words, _, capacity), curve, peak in zip(grid, panels, curves, peaks, strict=True):
+        use = [curve.use[PARTS.index(part)] / unit for part in held]
+        axes.stackplot(curve.times / second, use, colors=[_PART_COLOURS[part] for part in held], step="post")
+        axes.axhline(capacity / unit, color="black", linestyle="--", linewidth=1)
+        axes.set_ylim(0, 1.15 * min(top, 3 * peak) / unit)
+        axes.set_ylabel(f"memory ({name})", fontsize=9)
+        over = ": does not fit" if peak > capacity else ""
+        plain(axes, f"{literal(words, 70)}: peak {nbytes(peak)} of {nbytes(capacity)}{over}")
+    grid[-1].set_xlim(0, max(float(c.times[-1]) for c in curves) / second or 1.0)
+    grid[-1].set_xlabel(f"time ({time_name})")
+    handles = [Patch(color=_PART_COLOURS[part], label=part) for part in held]
+    figure.legend(handles=handles, loc="outside lower center", ncols=len(PARTS), frameon=False, fontsize=9)
+    if title:
+        figure.suptitle(title, x=0.01, ha="left", fontsize=11, parse_math=False)
     return figure
 
 

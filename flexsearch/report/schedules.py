@@ -13,10 +13,11 @@ from typing import Final, NamedTuple
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from flexsearch.lower.actions import SPLIT_KINDS, V_KINDS, Action, actions, placement
+from flexsearch.lower.actions import Action, actions
 from flexsearch.report.layouts import SCHEDULES
 from flexsearch.report.plots import rendered
 from flexsearch.report.style import COLOURS, plain
+from flexsearch.strategy.schedule import SPLIT_KINDS, V_KINDS, placement
 from flexsearch.strategy.stage import ScheduleKind
 
 UNITS: Final[Mapping[str, int]] = {"F": 1, "B": 2, "I": 1, "W": 1}

@@ -1,7 +1,10 @@
 """Timeline as Chrome trace JSON (Trace Event Format), which Perfetto and chrome://tracing open.
 
-One process for each device with its compute tasks, one for the links with a row each; arrows lead from a communication
-to the tasks that wait for it. Measured times, where given, stand in processes of their own right below the predicted.
+One process for each device with its compute tasks and what its memory holds, one for the links with a row each; arrows
+lead from a communication to the tasks that wait for it. A device of a pipeline has a row for its passes, named as
+PyTorch's pipelining names them (1F0: stage 1, forward, microbatch 0), above that of their tasks. Where equal blocks of
+devices do the same, one of them is shown. Measured times, where given, stand in processes of their own right below the
+predicted.
 """
 
 from __future__ import annotations
@@ -12,14 +15,26 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from flexsearch.cost.ticks import TICK
 from flexsearch.graph import volume
 from flexsearch.lower import Lowered, TaskKind
+from flexsearch.lower.view import Actions
 from flexsearch.output import write
 from flexsearch.report.words import task_words, treatment
-from flexsearch.simulate import Simulation
+from flexsearch.simulate import Simulation, simulate
 from flexsearch.simulate.critical import turns
+from flexsearch.simulate.engine import Times
+from flexsearch.simulate.memory import PARTS, Curve, memory_curves
+from flexsearch.simulate.simulation import times_of
+from flexsearch.simulate.usage import count_tasks, makespan_of, passes
 
 Event = dict[str, Any]
+TASKS, PASSES = 1, 0
+"""Rows of a device."""
+STATES = 2000
+"""States of a device's memory that are shown at most."""
+MOST_TASKS = 500_000
+"""A trace of more would be larger than what opens in a browser, and take minutes."""
 _CATEGORY = {
     TaskKind.FORWARD: "forward", TaskKind.BACKWARD: "backward", TaskKind.UPDATE: "update",
     TaskKind.WEIGHT_GRADIENT: "weight gradient", TaskKind.COMMUNICATION: "communication",
@@ -34,34 +49,74 @@ def chrome_trace(
     known = {t: row for t, row in (measured or {}).items() if all(map(math.isfinite, row))}
     topology, count = lowered.topology, len(lowered.topology.devices)
     links, seen = 2 * count + 1, 2 * count + 2  # process numbers: 2d + 1 and 2d + 2 belong to device d
-    used = [d for d in range(count) if d in set(lowered.tasks.device)]
-    events: list[Event] = []
-    for d in used:
-        title = topology.devices[d].name
-        events += _process(2 * d + 1, f"{title}: predicted" if known else title, {0: "compute"})
-        if known:
-            events += _process(2 * d + 2, f"{title}: measured", {0: "compute"})
+    events = _devices(lowered, simulation.times, "predicted" if known else "")
+    if known:
+        for d in lowered.devices:
+            events += _process(2 * d + 2, f"{topology.devices[d].name}: measured", {TASKS: "compute"})
     names = {r: x.name for r, x in enumerate(topology.resources) if simulation.link_bytes[r]}
     events += _process(links, "links: predicted" if known else "links", names)
-    turns_of = turns(lowered.tasks)
+    shared = any(math.isfinite(turn) for turn in lowered.tasks.turn)
+    turns_of = turns(lowered.tasks) if shared else {}
     for task, device in enumerate(lowered.tasks.device):
         if device >= 0:
             events.append(_compute(lowered, task, 2 * device + 1, simulation.start[task], simulation.end[task]))
             if task in known:
                 events.append(_compute(lowered, task, 2 * device + 2, *known[task]))
         else:
-            events += _on_links(lowered, task, turns_of[task], links)
+            events += _on_links(lowered, task, turns_of.get(task, [(float(simulation.start[task]), 0.0)]), links)
     events += _arrows(lowered, simulation, links)
     if known:
         events += _measured_communication(lowered, known, seen)
+    more = {"moved_bytes": simulation.moved_bytes, "tasks": len(lowered.tasks)}
+    return _trace(lowered, events, simulation.makespan_s, simulation.peak_bytes, more)
+
+
+def pass_trace(lowered: Lowered, times: Times) -> Event:
+    """The trace of a plan with too many tasks to show each: the passes of its devices and their memory."""
+    peaks, total = [curve.peak.peak for curve in memory_curves(lowered, times)], makespan_of(times) * TICK
+    return _trace(lowered, _devices(lowered, times, ""), total, peaks, {"tasks": count_tasks(times)})
+
+
+def _trace(lowered: Lowered, events: list[Event], makespan_s: float, peaks: Sequence[int], more: Event) -> Event:
     return {
         "traceEvents": events,
         "displayTimeUnit": "ms",
         "otherData": {
-            "graph": lowered.graph.name, "topology": topology.name, "iteration_s": simulation.makespan_s,
-            "moved_bytes": simulation.moved_bytes, "peak_bytes": list(simulation.peak_bytes),
+            "graph": lowered.graph.name, "topology": lowered.topology.name, "iteration_s": makespan_s,
+            "peak_bytes": list(peaks), "blocks": lowered.lowering.replicas, **more,
         },
     }  # fmt: skip
+
+
+def _devices(lowered: Lowered, times: Times, remark: str) -> list[Event]:
+    """The processes of the devices that compute, with the passes of a pipeline and what is in memory."""
+    events, blocks = list[Event](), lowered.lowering.replicas
+    rows = {TASKS: "compute"} if Actions(lowered).plain else {PASSES: "passes", TASKS: "compute"}
+    for d in lowered.devices:
+        title = lowered.topology.devices[d].name + (f": {remark}" if remark else "")
+        title += f" (block 1 of {blocks}; the others do the same)" if blocks > 1 else ""
+        events += _process(2 * d + 1, title, rows)
+    for one in passes(lowered, times):
+        args = {"stage": one.action.stage, "pass": one.action.kind, "microbatch": one.action.microbatch}
+        events.append({
+            "ph": "X", "name": str(one.action), "cat": f"pass {one.action.kind}", "pid": 2 * one.device + 1,
+            "tid": PASSES, "ts": one.begin * TICK * 1e6, "dur": (one.end - one.begin) * TICK * 1e6, "args": args,
+        })  # fmt: skip
+    for d, curve in enumerate(memory_curves(lowered, times)):
+        if d in lowered.devices:
+            events += _memory(curve.thinned(STATES), 2 * d + 1)
+    return events
+
+
+def _memory(curve: Curve, pid: int) -> list[Event]:
+    """Counters of what a device holds, bytes by part."""
+    return [
+        {
+            "ph": "C", "name": "memory", "pid": pid, "ts": float(t) * 1e6,
+            "args": dict(zip(PARTS, use, strict=True)),
+        }
+        for t, use in zip(curve.times, curve.use.T.tolist(), strict=True)
+    ]  # fmt: skip
 
 
 def save_trace(
@@ -70,6 +125,17 @@ def save_trace(
 ) -> None:  # fmt: skip
     """Write ``chrome_trace`` to ``path``. Raises OutputError if that is not possible."""
     write(path, json.dumps(chrome_trace(lowered, simulation, measured)) + "\n")
+
+
+def save_simulated(path: str | Path, lowered: Lowered) -> int:
+    """Simulate a plan and write its trace: all tasks, or where these are more than ``MOST_TASKS`` its passes. Returns
+    how many tasks it has. Raises OutputError."""
+    times = times_of(lowered.rows)
+    if (tasks := count_tasks(times)) <= MOST_TASKS:
+        save_trace(path, lowered, simulate(lowered))
+    else:
+        write(path, json.dumps(pass_trace(lowered, times)) + "\n")
+    return tasks
 
 
 def _process(pid: int, name: str, rows: Mapping[int, str]) -> list[Event]:
@@ -82,8 +148,12 @@ def _process(pid: int, name: str, rows: Mapping[int, str]) -> list[Event]:
 
 
 def _slice(lowered: Lowered, task: int, pid: int, tid: int, start: float, end: float, args: Event) -> Event:
+    action = lowered.tasks.action[task]
+    name = task_words(lowered, task)
+    if action is not None:
+        name, args = f"{action} {name}", args | {"microbatch": action.microbatch}
     return {
-        "ph": "X", "name": task_words(lowered, task), "cat": _CATEGORY[TaskKind(lowered.tasks.kind[task])],
+        "ph": "X", "name": name, "cat": _CATEGORY[TaskKind(lowered.tasks.kind[task])],
         "pid": pid, "tid": tid, "ts": float(start) * 1e6, "dur": float(end - start) * 1e6, "args": args,
     }  # fmt: skip
 
@@ -91,7 +161,7 @@ def _slice(lowered: Lowered, task: int, pid: int, tid: int, start: float, end: f
 def _compute(lowered: Lowered, task: int, pid: int, start: float, end: float) -> Event:
     args: Event = {"task": task, "predicted_s": lowered.tasks.duration[task]}
     operator = lowered.tasks.operator[task]
-    if operator >= 0:
+    if operator >= 0 and lowered.tasks.microbatch[task] == 0:  # the others are alike
         op, config = lowered.graph.operators[operator], lowered.configs[operator]
         piece = lowered.placed[operator].placement.piece_on(lowered.tasks.device[task])
         args |= {
@@ -106,7 +176,7 @@ def _compute(lowered: Lowered, task: int, pid: int, start: float, end: float) ->
                 for name, box in zip(op.outputs, piece.outputs, strict=True)
             ),
         }
-    return _slice(lowered, task, pid, 0, start, end, args)
+    return _slice(lowered, task, pid, TASKS, start, end, args)
 
 
 def _communication_args(lowered: Lowered, task: int) -> Event:
@@ -149,7 +219,7 @@ def _arrows(lowered: Lowered, simulation: Simulation, pid: int) -> list[Event]:
                 events.append(flow | {"ph": "s", "pid": pid, "tid": link, "ts": float(simulation.start[before]) * 1e6})
                 events.append(
                     flow | {
-                        "ph": "f", "bp": "e", "pid": 2 * tasks.device[task] + 1, "tid": 0,
+                        "ph": "f", "bp": "e", "pid": 2 * tasks.device[task] + 1, "tid": TASKS,
                         "ts": float(simulation.start[task]) * 1e6,
                     }
                 )  # fmt: skip

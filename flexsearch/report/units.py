@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 _TIMES = ((1.0, "s"), (1e-3, "ms"), (1e-6, "µs"), (1e-9, "ns"))
 _BYTES = ((1e12, "TB"), (1e9, "GB"), (1e6, "MB"), (1e3, "kB"))
@@ -48,3 +49,8 @@ def percent(share: float) -> str:
 def ratio(value: float) -> str:
     """A speed-up: "5.15x"."""
     return f"{digits(value)}x"
+
+
+def signed(value: float, told: Callable[[float], str]) -> str:
+    """A difference in the words of ``told``: "+12.3 ms", "-4.1 GB", or "0"."""
+    return "0" if not value else f"{'+' if value > 0 else '-'}{told(abs(value))}"

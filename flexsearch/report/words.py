@@ -66,19 +66,25 @@ def device_set(topology: Topology, devices: Iterable[int]) -> str:
 
 def treatment(graph: OperatorGraph, topology: Topology, op: Operator, config: OperatorConfig) -> str:
     """What a config does with an operator: "batch over 4 hosts", "replicated on 4 hosts", "on host1"."""
-    images = any(o.kind.startswith("conv") for o in graph.operators)
     where = device_set(topology, config.devices)
     weighted = _weighted(graph, graph.index[op.name])
     tail = _SHARDED if config.shard_weights and weighted and len(config.devices) > 1 else ""
+    if not config.degrees:
+        return f"on {where}" if len(config.devices) == 1 else f"replicated on {where}{tail}"
+    return f"{split_words(graph, op, config)} over {where}{tail}"
+
+
+def split_words(graph: OperatorGraph, op: Operator, config: OperatorConfig) -> str:
+    """How a config splits an operator, wherever it runs: "batch", "output features (2) x replicated (2)", "replicated",
+    "whole"."""
+    images = any(o.kind.startswith("conv") for o in graph.operators)
     shares = {axis: " " + _ratio(row) for axis, row in config.shares}
     splits = [(axis_word(op, axis, images) + shares.get(axis, ""), parts) for axis, parts in config.degrees]
-    if not splits:
-        return f"on {where}" if len(config.devices) == 1 else f"replicated on {where}{tail}"
     if config.replicas > 1:
         splits.append(("replicated", config.replicas))
-    if len(splits) == 1:
-        return f"{splits[0][0]} over {where}{tail}"
-    return " x ".join(f"{word} ({parts})" for word, parts in splits) + f" over {where}{tail}"
+    if len(splits) <= 1:
+        return splits[0][0] if splits else "whole"
+    return " x ".join(f"{word} ({parts})" for word, parts in splits)
 
 
 def _ratio(shares: Sequence[int]) -> str:

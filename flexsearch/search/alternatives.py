@@ -11,11 +11,21 @@ from flexsearch.strategy import OperatorConfig
 
 def alternatives(space: Space, effects: Effects, operator: int) -> Iterator[Alternative]:
     """The neighbours of an operator's config, as the polish of a search tries them."""
-    for config in space.alternatives(operator, effects.configs):
+    for config in _allowed(space, effects, operator):
         alone = effects.seconds({operator: config})
-        followed = space.follow(operator, config)
+        followed = _followed(space, effects, operator, config)
         changes = len([i for i, c in followed.items() if effects.configs[i] != c]) > 1
         yield Alternative(config, alone, effects.seconds(followed) if changes else None, followed)
+
+
+def _allowed(space: Space, effects: Effects, operator: int) -> Iterator[OperatorConfig]:
+    """Other configs of an operator on the devices of its stage."""
+    return (config for config in space.alternatives(operator, effects.configs) if effects.allows(operator, config))
+
+
+def _followed(space: Space, effects: Effects, operator: int, config: OperatorConfig) -> Changes:
+    """A change with those of the operators that follow it in its stage."""
+    return {i: c for i, c in space.follow(operator, config).items() if effects.allows(i, c)}
 
 
 def best_first(found: Sequence[Alternative]) -> list[Alternative]:
@@ -49,7 +59,7 @@ def single_changes(space: Space, effects: Effects, limit: int) -> Iterator[tuple
     likeliest configs of each come first. Yields (how many were tried, what is known) at first and after every one.
     """
     tiers = [
-        {i: tuple(space.alternatives(i, effects.configs)) for i in operators} for operators in _important_first(space)
+        {i: tuple(_allowed(space, effects, i)) for i in operators} for operators in _important_first(space)
     ]
     possible, tried = sum(len(choices) for tier in tiers for choices in tier.values()), 0
     better: dict[int, Improvement] = {}
@@ -69,7 +79,7 @@ def single_changes(space: Space, effects: Effects, limit: int) -> Iterator[tuple
 def _try(
     space: Space, effects: Effects, operator: int, config: OperatorConfig, better: dict[int, Improvement]
 ) -> None:  # fmt: skip
-    followed = space.follow(operator, config)
+    followed = _followed(space, effects, operator, config)
     for changes in ({operator: config}, followed)[: 1 + (len(followed) > 1)]:
         limit_s = better[operator].seconds if operator in better else effects.base_s
         seconds = effects.seconds(changes)

@@ -1,17 +1,19 @@
-"""What an iteration is made of: the kinds of work on the critical path, what each device does all the time, and how
-much of each kind of work there is."""
+"""What an iteration is made of: the kinds of work on the critical path, and how much of each kind of work there is."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Final, Literal
 
 import numpy as np
 
-from flexsearch.lower import Lowered, TaskGraph, TaskKind
+from flexsearch.cost.ticks import TICK
+from flexsearch.lower import TaskGraph, TaskKind
+from flexsearch.lower.rows import COMPUTE, GATHER, REGATHER, SYNCHRONISE
+from flexsearch.lower.view import Rows
 from flexsearch.simulate.critical import Step
-from flexsearch.simulate.simulation import Simulation
 
 Kind = Literal[
     "forward", "backward", "recompute", "update", "activations", "gather", "synchronise", "latency", "handling"
@@ -89,49 +91,6 @@ def by_resource(tasks: TaskGraph, steps: Sequence[Step]) -> dict[int, float]:
 
 
 @dataclass(frozen=True, slots=True)
-class DeviceTime:
-    """What a device does during an iteration, s: it computes; else it takes part in a communication; else it is idle.
-    The three add up to the makespan. ``moving_s``: all its communications, those beside computing too."""
-
-    compute_s: float
-    communicate_s: float
-    idle_s: float
-    moving_s: float
-
-
-def device_times(lowered: Lowered, simulation: Simulation) -> tuple[DeviceTime, ...]:
-    """By device index of the topology."""
-    tasks, start, end = lowered.tasks, simulation.start, simulation.end
-    computing: list[list[tuple[float, float]]] = [[] for _ in lowered.topology.devices]
-    moving: list[list[tuple[float, float]]] = [[] for _ in lowered.topology.devices]
-    for task, communication in enumerate(tasks.communication):
-        span = float(start[task]), float(end[task])
-        if communication is None:
-            computing[tasks.device[task]].append(span)
-        else:
-            for device in {*communication.senders, *communication.receivers}:
-                moving[device].append(span)
-    found = []
-    for d in range(len(lowered.topology.devices)):
-        compute = float(simulation.busy_s[d])
-        # Where devices share a processor, a task's span holds turns of others; those count as waiting, not computing.
-        exposed = max(0.0, _covered(computing[d] + moving[d]) - _covered(computing[d]))
-        exposed = min(exposed, simulation.makespan_s - compute)
-        idle = max(0.0, simulation.makespan_s - compute - exposed)
-        found.append(DeviceTime(compute, exposed, idle, _covered(moving[d])))
-    return tuple(found)
-
-
-def _covered(spans: list[tuple[float, float]]) -> float:
-    """Length of the union of intervals, s."""
-    total, until = 0.0, 0.0
-    for begin, end in sorted(spans):
-        total += max(0.0, end - max(begin, until))
-        until = max(until, end)
-    return total
-
-
-@dataclass(frozen=True, slots=True)
 class Loads:
     """How much work there is of each sort, s, wherever it lies in time: computing on the device that has most of it;
     on the link that has most of it, moving activations (with their gradients), and weights and their gradients."""
@@ -146,16 +105,20 @@ class Loads:
         )
 
 
-def loads(lowered: Lowered) -> Loads:
+def loads(rows: Rows) -> Loads:
     """The loads of a plan."""
-    tasks = lowered.tasks
-    compute = np.zeros(len(lowered.topology.devices))
-    link = {True: np.zeros(len(lowered.topology.resources)), False: np.zeros(len(lowered.topology.resources))}
-    for task, communication in enumerate(tasks.communication):
-        if communication is None:
-            compute[tasks.device[task]] += tasks.duration[task]
-        else:
-            row = link[kind_of(tasks, task) == "activations"]
-            for resource, seconds in tasks.links[task]:
-                row[resource] += seconds
-    return Loads(float(compute.max()), float(link[True].max()), float(link[False].max()))
+    segments, schedule = rows.segments, rows.schedule
+    compute = np.zeros(len(schedule.group), np.int64)
+    activations, weights = np.zeros((2, int(rows.machine.resources[0])), np.int64)
+    for block, segment in enumerate(rows.segment.tolist()):
+        times = 1 if schedule.once[block] or schedule.last[block] else int(schedule.microbatches[0])
+        table = int(segments.device_steps[segment])
+        ends = segments.step_first[table : table + len(compute) + 1].tolist()
+        for device, (first, last) in enumerate(pairwise(ends)):
+            computes = segments.step_kind[first:last] == COMPUTE
+            compute[device] += times * segments.step_ticks[first:last][computes].sum()
+        link = weights if schedule.kind[block] in (GATHER, REGATHER, SYNCHRONISE) else activations
+        for c in range(segments.communication_first[segment], segments.communication_last[segment]):
+            of = slice(int(segments.link_first[c]), int(segments.link_last[c]))
+            np.add.at(link, segments.link[of], times * segments.link_ticks[of])
+    return Loads(*(float(row.max(initial=0)) * TICK for row in (compute, activations, weights)))

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from flexsearch.lower import Lowered, Lowering
+from flexsearch.lower.schedule import Stages
 from flexsearch.simulate.breakdown import Loads, loads
 from flexsearch.simulate.delta import DeltaSimulator
 from flexsearch.strategy import OperatorConfig, Options
@@ -19,17 +20,26 @@ Changes = Mapping[int, OperatorConfig]
 class Effects:
     """A plan that stays as it is, and what it would cost to change it. Times are those of a whole simulation.
 
-    Effects of one graph on one topology can share a ``lowering``, which keeps what it has worked out.
+    Effects of one graph on one topology can share a ``lowering``, which keeps what it has worked out. ``stages``: how
+    the step is cut; by default, not at all.
     """
 
-    def __init__(self, lowering: Lowering, configs: tuple[OperatorConfig, ...], options: Options) -> None:
+    def __init__(
+        self, lowering: Lowering, configs: tuple[OperatorConfig, ...], options: Options, stages: Stages | None = None
+    ) -> None:
         self.lowering, self.configs, self.options = lowering, configs, options
+        self.stages = stages or Stages.one(len(lowering.topology.devices))
+        self._stage_of = self.stages.of(len(configs))
         self._simulator = DeltaSimulator(
-            lowering.graph, lowering.topology, lowering.costs, options, configs, lowering
+            lowering.graph, lowering.topology, lowering.costs, options, configs, lowering, stages=self.stages
         )  # fmt: skip
         self._room = np.array([device.memory_bytes for device in lowering.topology.devices], dtype=np.int64)
         self.base_s = self._simulator.seconds
         """Iteration time of the plan, s."""
+
+    def allows(self, operator: int, config: OperatorConfig) -> bool:
+        """Whether a config stays on the devices of its operator's stage."""
+        return set(config.devices) <= set(self.stages.devices[self._stage_of[operator]])
 
     def seconds(self, changes: Changes) -> float:
         """Iteration time (s) with these configs changed."""
@@ -46,7 +56,7 @@ class Effects:
 
     def lower(self, changes: Changes) -> Lowered:
         """The changed plan, lowered."""
-        return self.lowering.lower(self.changed(changes), self.options)
+        return self.lowering.lower(self.changed(changes), self.options, self.stages)
 
     def changed(self, changes: Changes) -> tuple[OperatorConfig, ...]:
         """The changed configs of all operators."""
@@ -54,7 +64,7 @@ class Effects:
 
     def loads(self, changes: Changes) -> Loads:
         """How much work of each sort the changed plan has."""
-        return loads(self.lower(changes))
+        return loads(self.lower(changes).rows)
 
 
 @dataclass(frozen=True, slots=True)

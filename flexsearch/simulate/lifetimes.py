@@ -59,8 +59,8 @@ from flexsearch.lower.footprints import ALIASED, RECEIVES, TAKES_PART, TAKES_PAR
 from flexsearch.lower.interned import Interned, entries_of, rank_of
 from flexsearch.packed import packed
 
-WEIGHTS, GRADIENTS, OPTIMIZER, ACTIVATIONS, BUFFERS = (np.uint64(k) for k in range(5))
-"""Parts of memory: what spans are for."""
+WEIGHTS, COPIES, GRADIENTS, OPTIMIZER, ACTIVATIONS, BUFFERS = (np.uint64(k) for k in range(6))
+"""Parts of memory: what spans are for; COPIES: of sharded weights, gathered."""
 GATHERED: Any = np.uint64(0xFFFFFFFF)
 """In the place of an activation: a weight's copies have no original that readers could use as it is."""
 OUTPUT, WEIGHT, AT_HAND = range(3)
@@ -315,7 +315,7 @@ def _distribute(
             if role & TAKES_PART:
                 _prolong(spans, original, sent)
         copies = not gathered or role & RECEIVES != 0  # a part that is cut from a stored weight is a view
-        part = WEIGHTS if gathered else ACTIVATIONS
+        part = COPIES if gathered else ACTIVATIONS
         holder = _land(spans, landings, row, copies, now, sent, sent, used, part)
         if role & ALIASED:
             holder = original

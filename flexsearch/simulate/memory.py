@@ -4,25 +4,29 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Final, Literal, NamedTuple
+from typing import Any, Final, Literal, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
+from flexsearch.cost.ticks import TICK
 from flexsearch.direct import direct
 from flexsearch.lower import Lowered
 from flexsearch.lower.arrays import State
 from flexsearch.lower.plan import PlanRows
 from flexsearch.lower.templates import Templates
+from flexsearch.lower.view import Rows
 from flexsearch.simulate.account import Account, enter, which_cells
+from flexsearch.simulate.engine import Times
 from flexsearch.simulate.lifetimes import Sources, list_spans
 from flexsearch.simulate.units import make_account
+from flexsearch.simulate.usage import computations
 
 _list_spans = direct(list_spans)
 _enter = direct(enter)
 
-Part = Literal["weights", "gradients", "optimizer", "activations", "buffers"]
-PARTS: Final[tuple[Part, ...]] = ("weights", "gradients", "optimizer", "activations", "buffers")
+Part = Literal["weights", "gathered", "gradients", "optimizer", "activations", "buffers"]
+PARTS: Final[tuple[Part, ...]] = ("weights", "gathered", "gradients", "optimizer", "activations", "buffers")
 """In the order of their numbers in ``lifetimes``."""
 
 
@@ -30,13 +34,14 @@ PARTS: Final[tuple[Part, ...]] = ("weights", "gradients", "optimizer", "activati
 class Memory:
     """Bytes in use on a device at the moment of its peak, by what they hold.
 
-    ``weights``: stored; whole copies gathered from sharded ones; buffers and constants of the model. ``gradients``: of
+    ``weights``: stored; buffers and constants of the model. ``gathered``: copies of sharded weights. ``gradients``: of
     weights, as the pieces make them and as they are stored. ``optimizer``: its state. ``activations``: inputs, outputs,
     their copies in other layouts, and their gradients. ``buffers``: what is received and used elsewhere, and layouts in
     between. Not counted: workspace inside a kernel, fragmentation, the libraries themselves.
     """
 
     weights: int = 0
+    gathered: int = 0
     gradients: int = 0
     optimizer: int = 0
     activations: int = 0
@@ -45,7 +50,7 @@ class Memory:
     @property
     def peak(self) -> int:
         """The peak, bytes."""
-        return self.weights + self.gradients + self.optimizer + self.activations + self.buffers
+        return sum(getattr(self, part) for part in PARTS)
 
 
 class Span(NamedTuple):
@@ -79,6 +84,51 @@ def spans_of(lowered: Lowered) -> list[Span]:
 
 def memory_of(account: Account, sources: Sources, state: State) -> tuple[Memory, ...]:
     """Peak memory of a plan by device, with an account of no plan."""
+    return tuple(_peak(use) for use in _uses(account, sources, state))
+
+
+@dataclass(frozen=True)
+class Curve:
+    """What a device holds as a step goes on. ``times``: s, ascending, (n,); ``use``: bytes from each of them on, by
+    part (``PARTS``), (parts, n). Of what changes at the same time every state is there, in the order of its rows."""
+
+    times: npt.NDArray[np.floating[Any]]
+    use: npt.NDArray[np.int64]
+
+    @property
+    def peak(self) -> Memory:
+        """At the moment of the peak."""
+        return _peak(self.use)
+
+    def thinned(self, most: int) -> Curve:
+        """At most about so many states: of those near each other in time, the one that holds most."""
+        if len(self.times) <= most:
+            return self
+        span = float(self.times[-1]) or 1.0
+        part = np.minimum((self.times / span * most).astype(np.int64), most - 1)
+        order = np.lexsort((-np.arange(len(part)), self.use.sum(axis=0), part))
+        last = np.flatnonzero(np.diff(part[order], append=most))
+        kept = np.sort(order[last])
+        return Curve(self.times[kept], self.use[:, kept])
+
+
+def memory_curves(lowered: Lowered, times: Times) -> tuple[Curve, ...]:
+    """What each device holds over time, by device index of the topology; ``times``: of the rows of ``lowered``."""
+    account, sources, state = _account(lowered)
+    clocks = _clocks(lowered.rows, times, account)
+    return tuple(
+        # With its last moment a step ends, and with it all spans.
+        Curve(clock[: max(1, len(clock) - 1)] * TICK, use[:, : max(1, len(clock) - 1)])
+        for clock, use in zip(clocks, _uses(account, sources, state), strict=True)
+    )
+
+
+def _peak(use: npt.NDArray[np.int64]) -> Memory:
+    return Memory(*use[:, int(use.sum(axis=0).argmax())].tolist())
+
+
+def _uses(account: Account, sources: Sources, state: State) -> list[npt.NDArray[np.int64]]:
+    """By device: bytes by part, after each of its cells."""
     curves = []
     for part in range(len(PARTS)):
         account.cells[:] = 0
@@ -87,12 +137,29 @@ def memory_of(account: Account, sources: Sources, state: State) -> tuple[Memory,
             spans.nbytes[spans.part != part] = 0
             _enter(account, 1)
         curves.append(list(_curves(account)))
-    found = []
-    for of_device in zip(*curves, strict=True):
-        use = np.stack(of_device)
-        top = int(use.sum(axis=0).argmax())
-        found.append(Memory(*use[:, top].tolist()))
-    return tuple(found)
+    return [np.stack(of_device) for of_device in zip(*curves, strict=True)]
+
+
+def _clocks(rows: Rows, times: Times, account: Account) -> Iterator[npt.NDArray[np.int64]]:
+    """By device: ticks of each of its cells, as ``_curves`` has them. What a block holds begins when it computes, and
+    communicates when it has; where it computes nothing on a device, when what the device runs before has."""
+    devices, blocks = len(rows.schedule.group), len(rows.schedule.kind)
+    first, last = np.full((2, devices, blocks), -1)
+    for device, block, place, _ in computations(rows, times):
+        last[device, block] = place
+        if first[device, block] < 0:
+            first[device, block] = place
+    schedule, begun, ended = account.schedule, times.computation_start, times.computation_end
+    for d, group in enumerate(schedule.group):
+        row = [np.zeros(1, np.int64)]
+        for a in range(schedule.action_first[group], schedule.action_last[group]):
+            of, m = slice(int(schedule.block_first[a]), int(schedule.block_last[a])), int(schedule.microbatch[a])
+            own = np.where(schedule.once[of] == 1, 0, m)
+            computes = first[d, of] >= 0
+            start = np.where(computes, begun[own, first[d, of]], 0)
+            end = np.where(computes, ended[own, last[d, of]], 0)
+            row.append(np.stack([start, end, end, end], axis=1).ravel())
+        yield np.maximum.accumulate(np.concatenate(row))
 
 
 def _account(lowered: Lowered) -> tuple[Account, Sources, State]:

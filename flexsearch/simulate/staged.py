@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from functools import cached_property
 
 import numpy as np
 
 from flexsearch.cost import Costs, Profile
-from flexsearch.cost.ticks import TICK
 from flexsearch.graph import OperatorGraph
 from flexsearch.graph.ops import backward_flops, forward_flops
 from flexsearch.graph.precision import Precision, with_precision
@@ -19,6 +18,7 @@ from flexsearch.lower.templates import Templates
 from flexsearch.simulate.delta import DeltaSimulator
 from flexsearch.simulate.memory import Memory, memory_of
 from flexsearch.simulate.units import make_account
+from flexsearch.simulate.usage import DeviceTime, device_times
 from flexsearch.strategy import OperatorConfig, Options, Strategy
 from flexsearch.strategy.config import check_config
 from flexsearch.strategy.pipeline import Pipeline
@@ -61,12 +61,13 @@ class StagedSimulators:
 
 @dataclass(frozen=True)
 class Step:
-    """One simulated step of a plan. By device of the first block: ``busy_s`` (computing, s) and ``memory`` (bytes at
-    the peak, by what they hold). ``devices``: of all blocks. ``samples``: of the whole batch. ``flops``: of the model's
-    forward and backward passes, nothing computed twice. ``peak_flops``: FLOP/s of all devices together."""
+    """One simulated step of a plan. By device of the first block: ``usage``, what it does all the time, and ``memory``
+    (bytes at the peak, by what they hold); ``measure`` works the former out. ``devices``: of all blocks. ``samples``:
+    of the whole batch. ``flops``: of the model's forward and backward passes, nothing computed twice. ``peak_flops``:
+    FLOP/s of all devices together."""
 
     makespan_s: float
-    busy_s: tuple[float, ...]
+    measure: Callable[[], tuple[DeviceTime, ...]] = field(repr=False, compare=False)
     memory: tuple[Memory, ...]
     capacity: tuple[int, ...]
     devices: int
@@ -90,11 +91,24 @@ class Step:
         """Model FLOPs utilisation: share of the peak FLOP/s that the model's own FLOPs take (PaLM, 2022, app. B)."""
         return self.flops / (self.makespan_s * self.peak_flops) if self.makespan_s else 0.0
 
+    @cached_property
+    def usage(self) -> tuple[DeviceTime, ...]:
+        """By device. It takes as long as a simulation of every microbatch."""
+        return self.measure()
+
+    def share(self, seconds: Callable[[DeviceTime], float]) -> float:
+        """Share of the step that devices spend on something, on average."""
+        return float(np.mean([seconds(time) for time in self.usage])) / self.makespan_s if self.makespan_s else 0.0
+
     @property
-    def idle(self) -> float:
-        """Share of the step in which a device, on average, does not compute: bubbles, and communication that nothing
-        hides."""
-        return 1.0 - float(np.mean(self.busy_s)) / self.makespan_s if self.makespan_s else 0.0
+    def bubbles(self) -> float:
+        """Share of the step in which a device, on average, neither computes nor takes part in a communication."""
+        return self.share(lambda time: time.idle_s)
+
+    @property
+    def exposed(self) -> float:
+        """Share of the step that communication takes which nothing hides, on average."""
+        return self.share(lambda time: time.communicate_s)
 
 
 def step_of(
@@ -104,9 +118,12 @@ def step_of(
     simulator, graph = simulators.simulator(pipeline, configs, options), simulators.graph
     account, sources = make_account(simulator.rows)
     devices = simulators.topology.devices
-    busy = simulator.rows.state.busy * pipeline.microbatches * TICK
+
+    def measure() -> tuple[DeviceTime, ...]:
+        return device_times(simulator.rows.copy(), simulator.times())
+
     return Step(
-        simulator.seconds, tuple(busy.tolist()), memory_of(account, sources, simulator.rows.state),
+        simulator.seconds, measure, memory_of(account, sources, simulator.rows.state),
         tuple(device.memory_bytes for device in simulator.topology.devices), len(devices), graph.batch,
         simulators.flops, sum(device.flops_for(_dtype(graph)) for device in devices),
     )  # fmt: skip

@@ -20,6 +20,7 @@ from flexsearch.errors import NotationError
 from flexsearch.graph.batch import with_batch
 from flexsearch.lower import Lowered, Lowering
 from flexsearch.lower.rows import SYNCHRONISE, UPDATE
+from flexsearch.lower.share import share_of
 from flexsearch.lower.view import Rows
 from flexsearch.simulate.memory import memory
 from flexsearch.simulate.simulation import makespan, rows_seconds
@@ -81,11 +82,11 @@ def _about(name: str, bandwidth: float) -> str:
     return f"about {2.0 ** round(log2(bandwidth)):.2g} B/s"
 
 
-def what_ifs(lowered: Lowered, lowering: Lowering, profile: Profile | None) -> Iterator[WhatIf]:
-    """Every change in turn; the first is no change at all. ``lowering`` made ``lowered``."""
+def what_ifs(lowered: Lowered, profile: Profile | None) -> Iterator[WhatIf]:
+    """Every change in turn; the first is no change at all."""
     yield WhatIf("nothing", "as it is", makespan(lowered))
     yield from _hardware(lowered, profile)
-    yield from _synchronisation(lowered, lowering)
+    yield from _synchronisation(lowered)
     yield _batch(lowered, profile)
 
 
@@ -99,7 +100,8 @@ def count(topology: Topology) -> int:
 
 
 def _hardware(lowered: Lowered, profile: Profile | None) -> Iterator[WhatIf]:
-    topology, classes = lowered.topology, link_classes(lowered.topology)
+    topology = lowered.lowering.network
+    classes = link_classes(topology)
 
     def seconds(**fields: object) -> float:
         return _on(lowered, _edited(topology, **fields), profile)
@@ -121,7 +123,11 @@ def _hardware(lowered: Lowered, profile: Profile | None) -> Iterator[WhatIf]:
 
 def _on(lowered: Lowered, topology: Topology, profile: Profile | None) -> float:
     """Iteration time (s) of the same plan on another topology."""
-    lowering = Lowering(lowered.graph, topology, Costs(lowered.graph, topology, profile))
+    fold, graph, parts = lowered.lowering.fold, lowered.graph, None
+    if fold is not None:
+        share = share_of(fold.whole, topology, fold.replicas, lowered.stages.microbatches)
+        graph, topology, parts = share.graph, share.topology, share.fold
+    lowering = Lowering(graph, topology, Costs(graph, topology, profile), parts)
     return rows_seconds(lowering.rows(lowered.configs, lowered.options, lowered.stages))
 
 
@@ -160,8 +166,8 @@ def _with(rows: Rows, **columns: npt.NDArray[np.generic]) -> Rows:
 # ---- synchronisation
 
 
-def _synchronisation(lowered: Lowered, lowering: Lowering) -> Iterator[WhatIf]:
-    options, rows = lowered.options, lowered.rows
+def _synchronisation(lowered: Lowered) -> Iterator[WhatIf]:
+    options, rows, lowering = lowered.options, lowered.rows, lowered.lowering
     free, late = rows_seconds(_without_synchronisation(rows)), rows_seconds(_after_backward(rows))
     yield WhatIf("gradients at no cost", "gradient synchronisation for free (a limit)", free)
     yield WhatIf("no overlap", "gradients synchronised after the backward pass", late)
@@ -216,15 +222,20 @@ def _after_backward(rows: Rows) -> Rows:
 
 
 def _batch(lowered: Lowered, profile: Profile | None) -> WhatIf:
-    """Twice the batch; its time is halved, so that it is that of the same number of samples."""
-    change, words = "batch x2", f"twice the batch ({FACTOR * lowered.graph.batch}), time per {lowered.graph.batch}"
-    try:
-        graph = with_batch(lowered.graph, FACTOR)
-    except NotationError as error:
-        return WhatIf(change, words, None, remark=str(error))
-    larger = Lowering(graph, lowered.topology, Costs(graph, lowered.topology, profile)).lower(
-        lowered.configs, lowered.options, lowered.stages
-    )
+    """Twice the batch (in twice as many microbatches, if there are several); its time is halved, so that it is that of
+    the same number of samples."""
+    batch, stages, lowering = lowered.batch, lowered.stages, lowered.lowering
+    change, words = "batch x2", f"twice the batch ({FACTOR * batch}), time per {batch}"
+    if stages.microbatches > 1 or lowering.fold is not None:
+        stages = replace(stages, microbatches=FACTOR * stages.microbatches)
+        words = f"twice the batch ({FACTOR * batch}) in {stages.microbatches} microbatches, time per {batch}"
+    else:
+        try:
+            graph = with_batch(lowered.graph, FACTOR)
+        except NotationError as error:
+            return WhatIf(change, words, None, remark=str(error))
+        lowering = Lowering(graph, lowered.topology, Costs(graph, lowered.topology, profile))
+    larger = lowering.lower(lowered.configs, lowered.options, stages)
     use = memory(larger)
     missing = max(0, *(m.peak - d.memory_bytes for m, d in zip(use, lowered.topology.devices, strict=True)))
     remark = "pieces that the profile lacks are estimated" if profile is not None else ""

@@ -22,6 +22,7 @@ from flexsearch.strategy.files import (
     read_strategy,
 )
 from flexsearch.strategy.records import GraphReference, Input, Options, Prediction, Reference, Search
+from flexsearch.strategy.schedule import check_schedule, ranks_of
 from flexsearch.strategy.stage import ScheduleKind, Stage, by_axes, check_batch, check_stages, is_whole, whole
 from flexsearch.topology import Topology
 
@@ -104,6 +105,8 @@ class Strategy:
         for op in graph.operators:
             check_config(op, self.configs[op.name], len(topology.devices))
         check_stages(graph, self.stages, self.configs, len(topology.devices))
+        if not self.orders and (len(self.stages) > 1 or self.microbatches > 1):  # else it is of no effect
+            check_schedule(self.schedule, ranks_of([stage.positions for stage in self.stages]), self.microbatches)
         check_batch(graph.batch, max(stage.replicas for stage in self.stages), self.microbatches)
 
     @property
@@ -112,24 +115,14 @@ class Strategy:
         return is_whole(self.stages, self.cluster) and self.microbatches == 1
 
     def check_supported(self, graph: OperatorGraph, topology: Topology) -> None:
-        """Raise StrategyError unless :meth:`check` passes and the strategy can be simulated and run: for now those with
-        one stage on all devices and one microbatch."""
+        """Raise StrategyError unless :meth:`check` passes and the strategy has one stage on all devices and one
+        microbatch, as the search over configs takes it."""
         self.check(graph, topology)
-        remedy = "Remove {} from the file, or run `flexsearch optimize` again."
-        if not is_whole(self.stages, topology):
-            count = f"{len(self.stages)} stages" if len(self.stages) > 1 else "a stage with a mesh of its own"
-            raise StrategyError(
-                f"stages: the strategy has {count}; plans with one stage on all devices can be simulated and run",
-                remedy.format("`stages`, and give positions among all devices,"),
-            )
-        if self.microbatches > 1:
-            raise StrategyError(
-                f"microbatches: the strategy has {self.microbatches}; plans with one can be simulated and run",
-                remedy.format("`microbatches`"),
-            )
+        self._check_plain()
 
     def check_runnable(self) -> None:
         """Raise StrategyError for what can be planned and simulated, but not run yet."""
+        self._check_plain()
         if self.options.precision != "as-is":
             raise StrategyError(
                 f"precision: the strategy was planned for {self.options.precision}, in which the runtime cannot train "
@@ -142,6 +135,20 @@ class Strategy:
                 f"{what}: the runtime keeps activations and gathered weights for the backward pass",
                 f"Run `flexsearch optimize` again without it, or remove {what} from the file to train more slowly in "
                 "more memory.",
+            )
+
+    def _check_plain(self) -> None:
+        remedy = "Remove {} from the file, or run `flexsearch optimize` again."
+        if not is_whole(self.stages, self.cluster):
+            count = f"{len(self.stages)} stages" if len(self.stages) > 1 else "a stage with a mesh of its own"
+            raise StrategyError(
+                f"stages: the strategy has {count}; plans with one stage on all devices can be run and searched",
+                remedy.format("`stages`, and give positions among all devices,"),
+            )
+        if self.microbatches > 1:
+            raise StrategyError(
+                f"microbatches: the strategy has {self.microbatches}; plans with one can be run and searched",
+                remedy.format("`microbatches`"),
             )
 
     def _check_hashes(self, graph: OperatorGraph, topology: Topology) -> None:

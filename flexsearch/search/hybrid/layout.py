@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from flexsearch.lower.actions import V_KINDS, placement
+from flexsearch.strategy.schedule import V_KINDS, placement
 from flexsearch.strategy.stage import ScheduleKind
 
 

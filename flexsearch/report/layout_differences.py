@@ -1,0 +1,96 @@
+"""Two plans of one graph of which at least one has stages or microbatches: what differs, in words, and what each
+difference costs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from flexsearch.graph import OperatorGraph
+from flexsearch.report.explain import Told, relative, table
+from flexsearch.report.layouts import SCHEDULES, USES, StagedRow, layout_words, staged_data, usage
+from flexsearch.report.units import nbytes, seconds, signed
+from flexsearch.simulate.memory import PARTS
+from flexsearch.simulate.variants import Outcome
+
+
+@dataclass(frozen=True)
+class LayoutDifference:
+    """``words``: what differs; its ``values`` in both plans. ``outcomes``: the first plan with this alone as in the
+    second, the second with it as in the first."""
+
+    words: str
+    values: tuple[str, str]
+    outcomes: tuple[Outcome, Outcome]
+
+
+@dataclass(frozen=True)
+class LayoutComparison:
+    """Two plans and what differs."""
+
+    a: StagedRow
+    b: StagedRow
+    differences: tuple[LayoutDifference, ...]
+
+
+def layout_comparison(found: LayoutComparison) -> Iterator[Told]:
+    """The comparison for a terminal: lines and tables."""
+    for letter, row in zip("AB", (found.a, found.b), strict=True):
+        yield f"{letter}: {row.name}: {layout_words(row)}"
+    if not found.differences:
+        yield "\nThe plans are the same."
+        return
+    yield ""
+    made = table(("", 16), ("A", None), ("B", None), ("difference", None))
+    for words, a, b, told in _rows(found):
+        made.add(words, told(a), told(b), signed(b - a, told))
+    yield made
+    yield "\nWhat differs: how A changes if it adopts this difference alone, and B if it drops it"
+    made = table(("difference", 14), ("in A", 12), ("in B", 12), ("A\nwith it", 8), ("B\nwithout it", 8))
+    for one in found.differences:
+        effects = (
+            _effect(outcome, row.step.makespan_s)
+            for outcome, row in zip(one.outcomes, (found.a, found.b), strict=True)
+        )
+        made.add(one.words, *(SCHEDULES.get(value, value) for value in one.values), *effects)
+    yield made
+    if remarks := {outcome.remark for one in found.differences for outcome in one.outcomes if outcome.remark}:
+        yield "(-: not possible alone: " + "; ".join(sorted(remarks)) + ")"
+
+
+def _rows(found: LayoutComparison) -> Iterator[tuple[str, float, float, Callable[[float], str]]]:
+    a, b = found.a.step, found.b.step
+    yield "iteration", a.makespan_s, b.makespan_s, seconds
+    ours, theirs = usage(a), usage(b)
+    for use, words in USES.items():
+        pair = ours.get(use, 0.0) * a.makespan_s, theirs.get(use, 0.0) * b.makespan_s
+        if max(pair) >= 0.001 * max(a.makespan_s, b.makespan_s):
+            yield f"  {words}", *pair, seconds
+    yield "peak memory", a.fullest.peak, b.fullest.peak, nbytes
+    for part in PARTS:
+        held = getattr(a.fullest, part), getattr(b.fullest, part)
+        if any(held):
+            yield f"  {part}", *held, nbytes
+
+
+def _effect(outcome: Outcome, now_s: float) -> str:
+    if outcome.seconds is None:
+        return "-"
+    return relative(outcome.seconds, now_s) + (f", {nbytes(outcome.missing)} short" if outcome.missing else "")
+
+
+def layout_comparison_data(graph: OperatorGraph, found: LayoutComparison) -> dict[str, Any]:
+    """The comparison as a JSON object; times in seconds."""
+    return {
+        "plans": [staged_data(graph, row) for row in (found.a, found.b)],
+        "differences": [
+            {
+                "what": one.words, "values": list(one.values), "first_with_it_s": one.outcomes[0].seconds,
+                "second_without_it_s": one.outcomes[1].seconds,
+                "missing_bytes": [outcome.missing for outcome in one.outcomes],
+                "remarks": [outcome.remark for outcome in one.outcomes],
+            }
+            for one in found.differences
+        ],
+    }  # fmt: skip

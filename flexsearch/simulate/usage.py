@@ -1,0 +1,241 @@
+"""What each device does all the time, from the rows of a plan and when they start and end: it computes, or takes part
+in a communication, or is idle."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Final, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from flexsearch.cost.ticks import TICK
+from flexsearch.lower import Lowered
+from flexsearch.lower.actions import Action
+from flexsearch.lower.rows import (
+    BACKWARD,
+    COMPUTE,
+    FORWARD,
+    GATHER,
+    ISSUE,
+    RECOMPUTE,
+    REGATHER,
+    SYNCHRONISE,
+    UPDATE,
+    WEIGHT_GRADIENT,
+)
+from flexsearch.lower.schedule import Stages
+from flexsearch.lower.taskgraph import Row
+from flexsearch.lower.view import Actions, Rows
+from flexsearch.simulate.engine import Times
+
+Spans = npt.NDArray[np.int64]
+"""Beginnings and ends, ticks: (n, 2)."""
+WORK: Final = ("forward", "recompute", "backward", "update")
+"""Sorts of computing."""
+SORTS: Final[dict[str, str]] = {
+    "tensor": "moving activations inside a stage", "pipeline": "messages between stages",
+    "gather": "gathering weights", "synchronise": "synchronising gradients",
+}  # fmt: skip
+"""Sorts of communication, in words. Where several go on while a device computes nothing, the first one counts."""
+_WORK: Final[dict[int, str]] = {
+    FORWARD: "forward", RECOMPUTE: "recompute", BACKWARD: "backward", WEIGHT_GRADIENT: "backward", UPDATE: "update",
+}  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceTime:
+    """What a device does during an iteration, s: it computes; else it takes part in a communication that nothing
+    hides; else it is idle, which in a pipeline is its bubbles. The three add up to the makespan. ``work_s``: computing
+    by kind; ``exposed_s``: communication by sort; ``moving_s``: all its communications, those beside computing too."""
+
+    work_s: Mapping[str, float]
+    exposed_s: Mapping[str, float]
+    idle_s: float
+    moving_s: float
+
+    @property
+    def compute_s(self) -> float:
+        """All computing, s."""
+        return sum(self.work_s.values())
+
+    @property
+    def communicate_s(self) -> float:
+        """All communication that nothing hides, s."""
+        return sum(self.exposed_s.values())
+
+
+class Computation(NamedTuple):
+    """A computation of a block: on which device, its number in the block, ticks."""
+
+    device: int
+    block: int
+    number: int
+    ticks: int
+
+
+def steps_of(rows: Rows) -> Iterator[Computation]:
+    """The computations of one microbatch, in the order of blocks; of a device, in the order in which it runs them."""
+    segments, devices = rows.segments, len(rows.schedule.group)
+    for block, segment in enumerate(rows.segment.tolist()):
+        table = int(segments.device_steps[segment])
+        first = segments.step_first[table : table + devices + 1].tolist()
+        for device in range(devices):
+            for step in range(first[device], first[device + 1]):
+                if segments.step_kind[step] == COMPUTE:
+                    yield Computation(device, block, int(segments.step_row[step]), int(segments.step_ticks[step]))
+
+
+def computations(rows: Rows, times: Times) -> Iterator[tuple[int, int, int, int]]:
+    """The same, with the place of their rows in ``Times`` instead of their number."""
+    for device, block, number, ticks in steps_of(rows):
+        yield device, block, int(times.computation_first[block]) + number, ticks
+
+
+def device_times(rows: Rows, times: Times) -> tuple[DeviceTime, ...]:
+    """By device."""
+    devices, total = len(rows.schedule.group), makespan_of(times)
+    work: list[dict[str, int]] = [{} for _ in range(devices)]
+    computing: list[list[Spans]] = [[] for _ in range(devices)]
+    for device, block, place, ticks in computations(rows, times):
+        spans = _spans(times.computation_start, times.computation_end, place)
+        computing[device].append(spans)
+        kind = _WORK[int(rows.schedule.kind[block])]
+        work[device][kind] = work[device].get(kind, 0) + len(spans) * ticks
+    moving = _moving(rows, times)
+    return tuple(
+        _device_time(total, work[d], _joined(computing[d]), {sort: _joined(row) for sort, row in moving[d].items()})
+        for d in range(devices)
+    )
+
+
+def stage_seconds(rows: Rows, stages: Stages) -> list[tuple[float, float]]:
+    """By stage: computing of one microbatch, forward and backward (what is computed again included), on the device that
+    computes most, s."""
+    operators = int(rows.schedule.argument[rows.schedule.kind == FORWARD].max()) + 1
+    stage_of, ticks = stages.of(operators), np.zeros((len(stages), 2, len(rows.schedule.group)), np.int64)
+    for device, block, _, own in steps_of(rows):
+        if (kind := int(rows.schedule.kind[block])) in _WORK and kind != UPDATE:
+            ticks[stage_of[int(rows.schedule.argument[block])], int(kind != FORWARD), device] += own
+    most = ticks[np.arange(len(stages)), :, ticks.sum(axis=1).argmax(axis=1)] * TICK
+    return [(float(forward), float(backward)) for forward, backward in most]
+
+
+class Pass(NamedTuple):
+    """An action of a pipeline on a device, from its first computation to the end of its last one, ticks."""
+
+    device: int
+    action: Action
+    begin: int
+    end: int
+
+
+def passes(lowered: Lowered, times: Times) -> list[Pass]:
+    """What devices run of a pipeline, those of a device in order; none of a plan that is cut neither into stages nor
+    into microbatches."""
+    rows, actions = lowered.rows, Actions(lowered)
+    alike: dict[tuple[int, Action | None, int], tuple[int, list[int]]] = {}
+    """By device, stage (as an action of the first microbatch) and kind of block: one of the blocks, and its rows."""
+    for device, block, place, _ in computations(rows, times):
+        key = device, actions.of(Row(0, block, 0, 0)), int(rows.schedule.kind[block])
+        alike.setdefault(key, (block, []))[1].append(place)
+    ends: dict[tuple[int, Action], tuple[int, int]] = {}
+    for (device, _, _), (block, places) in alike.items():
+        for m in range(lowered.stages.microbatches):
+            if (action := actions.of(Row(m, block, 0, 0))) is not None:
+                begin = int(times.computation_start[m, places].min())
+                end = int(times.computation_end[m, places].max())
+                before = ends.get((device, action), (begin, end))
+                ends[device, action] = min(begin, before[0]), max(end, before[1])
+    found = [Pass(device, action, *span) for (device, action), span in ends.items()]
+    return sorted(found, key=lambda one: (one.device, one.begin, one.end))
+
+
+def count_tasks(times: Times) -> int:
+    """How many tasks a step has."""
+    return int((times.computation_end >= 0).sum() + (times.communication_end >= 0).sum())
+
+
+def makespan_of(times: Times) -> int:
+    """Ticks until the last row ends."""
+    ends = times.computation_end, times.communication_end
+    return max(int(end.max(initial=0)) for end in ends)
+
+
+def _device_time(
+    total: int, work: Mapping[str, int], computing: Spans, moving: Mapping[str, Spans]
+) -> DeviceTime:  # fmt: skip
+    own = sum(work.values())
+    # Where devices share a processor, a task's span holds turns of others; those count as waiting, not computing.
+    left, together, before = total - own, computing, covered(computing)
+    exposed: dict[str, float] = {}
+    for sort in SORTS:
+        if sort in moving:
+            together = np.concatenate([together, moving[sort]])
+            now = covered(together)
+            alone, before = min(left, now - before), now
+            left -= alone
+            if alone:
+                exposed[sort] = alone * TICK
+    return DeviceTime(
+        {kind: ticks * TICK for kind, ticks in work.items()}, exposed, left * TICK,
+        covered(_joined(list(moving.values()))) * TICK,
+    )  # fmt: skip
+
+
+def _moving(rows: Rows, times: Times) -> list[dict[str, list[Spans]]]:
+    """By device and sort, when it takes part in communications."""
+    segments, devices = rows.segments, len(rows.schedule.group)
+    found: list[dict[str, list[Spans]]] = [{} for _ in range(devices)]
+    for block, segment in enumerate(rows.segment.tolist()):
+        first = int(segments.communication_first[segment])
+        count = int(segments.communication_last[segment]) - first
+        parties: list[set[int]] = [set() for _ in range(count)]
+        for c in range(count):
+            begin, end = segments.receiver_first[first + c], segments.receiver_last[first + c]
+            parties[c].update(segments.receiver[begin:end].tolist())
+        if count:
+            table = int(segments.device_steps[segment])
+            starts = segments.step_first[table : table + devices + 1].tolist()
+            for device in range(devices):
+                for step in range(starts[device], starts[device + 1]):
+                    if segments.step_kind[step] == ISSUE:
+                        parties[segments.step_row[step]].add(device)
+        for c, members in enumerate(parties):
+            spans = _spans(
+                times.communication_start, times.communication_end, int(times.communication_first[block]) + c
+            )
+            sort = _sort(rows, block, members)
+            for device in members:
+                found[device].setdefault(sort, []).append(spans)
+    return found
+
+
+def _sort(rows: Rows, block: int, members: set[int]) -> str:
+    kind = int(rows.schedule.kind[block])
+    if kind in (GATHER, REGATHER):
+        return "gather"
+    if kind == SYNCHRONISE:
+        return "synchronise"
+    return "pipeline" if len({int(rows.schedule.group[d]) for d in members}) > 1 else "tensor"
+
+
+def _spans(start: npt.NDArray[np.int64], end: npt.NDArray[np.int64], place: int) -> Spans:
+    """Of the microbatches for which a row happens."""
+    spans = np.stack([start[:, place], end[:, place]], axis=1)
+    return spans[spans[:, 1] >= 0]
+
+
+def _joined(rows: Sequence[Spans]) -> Spans:
+    return np.concatenate([np.zeros((0, 2), np.int64), *rows])
+
+
+def covered(spans: Spans) -> int:
+    """Ticks of the union of intervals."""
+    if not len(spans):
+        return 0
+    ordered = spans[np.argsort(spans[:, 0], kind="stable")]
+    reach = np.maximum.accumulate(ordered[:, 1])
+    before = np.concatenate([ordered[:1, 0], reach[:-1]])
+    return int(np.maximum(0, reach - np.maximum(before, ordered[:, 0])).sum())

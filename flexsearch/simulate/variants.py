@@ -1,0 +1,178 @@
+"""Variants of a plan with stages and microbatches: the same with one part of another plan, or with one number, order or
+option changed; and what each would cost."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Final, Literal, get_args
+
+from flexsearch.cost import Profile
+from flexsearch.errors import FlexsearchError
+from flexsearch.graph import OperatorGraph
+from flexsearch.graph.precision import Precision
+from flexsearch.simulate.staged import StagedSimulators
+from flexsearch.strategy import OperatorConfig, Options, Strategy
+from flexsearch.strategy.config import check_config
+from flexsearch.strategy.pipeline import Pipeline
+from flexsearch.strategy.stage import ScheduleKind
+from flexsearch.topology import Topology
+
+Part = Literal[
+    "devices", "borders", "schedule", "microbatches", "sharding", "bucket_bytes", "optimizer", "precision", "prefetch",
+    "recompute", "reshard_after_forward",
+]  # fmt: skip
+PARTS: Final[dict[Part, str]] = {
+    "devices": "data x tensor x pipeline", "borders": "borders of stages", "schedule": "schedule",
+    "microbatches": "microbatches", "sharding": "sharding of weights", "precision": "precision",
+    "recompute": "recomputation", "reshard_after_forward": "second gather of sharded weights",
+    "prefetch": "prefetch of sharded weights", "bucket_bytes": "gradient buckets", "optimizer": "optimizer",
+}  # fmt: skip
+"""Parts in which plans differ, in words. ``devices``: which devices each stage has; borders and splits go with them."""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A plan of one graph. ``configs``: one for each operator, by positions in the mesh of its stage, without sharding;
+    ``sharded``: by operator."""
+
+    pipeline: Pipeline
+    configs: tuple[OperatorConfig, ...]
+    sharded: tuple[bool, ...]
+    options: Options
+
+    @classmethod
+    def of(cls, strategy: Strategy, graph: OperatorGraph) -> Plan:
+        """That of a strategy (checked). Raises StrategyError as ``Pipeline.of``."""
+        pipeline, configs = Pipeline.of(strategy, graph), strategy.in_order(graph)
+        places = [{d: k for k, d in enumerate(mesh)} for mesh in _meshes(pipeline, len(configs))]
+        return cls(
+            pipeline,
+            tuple(
+                replace(config.on(place[d] for d in config.devices), shard_weights=False)
+                for config, place in zip(configs, places, strict=True)
+            ),
+            tuple(config.shard_weights for config in configs), strategy.options,
+        )  # fmt: skip
+
+    def placed(self) -> tuple[OperatorConfig, ...]:
+        """The configs on the devices of their stages. Raises IndexError where a stage has too few."""
+        meshes = _meshes(self.pipeline, len(self.configs))
+        return tuple(
+            replace(config.on(mesh[k] for k in config.devices), shard_weights=sharded)
+            for config, mesh, sharded in zip(self.configs, meshes, self.sharded, strict=True)
+        )
+
+    def differing(self, other: Plan) -> list[Part]:
+        """In what this plan differs from another, beside the splits of operators."""
+        if self._devices != other._devices:
+            parts: list[Part] = ["devices"]
+        else:
+            own: dict[Part, bool] = {
+                "borders": self.pipeline.first != other.pipeline.first, "sharding": self.sharded != other.sharded,
+            }  # fmt: skip
+            parts = [part for part, differs in own.items() if differs]
+        alone = [part for part in PARTS if part in ("schedule", "microbatches") or part in Options.model_fields]
+        return parts + [part for part in alone if self.value(part) != other.value(part)]
+
+    def value(self, part: Part) -> object:
+        """What a part is here: a number, a name; of the devices, of each stage."""
+        if part == "devices":
+            ranks, tensor = len(set(self.pipeline.devices)), max(map(len, self.pipeline.devices))
+            return f"{self.pipeline.replicas} x {tensor} x {ranks}"
+        if part == "borders":
+            return ", ".join(map(str, self.pipeline.first[1:]))
+        if part == "sharding":
+            return "sharded" if all(self.sharded) else "in part" if any(self.sharded) else "whole"
+        return getattr(self.options if part in Options.model_fields else self.pipeline, part)
+
+    @property
+    def _devices(self) -> tuple[int, tuple[tuple[int, ...], ...]]:
+        return self.pipeline.replicas, self.pipeline.devices
+
+    def having(self, part: Part, other: Plan) -> Plan:
+        """This plan with a part of another."""
+        if part == "devices":
+            pipeline = replace(
+                other.pipeline, microbatches=self.pipeline.microbatches, schedule=self.pipeline.schedule
+            )  # fmt: skip
+            return Plan(pipeline, other.configs, other.sharded, self.options)
+        if part == "sharding":
+            return replace(self, sharded=other.sharded)
+        if part in Options.model_fields:
+            return replace(self, options=self.options.model_copy(update={part: getattr(other.options, part)}))
+        field = "first" if part == "borders" else part
+        return replace(self, pipeline=replace(self.pipeline, **{field: getattr(other.pipeline, field)}))
+
+    def splitting(self, operators: Sequence[int], other: Plan) -> Plan:
+        """This plan with some operators split as in another."""
+        chosen = set(operators)
+        configs = (theirs if i in chosen else own for i, (own, theirs) in enumerate(self._beside(other)))
+        return replace(self, configs=tuple(configs))
+
+    def _beside(self, other: Plan) -> Iterator[tuple[OperatorConfig, OperatorConfig]]:
+        return zip(self.configs, other.configs, strict=True)
+
+    def neighbours(self) -> Iterator[tuple[Part, Plan]]:
+        """Plans that differ in the schedule, the number of microbatches, what is computed or gathered again, or the
+        sharding alone; not all are legal."""
+        pipeline, options = self.pipeline, self.options
+        if len(pipeline.devices) > 1:
+            for kind in get_args(ScheduleKind):
+                if kind != pipeline.schedule:
+                    yield "schedule", replace(self, pipeline=replace(pipeline, schedule=kind))
+        for count in (2 * pipeline.microbatches, pipeline.microbatches // 2):
+            if count:
+                yield "microbatches", replace(self, pipeline=replace(pipeline, microbatches=count))
+        for again in ("none", "attention", "full"):
+            if again != options.recompute:
+                yield "recompute", replace(self, options=options.model_copy(update={"recompute": again}))
+        if any(self.sharded):
+            other = options.model_copy(update={"reshard_after_forward": not options.reshard_after_forward})
+            yield "reshard_after_forward", replace(self, options=other)
+        if pipeline.replicas > 1:
+            yield "sharding", replace(self, sharded=(not any(self.sharded),) * len(self.sharded))
+
+
+def _meshes(pipeline: Pipeline, operators: int) -> list[tuple[int, ...]]:
+    """By operator, the devices of its stage."""
+    ends = [*pipeline.first[1:], operators]
+    return [mesh for mesh, a, b in zip(pipeline.devices, pipeline.first, ends, strict=True) for _ in range(a, b)]
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """``seconds``: of a step, None where the variant is not legal; ``missing``: bytes that the fullest device lacks;
+    ``remark``: why it is not legal."""
+
+    seconds: float | None
+    missing: int = 0
+    remark: str = ""
+
+
+class Variants:
+    """What plans of one graph on one topology cost."""
+
+    def __init__(self, graph: OperatorGraph, topology: Topology, profile: Profile | None) -> None:
+        self.graph, self.topology, self.profile = graph, topology, profile
+        self._simulators: dict[Precision, StagedSimulators] = {}
+
+    def outcome(self, plan: Plan) -> Outcome:
+        """A plan, simulated."""
+        precision = plan.options.precision
+        if precision not in self._simulators:
+            self._simulators[precision] = StagedSimulators(self.graph, self.topology, self.profile, precision)
+        simulators, pipeline = self._simulators[precision], plan.pipeline
+        try:
+            configs = plan.placed()
+            share, _, _ = simulators.share(pipeline.replicas, pipeline.microbatches)
+            for op, config in zip(share.graph.operators, configs, strict=True):
+                check_config(op, config, len(share.topology.devices))
+            simulator = simulators.simulator(pipeline, configs, plan.options)
+        except FlexsearchError as error:
+            return Outcome(None, remark=error.message)
+        except IndexError:
+            return Outcome(None, remark="a stage has fewer devices")
+        room = [device.memory_bytes for device in share.topology.devices]
+        missing = (int(peak) - most for peak, most in zip(simulator.peaks(), room, strict=True))
+        return Outcome(simulator.seconds, max(0, *missing))
