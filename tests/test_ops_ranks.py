@@ -22,7 +22,8 @@ from tests.random_strategies import strategies
 from tests.ranks import pool
 
 CASES = int(os.environ.get("FLEXSEARCH_OPS_CASES", "2"))
-"""Strategies for each sample: the simplest, and random ones; hundreds offline, one in CI."""
+"""Strategies for each sample: the simplest, which is drawn first and not run, and random ones; hundreds offline, one in
+CI."""
 RATE = 0.5
 
 Stepped = tuple[float, dict[str, Tensor]]
@@ -70,6 +71,8 @@ def test_any_strategy_computes_what_one_device_does(name: str, number: int) -> N
     @given(data=st.data(), ranks=st.integers(2, 3))
     def check(data: st.DataObject, ranks: int) -> None:
         strategy = data.draw(strategies(graph, Topology.load(f"ethernet-1g:{ranks}")))
+        if strategy.devices == (0,):
+            return
         file = strategy.to_file().model_dump_json()
         note(file)
         for loss, state in pool(ranks).run(_parallel, name, number, file):
