@@ -96,10 +96,10 @@ def test_the_tasks_of_a_folded_plan_move_what_those_of_the_whole_one_move(make: 
             even += 1
             inside, all_ = (simulate(s.lowering.lower(s.configs, options)) for s in (one, whole))
             assert inside.makespan_s == all_.makespan_s and inside.moved_bytes == all_.moved_bytes
-            carried = inside.link_bytes[parts.folding.image]  # but for the loss, a few bytes, in turns
-            np.testing.assert_allclose(carried, all_.link_bytes, rtol=1e-3, atol=64)
+            carried = inside.link_bytes[parts.folding.image]  # a scalar cannot be shared out evenly
+            np.testing.assert_allclose(carried, all_.link_bytes, rtol=0.0, atol=16)
             assert (inside.memory * replicas) == all_.memory
-    assert even >= 2
+    assert even
 
 
 @pytest.mark.parametrize(("make", "name", "replicas"), CASES[:3])

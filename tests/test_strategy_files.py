@@ -11,7 +11,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from flexsearch.api import simulate
 from flexsearch.errors import FileFormatError, FlexsearchError, StrategyError
 from flexsearch.graph import OperatorGraph
 from flexsearch.quantities import MAX_DEVICES
@@ -234,5 +233,5 @@ def test_what_cannot_be_run_yet_is_refused_with_what_to_do(graph: OperatorGraph,
         "microbatches": Strategy.make(graph, cluster, plan.configs, microbatches=2),
     }  # fmt: skip
     with pytest.raises(FlexsearchError, match={"mesh": "stages"}.get(what, what)) as error:
-        simulate(graph, cluster, strategies[what])
+        strategies[what].check_runnable()
     assert "flexsearch optimize" in error.value.remedy

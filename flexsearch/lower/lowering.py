@@ -182,7 +182,7 @@ class _Assembly:
                 self.edges_of[tensor.name] = tuple(
                     self._add_edge(self._edge(tensor, tuple(readers), *key)) for key, readers in groups.items()
                 )
-        self.loss_edge = self._result_edge(graph.loss, everywhere(self.topology))
+        self.loss_edge = self._result_edge(graph.loss, everywhere(self.lowering.network))
         for buffer, name in graph.buffer_updates.items():
             reads = [self.placed[o].reads[p].entries for o, p in graph.consumers[buffer]]
             self.update_edges[buffer] = self._result_edge(name, kept(reads))

@@ -20,12 +20,13 @@ from flexsearch.topology import Topology
 
 Part = Literal[
     "devices", "borders", "schedule", "microbatches", "sharding", "bucket_bytes", "optimizer", "precision", "prefetch",
-    "recompute", "reshard_after_forward",
+    "recompute", "recompute_blocks", "reshard_after_forward",
 ]  # fmt: skip
 PARTS: Final[dict[Part, str]] = {
     "devices": "data x tensor x pipeline", "borders": "borders of stages", "schedule": "schedule",
     "microbatches": "microbatches", "sharding": "sharding of weights", "precision": "precision",
-    "recompute": "recomputation", "reshard_after_forward": "second gather of sharded weights",
+    "recompute": "recomputation", "recompute_blocks": "blocks computed again",
+    "reshard_after_forward": "second gather of sharded weights",
     "prefetch": "prefetch of sharded weights", "bucket_bytes": "gradient buckets", "optimizer": "optimizer",
 }  # fmt: skip
 """Parts in which plans differ, in words. ``devices``: which devices each stage has; borders and splits go with them."""
@@ -72,7 +73,9 @@ class Plan:
                 "borders": self.pipeline.first != other.pipeline.first, "sharding": self.sharded != other.sharded,
             }  # fmt: skip
             parts = [part for part, differs in own.items() if differs]
-        alone = [part for part in PARTS if part in ("schedule", "microbatches") or part in Options.model_fields]
+        if self.pipeline.orders != other.pipeline.orders or self.pipeline.schedule != other.pipeline.schedule:
+            parts.append("schedule")
+        alone = [part for part in PARTS if part == "microbatches" or part in Options.model_fields]
         return parts + [part for part in alone if self.value(part) != other.value(part)]
 
     def value(self, part: Part) -> object:
@@ -82,6 +85,8 @@ class Plan:
             return f"{self.pipeline.replicas} x {tensor} x {ranks}"
         if part == "borders":
             return ", ".join(map(str, self.pipeline.first[1:]))
+        if part == "schedule" and self.pipeline.orders:
+            return "its own"
         if part == "sharding":
             return "sharded" if all(self.sharded) else "in part" if any(self.sharded) else "whole"
         return getattr(self.options if part in Options.model_fields else self.pipeline, part)
@@ -94,15 +99,22 @@ class Plan:
         """This plan with a part of another."""
         if part == "devices":
             pipeline = replace(
-                other.pipeline, microbatches=self.pipeline.microbatches, schedule=self.pipeline.schedule
+                self.pipeline, replicas=other.pipeline.replicas, first=other.pipeline.first,
+                devices=other.pipeline.devices,
             )  # fmt: skip
             return Plan(pipeline, other.configs, other.sharded, self.options)
         if part == "sharding":
             return replace(self, sharded=other.sharded)
         if part in Options.model_fields:
             return replace(self, options=self.options.model_copy(update={part: getattr(other.options, part)}))
-        field = "first" if part == "borders" else part
-        return replace(self, pipeline=replace(self.pipeline, **{field: getattr(other.pipeline, field)}))
+        pipeline = other.pipeline
+        if part == "schedule":
+            changed = replace(self.pipeline, schedule=pipeline.schedule, orders=pipeline.orders)
+        elif part == "microbatches":
+            changed = replace(self.pipeline, microbatches=pipeline.microbatches)
+        else:
+            changed = replace(self.pipeline, first=pipeline.first)
+        return replace(self, pipeline=changed)
 
     def splitting(self, operators: Sequence[int], other: Plan) -> Plan:
         """This plan with some operators split as in another."""
@@ -119,14 +131,15 @@ class Plan:
         pipeline, options = self.pipeline, self.options
         if len(pipeline.devices) > 1:
             for kind in get_args(ScheduleKind):
-                if kind != pipeline.schedule:
-                    yield "schedule", replace(self, pipeline=replace(pipeline, schedule=kind))
+                if kind != pipeline.schedule or pipeline.orders:
+                    yield "schedule", replace(self, pipeline=replace(pipeline, schedule=kind, orders=()))
         for count in (2 * pipeline.microbatches, pipeline.microbatches // 2):
             if count:
                 yield "microbatches", replace(self, pipeline=replace(pipeline, microbatches=count))
         for again in ("none", "attention", "full"):
             if again != options.recompute:
-                yield "recompute", replace(self, options=options.model_copy(update={"recompute": again}))
+                changed = {"recompute": again, "recompute_blocks": None}
+                yield "recompute", replace(self, options=options.model_copy(update=changed))
         if any(self.sharded):
             other = options.model_copy(update={"reshard_after_forward": not options.reshard_after_forward})
             yield "reshard_after_forward", replace(self, options=other)
