@@ -111,7 +111,8 @@ def _device_table(told: Explanation) -> Grid:
     for d, time in enumerate(times):
         cells = tuple(f"{seconds(s)} ({percent(s / total)})" for s in (time.compute_s, time.communicate_s, time.idle_s))
         rows.setdefault(cells, []).append(d)
-    made = table(("device", 12), ("compute", None), ("communication", None), ("idle", None), ("peak\nmemory", None))
+    rest = "idle" if lowered.is_whole else "bubbles"
+    made = table(("device", 12), ("compute", None), ("communication", None), (rest, None), ("peak\nmemory", None))
     ordered = sorted(rows.items(), key=lambda item: (-times[item[1][0]].compute_s, item[1]))
     shown = ordered if len(ordered) <= DEVICES else [*ordered[: DEVICES - 1], ordered[-1]]
     for k, (cells, members) in enumerate(shown):

@@ -50,7 +50,7 @@ def layout_comparison(found: LayoutComparison) -> Iterator[Told]:
     made = table(("difference", 14), ("in A", 12), ("in B", 12), ("A\nwith it", 8), ("B\nwithout it", 8))
     for one in found.differences:
         effects = (
-            _effect(outcome, row.step.makespan_s)
+            _effect(outcome, row)
             for outcome, row in zip(one.outcomes, (found.a, found.b), strict=True)
         )
         made.add(one.words, *(SCHEDULES.get(value, value) for value in one.values), *effects)
@@ -74,10 +74,11 @@ def _rows(found: LayoutComparison) -> Iterator[tuple[str, float, float, Callable
             yield f"  {part}", *held, nbytes
 
 
-def _effect(outcome: Outcome, now_s: float) -> str:
+def _effect(outcome: Outcome, row: StagedRow) -> str:
     if outcome.seconds is None:
         return "-"
-    return relative(outcome.seconds, now_s) + (f", {nbytes(outcome.missing)} short" if outcome.missing else "")
+    fits = f", {nbytes(outcome.missing)} short" if outcome.missing else ", fits" if row.step.missing else ""
+    return relative(outcome.seconds, row.step.makespan_s) + fits
 
 
 def layout_comparison_data(graph: OperatorGraph, found: LayoutComparison) -> dict[str, Any]:

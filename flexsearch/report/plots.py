@@ -116,7 +116,7 @@ def memory_over_time(panels: Sequence[tuple[str, Curve, int]], title: str = "") 
     """What devices hold as a step goes on, by what it is for, below each other on the same axes. ``panels``: a name,
     what the device holds, its memory (bytes; a dashed line)."""
     figure = Figure(figsize=(9, 1.7 * len(panels) + 1.2), layout="constrained")
-    grid = figure.subplots(len(panels), 1, sharex=True, squeeze=False)[:, 0]
+    grid = figure.subplots(len(panels), 1, sharex=True, sharey=True, squeeze=False)[:, 0]
     curves = [curve.thinned(STATES) for _, curve, _ in panels]
     peaks = [curve.peak.peak for curve in curves]
     top = max(peaks, default=0) or 1
@@ -126,10 +126,11 @@ def memory_over_time(panels: Sequence[tuple[str, Curve, int]], title: str = "") 
         use = [curve.use[PARTS.index(part)] / unit for part in held]
         axes.stackplot(curve.times / second, use, colors=[_PART_COLOURS[part] for part in held], step="post")
         axes.axhline(capacity / unit, color="black", linestyle="--", linewidth=1)
-        axes.set_ylim(0, 1.15 * min(top, 3 * peak) / unit)
         axes.set_ylabel(f"memory ({name})", fontsize=9)
         over = ": does not fit" if peak > capacity else ""
         plain(axes, f"{literal(words, 70)}: peak {nbytes(peak)} of {nbytes(capacity)}{over}")
+    near = [capacity for _, _, capacity in panels if capacity <= 1.5 * top]
+    grid[-1].set_ylim(0, 1.1 * max([top, *near]) / unit)
     grid[-1].set_xlim(0, max(float(c.times[-1]) for c in curves) / second or 1.0)
     grid[-1].set_xlabel(f"time ({time_name})")
     handles = [Patch(color=_PART_COLOURS[part], label=part) for part in held]

@@ -124,7 +124,7 @@ def save_trace(
     measured: Mapping[int, tuple[float, float]] | None = None,
 ) -> None:  # fmt: skip
     """Write ``chrome_trace`` to ``path``. Raises OutputError if that is not possible."""
-    write(path, json.dumps(chrome_trace(lowered, simulation, measured)) + "\n")
+    write(path, _text(chrome_trace(lowered, simulation, measured)))
 
 
 def save_simulated(path: str | Path, lowered: Lowered) -> int:
@@ -134,8 +134,12 @@ def save_simulated(path: str | Path, lowered: Lowered) -> int:
     if (tasks := count_tasks(times)) <= MOST_TASKS:
         save_trace(path, lowered, simulate(lowered))
     else:
-        write(path, json.dumps(pass_trace(lowered, times)) + "\n")
+        write(path, _text(pass_trace(lowered, times)))
     return tasks
+
+
+def _text(trace: Event) -> str:
+    return json.dumps(trace, separators=(",", ":")) + "\n"
 
 
 def _process(pid: int, name: str, rows: Mapping[int, str]) -> list[Event]:
