@@ -24,7 +24,7 @@ from flexsearch.search.differences import changed, differences
 from flexsearch.search.space import Space
 from flexsearch.simulate import critical_path, simulate
 from flexsearch.simulate.effects import Effects, SingleChanges
-from flexsearch.simulate.simulation import rows_seconds, times_of
+from flexsearch.simulate.simulation import rows_seconds
 from flexsearch.simulate.usage import count_tasks
 from flexsearch.simulate.variants import PARTS, Part, Plan, Variants
 from flexsearch.simulate.whatif import count, what_ifs
@@ -41,13 +41,8 @@ def explain(
     """Where a plan's time goes, what would help, and what its choices bring; see ``Setting.explain``. ``layout``: of
     one with stages or microbatches."""
     report = on_progress or (lambda what, done, of: None)
-    if (tasks := count_tasks(times_of(lowered.rows))) > MOST_TASKS:
-        raise StrategyError(
-            f"a step of this plan has {tasks:,} tasks; what holds it up can be told of {MOST_TASKS:,}",
-            "Explain it with fewer microbatches and a smaller --batch; `flexsearch simulate` tells where time goes.",
-        )
     row = PlanRow("the plan", simulate(lowered), lowered)
-    steps = critical_path(lowered.tasks)
+    steps = critical_path(lowered.tasks) if count_tasks(row.simulation.times) <= MOST_TASKS else ()
     changes = []
     for one in what_ifs(lowered, profile):
         changes.append(one)

@@ -14,12 +14,13 @@ from typing import Any
 import numpy as np
 import pytest
 
+from flexsearch import explaining
 from flexsearch.api import Setting
 from flexsearch.errors import StrategyError
 from flexsearch.lower import Lowered
 from flexsearch.lower.schedule import orders_of
 from flexsearch.report import trace as traces
-from flexsearch.report.explain import explanation
+from flexsearch.report.explain import explanation, explanation_data
 from flexsearch.report.layouts import usage
 from flexsearch.report.trace import chrome_trace, save_simulated
 from flexsearch.search.hybrid import Layout, LayoutSearch
@@ -227,6 +228,32 @@ def test_the_explanation_names_the_slowest_stage_and_what_other_choices_bring() 
     assert {"schedule", "microbatches", "recompute", "sharding"} <= {part for part, _ in layouts}
 
 
+def test_the_explanation_of_too_many_tasks_leaves_out_the_critical_path(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(explaining, "MOST_TASKS", 10)
+    told = setting().explain(plan("gpipe"), tries=0)
+    parts = [part for part in explanation(told) if isinstance(part, str)]
+    assert any("left out" in part for part in parts) and any("The bottleneck" in part for part in parts)
+    assert explanation_data(told)["critical_path"] is None and told.layouts
+
+
+def test_a_plan_with_orders_of_its_own_differs_in_its_schedule() -> None:
+    one = plan("1f1b")
+    orders = [" ".join(map(str, row)) for row in orders_of(lowered("1f1b").stages)[1]]
+    own = Strategy.make(
+        setting().graph, setting().topology, one.configs, OPTIONS, stages=one.stages, microbatches=one.microbatches,
+        schedule="zero-bubble", orders=orders,
+    )  # fmt: skip
+    found: Any = setting().difference(own, plan("gpipe"))
+    (only,) = found.differences
+    assert (only.words, only.values) == ("schedule", ("its own", "gpipe"))
+    assert [outcome.seconds for outcome in only.outcomes] == [
+        setting().step(plan("gpipe")).makespan_s, setting().step(own).makespan_s
+    ]  # fmt: skip
+    assert {str(p.action) for p in passes(setting().lower(own), times_of(setting().lower(own).rows))} == {
+        action for row in orders for action in row.split()
+    }
+
+
 # ---- what a strategy's check refuses
 
 
@@ -235,6 +262,7 @@ def test_the_explanation_names_the_slowest_stage_and_what_other_choices_bring() 
     [
         ({"schedule": "zero-bubble-v"}, "schedule: zero-bubble-v cannot run the stages", "stages r and 3 - r"),
         ({"schedule": "zero-bubble", "microbatches": 8, "name": "zero-bubble-v"}, "schedule: zero-bubble", "in turn"),
+        ({"schedule": "dualpipe-v", "microbatches": 2, "name": "zero-bubble-v"}, "microbatches: dualpipe-v", "4 micro"),
         ({"schedule": "1f1b", "name": "zero-bubble-v"}, "schedule: 1f1b cannot run the stages", "follow each other"),
     ],
 )

@@ -163,6 +163,7 @@ class _Drawing:
         from flexsearch.report.plots import memory_bars, plan_bars, scaling_curve, timelines
 
         if what == "timeline":
+            self._refuse_many_tasks()
             if self.data_parallel is None or self.baseline == "data-parallel":
                 return timelines([self.plan], self.title)
             return timelines([self.data_parallel, self.plan], self.title)
@@ -194,6 +195,17 @@ class _Drawing:
                 panels.append((words, curves[d], devices[d].memory_bytes))
         return memory_over_time(panels, self.title if self.others else f"{self.title}: {self.name}")
 
+    def _refuse_many_tasks(self) -> None:
+        from flexsearch.errors import StrategyError
+        from flexsearch.report.trace import MOST_TASKS
+        from flexsearch.simulate.usage import count_tasks
+
+        if (tasks := count_tasks(self.plan.simulation.times)) > MOST_TASKS:
+            raise StrategyError(
+                f"a step of this plan has {tasks:,} tasks; a timeline shows at most {MOST_TASKS:,}",
+                "Draw --what memory-over-time, or write the passes with `flexsearch simulate --trace`.",
+            )
+
     def compared(self) -> list[PlanRow]:
         """The plan and every baseline, fastest first."""
         from flexsearch.api import by_time
@@ -216,7 +228,7 @@ class _Drawing:
     def page(self, chosen: tuple[What, ...]) -> str:
         """The HTML page. What cannot be drawn here is left out, with the reason."""
         from flexsearch.cli.details import headline
-        from flexsearch.errors import TopologyError
+        from flexsearch.errors import StrategyError, TopologyError
         from flexsearch.report.page import page
         from flexsearch.report.units import seconds
 
@@ -227,6 +239,6 @@ class _Drawing:
         for what in chosen:
             try:
                 pictures.append((_HEADINGS[what], self.file(what, "svg")))
-            except TopologyError as error:
-                remarks.append(f"Scaling is not drawn: {error.message}.")
+            except (StrategyError, TopologyError) as error:
+                remarks.append(f"{what.capitalize()} is not drawn: {error.message}.")
         return page(self.title, remarks, self.plan, self.compared(), pictures)

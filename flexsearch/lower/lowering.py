@@ -22,7 +22,7 @@ from flexsearch.lower.schedule import Stages
 from flexsearch.lower.share import share_of, stages_of
 from flexsearch.lower.taskgraph import TaskGraph
 from flexsearch.lower.templates import Templates
-from flexsearch.lower.view import Rows, task_graph
+from flexsearch.lower.view import Communications, Rows, task_graph
 from flexsearch.strategy import OperatorConfig, Options, Strategy
 from flexsearch.strategy.config import check_config
 from flexsearch.strategy.pipeline import Pipeline
@@ -51,6 +51,11 @@ class Lowered:
     stages: Stages
     turns: Sequence[float]
     rows: Rows
+
+    @cached_property
+    def communications(self) -> Communications:
+        """What the rows communicate."""
+        return Communications(self)
 
     @cached_property
     def tasks(self) -> TaskGraph:

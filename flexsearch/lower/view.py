@@ -106,6 +106,9 @@ class Described(Protocol):
     @property
     def rows(self) -> Rows: ...
 
+    @property
+    def communications(self) -> Communications: ...
+
 
 class Actions:
     """Which action of a pipeline a row belongs to."""
@@ -152,19 +155,104 @@ def _turn(ticks: np.int64) -> float:
     return inf if ticks == NEVER else int(ticks) * TICK
 
 
-class _View:
+class Communications:
+    """What a plan communicates: of each block, the same for every microbatch."""
+
     def __init__(self, lowered: Described) -> None:
-        self.lowered, self.rows = lowered, lowered.rows
-        lowering = lowered.lowering
+        self.lowered, self.rows, lowering = lowered, lowered.rows, lowered.lowering
         self.pricing = Pricing(lowering.network)
         self.blocks = make_block_map(
             lowering.image, lowering.replicas, len(lowered.topology.devices), lowering.inside
         )
-        self.standing: dict[int, Standing] = {}
+        self._standing: dict[int, Standing] = {}
         """By identity of a reshard."""
+        self._known: dict[tuple[int, int], Communication] = {}
         self.members = self._members()
-        self.communications: dict[tuple[int, int], Communication] = {}
-        """By block and number: the same for every microbatch."""
+
+    def of(self, block: int, number: int) -> Communication:
+        """One of them, as devices of the first block take part in it."""
+        key = block, number
+        if (known := self._known.get(key)) is None:
+            members = self.members[block][number]
+            exchanges = [member.what for member in members]
+            one, size = exchanges[0], len(self.lowered.topology.devices)
+            known = self._known[key] = Communication(
+                _PURPOSES[int(self.rows.blocks.kind[block])], one.form, one.devices,
+                tuple(sorted({d % size for x in exchanges for d in x.senders})),
+                tuple(sorted({d % size for x in exchanges for d in x.receivers})), members,
+                self._here(one.transfer if len(exchanges) == 1 else self._transfer(exchanges)),
+                self._count(members[0]) * sum(x.nbytes for x in exchanges),
+            )  # fmt: skip
+        return known
+
+    def _transfer(self, exchanges: list[Exchange]) -> Transfer:
+        """What exchanges of a bucket cost together."""
+        one = exchanges[0]
+        if self.pricing.by_group(one.form):
+            return self.pricing.collective(one.form, one.devices, sum(x.amount for x in exchanges))
+        start_s = max(x.start_s for x in exchanges)  # what goes to one device is one message
+        return self.pricing.transfer(one.form, [message for x in exchanges for message in x.messages], start_s)
+
+    def _here(self, transfer: Transfer) -> Transfer:
+        """A transfer on the links of the first block. Where one stands for several, each carries as much."""
+        if self.lowered.lowering.fold is None:
+            return transfer
+        image = self.lowered.lowering.image.tolist()
+
+        def most(rows: Iterable[tuple[int, T]]) -> tuple[tuple[int, T], ...]:
+            found: dict[int, T] = {}
+            for resource, value in rows:
+                found[image[resource]] = max(value, found.get(image[resource], value))
+            return tuple(found.items())
+
+        return replace(
+            transfer, links=most(transfer.links), drag=most(transfer.drag), link_bytes=most(transfer.link_bytes)
+        )
+
+    def _stand(self, reshard: Reshard) -> Standing:
+        if (known := self._standing.get(id(reshard))) is None:
+            known = self._standing[id(reshard)] = standing(reshard, self.blocks)
+        return known
+
+    def _count(self, member: Member) -> int:
+        """How many exchanges that are each other's images a member stands for."""
+        return dict(self._stand(member.reshard)[member.phase])[member.exchange]
+
+    def _members(self) -> list[list[tuple[Member, ...]]]:
+        """By block and communication."""
+        lowered, blocks = self.lowered, self.rows.blocks
+        edges = [lowered.edge_of[i, p] for i, op in enumerate(lowered.graph.operators) for p in range(len(op.inputs))]
+        edges += [lowered.loss_edge, *lowered.update_edges.values()]
+        found: list[list[tuple[Member, ...]]] = []
+        for kind, argument, first, last in zip(
+            blocks.kind, blocks.argument, blocks.sent_first, blocks.sent_last, strict=True
+        ):
+            if kind == SYNCHRONISE:
+                found.append([self._synchronised(rows) for rows in self.rows.together[argument]])
+                continue
+            here: list[tuple[Member, ...]] = []
+            for e in dict.fromkeys(edges[slot] for slot in blocks.sent[first:last]):
+                edge = lowered.edges[e]
+                leads = kind != BACKWARD or (edge.readers and edge.readers[0][0] == argument)
+                reshard = edge.backward if kind == BACKWARD else edge.forward
+                if reshard is not None and leads:
+                    for phase, exchanges in enumerate(self._stand(reshard)):
+                        here += [(Member(e, reshard, phase, x),) for x, _ in exchanges]
+            found.append(here)
+        return found
+
+    def _synchronised(self, rows: tuple[Synchronised, ...]) -> tuple[Member, ...]:
+        found = []
+        for w, phase, x in rows:
+            sync = self.lowered.weights[w].plan.sync
+            assert sync is not None
+            found.append(Member(w, sync, phase, self._stand(sync)[phase][x][0]))
+        return tuple(found)
+
+
+class _View:
+    def __init__(self, lowered: Described) -> None:
+        self.rows, self.communications = lowered.rows, lowered.communications
         self.actions = Actions(lowered)
         self.after: dict[Row, list[Row]] = {}
         self.step: dict[Row, tuple[int, int]] = {}
@@ -251,7 +339,8 @@ class _View:
             links = _loads(segments.link, segments.link_ticks, segments.link_first[c], segments.link_last[c])
             drag = _loads(segments.drag, segments.drag_ticks, segments.drag_first[c], segments.drag_last[c])
             seconds, turn = int(segments.communication_ticks[c]) * TICK, _turn(segments.turn[c])
-            self.tasks.communicate(self._what(row), after, seconds, links, drag, turn, row.microbatch)
+            what = self.communications.of(row.block, row.number)
+            self.tasks.communicate(what, after, seconds, links, drag, turn, row.microbatch)
             return
         device, step = self.step[row]
         kind = _KINDS.get(int(blocks.kind[row.block]), TaskKind.UPDATE)
@@ -259,83 +348,3 @@ class _View:
         processor, turn = int(self.rows.machine.processor[device]), _turn(self.rows.machine.turn[device])
         seconds = int(segments.step_ticks[step]) * TICK
         self.tasks.compute(kind, operator, device, processor, seconds, after, turn, row.microbatch)
-
-    def _what(self, row: Row) -> Communication:
-        """What a communication is, as devices of the first block take part in it."""
-        key = row.block, row.number
-        if (known := self.communications.get(key)) is None:
-            members = self.members[row.block][row.number]
-            exchanges = [member.what for member in members]
-            one, size = exchanges[0], len(self.lowered.topology.devices)
-            known = self.communications[key] = Communication(
-                _PURPOSES[int(self.rows.blocks.kind[row.block])], one.form, one.devices,
-                tuple(sorted({d % size for x in exchanges for d in x.senders})),
-                tuple(sorted({d % size for x in exchanges for d in x.receivers})), members,
-                self._here(one.transfer if len(exchanges) == 1 else self._transfer(exchanges)),
-                self._count(members[0]) * sum(x.nbytes for x in exchanges),
-            )  # fmt: skip
-        return known
-
-    def _transfer(self, exchanges: list[Exchange]) -> Transfer:
-        """What exchanges of a bucket cost together."""
-        one = exchanges[0]
-        if self.pricing.by_group(one.form):
-            return self.pricing.collective(one.form, one.devices, sum(x.amount for x in exchanges))
-        start_s = max(x.start_s for x in exchanges)  # what goes to one device is one message
-        return self.pricing.transfer(one.form, [message for x in exchanges for message in x.messages], start_s)
-
-    def _here(self, transfer: Transfer) -> Transfer:
-        """A transfer on the links of the first block. Where one stands for several, each carries as much."""
-        if self.lowered.lowering.fold is None:
-            return transfer
-        image = self.lowered.lowering.image.tolist()
-
-        def most(rows: Iterable[tuple[int, T]]) -> tuple[tuple[int, T], ...]:
-            found: dict[int, T] = {}
-            for resource, value in rows:
-                found[image[resource]] = max(value, found.get(image[resource], value))
-            return tuple(found.items())
-
-        return replace(
-            transfer, links=most(transfer.links), drag=most(transfer.drag), link_bytes=most(transfer.link_bytes)
-        )
-
-    def _stand(self, reshard: Reshard) -> Standing:
-        if (known := self.standing.get(id(reshard))) is None:
-            known = self.standing[id(reshard)] = standing(reshard, self.blocks)
-        return known
-
-    def _count(self, member: Member) -> int:
-        """How many exchanges that are each other's images a member stands for."""
-        return dict(self._stand(member.reshard)[member.phase])[member.exchange]
-
-    def _members(self) -> list[list[tuple[Member, ...]]]:
-        """By block and communication."""
-        lowered, blocks = self.lowered, self.rows.blocks
-        edges = [lowered.edge_of[i, p] for i, op in enumerate(lowered.graph.operators) for p in range(len(op.inputs))]
-        edges += [lowered.loss_edge, *lowered.update_edges.values()]
-        found: list[list[tuple[Member, ...]]] = []
-        for kind, argument, first, last in zip(
-            blocks.kind, blocks.argument, blocks.sent_first, blocks.sent_last, strict=True
-        ):
-            if kind == SYNCHRONISE:
-                found.append([self._synchronised(rows) for rows in self.rows.together[argument]])
-                continue
-            here: list[tuple[Member, ...]] = []
-            for e in dict.fromkeys(edges[slot] for slot in blocks.sent[first:last]):
-                edge = lowered.edges[e]
-                leads = kind != BACKWARD or (edge.readers and edge.readers[0][0] == argument)
-                reshard = edge.backward if kind == BACKWARD else edge.forward
-                if reshard is not None and leads:
-                    for phase, exchanges in enumerate(self._stand(reshard)):
-                        here += [(Member(e, reshard, phase, x),) for x, _ in exchanges]
-            found.append(here)
-        return found
-
-    def _synchronised(self, rows: tuple[Synchronised, ...]) -> tuple[Member, ...]:
-        found = []
-        for w, phase, x in rows:
-            sync = self.lowered.weights[w].plan.sync
-            assert sync is not None
-            found.append(Member(w, sync, phase, self._stand(sync)[phase][x][0]))
-        return tuple(found)

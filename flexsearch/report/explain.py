@@ -17,7 +17,7 @@ from flexsearch.report.words import device_set, treatment
 from flexsearch.simulate import DeviceTime, Step, by_kind, by_resource, device_times
 from flexsearch.simulate.effects import SingleChanges
 from flexsearch.simulate.memory import PARTS as MEMORY_PARTS
-from flexsearch.simulate.usage import stage_seconds
+from flexsearch.simulate.usage import count_tasks, stage_seconds
 from flexsearch.simulate.variants import PARTS, Part
 from flexsearch.simulate.whatif import WhatIf
 
@@ -52,7 +52,8 @@ class LayoutChoice:
 
 @dataclass(frozen=True)
 class Explanation:
-    """Everything that ``flexsearch explain`` tells of a plan. ``layouts``: of one with stages or microbatches, in place
+    """Everything that ``flexsearch explain`` tells of a plan. ``steps``: the critical path; none where it would be too
+    long to follow. ``layouts``: of one with stages or microbatches, in place
     of ``choices``."""
 
     row: PlanRow
@@ -134,6 +135,10 @@ def _device_names(told: Explanation, members: Sequence[int]) -> str:
 
 def _path(told: Explanation) -> Iterator[Told]:
     lowered, total = told.row.lowered, told.row.simulation.makespan_s or 1.0
+    if not told.steps:
+        tasks = count_tasks(told.row.simulation.times)
+        yield f"\nThe critical path is left out: {tasks:,} tasks take too long to follow (give fewer microbatches)"
+        return
     yield f"\nThe critical path: {kinds_in_words(by_kind(lowered.tasks, told.steps), total)}"
     made = table(("", 11), ("what", 20), ("on", 16), ("time", None), ("share", None), ("waited for", 10))
     for row in stretches(lowered, told.steps):
@@ -146,20 +151,22 @@ def _path(told: Explanation) -> Iterator[Told]:
 
 def _bottleneck(told: Explanation) -> Iterator[Told]:
     lowered, simulation, topology = told.row.lowered, told.row.simulation, told.row.lowered.topology
-    total, on_path = simulation.makespan_s or 1.0, by_resource(lowered.tasks, told.steps)
+    total = simulation.makespan_s or 1.0
+    on_path = by_resource(lowered.tasks, told.steps) if told.steps else {}
     by_share = sorted(
         range(len(topology.resources)), key=lambda r: (-float(simulation.link_busy_s[r]), -on_path.get(r, 0.0), r)
     )
     wires = [r for r in by_share if topology.resources[r].kind == "link" and simulation.link_bytes[r]]
     processors = [r for r in by_share if topology.resources[r].kind == "processor"]
     shares = {kind: sum(on_path.get(r, 0.0) for r in row) / total for kind, row in _pairs(wires, processors)}
-    kind, row = max(_pairs(wires, processors), key=lambda pair: shares[pair[0]])
+    kind, row = max(
+        _pairs(wires, processors),
+        key=lambda pair: shares[pair[0]] if told.steps else float(simulation.link_busy_s[pair[1][0]]),
+    )
     busiest = topology.resources[row[0]].name
     name = f"link {busiest}" if kind == "links" else f"the processor of {busiest}"
-    yield (
-        f"\nThe bottleneck: {name}, busy {percent(float(simulation.link_busy_s[row[0]]) / total)} of the time; "
-        f"{percent(shares[kind])} of the critical path is on {kind}"
-    )
+    share = f"; {percent(shares[kind])} of the critical path is on {kind}" if told.steps else ""
+    yield f"\nThe bottleneck: {name}, busy {percent(float(simulation.link_busy_s[row[0]]) / total)} of the time{share}"
     made = table(("link or processor", 16), ("busy", None), ("bytes", None), ("on the\ncritical path", None))
     for r in [*processors[:1], *wires[:LINKS]]:
         busy = float(simulation.link_busy_s[r])
@@ -310,7 +317,7 @@ def explanation_data(told: Explanation) -> dict[str, Any]:
     """The explanation as a JSON object; times in seconds."""
     lowered, simulation = told.row.lowered, told.row.simulation
     graph, topology, now = lowered.graph, lowered.topology, simulation.makespan_s
-    on_path = by_resource(lowered.tasks, told.steps)
+    on_path = by_resource(lowered.tasks, told.steps) if told.steps else {}
     return {
         "iteration_s": now,
         "devices": [
@@ -322,7 +329,7 @@ def explanation_data(told: Explanation) -> dict[str, Any]:
                 zip(topology.devices, device_times(lowered.rows, simulation.times), strict=True)
             )
         ],
-        "critical_path": path_data(lowered, told.steps),
+        "critical_path": path_data(lowered, told.steps) if told.steps else None,
         "resources": [
             {
                 "name": resource.name, "kind": resource.kind, "busy_s": float(simulation.link_busy_s[r]),

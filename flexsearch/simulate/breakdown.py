@@ -14,6 +14,7 @@ from flexsearch.lower import TaskGraph, TaskKind
 from flexsearch.lower.rows import COMPUTE, GATHER, REGATHER, SYNCHRONISE
 from flexsearch.lower.view import Rows
 from flexsearch.simulate.critical import Step
+from flexsearch.simulate.usage import repeats
 
 Kind = Literal[
     "forward", "backward", "recompute", "update", "activations", "gather", "synchronise", "latency", "handling"
@@ -111,7 +112,7 @@ def loads(rows: Rows) -> Loads:
     compute = np.zeros(len(schedule.group), np.int64)
     activations, weights = np.zeros((2, int(rows.machine.resources[0])), np.int64)
     for block, segment in enumerate(rows.segment.tolist()):
-        times = 1 if schedule.once[block] or schedule.last[block] else int(schedule.microbatches[0])
+        times = repeats(rows, block)
         table = int(segments.device_steps[segment])
         ends = segments.step_first[table : table + len(compute) + 1].tolist()
         for device, (first, last) in enumerate(pairwise(ends)):

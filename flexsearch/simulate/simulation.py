@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from functools import cached_property
 
 import numpy as np
 import numpy.typing as npt
@@ -12,6 +14,7 @@ from flexsearch.lower import Lowered
 from flexsearch.lower.view import Rows
 from flexsearch.simulate.engine import Engine, Times
 from flexsearch.simulate.memory import Memory, memory
+from flexsearch.simulate.usage import makespan_of, repeats, steps_of
 from flexsearch.topology import Topology
 
 Seconds = npt.NDArray[np.float64]
@@ -21,17 +24,15 @@ Seconds = npt.NDArray[np.float64]
 class Simulation:
     """One simulated training step.
 
-    ``makespan_s``: iteration time. ``start``/``end``: seconds by task index. By device index of the topology:
+    ``makespan_s``: iteration time. By device index of the topology:
     ``busy_s`` (own compute tasks), ``idle_s`` (the rest of the makespan), ``peak_bytes`` and ``memory`` (the peak and
     what it is made of). By resource index: ``link_bytes`` (bytes carried) and ``link_busy_s`` (seconds kept busy; of a
     processor: compute of all its devices, and the time that moving bytes takes from it). ``moved_bytes``: bytes that
-    cross from one device to another. ``times``: of the rows. Where equal blocks of devices are folded
+    cross from one device to another. ``times``: of the rows of ``lowered``. Where equal blocks of devices are folded
     (``lower.folding``), devices and resources are those of the first block, moved bytes those of all.
     """
 
     makespan_s: float
-    start: Seconds
-    end: Seconds
     busy_s: Seconds
     idle_s: Seconds
     link_bytes: npt.NDArray[np.int64]
@@ -40,6 +41,30 @@ class Simulation:
     memory: tuple[Memory, ...]
     moved_bytes: int
     times: Times
+    lowered: Lowered = field(repr=False)
+
+    @property
+    def start(self) -> Seconds:
+        """By task."""
+        return self._of_tasks[0]
+
+    @property
+    def end(self) -> Seconds:
+        """By task."""
+        return self._of_tasks[1]
+
+    @cached_property
+    def _of_tasks(self) -> tuple[Seconds, Seconds]:
+        """Start and end (s) of the tasks."""
+        times, tasks = self.times, self.lowered.tasks
+        computes = times.computation_first, times.computation_start, times.computation_end
+        moves = times.communication_first, times.communication_start, times.communication_end
+        start, end = np.zeros((2, len(tasks)))
+        for task, (microbatch, block, communicates, number) in enumerate(tasks.identity):
+            first, begun, ended = moves if communicates else computes
+            place = int(first[block]) + number
+            start[task], end[task] = begun[microbatch, place] * TICK, ended[microbatch, place] * TICK
+        return start, end
 
 
 def makespan(lowered: Lowered) -> float:
@@ -54,45 +79,39 @@ def rows_seconds(rows: Rows) -> float:
 
 def simulate(lowered: Lowered) -> Simulation:
     """Simulate one training step of a lowered strategy."""
-    tasks, topology = lowered.tasks, lowered.topology
-    times = times_of(lowered.rows)
-    start, end = _of_tasks(lowered, times)
-    total = float(end.max(initial=0.0))
+    rows, topology, times = lowered.rows, lowered.topology, times_of(lowered.rows)
     busy, occupied = np.zeros(len(topology.devices)), np.zeros(len(topology.resources))
-    carried = np.zeros(len(topology.resources), dtype=np.int64)
-    moved = 0
-    for task, communication in enumerate(tasks.communication):
-        if communication is None:
-            busy[tasks.device[task]] += tasks.duration[task]
-            links = tasks.links[task]
-        else:
-            moved += communication.nbytes
-            links = communication.transfer.links
-            for resource, nbytes in communication.transfer.link_bytes:
-                carried[resource] += nbytes
-        for resource, seconds in (*links, *tasks.drag[task]):
-            occupied[resource] += seconds
-    use = memory(lowered)
-    return Simulation(
-        total, start, end, busy, total - busy, carried, occupied, tuple(m.peak for m in use), use, moved, times
-    )
+    for device, block, _, ticks in steps_of(rows):
+        seconds = repeats(rows, block) * ticks * TICK
+        busy[device] += seconds
+        occupied[topology.processor_of[device]] += seconds
+    carried, moved = np.zeros(len(topology.resources), dtype=np.int64), 0
+    for block, number, drags in _communications(rows):
+        what, often = lowered.communications.of(block, number), repeats(rows, block)
+        moved += often * what.nbytes
+        for resource, nbytes in what.transfer.link_bytes:
+            carried[resource] += often * nbytes
+        for resource, kept in (*what.transfer.links, *drags):
+            occupied[resource] += often * kept
+    total, use = makespan_of(times) * TICK, memory(lowered)
+    peaks = tuple(m.peak for m in use)
+    return Simulation(total, busy, total - busy, carried, occupied, peaks, use, moved, times, lowered)
+
+
+def _communications(rows: Rows) -> Iterator[tuple[int, int, list[tuple[int, float]]]]:
+    """Block, number, and (processor, seconds of computing that it takes from it), of each of one microbatch."""
+    segments = rows.segments
+    for block, segment in enumerate(rows.segment.tolist()):
+        first = int(segments.communication_first[segment])
+        for c in range(first, int(segments.communication_last[segment])):
+            of = slice(int(segments.drag_first[c]), int(segments.drag_last[c]))
+            seconds = segments.drag_ticks[of] * TICK
+            yield block, c - first, list(zip(segments.drag[of].tolist(), seconds.tolist(), strict=True))
 
 
 def times_of(rows: Rows) -> Times:
     """When every row starts and ends."""
     return Engine(rows.schedule, rows.machine).times(rows.segments, rows.segment)
-
-
-def _of_tasks(lowered: Lowered, times: Times) -> tuple[Seconds, Seconds]:
-    """Start and end (s) of the tasks."""
-    computes = times.computation_first, times.computation_start, times.computation_end
-    moves = times.communication_first, times.communication_start, times.communication_end
-    start, end = np.zeros((2, len(lowered.tasks)))
-    for task, (microbatch, block, communicates, number) in enumerate(lowered.tasks.identity):
-        first, begun, ended = moves if communicates else computes
-        place = int(first[block]) + number
-        start[task], end[task] = begun[microbatch, place] * TICK, ended[microbatch, place] * TICK
-    return start, end
 
 
 def over_memory(simulation: Simulation, topology: Topology) -> list[tuple[int, int]]:

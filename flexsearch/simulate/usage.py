@@ -87,6 +87,12 @@ def steps_of(rows: Rows) -> Iterator[Computation]:
                     yield Computation(device, block, int(segments.step_row[step]), int(segments.step_ticks[step]))
 
 
+def repeats(rows: Rows, block: int) -> int:
+    """For how many microbatches a block runs."""
+    once = rows.schedule.once[block] == 1 or rows.schedule.last[block] == 1
+    return 1 if once else int(rows.schedule.microbatches[0])
+
+
 def computations(rows: Rows, times: Times) -> Iterator[tuple[int, int, int, int]]:
     """The same, with the place of their rows in ``Times`` instead of their number."""
     for device, block, number, ticks in steps_of(rows):
