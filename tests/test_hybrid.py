@@ -23,6 +23,7 @@ from flexsearch.report.layouts import StagedRow, layout_words
 from flexsearch.search.hybrid import HybridResult, Layout, LayoutSearch, search_hybrid
 from flexsearch.search.hybrid.cuts import Cuts
 from flexsearch.search.hybrid.layout import divisors, factorings, neighbours
+from flexsearch.search.hybrid.moves import moved_borders
 from flexsearch.simulate import makespan
 from flexsearch.simulate.delta import DeltaSimulator
 from flexsearch.simulate.staged import StagedSimulators, model_flops, step_of, step_of_strategy
@@ -85,10 +86,9 @@ def test_a_decoder_is_cut_between_its_layers() -> None:
     layers = [op.module.split(".")[1] for op in graph.operators if op.module.startswith(("layers.", "h.", "blocks."))]
     assert cuts.depth >= len(set(layers))
     first = cuts.balanced([1.0] * len(graph.operators), 2)
-    moved = cuts.moved(first, 1, 1)
-    assert moved is not None
-    assert moved[1] > first[1]
-    assert cuts.moved(first, 1, 10_000) is None
+    moved = list(moved_borders(cuts, first))
+    assert moved
+    assert all(len(new) == 2 and new[0] == 0 and new != first and new[1] in cuts.allowed(2) for new in moved)
 
 
 # ---- layouts
@@ -141,7 +141,7 @@ def test_a_plan_without_stages_takes_as_long_as_any_other_simulation_says() -> N
     assert candidate is not None
     plain = DeltaSimulator(graph, topology, Costs(graph, topology), OPTIONS, candidate.configs)
     assert candidate.seconds == plain.seconds
-    step = step_of(search.simulators, candidate.pipeline, candidate.configs, OPTIONS)
+    step = step_of(search.simulators, candidate.pipeline, search.kept[""][1])
     assert [m.peak for m in step.memory] == plain.peaks().tolist()
 
 
@@ -174,9 +174,8 @@ def test_stages_keep_fewer_microbatches_under_1f1b_than_under_gpipe() -> None:
     one, all_ = (search.evaluate(Layout(1, 2, 4, 16, kind), OPTIONS) for kind in ("1f1b", "gpipe"))
     assert one is not None
     assert all_ is not None
-    peaks = [
-        step_of(search.simulators, c.pipeline, c.configs, OPTIONS).fullest.activations for c in (one, all_)
-    ]
+    simulators = (search.simulators.simulator(c.pipeline, c.configs, OPTIONS) for c in (one, all_))
+    peaks = [step_of(search.simulators, one.pipeline, simulator).fullest.activations for simulator in simulators]
     assert peaks[0] < peaks[1] / 2
 
 

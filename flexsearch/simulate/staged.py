@@ -115,7 +115,7 @@ def step_of(simulators: StagedSimulators, pipeline: Pipeline, simulator: DeltaSi
     """The step of the plan that a simulator, one of ``simulators``, has at hand."""
     graph = simulators.graph
     account, sources = make_account(simulator.rows)
-    devices = simulators.topology.devices
+    devices, dtype = simulators.topology.devices, _dtype(graph)
 
     def measure() -> tuple[DeviceTime, ...]:
         return device_times(simulator.rows.copy(), simulator.times())
@@ -123,7 +123,7 @@ def step_of(simulators: StagedSimulators, pipeline: Pipeline, simulator: DeltaSi
     return Step(
         simulator.seconds, measure, memory_of(account, sources, simulator.rows.state),
         tuple(device.memory_bytes for device in simulator.topology.devices), len(devices), graph.batch,
-        simulators.flops, sum(device.flops_for(_dtype(graph)) for device in devices),
+        simulators.flops, sum(device.flops_for(dtype) for device in devices),
     )  # fmt: skip
 
 

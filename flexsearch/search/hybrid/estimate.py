@@ -16,12 +16,13 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from flexsearch.lower.actions import V_KINDS
+
 from flexsearch.search.constants import PENALTY
 from flexsearch.search.hybrid.cuts import Cuts
 from flexsearch.search.hybrid.layout import Layout
 from flexsearch.search.hybrid.work import Works
 from flexsearch.strategy import Options
+from flexsearch.strategy.schedule import SPLIT_KINDS, V_KINDS
 
 Values = npt.NDArray[np.float64]
 PROBES = 1 << 16, 1 << 24
@@ -44,8 +45,8 @@ class Estimate(NamedTuple):
 class Parts:
     """By stage, of one microbatch, s: ``forward``, ``backward`` (with what is computed again), of that ``weight`` (its
     gradients of weights), ``hop`` (to the next stage; 0 to the same rank and behind the last). Bytes on a device:
-    ``weights``, ``states``, ``kept`` (by a microbatch), ``again`` (while a region is computed again). ``tensors``:
-    parameters."""
+    ``weights``, ``states``, ``kept`` (by a microbatch), ``again`` (computed again by a microbatch), ``region`` (computed
+    again at a time). ``tensors``: parameters."""
 
     forward: Values
     backward: Values
@@ -54,7 +55,8 @@ class Parts:
     weights: Values
     states: Values
     kept: Values
-    again: float
+    again: Values
+    region: float
     tensors: Values
 
 
@@ -123,7 +125,8 @@ class Estimates:
         stored, plain = works.stored(tensor, recompute), works.stored(tensor, "none")
         weights, states, kept, tensors = (column[high] - column[low] for column in stored)
         regions = 1 + max(works.regions[recompute])
-        transient = float(plain.kept[-1] - stored.kept[-1]) * max(shares) / regions if regions else 0.0
+        repeated = np.maximum(plain.kept[high] - plain.kept[low] - kept, 0.0) * shares
+        region = float(repeated.sum()) / regions if regions else 0.0
         hop = np.zeros(stages)
         nbytes = self.cuts.crossing[low[1:]] * (self.samples(layout) / works.graph.batch)
         groups = layout.groups()
@@ -132,7 +135,7 @@ class Estimates:
                 start, each = self.between(groups[s], groups[s + 1], tensor)
                 hop[s] = start + each * nbytes[s]
         return Parts(
-            forward, backward + again, weight, hop, weights, states, kept * shares, transient, tensors
+            forward, backward + again, weight, hop, weights, states, kept * shares, repeated, region, tensors
         )  # fmt: skip
 
     def between(self, source: tuple[int, ...], destination: tuple[int, ...], tensor: int) -> tuple[float, float]:
@@ -205,9 +208,11 @@ class Estimates:
         """Share of its memory that the fullest device needs."""
         states = np.bincount(ranks, parts.states)
         if layout.sharded:
-            whole = (not options.reshard_after_forward) + (layout.microbatches > 1)
-            states = states / copies + weights * whole
-        use = states + np.bincount(ranks, parts.kept) * _in_flight(layout) + parts.again
+            states = states / copies + weights * (1 if options.reshard_after_forward else 2)
+        flight = _in_flight(layout)
+        use = states + np.bincount(ranks, parts.kept) * flight + parts.region
+        if layout.schedule in SPLIT_KINDS and layout.pipeline > 1:  # until the gradients of weights are made
+            use += np.bincount(ranks, parts.again) * flight
         ends = layout.tensor * np.cumsum(layout.each)
         room = np.minimum.reduceat(self.memory[: layout.block], ends - layout.tensor * np.array(layout.each))
         return float((use / room).max())
