@@ -22,6 +22,7 @@ from flexsearch.search.hybrid.divide import UNITS, Divider
 from flexsearch.search.hybrid.estimate import Estimate, Estimates
 from flexsearch.search.hybrid.layout import Layout, divisors, factorings, neighbours, orders, runs
 from flexsearch.search.hybrid.moves import moved_borders, moved_devices, moved_pairs, split_and_joined
+from flexsearch.search.hybrid.order import listed
 from flexsearch.search.hybrid.outcome import Candidate, HybridProgress, HybridResult
 from flexsearch.search.hybrid.ranking import Key, Ranking, Ratios
 from flexsearch.search.hybrid.splits import Configs, Splits
@@ -48,6 +49,8 @@ EXPLORED: Final = 0.4
 """Share of the budget after which no more sorts are tried. Taken."""
 FEW: Final = 6
 """Most plans of a family that are simulated for its own sake. Taken."""
+LISTED: Final = 4096
+"""Most passes in one direction that list scheduling puts in order. Taken."""
 FAR: Final = 1.1
 """Of a short graph, plans of other orders are improved that take at most so many times as long as the best. Taken."""
 PAIRED: Final = 3
@@ -159,6 +162,9 @@ class LayoutSearch:
             self.evaluate(Layout(1, 1, 1, widths=(len(self.topology.devices),)), self.options)
         for candidate in self._different(lambda c: c.layout.factoring, None if self.cuts.short else POLISHED):
             self._resplit(candidate)
+        self.phase = "orders of passes"
+        for candidate in self._different(lambda c: c.layout.factoring, POLISHED):
+            self._list(candidate)
 
     # ---- simulating
 
@@ -417,6 +423,16 @@ class LayoutSearch:
                 self._check_time()
         return candidate
 
+    def _list(self, candidate: Candidate) -> None:
+        """The order that list scheduling makes for a plan, if that is not a named schedule."""
+        layout, options, pipeline = candidate.layout, candidate.options, candidate.pipeline
+        if layout.pipeline == 1 or layout.stages * layout.microbatches > LISTED:
+            return
+        simulator = self.simulators.simulator(pipeline, candidate.configs, options)
+        if (order := listed(simulator, pipeline)) is not None:
+            self.simulated(layout, options, order, candidate.configs, candidate.changed)
+            self._check_time()
+
     # ---- the answer
 
     def _result(self, best: Candidate, stopped: str) -> HybridResult:
@@ -446,7 +462,7 @@ class LayoutSearch:
             self.graph, self.topology, named, best.options,
             Prediction(iteration_s=best.seconds, peak_bytes=peak_bytes),
             Search(seed=0, proposals=self.plans, start="layouts"),
-            stages=stages, microbatches=pipeline.microbatches, schedule=pipeline.schedule,
+            stages=stages, microbatches=pipeline.microbatches, schedule=pipeline.schedule, orders=pipeline.orders,
         )  # fmt: skip
 
 
