@@ -23,8 +23,10 @@ UNITS: Final = 32
 """Most groups of devices that are divided among stages. Taken."""
 STAGES: Final = 8
 """Most stages. Taken."""
-SLACK: Final = 1.0, 1.04, 1.12, 1.3
-"""Limits on the slowest stage, over what it takes at least with so many stages. Taken."""
+SLACK: Final = 1.5
+"""The slowest stage may take so many times as long as it must with so many stages. Taken."""
+LIMITS: Final = 24
+"""Most limits on the slowest stage that are tried. Taken."""
 
 Values = npt.NDArray[np.float64]
 Division = tuple[tuple[int, ...], tuple[int, ...]]
@@ -41,16 +43,20 @@ class Divider:
         self.ends = np.array([*self.places, self.works.count])
         self.tables = self._tables()
         self.limits = np.array([np.inf])
+        """On the slowest stage, s."""
 
     def divisions(self) -> Iterator[Division]:
         """Divisions worth a look, for every number of stages."""
         depth = min(STAGES, self.units, len(self.places))
-        slowest = self._run(depth, np.maximum)[0][:, 0, -1, self.units]
-        finite = slowest[np.isfinite(slowest)]
-        self.limits = np.unique(np.outer(finite, SLACK))
-        if not len(finite):
+        slowest = self._run(depth, np.maximum, 0)[0][:, 0, -1, self.units]
+        slowest = slowest[np.isfinite(slowest)]
+        if not len(slowest):
             return
-        totals, choices = self._run(depth, np.add)
+        busy = np.unique([table[0] for table in self.tables.values()])
+        near = [busy[(busy >= least) & (busy <= SLACK * least)] for least in np.unique(slowest)]
+        each = max(2, LIMITS // len(near))
+        self.limits = np.unique([np.quantile(values, np.linspace(0.0, 1.0, each)) for values in near])
+        totals, choices = self._run(depth, np.add, 1)
         for stages in range(1, depth + 1):
             for k in range(len(self.limits)):
                 if np.isfinite(totals[stages - 1, k, -1, self.units]):
@@ -67,9 +73,10 @@ class Divider:
         return [0, *sorted({places[int(k)] for k in np.searchsorted(done, wanted)} - {0})]
 
     def _tables(self) -> dict[tuple[int, int], Values]:
-        """Seconds of the stage from one place (row) to another, for a microbatch, on so many groups from a group on:
-        what the slowest device computes, its part of what synchronising takes, and what is sent to it and back.
-        Infinity where its memory is exceeded."""
+        """Seconds of the stage from one place (row) to another, for a microbatch, on so many groups from a group on.
+        First how long it is busy: what the slowest device computes, with its part of what synchronising takes, or what
+        is sent to it; then how long a microbatch takes through it, there and back. Infinity where its memory is
+        exceeded."""
         estimates, layout, options = self.estimates, self.layout, self.options
         stored = self.works.stored(layout.tensor, options.recompute)
         count, found = len(self.ends), {}
@@ -84,21 +91,23 @@ class Divider:
                 seconds = (work.forward + work.backward + work.again)[self.ends]
                 weights, states, kept = (column[self.ends] for column in stored[:3])
                 start, each = estimates.agreement(wide, rank)
-                table = _between(seconds) + (start + each * _between(weights)) / layout.microbatches
+                busy = _between(seconds) + (start + each * _between(weights)) / layout.microbatches
+                table = np.stack([busy, busy])
                 if begin:
                     groups = wide.groups()
                     start, each = estimates.between(groups[0][-layout.tensor:], groups[1], layout.tensor)
-                    table += 2.0 * (start + each * sent[:, None] / self.works.graph.batch)
+                    hop = start + each * sent[:, None] / self.works.graph.batch
+                    table = np.stack([np.maximum(busy, hop), busy + 2.0 * hop])
                 room = estimates.memory[begin * layout.tensor : (begin + width) * layout.tensor].min()
-                table[forbidden | (_between(states) + share * _between(kept) > room)] = np.inf
+                table[:, forbidden | (_between(states) + share * _between(kept) > room)] = np.inf
                 found[begin, width] = table
         return found
 
-    def _run(self, depth: int, together: np.ufunc) -> tuple[Values, npt.NDArray[np.int64]]:
+    def _run(self, depth: int, together: np.ufunc, row: int) -> tuple[Values, npt.NDArray[np.int64]]:
         """By number of stages - 1, limit, place and groups used: the least sum (or maximum) over stages, and the place
-        (times ``units + 1``) and number of groups of the last one."""
+        (times ``units + 1``) and number of groups of the last one. ``row``: of the tables."""
         count, units, limits = len(self.ends), self.units, len(self.limits)
-        allowed = {key: np.where(table[None] <= self.limits[:, None, None], table[None], np.inf)
+        allowed = {key: np.where(table[0] <= self.limits[:, None, None], table[row], np.inf)
                    for key, table in self.tables.items()}  # fmt: skip
         least = np.full((depth, limits, count, units + 1), np.inf)
         choice = np.zeros((depth, limits, count, units + 1), np.int64)

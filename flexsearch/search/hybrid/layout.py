@@ -7,7 +7,8 @@ from dataclasses import dataclass, replace
 from functools import cache
 from itertools import accumulate
 
-from flexsearch.strategy.schedule import V_KINDS, placement
+from flexsearch.errors import StrategyError
+from flexsearch.strategy.schedule import V_KINDS, check_schedule, placement
 from flexsearch.strategy.stage import ScheduleKind
 
 
@@ -105,14 +106,18 @@ def orders(layout: Layout, depth: int) -> Iterator[Layout]:
 
 def runs(layout: Layout) -> bool:
     """Whether the schedule of a layout can run its microbatches, and is not the same as a plainer one."""
-    count, ranks = layout.microbatches, layout.pipeline
-    if ranks == 1:
-        return layout.chunks == 1
-    if layout.schedule == "dualpipe-v":
-        return count >= layout.stages
-    if layout.chunks > 1 and layout.schedule in ("interleaved-1f1b", "zero-bubble"):
-        return count % max(1, count // ranks) == 0
-    return count > 1 or layout.schedule == "1f1b"
+    if layout.pipeline == 1 or layout.microbatches == 1:
+        return layout.chunks == 1 and layout.schedule == "1f1b"
+    return _fits(layout.schedule, layout.pipeline, layout.chunks, layout.microbatches)
+
+
+@cache
+def _fits(schedule: ScheduleKind, pipeline: int, chunks: int, microbatches: int) -> bool:
+    try:
+        check_schedule(schedule, placement(schedule, pipeline, chunks), microbatches)
+    except StrategyError:
+        return False
+    return True
 
 
 def neighbours(layout: Layout, batch: int, depth: int) -> Iterator[Layout]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
-from itertools import combinations, product
 from typing import Final
 
 from flexsearch.search.hybrid.cuts import Cuts
@@ -29,13 +28,6 @@ def moved_borders(cuts: Cuts, first: First) -> Iterator[First]:
         for place in near:
             if place not in first:
                 yield tuple(sorted({*first, place} - {border}))
-
-
-def moved_pairs(cuts: Cuts, first: First) -> Iterator[First]:
-    """Cuts with two borders at other places."""
-    free = [place for place in cuts.allowed(len(first)) if place not in first]
-    for borders, places in product(combinations(first[1:], 2), combinations(free, 2)):
-        yield tuple(sorted({*first, *places} - set(borders)))
 
 
 def moved_devices(cuts: Cuts, layout: Layout, first: First) -> Iterator[tuple[Layout, First]]:

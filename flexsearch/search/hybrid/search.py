@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Hashable, Iterator, Mapping
 from dataclasses import replace
 from functools import cached_property
+from itertools import chain
 from math import exp
 from typing import Final, get_args
 
@@ -21,7 +22,7 @@ from flexsearch.search.hybrid.cuts import Cuts
 from flexsearch.search.hybrid.divide import UNITS, Divider
 from flexsearch.search.hybrid.estimate import Estimate, Estimates
 from flexsearch.search.hybrid.layout import Layout, divisors, factorings, neighbours, orders, runs
-from flexsearch.search.hybrid.moves import moved_borders, moved_devices, moved_pairs, split_and_joined
+from flexsearch.search.hybrid.moves import moved_borders, moved_devices, split_and_joined
 from flexsearch.search.hybrid.order import listed
 from flexsearch.search.hybrid.outcome import Candidate, HybridProgress, HybridResult
 from flexsearch.search.hybrid.ranking import Key, Ranking, Ratios
@@ -41,8 +42,9 @@ SURE: Final = 2.0
 simulations say of others. Taken."""
 PATIENCE: Final = 10
 """So many plans in a row that are no better end a series of trials. Taken."""
-SHORT_PATIENCE: Final = 250
-"""The same for short graphs, whose plans are simulated in milliseconds. Taken."""
+SHORT_PATIENCE, SHORT_MARGIN = 80, 1.05
+"""The same for short graphs, whose plans are simulated in milliseconds; and so many times the best time an estimate of
+theirs may be. Taken."""
 DIVISIONS: Final = 8
 """Divisions of a block that are estimated in all orders and with all options. Taken."""
 EXPLORED: Final = 0.4
@@ -51,10 +53,6 @@ FEW: Final = 6
 """Most plans of a family that are simulated for its own sake. Taken."""
 LISTED: Final = 4096
 """Most passes in one direction that list scheduling puts in order. Taken."""
-FAR: Final = 1.1
-"""Of a short graph, plans of other orders are improved that take at most so many times as long as the best. Taken."""
-PAIRED: Final = 3
-"""Of a short graph, so many plans are improved by moving two borders at once. Taken."""
 POLISHED: Final = 2
 """Plans whose splits are improved; of a short graph, those of all groups of devices. Taken."""
 
@@ -110,7 +108,7 @@ class LayoutSearch:
         self.kept: dict[str, tuple[Candidate, DeltaSimulator]] = {}
         """The best plan of each family, with its simulator."""
         self._climbed: set[Key] = set()
-        self.patience = SHORT_PATIENCE if self.cuts.short else PATIENCE
+        self.patience, self.margin = (SHORT_PATIENCE, SHORT_MARGIN) if self.cuts.short else (PATIENCE, 1.0)
         self.plans, self.phase, self._longest_s = 0, "", 0.0
         self.began = time.monotonic()
         self.best: Candidate | None = None
@@ -155,8 +153,6 @@ class LayoutSearch:
         self.phase = "moves"
         for candidate in self._different(lambda c: c.layout.factoring, None if self.cuts.short else CLIMBED):
             self._climb(candidate)
-        if self.cuts.short:
-            self._climb_on()
         self.phase = "splits of operators"
         if self.cuts.short:
             self.evaluate(Layout(1, 1, 1, widths=(len(self.topology.devices),)), self.options)
@@ -255,8 +251,8 @@ class LayoutSearch:
                 yield key, self.estimates.estimate(*key)
 
     def _simulate_best(
-        self, ranking: Ranking, among: npt.NDArray[np.bool_] | None = None, best: Callable[[], Candidate | None] | None = None,
-        most: int | None = None,
+        self, ranking: Ranking, among: npt.NDArray[np.bool_] | None = None,
+        best: Callable[[], Candidate | None] | None = None, most: int | None = None,
     ) -> None:  # fmt: skip
         """Simulate plans, those with the best estimates first, until no estimate is better than the ``best`` simulated
         plan (of all), or ``most`` plans have been simulated. Where none fits, some more are tried."""
@@ -264,7 +260,8 @@ class LayoutSearch:
         while (most is None or tried < most) and (next_ := ranking.take(among)) is not None:
             key, cost = next_
             now = self.best if best is None else best()
-            if now is not None and cost >= now.cost and (now.feasible or missed >= PATIENCE):
+            better = now is None or cost < now.cost * self.margin
+            if (not better and (now is None or now.feasible)) or missed >= self.patience:
                 return
             tried += self.evaluate(*key) is not None
             missed = missed + 1 if now is (self.best if best is None else best()) else 0
@@ -360,20 +357,6 @@ class LayoutSearch:
                     break
         return candidate
 
-    def _climb_on(self) -> None:
-        """Climb from the best plan of every order of the devices' groups, then by two borders at once."""
-        for candidate in self._different(lambda c: (c.layout.factoring, c.layout.schedule, c.layout.chunks)):
-            assert self.best is not None
-            if candidate.cost <= FAR * self.best.cost:
-                self._climb(candidate)
-        for candidate in self._different(lambda c: c.layout.factoring, PAIRED):
-            now = Key(candidate.layout, candidate.options, candidate.pipeline.first)
-            moves = (now._replace(first=new) for new in moved_pairs(self.cuts, now.first))
-            for key in self._promising(moves)[: self.patience]:
-                new = self.evaluate(*key)
-                if new is not None and new.rank < candidate.rank:
-                    candidate = self._climb(new)
-
     def _promising(self, moves: Iterator[Key]) -> list[Key]:
         """Plans that suit, the most promising first."""
         found = []
@@ -407,7 +390,9 @@ class LayoutSearch:
         improved = True
         while improved:
             improved = False
-            for changes in self.splits.alternatives(candidate.layout, candidate.pipeline, candidate.configs):
+            at_hand = candidate.layout, candidate.pipeline, candidate.configs
+            tails = self.splits.tails(*at_hand) if self.cuts.short else ()
+            for changes in filter(None, chain(tails, self.splits.alternatives(*at_hand))):
                 seconds = simulator.propose(changes)
                 configs = tuple(changes.get(i, config) for i, config in enumerate(candidate.configs))
                 new = replace(

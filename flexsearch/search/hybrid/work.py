@@ -4,7 +4,6 @@ layouts are estimated, for any number of samples, without lowering anything."""
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import cached_property
 from math import ceil, prod
 from typing import NamedTuple, get_args
