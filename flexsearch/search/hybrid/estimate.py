@@ -44,8 +44,8 @@ class Estimate(NamedTuple):
 class Parts:
     """By stage, of one microbatch, s: ``forward``, ``backward`` (with what is computed again), of that ``weight`` (its
     gradients of weights), ``hop`` (to the next stage; 0 to the same rank and behind the last). Bytes on a device:
-    ``weights``, ``states``, ``kept`` (by a microbatch), ``again`` (computed again by a microbatch), ``region`` (computed
-    again at a time). ``tensors``: parameters."""
+    ``weights``, ``states``, ``kept`` (by a microbatch), ``again`` (made again by a microbatch), ``region`` (made again
+    at a time). ``tensors``: parameters."""
 
     forward: Values
     backward: Values
@@ -171,12 +171,12 @@ class Estimates:
         """Of a layout that suits graph and batch. ``first``: of its stages, if it is not cut as ``first`` says."""
         parts = self.parts(layout, options, first or self.first(layout))
         ranks = np.array(layout.rank_of())
-        copies = np.array(layout.each) * layout.data
+        copies = np.array(layout.each, np.float64) * layout.data
         if layout.widths:
             start, each = np.array([self.agreement(layout, rank) for rank in range(layout.pipeline)]).T
         else:
             start, each = self.agreement(layout, 0)
-        weights = np.bincount(ranks, parts.weights)
+        weights = _by_rank(ranks, parts.weights)
         agree = start * np.ceil(weights / options.bucket_bytes) + each * weights
         agree[weights == 0.0] = 0.0
         forward, backward = parts.forward, parts.backward
@@ -187,14 +187,14 @@ class Estimates:
                 share = gather[ranks] * parts.weights / np.maximum(weights[ranks], 1.0)
                 forward, backward = np.maximum(forward, share), np.maximum(backward, share)
             else:
-                lead = float(np.maximum(gather - np.bincount(ranks, forward), 0.0).max())
+                lead = float(np.maximum(gather - _by_rank(ranks, forward), 0.0).max())
             agree = gather
         running = _running(layout, parts, forward, backward)
         per_byte, per_tensor = self.works.costs.update_rates(0, options.optimizer, options.precision)
-        tensors = np.bincount(ranks, parts.tensors)
+        tensors = _by_rank(ranks, parts.tensors)
         update = weights / (copies if layout.sharded else 1) * per_byte + tensors * per_tensor
         buckets = np.maximum(1.0, np.ceil(weights / options.bucket_bytes))
-        last = np.bincount(ranks, backward)
+        last = _by_rank(ranks, backward)
         exposed = np.maximum(agree - last * (1.0 - 1.0 / buckets), agree / buckets)
         earlier = np.cumsum(last) - last if layout.pipeline > 1 else np.zeros(1)
         tail = float((exposed + update - earlier).max())
@@ -202,19 +202,24 @@ class Estimates:
 
     def _used(
         self, layout: Layout, options: Options, parts: Parts, ranks: npt.NDArray[np.int64], weights: Values,
-        copies: npt.NDArray[np.int64],
+        copies: Values,
     ) -> float:  # fmt: skip
         """Share of its memory that the fullest device needs."""
-        states = np.bincount(ranks, parts.states)
+        states = _by_rank(ranks, parts.states)
         if layout.sharded:
             states = states / copies + weights * (1 if options.reshard_after_forward else 2)
         flight = _in_flight(layout)
-        use = states + np.bincount(ranks, parts.kept) * flight + parts.region
+        use = states + _by_rank(ranks, parts.kept) * flight + parts.region
         if layout.schedule in SPLIT_KINDS and layout.pipeline > 1:  # until the gradients of weights are made
-            use += np.bincount(ranks, parts.again) * flight
+            use += _by_rank(ranks, parts.again) * flight
         ends = layout.tensor * np.cumsum(layout.each)
         room = np.minimum.reduceat(self.memory[: layout.block], ends - layout.tensor * np.array(layout.each))
         return float((use / room).max())
+
+
+def _by_rank(ranks: npt.NDArray[np.int64], values: Values) -> Values:
+    """Sums over the stages of each rank."""
+    return np.bincount(ranks, values).astype(np.float64)
 
 
 def _running(layout: Layout, parts: Parts, forward: Values, backward: Values) -> float:
@@ -235,11 +240,8 @@ def _running(layout: Layout, parts: Parts, forward: Values, backward: Values) ->
         idle = each if kind == "1f1b" else split
         filling = float(idle.sum() - idle[int(each.argmax())])
         return busiest + (count - 1) * period + filling + hops
-    if kind in V_KINDS:
-        filling = float(forward.max())
-    else:
-        filling = float(split.max() if kind == "zero-bubble" else each.max())
-    return count * busiest + (ranks - 1) * (filling + 2.0 * float(parts.hop.max()))
+    waiting = forward if kind in V_KINDS else split if kind == "zero-bubble" else each
+    return count * busiest + (ranks - 1) * float(waiting.max() + 2.0 * parts.hop.max())
 
 
 def _in_flight(layout: Layout) -> Values:
@@ -247,11 +249,11 @@ def _in_flight(layout: Layout) -> Values:
     count, ranks, chunks = layout.microbatches, layout.pipeline, layout.chunks
     if ranks == 1:
         return np.ones(1)
-    behind = np.arange(ranks - 1, -1, -1)
+    behind = np.arange(ranks - 1.0, -1.0, -1.0)
     if layout.schedule in ("gpipe", "breadth-first"):
         return np.full(ranks, float(count))
     if layout.schedule in V_KINDS:
         return np.full(ranks, float(min(count, ranks + 0.5 * (layout.schedule == "dualpipe-v"))))
-    if chunks == 1:
-        return np.minimum(count, behind + 1.0)
-    return np.minimum(float(count), (2.0 * behind + (chunks - 1) * ranks + 1.0) / chunks)
+    ahead = behind + 1.0 if chunks == 1 else (2.0 * behind + (chunks - 1) * ranks + 1.0) / chunks
+    found: Values = np.minimum(float(count), ahead)
+    return found

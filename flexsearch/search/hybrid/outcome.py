@@ -54,8 +54,8 @@ class HybridProgress:
 @dataclass(frozen=True)
 class HybridResult:
     """``strategy``: the best plan, ``step``: its simulated step. ``baselines``: by name, the best plan of each family
-    that people write by hand; ``baseline``: name of the one that the best plan is, or empty. ``considered``: so many plans
-    were estimated, of which ``plans`` were simulated, in ``elapsed_s``."""
+    that people write by hand; ``baseline``: name of the one that the best plan is, or empty. ``considered``: so
+    many plans were estimated, of which ``plans`` were simulated, in ``elapsed_s``."""
 
     best: Candidate
     strategy: Strategy

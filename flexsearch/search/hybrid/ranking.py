@@ -117,7 +117,8 @@ class Ranking:
     @property
     def untried(self) -> npt.NDArray[np.bool_]:
         """Plans of sorts (devices, states and order) of which none has been simulated."""
-        return self.ratios.counts(SORT)[self.numbers[SORT]] == 0.0
+        found: npt.NDArray[np.bool_] = self.ratios.counts(SORT)[self.numbers[SORT]] == 0.0
+        return found
 
     def chosen(self, suits: Callable[[Key], bool]) -> npt.NDArray[np.bool_]:
         """Which plans suit."""

@@ -321,7 +321,7 @@ class LayoutSearch:
 
     def _divided(self, layout: Layout, units: int) -> Iterator[Key]:
         """The best divisions of one block. Equal stages of several groups each are a layout of more blocks."""
-        alike, found = len(self.works.kinds) == 1, []
+        alike, found = len(self.works.kinds) == 1, list[tuple[float, int, Layout, tuple[int, ...]]]()
         for widths, first in dict.fromkeys(Divider(self.estimates, layout, self.options, units).divisions()):
             wide = layout.wide(widths)
             if not (alike and len(set(widths)) == 1 and widths[0] > 1):
@@ -359,7 +359,7 @@ class LayoutSearch:
 
     def _promising(self, moves: Iterator[Key]) -> list[Key]:
         """Plans that suit, the most promising first."""
-        found = []
+        found: list[tuple[float, int, Key]] = []
         for key in dict.fromkeys(moves):
             if self.known.get(key, True) is not None and self._suits(key.layout, key.options):
                 self.considered.add(key)

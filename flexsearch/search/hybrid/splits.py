@@ -97,12 +97,13 @@ class Splits:
         Mapping[int, OperatorConfig]
     ]:  # fmt: skip
         """Changes of a plan: what follows an operator with weights in its stage is done by all devices of the stage,
-        so that they need not synchronise it."""
+        so that they need not synchronise it; the shortest change first."""
         graph = self._lowering(layout).graph
-        for group, begin, end in zip(pipeline.devices, pipeline.first, [*pipeline.first[1:], len(configs)], strict=True):
-            for first in (i for i in range(begin, end) if len(group) > 1 and has_weights(graph, i)):
-                new = {i: make_config(graph.operators[i], {}, group) for i in range(first, end)}
-                yield {i: config for i, config in new.items() if config != configs[i]}
+        ends = [*pipeline.first[1:], len(configs)]
+        for group, begin, end in zip(pipeline.devices, pipeline.first, ends, strict=True):
+            for first in reversed(range(begin, end if len(group) > 1 else begin)):
+                if has_weights(graph, first):
+                    yield {i: make_config(graph.operators[i], {}, group) for i in range(first, end)}
 
     def _splits(self, lowering: Lowering, operator: int, size: int) -> list[OperatorConfig]:
         """Every split of an operator on a group of ``size`` devices: degrees whose product divides that, replicas for

@@ -121,9 +121,8 @@ class Works:
             forward, backward = costs.of_extents(i, extents, kind)[:, 0]
             rows[:, i] = forward, backward, backward * costs.weight_shares(i, extents)[0]
         if tensor > 1:
-            share = samples / self.graph.batch
             for row, nbytes in zip(rows[:2], self._partial_sums(tensor), strict=True):
-                row += self._exchanged(tensor, nbytes * share)
+                row += self._exchanged(tensor, nbytes * samples // self.graph.batch)
         self._computed[key] = rows[0], rows[1], rows[2]
         return self._computed[key]
 
@@ -157,7 +156,7 @@ class Works:
         self._partial[tensor] = outputs, gradients
         return self._partial[tensor]
 
-    def _exchanged(self, tensor: int, nbytes: npt.NDArray[np.float64]) -> Sums:
+    def _exchanged(self, tensor: int, nbytes: npt.NDArray[np.int64]) -> Sums:
         """Seconds of all-reduces inside the first group."""
         sizes, where = np.unique(nbytes, return_inverse=True)
         seconds = [self.pricing.all_reduce(range(tensor), int(n)).duration_s if n else 0.0 for n in sizes]
