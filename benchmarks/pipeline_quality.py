@@ -99,7 +99,9 @@ def chain_row(layers: int, devices: int, seed: int, budget_s: float) -> Row:
 
 
 def _words(pipeline: Pipeline) -> str:
-    return f"{pipeline.replicas} x {list(pipeline.first)}, {pipeline.microbatches} microbatches"
+    sizes = [len(devices) for devices in dict.fromkeys(pipeline.devices)]
+    on = f" on {' + '.join(map(str, sizes))} devices" if max(sizes) > 1 else ""
+    return f"{pipeline.replicas} x {list(pipeline.first)}{on}, {pipeline.microbatches} microbatches"
 
 
 def vgg_rows(data: Path, budget_s: float) -> list[Row]:

@@ -372,7 +372,8 @@ def test_heavy_layers_with_small_weights_get_several_devices() -> None:
 
 def test_the_faster_of_unlike_devices_gets_more_layers() -> None:
     three = Topology.load("ethernet-1g-3")
-    devices = [d.model_copy(update={"flops": {"float32": rate}}) for d, rate in zip(three.devices, (3e9, 1e9, 1e9))]
+    rates = 3e9, 1e9, 1e9
+    devices = [d.model_copy(update={"flops": {"float32": rate}}) for d, rate in zip(three.devices, rates, strict=True)]
     topology = three.model_copy(update={"devices": tuple(devices)})
     result = search_hybrid(decoder(), topology, OPTIONS, budget_s=5.0)
     assert result.best.layout.data == 1
@@ -381,7 +382,7 @@ def test_the_faster_of_unlike_devices_gets_more_layers() -> None:
     first = search.estimates.first(Layout(1, 1, 3, 16))
     work = search.works.work(1, 1, "none", int(search.works.costs.kinds[1])).forward
     each = [float(work[b] - work[a]) for a, b in pairwise((*first, len(work) - 1))]
-    assert each[0] > 2 * max(each[1:])
+    assert each[0] > 1.5 * max(each[1:])
 
 
 @pytest.mark.parametrize("seed", range(2))

@@ -25,8 +25,8 @@ STAGES: Final = 8
 """Most stages. Taken."""
 SLACK: Final = 1.5
 """The slowest stage may take so many times as long as it must with so many stages. Taken."""
-LIMITS: Final = 24
-"""Most limits on the slowest stage that are tried. Taken."""
+LIMITS, SUMS = 24, 1 << 21
+"""Most limits on the slowest stage that are tried, and most sums with all of them for one stage. Taken."""
 
 Values = npt.NDArray[np.float64]
 Division = tuple[tuple[int, ...], tuple[int, ...]]
@@ -54,7 +54,8 @@ class Divider:
             return
         busy = np.unique([table[0] for table in self.tables.values()])
         near = [busy[(busy >= least) & (busy <= SLACK * least)] for least in np.unique(slowest)]
-        each = max(2, LIMITS // len(near))
+        most = min(LIMITS, SUMS // (self.units * len(self.ends)) ** 2)
+        each = max(2, most // len(near))
         self.limits = np.unique([np.quantile(values, np.linspace(0.0, 1.0, each)) for values in near])
         totals, choices = self._run(depth, np.add, 1)
         for stages in range(1, depth + 1):

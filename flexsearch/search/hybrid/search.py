@@ -45,6 +45,8 @@ PATIENCE: Final = 10
 SHORT_PATIENCE, SHORT_MARGIN = 80, 1.05
 """The same for short graphs, whose plans are simulated in milliseconds; and so many times the best time an estimate of
 theirs may be. Taken."""
+FEW_UNITS: Final = 8
+"""Most groups that are divided among stages of a long graph on equal devices, where equal stages are good. Taken."""
 DIVISIONS: Final = 8
 """Divisions of a block that are estimated in all orders and with all options. Taken."""
 EXPLORED: Final = 0.4
@@ -249,6 +251,8 @@ class LayoutSearch:
             if key not in self.considered:
                 self.considered.add(key)
                 yield key, self.estimates.estimate(*key)
+                if self.best is not None:
+                    self._check_time()
 
     def _simulate_best(
         self, ranking: Ranking, among: npt.NDArray[np.bool_] | None = None,
@@ -303,10 +307,12 @@ class LayoutSearch:
     def _divisions(self) -> Iterator[Key]:
         """Stages of different sizes."""
         devices, batch = len(self.topology.devices), self.graph.batch
+        regular = len(self.works.kinds) == 1 and not self.cuts.short
+        most = FEW_UNITS if regular else UNITS
         for tensor in self._tensors:
             for data in divisors(devices // tensor):
                 units = devices // tensor // data
-                if not 1 < units <= UNITS or batch % data:
+                if not 1 < units <= most or batch % data:
                     continue
                 for count in divisors(batch // data):
                     yield from self._divided(Layout(data, tensor, 1, count), units)
