@@ -355,7 +355,7 @@ def test_heavy_layers_with_small_weights_get_several_devices() -> None:
     graph = chain([(72e-3, 4e5, 1e5)] + [(4e-3, 1e5, 4e8)] * 6)
     topology, options = equal_devices(4, 1e9), Options(optimizer="sgd")
     search = LayoutSearch(graph, topology, options, None, 1e9, None)
-    ranking = Ranking(search.ratios, search._estimated(search._divisions()))
+    ranking = Ranking(search.ratios, search._estimated(search.numbers.divisions()))
     key, _ = ranking.take() or pytest.fail("there is no division")
     assert key.layout.widths == (3, 1)
     assert key.first == (0, 1)

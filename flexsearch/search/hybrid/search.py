@@ -6,7 +6,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Hashable, Iterator, Mapping
 from dataclasses import replace
-from functools import cached_property
 from itertools import chain
 from math import exp
 from typing import Final, get_args
@@ -19,10 +18,10 @@ from flexsearch.errors import StrategyError, TopologyError
 from flexsearch.graph import OperatorGraph
 from flexsearch.quantities import MAX_PIECES
 from flexsearch.search.hybrid.cuts import Cuts
-from flexsearch.search.hybrid.divide import UNITS, Divider
 from flexsearch.search.hybrid.estimate import Estimate, Estimates
-from flexsearch.search.hybrid.layout import Layout, divisors, factorings, neighbours, orders, runs
+from flexsearch.search.hybrid.layout import Layout, neighbours, runs
 from flexsearch.search.hybrid.moves import moved_borders, moved_devices, split_and_joined
+from flexsearch.search.hybrid.numbers import Numbers
 from flexsearch.search.hybrid.order import listed
 from flexsearch.search.hybrid.outcome import Candidate, HybridProgress, HybridResult
 from flexsearch.search.hybrid.ranking import Key, Ranking, Ratios
@@ -45,10 +44,6 @@ PATIENCE: Final = 10
 SHORT_PATIENCE, SHORT_MARGIN = 80, 1.05
 """The same for short graphs, whose plans are simulated in milliseconds; and so many times the best time an estimate of
 theirs may be. Taken."""
-FEW_UNITS: Final = 8
-"""Most groups that are divided among stages of a long graph on equal devices, where equal stages are good. Taken."""
-DIVISIONS: Final = 8
-"""Divisions of a block that are estimated in all orders and with all options. Taken."""
 EXPLORED: Final = 0.4
 """Share of the budget after which no more sorts are tried. Taken."""
 FEW: Final = 6
@@ -105,6 +100,7 @@ class LayoutSearch:
         self.cuts, self.splits = Cuts(self.simulators.graph), Splits(self.simulators)
         self.works = Works(self.simulators.graph, topology, profile, options)
         self.estimates, self.ratios = Estimates(self.works, self.cuts), Ratios()
+        self.numbers = Numbers(self.estimates, options)
         self.known: dict[Key, Candidate | None] = {}
         self.considered: set[Key] = set()
         self.kept: dict[str, tuple[Candidate, DeltaSimulator]] = {}
@@ -139,10 +135,10 @@ class LayoutSearch:
     def _look(self) -> None:
         """All there is to do. Raises _Over."""
         self.phase = "layouts"
-        ranking = Ranking(self.ratios, self._estimated(self._layouts()))
+        ranking = Ranking(self.ratios, self._estimated(self.numbers.layouts()))
         self._simulate_best(ranking)
         self.phase = "stages of different sizes"
-        uneven = Ranking(self.ratios, self._estimated(self._divisions()))
+        uneven = Ranking(self.ratios, self._estimated(self.numbers.divisions()))
         self._simulate_best(uneven)
         self.phase = "other layouts"
         for others in (ranking, uneven):
@@ -281,62 +277,6 @@ class LayoutSearch:
                 return
             self.evaluate(*key)
             missed = missed + 1 if self.best is before else 0
-
-    def _layouts(self) -> Iterator[Key]:
-        """All layouts whose ranks are alike."""
-        hosts: dict[str, int] = {}
-        for device in self.topology.devices:
-            hosts[device.host] = hosts.get(device.host, 0) + 1
-        batch, depth = self.graph.batch, self.cuts.depth
-        for layout in factorings(len(self.topology.devices), min(hosts.values()), batch, depth):
-            for count in divisors(batch // layout.data):
-                for order in dict.fromkeys(orders(replace(layout, microbatches=count), depth)):
-                    if runs(order):
-                        yield from self._with_options(order)
-
-    def _with_options(self, layout: Layout) -> Iterator[Key]:
-        """A layout with every way to save memory."""
-        for recompute in self.works.regions:
-            options = self.options.model_copy(update={"recompute": recompute, "reshard_after_forward": False})
-            yield Key(layout, options)
-            if layout.data > 1 or layout.widths:
-                yield Key(replace(layout, sharded=True), options)
-                again = options.model_copy(update={"reshard_after_forward": True})
-                yield Key(replace(layout, sharded=True), again)
-
-    def _divisions(self) -> Iterator[Key]:
-        """Stages of different sizes."""
-        devices, batch = len(self.topology.devices), self.graph.batch
-        regular = len(self.works.kinds) == 1 and not self.cuts.short
-        most = FEW_UNITS if regular else UNITS
-        for tensor in self._tensors:
-            for data in divisors(devices // tensor):
-                units = devices // tensor // data
-                if not 1 < units <= most or batch % data:
-                    continue
-                for count in divisors(batch // data):
-                    yield from self._divided(Layout(data, tensor, 1, count), units)
-
-    @cached_property
-    def _tensors(self) -> list[int]:
-        """Sizes of groups inside hosts, such that all devices fall into groups."""
-        hosts: dict[str, int] = {}
-        for device in self.topology.devices:
-            hosts[device.host] = hosts.get(device.host, 0) + 1
-        return [n for n in divisors(min(hosts.values())) if all(size % n == 0 for size in hosts.values())]
-
-    def _divided(self, layout: Layout, units: int) -> Iterator[Key]:
-        """The best divisions of one block. Equal stages of several groups each are a layout of more blocks."""
-        alike, found = len(self.works.kinds) == 1, list[tuple[float, int, Layout, tuple[int, ...]]]()
-        for widths, first in dict.fromkeys(Divider(self.estimates, layout, self.options, units).divisions()):
-            wide = layout.wide(widths)
-            if not (alike and len(set(widths)) == 1 and widths[0] > 1):
-                found.append((self.estimates.estimate(wide, self.options, first).cost, len(found), wide, first))
-        for _, _, wide, first in sorted(found)[:DIVISIONS]:
-            for schedule in ("1f1b", "gpipe", "zero-bubble") if wide.pipeline > 1 else ("1f1b",):
-                order = replace(wide, schedule=schedule)
-                if runs(order):
-                    yield from (Key(layout, options, first) for layout, options, _ in self._with_options(order))
 
     # ---- moves
 
