@@ -19,7 +19,7 @@ the links. All times but the last table's are of simulated, synchronous training
 - ``splits``: graphs of dnn-partitioning (NeurIPS 2020) on as many accelerators as they say, by its objective: the
   largest load of a device, compute plus transfers, ms. ``contiguous_ms``: the smallest of contiguous splits;
   ``with_cpu_ms``: with their CPU too; ``published_ms``: what the authors' solver finds, which has the CPU. ``cut_ms``:
-  of the stages that the search over layouts begins with.
+  of the best stages that the search over layouts begins with, after its moves of borders while they help.
 
 The last two read third-party files: ``--data`` names the folder (default: $FLEXSEARCH_DATA) with ``pipedream/`` and
 ``dnn-partitioning/``; without it they are left out. All of it takes a few minutes.
@@ -36,12 +36,17 @@ from benchmarks.given import Loads, best_pipeline, equal_devices, random_chain
 from benchmarks.harness import Row, parser, report, say
 from flexsearch.cost import Costs
 from flexsearch.graph import OperatorGraph
-from flexsearch.graph.dnn_partitioning import read_dnn_partitioning
+from flexsearch.graph.dnn_partitioning import BYTES_PER_MS, read_dnn_partitioning
 from flexsearch.graph.given import GivenLayer, given_graph
 from flexsearch.graph.pipedream import read_pipedream
 from flexsearch.search import search
 from flexsearch.search.hybrid import HybridProgress, search_hybrid
 from flexsearch.search.hybrid.cuts import Cuts
+from flexsearch.search.hybrid.divide import Divider
+from flexsearch.search.hybrid.estimate import Estimates
+from flexsearch.search.hybrid.layout import Layout
+from flexsearch.search.hybrid.moves import moved_borders
+from flexsearch.search.hybrid.work import Works
 from flexsearch.simulate.staged import StagedSimulators
 from flexsearch.strategy import OperatorConfig, Options, make_config
 from flexsearch.strategy.pipeline import Pipeline
@@ -94,7 +99,9 @@ def chain_row(layers: int, devices: int, seed: int, budget_s: float) -> Row:
 
 
 def _words(pipeline: Pipeline) -> str:
-    return f"{pipeline.replicas} x {list(pipeline.first)}, {pipeline.microbatches} microbatches"
+    sizes = [len(devices) for devices in dict.fromkeys(pipeline.devices)]
+    on = f" on {' + '.join(map(str, sizes))} devices" if max(sizes) > 1 else ""
+    return f"{pipeline.replicas} x {list(pipeline.first)}{on}, {pipeline.microbatches} microbatches"
 
 
 def vgg_rows(data: Path, budget_s: float) -> list[Row]:
@@ -200,13 +207,21 @@ def split_row(data: Path, name: str) -> Row:
     path = data / "dnn-partitioning" / f"{name}.json"
     loads, graph = Loads(path), given_graph(name, read_dnn_partitioning(path))
     accelerators, cpus = loads.file.maxFPGAs, loads.file.maxCPUs
-    seconds = [float(op.attributes["forward_s"]) + float(op.attributes["backward_s"]) for op in graph.operators]  # type: ignore[arg-type]
-    first = Cuts(graph).balanced(seconds, accelerators)
-    parts = [0] * len(first)
-    for i, op in enumerate(graph.operators[:-1]):
-        stage = sum(i >= begin for begin in first) - 1
-        parts[stage] |= 1 << loads.ids.index(int(op.name.removeprefix("node")))
-    contiguous, cut = loads.best(accelerators), loads.largest(parts)
+    cuts, topology = Cuts(graph), equal_devices(accelerators, 1e3 * BYTES_PER_MS)
+    estimates = Estimates(Works(graph, topology, None, PLAIN), cuts)
+
+    def largest(first: tuple[int, ...]) -> float:
+        parts = [0] * len(first)
+        for i, op in enumerate(graph.operators[:-1]):
+            stage = sum(i >= begin for begin in first) - 1
+            parts[stage] |= 1 << loads.ids.index(int(op.name.removeprefix("node")))
+        return loads.largest(parts)
+
+    found = Divider(estimates, Layout(1, 1, 1), PLAIN, accelerators).divisions()
+    cut, first = min((largest(first), first) for widths, first in found if set(widths) == {1})
+    while (better := min((largest(new), new) for new in moved_borders(cuts, first)))[0] < cut:
+        cut, first = better
+    contiguous = loads.best(accelerators)
     return {
         "graph": name, "accelerators": accelerators, "one_device_ms": loads.largest([(1 << len(loads.ids)) - 1]),
         "published_ms": PUBLISHED_MS.get(name), "with_cpu_ms": loads.best(accelerators, cpus),

@@ -5,24 +5,30 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from functools import cache
-from itertools import combinations
+from itertools import combinations, pairwise, product
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
+from benchmarks.given import best_pipeline, equal_devices, random_chain
 from flexsearch import zoo
 from flexsearch.cost import Costs
-from flexsearch.errors import StrategyError
+from flexsearch.errors import FlexsearchError, StrategyError
 from flexsearch.graph import OperatorGraph
+from flexsearch.graph.given import GivenLayer, GivenProfile, given_graph
 from flexsearch.graph.importer import import_model
 from flexsearch.lower import Lowering
 from flexsearch.lower.share import stages_of
 from flexsearch.report.layouts import StagedRow, layout_words
 from flexsearch.search.hybrid import HybridResult, Layout, LayoutSearch, search_hybrid
 from flexsearch.search.hybrid.cuts import Cuts
+from flexsearch.search.hybrid.divide import Divider
+from flexsearch.search.hybrid.estimate import Estimate
 from flexsearch.search.hybrid.layout import divisors, factorings, neighbours
+from flexsearch.search.hybrid.moves import moved_borders
+from flexsearch.search.hybrid.ranking import Key, Ranking, Ratios
 from flexsearch.simulate import makespan
 from flexsearch.simulate.delta import DeltaSimulator
 from flexsearch.simulate.staged import StagedSimulators, model_flops, step_of, step_of_strategy
@@ -85,10 +91,9 @@ def test_a_decoder_is_cut_between_its_layers() -> None:
     layers = [op.module.split(".")[1] for op in graph.operators if op.module.startswith(("layers.", "h.", "blocks."))]
     assert cuts.depth >= len(set(layers))
     first = cuts.balanced([1.0] * len(graph.operators), 2)
-    moved = cuts.moved(first, 1, 1)
-    assert moved is not None
-    assert moved[1] > first[1]
-    assert cuts.moved(first, 1, 10_000) is None
+    moved = list(moved_borders(cuts, first))
+    assert moved
+    assert all(len(new) == 2 and new[0] == 0 and new != first and new[1] in cuts.allowed(2) for new in moved)
 
 
 # ---- layouts
@@ -141,7 +146,7 @@ def test_a_plan_without_stages_takes_as_long_as_any_other_simulation_says() -> N
     assert candidate is not None
     plain = DeltaSimulator(graph, topology, Costs(graph, topology), OPTIONS, candidate.configs)
     assert candidate.seconds == plain.seconds
-    step = step_of(search.simulators, candidate.pipeline, candidate.configs, OPTIONS)
+    step = step_of(search.simulators, candidate.pipeline, search.kept[""][1])
     assert [m.peak for m in step.memory] == plain.peaks().tolist()
 
 
@@ -174,9 +179,8 @@ def test_stages_keep_fewer_microbatches_under_1f1b_than_under_gpipe() -> None:
     one, all_ = (search.evaluate(Layout(1, 2, 4, 16, kind), OPTIONS) for kind in ("1f1b", "gpipe"))
     assert one is not None
     assert all_ is not None
-    peaks = [
-        step_of(search.simulators, c.pipeline, c.configs, OPTIONS).fullest.activations for c in (one, all_)
-    ]
+    simulators = (search.simulators.simulator(c.pipeline, c.configs, OPTIONS) for c in (one, all_))
+    peaks = [step_of(search.simulators, one.pipeline, simulator).fullest.activations for simulator in simulators]
     assert peaks[0] < peaks[1] / 2
 
 
@@ -255,8 +259,137 @@ def test_replicas_at_other_places_are_refused() -> None:
 
 def test_a_batch_that_suits_no_layout_is_refused_with_the_remedy() -> None:
     with pytest.raises(StrategyError, match="no layout of 17 devices") as error:
-        search_hybrid(mlp(), Topology.load("ethernet-1g-17"), OPTIONS, budget_s=20.0)
+        search_hybrid(mlp().resized(1), Topology.load("ethernet-1g-17"), OPTIONS, budget_s=20.0)
     assert "--batch" in error.value.remedy
+
+
+def test_what_is_wrong_in_a_simulation_is_not_taken_for_a_layout_that_does_not_suit(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    search = LayoutSearch(decoder(), Topology.load("dgx-a100:1"), OPTIONS, None, 1e9, None)
+    assert search.evaluate(Layout(3, 1, 1), OPTIONS) is None  # 16 samples
+    assert search.evaluate(Layout(1, 2, 4, 6), OPTIONS) is None
+    assert search.evaluate(Layout(1, 2, 4, 1, "dualpipe-v", 2), OPTIONS) is None
+
+    def wrong(*_: object) -> None:
+        raise FlexsearchError("devices wait for each other")
+
+    monkeypatch.setattr(search.simulators, "simulator", wrong)
+    with pytest.raises(FlexsearchError, match="wait for each other"):
+        search.evaluate(Layout(1, 2, 4, 4), OPTIONS)
+
+
+def test_the_answer_is_told_from_plans_that_were_simulated_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    search = LayoutSearch(decoder(), Topology.load("dgx-a100:1"), OPTIONS, None, 1e9, None)
+    for layout in (Layout(8, 1, 1), Layout(4, 2, 1), Layout(2, 2, 2, 4)):
+        search.evaluate(layout, OPTIONS)
+    monkeypatch.setattr(search.simulators, "simulator", None)
+    assert search.best is not None
+    result = search._result(search.best, "")
+    assert set(result.baselines) == {"data-parallel", "tensor x data", "megatron"}
+    assert result.step.makespan_s == search.best.seconds == min(c.seconds for c, _ in result.baselines.values())
+
+
+# ---- estimates
+
+
+def test_estimates_are_near_what_is_simulated() -> None:
+    search = LayoutSearch(decoder().resized(64), Topology.load("dgx-a100:1"), OPTIONS, None, 1e9, None)
+    full = OPTIONS.model_copy(update={"recompute": "full"})
+    for layout, options in [
+        (Layout(8, 1, 1), OPTIONS), (Layout(1, 8, 1, 4), OPTIONS), (Layout(1, 1, 8, 32), OPTIONS),
+        (Layout(1, 2, 4, 8, "gpipe"), full), (Layout(1, 2, 4, 16, "zero-bubble"), OPTIONS),
+        (Layout(2, 1, 4, 8, "interleaved-1f1b", 2), OPTIONS), (Layout(8, 1, 1, 2, sharded=True), OPTIONS),
+    ]:  # fmt: skip
+        estimate, candidate = search.estimates.estimate(layout, options), search.evaluate(layout, options)
+        assert candidate is not None
+        assert 0.6 < candidate.seconds / estimate.seconds < 1.6, layout
+        assert 0.5 < candidate.used / estimate.used < 2.0, layout
+
+
+def test_what_was_simulated_corrects_the_estimates_of_plans_like_it() -> None:
+    ratios, options = Ratios(), Options()
+    one, other = Key(Layout(1, 2, 4, 8), options), Key(Layout(4, 2, 1, 8), options)
+    ratios.learn(one, Estimate(1.0, 0.5), Estimate(1.2, 0.25))
+    assert ratios.corrected(one._replace(layout=Layout(1, 2, 4, 16)), Estimate(1.0, 1.0)).seconds == pytest.approx(1.2)
+    ratios.learn(other, Estimate(1.0, 0.5), Estimate(0.8, 0.5))
+    ranking = Ranking(ratios, [(one, Estimate(1.0, 0.5)), (other, Estimate(1.1, 0.5))])
+    assert ranking.take() == (other, pytest.approx(0.88))
+    assert ranking.take() == (one, pytest.approx(1.2))
+    assert ranking.take() is None
+
+
+# ---- stages of different sizes
+
+
+def chain(layers: list[tuple[float, float, float]], batch: int = 32) -> OperatorGraph:
+    """Layers with given times (s, forward and twice that backward), bytes of outputs and of weights."""
+    rows = [GivenLayer("data", (), 0.0, 0.0, 1e4, 0.0, data=True)]
+    for k, (seconds, sent, weights) in enumerate(layers):
+        rows.append(GivenLayer(f"layer{k}", (rows[-1].name,), seconds, 2 * seconds, sent, weights))
+    return given_graph("chain", GivenProfile(tuple(rows), True, batch))
+
+
+def test_divisions_reach_the_best_estimate_of_all_cuts_and_sizes() -> None:
+    rng = np.random.default_rng(3)
+    graph = chain([(float(a), float(b), float(c)) for a, b, c in 10 ** rng.uniform([-3, 5, 5], [-2, 7, 7], (6, 3))])
+    search = LayoutSearch(graph, equal_devices(4, 1e9), Options(optimizer="sgd"), None, 1e9, None)
+    layout, options = Layout(1, 1, 1, 8), search.options
+
+    def cost(widths: tuple[int, ...], first: tuple[int, ...]) -> float:
+        return search.estimates.estimate(layout.wide(widths), options, first).cost
+
+    every = [
+        cost(widths, (0, *cut))
+        for stages in range(1, 5)
+        for cut in combinations(range(1, 6), stages - 1)
+        for widths in product(range(1, 5), repeat=stages)
+        if sum(widths) == 4
+    ]  # fmt: skip
+    found = [cost(*division) for division in Divider(search.estimates, layout, options, 4).divisions()]
+    assert min(found) <= 1.02 * min(every)
+
+
+def test_heavy_layers_with_small_weights_get_several_devices() -> None:
+    """As PipeDream has it for VGG-16: three devices for the convolutions, one for the rest."""
+    graph = chain([(72e-3, 4e5, 1e5)] + [(4e-3, 1e5, 4e8)] * 6)
+    topology, options = equal_devices(4, 1e9), Options(optimizer="sgd")
+    search = LayoutSearch(graph, topology, options, None, 1e9, None)
+    ranking = Ranking(search.ratios, search._estimated(search.numbers.divisions()))
+    key, _ = ranking.take() or pytest.fail("there is no division")
+    assert key.layout.widths == (3, 1)
+    assert key.first == (0, 1)
+    candidate = search.evaluate(*key)
+    assert candidate is not None
+    assert {config.devices for config in candidate.configs[:1]} == {(0, 1, 2)}
+    strategy = search._result(candidate, "").strategy
+    assert step_of_strategy(graph, strategy).makespan_s == candidate.seconds
+    words = layout_words(StagedRow("", candidate.pipeline, options, step_of_strategy(graph, strategy)))
+    assert words.startswith("pipeline 2 on 3 + 1 devices")
+    alike = [search.evaluate(f, options) for f in factorings(4, 4, 32, 12)]
+    assert candidate.seconds < min(c.seconds for c in alike if c is not None)
+
+
+def test_the_faster_of_unlike_devices_gets_more_layers() -> None:
+    three = Topology.load("ethernet-1g-3")
+    rates = 3e9, 1e9, 1e9
+    devices = [d.model_copy(update={"flops": {"float32": rate}}) for d, rate in zip(three.devices, rates, strict=True)]
+    topology = three.model_copy(update={"devices": tuple(devices)})
+    result = search_hybrid(decoder(), topology, OPTIONS, budget_s=5.0)
+    assert result.best.layout.data == 1
+    assert result.considered > result.plans
+    search = LayoutSearch(decoder(), topology, OPTIONS, None, 1e9, None)
+    first = search.estimates.first(Layout(1, 1, 3, 16))
+    work = search.works.work(1, 1, "none", int(search.works.costs.kinds[1])).forward
+    each = [float(work[b] - work[a]) for a, b in pairwise((*first, len(work) - 1))]
+    assert each[0] > 1.5 * max(each[1:])
+
+
+@pytest.mark.parametrize("seed", range(2))
+def test_the_best_pipeline_of_a_random_chain_is_reached(seed: int) -> None:
+    graph, topology, options = random_chain(7, 16, seed), equal_devices(4, 1e9), Options(optimizer="sgd")
+    result = search_hybrid(graph, topology, options, budget_s=20.0)
+    assert result.best.seconds <= best_pipeline(graph, topology, options).seconds
 
 
 # ---- the command

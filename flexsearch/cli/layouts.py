@@ -82,7 +82,7 @@ def _search(setting: Setting, options: Options, seconds: float, budget: str) -> 
 
         def look(now: HybridProgress) -> None:
             signals.current.graceful = True  # there is a plan
-            live.show(now.phase, now.elapsed_s, seconds, f"{now.plans:,} plans, best {now.best_s:.4g} s")
+            live.show(now.phase, now.elapsed_s, seconds, f"{now.considered:,} plans, best {now.best_s:.4g} s")
 
         return setting.search_layouts(budget, options=options, on_progress=look, on_end=signals.current.hold)
 
@@ -106,8 +106,9 @@ def _nothing_fits(setting: Setting, options: Options, result: HybridResult, seco
 
     row = _row("", result.best, result.step)
     text = (
-        f"none of {result.plans:,} plans fits into memory; the nearest is {nbytes(result.step.missing)} short on each "
-        f"device: {layout_words(row)} ({memory_words(result.step)})"
+        f"of {result.considered:,} plans considered, none of the {result.plans:,} simulated fits into memory; the "
+        f"nearest is {nbytes(result.step.missing)} short on each device: {layout_words(row)} "
+        f"({memory_words(result.step)})"
     )
     if signals.current.number:
         return text, "Give more devices or more memory."
@@ -126,7 +127,8 @@ def _data(setting: Setting, result: HybridResult, rows: list[StagedRow], output:
 
     return {
         "graph": setting.graph.name, "topology": setting.topology.name, "path": str(output),
-        **staged_data(setting.graph, rows[0]), "plan_only": True, "plans_simulated": result.plans,
+        **staged_data(setting.graph, rows[0]), "plan_only": True, "plans_considered": result.considered,
+        "plans_simulated": result.plans,
         "elapsed_s": result.elapsed_s, "stopped": result.stopped,
         "plans": [staged_data(setting.graph, row) for row in rows],
     }  # fmt: skip
@@ -159,7 +161,10 @@ def _say(
     tell(f"What devices do, on average: {usage_words(best.step)}. Communication counts where nothing hides it.")
     tell(f"Memory of the fullest device: {memory_words(best.step)}.")
     tell_cost(setting, best.step.makespan_s, cost_per_hour)
-    tell(f"{result.plans:,} plans were simulated in {result.elapsed_s:.3g} s; {result.stopped}.")
+    tell(
+        f"{result.considered:,} plans were considered, the {result.plans:,} most promising simulated, in "
+        f"{result.elapsed_s:.3g} s; {result.stopped}."
+    )
     why = "" if asked else "The model is too large for this machine, so plans were searched that it cannot run. "
     if not result.strategy.is_plain:
         tell(f"\n{why}Plans with stages and microbatches can be simulated, not run yet.")

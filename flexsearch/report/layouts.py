@@ -43,10 +43,12 @@ def layout_words(row: StagedRow) -> str:
 
 def pipeline_words(pipeline: Pipeline, options: Options, batch: int, sharded: bool) -> str:
     """The same of a plan that has not been simulated."""
-    group = max(map(len, pipeline.devices))
-    ranks = len(set(pipeline.devices))
-    numbers = [("pipeline", ranks), ("tensor", group), ("data", pipeline.replicas)]
+    sizes = [len(devices) for devices in dict.fromkeys(pipeline.devices)]
+    ranks, alike = len(sizes), len(set(sizes)) == 1
+    numbers = [("pipeline", ranks), ("tensor", sizes[0] if alike else 1), ("data", pipeline.replicas)]
     words = [" x ".join(f"{name} {number}" for name, number in numbers if number > 1) or "one device"]
+    if not alike:
+        words[0] += f" on {' + '.join(map(str, sizes))} devices"
     size = batch // pipeline.replicas // pipeline.microbatches
     if pipeline.microbatches > 1:
         words.append(f"{pipeline.microbatches} microbatches of {size}")
@@ -56,7 +58,8 @@ def pipeline_words(pipeline: Pipeline, options: Options, batch: int, sharded: bo
         words.append(("a schedule of its own" if pipeline.orders else SCHEDULES[pipeline.schedule]) + each)
     if sharded:
         again = " and gathered again in the backward pass" if options.reshard_after_forward else ""
-        words.append(f"weights sharded over {pipeline.replicas}{again}")
+        over = f" over {pipeline.replicas}" if alike else ""
+        words.append(f"weights sharded{over}{again}")
     return ", ".join([*words, *_option_words(options)])
 
 

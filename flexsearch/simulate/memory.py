@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Final, Literal, NamedTuple
 
@@ -83,8 +84,26 @@ def spans_of(lowered: Lowered) -> list[Span]:
 
 
 def memory_of(account: Account, sources: Sources, state: State) -> tuple[Memory, ...]:
-    """Peak memory of a plan by device, with an account of no plan."""
-    return tuple(_peak(use) for use in _uses(account, sources, state))
+    """Peak memory of a plan by device, with an account of no plan. Of devices that hold the same, one after the other,
+    the first is worked out."""
+    devices = range(len(account.schedule.group))
+    with _held(account, sources, state):
+        top = _of_different(account, lambda d: int(_curve(account, d).argmax()))
+    columns = []
+    for part in range(len(PARTS)):
+        with _held(account, sources, state, part):
+            columns.append(_of_different(account, lambda d: int(_changes(account, d)[: top[d] + 1].sum()), top))
+    return tuple(Memory(*(column[d] for column in columns)) for d in devices)
+
+
+def _of_different(account: Account, value: Callable[[int], int], also: Sequence[int] | None = None) -> list[int]:
+    """By device, a value that follows from its cells, the order of its actions, and what it has in ``also``."""
+    found: list[int] = []
+    group, cells = account.schedule.group, account.cells
+    for d in range(len(group)):
+        same = d and group[d] == group[d - 1] and (also is None or also[d] == also[d - 1])
+        found.append(found[-1] if same and np.array_equal(cells[:, d], cells[:, d - 1]) else value(d))
+    return found
 
 
 @dataclass(frozen=True)
@@ -131,17 +150,26 @@ def _uses(account: Account, sources: Sources, state: State) -> list[npt.NDArray[
     """By device: bytes by part, after each of its cells."""
     curves = []
     for part in range(len(PARTS)):
-        account.cells[:] = 0
-        for _ in _units(account, sources, state):
-            spans = account.spans
-            spans.nbytes[spans.part != part] = 0
-            _enter(account, 1)
-        curves.append(list(_curves(account)))
+        with _held(account, sources, state, part):
+            curves.append([_curve(account, d) for d in range(len(account.schedule.group))])
     return [np.stack(of_device) for of_device in zip(*curves, strict=True)]
 
 
+@contextmanager
+def _held(account: Account, sources: Sources, state: State, part: int | None = None) -> Iterator[None]:
+    """A plan, or one part of what it holds, entered into the cells of an account of no plan, and taken out again: that
+    touches less memory than clearing all cells."""
+    for sign in (1, -1):
+        for _ in _units(account, sources, state):
+            if part is not None:
+                account.spans.nbytes[account.spans.part != part] = 0
+            _enter(account, sign)
+        if sign > 0:
+            yield
+
+
 def _clocks(rows: Rows, times: Times, account: Account) -> Iterator[npt.NDArray[np.int64]]:
-    """By device: ticks of each of its cells, as ``_curves`` has them. What a block holds begins when it computes, and
+    """By device: ticks of each of its cells, as ``_curve`` has them. What a block holds begins when it computes, and
     communicates when it has; where it computes nothing on a device, when what the device runs before has."""
     devices, blocks = len(rows.schedule.group), len(rows.schedule.kind)
     first, last = np.full((2, devices, blocks), -1)
@@ -176,12 +204,16 @@ def _units(account: Account, sources: Sources, state: State) -> Iterator[int]:
         yield unit
 
 
-def _curves(account: Account) -> Iterator[npt.NDArray[np.int64]]:
-    """Use of each device after each of its cells, in the order in which it runs them; 0 before the first."""
-    schedule = account.schedule
-    for d, group in enumerate(schedule.group):
-        row = [np.zeros(1, np.int64)]
-        for a in range(schedule.action_first[group], schedule.action_last[group]):
-            which = int(which_cells(np.uint64(schedule.microbatch[a]), np.uint64(schedule.microbatches[0])))
-            row.append(account.cells[which, d, 4 * int(schedule.block_first[a]) : 4 * int(schedule.block_last[a])])
-        yield np.concatenate(row).cumsum()
+def _curve(account: Account, device: int) -> npt.NDArray[np.int64]:
+    """Use of a device after each of its cells, in the order in which it runs them; 0 before the first."""
+    return _changes(account, device).cumsum()
+
+
+def _changes(account: Account, device: int) -> npt.NDArray[np.int64]:
+    """What each of its cells adds."""
+    schedule, group = account.schedule, account.schedule.group[device]
+    row = [np.zeros(1, np.int64)]
+    for a in range(schedule.action_first[group], schedule.action_last[group]):
+        which = int(which_cells(np.uint64(schedule.microbatch[a]), np.uint64(schedule.microbatches[0])))
+        row.append(account.cells[which, device, 4 * int(schedule.block_first[a]) : 4 * int(schedule.block_last[a])])
+    return np.concatenate(row)

@@ -111,13 +111,11 @@ class Step:
         return self.share(lambda time: time.communicate_s)
 
 
-def step_of(
-    simulators: StagedSimulators, pipeline: Pipeline, configs: Sequence[OperatorConfig], options: Options
-) -> Step:
-    """The simulated step of a plan. Raises StrategyError or TopologyError where ``StagedSimulators`` does."""
-    simulator, graph = simulators.simulator(pipeline, configs, options), simulators.graph
+def step_of(simulators: StagedSimulators, pipeline: Pipeline, simulator: DeltaSimulator) -> Step:
+    """The step of the plan that a simulator, one of ``simulators``, has at hand."""
+    graph = simulators.graph
     account, sources = make_account(simulator.rows)
-    devices = simulators.topology.devices
+    devices, dtype = simulators.topology.devices, _dtype(graph)
 
     def measure() -> tuple[DeviceTime, ...]:
         return device_times(simulator.rows.copy(), simulator.times())
@@ -125,7 +123,7 @@ def step_of(
     return Step(
         simulator.seconds, measure, memory_of(account, sources, simulator.rows.state),
         tuple(device.memory_bytes for device in simulator.topology.devices), len(devices), graph.batch,
-        simulators.flops, sum(device.flops_for(_dtype(graph)) for device in devices),
+        simulators.flops, sum(device.flops_for(dtype) for device in devices),
     )  # fmt: skip
 
 
@@ -137,7 +135,7 @@ def step_of_strategy(graph: OperatorGraph, strategy: Strategy, profile: Profile 
     share, _, _ = simulators.share(pipeline.replicas, pipeline.microbatches)
     for op, config in zip(share.graph.operators, configs, strict=True):
         check_config(op, config, len(share.topology.devices))  # a microbatch has fewer samples than the batch
-    return step_of(simulators, pipeline, configs, strategy.options)
+    return step_of(simulators, pipeline, simulators.simulator(pipeline, configs, strategy.options))
 
 
 def model_flops(graph: OperatorGraph) -> float:

@@ -19,6 +19,7 @@ Each is a walk over the operators in graph order: an operator that the plan says
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from math import prod
 
@@ -70,17 +71,19 @@ def baseline(
         raise StrategyError(f'baseline "{name}" does not apply to {graph.name} on {topology.name}: {reason}') from None
 
 
-def inside_group(graph: OperatorGraph, topology: Topology, count: int) -> Configs:
-    """Megatron's splits among the first ``count`` devices; all of it on the first if there is one, or nothing to
-    split."""
+def inside_group(graph: OperatorGraph, topology: Topology, count: int, shares: int = 1) -> Configs:
+    """Megatron's splits among ``count`` devices (all of it on each, if there is nothing to split), in each of
+    ``shares`` rows of the first devices; rows share out the samples."""
     setting = _Setting(graph, topology, None)
-    alone = [make_config(op, {}, range(count)) for op in setting.operators]
-    if count == 1:
-        return alone
-    try:
-        return _tensor_parallel(setting, range(count))
-    except _LeftOut:
-        return alone
+    inner = [make_config(op, {}, range(count)) for op in setting.operators]
+    if count > 1:
+        with suppress(_LeftOut):
+            inner = _tensor_parallel(setting, range(count))
+    if shares == 1:
+        return inner
+    outer = setting.walk(lambda i, followed: _shared_out(setting.operators[i], followed, range(shares)))
+    rows = [range(row * count, (row + 1) * count) for row in range(shares)]
+    return [product(op, a, b, rows) for op, a, b in zip(setting.operators, outer, inner, strict=True)]
 
 
 def has_weights(graph: OperatorGraph, operator: int) -> bool:
@@ -179,13 +182,16 @@ def _over_batch(setting: _Setting, devices: Sequence[int], shares: Sequence[int]
     batch, by device; left out: equal."""
     devices = tuple(devices)[: setting.graph.batch]
 
-    def rule(i: int, followed: OperatorConfig | None) -> OperatorConfig:
-        op = setting.operators[i]
-        if followed is not None and any(op.roles[a] == "sample" and n == len(devices) for a, n in followed.degrees):
-            return followed
-        return _by_sample(op, devices, shares) or followed or make_config(op, {}, devices)
+    return setting.walk(lambda i, followed: _shared_out(setting.operators[i], followed, devices, shares))
 
-    return setting.walk(rule)
+
+def _shared_out(
+    op: Operator, followed: OperatorConfig | None, devices: Sequence[int], shares: Sequence[int] = ()
+) -> OperatorConfig:
+    """Samples over ``devices``, as the producers have it if they have."""
+    if followed is not None and any(op.roles[a] == "sample" and n == len(devices) for a, n in followed.degrees):
+        return followed
+    return _by_sample(op, devices, shares) or followed or make_config(op, {}, devices)
 
 
 def _by_sample(op: Operator, devices: Sequence[int], shares: Sequence[int] = ()) -> OperatorConfig | None:
@@ -216,7 +222,7 @@ def _tensor_parallel(setting: _Setting, devices: Sequence[int]) -> Configs:
         if followed is not None and followed.parts > 1:
             return followed  # by input features after a split by output features; by heads; channel by channel
         if i in heavy:
-            axes = op.axes_of("parameter") if op.kind != "embedding" else _table_axes(graph, i)
+            axes = op.axes_of("parameter") if op.kind != "embedding" else table_axes(graph, i)
             if (split := _by_axis(op, axes, devices)) is not None:
                 return split
         if i > heavy[-1]:  # the loss: nothing after it wants the whole
@@ -237,7 +243,7 @@ def _by_axis(op: Operator, axes: Sequence[str], devices: Sequence[int]) -> Opera
     return None if best is None or parts[best] == 1 else make_config(op, {best: parts[best]}, devices)
 
 
-def _table_axes(graph: OperatorGraph, operator: int) -> tuple[str, ...]:
+def table_axes(graph: OperatorGraph, operator: int) -> tuple[str, ...]:
     """Axes to split an embedding by: its rows where the table weighs more than what is looked up, or is shared with the
     output layer; a small table (positions) is best replicated."""
     op = graph.operators[operator]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from functools import cached_property
 
 import numpy as np
@@ -25,6 +24,7 @@ class Cuts:
 
     def __init__(self, graph: OperatorGraph) -> None:
         self.graph = graph
+        self._allowed: dict[int, list[int]] = {}
 
     @cached_property
     def crossing(self) -> npt.NDArray[np.int64]:
@@ -56,11 +56,21 @@ class Cuts:
         count = len(self.graph.operators)
         return [i for i in range(count) if is_heavy(self.graph, i)] or list(range(count))
 
+    @cached_property
+    def short(self) -> bool:
+        """Whether there are so few places that any may be a cut."""
+        return self._heavy[-1] - self._heavy[0] <= SHORT
+
     def allowed(self, stages: int) -> list[int]:
         """Operators before which a stage may begin, ascending from 0: the narrowest places, at least ``stages`` of them
         if there are. Where it can be helped, readers of one weight stay together."""
+        if stages not in self._allowed:
+            self._allowed[stages] = self._narrow(stages)
+        return self._allowed[stages]
+
+    def _narrow(self, stages: int) -> list[int]:
         inner = range(self._heavy[0] + 1, self._heavy[-1] + 1)
-        if len(inner) <= SHORT:
+        if self.short:
             return [0, *inner]
         least = min((int(self.crossing[i]) for i in inner), default=0)
         for apart in (self._shared, np.zeros_like(self._shared)):
@@ -75,16 +85,18 @@ class Cuts:
         """Into how many stages the graph can be cut at its narrowest places."""
         return len(self.allowed(2))
 
-    def balanced(self, seconds: Sequence[float], stages: int) -> tuple[int, ...]:
+    def balanced(self, seconds: npt.ArrayLike, stages: int) -> tuple[int, ...]:
         """First operator of each of ``stages`` stages, so that the slowest takes as short as possible. ``seconds``: of
-        each operator. A dynamic program over the allowed places (PipeDream, SOSP 2019, section 3.1, on equal
-        devices)."""
+        each operator; with a row for each stage where these differ. A dynamic program over the allowed places
+        (PipeDream, SOSP 2019, section 3.1, with the devices of each stage given)."""
         places = self.allowed(stages)
-        done = np.concatenate([[0.0], np.cumsum(seconds)])[[*places, len(seconds)]]
+        rows = np.atleast_2d(np.asarray(seconds, np.float64))
+        ends = np.concatenate([np.zeros((len(rows), 1)), rows.cumsum(axis=1)], axis=1)[:, [*places, rows.shape[1]]]
         count = len(places)
-        slowest = done[1:].copy()  # of the runs up to each place, in one stage
+        slowest = ends[0, 1:].copy()  # of the runs up to each place, in one stage
         begins = []
-        for _ in range(stages - 1):
+        for stage in range(1, stages):
+            done = ends[stage % len(rows)]
             longest = np.maximum(slowest[None, :-1], done[2:, None] - done[None, 1:-1])  # (end, begin of the last)
             longest[np.triu_indices(count - 1, 1)] = np.inf
             best = longest.argmin(axis=1)
@@ -95,14 +107,3 @@ class Cuts:
             first.append(places[int(choice[at])])
             at = int(choice[at]) - 1
         return (0, *reversed(first)) if first else (0,)
-
-    def moved(self, first: tuple[int, ...], stage: int, by: int) -> tuple[int, ...] | None:
-        """The cut with the beginning of a stage so many allowed places later; None if there is no such place."""
-        places = self.allowed(len(first))
-        if first[stage] not in places:
-            return None
-        at = places.index(first[stage]) + by
-        if not 0 < at < len(places):
-            return None
-        new = (*first[:stage], places[at], *first[stage + 1 :])
-        return new if list(new) == sorted(set(new)) else None

@@ -4,16 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from functools import cache
+from itertools import accumulate
 
-from flexsearch.strategy.schedule import V_KINDS, placement
+from flexsearch.errors import StrategyError
+from flexsearch.strategy.schedule import V_KINDS, check_schedule, placement
 from flexsearch.strategy.stage import ScheduleKind
 
 
 @dataclass(frozen=True)
 class Layout:
-    """``data`` x ``pipeline`` x ``tensor`` devices: so many shares of the batch, groups of devices for each, and
-    devices of a group. Each group has ``chunks`` stages; a share passes in ``microbatches`` through them, in the
-    order of ``schedule``. ``sharded``: weights are sharded over the shares (ZeRO-3)."""
+    """``data`` blocks of devices, each with a share of the batch; in a block ``pipeline`` ranks of ``tensor`` devices.
+    Each rank has ``chunks`` stages; a share passes in ``microbatches`` through them, in the order of ``schedule``.
+    ``sharded``: weights are sharded over the devices that would hold the same (ZeRO-3). ``widths``: rank r has so many
+    times ``tensor`` devices, which share out the samples of each microbatch; empty: once, every rank."""
 
     data: int
     tensor: int
@@ -22,21 +26,54 @@ class Layout:
     schedule: ScheduleKind = "1f1b"
     chunks: int = 1
     sharded: bool = False
+    widths: tuple[int, ...] = ()
 
     @property
     def stages(self) -> int:
         return self.pipeline * self.chunks
 
     @property
+    def each(self) -> tuple[int, ...]:
+        """``widths``, also of a layout whose ranks are alike."""
+        return self.widths or (1,) * self.pipeline
+
+    @property
+    def block(self) -> int:
+        """Devices of a block."""
+        return self.tensor * sum(self.each)
+
+    @property
     def devices(self) -> int:
-        return self.data * self.tensor * self.pipeline
+        return self.data * self.block
+
+    @property
+    def factoring(self) -> tuple[int, int, tuple[int, ...]]:
+        """Which devices work together, whatever the order."""
+        return self.data, self.tensor, self.each
+
+    def held(self) -> list[list[int]]:
+        """The stages of each rank, as the schedule places them."""
+        return placement(self.schedule, self.pipeline, self.chunks)
+
+    def rank_of(self) -> tuple[int, ...]:
+        """Rank of each stage."""
+        return _rank_of(self.schedule, self.pipeline, self.chunks)
 
     def groups(self) -> tuple[tuple[int, ...], ...]:
-        """Devices of each stage in the first block, as the schedule places stages."""
-        held = placement(self.schedule, self.pipeline, self.chunks)
-        rank_of = {stage: rank for rank, stages in enumerate(held) for stage in stages}
-        ranks = [rank_of[stage] for stage in range(self.stages)]
-        return tuple(tuple(range(rank * self.tensor, (rank + 1) * self.tensor)) for rank in ranks)
+        """Devices of each stage in the first block."""
+        ends = [self.tensor * end for end in accumulate(self.each, initial=0)]
+        return tuple(tuple(range(ends[rank], ends[rank + 1])) for rank in self.rank_of())
+
+    def wide(self, widths: tuple[int, ...]) -> Layout:
+        """The same numbers with ranks of these widths."""
+        alike = set(widths) == {1}
+        return replace(self, pipeline=len(widths), widths=() if alike else widths)
+
+
+@cache
+def _rank_of(schedule: ScheduleKind, pipeline: int, chunks: int) -> tuple[int, ...]:
+    rank_of = {stage: rank for rank, stages in enumerate(placement(schedule, pipeline, chunks)) for stage in stages}
+    return tuple(rank_of[stage] for stage in range(pipeline * chunks))
 
 
 def factorings(devices: int, host: int, batch: int, depth: int) -> Iterator[Layout]:
@@ -51,8 +88,40 @@ def factorings(devices: int, host: int, batch: int, depth: int) -> Iterator[Layo
                 yield Layout(data, tensor, pipeline)
 
 
+def orders(layout: Layout, depth: int) -> Iterator[Layout]:
+    """The same ranks with every schedule and number of stages on each. ``depth``: most stages there can be."""
+    yield layout
+    if layout.pipeline == 1:
+        return
+    for schedule in ("gpipe", "1f1b", "zero-bubble"):
+        yield replace(layout, schedule=schedule, chunks=1)
+    for chunks in (2, 3, 4, 6, 8):
+        if chunks * layout.pipeline <= depth:
+            yield replace(layout, schedule="interleaved-1f1b", chunks=chunks)
+    if 2 * layout.pipeline <= depth:
+        yield replace(layout, schedule="breadth-first", chunks=2)
+        for schedule in sorted(V_KINDS):
+            yield replace(layout, schedule=schedule, chunks=2)
+
+
+def runs(layout: Layout) -> bool:
+    """Whether the schedule of a layout can run its microbatches, and is not the same as a plainer one."""
+    if layout.pipeline == 1 or layout.microbatches == 1:
+        return layout.chunks == 1 and layout.schedule == "1f1b"
+    return _fits(layout.schedule, layout.pipeline, layout.chunks, layout.microbatches)
+
+
+@cache
+def _fits(schedule: ScheduleKind, pipeline: int, chunks: int, microbatches: int) -> bool:
+    try:
+        check_schedule(schedule, placement(schedule, pipeline, chunks), microbatches)
+    except StrategyError:
+        return False
+    return True
+
+
 def neighbours(layout: Layout, batch: int, depth: int) -> Iterator[Layout]:
-    """Layouts that differ in one of their numbers."""
+    """Layouts that differ in one of their numbers, but for their devices."""
     share = batch // layout.data
     sizes = divisors(share)
     at = sizes.index(layout.microbatches)
@@ -64,23 +133,9 @@ def neighbours(layout: Layout, batch: int, depth: int) -> Iterator[Layout]:
             yield replace(layout, microbatches=layout.microbatches * factor)
         if layout.microbatches % factor == 0:
             yield replace(layout, microbatches=layout.microbatches // factor)
-    if layout.data > 1:
+    if layout.data > 1 or max(layout.each) > 1:
         yield replace(layout, sharded=not layout.sharded)
-    if layout.pipeline > 1:
-        yield from _orders(layout, depth)
-
-
-def _orders(layout: Layout, depth: int) -> Iterator[Layout]:
-    """The same stages in other orders, and other numbers of stages a group."""
-    for schedule in ("gpipe", "1f1b", "zero-bubble"):
-        yield replace(layout, schedule=schedule, chunks=1)
-    for chunks in (2, 3, 4, 6, 8):
-        if chunks * layout.pipeline <= depth:
-            yield replace(layout, schedule="interleaved-1f1b", chunks=chunks)
-    if 2 * layout.pipeline <= depth:
-        yield replace(layout, schedule="breadth-first", chunks=2)
-        for schedule in sorted(V_KINDS):
-            yield replace(layout, schedule=schedule, chunks=2)
+    yield from orders(layout, depth)
 
 
 def divisors(count: int) -> list[int]:

@@ -14,25 +14,25 @@ from flexsearch.strategy.pipeline import Pipeline
 @dataclass(frozen=True)
 class Candidate:
     """A plan that was simulated: its ``layout``, how exactly it is cut, the configs of the first block. ``seconds``: of
-    a step; ``shortfall``: share of its memory that the fullest device lacks. ``changed``: sorts of operators that are
-    not split as the layout says."""
+    a step; ``used``: share of its memory that the fullest device needs. ``changed``: sorts of operators that are not
+    split as the layout says."""
 
     layout: Layout
     options: Options
     pipeline: Pipeline
     configs: tuple[OperatorConfig, ...]
     seconds: float
-    shortfall: float
+    used: float
     changed: int = 0
 
     @property
     def feasible(self) -> bool:
-        return self.shortfall == 0.0
+        return self.used <= 1.0
 
     @property
     def cost(self) -> float:
         """Seconds, with the penalty for missing memory."""
-        return self.seconds * (1.0 + PENALTY * self.shortfall)
+        return self.seconds * (1.0 + PENALTY * max(0.0, self.used - 1.0))
 
     @property
     def rank(self) -> tuple[bool, float]:
@@ -42,9 +42,10 @@ class Candidate:
 
 @dataclass(frozen=True)
 class HybridProgress:
-    """How far a search is: plans simulated, the best so far, what is done now."""
+    """How far a search is: plans simulated, plans considered, the best so far, what is done now."""
 
     plans: int
+    considered: int
     best_s: float
     elapsed_s: float
     phase: str
@@ -53,8 +54,8 @@ class HybridProgress:
 @dataclass(frozen=True)
 class HybridResult:
     """``strategy``: the best plan, ``step``: its simulated step. ``baselines``: by name, the best plan of each family
-    that people write by hand; ``baseline``: name of the one that the best plan is, or empty. ``plans``: so many were
-    simulated, in ``elapsed_s``."""
+    that people write by hand; ``baseline``: name of the one that the best plan is, or empty. ``considered``: so
+    many plans were estimated, of which ``plans`` were simulated, in ``elapsed_s``."""
 
     best: Candidate
     strategy: Strategy
@@ -62,5 +63,6 @@ class HybridResult:
     baselines: dict[str, tuple[Candidate, Step]]
     baseline: str
     plans: int
+    considered: int
     elapsed_s: float
     stopped: str

@@ -5,8 +5,10 @@ from __future__ import annotations
 from flexsearch.cost import Profile
 from flexsearch.graph import OperatorGraph
 from flexsearch.search.hybrid.cuts import Cuts
+from flexsearch.search.hybrid.estimate import Estimates
 from flexsearch.search.hybrid.layout import Layout
 from flexsearch.search.hybrid.splits import Splits
+from flexsearch.search.hybrid.work import Works
 from flexsearch.simulate.staged import StagedSimulators, Step, step_of
 from flexsearch.strategy import Options
 from flexsearch.strategy.pipeline import Pipeline
@@ -26,6 +28,7 @@ def simulate_layout(
     devices do not suit the layout."""
     options = options or Options()
     simulators = StagedSimulators(graph, topology, profile, options.precision)
-    splits = Splits(simulators)
-    pipeline, configs = splits.plan(layout, Cuts(graph))
-    return pipeline, step_of(simulators, pipeline, configs, options)
+    works = Works(simulators.graph, topology, profile, options)
+    first = Estimates(works, Cuts(simulators.graph)).first(layout)
+    pipeline, configs = Splits(simulators).plan(layout, first)
+    return pipeline, step_of(simulators, pipeline, simulators.simulator(pipeline, configs, options))

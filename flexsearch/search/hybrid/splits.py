@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import product
 from math import prod
 
 from flexsearch.lower import Lowering
-from flexsearch.search.hybrid.cuts import Cuts
 from flexsearch.search.hybrid.layout import Layout, divisors
 from flexsearch.simulate.staged import StagedSimulators
 from flexsearch.strategy import OperatorConfig
-from flexsearch.strategy.baselines import has_weights, inside_group
+from flexsearch.strategy.baselines import has_weights, inside_group, table_axes
 from flexsearch.strategy.config import make_config
 from flexsearch.strategy.pipeline import Pipeline
 
@@ -24,81 +23,98 @@ class Splits:
 
     def __init__(self, simulators: StagedSimulators) -> None:
         self.simulators = simulators
-        self._known: dict[tuple[int, int, int, bool], Configs] = {}
+        self._known: dict[Hashable, Configs] = {}
+        self._forms: dict[tuple[int, int], Hashable] = {}
 
     def _lowering(self, layout: Layout) -> Lowering:
         return self.simulators.share(layout.data, layout.microbatches)[1]
 
-    def tensor_parallel(self, layout: Layout) -> Configs:
-        """Megatron's splits of a group (Shoeybi et al., 2019); weights sharded over the shares if it says so."""
-        key = layout.data, layout.microbatches, layout.tensor, layout.sharded
+    def inside(self, layout: Layout, width: int) -> Configs:
+        """Megatron's splits (Shoeybi et al., 2019) in each of ``width`` groups of ``layout.tensor`` devices, which
+        share out the samples; weights sharded if the layout says so."""
+        key = layout.tensor, width, layout.sharded, self._form(layout)
         if key not in self._known:
             lowering = self._lowering(layout)
             graph = lowering.graph
-            configs = inside_group(graph, lowering.topology, layout.tensor)
+            configs = inside_group(graph, lowering.topology, layout.tensor, width)
             self._known[key] = tuple(
                 replace(config, shard_weights=layout.sharded and has_weights(graph, i))
                 for i, config in enumerate(configs)
             )
         return self._known[key]
 
-    def seconds(self, layout: Layout, configs: Sequence[OperatorConfig]) -> list[float]:
-        """Seconds of each operator, forward and backward, on the busiest device of a group."""
-        lowering = self._lowering(layout)
-        placed = (lowering.placed(i, config) for i, config in enumerate(configs))
-        return [float(p.seconds.sum(axis=0).max()) for p in placed]
+    def _form(self, layout: Layout) -> Hashable:
+        """What of a microbatch its splits depend on: whether samples are as many as devices, and where an embedding's
+        table weighs more than what is looked up."""
+        key = layout.data, layout.microbatches
+        if key not in self._forms:
+            lowering, graph = self._lowering(layout), self._lowering(layout).graph
+            most = len(lowering.topology.devices) + 1
+            leaders = sorted(set(lowering.costs.alike))
+            samples = tuple(min(most, graph.operators[i].sizes[a]) for i in leaders
+                            for a in graph.operators[i].axes_of("sample"))  # fmt: skip
+            tables = tuple(table_axes(graph, i) for i in leaders if graph.operators[i].kind == "embedding")
+            self._forms[key] = samples, tables
+        return self._forms[key]
 
-    def plan(self, layout: Layout, cuts: Cuts) -> tuple[Pipeline, Configs]:
-        """The plan of a layout: Megatron's splits inside each group, and the cut that makes the slowest stage as fast
-        as possible. Configs are those of the first block."""
-        configs = self.tensor_parallel(layout)
-        first = cuts.balanced(self.seconds(layout, configs), layout.stages)
-        pipeline = Pipeline(layout.data, first, layout.groups(), layout.microbatches, layout.schedule)
-        return pipeline, self.placed(layout, configs, first)
-
-    def placed(self, layout: Layout, configs: Sequence[OperatorConfig], first: Sequence[int]) -> Configs:
-        """The configs on the groups of their stages."""
-        groups, found = layout.groups(), []
-        ends = [*first[1:], len(configs)]
+    def plan(self, layout: Layout, first: tuple[int, ...]) -> tuple[Pipeline, Configs]:
+        """The plan of a layout whose stages begin with these operators: Megatron's splits inside each group. Configs
+        are those of the first block."""
+        groups = layout.groups()
+        pipeline = Pipeline(layout.data, first, groups, layout.microbatches, layout.schedule)
+        found: list[OperatorConfig] = []
+        ends = [*first[1:], len(self.simulators.graph.operators)]
         for group, begin, end in zip(groups, first, ends, strict=True):
-            found += [config.on(group[d % layout.tensor] for d in config.devices) for config in configs[begin:end]]
-        return tuple(found)
+            configs = self.inside(layout, len(group) // layout.tensor)[begin:end]
+            offset = group[0]
+            found += configs if not offset else [
+                config.on(offset + d for d in config.devices) for config in configs
+            ]  # fmt: skip
+        return pipeline, tuple(found)
 
-    def alternatives(self, layout: Layout, configs: Sequence[OperatorConfig]) -> Iterator[Mapping[int, OperatorConfig]]:
-        """Changes of a plan: every other split of each sort of operators (of the same shape), wherever they are."""
+    def alternatives(
+        self, layout: Layout, pipeline: Pipeline, configs: Sequence[OperatorConfig]
+    ) -> Iterator[Mapping[int, OperatorConfig]]:
+        """Changes of a plan: every other split of each sort of operators (of the same shape, in groups of one size),
+        wherever they are."""
         lowering = self._lowering(layout)
-        alike: dict[int, list[int]] = {}
+        ends = [*pipeline.first[1:], len(configs)]
+        group_of = [g for g, a, b in zip(pipeline.devices, pipeline.first, ends, strict=True) for _ in range(a, b)]
+        alike: dict[tuple[int, int], list[int]] = {}
         for i, leader in enumerate(lowering.costs.alike):
-            alike.setdefault(leader, []).append(i)
-        for leader, members in sorted(alike.items(), key=lambda item: (-len(item[1]), item[0])):
-            if layout.tensor == 1:
-                continue
-            for split in self._splits(layout, leader):
+            alike.setdefault((leader, len(group_of[i])), []).append(i)
+        for (leader, size), members in sorted(alike.items(), key=lambda item: (-len(item[1]), item[0])):
+            for split in self._splits(lowering, leader, size):
                 changes = {
-                    i: replace(
-                        split.on(_group(configs[i], layout)[d] for d in split.devices),
-                        shard_weights=configs[i].shard_weights,
-                    )
+                    i: replace(split.on(group_of[i][d] for d in split.devices), shard_weights=configs[i].shard_weights)
                     for i in members
                 }
                 changes = {i: new for i, new in changes.items() if new != configs[i]}
                 if changes:
                     yield changes
 
-    def _splits(self, layout: Layout, operator: int) -> list[OperatorConfig]:
-        """Every split of an operator on a group: degrees whose product divides its devices, replicas for the rest."""
-        op = self._lowering(layout).graph.operators[operator]
+    def tails(self, layout: Layout, pipeline: Pipeline, configs: Sequence[OperatorConfig]) -> Iterator[
+        Mapping[int, OperatorConfig]
+    ]:  # fmt: skip
+        """Changes of a plan: what follows an operator with weights in its stage is done by all devices of the stage,
+        so that they need not synchronise it; the shortest change first."""
+        graph = self._lowering(layout).graph
+        ends = [*pipeline.first[1:], len(configs)]
+        for group, begin, end in zip(pipeline.devices, pipeline.first, ends, strict=True):
+            for first in reversed(range(begin, end if len(group) > 1 else begin)):
+                if has_weights(graph, first):
+                    yield {i: make_config(graph.operators[i], {}, group) for i in range(first, end)}
+
+    def _splits(self, lowering: Lowering, operator: int, size: int) -> list[OperatorConfig]:
+        """Every split of an operator on a group of ``size`` devices: degrees whose product divides that, replicas for
+        the rest."""
+        if size == 1:
+            return []
+        op = lowering.graph.operators[operator]
         axes = [axis for axis in op.sizes if axis in op.splittable]
-        choices = [[n for n in divisors(layout.tensor) if n <= op.sizes[axis]] for axis in axes]
-        found = []
-        for degrees in product(*choices):
-            parts = prod(degrees)
-            if layout.tensor % parts == 0:
-                found.append(make_config(op, dict(zip(axes, degrees, strict=True)), range(layout.tensor)))
-        return found
-
-
-def _group(config: OperatorConfig, layout: Layout) -> list[int]:
-    """Devices of the group in which a config is."""
-    begin = config.devices[0] // layout.tensor * layout.tensor
-    return list(range(begin, begin + layout.tensor))
+        choices = [[n for n in divisors(size) if n <= op.sizes[axis]] for axis in axes]
+        return [
+            make_config(op, dict(zip(axes, degrees, strict=True)), range(size))
+            for degrees in product(*choices)
+            if size % prod(degrees) == 0
+        ]  # fmt: skip

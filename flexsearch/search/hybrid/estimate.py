@@ -1,0 +1,259 @@
+"""Step time and memory of a layout by formulas, in microseconds of computing: what the search ranks layouts by before
+it simulates any, and corrects by what the simulator said of others.
+
+A stage takes the sum of its operators; the order of passes decides how many microbatches of it stand in a row, what
+the pipeline takes to fill and to drain, and how many microbatches a rank keeps (the sources are those of
+``lower.actions``). Where ranks answer late, a rank under 1F1B waits for the round trip of what it keeps.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass
+from math import ceil
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from flexsearch.search.constants import PENALTY
+from flexsearch.search.hybrid.cuts import Cuts
+from flexsearch.search.hybrid.layout import Layout
+from flexsearch.search.hybrid.work import Works
+from flexsearch.strategy import Options
+from flexsearch.strategy.schedule import SPLIT_KINDS, V_KINDS
+
+Values = npt.NDArray[np.float64]
+PROBES = 1 << 16, 1 << 24
+"""Bytes at which communication is priced; between and beyond it is taken as linear."""
+
+
+class Estimate(NamedTuple):
+    """``seconds``: of a step. ``used``: share of its memory that the fullest device needs."""
+
+    seconds: float
+    used: float
+
+    @property
+    def cost(self) -> float:
+        """As of a candidate."""
+        return self.seconds * (1.0 + PENALTY * max(0.0, self.used - 1.0))
+
+
+@dataclass(frozen=True)
+class Parts:
+    """By stage, of one microbatch, s: ``forward``, ``backward`` (with what is computed again), of that ``weight`` (its
+    gradients of weights), ``hop`` (to the next stage; 0 to the same rank and behind the last). Bytes on a device:
+    ``weights``, ``states``, ``kept`` (by a microbatch), ``again`` (made again by a microbatch), ``region`` (made again
+    at a time). ``tensors``: parameters."""
+
+    forward: Values
+    backward: Values
+    weight: Values
+    hop: Values
+    weights: Values
+    states: Values
+    kept: Values
+    again: Values
+    region: float
+    tensors: Values
+
+
+class Estimates:
+    """Estimates of layouts of one graph on one topology."""
+
+    def __init__(self, works: Works, cuts: Cuts) -> None:
+        self.works, self.cuts, self.topology = works, cuts, works.topology
+        self.memory = np.array([device.memory_bytes for device in self.topology.devices], np.float64)
+        self._kinds = works.costs.kinds
+        self._cuts: dict[Hashable, tuple[int, ...]] = {}
+        self._parts: dict[Hashable, Parts] = {}
+        self._lines: dict[Hashable, tuple[float, float]] = {}
+
+    # ---- what a layout is made of
+
+    def samples(self, layout: Layout) -> int:
+        """Of a microbatch."""
+        return self.works.graph.batch // layout.data // layout.microbatches
+
+    def ranks(self, layout: Layout) -> list[tuple[int, int]]:
+        """By rank, the most samples of a microbatch that one of its devices gets, and the kind of its slowest
+        device."""
+        samples, found, begin = self.samples(layout), [], 0
+        for width in layout.each:
+            end = begin + width * layout.tensor
+            kinds = set(self._kinds[begin:end].tolist())
+            share = ceil(samples / width)
+            slowest = kinds.pop() if len(kinds) == 1 else max(
+                kinds, key=lambda kind: float(self.works.work(layout.tensor, share, "none", kind).forward[-1])
+            )  # fmt: skip
+            found.append((share, slowest))
+            begin = end
+        return found
+
+    def first(self, layout: Layout) -> tuple[int, ...]:
+        """First operator of each stage, so that the slowest takes as short as possible."""
+        ranks, rank_of = self.ranks(layout), layout.rank_of()
+        key = layout.tensor, tuple(ranks), rank_of
+        if key not in self._cuts:
+            rows = {}
+            for share, kind in ranks:
+                work = self.works.work(layout.tensor, share, "none", kind)
+                rows[share, kind] = np.diff(work.forward) + np.diff(work.backward)
+            self._cuts[key] = self.cuts.balanced([rows[ranks[rank]] for rank in rank_of], layout.stages)
+        return self._cuts[key]
+
+    def parts(self, layout: Layout, options: Options, first: tuple[int, ...]) -> Parts:
+        """What its stages take."""
+        rank_of, samples = layout.rank_of(), self.samples(layout)
+        key = layout.tensor, layout.each, samples, options.recompute, first, rank_of
+        if key not in self._parts:
+            self._parts[key] = self._take_apart(layout, options, first, rank_of)
+        return self._parts[key]
+
+    def _take_apart(self, layout: Layout, options: Options, first: tuple[int, ...], rank_of: tuple[int, ...]) -> Parts:
+        works, tensor, recompute = self.works, layout.tensor, options.recompute
+        ranks, low, high = self.ranks(layout), np.array(first), np.array([*first[1:], works.count])
+        stages, columns = len(first), np.zeros((4, len(first)))
+        for key in set(ranks):
+            here = np.array([ranks[rank] == key for rank in rank_of])
+            work = works.work(tensor, key[0], recompute, key[1])
+            columns[:, here] = [column[high[here]] - column[low[here]] for column in work]
+        forward, backward, weight, again = columns
+        shares = np.array([ranks[rank][0] for rank in rank_of])
+        stored, plain = works.stored(tensor, recompute), works.stored(tensor, "none")
+        weights, states, kept, tensors = (column[high] - column[low] for column in stored)
+        regions = 1 + max(works.regions[recompute])
+        repeated = np.maximum(plain.kept[high] - plain.kept[low] - kept, 0.0) * shares
+        region = float(repeated.sum()) / regions if regions else 0.0
+        hop = np.zeros(stages)
+        nbytes = self.cuts.crossing[low[1:]] * (self.samples(layout) / works.graph.batch)
+        groups = layout.groups()
+        for s in range(stages - 1):
+            if rank_of[s] != rank_of[s + 1]:
+                start, each = self.between(groups[s], groups[s + 1], tensor)
+                hop[s] = start + each * nbytes[s]
+        return Parts(
+            forward, backward + again, weight, hop, weights, states, kept * shares, repeated, region, tensors
+        )  # fmt: skip
+
+    def between(self, source: tuple[int, ...], destination: tuple[int, ...], tensor: int) -> tuple[float, float]:
+        """Seconds, and seconds a byte, of activations from one group to another: every ``tensor`` devices get all."""
+        key = source, destination
+        if key not in self._lines:
+            share = tensor / len(destination)
+            self._lines[key] = self._line(lambda nbytes: self.works.pricing.transfer("exchange", [
+                (source[k % len(source)], device, max(1, int(nbytes * share))) for k, device in enumerate(destination)
+            ]).duration_s)  # fmt: skip
+        return self._lines[key]
+
+    def agreement(self, layout: Layout, rank: int) -> tuple[float, float]:
+        """Seconds, and seconds a byte, of an all-reduce among the devices that have the same weights of a rank."""
+        tensor, width, block = layout.tensor, layout.each[rank], layout.block
+        if layout.data * width == 1:
+            return 0.0, 0.0
+        begin = tensor * sum(layout.each[:rank])
+        key = layout.data, block, begin, width, tensor
+        if key not in self._lines:
+            pricing = self.works.pricing
+            devices = [k * block + begin + j * tensor for k in range(layout.data) for j in range(width)]
+            self._lines[key] = self._line(lambda nbytes: pricing.all_reduce(devices, nbytes).duration_s)
+        return self._lines[key]
+
+    def _line(self, seconds: Callable[[int], float]) -> tuple[float, float]:
+        low, high = (seconds(nbytes) for nbytes in PROBES)
+        each = max(0.0, (high - low) / (PROBES[1] - PROBES[0]))
+        return max(0.0, low - each * PROBES[0]), each
+
+    # ---- time and memory
+
+    def estimate(self, layout: Layout, options: Options, first: tuple[int, ...] = ()) -> Estimate:
+        """Of a layout that suits graph and batch. ``first``: of its stages, if it is not cut as ``first`` says."""
+        parts = self.parts(layout, options, first or self.first(layout))
+        ranks = np.array(layout.rank_of())
+        copies = np.array(layout.each, np.float64) * layout.data
+        if layout.widths:
+            start, each = np.array([self.agreement(layout, rank) for rank in range(layout.pipeline)]).T
+        else:
+            start, each = self.agreement(layout, 0)
+        weights = _by_rank(ranks, parts.weights)
+        agree = start * np.ceil(weights / options.bucket_bytes) + each * weights
+        agree[weights == 0.0] = 0.0
+        forward, backward = parts.forward, parts.backward
+        lead = 0.0
+        if layout.sharded:
+            gather = agree / 2
+            if options.reshard_after_forward:
+                share = gather[ranks] * parts.weights / np.maximum(weights[ranks], 1.0)
+                forward, backward = np.maximum(forward, share), np.maximum(backward, share)
+            else:
+                lead = float(np.maximum(gather - _by_rank(ranks, forward), 0.0).max())
+            agree = gather
+        running = _running(layout, parts, forward, backward)
+        per_byte, per_tensor = self.works.costs.update_rates(0, options.optimizer, options.precision)
+        tensors = _by_rank(ranks, parts.tensors)
+        update = weights / (copies if layout.sharded else 1) * per_byte + tensors * per_tensor
+        buckets = np.maximum(1.0, np.ceil(weights / options.bucket_bytes))
+        last = _by_rank(ranks, backward)
+        exposed = np.maximum(agree - last * (1.0 - 1.0 / buckets), agree / buckets)
+        earlier = np.cumsum(last) - last if layout.pipeline > 1 else np.zeros(1)
+        tail = float((exposed + update - earlier).max())
+        return Estimate(lead + running + max(tail, 0.0), self._used(layout, options, parts, ranks, weights, copies))
+
+    def _used(
+        self, layout: Layout, options: Options, parts: Parts, ranks: npt.NDArray[np.int64], weights: Values,
+        copies: Values,
+    ) -> float:  # fmt: skip
+        """Share of its memory that the fullest device needs."""
+        states = _by_rank(ranks, parts.states)
+        if layout.sharded:
+            states = states / copies + weights * (1 if options.reshard_after_forward else 2)
+        flight = _in_flight(layout)
+        use = states + _by_rank(ranks, parts.kept) * flight + parts.region
+        if layout.schedule in SPLIT_KINDS and layout.pipeline > 1:  # until the gradients of weights are made
+            use += _by_rank(ranks, parts.again) * flight
+        ends = layout.tensor * np.cumsum(layout.each)
+        room = np.minimum.reduceat(self.memory[: layout.block], ends - layout.tensor * np.array(layout.each))
+        return float((use / room).max())
+
+
+def _by_rank(ranks: npt.NDArray[np.int64], values: Values) -> Values:
+    """Sums over the stages of each rank."""
+    return np.bincount(ranks, values).astype(np.float64)
+
+
+def _running(layout: Layout, parts: Parts, forward: Values, backward: Values) -> float:
+    """Seconds of all passes of all microbatches."""
+    count, ranks, kind, hops = layout.microbatches, layout.pipeline, layout.schedule, 2.0 * float(parts.hop.sum())
+    each = forward + backward
+    if ranks == 1:
+        return count * float(each.sum())
+    if kind == "gpipe" and layout.chunks == 1:
+        slowest = max(forward.max(), parts.hop.max()) + max(backward.max(), parts.hop.max())
+        return float(each.sum() + hops + (count - 1) * slowest)
+    busiest = float(np.bincount(layout.rank_of(), each).max())
+    split = np.maximum(each - 2.0 * parts.weight, 0.0)  # F + I - W
+    if layout.chunks == 1:  # 1F1B, ZB-H1
+        trip = each if kind == "1f1b" else each - parts.weight
+        back = np.cumsum((trip + 2.0 * parts.hop)[::-1])[::-1] / np.minimum(count, np.arange(ranks, 0, -1))
+        period = max(busiest, float(back.max()), float(parts.hop.max()))
+        idle = each if kind == "1f1b" else split
+        filling = float(idle.sum() - idle[int(each.argmax())])
+        return busiest + (count - 1) * period + filling + hops
+    waiting = forward if kind in V_KINDS else split if kind == "zero-bubble" else each
+    return count * busiest + (ranks - 1) * float(waiting.max() + 2.0 * parts.hop.max())
+
+
+def _in_flight(layout: Layout) -> Values:
+    """By rank, microbatches whose activations it keeps at a time, in those of all its stages."""
+    count, ranks, chunks = layout.microbatches, layout.pipeline, layout.chunks
+    if ranks == 1:
+        return np.ones(1)
+    behind = np.arange(ranks - 1.0, -1.0, -1.0)
+    if layout.schedule in ("gpipe", "breadth-first"):
+        return np.full(ranks, float(count))
+    if layout.schedule in V_KINDS:
+        return np.full(ranks, float(min(count, ranks + 0.5 * (layout.schedule == "dualpipe-v"))))
+    ahead = behind + 1.0 if chunks == 1 else (2.0 * behind + (chunks - 1) * ranks + 1.0) / chunks
+    found: Values = np.minimum(float(count), ahead)
+    return found

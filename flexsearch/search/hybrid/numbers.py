@@ -1,0 +1,85 @@
+"""Every layout of a graph on a cluster: all combinations of its numbers, and stages of different sizes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from functools import cached_property
+from typing import Final
+
+from flexsearch.search.hybrid.divide import UNITS, Divider
+from flexsearch.search.hybrid.estimate import Estimates
+from flexsearch.search.hybrid.layout import Layout, divisors, factorings, orders, runs
+from flexsearch.search.hybrid.ranking import Key
+from flexsearch.strategy import Options
+
+FEW_UNITS: Final = 8
+"""Most groups that are divided among stages of a long graph on equal devices, where equal stages are good. Taken."""
+DIVISIONS: Final = 8
+"""Divisions of a block that are estimated in all orders and with all options. Taken."""
+
+
+class Numbers:
+    """Layouts of the graph and the topology of ``estimates``. ``options``: of the whole step, but for those that a
+    layout leaves open."""
+
+    def __init__(self, estimates: Estimates, options: Options) -> None:
+        self.estimates, self.options = estimates, options
+        self.cuts, self.topology = estimates.cuts, estimates.topology
+        self.batch = estimates.works.graph.batch
+
+    def layouts(self) -> Iterator[Key]:
+        """All layouts whose ranks are alike."""
+        hosts: dict[str, int] = {}
+        for device in self.topology.devices:
+            hosts[device.host] = hosts.get(device.host, 0) + 1
+        batch, depth = self.batch, self.cuts.depth
+        for layout in factorings(len(self.topology.devices), min(hosts.values()), batch, depth):
+            for count in divisors(batch // layout.data):
+                for order in dict.fromkeys(orders(replace(layout, microbatches=count), depth)):
+                    if runs(order):
+                        yield from self._with_options(order)
+
+    def _with_options(self, layout: Layout) -> Iterator[Key]:
+        """A layout with every way to save memory."""
+        for recompute in self.estimates.works.regions:
+            options = self.options.model_copy(update={"recompute": recompute, "reshard_after_forward": False})
+            yield Key(layout, options)
+            if layout.data > 1 or layout.widths:
+                yield Key(replace(layout, sharded=True), options)
+                again = options.model_copy(update={"reshard_after_forward": True})
+                yield Key(replace(layout, sharded=True), again)
+
+    def divisions(self) -> Iterator[Key]:
+        """Stages of different sizes."""
+        devices, batch = len(self.topology.devices), self.batch
+        regular = len(self.estimates.works.kinds) == 1 and not self.cuts.short
+        most = FEW_UNITS if regular else UNITS
+        for tensor in self._tensors:
+            for data in divisors(devices // tensor):
+                units = devices // tensor // data
+                if not 1 < units <= most or batch % data:
+                    continue
+                for count in divisors(batch // data):
+                    yield from self._divided(Layout(data, tensor, 1, count), units)
+
+    @cached_property
+    def _tensors(self) -> list[int]:
+        """Sizes of groups inside hosts, such that all devices fall into groups."""
+        hosts: dict[str, int] = {}
+        for device in self.topology.devices:
+            hosts[device.host] = hosts.get(device.host, 0) + 1
+        return [n for n in divisors(min(hosts.values())) if all(size % n == 0 for size in hosts.values())]
+
+    def _divided(self, layout: Layout, units: int) -> Iterator[Key]:
+        """The best divisions of one block. Equal stages of several groups each are a layout of more blocks."""
+        alike, found = len(self.estimates.works.kinds) == 1, list[tuple[float, int, Layout, tuple[int, ...]]]()
+        for widths, first in dict.fromkeys(Divider(self.estimates, layout, self.options, units).divisions()):
+            wide = layout.wide(widths)
+            if not (alike and len(set(widths)) == 1 and widths[0] > 1):
+                found.append((self.estimates.estimate(wide, self.options, first).cost, len(found), wide, first))
+        for _, _, wide, first in sorted(found)[:DIVISIONS]:
+            for schedule in ("1f1b", "gpipe", "zero-bubble") if wide.pipeline > 1 else ("1f1b",):
+                order = replace(wide, schedule=schedule)
+                if runs(order):
+                    yield from (Key(layout, options, first) for layout, options, _ in self._with_options(order))
