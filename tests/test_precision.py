@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+from fractions import Fraction
 from pathlib import Path
 
 import numpy as np
@@ -13,6 +14,7 @@ from flexsearch.api import Setting, simulate
 from flexsearch.cost import Costs
 from flexsearch.errors import StrategyError
 from flexsearch.graph import OperatorGraph
+from flexsearch.graph.batch import with_batch
 from flexsearch.graph.importer import import_model
 from flexsearch.graph.precision import with_precision
 from flexsearch.lower import Lowering
@@ -137,6 +139,15 @@ def test_a_search_in_half_precision(tmp_path: Path) -> None:
     assert again.simulation.makespan_s <= found.simulation.makespan_s
     with pytest.raises(StrategyError, match="precision bf16, and the search is not"):
         setting.search(5, start=found.strategy, options=Options(), processes=1)
+
+
+def test_a_search_on_many_devices_folds_the_graph_in_half_precision() -> None:
+    graph, topology = mlp(batch=64), Topology.load("p100:4")  # folded into four hosts
+    result = Setting.of(graph, topology).search(20, options=Options(precision="fp16"), processes=1)
+    assert result.strategy.graph.hash == graph.content_hash()
+    part = with_batch(with_precision(graph, "fp16"), Fraction(1, 4))
+    assert part.content_hash() != graph.content_hash()
+    assert with_precision(part, "fp16") == part
 
 
 def test_the_command_line_plans_in_half_precision_and_refuses_to_run_it(cli: Cli) -> None:

@@ -28,13 +28,14 @@ model does not: fused kernels write it in half precision (Megatron-LM), although
 
 class PreciseGraph(OperatorGraph):
     """A graph in another precision. A plan is made for the graph of the model, and the precision is an option of the
-    plan, so the digest is that of the given graph."""
+    plan, so the digest is that of the given graph. A part of it (``with_batch``) has no such graph, and its own
+    digest."""
 
-    _source: OperatorGraph = PrivateAttr()
+    _source: OperatorGraph | None = PrivateAttr(None)
 
     def content_hash(self) -> str:
         """Digest of the graph that this one was made of."""
-        return self._source.content_hash()
+        return super().content_hash() if self._source is None else self._source.content_hash()
 
     def __eq__(self, other: object) -> bool:
         """By fields alone: the two graphs know each other."""
@@ -50,7 +51,7 @@ def with_precision(graph: OperatorGraph, precision: Precision) -> OperatorGraph:
     statistics of normalisation stay as they are, and so does what is computed from them alone.
 
     The same graph gives the same object again; ``as-is`` gives back the graph that another precision was made of."""
-    source = graph._source if isinstance(graph, PreciseGraph) else graph
+    source = graph._source or graph if isinstance(graph, PreciseGraph) else graph
     if precision == "as-is":
         return source
     known: dict[str, OperatorGraph] = source.__dict__.setdefault("_in_precision", {})
