@@ -7,7 +7,7 @@ suit them. Faster devices and other synchronisation change the rows.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass, replace
 from math import log2
 from typing import Final
@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from flexsearch.cost import Costs, Profile
-from flexsearch.errors import NotationError
+from flexsearch.errors import NotationError, TopologyError
 from flexsearch.graph.batch import with_batch
 from flexsearch.lower import Lowered, Lowering
 from flexsearch.lower.rows import SYNCHRONISE, UPDATE
@@ -25,7 +25,8 @@ from flexsearch.lower.view import Rows
 from flexsearch.simulate.memory import memory
 from flexsearch.simulate.simulation import makespan, rows_seconds
 from flexsearch.topology import Topology
-from flexsearch.topology.parts import Communication, Link
+from flexsearch.topology.changes import edited, with_links
+from flexsearch.topology.parts import Communication
 
 FACTOR: Final = 2
 """Links and devices are made so many times as fast, batches so many times as large."""
@@ -104,14 +105,19 @@ def _hardware(lowered: Lowered, profile: Profile | None) -> Iterator[WhatIf]:
     classes = link_classes(topology)
 
     def seconds(**fields: object) -> float:
-        return _on(lowered, _edited(topology, **fields), profile)
+        return _on(lowered, edited(topology, **fields), profile)
+
+    def faster(change: str, words: str, resources: Collection[int] | None) -> WhatIf:
+        try:
+            return WhatIf(change, words, _on(lowered, with_links(topology, FACTOR, resources), profile))
+        except TopologyError as error:  # as fast as a link can be
+            return WhatIf(change, words, None, remark=error.message)
 
     for links in classes:
         words = f"twice the bandwidth of {links.name}" if len(classes) > 1 else "twice the bandwidth"
-        yield WhatIf(f"bandwidth x2: {links.name}", words, seconds(links=_faster(topology, links.resources)))
+        yield faster(f"bandwidth x2: {links.name}", words, links.resources)
     if len(classes) > 1:
-        every = _faster(topology, range(len(topology.resources)))
-        yield WhatIf("bandwidth x2", "twice the bandwidth of all links", seconds(links=every))
+        yield faster("bandwidth x2", "twice the bandwidth of all links", None)
     near = tuple(link.model_copy(update={"latency_s": link.latency_s / FACTOR}) for link in topology.links)
     yield WhatIf("latency / 2", "half the link latency", seconds(links=near))
     quick = _quicker(topology.communication)
@@ -129,21 +135,6 @@ def _on(lowered: Lowered, topology: Topology, profile: Profile | None) -> float:
         graph, topology, parts = share.graph, share.topology, share.fold
     lowering = Lowering(graph, topology, Costs(graph, topology, profile), parts)
     return rows_seconds(lowering.rows(lowered.configs, lowered.options, lowered.stages))
-
-
-def _edited(topology: Topology, **fields: object) -> Topology:
-    """The topology with other fields. What it has derived from its own is not taken over."""
-    return Topology(**{name: getattr(topology, name) for name in Topology.model_fields} | fields)
-
-
-def _faster(topology: Topology, resources: Iterable[int]) -> tuple[Link, ...]:
-    """The links of a topology, those that some resources belong to with ``FACTOR`` times the bandwidth."""
-    names = {topology.resources[r].name for r in resources}
-    return tuple(
-        link.model_copy(update={"bandwidth": link.bandwidth * FACTOR})
-        if not names.isdisjoint((f"{link.a}->{link.b}", f"{link.a}<->{link.b}")) else link
-        for link in topology.links
-    )  # fmt: skip
 
 
 def _quicker(communication: Communication) -> Communication:

@@ -1,0 +1,98 @@
+"""The same cluster with other figures: links, memory, devices."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection
+from typing import Any, Final, TypeVar
+
+from pydantic import ValidationError
+
+from flexsearch.errors import TopologyError
+from flexsearch.files import describe
+from flexsearch.topology.parts import Device, Link
+from flexsearch.topology.topology import Topology, presets
+
+FIGURES: Final = ("kind", "model", "flops", "memory_bandwidth", "memory_bytes", "overhead_s")
+"""Fields of a device that say what it is, not where."""
+
+
+def edited(topology: Topology, **fields: object) -> Topology:
+    """The topology with other fields, checked. What it has derived from its own is not taken over. Raises
+    TopologyError."""
+    return _edited(topology, fields)
+
+
+def with_links(topology: Topology, factor: float, resources: Collection[int] | None = None) -> Topology:
+    """Links with ``factor`` times the bandwidth: those that some resources (directions of links) belong to, or all.
+    Raises TopologyError for bandwidths that no link has."""
+    names = {topology.resources[r].name for r in resources} if resources is not None else None
+
+    def chosen(a: str, b: str) -> bool:
+        return names is None or not names.isdisjoint((f"{a}->{b}", f"{a}<->{b}"))
+
+    links = (
+        _edited(link, {"bandwidth": link.bandwidth * factor}) if chosen(link.a, link.b) else link
+        for link in topology.links
+    )
+    return edited(topology, links=tuple(links))
+
+
+def with_memory(topology: Topology, *, factor: float = 1.0, nbytes: int | None = None) -> Topology:
+    """Devices with ``factor`` times their memory, or all with ``nbytes``. Raises TopologyError for memories that no
+    device has."""
+    return _devices(
+        topology, lambda device: {"memory_bytes": int(device.memory_bytes * factor) if nbytes is None else nbytes}
+    )
+
+
+def with_speed(topology: Topology, factor: float) -> Topology:
+    """Devices that compute, and move bytes in their memory, ``factor`` times as fast. Raises TopologyError for speeds
+    that no device has."""
+
+    def faster(device: Device) -> dict[str, object]:
+        rates = {dtype: rate * factor for dtype, rate in device.flops.items()}
+        return {"flops": rates, "memory_bandwidth": device.memory_bandwidth * factor}
+
+    return _devices(topology, faster)
+
+
+def with_device(topology: Topology, kind: Device) -> Topology:
+    """Devices with the figures of another one, at the same places. Raises TopologyError if the cluster's communication
+    library cannot reach such devices."""
+    figures = {field: getattr(kind, field) for field in FIGURES}
+    return _devices(topology, lambda device: figures)
+
+
+def device_named(name: str) -> Device:
+    """The device of a preset or topology file, or of this model in any preset ("H100-SXM5-80GB"). Raises TopologyError
+    if there is none, or if a file has several kinds."""
+    every = {device.model: device for preset in presets() for device in Topology.load(preset).devices}
+    if name in every:
+        return every[name]
+    try:
+        devices = Topology.load(name).devices
+    except TopologyError as error:
+        raise TopologyError(
+            f'"{name}" is neither a device nor a cluster',
+            f"Give a model ({', '.join(sorted(every))}), a topology file or a preset ({', '.join(presets())}), or a "
+            "speed such as 1.5x.",
+        ) from error
+    if len({tuple(str(getattr(device, field)) for field in FIGURES) for device in devices}) > 1:
+        raise TopologyError(f"topology {name} has several kinds of devices", "Give one whose devices are all alike.")
+    return devices[0]
+
+
+def _devices(topology: Topology, change: Callable[[Device], dict[str, object]]) -> Topology:
+    return edited(topology, devices=tuple(_edited(device, change(device)) for device in topology.devices))
+
+
+M = TypeVar("M", Device, Link, Topology)
+
+
+def _edited(part: M, fields: dict[str, object]) -> M:
+    """With other fields, checked: ``model_copy`` checks nothing, and keeps what was derived."""
+    values: dict[str, Any] = {name: getattr(part, name) for name in type(part).model_fields}
+    try:
+        return type(part)(**values | fields)
+    except ValidationError as error:
+        raise TopologyError(f"no such cluster can be: {describe(error.errors(include_url=False)[0])}") from error
