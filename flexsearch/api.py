@@ -8,8 +8,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from flexsearch.cost import Costs, Profile
-from flexsearch.errors import StrategyError, TopologyError
-from flexsearch.files import shipped_names
+from flexsearch.errors import StrategyError
 from flexsearch.graph import OperatorGraph
 from flexsearch.graph.precision import with_precision
 from flexsearch.lower import Lowered, lower
@@ -374,58 +373,6 @@ def compare(
     options = next((strategy.options for strategy in (strategies or {}).values()), None)
     others = [setting.row(name, strategy) for name, strategy in setting.baselines(options).items()]
     return by_time(own) + by_time(others)
-
-
-def scaling(
-    setting: Setting,
-    strategy: Strategy,
-    *,
-    most: int | None = None,
-    budget: str | float | None = None,
-    on_progress: Callable[[int], None] | None = None,
-) -> dict[str, dict[int, float]]:
-    """Iteration times (s) of the strategy's graph on 1, 2, 4, ... hosts like those of its topology, which must be a
-    preset: plan -> number of devices -> time, for ``report.plots.scaling_curve``. Plans: data parallel, the best
-    baseline, and the strategy where it belongs; with a ``budget`` (for each number of hosts) also what a search finds.
-    What does not fit into memory is left out. ``most``: hosts at most; None: 8, or those of the strategy, but not more
-    than 64 devices beyond these. ``on_progress``: called with each number of hosts when it is done. Raises
-    TopologyError if the topology is no preset."""
-    base, hosts = _preset(setting.topology)
-    each = len(setting.topology.devices) // hosts
-    most = most or max(hosts, min(8, 64 // each))
-    plan = "found" if budget is not None else "this plan"
-    times: dict[str, dict[int, float]] = {"data parallel": {}, "best baseline": {}, plan: {}}
-    for count in sorted({2**k for k in range(most.bit_length()) if 2**k <= most} | {hosts}):
-        topology = setting.topology if count == hosts else Topology.load(f"{base}:{count}")
-        here = Setting.of(setting.graph, topology, setting.costs.profile).under(strategy.options)
-        known = tuned_baselines(here.graph, topology, here.costs, strategy.options)
-        fitting = {name: p.evaluation.time_s for name, p in known.items() if p.evaluation.feasible}
-        if fitting:
-            times["best baseline"][each * count] = min(fitting.values())
-        if "data-parallel" in fitting:
-            times["data parallel"][each * count] = fitting["data-parallel"]
-        if count == hosts:
-            times[plan][each * count] = simulate_lowered(here.lower(strategy)).makespan_s
-        elif budget is not None and (result := here.search(budget, options=strategy.options)).feasible:
-            times[plan][each * count] = result.simulation.makespan_s
-        if on_progress is not None:
-            on_progress(count)
-    return {name: found for name, found in times.items() if found}
-
-
-def _preset(topology: Topology) -> tuple[str, int]:
-    """(name, number of hosts) of the preset that a topology is."""
-    base, hosts = topology.name.split(":")[0], len({device.host for device in topology.devices})
-    if base in shipped_names("profiles"):
-        try:
-            if Topology.load(f"{base}:{hosts}").content_hash() == topology.content_hash():
-                return base, hosts
-        except TopologyError:
-            pass
-    raise TopologyError(
-        f"topology {topology.name} is no preset, so there is none like it with other numbers of hosts",
-        "Plot the scaling of a plan for a preset such as ethernet-1g-4 or p100:4.",
-    )
 
 
 def by_time(rows: Sequence[PlanRow]) -> list[PlanRow]:

@@ -9,8 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from flexsearch.api import Setting, scaling
-from flexsearch.errors import TopologyError
+from flexsearch.api import Setting
 from flexsearch.graph import OperatorGraph
 from flexsearch.report import PlanRow
 from flexsearch.report.page import page
@@ -20,7 +19,6 @@ from flexsearch.simulate import simulate
 from flexsearch.strategy import Strategy, make_config
 from flexsearch.topology import Topology
 from tests.conftest import Cli
-from tests.test_baselines import mlp
 
 BEGIN = {"png": b"\x89PNG", "svg": b"<?xml", "pdf": b"%PDF"}
 
@@ -40,7 +38,7 @@ def lenet(topology: str = "ethernet-1g-2") -> Setting:
     return Setting.of(OperatorGraph.load("lenet"), Topology.load(topology))
 
 
-@pytest.mark.parametrize("what", ["timeline", "memory", "memory-over-time", "comparison", "scaling"])
+@pytest.mark.parametrize("what", ["timeline", "memory", "memory-over-time", "comparison"])
 @pytest.mark.parametrize("kind", ["png", "svg", "pdf"])
 def test_every_picture_is_drawn_in_every_format(cli: Cli, strategy: str, what: str, kind: str) -> None:
     ran = cli("plot", strategy, "-o", f"plan.{kind}", "--what", what, "--json")
@@ -88,26 +86,15 @@ class Page(HTMLParser):
 def test_the_page_holds_everything_and_loads_nothing(cli: Cli, strategy: str) -> None:
     ran = cli("plot", strategy, "-o", "plan.html", "--json")
     assert ran.code == 0, ran.err
-    assert ran.json["drawn"] == ["timeline", "memory", "memory-over-time", "comparison", "scaling"]
+    assert ran.json["drawn"] == ["timeline", "memory", "memory-over-time", "comparison"]
     text = Path("plan.html").read_text()
     read = Page()
     read.feed(text)
-    assert read.tags.count("svg") == 5 and "table" in read.tags and not read.loads
+    assert read.tags.count("svg") == 4 and "table" in read.tags and not read.loads
     assert not {"script", "link", "img", "iframe", "object", "embed"} & set(read.tags)
     assert not re.search(r"@import|url\((?!#)", text)
     for words in ("on host1", "vs one device", "single", "predictions", "lenet, batch 64"):
         assert words in text
-
-
-def test_the_page_of_a_cluster_that_is_no_preset_says_why_scaling_is_missing(cli: Cli) -> None:
-    topology = Topology.load("ethernet-1g-2")
-    mine = topology.model_copy(update={"name": "mine"})
-    Setting.of(OperatorGraph.load("lenet"), mine).baseline("megatron").save("mine.json")
-    assert cli("plot", "mine.json", "-o", "plan.html").code == 0
-    text = Path("plan.html").read_text()
-    assert text.count("<svg") == 4 and "Scaling is not drawn: topology mine is no preset" in text
-    refused = cli("plot", "mine.json", "-o", "plan.png", "--what", "scaling")
-    assert refused.code == 2 and "no preset" in refused.err and not Path("plan.png").exists()
 
 
 def test_names_are_text_and_neither_markup_nor_mathematics() -> None:
@@ -133,36 +120,12 @@ def test_memory_over_the_limit_is_said() -> None:
     assert all("does not fit" in t for t in texts)
 
 
-def test_scaling_is_that_of_the_tuned_baselines_on_each_number_of_hosts() -> None:
-    setting = lenet("p100:2")
-    plan = setting.baseline("megatron")
-    times = scaling(setting, plan, most=4)
-    assert set(times) == {"data parallel", "best baseline", "this plan"}
-    assert set(times["data parallel"]) == {4, 8, 16} and set(times["this plan"]) == {8}
-    for count in (1, 2, 4):
-        here = lenet(f"p100:{count}")
-        known = {name: here.row(name, p).simulation.makespan_s for name, p in here.baselines().items()}
-        assert times["data parallel"][4 * count] == known["data-parallel"]
-        assert times["best baseline"][4 * count] == min(known.values())
-    found = scaling(setting, plan, most=2, budget=20)["found"]
-    assert set(found) == {4, 8} and found[8] == times["this plan"][8]
-
-
-def test_what_is_no_preset_does_not_scale() -> None:
-    topology = Topology.load("ethernet-1g-2")
-    for mine in (topology.model_copy(update={"name": "mine"}), topology.model_copy(update={"name": "p100:2"})):
-        setting = Setting.of(mlp(), mine)
-        with pytest.raises(TopologyError, match="no preset"):
-            scaling(setting, setting.baseline("single"))
-
-
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
         (("-o", "plan.txt"), ".html"),
         (("-o", "plan"), ".png"),
         (("--what", "magic"), "magic"),
-        (("--budget", "soon", "--what", "scaling"), "soon"),
         (("--graph", "mlp"), "mlp"),
     ],
 )

@@ -103,6 +103,12 @@ class Size(NamedTuple):
         return " ".join(f"{option} {value}" for option, value in given if value is not None)
 
 
+PriceOption = Annotated[
+    float | None,
+    typer.Option(
+        "--cost-per-hour", min=0.0, metavar="X", help="Price of a device for an hour: says what a step costs.", **FINITE
+    ),
+]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON object on stdout, also for errors.")]
 
 DEFAULT_GRAPH, DEFAULT_TOPOLOGY = "alexnet", "ethernet-1g-4"

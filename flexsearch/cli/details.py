@@ -12,6 +12,7 @@ from flexsearch.simulate.memory import PARTS
 
 if TYPE_CHECKING:
     from flexsearch.api import Setting
+    from flexsearch.cost import Profile
     from flexsearch.lower import Lowered
     from flexsearch.report import PlanRow
 
@@ -28,11 +29,17 @@ def headline(setting: Setting) -> str:
     graph, topology, profile = setting.graph, setting.topology, setting.costs.profile
     weights = sum(t.nbytes // t.itemsize for t in graph.of_kind("parameter"))
     where = device_set(topology, range(len(topology.devices)))
-    measured = f"as profiled on {profile.device}" if profile is not None else "from data sheets (roofline)"
+    count = f"{weights / 1e9:.3g} B" if weights >= 1e9 else f"{weights / 1e6:.3g} M"
     return (
-        f"{graph.name} ({weights / 1e6:.3g} M parameters, batch {graph.batch}) on {topology.name} ({where}); "
-        f"compute times {measured}"
+        f"{graph.name} ({count} parameters, batch {graph.batch}) on {topology.name} ({where}); "
+        f"{times_words(profile)}"
     )
+
+
+def times_words(profile: Profile | None) -> str:
+    """Where compute times come from."""
+    measured = f"as profiled on {profile.device}" if profile is not None else "from data sheets (roofline)"
+    return f"compute times {measured}"
 
 
 def tell(text: str, indent: int = 0) -> None:

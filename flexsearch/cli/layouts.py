@@ -11,10 +11,12 @@ import typer
 
 from flexsearch.cli import signals
 from flexsearch.cli.common import show, stdout
+from flexsearch.cli.money import tell_cost, with_cost
 from flexsearch.cli.progress import Live, compiling
 
 if TYPE_CHECKING:
     from flexsearch.api import Setting
+    from flexsearch.graph import OperatorGraph
     from flexsearch.report.layouts import StagedRow
     from flexsearch.search.hybrid import Candidate, HybridProgress, HybridResult
     from flexsearch.simulate.staged import Step
@@ -24,9 +26,13 @@ STATES = 4
 """Copies of the weights that training keeps at least: themselves, gradients, two of Adam's."""
 
 
-def too_large(setting: Setting) -> bool:
+HELP = 0.5
+"""Where nothing fits, what would help is looked for in this share of the budget."""
+
+
+def too_large(graph: OperatorGraph) -> bool:
     """Whether the model cannot be trained on this machine whatever the plan: its states exceed the memory."""
-    weights = sum(t.nbytes for t in setting.graph.of_kind("parameter"))
+    weights = sum(t.nbytes for t in graph.of_kind("parameter"))
     return STATES * weights > os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
@@ -37,11 +43,8 @@ def refuse_with_layouts(**given: object) -> None:
             raise typer.BadParameter("does not go with a search over layouts (--plan-only)", param_hint=f"--{name}")
 
 
-def optimize_layouts(
-    setting: Setting, options: Options, budget: str, output: Path, as_json: bool, size: str, asked: bool
-) -> None:
-    """Search over layouts, write the best plan, print it. ``size``: the options that gave the graph its size.
-    ``asked``: whether the user asked for plans that cannot be run."""
+def need_time(budget: str) -> float:
+    """Seconds of a budget. Raises StrategyError if it is a number of proposals."""
     from flexsearch.api import parse_budget
     from flexsearch.errors import StrategyError
 
@@ -50,16 +53,28 @@ def optimize_layouts(
         raise StrategyError(
             f"a search over layouts needs a budget of time, not of {proposals} proposals", "Give --budget 60s."
         )
+    return seconds
+
+
+def optimize_layouts(
+    setting: Setting, options: Options, budget: str, output: Path, as_json: bool, size: str, asked: bool,
+    cost_per_hour: float | None,
+) -> None:  # fmt: skip
+    """Search over layouts, write the best plan, print it. ``size``: the options that gave the graph its size.
+    ``asked``: whether the user asked for plans that cannot be run. ``cost_per_hour``: money for a device."""
+    from flexsearch.errors import StrategyError
+
+    seconds = need_time(budget)
     result = _search(setting, options, seconds, budget)
     if not result.best.feasible:
-        raise StrategyError(*_nothing_fits(result))
+        raise StrategyError(*_nothing_fits(setting, options, result, seconds))
     result.strategy.save(output)
     rows = [_row(name, candidate, step) for name, (candidate, step) in result.baselines.items()]
     if not result.baseline:
         rows.insert(0, _row("found", result.best, result.step))
     rows.sort(key=lambda row: (row.name != (result.baseline or "found"), row.step.missing > 0, row.step.makespan_s))
-    data = _data(setting, result, rows, output)
-    show(as_json, data, lambda: _say(setting, result, rows, output, size, asked))
+    data = with_cost(_data(setting, result, rows, output), setting, cost_per_hour)
+    show(as_json, data, lambda: _say(setting, result, rows, output, size, asked, cost_per_hour))
 
 
 def _search(setting: Setting, options: Options, seconds: float, budget: str) -> HybridResult:
@@ -80,8 +95,12 @@ def _row(name: str, candidate: Candidate, step: Step) -> StagedRow:
     )  # fmt: skip
 
 
-def _nothing_fits(result: HybridResult) -> tuple[str, str]:
-    """That no plan fits, the one that lacks least, and what would help."""
+def _nothing_fits(setting: Setting, options: Options, result: HybridResult, seconds: float) -> tuple[str, str]:
+    """That no plan fits, the one that lacks least, and what would help: tried in half of the time that the search
+    had."""
+    from flexsearch.fitting import what_would_fit
+    from flexsearch.planning import Look
+    from flexsearch.report.fitting import fitting_words
     from flexsearch.report.layouts import layout_words, memory_words
     from flexsearch.report.units import nbytes
 
@@ -90,10 +109,16 @@ def _nothing_fits(result: HybridResult) -> tuple[str, str]:
         f"none of {result.plans:,} plans fits into memory; the nearest is {nbytes(result.step.missing)} short on each "
         f"device: {layout_words(row)} ({memory_words(result.step)})"
     )
-    remedy = "Give more devices or more memory, a smaller --batch or --seq"
-    if result.best.options.precision == "as-is":
-        remedy += ", or --precision bf16"
-    return text, f"{remedy}."
+    if signals.current.number:
+        return text, "Give more devices or more memory."
+    with signals.current.released(), Live("looking for what would fit", HELP * seconds) as live:
+
+        def look(now: Look) -> None:
+            live.show(f"looking for what would fit: {now.phase}", state=f"{now.plans:,} plans")
+
+        told = what_would_fit(setting, options, HELP * seconds, look)
+    pipeline = row.pipeline
+    return text, fitting_words(told, result.step.samples == pipeline.replicas * pipeline.microbatches)
 
 
 def _data(setting: Setting, result: HybridResult, rows: list[StagedRow], output: Path) -> dict[str, Any]:
@@ -108,8 +133,9 @@ def _data(setting: Setting, result: HybridResult, rows: list[StagedRow], output:
 
 
 def _say(
-    setting: Setting, result: HybridResult, rows: list[StagedRow], output: Path, size: str, asked: bool
-) -> None:
+    setting: Setting, result: HybridResult, rows: list[StagedRow], output: Path, size: str, asked: bool,
+    cost_per_hour: float | None,
+) -> None:  # fmt: skip
     from flexsearch.cli.details import headline, tell
     from flexsearch.report.layouts import layout_words, memory_words, rate_words, staged_table, usage_words
     from flexsearch.report.units import percent, seconds
@@ -132,6 +158,7 @@ def _say(
     )
     tell(f"What devices do, on average: {usage_words(best.step)}. Communication counts where nothing hides it.")
     tell(f"Memory of the fullest device: {memory_words(best.step)}.")
+    tell_cost(setting, best.step.makespan_s, cost_per_hour)
     tell(f"{result.plans:,} plans were simulated in {result.elapsed_s:.3g} s; {result.stopped}.")
     why = "" if asked else "The model is too large for this machine, so plans were searched that it cannot run. "
     if not result.strategy.is_plain:
@@ -167,7 +194,9 @@ def compare_staged(setting: Setting, strategies: Mapping[str, Strategy], as_json
     show(as_json, data, human)
 
 
-def simulate_staged(setting: Setting, name: str, strategy: Strategy, trace: Path | None, as_json: bool) -> None:
+def simulate_staged(
+    setting: Setting, name: str, strategy: Strategy, trace: Path | None, as_json: bool, cost_per_hour: float | None
+) -> None:
     """Simulate a plan with stages or microbatches, and print it."""
     from flexsearch.report.layouts import layout_words, memory_words, staged_data, staged_table, usage_words
 
@@ -189,10 +218,11 @@ def simulate_staged(setting: Setting, name: str, strategy: Strategy, trace: Path
         tell(f"\n{layout_words(row)}.")
         tell(f"What devices do, on average: {usage_words(row.step)}. Communication counts where nothing hides it.")
         tell(f"Memory of the fullest device: {memory_words(row.step)}.")
+        tell_cost(setting, row.step.makespan_s, cost_per_hour)
         if tasks is not None:
             what = "tasks" if tasks <= MOST_TASKS else "tasks, too many to show each: the trace shows their passes"
             tell(f"\nWrote {trace} ({tasks:,} {what}). Open it at https://ui.perfetto.dev")
 
     data = {"graph": setting.graph.name, "topology": setting.topology.name, **staged_data(setting.graph, row)}
     traced = {} if trace is None else {"trace": str(trace), "tasks": tasks}
-    show(as_json, data | traced, human)
+    show(as_json, with_cost(data | traced, setting, cost_per_hour), human)

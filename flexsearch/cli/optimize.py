@@ -13,6 +13,7 @@ from flexsearch.cli.common import (
     BatchOption,
     JsonOption,
     MaybeGraphArgument,
+    PriceOption,
     ProfileOption,
     SequenceOption,
     Size,
@@ -25,6 +26,7 @@ from flexsearch.cli.common import (
     stdout,
 )
 from flexsearch.cli.layouts import optimize_layouts, refuse_with_layouts, too_large
+from flexsearch.cli.money import tell_cost, with_cost
 from flexsearch.cli.plans import (
     OptimizerOption,
     PrecisionOption,
@@ -111,6 +113,7 @@ def optimize(
             help="Search data x tensor x pipeline layouts with microbatches: plans that can be simulated, not run yet.",
         ),
     ] = False,
+    cost_per_hour: PriceOption = None,
     plot: Annotated[
         Path | None, typer.Option("--plot", help="Draw the progress of the search: a .png, .svg or .pdf file.")
     ] = None,
@@ -133,14 +136,14 @@ def optimize(
     for text in (budget, exhaustive):
         if text is not None:
             parse_budget(text)  # refused before the search, not after it
-    setting = load_setting(graph, topology, profile, Size(batch, seq))
-    if plan_only or (resume is None and not pin and too_large(setting)):
+    size = Size(batch, seq)
+    setting = load_setting(graph, topology, profile, size)
+    if plan_only or (resume is None and not pin and too_large(setting.graph)):
         refuse_with_layouts(
             resume=resume, pin=pin, plot=plot, exhaustive=exhaustive, seed=seed, margin=margin, processes=processes
         )
         options = make_options(optimizer, precision, recompute, reshard_after_forward)
-        size = Size(batch, seq).words()
-        optimize_layouts(setting, options, budget, output, as_json, size, plan_only)
+        optimize_layouts(setting, options, budget, output, as_json, size.words(), plan_only, cost_per_hour)
         return
     first = load_strategy(resume, setting) if resume is not None else None
     # What is to be proved is the best plan, not the simplest of the good ones.
@@ -159,8 +162,8 @@ def optimize(
     answer, others = _rows(setting, result)
     if not as_json:
         print_plans(setting, [] if result.baseline else [answer], others)
-    data = _answer_data(setting, result, proof, answer, others, output)
-    show(as_json, data, lambda: _say(graph, setting, result, proof, answer, share, output, Size(batch, seq)))
+    data = with_cost(_answer_data(setting, result, proof, answer, others, output), setting, cost_per_hour)
+    show(as_json, data, lambda: _say(graph, setting, result, proof, answer, share, output, size, cost_per_hour))
 
 
 def _search(
@@ -280,7 +283,7 @@ def _answer_data(
 
 def _say(
     graph: str, setting: Setting, result: SearchResult, proof: Optimum | None, answer: PlanRow, margin: float,
-    output: Path, size: Size,
+    output: Path, size: Size, cost_per_hour: float | None,
 ) -> None:  # fmt: skip
     """The plan in words, how good it is, how the search ended, and what to do next."""
     from flexsearch.cli.details import tell, tell_plan
@@ -288,6 +291,7 @@ def _say(
     tell(f"\n{_what_it_is(result, margin)}")
     tell_plan(answer.lowered)
     tell(f"\n{_how_good(result, proof)}")
+    tell_cost(setting, result.simulation.makespan_s, cost_per_hour)
     basis = "compute times that were measured"
     if setting.costs.profile is None:
         basis = "data-sheet figures for the hardware; `flexsearch profile` measures yours"

@@ -11,6 +11,7 @@ from flexsearch.cli.common import (
     BatchOption,
     JsonOption,
     MaybeGraphArgument,
+    PriceOption,
     ProfileOption,
     SequenceOption,
     Size,
@@ -24,6 +25,7 @@ from flexsearch.cli.common import (
     stdout,
 )
 from flexsearch.cli.layouts import compare_staged, simulate_staged
+from flexsearch.cli.money import tell_cost, with_cost
 from flexsearch.cli.progress import Live, compiling
 
 if TYPE_CHECKING:
@@ -167,6 +169,7 @@ def simulate(
     precision: PrecisionOption = "as-is",
     recompute: RecomputeOption = "none",
     reshard_after_forward: ReshardOption = False,
+    cost_per_hour: PriceOption = None,
     as_json: JsonOption = False,
 ) -> None:
     """Simulate one training step of a plan: its time, how busy each device and link is, and peak memory.
@@ -184,7 +187,7 @@ def simulate(
         size = Size(batch, seq)
         setting = setting_of(strategy, plan, graph, topology, profile, size, "GRAPH, before the options")
         if not plan.is_plain:
-            simulate_staged(setting, name, plan, trace, as_json)
+            simulate_staged(setting, name, plan, trace, as_json, cost_per_hour)
             return
     else:
         assert baseline is not None
@@ -202,7 +205,12 @@ def simulate(
     from flexsearch.cli.details import print_details, simulation_data
 
     data = simulation_data(setting, row, yardsticks) | {"trace": str(trace) if trace is not None else None}
-    show(as_json, data, lambda: print_details(setting, row, yardsticks, trace))
+
+    def human() -> None:
+        print_details(setting, row, yardsticks, trace)
+        tell_cost(setting, row.simulation.makespan_s, cost_per_hour)
+
+    show(as_json, with_cost(data, setting, cost_per_hour), human)
 
 
 def in_order(rows: list[PlanRow], others: list[PlanRow]) -> list[PlanRow]:

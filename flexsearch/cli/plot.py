@@ -30,8 +30,8 @@ if TYPE_CHECKING:
     from flexsearch.report import PlanRow
     from flexsearch.strategy import Strategy
 
-What = Literal["timeline", "memory", "memory-over-time", "comparison", "scaling"]
-_EVERY: tuple[What, ...] = ("timeline", "memory", "memory-over-time", "comparison", "scaling")
+What = Literal["timeline", "memory", "memory-over-time", "comparison"]
+_EVERY: tuple[What, ...] = ("timeline", "memory", "memory-over-time", "comparison")
 _OF_LAYOUTS: tuple[What, ...] = ("timeline", "memory", "memory-over-time")
 """What is drawn of a plan with stages or microbatches."""
 _DEVICES = 4
@@ -41,7 +41,6 @@ _HEADINGS = {
     "memory": "Memory at its peak on each device",
     "memory-over-time": "Memory as a step goes on",
     "comparison": "Iteration times",
-    "scaling": "Throughput as hosts are added",
 }
 
 
@@ -62,17 +61,10 @@ def plot(
         list[Path] | None,
         typer.Option("--beside", metavar="S", help="For memory-over-time: another strategy of the same graph."),
     ] = None,
-    hosts: Annotated[
-        int | None, typer.Option("--hosts", min=1, max=4096, help="The most hosts of --what scaling.")
-    ] = None,
-    budget: Annotated[
-        str | None,
-        typer.Option("--budget", "-b", metavar="10s|500", help="For scaling: also search, for each number of hosts."),
-    ] = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Draw a plan: its timeline below that of data parallelism, its memory (at its peak or as a step goes on), its time
-    beside the baselines', or how it scales.
+    """Draw a plan: its timeline below that of data parallelism, its memory (at its peak or as a step goes on), or its
+    time beside the baselines'.
 
     An .html page holds all of these and the plan in words, in one file that needs no network.
     """
@@ -91,20 +83,15 @@ def plot(
         raise typer.BadParameter("goes with --what memory-over-time", param_hint="--beside")
     if not plan.is_plain and what is not None and what not in _OF_LAYOUTS:
         raise typer.BadParameter(
-            f"{what} is drawn of plans with one stage and one microbatch; `flexsearch compare` and `flexsearch scale` "
-            "tell it of others",
+            f"{what} is drawn of plans with one stage and one microbatch; `flexsearch compare` tells it of others",
             param_hint="--what",
         )
     others = {str(path): load_strategy(path, setting, staged=True) for path in beside or []}
-    if budget is not None:
-        from flexsearch.api import parse_budget
-
-        parse_budget(budget)
     chosen: tuple[What, ...] = (what,) if what is not None else ("timeline",)
     if kind == "html" and what is None:
         chosen = _EVERY if plan.is_plain else _OF_LAYOUTS
-    with Live(compiling()) as live:
-        drawing = _Drawing(setting, plan, strategy, others, hosts, budget, live)
+    with Live(compiling()):
+        drawing = _Drawing(setting, plan, strategy, others)
         content = drawing.page(chosen) if kind == "html" else drawing.file(chosen[0], kind)
     write(output, content)
     from flexsearch.simulate import makespan
@@ -122,14 +109,10 @@ def plot(
 class _Drawing:
     """A plan and what it is drawn beside."""
 
-    def __init__(
-        self, setting: Setting, plan: Strategy, path: Path, others: dict[str, Strategy], hosts: int | None,
-        budget: str | None, live: Live,
-    ) -> None:  # fmt: skip
+    def __init__(self, setting: Setting, plan: Strategy, path: Path, others: dict[str, Strategy]) -> None:
         from flexsearch.report import device_set
 
-        self.setting, self.strategy, self.hosts, self.budget, self.live = setting, plan, hosts, budget, live
-        self.others = others
+        self.setting, self.strategy, self.others = setting, plan, others
         self.baseline = setting.name_of(plan)
         """Name of the baseline that the plan is; empty if it is none."""
         self.name = self.baseline or path.name
@@ -160,7 +143,7 @@ class _Drawing:
 
     def figure(self, what: What) -> Figure:
         """One picture."""
-        from flexsearch.report.plots import memory_bars, plan_bars, scaling_curve, timelines
+        from flexsearch.report.plots import memory_bars, plan_bars, timelines
 
         if what == "timeline":
             self._refuse_many_tasks()
@@ -171,12 +154,7 @@ class _Drawing:
             return memory_bars(self.plan, f"{self.title}: {self.plan.name}")
         if what == "memory-over-time":
             return self._memory_over_time()
-        if what == "comparison":
-            return plan_bars(self.compared(), self.title)
-        devices = self.setting.topology.devices
-        several = len(devices) > len({device.host for device in devices})
-        unit = "hosts" if not several else "GPUs" if all(d.kind == "cuda" for d in devices) else "devices"
-        return scaling_curve(self._scaling(), self.setting.graph.batch, self.title, unit)
+        return plan_bars(self.compared(), self.title)
 
     def _memory_over_time(self) -> Figure:
         """Of some devices of the plan; beside others, of the fullest device of each."""
@@ -216,19 +194,10 @@ class _Drawing:
         rows = [self.setting.row(name, plan) for name, plan in known.items() if name != self.baseline]
         return by_time([self.plan, *rows])
 
-    def _scaling(self) -> dict[str, dict[int, float]]:
-        from flexsearch.api import scaling
-
-        self.live.show("simulating other numbers of hosts")
-        return scaling(
-            self.setting, self.strategy, most=self.hosts, budget=self.budget,
-            on_progress=lambda count: self.live.show(f"simulating other numbers of hosts: {count} done"),
-        )  # fmt: skip
-
     def page(self, chosen: tuple[What, ...]) -> str:
-        """The HTML page. What cannot be drawn here is left out, with the reason."""
+        """The HTML page."""
         from flexsearch.cli.details import headline
-        from flexsearch.errors import StrategyError, TopologyError
+        from flexsearch.errors import StrategyError
         from flexsearch.report.page import page
         from flexsearch.report.units import seconds
 
@@ -239,6 +208,6 @@ class _Drawing:
         for what in chosen:
             try:
                 pictures.append((_HEADINGS[what], self.file(what, "svg")))
-            except (StrategyError, TopologyError) as error:
+            except StrategyError as error:
                 remarks.append(f"{what.capitalize()} is not drawn: {error.message}.")
         return page(self.title, remarks, self.plan, self.compared(), pictures)

@@ -1,0 +1,188 @@
+"""``scale``: the best plans over the number of devices. It does not import torch."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from flexsearch.cli import signals
+from flexsearch.cli.common import (
+    BatchOption,
+    GraphArgument,
+    JsonOption,
+    PriceOption,
+    ProfileOption,
+    SequenceOption,
+    Size,
+    check_outputs,
+    show,
+    stdout,
+)
+from flexsearch.cli.layouts import need_time, too_large
+from flexsearch.cli.plans import OptimizerOption, PrecisionOption, make_options
+from flexsearch.cli.progress import Live, compiling
+
+if TYPE_CHECKING:
+    from flexsearch.graph import OperatorGraph
+    from flexsearch.planning import Look
+    from flexsearch.report.money import Price
+    from flexsearch.report.scaling import Kind, Scaling, ScalingPoint
+    from flexsearch.scaling import Scaler
+    from flexsearch.strategy import Options
+    from flexsearch.topology.sizes import Sizes
+
+
+def scale(
+    graph: GraphArgument,
+    topology: Annotated[
+        str,
+        typer.Option("--topology", "-t", metavar="T", help="A preset, or a topology file: the hosts to take more of."),
+    ],
+    up_to: Annotated[
+        int, typer.Option("--up-to", min=1, max=4096, metavar="N", help="The most devices to plan for.")
+    ] = 64,
+    strong: Annotated[bool, typer.Option("--strong", help="Only strong scaling: all steps have one batch.")] = False,
+    weak: Annotated[bool, typer.Option("--weak", help="Only weak scaling: the batch grows with the devices.")] = False,
+    budget: Annotated[
+        str,
+        typer.Option("--budget", "-b", metavar="15s|500", help="How long to search for each number of devices."),
+    ] = "15s",
+    profile: ProfileOption = None,
+    batch: BatchOption = None,
+    seq: SequenceOption = None,
+    optimizer: OptimizerOption = "momentum",
+    precision: PrecisionOption = "as-is",
+    plan_only: Annotated[
+        bool,
+        typer.Option("--plan-only", help="Search data x tensor x pipeline layouts, as optimize --plan-only does."),
+    ] = False,
+    cost_per_hour: PriceOption = None,
+    output: Annotated[
+        Path | None, typer.Option("--output", "-o", help="Draw the curves: a .png, .svg or .pdf file.")
+    ] = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Plan a training step for more and more devices: step time, efficiency and memory, and where more stop paying.
+
+    The number of devices doubles, from one to whole hosts to --up-to; hosts are those of the topology.
+
+    Ctrl-C ends the command with the rows so far.
+    """
+    from flexsearch.report.plots import FORMATS
+
+    if output is not None and output.suffix.removeprefix(".") not in FORMATS:
+        raise typer.BadParameter(f"{output} cannot be drawn; give a .png, .svg or .pdf file", param_hint="--output")
+    check_outputs({"--output": output}, graph, topology, profile)
+    from flexsearch.api import parse_budget
+    from flexsearch.cli.details import times_words
+    from flexsearch.cost import Profile
+    from flexsearch.report.money import Price
+    from flexsearch.scaling import Scaler
+    from flexsearch.topology.sizes import Sizes
+
+    parse_budget(budget)  # refused before the work
+    planned, sizes = Size(batch, seq).load(graph), Sizes.named(topology)
+    measured = Profile.load(profile) if profile is not None else None
+    layouts = plan_only or too_large(planned)
+    if layouts:
+        need_time(budget)
+    options = make_options(optimizer, precision, "none", False)
+    scaler = Scaler(planned, sizes, budget, options, layouts, measured)
+    kinds: tuple[Kind, ...] = ("strong",) if strong and not weak else ("weak",) if weak and not strong else (
+        "strong", "weak"
+    )  # fmt: skip
+    points = _collect(scaler, up_to, kinds)
+    curves = _curves(points, planned, Price(cost_per_hour) if cost_per_hour is not None else None)
+    if output is not None:
+        _draw(output, curves, planned, sizes)
+    data = _data(curves, planned, sizes, layouts, output)
+    headline = f"{_title(planned, sizes)}; {times_words(measured)}"
+    show(as_json, data, lambda: _say(curves, headline, layouts, options, output))
+
+
+def _collect(scaler: Scaler, most: int, kinds: tuple[Kind, ...]) -> dict[Kind, list[ScalingPoint]]:
+    """The points of each curve. Ctrl-C ends the work; what it cut short is left out."""
+    from dataclasses import replace
+
+    from flexsearch.api import parse_budget
+    from flexsearch.report.units import seconds
+
+    found: dict[Kind, list[ScalingPoint]] = {kind: [] for kind in kinds}
+    each = parse_budget(scaler.budget)
+    with Live(compiling(), each[0] or each[1]) as live:
+
+        def look(what: str, now: Look) -> None:
+            signals.current.poll()
+            done = now.elapsed_s if each[0] is not None else now.plans
+            live.show(f"{what}: {now.phase}", done, state=f"{now.plans:,} plans, best {seconds(now.best_s)}")
+
+        try:
+            for kind, point in replace(scaler, on_look=look).points(most, kinds):
+                found[kind].append(point)
+                signals.current.graceful = True  # there is a row
+        except KeyboardInterrupt:
+            pass
+    signals.current.hold()
+    if not any(found.values()):
+        raise KeyboardInterrupt
+    return found
+
+
+def _curves(points: dict[Kind, list[ScalingPoint]], graph: OperatorGraph, price: Price | None) -> list[Scaling]:
+    from flexsearch.graph.sequence import sequence_length
+    from flexsearch.report.scaling import Scaling
+
+    length = sequence_length(graph)
+    return [Scaling(kind, tuple(found), length, price=price) for kind, found in points.items()]
+
+
+def _draw(path: Path, curves: list[Scaling], graph: OperatorGraph, sizes: Sizes) -> None:
+    from flexsearch.output import write
+    from flexsearch.report.plots import rendered
+    from flexsearch.report.scaling import scaling_figure
+
+    write(path, rendered(scaling_figure(curves, _title(graph, sizes)), path.suffix.removeprefix(".")))
+
+
+def _title(graph: OperatorGraph, sizes: Sizes) -> str:
+    from flexsearch.graph.sequence import sequence_length
+
+    length = sequence_length(graph)
+    each = f" of {length:,} tokens" if length else ""
+    return f"{graph.name}, batch {graph.batch:,}{each}, on hosts of {sizes.whole.name.split(':')[0]}"
+
+
+def _data(
+    curves: list[Scaling], graph: OperatorGraph, sizes: Sizes, layouts: bool, output: Path | None
+) -> dict[str, Any]:
+    from flexsearch.report.scaling import scaling_data
+
+    return {
+        "graph": graph.name, "topology": sizes.whole.name, "batch": graph.batch, "plan_only": layouts,
+        "interrupted": bool(signals.current.number), "path": str(output) if output is not None else None,
+        **{curve.kind: scaling_data(curve) for curve in curves},
+    }  # fmt: skip
+
+
+def _say(curves: list[Scaling], headline: str, layouts: bool, options: Options, output: Path | None) -> None:
+    from flexsearch.cli.details import tell
+    from flexsearch.report.scaling import scaling_table, verdict
+
+    tell(headline, indent=2)
+    headings = {"strong": "the same batch on more devices", "weak": "the batch grows with the devices"}
+    for curve in curves:
+        tell(f"\n{curve.kind.capitalize()} scaling: {headings[curve.kind]}")
+        stdout.print(scaling_table(curve))
+        tell(f"\n{verdict(curve)}")
+    if signals.current.number:
+        tell("\nInterrupted: larger clusters were not planned.")
+    if not any(curve.fitting for curve in curves):
+        others = {"--plan-only": not layouts, "--precision bf16": options.precision == "as-is"}
+        told = [option for option, helps in others.items() if helps]
+        tell(f"\nTry {', '.join(['more devices (--up-to)', *told])} or a shorter --seq.")
+    elif layouts:
+        tell("\nThese are layouts that can be simulated; optimize --plan-only writes one to a file.")
+    if output is not None:
+        stdout.print(f"\nWrote {output}.", soft_wrap=True)

@@ -1,0 +1,98 @@
+"""Floor 5: where no plan fits into memory, what would help, tried by the search in bounded time."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from math import ceil
+from typing import Final
+
+from flexsearch.api import Setting
+from flexsearch.cost.compute import state_bytes
+from flexsearch.errors import FlexsearchError, TopologyError
+from flexsearch.graph.precision import with_precision
+from flexsearch.planning import Look, OnLook, plan
+from flexsearch.report.fitting import Attempt, Fitting
+from flexsearch.strategy import Options
+from flexsearch.topology.sizes import Sizes
+
+SHARES: Final = 4
+"""The time is divided so: for half precision, and for three numbers of hosts. Taken."""
+
+
+def what_would_fit(setting: Setting, options: Options, budget_s: float, on_look: OnLook | None = None) -> Fitting:
+    """Search layouts in half precision, if the options do not ask for one; then on twice as many hosts, and so on, but
+    on no fewer than the states need, until something fits; then between the last two numbers. All together takes about
+    ``budget_s`` (s). Ctrl-C ends it with what has been tried."""
+    tries = _Tries(setting, options, budget_s, on_look or (lambda now: None))
+    half = tries.half_precision() if options.precision == "as-is" else None
+    tries.hosts()
+    return Fitting(tries.states, tries.room, tries.least, tries.most > tries.now, tries.tried, half)
+
+
+class _Tries:
+    """Searches, one after the other, as long as there is time."""
+
+    def __init__(self, setting: Setting, options: Options, budget_s: float, look: Callable[[Look], None]) -> None:
+        self.setting, self.options, self.look = setting, options, look
+        self.each_s, self.end = budget_s / SHARES, time.monotonic() + budget_s
+        self.sizes, self.now = Sizes(setting.topology), len(setting.topology.hosts)
+        try:
+            self.most = self.sizes.most_hosts
+        except TopologyError:  # hosts of different sizes
+            self.most = self.now
+        self.states = training_bytes(setting, options)
+        self.room = sum(device.memory_bytes for device in setting.topology.devices)
+        self.least = ceil(self.states * self.now / self.room)
+        self.tried: dict[int, Attempt] = {}
+
+    def half_precision(self) -> Attempt | None:
+        options = self.options.model_copy(update={"precision": "bf16"})
+        return self._search(self.setting, options, "--precision bf16")
+
+    def hosts(self) -> None:
+        """Twice as many each time until something fits, then half-way between."""
+        count, below = 2 * self.now, max(self.now, self.least - 1)
+        while count < self.least:
+            count *= 2
+        while count <= self.most and (attempt := self._on(count)) is not None:
+            if attempt.fits:
+                break
+            count, below = 2 * count, count
+        fits = count in self.tried and self.tried[count].fits
+        while fits and count - below > 1 and (attempt := self._on((count + below) // 2)) is not None:
+            middle = (count + below) // 2
+            count, below = (middle, below) if attempt.fits else (count, middle)
+
+    def _on(self, hosts: int) -> Attempt | None:
+        """An attempt on so many hosts, noted; None if the time is over."""
+        topology = self.sizes.of_hosts(hosts)
+        words = f"{hosts} hosts ({len(topology.devices):,} devices)"
+        there = Setting.of(self.setting.graph, topology, self.setting.costs.profile)
+        attempt = self._search(there, self.options, words)
+        if attempt is not None:
+            self.tried[hosts] = attempt
+        return attempt
+
+    def _search(self, setting: Setting, options: Options, change: str) -> Attempt | None:
+        seconds = min(self.each_s, self.end - time.monotonic())
+        if seconds < 0.2 * self.each_s:
+            return None
+        try:
+            best = plan(setting, f"{seconds:.6f}s", options, layouts=True, on_look=self.look)
+        except KeyboardInterrupt:
+            best = None
+        except FlexsearchError:
+            return Attempt(change, None)
+        if best is None or best.interrupted:
+            self.end = 0.0
+            return None
+        return Attempt(change, best.step, best.words)
+
+
+def training_bytes(setting: Setting, options: Options) -> int:
+    """Bytes of all weights, their gradients and what the optimizer keeps: a copy of each."""
+    weights = with_precision(setting.graph, options.precision).of_kind("parameter")
+    return sum(
+        2 * w.nbytes + w.nbytes // w.itemsize * state_bytes(w, options.optimizer, options.precision) for w in weights
+    )
