@@ -315,5 +315,5 @@ def test_memory_over_time_and_timelines_are_drawn(cli: Cli, files: None) -> None
         ran = cli("plot", "1f1b.json", "-g", "g.json", "-o", "plan.png" if more else "plan.html", *more)
         assert ran.code == 0, ran.err
     assert Path("plan.png").read_bytes().startswith(b"\x89PNG") and Path("plan.html").read_text().count("<svg") == 3
-    refused = cli("plot", "1f1b.json", "-g", "g.json", "-o", "plan.png", "--what", "scaling")
+    refused = cli("plot", "1f1b.json", "-g", "g.json", "-o", "plan.png", "--what", "comparison")
     assert refused.code == 2 and "one stage" in refused.err
