@@ -46,7 +46,7 @@ from flexsearch.graph.shipped import FEW
 from flexsearch.report.layouts import StagedRow, layout_words
 from flexsearch.search.hybrid import HybridResult, Layout, search_hybrid, simulate_layout
 from flexsearch.simulate.staged import Step
-from flexsearch.strategy import Options
+from flexsearch.strategy import Options, States
 from flexsearch.strategy.stage import ScheduleKind
 from flexsearch.topology import Topology
 from flexsearch.zoo.base import build
@@ -125,7 +125,7 @@ def tflops(row: Published, step_s: float) -> float:
 def words(result: HybridResult) -> str:
     """The layout of the best plan."""
     best = result.best
-    row = StagedRow("", best.pipeline, best.options, result.step, best.layout.sharded)
+    row = StagedRow("", best.pipeline, best.options, result.step, States.WEIGHTS if best.layout.sharded else States.WHOLE)
     return layout_words(row).replace(" with float32 masters", "")
 
 

@@ -26,7 +26,7 @@ from flexsearch.search.hybrid.layout import divisors, factorings, neighbours
 from flexsearch.simulate import makespan
 from flexsearch.simulate.delta import DeltaSimulator
 from flexsearch.simulate.staged import StagedSimulators, model_flops, step_of, step_of_strategy
-from flexsearch.strategy import Options, Strategy
+from flexsearch.strategy import Options, States, Strategy
 from flexsearch.strategy.baselines import baseline
 from flexsearch.strategy.pipeline import Pipeline
 from flexsearch.strategy.stage import check_batch
@@ -291,7 +291,7 @@ def test_a_layout_is_told_in_the_words_of_the_field() -> None:
     step = replace(found().step, samples=64)
     pipeline = Pipeline(8, (0, 3, 5, 9), ((0, 1), (2, 3)) * 2, 4, "interleaved-1f1b")
     options = Options(precision="bf16", recompute="full", reshard_after_forward=True)
-    assert layout_words(StagedRow("", pipeline, options, step, sharded=True)) == (
+    assert layout_words(StagedRow("", pipeline, options, step, States.WEIGHTS)) == (
         "pipeline 2 x tensor 2 x data 8, 4 microbatches of 2, interleaved 1F1B, 2 stages on each device, weights "
         "sharded over 8 and gathered again in the backward pass, bf16 with float32 masters, recompute everything"
     )

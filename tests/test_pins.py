@@ -37,7 +37,7 @@ def test_a_pinned_operator_has_its_config_in_the_answer_and_in_every_baseline() 
     strategy = found_with(graph, f"{free[0]}: batch=2", f"{free[1]}: devices=1,3, parameter=2, shard=no")
     first, second = strategy.configs[free[0]], strategy.configs[free[1]]
     assert first.degree("b0") == 2
-    assert second.devices == (1, 3) and dict(second.degrees) == {"o": 2} and not second.shard_weights
+    assert second.devices == (1, 3) and dict(second.degrees) == {"o": 2} and not second.states
 
 
 def test_a_pattern_names_operators_and_modules() -> None:
@@ -79,7 +79,7 @@ def test_the_nearest_config_is_legal_obeys_the_pin_and_is_its_own_nearest(
                 if pin.replicas is not None:
                     assert config.replicas == pin.replicas
                 if pin.shard and i in rule.weighted:
-                    assert config.shard_weights
+                    assert config.states
     for config in space.alternatives(0, space.random_plan(rng)):
         assert space.fix(0, config) == config
 

@@ -30,7 +30,7 @@ from flexsearch.simulate.account import missing_memory
 from flexsearch.simulate.engine import Engine
 from flexsearch.simulate.memory import spans_of
 from flexsearch.simulate.units import make_account
-from flexsearch.strategy import Options, Strategy, make_config
+from flexsearch.strategy import Options, States, Strategy, make_config
 from flexsearch.strategy.baselines import baseline
 from flexsearch.topology import Topology
 from tests import test_delta, test_memory
@@ -254,7 +254,7 @@ def test_stages_and_microbatches_do_it_in_every_backward_pass(count: int, option
     cut = Stages((0, border), ((0, 1), (2, 3)), count)
     lowering = Lowering(graph, topology, Costs(graph, topology))
     configs = [
-        make_config(op, {a: 2 for a in op.axes_of("sample")[:1] if op.sizes[a] == 2}, devices, shard_weights=True)
+        make_config(op, {a: 2 for a in op.axes_of("sample")[:1] if op.sizes[a] == 2}, devices, States.WEIGHTS)
         for op, devices in zip(graph.operators, map(cut.devices.__getitem__, cut.of(len(graph.operators))), strict=True)
     ]
     rows = PlanRows(lowering, Templates(lowering), options, cut)

@@ -74,10 +74,10 @@ def _search(setting: Setting, options: Options, seconds: float, budget: str) -> 
 
 def _row(name: str, candidate: Candidate, step: Step) -> StagedRow:
     from flexsearch.report.layouts import StagedRow
+    from flexsearch.strategy import States
 
-    return StagedRow(
-        name, candidate.pipeline, candidate.options, step, candidate.layout.sharded, candidate.changed
-    )  # fmt: skip
+    states = States.WEIGHTS if candidate.layout.sharded else States.WHOLE
+    return StagedRow(name, candidate.pipeline, candidate.options, step, states, candidate.changed)
 
 
 def _nothing_fits(result: HybridResult) -> tuple[str, str]:

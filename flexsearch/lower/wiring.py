@@ -236,13 +236,12 @@ def _wire_weight(
     change.weight[np.uint64(change.touched[1])] = w
     change.touched[1] += ONE
     first, last = np.uint64(program.reader_first[w]), np.uint64(program.reader_last[w])
-    shard = ZERO
+    states = ZERO
     for k in range(first, last):
         slot = np.uint64(program.reader[k])
         config = np.uint64(state.config[np.uint64(wiring.slot_operator[slot])])
-        if pools.config_shard[config] == 1:
-            shard = ONE
-    node = find(table, WEIGHT, wiring.weight_type[w], shard)
+        states = max(states, np.uint64(pools.config_states[config]))
+    node = find(table, WEIGHT, wiring.weight_type[w], states)
     for k in range(first, last):
         slot = np.uint64(program.reader[k])
         _touch(change, slot)
@@ -254,7 +253,7 @@ def _wire_weight(
             node = find(table, STEP, node, np.uint64(need) * TWO + np.uint64(program.flows[slot]))
     plan = find(table, PLAN, node, ZERO) if node != MISSING else MISSING
     if plan == MISSING:
-        miss(change, WEIGHT, w, shard)
+        miss(change, WEIGHT, w, states)
         return
     p, old = np.uint64(plan), np.uint64(state.plan[w])
     at = np.uint64(pools.plan_gather[p])

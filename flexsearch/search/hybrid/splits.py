@@ -11,7 +11,7 @@ from flexsearch.lower import Lowering
 from flexsearch.search.hybrid.cuts import Cuts
 from flexsearch.search.hybrid.layout import Layout, divisors
 from flexsearch.simulate.staged import StagedSimulators
-from flexsearch.strategy import OperatorConfig
+from flexsearch.strategy import OperatorConfig, States
 from flexsearch.strategy.baselines import has_weights, inside_group
 from flexsearch.strategy.config import make_config
 from flexsearch.strategy.pipeline import Pipeline
@@ -37,7 +37,7 @@ class Splits:
             graph = lowering.graph
             configs = inside_group(graph, lowering.topology, layout.tensor)
             self._known[key] = tuple(
-                replace(config, shard_weights=layout.sharded and has_weights(graph, i))
+                replace(config, states=States.WEIGHTS if layout.sharded and has_weights(graph, i) else States.WHOLE)
                 for i, config in enumerate(configs)
             )
         return self._known[key]
@@ -77,7 +77,7 @@ class Splits:
                 changes = {
                     i: replace(
                         split.on(_group(configs[i], layout)[d] for d in split.devices),
-                        shard_weights=configs[i].shard_weights,
+                        states=configs[i].states,
                     )
                     for i in members
                 }
