@@ -125,7 +125,8 @@ def tflops(row: Published, step_s: float) -> float:
 def words(result: HybridResult) -> str:
     """The layout of the best plan."""
     best = result.best
-    row = StagedRow("", best.pipeline, best.options, result.step, States.WEIGHTS if best.layout.sharded else States.WHOLE)
+    states = States.WEIGHTS if best.layout.sharded else States.WHOLE
+    row = StagedRow("", best.pipeline, best.options, result.step, states)
     return layout_words(row).replace(" with float32 masters", "")
 
 

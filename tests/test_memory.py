@@ -323,7 +323,7 @@ def test_spans_of_stages_are_those_of_the_definition(data: st.DataObject, name: 
 def test_the_peak_of_any_schedule_is_that_of_the_passes_laid_out(data: st.DataObject, name: str) -> None:
     graph, topology = data.draw(st.sampled_from([mlp(), cnn(), viewed(), tied()])), TOPOLOGIES[name]()
     stages, configs = data.draw(staged(graph, len(topology.devices)))
-    options = Options(optimizer="adam", bucket_bytes=1000)
+    options = Options(optimizer="adam", bucket_bytes=1000, reshard_after_forward=data.draw(st.booleans()))
     lowered = Lowering(graph, topology, Costs(graph, topology)).lower(configs, options, stages)
     spans, found = spans_of(lowered), memory(lowered)
     for d in {d for of in stages.devices for d in of}:

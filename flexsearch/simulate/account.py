@@ -21,7 +21,7 @@ import numpy.typing as npt
 
 from flexsearch.compiled import I64, ONE, TWO, U8, U32, U64, ZERO, lean
 from flexsearch.lower.arrays import State
-from flexsearch.lower.rows import FORWARD, Schedule
+from flexsearch.lower.rows import FORWARD, GATHER, Schedule
 from flexsearch.packed import packed
 from flexsearch.simulate.lifetimes import GRADIENTS, Sources, Spans, list_spans
 from flexsearch.simulate.most import most_bytes
@@ -111,6 +111,7 @@ def _remember(old: State, state: State) -> None:
     for slot in range(np.uint64(state.leader.shape[0])):
         old.leader[slot], old.need[slot] = state.leader[slot], state.need[slot]
         old.forward[slot], old.backward[slot] = state.forward[slot], state.backward[slot]
+        old.kept[slot] = state.kept[slot]
     for w in range(np.uint64(state.plan.shape[0])):
         old.plan[w] = state.plan[w]
 
@@ -162,7 +163,7 @@ def _which(schedule: Schedule, block: Any, last: Any, ends: Any) -> Any:
         return final
     if schedule.once[block] == 1:
         return ZERO
-    if schedule.kind[block] != FORWARD and final == ZERO:
+    if schedule.kind[block] != FORWARD and schedule.kind[block] != GATHER and final == ZERO:
         return ZERO if ends else last
     return last if ends else ZERO
 
