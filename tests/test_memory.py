@@ -223,7 +223,8 @@ def test_units_that_the_account_overlooks_are_noticed() -> None:
 
 def unrolled(spans: Sequence[Span], schedule: Schedule, device: int) -> int:
     """Peak of a device, by laying every microbatch's spans out one after the other. What is there once begins with the
-    first microbatch for which the device runs the block, and ends with the last."""
+    first microbatch for which the device runs the block, and ends with the last; receive buffers end with the first
+    that uses them."""
     count, group = int(schedule.microbatches[0]), int(schedule.group[device])
     runs: list[tuple[int, int]] = []
     for a in range(int(schedule.action_first[group]), int(schedule.action_last[group])):
@@ -252,7 +253,8 @@ def unrolled(spans: Sequence[Span], schedule: Schedule, device: int) -> int:
             for k in range(count):
                 add(s.nbytes, (a, k), first, (b, k), last)
             continue
-        add(s.nbytes, (a, earliest[a]), first, (b, latest[b]), last)
+        ends = earliest if s.part == "buffers" else latest
+        add(s.nbytes, (a, earliest[a]), first, (b, ends[b]), last)
         if s.part == "gradients" and not schedule.once[a]:
             for k in set(range(count)) - {earliest[a]}:
                 add(s.nbytes, (a, k), first, (a, k), first)
