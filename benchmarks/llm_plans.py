@@ -46,7 +46,7 @@ from flexsearch.graph.shipped import FEW
 from flexsearch.report.layouts import StagedRow, layout_words
 from flexsearch.search.hybrid import HybridResult, Layout, search_hybrid, simulate_layout
 from flexsearch.simulate.staged import Step
-from flexsearch.strategy import Options
+from flexsearch.strategy import Options, States
 from flexsearch.strategy.stage import ScheduleKind
 from flexsearch.topology import Topology
 from flexsearch.zoo.base import build
@@ -125,7 +125,7 @@ def tflops(row: Published, step_s: float) -> float:
 def words(result: HybridResult) -> str:
     """The layout of the best plan."""
     best = result.best
-    row = StagedRow("", best.pipeline, best.options, result.step, best.layout.sharded)
+    row = StagedRow("", best.pipeline, best.options, result.step, best.layout.states)
     return layout_words(row).replace(" with float32 masters", "")
 
 
@@ -155,8 +155,9 @@ def expert(name: str, graph: OperatorGraph, topology: Topology, options: Options
     """The layout that an expert would take, simulated."""
     tensor, pipeline, sharded = EXPERT[name]
     data = len(topology.devices) // (tensor * pipeline)
+    states = States.WEIGHTS if sharded else States.WHOLE
     return simulate_layout(
-        graph, topology, Layout(data, tensor, pipeline, graph.batch // data, sharded=sharded), options
+        graph, topology, Layout(data, tensor, pipeline, graph.batch // data, states=states), options
     )[1]  # fmt: skip
 
 

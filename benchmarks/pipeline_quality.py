@@ -90,7 +90,8 @@ def chain_row(layers: int, devices: int, seed: int, budget_s: float) -> Row:
     return {
         "layers": layers, "devices": devices, "seed": seed, "plans": optimum.plans, "simulated": optimum.simulated,
         "enumerate_s": enumerate_s, "optimum": _words(best), "optimum_s": optimum.seconds,
-        "found": f"{layout.schedule} {_words(result.best.pipeline)}{' sharded' if layout.sharded else ''}"
+        "found": f"{layout.schedule} {_words(result.best.pipeline)}"
+                 f"{f' {layout.states.name.lower()} sharded' if layout.states else ''}"
                  f"{f' tensor {layout.tensor}' if layout.tensor > 1 else ''}",
         "found_s": result.best.seconds, "over_optimum": result.best.seconds / optimum.seconds,
         "plain_s": min(plain, default=None), "plain_over_optimum": min(plain) / optimum.seconds if plain else None,

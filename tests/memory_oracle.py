@@ -12,8 +12,10 @@ from flexsearch.cost.compute import state_bytes
 from flexsearch.graph import Box, Tensor, volume
 from flexsearch.graph.ops import saved_tensors
 from flexsearch.lower import Layout, Lowered, Reshard, TaskKind, bounding
+from flexsearch.lower.pieces import Weight
 from flexsearch.lower.recompute import regions_of
 from flexsearch.simulate.memory import Part
+from flexsearch.strategy import States
 
 
 class Span:
@@ -97,10 +99,23 @@ class _Walk:
         for weight in lowered.weights:
             tensor = self.graph.tensor[weight.tensor]
             kept = state_bytes(tensor, options.optimizer, options.precision)
+            if self._stays(weight):
+                boxes = {}
+                for e in weight.edges:
+                    for device, box, _ in lowered.edges[e].need:
+                        boxes[device] = bounding((boxes.get(device, box), box))
+                for device, box in boxes.items():
+                    self._always(device, volume(box) * tensor.itemsize, "weights")
             for device, box, _ in weight.plan.storage:
-                self._always(device, volume(box) * tensor.itemsize, "weights")
+                if not self._stays(weight):
+                    self._always(device, volume(box) * tensor.itemsize, "weights")
                 if weight.plan.sync is not None and kept:
                     self._always(device, volume(box) * kept, "optimizer")
+
+    @staticmethod
+    def _stays(weight: Weight) -> bool:
+        """Whether a weight is whole between steps, though updated in parts: what is gathered needs no place."""
+        return weight.plan.states in (States.OPTIMIZER, States.GRADIENTS)
 
     def _weights(self) -> None:
         """Gathered weights; a part cut from what the device stores is a view of it."""
@@ -108,7 +123,9 @@ class _Walk:
         for weight in self.lowered.weights:
             tensor = self.graph.tensor[weight.tensor]
             for e, plan in zip(weight.edges, weight.plan.forward, strict=True):
-                if plan.exchanges:
+                if self._stays(weight):
+                    self._receive("gather", e, plan, tensor.itemsize)
+                elif plan.exchanges:
                     remote = {d for exchange in plan.exchanges for d in exchange.receivers}
                     self._arrive("gather", e, plan, tensor, "gathered", {}, remote)
                     if e in regathered:

@@ -12,8 +12,8 @@ from typing import Final
 import numpy as np
 
 from flexsearch.search.evaluate import Configs
-from flexsearch.search.space import Space, sharded
-from flexsearch.strategy import OperatorConfig
+from flexsearch.search.space import Space, with_states
+from flexsearch.strategy import OperatorConfig, States
 
 Move = Callable[[np.random.Generator, Space, Configs], Configs]
 
@@ -35,7 +35,7 @@ def copy(rng: np.random.Generator, space: Space, configs: Configs) -> Configs:
             return _with(configs, new)
         link = links[rng.integers(len(links))]
         followed = space.propagation.over(at, new.get(at, configs[at]), link)
-        new[link.target] = sharded(followed, configs[link.target].shard_weights)
+        new[link.target] = with_states(followed, configs[link.target].states)
         at = link.target
         if rng.random() < 0.35:
             return _with(configs, new)
@@ -72,13 +72,14 @@ def swap(rng: np.random.Generator, space: Space, configs: Configs) -> Configs:
 
 
 def shard(rng: np.random.Generator, space: Space, configs: Configs) -> Configs:
-    """Store the weights of one operator in parts, or no longer; or of all."""
+    """Keep other states of the weights of one operator in parts; or of all."""
     if not space.weighted:
         return configs
     i = space.weighted[rng.integers(len(space.weighted))]
     chosen = [i] if rng.random() < 0.8 else space.weighted
-    to = not configs[i].shard_weights
-    return _with(configs, {k: sharded(configs[k], to and len(configs[k].devices) > 1) for k in chosen})
+    to = States((configs[i].states + rng.integers(1, len(States))) % len(States))
+    changed = {k: with_states(configs[k], to if len(configs[k].devices) > 1 else States.WHOLE) for k in chosen}
+    return _with(configs, changed)
 
 
 MOVES: Final[dict[Move, float]] = {redraw: 2.0, copy: 3.0, group: 4.0, repeated: 2.0, swap: 0.5, shard: 0.5}

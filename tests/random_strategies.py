@@ -6,7 +6,7 @@ from __future__ import annotations
 from hypothesis import strategies as st
 
 from flexsearch.graph import Operator, OperatorGraph
-from flexsearch.strategy import OperatorConfig, Options, Strategy, make_config
+from flexsearch.strategy import OperatorConfig, Options, States, Strategy, make_config
 from flexsearch.topology import Topology
 
 
@@ -25,7 +25,7 @@ def configs(draw: st.DrawFn, op: Operator, devices: int, unequal: bool = True) -
     order = draw(st.permutations(range(devices)))
     samples = [axis for axis, degree in degrees.items() if op.roles[axis] == "sample" and degree > 1]
     shares = {axis: draw(st.tuples(*[st.integers(1, 4)] * degrees[axis])) for axis in samples if unequal}
-    return make_config(op, degrees, order[: parts * replicas], draw(st.booleans()), shares)
+    return make_config(op, degrees, order[: parts * replicas], draw(st.sampled_from(States)), shares)
 
 
 @st.composite

@@ -15,6 +15,7 @@ from flexsearch.search.canonical import complexity, simplify, sorts
 from flexsearch.search.evaluate import Configs, Evaluation
 from flexsearch.search.pins import parse_pins
 from flexsearch.search.space import Space
+from flexsearch.strategy import States
 from flexsearch.strategy.baselines import baseline
 from flexsearch.topology import Topology
 from tests.test_baselines import transformer
@@ -84,15 +85,15 @@ def test_what_costs_nothing_is_not_paid_for(space: Space) -> None:
 
 
 def test_options_are_not_set_where_they_do_nothing(space: Space) -> None:
-    configs = tuple(replace(config, shard_weights=True) for config in plan(space, "data-parallel"))
-    assert not any(config.shard_weights for config in simplify(space, configs, same()))
+    configs = tuple(replace(config, states=States.WEIGHTS) for config in plan(space, "data-parallel"))
+    assert not any(config.states for config in simplify(space, configs, same()))
 
 
 def test_weights_stay_sharded_where_memory_needs_it(space: Space) -> None:
     configs = plan(space, "fsdp")
 
     def evaluate(tried: Configs) -> Evaluation:
-        whole = sum(not tried[i].shard_weights for i in space.weighted)
+        whole = sum(not tried[i].states for i in space.weighted)
         return Evaluation(1.0 - 0.001 * whole, 0.1 * whole)
 
     assert simplify(space, configs, evaluate) == configs
@@ -130,7 +131,7 @@ def test_the_answer_costs_little_and_lacks_no_memory(seed: int, loss: float, lim
     def evaluate(tried: Configs) -> Evaluation:
         last[:] = [tried]
         price = sum(prices.setdefault((i, c), rng.random() / 50) for i, c in enumerate(tried))
-        return Evaluation(1.0 + price, 0.0 if len({c.shard_weights for c in tried}) == 2 else 0.5)
+        return Evaluation(1.0 + price, 0.0 if len({c.states for c in tried}) == 2 else 0.5)
 
     last: list[Configs] = []
     before = evaluate(configs)

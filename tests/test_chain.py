@@ -14,7 +14,7 @@ from flexsearch.search.climb import Climb, Climbed, Climber, Watch
 from flexsearch.search.constants import COARSE_CHAINS, EXCESS, FIRST, GAIN
 from flexsearch.search.evaluate import Evaluation
 from flexsearch.search.moves import draw
-from flexsearch.strategy import OperatorConfig, Options
+from flexsearch.strategy import OperatorConfig, Options, States
 from flexsearch.strategy.baselines import baseline
 from flexsearch.strategy.depth import unrolled
 from flexsearch.topology import Topology
@@ -155,7 +155,8 @@ def test_what_a_class_changes_to(kind: float) -> None:
         model, config = part[0], found[part[0]]
         neighbours = {
             OperatorConfig(
-                over.degrees, over.devices, over.replicas, start[model].shard_weights and len(over.devices) > 1
+                over.degrees, over.devices, over.replicas,
+                start[model].states if len(over.devices) > 1 else States.WHOLE,
             )
             for link in space.propagation.links[model]
             for back in space.propagation.links[link.target]

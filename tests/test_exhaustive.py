@@ -22,7 +22,7 @@ from flexsearch.proof.symmetry import interchangeable, renamed
 from flexsearch.search import Evaluator, search
 from flexsearch.simulate import makespan, memory
 from flexsearch.simulate.memory import Memory
-from flexsearch.strategy import OperatorConfig, Options, Strategy, check_config, make_config
+from flexsearch.strategy import OperatorConfig, Options, States, Strategy, check_config, make_config
 from flexsearch.topology import Topology
 from tests.random_strategies import configs
 from tests.test_baselines import Builder, ethernet, mlp, transformer
@@ -160,8 +160,8 @@ def test_the_whole_space_has_every_legal_config_once() -> None:
             for used in range(1, count + 1):
                 if used % prod(degrees) == 0:
                     for devices in permutations(range(count), used):
-                        for shard in (False, True) if weighted and used > 1 else (False,):
-                            config = make_config(op, dict(zip(op.splittable, degrees, strict=True)), devices, shard)
+                        for states in ((States.WHOLE, States.WEIGHTS) if weighted and used > 1 else (States.WHOLE,)):
+                            config = make_config(op, dict(zip(op.splittable, degrees, strict=True)), devices, states)
                             expected.add(renamed(config, {}))
         assert set(row) == expected
 

@@ -80,7 +80,7 @@ def test_in_the_released_space_it_is_never_above_data_parallelism(seed: int) -> 
     result = find(200, seed, released=True)
     parallel = result.baselines["data-parallel"]
     assert result.simulation.makespan_s <= parallel.simulation.makespan_s
-    assert not any(config.shard_weights or config.replicas > 1 for config in result.strategy.configs.values())
+    assert not any(config.states or config.replicas > 1 for config in result.strategy.configs.values())
 
 
 @pytest.mark.parametrize("made", [mlp(batch=48), cnn(batch=48), transformer(batch=48, layers=1)], ids=lambda g: g.name)
@@ -94,7 +94,7 @@ def test_the_released_space_splits_batches_over_consecutive_devices(made: Operat
         for _ in range(60):
             config = rule(i, Space(made, topology).draw(rng, i))
             check_config(op, config, count)
-            assert all(op.roles[axis] == "sample" for axis, _ in config.degrees) and not config.shard_weights
+            assert all(op.roles[axis] == "sample" for axis, _ in config.degrees) and not config.states
             assert config.devices == tuple(range(config.devices[0], config.devices[0] + len(config.devices)))
             assert len(config.devices) in rule.counts and rule(i, config) == config
             used.add(len(config.devices))

@@ -20,7 +20,7 @@ from flexsearch.search.folded import folded_starts
 from flexsearch.search.space import Space
 from flexsearch.simulate import simulate
 from flexsearch.simulate.delta import DeltaSimulator
-from flexsearch.strategy import OperatorConfig, Options
+from flexsearch.strategy import OperatorConfig, Options, States
 from flexsearch.strategy.baselines import baseline
 from flexsearch.topology import Device, Link, Topology
 from flexsearch.topology.classes import fold_topology, foldings
@@ -57,7 +57,7 @@ def random_plan(space: Space, rng: np.random.Generator) -> Configs:
     if rng.random() < 0.7:
         return configs
     return tuple(
-        OperatorConfig(c.degrees, c.devices, c.replicas, bool(rng.random() < 0.5)) for c in configs
+        OperatorConfig(c.degrees, c.devices, c.replicas, States(rng.integers(len(States)))) for c in configs
     )
 
 

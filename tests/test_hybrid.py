@@ -32,7 +32,7 @@ from flexsearch.search.hybrid.ranking import Key, Ranking, Ratios
 from flexsearch.simulate import makespan
 from flexsearch.simulate.delta import DeltaSimulator
 from flexsearch.simulate.staged import StagedSimulators, model_flops, step_of, step_of_strategy
-from flexsearch.strategy import Options, Strategy
+from flexsearch.strategy import Options, States, Strategy
 from flexsearch.strategy.baselines import baseline
 from flexsearch.strategy.pipeline import Pipeline
 from flexsearch.strategy.stage import check_batch
@@ -216,7 +216,7 @@ def test_the_search_finds_the_best_of_all_layouts_without_resplitting() -> None:
 def test_a_strategy_is_saved_loaded_and_simulated_as_it_was_found(tmp_path: Path) -> None:
     graph, topology = decoder(), Topology.load("dgx-a100:1")
     search = LayoutSearch(graph, topology, OPTIONS, None, 1e9, None)
-    candidate = search.evaluate(Layout(2, 2, 2, 4, sharded=True), OPTIONS)
+    candidate = search.evaluate(Layout(2, 2, 2, 4, states=States.WEIGHTS), OPTIONS)
     assert candidate is not None
     strategy = search._result(candidate, "").strategy
     strategy.save(tmp_path / "plan.json")
@@ -299,7 +299,7 @@ def test_estimates_are_near_what_is_simulated() -> None:
     for layout, options in [
         (Layout(8, 1, 1), OPTIONS), (Layout(1, 8, 1, 4), OPTIONS), (Layout(1, 1, 8, 32), OPTIONS),
         (Layout(1, 2, 4, 8, "gpipe"), full), (Layout(1, 2, 4, 16, "zero-bubble"), OPTIONS),
-        (Layout(2, 1, 4, 8, "interleaved-1f1b", 2), OPTIONS), (Layout(8, 1, 1, 2, sharded=True), OPTIONS),
+        (Layout(2, 1, 4, 8, "interleaved-1f1b", 2), OPTIONS), (Layout(8, 1, 1, 2, states=States.WEIGHTS), OPTIONS),
     ]:  # fmt: skip
         estimate, candidate = search.estimates.estimate(layout, options), search.evaluate(layout, options)
         assert candidate is not None
@@ -424,7 +424,7 @@ def test_a_layout_is_told_in_the_words_of_the_field() -> None:
     step = replace(found().step, samples=64)
     pipeline = Pipeline(8, (0, 3, 5, 9), ((0, 1), (2, 3)) * 2, 4, "interleaved-1f1b")
     options = Options(precision="bf16", recompute="full", reshard_after_forward=True)
-    assert layout_words(StagedRow("", pipeline, options, step, sharded=True)) == (
+    assert layout_words(StagedRow("", pipeline, options, step, States.WEIGHTS)) == (
         "pipeline 2 x tensor 2 x data 8, 4 microbatches of 2, interleaved 1F1B, 2 stages on each device, weights "
         "sharded over 8 and gathered again in the backward pass, bf16 with float32 masters, recompute everything"
     )

@@ -223,7 +223,8 @@ def test_units_that_the_account_overlooks_are_noticed() -> None:
 
 def unrolled(spans: Sequence[Span], schedule: Schedule, device: int) -> int:
     """Peak of a device, by laying every microbatch's spans out one after the other. What is there once begins with the
-    first microbatch for which the device runs the block, and ends with the last."""
+    first microbatch for which the device runs the block, and ends with the last; receive buffers end with the first
+    that uses them."""
     count, group = int(schedule.microbatches[0]), int(schedule.group[device])
     runs: list[tuple[int, int]] = []
     for a in range(int(schedule.action_first[group]), int(schedule.action_last[group])):
@@ -252,7 +253,8 @@ def unrolled(spans: Sequence[Span], schedule: Schedule, device: int) -> int:
             for k in range(count):
                 add(s.nbytes, (a, k), first, (b, k), last)
             continue
-        add(s.nbytes, (a, earliest[a]), first, (b, latest[b]), last)
+        ends = earliest if s.part == "buffers" else latest
+        add(s.nbytes, (a, earliest[a]), first, (b, ends[b]), last)
         if s.part == "gradients" and not schedule.once[a]:
             for k in set(range(count)) - {earliest[a]}:
                 add(s.nbytes, (a, k), first, (a, k), first)
@@ -323,7 +325,7 @@ def test_spans_of_stages_are_those_of_the_definition(data: st.DataObject, name: 
 def test_the_peak_of_any_schedule_is_that_of_the_passes_laid_out(data: st.DataObject, name: str) -> None:
     graph, topology = data.draw(st.sampled_from([mlp(), cnn(), viewed(), tied()])), TOPOLOGIES[name]()
     stages, configs = data.draw(staged(graph, len(topology.devices)))
-    options = Options(optimizer="adam", bucket_bytes=1000)
+    options = Options(optimizer="adam", bucket_bytes=1000, reshard_after_forward=data.draw(st.booleans()))
     lowered = Lowering(graph, topology, Costs(graph, topology)).lower(configs, options, stages)
     spans, found = spans_of(lowered), memory(lowered)
     for d in {d for of in stages.devices for d in of}:

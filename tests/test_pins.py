@@ -12,7 +12,7 @@ from flexsearch.search import search
 from flexsearch.search.climb import Climber
 from flexsearch.search.pins import Pins, parse_pins
 from flexsearch.search.space import Space
-from flexsearch.strategy import Options, Strategy, check_config
+from flexsearch.strategy import Options, States, Strategy, check_config
 from flexsearch.topology import Topology
 from tests.test_baselines import cnn, ethernet, mlp, transformer
 
@@ -37,7 +37,7 @@ def test_a_pinned_operator_has_its_config_in_the_answer_and_in_every_baseline() 
     strategy = found_with(graph, f"{free[0]}: batch=2", f"{free[1]}: devices=1,3, parameter=2, shard=no")
     first, second = strategy.configs[free[0]], strategy.configs[free[1]]
     assert first.degree("b0") == 2
-    assert second.devices == (1, 3) and dict(second.degrees) == {"o": 2} and not second.shard_weights
+    assert second.devices == (1, 3) and dict(second.degrees) == {"o": 2} and not second.states
 
 
 def test_a_pattern_names_operators_and_modules() -> None:
@@ -58,6 +58,7 @@ def test_a_pattern_names_operators_and_modules() -> None:
         ("*: batch=2, replicas=2",),
         ("*: devices=0,2, batch=2",),
         ("*: shard=yes", "*: devices=0-3"),
+        ("*: states=optimizer", "*: devices=0-3"),
     ],
 )
 @pytest.mark.parametrize("graph", [mlp(), cnn(), transformer(layers=1)], ids=lambda g: g.name)
@@ -78,8 +79,8 @@ def test_the_nearest_config_is_legal_obeys_the_pin_and_is_its_own_nearest(
                 assert pin.devices in (None, config.devices)
                 if pin.replicas is not None:
                     assert config.replicas == pin.replicas
-                if pin.shard and i in rule.weighted:
-                    assert config.shard_weights
+                if pin.states is not None:
+                    assert config.states == (pin.states if i in rule.weighted else States.WHOLE)
     for config in space.alternatives(0, space.random_plan(rng)):
         assert space.fix(0, config) == config
 

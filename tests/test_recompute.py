@@ -30,7 +30,7 @@ from flexsearch.simulate.account import missing_memory
 from flexsearch.simulate.engine import Engine
 from flexsearch.simulate.memory import spans_of
 from flexsearch.simulate.units import make_account
-from flexsearch.strategy import Options, Strategy, make_config
+from flexsearch.strategy import Options, States, Strategy, make_config
 from flexsearch.strategy.baselines import baseline
 from flexsearch.topology import Topology
 from tests import test_delta, test_memory
@@ -200,23 +200,9 @@ def test_weights_are_gathered_once_more_and_do_not_live_through_the_step() -> No
     assert peaks[1] < 0.6 * peaks[0]
 
 
-@pytest.mark.parametrize("reshard", [False, True])
-def test_sharded_weights_are_levels_2_and_3_of_zero(reshard: bool) -> None:
-    """Rajbhandari et al., SC 2020, figure 1: of 16 bytes for each parameter, a part of all that is not gathered."""
-    graph = stack(3)
-    options = Options(optimizer="adam", precision="bf16", reshard_after_forward=reshard)
-    plan = lowered(graph, options, "fsdp")
-    devices, elements = len(plan.devices), sum(t.nbytes // t.itemsize for t in graph.of_kind("parameter"))
-    stored = [s for s in spans_of(plan) if s.device == 0 and s.part in ("weights", "optimizer") and s.first == 0]
-    kept = sum(s.nbytes for s in stored if s.last == max(s.last for s in stored))
-    assert kept == pytest.approx((2 + 12) * elements / devices, rel=0.01)
-    gathered = weights_at_the_end_of_forward(plan) - 2 * elements  # on all devices
-    assert gathered < 0.4 * 2 * elements * devices if reshard else gathered > 0.95 * 2 * elements * devices
-
-
 def weights_at_the_end_of_forward(plan: Lowered) -> int:
     middle = 2 * max(int(b) for b in np.flatnonzero(plan.rows.blocks.kind == FORWARD)) + 1
-    return sum(s.nbytes for s in spans_of(plan) if s.part == "weights" and s.first <= middle < s.last)
+    return sum(s.nbytes for s in spans_of(plan) if s.part in ("weights", "gathered") and s.first <= middle < s.last)
 
 
 @pytest.mark.parametrize("options", EVERY, ids=NAMES)
@@ -254,7 +240,7 @@ def test_stages_and_microbatches_do_it_in_every_backward_pass(count: int, option
     cut = Stages((0, border), ((0, 1), (2, 3)), count)
     lowering = Lowering(graph, topology, Costs(graph, topology))
     configs = [
-        make_config(op, {a: 2 for a in op.axes_of("sample")[:1] if op.sizes[a] == 2}, devices, shard_weights=True)
+        make_config(op, {a: 2 for a in op.axes_of("sample")[:1] if op.sizes[a] == 2}, devices, States.WEIGHTS)
         for op, devices in zip(graph.operators, map(cut.devices.__getitem__, cut.of(len(graph.operators))), strict=True)
     ]
     rows = PlanRows(lowering, Templates(lowering), options, cut)

@@ -36,7 +36,7 @@ from flexsearch.report.summary import ranges
 from flexsearch.report.units import nbytes, percent, ratio, seconds
 from flexsearch.search.space import Space
 from flexsearch.simulate import simulate
-from flexsearch.strategy import Options
+from flexsearch.strategy import Options, States
 from flexsearch.strategy.baselines import baseline
 from flexsearch.topology import Topology
 from tests.test_simulate import GraphMaker, convnet, mlp, plan, weird_trick
@@ -135,7 +135,7 @@ def test_every_operator_with_weights_is_in_exactly_one_group(trick: Lowered) -> 
 def test_splits_replicas_and_sharding_are_told(hosts: Topology) -> None:
     graph = mlp(widths=(64, 64, 64, 64, 64))
     degrees = {"fc0": {"b0": 2, "o": 2}, "fc1": {"i": 4}, "fc2": {"o": 2}, "fc3": {}, "fc4": {"b0": 4}}
-    lowered = plan(graph, hosts, degrees, shard=True)
+    lowered = plan(graph, hosts, degrees, states=States.WEIGHTS)
     told = {graph.operators[g.operators[0]].name: g.treatment for g in groups(lowered)}
     assert told["fc0"] == "batch (2) x output features (2) over 4 hosts, weights sharded"
     assert told["fc1"] == "input features (partial sums) over 4 hosts, weights sharded"

@@ -22,6 +22,7 @@ from flexsearch.lower.layout import Layouts
 from flexsearch.lower.reshard import Phase, Planner, reshard
 from flexsearch.lower.templates import Templates
 from flexsearch.lower.weights import plan_weight
+from flexsearch.strategy import States
 from flexsearch.topology import Topology
 from tests.test_baselines import mlp
 from tests.test_delta import uneven
@@ -299,7 +300,8 @@ def test_groups_that_shard_a_weight_gather_all_of_it() -> None:
     layouts, here = Layouts(), planner("GPUs")
     need = tuple(Entry(d, ((8 * (d // 8), 8 * (d // 8) + 8), (0, 8)), d) for d in range(16))
     plan = plan_weight(
-        [layouts.intern(need)], [True], True, ITEMSIZE, here, layouts, lambda a, b, size: Reshard(here, a, b, size)
+        [layouts.intern(need)], [True], States.WEIGHTS, ITEMSIZE, here, layouts,
+        lambda a, b, size: Reshard(here, a, b, size),
     )
     values = np.arange(128.0).reshape(16, 8)
     held = carried(plan.forward[0], [part(values, entry) for entry in plan.storage])

@@ -187,7 +187,7 @@ def test_random_stages_and_microbatches_run_as_defined(data: Any, graph: str, na
     made, topology = GRAPHS[graph](), TOPOLOGIES[name]()
     stages, plan = data.draw(staged(made, len(topology.devices)))
     bucket, prefetch = data.draw(st.sampled_from([1, 3000, 25 * 2**20])), data.draw(st.integers(0, 2))
-    options = Options(bucket_bytes=bucket, prefetch=prefetch)
+    options = Options(bucket_bytes=bucket, prefetch=prefetch, reshard_after_forward=data.draw(st.booleans()))
     simulator = DeltaSimulator(made, topology, Costs(made, topology), options, plan, stages=stages)
     check_against_definition(simulator)
     tasks = simulator.lowering.lower(plan, options, stages).tasks
@@ -198,7 +198,7 @@ def test_random_stages_and_microbatches_run_as_defined(data: Any, graph: str, na
 @settings(derandomize=True, deadline=None, max_examples=30, phases=(Phase.generate,))
 @given(data=st.data(), graph=dags(), name=st.sampled_from(sorted(TOPOLOGIES)))
 def test_a_changed_plan_has_the_rows_that_it_has_from_nothing(data: Any, graph: OperatorGraph, name: str) -> None:
-    topology, options = TOPOLOGIES[name](), Options(bucket_bytes=2000)
+    topology, options = TOPOLOGIES[name](), Options(bucket_bytes=2000, reshard_after_forward=data.draw(st.booleans()))
     stages, plan = data.draw(staged(graph, len(topology.devices)))
     costs = Costs(graph, topology)
     simulator = DeltaSimulator(graph, topology, costs, options, plan, stages=stages)

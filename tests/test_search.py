@@ -32,7 +32,7 @@ from flexsearch.search.climbs import POLISHED
 from flexsearch.search.constants import FEW, ROWS
 from flexsearch.search.evaluate import better
 from flexsearch.search.space import Space
-from flexsearch.strategy import OperatorConfig, Options, Strategy, check_config, make_config
+from flexsearch.strategy import OperatorConfig, Options, States, Strategy, check_config, make_config
 from flexsearch.topology import Topology
 from tests.proposals import MOVES, propose
 from tests.test_baselines import Builder, cnn, ethernet, mlp, transformer
@@ -259,10 +259,10 @@ def all_configs(space: Space, operator: int) -> list[OperatorConfig]:
     """Every legal config on two devices."""
     op = space.graph.operators[operator]
     found = [make_config(op, {}, (d,)) for d in (0, 1)]
-    for shard in {False, operator in space.weighted}:
+    for states in (States.WHOLE, States.WEIGHTS) if operator in space.weighted else (States.WHOLE,):
         for devices in ((0, 1), (1, 0)):
             for axis in (None, *op.splittable):
-                found.append(make_config(op, {axis: 2} if axis else {}, devices, shard))
+                found.append(make_config(op, {axis: 2} if axis else {}, devices, states))
     return found
 
 

@@ -21,7 +21,7 @@ from flexsearch.lower import Lowered, Lowering, lower
 from flexsearch.lower.schedule import Stages
 from flexsearch.simulate import Memory, makespan, over_memory, simulate
 from flexsearch.simulate.memory import spans_of
-from flexsearch.strategy import Options, Strategy, make_config
+from flexsearch.strategy import Options, States, Strategy, make_config
 from flexsearch.strategy.baselines import baseline
 from flexsearch.topology import Topology
 from tests import engine_oracle
@@ -145,7 +145,7 @@ def convnet(batch: int = 16) -> OperatorGraph:
 
 
 def plan(
-    graph: OperatorGraph, topology: Topology, degrees: Mapping[str, Mapping[str, int]], shard: bool = False,
+    graph: OperatorGraph, topology: Topology, degrees: Mapping[str, Mapping[str, int]], states: States = States.WHOLE,
     **options: object,
 ) -> Lowered:  # fmt: skip
     """``degrees``: operator name -> degrees, or "" for those not named: by batch where none is given."""
@@ -153,7 +153,7 @@ def plan(
     configs = {}
     for op in graph.operators:
         batch = {op.axes_of("sample")[0]: len(topology.devices)} if op.axes_of("sample") else {}
-        configs[op.name] = make_config(op, degrees.get(op.name, degrees.get("", batch)), everyone, shard)
+        configs[op.name] = make_config(op, degrees.get(op.name, degrees.get("", batch)), everyone, states)
     strategy = Strategy.make(graph, topology, configs, Options(**options))  # type: ignore[arg-type]
     return lower(graph, strategy, topology, FixedCosts(graph))  # type: ignore[arg-type]
 
@@ -246,7 +246,7 @@ def test_splitting_divides_what_each_device_holds(hosts: Topology) -> None:
     graph = convnet()
     alone = simulate(plan(graph, Topology.load("ethernet-1g:1"), {})).memory[0]
     data_parallel = simulate(plan(graph, hosts, {})).memory
-    sharded = simulate(plan(graph, hosts, {}, shard=True)).memory
+    sharded = simulate(plan(graph, hosts, {}, states=States.WEIGHTS)).memory
     trick = simulate(weird_trick(graph, hosts)).memory
     assert all(m.weights == alone.weights for m in data_parallel)
     assert all(m.optimizer == alone.optimizer for m in data_parallel)

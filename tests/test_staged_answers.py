@@ -29,7 +29,7 @@ from flexsearch.simulate.memory import PARTS, memory_curves
 from flexsearch.simulate.simulation import times_of
 from flexsearch.simulate.usage import passes
 from flexsearch.simulate.variants import Plan, Variants
-from flexsearch.strategy import Strategy
+from flexsearch.strategy import States, Strategy
 from flexsearch.topology import Topology
 from tests.conftest import Cli
 from tests.test_hybrid import OPTIONS, decoder
@@ -37,7 +37,7 @@ from tests.test_hybrid import OPTIONS, decoder
 LAYOUTS = {
     "gpipe": Layout(2, 2, 2, 4, "gpipe"),
     "1f1b": Layout(2, 2, 2, 4),
-    "sharded": Layout(2, 1, 4, 4, sharded=True),
+    "sharded": Layout(2, 1, 4, 4, states=States.WEIGHTS),
     "zero-bubble-v": Layout(1, 2, 2, 4, "zero-bubble-v", 2),
     "data": Layout(8, 1, 1, 2),
 }

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from flexsearch.errors import FileFormatError, FlexsearchError, StrategyError
 from flexsearch.graph import OperatorGraph
 from flexsearch.quantities import MAX_DEVICES
-from flexsearch.strategy import OperatorConfig, Options, Stage, Strategy, make_config
+from flexsearch.strategy import OperatorConfig, Options, Stage, States, Strategy, make_config
 from flexsearch.strategy.baselines import baseline
 from flexsearch.strategy.positions import expanded, strided
 from flexsearch.topology import Topology
@@ -56,7 +56,8 @@ def test_a_file_of_version_1_means_what_it_meant() -> None:
     old = json.loads(VERSION_1.read_text())
     for name, config in old["operators"].items():
         assert strategy.configs[name] == OperatorConfig(
-            tuple(config["degrees"].items()), tuple(config["devices"]), config["replicas"], config["shard_weights"]
+            tuple(config["degrees"].items()), tuple(config["devices"]), config["replicas"],
+            States.WEIGHTS if config["shard_weights"] else States.WHOLE,
         )
     assert strategy.configs["loss.valid_count"].devices == (0, 2, 1, 3) and strategy.configs["loss"].devices == (2,)
     assert strategy.options == Options(bucket_bytes=4 << 20, optimizer="adam")
@@ -71,7 +72,7 @@ def test_a_file_of_version_1_is_written_as_version_2(tmp_path: Path) -> None:
     data = written(strategy, tmp_path / "new.json")
     assert data["format"] == "flexsearch.strategy/2"
     assert data["operators"]["loss.valid_count"] == {"degrees": {"n0": 4}, "positions": [0, 2, 1, 3]}
-    assert data["operators"]["layers.fc1"] == {"degrees": {"b0": 4}, "states": "sharded"}
+    assert data["operators"]["layers.fc1"] == {"degrees": {"b0": 4}, "states": "weights"}
     assert Strategy.load(tmp_path / "new.json") == strategy
 
 

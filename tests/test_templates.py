@@ -11,9 +11,9 @@ from flexsearch.cost import Costs
 from flexsearch.cost.ticks import TICK
 from flexsearch.graph import OperatorGraph
 from flexsearch.lower.layout import Layouts
-from flexsearch.search.space import Space, sharded
+from flexsearch.search.space import Space, with_states
 from flexsearch.simulate.delta import DeltaSimulator
-from flexsearch.strategy import OperatorConfig, Options
+from flexsearch.strategy import OperatorConfig, Options, States
 from flexsearch.topology import Topology
 from tests.test_baselines import mlp
 from tests.test_delta import uneven
@@ -26,7 +26,8 @@ def walked(graph: OperatorGraph, topology: Topology, seed: int) -> DeltaSimulato
     space, rng = Space(graph, topology), np.random.default_rng(seed)
 
     def plan() -> tuple[OperatorConfig, ...]:
-        return tuple(sharded(c, len(c.devices) > 1 and rng.random() < 0.5) for c in space.random_plan(rng))
+        drawn = [(c, rng.integers(len(States)) if len(c.devices) > 1 else 0) for c in space.random_plan(rng)]
+        return tuple(with_states(c, States(states)) for c, states in drawn)
 
     simulator = DeltaSimulator(graph, topology, Costs(graph, topology), Options(optimizer="adam"), plan())
     for _ in range(4):

@@ -13,7 +13,7 @@ from flexsearch.graph import OperatorGraph
 from flexsearch.lower import Lowering
 from flexsearch.search import Evaluator, SearchResult, search
 from flexsearch.search.tuning import BUCKETS, candidates
-from flexsearch.strategy import Options, Strategy
+from flexsearch.strategy import Options, States, Strategy
 from flexsearch.strategy.baselines import baselines
 from flexsearch.topology import Topology
 from tests.conftest import Cli
@@ -148,7 +148,8 @@ def test_compare_and_diff_give_a_baseline_the_same_time_and_say_that_a_plan_is_o
     setting = alexnet()
     options = Options(bucket_bytes=64 * 2**20, optimizer="adam")
     plan = setting.baseline("one-weird-trick")
-    sharded = {n: replace(c, shard_weights=n.endswith("relu6")) for n, c in plan.configs.items()}  # does nothing there
+    relu = "layers.relu6"  # without weights: it does nothing there
+    sharded = plan.configs | {relu: replace(plan.configs[relu], states=States.WEIGHTS)}
     assert sharded != plan.configs
     Strategy.make(setting.graph, setting.topology, sharded, options).save("mine.json")
     rows = {row["name"]: row for row in cli("compare", "-s", "mine.json", "--json").json["plans"]}

@@ -79,8 +79,8 @@ def explain(
         if not plan.is_plain:
             from flexsearch.report.layouts import pipeline_words
 
-            pipeline, sharded = Pipeline.of(plan, setting.graph), any(c.shard_weights for c in plan.configs.values())
-            tell(f"  {pipeline_words(pipeline, plan.options, setting.graph.batch, sharded)}", indent=2)
+            pipeline, states = Pipeline.of(plan, setting.graph), max(c.states for c in plan.configs.values())
+            tell(f"  {pipeline_words(pipeline, plan.options, setting.graph.batch, states)}", indent=2)
         tell_plan(told.row.lowered)
         _print(explanation(told))
 

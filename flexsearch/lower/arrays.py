@@ -49,7 +49,7 @@ class Pools(NamedTuple):
     config_last: U32
     config_reads: U32
     config_writes: U32
-    config_shard: U8
+    config_states: U8  # ``strategy.States``
     config_split: U32  # its pieces without their devices
     config_mesh: U32
     entry_device: U32
@@ -90,6 +90,7 @@ class Pools(NamedTuple):
     key_form: U8  # number in ``FORMS``
     key_group: U8  # 1: a collective, among the senders; 0: messages
     plan_sync: U32
+    plan_states: U8  # of the reader that keeps least
     plan_gather: U32
     gather: U32
     store_first: U32
@@ -101,7 +102,8 @@ class Pools(NamedTuple):
 @packed
 class State(NamedTuple):
     """A plan: numbers of templates. ``leader``: the slot whose edge a slot reads; ``need``: its layout. ``forward``,
-    ``backward``: reshards of a leader's edge, else template 0, which is empty. ``plan``: of each weight.
+    ``backward``: reshards of a leader's edge, else template 0, which is empty; ``kept``: of a weight that is gathered
+    once a step where others are gathered for each microbatch (which has no ``forward`` then). ``plan``: of each weight.
     ``stored_bytes``, ``stored_count``: of trained weights, by device. ``busy``: ticks of computing on each device for
     one microbatch; ``load``: ticks for which the transfers of one microbatch and those of weights keep each resource
     busy (those in a common bucket: at least)."""
@@ -111,6 +113,7 @@ class State(NamedTuple):
     need: U32
     forward: U32
     backward: U32
+    kept: U32
     plan: U32
     stored_bytes: U64
     stored_count: U64
@@ -125,12 +128,15 @@ class BlockTable(NamedTuple):
     By block: ``kind``, ``argument``; ``sent``: slots whose reshards it sends, in order; ``stage``: row of ``runs``,
     which says by device whether it runs such blocks. By slot: ``forward``, ``backward``: the block that sends what it
     reads, and the one that sends its gradient (NOTHING: none); ``again``: the RECOMPUTE or REGATHER block that sends
-    what it reads once more (NOTHING: none). By operator: ``forward_of``, ``backward_of`` (NOTHING: it has none),
+    what it reads once more (NOTHING: none); ``kept``: the GATHER_ONCE block that sends it (NOTHING: none). By
+    operator: ``forward_of``, ``backward_of`` (NOTHING: it has none),
     ``weight_of`` (NOTHING: its backward pass is whole), ``recompute_of`` (NOTHING: none), ``region`` (NOTHING: not
-    computed again); by weight: ``gather_of``, ``regather_of`` (NOTHING: none), ``bucket`` (NOTHING: it is not trained).
+    computed again); by weight: ``gather_of``, ``regather_of`` and ``gather_once_of`` (NOTHING: none), ``bucket``, in
+    which gradients go that are summed over the microbatches, and ``each``, in which they go for each (NOTHING: it is
+    not trained; the same one where there is no other).
     By SYNCHRONISE block: ``starts``, ``finishes``: bucket whose first or second phases it sends (NOTHING: none),
-    ``block``: its number. By bucket: ``member``: its weights in the order of completion; ``started_by``,
-    ``finished_by``: blocks."""
+    ``block``: its number. By bucket: ``member``: its weights in the order of completion; ``sums``: which of them (ALL,
+    ONCE, EACH of ``schedule``); ``started_by``, ``finished_by``: blocks."""
 
     kind: U8
     argument: U32
@@ -142,6 +148,7 @@ class BlockTable(NamedTuple):
     forward: U32
     backward: U32
     again: U32
+    kept: U32
     forward_of: U32
     backward_of: U32
     weight_of: U32
@@ -149,12 +156,15 @@ class BlockTable(NamedTuple):
     region: U32
     gather_of: U32
     regather_of: U32
+    gather_once_of: U32
     bucket: U32
+    each: U32
     starts: U32
     finishes: U32
     block: U32
     member_first: U32
     member_last: U32
     member: U32
+    sums: U8
     started_by: U32
     finished_by: U32

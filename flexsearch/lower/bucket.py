@@ -14,8 +14,12 @@ import numpy.typing as npt
 from flexsearch.compiled import F64, ONE, U32, U64, ZERO, lean
 from flexsearch.cost.collectives import price_collective
 from flexsearch.cost.tally import Loads, Tally, drag_seconds, duration, link_seconds
-from flexsearch.lower.arrays import Pools, Program
+from flexsearch.lower.arrays import BlockTable, Pools, Program
+from flexsearch.lower.schedule import ALL, EACH
 from flexsearch.packed import packed
+from flexsearch.strategy import States
+
+_GRADIENTS = np.uint8(States.GRADIENTS)
 
 
 @packed
@@ -54,12 +58,27 @@ class Groups(NamedTuple):
 
 
 @lean
-def collect(member: U32, first: Any, last: Any, pools: Pools, plan: U32, groups: Groups) -> Any:
-    """Group the exchanges of the weights ``member[first:last]``; 1 if there is no room. ``plan``: of each weight."""
+def bucket_of(blocks: BlockTable, pools: Pools, plan: Any, w: Any) -> Any:
+    """The bucket of weight ``w`` under a plan of it."""
+    return blocks.each[w] if pools.plan_states[plan] >= _GRADIENTS else blocks.bucket[w]
+
+
+@lean
+def is_member(pools: Pools, plan: Any, sums: Any) -> Any:
+    """Whether a weight with that plan is among those (ALL, ONCE, EACH) that a bucket sends."""
+    return sums == ALL or (sums == EACH) == (pools.plan_states[plan] >= _GRADIENTS)
+
+
+@lean
+def collect(blocks: BlockTable, bucket: Any, pools: Pools, plan: U32, groups: Groups) -> Any:
+    """Group the exchanges of a bucket's weights; 1 if there is no room. ``plan``: of each weight."""
     groups.counts[:] = ZERO
     at, room = ZERO, np.uint64(groups.exchange.shape[0])
-    for k in range(first, last):
-        t = np.uint64(pools.plan_sync[np.uint64(plan[np.uint64(member[k])])])
+    for k in range(np.uint64(blocks.member_first[bucket]), np.uint64(blocks.member_last[bucket])):
+        p = np.uint64(plan[np.uint64(blocks.member[k])])
+        if not is_member(pools, p, blocks.sums[bucket]):
+            continue
+        t = np.uint64(pools.plan_sync[p])
         begin, middle, end = np.uint64(pools.reshard_first[t]), np.uint64(pools.reshard_middle[t]), np.uint64(
             pools.reshard_last[t]
         )

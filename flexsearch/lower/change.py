@@ -8,7 +8,7 @@ import numpy as np
 
 from flexsearch.compiled import ONE, U8, U32, U64, lean, wide
 from flexsearch.lower.arrays import NOTHING, BlockTable, Pools, State
-from flexsearch.lower.rows import BACKWARD, RECOMPUTE, REGATHER
+from flexsearch.lower.rows import BACKWARD, GATHER_ONCE, RECOMPUTE, REGATHER
 from flexsearch.packed import packed
 
 ALWAYS = np.uint32(0xFFFFFFFE)
@@ -135,6 +135,8 @@ def mark_readers(
     mark(change, source)
     backward = blocks.kind[source] == BACKWARD
     again = blocks.kind[source] == RECOMPUTE or blocks.kind[source] == REGATHER
+    once = blocks.kind[source] == GATHER_ONCE
+    templates, were = (state.kept, before.kept) if once else (state.forward, before.forward)
     row = old_row = np.uint32(0)
     for k in range(np.uint64(blocks.sent_first[source]), np.uint64(blocks.sent_last[source])):
         slot = np.uint64(blocks.sent[k])
@@ -146,11 +148,11 @@ def mark_readers(
                 producer = wiring.tensor_producer[np.uint64(wiring.slot_tensor[slot])]
                 mark(change, blocks.backward_of[np.uint64(producer)])
         else:
-            row += _count(pools, state.forward[slot])
-            old_row += _count(pools, before.forward[slot])
+            row += _count(pools, templates[slot])
+            old_row += _count(pools, were[slot])
             reader = wiring.slot_operator[slot]
             leader, old = np.uint64(state.leader[slot]), np.uint64(before.leader[slot])
-            if reader != ALWAYS and _differs(pools, change, state.forward, before.forward, leader, old):
+            if reader != ALWAYS and _differs(pools, change, templates, were, leader, old):
                 waiting = blocks.forward_of[np.uint64(reader)]
                 if again:
                     waiting = blocks.recompute_of[np.uint64(reader)]

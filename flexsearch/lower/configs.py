@@ -1,4 +1,4 @@
-"""Configs by number, compiled: a split on a mesh, with its weights stored whole or in parts.
+"""Configs by number, compiled: a split on a mesh, with the states of its weights kept whole or in parts.
 
 What follows from a config (other devices, other storage, the config of a neighbour) is looked up or made here without
 Python, as soon as its split is known: splits are few, meshes many.
@@ -10,18 +10,21 @@ from typing import Any
 
 import numpy as np
 
-from flexsearch.compiled import ONE, TWO, U32, ZERO, lean
+from flexsearch.compiled import ONE, U32, ZERO, lean
 from flexsearch.lower.change import Change, miss
 from flexsearch.lower.interned import intern_layout, intern_mesh
 from flexsearch.lower.keys import CONFIG, DERIVED, LIKE, MISSING, NEAREST, OVER, find, is_full, put
 from flexsearch.lower.tables import TemplateTables
+from flexsearch.strategy import States
+
+_LEVELS = np.uint64(len(States))
 
 
 @lean
-def config_of(tables: TemplateTables, split: Any, mesh: Any, shard: Any) -> Any:
+def config_of(tables: TemplateTables, split: Any, mesh: Any, states: Any) -> Any:
     """Number of the config; MISSING, and ``full`` set, if there is no room for a new one."""
-    split, mesh, sharded = np.uint64(split), np.uint64(mesh), TWO * np.uint64(mesh) + np.uint64(shard)
-    known = find(tables.keys, CONFIG, split, sharded)
+    split, mesh, kept = np.uint64(split), np.uint64(mesh), _LEVELS * np.uint64(mesh) + np.uint64(states)
+    known = find(tables.keys, CONFIG, split, kept)
     if known != MISSING:
         return known
     pools, used, splits = tables.pools, tables.used, tables.splits
@@ -42,10 +45,10 @@ def config_of(tables: TemplateTables, split: Any, mesh: Any, shard: Any) -> Any:
         pools.layout[at] = layout
         at += ONE
     used.layouts[0] = at
-    pools.config_split[number], pools.config_mesh[number], pools.config_shard[number] = split, mesh, shard
+    pools.config_split[number], pools.config_mesh[number], pools.config_states[number] = split, mesh, states
     _compute(tables, number, split, mesh, count)
     used.configs[0] = number + ONE
-    put(tables.keys, CONFIG, split, sharded, number)
+    put(tables.keys, CONFIG, split, kept, number)
     return np.uint32(number)
 
 
@@ -169,17 +172,17 @@ def _on(tables: TemplateTables, change: Change, config: Any, count: Any) -> Any:
     if mesh == MISSING:
         tables.full[0] = 1
         return MISSING
-    shard = np.uint64(tables.pools.config_shard[number])
-    return _allowed(tables, change, config_of(tables, tables.pools.config_split[number], mesh, shard))
+    states = np.uint64(tables.pools.config_states[number])
+    return _allowed(tables, change, config_of(tables, tables.pools.config_split[number], mesh, states))
 
 
 @lean
-def stored_otherwise(tables: TemplateTables, change: Change, config: Any) -> Any:
-    """The same config with weights stored the other way: in parts, or whole. On one device: whole."""
+def with_states(tables: TemplateTables, change: Change, config: Any, states: Any) -> Any:
+    """The same config with ``states`` of its weights in parts. On one device: none."""
     pools, number = tables.pools, np.uint64(config)
     several = pools.config_last[number] - pools.config_first[number] > ONE or tables.blocks.replicas[0] > ONE
-    shard = ONE if several and pools.config_shard[number] == 0 else ZERO
-    return _allowed(tables, change, config_of(tables, pools.config_split[number], pools.config_mesh[number], shard))
+    kept = np.uint64(states) if several else ZERO
+    return _allowed(tables, change, config_of(tables, pools.config_split[number], pools.config_mesh[number], kept))
 
 
 @lean
@@ -190,15 +193,15 @@ def like(tables: TemplateTables, change: Change, operator: Any, config: Any) -> 
     if split == MISSING:
         miss(change, LIKE, operator, pools.config_split[number])
         return MISSING
-    shard = np.uint64(pools.config_shard[number])
-    return _allowed(tables, change, config_of(tables, split, pools.config_mesh[number], shard))
+    states = np.uint64(pools.config_states[number])
+    return _allowed(tables, change, config_of(tables, split, pools.config_mesh[number], states))
 
 
 @lean
-def intern_config(tables: TemplateTables, split: Any, devices: U32, shard: Any) -> Any:
+def intern_config(tables: TemplateTables, split: Any, devices: U32, states: Any) -> Any:
     """Number of a config on these devices; MISSING, and ``full`` set, if there is no room for a new one."""
     mesh = intern_mesh(tables.layouts, devices, ZERO, np.uint64(devices.shape[0]))
     if mesh == MISSING:
         tables.full[0] = 1
         return MISSING
-    return config_of(tables, split, mesh, shard)
+    return config_of(tables, split, mesh, states)

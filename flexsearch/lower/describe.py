@@ -12,7 +12,17 @@ from flexsearch.lower.change import Change, Wiring
 from flexsearch.lower.draft import Draft, Filled, finish
 from flexsearch.lower.emit import compute, mark_pieces, send, synchronise, update, wait
 from flexsearch.lower.keys import Table
-from flexsearch.lower.rows import BACKWARD, GATHER, NEVER, REGATHER, SYNCHRONISE, UPDATE, WEIGHT_GRADIENT, Segments
+from flexsearch.lower.rows import (
+    BACKWARD,
+    GATHER,
+    GATHER_ONCE,
+    NEVER,
+    REGATHER,
+    SYNCHRONISE,
+    UPDATE,
+    WEIGHT_GRADIENT,
+    Segments,
+)
 from flexsearch.lower.wiring import carry_over, place, wire
 from flexsearch.packed import packed
 
@@ -85,13 +95,14 @@ def write(plan: Plan) -> Any:
         elif kind == UPDATE:
             update(blocks, plan.program, state, draft, segments, plan.new_segment, b)
         else:
-            if kind != GATHER and kind != REGATHER:
+            if kind != GATHER and kind != REGATHER and kind != GATHER_ONCE:
                 config = np.uint64(state.config[argument])
                 if kind != WEIGHT_GRADIENT:  # what that one reads, the BACKWARD block before it has waited for
                     mark_pieces(pools, draft, config)
                     wait(blocks, plan.program, pools, state, draft, kind, argument)
                 compute(blocks, pools, draft, config, b)
-            send(blocks, pools, state, draft, segments, plan.filled, kind != BACKWARD, b)
+            templates = state.kept if kind == GATHER_ONCE else state.backward if kind == BACKWARD else state.forward
+            send(blocks, pools, templates, draft, segments, plan.filled, b)
         segment = finish(segments, plan.filled, draft, first)
         if segment == NOTHING:
             return FULL

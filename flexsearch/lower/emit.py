@@ -62,10 +62,11 @@ def wait(
     """Wait for what the pieces of an operator read: operands, or gradients of its outputs. What was gathered again is
     waited for where it is first read again: in the recomputed forward pass if there is one, else in the backward."""
     if kind == FORWARD:
-        _wait_for_operands(blocks, program, pools, state, draft, blocks.forward, operator)
+        _wait_for_operands(blocks, program, pools, state, draft, blocks.forward, state.forward, operator)
+        _wait_for_operands(blocks, program, pools, state, draft, blocks.kept, state.kept, operator)
         return
     if kind != BACKWARD or blocks.recompute_of[operator] == NOTHING:
-        _wait_for_operands(blocks, program, pools, state, draft, blocks.again, operator)
+        _wait_for_operands(blocks, program, pools, state, draft, blocks.again, state.forward, operator)
     if kind == BACKWARD:
         for k in range(np.uint64(program.result_first[operator]), np.uint64(program.result_last[operator])):
             result = np.uint64(program.result[k])
@@ -74,9 +75,10 @@ def wait(
 
 @lean
 def _wait_for_operands(
-    blocks: BlockTable, program: Program, pools: Pools, state: State, draft: Draft, sources: U32, operator: Any
-) -> None:
-    """Wait for operands, where the blocks ``sources`` (by slot) send them."""
+    blocks: BlockTable, program: Program, pools: Pools, state: State, draft: Draft, sources: U32, templates: U32,
+    operator: Any,
+) -> None:  # fmt: skip
+    """Wait for operands, where the blocks ``sources`` (by slot) send them by ``templates``."""
     first, last = np.uint64(program.operand_first[operator]), np.uint64(program.operand_last[operator])
     for slot in range(first, last):
         if sources[slot] == NOTHING:
@@ -86,7 +88,7 @@ def _wait_for_operands(
         for other in range(first, slot):
             again = again or np.uint64(state.leader[other]) == leader
         if not again:
-            _wait_for(blocks, pools, draft, sources[leader], state.forward, leader)
+            _wait_for(blocks, pools, draft, sources[leader], templates, leader)
 
 
 @lean
@@ -148,14 +150,13 @@ def update(
 
 @lean
 def send(
-    blocks: BlockTable, pools: Pools, state: State, draft: Draft, segments: Segments, filled: Filled, forward: Any,
-    b: Any,
+    blocks: BlockTable, pools: Pools, templates: U32, draft: Draft, segments: Segments, filled: Filled, b: Any
 ) -> None:  # fmt: skip
-    """The reshards that a block sends: of weights, outputs (forward) or gradients of operands."""
+    """The reshards that a block sends, by slot ``templates``: of weights, outputs or gradients of operands."""
     origin = filled.communication[0]
     for k in range(np.uint64(blocks.sent_first[b]), np.uint64(blocks.sent_last[b])):
         slot = np.uint64(blocks.sent[k])
-        template = np.uint64(state.forward[slot] if forward else state.backward[slot])
+        template = np.uint64(templates[slot])
         first, last = np.uint64(pools.reshard_first[template]), np.uint64(pools.reshard_last[template])
         if first < last:
             _reshard(blocks, pools, draft, segments, filled, b, origin, first, last, template)
@@ -208,10 +209,7 @@ def synchronise(
         if bucket == NOTHING:
             continue
         of, groups = np.uint64(1 - phase), draft.groups
-        draft.full[0] = collect(
-            blocks.member, np.uint64(blocks.member_first[bucket]), np.uint64(blocks.member_last[bucket]), pools,
-            state.plan, groups,
-        )  # fmt: skip
+        draft.full[0] = collect(blocks, np.uint64(bucket), pools, state.plan, groups)
         if draft.full[0] == 1:
             return
         draft.full[0] = follow(pools, groups, draft.mark, draft.stamp)

@@ -153,14 +153,14 @@ def _append(tables: TemplateTables, k: Any, destination: Side) -> Any:
 
 @lean
 def request_weight(
-    tables: TemplateTables, wiring: Wiring, program: Program, state: State, w: Any, shard: Any
+    tables: TemplateTables, wiring: Wiring, program: Program, state: State, w: Any, states: Any
 ) -> Any:
     """Request the reshards of a weight's plan, for what its readers want in ``state``: where it is gathered (if it is
     stored in parts), then its synchronisation. ``weight`` says what else ``finish_weight`` needs. False if there is no
     room."""
     scratch, requests, count = tables.scratch, tables.requests, ZERO
     dtype = np.uint64(wiring.weight_type[w])
-    node = number(tables.keys, WEIGHT, dtype, shard)
+    node = number(tables.keys, WEIGHT, dtype, states)
     requests.size[0] = requests.size[1] = ZERO
     for k in range(np.uint64(program.reader_first[w]), np.uint64(program.reader_last[w])):
         slot = np.uint64(program.reader[k])
@@ -174,15 +174,15 @@ def request_weight(
     weight.known[0] = 1
     if find(tables.keys, PLAN, node, ZERO) != MISSING:
         return True
-    weight.known[0], weight.trained[0] = 0, 0
-    stored = _store(tables, count, shard == ONE)
+    weight.known[0], weight.trained[0], weight.states[0] = 0, 0, states
+    stored = _store(tables, count, states > ZERO)
     if stored == MISSING:
         return False
     weight.stored[0] = stored
     begin, itemsize = ZERO, tables.itemsize[dtype]
     for e in range(count):
         need = np.uint64(scratch.need[e])
-        if shard == ONE:  # else every device cuts from what it stores
+        if states > ZERO:  # else every device cuts from what it stores
             requests.begin[requests.size[0]] = begin
             _request(tables, ZERO, np.uint64(stored), need, GIVEN, itemsize)
             begin += entries_of(tables.layouts, need)
@@ -217,6 +217,7 @@ def finish_weight(tables: TemplateTables) -> Any:
     if tables.blocks.replicas[0] > ONE:
         _check_stored(tables, stored)
     pools.plan_gather[template], pools.plan_sync[template] = used.gathers[0], sync
+    pools.plan_states[template] = weight.states[0]
     pools.store_first[template], pools.store_last[template] = used.stores[0], last
     used.gathers[0] += edges
     used.stores[0], used.plans[0] = last, template + ONE

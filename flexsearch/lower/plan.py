@@ -10,7 +10,7 @@ import numpy.typing as npt
 from flexsearch.direct import direct
 from flexsearch.lower.arena import Arena, new_filled
 from flexsearch.lower.arrays import State
-from flexsearch.lower.bucket import collect
+from flexsearch.lower.bucket import collect, is_member
 from flexsearch.lower.change import empty_change
 from flexsearch.lower.describe import DONE, FULL, LACKING, Plan, drop, keep, rewire, write
 from flexsearch.lower.pieces import Pieces
@@ -26,6 +26,7 @@ _drop = direct(drop)
 _rewire = direct(rewire)
 _write = direct(write)
 _collect = direct(collect)
+_is_member = getattr(is_member, "py_func", is_member)
 
 Numbers = Sequence[int] | npt.NDArray[np.uint32]
 
@@ -107,9 +108,9 @@ class PlanRows:
         for phase, bucket in ((1, self.blocks.finishes[n]), (0, self.blocks.starts[n])):
             if bucket == NOBODY:
                 continue
-            weights, pools, groups = self.blocks.buckets[bucket], self.templates.pools, self.arena.draft.groups
-            first, last = (np.uint64(end[bucket]) for end in (self.table.member_first, self.table.member_last))
-            while _collect(self.table.member, first, last, pools, self.state.plan, groups):
+            pools, groups, sums = self.templates.pools, self.arena.draft.groups, self.blocks.sums[bucket]
+            weights = [w for w in self.blocks.buckets[bucket] if _is_member(pools, self.state.plan[w], sums)]
+            while _collect(self.table, np.uint64(bucket), pools, self.state.plan, groups):
                 self.make_room()
                 groups = self.arena.draft.groups
             rows: list[list[Synchronised]] = [[] for _ in range(int(groups.counts[phase]))]
@@ -166,7 +167,7 @@ class PlanRows:
         slots, devices = len(self.wiring.slot_operator), len(self.lowering.topology.devices)
         return State(
             config=_numbers(len(self.lowering.graph.operators)), leader=np.arange(slots, dtype=np.uint32),
-            need=_numbers(slots), forward=_numbers(slots), backward=_numbers(slots),
+            need=_numbers(slots), forward=_numbers(slots), backward=_numbers(slots), kept=_numbers(slots),
             plan=_numbers(len(self.table.gather_of)), stored_bytes=_counts(devices), stored_count=_counts(devices),
             busy=np.zeros(devices, np.int64), load=np.zeros(len(self.lowering.topology.resources), np.int64),
         )  # fmt: skip

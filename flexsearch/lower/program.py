@@ -19,6 +19,7 @@ from flexsearch.lower.rows import (
     BACKWARD,
     FORWARD,
     GATHER,
+    GATHER_ONCE,
     NEVER,
     RECOMPUTE,
     REGATHER,
@@ -26,7 +27,7 @@ from flexsearch.lower.rows import (
     WEIGHT_GRADIENT,
     Machine,
 )
-from flexsearch.lower.schedule import Blocks, Stages
+from flexsearch.lower.schedule import EACH, ONCE, Blocks, Stages
 from flexsearch.strategy import Options
 from flexsearch.topology import Topology
 
@@ -176,17 +177,20 @@ def make_block_table(graph: OperatorGraph, blocks: Blocks, stages: Stages, devic
     parameters = graph.of_kind("parameter")
     read, made = _read(graph, slot), _made(graph, slot, results)
     inside = _inside(graph, slot, blocks.region)
-    of_kind = {GATHER: read, FORWARD: made, BACKWARD: operands, RECOMPUTE: inside, REGATHER: read}
+    of_kind = {GATHER: read, FORWARD: made, BACKWARD: operands, RECOMPUTE: inside, REGATHER: read, GATHER_ONCE: read}
     sent = Rows(of_kind[k].row(a) if k in of_kind else () for k, a in zip(blocks.kind, blocks.argument, strict=True))
     place = {block: b for b, block in enumerate(zip(blocks.kind, blocks.argument, strict=True))}
-    forward, backward, again = (np.full(count + sum(map(len, results.values())), NOTHING) for _ in range(3))
-    by_kind = {BACKWARD: backward, RECOMPUTE: again, REGATHER: again}
+    forward, backward, again, kept = (np.full(count + sum(map(len, results.values())), NOTHING) for _ in range(4))
+    by_kind = {BACKWARD: backward, RECOMPUTE: again, REGATHER: again, GATHER_ONCE: kept}
     for (kind, a), b in place.items():
         if kind in of_kind:
             by_kind.get(kind, forward)[of_kind[kind].row(a)] = b
-    bucket = np.full(len(parameters), NOTHING)
-    for number, members in enumerate(blocks.buckets):
-        bucket[members] = number
+    bucket, each = (np.full(len(parameters), NOTHING) for _ in range(2))
+    for number, (members, sums) in enumerate(zip(blocks.buckets, blocks.sums, strict=True)):
+        if sums != EACH:
+            bucket[members] = number
+        if sums != ONCE:
+            each[members] = number
     runs = np.zeros((len(stages) + 1, devices), np.uint8)
     runs[-1] = 1
     for stage, of in enumerate(stages.devices):
@@ -205,15 +209,17 @@ def make_block_table(graph: OperatorGraph, blocks: Blocks, stages: Stages, devic
         kind=np.array(blocks.kind, np.uint8), argument=numbers(blocks.argument),
         sent_first=sent.first, sent_last=sent.last, sent=sent.all,
         stage=numbers(stage if stage >= 0 else len(stages) for stage in blocks.stage), runs=runs.ravel(),
-        forward=forward, backward=backward, again=again,
+        forward=forward, backward=backward, again=again, kept=kept,
         forward_of=numbers(place[FORWARD, i] for i in range(len(graph.operators))),
         backward_of=numbers(place.get((BACKWARD, i), -1) for i in range(len(graph.operators))),
         weight_of=numbers(place.get((WEIGHT_GRADIENT, i), -1) for i in range(len(graph.operators))),
         recompute_of=numbers(place.get((RECOMPUTE, i), -1) for i in range(len(graph.operators))),
         region=numbers(blocks.region),
         gather_of=numbers(place[GATHER, w] for w in range(len(parameters))),
-        regather_of=numbers(place.get((REGATHER, w), -1) for w in range(len(parameters))), bucket=bucket,
+        regather_of=numbers(place.get((REGATHER, w), -1) for w in range(len(parameters))),
+        gather_once_of=numbers(place.get((GATHER_ONCE, w), -1) for w in range(len(parameters))),
+        bucket=bucket, each=each,
         starts=numbers(blocks.starts), finishes=numbers(blocks.finishes), block=numbers(sync),
-        member_first=member.first, member_last=member.last, member=member.all,
+        member_first=member.first, member_last=member.last, member=member.all, sums=np.array(blocks.sums, np.uint8),
         started_by=by_bucket(blocks.starts), finished_by=by_bucket(blocks.finishes),
     )  # fmt: skip

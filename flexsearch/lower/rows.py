@@ -24,9 +24,10 @@ import numpy as np
 from flexsearch.compiled import I64, U8, U32
 from flexsearch.packed import packed
 
-GATHER, FORWARD, BACKWARD, SYNCHRONISE, UPDATE, WEIGHT_GRADIENT, RECOMPUTE, REGATHER = range(8)
-"""Kinds of blocks; their arguments: weight, operator, operator, bucket, none, operator, operator, weight. Where an
-operator has a WEIGHT_GRADIENT block, its BACKWARD block makes the gradients of its other inputs only."""
+GATHER, FORWARD, BACKWARD, SYNCHRONISE, UPDATE, WEIGHT_GRADIENT, RECOMPUTE, REGATHER, GATHER_ONCE = range(9)
+"""Kinds of blocks; their arguments: weight, operator, operator, bucket, none, operator, operator, weight, weight. Where
+an operator has a WEIGHT_GRADIENT block, its BACKWARD block makes the gradients of its other inputs only. Where GATHER
+runs for every microbatch, GATHER_ONCE is for weights that are whole from one step to the next."""
 COMPUTE, WAIT, ISSUE = range(3)
 """Kinds of steps."""
 NEVER: Final = np.iinfo(np.int64).max
@@ -40,7 +41,7 @@ class Schedule(NamedTuple):
     By block: ``kind``, ``argument``, ``once`` (1: it runs once a step, as microbatch 0: gathers, synchronisation,
     update; waiting for it from any microbatch means that one), ``last`` (1: only together with the microbatch ``final``
     ((1,)), the first or the last one, whose gradients complete the sums: what synchronises a bucket stands between the
-    blocks of the backward pass). By device: ``group``. Group g runs the
+    blocks of the backward pass, the update behind them). By device: ``group``. Group g runs the
     actions ``action_first[g]`` to ``action_last[g]``; action a means the blocks from ``block_first[a]`` to before
     ``block_last[a]`` for microbatch ``microbatch[a]``. ``microbatches``: (1,) how many there are.
     """

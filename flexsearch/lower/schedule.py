@@ -12,6 +12,15 @@ Blocks follow from the graph, the options and the stages, never from a config. T
   its last operator. Schedules that run weight gradients later have two passes for it: the gradients of activations,
   operator by operator, then those of weights, with the synchronisation;
 - synchronisation of weights that several stages read, and the update.
+
+With several microbatches a bucket is synchronised in two blocks: one for the final microbatch, which sends gradients
+summed over all; one for every microbatch, which sends those of weights that keep only parts of their gradients
+(``States``; PyTorch's ``fully_shard`` does so by default). What the latter bring is added to the sum as it arrives. The
+sums of a bucket use the same links, and so end in the order of the microbatches: the update waits for the final one.
+Weights that several stages read are synchronised once, whatever they keep.
+
+Weights whose updates are made in parts are gathered where the next step needs them, not behind the update: a step
+follows a step, and there the gathers move while the first operators compute.
 """
 
 from __future__ import annotations
@@ -31,6 +40,7 @@ from flexsearch.lower.rows import (
     BACKWARD,
     FORWARD,
     GATHER,
+    GATHER_ONCE,
     RECOMPUTE,
     REGATHER,
     SYNCHRONISE,
@@ -42,6 +52,9 @@ from flexsearch.strategy import Options
 from flexsearch.strategy.schedule import SPLIT_KINDS, ranks_of
 from flexsearch.strategy.stage import ScheduleKind
 
+ALL, ONCE, EACH = range(3)
+"""Which weights of a bucket a block synchronises: all; those whose gradients are summed over the microbatches first;
+those whose gradients are sent for each."""
 NOBODY: Final = -1
 """In the place of a bucket: none."""
 
@@ -158,7 +171,8 @@ def backward_pass(graph: OperatorGraph, bucket_of: Mapping[str, int]) -> list[tu
 class Blocks:
     """The blocks of a graph under some options. By block: ``kind``, ``argument``, ``once``, ``last`` (see ``Schedule``;
     the argument of a SYNCHRONISE block is its number among them), ``stage`` (NOBODY: all devices run it).
-    ``region``: by operator (see ``regions_of``). ``buckets``: weights of each bucket in the order of completion.
+    ``region``: by operator (see ``regions_of``). ``buckets``: weights of each bucket in the order of completion;
+    ``sums``: which of them (ALL, ONCE, EACH).
     ``starts``, ``finishes``: by SYNCHRONISE block, the bucket whose first and whose second phases it sends (NOBODY:
     none). ``forward``, ``backward``, ``weight``: by stage, range of its blocks in that pass; the third follows the
     second, and is empty if backward passes are whole; ``before``, ``after``: those that all devices run first and last,
@@ -171,6 +185,7 @@ class Blocks:
     stage: list[int] = field(default_factory=list)
     region: list[int] = field(default_factory=list)
     buckets: list[list[int]] = field(default_factory=list)
+    sums: list[int] = field(default_factory=list)
     starts: list[int] = field(default_factory=list)
     finishes: list[int] = field(default_factory=list)
     forward: list[range] = field(default_factory=list)
@@ -188,12 +203,18 @@ class Blocks:
         self.argument.append(argument)
         passes = FORWARD, BACKWARD, WEIGHT_GRADIENT, RECOMPUTE, REGATHER
         self.once.append(not repeated and kind not in passes)
-        self.last.append(kind == SYNCHRONISE and stage != NOBODY)
+        self.last.append(not repeated and kind in (SYNCHRONISE, UPDATE))
         self.stage.append(stage)
 
-    def synchronise(self, starts: int, finishes: int, stage: int) -> None:
+    def bucket(self, weights: list[int], sums: int) -> int:
+        """The number of one more bucket."""
+        self.buckets.append(weights)
+        self.sums.append(sums)
+        return len(self.buckets) - 1
+
+    def synchronise(self, starts: int, finishes: int, stage: int, repeated: bool = False) -> None:
         """One more block of synchronisation."""
-        self.add(SYNCHRONISE, len(self.starts), stage)
+        self.add(SYNCHRONISE, len(self.starts), stage, repeated)
         self.starts.append(starts)
         self.finishes.append(finishes)
 
@@ -222,6 +243,8 @@ def make_blocks(graph: OperatorGraph, options: Options, stages: Stages) -> Block
         begin = len(blocks)
         for i in range(first, last):
             for w in gathers.get(i, ()):
+                if w in regathered:
+                    blocks.add(GATHER_ONCE, w, stage)
                 blocks.add(GATHER, w, stage, repeated=w in regathered)
             blocks.add(FORWARD, i, stage)
         blocks.forward.append(range(begin, len(blocks)))
@@ -267,7 +290,9 @@ def _add_backward(
             for i, _ in passes[stage]:
                 _add_operator(blocks, i, stage, again)
         middle = len(blocks)
-        late += _add_gradients(blocks, graph, passes[stage], stage, shared, None if stages.splits_backward else again)
+        sums = (ONCE, EACH) if stages.microbatches > 1 else (ALL,)
+        more = None if stages.splits_backward else again
+        late += _add_gradients(blocks, graph, passes[stage], stage, shared, more, sums)
         split = middle if stages.splits_backward else len(blocks)
         blocks.backward.insert(0, range(begin, split))
         blocks.weight.insert(0, range(split, len(blocks)))
@@ -290,26 +315,28 @@ def _add_operator(blocks: Blocks, operator: int, stage: int, again: Mapping[int,
 
 def _add_gradients(
     blocks: Blocks, graph: OperatorGraph, rows: Sequence[tuple[int, list[list[int]]]], stage: int, shared: set[int],
-    again: Mapping[int, list[tuple[int, int]]] | None,
+    again: Mapping[int, list[tuple[int, int]]] | None, sums: Sequence[int],
 ) -> list[int]:  # fmt: skip
     """A stage's backward pass (with what is done ``again`` in it), or if that is None its half that makes gradients of
-    weights only; with its synchronisation. Returns the buckets that are synchronised after all stages."""
-    late, before = [], NOBODY
+    weights only; with its synchronisation, a block of each bucket for each of ``sums``. Returns the buckets that are
+    synchronised after all stages."""
+    late, before = [], dict.fromkeys(sums, NOBODY)
     for i, complete in rows:
         if again is not None:
             _add_operator(blocks, i, stage, again)
         elif trains(graph, i):
             blocks.add(WEIGHT_GRADIENT, i, stage)
         for weights in complete:
-            bucket = len(blocks.buckets)
-            blocks.buckets.append(weights)
             if weights[0] in shared:
-                late.append(bucket)
-            else:
-                blocks.synchronise(bucket, before, stage)
-                before = bucket
-    if before != NOBODY:
-        blocks.synchronise(NOBODY, before, stage)
+                late.append(blocks.bucket(weights, ALL))
+                continue
+            for which in sums:
+                bucket = blocks.bucket(weights, which)
+                blocks.synchronise(bucket, before[which], stage, repeated=which == EACH)
+                before[which] = bucket
+    for which, bucket in before.items():
+        if bucket != NOBODY:
+            blocks.synchronise(NOBODY, bucket, stage, repeated=which == EACH)
     return late
 
 
@@ -345,6 +372,7 @@ def make_schedule(blocks: Blocks, stages: Stages, devices: int) -> Schedule:
     groups, orders = orders_of(stages)
     plans: dict[tuple[int, ...], list[tuple[range, int]]] = {(): []}
     kind = _kind(stages)
+    final = last_microbatch(kind, stages.microbatches)
     if stages.orders:
         check_orders(orders, groups, stages.microbatches)
     if not stages.splits_backward and any(action.kind in "IW" for row in orders for action in row):
@@ -353,7 +381,7 @@ def make_schedule(blocks: Blocks, stages: Stages, devices: int) -> Schedule:
         )
     for row, plan in zip(groups, orders, strict=True):
         middle = [(blocks.of(action), action.microbatch) for action in plan]
-        plans[row] = _joined([(blocks.before, 0), *middle, (blocks.after, 0)])
+        plans[row] = _joined([(blocks.before, 0), *middle, (blocks.after, final)])
     numbers = {row: g for g, row in enumerate(plans)}
     ends = np.cumsum([0, *(len(plan) for plan in plans.values())]).astype(np.uint32)
     every = [action for plan in plans.values() for action in plan]
@@ -369,7 +397,7 @@ def make_schedule(blocks: Blocks, stages: Stages, devices: int) -> Schedule:
         block_first=column(lambda a: a[0].start), block_last=column(lambda a: a[0].stop),
         microbatch=column(lambda a: a[1]),
         microbatches=np.array([stages.microbatches], np.uint32),
-        final=np.array([last_microbatch(kind, stages.microbatches)], np.uint32),
+        final=np.array([final], np.uint32),
     )  # fmt: skip
 
 

@@ -15,7 +15,7 @@ from flexsearch.cost.communication import Pricing, Transfer
 from flexsearch.cost.ticks import TICK
 from flexsearch.graph import OperatorGraph
 from flexsearch.lower.actions import Action
-from flexsearch.lower.arrays import BlockTable
+from flexsearch.lower.arrays import NOTHING, BlockTable
 from flexsearch.lower.exchanges import Standing, standing
 from flexsearch.lower.orbits import make_block_map
 from flexsearch.lower.pieces import Edge, Pieces, Weight
@@ -25,6 +25,7 @@ from flexsearch.lower.rows import (
     COMPUTE,
     FORWARD,
     GATHER,
+    GATHER_ONCE,
     NEVER,
     RECOMPUTE,
     REGATHER,
@@ -38,13 +39,14 @@ from flexsearch.lower.rows import (
 )
 from flexsearch.lower.schedule import Stages, orders_of
 from flexsearch.lower.taskgraph import Communication, Member, Purpose, Row, TaskGraph, TaskKind
+from flexsearch.strategy import States
 from flexsearch.topology import Topology
 
 T = TypeVar("T", int, float)
 
 _PURPOSES: dict[int, Purpose] = {
     GATHER: "gather", FORWARD: "forward", BACKWARD: "backward", SYNCHRONISE: "synchronise",
-    RECOMPUTE: "recompute", REGATHER: "regather",
+    RECOMPUTE: "recompute", REGATHER: "regather", GATHER_ONCE: "gather",
 }  # fmt: skip
 _KINDS = {
     FORWARD: TaskKind.FORWARD, BACKWARD: TaskKind.BACKWARD, WEIGHT_GRADIENT: TaskKind.WEIGHT_GRADIENT,
@@ -231,6 +233,11 @@ class Communications:
                 found.append([self._synchronised(rows) for rows in self.rows.together[argument]])
                 continue
             here: list[tuple[Member, ...]] = []
+            if kind in (GATHER, REGATHER, GATHER_ONCE):
+                once = blocks.gather_once_of[argument] != NOTHING
+                kept = lowered.weights[argument].plan.states < States.WEIGHTS
+                if (once and kept) != (kind == GATHER_ONCE):
+                    last = first  # another block sends it
             for e in dict.fromkeys(edges[slot] for slot in blocks.sent[first:last]):
                 edge = lowered.edges[e]
                 leads = kind != BACKWARD or (edge.readers and edge.readers[0][0] == argument)

@@ -11,19 +11,22 @@ import numpy as np
 from flexsearch.lower.layout import Laid, Layout, Layouts
 from flexsearch.lower.planner import store
 from flexsearch.lower.reshard import Planner, Reshard, assemble, local_reshard
+from flexsearch.strategy import States
 
 
 @dataclass(frozen=True)
 class WeightPlan:
     """``stored``: the region that each device keeps and updates (one entry a device). ``needs[e]``: what the readers of
     edge e need; ``forward[e]``: from storage to there. ``sync``: from the gradients that the edges' pieces make
-    (``origin[k]`` is the edge of its source entry k) to storage; None if the weight is not trained."""
+    (``origin[k]`` is the edge of its source entry k) to storage; None if the weight is not trained. ``states``: which
+    are kept in parts."""
 
     stored: Laid
     needs: tuple[Laid, ...]
     forward: tuple[Reshard, ...]
     sync: Reshard | None
     origin: tuple[int, ...]
+    states: States
 
     @property
     def storage(self) -> Layout:
@@ -32,18 +35,19 @@ class WeightPlan:
 
 
 def plan_weight(
-    needs: Sequence[Laid], trained: Sequence[bool], shard: bool, itemsize: int, planner: Planner, layouts: Layouts,
+    needs: Sequence[Laid], trained: Sequence[bool], states: States, itemsize: int, planner: Planner, layouts: Layouts,
     reshard: Callable[[Laid, Laid, int], Reshard],
 ) -> WeightPlan:  # fmt: skip
     """``needs[e]``: layout in which the readers of edge e want the weight; ``trained[e]``: whether they make gradients.
     ``reshard``: between two layouts, for elements of so many bytes.
 
-    A device stores the bounding box of all it needs; with ``shard``, devices that need the same box divide it.
+    A device stores the bounding box of all it needs; with ``states`` in parts, devices that need the same one divide
+    it.
     """
     device = np.concatenate([need.device for need in needs])
     box = np.concatenate([need.grid.box for need in needs])
     workspace = planner.room_for(box.shape[1], len(device))
-    store(device, box, np.uint64(len(device)), np.bool_(shard), workspace.groups, workspace.sets, workspace.middle)
+    store(device, box, np.uint64(len(device)), np.bool_(states > 0), workspace.groups, workspace.sets, workspace.middle)
     count = int(workspace.middle.size[0])
     regions = workspace.middle.box[:count, : box.shape[1]].copy()
     # Every entry is a term of its own: boxes of different groups may overlap, which must not be taken for copies.
@@ -54,16 +58,16 @@ def plan_weight(
     forward = tuple(
         # Groups gather among themselves: their boxes may overlap, which must not be taken for partial sums.
         assemble(planner, stored, need, first, last, itemsize)
-        if shard
+        if states
         else local_reshard(planner, stored, need, itemsize)
         for need, (first, last) in zip(needs, ranges, strict=True)
     )
     edges = [edge for edge, train in enumerate(trained) if train]
     if not edges:
-        return WeightPlan(stored, tuple(needs), forward, None, ())
+        return WeightPlan(stored, tuple(needs), forward, None, (), states)
     # Gradients of different edges are different terms, even where the pieces' numbers agree.
     term = np.concatenate([needs[edge].grid.term * np.uint32(len(needs)) + np.uint32(edge) for edge in edges])
     made = layouts.grid(np.concatenate([needs[edge].grid.box for edge in edges]), term)
     source = layouts.lay(made, np.concatenate([needs[edge].device for edge in edges]))
     origin = tuple(edge for edge in edges for _ in range(len(needs[edge])))
-    return WeightPlan(stored, tuple(needs), forward, reshard(source, stored, itemsize), origin)
+    return WeightPlan(stored, tuple(needs), forward, reshard(source, stored, itemsize), origin, states)

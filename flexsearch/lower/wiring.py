@@ -10,8 +10,12 @@ import numpy as np
 
 from flexsearch.compiled import ONE, TWO, U32, ZERO, lean
 from flexsearch.lower.arrays import NOTHING, BlockTable, Pools, Program, State
+from flexsearch.lower.bucket import bucket_of
 from flexsearch.lower.change import ALWAYS, Change, Wiring, mark, mark_readers, miss, sends
 from flexsearch.lower.keys import HELD, LAYOUT, MISSING, PLAN, STEP, WEIGHT, Table, find
+from flexsearch.strategy import States
+
+_WEIGHTS = np.uint8(States.WEIGHTS)
 
 
 @lean
@@ -91,6 +95,7 @@ def carry_over(source: State, target: State, change: Change) -> None:
         target.need[slot] = source.need[slot]
         target.forward[slot] = source.forward[slot]
         target.backward[slot] = source.backward[slot]
+        target.kept[slot] = source.kept[slot]
     for k in range(ZERO, np.uint64(change.touched[1])):
         w = np.uint64(change.weight[k])
         target.plan[w] = source.plan[w]
@@ -236,13 +241,12 @@ def _wire_weight(
     change.weight[np.uint64(change.touched[1])] = w
     change.touched[1] += ONE
     first, last = np.uint64(program.reader_first[w]), np.uint64(program.reader_last[w])
-    shard = ZERO
+    states = ZERO
     for k in range(first, last):
         slot = np.uint64(program.reader[k])
         config = np.uint64(state.config[np.uint64(wiring.slot_operator[slot])])
-        if pools.config_shard[config] == 1:
-            shard = ONE
-    node = find(table, WEIGHT, wiring.weight_type[w], shard)
+        states = max(states, np.uint64(pools.config_states[config]))
+    node = find(table, WEIGHT, wiring.weight_type[w], states)
     for k in range(first, last):
         slot = np.uint64(program.reader[k])
         _touch(change, slot)
@@ -254,21 +258,28 @@ def _wire_weight(
             node = find(table, STEP, node, np.uint64(need) * TWO + np.uint64(program.flows[slot]))
     plan = find(table, PLAN, node, ZERO) if node != MISSING else MISSING
     if plan == MISSING:
-        miss(change, WEIGHT, w, shard)
+        miss(change, WEIGHT, w, states)
         return
     p, old = np.uint64(plan), np.uint64(state.plan[w])
     at = np.uint64(pools.plan_gather[p])
+    once = blocks.gather_once_of[w] != NOTHING and pools.plan_states[p] < _WEIGHTS
     for k in range(first, last):
         slot = np.uint64(program.reader[k])
         gather = np.uint32(0)
         if state.leader[slot] == slot:
             gather = pools.gather[at]
             at += ONE
+        kept = gather if once else np.uint32(0)
+        gather = np.uint32(0) if once else gather
         _charge(pools, state, np.uint64(state.forward[slot]), np.uint64(gather))
-        state.forward[slot] = gather
-        if gather != before.forward[slot] or state.leader[slot] != before.leader[slot]:
+        _charge(pools, state, np.uint64(state.kept[slot]), np.uint64(kept))
+        state.forward[slot], state.kept[slot] = gather, kept
+        led = state.leader[slot] != before.leader[slot]
+        if gather != before.forward[slot] or led:
             sends(change, blocks.gather_of[w])
             sends(change, blocks.regather_of[w])
+        if kept != before.kept[slot] or led:
+            sends(change, blocks.gather_once_of[w])
     if p != old:
         _replace(blocks, pools, state, change, w, old, p)
 
@@ -278,12 +289,11 @@ def _replace(blocks: BlockTable, pools: Pools, state: State, change: Change, w: 
     """Give a weight another plan of storage and synchronisation."""
     before, after = np.uint64(pools.plan_sync[old]), np.uint64(pools.plan_sync[new])
     if blocks.bucket[w] != NOTHING:
-        bucket = np.uint64(blocks.bucket[w])
-        mark(change, blocks.started_by[bucket])
-        if pools.reshard_middle[before] < pools.reshard_last[before] or (
-            pools.reshard_middle[after] < pools.reshard_last[after]
-        ):
-            mark(change, blocks.finished_by[bucket])
+        for p, sync in ((old, before), (new, after)):
+            bucket = np.uint64(bucket_of(blocks, pools, p, w))
+            mark(change, blocks.started_by[bucket])
+            if pools.reshard_middle[sync] < pools.reshard_last[sync]:
+                mark(change, blocks.finished_by[bucket])
         mark(change, blocks.kind.shape[0] - 1)  # the update
     if pools.plan_sync[old] != 0:  # else it is not trained
         for k in range(np.uint64(pools.store_first[old]), np.uint64(pools.store_last[old])):

@@ -161,7 +161,7 @@ def _lengths(
         whole = max(1, size // microbatches)
         length = np.arange(1, whole + (size % microbatches > 0) + 1)
         return length, np.where(length >= whole, 1, 2)
-    degree = np.arange(1, max(1, min(size // microbatches, count)) + 1)
+    degree = np.arange(1, max(1, min(-(-size // microbatches), count)) + 1)
     low = np.maximum(size // (degree * microbatches), 1)
     longer = (size > low) & (size % (degree * microbatches) > 0)
     return np.concatenate((low, low[longer] + 1)), np.concatenate((degree, degree[longer]))

@@ -7,7 +7,7 @@ from itertools import permutations
 from math import prod
 
 from flexsearch.graph import Operator, OperatorGraph
-from flexsearch.strategy import OperatorConfig, make_config
+from flexsearch.strategy import OperatorConfig, States, make_config
 from flexsearch.strategy.baselines import has_weights
 from flexsearch.topology import Topology
 
@@ -23,11 +23,11 @@ def every_config(graph: OperatorGraph, topology: Topology) -> Choices:
     def choices(operator: int) -> list[OperatorConfig]:
         op = graph.operators[operator]
         return [
-            make_config(op, degrees, devices, shard)
+            make_config(op, degrees, devices, states)
             for degrees in _degrees(op, count)
             for used in range(prod(degrees.values()), count + 1, prod(degrees.values()))
             for devices in _device_lists(count, used, used // prod(degrees.values()))
-            for shard in _storage(graph, operator, used)
+            for states in _states(graph, operator, used)
         ]
 
     return choices
@@ -41,20 +41,21 @@ def aligned_configs(graph: OperatorGraph, topology: Topology) -> Choices:
     def choices(operator: int) -> list[OperatorConfig]:
         op = graph.operators[operator]
         return [
-            make_config(op, degrees, range(first, first + used), shard)
+            make_config(op, degrees, range(first, first + used), states)
             for used in range(1, count + 1)
             if count % used == 0
             for degrees in _degrees(op, used)
             if used % prod(degrees.values()) == 0
             for first in range(0, count, used)
-            for shard in _storage(graph, operator, used)
+            for states in _states(graph, operator, used)
         ]
 
     return choices
 
 
-def _storage(graph: OperatorGraph, operator: int, used: int) -> tuple[bool, ...]:
-    return (False, True) if used > 1 and has_weights(graph, operator) else (False,)
+def _states(graph: OperatorGraph, operator: int, used: int) -> tuple[States, ...]:
+    several = used > 1 and has_weights(graph, operator)
+    return (States.WHOLE, States.WEIGHTS) if several else (States.WHOLE,)
 
 
 def _degrees(op: Operator, count: int) -> Iterator[dict[str, int]]:

@@ -36,7 +36,7 @@ def alike(found: Sequence[Alternative]) -> list[tuple[Alternative, int]]:
     for one in found:
         config = one.config
         key = (
-            config.degrees, config.shares, config.replicas, config.shard_weights,
+            config.degrees, config.shares, config.replicas, config.states,
             f"{one.alone_s:.9e}", None if one.together_s is None else f"{one.together_s:.9e}",
         )  # fmt: skip
         rows.setdefault(key, []).append(one)
@@ -137,7 +137,7 @@ def operator_data(choice: OperatorChoice) -> dict[str, Any]:
             "shares": {axis: list(row) for axis, row in one.config.shares},
             "devices": list(one.config.devices),
             "replicas": one.config.replicas,
-            "shard_weights": one.config.shard_weights,
+            "states": one.config.states.name.lower(),
             "alone_s": one.alone_s,
             "together_s": one.together_s,
         }

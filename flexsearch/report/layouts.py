@@ -14,7 +14,7 @@ from flexsearch.simulate.breakdown import KINDS
 from flexsearch.simulate.memory import PARTS, Memory
 from flexsearch.simulate.staged import Step
 from flexsearch.simulate.usage import SORTS, WORK, DeviceTime
-from flexsearch.strategy import Options
+from flexsearch.strategy import Options, States
 from flexsearch.strategy.pipeline import Pipeline
 
 SCHEDULES: Mapping[str, str] = {
@@ -25,23 +25,23 @@ SCHEDULES: Mapping[str, str] = {
 
 @dataclass(frozen=True)
 class StagedRow:
-    """One plan of a comparison. ``sharded``: weights are sharded over the replicas. ``changed``: sorts of operators
-    that are split otherwise than Megatron's rules say."""
+    """One plan of a comparison. ``states``: which states of weights are sharded over the replicas. ``changed``: sorts
+    of operators that are split otherwise than Megatron's rules say."""
 
     name: str
     pipeline: Pipeline
     options: Options
     step: Step
-    sharded: bool = False
+    states: States = States.WHOLE
     changed: int = 0
 
 
 def layout_words(row: StagedRow) -> str:
     """The layout as people say it: "pipeline 2 x tensor 4 x data 8, 16 microbatches of 2, 1F1B"."""
-    return pipeline_words(row.pipeline, row.options, row.step.samples, row.sharded)
+    return pipeline_words(row.pipeline, row.options, row.step.samples, row.states)
 
 
-def pipeline_words(pipeline: Pipeline, options: Options, batch: int, sharded: bool) -> str:
+def pipeline_words(pipeline: Pipeline, options: Options, batch: int, states: States) -> str:
     """The same of a plan that has not been simulated."""
     sizes = [len(devices) for devices in dict.fromkeys(pipeline.devices)]
     ranks, alike = len(sizes), len(set(sizes)) == 1
@@ -56,10 +56,11 @@ def pipeline_words(pipeline: Pipeline, options: Options, batch: int, sharded: bo
         chunks = len(pipeline.devices) // ranks
         each = f", {chunks} stages on each device" if chunks > 1 else ""
         words.append(("a schedule of its own" if pipeline.orders else SCHEDULES[pipeline.schedule]) + each)
-    if sharded:
-        again = " and gathered again in the backward pass" if options.reshard_after_forward else ""
+    if states:
+        twice = options.reshard_after_forward and states == States.WEIGHTS
+        again = " and gathered again in the backward pass" if twice else ""
         over = f" over {pipeline.replicas}" if alike else ""
-        words.append(f"weights sharded{over}{again}")
+        words.append(f"{states.name.lower()} sharded{over}{again}")
     return ", ".join([*words, *_option_words(options)])
 
 
@@ -158,5 +159,6 @@ def staged_data(graph: OperatorGraph, row: StagedRow) -> dict[str, Any]:
         **{f"{part}_bytes": getattr(step.fullest, part) for part in PARTS},
         "data": pipeline.replicas, "pipeline": len(set(pipeline.devices)), "stages": len(pipeline.devices),
         "tensor": max(map(len, pipeline.devices)), "microbatches": pipeline.microbatches,
-        "schedule": "auto" if pipeline.orders else pipeline.schedule, "sharded": row.sharded, "resplit": row.changed,
+        "schedule": "auto" if pipeline.orders else pipeline.schedule, "states": row.states.name.lower(),
+        "resplit": row.changed,
     }  # fmt: skip

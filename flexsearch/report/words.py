@@ -12,13 +12,13 @@ from flexsearch.graph import Operator, OperatorGraph
 from flexsearch.graph.ops import kind_of
 from flexsearch.lower import Communication, Lowered, TaskKind
 from flexsearch.report.summary import FEW, Group, layer_of, layer_range, ranges, summarised
-from flexsearch.strategy import OperatorConfig
+from flexsearch.strategy import OperatorConfig, States
 from flexsearch.topology import Topology
 
 _IMAGE = {3: ("batch", "channels", "length"), 4: ("batch", "channels", "height", "width"),
           5: ("batch", "channels", "depth", "height", "width")}  # fmt: skip
 _TEXT = {3: ("batch", "sequence", "features"), 4: ("batch", "heads", "sequence", "features")}
-_SHARDED = ", weights sharded"
+_SHARDED = {states: f", {states.name.lower()} sharded" for states in States if states}
 
 
 def axis_word(op: Operator, axis: str, images: bool = False) -> str:
@@ -68,7 +68,7 @@ def treatment(graph: OperatorGraph, topology: Topology, op: Operator, config: Op
     """What a config does with an operator: "batch over 4 hosts", "replicated on 4 hosts", "on host1"."""
     where = device_set(topology, config.devices)
     weighted = _weighted(graph, graph.index[op.name])
-    tail = _SHARDED if config.shard_weights and weighted and len(config.devices) > 1 else ""
+    tail = _SHARDED.get(config.states, "") if weighted and len(config.devices) > 1 else ""
     if not config.degrees:
         return f"on {where}" if len(config.devices) == 1 else f"replicated on {where}{tail}"
     return f"{split_words(graph, op, config)} over {where}{tail}"
@@ -105,7 +105,7 @@ def groups(lowered: Lowered) -> tuple[Group, ...]:
         text = treatment(graph, lowered.topology, graph.operators[i], lowered.configs[i])
         before = next(reversed(told.values()), "")
         # An operator without weights does not end a run of layers that shard theirs.
-        told[i] = before if not _weighted(graph, i) and before == text + _SHARDED else text
+        told[i] = before if not _weighted(graph, i) and before in [text + tail for tail in _SHARDED.values()] else text
     if len(set(told.values())) == 1 and len(shown) > 1:
         return (Group("all layers", told[shown[0]], tuple(shown)),)
     runs: list[list[int]] = []

@@ -16,8 +16,8 @@ from typing import Final
 
 from flexsearch.search.constants import ROUNDS, SIMPLER
 from flexsearch.search.evaluate import Configs, Evaluation
-from flexsearch.search.space import Space, sharded
-from flexsearch.strategy import OperatorConfig
+from flexsearch.search.space import Space, with_states
+from flexsearch.strategy import OperatorConfig, States
 from flexsearch.strategy.baselines import effective
 from flexsearch.strategy.depth import depths
 
@@ -55,7 +55,7 @@ def complexity(alike: Sequence[Sequence[int]], configs: Configs) -> Complexity:
         runs += 1 + sum(a is not b and a != b for a, b in pairwise(row))  # most of them are the same object
     lists = {config.devices for config in configs}
     return Complexity(
-        runs, sum(config.shard_weights for config in configs), sum(1 + (sorted(d) != list(d)) for d in lists)
+        runs, sum(config.states > 0 for config in configs), sum(1 + (sorted(d) != list(d)) for d in lists)
     )
 
 
@@ -144,8 +144,8 @@ def _without_shards(run: _Run, configs: Configs) -> Iterator[Changes]:
     plain = {i: effective(run.space.graph, i, config) for i, config in enumerate(configs)}
     yield {i: config for i, config in plain.items() if config != configs[i]}
     for members in run.sorts:
-        if on := [i for i in members if configs[i].shard_weights]:
-            yield {i: sharded(configs[i], False) for i in on}
+        if on := [i for i in members if configs[i].states]:
+            yield {i: with_states(configs[i], States.WHOLE) for i in on}
 
 
 def _ascending(run: _Run, configs: Configs) -> Iterator[Changes]:

@@ -13,12 +13,14 @@ import numpy.typing as npt
 
 from flexsearch.compiled import F64, ONE, THREE, TWO, U8, U32, U64, ZERO, inlined, lean
 from flexsearch.lower.change import Change, miss
-from flexsearch.lower.configs import derived, like, over, renamed, stored_otherwise, swapped
+from flexsearch.lower.configs import derived, like, over, renamed, swapped, with_states
 from flexsearch.lower.keys import CANDIDATE, FIRST_HALF, MISSING, find
 from flexsearch.lower.tables import TemplateTables
 from flexsearch.packed import packed
+from flexsearch.strategy import States
 
 REDRAW, COPY, GROUP, REPEATED, SWAP, SHARD, SPAN, SPLIT = range(8)
+_WEIGHTS = np.uint64(States.WEIGHTS)
 UNIFORMS = 24
 """Random numbers for a proposal. The last decides on acceptance."""
 NEITHER, JOIN = np.uint8(2), np.uint8(3)
@@ -180,14 +182,14 @@ def _group(moves: Moves, draws: Draws, tables: TemplateTables, change: Change, u
 
 @lean
 def _shard(moves: Moves, now: U32, tables: TemplateTables, change: Change, u: F64) -> None:
-    """The weights of an operator, or of all, are stored the other way."""
+    """The weights of an operator, or of all, are kept in parts, or whole again."""
     at = _pick(u[1], np.uint64(moves.weighted.shape[0]))
-    shard = tables.pools.config_shard
-    to = ONE - np.uint64(shard[np.uint64(now[np.uint64(moves.weighted[at])])])
+    states = tables.pools.config_states
+    to = ZERO if states[np.uint64(now[np.uint64(moves.weighted[at])])] > 0 else _WEIGHTS
     for k in range(np.uint64(moves.weighted.shape[0])):
         i = np.uint64(moves.weighted[k])
-        if (u[2] >= 0.8 or k == at) and shard[np.uint64(now[i])] != to:
-            _add(change, i, stored_otherwise(tables, change, now[i]))
+        if (u[2] >= 0.8 or k == at) and states[np.uint64(now[i])] != to:
+            _add(change, i, with_states(tables, change, now[i], to))
 
 
 @lean
@@ -256,10 +258,10 @@ def _after_neighbour(moves: Moves, now: U32, tables: TemplateTables, change: Cha
 
 @lean
 def _follow(tables: TemplateTables, change: Change, link: Any, config: Any, has: Any) -> Any:
-    """What follows ``config`` over a link, with weights stored as those of the config that the operator ``has``."""
-    follows, shard = over(tables, change, link, config), tables.pools.config_shard
-    if follows != MISSING and shard[np.uint64(follows)] != shard[np.uint64(has)]:
-        follows = stored_otherwise(tables, change, follows)
+    """What follows ``config`` over a link, with the states of weights as in the config that the operator ``has``."""
+    follows, states = over(tables, change, link, config), tables.pools.config_states
+    if follows != MISSING and states[np.uint64(follows)] != states[np.uint64(has)]:
+        follows = with_states(tables, change, follows, states[np.uint64(has)])
     return follows
 
 

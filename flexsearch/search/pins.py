@@ -4,7 +4,9 @@ A pin names operators, by a pattern as in file names over their names or their m
 
 - ``AXIS=PARTS``: the degree of an axis; ``batch`` and ``parameter`` stand for an operator's first axis of that role;
 - ``devices=0-3`` or ``devices=0,2``: exactly these devices;
-- ``replicas=N``; ``shard=yes`` or ``no``: weights stored in parts.
+- ``replicas=N``;
+- ``states=whole``, ``optimizer``, ``gradients`` or ``weights``: which states of its weights are kept in parts;
+  ``shard=yes`` is ``states=weights``, ``shard=no`` is ``states=whole``.
 """
 
 from __future__ import annotations
@@ -20,12 +22,16 @@ from typing import Final
 from flexsearch.errors import StrategyError
 from flexsearch.files import printable
 from flexsearch.graph import Operator, OperatorGraph
-from flexsearch.strategy import OperatorConfig, make_config
+from flexsearch.strategy import OperatorConfig, States, make_config
 from flexsearch.strategy.baselines import has_weights
 from flexsearch.strategy.config import Shares, check_shares, read_pin
 from flexsearch.topology import Topology
 
 _ROLES: Final = {"batch": "sample", "sample": "sample", "parameter": "parameter", "attribute": "attribute"}
+_STATES: Final = {
+    "states": {states.name.lower(): states for states in States},
+    "shard": {"yes": States.WEIGHTS, "no": States.WHOLE},
+}
 MOST_COMPARED: Final = 5000
 """Names that are compared with one that matches nothing."""
 
@@ -37,7 +43,7 @@ class Pin:
     degrees: tuple[tuple[str, int], ...] = ()
     devices: tuple[int, ...] | None = None
     replicas: int | None = None
-    shard: bool | None = None
+    states: States | None = None
     shares: Shares = ()
 
 
@@ -71,9 +77,10 @@ class Pins:
             used = prod(degrees.values()) * (pin.replicas or min(config.replicas, room))
             spare = (d for d in range(self.count) if d not in config.devices)
             devices = (*config.devices, *spare)[:used]
-        shard = config.shard_weights if pin.shard is None else pin.shard
+        states = config.states if pin.states is None else pin.states
+        kept = len(devices) > 1 and operator in self.weighted
         shares = {axis: row for axis, row in config.shares if degrees[axis] == len(row)} | dict(pin.shares)
-        return make_config(op, degrees, devices, shard and len(devices) > 1 and operator in self.weighted, shares)
+        return make_config(op, degrees, devices, states if kept else States.WHOLE, shares)
 
 
 def parse_pins(texts: Sequence[str], graph: OperatorGraph, topology: Topology) -> Pins | None:
@@ -119,10 +126,11 @@ def _set(
             new = replace(pin, devices=_devices(value, count, text))
         elif key == "replicas":
             new = replace(pin, replicas=_number(value, text))
-        elif key == "shard":
-            if value not in ("yes", "no"):
-                raise StrategyError(f"pin {text!r}: shard is yes or no, not {value!r}")
-            new = replace(pin, shard=value == "yes")
+        elif key in _STATES:
+            if value not in _STATES[key]:
+                words = list(_STATES[key])
+                raise StrategyError(f"pin {text!r}: {key} is {', '.join(words[:-1])} or {words[-1]}, not {value!r}")
+            new = replace(pin, states=_STATES[key][value])
         elif (axis := _axis(op, key)) is not None:
             row = [_number(share, text) for share in value.split(":")]
             degrees = dict(pin.degrees) | {axis: len(row) if len(row) > 1 else row[0]}
@@ -134,7 +142,7 @@ def _set(
     if not used:
         raise StrategyError(
             f"pin {text!r}: none of these operators has an axis {key!r} that can be split; they have "
-            f"{', '.join(sorted(axes)) or 'none'}. Other keys: batch, parameter, devices, replicas, shard"
+            f"{', '.join(sorted(axes)) or 'none'}. Other keys: batch, parameter, devices, replicas, states, shard"
         )
 
 

@@ -15,7 +15,7 @@ from flexsearch.graph import Operator, OperatorGraph
 from flexsearch.graph.ops import forward_flops
 from flexsearch.search.constants import FEW, PERMUTED
 from flexsearch.search.meshes import Meshes
-from flexsearch.strategy import OperatorConfig, make_config
+from flexsearch.strategy import OperatorConfig, States, make_config
 from flexsearch.strategy.baselines import has_weights, is_heavy
 from flexsearch.strategy.depth import unrolled
 from flexsearch.strategy.propagate import Link, Propagation
@@ -37,7 +37,7 @@ class Space:
         self.speeds = speeds(topology)
         """Of the devices, by which samples may be shared out among them; empty if they are equally fast."""
         self._even = 0.8 if self.count <= FEW else 0.9
-        self._blocks: dict[tuple[int, bool], tuple[OperatorConfig, ...]] = {}
+        self._blocks: dict[tuple[int, States], tuple[OperatorConfig, ...]] = {}
         first: dict[tuple[object, ...], int] = {}
         self.model = tuple(first.setdefault(self.shape(i), i) for i in range(len(graph.operators)))
         """By operator: the first one of its shape. What is worked out for that holds for all of them."""
@@ -187,8 +187,9 @@ class Space:
             else:
                 degrees[axis] *= prime
         used = replicas * int(np.prod(list(degrees.values()), dtype=np.int64))
-        shard = operator in self.weighted and used > 1 and rng.random() < 0.05
-        return self._share_out(rng, op, make_config(op, degrees, self._draw_devices(rng, used), shard))
+        parts = operator in self.weighted and used > 1 and rng.random() < 0.05
+        states = States.WEIGHTS if parts else States.WHOLE
+        return self._share_out(rng, op, make_config(op, degrees, self._draw_devices(rng, used), states))
 
     def _share_out(self, rng: np.random.Generator, op: Operator, config: OperatorConfig) -> OperatorConfig:
         """Half of the time, with samples shared out by the speeds of the devices, where these differ."""
@@ -254,20 +255,20 @@ class Space:
                 yield candidate
 
     def _alternatives(self, operator: int, configs: Sequence[OperatorConfig]) -> Iterator[OperatorConfig]:
-        op, shard = self.graph.operators[operator], configs[operator].shard_weights
+        op, states = self.graph.operators[operator], configs[operator].states
         for link in self.propagation.links[operator]:
             back = next(x for x in self.propagation.links[link.target] if x.target == operator)
-            yield sharded(self.propagation.over(link.target, configs[link.target], back), shard)
+            yield with_states(self.propagation.over(link.target, configs[link.target], back), states)
         if operator in self.weighted and len(configs[operator].devices) > 1:
-            yield sharded(configs[operator], not shard)
+            yield with_states(configs[operator], States.WHOLE if states else States.WEIGHTS)
         if self.speeds:
             yield replace(configs[operator], shares=())
             yield from (shared_out(op, configs[operator], speed) for speed in self.speeds)
         for renaming in self.meshes.relabelings:
             yield configs[operator].on(renaming[d] for d in configs[operator].devices)
         model = self.model[operator]
-        if (on_blocks := self._blocks.get((model, shard))) is None:
-            on_blocks = self._blocks[model, shard] = tuple(self._on_blocks(op, shard))
+        if (on_blocks := self._blocks.get((model, states))) is None:
+            on_blocks = self._blocks[model, states] = tuple(self._on_blocks(op, states))
         yield from on_blocks
 
     @cached_property
@@ -281,7 +282,7 @@ class Space:
         sizes = tuple(op.sizes[a] for a in op.splittable)
         return sum(len(_factored(count, sizes)) * len(self.meshes.blocks(count)) for count in self.counts)
 
-    def _on_blocks(self, op: Operator, shard: bool) -> Iterator[OperatorConfig]:
+    def _on_blocks(self, op: Operator, states: States) -> Iterator[OperatorConfig]:
         """On blocks of the machine's own order, then on those that permute its axes."""
         for permuted in (False, True):
             for count in reversed(self.counts):
@@ -290,7 +291,7 @@ class Space:
                 for degrees in _factored(count, tuple(op.sizes[a] for a in op.splittable)):
                     named = dict(zip(op.splittable, degrees, strict=True))
                     for block in blocks:
-                        config = make_config(op, named, block, shard and count > 1)
+                        config = make_config(op, named, block, states if count > 1 else States.WHOLE)
                         yield config
                         yield from (shared_out(op, config, speed) for speed in self.speeds)
 
@@ -307,7 +308,7 @@ class Space:
             degrees[axis] //= 2
         op = self.graph.operators[operator]
         shares = {axis: row for axis, row in config.shares if degrees[axis] == len(row)}
-        return make_config(op, degrees, devices, config.shard_weights and len(devices) > 1, shares)
+        return make_config(op, degrees, devices, config.states if len(devices) > 1 else States.WHOLE, shares)
 
     def random_plan(self, rng: np.random.Generator) -> tuple[OperatorConfig, ...]:
         """Every leader at random, the others following."""
@@ -326,9 +327,9 @@ class Space:
         return new
 
 
-def sharded(config: OperatorConfig, shard: bool) -> OperatorConfig:
-    """The config with weights stored in parts, or not."""
-    return replace(config, shard_weights=shard)
+def with_states(config: OperatorConfig, states: States) -> OperatorConfig:
+    """The config with the states of its weights kept otherwise."""
+    return replace(config, states=states)
 
 
 @lru_cache(maxsize=4096)

@@ -21,9 +21,9 @@ import numpy.typing as npt
 
 from flexsearch.compiled import I64, ONE, TWO, U8, U32, U64, ZERO, lean
 from flexsearch.lower.arrays import State
-from flexsearch.lower.rows import FORWARD, Schedule
+from flexsearch.lower.rows import FORWARD, GATHER, Schedule
 from flexsearch.packed import packed
-from flexsearch.simulate.lifetimes import GRADIENTS, Sources, Spans, list_spans
+from flexsearch.simulate.lifetimes import BUFFERS, GRADIENTS, Sources, Spans, list_spans
 from flexsearch.simulate.most import most_bytes
 
 FOUR: Any = np.uint64(4)
@@ -111,6 +111,7 @@ def _remember(old: State, state: State) -> None:
     for slot in range(np.uint64(state.leader.shape[0])):
         old.leader[slot], old.need[slot] = state.leader[slot], state.need[slot]
         old.forward[slot], old.backward[slot] = state.forward[slot], state.backward[slot]
+        old.kept[slot] = state.kept[slot]
     for w in range(np.uint64(state.plan.shape[0])):
         old.plan[w] = state.plan[w]
 
@@ -144,7 +145,9 @@ def enter(account: Account, sign: Any) -> None:
         # What begins and ends in passes that every microbatch makes, each has of its own; the rest is there once.
         repeated = schedule.once[a] == 0 and schedule.once[b] == 0
         _change(account, d, begin, nbytes, _which(schedule, a, last, False), repeated)
-        _change(account, d, end, -nbytes, _which(schedule, b, last, True), repeated)
+        # A receive buffer of a gather goes with the first microbatch that reads what is gathered.
+        stays = spans.part[s] != BUFFERS
+        _change(account, d, end, -nbytes, _which(schedule, b, last, stays), repeated)
         if last > ZERO and not repeated and spans.part[s] == GRADIENTS and schedule.once[a] == 0:
             # A sum over the microbatches: what the later ones add to it is there for a moment, too.
             for which in range(last + ONE):
@@ -162,7 +165,7 @@ def _which(schedule: Schedule, block: Any, last: Any, ends: Any) -> Any:
         return final
     if schedule.once[block] == 1:
         return ZERO
-    if schedule.kind[block] != FORWARD and final == ZERO:
+    if schedule.kind[block] != FORWARD and schedule.kind[block] != GATHER and final == ZERO:
         return ZERO if ends else last
     return last if ends else ZERO
 

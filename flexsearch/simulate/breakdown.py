@@ -11,7 +11,7 @@ import numpy as np
 
 from flexsearch.cost.ticks import TICK
 from flexsearch.lower import TaskGraph, TaskKind
-from flexsearch.lower.rows import COMPUTE, GATHER, REGATHER, SYNCHRONISE
+from flexsearch.lower.rows import COMPUTE, GATHER, GATHER_ONCE, REGATHER, SYNCHRONISE
 from flexsearch.lower.view import Rows
 from flexsearch.simulate.critical import Step
 from flexsearch.simulate.usage import repeats
@@ -118,7 +118,7 @@ def loads(rows: Rows) -> Loads:
         for device, (first, last) in enumerate(pairwise(ends)):
             computes = segments.step_kind[first:last] == COMPUTE
             compute[device] += times * segments.step_ticks[first:last][computes].sum()
-        link = weights if schedule.kind[block] in (GATHER, REGATHER, SYNCHRONISE) else activations
+        link = weights if schedule.kind[block] in (GATHER, GATHER_ONCE, REGATHER, SYNCHRONISE) else activations
         for c in range(segments.communication_first[segment], segments.communication_last[segment]):
             of = slice(int(segments.link_first[c]), int(segments.link_last[c]))
             np.add.at(link, segments.link[of], times * segments.link_ticks[of])

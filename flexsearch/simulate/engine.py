@@ -24,6 +24,7 @@ from flexsearch.lower.rows import (
     COMPUTE,
     FORWARD,
     GATHER,
+    GATHER_ONCE,
     RECOMPUTE,
     REGATHER,
     SYNCHRONISE,
@@ -45,7 +46,7 @@ __all__ = ["LATE", "Engine", "Times"]
 PLACES = 1 << 21
 """Places for communications of which an engine makes more than it needs, so that it seldom has to grow."""
 _KINDS = {
-    GATHER: "gather", FORWARD: "forward", BACKWARD: "backward", SYNCHRONISE: "synchronisation",
+    GATHER: "gather", GATHER_ONCE: "gather", FORWARD: "forward", BACKWARD: "backward", SYNCHRONISE: "synchronisation",
     RECOMPUTE: "recomputation", REGATHER: "second gather",
 }  # fmt: skip
 

@@ -6,9 +6,10 @@ last moment, both included. These are the spans:
 
 - **At hand**, all the time: of inputs, buffers and constants the smallest box that holds all that a device's pieces
   read; weights as they are stored, with the optimizer's state for those that are trained (one copy for momentum, two
-  for adam; of weights in half precision: in float32, and a master copy besides).
-- A **gathered weight**: from the communication that brings it to the last backward that reads it. It is gathered once,
-  for both directions. A part cut from what the device stores is a view and takes nothing.
+  for adam; of weights in half precision: in float32, and a master copy besides). Where only the optimizer's states or
+  those and gradients are kept in parts (``strategy.States``), of the weight the smallest box, too.
+- A **gathered weight**, if it is kept in parts: from the communication that brings it to the last backward that reads
+  it. It is gathered once, for both directions. A part cut from what the device stores is a view and takes nothing.
 - An **output**: from the forward that makes it to the last of: its readers' forwards; the backwards that use it
   (``saved_tensors``); the communication that sends it, which lets go of it when it has been issued. What an operator
   saves besides lives from its forward to its backward. An output that is its input's memory (a view) has no span of its
@@ -28,7 +29,9 @@ last moment, both included. These are the spans:
   reader's) to the last one, and until it has been sent; its copies in the producer's layout until the producer's
   backward. An operator whose output is its input's memory hands its gradient on as it is.
 - The **gradient of a weight**, as the pieces make it: likewise, until it has been sent to be synchronised; and as it is
-  stored: from that communication to the update. Where both are the same memory, until the update.
+  stored: from that communication to the update. Where both are the same memory, until the update. Gradients that are
+  sent for every microbatch do not outlive its communication, nor do receive buffers and what it brings: that is added
+  to the sum, which is there from the first microbatch on.
 
 Where a schedule splits backward passes, an operator with trained weights has two: the first makes the gradients of its
 other inputs, the second those of its weights. What it saved and the gradients of its outputs live until the second, a
@@ -58,9 +61,11 @@ from flexsearch.lower.change import Wiring
 from flexsearch.lower.footprints import ALIASED, RECEIVES, TAKES_PART, TAKES_PART_AGAIN, Landings
 from flexsearch.lower.interned import Interned, entries_of, rank_of
 from flexsearch.packed import packed
+from flexsearch.strategy import States
 
 WEIGHTS, COPIES, GRADIENTS, OPTIMIZER, ACTIVATIONS, BUFFERS = (np.uint64(k) for k in range(6))
 """Parts of memory: what spans are for; COPIES: of sharded weights, gathered."""
+_WHOLE, _GRADIENTS, _WEIGHTS = np.uint8(States.WHOLE), np.uint8(States.GRADIENTS), np.uint8(States.WEIGHTS)
 GATHERED: Any = np.uint64(0xFFFFFFFF)
 """In the place of an activation: a weight's copies have no original that readers could use as it is."""
 OUTPUT, WEIGHT, AT_HAND = range(3)
@@ -76,13 +81,15 @@ class Units(NamedTuple):
     By activation: ``place`` among those of its unit; ``itemsize``. By operator: the units ``concerned`` by its config;
     whether it ``saves_inputs`` and ``saves_outputs`` for its ``backward``, which it may not have; whether its output is
     a view (``is_view``); bytes saved besides for each element (``extra``), and half elements (``halves``). By weight:
-    ``weight_itemsize``; ``state_bytes``, that the optimizer keeps for each element; ``sync_block`` and
-    ``second_block``, where the phases of its synchronisation are issued. By tensor at hand: its readers' slots
-    (``reader``), ``at_hand_itemsize``, ``at_hand_bytes`` in all, the ``part`` of memory that it belongs to.
-    ``update_block``: (1,), the last. By operator: ``forward_block``, ``backward_block`` (the forward one if there is
-    none), ``weight_block``, where it is done with what it saved and with the gradients of its outputs (the backward one
-    if its backward pass is whole), ``recompute_block`` and ``region`` (NOTHING: it is not computed again); by weight:
-    ``gather_block``, ``regather_block`` (NOTHING: none).
+    ``weight_itemsize``; ``weight_bytes``, of all of it; ``state_bytes``, that the optimizer keeps for each element;
+    ``sync_block`` and ``second_block``, where the phases of its synchronisation are issued; ``each_block`` and
+    ``each_second``, those of one for every microbatch (the same where there is no other). By tensor at hand: its
+    readers' slots (``reader``), ``at_hand_itemsize``, ``at_hand_bytes`` in all, the ``part`` of memory that it belongs
+    to. ``update_block``: (1,), the last. By operator: ``forward_block``, ``backward_block`` (the forward one if there
+    is none), ``weight_block``, where it is done with what it saved and with the gradients of its outputs (the backward
+    one if its backward pass is whole), ``recompute_block`` and ``region`` (NOTHING: it is not computed again); by
+    weight: ``gather_block``, ``once_block`` (where a weight that stays whole is gathered), ``regather_block`` (NOTHING:
+    none).
     """
 
     root: U8
@@ -102,8 +109,11 @@ class Units(NamedTuple):
     extra: I64
     halves: I64
     weight_itemsize: I64
+    weight_bytes: I64
     sync_block: U32
     second_block: U32
+    each_block: U32
+    each_second: U32
     reader_first: U32
     reader_last: U32
     reader: U32
@@ -116,6 +126,7 @@ class Units(NamedTuple):
     backward_block: U32
     weight_block: U32
     gather_block: U32
+    once_block: U32
     recompute_block: U32
     region: U32
     regather_block: U32
@@ -172,7 +183,10 @@ def list_spans(sources: Sources, state: State, u: Any, spans: Spans) -> None:
             spans.again[place, d] = 0
             spans.arrived[place, d] = 0
     if units.root[u] == AT_HAND:
-        _hold_at_hand(sources, state, np.uint64(units.tensor[u]), spans)
+        t = np.uint64(units.tensor[u])
+        begin, end = np.uint64(units.reader_first[t]), np.uint64(units.reader_last[t])
+        part = np.uint64(units.part[t])
+        _hold_box(sources, state, units.reader, begin, end, units.at_hand_itemsize[t], part, spans)
     elif units.root[u] == WEIGHT:
         _hold_weight(sources, state, np.uint64(units.tensor[u]), spans)
     for k in range(first, last):
@@ -204,14 +218,16 @@ def end_of(sources: Sources) -> Any:
 
 
 @lean
-def _hold_at_hand(sources: Sources, state: State, tensor: Any, spans: Spans) -> None:
-    """The bounding box of what each device reads of an input, a buffer or a constant."""
-    units, wiring, layouts, pools = sources.units, sources.wiring, sources.layouts, sources.pools
+def _hold_box(
+    sources: Sources, state: State, slots: U32, begin: Any, end: Any, itemsize: Any, part: Any, spans: Spans
+) -> None:
+    """The bounding box of what the readers ``slots[begin:end]`` of a tensor want on each device, all the time."""
+    wiring, layouts, pools = sources.wiring, sources.layouts, sources.pools
     for every in range(np.uint64(spans.reads.shape[0])):
         spans.reads[every] = 0
     rank = ZERO
-    for k in range(np.uint64(units.reader_first[tensor]), np.uint64(units.reader_last[tensor])):
-        slot = np.uint64(units.reader[k])
+    for k in range(begin, end):
+        slot = np.uint64(slots[k])
         config = np.uint64(state.config[np.uint64(wiring.slot_operator[slot])])
         layout = np.uint64(pools.layout[np.uint64(pools.config_reads[config]) + np.uint64(wiring.slot_position[slot])])
         rank, box = rank_of(layouts, layout), np.uint64(layouts.grid_box[np.uint64(layouts.layout_grid[layout])])
@@ -228,10 +244,10 @@ def _hold_at_hand(sources: Sources, state: State, tensor: Any, spans: Spans) -> 
             spans.reads[d] = 1
     for reading in range(np.uint64(spans.reads.shape[0])):
         if spans.reads[reading] == 1:
-            nbytes = units.at_hand_itemsize[tensor]
+            nbytes = itemsize
             for r in range(rank):
                 nbytes *= spans.high[reading, r] - spans.low[reading, r]
-            _add(spans, reading, nbytes, np.uint64(units.part[tensor]), ZERO, end_of(sources))
+            _add(spans, reading, nbytes, part, ZERO, end_of(sources))
 
 
 # ---- activations
@@ -501,34 +517,51 @@ def _hold_weight(sources: Sources, state: State, w: Any, spans: Spans) -> None:
     """A weight as it is stored, the optimizer's state, gathered copies, and gradients."""
     units, program = sources.units, sources.program
     pools, p = sources.pools, np.uint64(state.plan[w])
-    trained = sources.pools.plan_sync[p] != 0
+    template, trained, states = np.uint64(pools.plan_sync[p]), pools.plan_sync[p] != 0, pools.plan_states[p]
+    first, last = np.uint64(program.reader_first[w]), np.uint64(program.reader_last[w])
+    stays = states != _WHOLE and states != _WEIGHTS  # whole between steps, though updated in parts
+    if stays:
+        _hold_box(sources, state, program.reader, first, last, units.weight_itemsize[w], WEIGHTS, spans)
     for row in range(np.uint64(pools.store_first[p]), np.uint64(pools.store_last[p])):
         d, nbytes = np.uint64(pools.store_device[row]), np.int64(pools.store_bytes[row])
-        _add(spans, d, nbytes, WEIGHTS, ZERO, end_of(sources))
+        if not stays:
+            _add(spans, d, nbytes, WEIGHTS, ZERO, end_of(sources))
         if trained and units.state_bytes[w] > 0:
             kept = nbytes // units.weight_itemsize[w] * units.state_bytes[w]
             _add(spans, d, kept, OPTIMIZER, ZERO, end_of(sources))
     for every in range(np.uint64(spans.born.shape[0])):
         spans.born[every] = 0
-    first, last = np.uint64(program.reader_first[w]), np.uint64(program.reader_last[w])
     for k in range(first, last):
         slot = np.uint64(program.reader[k])
         if np.uint64(state.leader[slot]) == slot:
-            for again in range(2 if units.regather_block[w] != NOTHING else 1):
+            if stays:
+                _gather_in_place(sources, state, w, slot, spans)
+            for again in range(0 if stays else 2 if units.regather_block[w] != NOTHING else 1):
                 gather = TWO * np.uint64(units.regather_block[w] if again else units.gather_block[w])
                 _distribute(sources, state, program.reader, k, last, GATHERED, gather, again, NOTHING, spans)
             if trained and program.flows[slot] == 1:
                 _differentiate(sources, state, program.reader, k, last, units.weight_itemsize[w], GRADIENTS, spans)
-                _send_gradients(sources, state, w, np.uint64(sources.pools.plan_sync[p]), spans)
+                sent = units.each_block[w] if states >= _GRADIENTS else units.sync_block[w]
+                _send_gradients(sources, template, TWO * np.uint64(sent) + ONE, spans)
     if trained:
-        _synchronise(sources, state, w, np.uint64(sources.pools.plan_sync[p]), spans)
+        _synchronise(sources, w, template, states >= _GRADIENTS, spans)
 
 
 @lean
-def _send_gradients(sources: Sources, state: State, w: Any, template: Any, spans: Spans) -> None:
-    """Keep the gradients of an edge until they have been sent; those that are stored as they are until the update."""
-    landings = sources.landings
-    sent, update = TWO * np.uint64(sources.units.sync_block[w]) + ONE, TWO * np.uint64(sources.units.update_block[0])
+def _gather_in_place(sources: Sources, state: State, w: Any, slot: Any, spans: Spans) -> None:
+    """Receive buffers of gathering what a device keeps whole."""
+    units, landings = sources.units, sources.landings
+    now = TWO * np.uint64(units.once_block[w])
+    used = TWO * np.uint64(units.forward_block[np.uint64(sources.wiring.slot_operator[slot])])
+    template = np.uint64(state.forward[slot] if state.kept[slot] == 0 else state.kept[slot])
+    for row in range(np.uint64(landings.landing_first[template]), np.uint64(landings.landing_last[template])):
+        _land(spans, landings, row, False, now, now | ONE, now | ONE, used, WEIGHTS)
+
+
+@lean
+def _send_gradients(sources: Sources, template: Any, sent: Any, spans: Spans) -> None:
+    """Keep the gradients of an edge until they are ``sent``; those that are stored as they are until the update."""
+    landings, update = sources.landings, TWO * np.uint64(sources.units.update_block[0])
     for row in range(np.uint64(landings.landing_first[template]), np.uint64(landings.landing_last[template])):
         d, role = np.uint64(landings.device[row]), landings.role[row]
         handle = np.uint64(spans.gradient[d])
@@ -541,13 +574,16 @@ def _send_gradients(sources: Sources, state: State, w: Any, template: Any, spans
 
 
 @lean
-def _synchronise(sources: Sources, state: State, w: Any, template: Any, spans: Spans) -> None:
-    """What synchronising the gradients of a weight leaves on devices."""
+def _synchronise(sources: Sources, w: Any, template: Any, each: Any, spans: Spans) -> None:
+    """What synchronising the gradients of a weight leaves on devices; ``each``: for every microbatch."""
     landings, units = sources.landings, sources.units
-    sent, again = TWO * np.uint64(units.sync_block[w]) + ONE, TWO * np.uint64(units.second_block[w]) + ONE
-    update = TWO * np.uint64(units.update_block[0])
+    first, second = np.uint64(units.sync_block[w]), np.uint64(units.second_block[w])
+    used = update = TWO * np.uint64(units.update_block[0])
+    if each and np.uint64(units.each_block[w]) != first:  # added to the sum as it arrives
+        first, second, used = np.uint64(units.each_block[w]), np.uint64(units.each_second[w]), ZERO
+    sent, again = TWO * first + ONE, TWO * second + ONE
     for row in range(np.uint64(landings.landing_first[template]), np.uint64(landings.landing_last[template])):
         born = np.uint64(spans.born[np.uint64(landings.device[row])])
         if born == ZERO:  # no piece there makes a gradient
             born = sent
-        _prolong(spans, _land(spans, landings, row, True, born, sent, again, update, GRADIENTS), update)
+        _prolong(spans, _land(spans, landings, row, True, born, sent, again, used, GRADIENTS), update)

@@ -10,6 +10,9 @@ from flexsearch.compiled import lean
 from flexsearch.lower.arrays import NOTHING, Pools, State
 from flexsearch.lower.interned import Interned, entries_of
 from flexsearch.simulate.lifetimes import AT_HAND, WEIGHT, Sources, besides
+from flexsearch.strategy import States
+
+_WHOLE, _WEIGHTS = np.uint8(States.WHOLE), np.uint8(States.WEIGHTS)
 
 
 @lean
@@ -23,8 +26,10 @@ def most_bytes(sources: Sources, state: State, u: Any) -> Any:
     elif units.root[u] == WEIGHT:
         w = np.uint64(units.tensor[u])
         p = np.uint64(state.plan[w])
-        total = _most_stored(pools, p)
-        total += total // units.weight_itemsize[w] * units.state_bytes[w]
+        stored = _most_stored(pools, p)
+        total = stored // units.weight_itemsize[w] * units.state_bytes[w]
+        stays = pools.plan_states[p] != _WHOLE and pools.plan_states[p] != _WEIGHTS
+        total += units.weight_bytes[w] if stays else stored
         total += landings.most[np.uint64(pools.plan_sync[p])]
         times = np.int64(2 if units.regather_block[w] != NOTHING else 1)
         for k in range(np.uint64(sources.program.reader_first[w]), np.uint64(sources.program.reader_last[w])):
@@ -51,6 +56,7 @@ def _most_of_edge(sources: Sources, state: State, slot: Any, itemsize: Any) -> A
     if np.uint64(state.leader[slot]) != slot:
         return np.int64(0)
     total = landings.most[np.uint64(state.forward[slot])] + landings.most[np.uint64(state.backward[slot])]
+    total += landings.most[np.uint64(state.kept[slot])]
     if sources.program.flows[slot] == 1:
         total += _most_elements(sources.layouts, np.uint64(state.need[slot])) * itemsize
     return total

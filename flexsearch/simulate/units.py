@@ -109,9 +109,10 @@ def make_units(graph: OperatorGraph, wiring: Wiring, table: BlockTable, options:
     kind = {name: OUTPUT for name in activations} | dict.fromkeys(weights, WEIGHT) | dict.fromkeys(at_hand, AT_HAND)
     parts = [ACTIVATIONS if graph.tensor[name].kind == "input" else WEIGHTS for name in at_hand]
     trained = table.bucket != NOTHING
-    sync, second = (np.full(len(weights), last, np.uint32) for _ in range(2))
-    sync[trained] = table.started_by[table.bucket[trained]]
-    second[trained] = table.finished_by[table.bucket[trained]]
+    sync, second, each, each_second = (np.full(len(weights), last, np.uint32) for _ in range(4))
+    for buckets, first_phase, second_phase in ((table.bucket, sync, second), (table.each, each, each_second)):
+        first_phase[trained] = table.started_by[buckets[trained]]
+        second_phase[trained] = table.finished_by[buckets[trained]]
     backward = np.where(table.backward_of == NOTHING, table.forward_of, table.backward_of)
     return Units(
         root=np.array([kind[name] for name in roots], np.uint8),
@@ -122,7 +123,8 @@ def make_units(graph: OperatorGraph, wiring: Wiring, table: BlockTable, options:
         saves_inputs=flags(r.inputs for r in rules), saves_outputs=flags(r.outputs for r in rules),
         backward=flags(graph.has_backward), is_view=flags(r.alias for r in rules), extra=sizes(r.extra for r in rules),
         halves=sizes(r.halves for r in rules), weight_itemsize=sizes(graph.tensor[name].itemsize for name in weights),
-        sync_block=sync, second_block=second,
+        weight_bytes=sizes(graph.tensor[name].nbytes for name in weights),
+        sync_block=sync, second_block=second, each_block=each, each_second=each_second,
         reader_first=slots.first, reader_last=slots.last, reader=slots.all,
         at_hand_itemsize=sizes(graph.tensor[name].itemsize for name in at_hand),
         at_hand_bytes=sizes(graph.tensor[name].nbytes for name in at_hand), part=np.array(parts, np.uint8),
@@ -131,6 +133,7 @@ def make_units(graph: OperatorGraph, wiring: Wiring, table: BlockTable, options:
         forward_block=table.forward_of,
         backward_block=backward,
         weight_block=np.where(table.weight_of == NOTHING, backward, table.weight_of), gather_block=table.gather_of,
+        once_block=np.where(table.gather_once_of == NOTHING, table.gather_of, table.gather_once_of),
         recompute_block=table.recompute_of, region=table.region, regather_block=table.regather_of,
     )  # fmt: skip
 

@@ -18,6 +18,7 @@ from flexsearch.lower.rows import (
     COMPUTE,
     FORWARD,
     GATHER,
+    GATHER_ONCE,
     ISSUE,
     RECOMPUTE,
     REGATHER,
@@ -220,7 +221,7 @@ def _moving(rows: Rows, times: Times) -> list[dict[str, list[Spans]]]:
 
 def _sort(rows: Rows, block: int, members: set[int]) -> str:
     kind = int(rows.schedule.kind[block])
-    if kind in (GATHER, REGATHER):
+    if kind in (GATHER, GATHER_ONCE, REGATHER):
         return "gather"
     if kind == SYNCHRONISE:
         return "synchronise"

@@ -12,7 +12,7 @@ from flexsearch.errors import FlexsearchError
 from flexsearch.graph import OperatorGraph
 from flexsearch.graph.precision import Precision
 from flexsearch.simulate.staged import StagedSimulators
-from flexsearch.strategy import OperatorConfig, Options, Strategy
+from flexsearch.strategy import OperatorConfig, Options, States, Strategy
 from flexsearch.strategy.config import check_config
 from flexsearch.strategy.pipeline import Pipeline
 from flexsearch.strategy.stage import ScheduleKind
@@ -24,7 +24,7 @@ Part = Literal[
 ]  # fmt: skip
 PARTS: Final[dict[Part, str]] = {
     "devices": "data x tensor x pipeline", "borders": "borders of stages", "schedule": "schedule",
-    "microbatches": "microbatches", "sharding": "sharding of weights", "precision": "precision",
+    "microbatches": "microbatches", "sharding": "sharded states", "precision": "precision",
     "recompute": "recomputation", "recompute_blocks": "blocks computed again",
     "reshard_after_forward": "second gather of sharded weights",
     "prefetch": "prefetch of sharded weights", "bucket_bytes": "gradient buckets", "optimizer": "optimizer",
@@ -34,12 +34,12 @@ PARTS: Final[dict[Part, str]] = {
 
 @dataclass(frozen=True)
 class Plan:
-    """A plan of one graph. ``configs``: one for each operator, by positions in the mesh of its stage, without sharding;
-    ``sharded``: by operator."""
+    """A plan of one graph. ``configs``: one for each operator, by positions in the mesh of its stage, with all states
+    whole; ``states``: by operator."""
 
     pipeline: Pipeline
     configs: tuple[OperatorConfig, ...]
-    sharded: tuple[bool, ...]
+    states: tuple[States, ...]
     options: Options
 
     @classmethod
@@ -50,18 +50,18 @@ class Plan:
         return cls(
             pipeline,
             tuple(
-                replace(config.on(place[d] for d in config.devices), shard_weights=False)
+                replace(config.on(place[d] for d in config.devices), states=States.WHOLE)
                 for config, place in zip(configs, places, strict=True)
             ),
-            tuple(config.shard_weights for config in configs), strategy.options,
+            tuple(config.states for config in configs), strategy.options,
         )  # fmt: skip
 
     def placed(self) -> tuple[OperatorConfig, ...]:
         """The configs on the devices of their stages. Raises IndexError where a stage has too few."""
         meshes = _meshes(self.pipeline, len(self.configs))
         return tuple(
-            replace(config.on(mesh[k] for k in config.devices), shard_weights=sharded)
-            for config, mesh, sharded in zip(self.configs, meshes, self.sharded, strict=True)
+            replace(config.on(mesh[k] for k in config.devices), states=states)
+            for config, mesh, states in zip(self.configs, meshes, self.states, strict=True)
         )
 
     def differing(self, other: Plan) -> list[Part]:
@@ -70,7 +70,7 @@ class Plan:
             parts: list[Part] = ["devices"]
         else:
             own: dict[Part, bool] = {
-                "borders": self.pipeline.first != other.pipeline.first, "sharding": self.sharded != other.sharded,
+                "borders": self.pipeline.first != other.pipeline.first, "sharding": self.states != other.states,
             }  # fmt: skip
             parts = [part for part, differs in own.items() if differs]
         if self.pipeline.orders != other.pipeline.orders or self.pipeline.schedule != other.pipeline.schedule:
@@ -88,7 +88,8 @@ class Plan:
         if part == "schedule" and self.pipeline.orders:
             return "its own"
         if part == "sharding":
-            return "sharded" if all(self.sharded) else "in part" if any(self.sharded) else "whole"
+            kept = {states for states in self.states if states}
+            return " and ".join(states.name.lower() for states in sorted(kept)) or "whole"
         return getattr(self.options if part in Options.model_fields else self.pipeline, part)
 
     @property
@@ -102,9 +103,9 @@ class Plan:
                 self.pipeline, replicas=other.pipeline.replicas, first=other.pipeline.first,
                 devices=other.pipeline.devices,
             )  # fmt: skip
-            return Plan(pipeline, other.configs, other.sharded, self.options)
+            return Plan(pipeline, other.configs, other.states, self.options)
         if part == "sharding":
-            return replace(self, sharded=other.sharded)
+            return replace(self, states=other.states)
         if part in Options.model_fields:
             return replace(self, options=self.options.model_copy(update={part: getattr(other.options, part)}))
         pipeline = other.pipeline
@@ -140,11 +141,13 @@ class Plan:
             if again != options.recompute:
                 changed = {"recompute": again, "recompute_blocks": None}
                 yield "recompute", replace(self, options=options.model_copy(update=changed))
-        if any(self.sharded):
+        if States.WEIGHTS in self.states:
             other = options.model_copy(update={"reshard_after_forward": not options.reshard_after_forward})
             yield "reshard_after_forward", replace(self, options=other)
         if pipeline.replicas > 1:
-            yield "sharding", replace(self, sharded=(not any(self.sharded),) * len(self.sharded))
+            for states in States:
+                if set(self.states) - {States.WHOLE} != ({states} if states else set()):
+                    yield "sharding", replace(self, states=(states,) * len(self.states))
 
 
 def _meshes(pipeline: Pipeline, operators: int) -> list[tuple[int, ...]]:

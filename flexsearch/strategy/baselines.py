@@ -28,7 +28,7 @@ import numpy as np
 from flexsearch.errors import StrategyError
 from flexsearch.graph import Operator, OperatorGraph
 from flexsearch.graph.ops import forward_flops
-from flexsearch.strategy.config import OperatorConfig, make_config
+from flexsearch.strategy.config import OperatorConfig, States, make_config
 from flexsearch.strategy.depth import balance, depths
 from flexsearch.strategy.model import Strategy
 from flexsearch.strategy.propagate import Propagation
@@ -92,9 +92,9 @@ def has_weights(graph: OperatorGraph, operator: int) -> bool:
 
 
 def effective(graph: OperatorGraph, operator: int, config: OperatorConfig) -> OperatorConfig:
-    """The config without options that do nothing: weights sharded where there are none, or on one device."""
-    idle = config.shard_weights and (len(config.devices) == 1 or not has_weights(graph, operator))
-    return replace(config, shard_weights=False) if idle else config
+    """The config without options that do nothing: states in parts where there are no weights, or on one device."""
+    idle = config.states and (len(config.devices) == 1 or not has_weights(graph, operator))
+    return replace(config, states=States.WHOLE) if idle else config
 
 
 def is_heavy(graph: OperatorGraph, operator: int) -> bool:
@@ -202,7 +202,8 @@ def _by_sample(op: Operator, devices: Sequence[int], shares: Sequence[int] = ())
 def _fsdp(setting: _Setting) -> Configs:
     setting.several()
     return [
-        replace(config, shard_weights=has_weights(setting.graph, i)) for i, config in enumerate(_data_parallel(setting))
+        replace(config, states=States.WEIGHTS if has_weights(setting.graph, i) else States.WHOLE)
+        for i, config in enumerate(_data_parallel(setting))
     ]
 
 

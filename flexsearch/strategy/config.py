@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from enum import IntEnum
 from math import gcd, prod
 
 from flexsearch.errors import StrategyError
@@ -14,19 +15,33 @@ from flexsearch.graph import Interval, Operator, chunks
 Shares = tuple[tuple[str, tuple[int, ...]], ...]
 
 
+class States(IntEnum):
+    """Which states of a weight are kept in parts where several devices need the same weight: each keeps, and updates,
+    one part. The levels are those of ZeRO (Rajbhandari et al., SC 2020): 0 to 3.
+
+    ``WHOLE``: none. ``OPTIMIZER``: the optimizer's. Gradients are summed into parts once a step, and the updated
+    weights are gathered. ``GRADIENTS``: those and gradients, which are summed into parts after every microbatch.
+    ``WEIGHTS``: those and the weights, which are gathered for use, as in fully-sharded data parallelism.
+    """
+
+    WHOLE = 0
+    OPTIMIZER = 1
+    GRADIENTS = 2
+    WEIGHTS = 3
+
+
 @dataclass(frozen=True, slots=True)
 class OperatorConfig:
     """``degrees``: (axis, parts) of the split axes only, in the operator's axis order. ``devices``: indices into the
-    topology, row-major over those degrees with the replica as the last, fastest coordinate. ``shard_weights``: where
-    several devices need the same weights, each stores (and updates) only a part and gathers the rest for the step, as
-    in fully-sharded data parallelism. ``shares``: (axis, relative sizes of its parts) of the split axes whose parts are
-    not equal: 3 : 1 between a fast and a slow device.
+    topology, row-major over those degrees with the replica as the last, fastest coordinate. ``states``: how the states
+    of its weights are kept. ``shares``: (axis, relative sizes of its parts) of the split axes whose parts are not
+    equal: 3 : 1 between a fast and a slow device.
     """
 
     degrees: tuple[tuple[str, int], ...]
     devices: tuple[int, ...]
     replicas: int = 1
-    shard_weights: bool = False
+    states: States = States.WHOLE
     shares: Shares = ()
 
     @property
@@ -56,7 +71,7 @@ class OperatorConfig:
 
 
 def make_config(
-    op: Operator, degrees: Mapping[str, int], devices: Iterable[int], shard_weights: bool = False,
+    op: Operator, degrees: Mapping[str, int], devices: Iterable[int], states: States = States.WHOLE,
     shares: Mapping[str, Sequence[int]] | None = None,
 ) -> OperatorConfig:  # fmt: skip
     """Config with the given degrees; devices beyond their product become replicas. Degrees of 1 are dropped, and shares
@@ -68,7 +83,7 @@ def make_config(
     if shares:
         lowest = ((axis, _lowest_terms(shares[axis])) for axis, parts in kept if len(shares.get(axis, ())) == parts)
         uneven = tuple((axis, own) for axis, own in lowest if max(own) > 1 and _fills(op.sizes[axis], own))
-    return OperatorConfig(kept, devices, replicas, shard_weights, uneven)
+    return OperatorConfig(kept, devices, replicas, states, uneven)
 
 
 def _lowest_terms(shares: Sequence[int]) -> tuple[int, ...]:

@@ -29,6 +29,9 @@ from flexsearch.strategy.records import (
 from flexsearch.strategy.stage import ScheduleKind
 from flexsearch.topology import Topology
 
+StatesName = Literal["whole", "optimizer", "gradients", "weights", "sharded"]
+"""``States`` in files; ``sharded`` is an older word for ``weights``."""
+
 
 class OperatorRange(FileModel):
     """Operators from ``first`` to ``last``, in the order of the file's ``operators``."""
@@ -60,14 +63,13 @@ class StageFile(FileModel):
 class ConfigFile(FileModel):
     """How an operator is split. ``shares``: relative sizes of the parts of samples, where they are not equal.
     ``positions``: who computes each piece, as positions in the mesh of the operator's
-    stage; left out: all of them in order. ``states``: how its weights, their gradients and optimizer states are kept:
-    each device that needs a weight keeps the whole, or a part of it and gathers the rest for the step."""
+    stage; left out: all of them in order. ``states``: which states of its weights are kept in parts."""
 
     degrees: dict[Name, Degree] | None = None
     shares: dict[Name, tuple[Degree, ...]] | None = None
     positions: Numbers | None = None
     replicas: Degree | None = None
-    states: Literal["whole", "sharded"] | None = None
+    states: StatesName | None = None
 
 
 class SynchronisationFile(FileModel):

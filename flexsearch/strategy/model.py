@@ -5,17 +5,19 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
+from typing import Final
 
 from flexsearch.errors import FileFormatError, StrategyError, TopologyError
 from flexsearch.files import content_hash, printable, save
 from flexsearch.graph import OperatorGraph
 from flexsearch.graph.resize import options_for
 from flexsearch.quantities import MAX_BYTES, MAX_PIECES
-from flexsearch.strategy.config import OperatorConfig, check_config
+from flexsearch.strategy.config import OperatorConfig, States, check_config
 from flexsearch.strategy.files import (
     ConfigFile,
     OperatorRange,
     StageFile,
+    StatesName,
     StrategyFile,
     StrategyV1,
     SynchronisationFile,
@@ -25,6 +27,10 @@ from flexsearch.strategy.records import GraphReference, Input, Options, Predicti
 from flexsearch.strategy.schedule import check_schedule, ranks_of
 from flexsearch.strategy.stage import ScheduleKind, Stage, by_axes, check_batch, check_stages, is_whole, whole
 from flexsearch.topology import Topology
+
+_STATES: Final[dict[States, StatesName]] = {
+    States.OPTIMIZER: "optimizer", States.GRADIENTS: "gradients", States.WEIGHTS: "weights"
+}  # fmt: skip
 
 
 class Strategy:
@@ -301,7 +307,7 @@ def _config_file(config: OperatorConfig, mesh: tuple[int, ...]) -> ConfigFile:
         shares=dict(config.shares) or None,
         positions=None if positions == tuple(range(len(mesh))) else positions,
         replicas=None if config.replicas == 1 else config.replicas,
-        states="sharded" if config.shard_weights else None,
+        states=_STATES.get(config.states),
     )
 
 
@@ -316,7 +322,8 @@ def _config(name: str, file: ConfigFile, mesh: tuple[int, ...]) -> OperatorConfi
             )
     devices = tuple(mesh[position] for position in positions)
     degrees, shares = tuple((file.degrees or {}).items()), tuple((file.shares or {}).items())
-    return OperatorConfig(degrees, devices, file.replicas or 1, file.states == "sharded", shares)
+    states = States.WEIGHTS if file.states == "sharded" else States[(file.states or "whole").upper()]
+    return OperatorConfig(degrees, devices, file.replicas or 1, states, shares)
 
 
 def _stages(file: StrategyFile, names: tuple[str, ...]) -> tuple[Stage, ...]:
@@ -350,7 +357,12 @@ def _stages(file: StrategyFile, names: tuple[str, ...]) -> tuple[Stage, ...]:
 
 def _from_v1(file: StrategyV1) -> Strategy:
     configs = {
-        name: OperatorConfig(tuple(config.degrees.items()), config.devices, config.replicas, config.shard_weights)
+        name: OperatorConfig(
+            tuple(config.degrees.items()),
+            config.devices,
+            config.replicas,
+            States.WEIGHTS if config.shard_weights else States.WHOLE,
+        )
         for name, config in file.operators.items()
     }
     options = Options(bucket_bytes=file.options.bucket_bytes, optimizer=file.options.optimizer)

@@ -44,7 +44,7 @@ def shared_out(op: Operator, config: OperatorConfig, speed: Sequence[int]) -> Op
     if axis is None:
         return config
     shares = [min(row) for row in _devices_of_parts(config, axis, speed)]
-    uneven = make_config(op, dict(config.degrees), config.devices, config.shard_weights, {axis: shares})
+    uneven = make_config(op, dict(config.degrees), config.devices, config.states, {axis: shares})
     return replace(config, shares=uneven.shares)
 
 

@@ -20,7 +20,7 @@ from flexsearch.search.constants import PENALTY
 from flexsearch.search.hybrid.cuts import Cuts
 from flexsearch.search.hybrid.layout import Layout
 from flexsearch.search.hybrid.work import Works
-from flexsearch.strategy import Options
+from flexsearch.strategy import Options, States
 from flexsearch.strategy.schedule import SPLIT_KINDS, V_KINDS
 
 Values = npt.NDArray[np.float64]
@@ -180,19 +180,20 @@ class Estimates:
         agree = start * np.ceil(weights / options.bucket_bytes) + each * weights
         agree[weights == 0.0] = 0.0
         forward, backward = parts.forward, parts.backward
-        lead = 0.0
-        if layout.sharded:
-            gather = agree / 2
-            if options.reshard_after_forward:
-                share = gather[ranks] * parts.weights / np.maximum(weights[ranks], 1.0)
-                forward, backward = np.maximum(forward, share), np.maximum(backward, share)
+        lead, again = 0.0, layout.states == States.WEIGHTS and options.reshard_after_forward
+        if layout.states:
+            agree = agree / 2  # a gather, or a reduce-scatter
+            share = agree[ranks] * parts.weights / np.maximum(weights[ranks], 1.0)
+            sums = layout.states >= States.GRADIENTS and layout.microbatches > 1
+            if again:
+                forward = np.maximum(forward, share)
             else:
-                lead = float(np.maximum(gather - _by_rank(ranks, forward), 0.0).max())
-            agree = gather
+                lead = float(np.maximum(agree - _by_rank(ranks, forward), 0.0).max())
+            backward = np.maximum(backward, (int(again) + int(sums)) * share)
         running = _running(layout, parts, forward, backward)
         per_byte, per_tensor = self.works.costs.update_rates(0, options.optimizer, options.precision)
         tensors = _by_rank(ranks, parts.tensors)
-        update = weights / (copies if layout.sharded else 1) * per_byte + tensors * per_tensor
+        update = weights / (copies if layout.states else 1) * per_byte + tensors * per_tensor
         buckets = np.maximum(1.0, np.ceil(weights / options.bucket_bytes))
         last = _by_rank(ranks, backward)
         exposed = np.maximum(agree - last * (1.0 - 1.0 / buckets), agree / buckets)
@@ -206,8 +207,11 @@ class Estimates:
     ) -> float:  # fmt: skip
         """Share of its memory that the fullest device needs."""
         states = _by_rank(ranks, parts.states)
-        if layout.sharded:
-            states = states / copies + weights * (1 if options.reshard_after_forward else 2)
+        if layout.states:
+            whole = {States.OPTIMIZER: 2, States.GRADIENTS: 1, States.WEIGHTS: 0}[layout.states] * weights
+            gathered = layout.states == States.WEIGHTS and not options.reshard_after_forward
+            under_way = np.minimum(weights, 2.0 * options.bucket_bytes)
+            states = whole + (states - whole) / copies + (weights if gathered else under_way)
         flight = _in_flight(layout)
         use = states + _by_rank(ranks, parts.kept) * flight + parts.region
         if layout.schedule in SPLIT_KINDS and layout.pipeline > 1:  # until the gradients of weights are made

@@ -8,6 +8,7 @@ from functools import cache
 from itertools import accumulate
 
 from flexsearch.errors import StrategyError
+from flexsearch.strategy import States
 from flexsearch.strategy.schedule import V_KINDS, check_schedule, placement
 from flexsearch.strategy.stage import ScheduleKind
 
@@ -16,8 +17,8 @@ from flexsearch.strategy.stage import ScheduleKind
 class Layout:
     """``data`` blocks of devices, each with a share of the batch; in a block ``pipeline`` ranks of ``tensor`` devices.
     Each rank has ``chunks`` stages; a share passes in ``microbatches`` through them, in the order of ``schedule``.
-    ``sharded``: weights are sharded over the devices that would hold the same (ZeRO-3). ``widths``: rank r has so many
-    times ``tensor`` devices, which share out the samples of each microbatch; empty: once, every rank."""
+    ``states``: which states of weights are kept in parts by the devices that would hold the same. ``widths``: rank r
+    has so many times ``tensor`` devices, which share out the samples of each microbatch; empty: once, every rank."""
 
     data: int
     tensor: int
@@ -25,7 +26,7 @@ class Layout:
     microbatches: int = 1
     schedule: ScheduleKind = "1f1b"
     chunks: int = 1
-    sharded: bool = False
+    states: States = States.WHOLE
     widths: tuple[int, ...] = ()
 
     @property
@@ -134,7 +135,7 @@ def neighbours(layout: Layout, batch: int, depth: int) -> Iterator[Layout]:
         if layout.microbatches % factor == 0:
             yield replace(layout, microbatches=layout.microbatches // factor)
     if layout.data > 1 or max(layout.each) > 1:
-        yield replace(layout, sharded=not layout.sharded)
+        yield from (replace(layout, states=states) for states in States if states != layout.states)
     yield from orders(layout, depth)
 
 

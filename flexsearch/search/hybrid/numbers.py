@@ -11,7 +11,7 @@ from flexsearch.search.hybrid.divide import UNITS, Divider
 from flexsearch.search.hybrid.estimate import Estimates
 from flexsearch.search.hybrid.layout import Layout, divisors, factorings, orders, runs
 from flexsearch.search.hybrid.ranking import Key
-from flexsearch.strategy import Options
+from flexsearch.strategy import Options, States
 
 FEW_UNITS: Final = 8
 """Most groups that are divided among stages of a long graph on equal devices, where equal stages are good. Taken."""
@@ -46,9 +46,10 @@ class Numbers:
             options = self.options.model_copy(update={"recompute": recompute, "reshard_after_forward": False})
             yield Key(layout, options)
             if layout.data > 1 or layout.widths:
-                yield Key(replace(layout, sharded=True), options)
+                yield Key(replace(layout, states=States.OPTIMIZER), options)
+                yield Key(replace(layout, states=States.WEIGHTS), options)
                 again = options.model_copy(update={"reshard_after_forward": True})
-                yield Key(replace(layout, sharded=True), again)
+                yield Key(replace(layout, states=States.WEIGHTS), again)
 
     def divisions(self) -> Iterator[Key]:
         """Stages of different sizes."""

@@ -12,7 +12,7 @@ import numpy.typing as npt
 from flexsearch.search.constants import PENALTY
 from flexsearch.search.hybrid.estimate import Estimate
 from flexsearch.search.hybrid.layout import Layout
-from flexsearch.strategy import Options
+from flexsearch.strategy import Options, States
 
 LEVELS: Final = 7
 """Of likeness between plans."""
@@ -35,7 +35,7 @@ class Key(NamedTuple):
 def likeness(key: Key) -> tuple[Hashable, ...]:
     """What plans have in common, most first."""
     layout, options = key.layout, key.options
-    states = layout.sharded, layout.sharded and options.reshard_after_forward
+    states = layout.states, layout.states == States.WEIGHTS and options.reshard_after_forward
     order, factoring = (layout.schedule, layout.chunks), layout.factoring
     return (
         (factoring, states, order, options.recompute, layout.microbatches),

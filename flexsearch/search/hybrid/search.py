@@ -29,7 +29,7 @@ from flexsearch.search.hybrid.splits import Configs, Splits
 from flexsearch.search.hybrid.work import Works
 from flexsearch.simulate.delta import DeltaSimulator
 from flexsearch.simulate.staged import StagedSimulators, step_of
-from flexsearch.strategy import Options, Prediction, Search, Strategy
+from flexsearch.strategy import Options, Prediction, Search, States, Strategy
 from flexsearch.strategy.pipeline import Pipeline
 from flexsearch.strategy.records import Recompute
 from flexsearch.topology import Topology
@@ -54,11 +54,12 @@ POLISHED: Final = 2
 """Plans whose splits are improved; of a short graph, those of all groups of devices. Taken."""
 
 FAMILIES: Final[Mapping[str, Callable[[Layout], bool]]] = {
-    "data-parallel": lambda f: f.tensor == f.pipeline == 1 and not f.sharded,
-    "fsdp": lambda f: f.tensor == f.pipeline == 1 and f.sharded,
-    "tensor x data": lambda f: f.pipeline == 1 and f.tensor > 1 and not f.sharded,
-    "pipeline x data": lambda f: f.pipeline > 1 and f.tensor == 1 and not f.sharded,
-    "megatron": lambda f: f.pipeline > 1 and f.tensor > 1 and not f.sharded,
+    "data-parallel": lambda f: f.tensor == f.pipeline == 1 and not f.states,
+    "zero": lambda f: f.tensor == f.pipeline == 1 and f.states in (States.OPTIMIZER, States.GRADIENTS),
+    "fsdp": lambda f: f.tensor == f.pipeline == 1 and f.states == States.WEIGHTS,
+    "tensor x data": lambda f: f.pipeline == 1 and f.tensor > 1 and f.states <= States.OPTIMIZER,
+    "pipeline x data": lambda f: f.pipeline > 1 and f.tensor == 1 and f.states <= States.OPTIMIZER,
+    "megatron": lambda f: f.pipeline > 1 and f.tensor > 1 and f.states <= States.OPTIMIZER,
 }
 """Layouts that people write by hand: those whose ranks are alike."""
 
@@ -318,7 +319,7 @@ class LayoutSearch:
         layout, options, first = now
         for recompute in get_args(Recompute):
             yield Key(layout, options.model_copy(update={"recompute": recompute}), first)
-        if layout.sharded:
+        if layout.states == States.WEIGHTS:
             again = not options.reshard_after_forward
             yield Key(layout, options.model_copy(update={"reshard_after_forward": again}), first)
         for other in neighbours(layout, self.graph.batch, self.cuts.depth):

@@ -10,7 +10,7 @@ from math import prod
 from flexsearch.lower import Lowering
 from flexsearch.search.hybrid.layout import Layout, divisors
 from flexsearch.simulate.staged import StagedSimulators
-from flexsearch.strategy import OperatorConfig
+from flexsearch.strategy import OperatorConfig, States
 from flexsearch.strategy.baselines import has_weights, inside_group, table_axes
 from flexsearch.strategy.config import make_config
 from flexsearch.strategy.pipeline import Pipeline
@@ -32,13 +32,13 @@ class Splits:
     def inside(self, layout: Layout, width: int) -> Configs:
         """Megatron's splits (Shoeybi et al., 2019) in each of ``width`` groups of ``layout.tensor`` devices, which
         share out the samples; weights sharded if the layout says so."""
-        key = layout.tensor, width, layout.sharded, self._form(layout)
+        key = layout.tensor, width, layout.states, self._form(layout)
         if key not in self._known:
             lowering = self._lowering(layout)
             graph = lowering.graph
             configs = inside_group(graph, lowering.topology, layout.tensor, width)
             self._known[key] = tuple(
-                replace(config, shard_weights=layout.sharded and has_weights(graph, i))
+                replace(config, states=layout.states if has_weights(graph, i) else States.WHOLE)
                 for i, config in enumerate(configs)
             )
         return self._known[key]
@@ -86,7 +86,7 @@ class Splits:
         for (leader, size), members in sorted(alike.items(), key=lambda item: (-len(item[1]), item[0])):
             for split in self._splits(lowering, leader, size):
                 changes = {
-                    i: replace(split.on(group_of[i][d] for d in split.devices), shard_weights=configs[i].shard_weights)
+                    i: replace(split.on(group_of[i][d] for d in split.devices), states=configs[i].states)
                     for i in members
                 }
                 changes = {i: new for i, new in changes.items() if new != configs[i]}

@@ -1,0 +1,150 @@
+"""Weights, gradients and optimizer states in parts: what is sent how often, and what is kept meanwhile."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from flexsearch.cost import Costs
+from flexsearch.lower import Lowered, Lowering, TaskKind
+from flexsearch.lower.schedule import Stages
+from flexsearch.simulate import memory
+from flexsearch.simulate.delta import DeltaSimulator
+from flexsearch.simulate.memory import spans_of
+from flexsearch.strategy import OperatorConfig, Options, States
+from flexsearch.strategy.baselines import baseline
+from flexsearch.topology import Topology
+from tests.test_baselines import mlp, transformer
+from tests.test_recompute import stack
+
+DEVICES, MICROBATCHES = 4, 3
+
+
+def plan(
+    states: States, options: Options, graph: Any = None, kind: Any = "1f1b", microbatches: int = MICROBATCHES
+) -> Lowered:
+    """Data parallelism in microbatches, one stage."""
+    graph, topology = graph or transformer(layers=1), Topology.load(f"p100:{DEVICES // 4}")
+    configs = baseline("fsdp", graph, topology).in_order(graph)
+    configs = tuple(replace(c, states=states if c.states else States.WHOLE) for c in configs)
+    stages = Stages((0,), (tuple(range(DEVICES)),), microbatches, kind)
+    return Lowering(graph, topology, Costs(graph, topology)).lower(configs, options, stages)
+
+
+def sent(lowered: Lowered) -> Counter[str]:
+    """Communications of a step by purpose, weights of a bucket one by one."""
+    found = [c for c in lowered.tasks.communication if c is not None]
+    return Counter(c.purpose for c in found for _ in c.members)
+
+
+@pytest.mark.parametrize("reshard", [False, True])
+def test_what_is_sent_once_a_step_and_what_for_every_microbatch(reshard: bool) -> None:
+    options = Options(reshard_after_forward=reshard)
+    once = {states: sent(plan(states, options, microbatches=1)) for states in States}
+    for states in States:
+        found, each = sent(plan(states, options)), once[states]
+        assert found["synchronise"] == each["synchronise"] * (MICROBATCHES if states >= States.GRADIENTS else 1)
+        again = reshard and states == States.WEIGHTS
+        assert found["gather"] == each["gather"] * (MICROBATCHES if again else 1)
+        assert (found["gather"] > 0) == (states > States.WHOLE)
+        assert (found["regather"] > 0) == again and found["regather"] == each["regather"] * MICROBATCHES
+
+
+@pytest.mark.parametrize("states", States)
+def test_what_is_kept_from_one_microbatch_to_the_next_is_what_zero_counts(states: States) -> None:
+    """Rajbhandari et al., SC 2020, figure 1: Adam with masters takes 16 bytes for each parameter, or 4 + 12 / n,
+    2 + 14 / n, 16 / n where the optimizer's states, gradients and weights are in parts."""
+    graph = stack(3)
+    lowered = plan(states, Options(optimizer="adam", precision="bf16"), graph)
+    schedule, end = lowered.rows.schedule, 2 * len(lowered.rows.schedule.kind) - 1
+    elements, kept = sum(t.nbytes // t.itemsize for t in graph.of_kind("parameter")), Counter[str]()
+    for span in spans_of(lowered):
+        if span.device == 0:
+            begins, ends = schedule.once[span.first // 2], schedule.once[span.last // 2]
+            always = span.part in ("weights", "optimizer") and span.first == 0 and span.last == end
+            summed = span.part == "gradients" and not begins and bool(ends)
+            kept[span.part] += span.nbytes * (always or summed)
+    parts = {"weights": 2, "gradients": 2, "optimizer": 12}
+    levels = {"optimizer": States.OPTIMIZER, "gradients": States.GRADIENTS, "weights": States.WEIGHTS}
+    for part, nbytes in parts.items():
+        whole = elements * nbytes / (len(lowered.devices) if states >= levels[part] else 1)
+        assert kept[part] == pytest.approx(whole, rel=0.01), part
+
+
+def test_each_level_needs_less_memory() -> None:
+    options = Options(optimizer="adam", reshard_after_forward=True, bucket_bytes=1)
+    peaks = [max(m.peak for m in memory(plan(states, options, stack(3)))) for states in States]
+    assert peaks == sorted(set(peaks), reverse=True)
+
+
+@pytest.mark.parametrize("kind", ["1f1b", "gpipe", "breadth-first"])
+def test_the_update_comes_after_the_sums_of_all_microbatches(kind: Any) -> None:
+    graph, topology = mlp(), Topology.load("p100:1")
+    configs = baseline("fsdp", graph, topology).in_order(graph)
+    cut = Stages((0,), (tuple(range(DEVICES)),), MICROBATCHES, kind)
+    simulator = DeltaSimulator(graph, topology, Costs(graph, topology), Options(), configs, stages=cut)
+    times, table = simulator.times(), simulator.rows.table
+    updates = int(times.computation_first[-1])
+    begin = times.computation_start[:, updates : updates + DEVICES]
+    begin = begin[times.computation_end[:, updates : updates + DEVICES] > 0]
+    ends = [
+        times.communication_end[:, times.communication_first[b] : times.communication_first[b + 1]] for b in table.block
+    ]
+    assert len(begin) == DEVICES and begin.min() >= max(end.max() for end in ends if end.size)
+    tasks = simulator.lowering.lower(configs, Options(), cut).tasks
+    final = int(simulator.rows.schedule.final[0])
+    for t, kind_of in enumerate(tasks.kind):
+        if kind_of == TaskKind.UPDATE:
+            waits = [k for k in tasks.dependencies[t] if tasks.communication[k] is not None]
+            assert waits and {tasks.microbatch[k] for k in waits} == {final}
+
+
+def test_weights_of_a_plan_may_differ_in_their_states() -> None:
+    graph, topology = mlp(), Topology.load("p100:1")
+    configs = list(baseline("fsdp", graph, topology).in_order(graph))
+    weighted = [i for i, config in enumerate(configs) if config.states]
+    configs[weighted[0]] = replace(configs[weighted[0]], states=States.OPTIMIZER)
+    cut, options = Stages((0,), (tuple(range(DEVICES)),), MICROBATCHES), Options(reshard_after_forward=True)
+    lowered = Lowering(graph, topology, Costs(graph, topology)).lower(configs, options, cut)
+    gathers = Counter[str]()
+    for what in lowered.tasks.communication:
+        if what is not None and what.purpose in ("gather", "regather"):
+            gathers[lowered.edges[what.members[0].key].tensor] += 1
+    mine = {name for name in graph.operators[weighted[0]].inputs if graph.tensor[name].kind == "parameter"}
+    assert mine and {gathers[name] for name in mine} == {1}
+    assert {count for name, count in gathers.items() if name not in mine} == {2 * MICROBATCHES}
+
+
+@pytest.mark.parametrize("reshard", [False, True])
+def test_a_walk_over_states_is_simulated_as_plans_made_anew(reshard: bool) -> None:
+    graph, topology, rng = transformer(layers=1), Topology.load("p100:1"), np.random.default_rng(5)
+    options = Options(optimizer="adam", bucket_bytes=4096, reshard_after_forward=reshard)
+    half = len(graph.operators) // 2
+    cut = Stages((0, half), ((0, 1), (2, 3)), 4)
+    fsdp = baseline("fsdp", graph, topology).in_order(graph)
+
+    def placed(i: int, config: OperatorConfig) -> OperatorConfig:
+        degrees = tuple((axis, 2) for axis, _ in config.degrees)
+        return replace(config, degrees=degrees, devices=cut.devices[int(i >= half)], replicas=1 if degrees else 2)
+
+    configs = [placed(i, config) for i, config in enumerate(fsdp)]
+    weighted = [i for i, config in enumerate(configs) if config.states]
+    costs = Costs(graph, topology)
+    simulator = DeltaSimulator(graph, topology, costs, options, configs, stages=cut)
+    for _ in range(12):
+        chosen = rng.choice(weighted, int(rng.integers(1, len(weighted))), replace=False).tolist()
+        changes = {i: replace(configs[i], states=States(rng.integers(len(States)))) for i in chosen}
+        changes = {i: new for i, new in changes.items() if new != configs[i]}
+        after = [changes.get(i, config) for i, config in enumerate(configs)]
+        anew = DeltaSimulator(graph, topology, costs, options, after, stages=cut)
+        assert simulator.propose(changes) == anew.seconds
+        assert simulator.peaks().tolist() == anew.peaks().tolist()
+        if rng.random() < 0.6:
+            simulator.accept()
+            configs = after
+        else:
+            simulator.reject()
