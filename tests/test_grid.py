@@ -130,7 +130,7 @@ COMMANDS = {
 }
 
 
-@pytest.mark.parametrize(("command", "width"), zip(COMMANDS, itertools.cycle((60, 80)), strict=False))
+@pytest.mark.parametrize(("command", "width"), [*zip(COMMANDS, itertools.cycle((60, 80)), strict=False)])
 def test_commands_keep_to_the_width_and_break_no_word_into_fragments(folder: Path, command: str, width: int) -> None:
     ran = subprocess.run(
         [sys.executable, "-m", "flexsearch.cli", *COMMANDS[command]], cwd=folder, capture_output=True, text=True,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from pathlib import Path
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -15,7 +16,7 @@ from flexsearch.errors import StrategyError
 from flexsearch.graph import OperatorGraph, chunk, chunks
 from flexsearch.lower import lower
 from flexsearch.lower.folding import fold
-from flexsearch.proof.bound import piece_extents
+from flexsearch.proof.bound import _lengths, piece_extents
 from flexsearch.report.words import treatment
 from flexsearch.search import search
 from flexsearch.simulate import simulate
@@ -182,3 +183,22 @@ def test_shares_are_told_in_few_words() -> None:
     assert treatment(graph, topology, op, config) == "batch 4 x 3 : 4 x 1 over 8 hosts"
     two = make_config(op, {axis: 2}, (0, 7), shares={axis: (3, 1)})
     assert treatment(graph, topology, op, two).startswith("batch 3:1 over 2 hosts")
+
+
+def test_the_bound_of_a_huge_batch_on_unlike_devices_takes_little_memory() -> None:
+    op = mlp(batch=2**30).operators[0]
+    axis, *_ = op.axes_of("sample")
+    extents, parts, share = piece_extents(op, 8, any_share=True)
+    assert len(parts) < 200_000 and extents[axis].max() == 2**30 == extents[axis][parts == 1].min()
+    whole = (extents[axis] / 2**30)[parts == 2]
+    assert (share[parts == 2] <= 1.0).all() and whole.min() == 2.0**-30
+
+
+@given(size=st.integers(1, 5000), microbatches=st.integers(1, 4))
+def test_every_length_is_in_a_row_that_costs_no_more_and_counts_for_no_less(size: int, microbatches: int) -> None:
+    length, most, parts = _lengths(size, 4, microbatches, True)
+    top = max(1, size // microbatches) + (size % microbatches > 0)
+    rows = np.searchsorted(length, np.arange(1, top + 1), side="right") - 1
+    assert (length[rows] <= np.arange(1, top + 1)).all() and (most[rows] >= np.arange(1, top + 1)).all()
+    assert (most <= length + length // 64).all() and most[-1] == top
+    assert parts.tolist() == [1 if n >= max(1, size // microbatches) else 2 for n in length.tolist()]

@@ -40,6 +40,8 @@ Column = npt.NDArray[np.float64]
 
 ROUNDING: Final = 1.0 - 1e-9
 """Allows for rounding: the simulator adds in another order, which changes sums over a million tasks by less."""
+OCTAVE: Final = 64
+"""Pieces of so many indices or fewer are looked at one by one; larger ones, if they may have any size, to 1 in 64."""
 PRICE_STEPS: Final = (2.0, 1.4, 1.1, 1.03)
 """Factors by which the prices of processors are changed."""
 
@@ -141,11 +143,11 @@ def piece_extents(
     parts, pieces, share = np.ones(1, np.int64), np.ones((1, 0), np.int64), np.ones(1)
     for axis in op.splittable:
         sample, size = op.roles[axis] == "sample", op.sizes[axis]
-        length, cut = _lengths(size, count, microbatches if sample else 1, sample and any_share)
+        length, most, cut = _lengths(size, count, microbatches if sample else 1, sample and any_share)
         fits = parts[:, None] * cut <= count
         row, column = np.nonzero(fits)
         pieces = np.column_stack((pieces[row], length[column]))
-        parts, share = parts[row] * cut[column], share[row] * length[column] / size
+        parts, share = parts[row] * cut[column], share[row] * most[column] / size
     extents = {a: np.full(len(parts), n, dtype=np.int64) for a, n in op.sizes.items()}
     extents |= {a: pieces[:, k] for k, a in enumerate(op.splittable)}
     return extents, parts, share
@@ -153,18 +155,26 @@ def piece_extents(
 
 def _lengths(
     size: int, count: int, microbatches: int, any_share: bool
-) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
-    """Indices of an axis that a piece may have, and in how many parts the axis then is at least. An axis of n indices
-    in d equal parts of one of M microbatches has pieces of n // (d M) or one more indices, whichever way the remainders
-    fall; in parts of any size, pieces of any number of indices."""
+) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+    """Indices of an axis that a piece may have; to how many a row stands for; and in how many parts the axis then is at
+    least. An axis of n indices in d equal parts of one of M microbatches has pieces of n // (d M) or one more indices,
+    whichever way the remainders fall. In parts of any size, pieces have any number; of many nearly equal numbers one
+    row has the smallest, which costs least."""
     if any_share:
         whole = max(1, size // microbatches)
-        length = np.arange(1, whole + (size % microbatches > 0) + 1)
-        return length, np.where(length >= whole, 1, 2)
+        most = whole + (size % microbatches > 0)
+        starts, low = [np.arange(1, min(most, OCTAVE) + 1)], OCTAVE + 1
+        while low <= most:  # ``OCTAVE`` rows up to twice as much
+            step = low // OCTAVE
+            starts.append(np.arange(low, min(most, 2 * low) + 1, step))
+            low = int(starts[-1][-1]) + step
+        length = np.unique(np.concatenate((*starts, [whole])))
+        return length, np.concatenate((length[1:] - 1, [most])), np.where(length >= whole, 1, 2)
     degree = np.arange(1, max(1, min(-(-size // microbatches), count)) + 1)
-    low = np.maximum(size // (degree * microbatches), 1)
-    longer = (size > low) & (size % (degree * microbatches) > 0)
-    return np.concatenate((low, low[longer] + 1)), np.concatenate((degree, degree[longer]))
+    low_ones = np.maximum(size // (degree * microbatches), 1)
+    longer = (size > low_ones) & (size % (degree * microbatches) > 0)
+    length = np.concatenate((low_ones, low_ones[longer] + 1))
+    return length, length, np.concatenate((degree, degree[longer]))
 
 
 def _critical_path(
