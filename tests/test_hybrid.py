@@ -452,3 +452,19 @@ def test_what_fits_nowhere_is_said_with_what_would_help(cli: Cli, here: Path) ->
     assert "fits into memory" in done.err
     assert "--precision bf16" in done.err
     assert not list(here.glob("*.json"))
+
+
+def test_some_blocks_are_computed_again_where_all_are_not_needed() -> None:
+    graph, topology = OperatorGraph.load("gpt2"), Topology.load("p100:1")
+    search = LayoutSearch(graph, topology, OPTIONS, None, 60.0, None)
+    full = OPTIONS.model_copy(update={"recompute": "full"})
+    some = full.model_copy(update={"recompute_blocks": 6})
+    layout = Layout(1, 1, 1, 1)
+    none, part, every = (search.estimates.estimate(layout, options) for options in (OPTIONS, some, full))
+    assert none.seconds < part.seconds < every.seconds and none.used > part.used > every.used
+    first = search.estimates.first(layout)
+    tried = {key.options.recompute_blocks for key in search._near(Key(layout, full, first))}
+    assert {None, 3, 6, 9} <= tried
+    simulated = [search.evaluate(layout, options) for options in (OPTIONS, some, full)]
+    seconds = [candidate.seconds for candidate in simulated if candidate is not None]
+    assert len(seconds) == 3 and seconds == sorted(seconds)

@@ -9,7 +9,7 @@ the pipeline takes to fill and to drain, and how many microbatches a rank keeps 
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import ceil
 from typing import NamedTuple
 
@@ -104,12 +104,27 @@ class Estimates:
         return self._cuts[key]
 
     def parts(self, layout: Layout, options: Options, first: tuple[int, ...]) -> Parts:
-        """What its stages take."""
+        """What its stages take. Where only some blocks are computed again, a mean of none and all of them."""
+        if options.recompute != "none" and options.recompute_blocks is not None:
+            every, none = (
+                self.parts(layout, options.model_copy(update={"recompute": again, "recompute_blocks": None}), first)
+                for again in (options.recompute, "none")
+            )
+            share = min(1.0, options.recompute_blocks / self.blocks(layout, options))
+            mean = {
+                name: share * getattr(every, name) + (1.0 - share) * getattr(none, name)
+                for name in ("backward", "weight", "kept", "again")
+            }
+            return replace(every, **mean)
         rank_of, samples = layout.rank_of(), self.samples(layout)
         key = layout.tensor, layout.each, samples, options.recompute, first, rank_of
         if key not in self._parts:
             self._parts[key] = self._take_apart(layout, options, first, rank_of)
         return self._parts[key]
+
+    def blocks(self, layout: Layout, options: Options) -> int:
+        """Blocks of a stage that can be computed again, about."""
+        return max(1, -(-(1 + max(self.works.regions[options.recompute])) // layout.stages))
 
     def _take_apart(self, layout: Layout, options: Options, first: tuple[int, ...], rank_of: tuple[int, ...]) -> Parts:
         works, tensor, recompute = self.works, layout.tensor, options.recompute

@@ -38,7 +38,7 @@ def likeness(key: Key) -> tuple[Hashable, ...]:
     states = layout.states, layout.states == States.WEIGHTS and options.reshard_after_forward
     order, factoring = (layout.schedule, layout.chunks), layout.factoring
     return (
-        (factoring, states, order, options.recompute, layout.microbatches),
+        (factoring, states, order, options.recompute, options.recompute_blocks, layout.microbatches),
         (factoring, states, order, options.recompute), (factoring, states, order),
         (states, order, options.recompute), (states, options.recompute), states, (),
     )  # fmt: skip

@@ -50,6 +50,8 @@ FEW: Final = 6
 """Most plans of a family that are simulated for its own sake. Taken."""
 LISTED: Final = 4096
 """Most passes in one direction that list scheduling puts in order. Taken."""
+PARTS: Final = 4
+"""Stages that compute blocks again may do so with every fourth part of them. Taken."""
 POLISHED: Final = 2
 """Plans whose splits are improved; of a short graph, those of all groups of devices. Taken."""
 
@@ -318,10 +320,15 @@ class LayoutSearch:
         """All moves from a plan."""
         layout, options, first = now
         for recompute in get_args(Recompute):
-            yield Key(layout, options.model_copy(update={"recompute": recompute}), first)
+            again = options.model_copy(update={"recompute": recompute, "recompute_blocks": None})
+            yield Key(layout, again, first)
+            if recompute != "none" and recompute in self.estimates.works.regions:
+                every = self.estimates.blocks(layout, again)
+                for count in sorted({-(-every * part // PARTS) for part in range(1, PARTS)} - {every}):
+                    yield Key(layout, again.model_copy(update={"recompute_blocks": count}), first)
         if layout.states == States.WEIGHTS:
-            again = not options.reshard_after_forward
-            yield Key(layout, options.model_copy(update={"reshard_after_forward": again}), first)
+            other_way = {"reshard_after_forward": not options.reshard_after_forward}
+            yield Key(layout, options.model_copy(update=other_way), first)
         for other in neighbours(layout, self.graph.batch, self.cuts.depth):
             alike = other.stages == layout.stages and other.rank_of() == layout.rank_of()
             yield Key(other, options, first if alike else ())
