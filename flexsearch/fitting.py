@@ -8,7 +8,7 @@ from math import ceil
 from typing import Final
 
 from flexsearch.api import Setting
-from flexsearch.cost.compute import state_bytes
+from flexsearch.cost.compute import bytes_in_training
 from flexsearch.errors import FlexsearchError, TopologyError
 from flexsearch.graph.precision import with_precision
 from flexsearch.planning import Look, OnLook, plan
@@ -93,6 +93,4 @@ class _Tries:
 def training_bytes(setting: Setting, options: Options) -> int:
     """Bytes of all weights, their gradients and what the optimizer keeps: a copy of each."""
     weights = with_precision(setting.graph, options.precision).of_kind("parameter")
-    return sum(
-        2 * w.nbytes + w.nbytes // w.itemsize * state_bytes(w, options.optimizer, options.precision) for w in weights
-    )
+    return sum(int(bytes_in_training(w, options.optimizer, options.precision)) for w in weights)

@@ -56,6 +56,11 @@ def state_bytes(weight: Tensor, optimizer: str, precision: Precision) -> int:
     return weight.itemsize * STATE_COPIES[optimizer]
 
 
+def bytes_in_training(weight: Tensor, optimizer: str, precision: Precision) -> float:
+    """Bytes of a weight, its gradient and what the optimizer keeps of it."""
+    return 2 * weight.nbytes + weight.nbytes / weight.itemsize * state_bytes(weight, optimizer, precision)
+
+
 def roofline(kind: str, work: Work, dtype: str, device: Device) -> float:
     """Seconds of ``work`` of an operator kind on ``device``, by its figures alone."""
     computing, moving = _rates(kind, dtype, device)

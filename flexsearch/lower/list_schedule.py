@@ -120,32 +120,39 @@ def peaks(passes: Passes, orders: Sequence[Sequence[Action]]) -> list[int]:
 
 
 def ticks_of_order(passes: Passes, orders: Sequence[Sequence[Action]], whole: bool = False) -> int:
-    """How long a step takes. A backward pass that is ``whole`` hands its gradients on when it has ended, else when it
-    has made the input gradients. Raises FlexsearchError if ranks wait for each other forever."""
+    """How long a step takes; as of ``spans_of_order``."""
+    return max((end for row in spans_of_order(passes, orders, whole) for _, end in row), default=0)
+
+
+def spans_of_order(
+    passes: Passes, orders: Sequence[Sequence[Action]], whole: bool = False
+) -> list[list[tuple[int, int]]]:
+    """When each pass of each rank begins and ends, ticks. A backward pass that is ``whole`` hands its gradients on when
+    it has ended, else when it has made the input gradients. Raises FlexsearchError if ranks wait for each other
+    forever."""
     sent: dict[tuple[int, str, int], int] = {}
-    clock, place = [0] * len(orders), [0] * len(orders)
+    spans: list[list[tuple[int, int]]] = [[] for _ in orders]
     last, moved = len(passes.forward) - 1, True
     while moved:
         moved = False
-        for rank, row in enumerate(orders):
-            while place[rank] < len(row):
-                stage, kind, m = row[place[rank]]
-                ready = _ready(passes, sent, row[place[rank]], last)
+        for row, done in zip(orders, spans, strict=True):
+            while len(done) < len(row):
+                stage, kind, m = row[len(done)]
+                ready = _ready(passes, sent, row[len(done)], last)
                 if ready is None:
                     break
-                begin, moved = max(clock[rank], ready), True
+                begin, moved = max(done[-1][1] if done else 0, ready), True
                 inputs, weights = passes.inputs[stage], passes.weights[stage]
                 ticks = {"F": passes.forward[stage], "I": inputs, "W": weights, "B": inputs + weights}[kind]
-                clock[rank] = begin + ticks
-                place[rank] += 1
+                done.append((begin, begin + ticks))
                 if kind != "W":
-                    done = begin + inputs if kind == "B" and not whole else clock[rank]
-                    sent[stage, "F" if kind == "F" else "I", m] = done
-    if any(at < len(row) for at, row in zip(place, orders, strict=True)):
+                    early = kind == "B" and not whole
+                    sent[stage, "F" if kind == "F" else "I", m] = begin + inputs if early else begin + ticks
+    if any(len(done) < len(row) for done, row in zip(spans, orders, strict=True)):
         raise FlexsearchError(
             "the ranks wait for each other forever", "Give an order in which each pass can be reached."
         )
-    return max(clock, default=0)
+    return spans
 
 
 def _ready(passes: Passes, sent: dict[tuple[int, str, int], int], action: Action, last: int) -> int | None:

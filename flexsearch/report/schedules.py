@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Final, NamedTuple
 
@@ -14,14 +14,13 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from flexsearch.lower.actions import Action, actions
+from flexsearch.lower.list_schedule import Passes, spans_of_order
 from flexsearch.report.layouts import SCHEDULES
 from flexsearch.report.plots import rendered
 from flexsearch.report.style import COLOURS, plain
 from flexsearch.strategy.schedule import SPLIT_KINDS, V_KINDS, placement
 from flexsearch.strategy.stage import ScheduleKind
 
-UNITS: Final[Mapping[str, int]] = {"F": 1, "B": 2, "I": 1, "W": 1}
-"""How long the passes of one microbatch take on a rank with one stage: forward, backward, its two halves."""
 NAMES: Final = {"F": "forward", "B": "backward", "I": "input gradients", "W": "weight gradients"}
 DRAWN: Final[tuple[tuple[ScheduleKind, int], ...]] = (("gpipe", 1), ("1f1b", 1), ("interleaved-1f1b", 2),
     ("zero-bubble", 1))  # fmt: skip
@@ -40,32 +39,12 @@ def bars(kind: ScheduleKind, ranks: int, microbatches: int, each: int = 1) -> li
     """The passes of each rank, ``each`` stages on every one, as early as data allows. The work of a rank is the same
     for any ``each``. Raises FlexsearchError where a schedule does not fit."""
     held = placement(kind, ranks, each)
-    orders, last = actions(kind, held, microbatches), ranks * each - 1
-    done: dict[tuple[int, str, int], float] = {}
-    found: list[list[Bar]] = [[] for _ in orders]
-    for _ in range(sum(map(len, orders))):
-        rank, ready = next(
-            (r, at) for r, row in enumerate(orders)
-            if len(found[r]) < len(row) and (at := _ready(row[len(found[r])], done, last)) is not None
-        )  # fmt: skip
-        action, row = orders[rank][len(found[rank])], found[rank]
-        free = row[-1].begin + row[-1].length if row else 0.0
-        row.append(Bar(action, max(free, ready), UNITS[action.kind] / each))
-        # A whole backward pass hands on what it makes when it has ended.
-        done[action.stage, "I" if action.kind == "B" else action.kind, action.microbatch] = sum(row[-1][1:])
-    return found
-
-
-def _ready(action: Action, done: Mapping[tuple[int, str, int], float], last: int) -> float | None:
-    """When what a pass reads is there; None: not known yet."""
-    stage, kind, m = action
-    if kind == "F":
-        needs = [(stage - 1, "F", m)] if stage else []
-    elif kind == "W":
-        needs = [(stage, "I", m)]
-    else:
-        needs = [(stage, "F", m), *([(stage + 1, "I", m)] if stage < last else [])]
-    return max((done[need] for need in needs), default=0.0) if all(need in done for need in needs) else None
+    orders, column = actions(kind, held, microbatches), (1,) * (ranks * each)
+    passes = Passes(tuple(map(tuple, held)), column, column, column, (0,) * len(column), column, column[:ranks])
+    return [
+        [Bar(action, begin / each, (end - begin) / each) for action, (begin, end) in zip(row, spans, strict=True)]
+        for row, spans in zip(orders, spans_of_order(passes, orders, whole=True), strict=True)
+    ]
 
 
 def makespan(rows: Sequence[Sequence[Bar]]) -> float:

@@ -13,11 +13,11 @@ from flexsearch.simulate.units import make_account
 from flexsearch.strategy.pipeline import Pipeline
 
 
-def listed(simulator: DeltaSimulator, pipeline: Pipeline, spare: float = 1.0) -> Pipeline | None:
+def listed(simulator: DeltaSimulator, pipeline: Pipeline) -> Pipeline | None:
     """The plan at hand in the order that list scheduling makes of the ticks of its passes; None where a named schedule
-    is as good, by the model of ``lower.list_schedule``. It keeps to the memory that the plan's other bytes leave,
-    times ``spare``: what a microbatch keeps on a stage follows from the plan's peak, and is not known exactly."""
-    passes = _passes(simulator, pipeline, spare)
+    is as good, by the model of ``lower.list_schedule``. It keeps to the memory that the plan's other bytes leave.
+    What a microbatch keeps on a stage follows from the plan's peak, and is not known exactly."""
+    passes = _passes(simulator, pipeline)
     if any(sum(passes.nbytes[s] for s in row) > limit for row, limit in zip(passes.held, passes.limit, strict=True)):
         return None
     found = list_schedule(passes, pipeline.microbatches)
@@ -27,7 +27,7 @@ def listed(simulator: DeltaSimulator, pipeline: Pipeline, spare: float = 1.0) ->
     return replace(pipeline, schedule="zero-bubble", orders=orders)
 
 
-def _passes(simulator: DeltaSimulator, pipeline: Pipeline, spare: float) -> Passes:
+def _passes(simulator: DeltaSimulator, pipeline: Pipeline) -> Passes:
     """What the passes take, and keep in memory: the activations of each device at its peak, shared out among the
     microbatches that are under way then, by the computing that they took."""
     stages, devices = len(pipeline.first), simulator.topology.devices
@@ -44,7 +44,7 @@ def _passes(simulator: DeltaSimulator, pipeline: Pipeline, spare: float) -> Pass
     for row, most in zip(unlimited.held, under_way, strict=True):
         fullest = max(pipeline.devices[row[0]], key=lambda d: memory[d].peak / devices[d].memory_bytes)
         kept = memory[fullest].activations
-        limit.append(int(spare * (devices[fullest].memory_bytes - memory[fullest].peak + kept)))
+        limit.append(devices[fullest].memory_bytes - memory[fullest].peak + kept)
         for stage in row:
             nbytes[stage] = -(-kept * computing[stage] // most)
     return replace(unlimited, nbytes=tuple(nbytes), limit=tuple(limit))

@@ -50,7 +50,7 @@ FEW: Final = 6
 """Most plans of a family that are simulated for its own sake. Taken."""
 LISTED: Final = 4096
 """Most passes in one direction that list scheduling puts in order. Taken."""
-PARTS: Final = 4
+QUARTERS: Final = 4
 """Stages that compute blocks again may do so with every fourth part of them. Taken."""
 POLISHED: Final = 2
 """Plans whose splits are improved; of a short graph, those of all groups of devices. Taken."""
@@ -324,7 +324,7 @@ class LayoutSearch:
             yield Key(layout, again, first)
             if recompute != "none" and recompute in self.estimates.works.regions:
                 every = self.estimates.blocks(layout, again)
-                for count in sorted({-(-every * part // PARTS) for part in range(1, PARTS)} - {every}):
+                for count in sorted({-(-every * part // QUARTERS) for part in range(1, QUARTERS)} - {every}):
                     yield Key(layout, again.model_copy(update={"recompute_blocks": count}), first)
         if layout.states == States.WEIGHTS:
             other_way = {"reshard_after_forward": not options.reshard_after_forward}

@@ -13,7 +13,7 @@ import numpy.typing as npt
 
 from flexsearch.cost import Costs, Profile
 from flexsearch.cost.communication import Pricing
-from flexsearch.cost.compute import state_bytes
+from flexsearch.cost.compute import bytes_in_training
 from flexsearch.errors import NotationError, StrategyError
 from flexsearch.graph import OperatorGraph
 from flexsearch.graph.batch import microbatch
@@ -182,10 +182,8 @@ class Works:
                 continue
             i, position = readers[0]
             parts = _parts(configs[i], graph.operators[i].access.inputs[position].names())
-            elements = parameter.nbytes / parameter.itemsize
-            each = 2 * parameter.nbytes + elements * state_bytes(parameter, options.optimizer, options.precision)
             weights[i] += parameter.nbytes / parts
-            states[i] += each / parts
+            states[i] += bytes_in_training(parameter, options.optimizer, options.precision) / parts
             tensors[i] += 1
         return weights, states, tensors
 
