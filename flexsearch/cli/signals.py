@@ -21,6 +21,8 @@ from flexsearch import children, output
 
 ONE_EVENT_S: Final = 0.3
 """A terminal that is closed sends two signals or more, one right after the other."""
+REPEATED_S: Final = 1.0
+"""A deadline raises its error again so long as its block runs: what a destructor raises is lost."""
 ENDING: Final = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
@@ -127,10 +129,13 @@ def deadline(seconds: float | None, error: Exception) -> Iterator[None]:
         return
 
     def late(number: int, frame: FrameType | None) -> None:
-        raise KeyboardInterrupt(str(error)) if current.graceful else error
+        if current.graceful:
+            signal.setitimer(signal.ITIMER_REAL, 0.0)
+            raise KeyboardInterrupt(str(error))
+        raise error
 
     before = signal.signal(signal.SIGALRM, late)
-    signal.setitimer(signal.ITIMER_REAL, seconds)
+    signal.setitimer(signal.ITIMER_REAL, seconds, REPEATED_S)
     try:
         yield
     finally:
