@@ -125,3 +125,18 @@ def test_nohup_is_obeyed(here: Path) -> None:
     process.send_signal(signal.SIGHUP)
     process.communicate(timeout=60)
     assert process.returncode == 0
+
+
+def test_a_deadline_whose_error_a_destructor_loses_raises_it_again() -> None:
+    from flexsearch.cli.signals import deadline
+
+    losses = 0
+    with pytest.raises(TimeoutError), deadline(0.01, TimeoutError("late")):
+        for _ in range(100):
+            try:
+                time.sleep(0.1)
+            except TimeoutError:  # as in a destructor: it is reported, and the program goes on
+                if losses:
+                    raise
+                losses += 1
+    assert losses == 1
