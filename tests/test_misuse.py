@@ -180,9 +180,9 @@ def test_a_search_that_cannot_end_in_time_says_what_is_too_large(cli: Cli, monke
     monkeypatch.setattr(optimize, "SLACK_S", 0.0)
     monkeypatch.setattr(compiled, "is_warm", lambda: True)
     began = time.monotonic()
-    ran = cli("optimize", "mlp", "-t", "ethernet-1g:1024", "-b", "1ms", "-j", "1", "--json")
+    ran = cli("optimize", "mlp", "-t", "ethernet-1g:4096", "-b", "1ms", "-j", "1", "--json")
     clean(ran)
-    assert "ethernet-1g:1024 with 1024 devices" in ran.json["error"]["message"] and time.monotonic() - began < 60
+    assert "ethernet-1g:4096 with 4096 devices" in ran.json["error"]["message"] and time.monotonic() - began < 60
     assert os.listdir() == []
 
 
