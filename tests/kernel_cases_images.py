@@ -171,6 +171,9 @@ def interpolate(draw: Any) -> Case:
         given = {"size": [draw(st.sampled_from([1, 2, 3, n, 2 * n, 3 * n // 2 + 1])) for n in size]}
     x = rand(draw(few(1, 3)), draw(few(1, 3)), *size)
     made = F.interpolate(x, mode=mode, align_corners=corners, **given).shape
+    if mode == "bicubic" and made == x.shape:
+        # PyTorch then takes the gradient for that of a copy, which it is not if a scale was given (gradcheck fails).
+        given = {"size": size}
     scales: list[float | None] = list(given.get("scale_factor", [None] * spatial))
     template, sizes = interpolation(mode, x.shape, made, scales, bool(corners))
     attributes = {"mode": mode, "align_corners": bool(corners), "scales": scales}
