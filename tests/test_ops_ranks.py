@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from flexsearch.cost import Costs
+from flexsearch.graph.importer import Imported
 from flexsearch.lower import Lowering
 from flexsearch.runtime.parallel import distribute
 from flexsearch.strategy import OperatorConfig, Strategy, StrategyFile
@@ -38,7 +39,7 @@ def _single(name: str, number: int) -> Stepped:
     """On one device: in plain PyTorch, or, where random numbers are drawn, those that flexsearch draws."""
     if draws(imported(name, number).graph):
         plan = baseline("single", imported(name, number).graph, Topology.load("ethernet-1g:1"))
-        return pool(1).run(_parallel, name, number, plan.to_file().model_dump_json())[0]
+        return pool(1).run(_parallel, name, number, imported(name, number), plan.to_file().model_dump_json())[0]
     called = model(name, number)
     optimizer = _sgd(list(called.parameters()))
     loss = called(*called.inputs())
@@ -47,11 +48,11 @@ def _single(name: str, number: int) -> Stepped:
     return loss.item(), {key: x.detach() for key, x in called.state_dict().items()}
 
 
-def _parallel(name: str, number: int, file: str) -> Stepped:
-    """On this rank, under the strategy."""
+def _parallel(name: str, number: int, traced: Imported, file: str) -> Stepped:
+    """On this rank, under the strategy. ``traced``: what tracing gave, which takes longer than all else."""
     called = model(name, number)
     strategy = Strategy.from_file(StrategyFile.model_validate_json(file))
-    parallel = distribute(called, imported(name, number), strategy, _sgd)
+    parallel = distribute(called, traced, strategy, _sgd)
     return parallel.step(called.inputs()).item(), parallel.state_dict()
 
 
@@ -61,7 +62,8 @@ FIRST = [(name, number) for name, number in SAMPLES if number == 0 or CASES > 2]
 
 @pytest.mark.parametrize(("name", "number"), FIRST)
 def test_any_strategy_computes_what_one_device_does(name: str, number: int) -> None:
-    graph, expected = imported(name, number).graph, _single(name, number)
+    traced, expected = imported(name, number), _single(name, number)
+    graph = traced.graph
     if not any(op.splittable for op in graph.operators):
         return
 
@@ -75,7 +77,7 @@ def test_any_strategy_computes_what_one_device_does(name: str, number: int) -> N
             return
         file = strategy.to_file().model_dump_json()
         note(file)
-        for loss, state in pool(ranks).run(_parallel, name, number, file):
+        for loss, state in pool(ranks).run(_parallel, name, number, traced, file):
             assert loss == pytest.approx(expected[0], rel=1e-9, abs=1e-12)
             for key, x in expected[1].items():
                 torch.testing.assert_close(state[key], x, rtol=1e-9, atol=1e-10, msg=lambda m, k=key: f"{k}: {m}")
@@ -94,7 +96,7 @@ def test_halos_go_message_by_message() -> None:
     moving = [what for what in lowered.tasks.communication if what is not None]
     assert len(moving) > 3 and all((len(c.senders), len(c.receivers)) == (1, 1) for c in moving)
     loss, weights = _single(name, number)
-    for answer, held in pool(3).run(_parallel, name, number, strategy.to_file().model_dump_json()):
+    for answer, held in pool(3).run(_parallel, name, number, imported(name, number), strategy.to_file().model_dump_json()):
         assert answer == pytest.approx(loss, rel=1e-9)
         for key, value in weights.items():
             torch.testing.assert_close(held[key], value, rtol=1e-9, atol=1e-12)
