@@ -96,7 +96,8 @@ def test_halos_go_message_by_message() -> None:
     moving = [what for what in lowered.tasks.communication if what is not None]
     assert len(moving) > 3 and all((len(c.senders), len(c.receivers)) == (1, 1) for c in moving)
     loss, weights = _single(name, number)
-    for answer, held in pool(3).run(_parallel, name, number, imported(name, number), strategy.to_file().model_dump_json()):
+    file = strategy.to_file().model_dump_json()
+    for answer, held in pool(3).run(_parallel, name, number, imported(name, number), file):
         assert answer == pytest.approx(loss, rel=1e-9)
         for key, value in weights.items():
             torch.testing.assert_close(held[key], value, rtol=1e-9, atol=1e-12)
