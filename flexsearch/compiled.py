@@ -18,7 +18,8 @@ import stat
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from contextlib import suppress
+from contextlib import contextmanager, suppress
+from functools import cache, partial
 from pathlib import Path
 from typing import Any, Final, TypeVar, cast
 
@@ -169,8 +170,8 @@ def _keep(dispatcher: Any) -> None:
     finally:
         for name, value in before.items():
             setattr(numba.config, name, value)
-    cache = dispatcher._cache
-    save = cache.save_overload
+    on_disk = dispatcher._cache
+    save = on_disk.save_overload
 
     def save_alone(signature: Any, data: Any) -> None:
         # numba numbers its files by what its index holds: two processes that write at once could exchange the code of
@@ -180,7 +181,32 @@ def _keep(dispatcher: Any) -> None:
                 fcntl.flock(lock, fcntl.LOCK_EX)
             save(signature, data)
 
-    cache.save_overload = save_alone
+    on_disk.save_overload = save_alone
+    dispatcher.alone = partial(_alone, f"{dispatcher.py_func.__module__}.{dispatcher.py_func.__qualname__}")
+
+
+@cache
+def _locks() -> int:
+    """File whose bytes processes lock, one for each function. It stays open: closing it would release them all."""
+    assert folder is not None
+    return os.open(folder / "compiling", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+
+
+@contextmanager
+def _alone(name: str, args: Any) -> Iterator[None]:
+    """While this lasts no other process compiles a function for arguments of these types, where the system and the
+    file system have locks. The system ends the locks of a process that ends."""
+    byte = int.from_bytes(hashlib.sha256(f"{name} {args}".encode()).digest()[:6])
+    held = False
+    with suppress(OSError):
+        fcntl.lockf(_locks(), fcntl.LOCK_EX, 1, byte)
+        held = True
+    try:
+        yield
+    finally:
+        if held:
+            with suppress(OSError):
+                fcntl.lockf(_locks(), fcntl.LOCK_UN, 1, byte)
 
 
 def compiled(function: F) -> F:

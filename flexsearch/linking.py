@@ -12,14 +12,16 @@ of numba in which they were tried, and else falls back to ``numba.njit``.
 
 from __future__ import annotations
 
+import gc
 import hashlib
 import importlib
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from typing import Any, Final
 
 from llvmlite import binding as llvm
-from numba import types
+from numba import typeof, types
 from numba.core.codegen import JITCodeLibrary
 from numba.core.compiler import CompilerBase, DefaultPassBuilder, compile_result
 from numba.core.compiler_machinery import register_pass
@@ -49,9 +51,10 @@ class Inner(CPUDispatcher):
     def __init__(self, py_func: Any, locals: Any = None, targetoptions: Any = None) -> None:
         super().__init__(py_func, locals, targetoptions, Pipeline)
         self._compiler = PartCompiler(py_func, self.targetdescr, targetoptions, self.locals, Pipeline)
-        self.entry = CPUDispatcher(py_func, locals, targetoptions)
+        self._compiler.inner = self
+        self.entry = Entry(py_func, locals, targetoptions)
         compiler = EntryCompiler(py_func, self.targetdescr, targetoptions, self.locals, Pipeline)
-        compiler.inner = self
+        compiler.inner = self.entry.inner = self
         self.entry._compiler = compiler  # type: ignore[attr-defined]
         self.is_entry = self.wide = False
         self.key = py_func.__module__, py_func.__qualname__
@@ -61,6 +64,7 @@ class Inner(CPUDispatcher):
         return self.entry(*args, **kws)
 
     def get_call_template(self, args: Any, kws: Any) -> Any:
+        args = [types.boolean if isinstance(arg, types.BooleanLiteral) else arg for arg in args]
         if self.wide:
             args = [types.uint64 if isinstance(arg, types.Integer) else arg for arg in args]
         return super().get_call_template(args, kws)
@@ -76,12 +80,65 @@ class Inner(CPUDispatcher):
         return self.entry.stats
 
 
+class Entry(CPUDispatcher):
+    """A function as Python sees it. Of several processes that need its code only one compiles it."""
+
+    inner: Any
+
+    def __init__(self, py_func: Any, locals: Any = None, targetoptions: Any = None) -> None:
+        super().__init__(py_func, locals, targetoptions)
+        self._under_way: set[Any] = set()
+
+    @contextmanager
+    def alone(self, args: Any) -> Iterator[None]:
+        """While this lasts no other process compiles the function for arguments of these types."""
+        yield
+
+    def compile(self, sig: Any) -> Any:
+        args = tuple(sig)
+        if args in self.overloads or args in self._under_way:
+            return super().compile(sig)
+        with self.alone(args), _without_collections():
+            self._under_way.add(args)
+            try:
+                return super().compile(sig)
+            finally:
+                self._under_way.discard(args)
+
+    def kept(self, args: Any) -> Any:
+        """What this process loaded, or another one kept on disk; None if there is nothing. Waits for a process that is
+        compiling it."""
+        if args in self._under_way:
+            return None
+        if args not in self.overloads:
+            with self.alone(args):
+                whole = self._cache.load_overload(args, self.targetctx)
+            if whole is None:
+                return None
+            self.targetctx.insert_user_function(whole.entry_point, whole.fndesc, [whole.library])
+            self.add_overload(whole)
+        return self.overloads[args]
+
+
+@contextmanager
+def _without_collections() -> Iterator[None]:
+    """Python's collector would look at all that compiling makes, again and again, and find little."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
+
+
 class Part(JITCodeLibrary):
     """LLVM code of one function, for entries to link. It is never optimised or made machine code by itself."""
 
     owner: Any  # whose code it is
     args: tuple[Any, ...]
     symbol: str
+    is_elsewhere = False  # in an entry's machine code, and not here
 
     def add_llvm_module(self, ll_module: Any) -> None:
         self._final_module.link_in(ll_module)
@@ -121,7 +178,7 @@ class Whole(JITCodeLibrary):
             function = self._final_module.get_function(part.symbol)
             if part is not own or _is_large(part):
                 function.linkage = llvm.Linkage.external
-                function.name = _shared_name(part)
+                function.name = _shared_name(part.owner, part.args)
         self._linking_libraries.clear()
         super().finalize()
 
@@ -152,13 +209,13 @@ def _below(library: Any, without: Any = ()) -> Iterator[Any]:
 
 
 def _is_large(part: Any) -> bool:
-    return sum(isinstance(other, Part) for other in _below(part)) >= LARGE
+    return part.is_elsewhere or sum(isinstance(other, Part) for other in _below(part)) >= LARGE
 
 
-def _shared_name(part: Any) -> str:
+def _shared_name(owner: Inner, args: tuple[Any, ...]) -> str:
     """Of the function's machine code, the same in all processes; numba's names hold counters."""
-    text = f"{part.owner.key} {part.args}"
-    return f"flexsearch.{part.owner.key[1]}.{hashlib.sha256(text.encode()).hexdigest()[:16]}"
+    text = f"{owner.key} {args}"
+    return f"flexsearch.{owner.key[1]}.{hashlib.sha256(text.encode()).hexdigest()[:16]}"
 
 
 def _shared_below(part: Any) -> list[Any]:
@@ -175,10 +232,23 @@ def _shared_below(part: Any) -> list[Any]:
 
 
 class PartCompiler(_FunctionCompiler):
-    """Types and translates a function."""
+    """Types and translates a function, unless it is a large entry that was compiled before."""
+
+    inner: Any
+
+    def _compile_core(self, args: Any, return_type: Any) -> Any:
+        if self.inner.is_entry and (whole := self.inner.entry.kept(tuple(args))) is not None:
+            symbols = {function.name for function in whole.library._get_module_for_linking().functions}
+            if _shared_name(self.inner, tuple(args)) in symbols:
+                part = Part(whole.target_context.codegen(), whole.library.name)
+                part.finalize()
+                part.is_elsewhere = True
+                return _named(whole._replace(library=part))
+        return super()._compile_core(args, return_type)
 
     def _customize_flags(self, flags: Any) -> Any:
         flags.no_compile = flags.no_cpython_wrapper = flags.no_cfunc_wrapper = True
+        flags.forceinline = self.targetoptions.get("forceinline", False)  # else it would be the caller's
         return flags if flags.nrt else LeanFlags(flags)
 
 
@@ -257,7 +327,38 @@ class EntryCompiler(_FunctionCompiler):
         return result
 
 
+def _named(part: Any) -> Any:
+    """The result of a part, which calls find by its description; numba finds results by their machine code."""
+    part.target_context.insert_user_function(part.fndesc, part.fndesc, [part.library])
+    return part._replace(entry_point=part.fndesc)
+
+
 def _load(key: tuple[str, str], args: Any) -> None:
     """Make an entry ready, from the disk if it is there: before others are made or loaded that call it."""
     importlib.import_module(key[0])
     _all[key].entry.compile(args)
+
+
+def record(run: Callable[[], object]) -> list[tuple[Any, tuple[Any, ...]]]:
+    """Run something with the Python code of compiled functions: nothing is compiled. The entries that would have been
+    compiled and the types of their arguments, in the order in which they returned: those that Python called, and large
+    ones that these call."""
+    calls: dict[tuple[Any, tuple[Any, ...]], None] = {}
+    depth = 0
+
+    def interpret(function: Any, *args: Any) -> Any:
+        nonlocal depth
+        depth += 1
+        result = function.py_func(*args)
+        depth -= 1
+        if not depth or (function.inner.is_entry and not function.inner.wide):
+            calls[function, tuple(typeof(arg) for arg in args)] = None
+        return result
+
+    before = Entry.__call__
+    Entry.__call__ = interpret  # type: ignore[method-assign]
+    try:
+        run()
+    finally:
+        Entry.__call__ = before  # type: ignore[method-assign]
+    return list(calls)

@@ -9,27 +9,47 @@ import operator
 from typing import Any, ClassVar, Final
 
 from numba import types
+from numba.core import cgutils
 from numba.core.compiler import Flags
 from numba.core.lowering import Lower
-from numba.core.typed_passes import IRLegalization, NopythonTypeInference, PreLowerStripPhis
+from numba.core.rewrites.static_getitem import RewriteConstGetitems, RewriteConstSetitems
+from numba.core.typed_passes import NopythonTypeInference, PreLowerStripPhis
 from numba.core.typing.context import Context as TypingContext
 from numba.core.untyped_passes import (
     DeadBranchPrune,
     FixupArgs,
-    GenericRewrites,
-    IRProcessing,
     ReconstructSSA,
     RewriteSemanticConstants,
     TranslateByteCode,
 )
 from numba.np.arrayobj import load_item, store_item
 
+class ConstantIndices:
+    """Those of numba's rewritings before types are inferred that lean functions need."""
+
+    def run_pass(self, state: Any) -> bool:
+        blocks = state.func_ir.blocks
+        for rewriting in (RewriteConstGetitems(state), RewriteConstSetitems(state)):
+            for label, block in blocks.items():
+                if rewriting.match(state.func_ir, block, state.typemap, state.calltypes):
+                    blocks[label] = rewriting.apply()
+        return True
+
+
+class StripPhis(PreLowerStripPhis):
+    """As numba's, without working out where variables live: that is for counting references."""
+
+    def run_pass(self, state: Any) -> bool:
+        state.func_ir = self._strip_phi_nodes(state.func_ir)
+        return True
+
+
 PASSES: Final = (
-    TranslateByteCode, FixupArgs, IRProcessing, RewriteSemanticConstants, DeadBranchPrune, GenericRewrites,
-    ReconstructSSA, DeadBranchPrune, NopythonTypeInference, PreLowerStripPhis, IRLegalization,
+    TranslateByteCode, FixupArgs, RewriteSemanticConstants, DeadBranchPrune, ConstantIndices, ReconstructSSA,
+    DeadBranchPrune, NopythonTypeInference, StripPhis,
 )  # fmt: skip
 """Those of numba's passes that lean functions need up to their translation. The others are for what they do not have:
-closures, literal_unroll, expressions of whole arrays, parallel loops."""
+closures, literal_unroll, expressions of whole arrays, parallel loops, references to be counted."""
 
 _SAME_FOR_ALL: Final = hash(Flags())
 
@@ -43,12 +63,15 @@ class Resolver(TypingContext):
         self.__dict__ = context.__dict__
 
     def resolve_function_type(self, func: Any, args: Any, kws: Any) -> Any:
-        if not isinstance(func, types.Function) or kws:
+        if not isinstance(func, types.Function | types.NumberClass) or kws:
             return super().resolve_function_type(func, args, kws)
         key = func, tuple(args)
         if (known := self.known.get(key)) is None:
             known = self.known[key] = super().resolve_function_type(func, args, kws)
         return known
+
+    def resolve_setitem(self, target: Any, index: Any, value: Any) -> Any:
+        return self.resolve_function_type(self.resolve_value_type(operator.setitem), (target, index, value), {})
 
 
 class LeanFlags(Flags):
@@ -67,6 +90,10 @@ class LeanFlags(Flags):
 class LeanLower(Lower):
     """Reads and writes elements of arrays in a few instructions; numba writes some fifty, most of which LLVM finds
     to do nothing, in its own time."""
+
+    def alloca_lltype(self, name: str, lltype: Any, datamodel: Any = None) -> Any:
+        """Without asking LLVM for its size, which only debuggers need."""
+        return cgutils.alloca_once(self.builder, lltype, name=name, zfill=False)
 
     def lower_getitem(self, resty: Any, expr: Any, value: Any, index: Any, signature: Any) -> Any:
         if (pointer := self._element(value, index)) is None:

@@ -23,6 +23,7 @@ from flexsearch.graph import OperatorGraph
 from flexsearch.lower import Lowering
 from flexsearch.proof.bound import lower_bound
 from flexsearch.quantities import MAX_COUNT, MAX_SEED
+from flexsearch.search import ahead
 from flexsearch.search.budget import Budget, cores
 from flexsearch.search.canonical import simplify
 from flexsearch.search.climb import Climb, Climbed, Climber
@@ -86,13 +87,16 @@ def search(
                 "Search with the options of that strategy.",
             )
     budget, rule = Budget(budget_s, proposals), parse_pins(pins, graph, topology) or rule
+    processes = cores() if processes is None else processes
+    if processes > 1:
+        ahead.start()
     run = _Run(graph, topology, costs, options or Options(), seed, rule, budget, on_progress, on_phase)
     over = on_end or (lambda: None)
     try:
         try:
             with _rare_collections():
                 run.begin(start)
-                reason = run.go(cores() if processes is None else processes)
+                reason = run.go(processes)
         except _Stop as stop:
             reason = str(stop)
         over()
