@@ -129,6 +129,11 @@ def is_warm() -> bool:
     return folder is not None and any(folder.rglob("*.nbc"))
 
 
+def compiles_for_all() -> bool:
+    """Whether what one process compiles, others load and need not compile."""
+    return folder is not None and _program is not None
+
+
 def _find_program() -> Callable[..., Any] | None:
     """What makes a function part of our program; None: this numba was not tried, or compiling is off."""
     if tuple(numba.version_info[:2]) not in TRIED or getattr(numba.config, "DISABLE_JIT", False):

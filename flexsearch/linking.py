@@ -84,6 +84,7 @@ class Entry(CPUDispatcher):
     """A function as Python sees it. Of several processes that need its code only one compiles it."""
 
     inner: Any
+    _cache: Any
 
     def __init__(self, py_func: Any, locals: Any = None, targetoptions: Any = None) -> None:
         super().__init__(py_func, locals, targetoptions)
@@ -264,7 +265,7 @@ class Pipeline(CompilerBase):
         analysis: dict[Any, Any] = {which: {} for which in passes}
         with ConfigStack().enter(state.flags):
             for which in passes:
-                one = which()
+                one: Any = which()
                 one.analysis = analysis
                 one.run_pass(state)
         state.pipeline = None
@@ -356,7 +357,7 @@ def record(run: Callable[[], object]) -> list[tuple[Any, tuple[Any, ...]]]:
         return result
 
     before = Entry.__call__
-    Entry.__call__ = interpret  # type: ignore[method-assign]
+    Entry.__call__ = interpret  # type: ignore[method-assign, assignment]
     try:
         run()
     finally:

@@ -24,6 +24,7 @@ from numba.core.untyped_passes import (
 )
 from numba.np.arrayobj import load_item, store_item
 
+
 class ConstantIndices:
     """Those of numba's rewritings before types are inferred that lean functions need."""
 

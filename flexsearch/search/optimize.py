@@ -8,6 +8,7 @@ budget in seconds alone, it also says when to polish the best plan.
 from __future__ import annotations
 
 import gc
+import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -17,13 +18,13 @@ from itertools import zip_longest
 from math import inf, nextafter
 from typing import Final
 
+from flexsearch import children, compiled  # in this form, or every change here would compile everything anew
 from flexsearch.cost import Costs
 from flexsearch.errors import StrategyError
 from flexsearch.graph import OperatorGraph
 from flexsearch.lower import Lowering
 from flexsearch.proof.bound import lower_bound
 from flexsearch.quantities import MAX_COUNT, MAX_SEED
-from flexsearch.search import ahead
 from flexsearch.search.budget import Budget, cores
 from flexsearch.search.canonical import simplify
 from flexsearch.search.climb import Climb, Climbed, Climber
@@ -88,8 +89,9 @@ def search(
             )
     budget, rule = Budget(budget_s, proposals), parse_pins(pins, graph, topology) or rule
     processes = cores() if processes is None else processes
-    if processes > 1:
-        ahead.start()
+    if processes > 1 and compiled.compiles_for_all() and not compiled.is_warm():
+        quiet = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.DEVNULL)
+        children.start(children.module("flexsearch.search.ahead"), **quiet)
     run = _Run(graph, topology, costs, options or Options(), seed, rule, budget, on_progress, on_phase)
     over = on_end or (lambda: None)
     try:
