@@ -4,7 +4,8 @@
 indirectly, optimises that and makes machine code of it, again on every level of calls. Of our functions only a few are
 called from Python. The others (``Part``) are only translated to LLVM's language here; what Python calls, an *entry*
 (``Whole``), links all that it needs, is optimised once, and is all that is kept on disk. An entry that calls much is
-not compiled into other entries: they call its machine code.
+not compiled into other entries: they call its machine code, and need only that where it was compiled before. Several
+processes that need the same entries share the work: each entry is compiled by one, and the others load it.
 
 This and ``translating`` use parts of numba that are not public. ``flexsearch.compiled`` imports them only with versions
 of numba in which they were tried, and else falls back to ``numba.njit``.
@@ -244,7 +245,8 @@ class PartCompiler(_FunctionCompiler):
                 part = Part(whole.target_context.codegen(), whole.library.name)
                 part.finalize()
                 part.is_elsewhere = True
-                return _named(whole._replace(library=part))
+                whole.target_context.insert_user_function(whole.fndesc, whole.fndesc, [part])
+                return whole._replace(library=part, entry_point=whole.fndesc)
         return super()._compile_core(args, return_type)
 
     def _customize_flags(self, flags: Any) -> Any:
@@ -326,12 +328,6 @@ class EntryCompiler(_FunctionCompiler):
         for environment in result._find_referenced_environments():
             library.codegen.set_env(environment.env_name, environment)
         return result
-
-
-def _named(part: Any) -> Any:
-    """The result of a part, which calls find by its description; numba finds results by their machine code."""
-    part.target_context.insert_user_function(part.fndesc, part.fndesc, [part.library])
-    return part._replace(entry_point=part.fndesc)
 
 
 def _load(key: tuple[str, str], args: Any) -> None:

@@ -7,10 +7,16 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
+import numba
+import numpy as np
 import pytest
 
 import flexsearch
+from flexsearch.compiled import inlined, lean
+from flexsearch.direct import direct
+from flexsearch.linking import record
 
 PROGRAM = "from flexsearch import caller; print(caller.twice(1.0), sum(caller.twice.stats.cache_hits.values()))"
 CALLER = """
@@ -92,6 +98,16 @@ with event.install_recorder("numba:compile") as compiled:
     results = [function(np.zeros(3), np.uint64(1)) for function in (many.by_both, many.by_python)]
 print(*results, sum(one.is_start for _, one in compiled.buffer))
 """
+
+
+@lean
+def _inner(values: Any, k: Any) -> Any:
+    return 2.0 * values[k]
+
+
+@inlined
+def _outer(values: Any, k: Any) -> Any:
+    return _inner(values, k)
 
 
 @pytest.fixture
@@ -258,6 +274,34 @@ def test_an_entry_that_another_calls_is_made_again_when_it_is_lost(package: Path
     for path in lost:
         path.unlink()
     assert run(package, COUNT).startswith("24.5 24.0 ")
+
+
+def test_a_large_entry_that_another_process_compiled_is_not_translated_again(package: Path) -> None:
+    (package / "many.py").write_text(MANY)
+    run(package, "import numpy as np; from flexsearch import many; many.by_python(np.zeros(3), np.uint64(1))")
+    results, compilations = run(package, COUNT).rsplit(" ", 1)
+    assert results == "24.5 24.0" and compilations == "3"  # outer, translated and compiled; large is looked up
+
+
+def test_of_processes_that_need_the_same_function_one_compiles_it(package: Path) -> None:
+    (package / "many.py").write_text(MANY)
+    processes = [start(package, COUNT) for _ in range(2)]
+    ended = [process.communicate(timeout=60)[0].split() for process in processes]
+    assert [results[:2] for results in ended] == [["24.5", "24.0"]] * 2
+    fewest, most = sorted(int(results[2]) for results in ended)
+    assert fewest == 0 and most > 12
+
+
+def test_a_recording_says_what_would_be_compiled_and_compiles_nothing() -> None:
+    calls = record(lambda: direct(_outer)(np.ones(3), np.uint64(1)))
+    assert [(entry.py_func.__name__, str(types[1])) for entry, types in calls] == [("_outer", "uint64")]
+    assert not _outer.overloads and not _inner.overloads  # type: ignore[attr-defined]
+
+
+def test_a_function_is_not_inlined_because_its_caller_is() -> None:
+    _outer.compile((numba.typeof(np.ones(3)), numba.uint64))  # type: ignore[attr-defined]
+    texts = [str(next(iter(f.overloads.values())).library._final_module) for f in (_outer, _inner)]  # type: ignore[attr-defined]
+    assert ["alwaysinline" in text for text in texts] == [True, False]
 
 
 @pytest.mark.parametrize("other", ["numba.version_info = (0, 1)", "numba.config.DISABLE_JIT = True"])
