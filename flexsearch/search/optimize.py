@@ -90,8 +90,8 @@ def search(
     budget, rule = Budget(budget_s, proposals), parse_pins(pins, graph, topology) or rule
     processes = cores() if processes is None else processes
     if processes > 1 and compiled.compiles_for_all() and not compiled.is_warm():
-        quiet = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.DEVNULL)
-        children.start(children.module("flexsearch.search.ahead"), **quiet)
+        none = subprocess.DEVNULL
+        children.start(children.module("flexsearch.search.ahead"), stdin=none, stdout=none, stderr=none)
     run = _Run(graph, topology, costs, options or Options(), seed, rule, budget, on_progress, on_phase)
     over = on_end or (lambda: None)
     try:
