@@ -80,6 +80,7 @@ class Templates:
         )  # fmt: skip
         self._columns = {name: Column(_TYPES.get(name, np.uint32)) for name in Splits._fields}
         self._splits: Splits | None = None
+        self._config_numbers: dict[tuple[int, OperatorConfig], int] = {}
         self._numbers: dict[tuple[int, Degrees, int, Shares], int] = {}
         self._split_keys: list[tuple[int, Degrees, int, Shares]] = []
         self._kinds = np.unique(lowering.costs.kinds)
@@ -227,9 +228,13 @@ class Templates:
 
     def config(self, operator: int, config: OperatorConfig) -> int:
         """Number of a config of an operator."""
-        split, devices = np.uint64(self.split(operator, config)), np.array(config.devices, np.uint32)
-        states = np.uint64(config.states)
-        return self._number(lambda: _intern_config(self.tables, split, devices, states))
+        key = self.alike[operator], config
+        if (known := self._config_numbers.get(key)) is None:
+            split, devices = np.uint64(self.split(operator, config)), np.array(config.devices, np.uint32)
+            states = np.uint64(config.states)
+            known = self._number(lambda: _intern_config(self.tables, split, devices, states))
+            self._config_numbers[key] = known
+        return known
 
     def split(self, operator: int, config: OperatorConfig) -> int:
         """Number of a config's split of an operator."""

@@ -99,6 +99,13 @@ class DeltaSimulator:
         self._seconds = ticks * TICK if self._pending else inf
         return self._seconds
 
+    def go_to(self, configs: Configs) -> None:
+        """Make a whole plan the plan at hand."""
+        numbers = np.array([self.templates.config(i, config) for i, config in enumerate(configs)], np.uint32)
+        changed = np.flatnonzero(numbers != self.rows.state.config)
+        self.attempt(changed.tolist(), numbers[changed].tolist())
+        self.accept()
+
     def _attempt(self, limit: int) -> int:
         """Ticks of what was asked for; LATE if they are above ``limit``."""
         while True:
