@@ -104,6 +104,7 @@ class Splitter:
         )
         self._splits: dict[tuple[Degrees, int, Shares], Split] = {}
         self._intervals = {} if intervals is None else intervals
+        self._cut: dict[tuple[int, tuple[str, ...]], tuple[tuple[int, tuple[str, ...]], ...]] = {}
         self._shares: dict[str, tuple[int, ...]] = {}
         """Of the split at hand."""
         self._dimensions: list[dict[str, list[int]]] = [{} for _ in self.operands]
@@ -154,7 +155,9 @@ class Splitter:
         return Split(inputs, outputs, *self._extents(degrees, at, len(term)))
 
     def _extents(self, degrees: Degrees, at: dict[str, Index], count: int) -> tuple[tuple[tuple[int, ...], ...], Index]:
-        axes = self.op.access.axes
+        axes, parts, sizes = self.op.access.axes, dict(degrees), self.op.sizes
+        if not self._shares and all(sizes[axis] % count == 0 for axis, count in degrees):
+            return (tuple(sizes[a] // parts.get(a, 1) for a in axes),), np.zeros(count, dtype=np.intp)
         lengths = {
             axis: np.array([high - low for low, high in self._chunks(axis, parts)])[at[axis]] for axis, parts in degrees
         }
@@ -177,8 +180,8 @@ class Splitter:
         box[:], inside = self._whole[n]
         if not inside:
             touched = np.zeros(len(term), dtype=np.bool_)
-        for d in sorted({d for axis, _ in degrees for d in self._dimensions[n].get(axis, ())}):
-            own = tuple((axis, parts[axis]) for axis in dict.fromkeys(operand.dimensions[d].axes) if axis in parts)
+        for d, axes in self._split_dimensions(n, tuple(parts)):
+            own = tuple((axis, parts[axis]) for axis in axes)
             interval, within = self._asked(operand.dimensions[d], shape[d], own)
             which = _flat(own, at)
             box[:, d] = interval[which]
@@ -195,6 +198,15 @@ class Splitter:
         if self.blocks.replicas == 1 or not self.blocks.spread[n]:
             return Region(self.layouts.grid(box, term), held)
         return self._spread(box, term, held, degrees)
+
+    def _split_dimensions(self, n: int, axes: tuple[str, ...]) -> tuple[tuple[int, tuple[str, ...]], ...]:
+        """Dimensions of operand number ``n`` that are cut where ``axes`` are split, and by which of these."""
+        if (known := self._cut.get((n, axes))) is None:
+            dimensions = self.operands[n][0].dimensions
+            cut = sorted({d for axis in axes for d in self._dimensions[n].get(axis, ())})
+            own = ((d, tuple(axis for axis in dict.fromkeys(dimensions[d].axes) if axis in axes)) for d in cut)
+            known = self._cut[n, axes] = tuple(own)
+        return known
 
     def _spread(self, box: I64, term: U32, held: Index | None, degrees: Degrees) -> Region:
         """The region in all blocks, its entries in the order and with the terms that the unfolded config has."""
