@@ -210,18 +210,17 @@ class Splitter:
 
     def _spread(self, box: I64, term: U32, held: Index | None, degrees: Degrees) -> Region:
         """The region in all blocks, its entries in the order and with the terms that the unfolded config has."""
-        blocks, sizes = self.blocks, dict(degrees)
-        before = [parts for axis, parts in degrees if self._place(axis) < self._place(blocks.axis)]
-        count, outer = len(_positions(tuple(sizes.values()), self._replicas)[1]), prod(before)
-        order = np.arange(blocks.replicas * count).reshape(blocks.replicas, outer, -1).swapaxes(0, 1).ravel()
-        terms = np.arange(len(order)) // (self._replicas * (blocks.replicas if blocks.axis is None else 1))
+        blocks, parts = self.blocks, [count for _, count in degrees]
+        before = [count for axis, count in degrees if self._place(axis) < self._place(blocks.axis)]
+        count = self._replicas * prod(parts)
+        order, terms = _in_blocks(
+            count, prod(before), blocks.replicas, self._replicas * (blocks.replicas if blocks.axis is None else 1)
+        )
         if held is not None:
             chosen = np.isin(order % count, held)
             order, terms = order[chosen], terms[chosen]
         row = order % count if held is None else np.searchsorted(held, order % count)
-        return Region(
-            self.layouts.grid(box[row], terms.astype(np.uint32)), order, blocks.replicas, blocks.devices
-        )  # fmt: skip
+        return Region(self.layouts.grid(box[row], terms), order, blocks.replicas, blocks.devices)
 
     def _place(self, axis: str | None) -> int:
         """Place of an axis among those of the operator; behind all of them for None, as replicas are."""
@@ -262,3 +261,11 @@ def _positions(shape: tuple[int, ...], replicas: int) -> tuple[tuple[Index, ...]
     count = prod(shape)
     places = np.unravel_index(np.arange(count), shape) if shape else ()
     return tuple(np.repeat(place, replicas) for place in places), np.repeat(np.arange(count, dtype=np.uint32), replicas)
+
+
+@lru_cache(maxsize=4096)
+def _in_blocks(count: int, outer: int, blocks: int, copies: int) -> tuple[Index, U32]:
+    """Positions of all blocks in the order of the unfolded config, of which each block has ``count``, in ``outer``
+    groups that lie outside of the axis that the blocks share out; and the terms, of ``copies`` positions each."""
+    order = np.arange(blocks * count).reshape(blocks, outer, -1).swapaxes(0, 1).ravel()
+    return order, (np.arange(len(order)) // copies).astype(np.uint32)

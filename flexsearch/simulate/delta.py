@@ -101,9 +101,11 @@ class DeltaSimulator:
 
     def go_to(self, configs: Configs) -> None:
         """Make a whole plan the plan at hand."""
-        numbers = np.array([self.templates.config(i, config) for i, config in enumerate(configs)], np.uint32)
-        changed = np.flatnonzero(numbers != self.rows.state.config)
-        self.attempt(changed.tolist(), numbers[changed].tolist())
+        templates, changes = self.templates, dict[int, int]()
+        for i, (config, now) in enumerate(zip(configs, self.rows.state.config.tolist(), strict=True)):
+            if templates.configs[now] is not config and (number := templates.config(i, config)) != now:
+                changes[i] = number
+        self.attempt(list(changes), list(changes.values()))
         self.accept()
 
     def _attempt(self, limit: int) -> int:
