@@ -148,7 +148,7 @@ def test_what_a_class_changes_to(kind: float) -> None:
         draws.row[0] = 0
         tables, change = simulator.templates.tables, simulator.rows.change
         if not draw(chain._moves, draws, simulator.rows.state.config, tables, change):
-            chain._answer(simulator)
+            chain._supply()
         drawn = dict(zip(change.operator[: int(change.number[0])].tolist(), change.config.tolist(), strict=False))
         found = {i: simulator.templates.configs[n] for i, n in drawn.items()}
         assert len({found[i] for i in part}) == 1

@@ -42,7 +42,7 @@ class Drawing:
         chain._draws.uniform[0], chain._draws.row[0] = uniforms, 0
         tables, change = simulator.templates.tables, simulator.rows.change
         if not draw(chain._moves, chain._draws, simulator.rows.state.config, tables, change):
-            chain._answer(simulator)
+            chain._supply()
         number = int(change.number[0])
         operators = change.operator[:number].tolist()
         assert len(set(operators)) == number

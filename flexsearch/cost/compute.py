@@ -19,7 +19,7 @@ import numpy.typing as npt
 
 from flexsearch.compiled import lean
 from flexsearch.cost.profile import Entry, Profile, Work, signature
-from flexsearch.cost.ticks import task_seconds, whole
+from flexsearch.cost.ticks import FOREVER, TICK, task_seconds, whole
 from flexsearch.errors import ProfileError
 from flexsearch.graph.model import Operator, OperatorGraph, Tensor
 from flexsearch.graph.notation import Operand
@@ -61,10 +61,10 @@ def bytes_in_training(weight: Tensor, optimizer: str, precision: Precision) -> f
     return 2 * weight.nbytes + weight.nbytes / weight.itemsize * state_bytes(weight, optimizer, precision)
 
 
-def roofline(kind: str, work: Work, dtype: str, device: Device) -> float:
-    """Seconds of ``work`` of an operator kind on ``device``, by its figures alone."""
+def roofline(kind: str, flops: float, nbytes: float, dtype: str, device: Device) -> float:
+    """Seconds of work of an operator kind on ``device``, by its figures alone."""
     computing, moving = _rates(kind, dtype, device)
-    return device.overhead_s + max(work.flops / computing, work.nbytes / moving)
+    return device.overhead_s + max(flops / computing, nbytes / moving)
 
 
 def _rates(kind: str, dtype: str, device: Device) -> tuple[float, float]:
@@ -113,71 +113,79 @@ class Costed:
 
     def forward(self, extents: Mapping[str, int]) -> Work:
         """FLOPs and bytes of the forward task of a piece with the given extents."""
-        flops, nbytes = self.forward_counts(extents)
+        flops, nbytes = self.counts(extents)[0]
         return Work(flops=flops, nbytes=nbytes)
 
     def backward(self, extents: Mapping[str, int]) -> Work:
         """FLOPs and bytes of the backward task: gradients of the outputs and saved inputs in, the needed gradients
         out."""
-        flops, nbytes = self.backward_counts(extents)
+        flops, nbytes = self.counts(extents)[1]
         return Work(flops=flops, nbytes=nbytes)
 
-    def forward_counts(self, extents: Mapping[str, Any]) -> tuple[Any, Any]:
-        """As ``forward``, as plain numbers; of arrays of extents: arrays."""
+    def counts(self, extents: Mapping[str, Any]) -> tuple[tuple[Any, Any], tuple[Any, Any]]:
+        """As ``forward`` and ``backward``, as plain numbers; of arrays of extents: arrays."""
+        access = self.op.access
+        read = [_reached(o, t, extents) * t.itemsize for o, t in zip(access.inputs, self.inputs, strict=True)]
+        written = sum(_reached(o, t, extents) * t.itemsize for o, t in zip(access.outputs, self.outputs, strict=True))
+        rows = 0 if self._table is None else self._rows(self._table, extents)
+        return self._forward_counts(extents, read, written, rows), self._backward_counts(extents, read, written, rows)
+
+    def _forward_counts(
+        self, extents: Mapping[str, Any], read: Sequence[Any], written: Any, rows: Any
+    ) -> tuple[Any, Any]:  # fmt: skip
+        """FLOPs and bytes. ``read``: bytes of the operands; ``written``: of the results; ``rows``: see ``_rows``."""
         if self._free:
             return 0.0, 0.0
-        written = self._written(extents)
         if kind_of(self.op).copies:  # an operand's window may lie outside; all that is written was read once
-            read = written
-        elif (place := kind_of(self.op).table) is not None:  # reads the rows that are looked up, not the table
-            read = sum(self._bytes(i, extents) for i in range(len(self.inputs)) if i != place)
-            read = read + self._rows(place, extents)
-        else:
-            read = sum(self._bytes(i, extents) for i in range(len(self.inputs)))
-        return forward_flops(self.op, extents), read + written
+            moved = written
+        else:  # the rows of a table that are looked up, not the table
+            moved = sum(nbytes for i, nbytes in enumerate(read) if i != self._table) + rows
+        return forward_flops(self.op, extents), moved + written
 
-    def backward_counts(self, extents: Mapping[str, Any]) -> tuple[Any, Any]:
-        """As ``backward``, as plain numbers; of arrays of extents: arrays."""
+    def _backward_counts(
+        self, extents: Mapping[str, Any], read: Sequence[Any], written: Any, rows: Any
+    ) -> tuple[Any, Any]:  # fmt: skip
+        """As ``_forward_counts``."""
         reads = kind_of(self.op).backward_reads
         if not any(self.needs) or reads == "nothing" or (reads == "inputs" and self._free):
             return 0.0, 0.0
-        incoming = self._written(extents)
-        made = sum(self._bytes(i, extents) for i, need in enumerate(self.needs) if need)
+        made = sum(nbytes for nbytes, need in zip(read, self.needs, strict=True) if need)
         if reads == "gradients":
             saved = 0
-        elif (place := kind_of(self.op).table) is not None:  # clears the table's gradient, adds to the rows
-            saved = sum(self._bytes(i, extents) for i in range(len(self.inputs)) if i != place)
-            saved = saved + 2 * self._rows(place, extents)
+        elif self._table is not None:  # clears the table's gradient, adds to the rows
+            saved = sum(nbytes for i, nbytes in enumerate(read) if i != self._table) + 2 * rows
         else:
-            saved = sum(self._bytes(i, extents) for i, t in enumerate(self.inputs) if t.floating)
-        flops = backward_flops(self.op, extents, self.needs)
-        return flops, incoming + saved + made
+            saved = sum(nbytes for nbytes, t in zip(read, self.inputs, strict=True) if t.floating)
+        return backward_flops(self.op, extents, self.needs), written + saved + made
 
     def weight_share(self, extents: Mapping[str, Any]) -> float:
         """Share of the backward task that makes the gradients of parameters, by FLOPs; of a backward task without
         FLOPs all or nothing: all if it makes no other gradients."""
+        if self.gradients is None:
+            return float(any(need and t.kind == "parameter" for need, t in zip(self.needs, self.inputs, strict=True)))
+        own, rest = (float(backward_flops(self.op, extents, needs)) for needs in self.gradients)
+        return own / (own + rest) if own > 0.0 else 0.0
+
+    @cached_property
+    def gradients(self) -> tuple[tuple[bool, ...], tuple[bool, ...]] | None:
+        """By input, whether it is a parameter that wants a gradient, and whether it is something else that does; None
+        unless there are both."""
         trained = tuple(need and t.kind == "parameter" for need, t in zip(self.needs, self.inputs, strict=True))
         others = tuple(need and not own for need, own in zip(self.needs, trained, strict=True))
-        if not (any(trained) and any(others)):
-            return float(any(trained))
-        own, rest = (float(backward_flops(self.op, extents, needs)) for needs in (trained, others))
-        return own / (own + rest) if own > 0.0 else 0.0
+        return (trained, others) if any(trained) and any(others) else None
 
     @cached_property
     def _free(self) -> bool:
         return kind_of(self.op).is_free(self.op)
 
+    @cached_property
+    def _table(self) -> int | None:
+        """Place of the operand of which only some rows are read."""
+        return kind_of(self.op).table
+
     def _rows(self, place: int, extents: Mapping[str, Any]) -> Any:
         """Bytes of the table, the operand at ``place``, that are looked up."""
         return kind_of(self.op).looked_up(self.op, extents) * self.inputs[place].itemsize
-
-    def _bytes(self, position: int, extents: Mapping[str, Any]) -> Any:
-        tensor = self.inputs[position]
-        return _reached(self.op.access.inputs[position], tensor, extents) * tensor.itemsize
-
-    def _written(self, extents: Mapping[str, Any]) -> Any:
-        pairs = zip(self.op.access.outputs, self.outputs, strict=True)
-        return sum(_reached(operand, t, extents) * t.itemsize for operand, t in pairs)
 
 
 class Costs:
@@ -242,6 +250,8 @@ class Costs:
     def weight_shares(self, operator: int, extents: Sequence[tuple[int, ...]]) -> npt.NDArray[np.float64]:
         """Of pieces of these extents, the share of the backward task that makes the gradients of parameters."""
         costed, axes = self._costed[operator], self._axes[operator]
+        if costed.gradients is None:
+            return np.full(len(extents), costed.weight_share({}))
         return np.array([costed.weight_share(dict(zip(axes, extent, strict=True))) for extent in extents])
 
     def _seconds(self, operator: int, extents: tuple[int, ...], kind: int) -> tuple[float, float]:
@@ -303,9 +313,10 @@ class _Model:
         if self.profile is not None and (entry := self.profile.entries.get(costed.signature(extents))) is not None:
             return _computing(entry.forward_s, entry.backward_s)
         kind, dtype = costed.op.kind, costed.dtype
+        forward, backward = costed.counts(extents)
         return _computing(
-            roofline(kind, costed.forward(extents), dtype, self.device) * _scale(self._forward, kind),
-            roofline(kind, costed.backward(extents), dtype, self.device) * _scale(self._backward, kind),
+            roofline(kind, *forward, dtype, self.device) * _scale(self._forward, kind),
+            roofline(kind, *backward, dtype, self.device) * _scale(self._backward, kind),
         )
 
     def seconds_many(self, costed: Costed, extents: Mapping[str, Numbers]) -> tuple[Seconds, Seconds]:
@@ -316,8 +327,7 @@ class _Model:
             return np.array([f for f, _ in rows]), np.array([b for _, b in rows])
         flops_s, moving = _rates(kind, costed.dtype, self.device)
         found = []
-        counts = costed.forward_counts(extents), costed.backward_counts(extents)
-        for (flops, nbytes), ratios in zip(counts, (self._forward, self._backward), strict=True):
+        for (flops, nbytes), ratios in zip(costed.counts(extents), (self._forward, self._backward), strict=True):
             seconds = self.device.overhead_s + np.maximum(flops / flops_s, nbytes / moving)
             found.append(np.broadcast_to(task_seconds(seconds * _scale(ratios, kind)), (count,)))
         return found[0], found[1]
@@ -342,7 +352,9 @@ def update_seconds(nbytes: Any, tensors: Any, per_byte: Any, per_tensor: Any) ->
 
 
 def _computing(forward_s: float, backward_s: float) -> tuple[float, float]:
-    forward, backward = task_seconds(np.array([forward_s, backward_s])).tolist()
+    """As ``task_seconds``, of two numbers, which takes less than making arrays of them."""
+    # ``round`` rounds halves to even, as ``np.rint`` does.
+    forward, backward = (max(round(min(s / TICK, FOREVER)), 1) * TICK for s in (forward_s, backward_s))
     return forward, backward
 
 
@@ -350,7 +362,7 @@ def _ratios(measured: Sequence[tuple[Entry, float, Work]], device: Device) -> di
     """Median of measured over roofline time by kind, and under "" of all."""
     found: dict[str, list[float]] = {}
     for entry, seconds, work in measured:
-        ratio = seconds / max(roofline(entry.kind, work, entry.dtype, device), 1e-12)
+        ratio = seconds / max(roofline(entry.kind, work.flops, work.nbytes, entry.dtype, device), 1e-12)
         found.setdefault(entry.kind, []).append(ratio)
         found.setdefault("", []).append(ratio)
     return {kind: median(values) for kind, values in found.items()}
@@ -379,7 +391,9 @@ def _reached(operand: Operand, tensor: Tensor, extents: Mapping[str, Any]) -> An
     """Elements of ``tensor`` that a piece of these extents reads or writes, as if no window were clipped."""
     count: Any = 1
     for dimension, size in zip(operand.dimensions, tensor.shape, strict=True):
-        if dimension.merged:
+        if dimension.plain:
+            count *= extents[dimension.axes[0]]
+        elif dimension.merged:
             count *= _at_most(size, prod(extents[a] for a in dimension.axes))
         else:
             pairs = zip(dimension.axes, dimension.coefficients, strict=True)

@@ -109,59 +109,57 @@ class Arena:
         self._room |= {name: GROWTH * self._room[name] for name in full}
         self.segments, self.filled = self._segments(), new_filled()
         number = np.zeros(int(filled.segment[0]) + 1, np.uint32)
-        for n, segment in enumerate(used.tolist()):
-            number[segment] = n
-            self._copy(old, segment)
+        number[used] = np.arange(len(used))
+        self._copy(old, used)
         for plan in plans:
             plan[:] = number[plan]
 
-    def _copy(self, old: Segments, segment: int) -> None:
-        """Append a segment of another arena."""
-        new, filled = self.segments, self.filled
-        table, to = int(old.device_steps[segment]), int(filled.table[0])
-        ends = old.step_first[table : table + len(self._topology.devices) + 1].astype(np.int64)
-        new.step_first[to : to + len(ends)] = ends + (int(filled.step[0]) - ends[0])
-        for column in _LISTS["step"]:
-            _append(new, old, column, filled.step, int(ends[0]), int(ends[-1]))
-        at, first, last = int(filled.communication[0]), *_range(old, "communication", segment)
+    def _copy(self, old: Segments, used: npt.NDArray[np.uint32]) -> None:
+        """Fill empty arrays with segments of others, in their order."""
+        new, filled, width = self.segments, self.filled, len(self._topology.devices) + 1
+        tables = old.step_first[old.device_steps[used][:, None] + np.arange(width, dtype=np.uint32)].astype(np.int64)
+        new.step_first[: tables.size] = (tables - _shifts(tables[:, 0], tables[:, -1])[:, None]).ravel()
+        new.device_steps[: len(used)] = np.arange(len(used)) * width
+        filled.segment[0], filled.table[0] = len(used), tables.size
+        self._gather(old, "step", _rows(tables[:, 0], tables[:, -1]))
+        first, last = (old.communication_first[used], old.communication_last[used])
+        new.communication_first[: len(used)], new.communication_last[: len(used)] = _moved(first, last)
+        rows = _rows(first, last)
+        filled.communication[0] = len(rows)
         for column in ("communication_ticks", "missing", "turn"):
-            _append(new, old, column, filled.communication, first, last)
+            getattr(new, column)[: len(rows)] = getattr(old, column)[rows]
         for name in ("link", "drag", "receiver", "follower"):
-            self._copy_list(old, name, slice(first, last), slice(at, at + last - first))
-        number = int(filled.segment[0])
-        new.device_steps[number] = to
-        new.communication_first[number], new.communication_last[number] = at, at + last - first
-        for field, count in (
-            (filled.table, len(ends)), (filled.step, int(ends[-1] - ends[0])), (filled.communication, last - first),
-            (filled.segment, 1),
-        ):  # fmt: skip
-            field[0] += np.uint64(count)
+            first, last = getattr(old, f"{name}_first")[rows], getattr(old, f"{name}_last")[rows]
+            getattr(new, f"{name}_first")[: len(rows)], getattr(new, f"{name}_last")[: len(rows)] = _moved(first, last)
+            self._gather(old, name, _rows(first, last))
 
-    def _copy_list(self, old: Segments, name: str, source: slice, target: slice) -> None:
-        """The list ``name`` of some communications, whose rows lie one after the other."""
-        first, last = getattr(old, f"{name}_first")[source], getattr(old, f"{name}_last")[source]
-        if not len(first):
-            return
-        filled = getattr(self.filled, name)
-        begin, end = int(first[0]), int(last[-1])
-        shift = int(filled[0]) - begin
-        getattr(self.segments, f"{name}_first")[target] = first.astype(np.int64) + shift
-        getattr(self.segments, f"{name}_last")[target] = last.astype(np.int64) + shift
+    def _gather(self, old: Segments, name: str, rows: npt.NDArray[np.int64]) -> None:
+        """Fill a list with these rows of another."""
         for column in _LISTS[name]:
-            _append(self.segments, old, column, filled, begin, end)
-        filled[0] += np.uint64(end - begin)
+            getattr(self.segments, column)[: len(rows)] = getattr(old, column)[rows]
+        getattr(self.filled, name)[0] = len(rows)
+
+
+def _shifts(first: npt.NDArray[Any], last: npt.NDArray[Any]) -> npt.NDArray[np.int64]:
+    """By how much rows ``first`` to ``last`` move down where nothing else is kept."""
+    begin, count = first.astype(np.int64), last.astype(np.int64) - first
+    found: npt.NDArray[np.int64] = begin + count - np.cumsum(count)
+    return found
+
+
+def _moved(first: npt.NDArray[Any], last: npt.NDArray[Any]) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+    """Where rows ``first`` to ``last`` are where nothing else is kept."""
+    shifts = _shifts(first, last)
+    return first - shifts, last - shifts
+
+
+def _rows(first: npt.NDArray[Any], last: npt.NDArray[Any]) -> npt.NDArray[np.int64]:
+    """All rows from each ``first`` to its ``last``."""
+    count = last.astype(np.int64) - first
+    found: npt.NDArray[np.int64] = np.arange(count.sum()) + np.repeat(_shifts(first, last), count)
+    return found
 
 
 def new_filled() -> Filled:
     """Nothing is in use."""
     return Filled(*(np.zeros(1, np.uint64) for _ in Filled._fields))
-
-
-def _range(segments: Segments, name: str, item: int) -> tuple[int, int]:
-    return int(getattr(segments, f"{name}_first")[item]), int(getattr(segments, f"{name}_last")[item])
-
-
-def _append(new: Segments, old: Segments, column: str, filled: npt.NDArray[np.uint64], first: int, last: int) -> None:
-    """Copy rows of a column behind those in use."""
-    at = int(filled[0])
-    getattr(new, column)[at : at + last - first] = getattr(old, column)[first:last]

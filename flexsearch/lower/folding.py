@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from fractions import Fraction
+from functools import cached_property
 
 import numpy as np
 
@@ -47,6 +48,16 @@ class Fold:
         """The plan of the whole graph on all devices, of which ``configs`` are one block's part."""
         return tuple(self._unfolded(i, config) for i, config in enumerate(configs))
 
+    @cached_property
+    def _alike(self) -> tuple[object, ...]:
+        """By operator: all that its unfolded configs depend on."""
+        return tuple((op.axes, axis) for op, axis in zip(self.whole.operators, self.samples, strict=True))
+
+    @cached_property
+    def _known(self) -> dict[tuple[object, OperatorConfig], OperatorConfig]:
+        """Configs that were unfolded."""
+        return {}
+
     def folded(self, configs: Sequence[OperatorConfig]) -> tuple[OperatorConfig, ...] | None:
         """One block's part of a whole plan; None if the blocks do not all do the same."""
         found = []
@@ -75,6 +86,12 @@ class Fold:
         return part if self._unfolded(operator, part) == config else None
 
     def _unfolded(self, operator: int, config: OperatorConfig) -> OperatorConfig:
+        key = self._alike[operator], config
+        if (known := self._known.get(key)) is None:
+            known = self._known[key] = self._unfold(operator, config)
+        return known
+
+    def _unfold(self, operator: int, config: OperatorConfig) -> OperatorConfig:
         op, axis = self.whole.operators[operator], self.samples[operator]
         degrees = [(name, config.degree(name)) for name in op.sizes if name == axis or config.degree(name) > 1]
         shape = [parts for _, parts in degrees] + [config.replicas]

@@ -140,7 +140,10 @@ class Layouts:
     def grid(self, box: I64, term: U32) -> Grid:
         """The grid of ``box`` (entries, dimensions, 2) and ``term``."""
         count, rank = np.uint64(len(term)), np.uint64(box.shape[1])
-        return self._grid(self._number(lambda: _intern_grid(self.pool, box, term, count, rank)))
+        number = self._number(lambda: _intern_grid(self.pool, box, term, count, rank))
+        if (known := self._grids.get(number)) is None:
+            known = self._grids[number] = Grid(number, box, term)
+        return known
 
     def lay(self, grid: Grid, device: U32) -> Laid:
         """The layout with the entries of ``grid`` on these devices."""

@@ -104,6 +104,7 @@ class Splitter:
         )
         self._splits: dict[tuple[Degrees, int, Shares], Split] = {}
         self._intervals = {} if intervals is None else intervals
+        self._cut: dict[tuple[int, tuple[str, ...]], tuple[tuple[int, tuple[str, ...]], ...]] = {}
         self._shares: dict[str, tuple[int, ...]] = {}
         """Of the split at hand."""
         self._dimensions: list[dict[str, list[int]]] = [{} for _ in self.operands]
@@ -154,7 +155,9 @@ class Splitter:
         return Split(inputs, outputs, *self._extents(degrees, at, len(term)))
 
     def _extents(self, degrees: Degrees, at: dict[str, Index], count: int) -> tuple[tuple[tuple[int, ...], ...], Index]:
-        axes = self.op.access.axes
+        axes, parts, sizes = self.op.access.axes, dict(degrees), self.op.sizes
+        if not self._shares and all(sizes[axis] % count == 0 for axis, count in degrees):
+            return (tuple(sizes[a] // parts.get(a, 1) for a in axes),), np.zeros(count, dtype=np.intp)
         lengths = {
             axis: np.array([high - low for low, high in self._chunks(axis, parts)])[at[axis]] for axis, parts in degrees
         }
@@ -177,8 +180,8 @@ class Splitter:
         box[:], inside = self._whole[n]
         if not inside:
             touched = np.zeros(len(term), dtype=np.bool_)
-        for d in sorted({d for axis, _ in degrees for d in self._dimensions[n].get(axis, ())}):
-            own = tuple((axis, parts[axis]) for axis in dict.fromkeys(operand.dimensions[d].axes) if axis in parts)
+        for d, axes in self._split_dimensions(n, tuple(parts)):
+            own = tuple((axis, parts[axis]) for axis in axes)
             interval, within = self._asked(operand.dimensions[d], shape[d], own)
             which = _flat(own, at)
             box[:, d] = interval[which]
@@ -196,20 +199,28 @@ class Splitter:
             return Region(self.layouts.grid(box, term), held)
         return self._spread(box, term, held, degrees)
 
+    def _split_dimensions(self, n: int, axes: tuple[str, ...]) -> tuple[tuple[int, tuple[str, ...]], ...]:
+        """Dimensions of operand number ``n`` that are cut where ``axes`` are split, and by which of these."""
+        if (known := self._cut.get((n, axes))) is None:
+            dimensions = self.operands[n][0].dimensions
+            cut = sorted({d for axis in axes for d in self._dimensions[n].get(axis, ())})
+            own = ((d, tuple(axis for axis in dict.fromkeys(dimensions[d].axes) if axis in axes)) for d in cut)
+            known = self._cut[n, axes] = tuple(own)
+        return known
+
     def _spread(self, box: I64, term: U32, held: Index | None, degrees: Degrees) -> Region:
         """The region in all blocks, its entries in the order and with the terms that the unfolded config has."""
-        blocks, sizes = self.blocks, dict(degrees)
-        before = [parts for axis, parts in degrees if self._place(axis) < self._place(blocks.axis)]
-        count, outer = len(_positions(tuple(sizes.values()), self._replicas)[1]), prod(before)
-        order = np.arange(blocks.replicas * count).reshape(blocks.replicas, outer, -1).swapaxes(0, 1).ravel()
-        terms = np.arange(len(order)) // (self._replicas * (blocks.replicas if blocks.axis is None else 1))
+        blocks, parts = self.blocks, [count for _, count in degrees]
+        before = [count for axis, count in degrees if self._place(axis) < self._place(blocks.axis)]
+        count = self._replicas * prod(parts)
+        order, terms = _in_blocks(
+            count, prod(before), blocks.replicas, self._replicas * (blocks.replicas if blocks.axis is None else 1)
+        )
         if held is not None:
             chosen = np.isin(order % count, held)
             order, terms = order[chosen], terms[chosen]
         row = order % count if held is None else np.searchsorted(held, order % count)
-        return Region(
-            self.layouts.grid(box[row], terms.astype(np.uint32)), order, blocks.replicas, blocks.devices
-        )  # fmt: skip
+        return Region(self.layouts.grid(box[row], terms), order, blocks.replicas, blocks.devices)
 
     def _place(self, axis: str | None) -> int:
         """Place of an axis among those of the operator; behind all of them for None, as replicas are."""
@@ -250,3 +261,11 @@ def _positions(shape: tuple[int, ...], replicas: int) -> tuple[tuple[Index, ...]
     count = prod(shape)
     places = np.unravel_index(np.arange(count), shape) if shape else ()
     return tuple(np.repeat(place, replicas) for place in places), np.repeat(np.arange(count, dtype=np.uint32), replicas)
+
+
+@lru_cache(maxsize=4096)
+def _in_blocks(count: int, outer: int, blocks: int, copies: int) -> tuple[Index, U32]:
+    """Positions of all blocks in the order of the unfolded config, of which each block has ``count``, in ``outer``
+    groups that lie outside of the axis that the blocks share out; and the terms, of ``copies`` positions each."""
+    order = np.arange(blocks * count).reshape(blocks, outer, -1).swapaxes(0, 1).ravel()
+    return order, (np.arange(len(order)) // copies).astype(np.uint32)

@@ -80,6 +80,7 @@ class Templates:
         )  # fmt: skip
         self._columns = {name: Column(_TYPES.get(name, np.uint32)) for name in Splits._fields}
         self._splits: Splits | None = None
+        self._config_numbers: dict[tuple[int, OperatorConfig], int] = {}
         self._numbers: dict[tuple[int, Degrees, int, Shares], int] = {}
         self._split_keys: list[tuple[int, Degrees, int, Shares]] = []
         self._kinds = np.unique(lowering.costs.kinds)
@@ -227,9 +228,13 @@ class Templates:
 
     def config(self, operator: int, config: OperatorConfig) -> int:
         """Number of a config of an operator."""
-        split, devices = np.uint64(self.split(operator, config)), np.array(config.devices, np.uint32)
-        states = np.uint64(config.states)
-        return self._number(lambda: _intern_config(self.tables, split, devices, states))
+        key = self.alike[operator], config
+        if (known := self._config_numbers.get(key)) is None:
+            split, devices = np.uint64(self.split(operator, config)), np.array(config.devices, np.uint32)
+            states = np.uint64(config.states)
+            known = self._number(lambda: _intern_config(self.tables, split, devices, states))
+            self._config_numbers[key] = known
+        return known
 
     def split(self, operator: int, config: OperatorConfig) -> int:
         """Number of a config's split of an operator."""
@@ -295,24 +300,24 @@ class Templates:
             self._extend("forward", ticks[0][split.extent_of])
             self._extend("backward", ticks[1][split.extent_of])
             self._extend("weight", np.rint(ticks[1] * trained).astype(np.int64)[split.extent_of])
+        regions = (*split.inputs, *split.outputs)
+        reads = self._add_operands(regions)
         values = {
-            "pieces": count, "cost": forward,
-            "reads": self._columns["grid"].size, "writes": self._columns["grid"].size + len(split.inputs),
-            "last": self._columns["grid"].size + len(split.inputs) + len(split.outputs), "operator": operator,
+            "pieces": count, "cost": forward, "reads": reads, "writes": reads + len(split.inputs),
+            "last": reads + len(regions), "operator": operator,
         }  # fmt: skip
-        for region in (*split.inputs, *split.outputs):
-            self._add_operand(region)
         number = self._columns["pieces"].size
         for name, value in values.items():
             self._append(name, value)
         return number
 
-    def _add_operand(self, region: Region) -> None:
-        self._append("grid", region.grid.number)
-        first = int(MISSING) if region.held is None else self._extend("position", region.held)
-        self._append("first", first)
-        self._append("held_by", 0 if region.held is None else len(region.held))
-        self._append("spread", region.blocks > 1)
+    def _add_operands(self, regions: Sequence[Region]) -> int:
+        """Append the operands of a split; returns where."""
+        first = [int(MISSING) if r.held is None else self._extend("position", r.held) for r in regions]
+        self._extend("first", first)
+        self._extend("held_by", [0 if r.held is None else len(r.held) for r in regions])
+        self._extend("spread", [r.blocks > 1 for r in regions])
+        return self._extend("grid", [r.grid.number for r in regions])
 
     def _find_alike(self) -> list[int]:
         """By operator: the first one of the same shape and cost."""

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from math import inf
 
 import numpy as np
 import numpy.typing as npt
 
 from flexsearch.direct import direct
-from flexsearch.lower.change import Change, empty_change
 from flexsearch.lower.describe import FULL, LACKING
 from flexsearch.lower.keys import CANDIDATE
 from flexsearch.search.constants import (
@@ -29,7 +29,7 @@ from flexsearch.search.constants import (
 )
 from flexsearch.search.evaluate import Configs, Evaluation, Evaluator
 from flexsearch.search.move_tables import coarse_moves, make_moves
-from flexsearch.search.moves import UNIFORMS, Draws, Moves, draw, lead
+from flexsearch.search.moves import UNIFORMS, Draws, Moves, draw
 from flexsearch.search.requests import COARSE_FIRST, Requests
 from flexsearch.search.space import Space
 from flexsearch.search.step import (
@@ -42,13 +42,13 @@ from flexsearch.search.step import (
     Schedule,
     advance,
 )
+from flexsearch.search.trials import BETTER, Trials, try_each
 from flexsearch.simulate.delta import DeltaSimulator
 
 _advance = direct(advance)
 _draw = direct(draw)
-_lead = direct(lead)
+_try_each = direct(try_each)
 
-U32 = npt.NDArray[np.uint32]
 LOGGED = 4096
 """Most improvements between two looks at the chain: more than it makes proposals."""
 
@@ -72,8 +72,6 @@ class Chain:
         self._tables: tuple[Moves, Moves]
         """For chains over single operators, and for coarse ones."""
         self._moves: Moves
-        self._asked: Change
-        """What ``follow`` works with."""
         self._draws: Draws
         self._schedule: Schedule
         self._state: ChainState
@@ -125,15 +123,8 @@ class Chain:
         draws.uniform[ROWS - count :] = rng.random((count, UNIFORMS))
         draws.row[0] = ROWS - count
         while (why := self._advance(simulator)) != DONE:
-            if why == ASK:
-                self._answer(simulator)
-                look()
-            elif why == NO_ROWS:
-                simulator.go_on(FULL)
-            else:
-                assert why == ENGINE
-                simulator.run_again()  # which gives the engine room
-                simulator.give_up()
+            self._help(why, simulator, self._supply)
+            look()
         return bool(self._state.idle[0] >= self._schedule.patience[0])
 
     def _advance(self, simulator: DeltaSimulator) -> int:
@@ -142,34 +133,52 @@ class Chain:
             simulator.engine.state, simulator.account, simulator.sources, simulator.templates.tables,
         ))  # fmt: skip
 
-    def _answer(self, simulator: DeltaSimulator) -> None:
-        """Add the templates that are missing, or all the configs that the move at hand needs."""
-        change, templates = simulator.rows.change, simulator.templates
-        if change.lacking[0] and change.missing[0, 0] < CANDIDATE:  # configs are asked for before templates
-            simulator.go_on(LACKING)
-            return
+    @staticmethod
+    def _help(why: int, simulator: DeltaSimulator, supply: Callable[[], None]) -> None:
+        """Do what compiled steps need. ``supply``: adds configs that are missing."""
+        if why == ASK:
+            change = simulator.rows.change
+            if change.lacking[0] and change.missing[0, 0] < CANDIDATE:  # configs are asked for before templates
+                simulator.go_on(LACKING)
+            else:
+                supply()
+        elif why == NO_ROWS:
+            simulator.go_on(FULL)
+        else:
+            assert why == ENGINE
+            simulator.run_again()  # which gives the engine room
+            simulator.give_up()
+
+    def _supply(self) -> None:
+        """Add all the configs that the move at hand needs."""
+        simulator = self._simulator
+        assert simulator is not None
+        rows, templates = simulator.rows, simulator.templates
         while True:
-            self._requests.supply(templates, change)
-            if _draw(self._moves, self._draws, simulator.rows.state.config, templates.tables, change):
+            self._requests.supply(templates, rows.change)
+            if _draw(self._moves, self._draws, rows.state.config, templates.tables, rows.change):
                 return
 
-    def follow(self, simulator: DeltaSimulator, operators: Sequence[int], configs: Sequence[int]) -> tuple[U32, U32]:
-        """Operators with new configs (numbers), and those of their groups following them: all of them, and their
-        configs."""
+    def try_each(self, simulator: DeltaSimulator, trials: Trials) -> bool:
+        """Make trials; whether one is better, which is at hand then."""
         self._attach(simulator)
-        change, templates = self._asked, simulator.templates
-        leading, numbers = np.array(operators, np.uint32), np.array(configs, np.uint32)
-        while not _lead(self._tables[0], templates.tables, change, leading, numbers):
-            self._requests.supply(templates, change)
-        count = int(change.number[0])
-        return change.operator[:count].copy(), change.config[:count].copy()
+        while (why := self._try_each(simulator, trials)) != DONE:
+            if why == BETTER:
+                return True
+            self._help(why, simulator, partial(self._requests.supply, simulator.templates, simulator.rows.change))
+        return False
+
+    def _try_each(self, simulator: DeltaSimulator, trials: Trials) -> int:
+        return int(_try_each(
+            trials, self._tables[0], simulator.rows.plan, simulator.engine.state, simulator.account, simulator.sources,
+            simulator.templates.tables,
+        ))  # fmt: skip
 
     def _attach(self, simulator: DeltaSimulator) -> None:
         """Work with the templates of this simulator from now on."""
         if self._simulator is not simulator:
             fine = make_moves(self.space, simulator.templates.alike)
             self._simulator, self._tables = simulator, (fine, coarse_moves(fine, self.space))
-            self._asked = empty_change(simulator.rows.wiring, len(self.space.graph.operators), 1)
             if self.space.rule is not None:
                 simulator.templates.ruled()
 

@@ -15,7 +15,16 @@ from flexsearch.cost import Costs
 from flexsearch.graph import OperatorGraph
 from flexsearch.lower.folding import Fold, fold
 from flexsearch.search.chain import Chain
-from flexsearch.search.constants import COARSE_CHAINS, COARSE_PATIENCE, GAIN, PATIENCE, ROWS, UNFOLD_S, UNFOLDING
+from flexsearch.search.constants import (
+    COARSE_CHAINS,
+    COARSE_PATIENCE,
+    GAIN,
+    LOOK_S,
+    PATIENCE,
+    ROWS,
+    UNFOLD_S,
+    UNFOLDING,
+)
 from flexsearch.search.evaluate import Configs, Evaluation, Evaluator, better, by_rank
 from flexsearch.search.polish import Polish, Taken
 from flexsearch.search.space import Rule, Space
@@ -159,7 +168,7 @@ class Climber:
         patience = self._coarse_patience(climb) if coarse else self.patience * climb.patience
         self.chain.begin(done.configs, done.evaluation, best, climb.stream, patience, coarse)
         done.curve.append((done.proposals, self.chain.cost))
-        ended, before, accepted = False, done.proposals, done.accepted
+        ended, before, accepted, looked = False, done.proposals, done.accepted, 0.0
 
         def note() -> None:
             done.proposals, done.accepted = before + self.chain.steps, accepted + self.chain.accepted
@@ -169,8 +178,11 @@ class Climber:
                 done.configs, done.evaluation = self.chain.best
 
         def look() -> None:
-            note()
-            watch(done)
+            nonlocal looked
+            if time.monotonic() >= looked + LOOK_S:
+                note()
+                watch(done)
+                looked = time.monotonic()
 
         while not ended and done.proposals < climb.proposals:
             ended = self.chain.run(rng, min(ROWS, climb.proposals - done.proposals), look)

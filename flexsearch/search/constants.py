@@ -120,5 +120,7 @@ ROWS: Final = 128
 """Proposals between two looks at the clock."""
 LOOK: Final = 32
 """Most alternatives between two looks at the clock."""
+LOOK_S: Final = 0.02
+"""Seconds between two looks at the clock within so many proposals, where templates take long to make."""
 LATE_S: Final = 0.3
 """Workers are started only in searches that take longer than this."""

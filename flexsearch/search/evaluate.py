@@ -70,9 +70,7 @@ class Evaluator:
                 self.graph, self.topology, self.costs, self.options, configs, self.lowering, share=self.share
             )
         else:
-            pairs = enumerate(zip(configs, self._simulator.configs, strict=True))
-            self._simulator.propose({i: new for i, (new, old) in pairs if new != old})
-            self._simulator.accept()
+            self._simulator.go_to(configs)
         return self._simulator
 
     @property

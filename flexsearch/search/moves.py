@@ -157,17 +157,12 @@ def _lead(moves: Moves, tables: TemplateTables, change: Change, at: Any, config:
 
 
 @lean
-def lead(moves: Moves, tables: TemplateTables, change: Change, operators: U32, configs: U32) -> Any:
-    """Fill ``change`` with operators and their new configs, and the operators of their groups following them; False if
-    some are missing."""
-    change.lacking[0] = change.number[0] = ZERO
-    for k in range(np.uint64(operators.shape[0])):
-        i = np.uint64(operators[k])
-        if moves.leader_at[i] != MISSING:
-            _lead(moves, tables, change, np.uint64(moves.leader_at[i]), configs[k])
-        else:
-            _add(change, i, configs[k])
-    return change.lacking[0] == ZERO and tables.full[0] == 0
+def lead(moves: Moves, tables: TemplateTables, change: Change, i: Any, config: Any) -> None:
+    """An operator with a new config, and if it is a leader the operators of its group following it."""
+    if moves.leader_at[i] != MISSING:
+        _lead(moves, tables, change, np.uint64(moves.leader_at[i]), config)
+    elif config != MISSING:
+        _add(change, i, config)
 
 
 @lean
@@ -237,10 +232,7 @@ def _change_members(
             config = _candidate(moves, draws, tables, change, i, u[0])
         else:
             config = like(tables, change, moves.alike[i], same)
-        if moves.leader_at[i] != MISSING:
-            _lead(moves, tables, change, np.uint64(moves.leader_at[i]), config)
-        elif config != MISSING:
-            _add(change, i, config)
+        lead(moves, tables, change, i, config)
 
 
 @lean

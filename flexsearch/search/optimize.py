@@ -94,20 +94,20 @@ def search(
         children.start(children.module("flexsearch.search.ahead"), stdin=none, stdout=none, stderr=none)
     run = _Run(graph, topology, costs, options or Options(), seed, rule, budget, on_progress, on_phase)
     over = on_end or (lambda: None)
-    try:
+    with _rare_collections():
         try:
-            with _rare_collections():
+            try:
                 run.begin(start)
                 reason = run.go(processes)
-        except _Stop as stop:
-            reason = str(stop)
-        over()
-    except KeyboardInterrupt as interrupt:
-        if "data-parallel" not in run.outcomes:
-            raise
-        over()
-        reason = str(interrupt) or "interrupted"
-    return run.result(reason, margin, tuple(pins))
+            except _Stop as stop:
+                reason = str(stop)
+            over()
+        except KeyboardInterrupt as interrupt:
+            if "data-parallel" not in run.outcomes:
+                raise
+            over()
+            reason = str(interrupt) or "interrupted"
+        return run.result(reason, margin, tuple(pins))
 
 
 @contextmanager

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import cache
 from typing import Final
 
 from flexsearch.cost import Costs
@@ -92,7 +93,10 @@ def whole_seconds(graph: OperatorGraph, costs: Costs) -> Seconds:
     shape = {t.name: t.shape for t in graph.tensors}
     pieces = [whole_piece(op, [shape[n] for n in op.inputs], [shape[n] for n in op.outputs]) for op in graph.operators]
 
-    def seconds(operator: int, device: int) -> float:
+    @cache
+    def of_kind(operator: int, device: int) -> float:
         return sum(costs.compute(operator, pieces[operator], device))
 
-    return seconds
+    kinds = costs.kinds.tolist()
+    first = [kinds.index(kind) for kind in kinds]
+    return lambda operator, device: of_kind(operator, first[device])

@@ -99,6 +99,15 @@ class DeltaSimulator:
         self._seconds = ticks * TICK if self._pending else inf
         return self._seconds
 
+    def go_to(self, configs: Configs) -> None:
+        """Make a whole plan the plan at hand."""
+        templates, changes = self.templates, dict[int, int]()
+        for i, (config, now) in enumerate(zip(configs, self.rows.state.config.tolist(), strict=True)):
+            if templates.configs[now] is not config and (number := templates.config(i, config)) != now:
+                changes[i] = number
+        self.attempt(list(changes), list(changes.values()))
+        self.accept()
+
     def _attempt(self, limit: int) -> int:
         """Ticks of what was asked for; LATE if they are above ``limit``."""
         while True:

@@ -82,30 +82,30 @@ def _visit(state: State, action: Any, block: Any) -> None:
 @lean
 def advance(state: State, segments: Segments, d: Any, horizon: Any) -> None:
     """Run a device that can run until its clock reaches the horizon, or it has to wait."""
-    devices = state.devices
-    clock = devices.clock[d]
+    devices, schedule = state.devices, state.schedule
+    clock, computed = devices.clock[d], np.int64(0)
     if clock >= horizon:
         return
-    state.kept.new_touched[np.uint64(devices.block[d])] |= ONE << state.window[0]
+    action, block = np.uint64(devices.action[d]), np.uint64(devices.block[d])
+    done, window = np.uint64(devices.step[d]), ONE << state.window[0]
+    state.kept.new_touched[block] |= window
+    plain, single = not (state.machine.contended[0] or state.record.enabled[0]), schedule.microbatches[0] == 1
     while True:
-        action, block = np.uint64(devices.action[d]), np.uint64(devices.block[d])
-        microbatch = np.uint64(state.schedule.microbatch[action])
         table = np.uint64(segments.device_steps[np.uint64(state.segment[block])]) + d
         first, last = np.uint64(segments.step_first[table]), np.uint64(segments.step_first[table + ONE])
-        step = first + np.uint64(devices.step[d])
+        step = first + done
         while step < last and clock < horizon:
             kind = segments.step_kind[step]
-            if kind == COMPUTE:
-                if state.machine.contended[0] or state.record.enabled[0]:
-                    clock = _compute(state, segments, d, clock, step, microbatch)
-                    if devices.status[d] != RUNNING:
-                        break
-                else:
-                    clock += segments.step_ticks[step]
-                    state.computed[d] += segments.step_ticks[step]
+            if kind == COMPUTE and plain:
+                clock += segments.step_ticks[step]
+                computed += segments.step_ticks[step]
+            elif kind == COMPUTE:
+                clock = _compute(state, segments, d, clock, step, np.uint64(schedule.microbatch[action]))
+                if devices.status[d] != RUNNING:
+                    break
             else:
                 identity = identity_of(
-                    state, microbatch, np.uint64(segments.step_block[step]), COMMUNICATION,
+                    state, np.uint64(schedule.microbatch[action]), np.uint64(segments.step_block[step]), COMMUNICATION,
                     np.uint64(segments.step_row[step]),
                 )  # fmt: skip
                 if kind == WAIT:
@@ -117,9 +117,21 @@ def advance(state: State, segments: Segments, d: Any, horizon: Any) -> None:
                 else:
                     arrive(state, segments, identity, clock)
             step += ONE
-        devices.step[d], devices.clock[d] = step - first, clock
-        if step < last or clock >= horizon or not enter(state, d, action, block + ONE):
+        done = step - first
+        if step < last or clock >= horizon:
             break
+        block, done, devices.clock[d] = block + ONE, ZERO, clock
+        # Most blocks are run for every microbatch: no need to ask ``enter`` for the next one.
+        inside = block < np.uint64(schedule.block_last[action]) and d != state.reference[0]
+        if inside and (single or schedule.once[block] | schedule.last[block] == 0):
+            devices.block[d] = block
+            state.kept.new_touched[block] |= window
+        elif enter(state, d, action, block):
+            action, block = np.uint64(devices.action[d]), np.uint64(devices.block[d])
+        else:
+            break
+    devices.step[d], devices.clock[d] = done, clock
+    state.computed[d] += computed
     if clock > state.latest[0]:
         state.latest[0] = clock
 

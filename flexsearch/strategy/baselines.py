@@ -48,10 +48,10 @@ def baselines(
 ) -> dict[str, Strategy]:
     """Every baseline that makes sense for this graph and topology, by name, checked. ``seconds`` balances the pipeline
     stages; without it FLOPs over the devices' rates do. ``data-parallel`` and ``single`` are always there."""
-    plans = {}
+    plans, setting = {}, _Setting(graph, topology, seconds)
     for name, build in _BUILDERS.items():
         try:
-            configs = build(_Setting(graph, topology, seconds))
+            configs = build(setting)
         except _LeftOut:
             continue
         plans[name] = _strategy(graph, topology, configs, options)

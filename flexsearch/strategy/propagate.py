@@ -88,6 +88,20 @@ class Propagation:
 
     def __init__(self, graph: OperatorGraph) -> None:
         self.graph = graph
+        first: dict[object, int] = {}
+        self._like = [first.setdefault((op.kind, op.pattern, op.axes), i) for i, op in enumerate(graph.operators)]
+        self._carried: dict[tuple[object, ...], OperatorConfig] = {}
+
+    def _carry(
+        self, source: int, config: OperatorConfig, target: int, pairs: tuple[tuple[str, str], ...],
+        picked: tuple[tuple[str, int], ...],
+    ) -> OperatorConfig:  # fmt: skip
+        """``carry``, once for all operators that are alike."""
+        key = self._like[source], config, self._like[target], pairs, picked
+        if (known := self._carried.get(key)) is None:
+            operators = self.graph.operators
+            known = self._carried[key] = carry(operators[source], config, operators[target], pairs, picked)
+        return known
 
     @cached_property
     def links(self) -> tuple[tuple[Link, ...], ...]:
@@ -120,9 +134,7 @@ class Propagation:
 
     def over(self, source: int, config: OperatorConfig, link: Link) -> OperatorConfig:
         """Config of ``link.target`` that follows ``config`` of operator ``source`` over this link."""
-        operators = self.graph.operators
-        picked = link.picked if link.forward else ()
-        return carry(operators[source], config, operators[link.target], link.pairs, picked)
+        return self._carry(source, config, link.target, link.pairs, link.picked if link.forward else ())
 
     def best(self, target: int, known: Mapping[int, OperatorConfig], forward: bool = True) -> OperatorConfig | None:
         """What ``target`` should be to follow its neighbours among ``known``: its producers (``forward``) or its
@@ -131,10 +143,9 @@ class Propagation:
         candidates: list[tuple[int, int, OperatorConfig]] = []
         for link in self.links[target]:
             if link.forward != forward and link.target in known:
-                source, operators = link.target, self.graph.operators
                 back = tuple((a, b) for b, a in link.pairs)
                 picked = () if link.forward else link.picked
-                config = carry(operators[source], known[source], operators[target], back, picked)
+                config = self._carry(link.target, known[link.target], target, back, picked)
                 candidates.append((config.parts, link.nbytes, config))
         return max(candidates, key=lambda entry: entry[:2])[2] if candidates else None
 
