@@ -146,7 +146,7 @@ def test_a_plan_without_stages_takes_as_long_as_any_other_simulation_says() -> N
     assert candidate is not None
     plain = DeltaSimulator(graph, topology, Costs(graph, topology), OPTIONS, candidate.configs)
     assert candidate.seconds == plain.seconds
-    step = step_of(search.simulators, candidate.pipeline, search.kept[""][1])
+    step = search.trials._step(candidate)
     assert [m.peak for m in step.memory] == plain.peaks().tolist()
 
 
@@ -168,7 +168,7 @@ def test_one_replica_with_stages_is_what_lowering_says(schedule: Any) -> None:
     search = LayoutSearch(graph, topology, OPTIONS, None, 1e9, None)
     candidate = search.evaluate(Layout(1, 2, 4, 4, schedule), OPTIONS)
     assert candidate is not None
-    share, _, _ = search.simulators.share(1, 4)
+    share, _, _ = search.trials.simulators.share(1, 4)
     lowering = Lowering(share.graph, share.topology, Costs(share.graph, share.topology))
     lowered = lowering.lower(candidate.configs, OPTIONS, stages_of(candidate.pipeline))
     assert candidate.seconds == makespan(lowered)
@@ -179,8 +179,8 @@ def test_stages_keep_fewer_microbatches_under_1f1b_than_under_gpipe() -> None:
     one, all_ = (search.evaluate(Layout(1, 2, 4, 16, kind), OPTIONS) for kind in ("1f1b", "gpipe"))
     assert one is not None
     assert all_ is not None
-    simulators = (search.simulators.simulator(c.pipeline, c.configs, OPTIONS) for c in (one, all_))
-    peaks = [step_of(search.simulators, one.pipeline, simulator).fullest.activations for simulator in simulators]
+    simulators = (search.trials.simulators.simulator(c.pipeline, c.configs, OPTIONS) for c in (one, all_))
+    peaks = [step_of(search.trials.simulators, one.pipeline, simulator).fullest.activations for simulator in simulators]
     assert peaks[0] < peaks[1] / 2
 
 
@@ -274,7 +274,7 @@ def test_what_is_wrong_in_a_simulation_is_not_taken_for_a_layout_that_does_not_s
     def wrong(*_: object) -> None:
         raise FlexsearchError("devices wait for each other")
 
-    monkeypatch.setattr(search.simulators, "simulator", wrong)
+    monkeypatch.setattr(search.trials.simulators, "simulator", wrong)
     with pytest.raises(FlexsearchError, match="wait for each other"):
         search.evaluate(Layout(1, 2, 4, 4), OPTIONS)
 
@@ -283,7 +283,7 @@ def test_the_answer_is_told_from_plans_that_were_simulated_once(monkeypatch: pyt
     search = LayoutSearch(decoder(), Topology.load("dgx-a100:1"), OPTIONS, None, 1e9, None)
     for layout in (Layout(8, 1, 1), Layout(4, 2, 1), Layout(2, 2, 2, 4)):
         search.evaluate(layout, OPTIONS)
-    monkeypatch.setattr(search.simulators, "simulator", None)
+    monkeypatch.setattr(search.trials.simulators, "simulator", None)
     assert search.best is not None
     result = search._result(search.best, "")
     assert set(result.baselines) == {"data-parallel", "tensor x data", "megatron"}

@@ -57,15 +57,15 @@ def need_time(budget: str) -> float:
 
 
 def optimize_layouts(
-    setting: Setting, options: Options, budget: str, output: Path, as_json: bool, size: str, asked: bool,
-    cost_per_hour: float | None,
+    setting: Setting, options: Options, budget: str, processes: int | None, output: Path, as_json: bool, size: str,
+    asked: bool, cost_per_hour: float | None,
 ) -> None:  # fmt: skip
     """Search over layouts, write the best plan, print it. ``size``: the options that gave the graph its size.
     ``asked``: whether the user asked for plans that cannot be run. ``cost_per_hour``: money for a device."""
     from flexsearch.errors import StrategyError
 
     seconds = need_time(budget)
-    result = _search(setting, options, seconds, budget)
+    result = _search(setting, options, seconds, budget, processes)
     if not result.best.feasible:
         raise StrategyError(*_nothing_fits(setting, options, result, seconds))
     result.strategy.save(output)
@@ -77,14 +77,19 @@ def optimize_layouts(
     show(as_json, data, lambda: _say(setting, result, rows, output, size, asked, cost_per_hour))
 
 
-def _search(setting: Setting, options: Options, seconds: float, budget: str) -> HybridResult:
+def _search(
+    setting: Setting, options: Options, seconds: float, budget: str, processes: int | None
+) -> HybridResult:
     with Live(compiling(), seconds) as live:
 
-        def look(now: HybridProgress) -> None:
-            signals.current.graceful = True  # there is a plan
-            live.show(now.phase, now.elapsed_s, seconds, f"{now.considered:,} plans, best {now.best_s:.4g} s")
+        def report(now: HybridProgress) -> None:
+            signals.current.graceful = now.plans > 0
+            best = f", best {now.best_s:.4g} s" if now.plans else ""
+            live.show(now.phase, now.elapsed_s, seconds, f"{now.considered:,} plans{best}")
 
-        return setting.search_layouts(budget, options=options, on_progress=look, on_end=signals.current.hold)
+        return setting.search_layouts(
+            budget, options=options, processes=processes, on_progress=report, on_end=signals.current.hold
+        )
 
 
 def _row(name: str, candidate: Candidate, step: Step) -> StagedRow:

@@ -140,10 +140,12 @@ def optimize(
     setting = load_setting(graph, topology, profile, size)
     if plan_only or (resume is None and not pin and too_large(setting.graph)):
         refuse_with_layouts(
-            resume=resume, pin=pin, plot=plot, exhaustive=exhaustive, seed=seed, margin=margin, processes=processes
+            resume=resume, pin=pin, plot=plot, exhaustive=exhaustive, seed=seed, margin=margin
         )
         options = make_options(optimizer, precision, recompute, reshard_after_forward)
-        optimize_layouts(setting, options, budget, output, as_json, size.words(), plan_only, cost_per_hour)
+        optimize_layouts(
+            setting, options, budget, processes, output, as_json, size.words(), plan_only, cost_per_hour
+        )
         return
     first = load_strategy(resume, setting) if resume is not None else None
     # What is to be proved is the best plan, not the simplest of the good ones.

@@ -8,6 +8,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import numpy as np
 
@@ -83,6 +84,11 @@ class Climbed:
 
 Watch = Callable[[Climbed], None]
 """Called now and then. What it raises ends the climb; the argument then holds what was found so far."""
+
+
+def climbs_of(*arguments: Any) -> Callable[[Climb, Watch], Climbed]:
+    """What makes climbs. ``arguments``: of ``Climber``."""
+    return Climber(*arguments).climb
 
 
 class Climber:

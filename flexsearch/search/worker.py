@@ -1,7 +1,7 @@
-"""Climbs in a process of its own, started by ``workers``.
+"""Work of a search in a process of its own, started by ``workers``.
 
-It reads pickles from its standard input: the arguments of ``Climber``, then climbs; for each it writes pickles (whether
-it has ended, what was found) to its standard output.
+It reads pickles from its standard input: a function with its arguments, which returns what answers requests, then
+requests; for each it writes pickles (whether that is all, the answer so far) to its standard output.
 """
 
 from __future__ import annotations
@@ -10,13 +10,12 @@ import os
 import pickle
 import sys
 import time
-from typing import Final
+from typing import Any, Final
 
 from flexsearch.children import end_with
-from flexsearch.search.climb import Climbed, Climber
 
 EVERY_S: Final = 0.2
-"""Time between two messages about a climb that goes on."""
+"""Time between two messages about work that goes on."""
 
 
 def main() -> None:
@@ -25,25 +24,26 @@ def main() -> None:
     source, sink = sys.stdin.buffer, sys.stdout.buffer
     sys.stdout = sys.stderr
 
-    def send(ended: bool, climbed: Climbed) -> None:
-        pickle.dump((ended, climbed), sink)
+    def send(ended: bool, answer: Any) -> None:
+        pickle.dump((ended, answer), sink)
         sink.flush()
 
     said = time.monotonic()
 
-    def watch(climbed: Climbed) -> None:
+    def watch(answer: Any) -> None:
         nonlocal said
         if time.monotonic() - said >= EVERY_S:
-            send(False, climbed)
+            send(False, answer)
             said = time.monotonic()
 
-    climber = Climber(*pickle.load(source))
+    prepare, arguments = pickle.load(source)
+    answer_to = prepare(*arguments)
     while True:
         try:
-            climb = pickle.load(source)
+            request = pickle.load(source)
         except EOFError:
             return
-        send(True, climber.climb(climb, watch))
+        send(True, answer_to(request, watch))
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 """Climbs side by side: this process and workers take them in order, and nobody's work depends on who does it.
 
 Workers are processes of our own (``worker``), not of ``multiprocessing``: the user's script is not run again in them,
-and nothing is forked under the threads of torch.
+and nothing is forked under the threads of torch. The search over layouts has such workers too.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any
 
 from flexsearch import children
 from flexsearch.errors import StrategyError
-from flexsearch.search.climb import Climb, Climbed, Climber
+from flexsearch.search.climb import Climb, Climbed, Climber, climbs_of
 from flexsearch.search.constants import LATE_S, WINDOW
 
 NextClimb = Callable[[int, list[Climbed]], Climb | None]
@@ -22,14 +22,53 @@ NextClimb = Callable[[int, list[Climbed]], Climb | None]
 counted); None: nothing is left."""
 
 
-def _pickled(setup: tuple[Any, ...]) -> bytes:
+def pickled(prepare: Callable[..., Any], arguments: tuple[Any, ...]) -> bytes:
+    """What workers are given first: ``prepare(*arguments)`` answers their requests. Raises StrategyError."""
     try:
-        return pickle.dumps(setup)
+        return pickle.dumps((prepare, arguments))
     except (pickle.PicklingError, AttributeError, TypeError) as error:
         raise StrategyError(
             f"other processes cannot be given what this search is about: {error}",
             "Make the rule a function or a class of a module, or search with processes=1.",
         ) from error
+
+
+class Worker:
+    """One process that answers requests. Where it was killed, by the end of the search or for want of memory, its
+    methods raise one of ``LOST``."""
+
+    def __init__(self, setup: bytes) -> None:
+        self._process = children.start(
+            children.module("flexsearch.search.worker"), stdin=subprocess.PIPE, stdout=subprocess.PIPE
+        )
+        self._setup = setup
+
+    def ask(self, request: object, watch: Callable[[Any], None]) -> Any:
+        """The answer. ``watch``: called with what there is of it, now and then."""
+        source, sink = self._process.stdout, self._process.stdin
+        assert source is not None and sink is not None
+        if self._setup:
+            sink.write(self._setup)
+            self._setup = b""
+        pickle.dump(request, sink)
+        sink.flush()
+        while True:
+            ended, answer = pickle.load(source)
+            if ended:
+                return answer
+            watch(answer)
+
+    def kill(self) -> None:
+        """End it, whatever it does; another thread may be asking it."""
+        self._process.kill()
+
+    def close(self) -> None:
+        """End it, and forget it: nobody asks it any more."""
+        self._process.kill()
+        self._process.communicate()
+
+
+LOST = (OSError, EOFError, pickle.UnpicklingError)
 
 
 class Turn(Exception):
@@ -50,12 +89,12 @@ class Workers:
     ) -> None:  # fmt: skip
         self._climber, self._next_climb, self._look = climber, next_climb, look
         self._workers = min(workers, WINDOW - 1)
-        self._setup = _pickled(setup) if self._workers else b""
+        self._setup = pickled(climbs_of, setup) if self._workers else b""
         self._changed = threading.Condition()
         self._next = 0
         self._again: list[Climb] = []
         self._over = False
-        self._processes: list[subprocess.Popen[bytes]] = []
+        self._processes: list[Worker] = []
         self.ended: dict[int, Climbed] = {}
         self.climbs: dict[int, Climbed] = {}
         """What came of each climb, so far."""
@@ -138,28 +177,18 @@ class Workers:
             self._changed.wait_for(lambda: self._over, LATE_S)
             if self._over:
                 return
-            process = children.start(
-                children.module("flexsearch.search.worker"), stdin=subprocess.PIPE, stdout=subprocess.PIPE
-            )
-            self._processes.append(process)
-        assert process.stdin is not None and process.stdout is not None
+            worker = Worker(self._setup)
+            self._processes.append(worker)
         climb: Climb | None = None
         try:
-            process.stdin.write(self._setup)
             while (climb := self._take()) is not None:
-                pickle.dump(climb, process.stdin)
-                process.stdin.flush()
-                ended = False
-                while not ended:
-                    ended, climbed = pickle.load(process.stdout)
-                    if not ended:
-                        self.climbs[climbed.index] = climbed
-                self._end(climbed)
-        except (OSError, EOFError, pickle.UnpicklingError):
-            # It was killed: by the end of the search, or for want of memory; then somebody else does its work.
+                self._end(worker.ask(climb, self._so_far))
+        except LOST:  # then somebody else does its work
             with self._changed:
                 if climb is not None and not self._over:
                     self._again.append(climb)
         finally:
-            process.kill()
-            process.communicate()
+            worker.close()
+
+    def _so_far(self, climbed: Climbed) -> None:
+        self.climbs[climbed.index] = climbed

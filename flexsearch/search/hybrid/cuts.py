@@ -85,6 +85,10 @@ class Cuts:
         """Into how many stages the graph can be cut at its narrowest places."""
         return len(self.allowed(2))
 
+    @cached_property
+    def _balances(self) -> dict[bytes, _Balance]:
+        return {}
+
     def balanced(self, seconds: npt.ArrayLike, stages: int) -> tuple[int, ...]:
         """First operator of each of ``stages`` stages, so that the slowest takes as short as possible. ``seconds``: of
         each operator; with a row for each stage where these differ. A dynamic program over the allowed places
@@ -92,18 +96,41 @@ class Cuts:
         places = self.allowed(stages)
         rows = np.atleast_2d(np.asarray(seconds, np.float64))
         ends = np.concatenate([np.zeros((len(rows), 1)), rows.cumsum(axis=1)], axis=1)[:, [*places, rows.shape[1]]]
-        count = len(places)
-        slowest = ends[0, 1:].copy()  # of the runs up to each place, in one stage
-        begins = []
-        for stage in range(1, stages):
-            done = ends[stage % len(rows)]
-            longest = np.maximum(slowest[None, :-1], done[2:, None] - done[None, 1:-1])  # (end, begin of the last)
-            longest[np.triu_indices(count - 1, 1)] = np.inf
-            best = longest.argmin(axis=1)
-            begins.append(np.concatenate([[0], best + 1]))
-            slowest = np.concatenate([[np.inf], longest[np.arange(count - 1), best]])
-        first, at = [], count - 1
-        for choice in reversed(begins):
-            first.append(places[int(choice[at])])
-            at = int(choice[at]) - 1
-        return (0, *reversed(first)) if first else (0,)
+        if len(rows) > 1:
+            table = _Balance(ends)
+        elif (table := self._balances.get(key := ends.tobytes())) is None:  # more stages go on from fewer
+            table = self._balances[key] = _Balance(ends)
+        return tuple(places[k] for k in table.first(stages))
+
+
+class _Balance:
+    """The dynamic program, for one number of stages after the other. ``ends``: when each place is reached, by stage
+    (one row: all are alike)."""
+
+    def __init__(self, ends: npt.NDArray[np.float64]) -> None:
+        self.ends, self.count = ends, ends.shape[1] - 1
+        self.slowest = ends[0, 1:].copy()
+        """Of the runs up to each place, divided into as many stages as have been looked at."""
+        self._impossible = ~np.tri(self.count - 1, dtype=bool)
+        """By end and begin of the last stage: it would begin behind its end."""
+        self.begins: list[npt.NDArray[np.int64]] = []
+        """By stage but the first: where the last one begins in the best division of each run."""
+
+    def first(self, stages: int) -> list[int]:
+        """Places where the stages begin, ascending from 0."""
+        while len(self.begins) < stages - 1:
+            self._divide()
+        first, at = [], self.count - 1
+        for begins in reversed(self.begins[: stages - 1]):
+            first.append(int(begins[at]))
+            at = first[-1] - 1
+        return [0, *reversed(first)]
+
+    def _divide(self) -> None:
+        """One stage more."""
+        count, done = self.count, self.ends[(len(self.begins) + 1) % len(self.ends)]
+        longest = np.maximum(self.slowest[None, :-1], done[2:, None] - done[None, 1:-1])  # (end, begin of the last)
+        longest[self._impossible] = np.inf
+        best = longest.argmin(axis=1)
+        self.begins.append(np.concatenate([[0], best + 1]))
+        self.slowest = np.concatenate([[np.inf], longest[np.arange(count - 1), best]])

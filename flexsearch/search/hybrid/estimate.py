@@ -100,7 +100,8 @@ class Estimates:
             for share, kind in ranks:
                 work = self.works.work(layout.tensor, share, "none", kind)
                 rows[share, kind] = np.diff(work.forward) + np.diff(work.backward)
-            self._cuts[key] = self.cuts.balanced([rows[ranks[rank]] for rank in rank_of], layout.stages)
+            each = [rows[ranks[rank]] for rank in rank_of] if len(rows) > 1 else next(iter(rows.values()))
+            self._cuts[key] = self.cuts.balanced(each, layout.stages)
         return self._cuts[key]
 
     def parts(self, layout: Layout, options: Options, first: tuple[int, ...]) -> Parts:

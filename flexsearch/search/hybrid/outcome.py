@@ -2,20 +2,33 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import Final
 
 from flexsearch.search.constants import PENALTY
 from flexsearch.search.hybrid.layout import Layout
+from flexsearch.search.hybrid.ranking import Key
 from flexsearch.simulate.staged import Step
-from flexsearch.strategy import OperatorConfig, Options, Strategy
+from flexsearch.strategy import OperatorConfig, Options, States, Strategy
 from flexsearch.strategy.pipeline import Pipeline
+
+FAMILIES: Final[Mapping[str, Callable[[Layout], bool]]] = {
+    "data-parallel": lambda f: f.tensor == f.pipeline == 1 and not f.states,
+    "zero": lambda f: f.tensor == f.pipeline == 1 and f.states in (States.OPTIMIZER, States.GRADIENTS),
+    "fsdp": lambda f: f.tensor == f.pipeline == 1 and f.states == States.WEIGHTS,
+    "tensor x data": lambda f: f.pipeline == 1 and f.tensor > 1 and f.states <= States.OPTIMIZER,
+    "pipeline x data": lambda f: f.pipeline > 1 and f.tensor == 1 and f.states <= States.OPTIMIZER,
+    "megatron": lambda f: f.pipeline > 1 and f.tensor > 1 and f.states <= States.OPTIMIZER,
+}
+"""Layouts that people write by hand: those whose ranks are alike."""
 
 
 @dataclass(frozen=True)
 class Candidate:
     """A plan that was simulated: its ``layout``, how exactly it is cut, the configs of the first block. ``seconds``: of
     a step; ``used``: share of its memory that the fullest device needs. ``changed``: sorts of operators that are not
-    split as the layout says."""
+    split as the layout says. ``own``: its stages and splits are those that the layout has by itself."""
 
     layout: Layout
     options: Options
@@ -24,6 +37,18 @@ class Candidate:
     seconds: float
     used: float
     changed: int = 0
+    own: bool = False
+
+    @property
+    def key(self) -> Key:
+        """By which the search finds it."""
+        return Key(self.layout, self.options, () if self.own else self.pipeline.first)
+
+    @property
+    def families(self) -> list[str]:
+        """Families of plans that people write by hand, to which it belongs."""
+        alone = not self.own or self.layout.widths
+        return [] if alone else [name for name, suits in FAMILIES.items() if suits(self.layout)]
 
     @property
     def feasible(self) -> bool:
@@ -42,7 +67,8 @@ class Candidate:
 
 @dataclass(frozen=True)
 class HybridProgress:
-    """How far a search is: plans simulated, plans considered, the best so far, what is done now."""
+    """How far a search is: plans simulated, plans considered, the best so far (infinite before the first), what is done
+    now."""
 
     plans: int
     considered: int

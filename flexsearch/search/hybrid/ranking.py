@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable
+from collections.abc import Callable, Hashable, Iterable, Iterator
 from math import exp, log
 from typing import Final, NamedTuple
 
@@ -127,11 +127,23 @@ class Ranking:
     def take(self, among: npt.NDArray[np.bool_] | None = None) -> tuple[Key, float] | None:
         """The plan with the least corrected cost of those that are left (and ``among`` these), and that cost; it is not
         left any more. None if there is none."""
-        left = self.left if among is None else self.left & among
-        if not left.any():
-            return None
-        time, memory = self.ratios.factors(self.numbers)
-        cost = self.seconds * time * (1.0 + PENALTY * np.maximum(0.0, self.used * memory - 1.0))
-        best = int(np.where(left, cost, np.inf).argmin())
-        self.left[best] = False
-        return self.keys[best], float(cost[best])
+        for best, cost in self._ordered(1, among):
+            self.left[best] = False
+            return self.keys[best], cost
+        return None
+
+    def following(self, count: int, among: npt.NDArray[np.bool_] | None = None) -> Iterator[tuple[Key, float]]:
+        """What ``take`` would return if it were called so often and nothing were learnt between."""
+        for best, cost in self._ordered(count, among):
+            yield self.keys[best], cost
+
+    def _ordered(self, count: int, among: npt.NDArray[np.bool_] | None) -> list[tuple[int, float]]:
+        """Places of the ``count`` plans with the least corrected cost, and that cost, ascending."""
+        left = np.flatnonzero(self.left if among is None else self.left & among)
+        if not len(left):
+            return []
+        time, memory = self.ratios.factors(self.numbers[:, left])
+        cost = self.seconds[left] * time * (1.0 + PENALTY * np.maximum(0.0, self.used[left] * memory - 1.0))
+        least = np.argpartition(cost, count)[:count] if count < len(cost) else np.arange(len(cost))
+        order = np.lexsort((least, cost[least]))
+        return [(int(left[k]), float(cost[k])) for k in least[order].tolist()]

@@ -4,33 +4,30 @@ best are improved number by number and stage by stage, then operator by operator
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Hashable, Iterator, Mapping
-from dataclasses import replace
-from itertools import chain
-from math import exp
-from typing import Final, get_args
+from collections.abc import Callable, Hashable, Iterable, Iterator
+from math import exp, inf
+from typing import Final, Literal, get_args
 
 import numpy as np
 import numpy.typing as npt
 
+from flexsearch import compiled
 from flexsearch.cost import Profile
-from flexsearch.errors import StrategyError, TopologyError
+from flexsearch.errors import StrategyError
 from flexsearch.graph import OperatorGraph
 from flexsearch.quantities import MAX_PIECES
-from flexsearch.search.hybrid.cuts import Cuts
+from flexsearch.search.budget import cores
+from flexsearch.search.hybrid.ahead import Ahead
 from flexsearch.search.hybrid.estimate import Estimate, Estimates
 from flexsearch.search.hybrid.layout import Layout, neighbours, runs
 from flexsearch.search.hybrid.moves import moved_borders, moved_devices, split_and_joined
 from flexsearch.search.hybrid.numbers import Numbers
-from flexsearch.search.hybrid.order import listed
-from flexsearch.search.hybrid.outcome import Candidate, HybridProgress, HybridResult
-from flexsearch.search.hybrid.ranking import Key, Ranking, Ratios
-from flexsearch.search.hybrid.splits import Configs, Splits
+from flexsearch.search.hybrid.outcome import FAMILIES, Candidate, HybridProgress, HybridResult
+from flexsearch.search.hybrid.ranking import SORT, Key, Ranking, Ratios, likeness
+from flexsearch.search.hybrid.trials import Answer, Request, Trials
 from flexsearch.search.hybrid.work import Works
-from flexsearch.simulate.delta import DeltaSimulator
-from flexsearch.simulate.staged import StagedSimulators, step_of
+from flexsearch.simulate.staged import Step
 from flexsearch.strategy import Options, Prediction, Search, States, Strategy
-from flexsearch.strategy.pipeline import Pipeline
 from flexsearch.strategy.records import Recompute
 from flexsearch.topology import Topology
 
@@ -48,22 +45,17 @@ EXPLORED: Final = 0.4
 """Share of the budget after which no more sorts are tried. Taken."""
 FEW: Final = 6
 """Most plans of a family that are simulated for its own sake. Taken."""
-LISTED: Final = 4096
-"""Most passes in one direction that list scheduling puts in order. Taken."""
 QUARTERS: Final = 4
 """Stages that compute blocks again may do so with every fourth part of them. Taken."""
 POLISHED: Final = 2
 """Plans whose splits are improved; of a short graph, those of all groups of devices. Taken."""
-
-FAMILIES: Final[Mapping[str, Callable[[Layout], bool]]] = {
-    "data-parallel": lambda f: f.tensor == f.pipeline == 1 and not f.states,
-    "zero": lambda f: f.tensor == f.pipeline == 1 and f.states in (States.OPTIMIZER, States.GRADIENTS),
-    "fsdp": lambda f: f.tensor == f.pipeline == 1 and f.states == States.WEIGHTS,
-    "tensor x data": lambda f: f.pipeline == 1 and f.tensor > 1 and f.states <= States.OPTIMIZER,
-    "pipeline x data": lambda f: f.pipeline > 1 and f.tensor == 1 and f.states <= States.OPTIMIZER,
-    "megatron": lambda f: f.pipeline > 1 and f.tensor > 1 and f.states <= States.OPTIMIZER,
-}
-"""Layouts that people write by hand: those whose ranks are alike."""
+AHEAD: Final = 32
+"""Most plans that are looked at for what will be simulated after the next one."""
+ANSWER, MOST_ANSWER = 1.5, 0.3
+"""What is told of a plan at the end takes about so many times as long as its simulation; most that is set aside for it,
+a share of the budget."""
+EVERY_S: Final = 0.2
+"""Time between two reports while layouts are estimated."""
 
 
 def search_hybrid(
@@ -73,16 +65,19 @@ def search_hybrid(
     profile: Profile | None = None,
     *,
     budget_s: float = 60.0,
+    processes: int | None = None,
     on_progress: Callable[[HybridProgress], None] | None = None,
     on_end: Callable[[], None] | None = None,
 ) -> HybridResult:
     """The fastest plan that is found among data x tensor x pipeline layouts of all devices, and with other splits of
     operators and other borders of stages inside them. It may need memory that no plan of one stage and one microbatch
-    could do with. ``options``: of the whole step; the search sets those that a layout leaves open. Ctrl-C ends the
-    search with the best plan so far. ``on_end``: called once, when the search itself is over.
+    could do with. ``options``: of the whole step; the search sets those that a layout leaves open. ``processes``:
+    at most so many; None: one for each core; a search that ``budget_s`` (s) does not end finds the same with any
+    number. Ctrl-C ends the search with the best plan so far. ``on_end``: called once, when the search itself is over.
 
     Raises StrategyError if the graph cannot be planned so: no batch to divide, or devices that are not alike."""
-    search = LayoutSearch(graph, topology, options or Options(), profile, budget_s, on_progress)
+    count = cores() if processes is None else processes
+    search = LayoutSearch(graph, topology, options or Options(), profile, budget_s, on_progress, count)
     return search.run(on_end or (lambda: None))
 
 
@@ -95,48 +90,58 @@ class LayoutSearch:
 
     def __init__(
         self, graph: OperatorGraph, topology: Topology, options: Options, profile: Profile | None, budget_s: float,
-        on_progress: Callable[[HybridProgress], None] | None,
+        on_progress: Callable[[HybridProgress], None] | None = None, processes: int = 1,
     ) -> None:  # fmt: skip
+        self.began = time.monotonic()
         self.graph, self.topology, self.options, self.budget_s = graph, topology, options, budget_s
-        self.on_progress = on_progress
-        self.simulators = StagedSimulators(graph, topology, profile, options.precision)
-        self.cuts, self.splits = Cuts(self.simulators.graph), Splits(self.simulators)
-        self.works = Works(self.simulators.graph, topology, profile, options)
+        self.on_progress, self.processes = on_progress, processes
+        self.trials = Trials(graph, topology, options, profile)
+        self.ahead = Ahead(self.trials, (graph, topology, options, profile), processes - 1, self._watch)
+        self.cuts, whole = self.trials.cuts, self.trials.simulators.graph
+        self.works = Works(whole, topology, profile, options)
         self.estimates, self.ratios = Estimates(self.works, self.cuts), Ratios()
         self.numbers = Numbers(self.estimates, options)
-        self.known: dict[Key, Candidate | None] = {}
+        self.simulated: dict[Key, Candidate | None] = {}
+        """None: the plan suits the devices or the samples not."""
         self.considered: set[Key] = set()
-        self.kept: dict[str, tuple[Candidate, DeltaSimulator]] = {}
-        """The best plan of each family, with its simulator."""
+        self.kept: dict[str, Candidate] = {}
+        """The best plan of each family."""
         self._climbed: set[Key] = set()
         self.patience, self.margin = (SHORT_PATIENCE, SHORT_MARGIN) if self.cuts.short else (PATIENCE, 1.0)
-        self.plans, self.phase, self._longest_s = 0, "", 0.0
-        self.began = time.monotonic()
+        self.plans, self.phase, self._longest_s, self._said = 0, "", 0.0, 0.0
+        self._seconds: dict[Key, float] = {}
+        """By plan, how long its simulation took."""
         self.best: Candidate | None = None
+        self._over = False
 
     def run(self, on_end: Callable[[], None]) -> HybridResult:
+        """The whole search. ``on_end``: as of ``search_hybrid``."""
         stopped = "no layout that is left has a better estimate, and no move makes the best ones faster"
         try:
             try:
-                self._look()
+                self._search()
             except _Over:
                 stopped = f"the budget of {self.budget_s:g} s was used up"
+            except KeyboardInterrupt:
+                if self.best is None:
+                    raise
+                stopped = "the search was interrupted"
             on_end()
-        except KeyboardInterrupt:
             if self.best is None:
-                raise
-            on_end()
-            stopped = "the search was interrupted"
-        if self.best is None:
-            raise StrategyError(
-                f"no layout of {len(self.topology.devices)} devices of {self.topology.name} suits {self.graph.name}: "
-                f"its batch of {self.graph.batch} can be divided among none",
-                "Give another --batch, or fewer devices.",
-            )
-        return self._result(self.best, stopped)
+                raise StrategyError(
+                    f"no layout of {len(self.topology.devices)} devices of {self.topology.name} suits "
+                    f"{self.graph.name}: its batch of {self.graph.batch} can be divided among none",
+                    "Give another --batch, or fewer devices.",
+                )
+            self._over = True
+            return self._result(self.best, stopped)
+        finally:
+            self.ahead.close()
 
-    def _look(self) -> None:
+    def _search(self) -> None:
         """All there is to do. Raises _Over."""
+        if compiled.is_warm():  # else workers would compile the same
+            self.ahead.start()
         self.phase = "layouts"
         ranking = Ranking(self.ratios, self._estimated(self.numbers.layouts()))
         self._simulate_best(ranking)
@@ -150,18 +155,16 @@ class LayoutSearch:
         self.phase = "baselines"
         for name, suits in FAMILIES.items():
             among = ranking.chosen(lambda key, suits=suits: suits(key.layout))  # type: ignore[misc]
-            self._simulate_best(ranking, among, lambda name=name: self._of_family(name), FEW)  # type: ignore[misc]
+            self._simulate_best(ranking, among, lambda name=name: self.kept.get(name), FEW)  # type: ignore[misc]
         self.phase = "moves"
-        for candidate in self._different(lambda c: c.layout.factoring, None if self.cuts.short else CLIMBED):
+        for candidate in self._different(None if self.cuts.short else CLIMBED):
             self._climb(candidate)
         self.phase = "splits of operators"
         if self.cuts.short:
             self.evaluate(Layout(1, 1, 1, widths=(len(self.topology.devices),)), self.options)
-        for candidate in self._different(lambda c: c.layout.factoring, None if self.cuts.short else POLISHED):
-            self._resplit(candidate)
+        self._improve("splits", self._different(None if self.cuts.short else POLISHED))
         self.phase = "orders of passes"
-        for candidate in self._different(lambda c: c.layout.factoring, POLISHED):
-            self._list(candidate)
+        self._improve("order", self._different(POLISHED))
 
     # ---- simulating
 
@@ -169,10 +172,9 @@ class LayoutSearch:
         """The plan of a layout, cut before these operators (default: so that the slowest stage takes as short as
         possible); None where it suits graph, batch, devices or schedule not."""
         key = Key(layout, options, first)
-        if key not in self.known:
-            suits = self._suits(layout, options) and self._shared(layout)
-            self.known[key] = self._candidate(key) if suits else None
-        return self.known[key]
+        if key not in self.simulated:
+            self.simulated[key] = self._candidate(key) if self._suits(layout, options) else None
+        return self.simulated[key]
 
     def _suits(self, layout: Layout, options: Options) -> bool:
         """Whether the numbers of a layout go with the graph, its batch and each other."""
@@ -182,64 +184,66 @@ class LayoutSearch:
         few = layout.stages <= len(self.graph.operators)
         return few and options.recompute in self.works.regions and runs(layout)
 
-    def _shared(self, layout: Layout) -> bool:
-        """Whether the blocks of a layout are alike, and the samples of the graph can be shared out among them."""
-        try:
-            self.simulators.share(layout.data, layout.microbatches)
-        except (StrategyError, TopologyError):
-            return False
-        return True
+    def _request(self, key: Key) -> Request:
+        return Request("plan", key, key.first or self.estimates.first(key.layout))
 
-    def _candidate(self, key: Key) -> Candidate:
-        layout, options, first = key
-        before = time.monotonic()
-        if before - self.began + self._longest_s / 2 > self.budget_s and self.best is not None:
+    def _expect(self, keys: Iterable[Key]) -> None:
+        """Say which plans will probably be simulated after the next one."""
+        suit = (key for key in keys if key not in self.simulated and self._suits(key.layout, key.options))
+        self.ahead.expect(map(self._request, suit))
+
+    def _candidate(self, key: Key) -> Candidate | None:
+        if self.best is not None and self._left() < self._longest_s / 2:
             raise _Over
-        pipeline, configs = self.splits.plan(layout, first or self.estimates.first(layout))
-        found = self.simulated(layout, options, pipeline, configs, own=not first)
-        self.ratios.learn(key, self.estimates.estimate(*key), Estimate(found.seconds, found.used))
-        if self.plans == 1:
-            self.began = time.monotonic()  # the first one compiles, on a new machine
+        answer = self.ahead.get(self._request(key))
+        if answer.best is None:
+            return None
+        candidate = answer.best
+        simulated = Estimate(candidate.seconds, candidate.used)
+        self.ratios.learn(key, self.estimates.estimate(*key), simulated)
+        self._note(candidate, 1)
+        if self.plans > 1:
+            self._seconds[key] = answer.seconds
+            self._longest_s = max(self._longest_s, answer.seconds)
         else:
-            self._longest_s = max(self._longest_s, time.monotonic() - before)
+            self.began += answer.seconds  # the first one loads what is compiled, or compiles it
+            self.ahead.start()
         self._check_time()
-        return found
-
-    def simulated(
-        self, layout: Layout, options: Options, pipeline: Pipeline, configs: Configs, changed: int = 0,
-        own: bool = False,
-    ) -> Candidate:  # fmt: skip
-        """A plan, simulated. ``own``: it is cut as the layout is by itself, so it may be a baseline."""
-        simulator = self.simulators.simulator(pipeline, configs, options)
-        candidate = Candidate(layout, options, pipeline, configs, simulator.seconds, _used(simulator), changed)
-        self._note(candidate, simulator)
-        if own and not layout.widths:
-            for name, suits in FAMILIES.items():
-                kept = self._of_family(name)
-                if suits(layout) and (kept is None or candidate.rank < kept.rank):
-                    self.kept[name] = candidate, simulator
         return candidate
 
-    def _of_family(self, name: str) -> Candidate | None:
-        return self.kept[name][0] if name in self.kept else None
-
-    def _elapsed(self) -> float:
-        return time.monotonic() - self.began
-
-    def _note(self, candidate: Candidate, simulator: DeltaSimulator | None) -> None:
-        """Count a plan, and keep it if it is the best. ``simulator``: with this plan at hand; None: not for long."""
-        self.plans += 1
+    def _note(self, candidate: Candidate, plans: int) -> None:
+        """Count simulated plans, of which this is the best, and keep it if it is the best of all or of its family."""
+        self.plans += plans
         if self.best is None or candidate.rank < self.best.rank:
             self.best = candidate
-            self.kept.pop("", None)
-            if simulator is not None:
-                self.kept[""] = candidate, simulator
+        for name in candidate.families:
+            if name not in self.kept or candidate.rank < self.kept[name].rank:
+                self.kept[name] = candidate
+        self._tell()
+
+    def _watch(self, answer: Answer) -> None:
+        """Called while an answer is awaited, with what there is of it."""
+        if self._over:
+            return
+        if answer.best is not None:
+            self._note(answer.best, 0)
+        if self.best is not None:
+            self._check_time()
+
+    def _tell(self) -> None:
+        """Report the progress."""
         if self.on_progress is not None:
-            count = max(self.plans, len(self.considered))
-            self.on_progress(HybridProgress(self.plans, count, self.best.seconds, self._elapsed(), self.phase))
+            count, best_s = max(self.plans, len(self.considered)), self.best.seconds if self.best else inf
+            self.on_progress(HybridProgress(self.plans, count, best_s, time.monotonic() - self.began, self.phase))
+
+    def _left(self) -> float:
+        """Seconds of the budget, without those for the answer."""
+        best = [self.best] if self.best is not None else []
+        answer_s = ANSWER * sum(self._seconds.get(c.key, 0.0) for c in (*best, *self.kept.values())) / self.processes
+        return self.budget_s - min(answer_s, MOST_ANSWER * self.budget_s) - (time.monotonic() - self.began)
 
     def _check_time(self) -> None:
-        if self._elapsed() > self.budget_s:
+        if self._left() < 0.0:
             raise _Over
 
     # ---- estimates
@@ -252,6 +256,9 @@ class LayoutSearch:
                 yield key, self.estimates.estimate(*key)
                 if self.best is not None:
                     self._check_time()
+                if time.monotonic() - self._said > EVERY_S:
+                    self._said = time.monotonic()
+                    self._tell()
 
     def _simulate_best(
         self, ranking: Ranking, among: npt.NDArray[np.bool_] | None = None,
@@ -260,12 +267,13 @@ class LayoutSearch:
         """Simulate plans, those with the best estimates first, until no estimate is better than the ``best`` simulated
         plan (of all), or ``most`` plans have been simulated. Where none fits, some more are tried."""
         tried = missed = 0
-        while (most is None or tried < most) and (next_ := ranking.take(among)) is not None:
-            key, cost = next_
-            now = self.best if best is None else best()
-            better = now is None or cost < now.cost * self.margin
-            if (not better and (now is None or now.feasible)) or missed >= self.patience:
+        while (most is None or tried < most) and (taken := ranking.take(among)) is not None:
+            (key, cost), now = taken, self.best if best is None else best()
+            limit = inf if now is None else now.cost * self.margin
+            if (cost >= limit and (now is None or now.feasible)) or missed >= self.patience:
                 return
+            near = inf if now is None or not now.feasible else limit
+            self._expect(other for other, cost in ranking.following(AHEAD, among) if cost < near)
             tried += self.evaluate(*key) is not None
             missed = missed + 1 if now is (self.best if best is None else best()) else 0
 
@@ -273,48 +281,63 @@ class LayoutSearch:
         """Simulate a plan of each sort that has not been tried, where its estimate is not far from the best plan: then
         the estimates of the sort are corrected by its own ratio."""
         missed = 0
-        while (next_ := ranking.take(ranking.untried)) is not None and self.best is not None:
-            (key, cost), before = next_, self.best
-            late = self._elapsed() > EXPLORED * self.budget_s or missed >= self.patience
-            if late or cost > exp(SURE * self.ratios.spread) * before.cost:
+        while (taken := ranking.take(ranking.untried)) is not None and self.best is not None:
+            (key, cost), before = taken, self.best
+            limit = exp(SURE * self.ratios.spread) * before.cost
+            late = self._left() < (1.0 - EXPLORED) * self.budget_s or missed >= self.patience
+            if late or cost > limit:
                 return
+            near = {likeness(other)[SORT]: other for other, _ in ranking.following(AHEAD, ranking.untried)}
+            self._expect(other for sort, other in near.items() if sort != likeness(key)[SORT])
             self.evaluate(*key)
             missed = missed + 1 if self.best is before else 0
 
     # ---- moves
 
-    def _different(self, what: Callable[[Candidate], Hashable], count: int | None = None) -> list[Candidate]:
-        """The best plans that differ in something."""
-        found: dict[Hashable, Candidate] = {}
-        for candidate in sorted((c for c in self.known.values() if c is not None), key=lambda c: c.rank):
-            found.setdefault(what(candidate), candidate)
-        return list(found.values())[:count]
+    def _different(self, count: int | None = None) -> list[Candidate]:
+        """The best plans of different groups of devices."""
+        plans: dict[Hashable, Candidate] = {}
+        for candidate in sorted((c for c in self.simulated.values() if c is not None), key=lambda c: c.rank):
+            plans.setdefault(candidate.layout.factoring, candidate)
+        return list(plans.values())[:count]
 
-    def _climb(self, candidate: Candidate) -> Candidate:
+    def _climb(self, candidate: Candidate) -> None:
         """Make one move at a time while that helps; the first of the most promising moves that does is taken."""
         improved = True
         while improved:
             improved = False
             now = Key(candidate.layout, candidate.options, candidate.pipeline.first)
             if now in self._climbed:
-                return candidate
+                return
             self._climbed.add(now)
-            for key in self._promising(self._near(now))[: self.patience]:
+            moves = self._promising(self._near(now))[: self.patience]
+            for n, key in enumerate(moves):
+                self._expect(moves[n + 1 :])
                 new = self.evaluate(*key)
                 if new is not None and new.rank < candidate.rank:
                     candidate, improved = new, True
                     break
-        return candidate
+
+    def _improve(self, what: Literal["splits", "order"], candidates: Iterable[Candidate]) -> None:
+        """Try other splits of operators, or another order of passes."""
+        requests = [Request(what, candidate.key, candidate=candidate) for candidate in candidates]
+        for n, request in enumerate(requests):
+            self.ahead.expect(requests[n + 1 :])
+            answer = self.ahead.get(request)
+            if answer.best is not None:
+                self._seconds[answer.best.key] = self._seconds.get(request.key, 0.0)
+                self._note(answer.best, answer.plans)
+            self._check_time()
 
     def _promising(self, moves: Iterator[Key]) -> list[Key]:
         """Plans that suit, the most promising first."""
-        found: list[tuple[float, int, Key]] = []
+        plans: list[tuple[float, int, Key]] = []
         for key in dict.fromkeys(moves):
-            if self.known.get(key, True) is not None and self._suits(key.layout, key.options):
+            if self.simulated.get(key, True) is not None and self._suits(key.layout, key.options):
                 self.considered.add(key)
                 cost = self.ratios.corrected(key, self.estimates.estimate(*key)).cost
-                found.append((cost, len(found), key))
-        return [key for _, _, key in sorted(found)]
+                plans.append((cost, len(plans), key))
+        return [key for _, _, key in sorted(plans)]
 
     def _near(self, now: Key) -> Iterator[Key]:
         """All moves from a plan."""
@@ -338,61 +361,31 @@ class LayoutSearch:
             for wide, new in moves(self.cuts, layout, first):
                 yield Key(wide, options, new)
 
-    def _resplit(self, candidate: Candidate) -> Candidate:
-        """Greedy descent over the splits of each sort of operators, in all stages at once."""
-        simulator = self.simulators.simulator(candidate.pipeline, candidate.configs, candidate.options)
-        improved = True
-        while improved:
-            improved = False
-            at_hand = candidate.layout, candidate.pipeline, candidate.configs
-            tails = self.splits.tails(*at_hand) if self.cuts.short else ()
-            for changes in filter(None, chain(tails, self.splits.alternatives(*at_hand))):
-                seconds = simulator.propose(changes)
-                configs = tuple(changes.get(i, config) for i, config in enumerate(candidate.configs))
-                new = replace(
-                    candidate, configs=configs, seconds=seconds, used=_used(simulator),
-                    changed=candidate.changed + 1,
-                )  # fmt: skip
-                if new.rank < candidate.rank:
-                    simulator.accept()
-                    candidate, improved = new, True
-                else:
-                    simulator.reject()
-                self._note(new, None)
-                self._check_time()
-        return candidate
-
-    def _list(self, candidate: Candidate) -> None:
-        """The order that list scheduling makes for a plan, if that is not a named schedule."""
-        layout, options, pipeline = candidate.layout, candidate.options, candidate.pipeline
-        if layout.pipeline == 1 or layout.stages * layout.microbatches > LISTED:
-            return
-        simulator = self.simulators.simulator(pipeline, candidate.configs, options)
-        if (order := listed(simulator, pipeline)) is not None:
-            self.simulated(layout, options, order, candidate.configs, candidate.changed)
-            self._check_time()
-
     # ---- the answer
 
     def _result(self, best: Candidate, stopped: str) -> HybridResult:
-        elapsed, steps = self._elapsed(), {}
-        if "" not in self.kept:
-            self.kept[""] = best, self.simulators.simulator(best.pipeline, best.configs, best.options)
-        for name, (candidate, simulator) in self.kept.items():
-            steps[name] = candidate, step_of(self.simulators, candidate.pipeline, simulator)
-        step = steps.pop("")[1]
-        strategy = self._strategy(best, max(m.peak for m in step.memory))
-        baselines = {name: steps[name] for name in FAMILIES if name in steps}
-        same = next((name for name, (candidate, _) in baselines.items() if candidate == best), "")
+        elapsed = time.monotonic() - self.began
+        requests = {name: Request("step", c.key, candidate=c) for name, c in {"": best, **self.kept}.items()}
+        self.ahead.expect(requests.values())
+        steps = {name: self._step(request) for name, request in requests.items()}
+        step = steps[""]
+        baselines = {name: (self.kept[name], steps[name]) for name in FAMILIES if name in self.kept}
+        same = next((name for name, candidate in self.kept.items() if candidate == best), "")
         considered = max(self.plans, len(self.considered))
+        strategy = self._strategy(best, max(m.peak for m in step.memory))
         return HybridResult(best, strategy, step, baselines, same, self.plans, considered, elapsed, stopped)
+
+    def _step(self, request: Request) -> Step:
+        step = self.ahead.get(request).step
+        assert step is not None
+        return step
 
     def _strategy(self, best: Candidate, peak_bytes: int) -> Strategy:
         """The plan as a file has it: without stages and replicas where configs alone say it, so that it can be run."""
         pipeline, configs = best.pipeline, best.configs
         devices = len(self.topology.devices)
         stages = pipeline.stages(self.graph, devices // pipeline.replicas)
-        parts = self.simulators.share(pipeline.replicas, pipeline.microbatches)[0].fold
+        parts = self.trials.simulators.share(pipeline.replicas, pipeline.microbatches)[0].fold
         plain = len(stages) == pipeline.microbatches == 1 and len(configs) * devices <= MAX_PIECES
         if plain and parts is not None:
             configs, stages = parts.unfold(configs), ()
@@ -403,9 +396,3 @@ class LayoutSearch:
             Search(seed=0, proposals=self.plans, start="layouts"),
             stages=stages, microbatches=pipeline.microbatches, schedule=pipeline.schedule, orders=pipeline.orders,
         )  # fmt: skip
-
-
-def _used(simulator: DeltaSimulator) -> float:
-    """Share of its memory that the fullest device needs."""
-    room = np.array([device.memory_bytes for device in simulator.topology.devices])
-    return max(1e-12, float((simulator.peaks() / room).max()))
