@@ -5,22 +5,22 @@ from __future__ import annotations
 from flexsearch.api import Setting
 from flexsearch.errors import FlexsearchError
 from flexsearch.graph.sequence import sequence_length
-from flexsearch.planning import OnLook, plan, words_of
-from flexsearch.report.whatif import Changed, Outlook
+from flexsearch.planning import OnProgress, plan, words_of
+from flexsearch.report.whatif import Changed, PlanOnCluster
 from flexsearch.strategy import Options, Strategy
 from flexsearch.topology import Topology
 
 
 def on_changed(
     setting: Setting, strategy: Strategy, topology: Topology, change: str, budget: str | float, *, layouts: bool,
-    on_look: OnLook | None = None,
+    on_progress: OnProgress | None = None,
 ) -> tuple[Changed, Strategy | None]:  # fmt: skip
     """A strategy for ``setting`` as it is and on ``topology``, and what a new search finds there; with the strategy for
     the changed cluster that is faster, None where none fits. ``change``: in words; ``layouts``: as of
     ``planning.plan``. Raises StrategyError if the strategy is not for the setting, ProfileError if the profile of the
     setting is of other devices than the changed ones."""
     words = words_of(setting, strategy)
-    today = Outlook(setting.step(strategy), words)
+    today = PlanOnCluster(setting.step(strategy), words)
     there = Setting.of(setting.graph, topology, setting.costs.profile)
     start, same = _moved(there, strategy, words)
     options = strategy.options
@@ -29,34 +29,34 @@ def on_changed(
     looked_at, kept = 0, True
     anew, best = same, start
     try:
-        found = plan(there, budget, options, layouts=layouts, start=start, on_look=on_look)
+        planned = plan(there, budget, options, layouts=layouts, start=start, on_progress=on_progress)
     except FlexsearchError as error:
         if start is None:
-            anew = Outlook(None, reason=error.message)
+            anew = PlanOnCluster(None, reason=error.message)
     else:
-        looked_at = found.looked_at
-        other = Outlook(found.step, found.words)
+        looked_at = planned.looked_at
+        other = PlanOnCluster(planned.step, planned.words)
         if _rank(other) < _rank(same):
-            anew, best, kept = other, found.strategy, False
-    told = Changed(change, today, same, anew, kept and start is not None, looked_at, sequence_length(setting.graph))
-    return told, best if anew.fits else None
+            anew, best, kept = other, planned.strategy, False
+    changed = Changed(change, today, same, anew, kept and start is not None, looked_at, sequence_length(setting.graph))
+    return changed, best if anew.fits else None
 
 
-def _moved(there: Setting, strategy: Strategy, words: str) -> tuple[Strategy | None, Outlook]:
+def _moved(there: Setting, strategy: Strategy, words: str) -> tuple[Strategy | None, PlanOnCluster]:
     """The same plan on another cluster; None, and why, where it is none there."""
     before, after = len(strategy.cluster.devices), len(there.topology.devices)
     if before != after:
-        return None, Outlook(None, reason=f"it is made for {before:,} devices, and there would be {after:,}")
+        return None, PlanOnCluster(None, reason=f"it is made for {before:,} devices, and there would be {after:,}")
     try:
         changes = {"cluster": there.topology, "prediction": None, "search": None}
         moved = Strategy.from_file(strategy.to_file().model_copy(update=changes))
         moved.check(there.graph, there.topology)
-        return moved, Outlook(there.step(moved), words)
+        return moved, PlanOnCluster(there.step(moved), words)
     except FlexsearchError as error:
-        return None, Outlook(None, reason=error.message)
+        return None, PlanOnCluster(None, reason=error.message)
 
 
-def _rank(one: Outlook) -> tuple[bool, int, float]:
+def _rank(one: PlanOnCluster) -> tuple[bool, int, float]:
     """Key that sorts the better one first: what fits, else what lacks least."""
     if one.step is None:
         return True, 2**62, 0.0

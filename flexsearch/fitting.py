@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
 from math import ceil
 from typing import Final
 
@@ -11,7 +10,7 @@ from flexsearch.api import Setting
 from flexsearch.cost.compute import bytes_in_training
 from flexsearch.errors import FlexsearchError, TopologyError
 from flexsearch.graph.precision import with_precision
-from flexsearch.planning import Look, OnLook, plan
+from flexsearch.planning import OnProgress, plan
 from flexsearch.report.fitting import Attempt, Fitting
 from flexsearch.strategy import Options
 from flexsearch.topology.sizes import Sizes
@@ -20,11 +19,13 @@ SHARES: Final = 4
 """The time is divided so: for half precision, and for three numbers of hosts. Taken."""
 
 
-def what_would_fit(setting: Setting, options: Options, budget_s: float, on_look: OnLook | None = None) -> Fitting:
+def what_would_fit(
+    setting: Setting, options: Options, budget_s: float, on_progress: OnProgress | None = None
+) -> Fitting:
     """Search layouts in half precision, if the options do not ask for one; then on twice as many hosts, and so on, but
     on no fewer than the states need, until something fits; then between the last two numbers. All together takes about
     ``budget_s`` (s). Ctrl-C ends it with what has been tried."""
-    tries = _Tries(setting, options, budget_s, on_look or (lambda now: None))
+    tries = _Tries(setting, options, budget_s, on_progress or (lambda now: None))
     half = tries.half_precision() if options.precision == "as-is" else None
     tries.hosts()
     return Fitting(tries.states, tries.room, tries.least, tries.most > tries.now, tries.tried, half)
@@ -33,8 +34,8 @@ def what_would_fit(setting: Setting, options: Options, budget_s: float, on_look:
 class _Tries:
     """Searches, one after the other, as long as there is time."""
 
-    def __init__(self, setting: Setting, options: Options, budget_s: float, look: Callable[[Look], None]) -> None:
-        self.setting, self.options, self.look = setting, options, look
+    def __init__(self, setting: Setting, options: Options, budget_s: float, report: OnProgress) -> None:
+        self.setting, self.options, self.report = setting, options, report
         self.each_s, self.end = budget_s / SHARES, time.monotonic() + budget_s
         self.sizes, self.now = Sizes(setting.topology), len(setting.topology.hosts)
         try:
@@ -79,7 +80,7 @@ class _Tries:
         if seconds < 0.2 * self.each_s:
             return None
         try:
-            best = plan(setting, f"{seconds:.6f}s", options, layouts=True, on_look=self.look)
+            best = plan(setting, f"{seconds:.6f}s", options, layouts=True, on_progress=self.report)
         except KeyboardInterrupt:
             best = None
         except FlexsearchError:

@@ -11,12 +11,12 @@ from flexsearch.cost import Profile
 from flexsearch.errors import FlexsearchError
 from flexsearch.graph import OperatorGraph
 from flexsearch.graph.batch import with_batch
-from flexsearch.planning import Look, plan
+from flexsearch.planning import PlanProgress, plan
 from flexsearch.report.scaling import Kind, ScalingPoint
 from flexsearch.strategy import Options, Strategy
 from flexsearch.topology.sizes import Sizes
 
-OnLook = Callable[[str, Look], None]
+OnProgress = Callable[[str, PlanProgress], None]
 """Called with what is planned ("16 devices, strong scaling"), and where its search is."""
 
 
@@ -30,7 +30,7 @@ class Scaler:
     options: Options
     layouts: bool
     profile: Profile | None = None
-    on_look: OnLook | None = None
+    on_progress: OnProgress | None = None
 
     def points(self, most: int, kinds: tuple[Kind, ...]) -> Iterator[tuple[Kind, ScalingPoint]]:
         """The best plan for each number of devices up to ``most``. Strong scaling keeps the batch of the graph. Weak
@@ -44,9 +44,9 @@ class Scaler:
                 grows = base is not None and alike == ("weak",)
                 factor = Fraction(devices, base) if base is not None and grows else Fraction(1)
                 words, start = f"{' and '.join(alike)} scaling", None if grows else last
-                if (found := self._point(devices, factor, words, start)) is None:
+                if (planned := self._point(devices, factor, words, start)) is None:
                     return
-                point, strategy = found
+                point, strategy = planned
                 last = last if grows else strategy
                 yield from ((kind, point) for kind in alike)
                 if base is None and point.fits:
@@ -59,15 +59,15 @@ class Scaler:
         ``start``: a plan for fewer devices, which is one for more."""
         batch = self.graph.batch * factor
 
-        def look(now: Look) -> None:
-            if self.on_look is not None:
-                self.on_look(f"{devices} device{'s' * (devices > 1)}, {words}", now)
+        def report(now: PlanProgress) -> None:
+            if self.on_progress is not None:
+                self.on_progress(f"{devices} device{'s' * (devices > 1)}, {words}", now)
 
         try:
             setting = Setting.of(with_batch(self.graph, factor), self.sizes.of(devices), self.profile)
             if start is not None and not self.layouts:
                 start = Strategy.make(self.graph, setting.topology, start.configs, start.options)
-            best = plan(setting, self.budget, self.options, layouts=self.layouts, start=start, on_look=look)
+            best = plan(setting, self.budget, self.options, layouts=self.layouts, start=start, on_progress=report)
         except FlexsearchError as error:  # no plan of this batch for these devices
             return ScalingPoint(devices, int(batch), None, reason=error.message), start
         if best.interrupted:

@@ -14,7 +14,7 @@ from flexsearch.api import Setting
 from flexsearch.errors import StrategyError, TopologyError
 from flexsearch.graph import OperatorGraph
 from flexsearch.graph.batch import with_batch
-from flexsearch.planning import Look, plan
+from flexsearch.planning import PlanProgress, plan
 from flexsearch.report.money import Price
 from flexsearch.report.scaling import Scaling, ScalingPoint, scaling_data, scaling_table, verdict
 from flexsearch.scaling import Scaler
@@ -245,11 +245,11 @@ def test_ctrl_c_gives_the_rows_so_far(cli: Cli, monkeypatch: pytest.MonkeyPatch)
 
 
 def test_a_search_that_ctrl_c_cut_short_is_no_row() -> None:
-    def look(what: str, now: Look) -> None:
+    def look(what: str, now: PlanProgress) -> None:
         if what.startswith("2 devices"):
             raise KeyboardInterrupt
 
-    found = list(scaler(budget="1m", on_look=look).points(4, ("strong",)))
+    found = list(scaler(budget="1m", on_progress=look).points(4, ("strong",)))
     assert [p.devices for _, p in found] == [1]
 
 

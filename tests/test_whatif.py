@@ -14,7 +14,7 @@ from flexsearch.fitting import training_bytes, what_would_fit
 from flexsearch.graph import OperatorGraph
 from flexsearch.planning import Planned
 from flexsearch.report.fitting import fitting_words
-from flexsearch.report.whatif import Changed, Outlook, in_a_sentence
+from flexsearch.report.whatif import Changed, PlanOnCluster, in_a_sentence
 from flexsearch.strategy import Options, Strategy
 from flexsearch.topology import Topology
 from flexsearch.topology.changes import device_named, with_device, with_links, with_memory, with_speed
@@ -169,7 +169,8 @@ def test_wrong_input_is_refused(cli: Cli, plain: str, arguments: tuple[str, ...]
 
 
 def test_the_sentence_says_what_the_change_does_and_what_another_plan_adds() -> None:
-    today, same, anew = (Outlook(step(seconds, 2, 8), name) for seconds, name in ((10.0, "a"), (8.0, "a"), (6.0, "b")))
+    times = (10.0, "a"), (8.0, "a"), (6.0, "b")
+    today, same, anew = (PlanOnCluster(step(seconds, 2, 8), name) for seconds, name in times)
     told = Changed("links 2x as fast", today, same, anew, False, 5, None)
     assert in_a_sentence(told) == (
         "With links 2x as fast, this plan takes 8.00 s instead of 10.0 s (20 % less); a new search found 6.00 s, "
@@ -177,7 +178,7 @@ def test_the_sentence_says_what_the_change_does_and_what_another_plan_adds() -> 
     )
     kept = replace(told, same=today, anew=today, kept=True)
     assert in_a_sentence(kept).endswith("this plan takes 10.0 s, as today; a new search found nothing faster.")
-    large = Outlook(step(8.0, 2, 8, peak=150), "a")
+    large = PlanOnCluster(step(8.0, 2, 8, peak=150), "a")
     assert "this plan does not fit (50 B short); no plan that a new search found fits" in in_a_sentence(
         replace(told, same=large, anew=large)
     )

@@ -104,7 +104,7 @@ def _nothing_fits(setting: Setting, options: Options, result: HybridResult, seco
     """That no plan fits, the one that lacks least, and what would help: tried in half of the time that the search
     had."""
     from flexsearch.fitting import what_would_fit
-    from flexsearch.planning import Look
+    from flexsearch.planning import PlanProgress
     from flexsearch.report.fitting import fitting_words
     from flexsearch.report.layouts import layout_words, memory_words
     from flexsearch.report.units import nbytes
@@ -119,12 +119,12 @@ def _nothing_fits(setting: Setting, options: Options, result: HybridResult, seco
         return text, "Give more devices or more memory."
     with signals.current.released(), Live("looking for what would fit", HELP * seconds) as live:
 
-        def look(now: Look) -> None:
+        def report(now: PlanProgress) -> None:
             live.show(f"looking for what would fit: {now.phase}", state=f"{now.plans:,} plans")
 
-        told = what_would_fit(setting, options, HELP * seconds, look)
+        fitting = what_would_fit(setting, options, HELP * seconds, report)
     pipeline = row.pipeline
-    return text, fitting_words(told, result.step.samples == pipeline.replicas * pipeline.microbatches)
+    return text, fitting_words(fitting, result.step.samples == pipeline.replicas * pipeline.microbatches)
 
 
 def _data(setting: Setting, result: HybridResult, rows: list[StagedRow], output: Path) -> dict[str, Any]:

@@ -150,10 +150,10 @@ def optimize(
     first = load_strategy(resume, setting) if resume is not None else None
     # What is to be proved is the best plan, not the simplest of the good ones.
     share = margin / 100 if margin is not None else 0.0 if exhaustive is not None else MARGIN
-    told = make_options(optimizer, precision, recompute, reshard_after_forward)
+    options = make_options(optimizer, precision, recompute, reshard_after_forward)
     result = _search(
         setting, budget, seed, first, tuple(pin or ()), processes, share,
-        first.options if first is not None else told,
+        first.options if first is not None else options,
     )  # fmt: skip
     _save(setting, result, output)
     result, proof = _prove(setting, result, exhaustive, tuple(pin or ()))

@@ -116,8 +116,8 @@ def compare(
             )
         compare_staged(setting, given, as_json)
         return
-    told = make_options(optimizer, precision, recompute, reshard_after_forward)
-    options = next(iter(given.values())).options if given else told
+    options = make_options(optimizer, precision, recompute, reshard_after_forward)
+    options = next(iter(given.values())).options if given else options
     with Live(compiling()):
         known = setting.baselines(options)
         if save is not None and save not in known:

@@ -26,7 +26,7 @@ from flexsearch.cli.progress import Live, compiling
 
 if TYPE_CHECKING:
     from flexsearch.graph import OperatorGraph
-    from flexsearch.planning import Look
+    from flexsearch.planning import PlanProgress
     from flexsearch.report.money import Price
     from flexsearch.report.scaling import Kind, Scaling, ScalingPoint
     from flexsearch.scaling import Scaler
@@ -107,19 +107,18 @@ def _collect(scaler: Scaler, most: int, kinds: tuple[Kind, ...]) -> dict[Kind, l
     from dataclasses import replace
 
     from flexsearch.api import parse_budget
-    from flexsearch.report.units import seconds
 
     found: dict[Kind, list[ScalingPoint]] = {kind: [] for kind in kinds}
     each = parse_budget(scaler.budget)
     with Live(compiling(), each[0] or each[1]) as live:
 
-        def look(what: str, now: Look) -> None:
+        def report(what: str, now: PlanProgress) -> None:
             signals.current.poll()
             done = now.elapsed_s if each[0] is not None else now.plans
-            live.show(f"{what}: {now.phase}", done, state=f"{now.plans:,} plans, best {seconds(now.best_s)}")
+            live.show(f"{what}: {now.phase}", done, state=now.words)
 
         try:
-            for kind, point in replace(scaler, on_look=look).points(most, kinds):
+            for kind, point in replace(scaler, on_progress=report).points(most, kinds):
                 found[kind].append(point)
                 signals.current.graceful = True  # there is a row
         except KeyboardInterrupt:
@@ -180,8 +179,8 @@ def _say(curves: list[Scaling], headline: str, layouts: bool, options: Options, 
         tell("\nInterrupted: larger clusters were not planned.")
     if not any(curve.fitting for curve in curves):
         others = {"--plan-only": not layouts, "--precision bf16": options.precision == "as-is"}
-        told = [option for option, helps in others.items() if helps]
-        tell(f"\nTry {', '.join(['more devices (--up-to)', *told])} or a shorter --seq.")
+        remedies = [option for option, helps in others.items() if helps]
+        tell(f"\nTry {', '.join(['more devices (--up-to)', *remedies])} or a shorter --seq.")
     elif layouts:
         tell("\nThese are layouts that can be simulated; optimize --plan-only writes one to a file.")
     if output is not None:

@@ -27,7 +27,7 @@ from flexsearch.cli.progress import Live, compiling
 
 if TYPE_CHECKING:
     from flexsearch.api import Setting
-    from flexsearch.planning import Look
+    from flexsearch.planning import PlanProgress
     from flexsearch.report.whatif import Changed
     from flexsearch.strategy import Strategy
     from flexsearch.topology import Topology
@@ -87,7 +87,7 @@ def what_if(
     plan = Strategy.load(strategy)
     setting = setting_of(strategy, plan, graph, None, profile, Size(batch, seq), "--graph GRAPH")
     changed, words = _changed(setting.topology, network or [], memory, device, hosts, topology)
-    told, best = _search(setting, plan, changed, words, budget)
+    outcome, best = _search(setting, plan, changed, words, budget)
     if save_topology is not None:
         changed.save(save_topology)
     if output is not None and best is not None:
@@ -96,10 +96,10 @@ def what_if(
 
     data = {
         "graph": setting.graph.name, "topology": setting.topology.name, "strategy": str(strategy),
-        **changed_data(told), "topology_path": str(save_topology) if save_topology is not None else None,
+        **changed_data(outcome), "topology_path": str(save_topology) if save_topology is not None else None,
         "path": str(output) if output is not None and best is not None else None,
     }  # fmt: skip
-    show(as_json, data, lambda: _say(setting, told, save_topology, output))
+    show(as_json, data, lambda: _say(setting, outcome, save_topology, output))
 
 
 def _search(
@@ -107,7 +107,6 @@ def _search(
 ) -> tuple[Changed, Strategy | None]:
     from flexsearch.api import parse_budget
     from flexsearch.changing import on_changed
-    from flexsearch.report.units import seconds
 
     found_by = plan.search.start if plan.search is not None else ""
     layouts = not plan.is_plain or found_by == "layouts" or too_large(setting.graph)
@@ -116,29 +115,29 @@ def _search(
     each = parse_budget(budget)
     with Live(compiling(), each[0] or each[1]) as live:
 
-        def look(now: Look) -> None:
-            signals.current.graceful = True  # there is a plan
+        def report(now: PlanProgress) -> None:
+            signals.current.graceful = now.plans > 0
             signals.current.poll()
             done = now.elapsed_s if each[0] is not None else now.plans
-            live.show(f"searching anew: {now.phase}", done, state=f"{now.plans:,} plans, best {seconds(now.best_s)}")
+            live.show(f"searching anew: {now.phase}", done, state=now.words)
 
-        told = on_changed(setting, plan, changed, words, budget, layouts=layouts, on_look=look)
+        outcome = on_changed(setting, plan, changed, words, budget, layouts=layouts, on_progress=report)
     signals.current.hold()
-    return told
+    return outcome
 
 
-def _say(setting: Setting, told: Changed, topology: Path | None, output: Path | None) -> None:
+def _say(setting: Setting, outcome: Changed, topology: Path | None, output: Path | None) -> None:
     from flexsearch.cli.details import headline, tell
     from flexsearch.report.whatif import changed_table, in_a_sentence
 
     tell(headline(setting), indent=2)
-    tell(f"What if: {told.change}\n")
-    stdout.print(changed_table(told))
-    tell(f"\n{in_a_sentence(told)}")
-    for path in (topology, output if told.anew.fits else None):
+    tell(f"What if: {outcome.change}\n")
+    stdout.print(changed_table(outcome))
+    tell(f"\n{in_a_sentence(outcome)}")
+    for path in (topology, output if outcome.anew.fits else None):
         if path is not None:
             stdout.print(f"Wrote {path}.", soft_wrap=True)
-    if output is not None and not told.anew.fits:
+    if output is not None and not outcome.anew.fits:
         tell(f"No plan fits, so {output} was not written.")
 
 

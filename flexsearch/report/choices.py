@@ -83,10 +83,11 @@ def _alternatives(choice: OperatorChoice) -> Iterator[Told]:
     yield made
     devices = _everywhere(choice)
     yield f"(on all {device_set(choice.lowered.topology, devices)} unless it says otherwise)"
-    told = sum(1 + more for _, more in choice.shown)
-    if told < len(choice.found):
+    shown = sum(1 + more for _, more in choice.shown)
+    if shown < len(choice.found):
         worst = choice.found[-1].best_s
-        yield f"... and {len(choice.found) - told} that are worse, up to {time_and_change(worst, choice.now_s)} (--all)"
+        left = len(choice.found) - shown
+        yield f"... and {left} that are worse, up to {time_and_change(worst, choice.now_s)} (--all)"
     yield from _verdict(choice)
 
 

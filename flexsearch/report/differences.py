@@ -63,8 +63,8 @@ def comparison(found: Comparison) -> Iterator[Told]:
 
 def _totals(found: Comparison) -> Any:
     made = table(("", 16), ("A", None), ("B", None), ("difference", None))
-    for words, a, b, told in _rows(found):
-        made.add(words, told(a), told(b), signed(b - a, told))
+    for words, a, b, words_of in _rows(found):
+        made.add(words, words_of(a), words_of(b), signed(b - a, words_of))
     return made
 
 

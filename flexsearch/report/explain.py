@@ -64,18 +64,18 @@ class Explanation:
     layouts: tuple[LayoutChoice, ...] = ()
 
 
-def explanation(told: Explanation) -> Iterator[Told]:
+def explanation(explained: Explanation) -> Iterator[Told]:
     """The explanation for a terminal: lines and tables."""
     yield "\nWhere the time goes (communication counts only while the device computes nothing)"
-    yield _device_table(told)
-    if not told.row.lowered.is_whole:
-        yield from _pipeline(told)
-    yield from _path(told)
-    yield from _bottleneck(told)
+    yield _device_table(explained)
+    if not explained.row.lowered.is_whole:
+        yield from _pipeline(explained)
+    yield from _path(explained)
+    yield from _bottleneck(explained)
     yield "\nWhat would help (the same plan, simulated again)"
-    yield from _what_if_table(told)
-    yield from _choices(told) if told.row.lowered.is_whole else _layouts(told)
-    yield from _locally(told)
+    yield from _what_if_table(explained)
+    yield from _choices(explained) if explained.row.lowered.is_whole else _layouts(explained)
+    yield from _locally(explained)
 
 
 def table(*columns: tuple[str, int | None]) -> Grid:
@@ -104,8 +104,8 @@ def time_and_change(new: float, old: float) -> str:
 # where the time goes
 
 
-def _device_table(told: Explanation) -> Grid:
-    simulation, lowered = told.row.simulation, told.row.lowered
+def _device_table(explained: Explanation) -> Grid:
+    simulation, lowered = explained.row.simulation, explained.row.lowered
     total = simulation.makespan_s or 1.0
     rows: dict[tuple[str, ...], list[int]] = {}
     times = device_times(lowered.rows, simulation.times)
@@ -121,38 +121,38 @@ def _device_table(told: Explanation) -> Grid:
             left = sum(len(members) for _, members in ordered[DEVICES - 1 : -1])
             made.add(f"... {left} more between", "", "", "", "")
         peak = max(simulation.peak_bytes[d] for d in members)
-        made.add(_device_names(told, members), *cells, nbytes(peak))
+        made.add(_device_names(explained, members), *cells, nbytes(peak))
     return made
 
 
-def _device_names(told: Explanation, members: Sequence[int]) -> str:
-    devices = told.row.lowered.topology.devices
+def _device_names(explained: Explanation, members: Sequence[int]) -> str:
+    devices = explained.row.lowered.topology.devices
     first = devices[members[0]].name
     if len(members) == len(devices) > 1:
         return f"each of {len(devices)}"
     return first if len(members) == 1 else f"{first} and {len(members) - 1} alike"
 
 
-def _path(told: Explanation) -> Iterator[Told]:
-    lowered, total = told.row.lowered, told.row.simulation.makespan_s or 1.0
-    if not told.steps:
-        tasks = count_tasks(told.row.simulation.times)
+def _path(explained: Explanation) -> Iterator[Told]:
+    lowered, total = explained.row.lowered, explained.row.simulation.makespan_s or 1.0
+    if not explained.steps:
+        tasks = count_tasks(explained.row.simulation.times)
         yield f"\nThe critical path is left out: {tasks:,} tasks take too long to follow (give fewer microbatches)"
         return
-    yield f"\nThe critical path: {kinds_in_words(by_kind(lowered.tasks, told.steps), total)}"
+    yield f"\nThe critical path: {kinds_in_words(by_kind(lowered.tasks, explained.steps), total)}"
     made = table(("", 11), ("what", 20), ("on", 16), ("time", None), ("share", None), ("waited for", 10))
-    for row in stretches(lowered, told.steps):
+    for row in stretches(lowered, explained.steps):
         made.add(row.phase, row.what, row.where, seconds(row.seconds), percent(row.seconds / total), row.waited_for)
     yield made
     yield "The layers that take most of it:"
-    for layer, kinds in list(by_layer(lowered, told.steps, repeated=True).items())[:4]:
+    for layer, kinds in list(by_layer(lowered, explained.steps, repeated=True).items())[:4]:
         yield f"  {layer}: {kinds_in_words(kinds, total, 3)}"
 
 
-def _bottleneck(told: Explanation) -> Iterator[Told]:
-    lowered, simulation, topology = told.row.lowered, told.row.simulation, told.row.lowered.topology
+def _bottleneck(explained: Explanation) -> Iterator[Told]:
+    lowered, simulation, topology = explained.row.lowered, explained.row.simulation, explained.row.lowered.topology
     total = simulation.makespan_s or 1.0
-    on_path = by_resource(lowered.tasks, told.steps) if told.steps else {}
+    on_path = by_resource(lowered.tasks, explained.steps) if explained.steps else {}
     by_share = sorted(
         range(len(topology.resources)), key=lambda r: (-float(simulation.link_busy_s[r]), -on_path.get(r, 0.0), r)
     )
@@ -161,11 +161,11 @@ def _bottleneck(told: Explanation) -> Iterator[Told]:
     shares = {kind: sum(on_path.get(r, 0.0) for r in row) / total for kind, row in _pairs(wires, processors)}
     kind, row = max(
         _pairs(wires, processors),
-        key=lambda pair: shares[pair[0]] if told.steps else float(simulation.link_busy_s[pair[1][0]]),
+        key=lambda pair: shares[pair[0]] if explained.steps else float(simulation.link_busy_s[pair[1][0]]),
     )
     busiest = topology.resources[row[0]].name
     name = f"link {busiest}" if kind == "links" else f"the processor of {busiest}"
-    share = f"; {percent(shares[kind])} of the critical path is on {kind}" if told.steps else ""
+    share = f"; {percent(shares[kind])} of the critical path is on {kind}" if explained.steps else ""
     yield f"\nThe bottleneck: {name}, busy {percent(float(simulation.link_busy_s[row[0]]) / total)} of the time{share}"
     made = table(("link or processor", 16), ("busy", None), ("bytes", None), ("on the\ncritical path", None))
     for r in [*processors[:1], *wires[:LINKS]]:
@@ -185,9 +185,9 @@ def _pairs(wires: Sequence[int], processors: Sequence[int]) -> list[tuple[str, S
 # stages
 
 
-def _pipeline(told: Explanation) -> Iterator[Told]:
+def _pipeline(explained: Explanation) -> Iterator[Told]:
     """The sorts of what devices do, the stages, and the memory of the fullest device."""
-    simulation, lowered = told.row.simulation, told.row.lowered
+    simulation, lowered = explained.row.simulation, explained.row.lowered
     total, times = simulation.makespan_s or 1.0, device_times(lowered.rows, simulation.times)
     uses = [use_seconds(time) for time in times]
     names = [device.name for device in lowered.topology.devices]
@@ -200,7 +200,7 @@ def _pipeline(told: Explanation) -> Iterator[Told]:
             mean = sum(row) / len(row)
             made.add(words, *(f"{seconds(s)} ({percent(s / total)})" for s in (mean, row[most])), names[most])
     yield made
-    yield from _stage_table(told)
+    yield from _stage_table(explained)
     rooms = [device.memory_bytes for device in lowered.topology.devices]
     fullest = max(range(len(rooms)), key=lambda d: simulation.memory[d].peak / rooms[d])
     held = memory_parts(simulation.memory[fullest])
@@ -209,8 +209,8 @@ def _pipeline(told: Explanation) -> Iterator[Told]:
     )
 
 
-def _stage_table(told: Explanation) -> Iterator[Told]:
-    lowered = told.row.lowered
+def _stage_table(explained: Explanation) -> Iterator[Told]:
+    lowered = explained.row.lowered
     if len(lowered.stages) == 1:
         return
     passes = stage_seconds(lowered.rows, lowered.stages)
@@ -233,8 +233,8 @@ def _stage_table(told: Explanation) -> Iterator[Told]:
 # what would help
 
 
-def _what_if_table(told: Explanation) -> Iterator[Told]:
-    base, *others = told.what_ifs
+def _what_if_table(explained: Explanation) -> Iterator[Told]:
+    base, *others = explained.what_ifs
     now = base.seconds or 1.0
     made = table(("if", 24), ("iteration", None), ("change", None))
     silent, impossible = [], []
@@ -258,33 +258,33 @@ def _what_if_table(told: Explanation) -> Iterator[Told]:
 # the choices
 
 
-def _choices(told: Explanation) -> Iterator[Told]:
-    now = told.row.simulation.makespan_s
+def _choices(explained: Explanation) -> Iterator[Told]:
+    now = explained.row.simulation.makespan_s
     yield "\nWhat each choice brings: the change if only these layers were split over the batch (data parallel)"
-    if told.choices:
+    if explained.choices:
         made = table(("layers", 14), ("now", 20), ("change", None))
-        for choice in sorted(told.choices, key=lambda choice: -choice.otherwise_s):
+        for choice in sorted(explained.choices, key=lambda choice: -choice.otherwise_s):
             made.add(choice.group.layers, choice.group.treatment, change_of(choice.otherwise_s, now))
         yield made
     else:
         yield "  The whole plan is data parallel."
 
 
-def _layouts(told: Explanation) -> Iterator[Told]:
-    now = told.row.simulation.makespan_s
-    if not told.layouts:
+def _layouts(explained: Explanation) -> Iterator[Told]:
+    now = explained.row.simulation.makespan_s
+    if not explained.layouts:
         return
     yield "\nWhat each choice brings: the change with another in its place"
     made = table(("choice", 14), ("now", 12), ("instead", 12), ("change", None), ("memory", None))
-    for one in sorted(told.layouts, key=lambda one: one.seconds):
+    for one in sorted(explained.layouts, key=lambda one: one.seconds):
         values = (SCHEDULES.get(value, value) for value in (one.now, one.instead))
         short = f"{nbytes(one.missing)} short" if one.missing else "fits"
         made.add(PARTS[one.part], *values, change_of(one.seconds, now), short)
     yield made
 
 
-def _locally(told: Explanation) -> Iterator[Told]:
-    changes, lowered = told.changes, told.row.lowered
+def _locally(explained: Explanation) -> Iterator[Told]:
+    changes, lowered = explained.changes, explained.row.lowered
     if not changes.possible:
         yield "\nThere are no other configs: there is only one device."
         return
@@ -299,7 +299,7 @@ def _locally(told: Explanation) -> Iterator[Told]:
             "none is better: the plan is locally optimal" if changes.tried == changes.possible else "none is better"
         )
         return
-    graph, topology, now = lowered.graph, lowered.topology, told.row.simulation.makespan_s
+    graph, topology, now = lowered.graph, lowered.topology, explained.row.simulation.makespan_s
     count = len(changes.improvements)
     yield f"{head}{count} operator{' has' if count == 1 else 's have'} a better config"
     made = table(("operator", 16), ("instead", 20), ("change", None))
@@ -313,11 +313,11 @@ def _locally(told: Explanation) -> Iterator[Told]:
 # for programs
 
 
-def explanation_data(told: Explanation) -> dict[str, Any]:
+def explanation_data(explained: Explanation) -> dict[str, Any]:
     """The explanation as a JSON object; times in seconds."""
-    lowered, simulation = told.row.lowered, told.row.simulation
+    lowered, simulation = explained.row.lowered, explained.row.simulation
     graph, topology, now = lowered.graph, lowered.topology, simulation.makespan_s
-    on_path = by_resource(lowered.tasks, told.steps) if told.steps else {}
+    on_path = by_resource(lowered.tasks, explained.steps) if explained.steps else {}
     return {
         "iteration_s": now,
         "devices": [
@@ -329,7 +329,7 @@ def explanation_data(told: Explanation) -> dict[str, Any]:
                 zip(topology.devices, device_times(lowered.rows, simulation.times), strict=True)
             )
         ],
-        "critical_path": path_data(lowered, told.steps) if told.steps else None,
+        "critical_path": path_data(lowered, explained.steps) if explained.steps else None,
         "resources": [
             {
                 "name": resource.name, "kind": resource.kind, "busy_s": float(simulation.link_busy_s[r]),
@@ -342,26 +342,26 @@ def explanation_data(told: Explanation) -> dict[str, Any]:
                 "change": one.change, "words": one.words, "iteration_s": one.seconds,
                 "shortfall_bytes": one.shortfall, "remark": one.remark,
             }
-            for one in told.what_ifs
+            for one in explained.what_ifs
         ],
         "choices": [
             {"layers": c.group.layers, "treatment": c.group.treatment, "as_data_parallel_s": c.otherwise_s}
-            for c in told.choices
+            for c in explained.choices
         ],
         "layouts": [
             {
                 "part": one.part, "now": one.now, "instead": one.instead, "iteration_s": one.seconds,
                 "missing_bytes": one.missing,
             }
-            for one in told.layouts
+            for one in explained.layouts
         ],
         "stages": [
             {"stage": s, "forward_s": forward, "backward_s": backward}
             for s, (forward, backward) in enumerate(stage_seconds(lowered.rows, lowered.stages))
         ],
         "single_changes": {
-            "tried": told.changes.tried,
-            "possible": told.changes.possible,
+            "tried": explained.changes.tried,
+            "possible": explained.changes.possible,
             "improvements": [
                 {
                     "operator": graph.operators[one.operator].name,
@@ -369,7 +369,7 @@ def explanation_data(told: Explanation) -> dict[str, Any]:
                     "iteration_s": one.seconds,
                     "together": one.together,
                 }
-                for one in told.changes.improvements
+                for one in explained.changes.improvements
             ],
         },
     }  # fmt: skip

@@ -42,38 +42,38 @@ class Fitting:
         return min((count for count, attempt in self.hosts.items() if attempt.fits), default=None)
 
 
-def fitting_words(told: Fitting, one_sample: bool) -> str:
+def fitting_words(fitting: Fitting, one_sample: bool) -> str:
     """What would help, in sentences. ``one_sample``: the nearest plan runs one sample at a time."""
-    return " ".join(_sentences(told, one_sample))
+    return " ".join(_sentences(fitting, one_sample))
 
 
-def _sentences(told: Fitting, one_sample: bool) -> Iterator[str]:
+def _sentences(fitting: Fitting, one_sample: bool) -> Iterator[str]:
     yield "The search has tried recomputation, sharded states and more microbatches."
-    if told.states > told.room:
+    if fitting.states > fitting.room:
         yield (
-            f"Weights, gradients and the optimizer's states alone take {nbytes(told.states)}, and all devices together "
-            f"have {nbytes(told.room)}, so a smaller --batch cannot help."
+            f"Weights, gradients and the optimizer's states alone take {nbytes(fitting.states)}, and all devices "
+            f"together have {nbytes(fitting.room)}, so a smaller --batch cannot help."
         )
     elif one_sample:
         yield "The nearest plan runs one sample at a time, so a shorter --seq helps rather than a smaller --batch."
     else:
         yield "A smaller --batch or a shorter --seq may help."
-    if told.half is not None:
-        yield f"Also tried: {_tried(told.half)}."
-    yield from _hosts(told)
+    if fitting.half is not None:
+        yield f"Also tried: {_tried(fitting.half)}."
+    yield from _hosts(fitting)
 
 
-def _hosts(told: Fitting) -> Iterator[str]:
-    if not told.grows:
+def _hosts(fitting: Fitting) -> Iterator[str]:
+    if not fitting.grows:
         yield "The topology is no preset, so more hosts were not tried; give more devices, or devices with more memory."
-    elif not told.hosts:
-        yield f"The states need at least {told.least} hosts; there was no time to search there (--budget)."
-    elif (fewest := told.fewest) is not None:
-        others = f" of {_counts(list(told.hosts))}" if len(told.hosts) > 1 else " that were tried"
-        yield f"The fewest hosts{others} on which a plan fits: {_tried(told.hosts[fewest])}."
+    elif not fitting.hosts:
+        yield f"The states need at least {fitting.least} hosts; there was no time to search there (--budget)."
+    elif (fewest := fitting.fewest) is not None:
+        others = f" of {_counts(list(fitting.hosts))}" if len(fitting.hosts) > 1 else " that were tried"
+        yield f"The fewest hosts{others} on which a plan fits: {_tried(fitting.hosts[fewest])}."
     else:
-        last = _tried(told.hosts[max(told.hosts)])
-        yield f"Nothing fits on {_counts(list(told.hosts))} hosts either: {last}. A longer --budget tries more."
+        last = _tried(fitting.hosts[max(fitting.hosts)])
+        yield f"Nothing fits on {_counts(list(fitting.hosts))} hosts either: {last}. A longer --budget tries more."
 
 
 def _counts(hosts: list[int]) -> str:

@@ -124,9 +124,9 @@ class Grid(JupyterMixin):
         headings = [self._name(k) for k in below if self.columns[k].wraps]
         yield Text(f"\n{' and '.join(headings).capitalize()}:" if headings else "")
         for cells, style in self.rows:
-            told = [self._fact(k, cells[k]) for k in below if cells[k]]
-            if told:
-                yield from hanging(f"{cells[0]}: {', '.join(told)}", room, style, first=2, indent=4)
+            facts = [self._fact(k, cells[k]) for k in below if cells[k]]
+            if facts:
+                yield from hanging(f"{cells[0]}: {', '.join(facts)}", room, style, first=2, indent=4)
 
     def _fact(self, k: int, cell: str) -> str:
         return f"{self._name(k)} {cell}" if self.columns[k].kind.startswith("number") else cell
@@ -137,8 +137,8 @@ class Grid(JupyterMixin):
     def _list(self, room: int) -> Iterator[Text]:
         """Each row as a paragraph."""
         for cells, style in self.rows:
-            told = [f"{self._name(k)} {cell}".strip() for k, cell in enumerate(cells) if k and cell]
-            yield from hanging(f"{cells[0]}: {', '.join(told)}", room, style)
+            facts = [f"{self._name(k)} {cell}".strip() for k, cell in enumerate(cells) if k and cell]
+            yield from hanging(f"{cells[0]}: {', '.join(facts)}", room, style)
 
 
 def hanging(text: str, room: int, style: str = "", first: int = 0, indent: int = 2) -> Iterator[Text]:

@@ -43,8 +43,8 @@ def layout_comparison(found: LayoutComparison) -> Iterator[Told]:
         return
     yield ""
     made = table(("", 16), ("A", None), ("B", None), ("difference", None))
-    for words, a, b, told in _rows(found):
-        made.add(words, told(a), told(b), signed(b - a, told))
+    for words, a, b, words_of in _rows(found):
+        made.add(words, words_of(a), words_of(b), signed(b - a, words_of))
     yield made
     yield "\nWhat differs: how A changes if it adopts this difference alone, and B if it drops it"
     made = table(("difference", 14), ("in A", 12), ("in B", 12), ("A\nwith it", 8), ("B\nwithout it", 8))

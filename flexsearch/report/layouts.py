@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Final
 
 from flexsearch.graph import OperatorGraph
 from flexsearch.graph.sequence import sequence_length
 from flexsearch.report.grid import Column, Grid
-from flexsearch.report.units import nbytes, percent, seconds
+from flexsearch.report.units import digits, nbytes, percent, seconds
 from flexsearch.simulate.breakdown import KINDS
 from flexsearch.simulate.memory import PARTS, Memory
 from flexsearch.simulate.staged import Step
@@ -76,30 +76,43 @@ def _option_words(options: Options) -> list[str]:
 def rate_words(graph: OperatorGraph, step: Step) -> str:
     """Samples or tokens a second."""
     length = sequence_length(graph)
+    return f"{_rate(step, length)} {'tokens' if length else 'samples'}/s" if step.makespan_s > 0.0 else "-"
+
+
+def _rate(step: Step, length: int | None) -> str:
     if step.makespan_s <= 0.0:
         return "-"
-    per_s = step.samples * (length or 1) / step.makespan_s
-    return f"{per_s:,.0f} {'tokens' if length else 'samples'}/s"
+    rate = step.samples * (length or 1) / step.makespan_s
+    return f"{rate:,.0f}" if rate >= 100 else digits(rate)
 
 
 def staged_table(graph: OperatorGraph, rows: list[StagedRow]) -> Grid:
     """Plans side by side. The fastest that fits is bold; plans that do not fit are red and say so."""
-    unit = "tokens/s" if sequence_length(graph) else "samples/s"
-    grid = Grid((
-        Column("plan", "text"), Column("step"), Column(unit), Column("MFU"), Column("bubbles", "number below"),
-        Column("exposed\ncomm.", "number below"),
-        Column("peak\nmemory"), Column("layout", "below", least=40),
-    ))  # fmt: skip
     best = min((row.step.makespan_s for row in rows if not row.step.missing), default=None)
-    for row in rows:
-        step, layout = row.step, layout_words(row)
-        if step.missing:
-            layout = f"does not fit: {nbytes(step.missing)} short; {layout}"
+    cells = [(row.name, row.step, layout_words(row)) for row in rows]
+    return step_table(cells, sequence_length(graph), names="plan", words="layout", best_s=best)
+
+
+def step_table(
+    rows: Iterable[tuple[str, Step | None, str]], length: int | None, *, names: str, words: str,
+    best_s: float | None = None,
+) -> Grid:  # fmt: skip
+    """Steps side by side. ``rows``: a name, the step, None where there is none, and the plan in words, or why there is
+    none. ``length``: tokens of a sample. ``names``, ``words``: headings. ``best_s``: makespan of the bold row (s)."""
+    grid = Grid((
+        Column(names, "text"), Column("step"), Column("tokens/s" if length else "samples/s"), Column("MFU"),
+        Column("bubbles", "number below"), Column("exposed\ncomm.", "number below"), Column("peak\nmemory"),
+        Column(words, "below", least=40),
+    ))  # fmt: skip
+    for name, step, text in rows:
+        if step is None:
+            grid.add(name, "-", "", "", "", "", "", text)
+            continue
+        short = f"does not fit: {nbytes(step.missing)} short; " if step.missing else ""
         grid.add(
-            row.name, seconds(step.makespan_s), rate_words(graph, step).split(" ")[0], percent(step.utilisation),
-            percent(step.bubbles), percent(step.exposed), nbytes(step.fullest.peak) + (" !" if step.missing else ""),
-            layout,
-            style="red" if step.missing else "bold" if step.makespan_s == best else "",
+            name, seconds(step.makespan_s), _rate(step, length), percent(step.utilisation), percent(step.bubbles),
+            percent(step.exposed), nbytes(step.fullest.peak) + (" !" if step.missing else ""), short + text,
+            style="red" if step.missing else "bold" if step.makespan_s == best_s else "",
         )  # fmt: skip
     return grid
 

@@ -270,19 +270,19 @@ def _draw(
     curve: Scaling, panels: tuple[Axes, Axes, Axes], scales: tuple[float, float], colour: str, marker: str
 ) -> None:
     time, efficiency, memory = panels
-    told = [(point.devices, point.step, point) for point in curve.fitting if point.step is not None]
-    counts, name = [n for n, _, _ in told], f"{curve.kind} scaling"
-    time.plot(counts, [step.makespan_s / scales[0] for _, step, _ in told], color=colour, marker=marker, label=name)
-    usual = {n: p.data_parallel_s / scales[0] for n, _, p in told if p.data_parallel_s is not None}
-    if usual:
+    fitting = [(point.devices, point.step, point) for point in curve.fitting if point.step is not None]
+    counts, name = [n for n, _, _ in fitting], f"{curve.kind} scaling"
+    time.plot(counts, [step.makespan_s / scales[0] for _, step, _ in fitting], color=colour, marker=marker, label=name)
+    data_parallel = {n: p.data_parallel_s / scales[0] for n, _, p in fitting if p.data_parallel_s is not None}
+    if data_parallel:
         label = f"data parallel, {curve.kind}"
-        time.plot(list(usual), list(usual.values()), color=colour, linestyle=":", label=label)
-    efficiency.plot(counts, [100 * curve.efficiency(p) for _, _, p in told], color=colour, marker=marker)
+        time.plot(list(data_parallel), list(data_parallel.values()), color=colour, linestyle=":", label=label)
+    efficiency.plot(counts, [100 * curve.efficiency(p) for _, _, p in fitting], color=colour, marker=marker)
     memory.plot(
-        counts, [step.fullest.peak / scales[1] for _, step, _ in told], color=colour, marker=marker, label=name
+        counts, [step.fullest.peak / scales[1] for _, step, _ in fitting], color=colour, marker=marker, label=name
     )
-    if told and curve.kind == "strong":
-        base_s = told[0][1].makespan_s / scales[0]
+    if fitting and curve.kind == "strong":
+        base_s = fitting[0][1].makespan_s / scales[0]
         time.plot(
             counts, [base_s * counts[0] / n for n in counts], color="#888888", linestyle="--", linewidth=1,
             label="linear",

@@ -51,6 +51,6 @@ def ratio(value: float) -> str:
     return f"{digits(value)}x"
 
 
-def signed(value: float, told: Callable[[float], str]) -> str:
-    """A difference in the words of ``told``: "+12.3 ms", "-4.1 GB", or "0"."""
-    return "0" if not value else f"{'+' if value > 0 else '-'}{told(abs(value))}"
+def signed(value: float, words_of: Callable[[float], str]) -> str:
+    """A difference in the words of ``words_of``: "+12.3 ms", "-4.1 GB", or "0"."""
+    return "0" if not value else f"{'+' if value > 0 else '-'}{words_of(abs(value))}"

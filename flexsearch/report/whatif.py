@@ -5,13 +5,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from flexsearch.report.grid import Column, Grid
-from flexsearch.report.units import digits, nbytes, percent, seconds
+from flexsearch.report.grid import Grid
+from flexsearch.report.layouts import step_table
+from flexsearch.report.units import nbytes, seconds
 from flexsearch.simulate.staged import Step
 
 
 @dataclass(frozen=True)
-class Outlook:
+class PlanOnCluster:
     """A plan on a cluster. ``step`` is None where the plan is none there; ``reason`` says why. ``plan``: in words."""
 
     step: Step | None
@@ -30,94 +31,78 @@ class Changed:
     ``looked_at``: plans that the search simulated. ``length``: tokens of a sample, None for images and the like."""
 
     change: str
-    today: Outlook
-    same: Outlook
-    anew: Outlook
+    today: PlanOnCluster
+    same: PlanOnCluster
+    anew: PlanOnCluster
     kept: bool
     looked_at: int
     length: int | None
 
 
-def changed_table(told: Changed) -> Grid:
+def changed_table(changed: Changed) -> Grid:
     """The three side by side; red: it does not fit."""
-    grid = Grid((
-        Column("", "text"), Column("step"), Column("tokens/s" if told.length else "samples/s"), Column("MFU"),
-        Column("bubbles", "number below"), Column("exposed\ncomm.", "number below"), Column("peak\nmemory"),
-        Column("plan", "below", least=40),
-    ))  # fmt: skip
-    for name, one in _named(told):
-        if one.step is None:
-            grid.add(name, "-", "", "", "", "", "", one.reason)
-            continue
-        step, rate = one.step, one.step.samples * (told.length or 1) / (one.step.makespan_s or 1.0)
-        short = f"does not fit: {nbytes(step.missing)} short; " if step.missing else ""
-        words = "the same" if one is told.same or (one is told.anew and told.kept) else one.plan
-        grid.add(
-            name, seconds(step.makespan_s), f"{rate:,.0f}" if rate >= 100 else digits(rate),
-            percent(step.utilisation), percent(step.bubbles), percent(step.exposed),
-            nbytes(step.fullest.peak) + (" !" if step.missing else ""), short + words,
-            style="red" if step.missing else "",
-        )  # fmt: skip
-    return grid
+    rows = []
+    for name, one in _named(changed):
+        again = one is changed.same or (one is changed.anew and changed.kept)
+        rows.append((name, one.step, "the same" if again and one.step is not None else one.plan or one.reason))
+    return step_table(rows, changed.length, names="", words="plan")
 
 
-def _named(told: Changed) -> list[tuple[str, Outlook]]:
-    return [("today", told.today), ("this plan", told.same), ("searched anew", told.anew)]
+def _named(changed: Changed) -> list[tuple[str, PlanOnCluster]]:
+    return [("today", changed.today), ("this plan", changed.same), ("searched anew", changed.anew)]
 
 
-def in_a_sentence(told: Changed) -> str:
+def in_a_sentence(changed: Changed) -> str:
     """What the change does to the plan, and what another plan adds to that."""
-    return f"With {told.change}, {_same_words(told)}; {_anew_words(told)}."
-
-
-def _same_words(told: Changed) -> str:
-    same, today = told.same, told.today
+    today, same, anew = changed.today, changed.same, changed.anew
     if same.step is None:
-        return "this plan cannot be used"
-    if not same.fits:
-        return f"this plan does not fit ({nbytes(same.step.missing)} short)"
-    now = seconds(same.step.makespan_s)
-    if today.step is None or not today.fits:
-        return f"this plan fits and takes {now}"
-    return f"this plan takes {_against(same.step, today.step)}"
-
-
-def _anew_words(told: Changed) -> str:
-    anew, same = told.anew, told.same
+        this = "this plan cannot be used"
+    elif not same.fits:
+        this = f"this plan does not fit ({nbytes(same.step.missing)} short)"
+    else:
+        this = f"this plan {'takes' if today.fits else 'fits and takes'} {_against(same.step, today)}"
     if anew.step is None:
-        return "and there is no other"
-    if not anew.fits:
-        return f"no plan that a new search found fits (the nearest is {nbytes(anew.step.missing)} short)"
-    if told.kept:
-        return "a new search found nothing faster"
-    if same.step is not None and same.fits:
-        gain = 1.0 - anew.step.makespan_s / same.step.makespan_s
-        return f"a new search found {seconds(anew.step.makespan_s)}, {percent(gain)} less: {anew.plan}"
-    if told.today.step is not None and told.today.fits:
-        return f"a new search found {_against(anew.step, told.today.step)}: {anew.plan}"
-    return f"a new search found {seconds(anew.step.makespan_s)}: {anew.plan}"
+        other = "and there is no other"
+    elif not anew.fits:
+        other = f"no plan that a new search found fits (the nearest is {nbytes(anew.step.missing)} short)"
+    elif changed.kept:
+        other = "a new search found nothing faster"
+    elif same.step is not None and same.fits:
+        gain = _difference(anew.step, same.step)
+        other = f"a new search found {seconds(anew.step.makespan_s)}, {gain}: {anew.plan}"
+    else:
+        other = f"a new search found {_against(anew.step, today)}: {anew.plan}"
+    return f"With {changed.change}, {this}; {other}."
 
 
-def _against(new: Step, old: Step) -> str:
-    """ "17.1 s instead of 18.0 s (5 % less)"."""
-    if seconds(new.makespan_s) == seconds(old.makespan_s):
+def _against(new: Step, before: PlanOnCluster) -> str:
+    """ "17.1 s instead of 18.0 s (5 % less)"; the new time alone where the plan before does not fit."""
+    if before.step is None or not before.fits:
+        return seconds(new.makespan_s)
+    if seconds(new.makespan_s) == seconds(before.step.makespan_s):
         return f"{seconds(new.makespan_s)}, as today"
+    words = _difference(new, before.step)
+    return f"{seconds(new.makespan_s)} instead of {seconds(before.step.makespan_s)} ({words})"
+
+
+def _difference(new: Step, old: Step) -> str:
+    """ "5 % less", "0.4 % more", "hardly less"."""
     change = new.makespan_s / old.makespan_s - 1.0
-    words = f"{percent(abs(change))} {'more' if change > 0 else 'less'}"
-    return f"{seconds(new.makespan_s)} instead of {seconds(old.makespan_s)} ({words})"
+    size = f"{100 * abs(change):.{0 if abs(change) >= 0.0095 else 1}f}"
+    return f"{'hardly' if float(size) == 0.0 else f'{size} %'} {'more' if change > 0 else 'less'}"
 
 
-def changed_data(told: Changed) -> dict[str, Any]:
+def changed_data(changed: Changed) -> dict[str, Any]:
     """The three as a JSON object."""
     names = ("today", "this_plan", "searched_anew")
-    rows = {name: _data(one) for name, (_, one) in zip(names, _named(told), strict=True)}
+    rows = {name: _data(one) for name, (_, one) in zip(names, _named(changed), strict=True)}
     return {
-        "change": told.change, **rows, "kept": told.kept, "plans_simulated": told.looked_at,
-        "sentence": in_a_sentence(told),
+        "change": changed.change, **rows, "kept": changed.kept, "plans_simulated": changed.looked_at,
+        "sentence": in_a_sentence(changed),
     }  # fmt: skip
 
 
-def _data(one: Outlook) -> dict[str, Any]:
+def _data(one: PlanOnCluster) -> dict[str, Any]:
     if one.step is None:
         return {"fits": False, "reason": one.reason}
     step = one.step

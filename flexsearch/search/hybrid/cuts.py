@@ -96,10 +96,9 @@ class Cuts:
         places = self.allowed(stages)
         rows = np.atleast_2d(np.asarray(seconds, np.float64))
         ends = np.concatenate([np.zeros((len(rows), 1)), rows.cumsum(axis=1)], axis=1)[:, [*places, rows.shape[1]]]
-        if len(rows) > 1:
-            table = _Balance(ends)
-        elif (table := self._balances.get(key := ends.tobytes())) is None:  # more stages go on from fewer
-            table = self._balances[key] = _Balance(ends)
+        table = _Balance(ends)
+        if len(rows) == 1:  # more stages go on from fewer
+            table = self._balances.setdefault(ends.tobytes(), table)
         return tuple(places[k] for k in table.first(stages))
 
 
