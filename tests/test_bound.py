@@ -196,6 +196,28 @@ def test_microbatches_one_after_the_other_are_no_faster_than_the_bound(
     assert bound.seconds <= microbatches * each
 
 
+@settings(derandomize=True, deadline=None, max_examples=60)
+@given(
+    data=st.data(), graph=st.sampled_from(sorted(GRAPHS)), microbatches=st.integers(1, 4),
+    count=st.sampled_from((6, 200)),
+)  # fmt: skip
+def test_with_any_number_of_microbatches_a_row_stands_for_every_piece(
+    data: Any, graph: str, microbatches: int, count: int
+) -> None:
+    op: Operator = data.draw(st.sampled_from(GRAPHS[graph]().operators))
+    config = data.draw(configs(op, 6, unequal=False))
+    extents, parts, share = piece_extents(op, count, None)
+    rows = np.array(list(extents.values())).reshape(len(extents), -1)
+    for k in range(len(config.devices)):
+        piece = []
+        for a, (begin, end) in config.intervals(op, k).items():
+            low, high = chunk(end - begin, microbatches, 0) if op.roles[a] == "sample" else (0, end - begin)
+            piece.append(max(1, high - low))
+        own = np.prod([n / op.sizes[a] for a, n in zip(extents, piece, strict=True)])
+        fits = (rows <= np.array(piece)[:, None]).all(axis=0) & (parts <= config.parts) & (share >= own * (1 - 1e-12))
+        assert fits.any()
+
+
 def test_every_microbatch_starts_its_operators_anew() -> None:
     graph, topology = mlp(), ethernet(1)
     costs = Costs(graph, topology)

@@ -11,6 +11,8 @@ from typing import Any
 
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from benchmarks.given import best_pipeline, equal_devices, random_chain
 from flexsearch import zoo
@@ -21,6 +23,7 @@ from flexsearch.graph.given import GivenLayer, GivenProfile, given_graph
 from flexsearch.graph.importer import import_model
 from flexsearch.lower import Lowering
 from flexsearch.lower.share import stages_of
+from flexsearch.proof.bound import lower_bound
 from flexsearch.report.layouts import StagedRow, layout_words
 from flexsearch.search.hybrid import HybridResult, Layout, LayoutSearch, search_hybrid
 from flexsearch.search.hybrid.cuts import Cuts
@@ -52,6 +55,23 @@ def decoder() -> OperatorGraph:
 @cache
 def found() -> HybridResult:
     return search_hybrid(decoder(), Topology.load("dgx-a100:1"), OPTIONS, budget_s=60.0)
+
+
+@cache
+def bounded(cluster: str) -> tuple[LayoutSearch, float]:
+    """A search on four devices, alike or not, and the bound of all its plans."""
+    topology = unlike((3e9, 1e9, 1e9, 2e9)) if cluster == "unlike" else equal_devices(4, 1e9)
+    search = LayoutSearch(decoder(), topology, OPTIONS, None, 1e9, None)
+    return search, lower_bound(search.works.graph, topology, search.works.costs, OPTIONS, None).seconds
+
+
+def unlike(rates: tuple[float, ...]) -> Topology:
+    """Hosts with Ethernet whose devices compute so many FLOP/s."""
+    topology = Topology.load(f"ethernet-1g-{len(rates)}")
+    devices = zip(topology.devices, rates, strict=True)
+    return topology.model_copy(
+        update={"devices": tuple(d.model_copy(update={"flops": {"float32": rate}}) for d, rate in devices)}
+    )
 
 
 # ---- cuts
@@ -211,6 +231,20 @@ def test_the_search_finds_the_best_of_all_layouts_without_resplitting() -> None:
     )  # fmt: skip
     assert found().best.seconds <= best.seconds
     assert found().best.seconds <= min(c.seconds for c, step in found().baselines.values() if not step.missing)
+    assert best.seconds >= found().bound_s > best.seconds / 100
+    assert found().strategy.search is not None and found().strategy.search.bound_s == found().bound_s
+
+
+@settings(derandomize=True, deadline=None, max_examples=25)
+@given(data=st.data(), cluster=st.sampled_from(["equal", "unlike"]))
+def test_no_layout_is_faster_than_the_bound(data: st.DataObject, cluster: str) -> None:
+    search, bound_s = bounded(cluster)
+    layout = data.draw(st.sampled_from([f for f in factorings(4, 4, 16, search.cuts.depth)]))
+    schedule = data.draw(st.sampled_from(["gpipe", "1f1b", "zero-bubble"]))
+    count = data.draw(st.sampled_from(divisors(16 // layout.data)))
+    key = replace(layout, microbatches=count, schedule=schedule, states=data.draw(st.sampled_from(States)))
+    candidate = search.evaluate(key, OPTIONS)
+    assert candidate is None or candidate.seconds >= bound_s
 
 
 def test_a_strategy_is_saved_loaded_and_simulated_as_it_was_found(tmp_path: Path) -> None:
@@ -371,10 +405,7 @@ def test_heavy_layers_with_small_weights_get_several_devices() -> None:
 
 
 def test_the_faster_of_unlike_devices_gets_more_layers() -> None:
-    three = Topology.load("ethernet-1g-3")
-    rates = 3e9, 1e9, 1e9
-    devices = [d.model_copy(update={"flops": {"float32": rate}}) for d, rate in zip(three.devices, rates, strict=True)]
-    topology = three.model_copy(update={"devices": tuple(devices)})
+    topology = unlike((3e9, 1e9, 1e9))
     result = search_hybrid(decoder(), topology, OPTIONS, budget_s=5.0)
     assert result.best.layout.data == 1
     assert result.considered > result.plans
@@ -397,12 +428,13 @@ def test_the_best_pipeline_of_a_random_chain_is_reached(seed: int) -> None:
 
 def test_plans_on_paper_are_printed_written_and_simulated(cli: Cli, tmp_path: Path) -> None:
     path = tmp_path / "plan.json"
-    done = cli("optimize", "gpt2", "-t", "dgx-a100:1", "--plan-only", "-b", "3s", "-o", str(path), "--json")
+    done = cli("optimize", "gpt2", "-t", "dgx-a100:1", "--plan-only", "-b", "5s", "-o", str(path), "--json")
     assert done.code == 0, done.err
     data = json.loads(done.out)
     assert data["plan_only"]
     assert data["fits"]
-    assert data["plans_simulated"] > 5
+    assert data["plans_simulated"] > 1
+    assert data["bound_s"] < data["iteration_s"]
     assert "data-parallel" in {plan["name"] for plan in data["plans"]}
     again = cli("simulate", "gpt2", "-s", str(path), "--json")
     assert again.code == 0, again.err

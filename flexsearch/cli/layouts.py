@@ -134,7 +134,7 @@ def _data(setting: Setting, result: HybridResult, rows: list[StagedRow], output:
         "graph": setting.graph.name, "topology": setting.topology.name, "path": str(output),
         **staged_data(setting.graph, rows[0]), "plan_only": True, "plans_considered": result.considered,
         "plans_simulated": result.plans,
-        "elapsed_s": result.elapsed_s, "stopped": result.stopped,
+        "elapsed_s": result.elapsed_s, "stopped": result.stopped, "bound_s": result.bound_s,
         "plans": [staged_data(setting.graph, row) for row in rows],
     }  # fmt: skip
 
@@ -161,7 +161,7 @@ def _say(
         gain = f", {percent(min(fitting) / best.step.makespan_s - 1.0)} faster than the best baseline"
     tell(
         f"A step takes {seconds(best.step.makespan_s)} ({rate_words(setting.graph, best.step)}, "
-        f"MFU {percent(best.step.utilisation)}){gain}."
+        f"MFU {percent(best.step.utilisation)}){gain}; no plan in this space is faster than {seconds(result.bound_s)}."
     )
     tell(f"What devices do, on average: {usage_words(best.step)}. Communication counts where nothing hides it.")
     tell(f"Memory of the fullest device: {memory_words(best.step)}.")

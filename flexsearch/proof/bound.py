@@ -17,6 +17,11 @@ each of which costs its share of the iteration space at least ``Least.work`` sec
 before, with shorter pieces to choose from. Along a path the pieces of one microbatch add up, and every microbatch goes
 along every path. So both arguments hold with pieces whose sample axes are divided by the number of microbatches, too.
 Backward passes must be whole: a schedule that puts off the gradients of weights shortens the path.
+
+For a search that chooses the number of microbatches, and the schedule, only work and links count. A piece may then have
+any number of samples, whether samples are divided among devices or in time. To keep the pieces few, lengths that are
+nearly the same are taken together; a row then has the seconds of the shortest of its pieces and the share of the
+longest.
 """
 
 from __future__ import annotations
@@ -42,6 +47,9 @@ ROUNDING: Final = 1.0 - 1e-9
 """Allows for rounding: the simulator adds in another order, which changes sums over a million tasks by less."""
 OCTAVE: Final = 64
 """Pieces of so many indices or fewer are looked at one by one; larger ones, if they may have any size, to 1 in 64."""
+EXACT, ROUGH, MANY = 16, 8, 128
+"""Where the number of microbatches is open, pieces of axes in up to ``EXACT`` parts are looked at one by one, others to
+1 in ``EXACT``; on more than ``MANY`` devices ``ROUGH`` instead: a bound for 512 devices then takes 2 s."""
 PRICE_STEPS: Final = (2.0, 1.4, 1.1, 1.03)
 """Factors by which the prices of processors are changed."""
 
@@ -69,19 +77,21 @@ class Least:
 
 
 def lower_bound(
-    graph: OperatorGraph, topology: Topology, costs: Costs, options: Options | None = None, microbatches: int = 1
-) -> Bound:
+    graph: OperatorGraph, topology: Topology, costs: Costs, options: Options | None = None,
+    microbatches: int | None = 1,
+) -> Bound:  # fmt: skip
     """A time (s) below that of every legal plan of ``graph`` on ``topology`` under ``options`` with this number of
-    ``microbatches``; buckets of any size."""
+    ``microbatches`` (None: any number, in any schedule); buckets of any size."""
     options = options or Options()
     count = len(topology.devices)
     kinds = device_kinds(topology.devices)
     least = _least(graph, costs, kinds, count, microbatches)
     columns = {
-        "critical path": _critical_path(graph, topology, costs, options, least, kinds),
         "work": _work(graph, topology, costs, options, least, kinds),
         "links": np.full(count, _loss_everywhere(topology)),
     }
+    if microbatches is not None:
+        columns["critical path"] = _critical_path(graph, topology, costs, options, least, kinds)
     together = np.max(list(columns.values()), axis=0)
     at = int(np.argmin(together))
     parts = {name: float(column[at]) * ROUNDING for name, column in columns.items()}
@@ -99,8 +109,9 @@ def device_kinds(devices: Sequence[Device]) -> list[list[int]]:
 
 
 def _least(
-    graph: OperatorGraph, costs: Costs, kinds: Sequence[Sequence[int]], count: int, microbatches: int
-) -> list[Least]:
+    graph: OperatorGraph, costs: Costs, kinds: Sequence[Sequence[int]], count: int,
+    microbatches: int | None,
+) -> list[Least]:  # fmt: skip
     """For each operator; repeated layers are worked out once. Arrays: (kinds, count)."""
     of_kind: dict[object, Least] = {}
     rows = []
@@ -116,7 +127,7 @@ def _least(
 
 
 def least_costs(
-    op: Operator, operator: int, costs: Costs, devices: Sequence[int], count: int, microbatches: int = 1
+    op: Operator, operator: int, costs: Costs, devices: Sequence[int], count: int, microbatches: int | None = 1
 ) -> Least:
     """Over all pieces of all configs on at most m devices, m from 1 to ``count``; rows: ``devices``, one of each kind.
     Samples are shared out unequally only where there are several."""
@@ -135,15 +146,20 @@ def least_costs(
 
 
 def piece_extents(
-    op: Operator, count: int, microbatches: int = 1, any_share: bool = False
+    op: Operator, count: int, microbatches: int | None = 1, any_share: bool = False
 ) -> tuple[dict[str, npt.NDArray[np.int64]], npt.NDArray[np.int64], npt.NDArray[np.float64]]:
     """All extents that pieces of one microbatch can have on at most ``count`` devices: an array for every axis, how
     many parts the operator is split into at least (microbatches not counted), and which share of its iteration space a
-    piece is. ``any_share``: samples may be shared out unequally."""
+    piece is (where a row stands for several pieces, the shortest and the largest share). ``any_share``: samples may be
+    shared out unequally."""
     parts, pieces, share = np.ones(1, np.int64), np.ones((1, 0), np.int64), np.ones(1)
     for axis in op.splittable:
         sample, size = op.roles[axis] == "sample", op.sizes[axis]
-        length, most, cut = _lengths(size, count, microbatches if sample else 1, sample and any_share)
+        if microbatches is None and not (sample and any_share):
+            length, most, cut = _rough_lengths(size, count, sample)
+        else:
+            each = microbatches if sample else 1
+            length, most, cut = _lengths(size, count, each, sample and any_share)
         fits = parts[:, None] * cut <= count
         row, column = np.nonzero(fits)
         pieces = np.column_stack((pieces[row], length[column]))
@@ -154,15 +170,15 @@ def piece_extents(
 
 
 def _lengths(
-    size: int, count: int, microbatches: int, any_share: bool
+    size: int, count: int, microbatches: int | None, any_share: bool
 ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64], npt.NDArray[np.int64]]:
     """Indices of an axis that a piece may have; to how many a row stands for; and in how many parts the axis then is at
     least. An axis of n indices in d equal parts of one of M microbatches has pieces of n // (d M) or one more indices,
     whichever way the remainders fall. In parts of any size, pieces have any number; of many nearly equal numbers one
-    row has the smallest, which costs least."""
+    row has the smallest, which costs least. With an open number of microbatches, time alone can divide the axis."""
     if any_share:
-        whole = max(1, size // microbatches)
-        most = whole + (size % microbatches > 0)
+        whole = max(1, size // microbatches) if microbatches is not None else 1
+        most = whole + (size % microbatches > 0) if microbatches is not None else size
         starts, low = [np.arange(1, min(most, OCTAVE) + 1)], OCTAVE + 1
         while low <= most:  # ``OCTAVE`` rows up to twice as much
             step = low // OCTAVE
@@ -170,11 +186,32 @@ def _lengths(
             low = int(starts[-1][-1]) + step
         length = np.unique(np.concatenate((*starts, [whole])))
         return length, np.concatenate((length[1:] - 1, [most])), np.where(length >= whole, 1, 2)
+    assert microbatches is not None
     degree = np.arange(1, max(1, min(-(-size // microbatches), count)) + 1)
     low_ones = np.maximum(size // (degree * microbatches), 1)
     longer = (size > low_ones) & (size % (degree * microbatches) > 0)
     length = np.concatenate((low_ones, low_ones[longer] + 1))
     return length, length, np.concatenate((degree, degree[longer]))
+
+
+def _rough_lengths(
+    size: int, count: int, sample: bool
+) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+    """The same of an axis in equal parts: up to ``count`` on as many devices, or, of samples, any number one after the
+    other. Lengths that are nearly the same are taken together."""
+    exact = EXACT if count <= MANY else ROUGH
+    parts = np.arange(max(1, size if sample else min(size, count)), 0, -1)
+    lengths, cuts = np.concatenate((size // parts, -(-size // parts))), np.tile(parts, 2)
+    order = np.lexsort((cuts, lengths))
+    lengths, first = np.unique(lengths[order], return_index=True)
+    cuts = cuts[order][first]  # the fewest parts of this length
+    begins, at = [0], 0
+    while at < len(lengths):
+        alone = int(cuts[at]) <= exact
+        at = at + 1 if alone else int(np.searchsorted(lengths * exact, int(lengths[at]) * (exact + 1)))
+        begins.append(at)
+    ends = np.array(begins[1:]) - 1
+    return lengths[begins[:-1]], lengths[ends], np.ones_like(ends) if sample else cuts[ends]
 
 
 def _critical_path(

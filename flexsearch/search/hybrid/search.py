@@ -15,6 +15,7 @@ from flexsearch import compiled
 from flexsearch.cost import Profile
 from flexsearch.errors import StrategyError
 from flexsearch.graph import OperatorGraph
+from flexsearch.proof.bound import lower_bound
 from flexsearch.quantities import MAX_PIECES
 from flexsearch.search.budget import cores
 from flexsearch.search.hybrid.ahead import Ahead
@@ -372,15 +373,16 @@ class LayoutSearch:
         baselines = {name: (self.kept[name], steps[name]) for name in FAMILIES if name in self.kept}
         same = next((name for name, candidate in self.kept.items() if candidate == best), "")
         considered = max(self.plans, len(self.considered))
-        strategy = self._strategy(best, max(m.peak for m in step.memory))
-        return HybridResult(best, strategy, step, baselines, same, self.plans, considered, elapsed, stopped)
+        bound_s = lower_bound(self.works.graph, self.topology, self.works.costs, self.options, None).seconds
+        strategy = self._strategy(best, max(m.peak for m in step.memory), bound_s)
+        return HybridResult(best, strategy, step, baselines, same, self.plans, considered, elapsed, stopped, bound_s)
 
     def _step(self, request: Request) -> Step:
         step = self.ahead.get(request).step
         assert step is not None
         return step
 
-    def _strategy(self, best: Candidate, peak_bytes: int) -> Strategy:
+    def _strategy(self, best: Candidate, peak_bytes: int, bound_s: float) -> Strategy:
         """The plan as a file has it: without stages and replicas where configs alone say it, so that it can be run."""
         pipeline, configs = best.pipeline, best.configs
         devices = len(self.topology.devices)
@@ -393,6 +395,6 @@ class LayoutSearch:
         return Strategy.make(
             self.graph, self.topology, named, best.options,
             Prediction(iteration_s=best.seconds, peak_bytes=peak_bytes),
-            Search(seed=0, proposals=self.plans, start="layouts"),
+            Search(seed=0, proposals=self.plans, start="layouts", bound_s=bound_s),
             stages=stages, microbatches=pipeline.microbatches, schedule=pipeline.schedule, orders=pipeline.orders,
         )  # fmt: skip
