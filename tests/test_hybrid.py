@@ -416,6 +416,22 @@ def test_the_faster_of_unlike_devices_gets_more_layers() -> None:
     assert each[0] > 1.5 * max(each[1:])
 
 
+def test_unlike_devices_of_a_stage_share_out_samples_by_their_speeds() -> None:
+    topology = unlike((3e9, 1e9, 3e9, 1e9))
+    search = LayoutSearch(decoder(), topology, OPTIONS, None, 1e9, None)
+    layout = Layout(1, 1, 2, 2, widths=(2, 2))
+    equal, shared = (search.evaluate(replace(layout, speed=speed), OPTIONS, (0, 30)) for speed in (0, 1))
+    assert equal is not None and shared is not None
+    assert {config.shares[0][1] for config in shared.configs if config.shares} == {(3, 1)}
+    assert not any(config.shares for config in equal.configs)
+    assert shared.seconds < equal.seconds
+    estimates = [search.estimates.estimate(replace(layout, speed=speed), OPTIONS, (0, 30)) for speed in (0, 1)]
+    assert estimates[1].seconds < estimates[0].seconds
+    strategy = search._result(shared, "").strategy
+    assert step_of_strategy(decoder(), strategy).makespan_s == shared.seconds
+    assert any(key.layout.speed for key in LayoutSearch(mlp(), topology, OPTIONS, None, 1e9).numbers.divisions())
+
+
 @pytest.mark.parametrize("seed", range(2))
 def test_the_best_pipeline_of_a_random_chain_is_reached(seed: int) -> None:
     graph, topology, options = random_chain(7, 16, seed), equal_devices(4, 1e9), Options(optimizer="sgd")

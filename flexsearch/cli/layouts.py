@@ -155,6 +155,8 @@ def _say(
     tell(f"\nBest plan: {named}{layout_words(best)}.")
     if best.changed:
         tell("Inside a group, some sorts of operators are split otherwise than Megatron's rules say; see the file.")
+    if any(config.shares for config in result.best.configs):
+        tell("Devices that are not equally fast share out samples by their speeds; see the file.")
     fitting = [row.step.makespan_s for row in rows[1:] if not row.step.missing]
     gain = ""
     if fitting and not result.baseline:

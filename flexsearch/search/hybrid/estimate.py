@@ -16,12 +16,14 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from flexsearch.graph.piece import chunks
 from flexsearch.search.constants import PENALTY
 from flexsearch.search.hybrid.cuts import Cuts
 from flexsearch.search.hybrid.layout import Layout
 from flexsearch.search.hybrid.work import Works
 from flexsearch.strategy import Options, States
 from flexsearch.strategy.schedule import SPLIT_KINDS, V_KINDS
+from flexsearch.strategy.shares import speeds
 
 Values = npt.NDArray[np.float64]
 PROBES = 1 << 16, 1 << 24
@@ -65,7 +67,7 @@ class Estimates:
     def __init__(self, works: Works, cuts: Cuts) -> None:
         self.works, self.cuts, self.topology = works, cuts, works.topology
         self.memory = np.array([device.memory_bytes for device in self.topology.devices], np.float64)
-        self._kinds = works.costs.kinds
+        self._kinds, self.speeds = works.costs.kinds, speeds(works.topology)
         self._cuts: dict[Hashable, tuple[int, ...]] = {}
         self._parts: dict[Hashable, Parts] = {}
         self._lines: dict[Hashable, tuple[float, float]] = {}
@@ -77,19 +79,21 @@ class Estimates:
         return self.works.graph.batch // layout.data // layout.microbatches
 
     def ranks(self, layout: Layout) -> list[tuple[int, int]]:
-        """By rank, the most samples of a microbatch that one of its devices gets, and the kind of its slowest
-        device."""
-        samples, found, begin = self.samples(layout), [], 0
+        """By rank, of the device that computes longest: its samples of a microbatch, and its kind."""
+        samples, tensor, slowest, begin = self.samples(layout), layout.tensor, list[tuple[int, int]](), 0
         for width in layout.each:
-            end = begin + width * layout.tensor
-            kinds = set(self._kinds[begin:end].tolist())
-            share = ceil(samples / width)
-            slowest = kinds.pop() if len(kinds) == 1 else max(
-                kinds, key=lambda kind: float(self.works.work(layout.tensor, share, "none", kind).forward[-1])
-            )  # fmt: skip
-            found.append((share, slowest))
+            end = begin + width * tensor
+            kinds = self._kinds[begin:end]
+            parts = np.full(width, ceil(samples / width))
+            if layout.speed:
+                speed = np.array(self.speeds[layout.speed - 1][begin:end]).reshape(width, tensor).min(axis=1)
+                parts = np.array([b - a for a, b in chunks(samples, width, speed.tolist())])
+            each = set(zip(parts.repeat(tensor).tolist(), kinds.tolist(), strict=True))
+            slowest.append(each.pop() if len(each) == 1 else max(
+                each, key=lambda row: float(self.works.work(tensor, row[0], "none", row[1]).forward[-1])
+            ))  # fmt: skip
             begin = end
-        return found
+        return slowest
 
     def first(self, layout: Layout) -> tuple[int, ...]:
         """First operator of each stage, so that the slowest takes as short as possible."""
@@ -118,7 +122,7 @@ class Estimates:
             }
             return replace(every, **mean)
         rank_of, samples = layout.rank_of(), self.samples(layout)
-        key = layout.tensor, layout.each, samples, options.recompute, first, rank_of
+        key = layout.tensor, layout.each, layout.speed, samples, options.recompute, first, rank_of
         if key not in self._parts:
             self._parts[key] = self._take_apart(layout, options, first, rank_of)
         return self._parts[key]

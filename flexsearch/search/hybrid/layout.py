@@ -18,7 +18,8 @@ class Layout:
     """``data`` blocks of devices, each with a share of the batch; in a block ``pipeline`` ranks of ``tensor`` devices.
     Each rank has ``chunks`` stages; a share passes in ``microbatches`` through them, in the order of ``schedule``.
     ``states``: which states of weights are kept in parts by the devices that would hold the same. ``widths``: rank r
-    has so many times ``tensor`` devices, which share out the samples of each microbatch; empty: once, every rank."""
+    has so many times ``tensor`` devices, which share out the samples of each microbatch; empty: once, every rank.
+    ``speed``: they do so by this row, counted from 1, of the devices' speeds (``strategy.shares``); 0: equally."""
 
     data: int
     tensor: int
@@ -28,6 +29,7 @@ class Layout:
     chunks: int = 1
     states: States = States.WHOLE
     widths: tuple[int, ...] = ()
+    speed: int = 0
 
     @property
     def stages(self) -> int:
@@ -68,7 +70,9 @@ class Layout:
     def wide(self, widths: tuple[int, ...]) -> Layout:
         """The same numbers with ranks of these widths."""
         alike = set(widths) == {1}
-        return replace(self, pipeline=len(widths), widths=() if alike else widths)
+        return replace(
+            self, pipeline=len(widths), widths=() if alike else widths, speed=0 if alike else self.speed
+        )
 
 
 @cache

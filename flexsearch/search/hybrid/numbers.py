@@ -62,7 +62,8 @@ class Numbers:
                 if not 1 < units <= most or batch % data:
                     continue
                 for count in divisors(batch // data):
-                    yield from self._divided(Layout(data, tensor, 1, count), units)
+                    for speed in range(1 + len(self.estimates.speeds)):
+                        yield from self._divided(Layout(data, tensor, 1, count, speed=speed), units)
 
     @cached_property
     def _tensors(self) -> list[int]:
@@ -77,7 +78,8 @@ class Numbers:
         alike, found = len(self.estimates.works.kinds) == 1, list[tuple[float, int, Layout, tuple[int, ...]]]()
         for widths, first in dict.fromkeys(Divider(self.estimates, layout, self.options, units).divisions()):
             wide = layout.wide(widths)
-            if not (alike and len(set(widths)) == 1 and widths[0] > 1):
+            plainer = alike and len(set(widths)) == 1 and widths[0] > 1
+            if not plainer and (wide.speed or not layout.speed):
                 found.append((self.estimates.estimate(wide, self.options, first).cost, len(found), wide, first))
         for _, _, wide, first in sorted(found)[:DIVISIONS]:
             for schedule in ("1f1b", "gpipe", "zero-bubble") if wide.pipeline > 1 else ("1f1b",):

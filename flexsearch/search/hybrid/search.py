@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Hashable, Iterable, Iterator
+from dataclasses import replace
 from math import exp, inf
 from typing import Final, Literal, get_args
 
@@ -162,7 +163,9 @@ class LayoutSearch:
             self._climb(candidate)
         self.phase = "splits of operators"
         if self.cuts.short:
-            self.evaluate(Layout(1, 1, 1, widths=(len(self.topology.devices),)), self.options)
+            everywhere = Layout(1, 1, 1, widths=(len(self.topology.devices),))
+            for speed in range(1 + len(self.estimates.speeds)):
+                self.evaluate(replace(everywhere, speed=speed), self.options)
         self._improve("splits", self._different(None if self.cuts.short else POLISHED))
         self.phase = "orders of passes"
         self._improve("order", self._different(POLISHED))
@@ -353,6 +356,9 @@ class LayoutSearch:
         if layout.states == States.WEIGHTS:
             other_way = {"reshard_after_forward": not options.reshard_after_forward}
             yield Key(layout, options.model_copy(update=other_way), first)
+        if max(layout.each) > 1:
+            for speed in range(1 + len(self.estimates.speeds)):
+                yield Key(replace(layout, speed=speed), options, first)
         for other in neighbours(layout, self.graph.batch, self.cuts.depth):
             alike = other.stages == layout.stages and other.rank_of() == layout.rank_of()
             yield Key(other, options, first if alike else ())

@@ -14,6 +14,7 @@ from flexsearch.strategy import OperatorConfig, States
 from flexsearch.strategy.baselines import has_weights, inside_group, table_axes
 from flexsearch.strategy.config import make_config
 from flexsearch.strategy.pipeline import Pipeline
+from flexsearch.strategy.shares import shared_out, speeds
 
 Configs = tuple[OperatorConfig, ...]
 
@@ -22,7 +23,7 @@ class Splits:
     """Splits of the operators of one graph. Configs name the devices of a group by place: 0 is its first."""
 
     def __init__(self, simulators: StagedSimulators) -> None:
-        self.simulators = simulators
+        self.simulators, self.speeds = simulators, speeds(simulators.topology)
         self._known: dict[Hashable, Configs] = {}
         self._forms: dict[tuple[int, int], Hashable] = {}
 
@@ -40,6 +41,18 @@ class Splits:
             self._known[key] = tuple(
                 replace(config, states=layout.states if has_weights(graph, i) else States.WHOLE)
                 for i, config in enumerate(configs)
+            )
+        return self._known[key]
+
+    def _by_speed(self, layout: Layout, group: Sequence[int]) -> Configs:
+        """The same in a group of devices that share out the samples by their speeds."""
+        graph, row = self._lowering(layout).graph, self.speeds[layout.speed - 1]
+        speed = [row[device] for device in group]
+        key = layout.tensor, layout.states, layout.data, layout.microbatches, tuple(speed)
+        if key not in self._known:
+            whole = self.inside(layout, len(group) // layout.tensor)
+            self._known[key] = tuple(
+                shared_out(op, config, speed) for op, config in zip(graph.operators, whole, strict=True)
             )
         return self._known[key]
 
@@ -65,7 +78,9 @@ class Splits:
         found: list[OperatorConfig] = []
         ends = [*first[1:], len(self.simulators.graph.operators)]
         for group, begin, end in zip(groups, first, ends, strict=True):
-            configs = self.inside(layout, len(group) // layout.tensor)[begin:end]
+            width = len(group) // layout.tensor
+            alike = not layout.speed or width == 1
+            configs = (self.inside(layout, width) if alike else self._by_speed(layout, group))[begin:end]
             offset = group[0]
             found += configs if not offset else [
                 config.on(offset + d for d in config.devices) for config in configs
