@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import threading
 from dataclasses import replace
 from functools import cache
 from itertools import combinations, pairwise, product
@@ -25,13 +26,16 @@ from flexsearch.lower import Lowering
 from flexsearch.lower.share import stages_of
 from flexsearch.proof.bound import lower_bound
 from flexsearch.report.layouts import StagedRow, layout_words
-from flexsearch.search.hybrid import HybridResult, Layout, LayoutSearch, search_hybrid
+from flexsearch.search.hybrid import HybridResult, Layout, LayoutSearch, ahead, search_hybrid
+from flexsearch.search.hybrid import search as search_module
+from flexsearch.search.hybrid.ahead import Ahead
 from flexsearch.search.hybrid.cuts import Cuts
 from flexsearch.search.hybrid.divide import Divider
 from flexsearch.search.hybrid.estimate import Estimate
 from flexsearch.search.hybrid.layout import divisors, factorings, neighbours
 from flexsearch.search.hybrid.moves import moved_borders
 from flexsearch.search.hybrid.ranking import Key, Ranking, Ratios
+from flexsearch.search.hybrid.trials import Answer, Request
 from flexsearch.simulate import makespan
 from flexsearch.simulate.delta import DeltaSimulator
 from flexsearch.simulate.staged import StagedSimulators, model_flops, step_of, step_of_strategy
@@ -245,6 +249,57 @@ def test_no_layout_is_faster_than_the_bound(data: st.DataObject, cluster: str) -
     key = replace(layout, microbatches=count, schedule=schedule, states=data.draw(st.sampled_from(States)))
     candidate = search.evaluate(key, OPTIONS)
     assert candidate is None or candidate.seconds >= bound_s
+
+
+def test_the_answer_does_not_depend_on_the_number_of_processes(monkeypatch: pytest.MonkeyPatch) -> None:
+    graph, topology = random_chain(5, 8, 0), equal_devices(4, 1e9)
+    monkeypatch.setattr(ahead, "LATE_S", 0.0)
+    by_workers: list[int] = []
+
+    class Counting(Ahead):
+        def _end(self, request: Request, number: int, answer: Answer) -> None:
+            by_workers.append(number)
+            super()._end(request, number, answer)
+
+        def get(self, request: Request) -> Answer:
+            with self._changed:  # until the worker is there, and has done something
+                self._changed.wait_for(lambda: 1 in by_workers or not self._expected, 120.0)
+            return super().get(request)
+
+    monkeypatch.setattr(search_module, "Ahead", Counting)
+    one, two = (search_hybrid(graph, topology, OPTIONS, budget_s=200.0, processes=count) for count in (1, 2))
+    assert set(by_workers) == {0, 1}
+    assert one.strategy == two.strategy
+    assert (one.plans, one.considered, one.stopped) == (two.plans, two.considered, two.stopped)
+    assert {name: candidate.key for name, (candidate, _) in one.baselines.items()} == {
+        name: candidate.key for name, (candidate, _) in two.baselines.items()
+    }
+    assert two.step.bubbles == one.step.bubbles
+
+
+def test_what_a_lost_worker_had_begun_is_done_here() -> None:
+    graph, topology = decoder(), Topology.load("dgx-a100:1")
+    search = LayoutSearch(graph, topology, OPTIONS, None, 1e9, processes=2)
+    requests = [search._request(Key(Layout(1, 2, 4, count), OPTIONS)) for count in (2, 4)]
+    lost = Lost()
+    search.ahead._workers[1] = lost  # type: ignore[assignment]
+    search.ahead._begun[requests[0].name] = 1
+    thread = threading.Thread(target=search.ahead._work_with, args=(1, lost, requests[0]))
+    thread.start()
+    answers = [search.ahead.get(request).best for request in requests]
+    thread.join()
+    assert [answer is not None and answer.layout.microbatches for answer in answers] == [2, 4]
+    assert not search.ahead._workers
+
+
+class Lost:
+    """A worker that was killed."""
+
+    def ask(self, *_: object) -> None:
+        raise EOFError
+
+    def close(self) -> None:
+        pass
 
 
 def test_a_strategy_is_saved_loaded_and_simulated_as_it_was_found(tmp_path: Path) -> None:

@@ -221,7 +221,8 @@ class Costs:
         """Everything about an operator that its cost depends on, whatever its name and place."""
         op, costed = self.graph.operators[operator], self._costed[operator]
         shapes = tuple(tuple(t.shape) for t in (*costed.inputs, *costed.outputs))
-        attributes = json.dumps(op.attributes, sort_keys=True)
+        salt = {"salt": None} if "salt" in op.attributes else {}  # tells random numbers apart, not costs
+        attributes = json.dumps({**op.attributes, **salt}, sort_keys=True)
         backward = self.graph.has_backward[operator]
         return op.kind, op.pattern, op.axes, attributes, shapes, costed.dtypes, costed.needs, backward
 

@@ -28,6 +28,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import Final
 
 import numpy as np
@@ -47,9 +48,9 @@ ROUNDING: Final = 1.0 - 1e-9
 """Allows for rounding: the simulator adds in another order, which changes sums over a million tasks by less."""
 OCTAVE: Final = 64
 """Pieces of so many indices or fewer are looked at one by one; larger ones, if they may have any size, to 1 in 64."""
-EXACT, ROUGH, MANY = 16, 8, 128
-"""Where the number of microbatches is open, pieces of axes in up to ``EXACT`` parts are looked at one by one, others to
-1 in ``EXACT``; on more than ``MANY`` devices ``ROUGH`` instead: a bound for 512 devices then takes 2 s."""
+EXACT: Final = 16
+"""Where the number of microbatches is open, pieces of axes in so many parts or fewer are looked at one by one, others
+to 1 in so many: the bound of Llama 3 405B on 512 devices takes 2 s."""
 PRICE_STEPS: Final = (2.0, 1.4, 1.1, 1.03)
 """Factors by which the prices of processors are changed."""
 
@@ -113,17 +114,12 @@ def _least(
     microbatches: int | None,
 ) -> list[Least]:  # fmt: skip
     """For each operator; repeated layers are worked out once. Arrays: (kinds, count)."""
-    of_kind: dict[object, Least] = {}
-    rows = []
-    for i, op in enumerate(graph.operators):
-        operands = tuple(
-            (graph.tensor[n].shape, graph.tensor[n].dtype, n in graph.differentiable) for n in (*op.inputs, *op.outputs)
-        )
-        key = op.kind, op.pattern, op.axes, repr(sorted(op.attributes.items())), operands, graph.has_backward[i]
-        if key not in of_kind:
-            of_kind[key] = least_costs(op, i, costs, [kind[0] for kind in kinds], count, microbatches)
-        rows.append(of_kind[key])
-    return rows
+    devices, of_leader = [kind[0] for kind in kinds], dict[int, Least]()
+    for leader in costs.alike:
+        if leader not in of_leader:
+            op = graph.operators[leader]
+            of_leader[leader] = least_costs(op, leader, costs, devices, count, microbatches)
+    return [of_leader[leader] for leader in costs.alike]
 
 
 def least_costs(
@@ -194,12 +190,12 @@ def _lengths(
     return length, length, np.concatenate((degree, degree[longer]))
 
 
+@cache
 def _rough_lengths(
     size: int, count: int, sample: bool
 ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64], npt.NDArray[np.int64]]:
     """The same of an axis in equal parts: up to ``count`` on as many devices, or, of samples, any number one after the
     other. Lengths that are nearly the same are taken together."""
-    exact = EXACT if count <= MANY else ROUGH
     parts = np.arange(max(1, size if sample else min(size, count)), 0, -1)
     lengths, cuts = np.concatenate((size // parts, -(-size // parts))), np.tile(parts, 2)
     order = np.lexsort((cuts, lengths))
@@ -207,8 +203,8 @@ def _rough_lengths(
     cuts = cuts[order][first]  # the fewest parts of this length
     begins, at = [0], 0
     while at < len(lengths):
-        alone = int(cuts[at]) <= exact
-        at = at + 1 if alone else int(np.searchsorted(lengths * exact, int(lengths[at]) * (exact + 1)))
+        alone = int(cuts[at]) <= EXACT
+        at = at + 1 if alone else int(np.searchsorted(lengths * EXACT, int(lengths[at]) * (EXACT + 1)))
         begins.append(at)
     ends = np.array(begins[1:]) - 1
     return lengths[begins[:-1]], lengths[ends], np.ones_like(ends) if sample else cuts[ends]

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterable
+from functools import partial
 from itertools import islice
 from typing import Any, Final
 
@@ -135,15 +136,15 @@ class Ahead:
             if self._over:
                 return
             worker = self._workers[number] = Worker(setup)
-        request: Request | None = None
+        self._work_with(number, worker, self._wait(number))
+
+    def _work_with(self, number: int, worker: Worker, request: Request | None) -> None:
+        """Have a worker answer a request, and others as long as there are any."""
         try:
-            while (request := self._wait(number)) is not None:
-                name = request.name
-
-                def watch(answer: Answer, name: Name = name) -> None:
-                    self._so_far[name] = answer
-
+            while request is not None:
+                watch = partial(self._so_far.__setitem__, request.name)
                 self._end(request, number, worker.ask(request, watch))
+                request = self._wait(number)
         except LOST:  # then this process does its work
             with self._changed:
                 del self._workers[number]
