@@ -127,21 +127,13 @@ def optimize(
     """
     graph, topology = example(graph, topology, resume, profile, pin)
     check_outputs({"--output": output, "--plot": plot}, graph, topology, profile)
-    if plot is not None:
-        check_outputs({"--plot": plot}, resume)
-        if plot.suffix not in (".png", ".svg", ".pdf"):
-            raise typer.BadParameter(f"{plot} cannot be drawn; give a .png, .svg or .pdf file", param_hint="--plot")
-    from flexsearch.api import MARGIN, parse_budget
+    _refuse_early(plot, resume, budget, exhaustive)
+    from flexsearch.api import MARGIN
 
-    for text in (budget, exhaustive):
-        if text is not None:
-            parse_budget(text)  # refused before the search, not after it
     size = Size(batch, seq)
     setting = load_setting(graph, topology, profile, size)
     if plan_only or (resume is None and not pin and too_large(setting.graph)):
-        refuse_with_layouts(
-            resume=resume, pin=pin, plot=plot, exhaustive=exhaustive, seed=seed, margin=margin
-        )
+        refuse_with_layouts(resume=resume, pin=pin, plot=plot, exhaustive=exhaustive, seed=seed, margin=margin)
         options = make_options(optimizer, precision, recompute, reshard_after_forward)
         optimize_layouts(
             setting, options, budget, processes, output, as_json, size.words(), plan_only, cost_per_hour
@@ -162,10 +154,25 @@ def optimize(
     if plot is not None:
         _draw(plot, setting, result)
     answer, others = _rows(setting, result)
-    if not as_json:
-        print_plans(setting, [] if result.baseline else [answer], others)
     data = with_cost(_answer_data(setting, result, proof, answer, others, output), setting, cost_per_hour)
-    show(as_json, data, lambda: _say(graph, setting, result, proof, answer, share, output, size, cost_per_hour))
+
+    def human() -> None:
+        print_plans(setting, [] if result.baseline else [answer], others)
+        _say(graph, setting, result, proof, answer, share, output, size, cost_per_hour)
+
+    show(as_json, data, human)
+
+
+def _refuse_early(plot: Path | None, resume: Path | None, budget: str, exhaustive: str | None) -> None:
+    """Raise an error for what could not be drawn, or is no budget, before the search rather than after it."""
+    from flexsearch.api import parse_budget
+
+    if plot is not None:
+        check_outputs({"--plot": plot}, resume)
+        if plot.suffix not in (".png", ".svg", ".pdf"):
+            raise typer.BadParameter(f"{plot} cannot be drawn; give a .png, .svg or .pdf file", param_hint="--plot")
+    for text in filter(None, (budget, exhaustive)):
+        parse_budget(text)
 
 
 def _search(

@@ -44,7 +44,7 @@ SHORT_PATIENCE, SHORT_MARGIN = 80, 1.05
 """The same for short graphs, whose plans are simulated in milliseconds; and so many times the best time an estimate of
 theirs may be. Taken."""
 EXPLORED: Final = 0.4
-"""Share of the budget after which no more sorts are tried. Taken."""
+"""Share of the budget after which no more layouts are estimated, and no more sorts tried. Taken."""
 FEW: Final = 6
 """Most plans of a family that are simulated for its own sake. Taken."""
 QUARTERS: Final = 4
@@ -253,13 +253,14 @@ class LayoutSearch:
     # ---- estimates
 
     def _estimated(self, keys: Iterator[Key]) -> Iterator[tuple[Key, Estimate]]:
-        """Plans that have not been estimated before, with their estimates."""
+        """Plans that have not been estimated before, with their estimates: at least until one is simulated, and as long
+        as there is time to simulate more."""
         for key in keys:
+            if self.best is not None and self._left() < (1.0 - EXPLORED) * self.budget_s:
+                return
             if key not in self.considered:
                 self.considered.add(key)
                 yield key, self.estimates.estimate(*key)
-                if self.best is not None:
-                    self._check_time()
                 if time.monotonic() - self._said > EVERY_S:
                     self._said = time.monotonic()
                     self._tell()
