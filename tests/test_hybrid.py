@@ -542,7 +542,7 @@ def test_a_model_too_large_for_this_machine_is_planned_on_paper_without_being_as
     assert done.json["plan_only"]
 
 
-@pytest.mark.parametrize("more", [["--pin", "*: batch=2"], ["--exhaustive", "5s"], ["--seed", "3"], ["-j", "2"]])
+@pytest.mark.parametrize("more", [["--pin", "*: batch=2"], ["--exhaustive", "5s"], ["--seed", "3"]])
 def test_options_that_say_nothing_about_layouts_are_refused(cli: Cli, more: list[str]) -> None:
     done = cli("optimize", "gpt2", "-t", "dgx-a100:1", "--plan-only", *more)
     assert done.code == 2
