@@ -31,7 +31,7 @@ Trained = tuple[list[float], dict[str, float]]
 def build(name: str) -> ZooModel:
     """A small model in float64."""
     made = {
-        "mlp": lambda: mlp(16, features=12, width=10, layers=2, classes=4),
+        "mlp": lambda: mlp(16, features=12, width=12, layers=2, classes=4),
         "lenet": lambda: lenet(16),
         "llama": lambda: llama7b(8, 6, 4, hidden=32, heads=4, kv_heads=2, ffn=24, vocab=20, device="cpu"),
         "gpt2": lambda: gpt2(8, 6, 2, hidden=32, heads=4, vocab=21),
