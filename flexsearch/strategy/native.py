@@ -76,7 +76,7 @@ def native_plan(strategy: Strategy, graph: OperatorGraph) -> NativePlan:
         tuple(tuple(d + k * block for d in row) for k in range(pipeline.replicas) for row in grids[rank[0]])
         for rank in ranks
     )
-    _check_batch(graph, len(mesh[0]), strategy.microbatches)
+    _check_function(strategy, graph, len(mesh[0]))
     states = _states(graph, configs) if len(mesh[0]) > 1 else States.WHOLE
     return NativePlan(mesh, split, flowing, states, tuple(ranks), modules, elsewhere)
 
@@ -191,7 +191,23 @@ def _split(graph: OperatorGraph, configs: Sequence[OperatorConfig], grids: Seque
                 f"operator {op.name!r} is not split as {graph.operators[before[1]].name!r}, which is the same module",
                 NATIVE,
             )
+    _check_tied(graph, found)
     return found
+
+
+def _check_tied(graph: OperatorGraph, split: Mapping[int, str]) -> None:
+    """Raise StrategyError unless all readers of a weight split it along the same dimension."""
+    for tensor in graph.of_kind("parameter"):
+        ways: dict[tuple[int, ...], str] = {}
+        for i, position in graph.consumers[tensor.name]:
+            dimensions = graph.operators[i].access.inputs[position].dimensions
+            ways[tuple(k for k, d in enumerate(dimensions) if split.get(i) in d.axes)] = graph.operators[i].name
+        if len(ways) > 1:
+            raise StrategyError(
+                f"operators {' and '.join(map(repr, list(ways.values())[:2]))} read {tensor.name!r} split in different "
+                "ways; a parameter of a module is split in one",
+                NATIVE,
+            )
 
 
 def _check_columns(op: Operator, config: OperatorConfig, grid: Grid) -> None:
@@ -216,7 +232,7 @@ def _elsewhere(
             continue
         own = [(axis, parts) for axis, parts in configs[i].degrees if op.roles[axis] != "sample"]
         expected = list(flowing.configs[i].degrees)
-        rows = prod_of_samples(op, configs[i])
+        rows = _shares(op, configs[i])
         if own == expected and rows == len(grids[i]):
             continue
         if is_heavy(graph, i):
@@ -229,7 +245,7 @@ def _elsewhere(
     return tuple(found)
 
 
-def prod_of_samples(op: Operator, config: OperatorConfig) -> int:
+def _shares(op: Operator, config: OperatorConfig) -> int:
     """Parts into which the samples are split."""
     found = 1
     for axis, parts in config.degrees:
@@ -251,10 +267,27 @@ def _states(graph: OperatorGraph, configs: Sequence[OperatorConfig]) -> States:
     return configs[weighted[0]].states if weighted else States.WHOLE
 
 
-def _check_batch(graph: OperatorGraph, data: int, microbatches: int) -> None:
-    if graph.batch % (data * microbatches):
+def _check_function(strategy: Strategy, graph: OperatorGraph, data: int) -> None:
+    """Raise StrategyError where averaging over replicas and microbatches is another function than that of the plan."""
+    parts = data * strategy.microbatches
+    if graph.batch % parts:
         raise StrategyError(
-            f"the batch of {graph.batch} has no equal parts for {data} replicas of {microbatches} microbatches; "
-            "PyTorch averages the gradients of parts as if they were equal",
-            f"Use a batch that is a multiple of {data * microbatches}.",
+            f"the batch of {graph.batch} has no equal parts for {data} replicas of {strategy.microbatches} "
+            "microbatches; PyTorch averages the gradients of parts as if they were equal",
+            f"Use a batch that is a multiple of {parts}.",
+        )
+    loss = graph.operators[graph.producer[graph.loss]]
+    if parts > 1 and (loss.kind == "sum" or loss.attributes.get("reduction") == "sum"):
+        raise StrategyError(
+            f"operator {loss.name!r} sums over samples; PyTorch averages the gradients of replicas and microbatches",
+            "Use a loss that is a mean over samples.",
+        )
+    norm = next((op for op in graph.operators if op.kind == "batch_norm"), None)
+    groups = graph.tracing.batch_norm_groups
+    on_cpu = strategy.cluster.devices[0].kind == "cpu"
+    if norm and groups != data and (groups != 1 or on_cpu or strategy.microbatches > 1):
+        raise StrategyError(
+            f"operator {norm.name!r} takes the statistics of {groups} parts of the batch, each on its own; in PyTorch "
+            f"each of {data} replicas takes those of its samples, or SyncBatchNorm, on GPUs, those of all",
+            f"Import the model with --batch-norm-groups {data}.",
         )

@@ -43,7 +43,7 @@ def torch_file(strategy: Strategy, graph: OperatorGraph) -> str:
 
 
 def _refuse(file: File) -> None:
-    options, plan, graph = file.options, file.plan, file.graph
+    options, plan = file.options, file.plan
     if options.recompute == "attention":
         raise StrategyError(
             "recompute: attention: PyTorch's checkpoint_wrapper computes whole modules again, not their attention alone",
@@ -54,20 +54,6 @@ def _refuse(file: File) -> None:
             "states: optimizer: PyTorch's ZeroRedundancyOptimizer does not go with tensor parallelism, pipelines or "
             "another precision",
             "Use states weights (fully_shard) or whole, or export to megatron.",
-        )
-    loss = graph.operators[graph.producer[graph.loss]]
-    if loss.kind == "sum" or loss.attributes.get("reduction") == "sum":
-        raise StrategyError(
-            f"operator {loss.name!r} sums over samples; PyTorch averages the gradients of replicas and microbatches",
-            "Use a loss that is a mean over samples.",
-        )
-    norm = next((op for op in graph.operators if op.kind == "batch_norm"), None)
-    groups = graph.tracing.batch_norm_groups
-    if norm and groups != plan.data and (groups != 1 or file.device == "cpu" or file.strategy.microbatches > 1):
-        raise StrategyError(
-            f"operator {norm.name!r} normalises over {groups} parts of the batch; in PyTorch each of {plan.data} "
-            "replicas normalises its own samples, or SyncBatchNorm those of all (on GPUs)",
-            f"Import the model with --batch-norm-groups {plan.data}.",
         )
     each = max(map(len, plan.held))
     if plan.pipeline > 1 and file.strategy.schedule in SINGLE and each > 1:
