@@ -48,7 +48,7 @@ def _check_borders(graph: OperatorGraph, stage_of: Sequence[int]) -> None:
             kind, stage = graph.tensor[name].kind, stage_of[i]
             home = stage_of[graph.producer[name]] if name in graph.producer else stage
             if kind == "parameter" and len({stage_of[reader] for reader, _ in graph.consumers[name]}) > 1:
-                raise StrategyError(f"stages: several read {name!r}; PyTorch's pipelining would train two of it", NATIVE)
+                raise StrategyError(f"stages: several read {name!r}; PyTorch's pipelining would train two", NATIVE)
             if kind == "input" and stage:
                 raise StrategyError(
                     f"stages: operator {op.name!r} in stage {stage} reads the input {name!r}, which PyTorch's "

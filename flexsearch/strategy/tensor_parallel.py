@@ -1,4 +1,4 @@
-"""Which layers PyTorch's ``parallelize_module`` splits, and how far their split outputs flow before they are whole again.
+"""Which layers PyTorch's ``parallelize_module`` splits, and how far their outputs flow before they are whole again.
 
 ``ColwiseParallel`` splits a linear layer by output features, ``RowwiseParallel`` by input features, and an embedding by
 its rows. Between a column-parallel layer and the row-parallel one that takes its output, operators run on local
@@ -58,7 +58,7 @@ def check_split(graph: OperatorGraph, operator: int, axis: str) -> None:
     if not layer or not own:
         why = f"is a {op.kind} split over {axis!r} ({op.roles[axis]})" if not layer else f"reads {names[0]!r}"
         raise StrategyError(
-            f"operator {op.name!r} {why}; parallelize_module splits nn.Linear and nn.Embedding by their features or rows",
+            f"operator {op.name!r} {why}; parallelize_module splits nn.Linear and nn.Embedding by features or rows",
             NATIVE,
         )
 

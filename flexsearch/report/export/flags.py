@@ -28,7 +28,7 @@ def torchtitan_flags(strategy: Strategy, graph: OperatorGraph) -> Flags:
     plan, options = native_plan(strategy, graph), strategy.options
     _check_layers(plan, graph, "torchtitan")
     if plan.states == States.OPTIMIZER:
-        raise _no("states: optimizer: torchtitan replicates weights or shards them with fully_shard", "weights or whole")
+        raise _no("states: optimizer: torchtitan replicates weights or shards them (fully_shard)", "weights or whole")
     if options.recompute == "attention" or options.recompute_blocks is not None:
         raise _no("recompute: torchtitan computes whole layers again, all of them", "recompute full or none")
     if options.precision == "fp16":
@@ -119,7 +119,8 @@ def _megatron_pipeline(strategy: Strategy, plan: NativePlan) -> Flags:
         if len(set(counts)) > 1:
             middle = counts[1:-1]
             if len(set(middle)) > 1:
-                raise _no(f"stages: they have {counts} layers; Megatron-LM takes other numbers at the ends", "equal stages")
+                what = f"stages: they have {counts} layers; Megatron-LM needs equal ones between the ends"
+                raise _no(what, "equal stages")
             flags += [
                 ("--decoder-first-pipeline-num-layers", str(counts[0])),
                 ("--decoder-last-pipeline-num-layers", str(counts[-1])),

@@ -138,7 +138,7 @@ def _data_parallel(file: File) -> None:
         file.needs("torch", "optim")
         file.functions.append(
             "def make_optimizer(model: nn.Module, kind: type[optim.Optimizer], **options: float):\n"
-            '    """Each rank keeps a part of the optimizer\'s states (ZeRO-1): make_optimizer(model, AdamW, lr=3e-4)."""\n'
+            '    """Each rank keeps a part of the optimizer\'s states (ZeRO-1)."""\n'
             '    group = mesh().get_group("data")\n'
             "    return ZeroRedundancyOptimizer(model.parameters(), kind, process_group=group, **options)"
         )

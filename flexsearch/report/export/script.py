@@ -11,7 +11,7 @@ from flexsearch.report.export.file import File, literal, names_text
 from flexsearch.report.export.layers import write_layers
 from flexsearch.report.units import seconds
 from flexsearch.strategy import States, Strategy
-from flexsearch.strategy.native import NativePlan, native_plan
+from flexsearch.strategy.native import native_plan
 
 SCHEDULES: Final = {
     "gpipe": "ScheduleGPipe", "1f1b": "Schedule1F1B", "interleaved-1f1b": "ScheduleInterleaved1F1B",
@@ -46,7 +46,7 @@ def _refuse(file: File) -> None:
     options, plan = file.options, file.plan
     if options.recompute == "attention":
         raise StrategyError(
-            "recompute: attention: PyTorch's checkpoint_wrapper computes whole modules again, not their attention alone",
+            "recompute: attention: PyTorch's checkpoint_wrapper computes whole modules again, not attention alone",
             "Use recompute full or none, or export to megatron.",
         )
     if plan.states == States.OPTIMIZER and not file.wrapped:
@@ -69,9 +69,9 @@ def _head(file: File) -> str:
     layout = " x ".join(f"{name} {size}" for name, size in sizes if size > 1) or "one device"
     lines = [f"{strategy.graph.name} on {strategy.cluster.name}: {layout}.", ""]
     if strategy.prediction is not None:
-        lines += [f"Predicted: {seconds(strategy.prediction.iteration_s)} a step. Global batch: {file.graph.batch}.", ""]
-    lines += ["Start one process for each device; rank r is device r of the plan. In the training script, on every rank:"]
-    lines += [""]
+        time_s = strategy.prediction.iteration_s
+        lines += [f"Predicted: {seconds(time_s)} a step with a global batch of {file.graph.batch}.", ""]
+    lines += ["Start one process for each device; rank r is device r of the plan. In the training script:", ""]
     where = "model.cuda()" if file.device == "cuda" else "model"
     use = ["dist.init_process_group()", f"model = apply_plan({where})"]
     step = "loss(model(share(inputs)), share(target)).backward()"
