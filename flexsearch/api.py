@@ -194,13 +194,14 @@ class Setting:
     def search_layouts(
         self, budget: str | float, *, options: Options | None = None,
         on_progress: Callable[[HybridProgress], None] | None = None, on_end: Callable[[], None] | None = None,
+        native: bool = False,
     ) -> HybridResult:  # fmt: skip
         """The search over data x tensor x pipeline layouts (:func:`flexsearch.search.hybrid.search_hybrid`), with a
         budget of time. Its plans can be simulated (:meth:`step`), not run yet. Raises StrategyError."""
         budget_s, _ = parse_budget(budget)
         return search_hybrid(
             self.graph, self.topology, options, self.costs.profile, budget_s=budget_s or LONGEST_S,
-            on_progress=on_progress, on_end=on_end,
+            on_progress=on_progress, on_end=on_end, native=native,
         )  # fmt: skip
 
     def step(self, strategy: Strategy) -> StagedStep:

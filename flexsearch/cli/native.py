@@ -73,6 +73,7 @@ def optimize_native(
         tell(f"\n{native_words(answer.simulation.makespan_s, free_s)}")
         tell_cost(setting, answer.simulation.makespan_s, cost_per_hour)
         tell(f"{result.plans:,} native plans in {result.elapsed_s:.3g} s; {result.stopped}.")
+        stdout.print(f"\nWrote {output}.", soft_wrap=True)
         tell_export(output, size)
 
     show(as_json, with_cost(data, setting, cost_per_hour), human)
@@ -116,4 +117,4 @@ def native_words(native_s: float, free_s: float | None) -> str:
 def tell_export(output: Path, size: str) -> None:
     """Print what to do with a native plan."""
     command = " ".join(filter(None, (f"flexsearch export {output} --to torch -o apply_plan.py", size)))
-    stdout.print(f"\nWrote {output}. As ordinary PyTorch:\n  {command}", soft_wrap=True)
+    stdout.print(f"As ordinary PyTorch: {command}", soft_wrap=True)

@@ -148,7 +148,8 @@ def optimize(
             resume=resume, pin=pin, plot=plot, exhaustive=exhaustive, seed=seed, margin=margin, processes=processes
         )
         options = make_options(optimizer, precision, recompute, reshard_after_forward)
-        optimize_layouts(setting, options, budget, output, as_json, size.words(), plan_only, cost_per_hour)
+        optimize_layouts(setting, options, budget, output, as_json, size.words(), plan_only, cost_per_hour,
+                         space == "native")  # fmt: skip
         return
     if space == "native":
         refuse_with_native(resume=resume, pin=pin, plot=plot, exhaustive=exhaustive)

@@ -19,7 +19,7 @@ from flexsearch.search.evaluate import Configs, Evaluation, Evaluator, better
 from flexsearch.search.tuning import candidates
 from flexsearch.strategy import Options, Prediction, Search, States, Strategy
 from flexsearch.strategy.baselines import has_weights, in_rows, inside_group
-from flexsearch.strategy.native import native_plan
+from flexsearch.strategy.native import torch_plan
 from flexsearch.strategy.tensor_parallel import check_split, flow
 from flexsearch.topology import Topology
 
@@ -46,7 +46,7 @@ def search_native(
     graph: OperatorGraph, topology: Topology, costs: Costs, options: Options, *, budget_s: float | None = None,
     plans: int | None = None, on_progress: Callable[[int, float], None] | None = None,
 ) -> NativeResult:  # fmt: skip
-    """The fastest plan of one stage and one microbatch on all devices that ``native_plan`` accepts, found within
+    """The fastest plan of one stage and one microbatch on all devices that ``torch_plan`` accepts, found within
     ``budget_s`` seconds or ``plans`` simulated plans. ``on_progress``: called with the number of plans and the best
     time (s). Raises StrategyError, with the reason, if the model has no such plan here."""
     return _NativeSearch(graph, topology, costs, options, Budget(budget_s, plans), on_progress).run()
@@ -136,7 +136,7 @@ class _NativeSearch:
         configs = self._configs(data, tensor, split, states)
         strategy = self._strategy(configs, options)
         try:
-            native_plan(strategy, self.graph)
+            torch_plan(strategy, self.graph)
         except StrategyError as error:
             self.refused = error
             return None

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Final
 
 from flexsearch.errors import StrategyError
 from flexsearch.graph import Operator, OperatorGraph
@@ -18,6 +19,9 @@ from flexsearch.strategy.pipeline import Pipeline
 from flexsearch.strategy.schedule import ranks_of
 from flexsearch.strategy.stage_modules import stage_modules
 from flexsearch.strategy.tensor_parallel import NATIVE, Flow, check_split, flow
+
+SINGLE: Final = ("gpipe", "1f1b")
+"""Schedules whose classes in PyTorch take one stage on a rank."""
 
 Grid = tuple[tuple[int, ...], ...]
 """Devices of a stage: a row for each share of the samples, in it the parts of tensor parallelism."""
@@ -79,6 +83,31 @@ def native_plan(strategy: Strategy, graph: OperatorGraph) -> NativePlan:
     _check_function(strategy, graph, len(mesh[0]))
     states = _states(graph, configs) if len(mesh[0]) > 1 else States.WHOLE
     return NativePlan(mesh, split, flowing, states, tuple(ranks), modules, elsewhere)
+
+
+def torch_plan(strategy: Strategy, graph: OperatorGraph) -> NativePlan:
+    """What PyTorch alone makes of a strategy. Raises StrategyError as ``native_plan``, and where only torchtitan or
+    Megatron-LM have a part for an option."""
+    plan, options = native_plan(strategy, graph), strategy.options
+    if options.recompute == "attention":
+        raise StrategyError(
+            "recompute: attention: PyTorch's checkpoint_wrapper computes whole modules again, not attention alone",
+            "Use recompute full or none, or export to megatron.",
+        )
+    alone = plan.tensor == plan.pipeline == 1 and options.precision == "as-is"
+    if plan.states == States.OPTIMIZER and not alone:
+        raise StrategyError(
+            "states: optimizer: PyTorch's ZeroRedundancyOptimizer does not go with tensor parallelism, pipelines or "
+            "another precision",
+            "Use states weights (fully_shard) or whole, or export to megatron.",
+        )
+    each = max(map(len, plan.held))
+    if plan.pipeline > 1 and strategy.schedule in SINGLE and each > 1:
+        raise StrategyError(
+            f"schedule: {strategy.schedule}: PyTorch's runs one stage on each rank, the plan has {each}",
+            "Join these stages, or use interleaved-1f1b.",
+        )
+    return plan
 
 
 def _check_ranks(strategy: Strategy, pipeline: Pipeline, ranks: Sequence[Sequence[int]]) -> None:

@@ -5,13 +5,12 @@ from __future__ import annotations
 from textwrap import indent
 from typing import Final
 
-from flexsearch.errors import StrategyError
 from flexsearch.graph import OperatorGraph
 from flexsearch.report.export.file import File, literal, names_text
 from flexsearch.report.export.layers import write_layers
 from flexsearch.report.units import seconds
 from flexsearch.strategy import States, Strategy
-from flexsearch.strategy.native import native_plan
+from flexsearch.strategy.native import SINGLE, torch_plan
 
 SCHEDULES: Final = {
     "gpipe": "ScheduleGPipe", "1f1b": "Schedule1F1B", "interleaved-1f1b": "ScheduleInterleaved1F1B",
@@ -19,16 +18,13 @@ SCHEDULES: Final = {
     "zero-bubble-v": "ScheduleZBVZeroBubble", "dualpipe-v": "ScheduleDualPipeV",
 }  # fmt: skip
 """Classes of ``torch.distributed.pipelining.schedules``."""
-SINGLE: Final = ("gpipe", "1f1b")
-"""Those that take one stage on a rank."""
 
 
 def torch_file(strategy: Strategy, graph: OperatorGraph) -> str:
     """The text of a file with ``apply_plan``. Raises StrategyError with the first operator or option of the plan that
     PyTorch's parts cannot express."""
-    plan = native_plan(strategy, graph)
+    plan = torch_plan(strategy, graph)
     file = File(graph, strategy, plan)
-    _refuse(file)
     _mesh(file)
     if plan.pipeline > 1:
         _parts(file)
@@ -40,27 +36,6 @@ def torch_file(strategy: Strategy, graph: OperatorGraph) -> str:
     layers = indent("\n".join([*file.layers, "return model"]), "    ")
     doc = '    """The model as this rank runs it. Call it before the optimizer is made."""\n'
     return file.text(_head(file), f"def apply_plan(model: nn.Module) -> nn.Module:\n{doc}{layers}")
-
-
-def _refuse(file: File) -> None:
-    options, plan = file.options, file.plan
-    if options.recompute == "attention":
-        raise StrategyError(
-            "recompute: attention: PyTorch's checkpoint_wrapper computes whole modules again, not attention alone",
-            "Use recompute full or none, or export to megatron.",
-        )
-    if plan.states == States.OPTIMIZER and not file.wrapped:
-        raise StrategyError(
-            "states: optimizer: PyTorch's ZeroRedundancyOptimizer does not go with tensor parallelism, pipelines or "
-            "another precision",
-            "Use states weights (fully_shard) or whole, or export to megatron.",
-        )
-    each = max(map(len, plan.held))
-    if plan.pipeline > 1 and file.strategy.schedule in SINGLE and each > 1:
-        raise StrategyError(
-            f"schedule: {file.strategy.schedule}: PyTorch's runs one stage on each rank, the plan has {each}",
-            "Join these stages, or use interleaved-1f1b.",
-        )
 
 
 def _head(file: File) -> str:

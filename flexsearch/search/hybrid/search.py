@@ -21,6 +21,7 @@ from flexsearch.search.hybrid.cuts import Cuts
 from flexsearch.search.hybrid.estimate import Estimate, Estimates
 from flexsearch.search.hybrid.layout import Layout, neighbours, runs
 from flexsearch.search.hybrid.moves import moved_borders, moved_devices, split_and_joined
+from flexsearch.search.hybrid.native import as_native
 from flexsearch.search.hybrid.numbers import Numbers
 from flexsearch.search.hybrid.order import listed
 from flexsearch.search.hybrid.outcome import Candidate, HybridProgress, HybridResult
@@ -75,14 +76,16 @@ def search_hybrid(
     budget_s: float = 60.0,
     on_progress: Callable[[HybridProgress], None] | None = None,
     on_end: Callable[[], None] | None = None,
+    native: bool = False,
 ) -> HybridResult:
     """The fastest plan that is found among data x tensor x pipeline layouts of all devices, and with other splits of
     operators and other borders of stages inside them. It may need memory that no plan of one stage and one microbatch
     could do with. ``options``: of the whole step; the search sets those that a layout leaves open. Ctrl-C ends the
-    search with the best plan so far. ``on_end``: called once, when the search itself is over.
+    search with the best plan so far. ``on_end``: called once, when the search itself is over. ``native``: only plans
+    that PyTorch's own parts express.
 
     Raises StrategyError if the graph cannot be planned so: no batch to divide, or devices that are not alike."""
-    search = LayoutSearch(graph, topology, options or Options(), profile, budget_s, on_progress)
+    search = LayoutSearch(graph, topology, options or Options(), profile, budget_s, on_progress, native)
     return search.run(on_end or (lambda: None))
 
 
@@ -95,10 +98,10 @@ class LayoutSearch:
 
     def __init__(
         self, graph: OperatorGraph, topology: Topology, options: Options, profile: Profile | None, budget_s: float,
-        on_progress: Callable[[HybridProgress], None] | None,
+        on_progress: Callable[[HybridProgress], None] | None, native: bool = False,
     ) -> None:  # fmt: skip
         self.graph, self.topology, self.options, self.budget_s = graph, topology, options, budget_s
-        self.on_progress = on_progress
+        self.on_progress, self.native = on_progress, native
         self.simulators = StagedSimulators(graph, topology, profile, options.precision)
         self.cuts, self.splits = Cuts(self.simulators.graph), Splits(self.simulators)
         self.works = Works(self.simulators.graph, topology, profile, options)
@@ -127,6 +130,11 @@ class LayoutSearch:
                 raise
             on_end()
             stopped = "the search was interrupted"
+        if self.best is None and self.native:
+            raise StrategyError(
+                f"no layout that PyTorch's modules express suits {self.graph.name} on {self.topology.name}",
+                "Search without --space native; `flexsearch export` then says what they cannot express.",
+            )
         if self.best is None:
             raise StrategyError(
                 f"no layout of {len(self.topology.devices)} devices of {self.topology.name} suits {self.graph.name}: "
@@ -141,7 +149,7 @@ class LayoutSearch:
         ranking = Ranking(self.ratios, self._estimated(self.numbers.layouts()))
         self._simulate_best(ranking)
         self.phase = "stages of different sizes"
-        uneven = Ranking(self.ratios, self._estimated(self.numbers.divisions()))
+        uneven = Ranking(self.ratios, self._estimated(iter(()) if self.native else self.numbers.divisions()))
         self._simulate_best(uneven)
         self.phase = "other layouts"
         for others in (ranking, uneven):
@@ -154,6 +162,8 @@ class LayoutSearch:
         self.phase = "moves"
         for candidate in self._different(lambda c: c.layout.factoring, None if self.cuts.short else CLIMBED):
             self._climb(candidate)
+        if self.native:
+            return
         self.phase = "splits of operators"
         if self.cuts.short:
             self.evaluate(Layout(1, 1, 1, widths=(len(self.topology.devices),)), self.options)
@@ -190,12 +200,17 @@ class LayoutSearch:
             return False
         return True
 
-    def _candidate(self, key: Key) -> Candidate:
+    def _candidate(self, key: Key) -> Candidate | None:
         layout, options, first = key
         before = time.monotonic()
         if before - self.began + self._longest_s / 2 > self.budget_s and self.best is not None:
             raise _Over
         pipeline, configs = self.splits.plan(layout, first or self.estimates.first(layout))
+        if self.native:
+            exact = as_native(self.graph, self.topology, pipeline, configs, options)
+            if exact is None:
+                return None
+            configs = exact
         found = self.simulated(layout, options, pipeline, configs, own=not first)
         self.ratios.learn(key, self.estimates.estimate(*key), Estimate(found.seconds, found.used))
         if self.plans == 1:
