@@ -1,7 +1,8 @@
 """The search among plans that PyTorch's own parts express: meshes of data x tensor, a form for each module.
 
 There are few of them: for every factoring of the devices and every way to keep states, the forms of the modules are
-improved one sort at a time (all "layers.*.mlp.up_proj" at once), from Megatron's on, until no change of one sort helps.
+improved one sort at a time (all "layers.*.mlp.up_proj" at once), from Megatron's and from output features on, until no
+change of one sort helps.
 """
 
 from __future__ import annotations
@@ -69,7 +70,8 @@ class _NativeSearch:
         stopped = "no change of the form of one sort of modules makes the plan faster"
         try:
             for data, tensor in self._meshes():
-                self._improve(data, tensor)
+                for split in self._starts(tensor):
+                    self._improve(data, tensor, split)
         except _Over:
             stopped = "the budget was used up"
         except KeyboardInterrupt:
@@ -91,9 +93,19 @@ class _NativeSearch:
             if tensor == 1 or self._splits(tensor):
                 yield count // tensor, tensor
 
-    def _improve(self, data: int, tensor: int) -> None:
-        """The best plan of one mesh: first how states are kept, then the forms of the modules, then the buckets."""
-        split = self._megatron(tensor) if tensor > 1 else {}
+    def _starts(self, tensor: int) -> list[dict[int, str]]:
+        """Megatron's splits, and all modules by output features, which are gathered at once."""
+        if tensor == 1:
+            return [{}]
+        columns = {
+            i: axis for members, axes in self._splits(tensor).items() for i in members
+            for axis in axes if self.graph.operators[i].roles[axis] == "parameter"
+        }  # fmt: skip
+        starts = [self._megatron(tensor), columns]
+        return starts[: 1 + (starts[0] != starts[1])]
+
+    def _improve(self, data: int, tensor: int, split: dict[int, str]) -> None:
+        """The best plan of one mesh from a split on: how states are kept, the forms of the modules, the buckets."""
         states, options, now = self._best_states(data, tensor, split)
         improved = tensor > 1
         while improved:
@@ -177,7 +189,7 @@ class _NativeSearch:
         """Sorts of modules, as their operators, and the axes along which they can be split in so many parts."""
         sorts: dict[str, list[int]] = {}
         for i in sorted(self.weighted):
-            sorts.setdefault(re.sub(r"\d+", "#", self.graph.operators[i].module), []).append(i)
+            sorts.setdefault(re.sub(r"(?<=\.)\d+(?=\.)", "*", self.graph.operators[i].module), []).append(i)
         found = {}
         for members in sorts.values():
             op = self.graph.operators[members[0]]
