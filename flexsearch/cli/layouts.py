@@ -63,7 +63,7 @@ def optimize_layouts(
     """Search over layouts, write the best plan, print it. ``size``: the options that gave the graph its size.
     ``asked``: whether the user asked for plans that cannot be run. ``cost_per_hour``: money for a device.
     ``native``: a second search, with half of the budget, looks for plans that can be exported; these are written."""
-    from flexsearch.cli.native import halved, native_words, tell_export
+    from flexsearch.cli.space import halved, native_words, tell_export
     from flexsearch.errors import StrategyError
 
     seconds = need_time(budget)

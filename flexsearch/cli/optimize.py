@@ -27,7 +27,7 @@ from flexsearch.cli.common import (
 )
 from flexsearch.cli.layouts import optimize_layouts, refuse_with_layouts, too_large
 from flexsearch.cli.money import tell_cost, with_cost
-from flexsearch.cli.native import halved, optimize_native, refuse_with_native
+from flexsearch.cli.native import optimize_native
 from flexsearch.cli.plans import (
     OptimizerOption,
     PrecisionOption,
@@ -38,6 +38,7 @@ from flexsearch.cli.plans import (
     print_plans,
 )
 from flexsearch.cli.progress import Live, compiling
+from flexsearch.cli.space import halved, refuse_with_native
 
 if TYPE_CHECKING:
     from flexsearch.api import Setting

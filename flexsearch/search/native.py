@@ -16,7 +16,7 @@ from flexsearch.cost import Costs
 from flexsearch.errors import StrategyError
 from flexsearch.graph import OperatorGraph
 from flexsearch.search.budget import Budget
-from flexsearch.search.evaluate import Configs, Evaluation, Evaluator, better
+from flexsearch.search.evaluate import Configs, Evaluation, Evaluator, better, by_rank
 from flexsearch.search.tuning import candidates
 from flexsearch.strategy import Options, Prediction, Search, States, Strategy
 from flexsearch.strategy.baselines import has_weights, in_rows, inside_group
@@ -69,9 +69,13 @@ class _NativeSearch:
     def run(self) -> NativeResult:
         stopped = "no change of the form of one sort of modules makes the plan faster"
         try:
+            starts = []
             for data, tensor in self._meshes():
                 for split in self._starts(tensor):
-                    self._improve(data, tensor, split)
+                    if (found := self._best_states(data, tensor, split)[2]) is not None:
+                        starts.append((by_rank(found), len(starts), data, tensor, split))
+            for _, _, data, tensor, split in sorted(starts, key=lambda start: start[:2]):
+                self._improve(data, tensor, split)
         except _Over:
             stopped = "the budget was used up"
         except KeyboardInterrupt:
