@@ -69,7 +69,7 @@ class _NativeSearch:
     def run(self) -> NativeResult:
         stopped = "no change of the form of one sort of modules makes the plan faster"
         try:
-            starts = []
+            starts: list[tuple[tuple[bool, float], int, int, int, dict[int, str]]] = []
             for data, tensor in self._meshes():
                 for split in self._starts(tensor):
                     if (found := self._best_states(data, tensor, split)[2]) is not None:
