@@ -17,6 +17,7 @@ from flexsearch.proof.exhaustive import Optimum, Step, exhaustive
 from flexsearch.proof.spaces import aligned_configs
 from flexsearch.search.evaluate import Evaluator
 from flexsearch.search.hybrid import HybridProgress, HybridResult, search_hybrid
+from flexsearch.search.native import NativeResult, search_native
 from flexsearch.search.optimize import search
 from flexsearch.search.outcome import Progress, SearchResult
 from flexsearch.search.pins import parse_pins
@@ -177,9 +178,23 @@ class Setting:
             on_phase=on_phase, on_end=on_end,
         )  # fmt: skip
 
+    def search_native(
+        self, budget: str | float, *, options: Options | None = None,
+        on_progress: Callable[[int, float], None] | None = None,
+    ) -> NativeResult:  # fmt: skip
+        """The search among plans that ``flexsearch export`` writes as ordinary PyTorch
+        (:func:`flexsearch.search.native.search_native`), with a budget as :func:`parse_budget` takes it."""
+        budget_s, plans = parse_budget(budget)
+        here = self.under(options)
+        return search_native(
+            here.graph, here.topology, here.costs, options or Options(), budget_s=budget_s, plans=plans,
+            on_progress=on_progress,
+        )  # fmt: skip
+
     def search_layouts(
         self, budget: str | float, *, options: Options | None = None, processes: int | None = None,
         on_progress: Callable[[HybridProgress], None] | None = None, on_end: Callable[[], None] | None = None,
+        native: bool = False,
     ) -> HybridResult:  # fmt: skip
         """The search over data x tensor x pipeline layouts (:func:`flexsearch.search.hybrid.search_hybrid`), with a
         budget of time, on ``processes`` at most (None: one for each core). Its plans can be simulated (:meth:`step`),
@@ -187,7 +202,7 @@ class Setting:
         budget_s, _ = parse_budget(budget)
         return search_hybrid(
             self.graph, self.topology, options, self.costs.profile, budget_s=budget_s or LONGEST_S,
-            processes=processes, on_progress=on_progress, on_end=on_end,
+            processes=processes, on_progress=on_progress, on_end=on_end, native=native,
         )  # fmt: skip
 
     def step(self, strategy: Strategy) -> StagedStep:

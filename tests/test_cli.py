@@ -25,7 +25,9 @@ def test_version_and_help(cli: Cli) -> None:
     assert cli("--version").out.strip() == f"flexsearch {flexsearch.__version__}"
     help_ = cli("--help")
     assert help_.code == 0
-    for command in ("import", "profile", "probe", "simulate", "optimize", "compare", "explain", "diff", "plot", "run"):
+    for command in (
+        "import", "profile", "probe", "simulate", "optimize", "compare", "explain", "diff", "plot", "export", "run"
+    ):  # fmt: skip
         assert f" {command} " in help_.out
         assert cli(command, "--help").code == 0
 

@@ -58,14 +58,25 @@ def need_time(budget: str) -> float:
 
 def optimize_layouts(
     setting: Setting, options: Options, budget: str, processes: int | None, output: Path, as_json: bool, size: str,
-    asked: bool, cost_per_hour: float | None,
+    asked: bool, cost_per_hour: float | None, native: bool = False,
 ) -> None:  # fmt: skip
     """Search over layouts, write the best plan, print it. ``size``: the options that gave the graph its size.
-    ``asked``: whether the user asked for plans that cannot be run. ``cost_per_hour``: money for a device."""
+    ``asked``: whether the user asked for plans that cannot be run. ``cost_per_hour``: money for a device.
+    ``native``: a second search, with half of the budget, looks for plans that can be exported; these are written."""
+    from flexsearch.cli.space import halved, native_words, tell_export
     from flexsearch.errors import StrategyError
 
     seconds = need_time(budget)
-    result = _search(setting, options, seconds, budget, processes)
+    free_s = None
+    if native:
+        budget, seconds = halved(budget), seconds / 2
+        free = _search(setting, options, seconds, budget, processes)
+        free_s = free.best.seconds if free.best.feasible else None
+        with signals.current.released():
+            result = _search(setting, options, seconds, budget, processes, native)
+        free_s = min(free_s, result.best.seconds) if free_s is not None else None
+    else:
+        result = _search(setting, options, seconds, budget, processes)
     if not result.best.feasible:
         raise StrategyError(*_nothing_fits(setting, options, result, seconds))
     result.strategy.save(output)
@@ -74,12 +85,23 @@ def optimize_layouts(
         rows.insert(0, _row("found", result.best, result.step))
     rows.sort(key=lambda row: (row.name != (result.baseline or "found"), row.step.missing > 0, row.step.makespan_s))
     data = with_cost(_data(setting, result, rows, output), setting, cost_per_hour)
-    show(as_json, data, lambda: _say(setting, result, rows, output, size, asked, cost_per_hour))
+    if native:
+        data |= {"space": "native", "free_s": free_s}
+
+    def human() -> None:
+        from flexsearch.cli.details import tell
+
+        _say(setting, result, rows, output, size, asked, cost_per_hour)
+        if native:
+            tell(native_words(result.best.seconds, free_s))
+            tell_export(output, size)
+
+    show(as_json, data, human)
 
 
 def _search(
-    setting: Setting, options: Options, seconds: float, budget: str, processes: int | None
-) -> HybridResult:
+    setting: Setting, options: Options, seconds: float, budget: str, processes: int | None, native: bool = False
+) -> HybridResult:  # fmt: skip
     with Live(compiling(), seconds) as live:
 
         def report(now: HybridProgress) -> None:
@@ -88,7 +110,8 @@ def _search(
             live.show(now.phase, now.elapsed_s, seconds, f"{now.considered:,} plans{best}")
 
         return setting.search_layouts(
-            budget, options=options, processes=processes, on_progress=report, on_end=signals.current.hold
+            budget, options=options, processes=processes, on_progress=report, on_end=signals.current.hold,
+            native=native,
         )
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
@@ -27,6 +27,7 @@ from flexsearch.cli.common import (
 )
 from flexsearch.cli.layouts import optimize_layouts, refuse_with_layouts, too_large
 from flexsearch.cli.money import tell_cost, with_cost
+from flexsearch.cli.native import optimize_native
 from flexsearch.cli.plans import (
     OptimizerOption,
     PrecisionOption,
@@ -37,6 +38,7 @@ from flexsearch.cli.plans import (
     print_plans,
 )
 from flexsearch.cli.progress import Live, compiling
+from flexsearch.cli.space import halved, refuse_with_native
 
 if TYPE_CHECKING:
     from flexsearch.api import Setting
@@ -113,6 +115,10 @@ def optimize(
             help="Search data x tensor x pipeline layouts with microbatches: plans that can be simulated, not run yet.",
         ),
     ] = False,
+    space: Annotated[
+        Literal["free", "native"],
+        typer.Option("--space", help="native: only plans that `flexsearch export` can write as ordinary PyTorch."),
+    ] = "free",
     cost_per_hour: PriceOption = None,
     plot: Annotated[
         Path | None, typer.Option("--plot", help="Draw the progress of the search: a .png, .svg or .pdf file.")
@@ -136,8 +142,16 @@ def optimize(
         refuse_with_layouts(resume=resume, pin=pin, plot=plot, exhaustive=exhaustive, seed=seed, margin=margin)
         options = make_options(optimizer, precision, recompute, reshard_after_forward)
         optimize_layouts(
-            setting, options, budget, processes, output, as_json, size.words(), plan_only, cost_per_hour
+            setting, options, budget, processes, output, as_json, size.words(), plan_only, cost_per_hour,
+            space == "native",
         )
+        return
+    if space == "native":
+        refuse_with_native(resume=resume, pin=pin, plot=plot, exhaustive=exhaustive)
+        options = make_options(optimizer, precision, recompute, reshard_after_forward)
+        half = halved(budget)
+        free = _search(setting, half, seed, None, (), processes, 0.0, options)
+        optimize_native(setting, options, half, free, output, as_json, size.words(), cost_per_hour)
         return
     first = load_strategy(resume, setting) if resume is not None else None
     # What is to be proved is the best plan, not the simplest of the good ones.

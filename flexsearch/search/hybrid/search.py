@@ -70,16 +70,18 @@ def search_hybrid(
     processes: int | None = None,
     on_progress: Callable[[HybridProgress], None] | None = None,
     on_end: Callable[[], None] | None = None,
+    native: bool = False,
 ) -> HybridResult:
     """The fastest plan that is found among data x tensor x pipeline layouts of all devices, and with other splits of
     operators and other borders of stages inside them. It may need memory that no plan of one stage and one microbatch
     could do with. ``options``: of the whole step; the search sets those that a layout leaves open. ``processes``:
     at most so many; None: one for each core; a search that ``budget_s`` (s) does not end finds the same with any
-    number. Ctrl-C ends the search with the best plan so far. ``on_end``: called once, when the search itself is over.
+    number. ``native``: only plans that PyTorch's own parts express. Ctrl-C ends the search with the best plan so
+    far. ``on_end``: called once, when the search itself is over.
 
     Raises StrategyError if the graph cannot be planned so: no batch to divide, or devices that are not alike."""
     count = cores() if processes is None else processes
-    search = LayoutSearch(graph, topology, options or Options(), profile, budget_s, on_progress, count)
+    search = LayoutSearch(graph, topology, options or Options(), profile, budget_s, on_progress, count, native)
     return search.run(on_end or (lambda: None))
 
 
@@ -92,13 +94,13 @@ class LayoutSearch:
 
     def __init__(
         self, graph: OperatorGraph, topology: Topology, options: Options, profile: Profile | None, budget_s: float,
-        on_progress: Callable[[HybridProgress], None] | None = None, processes: int = 1,
+        on_progress: Callable[[HybridProgress], None] | None = None, processes: int = 1, native: bool = False,
     ) -> None:  # fmt: skip
         self.began = time.monotonic()
         self.graph, self.topology, self.options, self.budget_s = graph, topology, options, budget_s
-        self.on_progress, self.processes = on_progress, processes
-        self.trials = Trials(graph, topology, options, profile)
-        self.ahead = Ahead(self.trials, (graph, topology, options, profile), processes - 1, self._watch)
+        self.on_progress, self.processes, self.native = on_progress, processes, native
+        self.trials = Trials(graph, topology, options, profile, native)
+        self.ahead = Ahead(self.trials, (graph, topology, options, profile, native), processes - 1, self._watch)
         self.cuts, whole = self.trials.cuts, self.trials.simulators.graph
         self.works = Works(whole, topology, profile, options)
         self.estimates, self.ratios = Estimates(self.works, self.cuts), Ratios()
@@ -130,6 +132,11 @@ class LayoutSearch:
                 stopped = "the search was interrupted"
             on_end()
             if self.best is None:
+                if self.native:
+                    raise StrategyError(
+                        f"no layout that PyTorch's modules express suits {self.graph.name} on {self.topology.name}",
+                        "Search without --space native; `flexsearch export` then says what they cannot express.",
+                    )
                 raise StrategyError(
                     f"no layout of {len(self.topology.devices)} devices of {self.topology.name} suits "
                     f"{self.graph.name}: its batch of {self.graph.batch} can be divided among none",
@@ -148,7 +155,7 @@ class LayoutSearch:
         ranking = Ranking(self.ratios, self._estimated(self.numbers.layouts()))
         self._simulate_best(ranking)
         self.phase = "stages of different sizes"
-        uneven = Ranking(self.ratios, self._estimated(self.numbers.divisions()))
+        uneven = Ranking(self.ratios, self._estimated(iter(()) if self.native else self.numbers.divisions()))
         self._simulate_best(uneven)
         self.phase = "other layouts"
         for others in (ranking, uneven):
@@ -161,6 +168,8 @@ class LayoutSearch:
         self.phase = "moves"
         for candidate in self._different(None if self.cuts.short else CLIMBED):
             self._climb(candidate)
+        if self.native:
+            return
         self.phase = "splits of operators"
         if self.cuts.short:
             everywhere = Layout(1, 1, 1, widths=(len(self.topology.devices),))

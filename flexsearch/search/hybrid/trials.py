@@ -15,6 +15,7 @@ from flexsearch.cost import Profile
 from flexsearch.errors import StrategyError, TopologyError
 from flexsearch.graph import OperatorGraph
 from flexsearch.search.hybrid.cuts import Cuts
+from flexsearch.search.hybrid.native import as_native
 from flexsearch.search.hybrid.order import listed
 from flexsearch.search.hybrid.outcome import Candidate
 from flexsearch.search.hybrid.ranking import Key
@@ -64,11 +65,13 @@ def trials_of(*arguments: Any) -> Callable[[Request, Watch], Answer]:
 
 
 class Trials:
-    """Simulates plans of one graph on one topology; all have the precision of ``options``."""
+    """Simulates plans of one graph on one topology; all have the precision of ``options``. ``native``: only those that
+    PyTorch's own parts express."""
 
     def __init__(
-        self, graph: OperatorGraph, topology: Topology, options: Options, profile: Profile | None
+        self, graph: OperatorGraph, topology: Topology, options: Options, profile: Profile | None, native: bool = False
     ) -> None:
+        self.graph, self.topology, self.native = graph, topology, native
         self.simulators = StagedSimulators(graph, topology, profile, options.precision)
         self.splits, self.cuts = Splits(self.simulators), Cuts(self.simulators.graph)
         self.kept: dict[str, tuple[Candidate, DeltaSimulator]] = {}
@@ -97,14 +100,19 @@ class Trials:
         return replace(answer, step=replace(answer.step, measure=partial(tuple, answer.step.usage)))
 
     def _plan(self, key: Key, first: tuple[int, ...]) -> Candidate | None:
-        """The plan of a layout, simulated; None where its blocks are not alike, or the samples of the graph cannot be
-        shared out among them."""
+        """The plan of a layout, simulated; None where its blocks are not alike, the samples of the graph cannot be
+        shared out among them, or PyTorch's own parts have to express it and do not."""
         layout, options = key.layout, key.options
         try:
             self.simulators.share(layout.data, layout.microbatches)
         except (StrategyError, TopologyError):
             return None
         pipeline, configs = self.splits.plan(layout, first)
+        if self.native:
+            native = as_native(self.graph, self.topology, pipeline, configs, options)
+            if native is None:
+                return None
+            configs = native
         return self._simulated(Candidate(layout, options, pipeline, configs, 0.0, 0.0, own=not key.first))
 
     def _simulated(self, plan: Candidate) -> Candidate:

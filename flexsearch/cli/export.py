@@ -1,0 +1,74 @@
+"""``export``: a plan for PyTorch, torchtitan or Megatron-LM. It does not import torch."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Literal
+
+import typer
+
+from flexsearch.cli.common import (
+    BatchOption,
+    JsonOption,
+    SequenceOption,
+    Size,
+    check_outputs,
+    setting_of,
+    show,
+    stdout,
+)
+
+if TYPE_CHECKING:
+    from flexsearch.graph import OperatorGraph
+    from flexsearch.strategy import Strategy
+
+Target = Literal["torch", "torchtitan", "megatron"]
+
+
+def export(
+    strategy: Annotated[Path, typer.Argument(metavar="STRATEGY", help="Strategy file.")],
+    to: Annotated[
+        Target, typer.Option("--to", help="torch: a Python file that applies the plan. The others: their flags.")
+    ] = "torch",
+    output: Annotated[
+        Path | None, typer.Option("--output", "-o", help="The file to write; without it the text is printed.")
+    ] = None,
+    graph: Annotated[
+        str | None, typer.Option("--graph", "-g", metavar="GRAPH", help="The graph, where it is not a shipped one.")
+    ] = None,
+    batch: BatchOption = None,
+    seq: SequenceOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Write a plan as ordinary PyTorch, or print it as flags of torchtitan or Megatron-LM.
+
+    Plans that these cannot express are refused, with the first operator or option that they cannot;
+    `flexsearch optimize --space native` searches for plans that they can.
+    """
+    from flexsearch.output import write
+    from flexsearch.strategy import Strategy
+
+    check_outputs({"--output": output}, strategy, graph)
+    plan = Strategy.load(strategy)
+    setting = setting_of(strategy, plan, graph, None, None, Size(batch, seq), "--graph GRAPH")
+    text = _text(plan, setting.graph, to)
+    if output is not None:
+        write(output, text)
+    data = {"strategy": str(strategy), "to": to, "path": str(output) if output is not None else None, "text": text}
+
+    def human() -> None:
+        if output is None:
+            stdout.print(text, end="", soft_wrap=True)
+        else:
+            stdout.print(f"Wrote {output}.", soft_wrap=True)
+
+    show(as_json, data, human)
+
+
+def _text(plan: Strategy, graph: OperatorGraph, to: Target) -> str:
+    from flexsearch.report.export import megatron_flags, torch_file, torchtitan_flags
+
+    if to == "torch":
+        return torch_file(plan, graph)
+    flags = (torchtitan_flags if to == "torchtitan" else megatron_flags)(plan, graph)
+    return " \\\n".join(f"{flag} {value}".rstrip() for flag, value in flags) + "\n"

@@ -1,0 +1,172 @@
+"""What a plan does to the layers of one model, or of a rank's part of it: tensor parallelism, recomputation, precision,
+data parallelism, in the order in which PyTorch composes them."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from itertools import chain
+
+from flexsearch.errors import StrategyError
+from flexsearch.graph import OperatorGraph
+from flexsearch.lower.recompute import NO_REGION, regions_of
+from flexsearch.report.export.file import File
+from flexsearch.strategy import States
+
+
+def write_layers(file: File) -> None:
+    """Fill ``file.layers``. Raises StrategyError for what is computed again, if that is no module."""
+    if file.plan.tensor > 1:
+        _tensor_parallel(file)
+    if file.options.recompute != "none":
+        _recompute(file)
+    norms = any(op.kind == "batch_norm" for op in file.graph.operators)
+    if norms and file.plan.data > 1 and file.graph.tracing.batch_norm_groups == 1:
+        file.layers += [
+            "# Batch normalisation over the samples of all replicas, as the plan computes it.",
+            "model = nn.SyncBatchNorm.convert_sync_batchnorm(model)",
+        ]
+    if not file.precise:
+        _precision(file)
+    if file.wrapped:
+        _data_parallel(file)
+    elif file.plan.data > 1 or not file.precise:
+        _fully_shard(file)
+
+
+def _tensor_parallel(file: File) -> None:
+    plan, graph = file.plan, file.graph
+    styles: dict[str, str] = {}
+    for i, axis in plan.split.items():
+        styles.setdefault(graph.operators[i].module, _style(file, i, axis))
+    patterns = _patterns(styles, graph, set(chain.from_iterable(plan.modules)))
+    file.needs("torch.distributed.tensor.parallel", "parallelize_module")
+    rows = [f'    "{name}": {style},' for name, style in patterns.items()]
+    file.layers += [f"# Tensor parallelism over {plan.tensor} ranks.", "styles = {", *rows, "}"]
+    if plan.pipeline > 1:
+        file.layers.append('styles = {name: styles[name] for name in styles if "*" in name or here(model, [name])}')
+    file.layers.append('parallelize_module(model, mesh()["tensor"], styles)')
+    tied = {
+        (graph.operators[i].module, name)
+        for i in plan.split for name in graph.operators[i].inputs
+        if graph.tensor[name].kind == "parameter" and not name.startswith(f"{graph.operators[i].module}.")
+    }  # fmt: skip
+    file.layers += [f"model.{module}.weight = model.{name}  # tied weights" for module, name in sorted(tied)]
+    if plan.flow.heads:
+        file.layers.append(f"# Attention divides its features into heads; each rank has 1 / {plan.tensor} of them.")
+        file.layers += file.each(plan.flow.heads, "divide_heads(model.get_submodule(name))")
+        file.functions.append(
+            "def divide_heads(attention: nn.Module) -> None:\n"
+            '    """Its numbers of heads (num_heads, n_head, kv_heads) become those of one rank."""\n'
+            "    for name, value in list(vars(attention).items()):\n"
+            '        if name.endswith(("head", "heads")) and isinstance(value, int):\n'
+            f"            setattr(attention, name, value // {plan.tensor})"
+        )
+
+
+def _style(file: File, i: int, axis: str) -> str:
+    op, flow = file.graph.operators[i], file.plan.flow
+    rows = op.roles[axis] == "reduction"
+    name = "RowwiseParallel" if rows else "ColwiseParallel"
+    whole = (op.kind == "embedding" or i in flow.cut) if rows else i in flow.gathered
+    file.needs("torch.distributed.tensor.parallel", name)
+    if not whole:
+        return f"{name}()"
+    file.needs("torch.distributed.tensor", "Replicate")
+    return f"{name}({'input' if rows else 'output'}_layouts=Replicate())"
+
+
+def _patterns(styles: Mapping[str, str], graph: OperatorGraph, whole: set[str]) -> dict[str, str]:
+    """The styles with "layers.*" for numbers where all such modules have the same. ``whole``: modules to be named."""
+    modules = {op.module for op in graph.operators}
+    found: dict[str, str] = {}
+    for name, style in styles.items():
+        pattern = re.sub(r"(?<=\.)\d+(?=\.|$)", "*", name)
+        alike = re.compile(re.escape(pattern).replace(r"\*", r"\d+"))
+        same = all(styles.get(m) == style for m in modules if alike.fullmatch(m))
+        found[pattern if same and name not in whole else name] = style
+    return found
+
+
+def _recompute(file: File) -> None:
+    graph, names = file.graph, list[str]()
+    stages = {name: k for k, stage in enumerate(file.strategy.stages) for name in stage.operators}
+    regions = regions_of(graph, "full", [stages[op.name] for op in graph.operators], file.options.recompute_blocks)
+    for region in dict.fromkeys(r for r in regions if r != NO_REGION):
+        members = {i for i, r in enumerate(regions) if r == region}
+        first = graph.operators[min(members)]
+        parts = first.module.split(".")
+        for module in (".".join(parts[: k + 1]) for k in range(len(parts))):
+            if members == {i for i, op in enumerate(graph.operators) if f"{op.module}.".startswith(f"{module}.")}:
+                names.append(module)
+                break
+        else:
+            raise StrategyError(
+                f"recompute: the part of the model from operator {first.name!r} on, which is computed again, is not a "
+                "module, and checkpoint_wrapper takes modules",
+                "Use recompute none, or a model whose repeated layers are modules.",
+            )
+    file.needs("torch.distributed.algorithms._checkpoint.checkpoint_wrapper", "checkpoint_wrapper")
+    file.layers.append("# Recomputation: of these modules only the inputs are kept for the backward pass.")
+    file.layers += file.each(names, "model.set_submodule(name, checkpoint_wrapper(model.get_submodule(name)))")
+
+
+def _precision(file: File) -> None:
+    dtype = {"bf16": "torch.bfloat16", "fp16": "torch.float16"}[file.options.precision]
+    file.needs("", "torch")
+    file.needs("torch.distributed.fsdp", "MixedPrecisionPolicy")
+    file.constants.append(f"PRECISION = MixedPrecisionPolicy(param_dtype={dtype}, reduce_dtype={dtype})")
+    file.layers += [
+        "# Precision: fully_shard casts weights and gradients, and keeps float32 masters; buffers are cast here.",
+        "for module in model.modules():",
+        "    for name, buffer in list(module.named_buffers(recurse=False)):",
+        '        if buffer.is_floating_point() and not name.startswith("running_"):',
+        f"            setattr(module, name, buffer.to({dtype}))",
+    ]
+
+
+def _data_parallel(file: File) -> None:
+    file.needs("torch.nn.parallel", "DistributedDataParallel")
+    size = f"{file.options.bucket_bytes / 2**20:g}"
+    file.layers += [
+        f"# Data parallelism over {file.plan.data} ranks: gradients are averaged in buckets of {size} MiB.",
+        'group = mesh().get_group("data")',
+        f"model = DistributedDataParallel(model, process_group=group, bucket_cap_mb={size})",
+    ]
+    if file.plan.states == States.OPTIMIZER:
+        file.needs("torch.distributed.optim", "ZeroRedundancyOptimizer")
+        file.needs("torch", "optim")
+        file.functions.append(
+            "def make_optimizer(model: nn.Module, kind: type[optim.Optimizer], **options: float):\n"
+            '    """Each rank keeps a part of the optimizer\'s states (ZeRO-1)."""\n'
+            '    group = mesh().get_group("data")\n'
+            "    return ZeroRedundancyOptimizer(model.parameters(), kind, process_group=group, **options)"
+        )
+
+
+def _fully_shard(file: File) -> None:
+    plan = file.plan
+    file.needs("torch.distributed.fsdp", "fully_shard")
+    policy = "" if file.precise else ", mp_policy=PRECISION"
+    if file.replicated:
+        file.layers.append(f"# Data parallelism over {plan.data} ranks: whole weights on each, in one shard.")
+        mesh = 'mesh()["replicate", "shard"]'
+    else:
+        again = plan.states == States.WEIGHTS and file.options.reshard_after_forward
+        when = "and gathered again for the backward pass" if again else "and gathered in the forward pass"
+        file.layers.append(f"# Weights, gradients and states in {plan.data} shards, module by module, {when}.")
+        policy = f", reshard_after_forward={again}{policy}"
+        mesh = 'mesh()["data"]'
+    line = f"fully_shard(model.get_submodule(name), mesh={mesh}{policy})"
+    file.layers += [*file.each(_blocks(file.graph), line), f"fully_shard(model, mesh={mesh}{policy})"]
+
+
+def _blocks(graph: OperatorGraph) -> list[str]:
+    """The repeated layers; of a model that has none, the modules that have weights."""
+    weighted = {
+        name.rpartition(".")[0]: None
+        for op in graph.operators for name in op.inputs if graph.tensor[name].kind == "parameter"
+    }  # fmt: skip
+    numbered = (re.match(r"(?:.*?\.)??\d+(?=\.)", name) for name in weighted)
+    blocks = dict.fromkeys(match[0] for match in numbered if match)
+    return list(blocks) if len(blocks) > 1 else [name for name in weighted if name]

@@ -1,0 +1,120 @@
+"""Training with exported files, on a rank and on one device."""
+
+from __future__ import annotations
+
+import types
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from flexsearch.graph import OperatorGraph
+from flexsearch.strategy import Options, States, Strategy
+from flexsearch.strategy.baselines import has_weights, inside_group
+from flexsearch.strategy.pipeline import Pipeline
+from flexsearch.strategy.schedule import placement
+from flexsearch.topology import Topology
+from flexsearch.zoo.base import ZooModel
+from flexsearch.zoo.cnn import lenet
+from flexsearch.zoo.large import llama7b
+from flexsearch.zoo.mlp import mlp
+from flexsearch.zoo.transformer import gpt2
+
+STEPS = 2
+Trained = tuple[list[float], dict[str, float]]
+"""The losses on this rank, and the largest error of each weight that it has."""
+
+
+def build(name: str) -> ZooModel:
+    """A small model in float64."""
+    made = {
+        "mlp": lambda: mlp(16, features=12, width=12, layers=2, classes=4),
+        "lenet": lambda: lenet(16),
+        "llama": lambda: llama7b(8, 6, 4, hidden=32, heads=4, kv_heads=2, ffn=24, vocab=20, device="cpu"),
+        "gpt2": lambda: gpt2(8, 6, 2, hidden=32, heads=4, vocab=21),
+    }[name]()
+    inputs = tuple(x.double() if x.is_floating_point() else x for x in made.inputs)
+    return ZooModel(made.model.double(), inputs, made.targets, made.loss)
+
+
+def layout(
+    graph: OperatorGraph, data: int = 1, tensor: int = 1, borders: Sequence[str] = (), *, ranks: int = 1,
+    topology: str = "ethernet-1g-4", states: States = States.WHOLE, schedule: Any = "1f1b", microbatches: int = 1,
+    options: Options | None = None,
+) -> Strategy:  # fmt: skip
+    """A data x pipeline x tensor layout of all devices, with Megatron's splits. ``borders``: first operators of the
+    stages after the first, on so many ``ranks``."""
+    cluster = Topology.load(topology)
+    first = (0, *(graph.index[name] for name in borders))
+    rank_of = {s: r for r, held in enumerate(placement(schedule, ranks, len(first) // ranks)) for s in held}
+    groups = tuple(tuple(range(rank_of[s] * tensor, (rank_of[s] + 1) * tensor)) for s in range(len(first)))
+    pipeline = Pipeline(data, first, groups, microbatches, schedule)
+    stage_of = [max(s for s, begin in enumerate(first) if begin <= i) for i in range(len(graph.operators))]
+    configs = {}
+    for i, config in enumerate(inside_group(graph, cluster, tensor)):
+        own = config.on(groups[stage_of[i]][d] for d in config.devices)
+        configs[graph.operators[i].name] = replace(own, states=states if has_weights(graph, i) else States.WHOLE)
+    return Strategy.make(
+        graph, cluster, configs, options, stages=pipeline.stages(graph, len(cluster.devices) // data),
+        microbatches=microbatches, schedule=schedule,
+    )  # fmt: skip
+
+
+def alone(name: str) -> tuple[list[float], dict[str, torch.Tensor]]:
+    """Losses and weights of the model on one device."""
+    model, inputs, targets, loss = build(name)
+    optimizer, losses = torch.optim.AdamW(model.parameters(), lr=0.01), []
+    for _ in range(STEPS):
+        value = loss(model(*inputs), targets)
+        value.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(value.item())
+    return losses, dict(model.named_parameters())
+
+
+def train(name: str, text: str, dtype: torch.dtype = torch.float64) -> Trained:
+    """The same on this rank, with an exported file; the losses of its own samples, none where the last stage is not."""
+    file: Any = types.ModuleType("apply_plan")
+    exec(text, vars(file))
+    model, inputs, targets, loss = build(name)
+    model = model.to(dtype)
+    inputs = tuple(file.share(x) if not x.is_floating_point() else file.share(x).to(dtype) for x in inputs)
+    target, losses = file.share(targets), []
+    schedule: Any = None
+    if hasattr(file, "HELD"):
+        model, schedule = file.apply_plan(model, loss)
+    else:
+        model = file.apply_plan(model)
+    optimizer = getattr(file, "make_optimizer", _adamw)(model, torch.optim.AdamW, lr=0.01)
+    for _ in range(STEPS):
+        parts: list[torch.Tensor] = []
+        if schedule is not None:
+            schedule.step(*file.first(*inputs), **file.last(target, parts))
+        elif hasattr(file, "forward_backward"):
+            parts = [file.forward_backward(model, loss, inputs, target)]
+        else:
+            parts = [loss(model(*inputs), target)]
+            parts[0].backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses += [float(sum(p.item() for p in parts)) / len(parts)] if parts else []
+    return losses, _errors(model, alone(name)[1])
+
+
+def _adamw(model: nn.Module, kind: type[torch.optim.AdamW], lr: float) -> torch.optim.Optimizer:
+    return kind(model.parameters(), lr=lr, foreach=False)
+
+
+def _errors(model: nn.Module, expected: dict[str, torch.Tensor]) -> dict[str, float]:
+    """By the name of each weight in the model as it was."""
+    found = {}
+    parts = list(model) if isinstance(model, nn.ModuleList) else [model]
+    for name, weight in (item for part in parts for item in part.named_parameters()):
+        plain = name.removeprefix("module.").replace("_checkpoint_wrapped_module.", "")
+        whole = weight.detach().full_tensor() if isinstance(weight, DTensor) else weight.detach()
+        found[plain] = (whole - expected[plain]).abs().max().item()
+    return found

@@ -1,0 +1,201 @@
+"""Exported plans: files of ordinary PyTorch train as one device does, flags say the layout, other plans are refused."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+
+import pytest
+import torch
+
+from flexsearch.errors import StrategyError
+from flexsearch.graph import OperatorGraph
+from flexsearch.graph.importer import import_model
+from flexsearch.report.export import megatron_flags, torch_file, torchtitan_flags
+from flexsearch.search.hybrid import search_hybrid
+from flexsearch.strategy import Options, States, Strategy, make_config
+from flexsearch.strategy.baselines import baseline
+from flexsearch.strategy.native import native_plan
+from flexsearch.topology import Topology
+from tests.conftest import Cli
+from tests.exported import alone, build, layout, train
+from tests.ranks import pool
+
+LLAMA = ("layers.1.input_norm", "layers.2.input_norm", "layers.3.input_norm")
+FULL, ADAM = Options(recompute="full"), Options(optimizer="adam")
+CLUSTER = Topology.load("ethernet-1g-4")
+
+
+@cache
+def graph(name: str) -> OperatorGraph:
+    model, inputs, targets, loss = build(name)
+    return import_model(model, inputs, loss, targets=targets, name=name)
+
+
+def plans() -> dict[str, tuple[str, Strategy, tuple[str, ...]]]:
+    """By what they are: the model, the plan, and what its file must contain."""
+    sharded = {"states": States.WEIGHTS, "options": FULL.model_copy(update={"reshard_after_forward": True})}
+    llama, net = graph("llama"), graph("mlp")
+    return {
+        "data": ("lenet", layout(graph("lenet"), 4), ("DistributedDataParallel",)),
+        "data, microbatches": ("mlp", layout(net, 4, microbatches=2), ("no_sync", "forward_backward")),
+        "ZeRO-1": ("mlp", layout(net, 4, states=States.OPTIMIZER), ("ZeroRedundancyOptimizer",)),
+        "ZeRO-3, microbatches": (
+            "lenet", layout(graph("lenet"), 4, states=States.WEIGHTS, microbatches=2),
+            ("fully_shard", "reshard_after_forward=False"),
+        ),
+        "tensor": ("mlp", layout(net, 1, 4), ("RowwiseParallel()", "ColwiseParallel()")),
+        "data x tensor, tied weights": (
+            "gpt2", layout(graph("gpt2"), 2, 2, microbatches=2),
+            ("lm_head.weight = model.wte.weight", "divide_heads", '"shard"', "set_requires_gradient_sync"),
+        ),
+        "data x tensor, sharded, recomputed": (
+            "llama", layout(llama, 2, 2, **sharded), ("checkpoint_wrapper", "reshard_after_forward=True"),
+        ),
+        "pipeline x data, 1F1B": (
+            "llama", layout(llama, 2, 1, LLAMA[1:2], ranks=2, microbatches=4, **sharded), ("Schedule1F1B(",),
+        ),
+        "pipeline x tensor, interleaved": (
+            "llama",
+            layout(llama, 1, 2, LLAMA, ranks=2, schedule="interleaved-1f1b", microbatches=4, options=FULL),
+            ("ScheduleInterleaved1F1B(", "HELD = ((0, 2), (1, 3))"),
+        ),
+        "pipeline, GPipe": (
+            "mlp", layout(net, 2, 1, ["layers.fc2"], ranks=2, schedule="gpipe", microbatches=2), ("ScheduleGPipe(",),
+        ),
+        "pipeline, zero bubble": (
+            "llama", layout(llama, 1, 1, LLAMA, ranks=4, schedule="zero-bubble", microbatches=4),
+            ("ScheduleInterleavedZeroBubble(",),
+        ),
+    }  # fmt: skip
+
+
+def test_exported_files_give_the_losses_and_weights_of_one_device() -> None:
+    for what, (name, strategy, needed) in plans().items():
+        text = torch_file(strategy, graph(name))
+        assert all(part in text for part in needed), (what, text)
+        losses, weights = alone(name)
+        plan = native_plan(strategy, graph(name))
+        answers = pool(4).run(train, name, text)
+        told = {d: answers[d][0] for stage in plan.mesh for row in stage for d in row[:1] if answers[d][0]}
+        assert len(told) == plan.data, what  # each replica has its own samples
+        means = [sum(column) / plan.data for column in zip(*told.values(), strict=True)]
+        assert means == pytest.approx(losses, rel=1e-9), what
+        assert {key for _, errors in answers for key in errors} == weights.keys(), what
+        assert max(error for _, errors in answers for error in errors.values()) < 1e-9, what
+
+
+def test_an_exported_file_in_bf16_trains_near_the_model() -> None:
+    strategy = layout(graph("llama"), 4, states=States.WEIGHTS, options=Options(precision="bf16"))
+    answers = pool(4).run(train, "llama", torch_file(strategy, graph("llama")), torch.float32)
+    losses, _ = alone("llama")
+    assert sum(answer[0][0] for answer in answers) / 4 == pytest.approx(losses[0], rel=2e-2)
+    assert max(error for _, errors in answers for error in errors.values()) < 5e-2
+
+
+# ---- what cannot be exported
+
+
+@pytest.mark.parametrize(
+    ("plan", "says"),
+    [
+        (lambda: baseline("pipeline", graph("mlp"), CLUSTER), "'layers.fc1' runs on 1 of the 4 devices"),
+        (lambda: baseline("megatron", graph("lenet"), CLUSTER), "is a conv2d split over 'o'"),
+        (lambda: baseline("one-weird-trick", graph("lenet"), CLUSTER), "has 1 shares of the samples, 'conv1' has 4"),
+        (lambda: layout(graph("llama"), 4, options=Options(recompute="attention")), "recompute: attention"),
+        (lambda: layout(graph("llama"), 2, 2, states=States.OPTIMIZER), "states: optimizer"),
+        (lambda: layout(graph("lenet"), 2, 1, ["relu_2"], ranks=2), "'relu' is computed by the model itself"),
+        (lambda: layout(graph("gpt2"), 2, 1, ["blocks.1.ln1"], ranks=2), "'add' is computed by the model itself"),
+        (lambda: layout(graph("llama"), 2, 1, LLAMA, ranks=2, schedule="gpipe"), "the plan has 2"),
+        (lambda: _mixed(), "'layers.fc2': its weights are kept whole, those of 'layers.fc1' weights"),
+    ],
+)  # fmt: skip
+def test_what_pytorch_cannot_express_is_refused_by_operator_or_option(plan: Callable[[], Strategy], says: str) -> None:
+    strategy = plan()
+    of = next(graph(name) for name in ("mlp", "lenet", "llama", "gpt2") if strategy.graph.name == name)
+    with pytest.raises(StrategyError) as error:
+        torch_file(strategy, of)
+    assert says in error.value.message
+    assert error.value.remedy
+
+
+def _mixed() -> Strategy:
+    strategy = layout(graph("mlp"), 4, states=States.WEIGHTS)
+    strategy.configs["layers.fc2"] = replace(strategy.configs["layers.fc2"], states=States.WHOLE)
+    return strategy
+
+
+def test_a_weight_that_two_modules_read_is_split_in_one_way() -> None:
+    strategy = layout(graph("gpt2"), 2, 2)
+    strategy.configs["wte"] = make_config(graph("gpt2").operators[graph("gpt2").index["wte"]], {}, range(2))
+    with pytest.raises(StrategyError, match=r"'wte' and 'lm_head' read 'wte.weight' split in different ways"):
+        native_plan(strategy, graph("gpt2"))
+
+
+# ---- flags
+
+
+def test_flags_of_torchtitan_and_megatron_say_the_layout() -> None:
+    options = Options(optimizer="adam", recompute="full", precision="bf16", reshard_after_forward=True)
+    plan = layout(
+        graph("llama"), 2, 2, LLAMA, ranks=2, topology="dgx-a100:1", states=States.WEIGHTS, microbatches=2,
+        schedule="interleaved-1f1b", options=options,
+    )  # fmt: skip
+    titan, megatron = dict(torchtitan_flags(plan, graph("llama"))), dict(megatron_flags(plan, graph("llama")))
+    assert titan["--parallelism.data_parallel_shard_degree"] == titan["--parallelism.tensor_parallel_degree"] == "2"
+    assert titan["--parallelism.data_parallel_replicate_degree"] == "1"
+    assert titan["--parallelism.fsdp_reshard_after_forward"] == "always"
+    assert titan["--parallelism.pipeline_parallel_schedule"] == "Interleaved1F1B"
+    assert titan["--parallelism.pipeline_parallel_layers_per_stage"] == "1"
+    assert titan["--parallelism.pipeline_parallel_microbatch_size"] == "2"  # 8 samples, 2 replicas, 2 microbatches
+    assert (titan["--training.local_batch_size"], titan["--training.seq_len"]) == ("4", "6")
+    assert titan["--activation_checkpoint.mode"] == "full"
+    assert megatron["--tensor-model-parallel-size"] == megatron["--pipeline-model-parallel-size"] == "2"
+    assert megatron["--num-layers-per-virtual-pipeline-stage"] == "1"
+    assert (megatron["--micro-batch-size"], megatron["--global-batch-size"]) == ("2", "8")
+    assert megatron["--recompute-granularity"] == "full" and "--bf16" in megatron
+    assert megatron["--data-parallel-sharding-strategy"] == "optim_grads_params"
+    assert "--use-tp-pp-dp-mapping" in megatron  # the ranks of a pipeline are next to each other
+
+
+def test_schedules_that_megatron_has_not_are_refused() -> None:
+    plan = layout(graph("llama"), 1, 1, LLAMA, ranks=4, schedule="zero-bubble", microbatches=4, options=ADAM)
+    with pytest.raises(StrategyError, match="schedule: zero-bubble"):
+        megatron_flags(plan, graph("llama"))
+    assert dict(torchtitan_flags(plan, graph("llama")))["--parallelism.pipeline_parallel_schedule"] == (
+        "InterleavedZeroBubble"
+    )
+
+
+# ---- native searches
+
+
+def test_a_native_search_over_layouts_answers_with_a_plan_that_is_exported() -> None:
+    result = search_hybrid(graph("llama"), CLUSTER, ADAM, budget_s=1.0, native=True)
+    text = torch_file(result.strategy, graph("llama"))
+    assert "def apply_plan(" in text
+    for candidate, _ in result.baselines.values():
+        configs = dict(zip(graph("llama").index, candidate.configs, strict=True))
+        assert configs["loss.cross_entropy"].parts <= 1 or candidate.layout.tensor == 1  # each rank has whole logits
+
+
+def test_a_native_search_finds_a_plan_that_is_exported(cli: Cli) -> None:
+    answer = cli("optimize", "mlp", "-t", "ethernet-1g-4", "--space", "native", "-b", 60, "--json").json
+    assert answer["free_s"] <= answer["iteration_s"]
+    assert answer["iteration_s"] <= min(p["iteration_s"] for p in answer["plans"] if p["name"] in ("fsdp", "megatron"))
+    ran = cli("export", "strategy.json", "-o", "apply_plan.py")
+    assert ran.code == 0 and "Wrote apply_plan.py." in ran.out
+    text = Path("apply_plan.py").read_text()
+    compile(text, "apply_plan.py", "exec")
+    assert torch_file(Strategy.load("strategy.json"), OperatorGraph.load("mlp")) == text
+    said = cli("optimize", "mlp", "-t", "ethernet-1g-4", "--space", "native", "-b", 60).out
+    assert "Native " in said and ", free " in said and "flexsearch export strategy.json" in said
+
+
+def test_export_says_what_a_plan_needs_and_writes_nothing(cli: Cli) -> None:
+    baseline("one-weird-trick", OperatorGraph.load("alexnet"), CLUSTER).save("plan.json")
+    ran = cli("export", "plan.json", "-o", "apply_plan.py")
+    assert ran.code == 2 and not Path("apply_plan.py").exists()
+    assert "'classifier.fc6'" in ran.err and "--space native" in " ".join(ran.err.split())
