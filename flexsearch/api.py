@@ -323,12 +323,12 @@ def optimize(
     """The fastest strategy found for training ``model`` on ``topology`` (a Topology, a file or a preset).
 
     ``inputs``, ``loss``, ``targets``: as for ``import_model``, so that ``inputs`` can be a batch as a data loader gives
-    it; it is the global one. ``parallelize`` takes them from the strategy. A graph may be given instead of a model. ``budget``: "30s", "2m", or a number of proposals, with which the same arguments give
-    the same strategy everywhere. On several ranks give a number of proposals, or optimize once and save. ``start``: a
-    strategy to go on from. ``pins``: what is fixed, as ``"encoder.*: batch=4, devices=0-3"``. ``processes``: at most so
-    many search at once; None: one for each core. ``margin``: a baseline is kept unless a plan is faster by more than
-    this share of its time. Raises ImportModelError, TopologyError, ProfileError; StrategyError if no plan was found
-    that fits into memory."""
+    it; it is the global one. ``parallelize`` takes them from the strategy. A graph may be given instead of a model.
+    ``budget``: "30s", "2m", or a number of proposals, with which the same arguments give the same strategy everywhere.
+    On several ranks give a number of proposals, or optimize once and save. ``start``: a strategy to go on from.
+    ``pins``: what is fixed, as ``"encoder.*: batch=4, devices=0-3"``. ``processes``: at most so many search at once;
+    None: one for each core. ``margin``: a baseline is kept unless a plan is faster by more than this share of its time.
+    Raises ImportModelError, TopologyError, ProfileError; StrategyError if no plan was found that fits into memory."""
     example = None
     if isinstance(model, OperatorGraph):
         graph = model

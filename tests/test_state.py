@@ -7,14 +7,11 @@ from collections.abc import Callable
 import pytest
 import torch
 import torch.nn.functional as F
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from flexsearch.errors import RuntimeFailure
 from flexsearch.graph.importer import import_model, import_with_constants
 from flexsearch.runtime.parallel import Parallel, distribute
-from flexsearch.runtime.state import unread
 from flexsearch.strategy import Strategy, StrategyFile
 from flexsearch.strategy.baselines import baseline
 from flexsearch.topology import Topology
@@ -119,7 +116,7 @@ def _on_meta(transient: bool) -> nn.Module:
 
 def _from_meta(file: str) -> tuple[float, dict[str, Tensor]]:
     parallel = _parallel(_on_meta(transient=False), file)
-    with pytest.raises(RuntimeFailure, match="call load_state_dict"):
+    with pytest.raises(RuntimeFailure, match="call load_state_dict or load"):
         parallel.step(X)
     torch.manual_seed(3)
     parallel.load_state_dict(Tables().state_dict())
@@ -238,23 +235,3 @@ def test_rows_of_a_weight_that_no_step_reads_stay_in_the_state_and_decay(name: s
             assert torch.equal(before[key], start[key])
             torch.testing.assert_close(after[key], x, rtol=1e-9, atol=1e-12)
             assert torch.equal(loaded[key], after[key] + 1)
-
-
-@settings(derandomize=True, max_examples=60, deadline=None, database=None)
-@given(st.data(), st.lists(st.integers(1, 5), min_size=1, max_size=3))
-def test_what_no_piece_reads_lies_in_one_box(data: st.DataObject, shape: list[int]) -> None:
-    def interval(size: int) -> tuple[int, int]:
-        low = data.draw(st.integers(0, size - 1))
-        return low, data.draw(st.integers(low + 1, size))
-
-    boxes = [tuple(map(interval, shape)) for _ in range(data.draw(st.integers(0, 4)))]
-    free = torch.ones(shape, dtype=torch.bool)
-    for box in boxes:
-        free[tuple(slice(*i) for i in box)] = False
-    rest = unread(shape, boxes)
-    assert (rest is None) == (not free.any())
-    if rest is not None:
-        inside = free[tuple(slice(*i) for i in rest)]
-        assert inside.sum() == free.sum()
-        for d in range(inside.dim()):  # no smaller box holds them all
-            assert inside.select(d, 0).any() and inside.select(d, -1).any()

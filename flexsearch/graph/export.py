@@ -92,8 +92,8 @@ def export_step(
 ) -> tuple[torch.export.ExportedProgram, Blocks]:
     """The functional program of ``loss(model(*args, **kwargs), targets)``, and the blocks that stand in it only once.
 
-    With ``outputs`` it returns what the model returns (``Outputs.trace``), and there is no loss. In-place operators and views are gone. Raises ImportModelError with the line of the user's code at which tracing
-    failed.
+    With ``outputs`` it returns what the model returns (``Outputs.trace``), and there is no loss. In-place operators and
+    views are gone. Raises ImportModelError with the line of the user's code at which tracing failed.
     """
     try:
         with (

@@ -73,8 +73,8 @@ class Lowered:
             if what is not None:
                 moved += [what.purpose, what.form, what.devices, what.senders, what.receivers]
                 moved += [(m.key, m.phase, m.exchange, m.what.box, m.what.moves) for m in what.members]
-            row = int(tasks.kind[task]), int(tasks.operator[task]), int(tasks.device[task]), tasks.microbatch[task], moved
-            digest.update(repr(row).encode())
+            row = [int(column[task]) for column in (tasks.kind, tasks.operator, tasks.device, tasks.microbatch)]
+            digest.update(repr((row, moved)).encode())
         return digest.hexdigest()[:16]
 
     @property

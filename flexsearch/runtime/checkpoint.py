@@ -8,13 +8,15 @@ Keys are those of PyTorch: ``model.NAME``, and for the optimizer ``optimizer.sta
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed import checkpoint
+from torch.distributed.checkpoint.filesystem import FileSystemReader
+from torch.distributed.checkpoint.state_dict_loader import load as read_checkpoint
+from torch.distributed.checkpoint.state_dict_saver import save as write_checkpoint
 from torch.optim import Optimizer
 
 from flexsearch.errors import RuntimeFailure
@@ -48,8 +50,9 @@ def optimizer_state(stored: Stored, optimizer: Optimizer) -> dict[str, Any]:
             value = known[0][key]
             if isinstance(value, Tensor) and value.shape == parameters[0].shape and value.dim():
                 of = {id(p): state[key] for p, state in zip(parameters, known, strict=True)}
-                chunks = stored.chunks(name, lambda stored_tensor, of=of: of.get(id(stored_tensor)))
-                flat[f"{_STATE}{name}.{key}"] = ShardedTensor(stored.shapes[name], value.dtype, chunks)
+                flat[f"{_STATE}{name}.{key}"] = ShardedTensor(
+                    stored.shapes[name], value.dtype, stored.chunks(name, _in_place_of(of))
+                )
             elif isinstance(value, Tensor) and value.numel() > 1:
                 raise RuntimeFailure(
                     f"the optimizer keeps {key!r} of shape {tuple(value.shape)} for {name!r}, of which this rank has "
@@ -65,6 +68,11 @@ def optimizer_state(stored: Stored, optimizer: Optimizer) -> dict[str, Any]:
     return flat
 
 
+def _in_place_of(of: Mapping[int, Tensor]) -> Callable[[Tensor], Tensor | None]:
+    """What is kept of a tensor, by its ``id``."""
+    return lambda tensor: of.get(id(tensor))
+
+
 def _trained(stored: Stored) -> dict[str, list[nn.Parameter]]:
     """This rank's trained parameters, in the order of their pieces, by the model's first name for the weight."""
     names: dict[str, str] = {}
@@ -72,7 +80,7 @@ def _trained(stored: Stored) -> dict[str, list[nn.Parameter]]:
         names.setdefault(original, name)
     result = {}
     for original, name in names.items():
-        held = [p for _, p in stored.pieces(original) if isinstance(p, nn.Parameter)] if original in stored.layouts else []
+        held = [p for _, p in stored.pieces(original) if isinstance(p, nn.Parameter)]
         if held and held[0].requires_grad:
             result[name] = held
     return result
@@ -124,7 +132,7 @@ def save(
     state: dict[str, Any] = {"model": model_state(stored), "draws": draws(context), "extra": (dict(extra),)}
     if optimizer is not None:
         state["optimizer"] = optimizer_state(stored, optimizer)
-    checkpoint.save(state, checkpoint_id=str(folder))
+    write_checkpoint(state, checkpoint_id=str(folder))
 
 
 def load(
@@ -133,11 +141,11 @@ def load(
     """Read a checkpoint into the pieces of this rank. All ranks must call it. Returns what was saved as ``extra``.
 
     Raises RuntimeFailure if there is none, or if it is of another model or without an optimizer's state."""
-    reader = checkpoint.FileSystemReader(str(folder))
+    reader = FileSystemReader(str(folder))
     try:
         saved = reader.read_metadata().state_dict_metadata
     except (OSError, RuntimeError, ValueError) as error:
-        raise RuntimeFailure(f"there is no checkpoint in {folder}: {error}", "Name the folder that was saved.") from error
+        raise RuntimeFailure(f"no checkpoint in {folder}: {error}", "Name the folder that was saved.") from error
     state: dict[str, Any] = {"model": model_state(stored)}
     _check_model(folder, stored, saved)
     state["draws"] = {key: 0 for key in draws(context) if f"draws.{key}" in saved}
@@ -149,7 +157,7 @@ def load(
         _make_room(stored, optimizer, saved, "optimizer.")
         flat = optimizer_state(stored, optimizer)
         state["optimizer"] = {key: value for key, value in flat.items() if f"optimizer.{key}" in saved}
-    checkpoint.load(state, storage_reader=reader)
+    read_checkpoint(state, storage_reader=reader)
     if optimizer is not None:
         _take_groups(stored, optimizer, state["optimizer"])
     for key, value in state["draws"].items():

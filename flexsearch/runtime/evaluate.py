@@ -11,7 +11,6 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
-import torch
 from torch import Tensor
 
 from flexsearch.cost import Costs
@@ -24,7 +23,7 @@ from flexsearch.graph.ops.local import preferred
 from flexsearch.lower import Entry, Layout
 from flexsearch.lower.pieces import Pieces
 from flexsearch.runtime.feed import Feed
-from flexsearch.runtime.regions import Mover, cut, everywhere, whole
+from flexsearch.runtime.regions import Mover, everywhere, whole
 from flexsearch.runtime.stored import Stored
 from flexsearch.strategy import OperatorConfig, Strategy, make_config
 from flexsearch.strategy.config import check_config
@@ -87,12 +86,12 @@ def _like(op: Operator, before: OperatorConfig | None, count: int) -> OperatorCo
 
 
 class _Move(NamedTuple):
-    """Bring a tensor to the readers of a layout. ``index``: of the entry on this rank; None: it gets nothing."""
+    """Bring a tensor to the readers of a layout. ``entry``: its index on this rank; None: it gets nothing."""
 
     name: str
     key: tuple[str, int]
     mover: Mover
-    index: int | None
+    entry: int | None
 
 
 class _Run(NamedTuple):
@@ -149,8 +148,8 @@ class Forward:
         for position, step in enumerate(self.steps):
             if isinstance(step, _Move):
                 result = step.mover.run(self._values(step.name, values), device)
-                if step.index is not None:
-                    brought[step.key] = preferred(result[step.index])
+                if step.entry is not None:
+                    brought[step.key] = preferred(result[step.entry])
             else:
                 made = step.kernel(*[None if key is None else brought[key] for key in step.operands])
                 for name, tensor in zip(

@@ -52,7 +52,7 @@ class Failures:
         """Leave a failure in the store, unless there is one: the first one. None: the store cannot be reached."""
         own = json.dumps({"rank": self.rank, "message": f"{type(error).__name__}: {error}"})
         with suppress(Exception):  # the store may be gone; the error at hand is then what there is to say
-            store = distributed_c10d._get_default_store()
+            store: Any = distributed_c10d._get_default_store()
             usual = store.timeout
             store.set_timeout(ASK)
             try:

@@ -19,7 +19,6 @@ from flexsearch.errors import RuntimeFailure
 from flexsearch.ranks import rendezvous
 from flexsearch.topology import Topology
 
-
 _RUN = "run"
 
 

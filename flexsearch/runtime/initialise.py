@@ -35,7 +35,7 @@ def initialise(model: nn.Module, stored: Stored, seed: int, function: Initialise
                             done.add(stored.names[name])
                             stored.set(name, tensor.detach())
                 finally:
-                    module._parameters.update({k: t for k, t in own if k in module._parameters})  # type: ignore[misc]
+                    module._parameters.update({k: t for k, t in own if k in module._parameters})
                     module._buffers.update({k: t for k, t in own if k in module._buffers})
     stored.changed()
 

@@ -6,7 +6,7 @@ the state as a whole. Every rank works out the same messages from the layouts al
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 import torch.distributed as dist
@@ -35,15 +35,17 @@ def without(box: Box, other: Box) -> list[Box]:
     return left
 
 
+def uncovered(box: Box, boxes: Iterable[Box]) -> list[Box]:
+    """What of ``box`` lies in none of ``boxes``, in disjoint regions."""
+    parts = [box]
+    for other in boxes:
+        parts = [left for part in parts for left in without(part, other)]
+    return parts
+
+
 def disjoint(boxes: Sequence[Box]) -> list[list[Box]]:
     """For each box, what of it lies in none before it."""
-    result: list[list[Box]] = []
-    for k, box in enumerate(boxes):
-        parts = [] if box in boxes[:k] else [box]
-        for other in boxes[:k] if parts else ():
-            parts = [left for part in parts for left in without(part, other)]
-        result.append(parts)
-    return result
+    return [[] if box in boxes[:k] else uncovered(box, boxes[:k]) for k, box in enumerate(boxes)]
 
 
 def moves(source: Layout, destination: Layout) -> list[Move]:
@@ -137,7 +139,7 @@ class Mover:
         arrived: dict[Move, Tensor] = {}
         for peer, parts in self._receives.items():
             sizes = [volume(m.box) for m in parts]
-            for move, part in zip(parts, flat[peer].split(sizes), strict=True):
+            for move, part in zip(parts, torch.split(flat[peer], sizes), strict=True):
                 arrived[move] = part.view(extent(move.box))
         return arrived
 

@@ -11,9 +11,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.checkpoint import ChunkStorageMetadata, WriteItem
-from torch.distributed.checkpoint.metadata import MetadataIndex, TensorProperties
-from torch.distributed.checkpoint.planner import TensorWriteData, WriteItemType
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
+from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 
 from flexsearch.graph import Box
 from flexsearch.runtime.stored import Chunk
@@ -27,20 +26,20 @@ class ShardedTensor(Tensor):
 
     @staticmethod
     def __new__(cls, shape: Sequence[int], dtype: torch.dtype, chunks: Sequence[Chunk]) -> ShardedTensor:
-        tensor: ShardedTensor = Tensor._make_wrapper_subclass(cls, torch.Size(shape), dtype=dtype)  # type: ignore[attr-defined]
+        tensor: ShardedTensor = Tensor._make_wrapper_subclass(cls, torch.Size(shape), dtype=dtype)
         tensor._chunks = chunks
         return tensor
 
-    def __repr__(self, **_: Any) -> str:
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return f"ShardedTensor(shape={tuple(self.shape)}, regions={[chunk.box for chunk in self._chunks]})"
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
         if func is torch.ops.aten.detach.default:
             return args[0]
         raise NotImplementedError(
-            f"{func} on a tensor of which this rank holds pieces only. Save it by torch.distributed.checkpoint.save, or "
-            "ask the step for its state_dict()."
+            f"{func} on a tensor of which this rank holds pieces only. Save it by torch.distributed.checkpoint.save, "
+            "or ask the step for its state_dict()."
         )
 
     def __create_write_items__(self, name: str, _: object) -> list[WriteItem]:

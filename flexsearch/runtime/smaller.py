@@ -22,9 +22,9 @@ from flexsearch.runtime.engine import Engine
 from flexsearch.runtime.evaluate import fitted
 from flexsearch.runtime.feed import Feed
 from flexsearch.runtime.program import compile_program
-from flexsearch.runtime.regions import Mover, cut, whole
+from flexsearch.runtime.regions import Mover, whole
 from flexsearch.runtime.stored import Stored, layouts_of, needs_of
-from flexsearch.runtime.wire import Wire
+from flexsearch.runtime.wire import Wire, cut
 from flexsearch.strategy import Options, Strategy
 
 

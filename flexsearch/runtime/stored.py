@@ -19,8 +19,9 @@ from flexsearch.graph.ops.calls import dtype_of
 from flexsearch.graph.ops.local import extent, preferred
 from flexsearch.lower import Entry, Layout, Lowered, bounding
 from flexsearch.runtime.group import fingerprint
-from flexsearch.runtime.regions import Mover, cut, disjoint, everywhere, whole
-from flexsearch.runtime.state import check_meta, state_names, transient, unread
+from flexsearch.runtime.regions import Mover, disjoint, everywhere, uncovered, whole
+from flexsearch.runtime.state import check_meta, state_names, transient
+from flexsearch.runtime.wire import cut
 
 
 class Chunk(NamedTuple):
@@ -36,8 +37,9 @@ class Chunk(NamedTuple):
 
 class Stored:
     """The pieces of one rank. ``weights``: parameters by name; ``fixed``: buffers and constants that a step reads, as
-    (region held, tensor); ``rest``: of weights that a step reads in part, what no step reads, on the first rank that
-    stores a part; ``counters``: buffers that count steps; ``other``: what the loss does not depend on, whole."""
+    (region held, tensor); ``rest``: of weights that a step reads in part, the regions that no step reads, on the first
+    rank that stores a part; ``counters``: buffers that count steps; ``other``: what the loss does not depend on,
+    whole."""
 
     def __init__(self, model: nn.Module, imported: Imported, lowered: Lowered, rank: int, device: torch.device) -> None:
         self.graph, self.rank, self.device = imported.graph, rank, device
@@ -52,9 +54,9 @@ class Stored:
         self.other: dict[str, Tensor] = {}
         self.weights: dict[str, nn.Parameter] = {}
         self.fixed: dict[str, tuple[Box, Tensor]] = {}
-        self.rest: dict[str, tuple[Box, nn.Parameter]] = {}
-        self.unread: dict[str, Box] = {}
-        """By weight, the region that no step reads; a layout has it last."""
+        self.rest: dict[str, list[tuple[Box, nn.Parameter]]] = {}
+        self._read: dict[str, Layout] = {}
+        """By name, the part of its layout that steps read, where that is not all."""
         check_meta(imported, self._transient)
         everything = dict(model.named_parameters()) | dict(model.named_buffers())
         self.loaded = not any(x.is_meta for x in everything.values())
@@ -65,7 +67,7 @@ class Stored:
         self._keep_buffers(model)
         self._keep_unused(model)
         self._buffers = {
-            name: tensor.detach().cpu().clone()
+            name: _on_cpu(tensor).clone()
             for name, tensor in model.named_buffers()
             if any(name in sources(constant) for constant in imported.derived.values())
         }
@@ -90,12 +92,15 @@ class Stored:
             for entry in layout:
                 if entry.device == self.rank:
                     self.weights[name] = nn.Parameter(self._piece(entry.box, values), spec.requires_grad)
-            missing = unread(spec.shape, (entry.box for entry in layout))
-            if missing is not None:
-                self.unread[name] = missing
-                if layout[0].device == self.rank:
-                    self.rest[name] = missing, nn.Parameter(self._piece(missing, values), spec.requires_grad)
-                self.layouts[name] = (*layout, Entry(layout[0].device, missing, 0))
+            missing = uncovered(whole(spec.shape), (entry.box for entry in layout))
+            if missing:
+                first = layout[0].device
+                self._read[name] = layout
+                self.layouts[name] = (*layout, *(Entry(first, box, 0) for box in missing))
+                if first == self.rank:
+                    self.rest[name] = [
+                        (box, nn.Parameter(self._piece(box, values), spec.requires_grad)) for box in missing
+                    ]
 
     def _keep_constants(self, lowered: Lowered) -> None:
         for name, box in needs_of(lowered, "constant", self.rank).items():
@@ -131,15 +136,12 @@ class Stored:
         """This rank's parameters by name: pieces of weights, and those rows of them that no step reads."""
         for name, parameter in self.weights.items():
             yield name, parameter
-            if name in self.rest:
-                yield f"{name}.unread", self.rest[name][1]
-        for name in self.rest.keys() - self.weights.keys():
-            yield f"{name}.unread", self.rest[name][1]
+            for k, (_, rest) in enumerate(self.rest.get(name, ())):
+                yield f"{name}.unread.{k}", rest
 
     def read_layout(self, name: str) -> Layout:
         """Where the pieces of a tensor lie that steps read."""
-        layout = self.layouts.get(name, ())
-        return layout[:-1] if name in self.unread else layout
+        return self._read.get(name, self.layouts.get(name, ()))
 
     def pieces(self, name: str) -> list[tuple[Box, Tensor]]:
         """What this rank holds of a tensor of the graph, in the order of its layout: (region, stored tensor)."""
@@ -147,8 +149,7 @@ class Stored:
         if name in self.weights:
             box = next(entry.box for entry in self.layouts[name] if entry.device == self.rank)
             held.append((box, self.weights[name]))
-        if name in self.rest:
-            held.append(self.rest[name])
+        held += self.rest.get(name, ())
         if name in self.fixed:
             held.append(self.fixed[name])
         return held
@@ -251,13 +252,18 @@ class Stored:
 
     def _derive(self, state: Mapping[str, Tensor] = MappingProxyType({})) -> None:
         """Compute the constants that follow from buffers, whose values are ``state`` where that has them."""
-        self._buffers = {name: state.get(name, tensor).detach().cpu() for name, tensor in self._buffers.items()}
+        self._buffers = {name: _on_cpu(state.get(name, tensor)) for name, tensor in self._buffers.items()}
         for name, constant in self._imported.derived.items():
             if name in self.fixed:
                 box, tensor = self.fixed[name]
                 values = derive(constant, {**self._transient, **self._buffers})
                 tensor.copy_(cut(values, whole(values.shape), box))
         self.loaded = True
+
+
+def _on_cpu(tensor: Tensor) -> Tensor:
+    """The tensor there, unless it has no values."""
+    return tensor.detach() if tensor.is_meta else tensor.detach().cpu()
 
 
 def _take_values_of_rank_0(tensors: Mapping[str, Tensor], device: torch.device) -> bool:
