@@ -20,7 +20,7 @@ from flexsearch.graph import Interval
 from flexsearch.graph.importer import Imported
 from flexsearch.graph.ops import KernelContext
 from flexsearch.lower import Lowered
-from flexsearch.runtime import checkpoint
+from flexsearch.runtime import checkpoint, safetensors
 from flexsearch.runtime.clip import scale_to, total_norm
 from flexsearch.runtime.engine import Engine
 from flexsearch.runtime.evaluate import Forward
@@ -190,9 +190,16 @@ class Parallel:
     def _add_gradients(self, earlier: Mapping[str, Tensor], scale: float) -> None:
         """Gradients of earlier calls and of this one; zero where no step reads, as on one device, where weight decay
         and momentum reach it, too."""
+        seen: set[int] = set()
         for name, parameter in self.stored.weights.items():
-            if scale != 1.0 and parameter.grad is not None:
-                parameter.grad = parameter.grad * scale
+            if (gradient := parameter.grad) is not None:
+                # Autograd may hand out one tensor for several weights, or one element for many; clipping writes them.
+                spread = any(step == 0 < size - 1 for step, size in zip(gradient.stride(), gradient.shape, strict=True))
+                if scale != 1.0:
+                    parameter.grad = gradient * scale
+                elif spread or gradient.data_ptr() in seen:
+                    parameter.grad = gradient.clone(memory_format=torch.contiguous_format)
+                seen.add(gradient.data_ptr())
             if name in earlier:
                 parameter.grad = earlier[name] if parameter.grad is None else earlier[name].add_(parameter.grad)
         for _, rest in (region for regions in self.stored.rest.values() for region in regions):
@@ -359,6 +366,16 @@ class Parallel:
         """The model's state for ``torch.distributed.checkpoint``, in pieces with their places in the whole tensors:
         saving reads them, loading writes them in place; call :meth:`loaded` then."""
         return checkpoint.model_state(self.stored)
+
+    def save_safetensors(self, folder: str | Path) -> None:
+        """Write the weights as ``model.safetensors``, as Hugging Face's models read it. All ranks must call it."""
+        with self.failures.watch():
+            safetensors.save(folder, self.stored)
+
+    def load_safetensors(self, folder: str | Path) -> None:
+        """Read weights of Hugging Face, in one file or several. All ranks must call it."""
+        with self.failures.watch():
+            safetensors.load(folder, self.stored)
 
     def loaded(self) -> None:
         """Compute what follows from a state that was loaded in place. All ranks must call it."""
