@@ -9,11 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.distributed import checkpoint
-from torch.distributed.checkpoint.state_dict import (
-    StateDictOptions,
-    get_optimizer_state_dict,
-    set_optimizer_state_dict,
-)
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict
 
 from flexsearch.errors import RuntimeFailure
 from flexsearch.graph.importer import Imported, import_with_constants
@@ -112,10 +108,6 @@ def test_a_run_goes_on_under_another_plan_and_in_a_plain_model(
     model = Mixed()
     optimizer = torch.optim.AdamW(_two_groups(model), lr=1.0)
     options = StateDictOptions(flatten_optimizer_state_dict=True)
-    trained = {f"optimizer.{key}" for key in _metadata(tmp_path / "one") if key.startswith("optimizer.")}
-    assert trained
-    for parameter in model.parameters():
-        parameter.grad = torch.zeros_like(parameter) if parameter.requires_grad else None
     own = {"model": model.state_dict(), "optimizer": get_optimizer_state_dict(model, optimizer, options=options)}
     unused = [key for key in own["optimizer"] if ".unused." in key]
     for key in unused:  # the loss does not depend on it, so no step has made a state of it
@@ -137,10 +129,6 @@ def test_a_run_goes_on_under_another_plan_and_in_a_plain_model(
 def _two_groups(model: nn.Module) -> list[dict[str, Any]]:
     return [{"params": [p for p in model.parameters() if p.dim() > 1]},
             {"params": [p for p in model.parameters() if p.dim() == 1]}]  # fmt: skip
-
-
-def _metadata(folder: Path) -> list[str]:
-    return list(checkpoint.FileSystemReader(str(folder)).read_metadata().state_dict_metadata)
 
 
 def _errors(plan: str, folder: str) -> list[str]:

@@ -77,6 +77,7 @@ def save(folder: str | Path, stored: Stored) -> None:
     dist.barrier()
     if stored.rank == 0:
         os.replace(part, path)
+    dist.barrier()
 
 
 def load(folder: str | Path, stored: Stored) -> None:
