@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from flexsearch.errors import RuntimeFailure
 from flexsearch.graph.importer import import_model, import_with_constants
-from flexsearch.runtime.parallel import Parallel, distribute
+from flexsearch.runtime.parallel import Parallel, distribute, parallelize
 from flexsearch.strategy import Strategy, StrategyFile
 from flexsearch.strategy.baselines import baseline
 from flexsearch.topology import Topology
@@ -135,6 +135,55 @@ def test_a_model_on_the_meta_device_is_complete_once_a_state_is_loaded(plan: str
         assert found == pytest.approx(loss, rel=1e-9)
         for name, tensor in model.state_dict().items():
             torch.testing.assert_close(state[name], tensor, rtol=1e-9, atol=1e-12)
+
+
+class Built(nn.Module):
+    """Layers that draw their weights when they are made, one of them tied, and running statistics."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.norm = nn.Linear(6, 6, dtype=torch.float64), nn.BatchNorm1d(6, dtype=torch.float64)
+        self.same = nn.Linear(6, 6, bias=False, dtype=torch.float64)
+        self.same.weight = self.layer.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.same(self.norm(self.layer(x))).square().mean()
+
+
+class Bare(Built):
+    """A weight of its own that nothing fills."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gain = nn.Parameter(torch.ones(6, dtype=torch.float64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x * self.gain)
+
+
+def _drawn(file: str, bare: str) -> tuple[dict[str, Tensor], str, bool]:
+    """The state of a model that was made on the meta device, and the error of one that cannot fill itself."""
+    before = torch.get_rng_state()
+    with torch.device("meta"):
+        model, other = Built(), Bare()
+    state = parallelize(model, _read(file), seed=5, initialise=True).state_dict()
+    with pytest.raises(RuntimeFailure) as error:
+        parallelize(other, _read(bare), initialise=True)
+    kept = torch.equal(before, torch.get_rng_state()) and all(p.is_meta for p in model.parameters())
+    return state, str(error.value), kept
+
+
+def _read(file: str) -> Strategy:
+    return Strategy.from_file(StrategyFile.model_validate_json(file))
+
+
+def test_a_model_on_the_meta_device_draws_the_weights_that_it_has_when_it_is_built() -> None:
+    torch.manual_seed(5)
+    expected = Built().state_dict()
+    for state, error, kept in pool(2).run(_drawn, _file(Built(), "megatron"), _file(Bare(), "megatron")):
+        assert kept and list(state) == list(expected)
+        assert all(torch.equal(state[name], expected[name]) for name in expected)
+        assert "'the model' (Bare) has weights but no reset_parameters" in error
 
 
 def _lost(file: str, make: Callable[[], nn.Module]) -> str:
