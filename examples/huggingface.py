@@ -25,9 +25,9 @@ def main(folder: str | None = None, steps: int = 6, batch: int = 4) -> tuple[flo
     torch.manual_seed(0)
     config = GPT2Config(n_layer=2, n_head=2, n_embd=32, n_positions=16, vocab_size=32, bos_token_id=0, eos_token_id=0)
     model, collate, dataset = GPT2LMHeadModel(config), DefaultDataCollator(), sentences(batch * steps)
-    plan = flexsearch.optimize(  # the model returns its loss, so there is no loss=...
-        model, dict(collate(dataset[:batch])), f"ethernet-1g:{os.environ.get('WORLD_SIZE', '1')}", budget=50, processes=1
-    )
+    topology = f"ethernet-1g:{os.environ.get('WORLD_SIZE', '1')}"
+    example = dict(collate(dataset[:batch]))  # the model returns its loss, so there is no loss=...
+    plan = flexsearch.optimize(model, example, topology, budget=50, processes=1)
     step = flexsearch.parallelize(model, plan)
     optimizer = torch.optim.AdamW(step.parameter_groups(decay=0.01), lr=1e-2)
     losses = []

@@ -78,9 +78,7 @@ def _saved(plan: str, folder: str) -> tuple[dict[str, Tensor], dict[str, Tensor]
 
 def _moments(step: Parallel, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
     """The first moments of this rank's pieces, by name."""
-    return {
-        name: optimizer.state[p]["exp_avg"].clone() for name, p in step.named_parameters() if "exp_avg" in optimizer.state[p]
-    }
+    return {name: state["exp_avg"].clone() for name, p in step.named_parameters() if (state := optimizer.state.get(p))}
 
 
 def _resumed(plan: str, folder: str) -> tuple[dict[str, Tensor], dict[str, Tensor], list[float], dict[str, Any]]:
