@@ -14,8 +14,10 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 import flexsearch
+from flexsearch.cost import Costs
 from flexsearch.errors import RuntimeFailure
 from flexsearch.graph.importer import Imported, import_model, import_with_constants
+from flexsearch.lower import Lowered, lower
 from flexsearch.runtime.parallel import Parallel, distribute, parallelize
 from flexsearch.strategy import Options, Strategy, StrategyFile
 from flexsearch.strategy.baselines import baseline
@@ -128,7 +130,7 @@ def trained(file: str, traced: Imported, kind: str, whole: bool) -> tuple[list[t
 def assert_close(expected: dict[str, Tensor], state: dict[str, Tensor], digits: float = 1e-9) -> None:
     assert list(expected) == list(state)
     for name, value in expected.items():
-        torch.testing.assert_close(state[name], value, rtol=digits, atol=digits / 100, msg=lambda m, n=name: f"{n}: {m}")
+        torch.testing.assert_close(state[name], value, rtol=digits, atol=digits / 100)
 
 
 @pytest.mark.parametrize("kind", ["sgd", "adamw"])
@@ -294,3 +296,24 @@ def test_a_strategy_remembers_the_example_that_it_was_optimized_for() -> None:
     inputs, targets, own = strategy.example
     assert inputs.is_meta and inputs.shape == (BATCH, 4) and targets.shape == (BATCH,) and own is loss
     assert "example" not in strategy.to_file().model_dump()
+
+
+def _digests(files: list[str], graph: Imported) -> tuple[list[str], str]:
+    """Digests of plans as this rank lowers them, and the error if rank 1 had lowered another order."""
+    digests = [lower(graph.graph, s, s.cluster, Costs(graph.graph, s.cluster)).digest for s in map(read, files)]
+    own = vars(Lowered)["digest"]
+    try:
+        if torch.distributed.get_rank() == 1:
+            Lowered.digest = property(lambda _: "another")  # type: ignore[assignment]
+        with pytest.raises(RuntimeFailure) as error:
+            distribute(Net(), graph, read(files[0]))
+    finally:
+        Lowered.digest = own
+    return digests, str(error.value)
+
+
+def test_ranks_that_would_run_other_tasks_stop_before_the_first_step() -> None:
+    files = [plan(name, 2) for name in ("data-parallel", "megatron", "fsdp")]
+    (first, error), (second, _) = pool(2).run(_digests, files, imported())
+    assert first == second and len(set(first)) == 3
+    assert "the ranks do not have the same order of tasks" in error
