@@ -25,19 +25,27 @@ class Source:
     ) -> None:  # fmt: skip
         self._model, self._loss, self._imported, self._rows = _without_weights(model), loss, imported, rows
         self._inputs, self._targets = on_meta(inputs), on_meta(targets)
+        self._steps: dict[int, Imported] = {}
+        self._forwards: dict[tuple[int, bool], tuple[Imported, Outputs]] = {}
 
     def training(self, batch: int) -> Imported:
         """The training step on ``batch`` samples."""
-        graph = self._imported.graph
-        inputs, targets = self._examples(batch)
-        return import_with_constants(
-            self._model, inputs, self._loss, targets=targets, name=graph.name, tracing=graph.tracing
-        )
+        if batch not in self._steps:
+            graph = self._imported.graph
+            inputs, targets = self._examples(batch)
+            self._steps[batch] = import_with_constants(
+                self._model, inputs, self._loss, targets=targets, name=graph.name, tracing=graph.tracing
+            )
+        return self._steps[batch]
 
     def forward(self, batch: int, evaluating: bool) -> tuple[Imported, Outputs]:
         """The forward pass on ``batch`` samples, in evaluation mode or as the model was when it was planned."""
-        with _mode(self._model, evaluating):
-            return import_forward(self._model, self._examples(batch)[0], self._imported.graph.tracing)
+        key = batch, evaluating
+        if key not in self._forwards:
+            with _mode(self._model, evaluating):
+                tracing = self._imported.graph.tracing
+                self._forwards[key] = import_forward(self._model, self._examples(batch)[0], tracing)
+        return self._forwards[key]
 
     def _examples(self, batch: int) -> tuple[Any, Any]:
         device = next((p.device for p in self._model.parameters()), torch.device("cpu"))

@@ -136,7 +136,7 @@ class Parallel:
 
     def _train(self, inputs: Any, targets: Any, samples: int | None, scale: float, outputs: bool) -> StepOutput:
         named, count = self.feed.named(inputs, targets), self._count(samples)
-        returned = self._forward(named, count, False, False, self._source) if outputs else None
+        returned = self._forward(named, count, False, False) if outputs else None
         earlier = self._set_aside_gradients()
         whole = count == self.graph.batch
         loss = self.engine.step(self._fed(named)) if whole else self._smaller_step(count).run(named)
@@ -295,16 +295,14 @@ class Parallel:
         with self.failures.watch():
             inputs, _ = self.feed.pair(batch) if self._is_pair(batch) else (batch, None)
             named, count = self.feed.named(inputs, None), self._count(samples)
-            return self._forward(named, count, self._evaluating, everything, self._source)
+            return self._forward(named, count, self._evaluating, everything)
 
     def _is_pair(self, batch: Any) -> bool:
         names = self._imported.input_names
         tensors = [leaf for leaf in pytree.tree_leaves(batch) if isinstance(leaf, Tensor)]
         return isinstance(batch, tuple | list) and len(batch) == 2 and len(tensors) > len(names)
 
-    def _forward(
-        self, named: Mapping[str, Tensor], count: int, evaluating: bool, everything: bool, source: Source | None
-    ) -> Any:
+    def _forward(self, named: Mapping[str, Tensor], count: int, evaluating: bool, everything: bool) -> Any:
         key = count, evaluating, everything
         if key not in self._forwards:
             imported, outputs = self._traceable().forward(count, evaluating)
