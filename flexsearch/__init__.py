@@ -1,8 +1,9 @@
 """flexsearch finds, explains and runs the fastest way to split one PyTorch training step over a set of devices.
 
-    strategy = flexsearch.optimize(model, inputs, "ethernet-1g-4", loss=loss_fn, targets=targets)
-    parallel = flexsearch.parallelize(model, strategy, loss=loss_fn, optimizer=make_optimizer)
-    loss = parallel.step(inputs, targets)
+    plan = flexsearch.optimize(model, example_batch, "ethernet-1g-4", loss=loss_fn)
+    step = flexsearch.parallelize(model, plan)
+    optimizer = torch.optim.AdamW(step.parameters())
+    loss = step(batch).loss
 
 Names are imported on first use: working with saved graphs never imports torch. (``flexsearch.simulate`` is the package
 of that floor; the function is ``flexsearch.api.simulate``.)

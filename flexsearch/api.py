@@ -338,24 +338,29 @@ def optimize(
 ) -> Strategy:
     """The fastest strategy found for training ``model`` on ``topology`` (a Topology, a file or a preset).
 
-    ``inputs``, ``loss``, ``targets``: as for ``import_model``; the batch of ``inputs`` is the global one. A graph may
-    be given instead of a model. ``budget``: "30s", "2m", or a number of proposals, with which the same arguments give
-    the same strategy everywhere. On several ranks give a number of proposals, or optimize once and save. ``start``: a
-    strategy to go on from. ``pins``: what is fixed, as ``"encoder.*: batch=4, devices=0-3"``. ``processes``: at most so
-    many search at once; None: one for each core. ``margin``: a baseline is kept unless a plan is faster by more than
-    this share of its time. Raises ImportModelError, TopologyError, ProfileError; StrategyError if no plan was found
-    that fits into memory."""
+    ``inputs``, ``loss``, ``targets``: as for ``import_model``, so that ``inputs`` can be a batch as a data loader gives
+    it; it is the global one. ``parallelize`` takes them from the strategy. A graph may be given instead of a model.
+    ``budget``: "30s", "2m", or a number of proposals, with which the same arguments give the same strategy everywhere.
+    On several ranks give a number of proposals, or optimize once and save. ``start``: a strategy to go on from.
+    ``pins``: what is fixed, as ``"encoder.*: batch=4, devices=0-3"``. ``processes``: at most so many search at once;
+    None: one for each core. ``margin``: a baseline is kept unless a plan is faster by more than this share of its time.
+    Raises ImportModelError, TopologyError, ProfileError; StrategyError if no plan was found that fits into memory."""
+    example = None
     if isinstance(model, OperatorGraph):
         graph = model
     else:
-        from flexsearch.graph.importer import import_model
+        from flexsearch.graph.importer import import_model, inputs_and_targets
+        from flexsearch.runtime.retrace import on_meta
 
+        inputs, targets = inputs_and_targets(inputs, targets, loss)
         graph = import_model(model, inputs, loss, targets=targets)
+        example = (*on_meta((inputs, targets)), loss)
     cluster = topology if isinstance(topology, Topology) else Topology.load(topology)
     result = Setting.of(graph, cluster, profile).search(
         budget, seed=seed, start=start, pins=pins, margin=margin, options=options, processes=processes
     )
     refuse_what_does_not_fit(result, cluster)
+    result.strategy.example = example
     return result.strategy
 
 

@@ -245,10 +245,16 @@ def _lose(strategy: str, how: str, timeout_s: float = 90.0) -> str:
     make = partial(torch.optim.SGD, lr=0.1)
     parallel = parallelize(model, Strategy.load(strategy), loss=loss, optimizer=make, timeout_s=timeout_s)
     parallel.step(inputs, targets)
-    if os.environ["RANK"] == "1":
+    if os.environ["RANK"] == "1" and how == "misfeed":
+        with pytest.raises(RuntimeFailure, match="must be float32 of shape"):
+            parallel.step((inputs[0][:-1],), targets)
+        time.sleep(600)
+    elif os.environ["RANK"] == "1":
         ends = {"die": lambda: os.kill(os.getpid(), signal.SIGKILL), "hang": lambda: time.sleep(600)}
         parallel.engine._backward = lambda segment: ends[how]()  # type: ignore[method-assign, func-returns-value]
     with pytest.raises(RuntimeFailure) as caught:
+        parallel.step(inputs, targets)
+    with pytest.raises(RuntimeFailure, match="the step cannot go on after a failure"):
         parallel.step(inputs, targets)
     return str(caught.value)
 
@@ -259,8 +265,16 @@ def _lost(rank: int, port: int, strategy: str, how: str, timeout_s: float, answe
     answer.send(_lose(strategy, how, timeout_s))
 
 
-@pytest.mark.parametrize(("how", "timeout_s"), [("die", 90.0), ("hang", 4.0)])
-def test_the_others_are_told_of_a_rank_lost_in_mid_step(tmp_path: Path, how: str, timeout_s: float) -> None:
+LOST = "with ranks [1] failed: one of them has died, hangs or cannot be reached"
+
+
+@pytest.mark.parametrize(
+    ("how", "timeout_s", "reason"),
+    [("die", 90.0, LOST), ("hang", 4.0, LOST), ("misfeed", 4.0, "rank 1 failed: RuntimeFailure: input must be")],
+)
+def test_the_others_are_told_of_a_rank_lost_in_mid_step(
+    tmp_path: Path, how: str, timeout_s: float, reason: str
+) -> None:
     _strategy().save(tmp_path / "strategy.json")
     port, (ours, theirs) = free_port(), context.Pipe()
     ranks = [
@@ -271,7 +285,7 @@ def test_the_others_are_told_of_a_rank_lost_in_mid_step(tmp_path: Path, how: str
         for process in ranks:
             process.start()
         assert ours.poll(60), "rank 0 hangs with rank 1 lost"
-        assert "with ranks [1] failed: one of them has died, hangs or cannot be reached" in ours.recv()
+        assert reason in ours.recv()
     finally:
         for process in ranks:
             process.kill()

@@ -7,14 +7,11 @@ from collections.abc import Callable
 import pytest
 import torch
 import torch.nn.functional as F
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from flexsearch.errors import RuntimeFailure
 from flexsearch.graph.importer import import_model, import_with_constants
-from flexsearch.runtime.parallel import Parallel, distribute
-from flexsearch.runtime.state import unread
+from flexsearch.runtime.parallel import Parallel, distribute, parallelize
 from flexsearch.strategy import Strategy, StrategyFile
 from flexsearch.strategy.baselines import baseline
 from flexsearch.topology import Topology
@@ -47,18 +44,6 @@ class Tokens(nn.Module):
 
     def forward(self, x: Tensor, mask: Tensor) -> Tensor:
         return self.layer(torch.einsum("bsf,ts->btf", x, mask)).flatten(0, 1)
-
-
-class Positions(nn.Module):
-    """A table of positions of which a batch reads the first rows, as a decoder's that takes longer texts."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(2)
-        self.table, self.layer = nn.Embedding(9, 6, dtype=torch.float64), nn.Linear(6, 6, dtype=torch.float64)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.layer(x + self.table.weight[2:6]).square().mean()
 
 
 def _parallel(model: nn.Module, file: str, *, inputs: tuple[Tensor, ...] = (X,), **more: object) -> Parallel:
@@ -119,7 +104,7 @@ def _on_meta(transient: bool) -> nn.Module:
 
 def _from_meta(file: str) -> tuple[float, dict[str, Tensor]]:
     parallel = _parallel(_on_meta(transient=False), file)
-    with pytest.raises(RuntimeFailure, match="call load_state_dict"):
+    with pytest.raises(RuntimeFailure, match="call load_state_dict or load"):
         parallel.step(X)
     torch.manual_seed(3)
     parallel.load_state_dict(Tables().state_dict())
@@ -138,6 +123,55 @@ def test_a_model_on_the_meta_device_is_complete_once_a_state_is_loaded(plan: str
         assert found == pytest.approx(loss, rel=1e-9)
         for name, tensor in model.state_dict().items():
             torch.testing.assert_close(state[name], tensor, rtol=1e-9, atol=1e-12)
+
+
+class Built(nn.Module):
+    """Layers that draw their weights when they are made, one of them tied, and running statistics."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.norm = nn.Linear(6, 6, dtype=torch.float64), nn.BatchNorm1d(6, dtype=torch.float64)
+        self.same = nn.Linear(6, 6, bias=False, dtype=torch.float64)
+        self.same.weight = self.layer.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.same(self.norm(self.layer(x))).square().mean()
+
+
+class Bare(Built):
+    """A weight of its own that nothing fills."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gain = nn.Parameter(torch.ones(6, dtype=torch.float64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x * self.gain)
+
+
+def _drawn(file: str, bare: str) -> tuple[dict[str, Tensor], str, bool]:
+    """The state of a model that was made on the meta device, and the error of one that cannot fill itself."""
+    before = torch.get_rng_state()
+    with torch.device("meta"):
+        model, other = Built(), Bare()
+    state = parallelize(model, _read(file), seed=5, initialise=True).state_dict()
+    with pytest.raises(RuntimeFailure) as error:
+        parallelize(other, _read(bare), initialise=True)
+    kept = torch.equal(before, torch.get_rng_state()) and all(p.is_meta for p in model.parameters())
+    return state, str(error.value), kept
+
+
+def _read(file: str) -> Strategy:
+    return Strategy.from_file(StrategyFile.model_validate_json(file))
+
+
+def test_a_model_on_the_meta_device_draws_the_weights_that_it_has_when_it_is_built() -> None:
+    torch.manual_seed(5)
+    expected = Built().state_dict()
+    for state, error, kept in pool(2).run(_drawn, _file(Built(), "megatron"), _file(Bare(), "megatron")):
+        assert kept and list(state) == list(expected)
+        assert all(torch.equal(state[name], expected[name]) for name in expected)
+        assert "'the model' (Bare) has weights but no reset_parameters" in error
 
 
 def _lost(file: str, make: Callable[[], nn.Module]) -> str:
@@ -207,54 +241,3 @@ def test_a_ranks_samples_are_counted_in_samples_where_targets_are_flattened_and_
 def _seeded(file: str) -> tuple[tuple[int, int], float, str]:
     torch.manual_seed(0)
     return _fed(file)
-
-
-def _decayed(file: str) -> tuple[dict[str, Tensor], dict[str, Tensor], dict[str, Tensor]]:
-    """The state before, after two steps, and after another state was loaded."""
-    model = Positions()
-    imported = import_with_constants(model, (X,))
-    strategy = Strategy.from_file(StrategyFile.model_validate_json(file))
-    parallel = distribute(model, imported, strategy, lambda p: torch.optim.AdamW(p, lr=0.1, weight_decay=0.1))
-    before = parallel.state_dict()
-    for _ in range(2):
-        parallel.step(X)
-    after = parallel.state_dict()
-    parallel.load_state_dict({name: x + 1 for name, x in after.items()})
-    return before, after, parallel.state_dict()
-
-
-@pytest.mark.parametrize("name", ["data-parallel", "fsdp", "megatron", "single"])
-def test_rows_of_a_weight_that_no_step_reads_stay_in_the_state_and_decay(name: str) -> None:
-    model = Positions()
-    start = {key: x.clone() for key, x in model.state_dict().items()}
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, weight_decay=0.1)
-    file = _file(model, name)
-    for _ in range(2):
-        optimizer.zero_grad()
-        model(X).backward()
-        optimizer.step()
-    for before, after, loaded in pool(2).run(_decayed, file):
-        for key, x in model.state_dict().items():
-            assert torch.equal(before[key], start[key])
-            torch.testing.assert_close(after[key], x, rtol=1e-9, atol=1e-12)
-            assert torch.equal(loaded[key], after[key] + 1)
-
-
-@settings(derandomize=True, max_examples=60, deadline=None, database=None)
-@given(st.data(), st.lists(st.integers(1, 5), min_size=1, max_size=3))
-def test_what_no_piece_reads_lies_in_one_box(data: st.DataObject, shape: list[int]) -> None:
-    def interval(size: int) -> tuple[int, int]:
-        low = data.draw(st.integers(0, size - 1))
-        return low, data.draw(st.integers(low + 1, size))
-
-    boxes = [tuple(map(interval, shape)) for _ in range(data.draw(st.integers(0, 4)))]
-    free = torch.ones(shape, dtype=torch.bool)
-    for box in boxes:
-        free[tuple(slice(*i) for i in box)] = False
-    rest = unread(shape, boxes)
-    assert (rest is None) == (not free.any())
-    if rest is not None:
-        inside = free[tuple(slice(*i) for i in rest)]
-        assert inside.sum() == free.sum()
-        for d in range(inside.dim()):  # no smaller box holds them all
-            assert inside.select(d, 0).any() and inside.select(d, -1).any()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import traceback
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -29,14 +29,41 @@ from flexsearch.graph.repeats import Tracer, traced
 Loss = Callable[..., torch.Tensor]
 
 
-class Step(nn.Module):
-    """The model and then the loss, as one module."""
+class Outputs:
+    """What a model returned while it was traced. ``leaves``: of the structure, with None where a tensor is; ``spec``:
+    how they are nested."""
 
-    def __init__(self, model: nn.Module, loss: Loss | None) -> None:
+    leaves: list[Any]
+    spec: pytree.TreeSpec
+
+    def trace(self, output: Any) -> list[torch.Tensor]:
+        """A scalar that depends on every tensor of the output, and these tensors in order."""
+        self.leaves, self.spec = pytree.tree_flatten(output)
+        tensors = [leaf for leaf in self.leaves if isinstance(leaf, torch.Tensor)]
+        if not tensors:
+            raise ImportModelError("the model returns no tensor", "Let its forward return what it predicts.")
+        self.leaves = [None if isinstance(leaf, torch.Tensor) else leaf for leaf in self.leaves]
+        reals = [torch.view_as_real(x) if x.is_complex() else x for x in tensors]
+        total = reals[0].detach().float().sum()
+        for x in reals[1:]:
+            total = total + x.detach().float().sum()
+        return [total, *tensors]
+
+    def nested(self, tensors: Sequence[torch.Tensor]) -> Any:
+        """These tensors in the structure of the model's output. ``leaves`` says where."""
+        rest = iter(tensors)
+        return pytree.tree_unflatten([next(rest) if leaf is None else leaf for leaf in self.leaves], self.spec)
+
+
+class Step(nn.Module):
+    """The model and then the loss, as one module; with ``outputs`` the model alone."""
+
+    def __init__(self, model: nn.Module, loss: Loss | None, outputs: Outputs | None = None) -> None:
         super().__init__()
         self.training = model.training
         self.model = model
         self.loss = loss
+        self.outputs = outputs
         self.tracer: Tracer | None = None
 
     def forward(self, args: tuple[Any, ...], kwargs: dict[str, Any], targets: Any) -> Any:
@@ -44,9 +71,11 @@ class Step(nn.Module):
             if self.tracer is not None:
                 self.tracer.start()
             output = self.model(*args, **kwargs)
+            if self.outputs is not None:
+                return self.outputs.trace(output)
             if self.loss is None:
                 return own_loss(output)
-            return self.loss(output) if targets is None else self.loss(output, targets)
+            return own_loss(self.loss(output) if targets is None else self.loss(output, targets))
 
 
 _TRIES = 4
@@ -54,12 +83,17 @@ _TRIES = 4
 
 
 def export_step(
-    model: nn.Module, loss: Loss | None, args: tuple[Any, ...], kwargs: dict[str, Any], targets: Any
+    model: nn.Module,
+    loss: Loss | None,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    targets: Any,
+    outputs: Outputs | None = None,
 ) -> tuple[torch.export.ExportedProgram, Blocks]:
     """The functional program of ``loss(model(*args, **kwargs), targets)``, and the blocks that stand in it only once.
 
-    In-place operators and views are gone. Raises ImportModelError with the line of the user's code at which tracing
-    failed.
+    With ``outputs`` it returns what the model returns (``Outputs.trace``), and there is no loss. In-place operators and
+    views are gone. Raises ImportModelError with the line of the user's code at which tracing failed.
     """
     try:
         with (
@@ -70,7 +104,7 @@ def export_step(
             experts_by_token(model),
             _on_one_device(model) as meta,
         ):
-            step = Step(model, loss)
+            step = Step(model, loss, outputs)
             if meta:
                 args, kwargs, targets = pytree.tree_map_only(torch.Tensor, _to_meta, (args, kwargs, targets))
             return _with_blocks(step, (args, kwargs, targets)) or (

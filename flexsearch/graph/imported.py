@@ -28,5 +28,7 @@ class Imported:
     derived: Mapping[str, Folded] = field(default_factory=dict)
     keywords: tuple[str, ...] = ()
     """Names of the inputs, in the order of import, where they were keyword arguments."""
+    outputs: tuple[str, ...] = ()
+    """Of a forward pass, the tensors that the model returns, in order."""
     notes: tuple[str, ...] = ()
     """What a user should know about how the model was traced."""

@@ -5,6 +5,7 @@ The exported program is functional, and decomposed only where no kind of operato
 
 from __future__ import annotations
 
+import inspect
 import warnings
 from collections.abc import Mapping
 from dataclasses import replace
@@ -15,7 +16,7 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from flexsearch.errors import ImportModelError
-from flexsearch.graph.export import Loss, export_step
+from flexsearch.graph.export import Loss, Outputs, export_step
 from flexsearch.graph.imported import Imported
 from flexsearch.graph.loading import Loaded, load_callable
 from flexsearch.graph.model import OperatorGraph, Tracing
@@ -38,7 +39,8 @@ def import_model(
     """The operator graph of one training step, ``loss(model(*example_inputs), targets)``.
 
     ``example_inputs``: a tensor, a tuple of arguments or a dict of keyword arguments (a batch as a data collator gives
-    it), with the global batch as first dimension; shapes are static. ``loss``: called with the model's output and
+    it), with the global batch as first dimension; shapes are static. A pair (inputs, targets), as data loaders give
+    it, where ``loss`` needs targets and none are passed. ``loss``: called with the model's output and
     ``targets`` (with the output alone if those are None) and returns a scalar; None if the model itself returns it, or
     a mapping with an item "loss" (``ModelOutput`` of Hugging Face). The model is traced in the mode it is in
     (``model.train()``, ``model.eval()``), on any device; on the meta device it takes no memory. What wraps it
@@ -72,12 +74,26 @@ def import_with_constants(
     return imported
 
 
+def import_forward(model: nn.Module, example_inputs: Any, tracing: Tracing) -> tuple[Imported, Outputs]:
+    """The forward pass of ``model`` in the mode it is in: a graph that ends in a scalar which depends on all that the
+    model returns, with the names of these tensors, and how they are nested. Raises ImportModelError."""
+    outputs = Outputs()
+    return _imported(model, example_inputs, None, None, None, tracing, outputs), outputs
+
+
 def _imported(
-    model: nn.Module, example_inputs: Any, loss: Loss | None, targets: Any, name: str | None, tracing: Tracing
+    model: nn.Module,
+    example_inputs: Any,
+    loss: Loss | None,
+    targets: Any,
+    name: str | None,
+    tracing: Tracing,
+    outputs: Outputs | None = None,
 ) -> Imported:
     """As :func:`import_with_constants`, whose values are still to be computed."""
     if not isinstance(model, nn.Module):
         raise ImportModelError(f"the model must be an nn.Module, not {type(model).__name__}")
+    example_inputs, targets = inputs_and_targets(example_inputs, targets, loss)
     if targets is not None and loss is None:
         raise ImportModelError("targets were given without a loss; give loss=..., or pass them as inputs of the model")
     model = unwrapped(model)
@@ -85,11 +101,25 @@ def _imported(
     if not any(isinstance(leaf, torch.Tensor) for leaf in pytree.tree_leaves((args, kwargs))):
         raise ImportModelError("there is no tensor among the example inputs")
     with plain(model, kwargs) as notes:
-        program, blocks = export_step(model, loss, args, kwargs, targets)
+        program, blocks = export_step(model, loss, args, kwargs, targets, outputs)
     walk = Walk(program, blocks, model, tracing or Tracing())
     inputs = walk.arguments((args, kwargs), "input")
-    imported = walk.run(name or type(model).__name__, inputs, walk.arguments(targets, "target"))
+    imported = walk.run(name or type(model).__name__, inputs, walk.arguments(targets, "target"), outputs is not None)
     return replace(imported, keywords=tuple(kwargs), notes=tuple(notes))
+
+
+def inputs_and_targets(batch: Any, targets: Any, loss: Loss | None) -> tuple[Any, Any]:
+    """A batch as data loaders give it, (inputs, targets), as the two, where ``loss`` needs two arguments and no targets
+    are passed; else what is passed."""
+    if loss is None or targets is not None or not isinstance(batch, tuple | list) or len(batch) != 2:
+        return batch, targets
+    try:
+        parameters = inspect.signature(loss.forward if isinstance(loss, nn.Module) else loss).parameters.values()
+    except (TypeError, ValueError):  # a function of C
+        return batch, targets
+    positional = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    needed = [p for p in parameters if p.kind in positional and p.default is inspect.Parameter.empty]
+    return (batch[0], batch[1]) if len(needed) == 2 else (batch, targets)
 
 
 def _tracing(opaque: bool, batch_norm_groups: int) -> Tracing:

@@ -77,6 +77,8 @@ class Walk:
         self.operands = Operands(self.builder)
         self.batch: int | None = None
         self.sizes = Sizes()
+        self.returned: list[Value] = []
+        """What the program returns besides the loss."""
 
     def arguments(self, tree: Any, prefix: str) -> list[Value]:
         """Graph inputs for the tensors in ``tree``, in their order; the first dimension is the batch."""
@@ -93,14 +95,15 @@ class Walk:
             values.append(value)
         return values
 
-    def run(self, name: str, inputs: list[Value], targets: list[Value]) -> Imported:
+    def run(self, name: str, inputs: list[Value], targets: list[Value], with_outputs: bool = False) -> Imported:
+        """``with_outputs``: the program returns more than the loss."""
         nodes = list(self.program.graph.nodes)
         self.builder.batch = self.batch
         self._placeholders([n for n in nodes if n.op == "placeholder"], [*inputs, *targets])
         for node in nodes:
             if node.op == "call_function":
                 self.env[node] = self._visit(node)
-        loss, updates, counters = self._outputs(next(n for n in nodes if n.op == "output"))
+        loss, updates, counters = self._outputs(next(n for n in nodes if n.op == "output"), with_outputs)
         drafts = self.builder.drafts
         graph, leaves = assemble(name, drafts, loss, [*inputs, *targets], updates, counters, self.tracing)
         folded = {v.name: v.folded for v in leaves if isinstance(v, Constant)}
@@ -108,7 +111,8 @@ class Walk:
         # Kinds have constants of their own: where a random draw happens, the places that a mask selects.
         others = {v.name: v.data for v in leaves if v.kind == "constant" and not isinstance(v, Constant)}
         values = Constants(folded, {name: x for name, x in others.items() if x is not None})
-        return Imported(graph, values, *names, {name: x for name, x in folded.items() if sources(x)})
+        derived = {name: x for name, x in folded.items() if sources(x)}
+        return Imported(graph, values, *names, derived, outputs=tuple(value.name for value in self.returned))
 
     def _placeholders(self, nodes: Sequence[torch.fx.Node], users: Sequence[Value]) -> None:
         """Inputs in their order; parameters and buffers under their first name, however many they have."""
@@ -265,7 +269,9 @@ class Walk:
             raise problem
         return emit_opaque(b, target, args, kwargs)
 
-    def _outputs(self, output: torch.fx.Node) -> tuple[Value, dict[Value, Value], list[Value]]:
+    def _outputs(
+        self, output: torch.fx.Node, with_outputs: bool
+    ) -> tuple[Value, dict[Value, Value], list[Value]]:
         """The loss, the new values of buffers, and the buffers that only count steps."""
         losses: list[Any] = []
         updates = dict(self.builder.updates)
@@ -280,7 +286,9 @@ class Walk:
             else:
                 what = kind.lower().split("_mutation")[0].replace("_", " ")
                 raise ImportModelError(f"the training step changes a {what} in place, {target!r}; make a new tensor")
-        if len(losses) != 1 or not isinstance(losses[0], torch.fx.Node):
+        if with_outputs:
+            self.returned = [self._operand(node) for node in losses[1:]]
+        elif len(losses) != 1 or not isinstance(losses[0], torch.fx.Node):
             what = f"{len(losses)} values" if len(losses) != 1 else f"a {type(losses[0]).__name__}"
             raise ImportModelError(
                 f"the training step must return one tensor, the loss, but returns {what}. "

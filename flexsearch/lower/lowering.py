@@ -6,6 +6,7 @@ written by :mod:`flexsearch.lower.emit`.
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -61,6 +62,20 @@ class Lowered:
     def tasks(self) -> TaskGraph:
         """The rows as tasks."""
         return task_graph(self)
+
+    @cached_property
+    def digest(self) -> str:
+        """Of the tasks: what is computed and communicated, by whom and in which order. Ranks whose digests agree fit
+        each other."""
+        digest, tasks = hashlib.sha256(), self.tasks
+        for task, what in enumerate(tasks.communication):
+            moved: list[object] = []
+            if what is not None:
+                moved += [what.purpose, what.form, what.devices, what.senders, what.receivers]
+                moved += [(m.key, m.phase, m.exchange, m.what.box, m.what.moves) for m in what.members]
+            row = [int(column[task]) for column in (tasks.kind, tasks.operator, tasks.device, tasks.microbatch)]
+            digest.update(repr((row, moved)).encode())
+        return digest.hexdigest()[:16]
 
     @property
     def is_whole(self) -> bool:

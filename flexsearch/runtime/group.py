@@ -6,6 +6,7 @@ import atexit
 import hashlib
 import os
 import tempfile
+import uuid
 from collections.abc import Mapping
 from contextlib import suppress
 from datetime import timedelta
@@ -17,6 +18,8 @@ from flexsearch.allocator import keep_freed_memory
 from flexsearch.errors import RuntimeFailure
 from flexsearch.ranks import rendezvous
 from flexsearch.topology import Topology
+
+_RUN = "run"
 
 
 def join(topology: Topology, timeout_s: float) -> torch.device:
@@ -79,12 +82,14 @@ def _check_world(size: int, topology: Topology) -> None:
         )
 
 
-def agree(what: Mapping[str, str]) -> None:
-    """Exchange facts (hashes of graph, strategy, ...) and raise RuntimeFailure on every rank where they differ."""
+def agree(what: Mapping[str, str]) -> str:
+    """Exchange facts (hashes of graph, strategy, ...) and raise RuntimeFailure on every rank where they differ. Returns
+    a name for the run that follows, the same on all ranks."""
     everyone: list[dict[str, str] | None] = [None] * dist.get_world_size()
-    dist.all_gather_object(everyone, dict(what))
+    dist.all_gather_object(everyone, {**what, _RUN: uuid.uuid4().hex})
     first = everyone[0] or {}
-    for key, value in first.items():
+    for key in what:
+        value = first.get(key)
         different = [rank for rank, facts in enumerate(everyone) if facts is not None and facts.get(key) != value]
         if different:
             values = {rank: (everyone[rank] or {}).get(key) for rank in different[:4]}
@@ -92,6 +97,7 @@ def agree(what: Mapping[str, str]) -> None:
                 f"the ranks do not have the same {key}: rank 0 has {value}, others have {values}",
                 "Give every rank the same model, strategy file and versions.",
             )
+    return first[_RUN]
 
 
 def fingerprint(tensors: Mapping[str, torch.Tensor]) -> str:

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection
 
-import numpy as np
 from torch import Tensor, nn
 
 from flexsearch.errors import RuntimeFailure
-from flexsearch.graph import Box, OperatorGraph
+from flexsearch.graph import OperatorGraph
 from flexsearch.graph.fold import sources
 from flexsearch.graph.importer import Imported
 
@@ -47,23 +46,6 @@ def check_meta(imported: Imported, buffers: dict[str, Tensor]) -> None:
             f"{lost[0]!r} is computed from a tensor of the model that is on the meta device and is no buffer",
             "Register that tensor as a buffer, or build the model on the CPU.",
         )
-
-
-def unread(shape: Sequence[int], boxes: Iterable[Box]) -> Box | None:
-    """The smallest region of a tensor that holds every element which lies in none of ``boxes``; None if there is none.
-
-    A weight of which a step reads a part only (the first rows of a table of positions) keeps the rest there.
-    """
-    regions = list(boxes)
-    bounds = [sorted({0, size, *(b for box in regions for b in box[d])}) for d, size in enumerate(shape)]
-    free = np.ones([len(b) - 1 for b in bounds], dtype=bool)  # the cells of the grid that all bounds make
-    for box in regions:
-        cells = (slice(b.index(low), b.index(high)) for b, (low, high) in zip(bounds, box, strict=True))
-        free[tuple(cells)] = False
-    if not free.any():
-        return None
-    places = [np.flatnonzero(free.any(tuple(e for e in range(free.ndim) if e != d))) for d in range(free.ndim)]
-    return tuple((b[int(p[0])], b[int(p[-1]) + 1]) for b, p in zip(bounds, places, strict=True))
 
 
 def rows_per_sample(graph: OperatorGraph) -> dict[str, int]:

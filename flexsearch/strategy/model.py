@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 from flexsearch.errors import FileFormatError, StrategyError, TopologyError
 from flexsearch.files import content_hash, printable, save
@@ -64,6 +64,8 @@ class Strategy:
         self.microbatches, self.schedule, self.orders = microbatches, schedule, tuple(orders)
         self.options = options or Options()
         self.prediction, self.search = prediction, search
+        self.example: tuple[Any, Any, Any] | None = None
+        """What ``optimize`` was called with: inputs and targets, without values, and the loss. Not part of the file."""
 
     @classmethod
     def make(

@@ -1,0 +1,39 @@
+"""The norm of the whole model's gradient, of which every rank holds pieces."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from math import inf
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from flexsearch.errors import RuntimeFailure
+
+
+def total_norm(own: Iterable[Tensor], kind: float, device: torch.device) -> Tensor:
+    """The ``kind``-norm of all ranks' tensors together, a scalar in float64. All ranks must call it."""
+    tensors = [tensor for tensor in own if tensor.numel()]
+    norms = [torch.linalg.vector_norm(tensor, kind).to(device, torch.float64) for tensor in tensors]
+    values = torch.stack(norms) if norms else torch.zeros(1, dtype=torch.float64, device=device)
+    if kind == inf:
+        total = values.max()
+        dist.all_reduce(total, op=dist.ReduceOp.MAX)
+        return total
+    total = values.pow(kind).sum()
+    dist.all_reduce(total)
+    return total.pow(1 / kind)
+
+
+def scale_to(gradients: Sequence[Tensor], total: Tensor, max_norm: float, error_if_nonfinite: bool) -> None:
+    """Scale gradients by ``max_norm / total`` if that is below 1, as ``torch.nn.utils.clip_grad_norm_`` does. Raises
+    RuntimeFailure if ``total`` is not finite and that is an error."""
+    if error_if_nonfinite and not torch.isfinite(total):
+        raise RuntimeFailure(
+            f"the norm of the gradient is {total.item()}, so it cannot be clipped",
+            "Lower the learning rate, or pass error_if_nonfinite=False to go on.",
+        )
+    factor = torch.clamp(max_norm / (total + 1e-6), max=1.0)
+    for gradient in gradients:
+        gradient.mul_(factor.to(gradient.device, gradient.dtype))

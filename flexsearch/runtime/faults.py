@@ -1,0 +1,63 @@
+"""What ranks tell each other when one of them fails: the first failure's message reaches all that then wait for it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from datetime import timedelta
+from typing import Any
+
+from torch.distributed import distributed_c10d
+
+from flexsearch.errors import FlexsearchError, RuntimeFailure
+
+REMEDY = "Look at the output of the other ranks, then start all ranks again."
+ASK = timedelta(seconds=5)
+"""How long a rank waits for the store, which may have died with the rank that kept it."""
+
+
+class Failures:
+    """The first failure of a run, in the store where its ranks met. After it, nothing goes on."""
+
+    def __init__(self, rank: int, run: str) -> None:
+        self.rank, self._key = rank, f"flexsearch/{run}/failure"
+        self._failure: RuntimeFailure | None = None
+
+    def check(self) -> None:
+        """Raise RuntimeFailure if this rank has failed, or seen another fail, before."""
+        if self._failure is not None:
+            raise RuntimeFailure(
+                f"the step cannot go on after a failure: {self._failure.message}", self._failure.remedy
+            )
+
+    @contextmanager
+    def watch(self) -> Iterator[None]:
+        """Whatever is raised in the block ends the run: the others are told of it. Raises RuntimeFailure with the
+        message of the rank that failed first, if that is another one."""
+        self.check()
+        try:
+            yield
+        except Exception as error:
+            first = self._tell(error)
+            if first is not None and first["rank"] != self.rank:
+                self._failure = RuntimeFailure(f"rank {first['rank']} failed: {first['message']}", REMEDY)
+                raise self._failure from error
+            message = error.message if isinstance(error, FlexsearchError) else f"{type(error).__name__}: {error}"
+            remedy = error.remedy if isinstance(error, FlexsearchError) else REMEDY
+            self._failure = RuntimeFailure(message, remedy)
+            raise
+
+    def _tell(self, error: Exception) -> dict[str, Any] | None:
+        """Leave a failure in the store, unless there is one: the first one. None: the store cannot be reached."""
+        own = json.dumps({"rank": self.rank, "message": f"{type(error).__name__}: {error}"})
+        with suppress(Exception):  # the store may be gone; the error at hand is then what there is to say
+            store: Any = distributed_c10d._get_default_store()
+            usual = store.timeout
+            store.set_timeout(ASK)
+            try:
+                first: dict[str, Any] = json.loads(store.compare_set(self._key, "", own))
+            finally:
+                store.set_timeout(usual)
+            return first
+        return None

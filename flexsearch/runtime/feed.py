@@ -1,0 +1,145 @@
+"""What a rank is fed: its samples of each batch, by the names that the graph has for them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+from torch.utils.data import DataLoader, Dataset
+
+from flexsearch.errors import RuntimeFailure
+from flexsearch.graph import Box, Interval
+from flexsearch.graph.importer import Imported
+from flexsearch.graph.ops.calls import dtype_of
+from flexsearch.lower import Entry, Layout, Lowered
+from flexsearch.runtime.regions import everywhere, whole
+from flexsearch.runtime.state import rows_per_sample
+
+
+class Feed:
+    """How batches reach the ranks. ``samples[r]``: [low, high) of the global batch's samples that rank r needs."""
+
+    def __init__(self, imported: Imported, lowered: Lowered) -> None:
+        self.graph, self.imported = imported.graph, imported
+        self.rows = rows_per_sample(self.graph)
+        self.ranks = len(lowered.topology.devices)
+        self.samples = [self._needed(lowered, rank) for rank in range(self.ranks)]
+
+    def _needed(self, lowered: Lowered, rank: int) -> Interval:
+        """From the first sample that a rank needs of the first microbatch to the last one of the last."""
+        last = (lowered.stages.microbatches - 1) * lowered.graph.batch
+        needed = [
+            (entry.box[0][0] // self.rows[edge.tensor], -(-entry.box[0][1] // self.rows[edge.tensor]))
+            for edge in lowered.edges
+            if edge.tensor in self.rows
+            for entry in edge.need
+            if entry.device == rank
+        ]
+        return (min(low for low, _ in needed), last + max(high for _, high in needed)) if needed else (0, 0)
+
+    def range_of(self, rank: int, batch: int) -> Interval:
+        """The samples of a rank in a batch of so many: of a smaller one than the plan's, the same share."""
+        low, high = self.samples[rank]
+        return low * batch // self.graph.batch, high * batch // self.graph.batch
+
+    def layout(self, name: str, shape: Sequence[int], batch: int) -> Layout:
+        """Where an input of ``shape`` lies when ``batch`` samples have been fed."""
+        if name not in self.rows:
+            return everywhere(shape, self.ranks)
+        ranges = [self.range_of(rank, batch) for rank in range(self.ranks)]
+        rows = self.rows[name]
+        return tuple(
+            Entry(rank, ((low * rows, high * rows), *whole(shape[1:])), 0)
+            for rank, (low, high) in enumerate(ranges)
+            if low < high
+        )
+
+    def named(self, inputs: Any, targets: Any) -> dict[str, Tensor]:
+        """The tensors of a batch by the names of the graph's inputs. Raises RuntimeFailure where they do not match."""
+        named: dict[str, Tensor] = {}
+        kinds = (
+            ("inputs", self.imported.input_names, self._ordered(inputs)),
+            ("targets", self.imported.target_names, targets),
+        )
+        for what, names, tree in kinds:
+            tensors = [leaf for leaf in pytree.tree_leaves(tree) if isinstance(leaf, Tensor)]
+            if tensors and len(tensors) != len(names):
+                raise RuntimeFailure(f"step got {len(tensors)} {what}, the model was imported with {len(names)}")
+            named.update(zip(names, tensors, strict=False))
+        return named
+
+    def pair(self, batch: Any) -> tuple[Any, Any]:
+        """(inputs, targets) of a batch as data loaders give it: a pair if the loss takes targets, else the inputs."""
+        if not self.imported.target_names or batch is None:
+            return batch, None
+        if isinstance(batch, tuple | list) and len(batch) == 2:
+            return batch[0], batch[1]
+        raise RuntimeFailure(
+            f"the loss takes targets, so a batch is a pair (inputs, targets), not a {type(batch).__name__}",
+            "Pass step((inputs, targets)).",
+        )
+
+    def _ordered(self, inputs: Any) -> Any:
+        """Keyword arguments in the order that they were imported in."""
+        names = self.imported.keywords
+        if not isinstance(inputs, Mapping):
+            return inputs
+        if set(inputs) != set(names):
+            passed, wanted = (", ".join(sorted(map(str, keys))) or "none" for keys in (inputs, names))
+            raise RuntimeFailure(f"step got the keyword arguments {passed}; the model was imported with {wanted}")
+        return {name: inputs[name] for name in names}
+
+    def region(
+        self, name: str, tensor: Tensor, rank: int, batch: int, device: torch.device, own: bool = False
+    ) -> tuple[Box, Tensor]:
+        """The region of an input that a rank was fed, and the data there. ``own``: cut to the rank's samples. Raises
+        RuntimeFailure for another dtype or shape."""
+        spec = self.graph.tensor[name]
+        rows, size = self.rows.get(name, 0), spec.shape
+        if rows:
+            size = (batch * rows, *size[1:])
+        low, high = (bound * rows for bound in self.range_of(rank, batch))
+        shapes = {size: "the whole batch"}
+        if rows:
+            shapes.setdefault((high - low, *size[1:]), f"rows {low} to {high} of it")
+        if dtype_of(spec.dtype) != tensor.dtype or tuple(tensor.shape) not in shapes:
+            wanted = " or ".join(f"{shape} ({what})" for shape, what in shapes.items())
+            smaller = rows and tuple(tensor.shape[1:]) == size[1:] and tensor.shape[0] < size[0]
+            raise RuntimeFailure(
+                f"{name} must be {spec.dtype} of shape {wanted}, not {str(tensor.dtype).removeprefix('torch.')} of "
+                f"shape {tuple(tensor.shape)}",
+                "Take batches from step.loader, or tell all ranks the number of samples, step(batch, samples=n), if "
+                "the batch is smaller than the plan's."
+                if smaller
+                else "",
+            )
+        fed = tensor.to(device, non_blocking=True)
+        if rows and (own or tuple(tensor.shape) != size):
+            part = fed if tuple(tensor.shape) != size else fed[low:high]
+            return ((low, high), *whole(size[1:])), part
+        return whole(size), fed
+
+
+def sample_order(length: int, shuffle: bool, seed: int, epoch: int) -> list[int]:
+    """The order of a data set's samples in an epoch, the same on all ranks."""
+    generator = torch.Generator().manual_seed(seed + epoch)
+    return torch.randperm(length, generator=generator).tolist() if shuffle else list(range(length))
+
+
+def batches(order: Sequence[int], size: int, drop_last: bool) -> Iterator[Sequence[int]]:
+    """``order`` in batches of ``size``; the last one may be smaller, unless it is dropped."""
+    for first in range(0, len(order), size):
+        batch = order[first : first + size]
+        if len(batch) == size or not drop_last:
+            yield batch
+
+
+def load(dataset: Dataset[Any], parts: Iterable[Sequence[int]], options: Mapping[str, Any]) -> Iterator[Any]:
+    """A rank's part of each batch by a DataLoader; None for a part without samples."""
+    indices = [list(part) for part in parts]
+    loader = iter(DataLoader(dataset, batch_sampler=[part for part in indices if part], **options))
+    for part in indices:
+        yield next(loader) if part else None

@@ -1,0 +1,393 @@
+"""The training step of a plan on one rank: called with batches, it leaves gradients for an ordinary optimizer."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.utils import _pytree as pytree
+from torch.utils.data import Dataset
+
+from flexsearch.errors import RuntimeFailure
+from flexsearch.graph import Interval
+from flexsearch.graph.importer import Imported
+from flexsearch.graph.ops import KernelContext
+from flexsearch.lower import Lowered
+from flexsearch.runtime import checkpoint, safetensors
+from flexsearch.runtime.clip import scale_to, total_norm
+from flexsearch.runtime.engine import Engine
+from flexsearch.runtime.evaluate import Forward
+from flexsearch.runtime.faults import Failures
+from flexsearch.runtime.feed import Feed, batches, load, sample_order
+from flexsearch.runtime.initialise import Initialise, initialise
+from flexsearch.runtime.listing import listing
+from flexsearch.runtime.program import compile_program
+from flexsearch.runtime.retrace import Source
+from flexsearch.runtime.smaller import SmallerStep
+from flexsearch.runtime.stored import Stored
+from flexsearch.runtime.wire import Wire
+from flexsearch.strategy import Strategy
+
+Loss = Callable[..., Tensor]
+MakeOptimizer = Callable[[list[nn.Parameter]], Optimizer]
+Example = tuple[Any, Any, Loss | None]
+"""Inputs and targets, nested as at import, and the loss."""
+
+
+@dataclass(frozen=True)
+class StepOutput:
+    """Of one step: ``loss`` of the whole batch (a scalar, on every rank), and on request ``outputs``: what the model
+    returned for this rank's samples."""
+
+    loss: Tensor
+    outputs: Any = None
+
+
+class Parallel:
+    """A model split over the ranks: a training step to call with batches. Made by ``parallelize``.
+
+    Its parameters are this rank's pieces of the weights. A call leaves gradients in them, which add up until an
+    optimizer's ``zero_grad``.
+    """
+
+    def __init__(
+        self, model: nn.Module, imported: Imported, strategy: Strategy, lowered: Lowered, device: torch.device,
+        run: str, seed: int, timeout_s: float, fuse: bool,
+    ) -> None:  # fmt: skip
+        self.rank, self.device, self.lowered, self.graph = dist.get_rank(), device, lowered, imported.graph
+        self.strategy, self._timeout_s, self._fuse = strategy, timeout_s, fuse
+        self._imported = imported
+        self.stored = Stored(model, imported, lowered, self.rank, device)
+        self.feed = Feed(imported, lowered)
+        self.context = KernelContext(seed=seed, device=device)
+        self.failures = Failures(self.rank, run)
+        self.optimizer: Optimizer | None = None
+        """The one of the short cut, ``parallelize(optimizer=...)``."""
+        wire = Wire(lowered, self.rank, device, timeout_s)
+        self.engine = Engine(
+            compile_program(lowered, self.rank, fuse), wire, self.stored.weights, self.stored.fixed, lambda: None,
+            self.context,
+        )  # fmt: skip
+        self._empty = nn.Parameter(torch.zeros(0, device=device))
+        self._source: Source | None = None
+        self._smaller: dict[int, SmallerStep] = {}
+        self._forwards: dict[tuple[int, bool, bool], tuple[Forward, Any]] = {}
+        self._announced: int | None = None
+        self._evaluating = False
+
+    def set_up(
+        self, model: nn.Module, example: Example | None, function: Initialise | bool
+    ) -> None:
+        """Keep what tracing again takes, and draw the first weights with ``function``, if that is one."""
+        if example is not None:
+            inputs, targets, loss = example
+            self._source = Source(model, loss, inputs, targets, self._imported, self.feed.rows)
+        if function:
+            if self.stored.loaded:
+                raise RuntimeFailure(
+                    "the model has weights already, so initialise= has nothing to draw",
+                    "Build it on the meta device: with torch.device('meta').",
+                )
+            initialise(model, self.stored, self.context.seed, None if function is True else function)
+
+    # ---- training
+
+    def __call__(
+        self, batch: Any, *, samples: int | None = None, scale: float = 1.0, outputs: bool = False
+    ) -> StepOutput:
+        """Forward and backward of all microbatches; gradients, synchronised, are added to those of the parameters.
+
+        ``batch``: (inputs, targets) where the loss takes targets, else the inputs, nested as at import; the whole
+        global batch, or only this rank's ``sample_range`` of it: of flattened targets the rows of these samples; what
+        does not run over the batch (a mask for all samples) is always whole. None on a rank whose range is empty.
+        ``samples``: in the global batch, where it is smaller than the plan's and does not come from :meth:`loader`; the
+        same on all ranks. ``scale``: of the gradients, 1 / k where k calls accumulate a mean. ``outputs``: return what
+        the model returns, too, which takes another forward pass. Raises RuntimeFailure if a rank has failed.
+        """
+        self._refuse_modes("step")
+        with self.failures.watch():
+            inputs, targets = self.feed.pair(batch)
+            return self._train(inputs, targets, samples, scale, outputs)
+
+    def step(self, inputs: Any, targets: Any = None) -> Tensor:
+        """The short cut for ``parallelize(optimizer=...)``: forward, backward, update; returns the loss of the whole
+        batch. ``inputs`` and ``targets`` as the two parts of a batch (:meth:`__call__`)."""
+        if self.optimizer is None and any(p.requires_grad for _, p in self.stored.parameters):
+            raise RuntimeFailure(
+                "step(inputs, targets) updates the weights, but there is no optimizer",
+                "Pass parallelize(optimizer=...), or call step(batch) and then the optimizer's step().",
+            )
+        self._refuse_modes("step")
+        with self.failures.watch():
+            return self._train(inputs, targets, None, 1.0, False).loss
+
+    def update_by(self, make: MakeOptimizer) -> None:
+        """Have every step end with that of an optimizer, which gets this rank's trained parameters."""
+        trained = [p for _, p in self.stored.parameters if p.requires_grad]
+        self.optimizer = make(trained) if trained else None
+        self.engine.update = self._update
+
+    def _train(self, inputs: Any, targets: Any, samples: int | None, scale: float, outputs: bool) -> StepOutput:
+        named, count = self.feed.named(inputs, targets), self._count(samples)
+        returned = self._forward(named, count, False, False) if outputs else None
+        earlier = self._set_aside_gradients()
+        whole = count == self.graph.batch
+        loss = self.engine.step(self._fed(named)) if whole else self._smaller_step(count).run(named)
+        self._add_gradients(earlier, scale)
+        if self.optimizer is not None and not whole:
+            self._update()
+        for counter in self.stored.counters.values():
+            counter += 1
+        return StepOutput(loss, returned)
+
+    def _count(self, samples: int | None) -> int:
+        """Samples of the batch at hand."""
+        announced, self._announced = self._announced, None
+        count = samples or announced or self.graph.batch
+        if not 0 < count <= self.graph.batch:
+            raise RuntimeFailure(
+                f"a batch of {count} samples, where the plan is for {self.graph.batch}",
+                "Give at most as many, or plan for a larger batch.",
+            )
+        return count
+
+    def _fed(self, named: Mapping[str, Tensor]) -> dict[str, Any]:
+        batch = self.graph.batch
+        fed = {name: self.feed.region(name, x, self.rank, batch, self.device) for name, x in named.items()}
+        needed = {
+            edge.tensor for edge in self.lowered.edges if any(entry.device == self.rank for entry in edge.need)
+        } & {t.name for t in self.graph.of_kind("input")}
+        if missing := sorted(needed - set(fed)):
+            raise RuntimeFailure(f"rank {self.rank} needs {', '.join(missing)} for its samples; pass it to step")
+        return fed
+
+    def _smaller_step(self, count: int) -> SmallerStep:
+        if count not in self._smaller:
+            imported = self._traceable().training(count)
+            self._smaller[count] = SmallerStep(
+                imported, self.strategy, self.stored, self.feed, count, self.context, self._timeout_s, self._fuse
+            )
+        return self._smaller[count]
+
+    def _traceable(self) -> Source:
+        if self._source is None:
+            raise RuntimeFailure("this step cannot be traced again", "Make it by parallelize.")
+        return self._source
+
+    def _set_aside_gradients(self) -> dict[str, Tensor]:
+        earlier = {name: p.grad for name, p in self.stored.weights.items() if p.grad is not None}
+        for parameter in self.stored.weights.values():
+            parameter.grad = None
+        return earlier
+
+    def _add_gradients(self, earlier: Mapping[str, Tensor], scale: float) -> None:
+        """Gradients of earlier calls and of this one; zero where no step reads, as on one device, where weight decay
+        and momentum reach it, too."""
+        seen: set[int] = set()
+        for name, parameter in self.stored.weights.items():
+            if (gradient := parameter.grad) is not None:
+                # Autograd may hand out one tensor for several weights, or one element for many; clipping writes them.
+                spread = any(step == 0 < size - 1 for step, size in zip(gradient.stride(), gradient.shape, strict=True))
+                if scale != 1.0:
+                    parameter.grad = gradient * scale
+                elif spread or gradient.data_ptr() in seen:
+                    parameter.grad = gradient.clone(memory_format=torch.contiguous_format)
+                seen.add(gradient.data_ptr())
+            if name in earlier:
+                parameter.grad = earlier[name] if parameter.grad is None else earlier[name].add_(parameter.grad)
+        for _, rest in (region for regions in self.stored.rest.values() for region in regions):
+            if rest.requires_grad and rest.grad is None:
+                rest.grad = torch.zeros_like(rest)
+
+    def _update(self) -> None:
+        """What the short cut does with complete gradients."""
+        if self.optimizer is not None:
+            self._add_gradients({}, 1.0)
+            self.optimizer.step()
+            self.optimizer.zero_grad(set_to_none=True)
+
+    def _refuse_modes(self, what: str) -> None:
+        """Raise RuntimeFailure in regions that plain PyTorch would honour and a compiled plan cannot, and without
+        weights."""
+        if not self.stored.loaded:
+            raise RuntimeFailure(
+                "the model was on the meta device and has no weights yet",
+                "Pass parallelize(initialise=...), or call load_state_dict or load before the first step.",
+            )
+        if torch.is_autocast_enabled(self.device.type):
+            raise RuntimeFailure(
+                f"{what} is called under torch.autocast, which has no effect on a plan",
+                "Leave the autocast region, and plan with optimize(options=Options(precision='bf16')).",
+            )
+        if what == "step" and not torch.is_grad_enabled():
+            raise RuntimeFailure(
+                "step(batch) computes gradients, but is called under torch.no_grad() or inference_mode()",
+                "Call it outside, or `with step.evaluating(): step.forward(batch)` for predictions.",
+            )
+        if what == "step" and self._evaluating:
+            raise RuntimeFailure("step(batch) trains, but is called in step.evaluating()", "Call step.forward(batch).")
+
+    def listing(self) -> str:
+        """What this rank runs in a step, as readable Python."""
+        return listing(self.engine.program)
+
+    # ---- parameters and gradients
+
+    def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """This rank's pieces of the parameters, under the model's names; NAME.unread.0 are rows of a weight that no
+        step reads. A rank without any gives one without elements, as optimizers want at least one."""
+        pieces = list(self.stored.parameters)
+        yield from pieces or [("empty", self._empty)]
+
+    def parameters(self) -> Iterator[nn.Parameter]:
+        """The same without names."""
+        return (parameter for _, parameter in self.named_parameters())
+
+    def parameter_groups(self, decay: float) -> list[dict[str, Any]]:
+        """Two groups for an optimizer: trained matrices with ``weight_decay=decay``, trained vectors (biases, norms)
+        with none. The same groups on all ranks, also where one is empty."""
+        matrices: list[nn.Parameter] = []
+        vectors: list[nn.Parameter] = []
+        for name, parameter in self.stored.parameters:
+            if parameter.requires_grad:
+                rank = len(self.stored.model_shape(name.partition(".unread.")[0]))
+                (matrices if rank > 1 else vectors).append(parameter)
+        if not matrices and not vectors:
+            vectors.append(self._empty)
+        return [{"params": matrices, "weight_decay": decay}, {"params": vectors, "weight_decay": 0.0}]
+
+    def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False) -> Tensor:
+        """``torch.nn.utils.clip_grad_norm_`` of the whole model: that one would see this rank's pieces alone. Returns
+        the norm of the whole gradient, to which every element counts once. All ranks must call it."""
+        with self.failures.watch():
+            own = [chunk.tensor for chunk in self.stored.gradients() if chunk.first]
+            total = total_norm(own, float(norm_type), self.device)
+            pieces = [p.grad for p in self.parameters() if p.grad is not None]
+            scale_to(pieces, total, max_norm, error_if_nonfinite)
+            return total
+
+    # ---- prediction
+
+    @contextmanager
+    def evaluating(self) -> Iterator[None]:
+        """For a while, ``forward`` runs the model in evaluation mode (no dropout, running statistics)."""
+        before, self._evaluating = self._evaluating, True
+        try:
+            yield
+        finally:
+            self._evaluating = before
+
+    def forward(self, batch: Any, *, samples: int | None = None, everything: bool = False) -> Any:
+        """What the model returns, nested as it returns it, without gradients: for this rank's samples, or those of the
+        whole batch (``everything``). What does not run over the batch is whole.
+
+        ``batch``: the model's inputs as for a step; targets may stand beside them, and are ignored. ``samples``: of a
+        batch that is smaller than the plan's. Each batch size is traced once. All ranks must call it.
+        """
+        self._refuse_modes("forward")
+        with self.failures.watch():
+            inputs, _ = self.feed.pair(batch) if self._is_pair(batch) else (batch, None)
+            named, count = self.feed.named(inputs, None), self._count(samples)
+            return self._forward(named, count, self._evaluating, everything)
+
+    def _is_pair(self, batch: Any) -> bool:
+        names = self._imported.input_names
+        tensors = [leaf for leaf in pytree.tree_leaves(batch) if isinstance(leaf, Tensor)]
+        return isinstance(batch, tuple | list) and len(batch) == 2 and len(tensors) > len(names)
+
+    def _forward(self, named: Mapping[str, Tensor], count: int, evaluating: bool, everything: bool) -> Any:
+        key = count, evaluating, everything
+        if key not in self._forwards:
+            imported, outputs = self._traceable().forward(count, evaluating)
+            context = KernelContext(device=self.device)
+            forward = Forward(imported, self.strategy, self.stored, self.feed, count, context, everything)
+            self._forwards[key] = forward, outputs
+        forward, outputs = self._forwards[key]
+        forward.context.seed, forward.context.step = self.context.seed, self.context.step
+        with torch.no_grad():
+            return outputs.nested(forward.run(named))
+
+    # ---- data
+
+    @property
+    def sample_range(self) -> Interval:
+        """[low, high) of the global batch's samples that this rank needs; (0, 0) if none."""
+        return self.feed.samples[self.rank]
+
+    def sampler(self, length: int, *, shuffle: bool = True, seed: int = 0, epoch: int = 0) -> Iterator[list[int]]:
+        """Batch sampler for a data set of ``length`` samples: for each global batch, the indices of this rank's samples
+        (for ``DataLoader(batch_sampler=...)`` as a list). The ranks draw the same order; an incomplete last batch is
+        left out."""
+        low, high = self.sample_range
+        for batch in batches(sample_order(length, shuffle, seed, epoch), self.graph.batch, drop_last=True):
+            yield list(batch[low:high])
+
+    def loader(
+        self, dataset: Dataset[Any], *, shuffle: bool = True, seed: int = 0, epoch: int = 0, drop_last: bool = False,
+        **options: Any,
+    ) -> Iterator[Any]:  # fmt: skip
+        """This rank's part of each global batch of a data set, in an order that all ranks draw alike; None for a part
+        without samples. The next step knows if a batch is smaller than the plan's. ``options``: of
+        ``torch.utils.data.DataLoader``, ``collate_fn`` and ``num_workers`` for instance."""
+        order = sample_order(len(dataset), shuffle, seed, epoch)  # type: ignore[arg-type]
+        counts, parts = [], []
+        for batch in batches(order, self.graph.batch, drop_last):
+            low, high = self.feed.range_of(self.rank, len(batch))
+            counts.append(len(batch))
+            parts.append(batch[low:high])
+        loaded = load(dataset, parts, options)
+        for count in counts:
+            with self.failures.watch():
+                part = next(loaded)
+            self._announced = count
+            yield part
+
+    # ---- state
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """The whole model's state under the original names, on every rank (CPU tensors). All ranks must call it."""
+        return self.stored.state_dict()
+
+    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
+        """Take over a whole model's state (as ``state_dict`` gives it). Raises RuntimeFailure on missing names or wrong
+        shapes, before anything is changed."""
+        self.stored.load_state_dict(state)
+
+    def sharded_state_dict(self) -> dict[str, Tensor]:
+        """The model's state for ``torch.distributed.checkpoint``, in pieces with their places in the whole tensors:
+        saving reads them, loading writes them in place; call :meth:`loaded` then."""
+        return checkpoint.model_state(self.stored)
+
+    def save_safetensors(self, folder: str | Path) -> None:
+        """Write the weights as ``model.safetensors``, as Hugging Face's models read it. All ranks must call it."""
+        with self.failures.watch():
+            safetensors.save(folder, self.stored)
+
+    def load_safetensors(self, folder: str | Path) -> None:
+        """Read weights of Hugging Face, in one file or several. All ranks must call it."""
+        with self.failures.watch():
+            safetensors.load(folder, self.stored)
+
+    def loaded(self) -> None:
+        """Compute what follows from a state that was loaded in place. All ranks must call it."""
+        self.stored.changed()
+
+    def save(self, folder: str | Path, optimizer: Optimizer | None = None, **extra: Any) -> None:
+        """Write a checkpoint (``torch.distributed.checkpoint``): model, optimizer, the state of dropout, and whatever
+        is passed by name, such as ``scheduler=scheduler.state_dict()``. No rank holds the whole. All ranks must call
+        it."""
+        with self.failures.watch():
+            checkpoint.save(folder, self.stored, self.context, optimizer or self.optimizer, extra)
+
+    def load(self, folder: str | Path, optimizer: Optimizer | None = None) -> dict[str, Any]:
+        """Read a checkpoint that was saved under any plan on any number of ranks; returns what was passed to ``save``
+        by name. Only load what you trust: it is unpickled. All ranks must call it. Raises RuntimeFailure."""
+        with self.failures.watch():
+            return checkpoint.load(folder, self.stored, self.context, optimizer or self.optimizer)

@@ -1,0 +1,327 @@
+"""The loop that the user owns: gradients, clipping, accumulation, smaller batches, prediction, and what is refused."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache, partial
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import HealthCheck, Phase, given, note, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+import flexsearch
+from flexsearch.cost import Costs
+from flexsearch.errors import RuntimeFailure
+from flexsearch.graph.importer import Imported, import_model, import_with_constants
+from flexsearch.lower import Lowered, lower
+from flexsearch.runtime.parallel import Parallel, distribute, parallelize
+from flexsearch.runtime.retrace import Source
+from flexsearch.strategy import Options, Strategy, StrategyFile
+from flexsearch.strategy.baselines import baseline
+from flexsearch.topology import Topology
+from tests.random_strategies import strategies
+from tests.ranks import pool
+
+BATCH, STEPS = 6, 3
+ONE_RANK = Topology.load("ethernet-1g:1")
+
+
+class Net(nn.Module):
+    """A table of which a batch reads some rows, an unused layer, batch statistics, a frozen layer, a vector."""
+
+    def __init__(self, drop: float = 0.0) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.places, self.first = nn.Embedding(9, 4), nn.Linear(4, 7)
+        self.norm, self.drop, self.frozen = nn.BatchNorm1d(7), nn.Dropout(drop), nn.Linear(7, 5)
+        self.head, self.unused = nn.Linear(5, 3, bias=False), nn.Linear(2, 2)
+        self.frozen.requires_grad_(False)
+        self.double()
+
+    def forward(self, x: Tensor) -> dict[str, Tensor]:
+        hidden = torch.relu(self.norm(self.first(x + self.places.weight[2])))
+        hidden = torch.tanh(self.frozen(self.drop(hidden)))
+        return {"logits": self.head(hidden), "mean": hidden.mean()}
+
+
+def loss(output: dict[str, Tensor], target: Tensor) -> dict[str, Tensor]:
+    """Two losses, of which the sum is trained on."""
+    cross, small = F.cross_entropy(output["logits"], target), output["mean"].square()
+    return {"loss": cross + 0.1 * small, "cross": cross}
+
+
+def batch(samples: int = BATCH, seed: int = 0) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(samples, 4, generator=generator, dtype=torch.float64)
+    return x, torch.randint(3, (samples,), generator=generator)
+
+
+@cache
+def imported() -> Imported:
+    return import_with_constants(Net(), batch(), loss)
+
+
+def read(file: str) -> Strategy:
+    return Strategy.from_file(StrategyFile.model_validate_json(file))
+
+
+def plan(name: str, ranks: int, net: nn.Module | None = None) -> str:
+    graph = imported().graph if net is None else import_model(net, batch(), loss)
+    return baseline(name, graph, Topology.load(f"ethernet-1g:{ranks}")).to_file().model_dump_json()
+
+
+SOURCE: list[Source] = []
+"""Of the net, on this rank: what one plan's step has traced again need not be traced for the next plan's."""
+
+
+def stepped(file: str, traced: Imported) -> Parallel:
+    step = distribute(Net(), traced, read(file), example=(*batch(), loss))
+    SOURCE[:] = SOURCE or [step._traceable()]
+    step._source = SOURCE[0]
+    return step
+
+
+def groups(model: nn.Module) -> list[dict[str, Any]]:
+    """As ``parameter_groups`` makes them."""
+    trained = [p for p in model.parameters() if p.requires_grad]
+    return [{"params": [p for p in trained if p.dim() > 1], "weight_decay": 0.1},
+            {"params": [p for p in trained if p.dim() == 1], "weight_decay": 0.0}]  # fmt: skip
+
+
+MAKE: dict[str, Callable[..., torch.optim.Optimizer]] = {
+    "sgd": partial(torch.optim.SGD, lr=0.5, momentum=0.9), "adamw": partial(torch.optim.AdamW, lr=0.05),
+}  # fmt: skip
+SIZES = (BATCH, BATCH, 4)
+"""Samples of each batch: the last one is smaller."""
+
+
+def plain(kind: str) -> tuple[list[tuple[float, float]], dict[str, Tensor]]:
+    """(loss, norm of the gradient) of each step and the state after the last, in plain PyTorch."""
+    model = Net()
+    optimizer = MAKE[kind](groups(model))
+    scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
+    history = []
+    for number, samples in enumerate(SIZES):
+        x, target = batch(samples, number)
+        value = loss(model(x), target)["loss"]
+        value.backward()
+        norm = nn.utils.clip_grad_norm_([p for p in model.parameters() if p.grad is not None], 0.05)
+        optimizer.step()
+        scheduler.step()
+        optimizer.zero_grad()
+        history.append((value.item(), norm.item()))
+    return history, model.state_dict()
+
+
+def trained(file: str, traced: Imported, kind: str, whole: bool) -> tuple[list[tuple[float, float]], dict[str, Tensor]]:
+    """The same on this rank under a plan, fed the whole batch or its own part of it."""
+    step = stepped(file, traced)
+    optimizer = MAKE[kind](step.parameter_groups(decay=0.1))
+    scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
+    history = []
+    for number, samples in enumerate(SIZES):
+        x, target = batch(samples, number)
+        low, high = (0, samples) if whole else step.feed.range_of(step.rank, samples)
+        out = step((x[low:high], target[low:high]), samples=samples)
+        norm = step.clip_grad_norm_(0.05)
+        optimizer.step()
+        scheduler.step()
+        optimizer.zero_grad()
+        history.append((out.loss.item(), norm.item()))
+    return history, step.state_dict()
+
+
+def assert_close(expected: dict[str, Tensor], state: dict[str, Tensor], digits: float = 1e-9) -> None:
+    assert list(expected) == list(state)
+    for name, value in expected.items():
+        torch.testing.assert_close(state[name], value, rtol=digits, atol=digits / 100)
+
+
+@pytest.mark.parametrize("kind", ["sgd", "adamw"])
+def test_clipped_training_under_any_plan_is_that_of_one_device(kind: str) -> None:
+    """With a scheduler, two groups of parameters, a frozen layer and a smaller last batch."""
+    expected, weights = plain(kind)
+
+    @settings(
+        max_examples=10, derandomize=True, database=None, deadline=None, suppress_health_check=list(HealthCheck),
+        phases=[Phase.explicit, Phase.generate],
+    )  # fmt: skip
+    @given(data=st.data(), ranks=st.integers(1, 4), whole=st.booleans())
+    def check(data: Any, ranks: int, whole: bool) -> None:
+        strategy = data.draw(strategies(imported().graph, Topology.load(f"ethernet-1g:{ranks}")))
+        file = strategy.to_file().model_dump_json()
+        note(file)
+        for history, state in pool(ranks).run(trained, file, imported(), kind, whole):
+            assert [value for pair in history for value in pair] == pytest.approx(
+                [value for pair in expected for value in pair], rel=1e-9
+            )
+            assert_close(weights, state)
+
+    check()
+
+
+def _accumulated(file: str, traced: Imported) -> tuple[list[float], dict[str, Tensor]]:
+    step = stepped(file, traced)
+    optimizer = torch.optim.SGD(step.parameters(), lr=0.5)
+    norms = []
+    for number in range(3):
+        step(batch(seed=number), scale=1 / 3)
+        norms.append(step.clip_grad_norm_(1e9).item())
+    optimizer.step()
+    return norms, step.state_dict()
+
+
+@pytest.mark.parametrize("name", ["data-parallel", "megatron"])
+def test_gradients_add_up_until_they_are_zeroed(name: str) -> None:
+    model, norms = Net(), []
+    for number in range(3):
+        x, target = batch(seed=number)
+        (loss(model(x), target)["loss"] / 3).backward()
+        norms.append(nn.utils.get_total_norm([p.grad for p in model.parameters() if p.grad is not None]).item())
+    torch.optim.SGD(model.parameters(), lr=0.5).step()
+    for found, state in pool(2).run(_accumulated, plan(name, 2), imported()):
+        assert found == pytest.approx(norms, rel=1e-9)
+        assert_close(model.state_dict(), state)
+
+
+def _predicted(file: str, traced: Imported) -> tuple[list[Any], tuple[int, int], dict[str, Tensor]]:
+    """In training, in evaluation, of a smaller batch; and of this rank's samples."""
+    step = stepped(file, traced)
+    x, _ = batch()
+    answers = [step(batch(), outputs=True).outputs, step.forward(x, everything=True)]
+    with step.evaluating():
+        answers += [step.forward(batch(), everything=True), step.forward(x[:4], samples=4, everything=True)]
+        own = step.forward(x)
+        with pytest.raises(RuntimeFailure, match=r"evaluating\(\)"):
+            step(batch())
+    return [*answers, own], step.sample_range, step.state_dict()
+
+
+@pytest.mark.parametrize("name", ["data-parallel", "megatron", "fsdp"])
+def test_predictions_are_those_of_the_model_in_the_same_mode(name: str) -> None:
+    x, _ = batch()
+    before = Net()
+    for answers, (low, high), state in pool(2).run(_predicted, plan(name, 2), imported()):
+        model = Net()
+        model.load_state_dict(state)
+        first, training, evaluated, smaller, own = answers
+        expected = before(x)
+        torch.testing.assert_close(first["logits"], expected["logits"][low:high])
+        torch.testing.assert_close(training, model(x))
+        model.load_state_dict(state)  # running statistics
+        model.eval()
+        torch.testing.assert_close(evaluated, model(x))
+        torch.testing.assert_close(smaller, model(x[:4]))
+        torch.testing.assert_close(own["logits"], model(x)["logits"][low:high])
+        torch.testing.assert_close(own["mean"], model(x)["mean"])
+
+
+class Samples(torch.utils.data.Dataset[tuple[Tensor, Tensor]]):
+    """16 samples: two whole batches and one of four."""
+
+    def __init__(self) -> None:
+        self.x, self.target = batch(16)
+
+    def __len__(self) -> int:
+        return len(self.x)
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        return self.x[index], self.target[index]
+
+
+def _looped(file: str) -> tuple[list[float], list[int | None], dict[str, Tensor]]:
+    step = parallelize(Net(0.3), read(file), loss=loss)
+    optimizer = torch.optim.SGD(step.parameters(), lr=0.1)
+    losses, sizes = [], []
+    for part in step.loader(Samples(), seed=3):
+        sizes.append(None if part is None else len(part[0]))
+        losses.append(step(part).loss.item())
+        optimizer.step()
+        optimizer.zero_grad()
+    return losses, sizes, step.state_dict()
+
+
+def test_a_loader_feeds_each_rank_its_samples_and_the_smaller_last_batch() -> None:
+    """Dropout draws the same whatever the plan, so that one rank is the yardstick."""
+    [(losses, sizes, state)] = pool(1).run(_looped, plan("single", 1, Net(0.3)))
+    assert sizes == [6, 6, 4]
+    answers = pool(2).run(_looped, plan("data-parallel", 2, Net(0.3)))
+    assert [own for _, own, _ in answers] == [[3, 3, 2]] * 2
+    for found, _, weights in answers:
+        assert found == pytest.approx(losses, rel=1e-9)
+        assert_close(state, weights)
+    only_one = pool(2).run(_looped, plan("single", 2, Net(0.3)))
+    assert [own for _, own, _ in only_one] == [[6, 6, 4], [None] * 3]
+    assert only_one[1][0] == pytest.approx(losses, rel=1e-9)
+
+
+def _refused(file: str) -> list[str]:
+    step = parallelize(Net(), read(file), loss=loss)
+    errors = []
+    for region in (torch.no_grad(), torch.inference_mode(), torch.autocast("cpu", torch.bfloat16)):
+        with region, pytest.raises(RuntimeFailure) as error:
+            step(batch())
+        errors.append(str(error.value))
+    with pytest.raises(RuntimeFailure) as error:
+        step.step(*batch())
+    errors.append(str(error.value))
+    with pytest.raises(RuntimeFailure, match="DTensor"):
+        parallelize(_sharded(), read(file), loss=loss)
+    return errors
+
+
+def _sharded() -> nn.Module:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import distribute_module
+
+    return distribute_module(Net(), init_device_mesh("cpu", (1,)))
+
+
+def test_regions_that_a_plan_cannot_honour_are_refused_with_the_remedy() -> None:
+    [(grad, inference, autocast, no_optimizer)] = pool(1).run(_refused, plan("single", 1))
+    assert "step.evaluating()" in grad and "step.evaluating()" in inference
+    assert "precision='bf16'" in autocast and "parallelize(optimizer=...)" in no_optimizer
+
+
+def _wrapped(file: str) -> float:
+    wrapped = torch.compile(nn.parallel.DistributedDataParallel(Net(), find_unused_parameters=True))
+    return parallelize(wrapped, read(file), loss=loss)(batch()).loss.item()
+
+
+def test_what_wraps_a_model_is_taken_off() -> None:
+    x, target = batch()
+    expected = loss(Net()(x), target)["loss"].item()
+    assert pool(2).run(_wrapped, plan("data-parallel", 2)) == pytest.approx([expected] * 2, rel=1e-9)
+
+
+def test_a_strategy_remembers_the_example_that_it_was_optimized_for() -> None:
+    strategy = flexsearch.optimize(Net(), batch(), ONE_RANK, loss=loss, budget=5, options=Options(optimizer="adam"))
+    assert strategy.example is not None
+    inputs, targets, own = strategy.example
+    assert inputs.is_meta and inputs.shape == (BATCH, 4) and targets.shape == (BATCH,) and own is loss
+    assert "example" not in strategy.to_file().model_dump()
+
+
+def _digests(files: list[str], graph: Imported) -> tuple[list[str], str]:
+    """Digests of plans as this rank lowers them, and the error if rank 1 had lowered another order."""
+    digests = [lower(graph.graph, s, s.cluster, Costs(graph.graph, s.cluster)).digest for s in map(read, files)]
+    own = vars(Lowered)["digest"]
+    try:
+        if torch.distributed.get_rank() == 1:
+            Lowered.digest = property(lambda _: "another")  # type: ignore[assignment]
+        with pytest.raises(RuntimeFailure) as error:
+            distribute(Net(), graph, read(files[0]))
+    finally:
+        Lowered.digest = own
+    return digests, str(error.value)
+
+
+def test_ranks_that_would_run_other_tasks_stop_before_the_first_step() -> None:
+    files = [plan(name, 2) for name in ("data-parallel", "megatron", "fsdp")]
+    (first, error), (second, _) = pool(2).run(_digests, files, imported())
+    assert first == second and len(set(first)) == 3
+    assert "the ranks do not have the same order of tasks" in error
