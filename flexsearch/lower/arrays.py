@@ -49,7 +49,7 @@ class Pools(NamedTuple):
     config_last: U32
     config_reads: U32
     config_writes: U32
-    config_states: U8  # ``strategy.States``
+    config_sharding: U32  # ``strategy.sharding_rank``
     config_split: U32  # its pieces without their devices
     config_mesh: U32
     entry_device: U32
@@ -90,7 +90,7 @@ class Pools(NamedTuple):
     key_form: U8  # number in ``FORMS``
     key_group: U8  # 1: a collective, among the senders; 0: messages
     plan_sync: U32
-    plan_states: U8  # of the reader that keeps least
+    plan_sharding: U32  # of the reader that keeps least
     plan_gather: U32
     gather: U32
     store_first: U32

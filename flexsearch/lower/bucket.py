@@ -17,9 +17,9 @@ from flexsearch.cost.tally import Loads, Tally, drag_seconds, duration, link_sec
 from flexsearch.lower.arrays import BlockTable, Pools, Program
 from flexsearch.lower.schedule import ALL, EACH
 from flexsearch.packed import packed
-from flexsearch.strategy import States
+from flexsearch.strategy import OVER_ALL, States
 
-_GRADIENTS = np.uint8(States.GRADIENTS)
+_GRADIENTS = np.uint32(States.GRADIENTS * OVER_ALL)
 
 
 @packed
@@ -60,13 +60,13 @@ class Groups(NamedTuple):
 @lean
 def bucket_of(blocks: BlockTable, pools: Pools, plan: Any, w: Any) -> Any:
     """The bucket of weight ``w`` under a plan of it."""
-    return blocks.each[w] if pools.plan_states[plan] >= _GRADIENTS else blocks.bucket[w]
+    return blocks.each[w] if pools.plan_sharding[plan] >= _GRADIENTS else blocks.bucket[w]
 
 
 @lean
 def is_member(pools: Pools, plan: Any, sums: Any) -> Any:
     """Whether a weight with that plan is among those (ALL, ONCE, EACH) that a bucket sends."""
-    return sums == ALL or (sums == EACH) == (pools.plan_states[plan] >= _GRADIENTS)
+    return sums == ALL or (sums == EACH) == (pools.plan_sharding[plan] >= _GRADIENTS)
 
 
 @lean

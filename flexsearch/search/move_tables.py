@@ -12,6 +12,7 @@ from flexsearch.lower.program import Rows
 from flexsearch.search.constants import ALTERNATE, BOTH, MOVES, TWICE
 from flexsearch.search.moves import Moves, Rates
 from flexsearch.search.space import Space
+from flexsearch.strategy import sharding_rank
 from flexsearch.strategy.propagate import Link
 
 
@@ -41,7 +42,8 @@ def make_moves(space: Space, alike: Sequence[int]) -> Moves:
         led_classes=_count(len(space.classes)), alternates=_alternates(space, space.classes),
         apart=_apart(space.classes),
         leader_at=_numbers([place.get(i, int(MISSING)) for i in range(len(space.graph.operators))]),
-        weighted=_numbers(space.weighted), devices=_count(space.count),
+        weighted=_numbers(space.weighted),
+        sharding=_numbers([sharding_rank(*of) for of in space.shardings]), devices=_count(space.count),
         axis_orders=_count(len(space.meshes.relabelings)),
         relabel=np.array(space.meshes.relabelings, np.uint32).reshape(-1, space.count),
         chosen=np.zeros(len(space.graph.operators), np.uint32),

@@ -7,10 +7,12 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import IntEnum
 from math import gcd, prod
+from typing import Final
 
 from flexsearch.errors import StrategyError
 from flexsearch.files import printable
 from flexsearch.graph import Interval, Operator, chunks
+from flexsearch.quantities import MAX_DEVICES
 
 Shares = tuple[tuple[str, tuple[int, ...]], ...]
 
@@ -30,12 +32,24 @@ class States(IntEnum):
     WEIGHTS = 3
 
 
+OVER_ALL: Final = 2 * MAX_DEVICES
+"""Sharding rank of a level: the level times this, plus over how many devices; as one less, over all."""
+
+
+def sharding_rank(states: States, over: int) -> int:
+    """A number for a level of sharding, ``over`` so many consecutive devices (0: all). The more is kept in
+    parts, and the smaller the parts, the larger it is; 0 if nothing is."""
+    return int(states) * OVER_ALL + (over or OVER_ALL - 1) if states else 0
+
+
 @dataclass(frozen=True, slots=True)
 class OperatorConfig:
     """``degrees``: (axis, parts) of the split axes only, in the operator's axis order. ``devices``: indices into the
     topology, row-major over those degrees with the replica as the last, fastest coordinate. ``states``: how the states
     of its weights are kept. ``shares``: (axis, relative sizes of its parts) of the split axes whose parts are not
-    equal: 3 : 1 between a fast and a slow device.
+    equal: 3 : 1 between a fast and a slow device. ``sharded_over``: of the devices that need the same weight, those
+    among so many consecutive ones (of a server) divide its states, and the next ones do the same (hybrid sharding: Zhao
+    et al., PyTorch FSDP, VLDB 2023, section 3.2.2); 0: all of them divide them.
     """
 
     degrees: tuple[tuple[str, int], ...]
@@ -43,6 +57,12 @@ class OperatorConfig:
     replicas: int = 1
     states: States = States.WHOLE
     shares: Shares = ()
+    sharded_over: int = 0
+
+    @property
+    def sharding(self) -> int:
+        """``sharding_rank`` of its weights. Of several readers of a weight, the one with the largest decides."""
+        return sharding_rank(self.states, self.sharded_over)
 
     @property
     def parts(self) -> int:
@@ -60,6 +80,10 @@ class OperatorConfig:
         """The same split on other devices."""
         return replace(self, devices=tuple(devices))
 
+    def sharded(self, states: States, over: int = 0) -> OperatorConfig:
+        """The same split with these states of its weights in parts."""
+        return replace(self, states=states, sharded_over=over if states else 0)
+
     def intervals(self, op: Operator, position: int) -> dict[str, Interval]:
         """Interval of each axis for the piece on ``devices[position]``."""
         coordinate, shares = position // self.replicas, dict(self.shares)
@@ -72,7 +96,7 @@ class OperatorConfig:
 
 def make_config(
     op: Operator, degrees: Mapping[str, int], devices: Iterable[int], states: States = States.WHOLE,
-    shares: Mapping[str, Sequence[int]] | None = None,
+    shares: Mapping[str, Sequence[int]] | None = None, sharded_over: int = 0,
 ) -> OperatorConfig:  # fmt: skip
     """Config with the given degrees; devices beyond their product become replicas. Degrees of 1 are dropped, and shares
     that are equal or leave a part without any index."""
@@ -83,7 +107,7 @@ def make_config(
     if shares:
         lowest = ((axis, _lowest_terms(shares[axis])) for axis, parts in kept if len(shares.get(axis, ())) == parts)
         uneven = tuple((axis, own) for axis, own in lowest if max(own) > 1 and _fills(op.sizes[axis], own))
-    return OperatorConfig(kept, devices, replicas, states, uneven)
+    return OperatorConfig(kept, devices, replicas, states, uneven, sharded_over if states else 0)
 
 
 def _lowest_terms(shares: Sequence[int]) -> tuple[int, ...]:
@@ -133,6 +157,12 @@ def check_config(op: Operator, config: OperatorConfig, device_count: int) -> Non
         raise StrategyError(
             f"{where}: degrees {dict(config.degrees)} and {config.replicas} replicas make "
             f"{config.parts * config.replicas} pieces, but {len(config.devices)} devices are given"
+        )
+    if config.sharded_over and (not config.states or not 1 < config.sharded_over < OVER_ALL - 1):
+        raise StrategyError(
+            f"{where}: weights cannot be sharded over {config.sharded_over} devices with states "
+            f"{config.states.name.lower()}",
+            "Give 2 devices or more and states that are sharded, or leave out sharded_over.",
         )
     if len(set(config.devices)) != len(config.devices):
         raise StrategyError(f"{where}: {list(config.devices)} names a device twice; pieces need devices of their own")
