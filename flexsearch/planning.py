@@ -60,7 +60,7 @@ def _layout(setting: Setting, budget: str | float, options: Options, look: OnLoo
 
     result = setting.search_layouts(budget, options=options, on_progress=told)
     best = result.best
-    row = StagedRow("", best.pipeline, best.options, result.step, best.layout.states, best.changed)
+    row = StagedRow("", best.pipeline, best.options, result.step, best.layout.sharding, best.changed)
     usual = result.baselines.get("data-parallel")
     return Planned(
         result.strategy, result.step, layout_words(row), result.plans,

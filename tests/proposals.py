@@ -35,7 +35,7 @@ def copy(rng: np.random.Generator, space: Space, configs: Configs) -> Configs:
             return _with(configs, new)
         link = links[rng.integers(len(links))]
         followed = space.propagation.over(at, new.get(at, configs[at]), link)
-        new[link.target] = followed.sharded(configs[link.target].states, configs[link.target].sharded_over)
+        new[link.target] = followed.sharded(*configs[link.target].sharding)
         at = link.target
         if rng.random() < 0.35:
             return _with(configs, new)

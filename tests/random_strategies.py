@@ -26,7 +26,7 @@ def configs(draw: st.DrawFn, op: Operator, devices: int, unequal: bool = True) -
     samples = [axis for axis, degree in degrees.items() if op.roles[axis] == "sample" and degree > 1]
     shares = {axis: draw(st.tuples(*[st.integers(1, 4)] * degrees[axis])) for axis in samples if unequal}
     states, over = draw(st.sampled_from(States)), draw(st.sampled_from([0, 2, 3]))
-    return make_config(op, degrees, order[: parts * replicas], states, shares, over)
+    return make_config(op, degrees, order[: parts * replicas], shares=shares).sharded(states, over)
 
 
 @st.composite

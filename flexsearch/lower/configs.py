@@ -22,8 +22,8 @@ _LEVELS, _OVER_ALL = np.uint64(len(States)), np.uint64(OVER_ALL)
 
 @lean
 def config_of(tables: TemplateTables, split: Any, mesh: Any, sharding: Any) -> Any:
-    """Number of the config; MISSING, and ``full`` set, if there is no room for a new one. ``sharding``: see
-    ``sharding_rank``."""
+    """Number of the config; MISSING, and ``full`` set, if there is no room for a new one. ``sharding``:
+    rank of its ``Sharding``."""
     split, mesh, sharding = np.uint64(split), np.uint64(mesh), np.uint64(sharding)
     states, over = sharding // _OVER_ALL, sharding % _OVER_ALL
     # The key has no room for ``over``: such a config is found by the one that is sharded over all.

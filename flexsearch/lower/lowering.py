@@ -216,7 +216,7 @@ class _Assembly:
         return Edge(tensor.name, readers, layout, forward, backward)
 
     def _connect_weight(self, tensor: Tensor, groups: Mapping[tuple[int, bool], list[tuple[int, int]]]) -> None:
-        sharding = max((self.configs[o].sharding for readers in groups.values() for o, _ in readers), default=0)
+        sharding = max((self.configs[o].sharding.rank for readers in groups.values() for o, _ in readers), default=0)
         needs = tuple(need for need, _ in groups)
         plan = self.lowering.weight(tensor, needs, [flows for _, flows in groups], sharding)
         indices = tuple(

@@ -158,7 +158,7 @@ class Pieces:
 
     def weight(self, tensor: Tensor, needs: tuple[int, ...], trained: Sequence[bool], sharding: int) -> WeightPlan:
         """Cached plan of a parameter whose edges want the given layouts. Equal layers share theirs. ``sharding``: of
-        the reader that keeps least (``sharding_rank``)."""
+        the reader that keeps least (rank of a ``Sharding``)."""
         key = needs, tuple(trained), sharding, tensor.itemsize
         if (known := self._weights.get(key)) is None:
             layouts = [self.layouts[n] for n in needs]

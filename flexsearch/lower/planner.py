@@ -473,7 +473,7 @@ def _sum_within(
     middle.size[0] = destination.size[0]
     for t in range(source.size[1]):
         begin, end = np.uint64(source.term_first[t]), np.uint64(source.term_first[t + ONE])
-        number = NONE
+        number: Any = NONE
         for c in range(begin, end):
             number = min(number, groups.member[np.uint64(source.device[np.uint64(source.copy[c])])])
         for leader in range(destination.size[0]):

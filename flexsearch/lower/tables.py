@@ -102,7 +102,7 @@ class Requests(NamedTuple):
 class WeightAtHand(NamedTuple):
     """The weight whose plan is being made, (1,) each: ``node`` of its key, number of ``edges``, number of its
     ``dtype``, layout in which it is ``stored``, whether it is ``trained``, whether its plan is ``known`` already, how
-    it is sharded (``sharding_rank``)."""
+    it is sharded (rank of a ``Sharding``)."""
 
     node: U32
     edges: U32

@@ -7,7 +7,6 @@ from a split over a link; and it makes room.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from functools import cached_property
 from typing import Any, Final
 
@@ -32,7 +31,7 @@ from flexsearch.lower.program import make_wiring
 from flexsearch.lower.split import Degrees, Region
 from flexsearch.lower.tables import Requests, Scratch, Splits, TemplateTables, Used, WeightAtHand
 from flexsearch.lower.workspace import FULL, Workspace, make_workspace
-from flexsearch.strategy import OVER_ALL, OperatorConfig, States
+from flexsearch.strategy import OperatorConfig, Sharding
 from flexsearch.strategy.config import Shares
 
 _intern_config = direct(intern_config)
@@ -51,7 +50,8 @@ _TYPES: dict[str, Any] = {
 """Columns of ``Pools``, ``Splits`` and ``Landings`` that are not uint32."""
 _EXCHANGE: Final = ("send_first", "send_last", "receive_first", "receive_last", "from_first", "from_last",
                     "to_first", "to_last", "link_first", "link_last",
-                    "drag_first", "drag_last", "duration", "start", "amount", "form", "turn", "key")  # fmt: skip
+                    "drag_first", "drag_last", "duration", "start", "amount", "form", "turn", "key",
+                    "orbit")  # fmt: skip
 _START, GROWTH = 1 << 14, 4
 """Rows of the pools at first, and how much larger they become when they grow."""
 _MOVES = 1 << 14
@@ -228,7 +228,7 @@ class Templates:
     def config(self, operator: int, config: OperatorConfig) -> int:
         """Number of a config of an operator."""
         split, devices = np.uint64(self.split(operator, config)), np.array(config.devices, np.uint32)
-        sharding = np.uint64(config.sharding)
+        sharding = np.uint64(config.sharding.rank)
         return self._number(lambda: _intern_config(self.tables, split, devices, sharding))
 
     def split(self, operator: int, config: OperatorConfig) -> int:
@@ -379,10 +379,8 @@ class Configs:
             templates, pools = self._templates, self._templates.pools
             split = templates.in_place(int(pools.config_split[number]))
             devices = templates.lowering.layouts.devices(int(pools.config_mesh[number])).tolist()
-            states, over = divmod(int(pools.config_sharding[number]), OVER_ALL)
-            known = self._known[number] = replace(
-                split, devices=tuple(devices), states=States(states), sharded_over=over % (OVER_ALL - 1)
-            )
+            sharding = Sharding.of_rank(int(pools.config_sharding[number]))
+            known = self._known[number] = split.on(devices).sharded(*sharding)
         return known
 
     def __len__(self) -> int:

@@ -11,7 +11,7 @@ import numpy as np
 from flexsearch.lower.layout import Laid, Layout, Layouts
 from flexsearch.lower.planner import store
 from flexsearch.lower.reshard import Planner, Reshard, assemble, local_reshard
-from flexsearch.strategy import OVER_ALL, States
+from flexsearch.strategy import OVER_ALL, Sharding, States
 
 
 @dataclass(frozen=True)
@@ -39,12 +39,12 @@ def plan_weight(
     reshard: Callable[[Laid, Laid, int], Reshard],
 ) -> WeightPlan:  # fmt: skip
     """``needs[e]``: layout in which the readers of edge e want the weight; ``trained[e]``: whether they make gradients.
-    ``sharding``: see ``sharding_rank``. ``reshard``: between two layouts, for elements of so many bytes.
+    ``sharding``: rank of its ``Sharding``. ``reshard``: between two layouts, for elements of so many bytes.
 
     A device stores the bounding box of all it needs; with states in parts, devices that need the same one divide it,
     all of them or those near each other.
     """
-    states = States(sharding // OVER_ALL)
+    states = Sharding.of_rank(sharding).states
     device = np.concatenate([need.device for need in needs])
     box = np.concatenate([need.grid.box for need in needs])
     workspace = planner.room_for(box.shape[1], len(device))

@@ -260,7 +260,7 @@ class _Weights:
             for c, placed in enumerate(row):
                 first[i, c] = len(self.exchanges)
                 for tensor, position in mine:
-                    sharding = self.owner.configs[i][c].sharding
+                    sharding = self.owner.configs[i][c].sharding.rank
                     (arrivals,) = self._plan(tensor, [(placed.reads[position].number, i)], sharding, update[i, c])
                     gathered[i, c] = np.maximum(gathered[i, c], arrivals)
                 last[i, c] = len(self.exchanges)
@@ -282,7 +282,7 @@ class _Weights:
             kinds.append([])
             for r, (i, position) in enumerate(self._readers(tensor)):
                 asked = [
-                    (placed.reads[position].number, config.sharding)
+                    (placed.reads[position].number, config.sharding.rank)
                     for placed, config in zip(self.owner.placed[i], self.owner.configs[i], strict=True)
                 ]
                 kinds[w].append(list(dict.fromkeys(asked)))

@@ -7,7 +7,7 @@ from itertools import permutations
 from math import prod
 
 from flexsearch.graph import Operator, OperatorGraph
-from flexsearch.strategy import OperatorConfig, States, make_config
+from flexsearch.strategy import OperatorConfig, Sharding, make_config
 from flexsearch.strategy.baselines import has_weights, shardings
 from flexsearch.topology import Topology
 
@@ -53,9 +53,7 @@ def aligned_configs(graph: OperatorGraph, topology: Topology) -> Choices:
     return choices
 
 
-def _shardings(
-    graph: OperatorGraph, topology: Topology, operator: int, used: int
-) -> tuple[tuple[States, int], ...]:  # fmt: skip
+def _shardings(graph: OperatorGraph, topology: Topology, operator: int, used: int) -> tuple[Sharding, ...]:
     several = used > 1 and has_weights(graph, operator)
     return shardings(topology) if several else shardings(topology)[:1]
 

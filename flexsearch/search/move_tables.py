@@ -12,7 +12,6 @@ from flexsearch.lower.program import Rows
 from flexsearch.search.constants import ALTERNATE, BOTH, MOVES, TWICE
 from flexsearch.search.moves import Moves, Rates
 from flexsearch.search.space import Space
-from flexsearch.strategy import sharding_rank
 from flexsearch.strategy.propagate import Link
 
 
@@ -43,7 +42,7 @@ def make_moves(space: Space, alike: Sequence[int]) -> Moves:
         apart=_apart(space.classes),
         leader_at=_numbers([place.get(i, int(MISSING)) for i in range(len(space.graph.operators))]),
         weighted=_numbers(space.weighted),
-        sharding=_numbers([sharding_rank(*of) for of in space.shardings]), devices=_count(space.count),
+        sharding=_numbers([of.rank for of in space.shardings]), devices=_count(space.count),
         axis_orders=_count(len(space.meshes.relabelings)),
         relabel=np.array(space.meshes.relabelings, np.uint32).reshape(-1, space.count),
         chosen=np.zeros(len(space.graph.operators), np.uint32),

@@ -63,7 +63,7 @@ class Moves(NamedTuple):
     alternates: U8  # by class: whether its members may have configs in turn
     apart: U8  # (led class, led class): whether they have no operators in common
     weighted: U32
-    sharding: U32  # ways to keep weights (``sharding_rank``)
+    sharding: U32  # ways to keep weights (ranks of ``Sharding``)
     devices: U64  # (1,)
     axis_orders: U64  # (1,): ways of renaming devices by permuting the axes of the machine
     relabel: npt.NDArray[np.uint32]  # by such a way and device: its new name

@@ -15,7 +15,7 @@ from flexsearch.graph import Operator, OperatorGraph
 from flexsearch.graph.ops import forward_flops
 from flexsearch.search.constants import FEW, PERMUTED
 from flexsearch.search.meshes import Meshes
-from flexsearch.strategy import OperatorConfig, States, make_config
+from flexsearch.strategy import OperatorConfig, Sharding, make_config
 from flexsearch.strategy.baselines import has_weights, is_heavy, shardings
 from flexsearch.strategy.depth import unrolled
 from flexsearch.strategy.propagate import Link, Propagation
@@ -37,7 +37,7 @@ class Space:
         self.speeds = speeds(topology)
         """Of the devices, by which samples may be shared out among them; empty if they are equally fast."""
         self._even = 0.8 if self.count <= FEW else 0.9
-        self._blocks: dict[tuple[int, int], tuple[OperatorConfig, ...]] = {}
+        self._blocks: dict[tuple[int, Sharding], tuple[OperatorConfig, ...]] = {}
         first: dict[tuple[object, ...], int] = {}
         self.model = tuple(first.setdefault(self.shape(i), i) for i in range(len(graph.operators)))
         """By operator: the first one of its shape. What is worked out for that holds for all of them."""
@@ -261,9 +261,9 @@ class Space:
         op, now = self.graph.operators[operator], configs[operator]
         for link in self.propagation.links[operator]:
             back = next(x for x in self.propagation.links[link.target] if x.target == operator)
-            yield self.propagation.over(link.target, configs[link.target], back).sharded(now.states, now.sharded_over)
+            yield self.propagation.over(link.target, configs[link.target], back).sharded(*now.sharding)
         if operator in self.weighted and len(now.devices) > 1:
-            yield from (now.sharded(*other) for other in self.shardings if other != (now.states, now.sharded_over))
+            yield from (now.sharded(*other) for other in self.shardings if other != now.sharding)
         if self.speeds:
             yield replace(now, shares=())
             yield from (shared_out(op, now, speed) for speed in self.speeds)
@@ -271,7 +271,7 @@ class Space:
             yield now.on(renaming[d] for d in now.devices)
         model = self.model[operator]
         if (on_blocks := self._blocks.get((model, now.sharding))) is None:
-            on_blocks = self._blocks[model, now.sharding] = tuple(self._on_blocks(op, now.states, now.sharded_over))
+            on_blocks = self._blocks[model, now.sharding] = tuple(self._on_blocks(op, now.sharding))
         yield from on_blocks
 
     @cached_property
@@ -285,7 +285,7 @@ class Space:
         sizes = tuple(op.sizes[a] for a in op.splittable)
         return sum(len(_factored(count, sizes)) * len(self.meshes.blocks(count)) for count in self.counts)
 
-    def _on_blocks(self, op: Operator, states: States, over: int) -> Iterator[OperatorConfig]:
+    def _on_blocks(self, op: Operator, sharding: Sharding) -> Iterator[OperatorConfig]:
         """On blocks of the machine's own order, then on those that permute its axes."""
         for permuted in (False, True):
             for count in reversed(self.counts):
@@ -294,7 +294,7 @@ class Space:
                 for degrees in _factored(count, tuple(op.sizes[a] for a in op.splittable)):
                     named = dict(zip(op.splittable, degrees, strict=True))
                     for block in blocks:
-                        config = make_config(op, named, block).sharded(states if count > 1 else States.WHOLE, over)
+                        config = make_config(op, named, block).sharded(*(sharding if count > 1 else Sharding()))
                         yield config
                         yield from (shared_out(op, config, speed) for speed in self.speeds)
 
@@ -311,8 +311,8 @@ class Space:
             degrees[axis] //= 2
         op = self.graph.operators[operator]
         shares = {axis: row for axis, row in config.shares if degrees[axis] == len(row)}
-        states = config.states if len(devices) > 1 else States.WHOLE
-        return make_config(op, degrees, devices, states, shares, config.sharded_over)
+        sharding = config.sharding if len(devices) > 1 else Sharding()
+        return make_config(op, degrees, devices, shares=shares).sharded(*sharding)
 
     def random_plan(self, rng: np.random.Generator) -> tuple[OperatorConfig, ...]:
         """Every leader at random, the others following."""

@@ -21,7 +21,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import replace
 from math import prod
 
 import numpy as np
@@ -29,7 +28,7 @@ import numpy as np
 from flexsearch.errors import StrategyError
 from flexsearch.graph import Operator, OperatorGraph
 from flexsearch.graph.ops import forward_flops
-from flexsearch.strategy.config import OperatorConfig, States, make_config
+from flexsearch.strategy.config import OperatorConfig, Sharding, States, make_config
 from flexsearch.strategy.depth import balance, depths
 from flexsearch.strategy.model import Strategy
 from flexsearch.strategy.propagate import Propagation
@@ -92,10 +91,10 @@ def has_weights(graph: OperatorGraph, operator: int) -> bool:
     return any(graph.tensor[name].kind == "parameter" for name in graph.operators[operator].inputs)
 
 
-def shardings(topology: Topology) -> tuple[tuple[States, int], ...]:
-    """How a search may keep weights: (states, sharded over). Whole comes first."""
-    inside = ((States.WEIGHTS, topology.host_size),) if topology.host_size else ()
-    return ((States.WHOLE, 0), (States.WEIGHTS, 0), *inside)
+def shardings(topology: Topology) -> tuple[Sharding, ...]:
+    """How a search may keep weights: whole, in parts, in parts inside a host."""
+    inside = (Sharding(States.WEIGHTS, topology.host_size),) if topology.host_size else ()
+    return Sharding(), Sharding(States.WEIGHTS), *inside
 
 
 def effective(graph: OperatorGraph, operator: int, config: OperatorConfig) -> OperatorConfig:

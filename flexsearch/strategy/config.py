@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import IntEnum
 from math import gcd, prod
-from typing import Final
+from typing import Final, NamedTuple
 
 from flexsearch.errors import StrategyError
 from flexsearch.files import printable
@@ -33,13 +33,28 @@ class States(IntEnum):
 
 
 OVER_ALL: Final = 2 * MAX_DEVICES
-"""Sharding rank of a level: the level times this, plus over how many devices; as one less, over all."""
+"""Rank of a level of sharding: the level times this, plus over how many devices; as one less, over all."""
 
 
-def sharding_rank(states: States, over: int) -> int:
-    """A number for a level of sharding, ``over`` so many consecutive devices (0: all). The more is kept in
-    parts, and the smaller the parts, the larger it is; 0 if nothing is."""
-    return int(states) * OVER_ALL + (over or OVER_ALL - 1) if states else 0
+class Sharding(NamedTuple):
+    """How the states of a weight are kept: which of them in parts, ``over`` how many consecutive devices (0: all). Of
+    the devices that need the same weight, those among so many consecutive ones (of a server) divide its states, and the
+    next ones do the same (hybrid sharding: Zhao et al., PyTorch FSDP, VLDB 2023, section 3.2.2)."""
+
+    states: States = States.WHOLE
+    over: int = 0
+
+    @property
+    def rank(self) -> int:
+        """A number, the larger, the more is kept in parts, and the smaller these are; 0 if nothing is. Of several
+        readers of a weight, the one with the largest decides."""
+        return int(self.states) * OVER_ALL + (self.over or OVER_ALL - 1) if self.states else 0
+
+    @classmethod
+    def of_rank(cls, rank: int) -> Sharding:
+        """The one with this rank."""
+        states, over = divmod(rank, OVER_ALL)
+        return cls(States(states), over % (OVER_ALL - 1))
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,9 +62,7 @@ class OperatorConfig:
     """``degrees``: (axis, parts) of the split axes only, in the operator's axis order. ``devices``: indices into the
     topology, row-major over those degrees with the replica as the last, fastest coordinate. ``states``: how the states
     of its weights are kept. ``shares``: (axis, relative sizes of its parts) of the split axes whose parts are not
-    equal: 3 : 1 between a fast and a slow device. ``sharded_over``: of the devices that need the same weight, those
-    among so many consecutive ones (of a server) divide its states, and the next ones do the same (hybrid sharding: Zhao
-    et al., PyTorch FSDP, VLDB 2023, section 3.2.2); 0: all of them divide them.
+    equal: 3 : 1 between a fast and a slow device. ``sharded_over``: see ``Sharding``.
     """
 
     degrees: tuple[tuple[str, int], ...]
@@ -60,9 +73,9 @@ class OperatorConfig:
     sharded_over: int = 0
 
     @property
-    def sharding(self) -> int:
-        """``sharding_rank`` of its weights. Of several readers of a weight, the one with the largest decides."""
-        return sharding_rank(self.states, self.sharded_over)
+    def sharding(self) -> Sharding:
+        """How its weights are kept."""
+        return Sharding(self.states, self.sharded_over)
 
     @property
     def parts(self) -> int:
@@ -81,7 +94,7 @@ class OperatorConfig:
         return replace(self, devices=tuple(devices))
 
     def sharded(self, states: States, over: int = 0) -> OperatorConfig:
-        """The same split with these states of its weights in parts."""
+        """The same split with weights that are kept so (``Sharding``)."""
         return replace(self, states=states, sharded_over=over if states else 0)
 
     def intervals(self, op: Operator, position: int) -> dict[str, Interval]:
@@ -96,7 +109,7 @@ class OperatorConfig:
 
 def make_config(
     op: Operator, degrees: Mapping[str, int], devices: Iterable[int], states: States = States.WHOLE,
-    shares: Mapping[str, Sequence[int]] | None = None, sharded_over: int = 0,
+    shares: Mapping[str, Sequence[int]] | None = None,
 ) -> OperatorConfig:  # fmt: skip
     """Config with the given degrees; devices beyond their product become replicas. Degrees of 1 are dropped, and shares
     that are equal or leave a part without any index."""
@@ -107,7 +120,7 @@ def make_config(
     if shares:
         lowest = ((axis, _lowest_terms(shares[axis])) for axis, parts in kept if len(shares.get(axis, ())) == parts)
         uneven = tuple((axis, own) for axis, own in lowest if max(own) > 1 and _fills(op.sizes[axis], own))
-    return OperatorConfig(kept, devices, replicas, states, uneven, sharded_over if states else 0)
+    return OperatorConfig(kept, devices, replicas, states, uneven)
 
 
 def _lowest_terms(shares: Sequence[int]) -> tuple[int, ...]:

@@ -58,7 +58,8 @@ POLISHED: Final = 2
 FAMILIES: Final[Mapping[str, Callable[[Layout], bool]]] = {
     "data-parallel": lambda f: f.tensor == f.pipeline == 1 and not f.states,
     "zero": lambda f: f.tensor == f.pipeline == 1 and f.states in (States.OPTIMIZER, States.GRADIENTS),
-    "fsdp": lambda f: f.tensor == f.pipeline == 1 and f.states == States.WEIGHTS,
+    "fsdp": lambda f: f.tensor == f.pipeline == 1 and f.states == States.WEIGHTS and not f.over,
+    "hsdp": lambda f: f.tensor == f.pipeline == 1 and f.states == States.WEIGHTS and f.over > 0,
     "tensor x data": lambda f: f.pipeline == 1 and f.tensor > 1 and f.states <= States.OPTIMIZER,
     "pipeline x data": lambda f: f.pipeline > 1 and f.tensor == 1 and f.states <= States.OPTIMIZER,
     "megatron": lambda f: f.pipeline > 1 and f.tensor > 1 and f.states <= States.OPTIMIZER,
@@ -326,10 +327,13 @@ class LayoutSearch:
                 every = self.estimates.blocks(layout, again)
                 for count in sorted({-(-every * part // QUARTERS) for part in range(1, QUARTERS)} - {every}):
                     yield Key(layout, again.model_copy(update={"recompute_blocks": count}), first)
+        if layout.states:
+            for depth in (2 * options.prefetch or 1, options.prefetch // 2):
+                yield Key(layout, options.model_copy(update={"prefetch": depth}), first)
         if layout.states == States.WEIGHTS:
             other_way = {"reshard_after_forward": not options.reshard_after_forward}
             yield Key(layout, options.model_copy(update=other_way), first)
-        for other in neighbours(layout, self.graph.batch, self.cuts.depth):
+        for other in neighbours(layout, self.graph.batch, self.cuts.depth, self.topology.host_size):
             alike = other.stages == layout.stages and other.rank_of() == layout.rank_of()
             yield Key(other, options, first if alike else ())
         for new in moved_borders(self.cuts, first):
