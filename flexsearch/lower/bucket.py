@@ -199,8 +199,8 @@ def _list(program: Program, groups: Groups, resource: U32, seconds: F64, count: 
 
 @lean
 def merge(program: Program, pools: Pools, groups: Groups, phase: Any, g: Any) -> Any:
-    """How many resources a group's communication keeps busy (``touched``, the seconds of each in ``load``, as
-    often as ``many`` says), and its duration (s): messages add up on every link, collectives become one of all bytes."""
+    """How many resources a group's communication keeps busy (``touched``, the seconds of each in ``load``, as often
+    as ``many`` says), and its duration (s): messages add up on every link, collectives become one of all bytes."""
     key, start, busiest, total = np.uint64(groups.key[phase, g]), 0.0, 0.0, np.int64(0)
     form, m = np.uint64(pools.key_form[key]), np.uint64(groups.head[phase, g])
     one = np.uint64(groups.exchange[m])
