@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from flexsearch.cost import Costs
+from flexsearch.graph import OperatorGraph, volume
 from flexsearch.lower import Lowered, Lowering, TaskKind
 from flexsearch.lower.schedule import Stages
 from flexsearch.simulate import memory
@@ -75,6 +76,29 @@ def test_what_is_kept_from_one_microbatch_to_the_next_is_what_zero_counts(states
         assert kept[part] == pytest.approx(whole, rel=0.01), part
 
 
+@pytest.mark.parametrize("states", [states for states in States if states])
+def test_hybrid_sharding_divides_by_the_devices_of_a_host_and_sums_up_across_hosts(states: States) -> None:
+    """Zhao et al., VLDB 2023, section 3.2.2: gathers stay inside a host; gradients are reduce-scattered there, and
+    equal parts all-reduced between hosts."""
+    graph, topology = OperatorGraph.load("mlp"), Topology.load("p100:2")
+    configs = baseline("hsdp", graph, topology).in_order(graph)
+    configs = tuple(config.sharded(states, 4) if config.states else config for config in configs)
+    lowered = Lowering(graph, topology, Costs(graph, topology)).lower(configs, Options(optimizer="adam"))
+    held, moments = Counter[int](), 0
+    for weight in lowered.weights:
+        held.update({device: volume(box) for device, box, _ in weight.plan.storage})
+        moments += volume(tuple((0, size) for size in graph.tensor[weight.tensor].shape))
+        for exchange in weight.plan.forward[0].exchanges:
+            assert len({device // 4 for device in exchange.devices}) == 1
+    assert set(held.values()) == {moments // 4}
+    matrices = [w.plan.sync for w in lowered.weights if w.plan.sync and len(graph.tensor[w.tensor].shape) > 1]
+    inside, across = zip(*(sync.phase_exchanges for sync in matrices), strict=True)
+    assert {(x.form, x.devices) for row in inside for x in row} == {
+        ("reduce_scatter", (0, 1, 2, 3)), ("reduce_scatter", (4, 5, 6, 7))
+    }  # fmt: skip
+    assert {(x.form, x.devices) for row in across for x in row} == {("all_reduce", (k, k + 4)) for k in range(4)}
+
+
 def test_each_level_needs_less_memory() -> None:
     options = Options(optimizer="adam", reshard_after_forward=True, bucket_bytes=1)
     peaks = [max(m.peak for m in memory(plan(states, options, stack(3)))) for states in States]
@@ -137,7 +161,9 @@ def test_a_walk_over_states_is_simulated_as_plans_made_anew(reshard: bool) -> No
     simulator = DeltaSimulator(graph, topology, costs, options, configs, stages=cut)
     for _ in range(12):
         chosen = rng.choice(weighted, int(rng.integers(1, len(weighted))), replace=False).tolist()
-        changes = {i: replace(configs[i], states=States(rng.integers(len(States)))) for i in chosen}
+        changes = {
+            i: configs[i].sharded(States(rng.integers(len(States))), int(rng.choice([0, 2]))) for i in chosen
+        }  # fmt: skip
         changes = {i: new for i, new in changes.items() if new != configs[i]}
         after = [changes.get(i, config) for i, config in enumerate(configs)]
         anew = DeltaSimulator(graph, topology, costs, options, after, stages=cut)
