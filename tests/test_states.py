@@ -80,24 +80,24 @@ def test_what_is_kept_from_one_microbatch_to_the_next_is_what_zero_counts(states
 def test_hybrid_sharding_divides_by_the_devices_of_a_host_and_sums_up_across_hosts(states: States) -> None:
     """Zhao et al., VLDB 2023, section 3.2.2: gathers stay inside a host; gradients are reduce-scattered there, and
     equal parts all-reduced between hosts."""
-    graph, topology = OperatorGraph.load("mlp"), Topology.load("p100:2")
+    graph, topology = OperatorGraph.load("mlp"), Topology.load("dgx-a100:2")
     configs = baseline("hsdp", graph, topology).in_order(graph)
-    configs = tuple(config.sharded(states, 4) if config.states else config for config in configs)
+    configs = tuple(config.sharded(states, 8) if config.states else config for config in configs)
     lowered = Lowering(graph, topology, Costs(graph, topology)).lower(configs, Options(optimizer="adam"))
     held, elements = Counter[int](), 0
     for weight in lowered.weights:
         held.update({device: volume(box) for device, box, _ in weight.plan.storage})
         elements += volume(tuple((0, size) for size in graph.tensor[weight.tensor].shape))
         for exchange in weight.plan.forward[0].exchanges:
-            assert len({device // 4 for device in exchange.devices}) == 1
-    assert list(held.values()) == [pytest.approx(elements / 4, rel=0.001)] * 8
+            assert len({device // 8 for device in exchange.devices}) == 1
+    assert list(held.values()) == [pytest.approx(elements / 8, rel=0.001)] * 16
     largest = max(lowered.weights, key=lambda weight: volume(weight.plan.storage[0].box))
     assert largest.plan.sync is not None
     inside, across = largest.plan.sync.phase_exchanges
     assert [(x.form, x.devices) for x in inside] == [
-        ("reduce_scatter", (0, 1, 2, 3)), ("reduce_scatter", (4, 5, 6, 7))
+        ("reduce_scatter", tuple(range(8))), ("reduce_scatter", tuple(range(8, 16)))
     ]  # fmt: skip
-    assert [(x.form, x.devices) for x in across] == [("all_reduce", (k, k + 4)) for k in range(4)]
+    assert [(x.form, x.devices) for x in across] == [("all_reduce", (k, k + 8)) for k in range(8)]
 
 
 def test_each_level_needs_less_memory() -> None:

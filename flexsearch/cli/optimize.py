@@ -30,6 +30,7 @@ from flexsearch.cli.money import tell_cost, with_cost
 from flexsearch.cli.plans import (
     OptimizerOption,
     PrecisionOption,
+    PrefetchOption,
     RecomputeOption,
     ReshardOption,
     in_order,
@@ -81,6 +82,7 @@ def optimize(
     precision: PrecisionOption = "as-is",
     recompute: RecomputeOption = "none",
     reshard_after_forward: ReshardOption = False,
+    prefetch: PrefetchOption = 1,
     margin: Annotated[
         float | None,
         typer.Option(
@@ -142,13 +144,13 @@ def optimize(
         refuse_with_layouts(
             resume=resume, pin=pin, plot=plot, exhaustive=exhaustive, seed=seed, margin=margin, processes=processes
         )
-        options = make_options(optimizer, precision, recompute, reshard_after_forward)
+        options = make_options(optimizer, precision, recompute, reshard_after_forward, prefetch)
         optimize_layouts(setting, options, budget, output, as_json, size.words(), plan_only, cost_per_hour)
         return
     first = load_strategy(resume, setting) if resume is not None else None
     # What is to be proved is the best plan, not the simplest of the good ones.
     share = margin / 100 if margin is not None else 0.0 if exhaustive is not None else MARGIN
-    told = make_options(optimizer, precision, recompute, reshard_after_forward)
+    told = make_options(optimizer, precision, recompute, reshard_after_forward, prefetch)
     result = _search(
         setting, budget, seed, first, tuple(pin or ()), processes, share,
         first.options if first is not None else told,
