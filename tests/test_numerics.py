@@ -20,10 +20,11 @@ from flexsearch.lower.lowering import lower
 from flexsearch.runtime.parallel import distribute
 from flexsearch.strategy import Strategy, StrategyFile
 from flexsearch.strategy.baselines import baseline
-from flexsearch.topology import Communication, Link, Topology
+from flexsearch.topology import Topology
 from tests.random_strategies import strategies
 from tests.ranks import pool
 from tests.small_models import NAMES, Case, Dropped, case
+from tests.test_states import slow_between_hosts
 
 SEED = os.environ.get("FLEXSEARCH_NUMERICS_SEED")
 """Other cases than CI's fixed ones."""
@@ -152,18 +153,6 @@ def test_float32_too_in_the_layouts_that_are_fast_there(name: str) -> None:
             agree(expected, found, 2e-4)
 
     check()
-
-
-def slow_between_hosts() -> Topology:
-    """Two hosts with two devices each, where bytes cost and messages do not."""
-    topology = Topology.load("ethernet-1g:4")
-    devices = tuple(d.model_copy(update={"host": f"host{k // 2}"}) for k, d in enumerate(topology.devices))
-    links = [Link(a=d.name, b=d.host, bandwidth=1e9, latency_s=0.0) for d in devices]
-    links.append(Link(a="host0", b="host1", bandwidth=1e7, latency_s=0.0))
-    return Topology(
-        name="slow between", devices=devices, switches=("host0", "host1"), links=tuple(links),
-        communication=Communication(backend="gloo", overhead_s=0.0, message_s=0.0),
-    )  # fmt: skip
 
 
 def test_hosts_add_up_the_gradients_of_the_parts_that_each_of_them_has() -> None:

@@ -8,6 +8,7 @@ the pipeline takes to fill and to drain, and how many microbatches a rank keeps 
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, replace
 from math import ceil
@@ -16,6 +17,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from flexsearch.cost.communication import Transfer
 from flexsearch.search.constants import PENALTY
 from flexsearch.search.hybrid.cuts import Cuts
 from flexsearch.search.hybrid.layout import Layout
@@ -164,7 +166,7 @@ class Estimates:
 
     def agreement(self, layout: Layout, rank: int, first: int = 0, step: int = 1) -> tuple[float, float]:
         """Seconds, and seconds a byte, of an all-reduce among the devices that have the same weights of a rank: among
-        the ``first`` of them (0: all), or every one in so many (``step``)."""
+        the ``first`` of them (0: all); or among every one in so many (``step``), all of these at the same time."""
         tensor, width, block = layout.tensor, layout.each[rank], layout.block
         if layout.data * width == 1:
             return 0.0, 0.0
@@ -173,8 +175,8 @@ class Estimates:
         if key not in self._lines:
             pricing = self.works.pricing
             devices = [k * block + begin + j * tensor for k in range(layout.data) for j in range(width)]
-            devices = devices[: first or None : step]
-            self._lines[key] = self._line(lambda nbytes: pricing.all_reduce(devices, nbytes).duration_s)
+            rows = [devices[k : first or None : step] for k in range(step)]
+            self._lines[key] = self._line(lambda nbytes: _together([pricing.all_reduce(row, nbytes) for row in rows]))
         return self._lines[key]
 
     def _line(self, seconds: Callable[[int], float]) -> tuple[float, float]:
@@ -249,6 +251,14 @@ class Estimates:
         ends = layout.tensor * np.cumsum(layout.each)
         room = np.minimum.reduceat(self.memory[: layout.block], ends - layout.tensor * np.array(layout.each))
         return float((use / room).max())
+
+
+def _together(transfers: list[Transfer]) -> float:
+    """Seconds of transfers at the same time: of the longest, or of the link that several share."""
+    shared = Counter[int]()
+    for transfer in transfers:
+        shared.update(dict(transfer.links))
+    return max([one.duration_s for one in transfers] + [*shared.values()])
 
 
 def _by_rank(ranks: npt.NDArray[np.int64], values: Values) -> Values:

@@ -57,7 +57,7 @@ POLISHED: Final = 2
 
 FAMILIES: Final[Mapping[str, Callable[[Layout], bool]]] = {
     "data-parallel": lambda f: f.tensor == f.pipeline == 1 and not f.states,
-    "zero": lambda f: f.tensor == f.pipeline == 1 and f.states in (States.OPTIMIZER, States.GRADIENTS),
+    "zero": lambda f: f.tensor == f.pipeline == 1 and f.states in (States.OPTIMIZER, States.GRADIENTS) and not f.over,
     "fsdp": lambda f: f.tensor == f.pipeline == 1 and f.states == States.WEIGHTS and not f.over,
     "hsdp": lambda f: f.tensor == f.pipeline == 1 and f.states == States.WEIGHTS and f.over > 0,
     "tensor x data": lambda f: f.pipeline == 1 and f.tensor > 1 and f.states <= States.OPTIMIZER,
