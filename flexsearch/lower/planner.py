@@ -482,16 +482,16 @@ def _sum_within(
             volume = _common(source.box, np.uint64(source.copy[begin]), destination.box, leader)
             if volume == 0:
                 continue
-            k, n = np.uint32(leader), np.uint32(0)
-            while k != NONE and n < number:
-                k = groups.following[np.uint64(k)]
-                n += np.uint32(1)
-            if k == NONE or moves.size[1] == ONE:
+            entry, n = np.uint32(leader), ZERO
+            while entry != NONE and n < number:
+                entry = groups.following[np.uint64(entry)]
+                n += ONE
+            if entry == NONE or moves.size[1] == ONE:
                 return False
-            device = np.uint64(destination.device[np.uint64(k)])
+            device = np.uint64(destination.device[np.uint64(entry)])
             best = _nearest(routes, source.copy, source.device, begin, end, device, moves.sent)
-            _move(moves, best, np.uint64(source.device[best]), k, device, volume)
-            groups.done[np.uint64(k)] = 1
+            _move(moves, best, np.uint64(source.device[best]), entry, device, volume)
+            groups.done[np.uint64(entry)] = 1
     for k in range(destination.size[0]):
         if groups.done[k] == 0:
             return False

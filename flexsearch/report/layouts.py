@@ -63,6 +63,8 @@ def pipeline_words(pipeline: Pipeline, options: Options, batch: int, sharding: S
         if 0 < sharding.over < sum(sizes) * pipeline.replicas:
             over = f" over {max(1, sharding.over // sum(sizes))} of {pipeline.replicas}" if alike else " inside hosts"
         words.append(f"{sharding.states.name.lower()} sharded{over}{again}")
+        if options.prefetch != Options().prefetch:
+            words.append(f"gathered {options.prefetch} operators ahead")
     return ", ".join([*words, *_option_words(options)])
 
 
