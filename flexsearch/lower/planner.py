@@ -492,10 +492,10 @@ def _sum_within(
             best = _nearest(routes, source.copy, source.device, begin, end, device, moves.sent)
             _move(moves, best, np.uint64(source.device[best]), entry, device, volume)
             groups.done[np.uint64(entry)] = 1
+    missing = False
     for k in range(destination.size[0]):
-        if groups.done[k] == 0:
-            return False
-    return True
+        missing = missing or groups.done[k] == 0
+    return not missing
 
 
 @lean

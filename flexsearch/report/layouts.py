@@ -17,6 +17,8 @@ from flexsearch.simulate.usage import SORTS, WORK, DeviceTime
 from flexsearch.strategy import Options, Sharding, States
 from flexsearch.strategy.pipeline import Pipeline
 
+UNSHARDED: Final = Sharding()
+
 SCHEDULES: Mapping[str, str] = {
     "gpipe": "GPipe", "1f1b": "1F1B", "interleaved-1f1b": "interleaved 1F1B", "breadth-first": "breadth-first",
     "zero-bubble": "zero bubble (ZB-H1)", "zero-bubble-v": "zero bubble (ZB-V)", "dualpipe-v": "DualPipeV",
@@ -32,7 +34,7 @@ class StagedRow:
     pipeline: Pipeline
     options: Options
     step: Step
-    sharding: Sharding = Sharding()
+    sharding: Sharding = UNSHARDED
     changed: int = 0
 
 
