@@ -83,9 +83,9 @@ class Setting:
         """Any strategy, also one with stages and microbatches, as a row of a comparison of layouts."""
         from flexsearch.report.layouts import StagedRow
 
-        states = max(config.states for config in strategy.configs.values())
+        sharding = max((config.sharding for config in strategy.configs.values()), key=lambda one: one.rank)
         pipeline = Pipeline.of(strategy, self.graph)
-        return StagedRow(name, pipeline, strategy.options, self.step(strategy), states)
+        return StagedRow(name, pipeline, strategy.options, self.step(strategy), sharding)
 
     def under(self, options: Options | None) -> Setting:
         """The same in the precision of plans with these options."""

@@ -72,7 +72,7 @@ def _choices(space: Space, effects: Effects, lowered: Lowered, report: OnProgres
 
 def _layouts(variants: Variants, plan: Plan, report: OnProgress) -> Iterator[LayoutChoice]:
     """The same layout with one of its numbers, its order or its options changed."""
-    others = list(plan.neighbours())
+    others = list(plan.neighbours(variants.topology.host_size))
     for k, (part, other) in enumerate(others):
         report("other layouts", k, len(others))
         outcome = variants.outcome(other)

@@ -67,7 +67,7 @@ def _layout(setting: Setting, budget: str | float, options: Options, report: OnP
 
     result = setting.search_layouts(budget, options=options, on_progress=watch)
     best = result.best
-    row = StagedRow("", best.pipeline, best.options, result.step, best.layout.states, best.changed)
+    row = StagedRow("", best.pipeline, best.options, result.step, best.layout.sharding, best.changed)
     step = result.baselines["data-parallel"][1] if "data-parallel" in result.baselines else None
     return Planned(
         result.strategy, result.step, layout_words(row), result.plans,

@@ -12,7 +12,7 @@ from typing import Final
 import numpy as np
 
 from flexsearch.search.evaluate import Configs
-from flexsearch.search.space import Space, with_states
+from flexsearch.search.space import Space
 from flexsearch.strategy import OperatorConfig, States
 
 Move = Callable[[np.random.Generator, Space, Configs], Configs]
@@ -35,7 +35,7 @@ def copy(rng: np.random.Generator, space: Space, configs: Configs) -> Configs:
             return _with(configs, new)
         link = links[rng.integers(len(links))]
         followed = space.propagation.over(at, new.get(at, configs[at]), link)
-        new[link.target] = with_states(followed, configs[link.target].states)
+        new[link.target] = followed.sharded(*configs[link.target].sharding)
         at = link.target
         if rng.random() < 0.35:
             return _with(configs, new)
@@ -78,7 +78,8 @@ def shard(rng: np.random.Generator, space: Space, configs: Configs) -> Configs:
     i = space.weighted[rng.integers(len(space.weighted))]
     chosen = [i] if rng.random() < 0.8 else space.weighted
     to = States((configs[i].states + rng.integers(1, len(States))) % len(States))
-    changed = {k: with_states(configs[k], to if len(configs[k].devices) > 1 else States.WHOLE) for k in chosen}
+    over = int(rng.choice([0, 2, space.topology.host_size]))
+    changed = {k: configs[k].sharded(to if len(configs[k].devices) > 1 else States.WHOLE, over) for k in chosen}
     return _with(configs, changed)
 
 

@@ -1,5 +1,5 @@
 """Random legal strategies: any splittable axes (uneven too), unequal shares of samples, replicas, odd device subsets,
-sharded weights."""
+weights sharded over all, or over few."""
 
 from __future__ import annotations
 
@@ -25,7 +25,8 @@ def configs(draw: st.DrawFn, op: Operator, devices: int, unequal: bool = True) -
     order = draw(st.permutations(range(devices)))
     samples = [axis for axis, degree in degrees.items() if op.roles[axis] == "sample" and degree > 1]
     shares = {axis: draw(st.tuples(*[st.integers(1, 4)] * degrees[axis])) for axis in samples if unequal}
-    return make_config(op, degrees, order[: parts * replicas], draw(st.sampled_from(States)), shares)
+    states, over = draw(st.sampled_from(States)), draw(st.sampled_from([0, 2, 3]))
+    return make_config(op, degrees, order[: parts * replicas], shares=shares).sharded(states, over)
 
 
 @st.composite

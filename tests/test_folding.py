@@ -56,8 +56,10 @@ def random_plan(space: Space, rng: np.random.Generator) -> Configs:
     configs = space.random_plan(rng)
     if rng.random() < 0.7:
         return configs
+    over = int(rng.choice([0, 2, 4]))
     return tuple(
-        OperatorConfig(c.degrees, c.devices, c.replicas, States(rng.integers(len(States)))) for c in configs
+        OperatorConfig(c.degrees, c.devices, c.replicas).sharded(States(rng.integers(len(States))), over)
+        for c in configs
     )
 
 
@@ -100,6 +102,19 @@ def test_the_tasks_of_a_folded_plan_move_what_those_of_the_whole_one_move(make: 
             np.testing.assert_allclose(carried, all_.link_bytes, rtol=0.0, atol=16)
             assert (inside.memory * replicas) == all_.memory
     assert even
+
+
+@pytest.mark.parametrize("states", [States.OPTIMIZER, States.WEIGHTS])
+def test_all_reduces_between_hosts_take_turns_on_the_link_that_they_share(states: States) -> None:
+    """Two blocks to a host: the all-reduces of the parts that each of them has are one exchange when folded."""
+    parts = folded(cnn, "k80:4", 8)
+    data = baseline("data-parallel", parts.part, parts.folding.block).in_order(parts.part)
+    configs = tuple(config.sharded(states, parts.folding.whole.host_size) for config in data)
+    one, whole = (make(parts, configs, Options()) for make in (simulator, whole_simulator))
+    assert one.seconds == whole.seconds and max(peaks(one)) == max(peaks(whole))
+    lowered = one.lowering.lower(one.configs, Options())
+    assert any("all_reduce" in w.plan.sync.form for w in lowered.weights if w.plan.sync)
+    assert simulate(lowered).makespan_s == one.seconds
 
 
 @pytest.mark.parametrize(("make", "name", "replicas"), CASES[:3])

@@ -39,7 +39,7 @@ from flexsearch.search.hybrid.trials import Answer, Request
 from flexsearch.simulate import makespan
 from flexsearch.simulate.delta import DeltaSimulator
 from flexsearch.simulate.staged import StagedSimulators, model_flops, step_of, step_of_strategy
-from flexsearch.strategy import Options, States, Strategy
+from flexsearch.strategy import Options, Sharding, States, Strategy
 from flexsearch.strategy.baselines import baseline
 from flexsearch.strategy.pipeline import Pipeline
 from flexsearch.strategy.stage import check_batch
@@ -138,10 +138,14 @@ def test_groups_take_turns_or_come_back() -> None:
 
 def test_neighbours_differ_in_one_number_and_divide_the_batch() -> None:
     layout = Layout(2, 2, 2, 4)
-    for other in neighbours(layout, 32, 8):
+    for other in neighbours(layout, 32, 8, 4):
         assert 16 % other.microbatches == 0
         assert (other.data, other.tensor, other.pipeline) == (2, 2, 2)
     assert divisors(12) == [1, 2, 3, 4, 6, 12]
+    inside = [other for other in neighbours(Layout(8, 1, 2), 32, 8, 4) if other.over]
+    assert [other.sharding for other in inside] == [Sharding(states, 4) for states in States if states]
+    assert {other.divided for other in inside} == {2}
+    assert not any(other.over for other in neighbours(Layout(2, 1, 2), 32, 8, 4))  # all replicas are in one host
 
 
 @pytest.mark.parametrize(

@@ -12,9 +12,11 @@ from hypothesis import HealthCheck, Phase, given, note, seed, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from flexsearch.cost import Costs
 from flexsearch.errors import RuntimeFailure
 from flexsearch.graph import Tracing
 from flexsearch.graph.importer import Imported, import_with_constants
+from flexsearch.lower.lowering import lower
 from flexsearch.runtime.parallel import distribute
 from flexsearch.strategy import Strategy, StrategyFile
 from flexsearch.strategy.baselines import baseline
@@ -22,6 +24,7 @@ from flexsearch.topology import Topology
 from tests.random_strategies import strategies
 from tests.ranks import pool
 from tests.small_models import NAMES, Case, Dropped, case
+from tests.test_states import slow_between_hosts
 
 SEED = os.environ.get("FLEXSEARCH_NUMERICS_SEED")
 """Other cases than CI's fixed ones."""
@@ -150,6 +153,16 @@ def test_float32_too_in_the_layouts_that_are_fast_there(name: str) -> None:
             agree(expected, found, 2e-4)
 
     check()
+
+
+def test_hosts_add_up_the_gradients_of_the_parts_that_each_of_them_has() -> None:
+    imported, topology = _imported("mlp"), slow_between_hosts()
+    strategy = baseline("hsdp", imported.graph, topology)
+    lowered = lower(imported.graph, strategy, topology, Costs(imported.graph, topology))
+    forms = {w.plan.sync.form for w in lowered.weights if w.plan.sync is not None}
+    assert "reduce_scatter + all_reduce" in forms
+    for found in pool(4).run(_parallel, "mlp", imported, strategy.to_file().model_dump_json(), False):
+        agree(_single("mlp"), found)
 
 
 def _drawn(file: str) -> list[float]:

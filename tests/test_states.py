@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from flexsearch.cost import Costs
+from flexsearch.graph import OperatorGraph, volume
 from flexsearch.lower import Lowered, Lowering, TaskKind
 from flexsearch.lower.schedule import Stages
 from flexsearch.simulate import memory
@@ -17,7 +18,7 @@ from flexsearch.simulate.delta import DeltaSimulator
 from flexsearch.simulate.memory import spans_of
 from flexsearch.strategy import OperatorConfig, Options, States
 from flexsearch.strategy.baselines import baseline
-from flexsearch.topology import Topology
+from flexsearch.topology import Communication, Link, Topology
 from tests.test_baselines import mlp, transformer
 from tests.test_recompute import stack
 
@@ -73,6 +74,45 @@ def test_what_is_kept_from_one_microbatch_to_the_next_is_what_zero_counts(states
     for part, nbytes in parts.items():
         whole = elements * nbytes / (len(lowered.devices) if states >= levels[part] else 1)
         assert kept[part] == pytest.approx(whole, rel=0.01), part
+
+
+def slow_between_hosts() -> Topology:
+    """Two hosts with two devices each, where bytes cost and messages do not."""
+    topology = Topology.load("ethernet-1g:4")
+    devices = tuple(d.model_copy(update={"host": f"host{k // 2}"}) for k, d in enumerate(topology.devices))
+    links = [Link(a=d.name, b=d.host, bandwidth=1e9, latency_s=0.0) for d in devices]
+    links.append(Link(a="host0", b="host1", bandwidth=1e7, latency_s=0.0))
+    return Topology(
+        name="slow between", devices=devices, switches=("host0", "host1"), links=tuple(links),
+        communication=Communication(backend="gloo", overhead_s=0.0, message_s=0.0),
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("states", [states for states in States if states])
+def test_hybrid_sharding_divides_by_the_devices_of_a_host_and_sums_up_across_hosts(states: States) -> None:
+    """Zhao et al., VLDB 2023, section 3.2.2: gathers stay inside a host; gradients are reduce-scattered there, and
+    equal parts all-reduced between hosts."""
+    graph, topology = OperatorGraph.load("mlp"), slow_between_hosts()
+    host, count = topology.host_size, len(topology.devices)
+    configs = baseline("hsdp", graph, topology).in_order(graph)
+    configs = tuple(config.sharded(states, host) if config.states else config for config in configs)
+    lowered = Lowering(graph, topology, Costs(graph, topology)).lower(configs, Options(optimizer="adam"))
+    held, elements = Counter[int](), 0
+    for weight in lowered.weights:
+        held.update({device: volume(box) for device, box, _ in weight.plan.storage})
+        elements += volume(tuple((0, size) for size in graph.tensor[weight.tensor].shape))
+        for exchange in weight.plan.forward[0].exchanges:
+            assert len({device // host for device in exchange.devices}) == 1
+    assert list(held.values()) == [pytest.approx(elements / host, rel=0.001)] * count
+    largest = max(lowered.weights, key=lambda weight: volume(weight.plan.storage[0].box))
+    assert largest.plan.sync is not None
+    inside, across = largest.plan.sync.phase_exchanges
+    assert [(x.form, x.devices) for x in inside] == [
+        ("reduce_scatter", tuple(range(first, first + host))) for first in range(0, count, host)
+    ]
+    assert [(x.form, x.devices) for x in across] == [
+        ("all_reduce", tuple(range(k, count, host))) for k in range(host)
+    ]  # fmt: skip
 
 
 def test_each_level_needs_less_memory() -> None:
@@ -137,7 +177,9 @@ def test_a_walk_over_states_is_simulated_as_plans_made_anew(reshard: bool) -> No
     simulator = DeltaSimulator(graph, topology, costs, options, configs, stages=cut)
     for _ in range(12):
         chosen = rng.choice(weighted, int(rng.integers(1, len(weighted))), replace=False).tolist()
-        changes = {i: replace(configs[i], states=States(rng.integers(len(States)))) for i in chosen}
+        changes = {
+            i: configs[i].sharded(States(rng.integers(len(States))), int(rng.choice([0, 2]))) for i in chosen
+        }  # fmt: skip
         changes = {i: new for i, new in changes.items() if new != configs[i]}
         after = [changes.get(i, config) for i, config in enumerate(configs)]
         anew = DeltaSimulator(graph, topology, costs, options, after, stages=cut)

@@ -11,7 +11,7 @@ from flexsearch.cost import Costs
 from flexsearch.cost.ticks import TICK
 from flexsearch.graph import OperatorGraph
 from flexsearch.lower.layout import Layouts
-from flexsearch.search.space import Space, with_states
+from flexsearch.search.space import Space
 from flexsearch.simulate.delta import DeltaSimulator
 from flexsearch.strategy import OperatorConfig, Options, States
 from flexsearch.topology import Topology
@@ -27,7 +27,7 @@ def walked(graph: OperatorGraph, topology: Topology, seed: int) -> DeltaSimulato
 
     def plan() -> tuple[OperatorConfig, ...]:
         drawn = [(c, rng.integers(len(States)) if len(c.devices) > 1 else 0) for c in space.random_plan(rng)]
-        return tuple(with_states(c, States(states)) for c, states in drawn)
+        return tuple(c.sharded(States(states), int(rng.choice([0, 2]))) for c, states in drawn)
 
     simulator = DeltaSimulator(graph, topology, Costs(graph, topology), Options(optimizer="adam"), plan())
     for _ in range(4):

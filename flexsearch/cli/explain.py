@@ -79,8 +79,9 @@ def explain(
         if not plan.is_plain:
             from flexsearch.report.layouts import pipeline_words
 
-            pipeline, states = Pipeline.of(plan, setting.graph), max(c.states for c in plan.configs.values())
-            tell(f"  {pipeline_words(pipeline, plan.options, setting.graph.batch, states)}", indent=2)
+            pipeline = Pipeline.of(plan, setting.graph)
+            sharding = max((config.sharding for config in plan.configs.values()), key=lambda one: one.rank)
+            tell(f"  {pipeline_words(pipeline, plan.options, setting.graph.batch, sharding)}", indent=2)
         tell_plan(told.row.lowered)
         _print(explanation(told))
 

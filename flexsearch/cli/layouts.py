@@ -119,7 +119,7 @@ def _row(name: str, candidate: Candidate, step: Step) -> StagedRow:
     from flexsearch.report.layouts import StagedRow
 
     return StagedRow(
-        name, candidate.pipeline, candidate.options, step, candidate.layout.states, candidate.changed
+        name, candidate.pipeline, candidate.options, step, candidate.layout.sharding, candidate.changed
     )  # fmt: skip
 
 

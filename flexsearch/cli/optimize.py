@@ -31,6 +31,7 @@ from flexsearch.cli.native import optimize_native
 from flexsearch.cli.plans import (
     OptimizerOption,
     PrecisionOption,
+    PrefetchOption,
     RecomputeOption,
     ReshardOption,
     in_order,
@@ -83,6 +84,7 @@ def optimize(
     precision: PrecisionOption = "as-is",
     recompute: RecomputeOption = "none",
     reshard_after_forward: ReshardOption = False,
+    prefetch: PrefetchOption = 1,
     margin: Annotated[
         float | None,
         typer.Option(
@@ -140,7 +142,7 @@ def optimize(
     setting = load_setting(graph, topology, profile, size)
     if plan_only or (resume is None and not pin and too_large(setting.graph)):
         refuse_with_layouts(resume=resume, pin=pin, plot=plot, exhaustive=exhaustive, seed=seed, margin=margin)
-        options = make_options(optimizer, precision, recompute, reshard_after_forward)
+        options = make_options(optimizer, precision, recompute, reshard_after_forward, prefetch)
         optimize_layouts(
             setting, options, budget, processes, output, as_json, size.words(), plan_only, cost_per_hour,
             space == "native",
@@ -148,7 +150,7 @@ def optimize(
         return
     if space == "native":
         refuse_with_native(resume=resume, pin=pin, plot=plot, exhaustive=exhaustive)
-        options = make_options(optimizer, precision, recompute, reshard_after_forward)
+        options = make_options(optimizer, precision, recompute, reshard_after_forward, prefetch)
         half = halved(budget)
         free = _search(setting, half, seed, None, (), processes, 0.0, options)
         optimize_native(setting, options, half, free, output, as_json, size.words(), cost_per_hour)
@@ -156,7 +158,7 @@ def optimize(
     first = load_strategy(resume, setting) if resume is not None else None
     # What is to be proved is the best plan, not the simplest of the good ones.
     share = margin / 100 if margin is not None else 0.0 if exhaustive is not None else MARGIN
-    options = make_options(optimizer, precision, recompute, reshard_after_forward)
+    options = make_options(optimizer, precision, recompute, reshard_after_forward, prefetch)
     result = _search(
         setting, budget, seed, first, tuple(pin or ()), processes, share,
         first.options if first is not None else options,

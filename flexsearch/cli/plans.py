@@ -27,6 +27,7 @@ from flexsearch.cli.common import (
 from flexsearch.cli.layouts import compare_staged, simulate_staged
 from flexsearch.cli.money import tell_cost, with_cost
 from flexsearch.cli.progress import Live, compiling
+from flexsearch.quantities import MAX_COUNT
 
 if TYPE_CHECKING:
     from flexsearch.api import Setting
@@ -59,18 +60,26 @@ ReshardOption = Annotated[
         "--reshard-after-forward", help="Sharded weights are gathered again in the backward pass, to save memory."
     ),
 ]
+PrefetchOption = Annotated[
+    int,
+    typer.Option(
+        "--prefetch", min=0, max=MAX_COUNT,
+        help="Sharded weights are gathered so many operators with weights ahead.",
+    ),
+]  # fmt: skip
 
 
 def make_options(
     optimizer: Literal["sgd", "momentum", "adam"], precision: Literal["as-is", "bf16", "fp16"],
-    recompute: Literal["none", "attention", "full"], reshard_after_forward: bool,
+    recompute: Literal["none", "attention", "full"], reshard_after_forward: bool, prefetch: int = 1,
 ) -> Options:  # fmt: skip
     """Options for the whole step, as the commands name them."""
     from flexsearch.strategy import Options
 
     return Options(
-        optimizer=optimizer, precision=precision, recompute=recompute, reshard_after_forward=reshard_after_forward
-    )
+        optimizer=optimizer, precision=precision, recompute=recompute, reshard_after_forward=reshard_after_forward,
+        prefetch=prefetch,
+    )  # fmt: skip
 
 
 def compare(
@@ -86,6 +95,7 @@ def compare(
     precision: PrecisionOption = "as-is",
     recompute: RecomputeOption = "none",
     reshard_after_forward: ReshardOption = False,
+    prefetch: PrefetchOption = 1,
     save: Annotated[
         str | None, typer.Option("--save", metavar="NAME", help="Write this baseline as a strategy file.")
     ] = None,
@@ -116,7 +126,7 @@ def compare(
             )
         compare_staged(setting, given, as_json)
         return
-    options = make_options(optimizer, precision, recompute, reshard_after_forward)
+    options = make_options(optimizer, precision, recompute, reshard_after_forward, prefetch)
     options = next(iter(given.values())).options if given else options
     with Live(compiling()):
         known = setting.baselines(options)
@@ -169,6 +179,7 @@ def simulate(
     precision: PrecisionOption = "as-is",
     recompute: RecomputeOption = "none",
     reshard_after_forward: ReshardOption = False,
+    prefetch: PrefetchOption = 1,
     cost_per_hour: PriceOption = None,
     as_json: JsonOption = False,
 ) -> None:
@@ -194,7 +205,7 @@ def simulate(
         if graph is None or topology is None:
             raise typer.BadParameter("a baseline needs a GRAPH and a --topology")
         setting = load_setting(graph, topology, profile, Size(batch, seq))
-        options = make_options(optimizer, precision, recompute, reshard_after_forward)
+        options = make_options(optimizer, precision, recompute, reshard_after_forward, prefetch)
         name, plan = baseline, setting.baseline(baseline, options)
     with Live(compiling()):
         row = setting.row(name, plan)

@@ -76,6 +76,7 @@ class Arena:
             second_first=numbers(steps), second_last=numbers(steps), pair=numbers(4 * steps), pair_first=numbers(steps),
             pair_last=numbers(steps), follows=numbers(steps), seen=stamps(steps), load=np.zeros(resources),
             listed=stamps(resources), listing=stamps(1), touched=numbers(resources), lopsided=stamps(1),
+            many=numbers(resources),
             tally=make_tally(self._network), loads=empty_loads(resources),
         )  # fmt: skip
         return Draft(

@@ -20,6 +20,7 @@ class Program(NamedTuple):
     """What follows from graph and topology. Slots are operands in order, then results (the loss, new buffers) that are
     kept; rows ``[first[i], last[i])`` of a list belong to item i. ``routes``, ``rates``: what
     communications are priced by; ``image``: by resource there, the resource that stands for it (``lower.folding``);
+    ``images``: by that, for how many;
     ``microbatches``: (1,)."""
 
     operand_first: U32  # by operator: its operands' slots
@@ -38,6 +39,7 @@ class Program(NamedTuple):
     routes: RouteTable
     rates: Rates
     image: U32
+    images: U32
     microbatches: U32
 
 
@@ -49,7 +51,7 @@ class Pools(NamedTuple):
     config_last: U32
     config_reads: U32
     config_writes: U32
-    config_states: U8  # ``strategy.States``
+    config_sharding: U32  # rank of its ``strategy.Sharding``
     config_split: U32  # its pieces without their devices
     config_mesh: U32
     entry_device: U32
@@ -82,6 +84,7 @@ class Pools(NamedTuple):
     receive: U32
     link: U32
     link_ticks: I64
+    orbit: U32  # of how many exchanges it stands for all
     link_least: I64  # as ``link_ticks``, at least: in a bucket, it adds so much
     link_load: F64  # of messages: bytes
     drag: U32
@@ -90,7 +93,7 @@ class Pools(NamedTuple):
     key_form: U8  # number in ``FORMS``
     key_group: U8  # 1: a collective, among the senders; 0: messages
     plan_sync: U32
-    plan_states: U8  # of the reader that keeps least
+    plan_sharding: U32  # of the reader that keeps least
     plan_gather: U32
     gather: U32
     store_first: U32

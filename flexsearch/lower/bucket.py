@@ -15,11 +15,12 @@ from flexsearch.compiled import F64, ONE, U32, U64, ZERO, lean
 from flexsearch.cost.collectives import price_collective
 from flexsearch.cost.tally import Loads, Tally, drag_seconds, duration, link_seconds
 from flexsearch.lower.arrays import BlockTable, Pools, Program
+from flexsearch.lower.orbits import at_once
 from flexsearch.lower.schedule import ALL, EACH
 from flexsearch.packed import packed
-from flexsearch.strategy import States
+from flexsearch.strategy import OVER_ALL, States
 
-_GRADIENTS = np.uint8(States.GRADIENTS)
+_GRADIENTS = np.uint32(States.GRADIENTS * OVER_ALL)
 
 
 @packed
@@ -29,7 +30,8 @@ class Groups(NamedTuple):
     ``next`` of its group, ``second_first`` and ``second_last`` (members of the second phase of its weight). ``pair``:
     groups of the second phase that follow those of the first, by ``pair_first`` and ``pair_last``; ``follows``: by
     group of the second phase, how many groups it follows; ``seen``: the last one, plus 1. ``load``: by resource, bytes,
-    then seconds; ``listed``: by resource, a stamp (``listing``, (1,)); ``touched``: resources.
+    then seconds; ``listed``: by resource, a stamp (``listing``, (1,)), and as how ``many`` it
+    counts; ``touched``: resources.
     ``lopsided``: (1,) links that stand for others with another load.
     ``tally``, ``loads``: what collectives are priced with."""
 
@@ -52,6 +54,7 @@ class Groups(NamedTuple):
     listed: U64
     listing: U64
     touched: U32
+    many: U32
     lopsided: U64
     tally: Tally
     loads: Loads
@@ -60,13 +63,13 @@ class Groups(NamedTuple):
 @lean
 def bucket_of(blocks: BlockTable, pools: Pools, plan: Any, w: Any) -> Any:
     """The bucket of weight ``w`` under a plan of it."""
-    return blocks.each[w] if pools.plan_states[plan] >= _GRADIENTS else blocks.bucket[w]
+    return blocks.each[w] if pools.plan_sharding[plan] >= _GRADIENTS else blocks.bucket[w]
 
 
 @lean
 def is_member(pools: Pools, plan: Any, sums: Any) -> Any:
     """Whether a weight with that plan is among those (ALL, ONCE, EACH) that a bucket sends."""
-    return sums == ALL or (sums == EACH) == (pools.plan_states[plan] >= _GRADIENTS)
+    return sums == ALL or (sums == EACH) == (pools.plan_sharding[plan] >= _GRADIENTS)
 
 
 @lean
@@ -166,7 +169,7 @@ def _add_up(
             r = np.uint64(resource[k])
             if groups.listed[r] != groups.listing[0]:
                 groups.listed[r] = groups.listing[0]
-                groups.load[r] = 0.0
+                groups.load[r], groups.many[r] = 0.0, 1
                 groups.touched[touched] = r
                 touched += ONE
             groups.load[r] += load[k]
@@ -176,27 +179,28 @@ def _add_up(
 
 @lean
 def _list(program: Program, groups: Groups, resource: U32, seconds: F64, count: Any) -> Any:
-    """List rows that were priced in ``touched`` and ``load``, by the resources that stand for them; returns how many
-    there are."""
+    """List rows that were priced in ``touched`` and ``load``, by the resources that stand for them (``many``: for how
+    many rows); returns how many there are."""
     touched = ZERO
     groups.listing[0] += ONE
     for k in range(count):
         r = np.uint64(program.image[np.uint64(resource[k])])
         if groups.listed[r] != groups.listing[0]:
             groups.listed[r] = groups.listing[0]
-            groups.load[r] = seconds[k]
+            groups.load[r], groups.many[r] = seconds[k], 0
             groups.touched[touched] = r
             touched += ONE
         elif groups.load[r] != seconds[k]:
             groups.lopsided[0] += ONE
         groups.load[r] = max(groups.load[r], seconds[k])
+        groups.many[r] += np.uint32(1)
     return touched
 
 
 @lean
 def merge(program: Program, pools: Pools, groups: Groups, phase: Any, g: Any) -> Any:
-    """How many resources a group's communication keeps busy (``touched``, with the seconds of each in ``load``), and
-    its duration (s): messages add up on every link, collectives become one of all bytes."""
+    """How many resources a group's communication keeps busy (``touched``, the seconds of each in ``load``, as often
+    as ``many`` says), and its duration (s): messages add up on every link, collectives become one of all bytes."""
     key, start, busiest, total = np.uint64(groups.key[phase, g]), 0.0, 0.0, np.int64(0)
     form, m = np.uint64(pools.key_form[key]), np.uint64(groups.head[phase, g])
     one = np.uint64(groups.exchange[m])
@@ -210,7 +214,11 @@ def merge(program: Program, pools: Pools, groups: Groups, phase: Any, g: Any) ->
             program.routes, program.rates, groups.tally, groups.loads, form, pools.send,
             np.uint64(pools.from_first[one]), np.uint64(pools.from_last[one]), total,
         )  # fmt: skip
-        return _list(program, groups, groups.loads.link, groups.loads.link_s, groups.loads.size[0]), seconds
+        touched = _list(program, groups, groups.loads.link, groups.loads.link_s, groups.loads.size[0])
+        for j in range(touched):
+            r = np.uint64(groups.touched[j])
+            groups.many[r] = at_once(pools.orbit[one], groups.many[r], program.images[r])
+        return touched, seconds
     touched = _add_up(pools, groups, phase, g, pools.link_first, pools.link_last, pools.link, pools.link_load)
     for j in range(touched):
         r = np.uint64(groups.touched[j])

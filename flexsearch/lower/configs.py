@@ -1,4 +1,4 @@
-"""Configs by number, compiled: a split on a mesh, with the states of its weights kept whole or in parts.
+"""Configs by number, compiled: a split on a mesh, with the sharding of its weights.
 
 What follows from a config (other devices, other storage, the config of a neighbour) is looked up or made here without
 Python, as soon as its split is known: splits are few, meshes many.
@@ -13,18 +13,31 @@ import numpy as np
 from flexsearch.compiled import ONE, U32, ZERO, lean
 from flexsearch.lower.change import Change, miss
 from flexsearch.lower.interned import intern_layout, intern_mesh
-from flexsearch.lower.keys import CONFIG, DERIVED, LIKE, MISSING, NEAREST, OVER, find, is_full, put
+from flexsearch.lower.keys import CONFIG, DERIVED, LIKE, MISSING, NEAREST, OVER, SHARDED, find, is_full, put
 from flexsearch.lower.tables import TemplateTables
-from flexsearch.strategy import States
+from flexsearch.strategy import OVER_ALL, States
 
-_LEVELS = np.uint64(len(States))
+_LEVELS, _OVER_ALL = np.uint64(len(States)), np.uint64(OVER_ALL)
 
 
 @lean
-def config_of(tables: TemplateTables, split: Any, mesh: Any, states: Any) -> Any:
-    """Number of the config; MISSING, and ``full`` set, if there is no room for a new one."""
-    split, mesh, kept = np.uint64(split), np.uint64(mesh), _LEVELS * np.uint64(mesh) + np.uint64(states)
-    known = find(tables.keys, CONFIG, split, kept)
+def config_of(tables: TemplateTables, split: Any, mesh: Any, sharding: Any) -> Any:
+    """Number of the config; MISSING, and ``full`` set, if there is no room for a new one. ``sharding``:
+    rank of its ``Sharding``."""
+    split, mesh, sharding = np.uint64(split), np.uint64(mesh), np.uint64(sharding)
+    states, over = sharding // _OVER_ALL, sharding % _OVER_ALL
+    # The key has no room for ``over``: such a config is found by the one that is sharded over all.
+    every = states * _OVER_ALL + _OVER_ALL - ONE if states > ZERO else ZERO
+    config = _config_of(tables, split, mesh, every, CONFIG, split, _LEVELS * mesh + states)
+    if sharding == every or config == MISSING:
+        return config
+    return _config_of(tables, split, mesh, sharding, DERIVED, np.uint64(SHARDED) + over, np.uint64(config))
+
+
+@lean
+def _config_of(tables: TemplateTables, split: Any, mesh: Any, sharding: Any, kind: Any, a: Any, b: Any) -> Any:
+    """As ``config_of``, by a key."""
+    known = find(tables.keys, kind, a, b)
     if known != MISSING:
         return known
     pools, used, splits = tables.pools, tables.used, tables.splits
@@ -45,10 +58,10 @@ def config_of(tables: TemplateTables, split: Any, mesh: Any, states: Any) -> Any
         pools.layout[at] = layout
         at += ONE
     used.layouts[0] = at
-    pools.config_split[number], pools.config_mesh[number], pools.config_states[number] = split, mesh, states
+    pools.config_split[number], pools.config_mesh[number], pools.config_sharding[number] = split, mesh, sharding
     _compute(tables, number, split, mesh, count)
     used.configs[0] = number + ONE
-    put(tables.keys, CONFIG, split, kept, number)
+    put(tables.keys, kind, a, b, number)
     return np.uint32(number)
 
 
@@ -172,16 +185,16 @@ def _on(tables: TemplateTables, change: Change, config: Any, count: Any) -> Any:
     if mesh == MISSING:
         tables.full[0] = 1
         return MISSING
-    states = np.uint64(tables.pools.config_states[number])
-    return _allowed(tables, change, config_of(tables, tables.pools.config_split[number], mesh, states))
+    sharding = np.uint64(tables.pools.config_sharding[number])
+    return _allowed(tables, change, config_of(tables, tables.pools.config_split[number], mesh, sharding))
 
 
 @lean
-def with_states(tables: TemplateTables, change: Change, config: Any, states: Any) -> Any:
-    """The same config with ``states`` of its weights in parts. On one device: none."""
+def with_sharding(tables: TemplateTables, change: Change, config: Any, sharding: Any) -> Any:
+    """The same config with its weights sharded otherwise. On one device: not at all."""
     pools, number = tables.pools, np.uint64(config)
     several = pools.config_last[number] - pools.config_first[number] > ONE or tables.blocks.replicas[0] > ONE
-    kept = np.uint64(states) if several else ZERO
+    kept = np.uint64(sharding) if several else ZERO
     return _allowed(tables, change, config_of(tables, pools.config_split[number], pools.config_mesh[number], kept))
 
 
@@ -193,15 +206,15 @@ def like(tables: TemplateTables, change: Change, operator: Any, config: Any) -> 
     if split == MISSING:
         miss(change, LIKE, operator, pools.config_split[number])
         return MISSING
-    states = np.uint64(pools.config_states[number])
-    return _allowed(tables, change, config_of(tables, split, pools.config_mesh[number], states))
+    sharding = np.uint64(pools.config_sharding[number])
+    return _allowed(tables, change, config_of(tables, split, pools.config_mesh[number], sharding))
 
 
 @lean
-def intern_config(tables: TemplateTables, split: Any, devices: U32, states: Any) -> Any:
+def intern_config(tables: TemplateTables, split: Any, devices: U32, sharding: Any) -> Any:
     """Number of a config on these devices; MISSING, and ``full`` set, if there is no room for a new one."""
     mesh = intern_mesh(tables.layouts, devices, ZERO, np.uint64(devices.shape[0]))
     if mesh == MISSING:
         tables.full[0] = 1
         return MISSING
-    return config_of(tables, split, mesh, states)
+    return config_of(tables, split, mesh, sharding)

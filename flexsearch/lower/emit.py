@@ -245,11 +245,12 @@ def _group(
     open_communication(segments, filled, draft, touched, resources, devices)
     if draft.full[0] == 1:
         return
-    longest = 0.0
+    longest, once, often = 0.0, np.int64(0), np.int64(0)
     for j in range(touched):
         r = np.uint64(groups.touched[j])
-        longest = max(longest, groups.load[r])
-        add_link(segments, filled, r, ticks_of(groups.load[r]))
+        longest, ticks = max(longest, groups.load[r]), ticks_of(groups.load[r])
+        once, often = max(once, ticks), max(often, ticks * np.int64(groups.many[r]))
+        add_link(segments, filled, r, ticks * np.int64(groups.many[r]))
     for j in range(merge_drags(program, pools, groups, phase, g)):
         r = np.uint64(groups.touched[j])
         add_drag(segments, filled, r, ticks_of(groups.load[r]))
@@ -257,7 +258,7 @@ def _group(
     for _ in range(np.uint64(groups.size[phase, g])):
         add_ends(blocks, pools, draft, segments, filled, b, c, row, np.uint64(groups.exchange[m]), stamp, stamp)
         m = np.uint64(groups.next[m])
-    close(segments, filled, c, ticks_of(seconds))
+    close(segments, filled, c, ticks_of(seconds) + often - once)
     segments.turn[c] = turn_of(
         program.rates, program.bandwidth, np.uint64(pools.key_form[np.uint64(groups.key[phase, g])]), segments.link,
         np.uint64(segments.link_first[c]), np.uint64(segments.link_last[c]), longest,

@@ -8,11 +8,12 @@ import numpy as np
 import numpy.typing as npt
 
 from flexsearch.compiled import F64, ONE, TWO, U8, U32, U64, ZERO, lean
+from flexsearch.cost.collectives import ALL_REDUCE
 from flexsearch.cost.tally import Rates, turn_of
 from flexsearch.cost.ticks import ticks_of
 from flexsearch.direct import direct
 from flexsearch.lower.arrays import Pools
-from flexsearch.lower.orbits import BlockMap, add_places, crosses_blocks, orbit_of
+from flexsearch.lower.orbits import BlockMap, add_places, at_once, crosses_blocks, orbit_of
 from flexsearch.lower.reshard import Reshard
 from flexsearch.lower.workspace import DRAG, FIRST, LAST, LINK, MIDDLE, RECEIVE, SEND, Exchanges, Workspace
 
@@ -40,8 +41,9 @@ def append(
         begin, stop = (workspace.result[MIDDLE], last) if phase == 1 else (first, workspace.result[MIDDLE])
         for x in range(begin, stop):
             if not folded or _stands_for_itself(workspace, blocks, begin, x):
-                own = folded and workspace.orbits.missing[x] == ONE
-                _append_one(rows, rates, bandwidth, decisive, blocks, own, pools, size, x)
+                count = workspace.orbits.missing[x] if folded else ONE
+                own = folded and count == ONE
+                _append_one(rows, rates, bandwidth, decisive, blocks, own, count, pools, size, x)
         if folded:
             _check_orbits(workspace, blocks, begin, stop)
     return True
@@ -135,11 +137,11 @@ def _check_orbits(workspace: Workspace, blocks: BlockMap, first: Any, last: Any)
 
 @lean
 def _append_one(
-    rows: Exchanges, rates: Rates, bandwidth: F64, decisive: U8, blocks: BlockMap, own: Any, pools: Pools, size: U64,
-    x: Any,
+    rows: Exchanges, rates: Rates, bandwidth: F64, decisive: U8, blocks: BlockMap, own: Any, count: Any, pools: Pools,
+    size: U64, x: Any,
 ) -> None:  # fmt: skip
     """Add exchange ``x``. ``own``: it is its own image, so that what stands for several links has the same on each;
-    else these have it from several exchanges."""
+    else these have it from several exchanges: ``count`` in all."""
     loads, end, at = rows.loads, rows.end, size[4]
     size[4] += ONE
     pools.start[at], pools.amount[at] = rows.start[x], rows.amount[x]
@@ -164,12 +166,17 @@ def _append_one(
             if blocks.seen[0] == ZERO:
                 pools.link_ticks[to], pools.link_load[to] = ticks, loads.link_load[k]
                 pools.link_least[to] = ticks_of(least)
+                blocks.many[to - np.uint64(pools.link_first[at])] = ONE
             else:
+                blocks.many[to - np.uint64(pools.link_first[at])] += ONE
                 if not own or ticks != pools.link_ticks[to]:  # in turns on one link: blocks differ
                     blocks.lopsided[0] += ONE
                 pools.link_ticks[to] = max(ticks, pools.link_ticks[to])
                 pools.link_load[to] = max(np.float64(loads.link_load[k]), pools.link_load[to])
             longest = max(longest, loads.link_s[k])
+    if count > ONE and (rows.form[x] == ALL_REDUCE or rates.by_group[np.uint64(rows.form[x])] == 1):
+        _take_turns(blocks, pools, at, size[LINK], count)
+    pools.orbit[at] = count
     pools.link_last[at], pools.drag_first[at] = size[LINK], size[DRAG]
     begin = np.uint64(pools.link_first[at])
     pools.turn[at] = turn_of(rates, bandwidth, rows.form[x], pools.link, begin, size[LINK], longest)
@@ -188,6 +195,21 @@ def _append_one(
             pools.drag_ticks[to] = max(ticks, pools.drag_ticks[to])
             pools.drag_load[to] = max(np.float64(load), pools.drag_load[to])
     pools.drag_last[at] = size[DRAG]
+
+
+@lean
+def _take_turns(blocks: BlockMap, pools: Pools, x: Any, last: Any, count: Any) -> None:
+    """Where several of the ``count`` exchanges of an orbit use a link, exchange ``x`` keeps it busy as long as all of
+    them, and ends with the last. ``blocks.many``: links by row; the rows end before ``last``."""
+    before = after = np.int64(0)
+    first = np.uint64(pools.link_first[x])
+    for row in range(first, last):
+        times = at_once(count, blocks.many[row - first], blocks.images[np.uint64(pools.link[row])])
+        before = max(before, np.int64(pools.link_ticks[row]))
+        pools.link_ticks[row] *= np.int64(times)
+        pools.link_load[row] *= np.float64(times)
+        after = max(after, np.int64(pools.link_ticks[row]))
+    pools.duration[x] += after - before
 
 
 @lean

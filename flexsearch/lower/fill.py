@@ -41,10 +41,12 @@ from flexsearch.lower.planner import FREE, GIVEN, plan, store
 from flexsearch.lower.tables import TemplateTables
 from flexsearch.lower.wiring import need_of
 from flexsearch.lower.workspace import FIRST, FULL, LAST
+from flexsearch.strategy import OVER_ALL
 
 ALL, NO_ROOM, IN_PYTHON = range(3)
 """What came of ``fill``: all was added; there was no room (then it can go on where it was); a buffer is left whose
 readers want different layouts, which Python must add."""
+_OVER_ALL = np.uint64(OVER_ALL)
 RECEIVERS = np.uint64(11)
 """First bit of the receivers in a key of a bucket, behind form and dtype."""
 
@@ -153,14 +155,14 @@ def _append(tables: TemplateTables, k: Any, destination: Side) -> Any:
 
 @lean
 def request_weight(
-    tables: TemplateTables, wiring: Wiring, program: Program, state: State, w: Any, states: Any
+    tables: TemplateTables, wiring: Wiring, program: Program, state: State, w: Any, sharding: Any
 ) -> Any:
     """Request the reshards of a weight's plan, for what its readers want in ``state``: where it is gathered (if it is
     stored in parts), then its synchronisation. ``weight`` says what else ``finish_weight`` needs. False if there is no
     room."""
     scratch, requests, count = tables.scratch, tables.requests, ZERO
     dtype = np.uint64(wiring.weight_type[w])
-    node = number(tables.keys, WEIGHT, dtype, states)
+    node = number(tables.keys, WEIGHT, dtype, sharding)
     requests.size[0] = requests.size[1] = ZERO
     for k in range(np.uint64(program.reader_first[w]), np.uint64(program.reader_last[w])):
         slot = np.uint64(program.reader[k])
@@ -174,15 +176,15 @@ def request_weight(
     weight.known[0] = 1
     if find(tables.keys, PLAN, node, ZERO) != MISSING:
         return True
-    weight.known[0], weight.trained[0], weight.states[0] = 0, 0, states
-    stored = _store(tables, count, states > ZERO)
+    weight.known[0], weight.trained[0], weight.sharding[0] = 0, 0, sharding
+    stored = _store(tables, count, sharding % _OVER_ALL if sharding > ZERO else ONE)
     if stored == MISSING:
         return False
     weight.stored[0] = stored
     begin, itemsize = ZERO, tables.itemsize[dtype]
     for e in range(count):
         need = np.uint64(scratch.need[e])
-        if states > ZERO:  # else every device cuts from what it stores
+        if sharding > ZERO:  # else every device cuts from what it stores
             requests.begin[requests.size[0]] = begin
             _request(tables, ZERO, np.uint64(stored), need, GIVEN, itemsize)
             begin += entries_of(tables.layouts, need)
@@ -217,7 +219,7 @@ def finish_weight(tables: TemplateTables) -> Any:
     if tables.blocks.replicas[0] > ONE:
         _check_stored(tables, stored)
     pools.plan_gather[template], pools.plan_sync[template] = used.gathers[0], sync
-    pools.plan_states[template] = weight.states[0]
+    pools.plan_sharding[template] = weight.sharding[0]
     pools.store_first[template], pools.store_last[template] = used.stores[0], last
     used.gathers[0] += edges
     used.stores[0], used.plans[0] = last, template + ONE
@@ -255,16 +257,16 @@ def _join(tables: TemplateTables, edges: Any, trained: Any) -> Any:
 
 
 @lean
-def _store(tables: TemplateTables, edges: Any, shard: Any) -> Any:
-    """Layout in which a weight is stored; MISSING if there is no room. The entries that each wanted one is put together
-    from are left in ``scratch.first`` and ``end``."""
+def _store(tables: TemplateTables, edges: Any, over: Any) -> Any:
+    """Layout in which a weight is stored, in parts ``over`` so many devices; MISSING if there is no room. The entries
+    that each wanted one is put together from are left in ``scratch.first`` and ``end``."""
     layouts, scratch, workspace = tables.layouts, tables.scratch, tables.workspace
     total = _join(tables, edges, False)
     if total == MISSING:
         return MISSING
     rank = rank_of(layouts, np.uint64(scratch.need[0]))
     box = scratch.plain_box if rank == ZERO else scratch.box
-    store(scratch.device, box, np.uint64(total), shard, workspace.groups, workspace.sets, workspace.middle)
+    store(scratch.device, box, np.uint64(total), over, workspace.groups, workspace.sets, workspace.middle)
     for k in range(np.uint64(total)):
         scratch.first[k], scratch.end[k] = workspace.groups.first[k], workspace.groups.end[k]
     count = workspace.middle.size[0]

@@ -82,7 +82,7 @@ class Fold:
         if len(own) * replicas != len(config.devices):
             return None
         shares = tuple((a, row[: dict(degrees)[a]]) for a, row in config.shares if a in dict(degrees))
-        part = OperatorConfig(degrees, own, copies, config.states, shares)
+        part = OperatorConfig(degrees, own, copies, config.states, shares, config.sharded_over)
         return part if self._unfolded(operator, part) == config else None
 
     def _unfolded(self, operator: int, config: OperatorConfig) -> OperatorConfig:
@@ -103,7 +103,7 @@ class Fold:
         copies = config.replicas * (self.replicas if axis is None else 1)
         devices = np.moveaxis(every, 0, place).ravel().tolist()
         shares = tuple((name, row * self.replicas if name == axis else row) for name, row in config.shares)
-        return OperatorConfig(tuple(degrees), tuple(devices), copies, config.states, shares)
+        return OperatorConfig(tuple(degrees), tuple(devices), copies, config.states, shares, config.sharded_over)
 
 
 def fold(graph: OperatorGraph, topology: Topology, replicas: int, microbatches: int = 1) -> Fold:

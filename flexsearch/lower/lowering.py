@@ -24,7 +24,7 @@ from flexsearch.lower.share import share_of, stages_of
 from flexsearch.lower.taskgraph import TaskGraph
 from flexsearch.lower.templates import Templates
 from flexsearch.lower.view import Communications, Rows, task_graph
-from flexsearch.strategy import OperatorConfig, Options, States, Strategy
+from flexsearch.strategy import OperatorConfig, Options, Strategy
 from flexsearch.strategy.config import check_config
 from flexsearch.strategy.pipeline import Pipeline
 from flexsearch.topology import Topology
@@ -231,9 +231,9 @@ class _Assembly:
         return Edge(tensor.name, readers, layout, forward, backward)
 
     def _connect_weight(self, tensor: Tensor, groups: Mapping[tuple[int, bool], list[tuple[int, int]]]) -> None:
-        states = max((self.configs[o].states for readers in groups.values() for o, _ in readers), default=States.WHOLE)
+        sharding = max((self.configs[o].sharding.rank for readers in groups.values() for o, _ in readers), default=0)
         needs = tuple(need for need, _ in groups)
-        plan = self.lowering.weight(tensor, needs, [flows for _, flows in groups], states)
+        plan = self.lowering.weight(tensor, needs, [flows for _, flows in groups], sharding)
         indices = tuple(
             self._add_edge(Edge(tensor.name, tuple(readers), self.lowering.layout(need), plan.forward[k], None))
             for k, ((need, _), readers) in enumerate(groups.items())

@@ -23,17 +23,20 @@ _SENDS, _RECEIVES = np.uint64(0x9E3779B97F4A7C15), np.uint64(0xC2B2AE3D27D4EB4F)
 class BlockMap(NamedTuple):
     """Equal blocks, (1,) each: ``replicas`` of them, of ``devices`` devices, ``inside`` of them in a host;
     ``lopsided``: reshards that treat blocks differently, so that one cannot stand for all. ``image``: by resource of
-    the whole, that of the first block which stands for it. ``listed``: by device or resource, a stamp (``listing``);
-    ``row``: by resource, where it is listed; ``seen``: whether the last one asked for was listed before."""
+    the whole, that of the first block which stands for it; ``images``: by that, for how many. ``listed``: by device or
+    resource, a stamp (``listing``); ``row``: by resource, where it is listed; ``many``: a count by row; ``seen``:
+    whether the last one asked for was listed before."""
 
     replicas: U64
     devices: U64
     inside: U64
     lopsided: U64
     image: U32
+    images: U32
     listed: U64
     listing: U64
     row: U64
+    many: U64
     seen: U64
 
 
@@ -43,9 +46,23 @@ def make_block_map(image: U32, replicas: int, devices: int, inside: int) -> Bloc
     return BlockMap(
         replicas=np.array([replicas], np.uint64), devices=np.array([devices], np.uint64),
         inside=np.array([inside], np.uint64), lopsided=np.zeros(1, np.uint64),
-        image=image, listed=np.zeros(room, np.uint64), listing=np.zeros(1, np.uint64), row=np.zeros(room, np.uint64),
+        image=image, images=images_of(image), listed=np.zeros(room, np.uint64), listing=np.zeros(1, np.uint64),
+        row=np.zeros(room, np.uint64), many=np.zeros(room, np.uint64),
         seen=np.zeros(1, np.uint64),
     )  # fmt: skip
+
+
+def images_of(image: U32) -> U32:
+    """By resource, how many it is the image of."""
+    found: U32 = np.bincount(image).astype(np.uint32)
+    return found
+
+
+@lean
+def at_once(exchanges: Any, links: Any, images: Any) -> Any:
+    """How many of the exchanges of an orbit keep the same link busy, one after the other: each of them has so many of
+    the ``links`` with the same image, of ``images`` in all."""
+    return max(ONE, np.uint64(exchanges) * np.uint64(links) // np.uint64(images))
 
 
 @wide

@@ -19,7 +19,7 @@ from flexsearch.lower.reshard import Planner, Reshard
 from flexsearch.lower.schedule import buckets_of
 from flexsearch.lower.split import Blocks, Intervals, Split, Splitter
 from flexsearch.lower.weights import WeightPlan, plan_weight
-from flexsearch.strategy import OperatorConfig, States
+from flexsearch.strategy import OperatorConfig
 from flexsearch.topology import Topology
 
 TURN_S = 3e-3
@@ -93,7 +93,7 @@ class Pieces:
         self._splitter_of = [self._splitter(i, op) for i, op in enumerate(graph.operators)]
         self._placed: dict[tuple[int, OperatorConfig], Placed] = {}
         self._reshards: dict[tuple[int, int, int], Reshard] = {}
-        self._weights: dict[tuple[tuple[int, ...], tuple[bool, ...], States, int], WeightPlan] = {}
+        self._weights: dict[tuple[tuple[int, ...], tuple[bool, ...], int, int], WeightPlan] = {}
         self._parameters = graph.of_kind("parameter")
         self.weight_types = {dtype: k for k, dtype in enumerate(sorted({t.dtype for t in self._parameters}))}
         """Numbers of the dtypes of weights."""
@@ -156,13 +156,14 @@ class Pieces:
     def _between(self, source: Laid, destination: Laid, itemsize: int) -> Reshard:
         return self.reshard(source.number, destination.number, itemsize)
 
-    def weight(self, tensor: Tensor, needs: tuple[int, ...], trained: Sequence[bool], states: States) -> WeightPlan:
-        """Cached plan of a parameter whose edges want the given layouts. Equal layers share theirs."""
-        key = needs, tuple(trained), states, tensor.itemsize
+    def weight(self, tensor: Tensor, needs: tuple[int, ...], trained: Sequence[bool], sharding: int) -> WeightPlan:
+        """Cached plan of a parameter whose edges want the given layouts. Equal layers share theirs. ``sharding``: of
+        the reader that keeps least (rank of a ``Sharding``)."""
+        key = needs, tuple(trained), sharding, tensor.itemsize
         if (known := self._weights.get(key)) is None:
             layouts = [self.layouts[n] for n in needs]
             known = self._weights[key] = plan_weight(
-                layouts, trained, states, tensor.itemsize, self.planner, self.layouts, self._between
+                layouts, trained, sharding, tensor.itemsize, self.planner, self.layouts, self._between
             )
         return known
 

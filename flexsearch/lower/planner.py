@@ -73,7 +73,8 @@ def plan(
         # latencies differ by nothing.
         begin, first = half, middle
         _plain(groups.done, destination.size[0])
-        if _all_reduces(routes, rates, source, destination, itemsize, groups, moves, rows):
+        reduced = _all_reduces(routes, rates, source, destination, itemsize, groups, moves, rows)
+        if reduced:
             half = moves.size[0]
             _collect(routes, source, destination, mode, groups, moves, result)
             make_exchanges(routes, rates, source, destination, half, itemsize, moves, sets, rows)
@@ -96,7 +97,23 @@ def plan(
         seconds = _seconds(rows, first, middle) + _seconds(rows, middle, last)
         more = _nbytes(rows, first, last)
         if seconds < best or (seconds == best and more < nbytes):
+            best, nbytes = seconds, more
             _choose(result, TWO, first, middle, last, begin, half, end)
+        # Fourth candidate: partial sums where each part of the whole is once, then all-reduces of equal parts.
+        if not reduced and _number_sets(destination, groups):
+            begin, first, found = moves.size[0], rows.size[0], False
+            if _sum_within(routes, source, destination, moves, groups, workspace.middle):
+                make_exchanges(routes, rates, source, workspace.middle, begin, itemsize, moves, sets, rows)
+                half, middle = moves.size[0], rows.size[0]
+                _reduce_across(routes, rates, destination, itemsize, groups, moves, rows)
+                last, end = rows.size[0], moves.size[0]
+                seconds = _seconds(rows, first, middle) + _seconds(rows, middle, last)
+                more = _nbytes(rows, first, last)
+                found = seconds < best or (seconds == best and more < nbytes)
+            if found:
+                _choose(result, TWO, first, middle, last, begin, half, end)
+            elif result[PHASES] == TWO:
+                _scatter(destination, groups, workspace.middle)  # it was written over
     if moves.size[1] == ONE or rows.loads.size[2] == ONE:
         result[FULL] = ONE
     else:
@@ -317,19 +334,28 @@ def _all_reduces(
         while k != NONE:
             groups.done[np.uint64(k)] = 1
             k = groups.following[np.uint64(k)]
-        begin = rows.size[1]
-        for d in range(np.uint64(groups.member.shape[0])):
-            if groups.member[d] != NONE:
-                rows.send[rows.size[1]] = rows.receive[rows.size[2]] = d
-                rows.size[1] += ONE
-                rows.size[2] += ONE
-        nbytes = destination.volume[leader] * itemsize
-        seconds = price_collective(
-            routes, rates, rows.tally, rows.loads, ALL_REDUCE, rows.send, begin, rows.size[1], nbytes
-        )
-        moved = np.int64(2) * (np.int64(count) - np.int64(1)) * nbytes  # a ring's
-        close(rows, ALL_REDUCE, moved, nbytes, 0.0, seconds, np.uint32(leader))
+        _all_reduce(routes, rates, destination, leader, count, itemsize, groups, rows)
     return found
+
+
+@lean
+def _all_reduce(
+    routes: RouteTable, rates: Rates, destination: Side, leader: Any, count: Any, itemsize: Any, groups: Groups,
+    rows: Exchanges,
+) -> None:  # fmt: skip
+    """The all-reduce of a group's region among its ``count`` devices, which are in ``groups.member``."""
+    begin = rows.size[1]
+    for d in range(np.uint64(groups.member.shape[0])):
+        if groups.member[d] != NONE:
+            rows.send[rows.size[1]] = rows.receive[rows.size[2]] = d
+            rows.size[1] += ONE
+            rows.size[2] += ONE
+    nbytes = destination.volume[leader] * itemsize
+    seconds = price_collective(
+        routes, rates, rows.tally, rows.loads, ALL_REDUCE, rows.send, begin, rows.size[1], nbytes
+    )
+    moved = np.int64(2) * (np.int64(count) - np.int64(1)) * nbytes  # a ring's
+    close(rows, ALL_REDUCE, moved, nbytes, 0.0, seconds, np.uint32(leader))
 
 
 @lean
@@ -411,6 +437,94 @@ def _scatter(destination: Side, groups: Groups, middle: Side) -> None:
 
 
 @lean
+def _number_sets(destination: Side, groups: Groups) -> Any:
+    """Of the entries with the same box the n-th are a set: write the number of each device's to ``groups.member``.
+    False if there are no parts, or a device has several."""
+    several = False
+    for d in range(np.uint64(groups.member.shape[0])):
+        groups.member[d] = NONE
+    for leader in range(destination.size[0]):
+        if np.uint64(destination.same[leader]) != leader:
+            continue
+        several = several or leader > ZERO
+        k, number = np.uint32(leader), np.uint32(0)
+        while k != NONE:
+            device = np.uint64(destination.device[np.uint64(k)])
+            if groups.member[device] != NONE:
+                return False
+            groups.member[device] = number
+            number += np.uint32(1)
+            k = groups.following[np.uint64(k)]
+    return several
+
+
+@lean
+def _sum_within(
+    routes: RouteTable, source: Side, destination: Side, moves: Moves, groups: Groups, middle: Side
+) -> Any:  # fmt: skip
+    """Moves of partial sums to a layout in between that has the boxes of the destination: each set of
+    ``_number_sets`` gets the terms of its own devices. False, and the moves of no use, if a term reaches a box that its
+    set lacks, or an entry gets nothing."""
+    for d in range(np.uint64(moves.sent.shape[0])):
+        moves.sent[d] = 0
+    for k in range(destination.size[0]):
+        cut_part(middle, k, destination.device[k], destination.box, k, ZERO, ONE)
+        middle.same[k], groups.done[k] = destination.same[k], 0
+    middle.size[0] = destination.size[0]
+    for t in range(source.size[1]):
+        begin, end = np.uint64(source.term_first[t]), np.uint64(source.term_first[t + ONE])
+        number: Any = NONE
+        for c in range(begin, end):
+            number = min(number, groups.member[np.uint64(source.device[np.uint64(source.copy[c])])])
+        for leader in range(destination.size[0]):
+            if np.uint64(destination.same[leader]) != leader:
+                continue
+            volume = _common(source.box, np.uint64(source.copy[begin]), destination.box, leader)
+            if volume == 0:
+                continue
+            entry, n = np.uint32(leader), ZERO
+            while entry != NONE and n < number:
+                entry = groups.following[np.uint64(entry)]
+                n += ONE
+            if entry == NONE or moves.size[1] == ONE:
+                return False
+            device = np.uint64(destination.device[np.uint64(entry)])
+            best = _nearest(routes, source.copy, source.device, begin, end, device, moves.sent)
+            _move(moves, best, np.uint64(source.device[best]), entry, device, volume)
+            groups.done[np.uint64(entry)] = 1
+    missing = False
+    for k in range(destination.size[0]):
+        missing = missing or groups.done[k] == 0
+    return not missing
+
+
+@lean
+def _reduce_across(
+    routes: RouteTable, rates: Rates, destination: Side, itemsize: Any, groups: Groups, moves: Moves, rows: Exchanges
+) -> None:
+    """Moves from the layout of ``_sum_within`` to the destination: all-reduces among entries with the same box."""
+    for leader in range(destination.size[0]):
+        if np.uint64(destination.same[leader]) != leader:
+            continue
+        for d in range(np.uint64(groups.member.shape[0])):
+            groups.member[d] = NONE
+        k, count, exchange = np.uint32(leader), ZERO, rows.size[0]
+        while k != NONE:
+            at = moves.size[0]
+            if at >= np.uint64(moves.source.shape[0]):
+                moves.size[1] = ONE
+                return
+            groups.member[np.uint64(destination.device[np.uint64(k)])] = k
+            moves.source[at], moves.destination[at], moves.volume[at] = k, k, destination.volume[leader]
+            moves.exchange[at] = NONE if groups.members[leader] == 1 else exchange
+            moves.size[0] = at + ONE
+            count += ONE
+            k = groups.following[np.uint64(k)]
+        if count > ONE:
+            _all_reduce(routes, rates, destination, leader, count, itemsize, groups, rows)
+
+
+@lean
 def cut_part(side: Side, at: Any, device: Any, box: I64, k: Any, part: Any, parts: Any) -> Any:
     """Write part number ``part`` of box ``k`` as entry ``at``. The box is cut along its first dimension that is long
     enough for all parts, else the longest (then some get nothing), as equal as possible. Returns the number of entries
@@ -441,10 +555,11 @@ def cut_part(side: Side, at: Any, device: Any, box: I64, k: Any, part: Any, part
 
 
 @lean
-def store(device: U32, box: I64, entries: Any, shard: Any, groups: Groups, sets: Sets, middle: Side) -> None:
+def store(device: U32, box: I64, entries: Any, over: Any, groups: Groups, sets: Sets, middle: Side) -> None:
     """The region that each device stores, on ``middle``: the bounding box of all the boxes that it needs, of which
-    ``box`` has one an entry (they are written over). Devices with the same one stand together, and divide it if
-    ``shard``. ``groups.first`` and ``end``: where the parts of the box of each entry's device stand."""
+    ``box`` has one an entry (they are written over). Devices with the same one stand together; those of
+    them among ``over`` consecutive devices divide it. ``groups.first`` and ``end``: where the parts stand that an
+    entry's device and those it divides its box with have."""
     devices, rank = np.uint64(groups.member.shape[0]), np.uint64(box.shape[1])
     for d in range(devices):
         groups.member[d] = NONE
@@ -467,22 +582,27 @@ def store(device: U32, box: I64, entries: Any, shard: Any, groups: Groups, sets:
                 break
             own += ONE
         if own == count:
-            sets.seated[own], sets.moves[own] = d, 0
+            sets.seated[own] = d
             count += ONE
         else:
             sets.root[np.uint64(sets.seat[own])] = d
-        sets.seat[own], sets.root[d], sets.number[d] = d, NONE, own
-        sets.moves[own] += np.uint32(1)
-    at = ZERO
+        sets.seat[own], sets.root[d] = d, NONE
+        at = group = ZERO
     for c in range(count):
-        groups.given[c] = at
-        holder, part, parts = sets.seated[c], ZERO, np.uint64(sets.moves[c])
+        holder, part, parts = sets.seated[c], ZERO, ZERO
         while holder != NONE:
+            if part == parts:
+                part, parts, other = ZERO, ZERO, holder
+                while other != NONE and np.uint64(other) // over == np.uint64(holder) // over:
+                    parts += ONE
+                    other = sets.root[np.uint64(other)]
+                groups.given[group] = at
+                group += ONE
             first = np.uint64(groups.member[np.uint64(holder)])
-            at += cut_part(middle, at, holder, box, first, part if shard else ZERO, parts if shard else ONE)
+            at += cut_part(middle, at, holder, box, first, part, parts)
+            sets.number[np.uint64(holder)], sets.end[group - ONE] = group - ONE, at
             part += ONE
             holder = sets.root[np.uint64(holder)]
-        sets.end[c] = at
     for k in range(entries):
         own = np.uint64(sets.number[np.uint64(device[k])])
         groups.first[k], groups.end[k] = groups.given[own], sets.end[own]

@@ -14,6 +14,7 @@ from flexsearch.graph import OperatorGraph
 from flexsearch.lower.arrays import NOTHING, BlockTable, Program
 from flexsearch.lower.change import ALWAYS, Wiring
 from flexsearch.lower.keys import MISSING, RESHARD
+from flexsearch.lower.orbits import images_of
 from flexsearch.lower.pieces import Pieces, everywhere
 from flexsearch.lower.rows import (
     BACKWARD,
@@ -91,7 +92,7 @@ def make_program(
         bandwidth=np.array([r.bandwidth or 0.0 for r in topology.resources], np.float64),
         update_byte_s=np.array([b for b, _ in rates]), update_tensor_s=np.array([t for _, t in rates]),
         routes=lowering.network.routes, rates=lowering.planner.pricing.rates, image=lowering.image,
-        microbatches=np.array([microbatches], np.uint32),
+        images=images_of(lowering.image), microbatches=np.array([microbatches], np.uint32),
     )  # fmt: skip
 
 

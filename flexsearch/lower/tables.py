@@ -101,8 +101,8 @@ class Requests(NamedTuple):
 @packed
 class WeightAtHand(NamedTuple):
     """The weight whose plan is being made, (1,) each: ``node`` of its key, number of ``edges``, number of its
-    ``dtype``, layout in which it is ``stored``, whether it is ``trained``, whether its plan is ``known`` already, which
-    ``states`` are kept in parts."""
+    ``dtype``, layout in which it is ``stored``, whether it is ``trained``, whether its plan is ``known`` already, how
+    it is sharded (rank of a ``Sharding``)."""
 
     node: U32
     edges: U32
@@ -110,7 +110,7 @@ class WeightAtHand(NamedTuple):
     stored: U32
     trained: U8
     known: U8
-    states: U8
+    sharding: U32
 
 
 @packed

@@ -7,7 +7,6 @@ from a split over a link; and it makes room.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from functools import cached_property
 from typing import Any, Final
 
@@ -32,7 +31,7 @@ from flexsearch.lower.program import make_wiring
 from flexsearch.lower.split import Degrees, Region
 from flexsearch.lower.tables import Requests, Scratch, Splits, TemplateTables, Used, WeightAtHand
 from flexsearch.lower.workspace import FULL, Workspace, make_workspace
-from flexsearch.strategy import OperatorConfig, States
+from flexsearch.strategy import OperatorConfig, Sharding
 from flexsearch.strategy.config import Shares
 
 _intern_config = direct(intern_config)
@@ -40,7 +39,7 @@ _fill = direct(fill)
 _plan_all = direct(plan_all)
 
 _TYPES: dict[str, Any] = {
-    "config_states": np.uint8, "plan_states": np.uint8, "spread": np.uint8,
+    "spread": np.uint8,
     "entry_forward": np.int64, "entry_backward": np.int64, "entry_weight": np.int64, "duration": np.int64,
     "start": np.float64, "amount": np.uint64, "form": np.uint8, "turn": np.int64, "key_form": np.uint8,
     "key_group": np.uint8, "link_ticks": np.int64, "link_least": np.int64, "link_load": np.float64,
@@ -51,7 +50,8 @@ _TYPES: dict[str, Any] = {
 """Columns of ``Pools``, ``Splits`` and ``Landings`` that are not uint32."""
 _EXCHANGE: Final = ("send_first", "send_last", "receive_first", "receive_last", "from_first", "from_last",
                     "to_first", "to_last", "link_first", "link_last",
-                    "drag_first", "drag_last", "duration", "start", "amount", "form", "turn", "key")  # fmt: skip
+                    "drag_first", "drag_last", "duration", "start", "amount", "form", "turn", "key",
+                    "orbit")  # fmt: skip
 _START, GROWTH = 1 << 14, 4
 """Rows of the pools at first, and how much larger they become when they grow."""
 _MOVES = 1 << 14
@@ -167,7 +167,7 @@ class Templates:
             (("link", "link_ticks", "link_least", "link_load"), sends[2]),
             (("drag", "drag_ticks", "drag_load"), sends[3]), (_EXCHANGE, sends[4]),
             (("key_form", "key_group"), int(used.buckets[0])),
-            (("plan_sync", "plan_states", "plan_gather", "store_first", "store_last"), int(used.plans[0])),
+            (("plan_sync", "plan_sharding", "plan_gather", "store_first", "store_last"), int(used.plans[0])),
             (("gather",), int(used.gathers[0])), (("store_device", "store_bytes"), int(used.stores[0])),
         ]  # fmt: skip
 
@@ -231,8 +231,8 @@ class Templates:
         key = self.alike[operator], config
         if (known := self._config_numbers.get(key)) is None:
             split, devices = np.uint64(self.split(operator, config)), np.array(config.devices, np.uint32)
-            states = np.uint64(config.states)
-            known = self._number(lambda: _intern_config(self.tables, split, devices, states))
+            sharding = np.uint64(config.sharding.rank)
+            known = self._number(lambda: _intern_config(self.tables, split, devices, sharding))
             self._config_numbers[key] = known
         return known
 
@@ -384,9 +384,8 @@ class Configs:
             templates, pools = self._templates, self._templates.pools
             split = templates.in_place(int(pools.config_split[number]))
             devices = templates.lowering.layouts.devices(int(pools.config_mesh[number])).tolist()
-            known = self._known[number] = replace(
-                split, devices=tuple(devices), states=States(int(pools.config_states[number]))
-            )
+            sharding = Sharding.of_rank(int(pools.config_sharding[number]))
+            known = self._known[number] = split.on(devices).sharded(*sharding)
         return known
 
     def __len__(self) -> int:
@@ -412,6 +411,6 @@ def _requests(count: int) -> Requests:
 
 
 def _weight_at_hand() -> WeightAtHand:
-    node, edges, dtype, stored = (np.zeros(1, np.uint32) for _ in range(4))
-    trained, known, states = (np.zeros(1, np.uint8) for _ in range(3))
-    return WeightAtHand(node, edges, dtype, stored, trained, known, states)
+    node, edges, dtype, stored, sharding = (np.zeros(1, np.uint32) for _ in range(5))
+    trained, known = (np.zeros(1, np.uint8) for _ in range(2))
+    return WeightAtHand(node, edges, dtype, stored, trained, known, sharding)

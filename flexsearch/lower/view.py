@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import heapq
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import inf
@@ -182,7 +183,10 @@ class Communications:
                 _PURPOSES[int(self.rows.blocks.kind[block])], one.form, one.devices,
                 tuple(sorted({d % size for x in exchanges for d in x.senders})),
                 tuple(sorted({d % size for x in exchanges for d in x.receivers})), members,
-                self._here(one.transfer if len(exchanges) == 1 else self._transfer(exchanges)),
+                self._here(
+                    one.transfer if len(exchanges) == 1 else self._transfer(exchanges),
+                    self._count(members[0]) if self.pricing.by_group(one.form) else 1,
+                ),
                 self._count(members[0]) * sum(x.nbytes for x in exchanges),
             )  # fmt: skip
         return known
@@ -195,8 +199,9 @@ class Communications:
         start_s = max(x.start_s for x in exchanges)  # what goes to one device is one message
         return self.pricing.transfer(one.form, [message for x in exchanges for message in x.messages], start_s)
 
-    def _here(self, transfer: Transfer) -> Transfer:
-        """A transfer on the links of the first block. Where one stands for several, each carries as much."""
+    def _here(self, transfer: Transfer, count: int) -> Transfer:
+        """A transfer on the links of the first block. Where one stands for several, each carries as much; where several
+        of the ``count`` exchanges that this one stands for use the same link, it carries them all."""
         if self.lowered.lowering.fold is None:
             return transfer
         image = self.lowered.lowering.image.tolist()
@@ -207,9 +212,13 @@ class Communications:
                 found[image[resource]] = max(value, found.get(image[resource], value))
             return tuple(found.items())
 
+        links, many = most(transfer.links), Counter(image[resource] for resource, _ in transfer.links)
+        times = {r: max(1, count * many[r] // int(self.blocks.images[r])) for r, _ in links}
+        more = max((s * times[r] for r, s in links), default=0.0) - max((s for _, s in links), default=0.0)
         return replace(
-            transfer, links=most(transfer.links), drag=most(transfer.drag), link_bytes=most(transfer.link_bytes)
-        )
+            transfer, duration_s=transfer.duration_s + more, links=tuple((r, s * times[r]) for r, s in links),
+            drag=most(transfer.drag), link_bytes=tuple((r, n * times[r]) for r, n in most(transfer.link_bytes)),
+        )  # fmt: skip
 
     def _stand(self, reshard: Reshard) -> Standing:
         if (known := self._standing.get(id(reshard))) is None:

@@ -11,7 +11,7 @@ import numpy as np
 from flexsearch.lower.layout import Laid, Layout, Layouts
 from flexsearch.lower.planner import store
 from flexsearch.lower.reshard import Planner, Reshard, assemble, local_reshard
-from flexsearch.strategy import States
+from flexsearch.strategy import OVER_ALL, Sharding, States
 
 
 @dataclass(frozen=True)
@@ -35,19 +35,21 @@ class WeightPlan:
 
 
 def plan_weight(
-    needs: Sequence[Laid], trained: Sequence[bool], states: States, itemsize: int, planner: Planner, layouts: Layouts,
+    needs: Sequence[Laid], trained: Sequence[bool], sharding: int, itemsize: int, planner: Planner, layouts: Layouts,
     reshard: Callable[[Laid, Laid, int], Reshard],
 ) -> WeightPlan:  # fmt: skip
     """``needs[e]``: layout in which the readers of edge e want the weight; ``trained[e]``: whether they make gradients.
-    ``reshard``: between two layouts, for elements of so many bytes.
+    ``sharding``: rank of its ``Sharding``. ``reshard``: between two layouts, for elements of so many bytes.
 
-    A device stores the bounding box of all it needs; with ``states`` in parts, devices that need the same one divide
-    it.
+    A device stores the bounding box of all it needs; with states in parts, devices that need the same one divide it,
+    all of them or those near each other.
     """
+    states = Sharding.of_rank(sharding).states
     device = np.concatenate([need.device for need in needs])
     box = np.concatenate([need.grid.box for need in needs])
     workspace = planner.room_for(box.shape[1], len(device))
-    store(device, box, np.uint64(len(device)), np.bool_(states > 0), workspace.groups, workspace.sets, workspace.middle)
+    over = np.uint64(sharding % OVER_ALL if states else 1)
+    store(device, box, np.uint64(len(device)), over, workspace.groups, workspace.sets, workspace.middle)
     count = int(workspace.middle.size[0])
     regions = workspace.middle.box[:count, : box.shape[1]].copy()
     # Every entry is a term of its own: boxes of different groups may overlap, which must not be taken for copies.
@@ -56,7 +58,7 @@ def plan_weight(
     rows = [slice(*ends) for ends in pairwise(accumulate(map(len, needs), initial=0))]
     ranges = [(workspace.groups.first[of].copy(), workspace.groups.end[of].copy()) for of in rows]
     forward = tuple(
-        # Groups gather among themselves: their boxes may overlap, which must not be taken for partial sums.
+        # Those that divide a box gather among themselves: boxes may overlap, which must not be taken for partial sums.
         assemble(planner, stored, need, first, last, itemsize)
         if states
         else local_reshard(planner, stored, need, itemsize)

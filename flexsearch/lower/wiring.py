@@ -13,9 +13,9 @@ from flexsearch.lower.arrays import NOTHING, BlockTable, Pools, Program, State
 from flexsearch.lower.bucket import bucket_of
 from flexsearch.lower.change import ALWAYS, Change, Wiring, mark, mark_readers, miss, sends
 from flexsearch.lower.keys import HELD, LAYOUT, MISSING, PLAN, STEP, WEIGHT, Table, find
-from flexsearch.strategy import States
+from flexsearch.strategy import OVER_ALL, States
 
-_WEIGHTS = np.uint8(States.WEIGHTS)
+_WEIGHTS = np.uint32(States.WEIGHTS * OVER_ALL)
 
 
 @lean
@@ -241,12 +241,12 @@ def _wire_weight(
     change.weight[np.uint64(change.touched[1])] = w
     change.touched[1] += ONE
     first, last = np.uint64(program.reader_first[w]), np.uint64(program.reader_last[w])
-    states = ZERO
+    sharding = ZERO
     for k in range(first, last):
         slot = np.uint64(program.reader[k])
         config = np.uint64(state.config[np.uint64(wiring.slot_operator[slot])])
-        states = max(states, np.uint64(pools.config_states[config]))
-    node = find(table, WEIGHT, wiring.weight_type[w], states)
+        sharding = max(sharding, np.uint64(pools.config_sharding[config]))
+    node = find(table, WEIGHT, wiring.weight_type[w], sharding)
     for k in range(first, last):
         slot = np.uint64(program.reader[k])
         _touch(change, slot)
@@ -258,11 +258,11 @@ def _wire_weight(
             node = find(table, STEP, node, np.uint64(need) * TWO + np.uint64(program.flows[slot]))
     plan = find(table, PLAN, node, ZERO) if node != MISSING else MISSING
     if plan == MISSING:
-        miss(change, WEIGHT, w, states)
+        miss(change, WEIGHT, w, sharding)
         return
     p, old = np.uint64(plan), np.uint64(state.plan[w])
     at = np.uint64(pools.plan_gather[p])
-    once = blocks.gather_once_of[w] != NOTHING and pools.plan_states[p] < _WEIGHTS
+    once = blocks.gather_once_of[w] != NOTHING and pools.plan_sharding[p] < _WEIGHTS
     for k in range(first, last):
         slot = np.uint64(program.reader[k])
         gather = np.uint32(0)

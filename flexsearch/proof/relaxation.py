@@ -27,7 +27,7 @@ from flexsearch.proof.ahead import look_ahead
 from flexsearch.proof.bound import ROUNDING, device_kinds, least_costs
 from flexsearch.proof.longest import children
 from flexsearch.proof.tables import NEVER, Tables, make_work, room_ahead
-from flexsearch.strategy import OperatorConfig, Options, States
+from flexsearch.strategy import OperatorConfig, Options
 
 HEAVY: Final = 50
 """Operators with at least 1/HEAVY of all computing count as heavy; see ``_followers``."""
@@ -260,8 +260,8 @@ class _Weights:
             for c, placed in enumerate(row):
                 first[i, c] = len(self.exchanges)
                 for tensor, position in mine:
-                    states = self.owner.configs[i][c].states
-                    (arrivals,) = self._plan(tensor, [(placed.reads[position].number, i)], states, update[i, c])
+                    sharding = self.owner.configs[i][c].sharding.rank
+                    (arrivals,) = self._plan(tensor, [(placed.reads[position].number, i)], sharding, update[i, c])
                     gathered[i, c] = np.maximum(gathered[i, c], arrivals)
                 last[i, c] = len(self.exchanges)
                 self._sink(int(first[i, c]), update[i, c], sink[i, c])
@@ -277,12 +277,12 @@ class _Weights:
         weights = [t for t in self.graph.of_kind("parameter") if len({o for o, _ in self._readers(t)}) == 2]
         weights = [t for t in weights if len(self._readers(t)) == 2]
         variants = np.zeros((len(weights), 2, self.owner.shape[1]), dtype=np.int64)
-        kinds: list[list[list[tuple[int, States]]]] = []
+        kinds: list[list[list[tuple[int, int]]]] = []
         for w, tensor in enumerate(weights):
             kinds.append([])
             for r, (i, position) in enumerate(self._readers(tensor)):
                 asked = [
-                    (placed.reads[position].number, config.states)
+                    (placed.reads[position].number, config.sharding.rank)
                     for placed, config in zip(self.owner.placed[i], self.owner.configs[i], strict=True)
                 ]
                 kinds[w].append(list(dict.fromkeys(asked)))
@@ -297,12 +297,12 @@ class _Weights:
         for w, tensor in enumerate(weights):
             rows.append(len(first))
             (one, _), (two, _) = self._readers(tensor)
-            for need, states in kinds[w][0]:
+            for need, sharding in kinds[w][0]:
                 self.owner.check()
                 for other, also in kinds[w][1]:
                     first.append(len(self.exchanges))
                     update.append(np.zeros(self.count))
-                    gathered.append(self._plan(tensor, [(need, one), (other, two)], max(states, also), update[-1]))
+                    gathered.append(self._plan(tensor, [(need, one), (other, two)], max(sharding, also), update[-1]))
                     last.append(len(self.exchanges))
                     sinks.append(np.full(self.count, NEVER))
                     self._sink(first[-1], update[-1], sinks[-1])
@@ -327,12 +327,12 @@ class _Weights:
             return 0.0
         return min(per_tensor + per_byte * tensor.nbytes for per_byte, per_tensor in self.rates)
 
-    def _plan(self, tensor: Tensor, readers: list[tuple[int, int]], states: States, update: F64) -> list[F64]:
+    def _plan(self, tensor: Tensor, readers: list[tuple[int, int]], sharding: int, update: F64) -> list[F64]:
         """Note the synchronisation of a weight whose readers (layout, operator) are known, and add its update. Returns
         when it has been gathered for each reader at the earliest."""
         flows = {i: tensor.name in self.graph.differentiable and self.graph.has_backward[i] for _, i in readers}
         needs = list(dict.fromkeys((need, flows[i]) for need, i in readers))
-        plan = self.lowering.weight(tensor, tuple(n for n, _ in needs), [f for _, f in needs], states)
+        plan = self.lowering.weight(tensor, tuple(n for n, _ in needs), [f for _, f in needs], sharding)
         arrivals = []
         for need, i in readers:
             arrived = np.zeros(self.count)

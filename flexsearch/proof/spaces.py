@@ -7,8 +7,8 @@ from itertools import permutations
 from math import prod
 
 from flexsearch.graph import Operator, OperatorGraph
-from flexsearch.strategy import OperatorConfig, States, make_config
-from flexsearch.strategy.baselines import has_weights
+from flexsearch.strategy import OperatorConfig, Sharding, make_config
+from flexsearch.strategy.baselines import has_weights, shardings
 from flexsearch.topology import Topology
 
 Choices = Callable[[int], Sequence[OperatorConfig]]
@@ -17,17 +17,17 @@ Choices = Callable[[int], Sequence[OperatorConfig]]
 
 def every_config(graph: OperatorGraph, topology: Topology) -> Choices:
     """All legal configs: any degrees and replicas, any devices in any order (that of replicas of a piece does not
-    matter and is ascending), weights whole or in parts."""
+    matter and is ascending), weights whole or in parts (of all devices that need them, or those of a host)."""
     count = len(topology.devices)
 
     def choices(operator: int) -> list[OperatorConfig]:
         op = graph.operators[operator]
         return [
-            make_config(op, degrees, devices, states)
+            make_config(op, degrees, devices).sharded(*sharding)
             for degrees in _degrees(op, count)
             for used in range(prod(degrees.values()), count + 1, prod(degrees.values()))
             for devices in _device_lists(count, used, used // prod(degrees.values()))
-            for states in _states(graph, operator, used)
+            for sharding in _shardings(graph, topology, operator, used)
         ]
 
     return choices
@@ -35,27 +35,27 @@ def every_config(graph: OperatorGraph, topology: Topology) -> Choices:
 
 def aligned_configs(graph: OperatorGraph, topology: Topology) -> Choices:
     """Configs on blocks of devices: degrees whose product divides a divisor n of their number, on n neighbouring
-    devices that begin at a multiple of n, in ascending order; the rest are replicas; weights whole or in parts."""
+    devices that begin at a multiple of n, in ascending order; the rest are replicas; weights as in ``every_config``."""
     count = len(topology.devices)
 
     def choices(operator: int) -> list[OperatorConfig]:
         op = graph.operators[operator]
         return [
-            make_config(op, degrees, range(first, first + used), states)
+            make_config(op, degrees, range(first, first + used)).sharded(*sharding)
             for used in range(1, count + 1)
             if count % used == 0
             for degrees in _degrees(op, used)
             if used % prod(degrees.values()) == 0
             for first in range(0, count, used)
-            for states in _states(graph, operator, used)
+            for sharding in _shardings(graph, topology, operator, used)
         ]
 
     return choices
 
 
-def _states(graph: OperatorGraph, operator: int, used: int) -> tuple[States, ...]:
+def _shardings(graph: OperatorGraph, topology: Topology, operator: int, used: int) -> tuple[Sharding, ...]:
     several = used > 1 and has_weights(graph, operator)
-    return (States.WHOLE, States.WEIGHTS) if several else (States.WHOLE,)
+    return shardings(topology) if several else shardings(topology)[:1]
 
 
 def _degrees(op: Operator, count: int) -> Iterator[dict[str, int]]:

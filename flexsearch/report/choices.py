@@ -36,7 +36,7 @@ def alike(found: Sequence[Alternative]) -> list[tuple[Alternative, int]]:
     for one in found:
         config = one.config
         key = (
-            config.degrees, config.shares, config.replicas, config.states,
+            config.degrees, config.shares, config.replicas, config.sharding,
             f"{one.alone_s:.9e}", None if one.together_s is None else f"{one.together_s:.9e}",
         )  # fmt: skip
         rows.setdefault(key, []).append(one)
@@ -139,6 +139,7 @@ def operator_data(choice: OperatorChoice) -> dict[str, Any]:
             "devices": list(one.config.devices),
             "replicas": one.config.replicas,
             "states": one.config.states.name.lower(),
+            "sharded_over": one.config.sharded_over or None,
             "alone_s": one.alone_s,
             "together_s": one.together_s,
         }

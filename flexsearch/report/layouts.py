@@ -14,8 +14,10 @@ from flexsearch.simulate.breakdown import KINDS
 from flexsearch.simulate.memory import PARTS, Memory
 from flexsearch.simulate.staged import Step
 from flexsearch.simulate.usage import SORTS, WORK, DeviceTime
-from flexsearch.strategy import Options, States
+from flexsearch.strategy import Options, Sharding, States
 from flexsearch.strategy.pipeline import Pipeline
+
+UNSHARDED: Final = Sharding()
 
 SCHEDULES: Mapping[str, str] = {
     "gpipe": "GPipe", "1f1b": "1F1B", "interleaved-1f1b": "interleaved 1F1B", "breadth-first": "breadth-first",
@@ -25,23 +27,23 @@ SCHEDULES: Mapping[str, str] = {
 
 @dataclass(frozen=True)
 class StagedRow:
-    """One plan of a comparison. ``states``: which states of weights are sharded over the replicas. ``changed``: sorts
+    """One plan of a comparison. ``sharding``: of weights over the replicas. ``changed``: sorts
     of operators that are split otherwise than Megatron's rules say."""
 
     name: str
     pipeline: Pipeline
     options: Options
     step: Step
-    states: States = States.WHOLE
+    sharding: Sharding = UNSHARDED
     changed: int = 0
 
 
 def layout_words(row: StagedRow) -> str:
     """The layout as people say it: "pipeline 2 x tensor 4 x data 8, 16 microbatches of 2, 1F1B"."""
-    return pipeline_words(row.pipeline, row.options, row.step.samples, row.states)
+    return pipeline_words(row.pipeline, row.options, row.step.samples, row.sharding)
 
 
-def pipeline_words(pipeline: Pipeline, options: Options, batch: int, states: States) -> str:
+def pipeline_words(pipeline: Pipeline, options: Options, batch: int, sharding: Sharding) -> str:
     """The same of a plan that has not been simulated."""
     sizes = [len(devices) for devices in dict.fromkeys(pipeline.devices)]
     ranks, alike = len(sizes), len(set(sizes)) == 1
@@ -56,11 +58,15 @@ def pipeline_words(pipeline: Pipeline, options: Options, batch: int, states: Sta
         chunks = len(pipeline.devices) // ranks
         each = f", {chunks} stages on each device" if chunks > 1 else ""
         words.append(("a schedule of its own" if pipeline.orders else SCHEDULES[pipeline.schedule]) + each)
-    if states:
-        twice = options.reshard_after_forward and states == States.WEIGHTS
+    if sharding.states:
+        twice = options.reshard_after_forward and sharding.states == States.WEIGHTS
         again = " and gathered again in the backward pass" if twice else ""
         over = f" over {pipeline.replicas}" if alike else ""
-        words.append(f"{states.name.lower()} sharded{over}{again}")
+        if 0 < sharding.over < sum(sizes) * pipeline.replicas:
+            over = f" over {max(1, sharding.over // sum(sizes))} of {pipeline.replicas}" if alike else " inside hosts"
+        words.append(f"{sharding.states.name.lower()} sharded{over}{again}")
+        if options.prefetch != Options().prefetch:
+            words.append(f"gathered {options.prefetch} operators ahead")
     return ", ".join([*words, *_option_words(options)])
 
 
@@ -172,6 +178,7 @@ def staged_data(graph: OperatorGraph, row: StagedRow) -> dict[str, Any]:
         **{f"{part}_bytes": getattr(step.fullest, part) for part in PARTS},
         "data": pipeline.replicas, "pipeline": len(set(pipeline.devices)), "stages": len(pipeline.devices),
         "tensor": max(map(len, pipeline.devices)), "microbatches": pipeline.microbatches,
-        "schedule": "auto" if pipeline.orders else pipeline.schedule, "states": row.states.name.lower(),
+        "schedule": "auto" if pipeline.orders else pipeline.schedule, "states": row.sharding.states.name.lower(),
+        "sharded_over": row.sharding.over or None,
         "resplit": row.changed,
     }  # fmt: skip

@@ -12,13 +12,12 @@ from flexsearch.graph import Operator, OperatorGraph
 from flexsearch.graph.ops import kind_of
 from flexsearch.lower import Communication, Lowered, TaskKind
 from flexsearch.report.summary import FEW, Group, layer_of, layer_range, ranges, summarised
-from flexsearch.strategy import OperatorConfig, States
+from flexsearch.strategy import OperatorConfig
 from flexsearch.topology import Topology
 
 _IMAGE = {3: ("batch", "channels", "length"), 4: ("batch", "channels", "height", "width"),
           5: ("batch", "channels", "depth", "height", "width")}  # fmt: skip
 _TEXT = {3: ("batch", "sequence", "features"), 4: ("batch", "heads", "sequence", "features")}
-_SHARDED = {states: f", {states.name.lower()} sharded" for states in States if states}
 
 
 def axis_word(op: Operator, axis: str, images: bool = False) -> str:
@@ -68,10 +67,21 @@ def treatment(graph: OperatorGraph, topology: Topology, op: Operator, config: Op
     """What a config does with an operator: "batch over 4 hosts", "replicated on 4 hosts", "on host1"."""
     where = device_set(topology, config.devices)
     weighted = _weighted(graph, graph.index[op.name])
-    tail = _SHARDED.get(config.states, "") if weighted and len(config.devices) > 1 else ""
+    tail = _sharding_words(topology, config) if weighted and len(config.devices) > 1 else ""
     if not config.degrees:
         return f"on {where}" if len(config.devices) == 1 else f"replicated on {where}{tail}"
     return f"{split_words(graph, op, config)} over {where}{tail}"
+
+
+def _sharding_words(topology: Topology, config: OperatorConfig) -> str:
+    """What follows the words of a config whose weights are sharded."""
+    if not config.states:
+        return ""
+    over = config.sharded_over
+    where = "" if not 0 < over < len(topology.devices) else " inside each host" if over == topology.host_size else (
+        f" over {over} neighbouring devices each"
+    )  # fmt: skip
+    return f", {config.states.name.lower()} sharded{where}"
 
 
 def split_words(graph: OperatorGraph, op: Operator, config: OperatorConfig) -> str:
@@ -101,11 +111,12 @@ def groups(lowered: Lowered) -> tuple[Group, ...]:
     graph = lowered.graph
     shown = [i for i in range(len(graph.operators)) if not _follows(lowered, i)] or list(range(len(graph.operators)))
     told: dict[int, str] = {}
+    tails = {_sharding_words(lowered.topology, config) for config in lowered.configs}
     for i in shown:
         text = treatment(graph, lowered.topology, graph.operators[i], lowered.configs[i])
         before = next(reversed(told.values()), "")
         # An operator without weights does not end a run of layers that shard theirs.
-        told[i] = before if not _weighted(graph, i) and before in [text + tail for tail in _SHARDED.values()] else text
+        told[i] = before if not _weighted(graph, i) and before in [text + tail for tail in tails] else text
     if len(set(told.values())) == 1 and len(shown) > 1:
         return (Group("all layers", told[shown[0]], tuple(shown)),)
     runs: list[list[int]] = []

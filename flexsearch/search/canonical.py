@@ -16,7 +16,7 @@ from typing import Final
 
 from flexsearch.search.constants import ROUNDS, SIMPLER
 from flexsearch.search.evaluate import Configs, Evaluation
-from flexsearch.search.space import Space, with_states
+from flexsearch.search.space import Space
 from flexsearch.strategy import OperatorConfig, States
 from flexsearch.strategy.baselines import effective
 from flexsearch.strategy.depth import depths
@@ -145,7 +145,7 @@ def _without_shards(run: _Run, configs: Configs) -> Iterator[Changes]:
     yield {i: config for i, config in plain.items() if config != configs[i]}
     for members in run.sorts:
         if on := [i for i in members if configs[i].states]:
-            yield {i: with_states(configs[i], States.WHOLE) for i in on}
+            yield {i: configs[i].sharded(States.WHOLE) for i in on}
 
 
 def _ascending(run: _Run, configs: Configs) -> Iterator[Changes]:

@@ -13,14 +13,12 @@ import numpy.typing as npt
 
 from flexsearch.compiled import F64, ONE, THREE, TWO, U8, U32, U64, ZERO, inlined, lean
 from flexsearch.lower.change import Change, miss
-from flexsearch.lower.configs import derived, like, over, renamed, swapped, with_states
+from flexsearch.lower.configs import derived, like, over, renamed, swapped, with_sharding
 from flexsearch.lower.keys import CANDIDATE, FIRST_HALF, MISSING, find
 from flexsearch.lower.tables import TemplateTables
 from flexsearch.packed import packed
-from flexsearch.strategy import States
 
 REDRAW, COPY, GROUP, REPEATED, SWAP, SHARD, SPAN, SPLIT = range(8)
-_WEIGHTS = np.uint64(States.WEIGHTS)
 UNIFORMS = 24
 """Random numbers for a proposal. The last decides on acceptance."""
 NEITHER, JOIN = np.uint8(2), np.uint8(3)
@@ -65,6 +63,7 @@ class Moves(NamedTuple):
     alternates: U8  # by class: whether its members may have configs in turn
     apart: U8  # (led class, led class): whether they have no operators in common
     weighted: U32
+    sharding: U32  # ways to keep weights (ranks of ``Sharding``)
     devices: U64  # (1,)
     axis_orders: U64  # (1,): ways of renaming devices by permuting the axes of the machine
     relabel: npt.NDArray[np.uint32]  # by such a way and device: its new name
@@ -177,14 +176,17 @@ def _group(moves: Moves, draws: Draws, tables: TemplateTables, change: Change, u
 
 @lean
 def _shard(moves: Moves, now: U32, tables: TemplateTables, change: Change, u: F64) -> None:
-    """The weights of an operator, or of all, are kept in parts, or whole again."""
+    """The weights of an operator, or of all, are sharded otherwise, or kept whole again."""
     at = _pick(u[1], np.uint64(moves.weighted.shape[0]))
-    states = tables.pools.config_states
-    to = ZERO if states[np.uint64(now[np.uint64(moves.weighted[at])])] > 0 else _WEIGHTS
+    sharding, last = tables.pools.config_sharding, np.uint64(moves.sharding.shape[0]) - ONE
+    k = _pick(u[3], last)  # of the others
+    if moves.sharding[k] == sharding[np.uint64(now[np.uint64(moves.weighted[at])])]:
+        k = last
+    to = moves.sharding[k]
     for k in range(np.uint64(moves.weighted.shape[0])):
         i = np.uint64(moves.weighted[k])
-        if (u[2] >= 0.8 or k == at) and states[np.uint64(now[i])] != to:
-            _add(change, i, with_states(tables, change, now[i], to))
+        if (u[2] >= 0.8 or k == at) and sharding[np.uint64(now[i])] != to:
+            _add(change, i, with_sharding(tables, change, now[i], to))
 
 
 @lean
@@ -251,9 +253,9 @@ def _after_neighbour(moves: Moves, now: U32, tables: TemplateTables, change: Cha
 @lean
 def _follow(tables: TemplateTables, change: Change, link: Any, config: Any, has: Any) -> Any:
     """What follows ``config`` over a link, with the states of weights as in the config that the operator ``has``."""
-    follows, states = over(tables, change, link, config), tables.pools.config_states
-    if follows != MISSING and states[np.uint64(follows)] != states[np.uint64(has)]:
-        follows = with_states(tables, change, follows, states[np.uint64(has)])
+    follows, sharding = over(tables, change, link, config), tables.pools.config_sharding
+    if follows != MISSING and sharding[np.uint64(follows)] != sharding[np.uint64(has)]:
+        follows = with_sharding(tables, change, follows, sharding[np.uint64(has)])
     return follows
 
 

@@ -6,7 +6,8 @@ A pin names operators, by a pattern as in file names over their names or their m
 - ``devices=0-3`` or ``devices=0,2``: exactly these devices;
 - ``replicas=N``;
 - ``states=whole``, ``optimizer``, ``gradients`` or ``weights``: which states of its weights are kept in parts;
-  ``shard=yes`` is ``states=weights``, ``shard=no`` is ``states=whole``.
+  ``shard=yes`` is ``states=weights``, ``shard=no`` is ``states=whole``;
+- ``over=N``: over how many consecutive devices they are sharded; ``over=all``: over all that need them.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from typing import Final
 from flexsearch.errors import StrategyError
 from flexsearch.files import printable
 from flexsearch.graph import Operator, OperatorGraph
+from flexsearch.quantities import MAX_DEVICES
 from flexsearch.strategy import OperatorConfig, States, make_config
 from flexsearch.strategy.baselines import has_weights
 from flexsearch.strategy.config import Shares, check_shares, read_pin
@@ -44,6 +46,7 @@ class Pin:
     devices: tuple[int, ...] | None = None
     replicas: int | None = None
     states: States | None = None
+    over: int | None = None
     shares: Shares = ()
 
 
@@ -78,9 +81,10 @@ class Pins:
             spare = (d for d in range(self.count) if d not in config.devices)
             devices = (*config.devices, *spare)[:used]
         states = config.states if pin.states is None else pin.states
+        over = config.sharded_over if pin.over is None else pin.over
         kept = len(devices) > 1 and operator in self.weighted
         shares = {axis: row for axis, row in config.shares if degrees[axis] == len(row)} | dict(pin.shares)
-        return make_config(op, degrees, devices, states if kept else States.WHOLE, shares)
+        return make_config(op, degrees, devices, shares=shares).sharded(states if kept else States.WHOLE, over)
 
 
 def parse_pins(texts: Sequence[str], graph: OperatorGraph, topology: Topology) -> Pins | None:
@@ -131,6 +135,8 @@ def _set(
                 words = list(_STATES[key])
                 raise StrategyError(f"pin {text!r}: {key} is {', '.join(words[:-1])} or {words[-1]}, not {value!r}")
             new = replace(pin, states=_STATES[key][value])
+        elif key == "over":
+            new = replace(pin, over=_over(value, text))
         elif (axis := _axis(op, key)) is not None:
             row = [_number(share, text) for share in value.split(":")]
             degrees = dict(pin.degrees) | {axis: len(row) if len(row) > 1 else row[0]}
@@ -142,7 +148,7 @@ def _set(
     if not used:
         raise StrategyError(
             f"pin {text!r}: none of these operators has an axis {key!r} that can be split; they have "
-            f"{', '.join(sorted(axes)) or 'none'}. Other keys: batch, parameter, devices, replicas, states, shard"
+            f"{', '.join(sorted(axes)) or 'none'}. Other keys: batch, parameter, devices, replicas, states, shard, over"
         )
 
 
@@ -157,6 +163,15 @@ def _number(value: str, text: str) -> int:
     if re.fullmatch("0*[1-9][0-9]{0,14}", value) is None:
         raise StrategyError(f"pin {text!r}: {printable(value, 40)!r} is not a number of parts")
     return int(value)
+
+
+def _over(value: str, text: str) -> int:
+    """Devices over which weights are sharded; 0 for all."""
+    if value == "all":
+        return 0
+    if not 1 < (over := _number(value, text)) <= MAX_DEVICES:
+        raise StrategyError(f"pin {text!r}: weights are sharded over 2 devices or more; over=all is over all")
+    return over
 
 
 def _devices(value: str, count: int, text: str) -> tuple[int, ...]:

@@ -15,8 +15,8 @@ from flexsearch.graph import Operator, OperatorGraph
 from flexsearch.graph.ops import forward_flops
 from flexsearch.search.constants import FEW, PERMUTED
 from flexsearch.search.meshes import Meshes
-from flexsearch.strategy import OperatorConfig, States, make_config
-from flexsearch.strategy.baselines import has_weights, is_heavy
+from flexsearch.strategy import OperatorConfig, Sharding, make_config
+from flexsearch.strategy.baselines import has_weights, is_heavy, shardings
 from flexsearch.strategy.depth import unrolled
 from flexsearch.strategy.propagate import Link, Propagation
 from flexsearch.strategy.shares import shared_out, speeds
@@ -37,10 +37,11 @@ class Space:
         self.speeds = speeds(topology)
         """Of the devices, by which samples may be shared out among them; empty if they are equally fast."""
         self._even = 0.8 if self.count <= FEW else 0.9
-        self._blocks: dict[tuple[int, States], tuple[OperatorConfig, ...]] = {}
+        self._blocks: dict[tuple[int, Sharding], tuple[OperatorConfig, ...]] = {}
         first: dict[tuple[object, ...], int] = {}
         self.model = tuple(first.setdefault(self.shape(i), i) for i in range(len(graph.operators)))
         """By operator: the first one of its shape. What is worked out for that holds for all of them."""
+        self.shardings = shardings(topology)
         self.weighted = tuple(i for i in range(len(graph.operators)) if has_weights(graph, i))
         self.leaders = tuple(i for i in range(len(graph.operators)) if is_heavy(graph, i)) or tuple(
             range(len(graph.operators))
@@ -188,8 +189,10 @@ class Space:
                 degrees[axis] *= prime
         used = replicas * int(np.prod(list(degrees.values()), dtype=np.int64))
         parts = operator in self.weighted and used > 1 and rng.random() < 0.05
-        states = States.WEIGHTS if parts else States.WHOLE
-        return self._share_out(rng, op, make_config(op, degrees, self._draw_devices(rng, used), states))
+        config = make_config(op, degrees, self._draw_devices(rng, used))
+        if parts:
+            config = config.sharded(*self.shardings[1 if len(self.shardings) == 2 else rng.integers(1, 3)])
+        return self._share_out(rng, op, config)
 
     def _share_out(self, rng: np.random.Generator, op: Operator, config: OperatorConfig) -> OperatorConfig:
         """Half of the time, with samples shared out by the speeds of the devices, where these differ."""
@@ -255,20 +258,20 @@ class Space:
                 yield candidate
 
     def _alternatives(self, operator: int, configs: Sequence[OperatorConfig]) -> Iterator[OperatorConfig]:
-        op, states = self.graph.operators[operator], configs[operator].states
+        op, now = self.graph.operators[operator], configs[operator]
         for link in self.propagation.links[operator]:
             back = next(x for x in self.propagation.links[link.target] if x.target == operator)
-            yield with_states(self.propagation.over(link.target, configs[link.target], back), states)
-        if operator in self.weighted and len(configs[operator].devices) > 1:
-            yield with_states(configs[operator], States.WHOLE if states else States.WEIGHTS)
+            yield self.propagation.over(link.target, configs[link.target], back).sharded(*now.sharding)
+        if operator in self.weighted and len(now.devices) > 1:
+            yield from (now.sharded(*other) for other in self.shardings if other != now.sharding)
         if self.speeds:
-            yield replace(configs[operator], shares=())
-            yield from (shared_out(op, configs[operator], speed) for speed in self.speeds)
+            yield replace(now, shares=())
+            yield from (shared_out(op, now, speed) for speed in self.speeds)
         for renaming in self.meshes.relabelings:
-            yield configs[operator].on(renaming[d] for d in configs[operator].devices)
+            yield now.on(renaming[d] for d in now.devices)
         model = self.model[operator]
-        if (on_blocks := self._blocks.get((model, states))) is None:
-            on_blocks = self._blocks[model, states] = tuple(self._on_blocks(op, states))
+        if (on_blocks := self._blocks.get((model, now.sharding))) is None:
+            on_blocks = self._blocks[model, now.sharding] = tuple(self._on_blocks(op, now.sharding))
         yield from on_blocks
 
     @cached_property
@@ -282,7 +285,7 @@ class Space:
         sizes = tuple(op.sizes[a] for a in op.splittable)
         return sum(len(_factored(count, sizes)) * len(self.meshes.blocks(count)) for count in self.counts)
 
-    def _on_blocks(self, op: Operator, states: States) -> Iterator[OperatorConfig]:
+    def _on_blocks(self, op: Operator, sharding: Sharding) -> Iterator[OperatorConfig]:
         """On blocks of the machine's own order, then on those that permute its axes."""
         for permuted in (False, True):
             for count in reversed(self.counts):
@@ -291,7 +294,7 @@ class Space:
                 for degrees in _factored(count, tuple(op.sizes[a] for a in op.splittable)):
                     named = dict(zip(op.splittable, degrees, strict=True))
                     for block in blocks:
-                        config = make_config(op, named, block, states if count > 1 else States.WHOLE)
+                        config = make_config(op, named, block).sharded(*(sharding if count > 1 else Sharding()))
                         yield config
                         yield from (shared_out(op, config, speed) for speed in self.speeds)
 
@@ -308,7 +311,8 @@ class Space:
             degrees[axis] //= 2
         op = self.graph.operators[operator]
         shares = {axis: row for axis, row in config.shares if degrees[axis] == len(row)}
-        return make_config(op, degrees, devices, config.states if len(devices) > 1 else States.WHOLE, shares)
+        sharding = config.sharding if len(devices) > 1 else Sharding()
+        return make_config(op, degrees, devices, shares=shares).sharded(*sharding)
 
     def random_plan(self, rng: np.random.Generator) -> tuple[OperatorConfig, ...]:
         """Every leader at random, the others following."""
@@ -325,11 +329,6 @@ class Space:
         for source, member, link in self.groups.get(leader, ()):
             new[member] = self.fix(member, self.propagation.over(source, new[source], link))
         return new
-
-
-def with_states(config: OperatorConfig, states: States) -> OperatorConfig:
-    """The config with the states of its weights kept otherwise."""
-    return replace(config, states=states)
 
 
 @lru_cache(maxsize=4096)

@@ -61,11 +61,11 @@ from flexsearch.lower.change import Wiring
 from flexsearch.lower.footprints import ALIASED, RECEIVES, TAKES_PART, TAKES_PART_AGAIN, Landings
 from flexsearch.lower.interned import Interned, entries_of, rank_of
 from flexsearch.packed import packed
-from flexsearch.strategy import States
+from flexsearch.strategy import OVER_ALL, States
 
 WEIGHTS, COPIES, GRADIENTS, OPTIMIZER, ACTIVATIONS, BUFFERS = (np.uint64(k) for k in range(6))
 """Parts of memory: what spans are for; COPIES: of sharded weights, gathered."""
-_WHOLE, _GRADIENTS, _WEIGHTS = np.uint8(States.WHOLE), np.uint8(States.GRADIENTS), np.uint8(States.WEIGHTS)
+_GRADIENTS, _WEIGHTS = (np.uint32(states * OVER_ALL) for states in (States.GRADIENTS, States.WEIGHTS))
 GATHERED: Any = np.uint64(0xFFFFFFFF)
 """In the place of an activation: a weight's copies have no original that readers could use as it is."""
 OUTPUT, WEIGHT, AT_HAND = range(3)
@@ -517,9 +517,9 @@ def _hold_weight(sources: Sources, state: State, w: Any, spans: Spans) -> None:
     """A weight as it is stored, the optimizer's state, gathered copies, and gradients."""
     units, program = sources.units, sources.program
     pools, p = sources.pools, np.uint64(state.plan[w])
-    template, trained, states = np.uint64(pools.plan_sync[p]), pools.plan_sync[p] != 0, pools.plan_states[p]
+    template, trained, sharding = np.uint64(pools.plan_sync[p]), pools.plan_sync[p] != 0, pools.plan_sharding[p]
     first, last = np.uint64(program.reader_first[w]), np.uint64(program.reader_last[w])
-    stays = states != _WHOLE and states != _WEIGHTS  # whole between steps, though updated in parts
+    stays = np.uint32(0) < sharding < _WEIGHTS  # whole between steps, though updated in parts
     if stays:
         _hold_box(sources, state, program.reader, first, last, units.weight_itemsize[w], WEIGHTS, spans)
     for row in range(np.uint64(pools.store_first[p]), np.uint64(pools.store_last[p])):
@@ -541,10 +541,10 @@ def _hold_weight(sources: Sources, state: State, w: Any, spans: Spans) -> None:
                 _distribute(sources, state, program.reader, k, last, GATHERED, gather, again, NOTHING, spans)
             if trained and program.flows[slot] == 1:
                 _differentiate(sources, state, program.reader, k, last, units.weight_itemsize[w], GRADIENTS, spans)
-                sent = units.each_block[w] if states >= _GRADIENTS else units.sync_block[w]
+                sent = units.each_block[w] if sharding >= _GRADIENTS else units.sync_block[w]
                 _send_gradients(sources, template, TWO * np.uint64(sent) + ONE, spans)
     if trained:
-        _synchronise(sources, w, template, states >= _GRADIENTS, spans)
+        _synchronise(sources, w, template, sharding >= _GRADIENTS, spans)
 
 
 @lean

@@ -10,9 +10,9 @@ from flexsearch.compiled import lean
 from flexsearch.lower.arrays import NOTHING, Pools, State
 from flexsearch.lower.interned import Interned, entries_of
 from flexsearch.simulate.lifetimes import AT_HAND, WEIGHT, Sources, besides
-from flexsearch.strategy import States
+from flexsearch.strategy import OVER_ALL, States
 
-_WHOLE, _WEIGHTS = np.uint8(States.WHOLE), np.uint8(States.WEIGHTS)
+_WEIGHTS = np.uint32(States.WEIGHTS * OVER_ALL)
 
 
 @lean
@@ -28,7 +28,7 @@ def most_bytes(sources: Sources, state: State, u: Any) -> Any:
         p = np.uint64(state.plan[w])
         stored = _most_stored(pools, p)
         total = stored // units.weight_itemsize[w] * units.state_bytes[w]
-        stays = pools.plan_states[p] != _WHOLE and pools.plan_states[p] != _WEIGHTS
+        stays = np.uint32(0) < pools.plan_sharding[p] < _WEIGHTS
         total += units.weight_bytes[w] if stays else stored
         total += landings.most[np.uint64(pools.plan_sync[p])]
         times = np.int64(2 if units.regather_block[w] != NOTHING else 1)

@@ -12,7 +12,7 @@ from flexsearch.errors import FlexsearchError
 from flexsearch.graph import OperatorGraph
 from flexsearch.graph.precision import Precision
 from flexsearch.simulate.staged import StagedSimulators
-from flexsearch.strategy import OperatorConfig, Options, States, Strategy
+from flexsearch.strategy import OperatorConfig, Options, Sharding, States, Strategy
 from flexsearch.strategy.config import check_config
 from flexsearch.strategy.pipeline import Pipeline
 from flexsearch.strategy.stage import ScheduleKind
@@ -34,12 +34,12 @@ PARTS: Final[dict[Part, str]] = {
 
 @dataclass(frozen=True)
 class Plan:
-    """A plan of one graph. ``configs``: one for each operator, by positions in the mesh of its stage, with all states
-    whole; ``states``: by operator."""
+    """A plan of one graph. ``configs``: one for each operator, by positions in the mesh of its stage, with weights
+    whole; ``shardings``: by operator."""
 
     pipeline: Pipeline
     configs: tuple[OperatorConfig, ...]
-    states: tuple[States, ...]
+    shardings: tuple[Sharding, ...]
     options: Options
 
     @classmethod
@@ -50,18 +50,18 @@ class Plan:
         return cls(
             pipeline,
             tuple(
-                replace(config.on(place[d] for d in config.devices), states=States.WHOLE)
+                config.on(place[d] for d in config.devices).sharded(States.WHOLE)
                 for config, place in zip(configs, places, strict=True)
             ),
-            tuple(config.states for config in configs), strategy.options,
+            tuple(config.sharding for config in configs), strategy.options,
         )  # fmt: skip
 
     def placed(self) -> tuple[OperatorConfig, ...]:
         """The configs on the devices of their stages. Raises IndexError where a stage has too few."""
         meshes = _meshes(self.pipeline, len(self.configs))
         return tuple(
-            replace(config.on(mesh[k] for k in config.devices), states=states)
-            for config, mesh, states in zip(self.configs, meshes, self.states, strict=True)
+            config.on(mesh[k] for k in config.devices).sharded(*sharding)
+            for config, mesh, sharding in zip(self.configs, meshes, self.shardings, strict=True)
         )
 
     def differing(self, other: Plan) -> list[Part]:
@@ -70,13 +70,18 @@ class Plan:
             parts: list[Part] = ["devices"]
         else:
             own: dict[Part, bool] = {
-                "borders": self.pipeline.first != other.pipeline.first, "sharding": self.states != other.states,
+                "borders": self.pipeline.first != other.pipeline.first, "sharding": self.shardings != other.shardings,
             }  # fmt: skip
             parts = [part for part, differs in own.items() if differs]
         if self.pipeline.orders != other.pipeline.orders or self.pipeline.schedule != other.pipeline.schedule:
             parts.append("schedule")
         alone = [part for part in PARTS if part == "microbatches" or part in Options.model_fields]
         return parts + [part for part in alone if self.value(part) != other.value(part)]
+
+    def is_within(self, host: int) -> bool:
+        """Whether a host of so many devices has several replicas, but not all."""
+        block = len({device for devices in self.pipeline.devices for device in devices})
+        return 1 < host // block < self.pipeline.replicas and host % block == 0
 
     def value(self, part: Part) -> object:
         """What a part is here: a number, a name; of the devices, of each stage."""
@@ -88,8 +93,9 @@ class Plan:
         if part == "schedule" and self.pipeline.orders:
             return "its own"
         if part == "sharding":
-            kept = {states for states in self.states if states}
-            return " and ".join(states.name.lower() for states in sorted(kept)) or "whole"
+            kept = sorted({sharding for sharding in self.shardings if sharding.states}, key=lambda one: one.rank)
+            words = (states.name.lower() + (f" over {over} devices" if over else "") for states, over in kept)
+            return " and ".join(words) or "whole"
         return getattr(self.options if part in Options.model_fields else self.pipeline, part)
 
     @property
@@ -103,9 +109,9 @@ class Plan:
                 self.pipeline, replicas=other.pipeline.replicas, first=other.pipeline.first,
                 devices=other.pipeline.devices,
             )  # fmt: skip
-            return Plan(pipeline, other.configs, other.states, self.options)
+            return Plan(pipeline, other.configs, other.shardings, self.options)
         if part == "sharding":
-            return replace(self, states=other.states)
+            return replace(self, shardings=other.shardings)
         if part in Options.model_fields:
             return replace(self, options=self.options.model_copy(update={part: getattr(other.options, part)}))
         pipeline = other.pipeline
@@ -126,9 +132,10 @@ class Plan:
     def _beside(self, other: Plan) -> Iterator[tuple[OperatorConfig, OperatorConfig]]:
         return zip(self.configs, other.configs, strict=True)
 
-    def neighbours(self) -> Iterator[tuple[Part, Plan]]:
-        """Plans that differ in the schedule, the number of microbatches, what is computed or gathered again, or the
-        sharding alone; not all are legal."""
+    def neighbours(self, host: int = 0) -> Iterator[tuple[Part, Plan]]:
+        """Plans that differ in the schedule, the number of microbatches, what is computed or gathered again, how far
+        ahead it is gathered, or the sharding alone; not all are legal. ``host``: devices of a host, over which weights
+        may be sharded; 0: none."""
         pipeline, options = self.pipeline, self.options
         if len(pipeline.devices) > 1:
             for kind in get_args(ScheduleKind):
@@ -141,13 +148,17 @@ class Plan:
             if again != options.recompute:
                 changed = {"recompute": again, "recompute_blocks": None}
                 yield "recompute", replace(self, options=options.model_copy(update=changed))
-        if States.WEIGHTS in self.states:
+        if any(sharding.states == States.WEIGHTS for sharding in self.shardings):
             other = options.model_copy(update={"reshard_after_forward": not options.reshard_after_forward})
             yield "reshard_after_forward", replace(self, options=other)
+        if any(sharding.states for sharding in self.shardings):
+            for depth in {2 * options.prefetch or 1, options.prefetch // 2} - {options.prefetch}:
+                yield "prefetch", replace(self, options=options.model_copy(update={"prefetch": depth}))
         if pipeline.replicas > 1:
-            for states in States:
-                if set(self.states) - {States.WHOLE} != ({states} if states else set()):
-                    yield "sharding", replace(self, states=(states,) * len(self.states))
+            inside = [Sharding(states, host) for states in States if states and self.is_within(host)]
+            for sharding in (*map(Sharding, States), *inside):
+                if {own for own in self.shardings if own.states} != ({sharding} if sharding.states else set()):
+                    yield "sharding", replace(self, shardings=(sharding,) * len(self.shardings))
 
 
 def _meshes(pipeline: Pipeline, operators: int) -> list[tuple[int, ...]]:

@@ -4,6 +4,7 @@
 - ``data-parallel``: every operator split over the batch.
 - ``data-parallel-by-speed``: where devices are not equally fast, each gets a share of the batch in proportion.
 - ``fsdp``: data parallel with sharded weights (ZeRO-3: Rajbhandari et al., SC 2020).
+- ``hsdp``: the same inside a host; the hosts have the same parts (hybrid sharding: Zhao et al., VLDB 2023).
 - ``megatron``: tensor parallelism (Shoeybi et al., 2019): a weight is split by its output features, the next one on the
   way by its input features, attention by heads, vocabularies by rows; convolutions likewise by channels.
 - ``pipeline``: consecutive stages of about equal time, one a device. One microbatch: operator placement.
@@ -20,7 +21,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import replace
 from math import prod
 
 import numpy as np
@@ -28,7 +28,7 @@ import numpy as np
 from flexsearch.errors import StrategyError
 from flexsearch.graph import Operator, OperatorGraph
 from flexsearch.graph.ops import forward_flops
-from flexsearch.strategy.config import OperatorConfig, States, make_config
+from flexsearch.strategy.config import OperatorConfig, Sharding, States, make_config
 from flexsearch.strategy.depth import balance, depths
 from flexsearch.strategy.model import Strategy
 from flexsearch.strategy.propagate import Propagation
@@ -100,10 +100,16 @@ def has_weights(graph: OperatorGraph, operator: int) -> bool:
     return any(graph.tensor[name].kind == "parameter" for name in graph.operators[operator].inputs)
 
 
+def shardings(topology: Topology) -> tuple[Sharding, ...]:
+    """How a search may keep weights: whole, in parts, in parts inside a host."""
+    inside = (Sharding(States.WEIGHTS, topology.host_size),) if topology.host_size else ()
+    return Sharding(), Sharding(States.WEIGHTS), *inside
+
+
 def effective(graph: OperatorGraph, operator: int, config: OperatorConfig) -> OperatorConfig:
     """The config without options that do nothing: states in parts where there are no weights, or on one device."""
     idle = config.states and (len(config.devices) == 1 or not has_weights(graph, operator))
-    return replace(config, states=States.WHOLE) if idle else config
+    return config.sharded(States.WHOLE) if idle else config
 
 
 def is_heavy(graph: OperatorGraph, operator: int) -> bool:
@@ -210,8 +216,18 @@ def _by_sample(op: Operator, devices: Sequence[int], shares: Sequence[int] = ())
 
 def _fsdp(setting: _Setting) -> Configs:
     setting.several()
+    return _sharded(setting)
+
+
+def _hsdp(setting: _Setting) -> Configs:
+    if not setting.topology.host_size:
+        raise _LeftOut("it needs several hosts, each with equally many devices, at least two")
+    return _sharded(setting, setting.topology.host_size)
+
+
+def _sharded(setting: _Setting, over: int = 0) -> Configs:
     return [
-        replace(config, states=States.WEIGHTS if has_weights(setting.graph, i) else States.WHOLE)
+        config.sharded(States.WEIGHTS if has_weights(setting.graph, i) else States.WHOLE, over)
         for i, config in enumerate(_data_parallel(setting))
     ]
 
@@ -397,6 +413,7 @@ _BUILDERS: dict[str, Callable[[_Setting], Configs]] = {
     "data-parallel": _data_parallel,
     "data-parallel-by-speed": _by_speed,
     "fsdp": _fsdp,
+    "hsdp": _hsdp,
     "megatron": _megatron,
     "pipeline": _pipeline,
     "one-weird-trick": _one_weird_trick,

@@ -7,10 +7,12 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import IntEnum
 from math import gcd, prod
+from typing import Final, NamedTuple
 
 from flexsearch.errors import StrategyError
 from flexsearch.files import printable
 from flexsearch.graph import Interval, Operator, chunks
+from flexsearch.quantities import MAX_DEVICES
 
 Shares = tuple[tuple[str, tuple[int, ...]], ...]
 
@@ -30,12 +32,37 @@ class States(IntEnum):
     WEIGHTS = 3
 
 
+OVER_ALL: Final = 2 * MAX_DEVICES
+"""Rank of a level of sharding: the level times this, plus over how many devices; as one less, over all."""
+
+
+class Sharding(NamedTuple):
+    """How the states of a weight are kept: which of them in parts, ``over`` how many consecutive devices (0: all). Of
+    the devices that need the same weight, those among so many consecutive ones (of a server) divide its states, and the
+    next ones do the same (hybrid sharding: Zhao et al., PyTorch FSDP, VLDB 2023, section 3.2.2)."""
+
+    states: States = States.WHOLE
+    over: int = 0
+
+    @property
+    def rank(self) -> int:
+        """A number, the larger, the more is kept in parts, and the smaller these are; 0 if nothing is. Of several
+        readers of a weight, the one with the largest decides."""
+        return int(self.states) * OVER_ALL + (self.over or OVER_ALL - 1) if self.states else 0
+
+    @classmethod
+    def of_rank(cls, rank: int) -> Sharding:
+        """The one with this rank."""
+        states, over = divmod(rank, OVER_ALL)
+        return cls(States(states), over % (OVER_ALL - 1))
+
+
 @dataclass(frozen=True, slots=True)
 class OperatorConfig:
     """``degrees``: (axis, parts) of the split axes only, in the operator's axis order. ``devices``: indices into the
     topology, row-major over those degrees with the replica as the last, fastest coordinate. ``states``: how the states
     of its weights are kept. ``shares``: (axis, relative sizes of its parts) of the split axes whose parts are not
-    equal: 3 : 1 between a fast and a slow device.
+    equal: 3 : 1 between a fast and a slow device. ``sharded_over``: see ``Sharding``.
     """
 
     degrees: tuple[tuple[str, int], ...]
@@ -43,6 +70,12 @@ class OperatorConfig:
     replicas: int = 1
     states: States = States.WHOLE
     shares: Shares = ()
+    sharded_over: int = 0
+
+    @property
+    def sharding(self) -> Sharding:
+        """How its weights are kept."""
+        return Sharding(self.states, self.sharded_over)
 
     @property
     def parts(self) -> int:
@@ -59,6 +92,10 @@ class OperatorConfig:
     def on(self, devices: Iterable[int]) -> OperatorConfig:
         """The same split on other devices."""
         return replace(self, devices=tuple(devices))
+
+    def sharded(self, states: States, over: int = 0) -> OperatorConfig:
+        """The same split with weights that are kept so (``Sharding``)."""
+        return replace(self, states=states, sharded_over=over if states else 0)
 
     def intervals(self, op: Operator, position: int) -> dict[str, Interval]:
         """Interval of each axis for the piece on ``devices[position]``."""
@@ -133,6 +170,12 @@ def check_config(op: Operator, config: OperatorConfig, device_count: int) -> Non
         raise StrategyError(
             f"{where}: degrees {dict(config.degrees)} and {config.replicas} replicas make "
             f"{config.parts * config.replicas} pieces, but {len(config.devices)} devices are given"
+        )
+    if config.sharded_over and (not config.states or not 1 < config.sharded_over < OVER_ALL - 1):
+        raise StrategyError(
+            f"{where}: weights cannot be sharded over {config.sharded_over} devices with states "
+            f"{config.states.name.lower()}",
+            "Give 2 devices or more and states that are sharded, or leave out sharded_over.",
         )
     if len(set(config.devices)) != len(config.devices):
         raise StrategyError(f"{where}: {list(config.devices)} names a device twice; pieces need devices of their own")

@@ -63,13 +63,15 @@ class StageFile(FileModel):
 class ConfigFile(FileModel):
     """How an operator is split. ``shares``: relative sizes of the parts of samples, where they are not equal.
     ``positions``: who computes each piece, as positions in the mesh of the operator's
-    stage; left out: all of them in order. ``states``: which states of its weights are kept in parts."""
+    stage; left out: all of them in order. ``states``: which states of its weights are kept in parts;
+    ``sharded_over``: by groups of so many devices, left out: by all."""
 
     degrees: dict[Name, Degree] | None = None
     shares: dict[Name, tuple[Degree, ...]] | None = None
     positions: Numbers | None = None
     replicas: Degree | None = None
     states: StatesName | None = None
+    sharded_over: Degree | None = None
 
 
 class SynchronisationFile(FileModel):

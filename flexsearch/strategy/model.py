@@ -310,6 +310,7 @@ def _config_file(config: OperatorConfig, mesh: tuple[int, ...]) -> ConfigFile:
         positions=None if positions == tuple(range(len(mesh))) else positions,
         replicas=None if config.replicas == 1 else config.replicas,
         states=_STATES.get(config.states),
+        sharded_over=config.sharded_over or None,
     )
 
 
@@ -325,7 +326,7 @@ def _config(name: str, file: ConfigFile, mesh: tuple[int, ...]) -> OperatorConfi
     devices = tuple(mesh[position] for position in positions)
     degrees, shares = tuple((file.degrees or {}).items()), tuple((file.shares or {}).items())
     states = States.WEIGHTS if file.states == "sharded" else States[(file.states or "whole").upper()]
-    return OperatorConfig(degrees, devices, file.replicas or 1, states, shares)
+    return OperatorConfig(degrees, devices, file.replicas or 1, states, shares, file.sharded_over or 0)
 
 
 def _stages(file: StrategyFile, names: tuple[str, ...]) -> tuple[Stage, ...]:

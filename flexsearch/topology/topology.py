@@ -79,6 +79,15 @@ class Topology(files.FileModel):
         return tuple(dict.fromkeys(d.host for d in self.devices))
 
     @cached_property
+    def host_size(self) -> int:
+        """Devices of a host, where there are several hosts, each with equally many (2 or more) consecutive ones; else
+        0."""
+        host = [d.host for d in self.devices]
+        size, rest = divmod(len(host), len(self.hosts))
+        regular = rest == 0 and all(host[k] == host[k - k % size] for k in range(len(host)))
+        return size if regular and 1 < size < len(host) else 0
+
+    @cached_property
     def resources(self) -> tuple[Resource, ...]:
         """What tasks compete for: one per processor, then one per link direction (one in all for half duplex)."""
         processors: dict[str, float] = {}

@@ -8,6 +8,7 @@ the pipeline takes to fill and to drain, and how many microbatches a rank keeps 
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, replace
 from math import ceil
@@ -16,6 +17,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from flexsearch.cost.communication import Transfer
 from flexsearch.graph.piece import chunks
 from flexsearch.search.constants import PENALTY
 from flexsearch.search.hybrid.cuts import Cuts
@@ -167,17 +169,19 @@ class Estimates:
             ]).duration_s)  # fmt: skip
         return self._lines[key]
 
-    def agreement(self, layout: Layout, rank: int) -> tuple[float, float]:
-        """Seconds, and seconds a byte, of an all-reduce among the devices that have the same weights of a rank."""
+    def agreement(self, layout: Layout, rank: int, first: int = 0, step: int = 1) -> tuple[float, float]:
+        """Seconds, and seconds a byte, of an all-reduce among the devices that have the same weights of a rank: among
+        the ``first`` of them (0: all); or among every one in so many (``step``), all of these at the same time."""
         tensor, width, block = layout.tensor, layout.each[rank], layout.block
         if layout.data * width == 1:
             return 0.0, 0.0
         begin = tensor * sum(layout.each[:rank])
-        key = layout.data, block, begin, width, tensor
+        key = layout.data, block, begin, width, tensor, first, step
         if key not in self._lines:
             pricing = self.works.pricing
             devices = [k * block + begin + j * tensor for k in range(layout.data) for j in range(width)]
-            self._lines[key] = self._line(lambda nbytes: pricing.all_reduce(devices, nbytes).duration_s)
+            rows = [devices[k : first or None : step] for k in range(step)]
+            self._lines[key] = self._line(lambda nbytes: _together([pricing.all_reduce(row, nbytes) for row in rows]))
         return self._lines[key]
 
     def _line(self, seconds: Callable[[int], float]) -> tuple[float, float]:
@@ -191,25 +195,20 @@ class Estimates:
         """Of a layout that suits graph and batch. ``first``: of its stages, if it is not cut as ``first`` says."""
         parts = self.parts(layout, options, first or self.first(layout))
         ranks = np.array(layout.rank_of())
-        copies = np.array(layout.each, np.float64) * layout.data
-        if layout.widths:
-            start, each = np.array([self.agreement(layout, rank) for rank in range(layout.pipeline)]).T
-        else:
-            start, each = self.agreement(layout, 0)
+        copies = np.array(layout.each, np.float64) * layout.divided
         weights = _by_rank(ranks, parts.weights)
-        agree = start * np.ceil(weights / options.bucket_bytes) + each * weights
-        agree[weights == 0.0] = 0.0
+        gather, agree = self._agree(layout, options, weights)
         forward, backward = parts.forward, parts.backward
         lead, again = 0.0, layout.states == States.WEIGHTS and options.reshard_after_forward
         if layout.states:
-            agree = agree / 2  # a gather, or a reduce-scatter
-            share = agree[ranks] * parts.weights / np.maximum(weights[ranks], 1.0)
+            of_stage = parts.weights / np.maximum(weights[ranks], 1.0)
+            share, summing = gather[ranks] * of_stage, agree[ranks] * of_stage
             sums = layout.states >= States.GRADIENTS and layout.microbatches > 1
             if again:
                 forward = np.maximum(forward, share)
             else:
-                lead = float(np.maximum(agree - _by_rank(ranks, forward), 0.0).max())
-            backward = np.maximum(backward, (int(again) + int(sums)) * share)
+                lead = float(np.maximum(gather - _by_rank(ranks, forward), 0.0).max())
+            backward = np.maximum(backward, int(again) * share + int(sums) * summing)
         running = _running(layout, parts, forward, backward)
         per_byte, per_tensor = self.works.costs.update_rates(0, options.optimizer, options.precision)
         tensors = _by_rank(ranks, parts.tensors)
@@ -220,6 +219,24 @@ class Estimates:
         earlier = np.cumsum(last) - last if layout.pipeline > 1 else np.zeros(1)
         tail = float((exposed + update - earlier).max())
         return Estimate(lead + running + max(tail, 0.0), self._used(layout, options, parts, ranks, weights, copies))
+
+    def _agree(self, layout: Layout, options: Options, weights: Values) -> tuple[Values, Values]:
+        """By rank, seconds of gathering its ``weights`` (bytes), and of summing up their gradients."""
+
+        def seconds(first: int = 0, step: int = 1) -> Values:
+            ranks = range(layout.pipeline if layout.widths else 1)
+            lines = [self.agreement(layout, rank, first, step) for rank in ranks]
+            start, each = np.array(lines).T
+            found: Values = np.where(
+                weights > 0.0, start * np.ceil(weights / options.bucket_bytes) + each * weights, 0.0
+            )
+            return found
+
+        if not layout.over:
+            every = seconds() / (2 if layout.states else 1)  # a gather or a reduce-scatter is half an all-reduce
+            return every, every
+        inside = seconds(first=layout.divided) / 2
+        return inside, inside + seconds(step=layout.divided) / layout.divided
 
     def _used(
         self, layout: Layout, options: Options, parts: Parts, ranks: npt.NDArray[np.int64], weights: Values,
@@ -239,6 +256,14 @@ class Estimates:
         ends = layout.tensor * np.cumsum(layout.each)
         room = np.minimum.reduceat(self.memory[: layout.block], ends - layout.tensor * np.array(layout.each))
         return float((use / room).max())
+
+
+def _together(transfers: list[Transfer]) -> float:
+    """Seconds of transfers at the same time: of the longest, or of the link that several share."""
+    shared = Counter[int]()
+    for transfer in transfers:
+        shared.update(dict(transfer.links))
+    return max([one.duration_s for one in transfers] + [*shared.values()])
 
 
 def _by_rank(ranks: npt.NDArray[np.int64], values: Values) -> Values:

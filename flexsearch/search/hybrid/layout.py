@@ -8,7 +8,7 @@ from functools import cache
 from itertools import accumulate
 
 from flexsearch.errors import StrategyError
-from flexsearch.strategy import States
+from flexsearch.strategy import Sharding, States
 from flexsearch.strategy.schedule import V_KINDS, check_schedule, placement
 from flexsearch.strategy.stage import ScheduleKind
 
@@ -17,9 +17,10 @@ from flexsearch.strategy.stage import ScheduleKind
 class Layout:
     """``data`` blocks of devices, each with a share of the batch; in a block ``pipeline`` ranks of ``tensor`` devices.
     Each rank has ``chunks`` stages; a share passes in ``microbatches`` through them, in the order of ``schedule``.
-    ``states``: which states of weights are kept in parts by the devices that would hold the same. ``widths``: rank r
-    has so many times ``tensor`` devices, which share out the samples of each microbatch; empty: once, every rank.
-    ``speed``: they do so by this row, counted from 1, of the devices' speeds (``strategy.shares``); 0: equally."""
+    ``states``: which states of weights are kept in parts by the devices that would hold the same; by those among
+    ``over`` consecutive devices, if that is not 0. ``widths``: rank r has so many times ``tensor`` devices, which share
+    out the samples of each microbatch; empty: once, every rank. ``speed``: they do so by this row, counted from 1, of
+    the devices' speeds (``strategy.shares``); 0: equally."""
 
     data: int
     tensor: int
@@ -30,6 +31,7 @@ class Layout:
     states: States = States.WHOLE
     widths: tuple[int, ...] = ()
     speed: int = 0
+    over: int = 0
 
     @property
     def stages(self) -> int:
@@ -44,6 +46,25 @@ class Layout:
     def block(self) -> int:
         """Devices of a block."""
         return self.tensor * sum(self.each)
+
+    @property
+    def sharding(self) -> Sharding:
+        """How weights are kept."""
+        return Sharding(self.states, self.over)
+
+    @property
+    def divided(self) -> int:
+        """Replicas that divide the states of a weight, where ranks are alike and states are in parts."""
+        return self.over // self.block if self.over else self.data
+
+    def shardings(self, host: int) -> Iterator[Layout]:
+        """The same with states in parts: over all replicas; over those of a host of ``host`` devices (0: there is none
+        to speak of), if there are several, but not all."""
+        for states in States:
+            if states:
+                yield replace(self, states=states, over=0)
+                if not self.widths and host % self.block == 0 and 1 < host // self.block < self.data:
+                    yield replace(self, states=states, over=host)
 
     @property
     def devices(self) -> int:
@@ -71,8 +92,9 @@ class Layout:
         """The same numbers with ranks of these widths."""
         alike = set(widths) == {1}
         return replace(
-            self, pipeline=len(widths), widths=() if alike else widths, speed=0 if alike else self.speed
-        )
+            self, pipeline=len(widths), widths=() if alike else widths, speed=0 if alike else self.speed,
+            over=self.over if alike else 0,
+        )  # fmt: skip
 
 
 @cache
@@ -125,8 +147,8 @@ def _fits(schedule: ScheduleKind, pipeline: int, chunks: int, microbatches: int)
     return True
 
 
-def neighbours(layout: Layout, batch: int, depth: int) -> Iterator[Layout]:
-    """Layouts that differ in one of their numbers, but for their devices."""
+def neighbours(layout: Layout, batch: int, depth: int, host: int) -> Iterator[Layout]:
+    """Layouts that differ in one of their numbers, but for their devices. ``host``: see ``Layout.shardings``."""
     share = batch // layout.data
     sizes = divisors(share)
     at = sizes.index(layout.microbatches)
@@ -139,7 +161,8 @@ def neighbours(layout: Layout, batch: int, depth: int) -> Iterator[Layout]:
         if layout.microbatches % factor == 0:
             yield replace(layout, microbatches=layout.microbatches // factor)
     if layout.data > 1 or max(layout.each) > 1:
-        yield from (replace(layout, states=states) for states in States if states != layout.states)
+        plain = replace(layout, states=States.WHOLE, over=0)
+        yield from (other for other in (plain, *layout.shardings(host)) if other != layout)
     yield from orders(layout, depth)
 
 

@@ -46,10 +46,12 @@ class Numbers:
             options = self.options.model_copy(update={"recompute": recompute, "reshard_after_forward": False})
             yield Key(layout, options)
             if layout.data > 1 or layout.widths:
-                yield Key(replace(layout, states=States.OPTIMIZER), options)
-                yield Key(replace(layout, states=States.WEIGHTS), options)
                 again = options.model_copy(update={"reshard_after_forward": True})
-                yield Key(replace(layout, states=States.WEIGHTS), again)
+                for sharded in layout.shardings(self.topology.host_size):
+                    if sharded.states != States.GRADIENTS:
+                        yield Key(sharded, options)
+                    if sharded.states == States.WEIGHTS:
+                        yield Key(sharded, again)
 
     def divisions(self) -> Iterator[Key]:
         """Stages of different sizes."""

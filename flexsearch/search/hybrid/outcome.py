@@ -15,8 +15,9 @@ from flexsearch.strategy.pipeline import Pipeline
 
 FAMILIES: Final[Mapping[str, Callable[[Layout], bool]]] = {
     "data-parallel": lambda f: f.tensor == f.pipeline == 1 and not f.states,
-    "zero": lambda f: f.tensor == f.pipeline == 1 and f.states in (States.OPTIMIZER, States.GRADIENTS),
-    "fsdp": lambda f: f.tensor == f.pipeline == 1 and f.states == States.WEIGHTS,
+    "zero": lambda f: f.tensor == f.pipeline == 1 and f.states in (States.OPTIMIZER, States.GRADIENTS) and not f.over,
+    "fsdp": lambda f: f.tensor == f.pipeline == 1 and f.states == States.WEIGHTS and not f.over,
+    "hsdp": lambda f: f.tensor == f.pipeline == 1 and f.states == States.WEIGHTS and f.over > 0,
     "tensor x data": lambda f: f.pipeline == 1 and f.tensor > 1 and f.states <= States.OPTIMIZER,
     "pipeline x data": lambda f: f.pipeline > 1 and f.tensor == 1 and f.states <= States.OPTIMIZER,
     "megatron": lambda f: f.pipeline > 1 and f.tensor > 1 and f.states <= States.OPTIMIZER,

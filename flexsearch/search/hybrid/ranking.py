@@ -35,7 +35,7 @@ class Key(NamedTuple):
 def likeness(key: Key) -> tuple[Hashable, ...]:
     """What plans have in common, most first."""
     layout, options = key.layout, key.options
-    states = layout.states, layout.states == States.WEIGHTS and options.reshard_after_forward
+    states = layout.sharding, layout.states == States.WEIGHTS and options.reshard_after_forward
     order, factoring = (layout.schedule, layout.chunks), layout.factoring
     return (
         (factoring, states, order, options.recompute, options.recompute_blocks, layout.microbatches),

@@ -363,13 +363,16 @@ class LayoutSearch:
                 every = self.estimates.blocks(layout, again)
                 for count in sorted({-(-every * part // QUARTERS) for part in range(1, QUARTERS)} - {every}):
                     yield Key(layout, again.model_copy(update={"recompute_blocks": count}), first)
+        if layout.states:
+            for depth in (2 * options.prefetch or 1, options.prefetch // 2):
+                yield Key(layout, options.model_copy(update={"prefetch": depth}), first)
         if layout.states == States.WEIGHTS:
             other_way = {"reshard_after_forward": not options.reshard_after_forward}
             yield Key(layout, options.model_copy(update=other_way), first)
         if max(layout.each) > 1:
             for speed in range(1 + len(self.estimates.speeds)):
                 yield Key(replace(layout, speed=speed), options, first)
-        for other in neighbours(layout, self.graph.batch, self.cuts.depth):
+        for other in neighbours(layout, self.graph.batch, self.cuts.depth, self.topology.host_size):
             alike = other.stages == layout.stages and other.rank_of() == layout.rank_of()
             yield Key(other, options, first if alike else ())
         for new in moved_borders(self.cuts, first):

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Iterator, Mapping, Sequence
-from dataclasses import replace
 from itertools import product
 from math import prod
 
 from flexsearch.lower import Lowering
 from flexsearch.search.hybrid.layout import Layout, divisors
 from flexsearch.simulate.staged import StagedSimulators
-from flexsearch.strategy import OperatorConfig, States
+from flexsearch.strategy import OperatorConfig, Sharding
 from flexsearch.strategy.baselines import has_weights, inside_group, table_axes
 from flexsearch.strategy.config import make_config
 from flexsearch.strategy.pipeline import Pipeline
@@ -33,13 +32,13 @@ class Splits:
     def inside(self, layout: Layout, width: int) -> Configs:
         """Megatron's splits (Shoeybi et al., 2019) in each of ``width`` groups of ``layout.tensor`` devices, which
         share out the samples; weights sharded if the layout says so."""
-        key = layout.tensor, width, layout.states, self._form(layout)
+        key = layout.tensor, width, layout.sharding, self._form(layout)
         if key not in self._known:
             lowering = self._lowering(layout)
             graph = lowering.graph
             configs = inside_group(graph, lowering.topology, layout.tensor, width)
             self._known[key] = tuple(
-                replace(config, states=layout.states if has_weights(graph, i) else States.WHOLE)
+                config.sharded(*(layout.sharding if has_weights(graph, i) else Sharding()))
                 for i, config in enumerate(configs)
             )
         return self._known[key]
@@ -101,7 +100,7 @@ class Splits:
         for (leader, size), members in sorted(alike.items(), key=lambda item: (-len(item[1]), item[0])):
             for split in self._splits(lowering, leader, size):
                 changes = {
-                    i: replace(split.on(group_of[i][d] for d in split.devices), states=configs[i].states)
+                    i: split.on(group_of[i][d] for d in split.devices).sharded(*configs[i].sharding)
                     for i in members
                 }
                 changes = {i: new for i, new in changes.items() if new != configs[i]}
