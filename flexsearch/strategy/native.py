@@ -293,6 +293,12 @@ def _states(graph: OperatorGraph, configs: Sequence[OperatorConfig]) -> States:
                 f"{configs[weighted[0]].states.name.lower()}; one data-parallel wrapper treats all alike",
                 NATIVE,
             )
+        if configs[i].sharded_over:
+            raise StrategyError(
+                f"operator {graph.operators[i].name!r}: its weights are sharded over {configs[i].sharded_over} of the "
+                "devices that hold them; the export knows one mesh of shards for all of them",
+                "Leave sharded_over out, or apply the plan with flexsearch.parallelize.",
+            )
     return configs[weighted[0]].states if weighted else States.WHOLE
 
 
