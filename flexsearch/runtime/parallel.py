@@ -20,7 +20,7 @@ from flexsearch.graph.ops import KernelContext
 from flexsearch.graph.ops.calls import dtype_of
 from flexsearch.graph.ops.local import extent, preferred
 from flexsearch.graph.prepare import unwrapped
-from flexsearch.lower import Entry, Lowered, bounding, lower
+from flexsearch.lower import Entry, Lowered, bounding, lower_for_ranks
 from flexsearch.runtime.engine import Engine
 from flexsearch.runtime.group import agree, fingerprint, join
 from flexsearch.runtime.listing import listing
@@ -55,7 +55,7 @@ def parallelize(
     the ranks' models differ, rank 0's weights are taken. Raises StrategyError if the strategy was made for another
     model, RuntimeFailure if the ranks do not fit it or each other.
     """
-    strategy.check_runnable()  # before the model is traced
+
     imported = _trace(model, strategy, loss, inputs, targets)
     return distribute(model, imported, strategy, optimizer, seed=seed, timeout_s=timeout_s, fuse=fuse)
 
@@ -71,9 +71,9 @@ def distribute(
     fuse: bool = True,
 ) -> Parallel:
     """:func:`parallelize` for a model that has been imported already (``import_with_constants``)."""
-    strategy.check_runnable()
+
     device = join(strategy.cluster, timeout_s)
-    lowered = lower(imported.graph, strategy, strategy.cluster, Costs(imported.graph, strategy.cluster))
+    lowered = lower_for_ranks(imported.graph, strategy, strategy.cluster, Costs(imported.graph, strategy.cluster))
     agree({
         "graph": imported.graph.content_hash(), "topology": strategy.topology.hash, "strategy": strategy.content_hash(),
         "torch version": torch.__version__,
