@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from itertools import pairwise
 
 from flexsearch.errors import FlexsearchError
+from flexsearch.graph import OperatorGraph
 from flexsearch.lower import Lowered, TaskKind
 from flexsearch.lower.recompute import regions_of
 from flexsearch.lower.schedule import trains
@@ -29,6 +30,8 @@ class Fusion:
         self.home = {n for i in self.mine for n in graph.operators[i].outputs}
         """Activations made here."""
         self.stage_of = lowered.stages.of(len(graph.operators))
+        self.early = _early(graph) if lowered.stages.microbatches > 1 else frozenset()
+        """Operators that run for all microbatches before anything else."""
         options = lowered.options
         self.regions = regions_of(graph, options.recompute, self.stage_of, options.recompute_blocks)
         cuts = sorted({c for c in self._cuts() if c < len(self.mine)} | {len(self.mine)})
@@ -57,7 +60,9 @@ class Fusion:
             return set(range(len(self.mine)))
         cuts = {0, *self._cuts_by_order(position)}
         for k, (a, b) in enumerate(pairwise(self.mine)):
-            if (self.stage_of[a], self.regions[a]) != (self.stage_of[b], self.regions[b]):
+            together = self.stage_of[a], self.regions[a], a in self.early
+            whole = b in self.early and self.graph.operators[b].kind in OVER_BATCH
+            if together != (self.stage_of[b], self.regions[b], b in self.early) or whole:
                 cuts.add(k + 1)
         for e, edge in enumerate(self.lowered.edges):
             if edge.tensor in self.graph.producer:
@@ -115,12 +120,6 @@ class Fusion:
                     row.append(None)
                     continue
                 value = self._place(o, p)
-                if m is not None and self.graph.tensor[name].kind == "activation":
-                    raise FlexsearchError(
-                        f"operator {op.name!r} counts over the whole batch, but reads {name!r}, which is computed for "
-                        "each microbatch",
-                        "Use one microbatch, or give the loss its targets as an input.",
-                    )
                 if value.kind == "home" and value.name in results:
                     row.append(~results[str(value.name)])
                 else:
@@ -161,3 +160,23 @@ class Fusion:
             return Key("edge gradient", e)
         # else another replica's gradient is used
         return Key("home gradient", name) if name in self.home else None
+
+
+def _early(graph: OperatorGraph) -> frozenset[int]:
+    """Operators that count over the batch, and what they read: inputs, and what follows from those alone. Raises
+    FlexsearchError if such a count depends on a weight, which no microbatch may wait for."""
+    early: set[int] = set()
+    for i in reversed(range(len(graph.operators))):
+        op = graph.operators[i]
+        if op.kind in OVER_BATCH or i in early:
+            early.add(i)
+            for name in op.inputs:
+                if graph.tensor[name].kind == "parameter":
+                    raise FlexsearchError(
+                        f"operator {op.name!r} takes part in counting over the whole batch, but reads the weight "
+                        f"{name!r}, so microbatches would have to wait for each other",
+                        "Use one microbatch, or count targets that are inputs.",
+                    )
+                if name in graph.producer:
+                    early.add(graph.producer[name])
+    return frozenset(early)

@@ -1,5 +1,5 @@
-"""Where a microbatch lies in its batch. A plan is lowered for one microbatch; what runs is a part of the whole graph, so
-that divisors of means and dropout masks are those of the batch."""
+"""Where a microbatch lies in its batch. A plan is lowered for one microbatch; what runs is a part of the whole graph,
+so that divisors of means and dropout masks are those of the batch."""
 
 from __future__ import annotations
 
@@ -33,9 +33,7 @@ def piece_in_batch(
     if lowered.stages.microbatches == 1 or kind_of(op).grouped:  # groups of samples are smaller in a microbatch
         return op, piece, [graph.tensor[name].shape for name in op.inputs]
     step = {axis: size if size != whole.sizes[axis] else 0 for axis, size in op.sizes.items()}
-    axes = {
-        axis: (low + microbatch * step[axis], high + microbatch * step[axis]) for axis, (low, high) in piece.axes.items()
-    }
+    axes = {a: (low + microbatch * step[a], high + microbatch * step[a]) for a, (low, high) in piece.axes.items()}
     batch = lowered.batch_graph
     inputs = [batch.tensor[name].shape for name in op.inputs]
     return whole, make_piece(whole, axes, inputs, [batch.tensor[name].shape for name in op.outputs]), inputs

@@ -105,17 +105,36 @@ class _Compiler:
 
     def compile(self) -> None:
         tasks = self.lowered.tasks
-        for t, kind in enumerate(tasks.kind):
+        for t in self._order():
             what = tasks.communication[t]
             if what is not None:
                 if self.device in what.devices:
                     self._start(t, what)
             elif tasks.device[t] == self.device:
-                self._compute(TaskKind(kind), tasks.operator[t], tasks.microbatch[t])
+                self._compute(TaskKind(tasks.kind[t]), tasks.operator[t], tasks.microbatch[t])
         self._finish_results()
         for t, what in enumerate(tasks.communication):
             if what is not None and self.device in what.receivers:
                 self._wait(t)
+
+    def _order(self) -> list[int]:
+        """The tasks in the order of the graph; before them, for all microbatches, those of counts over the batch."""
+        tasks = self.lowered.tasks
+        first = [t for t in range(len(tasks)) if self._is_early(t)]
+        first.sort(key=lambda t: (tasks.identity[t][1:3], tasks.identity[t].microbatch, tasks.identity[t].number))
+        early = set(first)
+        return first + [t for t in range(len(tasks)) if t not in early]
+
+    def _is_early(self, task: int) -> bool:
+        what = self.lowered.tasks.communication[task]
+        if what is None:
+            return self.lowered.tasks.kind[task] == TaskKind.FORWARD and (
+                self.lowered.tasks.operator[task] in self.fusion.early
+            )
+        if what.purpose != "forward":
+            return False
+        names = (self.lowered.edges[member.key].tensor for member in what.members)
+        return all(self.graph.producer[name] in self.fusion.early for name in names)
 
     # ---- computing
 
@@ -178,7 +197,8 @@ class _Compiler:
     def _operand(self, segment: Segment, leaf: Leaf, m: int, again: bool) -> Slot:
         """The slot of a value that a segment reads, which is there from now on."""
         kind, name = leaf.value.kind, leaf.value.name
-        m = m if leaf.microbatch is None else leaf.microbatch
+        if leaf.microbatch is not None:
+            m, again = leaf.microbatch, False
         if kind == "home":
             if self.graph.tensor[str(name)].kind == "parameter":
                 return self._stored(str(name))
@@ -254,7 +274,8 @@ class _Compiler:
             if what.purpose == "synchronise" and not self.left[transport]:
                 self._keep(transport)
         if what.purpose == "synchronise":
-            members = dict.fromkeys(Transport(what.purpose, m.key, self.lowered.tasks.microbatch[task]) for m in what.members)
+            m = self.lowered.tasks.microbatch[task]
+            members = dict.fromkeys(Transport(what.purpose, member.key, m) for member in what.members)
             self.issued += [transport for transport in members if not self.issues[transport]]
 
     def _sources(self, transport: Transport, phase: int) -> dict[int, Slot]:
@@ -321,12 +342,9 @@ class _Compiler:
                 task, member = self.task_of[transport, phase, x]
                 received[x] = task, member, self._wait(task)
         last = phase == len(reshard_of(self.lowered, transport).phases) - 1
-        self.emit(
-            Assemble(
-                transport, phase, sources, kept, received, results, last and transport.purpose == "backward",
-                last and transport.purpose == "regather", last and transport in self.again,
-            )  # fmt: skip
-        )
+        adds, refills = (last and transport.purpose == purpose for purpose in ("backward", "regather"))
+        owns = last and transport in self.again
+        self.emit(Assemble(transport, phase, sources, kept, received, results, adds, refills, owns))
 
     def _wait(self, task: int) -> Slot:
         slot = self.slot(Key("arrived", task))
