@@ -10,8 +10,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from flexsearch.cost import Costs
 from flexsearch.errors import StrategyError
 from flexsearch.graph import Operator, OperatorGraph
+from flexsearch.lower import lower_for_ranks
 from flexsearch.strategy import OperatorConfig, Options, States, Strategy, make_config
 from flexsearch.strategy.stage import Stage
 from flexsearch.topology import Topology
@@ -100,9 +102,11 @@ def _attempt(graph: OperatorGraph, draw: random.Random) -> Strategy:
     )  # fmt: skip
     if options.recompute != "none" and draw.random() < 0.4:
         options = options.model_copy(update={"recompute_blocks": 1})
-    return Strategy.make(
+    plan = Strategy.make(
         graph, topology, configs, options, stages=stages, microbatches=draw.choice((1, 2, 2, 4)), schedule=schedule
     )
+    lower_for_ranks(graph, plan, topology, Costs(graph, topology))  # a microbatch may be too small for its configs
+    return plan
 
 
 def _groups(devices: int, draw: random.Random) -> list[tuple[int, ...]]:

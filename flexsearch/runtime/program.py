@@ -118,12 +118,14 @@ class _Compiler:
                 self._wait(t)
 
     def _order(self) -> list[int]:
-        """The tasks in the order of the graph; before them, for all microbatches, those of counts over the batch."""
+        """The tasks in the order of the graph; before them, for all microbatches, those of counts over the batch. The
+        update comes last, as it takes the gradients of all microbatches, whichever of them it stands with."""
         tasks = self.lowered.tasks
         first = [t for t in range(len(tasks)) if self._is_early(t)]
         first.sort(key=lambda t: (tasks.identity[t][1:3], tasks.identity[t].microbatch, tasks.identity[t].number))
-        early = set(first)
-        return first + [t for t in range(len(tasks)) if t not in early]
+        last = [t for t, kind in enumerate(tasks.kind) if kind == TaskKind.UPDATE]
+        apart = {*first, *last}
+        return [*first, *(t for t in range(len(tasks)) if t not in apart), *last]
 
     def _is_early(self, task: int) -> bool:
         what = self.lowered.tasks.communication[task]
