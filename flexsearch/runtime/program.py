@@ -93,7 +93,7 @@ class _Compiler:
                 if transport.microbatch:
                     self.repeated.add((what.purpose, member.key))
                 self.task_of[transport, member.phase, member.exchange] = task, m
-                if self.device in what.devices:
+                if self.device in what.senders:
                     self.left[transport] += member.phase == 0
                     self.issues[transport] += 1
                 if what.purpose == "regather" and self.device in what.receivers:
@@ -267,18 +267,16 @@ class _Compiler:
             wanted = {mv.source for mv in member.what.moves if phase.source[mv.source].device == self.device}
             here = self._sources(transport, member.phase) if wanted else {}
             sources.append({entry: here[entry] for entry in sorted(wanted)})
-            self.issues[transport] -= 1
-            if member.phase == 0:
-                self.left[transport] -= 1
+            if self.device in what.senders:  # else its own gradients may be still to come
+                self.issues[transport] -= 1
+                self.left[transport] -= member.phase == 0
                 last.append(transport)
         self.emit(Start(task, tuple(sources), self.slot(Key("arrived", task))))
-        for transport in last:
-            if what.purpose == "synchronise" and not self.left[transport]:
+        for transport in dict.fromkeys(last) if what.purpose == "synchronise" else ():
+            if not self.left[transport]:
                 self._keep(transport)
-        if what.purpose == "synchronise":
-            m = self.lowered.tasks.microbatch[task]
-            members = dict.fromkeys(Transport(what.purpose, member.key, m) for member in what.members)
-            self.issued += [transport for transport in members if not self.issues[transport]]
+            if not self.issues[transport]:
+                self.issued.append(transport)
 
     def _sources(self, transport: Transport, phase: int) -> dict[int, Slot]:
         """Source entries of a phase on this device, and their slots."""
