@@ -24,6 +24,7 @@ from flexsearch.lower import Entry, Lowered, bounding, lower_for_ranks
 from flexsearch.runtime.engine import Engine
 from flexsearch.runtime.group import agree, fingerprint, join
 from flexsearch.runtime.listing import listing
+from flexsearch.runtime.microbatches import boxes_in_batch
 from flexsearch.runtime.program import compile_program
 from flexsearch.runtime.state import check_meta, rows_per_sample, state_names, transient, unread
 from flexsearch.runtime.wire import Wire, cut
@@ -71,7 +72,6 @@ def distribute(
     fuse: bool = True,
 ) -> Parallel:
     """:func:`parallelize` for a model that has been imported already (``import_with_constants``)."""
-
     device = join(strategy.cluster, timeout_s)
     lowered = lower_for_ranks(imported.graph, strategy, strategy.cluster, Costs(imported.graph, strategy.cluster))
     agree({
@@ -218,13 +218,14 @@ class Parallel:
 
     @cached_property
     def sample_range(self) -> Interval:
-        """[low, high) of the global batch's samples that this rank needs; (0, 0) if none."""
+        """[low, high) of the global batch's samples that this rank needs, for all microbatches; (0, 0) if none."""
         needed = [
-            (entry.box[0][0] // self._rows[edge.tensor], -(-entry.box[0][1] // self._rows[edge.tensor]))
+            (box[0][0] // self._rows[edge.tensor], -(-box[0][1] // self._rows[edge.tensor]))
             for edge in self.lowered.edges
             if edge.tensor in self._rows
             for entry in edge.need
             if entry.device == self.rank
+            for box in boxes_in_batch(self.lowered, edge.tensor, entry.box)
         ]
         return (min(low for low, _ in needed), max(high for _, high in needed)) if needed else (0, 0)
 
@@ -317,7 +318,9 @@ class Parallel:
         for edge in self.lowered.edges:
             if self.graph.tensor[edge.tensor].kind == kind:
                 found = [entry.box for entry in edge.need if entry.device == self.rank]
-                boxes.setdefault(edge.tensor, []).extend(found)
+                boxes.setdefault(edge.tensor, []).extend(
+                    box for part in found for box in boxes_in_batch(self.lowered, edge.tensor, part)
+                )
         return {name: bounding(found) for name, found in boxes.items() if found}
 
     def _buffer_entries(self) -> dict[str, list[Entry]]:
