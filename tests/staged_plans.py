@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
+from itertools import pairwise
 
 import torch
 import torch.nn.functional as F
@@ -114,7 +115,7 @@ def _groups(devices: int, draw: random.Random) -> list[tuple[int, ...]]:
     order = draw.sample(range(devices), devices)
     count = draw.randint(1, devices)
     ends = [0, *sorted(draw.sample(range(1, devices), count - 1)), devices]
-    return [tuple(sorted(order[a:b])) for a, b in zip(ends, ends[1:], strict=False)]
+    return [tuple(sorted(order[a:b])) for a, b in pairwise(ends)]
 
 
 def _config(op: Operator, devices: Sequence[int], draw: random.Random, states: States | None) -> OperatorConfig:

@@ -46,7 +46,7 @@ def source(
     shape = extent(wanted)
 
     def take() -> Tensor:
-        tensor = values[slot]
+        tensor: Tensor | None = values[slot]
         if tensor is None:
             return torch.zeros(shape, dtype=dtype, device=device)
         tensor = tensor.detach()

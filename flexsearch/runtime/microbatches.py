@@ -3,8 +3,6 @@ so that divisors of means and dropout masks are those of the batch."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 from flexsearch.graph import Box, Operator, Piece
 from flexsearch.graph.ops import kind_of
 from flexsearch.graph.piece import make_piece
@@ -25,7 +23,7 @@ def boxes_in_batch(lowered: Lowered, name: str, box: Box) -> list[Box]:
 
 def piece_in_batch(
     lowered: Lowered, operator: int, device: int, microbatch: int
-) -> tuple[Operator, Piece, list[Sequence[int]]]:
+) -> tuple[Operator, Piece, list[tuple[int, ...]]]:
     """An operator, the piece of it that a device computes for a microbatch, and the shapes of its operands."""
     graph, op = lowered.graph, lowered.graph.operators[operator]
     piece = lowered.placed[operator].placement.piece_on(device)

@@ -146,7 +146,7 @@ class SegmentRunner:
             leaves = local[:]
             with mode():
                 for kernel, leaf_or_result in calls:
-                    made = kernel(*[None if k is None else local[k] for k in leaf_or_result])
+                    made = kernel(*[None if place is None else local[place] for place in leaf_or_result])
                     if isinstance(made, tuple):
                         local.extend(made)
                     else:

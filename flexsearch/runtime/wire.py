@@ -256,7 +256,7 @@ class Wire:
         dtype, device = plan.dtype, self.device
 
         def piece(slot: int, where: tuple[slice, ...] | None, count: int) -> Tensor:
-            tensor = values[slot]
+            tensor: Tensor | None = values[slot]
             if tensor is None:  # the loss does not depend on it
                 return torch.zeros(count, dtype=dtype, device=device)
             tensor = tensor.detach()
