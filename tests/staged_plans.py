@@ -1,5 +1,5 @@
-"""Random plans over all that cuts a step: stages, schedules, microbatches, replicas, what is computed or gathered again,
-states kept in parts."""
+"""Random plans over all that cuts a step: stages, schedules, microbatches, replicas, states kept in parts, and what is
+computed or gathered again."""
 
 from __future__ import annotations
 

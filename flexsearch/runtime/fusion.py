@@ -115,8 +115,8 @@ class Fusion:
         microbatches = self.lowered.stages.microbatches
         several: Sequence[int | None] = range(microbatches) if op.kind in OVER_BATCH and microbatches > 1 else (None,)
         for m in several:
-            for p, name in enumerate(op.inputs):
-                if piece.inputs[p] is None:
+            for p, region in enumerate(piece.inputs):
+                if region is None:
                     row.append(None)
                     continue
                 value = self._place(o, p)
