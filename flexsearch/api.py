@@ -197,8 +197,8 @@ class Setting:
         native: bool = False,
     ) -> HybridResult:  # fmt: skip
         """The search over data x tensor x pipeline layouts (:func:`flexsearch.search.hybrid.search_hybrid`), with a
-        budget of time, on ``processes`` at most (None: one for each core). Its plans can be simulated (:meth:`step`),
-        not run yet. Raises StrategyError."""
+        budget of time, on ``processes`` at most (None: one for each core). Its plans can be simulated (:meth:`step`)
+        and run. Raises StrategyError."""
         budget_s, _ = parse_budget(budget)
         return search_hybrid(
             self.graph, self.topology, options, self.costs.profile, budget_s=budget_s or LONGEST_S,

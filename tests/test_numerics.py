@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import random
 from functools import cache
 from typing import Any
 
@@ -18,12 +19,13 @@ from flexsearch.graph import Tracing
 from flexsearch.graph.importer import Imported, import_with_constants
 from flexsearch.lower.lowering import lower
 from flexsearch.runtime.parallel import distribute
-from flexsearch.strategy import Strategy, StrategyFile
+from flexsearch.strategy import Options, Strategy, StrategyFile
 from flexsearch.strategy.baselines import baseline
 from flexsearch.topology import Topology
 from tests.random_strategies import strategies
 from tests.ranks import pool
 from tests.small_models import NAMES, Case, Dropped, case
+from tests.staged_plans import deep, staged_plan, tokens_loss
 from tests.test_states import slow_between_hosts
 
 SEED = os.environ.get("FLEXSEARCH_NUMERICS_SEED")
@@ -163,6 +165,59 @@ def test_hosts_add_up_the_gradients_of_the_parts_that_each_of_them_has() -> None
     assert "reduce_scatter + all_reduce" in forms
     for found in pool(4).run(_parallel, "mlp", imported, strategy.to_file().model_dump_json(), False):
         agree(_single("mlp"), found)
+
+
+STAGED = int(os.environ.get("FLEXSEARCH_STAGED_CASES", "10"))
+"""Random plans with stages and microbatches."""
+
+
+def _staged(imported: Imported, file: str) -> list[tuple[float, dict[str, Tensor]]]:
+    """Loss and state after each step of a plan, on this rank."""
+    model, tokens, targets = deep()
+    parallel = distribute(model, imported, Strategy.from_file(StrategyFile.model_validate_json(file)), _sgd)
+    history = [(0.0, parallel.state_dict())]
+    for _ in range(STEPS):
+        history.append((parallel.step((tokens,), targets).item(), parallel.state_dict()))
+    return history
+
+
+def test_any_staged_plan_computes_what_one_device_does() -> None:
+    """Dropout masks are those of the whole batch, so one device is a plan, too."""
+    model, tokens, targets = deep()
+    imported = import_with_constants(model, (tokens,), tokens_loss, targets=targets)
+    graph = imported.graph
+    alone = baseline("single", graph, Topology.load("ethernet-1g:1"))
+    expected = pool(1).run(_staged, imported, alone.to_file().model_dump_json())[0]
+    for number in range(STAGED):
+        plan = staged_plan(graph, random.Random(int(SEED or 0) + number))
+        file = plan.to_file().model_dump_json()
+        for rank, history in enumerate(pool(len(plan.cluster.devices)).run(_staged, imported, file, timeout_s=60)):
+            try:
+                agree(expected, history)
+            except AssertionError as error:
+                raise AssertionError(f"plan {number}, rank {rank}: {file}") from error
+
+
+def _precise(imported: Imported, file: str) -> tuple[list[float], set[torch.dtype]]:
+    """Losses, and the types of the weights that the optimizer sees."""
+    model, tokens, targets = deep()
+    plan = Strategy.from_file(StrategyFile.model_validate_json(file))
+    parallel = distribute(model.float(), imported, plan, _sgd)
+    losses = [parallel.step((tokens,), targets).item() for _ in range(STEPS)]
+    return losses, {weight.dtype for weight in parallel.weights.values()}
+
+
+def test_bf16_trains_float32_weights_to_about_the_same_losses() -> None:
+    model, tokens, targets = deep()
+    imported = import_with_constants(model.float(), (tokens,), tokens_loss, targets=targets)
+    losses = []
+    for precision in ("as-is", "bf16"):
+        options = Options(precision=precision)
+        plan = baseline("fsdp", imported.graph, Topology.load("ethernet-1g:2"), options)
+        (row, types), _ = pool(2).run(_precise, imported, plan.to_file().model_dump_json())
+        losses.append(row)
+        assert types == {torch.float32}
+    assert losses[0] != losses[1] and losses[1] == pytest.approx(losses[0], rel=0.05)
 
 
 def _drawn(file: str) -> list[float]:

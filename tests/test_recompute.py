@@ -269,15 +269,13 @@ def test_plans_that_do_not_ask_for_it_have_the_rows_that_they_had() -> None:
 
 
 @pytest.mark.parametrize("options", EVERY, ids=NAMES)
-def test_a_file_keeps_the_options_and_the_runtime_refuses_them(tmp_path: Path, options: Options) -> None:
+def test_a_file_keeps_the_options(tmp_path: Path, options: Options) -> None:
     graph, topology = tied(), Topology.load("p100:1")
     plan = baseline("fsdp", graph, topology, options)
     plan.save(tmp_path / "plan.json")
     again = Strategy.load(tmp_path / "plan.json")
     assert again == plan and again.options == options
     assert simulate(graph, topology, again).makespan_s >= simulate(graph, topology, with_options(plan)).makespan_s
-    with pytest.raises(StrategyError, match="runtime keeps"):
-        plan.check_runnable()
 
 
 def with_options(plan: Strategy) -> Strategy:

@@ -18,7 +18,6 @@ from flexsearch.lower import Lowering
 from flexsearch.lower.actions import actions
 from flexsearch.lower.rows import BACKWARD, COMPUTE, FORWARD, GATHER, SYNCHRONISE, UPDATE, WEIGHT_GRADIENT
 from flexsearch.lower.schedule import Stages, make_blocks, make_schedule
-from flexsearch.runtime.program import compile_program
 from flexsearch.simulate.delta import DeltaSimulator
 from flexsearch.strategy import OperatorConfig, Options
 from flexsearch.strategy.schedule import V_KINDS, placement
@@ -250,14 +249,3 @@ def test_rows_that_differ_are_told_apart() -> None:
     simulators[0].rows.plan.segments.step_ticks[np.flatnonzero(simulators[0].rows.plan.segments.step_ticks)[0]] += 1
     with pytest.raises(AssertionError):
         check_against_definition(simulators[0])
-
-
-def test_the_runtime_refuses_what_it_cannot_run() -> None:
-    graph, topology = mlp(), Topology.load("p100:1")
-    lowering = Lowering(graph, topology, Costs(graph, topology))
-    plan = [OperatorConfig((), (0,), 1)] * len(graph.operators)
-    every = tuple(range(4))
-    for stages in (Stages((0,), (every,), 2), Stages((0, 2), (every, every))):
-        with pytest.raises(FlexsearchError, match="one stage and one microbatch"):
-            compile_program(lowering.lower(plan, Options(), stages), 0)
-    assert compile_program(lowering.lower(plan, Options()), 0).segments

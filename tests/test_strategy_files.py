@@ -222,7 +222,9 @@ def test_more_microbatches_than_samples_are_refused(graph: OperatorGraph, cluste
 
 
 @pytest.mark.parametrize("what", ["stages", "mesh", "microbatches"])
-def test_what_cannot_be_run_yet_is_refused_with_what_to_do(graph: OperatorGraph, cluster: Topology, what: str) -> None:
+def test_what_the_search_over_configs_cannot_take_is_refused_with_what_to_do(
+    graph: OperatorGraph, cluster: Topology, what: str
+) -> None:  # fmt: skip
     plan = baseline("data-parallel", graph, cluster)
     names = [op.name for op in graph.operators]
     everything, order = tuple(range(8)), (4, 5, 6, 7, 0, 1, 2, 3)
@@ -234,5 +236,5 @@ def test_what_cannot_be_run_yet_is_refused_with_what_to_do(graph: OperatorGraph,
         "microbatches": Strategy.make(graph, cluster, plan.configs, microbatches=2),
     }  # fmt: skip
     with pytest.raises(FlexsearchError, match={"mesh": "stages"}.get(what, what)) as error:
-        strategies[what].check_runnable()
+        strategies[what].check_supported(graph, cluster)
     assert "flexsearch optimize" in error.value.remedy

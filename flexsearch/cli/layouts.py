@@ -1,4 +1,4 @@
-"""``optimize --plan-only``, and ``simulate`` of what it writes: plans with stages and microbatches, on paper."""
+"""``optimize --plan-only``, and ``simulate`` of what it writes: plans with stages and microbatches."""
 
 from __future__ import annotations
 
@@ -195,9 +195,8 @@ def _say(
         f"{result.considered:,} plans were considered, the {result.plans:,} most promising simulated, in "
         f"{result.elapsed_s:.3g} s; {result.stopped}."
     )
-    why = "" if asked else "The model is too large for this machine, so plans were searched that it cannot run. "
-    if not result.strategy.is_plain:
-        tell(f"\n{why}Plans with stages and microbatches can be simulated, not run yet.")
+    if not asked:
+        tell("\nThe model is too large for this machine, so layouts were searched.")
     command = " ".join(filter(None, ("flexsearch simulate", setting.graph.name, size, f"-s {output}")))
     tell(f"Wrote {output}. Simulate it with: {command}")
 

@@ -114,7 +114,7 @@ def optimize(
         bool,
         typer.Option(
             "--plan-only",
-            help="Search data x tensor x pipeline layouts with microbatches: plans that can be simulated, not run yet.",
+            help="Search data x tensor x pipeline layouts with stages and microbatches.",
         ),
     ] = False,
     space: Annotated[

@@ -182,6 +182,6 @@ def _say(curves: list[Scaling], headline: str, layouts: bool, options: Options, 
         remedies = [option for option, helps in others.items() if helps]
         tell(f"\nTry {', '.join(['more devices (--up-to)', *remedies])} or a shorter --seq.")
     elif layouts:
-        tell("\nThese are layouts that can be simulated; optimize --plan-only writes one to a file.")
+        tell("\nThese are layouts; optimize --plan-only writes one to a file.")
     if output is not None:
         stdout.print(f"\nWrote {output}.", soft_wrap=True)

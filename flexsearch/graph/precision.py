@@ -1,5 +1,5 @@
 """The same graph in another precision: what mixed-precision training (Micikevicius et al., ICLR 2018) makes of every
-tensor. For costs and plans, not to be run."""
+tensor."""
 
 from __future__ import annotations
 

@@ -1,12 +1,12 @@
 """Floor 2: graph x strategy x topology -> layouts, reshards and the one task graph."""
 
 from flexsearch.lower.layout import Entry, Layout, Placement, bounding
-from flexsearch.lower.lowering import Lowered, Lowering, lower
+from flexsearch.lower.lowering import Lowered, Lowering, lower, lower_for_ranks
 from flexsearch.lower.pieces import Edge, Weight
 from flexsearch.lower.reshard import Exchange, Move, Phase, Reshard
 from flexsearch.lower.taskgraph import Communication, Member, TaskGraph, TaskKind
 
 __all__ = [
     "Communication", "Edge", "Entry", "Exchange", "Layout", "Lowered", "Lowering", "Member", "Move", "Phase",
-    "Placement", "Reshard", "TaskGraph", "TaskKind", "Weight", "bounding", "lower",
+    "Placement", "Reshard", "TaskGraph", "TaskKind", "Weight", "bounding", "lower", "lower_for_ranks",
 ]  # fmt: skip

@@ -8,14 +8,14 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 from flexsearch.cost import Costs
 from flexsearch.errors import StrategyError
 from flexsearch.graph import OperatorGraph, Tensor, volume
 from flexsearch.graph.precision import with_precision
-from flexsearch.lower.folding import Fold
+from flexsearch.lower.folding import Fold, fold
 from flexsearch.lower.layout import Layout
 from flexsearch.lower.pieces import Edge, Pieces, Placed, Weight, everywhere, kept
 from flexsearch.lower.plan import PlanRows
@@ -78,6 +78,11 @@ class Lowered:
         return digest.hexdigest()[:16]
 
     @property
+    def batch_graph(self) -> OperatorGraph:
+        """The graph of the whole batch."""
+        return self.lowering.batch_graph
+
+    @property
     def is_whole(self) -> bool:
         """Whether the step is cut neither into stages, nor microbatches, nor equal blocks of devices."""
         return len(self.stages) == self.stages.microbatches == self.lowering.replicas == 1
@@ -105,8 +110,13 @@ class Lowered:
 class Lowering(Pieces):
     """Lowers strategies of one graph on one topology."""
 
-    def __init__(self, graph: OperatorGraph, topology: Topology, costs: Costs, fold: Fold | None = None) -> None:
+    def __init__(
+        self, graph: OperatorGraph, topology: Topology, costs: Costs, fold: Fold | None = None,
+        batch_graph: OperatorGraph | None = None,
+    ) -> None:  # fmt: skip
         super().__init__(graph, topology, costs, fold)
+        self.batch_graph = batch_graph or graph
+        """Of the whole batch, where ``graph`` is that of one microbatch."""
         self._plan_rows: tuple[tuple[Options, Stages], PlanRows] | None = None
         """Of the last strategy that was lowered."""
 
@@ -148,8 +158,25 @@ def lower(graph: OperatorGraph, strategy: Strategy, topology: Topology, costs: C
     for op, config in zip(share.graph.operators, configs, strict=True):
         check_config(op, config, len(share.topology.devices))  # a microbatch has fewer samples than the batch
     own = Costs(share.graph, share.topology, costs.profile)
-    lowering = Lowering(share.graph, share.topology, own, share.fold)
+    lowering = Lowering(share.graph, share.topology, own, share.fold, graph)
     return lowering.lower(configs, strategy.options, stages_of(pipeline))
+
+
+def lower_for_ranks(graph: OperatorGraph, strategy: Strategy, topology: Topology, costs: Costs) -> Lowered:
+    """As :func:`lower`, with the pieces of all blocks of devices, each of which a rank runs. Raises StrategyError."""
+    pipeline = Pipeline.of(strategy, graph)
+    if pipeline.replicas == 1:
+        return lower(graph, strategy, topology, costs)
+    strategy.check(graph, topology)
+    graph = with_precision(graph, strategy.options.precision)
+    parts = fold(graph, topology, pipeline.replicas, pipeline.microbatches)
+    part = share_of(graph, topology, 1, pipeline.microbatches).graph
+    configs = parts.unfold(strategy.in_order(graph))
+    for op, config in zip(part.operators, configs, strict=True):
+        check_config(op, config, len(topology.devices))
+    stages = replace(stages_of(pipeline), devices=tuple(stage.mesh for stage in strategy.stages))
+    lowering = Lowering(part, topology, Costs(part, topology, costs.profile), batch_graph=graph)
+    return lowering.lower(configs, strategy.options, stages)
 
 
 class _Assembly:

@@ -1,9 +1,10 @@
-"""One step of one rank: walks the rank's program over local tensors. Nothing is decided here."""
+"""One step of one rank: its program as closures over numbered slots, made once. Nothing is decided here."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -11,23 +12,31 @@ from torch import Tensor
 from flexsearch.graph import Box
 from flexsearch.graph.ops import KernelContext
 from flexsearch.graph.ops.calls import dtype_of
-from flexsearch.graph.ops.local import extent, preferred
-from flexsearch.lower import Move
-from flexsearch.runtime.gradients import Gradients
-from flexsearch.runtime.program import (
+from flexsearch.graph.ops.local import preferred
+from flexsearch.runtime import assembly
+from flexsearch.runtime.instructions import (
+    Assemble,
     Backward,
-    Finish,
+    Deliver,
+    Empty,
+    Fetch,
     Forward,
+    Free,
     Instruction,
-    Key,
+    Keep,
+    Load,
+    Post,
     Program,
+    Result,
     Start,
-    Transport,
     Update,
-    reshard_of,
+    Wait,
 )
-from flexsearch.runtime.segment import Pass, SegmentRunner
+from flexsearch.runtime.microbatches import box_in_batch
+from flexsearch.runtime.segment import SegmentRunner
 from flexsearch.runtime.wire import Wire, cut
+
+Action = Callable[[], None]
 
 
 class Engine:
@@ -45,213 +54,140 @@ class Engine:
     ) -> None:
         self.program, self.lowered, self.rank = program, program.lowered, program.device
         self.wire, self.weights, self.fixed, self.update, self.context = wire, weights, fixed, update, context
-        self.segments = [SegmentRunner(self.lowered, self.rank, s, context) for s in program.segments]
-        self.task_of = {
-            (what.purpose, member.key, member.phase, member.exchange): (task, m)
-            for task, what in enumerate(self.lowered.tasks.communication)
-            if what is not None
-            for m, member in enumerate(what.members)
-        }
         self.spans: list[tuple[Instruction, float, float]] | None = None
         """(instruction, start, end) of the last step, seconds of ``time.perf_counter``; None: not recorded."""
-        self._clear()
-
-    def _clear(self) -> None:
-        self._values: dict[Key, Tensor] = {}
-        self._gradients = Gradients()
-        self._passes: dict[int, Pass] = {}
-        self._phases: dict[tuple[Transport, int], dict[int, Tensor]] = {}
-        self._results: dict[Transport, Tensor] = {}
-        self._parts: dict[Transport, dict[int, Tensor]] = {}
-        """By local move of a first phase: the part of a gradient that stays here."""
+        self._values: list[Any] = [None] * len(program.slots)
+        self._inputs: Mapping[str, tuple[Box, Tensor]] = {}
+        self._loss: Tensor | None = None
+        self._runners: dict[tuple[int, int], SegmentRunner] = {}
+        self._actions = [self._action(instruction) for instruction in program.instructions]
 
     def step(self, inputs: Mapping[str, tuple[Box, Tensor]]) -> Tensor:
         """Forward, backward, synchronise, update. ``inputs``: by name, (region held, tensor). Returns the loss."""
-        self.wire.begin()
-        self._fetch(inputs)
-        recording = self.spans is not None
-        spans: list[tuple[Instruction, float, float]] = []
-        for position, instruction in enumerate(self.program.instructions):
-            began = time.perf_counter() if recording else 0.0
-            self._execute(instruction)
-            if recording:
-                spans.append((instruction, began, time.perf_counter()))
-            for transport in self.program.kept_parts.get(position, ()):
-                self._keep_parts(transport)
-            for key in self.program.last_use.get(position, ()):
-                self._values.pop(key, None)
-            for key in self.program.last_gradient_use.get(position, ()):
-                self._gradients.release(key)
-        loss = self._result(self.lowered.loss_edge)
-        for buffer, edge in self.lowered.update_edges.items():
-            if buffer in self.fixed:
-                self.fixed[buffer][1].copy_(self._result(edge))
-        self.wire.end()
+        self._inputs, self._loss = inputs, None
+        try:
+            if self.spans is None:
+                for action in self._actions:
+                    action()
+            else:
+                self._record()
+            self.wire.end()
+        finally:
+            self._inputs = {}
+            self._values[:] = [None] * len(self._values)
         self.context.step += 1
-        self._clear()
-        if recording:
-            self.spans = spans
-        return loss
+        assert self._loss is not None
+        return self._loss
 
-    def _fetch(self, inputs: Mapping[str, tuple[Box, Tensor]]) -> None:
-        """Put weights at hand, and what the edges want of inputs, buffers and constants."""
-        for name, parameter in self.weights.items():
-            self._values[Key("home", name)] = parameter
-        for e, edge in enumerate(self.lowered.edges):
-            held = inputs.get(edge.tensor) or self.fixed.get(edge.tensor)
-            if held is not None:
-                for entry in edge.need:
-                    if entry.device == self.rank:
-                        self._values[Key("edge", e)] = preferred(cut(held[1], held[0], entry.box))
+    def _record(self) -> None:
+        spans = []
+        for instruction, action in zip(self.program.instructions, self._actions, strict=True):
+            began = time.perf_counter()
+            action()
+            spans.append((instruction, began, time.perf_counter()))
+        self.spans = spans
 
-    def _execute(self, instruction: Instruction) -> None:
+    # ---- instructions as closures
+
+    def _action(self, instruction: Instruction) -> Action:
+        values, wire = self._values, self.wire
         match instruction:
-            case Forward(segment):
-                exports, self._passes[segment] = self.segments[segment].forward(self._values)
-                self._values.update(exports)
-            case Backward(segment):
-                self._backward(segment)
-            case Start(task):
-                self._start(task)
-            case Finish(transport):
-                self._finish(transport)
+            case Forward():
+                return self._runner(instruction.segment, instruction.microbatch).forward(values, instruction)
+            case Backward():
+                return self._runner(instruction.segment, instruction.microbatch).backward(values, instruction)
+            case Post():
+                return wire.post(values, instruction)
+            case Start():
+                return wire.start(values, instruction)
+            case Wait():
+                return wire.waiting(values, instruction)
+            case Assemble():
+                return assembly.assemble(values, self.lowered, self.rank, instruction, wire)
+            case Keep():
+                return assembly.keep(values, self.lowered, instruction, wire.device)
+            case Empty():
+                return assembly.empty(values, instruction.slot)
+            case Free():
+                return self._free(instruction)
+            case Load():
+                return self._load(instruction)
+            case Fetch():
+                return self._fetch(instruction)
+            case Deliver():
+                return self._deliver(instruction)
+            case Result():
+                return self._result(instruction)
             case Update():
-                self.update()
+                return lambda: self.update()
+        raise AssertionError(f"no such instruction: {instruction}")
 
-    def _backward(self, segment: int) -> None:
-        saved = self._passes.pop(segment)
-        gradients = {}
-        for name, tensor in saved.seeds:
-            if name == self.lowered.graph.loss:
-                gradients[name] = torch.ones_like(tensor)
-            elif (gradient := self._gradients.take(Key("home", name))) is not None:
-                gradients[name] = gradient
-        for key, gradient in self.segments[segment].backward(saved, gradients):
-            self._gradients.add(key, gradient)
+    def _runner(self, segment: int, microbatch: int) -> SegmentRunner:
+        key = segment, microbatch
+        if key not in self._runners:
+            self._runners[key] = SegmentRunner(
+                self.lowered, self.rank, self.program.segments[segment], self.context, microbatch
+            )
+        return self._runners[key]
 
-    def _start(self, task: int) -> None:
-        what = self.lowered.tasks.communication[task]
-        assert what is not None
-        sources = []
-        for member in what.members:
-            transport = Transport(what.purpose, member.key)
-            wanted = {
-                move.source
-                for move in member.what.moves
-                if member.reshard.phases[member.phase].source[move.source].device == self.rank
-            }
-            sources.append({s: self._source(transport, member.phase, s) for s in wanted})
-        self.wire.start(task, sources)
+    def _free(self, instruction: Free) -> Action:
+        values, slots = self._values, instruction.slots
 
-    def _keep_parts(self, transport: Transport) -> None:
-        """Copy what stays here of gradients, which can then go."""
-        step, parts = reshard_of(self.lowered, transport).phases[0], dict[int, Tensor]()
-        for m, move in enumerate(step.local):
-            entry = step.source[move.source]
-            if entry.device == self.rank:
-                part = cut(self._source(transport, 0, move.source), entry.box, move.box)
-                parts[m] = part if move.box == entry.box else part.clone()
-        self._parts[transport] = parts
+        def run() -> None:
+            for slot in slots:
+                values[slot] = None
 
-    def _source(self, transport: Transport, phase: int, entry: int) -> Tensor:
-        """Tensor of a source entry on this rank."""
-        if phase > 0:
-            return self._complete(transport, phase - 1)[entry]
-        purpose, key = transport
-        if purpose == "synchronise":
-            weight = self.lowered.weights[key]
-            return self._gradient(Key("edge", weight.edges[weight.plan.origin[entry]]), transport, entry)
-        name = self.lowered.edges[key].tensor
-        if purpose == "forward":
-            return self._values[Key("home", name)]
-        if purpose == "gather":
-            return self.weights[name].detach()
-        return self._gradient(Key("edge", key), transport, entry)
+        return run
 
-    def _gradient(self, key: Key, transport: Transport, entry: int) -> Tensor:
-        box = reshard_of(self.lowered, transport).source[entry].box
-        return self._gradients.read(
-            key, lambda: torch.zeros(extent(box), dtype=self._dtype(transport), device=self.wire.device)
+    def _load(self, instruction: Load) -> Action:
+        values, slot, weight = self._values, instruction.slot, self.weights[instruction.name]
+        dtype = dtype_of(self.lowered.graph.tensor[instruction.name].dtype)
+
+        def run() -> None:
+            values[slot] = weight if weight.dtype == dtype else weight.detach().to(dtype)
+
+        return run
+
+    def _fetch(self, instruction: Fetch) -> Action:
+        values, slot, edge = self._values, instruction.slot, self.lowered.edges[instruction.edge]
+        name, dtype = edge.tensor, dtype_of(self.lowered.graph.tensor[edge.tensor].dtype)
+        (need,) = {entry.box for entry in edge.need if entry.device == self.rank}
+        box = box_in_batch(self.lowered, name, need, instruction.microbatch)
+        fixed = self.fixed.get(name)
+
+        def run() -> None:
+            held, tensor = fixed or self._inputs[name]
+            part = preferred(cut(tensor, held, box))
+            values[slot] = part if part.dtype == dtype else part.to(dtype)
+
+        return run
+
+    def _deliver(self, instruction: Deliver) -> Action:
+        values, slot = self._values, instruction.slot
+        weight = self.weights[self.lowered.weights[instruction.weight].tensor]
+        first = instruction is next(
+            i for i in self.program.instructions if isinstance(i, Deliver) and i.weight == instruction.weight
         )
 
-    def _dtype(self, transport: Transport) -> torch.dtype:
-        purpose, key = transport
-        name = self.lowered.weights[key].tensor if purpose == "synchronise" else self.lowered.edges[key].tensor
-        return dtype_of(self.lowered.graph.tensor[name].dtype)
+        def run() -> None:
+            gradient = values[slot]
+            if gradient.dtype != weight.dtype:
+                gradient = gradient.to(weight.dtype)
+            weight.grad = gradient if first or weight.grad is None else weight.grad + gradient
 
-    def _finish(self, transport: Transport) -> None:
-        plan = reshard_of(self.lowered, transport)
-        results = self._complete(transport, len(plan.phases) - 1)
-        (result,) = results.values()  # an operator has one piece on a device, a weight one stored region
-        if transport.purpose != "synchronise":
-            result = preferred(result)  # what arrives is packed in the order of the dimensions
-        purpose, key = transport
-        if purpose == "synchronise":
-            self.weights[self.lowered.weights[key].tensor].grad = result
-        elif purpose == "backward":
-            self._gradients.add(Key("home", self.lowered.edges[key].tensor), result)
-            self._gradients.release(Key("edge", key))
-        else:
-            self._values[Key("edge", key)] = result
-            if not self.lowered.edges[key].readers:  # the loss, a buffer's new value: kept to the end of the step
-                self._results[transport] = result
-        for phase in range(len(plan.phases)):
-            self._phases.pop((transport, phase), None)
+        return run
 
-    def _complete(self, transport: Transport, phase: int) -> dict[int, Tensor]:
-        """Destination entries of a phase on this rank, by index; waits for what they are made of."""
-        if (known := self._phases.get((transport, phase))) is not None:
-            return known
-        step = reshard_of(self.lowered, transport).phases[phase]
-        parts: dict[int, list[tuple[int, Move, Tensor]]] = {}
-        results: dict[int, Tensor] = {}
-        views: set[int] = set()  # parts of gradients that would keep the whole of them until the update
-        kept = self._parts.pop(transport, {}) if phase == 0 else {}
-        for m, move in enumerate(step.local):
-            entry = step.source[move.source]
-            if entry.device == self.rank and step.destination[move.destination].device == self.rank:
-                if (piece := kept.get(m)) is None:
-                    piece = cut(self._source(transport, phase, move.source), entry.box, move.box)
-                    if transport.purpose == "synchronise" and move.box != entry.box:
-                        views.add(move.destination)
-                parts.setdefault(move.destination, []).append((entry.term, move, piece))
-        for x, exchange in enumerate(step.exchanges):
-            if self.rank not in exchange.receivers:
-                continue
-            task, member = self.task_of[(*transport, phase, x)]
-            self.wire.wait(task)
-            if exchange.box is not None:
-                for k, entry in enumerate(step.destination):
-                    if entry.device == self.rank and entry.box == exchange.box:
-                        results[k] = self.wire.reduced(task, member)
-                continue
-            for move, piece in self.wire.arrived(task, member):
-                parts.setdefault(move.destination, []).append((step.source[move.source].term, move, piece))
-        for k, entry in enumerate(step.destination):
-            if entry.device == self.rank and k not in results:
-                results[k] = self._join(entry.box, parts.get(k, []), self._dtype(transport))
-                if k in views and len(parts[k]) == 1:
-                    results[k] = results[k].clone()
-        self._phases[transport, phase] = results
-        return results
+    def _result(self, instruction: Result) -> Action:
+        values, slot, buffer = self._values, instruction.slot, instruction.buffer
 
-    def _join(self, box: Box, parts: list[tuple[int, Move, Tensor]], dtype: torch.dtype) -> Tensor:
-        """Sum of parts placed in ``box``, in the order of their terms, so that all replicas agree to the bit."""
-        if len(parts) == 1 and parts[0][1].box == box:
-            return parts[0][2]
-        parts.sort(key=lambda part: (part[0], part[1].box))
-        whole = [part for part in parts if part[1].box == box]
-        if whole and len(whole) == len(parts):
-            total = whole[0][2] + whole[1][2]
-            for _, _, piece in whole[2:]:
-                total += piece
-            return total
-        total = torch.zeros(extent(box), dtype=dtype, device=self.wire.device)
-        for _, move, piece in parts:
-            cut(total, box, move.box).add_(piece)
-        return total
+        def add_loss() -> None:
+            self._loss = values[slot] if self._loss is None else self._loss + values[slot]
 
-    def _result(self, edge: int) -> Tensor:
-        """What an edge without readers brought here."""
-        known = self._results.get(Transport("forward", edge))
-        return known if known is not None else self._values[Key("home", self.lowered.edges[edge].tensor)]
+        if buffer is None:
+            return add_loss
+        kept = self.fixed[buffer][1]
+
+        def keep_buffer() -> None:
+            kept.copy_(values[slot])
+
+        return keep_buffer

@@ -7,55 +7,122 @@ from collections.abc import Iterator
 
 from flexsearch.graph import Box
 from flexsearch.lower import Lowered
-from flexsearch.runtime.program import Backward, Finish, Forward, Key, Program, Start, Update, reshard_of
+from flexsearch.runtime.instructions import (
+    Assemble,
+    Backward,
+    Deliver,
+    Empty,
+    Fetch,
+    Forward,
+    Free,
+    Instruction,
+    Keep,
+    Key,
+    Load,
+    Post,
+    Program,
+    Result,
+    Slot,
+    Start,
+    Transport,
+    Update,
+    Wait,
+    reshard_of,
+)
 
 
 def listing(program: Program) -> str:
     """The rank's step as one Python function: kernels with the regions they make, communications with their partners
     and bytes. Calls stand in the order in which they are issued."""
-    lowered = program.lowered
-    inputs = ", ".join(_name(t.name) for t in lowered.graph.of_kind("input"))
+    inputs = ", ".join(_name(t.name) for t in program.lowered.graph.of_kind("input"))
     lines = [f"def step_of_rank_{program.device}({inputs}):"]
     for instruction in program.instructions:
-        match instruction:
-            case Forward(segment):
-                lines += _forward(program, segment)
-            case Backward(segment):
-                names = ", ".join(_name(name) for _, name in program.segments[segment].seeds)
-                operators = program.segments[segment].operators
-                first, last = (lowered.graph.operators[o].name for o in (operators[0], operators[-1]))
-                lines.append(f"    backward({names})  # segment {segment}: {last} to {first}")
-            case Start(task):
-                lines.append(f"    {_start(lowered, program.device, task)}")
-            case Finish(transport):
-                purpose, key = transport
-                form = reshard_of(lowered, transport).form
-                name = lowered.weights[key].tensor if purpose == "synchronise" else lowered.edges[key].tensor
-                target = {"backward": f"gradient({_name(name)})", "synchronise": f"{_name(name)}.grad"}.get(
-                    purpose, _value(lowered, Key("edge", key))
-                )
-                lines.append(f"    {target} = finish({purpose!r}, {name!r})  # {form}")
-            case Update():
-                lines.append("    optimizer.step()")
-    return "\n".join(lines) + f"\n    return {_name(lowered.graph.loss)}\n"
+        lines += [f"    {line}" for line in _lines(program, instruction)]
+    return "\n".join(lines) + "\n    return loss\n"
 
 
-def _forward(program: Program, number: int) -> Iterator[str]:
-    lowered, segment = program.lowered, program.segments[number]
+def _lines(program: Program, instruction: Instruction) -> Iterator[str]:
+    lowered = program.lowered
+    match instruction:
+        case Forward():
+            yield from _forward(program, instruction)
+        case Backward():
+            yield from _backward(program, instruction)
+        case Start():
+            yield _start(lowered, program.device, instruction.task)
+        case Post():
+            yield f"post({instruction.task})"
+        case Wait():
+            yield f"wait({instruction.task})"
+        case Assemble():
+            yield _assemble(program, instruction)
+        case Keep():
+            for source, copy in instruction.parts.values():
+                yield f"{_value(program, copy)} = cut({_value(program, source)})"
+        case Load():
+            yield f"{_value(program, instruction.slot)} = weights[{instruction.name!r}]"
+        case Fetch():
+            tensor = lowered.edges[instruction.edge].tensor
+            yield f"{_value(program, instruction.slot)} = cut({_name(tensor)})  # microbatch {instruction.microbatch}"
+        case Deliver():
+            yield f"{_name(lowered.weights[instruction.weight].tensor)}.grad += {_value(program, instruction.slot)}"
+        case Result():
+            yield f"{_name(instruction.buffer or 'loss')} {'=' if instruction.buffer else '+='} " + _value(
+                program, instruction.slot
+            )
+        case Empty():
+            yield f"empty({_value(program, instruction.slot)})  # until it is gathered again"
+        case Free():
+            yield f"del {', '.join(_value(program, slot) for slot in instruction.slots)}"
+        case Update():
+            yield "optimizer.step()"
+
+
+def _assemble(program: Program, instruction: Assemble) -> str:
+    lowered, transport = program.lowered, instruction.transport
+    targets = ", ".join(_value(program, slot) for slot in instruction.results.values())
+    sign = "+=" if instruction.adds else "="
+    name = _tensor(lowered, transport)
+    return f"{targets} {sign} assemble({transport.purpose!r}, {name!r})  # {reshard_of(lowered, transport).form}"
+
+
+def _tensor(lowered: Lowered, transport: Transport) -> str:
+    key = transport.key
+    return lowered.weights[key].tensor if transport.purpose == "synchronise" else lowered.edges[key].tensor
+
+
+def _backward(program: Program, instruction: Backward) -> Iterator[str]:
+    segment = program.segments[instruction.segment]
+    operators = program.lowered.graph.operators
+    seeds = ", ".join("1" if slot is None else _value(program, slot) for slot in instruction.seeds)
+    gradients = ", ".join(_value(program, slot) for slot in instruction.gradients if slot is not None)
+    first, last = operators[segment.operators[0]].name, operators[segment.operators[-1]].name
+    part = "" if instruction.part == "all" else f", {instruction.part}"
+    yield (
+        f"{gradients or '_'} += backward({seeds})  # segment {instruction.segment}, microbatch "
+        f"{instruction.microbatch}{part}: {last} to {first}"
+    )
+
+
+def _forward(program: Program, instruction: Forward) -> Iterator[str]:
+    lowered, segment = program.lowered, program.segments[instruction.segment]
     results = [name for o in segment.operators for name in lowered.graph.operators[o].outputs]
-    yield f"    # segment {number}"
+    again = ", again" if instruction.again else ""
+    yield f"# segment {instruction.segment}, microbatch {instruction.microbatch}{again}"
     for o, arguments in zip(segment.operators, segment.arguments, strict=True):
         op = lowered.graph.operators[o]
         piece = lowered.placed[o].placement.piece_on(program.device)
-        given = ", ".join(
-            "None" if a is None else _name(results[~a]) if a < 0 else _value(lowered, segment.leaves[a].value)
+        operands = ", ".join(
+            "None" if a is None else _name(results[~a]) if a < 0 else _value(program, instruction.leaves[a])
             for a in arguments
         )
         made = ", ".join(_name(name) for name in op.outputs)
         regions = ", ".join(
             _region(box, lowered.graph.tensor[n].shape) for n, box in zip(op.outputs, piece.outputs, strict=True)
         )
-        yield f"    {made} = {op.kind}({given})  # {regions}"
+        yield f"{made} = {op.kind}({operands})  # {regions}"
+    for result, slot in instruction.exports:
+        yield f"{_value(program, slot)} = {_name(results[result])}"
 
 
 def _start(lowered: Lowered, rank: int, task: int) -> str:
@@ -68,14 +135,28 @@ def _start(lowered: Lowered, rank: int, task: int) -> str:
     return f"start({task})  # {what.form} of {shown} ({what.purpose}) with ranks {peers}: {what.nbytes:,} bytes in all"
 
 
-def _value(lowered: Lowered, key: Key) -> str:
+def _value(program: Program, slot: Slot) -> str:
     """Variable of a value: the tensor's name, with the edge where it has been moved for some readers."""
-    if key.kind == "home":
-        return _name(str(key.name))
-    edge = lowered.edges[int(key.name)]
-    moved = lowered.graph.tensor[edge.tensor].kind in ("activation", "parameter")
-    return _name(edge.tensor) + (f"_for_{_name(lowered.graph.operators[edge.readers[0][0]].name)}"
-                                 if moved and edge.readers else "")  # fmt: skip
+    key, lowered = program.slots[slot], program.lowered
+    suffix = f"_{key.microbatch}" if lowered.stages.microbatches > 1 else ""
+    return _variable(lowered, key) + suffix + ("_again" if key.again else "")
+
+
+def _variable(lowered: Lowered, key: Key) -> str:
+    name = key.name
+    if key.kind in ("arrived", "saved"):
+        return f"{key.kind}_{name}"
+    if isinstance(name, tuple):  # a part of a reshard
+        transport, number = name
+        return f"{key.kind}_{number}_of_{_name(_tensor(lowered, transport))}"
+    if key.kind.startswith("home"):
+        return _name(str(name)) + ("_gradient" if key.kind != "home" else "_here")
+    number = int(str(name))
+    if key.kind == "weight gradient":
+        return f"{_name(lowered.weights[number].tensor)}_gradient"
+    edge = lowered.edges[number]
+    readers = f"_for_{_name(lowered.graph.operators[edge.readers[0][0]].name)}" if edge.readers else "_here"
+    return _name(edge.tensor) + readers + ("_gradient" if key.kind == "edge gradient" else "")
 
 
 def _name(text: str) -> str:

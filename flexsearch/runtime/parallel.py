@@ -13,7 +13,7 @@ from flexsearch.errors import RuntimeFailure, StrategyError
 from flexsearch.graph.importer import Imported, import_with_constants, inputs_and_targets
 from flexsearch.graph.ops.calls import dtype_of
 from flexsearch.graph.prepare import unwrapped
-from flexsearch.lower import lower
+from flexsearch.lower import lower_for_ranks
 from flexsearch.runtime.group import agree, join
 from flexsearch.runtime.initialise import Initialise
 from flexsearch.runtime.step import Example, Loss, MakeOptimizer, Parallel, StepOutput
@@ -47,7 +47,6 @@ def parallelize(
     weights are taken. What wraps the model (``torch.compile``, DistributedDataParallel) is taken off. Raises
     StrategyError if the strategy was made for another model, RuntimeFailure if the ranks do not fit it or each other.
     """
-    strategy.check_runnable()  # before the model is traced
     _refuse_sharded(model)
     if strategy.example is not None and loss is None and inputs is None:
         inputs, targets, loss = strategy.example
@@ -73,9 +72,8 @@ def distribute(
 ) -> Parallel:
     """:func:`parallelize` for a model that has been imported already (``import_with_constants``), from ``example``:
     (inputs, targets, loss)."""
-    strategy.check_runnable()
     device = join(strategy.cluster, timeout_s)
-    lowered = lower(imported.graph, strategy, strategy.cluster, Costs(imported.graph, strategy.cluster))
+    lowered = lower_for_ranks(imported.graph, strategy, strategy.cluster, Costs(imported.graph, strategy.cluster))
     run = agree({
         "graph": imported.graph.content_hash(), "topology": strategy.topology.hash, "strategy": strategy.content_hash(),
         "torch version": torch.__version__, "order of tasks": lowered.digest,

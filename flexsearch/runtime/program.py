@@ -1,397 +1,404 @@
-"""What one rank does in a step: its part of the task graph, compiled to a list of instructions. Needs no torch.
+"""What one rank does in a step: its part of the task graph, compiled once to a straight list of instructions.
 
-Consecutive operators of the rank without communication between them, forward or backward, form a **segment**: one
-forward and one backward instruction. Between segments come the rank's parts of reshards: ``Start`` issues a
-communication of the task graph, ``Finish`` waits for it and assembles the regions received.
+Needs no torch. Order and communication are those of the task graph; a segment runs where the first of its tasks of a
+pass stands. Between segments stand the rank's parts of reshards: issued where the task graph has them, put together
+before the first use of what they bring.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
-from functools import cached_property
-from itertools import pairwise
-from typing import NamedTuple
+from collections import Counter
 
-from flexsearch.errors import FlexsearchError
-from flexsearch.lower import Lowered, Move, Reshard, TaskKind
+from flexsearch.lower import Communication, Lowered, TaskKind
 from flexsearch.lower.taskgraph import Purpose
-
-
-class Key(NamedTuple):
-    """Name of a value on this rank. ``home``: an activation where its producer left it, or a stored weight, buffer,
-    constant or input; ``edge``: a tensor resharded for the readers of an edge."""
-
-    kind: str
-    name: str | int
-
-
-class Transport(NamedTuple):
-    """One reshard of the plan: of edge ``key``, or (``synchronise``) of weight ``key``."""
-
-    purpose: Purpose
-    key: int
-
-
-@dataclass(frozen=True)
-class Start:
-    """Issue the communication of task ``task``."""
-
-    task: int
-
-
-@dataclass(frozen=True)
-class Finish:
-    """Wait for what a reshard brings to this rank and put it together."""
-
-    transport: Transport
-
-
-@dataclass(frozen=True)
-class Forward:
-    """Run the operators of a segment."""
-
-    segment: int
-
-
-@dataclass(frozen=True)
-class Backward:
-    """Run the backward pass of a segment."""
-
-    segment: int
-
-
-@dataclass(frozen=True)
-class Update:
-    """Run the optimizer on this rank's weights."""
-
-
-Instruction = Start | Finish | Forward | Backward | Update
-
-
-class Leaf(NamedTuple):
-    """A value that enters a segment: where it is found, and where its gradient goes (None: it needs none)."""
-
-    value: Key
-    gradient: Key | None
-
-
-@dataclass
-class Segment:
-    """Operators that run as one. ``arguments[k]``: for each operand of operator k its leaf (index into ``leaves``) or,
-    as ``~i``, result i of the segment; None where the piece reads nothing. Results are numbered over all outputs in
-    order. ``exports``: (result, name) of results that are used outside. ``seeds``: exports with a gradient."""
-
-    operators: tuple[int, ...]
-    leaves: list[Leaf] = field(default_factory=list)
-    arguments: list[tuple[int | None, ...]] = field(default_factory=list)
-    exports: list[tuple[int, str]] = field(default_factory=list)
-    seeds: list[tuple[int, str]] = field(default_factory=list)
-    backward: bool = False
-
-
-@dataclass(frozen=True)
-class Program:
-    """Instructions of ``device`` for one step, and the segments that they run."""
-
-    lowered: Lowered
-    device: int
-    segments: tuple[Segment, ...]
-    instructions: tuple[Instruction, ...]
-
-    @cached_property
-    def last_use(self) -> dict[int, list[Key]]:
-        """Position of an instruction -> forward values that no later instruction reads."""
-        last: dict[Key, int] = {}
-        for position, instruction in enumerate(self.instructions):
-            for key in self._reads(instruction):
-                last[key] = position
-        finished = {i.transport for i in self.instructions if isinstance(i, Finish)}
-        results = (self.lowered.loss_edge, *self.lowered.update_edges.values())
-        kept = {self.lowered.edges[e].tensor for e in results if Transport("forward", e) not in finished}
-        result: dict[int, list[Key]] = {}
-        for key, position in last.items():
-            if key.name in kept:
-                continue
-            result.setdefault(position, []).append(key)
-        return result
-
-    @cached_property
-    def last_gradient_use(self) -> dict[int, list[Key]]:
-        """Position of an instruction -> gradients of edges that no later instruction makes or reads."""
-        last: dict[Key, int] = {}
-        for position, instruction in enumerate(self.instructions):
-            for key in (*self._makes_gradients(instruction), *self._reads_gradients(position, instruction)):
-                last[key] = position
-        result: dict[int, list[Key]] = {}
-        for key, position in last.items():
-            result.setdefault(position, []).append(key)
-        return result
-
-    @cached_property
-    def kept_parts(self) -> dict[int, list[Transport]]:
-        """Position of an instruction -> synchronisations whose first phase it issues, as the last on this device, and
-        that leave parts of gradients here: they are cut out then, as the gradients would else live until the update."""
-        last: dict[Transport, int] = {}
-        for position, instruction in enumerate(self.instructions):
-            what = self.lowered.tasks.communication[instruction.task] if isinstance(instruction, Start) else None
-            if what is not None and what.purpose == "synchronise":
-                last |= {Transport(what.purpose, m.key): position for m in what.members if m.phase == 0}
-        result: dict[int, list[Transport]] = {}
-        for transport, position in last.items():
-            if any(self._stay_here(transport)):
-                result.setdefault(position, []).append(transport)
-        return result
-
-    @cached_property
-    def _kept(self) -> set[Transport]:
-        return {transport for transports in self.kept_parts.values() for transport in transports}
-
-    def _makes_gradients(self, instruction: Instruction) -> Iterator[Key]:
-        if isinstance(instruction, Backward):
-            for leaf in self.segments[instruction.segment].leaves:
-                if leaf.gradient is not None and leaf.gradient.kind == "edge":
-                    yield leaf.gradient
-
-    def _reads_gradients(self, position: int, instruction: Instruction) -> Iterator[Key]:
-        """Gradients of edges that the engine takes: of what is sent when it is issued; of what stays on this device
-        when that is cut out (``kept_parts``), else when something waits for the first phase."""
-        if isinstance(instruction, Finish) and instruction.transport not in self._kept:
-            yield from self._stay_here(instruction.transport)
-        elif isinstance(instruction, Start):
-            what = self.lowered.tasks.communication[instruction.task]
-            assert what is not None
-            for member in what.members:
-                transport = Transport(what.purpose, member.key)
-                if member.phase == 0:
-                    yield from self._gradients_of(transport, member.what.moves)
-                elif transport not in self._kept:
-                    yield from self._stay_here(transport)
-            for transport in self.kept_parts.get(position, ()):
-                yield from self._stay_here(transport)
-
-    def _stay_here(self, transport: Transport) -> Iterator[Key]:
-        return self._gradients_of(transport, reshard_of(self.lowered, transport).phases[0].local)
-
-    def _gradients_of(self, transport: Transport, moves: Iterable[Move]) -> Iterator[Key]:
-        """Gradients on this device that moves of the transport's first phase take."""
-        if transport.purpose not in ("backward", "synchronise"):
-            return
-        source = reshard_of(self.lowered, transport).phases[0].source
-        for move in moves:
-            if source[move.source].device == self.device:
-                edge = transport.key
-                if transport.purpose == "synchronise":
-                    weight = self.lowered.weights[transport.key]
-                    edge = weight.edges[weight.plan.origin[move.source]]
-                yield Key("edge", edge)
-
-    def _reads(self, instruction: Instruction) -> Iterator[Key]:
-        if isinstance(instruction, Forward):
-            segment = self.segments[instruction.segment]
-            yield from (leaf.value for leaf in segment.leaves)
-            yield from (Key("home", name) for _, name in segment.exports)  # some are only there for their gradients
-        elif isinstance(instruction, Finish) and instruction.transport.purpose == "forward":
-            phase = reshard_of(self.lowered, instruction.transport).phases[0]
-            if any(phase.source[move.source].device == self.device for move in phase.local):
-                yield Key("home", self.lowered.edges[instruction.transport.key].tensor)
-        elif isinstance(instruction, Start):
-            what = self.lowered.tasks.communication[instruction.task]
-            assert what is not None
-            if what.purpose == "forward":
-                yield from (Key("home", self.lowered.edges[member.key].tensor) for member in what.members)
-
-
-def reshard_of(lowered: Lowered, transport: Transport) -> Reshard:
-    """The reshard that a transport carries out."""
-    purpose, key = transport
-    if purpose == "synchronise":
-        plan = lowered.weights[key].plan.sync
-    elif purpose == "gather":
-        edge = lowered.edges[key]
-        plan = edge.forward
-    else:
-        edge = lowered.edges[key]
-        plan = edge.forward if purpose == "forward" else edge.backward
-    assert plan is not None
-    return plan
+from flexsearch.runtime.fusion import Fusion
+from flexsearch.runtime.instructions import (
+    Assemble,
+    Backward,
+    Deliver,
+    Fetch,
+    Forward,
+    Instruction,
+    Keep,
+    Key,
+    Leaf,
+    Load,
+    Part,
+    Program,
+    Result,
+    Segment,
+    Slot,
+    Start,
+    Transport,
+    Update,
+    Wait,
+    reshard_of,
+)
+from flexsearch.runtime.liveness import with_lifetimes
 
 
 def compile_program(lowered: Lowered, device: int, fuse: bool = True) -> Program:
-    """Instructions of ``device``. ``fuse=False`` makes every operator its own segment, for measuring task by task.
-
-    Raises FlexsearchError for plans of several stages or microbatches."""
-    if len(lowered.stages) > 1 or lowered.stages.microbatches > 1:
-        raise FlexsearchError(
-            f"the plan has {len(lowered.stages)} stages and {lowered.stages.microbatches} microbatches; so far, the "
-            "runtime executes one stage and one microbatch only",
-            "Simulate the plan, or run one that does not cut the step.",
-        )
-    return _Compiler(lowered, device, fuse).compile()
+    """Instructions of ``device``. ``fuse=False`` makes every operator its own segment, for measuring task by task."""
+    compiler = _Compiler(lowered, device, Fusion(lowered, device, fuse))
+    compiler.compile()
+    slots = tuple(compiler.slots)
+    instructions = with_lifetimes(lowered, device, compiler.instructions, slots)
+    return Program(lowered, device, tuple(compiler.segments), tuple(instructions), slots)
 
 
 class _Compiler:
-    def __init__(self, lowered: Lowered, device: int, fuse: bool) -> None:
-        self.lowered, self.graph, self.device = lowered, lowered.graph, device
-        self.fuse = fuse
-        self.mine = [i for i, p in enumerate(lowered.placed) if device in p.placement.devices]
-        self.home = {n for i in self.mine for n in self.graph.operators[i].outputs}
-        """Activations made here."""
+    def __init__(self, lowered: Lowered, device: int, fusion: Fusion) -> None:
+        self.lowered, self.graph, self.device, self.fusion = lowered, lowered.graph, device, fusion
+        self.segments = fusion.segments
+        self.slots: dict[Key, Slot] = {}
+        self.instructions: list[Instruction] = []
+        self.done: set[object] = set()
+        """What has been emitted: passes of segments, waits, phases of reshards, loads, results."""
+        self.task_of: dict[tuple[Transport, int, int], tuple[int, int]] = {}
+        """(transport, phase, exchange) -> (task, member)."""
+        self.left: Counter[Transport] = Counter()
+        """First phases of synchronisation that this device has yet to issue."""
+        self.issues: Counter[Transport] = Counter()
+        """The same of all phases."""
+        self.issued: list[Transport] = []
+        """Synchronisation of which all that this device issues has been issued."""
+        self.weight_of = {weight.tensor: w for w, weight in enumerate(lowered.weights)}
+        self.repeated: set[tuple[Purpose, int]] = set()
+        """What is sent for each microbatch."""
+        self.again: set[Transport] = set()
+        """Gathers whose memory is let go of before the backward pass."""
+        self.fetched: dict[str, int] = {}
+        """Buffer -> the microbatch that has read it last."""
+        self._read_tasks()
 
-    def compile(self) -> Program:
-        segments = self._segments()
-        segment_of = {o: s for s, segment in enumerate(segments) for o in segment.operators}
-        for s, segment in enumerate(segments):
-            self._wire(segment, s, segment_of)
-        return Program(self.lowered, self.device, tuple(segments), tuple(self._instructions(segments, segment_of)))
+    def slot(self, key: Key) -> Slot:
+        return self.slots.setdefault(key, len(self.slots))
 
-    def _active(self, transport: Transport) -> bool:
-        """Whether the transport does anything on this device."""
-        plan = reshard_of(self.lowered, transport)
-        if any(self.device in x.devices for x in plan.exchanges):
-            return True
-        return self._arrives(transport) and self.device not in plan.aliased
+    def emit(self, instruction: Instruction) -> None:
+        self.instructions.append(instruction)
 
-    def _arrives(self, transport: Transport) -> bool:
-        """Whether the transport has a result on this device."""
-        return any(e.device == self.device for e in reshard_of(self.lowered, transport).destination)
+    def once(self, what: object) -> bool:
+        """Whether it is done for the first time."""
+        if what in self.done:
+            return False
+        self.done.add(what)
+        return True
 
-    def _cuts(self) -> set[int]:
-        """Operators of this rank before which a segment must begin."""
-        position = {o: k for k, o in enumerate(self.mine)}
-        cuts = set(range(len(self.mine))) if not self.fuse else {0}
-
-        def cut(index: int) -> None:
-            cuts.add(index)
-
-        previous: tuple[int, int] | None = None
-        between = False
+    def _read_tasks(self) -> None:
         tasks = self.lowered.tasks
-        for t, kind in enumerate(tasks.kind):
-            what = tasks.communication[t]
-            if what is not None:
-                between = between or self.device in what.devices
-            elif tasks.device[t] == self.device and kind != TaskKind.UPDATE:
-                here = kind, position[tasks.operator[t]]
-                if between and previous is not None and previous[0] == here[0]:
-                    cut(here[1] if kind == TaskKind.FORWARD else previous[1])
-                previous, between = here, False
-        for e, edge in enumerate(self.lowered.edges):
-            if edge.tensor in self.graph.producer:
-                plans = [Transport("forward", e)] + ([Transport("backward", e)] if edge.backward else [])
-                if any(self._active(t) for t in plans):
-                    if edge.tensor in self.home:
-                        cut(position[self.graph.producer[edge.tensor]] + 1)
-                    # The first reader needs it first, and is the last whose backward adds to its gradient.
-                    cut(min((position[reader] for reader, _ in edge.readers if reader in position), default=0))
-        return cuts
+        for task, what in enumerate(tasks.communication):
+            for m, member in enumerate(what.members if what is not None else ()):
+                assert what is not None
+                transport = Transport(what.purpose, member.key, tasks.microbatch[task])
+                if transport.microbatch:
+                    self.repeated.add((what.purpose, member.key))
+                self.task_of[transport, member.phase, member.exchange] = task, m
+                if self.device in what.senders:
+                    self.left[transport] += member.phase == 0
+                    self.issues[transport] += 1
+                if what.purpose == "regather" and self.device in what.receivers:
+                    self.again.add(transport._replace(purpose="gather"))
 
-    def _segments(self) -> list[Segment]:
-        cuts = sorted({c for c in self._cuts() if c < len(self.mine)} | {len(self.mine)})
-        return [Segment(tuple(self.mine[a:b])) for a, b in pairwise(cuts)]
+    def instance(self, purpose: Purpose, key: int, microbatch: int) -> Transport:
+        """The transport that serves a microbatch: its own, or the one of the step."""
+        return Transport(purpose, key, microbatch if (purpose, key) in self.repeated else 0)
 
-    def _wire(self, segment: Segment, number: int, segment_of: dict[int, int]) -> None:
-        """Fill in where operands come from and which results leave the segment."""
-        leaves: dict[Leaf, int] = {}
-        results: dict[str, int] = {}
-        segment.backward = any(self.graph.has_backward[o] for o in segment.operators)
-        for o in segment.operators:
-            op = self.graph.operators[o]
-            piece = self.lowered.placed[o].placement.piece_on(self.device)
-            row: list[int | None] = []
-            for p, name in enumerate(op.inputs):
-                if piece.inputs[p] is None:
-                    row.append(None)
-                    continue
-                value = self._found(o, p)
-                if value.kind == "home" and value.name in results:
-                    row.append(~results[name])
-                else:
-                    leaf = Leaf(value, self._gradient(o, p) if self.graph.has_backward[o] else None)
-                    row.append(leaves.setdefault(leaf, len(leaves)))
-            segment.arguments.append(tuple(row))
-            for name in op.outputs:
-                results[name] = len(results)
-        segment.leaves = list(leaves)
-        for name, result in results.items():
-            edges = [self.lowered.edges[e] for e in self.lowered.edges_of[name]]
-            outside = any(
-                not edge.readers or any(segment_of.get(reader) != number for reader, _ in edge.readers)
-                for edge in edges
-            ) or any(
-                self._active(Transport("forward", e)) or (self.lowered.edges[e].backward is not None
-                and self._active(Transport("backward", e))) for e in self.lowered.edges_of[name]
-            )  # fmt: skip
-            if outside:
-                segment.exports.append((result, name))
-                if name in self.graph.differentiable:
-                    segment.seeds.append((result, name))
-
-    def _found(self, operator: int, position: int) -> Key:
-        """Where an operand is found on this device."""
-        name = self.graph.operators[operator].inputs[position]
-        kind = self.graph.tensor[name].kind
-        e = self.lowered.edge_of[operator, position]
-        if kind == "activation":
-            return Key("edge", e) if self._active(Transport("forward", e)) else Key("home", name)
-        if kind == "parameter":
-            return Key("edge", e) if self._active(Transport("gather", e)) else Key("home", name)
-        return Key("edge", e)  # inputs, buffers and constants are cut to the edge's region when they are fetched
-
-    def _gradient(self, operator: int, position: int) -> Key | None:
-        """Where the gradient with respect to an operand goes."""
-        name = self.graph.operators[operator].inputs[position]
-        if name not in self.graph.differentiable:
-            return None
-        e = self.lowered.edge_of[operator, position]
-        if self.graph.tensor[name].kind == "parameter" or self._active(Transport("backward", e)):
-            return Key("edge", e)
-        return Key("home", name) if name in self.home else None  # else another replica's gradient is used
-
-    def _instructions(self, segments: Sequence[Segment], segment_of: dict[int, int]) -> Iterator[Instruction]:
-        """Walk the task graph; a segment runs where its first forward (last backward) task stands."""
+    def compile(self) -> None:
         tasks = self.lowered.tasks
-        finished: set[Transport] = set()
-
-        def finish(transport: Transport) -> Iterator[Instruction]:
-            # A gradient that is complete where it was made still has to be handed to the optimizer.
-            wanted = transport.purpose == "synchronise" or self._active(transport)
-            if transport not in finished and self._arrives(transport) and wanted:
-                finished.add(transport)
-                yield Finish(transport)
-
-        done: set[tuple[int, int]] = set()
-        for t, kind in enumerate(tasks.kind):
+        for t in self._order():
             what = tasks.communication[t]
             if what is not None:
                 if self.device in what.devices:
-                    yield Start(t)
-                continue
-            if tasks.device[t] != self.device:
-                continue
-            if kind == TaskKind.UPDATE:
-                for w, weight in enumerate(self.lowered.weights):
-                    if weight.plan.sync is not None:
-                        yield from finish(Transport("synchronise", w))
-                yield Update()
-                continue
-            s = segment_of[tasks.operator[t]]
-            if (kind, s) in done:
-                continue
-            done.add((kind, s))
-            if kind == TaskKind.FORWARD:
-                for leaf in segments[s].leaves:
-                    if leaf.value.kind == "edge":
-                        e = int(leaf.value.name)
-                        tensor = self.graph.tensor[self.lowered.edges[e].tensor]
-                        if tensor.kind in ("activation", "parameter"):
-                            yield from finish(Transport("forward" if tensor.kind == "activation" else "gather", e))
-                yield Forward(s)
-            else:
-                for _, name in segments[s].seeds:
-                    for e in self.lowered.edges_of[name]:
-                        if self.lowered.edges[e].backward is not None:
-                            yield from finish(Transport("backward", e))
-                yield Backward(s)
-        for e in (*self.lowered.update_edges.values(), self.lowered.loss_edge):
-            yield from finish(Transport("forward", e))
+                    self._start(t, what)
+            elif tasks.device[t] == self.device:
+                self._compute(TaskKind(tasks.kind[t]), tasks.operator[t], tasks.microbatch[t])
+        self._finish_results()
+        for t, what in enumerate(tasks.communication):
+            if what is not None and self.device in what.receivers:
+                self._wait(t)
+
+    def _order(self) -> list[int]:
+        """The tasks in the order of the graph; before them, for all microbatches, those of counts over the batch. The
+        update comes last, as it takes the gradients of all microbatches, whichever of them it stands with."""
+        tasks = self.lowered.tasks
+        first = [t for t in range(len(tasks)) if self._is_early(t)]
+        first.sort(key=lambda t: (tasks.identity[t][1:3], tasks.identity[t].microbatch, tasks.identity[t].number))
+        last = [t for t, kind in enumerate(tasks.kind) if kind == TaskKind.UPDATE]
+        apart = {*first, *last}
+        return [*first, *(t for t in range(len(tasks)) if t not in apart), *last]
+
+    def _is_early(self, task: int) -> bool:
+        what = self.lowered.tasks.communication[task]
+        if what is None:
+            return self.lowered.tasks.kind[task] == TaskKind.FORWARD and (
+                self.lowered.tasks.operator[task] in self.fusion.early
+            )
+        if what.purpose != "forward":
+            return False
+        names = (self.lowered.edges[member.key].tensor for member in what.members)
+        return all(self.graph.producer[name] in self.fusion.early for name in names)
+
+    # ---- computing
+
+    def _compute(self, kind: TaskKind, operator: int, microbatch: int) -> None:
+        if kind == TaskKind.UPDATE:
+            self._deliver()
+            self.emit(Update())
+            return
+        s = self.fusion.segment_of[operator]
+        if not self.once((kind, s, microbatch)):
+            return
+        if kind in (TaskKind.FORWARD, TaskKind.RECOMPUTE):
+            self._forward(s, microbatch, kind == TaskKind.RECOMPUTE)
+        else:
+            self._backward(s, microbatch, kind)
+
+    def _forward(self, s: int, m: int, again: bool) -> None:
+        segment = self.segments[s]
+        leaves = tuple(self._operand(segment, leaf, m, again) for leaf in segment.leaves)
+        exports = tuple((r, self.slot(Key("home", name, m, again))) for r, name in segment.exports)
+        trained = segment.backward and (again or segment.region < 0)
+        saved = self.slot(Key("saved", s, m)) if trained else None
+        self.emit(Forward(s, m, again, leaves, exports, saved))
+
+    def _backward(self, s: int, m: int, kind: TaskKind) -> None:
+        segment = self.segments[s]
+        seeds = []
+        for _, name in segment.seeds if kind != TaskKind.WEIGHT_GRADIENT else ():
+            for e in self.lowered.edges_of[name]:
+                if self.lowered.edges[e].backward is not None:
+                    transport = Transport("backward", e, m)
+                    if self.fusion.active(transport) and self.fusion.arrives(transport):
+                        self._finish(transport)
+            seeds.append(None if name == self.graph.loss else self.slot(Key("home gradient", name, m)))
+        part: Part = "all"
+        if segment.trains and self.lowered.stages.splits_backward:
+            part = "weights" if kind == TaskKind.WEIGHT_GRADIENT else "inputs"
+        weights = tuple(self._regathered(segment, m)) if part != "weights" else ()
+        gradients = tuple(self._gradient(leaf, m, part) for leaf in segment.leaves if leaf.gradient is not None)
+        self.emit(Backward(s, m, part, self.slot(Key("saved", s, m)), tuple(seeds), gradients, weights))
+
+    def _gradient(self, leaf: Leaf, m: int, part: Part) -> Slot | None:
+        """Where the gradient of a leaf is added, if this ``part`` of the backward pass makes it."""
+        key = leaf.gradient
+        assert key is not None
+        trained = self._weight_of_edge(key)
+        if part != "all" and (part == "weights") != (trained is not None):
+            return None
+        at = m if trained is None else self.instance("synchronise", trained, m).microbatch
+        return self.slot(key._replace(microbatch=at))
+
+    def _weight_of_edge(self, key: Key) -> int | None:
+        """The weight whose gradient a key names."""
+        if key.kind != "edge gradient":
+            return None
+        return self.weight_of.get(self.lowered.edges[int(str(key.name))].tensor)
+
+    # ---- operands
+
+    def _operand(self, segment: Segment, leaf: Leaf, m: int, again: bool) -> Slot:
+        """The slot of a value that a segment reads, which is there from now on."""
+        kind, name = leaf.value.kind, leaf.value.name
+        if leaf.microbatch is not None:
+            m, again = leaf.microbatch, False
+        if kind == "home":
+            if self.graph.tensor[str(name)].kind == "parameter":
+                return self._stored(str(name))
+            return self.slot(Key("home", name, m, again and self._inside(str(name), segment)))
+        e = int(str(name))
+        tensor = self.graph.tensor[self.lowered.edges[e].tensor]
+        if tensor.kind == "activation":
+            second = again and self._inside(tensor.name, segment)
+            return self._finish(Transport("recompute" if second else "forward", e, m))
+        if tensor.kind == "parameter":
+            transport = self.instance("gather", e, m)
+            slot = self._finish(transport)
+            if again and transport in self.again:
+                self._refill(transport)
+            return slot
+        return self._fetch(e, m)
+
+    def _inside(self, name: str, segment: Segment) -> bool:
+        """Whether an activation is made in the region of a segment, and so is computed again with it."""
+        return self.fusion.regions[self.graph.producer[name]] == segment.region >= 0
+
+    def _stored(self, name: str) -> Slot:
+        slot = self.slot(Key("home", name))
+        if self.once(("load", name)):
+            self.emit(Load(name, slot))
+        return slot
+
+    def _fetch(self, e: int, m: int) -> Slot:
+        slot = self.slot(Key("edge", e, m))
+        if self.once(("fetch", e, m)):
+            name = self.lowered.edges[e].tensor
+            before = self.fetched.get(name, m)
+            self.fetched[name] = m
+            if before != m and name in self.lowered.update_edges:
+                self._finish_buffer(name, before)
+            self.emit(Fetch(e, m, slot))
+        return slot
+
+    def _regathered(self, segment: Segment, m: int) -> list[Slot]:
+        """Slots of weights that the backward pass of a segment needs and that are gathered again."""
+        slots = []
+        for leaf in segment.leaves:
+            if leaf.value.kind == "edge":
+                transport = self.instance("gather", int(str(leaf.value.name)), m)
+                if transport in self.again:
+                    self._refill(transport)
+                    slots.append(self.slot(Key("edge", transport.key, transport.microbatch)))
+        return slots
+
+    def _refill(self, gather: Transport) -> None:
+        transport = gather._replace(purpose="regather")
+        if self.once(transport):
+            self._assemble_phases(transport, self.slot(Key("edge", gather.key, gather.microbatch)))
+
+    # ---- communication
+
+    def _start(self, task: int, what: Communication) -> None:
+        sources, last = [], []
+        for member in what.members:
+            transport = Transport(what.purpose, member.key, self.lowered.tasks.microbatch[task])
+            if what.purpose == "synchronise" and member.phase == 0:
+                self._deliver_earlier(transport)
+            phase = member.reshard.phases[member.phase]
+            wanted = {mv.source for mv in member.what.moves if phase.source[mv.source].device == self.device}
+            here = self._sources(transport, member.phase) if wanted else {}
+            sources.append({entry: here[entry] for entry in sorted(wanted)})
+            if self.device in what.senders:  # else its own gradients may be still to come
+                self.issues[transport] -= 1
+                self.left[transport] -= member.phase == 0
+                last.append(transport)
+        self.emit(Start(task, tuple(sources), self.slot(Key("arrived", task))))
+        for transport in dict.fromkeys(last) if what.purpose == "synchronise" else ():
+            if not self.left[transport]:
+                self._keep(transport)
+            if not self.issues[transport]:
+                self.issued.append(transport)
+
+    def _sources(self, transport: Transport, phase: int) -> dict[int, Slot]:
+        """Source entries of a phase on this device, and their slots."""
+        entries = reshard_of(self.lowered, transport).phases[phase].source
+        own = [k for k, entry in enumerate(entries) if entry.device == self.device]
+        if phase > 0:
+            self._assemble(transport, phase - 1, {k: self.slot(Key("phase", (transport, k))) for k in own})
+            return {k: self.slot(Key("phase", (transport, k))) for k in own}
+        return {k: self._source(transport, k) for k in own}
+
+    def _source(self, transport: Transport, entry: int) -> Slot:
+        purpose, key, m = transport
+        if purpose == "synchronise":
+            weight = self.lowered.weights[key]
+            return self.slot(Key("edge gradient", weight.edges[weight.plan.origin[entry]], m))
+        if purpose == "backward":
+            return self.slot(Key("edge gradient", key, m))
+        name = self.lowered.edges[key].tensor
+        if purpose in ("gather", "regather"):
+            return self._stored(name)
+        return self.slot(Key("home", name, m, purpose == "recompute"))
+
+    def _finish(self, transport: Transport) -> Slot:
+        """Where a transport puts its result on this device, which is there from now on."""
+        purpose, key, m = transport
+        if purpose == "synchronise":
+            result = Key("weight gradient", key, m)
+        elif purpose == "backward":
+            result = Key("home gradient", self.lowered.edges[key].tensor, m)
+        else:
+            result = Key("edge", key, m, purpose == "recompute")
+        slot = self.slot(result)
+        if self.once(transport):
+            self._assemble_phases(transport, slot)
+        return slot
+
+    def _assemble_phases(self, transport: Transport, slot: Slot) -> None:
+        last = len(reshard_of(self.lowered, transport).phases) - 1
+        entries = reshard_of(self.lowered, transport).phases[last].destination
+        # an operator has one piece on a device, a weight one stored region
+        (own,) = (k for k, entry in enumerate(entries) if entry.device == self.device)
+        self._assemble(transport, last, {own: slot})
+
+    def _assemble(self, transport: Transport, phase: int, results: dict[int, Slot]) -> None:
+        """Put the results of a phase together, after waiting for what they are made of."""
+        if not self.once((transport, phase)):
+            return
+        step = reshard_of(self.lowered, transport).phases[phase]
+        if transport.purpose == "synchronise" and phase == 0:
+            self._keep(transport)
+        wanted = {
+            (m, move.source)
+            for m, move in enumerate(step.local)
+            if step.source[move.source].device == step.destination[move.destination].device == self.device
+        }
+        here = self._sources(transport, phase) if wanted else {}
+        copies = {m: self.slots.get(Key("kept", (transport, m))) for m, _ in wanted}
+        kept = {m: slot for m, slot in copies.items() if slot is not None}
+        sources = {entry: here[entry] for m, entry in sorted(wanted) if m not in kept}
+        received = {}
+        for x, exchange in enumerate(step.exchanges):
+            if self.device in exchange.receivers:
+                task, member = self.task_of[transport, phase, x]
+                received[x] = task, member, self._wait(task)
+        last = phase == len(reshard_of(self.lowered, transport).phases) - 1
+        adds, refills = (last and transport.purpose == purpose for purpose in ("backward", "regather"))
+        owns = last and transport in self.again
+        self.emit(Assemble(transport, phase, sources, kept, received, results, adds, refills, owns))
+
+    def _wait(self, task: int) -> Slot:
+        slot = self.slot(Key("arrived", task))
+        if self.once(("wait", task)):
+            self.emit(Wait(task, slot))
+        return slot
+
+    # ---- gradients of weights and results
+
+    def _keep(self, transport: Transport) -> None:
+        """Cut out what stays here of gradients, as the whole of them would else live until the update."""
+        if not self.once(("keep", transport)):
+            return
+        step = reshard_of(self.lowered, transport).phases[0]
+        parts = {}
+        for m, move in enumerate(step.local):
+            entry = step.source[move.source]
+            if entry.device == self.device and move.box != entry.box:
+                parts[m] = self._source(transport, move.source), self.slot(Key("kept", (transport, m)))
+        if parts:
+            self.emit(Keep(transport, parts))
+
+    def _deliver(self) -> None:
+        """Add all synchronised gradients that are still to come to those of the weights."""
+        for w, weight in enumerate(self.lowered.weights):
+            if weight.plan.sync is not None and self.fusion.arrives(Transport("synchronise", w)):
+                count = self.lowered.stages.microbatches if ("synchronise", w) in self.repeated else 1
+                for m in range(count):
+                    self._deliver_one(Transport("synchronise", w, m))
+
+    def _deliver_earlier(self, following: Transport) -> None:
+        """Add the gradients of earlier microbatches of which this device has issued all."""
+        for transport in [t for t in self.issued if t.key == following.key and t != following]:
+            self.issued.remove(transport)
+            if self.fusion.arrives(transport):
+                self._deliver_one(transport)
+
+    def _deliver_one(self, transport: Transport) -> None:
+        if self.once(("deliver", transport)):
+            self.emit(Deliver(transport.key, self._finish(transport)))
+
+    def _finish_results(self) -> None:
+        for name in self.lowered.update_edges:
+            if (m := self.fetched.get(name)) is not None:
+                self._finish_buffer(name, m)
+        for m in range(self.lowered.stages.microbatches):
+            self.emit(Result(None, m, self._result(self.lowered.loss_edge, m)))
+
+    def _finish_buffer(self, name: str, m: int) -> None:
+        self.emit(Result(name, m, self._result(self.lowered.update_edges[name], m)))
+
+    def _result(self, e: int, m: int) -> Slot:
+        """What an edge without readers brings here."""
+        transport = Transport("forward", e, m)
+        if self.fusion.arrives(transport) and self.fusion.active(transport):
+            return self._finish(transport)
+        return self.slot(Key("home", self.lowered.edges[e].tensor, m))

@@ -2,27 +2,38 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from itertools import accumulate
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from flexsearch.graph import OperatorGraph
+from flexsearch.graph.model import Operator
 from flexsearch.graph.ops import KernelContext, build_kernel
 from flexsearch.graph.ops.batch_norm import fused_batch_norm
+from flexsearch.graph.ops.calls import dtype_of
+from flexsearch.graph.precision import PreciseGraph
 from flexsearch.lower import Lowered
-from flexsearch.runtime.program import Key, Segment
+from flexsearch.runtime.fusion import OVER_BATCH
+from flexsearch.runtime.instructions import Backward, Forward, Segment
+from flexsearch.runtime.microbatches import piece_in_batch
 
-Kernel = Callable[..., Tensor | tuple[Tensor, ...]]
+Kernel = Callable[..., Any]
+Action = Callable[[], None]
 
 
 @dataclass
 class Pass:
-    """What a forward pass leaves for the backward pass: leaves that need gradients and results that get them."""
+    """What a forward pass leaves for the backward pass: leaves and results in the order of the segment (None: no
+    gradient), and, between the halves of a backward pass, its outputs with their gradients."""
 
-    leaves: list[tuple[Key, Tensor]]
-    seeds: list[tuple[str, Tensor]]
+    leaves: list[Tensor]
+    seeds: list[Tensor | None]
+    outputs: list[Tensor] = field(default_factory=list)
+    gradients: list[Tensor] = field(default_factory=list)
 
 
 def _keeping(both: Callable[..., tuple[Tensor, Tensor]], made: list[Tensor]) -> Kernel:
@@ -41,22 +52,59 @@ def _kept(made: list[Tensor]) -> Kernel:
     return lambda *_: made.pop()
 
 
-class SegmentRunner:
-    """Runs the pieces of a segment's operators on local tensors."""
+def _summed(kernels: Sequence[Kernel]) -> Kernel:
+    """The sum over microbatches of an operator whose result is of the whole batch."""
 
-    def __init__(self, lowered: Lowered, device: int, segment: Segment, context: KernelContext) -> None:
+    def run(*operands: Tensor | None) -> Tensor:
+        size = len(operands) // len(kernels)
+        parts = [kernel(*operands[k * size : (k + 1) * size]) for k, kernel in enumerate(kernels)]
+        total: Tensor = sum(parts[1:], start=parts[0])
+        return total
+
+    return run
+
+
+def _in_precision(kernel: Kernel, op: Operator, graph: OperatorGraph) -> Kernel:
+    """A kernel of mixed precision: it computes in the type of its first real result, and writes all as the graph
+    says."""
+    types = [dtype_of(graph.tensor[name].dtype) for name in op.outputs]
+    computed = next((dtype for dtype in types if dtype.is_floating_point), None)
+
+    def run(*operands: Tensor | None) -> tuple[Tensor, ...]:
+        cast = [
+            x.to(computed) if x is not None and x.is_floating_point() and computed is not None else x for x in operands
+        ]
+        made = kernel(*cast)
+        return tuple(
+            x.to(dtype) for x, dtype in zip(made if isinstance(made, tuple) else (made,), types, strict=True)
+        )
+
+    return run
+
+
+class SegmentRunner:
+    """Runs the pieces of a segment's operators on local tensors, for one microbatch."""
+
+    def __init__(
+        self, lowered: Lowered, device: int, segment: Segment, context: KernelContext, microbatch: int
+    ) -> None:
         self.segment = segment
-        graph = lowered.graph
         self.steps: list[tuple[Kernel, tuple[int | None, ...]]] = []
         for o, arguments in zip(segment.operators, segment.arguments, strict=True):
-            op = graph.operators[o]
-            piece = lowered.placed[o].placement.piece_on(device)
-            kernel = build_kernel(op, piece, [graph.tensor[name].shape for name in op.inputs], context)
-            self.steps.append((kernel, arguments))
+            self.steps.append((_kernel(lowered, o, device, context, microbatch), arguments))
         self._fuse_batch_norms(lowered, device)
+        count = len(segment.leaves)
+        self.calls = tuple(
+            (kernel, tuple(count + ~a if a is not None and a < 0 else a for a in arguments))
+            for kernel, arguments in self.steps
+        )
+        """Kernels with the places of their operands in a list of the leaves, behind which results come."""
+        self.tracked = tuple(k for k, leaf in enumerate(segment.leaves) if leaf.gradient is not None)
 
     def _fuse_batch_norms(self, lowered: Lowered, device: int) -> None:
         """Let batch normalisations that have their statistics from this very segment compute both at once."""
+        if isinstance(lowered.graph, PreciseGraph):
+            return
         operators = [lowered.graph.operators[o] for o in self.segment.operators]
         first = list(accumulate([len(op.outputs) for op in operators], initial=0))
         sent = {result for result, _ in self.segment.seeds}
@@ -78,34 +126,78 @@ class SegmentRunner:
             self.steps[j] = _keeping(fused_batch_norm(operators[k], apart, normalise), made), (x, *affine)
             self.steps[k] = _kept(made), arguments
 
-    def forward(self, values: Mapping[Key, Tensor]) -> tuple[dict[Key, Tensor], Pass]:
-        """Results that leave the segment (detached), and what the backward pass needs."""
-        leaves = []
-        tracked = []
-        for leaf in self.segment.leaves:
-            tensor = values[leaf.value].detach()
-            if leaf.gradient is not None:
-                tensor.requires_grad_()
-                tracked.append((leaf.gradient, tensor))
-            leaves.append(tensor)
-        results: list[Tensor] = []
-        with torch.set_grad_enabled(self.segment.backward):
-            for kernel, arguments in self.steps:
-                made = kernel(*[None if a is None else leaves[a] if a >= 0 else results[~a] for a in arguments])
-                results.extend(made if isinstance(made, tuple) else (made,))
-        exports = {Key("home", name): results[r].detach() for r, name in self.segment.exports}
-        seeds = [(name, results[r]) for r, name in self.segment.seeds if results[r].requires_grad]
-        return exports, Pass(tracked, seeds)
+    def forward(self, values: list[Any], instruction: Forward) -> Action:
+        """The forward pass as a closure over the slots ``values``: results that leave the segment (detached), and what
+        the backward pass needs."""
+        count, saved, calls = len(self.segment.leaves), instruction.saved, self.calls
+        gradients = [saved is not None and leaf.gradient is not None for leaf in self.segment.leaves]
+        sources = tuple(zip(instruction.leaves, gradients, strict=True))
+        exports = tuple((count + result, slot) for result, slot in instruction.exports)
+        seeds = tuple(count + result for result, _ in self.segment.seeds)
+        mode = torch.enable_grad if saved is not None else torch.no_grad
 
-    def backward(self, saved: Pass, gradients: Mapping[str, Tensor]) -> list[tuple[Key, Tensor]]:
-        """Gradients with respect to the leaves, given those of the results by tensor name."""
-        outputs = [(tensor, gradients[name]) for name, tensor in saved.seeds if name in gradients]
-        if not outputs or not saved.leaves:
-            return []
-        found = torch.autograd.grad(
-            [tensor for tensor, _ in outputs],
-            [tensor for _, tensor in saved.leaves],
-            [gradient for _, gradient in outputs],
-            allow_unused=True,
-        )
-        return [(key, gradient) for (key, _), gradient in zip(saved.leaves, found, strict=True) if gradient is not None]
+        def run() -> None:
+            local: list[Any] = []
+            for slot, needs_gradient in sources:
+                tensor = values[slot].detach()
+                if needs_gradient:
+                    tensor.requires_grad_()
+                local.append(tensor)
+            leaves = local[:]
+            with mode():
+                for kernel, leaf_or_result in calls:
+                    made = kernel(*[None if place is None else local[place] for place in leaf_or_result])
+                    if isinstance(made, tuple):
+                        local.extend(made)
+                    else:
+                        local.append(made)
+            for k, slot in exports:
+                values[slot] = local[k].detach()
+            if saved is not None:
+                values[saved] = Pass(leaves, [local[k] if local[k].requires_grad else None for k in seeds])
+
+        return run
+
+    def backward(self, values: list[Any], instruction: Backward) -> Action:
+        """The backward pass (a part of it) as a closure."""
+        part, saved, seeds = instruction.part, instruction.saved, instruction.seeds
+        targets = tuple(zip(self.tracked, instruction.gradients, strict=True))
+        targets = tuple((leaf, slot) for leaf, slot in targets if slot is not None)
+        leaves, slots = tuple(leaf for leaf, _ in targets), tuple(slot for _, slot in targets)
+        first, keep = part != "weights", part == "inputs"
+
+        def run() -> None:
+            passed = values[saved]
+            if first:
+                for slot, tensor in zip(seeds, passed.seeds, strict=True):
+                    gradient = torch.ones_like(tensor) if slot is None and tensor is not None else None
+                    if slot is not None:
+                        gradient = values[slot]
+                    if tensor is not None and gradient is not None:
+                        passed.outputs.append(tensor)
+                        passed.gradients.append(gradient)
+            if not passed.outputs or not leaves:
+                return
+            made = torch.autograd.grad(
+                passed.outputs, [passed.leaves[k] for k in leaves], passed.gradients, retain_graph=keep,
+                allow_unused=True,
+            )  # fmt: skip
+            for slot, gradient in zip(slots, made, strict=True):
+                if gradient is not None:
+                    # Never in place: autograd may hand out one tensor for several values.
+                    before = values[slot]
+                    values[slot] = gradient if before is None else before + gradient
+
+        return run
+
+
+def _kernel(lowered: Lowered, operator: int, device: int, context: KernelContext, microbatch: int) -> Kernel:
+    """The kernel of a device's piece of an operator for a microbatch."""
+    op = lowered.graph.operators[operator]
+    microbatches = range(lowered.stages.microbatches) if op.kind in OVER_BATCH else (microbatch,)
+    kernels = []
+    for m in microbatches:
+        whole, piece, shapes = piece_in_batch(lowered, operator, device, m)
+        kernel = build_kernel(whole, piece, shapes, context)
+        kernels.append(_in_precision(kernel, op, lowered.graph) if isinstance(lowered.graph, PreciseGraph) else kernel)
+    return kernels[0] if len(kernels) == 1 else _summed(kernels)

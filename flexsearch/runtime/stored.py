@@ -19,6 +19,7 @@ from flexsearch.graph.ops.calls import dtype_of
 from flexsearch.graph.ops.local import extent, preferred
 from flexsearch.lower import Entry, Layout, Lowered, bounding
 from flexsearch.runtime.group import fingerprint
+from flexsearch.runtime.microbatches import boxes_in_batch
 from flexsearch.runtime.regions import Mover, disjoint, everywhere, uncovered, whole
 from flexsearch.runtime.state import check_meta, state_names, transient
 from flexsearch.runtime.wire import cut
@@ -293,11 +294,14 @@ def layouts_of(lowered: Lowered) -> dict[str, Layout]:
 
 
 def needs_of(lowered: Lowered, kind: str, rank: int) -> dict[str, Box]:
-    """Bounding box of what a rank needs of each tensor of a kind."""
+    """Bounding box of what a rank needs of each tensor of a kind, for all microbatches."""
     boxes: dict[str, list[Box]] = {}
     for edge in lowered.edges:
         if lowered.graph.tensor[edge.tensor].kind == kind:
-            boxes.setdefault(edge.tensor, []).extend(e.box for e in edge.need if e.device == rank)
+            needed = [e.box for e in edge.need if e.device == rank]
+            boxes.setdefault(edge.tensor, []).extend(
+                box for part in needed for box in boxes_in_batch(lowered, edge.tensor, part)
+            )
     return {name: bounding(needed) for name, needed in boxes.items() if needed}
 
 

@@ -19,8 +19,9 @@ import torch.distributed as dist
 from flexsearch.lower import Lowered, TaskKind
 from flexsearch.ranks import kernel_identity
 from flexsearch.runtime.engine import Engine
+from flexsearch.runtime.instructions import Backward, Forward, Instruction, Program, Start, Update
 from flexsearch.runtime.parallel import Parallel
-from flexsearch.runtime.program import Backward, Forward, Instruction, Program, Start, Update, compile_program
+from flexsearch.runtime.program import compile_program
 from flexsearch.runtime.wire import Wire
 from flexsearch.simulate import Simulation
 
@@ -60,12 +61,11 @@ class Watched(Wire):
         vars(self).update(vars(wire))  # the same groups, plans and buffers
         self.waits: list[tuple[int, float, float]] = []
 
-    def wait(self, task: int) -> None:
+    def wait(self, task: int, works: Sequence[dist.Work]) -> None:
         """As ``Wire.wait``."""
-        known, began = task in self._works, time.perf_counter()
-        super().wait(task)
-        if known:
-            self.waits.append((task, began, time.perf_counter()))
+        began = time.perf_counter()
+        super().wait(task, works)
+        self.waits.append((task, began, time.perf_counter()))
 
 
 def record(parallel: Parallel, step: Callable[[], object], steps: int = 3) -> Timeline:
@@ -108,22 +108,32 @@ def compute_spans(
     lowered, device = program.lowered, program.device
     tasks = lowered.tasks
     index = {
-        (kind, tasks.operator[t]): t for t, kind in enumerate(tasks.kind) if tasks.device[t] == device
+        (kind, tasks.operator[t], tasks.microbatch[t]): t
+        for t, kind in enumerate(tasks.kind)
+        if tasks.device[t] == device
     }  # an update's operator is -1
+    update = next((t for (kind, _, _), t in index.items() if kind == TaskKind.UPDATE), None)
     found: dict[int, tuple[float, float]] = {}
     for instruction, start, end in spans:
         if isinstance(instruction, Update):
-            found[index[TaskKind.UPDATE, -1]] = start, end
+            assert update is not None
+            found[update] = start, end
         elif isinstance(instruction, Forward | Backward):
-            kind = TaskKind.FORWARD if isinstance(instruction, Forward) else TaskKind.BACKWARD
+            kind, m = _kind(instruction), instruction.microbatch
             operators = program.segments[instruction.segment].operators
-            members = sorted(index[kind, o] for o in operators if (kind, o) in index)
+            members = sorted(index[kind, o, m] for o in operators if (kind, o, m) in index)
             total = sum(tasks.duration[t] for t in members)
             for t in members:
                 share = tasks.duration[t] / total if total > 0 else 1 / len(members)
                 found[t] = start, start + share * (end - start)
                 start, total = found[t][1], total - tasks.duration[t]
     return found
+
+
+def _kind(instruction: Forward | Backward) -> TaskKind:
+    if isinstance(instruction, Forward):
+        return TaskKind.RECOMPUTE if instruction.again else TaskKind.FORWARD
+    return TaskKind.WEIGHT_GRADIENT if instruction.part == "weights" else TaskKind.BACKWARD
 
 
 def compare(lowered: Lowered, simulation: Simulation, measured: Timeline) -> list[Row]:

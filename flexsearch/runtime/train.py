@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from flexsearch.cost import Costs, Profile
 from flexsearch.errors import RuntimeFailure
 from flexsearch.graph.loading import Loaded, load_callable
-from flexsearch.lower import Lowered, lower
+from flexsearch.lower import Lowered, lower_for_ranks
 from flexsearch.runtime.parallel import MakeOptimizer, Parallel, parallelize
 from flexsearch.runtime.timeline import Row, Timeline, compare, record
 from flexsearch.simulate import Simulation, simulate
@@ -143,7 +143,7 @@ def _prediction(
     lowered = parallel.lowered
     if profile is not None:
         costs = Costs(parallel.graph, strategy.cluster, Profile.load(profile))
-        lowered = lower(parallel.graph, strategy, strategy.cluster, costs)
+        lowered = lower_for_ranks(parallel.graph, strategy, strategy.cluster, costs)
     simulation = simulate(lowered)
     if profile is None and strategy.prediction is not None:
         return lowered, simulation, strategy.prediction.iteration_s

@@ -1,15 +1,18 @@
 """Communication of one rank: issues the exchanges of the task graph on a process group and hands out what arrives.
 
-gloo: all receives are posted at the start of the step, before anything is sent, which makes point-to-point traffic full
-duplex (half as fast if they are posted after the sends); the backend's ring computes all-reduces. NCCL: both sides of
-an exchange are issued together, in an order that is the same on all ranks, so nothing can block.
+gloo: receives are posted where the program says, as far as possible before what comes is needed, which makes
+point-to-point traffic full duplex; nobody waits for a send before the end of the step; the backend's ring computes
+all-reduces. NCCL: both sides of an exchange are issued together, in an order that is the same on all ranks, so nothing
+can block.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
+from functools import partial
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -20,13 +23,22 @@ from flexsearch.graph import Box, volume
 from flexsearch.graph.ops.calls import dtype_of
 from flexsearch.graph.ops.local import extent
 from flexsearch.lower import Communication, Lowered, Move
+from flexsearch.runtime.instructions import Post, Start, Wait
+
+Action = Callable[[], None]
 
 
 def cut(tensor: Tensor, held: Box, wanted: Box) -> Tensor:
     """View of region ``wanted`` of a tensor that holds region ``held``."""
+    where = slices(held, wanted)
+    return tensor if where is None else tensor[where]
+
+
+def slices(held: Box, wanted: Box) -> tuple[slice, ...] | None:
+    """Where region ``wanted`` lies in a tensor that holds region ``held``; None: it is all of it."""
     if held == wanted:
-        return tensor
-    return tensor[tuple(slice(w[0] - h[0], w[1] - h[0]) for h, w in zip(held, wanted, strict=True))]
+        return None
+    return tuple(slice(w[0] - h[0], w[1] - h[0]) for h, w in zip(held, wanted, strict=True))
 
 
 _groups: dict[tuple[dist.ProcessGroup | None, tuple[int, ...]], dist.ProcessGroup] = {}
@@ -63,6 +75,27 @@ class Plan:
     length: int = 0
 
 
+class Arrival(NamedTuple):
+    """What is under way to this rank: pending operations, and flat buffers by peer in the order of the plan."""
+
+    works: list[dist.Work]
+    buffers: list[Tensor]
+
+
+def _present(work: dist.Work | None) -> dist.Work:
+    assert work is not None
+    return work
+
+
+def _nothing() -> None:
+    """Nothing."""
+
+
+def _region(values: list[Any], slot: int, peer: int, part: Part) -> Callable[[], Tensor]:
+    first, last, shape = part.offset, part.offset + volume(part.move.box), extent(part.move.box)
+    return lambda: values[slot].buffers[peer][first:last].view(shape)
+
+
 class Wire:
     """Issues and completes communications by task index. ``rank`` is also the device's index in the topology."""
 
@@ -77,13 +110,8 @@ class Wire:
                     _group(what.devices, timedelta(seconds=timeout_s))
                 if rank in what.devices:
                     self.plans[task] = self._plan(what)
-        self._works: dict[int, list[dist.Work]] = {}
-        self._received: dict[int, dict[int, Tensor]] = {}
-        self._reduced: dict[int, Tensor] = {}
-        self._unread: dict[int, int] = {}
-        """Members of a communication whose data nobody has taken yet."""
-        self._kept: dict[int, list[Tensor]] = {}
-        """What a communication sends, until it has left."""
+        self._sent: list[tuple[int, list[dist.Work], list[Tensor]]] = []
+        """What has been sent in this step and may not have left yet."""
 
     def _plan(self, what: Communication) -> Plan:
         lowered = self.lowered
@@ -111,63 +139,101 @@ class Wire:
                     plan.receive_length[source] = offset + volume(move.box)
         return plan
 
-    def begin(self) -> None:
-        """Start a step: on gloo, post every receive of the step."""
-        if self.eager:
-            for task, plan in self.plans.items():
-                if plan.receives:
-                    self._works[task] = [self._receive(task, plan, peer) for peer in plan.receives]
+    # ---- what a program does, as closures over its slots; the slot of a task holds an ``Arrival``
 
-    def _receive(self, task: int, plan: Plan, peer: int) -> dist.Work:
-        buffer = torch.empty(plan.receive_length[peer], dtype=plan.dtype, device=self.device)
-        self._received.setdefault(task, {})[peer] = buffer
-        work = dist.irecv(buffer.view(torch.uint8), peer, tag=task)
-        assert work is not None
-        return work
+    def post(self, values: list[Any], instruction: Post) -> Action:
+        """On gloo: allocate what a task brings here, and let it come."""
+        task, plan, slot = instruction.task, self.plans[instruction.task], instruction.slot
+        lengths, dtype, device = list(plan.receive_length.items()), plan.dtype, self.device
+        if not self.eager:
+            return _nothing
 
-    def start(self, task: int, sources: Sequence[dict[int, Tensor]]) -> None:
-        """Issue communication ``task``. ``sources[m]``: this rank's source entries of member m, by index."""
-        plan = self.plans[task]
-        try:
-            if plan.what.form == "all_reduce":
-                self._all_reduce(task, plan, sources)
-            else:
-                self._exchange(task, plan, sources)
-        except RuntimeError as error:
-            raise self._failure(task, error) from error
+        def run() -> None:
+            works, buffers = [], []
+            for peer, length in lengths:
+                buffer = torch.empty(length, dtype=dtype, device=device)
+                works.append(_present(dist.irecv(buffer.view(torch.uint8), peer, tag=task)))
+                buffers.append(buffer)
+            values[slot] = Arrival(works, buffers)
 
-    def _all_reduce(self, task: int, plan: Plan, sources: Sequence[dict[int, Tensor]]) -> None:
-        flat = torch.zeros(plan.length, dtype=plan.dtype, device=self.device)
-        for member, offset, tensors in zip(plan.what.members, plan.offsets, sources, strict=True):
+        return self._watched(task, run)
+
+    def start(self, values: list[Any], instruction: Start) -> Action:
+        """Issue a communication."""
+        plan = self.plans[instruction.task]
+        if plan.what.form == "all_reduce":
+            return self._watched(instruction.task, self._all_reduce(values, plan, instruction))
+        return self._watched(instruction.task, self._exchange(values, plan, instruction))
+
+    def waiting(self, values: list[Any], instruction: Wait) -> Action:
+        """Block until what a task brings to this rank has arrived."""
+        task, slot = instruction.task, instruction.slot
+        return self._watched(task, lambda: self.wait(task, values[slot].works))
+
+    def wait(self, task: int, works: Sequence[dist.Work]) -> None:
+        """Block until parts of a communication are done."""
+        for work in works:
+            work.wait()
+
+    def _all_reduce(self, values: list[Any], plan: Plan, instruction: Start) -> Action:
+        adds = []
+        rows = zip(plan.what.members, plan.offsets, instruction.sources, strict=True)
+        for member, offset, sources in rows:
             exchange, phase = member.what, member.reshard.phases[member.phase]
             assert exchange.box is not None
-            region = flat[offset : offset + volume(exchange.box)].view(extent(exchange.box))
             for move in exchange.moves:
                 entry = phase.source[move.source]
                 if entry.device == self.rank:
-                    cut(region, exchange.box, move.box).add_(cut(tensors[move.source], entry.box, move.box))
-        work = dist.all_reduce(flat, group=_group(plan.what.devices), async_op=True)
-        assert work is not None
-        self._works[task] = [work]
-        self._reduced[task] = flat
+                    inside, part = slices(exchange.box, move.box), slices(entry.box, move.box)
+                    adds.append((offset, exchange.box, inside, sources[move.source], part))
+        regions = [(offset, offset + volume(box), extent(box), inside, slot, part)
+                   for offset, box, inside, slot, part in adds]  # fmt: skip
+        alone = sum(volume(box) for _, box, inside, _, _ in adds if inside is None) == plan.length == sum(
+            volume(box) for _, box, _, _, _ in adds
+        )
+        group, slot_of_task, length = _group(plan.what.devices), instruction.slot, plan.length
+        dtype, device = plan.dtype, self.device
 
-    def _exchange(self, task: int, plan: Plan, sources: Sequence[dict[int, Tensor]]) -> None:
-        packed = {peer: self._pack(plan, parts, sources) for peer, parts in plan.sends.items()}
-        if self.eager:
-            works = self._works.setdefault(task, [])
-            for peer, flat in packed.items():
-                work = dist.isend(flat.view(torch.uint8), peer, tag=task)
-                assert work is not None
-                works.append(work)
-                self._kept.setdefault(task, []).append(flat)
-            return
-        received = self._received.setdefault(task, {})
-        for peer in plan.receives:
-            received[peer] = torch.empty(plan.receive_length[peer], dtype=plan.dtype, device=self.device)
-        operations = [dist.P2POp(dist.irecv, buffer.view(torch.uint8), peer) for peer, buffer in received.items()]
-        operations += [dist.P2POp(dist.isend, flat.view(torch.uint8), peer) for peer, flat in packed.items()]
-        self._works[task] = self._issue(plan.what, operations)
-        self._kept[task] = list(packed.values())
+        def run() -> None:
+            flat = (torch.empty if alone else torch.zeros)(length, dtype=dtype, device=device)
+            for first, last, shape, inside, slot, part in regions:
+                tensor = values[slot]
+                region = flat[first:last].view(shape)
+                if tensor is None:
+                    if alone:
+                        region.zero_()
+                    continue
+                tensor = tensor.detach() if part is None else tensor.detach()[part]
+                if alone:
+                    region.copy_(tensor)
+                else:
+                    (region if inside is None else region[inside]).add_(tensor)
+            work = _present(dist.all_reduce(flat, group=group, async_op=True))
+            values[slot_of_task] = Arrival([work], [flat])
+
+        return run
+
+    def _exchange(self, values: list[Any], plan: Plan, instruction: Start) -> Action:
+        packs = [(peer, self._packed(values, plan, parts, instruction)) for peer, parts in plan.sends.items()]
+        task, slot, sent = instruction.task, instruction.slot, self._sent
+        lengths, dtype, device = list(plan.receive_length.items()), plan.dtype, self.device
+
+        def send() -> None:
+            for peer, pack in packs:
+                flat = pack()
+                sent.append((task, [_present(dist.isend(flat.view(torch.uint8), peer, tag=task))], [flat]))
+
+        def exchange() -> None:
+            packed = [(peer, pack()) for peer, pack in packs]
+            buffers = [torch.empty(length, dtype=dtype, device=device) for _, length in lengths]
+            rows = zip(lengths, buffers, strict=True)
+            operations = [dist.P2POp(dist.irecv, buffer.view(torch.uint8), peer) for (peer, _), buffer in rows]
+            operations += [dist.P2POp(dist.isend, flat.view(torch.uint8), peer) for peer, flat in packed]
+            works = self._issue(plan.what, operations)
+            values[slot] = Arrival(works, buffers)
+            sent.append((task, works, [flat for _, flat in packed]))
+
+        return send if self.eager else exchange
 
     def _issue(self, what: Communication, operations: list[dist.P2POp]) -> list[dist.Work]:
         """Start both sides of an exchange on NCCL. A single message goes over the communicator of its two ranks, where
@@ -177,67 +243,67 @@ class Wire:
         works = [operation.op(operation.tensor, operation.peer) for operation in operations]
         return [work for work in works if work is not None]
 
-    def _pack(self, plan: Plan, parts: Sequence[Part], sources: Sequence[dict[int, Tensor]]) -> Tensor:
+    def _packed(
+        self, values: list[Any], plan: Plan, parts: Sequence[Part], instruction: Start
+    ) -> Callable[[], Tensor]:
+        """What goes to one peer as a flat tensor."""
         pieces = []
         for part in parts:
             member = plan.what.members[part.member]
             entry = member.reshard.phases[member.phase].source[part.move.source]
-            tensor = sources[part.member][part.move.source]
-            pieces.append(cut(tensor, entry.box, part.move.box).to(plan.dtype).reshape(-1))
-        flat = pieces[0].contiguous() if len(pieces) == 1 else torch.cat(pieces)
-        # A single element counts as contiguous whatever its stride, but cannot be seen as bytes.
-        return flat if flat.stride(0) == 1 else flat.clone(memory_format=torch.contiguous_format)
+            slot = instruction.sources[part.member][part.move.source]
+            pieces.append((slot, slices(entry.box, part.move.box), volume(part.move.box)))
+        dtype, device = plan.dtype, self.device
 
-    def wait(self, task: int) -> None:
-        """Block until what ``task`` brings to this rank has arrived (and, on gloo, what it sends has left)."""
-        works = self._works.pop(task, None)
-        if works is not None:
-            try:
-                for work in works:
-                    work.wait()
-            except RuntimeError as error:
-                raise self._failure(task, error) from error
-            self._kept.pop(task, None)
+        def piece(slot: int, where: tuple[slice, ...] | None, count: int) -> Tensor:
+            tensor: Tensor | None = values[slot]
+            if tensor is None:  # the loss does not depend on it
+                return torch.zeros(count, dtype=dtype, device=device)
+            tensor = tensor.detach()
+            return (tensor if where is None else tensor[where]).to(dtype).reshape(-1)
 
-    def reduced(self, task: int, member: int) -> Tensor:
-        """The total that all-reduce ``task`` made of its member's region. It is handed out once."""
+        def run() -> Tensor:
+            flat = piece(*pieces[0]).contiguous() if len(pieces) == 1 else torch.cat([piece(*p) for p in pieces])
+            # A single element counts as contiguous whatever its stride, but cannot be seen as bytes.
+            return flat if flat.stride(0) == 1 else flat.clone(memory_format=torch.contiguous_format)
+
+        return run
+
+    def reduced(self, values: list[Any], slot: int, task: int, member: int) -> Callable[[], Tensor]:
+        """The total that all-reduce ``task`` made of its member's region."""
         plan = self.plans[task]
         box = plan.what.members[member].what.box
         assert box is not None
-        flat = self._reduced[task]
-        self._took(task, len(plan.offsets))
-        return flat[plan.offsets[member] : plan.offsets[member] + volume(box)].view(extent(box))
+        first, last, shape = plan.offsets[member], plan.offsets[member] + volume(box), extent(box)
+        return lambda: values[slot].buffers[0][first:last].view(shape)
 
-    def arrived(self, task: int, member: int) -> list[tuple[Move, Tensor]]:
-        """Moves of a member that ended here, with their data. They are handed out once."""
-        plan = self.plans[task]
-        received = self._received[task]
-        self._took(task, len({part.member for parts in plan.receives.values() for part in parts}))
-        return [
-            (part.move, received[peer][part.offset : part.offset + volume(part.move.box)].view(extent(part.move.box)))
-            for peer, parts in plan.receives.items()
-            for part in parts
-            if part.member == member
-        ]
-
-    def _took(self, task: int, members: int) -> None:
-        """Somebody takes what arrived for one of so many members; after the last, only they hold it."""
-        left = self._unread.get(task, members) - 1
-        if left:
-            self._unread[task] = left
-            return
-        self._unread.pop(task, None)
-        self._received.pop(task, None)
-        self._reduced.pop(task, None)
+    def received(
+        self, values: list[Any], slot: int, task: int, member: int
+    ) -> list[tuple[Move, Callable[[], Tensor]]]:
+        """Moves of a member that end here, and their data."""
+        result = []
+        for k, parts in enumerate(self.plans[task].receives.values()):
+            for part in parts:
+                if part.member == member:
+                    result.append((part.move, _region(values, slot, k, part)))
+        return result
 
     def end(self) -> None:
-        """Finish a step: wait for the sends that nothing waited for, and let go of all buffers."""
-        for task in list(self._works):
-            self.wait(task)
-        self._unread.clear()
-        self._received.clear()
-        self._reduced.clear()
-        self._kept.clear()
+        """Finish a step: wait for what has been sent."""
+        for task, works, _ in self._sent:
+            self._watched(task, partial(self.wait, task, works))()
+        self._sent.clear()
+
+    def _watched(self, task: int, run: Action) -> Action:
+        """``run``, with an error that names the communication."""
+
+        def watched() -> None:
+            try:
+                run()
+            except RuntimeError as error:
+                raise self._failure(task, error) from error
+
+        return watched
 
     def _failure(self, task: int, error: RuntimeError) -> RuntimeFailure:
         what = self.plans[task].what

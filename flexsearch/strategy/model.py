@@ -128,34 +128,17 @@ class Strategy:
         self.check(graph, topology)
         self._check_plain()
 
-    def check_runnable(self) -> None:
-        """Raise StrategyError for what can be planned and simulated, but not run yet."""
-        self._check_plain()
-        if self.options.precision != "as-is":
-            raise StrategyError(
-                f"precision: the strategy was planned for {self.options.precision}, in which the runtime cannot train "
-                "yet",
-                "Run `flexsearch optimize` again without --precision, or import the model in that precision.",
-            )
-        if self.options.recompute != "none" or self.options.reshard_after_forward:
-            what = "recompute" if self.options.recompute != "none" else "synchronisation.reshard_after_forward"
-            raise StrategyError(
-                f"{what}: the runtime keeps activations and gathered weights for the backward pass",
-                f"Run `flexsearch optimize` again without it, or remove {what} from the file to train more slowly in "
-                "more memory.",
-            )
-
     def _check_plain(self) -> None:
         remedy = "Remove {} from the file, or run `flexsearch optimize` again."
         if not is_whole(self.stages, self.cluster):
             count = f"{len(self.stages)} stages" if len(self.stages) > 1 else "a stage with a mesh of its own"
             raise StrategyError(
-                f"stages: the strategy has {count}; plans with one stage on all devices can be run and searched",
+                f"stages: the strategy has {count}; the search over configs takes plans with one stage on all devices",
                 remedy.format("`stages`, and give positions among all devices,"),
             )
         if self.microbatches > 1:
             raise StrategyError(
-                f"microbatches: the strategy has {self.microbatches}; plans with one can be run and searched",
+                f"microbatches: the strategy has {self.microbatches}; the search over configs takes plans with one",
                 remedy.format("`microbatches`"),
             )
 

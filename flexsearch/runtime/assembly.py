@@ -1,0 +1,196 @@
+"""Puts the results of reshards together: slices are worked out once, when a program is set up."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from flexsearch.graph import Box, volume
+from flexsearch.graph.notation import intersect
+from flexsearch.graph.ops.calls import dtype_of
+from flexsearch.graph.ops.local import extent, preferred
+from flexsearch.lower import Lowered
+from flexsearch.runtime.instructions import Assemble, Keep, Slot, Transport, reshard_of
+from flexsearch.runtime.wire import Wire, slices
+
+Values = list[Any]
+Take = Callable[[], Tensor]
+Action = Callable[[], None]
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A region that is added to a result. ``term``: order of summation."""
+
+    term: int
+    box: Box
+    take: Take
+
+
+def dtype_of_transport(lowered: Lowered, transport: Transport) -> torch.dtype:
+    """Element type of what a transport moves."""
+    key = transport.key
+    name = lowered.weights[key].tensor if transport.purpose == "synchronise" else lowered.edges[key].tensor
+    return dtype_of(lowered.graph.tensor[name].dtype)
+
+
+def source(
+    values: Values, slot: Slot, held: Box, wanted: Box, dtype: torch.dtype, device: torch.device
+) -> Take:
+    """Region ``wanted`` of what a slot holds, a view; zeros if it holds nothing (the loss does not depend on it)."""
+    where = slices(held, wanted)
+    shape = extent(wanted)
+
+    def take() -> Tensor:
+        tensor: Tensor | None = values[slot]
+        if tensor is None:
+            return torch.zeros(shape, dtype=dtype, device=device)
+        tensor = tensor.detach()
+        return tensor if where is None else tensor[where]
+
+    return take
+
+
+def keep(values: Values, lowered: Lowered, instruction: Keep, device: torch.device) -> Action:
+    """Copy parts of gradients."""
+    transport = instruction.transport
+    step, dtype = reshard_of(lowered, transport).phases[0], dtype_of_transport(lowered, transport)
+    copies = []
+    for m, (slot, copy) in instruction.parts.items():
+        move = step.local[m]
+        copies.append((copy, source(values, slot, step.source[move.source].box, move.box, dtype, device)))
+
+    def run() -> None:
+        for slot, take in copies:
+            values[slot] = take().clone()
+
+    return run
+
+
+def assemble(values: Values, lowered: Lowered, rank: int, instruction: Assemble, wire: Wire) -> Action:
+    """Put the results of a phase together."""
+    transport = instruction.transport
+    step, dtype = reshard_of(lowered, transport).phases[instruction.phase], dtype_of_transport(lowered, transport)
+    results = []
+    for k, slot in instruction.results.items():
+        pieces = _pieces(values, lowered, rank, instruction, wire, k)
+        results.append((slot, _joined(step.destination[k].box, pieces, dtype, wire.device)))
+    if instruction.adds:
+        return _adding(values, results)
+    if instruction.refills:
+        return _refilling(values, results)
+    moved = transport.purpose != "synchronise"  # what arrives is packed in the order of the dimensions
+    owns = instruction.owns
+
+    def run() -> None:
+        for slot, take in results:
+            result = take()
+            if moved:
+                result = preferred(result)
+            if owns and result.untyped_storage().nbytes() != result.numel() * result.itemsize:
+                result = result.clone()
+            values[slot] = result
+
+    return run
+
+
+def _adding(values: Values, results: Sequence[tuple[Slot, Take]]) -> Action:
+    def run() -> None:
+        for slot, take in results:
+            result, before = preferred(take()), values[slot]
+            values[slot] = result if before is None else before + result
+
+    return run
+
+
+def _refilling(values: Values, results: Sequence[tuple[Slot, Take]]) -> Action:
+    """Give a weight, which autograd has saved, its memory back, as PyTorch's FSDP does."""
+
+    def run() -> None:
+        for slot, take in results:
+            data = values[slot].data  # whose version autograd does not check
+            data.untyped_storage().resize_(data.numel() * data.itemsize)
+            data.copy_(take())
+
+    return run
+
+
+def empty(values: Values, slot: Slot) -> Action:
+    """Let go of the memory of a weight that is gathered again."""
+
+    def run() -> None:
+        values[slot].untyped_storage().resize_(0)
+
+    return run
+
+
+def _pieces(
+    values: Values, lowered: Lowered, rank: int, instruction: Assemble, wire: Wire, destination: int
+) -> list[Piece]:
+    """What a destination entry is made of."""
+    transport = instruction.transport
+    step, dtype = reshard_of(lowered, transport).phases[instruction.phase], dtype_of_transport(lowered, transport)
+    entry, pieces = step.destination[destination], []
+    for x, (task, member, slot) in instruction.received.items():
+        exchange = step.exchanges[x]
+        if exchange.box is None:
+            for move, take in wire.received(values, slot, task, member):
+                if move.destination == destination:
+                    pieces.append(Piece(step.source[move.source].term, move.box, take))
+        elif exchange.box == entry.box:
+            return [Piece(0, entry.box, wire.reduced(values, slot, task, member))]
+    for m, move in enumerate(step.local):
+        held = step.source[move.source]
+        if held.device == rank and move.destination == destination:
+            if m in instruction.kept:
+                take = source(values, instruction.kept[m], move.box, move.box, dtype, wire.device)
+            else:
+                take = source(values, instruction.sources[move.source], held.box, move.box, dtype, wire.device)
+            pieces.append(Piece(held.term, move.box, take))
+    return sorted(pieces, key=lambda piece: (piece.term, piece.box))
+
+
+def _joined(box: Box, pieces: Sequence[Piece], dtype: torch.dtype, device: torch.device) -> Take:
+    """Sum of pieces placed in ``box``, in the order of their terms, so that all replicas agree to the bit."""
+    shape = extent(box)
+    takes = [(slices(box, piece.box), piece.take) for piece in pieces]
+    if len(pieces) == 1 and pieces[0].box == box:
+        return pieces[0].take
+    if pieces and all(piece.box == box for piece in pieces):
+        first, second, *others = (piece.take for piece in pieces)
+
+        def total() -> Tensor:
+            result = first() + second()
+            for take in others:
+                result += take()
+            return result
+
+        return total
+    if _covers(box, pieces):
+
+        def copied() -> Tensor:
+            result = torch.empty(shape, dtype=dtype, device=device)
+            for where, take in takes:
+                (result if where is None else result[where]).copy_(take())
+            return result
+
+        return copied
+
+    def summed() -> Tensor:
+        result = torch.zeros(shape, dtype=dtype, device=device)
+        for where, take in takes:
+            (result if where is None else result[where]).add_(take())
+        return result
+
+    return summed
+
+
+def _covers(box: Box, pieces: Sequence[Piece]) -> bool:
+    """Whether pieces lie side by side and fill a box."""
+    boxes = [piece.box for piece in pieces]
+    apart = all(intersect(a, b) is None for k, a in enumerate(boxes) for b in boxes[:k])
+    return apart and sum(map(volume, boxes)) == volume(box)

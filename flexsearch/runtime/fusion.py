@@ -1,0 +1,182 @@
+"""Which operators of a rank run as one: the segments of its program.
+
+Consecutive operators of the rank without communication between them, forward or backward, form a **segment**. It lies
+in one stage, and in one region that is computed again or in none.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import pairwise
+
+from flexsearch.errors import FlexsearchError
+from flexsearch.graph import OperatorGraph
+from flexsearch.lower import Lowered, TaskKind
+from flexsearch.lower.recompute import regions_of
+from flexsearch.lower.schedule import trains
+from flexsearch.runtime.instructions import Key, Leaf, Segment, Transport, reshard_of
+
+OVER_BATCH = ("valid_count",)
+"""Kinds of operators whose result is of the whole batch, not of a microbatch: divisors of means."""
+
+
+class Fusion:
+    """The segments of ``device``. ``fuse=False``: every operator is one of its own."""
+
+    def __init__(self, lowered: Lowered, device: int, fuse: bool) -> None:
+        self.lowered, self.graph, self.device, self.fuse = lowered, lowered.graph, device, fuse
+        graph = lowered.graph
+        self.mine = [i for i, p in enumerate(lowered.placed) if device in p.placement.devices]
+        self.home = {n for i in self.mine for n in graph.operators[i].outputs}
+        """Activations made here."""
+        self.stage_of = lowered.stages.of(len(graph.operators))
+        self.early = _early(graph) if lowered.stages.microbatches > 1 else frozenset()
+        """Operators that run for all microbatches before anything else."""
+        options = lowered.options
+        self.regions = regions_of(graph, options.recompute, self.stage_of, options.recompute_blocks)
+        cuts = sorted({c for c in self._cuts() if c < len(self.mine)} | {len(self.mine)})
+        self.segments = [
+            Segment(tuple(self.mine[a:b]), region=self.regions[self.mine[a]]) for a, b in pairwise(cuts)
+        ]
+        self.segment_of = {o: s for s, segment in enumerate(self.segments) for o in segment.operators}
+        for s, segment in enumerate(self.segments):
+            self._wire(segment, s)
+
+    def active(self, transport: Transport) -> bool:
+        """Whether the transport does anything on this device."""
+        plan = reshard_of(self.lowered, transport)
+        if any(self.device in x.devices for x in plan.exchanges):
+            return True
+        return self.arrives(transport) and self.device not in plan.aliased
+
+    def arrives(self, transport: Transport) -> bool:
+        """Whether the transport has a result on this device."""
+        return any(e.device == self.device for e in reshard_of(self.lowered, transport).destination)
+
+    def _cuts(self) -> set[int]:
+        """Operators of this rank before which a segment must begin."""
+        position = {o: k for k, o in enumerate(self.mine)}
+        if not self.fuse:
+            return set(range(len(self.mine)))
+        cuts = {0, *self._cuts_by_order(position)}
+        for k, (a, b) in enumerate(pairwise(self.mine)):
+            together = self.stage_of[a], self.regions[a], a in self.early
+            whole = b in self.early and self.graph.operators[b].kind in OVER_BATCH
+            if together != (self.stage_of[b], self.regions[b], b in self.early) or whole:
+                cuts.add(k + 1)
+        for e, edge in enumerate(self.lowered.edges):
+            if edge.tensor in self.graph.producer:
+                plans = [Transport("forward", e)] + ([Transport("backward", e)] if edge.backward else [])
+                if any(self.active(t) for t in plans):
+                    if edge.tensor in self.home:
+                        cuts.add(position[self.graph.producer[edge.tensor]] + 1)
+                    # The first reader needs it first, and is the last whose backward adds to its gradient.
+                    cuts.add(min((position[reader] for reader, _ in edge.readers if reader in position), default=0))
+        return cuts
+
+    def _cuts_by_order(self, position: dict[int, int]) -> set[int]:
+        """Where this device issues a communication between two operators of a pass."""
+        cuts: set[int] = set()
+        previous: tuple[int, int, int] | None = None
+        between = False
+        tasks = self.lowered.tasks
+        for t, kind in enumerate(tasks.kind):
+            what = tasks.communication[t]
+            if what is not None:
+                between = between or self.device in what.senders
+            elif tasks.device[t] == self.device and kind != TaskKind.UPDATE:
+                here = kind, tasks.microbatch[t], position[tasks.operator[t]]
+                if between and previous is not None and previous[:2] == here[:2]:
+                    cuts.add(here[2] if kind in (TaskKind.FORWARD, TaskKind.RECOMPUTE) else previous[2])
+                previous, between = here, False
+        return cuts
+
+    def _wire(self, segment: Segment, number: int) -> None:
+        """Fill in where operands come from and which results leave the segment."""
+        leaves: dict[Leaf, int] = {}
+        results: dict[str, int] = {}
+        segment.backward = any(self.graph.has_backward[o] for o in segment.operators)
+        segment.trains = any(trains(self.graph, o) for o in segment.operators)
+        for o in segment.operators:
+            segment.arguments.append(self._arguments(o, leaves, results))
+            for name in self.graph.operators[o].outputs:
+                results[name] = len(results)
+        segment.leaves = list(leaves)
+        for name, result in results.items():
+            if self._leaves_segment(name, number):
+                segment.exports.append((result, name))
+                if name in self.graph.differentiable:
+                    segment.seeds.append((result, name))
+
+    def _arguments(self, o: int, leaves: dict[Leaf, int], results: dict[str, int]) -> tuple[int | None, ...]:
+        op = self.graph.operators[o]
+        piece = self.lowered.placed[o].placement.piece_on(self.device)
+        row: list[int | None] = []
+        microbatches = self.lowered.stages.microbatches
+        several: Sequence[int | None] = range(microbatches) if op.kind in OVER_BATCH and microbatches > 1 else (None,)
+        for m in several:
+            for p, region in enumerate(piece.inputs):
+                if region is None:
+                    row.append(None)
+                    continue
+                value = self._place(o, p)
+                if value.kind == "home" and value.name in results:
+                    row.append(~results[str(value.name)])
+                else:
+                    leaf = Leaf(value, self._gradient(o, p) if self.graph.has_backward[o] else None, m)
+                    row.append(leaves.setdefault(leaf, len(leaves)))
+        return tuple(row)
+
+    def _leaves_segment(self, name: str, number: int) -> bool:
+        """Whether a result of a segment is used outside of it."""
+        for e in self.lowered.edges_of[name]:
+            edge = self.lowered.edges[e]
+            if not edge.readers or any(self.segment_of.get(reader) != number for reader, _ in edge.readers):
+                return True
+            if self.active(Transport("forward", e)):
+                return True
+            if edge.backward is not None and self.active(Transport("backward", e)):
+                return True
+        return False
+
+    def _place(self, operator: int, position: int) -> Key:
+        """Where an operand lies on this device."""
+        name = self.graph.operators[operator].inputs[position]
+        kind = self.graph.tensor[name].kind
+        e = self.lowered.edge_of[operator, position]
+        if kind == "activation":
+            return Key("edge", e) if self.active(Transport("forward", e)) else Key("home", name)
+        if kind == "parameter":
+            return Key("edge", e) if self.active(Transport("gather", e)) else Key("home", name)
+        return Key("edge", e)  # inputs, buffers and constants are cut to the edge's region when they are fetched
+
+    def _gradient(self, operator: int, position: int) -> Key | None:
+        """Where the gradient with respect to an operand goes."""
+        name = self.graph.operators[operator].inputs[position]
+        if name not in self.graph.differentiable:
+            return None
+        e = self.lowered.edge_of[operator, position]
+        if self.graph.tensor[name].kind == "parameter" or self.active(Transport("backward", e)):
+            return Key("edge gradient", e)
+        # else another replica's gradient is used
+        return Key("home gradient", name) if name in self.home else None
+
+
+def _early(graph: OperatorGraph) -> frozenset[int]:
+    """Operators that count over the batch, and what they read: inputs, and what follows from those alone. Raises
+    FlexsearchError if such a count depends on a weight, which no microbatch may wait for."""
+    early: set[int] = set()
+    for i in reversed(range(len(graph.operators))):
+        op = graph.operators[i]
+        if op.kind in OVER_BATCH or i in early:
+            early.add(i)
+            for name in op.inputs:
+                if graph.tensor[name].kind == "parameter":
+                    raise FlexsearchError(
+                        f"operator {op.name!r} takes part in counting over the whole batch, but reads the weight "
+                        f"{name!r}, so microbatches would have to wait for each other",
+                        "Use one microbatch, or count targets that are inputs.",
+                    )
+                if name in graph.producer:
+                    early.add(graph.producer[name])
+    return frozenset(early)

@@ -1,0 +1,164 @@
+"""A rank's program: values live until their last use and no longer, and gradients are complete when they are used."""
+
+from __future__ import annotations
+
+import random
+from functools import cache
+
+import pytest
+
+from flexsearch.cost import Costs
+from flexsearch.graph import OperatorGraph
+from flexsearch.graph.importer import Imported, import_with_constants
+from flexsearch.lower import lower, lower_for_ranks
+from flexsearch.runtime import liveness
+from flexsearch.runtime.instructions import (
+    Assemble,
+    Backward,
+    Deliver,
+    Empty,
+    Forward,
+    Free,
+    Post,
+    Program,
+    Start,
+    Wait,
+)
+from flexsearch.runtime.listing import listing
+from flexsearch.runtime.program import compile_program
+from flexsearch.strategy import Strategy
+from flexsearch.strategy.baselines import baseline
+from flexsearch.topology import Topology
+from tests.staged_plans import deep, staged_plan, tokens_loss
+from tests.test_numerics import _imported
+
+
+@cache
+def imported() -> Imported:
+    """The model of the staged plans, traced once."""
+    model, tokens, targets = deep()
+    return import_with_constants(model, (tokens,), tokens_loss, targets=targets)
+
+
+def programs(plan: Strategy, graph: OperatorGraph) -> list[Program]:
+    """Of every rank."""
+    lowered = lower_for_ranks(graph, plan, plan.cluster, Costs(graph, plan.cluster))
+    return [compile_program(lowered, device) for device in range(len(plan.cluster.devices))]
+
+
+PLANS = range(6)
+
+
+@cache
+def drawn(number: int) -> list[Program]:
+    """The programs of a random plan."""
+    graph = imported().graph
+    return programs(staged_plan(graph, random.Random(number)), graph)
+
+
+@pytest.mark.parametrize("number", PLANS)
+def test_every_value_is_let_go_of_right_behind_its_last_use(number: int) -> None:
+    for program in drawn(number):
+        last: dict[int, int] = {}
+        freed: dict[int, int] = {}
+        for position, instruction in enumerate(program.instructions):
+            for slot in (*instruction.reads, *instruction.writes):
+                last[slot] = position
+            if isinstance(instruction, Free):
+                assert not freed.keys() & set(instruction.slots)
+                freed.update(dict.fromkeys(instruction.slots, position))
+        assert freed.keys() == last.keys()
+        for slot, position in last.items():
+            between = program.instructions[position + 1 : freed[slot]]
+            assert all(isinstance(instruction, Empty) for instruction in between)
+
+
+@pytest.mark.parametrize("number", PLANS)
+def test_what_is_waited_for_has_been_posted_once_and_what_is_read_has_been_written(number: int) -> None:
+    for program in drawn(number):
+        posted = [i.task for i in program.instructions if isinstance(i, Post)]
+        waited = [i.task for i in program.instructions if isinstance(i, Wait)]
+        assert len(set(posted)) == len(posted) and len(set(waited)) == len(waited) and set(posted) <= set(waited)
+        there: set[int] = set()
+        for instruction in program.instructions:
+            gradients = isinstance(instruction, Start | Backward | Assemble | Deliver)  # one that is missing is zero
+            assert gradients or isinstance(instruction, Free | Empty) or there.issuperset(instruction.reads)
+            there.update(instruction.writes)
+
+
+def test_every_pass_of_every_microbatch_runs_once() -> None:
+    for number in PLANS:
+        for program in drawn(number):
+            passes = [
+                (i.segment, i.microbatch, i.again if isinstance(i, Forward) else i.part)
+                for i in program.instructions
+                if isinstance(i, Forward | Backward)
+            ]
+            assert len(set(passes)) == len(passes)
+            forward = {(s, m) for s, m, what in passes if what is False}
+            microbatches = program.lowered.stages.microbatches
+            assert forward == {(s, m) for s in range(len(program.segments)) for m in range(microbatches)}
+
+
+def test_a_gradient_that_grows_after_it_has_been_used_is_an_error() -> None:
+    tried = 0
+    for number in PLANS:
+        for program in drawn(number):
+            bare = [i for i in program.instructions if not isinstance(i, Free | Post | Empty)]
+            liveness._check_gradients(bare, program.slots)
+            sent = next((k for k, i in enumerate(bare) if isinstance(i, Start) and _takes_gradient(program, i)), None)
+            if sent is None:
+                continue
+            slots = {slot for slot in bare[sent].reads if "gradient" in program.slots[slot].kind}
+            made = max(k for k in range(sent) if slots & set(bare[k].writes))
+            wrong = [*bare[:made], *bare[made + 1 : sent + 1], bare[made], *bare[sent + 1 :]]
+            with pytest.raises(AssertionError, match="grows after it has been used"):
+                liveness._check_gradients(wrong, program.slots)
+            tried += 1
+    assert tried > 3
+
+
+def _takes_gradient(program: Program, instruction: Start) -> bool:
+    return any("gradient" in program.slots[slot].kind for slot in instruction.reads)
+
+
+def test_a_gradient_goes_when_it_has_been_sent_though_a_part_of_it_stays() -> None:
+    graph, topology = _imported("mlp").graph, Topology.load("ethernet-1g:4")
+    lowered = lower(graph, baseline("fsdp", graph, topology), topology, Costs(graph, topology))
+    for device in range(4):
+        program = compile_program(lowered, device)
+        freed = {s: k for k, i in enumerate(program.instructions) if isinstance(i, Free) for s in i.slots}
+        delivered = [k for k, i in enumerate(program.instructions) if isinstance(i, Deliver)]
+        sharded = {
+            edge
+            for weight in lowered.weights
+            if len({entry.box for entry in weight.plan.storage}) > 1
+            for edge in weight.edges
+        }
+        gradients = [s for s, key in enumerate(program.slots) if key.kind == "edge gradient" and key.name in sharded]
+        assert gradients and all(freed[slot] < delivered[0] for slot in gradients)
+
+
+def test_receives_are_posted_ahead_but_not_all_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    graph, topology = _imported("mlp").graph, Topology.load("ethernet-1g:4")
+    lowered = lower(graph, baseline("fsdp", graph, topology), topology, Costs(graph, topology))
+
+    def most() -> int:
+        under_way = largest = 0
+        for instruction in compile_program(lowered, 0).instructions:
+            under_way += isinstance(instruction, Post) - isinstance(instruction, Wait)
+            largest = max(largest, under_way)
+        return largest
+
+    ahead = most()
+    monkeypatch.setattr(liveness, "POSTED_BYTES", 0)
+    assert most() == 1 < ahead
+
+
+def test_the_listing_shows_what_the_rank_runs() -> None:
+    for program in drawn(4):
+        lines = listing(program).splitlines()
+        for what, kind in (("post(", Post), ("wait(", Wait), ("del ", Free), ("empty(", Empty)):
+            assert sum(line.strip().startswith(what) for line in lines) == sum(
+                isinstance(i, kind) for i in program.instructions
+            )
