@@ -182,11 +182,11 @@ class SegmentRunner:
                 passed.outputs, [passed.leaves[k] for k in leaves], passed.gradients, retain_graph=keep,
                 allow_unused=True,
             )  # fmt: skip
-            for slot, gradient in zip(slots, made, strict=True):
+            for target, gradient in zip(slots, made, strict=True):
                 if gradient is not None:
                     # Never in place: autograd may hand out one tensor for several values.
-                    before = values[slot]
-                    values[slot] = gradient if before is None else before + gradient
+                    before = values[target]
+                    values[target] = gradient if before is None else before + gradient
 
         return run
 
