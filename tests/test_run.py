@@ -250,7 +250,7 @@ def _lose(strategy: str, how: str, timeout_s: float = 90.0) -> str:
         ends = {"die": lambda: os.kill(os.getpid(), signal.SIGKILL), "hang": lambda: time.sleep(600)}
         engine = parallel.engine
         first = next(k for k, i in enumerate(engine.program.instructions) if isinstance(i, Backward))
-        engine._actions[first] = lambda: ends[how]()  # type: ignore[func-returns-value]
+        engine._actions[first] = lambda: ends[how]()
     with pytest.raises(RuntimeFailure) as caught:
         parallel.step(inputs, targets)
     return str(caught.value)

@@ -161,8 +161,8 @@ class SegmentRunner:
     def backward(self, values: list[Any], instruction: Backward) -> Action:
         """The backward pass (a part of it) as a closure."""
         part, saved, seeds = instruction.part, instruction.saved, instruction.seeds
-        targets = tuple(zip(self.tracked, instruction.gradients, strict=True))
-        targets = tuple((leaf, slot) for leaf, slot in targets if slot is not None)
+        every = zip(self.tracked, instruction.gradients, strict=True)
+        targets = tuple((leaf, slot) for leaf, slot in every if slot is not None)
         leaves, slots = tuple(leaf for leaf, _ in targets), tuple(slot for _, slot in targets)
         first, keep = part != "weights", part == "inputs"
 
