@@ -18,6 +18,7 @@ import torch.nn.functional as F
 from flexsearch.errors import FileFormatError, RuntimeFailure
 from flexsearch.graph.importer import import_model
 from flexsearch.graph.loading import Loaded, load_callable
+from flexsearch.runtime.instructions import Backward
 from flexsearch.runtime.launch import call, free_port, launch
 from flexsearch.runtime.parallel import parallelize
 from flexsearch.runtime.timeline import clock_offset, compare
@@ -251,7 +252,9 @@ def _lose(strategy: str, how: str, timeout_s: float = 90.0) -> str:
         time.sleep(600)
     elif os.environ["RANK"] == "1":
         ends = {"die": lambda: os.kill(os.getpid(), signal.SIGKILL), "hang": lambda: time.sleep(600)}
-        parallel.engine._backward = lambda segment: ends[how]()  # type: ignore[method-assign, func-returns-value]
+        engine = parallel.engine
+        first = next(k for k, i in enumerate(engine.program.instructions) if isinstance(i, Backward))
+        engine._actions[first] = lambda: ends[how]()
     with pytest.raises(RuntimeFailure) as caught:
         parallel.step(inputs, targets)
     with pytest.raises(RuntimeFailure, match="the step cannot go on after a failure"):

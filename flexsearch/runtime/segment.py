@@ -161,8 +161,8 @@ class SegmentRunner:
     def backward(self, values: list[Any], instruction: Backward) -> Action:
         """The backward pass (a part of it) as a closure."""
         part, saved, seeds = instruction.part, instruction.saved, instruction.seeds
-        targets = tuple(zip(self.tracked, instruction.gradients, strict=True))
-        targets = tuple((leaf, slot) for leaf, slot in targets if slot is not None)
+        every = zip(self.tracked, instruction.gradients, strict=True)
+        targets = tuple((leaf, slot) for leaf, slot in every if slot is not None)
         leaves, slots = tuple(leaf for leaf, _ in targets), tuple(slot for _, slot in targets)
         first, keep = part != "weights", part == "inputs"
 
@@ -182,11 +182,11 @@ class SegmentRunner:
                 passed.outputs, [passed.leaves[k] for k in leaves], passed.gradients, retain_graph=keep,
                 allow_unused=True,
             )  # fmt: skip
-            for slot, gradient in zip(slots, made, strict=True):
+            for target, gradient in zip(slots, made, strict=True):
                 if gradient is not None:
                     # Never in place: autograd may hand out one tensor for several values.
-                    before = values[slot]
-                    values[slot] = gradient if before is None else before + gradient
+                    before = values[target]
+                    values[target] = gradient if before is None else before + gradient
 
         return run
 
