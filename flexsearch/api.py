@@ -178,6 +178,29 @@ class Setting:
             on_phase=on_phase, on_end=on_end,
         )  # fmt: skip
 
+    def contenders(self, result: SearchResult, count: int) -> dict[str, Strategy]:
+        """What of a search is worth measuring, by name: the answer ("found", unless it is a baseline), the next best
+        plans up to ``count`` of them in all, and every baseline that fits into memory."""
+        plans = {} if result.baseline else {"found": result.strategy}
+        for plan in result.runners_up:
+            if len(plans) >= count:
+                break
+            if plan.evaluation.time_s != result.simulation.makespan_s:
+                plans[f"found {len(plans) + 1}" if plans else "found"] = self.with_prediction(self._strategy(plan))
+        fitting = {name: o.strategy for name, o in result.baselines.items() if o.feasible}
+        return plans | {name: self.with_prediction(strategy) for name, strategy in fitting.items()}
+
+    def chosen(self, result: SearchResult, name: str, strategy: Strategy) -> SearchResult:
+        """The result with one of its contenders as the answer."""
+        if strategy.search is None and result.strategy.search is not None:
+            same = {"start": name, "locally_optimal": False}
+            strategy.search = result.strategy.search.model_copy(update=same)
+        return replace(
+            result, strategy=strategy, simulation=simulate_lowered(self.lower(strategy)), feasible=True,
+            locally_optimal=result.locally_optimal and strategy.content_hash() == result.strategy.content_hash(),
+            baseline=name if name in result.baselines else "", set_aside_s=None,
+        )  # fmt: skip
+
     def search_native(
         self, budget: str | float, *, options: Options | None = None,
         on_progress: Callable[[int, float], None] | None = None,

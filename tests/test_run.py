@@ -15,7 +15,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from flexsearch.children import module
 from flexsearch.errors import FileFormatError, RuntimeFailure
+from flexsearch.graph import OperatorGraph
 from flexsearch.graph.importer import import_model
 from flexsearch.graph.loading import Loaded, load_callable
 from flexsearch.runtime.instructions import Backward
@@ -24,9 +26,10 @@ from flexsearch.runtime.parallel import parallelize
 from flexsearch.runtime.timeline import clock_offset, compare
 from flexsearch.runtime.train import WARM_UP, _filled, train
 from flexsearch.simulate import simulate
-from flexsearch.strategy import Options, Strategy, StrategyFile
+from flexsearch.strategy import Measurement, Options, Strategy, StrategyFile
 from flexsearch.strategy.baselines import baseline
 from flexsearch.topology import Topology
+from tests.conftest import Cli
 from tests.ranks import context, pool
 
 SPEC = "flexsearch.zoo:mlp"
@@ -323,3 +326,38 @@ def test_a_mistake_of_the_user_ends_a_called_run_with_its_message_alone(tmp_path
 
 def _train_as_told(**arguments: Any) -> dict[str, Any]:
     return train(**arguments).summary()
+
+
+# ---- verification
+
+
+def test_verify_takes_the_plan_that_is_fastest_as_measured(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever the prediction says: here the last of the plans is said to be the fastest."""
+
+    def measured(target: str, arguments: dict[str, Any], count: int) -> list[float]:
+        assert count == 2 and all(Strategy.load(plan).is_plain for plan in arguments["plans"])
+        return [1.0 / (1 + number) for number in range(len(arguments["plans"]))]
+
+    monkeypatch.setattr("flexsearch.runtime.launch.call", measured)
+    ran = cli("optimize", "lenet", "-t", "ethernet-1g-2", "-b", "300", "--verify", "2", "--verify-steps", "3", "--json")
+    assert ran.code == 0, ran.err
+    rows, strategy = ran.json["verified"], Strategy.load("strategy.json")
+    assert {row["name"] for row in rows} > {"data-parallel", "single"} and len({row["predicted_s"] for row in rows}) > 3
+    assert [row["measured_s"] for row in rows] == sorted(row["measured_s"] for row in rows)
+    assert strategy.measurement == Measurement(iteration_s=rows[0]["measured_s"], steps=3, ranks=2)
+    assert ran.json["plan"] == rows[0]["name"] and ran.json["iteration_s"] == rows[0]["predicted_s"]
+    assert strategy.prediction is not None and strategy.prediction.iteration_s == rows[0]["predicted_s"]
+
+
+def test_under_torchrun_the_first_rank_searches_and_all_measure(here: Path) -> None:
+    command = ("optimize", "lenet", "-t", "ethernet-1g-2", "-b", "50", "--verify", "1", "--verify-steps", "1", "--json")
+    launch(module("flexsearch.cli", *command), 2, timeout_s=200.0)
+    done = Strategy.load("strategy.json").measurement
+    assert done is not None and done.steps == 1 and done.ranks == 2 and done.iteration_s > 0.0
+
+
+def test_verify_needs_the_model(cli: Cli) -> None:
+    OperatorGraph.load("lenet").save("mine.json")
+    ran = cli("optimize", "mine.json", "-t", "ethernet-1g-2", "-b", "50", "--verify", "1")
+    assert ran.code == 2 and "Give --model" in ran.err and not Path("strategy.json").exists()
+    assert "--verify K" in cli("optimize", "lenet", "--model", SPEC).err

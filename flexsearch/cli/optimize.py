@@ -26,6 +26,7 @@ from flexsearch.cli.common import (
     stdout,
 )
 from flexsearch.cli.layouts import optimize_layouts, refuse_with_layouts, too_large
+from flexsearch.cli.models import SetOption
 from flexsearch.cli.money import tell_cost, with_cost
 from flexsearch.cli.native import optimize_native
 from flexsearch.cli.plans import (
@@ -40,6 +41,16 @@ from flexsearch.cli.plans import (
 )
 from flexsearch.cli.progress import Live, compiling
 from flexsearch.cli.space import halved, refuse_with_native
+from flexsearch.cli.verify import (
+    Row,
+    VerifyModelOption,
+    VerifyOption,
+    VerifyStepsOption,
+    is_follower,
+    print_verified,
+    shipped_model,
+    verification,
+)
 
 if TYPE_CHECKING:
     from flexsearch.api import Setting
@@ -121,6 +132,10 @@ def optimize(
         Literal["free", "native"],
         typer.Option("--space", help="native: only plans that `flexsearch export` can write as ordinary PyTorch."),
     ] = "free",
+    verify: VerifyOption = None,
+    model: VerifyModelOption = None,
+    set_: SetOption = None,
+    verify_steps: VerifyStepsOption = 10,
     cost_per_hour: PriceOption = None,
     plot: Annotated[
         Path | None, typer.Option("--plot", help="Draw the progress of the search: a .png, .svg or .pdf file.")
@@ -141,7 +156,9 @@ def optimize(
     size = Size(batch, seq)
     setting = load_setting(graph, topology, profile, size)
     if plan_only or (resume is None and not pin and too_large(setting.graph)):
-        refuse_with_layouts(resume=resume, pin=pin, plot=plot, exhaustive=exhaustive, seed=seed, margin=margin)
+        refuse_with_layouts(
+            resume=resume, pin=pin, plot=plot, exhaustive=exhaustive, seed=seed, margin=margin, verify=verify
+        )
         options = make_options(optimizer, precision, recompute, reshard_after_forward, prefetch)
         optimize_layouts(
             setting, options, budget, processes, output, as_json, size.words(), plan_only, cost_per_hour,
@@ -149,11 +166,15 @@ def optimize(
         )
         return
     if space == "native":
-        refuse_with_native(resume=resume, pin=pin, plot=plot, exhaustive=exhaustive)
+        refuse_with_native(resume=resume, pin=pin, plot=plot, exhaustive=exhaustive, verify=verify)
         options = make_options(optimizer, precision, recompute, reshard_after_forward, prefetch)
         half = halved(budget)
         free = _search(setting, half, seed, None, (), processes, 0.0, options)
         optimize_native(setting, options, half, free, output, as_json, size.words(), cost_per_hour)
+        return
+    trial = verification(verify, verify_steps, graph, topology, model, set_, setting.graph, budget)
+    if trial is not None and is_follower():
+        trial.follow()
         return
     first = load_strategy(resume, setting) if resume is not None else None
     # What is to be proved is the best plan, not the simplest of the good ones.
@@ -167,13 +188,22 @@ def optimize(
     result, proof = _prove(setting, result, exhaustive, tuple(pin or ()))
     if proof is not None:
         _save(setting, result, output)
+    rows: list[Row] = []
+    if trial is not None and not signals.current.number:
+        with signals.current.released():
+            result, rows = trial.verified(setting, result)
+        _save(setting, result, output)
     if plot is not None:
         _draw(plot, setting, result)
     answer, others = _rows(setting, result)
     data = with_cost(_answer_data(setting, result, proof, answer, others, output), setting, cost_per_hour)
+    if trial is not None:
+        data["verified"] = [row._asdict() for row in rows]
 
     def human() -> None:
         print_plans(setting, [] if result.baseline else [answer], others)
+        if rows:
+            print_verified(rows, result)
         _say(graph, setting, result, proof, answer, share, output, size, cost_per_hour)
 
     show(as_json, data, human)
@@ -334,23 +364,20 @@ def _say(
 
 def _model(graph: str, planned: OperatorGraph) -> str:
     """The options of ``run`` that name the model of a graph, and the batch and sequence length that were planned."""
-    from flexsearch.graph.sequence import sequence_length
-    from flexsearch.graph.shipped import SHIPPED
-
-    if (source := SHIPPED.get(graph)) is None:
+    if (shipped := shipped_model(graph, planned)) is None:
         return "--model MODULE:CALLABLE"
-    text = f"--model flexsearch.zoo:{source.builder}"
-    sizes = {"batch": planned.batch, "seq": sequence_length(planned)}
-    for name, given in source.arguments.items():
-        value = sizes.get(name, given)
-        text += f" --batch {value}" if name == "batch" else f" --set {name}={value}"
-    return text
+    model, arguments = shipped
+    options = (f"--batch {v}" if name == "batch" else f"--set {name}={v}" for name, v in arguments.items())
+    return " ".join((f"--model {model}", *options))
 
 
 def _what_it_is(result: SearchResult, margin: float) -> str:
     """Whether the answer is a baseline or what the search found, in words."""
     from flexsearch.report.units import percent, ratio, seconds
 
+    if result.strategy.measurement is not None:
+        kind = f"the baseline {result.baseline}" if result.baseline else "found by the search"
+        return f"Best plan, the fastest as measured: {kind}."
     fitting = [(o.time_s, name) for name, o in result.baselines.items() if o.feasible]
     if not result.baseline:
         if not fitting or not result.simulation.makespan_s:

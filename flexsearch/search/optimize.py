@@ -401,11 +401,22 @@ class _Run:
         self.evaluate.use(self.options)
         return name, aside
 
+    def _runners_up(self) -> tuple[Tuned, ...]:
+        """What climbs ended with and fits, the best first. Plans that take the same time are mostly one plan on devices
+        that are alike: of each such the first, and none that takes as long as a baseline."""
+        seen = {plan.evaluation.time_s for plan in self.tuned.values()}
+        plans = []
+        for climbed in sorted(self.climbs, key=lambda climbed: by_rank(climbed.evaluation)):
+            if climbed.evaluation.feasible and climbed.evaluation.time_s not in seen:
+                seen.add(climbed.evaluation.time_s)
+                plans.append(Tuned(climbed.configs, self.options, climbed.evaluation))
+        return tuple(plans)
+
     def result(self, reason: str, margin: float, pins: tuple[str, ...]) -> SearchResult:
         """The best plan with all records; the best baseline if nothing beats it by the margin."""
         self.evaluate.use(self.options)  # an interrupted choice of the bucket size leaves another one
         self._merge()
-        name, aside = self._choose(margin)
+        runners_up, (name, aside) = self._runners_up(), self._choose(margin)
         simulation = simulate(self.evaluate.lower(self.best.configs))
         strategy = self._strategy(self.best.configs, self.options)
         strategy.prediction = Prediction(
@@ -422,7 +433,7 @@ class _Run:
         return SearchResult(
             strategy, simulation, self.best.evaluation.feasible, self.best.optimal, bound_s, self.outcomes,
             tuple(self.history), tuple(self.trails), self.proposals, self.accepted, time.monotonic() - self.began,
-            reason, name, aside, len(self.climber.space.parts), self._alternatives(),
+            reason, name, aside, runners_up, len(self.climber.space.parts), self._alternatives(),
         )  # fmt: skip
 
     def _alternatives(self) -> int:

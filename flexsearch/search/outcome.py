@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cached_property
 
+from flexsearch.search.tuning import Tuned
 from flexsearch.simulate import Simulation
 from flexsearch.strategy import Prediction, Strategy
 
@@ -67,7 +68,9 @@ class SearchResult:
     baseline by name, with the bucket size that suits it best. ``proposals``: of the climbs. ``stopped``: why the search
     ended, in words. ``trails``: of the climbs. ``baseline``: name of the baseline that the best plan is, empty if it is
     none. ``set_aside_s``: iteration time (s) of a faster plan that did not beat that baseline by the margin, if any.
-    ``sorts``: of layers that were to be split; ``alternatives``: other configs of one layer of each sort, together."""
+    ``runners_up``: other plans that climbs ended with and that fit into memory, the fastest first, no two of which take
+    the same time. ``sorts``: of layers that were to be split; ``alternatives``: other configs of one layer of each
+    sort, together."""
 
     strategy: Strategy
     simulation: Simulation
@@ -83,6 +86,7 @@ class SearchResult:
     stopped: str
     baseline: str
     set_aside_s: float | None
+    runners_up: tuple[Tuned, ...]
     sorts: int
     alternatives: int
 

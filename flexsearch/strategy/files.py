@@ -18,6 +18,7 @@ from flexsearch.strategy.positions import Numbers
 from flexsearch.strategy.records import (
     GraphReference,
     Input,
+    Measurement,
     OptimizerName,
     Options,
     Prediction,
@@ -107,6 +108,7 @@ class StrategyFile(FileModel):
     microbatches: Annotated[Count, Field(ge=1)] | None = None
     operators: dict[Name, ConfigFile]
     prediction: Prediction | None = None
+    measurement: Measurement | None = None
     search: Search | None = None
 
     @model_validator(mode="after")

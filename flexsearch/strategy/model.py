@@ -23,7 +23,7 @@ from flexsearch.strategy.files import (
     SynchronisationFile,
     read_strategy,
 )
-from flexsearch.strategy.records import GraphReference, Input, Options, Prediction, Reference, Search
+from flexsearch.strategy.records import GraphReference, Input, Measurement, Options, Prediction, Reference, Search
 from flexsearch.strategy.schedule import check_schedule, ranks_of
 from flexsearch.strategy.stage import ScheduleKind, Stage, by_axes, check_batch, check_stages, is_whole, whole
 from flexsearch.topology import Topology
@@ -56,6 +56,7 @@ class Strategy:
         microbatches: int = 1,
         schedule: ScheduleKind = "1f1b",
         orders: Sequence[str] = (),
+        measurement: Measurement | None = None,
     ) -> None:
         self.graph, self.inputs, self.cluster = graph, inputs, cluster
         self.topology = Reference(name=cluster.name, hash=cluster.content_hash())
@@ -63,7 +64,7 @@ class Strategy:
         self.stages = tuple(stages) or whole(tuple(self.configs), cluster)
         self.microbatches, self.schedule, self.orders = microbatches, schedule, tuple(orders)
         self.options = options or Options()
-        self.prediction, self.search = prediction, search
+        self.prediction, self.measurement, self.search = prediction, measurement, search
         self.example: tuple[Any, Any, Any] | None = None
         """What ``optimize`` was called with: inputs and targets, without values, and the loss. Not part of the file."""
 
@@ -171,8 +172,10 @@ class Strategy:
         return tuple(sorted({d for config in self.configs.values() for d in config.devices}))
 
     def content_hash(self) -> str:
-        """Digest of what is executed: configs, options, graph and topology; not of predictions or the search."""
-        return content_hash(self.to_file().model_dump(mode="json", exclude={"prediction", "search"}, exclude_none=True))
+        """Digest of what is executed: configs, options, graph and topology; not of predictions, measurements or the
+        search."""
+        notes = {"prediction", "measurement", "search"}
+        return content_hash(self.to_file().model_dump(mode="json", exclude=notes, exclude_none=True))
 
     def to_file(self) -> StrategyFile:
         """The file contents."""
@@ -199,6 +202,7 @@ class Strategy:
                 name: _config_file(self.configs[name], stage.positions) for name, stage in self._stage_of().items()
             },
             prediction=self.prediction,
+            measurement=self.measurement,
             search=self.search,
         )
 
@@ -246,6 +250,7 @@ class Strategy:
             file.graph, file.inputs, file.cluster, configs, options, file.prediction, file.search, stages=stages,
             microbatches=file.microbatches or 1,
             schedule="zero-bubble" if file.schedule == "auto" else file.schedule or "1f1b", orders=file.orders or (),
+            measurement=file.measurement,
         )  # fmt: skip
 
     def save(self, path: str | Path) -> None:

@@ -57,6 +57,14 @@ class Prediction(FileModel):
     peak_bytes: Annotated[int, Field(ge=0)] | None = None
 
 
+class Measurement(FileModel):
+    """What a real run took: ``iteration_s``, median over ``steps`` training steps on ``ranks`` processes."""
+
+    iteration_s: PredictedSeconds
+    steps: Annotated[int, Field(ge=1, le=MAX_COUNT)]
+    ranks: Annotated[int, Field(ge=1, le=MAX_COUNT)]
+
+
 class SearchRecord(FileModel):
     """How a strategy was found: with a budget of proposals, the same graph, topology, options, pins and seed give the
     same strategy. ``proposals``, ``climbs``: made so far, searches that it was resumed from included. ``start``: what
