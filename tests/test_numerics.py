@@ -204,7 +204,7 @@ def _precise(imported: Imported, file: str) -> tuple[list[float], set[torch.dtyp
     plan = Strategy.from_file(StrategyFile.model_validate_json(file))
     parallel = distribute(model.float(), imported, plan, _sgd)
     losses = [parallel.step((tokens,), targets).item() for _ in range(STEPS)]
-    return losses, {weight.dtype for weight in parallel.weights.values()}
+    return losses, {weight.dtype for weight in parallel.stored.weights.values()}
 
 
 def test_bf16_trains_float32_weights_to_about_the_same_losses() -> None:
