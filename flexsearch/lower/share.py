@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from flexsearch.errors import NotationError, StrategyError
 from flexsearch.graph import OperatorGraph
 from flexsearch.graph.batch import microbatch
+from flexsearch.graph.samples import check_sum_over_samples
 from flexsearch.lower.actions import read_order
 from flexsearch.lower.folding import Fold, fold
 from flexsearch.lower.schedule import Stages
@@ -27,8 +28,10 @@ class Share:
 
 def share_of(graph: OperatorGraph, topology: Topology, replicas: int, microbatches: int) -> Share:
     """One of ``replicas`` blocks' part of one of ``microbatches``. Raises StrategyError if the batch cannot be divided
-    so, TopologyError if the topology does not fall apart into equal blocks."""
+    so, or its loss is no sum over samples, TopologyError if the topology does not fall apart into equal blocks."""
     check_batch(graph.batch, replicas, microbatches)
+    if microbatches > 1:
+        _check_microbatches(graph, microbatches)
     if replicas > 1:
         parts = fold(graph, topology, replicas, microbatches)
         return Share(parts.part, parts.folding.block, parts)
@@ -36,6 +39,13 @@ def share_of(graph: OperatorGraph, topology: Topology, replicas: int, microbatch
         return Share(microbatch(graph, microbatches) if microbatches > 1 else graph, topology, None)
     except NotationError as error:
         raise StrategyError(f"the batch cannot be divided by {microbatches}: {error.message}") from error
+
+
+def _check_microbatches(graph: OperatorGraph, microbatches: int) -> None:
+    try:
+        check_sum_over_samples(graph)
+    except NotationError as error:
+        raise StrategyError(f"microbatches: {microbatches}: {error.message}", error.remedy) from error
 
 
 def stages_of(pipeline: Pipeline) -> Stages:

@@ -1,0 +1,58 @@
+"""Microbatches are for losses that are sums over samples; where samples depend on each other they are refused."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from flexsearch.errors import NotationError, StrategyError
+from flexsearch.graph import OperatorGraph, Tracing
+from flexsearch.graph.importer import import_model, import_with_constants
+from flexsearch.graph.samples import check_sum_over_samples
+from flexsearch.lower.share import share_of
+from flexsearch.topology import Topology
+from tests.small_models import case
+
+
+@pytest.mark.parametrize("name", ["alexnet", "bert", "llama_7b", "mixtral_8x7b", "nmt", "rnntc"])
+def test_losses_of_sequences_and_images_are_sums_over_samples(name: str) -> None:
+    check_sum_over_samples(OperatorGraph.load(name))
+
+
+@pytest.mark.parametrize(
+    ("name", "problem"),
+    [
+        ("towers", "'matmul' compares samples with each other"), ("lookups", "'add_3' reads a sum over all samples"),
+        ("convolutions", "'norm' reads a sum over all samples"), ("statistics", "'std' reads a sum over all samples"),
+    ],
+)  # fmt: skip
+def test_a_model_whose_samples_depend_on_each_other_has_no_microbatches(name: str, problem: str) -> None:
+    made = case(name, "float64")
+    tracing = Tracing(batch_norm_groups=made.groups)
+    graph = import_with_constants(made.model, made.inputs, made.loss, targets=made.targets, tracing=tracing).graph
+    with pytest.raises(StrategyError, match=problem):
+        share_of(graph, Topology.load("ethernet-1g:2"), 1, graph.batch)
+
+
+def test_a_loss_with_a_term_of_the_weights_alone_has_no_microbatches() -> None:
+    layer = torch.nn.Linear(4, 3)
+
+    def loss(scale: float) -> Callable[..., Tensor]:
+        def total(out: Tensor, target: Tensor) -> Tensor:
+            task = 2 * F.cross_entropy(out, target) + 0.1 * out.square().mean() / 7
+            return task + scale * layer.weight.square().sum() if scale else task
+
+        return total
+
+    batch = torch.randn(6, 4), torch.zeros(6, dtype=torch.long)
+    for scale in (0.0, 1e-3):
+        graph = import_model(layer, batch[:1], loss(scale), targets=batch[1])
+        if scale:
+            with pytest.raises(NotationError, match="with a sum over all samples, and not as a sum would"):
+                check_sum_over_samples(graph)
+        else:
+            check_sum_over_samples(graph)
