@@ -62,9 +62,6 @@ def plans() -> dict[str, tuple[str, Strategy, tuple[str, ...]]]:
             layout(llama, 1, 2, LLAMA, ranks=2, schedule="interleaved-1f1b", microbatches=4, options=FULL),
             ("ScheduleInterleaved1F1B(", "HELD = ((0, 2), (1, 3))"),
         ),
-        "pipeline, GPipe": (
-            "mlp", layout(net, 2, 1, ["layers.fc2"], ranks=2, schedule="gpipe", microbatches=2), ("ScheduleGPipe(",),
-        ),
         "pipeline, zero bubble": (
             "llama", layout(llama, 1, 1, LLAMA, ranks=4, schedule="zero-bubble", microbatches=4),
             ("ScheduleInterleavedZeroBubble(",),

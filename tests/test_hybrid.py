@@ -531,7 +531,7 @@ def test_a_layout_is_told_in_the_words_of_the_field() -> None:
     step = replace(found().step, samples=64)
     pipeline = Pipeline(8, (0, 3, 5, 9), ((0, 1), (2, 3)) * 2, 4, "interleaved-1f1b")
     options = Options(precision="bf16", recompute="full", reshard_after_forward=True)
-    assert layout_words(StagedRow("", pipeline, options, step, States.WEIGHTS)) == (
+    assert layout_words(StagedRow("", pipeline, options, step, Sharding(States.WEIGHTS))) == (
         "pipeline 2 x tensor 2 x data 8, 4 microbatches of 2, interleaved 1F1B, 2 stages on each device, weights "
         "sharded over 8 and gathered again in the backward pass, bf16 with float32 masters, recompute everything"
     )

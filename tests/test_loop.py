@@ -147,7 +147,7 @@ def test_clipped_training_under_any_plan_is_that_of_one_device(kind: str) -> Non
     expected, weights = plain(kind)
 
     @settings(
-        max_examples=10, derandomize=True, database=None, deadline=None, suppress_health_check=list(HealthCheck),
+        max_examples=6, derandomize=True, database=None, deadline=None, suppress_health_check=list(HealthCheck),
         phases=[Phase.explicit, Phase.generate],
     )  # fmt: skip
     @given(data=st.data(), ranks=st.integers(1, 4), whole=st.booleans())

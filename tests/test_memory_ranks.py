@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+import torch
 
 from flexsearch.cost import Costs
 from flexsearch.graph.importer import Imported
 from flexsearch.lower import lower
 from flexsearch.runtime.parallel import distribute
+from flexsearch.runtime.wire import Arrival
 from flexsearch.search.space import Space
 from flexsearch.simulate.memory import spans_of
 from flexsearch.strategy import Options, Strategy
@@ -31,10 +33,8 @@ def _held(name: str, imported: Imported, file: str) -> int:
     update = engine.update
 
     def look() -> None:
-        tensors = [*engine._values.values(), *engine._gradients.tensors(), *engine._results.values()]
-        tensors += [part for parts in engine._phases.values() for part in parts.values()]
-        tensors += [flat for flats in engine.wire._received.values() for flat in flats.values()]
-        tensors += engine.wire._reduced.values()
+        tensors = [value for value in engine._values if isinstance(value, torch.Tensor)]
+        tensors += [flat for value in engine._values if isinstance(value, Arrival) for flat in value.buffers]
         tensors += [w.grad for w in engine.weights.values() if w.grad is not None]
         storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}
         for tensor in (*engine.weights.values(), *(tensor for _, tensor in engine.fixed.values())):

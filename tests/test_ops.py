@@ -80,7 +80,7 @@ def check_pieces(called: nn.Module, traced: Imported, seed: str) -> None:
             _close(torch.zeros(()) if x is None else x, torch.zeros(()) if y is None else y)
 
 
-@pytest.mark.parametrize(("name", "number"), SAMPLES)
+@pytest.mark.parametrize(("name", "number"), [sample for sample in SAMPLES if sample[1] < 2])
 def test_its_graph_can_be_saved_counted_and_told(name: str, number: int, tmp_path: Path) -> None:
     graph = imported(name, number).graph
     graph.save(tmp_path / "graph.json")

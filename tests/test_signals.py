@@ -127,11 +127,12 @@ def test_nohup_is_obeyed(here: Path) -> None:
     assert process.returncode == 0
 
 
-def test_a_deadline_whose_error_a_destructor_loses_raises_it_again() -> None:
-    from flexsearch.cli.signals import deadline
+def test_a_deadline_whose_error_a_destructor_loses_raises_it_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    from flexsearch.cli import signals
 
+    monkeypatch.setattr(signals.current, "graceful", False)  # as commands of other tests leave it
     losses = 0
-    with pytest.raises(TimeoutError), deadline(0.01, TimeoutError("late")):
+    with pytest.raises(TimeoutError), signals.deadline(0.01, TimeoutError("late")):
         for _ in range(100):
             try:
                 time.sleep(0.1)

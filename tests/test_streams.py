@@ -33,7 +33,6 @@ def shell(command: str, *arguments: object, **env: str) -> Ran:
     [
         ('F "$@" >&-', 0), ('F "$@" > /dev/full', 2), ('F "$@" | head -c0', 141), ('F "$@" 2>&-', 0),
         ('F "$@" 2> /dev/full', 0), ('F "$@" >&- 2>&- <&-', 0), ('F "$@" --json > /dev/full', 2),
-        ('F "$@" --json | head -c0', 141), ('F "$@" --json 2>&-', 0),
     ],
 )  # fmt: skip
 def test_a_stream_that_fails_ends_nothing_but_the_printing(here: Path, command: str, code: int) -> None:
@@ -60,7 +59,7 @@ def test_any_encoding_will_do(here: Path, encoding: str) -> None:
         assert ran.out.isascii() and "plan u -> ?.json" in ran.out
 
 
-@pytest.mark.parametrize("columns", ["0", "20", "80", "wide", "9" * 30])
+@pytest.mark.parametrize("columns", ["0", "80", "9" * 30])
 def test_any_width_will_do(here: Path, columns: str) -> None:
     ran = run(*SIMULATE, env={"COLUMNS": columns})
     clean(ran, 0)
