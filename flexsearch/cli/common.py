@@ -123,6 +123,13 @@ def example(graph: str | None, topology: str | None, *others: object) -> tuple[s
     return graph or DEFAULT_GRAPH, topology or DEFAULT_TOPOLOGY
 
 
+def refuse_with(search: str, **given: object) -> None:
+    """Raise UsageError for options that say nothing about a kind of search."""
+    for name, value in given.items():
+        if value:
+            raise typer.BadParameter(f"does not go with a search {search}", param_hint=f"--{name}")
+
+
 def show(as_json: bool, data: dict[str, Any], human: Callable[[], None]) -> None:
     """Print the result of a command: ``data`` as JSON, or what ``human`` prints."""
     if as_json:

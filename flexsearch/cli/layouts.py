@@ -7,8 +7,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import typer
-
 from flexsearch.cli import signals
 from flexsearch.cli.common import show, stdout
 from flexsearch.cli.money import tell_cost, with_cost
@@ -34,13 +32,6 @@ def too_large(graph: OperatorGraph) -> bool:
     """Whether the model cannot be trained on this machine whatever the plan: its states exceed the memory."""
     weights = sum(t.nbytes for t in graph.of_kind("parameter"))
     return STATES * weights > os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-
-
-def refuse_with_layouts(**given: object) -> None:
-    """Raise UsageError for options that say nothing about layouts."""
-    for name, value in given.items():
-        if value:
-            raise typer.BadParameter("does not go with a search over layouts (--plan-only)", param_hint=f"--{name}")
 
 
 def need_time(budget: str) -> float:

@@ -22,10 +22,11 @@ from flexsearch.cli.common import (
     example,
     load_setting,
     load_strategy,
+    refuse_with,
     show,
     stdout,
 )
-from flexsearch.cli.layouts import optimize_layouts, refuse_with_layouts, too_large
+from flexsearch.cli.layouts import optimize_layouts, too_large
 from flexsearch.cli.models import SetOption
 from flexsearch.cli.money import tell_cost, with_cost
 from flexsearch.cli.native import optimize_native
@@ -40,7 +41,7 @@ from flexsearch.cli.plans import (
     print_plans,
 )
 from flexsearch.cli.progress import Live, compiling
-from flexsearch.cli.space import halved, refuse_with_native
+from flexsearch.cli.space import halved
 from flexsearch.cli.verify import (
     Row,
     VerifyModelOption,
@@ -156,9 +157,10 @@ def optimize(
     size = Size(batch, seq)
     setting = load_setting(graph, topology, profile, size)
     if plan_only or (resume is None and not pin and too_large(setting.graph)):
-        refuse_with_layouts(
-            resume=resume, pin=pin, plot=plot, exhaustive=exhaustive, seed=seed, margin=margin, verify=verify
-        )
+        refuse_with(
+            "over layouts (--plan-only)", resume=resume, pin=pin, plot=plot, exhaustive=exhaustive, seed=seed,
+            margin=margin, verify=verify,
+        )  # fmt: skip
         options = make_options(optimizer, precision, recompute, reshard_after_forward, prefetch)
         optimize_layouts(
             setting, options, budget, processes, output, as_json, size.words(), plan_only, cost_per_hour,
@@ -166,7 +168,7 @@ def optimize(
         )
         return
     if space == "native":
-        refuse_with_native(resume=resume, pin=pin, plot=plot, exhaustive=exhaustive, verify=verify)
+        refuse_with("among native plans", resume=resume, pin=pin, plot=plot, exhaustive=exhaustive, verify=verify)
         options = make_options(optimizer, precision, recompute, reshard_after_forward, prefetch)
         half = halved(budget)
         free = _search(setting, half, seed, None, (), processes, 0.0, options)

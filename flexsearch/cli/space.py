@@ -4,16 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import typer
-
 from flexsearch.cli.common import stdout
-
-
-def refuse_with_native(**given: object) -> None:
-    """Raise UsageError for options that say nothing about native plans."""
-    for name, value in given.items():
-        if value:
-            raise typer.BadParameter("does not go with a search among native plans", param_hint=f"--{name}")
 
 
 def halved(budget: str) -> str:
