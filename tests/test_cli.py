@@ -182,7 +182,7 @@ def test_import_makes_the_graph_that_is_shipped(cli: Cli) -> None:
 
 
 def test_import_hands_settings_to_the_callable_and_takes_files(cli: Cli) -> None:
-    Path("mine.py").write_text(
+    Path("own_builder.py").write_text(
         "import torch\n"
         "def build(batch=2, width=3, relu=False, note=''):\n"
         "    assert note == 'hello'\n"
@@ -190,7 +190,7 @@ def test_import_hands_settings_to_the_callable_and_takes_files(cli: Cli) -> None
         "    model = torch.nn.Sequential(*parts)\n"
         "    return model, (torch.ones(batch, 4),), torch.ones(batch, width), torch.nn.functional.mse_loss\n"
     )
-    for spec in ("mine.py:build", "mine:build"):
+    for spec in ("own_builder.py:build", "own_builder:build"):
         ran = cli("import", spec, "-o", "g.json", "--batch", 6, "--set", "width=5", "--set", "relu=True",
                   "--set", "note=hello", "--name", "mine", "--json")  # fmt: skip
         assert ran.code == 0, ran.err
