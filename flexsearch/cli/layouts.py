@@ -52,7 +52,7 @@ def optimize_layouts(
     asked: bool, cost_per_hour: float | None, native: bool = False,
 ) -> None:  # fmt: skip
     """Search over layouts, write the best plan, print it. ``size``: the options that gave the graph its size.
-    ``asked``: whether the user asked for plans that cannot be run. ``cost_per_hour``: money for a device.
+    ``asked``: whether the user gave --plan-only. ``cost_per_hour``: money for a device.
     ``native``: a second search, with half of the budget, looks for plans that can be exported; these are written."""
     from flexsearch.cli.space import halved, native_words, tell_export
     from flexsearch.errors import StrategyError

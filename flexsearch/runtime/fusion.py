@@ -11,13 +11,11 @@ from itertools import pairwise
 
 from flexsearch.errors import FlexsearchError
 from flexsearch.graph import OperatorGraph
+from flexsearch.graph.samples import COUNTS
 from flexsearch.lower import Lowered, TaskKind
 from flexsearch.lower.recompute import regions_of
 from flexsearch.lower.schedule import trains
 from flexsearch.runtime.instructions import Key, Leaf, Segment, Transport, reshard_of
-
-OVER_BATCH = ("valid_count",)
-"""Kinds of operators whose result is of the whole batch, not of a microbatch: divisors of means."""
 
 
 class Fusion:
@@ -61,7 +59,7 @@ class Fusion:
         cuts = {0, *self._cuts_by_order(position)}
         for k, (a, b) in enumerate(pairwise(self.mine)):
             together = self.stage_of[a], self.regions[a], a in self.early
-            whole = b in self.early and self.graph.operators[b].kind in OVER_BATCH
+            whole = b in self.early and self.graph.operators[b].kind in COUNTS
             if together != (self.stage_of[b], self.regions[b], b in self.early) or whole:
                 cuts.add(k + 1)
         for e, edge in enumerate(self.lowered.edges):
@@ -113,7 +111,7 @@ class Fusion:
         piece = self.lowered.placed[o].placement.piece_on(self.device)
         row: list[int | None] = []
         microbatches = self.lowered.stages.microbatches
-        several: Sequence[int | None] = range(microbatches) if op.kind in OVER_BATCH and microbatches > 1 else (None,)
+        several: Sequence[int | None] = range(microbatches) if op.kind in COUNTS and microbatches > 1 else (None,)
         for m in several:
             for p, region in enumerate(piece.inputs):
                 if region is None:
@@ -168,7 +166,7 @@ def _early(graph: OperatorGraph) -> frozenset[int]:
     early: set[int] = set()
     for i in reversed(range(len(graph.operators))):
         op = graph.operators[i]
-        if op.kind in OVER_BATCH or i in early:
+        if op.kind in COUNTS or i in early:
             early.add(i)
             for name in op.inputs:
                 if graph.tensor[name].kind == "parameter":

@@ -166,7 +166,8 @@ class Keep(Instruction):
 class Assemble(Instruction):
     """Put the results of a phase of a reshard together. ``sources``: source entry -> slot; ``kept``: local move ->
     slot of its copy; ``received``: exchange -> (task, member, slot); ``results``: destination entry -> slot. ``adds``:
-    to a gradient; ``refills``: a weight whose memory had been let go of."""
+    to a gradient; ``refills``: a weight whose memory had been let go of; ``owns``: the result has memory of its own,
+    which can be let go of."""
 
     transport: Transport
     phase: int

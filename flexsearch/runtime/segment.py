@@ -16,8 +16,8 @@ from flexsearch.graph.ops import KernelContext, build_kernel
 from flexsearch.graph.ops.batch_norm import fused_batch_norm
 from flexsearch.graph.ops.calls import dtype_of
 from flexsearch.graph.precision import PreciseGraph
+from flexsearch.graph.samples import COUNTS
 from flexsearch.lower import Lowered
-from flexsearch.runtime.fusion import OVER_BATCH
 from flexsearch.runtime.instructions import Backward, Forward, Segment
 from flexsearch.runtime.microbatches import piece_in_batch
 
@@ -194,7 +194,7 @@ class SegmentRunner:
 def _kernel(lowered: Lowered, operator: int, device: int, context: KernelContext, microbatch: int) -> Kernel:
     """The kernel of a device's piece of an operator for a microbatch."""
     op = lowered.graph.operators[operator]
-    microbatches = range(lowered.stages.microbatches) if op.kind in OVER_BATCH else (microbatch,)
+    microbatches = range(lowered.stages.microbatches) if op.kind in COUNTS else (microbatch,)
     kernels = []
     for m in microbatches:
         whole, piece, shapes = piece_in_batch(lowered, operator, device, m)
