@@ -312,7 +312,7 @@ kinds = st.tuples(
 )
 
 
-@settings(max_examples=12, deadline=None)
+@settings(max_examples=6, deadline=None)
 @given(st.lists(kinds, min_size=1, max_size=4), st.integers(1, 3), st.data())
 def test_any_chain_is_as_if_traced_whole(parts: list[tuple[str, int]], times: int, data: st.DataObject) -> None:
     def block(kind: str, number: int) -> nn.Module:

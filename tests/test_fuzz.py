@@ -32,7 +32,7 @@ from tests import fuzz_documents as documents
 from tests.conftest import streams_restored
 from tests.fuzz_documents import Data
 
-CASES = int(os.environ.get("FLEXSEARCH_FUZZ", "250"))
+CASES = int(os.environ.get("FLEXSEARCH_FUZZ", "150"))
 SEED = int(os.environ.get("FLEXSEARCH_FUZZ_SEED", "0"))
 PROFILED = int(os.environ.get("FLEXSEARCH_FUZZ_PROFILED", "100"))
 """One mutated graph of so many is measured: that imports torch."""

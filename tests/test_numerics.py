@@ -31,7 +31,7 @@ from tests.test_states import slow_between_hosts
 SEED = os.environ.get("FLEXSEARCH_NUMERICS_SEED")
 """Other cases than CI's fixed ones."""
 
-CASES = int(os.environ.get("FLEXSEARCH_NUMERICS_CASES", "10"))
+CASES = int(os.environ.get("FLEXSEARCH_NUMERICS_CASES", "6"))
 """Random strategies for each model; thousands offline, a few hundred in all in CI."""
 
 COSTLY = {
