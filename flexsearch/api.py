@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -27,6 +28,7 @@ from flexsearch.simulate import simulate as simulate_lowered
 from flexsearch.simulate.staged import Step as StagedStep
 from flexsearch.simulate.staged import step_of_strategy
 from flexsearch.simulate.variants import Plan, Variants
+from flexsearch.spaces import Space, prefers_layout, seconds_of_layouts, seconds_of_splits
 from flexsearch.strategy import OperatorConfig, Options, Prediction, Strategy
 from flexsearch.strategy.baselines import baselines, effective
 from flexsearch.strategy.pipeline import Pipeline
@@ -358,6 +360,7 @@ def optimize(
     margin: float = MARGIN,
     options: Options | None = None,
     processes: int | None = None,
+    space: Space = "free",
 ) -> Strategy:
     """The fastest strategy found for training ``model`` on ``topology`` (a Topology, a file or a preset).
 
@@ -366,7 +369,9 @@ def optimize(
     ``budget``: "30s", "2m", or a number of proposals, with which the same arguments give the same strategy everywhere.
     On several ranks give a number of proposals, or optimize once and save. ``start``: a strategy to go on from.
     ``pins``: what is fixed, as ``"encoder.*: batch=4, devices=0-3"``. ``processes``: at most so many search at once;
-    None: one for each core. ``margin``: a baseline is kept unless a plan is faster by more than this share of its time.
+    None: one for each core. ``space``: "splits": plans of one stage with any splits; "layouts": with stages and
+    microbatches; "free": both, layouts only with a budget of time and neither ``start`` nor ``pins``. ``margin``: a
+    baseline is kept unless a plan is faster by more than this share of its time.
     Raises ImportModelError, TopologyError, ProfileError; StrategyError if no plan was found that fits into memory."""
     example = None
     if isinstance(model, OperatorGraph):
@@ -379,12 +384,27 @@ def optimize(
         graph = import_model(model, inputs, loss, targets=targets)
         example = (*on_meta((inputs, targets)), loss)
     cluster = topology if isinstance(topology, Topology) else Topology.load(topology)
-    result = Setting.of(graph, cluster, profile).search(
-        budget, seed=seed, start=start, pins=pins, margin=margin, options=options, processes=processes
-    )
-    refuse_what_does_not_fit(result, cluster)
-    result.strategy.example = example
-    return result.strategy
+    setting = Setting.of(graph, cluster, profile)
+    both = space == "free" and start is None and not pins
+    seconds = parse_budget(budget)[0] if both else None
+    layouts = None
+    if space == "layouts":
+        strategy = setting.search_layouts(budget, options=options, processes=processes).strategy
+    else:
+        splits = setting.search(
+            budget if seconds is None else f"{seconds_of_splits(seconds, graph):.6f}s", seed=seed, start=start,
+            pins=pins, margin=margin, options=options, processes=processes,
+        )  # fmt: skip
+        if seconds is not None and (rest := seconds_of_layouts(seconds, graph, splits)):
+            with suppress(StrategyError):  # no layout suits the graph or the devices
+                layouts = setting.search_layouts(f"{rest:.6f}s", options=options, processes=processes)
+        if layouts is None or not prefers_layout(layouts, splits, margin):
+            refuse_what_does_not_fit(splits, cluster)
+            strategy = splits.strategy
+        else:
+            strategy = layouts.strategy
+    strategy.example = example
+    return strategy
 
 
 def refuse_what_does_not_fit(result: SearchResult, topology: Topology) -> None:

@@ -7,16 +7,17 @@ from flexsearch.errors import FlexsearchError
 from flexsearch.graph.sequence import sequence_length
 from flexsearch.planning import OnProgress, plan, words_of
 from flexsearch.report.whatif import Changed, PlanOnCluster
+from flexsearch.spaces import Space
 from flexsearch.strategy import Options, Strategy
 from flexsearch.topology import Topology
 
 
 def on_changed(
-    setting: Setting, strategy: Strategy, topology: Topology, change: str, budget: str | float, *, layouts: bool,
+    setting: Setting, strategy: Strategy, topology: Topology, change: str, budget: str | float, *, space: Space,
     on_progress: OnProgress | None = None,
 ) -> tuple[Changed, Strategy | None]:  # fmt: skip
     """A strategy for ``setting`` as it is and on ``topology``, and what a new search finds there; with the strategy for
-    the changed cluster that is faster, None where none fits. ``change``: in words; ``layouts``: as of
+    the changed cluster that is faster, None where none fits. ``change``: in words; ``space``: as of
     ``planning.plan``. Raises StrategyError if the strategy is not for the setting, ProfileError if the profile of the
     setting is of other devices than the changed ones."""
     words = words_of(setting, strategy)
@@ -24,12 +25,12 @@ def on_changed(
     there = Setting.of(setting.graph, topology, setting.costs.profile)
     start, same = _moved(there, strategy, words)
     options = strategy.options
-    if layouts:  # the search sets the others
+    if space == "layouts":  # the search sets the others
         options = Options(optimizer=options.optimizer, precision=options.precision)
     looked_at, kept = 0, True
     anew, best = same, start
     try:
-        planned = plan(there, budget, options, layouts=layouts, start=start, on_progress=on_progress)
+        planned = plan(there, budget, options, space=space, start=start, on_progress=on_progress)
     except FlexsearchError as error:
         if start is None:
             anew = PlanOnCluster(None, reason=error.message)

@@ -80,7 +80,7 @@ class _Tries:
         if seconds < 0.2 * self.each_s:
             return None
         try:
-            best = plan(setting, f"{seconds:.6f}s", options, layouts=True, on_progress=self.report)
+            best = plan(setting, f"{seconds:.6f}s", options, space="layouts", on_progress=self.report)
         except KeyboardInterrupt:
             best = None
         except FlexsearchError:

@@ -1,17 +1,19 @@
-"""Floor 5: the best plan for a setting, from whichever search suits it: of single operators, or of layouts."""
+"""Floor 5: the best plan for a setting, from the searches over splits of operators and over layouts."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from flexsearch.api import Setting
+from flexsearch.api import Setting, parse_budget
+from flexsearch.errors import StrategyError
 from flexsearch.report import groups
 from flexsearch.report.layouts import StagedRow, layout_words
 from flexsearch.report.units import seconds
-from flexsearch.search.hybrid import HybridProgress
-from flexsearch.search.outcome import Progress
+from flexsearch.search.hybrid import HybridProgress, HybridResult
+from flexsearch.search.outcome import Progress, SearchResult
 from flexsearch.simulate.staged import Step
+from flexsearch.spaces import Space, prefers_layout, seconds_of_layouts, seconds_of_splits
 from flexsearch.strategy import Options, Strategy
 
 
@@ -49,23 +51,48 @@ OnProgress = Callable[[PlanProgress], None]
 
 
 def plan(
-    setting: Setting, budget: str | float, options: Options, *, layouts: bool, start: Strategy | None = None,
+    setting: Setting, budget: str | float, options: Options, *, space: Space, start: Strategy | None = None,
     seed: int = 0, on_progress: OnProgress | None = None,
 ) -> Planned:  # fmt: skip
-    """Search for the fastest plan. ``layouts``: among data x tensor x pipeline layouts, with a budget of time; else
-    among the splits of single operators, from ``start`` too. A plan that fits nowhere is answered all the same
+    """Search for the fastest plan in a space. Layouts need a budget of time; a number of proposals goes to splits.
+    ``start``: a plan that the search over splits begins with too. A plan that fits nowhere is answered all the same
     (``step.missing``). Raises StrategyError where there is no plan."""
     report = on_progress or (lambda now: None)
-    if layouts:
-        return _layout(setting, budget, options, report)
-    return _splits(setting, budget, options, start, seed, report)
+    seconds = parse_budget(budget)[0]
+    if space == "layouts":
+        return _of_layouts(setting, _layouts(setting, budget, options, report))
+    if space == "splits" or seconds is None:
+        return _of_splits(setting, _splits(setting, budget, options, start, seed, report))
+    splits = _splits(setting, f"{seconds_of_splits(seconds, setting.graph):.6f}s", options, start, seed, report)
+    best = _of_splits(setting, splits)
+    rest = seconds_of_layouts(seconds, setting.graph, splits)
+    if not rest or best.interrupted:
+        return best
+    try:
+        layouts = _layouts(setting, f"{rest:.6f}s", options, report)
+    except StrategyError:  # no layout suits the graph or the devices
+        return best
+    other = _of_layouts(setting, layouts)
+    best, rest_of_them = (other, best) if prefers_layout(layouts, splits, 0.0) else (best, other)
+    return replace(
+        best, looked_at=best.looked_at + rest_of_them.looked_at, interrupted=other.interrupted,
+        data_parallel_s=_least(best.data_parallel_s, rest_of_them.data_parallel_s),
+    )  # fmt: skip
 
 
-def _layout(setting: Setting, budget: str | float, options: Options, report: OnProgress) -> Planned:
+def _least(*times: float | None) -> float | None:
+    """The shortest time that is one."""
+    return min((time_s for time_s in times if time_s is not None), default=None)
+
+
+def _layouts(setting: Setting, budget: str | float, options: Options, report: OnProgress) -> HybridResult:
     def watch(now: HybridProgress) -> None:
         report(PlanProgress(now.phase, now.elapsed_s, now.plans, now.best_s))
 
-    result = setting.search_layouts(budget, options=options, on_progress=watch)
+    return setting.search_layouts(budget, options=options, on_progress=watch)
+
+
+def _of_layouts(setting: Setting, result: HybridResult) -> Planned:
     best = result.best
     row = StagedRow("", best.pipeline, best.options, result.step, best.layout.sharding, best.changed)
     step = result.baselines["data-parallel"][1] if "data-parallel" in result.baselines else None
@@ -77,11 +104,14 @@ def _layout(setting: Setting, budget: str | float, options: Options, report: OnP
 
 def _splits(
     setting: Setting, budget: str | float, options: Options, start: Strategy | None, seed: int, report: OnProgress
-) -> Planned:
+) -> SearchResult:
     def watch(now: Progress) -> None:
         report(PlanProgress(now.phase, now.elapsed_s, now.proposals, now.best_s))
 
-    result = setting.search(budget, options=options, start=start, seed=seed, on_progress=watch)
+    return setting.search(budget, options=options, start=start, seed=seed, on_progress=watch)
+
+
+def _of_splits(setting: Setting, result: SearchResult) -> Planned:
     parallel = result.baselines.get("data-parallel")
     return Planned(
         result.strategy, setting.step(result.strategy), result.baseline or words_of(setting, result.strategy),

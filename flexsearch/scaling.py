@@ -13,6 +13,7 @@ from flexsearch.graph import OperatorGraph
 from flexsearch.graph.batch import with_batch
 from flexsearch.planning import PlanProgress, plan
 from flexsearch.report.scaling import Kind, ScalingPoint
+from flexsearch.spaces import Space
 from flexsearch.strategy import Options, Strategy
 from flexsearch.topology.sizes import Sizes
 
@@ -22,13 +23,13 @@ OnProgress = Callable[[str, PlanProgress], None]
 
 @dataclass(frozen=True)
 class Scaler:
-    """Plans ``graph`` on clusters of one sort. ``budget``: of each search; ``layouts``: as of ``planning.plan``."""
+    """Plans ``graph`` on clusters of one sort. ``budget``: of each search; ``space``: as of ``planning.plan``."""
 
     graph: OperatorGraph
     sizes: Sizes
     budget: str | float
     options: Options
-    layouts: bool
+    space: Space
     profile: Profile | None = None
     on_progress: OnProgress | None = None
 
@@ -65,9 +66,11 @@ class Scaler:
 
         try:
             setting = Setting.of(with_batch(self.graph, factor), self.sizes.of(devices), self.profile)
-            if start is not None and not self.layouts:
+            if start is not None and not start.is_plain:
+                start = None  # the search over splits begins with plans of one stage
+            if start is not None:
                 start = Strategy.make(self.graph, setting.topology, start.configs, start.options)
-            best = plan(setting, self.budget, self.options, layouts=self.layouts, start=start, on_progress=report)
+            best = plan(setting, self.budget, self.options, space=self.space, start=start, on_progress=report)
         except FlexsearchError as error:  # no plan of this batch for these devices
             return ScalingPoint(devices, int(batch), None, reason=error.message), start
         if best.interrupted:

@@ -503,10 +503,10 @@ def test_the_best_pipeline_of_a_random_chain_is_reached(seed: int) -> None:
 
 def test_plans_on_paper_are_printed_written_and_simulated(cli: Cli, tmp_path: Path) -> None:
     path = tmp_path / "plan.json"
-    done = cli("optimize", "gpt2", "-t", "dgx-a100:1", "--plan-only", "-b", "5s", "-o", str(path), "--json")
+    done = cli("optimize", "gpt2", "-t", "dgx-a100:1", "--space", "layouts", "-b", "5s", "-o", str(path), "--json")
     assert done.code == 0, done.err
     data = json.loads(done.out)
-    assert data["plan_only"]
+    assert data["space"] == "layouts"
     assert data["fits"]
     assert data["plans_simulated"] > 1
     assert data["bound_s"] < data["iteration_s"]
@@ -543,18 +543,18 @@ def test_a_model_too_large_for_this_machine_is_planned_on_paper_without_being_as
     monkeypatch.setattr("flexsearch.cli.layouts.os.sysconf", lambda name: 2**14)  # 256 MiB of memory
     done = cli("optimize", "gpt2", "-t", "p100:1", "-b", "3s", "--json")
     assert done.code == 0, done.err
-    assert done.json["plan_only"]
+    assert done.json["space"] == "layouts"
 
 
 @pytest.mark.parametrize("more", [["--pin", "*: batch=2"], ["--exhaustive", "5s"], ["--seed", "3"]])
 def test_options_that_say_nothing_about_layouts_are_refused(cli: Cli, more: list[str]) -> None:
-    done = cli("optimize", "gpt2", "-t", "dgx-a100:1", "--plan-only", *more)
+    done = cli("optimize", "gpt2", "-t", "dgx-a100:1", "--space", "layouts", *more)
     assert done.code == 2
     assert "does not go with a search over layouts" in done.err
 
 
 def test_what_fits_nowhere_is_said_with_what_would_help(cli: Cli, here: Path) -> None:
-    done = cli("optimize", "llama_7b", "-t", "p100:1", "--plan-only", "-b", "3s")
+    done = cli("optimize", "llama_7b", "-t", "p100:1", "--space", "layouts", "-b", "3s")
     assert done.code != 0
     assert "fits into memory" in done.err
     assert "--precision bf16" in done.err

@@ -149,7 +149,7 @@ def test_money_is_paid_for_every_device_and_second() -> None:
 
 
 def scaler(**changes: Any) -> Scaler:
-    made = Scaler(OperatorGraph.load("lenet"), Sizes.named("ethernet-1g-2"), 10, Options(), layouts=False)
+    made = Scaler(OperatorGraph.load("lenet"), Sizes.named("ethernet-1g-2"), 10, Options(), space="splits")
     return replace(made, **changes)
 
 
@@ -159,7 +159,7 @@ def test_weak_scaling_grows_the_batch_with_the_devices_and_strong_scaling_does_n
         ("strong", 1, 64), ("weak", 1, 64), ("strong", 2, 64), ("weak", 2, 128), ("strong", 4, 64), ("weak", 4, 256),
     ]  # fmt: skip
     graph = with_batch(OperatorGraph.load("lenet"), Fraction(2))
-    alone = plan(Setting.of(graph, Topology.load("ethernet-1g-2")), 10, Options(), layouts=False)
+    alone = plan(Setting.of(graph, Topology.load("ethernet-1g-2")), 10, Options(), space="splits")
     again = found[3][1]
     assert again.step is not None
     assert again.step.makespan_s == alone.step.makespan_s
@@ -213,9 +213,10 @@ def test_the_command_prints_a_table_a_picture_and_what_it_costs(cli: Cli) -> Non
 
 
 def test_layouts_scale_too(cli: Cli) -> None:
-    ran = cli("scale", "lenet", "-t", "ethernet-1g-2", "--up-to", "2", "--plan-only", "-b", "200ms", "--weak", "--json")
+    cluster = ("-t", "ethernet-1g-2", "--up-to", "2")
+    ran = cli("scale", "lenet", *cluster, "--space", "layouts", "-b", "200ms", "--weak", "--json")
     assert ran.code == 0, ran.err
-    assert ran.json["plan_only"]
+    assert ran.json["space"] == "layouts"
     assert [row["batch"] for row in ran.json["weak"]["rows"]] == [64, 128]
 
 
@@ -226,7 +227,7 @@ def test_where_nothing_fits_the_command_says_what_to_try(cli: Cli) -> None:
     ran = cli("scale", "lenet", "-t", "tiny.json", "-b", "10")
     assert ran.code == 0, ran.err
     assert "Nothing fits on up to 2 devices." in ran.out
-    assert "Try more devices (--up-to), --plan-only, --precision bf16 or a shorter --seq." in ran.out
+    assert "Try more devices (--up-to), --precision bf16 or a shorter --seq." in ran.out
 
 
 def test_ctrl_c_gives_the_rows_so_far(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -259,7 +260,7 @@ def test_a_search_that_ctrl_c_cut_short_is_no_row() -> None:
         (("--up-to", "0"), "--up-to"),
         (("-t", "nowhere"), "nowhere"),
         (("-b", "soon"), "soon"),
-        (("-b", "500", "--plan-only"), "needs a budget of time"),
+        (("-b", "500", "--space", "layouts"), "needs a budget of time"),
         (("-o", "plot.txt"), ".png"),
         (("--batch", "1.5"), "1.5"),
         (("--cost-per-hour", "inf"), "finite"),
@@ -284,7 +285,7 @@ def test_optimize_and_simulate_say_what_a_step_costs(cli: Cli) -> None:
     assert again["cost"] == data["cost"]
     assert "a step costs" in cli("simulate", "-s", "strategy.json", "--cost-per-hour", "3").out
     assert "cost" not in cli("simulate", "-s", "strategy.json", "--json").json
-    arguments = ("optimize", "lenet", "-t", "ethernet-1g-2", "--plan-only", "-b", "200ms", "--cost-per-hour", "3")
+    arguments = ("optimize", "lenet", "-t", "ethernet-1g-2", "--space=layouts", "-b", "200ms", "--cost-per-hour", "3")
     layouts = cli(*arguments, "--json").json
     assert layouts["cost"]["per_step"] == pytest.approx(3 * 2 * layouts["iteration_s"] / 3600)
     assert json.dumps(layouts["plans"][0]["cost"]) == json.dumps(layouts["cost"])

@@ -1,9 +1,9 @@
-"""``optimize --plan-only``, and ``simulate`` of what it writes: plans with stages and microbatches."""
+"""``optimize --space layouts``, and ``simulate`` of what it writes: plans with stages and microbatches."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -23,6 +23,9 @@ if TYPE_CHECKING:
 STATES = 4
 """Copies of the weights that training keeps at least: themselves, gradients, two of Adam's."""
 
+
+SPLITS = "one stage"
+"""Name of the best plan without stages and microbatches in a table of layouts."""
 
 HELP = 0.5
 """Where nothing fits, what would help is looked for in this share of the budget."""
@@ -49,11 +52,13 @@ def need_time(budget: str) -> float:
 
 def optimize_layouts(
     setting: Setting, options: Options, budget: str, processes: int | None, output: Path, as_json: bool, size: str,
-    asked: bool, cost_per_hour: float | None, native: bool = False,
+    large: bool, cost_per_hour: float | None, native: bool = False,
 ) -> None:  # fmt: skip
     """Search over layouts, write the best plan, print it. ``size``: the options that gave the graph its size.
-    ``asked``: whether the user gave --plan-only. ``cost_per_hour``: money for a device.
-    ``native``: a second search, with half of the budget, looks for plans that can be exported; these are written."""
+    ``large``: the model is too large for this machine, and nothing else was searched. ``cost_per_hour``: money for a
+    device. ``native``: a second search, with half of the budget, looks for plans that can be exported; these are
+    written."""
+    from flexsearch.cli.details import tell
     from flexsearch.cli.space import halved, native_words, tell_export
     from flexsearch.errors import StrategyError
 
@@ -61,42 +66,58 @@ def optimize_layouts(
     free_s = None
     if native:
         budget, seconds = halved(budget), seconds / 2
-        free = _search(setting, options, seconds, budget, processes)
+        free = search_layouts(setting, options, seconds, budget, processes)
         free_s = free.best.seconds if free.best.feasible else None
         with signals.current.released():
-            result = _search(setting, options, seconds, budget, processes, native)
+            result = search_layouts(setting, options, seconds, budget, processes, native)
         free_s = min(free_s, result.best.seconds) if free_s is not None else None
     else:
-        result = _search(setting, options, seconds, budget, processes)
+        result = search_layouts(setting, options, seconds, budget, processes)
     if not result.best.feasible:
         raise StrategyError(*_nothing_fits(setting, options, result, seconds))
     result.strategy.save(output)
-    rows = [_row(name, candidate, step) for name, (candidate, step) in result.baselines.items()]
-    if not result.baseline:
-        rows.insert(0, _row("found", result.best, result.step))
-    rows.sort(key=lambda row: (row.name != (result.baseline or "found"), row.step.missing > 0, row.step.makespan_s))
-    data = with_cost(_data(setting, result, rows, output), setting, cost_per_hour)
-    if native:
-        data |= {"space": "native", "free_s": free_s}
 
-    def human() -> None:
-        from flexsearch.cli.details import tell
-
-        _say(setting, result, rows, output, size, asked, cost_per_hour)
+    def say_more() -> None:
+        if large:
+            tell("\nThe model is too large for this machine, so layouts were searched.")
         if native:
             tell(native_words(result.best.seconds, free_s))
             tell_export(output, size)
 
+    more: dict[str, Any] = {"space": "native", "free_s": free_s} if native else {"space": "layouts"}
+    answer_layouts(setting, result, output, as_json, size, cost_per_hour, more=more, say_more=say_more)
+
+
+def answer_layouts(
+    setting: Setting, result: HybridResult, output: Path, as_json: bool, size: str, cost_per_hour: float | None, *,
+    more: dict[str, Any], say_more: Callable[[], None], splits: Strategy | None = None,
+) -> None:  # fmt: skip
+    """Print a layout and what stands beside it. ``splits``: the best plan of one stage, if that was searched too;
+    ``more``: what else the JSON says; ``say_more``: what else is said."""
+    rows = [_row(name, candidate, step) for name, (candidate, step) in result.baselines.items()]
+    if not result.baseline:
+        rows.insert(0, _row("found", result.best, result.step))
+    if splits is not None:
+        rows.append(setting.staged_row(SPLITS, splits))
+    rows.sort(key=lambda row: (row.name != (result.baseline or "found"), row.step.missing > 0, row.step.makespan_s))
+    data = with_cost(_data(setting, result, rows, output) | more, setting, cost_per_hour)
+
+    def human() -> None:
+        _say(setting, result, rows, output, size, cost_per_hour)
+        say_more()
+
     show(as_json, data, human)
 
 
-def _search(
+def search_layouts(
     setting: Setting, options: Options, seconds: float, budget: str, processes: int | None, native: bool = False
 ) -> HybridResult:  # fmt: skip
+    """The search, with its progress on the terminal. A signal ends it with the best plan so far."""
+    before = signals.current.graceful
     with Live(compiling(), seconds) as live:
 
         def report(now: HybridProgress) -> None:
-            signals.current.graceful = now.plans > 0
+            signals.current.graceful = before or now.plans > 0
             best = f", best {now.best_s:.4g} s" if now.plans else ""
             live.show(now.phase, now.elapsed_s, seconds, f"{now.considered:,} plans{best}")
 
@@ -146,7 +167,7 @@ def _data(setting: Setting, result: HybridResult, rows: list[StagedRow], output:
 
     return {
         "graph": setting.graph.name, "topology": setting.topology.name, "path": str(output),
-        **staged_data(setting.graph, rows[0]), "plan_only": True, "plans_considered": result.considered,
+        **staged_data(setting.graph, rows[0]), "plans_considered": result.considered,
         "plans_simulated": result.plans,
         "elapsed_s": result.elapsed_s, "stopped": result.stopped, "bound_s": result.bound_s,
         "plans": [staged_data(setting.graph, row) for row in rows],
@@ -154,9 +175,8 @@ def _data(setting: Setting, result: HybridResult, rows: list[StagedRow], output:
 
 
 def _say(
-    setting: Setting, result: HybridResult, rows: list[StagedRow], output: Path, size: str, asked: bool,
-    cost_per_hour: float | None,
-) -> None:  # fmt: skip
+    setting: Setting, result: HybridResult, rows: list[StagedRow], output: Path, size: str, cost_per_hour: float | None
+) -> None:
     from flexsearch.cli.details import headline, tell
     from flexsearch.report.layouts import layout_words, memory_words, rate_words, staged_table, usage_words
     from flexsearch.report.units import percent, seconds
@@ -171,7 +191,7 @@ def _say(
         tell("Inside a group, some sorts of operators are split otherwise than Megatron's rules say; see the file.")
     if any(config.shares for config in result.best.configs):
         tell("Devices that are not equally fast share out samples by their speeds; see the file.")
-    fitting = [row.step.makespan_s for row in rows[1:] if not row.step.missing]
+    fitting = [row.step.makespan_s for row in rows[1:] if not row.step.missing and row.name != SPLITS]
     gain = ""
     if fitting and not result.baseline:
         gain = f", {percent(min(fitting) / best.step.makespan_s - 1.0)} faster than the best baseline"
@@ -179,6 +199,9 @@ def _say(
         f"A step takes {seconds(best.step.makespan_s)} ({rate_words(setting.graph, best.step)}, "
         f"MFU {percent(best.step.utilisation)}){gain}; no plan in this space is faster than {seconds(result.bound_s)}."
     )
+    for row in rows:
+        if row.name == SPLITS:
+            tell(f"With one stage and one microbatch the best plan takes {seconds(row.step.makespan_s)}.")
     tell(f"What devices do, on average: {usage_words(best.step)}. Communication counts where nothing hides it.")
     tell(f"Memory of the fullest device: {memory_words(best.step)}.")
     tell_cost(setting, best.step.makespan_s, cost_per_hour)
@@ -186,8 +209,6 @@ def _say(
         f"{result.considered:,} plans were considered, the {result.plans:,} most promising simulated, in "
         f"{result.elapsed_s:.3g} s; {result.stopped}."
     )
-    if not asked:
-        tell("\nThe model is too large for this machine, so layouts were searched.")
     command = " ".join(filter(None, ("flexsearch simulate", setting.graph.name, size, f"-s {output}")))
     tell(f"Wrote {output}. Simulate it with: {command}")
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
 from flexsearch.cli import signals
+from flexsearch.cli.answer import answer_data, answer_rows, say, tell_run
 from flexsearch.cli.common import (
     FINITE,
     BatchOption,
@@ -24,11 +26,10 @@ from flexsearch.cli.common import (
     load_strategy,
     refuse_with,
     show,
-    stdout,
 )
-from flexsearch.cli.layouts import optimize_layouts, too_large
+from flexsearch.cli.layouts import answer_layouts, optimize_layouts, search_layouts, too_large
 from flexsearch.cli.models import SetOption
-from flexsearch.cli.money import tell_cost, with_cost
+from flexsearch.cli.money import with_cost
 from flexsearch.cli.native import optimize_native
 from flexsearch.cli.plans import (
     OptimizerOption,
@@ -36,7 +37,6 @@ from flexsearch.cli.plans import (
     PrefetchOption,
     RecomputeOption,
     ReshardOption,
-    in_order,
     make_options,
     print_plans,
 )
@@ -44,20 +44,19 @@ from flexsearch.cli.progress import Live, compiling
 from flexsearch.cli.space import halved
 from flexsearch.cli.verify import (
     Row,
+    Verification,
     VerifyModelOption,
     VerifyOption,
     VerifyStepsOption,
     is_follower,
     print_verified,
-    shipped_model,
     verification,
 )
 
 if TYPE_CHECKING:
     from flexsearch.api import Setting
-    from flexsearch.graph import OperatorGraph
     from flexsearch.proof.exhaustive import Optimum, Step
-    from flexsearch.report import PlanRow
+    from flexsearch.search.hybrid import HybridResult
     from flexsearch.search.outcome import Progress, SearchResult
     from flexsearch.strategy import Options, Strategy
 
@@ -66,81 +65,112 @@ SLACK_S = 60.0
 """A search looks at the clock between two plans, and one plan for thousands of devices takes minutes: it is ended this
 much later than twice its budget (once for the baselines, once for the climbs)."""
 
-HARDLY: float = 1.1
-"""A plan that is not this many times as fast as the best baseline is called hardly better."""
+STAGED = "layout"
+"""Name of the best layout among the plans that --verify runs."""
+
+BudgetOption = Annotated[
+    str, typer.Option("--budget", "-b", metavar="30s|500", help="How long to search: a time, or a number of proposals.")
+]
+SeedOption = Annotated[int, typer.Option("--seed", min=0, max=2**63 - 1, metavar="N", help="Seed of the search.")]
+OutputOption = Annotated[Path, typer.Option("--output", "-o", help="Strategy file to write.")]
+ResumeOption = Annotated[
+    Path | None,
+    typer.Option("--resume", metavar="S", help="Strategy file to start from, with its options. May be the output."),
+]
+PinOption = Annotated[
+    list[str] | None,
+    typer.Option("--pin", metavar="PIN", help='Fix part of the plan: "encoder.*: batch=4, devices=0-3". Repeatable.'),
+]
+MarginOption = Annotated[
+    float | None,
+    typer.Option(
+        "--margin", min=0.0, max=100.0, metavar="PERCENT",
+        help="Keep the best baseline unless a plan beats it by so much. Default: 5.", **FINITE,
+    ),
+]  # fmt: skip
+ProcessesOption = Annotated[
+    int | None,
+    typer.Option("--processes", "-j", min=1, max=4096, metavar="N", help="Search processes. Default: one per core."),
+]
+ExhaustiveOption = Annotated[
+    str | None,
+    typer.Option(
+        "--exhaustive", metavar="60s|N", help="Then try to prove the optimum, for a time or a number of partial plans."
+    ),
+]
+SpaceOption = Annotated[
+    Literal["free", "splits", "layouts", "native"],
+    typer.Option(
+        "--space",
+        help="free: all plans. splits: one stage, any split of any operator. layouts: data x tensor x pipeline, with "
+        "stages, microbatches and recomputation. native: only what `flexsearch export` can write as ordinary PyTorch.",
+    ),
+]
+PlanOnlyOption = Annotated[bool, typer.Option("--plan-only", hidden=True, help="The same as --space layouts.")]
+PlotOption = Annotated[
+    Path | None, typer.Option("--plot", help="Draw the progress of the search: a .png, .svg or .pdf file.")
+]
+
+
+@dataclass(frozen=True)
+class _Asked:
+    """What the options say. ``first``: the plan to go on from; ``margin``: a share."""
+
+    graph: str
+    setting: Setting
+    size: Size
+    options: Options
+    budget: str
+    seed: int
+    processes: int | None
+    first: Strategy | None
+    pins: tuple[str, ...]
+    margin: float
+    exhaustive: str | None
+    space: Literal["free", "splits", "layouts", "native"]
+    output: Path
+    plot: Path | None
+    cost_per_hour: float | None
+    as_json: bool
+
+    @property
+    def seconds(self) -> float | None:
+        """The budget, if it is one for both spaces (s). What goes on from a plan, or keeps or proves something, is
+        about splits, and so is a number of proposals."""
+        from flexsearch.api import parse_budget
+
+        if self.space != "free" or self.first is not None or self.pins or self.exhaustive is not None:
+            return None
+        return parse_budget(self.budget)[0]
 
 
 def optimize(
     graph: MaybeGraphArgument = None,
     topology: TopologyOption = None,
-    budget: Annotated[
-        str,
-        typer.Option("--budget", "-b", metavar="30s|500", help="How long to search: a time, or a number of proposals."),
-    ] = "30s",
-    seed: Annotated[int, typer.Option("--seed", min=0, max=2**63 - 1, metavar="N", help="Seed of the search.")] = 0,
-    output: Annotated[Path, typer.Option("--output", "-o", help="Strategy file to write.")] = Path("strategy.json"),
+    budget: BudgetOption = "30s",
+    seed: SeedOption = 0,
+    output: OutputOption = Path("strategy.json"),
     profile: ProfileOption = None,
     batch: BatchOption = None,
     seq: SequenceOption = None,
-    resume: Annotated[
-        Path | None,
-        typer.Option("--resume", metavar="S", help="Strategy file to start from, with its options. May be the output."),
-    ] = None,
-    pin: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--pin", metavar="PIN", help='Fix part of the plan: "encoder.*: batch=4, devices=0-3". Repeatable.'
-        ),
-    ] = None,
+    resume: ResumeOption = None,
+    pin: PinOption = None,
     optimizer: OptimizerOption = "momentum",
     precision: PrecisionOption = "as-is",
     recompute: RecomputeOption = "none",
     reshard_after_forward: ReshardOption = False,
     prefetch: PrefetchOption = 1,
-    margin: Annotated[
-        float | None,
-        typer.Option(
-            "--margin",
-            min=0.0,
-            max=100.0,
-            metavar="PERCENT",
-            help="Keep the best baseline unless a plan beats it by so much. Default: 5.",
-            **FINITE,
-        ),
-    ] = None,
-    processes: Annotated[
-        int | None,
-        typer.Option(
-            "--processes", "-j", min=1, max=4096, metavar="N", help="Search processes. Default: one per core."
-        ),
-    ] = None,
-    exhaustive: Annotated[
-        str | None,
-        typer.Option(
-            "--exhaustive",
-            metavar="60s|N",
-            help="Then try to prove the optimum, for a time or a number of partial plans.",
-        ),
-    ] = None,
-    plan_only: Annotated[
-        bool,
-        typer.Option(
-            "--plan-only",
-            help="Search data x tensor x pipeline layouts with stages and microbatches.",
-        ),
-    ] = False,
-    space: Annotated[
-        Literal["free", "native"],
-        typer.Option("--space", help="native: only plans that `flexsearch export` can write as ordinary PyTorch."),
-    ] = "free",
+    margin: MarginOption = None,
+    processes: ProcessesOption = None,
+    exhaustive: ExhaustiveOption = None,
+    space: SpaceOption = "free",
+    plan_only: PlanOnlyOption = False,
     verify: VerifyOption = None,
     model: VerifyModelOption = None,
     set_: SetOption = None,
     verify_steps: VerifyStepsOption = 10,
     cost_per_hour: PriceOption = None,
-    plot: Annotated[
-        Path | None, typer.Option("--plot", help="Draw the progress of the search: a .png, .svg or .pdf file.")
-    ] = None,
+    plot: PlotOption = None,
     as_json: JsonOption = False,
 ) -> None:
     """Search for the fastest plan and write it to a strategy file.
@@ -156,59 +186,108 @@ def optimize(
 
     size = Size(batch, seq)
     setting = load_setting(graph, topology, profile, size)
-    if plan_only or (resume is None and not pin and too_large(setting.graph)):
+    large = resume is None and not pin and space in ("free", "native") and too_large(setting.graph)
+    layouts = plan_only or space == "layouts" or large
+    if layouts:
         refuse_with(
-            "over layouts (--plan-only)", resume=resume, pin=pin, plot=plot, exhaustive=exhaustive, seed=seed,
+            "over layouts (--space layouts)", resume=resume, pin=pin, plot=plot, exhaustive=exhaustive, seed=seed,
             margin=margin, verify=verify,
         )  # fmt: skip
-        options = make_options(optimizer, precision, recompute, reshard_after_forward, prefetch)
-        optimize_layouts(
-            setting, options, budget, processes, output, as_json, size.words(), plan_only, cost_per_hour,
-            space == "native",
-        )
-        return
-    if space == "native":
+    elif space == "native":
         refuse_with("among native plans", resume=resume, pin=pin, plot=plot, exhaustive=exhaustive, verify=verify)
-        options = make_options(optimizer, precision, recompute, reshard_after_forward, prefetch)
-        half = halved(budget)
-        free = _search(setting, half, seed, None, (), processes, 0.0, options)
-        optimize_native(setting, options, half, free, output, as_json, size.words(), cost_per_hour)
-        return
     trial = verification(verify, verify_steps, graph, topology, model, set_, setting.graph, budget)
     if trial is not None and is_follower():
         trial.follow()
         return
-    first = load_strategy(resume, setting) if resume is not None else None
     # What is to be proved is the best plan, not the simplest of the good ones.
     share = margin / 100 if margin is not None else 0.0 if exhaustive is not None else MARGIN
+    first = load_strategy(resume, setting) if resume is not None else None
     options = make_options(optimizer, precision, recompute, reshard_after_forward, prefetch)
-    result = _search(
-        setting, budget, seed, first, tuple(pin or ()), processes, share,
-        first.options if first is not None else options,
+    asked = _Asked(
+        graph, setting, size, options, budget, seed, processes, first, tuple(pin or ()), share, exhaustive, space,
+        output, plot, cost_per_hour, as_json,
     )  # fmt: skip
-    _save(setting, result, output)
-    result, proof = _prove(setting, result, exhaustive, tuple(pin or ()))
+    if layouts:
+        optimize_layouts(
+            setting, options, budget, processes, output, as_json, size.words(), large, cost_per_hour, space == "native"
+        )
+    elif space == "native":
+        _native(asked)
+    else:
+        _optimize(asked, trial)
+
+
+def _native(asked: _Asked) -> None:
+    """Two searches, each with half of the budget: among all plans of one stage, and among those that can be
+    exported."""
+    half = halved(asked.budget)
+    free = _search(replace(asked, margin=0.0), half)
+    optimize_native(
+        asked.setting, asked.options, half, free, asked.output, asked.as_json, asked.size.words(), asked.cost_per_hour
+    )
+
+
+def _optimize(asked: _Asked, trial: Verification | None) -> None:
+    """Search, prove and verify as asked; write the best plan and print it."""
+    from flexsearch.spaces import prefers_layout, seconds_of_splits
+
+    setting, seconds = asked.setting, asked.seconds
+    result = _search(asked, asked.budget if seconds is None else f"{seconds_of_splits(seconds, setting.graph):.6f}s")
+    if result.feasible:
+        _save(asked, result, None)
+    layouts = _search_layouts(asked, result)
+    staged = layouts if prefers_layout(layouts, result, asked.margin) else None
+    _save(asked, result, staged)
+    result, proof = _prove(asked, result)
     if proof is not None:
-        _save(setting, result, output)
+        _save(asked, result, staged)
     rows: list[Row] = []
     if trial is not None and not signals.current.number:
+        others = {} if layouts is None or layouts.strategy.is_plain or not layouts.best.feasible else {
+            STAGED: layouts.strategy
+        }  # fmt: skip
         with signals.current.released():
-            result, rows = trial.verified(setting, result)
-        _save(setting, result, output)
-    if plot is not None:
-        _draw(plot, setting, result)
-    answer, others = _rows(setting, result)
-    data = with_cost(_answer_data(setting, result, proof, answer, others, output), setting, cost_per_hour)
-    if trial is not None:
-        data["verified"] = [row._asdict() for row in rows]
+            result, rows = trial.verified(setting, result, others)
+        staged = layouts if rows[0].name == STAGED else None
+        _save(asked, result, staged)
+    if asked.plot is not None:
+        _draw(asked.plot, setting, result)
+    verified = {} if trial is None else {"verified": [row._asdict() for row in rows]}
+    if staged is not None:
+        answer_layouts(
+            setting, staged, asked.output, asked.as_json, asked.size.words(), asked.cost_per_hour,
+            more={"space": asked.space, **verified}, splits=result.strategy if result.feasible else None,
+            say_more=lambda: _say_more(asked, rows, staged.strategy),
+        )  # fmt: skip
+    else:
+        _answer(asked, result, proof, layouts, rows, verified)
+
+
+def _say_more(asked: _Asked, rows: list[Row], strategy: Strategy) -> None:
+    """Behind a layout: what was verified, and how to run it."""
+    if rows:
+        print_verified(rows, strategy)
+    tell_run(asked.graph, asked.setting.graph, asked.output, len(strategy.cluster.devices))
+
+
+def _answer(
+    asked: _Asked, result: SearchResult, proof: Optimum | None, layouts: HybridResult | None, rows: list[Row],
+    verified: dict[str, Any],
+) -> None:  # fmt: skip
+    """Print a plan of one stage. ``rows``: what was verified."""
+    setting = asked.setting
+    answer, others = answer_rows(setting, result)
+    data = {"path": str(asked.output), "space": asked.space, **verified}
+    data |= answer_data(setting, result, proof, answer, others, layouts)
 
     def human() -> None:
         print_plans(setting, [] if result.baseline else [answer], others)
         if rows:
-            print_verified(rows, result)
-        _say(graph, setting, result, proof, answer, share, output, size, cost_per_hour)
+            print_verified(rows, result.strategy)
+        say(asked.graph, setting, result, proof, answer, asked.margin, asked.output, asked.size, asked.cost_per_hour,
+            layouts)  # fmt: skip
 
-    show(as_json, data, human)
+    show(asked.as_json, with_cost(data, setting, asked.cost_per_hour), human)
 
 
 def _refuse_early(plot: Path | None, resume: Path | None, budget: str, exhaustive: str | None) -> None:
@@ -223,22 +302,21 @@ def _refuse_early(plot: Path | None, resume: Path | None, budget: str, exhaustiv
         parse_budget(text)
 
 
-def _search(
-    setting: Setting, budget: str, seed: int, first: Strategy | None, pins: tuple[str, ...], processes: int | None,
-    margin: float, options: Options,
-) -> SearchResult:  # fmt: skip
-    """The search. A signal ends it with the best plan so far; later ones only note that the command is to end. Raises
-    StrategyError if the cluster is so large that not even one plan was evaluated long after the budget was used up."""
+def _search(asked: _Asked, budget: str) -> SearchResult:
+    """The search over splits. A signal ends it with the best plan so far; later ones only note that the command is to
+    end. Raises StrategyError if the cluster is so large that not even one plan was evaluated long after the budget was
+    used up."""
     from flexsearch import compiled
     from flexsearch.api import parse_budget
     from flexsearch.errors import StrategyError
 
-    seconds = parse_budget(budget)[0]
+    seconds, setting = parse_budget(budget)[0], asked.setting
     # The first time on a machine, compiling takes longer than that.
     limit = 2.0 * seconds + SLACK_S if seconds is not None and compiled.is_warm() else None
     late = StrategyError(
-        f"the budget of {budget} was used up long ago: {setting.topology.name} with {len(setting.topology.devices)} "
-        f"devices, or {setting.graph.name} with {len(setting.graph.operators)} operators, is too large for it",
+        f"the budget of {asked.budget} was used up long ago: {setting.topology.name} with "
+        f"{len(setting.topology.devices)} devices, or {setting.graph.name} with {len(setting.graph.operators)} "
+        "operators, is too large for it",
         "Give more time, or search on fewer devices.",
     )
 
@@ -248,32 +326,53 @@ def _search(
 
     with _Live(budget) as live, signals.deadline(limit, late):
         return setting.search(
-            budget, seed=seed, start=first, pins=pins, processes=processes, margin=margin, options=options,
+            budget, seed=asked.seed, start=asked.first, pins=asked.pins, processes=asked.processes,
+            margin=asked.margin, options=asked.first.options if asked.first is not None else asked.options,
             on_progress=live.update, on_phase=live.prepare, on_end=end,
         )  # fmt: skip
 
 
-def _prove(
-    setting: Setting, result: SearchResult, budget: str | None, pins: tuple[str, ...]
-) -> tuple[SearchResult, Optimum | None]:
+def _search_layouts(asked: _Asked, result: SearchResult) -> HybridResult | None:
+    """The search over layouts in what is left of the budget; None where it is not asked for, has nothing to offer, or
+    was interrupted before it had a plan."""
+    from flexsearch.errors import StrategyError
+    from flexsearch.spaces import seconds_of_layouts
+
+    if asked.seconds is None or signals.current.number:
+        return None
+    seconds = seconds_of_layouts(asked.seconds, asked.setting.graph, result)
+    if not seconds:
+        return None
+    try:
+        with signals.current.released():
+            return search_layouts(asked.setting, asked.options, seconds, f"{seconds:.6f}s", asked.processes)
+    except (StrategyError, KeyboardInterrupt):  # no layout suits the graph or the devices
+        return None
+
+
+def _prove(asked: _Asked, result: SearchResult) -> tuple[SearchResult, Optimum | None]:
     """The result, or what an exhaustive search puts in its place, and that search; None if there was no time for it."""
+    budget = asked.exhaustive
     if budget is None or signals.current.number or result.stopped.startswith("interrupted"):
         return result, None
     proof = None
     try:
         with signals.current.released(), _Live(budget) as live:
-            proof = setting.prove(result, budget, pins=pins, on_progress=live.proving)
+            proof = asked.setting.prove(result, budget, pins=asked.pins, on_progress=live.proving)
     except KeyboardInterrupt:  # elsewhere than in the search itself, which catches it
         return result, proof
-    return setting.proved(result, proof), proof
+    return asked.setting.proved(result, proof), proof
 
 
-def _save(setting: Setting, result: SearchResult, output: Path) -> None:
-    """Write the strategy. Raises StrategyError if it fits into no memory."""
+def _save(asked: _Asked, result: SearchResult, staged: HybridResult | None) -> None:
+    """Write the plan of one stage, or that of the layout. Raises StrategyError if it fits into no memory."""
     from flexsearch.api import refuse_what_does_not_fit
 
-    refuse_what_does_not_fit(result, setting.topology)
-    result.strategy.save(output)
+    if staged is not None:
+        staged.strategy.save(asked.output)
+        return
+    refuse_what_does_not_fit(result, asked.setting.topology)
+    result.strategy.save(asked.output)
 
 
 def _draw(path: Path, setting: Setting, result: SearchResult) -> None:
@@ -285,152 +384,6 @@ def _draw(path: Path, setting: Setting, result: SearchResult) -> None:
     best = [(found.proposal, found.time_s) for found in result.history]
     figure = chains(trails, best, result.bound_s, f"{setting.graph.name} on {setting.topology.name}")
     write(path, rendered(figure, path.suffix.removeprefix(".")))
-
-
-def _rows(setting: Setting, result: SearchResult) -> tuple[PlanRow, list[PlanRow]]:
-    """The answer, and the baselines. If the answer is a baseline, it has its name and is one of them."""
-    from flexsearch.report import PlanRow
-
-    others = [PlanRow(name, o.simulation, setting.lower(o.strategy)) for name, o in result.baselines.items()]
-    for row in others:
-        if row.name == result.baseline:
-            return row, others
-    return PlanRow("found", result.simulation, setting.lower(result.strategy)), others
-
-
-def _answer_data(
-    setting: Setting, result: SearchResult, proof: Optimum | None, answer: PlanRow, others: list[PlanRow], output: Path
-) -> dict[str, Any]:
-    from flexsearch.report import groups, in_words, plan_rows
-
-    plans = plan_rows(in_order([] if result.baseline else [answer], others))
-    of_answer = next(p for p in plans if p["name"] == answer.name)
-    return {
-        "graph": setting.graph.name,
-        "topology": setting.topology.name,
-        "path": str(output),
-        "plan": answer.name,
-        **{k: v for k, v in of_answer.items() if k not in ("name", "note")},
-        "words": in_words(answer.lowered),
-        "groups": [{"layers": g.layers, "treatment": g.treatment} for g in groups(answer.lowered)],
-        "seed": result.strategy.search.seed if result.strategy.search else None,
-        "proposals": result.proposals,
-        "accepted": result.accepted,
-        "elapsed_s": result.elapsed_s,
-        "proposals_per_s": result.proposals / result.elapsed_s if result.elapsed_s else None,
-        "stopped": result.stopped,
-        "set_aside_s": result.set_aside_s,
-        "locally_optimal": result.locally_optimal,
-        "few_proposals": result.few,
-        "bound_s": result.bound_s,
-        "proof": None
-        if proof is None
-        else {
-            "complete": proof.complete,
-            "plans": proof.plans,
-            "bound_s": proof.bound_s,
-            "nodes": proof.nodes,
-            "simulated": proof.simulated,
-            "elapsed_s": proof.elapsed_s,
-            "stopped": proof.stopped,
-        },
-        "plans": plans,
-    }
-
-
-def _say(
-    graph: str, setting: Setting, result: SearchResult, proof: Optimum | None, answer: PlanRow, margin: float,
-    output: Path, size: Size, cost_per_hour: float | None,
-) -> None:  # fmt: skip
-    """The plan in words, how good it is, how the search ended, and what to do next."""
-    from flexsearch.cli.details import tell, tell_plan
-
-    tell(f"\n{_what_it_is(result, margin)}")
-    tell_plan(answer.lowered)
-    tell(f"\n{_how_good(result, proof)}")
-    tell_cost(setting, result.simulation.makespan_s, cost_per_hour)
-    basis = "compute times that were measured"
-    if setting.costs.profile is None:
-        basis = "data-sheet figures for the hardware; `flexsearch profile` measures yours"
-    tell(f"These times are predictions, based on {basis}.")
-    rate = result.proposals / result.elapsed_s if result.elapsed_s else 0.0
-    tell(f"{result.proposals:,} proposals in {result.elapsed_s:.1f} s ({rate:,.0f}/s). Stopped: {result.stopped}.")
-    if result.few:
-        tell(_few(result))
-    stdout.print(f"\nWrote {output}. To train a few steps and measure them:", soft_wrap=True)
-    count = len(result.strategy.cluster.devices)
-    stdout.print(f"  flexsearch run -n {count} {output} {_model(graph, setting.graph)}", soft_wrap=True)
-    if given := size.words():
-        stdout.print(f"To simulate, explain or plot it, give {given} again.", soft_wrap=True)
-
-
-def _model(graph: str, planned: OperatorGraph) -> str:
-    """The options of ``run`` that name the model of a graph, and the batch and sequence length that were planned."""
-    if (shipped := shipped_model(graph, planned)) is None:
-        return "--model MODULE:CALLABLE"
-    model, arguments = shipped
-    options = (f"--batch {v}" if name == "batch" else f"--set {name}={v}" for name, v in arguments.items())
-    return " ".join((f"--model {model}", *options))
-
-
-def _what_it_is(result: SearchResult, margin: float) -> str:
-    """Whether the answer is a baseline or what the search found, in words."""
-    from flexsearch.report.units import percent, ratio, seconds
-
-    if result.strategy.measurement is not None:
-        kind = f"the baseline {result.baseline}" if result.baseline else "found by the search"
-        return f"Best plan, the fastest as measured: {kind}."
-    fitting = [(o.time_s, name) for name, o in result.baselines.items() if o.feasible]
-    if not result.baseline:
-        if not fitting or not result.simulation.makespan_s:
-            return "Best plan, found by the search (no baseline fits into memory):"
-        best_s, name = min(fitting)
-        gain = ratio(best_s / result.simulation.makespan_s)
-        return f"Best plan, found by the search; {gain} as fast as the best baseline, {name}:"
-    buckets = f" with {_buckets(result)}" if len(result.strategy.cluster.devices) > 1 else ""
-    text = f"Best plan: the baseline {result.baseline}{buckets}."
-    if result.few:
-        return text  # nothing was found because hardly anything was tried
-    if result.set_aside_s is None:
-        return f"{text} The search found nothing faster."
-    if margin > 0:
-        near = f" (its best plan takes {seconds(result.set_aside_s)})"
-        return f"{text} The search found nothing {percent(margin)} faster{near}."
-    return text
-
-
-def _buckets(result: SearchResult) -> str:
-    """The bucket size of the answer in words."""
-    size = result.strategy.options.bucket_bytes
-    return f"gradient buckets of {size / 2**20:.3g} MiB"
-
-
-def _few(result: SearchResult) -> str:
-    """That the search has hardly begun, in words."""
-    starts = [o.time_s for o in result.baselines.values() if o.feasible]
-    gain = min(starts) / result.simulation.makespan_s if starts and result.simulation.makespan_s else 1.0
-    meaning = "the plan is hardly better than the best start" if gain < HARDLY else "there may well be better plans"
-    return (
-        f"Only {result.proposals:,} proposals in {result.elapsed_s:.3g} s, where one layer of each of {result.sorts:,} "
-        f"sorts has {result.alternatives:,} other configs in all: {meaning}. Give the search more time (--budget), or "
-        "continue it (--resume)."
-    )
-
-
-def _how_good(result: SearchResult, proof: Optimum | None) -> str:
-    """The time beside what is known of the optimum."""
-    from flexsearch.report.units import seconds
-
-    now, least = seconds(result.simulation.makespan_s), seconds(result.bound_s)
-    text = f"It takes {now} an iteration; no plan in this space is faster than {least}."
-    if result.locally_optimal:
-        text += " It is locally optimal: no change to a single operator makes it 1 % faster."
-    if proof is None:
-        return text
-    space = f"the {proof.plans:.3g} plans on aligned blocks of devices"
-    if proof.complete:
-        return f"{text}\nOf {space} none is faster: proved in {seconds(proof.elapsed_s)}."
-    return f"{text}\nOf {space} none is faster than {seconds(proof.bound_s)}, as far as was proved: {proof.stopped}."
 
 
 class _Live(Live):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from flexsearch.report.money import Price
     from flexsearch.report.scaling import Kind, Scaling, ScalingPoint
     from flexsearch.scaling import Scaler
+    from flexsearch.spaces import Space
     from flexsearch.strategy import Options
     from flexsearch.topology.sizes import Sizes
 
@@ -54,10 +55,9 @@ def scale(
     seq: SequenceOption = None,
     optimizer: OptimizerOption = "momentum",
     precision: PrecisionOption = "as-is",
-    plan_only: Annotated[
-        bool,
-        typer.Option("--plan-only", help="Search data x tensor x pipeline layouts, as optimize --plan-only does."),
-    ] = False,
+    space: Annotated[
+        Literal["free", "splits", "layouts"], typer.Option("--space", help="What to search, as in optimize.")
+    ] = "free",
     cost_per_hour: PriceOption = None,
     output: Annotated[
         Path | None, typer.Option("--output", "-o", help="Draw the curves: a .png, .svg or .pdf file.")
@@ -85,11 +85,12 @@ def scale(
     parse_budget(budget)  # refused before the work
     planned, sizes = Size(batch, seq).load(graph), Sizes.named(topology)
     measured = Profile.load(profile) if profile is not None else None
-    layouts = plan_only or too_large(planned)
-    if layouts:
+    if space == "free" and too_large(planned):
+        space = "layouts"
+    if space == "layouts":
         need_time(budget)
     options = make_options(optimizer, precision, "none", False)
-    scaler = Scaler(planned, sizes, budget, options, layouts, measured)
+    scaler = Scaler(planned, sizes, budget, options, space, measured)
     kinds: tuple[Kind, ...] = ("strong",) if strong and not weak else ("weak",) if weak and not strong else (
         "strong", "weak"
     )  # fmt: skip
@@ -97,9 +98,9 @@ def scale(
     curves = _curves(points, planned, Price(cost_per_hour) if cost_per_hour is not None else None)
     if output is not None:
         _draw(output, curves, planned, sizes)
-    data = _data(curves, planned, sizes, layouts, output)
+    data = _data(curves, planned, sizes, space, output)
     headline = f"{_title(planned, sizes)}; {times_words(measured)}"
-    show(as_json, data, lambda: _say(curves, headline, layouts, options, output))
+    show(as_json, data, lambda: _say(curves, headline, space, options, output))
 
 
 def _collect(scaler: Scaler, most: int, kinds: tuple[Kind, ...]) -> dict[Kind, list[ScalingPoint]]:
@@ -154,18 +155,18 @@ def _title(graph: OperatorGraph, sizes: Sizes) -> str:
 
 
 def _data(
-    curves: list[Scaling], graph: OperatorGraph, sizes: Sizes, layouts: bool, output: Path | None
+    curves: list[Scaling], graph: OperatorGraph, sizes: Sizes, space: Space, output: Path | None
 ) -> dict[str, Any]:
     from flexsearch.report.scaling import scaling_data
 
     return {
-        "graph": graph.name, "topology": sizes.whole.name, "batch": graph.batch, "plan_only": layouts,
+        "graph": graph.name, "topology": sizes.whole.name, "batch": graph.batch, "space": space,
         "interrupted": bool(signals.current.number), "path": str(output) if output is not None else None,
         **{curve.kind: scaling_data(curve) for curve in curves},
     }  # fmt: skip
 
 
-def _say(curves: list[Scaling], headline: str, layouts: bool, options: Options, output: Path | None) -> None:
+def _say(curves: list[Scaling], headline: str, space: Space, options: Options, output: Path | None) -> None:
     from flexsearch.cli.details import tell
     from flexsearch.report.scaling import scaling_table, verdict
 
@@ -178,10 +179,8 @@ def _say(curves: list[Scaling], headline: str, layouts: bool, options: Options, 
     if signals.current.number:
         tell("\nInterrupted: larger clusters were not planned.")
     if not any(curve.fitting for curve in curves):
-        others = {"--plan-only": not layouts, "--precision bf16": options.precision == "as-is"}
+        others = {"--space free": space == "splits", "--precision bf16": options.precision == "as-is"}
         remedies = [option for option, helps in others.items() if helps]
         tell(f"\nTry {', '.join(['more devices (--up-to)', *remedies])} or a shorter --seq.")
-    elif layouts:
-        tell("\nThese are layouts; optimize --plan-only writes one to a file.")
     if output is not None:
         stdout.print(f"\nWrote {output}.", soft_wrap=True)

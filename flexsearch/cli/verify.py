@@ -70,13 +70,16 @@ class Verification:
 
         measured([], self.topology, self.model, self.arguments, self.steps, self.wait_s)
 
-    def verified(self, setting: Setting, result: SearchResult) -> tuple[SearchResult, list[Row]]:
-        """The result with the fastest contender as measured in its place, and all of them, the fastest first."""
+    def verified(
+        self, setting: Setting, result: SearchResult, others: dict[str, Strategy]
+    ) -> tuple[SearchResult, list[Row]]:
+        """The result with the fastest contender as measured in its place, and all of them, the fastest first.
+        ``others``: run too; one of them does not take the result's place."""
         from flexsearch.output import temporary_folder
         from flexsearch.runtime.launch import call
         from flexsearch.strategy import Measurement
 
-        plans = setting.contenders(result, self.count)
+        plans = (setting.contenders(result, self.count) if result.feasible else {}) | others
         ranks = len(setting.topology.devices)
         with temporary_folder() as folder, Live(f"measuring {len(plans)} plans", None):
             paths = []
@@ -96,6 +99,8 @@ class Verification:
             strategy.measurement = Measurement(iteration_s=measured_s, steps=self.steps, ranks=ranks)
             rows.append(Row(name, predicted_s(strategy), measured_s))
         rows.sort(key=lambda row: row.measured_s)
+        if rows[0].name in others:
+            return result, rows
         return setting.chosen(result, rows[0].name, plans[rows[0].name]), rows
 
 
@@ -105,12 +110,12 @@ def predicted_s(strategy: Strategy) -> float:
     return strategy.prediction.iteration_s
 
 
-def print_verified(rows: list[Row], result: SearchResult) -> None:
-    """The table of what was run."""
+def print_verified(rows: list[Row], strategy: Strategy) -> None:
+    """The table of what was run. ``strategy``: the answer."""
     from flexsearch.report.grid import Column, Grid
     from flexsearch.report.units import ratio, seconds
 
-    done = result.strategy.measurement
+    done = strategy.measurement
     assert done is not None
     title = f"Measured on {done.ranks} processes, {done.steps} steps each (median)"
     numbers = map(Column, ("predicted", "measured", "measured /\npredicted"))
@@ -120,9 +125,9 @@ def print_verified(rows: list[Row], result: SearchResult) -> None:
         grid.add(row.name, seconds(row.predicted_s), seconds(row.measured_s), shown)
     stdout.print()
     stdout.print(grid)
-    if not is_rank() and len(result.strategy.cluster.hosts) > 1:
+    if not is_rank() and len(strategy.cluster.hosts) > 1:
         stdout.print(
-            f"The processes ran on this machine, without the network of {result.strategy.cluster.name}: start the "
+            f"The processes ran on this machine, without the network of {strategy.cluster.name}: start the "
             "command with torchrun there to measure that, too.", soft_wrap=True,
         )  # fmt: skip
 

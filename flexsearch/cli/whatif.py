@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from flexsearch.api import Setting
     from flexsearch.planning import PlanProgress
     from flexsearch.report.whatif import Changed
+    from flexsearch.spaces import Space
     from flexsearch.strategy import Strategy
     from flexsearch.topology import Topology
 
@@ -112,6 +113,7 @@ def _search(
     layouts = not plan.is_plain or found_by == "layouts" or too_large(setting.graph)
     if layouts:
         need_time(budget)
+    space: Space = "layouts" if layouts else "free"
     each = parse_budget(budget)
     with Live(compiling(), each[0] or each[1]) as live:
 
@@ -121,7 +123,7 @@ def _search(
             done = now.elapsed_s if each[0] is not None else now.plans
             live.show(f"searching anew: {now.phase}", done, state=now.words)
 
-        outcome = on_changed(setting, plan, changed, words, budget, layouts=layouts, on_progress=report)
+        outcome = on_changed(setting, plan, changed, words, budget, space=space, on_progress=report)
     signals.current.hold()
     return outcome
 

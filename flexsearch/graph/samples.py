@@ -39,6 +39,15 @@ def check_sum_over_samples(graph: OperatorGraph) -> None:
         states.update((name, state) for name, operand in outputs if (state := _state(op, operand, states)) is not None)
 
 
+def is_sum_over_samples(graph: OperatorGraph) -> bool:
+    """Whether microbatches compute what the batch does, and there is more than one sample to divide."""
+    try:
+        check_sum_over_samples(graph)
+    except NotationError:
+        return False
+    return graph.batch > 1
+
+
 def _samples(op: Operator, operand: Operand | None = None) -> set[str]:
     """Axes that run over samples: of an operator, or in one of its operands."""
     axes = {a for d in operand.dimensions for a in d.axes} if operand is not None else set(op.roles)

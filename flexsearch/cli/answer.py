@@ -1,0 +1,204 @@
+"""What ``optimize`` says of the plan that its search over splits found."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from flexsearch.cli.common import Size, stdout
+from flexsearch.cli.money import tell_cost
+from flexsearch.cli.plans import in_order
+from flexsearch.cli.verify import shipped_model
+
+if TYPE_CHECKING:
+    from flexsearch.api import Setting
+    from flexsearch.graph import OperatorGraph
+    from flexsearch.proof.exhaustive import Optimum
+    from flexsearch.report import PlanRow
+    from flexsearch.search.hybrid import HybridResult
+    from flexsearch.search.outcome import SearchResult
+
+HARDLY: float = 1.1
+"""A plan that is not this many times as fast as the best baseline is called hardly better."""
+
+
+def answer_rows(setting: Setting, result: SearchResult) -> tuple[PlanRow, list[PlanRow]]:
+    """The answer, and the baselines. If the answer is a baseline, it has its name and is one of them."""
+    from flexsearch.report import PlanRow
+
+    others = [PlanRow(name, o.simulation, setting.lower(o.strategy)) for name, o in result.baselines.items()]
+    for row in others:
+        if row.name == result.baseline:
+            return row, others
+    return PlanRow("found", result.simulation, setting.lower(result.strategy)), others
+
+
+def answer_data(
+    setting: Setting, result: SearchResult, proof: Optimum | None, answer: PlanRow, others: list[PlanRow],
+    layouts: HybridResult | None,
+) -> dict[str, Any]:  # fmt: skip
+    """The answer as JSON: the plan, how it was found, and beside it the baselines and the best layout."""
+    from flexsearch.report import groups, in_words, plan_rows
+
+    plans = plan_rows(in_order([] if result.baseline else [answer], others))
+    of_answer = next(p for p in plans if p["name"] == answer.name)
+    return {
+        "graph": setting.graph.name,
+        "topology": setting.topology.name,
+        "plan": answer.name,
+        **{k: v for k, v in of_answer.items() if k not in ("name", "note")},
+        "words": in_words(answer.lowered),
+        "groups": [{"layers": g.layers, "treatment": g.treatment} for g in groups(answer.lowered)],
+        "seed": result.strategy.search.seed if result.strategy.search else None,
+        "proposals": result.proposals,
+        "accepted": result.accepted,
+        "elapsed_s": result.elapsed_s,
+        "proposals_per_s": result.proposals / result.elapsed_s if result.elapsed_s else None,
+        "stopped": result.stopped,
+        "set_aside_s": result.set_aside_s,
+        "locally_optimal": result.locally_optimal,
+        "few_proposals": result.few,
+        "bound_s": result.bound_s,
+        "proof": None
+        if proof is None
+        else {
+            "complete": proof.complete,
+            "plans": proof.plans,
+            "bound_s": proof.bound_s,
+            "nodes": proof.nodes,
+            "simulated": proof.simulated,
+            "elapsed_s": proof.elapsed_s,
+            "stopped": proof.stopped,
+        },
+        "layouts": None if layouts is None else {
+            "iteration_s": layouts.step.makespan_s, "fits": layouts.best.feasible, "words": _layout_words(layouts),
+            "plans_considered": layouts.considered, "plans_simulated": layouts.plans,
+        },
+        "plans": plans,
+    }  # fmt: skip
+
+
+def say(
+    graph: str, setting: Setting, result: SearchResult, proof: Optimum | None, answer: PlanRow, margin: float,
+    output: Path, size: Size, cost_per_hour: float | None, layouts: HybridResult | None,
+) -> None:  # fmt: skip
+    """The plan in words, how good it is, how the search ended, and what to do next."""
+    from flexsearch.cli.details import tell, tell_plan
+
+    tell(f"\n{_what_it_is(result, margin)}")
+    tell_plan(answer.lowered)
+    tell(f"\n{_how_good(result, proof)}")
+    if layouts is not None:
+        tell(_beside(layouts, result))
+    tell_cost(setting, result.simulation.makespan_s, cost_per_hour)
+    basis = "compute times that were measured"
+    if setting.costs.profile is None:
+        basis = "data-sheet figures for the hardware; `flexsearch profile` measures yours"
+    tell(f"These times are predictions, based on {basis}.")
+    rate = result.proposals / result.elapsed_s if result.elapsed_s else 0.0
+    tell(f"{result.proposals:,} proposals in {result.elapsed_s:.1f} s ({rate:,.0f}/s). Stopped: {result.stopped}.")
+    if result.few:
+        tell(_few(result))
+    stdout.print(f"\nWrote {output}.", soft_wrap=True)
+    tell_run(graph, setting.graph, output, len(result.strategy.cluster.devices))
+    if given := size.words():
+        stdout.print(f"To simulate, explain or plot it, give {given} again.", soft_wrap=True)
+
+
+def _layout_words(layouts: HybridResult) -> str:
+    from flexsearch.report.layouts import StagedRow, layout_words
+
+    best = layouts.best
+    row = StagedRow("", best.pipeline, best.options, layouts.step, best.layout.sharding, best.changed)
+    return layout_words(row)
+
+
+def _beside(layouts: HybridResult, result: SearchResult) -> str:
+    """What the search over layouts found, where its plan is not the answer, in words."""
+    from flexsearch.report.units import percent, seconds
+
+    if not layouts.best.feasible:
+        return "Of the layouts with stages and microbatches none fits into memory."
+    if layouts.strategy.is_plain:
+        return "Stages, microbatches and recomputation gain nothing here."
+    slower = layouts.step.makespan_s / result.simulation.makespan_s - 1.0
+    how = f"{percent(slower)} slower" if slower > 0 else "too little faster to be preferred (--margin)"
+    return (
+        f"The best plan with stages or microbatches takes {seconds(layouts.step.makespan_s)}, {how}: "
+        f"{_layout_words(layouts)}."
+    )
+
+
+def tell_run(graph: str, planned: OperatorGraph, output: Path, ranks: int) -> None:
+    """Print the command that runs a plan."""
+    stdout.print("To train a few steps and measure them:", soft_wrap=True)
+    stdout.print(f"  flexsearch run -n {ranks} {output} {_model(graph, planned)}", soft_wrap=True)
+
+
+def _model(graph: str, planned: OperatorGraph) -> str:
+    """The options of ``run`` that name the model of a graph, and the batch and sequence length that were planned."""
+    if (shipped := shipped_model(graph, planned)) is None:
+        return "--model MODULE:CALLABLE"
+    model, arguments = shipped
+    options = (f"--batch {v}" if name == "batch" else f"--set {name}={v}" for name, v in arguments.items())
+    return " ".join((f"--model {model}", *options))
+
+
+def _what_it_is(result: SearchResult, margin: float) -> str:
+    """Whether the answer is a baseline or what the search found, in words."""
+    from flexsearch.report.units import percent, ratio, seconds
+
+    if result.strategy.measurement is not None:
+        kind = f"the baseline {result.baseline}" if result.baseline else "found by the search"
+        return f"Best plan, the fastest as measured: {kind}."
+    fitting = [(o.time_s, name) for name, o in result.baselines.items() if o.feasible]
+    if not result.baseline:
+        if not fitting or not result.simulation.makespan_s:
+            return "Best plan, found by the search (no baseline fits into memory):"
+        best_s, name = min(fitting)
+        gain = ratio(best_s / result.simulation.makespan_s)
+        return f"Best plan, found by the search; {gain} as fast as the best baseline, {name}:"
+    buckets = f" with {_buckets(result)}" if len(result.strategy.cluster.devices) > 1 else ""
+    text = f"Best plan: the baseline {result.baseline}{buckets}."
+    if result.few:
+        return text  # nothing was found because hardly anything was tried
+    if result.set_aside_s is None:
+        return f"{text} The search found nothing faster."
+    if margin > 0:
+        near = f" (its best plan takes {seconds(result.set_aside_s)})"
+        return f"{text} The search found nothing {percent(margin)} faster{near}."
+    return text
+
+
+def _buckets(result: SearchResult) -> str:
+    """The bucket size of the answer in words."""
+    size = result.strategy.options.bucket_bytes
+    return f"gradient buckets of {size / 2**20:.3g} MiB"
+
+
+def _few(result: SearchResult) -> str:
+    """That the search has hardly begun, in words."""
+    starts = [o.time_s for o in result.baselines.values() if o.feasible]
+    gain = min(starts) / result.simulation.makespan_s if starts and result.simulation.makespan_s else 1.0
+    meaning = "the plan is hardly better than the best start" if gain < HARDLY else "there may well be better plans"
+    return (
+        f"Only {result.proposals:,} proposals in {result.elapsed_s:.3g} s, where one layer of each of {result.sorts:,} "
+        f"sorts has {result.alternatives:,} other configs in all: {meaning}. Give the search more time (--budget), or "
+        "continue it (--resume)."
+    )
+
+
+def _how_good(result: SearchResult, proof: Optimum | None) -> str:
+    """The time beside what is known of the optimum."""
+    from flexsearch.report.units import seconds
+
+    now, least = seconds(result.simulation.makespan_s), seconds(result.bound_s)
+    text = f"It takes {now} an iteration; no plan in this space is faster than {least}."
+    if result.locally_optimal:
+        text += " It is locally optimal: no change to a single operator makes it 1 % faster."
+    if proof is None:
+        return text
+    space = f"the {proof.plans:.3g} plans on aligned blocks of devices"
+    if proof.complete:
+        return f"{text}\nOf {space} none is faster: proved in {seconds(proof.elapsed_s)}."
+    return f"{text}\nOf {space} none is faster than {seconds(proof.bound_s)}, as far as was proved: {proof.stopped}."
