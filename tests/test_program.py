@@ -162,3 +162,13 @@ def test_the_listing_shows_what_the_rank_runs() -> None:
             assert sum(line.strip().startswith(what) for line in lines) == sum(
                 isinstance(i, kind) for i in program.instructions
             )
+
+
+def test_what_one_device_does_is_one_segment() -> None:
+    graph, topology = OperatorGraph.load("llama_7b"), Topology.load("ethernet-1g:1")
+    lowered = lower(graph, baseline("single", graph, topology), topology, Costs(graph, topology))
+    program = compile_program(lowered, 0)
+    kinds = [type(instruction).__name__ for instruction in program.instructions]
+    assert len(program.segments) == kinds.count("Forward") == kinds.count("Backward") == 1
+    # Rotary embeddings read halves of a query and of a key, which the segment cuts.
+    assert "Assemble" not in kinds and sum(map(len, program.segments[0].cuts)) == 4 * 32

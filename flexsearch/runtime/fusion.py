@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from itertools import pairwise
 
 from flexsearch.errors import FlexsearchError
-from flexsearch.graph import OperatorGraph
+from flexsearch.graph import Box, OperatorGraph
 from flexsearch.graph.samples import COUNTS
 from flexsearch.lower import Lowered, TaskKind
 from flexsearch.lower.recompute import regions_of
@@ -27,6 +27,9 @@ class Fusion:
         self.mine = [i for i, p in enumerate(lowered.placed) if device in p.placement.devices]
         self.home = {n for i in self.mine for n in graph.operators[i].outputs}
         """Activations made here."""
+        self.cut = {e: cut for e in range(len(lowered.edges)) if (cut := self._cut(e)) is not None}
+        """Edges that are parts of what is made here, without communication: (region held, region read). A segment cuts
+        them, so that autograd puts their gradients together."""
         self.stage_of = lowered.stages.of(len(graph.operators))
         self.early = _early(graph) if lowered.stages.microbatches > 1 else frozenset()
         """Operators that run for all microbatches before anything else."""
@@ -41,7 +44,9 @@ class Fusion:
             self._wire(segment, s)
 
     def active(self, transport: Transport) -> bool:
-        """Whether the transport does anything on this device."""
+        """Whether the transport does anything on this device that its segments do not do."""
+        if transport.purpose in ("forward", "backward") and transport.key in self.cut:
+            return False
         plan = reshard_of(self.lowered, transport)
         if any(self.device in x.devices for x in plan.exchanges):
             return True
@@ -50,6 +55,22 @@ class Fusion:
     def arrives(self, transport: Transport) -> bool:
         """Whether the transport has a result on this device."""
         return any(e.device == self.device for e in reshard_of(self.lowered, transport).destination)
+
+    def _cut(self, number: int) -> tuple[Box, Box] | None:
+        """The region held and the one read of an edge that only cuts a value of this device, and whose gradient flows
+        back in the same way; None for others."""
+        edge = self.lowered.edges[number]
+        if edge.tensor not in self.home or edge.forward is None:
+            return None
+        ends = []
+        for plan in filter(None, (edge.forward, edge.backward)):
+            if any(self.device in x.devices for x in plan.exchanges):
+                return None
+            ends.append([[e.box for e in end if e.device == self.device] for end in (plan.source, plan.destination)])
+        held, wanted = ends[0]
+        if len(held) != 1 or len(wanted) != 1 or held == wanted or ends[1:] not in ([], [[wanted, held]]):
+            return None
+        return held[0], wanted[0]
 
     def _cuts(self) -> set[int]:
         """Operators of this rank before which a segment must begin."""
@@ -97,6 +118,7 @@ class Fusion:
         segment.trains = any(trains(self.graph, o) for o in segment.operators)
         for o in segment.operators:
             segment.arguments.append(self._arguments(o, leaves, results))
+            segment.cuts.append(self._cut_operands(o))
             for name in self.graph.operators[o].outputs:
                 results[name] = len(results)
         segment.leaves = list(leaves)
@@ -124,6 +146,13 @@ class Fusion:
                     leaf = Leaf(value, self._gradient(o, p) if self.graph.has_backward[o] else None, m)
                     row.append(leaves.setdefault(leaf, len(leaves)))
         return tuple(row)
+
+    def _cut_operands(self, o: int) -> dict[int, tuple[Box, Box]]:
+        """Operands of which the segment cuts a part: (region held, region read)."""
+        inputs = self.lowered.placed[o].placement.piece_on(self.device).inputs
+        edges = {p: self.lowered.edge_of[o, p] for p, region in enumerate(inputs) if region is not None}
+        times = self.lowered.stages.microbatches if self.graph.operators[o].kind in COUNTS else 1
+        return {m * len(inputs) + p: self.cut[e] for p, e in edges.items() if e in self.cut for m in range(times)}
 
     def _leaves_segment(self, name: str, number: int) -> bool:
         """Whether a result of a segment is used outside of it."""

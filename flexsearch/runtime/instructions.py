@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
+from flexsearch.graph import Box
 from flexsearch.lower import Lowered, Reshard
 from flexsearch.lower.taskgraph import Purpose
 
@@ -51,13 +52,15 @@ class Leaf(NamedTuple):
 class Segment:
     """Operators that run as one. ``arguments[k]``: for each operand of operator k its leaf (index into ``leaves``) or,
     as ``~i``, result i of the segment; None where the piece reads nothing. Results are numbered over all outputs in
-    order. ``exports``: (result, name) of results that are used outside. ``seeds``: exports with a gradient. ``region``:
+    order. ``cuts[k]``: of these operands those of which only a part is read: (region held, region read). ``exports``:
+    (result, name) of results that are used outside. ``seeds``: exports with a gradient. ``region``:
     that is computed again, or -1. ``trains``: whether it makes gradients of weights."""
 
     operators: tuple[int, ...]
     region: int = -1
     leaves: list[Leaf] = field(default_factory=list)
     arguments: list[tuple[int | None, ...]] = field(default_factory=list)
+    cuts: list[dict[int, tuple[Box, Box]]] = field(default_factory=list)
     exports: list[tuple[int, str]] = field(default_factory=list)
     seeds: list[tuple[int, str]] = field(default_factory=list)
     backward: bool = False

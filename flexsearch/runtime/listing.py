@@ -109,13 +109,15 @@ def _forward(program: Program, instruction: Forward) -> Iterator[str]:
     results = [name for o in segment.operators for name in lowered.graph.operators[o].outputs]
     again = ", again" if instruction.again else ""
     yield f"# segment {instruction.segment}, microbatch {instruction.microbatch}{again}"
-    for o, arguments in zip(segment.operators, segment.arguments, strict=True):
+    for o, arguments, cuts in zip(segment.operators, segment.arguments, segment.cuts, strict=True):
         op = lowered.graph.operators[o]
         piece = lowered.placed[o].placement.piece_on(program.device)
         operands = ", ".join(
-            "None" if a is None else _name(results[~a]) if a < 0 else _value(program, instruction.leaves[a])
-            for a in arguments
-        )
+            "None" if a is None else (_name(results[~a]) if a < 0 else _value(program, instruction.leaves[a])) + (
+                _region(cuts[p][1], tuple(high for _, high in cuts[p][0])) if p in cuts else ""
+            )
+            for p, a in enumerate(arguments)
+        )  # fmt: skip
         made = ", ".join(_name(name) for name in op.outputs)
         regions = ", ".join(
             _region(box, lowered.graph.tensor[n].shape) for n, box in zip(op.outputs, piece.outputs, strict=True)

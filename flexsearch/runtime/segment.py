@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import Any
@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flexsearch.graph import OperatorGraph
+from flexsearch.graph import Box, OperatorGraph
 from flexsearch.graph.model import Operator
 from flexsearch.graph.ops import KernelContext, build_kernel
 from flexsearch.graph.ops.batch_norm import fused_batch_norm
@@ -20,6 +20,7 @@ from flexsearch.graph.samples import COUNTS
 from flexsearch.lower import Lowered
 from flexsearch.runtime.instructions import Backward, Forward, Segment
 from flexsearch.runtime.microbatches import piece_in_batch
+from flexsearch.runtime.wire import slices
 
 Kernel = Callable[..., Any]
 Action = Callable[[], None]
@@ -64,6 +65,21 @@ def _summed(kernels: Sequence[Kernel]) -> Kernel:
     return run
 
 
+def _cutting(kernel: Kernel, cuts: Mapping[int, tuple[Box, Box]]) -> Kernel:
+    """A kernel that reads only parts of these operands: (region held, region read)."""
+    where = [(p, slices(held, wanted)) for p, (held, wanted) in cuts.items()]
+
+    def run(*operands: Tensor | None) -> Any:
+        parts = list(operands)
+        for p, at in where:
+            whole = parts[p]
+            assert whole is not None
+            parts[p] = whole[at]
+        return kernel(*parts)
+
+    return run
+
+
 def _in_precision(kernel: Kernel, op: Operator, graph: OperatorGraph) -> Kernel:
     """A kernel of mixed precision: it computes in the type of its first real result, and writes all as the graph
     says."""
@@ -90,8 +106,9 @@ class SegmentRunner:
     ) -> None:
         self.segment = segment
         self.steps: list[tuple[Kernel, tuple[int | None, ...]]] = []
-        for o, arguments in zip(segment.operators, segment.arguments, strict=True):
-            self.steps.append((_kernel(lowered, o, device, context, microbatch), arguments))
+        for o, arguments, cuts in zip(segment.operators, segment.arguments, segment.cuts, strict=True):
+            kernel = _kernel(lowered, o, device, context, microbatch)
+            self.steps.append((_cutting(kernel, cuts) if cuts else kernel, arguments))
         self._fuse_batch_norms(lowered, device)
         count = len(segment.leaves)
         self.calls = tuple(
@@ -119,7 +136,8 @@ class SegmentRunner:
             piece = lowered.placed[self.segment.operators[k]].placement.piece_on(device)
             x, _, *affine = self.segment.arguments[k]
             early = all(a is not None and (a >= 0 or ~a < first[j]) for a in affine)
-            if x != self.segment.arguments[j][0] or not early or ("g" in op.sizes and piece.extent("g") > 1):
+            cut = self.segment.cuts[j] or self.segment.cuts[k]
+            if x != self.segment.arguments[j][0] or cut or not early or ("g" in op.sizes and piece.extent("g") > 1):
                 continue
             (apart, _), (normalise, arguments) = self.steps[j], self.steps[k]
             made: list[Tensor] = []

@@ -66,6 +66,9 @@ class Parallel:
         self._imported = imported
         self.stored = Stored(model, imported, lowered, self.rank, device)
         self.feed = Feed(imported, lowered)
+        read = {edge.tensor for edge in lowered.edges if any(entry.device == self.rank for entry in edge.need)}
+        self._needed = read & {t.name for t in self.graph.of_kind("input")}
+        """Inputs of which this rank reads something."""
         self.context = KernelContext(seed=seed, device=device)
         self.failures = Failures(self.rank, run)
         self.optimizer: Optimizer | None = None
@@ -161,10 +164,7 @@ class Parallel:
     def _fed(self, named: Mapping[str, Tensor]) -> dict[str, Any]:
         batch = self.graph.batch
         fed = {name: self.feed.region(name, x, self.rank, batch, self.device) for name, x in named.items()}
-        needed = {
-            edge.tensor for edge in self.lowered.edges if any(entry.device == self.rank for entry in edge.need)
-        } & {t.name for t in self.graph.of_kind("input")}
-        if missing := sorted(needed - set(fed)):
+        if missing := sorted(self._needed - set(fed)):
             raise RuntimeFailure(f"rank {self.rank} needs {', '.join(missing)} for its samples; pass it to step")
         return fed
 
