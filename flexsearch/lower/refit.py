@@ -85,7 +85,7 @@ def refitted(graph: OperatorGraph, lowered: Lowered) -> tuple[OperatorConfig, ..
 
 def _shortened(op: Operator, config: OperatorConfig, count: int) -> OperatorConfig | None:
     """A config with no more parts than an axis has indices; None if the operator cannot be split so."""
-    if not all(axis in op.splittable for axis, _ in config.degrees):
+    if not all(axis in op.sizes for axis, _ in config.degrees):
         return None
     parts = {axis: _divisor(degree, op.sizes[axis]) for axis, degree in config.degrees}
     sizes = [size for axis, degree in config.degrees for size in (parts[axis], degree // parts[axis])]
