@@ -24,7 +24,7 @@ from flexsearch.topology import Topology
 from tests.ranks import pool
 from tests.staged_plans import deep, staged_plan, tokens_loss
 
-CASES = int(os.environ.get("FLEXSEARCH_VARIANTS", "5"))
+CASES = int(os.environ.get("FLEXSEARCH_VARIANTS", "3"))
 SIZES = (8, 7, 3)
 SOURCE: list[Source] = []
 """Of the model, on this rank: what one plan has traced again need not be traced for the next."""
