@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import json
 import os
 import random
 from functools import cache
+from pathlib import Path
 
 import pytest
 import torch
 from torch import Tensor
 
 from flexsearch.cost import Costs
+from flexsearch.errors import FileFormatError
+from flexsearch.graph import OperatorGraph
 from flexsearch.graph.importer import Imported, import_forward, import_with_constants
 from flexsearch.graph.model import Tracing
 from flexsearch.lower import TaskKind, lower_for_ranks, refit_forward
@@ -109,3 +113,10 @@ def test_a_forward_pass_has_tasks_of_the_forward_pass_alone() -> None:
         assert {name: set(layout) for name, layout in layouts_of(forward).items()} == {
             name: set(layout) for name, layout in layouts_of(lowered).items()
         }
+
+
+def test_a_graph_file_without_a_loss_is_refused(tmp_path: Path) -> None:
+    document = imported().graph.model_dump(mode="json") | {"loss": "", "buffer_updates": {}}
+    (tmp_path / "graph.json").write_text(json.dumps(document))
+    with pytest.raises(FileFormatError, match="loss: it is empty"):
+        OperatorGraph.load(tmp_path / "graph.json")

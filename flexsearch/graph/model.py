@@ -241,6 +241,8 @@ class OperatorGraph(FileModel):
         graph = read(found)
         try:
             check_kinds(graph)
+            if not graph.loss:
+                raise ValueError("loss: it is empty; a training step needs one")
         except ValueError as error:
             raise FileFormatError(
                 f"graph file {printable(str(path))} contradicts itself: {error}",
