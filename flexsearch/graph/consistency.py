@@ -128,6 +128,8 @@ def _check_input(operand: Operand, shape: Sequence[int], op: Operator, where: st
 
 def _check_results(graph: OperatorGraph) -> None:
     """The loss, and what a step changes besides the weights."""
+    if not graph.loss and not graph.buffer_updates:
+        return  # a forward pass
     if graph.loss not in graph.producer:
         raise ValueError(f"loss: {graph.loss!r} is not made by any operator; it must be a scalar that one makes")
     loss = graph.tensor[graph.loss]

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import inspect
 import warnings
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -75,10 +75,24 @@ def import_with_constants(
 
 
 def import_forward(model: nn.Module, example_inputs: Any, tracing: Tracing) -> tuple[Imported, Outputs]:
-    """The forward pass of ``model`` in the mode it is in: a graph that ends in a scalar which depends on all that the
-    model returns, with the names of these tensors, and how they are nested. Raises ImportModelError."""
+    """The forward pass of ``model`` in the mode it is in: a graph without a loss that changes no buffer, with the names
+    of the tensors that the model returns, and how they are nested. Raises ImportModelError."""
     outputs = Outputs()
-    return _imported(model, example_inputs, None, None, None, tracing, outputs), outputs
+    imported = _imported(model, example_inputs, None, None, None, tracing, outputs)
+    return replace(imported, graph=_forward_graph(imported.graph, imported.outputs)), outputs
+
+
+def _forward_graph(graph: OperatorGraph, outputs: Sequence[str]) -> OperatorGraph:
+    """What of a graph its outputs depend on."""
+    needed, operators = {t.name for t in graph.of_kind("input")} | set(outputs), []
+    for op in reversed(graph.operators):
+        if needed.intersection(op.outputs):
+            needed.update((*op.inputs, *op.outputs))
+            operators.append(op)
+    tensors = tuple(t for t in graph.tensors if t.name in needed)
+    return OperatorGraph(
+        name=graph.name, tensors=tensors, operators=tuple(operators[::-1]), loss="", tracing=graph.tracing
+    )
 
 
 def _imported(

@@ -142,13 +142,14 @@ class Tracing(FileModel):
 
 
 class OperatorGraph(FileModel):
-    """Operators in topological order. ``loss`` is the scalar tensor that training minimises."""
+    """Operators in topological order. ``loss`` is the scalar tensor that training minimises; "" in the graph of a
+    forward pass alone (``importer.import_forward``)."""
 
     format: Literal["flexsearch.graph/1"] = "flexsearch.graph/1"
     name: Text
     tensors: Annotated[tuple[Tensor, ...], Field(max_length=4 * MAX_OPERATORS)]
     operators: Annotated[tuple[Operator, ...], Field(min_length=1, max_length=MAX_OPERATORS)]
-    loss: Name
+    loss: Name | Literal[""]
     buffer_updates: dict[Name, Name] = Field(default_factory=dict)
     """Buffer name -> tensor whose value replaces it after the step (running statistics)."""
     counters: tuple[Name, ...] = ()
@@ -240,6 +241,8 @@ class OperatorGraph(FileModel):
         graph = read(found)
         try:
             check_kinds(graph)
+            if not graph.loss:
+                raise ValueError("loss: it is empty; a training step needs one")
         except ValueError as error:
             raise FileFormatError(
                 f"graph file {printable(str(path))} contradicts itself: {error}",

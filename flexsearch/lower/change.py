@@ -39,7 +39,7 @@ class Wiring(NamedTuple):
     buffer_last: U32
     buffer_slot: U32
     buffer_result: U32  # by buffer: the tensor that replaces it, or MISSING
-    everywhere: U32  # (1,): layout number of the loss
+    result_need: U32  # by place in ``result_slot``: number of the layout it is wanted in; 0 for buffers
     weight_type: U32  # by weight: number of its dtype, by which weights share plans
 
 

@@ -17,7 +17,7 @@ from flexsearch.graph import OperatorGraph, Tensor, volume
 from flexsearch.graph.precision import with_precision
 from flexsearch.lower.folding import Fold, fold
 from flexsearch.lower.layout import Layout
-from flexsearch.lower.pieces import Edge, Pieces, Placed, Weight, everywhere, kept
+from flexsearch.lower.pieces import Edge, Pieces, Placed, Weight, kept
 from flexsearch.lower.plan import PlanRows
 from flexsearch.lower.schedule import Stages
 from flexsearch.lower.share import share_of, stages_of
@@ -33,9 +33,9 @@ from flexsearch.topology import Topology
 @dataclass(frozen=True)
 class Lowered:
     """Everything that simulator and runtime need. ``lowering`` made it. ``placed[i]`` belongs to operator i;
-    ``edges_of[name]``: edges of a tensor; ``loss_edge``: brings the loss to every device; ``update_edges``: buffer ->
-    edge of its new value. ``rows``: what every device does, in order; ``turns``: by device, s (see ``TaskGraph``). With
-    several microbatches, ``graph`` is that of one."""
+    ``edges_of[name]``: edges of a tensor; ``result_edges``: tensor -> edge that brings it to where it is wanted, the
+    loss to every device; ``update_edges``: buffer -> edge of its new value. ``rows``: what every device does, in order;
+    ``turns``: by device, s (see ``TaskGraph``). With several microbatches, ``graph`` is that of one."""
 
     lowering: Lowering
     graph: OperatorGraph
@@ -47,7 +47,7 @@ class Lowered:
     weights: tuple[Weight, ...]
     edges_of: Mapping[str, tuple[int, ...]]
     edge_of: Mapping[tuple[int, int], int]
-    loss_edge: int
+    result_edges: Mapping[str, int]
     update_edges: Mapping[str, int]
     stages: Stages
     turns: Sequence[float]
@@ -112,9 +112,9 @@ class Lowering(Pieces):
 
     def __init__(
         self, graph: OperatorGraph, topology: Topology, costs: Costs, fold: Fold | None = None,
-        batch_graph: OperatorGraph | None = None,
+        batch_graph: OperatorGraph | None = None, results: Mapping[str, Layout] | None = None,
     ) -> None:  # fmt: skip
-        super().__init__(graph, topology, costs, fold)
+        super().__init__(graph, topology, costs, fold, results)
         self.batch_graph = batch_graph or graph
         """Of the whole batch, where ``graph`` is that of one microbatch."""
         self._plan_rows: tuple[tuple[Options, Stages], PlanRows] | None = None
@@ -193,6 +193,7 @@ class _Assembly:
         self.edge_of: dict[tuple[int, int], int] = {}
         self.edges_of: dict[str, tuple[int, ...]] = {}
         self.weights: list[Weight] = []
+        self.result_edges: dict[str, int] = {}
         self.update_edges: dict[str, int] = {}
 
     def finish(self) -> Lowered:
@@ -201,7 +202,7 @@ class _Assembly:
         rows = self.lowering.rows(self.configs, self.options, self.stages)
         return Lowered(
             self.lowering, self.graph, self.topology, self.options, self.configs, self.placed, tuple(self.edges),
-            tuple(self.weights), self.edges_of, self.edge_of, self.loss_edge, self.update_edges, self.stages,
+            tuple(self.weights), self.edges_of, self.edge_of, self.result_edges, self.update_edges, self.stages,
             self.lowering.turns, rows,
         )  # fmt: skip
 
@@ -229,7 +230,8 @@ class _Assembly:
                 self.edges_of[tensor.name] = tuple(
                     self._add_edge(self._edge(tensor, tuple(readers), *key)) for key, readers in groups.items()
                 )
-        self.loss_edge = self._result_edge(graph.loss, everywhere(self.lowering.network))
+        for name, need in self.lowering.results.items():
+            self.result_edges[name] = self._result_edge(name, need)
         for buffer, name in graph.buffer_updates.items():
             reads = [self.placed[o].reads[p].entries for o, p in graph.consumers[buffer]]
             self.update_edges[buffer] = self._result_edge(name, kept(reads))

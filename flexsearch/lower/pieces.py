@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from math import inf
@@ -83,10 +83,15 @@ class Pieces:
     """What the strategies of one graph on one topology are made of. Placements, reshards and weight plans are cached by
     what they depend on, so lowering a neighbour of a strategy costs little more than putting the order together."""
 
-    def __init__(self, graph: OperatorGraph, topology: Topology, costs: Costs, fold: Fold | None = None) -> None:
+    def __init__(
+        self, graph: OperatorGraph, topology: Topology, costs: Costs, fold: Fold | None = None,
+        results: Mapping[str, Layout] | None = None,
+    ) -> None:  # fmt: skip
         self.graph, self.topology, self.costs, self.fold = graph, topology, costs, fold
         self.network = topology if fold is None else fold.folding.whole
         """What communication is priced on: all devices."""
+        self.results = {graph.loss: everywhere(self.network)} if results is None else dict(results)
+        """Tensors that are brought to where they are wanted: the loss, or the outputs of a forward pass."""
         self.layouts, self.planner = Layouts(len(self.network.devices)), Planner(self.network)
         self._splitters: dict[object, Splitter] = {}
         self._intervals: Intervals = {}

@@ -15,7 +15,7 @@ from flexsearch.lower.arrays import NOTHING, BlockTable, Program
 from flexsearch.lower.change import ALWAYS, Wiring
 from flexsearch.lower.keys import MISSING, RESHARD
 from flexsearch.lower.orbits import images_of
-from flexsearch.lower.pieces import Pieces, everywhere
+from flexsearch.lower.pieces import Pieces
 from flexsearch.lower.rows import (
     BACKWARD,
     FORWARD,
@@ -61,10 +61,10 @@ def _slots(graph: OperatorGraph) -> tuple[Rows, dict[tuple[int, int], int], int]
     return Rows(rows), slot, count
 
 
-def _results(graph: OperatorGraph, first: int) -> dict[str, list[int]]:
-    """Slots of results by tensor: the loss, then new values of buffers."""
+def _results(lowering: Pieces, first: int) -> dict[str, list[int]]:
+    """Slots of results by tensor: the loss (or outputs), then new values of buffers."""
     found: dict[str, list[int]] = {}
-    for k, name in enumerate((graph.loss, *graph.buffer_updates.values())):
+    for k, name in enumerate((*lowering.results, *lowering.graph.buffer_updates.values())):
         found.setdefault(name, []).append(first + k)
     return found
 
@@ -79,7 +79,7 @@ def make_program(
 ) -> Program:
     """Slots of a graph's plans, and rates."""
     operands, slot, count = _slots(graph)
-    results = _results(graph, count)
+    results = _results(lowering, count)
     made, read = _made(graph, slot, results), _read(graph, slot)
     flows = [_flow(graph, name, i) for i, op in enumerate(graph.operators) for name in op.inputs]
     rates = [lowering.costs.update_rates(d, options.optimizer, options.precision) for d in range(len(topology.devices))]
@@ -131,7 +131,7 @@ def make_machine(topology: Topology, turns: Sequence[float]) -> Machine:
 def make_wiring(graph: OperatorGraph, topology: Topology, lowering: Pieces) -> Wiring:
     """Which slots belong to which tensors of a graph."""
     _, slot, count = _slots(graph)
-    results = _results(graph, count)
+    results = _results(lowering, count)
     parameters = {t.name: w for w, t in enumerate(graph.of_kind("parameter"))}
     buffers = {name: b for b, name in enumerate(graph.buffer_updates)}
     activations = {t.name: k for k, t in enumerate(graph.of_kind("activation"))}
@@ -146,7 +146,8 @@ def make_wiring(graph: OperatorGraph, topology: Topology, lowering: Pieces) -> W
     loose = sum(map(len, results.values()))
     consumers = Rows([slot[c] for c in graph.consumers[name]] for name in activations)
     kept = Rows(results.get(name, ()) for name in activations)
-    owner = {count: int(ALWAYS)} | {count + 1 + b: b for b in range(len(buffers))}
+    owner = [int(ALWAYS)] * len(lowering.results) + list(range(len(buffers)))
+    needs = [lowering.intern(need) for need in lowering.results.values()] + [0] * len(buffers)
     producer = [graph.producer[name] for name in activations]
     outputs = [graph.operators[p].outputs.index(name) for p, name in zip(producer, activations, strict=True)]
     made = Rows([activations[name] for name in op.outputs] for op in graph.operators)
@@ -163,18 +164,19 @@ def make_wiring(graph: OperatorGraph, topology: Topology, lowering: Pieces) -> W
         tensor_tag=np.array([RESHARD + graph.tensor[name].itemsize.bit_length() - 1 for name in activations], np.uint8),
         tensor_first=consumers.first, tensor_last=consumers.last, tensor_slot=consumers.all,
         result_first=kept.first, result_last=kept.last, result_slot=kept.all,
-        result_buffer=numbers(owner[int(s)] for s in kept.all),
+        result_buffer=numbers(owner[int(s) - count] for s in kept.all),
         made_first=made.first, made_last=made.last,
         buffer_first=read.first, buffer_last=read.last, buffer_slot=read.all, buffer_result=numbers(replaced),
-        everywhere=numbers([lowering.intern(everywhere(lowering.network))]),
+        result_need=numbers(needs[int(s) - count] for s in kept.all),
         weight_type=numbers(lowering.weight_types[graph.tensor[name].dtype] for name in parameters),
     )  # fmt: skip
 
 
-def make_block_table(graph: OperatorGraph, blocks: Blocks, stages: Stages, devices: int) -> BlockTable:
+def make_block_table(lowering: Pieces, blocks: Blocks, stages: Stages, devices: int) -> BlockTable:
     """The blocks of a graph as arrays."""
+    graph = lowering.graph
     operands, slot, count = _slots(graph)
-    results = _results(graph, count)
+    results = _results(lowering, count)
     parameters = graph.of_kind("parameter")
     read, made = _read(graph, slot), _made(graph, slot, results)
     inside = _inside(graph, slot, blocks.region)

@@ -98,7 +98,7 @@ class Described(Protocol):
     def edge_of(self) -> Mapping[tuple[int, int], int]: ...
 
     @property
-    def loss_edge(self) -> int: ...
+    def result_edges(self) -> Mapping[str, int]: ...
 
     @property
     def update_edges(self) -> Mapping[str, int]: ...
@@ -233,7 +233,7 @@ class Communications:
         """By block and communication."""
         lowered, blocks = self.lowered, self.rows.blocks
         edges = [lowered.edge_of[i, p] for i, op in enumerate(lowered.graph.operators) for p in range(len(op.inputs))]
-        edges += [lowered.loss_edge, *lowered.update_edges.values()]
+        edges += [*lowered.result_edges.values(), *lowered.update_edges.values()]
         found: list[list[tuple[Member, ...]]] = []
         for kind, argument, first, last in zip(
             blocks.kind, blocks.argument, blocks.sent_first, blocks.sent_last, strict=True

@@ -177,7 +177,7 @@ def _wire_tensor(
     for k in range(np.uint64(wiring.result_first[t]), np.uint64(wiring.result_last[t])):
         slot = np.uint64(wiring.result_slot[k])
         _touch(change, slot)
-        need = wiring.everywhere[0]
+        need = wiring.result_need[k]
         if wiring.result_buffer[k] != ALWAYS:
             need = _kept(wiring, pools, table, state, change, np.uint64(wiring.result_buffer[k]))
             if need == MISSING:

@@ -58,13 +58,16 @@ class Engine:
         """(instruction, start, end) of the last step, seconds of ``time.perf_counter``; None: not recorded."""
         self._values: list[Any] = [None] * len(program.slots)
         self._inputs: Mapping[str, tuple[Box, Tensor]] = {}
-        self._loss: Tensor | None = None
+        self.results: dict[str, Tensor] = {}
+        """Of the step at hand: the loss, or the outputs of a forward pass."""
         self._runners: dict[tuple[int, int], SegmentRunner] = {}
         self._actions = [self._action(instruction) for instruction in program.instructions]
 
-    def step(self, inputs: Mapping[str, tuple[Box, Tensor]]) -> Tensor:
-        """Forward, backward, synchronise, update. ``inputs``: by name, (region held, tensor). Returns the loss."""
-        self._inputs, self._loss = inputs, None
+    def step(self, inputs: Mapping[str, tuple[Box, Tensor]]) -> dict[str, Tensor]:
+        """Forward, backward, synchronise, update. ``inputs``: by name, (region held, tensor). Returns the results by
+        name: the loss, or outputs."""
+        self._inputs = inputs
+        self.results.clear()
         try:
             if self.spans is None:
                 for action in self._actions:
@@ -76,8 +79,7 @@ class Engine:
             self._inputs = {}
             self._values[:] = [None] * len(self._values)
         self.context.step += 1
-        assert self._loss is not None
-        return self._loss
+        return dict(self.results)
 
     def _record(self) -> None:
         spans = []
@@ -178,14 +180,14 @@ class Engine:
         return run
 
     def _result(self, instruction: Result) -> Action:
-        values, slot, buffer = self._values, instruction.slot, instruction.buffer
+        values, slot, name, results = self._values, instruction.slot, instruction.name, self.results
 
-        def add_loss() -> None:
-            self._loss = values[slot] if self._loss is None else self._loss + values[slot]
+        def add() -> None:
+            results[name] = results[name] + values[slot] if name in results else values[slot]
 
-        if buffer is None:
-            return add_loss
-        kept = self.fixed[buffer][1]
+        if not instruction.kept:
+            return add
+        kept = self.fixed[name][1]
 
         def keep_buffer() -> None:
             kept.copy_(values[slot])

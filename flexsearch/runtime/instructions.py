@@ -254,11 +254,13 @@ class Deliver(Instruction):
 
 @dataclass(frozen=True)
 class Result(Instruction):
-    """Take over a result of a microbatch: the new value of ``buffer``, or (None) the loss, which is summed."""
+    """Take over a result of a microbatch: the new value of ``name``, a buffer, or (not ``kept``) the loss or an output,
+    which are summed over microbatches."""
 
-    buffer: str | None
+    name: str
     microbatch: int
     slot: Slot
+    kept: bool = False
 
     @property
     def reads(self) -> tuple[Slot, ...]:

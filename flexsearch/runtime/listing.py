@@ -67,7 +67,7 @@ def _lines(program: Program, instruction: Instruction) -> Iterator[str]:
         case Deliver():
             yield f"{_name(lowered.weights[instruction.weight].tensor)}.grad += {_value(program, instruction.slot)}"
         case Result():
-            yield f"{_name(instruction.buffer or 'loss')} {'=' if instruction.buffer else '+='} " + _value(
+            yield f"{_name(instruction.name)} {'=' if instruction.kept else '+='} " + _value(
                 program, instruction.slot
             )
         case Empty():

@@ -391,10 +391,12 @@ class _Compiler:
             if (m := self.fetched.get(name)) is not None:
                 self._finish_buffer(name, m)
         for m in range(self.lowered.stages.microbatches):
-            self.emit(Result(None, m, self._result(self.lowered.loss_edge, m)))
+            for name, e in self.lowered.result_edges.items():
+                if any(entry.device == self.device for entry in self.lowered.edges[e].need):
+                    self.emit(Result(name, m, self._result(e, m)))
 
     def _finish_buffer(self, name: str, m: int) -> None:
-        self.emit(Result(name, m, self._result(self.lowered.update_edges[name], m)))
+        self.emit(Result(name, m, self._result(self.lowered.update_edges[name], m), True))
 
     def _result(self, e: int, m: int) -> Slot:
         """What an edge without readers brings here."""

@@ -1,7 +1,7 @@
 """Regions of tensors that lie on several ranks: who holds what, and how it gets to where it is wanted.
 
-A training step moves data by the rows of its plan. This is for everything else: evaluation, a batch of another size,
-the state as a whole. Every rank works out the same messages from the layouts alone.
+A step and a forward pass move data by the rows of their plans. This is for everything else: the samples that a rank
+was fed and another one reads, the state as a whole. Every rank works out the same messages from the layouts alone.
 """
 
 from __future__ import annotations

@@ -23,15 +23,14 @@ from flexsearch.lower import Lowered
 from flexsearch.runtime import checkpoint, safetensors
 from flexsearch.runtime.clip import scale_to, total_norm
 from flexsearch.runtime.engine import Engine
-from flexsearch.runtime.evaluate import Forward
 from flexsearch.runtime.faults import Failures
 from flexsearch.runtime.feed import Feed, batches, load, sample_order
 from flexsearch.runtime.initialise import Initialise, initialise
 from flexsearch.runtime.listing import listing
 from flexsearch.runtime.program import compile_program
 from flexsearch.runtime.retrace import Source
-from flexsearch.runtime.smaller import SmallerStep
 from flexsearch.runtime.stored import Stored
+from flexsearch.runtime.variant import ForwardPass, Variant, smaller_step
 from flexsearch.runtime.wire import Wire
 from flexsearch.strategy import Strategy
 
@@ -80,8 +79,8 @@ class Parallel:
         )  # fmt: skip
         self._empty = nn.Parameter(torch.zeros(0, device=device))
         self._source: Source | None = None
-        self._smaller: dict[int, SmallerStep] = {}
-        self._forwards: dict[tuple[int, bool, bool], tuple[Forward, Any]] = {}
+        self._smaller: dict[int, Variant] = {}
+        self._forwards: dict[tuple[int, bool, bool], tuple[ForwardPass, Any]] = {}
         self._announced: int | None = None
         self._evaluating = False
 
@@ -142,13 +141,13 @@ class Parallel:
         returned = self._forward(named, count, False, False) if outputs else None
         earlier = self._set_aside_gradients()
         whole = count == self.graph.batch
-        loss = self.engine.step(self._fed(named)) if whole else self._smaller_step(count).run(named)
+        results = self.engine.step(self._fed(named)) if whole else self._smaller_step(count).run(named)
         self._add_gradients(earlier, scale)
         if self.optimizer is not None and not whole:
             self._update()
         for counter in self.stored.counters.values():
             counter += 1
-        return StepOutput(loss, returned)
+        return StepOutput(results[self.graph.loss if whole else self._smaller[count].graph.loss], returned)
 
     def _count(self, samples: int | None) -> int:
         """Samples of the batch at hand."""
@@ -168,11 +167,11 @@ class Parallel:
             raise RuntimeFailure(f"rank {self.rank} needs {', '.join(missing)} for its samples; pass it to step")
         return fed
 
-    def _smaller_step(self, count: int) -> SmallerStep:
+    def _smaller_step(self, count: int) -> Variant:
         if count not in self._smaller:
             imported = self._traceable().training(count)
-            self._smaller[count] = SmallerStep(
-                imported, self.strategy, self.stored, self.feed, count, self.context, self._timeout_s, self._fuse
+            self._smaller[count] = smaller_step(
+                imported, self.lowered, self.stored, self.feed, self.context, self._timeout_s, self._fuse
             )
         return self._smaller[count]
 
@@ -306,13 +305,14 @@ class Parallel:
         key = count, evaluating, everything
         if key not in self._forwards:
             imported, outputs = self._traceable().forward(count, evaluating)
-            context = KernelContext(device=self.device)
-            forward = Forward(imported, self.strategy, self.stored, self.feed, count, context, everything)
+            forward = ForwardPass(
+                imported, self.lowered, self.stored, self.feed, count, KernelContext(device=self.device),
+                self._timeout_s, self._fuse, everything,
+            )  # fmt: skip
             self._forwards[key] = forward, outputs
         forward, outputs = self._forwards[key]
-        forward.context.seed, forward.context.step = self.context.seed, self.context.step
         with torch.no_grad():
-            return outputs.nested(forward.run(named))
+            return outputs.nested(forward.run(named, self.context.seed, self.context.step))
 
     # ---- data
 
