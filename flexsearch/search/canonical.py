@@ -49,14 +49,19 @@ class Complexity:
 
 def complexity(alike: Sequence[Sequence[int]], configs: Configs) -> Complexity:
     """How much there is to tell of a plan. ``alike``: the ``sorts`` of its operators."""
-    runs = 0
-    for members in alike:
-        row = [configs[i] for i in members]
-        runs += 1 + sum(a is not b and a != b for a, b in pairwise(row))  # most of them are the same object
+    runs = sum(_runs([configs[i] for i in members]) for members in alike)
     lists = {config.devices for config in configs}
-    return Complexity(
-        runs, sum(config.states > 0 for config in configs), sum(1 + (sorted(d) != list(d)) for d in lists)
-    )
+    return Complexity(runs, sum(config.states > 0 for config in configs), sum(map(_words, lists)))
+
+
+def _runs(row: Sequence[OperatorConfig]) -> int:
+    """Runs of equal configs in a row; most of them are the same object."""
+    return 1 + sum(a is not b and a != b for a, b in pairwise(row))
+
+
+def _words(devices: Sequence[int]) -> int:
+    """What a list of devices adds to ``orders``."""
+    return 1 + (sorted(devices) != list(devices))
 
 
 def sorts(space: Space) -> tuple[tuple[int, ...], ...]:
@@ -107,36 +112,64 @@ def simplify(
 
 
 class _Run:
-    """The plan so far, and what it costs."""
+    """The plan so far, and what it costs. Equal configs are one object here."""
 
     def __init__(
         self, space: Space, evaluate: Callable[[Configs], Evaluation], stop: Callable[[], bool], configs: Configs,
         now: Evaluation,
     ) -> None:  # fmt: skip
         self.space, self.evaluate, self.stop = space, evaluate, stop
-        self.configs, self.now = configs, now
+        self._objects: dict[OperatorConfig, OperatorConfig] = {}
         self.sorts = sorts(space)
-        self.complexity = complexity(self.sorts, configs)
-        of = {i: k for k, members in enumerate(self.sorts) for i in members}
+        self._sort = {i: k for k, members in enumerate(self.sorts) for i in members}
         self.classes = [
             *(members for members in self.sorts if len(members) > 1),
-            *(members for members in space.classes if len({of[i] for i in members}) == 1),
+            *(members for members in space.classes if len({self._sort[i] for i in members}) == 1),
         ]
         """Operators that are changed together: sorts, and the parts of them that the search changes together."""
-        self._tried: set[tuple[Configs, float]] = set()
+        self._tried: set[tuple[tuple[int, ...], float]] = set()
+        """By the identities of the objects."""
+        self._keep(tuple(map(self._object, configs)), now)
+
+    def _object(self, config: OperatorConfig) -> OperatorConfig:
+        return self._objects.setdefault(config, config)
+
+    def _keep(self, configs: Configs, now: Evaluation) -> None:
+        self.configs, self.now = configs, now
+        self.complexity = complexity(self.sorts, configs)
+        self._runs = [_runs([configs[i] for i in members]) for members in self.sorts]
+        self._lists = Counter(config.devices for config in configs)
 
     def attempt(self, changes: Changes, most: float) -> None:
         """Keep ``changes`` if they make the plan simpler, no larger, and no more expensive than ``most``."""
-        tried = self.space.fixed(changes.get(i, config) for i, config in enumerate(self.configs))
-        if tried == self.configs:
+        if self.space.rule is not None:
+            changes = dict(enumerate(self.space.fixed(changes.get(i, c) for i, c in enumerate(self.configs))))
+        changes = {i: one for i, config in changes.items() if (one := self._object(config)) is not self.configs[i]}
+        if not changes or not self._after(changes).simpler(self.complexity):
             return
-        simpler = complexity(self.sorts, tried)
-        if not simpler.simpler(self.complexity) or (tried, most) in self._tried or self.stop():
+        tried = tuple(changes.get(i, config) for i, config in enumerate(self.configs))
+        key = tuple(map(id, tried)), most
+        if key in self._tried or self.stop():
             return
-        self._tried.add((tried, most))
+        self._tried.add(key)
         cost = self.evaluate(tried)
         if cost.cost <= most and cost.shortfall <= self.now.shortfall:
-            self.configs, self.now, self.complexity = tried, cost, simpler
+            self._keep(tried, cost)
+
+    def _after(self, changes: Changes) -> Complexity:
+        """As ``complexity`` of the plan with these changes."""
+        now, runs, shards, orders = self.configs, self.complexity.runs, self.complexity.shards, self.complexity.orders
+        for k in {self._sort[i] for i in changes}:
+            runs += _runs([changes.get(i, now[i]) for i in self.sorts[k]]) - self._runs[k]
+        more = Counter[tuple[int, ...]]()
+        for i, config in changes.items():
+            shards += (config.states > 0) - (now[i].states > 0)
+            more[config.devices] += 1
+            more[now[i].devices] -= 1
+        for devices, count in more.items():
+            before = self._lists[devices]
+            orders += _words(devices) * ((before + count > 0) - (before > 0))
+        return Complexity(runs, shards, orders)
 
 
 def _without_shards(run: _Run, configs: Configs) -> Iterator[Changes]:
@@ -171,7 +204,7 @@ def _alike(run: _Run, configs: Configs) -> Iterator[Changes]:
         if len(count) < 2:
             continue
         for config, _ in count.most_common(CANDIDATES):
-            others = [i for i in members if configs[i] != config]
+            others = [i for i in members if configs[i] is not config]
             yield _with_followers(run.space, dict.fromkeys(others, config))
             yield dict.fromkeys(others, config)
 
@@ -189,7 +222,7 @@ def _smoothed(run: _Run, configs: Configs) -> Iterator[Changes]:
     for members in run.classes:
         runs: list[list[int]] = []
         for i in members:
-            if runs and configs[runs[-1][-1]] == configs[i]:
+            if runs and configs[runs[-1][-1]] is configs[i]:
                 runs[-1].append(i)
             else:
                 runs.append([i])
