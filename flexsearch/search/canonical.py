@@ -98,7 +98,7 @@ def simplify(
     ``configs``, what single changes would bring it is not known.
     """
     first = evaluate(configs)
-    run = _Run(space, evaluate, stop, configs, first)
+    run = Simplifying(space, evaluate, stop, configs, first)
     for most in (first.cost, max(first.cost, min(limit, first.cost * (1.0 + loss)))):
         for _ in range(ROUNDS):
             before = run.configs
@@ -111,7 +111,7 @@ def simplify(
     return run.configs
 
 
-class _Run:
+class Simplifying:
     """The plan so far, and what it costs. Equal configs are one object here."""
 
     def __init__(
@@ -145,7 +145,7 @@ class _Run:
         if self.space.rule is not None:
             changes = dict(enumerate(self.space.fixed(changes.get(i, c) for i, c in enumerate(self.configs))))
         changes = {i: one for i, config in changes.items() if (one := self._object(config)) is not self.configs[i]}
-        if not changes or not self._after(changes).simpler(self.complexity):
+        if not changes or not self.after(changes).simpler(self.complexity):
             return
         tried = tuple(changes.get(i, config) for i, config in enumerate(self.configs))
         key = tuple(map(id, tried)), most
@@ -156,7 +156,7 @@ class _Run:
         if cost.cost <= most and cost.shortfall <= self.now.shortfall:
             self._keep(tried, cost)
 
-    def _after(self, changes: Changes) -> Complexity:
+    def after(self, changes: Changes) -> Complexity:
         """As ``complexity`` of the plan with these changes."""
         now, runs, shards, orders = self.configs, self.complexity.runs, self.complexity.shards, self.complexity.orders
         for k in {self._sort[i] for i in changes}:
@@ -172,7 +172,7 @@ class _Run:
         return Complexity(runs, shards, orders)
 
 
-def _without_shards(run: _Run, configs: Configs) -> Iterator[Changes]:
+def _without_shards(run: Simplifying, configs: Configs) -> Iterator[Changes]:
     """Weights whole: where the option can do nothing, then in layers that are alike."""
     plain = {i: effective(run.space.graph, i, config) for i, config in enumerate(configs)}
     yield {i: config for i, config in plain.items() if config != configs[i]}
@@ -181,7 +181,7 @@ def _without_shards(run: _Run, configs: Configs) -> Iterator[Changes]:
             yield {i: configs[i].sharded(States.WHOLE) for i in on}
 
 
-def _ascending(run: _Run, configs: Configs) -> Iterator[Changes]:
+def _ascending(run: Simplifying, configs: Configs) -> Iterator[Changes]:
     """Devices in ascending order: everywhere, then list by list, then only among replicas of a piece."""
     stray = [i for i, config in enumerate(configs) if list(config.devices) != sorted(config.devices)]
     if not stray:
@@ -197,7 +197,7 @@ def _ordered_replicas(config: OperatorConfig) -> OperatorConfig:
     return config.on(d for k in range(0, len(devices), width) for d in sorted(devices[k : k + width]))
 
 
-def _alike(run: _Run, configs: Configs) -> Iterator[Changes]:
+def _alike(run: Simplifying, configs: Configs) -> Iterator[Changes]:
     """One of the commonest configs for all layers that are alike, with what follows them and alone."""
     for members in run.classes:
         count = Counter(configs[i] for i in members)
@@ -209,7 +209,7 @@ def _alike(run: _Run, configs: Configs) -> Iterator[Changes]:
             yield dict.fromkeys(others, config)
 
 
-def _following(run: _Run, configs: Configs) -> Iterator[Changes]:
+def _following(run: Simplifying, configs: Configs) -> Iterator[Changes]:
     """Light operators as they follow from the leaders: all, then those of each sort of layer."""
     leaders = {i: configs[i] for i in run.space.groups}
     yield _with_followers(run.space, leaders)
@@ -217,7 +217,7 @@ def _following(run: _Run, configs: Configs) -> Iterator[Changes]:
         yield _with_followers(run.space, {i: leaders[i] for i in members})
 
 
-def _smoothed(run: _Run, configs: Configs) -> Iterator[Changes]:
+def _smoothed(run: Simplifying, configs: Configs) -> Iterator[Changes]:
     """Runs of layers that are alike, the shortest first, as the run before or after them."""
     for members in run.classes:
         runs: list[list[int]] = []
