@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from flexsearch.graph import OperatorGraph
-from flexsearch.search.canonical import complexity, simplify, sorts
+from flexsearch.search.canonical import Simplifying, complexity, simplify, sorts
 from flexsearch.search.evaluate import Configs, Evaluation
 from flexsearch.search.pins import parse_pins
 from flexsearch.search.space import Space
@@ -141,3 +141,16 @@ def test_the_answer_costs_little_and_lacks_no_memory(seed: int, loss: float, lim
     assert after.cost <= max(before.cost, min(limit, before.cost * (1.0 + loss)))
     assert answer == configs or complexity(sorts(space), answer).simpler(complexity(sorts(space), configs))
     assert simplify(space, configs, evaluate, loss=loss, limit=limit) == answer
+
+
+@settings(derandomize=True, deadline=None, max_examples=25)
+@given(seed=st.integers(0, 10**6))
+def test_what_changes_leave_to_tell_is_what_the_changed_plan_has_to_tell(space: Space, seed: int) -> None:
+    rng = random.Random(seed)
+    choices = list(zip(*(plan(space, name) for name in ("megatron", "data-parallel", "fsdp", "single")), strict=True))
+    choices = [(*row, row[1].on(rng.sample(row[1].devices, len(row[1].devices)))) for row in choices]
+    configs = tuple(map(rng.choice, choices))
+    run = Simplifying(space, same(), lambda: False, configs, Evaluation(1.0, 0.0))
+    changes = {i: rng.choice(choices[i]) for i in rng.sample(range(len(configs)), rng.randint(1, len(configs)))}
+    changed = tuple(changes.get(i, config) for i, config in enumerate(configs))
+    assert run.after(changes) == complexity(run.sorts, changed)

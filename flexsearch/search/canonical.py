@@ -49,14 +49,19 @@ class Complexity:
 
 def complexity(alike: Sequence[Sequence[int]], configs: Configs) -> Complexity:
     """How much there is to tell of a plan. ``alike``: the ``sorts`` of its operators."""
-    runs = 0
-    for members in alike:
-        row = [configs[i] for i in members]
-        runs += 1 + sum(a is not b and a != b for a, b in pairwise(row))  # most of them are the same object
+    runs = sum(_runs([configs[i] for i in members]) for members in alike)
     lists = {config.devices for config in configs}
-    return Complexity(
-        runs, sum(config.states > 0 for config in configs), sum(1 + (sorted(d) != list(d)) for d in lists)
-    )
+    return Complexity(runs, sum(config.states > 0 for config in configs), sum(map(_words, lists)))
+
+
+def _runs(row: Sequence[OperatorConfig]) -> int:
+    """Runs of equal configs in a row; most of them are the same object."""
+    return 1 + sum(a is not b and a != b for a, b in pairwise(row))
+
+
+def _words(devices: Sequence[int]) -> int:
+    """What a list of devices adds to ``orders``."""
+    return 1 + (sorted(devices) != list(devices))
 
 
 def sorts(space: Space) -> tuple[tuple[int, ...], ...]:
@@ -93,7 +98,7 @@ def simplify(
     ``configs``, what single changes would bring it is not known.
     """
     first = evaluate(configs)
-    run = _Run(space, evaluate, stop, configs, first)
+    run = Simplifying(space, evaluate, stop, configs, first)
     for most in (first.cost, max(first.cost, min(limit, first.cost * (1.0 + loss)))):
         for _ in range(ROUNDS):
             before = run.configs
@@ -106,40 +111,68 @@ def simplify(
     return run.configs
 
 
-class _Run:
-    """The plan so far, and what it costs."""
+class Simplifying:
+    """The plan so far, and what it costs. Equal configs are one object here."""
 
     def __init__(
         self, space: Space, evaluate: Callable[[Configs], Evaluation], stop: Callable[[], bool], configs: Configs,
         now: Evaluation,
     ) -> None:  # fmt: skip
         self.space, self.evaluate, self.stop = space, evaluate, stop
-        self.configs, self.now = configs, now
+        self._objects: dict[OperatorConfig, OperatorConfig] = {}
         self.sorts = sorts(space)
-        self.complexity = complexity(self.sorts, configs)
-        of = {i: k for k, members in enumerate(self.sorts) for i in members}
+        self._sort = {i: k for k, members in enumerate(self.sorts) for i in members}
         self.classes = [
             *(members for members in self.sorts if len(members) > 1),
-            *(members for members in space.classes if len({of[i] for i in members}) == 1),
+            *(members for members in space.classes if len({self._sort[i] for i in members}) == 1),
         ]
         """Operators that are changed together: sorts, and the parts of them that the search changes together."""
-        self._tried: set[tuple[Configs, float]] = set()
+        self._tried: set[tuple[tuple[int, ...], float]] = set()
+        """By the identities of the objects."""
+        self._keep(tuple(map(self._object, configs)), now)
+
+    def _object(self, config: OperatorConfig) -> OperatorConfig:
+        return self._objects.setdefault(config, config)
+
+    def _keep(self, configs: Configs, now: Evaluation) -> None:
+        self.configs, self.now = configs, now
+        self.complexity = complexity(self.sorts, configs)
+        self._runs = [_runs([configs[i] for i in members]) for members in self.sorts]
+        self._lists = Counter(config.devices for config in configs)
 
     def attempt(self, changes: Changes, most: float) -> None:
         """Keep ``changes`` if they make the plan simpler, no larger, and no more expensive than ``most``."""
-        tried = self.space.fixed(changes.get(i, config) for i, config in enumerate(self.configs))
-        if tried == self.configs:
+        if self.space.rule is not None:
+            changes = dict(enumerate(self.space.fixed(changes.get(i, c) for i, c in enumerate(self.configs))))
+        changes = {i: one for i, config in changes.items() if (one := self._object(config)) is not self.configs[i]}
+        if not changes or not self.after(changes).simpler(self.complexity):
             return
-        simpler = complexity(self.sorts, tried)
-        if not simpler.simpler(self.complexity) or (tried, most) in self._tried or self.stop():
+        tried = tuple(changes.get(i, config) for i, config in enumerate(self.configs))
+        key = tuple(map(id, tried)), most
+        if key in self._tried or self.stop():
             return
-        self._tried.add((tried, most))
+        self._tried.add(key)
         cost = self.evaluate(tried)
         if cost.cost <= most and cost.shortfall <= self.now.shortfall:
-            self.configs, self.now, self.complexity = tried, cost, simpler
+            self._keep(tried, cost)
+
+    def after(self, changes: Changes) -> Complexity:
+        """As ``complexity`` of the plan with these changes."""
+        now, runs, shards, orders = self.configs, self.complexity.runs, self.complexity.shards, self.complexity.orders
+        for k in {self._sort[i] for i in changes}:
+            runs += _runs([changes.get(i, now[i]) for i in self.sorts[k]]) - self._runs[k]
+        more = Counter[tuple[int, ...]]()
+        for i, config in changes.items():
+            shards += (config.states > 0) - (now[i].states > 0)
+            more[config.devices] += 1
+            more[now[i].devices] -= 1
+        for devices, count in more.items():
+            before = self._lists[devices]
+            orders += _words(devices) * ((before + count > 0) - (before > 0))
+        return Complexity(runs, shards, orders)
 
 
-def _without_shards(run: _Run, configs: Configs) -> Iterator[Changes]:
+def _without_shards(run: Simplifying, configs: Configs) -> Iterator[Changes]:
     """Weights whole: where the option can do nothing, then in layers that are alike."""
     plain = {i: effective(run.space.graph, i, config) for i, config in enumerate(configs)}
     yield {i: config for i, config in plain.items() if config != configs[i]}
@@ -148,7 +181,7 @@ def _without_shards(run: _Run, configs: Configs) -> Iterator[Changes]:
             yield {i: configs[i].sharded(States.WHOLE) for i in on}
 
 
-def _ascending(run: _Run, configs: Configs) -> Iterator[Changes]:
+def _ascending(run: Simplifying, configs: Configs) -> Iterator[Changes]:
     """Devices in ascending order: everywhere, then list by list, then only among replicas of a piece."""
     stray = [i for i, config in enumerate(configs) if list(config.devices) != sorted(config.devices)]
     if not stray:
@@ -164,19 +197,19 @@ def _ordered_replicas(config: OperatorConfig) -> OperatorConfig:
     return config.on(d for k in range(0, len(devices), width) for d in sorted(devices[k : k + width]))
 
 
-def _alike(run: _Run, configs: Configs) -> Iterator[Changes]:
+def _alike(run: Simplifying, configs: Configs) -> Iterator[Changes]:
     """One of the commonest configs for all layers that are alike, with what follows them and alone."""
     for members in run.classes:
         count = Counter(configs[i] for i in members)
         if len(count) < 2:
             continue
         for config, _ in count.most_common(CANDIDATES):
-            others = [i for i in members if configs[i] != config]
+            others = [i for i in members if configs[i] is not config]
             yield _with_followers(run.space, dict.fromkeys(others, config))
             yield dict.fromkeys(others, config)
 
 
-def _following(run: _Run, configs: Configs) -> Iterator[Changes]:
+def _following(run: Simplifying, configs: Configs) -> Iterator[Changes]:
     """Light operators as they follow from the leaders: all, then those of each sort of layer."""
     leaders = {i: configs[i] for i in run.space.groups}
     yield _with_followers(run.space, leaders)
@@ -184,12 +217,12 @@ def _following(run: _Run, configs: Configs) -> Iterator[Changes]:
         yield _with_followers(run.space, {i: leaders[i] for i in members})
 
 
-def _smoothed(run: _Run, configs: Configs) -> Iterator[Changes]:
+def _smoothed(run: Simplifying, configs: Configs) -> Iterator[Changes]:
     """Runs of layers that are alike, the shortest first, as the run before or after them."""
     for members in run.classes:
         runs: list[list[int]] = []
         for i in members:
-            if runs and configs[runs[-1][-1]] == configs[i]:
+            if runs and configs[runs[-1][-1]] is configs[i]:
                 runs[-1].append(i)
             else:
                 runs.append([i])

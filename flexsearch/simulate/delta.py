@@ -67,7 +67,9 @@ class DeltaSimulator:
         """Iteration time of the plan at hand, s."""
         self.rows: PlanRows
         self.engine: Engine
-        self._start(options, [self.templates.config(i, config) for i, config in enumerate(configs)])
+        self._asked = tuple(configs), [self.templates.config(i, config) for i, config in enumerate(configs)]
+        """The plan that ``go_to`` was asked for last, and its numbers."""
+        self._start(options, self._asked[1])
 
     def _start(self, options: Options, numbers: Numbers) -> None:
         self.options = options
@@ -101,10 +103,13 @@ class DeltaSimulator:
 
     def go_to(self, configs: Configs) -> None:
         """Make a whole plan the plan at hand."""
-        templates, changes = self.templates, dict[int, int]()
-        for i, (config, now) in enumerate(zip(configs, self.rows.state.config.tolist(), strict=True)):
-            if templates.configs[now] is not config and (number := templates.config(i, config)) != now:
-                changes[i] = number
+        numbers = [
+            number if config is before else self.templates.config(i, config)
+            for i, (config, before, number) in enumerate(zip(configs, *self._asked, strict=True))
+        ]
+        self._asked = tuple(configs), numbers
+        now = self.rows.state.config.tolist()
+        changes = {i: number for i, number in enumerate(numbers) if number != now[i]}
         self.attempt(list(changes), list(changes.values()))
         self.accept()
 
