@@ -1,4 +1,7 @@
-"""A rank holds at the update what the account of memory says, and no more: what was sent, received or used is gone."""
+"""A rank's values, arrivals and gradients take at the update what the account of memory says, and no more.
+
+Not counted: buffers of sends, which gloo keeps to the end of the step, and the peak within the step.
+"""
 
 from __future__ import annotations
 
