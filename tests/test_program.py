@@ -171,4 +171,5 @@ def test_what_one_device_does_is_one_segment() -> None:
     kinds = [type(instruction).__name__ for instruction in program.instructions]
     assert len(program.segments) == kinds.count("Forward") == kinds.count("Backward") == 1
     # Rotary embeddings read halves of a query and of a key, which the segment cuts.
-    assert "Assemble" not in kinds and sum(map(len, program.segments[0].cuts)) == 4 * 32
+    assembled = {i.transport.purpose for i in program.instructions if isinstance(i, Assemble)}
+    assert assembled == {"synchronise"} and sum(map(len, program.segments[0].cuts)) == 4 * 32
