@@ -81,12 +81,13 @@ def _loss_and_gradients(made: Case) -> Tensor:
 
 
 def _parallel(
-    name: str, imported: Imported, file: str, local: bool, dtype: str = "float64", steps: int = STEPS
-) -> list[tuple[float, dict[str, Tensor]]]:
+    name: str, imported: Imported, file: str, local: bool, dtype: str = "float64", steps: int = STEPS,
+    compile: bool | str = False,
+) -> list[tuple[float, dict[str, Tensor]]]:  # fmt: skip
     """The same on this rank under the strategy. ``local``: feed only the samples that the rank needs."""
     made = case(name, dtype)
     strategy = Strategy.from_file(StrategyFile.model_validate_json(file))
-    parallel = distribute(made.model, imported, strategy, _sgd)
+    parallel = distribute(made.model, imported, strategy, _sgd, compile=compile)
     inputs, targets = made.inputs, made.targets
     if local:
         low, high = parallel.sample_range

@@ -90,6 +90,9 @@ def run(
     trace: Annotated[
         Path | None, typer.Option("--trace", help="Write the predicted and the measured timeline as a Chrome trace.")
     ] = None,
+    compile: Annotated[
+        bool, typer.Option("--compile", help="Pass runs of operators to torch.compile. Predictions are of plain ones.")
+    ] = False,
     pin_cores: PinCoresOption = False,
     timeout: TimeoutOption = 300.0,
     as_json: JsonOption = False,
@@ -114,7 +117,7 @@ def run(
     told = _Steps(as_json or not _first())
     training = train(
         plan, loaded, steps=steps, trace=trace is not None, profile=profile, rate=rate, seed=seed, timeout_s=timeout,
-        progress=told.step,
+        progress=told.step, compile=compile,
     )  # fmt: skip
     if not _first():
         return

@@ -51,7 +51,9 @@ class Engine:
         fixed: Mapping[str, tuple[Box, Tensor]],
         update: Callable[[], None],
         context: KernelContext,
+        compiler: str | None = None,
     ) -> None:
+        self.compiler = compiler
         self.program, self.lowered, self.rank = program, program.lowered, program.device
         self.wire, self.weights, self.fixed, self.update, self.context = wire, weights, fixed, update, context
         self.spans: list[tuple[Instruction, float, float]] | None = None
@@ -128,8 +130,9 @@ class Engine:
         key = segment, microbatch
         if key not in self._runners:
             self._runners[key] = SegmentRunner(
-                self.lowered, self.rank, self.program.segments[segment], self.context, microbatch
-            )
+                self.lowered, self.rank, self.program.segments[segment], self.context, microbatch,
+                self.compiler,
+            )  # fmt: skip
         return self._runners[key]
 
     def _free(self, instruction: Free) -> Action:

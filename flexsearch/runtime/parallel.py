@@ -34,6 +34,7 @@ def parallelize(
     timeout_s: float = 300.0,
     fuse: bool = True,
     initialise: Initialise | bool = False,
+    compile: bool | str = False,
 ) -> Parallel:
     """Split ``model`` over the ranks of this run (one process for each device of the strategy's cluster, torchrun's
     environment or an existing process group).
@@ -43,9 +44,11 @@ def parallelize(
     cut for loops that only step (:meth:`Parallel.step`): called with this rank's parts of the weights. ``seed``: of
     dropout masks, and of the first weights of a model on the meta device, which ``initialise(module)`` draws (True:
     each module's own ``reset_parameters``); without, a state has to be loaded. ``timeout_s``: after which a silent
-    rank is an error. ``fuse=False`` runs operators one by one, for measuring. Where the ranks' models differ, rank 0's
-    weights are taken. What wraps the model (``torch.compile``, DistributedDataParallel) is taken off. Raises
-    StrategyError if the strategy was made for another model, RuntimeFailure if the ranks do not fit it or each other.
+    rank is an error. ``fuse=False`` runs operators one by one, for measuring. ``compile``: pass each run of operators
+    to ``torch.compile``, with its usual backend (True) or another one by name; predictions are of plain operators.
+    Where the ranks' models differ, rank 0's weights are taken. What wraps the model (``torch.compile``,
+    DistributedDataParallel) is taken off. Raises StrategyError if the strategy was made for another model,
+    RuntimeFailure if the ranks do not fit it or each other, or if ``torch.compile`` has no such backend.
     """
     _refuse_sharded(model)
     if strategy.example is not None and loss is None and inputs is None:
@@ -54,7 +57,7 @@ def parallelize(
     imported, inputs, targets = _trace(model, strategy, loss, inputs, targets)
     return distribute(
         model, imported, strategy, optimizer, seed=seed, timeout_s=timeout_s, fuse=fuse, initialise=initialise,
-        example=(inputs, targets, loss),
+        compile=compile, example=(inputs, targets, loss),
     )  # fmt: skip
 
 
@@ -68,6 +71,7 @@ def distribute(
     timeout_s: float = 300.0,
     fuse: bool = True,
     initialise: Initialise | bool = False,
+    compile: bool | str = False,
     example: Example | None = None,
 ) -> Parallel:
     """:func:`parallelize` for a model that has been imported already (``import_with_constants``), from ``example``:
@@ -79,11 +83,22 @@ def distribute(
         "torch version": torch.__version__, "order of tasks": lowered.digest,
     })  # fmt: skip
     model = unwrapped(model)
-    parallel = Parallel(model, imported, strategy, lowered, device, run, seed, timeout_s, fuse)
+    compiler = _compiler(compile)
+    parallel = Parallel(model, imported, strategy, lowered, device, run, seed, timeout_s, fuse, compiler)
     parallel.set_up(model, example, initialise)
     if optimizer is not None:
         parallel.update_by(optimizer)
     return parallel
+
+
+def _compiler(wanted: bool | str) -> str | None:
+    """The backend of ``torch.compile``; None for none. Raises RuntimeFailure if there is none of this name."""
+    if wanted is False:
+        return None
+    name = "inductor" if wanted is True else wanted
+    if name not in (names := torch.compiler.list_backends(exclude_tags=())):
+        raise RuntimeFailure(f"torch.compile has no backend {name!r}", f"Give True, or one of {', '.join(names)}.")
+    return name
 
 
 def _refuse_sharded(model: nn.Module) -> None:

@@ -18,11 +18,11 @@ from flexsearch.graph.ops.calls import dtype_of
 from flexsearch.graph.precision import PreciseGraph
 from flexsearch.graph.samples import COUNTS
 from flexsearch.lower import Lowered
+from flexsearch.runtime.body import Call, Kernel, body_of
 from flexsearch.runtime.instructions import Backward, Forward, Segment
 from flexsearch.runtime.microbatches import piece_in_batch
 from flexsearch.runtime.wire import slices
 
-Kernel = Callable[..., Any]
 Action = Callable[[], None]
 
 
@@ -102,20 +102,26 @@ class SegmentRunner:
     """Runs the pieces of a segment's operators on local tensors, for one microbatch."""
 
     def __init__(
-        self, lowered: Lowered, device: int, segment: Segment, context: KernelContext, microbatch: int
-    ) -> None:
-        self.segment = segment
+        self, lowered: Lowered, device: int, segment: Segment, context: KernelContext, microbatch: int,
+        compiler: str | None = None,
+    ) -> None:  # fmt: skip
+        """``compiler``: a backend of ``torch.compile``; None: operators run as they are."""
+        self.segment, self.compiler = segment, compiler
         self.steps: list[tuple[Kernel, tuple[int | None, ...]]] = []
         for o, arguments, cuts in zip(segment.operators, segment.arguments, segment.cuts, strict=True):
             kernel = _kernel(lowered, o, device, context, microbatch)
             self.steps.append((_cutting(kernel, cuts) if cuts else kernel, arguments))
         self._fuse_batch_norms(lowered, device)
-        count = len(segment.leaves)
+        leaves = len(segment.leaves)
+        outputs = (len(lowered.graph.operators[o].outputs) for o in segment.operators)
+        first = list(accumulate(outputs, initial=leaves))
         self.calls = tuple(
-            (kernel, tuple(count + ~a if a is not None and a < 0 else a for a in arguments))
-            for kernel, arguments in self.steps
-        )
-        """Kernels with the places of their operands in a list of the leaves, behind which results come."""
+            Call(
+                kernel, tuple(leaves + ~a if a is not None and a < 0 else a for a in arguments),
+                range(first[k], first[k + 1]), _draws(lowered.graph.operators[o]),
+            )
+            for k, (o, (kernel, arguments)) in enumerate(zip(segment.operators, self.steps, strict=True))
+        )  # fmt: skip
         self.tracked = tuple(k for k, leaf in enumerate(segment.leaves) if leaf.gradient is not None)
 
     def _fuse_batch_norms(self, lowered: Lowered, device: int) -> None:
@@ -147,32 +153,28 @@ class SegmentRunner:
     def forward(self, values: list[Any], instruction: Forward) -> Action:
         """The forward pass as a closure over the slots ``values``: results that leave the segment (detached), and what
         the backward pass needs."""
-        count, saved, calls = len(self.segment.leaves), instruction.saved, self.calls
+        first, saved = len(self.segment.leaves), instruction.saved
         gradients = [saved is not None and leaf.gradient is not None for leaf in self.segment.leaves]
         sources = tuple(zip(instruction.leaves, gradients, strict=True))
-        exports = tuple((count + result, slot) for result, slot in instruction.exports)
-        seeds = tuple(count + result for result, _ in self.segment.seeds)
+        results = tuple(dict.fromkeys([r for r, _ in instruction.exports] + [r for r, _ in self.segment.seeds]))
+        exports = tuple((results.index(result), slot) for result, slot in instruction.exports)
+        seeds = tuple(results.index(result) for result, _ in self.segment.seeds)
+        body = body_of(self.calls, first, tuple(first + result for result in results), self.compiler)
         mode = torch.enable_grad if saved is not None else torch.no_grad
 
         def run() -> None:
-            local: list[Any] = []
+            leaves: list[Tensor] = []
             for slot, needs_gradient in sources:
                 tensor = values[slot].detach()
                 if needs_gradient:
                     tensor.requires_grad_()
-                local.append(tensor)
-            leaves = local[:]
+                leaves.append(tensor)
             with mode():
-                for kernel, leaf_or_result in calls:
-                    made = kernel(*[None if place is None else local[place] for place in leaf_or_result])
-                    if isinstance(made, tuple):
-                        local.extend(made)
-                    else:
-                        local.append(made)
+                computed = body(*leaves)
             for k, slot in exports:
-                values[slot] = local[k].detach()
+                values[slot] = computed[k].detach()
             if saved is not None:
-                values[saved] = Pass(leaves, [local[k] if local[k].requires_grad else None for k in seeds])
+                values[saved] = Pass(leaves, [computed[k] if computed[k].requires_grad else None for k in seeds])
 
         return run
 
@@ -207,6 +209,11 @@ class SegmentRunner:
                     values[target] = gradient if before is None else before + gradient
 
         return run
+
+
+def _draws(op: Operator) -> bool:
+    """Whether an operator draws random numbers."""
+    return "salt" in op.attributes and float(str(op.attributes.get("dropout", 1.0))) > 0.0
 
 
 def _kernel(lowered: Lowered, operator: int, device: int, context: KernelContext, microbatch: int) -> Kernel:

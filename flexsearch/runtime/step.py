@@ -58,7 +58,7 @@ class Parallel:
 
     def __init__(
         self, model: nn.Module, imported: Imported, strategy: Strategy, lowered: Lowered, device: torch.device,
-        run: str, seed: int, timeout_s: float, fuse: bool,
+        run: str, seed: int, timeout_s: float, fuse: bool, compiler: str | None = None,
     ) -> None:  # fmt: skip
         self.rank, self.device, self.lowered, self.graph = dist.get_rank(), device, lowered, imported.graph
         self.strategy, self._timeout_s, self._fuse = strategy, timeout_s, fuse
@@ -75,7 +75,7 @@ class Parallel:
         wire = Wire(lowered, self.rank, device, timeout_s)
         self.engine = Engine(
             compile_program(lowered, self.rank, fuse), wire, self.stored.weights, self.stored.fixed, lambda: None,
-            self.context,
+            self.context, compiler,
         )  # fmt: skip
         self._empty = nn.Parameter(torch.zeros(0, device=device))
         self._source: Source | None = None

@@ -82,6 +82,7 @@ def train(
     seed: int = 0,
     timeout_s: float = 300.0,
     progress: Callable[[Step], None] | None = None,
+    compile: bool = False,
 ) -> Training:
     """Train ``model`` ("module:callable", called with ``arguments``) under a strategy on the ranks of this run, on the
     example batch that comes with it. All ranks must call it.
@@ -89,8 +90,8 @@ def train(
     The optimizer is the one that the strategy was planned for, with learning rate ``rate``. ``trace``: afterwards run a
     few more steps operator by operator, and record each task. ``profile``: measured costs for the prediction;
     without, it is the one in the strategy file, or that of the topology's figures. ``progress`` is called after each
-    step. Raises StrategyError if the strategy was made for another model, RuntimeFailure if the ranks do not fit it, or
-    when one of them dies.
+    step. ``compile``: as of ``parallelize``. Raises StrategyError if the strategy was made for another model,
+    RuntimeFailure if the ranks do not fit it, or when one of them dies.
     """
     if steps < 1:
         raise RuntimeFailure(f"cannot train for {steps} steps", "Give at least 1.")
@@ -103,7 +104,7 @@ def train(
     inputs, targets = _filled(loaded.inputs, generator), _filled(loaded.targets, generator)
     parallel = parallelize(
         loaded.model, strategy, loss=loaded.loss, optimizer=_optimizer(strategy.options.optimizer, rate), inputs=inputs,
-        targets=targets, seed=seed, timeout_s=timeout_s,
+        targets=targets, seed=seed, timeout_s=timeout_s, compile=compile,
     )  # fmt: skip
     lowered, simulation, predicted = _prediction(parallel, strategy, profile)
 

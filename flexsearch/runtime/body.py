@@ -1,0 +1,94 @@
+"""A run of operators as one callable, which ``torch.compile`` can take."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import count, groupby
+from types import FunctionType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+Kernel = Callable[..., Any]
+Body = Callable[..., Sequence[Tensor]]
+_NUMBER = count()
+
+
+@dataclass(frozen=True)
+class Call:
+    """A kernel, the places of its operands (None: it reads nothing there) and those of its results among all values:
+    the leaves, and behind them the results in order. ``draws``: random numbers, which differ from step to step."""
+
+    kernel: Kernel
+    places: tuple[int | None, ...]
+    results: range
+    draws: bool = False
+
+
+def body_of(calls: Sequence[Call], leaves: int, wanted: tuple[int, ...], compiler: str | None) -> Body:
+    """Takes the leaves, gives the values at the places ``wanted``. ``compiler``: a backend of ``torch.compile``, for
+    all but what draws random numbers; None: the operators as they are."""
+    if compiler is None:
+        return _run(calls, tuple(range(leaves)), wanted)
+    parts = list(_parts(calls, wanted, compiler))
+
+    def body(*values: Tensor) -> list[Tensor]:
+        at = dict(enumerate(values))
+        for run, read, written in parts:
+            at.update(zip(written, run(*(at[place] for place in read)), strict=True))
+        return [at[place] for place in wanted]
+
+    return body if len(parts) > 1 or not parts or parts[0][2] != wanted else parts[0][0]
+
+
+def _parts(
+    calls: Sequence[Call], wanted: tuple[int, ...], backend: str
+) -> Iterator[tuple[Body, tuple[int, ...], tuple[int, ...]]]:
+    """Runs of calls that are compiled, and calls that are not: (callable, places it reads, places it writes)."""
+    runs = [(draws, list(run)) for draws, run in groupby(calls, key=lambda call: call.draws)]
+    for k, (draws, run) in enumerate(runs):
+        here = {place for call in run for place in call.results}
+        read = dict.fromkeys(p for call in run for p in call.places if p is not None and p not in here)
+        later = {p for _, rest in runs[k + 1 :] for call in rest for p in call.places} | set(wanted)
+        written = tuple(p for p in wanted if p in here) if len(runs) == 1 else tuple(sorted(here & later))
+        body = _run(run, tuple(read), tuple(dict.fromkeys(written)))
+        yield (body if draws else _compiled(body, backend)), tuple(read), tuple(dict.fromkeys(written))
+
+
+def _run(calls: Sequence[Call], read: tuple[int, ...], wanted: tuple[int, ...]) -> Body:
+    """The calls one after the other: takes the values at ``read``, gives those at ``wanted``."""
+    place = {p: k for k, p in enumerate((*read, *(p for call in calls for p in call.results)))}
+    steps = tuple((call.kernel, tuple(None if p is None else place[p] for p in call.places)) for call in calls)
+    chosen = tuple(place[p] for p in wanted)
+
+    def body(*values: Tensor) -> list[Tensor]:
+        local: list[Any] = list(values)
+        for kernel, operands in steps:
+            computed = kernel(*[None if k is None else local[k] for k in operands])
+            if isinstance(computed, tuple):
+                local.extend(computed)
+            else:
+                local.append(computed)
+        return [local[k] for k in chosen]
+
+    return body
+
+
+def _compiled(body: Body, backend: str) -> Body:
+    """``torch.compile`` of a callable, from its second call on: in the first, kernels look up names of PyTorch for good
+    (``graph.ops.lazy``), which it cannot follow. It caches by code, and gives up at a code that it has compiled often:
+    each run gets code of its own."""
+    assert isinstance(body, FunctionType)
+    code = body.__code__.replace(co_name=f"operators_{next(_NUMBER)}")
+    own = FunctionType(code, body.__globals__, code.co_name, body.__defaults__, body.__closure__)
+    compiled: Body = torch.compile(own, backend=backend, dynamic=False)
+    calls = 0
+
+    def run(*values: Tensor) -> Sequence[Tensor]:
+        nonlocal calls
+        calls += 1
+        return body(*values) if calls == 1 else compiled(*values)
+
+    return run
