@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Any, Final
 
 import torch
@@ -145,7 +146,7 @@ def borders(graph: OperatorGraph, stages: int, seconds: Seconds) -> list[str]:
     at = [0, *(i for i in range(1, count) if _can_cut(graph, i)), count]
     if len(at) - 1 < stages:
         raise StrategyError(f"stages: the model falls into {len(at) - 1} parts, not {stages}", "Use fewer stages.")
-    loads = [sum(seconds(i, 0) for i in range(a, b)) for a, b in zip(at, at[1:], strict=False)]
+    loads = [sum(seconds(i, 0) for i in range(a, b)) for a, b in pairwise(at)]
     places = balance(loads, stages)
     return [graph.operators[at[k]].name for k in range(1, len(loads)) if places[k] != places[k - 1]]
 

@@ -4,8 +4,8 @@
                                           [--layouts fsdp,tensor] [--profile-dir DIR]
 
 Theirs is the file that ``flexsearch export`` writes of the layout: DistributedDataParallel (with several sizes of
-buckets), ``fully_shard``, ``parallelize_module``, ``torch.distributed.pipelining``. Ranks are processes of this machine,
-one thread each, pinned to two cores in turn, over loopback or in network namespaces with a limited rate (``netns``).
+buckets), ``fully_shard``, ``parallelize_module``, ``torch.distributed.pipelining``. Ranks are processes of this
+machine, one thread each, pinned to two cores in turn, over loopback or in network namespaces with a limited rate.
 Predictions rest on a profile and a probe of this machine. Tables:
 
 - ``layouts``: theirs, ours, one process in plain PyTorch, ours as predicted; the largest difference of losses.

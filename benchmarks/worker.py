@@ -40,8 +40,8 @@ DDP, SINGLE = "ddp", "single process"
 
 @dataclass(frozen=True)
 class Job:
-    """``model``: "module:callable", called with ``batch`` and ``arguments``. ``variants``: DDP, SINGLE, strategy files or
-    exported plans (``.py``), by name. Each gets ``warmup`` steps, then ``rounds`` turns of
+    """``model``: "module:callable", called with ``batch`` and ``arguments``. ``variants``: DDP, SINGLE, strategy files
+    or exported plans (``.py``), by name. Each gets ``warmup`` steps, then ``rounds`` turns of
     ``steps`` steps. ``together``: all variants are alive at once and take turns; else one after another, which needs
     less memory. ``timeline``: measure one more step of each plan task by task."""
 
@@ -124,7 +124,7 @@ def optimizer(weights: Any) -> torch.optim.Optimizer:
 
 def model_of(job: Job) -> Loaded:
     """The job's model with inputs and targets, dropout off."""
-    return load_callable(job.model, batch=job.batch, **job.arguments)
+    return load_callable(job.model, batch=job.batch, device="cpu", **job.arguments)
 
 
 def ddp(job: Job) -> Variant:
