@@ -177,7 +177,8 @@ def emulate(probed: Topology, preset: Topology, cores: int) -> Topology:
         "memory_bytes": min(d.memory_bytes for d in probed.devices),
         "overhead_s": median(d.overhead_s for d in probed.devices),
     }
-    wire = {name: median(getattr(link, name) for link in probed.links) for name in ("bandwidth", "latency_s") if probed.links}
+    names = ("bandwidth", "latency_s") if probed.links else ()
+    wire = {name: median(getattr(link, name) for link in probed.links) for name in names}
     return Topology(
         name=preset.name,
         devices=tuple(
