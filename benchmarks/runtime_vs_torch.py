@@ -153,7 +153,7 @@ def run(machine: Machine, options: Namespace) -> list[Row]:
             parts = ["single"] if ranks == 1 else [*options.layouts, "found"]
             try:
                 case = Case(machine, model, ranks, network)
-            except FlexsearchError as error:
+            except (FlexsearchError, OSError, ValueError) as error:
                 rows += [_failed(named, part, error) for part in parts]
                 continue
             mine = [_row(case, part) for part in parts]
