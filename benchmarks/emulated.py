@@ -5,12 +5,13 @@ from __future__ import annotations
 import json
 import os
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from statistics import median
+from typing import Any
 
 from benchmarks.harness import say
 from benchmarks.netns import SlowNetwork
@@ -24,6 +25,7 @@ from flexsearch.graph.importer import import_model
 from flexsearch.lower import Lowered
 from flexsearch.measure.cases import plan
 from flexsearch.measure.profiler import profile_graph
+from flexsearch.runtime.launch import launch
 from flexsearch.simulate import Simulation, makespan, simulate
 from flexsearch.strategy import Options, Strategy
 from flexsearch.topology import Device, Topology
@@ -65,15 +67,15 @@ class Machine:
         self._profiled: set[str] = set()
         folder.mkdir(parents=True, exist_ok=True)
 
-    def topology(self, hosts: int) -> Topology:
-        """``hosts`` hosts on 1 Gbit/s Ethernet that share this machine's cores in turn; figures by ``probe``."""
-        path = self.folder / f"topology-{hosts}.json"
+    def topology(self, hosts: int, network: str = "1gbit") -> Topology:
+        """``hosts`` hosts on a network that share this machine's cores in turn; figures by ``probe``. ``network``: the
+        rate of its links as ``tc`` writes it, or "loopback"."""
+        path = self.folder / (f"topology-{hosts}.json" if network == "1gbit" else f"topology-{hosts}-{network}.json")
         if not path.exists():
-            say(f"probing {hosts} hosts")
+            say(f"probing {hosts} hosts, {network}")
             probed = self.scratch / f"probed-{hosts}.json"
             script = _PROBE.format(path=str(probed), quick=self.effort.quick_probe)
-            with SlowNetwork(hosts, cores=self.cores) as network:
-                network.run([sys.executable, "-c", script], timeout=300.0)
+            self._run(["-c", script], hosts, network, 300.0)
             emulate(Topology.load(probed), Topology.load(f"ethernet-1g-{hosts}"), len(self.cores)).save(path)
         return Topology.load(path)
 
@@ -97,13 +99,20 @@ class Machine:
         self._profiled.add(graph.name)
         return made
 
-    def measure(self, job: Job, hosts: int) -> dict[str, Measured]:
+    def measure(self, job: Job, hosts: int, network: str = "1gbit") -> dict[str, Measured]:
         """Run a job on ``hosts`` hosts. Raises RuntimeFailure if a rank fails or time is up; nothing is left behind."""
         file = self.scratch / "job.json"
         job.save(file)
-        with SlowNetwork(hosts, cores=self.cores) as network:
-            output = network.run([sys.executable, "-m", "benchmarks.worker", str(file)], timeout=job.timeout_s)
-        return {name: Measured.from_json(row) for name, row in json.loads(output[0].splitlines()[-1]).items()}
+        result = self._run(["-m", "benchmarks.worker", str(file)], hosts, network, job.timeout_s)
+        return {name: Measured.from_json(row) for name, row in result.items()}
+
+    def _run(self, arguments: Sequence[str], hosts: int, network: str, timeout_s: float) -> Any:
+        """``python ARGUMENTS`` on each host; what rank 0 reports, or prints as JSON on its last line."""
+        if network == "loopback":
+            return launch(arguments, hosts, pin=True, timeout_s=timeout_s)
+        with SlowNetwork(hosts, network, cores=self.cores) as slow:
+            output = slow.run([sys.executable, *arguments], timeout=timeout_s)[0].splitlines()
+        return json.loads(output[-1]) if output else None
 
     def room_bytes(self, hosts: int) -> int:
         """Memory for the tensors of all ranks together: what is available, less an interpreter with torch for each."""
@@ -168,7 +177,8 @@ def emulate(probed: Topology, preset: Topology, cores: int) -> Topology:
         "memory_bytes": min(d.memory_bytes for d in probed.devices),
         "overhead_s": median(d.overhead_s for d in probed.devices),
     }
-    wire = {name: median(getattr(link, name) for link in probed.links) for name in ("bandwidth", "latency_s")}
+    names = ("bandwidth", "latency_s") if probed.links else ()
+    wire = {name: median(getattr(link, name) for link in probed.links) for name in names}
     return Topology(
         name=preset.name,
         devices=tuple(

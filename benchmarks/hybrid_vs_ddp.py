@@ -57,7 +57,7 @@ def speed(plans: Plans) -> list[Row]:
     total = sum(predicted.values())
     rounds = int(min(effort.rounds, max(2, 3 * effort.variant_s // (effort.steps * total))))
     job = Job(
-        plans.model, plans.batch, {DDP: DDP, **plans.save(ours), SINGLE: SINGLE}, rounds=rounds,
+        f"flexsearch.zoo:{plans.model}", plans.batch, {DDP: DDP, **plans.save(ours), SINGLE: SINGLE}, rounds=rounds,
         steps=effort.steps, warmup=2, together=True, timeline=False,
         timeout_s=180.0 + 8 * total * (2 + rounds * effort.steps),
     )  # fmt: skip

@@ -1,6 +1,7 @@
-"""What each host of ``hybrid_vs_ddp`` runs: ``python -m benchmarks.worker JOB.json``, with torchrun's environment.
+"""What each rank of ``hybrid_vs_ddp`` and ``runtime_vs_torch`` runs: ``python -m benchmarks.worker JOB.json``, with
+torchrun's environment.
 
-A job names a model of the zoo and variants of its training step; they are measured, and rank 0 prints the result as
+A job names a model and variants of its training step; they are measured, and rank 0 prints the result as
 JSON on the last line of its standard output.
 """
 
@@ -9,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import gc
 import json
+import runpy
 import sys
 import time
 from collections.abc import Callable
@@ -23,9 +25,9 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from benchmarks.harness import alternate
-from flexsearch import zoo
 from flexsearch.allocator import return_freed_memory
-from flexsearch.runtime.launch import end
+from flexsearch.graph.loading import Loaded, load_callable
+from flexsearch.runtime.launch import end, report
 from flexsearch.runtime.parallel import Parallel, parallelize
 from flexsearch.runtime.timeline import Timeline, record
 from flexsearch.strategy import Strategy
@@ -38,7 +40,8 @@ DDP, SINGLE = "ddp", "single process"
 
 @dataclass(frozen=True)
 class Job:
-    """``variants``: DDP, SINGLE, or strategy files, by name. Each gets ``warmup`` steps, then ``rounds`` turns of
+    """``model``: "module:callable", called with ``batch`` and ``arguments``. ``variants``: DDP, SINGLE, strategy files
+    or exported plans (``.py``), by name. Each gets ``warmup`` steps, then ``rounds`` turns of
     ``steps`` steps. ``together``: all variants are alive at once and take turns; else one after another, which needs
     less memory. ``timeline``: measure one more step of each plan task by task."""
 
@@ -51,6 +54,7 @@ class Job:
     together: bool
     timeline: bool
     timeout_s: float
+    arguments: dict[str, Any] = dataclasses.field(default_factory=dict)
 
     def save(self, path: Path) -> None:
         """Write the job for the workers."""
@@ -80,11 +84,10 @@ class Measured:
 
 @dataclass
 class Variant:
-    """A training step under measurement. ``step``: returns the loss, or None on ranks without one; ``shares``: ranks
-    whose losses are to be averaged."""
+    """A training step under measurement. ``step``: returns the loss of this rank's samples, or None on ranks without
+    one."""
 
     step: Callable[[], Tensor | None]
-    shares: int = 1
     parallel: Parallel | None = None
     losses: list[Tensor] = dataclasses.field(default_factory=list)
     sent: int = 0
@@ -109,7 +112,9 @@ def build(name: str, file: str, job: Job) -> Variant:
     """A variant of the job's model with seeded weights and data, the same on every rank."""
     if file == DDP:
         return ddp(job)
-    return single(job) if file == SINGLE else plan(file, job)
+    if file == SINGLE:
+        return single(job)
+    return exported(file, job) if file.endswith(".py") else plan(file, job)
 
 
 def optimizer(weights: Any) -> torch.optim.Optimizer:
@@ -117,9 +122,9 @@ def optimizer(weights: Any) -> torch.optim.Optimizer:
     return torch.optim.SGD(weights, lr=LEARNING_RATE, momentum=MOMENTUM)
 
 
-def model_of(job: Job) -> zoo.ZooModel:
+def model_of(job: Job) -> Loaded:
     """The job's model with inputs and targets, dropout off."""
-    return getattr(zoo, job.model)(batch=job.batch)  # type: ignore[no-any-return]
+    return load_callable(job.model, batch=job.batch, device="cpu", **job.arguments)
 
 
 def ddp(job: Job) -> Variant:
@@ -129,7 +134,7 @@ def ddp(job: Job) -> Variant:
         raise ValueError(f"DDP averages equal shares only; {job.batch} samples do not divide by {ranks} ranks")
     share = slice(rank * job.batch // ranks, (rank + 1) * job.batch // ranks)
     inputs, targets = tuple(x[share].clone() for x in made.inputs), made.targets[share].clone()
-    return Variant(_plain(DistributedDataParallel(made.model), inputs, targets, made.loss), shares=ranks)
+    return Variant(_plain(DistributedDataParallel(made.model), inputs, targets, made.loss))
 
 
 def single(job: Job) -> Variant:
@@ -141,9 +146,10 @@ def single(job: Job) -> Variant:
 
 
 def _plain(
-    model: nn.Module, inputs: tuple[Tensor, ...], targets: Tensor, loss_function: zoo.base.Loss
+    model: nn.Module, inputs: tuple[Tensor, ...], targets: Tensor, loss_function: Callable[..., Tensor] | None
 ) -> Callable[[], Tensor]:
     stepper = optimizer(model.parameters())
+    assert loss_function is not None
 
     def step() -> Tensor:
         loss = loss_function(model(*inputs), targets)
@@ -153,6 +159,25 @@ def _plain(
         return loss
 
     return step
+
+
+def exported(file: str, job: Job) -> Variant:
+    """The model, run by ordinary PyTorch as a file that ``flexsearch export`` wrote says."""
+    made, applied = model_of(job), runpy.run_path(file)
+    inputs, targets = tuple(applied["share"](x) for x in made.inputs), applied["share"](made.targets)
+    if "HELD" not in applied:
+        return Variant(_plain(applied["apply_plan"](made.model), inputs, targets, made.loss))
+    parts, schedule = applied["apply_plan"](made.model, made.loss)
+    stepper = optimizer(parts.parameters())
+
+    def step() -> Tensor | None:
+        losses: list[Tensor] = []
+        schedule.step(*applied["first"](*inputs), **applied["last"](targets, losses))
+        stepper.step()
+        stepper.zero_grad()
+        return torch.stack([loss.detach() for loss in losses]).mean() if losses else None
+
+    return Variant(step)
 
 
 def plan(file: str, job: Job) -> Variant:
@@ -196,24 +221,26 @@ def _result(variant: Variant, turns: list[float], job: Job) -> Measured:
     everyone: list[Any] = [None] * dist.get_world_size()
     mine = turns, [float(loss) for loss in variant.losses], variant.sent // max(1, variant.steps)
     dist.all_gather_object(everyone, mine)
-    shares = variant.shares
+    losses = [own for _, own, _ in everyone if own]
     return Measured(
         turns_s=[max(ranks) for ranks in zip(*(turns for turns, _, _ in everyone), strict=True)],
-        losses=[sum(ranks) / shares for ranks in zip(*(losses for _, losses, _ in everyone[:shares]), strict=True)],
+        losses=[sum(ranks) / len(losses) for ranks in zip(*losses, strict=True)],
         sent_bytes=[sent for _, _, sent in everyone],
         timeline=record(variant.parallel, variant.step, 1) if job.timeline and variant.parallel else None,
     )
 
 
 def main(arguments: list[str]) -> None:
-    """Join the other ranks, run the job, and print the result on rank 0."""
+    """Join the other ranks, run the job, and leave the result of rank 0 for what started it, or print it."""
     job = Job(**json.loads(Path(arguments[0]).read_text(encoding="utf-8")))
     torch.set_num_threads(1)
     dist.init_process_group("gloo", timeout=timedelta(seconds=job.timeout_s))
     results, rank = measure(job), dist.get_rank()
     dist.destroy_process_group()
     if rank == 0:
-        print(json.dumps({name: dataclasses.asdict(row) for name, row in results.items()}, default=list))
+        text = json.dumps({name: dataclasses.asdict(row) for name, row in results.items()}, default=list)
+        if not report(json.loads(text)):
+            print(text)
     end(0)
 
 
