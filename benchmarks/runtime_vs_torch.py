@@ -44,6 +44,7 @@ from flexsearch.strategy import Strategy
 
 NETWORKS = ("loopback", "10gbit", "1gbit")
 TABLES = ("layouts", "one rank", "found", "accuracy")
+QUICK_LAYOUTS = ["ddp, 25 MiB", "fsdp", "tensor", "1f1b", "zero-bubble"]
 TURN_S = 0.3
 """A turn has as many steps as are predicted to take so long."""
 
@@ -100,7 +101,7 @@ def layout_row(case: Case, name: str) -> Row:
     theirs = DDP if name == "ddp, 25 MiB" else case.exported(name, strategy)
     predicted_s = makespan(case.lowered(strategy))
     row = _compared("layouts", case, name, case.measure(strategy, theirs, predicted_s), predicted_s)
-    case.fastest = min((row["theirs_s"], theirs), *([case.fastest] if case.fastest else []))
+    case.fastest = min([(row["theirs_s"], theirs), *([case.fastest] if case.fastest else [])])
     return row
 
 
@@ -168,9 +169,9 @@ def run(machine: Machine, options: Namespace) -> list[Row]:
 def _row(case: Case, part: str) -> Row:
     say(f"measuring {case.named}: {part}")
     try:
-        if part in LAYOUTS:
-            return layout_row(case, part)
-        return found_row(case) if part == "found" else one_rank_row(case)
+        row = found_row(case) if part == "found" else one_rank_row(case) if part == "single" else layout_row(case, part)
+        say(f"{1e3 * row['theirs_s']:.4g} ms theirs, {1e3 * row['ours_s']:.4g} ms ours ({row['ratio_vs_torch']:.3f})")
+        return row
     except (FlexsearchError, OSError, ValueError) as error:
         return _failed(case.named, part, error)
 
@@ -190,7 +191,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     made.add_argument("--ranks", help="comma-separated; default: 2,4")
     made.add_argument("--profile-dir", type=Path, help="keep measured profile and topologies here, and reuse them")
     options = made.parse_args(arguments)
-    quick = {"models": ["llama"], "networks": ["loopback", "1gbit"], "layouts": list(LAYOUTS)}
+    quick = {"models": ["llama"], "networks": ["loopback", "1gbit"], "layouts": QUICK_LAYOUTS}
     for option, names in choices.items():
         text = getattr(options, option)
         chosen = [n for n in names if n in text] if text else (quick if options.quick else choices)[option]
