@@ -187,7 +187,7 @@ def test_a_search_that_cannot_end_in_time_says_what_is_too_large(cli: Cli, monke
 
 
 def test_a_search_whose_time_is_over_before_its_first_climb_answers_with_a_baseline(cli: Cli) -> None:
-    ran = cli("optimize", "lenet", "-t", "ethernet-1g-2", "-b", "1ms", "-j", "1", "--json")
+    ran = cli("optimize", "lenet", "-t", "ethernet-1g-2", "-b", "1ms", "--space", "splits", "-j", "1", "--json")
     assert ran.code == 0 and "used up by the baselines" in ran.json["stopped"] and ran.json["proposals"] == 0
     assert ran.json["iteration_s"] == min(plan["iteration_s"] for plan in ran.json["plans"])
     Strategy.load("strategy.json").check(OperatorGraph.load("lenet"), Topology.load("ethernet-1g-2"))

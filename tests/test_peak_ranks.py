@@ -80,8 +80,10 @@ def _predicted(imported: Imported, plan: Strategy) -> list[int]:
     """Peak by rank of all that is not there all the time."""
     lowered = lower_for_ranks(imported.graph, plan, plan.cluster, Costs(imported.graph, plan.cluster))
     peaks = [m.peak for m in memory(lowered)]
-    for span in spans_of(lowered):
-        if span.first == 0:
+    spans = spans_of(lowered)
+    end = max(span.last for span in spans)
+    for span in spans:
+        if (span.first, span.last) == (0, end):
             peaks[span.device] -= span.nbytes
     return peaks
 
