@@ -133,7 +133,7 @@ def _pipeline(schedule: str, each: int = 1) -> Build:
 
 
 LAYOUTS: Final[Mapping[str, Build]] = {
-    **{f"ddp, {size} MiB": _data(size) for size in BUCKETS_MIB}, "fsdp": _sharded, "tensor": _tensor,
+    **{f"ddp {size} MiB": _data(size) for size in BUCKETS_MIB}, "fsdp": _sharded, "tensor": _tensor,
     "gpipe": _pipeline("gpipe"), "1f1b": _pipeline("1f1b"), "interleaved-1f1b": _pipeline("interleaved-1f1b", 2),
     "zero-bubble": _pipeline("zero-bubble"),
 }  # fmt: skip

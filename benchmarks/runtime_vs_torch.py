@@ -44,7 +44,7 @@ from flexsearch.strategy import Strategy
 
 NETWORKS = ("loopback", "10gbit", "1gbit")
 TABLES = ("layouts", "one rank", "found", "accuracy")
-QUICK_LAYOUTS = ["ddp, 25 MiB", "fsdp", "tensor", "1f1b", "zero-bubble"]
+QUICK_LAYOUTS = ["ddp 25 MiB", "fsdp", "tensor", "1f1b", "zero-bubble"]
 TURN_S = 0.3
 """A turn has as many steps as are predicted to take so long."""
 
@@ -98,7 +98,7 @@ class Case:
 def layout_row(case: Case, name: str) -> Row:
     """One layout, ours against theirs."""
     strategy = case.layout(name)
-    theirs = DDP if name == "ddp, 25 MiB" else case.exported(name, strategy)
+    theirs = DDP if name == "ddp 25 MiB" else case.exported(name, strategy)
     predicted_s = makespan(case.lowered(strategy))
     row = _compared("layouts", case, name, case.measure(strategy, theirs, predicted_s), predicted_s)
     case.fastest = min([(row["theirs_s"], theirs), *([case.fastest] if case.fastest else [])])
@@ -187,16 +187,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     made = parser(__doc__)
     choices = {"models": list(MODELS), "networks": list(NETWORKS), "layouts": list(LAYOUTS)}
     for option, names in choices.items():
-        made.add_argument(f"--{option}", help=f"separated by ';' or ',', of: {'; '.join(names)}")
+        made.add_argument(f"--{option}", help=f"comma-separated, of: {', '.join(names)}")
     made.add_argument("--ranks", help="comma-separated; default: 2,4")
     made.add_argument("--profile-dir", type=Path, help="keep measured profile and topologies here, and reuse them")
     options = made.parse_args(arguments)
     quick = {"models": ["llama"], "networks": ["loopback", "1gbit"], "layouts": QUICK_LAYOUTS}
     for option, names in choices.items():
         text = getattr(options, option)
-        chosen = [n for n in names if n in text] if text else (quick if options.quick else choices)[option]
-        if not chosen:
-            made.error(f"--{option} {text}: there are {'; '.join(names)}")
+        chosen = text.split(",") if text else (quick if options.quick else choices)[option]
+        if unknown := set(chosen) - set(names):
+            made.error(f"--{option}: {', '.join(sorted(unknown))} is none of {', '.join(names)}")
         setattr(options, option, chosen)
     try:
         options.ranks = [int(n) for n in (options.ranks or ("2" if options.quick else "2,4")).split(",")]

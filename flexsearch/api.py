@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, get_args
 
 from flexsearch.cost import Costs, Profile
 from flexsearch.errors import StrategyError
@@ -28,7 +27,7 @@ from flexsearch.simulate import simulate as simulate_lowered
 from flexsearch.simulate.staged import Step as StagedStep
 from flexsearch.simulate.staged import step_of_strategy
 from flexsearch.simulate.variants import Plan, Variants
-from flexsearch.spaces import Space, prefers_layout, seconds_of_layouts, seconds_of_splits
+from flexsearch.spaces import Space, prefers_layout, search_both
 from flexsearch.strategy import OperatorConfig, Options, Prediction, Strategy
 from flexsearch.strategy.baselines import baselines, effective
 from flexsearch.strategy.pipeline import Pipeline
@@ -385,26 +384,48 @@ def optimize(
         example = (*on_meta((inputs, targets)), loss)
     cluster = topology if isinstance(topology, Topology) else Topology.load(topology)
     setting = Setting.of(graph, cluster, profile)
-    both = space == "free" and start is None and not pins
-    seconds = parse_budget(budget)[0] if both else None
-    layouts = None
+    seconds = parse_budget(budget)[0]
+    if space not in get_args(Space) or (space == "layouts" and seconds is None):
+        raise StrategyError(
+            f"there is no search with space={space!r} and budget={budget!r}",
+            'Give "free", "splits" or "layouts"; for layouts a budget of time, as "60s".',
+        )
+
+    def search_layouts(share: str | float) -> HybridResult:
+        return setting.search_layouts(share, options=options, processes=processes)
+
+    def search_splits(share: str | float) -> SearchResult:
+        return setting.search(
+            share, seed=seed, start=start, pins=pins, margin=margin, options=options, processes=processes
+        )
+
+    splits: SearchResult | None = None
+    layouts: HybridResult | None = None
     if space == "layouts":
-        strategy = setting.search_layouts(budget, options=options, processes=processes).strategy
+        layouts = search_layouts(budget)
+    elif space == "free" and seconds is not None and start is None and not pins:
+        splits, layouts = search_both(seconds, graph, len(cluster.devices), search_splits, search_layouts)
     else:
-        splits = setting.search(
-            budget if seconds is None else f"{seconds_of_splits(seconds, graph):.6f}s", seed=seed, start=start,
-            pins=pins, margin=margin, options=options, processes=processes,
-        )  # fmt: skip
-        if seconds is not None and (rest := seconds_of_layouts(seconds, graph, splits)):
-            with suppress(StrategyError):  # no layout suits the graph or the devices
-                layouts = setting.search_layouts(f"{rest:.6f}s", options=options, processes=processes)
-        if layouts is None or not prefers_layout(layouts, splits, margin):
-            refuse_what_does_not_fit(splits, cluster)
-            strategy = splits.strategy
-        else:
-            strategy = layouts.strategy
+        splits = search_splits(budget)
+    strategy = _preferred(splits, layouts, margin, cluster)
     strategy.example = example
     return strategy
+
+
+def _preferred(
+    splits: SearchResult | None, layouts: HybridResult | None, margin: float, topology: Topology
+) -> Strategy:
+    """The plan of the searches that were made. Raises StrategyError if it does not fit into memory."""
+    if splits is not None and not prefers_layout(layouts, splits, margin):
+        refuse_what_does_not_fit(splits, topology)
+        return splits.strategy
+    assert layouts is not None
+    if not layouts.best.feasible:
+        raise StrategyError(
+            f"no layout was found that fits into memory: the nearest lacks {layouts.step.missing / 1e9:.3g} GB on a "
+            "device", "Use more or larger devices, or a smaller batch.",
+        )  # fmt: skip
+    return layouts.strategy
 
 
 def refuse_what_does_not_fit(result: SearchResult, topology: Topology) -> None:

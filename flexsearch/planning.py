@@ -6,14 +6,13 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from flexsearch.api import Setting, parse_budget
-from flexsearch.errors import StrategyError
 from flexsearch.report import groups
 from flexsearch.report.layouts import StagedRow, layout_words
 from flexsearch.report.units import seconds
 from flexsearch.search.hybrid import HybridProgress, HybridResult
 from flexsearch.search.outcome import Progress, SearchResult
 from flexsearch.simulate.staged import Step
-from flexsearch.spaces import Space, prefers_layout, seconds_of_layouts, seconds_of_splits
+from flexsearch.spaces import Space, prefers_layout, search_both
 from flexsearch.strategy import Options, Strategy
 
 
@@ -63,20 +62,19 @@ def plan(
         return _of_layouts(setting, _layouts(setting, budget, options, report))
     if space == "splits" or seconds is None:
         return _of_splits(setting, _splits(setting, budget, options, start, seed, report))
-    splits = _splits(setting, f"{seconds_of_splits(seconds, setting.graph):.6f}s", options, start, seed, report)
+    splits, layouts = search_both(
+        seconds, setting.graph, len(setting.topology.devices),
+        lambda share: _splits(setting, share, options, start, seed, report),
+        lambda share: _layouts(setting, share, options, report),
+    )  # fmt: skip
     best = _of_splits(setting, splits)
-    rest = seconds_of_layouts(seconds, setting.graph, splits)
-    if not rest or best.interrupted:
-        return best
-    try:
-        layouts = _layouts(setting, f"{rest:.6f}s", options, report)
-    except StrategyError:  # no layout suits the graph or the devices
+    if layouts is None:
         return best
     other = _of_layouts(setting, layouts)
-    best, rest_of_them = (other, best) if prefers_layout(layouts, splits, 0.0) else (best, other)
+    best, second = (other, best) if prefers_layout(layouts, splits, 0.0) else (best, other)
     return replace(
-        best, looked_at=best.looked_at + rest_of_them.looked_at, interrupted=other.interrupted,
-        data_parallel_s=_least(best.data_parallel_s, rest_of_them.data_parallel_s),
+        best, looked_at=best.looked_at + second.looked_at, interrupted=other.interrupted,
+        data_parallel_s=_least(best.data_parallel_s, second.data_parallel_s),
     )  # fmt: skip
 
 

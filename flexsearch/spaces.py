@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Final, Literal
 
+from flexsearch.errors import StrategyError
 from flexsearch.graph import OperatorGraph
 from flexsearch.graph.samples import is_sum_over_samples
 from flexsearch.search.hybrid import HybridResult
@@ -18,17 +20,21 @@ LAYOUTS: Final = 0.25
 P100s the search over those of BERT ended by itself after 5 s."""
 
 
-def seconds_of_splits(seconds: float, graph: OperatorGraph) -> float:
-    """The part of a budget (s) that the search over splits has, if both spaces are searched."""
-    return (1.0 - LAYOUTS) * seconds if is_sum_over_samples(graph) else seconds
-
-
-def seconds_of_layouts(seconds: float, graph: OperatorGraph, splits: SearchResult) -> float:
-    """What is left of a budget (s) for layouts, behind the search over splits; 0 where they have nothing to offer: one
-    device, or a model without microbatches, that fits into memory anyway."""
-    if splits.feasible and (len(splits.strategy.cluster.devices) == 1 or not is_sum_over_samples(graph)):
-        return 0.0
-    return max(LAYOUTS * seconds, seconds - splits.elapsed_s)
+def search_both(
+    seconds: float, graph: OperatorGraph, devices: int, splits: Callable[[str], SearchResult],
+    layouts: Callable[[str], HybridResult | None],
+) -> tuple[SearchResult, HybridResult | None]:  # fmt: skip
+    """Both searches within a budget (s): that over splits, and in what it leaves that over layouts, each called with
+    its budget. No layouts (None) where they have nothing to offer (one device, or a model without microbatches, and a
+    plan of one stage fits), where none suits graph or devices, or after Ctrl-C."""
+    offer = devices > 1 and is_sum_over_samples(graph)
+    result = splits(f"{((1.0 - LAYOUTS) if offer else 1.0) * seconds:.6f}s")
+    if "interrupted" in result.stopped or (result.feasible and not offer):
+        return result, None
+    try:
+        return result, layouts(f"{max(LAYOUTS * seconds, seconds - result.elapsed_s):.6f}s")
+    except StrategyError:
+        return result, None
 
 
 def prefers_layout(layouts: HybridResult | None, splits: SearchResult, margin: float) -> bool:

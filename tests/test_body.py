@@ -27,6 +27,13 @@ CALLS = (
 
 
 @pytest.mark.parametrize("compiler", [None, "eager"])
+def test_leaves_come_in_their_own_order(compiler: str | None) -> None:
+    body = body_of((Call(lambda x, y: x - y, (2, 0), range(3, 4)),), 3, (3,), compiler)  # leaf 1 is not read
+    leaves = torch.tensor(3.0), torch.tensor(0.0), torch.tensor(5.0)
+    assert [list(body(*leaves)) for _ in range(2)] == [[torch.tensor(2.0)]] * 2
+
+
+@pytest.mark.parametrize("compiler", [None, "eager"])
 @pytest.mark.parametrize("wanted", [(6,), (2, 6), (4, 3), (0, 6, 5), (6, 6)])
 def test_a_body_gives_the_values_that_are_wanted(compiler: str | None, wanted: tuple[int, ...]) -> None:
     body = body_of(CALLS, 2, wanted, compiler)

@@ -170,6 +170,6 @@ def test_what_one_device_does_is_one_segment() -> None:
     program = compile_program(lowered, 0)
     kinds = [type(instruction).__name__ for instruction in program.instructions]
     assert len(program.segments) == kinds.count("Forward") == kinds.count("Backward") == 1
-    # Rotary embeddings read halves of a query and of a key, which the segment cuts.
+    # Rotary embeddings read halves of a query and of a key, which the segment takes itself.
     assembled = {i.transport.purpose for i in program.instructions if isinstance(i, Assemble)}
-    assert assembled == {"synchronise"} and sum(map(len, program.segments[0].cuts)) == 4 * 32
+    assert assembled == {"synchronise"} and sum(map(len, program.segments[0].parts)) == 4 * 32

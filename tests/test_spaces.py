@@ -13,10 +13,13 @@ from torch import Tensor, nn
 
 from flexsearch import optimize
 from flexsearch.api import Setting
+from flexsearch.errors import StrategyError
 from flexsearch.graph import OperatorGraph
 from flexsearch.graph.importer import import_model
 from flexsearch.planning import plan
-from flexsearch.spaces import prefers_layout, seconds_of_layouts, seconds_of_splits
+from flexsearch.search.hybrid import HybridResult
+from flexsearch.search.outcome import SearchResult
+from flexsearch.spaces import prefers_layout, search_both
 from flexsearch.strategy import Options, Strategy
 from flexsearch.topology import Topology
 from tests.conftest import Cli
@@ -77,14 +80,44 @@ def test_the_faster_plan_is_preferred_by_the_margin_and_one_that_fits_to_one_tha
     assert not prefers_layout(too_large, splits, 0.0) and not prefers_layout(None, splits, 0.0)
 
 
-def test_the_budget_goes_to_splits_where_the_model_has_no_microbatches() -> None:
-    graph = OperatorGraph.load("resnet50")  # batch normalisation
-    assert seconds_of_splits(8.0, graph) == 8.0 and seconds_of_splits(8.0, deep()) == 6.0
-    setting = Setting.of(deep(), SLOW)
-    result = setting.search(50, processes=1)
-    assert seconds_of_layouts(8.0, deep(), result) == pytest.approx(8.0 - result.elapsed_s)
-    assert seconds_of_layouts(8.0, graph, result) == 0.0
-    assert seconds_of_layouts(8.0, graph, replace(result, feasible=False)) >= 2.0
+@pytest.mark.parametrize(
+    ("devices", "microbatches", "fits", "stopped", "shares"),
+    [
+        (4, True, True, "", [6.0, 5.0]),
+        (4, False, True, "", [8.0]),  # the model has no microbatches
+        (4, False, False, "", [8.0, 5.0]),
+        (1, True, True, "", [8.0]),
+        (4, True, True, "interrupted", [6.0]),
+    ],
+)
+def test_what_a_budget_is_spent_on(
+    devices: int, microbatches: bool, fits: bool, stopped: str, shares: list[float]
+) -> None:
+    graph = deep() if microbatches else OperatorGraph.load("resnet50")
+    done = replace(Setting.of(deep(), SLOW).search(10, processes=1), feasible=fits, stopped=stopped, elapsed_s=3.0)
+    given: list[str] = []
+
+    def splits(budget: str) -> SearchResult:
+        given.append(budget)
+        return done
+
+    def layouts(budget: str) -> HybridResult | None:
+        given.append(budget)
+        raise StrategyError("no layout suits it")
+
+    assert search_both(8.0, graph, devices, splits, layouts) == (done, None)
+    assert given == [f"{share:.6f}s" for share in shares]
+
+
+def test_a_layout_that_does_not_fit_is_refused_and_so_is_a_space_that_there_is_not() -> None:
+    tiny = SLOW.model_copy(
+        update={"devices": tuple(d.model_copy(update={"memory_bytes": 2**20}) for d in SLOW.devices)}
+    )
+    with pytest.raises(StrategyError, match="no layout was found that fits into memory"):
+        optimize(deep(), topology=tiny, budget="1s", processes=1, space="layouts")
+    for space, budget in (("everything", "1s"), ("layouts", 100)):
+        with pytest.raises(StrategyError, match="there is no search with"):
+            optimize(deep(), topology=SLOW, budget=budget, space=space)  # type: ignore[arg-type]
 
 
 def test_a_plan_for_more_devices_is_of_both_spaces_too() -> None:

@@ -66,13 +66,13 @@ def optimize_layouts(
     free_s = None
     if native:
         budget, seconds = halved(budget), seconds / 2
-        free = search_layouts(setting, options, seconds, budget, processes)
+        free = search_layouts(setting, options, budget, processes)
         free_s = free.best.seconds if free.best.feasible else None
         with signals.current.released():
-            result = search_layouts(setting, options, seconds, budget, processes, native)
+            result = search_layouts(setting, options, budget, processes, native)
         free_s = min(free_s, result.best.seconds) if free_s is not None else None
     else:
-        result = search_layouts(setting, options, seconds, budget, processes)
+        result = search_layouts(setting, options, budget, processes)
     if not result.best.feasible:
         raise StrategyError(*_nothing_fits(setting, options, result, seconds))
     result.strategy.save(output)
@@ -84,7 +84,7 @@ def optimize_layouts(
             tell(native_words(result.best.seconds, free_s))
             tell_export(output, size)
 
-    more: dict[str, Any] = {"space": "native", "free_s": free_s} if native else {"space": "layouts"}
+    more: dict[str, Any] = {"space": "native-layouts", "free_s": free_s} if native else {"space": "layouts"}
     answer_layouts(setting, result, output, as_json, size, cost_per_hour, more=more, say_more=say_more)
 
 
@@ -110,10 +110,10 @@ def answer_layouts(
 
 
 def search_layouts(
-    setting: Setting, options: Options, seconds: float, budget: str, processes: int | None, native: bool = False
-) -> HybridResult:  # fmt: skip
+    setting: Setting, options: Options, budget: str, processes: int | None, native: bool = False
+) -> HybridResult:
     """The search, with its progress on the terminal. A signal ends it with the best plan so far."""
-    before = signals.current.graceful
+    seconds, before = need_time(budget), signals.current.graceful
     with Live(compiling(), seconds) as live:
 
         def report(now: HybridProgress) -> None:

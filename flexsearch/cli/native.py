@@ -33,7 +33,7 @@ def optimize_native(
     if not result.evaluation.feasible:
         raise StrategyError(
             "no plan of one stage that PyTorch's modules express fits into memory",
-            "Give --space layouts, which tries pipelines and recomputation too, or more devices.",
+            "Give --space native-layouts, which tries pipelines and recomputation too, or more devices.",
         )
     result.strategy.save(output)
     lowered = setting.lower(result.strategy)

@@ -99,11 +99,12 @@ ExhaustiveOption = Annotated[
     ),
 ]
 SpaceOption = Annotated[
-    Literal["free", "splits", "layouts", "native"],
+    Literal["free", "splits", "layouts", "native", "native-layouts"],
     typer.Option(
         "--space",
         help="free: all plans. splits: one stage, any split of any operator. layouts: data x tensor x pipeline, with "
-        "stages, microbatches and recomputation. native: only what `flexsearch export` can write as ordinary PyTorch.",
+        "stages, microbatches and recomputation. native: only what `flexsearch export` can write as ordinary PyTorch, "
+        "in one stage. native-layouts: the same of layouts.",
     ),
 ]
 PlanOnlyOption = Annotated[bool, typer.Option("--plan-only", hidden=True, help="The same as --space layouts.")]
@@ -127,7 +128,7 @@ class _Asked:
     pins: tuple[str, ...]
     margin: float
     exhaustive: str | None
-    space: Literal["free", "splits", "layouts", "native"]
+    space: Literal["free", "splits", "layouts", "native", "native-layouts"]
     output: Path
     plot: Path | None
     cost_per_hour: float | None
@@ -187,14 +188,9 @@ def optimize(
     size = Size(batch, seq)
     setting = load_setting(graph, topology, profile, size)
     large = resume is None and not pin and space in ("free", "native") and too_large(setting.graph)
-    layouts = plan_only or space == "layouts" or large
-    if layouts:
-        refuse_with(
-            "over layouts (--space layouts)", resume=resume, pin=pin, plot=plot, exhaustive=exhaustive, seed=seed,
-            margin=margin, verify=verify,
-        )  # fmt: skip
-    elif space == "native":
-        refuse_with("among native plans", resume=resume, pin=pin, plot=plot, exhaustive=exhaustive, verify=verify)
+    layouts, native = plan_only or large or "layouts" in space, "native" in space
+    if layouts or native:
+        _refuse_others(layouts, seed, margin, resume=resume, pin=pin, plot=plot, exhaustive=exhaustive, verify=verify)
     trial = verification(verify, verify_steps, graph, topology, model, set_, setting.graph, budget)
     if trial is not None and is_follower():
         trial.follow()
@@ -209,9 +205,9 @@ def optimize(
     )  # fmt: skip
     if layouts:
         optimize_layouts(
-            setting, options, budget, processes, output, as_json, size.words(), large, cost_per_hour, space == "native"
+            setting, options, budget, processes, output, as_json, size.words(), large, cost_per_hour, native
         )
-    elif space == "native":
+    elif native:
         _native(asked)
     else:
         _optimize(asked, trial)
@@ -229,13 +225,17 @@ def _native(asked: _Asked) -> None:
 
 def _optimize(asked: _Asked, trial: Verification | None) -> None:
     """Search, prove and verify as asked; write the best plan and print it."""
-    from flexsearch.spaces import prefers_layout, seconds_of_splits
+    from flexsearch.spaces import prefers_layout, search_both
 
     setting, seconds = asked.setting, asked.seconds
-    result = _search(asked, asked.budget if seconds is None else f"{seconds_of_splits(seconds, setting.graph):.6f}s")
-    if result.feasible:
-        _save(asked, result, None)
-    layouts = _search_layouts(asked, result)
+    layouts: HybridResult | None = None
+    if seconds is None:
+        result = _search(asked, asked.budget)
+    else:
+        result, layouts = search_both(
+            seconds, setting.graph, len(setting.topology.devices), lambda share: _searched_and_saved(asked, share),
+            lambda share: _search_layouts(asked, share),
+        )  # fmt: skip
     staged = layouts if prefers_layout(layouts, result, asked.margin) else None
     _save(asked, result, staged)
     result, proof = _prove(asked, result)
@@ -290,6 +290,13 @@ def _answer(
     show(asked.as_json, with_cost(data, setting, asked.cost_per_hour), human)
 
 
+def _refuse_others(layouts: bool, seed: int, margin: float | None, **given: object) -> None:
+    """Raise an error for options that say nothing about layouts, or native plans."""
+    if layouts:
+        refuse_with("over layouts (--space layouts)", seed=seed, margin=margin, **given)
+    refuse_with("among native plans", **given)
+
+
 def _refuse_early(plot: Path | None, resume: Path | None, budget: str, exhaustive: str | None) -> None:
     """Raise an error for what could not be drawn, or is no budget, before the search rather than after it."""
     from flexsearch.api import parse_budget
@@ -332,21 +339,22 @@ def _search(asked: _Asked, budget: str) -> SearchResult:
         )  # fmt: skip
 
 
-def _search_layouts(asked: _Asked, result: SearchResult) -> HybridResult | None:
-    """The search over layouts in what is left of the budget; None where it is not asked for, has nothing to offer, or
-    was interrupted before it had a plan."""
-    from flexsearch.errors import StrategyError
-    from flexsearch.spaces import seconds_of_layouts
+def _searched_and_saved(asked: _Asked, budget: str) -> SearchResult:
+    """The search over splits, whose plan no signal may lose from then on."""
+    result = _search(asked, budget)
+    if result.feasible:
+        _save(asked, result, None)
+    return result
 
-    if asked.seconds is None or signals.current.number:
-        return None
-    seconds = seconds_of_layouts(asked.seconds, asked.setting.graph, result)
-    if not seconds:
+
+def _search_layouts(asked: _Asked, budget: str) -> HybridResult | None:
+    """The search over layouts; None if it was interrupted before it had a plan. Raises StrategyError."""
+    if signals.current.number:
         return None
     try:
         with signals.current.released():
-            return search_layouts(asked.setting, asked.options, seconds, f"{seconds:.6f}s", asked.processes)
-    except (StrategyError, KeyboardInterrupt):  # no layout suits the graph or the devices
+            return search_layouts(asked.setting, asked.options, budget, asked.processes)
+    except KeyboardInterrupt:
         return None
 
 

@@ -40,7 +40,7 @@ def body_of(calls: Sequence[Call], leaves: int, wanted: tuple[int, ...], compile
             at.update(zip(written, run(*(at[place] for place in read)), strict=True))
         return [at[place] for place in wanted]
 
-    return body if len(parts) > 1 or not parts or parts[0][2] != wanted else parts[0][0]
+    return body
 
 
 def _parts(
@@ -50,11 +50,11 @@ def _parts(
     runs = [(draws, list(run)) for draws, run in groupby(calls, key=lambda call: call.draws)]
     for k, (draws, run) in enumerate(runs):
         here = {place for call in run for place in call.results}
-        read = dict.fromkeys(p for call in run for p in call.places if p is not None and p not in here)
+        read = tuple(dict.fromkeys(p for call in run for p in call.places if p is not None and p not in here))
         later = {p for _, rest in runs[k + 1 :] for call in rest for p in call.places} | set(wanted)
-        written = tuple(p for p in wanted if p in here) if len(runs) == 1 else tuple(sorted(here & later))
-        body = _run(run, tuple(read), tuple(dict.fromkeys(written)))
-        yield (body if draws else _compiled(body, backend)), tuple(read), tuple(dict.fromkeys(written))
+        written = tuple(sorted(here & later))
+        body = _run(run, read, written)
+        yield (body if draws else _compiled(body, backend)), read, written
 
 
 def _run(calls: Sequence[Call], read: tuple[int, ...], wanted: tuple[int, ...]) -> Body:

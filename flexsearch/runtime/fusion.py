@@ -27,9 +27,9 @@ class Fusion:
         self.mine = [i for i, p in enumerate(lowered.placed) if device in p.placement.devices]
         self.home = {n for i in self.mine for n in graph.operators[i].outputs}
         """Activations made here."""
-        self.cut = {e: cut for e in range(len(lowered.edges)) if (cut := self._cut(e)) is not None}
-        """Edges that are parts of what is made here, without communication: (region held, region read). A segment cuts
-        them, so that autograd puts their gradients together."""
+        self.parts = {e: part for e in range(len(lowered.edges)) if (part := self._part(e)) is not None}
+        """Edges that are parts of what is made here, without communication: (region held, region read). A segment
+        takes them itself, so that autograd puts their gradients together."""
         self.stage_of = lowered.stages.of(len(graph.operators))
         self.early = _early(graph) if lowered.stages.microbatches > 1 else frozenset()
         """Operators that run for all microbatches before anything else."""
@@ -45,7 +45,7 @@ class Fusion:
 
     def active(self, transport: Transport) -> bool:
         """Whether the transport does anything on this device that its segments do not do."""
-        if transport.purpose in ("forward", "backward") and transport.key in self.cut:
+        if transport.purpose in ("forward", "backward") and transport.key in self.parts:
             return False
         plan = reshard_of(self.lowered, transport)
         if any(self.device in x.devices for x in plan.exchanges):
@@ -56,9 +56,9 @@ class Fusion:
         """Whether the transport has a result on this device."""
         return any(e.device == self.device for e in reshard_of(self.lowered, transport).destination)
 
-    def _cut(self, number: int) -> tuple[Box, Box] | None:
-        """The region held and the one read of an edge that only cuts a value of this device, and whose gradient flows
-        back in the same way; None for others."""
+    def _part(self, number: int) -> tuple[Box, Box] | None:
+        """The region held and the one read of an edge that is a part of a value of this device, and whose gradient
+        flows back in the same way; None for others."""
         edge = self.lowered.edges[number]
         if edge.tensor not in self.home or edge.forward is None:
             return None
@@ -118,7 +118,7 @@ class Fusion:
         segment.trains = any(trains(self.graph, o) for o in segment.operators)
         for o in segment.operators:
             segment.arguments.append(self._arguments(o, leaves, results))
-            segment.cuts.append(self._cut_operands(o))
+            segment.parts.append(self._parts_read(o))
             for name in self.graph.operators[o].outputs:
                 results[name] = len(results)
         segment.leaves = list(leaves)
@@ -147,12 +147,12 @@ class Fusion:
                     row.append(leaves.setdefault(leaf, len(leaves)))
         return tuple(row)
 
-    def _cut_operands(self, o: int) -> dict[int, tuple[Box, Box]]:
-        """Operands of which the segment cuts a part: (region held, region read)."""
+    def _parts_read(self, o: int) -> dict[int, tuple[Box, Box]]:
+        """Operands of which only a part is read: (region held, region read)."""
         inputs = self.lowered.placed[o].placement.piece_on(self.device).inputs
         edges = {p: self.lowered.edge_of[o, p] for p, region in enumerate(inputs) if region is not None}
         times = self.lowered.stages.microbatches if self.graph.operators[o].kind in COUNTS else 1
-        return {m * len(inputs) + p: self.cut[e] for p, e in edges.items() if e in self.cut for m in range(times)}
+        return {m * len(inputs) + p: self.parts[e] for p, e in edges.items() if e in self.parts for m in range(times)}
 
     def _leaves_segment(self, name: str, number: int) -> bool:
         """Whether a result of a segment is used outside of it."""

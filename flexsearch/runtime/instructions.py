@@ -52,7 +52,7 @@ class Leaf(NamedTuple):
 class Segment:
     """Operators that run as one. ``arguments[k]``: for each operand of operator k its leaf (index into ``leaves``) or,
     as ``~i``, result i of the segment; None where the piece reads nothing. Results are numbered over all outputs in
-    order. ``cuts[k]``: of these operands those of which only a part is read: (region held, region read). ``exports``:
+    order. ``parts[k]``: of these operands those of which only a part is read: (region held, region read). ``exports``:
     (result, name) of results that are used outside. ``seeds``: exports with a gradient. ``region``:
     that is computed again, or -1. ``trains``: whether it makes gradients of weights."""
 
@@ -60,7 +60,7 @@ class Segment:
     region: int = -1
     leaves: list[Leaf] = field(default_factory=list)
     arguments: list[tuple[int | None, ...]] = field(default_factory=list)
-    cuts: list[dict[int, tuple[Box, Box]]] = field(default_factory=list)
+    parts: list[dict[int, tuple[Box, Box]]] = field(default_factory=list)
     exports: list[tuple[int, str]] = field(default_factory=list)
     seeds: list[tuple[int, str]] = field(default_factory=list)
     backward: bool = False

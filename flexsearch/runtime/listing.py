@@ -6,6 +6,7 @@ import re
 from collections.abc import Iterator
 
 from flexsearch.graph import Box
+from flexsearch.graph.ops.local import extent
 from flexsearch.lower import Lowered
 from flexsearch.runtime.instructions import (
     Assemble,
@@ -109,12 +110,12 @@ def _forward(program: Program, instruction: Forward) -> Iterator[str]:
     results = [name for o in segment.operators for name in lowered.graph.operators[o].outputs]
     again = ", again" if instruction.again else ""
     yield f"# segment {instruction.segment}, microbatch {instruction.microbatch}{again}"
-    for o, arguments, cuts in zip(segment.operators, segment.arguments, segment.cuts, strict=True):
+    for o, arguments, parts in zip(segment.operators, segment.arguments, segment.parts, strict=True):
         op = lowered.graph.operators[o]
         piece = lowered.placed[o].placement.piece_on(program.device)
         operands = ", ".join(
             "None" if a is None else (_name(results[~a]) if a < 0 else _value(program, instruction.leaves[a])) + (
-                _region(cuts[p][1], tuple(high for _, high in cuts[p][0])) if p in cuts else ""
+                _part(*parts[p]) if p in parts else ""
             )
             for p, a in enumerate(arguments)
         )  # fmt: skip
@@ -164,6 +165,12 @@ def _variable(lowered: Lowered, key: Key) -> str:
 def _name(text: str) -> str:
     """A Python identifier for a layer or tensor name."""
     return re.sub(r"\W", "_", text)
+
+
+def _part(held: Box, read: Box) -> str:
+    """The index that takes region ``read`` from a tensor that holds ``held``."""
+    moved = tuple((low - start, high - start) for (low, high), (start, _) in zip(read, held, strict=True))
+    return _region(moved, extent(held))
 
 
 def _region(box: Box, shape: tuple[int, ...]) -> str:

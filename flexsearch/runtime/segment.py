@@ -65,17 +65,17 @@ def _summed(kernels: Sequence[Kernel]) -> Kernel:
     return run
 
 
-def _cutting(kernel: Kernel, cuts: Mapping[int, tuple[Box, Box]]) -> Kernel:
+def _reading_parts(kernel: Kernel, parts: Mapping[int, tuple[Box, Box]]) -> Kernel:
     """A kernel that reads only parts of these operands: (region held, region read)."""
-    where = [(p, slices(held, wanted)) for p, (held, wanted) in cuts.items()]
+    where = [(p, slices(held, wanted)) for p, (held, wanted) in parts.items()]
 
     def run(*operands: Tensor | None) -> Any:
-        parts = list(operands)
+        read = list(operands)
         for p, at in where:
-            whole = parts[p]
+            whole = read[p]
             assert whole is not None
-            parts[p] = whole[at]
-        return kernel(*parts)
+            read[p] = whole[at]
+        return kernel(*read)
 
     return run
 
@@ -108,9 +108,9 @@ class SegmentRunner:
         """``compiler``: a backend of ``torch.compile``; None: operators run as they are."""
         self.segment, self.compiler = segment, compiler
         self.steps: list[tuple[Kernel, tuple[int | None, ...]]] = []
-        for o, arguments, cuts in zip(segment.operators, segment.arguments, segment.cuts, strict=True):
+        for o, arguments, parts in zip(segment.operators, segment.arguments, segment.parts, strict=True):
             kernel = _kernel(lowered, o, device, context, microbatch)
-            self.steps.append((_cutting(kernel, cuts) if cuts else kernel, arguments))
+            self.steps.append((_reading_parts(kernel, parts) if parts else kernel, arguments))
         self._fuse_batch_norms(lowered, device)
         leaves = len(segment.leaves)
         outputs = (len(lowered.graph.operators[o].outputs) for o in segment.operators)
@@ -142,8 +142,8 @@ class SegmentRunner:
             piece = lowered.placed[self.segment.operators[k]].placement.piece_on(device)
             x, _, *affine = self.segment.arguments[k]
             early = all(a is not None and (a >= 0 or ~a < first[j]) for a in affine)
-            cut = self.segment.cuts[j] or self.segment.cuts[k]
-            if x != self.segment.arguments[j][0] or cut or not early or ("g" in op.sizes and piece.extent("g") > 1):
+            parts = self.segment.parts[j] or self.segment.parts[k]
+            if x != self.segment.arguments[j][0] or parts or not early or ("g" in op.sizes and piece.extent("g") > 1):
                 continue
             (apart, _), (normalise, arguments) = self.steps[j], self.steps[k]
             made: list[Tensor] = []
