@@ -29,6 +29,7 @@ from flexsearch.runtime.program import compile_program
 from flexsearch.strategy import Strategy
 from flexsearch.strategy.baselines import baseline
 from flexsearch.topology import Topology
+from tests.exported import layout
 from tests.staged_plans import deep, staged_plan, tokens_loss
 from tests.test_numerics import _imported
 
@@ -173,3 +174,30 @@ def test_what_one_device_does_is_one_segment() -> None:
     # Rotary embeddings read halves of a query and of a key, which the segment takes itself.
     assembled = {i.transport.purpose for i in program.instructions if isinstance(i, Assemble)}
     assert assembled == {"synchronise"} and sum(map(len, program.segments[0].parts)) == 4 * 32
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "zero-bubble", "interleaved-1f1b"])
+def test_what_a_stage_sends_leaves_before_the_rank_computes_something_else(schedule: str) -> None:
+    graph = imported().graph
+    each = 2 if schedule == "interleaved-1f1b" else 1
+    blocks = [op.name for op in graph.operators if op.name.endswith("norm")]
+    borders = [blocks[0], "head", blocks[1]][: 2 * each - 1]
+    borders.sort(key=lambda name: graph.index[name])
+    plan = layout(graph, 1, 1, borders, ranks=2, topology="ethernet-1g-2", schedule=schedule, microbatches=4)
+    for program in programs(plan, graph):
+        tasks, made, sends = program.lowered.tasks, dict[tuple[str, int], int](), 0
+        for position, instruction in enumerate(program.instructions):
+            if isinstance(instruction, Forward | Backward):
+                computing = position
+            if isinstance(instruction, Forward):
+                for operator in program.segments[instruction.segment].operators:
+                    made |= {(name, instruction.microbatch): position for name in graph.operators[operator].outputs}
+            if not isinstance(instruction, Start):
+                continue
+            what = tasks.communication[instruction.task]
+            assert what is not None
+            name = program.lowered.edges[what.members[0].key].tensor
+            if what.purpose == "forward" and program.device in what.senders and name in graph.differentiable:
+                assert made[name, tasks.microbatch[instruction.task]] == computing
+                sends += name != graph.loss
+        assert sends == 4 * (each if program.device == 0 else each - 1)

@@ -141,7 +141,9 @@ class Actions:
 
 
 def task_graph(lowered: Described) -> TaskGraph:
-    """The rows as tasks, those with smaller identities first as far as dependencies allow: with one microbatch, all."""
+    """The rows as tasks, those with smaller identities first as far as dependencies allow: with one microbatch, all.
+    With several, a communication stands as soon as what it waits for is done: its sender may go on with an earlier
+    microbatch, whose rows have smaller identities, and must not hold it back until then."""
     return _View(lowered).tasks
 
 
@@ -332,17 +334,18 @@ class _View:
         for row, after in self.after.items():
             for other in set(after):
                 readers[other].append(row)
-        heap = [row for row, count in missing.items() if not count]
+        late = int(self.rows.schedule.microbatches[0]) > 1
+        heap = [(late and not row.communicates, row) for row, count in missing.items() if not count]
         heapq.heapify(heap)
         place: dict[Row, int] = {}
         while heap:
-            row = heapq.heappop(heap)
+            _, row = heapq.heappop(heap)
             place[row] = len(place)
             yield row, sorted({place[other] for other in self.after[row]})
             for reader in readers[row]:
                 missing[reader] -= 1
                 if not missing[reader]:
-                    heapq.heappush(heap, reader)
+                    heapq.heappush(heap, (late and not reader.communicates, reader))
 
     # ---- tasks
 
