@@ -46,34 +46,18 @@ def _imported() -> Imported:
     return import_with_constants(model, (tokens,), tokens_loss, targets=targets, tracing=Tracing())
 
 
-def _measured(imported: Imported, file: str, sends: bool = True, posted: int = liveness.POSTED_BYTES) -> int:
-    """Peak of the bytes that a step makes, in the second step; with the buffers of sends that are under way, or without
-    them, as if they left at once. ``posted``: bytes of receives that may be posted before they are waited for."""
+def _measured(imported: Imported, file: str) -> int:
+    """Peak of the bytes that a step makes, in the second step."""
     model, tokens, targets = _batch()
-    with patch.object(liveness, "POSTED_BYTES", posted):
-        step = distribute(model, imported, Strategy.from_file(StrategyFile.model_validate_json(file)))
+    step = distribute(model, imported, Strategy.from_file(StrategyFile.model_validate_json(file)))
     engine = step.engine
     for _ in range(2):
         for weight in engine.weights.values():
             weight.grad = None
         there = [tokens, targets, *engine.weights.values(), *(t for _, t in engine.fixed.values())]
-        sending = nullcontext() if sends else _sends_leave_at_once(engine.wire)
-        with LiveBytes(there) as live, sending:
+        with LiveBytes(there) as live:
             step(((tokens,), targets))
     return live.peak
-
-
-@contextmanager
-def _sends_leave_at_once(wire: Wire) -> Iterator[None]:
-    """Have gloo send copies that no operator made, and the wire keep nothing."""
-    send = dist.isend
-
-    def isend(tensor: Tensor, *arguments: Any, **more: Any) -> dist.Work | None:
-        wire._sent[:] = [(task, works, []) for task, works, _ in wire._sent]
-        return send(torch.frombuffer(bytearray(tensor.numpy()), dtype=torch.uint8), *arguments, **more)
-
-    with patch.object(dist, "isend", isend):
-        yield
 
 
 def _predicted(imported: Imported, plan: Strategy) -> list[int]:

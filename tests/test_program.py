@@ -152,7 +152,7 @@ def test_receives_are_posted_ahead_but_not_all_at_once(monkeypatch: pytest.Monke
         return largest
 
     ahead = most()
-    monkeypatch.setattr(liveness, "POSTED_BYTES", 0)
+    monkeypatch.setattr(liveness, "AHEAD_BYTES", 0)
     assert most() == 1 < ahead
 
 

@@ -142,8 +142,9 @@ class Actions:
 
 def task_graph(lowered: Described) -> TaskGraph:
     """The rows as tasks, those with smaller identities first as far as dependencies allow: with one microbatch, all.
-    With several, a communication stands as soon as what it waits for is done: its sender may go on with an earlier
-    microbatch, whose rows have smaller identities, and must not hold it back until then."""
+    With several, devices go through their actions side by side, and a communication stands as soon as what it waits
+    for is done: its sender may go on with an earlier microbatch, whose rows have smaller identities, and must not hold
+    it back until then."""
     return _View(lowered).tasks
 
 
@@ -275,6 +276,9 @@ class _View:
         self.after: dict[Row, list[Row]] = {}
         self.step: dict[Row, tuple[int, int]] = {}
         """Device and step of a computation."""
+        self.place: dict[Row, int] = {}
+        """Of a computation with several microbatches: its action's number on the device."""
+        self.several = int(self.rows.schedule.microbatches[0]) > 1
         for device in range(len(self.rows.schedule.group)):
             self._follow(device)
         self._add_followers()
@@ -284,8 +288,8 @@ class _View:
 
     # ---- dependencies
 
-    def _steps(self, device: int) -> Iterator[tuple[int, int, int]]:
-        """Microbatch, block and step, in the order in which a device runs them."""
+    def _steps(self, device: int) -> Iterator[tuple[int, int, int, int]]:
+        """Action, microbatch, block and step, in the order in which a device runs them."""
         s, segments, final = self.rows.schedule, self.rows.segments, int(self.rows.schedule.final[0])
         group = s.group[device]
         for a in range(s.action_first[group], s.action_last[group]):
@@ -294,7 +298,7 @@ class _View:
                 if microbatch == final if s.last[b] else microbatch == 0 or not s.once[b]:
                     table = int(segments.device_steps[self.rows.segment[b]]) + device
                     for step in range(segments.step_first[table], segments.step_first[table + 1]):
-                        yield microbatch, b, step
+                        yield int(a - s.action_first[group]), microbatch, b, step
 
     def _row(self, microbatch: int, block: int, communicates: int, number: int) -> Row:
         return Row(0 if self.rows.schedule.once[block] else microbatch, block, communicates, number)
@@ -302,7 +306,7 @@ class _View:
     def _follow(self, device: int) -> None:
         """What the rows of a device wait for."""
         segments, last, waits = self.rows.segments, list[Row](), list[Row]()
-        for microbatch, _, step in self._steps(device):
+        for action, microbatch, _, step in self._steps(device):
             block, number = int(segments.step_block[step]), int(segments.step_row[step])
             kind = segments.step_kind[step]
             row = self._row(microbatch, block, int(kind != COMPUTE), number)
@@ -311,6 +315,7 @@ class _View:
             elif kind == COMPUTE:
                 self.after[row] = [*waits, *last]
                 self.step[row] = device, step
+                self.place[row] = action if self.several else 0
                 last, waits = [row], []
             else:
                 self.after.setdefault(row, []).extend(last)
@@ -334,8 +339,11 @@ class _View:
         for row, after in self.after.items():
             for other in set(after):
                 readers[other].append(row)
-        late = int(self.rows.schedule.microbatches[0]) > 1
-        heap = [(late and not row.communicates, row) for row, count in missing.items() if not count]
+
+        def turn(row: Row) -> tuple[int, Row]:
+            return -1 if self.several and row.communicates else self.place.get(row, 0), row
+
+        heap = [turn(row) for row, count in missing.items() if not count]
         heapq.heapify(heap)
         place: dict[Row, int] = {}
         while heap:
@@ -345,7 +353,7 @@ class _View:
             for reader in readers[row]:
                 missing[reader] -= 1
                 if not missing[reader]:
-                    heapq.heappush(heap, (late and not reader.communicates, reader))
+                    heapq.heappush(heap, turn(reader))
 
     # ---- tasks
 

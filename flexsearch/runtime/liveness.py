@@ -1,7 +1,9 @@
 """From when to when the values of a program live: receives are posted, and values let go of, where the program says so.
 
-A receive is posted as early as the receives that are under way stay below ``POSTED_BYTES`` together, so that data can
-arrive while the rank computes, and at the latest where it is waited for. A value is let go of behind its last use.
+A receive is posted where its task stands at the latest: in the order of tasks, all ranks then have posted what others
+send before they wait for anything later, so that a rank may wait for its sends. It is posted as long before as all that
+are posted ahead stay below ``ahead_bytes`` together, so that data can arrive while the rank computes. A value is let go
+of behind its last use.
 """
 
 from __future__ import annotations
@@ -10,6 +12,7 @@ from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
+from flexsearch.graph import volume
 from flexsearch.lower import Lowered
 from flexsearch.runtime.instructions import (
     Assemble,
@@ -21,11 +24,14 @@ from flexsearch.runtime.instructions import (
     Key,
     Post,
     Slot,
+    Start,
     Wait,
 )
 
-POSTED_BYTES = 32 * 2**20
-"""Bytes of receives that are under way at a time; one may be larger."""
+AHEAD_BYTES = 32 * 2**20
+"""Of messages that a rank holds beyond the account of memory, at most; one may be larger."""
+AHEAD_PART = 1 / 40
+"""Likewise, as a part of its weights with their gradients, so that it does not matter."""
 _GRADIENTS = ("home gradient", "edge gradient")
 
 
@@ -62,23 +68,33 @@ def _without_unread(instructions: Sequence[Instruction]) -> Iterable[Instruction
             yield instruction
 
 
+def ahead_bytes(lowered: Lowered, device: int) -> int:
+    """Bytes of receives that may be posted before their tasks, and of sends that may still be under way behind them."""
+    stored = 0
+    for weight in lowered.weights:
+        itemsize = lowered.graph.tensor[weight.tensor].itemsize
+        stored += sum(itemsize * volume(entry.box) for entry in weight.plan.storage if entry.device == device)
+    return min(AHEAD_BYTES, int(2 * stored * AHEAD_PART))
+
+
 def _with_posts(lowered: Lowered, device: int, instructions: Sequence[Instruction]) -> list[Instruction]:
-    waits = [k for k, instruction in enumerate(instructions) if isinstance(instruction, Wait)]
+    starts = {x.task: k for k, x in enumerate(instructions) if isinstance(x, Start)}
+    waits = [(min(k, starts[x.task]), x) for k, x in enumerate(instructions) if isinstance(x, Wait)]
     posts: dict[int, list[Instruction]] = {}
-    under_way: deque[tuple[int, int]] = deque()
-    total = at = 0
-    for k in waits:
-        wait = instructions[k]
-        assert isinstance(wait, Wait)
+    ahead: deque[tuple[int, int]] = deque()
+    limit, total, at = ahead_bytes(lowered, device), 0, 0
+    for start, wait in sorted(waits, key=lambda row: row[0]):
         nbytes = _received_bytes(lowered, device, wait.task)
         if not nbytes:
             continue  # an all-reduce is done in place
-        while under_way and total + nbytes > POSTED_BYTES:
-            place, released = under_way.popleft()
-            at, total = place + 1, total - released
-        posts.setdefault(at, []).append(Post(wait.task, wait.slot))
-        under_way.append((k, nbytes))
-        total += nbytes
+        while ahead and total + nbytes > limit:
+            at, released = ahead.popleft()
+            total -= released
+        early = at < start and nbytes <= limit
+        if early:
+            ahead.append((start, nbytes))
+            total += nbytes
+        posts.setdefault(at if early else start, []).append(Post(wait.task, wait.slot))
     return [x for k, instruction in enumerate(instructions) for x in (*posts.get(k, ()), instruction)]
 
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import GradientEdge, get_gradient_edge, saved_tensors_hooks
 
 from flexsearch.graph import Box, OperatorGraph
 from flexsearch.graph.model import Operator
@@ -18,8 +19,8 @@ from flexsearch.graph.ops.calls import dtype_of
 from flexsearch.graph.precision import PreciseGraph
 from flexsearch.graph.samples import COUNTS
 from flexsearch.lower import Lowered
-from flexsearch.runtime.body import Call, Kernel, body_of
-from flexsearch.runtime.instructions import Backward, Forward, Segment
+from flexsearch.runtime.body import Body, Call, Kernel, body_of
+from flexsearch.runtime.instructions import Backward, Forward, Key, Segment
 from flexsearch.runtime.microbatches import piece_in_batch
 from flexsearch.runtime.wire import slices
 
@@ -28,12 +29,13 @@ Action = Callable[[], None]
 
 @dataclass
 class Pass:
-    """What a forward pass leaves for the backward pass: leaves and results in the order of the segment (None: no
-    gradient), and, between the halves of a backward pass, its outputs with their gradients."""
+    """What a forward pass leaves for the backward pass: the leaves that get a gradient, and where the gradients of
+    results enter (None: there is none), in the order of the segment; between the halves of a backward pass, what
+    entered. Beside autograd's own saved tensors this holds no memory: not the results, and of leaves only shells."""
 
     leaves: list[Tensor]
-    seeds: list[Tensor | None]
-    outputs: list[Tensor] = field(default_factory=list)
+    seeds: list[GradientEdge | None]
+    outputs: list[GradientEdge] = field(default_factory=list)
     gradients: list[Tensor] = field(default_factory=list)
 
 
@@ -123,6 +125,13 @@ class SegmentRunner:
             for k, (o, (kernel, arguments)) in enumerate(zip(segment.operators, self.steps, strict=True))
         )  # fmt: skip
         self.tracked = tuple(k for k, leaf in enumerate(segment.leaves) if leaf.gradient is not None)
+        """Leaves that get a gradient."""
+        weights = {Key("home", tensor.name) for tensor in lowered.graph.of_kind("parameter")}
+        self.stored = {k for k, leaf in enumerate(segment.leaves) if leaf.value in weights}
+        """Leaves that are weights as this rank stores them."""
+        loss = lowered.graph.tensor.get(lowered.graph.loss or "")
+        self.one = None if loss is None else torch.ones(loss.shape, dtype=dtype_of(loss.dtype), device=context.device)
+        """The gradient of the loss."""
 
     def _fuse_batch_norms(self, lowered: Lowered, device: int) -> None:
         """Let batch normalisations that have their statistics from this very segment compute both at once."""
@@ -160,9 +169,11 @@ class SegmentRunner:
         exports = tuple((results.index(result), slot) for result, slot in instruction.exports)
         seeds = tuple(results.index(result) for result, _ in self.segment.seeds)
         body = body_of(self.calls, first, tuple(first + result for result in results), self.compiler)
-        mode = torch.enable_grad if saved is not None else torch.no_grad
+        mode, tracked = torch.enable_grad if saved is not None else torch.no_grad, self.tracked
+        unsaved: Sequence[int] | None = None if self.compiler is None and saved is not None else ()
 
         def run() -> None:
+            nonlocal unsaved
             leaves: list[Tensor] = []
             for slot, needs_gradient in sources:
                 tensor = values[slot].detach()
@@ -170,31 +181,48 @@ class SegmentRunner:
                     tensor.requires_grad_()
                 leaves.append(tensor)
             with mode():
-                computed = body(*leaves)
+                if unsaved is None:
+                    computed, unsaved = self._watched(body, leaves)
+                else:
+                    computed = body(*leaves)
             for k, slot in exports:
                 values[slot] = computed[k].detach()
             if saved is not None:
-                values[saved] = Pass(leaves, [computed[k] if computed[k].requires_grad else None for k in seeds])
+                for k in unsaved:
+                    leaves[k].data = leaves[k].data.new_empty(0)
+                edges = [get_gradient_edge(computed[k]) if computed[k].requires_grad else None for k in seeds]
+                values[saved] = Pass([leaves[k] for k in tracked], edges)
 
         return run
+
+    def _watched(self, body: Body, leaves: Sequence[Tensor]) -> tuple[Sequence[Tensor], list[int]]:
+        """The results of the operators, and those leaves whose memory autograd does not keep for the backward pass,
+        though a leaf itself lives as long as the graph. Weights that are stored whole live anyway."""
+        kept: set[int] = set()
+
+        def pack(tensor: Tensor) -> Tensor:
+            kept.add(tensor.untyped_storage()._cdata)
+            return tensor
+
+        with saved_tensors_hooks(pack, lambda tensor: tensor):
+            computed = body(*leaves)
+        moving = [k for k in self.tracked if k not in self.stored]
+        return computed, [k for k in moving if leaves[k].untyped_storage()._cdata not in kept]
 
     def backward(self, values: list[Any], instruction: Backward) -> Action:
         """The backward pass (a part of it) as a closure."""
         part, saved, seeds = instruction.part, instruction.saved, instruction.seeds
-        every = zip(self.tracked, instruction.gradients, strict=True)
-        targets = tuple((leaf, slot) for leaf, slot in every if slot is not None)
+        targets = tuple((k, slot) for k, slot in enumerate(instruction.gradients) if slot is not None)
         leaves, slots = tuple(leaf for leaf, _ in targets), tuple(slot for _, slot in targets)
         first, keep = part != "weights", part == "inputs"
 
         def run() -> None:
             passed = values[saved]
             if first:
-                for slot, tensor in zip(seeds, passed.seeds, strict=True):
-                    gradient = torch.ones_like(tensor) if slot is None and tensor is not None else None
-                    if slot is not None:
-                        gradient = values[slot]
-                    if tensor is not None and gradient is not None:
-                        passed.outputs.append(tensor)
+                for slot, edge in zip(seeds, passed.seeds, strict=True):
+                    gradient = values[slot] if slot is not None else self.one
+                    if edge is not None and gradient is not None:
+                        passed.outputs.append(edge)
                         passed.gradients.append(gradient)
             if not passed.outputs or not leaves:
                 return

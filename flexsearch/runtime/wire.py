@@ -1,13 +1,14 @@
 """Communication of one rank: issues the exchanges of the task graph on a process group and hands out what arrives.
 
-gloo: receives are posted where the program says, as far as possible before what comes is needed, which makes
-point-to-point traffic full duplex; nobody waits for a send before the end of the step; the backend's ring computes
-all-reduces. NCCL: both sides of an exchange are issued together, in an order that is the same on all ranks, so nothing
+gloo: receives are posted where the program says, at the latest before this rank sends its part, which makes
+point-to-point traffic full duplex; a rank waits for its oldest sends only where more than ``ahead_bytes`` of them are
+under way, as they keep what they send alive; the backend's ring computes all-reduces. NCCL: both sides of an exchange are issued together, in an order that is the same on all ranks, so nothing
 can block.
 """
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -24,6 +25,7 @@ from flexsearch.graph.ops.calls import dtype_of
 from flexsearch.graph.ops.local import extent
 from flexsearch.lower import Communication, Lowered, Move
 from flexsearch.runtime.instructions import Post, Start, Wait
+from flexsearch.runtime.liveness import ahead_bytes
 
 Action = Callable[[], None]
 
@@ -110,8 +112,10 @@ class Wire:
                     _group(what.devices, timedelta(seconds=timeout_s))
                 if rank in what.devices:
                     self.plans[task] = self._plan(what)
-        self._sent: list[tuple[int, list[dist.Work], list[Tensor]]] = []
-        """What has been sent in this step and may not have left yet."""
+        self._sent: deque[tuple[int, list[dist.Work], list[Tensor], int]] = deque()
+        """What has been sent in this step and may not have left yet; bytes that are kept for it alone."""
+        self._sending = 0
+        self._ahead = ahead_bytes(lowered, rank)
 
     def _plan(self, what: Communication) -> Plan:
         lowered = self.lowered
@@ -217,11 +221,16 @@ class Wire:
         packs = [(peer, self._packed(values, plan, parts, instruction)) for peer, parts in plan.sends.items()]
         task, slot, sent = instruction.task, instruction.slot, self._sent
         lengths, dtype, device = list(plan.receive_length.items()), plan.dtype, self.device
+        stored = plan.what.purpose in ("gather", "regather")
 
         def send() -> None:
             for peer, pack in packs:
                 flat = pack()
-                sent.append((task, [_present(dist.isend(flat.view(torch.uint8), peer, tag=task))], [flat]))
+                nbytes = 0 if stored and len(plan.sends[peer]) == 1 else flat.numel() * flat.itemsize
+                sent.append((task, [_present(dist.isend(flat.view(torch.uint8), peer, tag=task))], [flat], nbytes))
+                self._sending += nbytes
+            while self._sending > self._ahead and sent[0][0] != task:
+                self._finish_oldest()
 
         def exchange() -> None:
             packed = [(peer, pack()) for peer, pack in packs]
@@ -231,7 +240,7 @@ class Wire:
             operations += [dist.P2POp(dist.isend, flat.view(torch.uint8), peer) for peer, flat in packed]
             works = self._issue(plan.what, operations)
             values[slot] = Arrival(works, buffers)
-            sent.append((task, works, [flat for _, flat in packed]))
+            sent.append((task, works, [flat for _, flat in packed], 0))
 
         return send if self.eager else exchange
 
@@ -290,9 +299,15 @@ class Wire:
 
     def end(self) -> None:
         """Finish a step: wait for what has been sent."""
-        for task, works, _ in self._sent:
-            self._watched(task, partial(self.wait, task, works))()
-        self._sent.clear()
+        while self._sent:
+            self._finish_oldest()
+
+    def _finish_oldest(self) -> None:
+        """Wait for the oldest send."""
+        task, works, _, nbytes = self._sent[0]
+        self._watched(task, partial(self.wait, task, works))()
+        self._sent.popleft()
+        self._sending -= nbytes
 
     def _watched(self, task: int, run: Action) -> Action:
         """``run``, with an error that names the communication."""
