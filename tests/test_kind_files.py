@@ -97,7 +97,7 @@ def _run(graph: OperatorGraph, op: Operator, draw: random.Random) -> None:
     extents = {axis: high - low for axis, (low, high) in intervals.items()}
     assert forward_flops(op, extents) >= 0
     assert backward_flops(op, extents, [True] * len(op.inputs)) >= 0
-    kind_of(op).saves(op, None)
+    kind_of(op).saves(op)
 
 
 @pytest.mark.parametrize(("name", "number"), SAMPLES)

@@ -5,24 +5,17 @@ These are the kinds of plan for which the two agree; docs/runtime.md says which 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
 from functools import cache
-from typing import Any
-from unittest.mock import patch
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from flexsearch.cost import Costs
 from flexsearch.graph import Tracing
 from flexsearch.graph.importer import Imported, import_with_constants
 from flexsearch.lower import lower_for_ranks
-from flexsearch.runtime import liveness
 from flexsearch.runtime.parallel import distribute
-from flexsearch.runtime.wire import Wire
 from flexsearch.simulate.memory import memory, spans_of
 from flexsearch.strategy import Strategy
 from flexsearch.strategy.baselines import baseline

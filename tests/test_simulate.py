@@ -282,8 +282,8 @@ def test_what_a_backward_needs_follows_the_kind() -> None:
     graph = convnet()
     op = {o.name: o for o in graph.operators}
 
-    def saved(op: Operator, before: Operator | None = None) -> Saved:
-        return kind_of(op).saves(op, before)
+    def saved(op: Operator, *before: Operator) -> Saved:
+        return kind_of(op).saves(op, *before)
 
     assert saved(op["flatten"]).alias
     assert saved(op["features.relu1"])[:2] == (False, True)

@@ -58,19 +58,30 @@ def _parts(
 
 
 def _run(calls: Sequence[Call], read: tuple[int, ...], wanted: tuple[int, ...]) -> Body:
-    """The calls one after the other: takes the values at ``read``, gives those at ``wanted``."""
+    """The calls one after the other: takes the values at ``read``, gives those at ``wanted``. A value is let go of
+    behind its last use, as in a module's code."""
     place = {p: k for k, p in enumerate((*read, *(p for call in calls for p in call.results)))}
-    steps = tuple((call.kernel, tuple(None if p is None else place[p] for p in call.places)) for call in calls)
+    last = {p: k for k, call in enumerate(calls) for p in (*call.results, *call.places) if p is not None}
+    dead: list[list[int]] = [[] for _ in calls]
+    for p, k in last.items():
+        if p not in wanted:
+            dead[k].append(place[p])
+    steps = tuple(
+        (call.kernel, tuple(None if p is None else place[p] for p in call.places), tuple(dead[k]))
+        for k, call in enumerate(calls)
+    )
     chosen = tuple(place[p] for p in wanted)
 
     def body(*values: Tensor) -> list[Tensor]:
         local: list[Any] = list(values)
-        for kernel, operands in steps:
+        for kernel, operands, over in steps:
             computed = kernel(*[None if k is None else local[k] for k in operands])
             if isinstance(computed, tuple):
                 local.extend(computed)
             else:
                 local.append(computed)
+            for k in over:
+                local[k] = None
         return [local[k] for k in chosen]
 
     return body

@@ -2,8 +2,8 @@
 
 gloo: receives are posted where the program says, at the latest before this rank sends its part, which makes
 point-to-point traffic full duplex; a rank waits for its oldest sends only where more than ``ahead_bytes`` of them are
-under way, as they keep what they send alive; the backend's ring computes all-reduces. NCCL: both sides of an exchange are issued together, in an order that is the same on all ranks, so nothing
-can block.
+under way, as they keep what they send alive; the backend's ring computes all-reduces. NCCL: both sides of an exchange
+are issued together, in an order that is the same on all ranks, so nothing can block.
 """
 
 from __future__ import annotations

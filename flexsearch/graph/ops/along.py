@@ -100,7 +100,7 @@ class AlongCall(OperatorKind):
     def flops(self, op: Operator, extents: Extents) -> Any:
         return input_elements(op, extents) + output_elements(op, extents)
 
-    def saves(self, op: Operator, before: Operator | None) -> Saved:
+    def saves(self, op: Operator, *before: Operator) -> Saved:
         form = self.form(str(op.attributes.get("target")))
         return self.saved if form is None else form.saved
 

@@ -179,8 +179,9 @@ class OperatorKind:
 
         return local_call(op, context)
 
-    def saves(self, op: Operator, before: Operator | None) -> Saved:
-        """What is saved for the backward of ``op``. ``before``: what makes its first input."""
+    def saves(self, op: Operator, *before: Operator) -> Saved:
+        """What is saved for the backward of ``op``. ``before``: what makes its first input, and what makes the first
+        input of that."""
         return self.saved
 
     def looked_up(self, op: Operator, extents: Extents) -> Any:
@@ -387,10 +388,15 @@ def saved_tensors(graph: OperatorGraph) -> tuple[Saved, ...]:
 
     It follows what PyTorch's autograd saves. Kinds that do not say save both, which is never too little.
     """
-    makers = (graph.producer.get(op.inputs[0]) if op.inputs else None for op in graph.operators)
+
+    def before(op: Operator) -> Operator | None:
+        maker = graph.producer.get(op.inputs[0]) if op.inputs else None
+        return None if maker is None else graph.operators[maker]
+
+    first = {op.name: before(op) for op in graph.operators}
     return tuple(
-        kind_of(op).saves(op, None if maker is None else graph.operators[maker])
-        for op, maker in zip(graph.operators, makers, strict=True)
+        kind_of(op).saves(op, *([] if (one := first[op.name]) is None else filter(None, (one, first[one.name]))))
+        for op in graph.operators
     )
 
 

@@ -118,7 +118,7 @@ class ExpertLinear(_ExpertProduct):
         """Weights are (experts, inputs, outputs), or (experts, outputs, inputs) as those of nn.Linear."""
         return "b.. i, e i o, b.. -> b.. o", "b.. i, e o i, b.. -> b.. o"
 
-    def saves(self, op: Operator, before: Operator | None) -> Saved:
+    def saves(self, op: Operator, *before: Operator) -> Saved:
         """Besides the operands, the rows in the order of experts."""
         return Saved(True, False, halves=-(-2 * op.sizes["i"] // op.sizes["o"]))
 
@@ -237,7 +237,7 @@ class Combine(_Placing):
     pattern = "g e c d, g S K, g S K -> g S d"
     inputs = (3, 3)
 
-    def saves(self, op: Operator, before: Operator | None) -> Saved:
+    def saves(self, op: Operator, *before: Operator) -> Saved:
         """What lies in the places of each choice, to be multiplied by its weight."""
         return Saved(False, False, halves=2 * op.sizes["K"])
 

@@ -45,7 +45,7 @@ class Pointwise(OperatorKind):
     def check(self, op: Operator, attributes: Any, shapes: tuple[tuple[int, ...], ...]) -> str:
         return check_call(op, attributes)
 
-    def saves(self, op: Operator, before: Operator | None) -> Saved:
+    def saves(self, op: Operator, *before: Operator) -> Saved:
         parts = str(op.attributes.get("target", "")).split(".")
         name = (parts[1] if len(parts) > 1 else parts[0]).removesuffix("_")
         if name in _LINEAR or (name in _SCALED and len(op.inputs) == 1):

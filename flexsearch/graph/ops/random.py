@@ -12,7 +12,6 @@ from flexsearch.graph.model import Operator
 from flexsearch.graph.notation import Box
 from flexsearch.graph.ops.attributes import Share, Signed
 from flexsearch.graph.ops.base import (
-    OUTPUTS,
     Attributes,
     Extents,
     Kernel,
@@ -107,7 +106,7 @@ class Dropout(OperatorKind):
     name = "dropout"
     pattern = "a.. -> a.."
     backward = 0.5
-    saved = OUTPUTS  # the mask, of the output's size
+    saved = Saved(False, False, extra=1)  # a mask of bytes
     trivial = True
 
     class attributes(Attributes):
@@ -130,7 +129,7 @@ class Dropout(OperatorKind):
         scale: Any = 1 / (1 - p)
         return lambda x: x * keep_mask(shape, box, p, context, salt, x.device) * scale
 
-    def saves(self, op: Operator, before: Operator | None) -> Saved:
+    def saves(self, op: Operator, *before: Operator) -> Saved:
         return self.saved if op.attributes.get("p", 1.0) else Saved(False, False, alias=True)
 
     def is_free(self, op: Operator) -> bool:

@@ -83,7 +83,7 @@ class Recurrent(OperatorKind):
         )
         return extents["b"] * extents["T"] * step
 
-    def saves(self, op: Operator, before: Operator | None) -> Saved:
+    def saves(self, op: Operator, *before: Operator) -> Saved:
         """Besides inputs and outputs, for each step the gates, and what the states were made from."""
         features = (self.gates + self.states) * op.sizes["H"]
         return Saved(True, True, halves=-(-2 * features // op.sizes.get("P", op.sizes["H"])))

@@ -69,7 +69,7 @@ class Scatter(OperatorKind):
         """One for each element that is scattered; a piece of the destination looks at all of them."""
         return prod(extents[a] for a in op.access.inputs[1].names())
 
-    def saves(self, op: Operator, before: Operator | None) -> Saved:
+    def saves(self, op: Operator, *before: Operator) -> Saved:
         return NOTHING if op.attributes["reduce"] in ("none", "sum") else BOTH  # but for the index
 
     def kernel(self, op: Operator, piece: Piece, shapes: Shapes, context: KernelContext) -> Kernel:

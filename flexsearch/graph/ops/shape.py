@@ -62,8 +62,13 @@ class View(_Moving):
         size = extent(piece.outputs[0])
         return lambda x: x.reshape(size)
 
-    def saves(self, op: Operator, before: Operator | None) -> Saved:
-        return NOTHING if before is not None and before.kind in STRIDED else ALIAS
+    def saves(self, op: Operator, *before: Operator) -> Saved:
+        if not before or before[0].kind not in STRIDED:
+            return ALIAS
+        # Fused attention lays its result out by position and head, as it is wanted next.
+        swaps = before[0].kind == "permute" and before[0].attributes.get("dims") == [0, 2, 1, 3]
+        fused = before[-1].kind == "attention" and not before[-1].attributes.get("dropout")
+        return ALIAS if swaps and fused else NOTHING
 
     def samples(self) -> Iterable[Sample]:
         yield Sample(lambda x: x.view(4, 2, 3, 5).flatten(2), (rand(4, 6, 5),))
