@@ -65,16 +65,12 @@ def _predicted(imported: Imported, plan: Strategy) -> list[int]:
     return peaks
 
 
-@pytest.mark.parametrize("name", ["single", "fsdp"])
-def test_peak_within_a_step_is_the_predicted_one_within_5_percent(name: str) -> None:
+@pytest.mark.parametrize(
+    ("name", "error"),
+    [("single", 0.05), ("data-parallel", 0.05), ("fsdp", 0.05), ("megatron", 0.06), ("pipeline", 0.11)],
+)
+def test_peak_within_a_step_is_near_the_predicted_one(name: str, error: float) -> None:
     imported = _imported()
     plan = baseline(name, imported.graph, Topology.load("ethernet-1g:2"))
     measured = pool(2).run(_measured, imported, plan.to_file().model_dump_json())
-    assert measured == pytest.approx(_predicted(imported, plan), rel=0.05)
-
-
-def test_data_parallel_peak_is_the_predicted_one_but_for_receives_posted_early_and_sends_under_way() -> None:
-    imported = _imported()
-    plan = baseline("data-parallel", imported.graph, Topology.load("ethernet-1g:2"))
-    measured = pool(2).run(_measured, imported, plan.to_file().model_dump_json(), False, 0)
-    assert measured == pytest.approx(_predicted(imported, plan), rel=0.05)
+    assert measured == pytest.approx(_predicted(imported, plan), rel=error)
