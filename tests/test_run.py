@@ -349,6 +349,30 @@ def test_verify_takes_the_plan_that_is_fastest_as_measured(cli: Cli, monkeypatch
     assert strategy.prediction is not None and strategy.prediction.iteration_s == rows[0]["predicted_s"]
 
 
+def _measured(plans: list[str]) -> tuple[list[float], int]:
+    """Iteration times of plans on this rank, and how often the model was traced."""
+    from flexsearch.runtime import parallel, verify
+
+    traced, original = [], parallel.import_with_constants
+
+    def counted(*arguments: Any, **options: Any) -> Any:
+        traced.append(1)
+        return original(*arguments, **options)
+
+    parallel.import_with_constants = counted
+    try:
+        return verify.measured(plans, "ethernet-1g:2", SPEC, SIZES, 2, 60.0), len(traced)
+    finally:
+        parallel.import_with_constants = original
+
+
+def test_all_plans_that_are_measured_share_one_trace(here: Path) -> None:
+    for name in ("single", "data-parallel", "megatron"):
+        _strategy(name).save(here / name)
+    for times, traced in pool(2).run(_measured, [str(here / name) for name in ("single", "data-parallel", "megatron")]):
+        assert len(times) == 3 and min(times) > 0.0 and traced == 1
+
+
 def test_under_torchrun_the_first_rank_searches_and_all_measure(here: Path) -> None:
     command = ("optimize", "lenet", "-t", "ethernet-1g-2", "-b", "50", "--verify", "1", "--verify-steps", "1", "--json")
     launch(module("flexsearch.cli", *command), 2, timeout_s=200.0)
