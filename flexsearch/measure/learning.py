@@ -25,10 +25,10 @@ from flexsearch.errors import ProfileError
 PLANS_EACH: Final = 3
 """Measured plans for each figure that is fitted."""
 NOISE: Final = 0.02
-"""Relative error of a measured time, at least: nearer than that nothing is fitted."""
+"""Relative error of a measured time, at least. Plans that are predicted twice as well teach nothing."""
 HUBER: Final = 1.345
 """Residuals above so many standard deviations count linearly: 95 % as efficient as least squares on normal errors."""
-WORTH: Final = 0.9
+WORTH: Final = 0.75
 """One figure more must bring the error of left-out plans down to this share."""
 ROUNDS: Final = 6
 REWEIGHTINGS: Final = 12
@@ -103,7 +103,7 @@ class _Fit:
                 best = _size(residual), at, chosen, residual
         _, at, chosen, residual = best
         left_out = self.left_out(at, residual, chosen) if chosen else before
-        if not chosen or _size(left_out) >= _size(before):
+        if not chosen or _size(left_out) >= WORTH * _size(before):
             return Lesson(self.learned, (), _typical(before), _typical(before), _typical(before))
         error = _typical(left_out)
         learned = self.at(at).model_copy(update={"plans": len(self.measured_s), "error": error})
@@ -139,7 +139,7 @@ class _Fit:
                 for some in combinations(range(len(FIGURES)), count)
             }
             least = min(errors, key=errors.__getitem__)
-            if errors[least] < WORTH * best:
+            if best > NOISE / 2 and errors[least] < WORTH * best:
                 best, chosen = errors[least], least
         return chosen
 
