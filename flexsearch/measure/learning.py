@@ -28,7 +28,7 @@ NOISE: Final = 0.02
 """Relative error of a measured time, at least. Plans that are predicted twice as well teach nothing."""
 HUBER: Final = 1.345
 """Residuals above so many standard deviations count linearly: 95 % as efficient as least squares on normal errors."""
-WORTH: Final = 0.75
+WORTH: Final = 0.8
 """One figure more must bring the error of left-out plans down to this share."""
 ROUNDS: Final = 6
 REWEIGHTINGS: Final = 12
@@ -84,7 +84,9 @@ class _Fit:
         self.predict, self.measured_s, self.learned, self.topology = predict, measured_s, learned, topology
         network = learned.network(topology)
         self.prior = np.array([learned.compute, learned.task_s, network.time, network.start_s])
-        self.spread = np.array([0.5 * self.prior[0], max(overhead_s, 5e-6), 0.5 * self.prior[2], max(start_s, 20e-6)])
+        # Host times are often many times what an idle machine needs: ranks that share cores wait for each other.
+        hosts = 5.0 * max(overhead_s, 5e-6), 10.0 * max(start_s, 30e-6)
+        self.spread = np.array([0.5 * self.prior[0], hosts[0], 0.5 * self.prior[2], hosts[1]])
         self.least = np.array([0.01, 0.0, 0.01, -start_s])
 
     def lesson(self) -> Lesson:
@@ -168,13 +170,13 @@ class _Fit:
         some = list(chosen)
         # In units of ``spread`` from the prior.
         columns, base = slopes[:, some] * self.spread[some], residual + slopes @ (self.prior - at)
-        # From what the plans alone say: else large errors at first would pass for noise, and the prior for the truth.
         moved = np.linalg.lstsq(columns, -base, rcond=1e-3)[0]
         for _ in range(REWEIGHTINGS):
             errors = base + columns @ moved
             noise = max(NOISE, 1.4826 * float(np.median(np.abs(errors))))
-            weights = np.sqrt(np.minimum(1.0, HUBER * noise / np.maximum(np.abs(errors), 1e-12))) / noise
-            rows = np.concatenate([columns * weights[:, None], np.eye(len(some))])
+            weights = np.sqrt(np.minimum(1.0, HUBER * noise / np.maximum(np.abs(errors), 1e-12)))
+            # Not ``noise``: where little is explained yet, the prior is no better.
+            rows = np.concatenate([columns * weights[:, None], NOISE * np.eye(len(some))])
             wanted = np.concatenate([-base * weights, np.zeros(len(some))])
             moved = np.linalg.lstsq(rows, wanted, rcond=None)[0]
         point[some] += moved * self.spread[some]
