@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import math
 import os
+import re
 import signal
 import time
+from collections.abc import Callable
 from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -16,6 +18,7 @@ import torch
 import torch.nn.functional as F
 
 from flexsearch.children import module
+from flexsearch.cost import Learned, Profile, ProfileDevice
 from flexsearch.errors import FileFormatError, RuntimeFailure
 from flexsearch.graph import OperatorGraph
 from flexsearch.graph.importer import import_model
@@ -26,9 +29,11 @@ from flexsearch.runtime.parallel import parallelize
 from flexsearch.runtime.timeline import clock_offset, compare
 from flexsearch.runtime.train import WARM_UP, _filled, train
 from flexsearch.simulate import simulate
+from flexsearch.simulate.staged import step_of_strategy
 from flexsearch.strategy import Measurement, Options, Strategy, StrategyFile
 from flexsearch.strategy.baselines import baseline
 from flexsearch.topology import Topology
+from flexsearch.topology.changes import edited
 from tests.conftest import Cli
 from tests.ranks import context, pool
 
@@ -378,6 +383,50 @@ def test_under_torchrun_the_first_rank_searches_and_all_measure(here: Path) -> N
     launch(module("flexsearch.cli", *command), 2, timeout_s=200.0)
     done = Strategy.load("strategy.json").measurement
     assert done is not None and done.steps == 1 and done.ranks == 2 and done.iteration_s > 0.0
+
+
+def _taking(truth: Learned) -> Callable[..., list[float]]:
+    """In place of ranks: plans take what is simulated where ``truth`` holds."""
+    profile = Profile(device=ProfileDevice(kind="cpu", model="one server core"), torch="2", learned=truth)
+
+    def measured(target: str, arguments: dict[str, Any], count: int) -> list[float]:
+        graph = OperatorGraph.load("lenet")
+        return [step_of_strategy(graph, Strategy.load(plan), profile).makespan_s for plan in arguments["plans"]]
+
+    return measured
+
+
+def test_a_profile_learns_from_what_was_verified(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("flexsearch.runtime.launch.call", _taking(Learned(compute=1.5)))
+    two = Topology.load("ethernet-1g-2")
+    one = tuple(device.model_copy(update={"host": "here"}) for device in two.devices)
+    edited(two, name="here", devices=one).save("here.json")
+    command = ("optimize", "lenet", "-t", "here.json", "-b", "50", "--verify", "2", "--profile", "p.json")
+    first = cli(*command, "--json")
+    assert first.code == 0, first.err
+    assert first.json["learned"]["changed"] == ["compute"] and first.json["learned"]["profile"] == "p.json"
+    learned = Profile.load("p.json").learned
+    assert learned is not None and learned.compute == pytest.approx(1.5, rel=0.01)
+    assert learned.model_dump(mode="json") == first.json["learned"]["costs"]
+    written = Path("p.json").read_bytes()
+    second = cli(*command, "--json")
+    for row in second.json["verified"]:
+        assert row["predicted_s"] == pytest.approx(row["measured_s"], rel=0.01)
+    assert second.json["learned"]["changed"] == [] and Path("p.json").read_bytes() == written
+    monkeypatch.setattr("flexsearch.runtime.launch.call", _taking(Learned(compute=3.0)))
+    words = " ".join(cli(*command).out.split())
+    said = re.search(r"p\.json learned from \d plans: computing takes (\S+)x of what it says\. Median error", words)
+    assert said is not None and float(said[1]) == pytest.approx(3.0, rel=0.01), words
+    assert "data-sheet figures for the hardware, corrected by measured steps" in words
+
+
+def test_without_its_network_a_cluster_teaches_nothing(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("flexsearch.runtime.launch.call", _taking(Learned(compute=1.5)))
+    command = ("optimize", "lenet", "-t", "ethernet-1g-2", "-b", "50", "--profile", "p.json")
+    assert cli(*command).code == 2  # there is no such profile
+    words = " ".join(cli(*command, "--verify", "1").out.split())
+    assert "p.json learned nothing: the processes ran without the network of ethernet-1g:2." in words
+    assert not Path("p.json").exists()
 
 
 def test_verify_needs_the_model(cli: Cli) -> None:
