@@ -124,6 +124,18 @@ def test_what_is_right_already_stays_and_so_does_what_other_networks_taught() ->
     assert more.learned.networks["elsewhere"] == Network(time=2.0)
 
 
+def test_earlier_plans_weigh_as_much_as_those_of_now() -> None:
+    first = taught(machine, 8, Learned(compute=1.2)).learned
+    assert first.plans == 8
+    second = taught(machine, 8, Learned(compute=1.8), first).learned
+    assert second.plans == 16 and second.compute == pytest.approx(1.5, abs=0.05)
+    old = first.model_copy(update={"plans": 800})
+    assert taught(machine, 8, Learned(compute=1.8), old).learned.compute == pytest.approx(1.35, abs=0.05)
+    elsewhere = first.model_copy(update={"networks": {"elsewhere": Network()}})
+    moved = taught(machine, 8, Learned(compute=1.2, networks=network(start_s=4e-4)), elsewhere).learned
+    assert moved.networks["ethernet-1g"].start_s == pytest.approx(4e-4, rel=0.05), "of this network nothing was learned"
+
+
 def test_times_without_a_pattern_seldom_teach_anything() -> None:
     draw, taken = np.random.default_rng(0), 0
     for _ in range(40):

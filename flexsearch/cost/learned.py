@@ -22,8 +22,8 @@ class Network(FileModel):
 
 class Learned(FileModel):
     """``compute``: seconds of a compute task or an update, over what entries and roofline say. ``task_s``: host time of
-    each compute task beyond that. ``networks``: by ``network_name``. ``plans``: how many were measured; ``error``:
-    median of |predicted / measured - 1| when each plan was predicted from the others."""
+    each compute task beyond that. ``networks``: by ``network_name``. ``plans``: how many taught, over all; ``error``:
+    median of |predicted / measured - 1| of the last ones, each predicted from the others."""
 
     compute: Factor = 1.0
     task_s: Seconds = 0.0

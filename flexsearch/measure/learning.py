@@ -2,9 +2,9 @@
 
 Four figures may change: the scale of computing, the host time of a task, the scale of moving bytes, and the start of a
 message. A third as many as there are plans are fitted at most, and one only if it helps to predict plans that were left
-out. The costs before are the prior. Makespans are piecewise linear in these figures, so plans are simulated at one
-point and a step beside it for each figure, the linear problem is solved robustly (Huber's loss, by reweighting), and
-that is repeated from there.
+out. What earlier plans taught weighs as much as so many plans now. Makespans are piecewise linear in these figures, so
+plans are simulated at one point and a step beside it for each figure, the linear problem is solved robustly (Huber's
+loss, by reweighting), and that is repeated from there.
 """
 
 from __future__ import annotations
@@ -30,6 +30,8 @@ HUBER: Final = 1.345
 """Residuals above so many standard deviations count linearly: 95 % as efficient as least squares on normal errors."""
 WORTH: Final = 0.8
 """One figure more must bring the error of left-out plans down to this share."""
+MEMORY: Final = 24
+"""Earlier plans count for no more than so many: machines change."""
 ROUNDS: Final = 6
 REWEIGHTINGS: Final = 12
 
@@ -88,6 +90,9 @@ class _Fit:
         hosts = 5.0 * max(overhead_s, 5e-6), 10.0 * max(start_s, 30e-6)
         self.spread = np.array([0.5 * self.prior[0], hosts[0], 0.5 * self.prior[2], hosts[1]])
         self.least = np.array([0.01, 0.0, 0.01, -start_s])
+        known = [True, True, *[network_name(topology) in learned.networks] * 2]
+        self.earlier = np.array(known) * min(learned.plans, MEMORY) / len(measured_s)
+        """By figure: earlier plans that taught it, for each plan now."""
 
     def lesson(self) -> Lesson:
         """Linearise, choose figures, solve; again from there. The best point counts."""
@@ -104,12 +109,14 @@ class _Fit:
             if _size(residual) < best[0]:
                 best = _size(residual), at, chosen, residual
         _, at, chosen, residual = best
-        left_out = self.left_out(at, residual, chosen) if chosen else before
-        if not chosen or _size(left_out) >= WORTH * _size(before):
+        points = self.without_each(at, residual, self.slopes(at, residual), chosen) if chosen else []
+        if not chosen or _size(self.left_out(points)) >= WORTH * _size(before):
             return Lesson(self.learned, (), _typical(before), _typical(before), _typical(before))
-        error = _typical(left_out)
-        learned = self.at(at).model_copy(update={"plans": len(self.measured_s), "error": error})
-        return Lesson(learned, tuple(FIGURES[k] for k in chosen), _typical(before), _typical(residual), error)
+        at, error = self.beside_earlier(at), _typical(self.left_out([self.beside_earlier(one) for one in points]))
+        plans = self.learned.plans + len(self.measured_s)
+        learned = self.at(at).model_copy(update={"plans": plans, "error": error})
+        changed = tuple(FIGURES[k] for k in chosen)
+        return Lesson(learned, changed, _typical(before), _typical(self.residuals(at)), error)
 
     def at(self, point: Vector) -> Learned:
         """What a point says."""
@@ -150,11 +157,14 @@ class _Fit:
         points = self.without_each(at, residual, slopes, chosen)
         return np.array([residual[k] + slopes[k] @ (point - at) for k, point in enumerate(points)])
 
-    def left_out(self, at: Vector, residual: Vector, chosen: tuple[int, ...]) -> Vector:
-        """The same, simulated."""
-        points = self.without_each(at, residual, self.slopes(at, residual), chosen)
+    def left_out(self, points: Sequence[Vector]) -> Vector:
+        """The same, simulated. ``points``: by plan, what the others teach."""
         predicted = [self.predict(self.at(point), k) for k, point in enumerate(points)]
         return np.array(predicted) / self.measured_s - 1.0
+
+    def beside_earlier(self, point: Vector) -> Vector:
+        """What the plans of a fit say, and the earlier ones."""
+        return np.array(self.prior + (point - self.prior) / (1.0 + self.earlier))
 
     def without_each(self, at: Vector, residual: Vector, slopes: Vector, chosen: tuple[int, ...]) -> list[Vector]:
         """What all plans but one teach, for each."""
