@@ -2,16 +2,17 @@
 
     python -m benchmarks.long_run [--quick] [--json] [--steps 20000]
 
-A small network trains with tensor parallelism over two gloo ranks in float64, and on one process beside
-them. Each row is a checkpoint: resident memory and live tensors of rank 0, the loss, and its relative difference from
-one process. The run fails (exit code 1) if memory grows by more than 5 % after step 100, if tensors are left behind, or
-if losses differ by more than 1e-9.
+A small network trains with tensor parallelism over two gloo ranks in float64, and on one process beside them. Each row
+is a checkpoint, said on stderr as it is passed: resident memory and live tensors of rank 0, the loss, and its relative
+difference from one process. The run fails (exit code 1) if memory grows by more than 5 % after step 100, if tensors are
+left behind, or if losses differ by more than 1e-9.
 """
 
 from __future__ import annotations
 
 import gc
 import sys
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -62,7 +63,7 @@ def train(plan: str, steps: int) -> list[dict[str, Any]]:
     made, alone, batches = _model(), _model(), _batches()
     step = parallelize(made.model, Strategy.load(plan), loss=made.loss)
     optimizer, reference = _optimizer(step.parameters()), _optimizer(alone.model.parameters())
-    every, rows = max(SETTLED, steps // 10), []
+    every, rows, began = max(SETTLED, steps // 20), [], time.monotonic()
     for number in range(1, steps + 1):
         inputs, targets = batches[number % len(batches)]
         out = step((inputs, targets))
@@ -76,7 +77,18 @@ def train(plan: str, steps: int) -> list[dict[str, Any]]:
             if number in (SETTLED, steps) or number % every == 0:
                 difference = abs(out.loss.item() - loss.item()) / abs(loss.item())
                 rows.append(_row(number, out.loss.item(), difference))
+                _say(rows[-1], steps, time.monotonic() - began)
     return rows
+
+
+def _say(row: Row, steps: int, elapsed_s: float) -> None:
+    """A line of progress, on stderr: the rows themselves come at the end."""
+    print(
+        f"step {row['step']} of {steps}, {elapsed_s:.0f} s: resident {row['resident_bytes'] / 1e6:.1f} MB, "
+        f"{row['live_tensors']} tensors, loss {row['loss']:.6f}, "
+        f"differs by {row['loss_difference_relative']:.1e}",
+        file=sys.stderr, flush=True,
+    )  # fmt: skip
 
 
 def _row(step: int, loss: float, difference: float) -> dict[str, Any]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import random
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import pytest
@@ -18,7 +18,7 @@ from flexsearch.errors import RuntimeFailure
 from flexsearch.graph import Tracing
 from flexsearch.graph.importer import Imported, import_with_constants
 from flexsearch.lower.lowering import lower
-from flexsearch.runtime.parallel import distribute
+from flexsearch.runtime.parallel import Parallel, distribute
 from flexsearch.strategy import Options, Strategy, StrategyFile
 from flexsearch.strategy.baselines import baseline
 from flexsearch.topology import Topology
@@ -43,8 +43,45 @@ COSTLY = {
 STEPS, RATE = 3, 0.5
 
 
+History = list[tuple[float, dict[str, Tensor]]]
+"""Loss and state before the first step (loss 0) and after each one."""
+
+NORM, EPSILON, NOISE = 0.1, 1e-5, 1e-11
+"""AdamW's steps: the gradient is clipped to ``NORM``. AdamW divides a gradient by its own size plus ``EPSILON``: one
+that cancels to rounding noise of 1e-15 moves its weight by noise, too."""
+
+
 def _sgd(parameters: list[torch.nn.Parameter]) -> torch.optim.Optimizer:
     return torch.optim.SGD(parameters, lr=RATE, momentum=0.9)
+
+
+def _adamw(groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(groups, lr=0.05, eps=EPSILON)
+
+
+def _groups(model: torch.nn.Module) -> list[dict[str, Any]]:
+    """Matrices decay, vectors do not, as ``Parallel.parameter_groups`` makes them."""
+    trained = [p for p in model.parameters() if p.requires_grad]
+    return [{"params": [p for p in trained if p.dim() > 1], "weight_decay": 0.1},
+            {"params": [p for p in trained if p.dim() <= 1], "weight_decay": 0.0}]  # fmt: skip
+
+
+def _history(parallel: Parallel, inputs: Any, targets: Any, adamw: bool, steps: int = STEPS) -> History:
+    """Of training on this rank: by SGD within the step, or by AdamW and clipping in a loop around it."""
+    history = [(0.0, parallel.state_dict())]
+    if not adamw:
+        for _ in range(steps):
+            history.append((parallel.step(inputs, targets).item(), parallel.state_dict()))
+        return history
+    optimizer = _adamw(parallel.parameter_groups(decay=0.1))
+    history[0][1]["norm"] = torch.zeros((), dtype=torch.float64)
+    for _ in range(steps):
+        loss = parallel((inputs, targets)).loss
+        norm = parallel.clip_grad_norm_(NORM)
+        optimizer.step()
+        optimizer.zero_grad()
+        history.append((loss.item(), parallel.state_dict() | {"norm": norm}))
+    return history
 
 
 @cache
@@ -55,16 +92,20 @@ def _imported(name: str, dtype: str = "float64") -> Imported:
     return import_with_constants(made.model, made.inputs, made.loss, targets=made.targets, tracing=tracing)
 
 
-def _single(name: str, dtype: str = "float64", steps: int = STEPS) -> list[tuple[float, dict[str, Tensor]]]:
-    """Loss and state after each step on one device, in plain PyTorch."""
+def _single(name: str, dtype: str = "float64", steps: int = STEPS, adamw: bool = False) -> History:
+    """On one device, in plain PyTorch."""
     made = case(name, dtype)
-    optimizer = _sgd(list(made.model.parameters()))
-    history = [(0.0, {k: v.clone() for k, v in made.model.state_dict().items()})]
+    optimizer = _adamw(_groups(made.model)) if adamw else _sgd(list(made.model.parameters()))
+    norm, history = {"norm": torch.zeros((), dtype=torch.float64)} if adamw else {}, []
+    history.append((0.0, {k: v.clone() for k, v in made.model.state_dict().items()} | norm))
     for _ in range(steps):
         optimizer.zero_grad()
         loss = _loss_and_gradients(made)
+        if adamw:
+            trained = [p for p in made.model.parameters() if p.grad is not None]
+            norm = {"norm": torch.nn.utils.clip_grad_norm_(trained, NORM).double()}
         optimizer.step()
-        history.append((loss.item(), {k: v.clone() for k, v in made.model.state_dict().items()}))
+        history.append((loss.item(), {k: v.clone() for k, v in made.model.state_dict().items()} | norm))
     return history
 
 
@@ -82,27 +123,22 @@ def _loss_and_gradients(made: Case) -> Tensor:
 
 def _parallel(
     name: str, imported: Imported, file: str, local: bool, dtype: str = "float64", steps: int = STEPS,
-    compile: bool | str = False,
-) -> list[tuple[float, dict[str, Tensor]]]:  # fmt: skip
+    compile: bool | str = False, adamw: bool = False,
+) -> History:  # fmt: skip
     """The same on this rank under the strategy. ``local``: feed only the samples that the rank needs."""
     made = case(name, dtype)
     strategy = Strategy.from_file(StrategyFile.model_validate_json(file))
-    parallel = distribute(made.model, imported, strategy, _sgd, compile=compile)
+    parallel = distribute(made.model, imported, strategy, None if adamw else _sgd, compile=compile)
     inputs, targets = made.inputs, made.targets
     if local:
         low, high = parallel.sample_range
         inputs, targets = tuple(t[low:high] for t in inputs), targets[low:high]
-    history = [(0.0, parallel.state_dict())]
-    for _ in range(steps):
-        loss = parallel.step(inputs, targets)
-        history.append((loss.item(), parallel.state_dict()))
-    return history
+    return _history(parallel, inputs, targets, adamw, steps)
 
 
-def agree(
-    expected: list[tuple[float, dict[str, Tensor]]], found: list[tuple[float, dict[str, Tensor]]], digits: float = 1e-9
-) -> None:
-    """Losses, gradients (differences of the weights over the first step) and weights agree to ``digits``."""
+def agree(expected: History, found: History, digits: float = 1e-9, noise: float = 1e-14) -> None:
+    """Losses, gradients (differences of the weights over the first step) and weights agree to ``digits``. ``noise``:
+    how far weights may differ in any case, such as a bias before batch norm, whose gradient cancels."""
     for step, ((loss, state), (other_loss, other)) in enumerate(zip(expected, found, strict=True)):
         assert other_loss == pytest.approx(loss, rel=digits), f"loss of step {step}"
         assert list(state) == list(other)
@@ -110,7 +146,7 @@ def agree(
             if state[name].is_floating_point():
                 change = (state[name] - expected[0][1][name], other[name] - found[0][1][name])
                 scale = max(change[0].abs().max().item(), 1e-6)
-                slack = digits * scale + (1e-14 if digits < 1e-6 else 1e-5)  # a bias before batch norm cancels to noise
+                slack = digits * scale + (noise if digits < 1e-6 else 1e-5)
                 assert (change[0] - change[1]).abs().max().item() <= slack, f"{name} after step {step}"
             else:
                 assert torch.equal(state[name], other[name]), name
@@ -119,21 +155,22 @@ def agree(
 @pytest.mark.parametrize("name", NAMES)
 def test_any_strategy_computes_what_one_device_does(name: str) -> None:
     imported = _imported(name)
-    graph, expected = imported.graph, _single(name)
+    graph, expected = imported.graph, [_single(name, adamw=adamw) for adamw in (False, True)]
 
     @settings(
         max_examples=max(1, CASES // COSTLY.get(name, 1)), derandomize=SEED is None, database=None, deadline=None,
         suppress_health_check=list(HealthCheck),
         phases=[Phase.explicit, Phase.generate],  # shrinking would start ranks again and again
     )  # fmt: skip
-    @given(data=st.data(), ranks=st.integers(1, 4), local=st.booleans())
-    def check(data: Any, ranks: int, local: bool) -> None:
+    @given(data=st.data(), ranks=st.integers(1, 4), local=st.booleans(), adamw=st.booleans())
+    def check(data: Any, ranks: int, local: bool, adamw: bool) -> None:
         topology = Topology.load(f"ethernet-1g:{ranks}")
         strategy = data.draw(strategies(graph, topology))
         file = strategy.to_file().model_dump_json()
         note(file)
-        for found in pool(ranks).run(_parallel, name, imported, file, local):
-            agree(expected, found)
+        work = partial(_parallel, adamw=adamw)
+        for found in pool(ranks).run(work, name, imported, file, local):
+            agree(expected[adamw], found, noise=NOISE if adamw else 1e-14)
 
     (check if SEED is None else seed(int(SEED))(check))()
 
@@ -172,29 +209,29 @@ STAGED = int(os.environ.get("FLEXSEARCH_STAGED_CASES", "6"))
 """Random plans with stages and microbatches."""
 
 
-def _staged(imported: Imported, file: str) -> list[tuple[float, dict[str, Tensor]]]:
-    """Loss and state after each step of a plan, on this rank."""
+def _staged(imported: Imported, file: str, adamw: bool) -> History:
+    """Of a plan, on this rank."""
     model, tokens, targets = deep()
-    parallel = distribute(model, imported, Strategy.from_file(StrategyFile.model_validate_json(file)), _sgd)
-    history = [(0.0, parallel.state_dict())]
-    for _ in range(STEPS):
-        history.append((parallel.step((tokens,), targets).item(), parallel.state_dict()))
-    return history
+    strategy = Strategy.from_file(StrategyFile.model_validate_json(file))
+    parallel = distribute(model, imported, strategy, None if adamw else _sgd)
+    return _history(parallel, (tokens,), targets, adamw)
 
 
 def test_any_staged_plan_computes_what_one_device_does() -> None:
-    """Dropout masks are those of the whole batch, so one device is a plan, too."""
+    """Dropout masks are those of the whole batch, so one device is a plan, too. Every third case trains by AdamW with
+    clipping."""
     model, tokens, targets = deep()
     imported = import_with_constants(model, (tokens,), tokens_loss, targets=targets)
     graph = imported.graph
     alone = baseline("single", graph, Topology.load("ethernet-1g:1"))
-    expected = pool(1).run(_staged, imported, alone.to_file().model_dump_json())[0]
+    single = alone.to_file().model_dump_json()
+    expected = [pool(1).run(_staged, imported, single, adamw)[0] for adamw in (False, True)]
     for number in range(STAGED):
-        plan = staged_plan(graph, random.Random(int(SEED or 0) + number))
-        file = plan.to_file().model_dump_json()
-        for rank, history in enumerate(pool(len(plan.cluster.devices)).run(_staged, imported, file, timeout_s=60)):
+        plan, adamw = staged_plan(graph, random.Random(int(SEED or 0) + number)), number % 3 == 2
+        file, ranks = plan.to_file().model_dump_json(), pool(len(plan.cluster.devices))
+        for rank, history in enumerate(ranks.run(_staged, imported, file, adamw, timeout_s=60)):
             try:
-                agree(expected, history)
+                agree(expected[adamw], history, noise=NOISE if adamw else 1e-14)
             except AssertionError as error:
                 raise AssertionError(f"plan {number}, rank {rank}: {file}") from error
 

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import math
 import os
+import re
 import signal
 import time
+from collections.abc import Callable
 from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -16,6 +18,7 @@ import torch
 import torch.nn.functional as F
 
 from flexsearch.children import module
+from flexsearch.cost import Learned, Profile, ProfileDevice
 from flexsearch.errors import FileFormatError, RuntimeFailure
 from flexsearch.graph import OperatorGraph
 from flexsearch.graph.importer import import_model
@@ -26,9 +29,11 @@ from flexsearch.runtime.parallel import parallelize
 from flexsearch.runtime.timeline import clock_offset, compare
 from flexsearch.runtime.train import WARM_UP, _filled, train
 from flexsearch.simulate import simulate
+from flexsearch.simulate.staged import step_of_strategy
 from flexsearch.strategy import Measurement, Options, Strategy, StrategyFile
 from flexsearch.strategy.baselines import baseline
 from flexsearch.topology import Topology
+from flexsearch.topology.changes import edited
 from tests.conftest import Cli
 from tests.ranks import context, pool
 
@@ -349,11 +354,79 @@ def test_verify_takes_the_plan_that_is_fastest_as_measured(cli: Cli, monkeypatch
     assert strategy.prediction is not None and strategy.prediction.iteration_s == rows[0]["predicted_s"]
 
 
+def _measured(plans: list[str]) -> tuple[list[float], int]:
+    """Iteration times of plans on this rank, and how often the model was traced."""
+    from flexsearch.runtime import parallel, verify
+
+    traced, original = [], parallel.import_with_constants
+
+    def counted(*arguments: Any, **options: Any) -> Any:
+        traced.append(1)
+        return original(*arguments, **options)
+
+    parallel.import_with_constants = counted
+    try:
+        return verify.measured(plans, "ethernet-1g:2", SPEC, SIZES, 2, 60.0), len(traced)
+    finally:
+        parallel.import_with_constants = original
+
+
+def test_all_plans_that_are_measured_share_one_trace(here: Path) -> None:
+    for name in ("single", "data-parallel", "megatron"):
+        _strategy(name).save(here / name)
+    for times, traced in pool(2).run(_measured, [str(here / name) for name in ("single", "data-parallel", "megatron")]):
+        assert len(times) == 3 and min(times) > 0.0 and traced == 1
+
+
 def test_under_torchrun_the_first_rank_searches_and_all_measure(here: Path) -> None:
     command = ("optimize", "lenet", "-t", "ethernet-1g-2", "-b", "50", "--verify", "1", "--verify-steps", "1", "--json")
     launch(module("flexsearch.cli", *command), 2, timeout_s=200.0)
     done = Strategy.load("strategy.json").measurement
     assert done is not None and done.steps == 1 and done.ranks == 2 and done.iteration_s > 0.0
+
+
+def _taking(truth: Learned) -> Callable[..., list[float]]:
+    """In place of ranks: plans take what is simulated where ``truth`` holds."""
+    profile = Profile(device=ProfileDevice(kind="cpu", model="one server core"), torch="2", learned=truth)
+
+    def measured(target: str, arguments: dict[str, Any], count: int) -> list[float]:
+        graph = OperatorGraph.load("lenet")
+        return [step_of_strategy(graph, Strategy.load(plan), profile).makespan_s for plan in arguments["plans"]]
+
+    return measured
+
+
+def test_a_profile_learns_from_what_was_verified(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("flexsearch.runtime.launch.call", _taking(Learned(compute=1.5)))
+    two = Topology.load("ethernet-1g-2")
+    one = tuple(device.model_copy(update={"host": "here"}) for device in two.devices)
+    edited(two, name="here", devices=one).save("here.json")
+    command = ("optimize", "lenet", "-t", "here.json", "-b", "50", "--verify", "2", "--profile", "p.json")
+    first = cli(*command, "--json")
+    assert first.code == 0, first.err
+    assert first.json["learned"]["changed"] == ["compute"] and first.json["learned"]["profile"] == "p.json"
+    learned = Profile.load("p.json").learned
+    assert learned is not None and learned.compute == pytest.approx(1.5, rel=0.01)
+    assert learned.model_dump(mode="json") == first.json["learned"]["costs"]
+    written = Path("p.json").read_bytes()
+    second = cli(*command, "--json")
+    for row in second.json["verified"]:
+        assert row["predicted_s"] == pytest.approx(row["measured_s"], rel=0.01)
+    assert second.json["learned"]["changed"] == [] and Path("p.json").read_bytes() == written
+    monkeypatch.setattr("flexsearch.runtime.launch.call", _taking(Learned(compute=3.0)))
+    words = " ".join(cli(*command).out.split())
+    said = re.search(r"p\.json learned from \d+ plans: computing takes (\S+)x of what it says\. Median error", words)
+    assert said is not None and float(said[1]) == pytest.approx(2.25, rel=0.1), words
+    assert "data-sheet figures for the hardware, corrected by measured steps" in words
+
+
+def test_without_its_network_a_cluster_teaches_nothing(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("flexsearch.runtime.launch.call", _taking(Learned(compute=1.5)))
+    command = ("optimize", "lenet", "-t", "ethernet-1g-2", "-b", "50", "--profile", "p.json")
+    assert cli(*command).code == 2  # there is no such profile
+    words = " ".join(cli(*command, "--verify", "1").out.split())
+    assert "p.json learned nothing: the processes ran without the network of ethernet-1g:2." in words
+    assert not Path("p.json").exists()
 
 
 def test_verify_needs_the_model(cli: Cli) -> None:

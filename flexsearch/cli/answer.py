@@ -12,6 +12,7 @@ from flexsearch.cli.verify import shipped_model
 
 if TYPE_CHECKING:
     from flexsearch.api import Setting
+    from flexsearch.cost import Profile
     from flexsearch.graph import OperatorGraph
     from flexsearch.proof.exhaustive import Optimum
     from flexsearch.report import PlanRow
@@ -91,10 +92,7 @@ def say(
     if layouts is not None:
         tell(_beside(layouts, result))
     tell_cost(setting, result.simulation.makespan_s, cost_per_hour)
-    basis = "compute times that were measured"
-    if setting.costs.profile is None:
-        basis = "data-sheet figures for the hardware; `flexsearch profile` measures yours"
-    tell(f"These times are predictions, based on {basis}.")
+    tell(f"These times are predictions, based on {_basis(setting.costs.profile)}.")
     rate = result.proposals / result.elapsed_s if result.elapsed_s else 0.0
     tell(f"{result.proposals:,} proposals in {result.elapsed_s:.1f} s ({rate:,.0f}/s). Stopped: {result.stopped}.")
     if result.few:
@@ -103,6 +101,14 @@ def say(
     tell_run(graph, setting.graph, output, len(result.strategy.cluster.devices))
     if given := size.words():
         stdout.print(f"To simulate, explain or plot it, give {given} again.", soft_wrap=True)
+
+
+def _basis(profile: Profile | None) -> str:
+    """Where costs come from."""
+    if profile is None:
+        return "data-sheet figures for the hardware; `flexsearch profile` measures yours"
+    basis = "compute times that were measured" if profile.entries else "data-sheet figures for the hardware"
+    return f"{basis}, corrected by measured steps" if profile.learned is not None else basis
 
 
 def _layout_words(layouts: HybridResult) -> str:

@@ -38,8 +38,10 @@ def headline(setting: Setting) -> str:
 
 def times_words(profile: Profile | None) -> str:
     """Where compute times come from."""
-    measured = f"as profiled on {profile.device}" if profile is not None else "from data sheets (roofline)"
-    return f"compute times {measured}"
+    if profile is None:
+        return "compute times from data sheets (roofline)"
+    words = f"as profiled on {profile.device}" if profile.entries else "from data sheets (roofline)"
+    return f"compute times {words}" + (", corrected by measured steps" if profile.learned is not None else "")
 
 
 def tell(text: str, indent: int = 0) -> None:

@@ -43,8 +43,8 @@ from flexsearch.cli.plans import (
 from flexsearch.cli.progress import Live, compiling
 from flexsearch.cli.space import halved
 from flexsearch.cli.verify import (
-    Row,
     Verification,
+    Verified,
     VerifyModelOption,
     VerifyOption,
     VerifyStepsOption,
@@ -186,12 +186,14 @@ def optimize(
     from flexsearch.api import MARGIN
 
     size = Size(batch, seq)
-    setting = load_setting(graph, topology, profile, size)
+    learns = profile if verify is not None else None
+    check_outputs({"--profile": learns}, graph, topology)
+    setting = load_setting(graph, topology, None if learns is not None and not learns.exists() else profile, size)
     large = resume is None and not pin and space in ("free", "native") and too_large(setting.graph)
     layouts, native = plan_only or large or "layouts" in space, "native" in space
     if layouts or native:
         _refuse_others(layouts, seed, margin, resume=resume, pin=pin, plot=plot, exhaustive=exhaustive, verify=verify)
-    trial = verification(verify, verify_steps, graph, topology, model, set_, setting.graph, budget)
+    trial = verification(verify, verify_steps, graph, topology, model, set_, setting.graph, budget, learns)
     if trial is not None and is_follower():
         trial.follow()
         return
@@ -241,49 +243,49 @@ def _optimize(asked: _Asked, trial: Verification | None) -> None:
     result, proof = _prove(asked, result)
     if proof is not None:
         _save(asked, result, staged)
-    rows: list[Row] = []
+    verified: Verified | None = None
     if trial is not None and not signals.current.number:
         others = {} if layouts is None or layouts.strategy.is_plain or not layouts.best.feasible else {
             STAGED: layouts.strategy
         }  # fmt: skip
         with signals.current.released():
-            result, rows = trial.verified(setting, result, others)
-        staged = layouts if rows[0].name == STAGED else None
+            result, verified = trial.verified(setting, result, others)
+        staged = layouts if verified.rows[0].name == STAGED else None
         _save(asked, result, staged)
     if asked.plot is not None:
         _draw(asked.plot, setting, result)
-    verified = {} if trial is None else {"verified": [row._asdict() for row in rows]}
+    more = {} if trial is None else (verified or Verified([])).data()
     if staged is not None:
         answer_layouts(
             setting, staged, asked.output, asked.as_json, asked.size.words(), asked.cost_per_hour,
-            more={"space": asked.space, **verified}, splits=result.strategy if result.feasible else None,
-            say_more=lambda: _say_more(asked, rows, staged.strategy),
+            more={"space": asked.space, **more}, splits=result.strategy if result.feasible else None,
+            say_more=lambda: _say_more(asked, verified, staged.strategy),
         )  # fmt: skip
     else:
-        _answer(asked, result, proof, layouts, rows, verified)
+        _answer(asked, result, proof, layouts, verified, more)
 
 
-def _say_more(asked: _Asked, rows: list[Row], strategy: Strategy) -> None:
+def _say_more(asked: _Asked, verified: Verified | None, strategy: Strategy) -> None:
     """Behind a layout: what was verified, and how to run it."""
-    if rows:
-        print_verified(rows, strategy)
+    if verified is not None:
+        print_verified(verified, strategy)
     tell_run(asked.graph, asked.setting.graph, asked.output, len(strategy.cluster.devices))
 
 
 def _answer(
-    asked: _Asked, result: SearchResult, proof: Optimum | None, layouts: HybridResult | None, rows: list[Row],
-    verified: dict[str, Any],
+    asked: _Asked, result: SearchResult, proof: Optimum | None, layouts: HybridResult | None,
+    verified: Verified | None, more: dict[str, Any],
 ) -> None:  # fmt: skip
-    """Print a plan of one stage. ``rows``: what was verified."""
+    """Print a plan of one stage. ``more``: further data."""
     setting = asked.setting
     answer, others = answer_rows(setting, result)
-    data = {"path": str(asked.output), "space": asked.space, **verified}
+    data = {"path": str(asked.output), "space": asked.space, **more}
     data |= answer_data(setting, result, proof, answer, others, layouts)
 
     def human() -> None:
         print_plans(setting, [] if result.baseline else [answer], others)
-        if rows:
-            print_verified(rows, result.strategy)
+        if verified is not None:
+            print_verified(verified, result.strategy)
         say(asked.graph, setting, result, proof, answer, asked.margin, asked.output, asked.size, asked.cost_per_hour,
             layouts)  # fmt: skip
 

@@ -6,6 +6,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 import typer
@@ -17,7 +18,9 @@ from flexsearch.ranks import is_rank
 
 if TYPE_CHECKING:
     from flexsearch.api import Setting
+    from flexsearch.cost import Profile
     from flexsearch.graph import OperatorGraph
+    from flexsearch.measure.learning import Lesson
     from flexsearch.search.outcome import SearchResult
     from flexsearch.strategy import Strategy
 
@@ -26,7 +29,8 @@ VerifyOption = Annotated[
     typer.Option(
         "--verify", min=1, max=100, metavar="K",
         help="Then run the K best plans and the baselines for a few steps, and take the fastest as measured. Under "
-        "torchrun on the cluster itself; else with local processes.",
+        "torchrun on the cluster itself; else with local processes. The file of --profile, which need not exist, "
+        "learns from the times.",
     ),
 ]  # fmt: skip
 VerifyModelOption = Annotated[
@@ -53,9 +57,31 @@ class Row(NamedTuple):
 
 
 @dataclass(frozen=True)
+class Verified:
+    """What was run, the fastest first, and what it taught, if a ``profile`` was to learn: a lesson, or the reason why
+    there is none."""
+
+    rows: list[Row]
+    profile: Path | None = None
+    lesson: Lesson | None = None
+    reason: str = ""
+
+    def data(self) -> dict[str, Any]:
+        """As JSON."""
+        data: dict[str, Any] = {"verified": [row._asdict() for row in self.rows]}
+        if (lesson := self.lesson) is not None:
+            data["learned"] = {
+                "profile": str(self.profile), "changed": lesson.changed, "error_before": lesson.before,
+                "error_after": lesson.after, "error_left_out": lesson.left_out,
+                "costs": lesson.learned.model_dump(mode="json"),
+            }  # fmt: skip
+        return data
+
+
+@dataclass(frozen=True)
 class Verification:
     """What ``--verify`` asks for. ``topology``: as it was given. ``model``, ``arguments``: as for ``load_callable``.
-    ``wait_s``: for so long the other ranks wait for the search."""
+    ``wait_s``: for so long the other ranks wait for the search. ``profile``: that learns from it."""
 
     count: int
     steps: int
@@ -63,6 +89,7 @@ class Verification:
     model: str
     arguments: Mapping[str, Any]
     wait_s: float
+    profile: Path | None
 
     def follow(self) -> None:
         """Another rank's part: it has no plans, and measures those of rank 0."""
@@ -72,9 +99,9 @@ class Verification:
 
     def verified(
         self, setting: Setting, result: SearchResult, others: dict[str, Strategy]
-    ) -> tuple[SearchResult, list[Row]]:
-        """The result with the fastest contender as measured in its place, and all of them, the fastest first.
-        ``others``: run too; one of them does not take the result's place."""
+    ) -> tuple[SearchResult, Verified]:
+        """The result with the fastest contender as measured in its place, and all of them. ``others``: run too; one of
+        them does not take the result's place."""
         from flexsearch.output import temporary_folder
         from flexsearch.runtime.launch import call
         from flexsearch.strategy import Measurement
@@ -99,9 +126,54 @@ class Verification:
             strategy.measurement = Measurement(iteration_s=measured_s, steps=self.steps, ranks=ranks)
             rows.append(Row(name, predicted_s(strategy), measured_s))
         rows.sort(key=lambda row: row.measured_s)
+        verified = Verified(rows) if self.profile is None else self._learned(setting, rows, plans, self.profile)
         if rows[0].name in others:
-            return result, rows
-        return setting.chosen(result, rows[0].name, plans[rows[0].name]), rows
+            return result, verified
+        return setting.chosen(result, rows[0].name, plans[rows[0].name]), verified
+
+    def _learned(
+        self, setting: Setting, rows: list[Row], plans: Mapping[str, Strategy], path: Path
+    ) -> Verified:  # fmt: skip
+        """The rows with what they taught. It is written to the profile at ``path``."""
+        from flexsearch.cost import Learned
+        from flexsearch.errors import ProfileError
+        from flexsearch.measure.learning import learn
+        from flexsearch.simulate.staged import step_of_strategy
+
+        topology = setting.topology
+        if not is_rank() and len(topology.hosts) > 1:
+            return Verified(rows, path, None, f"the processes ran without the network of {topology.name}")
+        try:
+            known = setting.costs.profile or _new_profile(setting)
+
+            def predict(learned: Learned, number: int) -> float:
+                corrected = known.model_copy(update={"learned": learned})
+                return step_of_strategy(setting.graph, plans[rows[number].name], corrected).makespan_s
+
+            with Live(f"learning from {len(rows)} plans", None):
+                lesson = learn(
+                    predict, [row.measured_s for row in rows], known.learned or Learned(), topology.name,
+                    max(device.overhead_s for device in topology.devices), topology.communication.overhead_s,
+                )  # fmt: skip
+        except ProfileError as error:
+            return Verified(rows, path, None, error.message)
+        if lesson.changed:
+            known.model_copy(update={"learned": lesson.learned}).save(path)
+        return Verified(rows, path, lesson)
+
+
+def _new_profile(setting: Setting) -> Profile:
+    """A profile without measurements of single pieces. Raises ProfileError where devices differ."""
+    from importlib.metadata import version
+
+    from flexsearch.cost import Profile, ProfileDevice
+    from flexsearch.errors import ProfileError
+
+    kinds = {(device.kind, device.model) for device in setting.topology.devices}
+    if len(kinds) > 1:
+        raise ProfileError(f"{setting.topology.name} has devices of {len(kinds)} models, and a profile is of one")
+    ((kind, model),) = kinds
+    return Profile(device=ProfileDevice(kind=kind, model=model), torch=version("torch"))
 
 
 def predicted_s(strategy: Strategy) -> float:
@@ -110,8 +182,8 @@ def predicted_s(strategy: Strategy) -> float:
     return strategy.prediction.iteration_s
 
 
-def print_verified(rows: list[Row], strategy: Strategy) -> None:
-    """The table of what was run. ``strategy``: the answer."""
+def print_verified(verified: Verified, strategy: Strategy) -> None:
+    """The table of what was run, and what it taught. ``strategy``: the answer."""
     from flexsearch.report.grid import Column, Grid
     from flexsearch.report.units import ratio, seconds
 
@@ -120,7 +192,7 @@ def print_verified(rows: list[Row], strategy: Strategy) -> None:
     title = f"Measured on {done.ranks} processes, {done.steps} steps each (median)"
     numbers = map(Column, ("predicted", "measured", "measured /\npredicted"))
     grid = Grid((Column("plan", "text"), *numbers), title)
-    for row in rows:
+    for row in verified.rows:
         shown = ratio(row.measured_s / row.predicted_s) if row.predicted_s else "-"
         grid.add(row.name, seconds(row.predicted_s), seconds(row.measured_s), shown)
     stdout.print()
@@ -130,6 +202,35 @@ def print_verified(rows: list[Row], strategy: Strategy) -> None:
             f"The processes ran on this machine, without the network of {strategy.cluster.name}: start the "
             "command with torchrun there to measure that, too.", soft_wrap=True,
         )  # fmt: skip
+    if verified.profile is not None:
+        stdout.print(_lesson_words(verified, strategy), soft_wrap=True)
+
+
+def _lesson_words(verified: Verified, strategy: Strategy) -> str:
+    """What was learned, in a sentence."""
+    from flexsearch.report.units import percent, ratio, seconds
+
+    lesson = verified.lesson
+    if lesson is None:
+        return f"{verified.profile} learned nothing: {verified.reason}."
+    if not lesson.changed:
+        return (
+            f"{verified.profile} learned nothing: its errors (median {percent(lesson.before)}) have no pattern that "
+            "would predict plans better which were left out."
+        )
+    costs, start_s = lesson.learned, strategy.cluster.communication.overhead_s
+    network = costs.network(strategy.cluster.name)
+    words = {
+        "compute": f"computing takes {ratio(costs.compute)} of what it says",
+        "task_s": f"each task takes {seconds(costs.task_s)} more of the host",
+        "time": f"moving bytes takes {ratio(network.time)} of what the topology says",
+        "start_s": f"a message starts in {seconds(start_s + network.start_s)}, not {seconds(start_s)}",
+    }
+    changed = "; ".join(words[name] for name in lesson.changed)
+    return (
+        f"{verified.profile} learned from {costs.plans} plans: {changed}. Median error {percent(lesson.before)} -> "
+        f"{percent(lesson.after)}, of a plan predicted by the others {percent(lesson.left_out)}."
+    )
 
 
 def is_follower() -> bool:
@@ -139,9 +240,10 @@ def is_follower() -> bool:
 
 def verification(
     count: int | None, steps: int, graph: str, topology: str, model: str | None, given: list[str] | None,
-    planned: OperatorGraph, budget: str,
+    planned: OperatorGraph, budget: str, profile: Path | None,
 ) -> Verification | None:  # fmt: skip
-    """What is to be verified; None: nothing. ``budget``: of the search. Raises UsageError where no model is known."""
+    """What is to be verified; None: nothing. ``budget``: of the search; ``profile``: that learns. Raises UsageError
+    where no model is known."""
     from flexsearch.api import parse_budget
 
     if count is None:
@@ -154,7 +256,8 @@ def verification(
             raise UsageError(f"--verify trains the model, which {graph} does not hold", "Give --model MODULE:CALLABLE.")
         model, own = known
         arguments = own | arguments
-    return Verification(count, steps, topology, model, arguments, START_S + 2.0 * (parse_budget(budget)[0] or 0.0))
+    wait_s = START_S + 2.0 * (parse_budget(budget)[0] or 0.0)
+    return Verification(count, steps, topology, model, arguments, wait_s, profile)
 
 
 def shipped_model(graph: str, planned: OperatorGraph) -> tuple[str, dict[str, Any]] | None:

@@ -15,6 +15,8 @@ import numpy as np
 
 from flexsearch.compiled import I64, U32, ZERO, lean
 from flexsearch.cost.collectives import price_collective
+from flexsearch.cost.learned import Network
+from flexsearch.cost.profile import Profile
 from flexsearch.cost.tally import (
     Loads,
     Rates,
@@ -62,11 +64,12 @@ def _messages(
 
 
 class Pricing:
-    """Costs of communications on a topology, with the arrays that compiled code needs for them."""
+    """Costs of communications on a topology, with the arrays that compiled code needs for them. ``profile``: what was
+    learned of its network."""
 
-    def __init__(self, topology: Topology) -> None:
+    def __init__(self, topology: Topology, profile: Profile | None = None) -> None:
         self.topology = topology
-        self.rates, self.tally = make_rates(topology), make_tally(topology)
+        self.rates, self.tally = _rates(topology, profile), make_tally(topology)
         self._loads = empty_loads(len(topology.resources))
 
     def by_group(self, form: str) -> bool:
@@ -115,11 +118,16 @@ def priced_transfer(seconds: float, loads: Loads, links: slice, drags: slice, un
     )
 
 
-def least_seconds(topology: Topology) -> float:
+def least_seconds(topology: Topology, profile: Profile | None = None) -> float:
     """No communication on a topology of several devices takes less, s."""
-    communication, rates = topology.communication, make_rates(topology)
-    messages = communication.overhead_s + topology.nearest_s
-    return min(messages, float(rates.launch_s[0])) if communication.groups else messages
+    rates = _rates(topology, profile)
+    messages = float(rates.overhead_s[0]) + topology.nearest_s
+    return min(messages, float(rates.launch_s[0])) if topology.communication.groups else messages
+
+
+def _rates(topology: Topology, profile: Profile | None) -> Rates:
+    """The figures of a topology, as far as nothing else was learned."""
+    return make_rates(topology, Network() if profile is None else profile.network(topology.name))
 
 
 def transfer(topology: Topology, form: str, messages: Iterable[tuple[int, int, int]]) -> Transfer:

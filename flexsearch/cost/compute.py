@@ -193,8 +193,8 @@ class Costs:
 
     Times that the graph itself gives (:meth:`OperatorKind.given_seconds`) hold on all devices. Else measurements of
     ``profile`` come first, for devices that it fits. Its gaps are filled by the roofline times the
-    median ratio of measured to roofline of the same kind (where none of that kind was measured: of all). Raises
-    ProfileError if the profile fits no device.
+    median ratio of measured to roofline of the same kind (where none of that kind was measured: of all). What the
+    profile has learned from whole steps comes on top. Raises ProfileError if the profile fits no device.
     """
 
     def __init__(self, graph: OperatorGraph, topology: Topology, profile: Profile | None = None) -> None:
@@ -305,20 +305,25 @@ class _Model:
         self.profile = profile if profile is not None and profile.device.fits(device) else None
         self._forward: dict[str, float] = {}
         self._backward: dict[str, float] = {}
+        self._compute, self._task_s = 1.0, 0.0
         if self.profile is not None:
+            if (learned := self.profile.learned) is not None:
+                self._compute, self._task_s = learned.compute, learned.task_s
             entries = list(self.profile.entries.values())
             self._forward = _ratios([(e, e.forward_s, e.forward) for e in entries], device)
             self._backward = _ratios([(e, e.backward_s, e.backward) for e in entries if e.backward_s > 0], device)
 
     def seconds(self, costed: Costed, extents: Mapping[str, int]) -> tuple[float, float]:
         if self.profile is not None and (entry := self.profile.entries.get(costed.signature(extents))) is not None:
-            return _computing(entry.forward_s, entry.backward_s)
-        kind, dtype = costed.op.kind, costed.dtype
-        forward, backward = costed.counts(extents)
-        return _computing(
-            roofline(kind, *forward, dtype, self.device) * _scale(self._forward, kind),
-            roofline(kind, *backward, dtype, self.device) * _scale(self._backward, kind),
-        )
+            seconds = entry.forward_s, entry.backward_s
+        else:
+            kind, dtype = costed.op.kind, costed.dtype
+            forward, backward = costed.counts(extents)
+            seconds = (
+                roofline(kind, *forward, dtype, self.device) * _scale(self._forward, kind),
+                roofline(kind, *backward, dtype, self.device) * _scale(self._backward, kind),
+            )
+        return _computing(*(s * self._compute + self._task_s for s in seconds))
 
     def seconds_many(self, costed: Costed, extents: Mapping[str, Numbers]) -> tuple[Seconds, Seconds]:
         """Seconds of forward and backward tasks of pieces given as arrays of extents."""
@@ -330,7 +335,8 @@ class _Model:
         found = []
         for (flops, nbytes), ratios in zip(costed.counts(extents), (self._forward, self._backward), strict=True):
             seconds = self.device.overhead_s + np.maximum(flops / flops_s, nbytes / moving)
-            found.append(np.broadcast_to(task_seconds(seconds * _scale(ratios, kind)), (count,)))
+            learned = seconds * _scale(ratios, kind) * self._compute + self._task_s
+            found.append(np.broadcast_to(task_seconds(learned), (count,)))
         return found[0], found[1]
 
     @property
@@ -341,9 +347,9 @@ class _Model:
         measured = {} if self.profile is None else self.profile.updates
         for name, entry in measured.items():
             if name == optimizer:
-                return entry.s_per_byte, entry.s_per_tensor
+                return entry.s_per_byte * self._compute, entry.s_per_tensor * self._compute
         per_byte = STREAMS[optimizer] / (self.device.memory_bandwidth * MEMORY_EFFICIENCY)
-        return per_byte, UPDATE_KERNELS[optimizer] * self.device.overhead_s
+        return per_byte * self._compute, UPDATE_KERNELS[optimizer] * self.device.overhead_s * self._compute
 
 
 @lean

@@ -17,6 +17,7 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from flexsearch import quantities
+from flexsearch.cost.learned import Learned, Network
 from flexsearch.errors import ProfileError
 from flexsearch.files import FileModel, load, save
 from flexsearch.graph.model import Dtype, Operator
@@ -84,7 +85,8 @@ class ProfileDevice(FileModel):
 
 
 class Profile(FileModel):
-    """Measurements of one device. ``entries``: by signature. ``updates``: by optimizer."""
+    """Measurements of one device. ``entries``: by signature. ``updates``: by optimizer. ``learned``: what whole steps
+    taught beyond them."""
 
     format: Literal["flexsearch.profile/1"] = "flexsearch.profile/1"
     device: ProfileDevice
@@ -94,6 +96,7 @@ class Profile(FileModel):
     """Number of other processes that did the same kind of work meanwhile."""
     entries: dict[str, Entry] = Field(default_factory=dict)
     updates: dict[Literal["sgd", "momentum", "adam"], UpdateEntry] = Field(default_factory=dict)
+    learned: Learned | None = None
 
     def extended(self, other: Profile) -> Profile:
         """This profile with the measurements of ``other`` added; where both have one, ``other``'s is kept.
@@ -117,7 +120,12 @@ class Profile(FileModel):
             busy_neighbours=self.busy_neighbours,
             entries=dict(sorted((self.entries | other.entries).items())),
             updates=self.updates | other.updates,
+            learned=other.learned or self.learned,
         )
+
+    def network(self, topology: str) -> Network:
+        """What was learned of the network of the topology of this name."""
+        return self.learned.network(topology) if self.learned is not None else Network()
 
     @classmethod
     def load(cls, path: str | Path) -> Profile:

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from flexsearch.compiled import F64, I64, ONE, TWO, U8, U32, U64, ZERO, lean
+from flexsearch.cost.learned import Network
 from flexsearch.cost.ticks import TICK, whole
 from flexsearch.packed import packed
 from flexsearch.topology import Topology
@@ -234,12 +235,14 @@ def settle(rates: Rates, tally: Tally, loads: Loads, factor: Any, unit: Any, sta
     return duration(start_s, most)
 
 
-def make_rates(topology: Topology) -> Rates:
-    """The figures of a topology. ``step_s`` and ``group_factor`` follow the lines between the groups that the file
-    names; beyond the largest its start grows on as before, its factor stays."""
+def make_rates(topology: Topology, learned: Network) -> Rates:
+    """The figures of a topology, corrected by what was ``learned`` of its network: the start of a communication, and of
+    gloo that of each message. ``step_s`` and ``group_factor`` follow the lines between the groups that the file names;
+    beyond the largest its start grows on as before, its factor stays."""
     communication, resources, devices = topology.communication, topology.resources, len(topology.devices)
     members = np.arange(devices + 1, dtype=np.float64)
     steps, factors, launch = np.zeros(devices + 1), np.zeros(devices + 1), communication.overhead_s
+    more_s = learned.start_s if communication.backend == "gloo" else 0.0
     if groups := communication.groups:
         at, start = np.array([g.members for g in groups]), np.array([g.startup_s for g in groups])
         slopes = np.diff(start) / np.diff(at) if len(groups) > 1 else np.zeros(1)
@@ -250,13 +253,15 @@ def make_rates(topology: Topology) -> Rates:
     turn = float(communication.turn_bytes or 0)
     return Rates(
         bandwidth=np.array([r.bandwidth if r.kind == "link" else 0.0 for r in resources]),
-        factor=np.array([communication.factors[form] for form in FORMS]),
+        factor=np.array([communication.factors[form] * learned.time for form in FORMS]),
         by_group=np.array([communication.backend == "nccl" and form in COLLECTIVES for form in FORMS], np.uint8),
         turn_bytes=np.array([turn if form == "all_reduce" else 0.0 for form in FORMS]),
         processor=np.array(topology.processor_of, np.uint32), host=topology.host_of, step_s=steps,
-        group_factor=factors, overhead_s=np.array([communication.overhead_s]),
-        message_s=np.array([communication.message_s]), cpu_s_per_byte=np.array([communication.cpu_s_per_byte]),
-        launch_s=np.array([launch]),
+        group_factor=factors * learned.time,
+        overhead_s=np.array([max(0.0, communication.overhead_s + learned.start_s)]),
+        message_s=np.array([max(0.0, communication.message_s + more_s)]),
+        cpu_s_per_byte=np.array([communication.cpu_s_per_byte]),
+        launch_s=np.array([max(0.0, launch + learned.start_s)]),
     )  # fmt: skip
 
 

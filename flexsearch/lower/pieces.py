@@ -92,7 +92,7 @@ class Pieces:
         """What communication is priced on: all devices."""
         self.results = {graph.loss: everywhere(self.network)} if results is None else dict(results)
         """Tensors that are brought to where they are wanted: the loss, or the outputs of a forward pass."""
-        self.layouts, self.planner = Layouts(len(self.network.devices)), Planner(self.network)
+        self.layouts, self.planner = Layouts(len(self.network.devices)), Planner(self.network, costs.profile)
         self._splitters: dict[object, Splitter] = {}
         self._intervals: Intervals = {}
         self._splitter_of = [self._splitter(i, op) for i, op in enumerate(graph.operators)]

@@ -24,6 +24,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from flexsearch.compiled import F64, I64, U8, U32, U64
+from flexsearch.cost import Profile
 from flexsearch.cost.communication import Pricing, Transfer, priced_transfer
 from flexsearch.cost.tally import Loads
 from flexsearch.graph import Box, intersect, volume
@@ -110,10 +111,10 @@ class Details(NamedTuple):
 
 
 class Planner:
-    """Plans reshards on a topology."""
+    """Plans reshards on a topology. ``profile``: what was learned of its network."""
 
-    def __init__(self, topology: Topology) -> None:
-        self.topology, self.pricing = topology, Pricing(topology)
+    def __init__(self, topology: Topology, profile: Profile | None = None) -> None:
+        self.topology, self.pricing = topology, Pricing(topology, profile)
         self._dimensions, self._entries, self._rows = 4, 2 * len(topology.devices), ROOM
         self.workspace = self._new_workspace()
         self.at_hand: Reshard | None = None

@@ -166,7 +166,7 @@ class Communications:
 
     def __init__(self, lowered: Described) -> None:
         self.lowered, self.rows, lowering = lowered, lowered.rows, lowered.lowering
-        self.pricing = Pricing(lowering.network)
+        self.pricing = Pricing(lowering.network, lowering.costs.profile)
         self.blocks = make_block_map(
             lowering.image, lowering.replicas, len(lowered.topology.devices), lowering.inside
         )

@@ -34,7 +34,7 @@ from typing import Final
 import numpy as np
 import numpy.typing as npt
 
-from flexsearch.cost import Costs
+from flexsearch.cost import Costs, Profile
 from flexsearch.cost.communication import least_seconds
 from flexsearch.graph import Operator, OperatorGraph, whole_piece
 from flexsearch.graph.notation import Box, Operand
@@ -89,7 +89,7 @@ def lower_bound(
     least = _least(graph, costs, kinds, count, microbatches)
     columns = {
         "work": _work(graph, topology, costs, options, least, kinds),
-        "links": np.full(count, _loss_everywhere(topology)),
+        "links": np.full(count, _loss_everywhere(topology, costs.profile)),
     }
     if microbatches is not None:
         columns["critical path"] = _critical_path(graph, topology, costs, options, least, kinds)
@@ -352,6 +352,6 @@ def _shared(seconds: npt.NDArray[np.float64], members: npt.NDArray[np.int64], us
     return best
 
 
-def _loss_everywhere(topology: Topology) -> float:
+def _loss_everywhere(topology: Topology, profile: Profile | None) -> float:
     """The loss is sent to every device, in at least one communication that reaches the last of them."""
-    return least_seconds(topology) if len(topology.devices) > 1 else 0.0
+    return least_seconds(topology, profile) if len(topology.devices) > 1 else 0.0

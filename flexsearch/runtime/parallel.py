@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -19,7 +19,7 @@ from flexsearch.runtime.initialise import Initialise
 from flexsearch.runtime.step import Example, Loss, MakeOptimizer, Parallel, StepOutput
 from flexsearch.strategy import Strategy
 
-__all__ = ["Loss", "MakeOptimizer", "Parallel", "StepOutput", "distribute", "parallelize"]
+__all__ = ["Loss", "MakeOptimizer", "Parallel", "StepOutput", "Traced", "distribute", "parallelize", "trace"]
 
 
 def parallelize(
@@ -53,11 +53,10 @@ def parallelize(
     _refuse_sharded(model)
     if strategy.example is not None and loss is None and inputs is None:
         inputs, targets, loss = strategy.example
-    inputs, targets = inputs_and_targets(inputs, targets, loss)
-    imported, inputs, targets = _trace(model, strategy, loss, inputs, targets)
+    traced = trace(model, strategy, loss, inputs, targets)
     return distribute(
-        model, imported, strategy, optimizer, seed=seed, timeout_s=timeout_s, fuse=fuse, initialise=initialise,
-        compile=compile, example=(inputs, targets, loss),
+        model, traced.imported, strategy, optimizer, seed=seed, timeout_s=timeout_s, fuse=fuse, initialise=initialise,
+        compile=compile, example=traced.example,
     )  # fmt: skip
 
 
@@ -110,11 +109,27 @@ def _refuse_sharded(model: nn.Module) -> None:
             )
 
 
-def _trace(
-    model: nn.Module, strategy: Strategy, loss: Loss | None, inputs: Any, targets: Any
-) -> tuple[Imported, Any, Any]:
-    """Import the model again with inputs of the strategy's shapes, and check that the graph is the same. Returns the
-    examples, too."""
+class Traced(NamedTuple):
+    """A model that was imported, and from what ``example``: (inputs, targets, loss)."""
+
+    imported: Imported
+    example: Example
+
+    def check(self, strategy: Strategy) -> None:
+        """Raises StrategyError if the strategy was made for another model."""
+        planned, graph = strategy.graph, self.imported.graph
+        if graph.content_hash() != planned.hash:
+            raise StrategyError(
+                f"this strategy was made for graph {planned.name!r} ({planned.hash}); this model with this "
+                f"loss gives another one ({graph.content_hash()}). Give the model and loss it was made for, or "
+                "run `flexsearch import` and `flexsearch optimize` again."
+            )
+
+
+def trace(model: nn.Module, strategy: Strategy, loss: Loss | None, inputs: Any, targets: Any) -> Traced:
+    """Import the model again with inputs of the strategy's shapes, and check that the graph is the same. Takes longer
+    than all else that :func:`parallelize` does; it serves all plans of this graph."""
+    inputs, targets = inputs_and_targets(inputs, targets, loss)
     device = next((p.device for p in model.parameters()), torch.device("cpu"))
     examples = {s.name: torch.zeros(s.shape, dtype=dtype_of(s.dtype), device=device) for s in strategy.inputs}
     if inputs is None:
@@ -127,10 +142,6 @@ def _trace(
     )
     planned = strategy.graph
     imported = import_with_constants(model, inputs, loss, targets=targets, name=planned.name, tracing=planned.tracing)
-    if imported.graph.content_hash() != planned.hash:
-        raise StrategyError(
-            f"this strategy was made for graph {planned.name!r} ({planned.hash}); this model with this "
-            f"loss gives another one ({imported.graph.content_hash()}). Give the model and loss it was made for, or "
-            "run `flexsearch import` and `flexsearch optimize` again."
-        )
-    return imported, inputs, targets
+    traced = Traced(imported, (inputs, targets, loss))
+    traced.check(strategy)
+    return traced

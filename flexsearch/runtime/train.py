@@ -17,7 +17,7 @@ from flexsearch.cost import Costs, Profile
 from flexsearch.errors import RuntimeFailure
 from flexsearch.graph.loading import Loaded, load_callable
 from flexsearch.lower import Lowered, lower_for_ranks
-from flexsearch.runtime.parallel import MakeOptimizer, Parallel, parallelize
+from flexsearch.runtime.parallel import MakeOptimizer, Parallel, Traced, distribute, parallelize
 from flexsearch.runtime.timeline import Row, Timeline, compare, record
 from flexsearch.simulate import Simulation, simulate
 from flexsearch.strategy import Strategy
@@ -83,6 +83,7 @@ def train(
     timeout_s: float = 300.0,
     progress: Callable[[Step], None] | None = None,
     compile: bool = False,
+    traced: Traced | None = None,
 ) -> Training:
     """Train ``model`` ("module:callable", called with ``arguments``) under a strategy on the ranks of this run, on the
     example batch that comes with it. All ranks must call it.
@@ -90,8 +91,8 @@ def train(
     The optimizer is the one that the strategy was planned for, with learning rate ``rate``. ``trace``: afterwards run a
     few more steps operator by operator, and record each task. ``profile``: measured costs for the prediction;
     without, it is the one in the strategy file, or that of the topology's figures. ``progress`` is called after each
-    step. ``compile``: as of ``parallelize``. Raises StrategyError if the strategy was made for another model,
-    RuntimeFailure if the ranks do not fit it, or when one of them dies.
+    step. ``compile``: as of ``parallelize``. ``traced``: of this model, if it was traced before. Raises StrategyError
+    if the strategy was made for another model, RuntimeFailure if the ranks do not fit it, or when one of them dies.
     """
     if steps < 1:
         raise RuntimeFailure(f"cannot train for {steps} steps", "Give at least 1.")
@@ -102,10 +103,18 @@ def train(
         raise RuntimeFailure("the model is on the meta device and has no weights to train", "Build it on the CPU.")
     generator = torch.Generator().manual_seed(seed)
     inputs, targets = _filled(loaded.inputs, generator), _filled(loaded.targets, generator)
-    parallel = parallelize(
-        loaded.model, strategy, loss=loaded.loss, optimizer=_optimizer(strategy.options.optimizer, rate), inputs=inputs,
-        targets=targets, seed=seed, timeout_s=timeout_s, compile=compile,
-    )  # fmt: skip
+    update = _optimizer(strategy.options.optimizer, rate)
+    if traced is None:
+        parallel = parallelize(
+            loaded.model, strategy, loss=loaded.loss, optimizer=update, inputs=inputs, targets=targets, seed=seed,
+            timeout_s=timeout_s, compile=compile,
+        )  # fmt: skip
+    else:
+        traced.check(strategy)
+        parallel = distribute(
+            loaded.model, traced.imported, strategy, update, seed=seed, timeout_s=timeout_s, compile=compile,
+            example=(inputs, targets, loaded.loss),
+        )  # fmt: skip
     lowered, simulation, predicted = _prediction(parallel, strategy, profile)
 
     def step() -> Tensor:

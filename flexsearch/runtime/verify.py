@@ -10,6 +10,7 @@ import torch.distributed as dist
 
 from flexsearch.graph.loading import load_callable
 from flexsearch.runtime.group import join
+from flexsearch.runtime.parallel import trace
 from flexsearch.runtime.train import WARM_UP, train
 from flexsearch.strategy import Strategy
 from flexsearch.topology import Topology
@@ -28,5 +29,7 @@ def measured(
     files: list[Any] = [[Strategy.load(plan).to_file() for plan in plans]] if dist.get_rank() == 0 else [None]
     dist.broadcast_object_list(files, src=0)
     loaded = load_callable(model, **arguments)
-    strategies = map(Strategy.from_file, files[0])
-    return [train(s, loaded, steps=WARM_UP + steps, timeout_s=timeout_s).measured_s for s in strategies]
+    strategies = [Strategy.from_file(file) for file in files[0]]
+    traced = trace(loaded.model, strategies[0], loaded.loss, loaded.inputs, loaded.targets) if strategies else None
+    done = (train(s, loaded, steps=WARM_UP + steps, timeout_s=timeout_s, traced=traced) for s in strategies)
+    return [training.measured_s for training in done]

@@ -58,7 +58,7 @@ class Works:
 
     def __init__(self, graph: OperatorGraph, topology: Topology, profile: Profile | None, options: Options) -> None:
         self.graph, self.topology, self.options = graph, topology, options
-        self.costs, self.pricing = Costs(graph, topology, profile), Pricing(topology)
+        self.costs, self.pricing = Costs(graph, topology, profile), Pricing(topology, profile)
         self.count = len(graph.operators)
         self.kinds: dict[int, int] = {}
         """Kind of device -> one of them."""

@@ -1,0 +1,41 @@
+"""What measured iteration times have taught beyond the costs that were measured one by one: few figures, each with a
+meaning of its own, which a profile keeps beside its entries."""
+
+from __future__ import annotations
+
+import re
+from typing import Annotated
+
+from pydantic import Field
+
+from flexsearch.files import FileModel
+from flexsearch.quantities import Count, Factor, Name, Seconds
+
+
+class Network(FileModel):
+    """Of one kind of cluster. ``time``: of moving bytes, over what the topology says. ``start_s``: what each message or
+    collective takes to start beyond what the topology says, s; below 0, less than that."""
+
+    time: Factor = 1.0
+    start_s: Annotated[float, Field(ge=-1000.0, le=1000.0)] = 0.0
+
+
+class Learned(FileModel):
+    """``compute``: seconds of a compute task or an update, over what entries and roofline say. ``task_s``: host time of
+    each compute task beyond that. ``networks``: by ``network_name``. ``plans``: how many taught, over all; ``error``:
+    median of |predicted / measured - 1| of the last ones, each predicted from the others."""
+
+    compute: Factor = 1.0
+    task_s: Seconds = 0.0
+    networks: dict[Name, Network] = Field(default_factory=dict)
+    plans: Count = 0
+    error: Annotated[float, Field(ge=0.0, le=1e9)] | None = None
+
+    def network(self, topology: str) -> Network:
+        """Of the topology of this name; as it says itself where nothing was learned."""
+        return self.networks.get(network_name(topology)) or Network()
+
+
+def network_name(topology: str) -> str:
+    """Name of a kind of cluster: that of a topology without the number of its hosts."""
+    return re.sub(r":\d+$", "", topology)
