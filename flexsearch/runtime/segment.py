@@ -206,7 +206,8 @@ class SegmentRunner:
 
         with saved_tensors_hooks(pack, lambda tensor: tensor):
             computed = body(*leaves)
-        moving = [k for k in self.tracked if k not in self.stored]
+        # A leaf that is a result itself has its shape asked for in the backward pass.
+        moving = [k for k in self.tracked if k not in self.stored and not any(x is leaves[k] for x in computed)]
         return computed, [k for k in moving if leaves[k].untyped_storage()._cdata not in kept]
 
     def backward(self, values: list[Any], instruction: Backward) -> Action:
