@@ -266,7 +266,8 @@ class _Steps:
         for row in training.errors()[:12]:
             sign = "-" if row.difference_s < 0 else "+"
             grid.add(
-                f"{row.kind} {row.name}", str(row.tasks), seconds(row.predicted_s), seconds(row.measured_s),
+                f"{row.stage_pass} {row.kind} {row.name}".lstrip(), str(row.tasks),
+                seconds(row.predicted_s), seconds(row.measured_s),
                 sign + seconds(abs(row.difference_s)),
             )  # fmt: skip
         stdout.print(grid)

@@ -18,6 +18,7 @@ from typing import Any
 from flexsearch.cost.ticks import TICK
 from flexsearch.graph import volume
 from flexsearch.lower import Lowered, TaskKind
+from flexsearch.lower.actions import Action
 from flexsearch.lower.view import Actions
 from flexsearch.output import write
 from flexsearch.report.words import task_words, treatment
@@ -51,8 +52,10 @@ def chrome_trace(
     links, seen = 2 * count + 1, 2 * count + 2  # process numbers: 2d + 1 and 2d + 2 belong to device d
     events = _devices(lowered, simulation.times, "predicted" if known else "")
     if known:
+        rows = {TASKS: "compute"} if Actions(lowered).plain else {PASSES: "passes", TASKS: "compute"}
         for d in lowered.devices:
-            events += _process(2 * d + 2, f"{topology.devices[d].name}: measured", {TASKS: "compute"})
+            events += _process(2 * d + 2, f"{topology.devices[d].name}: measured", rows)
+        events += _measured_passes(lowered, known)
     names = {r: x.name for r, x in enumerate(topology.resources) if simulation.link_bytes[r]}
     events += _process(links, "links: predicted" if known else "links", names)
     shared = any(math.isfinite(turn) for turn in lowered.tasks.turn)
@@ -97,15 +100,30 @@ def _devices(lowered: Lowered, times: Times, remark: str) -> list[Event]:
         title += f" (block 1 of {blocks}; the others do the same)" if blocks > 1 else ""
         events += _process(2 * d + 1, title, rows)
     for one in passes(lowered, times):
-        args = {"stage": one.action.stage, "pass": one.action.kind, "microbatch": one.action.microbatch}
-        events.append({
-            "ph": "X", "name": str(one.action), "cat": f"pass {one.action.kind}", "pid": 2 * one.device + 1,
-            "tid": PASSES, "ts": one.begin * TICK * 1e6, "dur": (one.end - one.begin) * TICK * 1e6, "args": args,
-        })  # fmt: skip
+        events.append(_pass(one.action, 2 * one.device + 1, one.begin * TICK, one.end * TICK))
     for d, curve in enumerate(memory_curves(lowered, times)):
         if d in lowered.devices:
             events += _memory(curve.thinned(STATES), 2 * d + 1)
     return events
+
+
+def _pass(action: Action, pid: int, begin_s: float, end_s: float) -> Event:
+    args = {"stage": action.stage, "pass": action.kind, "microbatch": action.microbatch}
+    return {
+        "ph": "X", "name": str(action), "cat": f"pass {action.kind}", "pid": pid, "tid": PASSES, "ts": begin_s * 1e6,
+        "dur": (end_s - begin_s) * 1e6, "args": args,
+    }  # fmt: skip
+
+
+def _measured_passes(lowered: Lowered, known: Mapping[int, tuple[float, float]]) -> list[Event]:
+    """Passes from their first measured computation to the end of the last one."""
+    ends: dict[tuple[int, Action], tuple[float, float]] = {}
+    for task, (begin, end) in known.items():
+        device, action = lowered.tasks.device[task], lowered.tasks.action[task]
+        if device >= 0 and action is not None:
+            before = ends.get((device, action), (begin, end))
+            ends[device, action] = min(begin, before[0]), max(end, before[1])
+    return [_pass(action, 2 * device + 2, *span) for (device, action), span in sorted(ends.items())]
 
 
 def _memory(curve: Curve, pid: int) -> list[Event]:

@@ -42,10 +42,13 @@ class Timeline:
 
 
 class Row(NamedTuple):
-    """Tasks of one kind and operator (of a communication: purpose, form and tensor), all devices together.
+    """Tasks of one kind and operator (of a communication: purpose, form and tensor) in one pass of a stage, all
+    devices and microbatches together. ``stage_pass``: stage and pass as in 1F; "" where a plan has no stages or
+    microbatches, and for what happens once a step.
     ``predicted_s`` and ``measured_s``: mean length of a task. ``difference_s``: measured less predicted, over all
     ``tasks``; 0 for hidden communications that were predicted to be shorter than what is known of them."""
 
+    stage_pass: str
     kind: str
     name: str
     tasks: int
@@ -119,9 +122,9 @@ def compute_spans(
             assert update is not None
             found[update] = start, end
         elif isinstance(instruction, Forward | Backward):
-            kind, m = _kind(instruction), instruction.microbatch
+            kinds, m = _kinds(instruction), instruction.microbatch
             operators = program.segments[instruction.segment].operators
-            members = sorted(index[kind, o, m] for o in operators if (kind, o, m) in index)
+            members = sorted(index[kind, o, m] for kind in kinds for o in operators if (kind, o, m) in index)
             total = sum(tasks.duration[t] for t in members)
             for t in members:
                 share = tasks.duration[t] / total if total > 0 else 1 / len(members)
@@ -130,27 +133,30 @@ def compute_spans(
     return found
 
 
-def _kind(instruction: Forward | Backward) -> TaskKind:
+def _kinds(instruction: Forward | Backward) -> tuple[TaskKind, ...]:
+    """Of the tasks that an instruction carries out: a whole backward pass is both of its halves."""
     if isinstance(instruction, Forward):
-        return TaskKind.RECOMPUTE if instruction.again else TaskKind.FORWARD
-    return TaskKind.WEIGHT_GRADIENT if instruction.part == "weights" else TaskKind.BACKWARD
+        return (TaskKind.RECOMPUTE if instruction.again else TaskKind.FORWARD,)
+    if instruction.part == "weights":
+        return (TaskKind.WEIGHT_GRADIENT,)
+    return (TaskKind.BACKWARD,) if instruction.part == "inputs" else (TaskKind.BACKWARD, TaskKind.WEIGHT_GRADIENT)
 
 
 def compare(lowered: Lowered, simulation: Simulation, measured: Timeline) -> list[Row]:
     """Where the error of the prediction sits: rows by falling absolute difference."""
-    groups: dict[tuple[str, str], list[int]] = {}
+    groups: dict[tuple[str, str, str], list[int]] = {}
     for task in measured.spans:
         groups.setdefault(_title(lowered, task), []).append(task)
     rows = []
-    for (kind, name), tasks in groups.items():
+    for (stage_pass, kind, name), tasks in groups.items():
         predicted = [float(simulation.end[t] - simulation.start[t]) for t in tasks]
         taken = [measured.spans[t][1] - measured.spans[t][0] for t in tasks]
         difference = sum(
             min(0.0, m - p) if t in measured.hidden else m - p for t, p, m in zip(tasks, predicted, taken, strict=True)
         )
         count = len(tasks)
-        rows.append(Row(kind, name, count, sum(predicted) / count, sum(taken) / count, difference))
-    return sorted(rows, key=lambda row: (-abs(row.difference_s), row.kind, row.name))
+        rows.append(Row(stage_pass, kind, name, count, sum(predicted) / count, sum(taken) / count, difference))
+    return sorted(rows, key=lambda row: (-abs(row.difference_s), row.stage_pass, row.kind, row.name))
 
 
 def clock_offset(rounds: int = 20, ping: bool | None = None) -> float:
@@ -243,14 +249,16 @@ def _typical(steps: Sequence[Timeline]) -> Timeline:
     return Timeline(spans, frozenset(hidden), median(s.iteration_s for s in steps))
 
 
-def _title(lowered: Lowered, task: int) -> tuple[str, str]:
+def _title(lowered: Lowered, task: int) -> tuple[str, str, str]:
+    action = lowered.tasks.action[task]
+    stage_pass = "" if action is None else f"{action.stage}{action.kind}"
     kind, what = TaskKind(lowered.tasks.kind[task]), lowered.tasks.communication[task]
     if what is None:
         operator = lowered.tasks.operator[task]
-        return kind.name.lower(), lowered.graph.operators[operator].name if operator >= 0 else "optimizer"
+        return stage_pass, kind.name.lower(), lowered.graph.operators[operator].name if operator >= 0 else "optimizer"
     names = [
         lowered.weights[m.key].tensor if what.purpose == "synchronise" else lowered.edges[m.key].tensor
         for m in what.members
     ]
     more = f" and {len(names) - 1} more" if len(names) > 1 else ""
-    return f"{what.purpose} {what.form}", names[0] + more
+    return stage_pass, f"{what.purpose} {what.form}", names[0] + more
