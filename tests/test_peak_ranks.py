@@ -6,21 +6,25 @@ These are the kinds of plan for which the two agree; docs/runtime.md says which 
 from __future__ import annotations
 
 from functools import cache
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
+from flexsearch.api import optimize
 from flexsearch.cost import Costs
+from flexsearch.errors import StrategyError
 from flexsearch.graph import Tracing
 from flexsearch.graph.importer import Imported, import_with_constants
 from flexsearch.lower import lower_for_ranks
 from flexsearch.runtime.parallel import distribute
 from flexsearch.simulate.memory import memory, spans_of
-from flexsearch.strategy import Strategy
+from flexsearch.strategy import Options, Strategy
 from flexsearch.strategy.baselines import baseline
 from flexsearch.strategy.model import StrategyFile
 from flexsearch.topology import Topology
+from flexsearch.topology.changes import with_memory
 from tests.live_bytes import LiveBytes
 from tests.ranks import pool
 from tests.staged_plans import Deep, tokens_loss
@@ -74,3 +78,46 @@ def test_peak_within_a_step_is_near_the_predicted_one(name: str, error: float) -
     plan = baseline(name, imported.graph, Topology.load("ethernet-1g:2"))
     measured = pool(2).run(_measured, imported, plan.to_file().model_dump_json())
     assert measured == pytest.approx(_predicted(imported, plan), rel=error)
+
+
+def _wide() -> tuple[nn.Module, Tensor, Tensor]:
+    """A decoder that is nearly all weights."""
+    torch.manual_seed(0)
+    return Deep(width=256).double(), torch.randint(7, (4, 8)), torch.randint(7, (4, 8))
+
+
+def _adam(weights: Any) -> torch.optim.Optimizer:
+    return torch.optim.Adam(weights, lr=1e-3)
+
+
+def _trained(imported: Imported, file: str) -> tuple[list[float], int]:
+    """Losses of three steps with Adam, and the most bytes that this rank holds in the third, those that are there all
+    the time included."""
+    model, tokens, targets = _wide()
+    step = distribute(model, imported, Strategy.from_file(StrategyFile.model_validate_json(file)), _adam)
+    losses = [step.step((tokens,), targets).item() for _ in range(2)]
+    with LiveBytes(()) as live:
+        losses.append(step.step((tokens,), targets).item())
+    engine, optimizer = step.engine, step.optimizer
+    there: list[Tensor] = [tokens, targets, *engine.weights.values(), *(t for _, t in engine.fixed.values())]
+    if optimizer is not None:
+        there += [t for state in optimizer.state.values() for t in state.values() if t.dim()]
+    return losses, live.peak + sum({t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in there}.values())
+
+
+def test_a_decoder_whose_states_fit_into_no_rank_trains_on_four() -> None:
+    model, tokens, targets = _wide()
+    imported = import_with_constants(model, (tokens,), tokens_loss, targets=targets, tracing=Tracing())
+    options, weights = Options(optimizer="adam"), sum(tensor.nbytes for tensor in imported.graph.of_kind("parameter"))
+    cap = 3 * weights  # weights, gradients and the two moments take 4
+    with pytest.raises(StrategyError, match="memory"):
+        one = with_memory(Topology.load("ethernet-1g:1"), nbytes=cap)
+        optimize(imported.graph, topology=one, budget="5", options=options, processes=1)
+    cluster = with_memory(Topology.load("ethernet-1g-4"), nbytes=cap)
+    plan = optimize(imported.graph, topology=cluster, budget="200", options=options, processes=1)
+    losses, held = zip(*pool(4).run(_trained, imported, plan.to_file().model_dump_json()), strict=True)
+    assert max(held) <= cap
+    single = baseline("single", imported.graph, Topology.load("ethernet-1g:1"), options=options)
+    ((expected, alone),) = pool(1).run(_trained, imported, single.to_file().model_dump_json())
+    assert alone > cap
+    assert all(row == pytest.approx(expected, rel=1e-7) for row in losses)
