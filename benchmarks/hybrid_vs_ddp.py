@@ -12,6 +12,8 @@ that four hosts share them two by two. For each model the machine is profiled, a
 2. accuracy: the plan, baselines and random strategies are run on two hosts with a core each and on four with two to a
    core: predicted beside measured iteration time, whether their order is kept, and where the error sits.
 
+``--picture FILE.png`` draws predicted and measured timelines of data parallelism and of the plan, of the last model.
+
 Needs root and iproute2, and half an hour for each large model (``--quick``: 5 minutes for AlexNet and the MLP).
 """
 
@@ -32,6 +34,8 @@ from benchmarks.netns import unavailable
 from benchmarks.worker import DDP, SINGLE, Job
 from flexsearch.api import parse_budget
 from flexsearch.errors import FlexsearchError
+from flexsearch.report import PlanRow
+from flexsearch.report.plots import FORMATS, rendered, timelines
 from flexsearch.strategy import Strategy
 
 HOSTS = 4
@@ -89,6 +93,25 @@ def speed(plans: Plans) -> list[Row]:
     return rows
 
 
+def picture(plans: Plans, path: Path) -> None:
+    """Draw a step of data parallelism above one of the plan, each task as predicted and as measured. Both run operator
+    by operator, which takes longer than a step of ``speed``."""
+    found = plans.setting.name_of(plans.found) or "found by the search"
+    chosen = {"data parallel": plans.baselines["data-parallel"], found: plans.found}
+    predicted = {name: plans.predict(strategy) for name, strategy in chosen.items()}
+    total = sum(simulation.makespan_s for _, simulation in predicted.values())
+    job = Job(
+        f"flexsearch.zoo:{plans.model}", plans.batch, plans.save(chosen), rounds=1, steps=1, warmup=1, together=False,
+        timeline=True, timeout_s=180.0 + 30 * total,
+    )  # fmt: skip
+    measured = plans.machine.measure(job, plans.hosts)
+    rows = [PlanRow(name, simulation, lowered) for name, (lowered, simulation) in predicted.items()]
+    real = {name: (row.timeline.spans, row.timeline.iteration_s) for name, row in measured.items() if row.timeline}
+    title = f"{plans.model}, batch {plans.batch}, {plans.hosts} hosts with 1 Gbit/s: predicted and measured"
+    path.write_bytes(rendered(timelines(rows, title, most_devices=2, most_links=2, measured=real), path.suffix[1:]))
+    say(f"wrote {path}")
+
+
 def _best_other(plans: Plans) -> tuple[str, Strategy]:
     """The baseline that is predicted to be the fastest, each with the bucket size that suits it best: not data
     parallelism nor a single process, which are measured anyway, nor the plan itself."""
@@ -106,9 +129,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     made.add_argument("--profile-s", type=float, help="seconds to measure the operators of each model, at most")
     made.add_argument("--rounds", type=int, help="turns of each variant")
     made.add_argument("--profile-dir", type=Path, help="keep measured profile and topologies here, and reuse them")
+    made.add_argument("--picture", type=Path, help="a .png or .svg file for the timelines of the last model")
     made.add_argument("--only", choices=("speed", "accuracy"), help="leave the other table out")
     made.add_argument("--hosts", type=int, choices=(PAIR, HOSTS), help="only the accuracy on so many hosts")
     options = made.parse_args(arguments)
+    if options.picture is not None and options.picture.suffix[1:] not in FORMATS:
+        made.error(f"--picture {options.picture}: it must end in {', '.join(f'.{kind}' for kind in FORMATS)}")
     if (reason := unavailable()) is not None:
         say(f"this benchmark needs network namespaces: {reason}")
         return 2
@@ -153,6 +179,8 @@ def run(models: Sequence[str], machine: Machine, options: Namespace) -> tuple[li
                     say(f"{name} of {model} on {hosts} hosts failed: {error}")
                     failed = True
                 say(f"{name} of {model} on {hosts} hosts took {time.monotonic() - began:.0f} s")
+    if options.picture is not None and HOSTS in made:
+        picture(made[HOSTS], options.picture)
     return rows, failed
 
 

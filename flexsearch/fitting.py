@@ -22,13 +22,15 @@ SHARES: Final = 4
 def what_would_fit(
     setting: Setting, options: Options, budget_s: float, on_progress: OnProgress | None = None
 ) -> Fitting:
-    """Search layouts in half precision, if the options do not ask for one; then on twice as many hosts, and so on, but
-    on no fewer than the states need, until something fits; then between the last two numbers. All together takes about
-    ``budget_s`` (s). Ctrl-C ends it with what has been tried."""
+    """Search layouts in half precision, if the options do not ask for one and its states have room; then on twice as
+    many hosts, and so on, but on no fewer than the states need, until something fits; then between the last two
+    numbers. All together takes about ``budget_s`` (s). Ctrl-C ends it with what has been tried."""
     tries = _Tries(setting, options, budget_s, on_progress or (lambda now: None))
-    half = tries.half_precision() if options.precision == "as-is" else None
+    half = tries.half_precision() if options.precision == "as-is" and tries.half_states <= tries.room else None
     tries.hosts()
-    return Fitting(tries.states, tries.room, tries.least, tries.most > tries.now, tries.tried, half)
+    return Fitting(
+        tries.states, tries.half_states, tries.room, tries.least, tries.most > tries.now, tries.tried, half
+    )
 
 
 class _Tries:
@@ -43,6 +45,7 @@ class _Tries:
         except TopologyError:  # hosts of different sizes
             self.most = self.now
         self.states = training_bytes(setting, options)
+        self.half_states = training_bytes(setting, options.model_copy(update={"precision": "bf16"}))
         self.room = sum(device.memory_bytes for device in setting.topology.devices)
         self.least = ceil(self.states * self.now / self.room)
         self.tried: dict[int, Attempt] = {}

@@ -52,22 +52,21 @@ def need_time(budget: str) -> float:
 
 def optimize_layouts(
     setting: Setting, options: Options, budget: str, processes: int | None, output: Path, as_json: bool, size: str,
-    large: bool, cost_per_hour: float | None, native: bool = False,
+    large: bool, cost_per_hour: float | None, free: Callable[[str], float | None] | None = None,
 ) -> None:  # fmt: skip
     """Search over layouts, write the best plan, print it. ``size``: the options that gave the graph its size.
     ``large``: the model is too large for this machine, and nothing else was searched. ``cost_per_hour``: money for a
-    device. ``native``: a second search, with half of the budget, looks for plans that can be exported; these are
-    written."""
+    device. ``free``: seconds of the best of all plans, found within a budget; the other half then goes to layouts that
+    can be exported, which are written."""
     from flexsearch.cli.details import tell
     from flexsearch.cli.space import halved, native_words, tell_export
     from flexsearch.errors import StrategyError
 
     seconds = need_time(budget)
-    free_s = None
-    if native:
+    native, free_s = free is not None, None
+    if free is not None:
         budget, seconds = halved(budget), seconds / 2
-        free = search_layouts(setting, options, budget, processes)
-        free_s = free.best.seconds if free.best.feasible else None
+        free_s = free(budget)
         with signals.current.released():
             result = search_layouts(setting, options, budget, processes, native)
         free_s = min(free_s, result.best.seconds) if free_s is not None else None

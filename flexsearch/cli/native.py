@@ -15,17 +15,19 @@ from flexsearch.cli.space import native_words, tell_export
 if TYPE_CHECKING:
     from flexsearch.api import Setting
     from flexsearch.report import PlanRow
+    from flexsearch.search.hybrid import HybridResult
     from flexsearch.search.native import NativeResult
     from flexsearch.search.outcome import SearchResult
     from flexsearch.strategy import Options
 
 
 def optimize_native(
-    setting: Setting, options: Options, budget: str, free: SearchResult, output: Path, as_json: bool, size: str,
-    cost_per_hour: float | None,
+    setting: Setting, options: Options, budget: str, free: SearchResult, layouts: HybridResult | None, output: Path,
+    as_json: bool, size: str, cost_per_hour: float | None,
 ) -> None:  # fmt: skip
-    """Search among native plans, write the best one, and print it beside the best of all plans, ``free``. ``size``: the
-    options that gave the graph its size."""
+    """Search among native plans, write the best one, and print it beside the best of all plans of one stage, ``free``;
+    tell what it costs against the best of all, ``layouts`` included. ``size``: the options that gave the graph its
+    size."""
     from flexsearch.errors import StrategyError
     from flexsearch.report import PlanRow
 
@@ -41,7 +43,9 @@ def optimize_native(
     others = [PlanRow(name, o.simulation, setting.lower(o.strategy)) for name, o in free.baselines.items()]
     if not free.baseline:
         others.append(setting.row("found", free.strategy))
-    free_s = min(free.simulation.makespan_s, answer.simulation.makespan_s) if free.feasible else None
+    times = [free.simulation.makespan_s] if free.feasible else []
+    times += [layouts.best.seconds] if layouts is not None and layouts.best.feasible else []
+    free_s = min(*times, answer.simulation.makespan_s) if times else None
     data = {
         "graph": setting.graph.name, "topology": setting.topology.name, "path": str(output), "space": "native",
         **_numbers(answer, others, free_s), "plans_simulated": result.plans, "elapsed_s": result.elapsed_s,

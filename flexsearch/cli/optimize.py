@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -207,7 +208,8 @@ def optimize(
     )  # fmt: skip
     if layouts:
         optimize_layouts(
-            setting, options, budget, processes, output, as_json, size.words(), large, cost_per_hour, native
+            setting, options, budget, processes, output, as_json, size.words(), large, cost_per_hour,
+            partial(_free_layouts, asked, large) if native else None,
         )
     elif native:
         _native(asked)
@@ -216,13 +218,36 @@ def optimize(
 
 
 def _native(asked: _Asked) -> None:
-    """Two searches, each with half of the budget: among all plans of one stage, and among those that can be
+    """Two searches, each with half of the budget: among all plans, and among those of one stage that can be
     exported."""
     half = halved(asked.budget)
-    free = _search(replace(asked, margin=0.0), half)
+    splits, layouts = _free(replace(asked, margin=0.0), half)
     optimize_native(
-        asked.setting, asked.options, half, free, asked.output, asked.as_json, asked.size.words(), asked.cost_per_hour
+        asked.setting, asked.options, half, splits, layouts, asked.output, asked.as_json, asked.size.words(),
+        asked.cost_per_hour,
     )
+
+
+def _free(asked: _Asked, budget: str) -> tuple[SearchResult, HybridResult | None]:
+    """The best plans of both spaces, for what native ones stand beside."""
+    from flexsearch.api import parse_budget
+    from flexsearch.spaces import search_both
+
+    if (seconds := parse_budget(budget)[0]) is None:
+        return _search(asked, budget), None
+    return search_both(
+        seconds, asked.setting.graph, len(asked.setting.topology.devices), lambda share: _search(asked, share),
+        lambda share: _search_layouts(asked, share),
+    )
+
+
+def _free_layouts(asked: _Asked, large: bool, budget: str) -> float | None:
+    """Seconds of the best plan of both spaces, where that of layouts is at hand; None: none fits. ``large``: the model
+    is too large for the search over splits."""
+    splits, layouts = (None, _search_layouts(asked, budget)) if large else _free(replace(asked, margin=0.0), budget)
+    times = [layouts.best.seconds] if layouts is not None and layouts.best.feasible else []
+    times += [splits.simulation.makespan_s] if splits is not None and splits.feasible else []
+    return min(times, default=None)
 
 
 def _optimize(asked: _Asked, trial: Verification | None) -> None:

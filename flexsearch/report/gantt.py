@@ -67,17 +67,24 @@ def timeline(
     return _draw([(title, _rows(lowered, simulation, known, most_links, len(lowered.devices)))])
 
 
-def timelines(rows: Sequence[PlanRow], title: str = "", most_links: int = 4, most_devices: int = 4) -> Figure:
+def timelines(
+    rows: Sequence[PlanRow], title: str = "", most_links: int = 4, most_devices: int = 4,
+    measured: Mapping[str, tuple[Measured, float]] | None = None,
+) -> Figure:  # fmt: skip
     """One iteration of each plan, above each other on one time axis: how much shorter one is than the other is what the
     eye sees. Of each plan the ``most_devices`` first devices of different hosts that compute, and the ``most_links``
-    busiest links."""
+    busiest links. ``measured``: by plan, (task -> start and end, iteration time) in s; adds a row below each device's
+    predicted one."""
     first = rows[0].simulation.makespan_s if rows else 0.0
+    real = measured or {}
     panels = []
     for k, row in enumerate(rows):
         s = row.simulation.makespan_s
         gain = f", {ratio(first / s)} the speed of {rows[0].name}" if k and s and first != s else ""
-        made = _rows(row.lowered, row.simulation, {}, most_links, most_devices)
-        panels.append((f"{row.name}: {seconds(s)} a step{gain}", made))
+        spans, real_s = real.get(row.name, ({}, 0.0))
+        told = f", measured {seconds(real_s)}" if real_s else ""
+        panel = _rows(row.lowered, row.simulation, spans, most_links, most_devices)
+        panels.append((f"{row.name}: {seconds(s)} a step{told}{gain}", panel))
     return _draw(panels, title)
 
 
