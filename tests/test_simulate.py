@@ -38,6 +38,7 @@ class FixedCosts:
         self.graph = graph
         self.alike = tuple(range(len(graph.operators)))
         self.kinds = np.zeros(64, dtype=np.int64)
+        self.profile = None
 
     def of_extents(self, operator: int, extents: Sequence[tuple[int, ...]], kind: int) -> np.ndarray:
         points = np.array([prod(extent) for extent in extents])
