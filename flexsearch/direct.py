@@ -48,4 +48,5 @@ def _kind(argument: Any) -> Any:
     """What the type of an argument depends on."""
     if isinstance(argument, np.ndarray):
         return argument.dtype.num, argument.ndim, argument.flags.num  # bits: contiguous, aligned, writeable
-    return getattr(argument, "packed_type", None) or type(argument)
+    packed_type = getattr(argument, "packed_type", None)  # one object for each type, kept for good; hashed in Python
+    return type(argument) if packed_type is None else id(packed_type)

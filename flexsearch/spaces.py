@@ -9,7 +9,7 @@ from flexsearch.errors import StrategyError
 from flexsearch.graph import OperatorGraph
 from flexsearch.graph.samples import is_sum_over_samples
 from flexsearch.search.hybrid import HybridResult
-from flexsearch.search.outcome import SearchResult
+from flexsearch.search.outcome import SearchResult, is_faster
 
 Space = Literal["free", "splits", "layouts"]
 """``splits``: any split of any operator, one stage, one microbatch. ``layouts``: data x tensor x pipeline layouts with
@@ -38,7 +38,8 @@ def search_both(
 
 
 def prefers_layout(layouts: HybridResult | None, splits: SearchResult, margin: float) -> bool:
-    """Whether the best layout is the answer: it alone fits, or it is faster by more than this share of its time."""
+    """Whether the best layout is the answer: it alone fits, or it is faster, by ``margin`` at least."""
     if layouts is None or not layouts.best.feasible:
         return False
-    return not splits.feasible or layouts.step.makespan_s * (1.0 + margin) < splits.simulation.makespan_s
+    layout_s, splits_s = layouts.step.makespan_s, splits.simulation.makespan_s
+    return not splits.feasible or (layout_s < splits_s and is_faster(layout_s, splits_s, margin))

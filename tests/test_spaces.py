@@ -72,7 +72,7 @@ def test_the_faster_plan_is_preferred_by_the_margin_and_one_that_fits_to_one_tha
     setting = Setting.of(deep(), SLOW)
     splits = setting.search(200, processes=1, margin=0.0)
     layouts = setting.search_layouts("3s", processes=1)
-    gain = splits.simulation.makespan_s / layouts.step.makespan_s - 1.0
+    gain = 1.0 - layouts.step.makespan_s / splits.simulation.makespan_s
     assert gain > 0.05
     assert prefers_layout(layouts, splits, 0.9 * gain) and not prefers_layout(layouts, splits, 1.1 * gain)
     assert prefers_layout(layouts, replace(splits, feasible=False), 1.1 * gain)

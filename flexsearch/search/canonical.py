@@ -147,7 +147,10 @@ class Simplifying:
         changes = {i: one for i, config in changes.items() if (one := self._object(config)) is not self.configs[i]}
         if not changes or not self.after(changes).simpler(self.complexity):
             return
-        tried = tuple(changes.get(i, config) for i, config in enumerate(self.configs))
+        configs = list(self.configs)
+        for i, config in changes.items():
+            configs[i] = config
+        tried = tuple(configs)
         key = tuple(map(id, tried)), most
         if key in self._tried or self.stop():
             return

@@ -32,7 +32,7 @@ from flexsearch.search.climbs import ClimbSchedule, Plan, Start
 from flexsearch.search.constants import ENOUGH, REBUCKET, ROUNDS, SIMPLER, SIMPLIFYING, WINDOW
 from flexsearch.search.evaluate import Configs, Evaluation, better, by_rank
 from flexsearch.search.folded import folded_starts
-from flexsearch.search.outcome import Improvement, Outcome, Progress, SearchResult, Trail
+from flexsearch.search.outcome import Improvement, Outcome, Progress, SearchResult, Trail, is_faster
 from flexsearch.search.pins import parse_pins
 from flexsearch.search.polish import Taken
 from flexsearch.search.space import Rule
@@ -387,8 +387,8 @@ class _Run:
         if not name:
             self._make_simpler(baseline.evaluation)
             self._rebucket()
-            needed = baseline.evaluation.cost * (1.0 - margin)
-            if not baseline.evaluation.feasible or self.best.evaluation.cost <= needed:
+            found, before = self.best.evaluation, baseline.evaluation
+            if not before.feasible or is_faster(found.cost, before.cost, margin):
                 return "", None
             aside, name = self.best.evaluation.time_s, best_name
         elif better(now := self.best.evaluation, self.tuned[name].evaluation):  # by a size of the user's

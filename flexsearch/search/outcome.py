@@ -11,6 +11,12 @@ from flexsearch.simulate import Simulation
 from flexsearch.strategy import Prediction, Strategy
 
 
+def is_faster(time_s: float, than_s: float, margin: float) -> bool:
+    """Whether a plan is faster than another by at least this share of the other's time: below that, the plan that is
+    better known is the answer."""
+    return time_s <= than_s * (1.0 - margin)
+
+
 @dataclass(frozen=True, slots=True)
 class Progress:
     """Where a search is. ``phase``: what it is doing ("from megatron"). ``best_s``: iteration time of the best plan

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from enum import IntEnum
 from math import gcd, prod
 from typing import Final, NamedTuple
@@ -30,6 +30,8 @@ class States(IntEnum):
     OPTIMIZER = 1
     GRADIENTS = 2
     WEIGHTS = 3
+
+    __hash__ = int.__hash__  # an enumeration's is in Python, and configs are looked up all the time
 
 
 OVER_ALL: Final = 2 * MAX_DEVICES
@@ -91,11 +93,15 @@ class OperatorConfig:
 
     def on(self, devices: Iterable[int]) -> OperatorConfig:
         """The same split on other devices."""
-        return replace(self, devices=tuple(devices))
+        return OperatorConfig(
+            self.degrees, tuple(devices), self.replicas, self.states, self.shares, self.sharded_over
+        )  # fmt: skip
 
     def sharded(self, states: States, over: int = 0) -> OperatorConfig:
         """The same split with weights that are kept so (``Sharding``)."""
-        return replace(self, states=states, sharded_over=over if states else 0)
+        return OperatorConfig(
+            self.degrees, self.devices, self.replicas, states, self.shares, over if states else 0
+        )  # fmt: skip
 
     def intervals(self, op: Operator, position: int) -> dict[str, Interval]:
         """Interval of each axis for the piece on ``devices[position]``."""
