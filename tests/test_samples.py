@@ -7,7 +7,7 @@ from collections.abc import Callable
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 from flexsearch.errors import NotationError, StrategyError
 from flexsearch.graph import OperatorGraph, Tracing
@@ -23,11 +23,22 @@ def test_losses_of_sequences_and_images_are_sums_over_samples(name: str) -> None
     check_sum_over_samples(OperatorGraph.load(name))
 
 
+@pytest.mark.parametrize("running", [False, True])
+def test_statistics_of_groups_of_samples_allow_no_microbatches(running: bool) -> None:
+    """Two groups of 4 are not four groups of 2, even where no running statistics are kept."""
+    norm = nn.BatchNorm2d(4, track_running_stats=running)
+    model = nn.Sequential(nn.Conv2d(3, 4, 3), norm, nn.Flatten(), nn.Linear(144, 5))
+    targets = torch.zeros(8, dtype=torch.long)
+    graph = import_model(model, (torch.randn(8, 3, 8, 8),), nn.CrossEntropyLoss(), targets=targets, batch_norm_groups=2)
+    with pytest.raises(NotationError, match="statistics of groups of samples, which are smaller in a microbatch"):
+        check_sum_over_samples(graph)
+
+
 @pytest.mark.parametrize(
     ("name", "problem"),
     [
         ("towers", "'matmul' compares samples with each other"), ("lookups", "'add_3' reads a sum over all samples"),
-        ("convolutions", "'norm' reads a sum over all samples"), ("statistics", "'std' reads a sum over all samples"),
+        ("convolutions", "'norm' takes statistics of groups of samples"), ("statistics", "'std' reads a sum over all samples"),
     ],
 )  # fmt: skip
 def test_a_model_whose_samples_depend_on_each_other_has_no_microbatches(name: str, problem: str) -> None:

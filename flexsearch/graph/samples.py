@@ -7,6 +7,7 @@ from typing import Final, Literal
 from flexsearch.errors import NotationError
 from flexsearch.graph.model import Operator, OperatorGraph
 from flexsearch.graph.notation import Operand
+from flexsearch.graph.ops import kind_of
 
 State = Literal["samples", "sum"]
 """What a tensor holds: something for each sample, or a sum over samples. Neither, for what does not depend on them, and
@@ -61,6 +62,8 @@ def _problem(op: Operator, states: dict[str, State]) -> str | None:
         return "compares samples with each other"
     if samples - set(op.splittable):
         return "runs over all samples at once"
+    if samples and kind_of(op).grouped:
+        return "takes statistics of groups of samples, which are smaller in a microbatch"
     if samples:
         return "reads a sum over all samples for each of them" if "sum" in own else None
     if "samples" in own:

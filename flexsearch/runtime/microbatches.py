@@ -4,7 +4,6 @@ so that divisors of means and dropout masks are those of the batch."""
 from __future__ import annotations
 
 from flexsearch.graph import Box, Operator, Piece
-from flexsearch.graph.ops import kind_of
 from flexsearch.graph.piece import make_piece
 from flexsearch.lower import Lowered
 
@@ -28,7 +27,7 @@ def piece_in_batch(
     graph, op = lowered.graph, lowered.graph.operators[operator]
     piece = lowered.placed[operator].placement.piece_on(device)
     whole = lowered.batch_graph.operators[operator]
-    if lowered.stages.microbatches == 1 or kind_of(op).grouped:  # groups of samples are smaller in a microbatch
+    if lowered.stages.microbatches == 1:
         return op, piece, [graph.tensor[name].shape for name in op.inputs]
     step = {axis: size if size != whole.sizes[axis] else 0 for axis, size in op.sizes.items()}
     axes = {a: (low + microbatch * step[a], high + microbatch * step[a]) for a, (low, high) in piece.axes.items()}
