@@ -38,7 +38,8 @@ def test_statistics_of_groups_of_samples_allow_no_microbatches(running: bool) ->
     ("name", "problem"),
     [
         ("towers", "'matmul' compares samples with each other"), ("lookups", "'add_3' reads a sum over all samples"),
-        ("convolutions", "'norm' takes statistics of groups of samples"), ("statistics", "'std' reads a sum over all samples"),
+        ("convolutions", "'norm' takes statistics of groups of samples"),
+        ("statistics", "'std' reads a sum over all samples"),
     ],
 )  # fmt: skip
 def test_a_model_whose_samples_depend_on_each_other_has_no_microbatches(name: str, problem: str) -> None:
