@@ -38,7 +38,7 @@ def test_statistics_of_groups_of_samples_allow_no_microbatches(running: bool) ->
     ("name", "problem"),
     [
         ("towers", "'matmul' compares samples with each other"), ("lookups", "'add_3' reads a sum over all samples"),
-        ("convolutions", "'norm' takes statistics of groups of samples"),
+        ("convolutions", "'norm.statistics' takes statistics of groups of samples"),
         ("statistics", "'std' reads a sum over all samples"),
     ],
 )  # fmt: skip

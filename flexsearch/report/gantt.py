@@ -77,14 +77,16 @@ def timelines(
     predicted one."""
     first = rows[0].simulation.makespan_s if rows else 0.0
     real = measured or {}
+    first_real = real[rows[0].name][1] if rows and rows[0].name in real else 0.0
     panels = []
     for k, row in enumerate(rows):
         s = row.simulation.makespan_s
         gain = f", {ratio(first / s)} the speed of {rows[0].name}" if k and s and first != s else ""
         spans, real_s = real.get(row.name, ({}, 0.0))
-        told = f", measured {seconds(real_s)}" if real_s else ""
+        told = f"; measured {seconds(real_s)}" if real_s else ""
+        told += f", {ratio(first_real / real_s)}" if gain and real_s and first_real else ""
         panel = _rows(row.lowered, row.simulation, spans, most_links, most_devices)
-        panels.append((f"{row.name}: {seconds(s)} a step{told}{gain}", panel))
+        panels.append((f"{row.name}: {seconds(s)} a step{gain}{told}", panel))
     return _draw(panels, title)
 
 
