@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -146,15 +147,18 @@ def _nothing_fits(setting: Setting, options: Options, result: HybridResult, seco
     row = _row("", result.best, result.step)
     text = (
         f"of {result.considered:,} plans considered, none of the {result.plans:,} simulated fits into memory; the "
-        f"nearest is {nbytes(result.step.missing)} short on each device: {layout_words(row)} "
+        f"nearest is {nbytes(result.step.missing)} short on the fullest device: {layout_words(row)} "
         f"({memory_words(result.step)})"
     )
     if signals.current.number:
         return text, "Give more devices or more memory."
     with signals.current.released(), Live("looking for what would fit", HELP * seconds) as live:
 
-        def report(now: PlanProgress) -> None:
-            live.show(f"looking for what would fit: {now.phase}", state=f"{now.plans:,} plans")
+        began = time.monotonic()
+
+        def report(now: PlanProgress) -> None:  # whose time is that of one of several searches
+            state = f"{now.plans:,} plans" if now.plans else ""
+            live.show(f"looking for what would fit: {now.phase}", time.monotonic() - began, HELP * seconds, state)
 
         fitting = what_would_fit(setting, options, HELP * seconds, report)
     pipeline = row.pipeline

@@ -89,4 +89,4 @@ def _tried(attempt: Attempt) -> str:
         return f"with {attempt.change} there is no plan"
     if attempt.fits:
         return f"with {attempt.change} a step takes {seconds(attempt.step.makespan_s)}: {attempt.plan}"
-    return f"with {attempt.change} the nearest plan is {nbytes(attempt.step.missing)} short on a device"
+    return f"with {attempt.change} the nearest plan is {nbytes(attempt.step.missing)} short on the fullest device"

@@ -130,7 +130,7 @@ def _cells(scaling: Scaling, point: ScalingPoint) -> list[str]:
     if step is None:
         return ["-", "", "", "", "", "", *cost, point.reason]
     if not point.fits:
-        words = f"nothing fits; the nearest plan is {nbytes(step.missing)} short on a device: {point.plan}"
+        words = f"nothing fits; the nearest plan is {nbytes(step.missing)} short on the fullest device: {point.plan}"
         return ["-", "", "", "", "", f"{nbytes(step.fullest.peak)} !", *cost, words]
     if scaling.price is not None:
         cost = [money(scaling.amount(point))]
