@@ -25,6 +25,7 @@ from flexsearch.graph.importer import import_model
 from flexsearch.lower import Lowering
 from flexsearch.lower.share import stages_of
 from flexsearch.proof.bound import lower_bound
+from flexsearch.report.fitting import Fitting, fitting_words
 from flexsearch.report.layouts import StagedRow, layout_words
 from flexsearch.search.hybrid import HybridResult, Layout, LayoutSearch, ahead, search_hybrid
 from flexsearch.search.hybrid import search as search_module
@@ -559,6 +560,12 @@ def test_what_fits_nowhere_is_said_with_what_would_help(cli: Cli, here: Path) ->
     assert "fits into memory" in done.err
     assert "--precision bf16" in done.err
     assert not list(here.glob("*.json"))
+
+
+def test_half_precision_is_no_advice_to_those_who_asked_for_it() -> None:
+    wide = Fitting(states=10**12, half_states=9 * 10**11, room=10**11, least=10, grows=False)
+    assert "Nor can --precision bf16" in fitting_words(wide, one_sample=True)
+    assert "--precision" not in fitting_words(replace(wide, half_states=wide.states), one_sample=True)
 
 
 def test_some_blocks_are_computed_again_where_all_are_not_needed() -> None:

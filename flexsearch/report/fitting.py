@@ -55,7 +55,7 @@ def _sentences(fitting: Fitting, one_sample: bool) -> Iterator[str]:
             f"Weights, gradients and the optimizer's states alone take {nbytes(fitting.states)}, and all devices "
             f"together have {nbytes(fitting.room)}, so a smaller --batch cannot help."
         )
-        if fitting.half_states > fitting.room:
+        if fitting.half_states > fitting.room and fitting.half_states != fitting.states:
             yield f"Nor can --precision bf16: they take {nbytes(fitting.half_states)} then, with float32 masters."
     elif one_sample:
         yield "The nearest plan runs one sample at a time, so a shorter --seq helps rather than a smaller --batch."
