@@ -26,11 +26,10 @@ def what_would_fit(
     many hosts, and so on, but on no fewer than the states need, until something fits; then between the last two
     numbers. All together takes about ``budget_s`` (s). Ctrl-C ends it with what has been tried."""
     tries = _Tries(setting, options, budget_s, on_progress or (lambda now: None))
-    half = tries.half_precision() if options.precision == "as-is" and tries.half_states <= tries.room else None
+    half_states = tries.half_states if options.precision == "as-is" else None
+    half = tries.half_precision() if half_states is not None and half_states <= tries.room else None
     tries.hosts()
-    return Fitting(
-        tries.states, tries.half_states, tries.room, tries.least, tries.most > tries.now, tries.tried, half
-    )
+    return Fitting(tries.states, half_states, tries.room, tries.least, tries.most > tries.now, tries.tried, half)
 
 
 class _Tries:

@@ -25,12 +25,12 @@ class Attempt:
 @dataclass(frozen=True)
 class Fitting:
     """What was tried. ``states``: bytes of weights, gradients and what the optimizer keeps, which no plan can do
-    without; ``half_states``: the same in half precision; ``room``: memory of all devices. ``hosts``: number of hosts ->
-    attempt, in the order of trying; ``least``: so many hosts the states alone need. ``half``: in half precision, if
-    that was tried. ``grows``: whether there may be more hosts of this sort."""
+    without; ``half_states``: the same in half precision, None where that was asked for; ``room``: memory of all
+    devices. ``hosts``: number of hosts -> attempt, in the order of trying; ``least``: so many hosts the states alone
+    need. ``half``: in half precision, if that was tried. ``grows``: whether there may be more hosts of this sort."""
 
     states: int
-    half_states: int
+    half_states: int | None
     room: int
     least: int
     grows: bool
@@ -55,7 +55,7 @@ def _sentences(fitting: Fitting, one_sample: bool) -> Iterator[str]:
             f"Weights, gradients and the optimizer's states alone take {nbytes(fitting.states)}, and all devices "
             f"together have {nbytes(fitting.room)}, so a smaller --batch cannot help."
         )
-        if fitting.half_states > fitting.room and fitting.half_states != fitting.states:
+        if fitting.half_states is not None and fitting.half_states > fitting.room:
             yield f"Nor can --precision bf16: they take {nbytes(fitting.half_states)} then, with float32 masters."
     elif one_sample:
         yield "The nearest plan runs one sample at a time, so a shorter --seq helps rather than a smaller --batch."
