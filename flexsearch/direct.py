@@ -48,5 +48,7 @@ def _kind(argument: Any) -> Any:
     """What the type of an argument depends on."""
     if isinstance(argument, np.ndarray):
         return argument.dtype.num, argument.ndim, argument.flags.num  # bits: contiguous, aligned, writeable
-    packed_type = getattr(argument, "packed_type", None)  # one object for each type, kept for good; hashed in Python
-    return type(argument) if packed_type is None else id(packed_type)
+    packed_type = getattr(argument, "packed_type", None)
+    if packed_type is None:
+        return type(argument)
+    return id(packed_type)  # there is one object for each type, which lives on; its own hash is slow, in Python

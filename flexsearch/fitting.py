@@ -26,10 +26,11 @@ def what_would_fit(
     many hosts, and so on, but on no fewer than the states need, until something fits; then between the last two
     numbers. All together takes about ``budget_s`` (s). Ctrl-C ends it with what has been tried."""
     tries = _Tries(setting, options, budget_s, on_progress or (lambda now: None))
-    half_states = tries.half_states if options.precision == "as-is" else None
-    half = tries.half_precision() if half_states is not None and half_states <= tries.room else None
+    half = tries.half_precision() if tries.half_states is not None and tries.half_states <= tries.room else None
     tries.hosts()
-    return Fitting(tries.states, half_states, tries.room, tries.least, tries.most > tries.now, tries.tried, half)
+    return Fitting(
+        tries.states, tries.half_states, tries.room, tries.least, tries.most > tries.now, tries.tried, half
+    )
 
 
 class _Tries:
@@ -44,7 +45,9 @@ class _Tries:
         except TopologyError:  # hosts of different sizes
             self.most = self.now
         self.states = training_bytes(setting, options)
-        self.half_states = training_bytes(setting, options.model_copy(update={"precision": "bf16"}))
+        self.half_states: int | None = None
+        if options.precision == "as-is":
+            self.half_states = training_bytes(setting, options.model_copy(update={"precision": "bf16"}))
         self.room = sum(device.memory_bytes for device in setting.topology.devices)
         self.least = ceil(self.states * self.now / self.room)
         self.tried: dict[int, Attempt] = {}

@@ -38,7 +38,8 @@ def search_both(
 
 
 def prefers_layout(layouts: HybridResult | None, splits: SearchResult, margin: float) -> bool:
-    """Whether the best layout is the answer: it alone fits, or it is faster, by ``margin`` at least."""
+    """Whether the best layout is the answer: it alone fits, or it is faster, by ``margin`` at least. At equal times the
+    plan of one stage is."""
     if layouts is None or not layouts.best.feasible:
         return False
     layout_s, splits_s = layouts.step.makespan_s, splits.simulation.makespan_s

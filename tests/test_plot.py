@@ -66,6 +66,16 @@ def test_data_parallelism_stands_above_the_plan_on_the_same_axis() -> None:
     assert above.get_xlim() == below.get_xlim() and "data-parallel" in above.get_title(loc="left")
     gain = ratio(rows[0].simulation.makespan_s / rows[1].simulation.makespan_s)
     assert f"{gain} the speed of data-parallel" in below.get_title(loc="left")
+    labels = [text.get_text() for text in figure.legends[0].get_texts()]
+    assert len(labels) == len(set(labels))
+
+
+def test_a_measured_plan_has_its_measured_gain_beside_the_predicted_one() -> None:
+    setting = lenet()
+    rows = [setting.row(name, setting.baseline(name)) for name in ("data-parallel", "megatron")]
+    figure = timelines(rows, "LeNet", measured={"data-parallel": ({}, 6.0), "megatron": ({}, 2.0)})
+    titles = [axes.get_title(loc="left") for axes in figure.axes]
+    assert titles[0].endswith("; measured 6.00 s") and titles[1].endswith("; measured 2.00 s, 3.00x")
 
 
 class Page(HTMLParser):

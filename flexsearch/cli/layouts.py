@@ -156,7 +156,7 @@ def _nothing_fits(setting: Setting, options: Options, result: HybridResult, seco
 
         began = time.monotonic()
 
-        def report(now: PlanProgress) -> None:  # whose time is that of one of several searches
+        def report(now: PlanProgress) -> None:  # ``now.elapsed_s`` starts again with each search
             state = f"{now.plans:,} plans" if now.plans else ""
             live.show(f"looking for what would fit: {now.phase}", time.monotonic() - began, HELP * seconds, state)
 

@@ -131,7 +131,7 @@ def _draw(panels: Sequence[tuple[str, _Timeline]], title: str = "") -> Figure:
     last = grid[-1, 0]
     last.set_xlim(0, span / unit)
     last.set_xlabel(f"time ({name})")
-    order = dict.fromkeys(label for label, _ in (*_KINDS.values(), *_PURPOSES.values()))  # some say the same
+    order = dict.fromkeys(label for label, _ in (*_KINDS.values(), *_PURPOSES.values()))  # purposes share labels
     figure.legend(
         handles=[Patch(color=legend[label], label=label) for label in order if label in legend],
         loc="outside lower center", ncols=max(1, len(legend)), frameon=False, fontsize=9,
