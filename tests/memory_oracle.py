@@ -50,6 +50,8 @@ class _Walk:
         """(purpose, edge or weight, phase, device) -> communication tasks, in order."""
         self.used: dict[tuple[int, int], int] = {}
         """(communication task, device) -> the first compute task there that waits for it."""
+        self.reading: dict[tuple[int, int], list[int]] = {}
+        """(edge, device) -> compute tasks there that read it, in order."""
         self._index()
         self.held: dict[tuple[int, int], Span] = {}
         """(edge, device) -> what its readers there read; missing: at hand all the time."""
@@ -68,6 +70,8 @@ class _Walk:
         ):
             if communication is None:
                 self.task[kind, operator, device] = t
+                for p in range(len(self.graph.operators[operator].inputs) if operator >= 0 else 0):
+                    self.reading.setdefault((self.lowered.edge_of[operator, p], device), []).append(t)
                 for dependency in tasks.dependencies[t]:
                     self.used.setdefault((dependency, device), t)
             else:
@@ -312,7 +316,14 @@ class _Walk:
                 tasks = self.crossing.get((purpose, key, x, device), ())
                 if tasks:
                     buffer = self._new(device, elements * itemsize, "buffers", min(tasks))
-                    buffer.until(max(self.used.get((t, device), t) for t in tasks))
+                    buffer.until(max(self._unpacked(purpose, key, device, t) for t in tasks))
+
+    def _unpacked(self, purpose: str, key: int, device: int, task: int) -> int:
+        """The first compute task that waits for what a communication brings. Weights that are gathered together are
+        taken to be unpacked one by one, each where it is read."""
+        if purpose in ("gather", "regather"):
+            return next((t for t in self.reading.get((key, device), ()) if t > task), task)
+        return self.used.get((task, device), task)
 
 
 def _sizes(layout: Layout, itemsize: int) -> dict[int, int]:

@@ -29,17 +29,13 @@ class _Definition:
         self.update()
 
     def forward(self) -> None:
-        parameters = {weight.tensor: w for w, weight in enumerate(self.lowered.weights)}
-        reading = [i for i, op in enumerate(self.graph.operators) if not parameters.keys().isdisjoint(op.inputs)]
-        gathered = set()
+        packs = self.packs()
+        needed = sorted({reader for _, reader in packs})
         for i, op in enumerate(self.graph.operators):
-            ahead = self.lowered.options.prefetch + sum(reader <= i for reader in reading)
-            for reader in reading[:ahead] if i in reading or i == 0 else ():
-                read = {parameters[name] for name in self.graph.operators[reader].inputs if name in parameters}
-                for w in sorted(read):
-                    if w not in gathered:
-                        gathered.add(w)
-                        self.gather(w)
+            for pack, reader in packs:
+                before = needed.index(reader) - self.lowered.options.prefetch
+                if i == (needed[before] if before >= 0 else 0):
+                    self.gather(pack)
             self.compute(TaskKind.FORWARD, i, self.lowered.placed[i].forward_s, ("forward", "gather"), [
                 self.lowered.edge_of[i, p] for p in range(len(op.inputs))
             ])  # fmt: skip
@@ -49,10 +45,35 @@ class _Definition:
                     assert forward is not None
                     self.reshard("forward", e, forward)
 
-    def gather(self, w: int) -> None:
-        weight = self.lowered.weights[w]
-        for e, plan in zip(weight.edges, weight.plan.forward, strict=True):
-            self.reshard("gather", e, plan)
+    def packs(self) -> list[tuple[list[int], int]]:
+        """Weights that are gathered together, and the first operator that reads one of them: neighbours that one
+        operator each reads, as many as fill a bucket."""
+        found: list[tuple[list[int], int]] = []
+        bucket, filled = None, 0
+        consumers = [[o for o, _ in self.graph.consumers[weight.tensor]] for weight in self.lowered.weights]
+        for w in sorted(range(len(consumers)), key=lambda w: (min(consumers[w], default=0), w)):
+            first, nbytes = min(consumers[w], default=0), self.graph.tensor[self.lowered.weights[w].tensor].nbytes
+            if len(set(consumers[w])) > 1:
+                found.append(([w], first))
+            elif bucket is not None and filled + nbytes <= self.lowered.options.bucket_bytes:
+                bucket.append(w)
+                filled += nbytes
+            else:
+                bucket, filled = [w], nbytes
+                found.append((bucket, first))
+        return sorted(found, key=lambda row: row[1])
+
+    def gather(self, pack: Sequence[int]) -> None:
+        """Exchanges of the same form, senders, receivers and type of elements as one."""
+        together: dict[object, list[Member]] = {}
+        for w in pack:
+            weight, dtype = self.lowered.weights[w], self.graph.tensor[self.lowered.weights[w].tensor].dtype
+            for e, plan in zip(weight.edges, weight.plan.forward, strict=True):
+                for x, exchange in enumerate(plan.phase_exchanges[0] if plan.exchanges else ()):
+                    key = exchange.form, exchange.senders, exchange.receivers, dtype
+                    together.setdefault(key, []).append(Member(e, plan, 0, x))
+        for members in together.values():
+            self.communicate("gather", members, {})
 
     def backward(self) -> None:
         graph, lowered = self.graph, self.lowered

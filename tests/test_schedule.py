@@ -16,7 +16,7 @@ from flexsearch.errors import FlexsearchError, StrategyError
 from flexsearch.graph import OperatorGraph
 from flexsearch.lower import Lowering
 from flexsearch.lower.actions import actions
-from flexsearch.lower.rows import BACKWARD, COMPUTE, FORWARD, GATHER, SYNCHRONISE, UPDATE, WEIGHT_GRADIENT
+from flexsearch.lower.rows import BACKWARD, COMPUTE, FORWARD, GATHER, REGATHER, SYNCHRONISE, UPDATE, WEIGHT_GRADIENT
 from flexsearch.lower.schedule import Stages, make_blocks, make_schedule
 from flexsearch.simulate.delta import DeltaSimulator
 from flexsearch.strategy import OperatorConfig, Options
@@ -73,9 +73,11 @@ def test_blocks_of_several_stages(graph: str) -> None:
     assert [a for k, a, _ in rows if k == FORWARD] == list(range(count))
     assert all(of[a] == s for k, a, s in rows if k in (FORWARD, BACKWARD))
     place = {(k, a): b for b, (k, a, _) in enumerate(rows)}
-    for w, tensor in enumerate(made.of_kind("parameter")):
-        readers = [i for i, _ in made.consumers[tensor.name]]
-        assert all(place[GATHER, w] < place[FORWARD, i] for i in readers)
+    parameters = made.of_kind("parameter")
+    assert sorted(w for pack in blocks.packs for w in pack) == list(range(len(parameters)))
+    for p, pack in enumerate(blocks.packs):
+        readers = [i for w in pack for i, _ in made.consumers[parameters[w].name]]
+        assert all(place[GATHER, p] < place[FORWARD, i] for i in readers)
     for n, (starts, finishes) in enumerate(zip(blocks.starts, blocks.finishes, strict=True)):
         if finishes >= 0:
             assert place[SYNCHRONISE, n] > place[SYNCHRONISE, blocks.starts.index(finishes)]
@@ -83,6 +85,44 @@ def test_blocks_of_several_stages(graph: str) -> None:
             assert blocks.finishes.count(starts) == 1
     trained = sorted(w for bucket in blocks.buckets for w in bucket)
     assert trained == [w for w, t in enumerate(made.of_kind("parameter")) if t.name in made.differentiable]
+
+
+@pytest.mark.parametrize("graph", GRAPHS)
+@pytest.mark.parametrize("again", [False, True])
+@pytest.mark.parametrize("limit", [1, 3000, 1 << 40])
+def test_weights_are_gathered_with_their_neighbours_as_many_as_a_bucket_holds(
+    graph: str, again: bool, limit: int
+) -> None:
+    made = GRAPHS[graph]()
+    stages = Stages((0, len(made.operators) // 2), ((0,), (1,)))
+    blocks = make_blocks(made, Options(bucket_bytes=limit, reshard_after_forward=again), stages)
+    parameters, of = made.of_kind("parameter"), stages.of(len(made.operators))
+    readers = [{i for i, _ in made.consumers[t.name]} for t in parameters]
+    listed = list(zip(blocks.kind, blocks.argument, strict=True))
+    gathered = {kind: [a for k, a in listed if k == kind] for kind in (GATHER, REGATHER)}
+    assert sorted(gathered[GATHER]) == list(range(len(blocks.packs)))
+    assert len(gathered[REGATHER]) == len(set(gathered[REGATHER])) and bool(gathered[REGATHER]) == again
+    for pack in blocks.packs:
+        assert len(pack) == 1 or sum(parameters[w].nbytes for w in pack) <= limit
+        assert len(pack) == 1 or all(len(readers[w]) == 1 for w in pack)
+        assert len({of[i] for w in pack for i in readers[w]}) <= (2 if len(pack) == 1 else 1)
+        assert [min(readers[w]) for w in pack] == sorted(min(readers[w]) for w in pack)
+    if limit == 1 << 40:
+        together = {of[min(readers[pack[0]])] for pack in blocks.packs if len(pack) > 1}
+        assert together == {0, 1} if graph != "tied" else together
+
+
+def test_a_pack_is_gathered_so_many_packs_before_it_is_read() -> None:
+    made = mlp()
+    parameters = made.of_kind("parameter")
+    blocks = [make_blocks(made, Options(bucket_bytes=1, prefetch=k), Stages.one(1)) for k in range(3)]
+    order = [[(k, a) for k, a in zip(b.kind, b.argument, strict=True) if k in (GATHER, FORWARD)] for b in blocks]
+    first = [min(i for i, _ in made.consumers[parameters[pack[0]].name]) for pack in blocks[0].packs]
+    reading = sorted(set(first))
+    for prefetch, rows in enumerate(order):
+        for p, reader in enumerate(first):
+            ahead = rows[rows.index((GATHER, p)) : rows.index((FORWARD, reader))]
+            assert sum(k == FORWARD and a in reading for k, a in ahead) == min(prefetch, reading.index(reader))
 
 
 def computed(simulator: DeltaSimulator) -> dict[tuple[int, int, int], int]:

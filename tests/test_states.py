@@ -153,7 +153,7 @@ def test_weights_of_a_plan_may_differ_in_their_states() -> None:
     gathers = Counter[str]()
     for what in lowered.tasks.communication:
         if what is not None and what.purpose in ("gather", "regather"):
-            gathers[lowered.edges[what.members[0].key].tensor] += 1
+            gathers.update(lowered.edges[member.key].tensor for member in what.members)
     mine = {name for name in graph.operators[weighted[0]].inputs if graph.tensor[name].kind == "parameter"}
     assert mine and {gathers[name] for name in mine} == {1}
     assert {count for name, count in gathers.items() if name not in mine} == {2 * MICROBATCHES}

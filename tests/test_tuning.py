@@ -209,7 +209,7 @@ def test_a_wrong_save_is_refused_and_writes_nothing(cli: Cli, arguments: tuple[s
 
 def test_a_plan_with_a_better_size_than_the_usual_ones_keeps_it() -> None:
     setting = Setting.of(OperatorGraph.load("inception_v3"), Topology.load("p100:2"))
-    usual = setting.baseline("one-weird-trick")
+    usual = setting.baseline("hsdp")
     sizes = (k * 2**18 for k in (5, 6, 7, 9, 10, 11, 12, 13))
     plans = [
         Strategy.make(setting.graph, setting.topology, usual.configs, Options(bucket_bytes=size)) for size in sizes
@@ -218,6 +218,6 @@ def test_a_plan_with_a_better_size_than_the_usual_ones_keeps_it() -> None:
     best_s = setting.row("", best).simulation.makespan_s
     assert best_s < setting.row("", usual).simulation.makespan_s
     result = setting.search(1, start=best, margin=0.0, options=best.options)
-    assert result.baseline == "one-weird-trick" and result.strategy.options == best.options
-    assert result.simulation.makespan_s == best_s == result.baselines["one-weird-trick"].time_s
-    assert result.baselines["one-weird-trick"].simulation.makespan_s == best_s
+    assert result.baseline == "hsdp" and result.strategy.options == best.options
+    assert result.simulation.makespan_s == best_s == result.baselines["hsdp"].time_s
+    assert result.baselines["hsdp"].simulation.makespan_s == best_s

@@ -64,7 +64,7 @@ PrefetchOption = Annotated[
     int,
     typer.Option(
         "--prefetch", min=0, max=MAX_COUNT,
-        help="Sharded weights are gathered so many operators with weights ahead.",
+        help="Sharded weights are gathered so many buckets ahead.",
     ),
 ]  # fmt: skip
 

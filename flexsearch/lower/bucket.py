@@ -1,4 +1,5 @@
-"""Exchanges of a bucket that go as one communication, compiled: those of equal form, devices and type of elements.
+"""Exchanges that go as one communication, compiled: those of a bucket, or of weights that are gathered together, of
+equal form, devices and type of elements.
 
 The bytes of exchanges that go together add up on every link; collectives become one. A second phase of a group
 follows the first phases that deliver to its senders.
@@ -21,19 +22,21 @@ from flexsearch.packed import packed
 from flexsearch.strategy import OVER_ALL, States
 
 _GRADIENTS = np.uint32(States.GRADIENTS * OVER_ALL)
+NO_ROOM: Any = np.uint64(0xFFFFFFFF)
+"""In the place of a member: there is no room for it."""
 
 
 @packed
 class Groups(NamedTuple):
-    """The exchanges of a bucket, both phases. By (phase, group): ``key``, ``head`` and ``tail`` (members), ``size``;
-    ``counts``: (2,), groups of each phase. By member, those of a weight one after the other: ``exchange``, ``group``,
-    ``next`` of its group, ``second_first`` and ``second_last`` (members of the second phase of its weight). ``pair``:
-    groups of the second phase that follow those of the first, by ``pair_first`` and ``pair_last``; ``follows``: by
-    group of the second phase, how many groups it follows; ``seen``: the last one, plus 1. ``load``: by resource, bytes,
-    then seconds; ``listed``: by resource, a stamp (``listing``, (1,)), and as how ``many`` it
-    counts; ``touched``: resources.
-    ``lopsided``: (1,) links that stand for others with another load.
-    ``tally``, ``loads``: what collectives are priced with."""
+    """The exchanges of a bucket, both phases, or of a pack of gathers. By (phase, group): ``key``, ``head`` and
+    ``tail`` (members), ``size``; ``counts``: (2,), groups of each phase. By member, those of a weight one after the
+    other: ``exchange``, ``group``, ``next`` of its group, ``second_first`` and ``second_last`` (members of the second
+    phase of its weight). ``pair``: groups of the second phase that follow those of the first, by ``pair_first`` and
+    ``pair_last``; ``follows``: by group of the second phase, how many groups it follows; ``seen``: the last one, plus
+    1. ``gathers``: (1,) the block whose gathers they are, plus 1; 0: none; ``waited``: by group of these, the stamp of
+    the operator that waited for it last. ``load``: by resource, bytes, then seconds; ``listed``: by resource, a stamp
+    (``listing``, (1,)), and as how ``many`` it counts; ``touched``: resources. ``lopsided``: (1,) links that stand for
+    others with another load. ``tally``, ``loads``: what collectives are priced with."""
 
     key: npt.NDArray[np.uint32]
     head: npt.NDArray[np.uint32]
@@ -50,6 +53,8 @@ class Groups(NamedTuple):
     pair_last: U32
     follows: U32
     seen: U64
+    gathers: U64
+    waited: U64
     load: F64
     listed: U64
     listing: U64
@@ -76,31 +81,56 @@ def is_member(pools: Pools, plan: Any, sums: Any) -> Any:
 def collect(blocks: BlockTable, bucket: Any, pools: Pools, plan: U32, groups: Groups) -> Any:
     """Group the exchanges of a bucket's weights; 1 if there is no room. ``plan``: of each weight."""
     groups.counts[:] = ZERO
-    at, room = ZERO, np.uint64(groups.exchange.shape[0])
+    groups.gathers[0] = at = ZERO
     for k in range(np.uint64(blocks.member_first[bucket]), np.uint64(blocks.member_last[bucket])):
         p = np.uint64(plan[np.uint64(blocks.member[k])])
         if not is_member(pools, p, blocks.sums[bucket]):
             continue
-        t = np.uint64(pools.plan_sync[p])
-        begin, middle, end = np.uint64(pools.reshard_first[t]), np.uint64(pools.reshard_middle[t]), np.uint64(
-            pools.reshard_last[t]
-        )
-        if at + end - begin > room:
+        at = _add(pools, groups, np.uint64(pools.plan_sync[p]), at)
+        if at == NO_ROOM:
             return 1
-        second, over = at + middle - begin, at + end - begin
-        for x in range(begin, end):
-            phase = ZERO if x < middle else ONE
-            g = _group_of(groups, phase, pools.key[x])
-            if groups.size[phase, g] == 0:
-                groups.head[phase, g] = at
-            else:
-                groups.next[np.uint64(groups.tail[phase, g])] = at
-            groups.tail[phase, g] = at
-            groups.size[phase, g] += np.uint32(1)
-            groups.exchange[at], groups.group[at] = x, g
-            groups.second_first[at], groups.second_last[at] = second, over
-            at += ONE
     return 0
+
+
+@lean
+def collect_gathers(blocks: BlockTable, b: Any, pools: Pools, templates: U32, groups: Groups) -> Any:
+    """Group the exchanges of the weights that block ``b`` gathers, by slot ``templates``, unless they are there from
+    the last time; 1 if there is no room."""
+    if groups.gathers[0] == b + ONE:
+        return 0
+    groups.counts[:] = ZERO
+    groups.gathers[0] = at = ZERO
+    for k in range(np.uint64(blocks.sent_first[b]), np.uint64(blocks.sent_last[b])):
+        at = _add(pools, groups, np.uint64(templates[np.uint64(blocks.sent[k])]), at)
+        if at == NO_ROOM:
+            return 1
+    for g in range(groups.counts[0]):
+        groups.waited[g] = ZERO
+    groups.gathers[0] = b + ONE
+    return 0
+
+
+@lean
+def _add(pools: Pools, groups: Groups, template: Any, at: Any) -> Any:
+    """Add the exchanges of a reshard as members ``at`` and following; the next number, or NO_ROOM."""
+    begin, end = np.uint64(pools.reshard_first[template]), np.uint64(pools.reshard_last[template])
+    middle = np.uint64(pools.reshard_middle[template])
+    if at + end - begin > np.uint64(groups.exchange.shape[0]):
+        return NO_ROOM
+    second, over = at + middle - begin, at + end - begin
+    for x in range(begin, end):
+        phase = ZERO if x < middle else ONE
+        g = _group_of(groups, phase, pools.key[x])
+        if groups.size[phase, g] == 0:
+            groups.head[phase, g] = at
+        else:
+            groups.next[np.uint64(groups.tail[phase, g])] = at
+        groups.tail[phase, g] = at
+        groups.size[phase, g] += np.uint32(1)
+        groups.exchange[at], groups.group[at] = x, g
+        groups.second_first[at], groups.second_last[at] = second, over
+        at += ONE
+    return over
 
 
 @lean

@@ -8,7 +8,7 @@ import numpy as np
 
 from flexsearch.compiled import ONE, U8, U32, U64, lean, wide
 from flexsearch.lower.arrays import NOTHING, BlockTable, Pools, State
-from flexsearch.lower.rows import BACKWARD, GATHER_ONCE, RECOMPUTE, REGATHER
+from flexsearch.lower.rows import BACKWARD, GATHER_ONCE, RECOMPUTE, REGATHER, gathers
 from flexsearch.packed import packed
 
 ALWAYS = np.uint32(0xFFFFFFFE)
@@ -131,8 +131,9 @@ def mark_readers(
     wiring: Wiring, blocks: BlockTable, pools: Pools, state: State, before: State, change: Change, source: Any
 ) -> None:
     """Mark a block that sends other reshards, and those that wait for communications of it that have changed or have
-    other numbers now."""
+    other numbers now. Of gathers that may be all: what goes together follows from all of them."""
     mark(change, source)
+    packed = gathers(blocks.kind[source])
     backward = blocks.kind[source] == BACKWARD
     again = blocks.kind[source] == RECOMPUTE or blocks.kind[source] == REGATHER
     once = blocks.kind[source] == GATHER_ONCE
@@ -144,7 +145,8 @@ def mark_readers(
         if backward:
             row += _count(pools, state.backward[slot])
             old_row += _count(pools, before.backward[slot])
-            if wiring.slot_kind[slot] == 1 and _differs(pools, change, state.backward, before.backward, slot, slot):
+            other = _differs(pools, change, state.backward, before.backward, slot, slot, packed)
+            if wiring.slot_kind[slot] == 1 and other:
                 producer = wiring.tensor_producer[np.uint64(wiring.slot_tensor[slot])]
                 mark(change, blocks.backward_of[np.uint64(producer)])
         else:
@@ -152,7 +154,7 @@ def mark_readers(
             old_row += _count(pools, were[slot])
             reader = wiring.slot_operator[slot]
             leader, old = np.uint64(state.leader[slot]), np.uint64(before.leader[slot])
-            if reader != ALWAYS and _differs(pools, change, templates, were, leader, old):
+            if reader != ALWAYS and _differs(pools, change, templates, were, leader, old, packed):
                 waiting = blocks.forward_of[np.uint64(reader)]
                 if again:
                     waiting = blocks.recompute_of[np.uint64(reader)]
@@ -169,9 +171,10 @@ def _count(pools: Pools, template: Any) -> Any:
 
 
 @lean
-def _differs(pools: Pools, change: Change, now: U32, before: U32, leader: Any, old: Any) -> Any:
-    """Whether what the edge ``leader`` delivers now is another reshard, or has other numbers, than that of ``old``."""
+def _differs(pools: Pools, change: Change, now: U32, before: U32, leader: Any, old: Any, packed: Any) -> Any:
+    """Whether what the edge ``leader`` delivers now is another reshard, or has other numbers, than that of ``old``; of
+    what is ``packed``, whether there is any."""
     some, had = _count(pools, now[leader]) > 0, _count(pools, before[old]) > 0
-    if not some or not had:
+    if packed or not some or not had:
         return some or had
     return now[leader] != before[old] or change.row[leader] != change.old_row[old]

@@ -10,18 +10,17 @@ from flexsearch.compiled import ONE, U32, ZERO, lean
 from flexsearch.lower.arrays import NOTHING, BlockTable, Pools, Program, State
 from flexsearch.lower.change import Change, Wiring
 from flexsearch.lower.draft import Draft, Filled, finish
-from flexsearch.lower.emit import compute, mark_pieces, send, synchronise, update, wait
+from flexsearch.lower.emit import compute, gather, mark_pieces, send, synchronise, update, wait
 from flexsearch.lower.keys import Table
 from flexsearch.lower.rows import (
     BACKWARD,
-    GATHER,
     GATHER_ONCE,
     NEVER,
-    REGATHER,
     SYNCHRONISE,
     UPDATE,
     WEIGHT_GRADIENT,
     Segments,
+    gathers,
 )
 from flexsearch.lower.wiring import carry_over, place, wire
 from flexsearch.packed import packed
@@ -79,6 +78,7 @@ def write(plan: Plan) -> Any:
     count = np.uint64(plan.segment.shape[0])
     every = plan.whole[0] == 1
     last = count if every else plan.change.blocks[0] + ONE
+    draft.groups.gathers[0] = ZERO
     for k in range(last):
         b: Any = k
         if not every:
@@ -95,14 +95,16 @@ def write(plan: Plan) -> Any:
         elif kind == UPDATE:
             update(blocks, plan.program, state, draft, segments, plan.new_segment, b)
         else:
-            if kind != GATHER and kind != REGATHER and kind != GATHER_ONCE:
+            templates = state.kept if kind == GATHER_ONCE else state.backward if kind == BACKWARD else state.forward
+            if gathers(kind):
+                gather(blocks, plan.program, pools, templates, draft, segments, plan.filled, b)
+            else:
                 config = np.uint64(state.config[argument])
                 if kind != WEIGHT_GRADIENT:  # what that one reads, the BACKWARD block before it has waited for
                     mark_pieces(pools, draft, config)
                     wait(blocks, plan.program, pools, state, draft, kind, argument)
                 compute(blocks, pools, draft, config, b)
-            templates = state.kept if kind == GATHER_ONCE else state.backward if kind == BACKWARD else state.forward
-            send(blocks, pools, templates, draft, segments, plan.filled, b)
+                send(blocks, pools, templates, draft, segments, plan.filled, b)
         segment = finish(segments, plan.filled, draft, first)
         if segment == NOTHING:
             return FULL

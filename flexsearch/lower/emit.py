@@ -14,7 +14,7 @@ from flexsearch.cost.compute import update_seconds
 from flexsearch.cost.tally import turn_of
 from flexsearch.cost.ticks import ticks_of
 from flexsearch.lower.arrays import NOTHING, BlockTable, Pools, Program, State
-from flexsearch.lower.bucket import collect, follow, is_sent_by, merge, merge_drags
+from flexsearch.lower.bucket import collect, collect_gathers, follow, is_sent_by, merge, merge_drags
 from flexsearch.lower.draft import (
     Draft,
     Filled,
@@ -28,7 +28,7 @@ from flexsearch.lower.draft import (
     new_stamp,
     open_communication,
 )
-from flexsearch.lower.rows import BACKWARD, COMPUTE, FORWARD, WAIT, WEIGHT_GRADIENT, Segments
+from flexsearch.lower.rows import BACKWARD, COMPUTE, FORWARD, WAIT, WEIGHT_GRADIENT, Segments, gathers
 
 # ---- computing
 
@@ -93,24 +93,38 @@ def _wait_for_operands(
 
 @lean
 def _wait_for(blocks: BlockTable, pools: Pools, draft: Draft, source: Any, templates: U32, slot: Any) -> None:
-    """Wait for the reshard of a slot that block ``source`` sends, where it delivers to devices that hold a piece."""
+    """Wait for the reshard of a slot that block ``source`` sends, where it delivers to devices that hold a piece. An
+    operator waits once for what brings several of its weights."""
     template = np.uint64(templates[slot])
     first, last = np.uint64(pools.reshard_first[template]), np.uint64(pools.reshard_last[template])
     if first == last:
         return
     row: Any = row_of(blocks, pools, templates, source, slot)
-    stamp = draft.stamp[0]
+    stamp, groups = draft.stamp[0], draft.groups
+    packed = gathers(blocks.kind[source])
+    if packed:
+        draft.full[0] = collect_gathers(blocks, np.uint64(source), pools, templates, groups)
+        if draft.full[0] == 1:
+            return
     for x in range(first, last):
+        number: Any = row
+        if packed:
+            number = np.uint64(groups.group[row])
+            if groups.waited[number] == stamp:
+                row += ONE
+                continue
+            groups.waited[number] = stamp
         for k in range(np.uint64(pools.receive_first[x]), np.uint64(pools.receive_last[x])):
             d = np.uint64(pools.receive[k])
             if draft.piece[d] == stamp:
-                add_step(draft, d, WAIT, source, row, np.int64(0))
+                add_step(draft, d, WAIT, source, number, np.int64(0))
         row += ONE
 
 
 @lean
 def row_of(blocks: BlockTable, pools: Pools, templates: U32, source: Any, slot: Any) -> Any:
-    """Number within block ``source`` of the first communication of a slot's reshard."""
+    """Number within block ``source`` of the first exchange of a slot's reshard; its communication, too, unless the
+    block gathers weights."""
     row = ZERO
     for k in range(np.uint64(blocks.sent_first[source]), np.uint64(blocks.sent_last[source])):
         other = np.uint64(blocks.sent[k])
@@ -152,7 +166,7 @@ def update(
 def send(
     blocks: BlockTable, pools: Pools, templates: U32, draft: Draft, segments: Segments, filled: Filled, b: Any
 ) -> None:  # fmt: skip
-    """The reshards that a block sends, by slot ``templates``: of weights, outputs or gradients of operands."""
+    """The reshards that a block sends, by slot ``templates``: of outputs or gradients of operands."""
     origin = filled.communication[0]
     for k in range(np.uint64(blocks.sent_first[b]), np.uint64(blocks.sent_last[b])):
         slot = np.uint64(blocks.sent[k])
@@ -194,6 +208,22 @@ def _reshard(
         segments.follower_last[c] = filled.follower[0]
 
 
+@lean
+def gather(
+    blocks: BlockTable, program: Program, pools: Pools, templates: U32, draft: Draft, segments: Segments,
+    filled: Filled, b: Any,
+) -> None:  # fmt: skip
+    """The weights that a block gathers, by slot ``templates``."""
+    origin, groups = filled.communication[0], draft.groups
+    draft.full[0] = collect_gathers(blocks, b, pools, templates, groups)
+    if draft.full[0] == 1:
+        return
+    for g in range(groups.counts[0]):
+        _group(blocks, program, pools, draft, segments, filled, b, filled.communication[0] - origin, ZERO, g)
+        if draft.full[0] == 1:
+            return
+
+
 # ---- synchronisation
 
 
@@ -230,7 +260,7 @@ def _group(
     blocks: BlockTable, program: Program, pools: Pools, draft: Draft, segments: Segments, filled: Filled, b: Any,
     row: Any, phase: Any, g: Any,
 ) -> None:  # fmt: skip
-    """Exchanges of a bucket that go as one communication."""
+    """Exchanges that go as one communication."""
     groups, c = draft.groups, filled.communication[0]
     if c == np.uint64(segments.missing.shape[0]):
         draft.full[0] = 1

@@ -210,9 +210,10 @@ def finish_weight(tables: TemplateTables) -> Any:
     if full or last > np.uint64(pools.store_device.shape[0]):
         return False
     sync = np.uint64(requests.template[requests.size[0] - ONE]) if weight.trained[0] == 1 else ZERO
-    if not _set_keys(tables, sync, np.uint64(weight.dtype[0])):
-        return False
     gathered = requests.size[0] > np.uint64(weight.trained[0])
+    for k in range(requests.size[0]):
+        if not _set_keys(tables, np.uint64(requests.template[k]), np.uint64(weight.dtype[0])):
+            return False
     for e in range(edges):
         pools.gather[used.gathers[0] + e] = np.uint64(requests.template[e]) if gathered else ZERO
     _list_stored(tables, stored, used.stores[0], itemsize)

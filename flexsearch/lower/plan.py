@@ -10,15 +10,15 @@ import numpy.typing as npt
 from flexsearch.direct import direct
 from flexsearch.lower.arena import Arena, new_filled
 from flexsearch.lower.arrays import State
-from flexsearch.lower.bucket import collect, is_member
+from flexsearch.lower.bucket import collect, collect_gathers, is_member
 from flexsearch.lower.change import empty_change
 from flexsearch.lower.describe import DONE, FULL, LACKING, Plan, drop, keep, rewire, write
 from flexsearch.lower.pieces import Pieces
 from flexsearch.lower.program import make_block_table, make_machine, make_program
-from flexsearch.lower.rows import NEVER
-from flexsearch.lower.schedule import NOBODY, Stages, make_blocks, make_schedule
+from flexsearch.lower.rows import GATHER_ONCE, NEVER, NOBODY, SYNCHRONISE, gathers
+from flexsearch.lower.schedule import Stages, make_blocks, make_schedule
 from flexsearch.lower.templates import Templates
-from flexsearch.lower.view import Rows, Synchronised
+from flexsearch.lower.view import Rows, Sent
 from flexsearch.strategy import OperatorConfig, Options
 
 _keep = direct(keep)
@@ -26,7 +26,9 @@ _drop = direct(drop)
 _rewire = direct(rewire)
 _write = direct(write)
 _collect = direct(collect)
+_collect_gathers = direct(collect_gathers)
 _is_member = getattr(is_member, "py_func", is_member)
+_gathers = getattr(gathers, "py_func", gathers)
 
 Numbers = Sequence[int] | npt.NDArray[np.uint32]
 
@@ -97,35 +99,57 @@ class PlanRows:
     def copy(self) -> Rows:
         """The rows of the plan at hand, for those who keep them."""
         segment = self.segment.copy()
-        return Rows(
-            self.schedule, self.machine, self.table, self.arena.copy(), segment,
-            tuple(self._together(n) for n in range(len(self.blocks.starts))),
-        )  # fmt: skip
+        return Rows(self.schedule, self.machine, self.table, self.arena.copy(), segment, self._together())
 
-    def _together(self, n: int) -> tuple[tuple[Synchronised, ...], ...]:
-        """The communications of a SYNCHRONISE block: what goes as one."""
-        found: list[tuple[Synchronised, ...]] = []
+    def _together(self) -> dict[int, tuple[tuple[Sent, ...], ...]]:
+        """``Rows.together``."""
+        found: dict[int, tuple[tuple[Sent, ...], ...]] = {}
+        for block, kind in enumerate(self.table.kind.tolist()):
+            if kind == SYNCHRONISE:
+                found[block] = self._synchronised(int(self.table.argument[block]))
+            elif _gathers(kind):
+                found[block] = self._gathered(block)
+        return found
+
+    def _synchronised(self, n: int) -> tuple[tuple[Sent, ...], ...]:
+        """The communications of a SYNCHRONISE block."""
+        found: list[tuple[Sent, ...]] = []
         for phase, bucket in ((1, self.blocks.finishes[n]), (0, self.blocks.starts[n])):
             if bucket == NOBODY:
                 continue
-            pools, groups, sums = self.templates.pools, self.arena.draft.groups, self.blocks.sums[bucket]
-            weights = [w for w in self.blocks.buckets[bucket] if _is_member(pools, self.state.plan[w], sums)]
-            while _collect(self.table, np.uint64(bucket), pools, self.state.plan, groups):
+            pools, state, sums = self.templates.pools, self.state, self.blocks.sums[bucket]
+            weights = [w for w in self.blocks.buckets[bucket] if _is_member(pools, state.plan[w], sums)]
+            while _collect(self.table, np.uint64(bucket), pools, state.plan, self.arena.draft.groups):
                 self.make_room()
-                groups = self.arena.draft.groups
-            rows: list[list[Synchronised]] = [[] for _ in range(int(groups.counts[phase]))]
-            at = 0
-            for w in weights:
-                template = pools.plan_sync[self.state.plan[w]]
-                begin, middle, end = (
-                    int(column[template]) for column in (pools.reshard_first, pools.reshard_middle, pools.reshard_last)
-                )
-                for x in range(begin, end):
-                    if (x >= middle) == phase:
-                        rows[groups.group[at]].append(Synchronised(w, phase, x - (middle if phase else begin)))
-                    at += 1
-            found += map(tuple, rows)
+            found += self._grouped([(w, int(pools.plan_sync[state.plan[w]])) for w in weights], phase)
         return tuple(found)
+
+    def _gathered(self, block: int) -> tuple[tuple[Sent, ...], ...]:
+        """The communications of a block that gathers weights."""
+        templates = self.state.kept if self.table.kind[block] == GATHER_ONCE else self.state.forward
+        self.arena.draft.groups.gathers[0] = 0
+        while _collect_gathers(
+            self.table, np.uint64(block), self.templates.pools, templates, self.arena.draft.groups
+        ):  # fmt: skip
+            self.make_room()
+        slots = self.table.sent[self.table.sent_first[block] : self.table.sent_last[block]].tolist()
+        return tuple(self._grouped([(slot, int(templates[slot])) for slot in slots], 0))
+
+    def _grouped(self, items: Sequence[tuple[int, int]], phase: int) -> list[tuple[Sent, ...]]:
+        """A phase of the reshards (``items``: what each is of, and its number) whose exchanges have just been
+        collected."""
+        pools, groups = self.templates.pools, self.arena.draft.groups
+        rows: list[list[Sent]] = [[] for _ in range(int(groups.counts[phase]))]
+        at = 0
+        for item, template in items:
+            begin, middle, end = (
+                int(column[template]) for column in (pools.reshard_first, pools.reshard_middle, pools.reshard_last)
+            )
+            for x in range(begin, end):
+                if (x >= middle) == phase:
+                    rows[groups.group[at]].append(Sent(item, phase, x - (middle if phase else begin)))
+                at += 1
+        return [tuple(row) for row in rows]
 
     def ask(self, operators: Numbers, configs: Numbers) -> None:
         """Propose other configs, given by number, for some operators."""

@@ -180,7 +180,10 @@ def make_block_table(lowering: Pieces, blocks: Blocks, stages: Stages, devices: 
     parameters = graph.of_kind("parameter")
     read, made = _read(graph, slot), _made(graph, slot, results)
     inside = _inside(graph, slot, blocks.region)
-    of_kind = {GATHER: read, FORWARD: made, BACKWARD: operands, RECOMPUTE: inside, REGATHER: read, GATHER_ONCE: read}
+    packed = Rows([slot for w in pack for slot in read.row(w)] for pack in blocks.packs)
+    of_kind = {
+        GATHER: packed, FORWARD: made, BACKWARD: operands, RECOMPUTE: inside, REGATHER: packed, GATHER_ONCE: packed,
+    }  # fmt: skip
     sent = Rows(of_kind[k].row(a) if k in of_kind else () for k, a in zip(blocks.kind, blocks.argument, strict=True))
     place = {block: b for b, block in enumerate(zip(blocks.kind, blocks.argument, strict=True))}
     forward, backward, again, kept = (np.full(count + sum(map(len, results.values())), NOTHING) for _ in range(4))
@@ -204,6 +207,10 @@ def make_block_table(lowering: Pieces, blocks: Blocks, stages: Stages, devices: 
     def numbers(values: Iterable[int]) -> U32:
         return np.array([value if value >= 0 else int(NOTHING) for value in values], np.uint32)
 
+    def by_weight(kind: int) -> U32:
+        found = {w: place.get((kind, p), -1) for p, pack in enumerate(blocks.packs) for w in pack}
+        return numbers(found[w] for w in range(len(parameters)))
+
     def by_bucket(of: Sequence[int]) -> U32:
         found = {number: sync[n] for n, number in enumerate(of)}
         return numbers(found[number] for number in range(len(blocks.buckets)))
@@ -218,9 +225,7 @@ def make_block_table(lowering: Pieces, blocks: Blocks, stages: Stages, devices: 
         weight_of=numbers(place.get((WEIGHT_GRADIENT, i), -1) for i in range(len(graph.operators))),
         recompute_of=numbers(place.get((RECOMPUTE, i), -1) for i in range(len(graph.operators))),
         region=numbers(blocks.region),
-        gather_of=numbers(place[GATHER, w] for w in range(len(parameters))),
-        regather_of=numbers(place.get((REGATHER, w), -1) for w in range(len(parameters))),
-        gather_once_of=numbers(place.get((GATHER_ONCE, w), -1) for w in range(len(parameters))),
+        gather_of=by_weight(GATHER), regather_of=by_weight(REGATHER), gather_once_of=by_weight(GATHER_ONCE),
         bucket=bucket, each=each,
         starts=numbers(blocks.starts), finishes=numbers(blocks.finishes), block=numbers(sync),
         member_first=member.first, member_last=member.last, member=member.all, sums=np.array(blocks.sums, np.uint8),

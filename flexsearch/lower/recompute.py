@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from itertools import groupby, pairwise
 from typing import Final
 
 from flexsearch.errors import StrategyError
 from flexsearch.graph import OperatorGraph
 from flexsearch.graph.ops import saved_tensors
-from flexsearch.lower.rows import RECOMPUTE, REGATHER
 from flexsearch.strategy.records import Recompute
 
 NO_REGION: Final = -1
@@ -123,36 +122,16 @@ def _on_to_product(graph: OperatorGraph, i: int) -> int | None:
     return i
 
 
-def before_backward(
-    graph: OperatorGraph, regions: Sequence[int], stage_of: Sequence[int], regathered: Mapping[int, int], prefetch: int
-) -> dict[int, list[tuple[int, int]]]:
-    """Operator -> (kind, argument) of the blocks that stand before its backward pass, in order: first the weights that
-    are gathered then, ``prefetch`` operators with weights ahead; then the region that is entered with it.
-    ``regathered``: weight (by number) -> its stage."""
-    order = [i for i in reversed(range(len(graph.operators))) if graph.has_backward[i]]
-    place = {i: k for k, i in enumerate(order)}
+def entered_regions(graph: OperatorGraph, regions: Sequence[int]) -> dict[int, list[int]]:
+    """Operator -> the operators of the checkpointed region that is entered with its backward pass, in order."""
     entry: dict[int, int] = {}
-    for i in order:
-        entry.setdefault(regions[i] if regions[i] != NO_REGION else NO_REGION - 1 - i, i)
-    parameters = graph.of_kind("parameter")
-    names = {t.name for t in parameters}
-    reading = [i for i in order if not names.isdisjoint(graph.operators[i].inputs)]
-    found: dict[int, list[tuple[int, int]]] = {}
-    needed = []
-    for w, stage in regathered.items():
-        users = {i for i, _ in graph.consumers[parameters[w].name] if regions[i] != NO_REGION or graph.has_backward[i]}
-        starts = [place[entry[regions[i] if regions[i] != NO_REGION else NO_REGION - 1 - i]] for i in users]
-        needed.append((min(starts), w, stage))
-    for k, w, stage in sorted(needed):
-        earlier = [i for i in reading if place[i] < k and stage_of[i] == stage]
-        at = order[k]
-        if prefetch:
-            first = next(i for i in order if stage_of[i] == stage)
-            at = earlier[-prefetch] if len(earlier) >= prefetch else first
-        found.setdefault(at, []).append((REGATHER, w))
+    for i in reversed(range(len(graph.operators))):
+        if graph.has_backward[i]:
+            entry.setdefault(regions[i], i)
+    found: dict[int, list[int]] = {}
     for o, region in enumerate(regions):
         if region != NO_REGION:
-            found.setdefault(entry[region], []).append((RECOMPUTE, o))
+            found.setdefault(entry[region], []).append(o)
     return found
 
 

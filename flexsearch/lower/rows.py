@@ -1,6 +1,6 @@
 """The rows of a plan: what every device does, in which order, and what crosses the links, as flat arrays.
 
-A **block** is what all devices do for one pass of one operator (or for gathering a weight, synchronising a bucket,
+A **block** is what all devices do for one pass of one operator (or for gathering weights, synchronising a bucket,
 updating). Blocks have fixed numbers, in the order of one microbatch: they follow from the graph and the options, never
 from a config. A **segment** holds the rows of one block under some configs; changing a config gives a few blocks other
 segments and leaves all else alone. A **schedule** says which blocks each device runs, in which order, for which
@@ -17,21 +17,29 @@ changes elsewhere in the plan. Of rows that are ready at the same tick, the one 
 
 from __future__ import annotations
 
-from typing import Final, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 
-from flexsearch.compiled import I64, U8, U32
+from flexsearch.compiled import I64, U8, U32, lean
 from flexsearch.packed import packed
 
 GATHER, FORWARD, BACKWARD, SYNCHRONISE, UPDATE, WEIGHT_GRADIENT, RECOMPUTE, REGATHER, GATHER_ONCE = range(9)
-"""Kinds of blocks; their arguments: weight, operator, operator, bucket, none, operator, operator, weight, weight. Where
-an operator has a WEIGHT_GRADIENT block, its BACKWARD block makes the gradients of its other inputs only. Where GATHER
-runs for every microbatch, GATHER_ONCE is for weights that are whole from one step to the next."""
+"""Kinds of blocks; their arguments: pack (of weights), operator, operator, bucket, none, operator, operator, pack,
+pack. Where an operator has a WEIGHT_GRADIENT block, its BACKWARD block makes the gradients of its other inputs only.
+Where GATHER runs for every microbatch, GATHER_ONCE is for weights that are whole from one step to the next."""
 COMPUTE, WAIT, ISSUE = range(3)
 """Kinds of steps."""
+NOBODY: Final = -1
+"""In the place of a bucket or a stage: none."""
 NEVER: Final = np.iinfo(np.int64).max
 """Ticks of a turn that does not end."""
+
+
+@lean
+def gathers(kind: Any) -> Any:
+    """Whether blocks of a kind gather weights."""
+    return kind in (GATHER, REGATHER, GATHER_ONCE)
 
 
 @packed

@@ -3,8 +3,8 @@
 Blocks follow from the graph, the options and the stages, never from a config. Their order is
 
 - gathers of weights that several stages read;
-- the forward pass, stage by stage: operators in topological order. The gather of a sharded weight stands ``prefetch``
-  operators with weights before the first operator that reads it, so that it moves while those compute;
+- the forward pass, stage by stage: operators in topological order. Sharded weights are gathered in packs
+  (``lower.gathers``), each ``prefetch`` packs before it is first read, so that it moves while operators compute;
 - the backward pass, stage by stage from the last: operators in reverse. Before a checkpointed region is entered, its
   forward pass stands again; before that, gathers of weights that were let go of (``lower.recompute``). After the
   operator that completes the gradients of a bucket its synchronisation starts. Second phases of a bucket are sent when
@@ -28,19 +28,20 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Final
 
 import numpy as np
 
 from flexsearch.errors import FlexsearchError
 from flexsearch.graph import OperatorGraph
 from flexsearch.lower.actions import Action, actions, check_orders, last_microbatch
-from flexsearch.lower.recompute import before_backward, regathered_weights, regions_of
+from flexsearch.lower.gathers import before_backward, before_forward, packs_of
+from flexsearch.lower.recompute import entered_regions, regathered_weights, regions_of
 from flexsearch.lower.rows import (
     BACKWARD,
     FORWARD,
     GATHER,
     GATHER_ONCE,
+    NOBODY,
     RECOMPUTE,
     REGATHER,
     SYNCHRONISE,
@@ -55,8 +56,6 @@ from flexsearch.strategy.stage import ScheduleKind
 ALL, ONCE, EACH = range(3)
 """Which weights of a bucket a block synchronises: all; those whose gradients are summed over the microbatches first;
 those whose gradients are sent for each."""
-NOBODY: Final = -1
-"""In the place of a bucket: none."""
 
 
 @dataclass(frozen=True)
@@ -171,8 +170,8 @@ def backward_pass(graph: OperatorGraph, bucket_of: Mapping[str, int]) -> list[tu
 class Blocks:
     """The blocks of a graph under some options. By block: ``kind``, ``argument``, ``once``, ``last`` (see ``Schedule``;
     the argument of a SYNCHRONISE block is its number among them), ``stage`` (NOBODY: all devices run it).
-    ``region``: by operator (see ``regions_of``). ``buckets``: weights of each bucket in the order of completion;
-    ``sums``: which of them (ALL, ONCE, EACH).
+    ``region``: by operator (see ``regions_of``). ``packs``: weights (by number) that are gathered together.
+    ``buckets``: weights of each bucket in the order of completion; ``sums``: which of them (ALL, ONCE, EACH).
     ``starts``, ``finishes``: by SYNCHRONISE block, the bucket whose first and whose second phases it sends (NOBODY:
     none). ``forward``, ``backward``, ``weight``: by stage, range of its blocks in that pass; the third follows the
     second, and is empty if backward passes are whole; ``before``, ``after``: those that all devices run first and last,
@@ -184,6 +183,7 @@ class Blocks:
     last: list[bool] = field(default_factory=list)
     stage: list[int] = field(default_factory=list)
     region: list[int] = field(default_factory=list)
+    packs: list[list[int]] = field(default_factory=list)
     buckets: list[list[int]] = field(default_factory=list)
     sums: list[int] = field(default_factory=list)
     starts: list[int] = field(default_factory=list)
@@ -231,47 +231,34 @@ def make_blocks(graph: OperatorGraph, options: Options, stages: Stages) -> Block
     again as the options ask for."""
     stage_of = stages.of(len(graph.operators))
     of_weight = list(weight_stages(graph, stage_of).values())
-    shared = [w for w, stage in enumerate(of_weight) if stage == NOBODY]
-    gathers = _gathers(graph, options.prefetch, stage_of, of_weight)
+    shared = {w for w, stage in enumerate(of_weight) if stage == NOBODY}
     regathered = regathered_weights(graph, of_weight) if options.reshard_after_forward else {}
-    blocks = Blocks(region=regions_of(graph, options.recompute, stage_of, options.recompute_blocks))
-    for w in shared:
-        blocks.add(GATHER, w, NOBODY)
+    packs = packs_of(graph, options.bucket_bytes, of_weight, regathered)
+    stage_of_pack = [of_weight[pack[0]] for pack in packs]
+    gathers = before_forward(graph, packs, stage_of_pack, stages.first, options.prefetch)
+    blocks = Blocks(region=regions_of(graph, options.recompute, stage_of, options.recompute_blocks), packs=packs)
+    for p, stage in enumerate(stage_of_pack):
+        if stage == NOBODY:
+            blocks.add(GATHER, p, NOBODY)
     blocks.before = range(len(blocks))
     ends = [*stages.first[1:], len(graph.operators)]
     for stage, (first, last) in enumerate(zip(stages.first, ends, strict=True)):
         begin = len(blocks)
         for i in range(first, last):
-            for w in gathers.get(i, ()):
-                if w in regathered:
-                    blocks.add(GATHER_ONCE, w, stage)
-                blocks.add(GATHER, w, stage, repeated=w in regathered)
+            for p in gathers.get(i, ()):
+                again = packs[p][0] in regathered
+                if again:
+                    blocks.add(GATHER_ONCE, p, stage)
+                blocks.add(GATHER, p, stage, repeated=again)
             blocks.add(FORWARD, i, stage)
         blocks.forward.append(range(begin, len(blocks)))
-    again = before_backward(graph, blocks.region, stage_of, regathered, options.prefetch)
-    _add_backward(blocks, graph, buckets_of(graph, options.bucket_bytes, stage_of), stages, set(shared), again)
+    entered = entered_regions(graph, blocks.region)
+    packed = before_backward(graph, packs, stage_of_pack, regathered, entered, stage_of, options.prefetch)
+    first_again = {i: [(REGATHER, p) for p in row] for i, row in packed.items()}
+    for i, row in entered.items():
+        first_again.setdefault(i, []).extend((RECOMPUTE, o) for o in row)
+    _add_backward(blocks, graph, buckets_of(graph, options.bucket_bytes, stage_of), stages, shared, first_again)
     return blocks
-
-
-def _gathers(
-    graph: OperatorGraph, prefetch: int, stage_of: Sequence[int], of_weight: Sequence[int]
-) -> dict[int, list[int]]:
-    """Operator -> weights (by number) whose gathers stand before it, those that are read first in front."""
-    parameters = graph.of_kind("parameter")
-    names = {t.name for t in parameters}
-    reading = [i for i, op in enumerate(graph.operators) if not names.isdisjoint(op.inputs)]
-    place = {i: k for k, i in enumerate(reading)}
-    found: dict[int, list[tuple[int, int]]] = {}
-    for w, tensor in enumerate(parameters):
-        if of_weight[w] == NOBODY:
-            continue
-        first = min((i for i, _ in graph.consumers[tensor.name]), default=0)
-        before = place.get(first, 0) - prefetch
-        at = reading[before] if first in place and before >= 0 else 0
-        if stage_of[at] != of_weight[w]:
-            at = stage_of.index(of_weight[w])
-        found.setdefault(at, []).append((first, w))
-    return {i: [w for _, w in sorted(rows)] for i, rows in found.items()}
 
 
 def _add_backward(

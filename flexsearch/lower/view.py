@@ -16,7 +16,7 @@ from flexsearch.cost.communication import Pricing, Transfer
 from flexsearch.cost.ticks import TICK
 from flexsearch.graph import OperatorGraph
 from flexsearch.lower.actions import Action
-from flexsearch.lower.arrays import NOTHING, BlockTable
+from flexsearch.lower.arrays import BlockTable
 from flexsearch.lower.exchanges import Standing, standing
 from flexsearch.lower.orbits import make_block_map
 from flexsearch.lower.pieces import Edge, Pieces, Weight
@@ -40,7 +40,6 @@ from flexsearch.lower.rows import (
 )
 from flexsearch.lower.schedule import Stages, orders_of
 from flexsearch.lower.taskgraph import Communication, Member, Purpose, Row, TaskGraph, TaskKind
-from flexsearch.strategy import States
 from flexsearch.topology import Topology
 
 T = TypeVar("T", int, float)
@@ -55,25 +54,26 @@ _KINDS = {
 }  # fmt: skip
 
 
-class Synchronised(NamedTuple):
-    """An exchange of a weight's synchronisation that is a part of a communication."""
+class Sent(NamedTuple):
+    """An exchange that is a part of a communication. ``item``: the weight whose synchronisation it belongs to, or the
+    slot that reads the weight that it gathers."""
 
-    weight: int
+    item: int
     phase: int
     exchange: int
 
 
 @dataclass(frozen=True)
 class Rows:
-    """The rows of a plan. ``segment``: by block. ``together``: by SYNCHRONISE block and communication, the exchanges
-    that go as one."""
+    """The rows of a plan. ``segment``: by block. ``together``: of blocks that gather or synchronise weights, by block
+    and communication, the exchanges that go as one."""
 
     schedule: Schedule
     machine: Machine
     blocks: BlockTable
     segments: Segments
     segment: npt.NDArray[np.uint32]
-    together: tuple[tuple[tuple[Synchronised, ...], ...], ...]
+    together: Mapping[int, tuple[tuple[Sent, ...], ...]]
 
 
 class Described(Protocol):
@@ -117,22 +117,17 @@ class Actions:
     """Which action of a pipeline a row belongs to."""
 
     def __init__(self, lowered: Described) -> None:
-        stages, graph = lowered.stages, lowered.graph
+        stages = lowered.stages
         self.plain = len(stages) == stages.microbatches == 1
-        self.stage_of, self.table = stages.of(len(graph.operators)), lowered.rows.blocks
-        self.weights = [
-            self.stage_of[min((i for i, _ in graph.consumers[t.name]), default=0)] for t in graph.of_kind("parameter")
-        ]
-        """By weight, the stage that reads it first."""
+        self.table = lowered.rows.blocks
         _, orders = orders_of(stages)
         self.divided = {(a.stage, a.microbatch) for row in orders for a in row if a.kind == "W"}
 
     def of(self, row: Row) -> Action | None:
         """None: it happens once a step, or nothing is divided into stages or microbatches."""
-        kind, argument = int(self.table.kind[row.block]), int(self.table.argument[row.block])
-        if self.plain or kind in (GATHER, SYNCHRONISE, UPDATE):
+        kind, stage = int(self.table.kind[row.block]), int(self.table.stage[row.block])
+        if self.plain or kind in (GATHER, GATHER_ONCE, SYNCHRONISE, UPDATE):
             return None
-        stage = self.weights[argument] if kind == REGATHER else self.stage_of[argument]
         if kind == FORWARD:
             return Action(stage, "F", row.microbatch)
         if (stage, row.microbatch) not in self.divided:
@@ -238,18 +233,13 @@ class Communications:
         edges = [lowered.edge_of[i, p] for i, op in enumerate(lowered.graph.operators) for p in range(len(op.inputs))]
         edges += [*lowered.result_edges.values(), *lowered.update_edges.values()]
         found: list[list[tuple[Member, ...]]] = []
-        for kind, argument, first, last in zip(
-            blocks.kind, blocks.argument, blocks.sent_first, blocks.sent_last, strict=True
+        for block, (kind, argument, first, last) in enumerate(
+            zip(blocks.kind, blocks.argument, blocks.sent_first, blocks.sent_last, strict=True)
         ):
-            if kind == SYNCHRONISE:
-                found.append([self._synchronised(rows) for rows in self.rows.together[argument]])
+            if (together := self.rows.together.get(block)) is not None:
+                found.append([self._together(rows, None if kind == SYNCHRONISE else edges) for rows in together])
                 continue
             here: list[tuple[Member, ...]] = []
-            if kind in (GATHER, REGATHER, GATHER_ONCE):
-                once = blocks.gather_once_of[argument] != NOTHING
-                kept = lowered.weights[argument].plan.states < States.WEIGHTS
-                if (once and kept) != (kind == GATHER_ONCE):
-                    last = first  # another block sends it
             for e in dict.fromkeys(edges[slot] for slot in blocks.sent[first:last]):
                 edge = lowered.edges[e]
                 leads = kind != BACKWARD or (edge.readers and edge.readers[0][0] == argument)
@@ -260,12 +250,14 @@ class Communications:
             found.append(here)
         return found
 
-    def _synchronised(self, rows: tuple[Synchronised, ...]) -> tuple[Member, ...]:
+    def _together(self, rows: tuple[Sent, ...], edges: Sequence[int] | None) -> tuple[Member, ...]:
+        """What goes as one: synchronisation, or if ``edges`` (by slot) is given, gathers."""
         found = []
-        for w, phase, x in rows:
-            sync = self.lowered.weights[w].plan.sync
-            assert sync is not None
-            found.append(Member(w, sync, phase, self._stand(sync)[phase][x][0]))
+        for item, phase, x in rows:
+            key = item if edges is None else edges[item]
+            reshard = self.lowered.weights[key].plan.sync if edges is None else self.lowered.edges[key].forward
+            assert reshard is not None
+            found.append(Member(key, reshard, phase, self._stand(reshard)[phase][x][0]))
         return tuple(found)
 
 

@@ -66,7 +66,7 @@ def pipeline_words(pipeline: Pipeline, options: Options, batch: int, sharding: S
             over = f" over {max(1, sharding.over // sum(sizes))} of {pipeline.replicas}" if alike else " inside hosts"
         words.append(f"{sharding.states.name.lower()} sharded{over}{again}")
         if options.prefetch != Options().prefetch:
-            words.append(f"gathered {options.prefetch} operators ahead")
+            words.append(f"gathered {options.prefetch} buckets ahead")
     return ", ".join([*words, *_option_words(options)])
 
 

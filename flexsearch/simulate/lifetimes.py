@@ -24,7 +24,8 @@ last moment, both included. These are the spans:
 - The **layout in between** of a reshard of two phases: from the first communication that the device takes part in to
   that of the second phase.
 - A **receive buffer**, for what is only a part of what it is for, or is added to more: from the communication to the
-  first computation that waits for it.
+  first computation that waits for it. Of weights that are gathered together, to the first that reads its own weight,
+  though all are unpacked where the first of them is read.
 - The **gradient of an activation**, as the readers' pieces make it: from the first backward that adds to it (the last
   reader's) to the last one, and until it has been sent; its copies in the producer's layout until the producer's
   backward. An operator whose output is its input's memory hands its gradient on as it is.

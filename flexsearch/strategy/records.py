@@ -19,13 +19,13 @@ Recompute = Literal["none", "attention", "full"]
 
 
 class Options(FileModel):
-    """What is chosen for the whole step. ``bucket_bytes``: gradients are synchronised in buckets of about this size.
-    ``optimizer``: how much state an update reads and writes (none, one, or two tensors per weight). ``prefetch``: a
-    sharded weight is gathered so many operators with weights before the first one that reads it. ``precision``: of
+    """What is chosen for the whole step. ``bucket_bytes``: gradients are synchronised, and sharded weights gathered, in
+    buckets of about this size. ``optimizer``: how much state an update reads and writes (none, one, or two tensors per
+    weight). ``prefetch``: sharded weights are gathered so many buckets before the one that is read. ``precision``: of
     weights, activations and gradients; the optimizer keeps its states and a master copy of every weight in float32.
     ``recompute``: see ``Recompute``; of each stage only the first ``recompute_blocks`` regions, if that is given.
-    ``reshard_after_forward``: sharded weights are let go of after the forward pass of
-    what reads them and gathered again in the backward pass (FSDP2), instead of being kept for it."""
+    ``reshard_after_forward``: sharded weights are let go of after the forward pass of what reads them and gathered
+    again in the backward pass (FSDP2), instead of being kept for it."""
 
     bucket_bytes: Capacity = 25 * 2**20
     optimizer: OptimizerName = "momentum"
