@@ -13,10 +13,11 @@ from torch import Tensor, nn
 from flexsearch import zoo
 from flexsearch.errors import StrategyError
 from flexsearch.graph import OperatorGraph
-from flexsearch.strategy import Options, States, Strategy, make_config
-from flexsearch.strategy.baselines import Seconds
+from flexsearch.strategy import Options, Strategy, make_config
+from flexsearch.strategy.baselines import Seconds, baseline
 from flexsearch.strategy.depth import balance
 from flexsearch.strategy.stage_modules import stage_modules
+from flexsearch.topology import Topology
 from flexsearch.zoo.base import ZooModel, build
 from flexsearch.zoo.transformer import GPT2, token_loss
 from tests.exported import layout
@@ -103,12 +104,12 @@ OPTIONS: Final = Options(optimizer="momentum")
 
 def _data(bucket_mib: int) -> Build:
     options = OPTIONS.model_copy(update={"bucket_bytes": bucket_mib * 2**20})
-    return lambda graph, topology, ranks, _: layout(graph, ranks, topology=topology, options=options)
+    return lambda graph, topology, _ranks, _: baseline("data-parallel", graph, Topology.load(topology), options)
 
 
 def _sharded(graph: OperatorGraph, topology: str, ranks: int, seconds: Seconds) -> Strategy:
     options = OPTIONS.model_copy(update={"reshard_after_forward": True})
-    return layout(graph, ranks, topology=topology, states=States.WEIGHTS, options=options)
+    return baseline("fsdp", graph, Topology.load(topology), options)
 
 
 def _tensor(graph: OperatorGraph, topology: str, ranks: int, seconds: Seconds) -> Strategy:
