@@ -27,6 +27,7 @@ from torch.nn.parallel import DistributedDataParallel
 from benchmarks.harness import alternate
 from flexsearch.allocator import return_freed_memory
 from flexsearch.graph.loading import Loaded, load_callable
+from flexsearch.ranks import prefer_throughput
 from flexsearch.runtime.launch import end, report
 from flexsearch.runtime.parallel import Parallel, parallelize
 from flexsearch.runtime.timeline import Timeline, record
@@ -234,6 +235,7 @@ def main(arguments: list[str]) -> None:
     """Join the other ranks, run the job, and leave the result of rank 0 for what started it, or print it."""
     job = Job(**json.loads(Path(arguments[0]).read_text(encoding="utf-8")))
     torch.set_num_threads(1)
+    prefer_throughput()  # as ``parallelize`` does: PyTorch's own parts gain by it, too
     dist.init_process_group("gloo", timeout=timedelta(seconds=job.timeout_s))
     results, rank = measure(job), dist.get_rank()
     dist.destroy_process_group()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import socket
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, Final
 
@@ -29,6 +30,22 @@ def rendezvous() -> dict[str, Any]:
         return {}
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     return {"init_method": file.as_uri(), "rank": rank, "world_size": size}
+
+
+def prefer_throughput() -> None:
+    """Have Linux schedule the threads of this process, and those they start, as a batch job.
+
+    Where ranks have a core each, gloo's threads wake up beside the one that computes. With the default policy these
+    preempt each other: on Linux 6.18 an all-reduce of 128 KB between two ranks took 1.6 ms on average (4 ms, a tick, in
+    the slowest tenth), as a batch job 0.2 ms.
+    """
+    if not hasattr(os, "SCHED_BATCH"):  # not Linux
+        return
+    for thread in Path("/proc/self/task").iterdir():
+        # Gone meanwhile, not allowed, or under a policy that the user has chosen.
+        with suppress(OSError):
+            if os.sched_getscheduler(int(thread.name)) == os.SCHED_OTHER:
+                os.sched_setscheduler(int(thread.name), os.SCHED_BATCH, os.sched_param(0))
 
 
 def kernel_identity() -> str:

@@ -28,7 +28,7 @@ from torch import Tensor
 from flexsearch.errors import RuntimeFailure
 from flexsearch.measure.fit import FormTime, Measured, Pair, fit, messages, processors
 from flexsearch.measure.machine import Compute, Facts, facts, measure
-from flexsearch.ranks import rendezvous
+from flexsearch.ranks import prefer_throughput, rendezvous
 from flexsearch.topology import Topology
 from flexsearch.topology.parts import FORMS
 
@@ -102,6 +102,8 @@ def probe(*, quick: bool = False, name: str = "probed") -> Topology:
         raise RuntimeFailure(
             f"the probe cannot measure backend {backend!r}", "Make the process group with gloo or nccl."
         )
+    if backend == "gloo":
+        prefer_throughput()  # as ranks do that run a plan
     try:
         return _Probe("nccl" if backend == "nccl" else "gloo", QUICK if quick else THOROUGH).run(name)
     except RuntimeError as error:

@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from flexsearch.allocator import keep_freed_memory
 from flexsearch.errors import RuntimeFailure
-from flexsearch.ranks import rendezvous
+from flexsearch.ranks import prefer_throughput, rendezvous
 from flexsearch.topology import Topology
 
 _RUN = "run"
@@ -54,6 +54,7 @@ def join(topology: Topology, timeout_s: float) -> torch.device:
     _check_world(dist.get_world_size(), topology)
     if topology.devices[dist.get_rank()].kind == "cpu":
         keep_freed_memory()
+        prefer_throughput()
         return torch.device("cpu")
     local = int(os.environ.get("LOCAL_RANK", dist.get_rank() % max(1, torch.cuda.device_count())))
     if local >= torch.cuda.device_count():
