@@ -28,7 +28,30 @@ print(os.sched_getscheduler(0) == os.SCHED_BATCH, found[None] == os.SCHED_BATCH,
 """
 
 
-@pytest.mark.skipif(not hasattr(os, "SCHED_BATCH"), reason="Linux's scheduling policies")
+batch = pytest.mark.skipif(not hasattr(os, "SCHED_BATCH"), reason="Linux's scheduling policies")
+
+
+@batch
 def test_all_threads_run_as_batch_jobs_but_those_with_a_policy_of_their_own() -> None:
-    done = subprocess.run([sys.executable, "-c", SCRIPT], capture_output=True, text=True, check=True)
-    assert done.stdout.split() == ["True"] * 3
+    assert printed(SCRIPT) == ["True"] * 3
+
+
+JOIN = """
+import os
+from flexsearch.runtime.group import join
+from flexsearch.topology import Topology
+join(Topology.load("ethernet-1g:1"), 30.0)
+print({os.sched_getscheduler(int(thread)) for thread in os.listdir("/proc/self/task")} == {os.SCHED_BATCH}, flush=True)
+"""
+
+
+@batch
+def test_a_rank_on_a_cpu_does_so_and_gloos_threads_with_it() -> None:
+    assert printed(JOIN) == ["True"]
+
+
+def printed(script: str) -> list[str]:
+    """Words that a script prints in a process of its own."""
+    environment = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE")}
+    command = [sys.executable, "-c", script]
+    return subprocess.run(command, capture_output=True, text=True, check=True, env=environment).stdout.split()

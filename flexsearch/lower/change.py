@@ -8,7 +8,7 @@ import numpy as np
 
 from flexsearch.compiled import ONE, U8, U32, U64, lean, wide
 from flexsearch.lower.arrays import NOTHING, BlockTable, Pools, State
-from flexsearch.lower.rows import BACKWARD, GATHER_ONCE, RECOMPUTE, REGATHER, gathers
+from flexsearch.lower.rows import BACKWARD, GATHER_ONCE, RECOMPUTE, REGATHER, is_gather
 from flexsearch.packed import packed
 
 ALWAYS = np.uint32(0xFFFFFFFE)
@@ -133,7 +133,7 @@ def mark_readers(
     """Mark a block that sends other reshards, and those that wait for communications of it that have changed or have
     other numbers now. Of gathers that may be all: what goes together follows from all of them."""
     mark(change, source)
-    packed = gathers(blocks.kind[source])
+    packed = is_gather(blocks.kind[source])
     backward = blocks.kind[source] == BACKWARD
     again = blocks.kind[source] == RECOMPUTE or blocks.kind[source] == REGATHER
     once = blocks.kind[source] == GATHER_ONCE
@@ -145,8 +145,9 @@ def mark_readers(
         if backward:
             row += _count(pools, state.backward[slot])
             old_row += _count(pools, before.backward[slot])
-            other = _differs(pools, change, state.backward, before.backward, slot, slot, packed)
-            if wiring.slot_kind[slot] == 1 and other:
+            if wiring.slot_kind[slot] == 1 and _differs(
+                pools, change, state.backward, before.backward, slot, slot, packed
+            ):
                 producer = wiring.tensor_producer[np.uint64(wiring.slot_tensor[slot])]
                 mark(change, blocks.backward_of[np.uint64(producer)])
         else:

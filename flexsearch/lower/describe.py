@@ -20,7 +20,7 @@ from flexsearch.lower.rows import (
     UPDATE,
     WEIGHT_GRADIENT,
     Segments,
-    gathers,
+    is_gather,
 )
 from flexsearch.lower.wiring import carry_over, place, wire
 from flexsearch.packed import packed
@@ -96,7 +96,7 @@ def write(plan: Plan) -> Any:
             update(blocks, plan.program, state, draft, segments, plan.new_segment, b)
         else:
             templates = state.kept if kind == GATHER_ONCE else state.backward if kind == BACKWARD else state.forward
-            if gathers(kind):
+            if is_gather(kind):
                 gather(blocks, plan.program, pools, templates, draft, segments, plan.filled, b)
             else:
                 config = np.uint64(state.config[argument])

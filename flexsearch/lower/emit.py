@@ -28,7 +28,7 @@ from flexsearch.lower.draft import (
     new_stamp,
     open_communication,
 )
-from flexsearch.lower.rows import BACKWARD, COMPUTE, FORWARD, WAIT, WEIGHT_GRADIENT, Segments, gathers
+from flexsearch.lower.rows import BACKWARD, COMPUTE, FORWARD, WAIT, WEIGHT_GRADIENT, Segments, is_gather
 
 # ---- computing
 
@@ -101,7 +101,7 @@ def _wait_for(blocks: BlockTable, pools: Pools, draft: Draft, source: Any, templ
         return
     row: Any = row_of(blocks, pools, templates, source, slot)
     stamp, groups = draft.stamp[0], draft.groups
-    packed = gathers(blocks.kind[source])
+    packed = is_gather(blocks.kind[source])
     if packed:
         draft.full[0] = collect_gathers(blocks, np.uint64(source), pools, templates, groups)
         if draft.full[0] == 1:

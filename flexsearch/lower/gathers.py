@@ -7,14 +7,29 @@ and the options, never from a config.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 from flexsearch.graph import OperatorGraph
+from flexsearch.graph.ops import saved_tensors
 from flexsearch.lower.rows import NOBODY
 
 
+def regathered_weights(graph: OperatorGraph, of_weight: Sequence[int]) -> set[int]:
+    """Weights (by number) that are let go of after the forward pass and gathered again: those that one stage reads and
+    a backward pass needs. ``of_weight``: their stages. A weight that is read through a view stays, as what autograd
+    saved refers to it."""
+    views = [rule.alias for rule in saved_tensors(graph)]
+    again = set()
+    for w, tensor in enumerate(graph.of_kind("parameter")):
+        readers = graph.consumers[tensor.name]
+        needed = any(graph.has_backward[i] for i, _ in readers)
+        if of_weight[w] != NOBODY and needed and not any(views[i] and p == 0 for i, p in readers):
+            again.add(w)
+    return again
+
+
 def packs_of(
-    graph: OperatorGraph, bucket_bytes: int, stage_of: Sequence[int], regathered: Mapping[int, int]
+    graph: OperatorGraph, bucket_bytes: int, stage_of: Sequence[int], regathered: Collection[int]
 ) -> list[list[int]]:
     """Weights (by number) that are gathered together, those that are read first in front: of one stage, all or none of
     them gathered again, up to ``bucket_bytes`` of their whole sizes. ``stage_of``: by weight. A weight that several
@@ -52,7 +67,7 @@ def before_forward(
 
 
 def before_backward(
-    graph: OperatorGraph, packs: Sequence[Sequence[int]], stages: Sequence[int], regathered: Mapping[int, int],
+    graph: OperatorGraph, packs: Sequence[Sequence[int]], stages: Sequence[int], regathered: Collection[int],
     entered: Mapping[int, Sequence[int]], stage_of: Sequence[int], prefetch: int,
 ) -> dict[int, list[int]]:  # fmt: skip
     """Operator -> packs (by number) that are gathered again before its backward pass, those that are needed first in

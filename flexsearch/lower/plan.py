@@ -15,7 +15,7 @@ from flexsearch.lower.change import empty_change
 from flexsearch.lower.describe import DONE, FULL, LACKING, Plan, drop, keep, rewire, write
 from flexsearch.lower.pieces import Pieces
 from flexsearch.lower.program import make_block_table, make_machine, make_program
-from flexsearch.lower.rows import GATHER_ONCE, NEVER, NOBODY, SYNCHRONISE, gathers
+from flexsearch.lower.rows import GATHER_ONCE, NEVER, NOBODY, SYNCHRONISE, is_gather
 from flexsearch.lower.schedule import Stages, make_blocks, make_schedule
 from flexsearch.lower.templates import Templates
 from flexsearch.lower.view import Rows, Sent
@@ -28,7 +28,7 @@ _write = direct(write)
 _collect = direct(collect)
 _collect_gathers = direct(collect_gathers)
 _is_member = getattr(is_member, "py_func", is_member)
-_gathers = getattr(gathers, "py_func", gathers)
+_is_gather = getattr(is_gather, "py_func", is_gather)
 
 Numbers = Sequence[int] | npt.NDArray[np.uint32]
 
@@ -107,7 +107,7 @@ class PlanRows:
         for block, kind in enumerate(self.table.kind.tolist()):
             if kind == SYNCHRONISE:
                 found[block] = self._synchronised(int(self.table.argument[block]))
-            elif _gathers(kind):
+            elif _is_gather(kind):
                 found[block] = self._gathered(block)
         return found
 
@@ -127,10 +127,9 @@ class PlanRows:
     def _gathered(self, block: int) -> tuple[tuple[Sent, ...], ...]:
         """The communications of a block that gathers weights."""
         templates = self.state.kept if self.table.kind[block] == GATHER_ONCE else self.state.forward
+        number, pools = np.uint64(block), self.templates.pools
         self.arena.draft.groups.gathers[0] = 0
-        while _collect_gathers(
-            self.table, np.uint64(block), self.templates.pools, templates, self.arena.draft.groups
-        ):  # fmt: skip
+        while _collect_gathers(self.table, number, pools, templates, self.arena.draft.groups):
             self.make_room()
         slots = self.table.sent[self.table.sent_first[block] : self.table.sent_last[block]].tolist()
         return tuple(self._grouped([(slot, int(templates[slot])) for slot in slots], 0))

@@ -1,4 +1,4 @@
-"""What the backward pass does again: forward computations of checkpointed regions, and gathers of sharded weights."""
+"""What the backward pass computes again: the forward passes of checkpointed regions."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ from typing import Final
 
 from flexsearch.errors import StrategyError
 from flexsearch.graph import OperatorGraph
-from flexsearch.graph.ops import saved_tensors
 from flexsearch.strategy.records import Recompute
 
 NO_REGION: Final = -1
@@ -132,18 +131,4 @@ def entered_regions(graph: OperatorGraph, regions: Sequence[int]) -> dict[int, l
     for o, region in enumerate(regions):
         if region != NO_REGION:
             found.setdefault(entry[region], []).append(o)
-    return found
-
-
-def regathered_weights(graph: OperatorGraph, of_weight: Sequence[int]) -> dict[int, int]:
-    """Weight (by number) -> its stage, of the weights that are let go of after the forward pass and gathered again:
-    those that one stage reads and a backward pass needs. A weight that is read through a view stays, as what
-    autograd saved refers to it."""
-    views = [rule.alias for rule in saved_tensors(graph)]
-    found = {}
-    for w, tensor in enumerate(graph.of_kind("parameter")):
-        readers = graph.consumers[tensor.name]
-        needed = any(graph.has_backward[i] for i, _ in readers)
-        if of_weight[w] >= 0 and needed and not any(views[i] and p == 0 for i, p in readers):
-            found[w] = of_weight[w]
     return found

@@ -37,7 +37,7 @@ NEVER: Final = np.iinfo(np.int64).max
 
 
 @lean
-def gathers(kind: Any) -> Any:
+def is_gather(kind: Any) -> Any:
     """Whether blocks of a kind gather weights."""
     return kind in (GATHER, REGATHER, GATHER_ONCE)
 

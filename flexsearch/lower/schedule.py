@@ -34,8 +34,8 @@ import numpy as np
 from flexsearch.errors import FlexsearchError
 from flexsearch.graph import OperatorGraph
 from flexsearch.lower.actions import Action, actions, check_orders, last_microbatch
-from flexsearch.lower.gathers import before_backward, before_forward, packs_of
-from flexsearch.lower.recompute import entered_regions, regathered_weights, regions_of
+from flexsearch.lower.gathers import before_backward, before_forward, packs_of, regathered_weights
+from flexsearch.lower.recompute import entered_regions, regions_of
 from flexsearch.lower.rows import (
     BACKWARD,
     FORWARD,
@@ -232,10 +232,10 @@ def make_blocks(graph: OperatorGraph, options: Options, stages: Stages) -> Block
     stage_of = stages.of(len(graph.operators))
     of_weight = list(weight_stages(graph, stage_of).values())
     shared = {w for w, stage in enumerate(of_weight) if stage == NOBODY}
-    regathered = regathered_weights(graph, of_weight) if options.reshard_after_forward else {}
+    regathered = regathered_weights(graph, of_weight) if options.reshard_after_forward else set()
     packs = packs_of(graph, options.bucket_bytes, of_weight, regathered)
     stage_of_pack = [of_weight[pack[0]] for pack in packs]
-    gathers = before_forward(graph, packs, stage_of_pack, stages.first, options.prefetch)
+    gathered_before = before_forward(graph, packs, stage_of_pack, stages.first, options.prefetch)
     blocks = Blocks(region=regions_of(graph, options.recompute, stage_of, options.recompute_blocks), packs=packs)
     for p, stage in enumerate(stage_of_pack):
         if stage == NOBODY:
@@ -245,7 +245,7 @@ def make_blocks(graph: OperatorGraph, options: Options, stages: Stages) -> Block
     for stage, (first, last) in enumerate(zip(stages.first, ends, strict=True)):
         begin = len(blocks)
         for i in range(first, last):
-            for p in gathers.get(i, ()):
+            for p in gathered_before.get(i, ()):
                 again = packs[p][0] in regathered
                 if again:
                     blocks.add(GATHER_ONCE, p, stage)
@@ -253,8 +253,8 @@ def make_blocks(graph: OperatorGraph, options: Options, stages: Stages) -> Block
             blocks.add(FORWARD, i, stage)
         blocks.forward.append(range(begin, len(blocks)))
     entered = entered_regions(graph, blocks.region)
-    packed = before_backward(graph, packs, stage_of_pack, regathered, entered, stage_of, options.prefetch)
-    first_again = {i: [(REGATHER, p) for p in row] for i, row in packed.items()}
+    gathered_again = before_backward(graph, packs, stage_of_pack, regathered, entered, stage_of, options.prefetch)
+    first_again = {i: [(REGATHER, p) for p in row] for i, row in gathered_again.items()}
     for i, row in entered.items():
         first_again.setdefault(i, []).extend((RECOMPUTE, o) for o in row)
     _add_backward(blocks, graph, buckets_of(graph, options.bucket_bytes, stage_of), stages, shared, first_again)
