@@ -144,7 +144,7 @@ def check_messages(exchange: Exchange, messages: tuple[tuple[int, int, int], ...
         for device in (a, b):
             moved[topology.processor_of[device]] = moved.get(topology.processor_of[device], 0) + n
     communication, transfer = topology.communication, exchange.transfer
-    factor, per_byte = communication.factors[exchange.form], communication.cpu_s_per_byte
+    factor, per_byte = communication.factors[exchange.form], communication.cpu_s_per_byte_of(exchange.form)
     links = tuple((r, ticks(factor * n / topology.resources[r].bandwidth)) for r, n in sorted(load.items()))
     most = max(max(Counter(side).values()) for side in ([a for a, _, _ in messages], [b for _, b, _ in messages]))
     latency = max(topology.route(a, b).latency_s for a, b, _ in messages)
@@ -299,10 +299,7 @@ def test_groups_that_shard_a_weight_gather_all_of_it() -> None:
     # 16 devices, half of the weight on each half of them
     layouts, here = Layouts(), planner("GPUs")
     need = tuple(Entry(d, ((8 * (d // 8), 8 * (d // 8) + 8), (0, 8)), d) for d in range(16))
-    plan = plan_weight(
-        [layouts.intern(need)], [True], States.WEIGHTS, ITEMSIZE, here, layouts,
-        lambda a, b, size: Reshard(here, a, b, size),
-    )
+    plan = plan_weight([layouts.intern(need)], [True], States.WEIGHTS, ITEMSIZE, here, layouts)
     values = np.arange(128.0).reshape(16, 8)
     held = carried(plan.forward[0], [part(values, entry) for entry in plan.storage])
     for entry, value in zip(need, held, strict=True):

@@ -66,7 +66,7 @@ def price_collective(
         factor, start = rates.factor[form], rates.overhead_s[0] + steps * tally.latency[0]
         if rates.by_group[form] == 1 and rates.step_s[count] > 0.0:
             factor, start = rates.group_factor[count], rates.launch_s[0] + steps * rates.step_s[count]
-        return settle(rates, tally, loads, factor, edge, start)
+        return settle(rates, tally, loads, form, factor, edge, start)
     return _across(routes, rates, tally, loads, form, hosts, fewest, most, passes, steps, edge, size)
 
 
@@ -116,7 +116,7 @@ def _across(
         _phase_between(routes, rates, tally, hosts)
     else:
         _tree(routes, rates, tally, hosts, fewest)
-    return settle(rates, tally, loads, factor, unit, start)
+    return settle(rates, tally, loads, form, factor, unit, start)
 
 
 @lean

@@ -49,7 +49,7 @@ class Transfer:
 def price_messages(rates: Rates, tally: Tally, loads: Loads, form: Any) -> Any:
     """Seconds of the messages that were sent to ``tally``, whose amounts are bytes. Adds rows to ``loads``."""
     tally.linear[0] = 1
-    return settle(rates, tally, loads, rates.factor[form], np.int64(1), start_of_messages(rates, tally))
+    return settle(rates, tally, loads, form, rates.factor[form], np.int64(1), start_of_messages(rates, tally))
 
 
 @lean
@@ -60,7 +60,7 @@ def _messages(
     for k in range(np.uint64(source.shape[0])):
         send(routes, rates, tally, np.uint64(source[k]), np.uint64(destination[k]), nbytes[k])
     start = start_s if start_s >= 0.0 else start_of_messages(rates, tally)
-    return settle(rates, tally, loads, rates.factor[form], np.int64(1), start)
+    return settle(rates, tally, loads, form, rates.factor[form], np.int64(1), start)
 
 
 class Pricing:

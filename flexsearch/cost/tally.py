@@ -27,13 +27,14 @@ MOST_TURNS: Any = np.int64(4096)
 @packed
 class Rates(NamedTuple):
     """Figures of a topology. ``bandwidth``: B/s by resource (of a processor: 0). By number of a form in ``FORMS``:
-    ``factor``; ``by_group``: whether the library has algorithms for groups of devices (``collectives``); ``turn_bytes``
-    (0: none). By device: ``processor`` (its resource), ``host``. By members of a group on one host: ``step_s`` of a
-    collective, ``group_factor``; both 0 if not known. (1,): ``overhead_s``, ``message_s``, ``cpu_s_per_byte``,
-    ``launch_s`` of a collective."""
+    ``factor``; ``cpu_s_per_byte``, processor time; ``by_group``: whether the library has algorithms for groups of
+    devices (``collectives``); ``turn_bytes`` (0: none). By device: ``processor`` (its resource), ``host``. By
+    members of a group on one host: ``step_s`` of a collective, ``group_factor``; both 0 if not known. (1,):
+    ``overhead_s``, ``message_s``, ``launch_s`` of a collective."""
 
     bandwidth: F64
     factor: F64
+    cpu_s_per_byte: F64
     by_group: U8
     turn_bytes: F64
     processor: U32
@@ -42,7 +43,6 @@ class Rates(NamedTuple):
     group_factor: F64
     overhead_s: F64
     message_s: F64
-    cpu_s_per_byte: F64
     launch_s: F64
 
 
@@ -202,10 +202,10 @@ def busiest(rates: Rates, tally: Tally, factor: Any, unit: Any) -> Any:
 
 
 @lean
-def settle(rates: Rates, tally: Tally, loads: Loads, factor: Any, unit: Any, start_s: Any) -> Any:
+def settle(rates: Rates, tally: Tally, loads: Loads, form: Any, factor: Any, unit: Any, start_s: Any) -> Any:
     """Seconds of what the tally says, times ``unit`` bytes (1 where amounts are bytes already). Adds rows to ``loads``
     and clears the tally."""
-    per_byte, most = rates.cpu_s_per_byte[0], 0.0
+    per_byte, most = rates.cpu_s_per_byte[form], 0.0
     links, drags = tally.listed[0], tally.listed[1] if per_byte > 0.0 else ZERO
     room = loads.size[0] + links <= np.uint64(loads.link.shape[0]) and loads.size[1] + drags <= np.uint64(
         loads.drag.shape[0]
@@ -254,13 +254,13 @@ def make_rates(topology: Topology, learned: Network) -> Rates:
     return Rates(
         bandwidth=np.array([r.bandwidth if r.kind == "link" else 0.0 for r in resources]),
         factor=np.array([communication.factors[form] * learned.time for form in FORMS]),
+        cpu_s_per_byte=np.array([communication.cpu_s_per_byte_of(form) for form in FORMS]),
         by_group=np.array([communication.backend == "nccl" and form in COLLECTIVES for form in FORMS], np.uint8),
         turn_bytes=np.array([turn if form == "all_reduce" else 0.0 for form in FORMS]),
         processor=np.array(topology.processor_of, np.uint32), host=topology.host_of, step_s=steps,
         group_factor=factors * learned.time,
         overhead_s=np.array([max(0.0, communication.overhead_s + learned.start_s)]),
         message_s=np.array([max(0.0, communication.message_s + more_s)]),
-        cpu_s_per_byte=np.array([communication.cpu_s_per_byte]),
         launch_s=np.array([max(0.0, launch + learned.start_s)]),
     )  # fmt: skip
 

@@ -260,10 +260,11 @@ def merge(program: Program, pools: Pools, groups: Groups, phase: Any, g: Any) ->
 @lean
 def merge_drags(program: Program, pools: Pools, groups: Groups, phase: Any, g: Any) -> Any:
     """As ``merge``, which came before: processors from which moving the bytes takes time, and how much (s)."""
-    per_byte = program.rates.cpu_s_per_byte[0]
+    key = np.uint64(groups.key[phase, g])
+    per_byte = program.rates.cpu_s_per_byte[np.uint64(pools.key_form[key])]
     if per_byte == 0.0:
         return ZERO
-    if pools.key_group[np.uint64(groups.key[phase, g])] == 1:
+    if pools.key_group[key] == 1:
         return _list(program, groups, groups.loads.drag, groups.loads.drag_s, groups.loads.size[1])
     touched = _add_up(pools, groups, phase, g, pools.drag_first, pools.drag_last, pools.drag, pools.drag_load)
     for j in range(touched):

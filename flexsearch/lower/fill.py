@@ -37,7 +37,7 @@ from flexsearch.lower.keys import (
     put,
 )
 from flexsearch.lower.orbits import place_of
-from flexsearch.lower.planner import FREE, GIVEN, plan, store
+from flexsearch.lower.planner import FREE, GIVEN, SHARED, plan, store
 from flexsearch.lower.tables import TemplateTables
 from flexsearch.lower.wiring import need_of
 from flexsearch.lower.workspace import FIRST, FULL, LAST
@@ -193,7 +193,7 @@ def request_weight(
         source = _gradients(tables, count)
         if source == MISSING:
             return False
-        _request(tables, ZERO, np.uint64(source), np.uint64(stored), FREE, itemsize)
+        _request(tables, ZERO, np.uint64(source), np.uint64(stored), SHARED, itemsize)
     return True
 
 

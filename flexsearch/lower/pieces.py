@@ -14,7 +14,7 @@ from flexsearch.compiled import F64, U32
 from flexsearch.cost import Costs
 from flexsearch.graph import Operator, OperatorGraph, Tensor
 from flexsearch.lower.folding import Fold
-from flexsearch.lower.layout import Entry, Laid, Layout, Layouts, Placement
+from flexsearch.lower.layout import Entry, Layout, Layouts, Placement
 from flexsearch.lower.reshard import Planner, Reshard
 from flexsearch.lower.schedule import buckets_of
 from flexsearch.lower.split import Blocks, Intervals, Split, Splitter
@@ -158,9 +158,6 @@ class Pieces:
             self._reshards[key] = known
         return known
 
-    def _between(self, source: Laid, destination: Laid, itemsize: int) -> Reshard:
-        return self.reshard(source.number, destination.number, itemsize)
-
     def weight(self, tensor: Tensor, needs: tuple[int, ...], trained: Sequence[bool], sharding: int) -> WeightPlan:
         """Cached plan of a parameter whose edges want the given layouts. Equal layers share theirs. ``sharding``: of
         the reader that keeps least (rank of a ``Sharding``)."""
@@ -168,7 +165,7 @@ class Pieces:
         if (known := self._weights.get(key)) is None:
             layouts = [self.layouts[n] for n in needs]
             known = self._weights[key] = plan_weight(
-                layouts, trained, sharding, tensor.itemsize, self.planner, self.layouts, self._between
+                layouts, trained, sharding, tensor.itemsize, self.planner, self.layouts
             )
         return known
 

@@ -41,9 +41,11 @@ from flexsearch.topology.routes import RouteTable, first_piece, second_piece
 # Constants that are handed on have a numpy type: for every plain number numba would compile a function again.
 MANY: Any = np.uint64(64)
 """All-reduces among more devices than that are not compared with messages."""
-FREE, GIVEN, OWN = (np.uint64(k) for k in range(3))
+FREE, GIVEN, OWN, SHARED = (np.uint64(k) for k in range(4))
 """From which source entries a destination entry is made: from all terms that reach it; from those of a range that is
-given, which are terms of their own; or from one of its own device, of which it is a part."""
+given, which are terms of their own; or from one of its own device, of which it is a part. SHARED: as FREE, for what
+goes in a communication with others: of messages and the ring of gloo, whose time is a start and the bytes, the choice
+looks at the bytes, as the start is paid once for all."""
 
 
 @lean
@@ -53,6 +55,8 @@ def plan(
     """The cheapest known movement, on ``workspace.result``. ``itemsize``: bytes per element (int64)."""
     moves, rows, groups = workspace.moves, workspace.exchanges, workspace.groups
     sets, result = workspace.sets, workspace.result
+    starts = mode != SHARED or rates.by_group[ALL_REDUCE] == 1
+    mode = FREE if mode == SHARED else mode
     _clear(moves.size, rows.size, rows.loads.size, result)
     if mode == FREE and _all_at_once(routes, rates, source, destination, itemsize, groups, moves, rows):
         _choose(result, ONE, ZERO, rows.size[0], rows.size[0], ZERO, moves.size[0], moves.size[0])
@@ -67,7 +71,7 @@ def plan(
     make_exchanges(routes, rates, source, destination, ZERO, itemsize, moves, sets, rows)
     half, middle = moves.size[0], rows.size[0]
     _choose(result, ONE, ZERO, middle, middle, ZERO, half, half)
-    best, nbytes = _seconds(rows, ZERO, middle), _nbytes(rows, ZERO, middle)
+    best, nbytes = _seconds(rows, ZERO, middle, starts), _nbytes(rows, ZERO, middle)
     if mode == FREE and _share(destination, moves, groups):
         # Second candidate: sums by all-reduce. Ties go to the earlier, simpler plan; bytes break near-ties in which
         # latencies differ by nothing.
@@ -79,7 +83,7 @@ def plan(
             _collect(routes, source, destination, mode, groups, moves, result)
             make_exchanges(routes, rates, source, destination, half, itemsize, moves, sets, rows)
             last, end = rows.size[0], moves.size[0]
-            seconds, more = _seconds(rows, first, last), _nbytes(rows, first, last)
+            seconds, more = _seconds(rows, first, last, starts), _nbytes(rows, first, last)
             if seconds < best or (seconds == best and more < nbytes):
                 best, nbytes = seconds, more
                 _choose(result, ONE, first, last, last, begin, end, end)
@@ -94,7 +98,7 @@ def plan(
         _collect(routes, workspace.middle, destination, GIVEN, groups, moves, result)
         make_exchanges(routes, rates, workspace.middle, destination, half, itemsize, moves, sets, rows)
         last, end = rows.size[0], moves.size[0]
-        seconds = _seconds(rows, first, middle) + _seconds(rows, middle, last)
+        seconds = _seconds(rows, first, middle, starts) + _seconds(rows, middle, last, starts)
         more = _nbytes(rows, first, last)
         if seconds < best or (seconds == best and more < nbytes):
             best, nbytes = seconds, more
@@ -107,7 +111,7 @@ def plan(
                 half, middle = moves.size[0], rows.size[0]
                 _reduce_across(routes, rates, destination, itemsize, groups, moves, rows)
                 last, end = rows.size[0], moves.size[0]
-                seconds = _seconds(rows, first, middle) + _seconds(rows, middle, last)
+                seconds = _seconds(rows, first, middle, starts) + _seconds(rows, middle, last, starts)
                 more = _nbytes(rows, first, last)
                 found = seconds < best or (seconds == best and more < nbytes)
             if found:
@@ -169,12 +173,13 @@ def _choose(result: U64, phases: Any, first: Any, middle: Any, last: Any, begin:
 
 
 @lean
-def _seconds(rows: Exchanges, first: Any, last: Any) -> Any:
-    """Duration of a phase if nothing else used the links: its slowest exchange, or the link that several share."""
+def _seconds(rows: Exchanges, first: Any, last: Any, starts: Any) -> Any:
+    """Duration of a phase if nothing else used the links: its slowest exchange, or the link that several share; without
+    ``starts``: its busiest link."""
     slowest, load, loads = 0.0, rows.tally.load, rows.loads
     for x in range(first, last):
-        slowest = max(slowest, rows.duration[x])
-    if last - first > ONE:
+        slowest = max(slowest, rows.duration[x]) if starts else slowest
+    if last - first > ONE or (last > first and not starts):
         begin = np.uint64(rows.end[LINK, first - ONE]) if first > ZERO else ZERO
         end = np.uint64(rows.end[LINK, last - ONE])
         for k in range(begin, end):

@@ -43,7 +43,7 @@ def make_exchanges(
         if rates.by_group[form] == 1:
             _collective(routes, rates, form, begin, end, at, sets, rows)
         else:
-            _point_to_point(routes, rates, form, begin, end, at, sets, rows)
+            _point_to_point(routes, rates, form, begin, end, at, sets, rows, np.uint64(c))
         at += (end - begin) * (end - begin)
         begin = end
     for m in range(first, moves.size[0]):
@@ -71,7 +71,7 @@ def _pair_up(
     begin = total = ZERO
     for c in range(count):
         size = np.uint64(sets.end[c]) - begin
-        sets.first[c], sets.moves[c], sets.whole[c], sets.over[c] = total, 0, 1, 0
+        sets.first[c], sets.moves[c], sets.adds[c] = total, 0, 0
         begin, total = begin + size, total + size * size
     if total > np.uint64(sets.pair.shape[0]):
         moves.size[1] = ONE
@@ -82,10 +82,11 @@ def _pair_up(
         device = np.uint64(sets.seated[i])
         sets.sends[device], sets.receives[device] = 0, 0
     for k in range(destination.size[0]):
-        sets.arriving[k], sets.stamp[k] = 0, NONE
+        sets.arriving[k], sets.total[k], sets.stamp[k] = 0, 0, NONE
     for m in range(first, moves.size[0]):
+        to = np.uint64(moves.destination[m])
+        sets.total[to] += moves.volume[m]
         if moves.exchange[m] == SOON:
-            to = np.uint64(moves.destination[m])
             a, b = np.uint64(source.device[np.uint64(moves.source[m])]), np.uint64(destination.device[to])
             own, at = np.uint64(sets.number[a]), _place(sets, a, b)
             if sets.pair[at] == 0:
@@ -94,11 +95,9 @@ def _pair_up(
             sets.pair[at] += moves.volume[m] * itemsize
             sets.arriving[to] += moves.volume[m]
             sets.moves[own] += np.uint32(1)
-            if moves.volume[m] != destination.volume[to]:
-                sets.whole[own] = 0
     for k in range(destination.size[0]):
-        if sets.arriving[k] > destination.volume[k]:
-            sets.over[np.uint64(sets.number[np.uint64(destination.device[k])])] = 1
+        if sets.arriving[k] > 0 and sets.total[k] > destination.volume[k]:
+            sets.adds[np.uint64(sets.number[np.uint64(destination.device[k])])] = 1
     return True
 
 
@@ -142,10 +141,13 @@ def _collective(
 
 @lean
 def _point_to_point(
-    routes: RouteTable, rates: Rates, form: Any, begin: Any, end: Any, at: Any, sets: Sets, rows: Exchanges
+    routes: RouteTable, rates: Rates, form: Any, begin: Any, end: Any, at: Any, sets: Sets, rows: Exchanges, c: Any
 ) -> None:
-    """As ``_collective``, by messages; each of them is an exchange if no device has more than a few."""
+    """As ``_collective``, by the messages of set ``c``; each of them is an exchange if no device has more than a few.
+    What is added up costs what the messages of a reduce-scatter do, of which the sum is measured with them."""
     few, total = form == EXCHANGE, np.int64(0)
+    if sets.adds[c] == 1 and rates.by_group[REDUCE_SCATTER] == 0:
+        form = REDUCE_SCATTER
     for i in range(begin, end):
         a = np.uint64(sets.seated[i])
         few = few and sets.sends[a] <= FEW and sets.receives[a] <= FEW
@@ -229,7 +231,7 @@ def _form(devices: U32, same: U32, entries: Any, c: Any, first: Any, last: Any, 
             if np.uint64(sets.stamp[leader]) != c:
                 sets.stamp[leader] = c
                 regions += ONE
-    if sets.over[c] == 1 or sets.whole[c] == 1:
+    if sets.adds[c] == 1:
         return REDUCE_SCATTER if regions == n else EXCHANGE
     return ALL_GATHER if regions == ONE else ALL_TO_ALL
 

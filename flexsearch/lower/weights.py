@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 
 import numpy as np
 
 from flexsearch.lower.layout import Laid, Layout, Layouts
-from flexsearch.lower.planner import store
+from flexsearch.lower.planner import SHARED, store
 from flexsearch.lower.reshard import Planner, Reshard, assemble, local_reshard
 from flexsearch.strategy import OVER_ALL, Sharding, States
 
@@ -35,11 +35,10 @@ class WeightPlan:
 
 
 def plan_weight(
-    needs: Sequence[Laid], trained: Sequence[bool], sharding: int, itemsize: int, planner: Planner, layouts: Layouts,
-    reshard: Callable[[Laid, Laid, int], Reshard],
-) -> WeightPlan:  # fmt: skip
+    needs: Sequence[Laid], trained: Sequence[bool], sharding: int, itemsize: int, planner: Planner, layouts: Layouts
+) -> WeightPlan:
     """``needs[e]``: layout in which the readers of edge e want the weight; ``trained[e]``: whether they make gradients.
-    ``sharding``: rank of its ``Sharding``. ``reshard``: between two layouts, for elements of so many bytes.
+    ``sharding``: rank of its ``Sharding``.
 
     A device stores the bounding box of all it needs; with states in parts, devices that need the same one divide it,
     all of them or those near each other.
@@ -72,4 +71,5 @@ def plan_weight(
     made = layouts.grid(np.concatenate([needs[edge].grid.box for edge in edges]), term)
     source = layouts.lay(made, np.concatenate([needs[edge].device for edge in edges]))
     origin = tuple(edge for edge in edges for _ in range(len(needs[edge])))
-    return WeightPlan(stored, tuple(needs), forward, reshard(source, stored, itemsize), origin, states)
+    sync = Reshard(planner, source, stored, itemsize, SHARED)
+    return WeightPlan(stored, tuple(needs), forward, sync, origin, states)

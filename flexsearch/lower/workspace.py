@@ -83,11 +83,11 @@ class Groups(NamedTuple):
 @packed
 class Sets(NamedTuple):
     """Sets of devices that talk to each other. By device: ``root`` (a device of its set), ``role`` (1: sends, 2:
-    receives, 3: both), ``number`` of its set, and its ``seat``: set c has the devices ``seated[end[c - 1]:end[c]]``. By
-    set: number of ``moves``, whether every move is a ``whole`` entry, and whether an entry receives more than it holds
-    (``over``). ``pair``: bytes by seats of sender and receiver, set c's from ``first[c]`` on; then the exchange that
-    they go in. By device: messages that it ``sends`` and ``receives``. By destination entry: elements ``arriving``, and
-    ``stamp`` of the set that saw it last."""
+    receives, 3: both), ``number`` of its set, and its ``seat``: set c has the devices ``seated[end[c -
+    1]:end[c]]``. By set: number of ``moves``, and whether an entry ``adds`` up what it receives. ``pair``: bytes by
+    seats of sender and receiver, set c's from ``first[c]`` on; then the exchange that they go in. By device:
+    messages that it ``sends`` and ``receives``. By destination entry: elements ``arriving`` from other devices,
+    ``total`` with those of its own, and the ``stamp`` of the set that saw it last."""
 
     root: U32
     role: U8
@@ -96,13 +96,13 @@ class Sets(NamedTuple):
     seated: U32
     end: U32
     moves: U32
-    whole: U8
-    over: U8
+    adds: U8
     first: U32
     pair: I64
     sends: U32
     receives: U32
     arriving: I64
+    total: I64
     stamp: U32
 
 
@@ -156,9 +156,9 @@ def make_workspace(tally: Tally, devices: int, dimensions: int, entries: int, mo
         ),
         sets=Sets(
             root=_u32(devices), role=_u8(devices), number=_u32(devices), seat=_u32(devices), seated=_u32(devices),
-            end=_u32(devices), moves=_u32(devices), whole=_u8(devices), over=_u8(devices),
+            end=_u32(devices), moves=_u32(devices), adds=_u8(devices),
             first=_u32(devices), pair=_i64(2 * moves), sends=_u32(devices), receives=_u32(devices),
-            arriving=_i64(entries), stamp=_u32(entries),
+            arriving=_i64(entries), total=_i64(entries), stamp=_u32(entries),
         ),
         middle=Side(
             _u32(entries), _i64((entries, dimensions, 2)), _i64(entries), _u32(entries), _u32(1), _u32(1),

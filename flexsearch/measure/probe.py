@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from itertools import combinations
 from statistics import median
-from typing import Literal, TypeVar
+from typing import Final, Literal, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -34,6 +34,9 @@ from flexsearch.topology.parts import FORMS
 
 T = TypeVar("T")
 MEBI = 2**20
+MOST: Final = {"gloo": 24, "nccl": 256}
+"""MiB that a measured transfer moves at most. gloo: about a bucket of gradients, and less than the C library keeps for
+the next buffer (32 MiB), which ranks need not clear page by page again then."""
 
 
 @dataclass(frozen=True)
@@ -184,7 +187,7 @@ class _Probe:
         to the whole of it."""
         rate = {pair: MEBI / seconds for pair, seconds in self.swap(dict.fromkeys(pairs, MEBI)).items()}
         for share in (4, 1):  # approach the size that takes the wanted time; the first guess is mostly start-up
-            large = {pair: _size(b * self.effort.transfer_s / share) for pair, b in rate.items()}
+            large = {pair: _size(b * self.effort.transfer_s / share, MOST[self.backend]) for pair, b in rate.items()}
             rate = {pair: large[pair] / seconds for pair, seconds in self.swap(large).items()}
         whole = {pair: n / rate[pair] for pair, n in large.items()}
         quarter = {pair: float("inf") for pair in pairs}
@@ -208,7 +211,7 @@ class _Probe:
         if len(places) < 2 or len(places) == self.size:
             return {}
         across = min(b for (i, j), b in bandwidth.items() if found[i].place != found[j].place)
-        nbytes = _size(across * self.effort.transfer_s / max(map(len, places.values())))
+        nbytes = _size(across * self.effort.transfer_s / max(map(len, places.values())), MOST[self.backend])
         order = list(places.values())
         moves = [
             (rank, after[k % len(after)], nbytes)
@@ -228,11 +231,11 @@ class _Probe:
         """Time of one form of communication among all ranks, as the runtime carries it out."""
         wanted = slowest * self.effort.transfer_s
         if form == "all_reduce":
-            nbytes = _size(wanted / 2, 64)
+            nbytes = _size(wanted / 2, min(64, MOST[self.backend]))
             return FormTime(nbytes, _undisturbed([self.all_reduce(nbytes) for _ in range(self.effort.repeats)]))
         crowd = [f.place for f in found]
         crossing = max(max(n * (self.size - n) for n in map(crowd.count, crowd)), self.size - 1)
-        nbytes = _size(wanted / (1 if form == "exchange" else crossing), 256 // (self.size - 1))
+        nbytes = _size(wanted / (1 if form == "exchange" else crossing), MOST[self.backend] / (self.size - 1))
         moves = messages(form, self.size, nbytes)
         taken = [max(self.gather(self.send(moves, form == "reduce_scatter"))) for _ in range(self.effort.repeats)]
         return FormTime(nbytes, _undisturbed(taken))
@@ -251,15 +254,16 @@ class _Probe:
     def send(self, moves: Sequence[tuple[int, int, int]], add: bool = False) -> float:
         """Carry out the messages (source, destination, bytes) at once; seconds that it takes this rank, with the sum of
         what it receives if ``add``."""
-        outgoing = {j: torch.zeros(n // 4, device=self.device) for i, j, n in moves if i == self.rank}
+        outgoing = {j: torch.ones(n // 4, device=self.device) for i, j, n in moves if i == self.rank}
         return self.move(outgoing, {i: n for i, j, n in moves if j == self.rank}, add)
 
     def move(self, outgoing: Mapping[int, Tensor], incoming: Mapping[int, int], add: bool = False) -> float:
         """Send tensors and receive so many bytes, by peer; seconds. Receives are posted before the clock starts, as a
         step of the runtime posts its receives at its start."""
         self.tag += 1
-        received = {i: torch.zeros(n // 4, device=self.device) for i, n in incoming.items()}
-        own = torch.zeros(max(incoming.values(), default=0) // 4, device=self.device) if add else torch.empty(0)
+        # Filled, as memory that was never written to is none yet: a rank's buffers have been used in earlier steps.
+        received = {i: torch.ones(n // 4, device=self.device) for i, n in incoming.items()}
+        own = torch.ones(max(incoming.values(), default=0) // 4, device=self.device) if add else torch.empty(0)
         works: list[dist.Work | None] = []
         if self.backend == "gloo":
             works = [dist.irecv(tensor, peer, tag=self.tag) for peer, tensor in received.items()]
@@ -289,7 +293,7 @@ class _Probe:
 
     def all_reduce(self, nbytes: int) -> float:
         """Seconds of the backend's all-reduce of so many bytes, on the slowest rank."""
-        tensor = torch.zeros(max(1, nbytes // 4), device=self.device)
+        tensor = torch.ones(max(1, nbytes // 4), device=self.device)
         dist.barrier(group=self.control)
         began = time.perf_counter()
         dist.all_reduce(tensor)
@@ -337,7 +341,7 @@ def _peers(pairs: Sequence[Pair]) -> dict[int, int]:
     return {a: b for i, j in pairs for a, b in ((i, j), (j, i))}
 
 
-def _size(nbytes: float, most: int = 256) -> int:
+def _size(nbytes: float, most: float) -> int:
     """A size in bytes that splits into elements, between 64 KiB and ``most`` MiB."""
     return int(min(max(nbytes, 2**16), max(1, most) * MEBI)) // 64 * 64
 

@@ -17,7 +17,8 @@ FORMS: Final = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "exc
 COLLECTIVES: Final = FORMS[:3]
 """Forms that NCCL carries out by algorithms of its own for groups."""
 
-# Time over the ideal of (bytes on the busiest link / its bandwidth). gloo, at 1 Gbit/s on 2 to 4 hosts: all_reduce,
+# Time over the ideal of (bytes on the busiest link / its bandwidth); a reduce_scatter's is also that of other messages
+# whose receivers add them up. gloo, at 1 Gbit/s on 2 to 4 hosts: all_reduce,
 # exchange and reduce_scatter (full-duplex exchanges and a sum; 1.1-1.24) are measured; all_gather and all_to_all made
 # of exchanges are taken to be near exchange (gloo's own reach 1.3-1.8 and 1.5-2.1). nccl: estimates, not measured.
 FACTORS: Final[dict[str, dict[str, float]]] = {
@@ -113,7 +114,7 @@ class Communication(FileModel):
     backend: Literal["gloo", "nccl"]
     overhead_s: LatencySeconds = 0.0  # software start of one communication
     factors: dict[str, Factor] = Field(default_factory=dict)  # by form: time / (bytes over busiest link / bandwidth)
-    cpu_s_per_byte: SecondsPerByte = 0.0  # processor time per byte moved, on each side
+    cpu_s_per_byte: SecondsPerByte = 0.0  # processor time per byte moved by a message, on each side
     message_s: LatencySeconds = 0.0  # each further message that a device sends or receives in one exchange
     groups: Annotated[tuple[Group, ...], Strict(False)] = ()  # nccl: collectives within one host, ascending by members
     turn_bytes: quantities.Capacity | None = None  # of an all-reduce on a link, before others go first; None: all
@@ -147,6 +148,11 @@ class Communication(FileModel):
         if any(a.members >= b.members for a, b in pairwise(groups)):
             raise ValueError("the numbers of members must ascend")
         return groups
+
+    def cpu_s_per_byte_of(self, form: str) -> float:
+        """Processor time per byte of a form: as many times a message's as its time is. Where processors move all
+        bytes, as between ranks of one machine, both are the same time."""
+        return self.cpu_s_per_byte * self.factors[form] / self.factors["exchange"]
 
     def assumed(self) -> set[str]:
         """Fields that files had not always: those of them that are as the backend's own figures."""
