@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -63,6 +64,10 @@ class Engine:
         self.results: dict[str, Tensor] = {}
         """Of the step at hand: the loss, or the outputs of a forward pass."""
         self._runners: dict[tuple[int, int], SegmentRunner] = {}
+        passes = (instruction for instruction in program.instructions if isinstance(instruction, Backward))
+        added = Counter(slot for instruction in passes for slot in instruction.writes)
+        self._shared = {slot for slot, times in added.items() if times > 1}
+        """Gradients that several backward passes add to."""
         self._actions = [self._action(instruction) for instruction in program.instructions]
 
     def step(self, inputs: Mapping[str, tuple[Box, Tensor]]) -> dict[str, Tensor]:
@@ -99,7 +104,8 @@ class Engine:
             case Forward():
                 return self._runner(instruction.segment, instruction.microbatch).forward(values, instruction)
             case Backward():
-                return self._runner(instruction.segment, instruction.microbatch).backward(values, instruction)
+                runner = self._runner(instruction.segment, instruction.microbatch)
+                return runner.backward(values, instruction, self._shared)
             case Post():
                 return wire.post(values, instruction)
             case Start():

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import Any
@@ -20,7 +21,7 @@ from flexsearch.graph.precision import PreciseGraph
 from flexsearch.graph.samples import COUNTS
 from flexsearch.lower import Lowered
 from flexsearch.runtime.body import Body, Call, Kernel, body_of
-from flexsearch.runtime.instructions import Backward, Forward, Key, Segment
+from flexsearch.runtime.instructions import Backward, Forward, Key, Segment, Slot
 from flexsearch.runtime.microbatches import piece_in_batch
 from flexsearch.runtime.wire import slices
 
@@ -129,6 +130,8 @@ class SegmentRunner:
         weights = {Key("home", tensor.name) for tensor in lowered.graph.of_kind("parameter")}
         self.stored = {k for k, leaf in enumerate(segment.leaves) if leaf.value in weights}
         """Leaves that are weights as this rank stores them."""
+        self.weights = {k for k, at in enumerate(self.tracked) if _is_weight(lowered, segment.leaves[at].gradient)}
+        """Which of these gradients are those of weights."""
         loss = lowered.graph.tensor.get(lowered.graph.loss or "")
         self.one = None if loss is None else torch.ones(loss.shape, dtype=dtype_of(loss.dtype), device=context.device)
         """The gradient of the loss."""
@@ -210,11 +213,12 @@ class SegmentRunner:
         moving = [k for k in self.tracked if k not in self.stored and not any(x is leaves[k] for x in computed)]
         return computed, [k for k in moving if leaves[k].untyped_storage()._cdata not in kept]
 
-    def backward(self, values: list[Any], instruction: Backward) -> Action:
-        """The backward pass (a part of it) as a closure."""
+    def backward(self, values: list[Any], instruction: Backward, shared: Collection[Slot]) -> Action:
+        """The backward pass (a part of it) as a closure. ``shared``: slots that other backward passes add to, too."""
         part, saved, seeds = instruction.part, instruction.saved, instruction.seeds
         targets = tuple((k, slot) for k, slot in enumerate(instruction.gradients) if slot is not None)
-        leaves, slots = tuple(leaf for leaf, _ in targets), tuple(slot for _, slot in targets)
+        leaves = tuple(leaf for leaf, _ in targets)
+        places = tuple((slot, leaf in self.weights and slot in shared) for leaf, slot in targets)
         first, keep = part != "weights", part == "inputs"
 
         def run() -> None:
@@ -231,13 +235,34 @@ class SegmentRunner:
                 passed.outputs, [passed.leaves[k] for k in leaves], passed.gradients, retain_graph=keep,
                 allow_unused=True,
             )  # fmt: skip
-            for target, gradient in zip(slots, made, strict=True):
-                if gradient is not None:
-                    # Never in place: autograd may hand out one tensor for several values.
-                    before = values[target]
-                    values[target] = gradient if before is None else before + gradient
+            # Autograd may hand out one tensor for several values. What else stands in a slot is this rank's alone.
+            owners: Counter[int] | None = None
+            for (slot, in_place), gradient in zip(places, made, strict=True):
+                before = values[slot]
+                if gradient is None:
+                    continue
+                if before is not None:
+                    values[slot] = before.add_(gradient) if in_place else before + gradient
+                elif in_place:
+                    owners = owners or Counter(_memory(x) for x in (*made, *passed.gradients) if x is not None)
+                    whole = gradient.untyped_storage().nbytes() == gradient.numel() * gradient.itemsize
+                    values[slot] = gradient if whole and owners[_memory(gradient)] == 1 else gradient.clone()
+                else:
+                    values[slot] = gradient
 
         return run
+
+
+def _is_weight(lowered: Lowered, gradient: Key | None) -> bool:
+    """Whether a gradient is that of a weight."""
+    if gradient is None or gradient.kind != "edge gradient":
+        return False
+    return lowered.graph.tensor[lowered.edges[int(str(gradient.name))].tensor].kind == "parameter"
+
+
+def _memory(tensor: Tensor) -> int:
+    """Where the memory of a tensor begins."""
+    return tensor.untyped_storage().data_ptr()
 
 
 def _draws(op: Operator) -> bool:
