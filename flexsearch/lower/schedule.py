@@ -28,6 +28,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Final
 
 import numpy as np
 
@@ -109,20 +110,25 @@ class Stages:
 
 # ---- buckets
 
+FIRST_BUCKET_BYTES: Final = 2**20
+
 
 def buckets_of(graph: OperatorGraph, bucket_bytes: int, stage_of: Sequence[int] | None = None) -> dict[str, int]:
     """Parameter -> number of its synchronisation bucket. Buckets are filled in the order in which the backward pass
     finishes the gradients, from the whole sizes of the weights, so that they do not depend on any config. A bucket
-    holds weights of one stage, or such that several stages read."""
+    holds weights of one stage, or such that several stages read; the first one of these is smaller, as in PyTorch's
+    DistributedDataParallel, so that the links have something to do early."""
     parameters = graph.of_kind("parameter")
     first = {t.name: min((i for i, _ in graph.consumers[t.name]), default=-1) for t in parameters}
     stage = dict.fromkeys(first, 0) if stage_of is None else weight_stages(graph, stage_of)
     found: dict[str, int] = {}
     bucket = filled = 0
+    first_bytes = limit = min(bucket_bytes, FIRST_BUCKET_BYTES)
     last: int | None = None
     for tensor in sorted(parameters, key=lambda t: (stage[t.name] == NOBODY, -first[t.name])):
-        if filled and (filled + tensor.nbytes > bucket_bytes or stage[tensor.name] != last):
+        if filled and (filled + tensor.nbytes > limit or stage[tensor.name] != last):
             bucket, filled = bucket + 1, 0
+            limit = bucket_bytes if stage[tensor.name] == last else first_bytes
         found[tensor.name] = bucket
         filled, last = filled + tensor.nbytes, stage[tensor.name]
     return found

@@ -11,7 +11,7 @@ from flexsearch.errors import StrategyError
 from flexsearch.graph import OperatorGraph
 from flexsearch.lower.recompute import NO_REGION, regions_of
 from flexsearch.report.export.file import File
-from flexsearch.strategy import States
+from flexsearch.strategy import Options, States
 
 
 def write_layers(file: File) -> None:
@@ -128,10 +128,12 @@ def _precision(file: File) -> None:
 def _data_parallel(file: File) -> None:
     file.needs("torch.nn.parallel", "DistributedDataParallel")
     size = f"{file.options.bucket_bytes / 2**20:g}"
+    # Given a size, DistributedDataParallel makes its first bucket no smaller than the others.
+    cap = "" if file.options.bucket_bytes == Options().bucket_bytes else f", bucket_cap_mb={size}"
     file.layers += [
         f"# Data parallelism over {file.plan.data} ranks: gradients are averaged in buckets of {size} MiB.",
         'group = mesh().get_group("data")',
-        f"model = DistributedDataParallel(model, process_group=group, bucket_cap_mb={size})",
+        f"model = DistributedDataParallel(model, process_group=group{cap})",
     ]
     if file.plan.states == States.OPTIMIZER:
         file.needs("torch.distributed.optim", "ZeroRedundancyOptimizer")
