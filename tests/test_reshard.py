@@ -19,6 +19,7 @@ from flexsearch.cost.ticks import TICK
 from flexsearch.graph import chunk, volume
 from flexsearch.lower import Entry, Exchange, Layout, Lowering, Reshard
 from flexsearch.lower.layout import Layouts
+from flexsearch.lower.planner import FREE, SHARED
 from flexsearch.lower.reshard import Phase, Planner, reshard
 from flexsearch.lower.templates import Templates
 from flexsearch.lower.weights import plan_weight
@@ -196,9 +197,9 @@ def check_sums(plan: Reshard, topology: Topology) -> None:
 
 
 @settings(derandomize=True, deadline=None, max_examples=300)
-@given(case=cases())
+@given(case=cases(), mode=st.sampled_from([FREE, SHARED]))
 def test_any_reshard_brings_sums_of_all_terms_and_says_what_it_moves(
-    case: tuple[str, Layout, Layout, tuple[int, ...]],
+    case: tuple[str, Layout, Layout, tuple[int, ...]], mode: Any
 ) -> None:
     name, source, destination, shape = case
     rng = np.random.default_rng(0)
@@ -208,7 +209,7 @@ def test_any_reshard_brings_sums_of_all_terms_and_says_what_it_moves(
         box = next(entry for entry in source if entry.term == term)
         part(whole, box)[...] += part(terms[term], box)
     layouts = Layouts()
-    plan = Reshard(planner(name), layouts.intern(source), layouts.intern(destination), ITEMSIZE)
+    plan = Reshard(planner(name), layouts.intern(source), layouts.intern(destination), ITEMSIZE, mode)
     held = carried(plan, [part(terms[entry.term], entry) for entry in source])
     for entry, value in zip(destination, held, strict=True):
         np.testing.assert_allclose(value, part(whole, entry), rtol=1e-12)

@@ -333,7 +333,8 @@ class _Compiler:
             if step.source[move.source].device == step.destination[move.destination].device == self.device
         }
         here = self._sources(transport, phase) if wanted else {}
-        copies = {m: self.slots.get(Key("kept", (transport, m))) for m, _ in wanted}
+        # Copies are of what the first phase leaves here.
+        copies = {m: self.slots.get(Key("kept", (transport, m))) if phase == 0 else None for m, _ in wanted}
         kept = {m: slot for m, slot in copies.items() if slot is not None}
         sources = {entry: here[entry] for m, entry in sorted(wanted) if m not in kept}
         received = {}
