@@ -73,8 +73,8 @@ def test_what_polishing_leaves_goes_to_other_climbs() -> None:
 
 def test_a_search_of_so_many_proposals_ends_in_a_local_optimum() -> None:
     graph, topology = cnn(batch=32, hidden=512), ethernet(2)
-    result = search(graph, topology, Costs(graph, topology), proposals=30_000, processes=1)
-    assert result.locally_optimal and result.proposals <= 30_000
+    result = search(graph, topology, Costs(graph, topology), proposals=60_000, processes=1)
+    assert result.locally_optimal and result.proposals <= 60_000
     assert any(trail.phase.endswith(POLISHED) for trail in result.trails)
 
 

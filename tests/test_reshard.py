@@ -199,7 +199,7 @@ def check_sums(plan: Reshard, topology: Topology) -> None:
 @settings(derandomize=True, deadline=None, max_examples=300)
 @given(case=cases(), mode=st.sampled_from([FREE, SHARED]))
 def test_any_reshard_brings_sums_of_all_terms_and_says_what_it_moves(
-    case: tuple[str, Layout, Layout, tuple[int, ...]], mode: Any
+    case: tuple[str, Layout, Layout, tuple[int, ...]], mode: np.uint64
 ) -> None:
     name, source, destination, shape = case
     rng = np.random.default_rng(0)
@@ -267,6 +267,31 @@ def test_sums_of_which_several_devices_want_the_same_are_no_reduce_scatter() -> 
     quarters = tuple(Entry(d, (chunk(8, 4, d),), 0) for d in range(4))
     assert reshard(sums, halves, ITEMSIZE, topology).form == "exchange"
     assert reshard(sums, quarters, ITEMSIZE, topology).form == "reduce_scatter"
+
+
+def test_sums_of_messages_cost_what_a_reduce_scatter_does_and_swaps_do_not() -> None:
+    topology = Topology.load("ethernet-1g:2")
+    whole, halves = ((0, 2**20),), tuple(Entry(d, (chunk(2**20, 2, d),), d) for d in range(2))
+    # Each device has one half and wants the other: nothing is added up.
+    assert reshard(halves, halves[::-1], ITEMSIZE, topology).form == "nothing"
+    swapped = tuple(Entry(d, halves[1 - d].box, 0) for d in range(2))
+    assert {e.form for e in reshard(halves, swapped, ITEMSIZE, topology).exchanges} == {"all_to_all"}
+    (one,) = reshard(tuple(Entry(d, whole, d) for d in range(2)), (Entry(0, whole, 0),), ITEMSIZE, topology).exchanges
+    assert (one.form, one.senders, one.receivers) == ("reduce_scatter", (1,), (0,))
+
+
+def test_gradients_that_share_a_communication_are_chosen_by_bytes_alone() -> None:
+    """A few bytes go faster as two messages than around a ring, but a bucket of them does not."""
+    topology = Topology.load("ethernet-1g:2")
+    factors = {**topology.communication.factors, "all_reduce": 1.0, "exchange": 1.0, "reduce_scatter": 2.0}
+    topology = topology.model_copy(
+        update={"communication": topology.communication.model_copy(update={"factors": factors})}
+    )
+    layouts, here = Layouts(), Planner(topology)
+    sums = layouts.intern(tuple(Entry(d, ((0, 8),), d) for d in range(2)))
+    both = layouts.intern(tuple(Entry(d, ((0, 8),), 0) for d in range(2)))
+    assert {e.form for e in Reshard(here, sums, both, ITEMSIZE, FREE).exchanges} == {"reduce_scatter"}
+    assert {e.form for e in Reshard(here, sums, both, ITEMSIZE, SHARED).exchanges} == {"all_reduce"}
 
 
 def test_the_nearest_copy_is_sent_and_equally_near_ones_take_turns() -> None:

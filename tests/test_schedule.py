@@ -17,7 +17,7 @@ from flexsearch.graph import OperatorGraph
 from flexsearch.lower import Lowering
 from flexsearch.lower.actions import actions
 from flexsearch.lower.rows import BACKWARD, COMPUTE, FORWARD, GATHER, REGATHER, SYNCHRONISE, UPDATE, WEIGHT_GRADIENT
-from flexsearch.lower.schedule import Stages, make_blocks, make_schedule
+from flexsearch.lower.schedule import FIRST_BUCKET_BYTES, Stages, buckets_of, make_blocks, make_schedule
 from flexsearch.simulate.delta import DeltaSimulator
 from flexsearch.strategy import OperatorConfig, Options
 from flexsearch.strategy.schedule import V_KINDS, placement
@@ -59,6 +59,20 @@ def test_orders_that_do_not_fit_their_schedule_are_refused(kind: Any, orders: in
     stages = Stages((0, 2), ((0,), (1,)), 2, kind, rows)
     with pytest.raises(FlexsearchError, match=says):
         make_schedule(make_blocks(mlp(), Options(bucket_bytes=1), stages), stages, 2)
+
+
+def test_the_first_bucket_of_a_stage_is_small() -> None:
+    graph = mlp(width=400, layers=12)
+    weights = [t for t in graph.of_kind("parameter") if t.nbytes]
+    assert sum(t.nbytes for t in weights) > 4 * FIRST_BUCKET_BYTES
+    count = len(graph.operators)
+    for stage_of in (None, Stages((0, count // 2), ((0,), (1,))).of(count)):
+        buckets = buckets_of(graph, 25 * 2**20, stage_of)
+        members = [[t for t in weights if buckets[t.name] == b] for b in sorted(set(buckets.values()))]
+        assert len(members) == 2 * (1 if stage_of is None else 2)
+        for first in members[::2]:
+            assert len(first) == 1 or sum(t.nbytes for t in first) <= FIRST_BUCKET_BYTES
+    assert len(set(buckets_of(graph, 1).values())) == len(graph.of_kind("parameter"))
 
 
 @pytest.mark.parametrize("graph", GRAPHS)

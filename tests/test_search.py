@@ -171,7 +171,7 @@ def test_an_interrupted_search_returns_its_best() -> None:
 def test_the_answer_is_a_local_optimum_and_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(optimize, "simplify", lambda space, configs, evaluate, **rest: configs)
     graph, topology = cnn(batch=32, hidden=512), ethernet(2)
-    result = find(graph, topology, 40_000)
+    result = find(graph, topology, 80_000)
     assert result.locally_optimal and result.strategy.search is not None and result.strategy.search.locally_optimal
     evaluate = Evaluator(graph, topology, Costs(graph, topology), result.strategy.options)
     space = Space(graph, topology)
