@@ -111,6 +111,7 @@ class Stages:
 # ---- buckets
 
 FIRST_BUCKET_BYTES: Final = 2**20
+"""As in PyTorch: ``torch.distributed._DEFAULT_FIRST_BUCKET_BYTES``."""
 
 
 def buckets_of(graph: OperatorGraph, bucket_bytes: int, stage_of: Sequence[int] | None = None) -> dict[str, int]:

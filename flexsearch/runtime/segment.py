@@ -235,7 +235,7 @@ class SegmentRunner:
                 passed.outputs, [passed.leaves[k] for k in leaves], passed.gradients, retain_graph=keep,
                 allow_unused=True,
             )  # fmt: skip
-            # Autograd may hand out one tensor for several values. What else stands in a slot is this rank's alone.
+            # Autograd may hand out one tensor for several values: sums of weights' gradients get memory of their own.
             owners: Counter[int] | None = None
             for (slot, in_place), gradient in zip(places, made, strict=True):
                 before = values[slot]

@@ -18,9 +18,9 @@ COLLECTIVES: Final = FORMS[:3]
 """Forms that NCCL carries out by algorithms of its own for groups."""
 
 # Time over the ideal of (bytes on the busiest link / its bandwidth); a reduce_scatter's is also that of other messages
-# whose receivers add them up. gloo, at 1 Gbit/s on 2 to 4 hosts: all_reduce,
-# exchange and reduce_scatter (full-duplex exchanges and a sum; 1.1-1.24) are measured; all_gather and all_to_all made
-# of exchanges are taken to be near exchange (gloo's own reach 1.3-1.8 and 1.5-2.1). nccl: estimates, not measured.
+# whose receivers add them up. gloo, at 1 Gbit/s on 2 to 4 hosts: all_reduce, exchange and reduce_scatter (full-duplex
+# exchanges and a sum; 1.1-1.24) are measured; all_gather and all_to_all made of exchanges are taken to be near exchange
+# (gloo's own reach 1.3-1.8 and 1.5-2.1). nccl: estimates, not measured.
 FACTORS: Final[dict[str, dict[str, float]]] = {
     "gloo": {"all_reduce": 1.05, "all_gather": 1.1, "reduce_scatter": 1.15, "all_to_all": 1.1, "exchange": 1.07},
     "nccl": {"all_reduce": 1.25, "all_gather": 1.25, "reduce_scatter": 1.25, "all_to_all": 1.3, "exchange": 1.15},
@@ -150,8 +150,8 @@ class Communication(FileModel):
         return groups
 
     def cpu_s_per_byte_of(self, form: str) -> float:
-        """Processor time per byte of a form: as many times a message's as its time is. Where processors move all
-        bytes, as between ranks of one machine, both are the same time."""
+        """Processor time per byte of a form, s: a message's, times the ratio of their factors. That holds where
+        processors move the bytes, as between ranks of one machine; on slow networks it is an assumption."""
         return self.cpu_s_per_byte * self.factors[form] / self.factors["exchange"]
 
     def assumed(self) -> set[str]:
