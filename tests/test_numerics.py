@@ -11,7 +11,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, Phase, given, note, seed, settings
 from hypothesis import strategies as st
-from torch import Tensor
+from torch import Tensor, nn
 
 from flexsearch.cost import Costs
 from flexsearch.errors import RuntimeFailure
@@ -305,3 +305,34 @@ def test_the_check_can_fail() -> None:
     wrong[-1][1]["a.weight"][0, 0] += 1e-7
     with pytest.raises(AssertionError, match=r"a\.weight after step 3"):
         agree(expected, wrong)
+
+
+class _Added(nn.Module):
+    """Autograd hands out one tensor as the gradient of both weights."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.a, self.b = (nn.Parameter(torch.randn(4, 4, dtype=torch.float64)) for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return nn.functional.linear(x, self.a + self.b).square().mean()
+
+
+def _added(imported: Imported, file: str, x: Tensor) -> dict[str, Tensor]:
+    """The weights after a step of a plan."""
+    parallel = distribute(_Added(), imported, Strategy.from_file(StrategyFile.model_validate_json(file)), _sgd)
+    parallel.step((x,), None)
+    return dict(parallel.state_dict())
+
+
+def test_gradients_in_the_same_memory_add_up_apart_over_microbatches() -> None:
+    x = torch.randn(8, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    imported, cluster = import_with_constants(_Added(), (x,)), Topology.load("ethernet-1g:1")
+    alone = baseline("single", imported.graph, cluster)
+    split = Strategy.make(imported.graph, cluster, alone.configs, alone.options, microbatches=4)
+    expected, found = (
+        pool(1).run(_added, imported, plan.to_file().model_dump_json(), x)[0] for plan in (alone, split)
+    )
+    for name, value in expected.items():
+        torch.testing.assert_close(found[name], value, rtol=1e-12, atol=0)
