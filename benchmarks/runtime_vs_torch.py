@@ -47,8 +47,8 @@ TABLES = ("layouts", "one rank", "found", "accuracy")
 QUICK_LAYOUTS = ["ddp 25 MiB", "fsdp", "tensor", "1f1b", "zero-bubble"]
 TURN_S = 0.3
 """A turn has as many steps as are predicted to take so long."""
-MIN_ROUNDS = 7
-"""Turns are short; a median of fewer is that of a pause of Python's garbage collector, or of the machine."""
+ROUNDS = 7
+"""Turns of each variant, with --quick too: a pause in one of a few short turns would move the median."""
 
 
 class Case:
@@ -85,14 +85,14 @@ class Case:
 
     def measure(self, ours: Strategy, theirs: str | None, predicted_s: float) -> dict[str, Measured]:
         """Ours, theirs (a file, or DDP) and one process, in turn."""
-        path, rounds = self.machine.scratch / "ours.json", max(MIN_ROUNDS, self.machine.effort.rounds)
+        path = self.machine.scratch / "ours.json"
         ours.save(path)
         steps = max(1, math.ceil(TURN_S / predicted_s))
         job = Job(
             self.model.target, self.model.batch,
-            {**({"theirs": theirs} if theirs else {}), "ours": str(path), SINGLE: SINGLE}, rounds=rounds,
+            {**({"theirs": theirs} if theirs else {}), "ours": str(path), SINGLE: SINGLE}, rounds=ROUNDS,
             steps=steps, warmup=2, together=True, timeline=False,
-            timeout_s=90.0 + 30 * predicted_s * (2 + rounds * steps), arguments=dict(self.model.arguments),
+            timeout_s=90.0 + 30 * predicted_s * (2 + ROUNDS * steps), arguments=dict(self.model.arguments),
         )  # fmt: skip
         return self.machine.measure(job, self.ranks, self.network)
 

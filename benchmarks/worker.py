@@ -214,7 +214,7 @@ def measure(job: Job) -> dict[str, Measured]:
 
 def _warm(variant: Variant, job: Job) -> Variant:
     variant.turn(job.warmup)
-    gc.collect()  # what building left behind: the collector's next full pass takes 0.2 s, in anybody's turn
+    gc.collect()  # or the full pass that building leads to, 0.2 s, falls into a turn
     variant.sent = variant.steps = 0
     return variant
 

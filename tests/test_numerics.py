@@ -331,8 +331,8 @@ def test_gradients_in_the_same_memory_add_up_apart_over_microbatches() -> None:
     imported, cluster = import_with_constants(_Added(), (x,)), Topology.load("ethernet-1g:1")
     alone = baseline("single", imported.graph, cluster)
     split = Strategy.make(imported.graph, cluster, alone.configs, alone.options, microbatches=4)
-    expected, found = (
+    expected, actual = (
         pool(1).run(_added, imported, plan.to_file().model_dump_json(), x)[0] for plan in (alone, split)
     )
     for name, value in expected.items():
-        torch.testing.assert_close(found[name], value, rtol=1e-12, atol=0)
+        torch.testing.assert_close(actual[name], value, rtol=1e-12, atol=0)
