@@ -181,7 +181,7 @@ def test_what_one_device_does_is_one_segment() -> None:
     assert len(program.segments) == kinds.count("Forward") == kinds.count("Backward") == 1
     # Rotary embeddings read halves of a query and of a key, which the segment takes itself.
     assembled = {i.transport.purpose for i in program.instructions if isinstance(i, Assemble)}
-    assert assembled == {"synchronise"} and sum(map(len, program.segments[0].parts)) == 4 * 32
+    assert assembled == {"synchronise"} and sum(len(call.parts) for call in program.segments[0].calls) == 4 * 32
 
 
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "zero-bubble", "interleaved-1f1b"])
