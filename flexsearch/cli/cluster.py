@@ -124,7 +124,8 @@ def run(
     if trace is not None and training.timeline is not None:
         from flexsearch.report import save_trace
 
-        save_trace(trace, training.lowered, training.simulation, training.timeline.spans)
+        timeline = training.timeline
+        save_trace(trace, training.lowered, training.simulation, timeline.spans, timeline.curves())
     data = {"strategy": str(strategy), "model": model, "trace": str(trace) if trace is not None else None}
     _show(as_json, data | _with_flags(training.summary()), lambda: told.end(training, trace))
 
@@ -269,5 +270,21 @@ class _Steps:
                 f"{row.stage_pass} {row.kind} {row.name}".lstrip(), str(row.tasks),
                 seconds(row.predicted_s), seconds(row.measured_s),
                 sign + seconds(abs(row.difference_s)),
+            )  # fmt: skip
+        stdout.print(grid)
+        self._memory(training)
+
+    def _memory(self, training: Training) -> None:
+        from flexsearch.report.grid import Column, Grid
+        from flexsearch.report.units import nbytes, signed
+
+        headings = ("predicted\npeak", "measured\npeak", "beyond it\nat most")
+        columns = Column("rank", "text"), *map(Column, headings), Column("there, in", "text")
+        grid = Grid(columns, "What ranks hold, predicted and measured")
+        for row in training.memory_errors():
+            grid.add(
+                str(row.device), nbytes(row.predicted_peak), nbytes(row.measured_peak),
+                signed(row.measured_bytes - row.predicted_bytes, nbytes),
+                f"{row.stage_pass} {row.kind} {row.name}".lstrip(),
             )  # fmt: skip
         stdout.print(grid)

@@ -17,8 +17,9 @@ from flexsearch.cost import Costs, Profile
 from flexsearch.errors import RuntimeFailure
 from flexsearch.graph.loading import Loaded, load_callable
 from flexsearch.lower import Lowered, lower_for_ranks
+from flexsearch.runtime.held import MemoryRow
 from flexsearch.runtime.parallel import MakeOptimizer, Parallel, Traced, distribute, parallelize
-from flexsearch.runtime.timeline import Row, Timeline, compare, record
+from flexsearch.runtime.timeline import Row, Timeline, compare, compare_memory, record
 from flexsearch.simulate import Simulation, simulate
 from flexsearch.strategy import Strategy
 
@@ -57,8 +58,13 @@ class Training:
         """Where the error of the prediction sits, largest first; empty without a timeline."""
         return compare(self.lowered, self.simulation, self.timeline) if self.timeline is not None else []
 
+    def memory_errors(self) -> list[MemoryRow]:
+        """What each rank was predicted to hold, and held; empty without a timeline."""
+        return compare_memory(self.lowered, self.simulation, self.timeline) if self.timeline is not None else []
+
     def summary(self) -> dict[str, Any]:
-        """As JSON: ``steps``, ``median_iteration_s``, ``predicted_iteration_s``, and with a timeline ``errors``."""
+        """As JSON: ``steps``, ``median_iteration_s``, ``predicted_iteration_s``, and with a timeline ``errors`` and
+        ``memory``."""
         result: dict[str, Any] = {
             "steps": [vars(step) for step in self.steps],
             "median_iteration_s": self.measured_s,
@@ -67,6 +73,7 @@ class Training:
         if self.timeline is not None:
             result["traced_iteration_s"] = self.timeline.iteration_s
             result["errors"] = [row._asdict() for row in self.errors()]
+            result["memory"] = [row._asdict() for row in self.memory_errors()]
         return result
 
 
