@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections import Counter
 from itertools import pairwise
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from threading import Event, Thread
 from typing import Any, NamedTuple
 
@@ -17,10 +19,12 @@ from flexsearch.lower import lower_for_ranks
 from flexsearch.report.trace import chrome_trace
 from flexsearch.runtime.arrivals import Message, Receipt, _listen, flows_from, free_since
 from flexsearch.runtime.live_bytes import LiveBytes
+from flexsearch.runtime.parallel import parallelize
 from flexsearch.runtime.train import train
 from flexsearch.strategy import Strategy, StrategyFile
 from flexsearch.strategy.baselines import baseline
 from flexsearch.topology import Topology
+from flexsearch.tracing import save_trace
 from tests.exported import layout
 from tests.ranks import pool
 from tests.test_program import imported
@@ -89,6 +93,32 @@ def test_every_predicted_task_and_pass_is_measured_once_under_its_name(schedule:
     for row, peak in zip(traced.summary["memory"], traced.peaks, strict=True):
         assert row["measured_peak"] == peak == pytest.approx(row["predicted_peak"], rel=0.25)
         assert row["name"]
+
+
+def _traced_in_a_loop(file: str) -> tuple[int, bool, bool]:
+    """How many tasks were measured; whether weights and gradients stay; whether this rank wrote a trace."""
+    torch.manual_seed(0)
+    loaded = load_callable(SPEC, name="llama")
+    plan = Strategy.from_file(StrategyFile.model_validate_json(file))
+    step = parallelize(loaded.model, plan, loss=loaded.loss, inputs=loaded.inputs, targets=loaded.targets)
+    batch = loaded.inputs, loaded.targets
+    step(batch)
+
+    def state() -> list[torch.Tensor]:
+        return [x.detach().clone() for p in step.parameters() for x in (p, p.grad) if x is not None]
+
+    before = state()
+    timeline = step.trace(batch, torch.optim.SGD(step.parameters()), steps=1)
+    with TemporaryDirectory() as folder:
+        save_trace(Path(folder) / "trace.json", step, timeline)
+        written = (Path(folder) / "trace.json").exists()
+    return len(timeline.spans), all(map(torch.equal, before, state())), written
+
+
+def test_tracing_a_step_of_ones_own_loop_changes_neither_weights_nor_gradients() -> None:
+    plan = _plan("1f1b")
+    (first, *stays), (second, *others) = pool(2).run(_traced_in_a_loop, plan.to_file().model_dump_json())
+    assert first == second > 100 and stays == [True, True] and others == [True, False]
 
 
 class Sent:

@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 import numpy as np
 from torch import Tensor
+from torch.optim import Optimizer
 
 from flexsearch.graph import Box, volume
 from flexsearch.lower import TaskKind
@@ -19,7 +20,6 @@ from flexsearch.runtime.engine import Action, Engine
 from flexsearch.runtime.instructions import Backward, Fetch, Forward, Instruction, Program, Update
 from flexsearch.runtime.live_bytes import LiveBytes
 from flexsearch.runtime.microbatches import box_in_batch
-from flexsearch.runtime.step import Parallel
 from flexsearch.simulate import Simulation
 from flexsearch.simulate.memory import Curve
 
@@ -49,9 +49,9 @@ class MemoryRow(NamedTuple):
     name: str = ""
 
 
-def held_by(parallel: Parallel, engine: Engine, step: Callable[[], object]) -> list[Held]:
+def held_by(engine: Engine, optimizer: Optimizer | None, step: Callable[[], object]) -> list[Held]:
     """What the instructions of ``engine`` hold on this rank, while ``step`` runs it."""
-    there = list(_at_hand(parallel, engine))
+    there = list(_at_hand(engine, optimizer))
     always = sum({t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in there}.values())
     always += _read_bytes(engine.program)
     rows: list[Held] = []
@@ -71,12 +71,12 @@ def held_by(parallel: Parallel, engine: Engine, step: Callable[[], object]) -> l
     return rows
 
 
-def _at_hand(parallel: Parallel, engine: Engine) -> Iterator[Tensor]:
+def _at_hand(engine: Engine, optimizer: Optimizer | None) -> Iterator[Tensor]:
     """What a rank holds between steps."""
     yield from engine.weights.values()
     yield from (tensor for _, tensor in engine.fixed.values())
-    if parallel.optimizer is not None:
-        for state in parallel.optimizer.state.values():
+    if optimizer is not None:
+        for state in optimizer.state.values():
             yield from (value for value in state.values() if isinstance(value, Tensor))
 
 

@@ -16,6 +16,7 @@ from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
+from torch.optim import Optimizer
 
 from flexsearch.lower import Lowered, TaskKind
 from flexsearch.ranks import kernel_identity
@@ -69,10 +70,12 @@ class Row(NamedTuple):
     difference_s: float
 
 
-def record(parallel: Parallel, step: Callable[[], object], steps: int = 3) -> Timeline:
+def record(
+    parallel: Parallel, step: Callable[[], object], steps: int = 3, optimizer: Optimizer | None = None
+) -> Timeline:
     """Run ``step`` (which calls ``parallel.step``) ``steps`` times, operator by operator, and return what every task
     took; and twice more, before that, to allocate and compile, and to see what is held in memory. All ranks must call
-    it; all get the same timeline. These are real training steps."""
+    it; all get the same timeline. These are real training steps. ``optimizer``: another than ``parallel``'s own."""
     engine, offset = parallel.engine, clock_offset()
     program = compile_program(parallel.lowered, parallel.rank, fuse=False)
     wire = Watched(engine.wire, program.instructions)
@@ -83,7 +86,7 @@ def record(parallel: Parallel, step: Callable[[], object], steps: int = 3) -> Ti
         wire.begin()
         step()  # first calls allocate and compile
         wire.begin()
-        nbytes = held_by(parallel, watched, step)
+        nbytes = held_by(watched, optimizer or parallel.optimizer, step)
         for _ in range(steps):
             wire.begin()
             dist.barrier()
