@@ -188,18 +188,22 @@ class SegmentRunner:
                 passed.outputs, [passed.leaves[k] for k in leaves], passed.gradients, retain_graph=keep,
                 allow_unused=True,
             )  # fmt: skip
-            # Autograd may hand out one tensor for several values: sums of weights' gradients get memory of their own.
+            # Autograd may hand out one tensor for several values: what is added to gets memory of its own.
             owners: Counter[int] | None = None
             for (slot, in_place), gradient in zip(places, made, strict=True):
                 before = values[slot]
                 if gradient is None:
                     continue
-                if before is not None:
-                    values[slot] = before.add_(gradient) if in_place else before + gradient
-                elif in_place:
+                if before is not None and in_place:
+                    values[slot] = before.add_(gradient)
+                elif before is not None or in_place:
                     owners = owners or Counter(_memory(x) for x in (*made, *passed.gradients) if x is not None)
                     whole = gradient.untyped_storage().nbytes() == gradient.numel() * gradient.itemsize
-                    values[slot] = gradient if whole and owners[_memory(gradient)] == 1 else gradient.clone()
+                    own = whole and owners[_memory(gradient)] == 1
+                    if before is None:
+                        values[slot] = gradient if own else gradient.clone()
+                    else:
+                        values[slot] = gradient.add_(before) if own else before + gradient
                 else:
                     values[slot] = gradient
 
