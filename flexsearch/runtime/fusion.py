@@ -120,9 +120,9 @@ class Fusion:
         segment.trains = any(trains(self.graph, o) for o in segment.operators)
         for o in segment.operators:
             op, arguments = self.graph.operators[o], self._arguments(o, leaves, results)
-            made = tuple(range(len(results), len(results) + len(op.outputs)))
-            segment.calls.append(Call((o,), op.kind, arguments, made, self._parts_read(o)))
-            results.update(zip(op.outputs, made, strict=True))
+            numbers = tuple(range(len(results), len(results) + len(op.outputs)))
+            segment.calls.append(Call((o,), op.kind, arguments, numbers, self._parts_read(o)))
+            results.update(zip(op.outputs, numbers, strict=True))
         segment.leaves = list(leaves)
         for name, result in results.items():
             if self._leaves_segment(name, number):

@@ -117,7 +117,7 @@ def _forward(program: Program, instruction: Forward) -> Iterator[str]:
             )
             for p, a in enumerate(call.arguments)
         )  # fmt: skip
-        made = ", ".join(_name(results[k]) for k in call.results)
+        targets = ", ".join(_name(results[k]) for k in call.results)
         regions = ", ".join(
             _region(box, lowered.graph.tensor[name].shape)
             for o in call.operators
@@ -127,7 +127,7 @@ def _forward(program: Program, instruction: Forward) -> Iterator[str]:
                 strict=True,
             )
         )
-        yield f"{made} = {call.kind}({operands})  # {regions}"
+        yield f"{targets} = {call.kind}({operands})  # {regions}"
     for result, slot in instruction.exports:
         yield f"{_value(program, slot)} = {_name(results[result])}"
 
