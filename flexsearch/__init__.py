@@ -25,19 +25,20 @@ if TYPE_CHECKING:
     from flexsearch.runtime.parallel import Parallel, parallelize
     from flexsearch.strategy import Strategy
     from flexsearch.topology import Topology
+    from flexsearch.tracing import save_trace
 
 __version__ = "0.1.0"
 
 __all__ = [
     "FlexsearchError", "OperatorGraph", "OperatorKind", "Parallel", "Profile", "Strategy", "Topology", "__version__",
-    "compare", "import_model", "optimize", "parallelize", "profile_graph", "register",
+    "compare", "import_model", "optimize", "parallelize", "profile_graph", "register", "save_trace",
 ]  # fmt: skip
 
 _HOME = {
     "FlexsearchError": "errors", "OperatorGraph": "graph", "Parallel": "runtime.parallel", "Profile": "cost",
     "Strategy": "strategy", "Topology": "topology", "compare": "api", "import_model": "graph.importer",
     "optimize": "api", "parallelize": "runtime.parallel", "profile_graph": "measure.profiler",
-    "register": "graph.ops", "OperatorKind": "graph.ops",
+    "register": "graph.ops", "OperatorKind": "graph.ops", "save_trace": "tracing",
 }  # fmt: skip
 
 

@@ -238,8 +238,10 @@ def test_profile_measures_extends_and_is_used(cli: Cli) -> None:
 def test_run_trains_on_local_ranks_and_puts_predicted_beside_measured(cli: Cli) -> None:
     cli("optimize", "lenet", "-t", "ethernet-1g-2", "--budget", 20)
     ran = cli("run", "-n", 2, "strategy.json", "--model", "flexsearch.zoo:lenet", "--batch", 64, "--steps", 3,
-              "--trace", "t.json", "--json")  # fmt: skip
+              "--trace", "t.json", "--profile", "p.json", "--json")  # fmt: skip
     assert ran.code == 0, ran.err
+    assert "without the network" in ran.json["learned"]["reason"] and not Path("p.json").exists()
+    assert [row["device"] for row in ran.json["memory"]] == [0, 1]
     assert [step["step"] for step in ran.json["steps"]] == [0, 1, 2]
     assert all(step["loss"] > 0 and step["iteration_s"] > 0 for step in ran.json["steps"])
     prediction = Strategy.load("strategy.json").prediction

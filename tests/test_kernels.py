@@ -21,7 +21,7 @@ import tests.kernel_cases_more
 from flexsearch.errors import ImportModelError
 from flexsearch.graph.notation import Box, Interval
 from flexsearch.graph.ops import KernelContext, build_kernel
-from flexsearch.graph.ops.batch_norm import fused_batch_norm
+from flexsearch.graph.ops.batch_norm import batch_norm_at_once
 from flexsearch.graph.ops.random import keep_mask
 from flexsearch.graph.piece import Piece, make_piece, whole_piece
 from tests.kernel_cases import CASES, Case, rand
@@ -211,7 +211,7 @@ def test_batch_norm_in_two_operators_is_that_of_torch(
     found = [t.clone().requires_grad_() for t in (x, weight, bias)]
     plain = [t.float().requires_grad_() for t in (x, weight, bias)]
     if at_once:
-        statistics, y = fused_batch_norm(second.op, *kernels)(*found)
+        statistics, y = batch_norm_at_once([first.op, second.op], kernels)(*found)
         torch.testing.assert_close(statistics, kernels[0](x), rtol=1e-5, atol=1e-5)
     else:
         y = kernels[1](found[0], kernels[0](found[0]), *found[1:])

@@ -14,7 +14,10 @@ from flexsearch.cost import Costs, Learned, Network, Profile, ProfileDevice
 from flexsearch.cost.communication import Pricing, least_seconds
 from flexsearch.errors import ProfileError
 from flexsearch.graph import OperatorGraph
+from flexsearch.lower import Lowered, lower_for_ranks
 from flexsearch.measure.learning import Lesson, learn
+from flexsearch.measure.traced import learn_from_tasks
+from flexsearch.simulate.simulation import makespan
 from flexsearch.simulate.staged import step_of_strategy
 from flexsearch.strategy import Strategy
 from flexsearch.topology import Topology
@@ -158,6 +161,41 @@ def test_never_more_figures_than_a_third_of_the_plans() -> None:
     truth = Learned(compute=1.5, task_s=5e-5, networks=network(time=1.7, start_s=2e-4))
     for count in (3, 5, 6, 8):
         assert len(taught(machine, count, truth).changed) <= count // 3
+
+
+def timeline(truth: Learned) -> tuple[Strategy, Lowered, dict[int, tuple[float, float]], float]:
+    """Of a plan where ``truth`` holds: its tasks as they are priced without, what they take, and the whole step, s."""
+    graph, strategies = plans()
+    plan = strategies[-1]
+    priced, real = (lower_for_ranks(graph, plan, TOPOLOGY, Costs(graph, TOPOLOGY, p)) for p in (None, profile(truth)))
+    assert priced.digest == real.digest
+    return plan, priced, {t: (1.0, 1.0 + s) for t, s in enumerate(real.tasks.duration)}, makespan(real)
+
+
+@pytest.mark.parametrize("truth", [Learned(compute=1.5), Learned(task_s=200e-6), Learned(compute=0.7, task_s=80e-6)])
+def test_the_tasks_of_one_run_teach_as_plans_do(truth: Learned) -> None:
+    plan, lowered, spans, step_s = timeline(truth)
+    lesson = learn_from_tasks(plans()[0], plan, lowered, spans, frozenset(), step_s, profile(None))
+    assert lesson.learned.compute == pytest.approx(truth.compute, rel=0.02)
+    assert lesson.learned.task_s == pytest.approx(truth.task_s, abs=4e-6)
+    assert lesson.learned.plans == 1 and lesson.after < 0.02 < lesson.before
+    again = learn_from_tasks(plans()[0], plan, lowered, spans, frozenset(), step_s, profile(lesson.learned))
+    assert again.changed == ()
+
+
+def test_what_earlier_runs_taught_weighs_as_much_as_a_run() -> None:
+    plan, lowered, spans, step_s = timeline(Learned(compute=2.0))
+    prior = profile(Learned(compute=1.0, plans=1))
+    lesson = learn_from_tasks(plans()[0], plan, lowered, spans, frozenset(), step_s, prior)
+    assert lesson.learned.compute == pytest.approx(1.5, rel=0.02) and lesson.learned.plans == 2
+
+
+def test_tasks_whose_end_is_unknown_teach_nothing() -> None:
+    plan, lowered, spans, step_s = timeline(Learned())
+    moving = frozenset(t for t, what in enumerate(lowered.tasks.communication) if what is not None)
+    assert moving
+    late = {t: (a, b + (9.0 if t in moving else 0.0)) for t, (a, b) in spans.items()}
+    assert learn_from_tasks(plans()[0], plan, lowered, late, moving, step_s, profile(None)).changed == ()
 
 
 def test_two_plans_are_too_few() -> None:

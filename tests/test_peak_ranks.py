@@ -18,6 +18,7 @@ from flexsearch.errors import StrategyError
 from flexsearch.graph import Tracing
 from flexsearch.graph.importer import Imported, import_with_constants
 from flexsearch.lower import lower_for_ranks
+from flexsearch.runtime.live_bytes import LiveBytes
 from flexsearch.runtime.parallel import distribute
 from flexsearch.simulate.memory import memory, spans_of
 from flexsearch.strategy import Options, Strategy
@@ -25,7 +26,6 @@ from flexsearch.strategy.baselines import baseline
 from flexsearch.strategy.model import StrategyFile
 from flexsearch.topology import Topology
 from flexsearch.topology.changes import with_memory
-from tests.live_bytes import LiveBytes
 from tests.ranks import pool
 from tests.staged_plans import Deep, tokens_loss
 

@@ -140,6 +140,22 @@ def test_a_gradient_goes_when_it_has_been_sent_though_a_part_of_it_stays() -> No
         assert gradients and all(freed[slot] < delivered[0] for slot in gradients)
 
 
+def test_gradients_of_a_microbatch_are_added_up_before_the_next_ones_are_sent() -> None:
+    for program in drawn(19):  # sends the gradient of each weight by itself, for each of four microbatches
+        under_way: set[int] = set()
+        sent = 0
+        for instruction in program.instructions:
+            if isinstance(instruction, Start):
+                what = program.lowered.tasks.communication[instruction.task]
+                if what is not None and what.purpose == "synchronise" and program.device in what.senders:
+                    under_way |= {member.key for member in what.members}
+                    sent += 1
+                    assert len(under_way) == 1
+            elif isinstance(instruction, Deliver):
+                under_way.discard(instruction.weight)
+        assert sent > 50
+
+
 def test_receives_are_posted_ahead_within_a_limit_and_never_behind_their_tasks(monkeypatch: pytest.MonkeyPatch) -> None:
     graph, topology = _imported("mlp").graph, Topology.load("ethernet-1g:4")
     lowered = lower(graph, baseline("fsdp", graph, topology), topology, Costs(graph, topology))
@@ -181,7 +197,7 @@ def test_what_one_device_does_is_one_segment() -> None:
     assert len(program.segments) == kinds.count("Forward") == kinds.count("Backward") == 1
     # Rotary embeddings read halves of a query and of a key, which the segment takes itself.
     assembled = {i.transport.purpose for i in program.instructions if isinstance(i, Assemble)}
-    assert assembled == {"synchronise"} and sum(map(len, program.segments[0].parts)) == 4 * 32
+    assert assembled == {"synchronise"} and sum(len(call.parts) for call in program.segments[0].calls) == 4 * 32
 
 
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "zero-bubble", "interleaved-1f1b"])

@@ -18,6 +18,9 @@ from flexsearch.cli.models import BatchOption, SetOption, keywords
 from flexsearch.errors import RuntimeFailure, StrategyError
 
 if TYPE_CHECKING:
+    from flexsearch.cli.learning import Learning
+    from flexsearch.cost import Profile
+    from flexsearch.measure.learning import Lesson
     from flexsearch.runtime.train import Step, Training
     from flexsearch.strategy import Strategy
     from flexsearch.topology import Topology
@@ -84,7 +87,9 @@ def run(
     profile: Annotated[
         Path | None,
         typer.Option(
-            "--profile", "-p", metavar="P", help="Measured compute times. Default: the prediction in the strategy file."
+            "--profile", "-p", metavar="P",
+            help="Measured compute times. Default: the prediction in the strategy file. With --trace, the file, which "
+            "need not exist, learns from the measured times.",
         ),
     ] = None,
     trace: Annotated[
@@ -104,6 +109,8 @@ def run(
     On several hosts: torchrun --nnodes ... -m flexsearch.cli run STRATEGY --model MODULE:CALLABLE.
     """
     check_outputs({"--trace": trace}, strategy, profile, model.rpartition(":")[0])
+    learns = profile if trace is not None else None
+    check_outputs({"--profile": learns}, strategy, model.rpartition(":")[0])
     arguments = keywords(batch, set_)
     if not _is_rank():
         _launch(_check_ranks(strategy, ranks), pin_cores, as_json)
@@ -115,8 +122,9 @@ def run(
     plan, loaded = Strategy.load(strategy), load_callable(model, **arguments)
     _check_batch(plan, model, (loaded.inputs, loaded.targets))
     told = _Steps(as_json or not _first())
+    known = None if learns is not None and not learns.exists() else profile
     training = train(
-        plan, loaded, steps=steps, trace=trace is not None, profile=profile, rate=rate, seed=seed, timeout_s=timeout,
+        plan, loaded, steps=steps, trace=trace is not None, profile=known, rate=rate, seed=seed, timeout_s=timeout,
         progress=told.step, compile=compile,
     )  # fmt: skip
     if not _first():
@@ -124,9 +132,36 @@ def run(
     if trace is not None and training.timeline is not None:
         from flexsearch.report import save_trace
 
-        save_trace(trace, training.lowered, training.simulation, training.timeline.spans)
+        timeline = training.timeline
+        save_trace(trace, training.lowered, training.simulation, timeline.spans, timeline.curves())
+    learned = None if learns is None else _learned(plan, training, learns)
     data = {"strategy": str(strategy), "model": model, "trace": str(trace) if trace is not None else None}
-    _show(as_json, data | _with_flags(training.summary()), lambda: told.end(training, trace))
+    data |= _with_flags(training.summary()) | (learned.data() if learned is not None else {})
+
+    def end() -> None:
+        told.end(training, trace)
+        if learned is not None:
+            stdout.print(learned.words(plan.cluster, "task"), soft_wrap=True)
+
+    _show(as_json, data, end)
+
+
+def _learned(plan: Strategy, training: Training, path: Path) -> Learning:
+    """What the timeline of a run teaches the profile at ``path``."""
+    from flexsearch.cli.learning import taught
+    from flexsearch.cost import Profile
+    from flexsearch.measure.traced import learn_from_tasks
+    from flexsearch.ranks import meeting_point
+
+    def teach(known: Profile) -> Lesson:
+        timeline = training.timeline
+        assert timeline is not None
+        return learn_from_tasks(
+            training.graph, plan, training.lowered, timeline.spans, timeline.hidden, training.measured_s, known
+        )
+
+    known = Profile.load(path) if path.exists() else None
+    return taught(path, known, plan.cluster, meeting_point() is not None, teach)
 
 
 def _check_ranks(strategy: Path, ranks: int | None) -> int:
@@ -269,5 +304,21 @@ class _Steps:
                 f"{row.stage_pass} {row.kind} {row.name}".lstrip(), str(row.tasks),
                 seconds(row.predicted_s), seconds(row.measured_s),
                 sign + seconds(abs(row.difference_s)),
+            )  # fmt: skip
+        stdout.print(grid)
+        self._memory(training)
+
+    def _memory(self, training: Training) -> None:
+        from flexsearch.report.grid import Column, Grid
+        from flexsearch.report.units import nbytes, signed
+
+        headings = ("predicted\npeak", "measured\npeak", "beyond it\nat most")
+        columns = Column("rank", "text"), *map(Column, headings), Column("there, in", "text")
+        grid = Grid(columns, "What ranks hold, predicted and measured")
+        for row in training.memory_errors():
+            grid.add(
+                str(row.device), nbytes(row.predicted_peak), nbytes(row.measured_peak),
+                signed(row.measured_bytes - row.predicted_bytes, nbytes),
+                f"{row.stage_pass} {row.kind} {row.name}".lstrip(),
             )  # fmt: skip
         stdout.print(grid)

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 import typer
 
 from flexsearch.cli.common import settings, stdout
+from flexsearch.cli.learning import Learning, taught
 from flexsearch.cli.progress import Live
 from flexsearch.errors import UsageError
 from flexsearch.ranks import is_rank
@@ -58,24 +59,15 @@ class Row(NamedTuple):
 
 @dataclass(frozen=True)
 class Verified:
-    """What was run, the fastest first, and what it taught, if a ``profile`` was to learn: a lesson, or the reason why
-    there is none."""
+    """What was run, the fastest first, and what it taught, if a profile was to learn."""
 
     rows: list[Row]
-    profile: Path | None = None
-    lesson: Lesson | None = None
-    reason: str = ""
+    learned: Learning | None = None
 
     def data(self) -> dict[str, Any]:
         """As JSON."""
         data: dict[str, Any] = {"verified": [row._asdict() for row in self.rows]}
-        if (lesson := self.lesson) is not None:
-            data["learned"] = {
-                "profile": str(self.profile), "changed": lesson.changed, "error_before": lesson.before,
-                "error_after": lesson.after, "error_left_out": lesson.left_out,
-                "costs": lesson.learned.model_dump(mode="json"),
-            }  # fmt: skip
-        return data
+        return data | (self.learned.data() if self.learned is not None else {})
 
 
 @dataclass(frozen=True)
@@ -126,54 +118,34 @@ class Verification:
             strategy.measurement = Measurement(iteration_s=measured_s, steps=self.steps, ranks=ranks)
             rows.append(Row(name, predicted_s(strategy), measured_s))
         rows.sort(key=lambda row: row.measured_s)
-        verified = Verified(rows) if self.profile is None else self._learned(setting, rows, plans, self.profile)
+        learned = None if self.profile is None else self._learned(setting, rows, plans, self.profile)
+        verified = Verified(rows, learned)
         if rows[0].name in others:
             return result, verified
         return setting.chosen(result, rows[0].name, plans[rows[0].name]), verified
 
     def _learned(
         self, setting: Setting, rows: list[Row], plans: Mapping[str, Strategy], path: Path
-    ) -> Verified:  # fmt: skip
-        """The rows with what they taught. It is written to the profile at ``path``."""
+    ) -> Learning:  # fmt: skip
+        """What the rows teach the profile at ``path``."""
         from flexsearch.cost import Learned
-        from flexsearch.errors import ProfileError
         from flexsearch.measure.learning import learn
         from flexsearch.simulate.staged import step_of_strategy
 
         topology = setting.topology
-        if not is_rank() and len(topology.hosts) > 1:
-            return Verified(rows, path, None, f"the processes ran without the network of {topology.name}")
-        try:
-            known = setting.costs.profile or _new_profile(setting)
 
+        def teach(known: Profile) -> Lesson:
             def predict(learned: Learned, number: int) -> float:
                 corrected = known.model_copy(update={"learned": learned})
                 return step_of_strategy(setting.graph, plans[rows[number].name], corrected).makespan_s
 
             with Live(f"learning from {len(rows)} plans", None):
-                lesson = learn(
+                return learn(
                     predict, [row.measured_s for row in rows], known.learned or Learned(), topology.name,
                     max(device.overhead_s for device in topology.devices), topology.communication.overhead_s,
                 )  # fmt: skip
-        except ProfileError as error:
-            return Verified(rows, path, None, error.message)
-        if lesson.changed:
-            known.model_copy(update={"learned": lesson.learned}).save(path)
-        return Verified(rows, path, lesson)
 
-
-def _new_profile(setting: Setting) -> Profile:
-    """A profile without measurements of single pieces. Raises ProfileError where devices differ."""
-    from importlib.metadata import version
-
-    from flexsearch.cost import Profile, ProfileDevice
-    from flexsearch.errors import ProfileError
-
-    kinds = {(device.kind, device.model) for device in setting.topology.devices}
-    if len(kinds) > 1:
-        raise ProfileError(f"{setting.topology.name} has devices of {len(kinds)} models, and a profile is of one")
-    ((kind, model),) = kinds
-    return Profile(device=ProfileDevice(kind=kind, model=model), torch=version("torch"))
+        return taught(path, setting.costs.profile, topology, not is_rank(), teach)
 
 
 def predicted_s(strategy: Strategy) -> float:
@@ -202,35 +174,8 @@ def print_verified(verified: Verified, strategy: Strategy) -> None:
             f"The processes ran on this machine, without the network of {strategy.cluster.name}: start the "
             "command with torchrun there to measure that, too.", soft_wrap=True,
         )  # fmt: skip
-    if verified.profile is not None:
-        stdout.print(_lesson_words(verified, strategy), soft_wrap=True)
-
-
-def _lesson_words(verified: Verified, strategy: Strategy) -> str:
-    """What was learned, in a sentence."""
-    from flexsearch.report.units import percent, ratio, seconds
-
-    lesson = verified.lesson
-    if lesson is None:
-        return f"{verified.profile} learned nothing: {verified.reason}."
-    if not lesson.changed:
-        return (
-            f"{verified.profile} learned nothing: its errors (median {percent(lesson.before)}) have no pattern that "
-            "would predict plans better which were left out."
-        )
-    costs, start_s = lesson.learned, strategy.cluster.communication.overhead_s
-    network = costs.network(strategy.cluster.name)
-    words = {
-        "compute": f"computing takes {ratio(costs.compute)} of what it says",
-        "task_s": f"each task takes {seconds(costs.task_s)} more of the host",
-        "time": f"moving bytes takes {ratio(network.time)} of what the topology says",
-        "start_s": f"a message starts in {seconds(start_s + network.start_s)}, not {seconds(start_s)}",
-    }
-    changed = "; ".join(words[name] for name in lesson.changed)
-    return (
-        f"{verified.profile} learned from {costs.plans} plans: {changed}. Median error {percent(lesson.before)} -> "
-        f"{percent(lesson.after)}, of a plan predicted by the others {percent(lesson.left_out)}."
-    )
+    if verified.learned is not None:
+        stdout.print(verified.learned.words(strategy.cluster), soft_wrap=True)
 
 
 def is_follower() -> bool:

@@ -66,24 +66,29 @@ FIGURES: Final = ("compute", "task_s", "time", "start_s")
 
 
 def learn(
-    predict: Predict, measured_s: Sequence[float], prior: Learned, topology: str, overhead_s: float, start_s: float
-) -> Lesson:
+    predict: Predict, measured_s: Sequence[float], prior: Learned, topology: str, overhead_s: float, start_s: float,
+    *, weights: Vector | None = None, plans: int | None = None,
+) -> Lesson:  # fmt: skip
     """What the measured times of plans teach. ``topology``: its name; ``overhead_s``: host time of a task on its
-    devices, ``start_s``: the start of a message, as its file says. Raises ProfileError for fewer than 3 plans."""
-    if len(measured_s) < PLANS_EACH:
-        raise ProfileError(
-            f"{len(measured_s)} measured plans are too few to learn from", f"Measure at least {PLANS_EACH}."
-        )
-    return _Fit(predict, np.array(measured_s), prior, topology, overhead_s, start_s).lesson()
+    devices, ``start_s``: the start of a message, as its file says. ``weights``: of the times, in proportion; equal
+    unless given. ``plans``: that the times are of, where these are no plans but parts of some. Raises ProfileError for
+    fewer than 3 times."""
+    if (count := len(measured_s)) < PLANS_EACH:
+        raise ProfileError(f"{count} measured plans are too few to learn from", f"Measure at least {PLANS_EACH}.")
+    weights = np.ones(count) if weights is None else weights * count / weights.sum()
+    fit = _Fit(predict, np.array(measured_s), weights, plans or count, prior, topology, overhead_s, start_s)
+    return fit.lesson()
 
 
 class _Fit:
     """``prior``, and every point, is a vector of ``FIGURES``."""
 
     def __init__(
-        self, predict: Predict, measured_s: Vector, learned: Learned, topology: str, overhead_s: float, start_s: float
-    ) -> None:
+        self, predict: Predict, measured_s: Vector, weights: Vector, plans: int, learned: Learned, topology: str,
+        overhead_s: float, start_s: float,
+    ) -> None:  # fmt: skip
         self.predict, self.measured_s, self.learned, self.topology = predict, measured_s, learned, topology
+        self.weights, self.plans = weights, plans
         network = learned.network(topology)
         self.prior = np.array([learned.compute, learned.task_s, network.time, network.start_s])
         # Host times are often many times what an idle machine needs: ranks that share cores wait for each other.
@@ -91,29 +96,29 @@ class _Fit:
         self.spread = np.array([0.5 * self.prior[0], hosts[0], 0.5 * self.prior[2], hosts[1]])
         self.least = np.array([0.01, 0.0, 0.01, -start_s])
         known = [True, True, *[network_name(topology) in learned.networks] * 2]
-        self.earlier = np.array(known) * min(learned.plans, MEMORY) / len(measured_s)
+        self.earlier = np.array(known) * min(learned.plans, MEMORY) / plans
         """By figure: earlier plans that taught it, for each plan now."""
 
     def lesson(self) -> Lesson:
         """Linearise, choose figures, solve; again from there. The best point counts."""
         at, residual = self.prior, self.residuals(self.prior)
         before, chosen = residual, tuple[int, ...]()
-        best = _size(residual), at, chosen, residual
+        best = self.size(residual), at, chosen, residual
         for _ in range(ROUNDS):
             slopes = self.slopes(at, residual)
             chosen = self.choose(at, residual, slopes)
-            now = self.solve(at, residual, slopes, chosen)
+            now = self.solve(at, residual, slopes, chosen, self.weights)
             if np.all(np.abs(now - at) <= 1e-4 * self.spread):
                 break
             at, residual = now, self.residuals(now)
-            if _size(residual) < best[0]:
-                best = _size(residual), at, chosen, residual
+            if self.size(residual) < best[0]:
+                best = self.size(residual), at, chosen, residual
         _, at, chosen, residual = best
         points = self.without_each(at, residual, self.slopes(at, residual), chosen) if chosen else []
-        if not chosen or _size(self.left_out(points)) >= WORTH * _size(before):
+        if not chosen or self.size(self.left_out(points)) >= WORTH * self.size(before):
             return Lesson(self.learned, (), _typical(before), _typical(before), _typical(before))
         at, error = self.beside_earlier(at), _typical(self.left_out([self.beside_earlier(one) for one in points]))
-        plans = self.learned.plans + len(self.measured_s)
+        plans = self.learned.plans + self.plans
         learned = self.at(at).model_copy(update={"plans": plans, "error": error})
         changed = tuple(FIGURES[k] for k in chosen)
         return Lesson(learned, changed, _typical(before), _typical(self.residuals(at)), error)
@@ -141,10 +146,10 @@ class _Fit:
     def choose(self, at: Vector, residual: Vector, slopes: Vector) -> tuple[int, ...]:
         """The figures that predict left-out plans best, as few as will do."""
         most = min(len(FIGURES), len(residual) // PLANS_EACH)
-        best, chosen = _size(residual + slopes @ (self.prior - at)), tuple[int, ...]()
+        best, chosen = self.size(residual + slopes @ (self.prior - at)), tuple[int, ...]()
         for count in range(1, most + 1):
             errors = {
-                some: _size(self.predicted_left_out(at, residual, slopes, some))
+                some: self.size(self.predicted_left_out(at, residual, slopes, some))
                 for some in combinations(range(len(FIGURES)), count)
             }
             least = min(errors, key=errors.__getitem__)
@@ -166,12 +171,18 @@ class _Fit:
         """What the plans of a fit say, and the earlier ones."""
         return np.array(self.prior + (point - self.prior) / (1.0 + self.earlier))
 
+    def size(self, residuals: Vector) -> float:
+        """Mean error; one plan that is far off counts no more than as being off by its whole time."""
+        return float(np.average(np.minimum(np.abs(residuals), 1.0), weights=self.weights))
+
     def without_each(self, at: Vector, residual: Vector, slopes: Vector, chosen: tuple[int, ...]) -> list[Vector]:
         """What all plans but one teach, for each."""
         rest = [np.arange(len(residual)) != k for k in range(len(residual))]
-        return [self.solve(at, residual[some], slopes[some], chosen) for some in rest]
+        return [self.solve(at, residual[some], slopes[some], chosen, self.weights[some]) for some in rest]
 
-    def solve(self, at: Vector, residual: Vector, slopes: Vector, chosen: tuple[int, ...]) -> Vector:
+    def solve(
+        self, at: Vector, residual: Vector, slopes: Vector, chosen: tuple[int, ...], weight: Vector
+    ) -> Vector:  # fmt: skip
         """The point that explains the residuals, linearised ``at`` a point, with ``chosen`` figures; others are as the
         prior says. Robust, and drawn to the prior as far as the plans leave it open."""
         point = self.prior.copy()
@@ -184,18 +195,13 @@ class _Fit:
         for _ in range(REWEIGHTINGS):
             errors = base + columns @ moved
             noise = max(NOISE, 1.4826 * float(np.median(np.abs(errors))))
-            weights = np.sqrt(np.minimum(1.0, HUBER * noise / np.maximum(np.abs(errors), 1e-12)))
+            weights = np.sqrt(weight * np.minimum(1.0, HUBER * noise / np.maximum(np.abs(errors), 1e-12)))
             # Not ``noise``: where little is explained yet, the prior is no better.
             rows = np.concatenate([columns * weights[:, None], NOISE * np.eye(len(some))])
             wanted = np.concatenate([-base * weights, np.zeros(len(some))])
             moved = np.linalg.lstsq(rows, wanted, rcond=None)[0]
         point[some] += moved * self.spread[some]
         return np.array(np.maximum(point, self.least))
-
-
-def _size(residuals: Vector) -> float:
-    """Mean error; one plan that is far off counts no more than as being off by its whole time."""
-    return float(np.mean(np.minimum(np.abs(residuals), 1.0)))
 
 
 def _typical(residuals: Vector) -> float:

@@ -3,8 +3,8 @@
 One process for each device with its compute tasks and what its memory holds, one for the links with a row each; arrows
 lead from a communication to the tasks that wait for it. A device of a pipeline has a row for its passes, named as
 PyTorch's pipelining names them (1F0: stage 1, forward, microbatch 0), above that of their tasks. Where equal blocks of
-devices do the same, one of them is shown. Measured times, where given, stand in processes of their own right below the
-predicted.
+devices do the same, one of them is shown. Measured times and memory, where given, stand in processes of their own right
+below the predicted.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import json
 import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from flexsearch.cost.ticks import TICK
@@ -44,9 +45,11 @@ _CATEGORY = {
 
 
 def chrome_trace(
-    lowered: Lowered, simulation: Simulation, measured: Mapping[int, tuple[float, float]] | None = None
-) -> Event:
-    """The trace as a JSON object. ``measured``: task -> (start, end) in seconds; NaN or absent where not measured."""
+    lowered: Lowered, simulation: Simulation, measured: Mapping[int, tuple[float, float]] | None = None,
+    held: Mapping[int, Sequence[tuple[float, int]]] = MappingProxyType({}),
+) -> Event:  # fmt: skip
+    """The trace as a JSON object. ``measured``: task -> (start, end) in seconds; NaN or absent where not measured.
+    ``held``: device -> (time s, bytes that it held from then on), as measured."""
     known = {t: row for t, row in (measured or {}).items() if all(map(math.isfinite, row))}
     topology, count = lowered.topology, len(lowered.topology.devices)
     links, seen = 2 * count + 1, 2 * count + 2  # process numbers: 2d + 1 and 2d + 2 belong to device d
@@ -56,6 +59,8 @@ def chrome_trace(
         for d in lowered.devices:
             events += _process(2 * d + 2, f"{topology.devices[d].name}: measured", rows)
         events += _measured_passes(lowered, known)
+        for d, states in held.items():
+            events += [_counter(2 * d + 2, t, {"bytes": nbytes}) for t, nbytes in states]
     names = {r: x.name for r, x in enumerate(topology.resources) if simulation.link_bytes[r]}
     events += _process(links, "links: predicted" if known else "links", names)
     shared = any(math.isfinite(turn) for turn in lowered.tasks.turn)
@@ -129,20 +134,22 @@ def _measured_passes(lowered: Lowered, known: Mapping[int, tuple[float, float]])
 def _memory(curve: Curve, pid: int) -> list[Event]:
     """Counters of what a device holds, bytes by part."""
     return [
-        {
-            "ph": "C", "name": "memory", "pid": pid, "ts": float(t) * 1e6,
-            "args": dict(zip(PARTS, use, strict=True)),
-        }
+        _counter(pid, float(t), dict(zip(PARTS, use, strict=True)))
         for t, use in zip(curve.times, curve.use.T.tolist(), strict=True)
-    ]  # fmt: skip
+    ]
+
+
+def _counter(pid: int, seconds: float, nbytes: Mapping[str, int]) -> Event:
+    return {"ph": "C", "name": "memory", "pid": pid, "ts": seconds * 1e6, "args": dict(nbytes)}
 
 
 def save_trace(
     path: str | Path, lowered: Lowered, simulation: Simulation,
     measured: Mapping[int, tuple[float, float]] | None = None,
+    held: Mapping[int, Sequence[tuple[float, int]]] = MappingProxyType({}),
 ) -> None:  # fmt: skip
     """Write ``chrome_trace`` to ``path``. Raises OutputError if that is not possible."""
-    write(path, _text(chrome_trace(lowered, simulation, measured)))
+    write(path, _text(chrome_trace(lowered, simulation, measured, held)))
 
 
 def save_simulated(path: str | Path, lowered: Lowered) -> int:

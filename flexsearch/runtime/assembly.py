@@ -75,12 +75,13 @@ def assemble(values: Values, lowered: Lowered, rank: int, instruction: Assemble,
     """Put the results of a phase together."""
     transport = instruction.transport
     step, dtype = reshard_of(lowered, transport).phases[instruction.phase], dtype_of_transport(lowered, transport)
-    results = []
+    results, fresh = [], []
     for k, slot in instruction.results.items():
         pieces = _pieces(values, lowered, rank, instruction, wire, k)
         results.append((slot, _joined(step.destination[k].box, pieces, dtype, wire.device)))
+        fresh.append(len(pieces) != 1 or pieces[0].box != step.destination[k].box)
     if instruction.adds:
-        return _adding(values, results)
+        return _adding(values, [(*row, new) for row, new in zip(results, fresh, strict=True)])
     if instruction.refills:
         return _refilling(values, results)
     moved = transport.purpose != "synchronise"  # what arrives is packed in the order of the dimensions
@@ -98,11 +99,16 @@ def assemble(values: Values, lowered: Lowered, rank: int, instruction: Assemble,
     return run
 
 
-def _adding(values: Values, results: Sequence[tuple[Slot, Take]]) -> Action:
+def _adding(values: Values, results: Sequence[tuple[Slot, Take, bool]]) -> Action:
+    """Add to a gradient: in the memory of the result where that is its own, and not a view of what was received."""
+
     def run() -> None:
-        for slot, take in results:
+        for slot, take, own in results:
             result, before = preferred(take()), values[slot]
-            values[slot] = result if before is None else before + result
+            if before is None:
+                values[slot] = result
+            else:
+                values[slot] = result.add_(before) if own else before + result
 
     return run
 

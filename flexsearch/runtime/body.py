@@ -19,11 +19,11 @@ _NUMBER = count()
 @dataclass(frozen=True)
 class Call:
     """A kernel, the places of its operands (None: it reads nothing there) and those of its results among all values:
-    the leaves, and behind them the results in order. ``draws``: random numbers, which differ from step to step."""
+    the leaves, and behind them the results. ``draws``: random numbers, which differ from step to step."""
 
     kernel: Kernel
     places: tuple[int | None, ...]
-    results: range
+    results: Sequence[int]
     draws: bool = False
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections import Counter
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -57,8 +56,8 @@ class Engine:
         self.compiler = compiler
         self.program, self.lowered, self.rank = program, program.lowered, program.device
         self.wire, self.weights, self.fixed, self.update, self.context = wire, weights, fixed, update, context
-        self.spans: list[tuple[Instruction, float, float]] | None = None
-        """(instruction, start, end) of the last step, seconds of ``time.perf_counter``; None: not recorded."""
+        self.around: Callable[[Instruction, Action], None] | None = None
+        """Called in place of each action, for measuring."""
         self._values: list[Any] = [None] * len(program.slots)
         self._inputs: Mapping[str, tuple[Box, Tensor]] = {}
         self.results: dict[str, Tensor] = {}
@@ -76,25 +75,18 @@ class Engine:
         self._inputs = inputs
         self.results.clear()
         try:
-            if self.spans is None:
+            if self.around is None:
                 for action in self._actions:
                     action()
             else:
-                self._record()
+                for instruction, action in zip(self.program.instructions, self._actions, strict=True):
+                    self.around(instruction, action)
             self.wire.end()
         finally:
             self._inputs = {}
             self._values[:] = [None] * len(self._values)
         self.context.step += 1
         return dict(self.results)
-
-    def _record(self) -> None:
-        spans = []
-        for instruction, action in zip(self.program.instructions, self._actions, strict=True):
-            began = time.perf_counter()
-            action()
-            spans.append((instruction, began, time.perf_counter()))
-        self.spans = spans
 
     # ---- instructions as closures
 

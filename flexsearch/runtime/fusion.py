@@ -15,7 +15,8 @@ from flexsearch.graph.samples import COUNTS
 from flexsearch.lower import Lowered, TaskKind
 from flexsearch.lower.recompute import regions_of
 from flexsearch.lower.schedule import trains
-from flexsearch.runtime.instructions import Key, Leaf, Segment, Transport, reshard_of
+from flexsearch.runtime.instructions import Call, Key, Leaf, Segment, Transport, reshard_of
+from flexsearch.runtime.rewrites import rewrite
 
 
 class Fusion:
@@ -42,6 +43,7 @@ class Fusion:
         self.segment_of = {o: s for s, segment in enumerate(self.segments) for o in segment.operators}
         for s, segment in enumerate(self.segments):
             self._wire(segment, s)
+            rewrite(lowered, device, segment)
 
     def active(self, transport: Transport) -> bool:
         """Whether the transport does anything on this device that its segments do not do."""
@@ -117,10 +119,10 @@ class Fusion:
         segment.backward = any(self.graph.has_backward[o] for o in segment.operators)
         segment.trains = any(trains(self.graph, o) for o in segment.operators)
         for o in segment.operators:
-            segment.arguments.append(self._arguments(o, leaves, results))
-            segment.parts.append(self._parts_read(o))
-            for name in self.graph.operators[o].outputs:
-                results[name] = len(results)
+            op, arguments = self.graph.operators[o], self._arguments(o, leaves, results)
+            numbers = tuple(range(len(results), len(results) + len(op.outputs)))
+            segment.calls.append(Call((o,), op.kind, arguments, numbers, self._parts_read(o)))
+            results.update(zip(op.outputs, numbers, strict=True))
         segment.leaves = list(leaves)
         for name, result in results.items():
             if self._leaves_segment(name, number):

@@ -48,19 +48,29 @@ class Leaf(NamedTuple):
     microbatch: int | None = None
 
 
+class Call(NamedTuple):
+    """One kernel of a segment. ``operators``: those that it carries out; ``kind``: that of the operator, or the name of
+    the rewrite that joined several. ``arguments``: for each operand its leaf (index into the segment's ``leaves``) or,
+    as ``~i``, result i of the segment; None where the piece reads nothing. ``results``: their numbers in the segment.
+    ``parts``: of these operands those of which only a part is read: (region held, region read)."""
+
+    operators: tuple[int, ...]
+    kind: str
+    arguments: tuple[int | None, ...]
+    results: tuple[int, ...]
+    parts: Mapping[int, tuple[Box, Box]]
+
+
 @dataclass
 class Segment:
-    """Operators that run as one. ``arguments[k]``: for each operand of operator k its leaf (index into ``leaves``) or,
-    as ``~i``, result i of the segment; None where the piece reads nothing. Results are numbered over all outputs in
-    order. ``parts[k]``: of these operands those of which only a part is read: (region held, region read). ``exports``:
-    (result, name) of results that are used outside. ``seeds``: exports with a gradient. ``region``:
+    """Operators that run as one, by ``calls``. Results are numbered over all outputs of the operators in order.
+    ``exports``: (result, name) of results that are used outside. ``seeds``: exports with a gradient. ``region``:
     that is computed again, or -1. ``trains``: whether it makes gradients of weights."""
 
     operators: tuple[int, ...]
     region: int = -1
     leaves: list[Leaf] = field(default_factory=list)
-    arguments: list[tuple[int | None, ...]] = field(default_factory=list)
-    parts: list[dict[int, tuple[Box, Box]]] = field(default_factory=list)
+    calls: list[Call] = field(default_factory=list)
     exports: list[tuple[int, str]] = field(default_factory=list)
     seeds: list[tuple[int, str]] = field(default_factory=list)
     backward: bool = False

@@ -110,20 +110,24 @@ def _forward(program: Program, instruction: Forward) -> Iterator[str]:
     results = [name for o in segment.operators for name in lowered.graph.operators[o].outputs]
     again = ", again" if instruction.again else ""
     yield f"# segment {instruction.segment}, microbatch {instruction.microbatch}{again}"
-    for o, arguments, parts in zip(segment.operators, segment.arguments, segment.parts, strict=True):
-        op = lowered.graph.operators[o]
-        piece = lowered.placed[o].placement.piece_on(program.device)
+    for call in segment.calls:
         operands = ", ".join(
             "None" if a is None else (_name(results[~a]) if a < 0 else _value(program, instruction.leaves[a])) + (
-                _part(*parts[p]) if p in parts else ""
+                _part(*call.parts[p]) if p in call.parts else ""
             )
-            for p, a in enumerate(arguments)
+            for p, a in enumerate(call.arguments)
         )  # fmt: skip
-        made = ", ".join(_name(name) for name in op.outputs)
+        targets = ", ".join(_name(results[k]) for k in call.results)
         regions = ", ".join(
-            _region(box, lowered.graph.tensor[n].shape) for n, box in zip(op.outputs, piece.outputs, strict=True)
+            _region(box, lowered.graph.tensor[name].shape)
+            for o in call.operators
+            for name, box in zip(
+                lowered.graph.operators[o].outputs,
+                lowered.placed[o].placement.piece_on(program.device).outputs,
+                strict=True,
+            )
         )
-        yield f"{made} = {op.kind}({operands})  # {regions}"
+        yield f"{targets} = {call.kind}({operands})  # {regions}"
     for result, slot in instruction.exports:
         yield f"{_value(program, slot)} = {_name(results[result])}"
 

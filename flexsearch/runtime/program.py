@@ -69,6 +69,10 @@ class _Compiler:
         """Gathers whose memory is let go of before the backward pass."""
         self.fetched: dict[str, int] = {}
         """Buffer -> the microbatch that has read it last."""
+        self.place = {task: k for k, task in enumerate(self._order())}
+        """Where a task stands in the order in which all ranks issue communications."""
+        self.ends: dict[Transport, int] = {}
+        """The last task of a transport in that order."""
         self._read_tasks()
 
     def slot(self, key: Key) -> Slot:
@@ -93,6 +97,8 @@ class _Compiler:
                 if transport.microbatch:
                     self.repeated.add((what.purpose, member.key))
                 self.task_of[transport, member.phase, member.exchange] = task, m
+                if self.place[self.ends.setdefault(transport, task)] < self.place[task]:
+                    self.ends[transport] = task
                 if self.device in what.senders:
                     self.left[transport] += member.phase == 0
                     self.issues[transport] += 1
@@ -105,7 +111,7 @@ class _Compiler:
 
     def compile(self) -> None:
         tasks = self.lowered.tasks
-        for t in self._order():
+        for t in self.place:
             what = tasks.communication[t]
             if what is not None:
                 if self.device in what.devices:
@@ -262,7 +268,7 @@ class _Compiler:
         for member in what.members:
             transport = Transport(what.purpose, member.key, self.lowered.tasks.microbatch[task])
             if what.purpose == "synchronise" and member.phase == 0:
-                self._deliver_earlier(transport)
+                self._deliver_earlier(transport, task)
             phase = member.reshard.phases[member.phase]
             wanted = {mv.source for mv in member.what.moves if phase.source[mv.source].device == self.device}
             here = self._sources(transport, member.phase) if wanted else {}
@@ -376,9 +382,15 @@ class _Compiler:
                 for m in range(count):
                     self._deliver_one(Transport("synchronise", w, m))
 
-    def _deliver_earlier(self, following: Transport) -> None:
-        """Add the gradients of earlier microbatches of which this device has issued all."""
-        for transport in [t for t in self.issued if t.key == following.key and t != following]:
+    def _deliver_earlier(self, following: Transport, task: int) -> None:
+        """Add gradients of which this device has issued all, before it issues ``task``: of the same weight and an
+        earlier microbatch; and those that are sent for each microbatch, if all ranks issue them before this task. Their
+        buffers would else wait for the next microbatch."""
+        for transport in [t for t in self.issued if t != following]:
+            repeated = ("synchronise", transport.key) in self.repeated
+            over = repeated and self.place[self.ends[transport]] < self.place[task]
+            if transport.key != following.key and not over:
+                continue
             self.issued.remove(transport)
             if self.fusion.arrives(transport):
                 self._deliver_one(transport)

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import accumulate
 from typing import Any
 
 import torch
@@ -15,14 +14,15 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge, saved_tensors_
 from flexsearch.graph import Box, OperatorGraph
 from flexsearch.graph.model import Operator
 from flexsearch.graph.ops import KernelContext, build_kernel
-from flexsearch.graph.ops.batch_norm import fused_batch_norm
 from flexsearch.graph.ops.calls import dtype_of
 from flexsearch.graph.precision import PreciseGraph
 from flexsearch.graph.samples import COUNTS
 from flexsearch.lower import Lowered
 from flexsearch.runtime.body import Body, Call, Kernel, body_of
 from flexsearch.runtime.instructions import Backward, Forward, Key, Segment, Slot
+from flexsearch.runtime.instructions import Call as SegmentCall
 from flexsearch.runtime.microbatches import piece_in_batch
+from flexsearch.runtime.rewrites import JOINT
 from flexsearch.runtime.wire import slices
 
 Action = Callable[[], None]
@@ -38,22 +38,6 @@ class Pass:
     seeds: list[GradientEdge | None]
     outputs: list[GradientEdge] = field(default_factory=list)
     gradients: list[Tensor] = field(default_factory=list)
-
-
-def _keeping(both: Callable[..., tuple[Tensor, Tensor]], made: list[Tensor]) -> Kernel:
-    """The first result of ``both``; the second is kept in ``made``."""
-
-    def run(*operands: Tensor) -> Tensor:
-        first, second = both(*operands)
-        made.append(second)
-        return first
-
-    return run
-
-
-def _kept(made: list[Tensor]) -> Kernel:
-    """What ``_keeping`` kept, whatever the operands are."""
-    return lambda *_: made.pop()
 
 
 def _summed(kernels: Sequence[Kernel]) -> Kernel:
@@ -110,21 +94,16 @@ class SegmentRunner:
     ) -> None:  # fmt: skip
         """``compiler``: a backend of ``torch.compile``; None: operators run as they are."""
         self.segment, self.compiler = segment, compiler
-        self.steps: list[tuple[Kernel, tuple[int | None, ...]]] = []
-        for o, arguments, parts in zip(segment.operators, segment.arguments, segment.parts, strict=True):
-            kernel = _kernel(lowered, o, device, context, microbatch)
-            self.steps.append((_reading_parts(kernel, parts) if parts else kernel, arguments))
-        self._fuse_batch_norms(lowered, device)
         leaves = len(segment.leaves)
-        outputs = (len(lowered.graph.operators[o].outputs) for o in segment.operators)
-        first = list(accumulate(outputs, initial=leaves))
         self.calls = tuple(
             Call(
-                kernel, tuple(leaves + ~a if a is not None and a < 0 else a for a in arguments),
-                range(first[k], first[k + 1]), _draws(lowered.graph.operators[o]),
+                _kernel_of_call(lowered, call, device, context, microbatch),
+                tuple(leaves + ~a if a is not None and a < 0 else a for a in call.arguments),
+                tuple(leaves + result for result in call.results),
+                any(_draws(lowered.graph.operators[o]) for o in call.operators),
             )
-            for k, (o, (kernel, arguments)) in enumerate(zip(segment.operators, self.steps, strict=True))
-        )  # fmt: skip
+            for call in segment.calls
+        )
         self.tracked = tuple(k for k, leaf in enumerate(segment.leaves) if leaf.gradient is not None)
         """Leaves that get a gradient."""
         weights = {Key("home", tensor.name) for tensor in lowered.graph.of_kind("parameter")}
@@ -135,32 +114,6 @@ class SegmentRunner:
         loss = lowered.graph.tensor.get(lowered.graph.loss or "")
         self.one = None if loss is None else torch.ones(loss.shape, dtype=dtype_of(loss.dtype), device=context.device)
         """The gradient of the loss."""
-
-    def _fuse_batch_norms(self, lowered: Lowered, device: int) -> None:
-        """Let batch normalisations that have their statistics from this very segment compute both at once."""
-        if isinstance(lowered.graph, PreciseGraph):
-            return
-        operators = [lowered.graph.operators[o] for o in self.segment.operators]
-        first = list(accumulate([len(op.outputs) for op in operators], initial=0))
-        sent = {result for result, _ in self.segment.seeds}
-        for j, op in enumerate(operators):
-            if op.kind != "batch_statistics" or first[j] in sent:
-                continue
-            readers = [k for k, arguments in enumerate(self.segment.arguments) if ~first[j] in arguments]
-            norms = [k for k in readers if operators[k].kind == "batch_norm"]
-            if len(norms) != 1 or any(operators[k].kind != "batch_norm_running" for k in readers if k not in norms):
-                continue
-            k = norms[0]
-            piece = lowered.placed[self.segment.operators[k]].placement.piece_on(device)
-            x, _, *affine = self.segment.arguments[k]
-            early = all(a is not None and (a >= 0 or ~a < first[j]) for a in affine)
-            parts = self.segment.parts[j] or self.segment.parts[k]
-            if x != self.segment.arguments[j][0] or parts or not early or ("g" in op.sizes and piece.extent("g") > 1):
-                continue
-            (apart, _), (normalise, arguments) = self.steps[j], self.steps[k]
-            made: list[Tensor] = []
-            self.steps[j] = _keeping(fused_batch_norm(operators[k], apart, normalise), made), (x, *affine)
-            self.steps[k] = _kept(made), arguments
 
     def forward(self, values: list[Any], instruction: Forward) -> Action:
         """The forward pass as a closure over the slots ``values``: results that leave the segment (detached), and what
@@ -235,18 +188,22 @@ class SegmentRunner:
                 passed.outputs, [passed.leaves[k] for k in leaves], passed.gradients, retain_graph=keep,
                 allow_unused=True,
             )  # fmt: skip
-            # Autograd may hand out one tensor for several values: sums of weights' gradients get memory of their own.
+            # Autograd may hand out one tensor for several values: what is added to gets memory of its own.
             owners: Counter[int] | None = None
             for (slot, in_place), gradient in zip(places, made, strict=True):
                 before = values[slot]
                 if gradient is None:
                     continue
-                if before is not None:
-                    values[slot] = before.add_(gradient) if in_place else before + gradient
-                elif in_place:
+                if before is not None and in_place:
+                    values[slot] = before.add_(gradient)
+                elif before is not None or in_place:
                     owners = owners or Counter(_memory(x) for x in (*made, *passed.gradients) if x is not None)
                     whole = gradient.untyped_storage().nbytes() == gradient.numel() * gradient.itemsize
-                    values[slot] = gradient if whole and owners[_memory(gradient)] == 1 else gradient.clone()
+                    own = whole and owners[_memory(gradient)] == 1
+                    if before is None:
+                        values[slot] = gradient if own else gradient.clone()
+                    else:
+                        values[slot] = gradient.add_(before) if own else before + gradient
                 else:
                     values[slot] = gradient
 
@@ -268,6 +225,16 @@ def _memory(tensor: Tensor) -> int:
 def _draws(op: Operator) -> bool:
     """Whether an operator draws random numbers."""
     return "salt" in op.attributes and float(str(op.attributes.get("dropout", 1.0))) > 0.0
+
+
+def _kernel_of_call(
+    lowered: Lowered, call: SegmentCall, device: int, context: KernelContext, microbatch: int
+) -> Kernel:
+    """The kernel of a call: that of its operator, or what a rewrite made of those of several."""
+    kernels = [_kernel(lowered, o, device, context, microbatch) for o in call.operators]
+    if len(kernels) > 1:
+        return JOINT[call.kind]([lowered.graph.operators[o] for o in call.operators], kernels)
+    return _reading_parts(kernels[0], call.parts) if call.parts else kernels[0]
 
 
 def _kernel(lowered: Lowered, operator: int, device: int, context: KernelContext, microbatch: int) -> Kernel:

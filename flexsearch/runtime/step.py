@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -33,6 +33,9 @@ from flexsearch.runtime.stored import Stored
 from flexsearch.runtime.variant import ForwardPass, Variant, smaller_step
 from flexsearch.runtime.wire import Wire
 from flexsearch.strategy import Strategy
+
+if TYPE_CHECKING:
+    from flexsearch.runtime.timeline import Timeline
 
 Loss = Callable[..., Tensor]
 MakeOptimizer = Callable[[list[nn.Parameter]], Optimizer]
@@ -232,6 +235,24 @@ class Parallel:
             )
         if what == "step" and self._evaluating:
             raise RuntimeFailure("step(batch) trains, but is called in step.evaluating()", "Call step.forward(batch).")
+
+    def trace(self, batch: Any, optimizer: Optimizer | None = None, steps: int = 3) -> Timeline:
+        """What the tasks of a step take, and what ranks hold in memory, as ``steps`` steps on a batch are measured,
+        operator by operator. Gradients stay as they were. ``optimizer``: whose state is held, too. All ranks must call
+        it; all get the same. ``flexsearch.save_trace`` writes it for Perfetto."""
+        from flexsearch.runtime.timeline import record  # it builds on this module
+
+        earlier = self._set_aside_gradients()
+
+        def step() -> None:
+            self(batch)
+            self._set_aside_gradients()
+
+        try:
+            return record(self, step, steps, optimizer)
+        finally:
+            for name, parameter in self.stored.weights.items():
+                parameter.grad = earlier.get(name)
 
     def listing(self) -> str:
         """What this rank runs in a step, as readable Python."""

@@ -1,8 +1,9 @@
 """The measured timeline of a step, task by task, on one clock, and where it differs from the prediction.
 
-Compute tasks are the spans of the engine's instructions. A communication lasts from when its last sender issues it
-until its last receiver has the data. That end is visible only if a receiver waits for it. If the data arrives before it
-is needed, the task is ``hidden``: its end is an upper bound.
+Compute tasks are the spans of the engine's instructions. A communication lasts from when its bytes can flow (all
+senders have issued it, all receivers have room for it, and one of its connections has delivered what it carried before)
+until its last receiver has the data. Where nobody waited when the data came, the task is ``hidden``: its end is an
+upper bound.
 """
 
 from __future__ import annotations
@@ -15,30 +16,42 @@ from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
+from torch.optim import Optimizer
 
 from flexsearch.lower import Lowered, TaskKind
 from flexsearch.ranks import kernel_identity
-from flexsearch.runtime.engine import Engine
-from flexsearch.runtime.instructions import Backward, Forward, Instruction, Program, Start, Update
+from flexsearch.runtime.arrivals import Receipt, Watched, flows_from, free_since
+from flexsearch.runtime.engine import Action, Engine
+from flexsearch.runtime.held import Held, MemoryRow, compare_held, held_by, tasks_of
+from flexsearch.runtime.instructions import Instruction, Program, Start
 from flexsearch.runtime.parallel import Parallel
 from flexsearch.runtime.program import compile_program
-from flexsearch.runtime.wire import Wire
 from flexsearch.simulate import Simulation
+from flexsearch.simulate.memory import memory_curves
 
 Spans = Mapping[int, tuple[float, float]]
 """Task -> (start, end), s."""
-WAITED_S = 20e-6
-"""A wait shorter than this found its data there."""
 
 
 @dataclass(frozen=True)
 class Timeline:
     """``spans``: task -> (start, end) in seconds since the step began; median over the recorded steps. ``hidden``:
-    communications whose end is only an upper bound. ``iteration_s``: of the recorded steps, on the slowest rank."""
+    communications whose end is only an upper bound. ``iteration_s``: of the recorded steps, on the slowest rank.
+    ``memory``: by rank, what its instructions held."""
 
     spans: Spans
     hidden: frozenset[int]
     iteration_s: float
+    memory: Sequence[Sequence[Held]] = ()
+
+    def curves(self) -> dict[int, list[tuple[float, int]]]:
+        """By rank, (time s, bytes held from then on), ascending: the most that is held while an instruction runs, and
+        what is left behind it."""
+        rows = {}
+        for device, states in enumerate(self.memory):
+            row = [state for x in states for state in ((x.start, x.most), (x.end, x.left))]
+            rows[device] = [state for k, state in enumerate(row) if k == 0 or state[1] != row[k - 1][1]]
+        return rows
 
 
 class Row(NamedTuple):
@@ -57,50 +70,56 @@ class Row(NamedTuple):
     difference_s: float
 
 
-class Watched(Wire):
-    """A wire that notes for which communication it waited, and when."""
-
-    def __init__(self, wire: Wire) -> None:
-        vars(self).update(vars(wire))  # the same groups, plans and buffers
-        self.waits: list[tuple[int, float, float]] = []
-
-    def wait(self, task: int, works: Sequence[dist.Work]) -> None:
-        """As ``Wire.wait``."""
-        began = time.perf_counter()
-        super().wait(task, works)
-        self.waits.append((task, began, time.perf_counter()))
-
-
-def record(parallel: Parallel, step: Callable[[], object], steps: int = 3) -> Timeline:
+def record(
+    parallel: Parallel, step: Callable[[], object], steps: int = 3, optimizer: Optimizer | None = None
+) -> Timeline:
     """Run ``step`` (which calls ``parallel.step``) ``steps`` times, operator by operator, and return what every task
-    took. All ranks must call it; all get the same timeline. These are real training steps."""
+    took; and twice more, before that, to allocate and compile, and to see what is held in memory. All ranks must call
+    it; all get the same timeline. These are real training steps. ``optimizer``: another than ``parallel``'s own."""
     engine, offset = parallel.engine, clock_offset()
-    wire = Watched(engine.wire)
     program = compile_program(parallel.lowered, parallel.rank, fuse=False)
+    wire = Watched(engine.wire, program.instructions)
     watched = Engine(program, wire, engine.weights, engine.fixed, engine.update, engine.context)
-    watched.spans = []
-    recorded = []
+    recorded: list[_Recorded] = []
     parallel.engine = watched
     try:
+        wire.begin()
         step()  # first calls allocate and compile
+        wire.begin()
+        nbytes = held_by(watched, optimizer or parallel.optimizer, step)
         for _ in range(steps):
-            wire.waits.clear()
+            wire.begin()
             dist.barrier()
-            began = time.perf_counter()
-            step()
-            if parallel.device.type == "cuda":
-                torch.cuda.synchronize()
-            ended = time.perf_counter()
-            assert watched.spans is not None
-            mine = compute_spans(program, watched.spans)
-            issued = {i.task: a for i, a, _ in watched.spans if isinstance(i, Start)}
-            recorded.append(_Recorded(began, ended, mine, issued, list(wire.waits)).shifted(-offset))
+            recorded.append(_recorded(parallel, watched, wire, step).shifted(-offset))
     finally:
+        wire.close()
         parallel.engine = engine
-    ranks: list[list[_Recorded] | None] = [None] * dist.get_world_size()
-    dist.all_gather_object(ranks, recorded)
+    ranks: list[tuple[list[_Recorded], list[Held]] | None] = [None] * dist.get_world_size()
+    dist.all_gather_object(ranks, (recorded, nbytes))
     known = [row for row in ranks if row is not None]
-    return _typical([_together(parallel.lowered, [row[k] for row in known]) for k in range(steps)])
+    together = [_together(parallel.lowered, [row[k] for row, _ in known]) for k in range(steps)]
+    return _typical(together, [held for _, held in known])
+
+
+def _recorded(parallel: Parallel, engine: Engine, wire: Watched, step: Callable[[], object]) -> _Recorded:
+    """One step of this rank."""
+    spans: list[tuple[Instruction, float, float]] = []
+
+    def around(instruction: Instruction, action: Action) -> None:
+        began = time.perf_counter()
+        action()
+        spans.append((instruction, began, time.perf_counter()))
+
+    engine.around = around
+    began = time.perf_counter()
+    step()
+    if parallel.device.type == "cuda":
+        torch.cuda.synchronize()
+    ended = time.perf_counter()
+    engine.around = None
+    issued = {i.task: a for i, a, _ in spans if isinstance(i, Start)}
+    compute = compute_spans(engine.program, spans)
+    return _Recorded(began, ended, compute, issued, list(wire.receipts), [(a, b) for _, a, b in spans])
 
 
 def compute_spans(
@@ -108,38 +127,15 @@ def compute_spans(
 ) -> dict[int, tuple[float, float]]:
     """Compute tasks of a rank, from the spans of its instructions. A segment of several operators is shared out in
     proportion to their predicted times."""
-    lowered, device = program.lowered, program.device
-    tasks = lowered.tasks
-    index = {
-        (kind, tasks.operator[t], tasks.microbatch[t]): t
-        for t, kind in enumerate(tasks.kind)
-        if tasks.device[t] == device
-    }  # an update's operator is -1
-    update = next((t for (kind, _, _), t in index.items() if kind == TaskKind.UPDATE), None)
+    tasks = program.lowered.tasks
     found: dict[int, tuple[float, float]] = {}
-    for instruction, start, end in spans:
-        if isinstance(instruction, Update):
-            assert update is not None
-            found[update] = start, end
-        elif isinstance(instruction, Forward | Backward):
-            kinds, m = _kinds(instruction), instruction.microbatch
-            operators = program.segments[instruction.segment].operators
-            members = sorted(index[kind, o, m] for kind in kinds for o in operators if (kind, o, m) in index)
-            total = sum(tasks.duration[t] for t in members)
-            for t in members:
-                share = tasks.duration[t] / total if total > 0 else 1 / len(members)
-                found[t] = start, start + share * (end - start)
-                start, total = found[t][1], total - tasks.duration[t]
+    for (_, start, end), members in zip(spans, tasks_of(program), strict=True):
+        total = sum(tasks.duration[t] for t in members)
+        for t in members:
+            share = tasks.duration[t] / total if total > 0 else 1 / len(members)
+            found[t] = start, start + share * (end - start)
+            start, total = found[t][1], total - tasks.duration[t]
     return found
-
-
-def _kinds(instruction: Forward | Backward) -> tuple[TaskKind, ...]:
-    """Of the tasks that an instruction carries out: a whole backward pass is both of its halves."""
-    if isinstance(instruction, Forward):
-        return (TaskKind.RECOMPUTE if instruction.again else TaskKind.FORWARD,)
-    if instruction.part == "weights":
-        return (TaskKind.WEIGHT_GRADIENT,)
-    return (TaskKind.BACKWARD,) if instruction.part == "inputs" else (TaskKind.BACKWARD, TaskKind.WEIGHT_GRADIENT)
 
 
 def compare(lowered: Lowered, simulation: Simulation, measured: Timeline) -> list[Row]:
@@ -157,6 +153,16 @@ def compare(lowered: Lowered, simulation: Simulation, measured: Timeline) -> lis
         count = len(tasks)
         rows.append(Row(stage_pass, kind, name, count, sum(predicted) / count, sum(taken) / count, difference))
     return sorted(rows, key=lambda row: (-abs(row.difference_s), row.stage_pass, row.kind, row.name))
+
+
+def compare_memory(lowered: Lowered, simulation: Simulation, measured: Timeline) -> list[MemoryRow]:
+    """What each rank was predicted to hold, and held, devices ascending."""
+    rows, curves = [], memory_curves(lowered, simulation.times)
+    for device, states in enumerate(measured.memory):
+        row = compare_held(compile_program(lowered, device, fuse=False), simulation, curves[device], states)
+        stage_pass, kind, name = _title(lowered, row.task)
+        rows.append(row._replace(stage_pass=stage_pass, kind=kind, name=name))
+    return rows
 
 
 def clock_offset(rounds: int = 20, ping: bool | None = None) -> float:
@@ -201,14 +207,15 @@ def _ping(peer: int, asking: bool, rounds: int, group: dist.ProcessGroup | None)
 
 @dataclass(frozen=True)
 class _Recorded:
-    """One step of one rank: when it ``began`` and ``ended``, its compute tasks, when it ``issued`` communications, and
-    (communication, start, end) of its waits."""
+    """One step of one rank: when it ``began`` and ``ended``, its compute tasks, when it ``issued`` communications, what
+    it received, and (start, end) of its instructions."""
 
     began: float
     ended: float
     compute: Spans
     issued: Mapping[int, float]
-    waits: Sequence[tuple[int, float, float]]
+    receipts: Sequence[Receipt]
+    instructions: Sequence[tuple[float, float]]
 
     def shifted(self, by: float) -> _Recorded:
         """The same on another clock."""
@@ -217,36 +224,60 @@ class _Recorded:
             self.ended + by,
             {t: (a + by, b + by) for t, (a, b) in self.compute.items()},
             {t: a + by for t, a in self.issued.items()},
-            [(t, a + by, b + by) for t, a, b in self.waits],
+            [receipt.shifted(by) for receipt in self.receipts],
+            [(a + by, b + by) for a, b in self.instructions],
         )
 
 
-def _together(lowered: Lowered, ranks: Sequence[_Recorded]) -> Timeline:
+class _Step(NamedTuple):
+    """One step of all ranks, seconds since it began; ``instructions``: of each rank."""
+
+    spans: Spans
+    hidden: frozenset[int]
+    iteration_s: float
+    instructions: Sequence[Sequence[tuple[float, float]]]
+
+
+def _together(lowered: Lowered, ranks: Sequence[_Recorded]) -> _Step:
     """One step from what all its ranks recorded."""
     began = min(rank.began for rank in ranks)
     spans = {t: (a - began, b - began) for rank in ranks for t, (a, b) in rank.compute.items()}
+    receipts: dict[int, dict[tuple[int, int], Receipt]] = {}
+    for device, rank in enumerate(ranks):
+        for receipt in sorted(rank.receipts, key=lambda x: x.arrived, reverse=True):  # the first notice counts
+            receipts.setdefault(receipt.task, {})[receipt.peer, device] = receipt
+    free = free_since(receipts)
     hidden = set()
     for task, what in enumerate(lowered.tasks.communication):
-        if what is None:
+        if what is None or task not in receipts:
             continue
+        got = {(s, r): x for (s, r), x in receipts[task].items() if r in what.receivers}
         starts = [ranks[d].issued[task] for d in what.senders if task in ranks[d].issued]
-        waits = [(a, b) for d in what.receivers for t, a, b in ranks[d].waits if t == task]
-        if starts and waits:
-            start, (_, end) = max(starts), max(waits, key=lambda wait: wait[1])
-            spans[task] = start - began, max(start, end) - began
-            if all(b - a < WAITED_S for a, b in waits if b == end):
+        if starts and got:
+            start = flows_from(what, starts, got, free)
+            last = max(got.values(), key=lambda x: x.arrived)
+            spans[task] = start - began, max(start, last.arrived) - began
+            if last.late:
                 hidden.add(task)
-    return Timeline(spans, frozenset(hidden), max(rank.ended for rank in ranks) - began)
+    instructions = [[(a - began, b - began) for a, b in rank.instructions] for rank in ranks]
+    return _Step(spans, frozenset(hidden), max(rank.ended for rank in ranks) - began, instructions)
 
 
-def _typical(steps: Sequence[Timeline]) -> Timeline:
+def _typical(steps: Sequence[_Step], held: Sequence[Sequence[Held]]) -> Timeline:
     spans = {
         task: (median(s.spans[task][0] for s in steps), median(s.spans[task][1] for s in steps))
         for task in steps[0].spans
         if all(task in s.spans for s in steps)
     }
     hidden = {task for task in spans if 2 * sum(task in s.hidden for s in steps) > len(steps)}
-    return Timeline(spans, frozenset(hidden), median(s.iteration_s for s in steps))
+    memory = []
+    for device, rows in enumerate(held):
+        times = zip(*(s.instructions[device] for s in steps), strict=True)
+        memory.append([
+            row._replace(start=median(a for a, _ in each), end=median(b for _, b in each))
+            for row, each in zip(rows, times, strict=True)
+        ])  # fmt: skip
+    return Timeline(spans, frozenset(hidden), median(s.iteration_s for s in steps), memory)
 
 
 def _title(lowered: Lowered, task: int) -> tuple[str, str, str]:

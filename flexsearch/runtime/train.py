@@ -15,10 +15,12 @@ from torch import Tensor, nn
 
 from flexsearch.cost import Costs, Profile
 from flexsearch.errors import RuntimeFailure
+from flexsearch.graph import OperatorGraph
 from flexsearch.graph.loading import Loaded, load_callable
 from flexsearch.lower import Lowered, lower_for_ranks
+from flexsearch.runtime.held import MemoryRow
 from flexsearch.runtime.parallel import MakeOptimizer, Parallel, Traced, distribute, parallelize
-from flexsearch.runtime.timeline import Row, Timeline, compare, record
+from flexsearch.runtime.timeline import Row, Timeline, compare, compare_memory, record
 from flexsearch.simulate import Simulation, simulate
 from flexsearch.strategy import Strategy
 
@@ -39,10 +41,12 @@ class Step:
 
 @dataclass(frozen=True)
 class Training:
-    """A training run, the same on all ranks. ``simulation`` is of ``lowered``; ``timeline`` if it was asked for."""
+    """A training run, the same on all ranks. ``graph``: of the model; ``simulation`` is of ``lowered``; ``timeline`` if
+    it was asked for."""
 
     steps: tuple[Step, ...]
     predicted_s: float
+    graph: OperatorGraph
     lowered: Lowered
     simulation: Simulation
     timeline: Timeline | None
@@ -57,8 +61,13 @@ class Training:
         """Where the error of the prediction sits, largest first; empty without a timeline."""
         return compare(self.lowered, self.simulation, self.timeline) if self.timeline is not None else []
 
+    def memory_errors(self) -> list[MemoryRow]:
+        """What each rank was predicted to hold, and held; empty without a timeline."""
+        return compare_memory(self.lowered, self.simulation, self.timeline) if self.timeline is not None else []
+
     def summary(self) -> dict[str, Any]:
-        """As JSON: ``steps``, ``median_iteration_s``, ``predicted_iteration_s``, and with a timeline ``errors``."""
+        """As JSON: ``steps``, ``median_iteration_s``, ``predicted_iteration_s``, and with a timeline ``errors`` and
+        ``memory``."""
         result: dict[str, Any] = {
             "steps": [vars(step) for step in self.steps],
             "median_iteration_s": self.measured_s,
@@ -67,6 +76,7 @@ class Training:
         if self.timeline is not None:
             result["traced_iteration_s"] = self.timeline.iteration_s
             result["errors"] = [row._asdict() for row in self.errors()]
+            result["memory"] = [row._asdict() for row in self.memory_errors()]
         return result
 
 
@@ -132,7 +142,7 @@ def train(
             f"rank {parallel.rank}: another rank has died or hangs ({error})",
             "Look at the output of the other ranks, then start all ranks again.",
         ) from error
-    return Training(tuple(done), predicted, lowered, simulation, timeline)
+    return Training(tuple(done), predicted, parallel.graph, lowered, simulation, timeline)
 
 
 def _timed(parallel: Parallel, step: Callable[[], Tensor], number: int) -> Step:
@@ -153,7 +163,10 @@ def _prediction(
     lowered = parallel.lowered
     if profile is not None:
         costs = Costs(parallel.graph, strategy.cluster, Profile.load(profile))
-        lowered = lower_for_ranks(parallel.graph, strategy, strategy.cluster, costs)
+        priced = lower_for_ranks(parallel.graph, strategy, strategy.cluster, costs)
+        if priced.digest != lowered.digest:  # other forms of communication are faster there than those that run
+            return lowered, simulate(lowered), simulate(priced).makespan_s
+        lowered = priced
     simulation = simulate(lowered)
     if profile is None and strategy.prediction is not None:
         return lowered, simulation, strategy.prediction.iteration_s

@@ -3,7 +3,7 @@ statistics in between."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from math import prod
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -281,12 +281,13 @@ def by_running(b: Builder, x: Value, channels: Sequence[Value], attributes: dict
     return b.emit("batch_norm_inference", [x, *channels], x.shape, pattern, attributes, short="batch_norm")
 
 
-def fused_batch_norm(op: Operator, statistics: Kernel, normalise: Kernel) -> Callable[..., tuple[Tensor, Tensor]]:
-    """(x, weight, bias) -> (statistics, output) of ``batch_statistics`` and ``batch_norm`` on a device that has all
-    that they need. ``statistics``, ``normalise``: their kernels, which are faster where channels do not come last."""
+def batch_norm_at_once(operators: Sequence[Operator], kernels: Sequence[Kernel]) -> Kernel:
+    """(x, weight, bias) -> (statistics, output) of ``batch_statistics`` and ``batch_norm`` (``operators``) on a device
+    that has all that they need. ``kernels``: theirs, which are faster where channels do not come last."""
     from flexsearch.graph.ops.norm_functions import BatchNorm as AtOnce
     from flexsearch.graph.ops.norm_functions import channels_last
 
+    op, (statistics, normalise) = operators[1], kernels
     eps, grouped = float(str(op.attributes["eps"])), _grouped(op)
 
     def run(x: Tensor, *affine: Tensor) -> tuple[Tensor, Tensor]:
