@@ -85,7 +85,7 @@ class Setting:
         from flexsearch.report.layouts import StagedRow
 
         sharding = max((config.sharding for config in strategy.configs.values()), key=lambda one: one.rank)
-        pipeline = Pipeline.of(strategy, self.graph)
+        pipeline = Pipeline.of(strategy, strategy.planned(self.graph))
         return StagedRow(name, pipeline, strategy.options, self.step(strategy), sharding)
 
     def under(self, options: Options | None) -> Setting:
@@ -113,8 +113,8 @@ class Setting:
 
     def name_of(self, strategy: Strategy) -> str:
         """Name of the baseline that splits every operator as the strategy does, whatever its options for the whole
-        step; empty if none does, as with stages or microbatches."""
-        if not strategy.is_plain:
+        step; empty if none does, as with stages, microbatches, or splits of weights' gradients."""
+        if not strategy.is_plain or strategy.weight_gradients:
             return ""
         here = self.under(strategy.options)
         plans = baselines(here.graph, here.topology, strategy.options, whole_seconds(here.graph, here.costs))

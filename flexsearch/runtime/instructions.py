@@ -54,7 +54,8 @@ class Segment:
     as ``~i``, result i of the segment; None where the piece reads nothing. Results are numbered over all outputs in
     order. ``parts[k]``: of these operands those of which only a part is read: (region held, region read). ``exports``:
     (result, name) of results that are used outside. ``seeds``: exports with a gradient. ``region``:
-    that is computed again, or -1. ``trains``: whether it makes gradients of weights."""
+    that is computed again, or -1. ``trains``: whether it makes gradients of weights. ``late``: its forward pass does
+    nothing but keep what its backward pass needs, and runs right before that."""
 
     operators: tuple[int, ...]
     region: int = -1
@@ -65,6 +66,7 @@ class Segment:
     seeds: list[tuple[int, str]] = field(default_factory=list)
     backward: bool = False
     trains: bool = False
+    late: bool = False
 
 
 @dataclass(frozen=True)
@@ -96,7 +98,8 @@ class Load(Instruction):
 
 @dataclass(frozen=True)
 class Fetch(Instruction):
-    """Cut what an edge wants out of an input, a buffer or a constant, for one microbatch."""
+    """Cut what an edge wants out of an input, a buffer or a constant, for one microbatch; where only a gradient passes
+    (``graph.Flow``), something of that shape without memory."""
 
     edge: int
     microbatch: int
