@@ -13,6 +13,7 @@ import pytest
 from hypothesis import HealthCheck, Phase, given, note, settings
 from hypothesis import strategies as st
 
+from flexsearch.api import Setting
 from flexsearch.cost import Costs
 from flexsearch.errors import FlexsearchError, StrategyError
 from flexsearch.graph import OperatorGraph
@@ -218,3 +219,30 @@ def test_what_cannot_be_split_apart_is_refused() -> None:
     loose = {**plan.configs, weight_gradient_of("nothing"): plan.configs[linear]}
     with pytest.raises(FlexsearchError, match="unknown operators"):
         Strategy.make(graph, topology, loose, plan.options)
+
+
+# ---- the search
+
+
+def test_the_search_finds_splits_that_pay() -> None:
+    """Where layers are pinned to data parallelism, the gradients alone may still be split otherwise."""
+    graph = mlp(batch=8, width=512)
+    setting = Setting.of(graph, Topology.load("ethernet-1g:4"))
+    pins = [f"{name}: batch=4" for name in able(graph)]
+    plain = setting.search(300, pins=pins, processes=1)
+    result = setting.search(600, pins=pins, processes=1, weight_gradients=True)
+    assert not plain.strategy.weight_gradients and result.strategy.weight_gradients
+    assert result.simulation.makespan_s < 0.5 * plain.simulation.makespan_s
+    assert result.bound_s <= result.simulation.makespan_s
+    again = setting.search(600, pins=pins, processes=1, weight_gradients=True)
+    assert again.strategy == result.strategy
+    with pytest.raises(StrategyError, match="goes on from plans"):
+        setting.search(100, start=result.strategy)
+
+
+def test_it_keeps_a_plan_that_gains_nothing_by_them() -> None:
+    setting = Setting.of(mlp(batch=2048, width=32), Topology.load("ethernet-1g:4"))
+    plain = setting.search(300, processes=1)
+    result = setting.search(600, processes=1, weight_gradients=True)
+    assert not result.strategy.weight_gradients
+    assert result.simulation.makespan_s == plain.simulation.makespan_s

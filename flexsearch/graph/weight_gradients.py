@@ -42,9 +42,9 @@ def divided(graph: OperatorGraph) -> tuple[str, ...]:
 
 
 def with_weight_gradients(graph: OperatorGraph, names: Collection[str]) -> OperatorGraph:
-    """``graph`` with operators of their own for the weights' gradients of the operators ``names``. The same graph and
-    names give the same object again. Raises StrategyError where that is not possible."""
-    if not names:
+    """``graph`` with operators of their own for the weights' gradients of the operators ``names``, where there are none
+    yet. The same graph and names give the same object again. Raises StrategyError where that is not possible."""
+    if not (names := set(names) - set(divided(graph))):
         return graph
     known: dict[frozenset[str], OperatorGraph] = graph.__dict__.setdefault("_with_weight_gradients", {})
     key = frozenset(names)
@@ -55,6 +55,8 @@ def with_weight_gradients(graph: OperatorGraph, names: Collection[str]) -> Opera
 
 def _problem(graph: OperatorGraph, op: Operator) -> str:
     """Why the weights' gradients of an operator can have no split of their own; empty if they can."""
+    if op.half is not None:
+        return "makes only a part of the gradients already"
     kinds_able = {k.name for k in KINDS.values() if type(k).weight_gradient is not OperatorKind.weight_gradient}
     if op.kind not in kinds_able:
         return f"is of kind {op.kind!r}; only those of {', '.join(sorted(kinds_able))} can be split apart"

@@ -128,6 +128,11 @@ class Strategy:
             raise StrategyError(f"the strategy has {text}; was it edited?", "Run `flexsearch optimize` again.")
         for op in graph.operators:
             check_config(op, self.configs[op.name], len(topology.devices))
+            if op.half == "weights" and self.configs[op.name].states:
+                raise StrategyError(
+                    f"operator {op.name!r} cannot say how states of weights are kept",
+                    f"Let {owner_of(op.name)!r} say it.",
+                )
         check_stages(graph, self.stages, self.configs, len(topology.devices))
         if not self.orders and (len(self.stages) > 1 or self.microbatches > 1):  # else it is of no effect
             check_schedule(self.schedule, ranks_of([stage.positions for stage in self.stages]), self.microbatches)
@@ -139,10 +144,16 @@ class Strategy:
         return is_whole(self.stages, self.cluster) and self.microbatches == 1
 
     def check_supported(self, graph: OperatorGraph, topology: Topology) -> None:
-        """Raise StrategyError unless :meth:`check` passes and the strategy has one stage on all devices and one
-        microbatch, as the search over configs takes it."""
+        """Raise StrategyError unless :meth:`check` passes and the strategy has one stage on all devices, one
+        microbatch, and no split of weights' gradients, as the search over configs takes it."""
         self.check(graph, topology)
         self._check_plain()
+        if self.weight_gradients:
+            raise StrategyError(
+                f"operators.{self.weight_gradients[0]}.weight_gradient: the search goes on from plans in which "
+                "gradients of weights are split as the rest",
+                "Remove it from the file, and search with --weight-gradients.",
+            )
 
     def _check_plain(self) -> None:
         remedy = "Remove {} from the file, or run `flexsearch optimize` again."
