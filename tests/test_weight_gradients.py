@@ -240,6 +240,19 @@ def test_the_search_finds_splits_that_pay() -> None:
         setting.search(100, start=result.strategy)
 
 
+def test_gradients_of_inputs_move_while_those_of_weights_are_computed() -> None:
+    """Of layers that are split by output features, the gradients of inputs are partial sums."""
+    graph, topology = mlp(batch=256, width=1024), Topology.load("ethernet-1g:2")
+    plan = baseline("single", graph, topology)
+    split = {op.name: make_config(op, {"o": 2} if op.kind == "linear" else {}, (0, 1)) for op in graph.operators}
+    apart = {weight_gradient_of(name): split[name] for name in able(graph)}
+    times = [
+        simulate(lower(graph, Strategy.make(graph, topology, configs, plan.options), topology, Costs(graph, topology)))
+        for configs in (split, split | apart)
+    ]
+    assert times[1].makespan_s < 0.9 * times[0].makespan_s
+
+
 def test_it_keeps_a_plan_that_gains_nothing_by_them() -> None:
     setting = Setting.of(mlp(batch=2048, width=32), Topology.load("ethernet-1g:4"))
     plain = setting.search(300, processes=1)

@@ -2,13 +2,14 @@
 
 They begin where the search has ended, and at the baselines: with every gradient split as the rest of its operator, and
 with every device that makes the whole of it. The latter needs no synchronisation, and is what pays where activations of
-a batch are smaller than weights. In the end every split that brings nothing goes.
+a batch are smaller than weights. The former pays, too, where gradients of inputs must be moved: they are made first,
+and move while those of weights are computed. In the end everything goes that brings nothing.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 from typing import Final
 
@@ -22,12 +23,14 @@ from flexsearch.search.climb import Climb, Climbed, Climber
 from flexsearch.search.evaluate import Configs, by_rank
 from flexsearch.search.outcome import SearchResult, is_faster
 from flexsearch.search.pins import parse_pins
-from flexsearch.simulate import simulate
-from flexsearch.strategy import OperatorConfig, Prediction, States, Strategy, make_config
+from flexsearch.simulate import Simulation, simulate
+from flexsearch.strategy import OperatorConfig, Options, Prediction, States, Strategy, make_config
 from flexsearch.topology import Topology
 
 STARTS: Final = 3
 """Climbs, from the best of the starts. Taken."""
+ONE_BY_ONE: Final = 32
+"""Splits that are tried to be left out one by one, at most: each takes a whole simulation. Taken."""
 WORTH: Final = 1e-3
 """Share of the time that a split of its own must bring. Taken: less is not worth an entry in the file."""
 
@@ -51,8 +54,7 @@ def search_weight_gradients(
     climber = Climber(divided, topology, own, options, seed, parse_pins(pins, divided, topology))
     best, made = _climb(climber, _starts(graph, divided, result), began, budget_s, proposals)
     configs = dict(zip((op.name for op in divided.operators), _simplified(climber, best), strict=True))
-    strategy = Strategy.make(graph, topology, _without_equal(configs), options)
-    simulation = simulate(lower(graph, strategy, topology, costs))
+    strategy, simulation = _worth_it(graph, topology, costs, configs, options)
     feasible = all(
         peak <= device.memory_bytes for peak, device in zip(simulation.peak_bytes, topology.devices, strict=True)
     )
@@ -126,8 +128,8 @@ def _climb(
 
 
 def _simplified(climber: Climber, configs: Configs) -> Configs:
-    """The plan with gradients of weights split as the rest of their operators wherever that costs next to nothing; how
-    states of weights are kept is said by the operators that read them."""
+    """The plan with gradients of weights split as the rest of their operators, and with weights kept whole, wherever
+    that costs next to nothing; how states of weights are kept is said by the operators that read them."""
     graph = climber.graph
     now = list(configs)
     for i, op in enumerate(graph.operators):
@@ -136,20 +138,34 @@ def _simplified(climber: Climber, configs: Configs) -> Configs:
             now[i], now[i + 1] = now[i].sharded(States.WHOLE), now[i + 1].sharded(*sharding)
     cost = climber.evaluate(tuple(now)).cost
     for i, op in enumerate(graph.operators):
-        if op.half == "weights":
-            simpler = [*now]
-            simpler[i] = now[i + 1].sharded(States.WHOLE)
-            if (found := climber.evaluate(tuple(simpler)).cost) <= (1.0 + WORTH) * cost:
-                now, cost = simpler, min(cost, found)
+        config = (now[i + 1] if op.half == "weights" else now[i]).sharded(States.WHOLE)
+        if config != now[i]:
+            simpler = (*now[:i], config, *now[i + 1 :])
+            if (found := climber.evaluate(simpler).cost) <= (1.0 + WORTH) * cost:
+                now, cost = list(simpler), min(cost, found)
     return tuple(now)
 
 
-def _without_equal(configs: dict[str, OperatorConfig]) -> dict[str, OperatorConfig]:
-    """Without those of gradients of weights that are split as the rest."""
+def _worth_it(
+    graph: OperatorGraph, topology: Topology, costs: Costs, configs: dict[str, OperatorConfig], options: Options
+) -> tuple[Strategy, Simulation]:
+    """The plan without those gradients that are split as the rest and gain nothing by coming behind the gradients of
+    inputs, whose communication they can hide."""
 
-    def equal(name: str) -> bool:
-        owner = owner_of(name)
-        return owner in configs and configs[name] == configs[owner].sharded(States.WHOLE)
+    def tried(without: Collection[str]) -> tuple[Strategy, Simulation]:
+        kept = {name: config for name, config in configs.items() if name not in without}
+        strategy = Strategy.make(graph, topology, kept, options)
+        return strategy, simulate(lower(graph, strategy, topology, costs))
 
-    assert all(weight_gradient_of(owner) in configs for owner in map(owner_of, configs) if owner in configs)
-    return {name: config for name, config in configs.items() if not equal(name)}
+    pairs = {weight_gradient_of(name): config.sharded(States.WHOLE) for name, config in configs.items()}
+    same = [name for name, config in configs.items() if pairs.get(name) == config]
+    best = tried(())
+    gone: tuple[str, ...] = ()
+    # All at once; if that loses something, one by one.
+    for more in ((*same,), *((name,) for name in same[:ONE_BY_ONE])):
+        other = tried((*gone, *more))
+        if other[1].makespan_s <= (1.0 + WORTH) * best[1].makespan_s:
+            gone, best = (*gone, *more), other
+            if len(gone) == len(same):
+                break
+    return best
