@@ -20,6 +20,7 @@ from flexsearch.graph import OperatorGraph
 from flexsearch.graph.importer import import_with_constants
 from flexsearch.graph.weight_gradients import able, weight_gradient_of, with_weight_gradients
 from flexsearch.lower import Lowering, lower
+from flexsearch.report.words import in_words
 from flexsearch.simulate.delta import DeltaSimulator
 from flexsearch.simulate.simulation import simulate
 from flexsearch.strategy import Options, Strategy, make_config
@@ -259,3 +260,18 @@ def test_it_keeps_a_plan_that_gains_nothing_by_them() -> None:
     result = setting.search(600, processes=1, weight_gradients=True)
     assert not result.strategy.weight_gradients
     assert result.simulation.makespan_s == plain.simulation.makespan_s
+
+
+# ---- words
+
+
+def test_words_tell_them_with_their_layers() -> None:
+    graph, topology = mlp(), Topology.load("ethernet-1g:4")
+    first = able(graph)[0]
+    plain = in_words(lower(graph, of(graph, topology, {}), topology, Costs(graph, topology)))
+    assert plain == "all layers: batch over 4 hosts"
+    own = in_words(lower(graph, of(graph, topology, {"o": 4}, first), topology, Costs(graph, topology)))
+    assert f"{first}: batch over 4 hosts, gradients of weights output features over 4 hosts" in own
+    degrees = dict(baseline("data-parallel", graph, topology).configs[first].degrees)
+    same = in_words(lower(graph, of(graph, topology, degrees, first), topology, Costs(graph, topology)))
+    assert f"{first}: batch over 4 hosts, gradients of weights likewise, last" in same
