@@ -14,6 +14,7 @@ from hypothesis import HealthCheck, Phase, given, note, settings
 from hypothesis import strategies as st
 
 from flexsearch.api import Setting
+from flexsearch.changing import on_changed
 from flexsearch.cost import Costs
 from flexsearch.errors import FlexsearchError, StrategyError
 from flexsearch.graph import OperatorGraph
@@ -252,6 +253,14 @@ def test_gradients_of_inputs_move_while_those_of_weights_are_computed() -> None:
         for configs in (split, split | apart)
     ]
     assert times[1].makespan_s < 0.9 * times[0].makespan_s
+
+
+def test_a_search_on_a_changed_cluster_begins_with_the_plan_without_them() -> None:
+    graph, topology = mlp(batch=8, width=512), Topology.load("ethernet-1g:4")
+    plan = of(graph, topology, {}, able(graph)[0])
+    assert plan.undivided() == of(graph, topology, {})
+    changed, best = on_changed(Setting.of(graph, topology), plan, topology, "nothing", 300, space="splits")
+    assert changed.looked_at > 0 and best is not None and not best.weight_gradients
 
 
 def test_it_keeps_a_plan_that_gains_nothing_by_them() -> None:

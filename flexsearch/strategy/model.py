@@ -102,6 +102,16 @@ class Strategy:
         (``graph.weight_gradients``)."""
         return tuple(owner for owner in map(owner_of, self.configs) if owner in self.configs)
 
+    def undivided(self) -> Strategy:
+        """The same plan with all gradients of weights split as the rest of their operators, without what was said of
+        it."""
+        pairs = set(map(weight_gradient_of, self.weight_gradients))
+        stages = [replace(s, operators=tuple(n for n in s.operators if n not in pairs)) for s in self.stages]
+        return Strategy(
+            self.graph, self.inputs, self.cluster, {n: c for n, c in self.configs.items() if n not in pairs},
+            self.options, stages=stages, microbatches=self.microbatches, schedule=self.schedule, orders=self.orders,
+        )  # fmt: skip
+
     def planned(self, graph: OperatorGraph) -> OperatorGraph:
         """The graph that is planned: ``graph``, with operators of their own for those gradients. Raises
         StrategyError."""
