@@ -22,6 +22,7 @@ from flexsearch.search.optimize import search
 from flexsearch.search.outcome import Progress, SearchResult
 from flexsearch.search.pins import parse_pins
 from flexsearch.search.tuning import Tuned, tuned_baseline, tuned_baselines, whole_seconds
+from flexsearch.search.weight_gradients import search_weight_gradients
 from flexsearch.simulate import Simulation, over_memory
 from flexsearch.simulate import simulate as simulate_lowered
 from flexsearch.simulate.staged import Step as StagedStep
@@ -85,7 +86,7 @@ class Setting:
         from flexsearch.report.layouts import StagedRow
 
         sharding = max((config.sharding for config in strategy.configs.values()), key=lambda one: one.rank)
-        pipeline = Pipeline.of(strategy, self.graph)
+        pipeline = Pipeline.of(strategy, strategy.planned(self.graph))
         return StagedRow(name, pipeline, strategy.options, self.step(strategy), sharding)
 
     def under(self, options: Options | None) -> Setting:
@@ -113,8 +114,8 @@ class Setting:
 
     def name_of(self, strategy: Strategy) -> str:
         """Name of the baseline that splits every operator as the strategy does, whatever its options for the whole
-        step; empty if none does, as with stages or microbatches."""
-        if not strategy.is_plain:
+        step; empty if none does, as with stages, microbatches, or splits of weights' gradients."""
+        if not strategy.is_plain or strategy.weight_gradients:
             return ""
         here = self.under(strategy.options)
         plans = baselines(here.graph, here.topology, strategy.options, whole_seconds(here.graph, here.costs))
@@ -164,19 +165,30 @@ class Setting:
         margin: float = MARGIN,
         options: Options | None = None,
         processes: int | None = None,
+        weight_gradients: bool = False,
         on_progress: Callable[[Progress], None] | None = None,
         on_phase: Callable[[str], None] | None = None,
         on_end: Callable[[], None] | None = None,
     ) -> SearchResult:
-        """The search (:func:`flexsearch.search.search`), with a budget as :func:`parse_budget` takes it."""
+        """The search (:func:`flexsearch.search.search`), with a budget as :func:`parse_budget` takes it.
+        ``weight_gradients``: half of the budget is for plans in which gradients of weights have splits of their own."""
         budget_s, proposals = parse_budget(budget)
+        if weight_gradients:
+            budget_s = None if budget_s is None else budget_s / 2
+            proposals = None if proposals is None else proposals // 2
         if options is None and start is not None:
             options = Options(precision=start.options.precision)
         here = self.under(options)
-        return search(
+        result = search(
             here.graph, here.topology, here.costs, options, budget_s=budget_s, proposals=proposals, seed=seed,
             start=start, pins=pins, margin=margin, processes=processes, on_progress=on_progress,
             on_phase=on_phase, on_end=on_end,
+        )  # fmt: skip
+        if not weight_gradients or "interrupted" in result.stopped:
+            return result
+        return search_weight_gradients(
+            here.graph, here.topology, here.costs, result, budget_s=budget_s, proposals=proposals, seed=seed,
+            pins=pins, margin=margin,
         )  # fmt: skip
 
     def contenders(self, result: SearchResult, count: int) -> dict[str, Strategy]:
@@ -360,6 +372,7 @@ def optimize(
     options: Options | None = None,
     processes: int | None = None,
     space: Space = "free",
+    weight_gradients: bool = False,
 ) -> Strategy:
     """The fastest strategy found for training ``model`` on ``topology`` (a Topology, a file or a preset).
 
@@ -368,7 +381,8 @@ def optimize(
     ``budget``: "30s", "2m", or a number of proposals, with which the same arguments give the same strategy everywhere.
     On several ranks give a number of proposals, or optimize once and save. ``start``: a strategy to go on from.
     ``pins``: what is fixed, as ``"encoder.*: batch=4, devices=0-3"``. ``processes``: at most so many search at once;
-    None: one for each core. ``space``: "splits": plans of one stage with any splits; "layouts": with stages and
+    None: one for each core. ``weight_gradients``: also plans in which gradients of weights have splits of their own.
+    ``space``: "splits": plans of one stage with any splits; "layouts": with stages and
     microbatches; "free": both, layouts only with a budget of time and neither ``start`` nor ``pins``. ``margin``: a
     baseline is kept unless a plan is faster by more than this share of its time.
     Raises ImportModelError, TopologyError, ProfileError; StrategyError if no plan was found that fits into memory."""
@@ -396,8 +410,9 @@ def optimize(
 
     def search_splits(share: str | float) -> SearchResult:
         return setting.search(
-            share, seed=seed, start=start, pins=pins, margin=margin, options=options, processes=processes
-        )
+            share, seed=seed, start=start, pins=pins, margin=margin, options=options, processes=processes,
+            weight_gradients=weight_gradients,
+        )  # fmt: skip
 
     splits: SearchResult | None = None
     layouts: HybridResult | None = None

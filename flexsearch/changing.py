@@ -30,7 +30,8 @@ def on_changed(
     looked_at, kept = 0, True
     anew, best = same, start
     try:
-        planned = plan(there, budget, options, space=space, start=start, on_progress=on_progress)
+        begin = start.undivided() if start is not None and start.weight_gradients else start
+        planned = plan(there, budget, options, space=space, start=begin, on_progress=on_progress)
     except FlexsearchError as error:
         if start is None:
             anew = PlanOnCluster(None, reason=error.message)

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 
 from flexsearch.cost.compute import state_bytes
-from flexsearch.graph import Box, Tensor, volume
+from flexsearch.graph import Box, Flow, Tensor, volume
 from flexsearch.graph.ops import saved_tensors
 from flexsearch.lower import Layout, Lowered, Reshard, TaskKind, bounding
 from flexsearch.lower.pieces import Weight
@@ -106,7 +106,7 @@ class _Walk:
             if self._stays(weight):
                 boxes = {}
                 for e in weight.edges:
-                    for device, box, _ in lowered.edges[e].need:
+                    for device, box, _ in lowered.edges[e].need if lowered.edges[e].forward is not None else ():
                         boxes[device] = bounding((boxes.get(device, box), box))
                 for device, box in boxes.items():
                     self._always(device, volume(box) * tensor.itemsize, "weights")
@@ -127,6 +127,8 @@ class _Walk:
         for weight in self.lowered.weights:
             tensor = self.graph.tensor[weight.tensor]
             for e, plan in zip(weight.edges, weight.plan.forward, strict=True):
+                if plan is None:  # it is not read
+                    continue
                 if self._stays(weight):
                     self._receive("gather", e, plan, tensor.itemsize)
                 elif plan.exchanges:
@@ -158,7 +160,7 @@ class _Walk:
             weight = first is not None and first.part == "gathered"
             done = back if graph.tensor[name].kind == "parameter" else late
             later = [t for t in (again, done if rule.inputs else back if weight else None) if t is not None]
-            if first is not None:
+            if first is not None and (graph.operators[i].half != "weights" or again is not None):
                 first.until(now)
             kept = second if inside or (weight and second is not None) else first
             if kept is not None:
@@ -169,6 +171,8 @@ class _Walk:
         """The outputs of a pass of an operator, and their copies for those that read them there."""
         graph, lowered, op, rule = self.graph, self.lowered, self.graph.operators[i], self.rules[i]
         placement, again = lowered.placed[i].placement, kind == TaskKind.RECOMPUTE
+        if op.half == "weights":  # only a gradient
+            return
         held = self.held_again if again else self.held
         now = {d: self.task[kind, i, d] for d in placement.devices}
         for j, name in enumerate(op.outputs):
@@ -229,7 +233,7 @@ class _Walk:
                             span.until(late[device])
                             of_output[device] = span
             for p, name in enumerate(op.inputs):
-                if name not in graph.differentiable:
+                if graph.flows[i][p] == Flow.VALUE:
                     continue
                 e, tensor = lowered.edge_of[i, p], graph.tensor[name]
                 made = late if tensor.kind == "parameter" else now

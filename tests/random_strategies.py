@@ -6,6 +6,7 @@ from __future__ import annotations
 from hypothesis import strategies as st
 
 from flexsearch.graph import Operator, OperatorGraph
+from flexsearch.graph.weight_gradients import able, weight_gradient_of
 from flexsearch.strategy import OperatorConfig, Options, States, Strategy, make_config
 from flexsearch.topology import Topology
 
@@ -30,8 +31,14 @@ def configs(draw: st.DrawFn, op: Operator, devices: int, unequal: bool = True) -
 
 
 @st.composite
-def strategies(draw: st.DrawFn, graph: OperatorGraph, topology: Topology, unequal: bool = True) -> Strategy:
-    """A config for every operator."""
+def strategies(
+    draw: st.DrawFn, graph: OperatorGraph, topology: Topology, unequal: bool = True, divided: bool = False
+) -> Strategy:  # fmt: skip
+    """A config for every operator. ``divided``: also for the gradients of the weights of most that may have one."""
     chosen = {op.name: draw(configs(op, len(topology.devices), unequal)) for op in graph.operators}
+    for name in able(graph) if divided else ():
+        if draw(st.sampled_from([True, True, False])):
+            op = graph.operators[graph.index[name]]
+            chosen[weight_gradient_of(name)] = draw(configs(op, len(topology.devices), unequal)).sharded(States.WHOLE)
     bucket = draw(st.sampled_from([1, 1000, 25 * 2**20]))
     return Strategy.make(graph, topology, chosen, Options(bucket_bytes=bucket))

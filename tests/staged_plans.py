@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from flexsearch.cost import Costs
 from flexsearch.errors import StrategyError
 from flexsearch.graph import Operator, OperatorGraph
+from flexsearch.graph.weight_gradients import able, weight_gradient_of
 from flexsearch.lower import lower_for_ranks
 from flexsearch.strategy import OperatorConfig, Options, States, Strategy, make_config
 from flexsearch.strategy.stage import Stage
@@ -68,16 +69,17 @@ def deep(batch: int = 8) -> tuple[nn.Module, Tensor, Tensor]:
     return Deep().double(), torch.randint(7, (batch, 3)), torch.randint(7, (batch, 3))
 
 
-def staged_plan(graph: OperatorGraph, draw: random.Random) -> Strategy:
-    """A legal plan on one to four devices."""
+def staged_plan(graph: OperatorGraph, draw: random.Random, divided: float = 0.0) -> Strategy:
+    """A legal plan on one to four devices. ``divided``: how many of the operators that may have a split of their own
+    for the gradients of their weights do."""
     while True:
         try:
-            return _attempt(graph, draw)
+            return _attempt(graph, draw, divided)
         except StrategyError:
             continue
 
 
-def _attempt(graph: OperatorGraph, draw: random.Random) -> Strategy:
+def _attempt(graph: OperatorGraph, draw: random.Random, divided: float) -> Strategy:
     ranks = draw.choice((1, 2, 2, 3, 4, 4))
     topology = Topology.load(f"ethernet-1g:{ranks}")
     replicas = draw.choice([n for n in (1, 1, 2) if ranks % n == 0])
@@ -97,6 +99,9 @@ def _attempt(graph: OperatorGraph, draw: random.Random) -> Strategy:
         stages.append(Stage(tuple(op.name for op in operators), mesh, replicas))
         states = draw.choice((*States, None))
         configs.update({op.name: _config(op, devices, draw, states) for op in operators})
+        for op in operators:
+            if divided and op.name in able(graph) and draw.random() < divided:
+                configs[weight_gradient_of(op.name)] = _config(op, devices, draw, States.WHOLE)
     options = Options(
         bucket_bytes=draw.choice((1, 300, 25 * 2**20)), recompute=draw.choice(("none", "none", "full", "attention")),
         recompute_blocks=None, reshard_after_forward=draw.random() < 0.4, prefetch=draw.choice((0, 1, 2)),

@@ -7,7 +7,7 @@ from math import inf
 
 from flexsearch.cost.communication import Transfer
 from flexsearch.cost.ticks import TICK
-from flexsearch.graph import volume
+from flexsearch.graph import Flow, volume
 from flexsearch.lower import Communication, Exchange, Lowered, Lowering, Member, Reshard, TaskGraph, TaskKind
 from flexsearch.lower.taskgraph import Purpose
 
@@ -37,20 +37,24 @@ class _Definition:
                 if i == (needed[before] if before >= 0 else 0):
                     self.gather(pack)
             self.compute(TaskKind.FORWARD, i, self.lowered.placed[i].forward_s, ("forward", "gather"), [
-                self.lowered.edge_of[i, p] for p in range(len(op.inputs))
+                self.lowered.edge_of[i, p] for p in range(len(op.inputs)) if op.half != "weights"
             ])  # fmt: skip
             for name in op.outputs:
                 for e in self.lowered.edges_of[name]:
                     forward = self.lowered.edges[e].forward
-                    assert forward is not None
-                    self.reshard("forward", e, forward)
+                    assert forward is not None or op.half == "weights"
+                    if forward is not None:
+                        self.reshard("forward", e, forward)
 
     def packs(self) -> list[tuple[list[int], int]]:
         """Weights that are gathered together, and the first operator that reads one of them: neighbours that one
         operator each reads, as many as fill a bucket."""
         found: list[tuple[list[int], int]] = []
         bucket, filled = None, 0
-        consumers = [[o for o, _ in self.graph.consumers[weight.tensor]] for weight in self.lowered.weights]
+        consumers = [
+            [o for o, p in self.graph.consumers[weight.tensor] if self.graph.flows[o][p] != Flow.GRADIENT]
+            for weight in self.lowered.weights
+        ]
         for w in sorted(range(len(consumers)), key=lambda w: (min(consumers[w], default=0), w)):
             first, nbytes = min(consumers[w], default=0), self.graph.tensor[self.lowered.weights[w].tensor].nbytes
             if len(set(consumers[w])) > 1:
@@ -69,8 +73,9 @@ class _Definition:
         for w in pack:
             weight, dtype = self.lowered.weights[w], self.graph.tensor[self.lowered.weights[w].tensor].dtype
             for e, plan in zip(weight.edges, weight.plan.forward, strict=True):
-                for x, exchange in enumerate(plan.phase_exchanges[0] if plan.exchanges else ()):
+                for x, exchange in enumerate(plan.phase_exchanges[0] if plan is not None and plan.exchanges else ()):
                     key = exchange.form, exchange.senders, exchange.receivers, dtype
+                    assert plan is not None
                     together.setdefault(key, []).append(Member(e, plan, 0, x))
         for members in together.values():
             self.communicate("gather", members, {})
@@ -79,8 +84,8 @@ class _Definition:
         graph, lowered = self.graph, self.lowered
         bucket_of = self.lowering.buckets(lowered.options.bucket_bytes)
         readers = [
-            [o for o, _ in graph.consumers[weight.tensor] if graph.has_backward[o]]
-            if weight.tensor in graph.differentiable else [] for weight in lowered.weights
+            [o for o, p in graph.consumers[weight.tensor] if graph.flows[o][p] != Flow.VALUE]
+            for weight in lowered.weights
         ]  # fmt: skip
         done: dict[int, list[int]] = {}  # bucket -> its weights whose gradients are complete
         before: list[int] = []
@@ -88,7 +93,9 @@ class _Definition:
             if not graph.has_backward[i]:
                 continue
             op = graph.operators[i]
-            self.compute(TaskKind.BACKWARD, i, lowered.placed[i].backward_s, ("backward",), [
+            late = [lowered.edge_of[i, p] for p in range(len(op.inputs))] if op.half == "weights" else []
+            purposes = ("forward", "backward") if late else ("backward",)
+            self.compute(TaskKind.BACKWARD, i, lowered.placed[i].backward_s, purposes, late + [
                 e for name in op.outputs for e in lowered.edges_of[name] if lowered.edges[e].backward is not None
             ])  # fmt: skip
             for e in dict.fromkeys(lowered.edge_of[i, p] for p in range(len(op.inputs))):

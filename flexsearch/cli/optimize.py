@@ -109,6 +109,13 @@ SpaceOption = Annotated[
     ),
 ]
 PlanOnlyOption = Annotated[bool, typer.Option("--plan-only", hidden=True, help="The same as --space layouts.")]
+WeightGradientsOption = Annotated[
+    bool,
+    typer.Option(
+        "--weight-gradients",
+        help="Spend half of the search over splits on plans in which gradients of weights have splits of their own.",
+    ),
+]
 PlotOption = Annotated[
     Path | None, typer.Option("--plot", help="Draw the progress of the search: a .png, .svg or .pdf file.")
 ]
@@ -134,6 +141,7 @@ class _Asked:
     plot: Path | None
     cost_per_hour: float | None
     as_json: bool
+    weight_gradients: bool = False
 
     @property
     def seconds(self) -> float | None:
@@ -167,6 +175,7 @@ def optimize(
     exhaustive: ExhaustiveOption = None,
     space: SpaceOption = "free",
     plan_only: PlanOnlyOption = False,
+    weight_gradients: WeightGradientsOption = False,
     verify: VerifyOption = None,
     model: VerifyModelOption = None,
     set_: SetOption = None,
@@ -193,7 +202,10 @@ def optimize(
     large = resume is None and not pin and space in ("free", "native") and too_large(setting.graph)
     layouts, native = plan_only or large or "layouts" in space, "native" in space
     if layouts or native:
-        _refuse_others(layouts, seed, margin, resume=resume, pin=pin, plot=plot, exhaustive=exhaustive, verify=verify)
+        _refuse_others(
+            layouts, seed, margin, resume=resume, pin=pin, plot=plot, exhaustive=exhaustive, verify=verify,
+            weight_gradients=weight_gradients or None,
+        )  # fmt: skip
     trial = verification(verify, verify_steps, graph, topology, model, set_, setting.graph, budget, learns)
     if trial is not None and is_follower():
         trial.follow()
@@ -204,7 +216,7 @@ def optimize(
     options = make_options(optimizer, precision, recompute, reshard_after_forward, prefetch)
     asked = _Asked(
         graph, setting, size, options, budget, seed, processes, first, tuple(pin or ()), share, exhaustive, space,
-        output, plot, cost_per_hour, as_json,
+        output, plot, cost_per_hour, as_json, weight_gradients,
     )  # fmt: skip
     if layouts:
         optimize_layouts(
@@ -362,7 +374,7 @@ def _search(asked: _Asked, budget: str) -> SearchResult:
         return setting.search(
             budget, seed=asked.seed, start=asked.first, pins=asked.pins, processes=asked.processes,
             margin=asked.margin, options=asked.first.options if asked.first is not None else asked.options,
-            on_progress=live.update, on_phase=live.prepare, on_end=end,
+            weight_gradients=asked.weight_gradients, on_progress=live.update, on_phase=live.prepare, on_end=end,
         )  # fmt: skip
 
 

@@ -76,7 +76,8 @@ def _rates(kind: str, dtype: str, device: Device) -> tuple[float, float]:
 
 @dataclass(frozen=True)
 class Costed:
-    """An operator with what its cost depends on besides its extents. ``needs``: inputs that want a gradient."""
+    """An operator with what its cost depends on besides its extents. ``needs``: inputs that want a gradient. Of one
+    whose backward pass is divided among two (``graph.weight_gradients``), the whole."""
 
     op: Operator
     inputs: tuple[Tensor, ...]
@@ -86,7 +87,7 @@ class Costed:
     @classmethod
     def of(cls, graph: OperatorGraph, operator: int) -> Costed:
         """Operator number ``operator`` of a graph."""
-        op, backward = graph.operators[operator], graph.has_backward[operator]
+        op, backward = graph.operators[operator].plain, graph.has_backward[operator]
         return cls(
             op,
             tuple(graph.tensor[name] for name in op.inputs),
@@ -194,13 +195,16 @@ class Costs:
     Times that the graph itself gives (:meth:`OperatorKind.given_seconds`) hold on all devices. Else measurements of
     ``profile`` come first, for devices that it fits. Its gaps are filled by the roofline times the
     median ratio of measured to roofline of the same kind (where none of that kind was measured: of all). What the
-    profile has learned from whole steps comes on top. Raises ProfileError if the profile fits no device.
+    profile has learned from whole steps comes on top. Where two operators divide the backward pass of one, each has its
+    share of it, and the forward pass belongs to the one that makes the gradients of the inputs. Raises ProfileError if
+    the profile fits no device.
     """
 
     def __init__(self, graph: OperatorGraph, topology: Topology, profile: Profile | None = None) -> None:
         self.graph, self.topology, self.profile = graph, topology, profile
         self._costed = tuple(Costed.of(graph, i) for i in range(len(graph.operators)))
         self._axes = tuple(op.access.axes for op in graph.operators)
+        self._halves = tuple(op.half for op in graph.operators)
         alike: dict[object, int] = {}
         self.alike = tuple(alike.setdefault(self._key(i), i) for i in range(len(graph.operators)))
         """By operator: the first one of the same shape and cost, whatever its name and place."""
@@ -250,7 +254,9 @@ class Costs:
 
     def weight_shares(self, operator: int, extents: Sequence[tuple[int, ...]]) -> npt.NDArray[np.float64]:
         """Of pieces of these extents, the share of the backward task that makes the gradients of parameters."""
-        costed, axes = self._costed[operator], self._axes[operator]
+        costed, axes, half = self._costed[operator], self._axes[operator], self._halves[operator]
+        if half is not None:
+            return np.full(len(extents), float(half == "weights"))
         if costed.gradients is None:
             return np.full(len(extents), costed.weight_share({}))
         return np.array([costed.weight_share(dict(zip(axes, extent, strict=True))) for extent in extents])
@@ -265,12 +271,20 @@ class Costs:
                 forward, backward = _computing(*given)
             else:
                 forward, backward = self._models[kind].seconds(self._costed[operator], named)
+            if (half := self._halves[operator]) is not None:
+                share = self._costed[operator].weight_share(named)
+                own = (0.0, backward * share) if half == "weights" else (forward, backward * (1.0 - share))
+                forward, backward = _computing(*own)
             known = self._known[key] = forward, backward if self.graph.has_backward[operator] else 0.0
         return known
 
     def compute_many(self, operator: int, extents: Mapping[str, Numbers], device: int) -> tuple[Seconds, Seconds]:
         """As ``compute``, of many pieces at once: ``extents`` gives an array for every axis, one number a piece."""
         op = self.graph.operators[operator]
+        if op.half is not None:
+            columns = [extents[axis].tolist() for axis in self._axes[operator]]
+            rows = [self._seconds(operator, row, self._class_of[device]) for row in zip(*columns, strict=True)]
+            return np.array([f for f, _ in rows]), np.array([b for _, b in rows])
         given = kind_of(op).given_seconds(op, extents)
         if given is not None:
             forward, backward = (task_seconds(np.asarray(seconds, np.float64)) for seconds in given)

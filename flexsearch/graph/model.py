@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
+from enum import IntEnum
 from functools import cached_property
 from math import prod
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Final, Literal
 
 from pydantic import AfterValidator, Field, JsonValue, model_validator
 
@@ -42,6 +43,18 @@ def _known(dtype: str) -> str:
         raise ValueError(f"must be one of {', '.join(DTYPE_BYTES)}")
     return dtype
 
+
+class Flow(IntEnum):
+    """What passes between a tensor and a reader: its value, and its gradient back; its value alone; its gradient alone
+    (see ``weight_gradients``)."""
+
+    VALUE = 0
+    BOTH = 1
+    GRADIENT = 2
+
+
+HALF: Final = "gradients_of"
+"""Attribute of an operator whose backward pass is divided among two: see ``Operator.half``."""
 
 Dtype = Annotated[str, AfterValidator(_known)]
 """Name of an element type."""
@@ -120,6 +133,24 @@ class Operator(FileModel):
         """Role of each axis."""
         return {axis.name: axis.role for axis in self.axes}
 
+    @property
+    def half(self) -> Literal["inputs", "weights"] | None:
+        """Which gradients it makes, if another operator makes the others (``graph.weight_gradients``); None: all."""
+        half = self.attributes.get(HALF)
+        return half if half in ("inputs", "weights") else None  # type: ignore[return-value]
+
+    @cached_property
+    def plain(self) -> Operator:
+        """The operator of which this one is a half: it itself if it is none."""
+        if self.half is None:
+            return self
+        fields = {field: getattr(self, field) for field in Operator.model_fields}
+        fields["attributes"] = {key: value for key, value in self.attributes.items() if key != HALF}
+        if self.half == "inputs":  # without what carries the gradient of the output
+            read, written = self.pattern.split("->")
+            fields |= {"pattern": f"{read.rpartition(',')[0]} ->{written}", "inputs": self.inputs[:-1]}
+        return Operator(**fields)
+
     @cached_property
     def splittable(self) -> tuple[str, ...]:
         """Axes that may have a degree above 1."""
@@ -185,13 +216,39 @@ class OperatorGraph(FileModel):
         """Tensors that a gradient flows through: they depend on a trained parameter and the loss depends on them."""
         forward = {t.name for t in self.tensors if t.kind == "parameter" and t.requires_grad}
         for op in self.operators:
-            if op.kind != "detach" and any(name in forward for name in op.inputs):
+            if any(name in forward for name in self._differentiated(op)):
                 forward.update(name for name in op.outputs if self.tensor[name].floating)
         backward = {self.loss}
         for op in reversed(self.operators):
-            if op.kind != "detach" and any(name in backward for name in op.outputs):
-                backward.update(name for name in op.inputs if self.tensor[name].floating)
+            if any(name in backward for name in op.outputs):
+                backward.update(name for name in self._differentiated(op) if self.tensor[name].floating)
         return frozenset(forward & backward)
+
+    def _differentiated(self, op: Operator) -> tuple[str, ...]:
+        """The inputs of which an operator makes gradients, if any are asked for."""
+        if op.kind == "detach":
+            return ()
+        if op.half is None:
+            return op.inputs
+        weights = op.half == "weights"
+        return tuple(name for name in op.inputs if (self.tensor[name].kind == "parameter") == weights)
+
+    @cached_property
+    def flows(self) -> tuple[tuple[Flow, ...], ...]:
+        """For each operator and each of its operands, what passes between the two."""
+        return tuple(self._flows(i, op) for i, op in enumerate(self.operators))
+
+    def _flows(self, i: int, op: Operator) -> tuple[Flow, ...]:
+        made = self._differentiated(op) if self.has_backward[i] else ()
+        alone = {"weights": set(made), "inputs": {op.inputs[-1]} if op.inputs else set()}
+        return tuple(
+            Flow.VALUE
+            if name not in made or name not in self.differentiable
+            else Flow.GRADIENT
+            if op.half is not None and name in alone[op.half]
+            else Flow.BOTH
+            for name in op.inputs
+        )
 
     @cached_property
     def has_backward(self) -> tuple[bool, ...]:

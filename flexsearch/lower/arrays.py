@@ -28,7 +28,8 @@ class Program(NamedTuple):
     result_first: U32  # by operator: slots of those that read its outputs, in ``result``
     result_last: U32
     result: U32
-    flows: U8  # by slot: whether a gradient flows back
+    flows: U8  # by slot: ``graph.Flow``
+    late: U8  # by operator: whether its forward pass does nothing, so that its backward pass waits for its operands
     reader_first: U32  # by weight: its readers' slots, in ``reader``
     reader_last: U32
     reader: U32

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from flexsearch.compiled import ONE, U8, U32, U64, lean, wide
-from flexsearch.lower.arrays import NOTHING, BlockTable, Pools, State
+from flexsearch.lower.arrays import NOTHING, BlockTable, Pools, Program, State
 from flexsearch.lower.rows import BACKWARD, GATHER_ONCE, RECOMPUTE, REGATHER, is_gather
 from flexsearch.packed import packed
 
@@ -127,9 +127,17 @@ def sends(change: Change, block: Any) -> None:
 
 
 @lean
+def is_late(blocks: BlockTable, program: Program, operator: Any) -> Any:
+    """Whether an operator waits for its operands in its backward pass: its forward pass does nothing, and is not done
+    again."""
+    return program.late[operator] == 1 and blocks.recompute_of[operator] == NOTHING
+
+
+@lean
 def mark_readers(
-    wiring: Wiring, blocks: BlockTable, pools: Pools, state: State, before: State, change: Change, source: Any
-) -> None:
+    wiring: Wiring, blocks: BlockTable, program: Program, pools: Pools, state: State, before: State, change: Change,
+    source: Any,
+) -> None:  # fmt: skip
     """Mark a block that sends other reshards, and those that wait for communications of it that have changed or have
     other numbers now. Of gathers that may be all: what goes together follows from all of them."""
     mark(change, source)
@@ -157,7 +165,9 @@ def mark_readers(
             leader, old = np.uint64(state.leader[slot]), np.uint64(before.leader[slot])
             if reader != ALWAYS and _differs(pools, change, templates, were, leader, old, packed):
                 waiting = blocks.forward_of[np.uint64(reader)]
-                if again:
+                if is_late(blocks, program, np.uint64(reader)):
+                    waiting = blocks.backward_of[np.uint64(reader)]
+                elif again:
                     waiting = blocks.recompute_of[np.uint64(reader)]
                     if waiting == NOTHING:
                         waiting = blocks.backward_of[np.uint64(reader)]

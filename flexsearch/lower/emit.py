@@ -15,6 +15,7 @@ from flexsearch.cost.tally import turn_of
 from flexsearch.cost.ticks import ticks_of
 from flexsearch.lower.arrays import NOTHING, BlockTable, Pools, Program, State
 from flexsearch.lower.bucket import collect, collect_gathers, follow, is_sent_by, merge, merge_drags
+from flexsearch.lower.change import is_late
 from flexsearch.lower.draft import (
     Draft,
     Filled,
@@ -61,9 +62,10 @@ def wait(
 ) -> None:
     """Wait for what the pieces of an operator read: operands, or gradients of its outputs. What was gathered again is
     waited for where it is first read again: in the recomputed forward pass if there is one, else in the backward."""
-    if kind == FORWARD:
+    if kind == (BACKWARD if is_late(blocks, program, operator) else FORWARD):
         _wait_for_operands(blocks, program, pools, state, draft, blocks.forward, state.forward, operator)
         _wait_for_operands(blocks, program, pools, state, draft, blocks.kept, state.kept, operator)
+    if kind == FORWARD:
         return
     if kind != BACKWARD or blocks.recompute_of[operator] == NOTHING:
         _wait_for_operands(blocks, program, pools, state, draft, blocks.again, state.forward, operator)

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from flexsearch.compiled import ONE, TWO, ZERO, lean
+from flexsearch.compiled import ONE, ZERO, lean
 from flexsearch.cost.collectives import ALL_REDUCE
 from flexsearch.lower.arrays import Program, State
 from flexsearch.lower.change import Change, Wiring
@@ -39,7 +39,7 @@ from flexsearch.lower.keys import (
 from flexsearch.lower.orbits import place_of
 from flexsearch.lower.planner import FREE, GIVEN, SHARED, plan, store
 from flexsearch.lower.tables import TemplateTables
-from flexsearch.lower.wiring import need_of
+from flexsearch.lower.wiring import FLOWS, GRADIENT, VALUE, need_of
 from flexsearch.lower.workspace import FIRST, FULL, LAST
 from flexsearch.strategy import OVER_ALL
 
@@ -168,7 +168,7 @@ def request_weight(
         slot = np.uint64(program.reader[k])
         if np.uint64(state.leader[slot]) == slot:
             scratch.need[count], scratch.flows[count] = state.need[slot], program.flows[slot]
-            step = np.uint64(state.need[slot]) * TWO + np.uint64(program.flows[slot])
+            step = np.uint64(state.need[slot]) * FLOWS + np.uint64(program.flows[slot])
             node = number(tables.keys, STEP, node, step)
             count += ONE
     weight = tables.weight
@@ -184,11 +184,12 @@ def request_weight(
     begin, itemsize = ZERO, tables.itemsize[dtype]
     for e in range(count):
         need = np.uint64(scratch.need[e])
-        if sharding > ZERO:  # else every device cuts from what it stores
+        if sharding > ZERO and scratch.flows[e] != GRADIENT:  # else every device cuts from what it stores
             requests.begin[requests.size[0]] = begin
             _request(tables, ZERO, np.uint64(stored), need, GIVEN, itemsize)
             begin += entries_of(tables.layouts, need)
-        weight.trained[0] = max(weight.trained[0], scratch.flows[e])
+        if scratch.flows[e] != VALUE:
+            weight.trained[0] = 1
     if weight.trained[0] == 1:
         source = _gradients(tables, count)
         if source == MISSING:
@@ -214,8 +215,12 @@ def finish_weight(tables: TemplateTables) -> Any:
     for k in range(requests.size[0]):
         if not _set_keys(tables, np.uint64(requests.template[k]), np.uint64(weight.dtype[0])):
             return False
+    k = ZERO
     for e in range(edges):
-        pools.gather[used.gathers[0] + e] = np.uint64(requests.template[e]) if gathered else ZERO
+        pools.gather[used.gathers[0] + e] = 0
+        if gathered and tables.scratch.flows[e] != GRADIENT:
+            pools.gather[used.gathers[0] + e] = requests.template[k]
+            k += ONE
     _list_stored(tables, stored, used.stores[0], itemsize)
     if tables.blocks.replicas[0] > ONE:
         _check_stored(tables, stored)
@@ -229,12 +234,12 @@ def finish_weight(tables: TemplateTables) -> Any:
 
 
 @lean
-def _join(tables: TemplateTables, edges: Any, trained: Any) -> Any:
-    """Put the entries that the edges (only those with gradients, if ``trained``) want one after the other; the terms of
-    different edges are different. Returns their number, or MISSING if there is no room."""
+def _join(tables: TemplateTables, edges: Any, without: Any) -> Any:
+    """Put the entries that the edges want, but those of which only ``without`` (a ``Flow``) passes, one after the
+    other; the terms of different edges are different. Returns their number, or MISSING if there is no room."""
     layouts, scratch, count = tables.layouts, tables.scratch, ZERO
     for e in range(edges):
-        if trained and scratch.flows[e] == 0:
+        if scratch.flows[e] == without:
             continue
         need = np.uint64(scratch.need[e])
         if count + entries_of(layouts, need) > np.uint64(scratch.term.shape[0]):
@@ -262,7 +267,7 @@ def _store(tables: TemplateTables, edges: Any, over: Any) -> Any:
     """Layout in which a weight is stored, in parts ``over`` so many devices; MISSING if there is no room. The entries
     that each wanted one is put together from are left in ``scratch.first`` and ``end``."""
     layouts, scratch, workspace = tables.layouts, tables.scratch, tables.workspace
-    total = _join(tables, edges, False)
+    total = _join(tables, edges, GRADIENT)
     if total == MISSING:
         return MISSING
     rank = rank_of(layouts, np.uint64(scratch.need[0]))
@@ -284,7 +289,7 @@ def _store(tables: TemplateTables, edges: Any, over: Any) -> Any:
 def _gradients(tables: TemplateTables, edges: Any) -> Any:
     """Layout of the gradients that the edges make; MISSING if there is no room."""
     layouts, scratch = tables.layouts, tables.scratch
-    count = _join(tables, edges, True)
+    count = _join(tables, edges, VALUE)
     if count == MISSING:
         return MISSING
     rank = rank_of(layouts, np.uint64(scratch.need[0]))

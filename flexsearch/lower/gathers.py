@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 
-from flexsearch.graph import OperatorGraph
+from flexsearch.graph import Flow, OperatorGraph
 from flexsearch.graph.ops import saved_tensors
 from flexsearch.lower.rows import NOBODY
 
@@ -21,7 +21,7 @@ def regathered_weights(graph: OperatorGraph, of_weight: Sequence[int]) -> set[in
     views = [rule.alias for rule in saved_tensors(graph)]
     again = set()
     for w, tensor in enumerate(graph.of_kind("parameter")):
-        readers = graph.consumers[tensor.name]
+        readers = readers_of(graph, tensor.name)
         needed = any(graph.has_backward[i] for i, _ in readers)
         if of_weight[w] != NOBODY and needed and not any(views[i] and p == 0 for i, p in readers):
             again.add(w)
@@ -39,7 +39,7 @@ def packs_of(
     parameters, first = graph.of_kind("parameter"), first_readers(graph)
     for w in sorted(range(len(parameters)), key=lambda w: (first[w], w)):
         key, nbytes = (stage_of[w], w in regathered), parameters[w].nbytes
-        if stage_of[w] == NOBODY or len({i for i, _ in graph.consumers[parameters[w].name]}) > 1:
+        if stage_of[w] == NOBODY or len({i for i, _ in readers_of(graph, parameters[w].name)}) > 1:
             packs.append([w])
             continue
         pack, filled = last.get(key, ([], 0))
@@ -53,7 +53,12 @@ def packs_of(
 
 def first_readers(graph: OperatorGraph) -> list[int]:
     """By weight, the first operator that reads it; 0 if none does."""
-    return [min((i for i, _ in graph.consumers[t.name]), default=0) for t in graph.of_kind("parameter")]
+    return [min((i for i, _ in readers_of(graph, t.name)), default=0) for t in graph.of_kind("parameter")]
+
+
+def readers_of(graph: OperatorGraph, name: str) -> list[tuple[int, int]]:
+    """(operator, operand position) of those that read the value of a tensor."""
+    return [(i, p) for i, p in graph.consumers[name] if graph.flows[i][p] != Flow.GRADIENT]
 
 
 def before_forward(
@@ -78,7 +83,7 @@ def before_backward(
     place |= {o: place[i] for i, again in entered.items() for o in again}
     parameters = graph.of_kind("parameter")
     needed = {
-        p: min(place[i] for w in pack for i, _ in graph.consumers[parameters[w].name] if i in place)
+        p: min(place[i] for w in pack for i, _ in readers_of(graph, parameters[w].name) if i in place)
         for p, pack in enumerate(packs)
         if pack[0] in regathered
     }

@@ -13,7 +13,7 @@ from functools import cached_property
 
 from flexsearch.cost import Costs
 from flexsearch.errors import StrategyError
-from flexsearch.graph import OperatorGraph, Tensor, volume
+from flexsearch.graph import Flow, OperatorGraph, Tensor, volume
 from flexsearch.graph.precision import with_precision
 from flexsearch.lower.folding import Fold, fold
 from flexsearch.lower.layout import Layout
@@ -147,7 +147,7 @@ def lower(graph: OperatorGraph, strategy: Strategy, topology: Topology, costs: C
     devices does with one microbatch (``lower.share``). Raises StrategyError if it does not belong to graph and topology
     or cannot be divided so."""
     strategy.check(graph, topology)
-    graph = with_precision(graph, strategy.options.precision)
+    graph = with_precision(strategy.planned(graph), strategy.options.precision)
     configs = strategy.in_order(graph)
     if strategy.is_plain:
         if graph is not costs.graph:
@@ -164,11 +164,11 @@ def lower(graph: OperatorGraph, strategy: Strategy, topology: Topology, costs: C
 
 def lower_for_ranks(graph: OperatorGraph, strategy: Strategy, topology: Topology, costs: Costs) -> Lowered:
     """As :func:`lower`, with the pieces of all blocks of devices, each of which a rank runs. Raises StrategyError."""
-    pipeline = Pipeline.of(strategy, graph)
+    pipeline = Pipeline.of(strategy, strategy.planned(graph))
     if pipeline.replicas == 1:
         return lower(graph, strategy, topology, costs)
     strategy.check(graph, topology)
-    graph = with_precision(graph, strategy.options.precision)
+    graph = with_precision(strategy.planned(graph), strategy.options.precision)
     parts = fold(graph, topology, pipeline.replicas, pipeline.microbatches)
     part = share_of(graph, topology, 1, pipeline.microbatches).graph
     configs = parts.unfold(strategy.in_order(graph))
@@ -219,10 +219,9 @@ class _Assembly:
         """Make the edges: readers of a tensor that want the same layout share one."""
         graph = self.graph
         for tensor in graph.tensors:
-            groups: dict[tuple[int, bool], list[tuple[int, int]]] = {}
-            flows = tensor.name in graph.differentiable
+            groups: dict[tuple[int, Flow], list[tuple[int, int]]] = {}
             for operator, position in graph.consumers[tensor.name]:
-                key = self.placed[operator].reads[position].number, flows and graph.has_backward[operator]
+                key = self.placed[operator].reads[position].number, graph.flows[operator][position]
                 groups.setdefault(key, []).append((operator, position))
             if tensor.kind == "parameter":
                 self._connect_weight(tensor, groups)
@@ -239,7 +238,7 @@ class _Assembly:
     def _result_edge(self, name: str, need: Layout) -> int:
         """Edge without readers: it brings a result (the loss, a buffer's new value) to where it is kept."""
         tensor, number = self.graph.tensor[name], self.lowering.intern(need)
-        index = self._add_edge(self._edge(tensor, (), number, False))
+        index = self._add_edge(self._edge(tensor, (), number, Flow.VALUE))
         self.edges_of[name] = (*self.edges_of[name], index)
         return index
 
@@ -249,20 +248,20 @@ class _Assembly:
         self.edges.append(edge)
         return len(self.edges) - 1
 
-    def _edge(self, tensor: Tensor, readers: tuple[tuple[int, int], ...], need: int, flows: bool) -> Edge:
+    def _edge(self, tensor: Tensor, readers: tuple[tuple[int, int], ...], need: int, flow: Flow) -> Edge:
         lowering, layout = self.lowering, self.lowering.layout(need)
         if tensor.kind != "activation":
             return Edge(tensor.name, readers, layout, None, None)
         producer = self.graph.producer[tensor.name]
         made = self.placed[producer].writes[self.graph.operators[producer].outputs.index(tensor.name)].number
-        forward = lowering.reshard(made, need, tensor.itemsize)
-        backward = lowering.reshard(need, made, tensor.itemsize) if flows else None
+        forward = lowering.reshard(made, need, tensor.itemsize) if flow != Flow.GRADIENT else None
+        backward = lowering.reshard(need, made, tensor.itemsize) if flow != Flow.VALUE else None
         return Edge(tensor.name, readers, layout, forward, backward)
 
-    def _connect_weight(self, tensor: Tensor, groups: Mapping[tuple[int, bool], list[tuple[int, int]]]) -> None:
+    def _connect_weight(self, tensor: Tensor, groups: Mapping[tuple[int, Flow], list[tuple[int, int]]]) -> None:
         sharding = max((self.configs[o].sharding.rank for readers in groups.values() for o, _ in readers), default=0)
         needs = tuple(need for need, _ in groups)
-        plan = self.lowering.weight(tensor, needs, [flows for _, flows in groups], sharding)
+        plan = self.lowering.weight(tensor, needs, [flow for _, flow in groups], sharding)
         indices = tuple(
             self._add_edge(Edge(tensor.name, tuple(readers), self.lowering.layout(need), plan.forward[k], None))
             for k, ((need, _), readers) in enumerate(groups.items())

@@ -12,7 +12,7 @@ import numpy as np
 
 from flexsearch.compiled import F64, U32
 from flexsearch.cost import Costs
-from flexsearch.graph import Operator, OperatorGraph, Tensor
+from flexsearch.graph import Flow, Operator, OperatorGraph, Tensor
 from flexsearch.lower.folding import Fold
 from flexsearch.lower.layout import Entry, Layout, Layouts, Placement
 from flexsearch.lower.reshard import Planner, Reshard
@@ -32,8 +32,9 @@ Seconds = Callable[[Split, U32], F64]
 @dataclass(frozen=True)
 class Edge:
     """A tensor on its way to the readers that want it in the same layout. ``readers``: (operator, operand position).
-    ``forward``: None for inputs, buffers and constants, which every device has at hand. ``backward``: from the
-    gradients that the readers' pieces make to the layout of the producer; None where no gradient flows."""
+    ``forward``: None for inputs, buffers and constants, which every device has at hand, and where no reader wants the
+    value (``graph.Flow``). ``backward``: from the gradients that the readers' pieces make to the layout of the
+    producer; None where no gradient flows."""
 
     tensor: str
     readers: tuple[tuple[int, int], ...]
@@ -98,7 +99,7 @@ class Pieces:
         self._splitter_of = [self._splitter(i, op) for i, op in enumerate(graph.operators)]
         self._placed: dict[tuple[int, OperatorConfig], Placed] = {}
         self._reshards: dict[tuple[int, int, int], Reshard] = {}
-        self._weights: dict[tuple[tuple[int, ...], tuple[bool, ...], int, int], WeightPlan] = {}
+        self._weights: dict[tuple[tuple[int, ...], tuple[Flow, ...], int, int], WeightPlan] = {}
         self._parameters = graph.of_kind("parameter")
         self.weight_types = {dtype: k for k, dtype in enumerate(sorted({t.dtype for t in self._parameters}))}
         """Numbers of the dtypes of weights."""
@@ -158,14 +159,14 @@ class Pieces:
             self._reshards[key] = known
         return known
 
-    def weight(self, tensor: Tensor, needs: tuple[int, ...], trained: Sequence[bool], sharding: int) -> WeightPlan:
+    def weight(self, tensor: Tensor, needs: tuple[int, ...], flows: Sequence[Flow], sharding: int) -> WeightPlan:
         """Cached plan of a parameter whose edges want the given layouts. Equal layers share theirs. ``sharding``: of
         the reader that keeps least (rank of a ``Sharding``)."""
-        key = needs, tuple(trained), sharding, tensor.itemsize
+        key = needs, tuple(flows), sharding, tensor.itemsize
         if (known := self._weights.get(key)) is None:
             layouts = [self.layouts[n] for n in needs]
             known = self._weights[key] = plan_weight(
-                layouts, trained, sharding, tensor.itemsize, self.planner, self.layouts
+                layouts, flows, sharding, tensor.itemsize, self.planner, self.layouts
             )
         return known
 

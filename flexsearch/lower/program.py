@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from flexsearch.cost.ticks import TICK
-from flexsearch.graph import OperatorGraph
+from flexsearch.graph import Flow, OperatorGraph
 from flexsearch.lower.arrays import NOTHING, BlockTable, Program
 from flexsearch.lower.change import ALWAYS, Wiring
 from flexsearch.lower.keys import MISSING, RESHARD
@@ -69,11 +69,6 @@ def _results(lowering: Pieces, first: int) -> dict[str, list[int]]:
     return found
 
 
-def _flow(graph: OperatorGraph, name: str, operator: int) -> bool:
-    """Whether a reader of a tensor makes a gradient of it."""
-    return name in graph.differentiable and graph.has_backward[operator]
-
-
 def make_program(
     graph: OperatorGraph, topology: Topology, lowering: Pieces, options: Options, microbatches: int
 ) -> Program:
@@ -81,12 +76,13 @@ def make_program(
     operands, slot, count = _slots(graph)
     results = _results(lowering, count)
     made, read = _made(graph, slot, results), _read(graph, slot)
-    flows = [_flow(graph, name, i) for i, op in enumerate(graph.operators) for name in op.inputs]
+    flows = [int(flow) for row in graph.flows for flow in row]
     rates = [lowering.costs.update_rates(d, options.optimizer, options.precision) for d in range(len(topology.devices))]
     return Program(
         operand_first=operands.first, operand_last=operands.last,
         result_first=made.first, result_last=made.last, result=made.all,
-        flows=np.array(flows + [False] * sum(map(len, results.values())), np.uint8),
+        flows=np.array(flows + [int(Flow.VALUE)] * sum(map(len, results.values())), np.uint8),
+        late=np.array([op.half == "weights" for op in graph.operators], np.uint8),
         reader_first=read.first, reader_last=read.last, reader=read.all,
         processor=np.array(topology.processor_of, np.uint32),
         bandwidth=np.array([r.bandwidth or 0.0 for r in topology.resources], np.float64),

@@ -13,6 +13,7 @@ from flexsearch.errors import FlexsearchError, StrategyError
 from flexsearch.graph import Operator, OperatorGraph
 from flexsearch.graph.batch import microbatch
 from flexsearch.graph.precision import with_precision
+from flexsearch.graph.weight_gradients import divided, with_weight_gradients
 from flexsearch.lower.layout import Layout
 from flexsearch.lower.lowering import Lowered, Lowering
 from flexsearch.lower.schedule import Stages
@@ -23,6 +24,7 @@ from flexsearch.strategy.config import check_config
 def refit(lowered: Lowered, graph: OperatorGraph) -> Lowered:
     """The training step of ``graph``, which is that of ``lowered`` at a smaller batch: the same stages, in microbatches
     that are no larger than planned, which keeps within the plan's memory."""
+    graph = with_weight_gradients(graph, divided(lowered.graph))
     graph = with_precision(graph, lowered.options.precision)
     for count in _microbatches(graph.batch, lowered.graph.batch):
         with suppress(FlexsearchError):

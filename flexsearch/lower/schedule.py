@@ -33,7 +33,7 @@ from typing import Final
 import numpy as np
 
 from flexsearch.errors import FlexsearchError
-from flexsearch.graph import OperatorGraph
+from flexsearch.graph import Flow, OperatorGraph
 from flexsearch.lower.actions import Action, actions, check_orders, last_microbatch
 from flexsearch.lower.gathers import before_backward, before_forward, packs_of, regathered_weights
 from flexsearch.lower.recompute import entered_regions, regions_of
@@ -151,8 +151,7 @@ def backward_pass(graph: OperatorGraph, bucket_of: Mapping[str, int]) -> list[tu
     ready: dict[int, list[int]] = {}  # operator -> weights whose gradient is complete after its backward task
     missing: Counter[int] = Counter()
     for w, tensor in enumerate(parameters):
-        readers = [o for o, _ in graph.consumers[tensor.name] if graph.has_backward[o]]
-        if readers and tensor.name in graph.differentiable:
+        if readers := [o for o, p in graph.consumers[tensor.name] if graph.flows[o][p] != Flow.VALUE]:
             ready.setdefault(min(readers), []).append(w)
             missing[bucket_of[tensor.name]] += 1
     order: list[tuple[int, list[list[int]]]] = []
@@ -336,9 +335,9 @@ def _add_gradients(
 
 def trains(graph: OperatorGraph, operator: int) -> bool:
     """Whether an operator makes the gradient of a weight."""
-    names = graph.operators[operator].inputs
-    return graph.has_backward[operator] and any(
-        graph.tensor[name].kind == "parameter" and name in graph.differentiable for name in names
+    return any(
+        flow != Flow.VALUE and graph.tensor[name].kind == "parameter"
+        for name, flow in zip(graph.operators[operator].inputs, graph.flows[operator], strict=True)
     )
 
 

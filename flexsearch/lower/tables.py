@@ -66,7 +66,7 @@ class Splits(NamedTuple):
 class Scratch(NamedTuple):
     """Work arrays. ``source``, ``destination``: layouts at hand, and ``plain_*`` the same for layouts without
     dimensions. ``box``, ``plain_box``, ``term``, ``device``, ``first``, ``end``: by entry. ``need``, ``flows``: the
-    layouts that the readers of a weight want, and whether gradients flow back."""
+    layouts that the readers of a weight want, and what passes (``graph.Flow``)."""
 
     source: Side
     destination: Side

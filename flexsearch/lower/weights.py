@@ -8,6 +8,7 @@ from itertools import accumulate, pairwise
 
 import numpy as np
 
+from flexsearch.graph import Flow
 from flexsearch.lower.layout import Laid, Layout, Layouts
 from flexsearch.lower.planner import SHARED, store
 from flexsearch.lower.reshard import Planner, Reshard, assemble, local_reshard
@@ -17,13 +18,13 @@ from flexsearch.strategy import OVER_ALL, Sharding, States
 @dataclass(frozen=True)
 class WeightPlan:
     """``stored``: the region that each device keeps and updates (one entry a device). ``needs[e]``: what the readers of
-    edge e need; ``forward[e]``: from storage to there. ``sync``: from the gradients that the edges' pieces make
-    (``origin[k]`` is the edge of its source entry k) to storage; None if the weight is not trained. ``states``: which
-    are kept in parts."""
+    edge e need; ``forward[e]``: from storage to there (None: they make gradients alone). ``sync``: from the gradients
+    that the edges' pieces make (``origin[k]`` is the edge of its source entry k) to storage; None if the weight is not
+    trained. ``states``: which are kept in parts."""
 
     stored: Laid
     needs: tuple[Laid, ...]
-    forward: tuple[Reshard, ...]
+    forward: tuple[Reshard | None, ...]
     sync: Reshard | None
     origin: tuple[int, ...]
     states: States
@@ -35,17 +36,18 @@ class WeightPlan:
 
 
 def plan_weight(
-    needs: Sequence[Laid], trained: Sequence[bool], sharding: int, itemsize: int, planner: Planner, layouts: Layouts
+    needs: Sequence[Laid], flows: Sequence[Flow], sharding: int, itemsize: int, planner: Planner, layouts: Layouts
 ) -> WeightPlan:
-    """``needs[e]``: layout in which the readers of edge e want the weight; ``trained[e]``: whether they make gradients.
-    ``sharding``: rank of its ``Sharding``.
+    """``needs[e]``: layout in which the readers of edge e want the weight; ``flows[e]``: whether they read it, and
+    whether they make gradients. ``sharding``: rank of its ``Sharding``.
 
-    A device stores the bounding box of all it needs; with states in parts, devices that need the same one divide it,
+    A device stores the bounding box of all it reads; with states in parts, devices that need the same one divide it,
     all of them or those near each other.
     """
     states = Sharding.of_rank(sharding).states
-    device = np.concatenate([need.device for need in needs])
-    box = np.concatenate([need.grid.box for need in needs])
+    reading = [edge for edge, flow in enumerate(flows) if flow != Flow.GRADIENT]
+    device = np.concatenate([needs[edge].device for edge in reading])
+    box = np.concatenate([needs[edge].grid.box for edge in reading])
     workspace = planner.room_for(box.shape[1], len(device))
     over = np.uint64(sharding % OVER_ALL if states else 1)
     store(device, box, np.uint64(len(device)), over, workspace.groups, workspace.sets, workspace.middle)
@@ -54,22 +56,23 @@ def plan_weight(
     # Every entry is a term of its own: boxes of different groups may overlap, which must not be taken for copies.
     grid = layouts.grid(regions, np.arange(count, dtype=np.uint32))
     stored = layouts.lay(grid, workspace.middle.device[:count].copy())
-    rows = [slice(*ends) for ends in pairwise(accumulate(map(len, needs), initial=0))]
+    rows = [slice(*ends) for ends in pairwise(accumulate((len(needs[edge]) for edge in reading), initial=0))]
     ranges = [(workspace.groups.first[of].copy(), workspace.groups.end[of].copy()) for of in rows]
-    forward = tuple(
+    forward: list[Reshard | None] = [None] * len(needs)
+    for edge, (first, last) in zip(reading, ranges, strict=True):
         # Those that divide a box gather among themselves: boxes may overlap, which must not be taken for partial sums.
-        assemble(planner, stored, need, first, last, itemsize)
-        if states
-        else local_reshard(planner, stored, need, itemsize)
-        for need, (first, last) in zip(needs, ranges, strict=True)
-    )
-    edges = [edge for edge, train in enumerate(trained) if train]
+        forward[edge] = (
+            assemble(planner, stored, needs[edge], first, last, itemsize)
+            if states
+            else local_reshard(planner, stored, needs[edge], itemsize)
+        )
+    edges = [edge for edge, flow in enumerate(flows) if flow != Flow.VALUE]
     if not edges:
-        return WeightPlan(stored, tuple(needs), forward, None, (), states)
+        return WeightPlan(stored, tuple(needs), tuple(forward), None, (), states)
     # Gradients of different edges are different terms, even where the pieces' numbers agree.
     term = np.concatenate([needs[edge].grid.term * np.uint32(len(needs)) + np.uint32(edge) for edge in edges])
     made = layouts.grid(np.concatenate([needs[edge].grid.box for edge in edges]), term)
     source = layouts.lay(made, np.concatenate([needs[edge].device for edge in edges]))
     origin = tuple(edge for edge in edges for _ in range(len(needs[edge])))
     sync = Reshard(planner, source, stored, itemsize, SHARED)
-    return WeightPlan(stored, tuple(needs), forward, sync, origin, states)
+    return WeightPlan(stored, tuple(needs), tuple(forward), sync, origin, states)

@@ -8,7 +8,8 @@ from typing import Any
 
 import numpy as np
 
-from flexsearch.compiled import ONE, TWO, U32, ZERO, lean
+from flexsearch.compiled import ONE, U32, ZERO, lean
+from flexsearch.graph import Flow
 from flexsearch.lower.arrays import NOTHING, BlockTable, Pools, Program, State
 from flexsearch.lower.bucket import bucket_of
 from flexsearch.lower.change import ALWAYS, Change, Wiring, mark, mark_readers, miss, sends
@@ -16,6 +17,8 @@ from flexsearch.lower.keys import HELD, LAYOUT, MISSING, PLAN, STEP, WEIGHT, Tab
 from flexsearch.strategy import OVER_ALL, States
 
 _WEIGHTS = np.uint32(States.WEIGHTS * OVER_ALL)
+VALUE, GRADIENT = np.uint8(Flow.VALUE), np.uint8(Flow.GRADIENT)
+FLOWS: Any = np.uint64(len(Flow))
 
 
 @lean
@@ -80,7 +83,7 @@ def wire(
             _wire_tensor(wiring, blocks, program, pools, table, state, before, change, tensor)
     if change.lacking[0] == ZERO:
         for k in range(change.sources[0]):
-            mark_readers(wiring, blocks, pools, state, before, change, np.uint64(change.source[k]))
+            mark_readers(wiring, blocks, program, pools, state, before, change, np.uint64(change.source[k]))
 
 
 @lean
@@ -164,10 +167,11 @@ def _wire_tensor(
         state.need[slot] = need
         forward = backward = np.uint32(0)
         if leader == slot:
-            forward = find(table, tag, made, need)
-            if forward == MISSING:
-                miss(change, tag, made, need)
-            if program.flows[slot] == 1:
+            if program.flows[slot] != GRADIENT:
+                forward = find(table, tag, made, need)
+                if forward == MISSING:
+                    miss(change, tag, made, need)
+            if program.flows[slot] != VALUE:
                 backward = find(table, tag, need, made)
                 if backward == MISSING:
                     miss(change, tag, need, made)
@@ -255,7 +259,7 @@ def _wire_weight(
         state.leader[slot] = leader
         state.need[slot] = need
         if leader == slot and node != MISSING:
-            node = find(table, STEP, node, np.uint64(need) * TWO + np.uint64(program.flows[slot]))
+            node = find(table, STEP, node, np.uint64(need) * FLOWS + np.uint64(program.flows[slot]))
     plan = find(table, PLAN, node, ZERO) if node != MISSING else MISSING
     if plan == MISSING:
         miss(change, WEIGHT, w, sharding)

@@ -20,7 +20,7 @@ from typing import Any, Final
 import numpy as np
 
 from flexsearch.compiled import F64, I64
-from flexsearch.graph import Tensor, volume
+from flexsearch.graph import Flow, Tensor, volume
 from flexsearch.lower import Exchange, Lowering, Reshard
 from flexsearch.lower.schedule import backward_pass
 from flexsearch.proof.ahead import look_ahead
@@ -330,13 +330,15 @@ class _Weights:
     def _plan(self, tensor: Tensor, readers: list[tuple[int, int]], sharding: int, update: F64) -> list[F64]:
         """Note the synchronisation of a weight whose readers (layout, operator) are known, and add its update. Returns
         when it has been gathered for each reader at the earliest."""
-        flows = {i: tensor.name in self.graph.differentiable and self.graph.has_backward[i] for _, i in readers}
+        trained = tensor.name in self.graph.differentiable
+        flows = {i: Flow.BOTH if trained and self.graph.has_backward[i] else Flow.VALUE for _, i in readers}
         needs = list(dict.fromkeys((need, flows[i]) for need, i in readers))
         plan = self.lowering.weight(tensor, tuple(n for n, _ in needs), [f for _, f in needs], sharding)
         arrivals = []
         for need, i in readers:
             arrived = np.zeros(self.count)
-            for exchange in plan.forward[needs.index((need, flows[i]))].exchanges:
+            gather = plan.forward[needs.index((need, flows[i]))]
+            for exchange in gather.exchanges if gather is not None else ():
                 on = list(exchange.receivers)
                 arrived[on] = np.maximum(arrived[on], exchange.transfer.duration_s)
             arrivals.append(arrived)

@@ -12,7 +12,7 @@ from flexsearch.graph import Operator, OperatorGraph
 from flexsearch.graph.ops import kind_of
 from flexsearch.lower import Communication, Lowered, TaskKind
 from flexsearch.report.summary import FEW, Group, layer_of, layer_range, ranges, summarised
-from flexsearch.strategy import OperatorConfig
+from flexsearch.strategy import OperatorConfig, States
 from flexsearch.topology import Topology
 
 _IMAGE = {3: ("batch", "channels", "length"), 4: ("batch", "channels", "height", "width"),
@@ -105,15 +105,28 @@ def _ratio(shares: Sequence[int]) -> str:
     return " : ".join(f"{count} x {share}" if count > 1 else str(share) for share, count in runs)
 
 
+def _weights_apart(lowered: Lowered, operator: int) -> str:
+    """What follows the words of a layer whose weights' gradients have a split of their own."""
+    if lowered.graph.operators[operator].half != "inputs":
+        return ""
+    weights = operator - 1  # right before it
+    own, config = lowered.configs[weights], lowered.configs[operator]
+    if own == config.sharded(States.WHOLE):
+        return ", gradients of weights likewise, last"
+    return f", gradients of weights {treatment(lowered.graph, lowered.topology, lowered.graph.operators[weights], own)}"
+
+
 def groups(lowered: Lowered) -> tuple[Group, ...]:
     """The plan as groups of consecutive layers, at most ``summary.MOST``. Operators without weights that only follow
-    what feeds them are left out; the blocks of a repeated structure are told together if they are treated alike."""
+    what feeds them are left out, and gradients of weights are told with their layers; the blocks of a repeated
+    structure are told together if they are treated alike."""
     graph = lowered.graph
-    shown = [i for i in range(len(graph.operators)) if not _follows(lowered, i)] or list(range(len(graph.operators)))
+    every = [i for i, op in enumerate(graph.operators) if op.half != "weights"]
+    shown = [i for i in every if not _follows(lowered, i)] or every
     told: dict[int, str] = {}
     tails = {_sharding_words(lowered.topology, config) for config in lowered.configs}
     for i in shown:
-        text = treatment(graph, lowered.topology, graph.operators[i], lowered.configs[i])
+        text = treatment(graph, lowered.topology, graph.operators[i], lowered.configs[i]) + _weights_apart(lowered, i)
         before = next(reversed(told.values()), "")
         # An operator without weights does not end a run of layers that shard theirs.
         told[i] = before if not _weighted(graph, i) and before in [text + tail for tail in tails] else text

@@ -12,7 +12,7 @@ from torch import Tensor
 from flexsearch.graph import Box
 from flexsearch.graph.ops import KernelContext
 from flexsearch.graph.ops.calls import dtype_of
-from flexsearch.graph.ops.local import preferred
+from flexsearch.graph.ops.local import extent, preferred
 from flexsearch.runtime import assembly
 from flexsearch.runtime.instructions import (
     Assemble,
@@ -155,6 +155,13 @@ class Engine:
         values, slot, edge = self._values, instruction.slot, self.lowered.edges[instruction.edge]
         name, dtype = edge.tensor, dtype_of(self.lowered.graph.tensor[edge.tensor].dtype)
         (need,) = {entry.box for entry in edge.need if entry.device == self.rank}
+        if self.lowered.graph.tensor[name].kind in ("activation", "parameter"):
+            blank = torch.zeros((), dtype=dtype, device=self.context.device).expand(extent(need))
+
+            def put() -> None:
+                values[slot] = blank
+
+            return put
         box = box_in_batch(self.lowered, name, need, instruction.microbatch)
         fixed = self.fixed.get(name)
 

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from itertools import pairwise
 
 from flexsearch.errors import FlexsearchError
-from flexsearch.graph import Box, OperatorGraph
+from flexsearch.graph import Box, Flow, OperatorGraph
 from flexsearch.graph.samples import COUNTS
 from flexsearch.lower import Lowered, TaskKind
 from flexsearch.lower.recompute import regions_of
@@ -49,6 +49,8 @@ class Fusion:
         """Whether the transport does anything on this device that its segments do not do."""
         if transport.purpose in ("forward", "backward") and transport.key in self.parts:
             return False
+        if transport.purpose == "forward" and self.lowered.edges[transport.key].forward is None:
+            return False
         plan = reshard_of(self.lowered, transport)
         if any(self.device in x.devices for x in plan.exchanges):
             return True
@@ -83,6 +85,8 @@ class Fusion:
         for k, (a, b) in enumerate(pairwise(self.mine)):
             together = self.stage_of[a], self.regions[a], a in self.early
             whole = b in self.early and self.graph.operators[b].kind in COUNTS
+            # What makes gradients of weights alone runs in the backward pass alone.
+            whole = whole or self.graph.operators[a].half == "weights" or self.graph.operators[b].half == "weights"
             if together != (self.stage_of[b], self.regions[b], b in self.early) or whole:
                 cuts.add(k + 1)
         for e, edge in enumerate(self.lowered.edges):
@@ -118,6 +122,7 @@ class Fusion:
         results: dict[str, int] = {}
         segment.backward = any(self.graph.has_backward[o] for o in segment.operators)
         segment.trains = any(trains(self.graph, o) for o in segment.operators)
+        segment.late = segment.region < 0 and self.graph.operators[segment.operators[0]].half == "weights"
         for o in segment.operators:
             op, arguments = self.graph.operators[o], self._arguments(o, leaves, results)
             numbers = tuple(range(len(results), len(results) + len(op.outputs)))
@@ -145,7 +150,7 @@ class Fusion:
                 if value.kind == "home" and value.name in results:
                     row.append(~results[str(value.name)])
                 else:
-                    leaf = Leaf(value, self._gradient(o, p) if self.graph.has_backward[o] else None, m)
+                    leaf = Leaf(value, self._gradient(o, p), m)
                     row.append(leaves.setdefault(leaf, len(leaves)))
         return tuple(row)
 
@@ -173,6 +178,8 @@ class Fusion:
         name = self.graph.operators[operator].inputs[position]
         kind = self.graph.tensor[name].kind
         e = self.lowered.edge_of[operator, position]
+        if self.graph.flows[operator][position] == Flow.GRADIENT:
+            return Key("edge", e)
         if kind == "activation":
             return Key("edge", e) if self.active(Transport("forward", e)) else Key("home", name)
         if kind == "parameter":
@@ -182,7 +189,7 @@ class Fusion:
     def _gradient(self, operator: int, position: int) -> Key | None:
         """Where the gradient with respect to an operand goes."""
         name = self.graph.operators[operator].inputs[position]
-        if name not in self.graph.differentiable:
+        if self.graph.flows[operator][position] == Flow.VALUE:
             return None
         e = self.lowered.edge_of[operator, position]
         if self.graph.tensor[name].kind == "parameter" or self.active(Transport("backward", e)):

@@ -65,7 +65,8 @@ class Call(NamedTuple):
 class Segment:
     """Operators that run as one, by ``calls``. Results are numbered over all outputs of the operators in order.
     ``exports``: (result, name) of results that are used outside. ``seeds``: exports with a gradient. ``region``:
-    that is computed again, or -1. ``trains``: whether it makes gradients of weights."""
+    that is computed again, or -1. ``trains``: whether it makes gradients of weights. ``late``: its forward pass does
+    nothing but keep what its backward pass needs, and runs right before that."""
 
     operators: tuple[int, ...]
     region: int = -1
@@ -75,6 +76,7 @@ class Segment:
     seeds: list[tuple[int, str]] = field(default_factory=list)
     backward: bool = False
     trains: bool = False
+    late: bool = False
 
 
 @dataclass(frozen=True)
@@ -106,7 +108,8 @@ class Load(Instruction):
 
 @dataclass(frozen=True)
 class Fetch(Instruction):
-    """Cut what an edge wants out of an input, a buffer or a constant, for one microbatch."""
+    """Cut what an edge wants out of an input, a buffer or a constant, for one microbatch; where only a gradient passes
+    (``graph.Flow``), something of that shape without memory."""
 
     edge: int
     microbatch: int

@@ -64,7 +64,9 @@ def _lines(program: Program, instruction: Instruction) -> Iterator[str]:
             yield f"{_value(program, instruction.slot)} = weights[{instruction.name!r}]"
         case Fetch():
             tensor = lowered.edges[instruction.edge].tensor
-            yield f"{_value(program, instruction.slot)} = cut({_name(tensor)})  # microbatch {instruction.microbatch}"
+            blank = lowered.graph.tensor[tensor].kind in ("activation", "parameter")
+            what = f"{'blank' if blank else 'cut'}({_name(tensor)})"
+            yield f"{_value(program, instruction.slot)} = {what}  # microbatch {instruction.microbatch}"
         case Deliver():
             yield f"{_name(lowered.weights[instruction.weight].tensor)}.grad += {_value(program, instruction.slot)}"
         case Result():

@@ -152,8 +152,11 @@ class _Compiler:
             self.emit(Update())
             return
         s = self.fusion.segment_of[operator]
-        if not self.once((kind, s, microbatch)):
+        late = self.segments[s].late
+        if (late and kind == TaskKind.FORWARD) or not self.once((kind, s, microbatch)):
             return
+        if late and kind == TaskKind.BACKWARD:
+            self._forward(s, microbatch, False)
         if kind in (TaskKind.FORWARD, TaskKind.RECOMPUTE):
             self._forward(s, microbatch, kind == TaskKind.RECOMPUTE)
         else:
@@ -213,6 +216,8 @@ class _Compiler:
             return self.slot(Key("home", name, m, again and self._inside(str(name), segment)))
         e = int(str(name))
         tensor = self.graph.tensor[self.lowered.edges[e].tensor]
+        if self.lowered.edges[e].forward is None:
+            return self._fetch(e, m)
         if tensor.kind == "activation":
             second = again and self._inside(tensor.name, segment)
             return self._finish(Transport("recompute" if second else "forward", e, m))
@@ -222,7 +227,7 @@ class _Compiler:
             if again and transport in self.again:
                 self._refill(transport)
             return slot
-        return self._fetch(e, m)
+        raise AssertionError(f"{tensor.name} has no place")
 
     def _inside(self, name: str, segment: Segment) -> bool:
         """Whether an activation is made in the region of a segment, and so is computed again with it."""

@@ -57,6 +57,7 @@ import numpy as np
 import numpy.typing as npt
 
 from flexsearch.compiled import I64, ONE, TWO, U8, U32, U64, ZERO, lean
+from flexsearch.graph import Flow
 from flexsearch.lower.arrays import NOTHING, Pools, Program, State
 from flexsearch.lower.change import Wiring
 from flexsearch.lower.footprints import ALIASED, RECEIVES, TAKES_PART, TAKES_PART_AGAIN, Landings
@@ -67,6 +68,7 @@ from flexsearch.strategy import OVER_ALL, States
 WEIGHTS, COPIES, GRADIENTS, OPTIMIZER, ACTIVATIONS, BUFFERS = (np.uint64(k) for k in range(6))
 """Parts of memory: what spans are for; COPIES: of sharded weights, gathered."""
 _GRADIENTS, _WEIGHTS = (np.uint32(states * OVER_ALL) for states in (States.GRADIENTS, States.WEIGHTS))
+VALUE, GRADIENT = np.uint8(Flow.VALUE), np.uint8(Flow.GRADIENT)
 GATHERED: Any = np.uint64(0xFFFFFFFF)
 """In the place of an activation: a weight's copies have no original that readers could use as it is."""
 OUTPUT, WEIGHT, AT_HAND = range(3)
@@ -229,6 +231,8 @@ def _hold_box(
     rank = ZERO
     for k in range(begin, end):
         slot = np.uint64(slots[k])
+        if sources.program.flows[slot] == GRADIENT:
+            continue
         config = np.uint64(state.config[np.uint64(wiring.slot_operator[slot])])
         layout = np.uint64(pools.layout[np.uint64(pools.config_reads[config]) + np.uint64(wiring.slot_position[slot])])
         rank, box = rank_of(layouts, layout), np.uint64(layouts.grid_box[np.uint64(layouts.layout_grid[layout])])
@@ -262,6 +266,8 @@ def _forward(sources: Sources, state: State, t: Any, spans: Spans) -> None:
     first, last = np.uint64(wiring.tensor_first[t]), np.uint64(wiring.tensor_last[t])
     for again in range(2 if units.recompute_block[producer] != NOTHING else 1):
         now = TWO * np.uint64(units.recompute_block[producer] if again else units.forward_block[producer])
+        if sources.program.late[producer] == 1:  # only its gradient is ever there
+            return
         if units.is_view[producer] == 0:
             _make(sources, state, t, producer, now, again, spans)
         for k in range(first, last):
@@ -351,7 +357,12 @@ def _first_use(
     if k == last:
         return sent
     if not again:
-        return TWO * np.uint64(units.forward_block[np.uint64(wiring.slot_operator[slot])])
+        reader = np.uint64(wiring.slot_operator[slot])
+        for j in range(k, last):
+            other = np.uint64(slots[j])
+            if np.uint64(state.leader[other]) == slot and not _is_late(sources, np.uint64(wiring.slot_operator[other])):
+                return TWO * np.uint64(units.forward_block[np.uint64(wiring.slot_operator[other])])
+        return TWO * np.uint64(units.backward_block[reader])
     found, never = end_of(sources), True
     for j in range(k, last):
         other = np.uint64(slots[j])
@@ -364,6 +375,12 @@ def _first_use(
             elif units.backward[reader] == 1:
                 found, never = min(found, TWO * np.uint64(units.backward_block[reader])), False
     return sent if never else found
+
+
+@lean
+def _is_late(sources: Sources, operator: Any) -> Any:
+    """As ``lower.change.is_late``."""
+    return sources.program.late[operator] == 1 and sources.units.recompute_block[operator] == NOTHING
 
 
 @lean
@@ -384,7 +401,7 @@ def _use(
         if again and not gathered and units.region[reader] != home:
             continue
         repeated = units.recompute_block[reader] != NOTHING
-        if not again:
+        if not again and not _is_late(sources, reader):
             until = max(until, TWO * np.uint64(units.forward_block[reader]))
             if twice or (not gathered and repeated and units.region[reader] == home):
                 continue  # what comes later is gathered or computed again
@@ -443,7 +460,7 @@ def _backward(sources: Sources, state: State, t: Any, spans: Spans) -> None:
     first, last = np.uint64(wiring.tensor_first[t]), np.uint64(wiring.tensor_last[t])
     for k in range(first, last):
         slot = np.uint64(wiring.tensor_slot[k])
-        if np.uint64(state.leader[slot]) == slot and program.flows[slot] == 1:
+        if np.uint64(state.leader[slot]) == slot and program.flows[slot] != VALUE:
             itemsize = sources.units.itemsize[t]
             now = _differentiate(sources, state, wiring.tensor_slot, k, last, itemsize, ACTIVATIONS, spans)
             _return(sources, state, slot, t, now, spans)
@@ -540,7 +557,7 @@ def _hold_weight(sources: Sources, state: State, w: Any, spans: Spans) -> None:
             for again in range(0 if stays else 2 if units.regather_block[w] != NOTHING else 1):
                 gather = TWO * np.uint64(units.regather_block[w] if again else units.gather_block[w])
                 _distribute(sources, state, program.reader, k, last, GATHERED, gather, again, NOTHING, spans)
-            if trained and program.flows[slot] == 1:
+            if trained and program.flows[slot] != VALUE:
                 _differentiate(sources, state, program.reader, k, last, units.weight_itemsize[w], GRADIENTS, spans)
                 sent = units.each_block[w] if sharding >= _GRADIENTS else units.sync_block[w]
                 _send_gradients(sources, template, TWO * np.uint64(sent) + ONE, spans)

@@ -9,7 +9,7 @@ import numpy as np
 from flexsearch.compiled import lean
 from flexsearch.lower.arrays import NOTHING, Pools, State
 from flexsearch.lower.interned import Interned, entries_of
-from flexsearch.simulate.lifetimes import AT_HAND, WEIGHT, Sources, besides
+from flexsearch.simulate.lifetimes import AT_HAND, VALUE, WEIGHT, Sources, besides
 from flexsearch.strategy import OVER_ALL, States
 
 _WEIGHTS = np.uint32(States.WEIGHTS * OVER_ALL)
@@ -57,7 +57,7 @@ def _most_of_edge(sources: Sources, state: State, slot: Any, itemsize: Any) -> A
         return np.int64(0)
     total = landings.most[np.uint64(state.forward[slot])] + landings.most[np.uint64(state.backward[slot])]
     total += landings.most[np.uint64(state.kept[slot])]
-    if sources.program.flows[slot] == 1:
+    if sources.program.flows[slot] != VALUE:
         total += _most_elements(sources.layouts, np.uint64(state.need[slot])) * itemsize
     return total
 

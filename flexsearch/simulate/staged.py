@@ -9,7 +9,7 @@ from functools import cached_property
 import numpy as np
 
 from flexsearch.cost import Costs, Profile
-from flexsearch.graph import OperatorGraph
+from flexsearch.graph import Flow, OperatorGraph
 from flexsearch.graph.ops import backward_flops, forward_flops
 from flexsearch.graph.precision import Precision, with_precision
 from flexsearch.lower import Lowering
@@ -130,6 +130,7 @@ def step_of(simulators: StagedSimulators, pipeline: Pipeline, simulator: DeltaSi
 def step_of_strategy(graph: OperatorGraph, strategy: Strategy, profile: Profile | None = None) -> Step:
     """The simulated step of a strategy, after checking it. Raises StrategyError."""
     strategy.check(graph, strategy.cluster)
+    graph = strategy.planned(graph)
     pipeline, configs = Pipeline.of(strategy, graph), strategy.in_order(graph)
     simulators = StagedSimulators(graph, strategy.cluster, profile, strategy.options.precision)
     share, _, _ = simulators.share(pipeline.replicas, pipeline.microbatches)
@@ -142,8 +143,8 @@ def model_flops(graph: OperatorGraph) -> float:
     """FLOPs of one step of the whole batch, forward and backward."""
     total = 0.0
     for i, op in enumerate(graph.operators):
-        needs = tuple(graph.has_backward[i] and name in graph.differentiable for name in op.inputs)
-        total += float(forward_flops(op, op.sizes)) + (
+        needs = tuple(flow != Flow.VALUE for flow in graph.flows[i])
+        total += (0.0 if op.half == "weights" else float(forward_flops(op, op.sizes))) + (
             float(backward_flops(op, op.sizes, needs)) if any(needs) else 0.0
         )
     return total

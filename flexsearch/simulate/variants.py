@@ -45,6 +45,7 @@ class Plan:
     @classmethod
     def of(cls, strategy: Strategy, graph: OperatorGraph) -> Plan:
         """That of a strategy (checked). Raises StrategyError as ``Pipeline.of``."""
+        graph = strategy.planned(graph)
         pipeline, configs = Pipeline.of(strategy, graph), strategy.in_order(graph)
         places = [{d: k for k, d in enumerate(mesh)} for mesh in _meshes(pipeline, len(configs))]
         return cls(

@@ -61,16 +61,23 @@ class StageFile(FileModel):
         return self
 
 
-class ConfigFile(FileModel):
-    """How an operator is split. ``shares``: relative sizes of the parts of samples, where they are not equal.
-    ``positions``: who computes each piece, as positions in the mesh of the operator's
-    stage; left out: all of them in order. ``states``: which states of its weights are kept in parts;
-    ``sharded_over``: by groups of so many devices, left out: by all."""
+class SplitFile(FileModel):
+    """Into which pieces something is split. ``shares``: relative sizes of the parts of samples, where they are not
+    equal. ``positions``: who computes each piece, as positions in the mesh of the operator's stage; left out: all of
+    them in order."""
 
     degrees: dict[Name, Degree] | None = None
     shares: dict[Name, tuple[Degree, ...]] | None = None
     positions: Numbers | None = None
     replicas: Degree | None = None
+
+
+class ConfigFile(SplitFile):
+    """How an operator is split. ``weight_gradient``: the same of what makes the gradients of its weights, where that is
+    not split as the rest. ``states``: which states of its weights are kept in parts; ``sharded_over``: by groups of so
+    many devices, left out: by all."""
+
+    weight_gradient: SplitFile | None = None
     states: StatesName | None = None
     sharded_over: Degree | None = None
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Final
@@ -11,11 +12,13 @@ from flexsearch.errors import FileFormatError, StrategyError, TopologyError
 from flexsearch.files import content_hash, printable, save
 from flexsearch.graph import OperatorGraph
 from flexsearch.graph.resize import options_for
+from flexsearch.graph.weight_gradients import owner_of, weight_gradient_of, with_weight_gradients
 from flexsearch.quantities import MAX_BYTES, MAX_PIECES
 from flexsearch.strategy.config import OperatorConfig, States, check_config
 from flexsearch.strategy.files import (
     ConfigFile,
     OperatorRange,
+    SplitFile,
     StageFile,
     StatesName,
     StrategyFile,
@@ -60,8 +63,8 @@ class Strategy:
     ) -> None:
         self.graph, self.inputs, self.cluster = graph, inputs, cluster
         self.topology = Reference(name=cluster.name, hash=cluster.content_hash())
-        self.configs = dict(configs)
-        self.stages = tuple(stages) or whole(tuple(self.configs), cluster)
+        self.configs = _in_pairs(configs)
+        self.stages = _with_pairs(stages, self.configs) or whole(tuple(self.configs), cluster)
         self.microbatches, self.schedule, self.orders = microbatches, schedule, tuple(orders)
         self.options = options or Options()
         self.prediction, self.measurement, self.search = prediction, measurement, search
@@ -93,6 +96,27 @@ class Strategy:
         strategy.check(graph, topology)
         return strategy
 
+    @property
+    def weight_gradients(self) -> tuple[str, ...]:
+        """Operators whose weights' gradients have a split of their own: that of another operator
+        (``graph.weight_gradients``)."""
+        return tuple(owner for owner in map(owner_of, self.configs) if owner in self.configs)
+
+    def undivided(self) -> Strategy:
+        """The same plan with all gradients of weights split as the rest of their operators, without what was said of
+        it."""
+        pairs = set(map(weight_gradient_of, self.weight_gradients))
+        stages = [replace(s, operators=tuple(n for n in s.operators if n not in pairs)) for s in self.stages]
+        return Strategy(
+            self.graph, self.inputs, self.cluster, {n: c for n, c in self.configs.items() if n not in pairs},
+            self.options, stages=stages, microbatches=self.microbatches, schedule=self.schedule, orders=self.orders,
+        )  # fmt: skip
+
+    def planned(self, graph: OperatorGraph) -> OperatorGraph:
+        """The graph that is planned: ``graph``, with operators of their own for those gradients. Raises
+        StrategyError."""
+        return with_weight_gradients(graph, self.weight_gradients)
+
     def in_order(self, graph: OperatorGraph) -> tuple[OperatorConfig, ...]:
         """The configs in the order of the graph's operators."""
         return tuple(self.configs[op.name] for op in graph.operators)
@@ -100,6 +124,7 @@ class Strategy:
     def check(self, graph: OperatorGraph, topology: Topology) -> None:
         """Raise StrategyError unless this strategy was made for ``graph`` and ``topology`` and is legal there."""
         self._check_hashes(graph, topology)
+        graph = self.planned(graph)
         _check_together(graph, topology, self.stages)
         expected = tuple(Input(name=t.name, shape=t.shape, dtype=t.dtype) for t in graph.of_kind("input"))
         if self.inputs != expected:
@@ -113,6 +138,11 @@ class Strategy:
             raise StrategyError(f"the strategy has {text}; was it edited?", "Run `flexsearch optimize` again.")
         for op in graph.operators:
             check_config(op, self.configs[op.name], len(topology.devices))
+            if op.half == "weights" and self.configs[op.name].states:
+                raise StrategyError(
+                    f"operator {op.name!r} cannot say how states of weights are kept",
+                    f"Let {owner_of(op.name)!r} say it.",
+                )
         check_stages(graph, self.stages, self.configs, len(topology.devices))
         if not self.orders and (len(self.stages) > 1 or self.microbatches > 1):  # else it is of no effect
             check_schedule(self.schedule, ranks_of([stage.positions for stage in self.stages]), self.microbatches)
@@ -124,10 +154,16 @@ class Strategy:
         return is_whole(self.stages, self.cluster) and self.microbatches == 1
 
     def check_supported(self, graph: OperatorGraph, topology: Topology) -> None:
-        """Raise StrategyError unless :meth:`check` passes and the strategy has one stage on all devices and one
-        microbatch, as the search over configs takes it."""
+        """Raise StrategyError unless :meth:`check` passes and the strategy has one stage on all devices, one
+        microbatch, and no split of weights' gradients, as the search over configs takes it."""
         self.check(graph, topology)
         self._check_plain()
+        if self.weight_gradients:
+            raise StrategyError(
+                f"operators.{self.weight_gradients[0]}.weight_gradient: the search goes on from plans in which "
+                "gradients of weights are split as the rest",
+                "Remove it from the file, and search with --weight-gradients.",
+            )
 
     def _check_plain(self) -> None:
         remedy = "Remove {} from the file, or run `flexsearch optimize` again."
@@ -199,7 +235,8 @@ class Strategy:
             orders=self.orders or None,
             microbatches=None if self.microbatches == 1 else self.microbatches,
             operators={
-                name: _config_file(self.configs[name], stage.positions) for name, stage in self._stage_of().items()
+                name: _config_file(self.configs[name], stage.positions, self.configs.get(weight_gradient_of(name)))
+                for name, stage in self._stage_of().items()
             },
             prediction=self.prediction,
             measurement=self.measurement,
@@ -207,19 +244,24 @@ class Strategy:
         )
 
     def _stage_of(self) -> dict[str, Stage]:
-        """Operator -> its stage, in the order of the configs."""
+        """Operator of the file -> its stage, in the order of the configs."""
         stage_of = {name: stage for stage in self.stages for name in stage.operators}
-        return {name: stage_of[name] for name in self.configs}
+        return {name: stage_of[name] for name in self._names()}
+
+    def _names(self) -> list[str]:
+        """Operators of the file: what belongs to another one is in its entry."""
+        return [name for name in self.configs if owner_of(name) not in self.configs]
 
     def _stage_file(self, stage: Stage) -> StageFile:
-        names = list(self.configs)
-        operators: tuple[str, ...] | None = stage.operators
+        names = self._names()
+        own = tuple(name for name in stage.operators if owner_of(name) not in self.configs)
+        operators: tuple[str, ...] | None = own
         span: OperatorRange | None = None
-        first = names.index(stage.operators[0]) if stage.operators else 0
+        first = names.index(own[0]) if own else 0
         if len(self.stages) == 1:
             operators = None
-        elif len(stage.operators) > 1 and tuple(names[first : first + len(stage.operators)]) == stage.operators:
-            operators, span = None, OperatorRange(first=stage.operators[0], last=stage.operators[-1])
+        elif len(own) > 1 and tuple(names[first : first + len(own)]) == own:
+            operators, span = None, OperatorRange(first=own[0], last=own[-1])
         return StageFile(
             operators=operators, range=span, mesh=stage.mesh, replicas=None if stage.replicas == 1 else stage.replicas
         )
@@ -238,6 +280,9 @@ class Strategy:
             if name not in stage_of:
                 raise StrategyError(f"stages: operator {name!r} is in no stage", "Add it to one.")
             configs[name] = _config(name, config, stage_of[name].positions)
+            if (split := config.weight_gradient) is not None:
+                own = _config(f"{name}.weight_gradient", ConfigFile(**split.model_dump()), stage_of[name].positions)
+                configs[weight_gradient_of(name)] = own
         options = Options(
             bucket_bytes=file.synchronisation.bucket_bytes, optimizer=file.optimizer,
             precision=file.precision or "as-is", recompute=file.recompute or "none",
@@ -289,13 +334,45 @@ def _check_together(graph: OperatorGraph, topology: Topology, stages: Sequence[S
         )
 
 
-def _config_file(config: OperatorConfig, mesh: tuple[int, ...]) -> ConfigFile:
+def _in_pairs(configs: Mapping[str, OperatorConfig]) -> dict[str, OperatorConfig]:
+    """The configs in an order in which what makes the gradients of an operator's weights comes right before it."""
+    ordered: dict[str, OperatorConfig] = {}
+    for name, config in configs.items():
+        if owner_of(name) not in configs:
+            if (other := weight_gradient_of(name)) in configs:
+                ordered[other] = configs[other]
+            ordered[name] = config
+    return ordered
+
+
+def _with_pairs(stages: Sequence[Stage], configs: Mapping[str, OperatorConfig]) -> tuple[Stage, ...]:
+    """Stages of which each has, right before its operators, what makes the gradients of their weights."""
+    return tuple(
+        replace(
+            stage,
+            operators=tuple(
+                member
+                for name in stage.operators
+                if owner_of(name) not in configs
+                for member in (weight_gradient_of(name), name)
+                if member == name or member in configs
+            ),
+        )
+        for stage in stages
+    )
+
+
+def _config_file(config: OperatorConfig, mesh: tuple[int, ...], weights: OperatorConfig | None = None) -> ConfigFile:
+    """``weights``: the config of what makes the gradients of its weights, if that has one."""
     place = {device: position for position, device in enumerate(mesh)}
     positions = tuple(place[device] for device in config.devices)
     return ConfigFile(
         degrees=dict(config.degrees) or None,
         shares=dict(config.shares) or None,
         positions=None if positions == tuple(range(len(mesh))) else positions,
+        weight_gradient=None
+        if weights is None
+        else SplitFile(**_config_file(weights, mesh).model_dump(include=set(SplitFile.model_fields))),
         replicas=None if config.replicas == 1 else config.replicas,
         states=_STATES.get(config.states),
         sharded_over=config.sharded_over or None,

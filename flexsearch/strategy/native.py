@@ -62,6 +62,11 @@ def native_plan(strategy: Strategy, graph: OperatorGraph) -> NativePlan:
         raise StrategyError(
             "schedule: the plan has an order of passes of its own (auto), which no schedule of PyTorch's runs", NATIVE
         )
+    if strategy.weight_gradients:
+        raise StrategyError(
+            f"operators.{strategy.weight_gradients[0]}.weight_gradient: the gradients of its weights have a split of "
+            "their own, which no part of PyTorch's does", NATIVE
+        )  # fmt: skip
     pipeline = Pipeline.of(strategy, graph)
     ends = [*pipeline.first[1:], len(graph.operators)]
     stage_of = [s for s, (a, b) in enumerate(zip(pipeline.first, ends, strict=True)) for _ in range(a, b)]

@@ -32,6 +32,10 @@ Kernel = Callable[..., Any]
 """Takes one tensor per operand, exactly of the piece's region (None where the region is None), and gives the piece's
 contribution to its output region: a tensor, or a tuple of them for several outputs. Differentiable by autograd."""
 
+WeightGradient = Callable[..., Sequence[Any]]
+"""Takes a piece's region of the first operand (None where it is None) and of the gradient of the output; gives the
+piece's contribution to the gradients of all further operands."""
+
 Extents = Mapping[str, Any]
 """Number of indices of a piece on each axis; of many pieces, an array for each axis."""
 
@@ -120,6 +124,8 @@ class OperatorKind:
     table: int | None = None
     """Position of the operand of which only those elements are read that another one names."""
     saved: Saved = BOTH
+    saved_without_weights: Saved = BOTH
+    """As ``saved``, where no gradients of weights are wanted."""
     windows: bool = False
     """Whether a pattern may read windows: ``(2*h+KH-1)``."""
     image: bool = False
@@ -178,6 +184,11 @@ class OperatorKind:
         from flexsearch.graph.ops.calls import local_call
 
         return local_call(op, context)
+
+    def weight_gradient(self, op: Operator, piece: Piece, shapes: Shapes) -> WeightGradient | None:
+        """How the gradients of the weights of ``piece`` follow from its first operand and the gradient of its output:
+        what makes it possible to split them in another way than the rest of the operator. None: it is not."""
+        return None
 
     def saves(self, op: Operator, *before: Operator) -> Saved:
         """What is saved for the backward of ``op``. ``before``: what makes its first input, and what makes the first
@@ -331,7 +342,17 @@ def build_kernel(op: Operator, piece: Piece, shapes: Shapes, context: KernelCont
             f"operator {op.name!r} ({op.source or op.module}) has kind {op.kind!r}, which nobody registered",
             "Register it as when the model was imported, with flexsearch.register.",
         )
-    return kind.kernel(op, piece, [tuple(shape) for shape in shapes], context)
+    whole = [tuple(shape) for shape in shapes]
+    if op.half is None:
+        return kind.kernel(op, piece, whole, context)
+    from flexsearch.graph.ops.halves import input_half, weight_half  # they need torch
+
+    if op.half == "weights":
+        rule = kind.weight_gradient(op.plain, piece, whole)
+        assert rule is not None, op.kind  # ``weight_gradients`` asks for it
+        return weight_half(rule, tuple(high - low for low, high in piece.outputs[0]))
+    own = Piece(piece.axes, piece.inputs[:-1], piece.outputs)
+    return input_half(kind.kernel(op.plain, own, whole[:-1], context))
 
 
 def axis_roles(kind: str, access: Access, sample: Collection[str], weights: Sequence[bool] = ()) -> dict[str, Role]:
@@ -393,11 +414,13 @@ def saved_tensors(graph: OperatorGraph) -> tuple[Saved, ...]:
         maker = graph.producer.get(op.inputs[0]) if op.inputs else None
         return None if maker is None else graph.operators[maker]
 
+    def rule(op: Operator) -> Saved:
+        if op.half is not None:
+            return INPUTS if op.half == "weights" else kind_of(op).saved_without_weights
+        return kind_of(op).saves(op, *([] if (one := first[op.name]) is None else filter(None, (one, first[one.name]))))
+
     first = {op.name: before(op) for op in graph.operators}
-    return tuple(
-        kind_of(op).saves(op, *([] if (one := first[op.name]) is None else filter(None, (one, first[one.name]))))
-        for op in graph.operators
-    )
+    return tuple(rule(op) for op in graph.operators)
 
 
 def rand(*shape: int) -> torch.Tensor:

@@ -9,10 +9,21 @@ from typing import TYPE_CHECKING, Any
 
 from flexsearch.graph.model import Operator, Role
 from flexsearch.graph.ops.attributes import Padding
-from flexsearch.graph.ops.base import Extents, Kernel, KernelContext, Sample, Shapes, define, rand, rewrite
+from flexsearch.graph.ops.base import (
+    INPUTS,
+    Extents,
+    Kernel,
+    KernelContext,
+    Sample,
+    Shapes,
+    WeightGradient,
+    define,
+    rand,
+    rewrite,
+)
 from flexsearch.graph.ops.builder import Builder
 from flexsearch.graph.ops.join import pad
-from flexsearch.graph.ops.lazy import F
+from flexsearch.graph.ops.lazy import F, torch
 from flexsearch.graph.ops.linear import Contraction
 from flexsearch.graph.ops.local import extent, numbers
 from flexsearch.graph.ops.shape import cut, permute
@@ -48,6 +59,7 @@ class Convolution(Contraction):
     words = _WORDS
     attributes = Window
     inputs = (2, 3)
+    saved_without_weights = INPUTS  # autograd's convolution always saves both
     windows = True
     image = True
 
@@ -92,20 +104,50 @@ class Convolution(Contraction):
         return ""
 
     def kernel(self, op: Operator, piece: Piece, shapes: Shapes, context: KernelContext) -> Kernel:
-        rank = self.spatial
-        strides, dilations = numbers(op, "stride", rank, 1), numbers(op, "dilation", rank, 1)
         call = getattr(F, self.name)
         if piece.inputs[0] is None:  # all its windows lie in the padding
-            return _only_bias(extent(piece.outputs[0]), rank)
-        spans = [d * (k - 1) + 1 for d, k in zip(dilations, shapes[1][2:], strict=True)]
-        inside, outside = padding_sides(op, piece, spans, strides)
-        assert piece.inputs[1] is not None
-        groups = extent(piece.inputs[0])[-rank - 1] // extent(piece.inputs[1])[1]
+            return _only_bias(extent(piece.outputs[0]), self.spatial)
+        strides, inside, outside, dilations, groups = self._numbers(op, piece, shapes)
 
         def run(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Any:
             return call(F.pad(x, outside) if outside else x, weight, bias, strides, inside, dilations, groups)
 
         return run
+
+    def _numbers(
+        self, op: Operator, piece: Piece, shapes: Shapes
+    ) -> tuple[list[int], list[int], list[int], list[int], int]:
+        """Strides, padding within the call and before it, dilations, and groups of channels."""
+        rank, image, weight = self.spatial, piece.inputs[0], piece.inputs[1]
+        assert image is not None and weight is not None
+        strides, dilations = numbers(op, "stride", rank, 1), numbers(op, "dilation", rank, 1)
+        spans = [d * (k - 1) + 1 for d, k in zip(dilations, shapes[1][2:], strict=True)]
+        inside, outside = padding_sides(op, piece, spans, strides)
+        return strides, inside, outside, dilations, extent(image)[-rank - 1] // extent(weight)[1]
+
+    def weight_gradient(self, op: Operator, piece: Piece, shapes: Shapes) -> WeightGradient:
+        rank, weight = self.spatial, piece.inputs[1]
+        assert weight is not None
+        size, biased = extent(weight), len(piece.inputs) > 2 and piece.inputs[2] is not None
+        call = None if piece.inputs[0] is None else self._numbers(op, piece, shapes)
+
+        def made(x: Tensor | None, gradient: Tensor) -> list[Tensor]:
+            sums = gradient.movedim(-rank - 1, 0).flatten(1).sum(1) if biased else None
+            if x is None or call is None:
+                weights = gradient.new_zeros(size)
+            else:
+                strides, inside, outside, dilations, groups = call
+                image = F.pad(x, outside) if outside else x
+                if image.dim() == rank + 1:  # no batch
+                    image, gradient = image[None], gradient[None]
+                like = gradient.new_empty(1).expand(size)  # only its shape counts
+                weights = torch.ops.aten.convolution_backward(
+                    gradient, image, like, None, strides, inside, dilations, False, [0] * rank, groups,
+                    [False, True, False],
+                )[1]  # fmt: skip
+            return [weights] if sums is None else [weights, sums]
+
+        return made
 
     def samples(self) -> Iterable[Sample]:
         call, image, kernel = getattr(F, self.name), (5, 7, 4)[: self.spatial], (2, 3, 1)[: self.spatial]

@@ -11,6 +11,7 @@ from flexsearch.graph.ops.attributes import Scalar
 from flexsearch.graph.ops.base import (
     INPUTS,
     MANY,
+    NOTHING,
     Attributes,
     Extents,
     Kernel,
@@ -18,6 +19,7 @@ from flexsearch.graph.ops.base import (
     OperatorKind,
     Sample,
     Shapes,
+    WeightGradient,
     define,
     points,
     rand,
@@ -53,6 +55,7 @@ class Linear(Contraction):
     roles = {"o": "parameter", "i": "reduction"}
     words = {"o": "output features", "i": "input features (partial sums)"}
     inputs = (2, 3)
+    saved_without_weights = NOTHING
 
     def trace(self, b: Builder, input: Value, weight: Value, bias: Value | None = None, **_: Any) -> Value:
         if weight.rank == 1:
@@ -72,6 +75,16 @@ class Linear(Contraction):
 
     def kernel(self, op: Operator, piece: Piece, shapes: Shapes, context: KernelContext) -> Kernel:
         return F.linear
+
+    def weight_gradient(self, op: Operator, piece: Piece, shapes: Shapes) -> WeightGradient:
+        biased = len(piece.inputs) > 2 and piece.inputs[2] is not None
+
+        def made(x: Tensor, gradient: Tensor) -> list[Tensor]:
+            rows = gradient.reshape(-1, gradient.shape[-1])
+            weight = rows.mT @ x.reshape(-1, x.shape[-1])
+            return [weight, rows.sum(0)] if biased else [weight]
+
+        return made
 
     def samples(self) -> Iterable[Sample]:
         yield Sample(F.linear, (rand(4, 3, 6), rand(5, 6), rand(5)))
