@@ -23,7 +23,7 @@ from flexsearch.lower import Lowered
 from flexsearch.runtime.body import Body, Call, Kernel, body_of
 from flexsearch.runtime.instructions import Backward, Forward, Key, Segment, Slot
 from flexsearch.runtime.microbatches import piece_in_batch
-from flexsearch.runtime.wire import slices
+from flexsearch.runtime.parts import slices
 
 Action = Callable[[], None]
 
