@@ -4,7 +4,7 @@ computed or gathered again."""
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import pairwise
 
 import torch
@@ -68,18 +68,25 @@ def deep(batch: int = 8) -> tuple[nn.Module, Tensor, Tensor]:
     return Deep().double(), torch.randint(7, (batch, 3)), torch.randint(7, (batch, 3))
 
 
-def staged_plan(graph: OperatorGraph, draw: random.Random) -> Strategy:
-    """A legal plan on one to four devices."""
+def hosts(count: int) -> Topology:
+    """CPUs with a network between them."""
+    return Topology.load(f"ethernet-1g:{count}")
+
+
+def staged_plan(
+    graph: OperatorGraph, draw: random.Random, cluster: Callable[[int], Topology] = hosts
+) -> Strategy:
+    """A legal plan on one to four devices of a ``cluster``."""
     while True:
         try:
-            return _attempt(graph, draw)
+            return _attempt(graph, draw, cluster)
         except StrategyError:
             continue
 
 
-def _attempt(graph: OperatorGraph, draw: random.Random) -> Strategy:
+def _attempt(graph: OperatorGraph, draw: random.Random, cluster: Callable[[int], Topology]) -> Strategy:
     ranks = draw.choice((1, 2, 2, 3, 4, 4))
-    topology = Topology.load(f"ethernet-1g:{ranks}")
+    topology = cluster(ranks)
     replicas = draw.choice([n for n in (1, 1, 2) if ranks % n == 0])
     block = ranks // replicas
     schedule = draw.choice(SCHEDULES)

@@ -22,7 +22,7 @@ from flexsearch.compiled import F64, I64
 from flexsearch.graph import Tensor
 from flexsearch.lower import Lowering
 from flexsearch.proof.ahead import look_ahead
-from flexsearch.proof.bound import ROUNDING, device_kinds, least_costs
+from flexsearch.proof.bound import ROUNDING, UPDATE_ROUNDING, device_kinds, least_costs
 from flexsearch.proof.longest import children
 from flexsearch.proof.samples import Moved, Samples, Sync, mask
 from flexsearch.proof.tables import NEVER, Tables, make_work, room_ahead
@@ -276,10 +276,11 @@ class _Weights:
         }  # fmt: skip
 
     def _least(self, tensor: Tensor) -> float:
-        """Seconds of updating a weight once."""
+        """Seconds of updating a weight once, at least."""
         if tensor.name not in self.graph.differentiable:
             return 0.0
-        return min(per_tensor + per_byte * tensor.nbytes for per_byte, per_tensor in self.samples.rates)
+        seconds = min(per_tensor + per_byte * tensor.nbytes for per_byte, per_tensor in self.samples.rates)
+        return max(0.0, seconds - UPDATE_ROUNDING * self.count)
 
     def _sink(self, first: int, update: F64, sink: F64) -> None:
         sink[update > 0.0] = update[update > 0.0]

@@ -20,6 +20,7 @@ from flexsearch.lower.plan import PlanRows
 from flexsearch.lower.rows import BACKWARD, COMPUTE, ISSUE
 from flexsearch.lower.rows import NEVER as NO_TURN
 from flexsearch.lower.templates import Templates
+from flexsearch.proof.bound import UPDATE_ROUNDING
 from flexsearch.proof.tables import NEVER
 from flexsearch.strategy import OperatorConfig, Options
 
@@ -146,12 +147,13 @@ class Samples:
         return arrived
 
     def update(self, weight: int) -> F64:
-        """Seconds of updating a weight, by device."""
+        """Seconds of updating a weight, by device, at least."""
         pools, plan, seconds = self.rows.templates.pools, int(self.rows.state.plan[weight]), np.zeros(self.count)
         if pools.plan_sync[plan]:
             for k in range(int(pools.store_first[plan]), int(pools.store_last[plan])):
                 per_byte, per_tensor = self.rates[int(pools.store_device[k])]
                 seconds[int(pools.store_device[k])] += per_tensor + per_byte * int(pools.store_bytes[k])
+            seconds = np.maximum(seconds - UPDATE_ROUNDING, 0.0)
         return seconds
 
     def synchronised(self, weight: int) -> list[Sync]:
