@@ -10,7 +10,7 @@ import pytest
 import torch.distributed as dist
 
 from benchmarks import netns
-from flexsearch.cost.communication import all_reduce, transfer
+from flexsearch.cost.communication import Pricing
 from flexsearch.errors import RuntimeFailure
 from flexsearch.measure import probe as probing
 from flexsearch.measure.fit import FormTime, Measured, fit, messages, place_names, processors
@@ -47,7 +47,8 @@ def test_fit_gets_back_what_made_the_measurements(count: int) -> None:
     forms = {}
     for form in FORMS:
         n, ranks = 1_000_000, range(count)
-        cost = all_reduce(plain, ranks, n) if form == "all_reduce" else transfer(plain, form, messages(form, count, n))
+        pricing, moves = Pricing(plain), messages(form, count, n)
+        cost = pricing.all_reduce(ranks, n) if form == "all_reduce" else pricing.transfer(form, moves)
         # The plain fit knows no forms and takes the backend's factors, which are divided out again.
         busy = max(s for _, s in cost.links) / plain.communication.factors[form]
         steps = 2 * (count - 1) if form == "all_reduce" else 1
