@@ -4,7 +4,7 @@ computed or gathered again."""
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import pairwise
 
 import torch
@@ -69,19 +69,28 @@ def deep(batch: int = 8) -> tuple[nn.Module, Tensor, Tensor]:
     return Deep().double(), torch.randint(7, (batch, 3)), torch.randint(7, (batch, 3))
 
 
-def staged_plan(graph: OperatorGraph, draw: random.Random, divided: float = 0.0) -> Strategy:
-    """A legal plan on one to four devices. ``divided``: how many of the operators that may have a split of their own
-    for the gradients of their weights do."""
+def hosts(count: int) -> Topology:
+    """CPUs with a network between them."""
+    return Topology.load(f"ethernet-1g:{count}")
+
+
+def staged_plan(
+    graph: OperatorGraph, draw: random.Random, divided: float = 0.0, cluster: Callable[[int], Topology] = hosts
+) -> Strategy:  # fmt: skip
+    """A legal plan on one to four devices of a ``cluster``. ``divided``: how many of the operators that may have a
+    split of their own for the gradients of their weights do."""
     while True:
         try:
-            return _attempt(graph, draw, divided)
+            return _attempt(graph, draw, divided, cluster)
         except StrategyError:
             continue
 
 
-def _attempt(graph: OperatorGraph, draw: random.Random, divided: float) -> Strategy:
+def _attempt(
+    graph: OperatorGraph, draw: random.Random, divided: float, cluster: Callable[[int], Topology]
+) -> Strategy:  # fmt: skip
     ranks = draw.choice((1, 2, 2, 3, 4, 4))
-    topology = Topology.load(f"ethernet-1g:{ranks}")
+    topology = cluster(ranks)
     replicas = draw.choice([n for n in (1, 1, 2) if ranks % n == 0])
     block = ranks // replicas
     schedule = draw.choice(SCHEDULES)

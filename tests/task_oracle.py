@@ -171,9 +171,9 @@ class _Definition:
         senders = tuple(sorted({d for x in exchanges for d in x.senders}))
         receivers = tuple(sorted({d for x in exchanges for d in x.receivers}))
         cost = one.transfer if len(exchanges) == 1 else self.bucket_cost(exchanges)
-        what = Communication(
-            purpose, one.form, one.devices, senders, receivers, tuple(members), cost, sum(x.nbytes for x in exchanges)
-        )
+        nbytes, nccl = sum(x.nbytes for x in exchanges), self.lowered.topology.communication.backend == "nccl"
+        called = one.form == "all_reduce" or (nccl and one.form != "exchange")
+        what = Communication(purpose, one.form, one.devices, senders, receivers, tuple(members), cost, nbytes, called)
         after = {self.last[d] for d in senders if d in self.last}
         for member in members:
             for device in member.what.senders:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable
+from contextlib import suppress
 from functools import cache
 from itertools import product
 from typing import Any
@@ -13,6 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from flexsearch.cost import Costs
+from flexsearch.errors import StrategyError
 from flexsearch.graph import Operator, OperatorGraph, chunk, make_piece
 from flexsearch.graph.batch import with_batch
 from flexsearch.lower import Lowering, lower
@@ -20,11 +23,13 @@ from flexsearch.proof.bound import Bound, always_read, lower_bound, piece_extent
 from flexsearch.search import search
 from flexsearch.search.space import Space
 from flexsearch.simulate import makespan
-from flexsearch.strategy import Options, make_config
+from flexsearch.strategy import Options, Strategy, make_config
 from flexsearch.strategy.baselines import baselines
 from flexsearch.strategy.shares import speeds
+from flexsearch.strategy.stage import Stage
 from flexsearch.topology import Topology
 from tests.random_strategies import configs, strategies
+from tests.staged_plans import hosts, staged_plan
 from tests.test_baselines import Builder, cnn, ethernet, mlp, transformer
 from tests.test_delta import TOPOLOGIES, dags, normed, tied, uneven
 
@@ -194,6 +199,86 @@ def test_microbatches_one_after_the_other_are_no_faster_than_the_bound(
     bound = lower_bound(whole, on, Costs(whole, on), microbatches=microbatches)
     each = makespan(lower(one, data.draw(strategies(one, on, unequal=bool(speeds(on)))), on, Costs(one, on)))
     assert bound.seconds <= microbatches * each
+
+
+def gpus(count: int) -> Topology:
+    return Topology.load("dgx-a100").subset(range(count))
+
+
+def norms(layers: int = 6) -> OperatorGraph:
+    """A chain that only stages can share out: one sample, and each operator reads all of it."""
+    b = Builder("norms")
+    x = b.source("x", 1, 65536)
+    for k in range(layers):
+        x = b.norm(f"norm{k}", x)
+    return b.finish(b.linear("out", x, 2))
+
+
+@cache
+def split_bound(graph: str, cluster: str, devices: int, count: int | None, options: Options) -> float:
+    """Of plans with so many microbatches, whose backward passes may be split."""
+    made, on = STAGED[graph](), CLUSTERS[cluster](devices)
+    return lower_bound(made, on, Costs(made, on), options, count, split_backward=True).seconds
+
+
+STAGED: dict[str, Callable[[], OperatorGraph]] = {
+    "mlp": lambda: mlp(batch=16), "transformer": lambda: transformer(layers=1), "norms": cache(norms),
+}  # fmt: skip
+CLUSTERS: dict[str, Callable[[int], Topology]] = {
+    "hosts": hosts, "GPUs": gpus, "free hosts": cache(lambda count: free(hosts(count))),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("cluster", sorted(CLUSTERS))
+@pytest.mark.parametrize("graph", sorted(STAGED))
+def test_no_plan_with_stages_and_microbatches_is_faster(graph: str, cluster: str) -> None:
+    """With any schedule, states in parts, and what is computed or gathered again."""
+    made, split, several = STAGED[graph](), 0, 0
+    for number in range(60):
+        plan = staged_plan(made, random.Random(number), CLUSTERS[cluster])
+        on = CLUSTERS[cluster](len(plan.cluster.devices))
+        seconds = makespan(lower(made, plan, on, Costs(made, on)))
+        for count in (plan.microbatches, None):
+            options = Options(optimizer=plan.options.optimizer, precision=plan.options.precision)
+            assert split_bound(graph, cluster, len(on.devices), count, options) <= seconds, (number, count)
+        split += plan.schedule.startswith(("zero", "dual"))
+        several += plan.microbatches > 1 and len(plan.stages) > 1
+    assert split > 5 and (several > 5 or graph == "norms")
+
+
+def pipelines(graph: OperatorGraph, topology: Topology, costs: Costs) -> dict[int, float]:
+    """Seconds of the fastest plan of two stages on a device each, in any schedule, by microbatches."""
+    names, best = [op.name for op in graph.operators], dict[int, float]()
+    for cut, order, count, schedule in product(
+        range(1, len(names)), ((0, 1), (1, 0)), (1, 2, 4), ("gpipe", "1f1b", "zero-bubble")
+    ):
+        meshes = [order[:1], order[1:]]
+        stages = [Stage(tuple(names[:cut]), meshes[0]), Stage(tuple(names[cut:]), meshes[1])]
+        placed = {op.name: make_config(op, {}, meshes[k >= cut]) for k, op in enumerate(graph.operators)}
+        with suppress(StrategyError):  # too few samples
+            plan = Strategy.make(graph, topology, placed, stages=stages, microbatches=count, schedule=schedule)
+            seconds = makespan(lower(graph, plan, topology, costs))
+            best[count] = min(seconds, best.get(count, seconds))
+    return best
+
+
+@pytest.mark.parametrize("graph", ["mlp", "norms"])
+def test_the_fastest_of_all_pipelines_is_not_faster(graph: str) -> None:
+    made, topology = STAGED[graph](), free(hosts(2))
+    costs = Costs(made, topology)
+    for count, seconds in pipelines(made, topology, costs).items():
+        bound = lower_bound(made, topology, costs, microbatches=count, split_backward=True)
+        assert bound.seconds <= seconds
+        if graph == "norms":
+            assert bound.decides == "critical path" and bound.seconds > 0.9 * seconds
+
+
+def test_the_check_can_fail() -> None:
+    """A path of whole backward passes is longer than a plan that splits them."""
+    graph, topology = norms(), free(hosts(2))
+    costs = Costs(graph, topology)
+    whole = lower_bound(graph, topology, costs)
+    assert pipelines(graph, topology, costs)[1] < whole.seconds
 
 
 @settings(derandomize=True, deadline=None, max_examples=60)

@@ -13,7 +13,7 @@ from flexsearch.cost import Costs
 from flexsearch.graph.importer import Imported
 from flexsearch.lower import lower
 from flexsearch.runtime.parallel import distribute
-from flexsearch.runtime.wire import Arrival
+from flexsearch.runtime.parts import Arrival
 from flexsearch.search.space import Space
 from flexsearch.simulate.memory import spans_of
 from flexsearch.strategy import Options, Strategy

@@ -10,13 +10,13 @@ import pytest
 import torch.distributed as dist
 
 from benchmarks import netns
-from flexsearch.cost.communication import all_reduce, transfer
+from flexsearch.cost.communication import Pricing
 from flexsearch.errors import RuntimeFailure
 from flexsearch.measure import probe as probing
 from flexsearch.measure.fit import FormTime, Measured, fit, messages, place_names, processors
 from flexsearch.measure.machine import Compute, Facts
 from flexsearch.topology import Topology
-from flexsearch.topology.parts import FORMS
+from flexsearch.topology.parts import FORMS, ONE_CALL
 from tests.ranks import pool
 
 TINY = probing.Effort(compute_s=0.1, transfer_s=0.01, repeats=2, pairs=16)
@@ -47,7 +47,8 @@ def test_fit_gets_back_what_made_the_measurements(count: int) -> None:
     forms = {}
     for form in FORMS:
         n, ranks = 1_000_000, range(count)
-        cost = all_reduce(plain, ranks, n) if form == "all_reduce" else transfer(plain, form, messages(form, count, n))
+        pricing, moves = Pricing(plain), messages(form, count, n)
+        cost = pricing.all_reduce(ranks, n) if form == "all_reduce" else pricing.transfer(form, moves)
         # The plain fit knows no forms and takes the backend's factors, which are divided out again.
         busy = max(s for _, s in cost.links) / plain.communication.factors[form]
         steps = 2 * (count - 1) if form == "all_reduce" else 1
@@ -59,6 +60,16 @@ def test_fit_gets_back_what_made_the_measurements(count: int) -> None:
     assert found.route(0, 1).latency_s == pytest.approx(LATENCY)
     assert found.communication.overhead_s == pytest.approx(OVERHEAD)
     assert found.communication.factors == pytest.approx(FACTORS)
+
+
+def test_the_factor_of_a_backends_own_collective_is_that_of_its_ring() -> None:
+    """A ring's busiest link carries a share of what is to cross devices: 3 of 12 MB among four."""
+    link_s = 3_000_000 / RATE
+    taken = FormTime(1_000_000, OVERHEAD + 3 * LATENCY + 1.5 * link_s)
+    gpus = [replace(host, kind="cuda", processor="gpu") for host in hosts(4)]
+    forms = dict.fromkeys(("all_gather", "reduce_scatter"), taken)
+    found = fit(measured(gpus, forms=forms, backend="nccl"), "cluster", "made up").communication.factors
+    assert found["all_gather"] == found["reduce_scatter"] == pytest.approx(1.5)
 
 
 def test_a_slow_host_has_a_slow_link() -> None:
@@ -158,6 +169,17 @@ def test_local_ranks(tmp_path: object) -> None:
     assert len(topology.devices) == 2 and len(topology.hosts) == 1
     assert set(topology.communication.factors) == set(FORMS)
     assert topology.source is not None and "flexsearch probe" in topology.source and "/" not in topology.source
+
+
+def _probe_calls() -> str:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(ONE_CALL, "gloo", FORMS[1:4])
+        return _probe()
+
+
+def test_what_ranks_leave_to_one_call_is_measured_as_one_call() -> None:
+    factors = Topology.model_validate_json(pool(2).run(_probe_calls)[0]).communication.factors
+    assert set(factors) == set(FORMS)
 
 
 def _probe_two_places() -> str:

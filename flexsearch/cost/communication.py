@@ -128,13 +128,3 @@ def least_seconds(topology: Topology, profile: Profile | None = None) -> float:
 def _rates(topology: Topology, profile: Profile | None) -> Rates:
     """The figures of a topology, as far as nothing else was learned."""
     return make_rates(topology, Network() if profile is None else profile.network(topology.name))
-
-
-def transfer(topology: Topology, form: str, messages: Iterable[tuple[int, int, int]]) -> Transfer:
-    """Cost of messages (source device, destination device, bytes) that move at the same time; see ``Pricing``."""
-    return Pricing(topology).transfer(form, messages)
-
-
-def all_reduce(topology: Topology, devices: Sequence[int], nbytes: int) -> Transfer:
-    """Cost of an all-reduce of ``nbytes`` per device; see ``Pricing``."""
-    return Pricing(topology).all_reduce(devices, nbytes)

@@ -15,7 +15,7 @@ from flexsearch.cost.learned import Network
 from flexsearch.cost.ticks import TICK, whole
 from flexsearch.packed import packed
 from flexsearch.topology import Topology
-from flexsearch.topology.parts import COLLECTIVES, FORMS
+from flexsearch.topology.parts import FORMS
 from flexsearch.topology.routes import RouteTable, first_piece, second_piece
 
 NEVER: Any = np.iinfo(np.int64).max
@@ -255,7 +255,7 @@ def make_rates(topology: Topology, learned: Network) -> Rates:
         bandwidth=np.array([r.bandwidth if r.kind == "link" else 0.0 for r in resources]),
         factor=np.array([communication.factors[form] * learned.time for form in FORMS]),
         cpu_s_per_byte=np.array([communication.cpu_s_per_byte_of(form) for form in FORMS]),
-        by_group=np.array([communication.backend == "nccl" and form in COLLECTIVES for form in FORMS], np.uint8),
+        by_group=np.array([communication.by_group(form) for form in FORMS], np.uint8),
         turn_bytes=np.array([turn if form == "all_reduce" else 0.0 for form in FORMS]),
         processor=np.array(topology.processor_of, np.uint32), host=topology.host_of, step_s=steps,
         group_factor=factors * learned.time,

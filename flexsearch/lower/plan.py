@@ -13,6 +13,7 @@ from flexsearch.lower.arrays import State
 from flexsearch.lower.bucket import collect, collect_gathers, is_member
 from flexsearch.lower.change import empty_change
 from flexsearch.lower.describe import DONE, FULL, LACKING, Plan, drop, keep, rewire, write
+from flexsearch.lower.emit import row_of
 from flexsearch.lower.pieces import Pieces
 from flexsearch.lower.program import make_block_table, make_machine, make_program
 from flexsearch.lower.rows import GATHER_ONCE, NEVER, NOBODY, SYNCHRONISE, is_gather
@@ -27,6 +28,7 @@ _rewire = direct(rewire)
 _write = direct(write)
 _collect = direct(collect)
 _collect_gathers = direct(collect_gathers)
+_row_of = getattr(row_of, "py_func", row_of)
 _is_member = getattr(is_member, "py_func", is_member)
 _is_gather = getattr(is_gather, "py_func", is_gather)
 
@@ -95,6 +97,26 @@ class PlanRows:
         while (status := self.describe(NEVER)) != DONE:
             self.go_on(status)
         _keep(self.plan)
+
+    def replace(self, configs: Mapping[int, OperatorConfig]) -> None:
+        """Give some operators of the plan at hand other configs."""
+        self.ask(list(configs), [self.templates.config(i, config) for i, config in configs.items()])
+        while (status := self.describe(NEVER)) != DONE:
+            self.go_on(status)
+        _keep(self.plan)
+
+    def sent(self, slot: int, backward: bool = False) -> tuple[int, range]:
+        """The block of the plan at hand that sends what a slot reads, or the gradient that its reader makes of that,
+        and its communications there (by number in the block)."""
+        pools, leader = self.templates.pools, int(self.state.leader[slot])
+        templates = self.state.backward if backward else self.state.forward
+        block = int((self.table.backward if backward else self.table.forward)[leader])
+        template = int(templates[leader])
+        count = int(pools.reshard_last[template]) - int(pools.reshard_first[template])
+        if not count:
+            return block, range(0)
+        first = int(_row_of(self.table, pools, templates, block, leader))
+        return block, range(first, first + count)
 
     def copy(self) -> Rows:
         """The rows of the plan at hand, for those who keep them."""

@@ -70,7 +70,7 @@ class Move(NamedTuple):
 
 class Outline(NamedTuple):
     """A reshard in sums. One row for each exchange, the first ``middle`` of them in the first phase: ``form`` (number
-    in ``FORMS``), ``nbytes`` (that cross devices); ``amount``, ``unit``, ``linear``, ``start`` (s), ``duration`` (s):
+    in ``FORMS``), ``nbytes`` (that cross devices); ``amount``, ``unit``, ``start`` (s), ``duration`` (s):
     see ``workspace.Exchanges``. Lists of exchange x are rows ``end[x - 1]`` to ``end[x]`` of ``send``, ``receive``
     (devices, ascending) and of the links and processors in ``loads``."""
 
@@ -78,7 +78,6 @@ class Outline(NamedTuple):
     nbytes: I64
     amount: I64
     unit: I64
-    linear: U8
     start: F64
     duration: F64
     leader: U32
@@ -163,8 +162,6 @@ class Exchange:
         """Bytes that cross devices."""
         self.amount, self.start_s = int(outline.amount[x]), float(outline.start[x])
         """Bytes by which a collective is priced (of messages 0); seconds until bytes flow (of messages)."""
-        self.linear = bool(outline.linear[x])
-        """Whether twice the bytes are twice the load of every link."""
         self.senders = tuple(outline.send[_rows(outline.send_end, x)].tolist())
         self.receivers = tuple(outline.receive[_rows(outline.receive_end, x)].tolist())
         self.devices = tuple(sorted({*self.senders, *self.receivers}))
@@ -245,7 +242,7 @@ class Reshard:
         loads = rows.loads
         return Outline(
             form=rows.form[of].copy(), nbytes=rows.nbytes[of].copy(), amount=rows.amount[of].copy(),
-            unit=rows.unit[of].copy(), linear=rows.linear[of].copy(), start=rows.start[of].copy(),
+            unit=rows.unit[of].copy(), start=rows.start[of].copy(),
             duration=rows.duration[of].copy(), leader=rows.leader[of].copy(), send_end=send_end,
             receive_end=receive_end, link_end=link_end, drag_end=drag_end,
             send=rows.send[sends].copy(), receive=rows.receive[receives].copy(),

@@ -6,12 +6,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
+from functools import cached_property
 from math import inf
 from typing import Literal, NamedTuple
 
 from flexsearch.cost.communication import Transfer
 from flexsearch.lower.actions import Action
-from flexsearch.lower.reshard import Exchange, Reshard
+from flexsearch.lower.reshard import Exchange, Move, Reshard
 
 Purpose = Literal["gather", "forward", "backward", "synchronise", "recompute", "regather"]
 """Why data moves: sharded weights before use, activations, their gradients, gradients of weights; in the backward pass
@@ -53,14 +54,21 @@ class Member:
         """The exchange itself."""
         return self.reshard.phase_exchanges[self.phase][self.exchange]
 
+    @cached_property
+    def summed(self) -> tuple[Move, ...]:
+        """What a sum adds up: the moves of the exchange, and those to the same entries that cross no devices."""
+        into = {move.destination for move in self.what.moves}
+        local = self.reshard.phases[self.phase].local
+        return *self.what.moves, *(move for move in local if move.destination in into)
+
 
 @dataclass(frozen=True)
 class Communication:
     """A communication task: one exchange, or a bucket of exchanges between the same devices that go as one.
-    ``transfer``: what it brings onto every link, for reports. ``nbytes``: that cross devices. Where equal blocks of
-    devices are folded (``lower.folding``), it stands for what other blocks do likewise: ``devices`` are of the whole
-    cluster, ``senders``, ``receivers`` and the links of ``transfer`` those of the first block, ``nbytes`` are of
-    all."""
+    ``transfer``: what it brings onto every link, for reports. ``nbytes``: that cross devices. ``one_call``: ranks leave
+    it to one call of the backend, a collective; else they send messages. Where equal blocks of devices are folded
+    (``lower.folding``), it stands for what other blocks do likewise: ``devices`` are of the whole cluster, ``senders``,
+    ``receivers`` and the links of ``transfer`` those of the first block, ``nbytes`` are of all."""
 
     purpose: Purpose
     form: str
@@ -70,6 +78,12 @@ class Communication:
     members: tuple[Member, ...]
     transfer: Transfer
     nbytes: int
+    one_call: bool
+
+    @property
+    def sums(self) -> bool:
+        """Whether the backend adds up what the devices send."""
+        return self.one_call and self.form in ("all_reduce", "reduce_scatter")
 
 
 @dataclass

@@ -40,6 +40,8 @@ def make_exchanges(
     for c in range(count):
         end = np.uint64(sets.end[c])
         form = _form(destination.device, destination.same, destination.size[0], np.uint64(c), begin, end, sets)
+        if rates.by_group[form] == 1 and _longest(sets, begin, end, at) == 0:
+            form = EXCHANGE if form == REDUCE_SCATTER else ALL_TO_ALL
         if rates.by_group[form] == 1:
             _collective(routes, rates, form, begin, end, at, sets, rows)
         else:
@@ -102,6 +104,19 @@ def _pair_up(
 
 
 @lean
+def _longest(sets: Sets, begin: Any, end: Any, at: Any) -> Any:
+    """Bytes of the longest message of a set (seats ``begin`` to ``end``, pairs from ``at`` on): a collective moves as
+    much for each pair, as parts are padded. 0 if that would be more than 1/8 too much: messages are left as they are
+    then."""
+    total = longest = np.int64(0)
+    pairs = np.int64((end - begin) * (end - begin - ONE))
+    for k in range(at, at + (end - begin) * (end - begin)):
+        total += sets.pair[k]
+        longest = max(longest, np.int64(sets.pair[k]))
+    return longest if longest * pairs <= total + total // np.int64(8) else np.int64(0)
+
+
+@lean
 def _ends(rows: Exchanges, device: Any, role: Any) -> None:
     """List a device that sends (1), receives (2) or both (3)."""
     if role != 2:
@@ -126,6 +141,7 @@ def _collective(
     """The exchange of a set whose devices (seats ``begin`` to ``end``, pairs from ``at`` on) all talk to each other, by
     the library's algorithms."""
     total, first = np.int64(0), rows.size[1]
+    padded = _longest(sets, begin, end, at) * np.int64((end - begin) * (end - begin - ONE))
     for i in range(begin, end):
         a = np.uint64(sets.seated[i])
         _ends(rows, a, 3)
@@ -135,8 +151,8 @@ def _collective(
                 total += sets.pair[at]
                 sets.pair[at] = np.int64(rows.size[0])
             at += ONE
-    seconds = price_collective(routes, rates, rows.tally, rows.loads, form, rows.send, first, rows.size[1], total)
-    close(rows, form, total, total, 0.0, seconds, NONE)
+    seconds = price_collective(routes, rates, rows.tally, rows.loads, form, rows.send, first, rows.size[1], padded)
+    close(rows, form, total, padded, 0.0, seconds, NONE)
 
 
 @lean

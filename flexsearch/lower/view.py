@@ -186,6 +186,7 @@ class Communications:
                     self._count(members[0]) if self.pricing.by_group(one.form) else 1,
                 ),
                 self._count(members[0]) * sum(x.nbytes for x in exchanges),
+                self.lowered.topology.communication.in_one_call(one.form),
             )  # fmt: skip
         return known
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from statistics import median
 from typing import Literal
 
-from flexsearch.cost.communication import Transfer, all_reduce, transfer
+from flexsearch.cost.communication import Pricing
 from flexsearch.cost.compute import MEMORY_EFFICIENCY
 from flexsearch.measure.machine import Compute, Facts
 from flexsearch.topology import Communication, Device, Link, Topology
@@ -247,11 +247,12 @@ def _hop(measured: Measured, pairs: Mapping[Pair, float], overhead: float) -> fl
 
 def _factor(ideal: Topology, form: str, found: FormTime) -> float:
     """Measured time over ideal, of the part that grows with the bytes."""
-    ranks = range(len(ideal.devices))
-    cost: Transfer
-    if form == "all_reduce":
-        cost = all_reduce(ideal, ranks, found.nbytes)
+    ranks, pricing = range(len(ideal.devices)), Pricing(ideal)
+    moves = messages(form, len(ranks), found.nbytes)
+    if pricing.by_group(form):
+        nbytes = found.nbytes if form == "all_reduce" else sum(n for _, _, n in moves)
+        cost = pricing.collective(form, ranks, nbytes)
     else:
-        cost = transfer(ideal, form, messages(form, len(ranks), found.nbytes))
+        cost = pricing.transfer(form, moves)
     moving = max(seconds for _, seconds in cost.links)
     return max(0.1, (found.seconds - (cost.duration_s - moving)) / moving)

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from itertools import combinations
 from statistics import median
-from typing import Final, Literal, TypeVar
+from typing import Any, Final, Literal, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -30,7 +30,7 @@ from flexsearch.measure.fit import FormTime, Measured, Pair, fit, messages, proc
 from flexsearch.measure.machine import Compute, Facts, facts, measure
 from flexsearch.ranks import prefer_throughput, rendezvous
 from flexsearch.topology import Topology
-from flexsearch.topology.parts import FORMS
+from flexsearch.topology.parts import FORMS, ONE_CALL
 
 T = TypeVar("T")
 MEBI = 2**20
@@ -236,6 +236,8 @@ class _Probe:
         crowd = [f.place for f in found]
         crossing = max(max(n * (self.size - n) for n in map(crowd.count, crowd)), self.size - 1)
         nbytes = _size(wanted / (1 if form == "exchange" else crossing), MOST[self.backend] / (self.size - 1))
+        if form in ONE_CALL[self.backend]:
+            return FormTime(nbytes, _undisturbed([self.call(form, nbytes) for _ in range(self.effort.repeats)]))
         moves = messages(form, self.size, nbytes)
         taken = [max(self.gather(self.send(moves, form == "reduce_scatter"))) for _ in range(self.effort.repeats)]
         return FormTime(nbytes, _undisturbed(taken))
@@ -297,6 +299,27 @@ class _Probe:
         dist.barrier(group=self.control)
         began = time.perf_counter()
         dist.all_reduce(tensor)
+        if self.backend == "nccl":
+            torch.cuda.synchronize()
+        return max(self.gather(time.perf_counter() - began))
+
+    def call(self, form: str, nbytes: int) -> float:
+        """Seconds of the backend's own collective, which brings so many bytes from each rank to each, on the slowest
+        rank."""
+        part, whole = (torch.ones(n * max(1, nbytes // 4), device=self.device) for n in (1, self.size))
+        # torch 2.13 gave two of them other names.
+        gather_all: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+        scatter_sums: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+        if self.backend == "nccl":
+            torch.cuda.synchronize()
+        dist.barrier(group=self.control)
+        began = time.perf_counter()
+        if form == "all_gather":
+            gather_all(whole, part)
+        elif form == "reduce_scatter":
+            scatter_sums(part, whole)
+        else:
+            dist.all_to_all_single(torch.empty_like(whole), whole)
         if self.backend == "nccl":
             torch.cuda.synchronize()
         return max(self.gather(time.perf_counter() - began))

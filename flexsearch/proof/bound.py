@@ -16,7 +16,8 @@ Microbatches split the sample axes in time. The work of an operator is then that
 each of which costs its share of the iteration space at least ``Least.work`` seconds, so that their sum is the bound as
 before, with shorter pieces to choose from. Along a path the pieces of one microbatch add up, and every microbatch goes
 along every path. So both arguments hold with pieces whose sample axes are divided by the number of microbatches, too.
-Backward passes must be whole: a schedule that puts off the gradients of weights shortens the path.
+A schedule that puts off the gradients of weights shortens the path: of the backward tasks along it, only the part that
+makes other gradients counts then (``split_backward``).
 
 For a search that chooses the number of microbatches, and the schedule, only work and links count. A piece may then have
 any number of samples, whether samples are divided among devices or in time. To keep the pieces few, lengths that are
@@ -36,6 +37,7 @@ import numpy.typing as npt
 
 from flexsearch.cost import Costs, Profile
 from flexsearch.cost.communication import least_seconds
+from flexsearch.cost.ticks import TICK
 from flexsearch.graph import Operator, OperatorGraph, whole_piece
 from flexsearch.graph.notation import Box, Operand
 from flexsearch.strategy import Options
@@ -46,6 +48,8 @@ Column = npt.NDArray[np.float64]
 
 ROUNDING: Final = 1.0 - 1e-9
 """Allows for rounding: the simulator adds in another order, which changes sums over a million tasks by less."""
+UPDATE_ROUNDING: Final = TICK / 2
+"""By how much a device's update, the nearest whole number of ticks, may be shorter than its weights' together, s."""
 OCTAVE: Final = 64
 """Pieces of so many indices or fewer are looked at one by one; larger ones, if they may have any size, to 1 in 64."""
 EXACT: Final = 16
@@ -69,24 +73,26 @@ class Bound:
 
 @dataclass(frozen=True)
 class Least:
-    """The least that an operator costs. By kind of device: ``forward``, ``backward``: shortest piece (s);
-    ``work``: seconds of all pieces together."""
+    """The least that an operator costs. By kind of device: ``forward``, ``backward``: shortest piece (s); ``onward``:
+    of its backward task what must end before those of its producers begin; ``work``: seconds of all pieces together."""
 
     forward: npt.NDArray[np.float64]
     backward: npt.NDArray[np.float64]
+    onward: npt.NDArray[np.float64]
     work: npt.NDArray[np.float64]
 
 
 def lower_bound(
     graph: OperatorGraph, topology: Topology, costs: Costs, options: Options | None = None,
-    microbatches: int | None = 1,
+    microbatches: int | None = 1, split_backward: bool = False,
 ) -> Bound:  # fmt: skip
     """A time (s) below that of every legal plan of ``graph`` on ``topology`` under ``options`` with this number of
-    ``microbatches`` (None: any number, in any schedule); buckets of any size."""
+    ``microbatches`` (None: any number, in any schedule); buckets of any size. ``split_backward``: also of plans whose
+    schedule splits backward passes."""
     options = options or Options()
     count = len(topology.devices)
     kinds = device_kinds(topology.devices)
-    least = _least(graph, costs, kinds, count, microbatches)
+    least = _least(graph, costs, kinds, count, microbatches, split_backward)
     columns = {
         "work": _work(graph, topology, costs, options, least, kinds),
         "links": np.full(count, _loss_everywhere(topology, costs.profile)),
@@ -111,34 +117,40 @@ def device_kinds(devices: Sequence[Device]) -> list[list[int]]:
 
 def _least(
     graph: OperatorGraph, costs: Costs, kinds: Sequence[Sequence[int]], count: int,
-    microbatches: int | None,
+    microbatches: int | None, split: bool,
 ) -> list[Least]:  # fmt: skip
     """For each operator; repeated layers are worked out once. Arrays: (kinds, count)."""
     devices, of_leader = [kind[0] for kind in kinds], dict[int, Least]()
     for leader in costs.alike:
         if leader not in of_leader:
             op = graph.operators[leader]
-            of_leader[leader] = least_costs(op, leader, costs, devices, count, microbatches)
+            of_leader[leader] = least_costs(op, leader, costs, devices, count, microbatches, split)
     return [of_leader[leader] for leader in costs.alike]
 
 
 def least_costs(
-    op: Operator, operator: int, costs: Costs, devices: Sequence[int], count: int, microbatches: int | None = 1
-) -> Least:
+    op: Operator, operator: int, costs: Costs, devices: Sequence[int], count: int, microbatches: int | None = 1,
+    split: bool = False,
+) -> Least:  # fmt: skip
     """Over all pieces of all configs on at most m devices, m from 1 to ``count``; rows: ``devices``, one of each kind.
-    Samples are shared out unequally only where there are several."""
+    Samples are shared out unequally only where there are several. ``split``: backward tasks may be."""
     extents, parts, share = piece_extents(op, count, microbatches, len(devices) > 1)
+    onward: npt.NDArray[np.float64] | float = 1.0
+    if split:
+        columns = [extents[axis].tolist() for axis in op.access.axes]
+        pieces = list(zip(*columns, strict=True)) if columns else [()] * len(parts)
+        onward = 1.0 - costs.weight_shares(operator, pieces)
     rows = []
     for device in devices:
         forward, backward = costs.compute_many(operator, extents, device)
-        columns = []
-        for seconds in (forward, backward, (forward + backward) / share):
+        least = []
+        for seconds in (forward, backward, backward * onward, (forward + backward) / share):
             column = np.full(count, np.inf)
             np.minimum.at(column, parts - 1, seconds)
-            columns.append(np.minimum.accumulate(column))
-        rows.append(columns)
+            least.append(np.minimum.accumulate(column))
+        rows.append(least)
     table: npt.NDArray[np.float64] = np.array(rows)
-    return Least(table[:, 0], table[:, 1], table[:, 2])
+    return Least(*(table[:, k] for k in range(4)))
 
 
 def piece_extents(
@@ -217,7 +229,7 @@ def _critical_path(
     """The longest path, by number of devices."""
     zero = np.zeros(len(topology.devices))
     forward = [row.forward.min(axis=0) for row in least]
-    backward = [row.backward.min(axis=0) for row in least]
+    backward, onward = [row.backward.min(axis=0) for row in least], [row.onward.min(axis=0) for row in least]
     # ``any_end``: when the first piece of an operator can have ended; ``all_end``: when every element of its outputs
     # has been computed somewhere.
     any_end, all_end = [zero] * len(least), [zero] * len(least)
@@ -233,19 +245,20 @@ def _critical_path(
         any_end[i] = ready + forward[i]
         all_end[i] = np.maximum(ready, complete) + forward[i]
     last: Column = np.max(all_end, axis=0)
-    back = [zero] * len(least)
+    # ``back``: when the first piece can have made the gradients that others wait for; ``whole``: all of them.
+    back, whole = [zero] * len(least), [zero] * len(least)
     for i in reversed(range(len(least))):
         if graph.has_backward[i]:
             ready = any_end[i]
             for name in graph.operators[i].outputs:
                 ready = np.maximum(ready, _gradient(graph, name, back, zero))
-            back[i] = ready + backward[i]
-            last = np.maximum(last, back[i])
+            back[i], whole[i] = ready + onward[i], ready + backward[i]
+            last = np.maximum(last, whole[i])
     rates = [costs.update_rates(kind[0], options.optimizer, options.precision) for kind in kinds]
     for tensor in graph.of_kind("parameter"):
         if tensor.name in graph.differentiable:
             update = min(per_tensor + tensor.itemsize * per_byte for per_byte, per_tensor in rates)
-            last = np.maximum(last, _gradient(graph, tensor.name, back, zero) + update)
+            last = np.maximum(last, _gradient(graph, tensor.name, whole, zero) + update - UPDATE_ROUNDING)
     return last
 
 
@@ -324,7 +337,8 @@ def _work(
             rows.append(np.repeat(row[:, None], count, axis=1))
     # (operators, classes of processors, devices): on a processor the fastest of its devices does the work.
     seconds = np.stack([np.array(rows)[:, list(c)].min(axis=1) for c in classes], axis=1)
-    return np.array([_shared(seconds[:, :, m], members, min(m + 1, len(processors))) for m in range(count)])
+    shared = np.array([_shared(seconds[:, :, m], members, min(m + 1, len(processors))) for m in range(count)])
+    return np.maximum(shared - UPDATE_ROUNDING, 0.0)
 
 
 def _shared(seconds: npt.NDArray[np.float64], members: npt.NDArray[np.int64], used: int) -> float:

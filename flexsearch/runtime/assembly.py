@@ -15,7 +15,8 @@ from flexsearch.graph.ops.calls import dtype_of
 from flexsearch.graph.ops.local import extent, preferred
 from flexsearch.lower import Lowered
 from flexsearch.runtime.instructions import Assemble, Keep, Slot, Transport, reshard_of
-from flexsearch.runtime.wire import Wire, slices
+from flexsearch.runtime.parts import slices
+from flexsearch.runtime.wire import Wire
 
 Values = list[Any]
 Take = Callable[[], Tensor]
@@ -141,14 +142,12 @@ def _pieces(
     transport = instruction.transport
     step, dtype = reshard_of(lowered, transport).phases[instruction.phase], dtype_of_transport(lowered, transport)
     entry, pieces = step.destination[destination], []
-    for x, (task, member, slot) in instruction.received.items():
-        exchange = step.exchanges[x]
-        if exchange.box is None:
-            for move, take in wire.received(values, slot, task, member):
-                if move.destination == destination:
-                    pieces.append(Piece(step.source[move.source].term, move.box, take))
-        elif exchange.box == entry.box:
-            return [Piece(0, entry.box, wire.reduced(values, slot, task, member))]
+    for task, member, slot in instruction.received.values():
+        if (total := wire.total(values, slot, task, member, entry.box)) is not None:
+            return [Piece(0, entry.box, total)]
+        for move, take in wire.received(values, slot, task, member):
+            if move.destination == destination:
+                pieces.append(Piece(step.source[move.source].term, move.box, take))
     for m, move in enumerate(step.local):
         held = step.source[move.source]
         if held.device == rank and move.destination == destination:

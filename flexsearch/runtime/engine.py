@@ -33,8 +33,9 @@ from flexsearch.runtime.instructions import (
     Wait,
 )
 from flexsearch.runtime.microbatches import box_in_batch
+from flexsearch.runtime.parts import cut
 from flexsearch.runtime.segment import SegmentRunner
-from flexsearch.runtime.wire import Wire, cut
+from flexsearch.runtime.wire import Wire
 
 Action = Callable[[], None]
 

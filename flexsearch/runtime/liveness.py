@@ -105,7 +105,7 @@ def _posted(
     for latest, wait in waits:
         nbytes = _received_bytes(lowered, device, wait.task)
         if not nbytes:
-            continue  # an all-reduce is done in place
+            continue  # a collective makes its own room
         while ahead and total + nbytes > limit:
             at, released = ahead.popleft()
             total -= released
@@ -126,6 +126,8 @@ def _received_bytes(lowered: Lowered, device: int, task: int) -> int:
     """Bytes of messages that a task brings to a device."""
     what = lowered.tasks.communication[task]
     assert what is not None
+    if what.one_call:
+        return 0
     return sum(
         nbytes for member in what.members for _, receiver, nbytes in member.what.messages if receiver == device
     )

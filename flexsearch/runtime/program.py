@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections import Counter
 
-from flexsearch.lower import Communication, Lowered, TaskKind
+from flexsearch.lower import Communication, Lowered, Move, TaskKind
 from flexsearch.lower.taskgraph import Purpose
 from flexsearch.runtime.fusion import Fusion
 from flexsearch.runtime.instructions import (
@@ -275,7 +275,8 @@ class _Compiler:
             if what.purpose == "synchronise" and member.phase == 0:
                 self._deliver_earlier(transport, task)
             phase = member.reshard.phases[member.phase]
-            wanted = {mv.source for mv in member.what.moves if phase.source[mv.source].device == self.device}
+            moves = member.summed if what.sums else member.what.moves
+            wanted = {mv.source for mv in moves if phase.source[mv.source].device == self.device}
             here = self._sources(transport, member.phase) if wanted else {}
             sources.append({entry: here[entry] for entry in sorted(wanted)})
             if self.device in what.senders:  # else its own gradients may be still to come
@@ -340,7 +341,7 @@ class _Compiler:
             self._keep(transport)
         wanted = {
             (m, move.source)
-            for m, move in enumerate(step.local)
+            for m, move in self._local(transport, phase)
             if step.source[move.source].device == step.destination[move.destination].device == self.device
         }
         here = self._sources(transport, phase) if wanted else {}
@@ -358,6 +359,16 @@ class _Compiler:
         owns = last and transport in self.again
         self.emit(Assemble(transport, phase, sources, kept, received, results, adds, refills, owns))
 
+    def _local(self, transport: Transport, phase: int) -> list[tuple[int, Move]]:
+        """Moves of a phase that cross no devices, but for those that the backend adds to what crosses."""
+        step, tasks = reshard_of(self.lowered, transport).phases[phase], self.lowered.tasks
+        summed: set[int] = set()
+        for x, exchange in enumerate(step.exchanges):
+            what = tasks.communication[self.task_of[transport, phase, x][0]]
+            if what is not None and what.sums:
+                summed.update(move.destination for move in exchange.moves)
+        return [(m, move) for m, move in enumerate(step.local) if move.destination not in summed]
+
     def _wait(self, task: int) -> Slot:
         slot = self.slot(Key("arrived", task))
         if self.once(("wait", task)):
@@ -372,7 +383,7 @@ class _Compiler:
             return
         step = reshard_of(self.lowered, transport).phases[0]
         parts = {}
-        for m, move in enumerate(step.local):
+        for m, move in self._local(transport, 0):
             entry = step.source[move.source]
             if entry.device == self.device and move.box != entry.box:
                 parts[m] = self._source(transport, move.source), self.slot(Key("kept", (transport, m)))

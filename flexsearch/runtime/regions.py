@@ -15,7 +15,7 @@ from torch import Tensor
 from flexsearch.graph import Box, intersect, volume
 from flexsearch.graph.ops.local import extent
 from flexsearch.lower import Entry, Layout, Move
-from flexsearch.runtime.wire import cut
+from flexsearch.runtime.parts import cut
 
 
 def whole(shape: Sequence[int]) -> Box:

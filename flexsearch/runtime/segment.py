@@ -22,8 +22,8 @@ from flexsearch.runtime.body import Body, Call, Kernel, body_of
 from flexsearch.runtime.instructions import Backward, Forward, Key, Segment, Slot
 from flexsearch.runtime.instructions import Call as SegmentCall
 from flexsearch.runtime.microbatches import piece_in_batch
+from flexsearch.runtime.parts import slices
 from flexsearch.runtime.rewrites import JOINT
-from flexsearch.runtime.wire import slices
 
 Action = Callable[[], None]
 

@@ -20,9 +20,9 @@ from flexsearch.graph.ops.local import extent, preferred
 from flexsearch.lower import Entry, Layout, Lowered, bounding
 from flexsearch.runtime.group import fingerprint
 from flexsearch.runtime.microbatches import boxes_in_batch
+from flexsearch.runtime.parts import cut
 from flexsearch.runtime.regions import Mover, disjoint, everywhere, uncovered, whole
 from flexsearch.runtime.state import check_meta, state_names, transient
-from flexsearch.runtime.wire import cut
 
 
 class Chunk(NamedTuple):

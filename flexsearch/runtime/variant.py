@@ -21,10 +21,11 @@ from flexsearch.graph.ops.local import extent
 from flexsearch.lower import Entry, Layout, Lowered, refit, refit_forward
 from flexsearch.runtime.engine import Engine
 from flexsearch.runtime.feed import Feed
+from flexsearch.runtime.parts import cut
 from flexsearch.runtime.program import compile_program
 from flexsearch.runtime.regions import Mover, everywhere, whole
 from flexsearch.runtime.stored import Stored, layouts_of, needs_of
-from flexsearch.runtime.wire import Wire, cut
+from flexsearch.runtime.wire import Wire
 
 
 class Variant:

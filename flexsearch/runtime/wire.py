@@ -2,18 +2,18 @@
 
 gloo: receives are posted where the program says, at the latest before this rank sends its part, which makes
 point-to-point traffic full duplex; a rank waits for its oldest sends only where more than ``ahead_bytes`` of them are
-under way, as they keep what they send alive; the backend's ring computes all-reduces. NCCL: both sides of an exchange
-are issued together, in an order that is the same on all ranks, so nothing can block.
+under way, as they keep what they send alive; the backend's ring computes all-reduces. NCCL: collectives are the
+backend's own; both sides of an exchange are issued together, in an order that is the same on all ranks, so nothing can
+block.
 """
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -21,27 +21,13 @@ from torch import Tensor
 
 from flexsearch.errors import RuntimeFailure
 from flexsearch.graph import Box, volume
-from flexsearch.graph.ops.calls import dtype_of
 from flexsearch.graph.ops.local import extent
 from flexsearch.lower import Communication, Lowered, Move
+from flexsearch.runtime import collectives
+from flexsearch.runtime.collectives import present
 from flexsearch.runtime.instructions import Post, Start, Wait
 from flexsearch.runtime.liveness import ahead_bytes
-
-Action = Callable[[], None]
-
-
-def cut(tensor: Tensor, held: Box, wanted: Box) -> Tensor:
-    """View of region ``wanted`` of a tensor that holds region ``held``."""
-    where = slices(held, wanted)
-    return tensor if where is None else tensor[where]
-
-
-def slices(held: Box, wanted: Box) -> tuple[slice, ...] | None:
-    """Where region ``wanted`` lies in a tensor that holds region ``held``; None: it is all of it."""
-    if held == wanted:
-        return None
-    return tuple(slice(w[0] - h[0], w[1] - h[0]) for h, w in zip(held, wanted, strict=True))
-
+from flexsearch.runtime.parts import Action, Arrival, Part, Plan, plan_of, slices
 
 _groups: dict[tuple[dist.ProcessGroup | None, tuple[int, ...]], dist.ProcessGroup] = {}
 
@@ -52,41 +38,6 @@ def _group(ranks: tuple[int, ...], timeout: timedelta | None = None) -> dist.Pro
     if key not in _groups:
         _groups[key] = dist.new_group(list(ranks), timeout=timeout)
     return _groups[key]
-
-
-@dataclass
-class Part:
-    """A move of a communication as one side sees it: member position, move, place in the flat buffer (elements)."""
-
-    member: int
-    move: Move
-    offset: int
-
-
-@dataclass
-class Plan:
-    """What this rank does in a communication: parts to send and to receive by peer, with the buffers' lengths; for an
-    all-reduce the offsets of the members' regions in the flat buffer."""
-
-    what: Communication
-    dtype: torch.dtype
-    sends: dict[int, list[Part]] = field(default_factory=dict)
-    receives: dict[int, list[Part]] = field(default_factory=dict)
-    receive_length: dict[int, int] = field(default_factory=dict)
-    offsets: list[int] = field(default_factory=list)
-    length: int = 0
-
-
-class Arrival(NamedTuple):
-    """What is under way to this rank: pending operations, and flat buffers by peer in the order of the plan."""
-
-    works: list[dist.Work]
-    buffers: list[Tensor]
-
-
-def _present(work: dist.Work | None) -> dist.Work:
-    assert work is not None
-    return work
 
 
 def _nothing() -> None:
@@ -107,41 +58,15 @@ class Wire:
         self.plans: dict[int, Plan] = {}
         for task, what in enumerate(lowered.tasks.communication):
             if what is not None:
-                if what.form == "all_reduce":
+                if what.one_call:
                     # Every rank makes every group, in the order of the task graph, as torch.distributed requires.
                     _group(what.devices, timedelta(seconds=timeout_s))
                 if rank in what.devices:
-                    self.plans[task] = self._plan(what)
+                    self.plans[task] = plan_of(lowered, what, rank)
         self._sent: deque[tuple[int, list[dist.Work], list[Tensor], int]] = deque()
         """What has been sent in this step and may not have left yet; bytes that are kept for it alone."""
         self._sending = 0
         self._ahead = ahead_bytes(lowered, rank)
-
-    def _plan(self, what: Communication) -> Plan:
-        lowered = self.lowered
-        first = what.members[0].key
-        name = lowered.weights[first].tensor if what.purpose == "synchronise" else lowered.edges[first].tensor
-        plan = Plan(what, dtype_of(lowered.graph.tensor[name].dtype))
-        send_length: dict[int, int] = {}
-        for m, member in enumerate(what.members):
-            exchange = member.what
-            phase = member.reshard.phases[member.phase]
-            if exchange.box is not None:
-                plan.offsets.append(plan.length)
-                plan.length += volume(exchange.box)
-                continue
-            for move in exchange.moves:
-                source = phase.source[move.source].device
-                destination = phase.destination[move.destination].device
-                if source == self.rank:
-                    offset = send_length.get(destination, 0)
-                    plan.sends.setdefault(destination, []).append(Part(m, move, offset))
-                    send_length[destination] = offset + volume(move.box)
-                elif destination == self.rank:
-                    offset = plan.receive_length.get(source, 0)
-                    plan.receives.setdefault(source, []).append(Part(m, move, offset))
-                    plan.receive_length[source] = offset + volume(move.box)
-        return plan
 
     # ---- what a program does, as closures over its slots; the slot of a task holds an ``Arrival``
 
@@ -156,7 +81,7 @@ class Wire:
             works, buffers = [], []
             for peer, length in lengths:
                 buffer = torch.empty(length, dtype=dtype, device=device)
-                works.append(_present(dist.irecv(buffer.view(torch.uint8), peer, tag=task)))
+                works.append(present(dist.irecv(buffer.view(torch.uint8), peer, tag=task)))
                 buffers.append(buffer)
             values[slot] = Arrival(works, buffers)
 
@@ -165,9 +90,8 @@ class Wire:
     def start(self, values: list[Any], instruction: Start) -> Action:
         """Issue a communication."""
         plan = self.plans[instruction.task]
-        if plan.what.form == "all_reduce":
-            return self._watched(instruction.task, self._all_reduce(values, plan, instruction))
-        return self._watched(instruction.task, self._exchange(values, plan, instruction))
+        call = self._call if plan.what.one_call else self._exchange
+        return self._watched(instruction.task, call(values, plan, instruction))
 
     def waiting(self, values: list[Any], instruction: Wait) -> Action:
         """Block until what a task brings to this rank has arrived."""
@@ -179,43 +103,15 @@ class Wire:
         for work in works:
             work.wait()
 
-    def _all_reduce(self, values: list[Any], plan: Plan, instruction: Start) -> Action:
-        adds = []
-        rows = zip(plan.what.members, plan.offsets, instruction.sources, strict=True)
-        for member, offset, sources in rows:
-            exchange, phase = member.what, member.reshard.phases[member.phase]
-            assert exchange.box is not None
-            for move in exchange.moves:
-                entry = phase.source[move.source]
-                if entry.device == self.rank:
-                    inside, part = slices(exchange.box, move.box), slices(entry.box, move.box)
-                    adds.append((offset, exchange.box, inside, sources[move.source], part))
-        regions = [(offset, offset + volume(box), extent(box), inside, slot, part)
-                   for offset, box, inside, slot, part in adds]  # fmt: skip
-        alone = sum(volume(box) for _, box, inside, _, _ in adds if inside is None) == plan.length == sum(
-            volume(box) for _, box, _, _, _ in adds
-        )
-        group, slot_of_task, length = _group(plan.what.devices), instruction.slot, plan.length
-        dtype, device = plan.dtype, self.device
-
-        def run() -> None:
-            flat = (torch.empty if alone else torch.zeros)(length, dtype=dtype, device=device)
-            for first, last, shape, inside, slot, part in regions:
-                tensor = values[slot]
-                region = flat[first:last].view(shape)
-                if tensor is None:
-                    if alone:
-                        region.zero_()
-                    continue
-                tensor = tensor.detach() if part is None else tensor.detach()[part]
-                if alone:
-                    region.copy_(tensor)
-                else:
-                    (region if inside is None else region[inside]).add_(tensor)
-            work = _present(dist.all_reduce(flat, group=group, async_op=True))
-            values[slot_of_task] = Arrival([work], [flat])
-
-        return run
+    def _call(self, values: list[Any], plan: Plan, instruction: Start) -> Action:
+        """Leave it to the backend."""
+        group, slot = _group(plan.what.devices), instruction.slot
+        if plan.what.sums:
+            return collectives.sum_up(values, plan, instruction, group, self.device)
+        packs = {peer: self._packed(values, plan, parts, instruction) for peer, parts in plan.sends.items()}
+        if plan.what.form == "all_gather":
+            return collectives.gather_all(values, plan, slot, packs[self.rank], group, self.device)
+        return collectives.swap_all(values, plan, slot, packs, group, self.device)
 
     def _exchange(self, values: list[Any], plan: Plan, instruction: Start) -> Action:
         packs = [(peer, self._packed(values, plan, parts, instruction)) for peer, parts in plan.sends.items()]
@@ -227,7 +123,7 @@ class Wire:
             for peer, pack in packs:
                 flat = pack()
                 nbytes = 0 if stored and len(plan.sends[peer]) == 1 else flat.numel() * flat.itemsize
-                sent.append((task, [_present(dist.isend(flat.view(torch.uint8), peer, tag=task))], [flat], nbytes))
+                sent.append((task, [present(dist.isend(flat.view(torch.uint8), peer, tag=task))], [flat], nbytes))
                 self._sending += nbytes
             while self._sending > self._ahead and sent[0][0] != task:
                 self._finish_oldest()
@@ -278,12 +174,12 @@ class Wire:
 
         return run
 
-    def reduced(self, values: list[Any], slot: int, task: int, member: int) -> Callable[[], Tensor]:
-        """The total that all-reduce ``task`` made of its member's region."""
-        plan = self.plans[task]
-        box = plan.what.members[member].what.box
-        assert box is not None
-        first, last, shape = plan.offsets[member], plan.offsets[member] + volume(box), extent(box)
+    def total(self, values: list[Any], slot: int, task: int, member: int, box: Box) -> Callable[[], Tensor] | None:
+        """What the backend has summed up in a region that a member of a task is for; None: it sums up none."""
+        first = self.plans[task].totals.get((member, box))
+        if first is None:
+            return None
+        last, shape = first + volume(box), extent(box)
         return lambda: values[slot].buffers[0][first:last].view(shape)
 
     def received(

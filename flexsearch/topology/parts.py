@@ -15,7 +15,10 @@ from flexsearch.quantities import Bandwidth, Capacity, Factor, FlopRate, Latency
 DTYPES: Final = ("float64", "float32", "bfloat16", "float16")
 FORMS: Final = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "exchange")
 COLLECTIVES: Final = FORMS[:3]
-"""Forms that NCCL carries out by algorithms of its own for groups."""
+"""Forms for which a library may have algorithms for groups of devices."""
+ONE_CALL: Final[dict[str, tuple[str, ...]]] = {"gloo": (), "nccl": FORMS[:4]}
+"""Forms that ranks leave to one call of the backend, besides gloo's all-reduce; they send messages for all others.
+gloo's own all-gather, reduce-scatter and all-to-all take 1.3 to 2.7 times a ring's time, messages 1.1 to 1.2."""
 
 # Time over the ideal of (bytes on the busiest link / its bandwidth); a reduce_scatter's is also that of other messages
 # whose receivers add them up. gloo, at 1 Gbit/s on 2 to 4 hosts: all_reduce, exchange and reduce_scatter (full-duplex
@@ -153,6 +156,14 @@ class Communication(FileModel):
         """Processor time per byte of a form, s: a message's, times the ratio of their factors. That holds where
         processors move the bytes, as between ranks of one machine; on slow networks it is an assumption."""
         return self.cpu_s_per_byte * self.factors[form] / self.factors["exchange"]
+
+    def in_one_call(self, form: str) -> bool:
+        """Whether ranks leave a communication of this form to one call of the backend, a collective."""
+        return form == "all_reduce" or form in ONE_CALL[self.backend]
+
+    def by_group(self, form: str) -> bool:
+        """Whether the backend has algorithms of its own for such a call among devices of several hosts."""
+        return form in COLLECTIVES and form in ONE_CALL[self.backend]
 
     def assumed(self) -> set[str]:
         """Fields that files had not always: those of them that are as the backend's own figures."""
