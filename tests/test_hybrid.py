@@ -35,6 +35,7 @@ from flexsearch.search.hybrid.divide import Divider
 from flexsearch.search.hybrid.estimate import Estimate
 from flexsearch.search.hybrid.layout import divisors, factorings, neighbours
 from flexsearch.search.hybrid.moves import moved_borders
+from flexsearch.search.hybrid.outcome import Candidate
 from flexsearch.search.hybrid.ranking import Key, Ranking, Ratios
 from flexsearch.search.hybrid.trials import Answer, Request
 from flexsearch.simulate import makespan
@@ -280,6 +281,44 @@ def test_the_answer_does_not_depend_on_the_number_of_processes(monkeypatch: pyte
         name: candidate.key for name, (candidate, _) in two.baselines.items()
     }
     assert two.step.bubbles == one.step.bubbles
+
+
+def test_families_that_may_fit_come_before_those_that_are_far_from_it() -> None:
+    """Half of what whole states take fits: data parallelism cannot, and is tried once, last."""
+    topology = Topology.load("dgx-a100:1")
+    graph = decoder()
+    whole = sum(tensor.nbytes for tensor in graph.of_kind("parameter")) * 4
+    small = topology.model_copy(
+        update={"devices": tuple(d.model_copy(update={"memory_bytes": whole // 2}) for d in topology.devices)}
+    )
+    search = LayoutSearch(graph, small, OPTIONS, None, 1e9, None)
+    ranking = Ranking(search.ratios, search._estimated(search.numbers.layouts()))
+    tried: list[str] = []
+    evaluate = search.evaluate
+
+    def noted(layout: Layout, options: Options, first: tuple[int, ...] = ()) -> Candidate | None:
+        candidate = evaluate(layout, options, first)
+        tried.extend(candidate.families if candidate is not None else ())
+        return candidate
+
+    search.evaluate = noted  # type: ignore[method-assign]
+    search._simulate_families(ranking)
+    assert tried.count("data-parallel") == 1
+    assert tried.index("data-parallel") > tried.index("tensor x data")
+    assert set(tried) == set(search.kept)
+    assert search.best is not None and search.best.feasible
+    assert not search.kept["data-parallel"].feasible
+
+
+def test_parts_of_the_batch_that_plans_share_change_nothing() -> None:
+    graph, topology = decoder(), Topology.load("dgx-a100:1")
+    together = LayoutSearch(graph, topology, OPTIONS, None, 1e9, None)
+    layouts = [Layout(8, 1, 1, 1), Layout(4, 2, 1, 2), Layout(2, 2, 2, 4), Layout(1, 4, 2, 8), Layout(1, 1, 8, 8)]
+    for layout in layouts:
+        alone = LayoutSearch(graph, topology, OPTIONS, None, 1e9, None).evaluate(layout, OPTIONS)
+        assert together.evaluate(layout, OPTIONS) == alone
+    parts = {id(together.trials.simulators.share(f.data, f.microbatches)[0].graph) for f in layouts}
+    assert len(parts) == 1
 
 
 def test_what_a_lost_worker_had_begun_is_done_here() -> None:
