@@ -35,7 +35,7 @@ from flexsearch.search.hybrid.divide import Divider
 from flexsearch.search.hybrid.estimate import Estimate
 from flexsearch.search.hybrid.layout import divisors, factorings, neighbours
 from flexsearch.search.hybrid.moves import moved_borders
-from flexsearch.search.hybrid.outcome import Candidate
+from flexsearch.search.hybrid.outcome import FAMILIES, Candidate
 from flexsearch.search.hybrid.ranking import Key, Ranking, Ratios
 from flexsearch.search.hybrid.trials import Answer, Request
 from flexsearch.simulate import makespan
@@ -59,8 +59,13 @@ def decoder() -> OperatorGraph:
 
 
 @cache
+def searched() -> tuple[LayoutSearch, HybridResult]:
+    search = LayoutSearch(decoder(), Topology.load("dgx-a100:1"), OPTIONS, None, 60.0)
+    return search, search.run(lambda: None)
+
+
 def found() -> HybridResult:
-    return search_hybrid(decoder(), Topology.load("dgx-a100:1"), OPTIONS, budget_s=60.0)
+    return searched()[1]
 
 
 @cache
@@ -243,6 +248,16 @@ def test_the_search_finds_the_best_of_all_layouts_without_resplitting() -> None:
     assert found().best.seconds <= min(c.seconds for c, step in found().baselines.values() if not step.missing)
     assert best.seconds >= found().bound_s > best.seconds / 100
     assert found().strategy.search is not None and found().strategy.search.bound_s == found().bound_s
+
+
+def test_no_plan_is_simulated_twice_and_families_hold_what_moves_make_of_them() -> None:
+    search, result = searched()
+    simulated = [c for c in search.simulated.values() if c is not None]
+    assert len({(c.layout, c.options, c.pipeline.first) for c in simulated}) == len(simulated)
+    ours = [c for c in simulated if c.pipeline.first == search.estimates.first(c.layout)]
+    for name, (kept, _) in result.baselines.items():
+        alike = [c for c in ours if not c.layout.widths and FAMILIES[name](c.layout)]
+        assert kept.rank == min(c.rank for c in alike)
 
 
 @settings(derandomize=True, deadline=None, max_examples=25)

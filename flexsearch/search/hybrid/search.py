@@ -189,7 +189,7 @@ class LayoutSearch:
     def evaluate(self, layout: Layout, options: Options, first: tuple[int, ...] = ()) -> Candidate | None:
         """The plan of a layout, cut before these operators (default: so that the slowest stage takes as short as
         possible); None where it suits graph, batch, devices or schedule not."""
-        key = Key(layout, options, first)
+        key = self._plain(Key(layout, options, first))
         if key not in self.simulated:
             self.simulated[key] = self._candidate(key) if self._suits(layout, options) else None
         return self.simulated[key]
@@ -201,6 +201,12 @@ class LayoutSearch:
             return False
         few = layout.stages <= len(self.graph.operators)
         return few and options.recompute in self.works.regions and runs(layout)
+
+    def _plain(self, key: Key) -> Key:
+        """The key of the same plan without first operators, if the layout is cut there by itself: so that none is
+        simulated twice, and one that people write by hand is told as that."""
+        own = key.first and self._suits(key.layout, key.options) and key.first == self.estimates.first(key.layout)
+        return key._replace(first=()) if own else key
 
     def _request(self, key: Key) -> Request:
         return Request("plan", key, key.first or self.estimates.first(key.layout))
@@ -376,7 +382,7 @@ class LayoutSearch:
     def _promising(self, moves: Iterator[Key]) -> list[Key]:
         """Plans that suit, the most promising first."""
         plans: list[tuple[float, int, Key]] = []
-        for key in dict.fromkeys(moves):
+        for key in dict.fromkeys(map(self._plain, moves)):
             if self.simulated.get(key, True) is not None and self._suits(key.layout, key.options):
                 self.considered.add(key)
                 cost = self.ratios.corrected(key, self.estimates.estimate(*key)).cost
