@@ -59,13 +59,8 @@ def decoder() -> OperatorGraph:
 
 
 @cache
-def searched() -> tuple[LayoutSearch, HybridResult]:
-    search = LayoutSearch(decoder(), Topology.load("dgx-a100:1"), OPTIONS, None, 60.0)
-    return search, search.run(lambda: None)
-
-
 def found() -> HybridResult:
-    return searched()[1]
+    return search_hybrid(decoder(), Topology.load("dgx-a100:1"), OPTIONS, budget_s=60.0)
 
 
 @cache
@@ -250,14 +245,19 @@ def test_the_search_finds_the_best_of_all_layouts_without_resplitting() -> None:
     assert found().strategy.search is not None and found().strategy.search.bound_s == found().bound_s
 
 
-def test_no_plan_is_simulated_twice_and_families_hold_what_moves_make_of_them() -> None:
-    search, result = searched()
+@pytest.mark.parametrize("layout", [Layout(8, 1, 1, 2, states=States.WEIGHTS), Layout(2, 2, 2, 4)], ids=str)
+def test_moves_simulate_no_plan_twice_and_families_hold_what_comes_of_them(layout: Layout) -> None:
+    search = LayoutSearch(decoder(), Topology.load("dgx-a100:1"), OPTIONS, None, 1e9)
+    candidate = search.evaluate(layout, OPTIONS)
+    assert candidate is not None
+    assert search.evaluate(layout, OPTIONS, candidate.pipeline.first) is candidate
+    search._climb(candidate)
     simulated = [c for c in search.simulated.values() if c is not None]
+    assert search.plans == len(simulated) > 1
     assert len({(c.layout, c.options, c.pipeline.first) for c in simulated}) == len(simulated)
-    ours = [c for c in simulated if c.pipeline.first == search.estimates.first(c.layout)]
-    for name, (kept, _) in result.baselines.items():
-        alike = [c for c in ours if not c.layout.widths and FAMILIES[name](c.layout)]
-        assert kept.rank == min(c.rank for c in alike)
+    ours = [c for c in simulated if not c.layout.widths and c.pipeline.first == search.estimates.first(c.layout)]
+    for name, kept in search.kept.items():
+        assert kept.rank == min(c.rank for c in ours if FAMILIES[name](c.layout))
 
 
 @settings(derandomize=True, deadline=None, max_examples=25)
