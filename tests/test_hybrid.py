@@ -214,6 +214,13 @@ def test_stages_keep_fewer_microbatches_under_1f1b_than_under_gpipe() -> None:
     assert peaks[0] < peaks[1] / 2
 
 
+def test_flops_of_a_model_are_those_by_which_papers_count_utilisation() -> None:
+    """6 N + 12 L H Q T a token (PaLM, 2022, app. B), N: weights of matrix products; norms and the loss are little."""
+    graph, layers, hidden, seq = OperatorGraph.load("llama_7b"), 32, 4096, 4096
+    weights = layers * (4 * hidden**2 + 3 * hidden * 11008) + hidden * 32000
+    assert model_flops(graph) == pytest.approx(graph.batch * seq * (6 * weights + 12 * layers * hidden * seq), rel=2e-3)
+
+
 def test_utilisation_counts_the_models_flops_once() -> None:
     graph = decoder()
     weights = sum(t.nbytes // t.itemsize for t in graph.of_kind("parameter") if len(t.shape) == 2)

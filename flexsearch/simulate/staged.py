@@ -11,7 +11,7 @@ import numpy as np
 from flexsearch.cost import Costs, Profile
 from flexsearch.graph import OperatorGraph
 from flexsearch.graph.batch import microbatch
-from flexsearch.graph.ops import backward_flops, forward_flops
+from flexsearch.graph.ops import backward_flops, forward_flops, kind_of
 from flexsearch.graph.precision import Precision, with_precision
 from flexsearch.lower import Lowering
 from flexsearch.lower.share import Share, share_of, stages_of
@@ -153,13 +153,14 @@ def step_of_strategy(graph: OperatorGraph, strategy: Strategy, profile: Profile 
 
 
 def model_flops(graph: OperatorGraph) -> float:
-    """FLOPs of one step of the whole batch, forward and backward."""
+    """FLOPs of one step of the whole batch, forward and backward, nothing computed twice."""
     total = 0.0
     for i, op in enumerate(graph.operators):
         needs = tuple(graph.has_backward[i] and name in graph.differentiable for name in op.inputs)
-        total += float(forward_flops(op, op.sizes)) + (
-            float(backward_flops(op, op.sizes, needs)) if any(needs) else 0.0
-        )
+        forward = float(forward_flops(op, op.sizes))
+        total += forward
+        if any(needs):
+            total += float(backward_flops(op, op.sizes, needs)) - kind_of(op).again * forward
     return total
 
 
