@@ -138,7 +138,7 @@ def tflops(row: Published, step_s: float) -> float:
 def words(result: HybridResult) -> str:
     """The layout of the best plan."""
     best = result.best
-    row = StagedRow("", best.pipeline, best.options, result.step, best.layout.states)
+    row = StagedRow("", best.pipeline, best.options, result.step, best.layout.sharding)
     return layout_words(row).replace(" with float32 masters", "")
 
 

@@ -15,6 +15,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from benchmarks import llm_plans
 from benchmarks.given import best_pipeline, equal_devices, random_chain
 from flexsearch import zoo
 from flexsearch.cost import Costs
@@ -212,6 +213,10 @@ def test_stages_keep_fewer_microbatches_under_1f1b_than_under_gpipe() -> None:
     simulators = (search.trials.simulators.simulator(c.pipeline, c.configs, OPTIONS) for c in (one, all_))
     peaks = [step_of(search.trials.simulators, one.pipeline, simulator).fullest.activations for simulator in simulators]
     assert peaks[0] < peaks[1] / 2
+
+
+def test_the_benchmark_of_large_models_tells_plans_in_words() -> None:
+    assert llm_plans.words(found()).startswith(("data ", "tensor ", "pipeline "))
 
 
 def test_flops_of_a_model_are_those_by_which_papers_count_utilisation() -> None:
