@@ -20,15 +20,19 @@ what it measured; then the plan that the search finds, which may also choose not
 Above 512 GPUs only the paper's layout is simulated: a single plan takes 5 to 9 s there. The last two rows of the paper
 (529.6 B and 1008 B parameters) are left out: their tensors exceed the limit of a graph, 2^50 bytes.
 
-**llama**: Llama 2 on servers of A100 and H100, bf16 with Adam, 1M tokens a step.
+**llama**: Llama 2 and 3 on servers of A100 and H100, bf16 with Adam; ``tokens`` of a step.
 
 - ``step_s``, ``mfu``: simulated step, and model FLOPs utilisation;
-- ``gain_vs_baseline``: step of the best layout of the five families that people write by hand, over ours; 1 where the
+- ``gain_vs_baseline``: step of the best layout of the families that people write by hand, over ours; 1 where the
   plan is one of them;
 - ``baseline``: that family; none if the search met no plan of one that fits;
-- ``expert_step_s``, ``expert_fits``, ``ratio_vs_expert``: a layout that an expert would take (7B: sharded weights; 70B:
-  tensor 4 x pipeline 8, 1F1B; microbatches of one sample), its step over ours; below 1, the search missed it;
-- ``fits``: whether the plan fits into memory; ``plans``, ``search_s``: as above.
+- ``expert_step_s``, ``expert_fits``, ``ratio_vs_expert``: a layout that an expert would take (7B, 8B: sharded
+  weights; 70B: tensor 4 x pipeline 8, 1F1B; 405B: tensor 8 x pipeline 16, 1F1B; microbatches of one sample), its step
+  over ours; below 1, the search missed it;
+- ``fits``: whether the plan fits into memory; ``considered``: plans estimated; ``plans``, ``search_s``: as above;
+  ``stopped``: why the search ended.
+
+The search draws nothing at random: where the budget does not end it, it finds the same each time.
 """
 
 from __future__ import annotations
@@ -50,6 +54,7 @@ from flexsearch.strategy import Options, States
 from flexsearch.strategy.stage import ScheduleKind
 from flexsearch.topology import Topology
 from flexsearch.zoo.base import build
+from flexsearch.zoo.large import llama7b
 from flexsearch.zoo.transformer import GPT2, token_loss
 
 SEQ, VOCAB = 2048, 51200
@@ -85,15 +90,23 @@ TABLE_1: Final = (
     Published(145.6, 96, 12288, 80, 8, 8, 1536, 2304, 148, 2, 2),
     Published(310.1, 128, 16384, 96, 8, 16, 1920, 2160, 155, 1, 2),
 )
-FSDP, PIPELINE = (1, 1, True), (4, 8, False)
+FSDP, PIPELINE, DEEP = (1, 1, True), (4, 8, False), (8, 16, False)
 """Layouts of an expert: tensor, pipeline, whether weights are sharded; microbatches of one sample, nothing computed
 again."""
-EXPERT: Final = {"llama_7b": FSDP, "llama_70b": PIPELINE}
+EXPERT: Final = {
+    "llama_7b": FSDP, "llama_70b": PIPELINE, "llama3_8b": FSDP, "llama3_70b": PIPELINE, "llama_405b": DEEP
+}  # fmt: skip
+LLAMA3: Final = {
+    "llama3_8b": (32, {"hidden": 4096, "heads": 32, "ffn": 14336}),
+    "llama3_70b": (80, {"hidden": 8192, "heads": 64, "ffn": 28672}),
+}
+"""Layers and sizes of models that are not shipped (Grattafiori et al., 2024, table 3)."""
 LLAMA: Final = (
-    ("llama_7b", "dgx-a100:1"), ("llama_7b", "dgx-a100:2"), ("llama_7b", "hgx-h100:2"), ("llama_7b", "dgx-a100:8"),
-    ("llama_70b", "dgx-a100:4"), ("llama_70b", "dgx-a100:8"), ("llama_70b", "hgx-h100:8"),
+    ("llama_7b", "dgx-a100:2", "1M"), ("llama_7b", "hgx-h100:1", "1M"), ("llama_70b", "dgx-a100:8", "1M"),
+    ("llama3_8b", "hgx-h100:1", "1M"), ("llama3_8b", "hgx-h100:8", "1M"), ("llama3_70b", "hgx-h100:8", "1M"),
+    ("llama3_70b", "hgx-h100:32", "4M"), ("llama_405b", "hgx-h100:64", "4M"),
 )  # fmt: skip
-QUICK_LLAMA: Final = (("llama_7b", "dgx-a100:2"), ("llama_70b", "hgx-h100:8"))
+QUICK_LLAMA: Final = (("llama_7b", "dgx-a100:2", "1M"), ("llama3_70b", "hgx-h100:8", "1M"))
 
 
 def gpt(row: Published) -> OperatorGraph:
@@ -125,7 +138,7 @@ def tflops(row: Published, step_s: float) -> float:
 def words(result: HybridResult) -> str:
     """The layout of the best plan."""
     best = result.best
-    row = StagedRow("", best.pipeline, best.options, result.step, best.layout.states)
+    row = StagedRow("", best.pipeline, best.options, result.step, best.layout.sharding)
     return layout_words(row).replace(" with float32 masters", "")
 
 
@@ -161,9 +174,19 @@ def expert(name: str, graph: OperatorGraph, topology: Topology, options: Options
     )[1]  # fmt: skip
 
 
-def measure_llama(name: str, cluster: str, seconds: float) -> Row:
+def llama(name: str) -> OperatorGraph:
+    """A shipped graph, or one of ``LLAMA3``."""
+    if name not in LLAMA3:
+        return OperatorGraph.load(name)
+    layers, sizes = LLAMA3[name]
+    built = llama7b(4, 8192, FEW, kv_heads=8, vocab=128256, theta=500000.0, **sizes)
+    graph = import_model(built.model, built.inputs, built.loss, targets=built.targets, name=name)
+    return deepened(graph, layers)
+
+
+def measure_llama(name: str, cluster: str, tokens: str, seconds: float) -> Row:
     """One row of the second table."""
-    graph, topology = OperatorGraph.load(name).resized("1M-tokens"), Topology.load(cluster)
+    graph, topology = llama(name).resized(f"{tokens}-tokens"), Topology.load(cluster)
     options = Options(optimizer="adam", precision="bf16")
     hand = expert(name, graph, topology, options)
     start = time.perf_counter()
@@ -172,11 +195,11 @@ def measure_llama(name: str, cluster: str, seconds: float) -> Row:
     fitting = {name: step.makespan_s for name, (_, step) in result.baselines.items() if not step.missing}
     best = min(fitting, key=fitting.__getitem__, default=None)
     return {
-        "graph": name, "cluster": cluster, "plan": words(result), "fits": result.best.feasible,
+        "graph": name, "cluster": cluster, "tokens": tokens, "plan": words(result), "fits": result.best.feasible,
         "step_s": result.step.makespan_s, "mfu": result.step.utilisation, "baseline": best,
         "gain_vs_baseline": fitting[best] / result.step.makespan_s if best else None, "expert_step_s": hand.makespan_s,
         "expert_fits": not hand.missing, "ratio_vs_expert": hand.makespan_s / result.step.makespan_s,
-        "plans": result.plans, "search_s": taken,
+        "considered": result.considered, "plans": result.plans, "search_s": taken, "stopped": result.stopped,
     }  # fmt: skip
 
 
@@ -200,15 +223,15 @@ def main() -> None:
             say(f"GPT with {row.parameters:g} B parameters on {row.gpus} GPUs")
             tables["gpt"].append({"table": "gpt", **measure_gpt(row, seconds)})
     if options.only != "gpt":
-        for name, cluster in QUICK_LLAMA if options.quick else LLAMA:
+        for name, cluster, tokens in QUICK_LLAMA if options.quick else LLAMA:
             say(f"{name} on {cluster}")
-            tables["llama"].append({"table": "llama", **measure_llama(name, cluster, seconds)})
+            tables["llama"].append({"table": "llama", **measure_llama(name, cluster, tokens, seconds)})
     if options.json:
         report([row for rows in tables.values() for row in rows], "", True)
         return
     titles = {
         "gpt": "Megatron-LM's table 1 (SC 2021): the paper's layouts and the search's, simulated",
-        "llama": "Llama 2, bf16, Adam, 1M tokens a step",
+        "llama": "Llama 2 and 3, bf16, Adam",
     }
     for name, rows in tables.items():
         if rows:

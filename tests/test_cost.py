@@ -165,6 +165,26 @@ def test_devices_are_told_apart_by_their_figures() -> None:
     assert second - OVERHEAD == pytest.approx(2 * (first - OVERHEAD))
 
 
+@pytest.mark.parametrize("models", [("chip",), ("chip", "other", "chip"), ("other", "chip"), ("other",)])
+def test_costs_on_another_topology_are_those_of_that_topology(models: tuple[str, ...]) -> None:
+    measured = profile({key(GRAPH, 2): entry(GRAPH, 2, 7.0, 9.0)})
+    rates = tuple(FLOPS / (1 if model == "chip" else 2) for model in models)
+    cluster = machines(*models, flops=rates)
+    costs = Costs(GRAPH, machines("chip", "other", flops=(FLOPS, FLOPS / 2)), measured)
+    whole = piece(GRAPH, 2)
+    assert costs.compute(2, whole, 0) == (7.0, 9.0)
+    if "chip" not in models:
+        with pytest.raises(ProfileError):
+            costs.on(cluster)
+        return
+    other, anew = costs.on(cluster), Costs(GRAPH, cluster, measured)
+    assert other.topology is cluster
+    assert other.kinds.tolist() == anew.kinds.tolist()
+    for device in range(len(models)):
+        assert other.compute(2, whole, device) == anew.compute(2, whole, device)
+    assert costs.compute(2, whole, 0) == (7.0, 9.0)
+
+
 @pytest.mark.parametrize("measured", [False, True])
 def test_many_pieces_at_once_cost_what_each_costs_alone(measured: bool) -> None:
     found = profile({key(GRAPH, 2, p=64): entry(GRAPH, 2, 7.0, 9.0, p=64)}) if measured else None

@@ -15,6 +15,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from benchmarks import llm_plans
 from benchmarks.given import best_pipeline, equal_devices, random_chain
 from flexsearch import zoo
 from flexsearch.cost import Costs
@@ -35,6 +36,7 @@ from flexsearch.search.hybrid.divide import Divider
 from flexsearch.search.hybrid.estimate import Estimate
 from flexsearch.search.hybrid.layout import divisors, factorings, neighbours
 from flexsearch.search.hybrid.moves import moved_borders
+from flexsearch.search.hybrid.outcome import FAMILIES, Candidate
 from flexsearch.search.hybrid.ranking import Key, Ranking, Ratios
 from flexsearch.search.hybrid.trials import Answer, Request
 from flexsearch.simulate import makespan
@@ -213,6 +215,17 @@ def test_stages_keep_fewer_microbatches_under_1f1b_than_under_gpipe() -> None:
     assert peaks[0] < peaks[1] / 2
 
 
+def test_the_benchmark_of_large_models_tells_plans_in_words() -> None:
+    assert llm_plans.words(found()).startswith(("data ", "tensor ", "pipeline "))
+
+
+def test_flops_of_a_model_are_those_by_which_papers_count_utilisation() -> None:
+    """6 N + 12 L H Q T a token (PaLM, 2022, app. B), N: weights of matrix products; norms and the loss are little."""
+    graph, layers, hidden, seq = OperatorGraph.load("llama_7b"), 32, 4096, 4096
+    weights = layers * (4 * hidden**2 + 3 * hidden * 11008) + hidden * 32000
+    assert model_flops(graph) == pytest.approx(graph.batch * seq * (6 * weights + 12 * layers * hidden * seq), rel=2e-3)
+
+
 def test_utilisation_counts_the_models_flops_once() -> None:
     graph = decoder()
     weights = sum(t.nbytes // t.itemsize for t in graph.of_kind("parameter") if len(t.shape) == 2)
@@ -242,6 +255,21 @@ def test_the_search_finds_the_best_of_all_layouts_without_resplitting() -> None:
     assert found().best.seconds <= min(c.seconds for c, step in found().baselines.values() if not step.missing)
     assert best.seconds >= found().bound_s > best.seconds / 100
     assert found().strategy.search is not None and found().strategy.search.bound_s == found().bound_s
+
+
+@pytest.mark.parametrize("layout", [Layout(8, 1, 1, 2, states=States.WEIGHTS), Layout(2, 2, 2, 4)], ids=str)
+def test_moves_simulate_no_plan_twice_and_families_hold_what_comes_of_them(layout: Layout) -> None:
+    search = LayoutSearch(decoder(), Topology.load("dgx-a100:1"), OPTIONS, None, 1e9)
+    candidate = search.evaluate(layout, OPTIONS)
+    assert candidate is not None
+    assert search.evaluate(layout, OPTIONS, candidate.pipeline.first) is candidate
+    search._climb(candidate)
+    simulated = [c for c in search.simulated.values() if c is not None]
+    assert search.plans == len(simulated) > 1
+    assert len({(c.layout, c.options, c.pipeline.first) for c in simulated}) == len(simulated)
+    ours = [c for c in simulated if not c.layout.widths and c.pipeline.first == search.estimates.first(c.layout)]
+    for name, kept in search.kept.items():
+        assert kept.rank == min(c.rank for c in ours if FAMILIES[name](c.layout))
 
 
 @settings(derandomize=True, deadline=None, max_examples=25)
@@ -280,6 +308,44 @@ def test_the_answer_does_not_depend_on_the_number_of_processes(monkeypatch: pyte
         name: candidate.key for name, (candidate, _) in two.baselines.items()
     }
     assert two.step.bubbles == one.step.bubbles
+
+
+def test_families_that_may_fit_come_before_those_that_are_far_from_it() -> None:
+    """Half of what whole states take fits: data parallelism cannot, and is tried once, last."""
+    topology = Topology.load("dgx-a100:1")
+    graph = decoder()
+    whole = sum(tensor.nbytes for tensor in graph.of_kind("parameter")) * 4
+    small = topology.model_copy(
+        update={"devices": tuple(d.model_copy(update={"memory_bytes": whole // 2}) for d in topology.devices)}
+    )
+    search = LayoutSearch(graph, small, OPTIONS, None, 1e9, None)
+    ranking = Ranking(search.ratios, search._estimated(search.numbers.layouts()))
+    tried: list[str] = []
+    evaluate = search.evaluate
+
+    def noted(layout: Layout, options: Options, first: tuple[int, ...] = ()) -> Candidate | None:
+        candidate = evaluate(layout, options, first)
+        tried.extend(candidate.families if candidate is not None else ())
+        return candidate
+
+    search.evaluate = noted  # type: ignore[method-assign]
+    search._simulate_families(ranking)
+    assert tried.count("data-parallel") == 1
+    assert tried.index("data-parallel") > tried.index("tensor x data")
+    assert set(tried) == set(search.kept)
+    assert search.best is not None and search.best.feasible
+    assert not search.kept["data-parallel"].feasible
+
+
+def test_parts_of_the_batch_that_plans_share_change_nothing() -> None:
+    graph, topology = decoder(), Topology.load("dgx-a100:1")
+    together = LayoutSearch(graph, topology, OPTIONS, None, 1e9, None)
+    layouts = [Layout(8, 1, 1, 1), Layout(4, 2, 1, 2), Layout(2, 2, 2, 4), Layout(1, 4, 2, 8), Layout(1, 1, 8, 8)]
+    for layout in layouts:
+        alone = LayoutSearch(graph, topology, OPTIONS, None, 1e9, None).evaluate(layout, OPTIONS)
+        assert together.evaluate(layout, OPTIONS) == alone
+    parts = {id(together.trials.simulators.share(f.data, f.microbatches)[0].graph) for f in layouts}
+    assert len(parts) == 1
 
 
 def test_what_a_lost_worker_had_begun_is_done_here() -> None:

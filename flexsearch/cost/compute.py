@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Mapping, Sequence
+from copy import copy
 from dataclasses import dataclass
 from functools import cached_property
 from math import prod
@@ -212,6 +213,7 @@ class Costs:
         self._class_of = tuple(classes.setdefault(_anonymous(d), len(classes)) for d in topology.devices)
         self.kinds = np.array(self._class_of)
         """By device: number of its kind; devices of one kind cost the same."""
+        self._classes = tuple(classes)
         self._models = tuple(_Model(device, profile) for device in classes)
         self._known: dict[tuple[int, tuple[int, ...], int], tuple[float, float]] = {}
         if profile is not None and not any(model.profile for model in self._models):
@@ -220,6 +222,17 @@ class Costs:
                 + ", ".join(sorted({f"{d.kind} {d.model!r}" for d in classes}))
                 + ". Profile one of these devices, or list the model in the profile's device.stands_for."
             )
+
+    def on(self, topology: Topology) -> Costs:
+        """Costs of the same graph on another topology. They share what has been worked out where both have the same
+        kinds of devices."""
+        if tuple(dict.fromkeys(map(_anonymous, topology.devices))) != self._classes:
+            return Costs(self.graph, topology, self.profile)
+        other = copy(self)
+        other.topology = topology
+        other._class_of = tuple(self._classes.index(_anonymous(device)) for device in topology.devices)
+        other.kinds = np.array(other._class_of)
+        return other
 
     def _key(self, operator: int) -> tuple[object, ...]:
         """Everything about an operator that its cost depends on, whatever its name and place."""

@@ -3,7 +3,7 @@ axes."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from fractions import Fraction
 from math import prod
 from typing import Any, TypeVar
@@ -21,6 +21,10 @@ from flexsearch.quantities import MAX_SIZE
 def microbatch(graph: OperatorGraph, count: int) -> OperatorGraph:
     """One of ``count`` equal parts of a batch; as ``with_batch``. Raises NotationError if there is no such part."""
     return with_batch(graph, Fraction(1, count))
+
+
+Part = Callable[[OperatorGraph, int], OperatorGraph]
+"""``microbatch``, or the like of it that keeps what it has made."""
 
 
 def with_batch(graph: OperatorGraph, factor: int | Fraction) -> OperatorGraph:
@@ -86,14 +90,15 @@ def _longer(op: Operator, factor: int | Fraction) -> Operator:
     if kind_of(op).grouped:  # a larger batch makes the groups larger, not more
         samples = {_inside(op).get(axis, axis) for axis in samples}
     samples |= {axis for axis, leader in kind_of(op).follows.items() if leader in samples}
-    sizes = {axis.name: Fraction(axis.size) * (factor if axis.name in samples else 1) for axis in op.axes}
-    for name, size in sizes.items():
-        if size.denominator > 1:
+    times, parts = factor.as_integer_ratio()
+    sizes = dict(op.sizes)
+    for name in filter(samples.__contains__, op.sizes):
+        sizes[name], rest = divmod(op.sizes[name] * times, parts)
+        if rest:
             raise NotationError(
-                f"operator {op.name!r} has {op.sizes[name]} samples (axis {name!r}), which cannot be divided by "
-                f"{Fraction(factor).denominator}"
+                f"operator {op.name!r} has {op.sizes[name]} samples (axis {name!r}), which cannot be divided by {parts}"
             )
-    return with_sizes(op, {name: int(size) for name, size in sizes.items()})
+    return with_sizes(op, sizes)
 
 
 def _inside(op: Operator) -> dict[str, str]:

@@ -9,14 +9,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from fractions import Fraction
 from functools import cached_property
 
 import numpy as np
 
 from flexsearch.errors import NotationError, StrategyError
 from flexsearch.graph import OperatorGraph
-from flexsearch.graph.batch import with_batch
+from flexsearch.graph.batch import Part, microbatch
 from flexsearch.strategy import OperatorConfig
 from flexsearch.topology import Topology
 from flexsearch.topology.classes import Folding, fold_topology
@@ -106,13 +105,15 @@ class Fold:
         return OperatorConfig(tuple(degrees), tuple(devices), copies, config.states, shares, config.sharded_over)
 
 
-def fold(graph: OperatorGraph, topology: Topology, replicas: int, microbatches: int = 1) -> Fold:
+def fold(
+    graph: OperatorGraph, topology: Topology, replicas: int, microbatches: int = 1, part_of: Part = microbatch
+) -> Fold:  # fmt: skip
     """Fold ``graph`` on ``topology`` into ``replicas`` blocks; the part is that of one of ``microbatches``. Raises
     TopologyError if the topology does not fall apart into so many, StrategyError if the batch cannot be divided among
     them."""
     folding = fold_topology(topology, replicas)
     try:
-        part = with_batch(graph, Fraction(1, replicas * microbatches))
+        part = part_of(graph, replicas * microbatches)
     except NotationError as error:
         raise StrategyError(f"the batch cannot be divided by {replicas * microbatches}: {error.message}") from error
     samples = []

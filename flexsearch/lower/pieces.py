@@ -114,10 +114,12 @@ class Pieces:
 
     def _splitter(self, operator: int, op: Operator) -> Splitter:
         """Operators of the same form share one."""
-        inputs, outputs = (tuple(tuple(self.graph.tensor[n].shape) for n in names) for names in (op.inputs, op.outputs))
         blocks = self.blocks(operator)
-        key = op.pattern, op.axes, inputs, outputs, blocks
+        key = self.costs.alike[operator], blocks
         if key not in self._splitters:
+            inputs, outputs = (
+                tuple(tuple(self.graph.tensor[n].shape) for n in names) for names in (op.inputs, op.outputs)
+            )
             self._splitters[key] = Splitter(op, inputs, outputs, self.layouts, self._intervals, blocks)
         return self._splitters[key]
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from flexsearch.errors import NotationError, StrategyError
 from flexsearch.graph import OperatorGraph
-from flexsearch.graph.batch import microbatch
+from flexsearch.graph.batch import Part, microbatch
 from flexsearch.graph.samples import check_sum_over_samples
 from flexsearch.lower.actions import read_order
 from flexsearch.lower.folding import Fold, fold
@@ -26,17 +26,19 @@ class Share:
     fold: Fold | None
 
 
-def share_of(graph: OperatorGraph, topology: Topology, replicas: int, microbatches: int) -> Share:
+def share_of(
+    graph: OperatorGraph, topology: Topology, replicas: int, microbatches: int, part_of: Part = microbatch
+) -> Share:  # fmt: skip
     """One of ``replicas`` blocks' part of one of ``microbatches``. Raises StrategyError if the batch cannot be divided
     so, or its loss is no sum over samples, TopologyError if the topology does not fall apart into equal blocks."""
     check_batch(graph.batch, replicas, microbatches)
     if microbatches > 1:
         _check_microbatches(graph, microbatches)
     if replicas > 1:
-        parts = fold(graph, topology, replicas, microbatches)
+        parts = fold(graph, topology, replicas, microbatches, part_of)
         return Share(parts.part, parts.folding.block, parts)
     try:
-        return Share(microbatch(graph, microbatches) if microbatches > 1 else graph, topology, None)
+        return Share(part_of(graph, microbatches) if microbatches > 1 else graph, topology, None)
     except NotationError as error:
         raise StrategyError(f"the batch cannot be divided by {microbatches}: {error.message}") from error
 

@@ -19,7 +19,8 @@ import torch.distributed as dist
 
 from flexsearch.lower import Communication
 from flexsearch.runtime.instructions import Instruction, Post, Start
-from flexsearch.runtime.wire import Action, Arrival, Wire
+from flexsearch.runtime.parts import Action, Arrival
+from flexsearch.runtime.wire import Wire
 
 WAITED_S = 20e-6
 """A wait shorter than this found its data there."""

@@ -10,7 +10,8 @@ import numpy as np
 
 from flexsearch.cost import Costs, Profile
 from flexsearch.graph import Flow, OperatorGraph
-from flexsearch.graph.ops import backward_flops, forward_flops
+from flexsearch.graph.batch import microbatch
+from flexsearch.graph.ops import backward_flops, forward_flops, kind_of
 from flexsearch.graph.precision import Precision, with_precision
 from flexsearch.lower import Lowering
 from flexsearch.lower.share import Share, share_of, stages_of
@@ -34,6 +35,10 @@ class StagedSimulators:
     ) -> None:
         self.graph, self.topology, self.profile = with_precision(graph, precision), topology, profile
         self._shares: dict[tuple[int, int], tuple[Share, Lowering, Templates]] = {}
+        self._parts: dict[int, OperatorGraph] = {}
+        """By number of equal parts of the batch: whichever of them are replicas and microbatches."""
+        self._costs: dict[int, Costs] = {}
+        """By the same number, on the first block that was asked for."""
 
     @cached_property
     def flops(self) -> float:
@@ -44,11 +49,20 @@ class StagedSimulators:
         """One block's part of one microbatch. Raises StrategyError or TopologyError if there is none."""
         key = replicas, microbatches
         if (known := self._shares.get(key)) is None:
-            share = share_of(self.graph, self.topology, replicas, microbatches)
-            costs = Costs(share.graph, share.topology, self.profile)
-            lowering = Lowering(share.graph, share.topology, costs, share.fold)
+            share = share_of(self.graph, self.topology, replicas, microbatches, self._part)
+            lowering = Lowering(share.graph, share.topology, self._costs_of(share, replicas * microbatches), share.fold)
             known = self._shares[key] = share, lowering, Templates(lowering)
         return known
+
+    def _part(self, graph: OperatorGraph, count: int) -> OperatorGraph:
+        if count not in self._parts:
+            self._parts[count] = microbatch(graph, count)
+        return self._parts[count]
+
+    def _costs_of(self, share: Share, count: int) -> Costs:
+        if count not in self._costs:
+            self._costs[count] = Costs(share.graph, share.topology, self.profile)
+        return self._costs[count].on(share.topology)
 
     def simulator(self, pipeline: Pipeline, configs: Sequence[OperatorConfig], options: Options) -> DeltaSimulator:
         """A simulator with this plan at hand. ``configs``: of the first block, one for each operator."""
@@ -140,13 +154,14 @@ def step_of_strategy(graph: OperatorGraph, strategy: Strategy, profile: Profile 
 
 
 def model_flops(graph: OperatorGraph) -> float:
-    """FLOPs of one step of the whole batch, forward and backward."""
+    """FLOPs of one step of the whole batch, forward and backward, nothing computed twice."""
     total = 0.0
     for i, op in enumerate(graph.operators):
         needs = tuple(flow != Flow.VALUE for flow in graph.flows[i])
-        total += (0.0 if op.half == "weights" else float(forward_flops(op, op.sizes))) + (
-            float(backward_flops(op, op.sizes, needs)) if any(needs) else 0.0
-        )
+        forward = 0.0 if op.half == "weights" else float(forward_flops(op, op.sizes))
+        total += forward
+        if any(needs):
+            total += float(backward_flops(op, op.sizes, needs)) - kind_of(op).again * forward
     return total
 
 

@@ -79,7 +79,7 @@ def inside_group(graph: OperatorGraph, topology: Topology, count: int, shares: i
     if count > 1:
         with suppress(_LeftOut):
             inner = _tensor_parallel(setting, range(count))
-    return in_rows(graph, topology, inner, count, shares)
+    return _in_rows(setting, inner, count, shares)
 
 
 def in_rows(
@@ -87,9 +87,12 @@ def in_rows(
 ) -> Configs:  # fmt: skip
     """The plan ``inner`` of ``count`` devices in each of ``shares`` rows of the first devices; rows share out the
     samples."""
+    return _in_rows(_Setting(graph, topology, None), inner, count, shares)
+
+
+def _in_rows(setting: _Setting, inner: Configs, count: int, shares: int) -> Configs:
     if shares == 1:
         return inner
-    setting = _Setting(graph, topology, None)
     outer = setting.walk(lambda i, followed: _shared_out(setting.operators[i], followed, range(shares)))
     rows = [range(row * count, (row + 1) * count) for row in range(shares)]
     return [product(op, a, b, rows) for op, a, b in zip(setting.operators, outer, inner, strict=True)]

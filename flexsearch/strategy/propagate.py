@@ -108,15 +108,16 @@ class Propagation:
         """For each operator its links to producers and consumers over activations, in graph order."""
         graph = self.graph
         links_of: list[dict[tuple[int, tuple[tuple[str, str], ...]], Link]] = [{} for _ in graph.operators]
+        joined: dict[tuple[int, int, int, int], tuple[tuple[tuple[str, str], ...], tuple[tuple[str, int], ...]]] = {}
         for c, consumer in enumerate(graph.operators):
-            for operand, name in zip(consumer.access.inputs, consumer.inputs, strict=True):
+            for place, name in enumerate(consumer.inputs):
                 if (p := graph.producer.get(name)) is None:
                     continue
-                producer = graph.operators[p]
-                output = producer.access.outputs[producer.outputs.index(name)]
-                writes, reads = carriers(producer, output), carriers(consumer, operand)
-                picked = picks(producer, output, operand)
-                pairs = tuple((a, b) for a, b in zip(writes, reads, strict=True) if a is not None and b is not None)
+                made = graph.operators[p].outputs.index(name)
+                key = self._like[p], made, self._like[c], place
+                if key not in joined:
+                    joined[key] = _joined(graph.operators[p], made, consumer, place)
+                pairs, picked = joined[key]
                 back = tuple((b, a) for a, b in pairs)
                 nbytes = graph.tensor[name].nbytes
                 links_of[p].setdefault((c, pairs), Link(c, name, pairs, nbytes, True, picked))
@@ -148,6 +149,15 @@ class Propagation:
                 config = self._carry(link.target, known[link.target], target, back, picked)
                 candidates.append((config.parts, link.nbytes, config))
         return max(candidates, key=lambda entry: entry[:2])[2] if candidates else None
+
+
+def _joined(
+    producer: Operator, output: int, consumer: Operator, place: int
+) -> tuple[tuple[tuple[str, str], ...], tuple[tuple[str, int], ...]]:
+    """``pairs`` and ``picked`` of the link over an output that is read at a place."""
+    written, read = producer.access.outputs[output], consumer.access.inputs[place]
+    both = zip(carriers(producer, written), carriers(consumer, read), strict=True)
+    return tuple((a, b) for a, b in both if a is not None and b is not None), picks(producer, written, read)
 
 
 def follow(graph: OperatorGraph, source: int, config: OperatorConfig, target: int) -> OperatorConfig:

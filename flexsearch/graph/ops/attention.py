@@ -41,7 +41,7 @@ class Attention(OperatorKind):
     roles = {"h": "parameter", "k": "parameter", "g": "parameter", "q": "attribute"}
     words = {"h": "heads", "k": "heads", "g": "heads of a group", "q": "sequence", "v": "head features"}
     inputs = (3, 4)
-    backward = 2.5  # scores are computed again
+    backward, again = 2.5, 0.5  # scores are computed again
     matrix = True
 
     class attributes(Attributes):

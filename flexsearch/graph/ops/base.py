@@ -117,6 +117,8 @@ class OperatorKind:
 
     backward: float = 1.0
     """Backward FLOPs over forward FLOPs; of a ``contraction``, for each operand that needs a gradient."""
+    again: float = 0.0
+    """Of ``backward``, what the forward pass has computed before."""
     contraction: bool = False
     """Whether each factor's gradient is another contraction of the same size."""
     matrix: bool = False

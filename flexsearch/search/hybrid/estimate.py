@@ -73,6 +73,7 @@ class Estimates:
         self._cuts: dict[Hashable, tuple[int, ...]] = {}
         self._parts: dict[Hashable, Parts] = {}
         self._lines: dict[Hashable, tuple[float, float]] = {}
+        self._ranks: dict[Hashable, list[tuple[int, int]]] = {}
 
     # ---- what a layout is made of
 
@@ -82,6 +83,12 @@ class Estimates:
 
     def ranks(self, layout: Layout) -> list[tuple[int, int]]:
         """By rank, of the device that computes longest: its samples of a microbatch, and its kind."""
+        key = layout.tensor, layout.each, layout.speed, self.samples(layout)
+        if key not in self._ranks:
+            self._ranks[key] = self._slowest(layout)
+        return self._ranks[key]
+
+    def _slowest(self, layout: Layout) -> list[tuple[int, int]]:
         samples, tensor, slowest, begin = self.samples(layout), layout.tensor, list[tuple[int, int]](), 0
         for width in layout.each:
             end = begin + width * tensor

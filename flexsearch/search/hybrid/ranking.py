@@ -132,6 +132,17 @@ class Ranking:
             return self.keys[best], cost
         return None
 
+    def least(self, among: npt.NDArray[np.bool_]) -> Estimate | None:
+        """Of the plans left ``among`` these the one that fits soonest: the least corrected memory over what there is,
+        where something fits the least time of those. None if none is left."""
+        left = np.flatnonzero(self.left & among)
+        if not len(left):
+            return None
+        time, memory = self.ratios.factors(self.numbers[:, left])
+        seconds, used = self.seconds[left] * time, np.maximum(self.used[left] * memory, 1.0)
+        best = np.lexsort((seconds, used))[0]
+        return Estimate(float(seconds[best]), float(used[best]))
+
     def following(self, count: int, among: npt.NDArray[np.bool_] | None = None) -> Iterator[tuple[Key, float]]:
         """What ``take`` would return if it were called so often and nothing were learnt between."""
         for best, cost in self._ordered(count, among):

@@ -47,6 +47,9 @@ EXPLORED: Final = 0.4
 """Share of the budget after which no more layouts are estimated, and no more sorts tried. Taken."""
 FEW: Final = 6
 """Most plans of a family that are simulated for its own sake. Taken."""
+FAR: Final = 1.5
+"""A family does not fit for sure if the least estimate of its memory is so many times what there is: estimates are at
+most a third off. Taken."""
 QUARTERS: Final = 4
 """Stages that compute blocks again may do so with every fourth part of them. Taken."""
 POLISHED: Final = 2
@@ -162,12 +165,14 @@ class LayoutSearch:
             self._explore(others)
             self._simulate_best(others)
         self.phase = "baselines"
-        for name, suits in FAMILIES.items():
-            among = ranking.chosen(lambda key, suits=suits: suits(key.layout))  # type: ignore[misc]
-            self._simulate_best(ranking, among, lambda name=name: self.kept.get(name), FEW)  # type: ignore[misc]
+        self._simulate_families(ranking)
         self.phase = "moves"
         for candidate in self._different(None if self.cuts.short else CLIMBED):
             self._climb(candidate)
+        for candidate in self._different(by_order=True) if self.cuts.short else ():
+            near = self.best is not None and candidate.cost <= self.best.cost * self.margin
+            if near and (better := self._better(candidate, self._two_borders(candidate))) is not None:
+                self._climb(better)
         if self.native:
             return
         self.phase = "splits of operators"
@@ -184,7 +189,7 @@ class LayoutSearch:
     def evaluate(self, layout: Layout, options: Options, first: tuple[int, ...] = ()) -> Candidate | None:
         """The plan of a layout, cut before these operators (default: so that the slowest stage takes as short as
         possible); None where it suits graph, batch, devices or schedule not."""
-        key = Key(layout, options, first)
+        key = self._plain(Key(layout, options, first))
         if key not in self.simulated:
             self.simulated[key] = self._candidate(key) if self._suits(layout, options) else None
         return self.simulated[key]
@@ -196,6 +201,12 @@ class LayoutSearch:
             return False
         few = layout.stages <= len(self.graph.operators)
         return few and options.recompute in self.works.regions and runs(layout)
+
+    def _plain(self, key: Key) -> Key:
+        """The key of the same plan without first operators, if the layout is cut there by itself: so that none is
+        simulated twice, and one that people write by hand is told as that."""
+        own = key.first and self._suits(key.layout, key.options) and key.first == self.estimates.first(key.layout)
+        return key._replace(first=()) if own else key
 
     def _request(self, key: Key) -> Request:
         return Request("plan", key, key.first or self.estimates.first(key.layout))
@@ -291,6 +302,18 @@ class LayoutSearch:
             tried += self.evaluate(*key) is not None
             missed = missed + 1 if now is (self.best if best is None else best()) else 0
 
+    def _simulate_families(self, ranking: Ranking) -> None:
+        """Simulate plans that people write by hand for their own sake, for the answer tells the best of each family:
+        the most promising family first, as the budget may end it. Of a family far from fitting one plan is enough."""
+        families = []
+        for name, suits in FAMILIES.items():
+            among = ranking.chosen(lambda key, suits=suits: suits(key.layout))  # type: ignore[misc]
+            if (least := ranking.least(among)) is not None:
+                families.append((least.used > FAR, least.cost, name, among))
+        for far, _, name, among in sorted(families, key=lambda family: family[:2]):
+            if not (far and name in self.kept):
+                self._simulate_best(ranking, among, lambda name=name: self.kept.get(name), 1 if far else FEW)  # type: ignore[misc]
+
     def _explore(self, ranking: Ranking) -> None:
         """Simulate a plan of each sort that has not been tried, where its estimate is not far from the best plan: then
         the estimates of the sort are corrected by its own ratio."""
@@ -308,11 +331,13 @@ class LayoutSearch:
 
     # ---- moves
 
-    def _different(self, count: int | None = None) -> list[Candidate]:
-        """The best plans of different groups of devices."""
+    def _different(self, count: int | None = None, by_order: bool = False) -> list[Candidate]:
+        """The best plans of different groups of devices (``by_order``: and orders of passes)."""
         plans: dict[Hashable, Candidate] = {}
         for candidate in sorted((c for c in self.simulated.values() if c is not None), key=lambda c: c.rank):
-            plans.setdefault(candidate.layout.factoring, candidate)
+            layout = candidate.layout
+            order = (layout.schedule, layout.chunks) if by_order else ()
+            plans.setdefault((layout.factoring, order), candidate)
         return list(plans.values())[:count]
 
     def _climb(self, candidate: Candidate) -> None:
@@ -324,13 +349,24 @@ class LayoutSearch:
             if now in self._climbed:
                 return
             self._climbed.add(now)
-            moves = self._promising(self._near(now))[: self.patience]
-            for n, key in enumerate(moves):
-                self._expect(moves[n + 1 :])
-                new = self.evaluate(*key)
-                if new is not None and new.rank < candidate.rank:
-                    candidate, improved = new, True
-                    break
+            if (better := self._better(candidate, self._near(now))) is not None:
+                candidate, improved = better, True
+
+    def _better(self, candidate: Candidate, moves: Iterator[Key]) -> Candidate | None:
+        """The first of the most promising moves that makes a plan better."""
+        promising = self._promising(moves)[: self.patience]
+        for n, key in enumerate(promising):
+            self._expect(promising[n + 1 :])
+            new = self.evaluate(*key)
+            if new is not None and new.rank < candidate.rank:
+                return new
+        return None
+
+    def _two_borders(self, candidate: Candidate) -> Iterator[Key]:
+        """All moves of two borders at once: while two stages are the slowest, no move of one helps."""
+        for one in moved_borders(self.cuts, candidate.pipeline.first):
+            for two in moved_borders(self.cuts, one):
+                yield Key(candidate.layout, candidate.options, two)
 
     def _improve(self, what: Literal["splits", "order"], candidates: Iterable[Candidate]) -> None:
         """Try other splits of operators, or another order of passes."""
@@ -346,7 +382,7 @@ class LayoutSearch:
     def _promising(self, moves: Iterator[Key]) -> list[Key]:
         """Plans that suit, the most promising first."""
         plans: list[tuple[float, int, Key]] = []
-        for key in dict.fromkeys(moves):
+        for key in dict.fromkeys(map(self._plain, moves)):
             if self.simulated.get(key, True) is not None and self._suits(key.layout, key.options):
                 self.considered.add(key)
                 cost = self.ratios.corrected(key, self.estimates.estimate(*key)).cost

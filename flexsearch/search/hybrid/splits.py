@@ -24,7 +24,7 @@ class Splits:
     def __init__(self, simulators: StagedSimulators) -> None:
         self.simulators, self.speeds = simulators, speeds(simulators.topology)
         self._known: dict[Hashable, Configs] = {}
-        self._forms: dict[tuple[int, int], Hashable] = {}
+        self._forms: dict[tuple[int, int, int], Hashable] = {}
 
     def _lowering(self, layout: Layout) -> Lowering:
         return self.simulators.share(layout.data, layout.microbatches)[1]
@@ -32,7 +32,7 @@ class Splits:
     def inside(self, layout: Layout, width: int) -> Configs:
         """Megatron's splits (Shoeybi et al., 2019) in each of ``width`` groups of ``layout.tensor`` devices, which
         share out the samples; weights sharded if the layout says so."""
-        key = layout.tensor, width, layout.sharding, self._form(layout)
+        key = layout.tensor, width, layout.sharding, self._form(layout, layout.tensor * width)
         if key not in self._known:
             lowering = self._lowering(layout)
             graph = lowering.graph
@@ -55,15 +55,14 @@ class Splits:
             )
         return self._known[key]
 
-    def _form(self, layout: Layout) -> Hashable:
-        """What of a microbatch its splits depend on: whether samples are as many as devices, and where an embedding's
-        table weighs more than what is looked up."""
-        key = layout.data, layout.microbatches
+    def _form(self, layout: Layout, devices: int) -> Hashable:
+        """What of a microbatch its splits among so many devices depend on: whether samples are as many as they, and
+        where an embedding's table weighs more than what is looked up."""
+        key = layout.data, layout.microbatches, devices
         if key not in self._forms:
             lowering, graph = self._lowering(layout), self._lowering(layout).graph
-            most = len(lowering.topology.devices) + 1
             leaders = sorted(set(lowering.costs.alike))
-            samples = tuple(min(most, graph.operators[i].sizes[a]) for i in leaders
+            samples = tuple(min(devices + 1, graph.operators[i].sizes[a]) for i in leaders
                             for a in graph.operators[i].axes_of("sample"))  # fmt: skip
             tables = tuple(table_axes(graph, i) for i in leaders if graph.operators[i].kind == "embedding")
             self._forms[key] = samples, tables
