@@ -235,7 +235,7 @@ def test_no_plan_with_stages_and_microbatches_is_faster(graph: str, cluster: str
     """With any schedule, states in parts, and what is computed or gathered again."""
     made, split, several = STAGED[graph](), 0, 0
     for number in range(60):
-        plan = staged_plan(made, random.Random(number), CLUSTERS[cluster])
+        plan = staged_plan(made, random.Random(number), cluster=CLUSTERS[cluster])
         on = CLUSTERS[cluster](len(plan.cluster.devices))
         seconds = makespan(lower(made, plan, on, Costs(made, on)))
         for count in (plan.microbatches, None):

@@ -146,7 +146,7 @@ class Watched(Wire):
 
         def post() -> None:
             run()
-            works, buffers = values[slot]
+            works, buffers = values[slot].works, values[slot].buffers
             messages = [self._messages[task, peer] for peer in self.plans[task].receive_length]
             for message, work in zip(messages, works, strict=True):
                 message.post(work)
@@ -157,7 +157,7 @@ class Watched(Wire):
     def start(self, values: list[Any], instruction: Start) -> Action:
         """As ``Wire.start``."""
         task, slot, run = instruction.task, instruction.slot, super().start(values, instruction)
-        if not self.eager or self.plans[task].what.form != "all_reduce":
+        if not self.eager or not self.plans[task].what.one_call:
             return run
 
         def start() -> None:
@@ -181,7 +181,7 @@ class Watched(Wire):
             began = time.perf_counter()
             work.wait()
             ended = time.perf_counter()
-            if not self.eager or self.plans[task].what.form == "all_reduce":
+            if not self.eager or self.plans[task].what.one_call:
                 self.receipts.append(Receipt(task, COLLECTIVE, began, ended, ended - began < WAITED_S))
 
 
