@@ -16,7 +16,7 @@ from flexsearch.allocator import keep_freed_memory
 from flexsearch.cost.profile import Entry, Profile, ProfileDevice, UpdateEntry, cpu_model
 from flexsearch.errors import ProfileError
 from flexsearch.graph.model import OperatorGraph
-from flexsearch.measure.cases import check_memory, plan, quick_enough
+from flexsearch.measure.cases import check_memory, count, plan, quick_enough
 from flexsearch.measure.neighbours import neighbours
 from flexsearch.measure.sweeps import Bench, clock_of
 
@@ -65,7 +65,7 @@ def profile_graph(
     rounds = [[case for case in cases if quick_enough(case, here.kind, budget_s)] for cases in rounds]
     deadline = None if budget_s is None else time.monotonic() + budget_s
     entries: dict[str, Entry] = {}
-    total = sum(map(len, rounds))
+    total = count(rounds)
     with _threads(threads), neighbours(graph, device, threads, max_parts, busy_neighbours):
         bench = Bench(device)
         for cases in rounds:
