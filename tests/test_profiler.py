@@ -16,6 +16,7 @@ from flexsearch.graph.importer import import_model
 from flexsearch.measure import cases, profiler
 from flexsearch.measure.cases import count, images, plan
 from flexsearch.measure.profiler import measure_updates, profile_graph
+from flexsearch.measure.sweeps import Bench
 from tests.test_cost import axes, machines, small_net, tensor
 
 
@@ -171,7 +172,7 @@ def test_threads_are_left_as_they_were() -> None:
 
 
 def test_updates_of_every_optimizer() -> None:
-    entries = measure_updates("cpu", few=2, many=8, repeats=1)
+    entries = measure_updates(small_net(), Bench("cpu"), repeats=1)
     assert set(entries) == {"sgd", "momentum", "adam"}
     assert all(e.s_per_byte >= 0 and e.s_per_tensor >= 0 for e in entries.values())
 
