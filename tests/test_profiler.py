@@ -12,9 +12,10 @@ from flexsearch.cost import Costs, Profile
 from flexsearch.cost.compute import Costed
 from flexsearch.errors import ProfileError
 from flexsearch.graph import Operator, OperatorGraph, chunk, make_piece, whole_piece
+from flexsearch.graph.images import images
 from flexsearch.graph.importer import import_model
 from flexsearch.measure import cases, profiler
-from flexsearch.measure.cases import count, images, plan
+from flexsearch.measure.cases import count, plan
 from flexsearch.measure.profiler import measure_updates, profile_graph
 from flexsearch.measure.sweeps import Bench
 from tests.test_cost import axes, machines, small_net, tensor

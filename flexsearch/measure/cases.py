@@ -10,9 +10,9 @@ from math import prod
 
 from flexsearch.cost.compute import Costed
 from flexsearch.errors import ProfileError
+from flexsearch.graph.images import images
 from flexsearch.graph.model import Operator, OperatorGraph
 from flexsearch.graph.notation import Box
-from flexsearch.graph.ops import kind_of
 from flexsearch.graph.piece import Piece, chunk, make_piece
 
 CALL_FLOPS = {"cpu": 1e11, "cuda": 1e14}
@@ -53,16 +53,6 @@ def plan(graph: OperatorGraph, max_parts: int, known: frozenset[str] = frozenset
         cases = [case for case in _cases(costed, flags, max_parts) if case.key not in known]
         columns.append([case for case in cases if owner.setdefault(case.key, whole) == whole])
     return [_within_caches([case for case in row if case is not None]) for row in itertools.zip_longest(*columns)]
-
-
-def images(graph: OperatorGraph) -> set[str]:
-    """Tensors in the memory format of images, where there is one: those of four dimensions that a step is given, and
-    what operators make of them; convolutions write it in any case. Reshaping and permuting end it."""
-    found = {t.name for t in graph.tensors if len(t.shape) == 4 and t.kind in ("input", "buffer", "parameter")}
-    for op in graph.operators:
-        if any(name in found for name in op.inputs) and not kind_of(op).is_free(op):
-            found.update(name for name in op.outputs if len(graph.tensor[name].shape) == 4)
-    return found
 
 
 def _within_caches(cases: Sequence[Case]) -> list[Case]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -33,9 +33,13 @@ class Piece:
 
 def dtype_of_transport(lowered: Lowered, transport: Transport) -> torch.dtype:
     """Element type of what a transport moves."""
+    return dtype_of(lowered.graph.tensor[name_of_transport(lowered, transport)].dtype)
+
+
+def name_of_transport(lowered: Lowered, transport: Transport) -> str:
+    """The tensor that a transport moves, or the gradient of which."""
     key = transport.key
-    name = lowered.weights[key].tensor if transport.purpose == "synchronise" else lowered.edges[key].tensor
-    return dtype_of(lowered.graph.tensor[name].dtype)
+    return lowered.weights[key].tensor if transport.purpose == "synchronise" else lowered.edges[key].tensor
 
 
 def source(
@@ -71,8 +75,10 @@ def keep(values: Values, lowered: Lowered, instruction: Keep, device: torch.devi
     return run
 
 
-def assemble(values: Values, lowered: Lowered, rank: int, instruction: Assemble, wire: Wire) -> Action:
-    """Put the results of a phase together."""
+def assemble(
+    values: Values, lowered: Lowered, rank: int, instruction: Assemble, wire: Wire, pictures: Collection[str]
+) -> Action:
+    """Put the results of a phase together. ``pictures``: tensors in the memory format of images."""
     transport = instruction.transport
     step, dtype = reshard_of(lowered, transport).phases[instruction.phase], dtype_of_transport(lowered, transport)
     results = []
@@ -80,16 +86,17 @@ def assemble(values: Values, lowered: Lowered, rank: int, instruction: Assemble,
         pieces = _pieces(values, lowered, rank, instruction, wire, k)
         results.append((slot, _joined(step.destination[k].box, pieces, dtype, wire.device)))
     if instruction.adds:
-        return _adding(values, results)
+        return _adding(values, results, name_of_transport(lowered, transport) in pictures)
     if instruction.refills:
         return _refilling(values, results)
-    moved = transport.purpose != "synchronise"  # what arrives is packed in the order of the dimensions
+    # What arrives is packed in the order of the dimensions.
+    packed = transport.purpose != "synchronise" and name_of_transport(lowered, transport) in pictures
     owns = instruction.owns
 
     def run() -> None:
         for slot, take in results:
             result = take()
-            if moved:
+            if packed:
                 result = preferred(result)
             if owns and result.untyped_storage().nbytes() != result.numel() * result.itemsize:
                 result = result.clone()
@@ -98,10 +105,10 @@ def assemble(values: Values, lowered: Lowered, rank: int, instruction: Assemble,
     return run
 
 
-def _adding(values: Values, results: Sequence[tuple[Slot, Take]]) -> Action:
+def _adding(values: Values, results: Sequence[tuple[Slot, Take]], image: bool) -> Action:
     def run() -> None:
         for slot, take in results:
-            result, before = preferred(take()), values[slot]
+            result, before = preferred(take()) if image else take(), values[slot]
             values[slot] = result if before is None else before + result
 
     return run
