@@ -13,7 +13,6 @@ from __future__ import annotations
 import contextlib
 import itertools
 import os
-import re
 import shutil
 import signal
 import subprocess
@@ -28,10 +27,6 @@ from typing import IO, Any, Self
 from flexsearch.errors import RuntimeFailure
 
 INTERFACE = "eth0"  # of every host, inside its namespace
-SEGMENT = 32768
-"""Bytes that TCP hands to a cable at once."""
-TIMER_S = 250e-6
-"""A cable that has to wait for tokens may be woken so late."""
 _NAMESPACES = Path("/run/netns")  # where iproute2 keeps the names
 _PREFIX = "flexsearch"
 _count = itertools.count()
@@ -203,29 +198,19 @@ class SlowNetwork:
         self._limit(self.switch, port, None)
 
     def _limit(self, namespace: str, interface: str, delay: str | None) -> None:
-        _command("ip", "-n", namespace, "link", "set", interface, "gso_max_size", str(SEGMENT))
         add = ("tc", "-n", namespace, "qdisc", "add", "dev", interface)
         parent = ["root"]
         if delay is not None:
             # netem's queue must hold all that is under way: 10,000 segments are at least 15 MB.
             _command(*add, "root", "handle", "1:", "netem", "delay", delay, "limit", "10000")
             parent = ["parent", "1:1"]
-        # 50 ms of queue is a switch's, and TCP fills it.
-        _command(*add, *parent, "tbf", "rate", self.rate, "burst", str(burst(self.rate)), "latency", "50ms")
+        # A burst of 256 kB lets whole 64 kB segments through; 50 ms of queue is a switch's, and TCP fills it.
+        _command(*add, *parent, "tbf", "rate", self.rate, "burst", "256kb", "latency", "50ms")
 
     def _make_namespace(self, name: str) -> None:
         self._cleanup.callback(_remove_namespace, name)
         _command("ip", "netns", "add", name)
         _command("ip", "-n", name, "link", "set", "lo", "up")
-
-
-def burst(rate: str) -> int:
-    """Bytes that a cable lets through at once after a pause, at a rate as ``tc`` writes it. A real cable lets nothing
-    through faster: with 256 kB, messages of 128 kB between pauses took a seventh of their time at 1 Gbit/s. But whole
-    segments must fit, or they are taken apart, and the kernel's timer must not be what limits fast cables."""
-    match = re.fullmatch(r"(\d+(?:\.\d+)?)([kmg]?)bit", rate)
-    bytes_s = float(match[1]) * {"": 1, "k": 1e3, "m": 1e6, "g": 1e9}[match[2]] / 8 if match else 0.0
-    return max(SEGMENT + 4096, int(bytes_s * TIMER_S))
 
 
 def _command(*argv: str) -> None:
