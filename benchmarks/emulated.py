@@ -23,7 +23,7 @@ from flexsearch.cost.profile import cpu_model
 from flexsearch.graph import OperatorGraph
 from flexsearch.graph.importer import import_model
 from flexsearch.lower import Lowered
-from flexsearch.measure.cases import plan
+from flexsearch.measure.cases import count, plan
 from flexsearch.measure.profiler import profile_graph
 from flexsearch.runtime.launch import launch
 from flexsearch.simulate import Simulation, makespan, simulate
@@ -86,7 +86,7 @@ class Machine:
         """
         path = self.folder / "profile.json"
         known = Profile.load(path) if path.exists() else None
-        missing = sum(map(len, plan(graph, max_parts, frozenset(known.entries if known else ()))))
+        missing = count(plan(graph, max_parts, frozenset(known.entries if known else ())))
         if known is not None and (not missing or graph.name in self._profiled):
             return known
         say(f"profiling {missing} pieces of {graph.name} (at most {self.effort.profile_s:g} s)")

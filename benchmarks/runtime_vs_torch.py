@@ -11,7 +11,7 @@ Predictions rest on a profile and a probe of this machine. Tables:
 - ``layouts``: theirs, ours, one process in plain PyTorch, ours as predicted; the largest difference of losses.
 - ``one rank``: the same plan on one rank against plain PyTorch, and what a task costs more.
 - ``found``: the plan that a search finds, against the fastest of theirs and one process, in one run.
-- ``accuracy``: predicted against measured time of our layouts.
+- ``accuracy``: predicted against measured time of our layouts and of one rank.
 
 A layout that fails has a row with the error, and the others go on. Slow networks need root and iproute2. The whole
 takes about two hours on two cores, ``--quick`` 5 minutes.
@@ -150,8 +150,9 @@ def accuracy_row(rows: Sequence[Row], named: Row) -> Row:
 def run(machine: Machine, options: Namespace) -> list[Row]:
     """All rows."""
     rows: list[Row] = []
+    alone = (1, "loopback")
     for model in options.models:
-        for ranks, network in [(1, "loopback"), *((r, n) for r in options.ranks for n in options.networks)]:
+        for ranks, network in [alone, *((r, n) for r in options.ranks for n in options.networks)]:
             named = {"model": model, "ranks": ranks, "network": network}
             parts = ["single"] if ranks == 1 else [*options.layouts, "found"]
             try:
@@ -159,13 +160,19 @@ def run(machine: Machine, options: Namespace) -> list[Row]:
             except (FlexsearchError, OSError, ValueError) as error:
                 rows += [_failed(named, part, error) for part in parts]
                 continue
-            mine = [_row(case, part) for part in parts]
-            rows += mine
-            if good := [row for row in mine if row["table"] == "layouts" and not row["error"]]:
+            rows += [_row(case, part) for part in parts]
+            cases = (ranks, network), alone
+            if good := _predicted([r for r in rows if r["model"] == model and (r["ranks"], r["network"]) in cases]):
                 rows.append(accuracy_row(good, named))
-    if good := [row for row in rows if row["table"] == "layouts" and not row["error"]]:
+    if good := _predicted(rows):
         rows.append(accuracy_row(good, {"model": "all", "ranks": None, "network": "all"}))
     return rows
+
+
+def _predicted(rows: Sequence[Row]) -> list[Row]:
+    """The layouts that were measured, and one rank, if there is a layout."""
+    good = [row for row in rows if row["table"] in ("layouts", "one rank") and not row["error"]]
+    return good if any(row["table"] == "layouts" for row in good) else []
 
 
 def _row(case: Case, part: str) -> Row:

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import importlib
+from argparse import Namespace
 from pathlib import Path
+from typing import cast
 
 import pytest
 
+from benchmarks import runtime_vs_torch
+from benchmarks.emulated import Machine
 from benchmarks.llm_plans import SEQ, TABLE_1, layout_of, tflops
 
 FOLDER = Path(__file__).resolve().parents[1] / "benchmarks"
@@ -28,3 +32,24 @@ def test_the_formula_for_tflops_is_that_of_the_paper() -> None:
     """It counts 8 FLOPs for each parameter and token, and a little for attention (section 5.1)."""
     row = TABLE_1[-1]
     assert 1.0 < tflops(row, 1.0) * 1e12 * row.gpus / (8 * row.parameters * 1e9 * row.batch * SEQ) < 1.05
+
+
+def test_the_prediction_for_one_rank_counts_beside_the_layouts(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Stub:
+        def __init__(self, machine: object, model: str, ranks: int, network: str) -> None:
+            self.named = {"model": model, "ranks": ranks, "network": network}
+
+    def row(case: Stub, part: str) -> dict[str, object]:
+        table = {"single": "one rank", "found": "found"}.get(part, "layouts")
+        predicted_s = {"single": 1.5, "found": 9.0}.get(part, 1.0)
+        return {"table": table, **case.named, "predicted_s": predicted_s, "ours_s": 1.0, "error": None}
+
+    monkeypatch.setattr(runtime_vs_torch, "Case", Stub)
+    monkeypatch.setattr(runtime_vs_torch, "_row", row)
+    options = Namespace(models=["llama", "gpt2"], ranks=[2], networks=["loopback", "1gbit"], layouts=["tensor"])
+    rows = [r for r in runtime_vs_torch.run(cast(Machine, None), options) if r["table"] == "accuracy"]
+    assert [(r["model"], r["network"], r["layouts"]) for r in rows] == [
+        ("llama", "loopback", 2), ("llama", "1gbit", 2), ("gpt2", "loopback", 2), ("gpt2", "1gbit", 2),
+        ("all", "all", 6),
+    ]  # fmt: skip
+    assert [r["median_error_percent"] for r in rows] == [25, 25, 25, 25, 0]

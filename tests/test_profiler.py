@@ -7,28 +7,32 @@ from pathlib import Path
 import pytest
 import torch
 
+from flexsearch import zoo
 from flexsearch.cost import Costs, Profile
+from flexsearch.cost.compute import Costed
 from flexsearch.errors import ProfileError
 from flexsearch.graph import Operator, OperatorGraph, chunk, make_piece, whole_piece
-from flexsearch.measure import profiler, sweeps
-from flexsearch.measure.cases import plan
+from flexsearch.graph.images import images
+from flexsearch.graph.importer import import_model
+from flexsearch.measure import cases, profiler
+from flexsearch.measure.cases import count, plan
 from flexsearch.measure.profiler import measure_updates, profile_graph
+from flexsearch.measure.sweeps import Bench
 from tests.test_cost import axes, machines, small_net, tensor
 
 
 @pytest.fixture(autouse=True)
 def little_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sweeps, "POOL_BYTES", 1 << 16)
     monkeypatch.setattr(profiler, "UPDATE_BYTES", 1 << 16)
 
 
 def test_every_piece_that_a_few_parts_can_make_is_planned_once() -> None:
     graph = small_net()
     rounds = plan(graph, 3)
-    keys = [case.key for cases in rounds for case in cases]
-    assert len(keys) == len(set(keys))
-    for cases in rounds:
-        kinds = [case.costed.op.kind for case in cases]
+    keys = {case.key for row in rounds for case in row}
+    assert len(keys) == count(rounds)  # none in two rounds
+    for row in rounds:
+        kinds = [case.costed.op.kind for case in row]
         assert kinds == sorted(kinds, key=["conv2d", "view", "linear", "sum"].index)  # the order of the graph
     sums = [k for k in keys if k.startswith("sum")]
     # 4 rows: whole, halves, thirds of 1 and 2; 128 columns: whole, halves, thirds of 42 and 43.
@@ -40,14 +44,57 @@ def test_every_piece_that_a_few_parts_can_make_is_planned_once() -> None:
 def test_the_first_round_is_the_whole_graph() -> None:
     graph = small_net()
     whole = {case.key for case in plan(graph, 4)[0]}
-    assert whole == {case.key for cases in plan(graph, 1) for case in cases}
+    assert whole == {case.key for row in plan(graph, 1) for case in row}
     assert len(whole) == 4  # the two linear layers are of one form
+
+
+def test_operators_of_one_form_are_measured_at_all_their_places_as_far_as_caches_reach(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    graph = small_net()
+    assert [case.costed.op.name for case in plan(graph, 1)[0]] == [op.name for op in graph.operators]
+    monkeypatch.setattr(cases, "CACHE_BYTES", 0)
+    assert count(plan(graph, 1)) == len(plan(graph, 1)[0]) == 4
+
+
+def test_only_what_follows_from_images_lies_in_memory_as_they_do() -> None:
+    made = zoo.alexnet(2, device="meta")
+    graph = import_model(made.model, made.inputs, made.loss, targets=made.targets, name="alexnet")
+    there = images(graph)
+    assert all((len(t.shape) == 4) == (t.name in there) for t in graph.tensors)
+    made = zoo.llama7b(batch=2, seq=8, layers=1, hidden=16, heads=2, ffn=32, vocab=50, device="meta")
+    graph = import_model(made.model, made.inputs, made.loss, targets=made.targets, name="llama")
+    (attention,) = [op for op in graph.operators if op.kind == "attention"]
+    assert not images(graph) & set(attention.inputs)
+
+
+def test_half_of_a_tensor_is_cut_from_the_whole() -> None:
+    made = zoo.llama7b(batch=4, seq=8, layers=1, hidden=16, heads=2, ffn=32, vocab=50, device="meta")
+    graph = import_model(made.model, made.inputs, made.loss, targets=made.targets, name="llama")
+    halves = [case for row in plan(graph, 2) for case in row if case.costed.op.kind == "slice"]
+    assert {case.piece.inputs[0] for case in halves} >= {((0, 4), (0, 2), (0, 8), (4, 8))}
+    for case in halves:
+        (read,), (held,) = case.piece.inputs, case.held
+        assert read is not None and held is not None
+        assert held == (*read[:3], (0, 8))
+
+
+def test_backward_tasks_of_operators_that_need_a_gradient_have_times() -> None:
+    made = zoo.llama7b(batch=2, seq=8, layers=1, hidden=16, heads=2, ffn=32, vocab=50, device="meta")
+    graph = import_model(made.model, made.inputs, made.loss, targets=made.targets, name="llama")
+    profile = profile_graph(graph, max_parts=1, repeats=2)
+    for index, op in enumerate(graph.operators):
+        costed = Costed.of(graph, index)
+        entry = profile.entries[costed.signature(op.sizes)]
+        assert entry.forward_s > 0
+        assert (entry.backward_s > 0) == any(costed.needs)
+        assert entry.repeats >= 2
 
 
 def test_all_splits_are_measured_and_then_found() -> None:
     graph = small_net()
     profile = profile_graph(graph, max_parts=2, repeats=1)
-    assert len(profile.entries) == sum(map(len, plan(graph, 2)))
+    assert len(profile.entries) == count(plan(graph, 2))
     assert set(profile.updates) == {"sgd", "momentum", "adam"}
     assert profile.torch == torch.__version__
     assert profile.device.threads == 1
@@ -110,7 +157,7 @@ def test_a_graph_with_integers_and_windows_outside_is_measured() -> None:
         ),
         loss="loss",
     )  # fmt: skip
-    assert len(profile_graph(graph, max_parts=3, repeats=1).entries) == sum(map(len, plan(graph, 3)))
+    assert len(profile_graph(graph, max_parts=3, repeats=1).entries) == count(plan(graph, 3))
 
 
 def test_busy_neighbours_are_started_and_ended() -> None:
@@ -126,7 +173,7 @@ def test_threads_are_left_as_they_were() -> None:
 
 
 def test_updates_of_every_optimizer() -> None:
-    entries = measure_updates("cpu", few=2, many=8, repeats=1)
+    entries = measure_updates(small_net(), Bench("cpu"), repeats=1)
     assert set(entries) == {"sgd", "momentum", "adam"}
     assert all(e.s_per_byte >= 0 and e.s_per_tensor >= 0 for e in entries.values())
 

@@ -10,38 +10,66 @@ from math import prod
 
 from flexsearch.cost.compute import Costed
 from flexsearch.errors import ProfileError
+from flexsearch.graph.images import images
 from flexsearch.graph.model import Operator, OperatorGraph
+from flexsearch.graph.notation import Box
 from flexsearch.graph.piece import Piece, chunk, make_piece
 
 CALL_FLOPS = {"cpu": 1e11, "cuda": 1e14}
 CALL_BYTES = {"cpu": 1e10, "cuda": 1e12}
 """FLOP/s and B/s that no core, and no GPU, exceeds by much: what takes longer than a budget at these is left out."""
+CACHE_BYTES = 128 << 20
+"""More than caches hold."""
 
 
 @dataclass(frozen=True)
 class Case:
-    """A piece to measure. ``key``: its signature. ``shapes``: of the operator's whole inputs."""
+    """A piece to measure. ``key``: its signature. ``shapes``: of the operator's whole inputs. ``held``: regions of the
+    inputs that a rank holds, from which the piece cuts what it reads. ``images``: inputs in the memory format of these.
+    """
 
     key: str
     costed: Costed
     extents: Mapping[str, int]
     piece: Piece
     shapes: tuple[tuple[int, ...], ...]
+    held: tuple[Box | None, ...]
+    images: tuple[bool, ...]
 
 
 def plan(graph: OperatorGraph, max_parts: int, known: frozenset[str] = frozenset()) -> list[list[Case]]:
-    """Rounds of cases, each with at most one piece of each operator in the graph's order, and no signature twice.
+    """Rounds of cases in the graph's order, each with at most one piece of each operator, and each piece in one round.
 
-    The first round is the whole graph as far as it is not known.
+    The first round is the whole graph as far as it is not known. Operators of one form stand in a round with the same
+    piece: it is measured at all their places, as far as the pieces before it leave anything of the caches.
     """
-    seen, columns = set(known), []
+    owner: dict[str, str] = {}
+    columns: list[list[Case]] = []
+    pictures = images(graph)
     for index in range(len(graph.operators)):
         costed = Costed.of(graph, index)
-        column = [case for case in _cases(costed, max_parts) if case.key not in seen]
-        seen.update(case.key for case in column)
-        columns.append(column)
-    rounds = itertools.zip_longest(*columns)
-    return [[case for case in row if case is not None] for row in rounds]
+        whole = costed.signature(costed.op.sizes)
+        flags = tuple(name in pictures for name in costed.op.inputs)
+        cases = [case for case in _cases(costed, flags, max_parts) if case.key not in known]
+        columns.append([case for case in cases if owner.setdefault(case.key, whole) == whole])
+    return [_within_caches([case for case in row if case is not None]) for row in itertools.zip_longest(*columns)]
+
+
+def _within_caches(cases: Sequence[Case]) -> list[Case]:
+    """These cases without repetitions once the ones before them touch more than caches hold."""
+    seen: set[str] = set()
+    kept, touched = [], 0.0
+    for case in cases:
+        if case.key not in seen or touched < CACHE_BYTES:
+            kept.append(case)
+            touched += case.costed.forward(case.extents).nbytes
+        seen.add(case.key)
+    return kept
+
+
+def count(rounds: Sequence[Sequence[Case]]) -> int:
+    """How many pieces there are to measure."""
+    return sum(len({case.key for case in cases}) for cases in rounds)
 
 
 def check_memory(rounds: Sequence[Sequence[Case]]) -> None:
@@ -66,11 +94,12 @@ def quick_enough(case: Case, kind: str, budget_s: float | None) -> bool:
     return max(work.flops / CALL_FLOPS[kind], work.nbytes / CALL_BYTES[kind]) <= budget_s
 
 
-def _cases(costed: Costed, max_parts: int) -> list[Case]:
+def _cases(costed: Costed, flags: tuple[bool, ...], max_parts: int) -> list[Case]:
     """The distinct pieces of an operator: whole, then split on one axis, many parts first, then on several."""
     op = costed.op
     inputs = tuple(t.shape for t in costed.inputs)
     outputs = [t.shape for t in costed.outputs]
+    whole = make_piece(op, {axis: (0, size) for axis, size in op.sizes.items()}, inputs, outputs)
     found: dict[str, Case] = {}
     for degrees in sorted(_degrees(op, max_parts), key=lambda d: (sum(x > 1 for x in d.values()), -prod(d.values()))):
         # Of parts that differ by one, the first is the smallest and the last the largest.
@@ -83,8 +112,22 @@ def _cases(costed: Costed, max_parts: int) -> list[Case]:
             extents = {axis: high - low for axis, (low, high) in axes.items()}
             key = costed.signature(extents)
             if key not in found:
-                found[key] = Case(key, costed, extents, make_piece(op, axes, inputs, outputs), inputs)
+                piece = make_piece(op, axes, inputs, outputs)
+                found[key] = Case(key, costed, extents, piece, inputs, _held(piece, whole, inputs), flags)
     return list(found.values())
+
+
+def _held(piece: Piece, whole: Piece, shapes: Sequence[tuple[int, ...]]) -> tuple[Box | None, ...]:
+    """Regions that a rank holds of inputs: what the piece reads; all of a dimension of which the ``whole`` operator
+    reads a part, as each half of a rotary embedding does."""
+    return tuple(
+        None if box is None or all_read is None
+        else tuple(
+            interval if of_all == (0, size) else (0, size)
+            for interval, of_all, size in zip(box, all_read, shape, strict=True)
+        )
+        for box, all_read, shape in zip(piece.inputs, whole.inputs, shapes, strict=True)
+    )  # fmt: skip
 
 
 def _degrees(op: Operator, max_parts: int) -> Iterator[dict[str, int]]:

@@ -50,7 +50,7 @@ def _be_neighbour() -> None:
 
     from flexsearch.allocator import keep_freed_memory
     from flexsearch.measure.cases import plan
-    from flexsearch.measure.sweeps import Bench, Run, parts
+    from flexsearch.measure.sweeps import Bench, Run, Samples, parts
 
     parent = os.getppid()
     children.end_with(parent)
@@ -63,7 +63,7 @@ def _be_neighbour() -> None:
     print("ready", flush=True)
     for cases in itertools.cycle(rounds):
         for part in parts(cases):
-            bench.sweep([Run(case, bench) for case in part])
+            bench.sweep([Run(case, bench, Samples(case)) for case in part])
             if os.getppid() != parent:
                 return
 

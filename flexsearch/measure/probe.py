@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from itertools import combinations
@@ -37,6 +37,20 @@ MEBI = 2**20
 MOST: Final = {"gloo": 24, "nccl": 256}
 """MiB that a measured transfer moves at most. gloo: about a bucket of gradients, and less than the C library keeps for
 the next buffer (32 MiB), which ranks need not clear page by page again then."""
+
+
+Finish = Callable[[list[Tensor]], Tensor]
+
+
+def _sum(parts: list[Tensor]) -> Tensor:
+    total = parts[0] + parts[1]
+    for part in parts[2:]:
+        total += part
+    return total
+
+
+FINISH: Final[Mapping[str, Finish]] = {"reduce_scatter": _sum, "all_gather": torch.cat, "all_to_all": torch.cat}
+"""What a rank does with its own part and the others when they are there; gathered parts are put into one tensor."""
 
 
 @dataclass(frozen=True)
@@ -239,7 +253,8 @@ class _Probe:
         if form in ONE_CALL[self.backend]:
             return FormTime(nbytes, _undisturbed([self.call(form, nbytes) for _ in range(self.effort.repeats)]))
         moves = messages(form, self.size, nbytes)
-        taken = [max(self.gather(self.send(moves, form == "reduce_scatter"))) for _ in range(self.effort.repeats)]
+        finish = FINISH.get(form)
+        taken = [max(self.gather(self.send(moves, finish))) for _ in range(self.effort.repeats)]
         return FormTime(nbytes, _undisturbed(taken))
 
     # ---- moving bytes
@@ -253,19 +268,21 @@ class _Probe:
         seconds = self.gather(mine)
         return {(i, j): max(seconds[i], seconds[j]) for i, j in sizes}
 
-    def send(self, moves: Sequence[tuple[int, int, int]], add: bool = False) -> float:
-        """Carry out the messages (source, destination, bytes) at once; seconds that it takes this rank, with the sum of
-        what it receives if ``add``."""
+    def send(self, moves: Sequence[tuple[int, int, int]], finish: Finish | None = None) -> float:
+        """Carry out the messages (source, destination, bytes) at once; seconds that it takes this rank, with ``finish``
+        of what it receives."""
         outgoing = {j: torch.ones(n // 4, device=self.device) for i, j, n in moves if i == self.rank}
-        return self.move(outgoing, {i: n for i, j, n in moves if j == self.rank}, add)
+        return self.move(outgoing, {i: n for i, j, n in moves if j == self.rank}, finish)
 
-    def move(self, outgoing: Mapping[int, Tensor], incoming: Mapping[int, int], add: bool = False) -> float:
+    def move(
+        self, outgoing: Mapping[int, Tensor], incoming: Mapping[int, int], finish: Finish | None = None
+    ) -> float:  # fmt: skip
         """Send tensors and receive so many bytes, by peer; seconds. Receives are posted before the clock starts, as a
         step of the runtime posts its receives at its start."""
         self.tag += 1
         # Filled, as memory that was never written to is none yet: a rank's buffers have been used in earlier steps.
         received = {i: torch.ones(n // 4, device=self.device) for i, n in incoming.items()}
-        own = torch.ones(max(incoming.values(), default=0) // 4, device=self.device) if add else torch.empty(0)
+        own = torch.ones(max(incoming.values(), default=0) // 4, device=self.device) if finish else torch.empty(0)
         works: list[dist.Work | None] = []
         if self.backend == "gloo":
             works = [dist.irecv(tensor, peer, tag=self.tag) for peer, tensor in received.items()]
@@ -284,11 +301,8 @@ class _Probe:
             if work is not None:
                 work.wait()
         self.cpu_s = time.process_time() - worked
-        if add and received:
-            total, *others = received.values()
-            total = total + own
-            for tensor in others:
-                total += tensor
+        if finish and received:
+            finish([own, *received.values()])
         if self.backend == "nccl":
             torch.cuda.synchronize()
         return time.perf_counter() - began

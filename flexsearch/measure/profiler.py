@@ -4,8 +4,9 @@ the updates of the optimizers."""
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from math import prod
 from statistics import median
 from typing import Literal
 
@@ -16,15 +17,17 @@ from flexsearch.allocator import keep_freed_memory
 from flexsearch.cost.profile import Entry, Profile, ProfileDevice, UpdateEntry, cpu_model
 from flexsearch.errors import ProfileError
 from flexsearch.graph.model import OperatorGraph
-from flexsearch.measure.cases import check_memory, plan, quick_enough
+from flexsearch.measure.cases import CACHE_BYTES, check_memory, count, plan, quick_enough
 from flexsearch.measure.neighbours import neighbours
-from flexsearch.measure.sweeps import Bench, clock_of
+from flexsearch.measure.sweeps import Bench
 
 Progress = Callable[[int, int], None]
 """Called with the number of entries that are measured, and of all."""
 
 UPDATE_BYTES = 64 << 20
 """Weights whose update is measured."""
+MORE_TENSORS = 8
+"""Into so many parts each of them is cut, to see what a tensor costs."""
 
 
 def profile_graph(
@@ -65,7 +68,7 @@ def profile_graph(
     rounds = [[case for case in cases if quick_enough(case, here.kind, budget_s)] for cases in rounds]
     deadline = None if budget_s is None else time.monotonic() + budget_s
     entries: dict[str, Entry] = {}
-    total = sum(map(len, rounds))
+    total = count(rounds)
     with _threads(threads), neighbours(graph, device, threads, max_parts, busy_neighbours):
         bench = Bench(device)
         for cases in rounds:
@@ -74,7 +77,8 @@ def profile_graph(
             entries |= bench.measure(cases, repeats, deadline)
             if progress is not None:
                 progress(len(entries), total)
-        updates = {} if known and len(known.updates) == len(_OPTIMIZERS) else measure_updates(device)
+        complete = known is not None and not entries and len(known.updates) == len(_OPTIMIZERS)
+        updates = {} if complete else measure_updates(graph, bench)
     new = Profile(
         device=here, torch=torch.__version__, busy_neighbours=busy_neighbours, entries=entries, updates=updates
     )
@@ -89,32 +93,53 @@ _OPTIMIZERS: dict[Literal["sgd", "momentum", "adam"], Callable[[list[Tensor]], t
 
 
 def measure_updates(
-    device: str, few: int = 4, many: int = 1024, repeats: int = 5
+    graph: OperatorGraph, bench: Bench, repeats: int = 5
 ) -> dict[Literal["sgd", "momentum", "adam"], UpdateEntry]:
-    """Time of torch.optim's updates of UPDATE_BYTES of float32 weights in ``few`` and in ``many`` tensors, and from the
-    difference what a tensor costs."""
+    """Time of torch.optim's updates of the graph's weights (the first UPDATE_BYTES of them), and of as many bytes in
+    more tensors; from the difference what a tensor costs."""
+    few = _weight_sizes(graph)
+    many = [len(part) for size in few for part in torch.empty(size, device="meta").chunk(MORE_TENSORS)]
+    nbytes = 4 * sum(few)
+    written = sum(graph.tensor[name].nbytes for op in graph.operators for name in op.outputs)
     entries: dict[Literal["sgd", "momentum", "adam"], UpdateEntry] = {}
     for name, make in _OPTIMIZERS.items():
-        small, large = (_update_s(make, device, count, repeats) for count in (few, many))
-        per_tensor = max(0.0, (large - small) / (many - few))
-        per_byte = max(0.0, small - few * per_tensor) / UPDATE_BYTES
+        small, large = (_update_s(make, bench, sizes, min(written, CACHE_BYTES), repeats) for sizes in (few, many))
+        per_tensor = max(0.0, (large - small) / max(1, len(many) - len(few)))
+        per_byte = max(0.0, small - len(few) * per_tensor) / nbytes
         entries[name] = UpdateEntry(s_per_byte=per_byte, s_per_tensor=per_tensor)
     return entries
 
 
-def _update_s(make: Callable[[list[Tensor]], torch.optim.Optimizer], device: str, count: int, repeats: int) -> float:
-    weights = [torch.zeros(UPDATE_BYTES // 4 // count, device=device, requires_grad=True) for _ in range(count)]
-    for weight in weights:
-        weight.grad = torch.ones_like(weight)
+def _weight_sizes(graph: OperatorGraph) -> list[int]:
+    """Elements of the graph's weights, in its order, UPDATE_BYTES of float32 at most; some of a graph without any."""
+    left, sizes = UPDATE_BYTES // 4, []
+    for weight in graph.of_kind("parameter"):
+        if left > 0:
+            sizes.append(min(prod(weight.shape), left))
+            left -= sizes[-1]
+    return [size for size in sizes if size] or [UPDATE_BYTES // 16] * 4
+
+
+def _update_s(
+    make: Callable[[list[Tensor]], torch.optim.Optimizer], bench: Bench, sizes: Sequence[int], touched: int,
+    repeats: int,
+) -> float:  # fmt: skip
+    """Seconds of an update of float32 weights of these sizes, with clearing the gradients, where the step has
+    ``touched`` so many bytes since the last one."""
+    weights = [torch.zeros(size, device=bench.device, requires_grad=True) for size in sizes]
+    activations = torch.zeros(max(1, touched // 4), device=bench.device)
     optimizer = make(weights)
-    clock = clock_of(torch.device(device))
     times = []
     for _ in range(repeats + 1):
-        start = clock.mark()
+        activations.add_(1.0)
+        for weight in reversed(weights):
+            weight.grad = bench.fill(torch.empty_like(weight, requires_grad=False))
+        start = bench.clock.mark()
         optimizer.step()
-        end = clock.mark()
-        clock.wait()
-        times.append(clock.between(start, end))
+        optimizer.zero_grad()
+        end = bench.clock.mark()
+        bench.clock.wait()
+        times.append(bench.clock.between(start, end))
     return median(times[1:])  # the first makes the state
 
 

@@ -1,9 +1,13 @@
 """Sweeps: measuring pieces of operators in the surroundings of a training step.
 
-In training an operator runs once a step: its weights are cold, the activation that it reads was just written, its
-output lands in memory that is freshly allocated and stays until the backward pass is through. A loop over one operator
-shows none of that. So pieces are measured in **sweeps** that have the shape of a training step: one piece of each
-operator, all forward tasks in the graph's order, then all backward tasks in reverse, and each task timed on its own.
+In training an operator's weights were last used a step ago, the activation that it reads was just written, its output
+lands in memory that is freshly allocated, and what autograd saves stays until the backward pass is through. Whether
+data and code are still in the caches then depends on how much a step touches in between. A loop over one operator shows
+none of that. So pieces are measured in **sweeps** that have the shape of a training step: one piece of each operator,
+repeated layers too, all forward tasks in the graph's order, then all backward tasks in reverse, each timed on its own.
+
+A rank calls autograd once for a run of operators, a sweep once for each piece. So the clock of a backward task runs
+from when the engine reaches the gradients of the results to when it has those of the operands: without the call.
 """
 
 from __future__ import annotations
@@ -12,12 +16,12 @@ import gc
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from math import prod
 from statistics import median
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import GradientEdge, get_gradient_edge, saved_tensors_hooks
 
 from flexsearch.cost.profile import Entry
 from flexsearch.errors import FlexsearchError, ProfileError
@@ -27,23 +31,22 @@ from flexsearch.graph.ops.local import preferred
 from flexsearch.measure.cases import Case
 
 ENTRY_S = 0.25
-"""After so many seconds of an entry's own time it is not repeated any more."""
+"""After so many seconds of an entry's own time its round is not repeated for it any more."""
 FIRST_S = 2.0
-"""The first call of an entry counts only if it takes longer."""
+"""The first sweep of an entry counts only if it takes longer."""
 HELD_BYTES = 2 << 30
 """A sweep holds about so much memory; longer graphs are swept in parts."""
-POOL_BYTES = 128 << 20
-"""Random operands come from this much memory, or twice the largest: more than caches hold."""
+BLOCK = 1 << 14
+"""Operands hold so many random numbers again and again: to write them, little else is read into the caches."""
 
 
 class Bench:
-    """Runs sweeps on one device. Operands come from a pool larger than the caches, at ever other places."""
+    """Runs sweeps on one device."""
 
     def __init__(self, device: str) -> None:
         self.device = torch.device(device)
         self.clock = clock_of(self.device)
-        self._pools: dict[torch.dtype, Tensor] = {}
-        self._next: dict[torch.dtype, int] = {}
+        self._blocks: dict[torch.dtype, Tensor] = {}
 
     def measure(self, cases: Sequence[Case], repeats: int, deadline: float | None = None) -> dict[str, Entry]:
         """Entries of these cases, which stand in the graph's order. What a deadline leaves unmeasured is left out."""
@@ -51,20 +54,22 @@ class Bench:
         for part in parts(cases):
             if deadline is not None and time.monotonic() > deadline:
                 break
+            samples = {case.key: Samples(case) for case in part}
             runs = []
             for case in part:
                 with _named(case):
-                    runs.append(Run(case, self))
-            waiting = list(runs)
+                    runs.append(Run(case, self, samples[case.key]))
             for sweep in range(repeats + 1):
                 if sweep == 1:
-                    for run in runs:
-                        run.forget_first()
-                waiting = [run for run in waiting if len(run.times) < repeats and run.spent < ENTRY_S]
-                if not waiting or (sweep > 1 and deadline is not None and time.monotonic() > deadline):
+                    for sample in samples.values():
+                        sample.forget_first()
+                # All go on until all have enough: a sweep over some of the operators leaves more in the caches.
+                if all(len(sample.times) >= repeats or sample.spent > ENTRY_S for sample in samples.values()):
                     break
-                self.sweep(waiting)
-            entries |= {run.case.key: run.entry() for run in runs}
+                if sweep > 1 and deadline is not None and time.monotonic() > deadline:
+                    break
+                self.sweep(runs)
+            entries |= {key: sample.entry() for key, sample in samples.items()}
         return entries
 
     def sweep(self, runs: Sequence[Run]) -> None:
@@ -77,33 +82,29 @@ class Bench:
                 with _named(run.case):
                     start = self.clock.mark()
                     run.forward()
-                    marks.append([start, self.clock.mark()])
-            for run, mark in zip(reversed(runs), reversed(marks), strict=True):
+                    marks.append((start, self.clock.mark()))
+                run.release()
+            for run in reversed(runs):
                 run.prepare_backward()
                 with _named(run.case):
-                    mark.append(self.clock.mark())
                     run.backward()
-                    mark.append(self.clock.mark())
         finally:
             gc.enable()
         self.clock.wait()
-        for run, (a, b, c, d) in zip(runs, marks, strict=True):
-            run.times.append((self.clock.between(a, b), self.clock.between(c, d) if run.has_backward else 0.0))
-            run.gradients = ()
+        for run, (start, end) in zip(runs, marks, strict=True):
+            run.finish(start, end)
 
-    def take(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-        """A random tensor of the pool. Floats lie in [0, 1): every operator has a value and a derivative there."""
-        count = prod(shape)
-        pool = self._pools.get(dtype)
-        if pool is None or pool.numel() < 2 * count:
-            size = max(2 * count, POOL_BYTES // dtype.itemsize)
-            pool = self._pools[dtype] = torch.rand(size, dtype=dtype, device=self.device)
-            self._next[dtype] = 0
-        start = self._next[dtype]
-        if start + count > pool.numel():
-            start = 0
-        self._next[dtype] = start + -(-count // 64) * 64  # keep the alignment of fresh tensors
-        return pool[start : start + count].view(tuple(shape))
+    def fill(self, tensor: Tensor) -> Tensor:
+        """Write random numbers to a new tensor, dense in memory. They lie in [0, 1): every operator has a value and a
+        derivative there."""
+        block = self._blocks.get(tensor.dtype)
+        if block is None:
+            block = self._blocks[tensor.dtype] = torch.rand(BLOCK, dtype=tensor.dtype, device=self.device)
+        flat = tensor.as_strided((tensor.numel(),), (1,))
+        whole = len(flat) // BLOCK * BLOCK
+        flat[:whole].view(-1, BLOCK).copy_(block)
+        flat[whole:].copy_(block[: len(flat) - whole])
+        return tensor
 
 
 @contextmanager
@@ -121,51 +122,22 @@ def _named(case: Case) -> Iterator[None]:
         ) from error
 
 
-class Run:
-    """A case under measurement. ``times``: (forward, backward) seconds of each sweep."""
+class Samples:
+    """What was measured of an entry. ``times``: (forward, backward) seconds of each piece of each sweep."""
 
-    def __init__(self, case: Case, bench: Bench) -> None:
-        self.case, self.bench = case, bench
+    def __init__(self, case: Case) -> None:
+        self.case = case
         self.times: list[tuple[float, float]] = []
-        self.spent = 0.0
-        self.has_backward = any(case.costed.needs)
-        self.gradients: Any = ()
-        self._kernel = build_kernel(case.costed.op, case.piece, case.shapes, KernelContext())
-        self._sources = [self._source(i, box) for i, box in enumerate(case.piece.inputs)]
-        self._operands: list[Tensor | None] = []
-        self._outputs: tuple[Tensor, ...] = ()
-        self._incoming: list[Tensor] = []
 
-    def prepare(self) -> None:
-        """Write the activations that the piece reads, as the operator before it would have done."""
-        self._operands = []
-        for source, tensor, need in zip(self._sources, self.case.costed.inputs, self.case.costed.needs, strict=True):
-            fresh = source.clone() if source is not None and tensor.kind == "activation" else source
-            fresh = None if fresh is None else preferred(fresh)
-            self._operands.append(fresh.detach().requires_grad_() if fresh is not None and need else fresh)
-
-    def forward(self) -> None:
-        """The forward task."""
-        result = self._kernel(*self._operands)
-        self._outputs = result if isinstance(result, tuple) else (result,)
-
-    def prepare_backward(self) -> None:
-        """Write the gradients of the outputs, as the operator after it would have done."""
-        self._outputs = tuple(y for y in self._outputs if y.requires_grad)
-        self._incoming = [torch.empty_like(y).copy_(self.bench.take(y.shape, y.dtype)) for y in self._outputs]
-
-    def backward(self) -> None:
-        """The backward task, and letting go of what it was the last to use."""
-        if self._outputs and self.has_backward:
-            wanted = [x for x in self._operands if x is not None and x.requires_grad]
-            self.gradients = torch.autograd.grad(self._outputs, wanted, self._incoming, allow_unused=True)
-        self._operands, self._incoming = [], []
+    @property
+    def spent(self) -> float:
+        """Seconds in all."""
+        return sum(map(sum, self.times))
 
     def forget_first(self) -> None:
-        """Drop the first measurement: it set things up, and was the first to touch its memory. Slow ones are kept."""
-        self.spent = sum(map(sum, self.times))
+        """Drop the first sweep: it set things up, and was the first to touch its memory. Slow ones are kept."""
         if self.spent < FIRST_S:
-            self.times, self.spent = [], 0.0
+            self.times = []
 
     def entry(self) -> Entry:
         """Medians of what was measured."""
@@ -180,16 +152,131 @@ class Run:
             backward=costed.backward(self.case.extents),
         )
 
-    def _source(self, position: int, box: Box | None) -> Tensor | None:
+
+class Run:
+    """A piece under measurement. Its weights and what the step is given have memory of their own, as in a step."""
+
+    def __init__(self, case: Case, bench: Bench, samples: Samples) -> None:
+        self.case, self.bench, self.samples = case, bench, samples
+        self._kernel = build_kernel(case.costed.op, case.piece, case.shapes, KernelContext())
+        self._cuts = [_cut(held, read) for held, read in zip(case.held, case.piece.inputs, strict=True)]
+        self._inputs = [self._input(i, box) for i, box in enumerate(case.held)]
+        self._operands: list[Tensor | None] = []
+        self._outputs: tuple[Tensor, ...] = ()
+        self._seeds: list[tuple[GradientEdge, Tensor]] = []
+        """Where gradients of results enter; shapes and strides of these."""
+        self._incoming: list[Tensor] = []
+        self._saved: set[int] | None = None
+        """Operands whose memory autograd keeps for the backward pass."""
+        self._gradients: list[Tensor | None] = []
+        self._entered: Any = None
+        self._left: Any = None
+
+    def prepare(self) -> None:
+        """Write the activations that the piece reads, as the operator before it would have done."""
+        self._operands = []
+        for source, need in zip(self._inputs, self.case.costed.needs, strict=True):
+            operand = source
+            if operand is not None and operand.is_meta:
+                operand = self.bench.fill(torch.empty_like(operand, device=self.bench.device))
+            self._operands.append(operand.detach().requires_grad_() if operand is not None and need else operand)
+
+    def forward(self) -> None:
+        """The forward task."""
+        if self._saved is None:
+            result, self._saved = self._watched()
+        else:
+            result = self._compute()
+        self._outputs = result if isinstance(result, tuple) else (result,)
+
+    def release(self) -> None:
+        """Let go of results and activations that autograd does not keep, as a rank does."""
+        results, self._outputs = self._outputs, ()
+        for y in results:
+            if y.requires_grad:
+                y.register_hook(self._enter)  # type: ignore[no-untyped-call]
+                self._seeds.append((get_gradient_edge(y), torch.empty_like(y, device="meta")))
+        for k, (x, source) in enumerate(zip(self._operands, self._inputs, strict=True)):
+            assert self._saved is not None
+            if x is None or not x.requires_grad:
+                self._operands[k] = None
+            elif source is not None and source.is_meta and k not in self._saved and all(x is not y for y in results):
+                x.data = x.data.new_empty(0)
+
+    def prepare_backward(self) -> None:
+        """Write the gradients of the results, as the operator after it would have done."""
+        self._incoming = [self.bench.fill(torch.empty_like(y, device=self.bench.device)) for _, y in self._seeds]
+        self._entered = self._left = None
+        for x in self._operands:
+            if x is not None:
+                x.register_hook(self._leave)  # type: ignore[no-untyped-call]
+
+    def backward(self) -> None:
+        """The backward task, and letting go of what it was the last to use. Gradients of weights are kept."""
+        wanted = [(k, x) for k, x in enumerate(self._operands) if x is not None]
+        if self._seeds and wanted:
+            edges = [edge for edge, _ in self._seeds]
+            computed = torch.autograd.grad(edges, [x for _, x in wanted], self._incoming, allow_unused=True)
+            kinds = [self.case.costed.inputs[k].kind for k, _ in wanted]
+            self._gradients = [g for g, kind in zip(computed, kinds, strict=True) if kind == "parameter"]
+        self._operands, self._incoming, self._seeds = [], [], []
+
+    def finish(self, start: Any, end: Any) -> None:
+        """Note the times of a sweep. ``start`` and ``end``: marks of the forward task."""
+        clock, entered, left = self.bench.clock, self._entered, self._left
+        backward_s = 0.0 if entered is None or left is None else clock.between(entered, left)
+        self.samples.times.append((clock.between(start, end), backward_s))
+        self._gradients = []
+
+    def _enter(self, _: Tensor) -> None:
+        """Autograd is about to take the gradient of a result."""
+        if self._entered is None:
+            self._entered = self.bench.clock.mark()
+
+    def _leave(self, _: Tensor) -> None:
+        """Autograd has computed the gradient of an operand."""
+        self._left = self.bench.clock.mark()
+
+    def _compute(self) -> Any:
+        """The results of the operator."""
+        if not any(self._cuts):
+            return self._kernel(*self._operands)
+        pairs = zip(self._operands, self._cuts, strict=True)
+        return self._kernel(*[x if x is None or at is None else x[at] for x, at in pairs])
+
+    def _watched(self) -> tuple[Any, set[int]]:
+        """The results, and which operands autograd keeps."""
+        kept: set[int] = set()
+
+        def pack(tensor: Tensor) -> Tensor:
+            kept.add(tensor.untyped_storage()._cdata)
+            return tensor
+
+        with saved_tensors_hooks(pack, lambda tensor: tensor):
+            result = self._compute()
+        saved = {k for k, x in enumerate(self._operands) if x is not None and x.untyped_storage()._cdata in kept}
+        return result, saved
+
+    def _input(self, position: int, box: Box | None) -> Tensor | None:
+        """An operand that stays from step to step; of activations, which are written anew, shape and strides."""
         if box is None:
             return None
         tensor = self.case.costed.inputs[position]
         shape, dtype = [high - low for low, high in box], getattr(torch, tensor.dtype)
         if dtype.is_floating_point or dtype.is_complex:
-            return self.bench.take(shape, dtype)
+            operand = torch.empty(shape, dtype=dtype, device=self.bench.device)
+            operand = preferred(operand) if self.case.images[position] else operand
+            return torch.empty_like(operand, device="meta") if tensor.kind == "activation" else self.bench.fill(operand)
         op = self.case.costed.op
         high = 2 if dtype == torch.bool else min(kind_of(op).integers_below(op), torch.iinfo(dtype).max)
         return torch.randint(high, shape, dtype=dtype, device=self.bench.device)
+
+
+def _cut(held: Box | None, read: Box | None) -> tuple[slice, ...] | None:
+    """Where a region lies in the one that is held; None: it is all of it."""
+    if held is None or read is None or held == read:
+        return None
+    return tuple(slice(a - low, b - low) for (low, _), (a, b) in zip(held, read, strict=True))
 
 
 class Clock:

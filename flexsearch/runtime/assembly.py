@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -34,9 +34,13 @@ class Piece:
 
 def dtype_of_transport(lowered: Lowered, transport: Transport) -> torch.dtype:
     """Element type of what a transport moves."""
+    return dtype_of(lowered.graph.tensor[name_of_transport(lowered, transport)].dtype)
+
+
+def name_of_transport(lowered: Lowered, transport: Transport) -> str:
+    """The tensor that a transport moves, or the gradient of which."""
     key = transport.key
-    name = lowered.weights[key].tensor if transport.purpose == "synchronise" else lowered.edges[key].tensor
-    return dtype_of(lowered.graph.tensor[name].dtype)
+    return lowered.weights[key].tensor if transport.purpose == "synchronise" else lowered.edges[key].tensor
 
 
 def source(
@@ -72,8 +76,10 @@ def keep(values: Values, lowered: Lowered, instruction: Keep, device: torch.devi
     return run
 
 
-def assemble(values: Values, lowered: Lowered, rank: int, instruction: Assemble, wire: Wire) -> Action:
-    """Put the results of a phase together."""
+def assemble(
+    values: Values, lowered: Lowered, rank: int, instruction: Assemble, wire: Wire, pictures: Collection[str]
+) -> Action:
+    """Put the results of a phase together. ``pictures``: tensors in the memory format of images."""
     transport = instruction.transport
     step, dtype = reshard_of(lowered, transport).phases[instruction.phase], dtype_of_transport(lowered, transport)
     results, fresh = [], []
@@ -82,16 +88,18 @@ def assemble(values: Values, lowered: Lowered, rank: int, instruction: Assemble,
         results.append((slot, _joined(step.destination[k].box, pieces, dtype, wire.device)))
         fresh.append(len(pieces) != 1 or pieces[0].box != step.destination[k].box)
     if instruction.adds:
-        return _adding(values, [(*row, new) for row, new in zip(results, fresh, strict=True)])
+        image = name_of_transport(lowered, transport) in pictures
+        return _adding(values, [(*row, new) for row, new in zip(results, fresh, strict=True)], image)
     if instruction.refills:
         return _refilling(values, results)
-    moved = transport.purpose != "synchronise"  # what arrives is packed in the order of the dimensions
+    # What arrives is packed in the order of the dimensions.
+    packed = transport.purpose != "synchronise" and name_of_transport(lowered, transport) in pictures
     owns = instruction.owns
 
     def run() -> None:
         for slot, take in results:
             result = take()
-            if moved:
+            if packed:
                 result = preferred(result)
             if owns and result.untyped_storage().nbytes() != result.numel() * result.itemsize:
                 result = result.clone()
@@ -100,12 +108,13 @@ def assemble(values: Values, lowered: Lowered, rank: int, instruction: Assemble,
     return run
 
 
-def _adding(values: Values, results: Sequence[tuple[Slot, Take, bool]]) -> Action:
-    """Add to a gradient: in the memory of the result where that is its own, and not a view of what was received."""
+def _adding(values: Values, results: Sequence[tuple[Slot, Take, bool]], image: bool) -> Action:
+    """Add to a gradient: in the memory of the result where that is its own, and not a view of what was received.
+    ``image``: whether it lies in the memory format of images."""
 
     def run() -> None:
         for slot, take, own in results:
-            result, before = preferred(take()), values[slot]
+            result, before = preferred(take()) if image else take(), values[slot]
             if before is None:
                 values[slot] = result
             else:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from flexsearch.graph import Box
+from flexsearch.graph.images import images
 from flexsearch.graph.ops import KernelContext
 from flexsearch.graph.ops.calls import dtype_of
 from flexsearch.graph.ops.local import extent, preferred
@@ -63,6 +64,7 @@ class Engine:
         self._inputs: Mapping[str, tuple[Box, Tensor]] = {}
         self.results: dict[str, Tensor] = {}
         """Of the step at hand: the loss, or the outputs of a forward pass."""
+        self._images = images(self.lowered.graph)
         self._runners: dict[tuple[int, int], SegmentRunner] = {}
         passes = (instruction for instruction in program.instructions if isinstance(instruction, Backward))
         added = Counter(slot for instruction in passes for slot in instruction.writes)
@@ -106,7 +108,7 @@ class Engine:
             case Wait():
                 return wire.waiting(values, instruction)
             case Assemble():
-                return assembly.assemble(values, self.lowered, self.rank, instruction, wire)
+                return assembly.assemble(values, self.lowered, self.rank, instruction, wire, self._images)
             case Keep():
                 return assembly.keep(values, self.lowered, instruction, wire.device)
             case Empty():
