@@ -8,6 +8,7 @@ from math import inf
 from flexsearch.cost.communication import Transfer
 from flexsearch.cost.ticks import TICK
 from flexsearch.graph import Flow, volume
+from flexsearch.graph.samples import counting
 from flexsearch.lower import Communication, Exchange, Lowered, Lowering, Member, Reshard, TaskGraph, TaskKind
 from flexsearch.lower.taskgraph import Purpose
 
@@ -26,12 +27,15 @@ class _Definition:
         """(purpose, edge or weight) -> device -> communications that deliver there."""
         self.forward()
         self.backward()
+        self.results()
         self.update()
 
     def forward(self) -> None:
         packs = self.packs()
         needed = sorted({reader for _, reader in packs})
-        for i, op in enumerate(self.graph.operators):
+        early = counting(self.graph)
+        for i in sorted(range(len(self.graph.operators)), key=lambda i: i not in early):
+            op = self.graph.operators[i]
             for pack, reader in packs:
                 before = needed.index(reader) - self.lowered.options.prefetch
                 if i == (needed[before] if before >= 0 else 0):
@@ -41,10 +45,18 @@ class _Definition:
             ])  # fmt: skip
             for name in op.outputs:
                 for e in self.lowered.edges_of[name]:
-                    forward = self.lowered.edges[e].forward
-                    assert forward is not None or op.half == "weights"
-                    if forward is not None:
-                        self.reshard("forward", e, forward)
+                    if e not in self.lowered.result_edges.values():
+                        self.forward_reshard(e)
+
+    def results(self) -> None:
+        """The loss, at the end of the step."""
+        for e in self.lowered.result_edges.values():
+            self.forward_reshard(e)
+
+    def forward_reshard(self, e: int) -> None:
+        forward = self.lowered.edges[e].forward
+        if forward is not None:  # else a gradient alone passes
+            self.reshard("forward", e, forward)
 
     def packs(self) -> list[tuple[list[int], int]]:
         """Weights that are gathered together, and the first operator that reads one of them: neighbours that one

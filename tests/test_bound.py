@@ -23,7 +23,7 @@ from flexsearch.proof.bound import Bound, always_read, lower_bound, piece_extent
 from flexsearch.search import search
 from flexsearch.search.space import Space
 from flexsearch.simulate import makespan
-from flexsearch.strategy import Options, Strategy, make_config
+from flexsearch.strategy import OperatorConfig, Options, Strategy, make_config
 from flexsearch.strategy.baselines import baselines
 from flexsearch.strategy.shares import speeds
 from flexsearch.strategy.stage import Stage
@@ -70,6 +70,14 @@ def test_nor_a_baseline_nor_a_plan_that_a_search_found(topology: str) -> None:
             assert bound.seconds <= makespan(lower(made, strategy, on, costs))
     made, on, costs, bound = bound_of("mlp", topology)
     assert bound.seconds <= search(made, on, costs, proposals=100).simulation.makespan_s
+
+
+def test_nor_is_a_plan_in_which_every_device_computes_everything() -> None:
+    made, on, costs, bound = bound_of("mlp", "unequal devices on a bus")
+    everyone = tuple(range(len(on.devices)))
+    whole = {op.name: OperatorConfig((), everyone, len(everyone)) for op in made.operators}
+    lowered = lower(made, Strategy.make(made, on, whole, Options()), on, costs)
+    assert not any(lowered.tasks.communication) and bound.seconds <= makespan(lowered)
 
 
 def test_plans_that_follow_each_other_are_not_faster_either() -> None:

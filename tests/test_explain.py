@@ -88,12 +88,12 @@ def test_the_critical_path_of_any_plan_has_no_gap_and_its_parts_add_up_to_the_it
 
 def test_a_wait_for_a_busy_link_and_for_a_processor_that_moves_bytes_is_told() -> None:
     topology = TOPOLOGIES["unequal hosts that move bytes by CPU"]()
-    graph = mlp()
-    setting = Setting.of(graph, topology)
     found = set()
-    for strategy in baselines(setting.graph, setting.topology, Options(bucket_bytes=1)).values():
-        steps = critical_path(setting.lower(strategy).tasks)
-        found |= {(step.why, step.moves_bytes) for step in steps}
+    for graph in (mlp(), cnn()):
+        setting = Setting.of(graph, topology)
+        for strategy in baselines(setting.graph, setting.topology, Options(bucket_bytes=1)).values():
+            steps = critical_path(setting.lower(strategy).tasks)
+            found |= {(step.why, step.moves_bytes) for step in steps}
     assert {("link", False), ("order", False), ("data", False), ("data", True)} <= found
 
 

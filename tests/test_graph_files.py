@@ -19,6 +19,7 @@ from flexsearch.graph.compact import to_text
 from flexsearch.graph.files import GraphFile, expand
 from flexsearch.graph.model import Tensor
 from flexsearch.graph.runs import expanded, runs, template
+from flexsearch.graph.samples import counting
 from flexsearch.graph.shipped import SHIPPED
 from tests import fuzz_documents as documents
 from tests.fuzz_documents import CHAIN, Data
@@ -186,3 +187,19 @@ def test_the_file_of_a_large_decoder_is_small(tmp_path: Path) -> None:
     assert sum(t.nbytes for t in graph.of_kind("parameter")) > 4 * 20e9
     assert saved(graph, tmp_path / "g.json") == graph
     assert (tmp_path / "g.json").stat().st_size < 20_000
+
+
+@pytest.mark.parametrize("name", ["mlp", "gpt2"])
+def test_plans_for_graphs_that_counted_targets_first_still_fit(name: str) -> None:
+    graph = OperatorGraph.load(name)
+    early = counting(graph)
+    order = sorted(range(len(graph.operators)), key=lambda i: i not in early)
+    operators = tuple(graph.operators[i] for i in order)
+    made = {n for op in operators for n in op.outputs}
+    leaves = tuple(t for t in graph.tensors if t.name not in made)
+    fields = {field: getattr(graph, field) for field in OperatorGraph.model_fields}
+    tensors = leaves + tuple(graph.tensor[n] for op in operators for n in op.outputs)
+    before = OperatorGraph(**(fields | {"operators": operators, "tensors": tensors}))
+    assert before.operators[0] != graph.operators[0] and before.content_hash() == graph.content_hash()
+    other = (*graph.operators[:-1], graph.operators[-1].model_copy(update={"module": "elsewhere"}))
+    assert OperatorGraph(**(fields | {"operators": other})).content_hash() != graph.content_hash()

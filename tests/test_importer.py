@@ -451,7 +451,7 @@ LOSSES: dict[str, tuple[Callable[[Tensor, Tensor], Tensor], str, list[tuple[str,
     "nll_loss": (
         lambda y, t: F.nll_loss(F.log_softmax(y, 1), t),
         "classes",
-        [("valid_count", "n0 -> "), ("log_softmax", "a B -> a B"), ("nll_loss", "n C, n,  -> ")],
+        [("log_softmax", "a B -> a B"), ("valid_count", "n0 -> "), ("nll_loss", "n C, n,  -> ")],
     ),
     "mse_loss": (nn.MSELoss(), "numbers", [("mse_loss", "a b, a b -> ")]),
     "l1_loss": (F.l1_loss, "numbers", [("l1_loss", "a b, a b -> ")]),
@@ -568,7 +568,9 @@ def test_layers_keep_their_names_and_lines() -> None:
     graph = import_model(model, inputs, loss, targets=targets)
     names = [op.name for op in graph.operators]
     assert {"wte", "blocks.0.attn.q_proj", "blocks.1.attn.sdpa", "blocks.1.mlp.gelu", "lm_head"} <= set(names)
-    assert names[:2] == ["loss.view", "loss.valid_count"] and graph.loss == "loss.cross_entropy"
+    # Targets are fed and counted where the loss is.
+    assert names[-4:] == ["loss.view_1", "loss.view", "loss.valid_count", "loss.cross_entropy"]
+    assert graph.loss == names[-1]
     op = graph.operators[graph.index["blocks.1.attn.sdpa"]]
     assert op.module == "blocks.1.attn" and op.outputs == (op.name,)
     assert op.source.startswith("zoo/transformer.py:") and op.roles["h"] == "parameter" and op.roles["b"] == "sample"

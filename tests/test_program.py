@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections import Counter
 from functools import cache
 
 import pytest
@@ -21,6 +22,7 @@ from flexsearch.runtime.instructions import (
     Free,
     Post,
     Program,
+    Result,
     Start,
     Wait,
 )
@@ -221,7 +223,22 @@ def test_what_a_stage_sends_leaves_before_the_rank_computes_something_else(sched
             what = tasks.communication[instruction.task]
             assert what is not None
             name = program.lowered.edges[what.members[0].key].tensor
-            if what.purpose == "forward" and program.device in what.senders and name in graph.differentiable:
+            if what.purpose == "forward" and name != graph.loss and program.device in what.senders:
                 assert made[name, tasks.microbatch[instruction.task]] == computing
-                sends += name != graph.loss
+                sends += 1
         assert sends == 4 * (each if program.device == 0 else each - 1)
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "zero-bubble"])
+def test_between_stages_pass_activations_their_gradients_and_the_loss_once(schedule: str) -> None:
+    graph = imported().graph
+    assert any(op.kind == "valid_count" for op in graph.operators)
+    plan = layout(graph, 1, 1, ["head"], ranks=2, topology="ethernet-1g-2", schedule=schedule, microbatches=4)
+    for program in programs(plan, graph):
+        sent = Counter[tuple[str, str]]()
+        for what in filter(None, program.lowered.tasks.communication):
+            if what.purpose != "synchronise":  # embedding and head share a weight
+                sent[what.purpose, program.lowered.edges[what.members[0].key].tensor] += 1
+        (activation,) = {name for purpose, name in sent if purpose == "backward"}
+        assert sent == {("forward", activation): 4, ("backward", activation): 4, ("forward", graph.loss): 1}
+        assert sum(isinstance(x, Result) for x in program.instructions) == 1

@@ -1,4 +1,4 @@
-"""From drafts to an operator graph: dead code goes, counts come first, operators and tensors get readable names."""
+"""From drafts to an operator graph: dead code goes, counts come late, operators and tensors get readable names."""
 
 from __future__ import annotations
 
@@ -23,12 +23,13 @@ def assemble(
     """The graph, and its inputs, parameters, buffers and constants.
 
     ``updates``: new values of buffers; ``counters``: buffers that every step raises by one. Names are those of the
-    layers, and depend on nothing that dead code could change.
+    layers, and depend on nothing that dead code could change. They are given as if counts came first, as they once did.
     """
     live = _ancestors(drafts, [loss, *updates.values()])
     _salt(drafts, live)
     _sample_constants(live)
-    live = _counts_first(live)
+    early = _counting(live)
+    live = early + [d for d in live if d not in early]
     read = (v for d in live for v in d.inputs if v.kind != "activation")
     leaves = dict.fromkeys([*inputs, *read, *updates, *counters])
     for value in (loss, *updates.values()):
@@ -38,11 +39,13 @@ def assemble(
     for value in leaves:
         if value.kind == "constant":
             value.name = names.fresh(value.name)
-    operators = []
-    for draft, operator_name in zip(live, _operator_names(live, names), strict=True):
+    name_of = dict(zip(live, _operator_names(live, names), strict=True))
+    for draft, operator_name in name_of.items():
         for i, output in enumerate(draft.outputs):
             output.name = operator_name if len(draft.outputs) == 1 else names.fresh(f"{operator_name}.{i}")
-        operators.append(_operator(draft, operator_name))
+    # A stage is a run of operators, and counts belong to the one where targets are fed to the loss.
+    live = _before_readers(live, early)
+    operators = [_operator(draft, name_of[draft]) for draft in live]
     order = ("input", "parameter", "buffer", "constant")
     values = sorted(leaves, key=lambda v: order.index(v.kind)) + [v for d in live for v in d.outputs]
     graph = OperatorGraph(
@@ -91,11 +94,27 @@ def _sample_constants(drafts: Sequence[Draft]) -> None:
                     draft.roles[written.axes[0]] = "sample"
 
 
-def _counts_first(drafts: list[Draft]) -> list[Draft]:
-    """Counts of valid targets, and what they depend on, before everything else: they need no result of the model."""
-    counts = [v for d in drafts if d.kind == "valid_count" for v in d.outputs]
-    early = set(_ancestors(drafts, counts))
-    return [d for d in drafts if d in early] + [d for d in drafts if d not in early]
+def _counting(drafts: list[Draft]) -> list[Draft]:
+    """Counts of valid targets, and what they depend on, in order; but no count that depends on a weight."""
+    counts = [d for d in drafts if d.kind == "valid_count"]
+    needs = [_ancestors(drafts, d.outputs) for d in counts]
+    free = [row for row in needs if all(v.kind != "parameter" for d in row for v in d.inputs)]
+    found = {d for row in free for d in row}
+    return [d for d in drafts if d in found]
+
+
+def _before_readers(drafts: list[Draft], moved: list[Draft]) -> list[Draft]:
+    """The drafts with each of those that are ``moved`` just before its first reader."""
+    waiting, placed = list(moved), list[Draft]()
+    for draft in drafts:
+        if draft in moved:
+            continue
+        if waiting:
+            due = _ancestors(waiting, draft.inputs)
+            placed += due
+            waiting = [d for d in waiting if d not in due]
+        placed.append(draft)
+    return placed + waiting
 
 
 def _operator_names(drafts: Sequence[Draft], names: _Names) -> list[str]:

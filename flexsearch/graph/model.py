@@ -273,9 +273,17 @@ class OperatorGraph(FileModel):
 
     @cached_property
     def _hash(self) -> str:
+        from flexsearch.graph.samples import counting  # it needs this module
+
         data: dict[str, Any] = self.model_dump(mode="json", exclude={"name": True, "tracing": True})
         for op in data["operators"]:
             del op["source"]  # moving a line of the model's code changes nothing of the plan
+        # Nor does it matter where counts stand: those of older graphs come first.
+        early = counting(self)
+        order = sorted(range(len(self.operators)), key=lambda i: i not in early)
+        data["operators"] = [data["operators"][i] for i in order]
+        place = {name: k for k, op in enumerate(data["operators"]) for name in op["outputs"]}
+        data["tensors"].sort(key=lambda tensor: place.get(tensor["name"], -1))
         return content_hash(data)
 
     def content_hash(self) -> str:

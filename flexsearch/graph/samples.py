@@ -14,7 +14,7 @@ State = Literal["samples", "sum"]
 for counts of targets, which are known before the first microbatch."""
 
 COUNTS: Final = frozenset({"valid_count"})
-"""Kinds that count over the batch; they run for all microbatches before anything else."""
+"""Kinds that count over the batch: each microbatch divides by the counts of all."""
 SUMS: Final = frozenset({"aten.add.Tensor", "aten.sub.Tensor"})
 """Pointwise functions of sums that give a sum, if all operands are sums."""
 SCALES: Final = frozenset({
@@ -30,8 +30,12 @@ def check_sum_over_samples(graph: OperatorGraph) -> None:
     """Raise NotationError, naming the first operator that lets samples depend on each other, or adds to the loss what
     no sample contributes: with microbatches it would compute something else."""
     states: dict[str, State] = {}
-    for op in graph.operators:
-        if (problem := _problem(op, states)) is not None:
+    early = counting(graph)
+    for i, op in enumerate(graph.operators):
+        problem = _problem(op, states)
+        if op.kind in COUNTS and i not in early:
+            problem = "counts over the whole batch what depends on a weight"
+        if problem is not None:
             raise NotationError(
                 f"operator {op.name!r} {problem}, so microbatches would compute another function than the whole batch",
                 "Plan with one microbatch.",
@@ -47,6 +51,30 @@ def is_sum_over_samples(graph: OperatorGraph) -> bool:
     except NotationError:
         return False
     return graph.batch > 1
+
+
+def counting(graph: OperatorGraph) -> frozenset[int]:
+    """Operators that count over the batch, and what they read: inputs, and what follows from those alone. A count that
+    depends on a weight is left out."""
+    found: set[int] = set()
+    for i, op in enumerate(graph.operators):
+        if op.kind in COUNTS:
+            found |= _without_weights(graph, i)
+    return frozenset(found)
+
+
+def _without_weights(graph: OperatorGraph, operator: int) -> set[int]:
+    """An operator and those that it depends on; none of them if one reads a weight."""
+    needed, open_ones = {operator}, [operator]
+    while open_ones:
+        for name in graph.operators[open_ones.pop()].inputs:
+            if graph.tensor[name].kind == "parameter":
+                return set()
+            producer = graph.producer.get(name, operator)
+            if producer not in needed:
+                needed.add(producer)
+                open_ones.append(producer)
+    return needed
 
 
 def _samples(op: Operator, operand: Operand | None = None) -> set[str]:

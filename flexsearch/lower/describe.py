@@ -16,6 +16,7 @@ from flexsearch.lower.rows import (
     BACKWARD,
     GATHER_ONCE,
     NEVER,
+    RESULT,
     SYNCHRONISE,
     UPDATE,
     WEIGHT_GRADIENT,
@@ -92,6 +93,8 @@ def write(plan: Plan) -> Any:
         first = plan.filled.communication[0]
         if kind == SYNCHRONISE:
             synchronise(blocks, plan.program, pools, state, draft, segments, plan.filled, b, argument)
+        elif kind == RESULT:
+            send(blocks, pools, state.forward, draft, segments, plan.filled, b)
         elif kind == UPDATE:
             update(blocks, plan.program, state, draft, segments, plan.new_segment, b)
         else:

@@ -129,14 +129,18 @@ def _all_at_once(
     routes: RouteTable, rates: Rates, source: Side, destination: Side, itemsize: Any, groups: Groups, moves: Moves,
     rows: Exchanges,
 ) -> Any:  # fmt: skip
-    """Whether all-reduces among more than MANY devices each are all that is needed; they are added then. Nothing else
-    is weighed against them: messages from each to each would take the square of the devices to write down."""
-    if destination.size[0] <= MANY:
+    """Whether all-reduces among more than MANY devices each, or of single numbers where ``reduces_numbers`` says so,
+    are all that is needed; they are added then. Nothing else is weighed against them: messages from each to each would
+    take the square of the devices to write down."""
+    numbers = rates.reduces_numbers[0] == 1 and destination.size[0] > ZERO
+    for k in range(destination.size[0]):
+        numbers = numbers and destination.volume[k] == 1
+    if destination.size[0] <= MANY and not numbers:
         return False
     _group(destination, groups)
     for k in range(destination.size[0]):
         groups.shared[k] = 1 if groups.members[k] > 0 else 0
-        if ZERO < np.uint64(groups.members[k]) <= MANY:
+        if not numbers and ZERO < np.uint64(groups.members[k]) <= MANY:
             return False
     _plain(groups.done, destination.size[0])
     if not _all_reduces(routes, rates, source, destination, itemsize, groups, moves, rows):

@@ -24,6 +24,7 @@ from flexsearch.lower.rows import (
     NEVER,
     RECOMPUTE,
     REGATHER,
+    RESULT,
     SYNCHRONISE,
     WEIGHT_GRADIENT,
     Machine,
@@ -62,7 +63,7 @@ def _slots(graph: OperatorGraph) -> tuple[Rows, dict[tuple[int, int], int], int]
 
 
 def _results(lowering: Pieces, first: int) -> dict[str, list[int]]:
-    """Slots of results by tensor: the loss (or outputs), then new values of buffers."""
+    """Slots of results by tensor: what a step returns, the loss (or outputs), then new values of buffers."""
     found: dict[str, list[int]] = {}
     for k, name in enumerate((*lowering.results, *lowering.graph.buffer_updates.values())):
         found.setdefault(name, []).append(first + k)
@@ -176,9 +177,12 @@ def make_block_table(lowering: Pieces, blocks: Blocks, stages: Stages, devices: 
     parameters = graph.of_kind("parameter")
     read, made = _read(graph, slot), _made(graph, slot, results)
     inside = _inside(graph, slot, blocks.region)
+    returned = range(count, count + len(lowering.results))
+    sent_at_once = Rows([s for s in made.row(i) if s not in returned] for i in range(len(graph.operators)))
     packed = Rows([slot for w in pack for slot in read.row(w)] for pack in blocks.packs)
     of_kind = {
-        GATHER: packed, FORWARD: made, BACKWARD: operands, RECOMPUTE: inside, REGATHER: packed, GATHER_ONCE: packed,
+        GATHER: packed, FORWARD: sent_at_once, BACKWARD: operands, RECOMPUTE: inside, REGATHER: packed,
+        GATHER_ONCE: packed, RESULT: Rows([returned]),
     }  # fmt: skip
     sent = Rows(of_kind[k].row(a) if k in of_kind else () for k, a in zip(blocks.kind, blocks.argument, strict=True))
     place = {block: b for b, block in enumerate(zip(blocks.kind, blocks.argument, strict=True))}

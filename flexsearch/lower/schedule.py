@@ -3,7 +3,8 @@
 Blocks follow from the graph, the options and the stages, never from a config. Their order is
 
 - gathers of weights that several stages read;
-- the forward pass, stage by stage: operators in topological order. Sharded weights are gathered in packs
+- the forward pass, stage by stage: operators in topological order, those that count targets first, as they wait for no
+  other and what they send then moves while the rest computes. Sharded weights are gathered in packs
   (``lower.gathers``), each ``prefetch`` packs before it is first read, so that it moves while operators compute;
 - the backward pass, stage by stage from the last: operators in reverse. Before a checkpointed region is entered, its
   forward pass stands again; before that, gathers of weights that were let go of (``lower.recompute``). After the
@@ -11,7 +12,8 @@ Blocks follow from the graph, the options and the stages, never from a config. T
   those of the next one start, so that they wait for nothing and hold nothing up; those of a stage's last bucket after
   its last operator. Schedules that run weight gradients later have two passes for it: the gradients of activations,
   operator by operator, then those of weights, with the synchronisation;
-- synchronisation of weights that several stages read, and the update.
+- synchronisation of weights that several stages read, the loss, and the update. The loss is sent once, as the sum over
+  the microbatches: nothing waits for it.
 
 With several microbatches a bucket is synchronised in two blocks: one for the final microbatch, which sends gradients
 summed over all; one for every microbatch, which sends those of weights that keep only parts of their gradients
@@ -34,6 +36,7 @@ import numpy as np
 
 from flexsearch.errors import FlexsearchError
 from flexsearch.graph import Flow, OperatorGraph
+from flexsearch.graph.samples import counting
 from flexsearch.lower.actions import Action, actions, check_orders, last_microbatch
 from flexsearch.lower.gathers import before_backward, before_forward, packs_of, regathered_weights
 from flexsearch.lower.recompute import entered_regions, regions_of
@@ -45,6 +48,7 @@ from flexsearch.lower.rows import (
     NOBODY,
     RECOMPUTE,
     REGATHER,
+    RESULT,
     SYNCHRONISE,
     UPDATE,
     WEIGHT_GRADIENT,
@@ -209,7 +213,7 @@ class Blocks:
         self.argument.append(argument)
         passes = FORWARD, BACKWARD, WEIGHT_GRADIENT, RECOMPUTE, REGATHER
         self.once.append(not repeated and kind not in passes)
-        self.last.append(not repeated and kind in (SYNCHRONISE, UPDATE))
+        self.last.append(not repeated and kind in (SYNCHRONISE, RESULT, UPDATE))
         self.stage.append(stage)
 
     def bucket(self, weights: list[int], sums: int) -> int:
@@ -247,10 +251,10 @@ def make_blocks(graph: OperatorGraph, options: Options, stages: Stages) -> Block
         if stage == NOBODY:
             blocks.add(GATHER, p, NOBODY)
     blocks.before = range(len(blocks))
-    ends = [*stages.first[1:], len(graph.operators)]
+    ends, early = [*stages.first[1:], len(graph.operators)], counting(graph)
     for stage, (first, last) in enumerate(zip(stages.first, ends, strict=True)):
         begin = len(blocks)
-        for i in range(first, last):
+        for i in sorted(range(first, last), key=lambda i: i not in early):
             for p in gathered_before.get(i, ()):
                 again = packs[p][0] in regathered
                 if again:
@@ -271,7 +275,7 @@ def _add_backward(
     blocks: Blocks, graph: OperatorGraph, bucket_of: Mapping[str, int], stages: Stages, shared: set[int],
     again: Mapping[int, list[tuple[int, int]]],
 ) -> None:  # fmt: skip
-    """The backward pass with what is done ``again`` in it and its synchronisation, and the update."""
+    """The backward pass with what is done ``again`` in it and its synchronisation, the loss and the update."""
     late: list[int] = []
     passes: list[list[tuple[int, list[list[int]]]]] = [[] for _ in stages.first]
     stage_of = stages.of(len(graph.operators))
@@ -295,6 +299,7 @@ def _add_backward(
         before = bucket
     if before != NOBODY:
         blocks.synchronise(NOBODY, before, NOBODY)
+    blocks.add(RESULT, 0, NOBODY)
     blocks.add(UPDATE, 0, NOBODY)
     blocks.after = range(begin, len(blocks))
 

@@ -30,6 +30,7 @@ from flexsearch.lower.rows import (
     NEVER,
     RECOMPUTE,
     REGATHER,
+    RESULT,
     SYNCHRONISE,
     UPDATE,
     WAIT,
@@ -46,7 +47,7 @@ T = TypeVar("T", int, float)
 
 _PURPOSES: dict[int, Purpose] = {
     GATHER: "gather", FORWARD: "forward", BACKWARD: "backward", SYNCHRONISE: "synchronise",
-    RECOMPUTE: "recompute", REGATHER: "regather", GATHER_ONCE: "gather",
+    RECOMPUTE: "recompute", REGATHER: "regather", GATHER_ONCE: "gather", RESULT: "forward",
 }  # fmt: skip
 _KINDS = {
     FORWARD: TaskKind.FORWARD, BACKWARD: TaskKind.BACKWARD, WEIGHT_GRADIENT: TaskKind.WEIGHT_GRADIENT,
@@ -126,7 +127,7 @@ class Actions:
     def of(self, row: Row) -> Action | None:
         """None: it happens once a step, or nothing is divided into stages or microbatches."""
         kind, stage = int(self.table.kind[row.block]), int(self.table.stage[row.block])
-        if self.plain or kind in (GATHER, GATHER_ONCE, SYNCHRONISE, UPDATE):
+        if self.plain or kind in (GATHER, GATHER_ONCE, SYNCHRONISE, RESULT, UPDATE):
             return None
         if kind == FORWARD:
             return Action(stage, "F", row.microbatch)

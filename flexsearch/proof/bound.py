@@ -7,7 +7,7 @@ For each number m of devices that a plan may use, the bound is the largest of th
 - **work**: the total compute time, with the split that makes it smallest, divided among m processors. Where devices
   differ, a linear program shares the work out among kinds of processors. Its dual gives the bound: any prices of the
   processors prove one, and the code searches for good prices.
-- **links**: the loss must reach every device.
+- **links**: the loss must reach every device that does not make it.
 
 The proof uses only that a task takes at least its duration, starts after its dependencies, and has its processor to
 itself. Contention, latency, the order of events, stages and recomputation can only make a plan slower.
@@ -95,7 +95,7 @@ def lower_bound(
     least = _least(graph, costs, kinds, count, microbatches, split_backward)
     columns = {
         "work": _work(graph, topology, costs, options, least, kinds),
-        "links": np.full(count, _loss_everywhere(topology, costs.profile)),
+        "links": _loss_everywhere(topology, costs.profile),
     }
     if microbatches is not None:
         columns["critical path"] = _critical_path(graph, topology, costs, options, least, kinds)
@@ -366,6 +366,10 @@ def _shared(seconds: npt.NDArray[np.float64], members: npt.NDArray[np.int64], us
     return best
 
 
-def _loss_everywhere(topology: Topology, profile: Profile | None) -> float:
-    """The loss is sent to every device, in at least one communication that reaches the last of them."""
-    return least_seconds(topology, profile) if len(topology.devices) > 1 else 0.0
+def _loss_everywhere(topology: Topology, profile: Profile | None) -> Column:
+    """By number of devices that compute, less 1: the loss is sent to every device, in at least one communication that
+    reaches the last of them. Only if all devices compute, each may make it itself."""
+    seconds = np.zeros(len(topology.devices))
+    if len(seconds) > 1:
+        seconds[:-1] = least_seconds(topology, profile)
+    return seconds

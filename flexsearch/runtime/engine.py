@@ -16,6 +16,7 @@ from flexsearch.graph.ops.calls import dtype_of
 from flexsearch.graph.ops.local import extent, preferred
 from flexsearch.runtime import assembly
 from flexsearch.runtime.instructions import (
+    Add,
     Assemble,
     Backward,
     Deliver,
@@ -121,6 +122,8 @@ class Engine:
                 return self._fetch(instruction)
             case Deliver():
                 return self._deliver(instruction)
+            case Add():
+                return self._add(instruction)
             case Result():
                 return self._result(instruction)
             case Update():
@@ -190,14 +193,23 @@ class Engine:
 
         return run
 
+    def _add(self, instruction: Add) -> Action:
+        values, slot, total = self._values, instruction.slot, instruction.total
+
+        def run() -> None:
+            before = values[total]
+            values[total] = values[slot] if before is None else before + values[slot]
+
+        return run
+
     def _result(self, instruction: Result) -> Action:
         values, slot, name, results = self._values, instruction.slot, instruction.name, self.results
 
-        def add() -> None:
-            results[name] = results[name] + values[slot] if name in results else values[slot]
+        def take() -> None:
+            results[name] = values[slot]
 
         if not instruction.kept:
-            return add
+            return take
         kept = self.fixed[name][1]
 
         def keep_buffer() -> None:

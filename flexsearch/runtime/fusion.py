@@ -9,11 +9,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import pairwise
 
-from flexsearch.errors import FlexsearchError
-from flexsearch.graph import Box, Flow, OperatorGraph
-from flexsearch.graph.samples import COUNTS
+from flexsearch.graph import Box, Flow
+from flexsearch.graph.samples import COUNTS, counting
 from flexsearch.lower import Lowered, TaskKind
 from flexsearch.lower.recompute import regions_of
+from flexsearch.lower.rows import FORWARD
 from flexsearch.lower.schedule import trains
 from flexsearch.runtime.instructions import Call, Key, Leaf, Segment, Transport, reshard_of
 from flexsearch.runtime.rewrites import rewrite
@@ -25,14 +25,15 @@ class Fusion:
     def __init__(self, lowered: Lowered, device: int, fuse: bool) -> None:
         self.lowered, self.graph, self.device, self.fuse = lowered, lowered.graph, device, fuse
         graph = lowered.graph
-        self.mine = [i for i, p in enumerate(lowered.placed) if device in p.placement.devices]
+        self.mine = [i for i in _in_order(lowered) if device in lowered.placed[i].placement.devices]
+        """The operators of this device, in the order of its forward pass."""
         self.home = {n for i in self.mine for n in graph.operators[i].outputs}
         """Activations made here."""
         self.parts = {e: part for e in range(len(lowered.edges)) if (part := self._part(e)) is not None}
         """Edges that are parts of what is made here, without communication: (region held, region read). A segment
         takes them itself, so that autograd puts their gradients together."""
         self.stage_of = lowered.stages.of(len(graph.operators))
-        self.early = _early(graph) if lowered.stages.microbatches > 1 else frozenset()
+        self.early = counting(graph) if lowered.stages.microbatches > 1 else frozenset()
         """Operators that run for all microbatches before anything else."""
         options = lowered.options
         self.regions = regions_of(graph, options.recompute, self.stage_of, options.recompute_blocks)
@@ -198,21 +199,7 @@ class Fusion:
         return Key("home gradient", name) if name in self.home else None
 
 
-def _early(graph: OperatorGraph) -> frozenset[int]:
-    """Operators that count over the batch, and what they read: inputs, and what follows from those alone. Raises
-    FlexsearchError if such a count depends on a weight, which no microbatch may wait for."""
-    early: set[int] = set()
-    for i in reversed(range(len(graph.operators))):
-        op = graph.operators[i]
-        if op.kind in COUNTS or i in early:
-            early.add(i)
-            for name in op.inputs:
-                if graph.tensor[name].kind == "parameter":
-                    raise FlexsearchError(
-                        f"operator {op.name!r} takes part in counting over the whole batch, but reads the weight "
-                        f"{name!r}, so microbatches would have to wait for each other",
-                        "Use one microbatch, or count targets that are inputs.",
-                    )
-                if name in graph.producer:
-                    early.add(graph.producer[name])
-    return frozenset(early)
+def _in_order(lowered: Lowered) -> list[int]:
+    """All operators in the order of the forward pass."""
+    blocks = lowered.rows.blocks
+    return [int(i) for i, kind in zip(blocks.argument, blocks.kind, strict=True) if kind == FORWARD]

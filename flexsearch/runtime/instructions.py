@@ -23,7 +23,8 @@ class Key(NamedTuple):
     ``home``: an activation where its producer left it, or a stored weight; ``edge``: a tensor as the readers of an edge
     want it; ``home gradient``, ``edge gradient``: their gradients; ``weight gradient``: of a weight as it is stored;
     ``phase``, ``kept``: parts of a reshard under way; ``arrived``: what a task receives; ``saved``: what the forward
-    pass of a segment leaves for its backward pass. ``again``: computed for the second time."""
+    pass of a segment leaves for its backward pass; ``total``: the sum of a result over the microbatches. ``again``:
+    computed for the second time."""
 
     kind: str
     name: object
@@ -266,12 +267,26 @@ class Deliver(Instruction):
 
 
 @dataclass(frozen=True)
+class Add(Instruction):
+    """Add this device's part of a result of a microbatch to ``total``, that of all microbatches so far."""
+
+    slot: Slot
+    total: Slot
+
+    @property
+    def reads(self) -> tuple[Slot, ...]:
+        return (self.slot,)
+
+    @property
+    def writes(self) -> tuple[Slot, ...]:
+        return (self.total,)
+
+
+@dataclass(frozen=True)
 class Result(Instruction):
-    """Take over a result of a microbatch: the new value of ``name``, a buffer, or (not ``kept``) the loss or an output,
-    which are summed over microbatches."""
+    """Take over a result: the new value of ``name``, a buffer, or (not ``kept``) the loss or an output."""
 
     name: str
-    microbatch: int
     slot: Slot
     kept: bool = False
 

@@ -9,6 +9,7 @@ from flexsearch.graph import Box
 from flexsearch.graph.ops.local import extent
 from flexsearch.lower import Lowered
 from flexsearch.runtime.instructions import (
+    Add,
     Assemble,
     Backward,
     Deliver,
@@ -69,10 +70,10 @@ def _lines(program: Program, instruction: Instruction) -> Iterator[str]:
             yield f"{_value(program, instruction.slot)} = {what}  # microbatch {instruction.microbatch}"
         case Deliver():
             yield f"{_name(lowered.weights[instruction.weight].tensor)}.grad += {_value(program, instruction.slot)}"
+        case Add():
+            yield f"{_value(program, instruction.total)} += {_value(program, instruction.slot)}"
         case Result():
-            yield f"{_name(instruction.name)} {'=' if instruction.kept else '+='} " + _value(
-                program, instruction.slot
-            )
+            yield f"{_name(instruction.name)} = {_value(program, instruction.slot)}"
         case Empty():
             yield f"empty({_value(program, instruction.slot)})  # until it is gathered again"
         case Free():
@@ -147,7 +148,7 @@ def _start(lowered: Lowered, rank: int, task: int) -> str:
 def _value(program: Program, slot: Slot) -> str:
     """Variable of a value: the tensor's name, with the edge where it has been moved for some readers."""
     key, lowered = program.slots[slot], program.lowered
-    suffix = f"_{key.microbatch}" if lowered.stages.microbatches > 1 else ""
+    suffix = f"_{key.microbatch}" if lowered.stages.microbatches > 1 and key.kind != "total" else ""
     return _variable(lowered, key) + suffix + ("_again" if key.again else "")
 
 
@@ -158,6 +159,8 @@ def _variable(lowered: Lowered, key: Key) -> str:
     if isinstance(name, tuple):  # a part of a reshard
         transport, number = name
         return f"{key.kind}_{number}_of_{_name(_tensor(lowered, transport))}"
+    if key.kind == "total":
+        return f"{_name(str(name))}_total"
     if key.kind.startswith("home"):
         return _name(str(name)) + ("_gradient" if key.kind != "home" else "_here")
     number = int(str(name))

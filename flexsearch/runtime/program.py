@@ -13,6 +13,7 @@ from flexsearch.lower import Communication, Lowered, Move, TaskKind
 from flexsearch.lower.taskgraph import Purpose
 from flexsearch.runtime.fusion import Fusion
 from flexsearch.runtime.instructions import (
+    Add,
     Assemble,
     Backward,
     Deliver,
@@ -169,6 +170,10 @@ class _Compiler:
         trained = segment.backward and (again or segment.region < 0)
         saved = self.slot(Key("saved", s, m)) if trained else None
         self.emit(Forward(s, m, again, leaves, exports, saved))
+        if self.lowered.stages.microbatches > 1 and not again:
+            for _, name in segment.exports:
+                if name in self.lowered.result_edges:
+                    self.emit(Add(self.slot(Key("home", name, m)), self._total(name)))
 
     def _backward(self, s: int, m: int, kind: TaskKind) -> None:
         segment = self.segments[s]
@@ -307,6 +312,8 @@ class _Compiler:
         if purpose == "backward":
             return self.slot(Key("edge gradient", key, m))
         name = self.lowered.edges[key].tensor
+        if self.lowered.result_edges.get(name) == key:
+            return self._total(name)
         if purpose in ("gather", "regather"):
             return self._stored(name)
         return self.slot(Key("home", name, m, purpose == "recompute"))
@@ -419,17 +426,20 @@ class _Compiler:
         for name in self.lowered.update_edges:
             if (m := self.fetched.get(name)) is not None:
                 self._finish_buffer(name, m)
-        for m in range(self.lowered.stages.microbatches):
-            for name, e in self.lowered.result_edges.items():
-                if any(entry.device == self.device for entry in self.lowered.edges[e].need):
-                    self.emit(Result(name, m, self._result(e, m)))
+        for name, e in self.lowered.result_edges.items():
+            if any(entry.device == self.device for entry in self.lowered.edges[e].need):
+                self.emit(Result(name, self._result(Transport("forward", e), self._total(name))))
 
     def _finish_buffer(self, name: str, m: int) -> None:
-        self.emit(Result(name, m, self._result(self.lowered.update_edges[name], m), True))
+        e = self.lowered.update_edges[name]
+        home = self.slot(Key("home", self.lowered.edges[e].tensor, m))
+        self.emit(Result(name, self._result(Transport("forward", e, m), home), True))
 
-    def _result(self, e: int, m: int) -> Slot:
-        """What an edge without readers brings here."""
-        transport = Transport("forward", e, m)
-        if self.fusion.arrives(transport) and self.fusion.active(transport):
-            return self._finish(transport)
-        return self.slot(Key("home", self.lowered.edges[e].tensor, m))
+    def _result(self, transport: Transport, home: Slot) -> Slot:
+        """What an edge without readers brings here; ``home`` if that is what this device has made."""
+        arrives = self.fusion.arrives(transport) and self.fusion.active(transport)
+        return self._finish(transport) if arrives else home
+
+    def _total(self, name: str) -> Slot:
+        """This device's part of a result of the step."""
+        return self.slot(Key("total" if self.lowered.stages.microbatches > 1 else "home", name))

@@ -16,7 +16,8 @@ last moment, both included. These are the spans:
   own: what uses it prolongs the input's.
 - A **copy** in another layout: from the communication that brings it (or from the forward, if it is cut from what the
   device has) to the last reader's use, as above. Where a device gets exactly what it has, there is none, and readers
-  prolong the original. A result (the loss, a buffer's new value) is kept to the end of the step.
+  prolong the original. A result (the loss, a buffer's new value) is kept to the end of the step; the loss of a
+  microbatch is added to that of the others where it is made.
 - What is **computed again** (``lower.recompute``) has all of this twice: from its forward pass it lives for readers'
   forward passes alone, unless they are outside of its checkpointed region; from its second forward pass for what its
   region needs in the backward pass. What a region reads from outside lives until the region reads it again, and to the
@@ -59,7 +60,7 @@ import numpy.typing as npt
 from flexsearch.compiled import I64, ONE, TWO, U8, U32, U64, ZERO, lean
 from flexsearch.graph import Flow
 from flexsearch.lower.arrays import NOTHING, Pools, Program, State
-from flexsearch.lower.change import Wiring
+from flexsearch.lower.change import ALWAYS, Wiring
 from flexsearch.lower.footprints import ALIASED, RECEIVES, TAKES_PART, TAKES_PART_AGAIN, Landings
 from flexsearch.lower.interned import Interned, entries_of, rank_of
 from flexsearch.packed import packed
@@ -88,11 +89,11 @@ class Units(NamedTuple):
     ``sync_block`` and ``second_block``, where the phases of its synchronisation are issued; ``each_block`` and
     ``each_second``, those of one for every microbatch (the same where there is no other). By tensor at hand: its
     readers' slots (``reader``), ``at_hand_itemsize``, ``at_hand_bytes`` in all, the ``part`` of memory that it belongs
-    to. ``update_block``: (1,), the last. By operator: ``forward_block``, ``backward_block`` (the forward one if there
-    is none), ``weight_block``, where it is done with what it saved and with the gradients of its outputs (the backward
-    one if its backward pass is whole), ``recompute_block`` and ``region`` (NOTHING: it is not computed again); by
-    weight: ``gather_block``, ``once_block`` (where a weight that stays whole is gathered), ``regather_block`` (NOTHING:
-    none).
+    to. ``update_block``: (1,), the last; ``result_block``: (1,), where the loss is sent. By operator:
+    ``forward_block``, ``backward_block`` (the forward one if there is none), ``weight_block``, where it is done with
+    what it saved and with the gradients of its outputs (the backward one if its backward pass is whole),
+    ``recompute_block`` and ``region`` (NOTHING: it is not computed again); by weight: ``gather_block``, ``once_block``
+    (where a weight that stays whole is gathered), ``regather_block`` (NOTHING: none).
     """
 
     root: U8
@@ -125,6 +126,7 @@ class Units(NamedTuple):
     part: U8
     state_bytes: I64
     update_block: U32
+    result_block: U32
     forward_block: U32
     backward_block: U32
     weight_block: U32
@@ -277,8 +279,9 @@ def _forward(sources: Sources, state: State, t: Any, spans: Spans) -> None:
             ):
                 home = units.region[producer]
                 _distribute(sources, state, wiring.tensor_slot, k, last, place, now, again, home, spans)
-    now = TWO * np.uint64(units.forward_block[producer])
     for k in range(np.uint64(wiring.result_first[t]), np.uint64(wiring.result_last[t])):
+        returned = wiring.result_buffer[k] == ALWAYS
+        now = TWO * np.uint64(units.result_block[0] if returned else units.forward_block[producer])
         _distribute(sources, state, wiring.result_slot, k, k, place, now, 0, NOTHING, spans)
 
 

@@ -129,7 +129,7 @@ def make_units(graph: OperatorGraph, wiring: Wiring, table: BlockTable, options:
         at_hand_itemsize=sizes(graph.tensor[name].itemsize for name in at_hand),
         at_hand_bytes=sizes(graph.tensor[name].nbytes for name in at_hand), part=np.array(parts, np.uint8),
         state_bytes=sizes(state_bytes(graph.tensor[name], options.optimizer, options.precision) for name in weights),
-        update_block=np.array([last], np.uint32),
+        update_block=np.array([last], np.uint32), result_block=np.array([last - 1], np.uint32),
         forward_block=table.forward_of,
         backward_block=backward,
         weight_block=np.where(table.weight_of == NOTHING, backward, table.weight_of), gather_block=table.gather_of,

@@ -28,6 +28,7 @@ import numpy as np
 from flexsearch.errors import StrategyError
 from flexsearch.graph import Operator, OperatorGraph
 from flexsearch.graph.ops import forward_flops
+from flexsearch.graph.samples import counting
 from flexsearch.strategy.config import OperatorConfig, Sharding, States, make_config
 from flexsearch.strategy.depth import balance, depths
 from flexsearch.strategy.model import Strategy
@@ -245,6 +246,7 @@ def _tensor_parallel(setting: _Setting, devices: Sequence[int]) -> Configs:
     heavy = [i for i in range(len(setting.operators)) if is_heavy(graph, i)]
     if not any(setting.operators[i].axes_of("parameter") for i in heavy):
         raise _LeftOut("no operator has output features, channels, heads or a vocabulary to split")
+    counts = counting(graph)  # each device counts all targets, so that they need not add up
 
     def rule(i: int, followed: OperatorConfig | None) -> OperatorConfig:
         op = setting.operators[i]
@@ -254,7 +256,7 @@ def _tensor_parallel(setting: _Setting, devices: Sequence[int]) -> Configs:
             axes = op.axes_of("parameter") if op.kind != "embedding" else table_axes(graph, i)
             if (split := _by_axis(op, axes, devices)) is not None:
                 return split
-        if i > heavy[-1]:  # the loss: nothing after it wants the whole
+        if i > heavy[-1] and i not in counts:  # the loss: nothing after it wants the whole
             return _by_sample(op, devices) or make_config(op, {}, devices)
         return make_config(op, {}, devices)
 
