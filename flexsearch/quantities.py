@@ -44,6 +44,9 @@ SecondsPerByte = Annotated[float, Field(ge=0.0, le=1.0)]
 PredictedSeconds = Annotated[float, Field(ge=0.0, le=1e60)]
 """An iteration time that was computed, not measured: slow links and large tensors may make it long."""
 Factor = Annotated[float, Field(ge=1e-3, le=1e6)]
+Share = Annotated[float, Field(ge=1e-3, le=1.0)]
+"""Of a peak."""
+Elements = Annotated[float, Field(ge=0.0, le=1e6)]
 """A time over an ideal time."""
 Bytes = Annotated[int, Field(ge=0, lt=MAX_BYTES)]
 Capacity = Annotated[int, Field(ge=1, lt=MAX_BYTES)]

@@ -16,7 +16,8 @@ import torch.nn.functional as F
 from torch import nn
 
 from flexsearch.cost import Costs, Profile, ProfileDevice
-from flexsearch.cost.compute import MATRIX_EFFICIENCY, MEMORY_EFFICIENCY, OTHER_EFFICIENCY, Costed
+from flexsearch.cost.compute import Costed
+from flexsearch.cost.efficiency import MATRIX_EFFICIENCY, MEMORY_EFFICIENCY, OTHER_EFFICIENCY
 from flexsearch.cost.profile import Entry, UpdateEntry, Work
 from flexsearch.cost.ticks import TICK
 from flexsearch.errors import FileFormatError, ProfileError

@@ -7,7 +7,7 @@ from the extents of a piece, never from its place, so that a cost does not depen
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass
 from functools import cached_property
@@ -19,22 +19,16 @@ import numpy as np
 import numpy.typing as npt
 
 from flexsearch.compiled import lean
+from flexsearch.cost.efficiency import Product, computing_rates, moving_rate, product_of, roofline
 from flexsearch.cost.profile import Entry, Profile, Work, signature
 from flexsearch.cost.ticks import FOREVER, TICK, task_seconds, whole
 from flexsearch.errors import ProfileError
 from flexsearch.graph.model import Operator, OperatorGraph, Tensor
 from flexsearch.graph.notation import Operand
-from flexsearch.graph.ops import KINDS, backward_flops, forward_flops, kind_of, shipped
+from flexsearch.graph.ops import backward_flops, forward_flops, kind_of, shipped
 from flexsearch.graph.piece import Piece
 from flexsearch.graph.precision import Precision
 from flexsearch.topology import Device, Topology
-
-# Share of the peak FLOP/s that is reached. Matrix work: 0.6, amid what cuDNN and oneDNN reach for the shapes of
-# ordinary networks (0.4 to 0.8). Other work does no fused multiply-adds and hardly ever fills all pipes.
-MATRIX_EFFICIENCY: Final = 0.6
-OTHER_EFFICIENCY: Final = 0.25
-# Share of the peak memory bandwidth that streaming reads and writes reach (STREAM gives 0.75 to 0.9).
-MEMORY_EFFICIENCY: Final = 0.8
 
 Numbers = npt.NDArray[np.int64]
 Seconds = npt.NDArray[np.float64]
@@ -60,19 +54,6 @@ def state_bytes(weight: Tensor, optimizer: str, precision: Precision) -> int:
 def bytes_in_training(weight: Tensor, optimizer: str, precision: Precision) -> float:
     """Bytes of a weight, its gradient and what the optimizer keeps of it."""
     return 2 * weight.nbytes + weight.nbytes / weight.itemsize * state_bytes(weight, optimizer, precision)
-
-
-def roofline(kind: str, flops: float, nbytes: float, dtype: str, device: Device) -> float:
-    """Seconds of work of an operator kind on ``device``, by its figures alone."""
-    computing, moving = _rates(kind, dtype, device)
-    return device.overhead_s + max(flops / computing, nbytes / moving)
-
-
-def _rates(kind: str, dtype: str, device: Device) -> tuple[float, float]:
-    """FLOP/s and B/s that operators of a kind reach."""
-    matrix = kind in KINDS and (KINDS[kind].contraction or KINDS[kind].matrix)
-    efficiency = MATRIX_EFFICIENCY if matrix else OTHER_EFFICIENCY
-    return device.flops_for(dtype) * efficiency, device.memory_bandwidth * MEMORY_EFFICIENCY
 
 
 @dataclass(frozen=True)
@@ -175,6 +156,11 @@ class Costed:
         trained = tuple(need and t.kind == "parameter" for need, t in zip(self.needs, self.inputs, strict=True))
         others = tuple(need and not own for need, own in zip(self.needs, trained, strict=True))
         return (trained, others) if any(trained) and any(others) else None
+
+    @cached_property
+    def product(self) -> Product | None:
+        """Axes of the matrix product that it is."""
+        return product_of(self.op)
 
     @cached_property
     def _free(self) -> bool:
@@ -328,8 +314,9 @@ class _Model:
     """Costs on one kind of device."""
 
     def __init__(self, device: Device, profile: Profile | None) -> None:
-        self.device = device
         self.profile = profile if profile is not None and profile.device.fits(device) else None
+        # Measurements are compared with the plain roofline, and what they lack is estimated by that.
+        self.device = device if self.profile is None else device.model_copy(update={"efficiency": None})
         self._forward: dict[str, float] = {}
         self._backward: dict[str, float] = {}
         self._compute, self._task_s = 1.0, 0.0
@@ -344,12 +331,9 @@ class _Model:
         if self.profile is not None and (entry := self.profile.entries.get(costed.signature(extents))) is not None:
             seconds = entry.forward_s, entry.backward_s
         else:
-            kind, dtype = costed.op.kind, costed.dtype
-            forward, backward = costed.counts(extents)
-            seconds = (
-                roofline(kind, *forward, dtype, self.device) * _scale(self._forward, kind),
-                roofline(kind, *backward, dtype, self.device) * _scale(self._backward, kind),
-            )
+            kind = costed.op.kind
+            forward, backward = self._estimated(costed, extents, max)
+            seconds = forward * _scale(self._forward, kind), backward * _scale(self._backward, kind)
         return _computing(*(s * self._compute + self._task_s for s in seconds))
 
     def seconds_many(self, costed: Costed, extents: Mapping[str, Numbers]) -> tuple[Seconds, Seconds]:
@@ -358,13 +342,22 @@ class _Model:
         if not shipped(kind) or any(entry.kind == kind for entry in self._entries):
             rows = [self.seconds(costed, {a: int(column[k]) for a, column in extents.items()}) for k in range(count)]
             return np.array([f for f, _ in rows]), np.array([b for _, b in rows])
-        flops_s, moving = _rates(kind, costed.dtype, self.device)
-        found = []
-        for (flops, nbytes), ratios in zip(costed.counts(extents), (self._forward, self._backward), strict=True):
-            seconds = self.device.overhead_s + np.maximum(flops / flops_s, nbytes / moving)
-            learned = seconds * _scale(ratios, kind) * self._compute + self._task_s
-            found.append(np.broadcast_to(task_seconds(learned), (count,)))
-        return found[0], found[1]
+        estimated = self._estimated(costed, extents, np.maximum)
+        forward, backward = (
+            np.broadcast_to(task_seconds(seconds * _scale(ratios, kind) * self._compute + self._task_s), (count,))
+            for seconds, ratios in zip(estimated, (self._forward, self._backward), strict=True)
+        )
+        return forward, backward
+
+    def _estimated(self, costed: Costed, extents: Mapping[str, Any], most: Callable[[Any, Any], Any]) -> Any:
+        """Seconds of the two tasks by the device's figures: what takes longer of computing and moving bytes. ``most``:
+        the larger of two numbers or arrays."""
+        rates = computing_rates(costed.op, costed.product, extents, costed.dtype, self.device)
+        moving = moving_rate(self.device)
+        return tuple(
+            self.device.overhead_s + most(flops / rate, nbytes / moving)
+            for (flops, nbytes), rate in zip(costed.counts(extents), rates, strict=True)
+        )
 
     @property
     def _entries(self) -> Iterable[Entry]:
@@ -375,7 +368,7 @@ class _Model:
         for name, entry in measured.items():
             if name == optimizer:
                 return entry.s_per_byte * self._compute, entry.s_per_tensor * self._compute
-        per_byte = STREAMS[optimizer] / (self.device.memory_bandwidth * MEMORY_EFFICIENCY)
+        per_byte = STREAMS[optimizer] / moving_rate(self.device)
         return per_byte * self._compute, UPDATE_KERNELS[optimizer] * self.device.overhead_s * self._compute
 
 

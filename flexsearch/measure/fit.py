@@ -13,7 +13,7 @@ from statistics import median
 from typing import Literal
 
 from flexsearch.cost.communication import Pricing
-from flexsearch.cost.compute import MEMORY_EFFICIENCY
+from flexsearch.cost.efficiency import MEMORY_EFFICIENCY
 from flexsearch.measure.machine import Compute, Facts
 from flexsearch.topology import Communication, Device, Link, Topology
 from flexsearch.topology.parts import FORMS

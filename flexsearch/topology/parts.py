@@ -10,7 +10,16 @@ from pydantic import AfterValidator, Field, Strict, field_validator, model_valid
 
 from flexsearch import quantities
 from flexsearch.files import FileModel, printable
-from flexsearch.quantities import Bandwidth, Capacity, Factor, FlopRate, LatencySeconds, SecondsPerByte
+from flexsearch.quantities import (
+    Bandwidth,
+    Capacity,
+    Elements,
+    Factor,
+    FlopRate,
+    LatencySeconds,
+    SecondsPerByte,
+    Share,
+)
 
 DTYPES: Final = ("float64", "float32", "bfloat16", "float16")
 FORMS: Final = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "exchange")
@@ -47,6 +56,21 @@ def _name(value: str) -> str:
 Name = Annotated[quantities.Name, AfterValidator(_name)]
 
 
+class Efficiency(FileModel):
+    """What kernels reach of a device's peaks, fitted to measured training steps.
+
+    ``matrix``: share of the FLOP/s that large matrix products reach; a product of an (m, k) and a (k, n) matrix reaches
+    ``matrix / ((1 + s/m) (1 + s/n) (1 + s/k))`` with s = ``matrix_size``, in elements. ``attention_forward``,
+    ``attention_backward``: of attention in one kernel, whose causal masks count as full work, so up to twice what it
+    computes. ``memory``: share of the bandwidth."""
+
+    matrix: Share
+    matrix_size: Elements
+    attention_forward: Annotated[Factor, Field(le=2.0)]
+    attention_backward: Annotated[Factor, Field(le=2.0)]
+    memory: Share
+
+
 class Device(FileModel):
     """One worker of a plan: a GPU, or one rank's share of a CPU. ``flops`` and ``memory_bandwidth`` are plain peaks."""
 
@@ -59,6 +83,7 @@ class Device(FileModel):
     memory_bytes: Capacity
     processor: Name | None = None  # devices naming the same one take turns on it (emulated hosts too); None: its own
     overhead_s: LatencySeconds  # host time to launch one operator
+    efficiency: Efficiency | None = None  # None: one share for all shapes (``cost.efficiency``)
 
     @field_validator("flops")
     @classmethod

@@ -184,6 +184,9 @@ class Topology(files.FileModel):
         described = self.model_dump(mode="json", exclude={"name", "source"})
         for field in self.communication.assumed():
             del described["communication"][field]
+        for device in described["devices"]:
+            if device["efficiency"] is None:
+                del device["efficiency"]
         return files.content_hash(described)
 
     def save(self, path: str | Path) -> None:

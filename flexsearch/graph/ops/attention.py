@@ -42,7 +42,7 @@ class Attention(OperatorKind):
     words = {"h": "heads", "k": "heads", "g": "heads of a group", "q": "sequence", "v": "head features"}
     inputs = (3, 4)
     backward, again = 2.5, 0.5  # scores are computed again
-    matrix = True
+    matrix = fused_attention = True
 
     class attributes(Attributes):
         causal: bool = False

@@ -123,6 +123,8 @@ class OperatorKind:
     """Whether each factor's gradient is another contraction of the same size."""
     matrix: bool = False
     """Whether most of the FLOPs are those of matrix products, as a contraction's are."""
+    fused_attention: bool = False
+    """Whether it is attention in one kernel, which never writes the scores."""
     table: int | None = None
     """Position of the operand of which only those elements are read that another one names."""
     saved: Saved = BOTH

@@ -1,0 +1,367 @@
+"""How near are predictions to training steps that others measured on real GPU clusters?
+
+    python -m benchmarks.truth DATA [--quick] [--json] [--only fsdp|pipelines|megatron] [--rows]
+
+``DATA``: the folder of the measurements; its files and where they come from:
+
+- ``llm_foundry_fsdp.csv`` (mosaicml/llm-foundry, benchmarking README): GPT-like models under fully sharded data
+  parallelism on A100 and H100; table **fsdp**;
+- ``vtrain_multi_node_a100.csv`` (VIA-Research/vTrain): Megatron-DeepSpeed, tensor x data x pipeline on A100;
+  table **pipelines**;
+- table **megatron**: Narayanan et al., SC 2021, table 1, whose figures are in ``benchmarks/llm_plans.py``.
+
+Each row's layout, microbatches, recomputation and precision are those of the run that was measured; the step is that of
+``flexsearch.search.hybrid.simulate_layout`` on the cluster of the source. Nothing is added by hand.
+
+- ``mape``: mean of |predicted - measured| / measured; ``median_error``: the median of the same; ``bias``: the median of
+  predicted / measured - 1;
+- ``tau``: Kendall's tau between predicted and measured, of the rows of one model on one cluster that do the same work,
+  averaged over such groups; ``regret``: how much longer than the fastest layout of its group the one takes that is
+  predicted to be the fastest, measured, averaged;
+- ``refused``: rows that no plan can express, or that were measured in float8.
+
+``--rows`` prints every row.
+"""
+
+from __future__ import annotations
+
+import csv
+import json
+import sys
+import tempfile
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
+from itertools import combinations, groupby
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from benchmarks.harness import Row, median, parser, report, say
+from benchmarks.llm_plans import SEQ, TABLE_1, VOCAB, layout_of
+from flexsearch.errors import FlexsearchError
+from flexsearch.files import shipped
+from flexsearch.graph import OperatorGraph
+from flexsearch.graph.deepen import deepened
+from flexsearch.graph.importer import import_model
+from flexsearch.graph.shipped import FEW
+from flexsearch.search.hybrid import Layout, simulate_layout
+from flexsearch.strategy import Options, States
+from flexsearch.topology import Topology
+from flexsearch.zoo.base import build
+from flexsearch.zoo.transformer import token_loss
+
+MPT: Final = {
+    "125m": (768, 12, 12), "350m": (1024, 16, 24), "760m": (1536, 12, 24), "1b": (2048, 16, 24), "3b": (2560, 20, 32),
+    "7b": (4096, 32, 32), "13b": (5120, 40, 40), "30b": (7168, 56, 48), "70b": (8192, 64, 80),
+}  # fmt: skip
+"""Models of llm-foundry: hidden size, heads, layers."""
+MPT_VOCAB: Final = 50368
+STATES: Final = {"FULL_SHARD": True, "SHARD_GRAD_OP": False}
+"""Sharding strategies: whether weights are let go of after the forward pass."""
+
+
+@dataclass(frozen=True)
+class Model:
+    """A decoder. ``fused``: whether attention is one kernel; else scores, softmax, dropout and product are apart.
+    ``bias``: of linear layers."""
+
+    hidden: int
+    heads: int
+    layers: int
+    vocab: int
+    seq: int
+    fused: bool
+    bias: bool
+
+
+@dataclass(frozen=True)
+class Case:
+    """One measured step. ``group``: rows that do the same work, so that their order matters."""
+
+    table: str
+    source: str
+    group: tuple[object, ...]
+    label: str
+    model: Model
+    batch: int
+    cluster: str
+    layout: Layout
+    options: Options
+    measured_s: float
+
+
+class Block(nn.Module):
+    """Pre-normalised decoder layer, (batch, seq, hidden) -> the same."""
+
+    def __init__(self, model: Model) -> None:
+        super().__init__()
+        h, self.model = model.hidden, model
+        self.norm1, self.norm2 = nn.LayerNorm(h, bias=model.bias), nn.LayerNorm(h, bias=model.bias)
+        self.q_proj, self.k_proj, self.v_proj = (nn.Linear(h, h, bias=model.bias) for _ in range(3))
+        self.out_proj = nn.Linear(h, h, bias=model.bias)
+        self.up, self.down = nn.Linear(h, 4 * h, bias=model.bias), nn.Linear(4 * h, h, bias=model.bias)
+        self.drop = nn.Dropout(0.0 if model.fused else 0.1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.norm1(x)
+        q, k, v = (self._heads(p(y)) for p in (self.q_proj, self.k_proj, self.v_proj))
+        y = self._attend(q, k, v).transpose(1, 2).flatten(2)
+        x = x + self.drop(self.out_proj(y))
+        return x + self.drop(self.down(F.gelu(self.up(self.norm2(x)))))  # type: ignore[no-any-return]
+
+    def _heads(self, x: Tensor) -> Tensor:
+        return x.unflatten(-1, (self.model.heads, -1)).transpose(1, 2)
+
+    def _attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        if self.model.fused:
+            return F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        scores = torch.softmax(q @ k.transpose(-1, -2), -1)  # Megatron's kernel scales and masks in the same pass
+        return self.drop(scores) @ v  # type: ignore[no-any-return]
+
+
+class Decoder(nn.Module):
+    """Tokens (batch, seq) -> logits (batch, seq, vocab); output weights are tied."""
+
+    def __init__(self, model: Model, layers: int) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(model.vocab, model.hidden)
+        self.blocks = nn.ModuleList(Block(model) for _ in range(layers))
+        self.norm = nn.LayerNorm(model.hidden, bias=model.bias)
+        self.head = nn.Linear(model.hidden, model.vocab, bias=False)
+        self.head.weight = self.embedding.weight
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embedding(tokens)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(self.norm(x))  # type: ignore[no-any-return]
+
+
+@cache
+def graph_of(model: Model) -> OperatorGraph:
+    """The training step of a model, float32 until a plan says otherwise, with a batch of 4."""
+    built = build(
+        lambda: Decoder(model, FEW),
+        lambda: ((torch.randint(model.vocab, (4, model.seq)),), torch.randint(model.vocab, (4, model.seq))),
+        token_loss,
+        "meta",
+    )
+    name = f"decoder_{model.layers}x{model.hidden}"
+    return deepened(import_model(built.model, built.inputs, built.loss, targets=built.targets, name=name), model.layers)
+
+
+# ---- clusters
+
+
+def _a100_40(nodes: dict[str, Any]) -> None:
+    nodes["devices"][0].update(model="A100-SXM4-40GB", memory_bandwidth=1.555e12, memory_bytes=40 * 2**30)
+
+
+def _half_nics(nodes: dict[str, Any]) -> None:
+    """Two GPUs share a NIC of 200 Gbit/s: each has half of one, since all send at the same time."""
+    for link in nodes["links"]:
+        if link["b"] == "fabric":
+            link["bandwidth"] = 12.5e9
+
+
+CLUSTERS: Final[Mapping[str, tuple[str, Callable[[dict[str, Any]], None] | None]]] = {
+    "a100_40gb": ("dgx-a100", _a100_40), "a100_80gb": ("dgx-a100", None), "h100_80gb": ("hgx-h100", None),
+    "a100_4nic": ("dgx-a100", _half_nics),
+}  # fmt: skip
+"""By name: a preset, and what is different."""
+
+
+@cache
+def cluster_of(name: str, devices: int) -> Topology:
+    """The cluster of a case: whole servers of 8."""
+    preset, change = CLUSTERS[name]
+    path = shipped("profiles", preset)
+    assert path is not None
+    data = json.loads(path.read_text())
+    if change is not None:
+        change(data["nodes"])
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / "cluster.json"
+        file.write_text(json.dumps({**data, "name": name}))
+        return Topology.load(f"{file}:{devices // 8}")
+
+
+# ---- what was measured
+
+
+def _rows(path: Path) -> list[dict[str, str]]:
+    with path.open(newline="") as file:
+        return list(csv.DictReader(file))
+
+
+def fsdp_cases(data: Path) -> Iterator[Case | str]:
+    """Rows of llm-foundry; of those that cannot be planned, the reason."""
+    for row in _rows(data / "llm_foundry_fsdp.csv"):
+        gpus, name, seq = int(row["gpus"]), row["model"], int(row["sequence"])
+        label = f"{row['gpu']} x {gpus}, {name}, seq {seq}, {row['precision']}"
+        if "fp8" in row["precision"]:
+            yield f"{label}: float8 is no precision of a plan"
+            continue
+        hidden, heads, layers = MPT[name]
+        options = Options(
+            optimizer="adam", precision="bf16", reshard_after_forward=STATES[row["sharding"]],
+            recompute="full" if row["activation_checkpointing"] == "True" else "none",
+        )  # fmt: skip
+        yield Case(
+            "fsdp", row["gpu"], (label,), f"{label}, {row['micro_batch']} x {row['accumulation']}",
+            Model(hidden, heads, layers, MPT_VOCAB, seq, fused=True, bias=False), int(row["global_batch"]), row["gpu"],
+            Layout(gpus, 1, 1, int(row["accumulation"]), states=States.WEIGHTS), options, float(row["iteration_s"]),
+        )  # fmt: skip
+
+
+def pipeline_cases(data: Path) -> Iterator[Case | str]:
+    """Rows of vTrain."""
+    for row in _rows(data / "vtrain_multi_node_a100.csv"):
+        batch, micro, gpus = (int(row[name]) for name in ("global_batch", "micro_batch", "gpus"))
+        t, d, p = (int(row[name]) for name in ("tp", "dp", "pp"))
+        model = Model(
+            int(row["hidden"]), int(row["heads"]), int(row["layers"]), VOCAB, int(row["seq"]), fused=False, bias=True
+        )
+        yield Case(
+            "pipelines", f"{row['parameters_billion']}b", (row["parameters_billion"],),
+            f"{row['parameters_billion']}b on {gpus}: t{t} d{d} p{p} b{micro}", model, batch, "a100_4nic",
+            Layout(d, t, p, batch // d // micro), Options(optimizer="adam", precision="fp16", recompute="full"),
+            float(row["iteration_ms"]) / 1e3,
+        )  # fmt: skip
+
+
+def megatron_cases(_: Path) -> Iterator[Case | str]:
+    """Rows of the table of SC 2021; its step time by its own formula."""
+    for row in TABLE_1:
+        h, layers = row.hidden, row.layers
+        flops = 96 * row.batch * SEQ * layers * h**2 * (1 + SEQ / (6 * h) + VOCAB / (16 * layers * h))
+        model = Model(h, row.heads, layers, VOCAB, SEQ, fused=False, bias=True)
+        yield Case(
+            "megatron", "sc21", (row.parameters,), f"{row.parameters}b on {row.gpus}", model, row.batch, "a100_80gb",
+            layout_of(row), Options(optimizer="adam", precision="fp16", recompute="full"),
+            flops / row.gpus / row.tflops / 1e12,
+        )  # fmt: skip
+
+
+TABLES: Final[Mapping[str, Callable[[Path], Iterator[Case | str]]]] = {
+    "fsdp": fsdp_cases, "pipelines": pipeline_cases, "megatron": megatron_cases,
+}  # fmt: skip
+QUICK: Final = 6
+"""Rows of each table with ``--quick``, spread over it."""
+
+
+# ---- scores
+
+
+@dataclass(frozen=True)
+class Scored:
+    """A case with its predicted step."""
+
+    case: Case
+    predicted_s: float
+
+    @property
+    def ratio(self) -> float:
+        return self.predicted_s / self.case.measured_s
+
+
+def predict(case: Case) -> Scored:
+    """Simulate a case. Raises FlexsearchError where no plan expresses it."""
+    graph = graph_of(case.model).resized(case.batch)
+    topology = cluster_of(case.cluster, case.layout.devices)
+    _, step = simulate_layout(graph, topology, case.layout, case.options)
+    return Scored(case, step.makespan_s)
+
+
+def tau(rows: Sequence[Scored]) -> float | None:
+    """Kendall's tau (a) between predicted and measured; None of fewer than three rows."""
+    pairs = list(combinations(rows, 2))
+    if len(rows) < 3:
+        return None
+    agree = sum(
+        (a.predicted_s - b.predicted_s) * (a.case.measured_s - b.case.measured_s) > 0 for a, b in pairs
+    )
+    return 2 * agree / len(pairs) - 1
+
+
+def regret(rows: Sequence[Scored]) -> float | None:
+    """Measured time of the row that is predicted to be the fastest, over the least, - 1."""
+    if len(rows) < 3:
+        return None
+    chosen = min(rows, key=lambda row: row.predicted_s)
+    return chosen.case.measured_s / min(row.case.measured_s for row in rows) - 1
+
+
+def _mean(values: Iterable[float | None]) -> float | None:
+    numbers = [value for value in values if value is not None]
+    return sum(numbers) / len(numbers) if numbers else None
+
+
+def score(name: str, part: str, rows: Sequence[Scored], refused: int | None = None) -> Row:
+    """A line of the table."""
+    errors = [abs(row.ratio - 1) for row in rows]
+    groups = [list(g) for _, g in groupby(sorted(rows, key=_group), key=_group)]
+    return {
+        "table": name, "part": part, "rows": len(rows), "refused": refused, "mape": _mean(errors),
+        "median_error": median(errors), "bias": median([row.ratio - 1 for row in rows]),
+        "tau": _mean(map(tau, groups)), "regret": _mean(map(regret, groups)),
+    }  # fmt: skip
+
+
+def _group(row: Scored) -> tuple[str, ...]:
+    return tuple(map(str, row.case.group))
+
+
+def measure(name: str, data: Path, quick: bool) -> tuple[list[Scored], list[str]]:
+    """All cases of a table, simulated, and what could not be planned."""
+    cases, scored = list(TABLES[name](data)), list[Scored]()
+    if quick:
+        cases = cases[:: max(1, len(cases) // QUICK)]
+    refused = [case for case in cases if isinstance(case, str)]
+    for case in cases:
+        if isinstance(case, str):
+            continue
+        say(case.label)
+        try:
+            scored.append(predict(case))
+        except FlexsearchError as error:
+            refused.append(f"{case.label}: {error}")
+    return scored, refused
+
+
+def main() -> int:
+    """Print the tables."""
+    arguments = parser(__doc__)
+    arguments.add_argument("data", type=Path, help="folder of the measurements")
+    arguments.add_argument("--only", choices=tuple(TABLES), help="one of the tables")
+    arguments.add_argument("--rows", action="store_true", help="print every row")
+    options = arguments.parse_args()
+    if not options.data.is_dir():
+        arguments.error(f"{options.data} is no folder")
+    lines: list[Row] = []
+    for name in TABLES if options.only is None else (options.only,):
+        scored, refused = measure(name, options.data, options.quick)
+        for reason in refused:
+            say(f"refused: {reason}")
+        if options.rows:
+            lines += [
+                {"table": name, "case": row.case.label, "measured_s": row.case.measured_s,
+                 "predicted_s": row.predicted_s, "ratio": row.ratio}
+                for row in scored
+            ]  # fmt: skip
+            continue
+        parts = dict.fromkeys(row.case.source for row in scored)
+        if scored:
+            lines.append(score(name, "all", scored, len(refused)))
+        if len(parts) > 1:
+            lines += [score(name, part, [row for row in scored if row.case.source == part]) for part in parts]
+    report(lines, "Predicted and measured training steps", options.json)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,143 @@
+"""What kernels reach of a device's peaks, by the device's own figures."""
+
+from __future__ import annotations
+
+from math import prod
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from benchmarks.truth import Scored, regret, tau
+from flexsearch.cost import Costs, Profile, ProfileDevice
+from flexsearch.cost.efficiency import MATRIX_EFFICIENCY, product_of
+from flexsearch.cost.ticks import TICK
+from flexsearch.graph import OperatorGraph
+from flexsearch.graph.importer import import_model
+from flexsearch.topology import Communication, Device, Topology
+from flexsearch.topology.parts import Efficiency
+
+FLOPS, BANDWIDTH = 1e12, 1e15
+REACHED = Efficiency(matrix=0.8, matrix_size=100.0, attention_forward=0.5, attention_backward=0.25, memory=0.5)
+
+
+def machine(efficiency: Efficiency | None = REACHED, bandwidth: float = BANDWIDTH) -> Topology:
+    device = Device(
+        name="a", kind="cpu", host="h", model="chip", flops={"float32": FLOPS}, memory_bandwidth=bandwidth,
+        memory_bytes=2**40, overhead_s=0.0, efficiency=efficiency,
+    )  # fmt: skip
+    return Topology(name="one", devices=(device,), communication=Communication(backend="gloo"))
+
+
+class Net(nn.Module):
+    """A convolution, attention, a batch of products, and a linear layer, one after the other."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.linear = nn.Conv2d(3, 8, 3), nn.Linear(16, 24)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.conv(x).flatten(2)  # (2, 8, 16)
+        y = nn.functional.scaled_dot_product_attention(y, y, y, is_causal=True)
+        y = (y @ y.transpose(1, 2)) @ y
+        return self.linear(y)  # type: ignore[no-any-return]
+
+
+def net() -> OperatorGraph:
+    return import_model(Net(), (torch.randn(2, 3, 6, 6),), lambda y: y.sum())
+
+
+GRAPH = net()
+
+
+def operator(kind: str) -> int:
+    return next(i for i, op in enumerate(GRAPH.operators) if op.kind == kind)
+
+
+def sizes(kind: str) -> list[int]:
+    op = GRAPH.operators[operator(kind)]
+    product = product_of(op)
+    assert product is not None
+    return [prod(op.sizes[axis] for axis in axes) for axes in product]
+
+
+def seconds(topology: Topology, kind: str, **profile: Profile) -> tuple[float, float]:
+    i = operator(kind)
+    op = GRAPH.operators[i]
+    forward, backward = Costs(GRAPH, topology, **profile).of_extents(i, [tuple(op.sizes[a] for a in op.access.axes)], 0)
+    return float(forward[0]), float(backward[0])
+
+
+def test_axes_of_a_product_are_rows_columns_and_what_is_summed() -> None:
+    assert sizes("linear") == [2 * 8, 24, 16]
+    assert sizes("conv2d") == [2 * 4 * 4, 8, 3 * 3 * 3]
+    assert product_of(GRAPH.operators[operator("attention")]) is None
+
+
+def test_what_indexes_all_counts_products_and_makes_none_larger() -> None:
+    rows, columns, summed = sizes("einsum" if any(op.kind == "einsum" for op in GRAPH.operators) else "matmul")
+    assert sorted((rows, columns, summed)) == [8, 8, 16]
+
+
+def test_a_product_takes_longer_the_smaller_its_sides() -> None:
+    """The formula of ``Efficiency``, by hand."""
+    share = 0.8 / ((1 + 100 / 16) * (1 + 100 / 24) * (1 + 100 / 16))
+    forward, backward = seconds(machine(), "linear")
+    assert forward == pytest.approx(2 * 16 * 24 * 16 / (FLOPS * share), abs=TICK)
+    assert backward / forward == pytest.approx(2.0, rel=0.05)  # two products of these sizes, and the sum of a bias
+
+
+def test_attention_has_shares_of_its_own() -> None:
+    forward, backward = seconds(machine(), "attention")
+    assert backward / forward == pytest.approx(2.5 * 0.5 / 0.25, rel=1e-3)
+
+
+def test_memory_has_a_share() -> None:
+    slow, fast = (
+        seconds(machine(e, bandwidth=1e6), "linear")[0] for e in (REACHED, REACHED.model_copy(update={"memory": 1.0}))
+    )
+    assert slow / fast == pytest.approx(2.0, rel=1e-3)
+
+
+def test_many_pieces_cost_what_each_does() -> None:
+    i = operator("linear")
+    op, costs = GRAPH.operators[i], Costs(GRAPH, machine())
+    extents = {axis: np.array([size, max(1, size // 2)]) for axis, size in op.sizes.items()}
+    forward, backward = costs.compute_many(i, extents, 0)
+    for k in range(2):
+        one = costs.of_extents(i, [tuple(int(extents[axis][k]) for axis in op.access.axes)], 0)
+        assert (forward[k], backward[k]) == pytest.approx(tuple(one[:, 0]))
+
+
+def test_without_figures_one_share_holds_for_all_shapes() -> None:
+    assert seconds(machine(None), "linear")[0] == pytest.approx(
+        2 * 16 * 24 * 16 / (FLOPS * MATRIX_EFFICIENCY), abs=TICK
+    )
+
+
+def test_where_a_profile_was_measured_it_and_the_plain_roofline_count() -> None:
+    empty = Profile(device=ProfileDevice(kind="cpu", model="chip"), torch="2")
+    assert seconds(machine(), "linear", profile=empty) == seconds(machine(None), "linear")
+
+
+def test_files_without_figures_keep_their_hash() -> None:
+    plain = machine(None)
+    assert "efficiency" not in plain.model_dump(exclude_none=True)["devices"][0]
+    assert plain.content_hash() != machine().content_hash()
+    assert plain.content_hash() == "0a4296403f14d280"  # of a version that had no such figures
+
+
+def test_scores_of_an_order() -> None:
+    class Measured:
+        def __init__(self, seconds: float) -> None:
+            self.measured_s = seconds
+
+    def scored(*pairs: tuple[float, float]) -> list[Scored]:
+        return [Scored(Measured(m), p) for p, m in pairs]  # type: ignore[arg-type]
+
+    assert tau(scored((1, 1), (2, 2), (3, 3))) == 1.0
+    assert tau(scored((3, 1), (2, 2), (1, 3))) == -1.0
+    assert tau(scored((1, 1), (2, 2))) is None
+    assert regret(scored((3, 1), (2, 2), (1, 3))) == pytest.approx(2.0)
+    assert regret(scored((1, 1), (2, 2), (3, 3))) == 0.0
