@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from flexsearch.report import trace
-from flexsearch.runtime.parallel import Parallel
-from flexsearch.runtime.timeline import Timeline
 from flexsearch.simulate import simulate
+
+if TYPE_CHECKING:
+    from flexsearch.runtime.parallel import Parallel
+    from flexsearch.runtime.timeline import Timeline
 
 
 def save_trace(path: str | Path, step: Parallel, timeline: Timeline) -> None:

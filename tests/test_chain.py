@@ -77,7 +77,7 @@ def test_a_coarse_chain_keeps_the_steps_of_a_layer_alike() -> None:
     for coarse in (True, False):
         climber.chain.begin(start, now, now, 0, 400, coarse)
         mixed = False
-        for _ in range(40):
+        for _ in range(300):
             climber.chain.run(rng, 16)
             configs = climber.evaluate.at_hand
             kinds = [{configs[i] for i in steps} for steps in layers.values()]

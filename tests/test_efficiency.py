@@ -15,11 +15,14 @@ from flexsearch.cost.efficiency import MATRIX_EFFICIENCY, product_of
 from flexsearch.cost.ticks import TICK
 from flexsearch.graph import OperatorGraph
 from flexsearch.graph.importer import import_model
+from flexsearch.graph.precision import with_precision
 from flexsearch.topology import Communication, Device, Topology
 from flexsearch.topology.parts import Efficiency
 
 FLOPS, BANDWIDTH = 1e12, 1e15
-REACHED = Efficiency(matrix=0.8, matrix_size=100.0, attention_forward=0.5, attention_backward=0.25, memory=0.5)
+REACHED = Efficiency(
+    matrix=0.8, matrix_size=100.0, attention_forward=0.5, attention_backward=0.25, memory=0.5, overhead_s=0.0
+)
 
 
 def machine(efficiency: Efficiency | None = REACHED, bandwidth: float = BANDWIDTH) -> Topology:
@@ -48,7 +51,8 @@ def net() -> OperatorGraph:
     return import_model(Net(), (torch.randn(2, 3, 6, 6),), lambda y: y.sum())
 
 
-GRAPH = net()
+FLOAT = net()
+GRAPH = with_precision(FLOAT, "bf16")
 
 
 def operator(kind: str) -> int:
@@ -62,10 +66,12 @@ def sizes(kind: str) -> list[int]:
     return [prod(op.sizes[axis] for axis in axes) for axes in product]
 
 
-def seconds(topology: Topology, kind: str, **profile: Profile) -> tuple[float, float]:
+def seconds(
+    topology: Topology, kind: str, profile: Profile | None = None, graph: OperatorGraph = GRAPH
+) -> tuple[float, float]:
     i = operator(kind)
-    op = GRAPH.operators[i]
-    forward, backward = Costs(GRAPH, topology, **profile).of_extents(i, [tuple(op.sizes[a] for a in op.access.axes)], 0)
+    op = graph.operators[i]
+    forward, backward = Costs(graph, topology, profile).of_extents(i, [tuple(op.sizes[a] for a in op.access.axes)], 0)
     return float(forward[0]), float(backward[0])
 
 
@@ -114,6 +120,13 @@ def test_without_figures_one_share_holds_for_all_shapes() -> None:
     assert seconds(machine(None), "linear")[0] == pytest.approx(
         2 * 16 * 24 * 16 / (FLOPS * MATRIX_EFFICIENCY), abs=TICK
     )
+
+
+def test_the_figures_hold_for_half_precision_alone() -> None:
+    assert seconds(machine(), "linear", graph=FLOAT) == seconds(machine(None), "linear", graph=FLOAT)
+    with_launch = machine(REACHED.model_copy(update={"overhead_s": 1.0}))
+    assert seconds(with_launch, "linear")[0] == pytest.approx(1.0 + seconds(machine(), "linear")[0])
+    assert seconds(with_launch, "linear", graph=FLOAT)[0] < 1.0
 
 
 def test_where_a_profile_was_measured_it_and_the_plain_roofline_count() -> None:

@@ -19,7 +19,15 @@ import numpy as np
 import numpy.typing as npt
 
 from flexsearch.compiled import lean
-from flexsearch.cost.efficiency import Product, computing_rates, moving_rate, product_of, roofline
+from flexsearch.cost.efficiency import (
+    MEMORY_EFFICIENCY,
+    Product,
+    computing_rates,
+    launch_seconds,
+    moving_rate,
+    product_of,
+    roofline,
+)
 from flexsearch.cost.profile import Entry, Profile, Work, signature
 from flexsearch.cost.ticks import FOREVER, TICK, task_seconds, whole
 from flexsearch.errors import ProfileError
@@ -353,9 +361,9 @@ class _Model:
         """Seconds of the two tasks by the device's figures: what takes longer of computing and moving bytes. ``most``:
         the larger of two numbers or arrays."""
         rates = computing_rates(costed.op, costed.product, extents, costed.dtype, self.device)
-        moving = moving_rate(self.device)
+        moving, launch = moving_rate(self.device, costed.dtype), launch_seconds(self.device, costed.dtype)
         return tuple(
-            self.device.overhead_s + most(flops / rate, nbytes / moving)
+            launch + most(flops / rate, nbytes / moving)
             for (flops, nbytes), rate in zip(costed.counts(extents), rates, strict=True)
         )
 
@@ -368,7 +376,7 @@ class _Model:
         for name, entry in measured.items():
             if name == optimizer:
                 return entry.s_per_byte * self._compute, entry.s_per_tensor * self._compute
-        per_byte = STREAMS[optimizer] / moving_rate(self.device)
+        per_byte = STREAMS[optimizer] / (self.device.memory_bandwidth * MEMORY_EFFICIENCY)
         return per_byte * self._compute, UPDATE_KERNELS[optimizer] * self.device.overhead_s * self._compute
 
 

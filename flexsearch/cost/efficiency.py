@@ -18,6 +18,8 @@ OTHER_EFFICIENCY: Final = 0.25
 # Share of the peak memory bandwidth that streaming reads and writes reach (STREAM gives 0.75 to 0.9).
 MEMORY_EFFICIENCY: Final = 0.8
 
+HALF: Final = ("float16", "bfloat16")
+
 Product = tuple[tuple[str, ...], tuple[str, ...], tuple[str, ...]]
 """Axes of a matrix product: those of its rows, of its columns, and those summed away."""
 
@@ -29,10 +31,21 @@ def roofline(kind: str, flops: float, nbytes: float, dtype: str, device: Device)
     return device.overhead_s + max(flops / computing, nbytes / (device.memory_bandwidth * MEMORY_EFFICIENCY))
 
 
-def moving_rate(device: Device) -> float:
-    """Bytes a second that kernels read and write."""
-    share = MEMORY_EFFICIENCY if device.efficiency is None else device.efficiency.memory
-    return device.memory_bandwidth * share
+def efficiency_of(device: Device, dtype: str) -> Efficiency | None:
+    """The device's figures, if they hold for computing in ``dtype``."""
+    return device.efficiency if dtype in HALF else None
+
+
+def moving_rate(device: Device, dtype: str) -> float:
+    """Bytes a second that kernels which compute in ``dtype`` read and write."""
+    reached = efficiency_of(device, dtype)
+    return device.memory_bandwidth * (MEMORY_EFFICIENCY if reached is None else reached.memory)
+
+
+def launch_seconds(device: Device, dtype: str) -> float:
+    """Seconds that each operator takes besides its work."""
+    reached = efficiency_of(device, dtype)
+    return device.overhead_s if reached is None else reached.overhead_s
 
 
 def computing_rates(
@@ -40,7 +53,7 @@ def computing_rates(
 ) -> tuple[Any, Any]:  # fmt: skip
     """FLOP/s of the forward and of the backward task of a piece (of arrays of extents: arrays). ``product``: see
     ``product_of``."""
-    peak, kind, reached = device.flops_for(dtype), kind_of(op), device.efficiency
+    peak, kind, reached = device.flops_for(dtype), kind_of(op), efficiency_of(device, dtype)
     if reached is None:
         share: Any = MATRIX_EFFICIENCY if kind.contraction or kind.matrix else OTHER_EFFICIENCY
         return peak * share, peak * share

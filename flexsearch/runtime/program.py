@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections import Counter
 
+from flexsearch.graph.ops import kind_of
 from flexsearch.lower import Communication, Lowered, Move, TaskKind
 from flexsearch.lower.taskgraph import Purpose
 from flexsearch.runtime.fusion import Fusion
@@ -363,7 +364,7 @@ class _Compiler:
                 received[x] = task, member, self._wait(task)
         last = phase == len(reshard_of(self.lowered, transport).phases) - 1
         adds, refills = (last and transport.purpose == purpose for purpose in ("backward", "regather"))
-        owns = last and transport in self.again
+        owns = last and (transport in self.again or self._saved(transport))
         self.emit(Assemble(transport, phase, sources, kept, received, results, adds, refills, owns))
 
     def _local(self, transport: Transport, phase: int) -> list[tuple[int, Move]]:
@@ -404,6 +405,15 @@ class _Compiler:
                 count = self.lowered.stages.microbatches if ("synchronise", w) in self.repeated else 1
                 for m in range(count):
                     self._deliver_one(Transport("synchronise", w, m))
+
+    def _saved(self, transport: Transport) -> bool:
+        """Whether kernels read an activation that the transport brings, and may save it: views would keep all that they
+        are cut from."""
+        if transport.purpose not in ("forward", "recompute"):
+            return False
+        edge, graph = self.lowered.edges[transport.key], self.lowered.graph
+        operators = [graph.operators[reader] for reader, _ in edge.readers]
+        return graph.tensor[edge.tensor].kind == "activation" and not all(kind_of(op).is_free(op) for op in operators)
 
     def _deliver_earlier(self, following: Transport, task: int) -> None:
         """Add gradients of which this device has issued all, before it issues ``task``: of the same weight and an

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -30,12 +30,10 @@ from flexsearch.runtime.listing import listing
 from flexsearch.runtime.program import compile_program
 from flexsearch.runtime.retrace import Source
 from flexsearch.runtime.stored import Stored
+from flexsearch.runtime.timeline import Timeline, record
 from flexsearch.runtime.variant import ForwardPass, Variant, smaller_step
 from flexsearch.runtime.wire import Wire
 from flexsearch.strategy import Strategy
-
-if TYPE_CHECKING:
-    from flexsearch.runtime.timeline import Timeline
 
 Loss = Callable[..., Tensor]
 MakeOptimizer = Callable[[list[nn.Parameter]], Optimizer]
@@ -240,8 +238,6 @@ class Parallel:
         """What the tasks of a step take, and what ranks hold in memory, as ``steps`` steps on a batch are measured,
         operator by operator. Gradients stay as they were. ``optimizer``: whose state is held, too. All ranks must call
         it; all get the same. ``flexsearch.save_trace`` writes it for Perfetto."""
-        from flexsearch.runtime.timeline import record  # it builds on this module
-
         earlier = self._set_aside_gradients()
 
         def step() -> None:

@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import torch
 import torch.distributed as dist
@@ -24,7 +24,6 @@ from flexsearch.runtime.arrivals import Receipt, Watched, flows_from, free_since
 from flexsearch.runtime.engine import Action, Engine
 from flexsearch.runtime.held import Held, MemoryRow, compare_held, held_by, tasks_of
 from flexsearch.runtime.instructions import Instruction, Program, Start
-from flexsearch.runtime.parallel import Parallel
 from flexsearch.runtime.program import compile_program
 from flexsearch.simulate import Simulation
 from flexsearch.simulate.memory import memory_curves
@@ -70,8 +69,22 @@ class Row(NamedTuple):
     difference_s: float
 
 
+class Traceable(Protocol):
+    """A step as recording it needs it: ``runtime.step.Parallel``, which builds on this module."""
+
+    engine: Engine
+    optimizer: Optimizer | None
+    device: torch.device
+
+    @property
+    def lowered(self) -> Lowered: ...
+
+    @property
+    def rank(self) -> int: ...
+
+
 def record(
-    parallel: Parallel, step: Callable[[], object], steps: int = 3, optimizer: Optimizer | None = None
+    parallel: Traceable, step: Callable[[], object], steps: int = 3, optimizer: Optimizer | None = None
 ) -> Timeline:
     """Run ``step`` (which calls ``parallel.step``) ``steps`` times, operator by operator, and return what every task
     took; and twice more, before that, to allocate and compile, and to see what is held in memory. All ranks must call
@@ -101,7 +114,7 @@ def record(
     return _typical(together, [held for _, held in known])
 
 
-def _recorded(parallel: Parallel, engine: Engine, wire: Watched, step: Callable[[], object]) -> _Recorded:
+def _recorded(parallel: Traceable, engine: Engine, wire: Watched, step: Callable[[], object]) -> _Recorded:
     """One step of this rank."""
     spans: list[tuple[Instruction, float, float]] = []
 

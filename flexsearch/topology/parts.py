@@ -57,18 +57,19 @@ Name = Annotated[quantities.Name, AfterValidator(_name)]
 
 
 class Efficiency(FileModel):
-    """What kernels reach of a device's peaks, fitted to measured training steps.
+    """What kernels reach of a device's peaks in half precision, fitted to measured training steps.
 
     ``matrix``: share of the FLOP/s that large matrix products reach; a product of an (m, k) and a (k, n) matrix reaches
     ``matrix / ((1 + s/m) (1 + s/n) (1 + s/k))`` with s = ``matrix_size``, in elements. ``attention_forward``,
     ``attention_backward``: of attention in one kernel, whose causal masks count as full work, so up to twice what it
-    computes. ``memory``: share of the bandwidth."""
+    computes. ``memory``: share of the bandwidth. ``overhead_s``: of each operator, instead of the device's."""
 
     matrix: Share
     matrix_size: Elements
     attention_forward: Annotated[Factor, Field(le=2.0)]
     attention_backward: Annotated[Factor, Field(le=2.0)]
     memory: Share
+    overhead_s: LatencySeconds
 
 
 class Device(FileModel):
@@ -83,7 +84,7 @@ class Device(FileModel):
     memory_bytes: Capacity
     processor: Name | None = None  # devices naming the same one take turns on it (emulated hosts too); None: its own
     overhead_s: LatencySeconds  # host time to launch one operator
-    efficiency: Efficiency | None = None  # None: one share for all shapes (``cost.efficiency``)
+    efficiency: Efficiency | None = None  # in half precision; None: one share for all shapes (``cost.efficiency``)
 
     @field_validator("flops")
     @classmethod
