@@ -74,12 +74,13 @@ def test_bytes_for_each_parameter_are_those_of_mixed_precision(optimizer: str, e
 
 
 def test_compute_runs_at_the_rate_of_the_type_and_updates_move_the_same_bytes() -> None:
-    graph, topology = OperatorGraph.load("gpt2"), Topology.load("dgx-a100:1")
-    device = topology.devices[0]
+    graph, preset = OperatorGraph.load("gpt2"), Topology.load("dgx-a100:1")
+    device = preset.devices[0]
+    topology = Topology(**fields(preset, device.flops))
     assert device.flops_for("bfloat16") > device.flops_for("float32")
     half = with_precision(graph, "bf16")
     costs = Costs(graph, topology), Costs(half, topology)
-    fast = Costs(graph, Topology(**fields(topology, device.flops_for("bfloat16"))))
+    fast = Costs(graph, Topology(**fields(preset, {"float32": device.flops_for("bfloat16")})))
     linear, config = graph.index["blocks.0.mlp.fc1"], baseline("single", graph, topology).configs["blocks.0.mlp.fc1"]
     times = [Lowering(c.graph, c.topology, c).placed(linear, config).forward_s[0] for c in (*costs, fast)]
     assert times[0] > times[2] >= times[1]  # fewer bytes, too
@@ -87,9 +88,9 @@ def test_compute_runs_at_the_rate_of_the_type_and_updates_move_the_same_bytes() 
     assert costs[1].update(2 * elements, 1, 0, "adam", "bf16") == costs[0].update(4 * elements, 1, 0, "adam")
 
 
-def fields(topology: Topology, flops: float) -> dict[str, object]:
-    """A topology whose devices compute at this rate in any type."""
-    devices = tuple(d.model_copy(update={"flops": {"float32": flops}}) for d in topology.devices)
+def fields(topology: Topology, flops: dict[str, float]) -> dict[str, object]:
+    """A topology whose devices have these peaks, and no figures of what kernels reach of them."""
+    devices = tuple(d.model_copy(update={"flops": flops, "efficiency": None}) for d in topology.devices)
     return {name: getattr(topology, name) for name in Topology.model_fields} | {"devices": devices}
 
 
