@@ -36,23 +36,14 @@ from itertools import combinations, groupby
 from pathlib import Path
 from typing import Any, Final
 
-import torch
-import torch.nn.functional as F
-from torch import Tensor, nn
-
+from benchmarks.decoders import Model, graph_of
 from benchmarks.harness import Row, median, parser, report, say
 from benchmarks.llm_plans import SEQ, TABLE_1, VOCAB, layout_of
 from flexsearch.errors import FlexsearchError
 from flexsearch.files import shipped
-from flexsearch.graph import OperatorGraph
-from flexsearch.graph.deepen import deepened
-from flexsearch.graph.importer import import_model
-from flexsearch.graph.shipped import FEW
 from flexsearch.search.hybrid import Layout, simulate_layout
 from flexsearch.strategy import Options, States
 from flexsearch.topology import Topology
-from flexsearch.zoo.base import build
-from flexsearch.zoo.transformer import token_loss
 
 MPT: Final = {
     "125m": (768, 12, 12), "350m": (1024, 16, 24), "760m": (1536, 12, 24), "1b": (2048, 16, 24), "3b": (2560, 20, 32),
@@ -62,20 +53,6 @@ MPT: Final = {
 MPT_VOCAB: Final = 50368
 STATES: Final = {"FULL_SHARD": True, "SHARD_GRAD_OP": False}
 """Sharding strategies: whether weights are let go of after the forward pass."""
-
-
-@dataclass(frozen=True)
-class Model:
-    """A decoder. ``fused``: whether attention is one kernel; else scores, softmax, dropout and product are apart.
-    ``bias``: of linear layers."""
-
-    hidden: int
-    heads: int
-    layers: int
-    vocab: int
-    seq: int
-    fused: bool
-    bias: bool
 
 
 @dataclass(frozen=True)
@@ -92,66 +69,6 @@ class Case:
     layout: Layout
     options: Options
     measured_s: float
-
-
-class Block(nn.Module):
-    """Pre-normalised decoder layer, (batch, seq, hidden) -> the same."""
-
-    def __init__(self, model: Model) -> None:
-        super().__init__()
-        h, self.model = model.hidden, model
-        self.norm1, self.norm2 = nn.LayerNorm(h, bias=model.bias), nn.LayerNorm(h, bias=model.bias)
-        self.q_proj, self.k_proj, self.v_proj = (nn.Linear(h, h, bias=model.bias) for _ in range(3))
-        self.out_proj = nn.Linear(h, h, bias=model.bias)
-        self.up, self.down = nn.Linear(h, 4 * h, bias=model.bias), nn.Linear(4 * h, h, bias=model.bias)
-        self.drop = nn.Dropout(0.0 if model.fused else 0.1)
-
-    def forward(self, x: Tensor) -> Tensor:
-        y = self.norm1(x)
-        q, k, v = (self._heads(p(y)) for p in (self.q_proj, self.k_proj, self.v_proj))
-        y = self._attend(q, k, v).transpose(1, 2).flatten(2)
-        x = x + self.drop(self.out_proj(y))
-        return x + self.drop(self.down(F.gelu(self.up(self.norm2(x)))))  # type: ignore[no-any-return]
-
-    def _heads(self, x: Tensor) -> Tensor:
-        return x.unflatten(-1, (self.model.heads, -1)).transpose(1, 2)
-
-    def _attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        if self.model.fused:
-            return F.scaled_dot_product_attention(q, k, v, is_causal=True)
-        scores = torch.softmax(q @ k.transpose(-1, -2), -1)  # Megatron's kernel scales and masks in the same pass
-        return self.drop(scores) @ v  # type: ignore[no-any-return]
-
-
-class Decoder(nn.Module):
-    """Tokens (batch, seq) -> logits (batch, seq, vocab); output weights are tied."""
-
-    def __init__(self, model: Model, layers: int) -> None:
-        super().__init__()
-        self.embedding = nn.Embedding(model.vocab, model.hidden)
-        self.blocks = nn.ModuleList(Block(model) for _ in range(layers))
-        self.norm = nn.LayerNorm(model.hidden, bias=model.bias)
-        self.head = nn.Linear(model.hidden, model.vocab, bias=False)
-        self.head.weight = self.embedding.weight
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        x = self.embedding(tokens)
-        for block in self.blocks:
-            x = block(x)
-        return self.head(self.norm(x))  # type: ignore[no-any-return]
-
-
-@cache
-def graph_of(model: Model) -> OperatorGraph:
-    """The training step of a model, float32 until a plan says otherwise, with a batch of 4."""
-    built = build(
-        lambda: Decoder(model, FEW),
-        lambda: ((torch.randint(model.vocab, (4, model.seq)),), torch.randint(model.vocab, (4, model.seq))),
-        token_loss,
-        "meta",
-    )
-    name = f"decoder_{model.layers}x{model.hidden}"
-    return deepened(import_model(built.model, built.inputs, built.loss, targets=built.targets, name=name), model.layers)
 
 
 # ---- clusters
