@@ -46,11 +46,11 @@ def with_weight_gradients(graph: OperatorGraph, names: Collection[str]) -> Opera
     yet. The same graph and names give the same object again. Raises StrategyError where that is not possible."""
     if not (names := set(names) - set(divided(graph))):
         return graph
-    known: dict[frozenset[str], OperatorGraph] = graph.__dict__.setdefault("_with_weight_gradients", {})
+    graphs: dict[frozenset[str], OperatorGraph] = graph.__dict__.setdefault("_with_weight_gradients", {})
     key = frozenset(names)
-    if key not in known:
-        known[key] = _divided(graph, key)
-    return known[key]
+    if key not in graphs:
+        graphs[key] = _divided(graph, key)
+    return graphs[key]
 
 
 def _problem(graph: OperatorGraph, op: Operator) -> str:

@@ -165,7 +165,7 @@ class Samples:
         )
         if first == last:
             return []
-        bucket, found = int(_bucket_of(self.rows.table, pools, plan, weight)), []
+        bucket, syncs = int(_bucket_of(self.rows.table, pools, plan, weight)), []
         for x in range(first, middle):
             links, send, receive = np.zeros(self.resources), _list(pools, "send", x), _list(pools, "receive", x)
             rows = slice(int(pools.link_first[x]), int(pools.link_last[x]))
@@ -174,11 +174,11 @@ class Samples:
             longest = max(follow, key=lambda y: int(pools.duration[y]), default=None)
             second = 0 if longest is None else mask(_list(pools, "receive", longest))
             seconds = 0.0 if longest is None else int(pools.duration[longest]) * TICK
-            found.append(Sync(
+            syncs.append(Sync(
                 bucket, int(pools.key[x]), int(pools.duration[x]) * TICK, links, mask(send), mask(receive), seconds,
                 second,
             ))  # fmt: skip
-        return found
+        return syncs
 
     def sent_after(self, bucket: int) -> int:
         """The operator after whose backward pass a bucket is sent."""
