@@ -182,14 +182,21 @@ class Setting:
         result = search(
             here.graph, here.topology, here.costs, options, budget_s=budget_s, proposals=proposals, seed=seed,
             start=start, pins=pins, margin=margin, processes=processes, on_progress=on_progress,
-            on_phase=on_phase, on_end=on_end,
+            on_phase=on_phase, on_end=None if weight_gradients else on_end,
         )  # fmt: skip
-        if not weight_gradients or "interrupted" in result.stopped:
+        if not weight_gradients:
             return result
-        return search_weight_gradients(
-            here.graph, here.topology, here.costs, result, budget_s=budget_s, proposals=proposals, seed=seed,
-            pins=pins, margin=margin,
-        )  # fmt: skip
+        try:
+            if "interrupted" not in result.stopped:
+                result = search_weight_gradients(
+                    here.graph, here.topology, here.costs, result, budget_s=budget_s, proposals=proposals, seed=seed,
+                    pins=pins, margin=margin,
+                )  # fmt: skip
+        except KeyboardInterrupt:
+            result = replace(result, stopped="interrupted")
+        if on_end is not None:
+            on_end()
+        return result
 
     def contenders(self, result: SearchResult, count: int) -> dict[str, Strategy]:
         """What of a search is worth measuring, by name: the answer ("found", unless it is a baseline), the next best

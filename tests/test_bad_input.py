@@ -252,6 +252,7 @@ def test_a_strategy_for_another_topology(cli: Cli) -> None:
         (("--exhaustive", "long"), ("long", "30s")),
         (("--plot", "chains.txt"), ("chains.txt", ".png")),
         (("-j", "0"), ("--processes",)),
+        (("--precision", "bf17"), ("--precision': 'bf17' is not one of 'as-is'",)),
         (("--resume", "nothing.json"), ("nothing.json",)),
     ],
 )

@@ -22,6 +22,7 @@ from flexsearch.graph.importer import import_with_constants
 from flexsearch.graph.weight_gradients import able, weight_gradient_of, with_weight_gradients
 from flexsearch.lower import Lowering, lower
 from flexsearch.report.words import in_words
+from flexsearch.search.climb import Climb, Climbed, Climber, Watch
 from flexsearch.simulate.delta import DeltaSimulator
 from flexsearch.simulate.simulation import simulate
 from flexsearch.strategy import Options, Strategy, make_config
@@ -269,6 +270,30 @@ def test_it_keeps_a_plan_that_gains_nothing_by_them() -> None:
     result = setting.search(600, processes=1, weight_gradients=True)
     assert not result.strategy.weight_gradients
     assert result.simulation.makespan_s == plain.simulation.makespan_s
+
+
+@pytest.mark.parametrize("place", ["the climbs", "what follows them"])
+def test_ctrl_c_ends_it_with_the_best_plan_so_far(monkeypatch: pytest.MonkeyPatch, place: str) -> None:
+    graph = mlp(batch=8, width=512)
+    setting = Setting.of(graph, Topology.load("ethernet-1g:4"))
+    ended: list[str] = []
+    pins = [f"{name}: batch=4" for name in able(graph)]
+
+    def interrupted(*arguments: Any) -> None:
+        raise KeyboardInterrupt
+
+    def climb(climber: Climber, climb: Climb, watch: Watch) -> Climbed:
+        return whole(climber, climb, interrupted if climb.phase == "weight gradients" else watch)
+
+    whole = Climber.climb
+    if place == "the climbs":
+        monkeypatch.setattr(Climber, "climb", climb)
+    else:
+        monkeypatch.setattr("flexsearch.search.weight_gradients._simplified", interrupted)
+    result = setting.search(600, pins=pins, processes=1, weight_gradients=True, on_end=lambda: ended.append(place))
+    assert ended == [place] and result.stopped == "interrupted"
+    # A start of the climbs, whole gradients on every device, is better than what the search before them finds.
+    assert bool(result.strategy.weight_gradients) == (place == "the climbs")
 
 
 # ---- words

@@ -76,6 +76,7 @@ def _usage(error: Exception) -> UsageError:
     context = getattr(error, "ctx", None)
     message: str = getattr(error, "format_message")()  # noqa: B009 - the class that has it is not public
     command = context.command_path if context is not None else "flexsearch"
+    message = message.replace("Value error, ", "")  # what pydantic, which typer checks values with, puts before ours
     return UsageError(message.rstrip("."), f"See `{command} --help`.")
 
 

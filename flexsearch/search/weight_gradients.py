@@ -52,7 +52,9 @@ def search_weight_gradients(
     divided = with_weight_gradients(graph, names)
     own = Costs(divided, topology, costs.profile)
     climber = Climber(divided, topology, own, options, seed, parse_pins(pins, divided, topology))
-    best, made = _climb(climber, _starts(graph, divided, result), began, budget_s, proposals)
+    best, made, interrupted = _climb(climber, _starts(graph, divided, result), began, budget_s, proposals)
+    if interrupted:
+        result = replace(result, stopped="interrupted")
     configs = dict(zip((op.name for op in divided.operators), _simplified(climber, best), strict=True))
     strategy, simulation = _worth_it(graph, topology, costs, configs, options)
     feasible = all(
@@ -96,8 +98,8 @@ def _starts(graph: OperatorGraph, divided: OperatorGraph, result: SearchResult) 
 
 def _climb(
     climber: Climber, starts: Sequence[Configs], began: float, budget_s: float | None, proposals: int | None
-) -> tuple[Configs, int]:
-    """The best plan of climbs from the best starts, and how many proposals they made."""
+) -> tuple[Configs, int, bool]:
+    """The best plan of climbs from the best starts, how many proposals they made, and whether Ctrl-C ended them."""
     ranked = sorted(
         ((climber.evaluate(configs), configs) for configs in map(climber.space.fixed, starts)),
         key=lambda row: by_rank(row[0]),
@@ -113,18 +115,18 @@ def _climb(
                 raise _Over
 
         share = left // (min(STARTS, len(ranked)) - k)
+        ended = interrupted = False
         try:
             climber.climb(Climb(k, k, "weight gradients", start, share, now), watch)
-            ended = False
-        except _Over:
-            ended = True
+        except (_Over, KeyboardInterrupt) as end:  # what the climb has reached by then counts
+            ended, interrupted = True, isinstance(end, KeyboardInterrupt)
         if last:
             made, left = made + last[0].proposals, left - last[0].proposals
             if by_rank(last[0].evaluation) < by_rank(now):
                 now, best = last[0].evaluation, last[0].configs
         if ended:
             break
-    return best, made
+    return best, made, interrupted
 
 
 def _simplified(climber: Climber, configs: Configs) -> Configs:
