@@ -115,35 +115,47 @@ def run(
     if not _is_rank():
         _launch(_check_ranks(strategy, ranks), pin_cores, as_json)
         return
-    from flexsearch.graph.loading import load_callable
-    from flexsearch.runtime.train import train
     from flexsearch.strategy import Strategy
 
-    plan, loaded = Strategy.load(strategy), load_callable(model, **arguments)
-    _check_batch(plan, model, (loaded.inputs, loaded.targets))
-    told = _Steps(as_json or not _first())
-    known = None if learns is not None and not learns.exists() else profile
-    training = train(
-        plan, loaded, steps=steps, trace=trace is not None, profile=known, rate=rate, seed=seed, timeout_s=timeout,
-        progress=told.step, compile=compile,
+    plan = Strategy.load(strategy)
+    training = _train(
+        plan, model, arguments, progress=_Steps(as_json or not _first()), steps=steps, trace=trace is not None,
+        profile=None if learns is not None and not learns.exists() else profile, rate=rate, seed=seed,
+        timeout_s=timeout, compile=compile,
     )  # fmt: skip
-    if not _first():
-        return
-    if trace is not None and training.timeline is not None:
+    if _first():
+        data = {"strategy": str(strategy), "model": model, "trace": str(trace) if trace is not None else None}
+        _tell(plan, training, data, trace, learns, as_json)
+
+
+def _train(plan: Strategy, model: str, arguments: dict[str, Any], progress: _Steps, **settings: Any) -> Training:
+    """The steps, on this rank. ``settings``: of ``flexsearch.runtime.train.train``."""
+    from flexsearch.graph.loading import load_callable
+    from flexsearch.runtime.train import train
+
+    loaded = load_callable(model, **arguments)
+    _check_batch(plan, model, (loaded.inputs, loaded.targets))
+    return train(plan, loaded, progress=progress.step, **settings)
+
+
+def _tell(
+    plan: Strategy, training: Training, data: dict[str, Any], trace: Path | None, learns: Path | None, as_json: bool
+) -> None:
+    """Write the trace, teach the profile at ``learns``, and print what was measured. ``data``: more for --json."""
+    timeline = training.timeline
+    if trace is not None and timeline is not None:
         from flexsearch.report import save_trace
 
-        timeline = training.timeline
         save_trace(trace, training.lowered, training.simulation, timeline.spans, timeline.curves())
     learned = None if learns is None else _learned(plan, training, learns)
-    data = {"strategy": str(strategy), "model": model, "trace": str(trace) if trace is not None else None}
     data |= _with_flags(training.summary()) | (learned.data() if learned is not None else {})
 
-    def end() -> None:
-        told.end(training, trace)
+    def human() -> None:
+        _Steps(silent=False).end(training, trace)
         if learned is not None:
             stdout.print(learned.words(plan.cluster, "task"), soft_wrap=True)
 
-    _show(as_json, data, end)
+    _show(as_json, data, human)
 
 
 def _learned(plan: Strategy, training: Training, path: Path) -> Learning:
@@ -153,15 +165,15 @@ def _learned(plan: Strategy, training: Training, path: Path) -> Learning:
     from flexsearch.measure.traced import learn_from_tasks
     from flexsearch.ranks import meeting_point
 
-    def teach(known: Profile) -> Lesson:
+    def teach(profile: Profile) -> Lesson:
         timeline = training.timeline
         assert timeline is not None
         return learn_from_tasks(
-            training.graph, plan, training.lowered, timeline.spans, timeline.hidden, training.measured_s, known
+            training.graph, plan, training.lowered, timeline.spans, timeline.hidden, training.measured_s, profile
         )
 
-    known = Profile.load(path) if path.exists() else None
-    return taught(path, known, plan.cluster, meeting_point() is not None, teach)
+    before = Profile.load(path) if path.exists() else None
+    return taught(path, before, plan.cluster, meeting_point() is not None, teach)
 
 
 def _check_ranks(strategy: Path, ranks: int | None) -> int:
