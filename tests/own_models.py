@@ -162,6 +162,29 @@ class MixtureOfExperts(nn.Module):
         return self.head(y).logsumexp(-1).mean() + balance
 
 
+class Translator(nn.Module):
+    """Encoder and decoder of PyTorch's own, each with a mask that is made in the forward pass."""
+
+    def __init__(self, drop: float) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(13, 8)
+        self.body = nn.Transformer(8, 2, 1, 1, 12, drop, batch_first=True)
+        self.head = nn.Linear(8, 13)
+
+    def forward(self, source: Tensor, target: Tensor) -> Tensor:
+        mask = self.body.generate_square_subsequent_mask(target.shape[1], dtype=self.head.weight.dtype)
+        window = torch.ones(source.shape[1], source.shape[1]).triu(3).bool()
+        return self.head(self.body(self.embed(source), self.embed(target), src_mask=window, tgt_mask=mask))
+
+
+def _translator(drop: float) -> Training:
+    batch = {"source": torch.randint(13, (BATCH, 6)), "target": torch.randint(13, (BATCH, 5))}
+    return Training(
+        Translator(drop), batch, lambda output, targets: F.cross_entropy(output.transpose(1, 2), targets),
+        torch.randint(13, (BATCH, 5)),
+    )  # fmt: skip
+
+
 def _unet(drop: float) -> Training:
     batch = {"x": torch.randn(BATCH, 3, 12, 12), "t": torch.rand(BATCH)}
     return Training(UNet(drop), batch, F.mse_loss, torch.randn(BATCH, 3, 12, 12))
@@ -188,6 +211,7 @@ def _points(drop: float) -> Training:
 MODELS: dict[str, Callable[[float], Training]] = {
     "unet": _unet,
     "dlrm": _dlrm,
+    "translator": _translator,
     "lstm": lambda drop: _language(nn.LSTM(6, 8, num_layers=2, batch_first=True, dropout=drop), 8),
     "lstm both ways": lambda drop: _language(nn.LSTM(6, 5, batch_first=True, bidirectional=True), 10),
     "gru": lambda drop: _language(nn.GRU(6, 8, num_layers=2, batch_first=True, dropout=drop), 8),

@@ -20,7 +20,7 @@ from flexsearch.graph import repeats
 from flexsearch.graph.blocks import NO_BLOCKS, Blocks, EntangledError, check_aliases, find_blocks
 from flexsearch.graph.decompose import decompositions
 from flexsearch.graph.experts import experts_by_token
-from flexsearch.graph.flex import drop_block_masks, flex_attention_on_any_device, write_out_flex_attention
+from flexsearch.graph.flex import drop_block_masks, traceable_attention, write_out_flex_attention
 from flexsearch.graph.losses import traceable_losses
 from flexsearch.graph.prepare import OTHERWISE, own_loss, switches
 from flexsearch.graph.regions import Detaching, drop_needless_detach, keep_layers
@@ -100,7 +100,7 @@ def export_step(
             _quiet(),
             torch.enable_grad(),
             traceable_losses(),
-            flex_attention_on_any_device(),
+            traceable_attention(),
             experts_by_token(model),
             _on_one_device(model) as meta,
         ):

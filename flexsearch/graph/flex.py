@@ -23,11 +23,13 @@ from torch import Tensor, fx
 
 
 @contextmanager
-def flex_attention_on_any_device() -> Iterator[None]:
+def traceable_attention() -> Iterator[None]:
     """For a while, flex_attention may be traced wherever its operands are: its kernel, which computes no gradients on a
-    CPU and nothing on meta, is never called. Masks that ``transformers`` would leave out if all were true are kept."""
+    CPU and nothing on meta, is never called. Masks are kept that ``transformers`` would leave out if all were true, and
+    that ``nn.Transformer`` would replace by a flag if they are causal: both look at their values."""
     changes: tuple[tuple[str, str, Callable[..., Any]], ...] = (
         ("torch.nn.attention.flex_attention", "_validate_device", lambda *_: None),
+        ("torch.nn.modules.transformer", "_detect_is_causal_mask", lambda mask, causal=None, size=None: bool(causal)),
         ("transformers.masking_utils", "fast_all", lambda mask: False),
     )
     loaded = [(sys.modules[name], attribute, value) for name, attribute, value in changes if name in sys.modules]
