@@ -41,6 +41,7 @@ from benchmarks.harness import Row, median, parser, report, say
 from benchmarks.llm_plans import SEQ, TABLE_1, VOCAB, layout_of
 from flexsearch.errors import FlexsearchError
 from flexsearch.files import shipped
+from flexsearch.graph import OperatorGraph
 from flexsearch.search.hybrid import Layout, simulate_layout
 from flexsearch.strategy import Options, States
 from flexsearch.topology import Topology
@@ -146,9 +147,15 @@ def pipeline_cases(data: Path) -> Iterator[Case | str]:
         yield Case(
             "pipelines", f"{row['parameters_billion']}b", (row["parameters_billion"],),
             f"{row['parameters_billion']}b on {gpus}: t{t} d{d} p{p} b{micro}", model, batch, "a100_4nic",
-            Layout(d, t, p, batch // d // micro), Options(optimizer="adam", precision="fp16", recompute="full"),
+            Layout(d, t, p, batch // d // micro),
+            Options(optimizer="adam", precision="fp16", recompute="full", recompute_blocks=_but_last(model, p)),
             float(row["iteration_ms"]) / 1e3,
         )  # fmt: skip
+
+
+def _but_last(model: Model, stages: int) -> tuple[int, ...] | None:
+    """Layers of each stage that are computed again: none of the last one, which has one microbatch at a time."""
+    return (model.layers,) * (stages - 1) + (0,) if stages > 1 else None
 
 
 def megatron_cases(_: Path) -> Iterator[Case | str]:
@@ -189,9 +196,27 @@ class Scored:
 def predict(case: Case) -> Scored:
     """Simulate a case. Raises FlexsearchError where no plan expresses it."""
     graph = graph_of(case.model).resized(case.batch)
-    topology = cluster_of(case.cluster, case.layout.devices)
-    _, step = simulate_layout(graph, topology, case.layout, case.options)
+    topology = in_ranks(cluster_of(case.cluster, case.layout.devices), case.layout)
+    _, step = simulate_layout(graph, topology, case.layout, case.options, first=equal_stages(graph, case))
     return Scored(case, step.makespan_s)
+
+
+def in_ranks(topology: Topology, layout: Layout) -> Topology:
+    """The cluster with its devices in the order in which Megatron-LM numbers ranks, tensor x data x pipeline: replicas
+    of a stage are next to each other, its neighbours in other servers. A layout has its blocks one after the other."""
+    tensor, data = layout.tensor, layout.data
+    if layout.pipeline == 1:
+        return topology
+    return topology.subset([
+        (stage * data + block) * tensor + member
+        for block in range(data) for stage in range(layout.pipeline) for member in range(tensor)
+    ])  # fmt: skip
+
+
+def equal_stages(graph: OperatorGraph, case: Case) -> tuple[int, ...]:
+    """First operator of each stage as Megatron-LM cuts: equally many layers in each."""
+    layers, stages = case.model.layers, case.layout.stages
+    return (0, *(graph.index[f"blocks.{layers * k // stages}.norm1"] for k in range(1, stages)))
 
 
 def tau(rows: Sequence[Scored]) -> float | None:
