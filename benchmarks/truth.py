@@ -183,10 +183,12 @@ QUICK: Final = 6
 
 @dataclass(frozen=True)
 class Scored:
-    """A case with its predicted step."""
+    """A case with its predicted step. Of the fullest device: ``peak_bytes``, and the bytes that it lacks."""
 
     case: Case
     predicted_s: float
+    peak_bytes: int
+    missing: int
 
     @property
     def ratio(self) -> float:
@@ -194,11 +196,16 @@ class Scored:
 
 
 def predict(case: Case) -> Scored:
-    """Simulate a case. Raises FlexsearchError where no plan expresses it."""
+    """Simulate a case. Raises FlexsearchError where no plan expresses it. Where the last stage has no room for the
+    activations that it is said to keep, it cannot have kept them: it computes them again, too."""
     graph = graph_of(case.model).resized(case.batch)
     topology = in_ranks(cluster_of(case.cluster, case.layout.devices), case.layout)
-    _, step = simulate_layout(graph, topology, case.layout, case.options, first=equal_stages(graph, case))
-    return Scored(case, step.makespan_s)
+    first, options = equal_stages(graph, case), case.options
+    _, step = simulate_layout(graph, topology, case.layout, options, first=first)
+    if step.missing and options.recompute_blocks is not None:
+        options = options.model_copy(update={"recompute_blocks": None})
+        _, step = simulate_layout(graph, topology, case.layout, options, first=first)
+    return Scored(case, step.makespan_s, max(memory.peak for memory in step.memory), step.missing)
 
 
 def in_ranks(topology: Topology, layout: Layout) -> Topology:
