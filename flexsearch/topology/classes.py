@@ -25,11 +25,11 @@ NONE: Final = -1
 
 @dataclass(frozen=True)
 class Folding:
-    """A topology folded into ``replicas`` blocks of consecutive devices; ``inside`` of them make up a host, or several
-    hosts among whose devices each has its own, or 1 if a block is a host or more. Blocks take each other's places by a
-    turn inside such hosts, and by a turn of the hosts (or of larger blocks). ``block``: the first of them, with its links
-    to the others as far as messages take them (they may lead to a switch and end there). ``image``: by resource of the
-    ``whole``, the resource of ``block`` that stands for it."""
+    """A topology folded into ``replicas`` blocks of consecutive devices; ``inside`` of them make up a host, or share
+    several hosts between them; 1 if a block is a host or more. Blocks take each other's places by a turn inside such
+    hosts, and by a turn of the hosts (or of larger blocks). ``block``: the first of them, with its links to the others
+    as far as messages take them (they may lead to a switch and end there). ``image``: by resource of the ``whole``, the
+    resource of ``block`` that stands for it."""
 
     whole: Topology
     block: Topology
