@@ -1,6 +1,6 @@
 """How near are predictions to training steps that others measured on real GPU clusters?
 
-    python -m benchmarks.truth DATA [--quick] [--json] [--only fsdp|pipelines|megatron] [--rows]
+    python -m benchmarks.truth DATA [--quick] [--json] [--only fsdp|pipelines|megatron|nccl] [--rows]
 
 ``DATA``: the folder of the measurements; its files and where they come from:
 
@@ -8,6 +8,8 @@
   parallelism on A100 and H100; table **fsdp**;
 - ``vtrain_multi_node_a100.csv`` (VIA-Research/vTrain): Megatron-DeepSpeed, tensor x data x pipeline on A100;
   table **pipelines**;
+- ``nccl_allreduce_a100`` (VIA-Research/vTrain): all-reduces among the GPUs of one server; table **nccl**, by the number
+  of GPUs, without plans;
 - table **megatron**: Narayanan et al., SC 2021, table 1, whose figures are in ``benchmarks/llm_plans.py``.
 
 Each row's layout, microbatches, recomputation and precision are those of the run that was measured; the step is that of
@@ -18,9 +20,11 @@ Each row's layout, microbatches, recomputation and precision are those of the ru
 - ``tau``: Kendall's tau between predicted and measured, of the rows of one model on one cluster that do the same work,
   averaged over such groups; ``regret``: how much longer than the fastest layout of its group the one takes that is
   predicted to be the fastest, measured, averaged;
+- ``unfit``: rows whose plan, as predicted, exceeds the memory that it ran in;
 - ``refused``: rows that no plan can express, or that were measured in float8.
 
-``--rows`` prints every row.
+A table is told as a whole, by source, model, and degrees of tensor and pipeline parallelism. ``--rows`` prints every
+row.
 """
 
 from __future__ import annotations
@@ -39,8 +43,10 @@ from typing import Any, Final
 from benchmarks.decoders import Model, graph_of
 from benchmarks.harness import Row, median, parser, report, say
 from benchmarks.llm_plans import SEQ, TABLE_1, VOCAB, layout_of
+from flexsearch.cost.communication import Pricing
 from flexsearch.errors import FlexsearchError
 from flexsearch.files import shipped
+from flexsearch.graph import OperatorGraph
 from flexsearch.search.hybrid import Layout, simulate_layout
 from flexsearch.strategy import Options, States
 from flexsearch.topology import Topology
@@ -146,9 +152,15 @@ def pipeline_cases(data: Path) -> Iterator[Case | str]:
         yield Case(
             "pipelines", f"{row['parameters_billion']}b", (row["parameters_billion"],),
             f"{row['parameters_billion']}b on {gpus}: t{t} d{d} p{p} b{micro}", model, batch, "a100_4nic",
-            Layout(d, t, p, batch // d // micro), Options(optimizer="adam", precision="fp16", recompute="full"),
+            Layout(d, t, p, batch // d // micro),
+            Options(optimizer="adam", precision="fp16", recompute="full", recompute_blocks=_but_last(model, p)),
             float(row["iteration_ms"]) / 1e3,
         )  # fmt: skip
+
+
+def _but_last(model: Model, stages: int) -> tuple[int, ...] | None:
+    """Layers of each stage that are computed again: none of the last one, which has one microbatch at a time."""
+    return (model.layers,) * (stages - 1) + (0,) if stages > 1 else None
 
 
 def megatron_cases(_: Path) -> Iterator[Case | str]:
@@ -176,10 +188,12 @@ QUICK: Final = 6
 
 @dataclass(frozen=True)
 class Scored:
-    """A case with its predicted step."""
+    """A case with its predicted step. Of the fullest device: ``peak_bytes``, and the bytes that it lacks."""
 
     case: Case
     predicted_s: float
+    peak_bytes: int
+    missing: int
 
     @property
     def ratio(self) -> float:
@@ -187,11 +201,34 @@ class Scored:
 
 
 def predict(case: Case) -> Scored:
-    """Simulate a case. Raises FlexsearchError where no plan expresses it."""
+    """Simulate a case. Raises FlexsearchError where no plan expresses it. Where the last stage has no room for the
+    activations that it is said to keep, it cannot have kept them: it computes them again, too."""
     graph = graph_of(case.model).resized(case.batch)
-    topology = cluster_of(case.cluster, case.layout.devices)
-    _, step = simulate_layout(graph, topology, case.layout, case.options)
-    return Scored(case, step.makespan_s)
+    topology = in_ranks(cluster_of(case.cluster, case.layout.devices), case.layout)
+    first, options = equal_stages(graph, case), case.options
+    _, step = simulate_layout(graph, topology, case.layout, options, first=first)
+    if step.missing and options.recompute_blocks is not None:
+        options = options.model_copy(update={"recompute_blocks": None})
+        _, step = simulate_layout(graph, topology, case.layout, options, first=first)
+    return Scored(case, step.makespan_s, max(memory.peak for memory in step.memory), step.missing)
+
+
+def in_ranks(topology: Topology, layout: Layout) -> Topology:
+    """The cluster with its devices in the order in which Megatron-LM numbers ranks, tensor x data x pipeline: replicas
+    of a stage are next to each other, its neighbours in other servers. A layout has its blocks one after the other."""
+    tensor, data = layout.tensor, layout.data
+    if layout.pipeline == 1:
+        return topology
+    return topology.subset([
+        (stage * data + block) * tensor + member
+        for block in range(data) for stage in range(layout.pipeline) for member in range(tensor)
+    ])  # fmt: skip
+
+
+def equal_stages(graph: OperatorGraph, case: Case) -> tuple[int, ...]:
+    """First operator of each stage as Megatron-LM cuts: equally many layers in each."""
+    layers, stages = case.model.layers, case.layout.stages
+    return (0, *(graph.index[f"blocks.{layers * k // stages}.norm1"] for k in range(1, stages)))
 
 
 def tau(rows: Sequence[Scored]) -> float | None:
@@ -226,7 +263,44 @@ def score(name: str, part: str, rows: Sequence[Scored], refused: int | None = No
         "table": name, "part": part, "rows": len(rows), "refused": refused, "mape": _mean(errors),
         "median_error": median(errors), "bias": median([row.ratio - 1 for row in rows]),
         "tau": _mean(map(tau, groups)), "regret": _mean(map(regret, groups)),
+        "unfit": sum(row.missing > 0 for row in rows),
     }  # fmt: skip
+
+
+PARTS: Final[Mapping[str, Callable[[Case], str]]] = {
+    "source": lambda case: case.source, "hidden": lambda case: f"hidden {case.model.hidden}",
+    "tensor": lambda case: f"tensor {case.layout.tensor}", "pipeline": lambda case: f"pipeline {case.layout.pipeline}",
+}  # fmt: skip
+"""By what a table is told apart: the name of a case's part."""
+
+
+def scores(name: str, rows: Sequence[Scored], refused: int) -> Iterator[Row]:
+    """The lines of a table: all its rows, then those of each part, if there are several."""
+    yield score(name, "all", rows, refused)
+    for part_of in PARTS.values():
+        parts = dict.fromkeys(part_of(row.case) for row in rows)
+        if len(parts) > 1:
+            for part in parts:
+                yield score(name, part, [row for row in rows if part_of(row.case) == part])
+
+
+def nccl_rows(data: Path, quick: bool) -> Iterator[Row]:
+    """Measured all-reduces of one server, and what two figures for each number of GPUs say (``communication.groups``
+    of the cluster)."""
+    pricing = Pricing(Topology.load("dgx-a100"))
+    for path in sorted((data / "nccl_allreduce_a100").iterdir()):
+        with path.open(newline="") as file:
+            table = [(int(row[0]), float(row[3]) / 1e9) for row in list(csv.reader(file))[1:]]
+        members = int(path.name.removeprefix("AR_GPU").partition("_")[0])
+        ratios = [
+            pricing.all_reduce(range(members), nbytes).duration_s / seconds
+            for nbytes, seconds in table[:: 16 if quick else 1]
+        ]
+        errors = [abs(ratio - 1) for ratio in ratios]
+        yield {
+            "table": "nccl", "part": f"{members} GPUs", "rows": len(ratios), "mape": _mean(errors),
+            "median_error": median(errors), "largest_error": max(errors), "bias": median([r - 1 for r in ratios]),
+        }  # fmt: skip
 
 
 def _group(row: Scored) -> tuple[str, ...]:
@@ -254,13 +328,13 @@ def main() -> int:
     """Print the tables."""
     arguments = parser(__doc__)
     arguments.add_argument("data", type=Path, help="folder of the measurements")
-    arguments.add_argument("--only", choices=tuple(TABLES), help="one of the tables")
+    arguments.add_argument("--only", choices=(*TABLES, "nccl"), help="one of the tables")
     arguments.add_argument("--rows", action="store_true", help="print every row")
     options = arguments.parse_args()
     if not options.data.is_dir():
         arguments.error(f"{options.data} is no folder")
     lines: list[Row] = []
-    for name in TABLES if options.only is None else (options.only,):
+    for name in TABLES if options.only is None else {options.only} - {"nccl"}:
         scored, refused = measure(name, options.data, options.quick)
         for reason in refused:
             say(f"refused: {reason}")
@@ -271,12 +345,11 @@ def main() -> int:
                 for row in scored
             ]  # fmt: skip
             continue
-        parts = dict.fromkeys(row.case.source for row in scored)
         if scored:
-            lines.append(score(name, "all", scored, len(refused)))
-        if len(parts) > 1:
-            lines += [score(name, part, [row for row in scored if row.case.source == part]) for part in parts]
-    report(lines, "Predicted and measured training steps", options.json)
+            lines += scores(name, scored, len(refused))
+    if options.only in (None, "nccl") and not options.rows:
+        lines += nccl_rows(options.data, options.quick)
+    report(lines, "Predicted and measured", options.json)
     return 0
 
 

@@ -115,8 +115,9 @@ def _attempt(
         bucket_bytes=draw.choice((1, 300, 25 * 2**20)), recompute=draw.choice(("none", "none", "full", "attention")),
         recompute_blocks=None, reshard_after_forward=draw.random() < 0.4, prefetch=draw.choice((0, 1, 2)),
     )  # fmt: skip
-    if options.recompute != "none" and draw.random() < 0.4:
-        options = options.model_copy(update={"recompute_blocks": 1})
+    if options.recompute != "none" and (chance := draw.random()) < 0.4:
+        all_but_last = (count,) * (len(stages) - 1) + (0,)
+        options = options.model_copy(update={"recompute_blocks": all_but_last if 0.1 < chance < 0.3 else 1})
     plan = Strategy.make(
         graph, topology, configs, options, stages=stages, microbatches=draw.choice((1, 2, 2, 4)), schedule=schedule
     )

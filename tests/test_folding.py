@@ -33,12 +33,23 @@ CASES = [
     (cnn, "dgx-a100:4", 4), (cnn, "p100", 4), (transformer, "dgx-a100:4", 4), (transformer, "k80:4", 4),
     (mlp, "ethernet-1g-4", 4), (tied, "p100", 4),
     (transformer, "dgx-a100:2", 4), (tied, "hgx-h100:1", 4),
+    (transformer, "dgx-a100:2 spread", 4), (mlp, "dgx-a100:2 spread", 8),
 ]  # fmt: skip
 
 
 @cache
 def folded(make: Any, name: str, replicas: int) -> Fold:
-    return fold(make(), Topology.load(name), replicas)
+    base, _, spread = name.partition(" ")
+    topology = Topology.load(base)
+    return fold(make(), in_two_halves(topology, replicas) if spread else topology, replicas)
+
+
+def in_two_halves(topology: Topology, blocks: int) -> Topology:
+    """Devices in an order in which each block has one half in the first hosts and one in the last, as ranks of a
+    pipeline have that are numbered as Megatron-LM does."""
+    half = len(topology.devices) // 2
+    each = half // blocks
+    return topology.subset([s * half + b * each + k for b in range(blocks) for s in range(2) for k in range(each)])
 
 
 def simulator(parts: Fold, configs: Configs, options: Options) -> DeltaSimulator:
@@ -198,6 +209,14 @@ def test_a_star_folds_into_any_number_of_blocks_and_pairs_into_two() -> None:
     assert foldings(Topology.load("dgx-a100:2")) == (2, 4, 8, 16)
     assert foldings(Topology.load("p100:2")) == (2,)  # its center is the switch of the hosts, not one of theirs
     assert fold_topology(Topology.load("dgx-a100:2"), 8).inside == 4
+
+
+def test_blocks_may_be_spread_over_hosts_that_they_share() -> None:
+    assert fold_topology(in_two_halves(Topology.load("dgx-a100:2"), 4), 4).inside == 4
+    assert fold_topology(in_two_halves(Topology.load("dgx-a100:4"), 8), 8).inside == 4
+    uneven = Topology.load("dgx-a100:2").subset([0, 1, 2, 3, 8, 9, 10, 11, 4, 5, 12, 13, 6, 7, 14, 15])
+    with pytest.raises(TopologyError, match="cannot be folded"):
+        fold_topology(uneven, 4)
 
 
 def test_what_is_kept_of_a_cluster_is_one_block_with_its_links_to_the_others() -> None:

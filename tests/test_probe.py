@@ -44,6 +44,7 @@ def hosts(count: int, **changes: object) -> list[Facts]:
 @pytest.mark.parametrize("count", [2, 3, 5])
 def test_fit_gets_back_what_made_the_measurements(count: int) -> None:
     plain = fit(measured(hosts(count)), "cluster", "made up")
+    assert plain.source_kind("links.bandwidth") == "measured" and plain.source_kind("communication.groups") == "guessed"
     forms = {}
     for form in FORMS:
         n, ranks = 1_000_000, range(count)

@@ -25,6 +25,7 @@ from flexsearch.lower.recompute import regions_of
 from flexsearch.lower.rows import FORWARD, GATHER, GATHER_ONCE, RECOMPUTE, REGATHER
 from flexsearch.lower.schedule import Stages
 from flexsearch.lower.templates import Templates
+from flexsearch.search.hybrid import Layout, simulate_layout
 from flexsearch.search.space import Space
 from flexsearch.simulate.account import missing_memory
 from flexsearch.simulate.engine import Engine
@@ -42,6 +43,7 @@ from tests.test_delta import TOPOLOGIES, tied
 FULL = Options(recompute="full", optimizer="adam")
 RESHARD = Options(reshard_after_forward=True)
 FIRST = Options(recompute="full", recompute_blocks=1)
+NOT_LAST = Options(recompute="full", recompute_blocks=(2, 0))
 EVERY = (FULL, Options(recompute="attention"), RESHARD, Options(recompute="full", reshard_after_forward=True), FIRST)
 NAMES = ("full", "attention", "reshard", "both", "first")
 BATCH, SEQ, HIDDEN, HEADS = 2, 64, 32, 4
@@ -142,6 +144,32 @@ def test_of_each_stage_the_first_blocks_are_computed_again() -> None:
     assert 0 < 2 * again[0] == again[1]
 
 
+def test_each_stage_has_its_own_number_of_blocks() -> None:
+    graph, options = tied(), Options(recompute="full", recompute_blocks=(1, 0))
+    whole = regions_of(graph, "full", [0] * len(graph.operators))
+    stage_of = [int(i >= whole.index(1)) for i in range(len(graph.operators))]
+    assert regions_of(graph, "full", stage_of, (1, 0)) == [0 if region == 0 else -1 for region in whole]
+    assert regions_of(graph, "full", stage_of, (0, 1)) == [0 if region == 1 else -1 for region in whole]
+    topology = Topology.load("p100:1")
+    with pytest.raises(StrategyError, match="2 numbers, and there are 1 stages"):
+        baseline("single", graph, topology, options)
+
+
+def test_the_last_stage_of_a_pipeline_keeps_its_activations() -> None:
+    """Under 1F1B it has one microbatch at a time: computing again costs it time and saves it little."""
+    graph, topology = OperatorGraph.load("gpt2").resized(16), Topology.load("p100:1")
+    first, layout = (0, *(graph.index[f"blocks.{k}.ln1"] for k in (3, 6, 9))), Layout(1, 1, 4, 8)
+    every, but_last = (
+        simulate_layout(graph, topology, layout, Options(recompute="full", recompute_blocks=blocks), first=first)[1]
+        for blocks in (None, (12, 12, 12, 0))
+    )
+    assert but_last.makespan_s < every.makespan_s
+    peaks = [[memory.peak for memory in step.memory] for step in (every, but_last)]
+    assert peaks[1][:3] == peaks[0][:3] and peaks[1][3] > peaks[0][3]
+    with pytest.raises(StrategyError, match="3 numbers, and there are 4 stages"):
+        simulate_layout(graph, topology, layout, Options(recompute="full", recompute_blocks=(1, 1, 0)))
+
+
 def test_without_names_a_region_lies_between_sums() -> None:
     made = zoo.resnet50(batch=4, size=16, width=4, blocks=(2, 1, 1, 1), classes=8, device="meta")
     graph = import_model(made.model, made.inputs, made.loss, targets=made.targets)
@@ -233,7 +261,7 @@ def test_the_account_of_a_walk_is_that_of_the_plan(options: Options) -> None:
     test_memory.walk(graph, test_memory.middling(graph, TOPOLOGIES["slow hosts"]()), 1, 10, options)
 
 
-@pytest.mark.parametrize("options", EVERY, ids=NAMES)
+@pytest.mark.parametrize("options", (*EVERY, NOT_LAST), ids=(*NAMES, "not last"))
 @pytest.mark.parametrize("count", [1, 3])
 def test_stages_and_microbatches_do_it_in_every_backward_pass(count: int, options: Options) -> None:
     graph, topology = stack(2), TOPOLOGIES["slow hosts"]()

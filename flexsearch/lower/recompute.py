@@ -18,7 +18,7 @@ _CORE: Final = frozenset({"attention", "dropout", "softmax", "safe_softmax"})
 
 
 def regions_of(
-    graph: OperatorGraph, recompute: Recompute, stage_of: Sequence[int], blocks: int | None = None
+    graph: OperatorGraph, recompute: Recompute, stage_of: Sequence[int], blocks: int | tuple[int, ...] | None = None
 ) -> list[int]:  # fmt: skip
     """By operator, the checkpointed region that it belongs to; NO_REGION: none.
 
@@ -27,22 +27,26 @@ def regions_of(
     ``full``: each call of a repeated module (``layers.3``) is one; where there are none, what lies between two sums of
     activations that all that follows goes through. ``attention``: runs of fused attention; scores, softmax, dropout and
     the product with the values. ``blocks``: of each stage only so many, the first ones (Megatron-LM's
-    ``--recompute-method block``); None: all. Raises StrategyError where a graph has no such region."""
+    ``--recompute-method block``), the same number or one by stage; None: all. Raises StrategyError where a graph has no
+    such region."""
     if recompute == "none":
         return [NO_REGION] * len(graph.operators)
     keys = _core_attention(graph) if recompute == "attention" else _repeated(graph) or _between_sums(graph)
     found, number, of_stage = [NO_REGION] * len(graph.operators), 0, Counter[int]()
+    most = blocks if isinstance(blocks, tuple) else (blocks,) * (max(stage_of) + 1)
     for (key, stage), run in groupby(range(len(keys)), key=lambda i: (keys[i], stage_of[i])):
         members = list(run)
-        if key and any(graph.has_backward[i] for i in members) and (blocks is None or of_stage[stage] < blocks):
+        limit = most[stage]
+        if key and any(graph.has_backward[i] for i in members) and (limit is None or of_stage[stage] < limit):
             for i in members:
                 found[i] = number
             number += 1
             of_stage[stage] += 1
     if not number:
         what = "attention" if recompute == "attention" else "repeated block"
+        where = "" if blocks is None else " where the plan says so"
         raise StrategyError(
-            f"graph {graph.name!r} has no {what} that could be computed again",
+            f"graph {graph.name!r} has no {what} that could be computed again{where}",
             'Use recompute "none"' + (' or "full".' if recompute == "attention" else "."),
         )
     return found

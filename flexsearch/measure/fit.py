@@ -15,7 +15,7 @@ from typing import Literal
 from flexsearch.cost.communication import Pricing
 from flexsearch.cost.efficiency import MEMORY_EFFICIENCY
 from flexsearch.measure.machine import Compute, Facts
-from flexsearch.topology import Communication, Device, Link, Topology
+from flexsearch.topology import Communication, Device, Figure, Link, Sources, Topology
 from flexsearch.topology.parts import FORMS
 
 Pair = tuple[int, int]
@@ -23,6 +23,11 @@ UNEVEN = 1.5
 """Pairs inside a host whose bandwidths differ by more than this factor get links of their own."""
 ALIKE = 1.15
 """Pairs of hosts whose bandwidths differ by less than this factor count as equal."""
+PROBED: tuple[Figure, ...] = (
+    "devices.flops", "devices.memory_bandwidth", "devices.memory_bytes", "devices.overhead_s", "links.bandwidth",
+    "links.latency_s", "communication.overhead_s", "communication.factors",
+)  # fmt: skip
+"""What is measured; the rest is that of the backend."""
 SLOWED = 1.5
 """A device slower than others of its model by less than this factor is taken to have been disturbed."""
 
@@ -72,9 +77,11 @@ def fit(measured: Measured, name: str, source: str) -> Topology:
         factors=dict.fromkeys(FORMS, 1.0),
         cpu_s_per_byte=measured.cpu_s_per_byte / _cores_each(measured.facts),
     )
+    sources = (Sources(figures=PROBED, kind="measured", origin="flexsearch probe"),)
     ideal = Topology(
-        name=name, devices=devices, switches=switches, links=links, communication=communication, source=source
-    )
+        name=name, devices=devices, switches=switches, links=links, communication=communication, source=source,
+        sources=sources,
+    )  # fmt: skip
     factors = {form: _factor(ideal, form, found) for form, found in measured.forms.items()}
     if not factors:  # a single rank has nobody to talk to: the backend's usual figures
         return ideal.model_copy(update={"communication": Communication(backend=measured.backend)})

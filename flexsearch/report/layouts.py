@@ -16,6 +16,7 @@ from flexsearch.simulate.staged import Step
 from flexsearch.simulate.usage import SORTS, WORK, DeviceTime
 from flexsearch.strategy import Options, Sharding, States
 from flexsearch.strategy.pipeline import Pipeline
+from flexsearch.strategy.records import Blocks
 
 UNSHARDED: Final = Sharding()
 
@@ -74,9 +75,18 @@ def _option_words(options: Options) -> list[str]:
     words = [] if options.precision == "as-is" else [f"{options.precision} with float32 masters"]
     if options.recompute != "none":
         what = "everything" if options.recompute == "full" else options.recompute
-        where = f" in {options.recompute_blocks} blocks of each stage" if options.recompute_blocks is not None else ""
-        words.append(f"recompute {what}{where}")
+        words.append(f"recompute {what}{_where(options.recompute_blocks)}")
     return words
+
+
+def _where(blocks: Blocks | None) -> str:
+    """What part of each stage is computed again."""
+    if not isinstance(blocks, tuple):
+        return "" if blocks is None else f" in {blocks} blocks of each stage"
+    first = [count for count in blocks if count]
+    if len({*first}) == 1 and blocks[: len(first)] == tuple(first):
+        return f" in up to {first[0]} blocks of the first {len(first)} of {len(blocks)} stages"
+    return f" in up to {', '.join(map(str, blocks))} blocks of the stages"
 
 
 def rate_words(graph: OperatorGraph, step: Step) -> str:

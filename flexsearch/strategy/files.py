@@ -13,9 +13,10 @@ from pydantic import Field, model_validator
 
 from flexsearch.files import FileModel, parse, printable, read_json
 from flexsearch.graph.precision import Precision
-from flexsearch.quantities import MAX_COUNT, MAX_DEVICES, Capacity, Count, Degree, DeviceIndex, Name
+from flexsearch.quantities import MAX_DEVICES, Capacity, Count, Degree, DeviceIndex, Name
 from flexsearch.strategy.positions import Numbers
 from flexsearch.strategy.records import (
+    Blocks,
     GraphReference,
     Input,
     Measurement,
@@ -107,7 +108,7 @@ class StrategyFile(FileModel):
     optimizer: OptimizerName = "momentum"
     precision: Precision | None = None
     recompute: Recompute | None = None
-    recompute_blocks: Annotated[int, Field(ge=1, le=MAX_COUNT)] | None = None
+    recompute_blocks: Blocks | None = None
     synchronisation: SynchronisationFile
     stages: Annotated[tuple[StageFile, ...], Field(min_length=1, max_length=MAX_DEVICES)] | None = None
     schedule: ScheduleKind | Literal["auto"] | None = None

@@ -26,7 +26,16 @@ from flexsearch.strategy.files import (
     SynchronisationFile,
     read_strategy,
 )
-from flexsearch.strategy.records import GraphReference, Input, Measurement, Options, Prediction, Reference, Search
+from flexsearch.strategy.records import (
+    GraphReference,
+    Input,
+    Measurement,
+    Options,
+    Prediction,
+    Reference,
+    Search,
+    check_recompute,
+)
 from flexsearch.strategy.schedule import check_schedule, ranks_of
 from flexsearch.strategy.stage import ScheduleKind, Stage, by_axes, check_batch, check_stages, is_whole, whole
 from flexsearch.topology import Topology
@@ -146,6 +155,7 @@ class Strategy:
         check_stages(graph, self.stages, self.configs, len(topology.devices))
         if not self.orders and (len(self.stages) > 1 or self.microbatches > 1):  # else it is of no effect
             check_schedule(self.schedule, ranks_of([stage.positions for stage in self.stages]), self.microbatches)
+        check_recompute(self.options, len(self.stages))
         check_batch(graph.batch, max(stage.replicas for stage in self.stages), self.microbatches)
 
     @property

@@ -4,18 +4,34 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from pydantic import Field, field_validator
+from pydantic import Field, Strict, field_validator
 
 from flexsearch.errors import StrategyError
 from flexsearch.files import FileModel
 from flexsearch.graph import Dtype, Tracing
 from flexsearch.graph.precision import Precision
-from flexsearch.quantities import MAX_COUNT, Capacity, Count, Digest, Name, PredictedSeconds, Seed, Shape, Text
+from flexsearch.quantities import (
+    MAX_COUNT,
+    MAX_DEVICES,
+    Capacity,
+    Count,
+    Digest,
+    Name,
+    PredictedSeconds,
+    Seed,
+    Shape,
+    Text,
+)
 from flexsearch.strategy.config import read_pin
 
 OptimizerName = Literal["sgd", "momentum", "adam"]
 Recompute = Literal["none", "attention", "full"]
 """Which operators' forward pass is computed again in the backward pass, instead of keeping what it makes."""
+Blocks = (
+    Annotated[int, Field(ge=1, le=MAX_COUNT)]
+    | Annotated[tuple[Count, ...], Strict(False), Field(min_length=1, max_length=MAX_DEVICES)]
+)
+"""How many regions of each stage are computed again: the same number for all stages, or one for each."""
 
 
 class Options(FileModel):
@@ -23,7 +39,8 @@ class Options(FileModel):
     buckets of about this size. ``optimizer``: how much state an update reads and writes (none, one, or two tensors per
     weight). ``prefetch``: sharded weights are gathered so many buckets before the one that is read. ``precision``: of
     weights, activations and gradients; the optimizer keeps its states and a master copy of every weight in float32.
-    ``recompute``: see ``Recompute``; of each stage only the first ``recompute_blocks`` regions, if that is given.
+    ``recompute``: see ``Recompute``; of each stage only the first ``recompute_blocks`` regions, if that is given: one
+    number for all, or one for each stage, of which 0 means none.
     ``reshard_after_forward``: sharded weights are let go of after the forward pass of what reads them and gathered
     again in the backward pass (FSDP2), instead of being kept for it."""
 
@@ -32,8 +49,18 @@ class Options(FileModel):
     prefetch: Count = 1
     precision: Precision = "as-is"
     recompute: Recompute = "none"
-    recompute_blocks: Annotated[int, Field(ge=1, le=MAX_COUNT)] | None = None
+    recompute_blocks: Blocks | None = None
     reshard_after_forward: bool = False
+
+
+def check_recompute(options: Options, stages: int) -> None:
+    """Raise StrategyError unless ``recompute_blocks`` has a number for each stage, where it has several."""
+    blocks = options.recompute_blocks
+    if isinstance(blocks, tuple) and len(blocks) != stages:
+        raise StrategyError(
+            f"recompute_blocks: it has {len(blocks)} numbers, and there are {stages} stages",
+            "Give one for each stage, or a single one for all.",
+        )
 
 
 class Reference(FileModel):

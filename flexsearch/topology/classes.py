@@ -6,7 +6,6 @@ another block then has an **image** in the first, and what goes on there goes on
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -26,11 +25,11 @@ NONE: Final = -1
 
 @dataclass(frozen=True)
 class Folding:
-    """A topology folded into ``replicas`` blocks of consecutive devices; ``inside`` of them make up a host, or 1 if a
-    block is a host or more. Blocks take each other's places by a turn inside every host, and by a turn of the hosts (or
-    of larger blocks). ``block``: the first of them, with its links
-    to the others as far as messages take them (they may lead to a switch and end there). ``image``: by resource of the
-    ``whole``, the resource of ``block`` that stands for it."""
+    """A topology folded into ``replicas`` blocks of consecutive devices; ``inside`` of them make up a host, or share
+    several hosts between them; 1 if a block is a host or more. Blocks take each other's places by a turn inside such
+    hosts, and by a turn of the hosts (or of larger blocks). ``block``: the first of them, with its links to the others
+    as far as messages take them (they may lead to a switch and end there). ``image``: by resource of the ``whole``, the
+    resource of ``block`` that stands for it."""
 
     whole: Topology
     block: Topology
@@ -72,15 +71,24 @@ class _Folder:
         self.whole, self.replicas, self.count = whole, replicas, len(whole.devices)
         self.size = self.count // replicas
         self.names = [device.name for device in whole.devices]
-        hosts = Counter(device.host for device in whole.devices)
-        host = min(hosts.values())
-        self.inside = host // self.size if host % self.size == 0 and set(hosts.values()) == {host} else 1
+        self.inside = self._on_the_same_hosts()
         self.step = 1
         """How many blocks on the renaming at hand goes: 1 inside a host, else whole hosts."""
         self.renamed: dict[str, str] = {}
         """Endpoint -> the one that takes its place by the renaming at hand."""
         self.renamings: dict[int, dict[str, str]] = {}
         """By step."""
+
+    def _on_the_same_hosts(self) -> int:
+        """How many consecutive blocks have their devices on the same hosts, which are theirs alone; 1 if runs of such
+        blocks differ in length."""
+        host = self.whole.host_of.reshape(self.replicas, self.size)
+        run = int((host != host[0]).any(axis=1).argmax()) or self.replicas
+        if self.replicas % run:
+            return 1
+        runs = host.reshape(-1, run, self.size)
+        apart = sum(len(np.unique(row)) for row in runs) == len(self.whole.hosts)
+        return run if apart and bool((runs == runs[:, :1]).all()) else 1
 
     def fold(self) -> Folding:
         used: dict[Hop, None] = {}
@@ -197,7 +205,7 @@ class _Folder:
         block = Topology(
             name=f"{whole.name}[{self.size} of {self.count}]", devices=whole.devices[: self.size],
             switches=tuple(name for name in whole.switches if name in ends), links=links,
-            communication=whole.communication, source=whole.source,
+            communication=whole.communication, source=whole.source, sources=whole.sources,
         )  # fmt: skip
         own = {resource.name: k for k, resource in enumerate(block.resources)}
         found = np.zeros(len(image), np.uint32)

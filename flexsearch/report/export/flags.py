@@ -87,6 +87,8 @@ def megatron_flags(strategy: Strategy, graph: OperatorGraph) -> Flags:
         flags.append(("--recompute-granularity", "selective"))
     elif options.recompute == "full":
         blocks = options.recompute_blocks
+        if isinstance(blocks, tuple):
+            raise _no("recompute_blocks: Megatron computes as many layers again in every stage", "one number")
         method = [("--recompute-method", "uniform" if blocks is None else "block")]
         flags += [("--recompute-granularity", "full"), *method, ("--recompute-num-layers", str(blocks or 1))]
     if plan.states == States.OPTIMIZER:

@@ -124,7 +124,7 @@ class Estimates:
                 self.parts(layout, options.model_copy(update={"recompute": again, "recompute_blocks": None}), first)
                 for again in (options.recompute, "none")
             )
-            share = min(1.0, options.recompute_blocks / self.blocks(layout, options))
+            share = np.minimum(1.0, np.array(options.recompute_blocks) / self.blocks(layout, options))
             mean = {
                 name: share * getattr(every, name) + (1.0 - share) * getattr(none, name)
                 for name in ("backward", "weight", "kept", "again")

@@ -200,6 +200,8 @@ class LayoutSearch:
         if rest or share % layout.microbatches or share // layout.microbatches < max(layout.each):
             return False
         few = layout.stages <= len(self.graph.operators)
+        if isinstance(options.recompute_blocks, tuple) and len(options.recompute_blocks) != layout.stages:
+            return False
         return few and options.recompute in self.works.regions and runs(layout)
 
     def _plain(self, key: Key) -> Key:
@@ -396,9 +398,8 @@ class LayoutSearch:
             again = options.model_copy(update={"recompute": recompute, "recompute_blocks": None})
             yield Key(layout, again, first)
             if recompute != "none" and recompute in self.estimates.works.regions:
-                every = self.estimates.blocks(layout, again)
-                for count in sorted({-(-every * part // QUARTERS) for part in range(1, QUARTERS)} - {every}):
-                    yield Key(layout, again.model_copy(update={"recompute_blocks": count}), first)
+                for blocks in self._blocks(layout, again):
+                    yield Key(layout, again.model_copy(update={"recompute_blocks": blocks}), first)
         if layout.states:
             for depth in (2 * options.prefetch or 1, options.prefetch // 2):
                 yield Key(layout, options.model_copy(update={"prefetch": depth}), first)
@@ -416,6 +417,16 @@ class LayoutSearch:
         for moves in (moved_devices, split_and_joined):
             for wide, new in moves(self.cuts, layout, first):
                 yield Key(wide, options, new)
+
+    def _blocks(self, layout: Layout, options: Options) -> Iterator[int | tuple[int, ...]]:
+        """How many blocks may be computed again: a part of each stage's; or all of the first stages, which keep more
+        microbatches than the later ones."""
+        every, stages = self.estimates.blocks(layout, options), layout.stages
+        yield from sorted({-(-every * part // QUARTERS) for part in range(1, QUARTERS)} - {every})
+        whole = 1 + max(self.estimates.works.regions[options.recompute])  # wherever the borders are
+        for count in sorted({stages * part // QUARTERS for part in range(1, QUARTERS)} | {stages - 1}):
+            if count:
+                yield (whole,) * count + (0,) * (stages - count)
 
     # ---- the answer
 

@@ -12,6 +12,7 @@ from flexsearch.search.hybrid.work import Works
 from flexsearch.simulate.staged import StagedSimulators, Step, step_of
 from flexsearch.strategy import Options
 from flexsearch.strategy.pipeline import Pipeline
+from flexsearch.strategy.records import check_recompute
 from flexsearch.topology import Topology
 
 
@@ -21,14 +22,16 @@ def simulate_layout(
     layout: Layout,
     options: Options | None = None,
     profile: Profile | None = None,
+    first: tuple[int, ...] | None = None,
 ) -> tuple[Pipeline, Step]:
     """How a step is cut by ``layout``, and that step, simulated: the plan that a search takes for this layout before
-    it moves borders of stages and splits operators otherwise. Megatron's splits inside a group; stages that make the
-    slowest one as fast as possible. Raises StrategyError or another FlexsearchError where the graph, the batch or the
-    devices do not suit the layout."""
+    it moves borders of stages and splits operators otherwise, with Megatron's splits inside a group. ``first``: first
+    operator of each stage; None: stages that make the slowest one as fast as possible. Raises StrategyError or another
+    FlexsearchError where the graph, the batch or the devices do not suit the layout."""
     options = options or Options()
+    check_recompute(options, layout.stages)
     simulators = StagedSimulators(graph, topology, profile, options.precision)
     works = Works(simulators.graph, topology, profile, options)
-    first = Estimates(works, Cuts(simulators.graph)).first(layout)
+    first = first or Estimates(works, Cuts(simulators.graph)).first(layout)
     pipeline, configs = Splits(simulators).plan(layout, first)
     return pipeline, step_of(simulators, pipeline, simulators.simulator(pipeline, configs, options))
