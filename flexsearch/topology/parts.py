@@ -83,8 +83,14 @@ class Device(FileModel):
     memory_bandwidth: Bandwidth
     memory_bytes: Capacity
     processor: Name | None = None  # devices naming the same one take turns on it (emulated hosts too); None: its own
-    overhead_s: LatencySeconds  # host time to launch one operator
+    overhead_s: LatencySeconds  # host time to launch one operator; a GPU computes meanwhile
     efficiency: Efficiency | None = None  # in half precision; None: one share for all shapes (``cost.efficiency``)
+
+    @property
+    def launch_s(self) -> float:
+        """Host time to launch one operator, where the device computes meanwhile what was launched before: a GPU. 0.0
+        where it is a part of the operator's own time."""
+        return self.overhead_s if self.kind == "cuda" else 0.0
 
     @field_validator("flops")
     @classmethod
