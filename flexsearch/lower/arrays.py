@@ -136,8 +136,8 @@ class BlockTable(NamedTuple):
     ``again``: the RECOMPUTE or REGATHER block that sends what it reads once more (NOTHING: none); ``kept``: the
     GATHER_ONCE block that sends it (NOTHING: none). By operator: ``forward_of``, ``backward_of`` (NOTHING: it has
     none), ``weight_of`` (NOTHING: its backward pass is whole), ``recompute_of`` (NOTHING: none), ``region`` (NOTHING:
-    not computed again); by weight: ``gather_of``, ``regather_of`` and ``gather_once_of`` (NOTHING: none), ``bucket``, in
-    which gradients go that are summed over the microbatches, and ``each``, in which they go for each (NOTHING: it is
+    not computed again); by weight: ``gather_of``, ``regather_of`` and ``gather_once_of`` (NOTHING: none), ``bucket``,
+    in which gradients go that are summed over the microbatches, and ``each``, in which they go for each (NOTHING: it is
     not trained; the same one where there is no other).
     By SYNCHRONISE block: ``starts``, ``finishes``: bucket whose first or second phases it sends (NOTHING: none),
     ``block``: its number. By bucket: ``member``: its weights in the order of completion; ``sums``: which of them (ALL,
