@@ -243,7 +243,7 @@ def test_a_batch_that_cannot_be_divided_is_refused() -> None:
 
 def captured(topology: Topology) -> Topology:
     """The same, but launching operators takes no time, so that steps of small models are not bound by hosts."""
-    return edited(topology, devices=[device.model_copy(update={"overhead_s": 0.0}) for device in topology.devices])
+    return edited(topology, devices=tuple(d.model_copy(update={"overhead_s": 0.0}) for d in topology.devices))
 
 
 def test_a_climb_over_folded_plans_gives_a_plan_of_all_devices() -> None:
