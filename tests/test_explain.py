@@ -24,10 +24,12 @@ from flexsearch.graph import OperatorGraph
 from flexsearch.graph.batch import microbatch, with_batch
 from flexsearch.graph.importer import import_model
 from flexsearch.lower import Lowered, Lowering, TaskGraph
+from flexsearch.lower.draft import ISSUE_LAUNCHES
 from flexsearch.lower.schedule import Stages
 from flexsearch.report.choices import operator_choice, operator_data
 from flexsearch.report.differences import comparison_data
 from flexsearch.report.path import SCREEN, by_layer, stretches
+from flexsearch.report.tables import dominates
 from flexsearch.search.alternatives import alternatives, single_changes
 from flexsearch.search.space import Space
 from flexsearch.simulate import Step, by_kind, by_resource, critical_path, device_times, makespan, simulate
@@ -126,6 +128,26 @@ def lowered_plan(setting: Setting, name: str, **options: Any) -> tuple[Lowered, 
 def edited(topology: Topology, **parts: Any) -> Topology:
     fields = {field: getattr(topology, field) for field in Topology.model_fields}
     return Topology(**fields | {k: tuple(v) if isinstance(v, list) else v for k, v in parts.items()})
+
+
+def test_a_step_that_is_bound_by_its_host_says_so() -> None:
+    """A small model on a GPU: its host takes longer to launch operators than the GPU to run them."""
+    graph, topology = mlp(), Topology.load("p100:1")
+    costs, strategy = Costs(graph, topology), baseline("single", graph, topology)
+    lowered = Lowering(graph, topology, costs).lower(strategy.in_order(graph), strategy.options)
+    simulation = simulate(lowered)
+    device = next(iter(lowered.devices))
+    launches = sum(sum(costs.launches(k)[:2]) for k in range(len(graph.operators)))
+    launches += sum(t.kind == "parameter" for t in graph.tensors)  # the update
+    launches += int(ISSUE_LAUNCHES)  # the loss goes to the other devices
+    assert simulation.makespan_s == pytest.approx(launches * topology.devices[device].launch_s, rel=1e-3)
+    (first, *_), time = critical_path(lowered.tasks), device_times(lowered.rows, simulation.times)[device]
+    assert first.launches and first.seconds > 0.9 * simulation.makespan_s
+    waited = simulation.makespan_s - time.compute_s - time.communicate_s  # the loss is sent meanwhile
+    assert time.host_s == pytest.approx(waited, rel=0.01) and time.host_s > 0.7 * simulation.makespan_s
+    assert dominates(lowered, simulation).startswith("launching operators (host)")
+    told = stretches(lowered, critical_path(lowered.tasks))[0]
+    assert (told.phase, told.where) == ("launch", "host")
 
 
 def scaled(things: Any, **factors: float) -> tuple[Any, ...]:
