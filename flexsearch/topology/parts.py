@@ -62,7 +62,8 @@ class Efficiency(FileModel):
     ``matrix``: share of the FLOP/s that large matrix products reach; a product of an (m, k) and a (k, n) matrix reaches
     ``matrix / ((1 + s/m) (1 + s/n) (1 + s/k))`` with s = ``matrix_size``, in elements. ``attention_forward``,
     ``attention_backward``: of attention in one kernel, whose causal masks count as full work, so up to twice what it
-    computes. ``memory``: share of the bandwidth. ``overhead_s``: of each operator, instead of the device's."""
+    computes. ``memory``: share of the bandwidth. ``overhead_s``: of each operator that is no view, on the device; the
+    device's own is its host's."""
 
     matrix: Share
     matrix_size: Elements
