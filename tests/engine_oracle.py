@@ -2,7 +2,7 @@
 
 All devices run as far as they can; then the row that was ready first is served, the one with the smaller identity of
 those that were ready at the same tick; and so on. Links and processors are resources, each with a tick from which on it
-is free.
+is free. The host of a device launches its steps in their order and never waits; none begins before it is launched.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ class Device:
     steps: Iterator[tuple[int, int, int]]
     """Microbatch, block, step."""
     clock: int = 0
+    host: int = 0
     waits: Row | None = None
     """What it stands at: a communication that has not ended, or a computation of its own that has not."""
 
@@ -86,6 +87,9 @@ class Simulation:
         """Run a device until it waits."""
         device, s = self.devices[d], self.segments
         for m, b, step in device.steps:
+            if s.step_kind[step] != WAIT:
+                device.host += int(s.step_host[step])
+                device.clock = max(device.clock, device.host)
             if s.step_kind[step] == COMPUTE:
                 row, ticks = self.name(m, b, False, s.step_row[step]), int(s.step_ticks[step])
                 if self.machine.contended[0]:

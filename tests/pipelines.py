@@ -54,7 +54,7 @@ class Pipeline:
         self.schedule: Schedule = make_schedule(self.blocks, cut, len(self.held))
         devices = np.arange(len(self.held), dtype=np.uint32)
         turn, free = np.full(len(devices), NEVER, np.int64), np.zeros(1, np.uint8)
-        self.machine = Machine(devices, turn, free, np.array([len(devices)], np.uint32))
+        self.machine = Machine(devices, turn, free, free, np.array([len(devices)], np.uint32))
         self.segments = self.arena.segments()
 
     def _add(self, kind: int, stage: int, ticks: int) -> range:

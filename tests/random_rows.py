@@ -10,7 +10,10 @@ import numpy as np
 
 from flexsearch.lower.rows import COMPUTE, FORWARD, ISSUE, NEVER, WAIT, Machine, Schedule, Segments
 
-WIDE = ("step_ticks", "communication_ticks", "turn", "link_ticks", "drag_ticks")
+WIDE = ("step_ticks", "step_host", "communication_ticks", "turn", "link_ticks", "drag_ticks")
+
+
+Step = tuple[int, ...]
 
 
 @dataclass
@@ -27,9 +30,9 @@ class Communication:
 
 @dataclass
 class Block:
-    """Steps of each device (kind, block, row, ticks), and communications."""
+    """Steps of each device (kind, block, row, ticks, and those of launching it if there are any), communications."""
 
-    steps: list[list[tuple[int, int, int, int]]]
+    steps: list[list[Step]]
     communications: list[Communication]
 
 
@@ -47,11 +50,12 @@ class Arena:
         rows["communication_first"].append(len(rows["missing"]))
         for steps in block.steps:
             rows["step_first"].append(len(rows["step_kind"]))
-            for kind, of, row, ticks in steps:
+            for kind, of, row, ticks, *host in steps:
                 rows["step_kind"].append(kind)
                 rows["step_block"].append(of)
                 rows["step_row"].append(row)
                 rows["step_ticks"].append(ticks)
+                rows["step_host"].append(sum(host))
         rows["step_first"].append(len(rows["step_kind"]))
         for c in block.communications:
             rows["communication_ticks"].append(c.ticks)
@@ -81,7 +85,8 @@ class Arena:
 
 @dataclass
 class Case:
-    """A random world: a schedule, a machine, and any number of segments for each of its blocks."""
+    """A random world: a schedule, a machine, and any number of segments for each of its blocks. ``host``: ticks of the
+    longest launches; 0: there are no hosts."""
 
     random: random.Random
     devices: int
@@ -93,13 +98,15 @@ class Case:
     arena: Arena
     links: int
     scale: int
+    host: int
     blocks: list[Block] = field(default_factory=list)
     segment: list[int] = field(default_factory=list)
 
 
 def make_case(
-    seed: int, microbatches: int | None = None, blocks: int | None = None, scale: int | None = None
-) -> Case:
+    seed: int, microbatches: int | None = None, blocks: int | None = None, scale: int | None = None,
+    hosted: bool | None = None,
+) -> Case:  # fmt: skip
     """``blocks``: operators of each stage. ``scale``: ticks of the longest rows."""
     r = random.Random(seed)
     devices, stages = r.randint(1, 8), r.randint(1, 3)
@@ -167,12 +174,17 @@ def make_case(
     processors = [r.randrange(max(1, devices // 2)) if r.random() < 0.5 else d for d in range(devices)]
     shared = {p for p in processors if processors.count(p) > 1}
     turn = [max(1, scale // 3) if processors[d] in shared and r.random() < 0.7 else NEVER for d in range(devices)]
+    chance = random.Random(seed ^ 0x5EED)  # of its own, so that worlds without hosts stay what they were
+    host = 0
+    if chance.random() < 0.4 if hosted is None else hosted:
+        host = max(1, chance.choice((scale // 8, scale // 3, scale // 2, 2 * scale)))
     machine = Machine(
         processor=np.array([links + (p if contended else d) for d, p in enumerate(processors)], np.uint32),
         turn=np.array(turn, np.int64), contended=np.array([contended], np.uint8),
+        hosted=np.array([host > 0], np.uint8),
         resources=np.array([links + devices], np.uint32),
     )  # fmt: skip
-    case = Case(r, devices, contended, kinds, stage, schedule, machine, Arena(devices), links, scale)
+    case = Case(r, devices, contended, kinds, stage, schedule, machine, Arena(devices), links, scale, host)
     for b in range(len(kinds)):
         case.blocks.append(random_block(case, b))
         case.segment.append(case.arena.add(case.blocks[b]))
@@ -188,7 +200,7 @@ def random_block(case: Case, b: int) -> Block:
     """Some steps for the devices of a block: waiting for what earlier blocks send them, computing, sending to devices
     of this stage or of a neighbour."""
     r, own = case.random, members(case, b)
-    steps: list[list[tuple[int, int, int, int]]] = [[] for _ in range(case.devices)]
+    steps: list[list[Step]] = [[] for _ in range(case.devices)]
     for d in own:
         for of, row in _arrivals(case, b, d):
             if r.random() < 0.7:
@@ -217,7 +229,14 @@ def random_block(case: Case, b: int) -> Block:
         for row, c in enumerate(communications):
             if d in c.receivers and r.random() < 0.15:
                 steps[d].append((WAIT, b, row, 0))
-    return Block(steps, communications)
+    return Block([[_launched(case, step) for step in row] for row in steps], communications)
+
+
+def _launched(case: Case, step: Step) -> Step:
+    """A step with a time that launching it takes, if there are hosts."""
+    if case.host == 0 or step[0] == WAIT:
+        return step
+    return *step[:4], case.random.choice((0, 1, case.host, case.random.randint(0, case.host)))
 
 
 def _arrivals(case: Case, b: int, d: int) -> list[tuple[int, int]]:
@@ -269,17 +288,21 @@ def random_change(case: Case) -> dict[int, Block]:
     return changed
 
 
-def _is_sent(blocks: list[Block], step: tuple[int, int, int, int], d: int) -> bool:
+def _is_sent(blocks: list[Block], step: Step, d: int) -> bool:
     rows = blocks[step[1]].communications
     return step[2] < len(rows) and d in rows[step[2]].receivers
 
 
 def _retimed(case: Case, block: Block) -> Block:
-    """The same with some other durations."""
+    """The same with some other durations; where there are hosts, at times only theirs are others."""
     r = case.random
+    if case.host and r.random() < 0.5:
+        steps = [[_launched(case, step) if r.random() < 0.4 else step for step in row] for row in block.steps]
+        return Block(steps, block.communications)
 
-    def retimed(kind: int, b: int, row: int, ticks: int) -> tuple[int, int, int, int]:
-        return kind, b, row, r.randint(0, case.scale) if kind == COMPUTE and r.random() < 0.4 else ticks
+    def retimed(kind: int, b: int, row: int, ticks: int, *host: int) -> Step:
+        own = kind, b, row, r.randint(0, case.scale) if kind == COMPUTE and r.random() < 0.4 else ticks
+        return _launched(case, own) if host and r.random() < 0.4 else (*own, *host)
 
     steps = [[retimed(*step) for step in row] for row in block.steps]
     rows = []

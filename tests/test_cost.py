@@ -17,7 +17,7 @@ from torch import nn
 
 from flexsearch.cost import Costs, Profile, ProfileDevice
 from flexsearch.cost.compute import Costed
-from flexsearch.cost.efficiency import MATRIX_EFFICIENCY, MEMORY_EFFICIENCY, OTHER_EFFICIENCY
+from flexsearch.cost.efficiency import KERNEL_S, MATRIX_EFFICIENCY, MEMORY_EFFICIENCY, OTHER_EFFICIENCY
 from flexsearch.cost.profile import Entry, UpdateEntry, Work
 from flexsearch.cost.ticks import TICK
 from flexsearch.errors import FileFormatError, ProfileError
@@ -25,6 +25,7 @@ from flexsearch.graph import Axis, Operator, OperatorGraph, Piece, Tensor, make_
 from flexsearch.graph.importer import import_model
 from flexsearch.graph.ops.base import TRACES
 from flexsearch.topology import Communication, Device, Link, Topology
+from flexsearch.topology.changes import edited
 
 FLOPS, BANDWIDTH, OVERHEAD = 1e9, 1e9, 1e-6
 FLOAT = "float32"
@@ -139,6 +140,17 @@ def test_a_window_reads_its_halo() -> None:
 def test_a_view_costs_only_its_overhead() -> None:
     seconds = Costs(GRAPH, machines("chip")).compute(1, piece(GRAPH, 1), 0)
     assert seconds == pytest.approx((OVERHEAD, OVERHEAD), abs=TICK)
+
+
+def test_a_gpu_is_launched_by_its_host_and_a_view_takes_it_no_time() -> None:
+    devices = tuple(device.model_copy(update={"kind": "cuda"}) for device in machines("chip").devices)
+    costs = Costs(GRAPH, edited(machines("chip"), devices=devices))
+    assert costs.compute(1, piece(GRAPH, 1), 0) == (TICK, TICK)
+    on_cpu, on_gpu = (one.compute(3, piece(GRAPH, 3), 0) for one in (Costs(GRAPH, machines("chip")), costs))
+    assert [c - OVERHEAD for c in on_cpu] == pytest.approx([g - KERNEL_S for g in on_gpu])
+    assert costs.update(1000, 2, 0, "adam") == costs.update(1000, 1, 0, "adam")
+    # convolution of images, view, linear layer with bias, sum
+    assert [costs.launches(k) for k in (0, 1, 2, 4)] == [(1, 1, 1), (1, 1, 0), (1, 3, 2), (1, 1, 0)]
 
 
 def test_other_work_is_further_from_the_peak() -> None:

@@ -13,11 +13,11 @@ import pytest
 
 from flexsearch.cost.ticks import FOREVER
 from flexsearch.errors import FlexsearchError
-from flexsearch.lower.rows import COMPUTE, ISSUE, NEVER, WAIT, Segments
+from flexsearch.lower.rows import COMPUTE, FORWARD, ISSUE, NEVER, WAIT, Machine, Schedule, Segments
 from flexsearch.simulate.engine import LATE, Engine
 from flexsearch.simulate.engine_state import State
 from tests.engine_oracle import Simulation
-from tests.random_rows import Block, Case, Communication, make_case, random_change
+from tests.random_rows import Arena, Block, Case, Communication, make_case, random_change
 
 
 def oracle(case: Case, segments: Segments, segment: Any) -> Simulation:
@@ -123,6 +123,95 @@ def test_jumping_over_periods_changes_nothing(seed: int) -> None:
         for b, block in change.items():
             case.blocks[b] = block
     assert folded.run(segments, segment) == ticks == folded.makespan
+
+
+# ---- hosts
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_hosts_launch_ahead_and_a_proposal_gives_the_times_of_the_definition(seed: int) -> None:
+    case = make_case(5000 + seed, microbatches=1 + seed % 2, blocks=(6, 15, 30)[seed % 3], hosted=True)
+    walk = Walk(case, Engine(case.schedule, case.machine))
+    for _ in range(15):
+        ticks, expected, limit = walk.propose()
+        assert ticks == (expected if expected <= limit else LATE)
+
+
+def test_windows_are_taken_over_with_hosts_ahead_by_more_or_less() -> None:
+    behind = shifted = 0
+    for seed in range(20):
+        case = make_case(5100 + seed, microbatches=1, blocks=30, hosted=True)
+        walk = Walk(case, Engine(case.schedule, case.machine))
+        for _ in range(10):
+            ticks, expected, _ = walk.propose(limits=False)
+            assert ticks == expected
+            kept = walk.engine.state.kept
+            behind += "01" in f"{int(kept.taken[0]):b}"
+            windows = [k for k in range(len(kept.host_shift)) if int(kept.host_shifted[0]) >> k & 1]
+            shifted += bool(kept.host_shift[windows].any())
+    assert behind > 100 and shifted > 50
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_jumping_over_periods_with_hosts_changes_nothing(seed: int) -> None:
+    case = make_case(5200 + seed, microbatches=60 + seed, blocks=3, hosted=True)
+    segments, segment = case.arena.segments(), numbers(case.segment)
+    folded, unfolded = Engine(case.schedule, case.machine), Engine(case.schedule, case.machine, fold=False)
+    assert folded.run(segments, segment) == unfolded.run(segments, segment)
+
+
+def chain(blocks: list[tuple[int, int]], microbatches: int = 1) -> Case:
+    """One device with blocks of one computation each: ticks, and those of launching it."""
+    schedule = Schedule(
+        kind=np.full(len(blocks), FORWARD, np.uint8), argument=np.arange(len(blocks), dtype=np.uint32),
+        once=np.zeros(len(blocks), np.uint8), last=np.zeros(len(blocks), np.uint8), group=numbers([0]),
+        action_first=numbers([0]), action_last=numbers([microbatches]), block_first=numbers([0] * microbatches),
+        block_last=numbers([len(blocks)] * microbatches), microbatch=numbers(list(range(microbatches))),
+        microbatches=numbers([microbatches]), final=numbers([microbatches - 1]),
+    )  # fmt: skip
+    flags = np.ones(1, np.uint8)
+    machine = Machine(numbers([0]), np.full(1, NEVER, np.int64), 0 * flags, flags, numbers([1]))
+    case = make_case(0)
+    case.schedule, case.machine, case.arena, case.devices = schedule, machine, Arena(1), 1
+    case.blocks = [Block([[(COMPUTE, b, 0, *ticks)]], []) for b, ticks in enumerate(blocks)]
+    case.segment = [case.arena.add(block) for block in case.blocks]
+    return case
+
+
+def proposed(case: Case, engine: Engine, b: int, ticks: int, host: int) -> int:
+    """The makespan with another block, which is accepted; it must be that of the definition."""
+    case.segment[b] = case.arena.add(Block([[(COMPUTE, b, 0, ticks, host)]], []))
+    segments, segment = case.arena.segments(), numbers(case.segment)
+    result = engine.propose(segments, segment, numbers([b]))
+    assert result == oracle(case, segments, segment).makespan
+    engine.accept()
+    return result
+
+
+def test_a_step_takes_the_longer_of_launching_and_computing() -> None:
+    for ticks, host, expected in ((10, 4, 4 + 60 * 10), (4, 10, 60 * 10 + 4)):
+        case = chain([(ticks, host)] * 60)
+        assert Engine(case.schedule, case.machine).run(case.arena.segments(), numbers(case.segment)) == expected
+
+
+def test_a_host_that_loses_its_lead_by_and_by_holds_the_device_up_behind_many_equal_windows() -> None:
+    """Launching block 1 takes longer and longer; all goes as before until the host is no longer ahead."""
+    case = chain([(1000, 1), *[(10, 11)] * 90, (10, 1)])
+    engine = Engine(case.schedule, case.machine)
+    plain = engine.run(case.arena.segments(), numbers(case.segment))
+    spans = [proposed(case, engine, 1, 10, host) for host in (11, 400, 700, 950, 980, 1100, 400, 11)]
+    assert spans[0] == spans[1] == plain < spans[4] < spans[5] and spans[-1] == plain
+
+
+def test_a_lead_that_shrinks_in_every_microbatch_ends_the_periods() -> None:
+    case = chain([(2000, 1), (10, 15), (20, 25)], microbatches=400)
+    case.schedule.once[0] = 1
+    segments, segment = case.arena.segments(), numbers(case.segment)
+    engine = Engine(case.schedule, case.machine)
+    assert engine.run(segments, segment) == oracle(case, segments, segment).makespan == 1 + 400 * 40 + 20
+    assert engine.state.fold.jumped[0] > 10_000
+    for host in (15, 20, 12, 30, 15):
+        proposed(case, engine, 1, 10, host)
 
 
 OUT_OF_BOUNDS = """

@@ -17,16 +17,19 @@ from hypothesis import strategies as st
 
 from flexsearch import zoo
 from flexsearch.api import Setting
-from flexsearch.cost import Costs
+from flexsearch.cost import Costs, efficiency
+from flexsearch.cost.efficiency import KERNEL_S
 from flexsearch.errors import NotationError, StrategyError
 from flexsearch.graph import OperatorGraph
 from flexsearch.graph.batch import microbatch, with_batch
 from flexsearch.graph.importer import import_model
 from flexsearch.lower import Lowered, Lowering, TaskGraph
+from flexsearch.lower.draft import ISSUE_LAUNCHES
 from flexsearch.lower.schedule import Stages
 from flexsearch.report.choices import operator_choice, operator_data
 from flexsearch.report.differences import comparison_data
 from flexsearch.report.path import SCREEN, by_layer, stretches
+from flexsearch.report.tables import dominates
 from flexsearch.search.alternatives import alternatives, single_changes
 from flexsearch.search.space import Space
 from flexsearch.simulate import Step, by_kind, by_resource, critical_path, device_times, makespan, simulate
@@ -48,11 +51,14 @@ def check_path(tasks: TaskGraph, steps: tuple[Step, ...], total: float, start: A
     assert (steps[0].begin, steps[-1].end, end[steps[-1].task]) == (0.0, total, total)
     for step in steps:
         assert step.end >= step.begin
-        if tasks.turn[step.task] == inf and not step.moves_bytes:
+        if tasks.turn[step.task] == inf and not step.moves_bytes and not step.launches:
             assert step.begin == start[step.task]
     for one, after in pairwise(steps):
         assert one.end == after.begin  # to the bit
-        if after.why in ("data", "order"):
+        assert one.launches == (after.why == "host") and not after.launches
+        if one.launches:
+            assert one.task == after.task and one.begin == 0.0 and one.end == tasks.launched[one.task]
+        elif after.why in ("data", "order"):
             assert one.task in tasks.dependencies[after.task] and one.end == end[one.task]
             assert (after.why == "order") == (tasks.device[one.task] == tasks.device[after.task] >= 0)
         elif after.why == "turn":
@@ -83,7 +89,8 @@ def test_the_critical_path_of_any_plan_has_no_gap_and_its_parts_add_up_to_the_it
     assert sum(by_resource(lowered.tasks, steps).values()) <= total * (1 + 1e-12)
     for time, busy in zip(device_times(lowered.rows, simulation.times), simulation.busy_s, strict=True):
         assert time.compute_s == busy
-        assert time.compute_s + time.communicate_s + time.idle_s == pytest.approx(total)
+        assert time.compute_s + time.communicate_s + time.host_s + time.idle_s == pytest.approx(total)
+        assert time.host_s == 0.0 or lowered.rows.machine.hosted[0]
 
 
 def test_a_wait_for_a_busy_link_and_for_a_processor_that_moves_bytes_is_told() -> None:
@@ -123,6 +130,26 @@ def edited(topology: Topology, **parts: Any) -> Topology:
     return Topology(**fields | {k: tuple(v) if isinstance(v, list) else v for k, v in parts.items()})
 
 
+def test_a_step_that_is_bound_by_its_host_says_so() -> None:
+    """A small model on a GPU: its host takes longer to launch operators than the GPU to run them."""
+    graph, topology = mlp(), Topology.load("p100:1")
+    costs, strategy = Costs(graph, topology), baseline("single", graph, topology)
+    lowered = Lowering(graph, topology, costs).lower(strategy.in_order(graph), strategy.options)
+    simulation = simulate(lowered)
+    device = next(iter(lowered.devices))
+    launches = sum(sum(costs.launches(k)[:2]) for k in range(len(graph.operators)))
+    launches += sum(t.kind == "parameter" for t in graph.tensors)  # the update
+    launches += int(ISSUE_LAUNCHES)  # the loss goes to the other devices
+    assert simulation.makespan_s == pytest.approx(launches * topology.devices[device].launch_s, rel=1e-3)
+    (first, *_), time = critical_path(lowered.tasks), device_times(lowered.rows, simulation.times)[device]
+    assert first.launches and first.seconds > 0.9 * simulation.makespan_s
+    waited = simulation.makespan_s - time.compute_s - time.communicate_s  # the loss is sent meanwhile
+    assert time.host_s == pytest.approx(waited, rel=0.01) and time.host_s > 0.7 * simulation.makespan_s
+    assert dominates(lowered, simulation).startswith("launching operators (host)")
+    told = stretches(lowered, critical_path(lowered.tasks))[0]
+    assert (told.phase, told.where) == ("launch", "host")
+
+
 def scaled(things: Any, **factors: float) -> tuple[Any, ...]:
     def times_(value: Any, factor: float) -> Any:
         return {k: v * factor for k, v in value.items()} if isinstance(value, dict) else value * factor
@@ -134,7 +161,7 @@ def scaled(things: Any, **factors: float) -> tuple[Any, ...]:
 
 
 @pytest.mark.parametrize(("name", "plan"), [("ethernet-1g-4", "fsdp"), ("p100:2", "megatron"), ("k80:1", "fsdp")])
-def test_what_ifs_are_simulations_of_the_changed_setting(name: str, plan: str) -> None:
+def test_what_ifs_are_simulations_of_the_changed_setting(name: str, plan: str, monkeypatch: Any) -> None:
     graph, topology = OperatorGraph.load("alexnet"), Topology.load(name)
     setting = Setting.of(graph, topology)
     lowered, lowering = lowered_plan(setting, plan)
@@ -145,6 +172,8 @@ def test_what_ifs_are_simulations_of_the_changed_setting(name: str, plan: str) -
         "overhead_s": communication.overhead_s / 2, "message_s": communication.message_s / 2,
         "groups": scaled(communication.groups, startup_s=0.5),
     })  # fmt: skip
+    hosted = topology.devices[0].launch_s > 0.0
+    slow = {} if hosted else {"overhead_s": 0.5}  # launching is no computing where a host does it
     (first, *_), everywhere = link_classes(topology), "bandwidth x2"
     some = scaled(topology.links, bandwidth=2)
     for change, other in (
@@ -152,11 +181,10 @@ def test_what_ifs_are_simulations_of_the_changed_setting(name: str, plan: str) -
         (everywhere if everywhere in found else f"{everywhere}: {first.name}", edited(topology, links=some)),
         ("latency / 2", edited(topology, links=scaled(topology.links, latency_s=0.5))),
         ("overhead / 2", edited(topology, communication=half)),
-        (
-            "compute x2",
-            edited(topology, devices=scaled(topology.devices, flops=2, memory_bandwidth=2, overhead_s=0.5)),
-        ),
+        ("compute x2", edited(topology, devices=scaled(topology.devices, flops=2, memory_bandwidth=2, **slow))),
+        *([("launches", edited(topology, devices=scaled(topology.devices, overhead_s=0)))] if hosted else []),
     ):
+        monkeypatch.setattr(efficiency, "KERNEL_S", KERNEL_S / 2 if change == "compute x2" else KERNEL_S)
         again = Lowering(graph, other, Costs(graph, other)).lower(lowered.configs, lowered.options)
         assert found[change].seconds == pytest.approx(makespan(again), rel=1e-8), change
     whole = lowered.options.model_copy(update={"bucket_bytes": 10**12})

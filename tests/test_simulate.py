@@ -52,6 +52,9 @@ class FixedCosts:
     def weight_shares(self, operator: int, extents: Sequence[tuple[int, ...]]) -> np.ndarray:
         return np.full(len(extents), 0.5)
 
+    def launches(self, operator: int) -> tuple[int, int, int]:
+        return 1, 1, 0
+
     def update_rates(self, device: int, optimizer: str, precision: Precision = "as-is") -> tuple[float, float]:
         return 1e-10, 0.0
 

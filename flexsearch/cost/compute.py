@@ -23,10 +23,11 @@ from flexsearch.cost.efficiency import (
     MEMORY_EFFICIENCY,
     Product,
     computing_rates,
-    launch_seconds,
+    efficiency_of,
     moving_rate,
     product_of,
     roofline,
+    start_seconds,
 )
 from flexsearch.cost.profile import Entry, Profile, Work, signature
 from flexsearch.cost.ticks import FOREVER, TICK, task_seconds, whole
@@ -48,7 +49,7 @@ and out (8), weight out (2), states."""
 STATE_COPIES: Final = {"sgd": 0, "momentum": 1, "adam": 2}
 """Tensors of optimizer state for each weight."""
 UPDATE_KERNELS: Final = {"sgd": 1, "momentum": 2, "adam": 6}
-"""Elementwise passes that an update launches per tensor."""
+"""Elementwise passes that an update launches per tensor, on a CPU."""
 
 
 def state_bytes(weight: Tensor, optimizer: str, precision: Precision) -> int:
@@ -148,6 +149,16 @@ class Costed:
         else:
             saved = sum(nbytes for nbytes, t in zip(read, self.inputs, strict=True) if t.floating)
         return backward_flops(self.op, extents, self.needs), written + saved + made
+
+    @cached_property
+    def launches(self) -> tuple[int, int, int]:
+        """Operators that a host launches in the forward and in the backward task, views among them; of the latter,
+        those that make gradients of parameters alone. The backward pass of a contraction takes one for each gradient
+        (products, sums of biases), that of other operators one."""
+        weights = sum(need and t.kind == "parameter" for need, t in zip(self.needs, self.inputs, strict=True))
+        if kind_of(self.op).contraction:
+            return 1, sum(self.needs), weights
+        return 1, int(any(self.needs)), int(0 < weights == sum(self.needs))
 
     def weight_share(self, extents: Mapping[str, Any]) -> float:
         """Share of the backward task that makes the gradients of parameters, by FLOPs; of a backward task without
@@ -268,6 +279,16 @@ class Costs:
             return np.full(len(extents), costed.weight_share({}))
         return np.array([costed.weight_share(dict(zip(axes, extent, strict=True))) for extent in extents])
 
+    def launches(self, operator: int) -> tuple[int, int, int]:
+        """How many operators a host launches for a piece: in its forward task, in its backward task, and how many of
+        the latter for gradients of parameters alone."""
+        forward, backward, weights = self._costed[operator].launches
+        if not self.graph.has_backward[operator]:
+            return forward, 0, 0
+        if (half := self._halves[operator]) is not None:
+            return (0, weights, weights) if half == "weights" else (forward, backward - weights, 0)
+        return forward, backward, weights
+
     def _seconds(self, operator: int, extents: tuple[int, ...], kind: int) -> tuple[float, float]:
         """Of a piece of these extents on a kind of device."""
         key = self.alike[operator], extents, kind
@@ -361,11 +382,12 @@ class _Model:
         """Seconds of the two tasks by the device's figures: what takes longer of computing and moving bytes. ``most``:
         the larger of two numbers or arrays."""
         rates = computing_rates(costed.op, costed.product, extents, costed.dtype, self.device)
-        moving, launch = moving_rate(self.device, costed.dtype), launch_seconds(self.device, costed.dtype)
-        return tuple(
-            launch + most(flops / rate, nbytes / moving)
+        moving, reached = moving_rate(self.device, costed.dtype), efficiency_of(self.device, costed.dtype)
+        works = [
+            most(flops / rate, nbytes / moving)
             for (flops, nbytes), rate in zip(costed.counts(extents), rates, strict=True)
-        )
+        ]
+        return tuple(work + start_seconds(self.device, reached, work) for work in works)
 
     @property
     def _entries(self) -> Iterable[Entry]:
@@ -377,7 +399,8 @@ class _Model:
             if name == optimizer:
                 return entry.s_per_byte * self._compute, entry.s_per_tensor * self._compute
         per_byte = STREAMS[optimizer] / (self.device.memory_bandwidth * MEMORY_EFFICIENCY)
-        return per_byte * self._compute, UPDATE_KERNELS[optimizer] * self.device.overhead_s * self._compute
+        per_tensor = UPDATE_KERNELS[optimizer] * (self.device.overhead_s - self.device.launch_s)
+        return per_byte * self._compute, per_tensor * self._compute
 
 
 @lean

@@ -17,6 +17,8 @@ MATRIX_EFFICIENCY: Final = 0.6
 OTHER_EFFICIENCY: Final = 0.25
 # Share of the peak memory bandwidth that streaming reads and writes reach (STREAM gives 0.75 to 0.9).
 MEMORY_EFFICIENCY: Final = 0.8
+# Between the end of a GPU's kernel and the begin of the next one on a stream, s: 1 to 3 us, whatever the kernels.
+KERNEL_S: Final = 2e-6
 
 HALF: Final = ("float16", "bfloat16")
 
@@ -28,7 +30,8 @@ def roofline(kind: str, flops: float, nbytes: float, dtype: str, device: Device)
     """Seconds of work of an operator kind on ``device``, by its peaks and one share of them for all shapes."""
     matrix = kind in KINDS and (KINDS[kind].contraction or KINDS[kind].matrix)
     computing = device.flops_for(dtype) * (MATRIX_EFFICIENCY if matrix else OTHER_EFFICIENCY)
-    return device.overhead_s + max(flops / computing, nbytes / (device.memory_bandwidth * MEMORY_EFFICIENCY))
+    work = max(flops / computing, nbytes / (device.memory_bandwidth * MEMORY_EFFICIENCY))
+    return work + float(start_seconds(device, None, work))
 
 
 def efficiency_of(device: Device, dtype: str) -> Efficiency | None:
@@ -42,10 +45,12 @@ def moving_rate(device: Device, dtype: str) -> float:
     return device.memory_bandwidth * (MEMORY_EFFICIENCY if reached is None else reached.memory)
 
 
-def launch_seconds(device: Device, dtype: str) -> float:
-    """Seconds that each operator takes besides its work."""
-    reached = efficiency_of(device, dtype)
-    return device.overhead_s if reached is None else reached.overhead_s
+def start_seconds(device: Device, reached: Efficiency | None, work: Any) -> Any:
+    """Seconds that an operator takes on its device besides its ``work`` (s; of an array of them: an array): on a CPU
+    launching it; on a GPU, whose host does that, starting kernels, which what only makes a view does not."""
+    if device.kind == "cpu":
+        return device.overhead_s
+    return (work > 0.0) * (KERNEL_S if reached is None else reached.overhead_s)
 
 
 def computing_rates(

@@ -16,7 +16,7 @@ from flexsearch.topology import Topology
 _LISTS: Final[dict[str, tuple[str, ...]]] = {
     "segment": ("device_steps", "communication_first", "communication_last"),
     "table": ("step_first",),
-    "step": ("step_kind", "step_block", "step_row", "step_ticks"),
+    "step": ("step_kind", "step_block", "step_row", "step_ticks", "step_host"),
     "communication": (
         "communication_ticks", "missing", "turn", "link_first", "link_last", "drag_first", "drag_last",
         "receiver_first", "receiver_last", "follower_first", "follower_last",
@@ -34,8 +34,8 @@ DRAFTED: Final = 4096
 GROWTH: Final = 4
 """How much larger a list becomes when it grows."""
 _TYPES: Final[dict[str, Any]] = {
-    "step_kind": np.uint8, "step_ticks": np.int64, "communication_ticks": np.int64, "turn": np.int64,
-    "link_ticks": np.int64, "drag_ticks": np.int64,
+    "step_kind": np.uint8, "step_ticks": np.int64, "step_host": np.int64, "communication_ticks": np.int64,
+    "turn": np.int64, "link_ticks": np.int64, "drag_ticks": np.int64,
 }  # fmt: skip
 """Types of columns that are not uint32."""
 
@@ -82,8 +82,8 @@ class Arena:
         )  # fmt: skip
         return Draft(
             device=numbers(steps), kind=np.zeros(steps, np.uint8), block=numbers(steps), row=numbers(steps),
-            ticks=np.zeros(steps, np.int64), steps=stamps(1), at=stamps(devices), mark=stamps(devices),
-            piece=stamps(devices), stamp=stamps(1), full=np.zeros(1, np.uint8), groups=groups,
+            ticks=np.zeros(steps, np.int64), host=np.zeros(steps, np.int64), steps=stamps(1), at=stamps(devices),
+            mark=stamps(devices), piece=stamps(devices), stamp=stamps(1), full=np.zeros(1, np.uint8), groups=groups,
         )  # fmt: skip
 
     def clear(self) -> None:

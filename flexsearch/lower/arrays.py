@@ -129,21 +129,24 @@ class State(NamedTuple):
 class BlockTable(NamedTuple):
     """The blocks of a graph; rows ``[first[i], last[i])`` of a list belong to item i.
 
-    By block: ``kind``, ``argument``; ``sent``: slots whose reshards it sends, in order; ``stage``: row of ``runs``,
-    which says by device whether it runs such blocks. By slot: ``forward``, ``backward``: the block that sends what it
-    reads, and the one that sends its gradient (NOTHING: none); ``again``: the RECOMPUTE or REGATHER block that sends
-    what it reads once more (NOTHING: none); ``kept``: the GATHER_ONCE block that sends it (NOTHING: none). By
-    operator: ``forward_of``, ``backward_of`` (NOTHING: it has none),
-    ``weight_of`` (NOTHING: its backward pass is whole), ``recompute_of`` (NOTHING: none), ``region`` (NOTHING: not
-    computed again); by weight: ``gather_of``, ``regather_of`` and ``gather_once_of`` (NOTHING: none), ``bucket``, in
-    which gradients go that are summed over the microbatches, and ``each``, in which they go for each (NOTHING: it is
+    By device: ``launch``: ticks that its host takes to launch an operator (0: it has no queue for that). By block:
+    ``kind``, ``argument``; ``launches``: of each computation (of an update: of each tensor); ``sent``: slots whose
+    reshards it sends, in order; ``stage``: row of ``runs``, which says by device whether it runs such blocks. By slot:
+    ``forward``, ``backward``: the block that sends what it reads, and the one that sends its gradient (NOTHING: none);
+    ``again``: the RECOMPUTE or REGATHER block that sends what it reads once more (NOTHING: none); ``kept``: the
+    GATHER_ONCE block that sends it (NOTHING: none). By operator: ``forward_of``, ``backward_of`` (NOTHING: it has
+    none), ``weight_of`` (NOTHING: its backward pass is whole), ``recompute_of`` (NOTHING: none), ``region`` (NOTHING:
+    not computed again); by weight: ``gather_of``, ``regather_of`` and ``gather_once_of`` (NOTHING: none), ``bucket``,
+    in which gradients go that are summed over the microbatches, and ``each``, in which they go for each (NOTHING: it is
     not trained; the same one where there is no other).
     By SYNCHRONISE block: ``starts``, ``finishes``: bucket whose first or second phases it sends (NOTHING: none),
     ``block``: its number. By bucket: ``member``: its weights in the order of completion; ``sums``: which of them (ALL,
     ONCE, EACH of ``schedule``); ``started_by``, ``finished_by``: blocks."""
 
+    launch: I64
     kind: U8
     argument: U32
+    launches: U32
     sent_first: U32
     sent_last: U32
     sent: U32

@@ -3,7 +3,7 @@ are noted one after the other and laid out by device at the end."""
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 
@@ -12,6 +12,10 @@ from flexsearch.lower.arrays import NOTHING, BlockTable, Pools
 from flexsearch.lower.bucket import Groups
 from flexsearch.lower.rows import ISSUE, NEVER, Segments
 from flexsearch.packed import packed
+
+ISSUE_LAUNCHES: Final = np.int64(3)
+"""Launches that handing over a communication takes as long as: an event is recorded, the communication's stream waits
+for it, a kernel is launched."""
 
 
 @packed
@@ -30,7 +34,7 @@ class Filled(NamedTuple):
 
 @packed
 class Draft(NamedTuple):
-    """A segment so far. Its ``steps`` ((1,)): ``device``, ``kind``, ``block``, ``row``, ``ticks``.
+    """A segment so far. Its ``steps`` ((1,)): ``device``, ``kind``, ``block``, ``row``, ``ticks``, ``host``.
     ``at``: by device, a count or a place; ``mark``: by device, the last ``stamp`` ((1,)) that it was given; ``piece``:
     by device, the stamp of the last block of which it holds a piece. ``full``: (1,) 1 if there was no room for
     something. ``groups``: exchanges of a bucket."""
@@ -40,6 +44,7 @@ class Draft(NamedTuple):
     block: U32
     row: U32
     ticks: I64
+    host: I64
     steps: U64
     at: U64
     mark: U64
@@ -50,14 +55,14 @@ class Draft(NamedTuple):
 
 
 @lean
-def add_step(draft: Draft, device: Any, kind: Any, block: Any, row: Any, ticks: Any) -> None:
-    """One more step."""
+def add_step(draft: Draft, device: Any, kind: Any, block: Any, row: Any, ticks: Any, host: Any) -> None:
+    """One more step. ``host``: ticks that launching it takes."""
     at = draft.steps[0]
     if at == np.uint64(draft.device.shape[0]):
         draft.full[0] = 1
         return
     draft.device[at], draft.kind[at], draft.block[at] = device, kind, block
-    draft.row[at], draft.ticks[at] = row, ticks
+    draft.row[at], draft.ticks[at], draft.host[at] = row, ticks, host
     draft.steps[0] = at + ONE
 
 
@@ -137,7 +142,7 @@ def add_ends(
         if draft.mark[d] != sending and blocks.runs[runs + d] == 1:
             draft.mark[d] = sending
             segments.missing[c] += np.uint32(1)
-            add_step(draft, d, ISSUE, b, row, np.int64(0))
+            add_step(draft, d, ISSUE, b, row, np.int64(0), ISSUE_LAUNCHES * blocks.launch[d])
     for k in range(np.uint64(pools.receive_first[x]), np.uint64(pools.receive_last[x])):
         d = np.uint64(pools.receive[k])
         if draft.at[d] != receiving:
@@ -194,6 +199,7 @@ def finish(segments: Segments, filled: Filled, draft: Draft, first: Any) -> Any:
         to = draft.at[device]
         segments.step_kind[to], segments.step_block[to] = draft.kind[k], draft.block[k]
         segments.step_row[to], segments.step_ticks[to] = draft.row[k], draft.ticks[k]
+        segments.step_host[to] = draft.host[k]
         draft.at[device] = to + ONE
     for d in range(devices):
         draft.at[d] = ZERO

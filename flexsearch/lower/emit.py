@@ -53,7 +53,8 @@ def compute(blocks: BlockTable, pools: Pools, draft: Draft, config: Any, b: Any)
             ticks = pools.entry_weight[k]
         elif kind == BACKWARD:
             ticks = pools.entry_backward[k] - (pools.entry_weight[k] if halved else np.int64(0))
-        add_step(draft, pools.entry_device[k], COMPUTE, b, k - first, ticks)
+        device = np.uint64(pools.entry_device[k])
+        add_step(draft, device, COMPUTE, b, k - first, ticks, np.int64(blocks.launches[b]) * blocks.launch[device])
 
 
 @lean
@@ -119,7 +120,7 @@ def _wait_for(blocks: BlockTable, pools: Pools, draft: Draft, source: Any, templ
         for k in range(np.uint64(pools.receive_first[x]), np.uint64(pools.receive_last[x])):
             d = np.uint64(pools.receive[k])
             if draft.piece[d] == stamp:
-                add_step(draft, d, WAIT, source, number, np.int64(0))
+                add_step(draft, d, WAIT, source, number, np.int64(0), np.int64(0))
         row += ONE
 
 
@@ -150,14 +151,15 @@ def update(
             for k in range(np.uint64(segments.receiver_first[c]), np.uint64(segments.receiver_last[c])):
                 d = np.uint64(segments.receiver[k])
                 if state.stored_count[d] > ZERO:
-                    add_step(draft, d, WAIT, source, c - first, np.int64(0))
+                    add_step(draft, d, WAIT, source, c - first, np.int64(0), np.int64(0))
     row: Any = ZERO
     for e in range(np.uint64(state.stored_count.shape[0])):
         if state.stored_count[e] > ZERO:
             seconds = update_seconds(
                 state.stored_bytes[e], state.stored_count[e], program.update_byte_s[e], program.update_tensor_s[e]
             )
-            add_step(draft, e, COMPUTE, b, row, ticks_of(seconds))
+            launches = np.int64(state.stored_count[e]) * np.int64(blocks.launches[b])
+            add_step(draft, e, COMPUTE, b, row, ticks_of(seconds), launches * blocks.launch[e])
             row += ONE
 
 

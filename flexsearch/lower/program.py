@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from math import inf
 
 import numpy as np
 import numpy.typing as npt
 
+from flexsearch.cost import Costs
 from flexsearch.cost.ticks import TICK
 from flexsearch.graph import Flow, OperatorGraph
 from flexsearch.lower.arrays import NOTHING, BlockTable, Program
@@ -26,6 +27,7 @@ from flexsearch.lower.rows import (
     REGATHER,
     RESULT,
     SYNCHRONISE,
+    UPDATE,
     WEIGHT_GRADIENT,
     Machine,
 )
@@ -121,7 +123,9 @@ def make_machine(topology: Topology, turns: Sequence[float]) -> Machine:
     return Machine(
         processor=np.array(topology.processor_of, np.uint32),
         turn=np.array([NEVER if s == inf else round(s / TICK) for s in turns], np.int64),
-        contended=np.array([contended], np.uint8), resources=np.array([len(topology.resources)], np.uint32),
+        contended=np.array([contended], np.uint8),
+        hosted=np.array([any(device.launch_s > 0.0 for device in topology.devices)], np.uint8),
+        resources=np.array([len(topology.resources)], np.uint32),
     )  # fmt: skip
 
 
@@ -167,6 +171,21 @@ def make_wiring(graph: OperatorGraph, topology: Topology, lowering: Pieces) -> W
         result_need=numbers(needs[int(s) - count] for s in kept.all),
         weight_type=numbers(lowering.weight_types[graph.tensor[name].dtype] for name in parameters),
     )  # fmt: skip
+
+
+def _launches(costs: Costs, kind: int, operator: int, blocks: Collection[tuple[int, int]]) -> int:
+    """Of each computation of a block, one of ``blocks`` (kind and argument). An update takes one for each tensor:
+    PyTorch's optimizers have kernels for many tensors at once, but list them one by one."""
+    if kind == UPDATE:
+        return 1
+    if kind not in (FORWARD, BACKWARD, RECOMPUTE, WEIGHT_GRADIENT):
+        return 0
+    forward, backward, weights = costs.launches(operator)
+    if kind == WEIGHT_GRADIENT:
+        return weights
+    if kind == BACKWARD:
+        return backward - weights if (WEIGHT_GRADIENT, operator) in blocks else backward
+    return forward
 
 
 def make_block_table(lowering: Pieces, blocks: Blocks, stages: Stages, devices: int) -> BlockTable:
@@ -216,7 +235,11 @@ def make_block_table(lowering: Pieces, blocks: Blocks, stages: Stages, devices: 
         return numbers(found[number] for number in range(len(blocks.buckets)))
 
     return BlockTable(
+        launch=np.array([round(device.launch_s / TICK) for device in lowering.topology.devices], np.int64),
         kind=np.array(blocks.kind, np.uint8), argument=numbers(blocks.argument),
+        launches=numbers(
+            _launches(lowering.costs, k, a, place) for k, a in zip(blocks.kind, blocks.argument, strict=True)
+        ),
         sent_first=sent.first, sent_last=sent.last, sent=sent.all,
         stage=numbers(stage if stage >= 0 else len(stages) for stage in blocks.stage), runs=runs.ravel(),
         forward=forward, backward=backward, again=again, kept=kept,

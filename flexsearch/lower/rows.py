@@ -7,9 +7,11 @@ segments and leaves all else alone. A **schedule** says which blocks each device
 microbatches.
 
 Each device runs the **steps** of its segments one after the other: COMPUTE keeps it busy; WAIT lets it go on when a
-communication has ended; ISSUE hands a communication its share and goes on at once. A communication is ready when all
-its senders have issued it and all communications that it follows have ended; it starts when its links are free, keeps
-each of them busy for its own time, and ends after ``communication_ticks``.
+communication has ended; ISSUE hands a communication its share and goes on at once. The host of a device launches its
+steps in the same order, one after the other from tick 0 on, and waits for nothing: a step begins when its device is
+there, and not before the host has launched it (``step_host`` of it and of all before). A communication is ready when
+all its senders have issued it and all communications that it follows have ended; it starts when its links are free,
+keeps each of them busy for its own time, and ends after ``communication_ticks``.
 
 The identity of a row is (microbatch, block, number within the block), computations before communications: it survives
 changes elsewhere in the plan. Of rows that are ready at the same tick, the one with the smaller identity comes first.
@@ -79,7 +81,7 @@ class Segments(NamedTuple):
 
     By step: ``step_kind``; ``step_block``, ``step_row``: of a WAIT, block of the communication and its number there; of
     an ISSUE its own block and the number; of a COMPUTE its own block and the number of the computation. ``step_ticks``:
-    of a COMPUTE, how long it takes.
+    of a COMPUTE, how long it takes. ``step_host``: of a COMPUTE or an ISSUE, how long the host takes to launch it.
 
     By communication: ``communication_ticks`` from start to end; ``missing``: senders that issue it plus communications
     that it follows; ``turn``: ticks after which it lets others on its links go first (NEVER: it does not). Links (a
@@ -96,6 +98,7 @@ class Segments(NamedTuple):
     step_block: U32
     step_row: U32
     step_ticks: I64
+    step_host: I64
     communication_ticks: I64
     missing: U32
     turn: I64
@@ -120,9 +123,11 @@ class Segments(NamedTuple):
 class Machine(NamedTuple):
     """What the engine needs of a topology. ``processor``: resource by device. ``turn``: by device, ticks after which a
     computation lets others of its processor go first (NEVER where it has its own). ``contended``: (1,) 1 if a device
-    may have to wait for its processor: where several devices share one, or moving bytes takes time from them."""
+    may have to wait for its processor: where several devices share one, or moving bytes takes time from them.
+    ``hosted``: (1,) 1 if devices have hosts that launch their steps."""
 
     processor: U32
     turn: I64
     contended: U8
+    hosted: U8
     resources: U32  # (1,): how many resources there are

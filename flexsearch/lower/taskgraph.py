@@ -98,7 +98,8 @@ class TaskGraph:
     seconds) taken from computing without waiting for it. ``turn``: seconds after which a task lets others go first: a
     computation on a processor that several devices share, a communication on its links; infinite if it does not.
     ``microbatch``: 0 for what happens once a step. ``identity``: of its row, for tasks that were made of rows.
-    ``action``: of a pipeline, that it belongs to (None: it happens once a step).
+    ``action``: of a pipeline, that it belongs to (None: it happens once a step). ``launched``: seconds before which the
+    hosts of its devices have not launched it; they launch tasks one after the other, whatever the devices do.
     """
 
     kind: list[int] = field(default_factory=list)
@@ -113,13 +114,14 @@ class TaskGraph:
     microbatch: list[int] = field(default_factory=list)
     identity: list[Row] = field(default_factory=list)
     action: list[Action | None] = field(default_factory=list)
+    launched: list[float] = field(default_factory=list)
 
     def __len__(self) -> int:
         return len(self.kind)
 
     def compute(
         self, kind: TaskKind, operator: int, device: int, processor: int, seconds: float, after: Sequence[int],
-        turn: float = inf, microbatch: int = 0,
+        turn: float = inf, microbatch: int = 0, launched: float = 0.0,
     ) -> int:  # fmt: skip
         """Append a compute task; returns its index."""
         self.kind.append(kind)
@@ -132,11 +134,12 @@ class TaskGraph:
         self.drag.append(())
         self.turn.append(turn)
         self.microbatch.append(microbatch)
+        self.launched.append(launched)
         return len(self.kind) - 1
 
     def communicate(
         self, what: Communication, after: Sequence[int], seconds: float, links: Sequence[tuple[int, float]],
-        drag: Sequence[tuple[int, float]] = (), turn: float = inf, microbatch: int = 0,
+        drag: Sequence[tuple[int, float]] = (), turn: float = inf, microbatch: int = 0, launched: float = 0.0,
     ) -> int:  # fmt: skip
         """Append a communication task; returns its index."""
         self.kind.append(TaskKind.COMMUNICATION)
@@ -149,4 +152,5 @@ class TaskGraph:
         self.drag.append(drag)
         self.turn.append(turn)
         self.microbatch.append(microbatch)
+        self.launched.append(launched)
         return len(self.kind) - 1

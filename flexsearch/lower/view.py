@@ -272,6 +272,8 @@ class _View:
         """Device and step of a computation."""
         self.place: dict[Row, int] = {}
         """Of a computation with several microbatches: its action's number on the device."""
+        self.launched: dict[Row, int] = {}
+        """Ticks until the hosts of its devices have launched a row."""
         self.several = int(self.rows.schedule.microbatches[0]) > 1
         for device in range(len(self.rows.schedule.group)):
             self._follow(device)
@@ -299,14 +301,17 @@ class _View:
 
     def _follow(self, device: int) -> None:
         """What the rows of a device wait for."""
-        segments, last, waits = self.rows.segments, list[Row](), list[Row]()
+        segments, last, waits, host = self.rows.segments, list[Row](), list[Row](), 0
         for action, microbatch, _, step in self._steps(device):
             block, number = int(segments.step_block[step]), int(segments.step_row[step])
             kind = segments.step_kind[step]
             row = self._row(microbatch, block, int(kind != COMPUTE), number)
             if kind == WAIT:
                 waits.append(row)
-            elif kind == COMPUTE:
+                continue
+            host += int(segments.step_host[step])
+            self.launched[row] = max(host, self.launched.get(row, 0))
+            if kind == COMPUTE:
                 self.after[row] = [*waits, *last]
                 self.step[row] = device, step
                 self.place[row] = action if self.several else 0
@@ -361,11 +366,13 @@ class _View:
             drag = _loads(segments.drag, segments.drag_ticks, segments.drag_first[c], segments.drag_last[c])
             seconds, turn = int(segments.communication_ticks[c]) * TICK, _turn(segments.turn[c])
             what = self.communications.of(row.block, row.number)
-            self.tasks.communicate(what, after, seconds, links, drag, turn, row.microbatch)
+            launched = self.launched.get(row, 0) * TICK  # of one that follows others: never
+            self.tasks.communicate(what, after, seconds, links, drag, turn, row.microbatch, launched)
             return
         device, step = self.step[row]
         kind = _KINDS.get(int(blocks.kind[row.block]), TaskKind.UPDATE)
         operator = -1 if kind == TaskKind.UPDATE else int(blocks.argument[row.block])
         processor, turn = int(self.rows.machine.processor[device]), _turn(self.rows.machine.turn[device])
         seconds = int(segments.step_ticks[step]) * TICK
-        self.tasks.compute(kind, operator, device, processor, seconds, after, turn, row.microbatch)
+        launched = self.launched[row] * TICK
+        self.tasks.compute(kind, operator, device, processor, seconds, after, turn, row.microbatch, launched)

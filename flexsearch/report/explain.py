@@ -109,17 +109,20 @@ def _device_table(explained: Explanation) -> Grid:
     total = simulation.makespan_s or 1.0
     rows: dict[tuple[str, ...], list[int]] = {}
     times = device_times(lowered.rows, simulation.times)
+    hosts = any(time.host_s > 0.0 for time in times)
     for d, time in enumerate(times):
-        cells = tuple(f"{seconds(s)} ({percent(s / total)})" for s in (time.compute_s, time.communicate_s, time.idle_s))
+        parts = [time.compute_s, time.communicate_s, *([time.host_s] if hosts else []), time.idle_s]
+        cells = tuple(f"{seconds(s)} ({percent(s / total)})" for s in parts)
         rows.setdefault(cells, []).append(d)
     rest = "idle" if lowered.is_whole else "bubbles"
-    made = table(("device", 12), ("compute", None), ("communication", None), (rest, None), ("peak\nmemory", None))
+    heads = ["compute", "communication", *(["waiting\nfor host"] if hosts else []), rest, "peak\nmemory"]
+    made = table(("device", 12), *((head, None) for head in heads))
     ordered = sorted(rows.items(), key=lambda item: (-times[item[1][0]].compute_s, item[1]))
     shown = ordered if len(ordered) <= DEVICES else [*ordered[: DEVICES - 1], ordered[-1]]
     for k, (cells, members) in enumerate(shown):
         if k == DEVICES - 1 and len(ordered) > DEVICES:
             left = sum(len(members) for _, members in ordered[DEVICES - 1 : -1])
-            made.add(f"... {left} more between", "", "", "", "")
+            made.add(f"... {left} more between", *[""] * len(heads))
         peak = max(simulation.peak_bytes[d] for d in members)
         made.add(_device_names(explained, members), *cells, nbytes(peak))
     return made
@@ -377,6 +380,7 @@ def explanation_data(explained: Explanation) -> dict[str, Any]:
 
 def _device_data(time: DeviceTime) -> dict[str, Any]:
     return {
-        "compute_s": time.compute_s, "communicate_s": time.communicate_s, "idle_s": time.idle_s,
+        "compute_s": time.compute_s, "communicate_s": time.communicate_s, "host_s": time.host_s,
+        "idle_s": time.idle_s,
         "moving_s": time.moving_s, "work_s": dict(time.work_s), "exposed_s": dict(time.exposed_s),
     }  # fmt: skip

@@ -134,14 +134,15 @@ def step_table(
 
 
 USES: Final[dict[str, str]] = {
-    **{str(kind): words for kind, words in KINDS.items() if kind in WORK}, **SORTS, "bubbles": "bubbles",
+    **{str(kind): words for kind, words in KINDS.items() if kind in WORK}, **SORTS,
+    "host": "waiting for launches (host)", "bubbles": "bubbles",
 }  # fmt: skip
 """What a device does during a step, in words."""
 
 
 def use_seconds(time: DeviceTime) -> dict[str, float]:
     """Seconds by what a device does (``USES``)."""
-    return {**time.work_s, **time.exposed_s, "bubbles": time.idle_s}
+    return {**time.work_s, **time.exposed_s, "host": time.host_s, "bubbles": time.idle_s}
 
 
 def usage(step: Step) -> dict[str, float]:

@@ -28,7 +28,8 @@ _PHASES: Final = {
     "recompute": "backward", "regather": "backward",
 }  # fmt: skip
 _WAITS: Final = {
-    "start": "nothing", "order": "device", "data": "data", "link": "link", "processor": "processor", "turn": "turn",
+    "start": "nothing", "host": "host", "order": "device", "data": "data", "link": "link",
+    "processor": "processor", "turn": "turn",
 }  # fmt: skip
 
 
@@ -114,6 +115,8 @@ def _single(lowered: Lowered, step: Step) -> _Row:
     communication = lowered.tasks.communication[step.task]
     kind, action = kind_of(lowered.tasks, step.task), lowered.tasks.action[step.task]
     stage = action.stage if action is not None and len(lowered.stages) > 1 else None
+    if step.launches:
+        return _Row("launch", "launch", [layer_of(lowered, step.task)], [step])
     if communication is None:
         return _Row(kind, "", [layer_of(lowered, step.task)], [step], stage)
     form = "handling" if step.moves_bytes else communication.form  # by the processor that moves the bytes
@@ -152,6 +155,8 @@ def _told(lowered: Lowered, row: _Row) -> Stretch:
     if not row.form:
         what = "weights" if row.phase == "update" else folded(_computed(lowered, row))
         return Stretch(phase, what, _devices(lowered, row.steps), tuple(row.steps))
+    if row.phase == "launch":
+        return Stretch(phase, f"all operators up to {row.layers[0]}", "host", tuple(row.steps))
     longest = max(row.steps, key=lambda step: step.seconds)
     communication = lowered.tasks.communication[longest.task]
     assert communication is not None
@@ -235,7 +240,7 @@ def path_data(lowered: Lowered, steps: Sequence[Step]) -> dict[str, Any]:
             {
                 "task": step.task,
                 "what": task_words(lowered, step.task),
-                "kind": "handling" if step.moves_bytes else kind_of(tasks, step.task),
+                "kind": "launch" if step.launches else "handling" if step.moves_bytes else kind_of(tasks, step.task),
                 "begin_s": step.begin,
                 "end_s": step.end,
                 "waited_for": step.why,

@@ -111,12 +111,15 @@ def dominates(lowered: Lowered, simulation: Simulation) -> str:
     path = critical_path(tasks)
     if not path or total <= 0.0:
         return "nothing"
-    compute = waiting = 0.0
+    compute = waiting = launching = 0.0
     messages = 0
     moving: dict[tuple[str, str], dict[int, float]] = {}
     for step in path:
         task, share = step.task, step.seconds
         communication = tasks.communication[task]
+        if step.launches:
+            launching += share
+            continue
         if communication is None or step.moves_bytes:
             compute += share
             continue
@@ -127,6 +130,8 @@ def dominates(lowered: Lowered, simulation: Simulation) -> str:
         messages += 1
     form_purpose = max(moving, key=lambda key: sum(moving[key].values()), default=None)
     moved = sum(moving[form_purpose].values()) if form_purpose else 0.0
+    if launching >= max(compute, moved, waiting):
+        return f"launching operators (host) {percent(launching / total)}"
     if compute >= max(moved, waiting) or form_purpose is None:
         return f"compute {percent(compute / total)}"
     if waiting > moved:

@@ -17,8 +17,9 @@ from flexsearch.simulate.critical import Step
 from flexsearch.simulate.usage import repeats
 
 Kind = Literal[
-    "forward", "backward", "recompute", "update", "activations", "gather", "synchronise", "latency", "handling"
-]
+    "forward", "backward", "recompute", "update", "activations", "gather", "synchronise", "latency", "handling",
+    "launch",
+]  # fmt: skip
 
 KINDS: Final[dict[Kind, str]] = {
     "forward": "forward pass",
@@ -30,6 +31,7 @@ KINDS: Final[dict[Kind, str]] = {
     "synchronise": "synchronising gradients",
     "latency": "message latency",
     "handling": "moving bytes on the processor",
+    "launch": "launching operators (host)",
 }
 """Kinds of work, in words. ``activations``: with their gradients. ``latency``: the part of a communication in which no
 link is busy with it."""
@@ -52,6 +54,8 @@ def kind_of(tasks: TaskGraph, task: int) -> Kind:
 
 def split(tasks: TaskGraph, step: Step) -> list[tuple[Kind, float]]:
     """A step's seconds by kind: of a communication, while its busiest link is busy, and the latency after that."""
+    if step.launches:
+        return [("launch", step.seconds)]
     if step.moves_bytes:
         return [("handling", step.seconds)]
     kind = kind_of(tasks, step.task)
@@ -77,9 +81,11 @@ def by_kind(tasks: TaskGraph, steps: Sequence[Step]) -> dict[Kind, float]:
 
 def by_resource(tasks: TaskGraph, steps: Sequence[Step]) -> dict[int, float]:
     """Seconds of the critical path on each resource (index): a communication counts for its busiest link, a computation
-    for its processor."""
+    for its processor. Launching has none."""
     found: dict[int, float] = {}
     for step in steps:
+        if step.launches:
+            continue
         if step.moves_bytes:
             resource = max(tasks.drag[step.task], key=lambda row: row[1])[0] if step.resource < 0 else step.resource
             found[resource] = found.get(resource, 0.0) + step.seconds

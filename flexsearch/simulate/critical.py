@@ -14,10 +14,10 @@ from typing import Literal
 
 from flexsearch.lower import TaskGraph, TaskKind
 
-Why = Literal["start", "order", "data", "link", "processor", "turn"]
-"""What a step waited for: nothing; the device's previous task; data of another task; a link that another communication
-kept busy; a processor that another task, or the moving of bytes, kept busy; its next turn on a processor or on links
-that it shares."""
+Why = Literal["start", "host", "order", "data", "link", "processor", "turn"]
+"""What a step waited for: nothing; its host, which had not launched it; the device's previous task; data of another
+task; a link that another communication kept busy; a processor that another task, or the moving of bytes, kept busy; its
+next turn on a processor or on links that it shares."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,7 +27,8 @@ class Step:
     ``why``: what it had to wait for before ``begin``; the step before is that. ``resource``: the link or processor it
     waited for (index into ``Topology.resources``), else -1. ``moves_bytes``: the step is not the task itself but the
     time for which its bytes kept a processor from computing. A step may end before its task does (a link is free before
-    the last byte has arrived). ``done``: s of the task that earlier turns did.
+    the last byte has arrived). ``done``: s of the task that earlier turns did. ``launches``: the step is not the task
+    but its host, which launches all tasks up to this one; it is the first then.
     """
 
     task: int
@@ -37,6 +38,7 @@ class Step:
     resource: int
     moves_bytes: bool = False
     done: float = 0.0
+    launches: bool = False
 
     @property
     def seconds(self) -> float:
@@ -63,7 +65,7 @@ class _Moments:
         self.task.append(task)
         self.begin.append(begin)
         self.before.append(before)
-        self.why.append(why if before >= 0 else "start")
+        self.why.append(why if before >= 0 else "host" if begin > 0.0 else "start")
         self.resource.append(resource)
         self.moves.append(moves)
         self.done.append(done)
@@ -86,6 +88,8 @@ def critical_path(tasks: TaskGraph) -> tuple[Step, ...]:
         row = moments.task[at], begin, end, moments.why[at], moments.resource[at], moments.moves[at], moments.done[at]
         steps.append(Step(*row))
         at, end = moments.before[at], begin
+    if end > 0.0:
+        steps.append(Step(steps[-1].task, 0.0, end, "start", -1, launches=True))
     return tuple(_joined(steps[::-1]))
 
 
@@ -123,12 +127,12 @@ class _Replay:
             for dependency in row:
                 self.readers[dependency].append(task)
         self.missing = [len(row) for row in tasks.dependencies]
-        self.ready, self.done = [0.0] * count, [0.0] * count
+        self.ready, self.done = list(tasks.launched), [0.0] * count
         self.ready_by = [-1] * count
-        """By task: the moment whose end made it ready."""
+        """By task: the moment whose end made it ready; -1: its host did."""
         self.free: dict[int, tuple[float, int]] = {}
         """Resource -> when it is free (s), and the moment that keeps it until then."""
-        self.heap = [(0.0, tasks.identity[task], task) for task in range(count) if not self.missing[task]]
+        self.heap = [(self.ready[task], tasks.identity[task], task) for task in range(count) if not self.missing[task]]
         heapq.heapify(self.heap)
 
     def run(self) -> None:
@@ -179,7 +183,7 @@ class _Replay:
         if finish > self.makespan:
             self.last, self.makespan = now, finish
         for reader in self.readers[task]:
-            if finish > self.ready[reader] or self.ready_by[reader] < 0:
+            if finish > self.ready[reader] or (finish == self.ready[reader] and self.ready_by[reader] < 0):
                 self.ready[reader], self.ready_by[reader] = finish, now
             self.missing[reader] -= 1
             if not self.missing[reader]:

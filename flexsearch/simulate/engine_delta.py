@@ -75,14 +75,14 @@ def _begin(state: State) -> None:
     state.pending_count[0] = state.queue.size[0] = state.logged[0] = state.window[0] = ZERO
     state.kept.visits[0], state.kept.taken[0] = ZERO, ZERO
     state.now[0] = state.latest[0] = state.shift[0] = 0
-    state.trouble[0], state.fold.jumped[0] = 0, 0
+    state.trouble[0], state.fold.jumped[0], state.kept.host_shifted[0] = 0, 0, ZERO
     state.free[:] = 0
     state.computed[:] = 0
     state.carried[:] = 0
     state.kept.new_touched[:] = 0
     start_fold(state)
     for d in range(np.uint64(state.devices.clock.shape[0])):
-        state.devices.clock[d], state.devices.status[d] = 0, RUNNING
+        state.devices.clock[d], state.devices.status[d], state.devices.host[d] = 0, RUNNING, 0
         group = np.uint64(state.schedule.group[d])
         action = np.uint64(state.schedule.action_first[group])
         if action < np.uint64(state.schedule.action_last[group]):
@@ -185,7 +185,7 @@ def _go_through(state: State, segments: Segments, first: Any, forbidden: Any, st
     while k < _WINDOWS:
         state.window[0], kept.new_horizon[k] = k, state.now[0]
         if not is_kept:
-            if (forbidden >> k) & ONE == ZERO and is_same(state, np.uint64(kept.snapshot[k]), k, ZERO):
+            if (forbidden >> k) & ONE == ZERO and _goes_alike(state, k):
                 k = _take_over(state, k, forbidden)
                 is_kept = True
                 if kept.new_makespan[0] > limit:
@@ -210,6 +210,7 @@ def _note_begin(state: State, k: Any) -> None:
     kept, results, v = state.kept, state.snapshots, ONE - np.uint64(state.kept.work[k])
     copy(results.computed[v, k], state.computed)
     copy(results.carried[v, k], state.carried)
+    state.devices.slack[:] = NEVER
     state.latest[0] = 0
     kept.log_first[k] = state.logged[0]
 
@@ -221,6 +222,7 @@ def _note_end(state: State, k: Any) -> None:
     kept.log_last[k] = state.logged[0]
     for d in range(np.uint64(state.computed.shape[0])):
         results.computed[v, k, d] = state.computed[d] - results.computed[v, k, d]
+        results.slack[v, k, d] = state.devices.slack[d]
     for r in range(np.uint64(state.carried.shape[0])):
         results.carried[v, k, r] = state.carried[r] - results.carried[v, k, r]
     results.latest[v, k] = _NOTHING
@@ -230,24 +232,55 @@ def _note_end(state: State, k: Any) -> None:
 
 
 @lean
+def _goes_alike(state: State, k: Any) -> Any:
+    """Whether the state is that of snapshot ``k``, and hosts as far ahead as window ``k`` takes."""
+    v = np.uint64(state.kept.snapshot[k])
+    if not is_same(state, v, k, ZERO):
+        return False
+    if state.machine.hosted[0]:
+        for d in range(np.uint64(state.devices.host.shape[0])):
+            state.kept.host_shift[k, d] = state.devices.host[d] - state.now[0] - state.snapshots.host[v, k, d]
+    return _hosts_go_alike(state, k)
+
+
+@lean
+def _hosts_go_alike(state: State, k: Any) -> Any:
+    """Whether nothing in window ``k`` is put off, or earlier, by ``host_shift``: it is the plan at hand's own, or no
+    device waits for its host, neither then nor now."""
+    kept, slacks = state.kept, state.snapshots.slack[state.kept.work[k], k]
+    if state.machine.hosted[0]:
+        for d in range(np.uint64(slacks.shape[0])):
+            shift, slack = kept.host_shift[k, d], slacks[d]
+            if shift != 0 and (slack < 0 or shift > slack):
+                return False
+    return True
+
+
+@lean
 def _take_over(state: State, k: Any, forbidden: Any) -> Any:
     """The state is that of snapshot ``k``: go on from the snapshot at the start of the next window that must be run.
     Returns its number."""
-    kept, results = state.kept, state.snapshots
+    kept, results, begin = state.kept, state.snapshots, k
     shift = state.now[0] - kept.horizon[k]
-    while k < _WINDOWS and (forbidden >> k) & ONE == ZERO:
+    while k < _WINDOWS and (forbidden >> k) & ONE == ZERO and _hosts_go_alike(state, k):
         _add_done(state, k)
         kept.taken[0] |= ONE << k
         latest = kept.horizon[k] + shift + results.latest[kept.work[k], k]
         kept.new_makespan[0] = max(kept.new_makespan[0], latest)
         k += ONE
         kept.new_horizon[k] = kept.horizon[k] + shift
+        if state.machine.hosted[0]:
+            copy(kept.host_shift[k], kept.host_shift[begin])
     state.now[0], state.shift[0] = kept.new_horizon[k], shift
     start_fold(state)
     if k < _WINDOWS:
         load(state, np.uint64(kept.snapshot[k]), k)
     else:
         forget_pending(state)
+    if state.machine.hosted[0]:
+        kept.host_shifted[0] |= (ONE << (k + ONE)) - (ONE << begin)
+        for d in range(np.uint64(state.devices.host.shape[0])):
+            state.devices.host[d] += kept.host_shift[k, d]
     return k
 
 
@@ -327,6 +360,7 @@ def _go_back(state: State, first: Any) -> None:
     state.latest[0] = state.shift[0] = 0
     state.computed[:] = 0
     state.carried[:] = 0
+    kept.host_shifted[0] = ZERO
     kept.new_touched[:] = 0
     kept.new_snapshot[:] = 0
     kept.visits[0] = ZERO
@@ -351,6 +385,17 @@ def reject(state: State) -> None:
 
 
 @lean
+def _shift_hosts(state: State, k: Any) -> None:
+    """Hosts were ahead by more or less at snapshot ``k``, and in window ``k`` if it went as in the plan at hand."""
+    kept, results = state.kept, state.snapshots
+    v, work, taken = np.uint64(kept.snapshot[k]), np.uint64(kept.work[k]), (kept.taken[0] >> k) & ONE == ONE
+    for d in range(np.uint64(state.devices.host.shape[0])):
+        results.host[v, k, d] += kept.host_shift[k, d]
+        if taken and results.slack[work, k, d] < NEVER:
+            results.slack[work, k, d] -= kept.host_shift[k, d]
+
+
+@lean
 def accept(state: State) -> None:
     """Make the last proposal the plan at hand. Its makespan must have been returned."""
     kept = state.kept
@@ -371,6 +416,8 @@ def accept(state: State) -> None:
                 kept.window[kept.log[at]] = k + ONE
         if kept.new_snapshot[k]:
             kept.snapshot[k] ^= np.uint8(1)
+        if (kept.host_shifted[0] >> k) & ONE == ONE:
+            _shift_hosts(state, k)
     copy(kept.horizon, kept.new_horizon)
     for j in range(kept.visits[0]):
         visit = np.uint64(kept.visited[j])

@@ -41,6 +41,7 @@ def consider_fold(state: State) -> Any:
     if fold.due[0] == state.now[0] and is_same(state, ZERO, _MARK, fold.lag[0]):
         period = state.now[0] - fold.base[0]
         periods = min(_periods(state), np.uint64((FOREVER - state.now[0]) // period))
+        periods = min(periods, _periods_of_hosts(state, period))
         if periods > ZERO:
             ticks = np.int64(periods) * period
             _jump(state, periods, ticks)
@@ -66,6 +67,24 @@ def _mark(state: State) -> None:
     save(state, ZERO, _MARK)
     copy(fold.computed, state.computed)
     copy(fold.carried, state.carried)
+    copy(fold.host, state.devices.host)
+    fold.slack[:] = NEVER
+
+
+@lean
+def _periods_of_hosts(state: State, period: Any) -> Any:
+    """For how many periods more it does not matter that hosts take another time for a period than devices: all if they
+    are ahead and take less; until they are no longer ahead if they take more; none if a device waited for its own."""
+    fold, devices, most = state.fold, state.devices, np.uint64(state.schedule.microbatches[0])
+    for d in range(np.uint64(devices.host.shape[0])):
+        behind = devices.host[d] - fold.host[d] - period
+        if behind == 0 or devices.status[d] == DONE:
+            continue
+        if fold.slack[d] < 0:
+            return ZERO
+        if behind > 0:
+            most = min(most, np.uint64(fold.slack[d] // behind))
+    return most
 
 
 @lean
@@ -148,6 +167,10 @@ def _jump(state: State, periods: Any, ticks: Any) -> None:
         devices.clock[d] += ticks
         if devices.status[d] == DONE:
             continue
+        hosts = (devices.host[d] - fold.host[d]) * np.int64(periods)
+        devices.host[d] += hosts
+        if fold.slack[d] < NEVER:
+            devices.slack[d] = min(devices.slack[d], fold.slack[d] - max(0, hosts - ticks))
         begin, action = np.uint64(state.snapshots.action[ZERO, _MARK, d]), np.uint64(devices.action[d])
         for a in range(begin, action + ONE):
             for block in range(np.uint64(schedule.block_first[a]), np.uint64(schedule.block_last[a])):

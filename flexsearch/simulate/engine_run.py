@@ -13,7 +13,7 @@ import numpy as np
 
 from flexsearch.compiled import ONE, ZERO, lean
 from flexsearch.cost.ticks import FOREVER
-from flexsearch.lower.rows import COMPUTE, WAIT, Segments
+from flexsearch.lower.rows import COMPUTE, NEVER, WAIT, Segments
 from flexsearch.simulate.engine_queue import (
     COMMUNICATION,
     MICROBATCH,
@@ -90,12 +90,17 @@ def advance(state: State, segments: Segments, d: Any, horizon: Any) -> None:
     done, window = np.uint64(devices.step[d]), ONE << state.window[0]
     state.kept.new_touched[block] |= window
     plain, single = not (state.machine.contended[0] or state.record.enabled[0]), schedule.microbatches[0] == 1
+    hosted, host, slack = state.machine.hosted[0] == 1, devices.host[d], np.int64(NEVER)
     while True:
         table = np.uint64(segments.device_steps[np.uint64(state.segment[block])]) + d
         first, last = np.uint64(segments.step_first[table]), np.uint64(segments.step_first[table + ONE])
         step = first + done
         while step < last and clock < horizon:
             kind = segments.step_kind[step]
+            if hosted and kind != WAIT:
+                host += segments.step_host[step]
+                slack = min(slack, clock - host)
+                clock = max(clock, host)
             if kind == COMPUTE and plain:
                 clock += segments.step_ticks[step]
                 computed += segments.step_ticks[step]
@@ -131,6 +136,10 @@ def advance(state: State, segments: Segments, d: Any, horizon: Any) -> None:
         else:
             break
     devices.step[d], devices.clock[d] = done, clock
+    if hosted:
+        devices.host[d] = host
+        devices.slack[d] = min(devices.slack[d], slack)
+        state.fold.slack[d] = min(state.fold.slack[d], slack)
     state.computed[d] += computed
     if clock > state.latest[0]:
         state.latest[0] = clock

@@ -34,7 +34,9 @@ WINDOWS: Final = 48
 @packed
 class Devices(NamedTuple):
     """Where devices stand: action, block, steps of it that are done, ``status``, the identity of what they wait for,
-    the tick until which they are busy, and what is left of their computation (ticks)."""
+    the tick until which they are busy, and what is left of their computation (ticks). ``host``: the tick at which the
+    host has launched all steps that are done; ``slack``: ticks by which it was ahead, at the least, in the window
+    (below 0: the device waited for it; ``NEVER``: it launched nothing)."""
 
     action: U32
     block: U32
@@ -43,6 +45,8 @@ class Devices(NamedTuple):
     awaited: U64
     clock: I64
     left: I64
+    host: I64
+    slack: I64
 
 
 @packed
@@ -73,8 +77,9 @@ class Queue(NamedTuple):
 class Snapshots(NamedTuple):
     """By version, window (the last one is the mark of a period), and as in ``Devices``, ``Pending`` or by resource.
 
-    ``total``: how many communications are pending. By version and window also ``computed`` (by device), ``carried``
-    (by resource): ticks of work done in the window; ``latest``: latest end in the window, ticks from its start on.
+    ``total``: how many communications are pending. ``host`` may lie before the horizon. By version and window also
+    ``computed`` (by device), ``carried`` (by resource): ticks of work done in the window; ``slack`` (by device); and
+    ``latest``: latest end in the window, ticks from its start on.
     """
 
     action: U32
@@ -84,6 +89,7 @@ class Snapshots(NamedTuple):
     awaited: U64
     clock: I64
     left: I64
+    host: I64
     free: I64
     total: U64
     place: U32
@@ -94,6 +100,7 @@ class Snapshots(NamedTuple):
     turned: I64
     computed: I64
     carried: I64
+    slack: I64
     latest: I64
 
 
@@ -107,6 +114,8 @@ class Kept(NamedTuple):
     ``log``: places of the communications that the proposal serves in it). By place: ``window`` (1 + the window in which
     it is served, 0: in none). ``total_compute`` (by device), ``total_carry`` (by resource): ticks of work in the plan.
     ``makespan``: (1,). ``taken``: (1,) bit k: the proposal goes through window k as the plan at hand does.
+    ``host_shift``: by window and device, how much later the proposal's host is at its start than in the plan at hand,
+    beside the shift of the window; it counts where bit k of ``host_shifted`` ((1,)) is set.
 
     ``visit_first``: by action, how many blocks the actions of its group before it have. By visit:
     ``visit_window`` (as ``window``), ``visit_tick`` (from the start of the window on) at which it began.
@@ -134,6 +143,8 @@ class Kept(NamedTuple):
     makespan: I64
     new_makespan: I64
     taken: U64
+    host_shift: I64
+    host_shifted: U64
     changed: U32
     changes: U64
     visit_first: U64
@@ -153,8 +164,9 @@ class Kept(NamedTuple):
 class Fold(NamedTuple):
     """Periods of microbatches. ``due``: tick at which the state is compared with the mark; ``lag``: microbatches of the
     period looked for; ``tries``; ``base``: tick of the mark; ``log``: communications served until then; ``computed``,
-    ``carried``: work done until then; ``begun``: by action of the reference device, when it began; ``current``: the
-    last that began; ``jumped``: ticks that were jumped over; ``enabled``. All but three are of shape (1,)."""
+    ``carried``: work done until then; ``host``: where hosts were then, and ``slack`` since (as in ``Devices``);
+    ``begun``: by action of the reference device, when it began; ``current``: the last that began; ``jumped``: ticks
+    that were jumped over; ``enabled``. All but five are of shape (1,)."""
 
     due: I64
     lag: U64
@@ -163,6 +175,8 @@ class Fold(NamedTuple):
     log: U64
     computed: I64
     carried: I64
+    host: I64
+    slack: I64
     begun: I64
     current: U64
     jumped: I64
@@ -253,7 +267,7 @@ def make_state(schedule: Schedule, machine: Machine, capacity: U64, room: int, f
         schedule=schedule, machine=machine,
         devices=Devices(
             _numbers(devices), _numbers(devices), _numbers(devices), _flags(devices), _counts(devices), _ticks(devices),
-            _ticks(devices),
+            _ticks(devices), _ticks(devices), _ticks(devices),
         ),
         pending=Pending(_numbers(room), _counts(room), _numbers(room), _ticks(room), _ticks(room), _ticks(room)),
         queue=Queue(_ticks(room + devices), _counts(room + devices), _numbers(room + devices), _counts(1)),
@@ -261,8 +275,9 @@ def make_state(schedule: Schedule, machine: Machine, capacity: U64, room: int, f
         kept=_kept(schedule, devices, blocks, resources, table),
         fold=Fold(
             due=_ticks(1), lag=_counts(1), tries=_counts(1), base=_ticks(1), log=_counts(1), computed=_ticks(devices),
-            carried=_ticks(resources), begun=_ticks(len(schedule.microbatch) + 1), current=_counts(1),
-            jumped=_ticks(1), enabled=np.array([fold and microbatches >= 4], np.uint8),
+            carried=_ticks(resources), host=_ticks(devices), slack=_ticks(devices),
+            begun=_ticks(len(schedule.microbatch) + 1), current=_counts(1), jumped=_ticks(1),
+            enabled=np.array([fold and microbatches >= 4], np.uint8),
         ),
         record=Record(_counts(blocks), _counts(1), _ticks(1), _ticks(1), _ticks(1), _ticks(1), _flags(1)),
         segment=_numbers(blocks), runs=_runs(schedule), first=(np.cumsum(capacity) - capacity).astype(np.uint64),
@@ -279,10 +294,12 @@ def _snapshots(devices: int, resources: int, room: int) -> Snapshots:
     return Snapshots(
         action=_numbers(*by_window, devices), block=_numbers(*by_window, devices), step=_numbers(*by_window, devices),
         status=_flags(*by_window, devices), awaited=_counts(*by_window, devices), clock=_ticks(*by_window, devices),
-        left=_ticks(*by_window, devices), free=_ticks(*by_window, resources), total=_counts(*by_window),
+        left=_ticks(*by_window, devices), host=_ticks(*by_window, devices), free=_ticks(*by_window, resources),
+        total=_counts(*by_window),
         place=_numbers(*by_window, room), identity=_counts(*by_window, room), missing=_numbers(*by_window, room),
         ready=_ticks(*by_window, room), end=_ticks(*by_window, room), turned=_ticks(*by_window, room),
-        computed=_ticks(*by_window, devices), carried=_ticks(*by_window, resources), latest=_ticks(*by_window),
+        computed=_ticks(*by_window, devices), carried=_ticks(*by_window, resources), slack=_ticks(*by_window, devices),
+        latest=_ticks(*by_window),
     )  # fmt: skip
 
 
@@ -294,7 +311,8 @@ def _kept(schedule: Schedule, devices: int, blocks: int, resources: int, table: 
         work=_flags(WINDOWS + 1), log_first=_counts(WINDOWS), log_last=_counts(WINDOWS), log=_numbers(table),
         window=_flags(table), total_compute=_ticks(devices), new_compute=_ticks(devices),
         total_carry=_ticks(resources), new_carry=_ticks(resources), makespan=_ticks(1), new_makespan=_ticks(1),
-        taken=_counts(1), changed=_numbers(blocks), changes=_counts(1), visit_first=visit_first,
+        taken=_counts(1), host_shift=_ticks(WINDOWS + 1, devices), host_shifted=_counts(1),
+        changed=_numbers(blocks), changes=_counts(1), visit_first=visit_first,
         visit_window=_flags(visits), visit_tick=_ticks(visits), visited=_numbers(visits), new_window=_flags(visits),
         new_tick=_ticks(visits), visits=_counts(1), chunk=_ticks(1), valid=_flags(1),
         accepted=_counts(1), first_makespan=_ticks(1),

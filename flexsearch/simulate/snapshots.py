@@ -2,6 +2,8 @@
 
 A moment before the horizon is as good as the horizon: who waits goes on behind it, and a link that was free before it
 is free. So only ticks behind the horizon are kept, and equal snapshots go on equally, whenever their horizons are.
+How far a host is ahead counts even where it is before the horizon: it is compared by itself, since a host that is ahead
+by more or by less changes nothing as long as no device waits for it (``slack``).
 """
 
 from __future__ import annotations
@@ -32,6 +34,7 @@ def save(state: State, v: Any, k: Any) -> None:
         kept.step[v, k, d], kept.status[v, k, d] = devices.step[d], devices.status[d]
         kept.awaited[v, k, d], kept.left[v, k, d] = devices.awaited[d], devices.left[d]
         kept.clock[v, k, d] = max(devices.clock[d] - now, 0)
+        kept.host[v, k, d] = devices.host[d] - now
     for r in range(np.uint64(state.free.shape[0])):
         kept.free[v, k, r] = max(state.free[r] - now, 0)
     count = state.pending_count[0]
@@ -45,7 +48,7 @@ def save(state: State, v: Any, k: Any) -> None:
 
 @lean
 def is_same(state: State, v: Any, k: Any, lag: Any) -> Any:
-    """Whether the state at ``now`` is that of a snapshot, ``lag`` microbatches later."""
+    """Whether the state at ``now`` is that of a snapshot, ``lag`` microbatches later, but for how far hosts are."""
     kept, devices, now = state.snapshots, state.devices, state.now[0]
     if kept.total[v, k] != state.pending_count[0]:
         return False
@@ -111,7 +114,7 @@ def load(state: State, v: Any, k: Any) -> None:
         devices.action[d], devices.block[d] = kept.action[v, k, d], kept.block[v, k, d]
         devices.step[d], devices.status[d] = kept.step[v, k, d], kept.status[v, k, d]
         devices.awaited[d], devices.left[d] = kept.awaited[v, k, d], kept.left[v, k, d]
-        devices.clock[d] = kept.clock[v, k, d] + now
+        devices.clock[d], devices.host[d] = kept.clock[v, k, d] + now, kept.host[v, k, d] + now
         if devices.status[d] == COMPUTING:
             push(state, devices.clock[d], devices.awaited[d], d)
     for r in range(np.uint64(state.free.shape[0])):

@@ -116,7 +116,8 @@ class Step:
 
     @property
     def bubbles(self) -> float:
-        """Share of the step in which a device, on average, neither computes nor takes part in a communication."""
+        """Share of the step in which a device, on average, neither computes nor takes part in a communication nor waits
+        for its host."""
         return self.share(lambda time: time.idle_s)
 
     @property

@@ -1,9 +1,9 @@
 """What each device does all the time, from the rows of a plan and when they start and end: it computes, or takes part
-in a communication, or is idle."""
+in a communication, or waits for its host, or is idle."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final, NamedTuple
 
@@ -48,11 +48,13 @@ _WORK: Final[dict[int, str]] = {
 @dataclass(frozen=True, slots=True)
 class DeviceTime:
     """What a device does during an iteration, s: it computes; else it takes part in a communication that nothing
-    hides; else it is idle, which in a pipeline is its bubbles. The three add up to the makespan. ``work_s``: computing
-    by kind; ``exposed_s``: communication by sort; ``moving_s``: all its communications, those beside computing too."""
+    hides; else it waits for its host, before a computation that begins as soon as it is launched; else it is idle,
+    which in a pipeline is its bubbles. The four add up to the makespan. ``work_s``: computing by kind; ``exposed_s``:
+    communication by sort; ``moving_s``: all its communications, those beside computing too."""
 
     work_s: Mapping[str, float]
     exposed_s: Mapping[str, float]
+    host_s: float
     idle_s: float
     moving_s: float
 
@@ -112,9 +114,52 @@ def device_times(rows: Rows, times: Times) -> tuple[DeviceTime, ...]:
         work[device][kind] = work[device].get(kind, 0) + len(spans) * ticks
     moving = _moving(rows, times)
     return tuple(
-        _device_time(total, work[d], _joined(computing[d]), {sort: _joined(row) for sort, row in moving[d].items()})
+        _device_time(
+            total, work[d], _joined(computing[d]), {sort: _joined(row) for sort, row in moving[d].items()},
+            _launching(rows, times, d) if rows.machine.hosted[0] else computing[d][:0],
+        )
         for d in range(devices)
-    )
+    )  # fmt: skip
+
+
+def _launching(rows: Rows, times: Times, device: int) -> list[Spans]:
+    """When a device waits for its host: from the end of a computation to the begin of the next one, if that begins as
+    soon as it is launched."""
+    schedule, group, final = rows.schedule, rows.schedule.group[device], int(rows.schedule.final[0])
+    begun, ended = times.computation_start, times.computation_end
+    known: dict[object, tuple[npt.NDArray[np.int64], npt.NDArray[np.int64], int]] = {}
+    found, host, before = list[Spans](), 0, 0
+    for a in range(schedule.action_first[group], schedule.action_last[group]):
+        m = int(schedule.microbatch[a])
+        blocks = int(schedule.block_first[a]), int(schedule.block_last[a])
+        key = blocks, m == 0, m == final
+        if key not in known:
+            own = (b for b in range(*blocks) if (m == final if schedule.last[b] else m == 0 or not schedule.once[b]))
+            known[key] = _launched(rows, times, device, own)
+        places, launched, ticks = known[key]
+        if len(places):
+            start, end = begun[m, places], ended[m, places]
+            previous = np.concatenate([[before], end[:-1]])
+            late = (start == host + launched) & (start > previous)
+            found.append(np.stack([previous[late], start[late]], axis=1))
+            before = int(end[-1])
+        host += ticks
+    return found
+
+
+def _launched(
+    rows: Rows, times: Times, device: int, blocks: Iterable[int]
+) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64], int]:
+    """Of the computations of a device in some blocks: places, ticks of its host until each is launched; and of all."""
+    segments, host, places, launched = rows.segments, 0, list[int](), list[int]()
+    for block in blocks:
+        table = int(segments.device_steps[rows.segment[block]]) + device
+        for step in range(segments.step_first[table], segments.step_first[table + 1]):
+            host += int(segments.step_host[step])
+            if segments.step_kind[step] == COMPUTE:
+                places.append(int(times.computation_first[block]) + int(segments.step_row[step]))
+                launched.append(host)
+    return np.array(places, np.int64), np.array(launched, np.int64), host
 
 
 def stage_seconds(rows: Rows, stages: Stages) -> list[tuple[float, float]]:
@@ -171,7 +216,7 @@ def makespan_of(times: Times) -> int:
 
 
 def _device_time(
-    total: int, work: Mapping[str, int], computing: Spans, moving: Mapping[str, Spans]
+    total: int, work: Mapping[str, int], computing: Spans, moving: Mapping[str, Spans], launching: Sequence[Spans]
 ) -> DeviceTime:  # fmt: skip
     own = sum(work.values())
     # Where devices share a processor, a task's span holds turns of others; those count as waiting, not computing.
@@ -185,8 +230,9 @@ def _device_time(
             left -= alone
             if alone:
                 exposed[sort] = alone * TICK
+    host = min(left, covered(np.concatenate([together, *launching])) - before)
     return DeviceTime(
-        {kind: ticks * TICK for kind, ticks in work.items()}, exposed, left * TICK,
+        {kind: ticks * TICK for kind, ticks in work.items()}, exposed, host * TICK, (left - host) * TICK,
         covered(_joined(list(moving.values()))) * TICK,
     )  # fmt: skip
 

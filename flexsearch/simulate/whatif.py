@@ -94,7 +94,7 @@ def what_ifs(lowered: Lowered, profile: Profile | None) -> Iterator[WhatIf]:
 def count(topology: Topology) -> int:
     """How many :func:`what_ifs` there are."""
     classes = len(link_classes(topology))
-    return 1 + classes + (classes > 1) + 3 + 5 + 1
+    return 1 + classes + (classes > 1) + 3 + any(d.launch_s > 0.0 for d in topology.devices) + 5 + 1
 
 
 # ---- hardware
@@ -125,6 +125,9 @@ def _hardware(lowered: Lowered, profile: Profile | None) -> Iterator[WhatIf]:
     rows = lowered.rows
     halved = _with(rows, step_ticks=_halved(rows.segments.step_ticks))
     yield WhatIf("compute x2", "computation twice as fast", rows_seconds(halved))
+    if rows.machine.hosted[0]:
+        captured = _with(rows, step_host=np.zeros_like(rows.segments.step_host))
+        yield WhatIf("launches", "no time for launches (a captured graph)", rows_seconds(captured))
 
 
 def _on(lowered: Lowered, topology: Topology, profile: Profile | None) -> float:

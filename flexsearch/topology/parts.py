@@ -62,7 +62,8 @@ class Efficiency(FileModel):
     ``matrix``: share of the FLOP/s that large matrix products reach; a product of an (m, k) and a (k, n) matrix reaches
     ``matrix / ((1 + s/m) (1 + s/n) (1 + s/k))`` with s = ``matrix_size``, in elements. ``attention_forward``,
     ``attention_backward``: of attention in one kernel, whose causal masks count as full work, so up to twice what it
-    computes. ``memory``: share of the bandwidth. ``overhead_s``: of each operator, instead of the device's."""
+    computes. ``memory``: share of the bandwidth. ``overhead_s``: of each operator that is no view, on the device; the
+    device's own is its host's."""
 
     matrix: Share
     matrix_size: Elements
@@ -83,8 +84,14 @@ class Device(FileModel):
     memory_bandwidth: Bandwidth
     memory_bytes: Capacity
     processor: Name | None = None  # devices naming the same one take turns on it (emulated hosts too); None: its own
-    overhead_s: LatencySeconds  # host time to launch one operator
+    overhead_s: LatencySeconds  # host time to launch one operator; a GPU computes meanwhile
     efficiency: Efficiency | None = None  # in half precision; None: one share for all shapes (``cost.efficiency``)
+
+    @property
+    def launch_s(self) -> float:
+        """Host time to launch one operator, where the device computes meanwhile what was launched before: a GPU. 0.0
+        where it is a part of the operator's own time."""
+        return self.overhead_s if self.kind == "cuda" else 0.0
 
     @field_validator("flops")
     @classmethod
