@@ -313,9 +313,21 @@ class Costs:
 
     def measured(self, operator: int, piece: Piece, device: int) -> bool:
         """Whether the cost of this piece was measured, not estimated."""
-        model = self._models[self._class_of[device]]
         extents = {axis: piece.extent(axis) for axis in self._axes[operator]}
-        return model.profile is not None and self._costed[operator].signature(extents) in model.profile.entries
+        return self.is_measured(operator, extents, self._class_of[device])
+
+    def is_measured(self, operator: int, extents: Mapping[str, int], kind: int) -> bool:
+        """The same of a piece of these extents on a kind of device."""
+        profile = self._models[kind].profile
+        return profile is not None and self._costed[operator].signature(extents) in profile.entries
+
+    def basis(self, kind: int) -> tuple[Device, Profile | None]:
+        """A kind of device, and the profile that holds for it, if one does."""
+        return self._classes[kind], self._models[kind].profile
+
+    def dtype(self, operator: int) -> str:
+        """Type in which an operator computes."""
+        return self._costed[operator].dtype
 
 
 class _Model:

@@ -31,6 +31,13 @@ class Learned(FileModel):
     plans: Count = 0
     error: Annotated[float, Field(ge=0.0, le=1e9)] | None = None
 
+    def corrects(self, figure: str, topology: str) -> bool:
+        """Whether something was learned of a figure: "compute", "task_s", or of a network "time", "start_s"."""
+        network, usual = self.network(topology), Network()
+        if figure in Network.model_fields:
+            return bool(getattr(network, figure) != getattr(usual, figure))
+        return bool(getattr(self, figure) != getattr(Learned(), figure))
+
     def network(self, topology: str) -> Network:
         """Of the topology of this name; as it says itself where nothing was learned."""
         return self.networks.get(network_name(topology)) or Network()

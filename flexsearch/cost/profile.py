@@ -59,6 +59,15 @@ class UpdateEntry(FileModel):
     s_per_tensor: Seconds
 
 
+class Residual(FileModel):
+    """How well what fills the gaps of a profile fits what was measured of a kind of operator: ``n`` times, and of
+    |filled / measured - 1| the ``median`` and the 90th percentile, each time predicted from the others."""
+
+    n: Annotated[Count, Field(ge=1)]
+    median: Annotated[float, Field(ge=0.0, le=1e9)]
+    p90: Annotated[float, Field(ge=0.0, le=1e9)]
+
+
 class ProfileDevice(FileModel):
     """What was measured. ``stands_for``: names of other device models that these measurements may be used for."""
 
@@ -86,7 +95,7 @@ class ProfileDevice(FileModel):
 
 class Profile(FileModel):
     """Measurements of one device. ``entries``: by signature. ``updates``: by optimizer. ``learned``: what whole steps
-    taught beyond them."""
+    taught beyond them. ``residuals``: by kind of operator, how well its entries fit those of other sizes."""
 
     format: Literal["flexsearch.profile/1"] = "flexsearch.profile/1"
     device: ProfileDevice
@@ -97,6 +106,7 @@ class Profile(FileModel):
     entries: dict[str, Entry] = Field(default_factory=dict)
     updates: dict[Literal["sgd", "momentum", "adam"], UpdateEntry] = Field(default_factory=dict)
     learned: Learned | None = None
+    residuals: dict[str, Residual] = Field(default_factory=dict)
 
     def extended(self, other: Profile) -> Profile:
         """This profile with the measurements of ``other`` added; where both have one, ``other``'s is kept.

@@ -1,6 +1,9 @@
 """Devices, links, routes and presets: the machine that a plan is made for. Plain data and shortest paths, no torch."""
 
 from flexsearch.topology.parts import Communication, Device, Link, Resource, Route
+from flexsearch.topology.sources import Figure, SourceKind, Sources
 from flexsearch.topology.topology import Topology, presets
 
-__all__ = ["Communication", "Device", "Link", "Resource", "Route", "Topology", "presets"]
+__all__ = [
+    "Communication", "Device", "Figure", "Link", "Resource", "Route", "SourceKind", "Sources", "Topology", "presets"
+]  # fmt: skip

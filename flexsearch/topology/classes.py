@@ -197,7 +197,7 @@ class _Folder:
         block = Topology(
             name=f"{whole.name}[{self.size} of {self.count}]", devices=whole.devices[: self.size],
             switches=tuple(name for name in whole.switches if name in ends), links=links,
-            communication=whole.communication, source=whole.source,
+            communication=whole.communication, source=whole.source, sources=whole.sources,
         )  # fmt: skip
         own = {resource.name: k for k, resource in enumerate(block.resources)}
         found = np.zeros(len(image), np.uint32)

@@ -21,12 +21,13 @@ from collections.abc import Iterator
 from itertools import combinations
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, Field, field_validator
+from pydantic import AfterValidator, Field, Strict, field_validator
 
 from flexsearch.errors import TopologyError
 from flexsearch.files import FileModel
 from flexsearch.quantities import MAX_DEVICES, MAX_LINKS, Text
 from flexsearch.topology.parts import Communication, Device, Link, Name
+from flexsearch.topology.sources import Sources
 
 _RANGE = re.compile(r"([^{}\s]*)\{(\d{1,5})\.\.(\d{1,5})\}([^{}\s]*)")
 
@@ -110,6 +111,7 @@ class Template(FileModel):
     format: Literal["flexsearch.topology/1"] = "flexsearch.topology/1"
     name: Text
     source: Text | None = None
+    sources: Annotated[tuple[Sources, ...], Strict(False)] = ()
     nodes: Nodes
     switches: Annotated[tuple[Pattern, ...], Field(max_length=MAX_DEVICES)] = ()
     links: Annotated[tuple[NodeLink, ...], Field(max_length=MAX_LINKS)] = ()
@@ -136,6 +138,7 @@ class Template(FileModel):
             + tuple(self._outer_links({*shared, *(f"{node}/{name}" for node in node_names for name in inside)})),
             "communication": self.communication,
             "source": self.source,
+            "sources": self.sources,
         }
 
     def _check_total(self, count: int) -> None:

@@ -14,13 +14,14 @@ from typing import Annotated, Any, Literal, Self
 
 import numpy as np
 import numpy.typing as npt
-from pydantic import Field, model_validator
+from pydantic import Field, Strict, model_validator
 
 from flexsearch import files
 from flexsearch.errors import FileFormatError, TopologyError
 from flexsearch.quantities import MAX_DEVICES, MAX_LINKS, Text
 from flexsearch.topology.parts import Communication, Device, Link, Name, Resource, Route
 from flexsearch.topology.routes import Routes, RouteTable, decisive, separated, wiring
+from flexsearch.topology.sources import Figure, SourceKind, Sources, said_twice
 from flexsearch.topology.template import Template
 
 
@@ -36,7 +37,8 @@ class Topology(files.FileModel):
     switches: Annotated[tuple[Name, ...], Field(max_length=MAX_LINKS)] = ()
     links: Annotated[tuple[Link, ...], Field(max_length=MAX_LINKS)] = ()
     communication: Communication
-    source: Text | None = None  # where the figures come from
+    source: Text | None = None  # what the cluster is
+    sources: Annotated[tuple[Sources, ...], Strict(False)] = ()  # where its figures come from; the others: guessed
 
     @model_validator(mode="after")
     def _consistent(self) -> Self:
@@ -44,6 +46,8 @@ class Topology(files.FileModel):
             raise TopologyError("devices: empty", "A topology needs at least one device.")
         self._check_names()
         self._check_links()
+        if (figure := said_twice(self.sources)) is not None:
+            raise TopologyError(f'sources: "{figure}" is named twice', "Leave it in one of the records.")
         if (pair := separated(self._graph, [d.name for d in self.devices])) is not None:
             raise TopologyError(f'links: no route between devices "{pair[0]}" and "{pair[1]}"', "Add the missing link.")
         if self.communication.backend == "nccl" and (cpus := [d.name for d in self.devices if d.kind == "cpu"]):
@@ -72,6 +76,11 @@ class Topology(files.FileModel):
                     f'links.{k}: joins "{link.a}" and "{link.b}" again, as links.{other} does; '
                     f"give one link with the sum of their bandwidths"
                 )
+
+    def source_kind(self, figure: Figure) -> SourceKind:
+        """Whether a figure ("devices.efficiency") was measured, published or guessed; what no record names is
+        guessed."""
+        return next((record.kind for record in self.sources if figure in record.figures), "guessed")
 
     @cached_property
     def hosts(self) -> tuple[str, ...]:
@@ -176,12 +185,13 @@ class Topology(files.FileModel):
             links=tuple(link for link in self.links if frozenset((link.a, link.b)) in used),
             communication=self.communication,
             source=self.source,
+            sources=self.sources,
         )
 
     def content_hash(self) -> str:
-        """Hash of everything that affects a plan, hence without ``name`` and ``source``. Fields that came later count
+        """Hash of everything that affects a plan, hence without ``name`` and sources. Fields that came later count
         where they differ from what every earlier file meant: the hash of a file stays."""
-        described = self.model_dump(mode="json", exclude={"name", "source"})
+        described = self.model_dump(mode="json", exclude={"name", "source", "sources"})
         for field in self.communication.assumed():
             del described["communication"][field]
         for device in described["devices"]:
