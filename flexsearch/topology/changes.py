@@ -12,7 +12,7 @@ from flexsearch.files import describe
 from flexsearch.topology.parts import Device, Link
 from flexsearch.topology.topology import Topology, presets
 
-FIGURES: Final = ("kind", "model", "flops", "memory_bandwidth", "memory_bytes", "overhead_s")
+FIGURES: Final = ("kind", "model", "flops", "memory_bandwidth", "memory_bytes", "overhead_s", "efficiency")
 """Fields of a device that say what it is, not where."""
 
 

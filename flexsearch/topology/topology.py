@@ -189,8 +189,8 @@ class Topology(files.FileModel):
         )
 
     def content_hash(self) -> str:
-        """Hash of everything that affects a plan, hence without ``name`` and sources. Fields that came later count
-        where they differ from what every earlier file meant: the hash of a file stays."""
+        """Hash of everything that affects a plan, hence without ``name`` and what is said of sources. Fields that came
+        later count where they differ from what every earlier file meant: the hash of a file stays."""
         described = self.model_dump(mode="json", exclude={"name", "source", "sources"})
         for field in self.communication.assumed():
             del described["communication"][field]
