@@ -54,10 +54,11 @@ LEAST: Final = 1e-3
 
 @dataclass(frozen=True)
 class Measured:
-    """A row. ``name``: the plan in words; ``group``: rows that are left out together; ``predict``: iteration time (s)
+    """A row. ``name``: the plan in words; ``plan``: all that says which one it is; ``group``: rows that are left out together; ``predict``: iteration time (s)
     under a profile; ``half``: whether it computes in half precision."""
 
     name: str
+    plan: str
     group: str
     weight: float
     measured_s: float
@@ -142,7 +143,7 @@ class _Reader:
             graph, layout, options = self.graph(self.row["graph"]), self.layout(), self.options()
             cluster = Topology.load(self.row["topology"]) if "topology" in self.row else self.topology
             half = options.precision != "as-is"
-            name = f"{self.row['graph']} {layout.data}x{layout.tensor}x{layout.pipeline}, {layout.microbatches}"
+            name = f"{self.row['graph']}, batch {graph.batch}, {layout.data} x {layout.tensor} x {layout.pipeline}"
             if layout.devices != len(cluster.devices):
                 raise FileFormatError(
                     f"the layout takes {layout.devices} devices, and {cluster.name} has {len(cluster.devices)}",
@@ -155,8 +156,8 @@ class _Reader:
         if network_name(cluster.name) != network_name(self.topology.name):
             raise FileFormatError(f"it was measured on {cluster.name}, and the topology is {self.topology.name}")
         plain = {key: value for key, value in self.row.items() if key not in ("measured_s", "weight", "group")}
-        group = self.row.get("group", repr(sorted(plain.items())))
-        return Measured(name, group, weight, measured_s, cluster, half, predict)
+        own = repr(sorted(plain.items()))
+        return Measured(name, own, self.row.get("group", own), weight, measured_s, cluster, half, predict)
 
     def number(self, column: str, usual: str = "") -> float:
         """A number above 0."""
@@ -210,7 +211,7 @@ def calibrate(rows: Sequence[Measured], topology: Topology, profile: Profile) ->
     """What measured times teach a profile. Figures that no row depends on are left alone. Raises ProfileError where the
     rows are too few, or of one plan."""
     plans = len({row.group for row in rows})
-    distinct = len({(row.name, row.topology.name, row.group) for row in rows})
+    distinct = len({row.plan for row in rows})
     if distinct == 1:
         raise ProfileError(
             f"all {len(rows)} rows are of one plan, which does not tell computing from communication",
