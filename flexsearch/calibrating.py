@@ -54,8 +54,9 @@ LEAST: Final = 1e-3
 
 @dataclass(frozen=True)
 class Measured:
-    """A row. ``name``: the plan in words; ``plan``: all that says which one it is; ``group``: rows that are left out together; ``predict``: iteration time (s)
-    under a profile; ``half``: whether it computes in half precision."""
+    """A row. ``name``: the plan in words; ``plan``: all that says which one it is; ``group``: rows that
+    are left out together; ``half``: whether it computes in half precision; ``predict``: iteration time (s) under a
+    profile."""
 
     name: str
     plan: str
