@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from math import inf, isfinite
 from pathlib import Path
-from typing import Any, Final, get_args
+from typing import TYPE_CHECKING, Any, Final, get_args
 
 import numpy as np
 from pydantic import ValidationError
@@ -20,21 +20,14 @@ from flexsearch.cost import Learned, Profile
 from flexsearch.cost.learned import Residual, network_name
 from flexsearch.errors import FileFormatError, FlexsearchError, ProfileError
 from flexsearch.graph import OperatorGraph
-from flexsearch.measure.learning import (
-    PLANS_EACH,
-    Figure,
-    Fitted,
-    computing_figures,
-    corrected,
-    fit,
-    network_figures,
-    typical,
-)
 from flexsearch.search.hybrid import Layout, simulate_layout
 from flexsearch.simulate.staged import step_of_strategy
 from flexsearch.strategy import Options, States, Strategy
 from flexsearch.strategy.stage import ScheduleKind
 from flexsearch.topology import Topology
+
+if TYPE_CHECKING:
+    from flexsearch.measure.learning import Figure, Fitted
 
 NUMBERS: Final = ("data", "tensor", "pipeline", "microbatches", "chunks")
 """Columns of a layout that are whole numbers of 1 or more; each is 1 unless it is given."""
@@ -211,6 +204,8 @@ class _Reader:
 def calibrate(rows: Sequence[Measured], topology: Topology, profile: Profile) -> Calibrated:
     """What measured times teach a profile. Figures that no row depends on are left alone. Raises ProfileError where the
     rows are too few, or of one plan."""
+    from flexsearch.measure.learning import PLANS_EACH, corrected, fit, typical
+
     plans = len({row.group for row in rows})
     distinct = len({row.plan for row in rows})
     if distinct == 1:
@@ -257,6 +252,8 @@ def _figures(
 ) -> tuple[Figure, ...]:  # fmt: skip
     """What the rows may teach: of devices with an efficiency that compute in half precision its figures, of others the
     scale of computing and the host's time; where there are several devices, what communication takes."""
+    from flexsearch.measure.learning import Figure, computing_figures, network_figures
+
     device = topology.devices[0]
     figures: list[Figure] = []
     if device.efficiency is not None and not profile.entries and all(row.half for row in rows):
