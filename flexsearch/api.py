@@ -46,9 +46,6 @@ if TYPE_CHECKING:
     from flexsearch.runtime.parallel import Loss
 
 
-MARGIN = 0.05
-"""A plan that gains a smaller share of the best baseline's time is not preferred to it: predictions err by more."""
-
 LONGEST_S = 3.6e6
 """Seconds of the longest budget, 1000 hours."""
 
@@ -148,6 +145,7 @@ class Setting:
         simulation = simulate_lowered(self.lower(strategy))
         prediction = Prediction(
             iteration_s=simulation.makespan_s,
+            interval_s=simulation.estimate.interval_s,
             data_parallel_s=self.yardsticks(strategy.options)["data_parallel_s"],
             peak_bytes=max(simulation.peak_bytes),
         )
@@ -162,7 +160,7 @@ class Setting:
         seed: int = 0,
         start: Strategy | None = None,
         pins: Sequence[str] = (),
-        margin: float = MARGIN,
+        margin: float | None = None,
         options: Options | None = None,
         processes: int | None = None,
         weight_gradients: bool = False,
@@ -218,7 +216,7 @@ class Setting:
         return replace(
             result, strategy=strategy, simulation=simulate_lowered(self.lower(strategy)), feasible=True,
             locally_optimal=result.locally_optimal and strategy.content_hash() == result.strategy.content_hash(),
-            baseline=name if name in result.baselines else "", set_aside_s=None,
+            baseline=name if name in result.baselines else "", set_aside=None,
         )  # fmt: skip
 
     def search_native(
@@ -237,7 +235,7 @@ class Setting:
     def search_layouts(
         self, budget: str | float, *, options: Options | None = None, processes: int | None = None,
         on_progress: Callable[[HybridProgress], None] | None = None, on_end: Callable[[], None] | None = None,
-        native: bool = False,
+        native: bool = False, margin: float | None = None,
     ) -> HybridResult:  # fmt: skip
         """The search over data x tensor x pipeline layouts (:func:`flexsearch.search.hybrid.search_hybrid`), with a
         budget of time, on ``processes`` at most (None: one for each core). Its plans can be simulated (:meth:`step`)
@@ -245,7 +243,7 @@ class Setting:
         budget_s, _ = parse_budget(budget)
         return search_hybrid(
             self.graph, self.topology, options, self.costs.profile, budget_s=budget_s or LONGEST_S,
-            processes=processes, on_progress=on_progress, on_end=on_end, native=native,
+            processes=processes, on_progress=on_progress, on_end=on_end, native=native, margin=margin,
         )  # fmt: skip
 
     def step(self, strategy: Strategy) -> StagedStep:
@@ -334,12 +332,16 @@ class Setting:
         if old.prediction is not None and old.search is not None:
             peak = max(simulation.peak_bytes)
             strategy.prediction = old.prediction.model_copy(
-                update={"iteration_s": simulation.makespan_s, "peak_bytes": peak}
+                update={
+                    "iteration_s": simulation.makespan_s,
+                    "interval_s": simulation.estimate.interval_s,
+                    "peak_bytes": peak,
+                }
             )
             strategy.search = old.search.model_copy(update={"start": "exhaustive search", "locally_optimal": False})
         return replace(
             result, strategy=strategy, simulation=simulation, feasible=True, locally_optimal=False, baseline="",
-            set_aside_s=None,
+            set_aside=None,
         )  # fmt: skip
 
 
@@ -375,7 +377,7 @@ def optimize(
     seed: int = 0,
     start: Strategy | None = None,
     pins: Sequence[str] = (),
-    margin: float = MARGIN,
+    margin: float | None = None,
     options: Options | None = None,
     processes: int | None = None,
     space: Space = "free",
@@ -391,7 +393,8 @@ def optimize(
     None: one for each core. ``weight_gradients``: also plans in which gradients of weights have splits of their own.
     ``space``: "splits": plans of one stage with any splits; "layouts": with stages and
     microbatches; "free": both, layouts only with a budget of time and neither ``start`` nor ``pins``. ``margin``: a
-    baseline is kept unless a plan is faster by more than this share of its time.
+    baseline is kept unless a plan is faster by this share of its time; None: by so much that their predictions tell
+    them apart.
     Raises ImportModelError, TopologyError, ProfileError; StrategyError if no plan was found that fits into memory."""
     example = None
     if isinstance(model, OperatorGraph):
@@ -413,7 +416,7 @@ def optimize(
         )
 
     def search_layouts(share: str | float) -> HybridResult:
-        return setting.search_layouts(share, options=options, processes=processes)
+        return setting.search_layouts(share, options=options, processes=processes, margin=margin)
 
     def search_splits(share: str | float) -> SearchResult:
         return setting.search(
@@ -435,7 +438,7 @@ def optimize(
 
 
 def _preferred(
-    splits: SearchResult | None, layouts: HybridResult | None, margin: float, topology: Topology
+    splits: SearchResult | None, layouts: HybridResult | None, margin: float | None, topology: Topology
 ) -> Strategy:
     """The plan of the searches that were made. Raises StrategyError if it does not fit into memory."""
     if splits is not None and not prefers_layout(layouts, splits, margin):

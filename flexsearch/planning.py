@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-from flexsearch.api import MARGIN, Setting, parse_budget
+from flexsearch.api import Setting, parse_budget
 from flexsearch.report import groups
 from flexsearch.report.layouts import StagedRow, layout_words
 from flexsearch.report.units import seconds
@@ -53,8 +53,8 @@ def plan(
     setting: Setting, budget: str | float, options: Options, *, space: Space, start: Strategy | None = None,
     seed: int = 0, on_progress: OnProgress | None = None,
 ) -> Planned:  # fmt: skip
-    """Search for the fastest plan in a space; of both spaces the simpler plan, unless a layout is faster by the margin
-    that ``optimize`` has by default. Layouts need a budget of time; a number of proposals goes to splits.
+    """Search for the fastest plan in a space; of both spaces the simpler plan, unless predictions tell a layout
+    that is faster apart from it. Layouts need a budget of time; a number of proposals goes to splits.
     ``start``: a plan that the search over splits begins with too. A plan that fits nowhere is answered all the same
     (``step.missing``). Raises StrategyError where there is no plan."""
     report = on_progress or (lambda now: None)
@@ -72,7 +72,7 @@ def plan(
     if layouts is None:
         return best
     other = _of_layouts(setting, layouts)
-    best, second = (other, best) if prefers_layout(layouts, splits, MARGIN) else (best, other)
+    best, second = (other, best) if prefers_layout(layouts, splits, None) else (best, other)
     return replace(
         best, looked_at=best.looked_at + second.looked_at, interrupted=other.interrupted,
         data_parallel_s=_least(best.data_parallel_s, second.data_parallel_s),

@@ -37,10 +37,12 @@ def search_both(
         return result, None
 
 
-def prefers_layout(layouts: HybridResult | None, splits: SearchResult, margin: float) -> bool:
-    """Whether the best layout is the answer: it alone fits, or it is faster, by ``margin`` at least. At equal times the
-    plan of one stage is."""
+def prefers_layout(layouts: HybridResult | None, splits: SearchResult, margin: float | None) -> bool:
+    """Whether the best layout is the answer: it alone fits, or it is faster, by ``margin`` (``is_faster``). At equal
+    times the plan of one stage is."""
     if layouts is None or not layouts.best.feasible:
         return False
-    layout_s, splits_s = layouts.step.makespan_s, splits.simulation.makespan_s
-    return not splits.feasible or (layout_s < splits_s and is_faster(layout_s, splits_s, margin))
+    if not splits.feasible:
+        return True
+    shorter = layouts.step.makespan_s < splits.simulation.makespan_s
+    return shorter and is_faster(layouts.step, splits.simulation, margin)

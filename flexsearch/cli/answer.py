@@ -13,6 +13,7 @@ from flexsearch.cli.verify import shipped_model
 if TYPE_CHECKING:
     from flexsearch.api import Setting
     from flexsearch.cost import Profile
+    from flexsearch.cost.uncertainty import Estimate
     from flexsearch.graph import OperatorGraph
     from flexsearch.proof.exhaustive import Optimum
     from flexsearch.report import PlanRow
@@ -21,6 +22,8 @@ if TYPE_CHECKING:
 
 HARDLY: float = 1.1
 """A plan that is not this many times as fast as the best baseline is called hardly better."""
+NEAR: float = 1.8
+"""No errors that are taken make plans of which one takes so many times as long too near to be told apart."""
 
 
 def answer_rows(setting: Setting, result: SearchResult) -> tuple[PlanRow, list[PlanRow]]:
@@ -34,12 +37,20 @@ def answer_rows(setting: Setting, result: SearchResult) -> tuple[PlanRow, list[P
     return PlanRow("found", result.simulation, setting.lower(result.strategy)), others
 
 
+def near_baselines(result: SearchResult) -> dict[str, Estimate]:
+    """Baselines that fit and take at most so much longer than the answer that they may be too near."""
+    most = NEAR * result.simulation.makespan_s
+    others = {name: o for name, o in result.baselines.items() if name != result.baseline}
+    return {name: o.simulation.estimate for name, o in others.items() if o.feasible and o.time_s < most}
+
+
 def answer_data(
     setting: Setting, result: SearchResult, proof: Optimum | None, answer: PlanRow, others: list[PlanRow],
     layouts: HybridResult | None,
 ) -> dict[str, Any]:  # fmt: skip
     """The answer as JSON: the plan, how it was found, and beside it the baselines and the best layout."""
     from flexsearch.report import groups, in_words, plan_rows
+    from flexsearch.report.uncertainty import estimate_data, near
 
     plans = plan_rows(in_order([] if result.baseline else [answer], others))
     of_answer = next(p for p in plans if p["name"] == answer.name)
@@ -57,6 +68,8 @@ def answer_data(
         "proposals_per_s": result.proposals / result.elapsed_s if result.elapsed_s else None,
         "stopped": result.stopped,
         "set_aside_s": result.set_aside_s,
+        **estimate_data(answer.simulation.estimate),
+        "too_near": near(answer.simulation.estimate, near_baselines(result)),
         "locally_optimal": result.locally_optimal,
         "few_proposals": result.few,
         "bound_s": result.bound_s,
@@ -80,17 +93,21 @@ def answer_data(
 
 
 def say(
-    graph: str, setting: Setting, result: SearchResult, proof: Optimum | None, answer: PlanRow, margin: float,
+    graph: str, setting: Setting, result: SearchResult, proof: Optimum | None, answer: PlanRow, margin: float | None,
     output: Path, size: Size, cost_per_hour: float | None, layouts: HybridResult | None,
 ) -> None:  # fmt: skip
     """The plan in words, how good it is, how the search ended, and what to do next."""
     from flexsearch.cli.details import tell, tell_plan
+    from flexsearch.report.uncertainty import basis_words, near_words
 
-    tell(f"\n{_what_it_is(result, margin)}")
+    tell(f"\n{_what_it_is(result)}")
     tell_plan(answer.lowered)
     tell(f"\n{_how_good(result, proof)}")
+    own = answer.simulation.estimate
+    for text in filter(None, (basis_words(own), near_words(own, near_baselines(result)))):
+        tell(text)
     if layouts is not None:
-        tell(_beside(layouts, result))
+        tell(_beside(layouts, result, margin))
     tell_cost(setting, result.simulation.makespan_s, cost_per_hour)
     tell(f"These times are predictions, based on {_basis(setting.costs.profile)}.")
     rate = result.proposals / result.elapsed_s if result.elapsed_s else 0.0
@@ -119,7 +136,7 @@ def _layout_words(layouts: HybridResult) -> str:
     return layout_words(row)
 
 
-def _beside(layouts: HybridResult, result: SearchResult) -> str:
+def _beside(layouts: HybridResult, result: SearchResult, margin: float | None) -> str:
     """What the search over layouts found, where its plan is not the answer, in words."""
     from flexsearch.report.units import percent, seconds
 
@@ -128,7 +145,10 @@ def _beside(layouts: HybridResult, result: SearchResult) -> str:
     if layouts.strategy.is_plain:
         return "Stages, microbatches and recomputation gain nothing here."
     slower = layouts.step.makespan_s / result.simulation.makespan_s - 1.0
-    how = f"{percent(slower)} slower" if slower > 0 else "too little faster to be preferred (--margin)"
+    near = margin is None and layouts.step.estimate.is_near(result.simulation.estimate)
+    how = "too near to be told apart" if near else f"{percent(slower)} slower"
+    if slower <= 0 and not near:
+        how = "too little faster to be preferred (--margin)"
     return (
         f"The best plan with stages or microbatches takes {seconds(layouts.step.makespan_s)}, {how}: "
         f"{_layout_words(layouts)}."
@@ -150,9 +170,10 @@ def _model(graph: str, planned: OperatorGraph) -> str:
     return " ".join((f"--model {model}", *options))
 
 
-def _what_it_is(result: SearchResult, margin: float) -> str:
+def _what_it_is(result: SearchResult) -> str:
     """Whether the answer is a baseline or what the search found, in words."""
-    from flexsearch.report.units import percent, ratio, seconds
+    from flexsearch.report.uncertainty import aside_words
+    from flexsearch.report.units import ratio
 
     if result.strategy.measurement is not None:
         kind = f"the baseline {result.baseline}" if result.baseline else "found by the search"
@@ -168,12 +189,9 @@ def _what_it_is(result: SearchResult, margin: float) -> str:
     text = f"Best plan: the baseline {result.baseline}{buckets}."
     if result.few:
         return text  # nothing was found because hardly anything was tried
-    if result.set_aside_s is None:
+    if result.set_aside is None:
         return f"{text} The search found nothing faster."
-    if margin > 0:
-        near = f" (its best plan takes {seconds(result.set_aside_s)})"
-        return f"{text} The search found nothing {percent(margin)} faster{near}."
-    return text
+    return f"{text}\n{aside_words(result.simulation.estimate, result.set_aside)}"
 
 
 def _buckets(result: SearchResult) -> str:
@@ -196,9 +214,10 @@ def _few(result: SearchResult) -> str:
 
 def _how_good(result: SearchResult, proof: Optimum | None) -> str:
     """The time beside what is known of the optimum."""
+    from flexsearch.report.uncertainty import time_words
     from flexsearch.report.units import seconds
 
-    now, least = seconds(result.simulation.makespan_s), seconds(result.bound_s)
+    now, least = time_words(result.simulation.estimate), seconds(result.bound_s)
     text = f"It takes {now} an iteration; no plan in this space is faster than {least}."
     if result.locally_optimal:
         text += " It is locally optimal: no change to a single operator makes it 1 % faster."

@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 from flexsearch import __version__
-from flexsearch.cli import cluster, clusters, explain, export, models, optimize, plans, plot, scale, whatif
+from flexsearch.cli import calibrate, cluster, clusters, explain, export, models, optimize, plans, plot, scale, whatif
 
 app = typer.Typer(
     help="Find, explain and run the fastest way to split one PyTorch training step over a set of devices.",
@@ -35,6 +35,7 @@ def _options(
 
 app.command("import")(models.import_)
 app.command()(models.profile)
+app.command()(calibrate.calibrate)
 app.command()(cluster.probe)
 app.command()(clusters.clusters)
 app.command()(plans.simulate)

@@ -65,6 +65,7 @@ def explain(
         _explain_operator(setting, plan, operator, None if everything else 12, as_json)
         return
     from flexsearch.report.explain import explanation, explanation_data
+    from flexsearch.report.uncertainty import estimate_data
     from flexsearch.strategy.pipeline import Pipeline
 
     with Live(compiling()) as live:
@@ -85,7 +86,7 @@ def explain(
         tell_plan(told.row.lowered)
         _print(explanation(told))
 
-    show(as_json, data | explanation_data(told), say)
+    show(as_json, data | explanation_data(told) | estimate_data(told.row.simulation.estimate), say)
 
 
 def diff(
@@ -174,6 +175,7 @@ def _load(path: Path) -> Strategy:
 
 def _headline(setting: Setting, path: Path, plan: Strategy, row: PlanRow) -> None:
     from flexsearch.cli.details import headline, tell
+    from flexsearch.report.uncertainty import basis_words, time_words
     from flexsearch.report.units import digits, nbytes, ratio, seconds
 
     tell(headline(setting), indent=2)
@@ -186,7 +188,10 @@ def _headline(setting: Setting, path: Path, plan: Strategy, row: PlanRow) -> Non
         times = zip(setting.yardsticks(plan.options).values(), words, strict=True)
         against = "".join(f", {ratio(s / iteration_s)} as fast as {w}" for s, w in times if s)
     name = f"{path} (the baseline {same})" if same else str(path)
-    tell(f"{name}: {seconds(iteration_s)} an iteration, {rate}{against}", indent=2)
+    estimate = row.simulation.estimate
+    tell(f"{name}: {time_words(estimate)} an iteration, {rate}{against}", indent=2)
+    if basis := basis_words(estimate):
+        tell(basis)
     for device, missing in row.shortfall[:1]:
         name = setting.topology.devices[device].name
         stdout.print(f"It does not fit into memory: {nbytes(missing)} short on {name}", soft_wrap=True)

@@ -15,6 +15,7 @@ from flexsearch.cli.progress import Live, compiling
 
 if TYPE_CHECKING:
     from flexsearch.api import Setting
+    from flexsearch.cost.uncertainty import Estimate
     from flexsearch.graph import OperatorGraph
     from flexsearch.report.layouts import StagedRow
     from flexsearch.search.hybrid import Candidate, HybridProgress, HybridResult
@@ -54,11 +55,12 @@ def need_time(budget: str) -> float:
 def optimize_layouts(
     setting: Setting, options: Options, budget: str, processes: int | None, output: Path, as_json: bool, size: str,
     large: bool, cost_per_hour: float | None, free: Callable[[str], float | None] | None = None,
+    margin: float | None = None,
 ) -> None:  # fmt: skip
     """Search over layouts, write the best plan, print it. ``size``: the options that gave the graph its size.
     ``large``: the model is too large for this machine, and nothing else was searched. ``cost_per_hour``: money for a
     device. ``free``: seconds of the best of all plans, found within a budget; the other half then goes to layouts that
-    can be exported, which are written."""
+    can be exported, which are written. ``margin``: as of ``search.search``."""
     from flexsearch.cli.details import tell
     from flexsearch.cli.space import halved, native_words, tell_export
     from flexsearch.errors import StrategyError
@@ -69,10 +71,10 @@ def optimize_layouts(
         budget, seconds = halved(budget), seconds / 2
         free_s = free(budget)
         with signals.current.released():
-            result = search_layouts(setting, options, budget, processes, native)
+            result = search_layouts(setting, options, budget, processes, native, margin)
         free_s = min(free_s, result.best.seconds) if free_s is not None else None
     else:
-        result = search_layouts(setting, options, budget, processes)
+        result = search_layouts(setting, options, budget, processes, margin=margin)
     if not result.best.feasible:
         raise StrategyError(*_nothing_fits(setting, options, result, seconds))
     result.strategy.save(output)
@@ -110,7 +112,8 @@ def answer_layouts(
 
 
 def search_layouts(
-    setting: Setting, options: Options, budget: str, processes: int | None, native: bool = False
+    setting: Setting, options: Options, budget: str, processes: int | None, native: bool = False,
+    margin: float | None = None,
 ) -> HybridResult:
     """The search, with its progress on the terminal. A signal ends it with the best plan so far."""
     seconds, before = need_time(budget), signals.current.graceful
@@ -123,7 +126,7 @@ def search_layouts(
 
         return setting.search_layouts(
             budget, options=options, processes=processes, on_progress=report, on_end=signals.current.hold,
-            native=native,
+            native=native, margin=margin,
         )
 
 
@@ -167,14 +170,23 @@ def _nothing_fits(setting: Setting, options: Options, result: HybridResult, seco
 
 def _data(setting: Setting, result: HybridResult, rows: list[StagedRow], output: Path) -> dict[str, Any]:
     from flexsearch.report.layouts import staged_data
+    from flexsearch.report.uncertainty import estimate_data, near
 
     return {
         "graph": setting.graph.name, "topology": setting.topology.name, "path": str(output),
-        **staged_data(setting.graph, rows[0]), "plans_considered": result.considered,
+        **staged_data(setting.graph, rows[0]), **estimate_data(rows[0].step.estimate),
+        "too_near": near(rows[0].step.estimate, _beside(rows)),
+        "set_aside_s": None if result.set_aside is None else result.set_aside.seconds,
+        "plans_considered": result.considered,
         "plans_simulated": result.plans,
         "elapsed_s": result.elapsed_s, "stopped": result.stopped, "bound_s": result.bound_s,
         "plans": [staged_data(setting.graph, row) for row in rows],
     }  # fmt: skip
+
+
+def _beside(rows: list[StagedRow]) -> dict[str, Estimate]:
+    """What stands beside the first plan and fits."""
+    return {row.name: row.step.estimate for row in rows[1:] if not row.step.missing}
 
 
 def _say(
@@ -182,6 +194,7 @@ def _say(
 ) -> None:
     from flexsearch.cli.details import headline, tell
     from flexsearch.report.layouts import layout_words, memory_words, rate_words, staged_table, usage_words
+    from flexsearch.report.uncertainty import aside_words, basis_words, near_words, time_words
     from flexsearch.report.units import percent, seconds
 
     best = rows[0]
@@ -198,10 +211,14 @@ def _say(
     gain = ""
     if fitting and not result.baseline:
         gain = f", {percent(min(fitting) / best.step.makespan_s - 1.0)} faster than the best baseline"
+    if result.set_aside is not None:
+        tell(aside_words(best.step.estimate, result.set_aside))
     tell(
-        f"A step takes {seconds(best.step.makespan_s)} ({rate_words(setting.graph, best.step)}, "
+        f"A step takes {time_words(best.step.estimate)} ({rate_words(setting.graph, best.step)}, "
         f"MFU {percent(best.step.utilisation)}){gain}; no plan in this space is faster than {seconds(result.bound_s)}."
     )
+    for text in filter(None, (basis_words(best.step.estimate), near_words(best.step.estimate, _beside(rows)))):
+        tell(text)
     for row in rows:
         if row.name == SPLITS:
             tell(f"With one stage and one microbatch the best plan takes {seconds(row.step.makespan_s)}.")

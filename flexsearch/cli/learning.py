@@ -70,7 +70,7 @@ def taught(
     if simulated_network and len(topology.hosts) > 1:
         return Learning(path, None, f"the processes ran without the network of {topology.name}")
     try:
-        known = known or _new_profile(topology)
+        known = known or new_profile(topology)
         lesson = teach(known)
     except ProfileError as error:
         return Learning(path, None, error.message)
@@ -79,7 +79,7 @@ def taught(
     return Learning(path, lesson)
 
 
-def _new_profile(topology: Topology) -> Profile:
+def new_profile(topology: Topology) -> Profile:
     """A profile without measurements of single pieces. Raises ProfileError where devices differ."""
     from importlib.metadata import version
 

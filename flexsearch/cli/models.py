@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from flexsearch.cli import common, given
 from flexsearch.cli.common import GraphArgument, JsonOption, check_outputs, settings, show, stderr, stdout
 from flexsearch.cli.progress import Live
+
+if TYPE_CHECKING:
+    from flexsearch.cost import Profile
 
 ModelArgument = Annotated[
     str,
@@ -176,12 +179,34 @@ def profile(
         "graph": loaded.name, "path": str(output), "device": measured.device.model_dump(mode="json"),
         "entries": len(measured.entries), "new_entries": len(measured.entries) - old,
     }  # fmt: skip
-    show(
-        as_json,
-        data,
-        lambda: stdout.print(
+    data["products"] = {dtype: fitted.model_dump() for dtype, fitted in measured.products.items()}
+    data["residuals"] = {kind: fit.model_dump() for kind, fit in measured.residuals.items()}
+
+    def human() -> None:
+        _say_fit(measured)
+        stdout.print(
             f"{len(measured.entries)} entries ({len(measured.entries) - old} new) of {measured.device} -> {output}\n"
             f"Next: flexsearch optimize {graph} --profile {output}",
             soft_wrap=True,
-        ),
-    )
+        )
+
+    show(as_json, data, human)
+
+
+def _say_fit(profile: Profile) -> None:
+    """How well what was measured predicts other sizes."""
+    from flexsearch.cli.details import tell
+    from flexsearch.report.grid import Column, Grid
+    from flexsearch.report.units import percent
+
+    for dtype, fitted in profile.products.items():
+        tell(
+            f"Matrix products in {dtype}: {fitted.flops:.3g} FLOP/s, half of it where a side is {fitted.size:.3g}; "
+            f"{fitted.n} sizes, median error {percent(fitted.median)}, 90th percentile {percent(fitted.p90)}."
+        )
+    if profile.residuals:
+        columns = Column("operator", "text"), *map(Column, ("n", "median", "90th\npercentile"))
+        grid = Grid(columns, "How far off times are that are filled in from other sizes")
+        for kind, fit in profile.residuals.items():
+            grid.add(kind, str(fit.n), percent(fit.median), percent(fit.p90))
+        stdout.print(grid)

@@ -37,9 +37,12 @@ def optimize_native(
             "no plan of one stage that PyTorch's modules express fits into memory",
             "Give --space native-layouts, which tries pipelines and recomputation too, or more devices.",
         )
-    result.strategy.save(output)
     lowered = setting.lower(result.strategy)
     answer = setting.row("native", result.strategy)
+    if (prediction := result.strategy.prediction) is not None:
+        interval = {"interval_s": answer.simulation.estimate.interval_s}
+        result.strategy.prediction = prediction.model_copy(update=interval)
+    result.strategy.save(output)
     others = [PlanRow(name, o.simulation, setting.lower(o.strategy)) for name, o in free.baselines.items()]
     if not free.baseline:
         others.append(setting.row("found", free.strategy))

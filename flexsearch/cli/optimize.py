@@ -86,7 +86,8 @@ MarginOption = Annotated[
     float | None,
     typer.Option(
         "--margin", min=0.0, max=100.0, metavar="PERCENT",
-        help="Keep the best baseline unless a plan beats it by so much. Default: 5.", **FINITE,
+        help="Keep the best baseline unless a plan beats it by so much. Default: by so much that their predictions "
+        "can be told apart.", **FINITE,
     ),
 ]  # fmt: skip
 ProcessesOption = Annotated[
@@ -123,7 +124,7 @@ PlotOption = Annotated[
 
 @dataclass(frozen=True)
 class _Asked:
-    """What the options say. ``first``: the plan to go on from; ``margin``: a share."""
+    """What the options say. ``first``: the plan to go on from; ``margin``: a share; None: what tells plans apart."""
 
     graph: str
     setting: Setting
@@ -134,7 +135,7 @@ class _Asked:
     processes: int | None
     first: Strategy | None
     pins: tuple[str, ...]
-    margin: float
+    margin: float | None
     exhaustive: str | None
     space: Literal["free", "splits", "layouts", "native", "native-layouts"]
     output: Path
@@ -193,8 +194,6 @@ def optimize(
     graph, topology = example(graph, topology, resume, profile, pin)
     check_outputs({"--output": output, "--plot": plot}, graph, topology, profile)
     _refuse_early(plot, resume, budget, exhaustive)
-    from flexsearch.api import MARGIN
-
     size = Size(batch, seq)
     learns = profile if verify is not None else None
     check_outputs({"--profile": learns}, graph, topology)
@@ -203,7 +202,7 @@ def optimize(
     layouts, native = plan_only or large or "layouts" in space, "native" in space
     if layouts or native:
         _refuse_others(
-            layouts, seed, margin, resume=resume, pin=pin, plot=plot, exhaustive=exhaustive, verify=verify,
+            layouts, seed, resume=resume, pin=pin, plot=plot, exhaustive=exhaustive, verify=verify,
             weight_gradients=weight_gradients or None,
         )  # fmt: skip
     trial = verification(verify, verify_steps, graph, topology, model, set_, setting.graph, budget, learns)
@@ -211,7 +210,7 @@ def optimize(
         trial.follow()
         return
     # What is to be proved is the best plan, not the simplest of the good ones.
-    share = margin / 100 if margin is not None else 0.0 if exhaustive is not None else MARGIN
+    share = margin / 100 if margin is not None else 0.0 if exhaustive is not None else None
     first = load_strategy(resume, setting) if resume is not None else None
     options = make_options(optimizer, precision, recompute, reshard_after_forward, prefetch)
     asked = _Asked(
@@ -221,7 +220,7 @@ def optimize(
     if layouts:
         optimize_layouts(
             setting, options, budget, processes, output, as_json, size.words(), large, cost_per_hour,
-            partial(_free_layouts, asked, large) if native else None,
+            partial(_free_layouts, asked, large) if native else None, share,
         )
     elif native:
         _native(asked)
@@ -329,10 +328,10 @@ def _answer(
     show(asked.as_json, with_cost(data, setting, asked.cost_per_hour), human)
 
 
-def _refuse_others(layouts: bool, seed: int, margin: float | None, **given: object) -> None:
+def _refuse_others(layouts: bool, seed: int, **given: object) -> None:
     """Raise an error for options that say nothing about layouts, or native plans."""
     if layouts:
-        refuse_with("over layouts (--space layouts)", seed=seed, margin=margin, **given)
+        refuse_with("over layouts (--space layouts)", seed=seed, **given)
     refuse_with("among native plans", **given)
 
 
@@ -392,7 +391,7 @@ def _search_layouts(asked: _Asked, budget: str) -> HybridResult | None:
         return None
     try:
         with signals.current.released():
-            return search_layouts(asked.setting, asked.options, budget, asked.processes)
+            return search_layouts(asked.setting, asked.options, budget, asked.processes, margin=asked.margin)
     except KeyboardInterrupt:
         return None
 

@@ -50,11 +50,12 @@ START_S = 300.0
 
 
 class Row(NamedTuple):
-    """A plan that was run: predicted and measured iteration time, s."""
+    """A plan that was run: predicted and measured iteration time, s; the 80 % interval of the prediction."""
 
     name: str
     predicted_s: float
     measured_s: float
+    interval_s: tuple[float, float] | None = None
 
 
 @dataclass(frozen=True)
@@ -116,7 +117,7 @@ class Verification:
         rows = []
         for (name, strategy), measured_s in zip(plans.items(), times, strict=True):
             strategy.measurement = Measurement(iteration_s=measured_s, steps=self.steps, ranks=ranks)
-            rows.append(Row(name, predicted_s(strategy), measured_s))
+            rows.append(Row(name, predicted_s(strategy), measured_s, interval_s(strategy)))
         rows.sort(key=lambda row: row.measured_s)
         learned = None if self.profile is None else self._learned(setting, rows, plans, self.profile)
         verified = Verified(rows, learned)
@@ -154,10 +155,15 @@ def predicted_s(strategy: Strategy) -> float:
     return strategy.prediction.iteration_s
 
 
+def interval_s(strategy: Strategy) -> tuple[float, float] | None:
+    """Interval of that time, where the strategy says it."""
+    return strategy.prediction.interval_s if strategy.prediction is not None else None
+
+
 def print_verified(verified: Verified, strategy: Strategy) -> None:
     """The table of what was run, and what it taught. ``strategy``: the answer."""
     from flexsearch.report.grid import Column, Grid
-    from flexsearch.report.units import ratio, seconds
+    from flexsearch.report.units import ratio, seconds, spread
 
     done = strategy.measurement
     assert done is not None
@@ -166,7 +172,9 @@ def print_verified(verified: Verified, strategy: Strategy) -> None:
     grid = Grid((Column("plan", "text"), *numbers), title)
     for row in verified.rows:
         shown = ratio(row.measured_s / row.predicted_s) if row.predicted_s else "-"
-        grid.add(row.name, seconds(row.predicted_s), seconds(row.measured_s), shown)
+        half = (row.interval_s[1] - row.predicted_s) if row.interval_s is not None else 0.0
+        predicted = spread(row.predicted_s, half) if half and row.predicted_s else seconds(row.predicted_s)
+        grid.add(row.name, predicted, seconds(row.measured_s), shown)
     stdout.print()
     stdout.print(grid)
     if not is_rank() and len(strategy.cluster.hosts) > 1:

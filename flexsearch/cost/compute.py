@@ -25,6 +25,7 @@ from flexsearch.cost.efficiency import (
     computing_rates,
     efficiency_of,
     moving_rate,
+    of_shape,
     product_of,
     roofline,
     start_seconds,
@@ -38,6 +39,7 @@ from flexsearch.graph.ops import backward_flops, forward_flops, kind_of, shipped
 from flexsearch.graph.piece import Piece
 from flexsearch.graph.precision import Precision
 from flexsearch.topology import Device, Topology
+from flexsearch.topology.parts import Efficiency
 
 Numbers = npt.NDArray[np.int64]
 Seconds = npt.NDArray[np.float64]
@@ -180,6 +182,13 @@ class Costed:
     def product(self) -> Product | None:
         """Axes of the matrix product that it is."""
         return product_of(self.op)
+
+    def product_sizes(self, extents: Mapping[str, int]) -> tuple[int, int, int] | None:
+        """Rows, columns and indices summed away of a piece with these extents, if it is a matrix product."""
+        if self.product is None:
+            return None
+        rows, columns, summed = (prod(extents[axis] for axis in axes) for axes in self.product)
+        return rows, columns, summed
 
     @cached_property
     def _free(self) -> bool:
@@ -334,9 +343,21 @@ class Costs:
 
     def measured(self, operator: int, piece: Piece, device: int) -> bool:
         """Whether the cost of this piece was measured, not estimated."""
-        model = self._models[self._class_of[device]]
         extents = {axis: piece.extent(axis) for axis in self._axes[operator]}
-        return model.profile is not None and self._costed[operator].signature(extents) in model.profile.entries
+        return self.is_measured(operator, extents, self._class_of[device])
+
+    def is_measured(self, operator: int, extents: Mapping[str, int], kind: int) -> bool:
+        """The same of a piece of these extents on a kind of device."""
+        profile = self._models[kind].profile
+        return profile is not None and self._costed[operator].signature(extents) in profile.entries
+
+    def basis(self, kind: int) -> tuple[Device, Profile | None]:
+        """A kind of device, and the profile that holds for it, if one does."""
+        return self._classes[kind], self._models[kind].profile
+
+    def dtype(self, operator: int) -> str:
+        """Type in which an operator computes."""
+        return self._costed[operator].dtype
 
 
 class _Model:
@@ -344,17 +365,20 @@ class _Model:
 
     def __init__(self, device: Device, profile: Profile | None) -> None:
         self.profile = profile if profile is not None and profile.device.fits(device) else None
-        # Measurements are compared with the plain roofline, and what they lack is estimated by that.
-        self.device = device if self.profile is None else device.model_copy(update={"efficiency": None})
+        self.device = device
+        if self.profile is not None:
+            # Measurements are compared with the plain roofline, and what they lack is estimated by that.
+            taught = {} if self.profile.learned is None else self.profile.learned.efficiency
+            plain = bool(self.profile.entries) or device.efficiency is None
+            efficiency = None if plain else _replaced(device.efficiency, taught)
+            self.device = device.model_copy(update={"efficiency": efficiency})
         self._forward: dict[str, float] = {}
         self._backward: dict[str, float] = {}
         self._compute, self._task_s = 1.0, 0.0
         if self.profile is not None:
             if (learned := self.profile.learned) is not None:
                 self._compute, self._task_s = learned.compute, learned.task_s
-            entries = list(self.profile.entries.values())
-            self._forward = _ratios([(e, e.forward_s, e.forward) for e in entries], device)
-            self._backward = _ratios([(e, e.backward_s, e.backward) for e in entries if e.backward_s > 0], device)
+            self._forward, self._backward = (_medians(ratios_of(self.profile, device, back)) for back in (False, True))
 
     def seconds(self, costed: Costed, extents: Mapping[str, int]) -> tuple[float, float]:
         if self.profile is not None and (entry := self.profile.entries.get(costed.signature(extents))) is not None:
@@ -382,6 +406,11 @@ class _Model:
         """Seconds of the two tasks by the device's figures: what takes longer of computing and moving bytes. ``most``:
         the larger of two numbers or arrays."""
         rates = computing_rates(costed.op, costed.product, extents, costed.dtype, self.device)
+        products = {} if self.profile is None else self.profile.products
+        for dtype, fitted in products.items():
+            if dtype == costed.dtype and costed.product is not None:
+                sizes = (prod(extents[axis] for axis in axes) for axes in costed.product)
+                rates = (fitted.flops * of_shape(fitted.size, *sizes),) * 2
         moving, reached = moving_rate(self.device, costed.dtype), efficiency_of(self.device, costed.dtype)
         works = [
             most(flops / rate, nbytes / moving)
@@ -416,14 +445,33 @@ def _computing(forward_s: float, backward_s: float) -> tuple[float, float]:
     return forward, backward
 
 
-def _ratios(measured: Sequence[tuple[Entry, float, Work]], device: Device) -> dict[str, float]:
-    """Median of measured over roofline time by kind, and under "" of all."""
+def ratios_of(profile: Profile, device: Device, backward: bool) -> dict[str, list[float]]:
+    """Measured over estimated times of a profile's entries by kind of operator."""
     found: dict[str, list[float]] = {}
-    for entry, seconds, work in measured:
-        ratio = seconds / max(roofline(entry.kind, work.flops, work.nbytes, entry.dtype, device), 1e-12)
-        found.setdefault(entry.kind, []).append(ratio)
-        found.setdefault("", []).append(ratio)
-    return {kind: median(values) for kind, values in found.items()}
+    for entry in profile.entries.values():
+        seconds, work = (entry.backward_s, entry.backward) if backward else (entry.forward_s, entry.forward)
+        if backward and seconds == 0.0:
+            continue
+        estimated = roofline(entry.kind, work.flops, work.nbytes, entry.dtype, device)
+        for dtype, fitted in profile.products.items():
+            if dtype == entry.dtype and entry.product is not None:
+                computing = work.flops / (fitted.flops * of_shape(fitted.size, *entry.product))
+                estimated = max(computing, roofline(entry.kind, 0.0, work.nbytes, entry.dtype, device))
+        found.setdefault(entry.kind, []).append(seconds / max(estimated, 1e-12))
+    return found
+
+
+def _medians(ratios: Mapping[str, Sequence[float]]) -> dict[str, float]:
+    """By kind, and under "" of all."""
+    every = [ratio for values in ratios.values() for ratio in values]
+    return {kind: median(values) for kind, values in ratios.items()} | ({"": median(every)} if every else {})
+
+
+def _replaced(efficiency: Efficiency | None, taught: Mapping[str, float]) -> Efficiency | None:
+    """With these figures in place of its own; what it does not have is left out."""
+    return None if efficiency is None else efficiency.model_copy(
+        update={name: value for name, value in taught.items() if name in Efficiency.model_fields}
+    )  # fmt: skip
 
 
 def _scale(ratios: Mapping[str, float], kind: str) -> float:

@@ -74,8 +74,12 @@ def computing_rates(
 def shape_share(reached: Efficiency, rows: Any, columns: Any, summed: Any) -> Any:
     """Share of the peak that the product of a (rows, summed) and a (summed, columns) matrix reaches. It is the same for
     the two products of the backward pass, whose sizes are these three in another order."""
-    size = reached.matrix_size
-    return reached.matrix / ((1.0 + size / rows) * (1.0 + size / columns) * (1.0 + size / summed))
+    return reached.matrix * of_shape(reached.matrix_size, rows, columns, summed)
+
+
+def of_shape(size: float, rows: Any, columns: Any, summed: Any) -> Any:
+    """What a product of this shape reaches, over what large ones do. ``size``: of a side that halves it, elements."""
+    return 1.0 / ((1.0 + size / rows) * (1.0 + size / columns) * (1.0 + size / summed))
 
 
 def product_of(op: Operator) -> Product | None:

@@ -9,7 +9,16 @@ from typing import Annotated
 from pydantic import Field
 
 from flexsearch.files import FileModel
-from flexsearch.quantities import Count, Factor, Name, Seconds
+from flexsearch.quantities import Amount, Count, Factor, Name, Seconds
+
+
+class Residual(FileModel):
+    """How well costs fit what was measured: ``n`` times, and of |predicted / measured - 1| the ``median`` and the 90th
+    percentile, each time predicted from the others."""
+
+    n: Annotated[Count, Field(ge=1)]
+    median: Annotated[float, Field(ge=0.0, le=1e9)]
+    p90: Annotated[float, Field(ge=0.0, le=1e9)]
 
 
 class Network(FileModel):
@@ -22,14 +31,25 @@ class Network(FileModel):
 
 class Learned(FileModel):
     """``compute``: seconds of a compute task or an update, over what entries and roofline say. ``task_s``: host time of
-    each compute task beyond that. ``networks``: by ``network_name``. ``plans``: how many taught, over all; ``error``:
-    median of |predicted / measured - 1| of the last ones, each predicted from the others."""
+    each compute task beyond that. ``efficiency``: figures of the device's efficiency in place of its own.
+    ``networks``: by ``network_name``. ``plans``: how many taught, over all; ``error``: median of |predicted /
+    measured - 1| of the last ones, each predicted from the others; ``residual``: the same of ``calibrate``'s rows."""
 
     compute: Factor = 1.0
     task_s: Seconds = 0.0
+    efficiency: dict[Name, Amount] = Field(default_factory=dict)
     networks: dict[Name, Network] = Field(default_factory=dict)
     plans: Count = 0
     error: Annotated[float, Field(ge=0.0, le=1e9)] | None = None
+    residual: Residual | None = None
+
+    def corrects(self, figure: str, topology: str) -> bool:
+        """Whether something was learned of a figure: "compute", "task_s", or of a network "time", "start_s"."""
+        network, usual = self.network(topology), Network()
+        if figure in Network.model_fields:
+            return bool(getattr(network, figure) != getattr(usual, figure))
+        scaled = bool(getattr(self, figure) != getattr(Learned(), figure))
+        return scaled or (figure == "compute" and bool(self.efficiency))
 
     def network(self, topology: str) -> Network:
         """Of the topology of this name; as it says itself where nothing was learned."""

@@ -14,15 +14,15 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Annotated, Literal
 
-from pydantic import Field
+from pydantic import Field, Strict
 
 from flexsearch import quantities
-from flexsearch.cost.learned import Learned, Network
+from flexsearch.cost.learned import Learned, Network, Residual
 from flexsearch.errors import ProfileError
 from flexsearch.files import FileModel, load, save
 from flexsearch.graph.model import Dtype, Operator
 from flexsearch.graph.notation import Dimension, Operand
-from flexsearch.quantities import Amount, Count, Seconds, SecondsPerByte, Text
+from flexsearch.quantities import Amount, Count, Elements, FlopRate, Seconds, SecondsPerByte, Text
 from flexsearch.topology import Device
 
 _SILENT = frozenset({"salt", "count"})
@@ -41,7 +41,8 @@ class Work(FileModel):
 
 
 class Entry(FileModel):
-    """One measured piece: seconds (medians over ``repeats``), and the work that the roofline counts for it."""
+    """One measured piece: seconds (medians over ``repeats``), and the work that the roofline counts for it.
+    ``product``: rows, columns and indices summed away, if it is a matrix product."""
 
     kind: quantities.Name
     dtype: Dtype
@@ -50,6 +51,15 @@ class Entry(FileModel):
     repeats: Annotated[Count, Field(ge=1)]
     forward: Work
     backward: Work
+    product: Annotated[tuple[Count, Count, Count] | None, Strict(False)] = None
+
+
+class Products(Residual):
+    """What matrix products of a type reach: ``flops`` / ((1 + s/m) (1 + s/n) (1 + s/k)) a second with s = ``size``, of
+    an (m, k) and a (k, n) matrix; and how well that fits those that were measured."""
+
+    flops: FlopRate
+    size: Elements
 
 
 class UpdateEntry(FileModel):
@@ -86,7 +96,8 @@ class ProfileDevice(FileModel):
 
 class Profile(FileModel):
     """Measurements of one device. ``entries``: by signature. ``updates``: by optimizer. ``learned``: what whole steps
-    taught beyond them."""
+    taught beyond them. ``residuals``: by kind of operator, how well its entries fit those of other sizes.
+    ``products``: by type, what matrix products reach."""
 
     format: Literal["flexsearch.profile/1"] = "flexsearch.profile/1"
     device: ProfileDevice
@@ -97,6 +108,8 @@ class Profile(FileModel):
     entries: dict[str, Entry] = Field(default_factory=dict)
     updates: dict[Literal["sgd", "momentum", "adam"], UpdateEntry] = Field(default_factory=dict)
     learned: Learned | None = None
+    residuals: dict[str, Residual] = Field(default_factory=dict)
+    products: dict[Dtype, Products] = Field(default_factory=dict)
 
     def extended(self, other: Profile) -> Profile:
         """This profile with the measurements of ``other`` added; where both have one, ``other``'s is kept.
@@ -121,6 +134,8 @@ class Profile(FileModel):
             entries=dict(sorted((self.entries | other.entries).items())),
             updates=self.updates | other.updates,
             learned=other.learned or self.learned,
+            residuals=self.residuals | other.residuals,
+            products=self.products | other.products,
         )
 
     def network(self, topology: str) -> Network:

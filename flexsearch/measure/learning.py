@@ -1,19 +1,20 @@
-"""What the measured iteration times of some plans teach about the costs that they were predicted from.
+"""What measured iteration times teach about the costs that they were predicted from.
 
-Four figures may change: the scale of computing, the host time of a task, the scale of moving bytes, and the start of a
-message. A third as many as there are plans are fitted at most, and one only if it helps to predict plans that were left
-out. What earlier plans taught weighs as much as so many plans now. Makespans are piecewise linear in these figures, so
-plans are simulated at one point and a step beside it for each figure, the linear problem is solved robustly (Huber's
-loss, by reweighting), and that is repeated from there.
+Named figures are fitted: of a profile's corrections four (:func:`learn`), of a device's efficiency some more
+(:mod:`flexsearch.measure.calibrate`). A third as many as there are plans at most, and one only if it helps to predict
+plans that were left out. Makespans are piecewise linear in these figures, or nearly so: plans are simulated at one
+point and a step beside it for each figure, the linear problem is solved robustly (Huber's loss, by reweighting), and
+that is repeated from there.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import combinations
+from math import inf
 from statistics import median
-from typing import Final, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -41,18 +42,33 @@ Predict = Callable[[Learned, int], float]
 
 
 class Figure(NamedTuple):
-    """One that may be fitted. ``spread``: how far from the prior it may well lie, one standard deviation; ``least``:
-    below that it makes no sense."""
+    """One that may be fitted. ``spread``: how far from the prior it may well lie, one standard deviation; it makes
+    sense from ``least`` to ``most``. ``earlier``: plans that taught it before, for each plan now."""
 
     name: str
+    prior: float
     spread: float
     least: float
+    most: float = inf
+    earlier: float = 0.0
+
+
+@dataclass(frozen=True)
+class Fitted:
+    """``point``: values of the figures, of which ``chosen`` (places) differ from the prior. By plan, predicted over
+    measured less 1: ``before``, ``after``, and ``left_out``, predicted by what the plans of other groups teach."""
+
+    point: Vector
+    chosen: tuple[int, ...]
+    before: Vector
+    after: Vector
+    left_out: Vector
 
 
 @dataclass(frozen=True)
 class Lesson:
-    """``learned``: the prior itself where nothing was. ``changed``: names of the figures that were fitted, as in
-    ``FIGURES``. Errors are medians of |predicted / measured - 1|: ``before``, ``after``, and ``left_out``, each plan
+    """``learned``: the prior itself where nothing was. ``changed``: names of the figures that were fitted.
+    Errors are medians of |predicted / measured - 1|: ``before``, ``after``, and ``left_out``, each plan
     predicted by what the others teach."""
 
     learned: Learned
@@ -60,9 +76,6 @@ class Lesson:
     before: float
     after: float
     left_out: float
-
-
-FIGURES: Final = ("compute", "task_s", "time", "start_s")
 
 
 def learn(
@@ -73,33 +86,81 @@ def learn(
     devices, ``start_s``: the start of a message, as its file says. ``weights``: of the times, in proportion; equal
     unless given. ``plans``: that the times are of, where these are no plans but parts of some. Raises ProfileError for
     fewer than 3 times."""
+    plans = plans or len(measured_s)
+    figures = (
+        *computing_figures(prior, overhead_s, plans), *network_figures(prior, topology, start_s, plans)
+    )  # fmt: skip
+
+    def at(point: Vector) -> Learned:
+        return corrected(prior, topology, dict(zip((f.name for f in figures), point.tolist(), strict=True)))
+
+    fitted = fit(lambda point, k: predict(at(point), k), measured_s, figures, weights=weights)
+    before, after, left_out = map(typical, (fitted.before, fitted.after, fitted.left_out))
+    if not fitted.chosen:
+        return Lesson(prior, (), before, before, before)
+    learned = at(fitted.point).model_copy(update={"plans": prior.plans + plans, "error": left_out})
+    return Lesson(learned, tuple(figures[k].name for k in fitted.chosen), before, after, left_out)
+
+
+def computing_figures(prior: Learned, overhead_s: float, plans: int) -> tuple[Figure, ...]:
+    """Scale of computing, and host time of a task. That is often many times what an idle machine needs: ranks that
+    share cores wait for each other."""
+    earlier = min(prior.plans, MEMORY) / plans
+    return (
+        Figure("compute", prior.compute, 0.5 * prior.compute, 0.01, earlier=earlier),
+        Figure("task_s", prior.task_s, 5.0 * max(overhead_s, 5e-6), 0.0, earlier=earlier),
+    )
+
+
+def network_figures(prior: Learned, topology: str, start_s: float, plans: int) -> tuple[Figure, ...]:
+    """Scale of moving bytes, and the start of a message beyond ``start_s``."""
+    network = prior.network(topology)
+    earlier = min(prior.plans, MEMORY) / plans if network_name(topology) in prior.networks else 0.0
+    return (
+        Figure("time", network.time, 0.5 * network.time, 0.01, earlier=earlier),
+        Figure("start_s", network.start_s, 10.0 * max(start_s, 30e-6), -start_s, earlier=earlier),
+    )
+
+
+def corrected(prior: Learned, topology: str, values: Mapping[str, float]) -> Learned:
+    """``prior`` with these values of its figures; those that are none of its own belong to the device's efficiency."""
+    own = {name: value for name, value in values.items() if name in ("compute", "task_s")}
+    network = {name: value for name, value in values.items() if name in Network.model_fields}
+    rest = {name: value for name, value in values.items() if name not in own and name not in network}
+    changed: dict[str, object] = {**own, "efficiency": prior.efficiency | rest}
+    if network:
+        changed["networks"] = prior.networks | {network_name(topology): Network(**network)}
+    return prior.model_copy(update=changed)
+
+
+def fit(
+    predict: Callable[[Vector, int], float], measured_s: Sequence[float], figures: Sequence[Figure], *,
+    weights: Vector | None = None, groups: Sequence[int] | None = None, most: int | None = None,
+) -> Fitted:  # fmt: skip
+    """The values of ``figures`` that the measured times of plans teach. ``predict``: iteration time (s) of a plan with
+    these values. ``groups``: by plan; those of one group are left out together; default: each alone. ``most``: figures
+    that are fitted at most; default: a third of the plans. Raises ProfileError for fewer than 3 times."""
     if (count := len(measured_s)) < PLANS_EACH:
         raise ProfileError(f"{count} measured plans are too few to learn from", f"Measure at least {PLANS_EACH}.")
     weights = np.ones(count) if weights is None else weights * count / weights.sum()
-    fit = _Fit(predict, np.array(measured_s), weights, plans or count, prior, topology, overhead_s, start_s)
-    return fit.lesson()
+    own = np.arange(count) if groups is None else np.array(groups)
+    most = count // PLANS_EACH if most is None else most
+    return _Fit(predict, np.array(measured_s), weights, own, figures, min(most, len(figures))).fitted()
 
 
 class _Fit:
-    """``prior``, and every point, is a vector of ``FIGURES``."""
+    """Every point is a vector of the figures."""
 
     def __init__(
-        self, predict: Predict, measured_s: Vector, weights: Vector, plans: int, learned: Learned, topology: str,
-        overhead_s: float, start_s: float,
+        self, predict: Callable[[Vector, int], float], measured_s: Vector, weights: Vector, groups: npt.NDArray[Any],
+        figures: Sequence[Figure], most: int,
     ) -> None:  # fmt: skip
-        self.predict, self.measured_s, self.learned, self.topology = predict, measured_s, learned, topology
-        self.weights, self.plans = weights, plans
-        network = learned.network(topology)
-        self.prior = np.array([learned.compute, learned.task_s, network.time, network.start_s])
-        # Host times are often many times what an idle machine needs: ranks that share cores wait for each other.
-        hosts = 5.0 * max(overhead_s, 5e-6), 10.0 * max(start_s, 30e-6)
-        self.spread = np.array([0.5 * self.prior[0], hosts[0], 0.5 * self.prior[2], hosts[1]])
-        self.least = np.array([0.01, 0.0, 0.01, -start_s])
-        known = [True, True, *[network_name(topology) in learned.networks] * 2]
-        self.earlier = np.array(known) * min(learned.plans, MEMORY) / plans
-        """By figure: earlier plans that taught it, for each plan now."""
+        self.predict, self.measured_s, self.weights, self.groups = predict, measured_s, weights, groups
+        _, prior, spread, least, top, earlier = zip(*figures, strict=True)
+        self.prior, self.spread, self.least = np.array(prior), np.array(spread), np.array(least)
+        self.top, self.earlier, self.most = np.array(top), np.array(earlier), most
 
-    def lesson(self) -> Lesson:
+    def fitted(self) -> Fitted:
         """Linearise, choose figures, solve; again from there. The best point counts."""
         at, residual = self.prior, self.residuals(self.prior)
         before, chosen = residual, tuple[int, ...]()
@@ -116,23 +177,13 @@ class _Fit:
         _, at, chosen, residual = best
         points = self.without_each(at, residual, self.slopes(at, residual), chosen) if chosen else []
         if not chosen or self.size(self.left_out(points)) >= WORTH * self.size(before):
-            return Lesson(self.learned, (), _typical(before), _typical(before), _typical(before))
-        at, error = self.beside_earlier(at), _typical(self.left_out([self.beside_earlier(one) for one in points]))
-        plans = self.learned.plans + self.plans
-        learned = self.at(at).model_copy(update={"plans": plans, "error": error})
-        changed = tuple(FIGURES[k] for k in chosen)
-        return Lesson(learned, changed, _typical(before), _typical(self.residuals(at)), error)
-
-    def at(self, point: Vector) -> Learned:
-        """What a point says."""
-        compute, task_s, time, start_s = point.tolist()
-        networks = self.learned.networks | {network_name(self.topology): Network(time=time, start_s=start_s)}
-        return self.learned.model_copy(update={"compute": compute, "task_s": task_s, "networks": networks})
+            return Fitted(self.prior, (), before, before, before)
+        at, left_out = self.beside_earlier(at), self.left_out([self.beside_earlier(one) for one in points])
+        return Fitted(at, chosen, before, self.residuals(at), left_out)
 
     def residuals(self, point: Vector) -> Vector:
         """Predicted over measured, less 1, of every plan."""
-        learned = self.at(point)
-        return np.array([self.predict(learned, k) for k in range(len(self.measured_s))]) / self.measured_s - 1.0
+        return np.array([self.predict(point, k) for k in range(len(self.measured_s))]) / self.measured_s - 1.0
 
     def slopes(self, point: Vector, residual: Vector) -> Vector:
         """(plans, figures) derivatives of the residuals."""
@@ -145,12 +196,11 @@ class _Fit:
 
     def choose(self, at: Vector, residual: Vector, slopes: Vector) -> tuple[int, ...]:
         """The figures that predict left-out plans best, as few as will do."""
-        most = min(len(FIGURES), len(residual) // PLANS_EACH)
         best, chosen = self.size(residual + slopes @ (self.prior - at)), tuple[int, ...]()
-        for count in range(1, most + 1):
+        for count in range(1, self.most + 1):
             errors = {
                 some: self.size(self.predicted_left_out(at, residual, slopes, some))
-                for some in combinations(range(len(FIGURES)), count)
+                for some in combinations(range(len(self.prior)), count)
             }
             least = min(errors, key=errors.__getitem__)
             if best > NOISE / 2 and errors[least] < WORTH * best:
@@ -164,7 +214,7 @@ class _Fit:
 
     def left_out(self, points: Sequence[Vector]) -> Vector:
         """The same, simulated. ``points``: by plan, what the others teach."""
-        predicted = [self.predict(self.at(point), k) for k, point in enumerate(points)]
+        predicted = [self.predict(point, k) for k, point in enumerate(points)]
         return np.array(predicted) / self.measured_s - 1.0
 
     def beside_earlier(self, point: Vector) -> Vector:
@@ -176,9 +226,12 @@ class _Fit:
         return float(np.average(np.minimum(np.abs(residuals), 1.0), weights=self.weights))
 
     def without_each(self, at: Vector, residual: Vector, slopes: Vector, chosen: tuple[int, ...]) -> list[Vector]:
-        """What all plans but one teach, for each."""
-        rest = [np.arange(len(residual)) != k for k in range(len(residual))]
-        return [self.solve(at, residual[some], slopes[some], chosen, self.weights[some]) for some in rest]
+        """What the plans of all other groups teach, for each plan."""
+        points = {}
+        for group in dict.fromkeys(self.groups.tolist()):
+            some = self.groups != group
+            points[group] = self.solve(at, residual[some], slopes[some], chosen, self.weights[some])
+        return [points[group] for group in self.groups.tolist()]
 
     def solve(
         self, at: Vector, residual: Vector, slopes: Vector, chosen: tuple[int, ...], weight: Vector
@@ -201,9 +254,9 @@ class _Fit:
             wanted = np.concatenate([-base * weights, np.zeros(len(some))])
             moved = np.linalg.lstsq(rows, wanted, rcond=None)[0]
         point[some] += moved * self.spread[some]
-        return np.array(np.maximum(point, self.least))
+        return np.array(np.clip(point, self.least, self.top))
 
 
-def _typical(residuals: Vector) -> float:
+def typical(residuals: Vector) -> float:
     """Median error."""
     return float(median(np.abs(residuals).tolist()))

@@ -19,6 +19,7 @@ from flexsearch.errors import ProfileError
 from flexsearch.graph.model import OperatorGraph
 from flexsearch.measure.cases import CACHE_BYTES, check_memory, count, plan, quick_enough
 from flexsearch.measure.neighbours import neighbours
+from flexsearch.measure.products import measure_products, nominal, residuals
 from flexsearch.measure.sweeps import Bench
 
 Progress = Callable[[int, int], None]
@@ -79,10 +80,12 @@ def profile_graph(
                 progress(len(entries), total)
         complete = known is not None and not entries and len(known.updates) == len(_OPTIMIZERS)
         updates = {} if complete else measure_updates(graph, bench)
-    new = Profile(
-        device=here, torch=torch.__version__, busy_neighbours=busy_neighbours, entries=entries, updates=updates
-    )
-    return new if known is None else known.extended(new)
+        new = Profile(
+            device=here, torch=torch.__version__, busy_neighbours=busy_neighbours, entries=entries, updates=updates,
+            products={} if known is not None and known.products else measure_products(bench),
+        )  # fmt: skip
+        profile = new if known is None else known.extended(new)
+        return profile.model_copy(update={"residuals": residuals(profile, nominal(profile, bench))})
 
 
 _OPTIMIZERS: dict[Literal["sgd", "momentum", "adam"], Callable[[list[Tensor]], torch.optim.Optimizer]] = {

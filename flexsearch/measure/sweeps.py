@@ -150,6 +150,7 @@ class Samples:
             repeats=len(self.times),
             forward=costed.forward(self.case.extents),
             backward=costed.backward(self.case.extents),
+            product=costed.product_sizes(self.case.extents),
         )
 
 

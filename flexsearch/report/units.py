@@ -22,6 +22,14 @@ def seconds(value: float) -> str:
     return f"{digits(value / unit)} {name}"
 
 
+def spread(value: float, half: float) -> str:
+    """A time and half of its interval, both in seconds: "1.02 s ± 0.08"."""
+    unit, name = time_unit(value)
+    shown = digits(value / unit)
+    rounded = f"{half / unit:.{len(shown.partition('.')[2])}f}"
+    return f"{shown} {name} ± {rounded if float(rounded) else digits(half / unit)}"
+
+
 def time_unit(largest: float) -> tuple[float, str]:
     """(seconds per unit, its name) in which a time of ``largest`` seconds reads well."""
     fitting = (row for row in _TIMES if float(f"{abs(largest):.3g}") >= row[0])

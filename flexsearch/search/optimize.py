@@ -20,6 +20,7 @@ from typing import Final
 
 from flexsearch import children, compiled  # in this form, or every change here would compile everything anew
 from flexsearch.cost import Costs
+from flexsearch.cost.uncertainty import Estimate
 from flexsearch.errors import StrategyError
 from flexsearch.graph import OperatorGraph
 from flexsearch.lower import Lowering
@@ -45,6 +46,7 @@ from flexsearch.topology import Topology
 
 GIVEN: Final = "the given plan"
 
+
 def search(
     graph: OperatorGraph,
     topology: Topology,
@@ -57,7 +59,7 @@ def search(
     start: Strategy | None = None,
     pins: Sequence[str] = (),
     rule: Rule | None = None,
-    margin: float = 0.0,
+    margin: float | None = 0.0,
     processes: int | None = None,
     on_progress: Callable[[Progress], None] | None = None,
     on_phase: Callable[[str], None] | None = None,
@@ -69,8 +71,8 @@ def search(
 
     ``start``: a plan to go on from; if a search with this seed found it, that search is continued. ``pins``: what is
     fixed (:mod:`flexsearch.search.pins`). ``rule``: another restriction, to the configs that it leaves as they are.
-    ``margin``: the share of the time by which a plan must beat the best baseline to be preferred to it; a smaller gain
-    is within the error of any prediction, and the baseline is simpler. ``processes``: at most so many; None: one for
+    ``margin``: the share of the time by which a plan must beat the best baseline to be preferred to it, as that is
+    simpler; None: by so much that their predictions tell them apart. ``processes``: at most so many; None: one for
     each core. Ctrl-C ends the search with the best plan so far. ``on_phase``: called with what is done before the
     climbs, in words, as soon as there is a plan. ``on_end``: called once, when the search itself is over: a
     KeyboardInterrupt after that loses the result. The plan is never slower than the best baseline that fits into memory
@@ -377,9 +379,9 @@ class _Run:
             self._improve(self.proposals, Plan(configs, best.evaluation), self.found_in, "bucket size")
         self.evaluate.use(self.options)
 
-    def _choose(self, margin: float) -> tuple[str, float | None]:
-        """Name of the baseline that is the answer, empty if the best plan is none; and the time (s) of a plan that was
-        set aside for it. A plan that differs from a baseline in its options only is that baseline."""
+    def _choose(self, margin: float | None) -> tuple[str, Estimate | None]:
+        """Name of the baseline that is the answer, empty if the best plan is none; and the time of a plan that was set
+        aside for it. A plan that differs from a baseline in its options only is that baseline."""
         best_name, baseline = min(self.tuned.items(), key=lambda item: by_rank(item[1].evaluation))
         same = [name for name, plan in self.tuned.items() if plan.configs == self.best.configs]
         name = best_name if best_name in same else next(iter(same), "")
@@ -387,10 +389,11 @@ class _Run:
         if not name:
             self._make_simpler(baseline.evaluation)
             self._rebucket()
-            found, before = self.best.evaluation, baseline.evaluation
-            if not before.feasible or is_faster(found.cost, before.cost, margin):
+            simulation = simulate(self.evaluate.lower(self.best.configs))
+            feasible = baseline.evaluation.feasible
+            if not feasible or is_faster(simulation, self.outcomes[best_name].simulation, margin):
                 return "", None
-            aside, name = self.best.evaluation.time_s, best_name
+            aside, name = simulation.estimate, best_name
         elif better(now := self.best.evaluation, self.tuned[name].evaluation):  # by a size of the user's
             self.tuned[name] = Tuned(self.best.configs, self.options, now)
             lowering = Lowering(self.graph, self.topology, self.costs)
@@ -412,7 +415,7 @@ class _Run:
                 plans.append(Tuned(climbed.configs, self.options, climbed.evaluation))
         return tuple(plans)
 
-    def result(self, reason: str, margin: float, pins: tuple[str, ...]) -> SearchResult:
+    def result(self, reason: str, margin: float | None, pins: tuple[str, ...]) -> SearchResult:
         """The best plan with all records; the best baseline if nothing beats it by the margin."""
         self.evaluate.use(self.options)  # an interrupted choice of the bucket size leaves another one
         self._merge()
@@ -421,6 +424,7 @@ class _Run:
         strategy = self._strategy(self.best.configs, self.options)
         strategy.prediction = Prediction(
             iteration_s=simulation.makespan_s,
+            interval_s=simulation.estimate.interval_s,
             data_parallel_s=self.outcomes["data-parallel"].time_s,
             peak_bytes=max(simulation.peak_bytes),
         )

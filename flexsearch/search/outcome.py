@@ -5,16 +5,30 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cached_property
+from typing import Protocol
 
+from flexsearch.cost.uncertainty import Estimate
 from flexsearch.search.tuning import Tuned
 from flexsearch.simulate import Simulation
 from flexsearch.strategy import Prediction, Strategy
 
 
-def is_faster(time_s: float, than_s: float, margin: float) -> bool:
-    """Whether a plan is faster than another by at least this share of the other's time: below that, the plan that is
-    better known is the answer."""
-    return time_s <= than_s * (1.0 - margin)
+class Timed(Protocol):
+    """What is simulated of a plan."""
+
+    @property
+    def makespan_s(self) -> float: ...
+
+    @property
+    def estimate(self) -> Estimate: ...
+
+
+def is_faster(plan: Timed, than: Timed, margin: float | None) -> bool:
+    """Whether a plan is faster than another by at least this share of the other's time; None: by so much that their
+    predictions tell them apart. Where it is not, the plan that is better known is the answer."""
+    if margin is not None:
+        return plan.makespan_s <= than.makespan_s * (1.0 - margin)
+    return plan.makespan_s < than.makespan_s and not plan.estimate.is_near(than.estimate)
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +87,7 @@ class SearchResult:
     what was found has been made simpler: all were tried. ``bound_s``: no legal plan is faster. ``baselines``: every
     baseline by name, with the bucket size that suits it best. ``proposals``: of the climbs. ``stopped``: why the search
     ended, in words. ``trails``: of the climbs. ``baseline``: name of the baseline that the best plan is, empty if it is
-    none. ``set_aside_s``: iteration time (s) of a faster plan that did not beat that baseline by the margin, if any.
+    none. ``set_aside``: the time of a faster plan that did not beat that baseline by the margin, if there is one.
     ``runners_up``: other plans that climbs ended with and that fit into memory, the fastest first, no two of which take
     the same time. ``sorts``: of layers that were to be split; ``alternatives``: other configs of one layer of each
     sort, together."""
@@ -91,10 +105,15 @@ class SearchResult:
     elapsed_s: float
     stopped: str
     baseline: str
-    set_aside_s: float | None
+    set_aside: Estimate | None
     runners_up: tuple[Tuned, ...]
     sorts: int
     alternatives: int
+
+    @property
+    def set_aside_s(self) -> float | None:
+        """Iteration time of the plan that was set aside, s."""
+        return None if self.set_aside is None else self.set_aside.seconds
 
     @property
     def few(self) -> bool:

@@ -41,7 +41,7 @@ class _Over(Exception):
 
 def search_weight_gradients(
     graph: OperatorGraph, topology: Topology, costs: Costs, result: SearchResult, *, budget_s: float | None,
-    proposals: int | None, seed: int, pins: Sequence[str], margin: float,
+    proposals: int | None, seed: int, pins: Sequence[str], margin: float | None,
 ) -> SearchResult:  # fmt: skip
     """The result of a search, or a plan with such splits that is faster by ``margin``, if one is found within
     ``budget_s`` seconds or ``proposals`` proposals. Its bound is one for plans with such splits."""
@@ -60,14 +60,15 @@ def search_weight_gradients(
     feasible = all(
         peak <= device.memory_bytes for peak, device in zip(simulation.peak_bytes, topology.devices, strict=True)
     )
-    faster = is_faster(simulation.makespan_s, result.simulation.makespan_s, margin) or not result.feasible
+    faster = not result.feasible or is_faster(simulation, result.simulation, margin)
     if not strategy.weight_gradients or not feasible or not faster:
         return replace(result, proposals=result.proposals + made)
     bound_s = min(lower_bound(divided, topology, own, options, None).seconds, result.bound_s)
     before = result.strategy.search
     if result.strategy.prediction is not None and before is not None:
         strategy.prediction = Prediction(
-            iteration_s=simulation.makespan_s, peak_bytes=max(simulation.peak_bytes),
+            iteration_s=simulation.makespan_s, interval_s=simulation.estimate.interval_s,
+            peak_bytes=max(simulation.peak_bytes),
             data_parallel_s=result.strategy.prediction.data_parallel_s,
         )  # fmt: skip
         strategy.search = before.model_copy(
@@ -76,7 +77,7 @@ def search_weight_gradients(
     return replace(
         result, strategy=strategy, simulation=simulation, feasible=True, locally_optimal=False, bound_s=bound_s,
         proposals=result.proposals + made, elapsed_s=result.elapsed_s + time.monotonic() - began, baseline="",
-        set_aside_s=None,
+        set_aside=None,
     )  # fmt: skip
 
 

@@ -10,10 +10,12 @@ import numpy as np
 import numpy.typing as npt
 
 from flexsearch.cost.ticks import TICK
+from flexsearch.cost.uncertainty import Estimate
 from flexsearch.lower import Lowered
 from flexsearch.lower.view import Rows
 from flexsearch.simulate.engine import Engine, Times
 from flexsearch.simulate.memory import Memory, memory
+from flexsearch.simulate.uncertainty import estimate
 from flexsearch.simulate.usage import makespan_of, repeats, steps_of
 from flexsearch.topology import Topology
 
@@ -42,6 +44,11 @@ class Simulation:
     moved_bytes: int
     times: Times
     lowered: Lowered = field(repr=False)
+
+    @cached_property
+    def estimate(self) -> Estimate:
+        """The makespan with what it rests on, and so its interval. It takes a dozen simulations."""
+        return estimate(self.lowered.lowering, self.lowered.rows, self.lowered.configs)
 
     @property
     def start(self) -> Seconds:

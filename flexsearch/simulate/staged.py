@@ -9,6 +9,7 @@ from functools import cached_property
 import numpy as np
 
 from flexsearch.cost import Costs, Profile
+from flexsearch.cost.uncertainty import Estimate
 from flexsearch.graph import Flow, OperatorGraph
 from flexsearch.graph.batch import microbatch
 from flexsearch.graph.ops import backward_flops, forward_flops, kind_of
@@ -18,6 +19,7 @@ from flexsearch.lower.share import Share, share_of, stages_of
 from flexsearch.lower.templates import Templates
 from flexsearch.simulate.delta import DeltaSimulator
 from flexsearch.simulate.memory import Memory, memory_of
+from flexsearch.simulate.uncertainty import estimate
 from flexsearch.simulate.units import make_account
 from flexsearch.simulate.usage import DeviceTime, device_times
 from flexsearch.strategy import OperatorConfig, Options, Strategy
@@ -76,12 +78,13 @@ class StagedSimulators:
 @dataclass(frozen=True)
 class Step:
     """One simulated step of a plan. By device of the first block: ``usage``, what it does all the time, and ``memory``
-    (bytes at the peak, by what they hold); ``measure`` works the former out. ``devices``: of all blocks. ``samples``:
-    of the whole batch. ``flops``: of the model's forward and backward passes, nothing computed twice. ``peak_flops``:
-    FLOP/s of all devices together."""
+    (bytes at the peak, by what they hold); ``measure`` works the former out. ``weigh`` says what the time rests on.
+    ``devices``: of all blocks. ``samples``: of the whole batch. ``flops``: of the model's forward and backward passes,
+    nothing computed twice. ``peak_flops``: FLOP/s of all devices together."""
 
     makespan_s: float
     measure: Callable[[], tuple[DeviceTime, ...]] = field(repr=False, compare=False)
+    weigh: Callable[[], Estimate] = field(repr=False, compare=False)
     memory: tuple[Memory, ...]
     capacity: tuple[int, ...]
     devices: int
@@ -110,6 +113,11 @@ class Step:
         """By device. It takes as long as a simulation of every microbatch."""
         return self.measure()
 
+    @cached_property
+    def estimate(self) -> Estimate:
+        """The makespan with what it rests on, and so its interval. It takes a dozen simulations."""
+        return self.weigh()
+
     def share(self, seconds: Callable[[DeviceTime], float]) -> float:
         """Share of the step that devices spend on something, on average."""
         return float(np.mean([seconds(time) for time in self.usage])) / self.makespan_s if self.makespan_s else 0.0
@@ -135,8 +143,11 @@ def step_of(simulators: StagedSimulators, pipeline: Pipeline, simulator: DeltaSi
     def measure() -> tuple[DeviceTime, ...]:
         return device_times(simulator.rows.copy(), simulator.times())
 
+    def weigh() -> Estimate:
+        return estimate(simulator.lowering, simulator.rows.copy(), simulator.configs)
+
     return Step(
-        simulator.seconds, measure, memory_of(account, sources, simulator.rows.state),
+        simulator.seconds, measure, weigh, memory_of(account, sources, simulator.rows.state),
         tuple(device.memory_bytes for device in simulator.topology.devices), len(devices), graph.batch,
         simulators.flops, sum(device.flops_for(dtype) for device in devices),
     )  # fmt: skip

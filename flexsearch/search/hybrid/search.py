@@ -28,6 +28,7 @@ from flexsearch.search.hybrid.outcome import FAMILIES, Candidate, HybridProgress
 from flexsearch.search.hybrid.ranking import SORT, Key, Ranking, Ratios, likeness
 from flexsearch.search.hybrid.trials import Answer, Request, Trials
 from flexsearch.search.hybrid.work import Works
+from flexsearch.search.outcome import is_faster
 from flexsearch.simulate.staged import Step
 from flexsearch.strategy import Options, Prediction, Search, States, Strategy
 from flexsearch.strategy.records import Recompute
@@ -74,18 +75,19 @@ def search_hybrid(
     on_progress: Callable[[HybridProgress], None] | None = None,
     on_end: Callable[[], None] | None = None,
     native: bool = False,
+    margin: float | None = 0.0,
 ) -> HybridResult:
     """The fastest plan that is found among data x tensor x pipeline layouts of all devices, and with other splits of
     operators and other borders of stages inside them. It may need memory that no plan of one stage and one microbatch
     could do with. ``options``: of the whole step; the search sets those that a layout leaves open. ``processes``:
     at most so many; None: one for each core; a search that ``budget_s`` (s) does not end finds the same with any
-    number. ``native``: only plans that PyTorch's own parts express. Ctrl-C ends the search with the best plan so
-    far. ``on_end``: called once, when the search itself is over.
+    number. ``native``: only plans that PyTorch's own parts express. ``margin``: as of ``search.search``. Ctrl-C
+    ends the search with the best plan so far. ``on_end``: called once, when the search itself is over.
 
     Raises StrategyError if the graph cannot be planned so: no batch to divide, or devices that are not alike."""
     count = cores() if processes is None else processes
     search = LayoutSearch(graph, topology, options or Options(), profile, budget_s, on_progress, count, native)
-    return search.run(on_end or (lambda: None))
+    return search.run(on_end or (lambda: None), margin)
 
 
 class _Over(Exception):
@@ -121,8 +123,8 @@ class LayoutSearch:
         self.best: Candidate | None = None
         self._over = False
 
-    def run(self, on_end: Callable[[], None]) -> HybridResult:
-        """The whole search. ``on_end``: as of ``search_hybrid``."""
+    def run(self, on_end: Callable[[], None], margin: float | None = 0.0) -> HybridResult:
+        """The whole search. ``on_end``, ``margin``: as of ``search_hybrid``."""
         stopped = "no layout that is left has a better estimate, and no move makes the best ones faster"
         try:
             try:
@@ -146,7 +148,7 @@ class LayoutSearch:
                     "Give another --batch, or fewer devices.",
                 )
             self._over = True
-            return self._result(self.best, stopped)
+            return self._result(self.best, stopped, margin)
         finally:
             self.ahead.close()
 
@@ -430,25 +432,32 @@ class LayoutSearch:
 
     # ---- the answer
 
-    def _result(self, best: Candidate, stopped: str) -> HybridResult:
+    def _result(self, best: Candidate, stopped: str, margin: float | None) -> HybridResult:
         elapsed = time.monotonic() - self.began
         requests = {name: Request("step", c.key, candidate=c) for name, c in {"": best, **self.kept}.items()}
         self.ahead.expect(requests.values())
         steps = {name: self._step(request) for name, request in requests.items()}
         step = steps[""]
         baselines = {name: (self.kept[name], steps[name]) for name in FAMILIES if name in self.kept}
-        same = next((name for name, candidate in self.kept.items() if candidate == best), "")
+        same, aside = next((name for name, candidate in self.kept.items() if candidate == best), ""), None
+        fitting = [name for name, (candidate, _) in baselines.items() if candidate.feasible]
+        if not same and fitting and best.feasible:
+            name = min(fitting, key=lambda name: baselines[name][1].makespan_s)
+            if not is_faster(step, baselines[name][1], margin):
+                same, aside, (best, step) = name, step.estimate, baselines[name]
         considered = max(self.plans, len(self.considered))
         bound_s = lower_bound(self.works.graph, self.topology, self.works.costs, self.options, None).seconds
-        strategy = self._strategy(best, max(m.peak for m in step.memory), bound_s)
-        return HybridResult(best, strategy, step, baselines, same, self.plans, considered, elapsed, stopped, bound_s)
+        strategy = self._strategy(best, step, bound_s)
+        return HybridResult(
+            best, strategy, step, baselines, same, self.plans, considered, elapsed, stopped, bound_s, aside
+        )
 
     def _step(self, request: Request) -> Step:
         step = self.ahead.get(request).step
         assert step is not None
         return step
 
-    def _strategy(self, best: Candidate, peak_bytes: int, bound_s: float) -> Strategy:
+    def _strategy(self, best: Candidate, step: Step, bound_s: float) -> Strategy:
         """The plan as a file has it: without stages and replicas where configs alone say it, so that it can be run."""
         pipeline, configs = best.pipeline, best.configs
         devices = len(self.topology.devices)
@@ -460,7 +469,10 @@ class LayoutSearch:
         named = {op.name: config for op, config in zip(self.graph.operators, configs, strict=True)}
         return Strategy.make(
             self.graph, self.topology, named, best.options,
-            Prediction(iteration_s=best.seconds, peak_bytes=peak_bytes),
+            Prediction(
+                iteration_s=best.seconds, interval_s=step.estimate.interval_s,
+                peak_bytes=max(m.peak for m in step.memory),
+            ),
             Search(seed=0, proposals=self.plans, start="layouts", bound_s=bound_s),
             stages=stages, microbatches=pipeline.microbatches, schedule=pipeline.schedule, orders=pipeline.orders,
         )  # fmt: skip

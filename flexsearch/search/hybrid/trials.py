@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Mapping
+from copy import copy
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain
@@ -27,6 +28,7 @@ from flexsearch.topology import Topology
 
 LISTED: Final = 4096
 """Most passes in one direction that list scheduling puts in order. Taken."""
+
 
 class Request(NamedTuple):
     """``plan``: simulate the layout of ``key``, whose stages begin with the operators ``first``. ``splits``: improve
@@ -93,11 +95,14 @@ class Trials:
         return replace(answer, seconds=time.monotonic() - began)
 
     def answer_with_usage(self, request: Request, watch: Watch) -> Answer:
-        """The same, such that it can be sent to another process: a step has worked out what devices do."""
+        """The same, such that it can be sent to another process: a step has worked out what devices do, and what its
+        time rests on."""
         answer = self.answer(request, watch)
         if answer.step is None:
             return answer
-        return replace(answer, step=replace(answer.step, measure=partial(tuple, answer.step.usage)))
+        step = answer.step
+        told = replace(step, measure=partial(tuple, step.usage), weigh=partial(copy, step.estimate))
+        return replace(answer, step=told)
 
     def _plan(self, key: Key, first: tuple[int, ...]) -> Candidate | None:
         """The plan of a layout, simulated; None where its blocks are not alike, the samples of the graph cannot be

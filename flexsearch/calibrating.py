@@ -1,0 +1,269 @@
+"""Floor 5: figures of the cost model fitted to measured iteration times, which come as rows of a CSV file.
+
+A row has ``measured_s`` and says which plan took it: ``strategy``, a strategy file (beside the rows); or ``graph`` and
+a layout, as data, tensor, pipeline, microbatches. ``docs/files.md`` has all columns.
+"""
+
+from __future__ import annotations
+
+import csv
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from math import inf, isfinite
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final, get_args
+
+import numpy as np
+from pydantic import ValidationError
+
+from flexsearch.cost import Learned, Profile
+from flexsearch.cost.learned import Residual, network_name
+from flexsearch.errors import FileFormatError, FlexsearchError, ProfileError
+from flexsearch.graph import OperatorGraph
+from flexsearch.search.hybrid import Layout, simulate_layout
+from flexsearch.simulate.staged import step_of_strategy
+from flexsearch.strategy import Options, States, Strategy
+from flexsearch.strategy.stage import ScheduleKind
+from flexsearch.topology import Topology
+
+if TYPE_CHECKING:
+    from flexsearch.measure.learning import Figure, Fitted
+
+NUMBERS: Final = ("data", "tensor", "pipeline", "microbatches", "chunks")
+"""Columns of a layout that are whole numbers of 1 or more; each is 1 unless it is given."""
+OPTIONS: Final = ("optimizer", "precision", "recompute", "reshard_after_forward")
+COLUMNS: Final = (
+    "measured_s", "strategy", "graph", "batch", "seq", "topology", "weight", "group", *NUMBERS, "schedule", "states",
+    *OPTIONS,
+)  # fmt: skip
+UPPER: Final[Mapping[str, float]] = {
+    "matrix": 1.0, "memory": 1.0, "attention_forward": 2.0, "attention_backward": 2.0, "matrix_size": 1e6,
+    "overhead_s": 1000.0,
+}  # fmt: skip
+"""The largest values of a device's efficiency that make sense."""
+LEAST: Final = 1e-3
+"""The smallest share of a peak."""
+
+
+@dataclass(frozen=True)
+class Measured:
+    """A row. ``name``: the plan in words; ``plan``: all that says which one it is; ``group``: rows that
+    are left out together; ``half``: whether it computes in half precision; ``predict``: iteration time (s) under a
+    profile."""
+
+    name: str
+    plan: str
+    group: str
+    weight: float
+    measured_s: float
+    topology: Topology
+    half: bool
+    predict: Callable[[Profile], float]
+
+
+@dataclass(frozen=True)
+class Calibrated:
+    """What rows taught. ``profile``: with it; ``figures``: those that were fitted, with the value before; ``most``: how
+    many the rows allowed."""
+
+    rows: tuple[Measured, ...]
+    profile: Profile
+    fitted: Fitted
+    figures: tuple[Figure, ...]
+    most: int
+
+    @property
+    def changed(self) -> dict[str, tuple[float, float]]:
+        """By name, the value before and after."""
+        points = self.fitted.point.tolist()
+        return {self.figures[k].name: (self.figures[k].prior, points[k]) for k in self.fitted.chosen}
+
+
+def read_rows(path: Path, topology: Topology) -> list[Measured]:
+    """The rows of a CSV file. Raises FileFormatError that names the line and the column."""
+    try:
+        with path.open(newline="", encoding="utf-8") as file:
+            reader = csv.DictReader(file)
+            columns, lines = list(reader.fieldnames or ()), list(reader)
+    except (OSError, UnicodeDecodeError, csv.Error) as error:
+        remedy = "Give a CSV file with a line of column names."
+        raise FileFormatError(f"{path} cannot be read: {error}", remedy) from error
+    if not lines:
+        raise FileFormatError(f"{path} has no rows", f"Its first line names columns: {', '.join(COLUMNS[:3])}, ...")
+    if unknown := [name for name in columns if name not in COLUMNS]:
+        raise FileFormatError(f"{path}: unknown column {unknown[0]!r}", f"The columns are {', '.join(COLUMNS)}.")
+    if "measured_s" not in columns:
+        raise FileFormatError(f"{path}: the column measured_s is missing", "It holds the iteration times in seconds.")
+    if "strategy" not in columns and "graph" not in columns:
+        raise FileFormatError(
+            f"{path}: there is neither a column strategy nor a column graph",
+            "Name the strategy file of each row, or its graph and layout (data, tensor, pipeline, microbatches).",
+        )
+    rows, graphs = [], dict[tuple[str, str, str], OperatorGraph]()
+    for number, line in enumerate(lines, 2):
+        try:
+            if None in line:
+                raise FileFormatError(f"it has more than the {len(columns)} fields of the first line")
+            row = {name: text.strip() for name, text in line.items() if text is not None and text.strip()}
+            rows.append(_Reader(path.parent, topology, row, graphs).read())
+        except FlexsearchError as error:
+            raise error.at(f"{path}, line {number}") from error
+    return rows
+
+
+class _Reader:
+    """One row. ``graphs``: those that were read before, by name and size."""
+
+    def __init__(
+        self, folder: Path, topology: Topology, row: dict[str, str], graphs: dict[tuple[str, str, str], OperatorGraph]
+    ) -> None:
+        self.folder, self.topology, self.row, self.graphs = folder, topology, row, graphs
+
+    def read(self) -> Measured:
+        measured_s, weight = self.number("measured_s"), self.number("weight", "1")
+        if (path := self.row.get("strategy")) is not None:
+            plan = Strategy.load(self.folder / path)
+            graph = self.graph(self.row.get("graph", plan.graph.name))
+            plan.check(graph, plan.cluster)
+            name, cluster = path, plan.cluster
+            half = plan.options.precision != "as-is"
+
+            def predict(profile: Profile) -> float:
+                return step_of_strategy(graph, plan, profile).makespan_s
+
+        else:
+            if "graph" not in self.row:
+                raise FileFormatError("it names neither a strategy nor a graph")
+            graph, layout, options = self.graph(self.row["graph"]), self.layout(), self.options()
+            cluster = Topology.load(self.row["topology"]) if "topology" in self.row else self.topology
+            half = options.precision != "as-is"
+            name = f"{self.row['graph']}, batch {graph.batch}, {layout.data} x {layout.tensor} x {layout.pipeline}"
+            if layout.devices != len(cluster.devices):
+                raise FileFormatError(
+                    f"the layout takes {layout.devices} devices, and {cluster.name} has {len(cluster.devices)}",
+                    "The column topology may name another size of the cluster, as dgx-a100:4.",
+                )
+
+            def predict(profile: Profile) -> float:
+                return simulate_layout(graph, cluster, layout, options, profile)[1].makespan_s
+
+        if network_name(cluster.name) != network_name(self.topology.name):
+            raise FileFormatError(f"it was measured on {cluster.name}, and the topology is {self.topology.name}")
+        plain = {key: value for key, value in self.row.items() if key not in ("measured_s", "weight", "group")}
+        own = repr(sorted(plain.items()))
+        return Measured(name, own, self.row.get("group", own), weight, measured_s, cluster, half, predict)
+
+    def number(self, column: str, usual: str = "") -> float:
+        """A number above 0."""
+        text = self.row.get(column, usual)
+        try:
+            value = float(text)
+        except ValueError:
+            value = inf
+        if not isfinite(value) or value <= 0.0:
+            raise FileFormatError(f"{column} is {text or 'empty'!r}", "Give a number above 0.")
+        return value
+
+    def graph(self, name: str) -> OperatorGraph:
+        """A file beside the rows, or a shipped graph, of the size that the row says."""
+        key = name, self.row.get("batch", ""), self.row.get("seq", "")
+        if key not in self.graphs:
+            here = self.folder / name
+            seq = int(self.number("seq")) if "seq" in self.row else None
+            loaded = OperatorGraph.load(str(here) if here.is_file() else name)
+            self.graphs[key] = loaded.resized(self.row.get("batch"), seq)
+        return self.graphs[key]
+
+    def layout(self) -> Layout:
+        numbers = {column: self.number(column, "1") for column in NUMBERS}
+        for column, value in numbers.items():
+            if value != int(value):
+                raise FileFormatError(f"{column} is {value:g}", "Give a whole number.")
+        schedule, states = self.row.get("schedule", "1f1b"), self.row.get("states", "whole")
+        if schedule not in get_args(ScheduleKind):
+            raise FileFormatError(f"schedule is {schedule!r}", f"Give one of {', '.join(get_args(ScheduleKind))}.")
+        kept = {level.name.lower(): level for level in States}
+        if states not in kept:
+            raise FileFormatError(f"states is {states!r}", f"Give one of {', '.join(kept)}.")
+        counts: Any = {column: int(value) for column, value in numbers.items()}
+        return Layout(**counts, schedule=schedule, states=kept[states])  # type: ignore[arg-type]
+
+    def options(self) -> Options:
+        said: dict[str, Any] = {column: self.row[column] for column in OPTIONS if column in self.row}
+        if (again := said.get("reshard_after_forward")) is not None:
+            if again.lower() not in ("true", "false"):
+                raise FileFormatError(f"reshard_after_forward is {again!r}", "Give true or false.")
+            said["reshard_after_forward"] = again.lower() == "true"
+        try:
+            return Options(**said)
+        except ValidationError as error:
+            wrong = error.errors()[0]
+            raise FileFormatError(f"{wrong['loc'][0]} is {wrong['input']!r}", str(wrong["msg"])) from error
+
+
+def calibrate(rows: Sequence[Measured], topology: Topology, profile: Profile) -> Calibrated:
+    """What measured times teach a profile. Figures that no row depends on are left alone. Raises ProfileError where the
+    rows are too few, or of one plan."""
+    from flexsearch.measure.learning import PLANS_EACH, corrected, fit, typical
+
+    plans = len({row.group for row in rows})
+    distinct = len({row.plan for row in rows})
+    if distinct == 1:
+        raise ProfileError(
+            f"all {len(rows)} rows are of one plan, which does not tell computing from communication",
+            "Measure other plans, or other models, too.",
+        )
+    if len(rows) < PLANS_EACH or plans < 2:
+        raise ProfileError(
+            f"{len(rows)} rows in {plans} group{'s' if plans != 1 else ''} are too few: a figure takes {PLANS_EACH} "
+            "plans, and the rows of a group are left out together to see what the others teach",
+            f"Measure at least {PLANS_EACH} plans, of 2 groups.",
+        )
+    prior = profile.learned or Learned()
+    figures, most = _figures(rows, topology, profile, prior), distinct // PLANS_EACH
+
+    def predict(point: np.ndarray[Any, Any], number: int) -> float:
+        values = dict(zip((figure.name for figure in figures), point.tolist(), strict=True))
+        learned = corrected(prior, topology.name, values)
+        return rows[number].predict(profile.model_copy(update={"learned": learned}))
+
+    names = sorted({row.group for row in rows})
+    fitted = fit(
+        predict, [row.measured_s for row in rows], figures, weights=np.array([row.weight for row in rows]),
+        groups=[names.index(row.group) for row in rows], most=most,
+    )  # fmt: skip
+    if not fitted.chosen:
+        return Calibrated(tuple(rows), profile, fitted, figures, most)
+    values = {figures[k].name: float(fitted.point[k]) for k in fitted.chosen}
+    own = {figure.name: figure.prior for figure in figures[-2:] if figure.name in ("time", "start_s")}
+    used = own | values if any(name in own for name in values) else values
+    errors = np.abs(fitted.left_out)
+    learned = corrected(prior, topology.name, used).model_copy(
+        update={
+            "plans": prior.plans + distinct, "error": typical(fitted.left_out),
+            "residual": Residual(n=len(rows), median=float(np.median(errors)), p90=float(np.quantile(errors, 0.9))),
+        }
+    )
+    return Calibrated(tuple(rows), profile.model_copy(update={"learned": learned}), fitted, figures, most)
+
+
+def _figures(
+    rows: Sequence[Measured], topology: Topology, profile: Profile, prior: Learned
+) -> tuple[Figure, ...]:  # fmt: skip
+    """What the rows may teach: of devices with an efficiency that compute in half precision its figures, of others the
+    scale of computing and the host's time; where there are several devices, what communication takes."""
+    from flexsearch.measure.learning import Figure, computing_figures, network_figures
+
+    device = topology.devices[0]
+    figures: list[Figure] = []
+    if device.efficiency is not None and not profile.entries and all(row.half for row in rows):
+        for name, value in device.efficiency.model_dump().items():
+            if isinstance(value, float) and name in UPPER:
+                now = prior.efficiency.get(name, value)
+                figures.append(Figure(name, now, 0.5 * now, LEAST * min(1.0, now), UPPER[name]))
+    else:
+        overhead_s = max(one.overhead_s for one in topology.devices)
+        figures += computing_figures(prior, overhead_s, len(rows))
+    if any(len(row.topology.devices) > 1 for row in rows):
+        figures += network_figures(prior, topology.name, topology.communication.overhead_s, len(rows))
+    return tuple(figures)

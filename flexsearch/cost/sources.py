@@ -1,0 +1,113 @@
+"""Which sources the costs of a plan rest on: of computing by what is computed on which device, of communication by
+where the links lie. How far off they may be say the file of the topology, and the residuals of a profile."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import cache
+
+from flexsearch.cost.compute import Costs
+from flexsearch.cost.efficiency import efficiency_of
+from flexsearch.cost.profile import Profile
+from flexsearch.cost.uncertainty import ERRORS, TYPICAL, Source
+from flexsearch.graph.ops import kind_of
+from flexsearch.topology import Device, Figure, SourceKind, Topology
+
+WORST: tuple[SourceKind, ...] = ("guessed", "published", "measured")
+
+
+class Sources:
+    """Sources of the costs of a graph on a topology. ``network``: of all devices, where ``costs`` are of a part."""
+
+    def __init__(self, costs: Costs, network: Topology) -> None:
+        self.costs, self.network = costs, network
+        self._learned = None if costs.profile is None else costs.profile.learned
+        self.of_work = cache(self._of_work)
+
+    def computing(self, operator: int, extents: Mapping[str, int], kind: int) -> Source:
+        """Of a piece of these extents on a kind of device, without launching it."""
+        device, profile = self.costs.basis(kind)
+        op = self.costs.graph.operators[operator]
+        if op.kind == "given":
+            return self._source("given times", "measured")
+        if profile is None or not profile.entries:
+            what = kind_of(op)
+            work = "attention" if what.fused_attention else "matrix" if what.contraction or what.matrix else "other"
+            return self.of_work(work, kind, efficiency_of(device, self.costs.dtype(operator)) is not None)
+        if self.costs.is_measured(operator, extents, kind):
+            return self._source(f"{op.kind} on {device.model}", "measured")
+        return self._filled(op.kind, device, profile)
+
+    def update(self, kind: int) -> Source:
+        """Of updates of weights on a kind of device."""
+        device, profile = self.costs.basis(kind)
+        if profile is not None and profile.updates:
+            return self._source(f"updates on {device.model}", "measured")
+        return self.of_work("other", kind, device.efficiency is not None)
+
+    def launching(self, kind: int) -> Source:
+        """Of the time that a host takes to launch operators."""
+        device, _ = self.costs.basis(kind)
+        return self._source(f"launches on {device.model}", self._kind("devices.overhead_s", learned="task_s"))
+
+    def launch_s(self, operator: int, kind: int) -> float:
+        """What of an estimated time is launching, s; measured times hold it, and nobody can tell how much it is."""
+        device, profile = self.costs.basis(kind)
+        if profile is not None and profile.entries:
+            return 0.0
+        reached = efficiency_of(device, self.costs.dtype(operator))
+        return device.overhead_s if reached is None else reached.overhead_s
+
+    def links(self) -> dict[int, Source]:
+        """By resource of the network that is a link: what its bandwidth rests on."""
+        kind = self._kind("links.bandwidth", "communication.factors", learned="time")
+        inside, between = (self._source(f"links {where} hosts", kind) for where in ("inside", "between"))
+        host_of = {device.name: device.host for device in self.network.devices}
+        hosts = {name: {host} for name, host in host_of.items()}
+        for link in self.network.links:
+            for switch, device in ((link.a, link.b), (link.b, link.a)):
+                if switch not in host_of and device in host_of:
+                    hosts.setdefault(switch, set()).add(host_of[device])
+        found = {}
+        for link in self.network.links:
+            one, two = (hosts.get(end, set()) for end in (link.a, link.b))
+            source = inside if one == two and len(one) == 1 else between
+            for a, b in ((link.a, link.b), (link.b, link.a)):
+                found[self.network.resource_between(a, b)] = source
+        return found
+
+    def starting(self) -> Source:
+        """Of what communications take to start, latencies of links included."""
+        figures: tuple[Figure, ...] = ("links.latency_s", "communication.overhead_s")
+        return self._source("start of communication", self._kind(*figures, learned="start_s"))
+
+    def _of_work(self, work: str, kind: int, has_efficiency: bool) -> Source:
+        """``work``: "matrix", "attention", "other"; of the last the bandwidth of the memory decides."""
+        device, _ = self.costs.basis(kind)
+        words = {"matrix": "matrix products", "attention": "attention", "other": "other operators"}[work]
+        if has_efficiency:
+            return self._source(f"{words} on {device.model}", self._kind("devices.efficiency", learned="compute"))
+        # A peak may be published, but what kernels reach of it is not.
+        peak: Figure = "devices.memory_bandwidth" if work == "other" else "devices.flops"
+        return self._source(f"{words} on {device.model}", self._kind(peak, learned="compute", shares="guessed"))
+
+    def _filled(self, kind: str, device: Device, profile: Profile) -> Source:
+        """Of a piece that the profile lacks: by the residuals of what it is filled with."""
+        name = f"{kind}, of other sizes, on {device.model}"
+        if (residual := profile.residuals.get(kind)) is None:
+            return self._source(name, "guessed")
+        return Source(name, "measured", max(ERRORS["measured"], residual.median / TYPICAL))
+
+    def _kind(self, *figures: Figure, learned: str, shares: SourceKind = "measured") -> SourceKind:
+        """The least certain of the figures; what whole steps have taught is measured."""
+        if self._learned is not None and self._learned.corrects(learned, self.network.name):
+            return "measured"
+        kinds = [shares, *map(self.network.source_kind, figures)]
+        return next(kind for kind in WORST if kind in kinds)
+
+    def _source(self, name: str, kind: SourceKind) -> Source:
+        """Errors of measured figures are those of steps that were measured, where there are some."""
+        error = ERRORS[kind]
+        if kind == "measured" and self._learned is not None and self._learned.error is not None:
+            error = max(self._learned.error / TYPICAL, ERRORS["measured"] / 4)
+        return Source(name, kind, error)

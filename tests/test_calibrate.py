@@ -1,0 +1,120 @@
+"""What measured iteration times teach: planted figures come back, and bad rows are refused by name."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from flexsearch.calibrating import calibrate, read_rows
+from flexsearch.cost import Learned, Network, Profile, ProfileDevice
+from flexsearch.cost.efficiency import of_shape
+from flexsearch.errors import ProfileError
+from flexsearch.measure.products import Timed, fit_products
+from flexsearch.topology import Topology
+from tests.conftest import Cli
+
+CPU = Profile(device=ProfileDevice(kind="cpu", model="core"), torch="2")
+GPU = Profile(device=ProfileDevice(kind="cuda", model="A100-SXM4-80GB"), torch="2")
+PLANS = [
+    (graph, batch, data, tensor)
+    for graph, batches in (("lenet", (64, 128)), ("mlp", (64, 256)), ("alexnet", (8,)))
+    for batch in batches
+    for data, tensor in ((2, 1), (1, 2))
+]
+
+
+def rows_of(path: Path, topology: Topology, truth: Profile, extra: str = "", plans: list[str] | None = None) -> None:
+    """Write rows that ``truth`` predicts, with noise of 1 % and one outlier of a factor of 2."""
+    head = "graph,batch,data,tensor,group,measured_s" + (",precision" if extra else "")
+    lines = plans or [f"{graph},{batch},{data},{tensor},{graph}" for graph, batch, data, tensor in PLANS]
+    path.write_text("\n".join((head, *(f"{line},1{extra}" for line in lines))) + "\n")
+    draw = np.random.default_rng(1)
+    seconds = [row.predict(truth) * float(draw.normal(1.0, 0.01)) for row in read_rows(path, topology)]
+    seconds[3] *= 2.0
+    path.write_text("\n".join((head, *(f"{x},{s:.9g}{extra}" for x, s in zip(lines, seconds, strict=True)))) + "\n")
+
+
+def test_planted_corrections_come_back_in_spite_of_an_outlier(tmp_path: Path) -> None:
+    topology, path = Topology.load("ethernet-1g:2"), tmp_path / "rows.csv"
+    planted = Learned(compute=1.6, networks={"ethernet-1g": Network(time=1.3)})
+    rows_of(path, topology, CPU.model_copy(update={"learned": planted}))
+    result = calibrate(read_rows(path, topology), topology, CPU)
+    learned = result.profile.learned
+    assert learned is not None and result.most == len(PLANS) // 3 >= len(result.changed)
+    assert learned.compute == pytest.approx(1.6, rel=0.05)
+    assert learned.network("ethernet-1g").time == pytest.approx(1.3, rel=0.05)
+    assert np.median(np.abs(result.fitted.before)) > 0.15 and learned.error is not None and learned.error < 0.03
+    assert learned.residual is not None and learned.residual.n == len(PLANS) and learned.residual.p90 > 0.05
+
+
+def test_planted_efficiency_comes_back(tmp_path: Path) -> None:
+    topology, path = Topology.load("dgx-a100:1"), tmp_path / "rows.csv"
+    plans = [f"gpt2,{batch},{data},{tensor},{batch}" for batch in (16, 64) for data, tensor in ((8, 1), (4, 2), (2, 4))]
+    rows_of(path, topology, GPU.model_copy(update={"learned": Learned(efficiency={"matrix": 0.5})}), ",bf16", plans)
+    result = calibrate(read_rows(path, topology), topology, GPU)
+    learned = result.profile.learned
+    assert learned is not None and "compute" not in result.changed
+    assert len(result.changed) <= 2 and learned.error is not None
+    assert learned.error < 0.04 < np.median(np.abs(result.fitted.before))
+
+
+def test_few_rows_and_one_plan_are_refused(tmp_path: Path) -> None:
+    topology, path = Topology.load("ethernet-1g:2"), tmp_path / "rows.csv"
+    path.write_text("graph,data,measured_s\nlenet,2,0.01\nlenet,2,0.01\nlenet,2,0.01\n")
+    with pytest.raises(ProfileError, match="of one plan"):
+        calibrate(read_rows(path, topology), topology, CPU)
+    path.write_text("graph,data,tensor,measured_s\nlenet,2,1,0.01\nlenet,1,2,0.01\n")
+    with pytest.raises(ProfileError, match="too few"):
+        calibrate(read_rows(path, topology), topology, CPU)
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("", "has no rows"),
+        ("graph,data,measured_s\n", "has no rows"),
+        ("graph,data\nlenet,2\n", "measured_s is missing"),
+        ("measured_s\n1\n", "neither a column strategy nor a column graph"),
+        ("graph,data,seconds,measured_s\nlenet,2,1,1\n", "unknown column 'seconds'"),
+        ("graph,data,measured_s\nlenet,2,-1\n", "measured_s is '-1'"),
+        ("graph,data,measured_s\nlenet,2,nan\n", "measured_s is 'nan'"),
+        ("graph,data,measured_s\nnothing,2,1\n", "nothing"),
+        ("graph,data,measured_s\nlenet,3,1\n", "the layout takes 3 devices"),
+        ("graph,data,measured_s\nlenet,1.5,1\n", "data is 1.5"),
+        ("graph,data,measured_s,states\nlenet,2,1,some\n", "states is 'some'"),
+        ("graph,data,measured_s,schedule\nlenet,2,1,some\n", "schedule is 'some'"),
+        ("graph,data,measured_s,precision\nlenet,2,1,bf17\n", "precision is 'bf17'"),
+        ("strategy,measured_s\nnone.json,1\n", "none.json"),
+        ("graph,data,measured_s\nlenet,2,1,7\n", "more than the 3 fields"),
+        ("graph,data,measured_s\nlenet,2,1\nlenet,2,1\nlenet,2,1\n", "of one plan"),
+    ],
+)
+def test_bad_rows_end_the_command_with_a_reason(cli: Cli, text: str, said: str) -> None:
+    Path("rows.csv").write_text(text)
+    ran = cli("calibrate", "rows.csv", "-t", "ethernet-1g:2")
+    assert ran.code == 2 and said in " ".join(ran.err.split()) and "Traceback" not in ran.err
+    assert not Path("profile.json").exists()
+
+
+def test_the_command_writes_a_profile_that_predicts_the_rows(cli: Cli) -> None:
+    topology = Topology.load("ethernet-1g:2")
+    rows_of(Path("rows.csv"), topology, CPU.model_copy(update={"learned": Learned(compute=2.0)}))
+    ran = cli("calibrate", "rows.csv", "-t", "ethernet-1g:2", "-o", "p.json", "--json")
+    assert ran.code == 0 and ran.json["figures"]["compute"]["after"] == pytest.approx(2.0, rel=0.05)
+    profile = Profile.load("p.json")
+    rows = read_rows(Path("rows.csv"), topology)
+    assert np.median([abs(row.predict(profile) / row.measured_s - 1.0) for row in rows]) < 0.03
+
+
+def test_figures_of_matrix_products_come_back_from_noisy_times() -> None:
+    draw = np.random.default_rng(0)
+    rows = []
+    for m, n, k in ((m, n, k) for m in (16, 96, 512) for n in (16, 96, 512) for k in (16, 96, 512)):
+        rate = 5e10 * of_shape(40.0, m, n, k) * float(draw.normal(1.0, 0.03))
+        rows.append(Timed(m, n, k, 2.0 * m * n * k / rate))
+    rows[5] = rows[5]._replace(seconds=5.0 * rows[5].seconds)
+    fitted = fit_products(rows)
+    assert fitted.flops == pytest.approx(5e10, rel=0.06) and fitted.size == pytest.approx(40.0, rel=0.15)
+    assert fitted.n == 27 and fitted.median < 0.06 < fitted.p90 + 0.06

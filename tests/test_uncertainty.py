@@ -1,0 +1,135 @@
+"""Intervals of predictions: what they rest on, how wide they are, and when two plans cannot be told apart."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from flexsearch.api import Setting
+from flexsearch.cost import Learned, Network, Profile, ProfileDevice
+from flexsearch.cost.uncertainty import DEVIATIONS, NOISE, Estimate, Source
+from flexsearch.graph import OperatorGraph
+from flexsearch.report.uncertainty import aside_words, near
+from flexsearch.report.units import spread
+from flexsearch.simulate.simulation import makespan
+from flexsearch.strategy import Strategy
+from flexsearch.topology import Topology
+from flexsearch.topology.changes import with_links
+from tests.conftest import Cli
+
+MATRIX, LINKS = Source.of("matrix products", "guessed"), Source.of("links", "guessed")
+
+
+def setting(learned: Learned | None = None) -> Setting:
+    profile = None if learned is None else Profile(
+        device=ProfileDevice(kind="cpu", model="core"), torch="2", learned=learned
+    )  # fmt: skip
+    return Setting.of(OperatorGraph.load("lenet"), Topology.load("ethernet-1g:2"), profile)
+
+
+def test_the_parts_of_a_time_add_up_to_it_and_scale_with_their_source() -> None:
+    here = setting()
+    for name, strategy in here.baselines().items():
+        estimate = here.row(name, strategy).simulation.estimate
+        assert estimate.seconds == makespan(here.lower(strategy))
+        assert sum(estimate.shares.values()) == pytest.approx(estimate.seconds, rel=0.02), name
+    single = here.row("single", here.baseline("single")).simulation.estimate
+    moving = sum(share for source, share in single.shares.items() if "links" in source.name)
+    assert moving < 0.01 * single.seconds
+    slow = with_links(here.topology, 1.0 / 1.1, None)
+    there = Setting.of(here.graph, slow)
+    plan = here.lower(here.baseline("megatron"))
+    (links,) = [s for source, s in here.row("", here.baseline("megatron")).simulation.estimate.shares.items()
+                if source.name == "links between hosts"]  # fmt: skip
+    copy = Strategy.make(there.graph, slow, here.baseline("megatron").configs, plan.options)
+    assert makespan(there.lower(copy)) - makespan(plan) == pytest.approx(0.1 * links, rel=0.05)
+
+
+def test_the_staged_step_rests_on_the_same() -> None:
+    here = setting()
+    plan = here.baseline("data-parallel")
+    one, other = here.step(plan).estimate, here.row("", plan).simulation.estimate
+    assert one.seconds == other.seconds
+    assert {s.name: v for s, v in one.shares.items()} == pytest.approx({s.name: v for s, v in other.shares.items()})
+
+
+def test_measured_figures_make_intervals_shorter() -> None:
+    networks = {"ethernet-1g": Network(time=1.01, start_s=1e-6)}
+    sure = setting(Learned(compute=1.01, task_s=1e-7, networks=networks, plans=6, error=0.03))
+    rough = setting(Learned(compute=1.01, task_s=1e-7, networks=networks, plans=6, error=0.2))
+    halves = []
+    for here in (sure, rough, setting()):
+        estimate = here.row("", here.baseline("data-parallel")).simulation.estimate
+        halves.append(estimate.half / estimate.seconds)
+        assert estimate.interval_s[0] < estimate.seconds < estimate.interval_s[1]
+    assert halves[0] < 0.5 * halves[1] and halves[0] < 0.5 * halves[2]
+
+
+def test_errors_of_common_sources_cancel() -> None:
+    a = Estimate(1.0, {MATRIX: 0.9, LINKS: 0.1})
+    same, other = Estimate(1.05, {MATRIX: 0.93, LINKS: 0.12}), Estimate(1.05, {MATRIX: 0.1, LINKS: 0.95})
+    assert a.apart(a) == pytest.approx(DEVIATIONS * NOISE * 2**0.5)
+    assert a.apart(same) < 0.1 * a.half < 0.5 * a.apart(other)
+    assert a.apart(same) == same.apart(a)
+    assert not a.is_near(same) and a.is_near(other)
+    assert near(a, {"same": same, "other": other}) == ["other"]
+    assert a.weightiest() is MATRIX
+
+
+def test_a_fifth_of_normal_errors_lies_outside() -> None:
+    import numpy as np
+
+    draw = np.random.default_rng(0)
+    estimate = Estimate(1.0, {MATRIX: 0.6, LINKS: 0.4})
+    errors = draw.normal(size=(20_000, 3)) * (MATRIX.error * 0.6, LINKS.error * 0.4, NOISE)
+    low, high = estimate.interval_s
+    inside = np.mean((1.0 + errors.sum(axis=1) > low) & (1.0 + errors.sum(axis=1) < high))
+    assert inside == pytest.approx(0.8, abs=0.01)
+
+
+def test_a_plan_is_kept_aside_until_predictions_tell_it_apart() -> None:
+    here = setting()
+    kept = here.search(200, processes=1)
+    loose = here.search(200, processes=1, margin=0.0)
+    assert not loose.baseline and loose.set_aside is None
+    best = min(loose.baselines.values(), key=lambda outcome: outcome.time_s).simulation.estimate
+    gain = best.seconds - loose.simulation.makespan_s
+    assert bool(kept.baseline) == (gain <= loose.simulation.estimate.apart(best))
+    strict = here.search(200, processes=1, margin=0.9)
+    assert strict.set_aside is not None and strict.baseline
+    assert strict.prediction.interval_s == strict.simulation.estimate.interval_s
+
+
+def test_layouts_keep_to_the_same_rule() -> None:
+    here = Setting.of(OperatorGraph.load("lenet"), Topology.load("ethernet-1g:2"))
+    loose, strict = (here.search_layouts("2s", processes=1, margin=margin) for margin in (0.0, 0.99))
+    assert strict.baseline and strict.step.makespan_s == strict.best.seconds
+    assert strict.set_aside is None if loose.baseline else strict.set_aside is not None
+    assert strict.strategy.prediction is not None and strict.strategy.prediction.interval_s is not None
+
+
+def test_intervals_are_printed_and_stored(cli: Cli) -> None:
+    ran = cli("optimize", "lenet", "-t", "ethernet-1g:2", "-b", "30", "-j", "1", "--json")
+    low, high = ran.json["interval_s"]
+    assert low < ran.json["iteration_s"] < high and ran.json["rests_on"][0]["kind"] == "guessed"
+    prediction = Strategy.load(Path("strategy.json")).prediction
+    assert prediction is not None and prediction.interval_s == (low, high)
+    plan = "-s", "strategy.json"
+    for command in (("explain", "strategy.json"), ("simulate", *plan), ("compare", *plan)):
+        assert " ± " in cli(*command).out, command
+
+
+@pytest.mark.parametrize(
+    ("value", "half", "text"),
+    [(1.02, 0.081, "1.02 s ± 0.08"), (0.0158, 0.0042, "15.8 ms ± 4.2"), (0.632, 0.2, "632 ms ± 200"),
+     (1.0, 1e-4, "1.00 s ± 0.000100")],
+)  # fmt: skip
+def test_spreads(value: float, half: float, text: str) -> None:
+    assert spread(value, half) == text
+
+
+def test_what_is_set_aside_is_told() -> None:
+    answer = Estimate(1.0, {MATRIX: 1.0})
+    assert "tell these two apart from" in aside_words(answer, Estimate(0.99, {MATRIX: 0.99}))
+    assert "less than the margin" in aside_words(answer, Estimate(0.9, {MATRIX: 0.9}))
