@@ -46,6 +46,14 @@ def test_the_parts_of_a_time_add_up_to_it_and_scale_with_their_source() -> None:
     assert makespan(there.lower(copy)) - makespan(plan) == pytest.approx(0.1 * links, rel=0.05)
 
 
+def test_a_step_that_waits_for_hosts_rests_on_what_launching_takes() -> None:
+    here = Setting.of(OperatorGraph.load("lenet"), Topology.load("dgx-a100:1"))
+    estimate = here.row("single", here.baseline("single")).simulation.estimate
+    assert sum(estimate.shares.values()) == pytest.approx(estimate.seconds, rel=0.02)
+    launching = sum(share for source, share in estimate.shares.items() if source.name.startswith("launches"))
+    assert launching > 0.9 * estimate.seconds
+
+
 def test_the_staged_step_rests_on_the_same() -> None:
     here = setting()
     plan = here.baseline("data-parallel")

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from functools import cache
 
 from flexsearch.cost.compute import Costs
-from flexsearch.cost.efficiency import efficiency_of
+from flexsearch.cost.efficiency import efficiency_of, start_seconds
 from flexsearch.cost.profile import Profile
 from flexsearch.cost.uncertainty import ERRORS, TYPICAL, Source
 from flexsearch.graph.ops import kind_of
@@ -51,12 +51,12 @@ class Sources:
         return self._source(f"launches on {device.model}", self._kind("devices.overhead_s", learned="task_s"))
 
     def launch_s(self, operator: int, kind: int) -> float:
-        """What of an estimated time is launching, s; measured times hold it, and nobody can tell how much it is."""
+        """What of an estimated time on the device is launching, s; measured times hold it, and nobody can tell how much
+        it is."""
         device, profile = self.costs.basis(kind)
         if profile is not None and profile.entries:
             return 0.0
-        reached = efficiency_of(device, self.costs.dtype(operator))
-        return device.overhead_s if reached is None else reached.overhead_s
+        return float(start_seconds(device, efficiency_of(device, self.costs.dtype(operator)), 1.0))
 
     def links(self) -> dict[int, Source]:
         """By resource of the network that is a link: what its bandwidth rests on."""

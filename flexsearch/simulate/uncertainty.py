@@ -73,7 +73,8 @@ Scaled = tuple[Source, str, Places, Ticks]
 
 
 def _computing(sources: Sources, pieces: Pieces, rows: Rows, configs: Sequence[OperatorConfig]) -> Iterator[Scaled]:
-    """Computations: each by its operator and device, launching apart; sums of gradients and updates of weights."""
+    """Computations: each by its operator and device, launching apart; sums of gradients and updates of weights; and
+    what hosts take to launch them and communications."""
     segments, kinds = rows.segments, pieces.costs.kinds
     for block, segment in enumerate(rows.segment.tolist()):
         kind, argument = int(rows.schedule.kind[block]), int(rows.schedule.argument[block])
@@ -81,6 +82,9 @@ def _computing(sources: Sources, pieces: Pieces, rows: Rows, configs: Sequence[O
         ends = segments.step_first[table : table + len(kinds) + 1].astype(np.int64)
         steps = np.arange(ends[0], ends[-1])
         device = np.repeat(np.arange(len(kinds)), np.diff(ends))
+        for sort in np.unique(kinds[device]).tolist():
+            launched = steps[kinds[device] == sort]
+            yield sources.launching(sort), "step_host", launched, segments.step_host[launched]
         computes = segments.step_kind[steps] == COMPUTE
         steps, device = steps[computes], device[computes]
         for sort in np.unique(kinds[device]).tolist():
