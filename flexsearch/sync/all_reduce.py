@@ -11,9 +11,10 @@ from dataclasses import dataclass
 from math import ceil
 from typing import TYPE_CHECKING, Any, ClassVar
 
+from flexsearch.errors import RecipeError
 from flexsearch.sync.compression import Compression, Sizes
 from flexsearch.sync.exchange import Exchange, Group, Payload, Source, rounds
-from flexsearch.sync.options import RecipeError, one_of
+from flexsearch.sync.options import one_of
 from flexsearch.sync.partners import Partners
 
 if TYPE_CHECKING:

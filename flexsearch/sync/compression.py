@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING, Any, ClassVar, Final
 
 import numpy as np
 
+from flexsearch.errors import RecipeError
 from flexsearch.sync.exchange import Exchange, Group, Payload
-from flexsearch.sync.options import RecipeError, number, whole
+from flexsearch.sync.options import number, whole
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -42,8 +43,8 @@ Means = Callable[[int, int], list[Exchange]]
 
 @dataclass(frozen=True)
 class Compression:
-    """What replicas send of a vector. ``feedback``: what was not sent is added to the next vector. ``passes``: how often
-    encoding reads or writes the vector, for its time."""
+    """What replicas send of a vector. ``feedback``: what was not sent is added to the next vector. ``passes``: how
+    often encoding reads or writes the vector, for its time."""
 
     feedback: bool = True
 

@@ -102,8 +102,8 @@ class Group(Protocol):
         """What each position gets from its source, of the same size; of a row without one, its own."""
 
     def mix(self, payload: Payload, weights: Any, decode: Callable[[Payload], Tensor]) -> Tensor:
-        """Every position sends its payload to those in whose row of ``weights`` (size, size) it counts, and adds up what
-        it has and gets, by these weights."""
+        """Every position sends its payload to those in whose row of ``weights`` (size, size) it counts, and adds up
+        what it has and gets, by these weights."""
 
     def serve(
         self, shards: Sequence[Payload], owners: Sequence[int], merge: Callable[[int, Payload], Tensor]
@@ -149,8 +149,12 @@ class Simulated:
     ) -> list[Tensor]:
         merged = [merge(j, shard) for j, shard in enumerate(shards)]
         back = [x.numel() * x.element_size() for x in merged]
-        there = [(a, o, sizes[a]) for sizes, o in zip([s.nbytes for s in shards], owners, strict=True) for a in self.ranks]
-        self.exchanges += served(self.size, there, [(o, a, b) for o, b in zip(owners, back, strict=True) for a in self.ranks])
+        there = [
+            (a, o, sizes[a]) for sizes, o in zip([s.nbytes for s in shards], owners, strict=True) for a in self.ranks
+        ]
+        self.exchanges += served(
+            self.size, there, [(o, a, b) for o, b in zip(owners, back, strict=True) for a in self.ranks]
+        )
         return [x.expand(self.size, -1) for x in merged]
 
 
@@ -159,7 +163,9 @@ def served(members: int, there: Sequence[tuple[int, int, int]], back: Sequence[t
     phases = []
     for way in (there, back):
         crossing = [(a, b, size) for a, b, size in way if a != b]
-        phases.append(Exchange("exchange", members, tuple(s for *_, s in crossing), tuple((a, b) for a, b, _ in crossing)))
+        phases.append(
+            Exchange("exchange", members, tuple(s for *_, s in crossing), tuple((a, b) for a, b, _ in crossing))
+        )
     return [phase for phase in phases if phase.pairs]
 
 

@@ -1,8 +1,8 @@
 """With few others: gossip with changing neighbours, a fixed ring, any doubly stochastic matrix.
 
 Row i of the matrix K says what position i makes of what all have: x_i = sum_j K_ij x_j. Where gradients are mixed,
-replicas' weights drift apart by what is not yet known to all; where weights are (Lian et al., 2017, D-PSGD), they are
-drawn together: W = K W - lr G(W)."""
+replicas' weights drift apart by what is not yet known to all; where weights are, they are drawn together: W = K (W - lr
+G(W)), which is D-PSGD with its lines 4 and 5 exchanged, as its authors allow (Lian et al., 2017)."""
 
 from __future__ import annotations
 
@@ -14,9 +14,10 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import numpy as np
 import numpy.typing as npt
 
+from flexsearch.errors import RecipeError
 from flexsearch.sync.compression import Compression, Sizes
 from flexsearch.sync.exchange import Exchange, Group, neighbours
-from flexsearch.sync.options import RecipeError, one_of
+from flexsearch.sync.options import one_of
 from flexsearch.sync.partners import Partners
 
 if TYPE_CHECKING:
@@ -123,9 +124,9 @@ class Matrix(Mixing):
             raise RecipeError("matrix needs a file", "Write matrix:file=K.json, a list of rows of numbers.")
         if self.file:
             object.__setattr__(self, "rows", _read(self.file))
+        if {len(row) for row in self.rows} != {len(self.rows)}:
+            raise RecipeError("the matrix is not square", "Give a row, and in it a number, for each worker.")
         k = self.matrix(0, 0)
-        if k.ndim != 2 or k.shape[0] != k.shape[1]:
-            raise RecipeError(f"the matrix is not square: {'x'.join(map(str, k.shape))}", "Give a row for each worker.")
         for sums, what in ((k.sum(1), "row"), (k.sum(0), "column")):
             worst = int(np.abs(sums - 1).argmax())
             if not abs(sums[worst] - 1) <= TOLERANCE or (k < 0).any():
@@ -149,6 +150,6 @@ class Matrix(Mixing):
 def _read(file: str) -> tuple[tuple[float, ...], ...]:
     try:
         rows = json.loads(Path(file).read_text())
-        return tuple(tuple(float(value) for value in row) for row in rows) if len({len(r) for r in rows}) == 1 else ()
+        return tuple(tuple(float(value) for value in row) for row in rows)
     except (OSError, ValueError, TypeError) as error:
         raise RecipeError(f"cannot read the matrix {file}: {error}", "Give a JSON file, a list of rows.") from error

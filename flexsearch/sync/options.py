@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-from flexsearch.errors import FlexsearchError
-
-
-class RecipeError(FlexsearchError):
-    """A synchronisation recipe with a wrong option, or a combination that makes no sense; names the remedy."""
+from flexsearch.errors import RecipeError
 
 
 def whole(name: str, value: object, least: int = 1, most: int | None = None) -> None:
@@ -21,7 +17,9 @@ def number(name: str, value: object, above: float = 0.0, most: float = float("in
     good = isinstance(value, int | float) and not isinstance(value, bool) and value <= most and value < float("inf")
     if not good or not (value >= above if least else value > above):  # type: ignore[operator]
         upper = f" and at most {most:g}" if most < float("inf") else ""
-        raise RecipeError(f"{name} is {value!r}", f"Give a number {'of at least' if least else 'above'} {above:g}{upper}.")
+        raise RecipeError(
+            f"{name} is {value!r}", f"Give a number {'of at least' if least else 'above'} {above:g}{upper}."
+        )
 
 
 def one_of(name: str, value: object, allowed: tuple[str, ...]) -> None:

@@ -7,12 +7,12 @@ from dataclasses import fields
 from difflib import get_close_matches
 from typing import Any, Final, get_type_hints
 
+from flexsearch.errors import RecipeError
 from flexsearch.sync.all_reduce import AllReduce
 from flexsearch.sync.compression import Compression
 from flexsearch.sync.gossip import Gossip, Matrix, Ring
 from flexsearch.sync.gtop_k import GTopK
 from flexsearch.sync.half import Half
-from flexsearch.sync.options import RecipeError
 from flexsearch.sync.partners import Partners
 from flexsearch.sync.power_sgd import PowerSGD
 from flexsearch.sync.qsgd import QSGD

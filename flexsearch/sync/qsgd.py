@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, ClassVar
 
 import numpy as np
 
+from flexsearch.errors import RecipeError
 from flexsearch.sync.bits import pack, packed_bytes, unpack
 from flexsearch.sync.compression import ROUNDING, Compression, Sizes, drawn
 from flexsearch.sync.exchange import Payload
@@ -34,6 +35,14 @@ class QSGD(Compression):
         whole("bits of qsgd", self.bits, 2, 8)
         whole("bucket of qsgd", self.bucket)
         whole("seed of qsgd", self.seed, 0)
+        levels = (1 << (self.bits - 1)) - 1
+        if self.feedback and self.bucket >= levels**2:
+            # The variance of what is rounded is up to min(d/s^2, sqrt(d)/s) times the square of the norm (lemma 3.1).
+            raise RecipeError(
+                f"errors of qsgd with {self.bits} bits and buckets of {self.bucket} can be larger than what is sent; with "
+                "feedback they would grow",
+                "Write feedback=off, or more bits" + (f", or a bucket below {levels**2}." if levels > 1 else "."),
+            )
 
     def encode(self, x: Tensor, step: int, ranks: tuple[int, ...]) -> Payload:
         uniform = np.stack([drawn(ROUNDING, self.seed, step, rank).random(x.shape[1]) for rank in ranks])

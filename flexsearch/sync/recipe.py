@@ -2,7 +2,7 @@
 
 A step of every recipe in which workers go together is, for an optimizer that works element by element:
 
-    weights, gradients, state = recipe.before_update(state, group, weights, gradients)
+    gradients, state = recipe.before_update(state, group, gradients)
     weights = optimizer(weights, gradients)
     weights, state = recipe.after_update(state, group, weights)
 
@@ -14,10 +14,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Final
 
+from flexsearch.errors import RecipeError
 from flexsearch.sync.all_reduce import AllReduce
 from flexsearch.sync.compression import Compression, Everything, Sizes
 from flexsearch.sync.exchange import Exchange, Group, Payload
-from flexsearch.sync.options import RecipeError, number, whole
+from flexsearch.sync.options import number, whole
 from flexsearch.sync.partners import Partners
 from flexsearch.sync.server import Server
 from flexsearch.sync.timing import Asynchronous, DiLoCo, EveryStep, LocalSGD, Timing
@@ -26,6 +27,8 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 EXACT: Final = AllReduce()
+_EVERY_STEP: Final = EveryStep()
+_EVERYTHING: Final = Everything()
 
 
 @dataclass(frozen=True)
@@ -49,9 +52,9 @@ class Recipe:
     their gradients before these are compressed (Lin et al., 2018), instead of the optimizer's; 0: none.
     Raises RecipeError for a combination that makes no sense, with the reason."""
 
-    timing: Timing = EveryStep()
+    timing: Timing = _EVERY_STEP
     partners: Partners = EXACT
-    compression: Compression = Everything()
+    compression: Compression = _EVERYTHING
     correction: float = 0.0
     warm_up: int = 0
 
@@ -99,7 +102,7 @@ class Recipe:
         return [
             (alone and not served, "workers that go by themselves meet at a server", f"Write {t.name}+server."),
             (alone and self.warm_up > 0, "exact steps need workers that wait for each other", "Leave out warm-up."),
-            (alone and self.correction > 0, "the server's optimizer has the momentum", "Leave out momentum-correction."),
+            (alone and self.correction > 0, "the server's optimizer has momentum", "Leave out momentum-correction."),
             (p.weights and compressed,
              "weights that are compressed in each step do not come to agree", "Write what=gradients."),
             (isinstance(t, DiLoCo) and not p.exact,
@@ -135,8 +138,9 @@ class Recipe:
         most = steps**0.25 / size**0.75
         if isinstance(self.timing, LocalSGD) and self.timing.period > max(1.0, most):
             return [
-                f"a period of {self.timing.period} is above T^(1/4) / N^(3/4) = {most:.2g} (T = {steps} steps, N = {size} "
-                "workers), up to which Local-SGD is proved to converge as fast as synchronous SGD (Yu et al., 2019)"
+                f"a period of {self.timing.period} is above T^(1/4) / N^(3/4) = {most:.2g} (T = {steps} steps, "
+                f"N = {size} workers), up to which Local-SGD is proved to converge as fast as synchronous SGD (Yu et "
+                "al., 2019)"
             ]
         return []
 
@@ -151,25 +155,22 @@ class Recipe:
             outer=zeros if isinstance(self.timing, DiLoCo) else None, memory=self.compression.start(sizes, weights),
         )  # fmt: skip
 
-    def before_update(
-        self, state: State, group: Group, weights: Tensor, gradients: Tensor, sizes: Sizes
-    ) -> tuple[Tensor, Tensor, State]:
-        """Weights and gradients, (rows, n) both, that the optimizer goes on with."""
+    def before_update(self, state: State, group: Group, gradients: Tensor, sizes: Sizes) -> tuple[Tensor, State]:
+        """Gradients, (rows, n), that the optimizer takes."""
         if state.step < self.warm_up:
-            return weights, EXACT.mean(gradients, group), state
-        if self.timing.steps != 1 or isinstance(self.timing, LocalSGD):
-            return weights, gradients, state
-        if self.partners.weights:
-            mixed, _, _ = self.partners.average(weights, group, self.compression, None, state.rounds, sizes)
-            return mixed, gradients, replace(state, rounds=state.rounds + 1)
-        gradients, state = self._send(state, group, gradients, sizes)
-        return weights, gradients, state
+            return EXACT.mean(gradients, group), state
+        if self.partners.weights or isinstance(self.timing, LocalSGD):
+            return gradients, state
+        return self._send(state, group, gradients, sizes)
 
     def after_update(self, state: State, group: Group, weights: Tensor, sizes: Sizes) -> tuple[Tensor, State]:
         """Weights, (rows, n), that the next step begins with."""
         state = replace(state, step=state.step + 1)
         if not isinstance(self.timing, LocalSGD):
-            return weights, state
+            if not self.partners.weights or state.step <= self.warm_up:
+                return weights, state
+            mixed, _, _ = self.partners.average(weights, group, self.compression, None, state.rounds, sizes)
+            return mixed, replace(state, rounds=state.rounds + 1)
         since = state.step - self.warm_up
         if since <= 0:
             return weights, replace(state, reference=weights.clone())

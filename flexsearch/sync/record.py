@@ -25,8 +25,8 @@ class Epoch:
 @dataclass(frozen=True)
 class Staleness:
     """Of workers that go by themselves: by how many updates of others weights were behind when a gradient of them
-    arrived, on average and at ``most``; ``lead``: by how many steps a worker that began one was ahead of the slowest, at
-    most."""
+    arrived, on average and at ``most``; ``lead``: by how many steps a worker that began one was ahead of the slowest,
+    at most."""
 
     mean: float
     most: int

@@ -5,9 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
+from flexsearch.errors import RecipeError
 from flexsearch.sync.compression import Compression, Sizes
 from flexsearch.sync.exchange import Exchange, Group, Payload, served
-from flexsearch.sync.options import RecipeError, one_of, whole
+from flexsearch.sync.options import one_of, whole
 from flexsearch.sync.partners import Partners
 
 if TYPE_CHECKING:
@@ -17,8 +18,8 @@ if TYPE_CHECKING:
 @dataclass(frozen=True)
 class Server(Partners):
     """Each of ``shards`` servers keeps an equal part of the vector. ``on``: "workers": the first workers serve, too;
-    "devices": so many devices after the workers do nothing else. What is pushed may be compressed, part by part; what is
-    pulled is not."""
+    "devices": so many devices after the workers do nothing else. What is pushed may be compressed, part by part; what
+    is pulled is not."""
 
     shards: int = 1
     on: str = "workers"

@@ -64,8 +64,8 @@ class DiLoCo(LocalSGD):
 @dataclass(frozen=True)
 class Asynchronous(Timing):
     """Each worker pushes its gradient to a server, which updates on arrival, and pulls the weights (Dean et al., 2012).
-    ``share``: gradients are multiplied by it; 0: one over the number of workers, so that all workers' gradients together
-    count as much as their mean."""
+    ``share``: gradients are multiplied by it; 0: one over the number of workers, so that all workers' gradients
+    together count as much as their mean."""
 
     share: float = 0.0
 
@@ -86,8 +86,8 @@ class Asynchronous(Timing):
 
 @dataclass(frozen=True)
 class Stale(Asynchronous):
-    """As ``Asynchronous``, but no worker begins a step while it is more than ``bound`` steps ahead of the slowest (Ho et
-    al., 2013)."""
+    """As ``Asynchronous``, but no worker begins a step while it is more than ``bound`` steps ahead of the slowest (Ho
+    et al., 2013)."""
 
     bound: int = 2
 

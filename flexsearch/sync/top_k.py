@@ -1,4 +1,5 @@
-"""The k entries of largest magnitude: values and indices, gathered by all (Aji and Heafield, 2017; Lin et al., 2018)."""
+"""The k entries of largest magnitude: values and indices, gathered by all (Aji and Heafield, 2017; Lin et al.,
+2018)."""
 
 from __future__ import annotations
 

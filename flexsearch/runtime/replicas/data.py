@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from flexsearch.errors import FileFormatError, FlexsearchError
+from flexsearch.errors import DatasetError, FileFormatError
 
 CONTEXT: Final = 16
 """Letters that the next one is guessed from."""
@@ -23,10 +23,6 @@ SAMPLES: Final = 60_000
 HELD_OUT: Final = 5
 """One of so many digits is held out."""
 _CIFAR_ROW: Final = 1 + 3 * 32 * 32
-
-
-class DatasetError(FlexsearchError):
-    """A data set that is not there or does not fit."""
 
 
 @dataclass(frozen=True)
@@ -47,7 +43,7 @@ class Dataset:
 
 
 def load_dataset(name: str) -> Dataset:
-    """"digits", "text", or "cifar10:FOLDER". Raises DatasetError that names the remedy."""
+    """ "digits", "text", or "cifar10:FOLDER". Raises DatasetError that names the remedy."""
     kind, _, path = name.partition(":")
     if kind == "digits" and not path:
         return _digits()

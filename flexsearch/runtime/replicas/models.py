@@ -17,7 +17,7 @@ MODELS: Final = ("mlp", "cnn")
 
 
 def load_model(name: str, dataset: Dataset) -> tuple[nn.Module, Loss]:
-    """"mlp" (of text: Bengio et al., 2003, an embedding of each letter before it), "cnn" (images), or
+    """ "mlp" (of text: Bengio et al., 2003, an embedding of each letter before it), "cnn" (images), or
     MODULE:CALLABLE, whose own inputs and targets do not count. Weights of the small ones are drawn with seed 0. Raises
     ImportModelError."""
     if name in MODELS:
@@ -28,7 +28,9 @@ def load_model(name: str, dataset: Dataset) -> tuple[nn.Module, Loss]:
         raise ImportModelError(f"there is no model {name!r}", f"Give {', '.join(MODELS)}, or MODULE:CALLABLE.")
     loaded = load_callable(name)
     if loaded.loss is None or loaded.targets is None:
-        raise ImportModelError(f"{name} returns no loss of outputs and targets", "Return (model, inputs, targets, loss).")
+        raise ImportModelError(
+            f"{name} returns no loss of outputs and targets", "Return (model, inputs, targets, loss)."
+        )
     return loaded.model, loaded.loss
 
 

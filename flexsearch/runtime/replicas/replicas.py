@@ -75,7 +75,7 @@ class Replicas:
         return total / len(inputs), right / count if count else float("nan")
 
     def _named(self, weights: Tensor, buffers: dict[str, Tensor]) -> dict[str, Tensor]:
-        parts = weights.split([max(1, torch.Size(shape).numel()) for shape in self._shapes])
+        parts = torch.split(weights, [torch.Size(shape).numel() for shape in self._shapes])
         own = {name: part.view(shape) for name, part, shape in zip(self._names, parts, self._shapes, strict=True)}
         return {**self._fixed, **buffers, **own}
 

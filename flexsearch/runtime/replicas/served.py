@@ -91,7 +91,9 @@ class Served:
         self._at(now + seconds, "computed", worker)
 
     def _push(self, worker: int) -> None:
-        if worker not in self._computed:  # a gradient depends on what was pulled alone: compute all that are due at once
+        if (
+            worker not in self._computed
+        ):  # a gradient depends on what was pulled alone: compute all that are due at once
             due = sorted(self._copies)
             copies = torch.cat([self._copies.pop(w) for w in due])
             found, losses = self._gradients(copies, due, [self.steps[w] for w in due])

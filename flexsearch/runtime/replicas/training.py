@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from flexsearch.cost.waiting import Clock, Workers
-from flexsearch.errors import RuntimeFailure
-from flexsearch.runtime.replicas.data import Dataset, DatasetError
+from flexsearch.errors import DatasetError, RuntimeFailure
+from flexsearch.runtime.replicas.data import Dataset
 from flexsearch.runtime.replicas.replicas import Replicas
 from flexsearch.runtime.replicas.served import Served
 from flexsearch.sync import Exchange, Recipe, Simulated
@@ -55,7 +55,10 @@ class Training:
 
     def samples(self, workers: int, epoch: int) -> Tensor:
         """(steps, workers, batch) indices of the samples of an epoch, those of all recipes."""
-        steps, order = self.steps(workers), np.random.default_rng((self.seed, epoch)).permutation(len(self.dataset.inputs))
+        steps, order = (
+            self.steps(workers),
+            np.random.default_rng((self.seed, epoch)).permutation(len(self.dataset.inputs)),
+        )
         return torch.from_numpy(order[: steps * workers * self.batch]).view(steps, workers, self.batch)
 
     def make_optimizer(self, weights: nn.Parameter, momentum: float) -> torch.optim.Optimizer:
@@ -85,7 +88,7 @@ class Training:
                 gradients, loss = replicas.gradients(weights, data.inputs[at], data.targets[at], group.ranks)
                 losses.append(loss.mean())
                 step, before = state.step, state.rounds
-                weights.data, weights.grad, state = recipe.before_update(state, group, weights.data, gradients, sizes)
+                weights.grad, state = recipe.before_update(state, group, gradients, sizes)
                 optimizer.step()
                 weights.data, state = recipe.after_update(state, group, weights.data, sizes)
                 clock.compute(step, recipe.compression.passes * sizes.n * sizes.itemsize * (state.rounds - before))
@@ -95,10 +98,15 @@ class Training:
             mean = weights.detach().mean(0)
             epochs.append(
                 Epoch(
-                    epoch + 1, state.step, _finite(torch.stack(losses).mean()),
-                    *replicas.evaluate(mean, data.held_inputs, data.held_targets), clock.seconds, clock.communicated,
-                    total.sent, total.messages,
-                )  # fmt: skip
+                    epoch + 1,
+                    state.step,
+                    _finite(torch.stack(losses).mean()),
+                    *replicas.evaluate(mean, data.held_inputs, data.held_targets),
+                    clock.seconds,
+                    clock.communicated,
+                    total.sent,
+                    total.messages,
+                )
             )
             if on_epoch is not None:
                 on_epoch(epochs[-1])
