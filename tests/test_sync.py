@@ -369,7 +369,8 @@ def test_powersgd() -> None:
             e[:, at : at + a * b] = (m - p @ q[k].T).reshape(P, -1)
         v = BETA * v + mean
         w = w - LR * v
-    close(trained("powersgd:rank=2"), np.tile(w, (P, 1)))
+    # Orthogonalising columns that are nearly parallel, step after step, lets the last digits of sums grow 100-fold.
+    close(trained("powersgd:rank=2"), np.tile(w, (P, 1)), 1e-9)
 
 
 def test_momentum_correction_with_factor_masking() -> None:

@@ -39,8 +39,8 @@ class QSGD(Compression):
         if self.feedback and self.bucket >= levels**2:
             # The variance of what is rounded is up to min(d/s^2, sqrt(d)/s) times the square of the norm (lemma 3.1).
             raise RecipeError(
-                f"errors of qsgd with {self.bits} bits and buckets of {self.bucket} can be larger than what is sent; with "
-                "feedback they would grow",
+                f"errors of qsgd with {self.bits} bits and buckets of {self.bucket} may exceed what is sent; feedback "
+                "would let them grow",
                 "Write feedback=off, or more bits" + (f", or a bucket below {levels**2}." if levels > 1 else "."),
             )
 
