@@ -101,8 +101,8 @@ def test_replicas_have_statistics_of_their_own() -> None:
 def test_every_recipe_learns_from_the_same_start(cli: Cli) -> None:
     result = trained(
         "all-reduce", "local-sgd:period=2", "gossip", "async+server", "stale:bound=1+server:shards=2",
-        "diloco:period=3", "top-k:density=0.2", "qsgd", "16-bit", "powersgd:rank=1", "local-sgd:period=2+gossip+threshold:tau=0.001",
-        epochs=4,
+        "diloco:period=3", "top-k:density=0.2", "qsgd", "16-bit", "powersgd:rank=1",
+        "local-sgd:period=2+gossip+threshold:tau=0.001", epochs=4,
     )  # fmt: skip
     for run in result.runs:
         assert run.last.steps == 4 * 6 and run.last.accuracy > 0.85, run

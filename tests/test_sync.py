@@ -388,6 +388,11 @@ def test_momentum_correction_with_factor_masking() -> None:
     close(trained("top-k:k=10+momentum-correction:momentum=0.9", momentum=0.0), np.tile(w, (P, 1)))
 
 
+def test_momentum_is_corrected_in_exact_first_steps_too() -> None:
+    recipe = "top-k:k=10+momentum-correction:momentum=0.9+warm-up:steps=50"
+    close(trained(recipe, momentum=0.0), data_parallel())
+
+
 # ---- combined
 
 

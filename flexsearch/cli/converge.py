@@ -15,11 +15,10 @@ def converge(
     recipes: Annotated[
         list[str],
         typer.Argument(
-            metavar="RECIPE...",
+            metavar="RECIPE",
             help="Parts joined by +: local-sgd, diloco, async, stale; all-reduce, server, gossip, ring, matrix; "
             "threshold, adaptive-threshold, top-k, gtop-k, random-k, qsgd, 16-bit, sign, powersgd; warm-up, "
-            "momentum-correction. Options follow a colon: local-sgd:period=16+gossip+top-k:density=0.01. Or a "
-            "strategy file.",
+            "momentum-correction. Options follow a colon: local-sgd:period=16+top-k:k=99. Or a strategy file.",
         ),
     ],
     model: Annotated[

@@ -158,6 +158,9 @@ class Recipe:
     def before_update(self, state: State, group: Group, gradients: Tensor, sizes: Sizes) -> tuple[Tensor, State]:
         """Gradients, (rows, n), that the optimizer takes."""
         if state.step < self.warm_up:
+            if state.velocity is not None:
+                gradients = self.correction * state.velocity + gradients
+                state = replace(state, velocity=gradients)
             return EXACT.mean(gradients, group), state
         if self.partners.weights or isinstance(self.timing, LocalSGD):
             return gradients, state

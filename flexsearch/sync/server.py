@@ -38,10 +38,11 @@ class Server(Partners):
                 f"Give at most {size} shards, or on=devices.",
             )
         if self.on == "devices" and size + self.shards > devices:
+            fewer = devices - self.shards
             raise RecipeError(
                 f"a dedicated server is on no host: {size} workers and {self.shards} servers need "
                 f"{size + self.shards} devices, and there are {devices}",
-                f"Use a topology with more devices, --workers {max(2, devices - self.shards)}, or on=workers.",
+                f"Use a topology with more devices{f', --workers {fewer}' if fewer > 1 else ''}, or on=workers.",
             )
 
     def owners(self, size: int) -> list[int]:
