@@ -23,7 +23,7 @@ from flexsearch.report.convergence import Convergence, Run
 from flexsearch.topology import Topology
 
 TAU: Final = 0.02
-"""Of a gradient's entries, and of what weights change by in a period. (At 0.002 half of them are sent, in 8 bytes each.)"""
+"""Of a gradient's entries, and of what weights change by in a period. (At 0.002 half of them are sent, at 8 bytes.)"""
 CONFIGURATIONS: Final = (
     "all-reduce",
     "local-sgd:period=16",
