@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from typing import Any
 
     from flexsearch.api import compare, optimize
+    from flexsearch.converging import converge
     from flexsearch.cost import Profile
     from flexsearch.errors import FlexsearchError
     from flexsearch.graph import OperatorGraph
@@ -31,14 +32,14 @@ __version__ = "0.1.0"
 
 __all__ = [
     "FlexsearchError", "OperatorGraph", "OperatorKind", "Parallel", "Profile", "Strategy", "Topology", "__version__",
-    "compare", "import_model", "optimize", "parallelize", "profile_graph", "register", "save_trace",
+    "compare", "converge", "import_model", "optimize", "parallelize", "profile_graph", "register", "save_trace",
 ]  # fmt: skip
 
 _HOME = {
     "FlexsearchError": "errors", "OperatorGraph": "graph", "Parallel": "runtime.parallel", "Profile": "cost",
-    "Strategy": "strategy", "Topology": "topology", "compare": "api", "import_model": "graph.importer",
-    "optimize": "api", "parallelize": "runtime.parallel", "profile_graph": "measure.profiler",
-    "register": "graph.ops", "OperatorKind": "graph.ops", "save_trace": "tracing",
+    "Strategy": "strategy", "Topology": "topology", "compare": "api", "converge": "converging",
+    "import_model": "graph.importer", "optimize": "api", "parallelize": "runtime.parallel",
+    "profile_graph": "measure.profiler", "register": "graph.ops", "OperatorKind": "graph.ops", "save_trace": "tracing",
 }  # fmt: skip
 
 

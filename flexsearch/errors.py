@@ -59,6 +59,14 @@ class StrategyError(FlexsearchError):
     """A strategy that is not legal for this graph and topology, or that was made for another one."""
 
 
+class RecipeError(FlexsearchError):
+    """A synchronisation recipe with a wrong option, or a combination that makes no sense; says why."""
+
+
+class DatasetError(FlexsearchError):
+    """A data set that is not there, or has too few samples."""
+
+
 class ProfileError(FlexsearchError):
     """A measured profile that does not fit the device or the graph it is used with."""
 

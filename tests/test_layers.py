@@ -19,13 +19,13 @@ FLOOR = {
     "errors": -3, "children": -3, "ranks": -3, "allocator": -3,
     "translating": -4, "linking": -3,
     "compiled": -2, "direct": -2, "packed": -2, "quantities": -2, "output": -2, "experts": -2, "files": -1, "zoo": -1,
-    "graph": 0, "topology": 0,
+    "sync": -1, "graph": 0, "topology": 0,
     "strategy": 1, "cost": 1,
     "lower": 2,
     "simulate": 3, "proof": 3,
     "search": 4, "runtime": 4, "report": 4, "measure": 4,
-    "calibrating": 5, "explaining": 5, "changing": 5, "fitting": 5, "planning": 5, "scaling": 5, "spaces": 5,
-    "tracing": 5, "api": 5, "cli": 5, "": 5,
+    "calibrating": 5, "converging": 5, "explaining": 5, "changing": 5, "fitting": 5, "planning": 5, "scaling": 5,
+    "spaces": 5, "tracing": 5, "api": 5, "cli": 5, "": 5,
 }  # fmt: skip
 """Floor of each package and top-level module. The zoo is plain torch that anything may build on; "" is
 ``flexsearch/__init__.py``, which hands on what lies below."""

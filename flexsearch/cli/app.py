@@ -7,7 +7,20 @@ from typing import Annotated
 import typer
 
 from flexsearch import __version__
-from flexsearch.cli import calibrate, cluster, clusters, explain, export, models, optimize, plans, plot, scale, whatif
+from flexsearch.cli import (
+    calibrate,
+    cluster,
+    clusters,
+    converge,
+    explain,
+    export,
+    models,
+    optimize,
+    plans,
+    plot,
+    scale,
+    whatif,
+)
 
 app = typer.Typer(
     help="Find, explain and run the fastest way to split one PyTorch training step over a set of devices.",
@@ -45,6 +58,7 @@ app.command()(explain.explain)
 app.command()(explain.diff)
 app.command("what-if")(whatif.what_if)
 app.command()(scale.scale)
+app.command()(converge.converge)
 app.command()(plot.plot)
 app.command()(export.export)
 app.command()(cluster.run)

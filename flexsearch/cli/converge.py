@@ -1,0 +1,137 @@
+"""``converge``: training under synchronisation recipes, on simulated ranks. It needs torch."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import typer
+
+from flexsearch.cli.common import DEFAULT_TOPOLOGY, FINITE, JsonOption, check_outputs, show, stdout
+from flexsearch.cli.progress import Live
+
+
+def converge(
+    recipes: Annotated[
+        list[str],
+        typer.Argument(
+            metavar="RECIPE",
+            help="Parts joined by +: local-sgd, diloco, async, stale; all-reduce, server, gossip, ring, matrix; "
+            "threshold, adaptive-threshold, top-k, gtop-k, random-k, qsgd, 16-bit, sign, powersgd; warm-up, "
+            "momentum-correction. Options follow a colon: local-sgd:period=16+top-k:k=99. Or a strategy file.",
+        ),
+    ],
+    model: Annotated[
+        str, typer.Option("--model", "-m", metavar="M", help="mlp, cnn, or MODULE:CALLABLE as in import.")
+    ] = "mlp",
+    dataset: Annotated[
+        str,
+        typer.Option(
+            "--dataset",
+            "-d",
+            metavar="D",
+            help="text (Python's own library), digits (needs scikit-learn), or cifar10:FOLDER.",
+        ),
+    ] = "text",
+    topology: Annotated[
+        str, typer.Option("--topology", "-t", metavar="T", help="A preset (ethernet-1g:16), or a topology file.")
+    ] = DEFAULT_TOPOLOGY,
+    workers: Annotated[
+        int | None, typer.Option("--workers", metavar="N", help="Devices that train, the first. Default: all.")
+    ] = None,
+    epochs: Annotated[int, typer.Option("--epochs", metavar="N", help="Passes over the data.")] = 3,
+    batch: Annotated[int, typer.Option("--batch", metavar="N", help="Samples of a worker's step.")] = 32,
+    optimizer: Annotated[Literal["sgd", "adam"], typer.Option("--optimizer", help="Of the workers.")] = "sgd",
+    lr: Annotated[
+        float | None, typer.Option("--lr", metavar="X", help="Learning rate. Default: 0.1; of adam 0.001.", **FINITE)
+    ] = None,
+    momentum: Annotated[float, typer.Option("--momentum", metavar="X", help="Of sgd.", **FINITE)] = 0.9,
+    target_loss: Annotated[
+        float | None,
+        typer.Option(
+            "--target-loss", metavar="X", help="Compare times to this loss. Default: one that all reach.", **FINITE
+        ),
+    ] = None,
+    step_time: Annotated[
+        float | None,
+        typer.Option(
+            "--step-time", metavar="S", help="Seconds a worker computes in a step. Default: simulated.", **FINITE
+        ),
+    ] = None,
+    slow: Annotated[
+        list[str] | None,
+        typer.Option("--slow", metavar="WORKER:FACTOR", help="A worker that takes so many times as long. Repeatable."),
+    ] = None,
+    jitter: Annotated[
+        float,
+        typer.Option("--jitter", metavar="X", help="Steps take up to this share longer, by chance.", **FINITE),
+    ] = 0.0,
+    seed: Annotated[int, typer.Option("--seed", metavar="N", help="Of the order of samples, and of chance.")] = 0,
+    output: Annotated[
+        Path | None, typer.Option("--output", "-o", help="Draw the curves: a .png, .svg or .pdf file.")
+    ] = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Train under each synchronisation recipe, and compare loss against time on a cluster.
+
+    Workers are simulated in this process: arithmetic is exactly the recipe's; time is what computing takes on the
+    devices, and what is really sent on the links.
+    """
+    from flexsearch.report.plots import FORMATS
+
+    if output is not None and output.suffix.removeprefix(".") not in FORMATS:
+        raise typer.BadParameter(f"{output} cannot be drawn; give a .png, .svg or .pdf file", param_hint="--output")
+    files = [recipe for recipe in recipes if recipe.endswith(".json")]
+    check_outputs({"--output": output}, topology, *files)
+    from flexsearch.converging import converge as train
+    from flexsearch.sync.record import Epoch
+
+    total = float(len(recipes) * max(1, epochs))
+    with Live("preparing", total) as live:
+        done = [0]
+
+        def report(name: str, epoch: Epoch) -> None:
+            done[0] += 1
+            live.show(f"training: {name}", done[0], state=f"epoch {epoch.epoch}, loss {epoch.loss:.4g}")
+
+        result = train(
+            recipes, model, dataset, topology, workers=workers, epochs=epochs, batch=batch, optimizer=optimizer, lr=lr,
+            momentum=momentum, seed=seed, target_loss=target_loss, step_s=step_time, slow=_slow(slow or []),
+            jitter=jitter, on_epoch=report,
+        )  # fmt: skip
+    if output is not None:
+        from flexsearch.output import write
+        from flexsearch.report.plots import rendered
+
+        write(output, rendered(result.figure(), output.suffix.removeprefix(".")))
+    show(as_json, result.data() | {"path": str(output) if output is not None else None}, lambda: _say(result, output))
+
+
+def _slow(given: list[str]) -> dict[int, float]:
+    """WORKER:FACTOR options."""
+    factors: dict[int, float] = {}
+    for item in given:
+        worker, _, factor = item.partition(":")
+        try:
+            factors[int(worker)] = float(factor)
+        except ValueError:
+            raise typer.BadParameter(
+                f'"{item}" is not of the form WORKER:FACTOR, as 3:2.5', param_hint="--slow"
+            ) from None
+    return factors
+
+
+def _say(result: Any, output: Path | None) -> None:
+    from flexsearch.cli.details import tell
+    from flexsearch.report.convergence import headline, remarks
+
+    tell(headline(result), indent=2)
+    stdout.print()
+    stdout.print(result.table())
+    tell("\nAfter each epoch:")
+    stdout.print(result.epochs_table())
+    stdout.print()
+    for remark in remarks(result):
+        tell(remark, indent=2)
+    if output is not None:
+        stdout.print(f"\nWrote {output}.", soft_wrap=True)

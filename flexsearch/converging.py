@@ -1,0 +1,234 @@
+"""Floor 5: training under synchronisation recipes, on simulated ranks, against simulated time."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+from flexsearch.api import Setting
+from flexsearch.cost.waiting import Workers
+from flexsearch.errors import FlexsearchError, RecipeError
+from flexsearch.report.convergence import Convergence, Run
+from flexsearch.strategy import Strategy
+from flexsearch.sync import Recipe, parse_recipe
+from flexsearch.sync.options import number, whole
+from flexsearch.sync.record import Epoch
+from flexsearch.topology import Topology
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from flexsearch.runtime.replicas import Dataset, Training
+    from flexsearch.runtime.replicas.replicas import Loss
+
+OnEpoch = Callable[[str, Epoch], None]
+"""Called with the recipe and what it reached."""
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """Where training is simulated. ``workers``: the first devices of the topology (None: all); those after them can be
+    dedicated servers. ``step_s``: seconds that a worker computes in a step (None: as simulated for its device).
+    ``slow``: by worker, times as long. ``jitter``: each step takes up to that share longer, by chance."""
+
+    topology: Topology
+    workers: int | None = None
+    step_s: float | None = None
+    slow: Mapping[int, float] | None = None
+    jitter: float = 0.0
+
+    def __post_init__(self) -> None:
+        most = len(self.topology.devices)
+        if most < 2:
+            raise RecipeError(f"topology {self.topology.name} has one device", "Use a topology with several.")
+        if self.workers is not None:
+            whole("number of workers", self.workers, 2, most)
+        if self.step_s is not None:
+            number("time of a step", self.step_s)
+        number("jitter", self.jitter, least=True)
+        for worker, factor in (self.slow or {}).items():
+            whole("number of a slow worker", worker, 0, self.size - 1)
+            number("factor of a slow worker", factor)
+
+    @property
+    def size(self) -> int:
+        """Number of workers."""
+        return self.workers if self.workers is not None else len(self.topology.devices)
+
+
+def converge(
+    recipes: Sequence[str | Recipe],
+    model: str | nn.Module = "mlp",
+    dataset: str | Dataset = "text",
+    topology: str | Topology = "ethernet-1g-4",
+    *,
+    loss: Loss | None = None,
+    workers: int | None = None,
+    epochs: int = 3,
+    batch: int = 32,
+    optimizer: Literal["sgd", "adam"] = "sgd",
+    lr: float | None = None,
+    momentum: float = 0.9,
+    seed: int = 0,
+    target_loss: float | None = None,
+    step_s: float | None = None,
+    slow: Mapping[int, float] | None = None,
+    jitter: float = 0.0,
+    on_epoch: OnEpoch | None = None,
+) -> Convergence:
+    """Train a model under each of ``recipes`` (docs/synchronisation.md), from the same weights with the same batches,
+    and report loss and accuracy against simulated time.
+
+    ``recipes``: as text ("local-sgd:period=16+gossip"), objects, or strategy files, whose plans compute what data
+    parallelism does. ``model``: "mlp", "cnn", MODULE:CALLABLE, or a module, with its ``loss`` of outputs and targets.
+    ``dataset``: "digits" (needs scikit-learn), "text", "cifar10:FOLDER", or a ``Dataset``. ``batch``: samples of a
+    worker's step. ``lr``: of "sgd" by default 0.1, of "adam" 0.001. ``target_loss``: to which times are compared.
+    ``workers``, ``step_s``, ``slow``, ``jitter``: see :class:`Cluster`.
+    Raises RecipeError for a recipe that makes no sense or that the workers cannot follow, DatasetError,
+    ImportModelError, TopologyError; RuntimeFailure if training diverges."""
+    from flexsearch.runtime.replicas import Training, load_dataset, load_model
+
+    if not recipes:
+        raise RecipeError("there is no recipe", "Give one or more, such as all-reduce.")
+    for name, value in (("number of epochs", epochs), ("batch", batch)):
+        whole(name, value)
+    whole("seed", seed, 0)
+    lr = lr if lr is not None else 0.1 if optimizer == "sgd" else 0.001
+    number("learning rate", lr)
+    number("momentum", momentum, most=0.999, least=True)
+    named = Topology.load(topology) if isinstance(topology, str) else topology
+    cluster = Cluster(named, workers, step_s, slow, jitter)
+    parsed = [(r, None) if _is_file(r) else (r, parse_recipe(r) if isinstance(r, str) else r) for r in recipes]
+    data = load_dataset(dataset) if isinstance(dataset, str) else dataset
+    training = Training(data, epochs, batch, optimizer, lr, momentum, seed)
+    training.steps(cluster.size)  # refused before the work
+    title = model if isinstance(model, str) else type(model).__name__
+    module, own_loss = load_model(model, data) if isinstance(model, str) else (model, loss)
+    if own_loss is None:
+        raise RecipeError("a module needs a loss", "Give loss=, a function of outputs and targets.")
+    return _Trials(cluster, training, module, own_loss, title).run(parsed, target_loss, on_epoch)
+
+
+def _is_file(recipe: str | Recipe) -> bool:
+    return isinstance(recipe, str) and (recipe.endswith(".json") and ":" not in recipe)
+
+
+class _Trials:
+    """The runs of one model on one cluster."""
+
+    def __init__(
+        self, cluster: Cluster, training: Training, module: nn.Module, loss: Loss, title: str
+    ) -> None:  # fmt: skip
+        self.cluster, self.training = cluster, training
+        self._module, self._loss, self._title = module, loss, title
+        self._overlapped: float | None = None
+        if cluster.step_s is None:
+            compute = self._simulated()
+            self._overlapped = self._whole().yardsticks()["data_parallel_s"]
+        else:
+            compute = [cluster.step_s] * cluster.size
+        slow = cluster.slow or {}
+        self.workers = Workers(
+            cluster.topology, tuple(range(len(cluster.topology.devices))),
+            tuple(s * slow.get(k, 1.0) for k, s in enumerate(compute)), cluster.jitter, training.seed,
+        )  # fmt: skip
+
+    def run(
+        self, recipes: Sequence[tuple[str | Recipe, Recipe | None]], target: float | None, on_epoch: OnEpoch | None
+    ) -> Convergence:
+        """Train under each; a strategy file has no recipe."""
+        checked = self._replicas()
+        for _, recipe in recipes:  # refused before the work
+            if recipe is not None:
+                recipe.check(self.workers.size, checked.sizes, self.workers.hosts, len(self.workers.devices))
+        plans = {str(name): self._plan(str(name)) for name, recipe in recipes if recipe is None}
+        runs: list[Run] = []
+        for given, recipe in recipes:
+            name = given if isinstance(given, str) else given.words
+
+            def report(epoch: Epoch, name: str = name) -> None:
+                if on_epoch is not None:
+                    on_epoch(name, epoch)
+
+            trained = self.training.run(recipe or Recipe(), self._replicas(), self.workers, report)
+            if recipe is None:
+                runs.append(Run(name, False, tuple(plans[name].timed(epoch) for epoch in trained.epochs)))
+                continue
+            notes = recipe.warnings(trained.epochs[-1].steps, self.workers.size)
+            runs.append(Run(name, recipe.lossy, trained.epochs, trained.staleness, tuple(notes)))
+        return Convergence(
+            tuple(runs), self._title, self.training.dataset.name, self.cluster.topology.name, self.workers.size,
+            self.training.batch, checked.sizes.n, max(self.workers.compute_s), self._overlapped, target,
+        )  # fmt: skip
+
+    def _replicas(self) -> Any:
+        from copy import deepcopy
+
+        from flexsearch.runtime.replicas import Replicas
+
+        return Replicas(deepcopy(self._module), self._loss, self.cluster.size)
+
+    def _setting(self, samples: int, devices: Sequence[int]) -> Setting:
+        """The model with a batch of so many samples on some devices."""
+        from flexsearch.graph.importer import import_model
+
+        data = self.training.dataset
+        at = [k % len(data.inputs) for k in range(samples)]
+        self._module.train()
+        try:
+            graph = import_model(
+                self._module, (data.inputs[at],), self._loss, targets=data.targets[at],
+                name=self._title.rpartition(":")[2],
+            )  # fmt: skip
+        except FlexsearchError as error:
+            raise type(error)(error.message, f"{error.remedy} Or say how long a step takes (--step-time).") from error
+        topology = self.cluster.topology
+        return Setting.of(graph, topology if len(devices) == len(topology.devices) else topology.subset(devices))
+
+    def _whole(self) -> Setting:
+        return self._setting(self.training.batch * self.cluster.size, range(self.cluster.size))
+
+    def _simulated(self) -> list[float]:
+        """Seconds that each worker computes in a step; devices of one kind are simulated once."""
+        times: dict[str, float] = {}
+        kinds = [
+            device.model_dump_json(exclude={"name", "host", "processor"})
+            for device in self.cluster.topology.devices[: self.cluster.size]
+        ]
+        for k, kind in enumerate(kinds):
+            if kind not in times:
+                alone = self._setting(self.training.batch, [k])
+                times[kind] = alone.row("single", alone.baseline("single")).simulation.makespan_s
+        return [times[kind] for kind in kinds]
+
+    def _plan(self, path: str) -> _Plan:
+        setting = self._whole()
+        strategy = Strategy.load(Path(path))
+        try:
+            strategy.check_supported(setting.graph, setting.topology)
+        except FlexsearchError as error:
+            raise error.at(f"strategy file {path}") from error
+        row = setting.row(path, strategy)
+        alone_s = max(self.workers.compute_s)
+        count = sum(c is not None for c in row.lowered.tasks.communication)
+        return _Plan(row.simulation.makespan_s, row.simulation.moved_bytes, count, alone_s)
+
+
+@dataclass(frozen=True)
+class _Plan:
+    """A step of a strategy: seconds, bytes, messages; what a worker computes for data parallelism, s."""
+
+    step_s: float
+    moved: int
+    messages: int
+    compute_s: float
+
+    def timed(self, epoch: Epoch) -> Epoch:
+        """What the same training takes under the strategy."""
+        steps = epoch.steps
+        return replace(
+            epoch, seconds=steps * self.step_s, communicated=steps * max(0.0, self.step_s - self.compute_s),
+            sent=steps * self.moved, messages=steps * self.messages,
+        )  # fmt: skip

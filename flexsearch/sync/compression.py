@@ -1,0 +1,179 @@
+"""How much is sent: what every compression can do, and sending everything."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from math import ceil
+from typing import TYPE_CHECKING, Any, ClassVar, Final
+
+import numpy as np
+
+from flexsearch.errors import RecipeError
+from flexsearch.sync.exchange import Exchange, Group, Payload
+from flexsearch.sync.options import number, whole
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """What a recipe works on: ``shapes`` of the tensors that lie one after the other in a row, ``itemsize`` of an
+    element, bytes."""
+
+    shapes: tuple[tuple[int, ...], ...]
+    itemsize: int
+
+    @property
+    def n(self) -> int:
+        """Elements of a row."""
+        return sum(int(np.prod(shape, dtype=np.int64)) for shape in self.shapes)
+
+    def part(self, n: int) -> Sizes:
+        """The same for a row of ``n`` elements."""
+        return replace(self, shapes=((n,),))
+
+
+Mean = Callable[["Tensor"], "Tensor"]
+"""The mean over all positions, (rows, n), by the all-reduce of the recipe."""
+Means = Callable[[int, int], list[Exchange]]
+"""The exchanges of that for rows of so many elements, of so many bytes each."""
+
+
+@dataclass(frozen=True)
+class Compression:
+    """What replicas send of a vector. ``feedback``: what was not sent is added to the next vector. ``passes``: how
+    often encoding reads or writes the vector, for its time."""
+
+    feedback: bool = True
+
+    name: ClassVar[str]
+    alone: ClassVar[str] = ""
+    """Why it works only among all, by collectives; empty: payloads can be sent to anyone."""
+    keeps_size: ClassVar[bool] = True
+    """Whether what arrives is of the size of what was sent, not only of its direction."""
+    passes: ClassVar[int] = 2
+
+    def check(self, sizes: Sizes) -> None:
+        """Raise RecipeError if it does not fit such vectors."""
+
+    def start(self, sizes: Sizes, like: Tensor) -> Any:
+        """What it remembers from step to step, for rows as those of ``like``."""
+        return None
+
+    def encode(self, x: Tensor, step: int, ranks: tuple[int, ...]) -> Payload:
+        """(rows, n) -> what the rows send."""
+        raise NotImplementedError
+
+    def decode(self, payload: Payload, n: int) -> Tensor:
+        """What arrived, as (rows, n)."""
+        raise NotImplementedError
+
+    def nbytes(self, sizes: Sizes) -> int | None:
+        """Bytes of a payload; None where they depend on the numbers."""
+        raise NotImplementedError
+
+    def average(
+        self, x: Tensor, group: Group, mean: Mean, memory: Any, step: int, sizes: Sizes
+    ) -> tuple[Tensor, Tensor, Any]:
+        """Mean over all positions of what they send, (rows, n); what counts as sent of each row; the new memory."""
+        payload = self.encode(x, step, group.ranks)
+        every = self.decode(group.all_gather(payload), sizes.n)
+        return every.mean(0, keepdim=True).expand_as(x), self.decode(payload, sizes.n), memory
+
+    def exchanges(self, members: int, means: Means, sizes: Sizes) -> list[Exchange] | None:
+        """Those of ``average``; None where they depend on the numbers."""
+        size = self.nbytes(sizes)
+        return None if size is None else [Exchange("all_gather", members, (size,) * members)]
+
+
+@dataclass(frozen=True)
+class Everything(Compression):
+    """Everything is sent, as it is."""
+
+    feedback: bool = False
+
+    name: ClassVar[str] = "everything"
+    passes: ClassVar[int] = 0
+
+    def encode(self, x: Tensor, step: int, ranks: tuple[int, ...]) -> Payload:
+        return Payload((x,))
+
+    def decode(self, payload: Payload, n: int) -> Tensor:
+        return payload.parts[0]
+
+    def nbytes(self, sizes: Sizes) -> int | None:
+        return sizes.n * sizes.itemsize
+
+    def average(
+        self, x: Tensor, group: Group, mean: Mean, memory: Any, step: int, sizes: Sizes
+    ) -> tuple[Tensor, Tensor, Any]:
+        return mean(x), x, memory
+
+    def exchanges(self, members: int, means: Means, sizes: Sizes) -> list[Exchange] | None:
+        return means(sizes.n, sizes.itemsize)
+
+
+# ---- some of the entries
+
+
+def sparse(x: Tensor, at: Tensor) -> Payload:
+    """The values of rows at their indices (rows, k), and these."""
+    return Payload((x.gather(1, at), at.int()))
+
+
+def dense(payload: Payload, n: int) -> Tensor:
+    """Values at their indices, zeros elsewhere, (rows, n)."""
+    values, at = payload.parts
+    return values.new_zeros(values.shape[0], n).scatter_add_(1, at.long(), values)
+
+
+def marked(x: Tensor, chosen: Tensor) -> Payload:
+    """The values of rows where ``chosen`` is true, rows of different lengths, and their indices."""
+    length = chosen.sum(1)
+    row, column = chosen.nonzero(as_tuple=True)
+    place = (chosen.cumsum(1) - 1)[row, column]
+    values = x.new_zeros(x.shape[0], max(1, int(length.max())))
+    at = values.int()
+    values[row, place], at[row, place] = x[row, column], column.int()
+    return Payload((values, at), length)
+
+
+@dataclass(frozen=True)
+class Chosen(Compression):
+    """Some entries are sent: ``k`` of a vector, or a share ``density`` of its entries (at least one)."""
+
+    k: int | None = None
+    density: float | None = None
+
+    def __post_init__(self) -> None:
+        if (self.k is None) == (self.density is None):
+            raise RecipeError(f"{self.name} needs either k or density", f"Write {self.name}:density=0.01.")
+        if self.k is not None:
+            whole(f"k of {self.name}", self.k)
+        else:
+            number(f"density of {self.name}", self.density, most=1.0)
+
+    def check(self, sizes: Sizes) -> None:
+        if self.k is not None and self.k > sizes.n:
+            raise RecipeError(
+                f"k of {self.name} is {self.k}, but what is sent has {sizes.n} elements",
+                f"Give a k of at most {sizes.n}, or a density.",
+            )
+
+    def entries(self, n: int) -> int:
+        """How many of ``n``."""
+        return self.k if self.k is not None else min(n, max(1, ceil(float(self.density or 0.0) * n)))
+
+
+# ---- random numbers, the same on every machine
+
+CHOICE: Final = 1
+ROUNDING: Final = 2
+START: Final = 3
+
+
+def drawn(purpose: int, *key: int) -> np.random.Generator:
+    """A generator for a purpose and, for instance, a step and a position."""
+    return np.random.default_rng((purpose, *key))

@@ -1,0 +1,46 @@
+"""gTop-k: the k largest entries of the sum, found by a tree of sparse merges, O(k log P) (Shi et al., 2019)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from flexsearch.sync.all_reduce import climbs, descent
+from flexsearch.sync.compression import Chosen, Mean, Means, Sizes, dense, sparse
+from flexsearch.sync.exchange import INDEX_BYTES, Exchange, Group, Payload, rounds
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+@dataclass(frozen=True)
+class GTopK(Chosen):
+    """Neighbours in a tree add their k largest entries up and keep k of these; the root's go to everyone (algorithms 3
+    and 4 of the paper). Values whose index is not among the last k go back to the residual of their row. What a merge
+    drops of an index that another branch brings to the root is lost, as in the paper."""
+
+    name: ClassVar[str] = "gtop-k"
+    alone: ClassVar[str] = "its tree of merges is one collective among all workers"
+    passes: ClassVar[int] = 5
+
+    def average(
+        self, x: Tensor, group: Group, mean: Mean, memory: Any, step: int, sizes: Sizes
+    ) -> tuple[Tensor, Tensor, Any]:
+        k, n = self.entries(sizes.n), sizes.n
+        own = sparse(x, x.abs().topk(k, 1).indices)
+        held = own
+        for source in climbs(group.size):
+            arrived = [source[r] is not None for r in group.ranks]
+            other = group.receive(held, source)
+            total = dense(held, n) + dense(other, n) * x.new_tensor(arrived).unsqueeze(1)
+            held = sparse(total, total.abs().topk(k, 1).indices)
+        for source in reversed(climbs(group.size)):
+            held = group.receive(held, descent(source))
+        result = dense(held, n)
+        sent = dense(own, n) * dense(Payload((held.parts[0] * 0 + 1, held.parts[1])), n)
+        return result / group.size, sent, memory
+
+    def exchanges(self, members: int, means: Means, sizes: Sizes) -> list[Exchange] | None:
+        up = climbs(members)
+        nbytes = self.entries(sizes.n) * (sizes.itemsize + INDEX_BYTES)
+        return rounds(members, [*up, *map(descent, reversed(up))], nbytes)

@@ -1,0 +1,52 @@
+"""One bit for each number. Without feedback, signSGD with majority vote (Bernstein et al., 2018): what arrives is the
+sign of the sum of signs. With feedback, the sign times the mean magnitude (Karimireddy et al., 2019), averaged."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from flexsearch.sync.bits import pack, packed_bytes, unpack
+from flexsearch.sync.compression import Compression, Mean, Sizes
+from flexsearch.sync.exchange import Group, Payload
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Sign(Compression):
+    """Zero counts as positive. Signs are gathered by all, and each counts them."""
+
+    feedback: bool = False
+
+    name: ClassVar[str] = "sign"
+    passes: ClassVar[int] = 2
+
+    @property
+    def alone(self) -> str:  # type: ignore[override]
+        """Why it works only among all."""
+        return "" if self.feedback else "a majority is one of all workers"
+
+    @property
+    def keeps_size(self) -> bool:  # type: ignore[override]
+        """Whether magnitudes arrive, too."""
+        return self.feedback
+
+    def encode(self, x: Tensor, step: int, ranks: tuple[int, ...]) -> Payload:
+        signs = pack((x >= 0).int(), 1)
+        return Payload((signs, x.abs().mean(1, keepdim=True))) if self.feedback else Payload((signs, x[:, :0]))
+
+    def decode(self, payload: Payload, n: int) -> Tensor:
+        signs, scale = payload.parts
+        ones = (unpack(signs, n, 1) * 2 - 1).to(scale.dtype)
+        return ones * scale if self.feedback else ones
+
+    def nbytes(self, sizes: Sizes) -> int | None:
+        return packed_bytes(sizes.n, 1) + (sizes.itemsize if self.feedback else 0)
+
+    def average(
+        self, x: Tensor, group: Group, mean: Mean, memory: Any, step: int, sizes: Sizes
+    ) -> tuple[Tensor, Tensor, Any]:
+        result, sent, memory = super().average(x, group, mean, memory, step, sizes)
+        return (result if self.feedback else result.sign()), sent, memory

@@ -1,0 +1,30 @@
+"""The k entries of largest magnitude: values and indices, gathered by all (Aji and Heafield, 2017; Lin et al.,
+2018)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, ClassVar
+
+from flexsearch.sync.compression import Chosen, Sizes, dense, sparse
+from flexsearch.sync.exchange import INDEX_BYTES, Payload
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+@dataclass(frozen=True)
+class TopK(Chosen):
+    """Each row sends its ``k`` largest entries."""
+
+    name: ClassVar[str] = "top-k"
+    passes: ClassVar[int] = 5
+
+    def encode(self, x: Tensor, step: int, ranks: tuple[int, ...]) -> Payload:
+        return sparse(x, x.abs().topk(self.entries(x.shape[1]), 1).indices)
+
+    def decode(self, payload: Payload, n: int) -> Tensor:
+        return dense(payload, n)
+
+    def nbytes(self, sizes: Sizes) -> int | None:
+        return self.entries(sizes.n) * (sizes.itemsize + INDEX_BYTES)
