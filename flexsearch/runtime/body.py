@@ -10,9 +10,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 Kernel = Callable[..., Any]
-Body = Callable[..., Sequence[Tensor]]
+Body = Callable[..., Sequence[Any]]
 _NUMBER = count()
 
 
@@ -27,11 +28,15 @@ class Call:
     draws: bool = False
 
 
-def body_of(calls: Sequence[Call], leaves: int, wanted: tuple[int, ...], compiler: str | None) -> Body:
+def body_of(
+    calls: Sequence[Call], leaves: int, wanted: tuple[int, ...], compiler: str | None, edges: tuple[int, ...] = ()
+) -> Body:
     """Takes the leaves, gives the values at the places ``wanted``. ``compiler``: a backend of ``torch.compile``, for
-    all but what draws random numbers; None: the operators as they are."""
+    all but what draws random numbers; None: the operators as they are. ``edges``: places of results of which it gives,
+    behind the values, where their gradients enter (None: they have none); not of what is compiled."""
     if compiler is None:
-        return _run(calls, tuple(range(leaves)), wanted)
+        return _run(calls, tuple(range(leaves)), wanted, edges)
+    assert not edges
     parts = list(_parts(calls, wanted, compiler))
 
     def body(*values: Tensor) -> list[Tensor]:
@@ -57,9 +62,9 @@ def _parts(
         yield (body if draws else _compiled(body, backend)), read, written
 
 
-def _run(calls: Sequence[Call], read: tuple[int, ...], wanted: tuple[int, ...]) -> Body:
-    """The calls one after the other: takes the values at ``read``, gives those at ``wanted``. A value is let go of
-    behind its last use, as in a module's code."""
+def _run(calls: Sequence[Call], read: tuple[int, ...], wanted: tuple[int, ...], edges: tuple[int, ...] = ()) -> Body:
+    """The calls one after the other: takes the values at ``read``, gives those at ``wanted``, and ``edges``. A value is
+    let go of behind its last use, as in a module's code."""
     place = {p: k for k, p in enumerate((*read, *(p for call in calls for p in call.results)))}
     last = {p: k for k, call in enumerate(calls) for p in (*call.results, *call.places) if p is not None}
     dead: list[list[int]] = [[] for _ in calls]
@@ -67,22 +72,30 @@ def _run(calls: Sequence[Call], read: tuple[int, ...], wanted: tuple[int, ...]) 
         if p not in wanted:
             dead[k].append(place[p])
     steps = tuple(
-        (call.kernel, tuple(None if p is None else place[p] for p in call.places), tuple(dead[k]))
+        (
+            call.kernel,
+            tuple(None if p is None else place[p] for p in call.places),
+            tuple((edges.index(p), place[p]) for p in call.results if p in edges),
+            tuple(dead[k]),
+        )
         for k, call in enumerate(calls)
     )
     chosen = tuple(place[p] for p in wanted)
 
-    def body(*values: Tensor) -> list[Tensor]:
+    def body(*values: Tensor) -> list[Any]:
         local: list[Any] = list(values)
-        for kernel, operands, over in steps:
+        entered: list[GradientEdge | None] = [None] * len(edges)
+        for kernel, operands, marked, over in steps:
             computed = kernel(*[None if k is None else local[k] for k in operands])
             if isinstance(computed, tuple):
                 local.extend(computed)
             else:
                 local.append(computed)
+            for e, k in marked:
+                entered[e] = get_gradient_edge(local[k]) if local[k].requires_grad else None
             for k in over:
                 local[k] = None
-        return [local[k] for k in chosen]
+        return [*(local[k] for k in chosen), *entered]
 
     return body
 
@@ -97,7 +110,7 @@ def _compiled(body: Body, backend: str) -> Body:
     compiled: Body = torch.compile(own, backend=backend, dynamic=False)
     calls = 0
 
-    def run(*values: Tensor) -> Sequence[Tensor]:
+    def run(*values: Tensor) -> Sequence[Any]:
         nonlocal calls
         calls += 1
         return body(*values) if calls == 1 else compiled(*values)
