@@ -40,7 +40,8 @@ class FormTime:
 class Measured:
     """All that was measured. By pair of ranks (lower first): ``latency_s`` one way; ``bandwidth`` B/s in each direction
     while nothing else moves. ``together``: B/s into and out of each place of several ranks while all of them talk to
-    other places. ``small_all_reduce_s``: of a few bytes among all ranks."""
+    other places. Of a few bytes among all ranks: ``small_all_reduce_s`` where they do nothing else, ``pause_s`` where
+    it interrupts what they compute."""
 
     backend: Literal["gloo", "nccl"]
     facts: Sequence[Facts]
@@ -49,6 +50,7 @@ class Measured:
     bandwidth: Mapping[Pair, float]
     together: Mapping[str, float]
     small_all_reduce_s: float
+    pause_s: float
     forms: Mapping[str, FormTime]
     cpu_s_per_byte: float
 
@@ -69,6 +71,7 @@ def fit(measured: Measured, name: str, source: str) -> Topology:
     communication = Communication(
         backend=measured.backend,
         overhead_s=overhead,
+        message_s=overhead,
         factors=dict.fromkeys(FORMS, 1.0),
         cpu_s_per_byte=measured.cpu_s_per_byte / _cores_each(measured.facts),
     )
@@ -78,7 +81,10 @@ def fit(measured: Measured, name: str, source: str) -> Topology:
     factors = {form: _factor(ideal, form, found) for form, found in measured.forms.items()}
     if not factors:  # a single rank has nobody to talk to: the backend's usual figures
         return ideal.model_copy(update={"communication": Communication(backend=measured.backend)})
-    return ideal.model_copy(update={"communication": communication.model_copy(update={"factors": factors})})
+    # Ranks that were measured did nothing else; a step's communications stand between computations.
+    pause = max(0.0, measured.pause_s - measured.small_all_reduce_s)
+    figures = {"factors": factors, "overhead_s": overhead + pause}
+    return ideal.model_copy(update={"communication": communication.model_copy(update=figures)})
 
 
 def place_names(facts: Sequence[Facts]) -> dict[str, str]:

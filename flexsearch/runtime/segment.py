@@ -31,15 +31,16 @@ Action = Callable[[], None]
 
 @dataclass
 class Pass:
-    """What a forward pass leaves for the backward pass: the leaves that get a gradient, where the gradients of results
-    enter (None: there is none), in the order of the segment, and those of layers' results. Between the halves of a
-    backward pass: what entered (``outputs`` with their ``gradients``), and gradients of ``layers`` (None: there is
-    none). Beside autograd's own saved tensors a forward pass leaves no memory here: not the results, and of leaves only
-    shells."""
+    """What a forward pass leaves for the backward pass: the leaves that get a gradient; where the gradients of results
+    enter (``seeds``; None: there is none), in the order of the segment; of layers, where gradients of results enter
+    (``layers``) and those of weights come out (``weights``). Between the halves of a backward pass: what entered
+    (``outputs`` with their ``gradients``), and gradients of ``layers`` (None: there is none). Beside autograd's own
+    saved tensors a forward pass leaves no memory here: not the results, and of leaves only shells."""
 
     leaves: list[Tensor]
     seeds: list[GradientEdge | None]
     layers: Sequence[GradientEdge | None] = ()
+    weights: Sequence[GradientEdge] = ()
     outputs: list[GradientEdge] = field(default_factory=list)
     gradients: list[Tensor] = field(default_factory=list)
     between: list[Tensor | None] = field(default_factory=list)
@@ -132,8 +133,12 @@ class SegmentRunner:
         results = tuple(dict.fromkeys([r for r, _ in instruction.exports] + [r for r, _ in self.segment.seeds]))
         exports = tuple((results.index(result), slot) for result, slot in instruction.exports)
         seeds = tuple(results.index(result) for result, _ in self.segment.seeds)
-        edges = tuple(place for layer in self.layers or () if saved is not None for place in layer.results)
-        body = body_of(self.calls, first, tuple(first + result for result in results), self.compiler, edges)
+        layers = self.layers or () if saved is not None else ()
+        edges = tuple(place for layer in layers for place in layer.results)
+        weights = tuple(place for layer in layers for place in layer.weights)
+        wanted = tuple(first + result for result in results)
+        body = body_of(self.calls, first, wanted, self.compiler, edges, weights)
+        behind = len(results) + len(edges)
         mode, tracked = torch.enable_grad if saved is not None else torch.no_grad, self.tracked
         unsaved: Sequence[int] | None = None if self.compiler is None and saved is not None else ()
 
@@ -156,7 +161,9 @@ class SegmentRunner:
                 for k in unsaved:
                     leaves[k].data = leaves[k].data.new_empty(0)
                 entries = [get_gradient_edge(computed[k]) if computed[k].requires_grad else None for k in seeds]
-                values[saved] = Pass([leaves[k] for k in tracked], entries, computed[len(results) :])
+                values[saved] = Pass(
+                    [leaves[k] for k in tracked], entries, computed[len(results) : behind], computed[behind:]
+                )
 
         return run
 
@@ -212,15 +219,16 @@ class SegmentRunner:
     def _of_weights(self, passed: Pass, layers: Sequence[Layer], wanted: Sequence[int]) -> list[Tensor | None]:
         """Gradients of the leaves ``wanted``, from those that the first half left at the layers."""
         made: dict[int, Tensor | None] = {}
+        targets = iter(passed.weights)
         rows = zip(passed.layers, passed.between or [None] * len(passed.layers), strict=True)
         for layer in layers:
             here = [next(rows) for _ in layer.results]
             edges = [edge for edge, gradient in here if edge is not None and gradient is not None]
             gradients = [gradient for edge, gradient in here if edge is not None and gradient is not None]
+            weights = [next(targets) for _ in layer.weights]
             if edges:
-                weights = [self.tracked.index(leaf) for leaf in layer.weights]
-                of_layer = torch.autograd.grad(edges, [passed.leaves[k] for k in weights], gradients, allow_unused=True)
-                made.update(zip(weights, of_layer, strict=True))
+                of_layer = torch.autograd.grad(edges, weights, gradients, allow_unused=True)
+                made.update(zip(map(self.tracked.index, layer.weights), of_layer, strict=True))
         return [made.get(k) for k in wanted]
 
 
