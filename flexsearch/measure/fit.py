@@ -23,6 +23,8 @@ UNEVEN = 1.5
 """Pairs inside a host whose bandwidths differ by more than this factor get links of their own."""
 ALIKE = 1.15
 """Pairs of hosts whose bandwidths differ by less than this factor count as equal."""
+PAUSE_BYTES = 8
+"""Of an all-reduce between computations."""
 SLOWED = 1.5
 """A device slower than others of its model by less than this factor is taken to have been disturbed."""
 
@@ -40,8 +42,8 @@ class FormTime:
 class Measured:
     """All that was measured. By pair of ranks (lower first): ``latency_s`` one way; ``bandwidth`` B/s in each direction
     while nothing else moves. ``together``: B/s into and out of each place of several ranks while all of them talk to
-    other places. Of a few bytes among all ranks: ``small_all_reduce_s`` where they do nothing else, ``pause_s`` where
-    it interrupts what they compute."""
+    other places. Of a few bytes among all ranks: ``small_all_reduce_s`` where they do nothing else, ``pause_s`` (of
+    ``PAUSE_BYTES``) where it interrupts what they compute; 0 if not measured."""
 
     backend: Literal["gloo", "nccl"]
     facts: Sequence[Facts]
@@ -81,8 +83,9 @@ def fit(measured: Measured, name: str, source: str) -> Topology:
     factors = {form: _factor(ideal, form, found) for form, found in measured.forms.items()}
     if not factors:  # a single rank has nobody to talk to: the backend's usual figures
         return ideal.model_copy(update={"communication": Communication(backend=measured.backend)})
-    # Ranks that were measured did nothing else; a step's communications stand between computations.
-    pause = max(0.0, measured.pause_s - measured.small_all_reduce_s)
+    # Ranks did nothing else while they were measured; a step's communications stand between computations.
+    idle_s = Pricing(ideal).all_reduce(range(len(devices)), PAUSE_BYTES).duration_s
+    pause = max(0.0, measured.pause_s - idle_s)
     figures = {"factors": factors, "overhead_s": overhead + pause}
     return ideal.model_copy(update={"communication": communication.model_copy(update=figures)})
 

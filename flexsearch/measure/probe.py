@@ -26,7 +26,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from flexsearch.errors import RuntimeFailure
-from flexsearch.measure.fit import FormTime, Measured, Pair, fit, messages, processors
+from flexsearch.measure.fit import PAUSE_BYTES, FormTime, Measured, Pair, fit, messages, processors
 from flexsearch.measure.machine import Compute, Facts, facts, measure
 from flexsearch.ranks import prefer_throughput, rendezvous
 from flexsearch.topology import Topology
@@ -163,7 +163,7 @@ class _Probe:
                 bandwidth |= self.pair_bandwidth(pairs)
             together = self.all_places(found, bandwidth)
             ring = _undisturbed([self.all_reduce(8) for _ in range(20)])
-            pause = self.pause() if self.backend == "gloo" else ring
+            pause = self.pause() if self.backend == "gloo" else 0.0
             forms = {form: self.form(form, found, min(bandwidth.values())) for form in FORMS}
         cpu = [seconds for rank in self.gather(self.cpu) for seconds in rank]
         measured = Measured(
@@ -350,8 +350,8 @@ class _Probe:
 
     def _interrupted(self, tensor: Tensor) -> Tensor:
         """The tensor, after its ranks have summed up a few of its elements."""
-        few = torch.empty(2)
-        few.copy_(tensor.detach().view(-1)[:2])
+        few = torch.empty(PAUSE_BYTES // 4)
+        few.copy_(tensor.detach().view(-1)[: len(few)])
         work = dist.all_reduce(few, async_op=True)
         assert work is not None
         work.wait()
