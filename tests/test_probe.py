@@ -32,7 +32,7 @@ def measured(facts: list[Facts], inside: float = 1e9, **changes: object) -> Meas
     made = Measured(
         "gloo", facts, [Compute({"float32": 6e10}, 1e10, 1e-5) for _ in ranks],
         {p: OVERHEAD + LATENCY for p in same}, {p: inside if near else RATE for p, near in same.items()},
-        {}, OVERHEAD + 2 * (len(facts) - 1) * LATENCY, {}, 0.0,
+        {}, OVERHEAD + 2 * (len(facts) - 1) * LATENCY, OVERHEAD + 2 * (len(facts) - 1) * LATENCY, {}, 0.0,
     )  # fmt: skip
     return replace(made, **changes)  # type: ignore[arg-type]
 
@@ -61,6 +61,17 @@ def test_fit_gets_back_what_made_the_measurements(count: int) -> None:
     assert found.route(0, 1).latency_s == pytest.approx(LATENCY)
     assert found.communication.overhead_s == pytest.approx(OVERHEAD)
     assert found.communication.factors == pytest.approx(FACTORS)
+
+
+def test_a_communication_between_computations_starts_later_by_what_was_measured_there() -> None:
+    exact = measured(hosts(2), forms={"exchange": FormTime(1_000_000, OVERHEAD + LATENCY + 1_000_000 / RATE)})
+    plain, paused = (
+        fit(replace(exact, pause_s=exact.small_all_reduce_s + more), "cluster", "made up").communication
+        for more in (-1e-5, 3e-4)
+    )
+    assert plain.overhead_s == pytest.approx(OVERHEAD), "never less than without computing"
+    assert paused.overhead_s == pytest.approx(OVERHEAD + 3e-4, abs=1e-6)
+    assert paused.factors == plain.factors and paused.message_s == plain.message_s
 
 
 def test_the_factor_of_a_backends_own_collective_is_that_of_its_ring() -> None:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from flexsearch.cost.communication import Pricing, Transfer
-from flexsearch.cost.efficiency import launch_seconds, moving_rate
+from flexsearch.cost.efficiency import moving_rate
 from flexsearch.sync import Exchange
 from flexsearch.topology import Topology
 
@@ -45,7 +45,7 @@ class Workers:
     def encode_s(self, worker: int, nbytes: float) -> float:
         """Seconds that a worker takes to read or write so many bytes, those of one kernel."""
         device = self.topology.devices[self.devices[worker]]
-        return launch_seconds(device, "float32") + nbytes / moving_rate(device, "float32") if nbytes else 0.0
+        return device.overhead_s + nbytes / moving_rate(device, "float32") if nbytes else 0.0
 
 
 class ExchangePrices:

@@ -28,6 +28,8 @@ PROBED: tuple[Figure, ...] = (
     "links.latency_s", "communication.overhead_s", "communication.factors",
 )  # fmt: skip
 """What is measured; the rest is that of the backend."""
+PAUSE_BYTES = 8
+"""Of an all-reduce between computations."""
 SLOWED = 1.5
 """A device slower than others of its model by less than this factor is taken to have been disturbed."""
 
@@ -45,7 +47,8 @@ class FormTime:
 class Measured:
     """All that was measured. By pair of ranks (lower first): ``latency_s`` one way; ``bandwidth`` B/s in each direction
     while nothing else moves. ``together``: B/s into and out of each place of several ranks while all of them talk to
-    other places. ``small_all_reduce_s``: of a few bytes among all ranks."""
+    other places. Of a few bytes among all ranks: ``small_all_reduce_s`` where they do nothing else, ``pause_s`` (of
+    ``PAUSE_BYTES``) where it interrupts what they compute; 0 if not measured."""
 
     backend: Literal["gloo", "nccl"]
     facts: Sequence[Facts]
@@ -54,6 +57,7 @@ class Measured:
     bandwidth: Mapping[Pair, float]
     together: Mapping[str, float]
     small_all_reduce_s: float
+    pause_s: float
     forms: Mapping[str, FormTime]
     cpu_s_per_byte: float
 
@@ -74,6 +78,7 @@ def fit(measured: Measured, name: str, source: str) -> Topology:
     communication = Communication(
         backend=measured.backend,
         overhead_s=overhead,
+        message_s=overhead,
         factors=dict.fromkeys(FORMS, 1.0),
         cpu_s_per_byte=measured.cpu_s_per_byte / _cores_each(measured.facts),
     )
@@ -85,7 +90,11 @@ def fit(measured: Measured, name: str, source: str) -> Topology:
     factors = {form: _factor(ideal, form, found) for form, found in measured.forms.items()}
     if not factors:  # a single rank has nobody to talk to: the backend's usual figures
         return ideal.model_copy(update={"communication": Communication(backend=measured.backend)})
-    return ideal.model_copy(update={"communication": communication.model_copy(update={"factors": factors})})
+    # Ranks did nothing else while they were measured; a step's communications stand between computations.
+    idle_s = Pricing(ideal).all_reduce(range(len(devices)), PAUSE_BYTES).duration_s
+    pause = max(0.0, measured.pause_s - idle_s)
+    figures = {"factors": factors, "overhead_s": overhead + pause}
+    return ideal.model_copy(update={"communication": communication.model_copy(update=figures)})
 
 
 def place_names(facts: Sequence[Facts]) -> dict[str, str]:

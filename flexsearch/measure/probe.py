@@ -7,7 +7,7 @@ messages whose receives are posted before anything is sent, and the backend's ow
 2. each pair of ranks while nothing else moves: the time for a few bytes, and the slope of time over bytes between two
    large sizes, which neither start-up costs nor the buffers of a rate-limited network bias;
 3. hosts with several ranks, while all of them talk to other hosts, to see whether the network card is the bottleneck;
-4. each form of communication among all ranks; ``fit`` turns the ratio to the ideal time into a factor.
+5. each form of communication among all ranks; ``fit`` turns the ratio to the ideal time into a factor.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from flexsearch.errors import RuntimeFailure
-from flexsearch.measure.fit import FormTime, Measured, Pair, fit, messages, processors
+from flexsearch.measure.fit import PAUSE_BYTES, FormTime, Measured, Pair, fit, messages, processors
 from flexsearch.measure.machine import Compute, Facts, facts, measure
 from flexsearch.ranks import prefer_throughput, rendezvous
 from flexsearch.topology import Topology
@@ -37,6 +37,8 @@ MEBI = 2**20
 MOST: Final = {"gloo": 24, "nccl": 256}
 """MiB that a measured transfer moves at most. gloo: about a bucket of gradients, and less than the C library keeps for
 the next buffer (32 MiB), which ranks need not clear page by page again then."""
+PAUSES: Final = 16
+"""Layers of the network that all-reduces interrupt, once forward and once backward."""
 
 
 Finish = Callable[[list[Tensor]], Tensor]
@@ -153,7 +155,7 @@ class _Probe:
         bandwidth: dict[Pair, float] = {}
         together: dict[str, float] = {}
         forms: dict[str, FormTime] = {}
-        ring = 0.0
+        ring = pause = 0.0
         if self.size > 1:
             self.all_reduce(8)  # connections are made on first use
             for pairs in schedule([f.place for f in found], self.effort.pairs):
@@ -161,10 +163,11 @@ class _Probe:
                 bandwidth |= self.pair_bandwidth(pairs)
             together = self.all_places(found, bandwidth)
             ring = _undisturbed([self.all_reduce(8) for _ in range(20)])
+            pause = self.pause() if self.backend == "gloo" else 0.0
             forms = {form: self.form(form, found, min(bandwidth.values())) for form in FORMS}
         cpu = [seconds for rank in self.gather(self.cpu) for seconds in rank]
         measured = Measured(
-            self.backend, found, compute, latency, bandwidth, together, ring, forms, median(cpu) if cpu else 0.0
+            self.backend, found, compute, latency, bandwidth, together, ring, pause, forms, median(cpu) if cpu else 0.0
         )
         boxed = [fit(measured, name, _source(measured)).model_dump_json() if self.rank == 0 else None]
         dist.broadcast_object_list(boxed, 0, group=self.control)
@@ -316,6 +319,43 @@ class _Probe:
         if self.backend == "nccl":
             torch.cuda.synchronize()
         return max(self.gather(time.perf_counter() - began))
+
+    def pause(self) -> float:
+        """Seconds that an all-reduce of a few bytes costs ranks that compute: it cuts a run of operators in two, of
+        which each is a call of autograd, and wakes gloo's threads and this one beside what they have in the caches."""
+        layers = [(torch.randn(128, 256) / 16, torch.randn(256, 128) / 16) for _ in range(PAUSES)]
+        weights = [[weight.requires_grad_() for weight in layer] for layer in layers]
+        rows = torch.ones(256, 128)
+
+        def step(cut: bool) -> float:
+            dist.barrier(group=self.control)
+            began, x, passes = time.perf_counter(), rows.clone().requires_grad_(), []
+            leaf = x
+            for first, second in weights:
+                x = torch.relu(x @ first) @ second
+                if cut:
+                    passes.append((x, [leaf, first, second]))
+                    x = leaf = self._interrupted(x).requires_grad_()
+            if not cut:
+                passes = [(x, [leaf, *(weight for layer in weights for weight in layer)])]
+            gradient = rows
+            for computed, wanted in reversed(passes):
+                gradient = torch.autograd.grad(computed, wanted, gradient)[0]
+                if cut:
+                    gradient = self._interrupted(gradient)
+            return time.perf_counter() - began
+
+        taken = {cut: [max(self.gather(step(cut))) for _ in range(4 * self.effort.repeats)] for cut in (False, True)}
+        return max(0.0, _undisturbed(taken[True]) - _undisturbed(taken[False])) / (2 * PAUSES)
+
+    def _interrupted(self, tensor: Tensor) -> Tensor:
+        """The tensor, after its ranks have summed up a few of its elements."""
+        few = torch.empty(PAUSE_BYTES // 4)
+        few.copy_(tensor.detach().view(-1)[: len(few)])
+        work = dist.all_reduce(few, async_op=True)
+        assert work is not None
+        work.wait()
+        return tensor.detach()
 
     def call(self, form: str, nbytes: int) -> float:
         """Seconds of the backend's own collective, which brings so many bytes from each rank to each, on the slowest

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import count, groupby
+from itertools import count, groupby, pairwise
 from types import FunctionType
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 Kernel = Callable[..., Any]
-Body = Callable[..., Sequence[Tensor]]
+Body = Callable[..., Sequence[Any]]
+STEPS = 16
+"""Autograd's nodes of a call, about as many as most have."""
 _NUMBER = count()
 
 
@@ -27,11 +30,17 @@ class Call:
     draws: bool = False
 
 
-def body_of(calls: Sequence[Call], leaves: int, wanted: tuple[int, ...], compiler: str | None) -> Body:
+def body_of(
+    calls: Sequence[Call], leaves: int, wanted: tuple[int, ...], compiler: str | None, edges: tuple[int, ...] = (),
+    weights: tuple[int, ...] = (),
+) -> Body:  # fmt: skip
     """Takes the leaves, gives the values at the places ``wanted``. ``compiler``: a backend of ``torch.compile``, for
-    all but what draws random numbers; None: the operators as they are."""
+    all but what draws random numbers; None: the operators as they are. Behind the values it gives where the gradients
+    of results at the places ``edges`` enter (None: they have none), and where those of ``weights``, each read by one
+    call, come out. Not of what is compiled."""
     if compiler is None:
-        return _run(calls, tuple(range(leaves)), wanted)
+        return _run(calls, tuple(range(leaves)), wanted, edges, weights)
+    assert not edges and not weights
     parts = list(_parts(calls, wanted, compiler))
 
     def body(*values: Tensor) -> list[Tensor]:
@@ -57,32 +66,80 @@ def _parts(
         yield (body if draws else _compiled(body, backend)), read, written
 
 
-def _run(calls: Sequence[Call], read: tuple[int, ...], wanted: tuple[int, ...]) -> Body:
-    """The calls one after the other: takes the values at ``read``, gives those at ``wanted``. A value is let go of
-    behind its last use, as in a module's code."""
-    place = {p: k for k, p in enumerate((*read, *(p for call in calls for p in call.results)))}
+class _Raised(torch.autograd.Function):
+    """A weight, above a rung in autograd's graph. On its way from a result to a weight the engine looks through all
+    that may lie above the weight: from a leaf, at the bottom, through all that was computed before the result, too,
+    which takes longer than the gradients of a small decoder's weights."""
+
+    @staticmethod
+    def forward(ctx: Any, weight: Tensor, rung: Tensor) -> Tensor:
+        return weight.view_as(weight)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        return *gradients, None
+
+
+def _rungs(heights: Sequence[int]) -> list[Tensor]:
+    """Values so many steps above the bottom of a graph that leads to nothing; ``heights`` ascend."""
+    value, result = torch.zeros((), requires_grad=True), []
+    with torch.enable_grad():
+        for before, height in pairwise((0, *heights)):
+            for _ in range(height - before):
+                value = -value
+            result.append(value)
+    return result
+
+
+def _run(
+    calls: Sequence[Call], held: tuple[int, ...], wanted: tuple[int, ...], edges: tuple[int, ...] = (),
+    weights: tuple[int, ...] = (),
+) -> Body:  # fmt: skip
+    """The calls one after the other: takes the values at ``held``, gives those at ``wanted``, and what ``body_of`` says
+    of ``edges`` and ``weights``. A value is let go of behind its last use, as in a module's code."""
+    place = {p: k for k, p in enumerate((*held, *(p for call in calls for p in call.results)))}
     last = {p: k for k, call in enumerate(calls) for p in (*call.results, *call.places) if p is not None}
     dead: list[list[int]] = [[] for _ in calls]
     for p, k in last.items():
         if p not in wanted:
             dead[k].append(place[p])
+    rungs = _rungs([STEPS * (k + 1) for k in range(len(calls))] if weights else [])
     steps = tuple(
-        (call.kernel, tuple(None if p is None else place[p] for p in call.places), tuple(dead[k]))
+        (
+            call.kernel,
+            tuple(None if p is None else place[p] for p in call.places),
+            tuple(
+                (len(edges) + weights.index(w), rungs[k], [at for at, p in enumerate(call.places) if p == w])
+                for w in dict.fromkeys(call.places)
+                if w in weights
+            ),
+            tuple((edges.index(p), place[p]) for p in call.results if p in edges),
+            tuple(dead[k]),
+        )
         for k, call in enumerate(calls)
     )
     chosen = tuple(place[p] for p in wanted)
 
-    def body(*values: Tensor) -> list[Tensor]:
+    def body(*values: Tensor) -> list[Any]:
         local: list[Any] = list(values)
-        for kernel, operands, over in steps:
-            computed = kernel(*[None if k is None else local[k] for k in operands])
+        entered: list[GradientEdge | None] = [None] * (len(edges) + len(weights))
+        for kernel, operands, trained, marked, over in steps:
+            read = [None if k is None else local[k] for k in operands]
+            for e, rung, at in trained:
+                weight = _Raised.apply(read[at[0]], rung)  # type: ignore[no-untyped-call]
+                entered[e] = get_gradient_edge(weight)
+                for k in at:
+                    read[k] = weight
+            computed = kernel(*read)
             if isinstance(computed, tuple):
                 local.extend(computed)
             else:
                 local.append(computed)
+            for e, k in marked:
+                entered[e] = get_gradient_edge(local[k]) if local[k].requires_grad else None
             for k in over:
                 local[k] = None
-        return [local[k] for k in chosen]
+        return [*(local[k] for k in chosen), *entered]
 
     return body
 
@@ -97,7 +154,7 @@ def _compiled(body: Body, backend: str) -> Body:
     compiled: Body = torch.compile(own, backend=backend, dynamic=False)
     calls = 0
 
-    def run(*values: Tensor) -> Sequence[Tensor]:
+    def run(*values: Tensor) -> Sequence[Any]:
         nonlocal calls
         calls += 1
         return body(*values) if calls == 1 else compiled(*values)

@@ -21,6 +21,7 @@ from flexsearch.lower import Lowered
 from flexsearch.runtime.body import Body, Call, Kernel, body_of
 from flexsearch.runtime.instructions import Backward, Forward, Key, Segment, Slot
 from flexsearch.runtime.instructions import Call as SegmentCall
+from flexsearch.runtime.layers import Layer, layers_of
 from flexsearch.runtime.microbatches import piece_in_batch
 from flexsearch.runtime.parts import slices
 from flexsearch.runtime.rewrites import JOINT
@@ -30,14 +31,19 @@ Action = Callable[[], None]
 
 @dataclass
 class Pass:
-    """What a forward pass leaves for the backward pass: the leaves that get a gradient, and where the gradients of
-    results enter (None: there is none), in the order of the segment; between the halves of a backward pass, what
-    entered. Beside autograd's own saved tensors this holds no memory: not the results, and of leaves only shells."""
+    """What a forward pass leaves for the backward pass: the leaves that get a gradient; where the gradients of results
+    enter (``seeds``; None: there is none), in the order of the segment; of layers, where gradients of results enter
+    (``layers``) and those of weights come out (``weights``). Between the halves of a backward pass: what entered
+    (``outputs`` with their ``gradients``), and gradients of ``layers`` (None: there is none). Beside autograd's own
+    saved tensors a forward pass leaves no memory here: not the results, and of leaves only shells."""
 
     leaves: list[Tensor]
     seeds: list[GradientEdge | None]
+    layers: Sequence[GradientEdge | None] = ()
+    weights: Sequence[GradientEdge] = ()
     outputs: list[GradientEdge] = field(default_factory=list)
     gradients: list[Tensor] = field(default_factory=list)
+    between: list[Tensor | None] = field(default_factory=list)
 
 
 def _summed(kernels: Sequence[Kernel]) -> Kernel:
@@ -111,6 +117,9 @@ class SegmentRunner:
         """Leaves that are weights as this rank stores them."""
         self.weights = {k for k, at in enumerate(self.tracked) if _is_weight(lowered, segment.leaves[at].gradient)}
         """Which of these gradients are those of weights."""
+        split = segment.trains and lowered.stages.splits_backward and compiler is None
+        self.layers = layers_of(self.calls, {self.tracked[k] for k in self.weights}) if split else None
+        """Where the second half of its backward pass goes on; None: it has no halves, or autograd finds its way."""
         loss = lowered.graph.tensor.get(lowered.graph.loss or "")
         self.one = None if loss is None else torch.ones(loss.shape, dtype=dtype_of(loss.dtype), device=context.device)
         """The gradient of the loss."""
@@ -124,7 +133,12 @@ class SegmentRunner:
         results = tuple(dict.fromkeys([r for r, _ in instruction.exports] + [r for r, _ in self.segment.seeds]))
         exports = tuple((results.index(result), slot) for result, slot in instruction.exports)
         seeds = tuple(results.index(result) for result, _ in self.segment.seeds)
-        body = body_of(self.calls, first, tuple(first + result for result in results), self.compiler)
+        layers = self.layers or () if saved is not None else ()
+        edges = tuple(place for layer in layers for place in layer.results)
+        weights = tuple(place for layer in layers for place in layer.weights)
+        wanted = tuple(first + result for result in results)
+        body = body_of(self.calls, first, wanted, self.compiler, edges, weights)
+        behind = len(results) + len(edges)
         mode, tracked = torch.enable_grad if saved is not None else torch.no_grad, self.tracked
         unsaved: Sequence[int] | None = None if self.compiler is None and saved is not None else ()
 
@@ -146,13 +160,15 @@ class SegmentRunner:
             if saved is not None:
                 for k in unsaved:
                     leaves[k].data = leaves[k].data.new_empty(0)
-                edges = [get_gradient_edge(computed[k]) if computed[k].requires_grad else None for k in seeds]
-                values[saved] = Pass([leaves[k] for k in tracked], edges)
+                entries = [get_gradient_edge(computed[k]) if computed[k].requires_grad else None for k in seeds]
+                values[saved] = Pass(
+                    [leaves[k] for k in tracked], entries, computed[len(results) : behind], computed[behind:]
+                )
 
         return run
 
-    def _watched(self, body: Body, leaves: Sequence[Tensor]) -> tuple[Sequence[Tensor], list[int]]:
-        """The results of the operators, and those leaves whose memory autograd does not keep for the backward pass,
+    def _watched(self, body: Body, leaves: Sequence[Tensor]) -> tuple[Sequence[Any], list[int]]:
+        """What the operators' body gives, and those leaves whose memory autograd does not keep for the backward pass,
         though a leaf itself lives as long as the graph. Weights that are stored whole live anyway."""
         kept: set[int] = set()
 
@@ -173,6 +189,7 @@ class SegmentRunner:
         leaves = tuple(leaf for leaf, _ in targets)
         places = tuple((slot, leaf in self.weights and slot in shared) for leaf, slot in targets)
         first, keep = part != "weights", part == "inputs"
+        layers = None if part == "all" else self.layers
 
         def run() -> None:
             passed = values[saved]
@@ -182,32 +199,63 @@ class SegmentRunner:
                     if edge is not None and gradient is not None:
                         passed.outputs.append(edge)
                         passed.gradients.append(gradient)
-            if not passed.outputs or not leaves:
+            wanted = [passed.leaves[k] for k in leaves]
+            edges = [edge for edge in passed.layers if edge is not None] if keep and layers is not None else []
+            if not passed.outputs or not (wanted or edges):
                 return
-            made = torch.autograd.grad(
-                passed.outputs, [passed.leaves[k] for k in leaves], passed.gradients, retain_graph=keep,
-                allow_unused=True,
-            )  # fmt: skip
-            # Autograd may hand out one tensor for several values: what is added to gets memory of its own.
-            owners: Counter[int] | None = None
-            for (slot, in_place), gradient in zip(places, made, strict=True):
-                before = values[slot]
-                if gradient is None:
-                    continue
-                if before is not None and in_place:
-                    values[slot] = before.add_(gradient)
-                elif before is not None or in_place:
-                    owners = owners or Counter(_memory(x) for x in (*made, *passed.gradients) if x is not None)
-                    whole = gradient.untyped_storage().nbytes() == gradient.numel() * gradient.itemsize
-                    own = whole and owners[_memory(gradient)] == 1
-                    if before is None:
-                        values[slot] = gradient if own else gradient.clone()
-                    else:
-                        values[slot] = gradient.add_(before) if own else before + gradient
-                else:
-                    values[slot] = gradient
+            made: Sequence[Tensor | None]
+            if first or layers is None:
+                made = torch.autograd.grad(
+                    passed.outputs, [*wanted, *edges], passed.gradients, retain_graph=keep, allow_unused=True
+                )
+                entered = iter(made[len(wanted) :])
+                passed.between = [None if edge is None else next(entered) for edge in passed.layers] if edges else []
+            else:
+                made = self._of_weights(passed, layers, leaves)
+            _add(values, places, made, (*passed.gradients, *passed.between))
 
         return run
+
+    def _of_weights(self, passed: Pass, layers: Sequence[Layer], wanted: Sequence[int]) -> list[Tensor | None]:
+        """Gradients of the leaves ``wanted``, from those that the first half left at the layers."""
+        made: dict[int, Tensor | None] = {}
+        targets = iter(passed.weights)
+        rows = zip(passed.layers, passed.between or [None] * len(passed.layers), strict=True)
+        for layer in layers:
+            here = [next(rows) for _ in layer.results]
+            edges = [edge for edge, gradient in here if edge is not None and gradient is not None]
+            gradients = [gradient for edge, gradient in here if edge is not None and gradient is not None]
+            weights = [next(targets) for _ in layer.weights]
+            if edges:
+                of_layer = torch.autograd.grad(edges, weights, gradients, allow_unused=True)
+                made.update(zip(map(self.tracked.index, layer.weights), of_layer, strict=True))
+        return [made.get(k) for k in wanted]
+
+
+def _add(
+    values: list[Any], places: Sequence[tuple[Slot, bool]], made: Sequence[Tensor | None],
+    alive: Sequence[Tensor | None],
+) -> None:  # fmt: skip
+    """Add gradients to slots. ``places``: with whether others add to the slot, too, in its memory. Autograd may hand
+    out one tensor for several values, among them those that are still ``alive``: what is added to gets memory of its
+    own."""
+    owners: Counter[int] | None = None
+    for (slot, in_place), gradient in zip(places, made, strict=False):
+        before = values[slot]
+        if gradient is None:
+            continue
+        if before is not None and in_place:
+            values[slot] = before.add_(gradient)
+        elif before is not None or in_place:
+            owners = owners or Counter(_memory(x) for x in (*made, *alive) if x is not None)
+            whole = gradient.untyped_storage().nbytes() == gradient.numel() * gradient.itemsize
+            own = whole and owners[_memory(gradient)] == 1
+            if before is None:
+                values[slot] = gradient if own else gradient.clone()
+            else:
+                values[slot] = gradient.add_(before) if own else before + gradient
+        else:
+            values[slot] = gradient
 
 
 def _is_weight(lowered: Lowered, gradient: Key | None) -> bool:

@@ -1,0 +1,105 @@
+"""The second half of a backward pass, which makes the gradients of weights, goes on where the first has been."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from flexsearch.graph.importer import Imported
+from flexsearch.runtime.body import Call, body_of
+from flexsearch.runtime.layers import Layer, layers_of
+from flexsearch.runtime.parallel import distribute
+from flexsearch.strategy import Strategy, StrategyFile
+from tests.exported import layout
+from tests.ranks import pool
+from tests.staged_plans import deep
+from tests.test_program import imported
+
+WEIGHTS = frozenset((1, 2, 3, 4))
+
+
+def _call(reads: tuple[int | None, ...], *results: int) -> Call:
+    return Call(lambda *x: sum(x), reads, results)
+
+
+def test_calls_that_read_nothing_of_each_other_are_one_layer() -> None:
+    query, key, both = _call((0, 1), 5), _call((0, 2, None), 6), _call((5, 6), 7)
+    out, norm = _call((7, 3), 8, 9), _call((0, 4), 10)
+    layers = layers_of((query, key, both, out, norm), WEIGHTS)
+    assert layers == (Layer((5, 6, 10), (1, 2, 4)), Layer((8, 9), (3,)))
+
+
+def test_a_weight_that_two_calls_read_is_left_to_autograd() -> None:
+    assert layers_of((_call((0, 1), 5), _call((5, 1), 6)), WEIGHTS) is None
+    assert layers_of((_call((1, 1), 5),), WEIGHTS) == (Layer((5,), (1,)),)
+
+
+def test_a_body_tells_where_gradients_of_results_enter() -> None:
+    calls = Call(torch.mul, (0, 1), (2,)), Call(lambda x: (x + 1, x.detach()), (2,), (3, 4))
+    x, y = torch.tensor(3.0, requires_grad=True), torch.tensor(4.0)
+    total, product, cut, weight = body_of(calls, 2, (3,), None, edges=(2, 4), weights=(0,))(x, y)
+    assert cut is None and torch.autograd.grad(total, [product], retain_graph=True)[0] == 1.0
+    for target in (x, weight):
+        assert torch.autograd.grad([product], [target], [torch.tensor(2.0)], retain_graph=True)[0] == 8.0
+
+
+def _depth(node: Any) -> int:
+    """Steps from a node of autograd's graph to its bottom."""
+    return 1 + max((_depth(following) for following, _ in node.next_functions if following is not None), default=-1)
+
+
+def test_a_weight_lies_above_the_activations_that_are_read_beside_it() -> None:
+    """The engine looks at nothing that is less deep than what it is asked for."""
+    calls = Call(torch.mul, (0, 1), (3,)), Call(lambda x, y, z: x * y * z, (3, 2, 2), (4,))
+    x, y, z = (torch.tensor(float(k), requires_grad=True) for k in (3, 4, 5))
+    result, product, weight = body_of(calls, 3, (4,), None, edges=(3,), weights=(2,))(x, y, z)
+    assert _depth(weight.node) > _depth(product.node)
+    assert torch.autograd.grad(result, [weight], retain_graph=True)[0] == 2 * 12 * 5
+    assert torch.autograd.grad(result, [x, z]) == (4 * 25, 2 * 12 * 5)
+
+
+class _Products(TorchDispatchMode):
+    """Counts matrix products."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += func.overloadpacket in (torch.ops.aten.mm, torch.ops.aten.bmm, torch.ops.aten.addmm)
+        return func(*args, **(kwargs or {}))
+
+
+def _sgd(weights: list[nn.Parameter]) -> torch.optim.Optimizer:
+    return torch.optim.SGD(weights, lr=0.1)
+
+
+def _counted(traced: Imported, file: str) -> tuple[int, dict[str, Tensor]]:
+    """Matrix products of this rank's second step, and the weights after it."""
+    model, x, targets = deep()
+    step = distribute(model, traced, Strategy.from_file(StrategyFile.model_validate_json(file)), _sgd)
+    step.step((x,), targets)
+    with _Products() as products:
+        step.step((x,), targets)
+    return products.count, step.state_dict()
+
+
+@pytest.mark.parametrize("border", ["head", "middle"])
+def test_halves_of_a_backward_pass_compute_what_the_whole_does(border: str) -> None:
+    graph = imported().graph
+    if border == "middle":
+        norms = [op.name for op in graph.operators if op.name.endswith("norm")]
+        border = norms[len(norms) // 2]
+    counts, weights = Counter[str](), {}
+    for schedule in ("1f1b", "zero-bubble"):
+        plan = layout(graph, 1, 1, [border], ranks=2, topology="ethernet-1g-2", schedule=schedule, microbatches=4)
+        ranks = pool(2).run(_counted, imported(), plan.to_file().model_dump_json())
+        counts[schedule], weights[schedule] = sum(count for count, _ in ranks), ranks[0][1]
+    assert counts["zero-bubble"] == counts["1f1b"] > 0
+    for name, value in weights["1f1b"].items():
+        torch.testing.assert_close(weights["zero-bubble"][name], value, rtol=1e-12, atol=1e-14)
