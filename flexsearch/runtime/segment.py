@@ -184,15 +184,20 @@ class SegmentRunner:
                         passed.gradients.append(gradient)
             if not passed.outputs or not leaves:
                 return
+            # A sum over microbatches grows as each gradient is there, so that no more than one of them is beside it.
+            sums = [values[slot] if in_place else None for slot, in_place in places]
+            for (k, _), total in zip(targets, sums, strict=True):
+                if total is not None:
+                    passed.leaves[k].register_hook(total.add_)
             made = torch.autograd.grad(
                 passed.outputs, [passed.leaves[k] for k in leaves], passed.gradients, retain_graph=keep,
                 allow_unused=True,
             )  # fmt: skip
             # Autograd may hand out one tensor for several values: what is added to gets memory of its own.
             owners: Counter[int] | None = None
-            for (slot, in_place), gradient in zip(places, made, strict=True):
+            for (slot, in_place), total, gradient in zip(places, sums, made, strict=True):
                 before = values[slot]
-                if gradient is None:
+                if gradient is None or total is not None:
                     continue
                 if before is not None and in_place:
                     values[slot] = before.add_(gradient)
