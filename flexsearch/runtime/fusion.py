@@ -88,6 +88,9 @@ class Fusion:
             whole = b in self.early and self.graph.operators[b].kind in COUNTS
             # What makes gradients of weights alone runs in the backward pass alone.
             whole = whole or self.graph.operators[a].half == "weights" or self.graph.operators[b].half == "weights"
+            # The second half of a backward pass begins with the gradients of its outputs: what lies between them and a
+            # weight would be made again, and what that saved kept for it.
+            whole = whole or (self.lowered.stages.splits_backward and (trains(self.graph, a) or trains(self.graph, b)))
             if together != (self.stage_of[b], self.regions[b], b in self.early) or whole:
                 cuts.add(k + 1)
         for e, edge in enumerate(self.lowered.edges):
