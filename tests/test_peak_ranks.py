@@ -99,7 +99,8 @@ def _read(imported: Imported, file: str) -> tuple[int, int]:
     step = distribute(model, imported, Strategy.from_file(StrategyFile.model_validate_json(file)))
 
     def run() -> None:
-        step.zero_grad()
+        for weight in step.engine.weights.values():
+            weight.grad = None
         step(((inputs,), targets))
 
     run()
