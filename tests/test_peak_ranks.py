@@ -18,6 +18,7 @@ from flexsearch.errors import StrategyError
 from flexsearch.graph import Tracing
 from flexsearch.graph.importer import Imported, import_with_constants
 from flexsearch.lower import lower_for_ranks
+from flexsearch.runtime.held import held_by
 from flexsearch.runtime.live_bytes import LiveBytes
 from flexsearch.runtime.parallel import distribute
 from flexsearch.simulate.memory import memory, spans_of
@@ -32,20 +33,24 @@ from tests.staged_plans import Deep, tokens_loss
 BATCH, LENGTH, WIDTH = 8, 64, 64
 
 
-def _batch() -> tuple[nn.Module, Tensor, Tensor]:
+def _batch(name: str) -> tuple[nn.Module, Tensor, Tensor]:
     torch.manual_seed(0)
+    if name == "mlp":  # nearly all weights
+        layers = [layer for _ in range(6) for layer in (nn.Linear(128, 128), nn.GELU())]
+        return nn.Sequential(*layers), torch.randn(16, 128), torch.randn(16, 128)
     return Deep(width=WIDTH), torch.randint(7, (BATCH, LENGTH)), torch.randint(7, (BATCH, LENGTH))
 
 
 @cache
-def _imported() -> Imported:
-    model, tokens, targets = _batch()
-    return import_with_constants(model, (tokens,), tokens_loss, targets=targets, tracing=Tracing())
+def _imported(name: str) -> Imported:
+    model, inputs, targets = _batch(name)
+    loss = nn.functional.mse_loss if name == "mlp" else tokens_loss
+    return import_with_constants(model, (inputs,), loss, targets=targets, tracing=Tracing())
 
 
-def _measured(imported: Imported, file: str) -> int:
+def _measured(name: str, imported: Imported, file: str) -> int:
     """Peak of the bytes that a step makes, in the second step."""
-    model, tokens, targets = _batch()
+    model, tokens, targets = _batch(name)
     step = distribute(model, imported, Strategy.from_file(StrategyFile.model_validate_json(file)))
     engine = step.engine
     for _ in range(2):
@@ -74,10 +79,41 @@ def _predicted(imported: Imported, plan: Strategy) -> list[int]:
     [("single", 0.05), ("data-parallel", 0.13), ("fsdp", 0.13), ("megatron", 0.06), ("pipeline", 0.12)],
 )
 def test_peak_within_a_step_is_near_the_predicted_one(name: str, error: float) -> None:
-    imported = _imported()
+    imported = _imported("decoder")
     plan = baseline(name, imported.graph, Topology.load("ethernet-1g:2"))
-    measured = pool(2).run(_measured, imported, plan.to_file().model_dump_json())
+    measured = pool(2).run(_measured, "decoder", imported, plan.to_file().model_dump_json())
     assert measured == pytest.approx(_predicted(imported, plan), rel=error)
+
+
+def test_gradients_of_a_later_microbatch_are_added_one_by_one() -> None:
+    imported, cluster = _imported("mlp"), Topology.load("ethernet-1g:1")
+    whole = baseline("single", imported.graph, cluster)
+    plan = Strategy.make(imported.graph, cluster, whole.configs, microbatches=4)
+    measured = pool(1).run(_measured, "mlp", imported, plan.to_file().model_dump_json())
+    assert measured == pytest.approx(_predicted(imported, plan), rel=0.05)
+
+
+def _read(imported: Imported, file: str) -> tuple[int, int]:
+    """Peak as traces show it, and bytes of the batch."""
+    model, inputs, targets = _batch("mlp")
+    step = distribute(model, imported, Strategy.from_file(StrategyFile.model_validate_json(file)))
+
+    def run() -> None:
+        for weight in step.engine.weights.values():
+            weight.grad = None
+        step(((inputs,), targets))
+
+    run()
+    return max(row.most for row in held_by(step.engine, None, run)), inputs.nbytes + targets.nbytes
+
+
+def test_traces_count_the_batch_once() -> None:
+    imported = _imported("mlp")
+    plan = baseline("single", imported.graph, Topology.load("ethernet-1g:1"), options=Options(optimizer="sgd"))
+    ((measured, batch),) = pool(1).run(_read, imported, plan.to_file().model_dump_json())
+    lowered = lower_for_ranks(imported.graph, plan, plan.cluster, Costs(imported.graph, plan.cluster))
+    (predicted,) = memory(lowered)
+    assert abs(measured - predicted.peak) < batch / 2
 
 
 def _wide() -> tuple[nn.Module, Tensor, Tensor]:

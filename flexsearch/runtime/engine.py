@@ -62,7 +62,8 @@ class Engine:
         self.around: Callable[[Instruction, Action], None] | None = None
         """Called in place of each action, for measuring."""
         self._values: list[Any] = [None] * len(program.slots)
-        self._inputs: Mapping[str, tuple[Box, Tensor]] = {}
+        self.inputs: Mapping[str, tuple[Box, Tensor]] = {}
+        """Of the step at hand, as given to ``step``."""
         self.results: dict[str, Tensor] = {}
         """Of the step at hand: the loss, or the outputs of a forward pass."""
         self._images = images(self.lowered.graph)
@@ -76,7 +77,7 @@ class Engine:
     def step(self, inputs: Mapping[str, tuple[Box, Tensor]]) -> dict[str, Tensor]:
         """Forward, backward, synchronise, update. ``inputs``: by name, (region held, tensor). Returns the results by
         name: the loss, or outputs."""
-        self._inputs = inputs
+        self.inputs = inputs
         self.results.clear()
         try:
             if self.around is None:
@@ -87,7 +88,7 @@ class Engine:
                     self.around(instruction, action)
             self.wire.end()
         finally:
-            self._inputs = {}
+            self.inputs = {}
             self._values[:] = [None] * len(self._values)
         self.context.step += 1
         return dict(self.results)
@@ -172,7 +173,7 @@ class Engine:
         fixed = self.fixed.get(name)
 
         def run() -> None:
-            held, tensor = fixed or self._inputs[name]
+            held, tensor = fixed or self.inputs[name]
             part = preferred(cut(tensor, held, box))
             values[slot] = part if part.dtype == dtype else part.to(dtype)
 

@@ -58,6 +58,8 @@ def held_by(engine: Engine, optimizer: Optimizer | None, step: Callable[[], obje
     with LiveBytes(there) as live:
 
         def around(_: Instruction, action: Action) -> None:
+            if not rows:  # of the batch the part that is read counts, once
+                live.leave_out(tensor for _, tensor in engine.inputs.values())
             live.peak = live.live
             action()
             live.refresh()

@@ -25,6 +25,10 @@ class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._storages: dict[int, tuple[weakref.ReferenceType[torch.UntypedStorage], int]] = {}
         self.live = self.peak = 0
 
+    def leave_out(self, there: Iterable[Tensor]) -> None:
+        """More tensors that do not count, none of which an operator has returned yet."""
+        self._there.update(t.untyped_storage()._cdata for t in there)
+
     def __torch_dispatch__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:

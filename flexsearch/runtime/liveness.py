@@ -14,7 +14,6 @@ from dataclasses import replace
 
 from flexsearch.graph import volume
 from flexsearch.lower import Lowered
-from flexsearch.lower.taskgraph import Purpose
 from flexsearch.runtime.instructions import (
     Assemble,
     Backward,
@@ -33,10 +32,6 @@ AHEAD_BYTES = 32 * 2**20
 """Of messages that a rank holds beyond the account of memory, at most; one may be larger."""
 AHEAD_PART = 1 / 40
 """Likewise, as a part of its weights with their gradients, so that it does not matter."""
-AHEAD_PART_OF_GRADIENTS = 1 / 2
-"""Likewise, of gradients of weights: ranks end their backward passes at different times, and gloo moves a bucket both
-ways at once only where both sides have posted long before (1.1 instead of 1.4 times DistributedDataParallel's step,
-measured over 1 Gbit/s)."""
 _GRADIENTS = ("home gradient", "edge gradient")
 
 
@@ -73,26 +68,22 @@ def _without_unread(instructions: Sequence[Instruction]) -> Iterable[Instruction
             yield instruction
 
 
-def ahead_bytes(lowered: Lowered, device: int, part: float | None = None) -> int:
-    """Bytes of receives that may be posted before their tasks, and of sends that may still be under way behind them;
-    ``part``: of the rank's weights and gradients."""
+def ahead_bytes(lowered: Lowered, device: int) -> int:
+    """Bytes of receives that may be posted before their tasks, and of sends that may still be under way behind them."""
     stored = 0
     for weight in lowered.weights:
         itemsize = lowered.graph.tensor[weight.tensor].itemsize
         stored += sum(itemsize * volume(entry.box) for entry in weight.plan.storage if entry.device == device)
-    return min(AHEAD_BYTES, int(2 * stored * (AHEAD_PART if part is None else part)))
+    return min(AHEAD_BYTES, int(2 * stored * AHEAD_PART))
 
 
 def _with_posts(lowered: Lowered, device: int, instructions: Sequence[Instruction]) -> list[Instruction]:
     starts = {x.task: k for k, x in enumerate(instructions) if isinstance(x, Start)}
     waits = [(min(k, starts[x.task]), x) for k, x in enumerate(instructions) if isinstance(x, Wait)]
     waits.sort(key=lambda row: row[0])
-    gradients = [row for row in waits if _purpose(lowered, row[1].task) == "synchronise"]
-    others = [row for row in waits if _purpose(lowered, row[1].task) != "synchronise"]
     posts: dict[int, list[Instruction]] = {}
-    for rows, part in (others, AHEAD_PART), (gradients, AHEAD_PART_OF_GRADIENTS):
-        for at, wait in _posted(lowered, device, rows, ahead_bytes(lowered, device, part)):
-            posts.setdefault(at, []).append(Post(wait.task, wait.slot))
+    for at, wait in _posted(lowered, device, waits, ahead_bytes(lowered, device)):
+        posts.setdefault(at, []).append(Post(wait.task, wait.slot))
     return [x for k, instruction in enumerate(instructions) for x in (*posts.get(k, ()), instruction)]
 
 
@@ -114,12 +105,6 @@ def _posted(
             ahead.append((latest, nbytes))
             total += nbytes
         yield (at if early else latest), wait
-
-
-def _purpose(lowered: Lowered, task: int) -> Purpose:
-    what = lowered.tasks.communication[task]
-    assert what is not None
-    return what.purpose
 
 
 def _received_bytes(lowered: Lowered, device: int, task: int) -> int:

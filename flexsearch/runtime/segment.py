@@ -205,11 +205,17 @@ class SegmentRunner:
                 return
             made: Sequence[Tensor | None]
             if first or layers is None:
+                # A sum over microbatches grows as each gradient is there: no more than one of them is beside it.
+                sums = [values[slot] is not None and in_place for slot, in_place in places]
+                for leaf, (slot, _), summed in zip(wanted, places, sums, strict=True):
+                    if summed:
+                        leaf.register_hook(values[slot].add_)
                 made = torch.autograd.grad(
                     passed.outputs, [*wanted, *edges], passed.gradients, retain_graph=keep, allow_unused=True
                 )
                 entered = iter(made[len(wanted) :])
                 passed.between = [None if edge is None else next(entered) for edge in passed.layers] if edges else []
+                made = [None if summed else gradient for gradient, summed in zip(made, sums, strict=False)]
             else:
                 made = self._of_weights(passed, layers, leaves)
             _add(values, places, made, (*passed.gradients, *passed.between))
@@ -240,7 +246,7 @@ def _add(
     out one tensor for several values, among them those that are still ``alive``: what is added to gets memory of its
     own."""
     owners: Counter[int] | None = None
-    for (slot, in_place), gradient in zip(places, made, strict=False):
+    for (slot, in_place), gradient in zip(places, made, strict=True):
         before = values[slot]
         if gradient is None:
             continue

@@ -30,7 +30,7 @@ from flexsearch.simulate.account import Account, missing_memory
 from flexsearch.simulate.attempt import attempt
 from flexsearch.simulate.engine_delta import LATE, accept, reject
 from flexsearch.simulate.engine_state import State as Engine
-from flexsearch.simulate.lifetimes import Sources
+from flexsearch.simulate.spans import Sources
 
 DONE, ASK, NO_ROWS, ENGINE = range(4)
 """Why ``advance`` returned: random numbers or patience are used up; templates or configs are missing; there is no room

@@ -21,7 +21,7 @@ from flexsearch.simulate.account import Account, missing_memory
 from flexsearch.simulate.attempt import attempt
 from flexsearch.simulate.engine_delta import LATE, accept, reject
 from flexsearch.simulate.engine_state import State as Engine
-from flexsearch.simulate.lifetimes import Sources
+from flexsearch.simulate.spans import Sources
 
 BETTER = 1 + max(DONE, ASK, NO_ROWS, ENGINE)
 """A trial is better than the plan at hand, and in its place now."""

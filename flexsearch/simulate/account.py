@@ -23,8 +23,9 @@ from flexsearch.compiled import I64, ONE, TWO, U8, U32, U64, ZERO, lean
 from flexsearch.lower.arrays import State
 from flexsearch.lower.rows import FORWARD, GATHER, Schedule
 from flexsearch.packed import packed
-from flexsearch.simulate.lifetimes import BUFFERS, GRADIENTS, Sources, Spans, list_spans
+from flexsearch.simulate.lifetimes import list_spans
 from flexsearch.simulate.most import most_bytes
+from flexsearch.simulate.spans import BUFFERS, GRADIENTS, Sources, Spans
 
 FOUR: Any = np.uint64(4)
 """Cells of a block."""

@@ -26,7 +26,7 @@ from flexsearch.simulate.account import missing_memory
 from flexsearch.simulate.attempt import ENGINE, attempt
 from flexsearch.simulate.engine import LATE, Engine, Times
 from flexsearch.simulate.engine_delta import accept
-from flexsearch.simulate.lifetimes import Sources
+from flexsearch.simulate.spans import Sources
 from flexsearch.simulate.units import make_account
 from flexsearch.strategy import OperatorConfig, Options
 from flexsearch.topology import Topology

@@ -52,128 +52,36 @@ it. The spans of a unit follow from the configs of the operators that make and r
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
-from flexsearch.compiled import I64, ONE, TWO, U8, U32, U64, ZERO, lean
-from flexsearch.graph import Flow
-from flexsearch.lower.arrays import NOTHING, Pools, Program, State
-from flexsearch.lower.change import ALWAYS, Wiring
-from flexsearch.lower.footprints import ALIASED, RECEIVES, TAKES_PART, TAKES_PART_AGAIN, Landings
-from flexsearch.lower.interned import Interned, entries_of, rank_of
-from flexsearch.packed import packed
+from flexsearch.compiled import ONE, TWO, U32, ZERO, lean
+from flexsearch.lower.arrays import NOTHING, State
+from flexsearch.lower.change import ALWAYS
+from flexsearch.lower.footprints import ALIASED, TAKES_PART
+from flexsearch.lower.interned import entries_of, rank_of
+from flexsearch.simulate.copies import differentiate, distribute, land
+from flexsearch.simulate.spans import (
+    ACTIVATIONS,
+    AT_HAND,
+    GATHERED,
+    GRADIENT,
+    GRADIENTS,
+    OPTIMIZER,
+    VALUE,
+    WEIGHT,
+    WEIGHTS,
+    Sources,
+    Spans,
+    Units,
+    add,
+    end_of,
+    prolong,
+)
 from flexsearch.strategy import OVER_ALL, States
 
-WEIGHTS, COPIES, GRADIENTS, OPTIMIZER, ACTIVATIONS, BUFFERS = (np.uint64(k) for k in range(6))
-"""Parts of memory: what spans are for; COPIES: of sharded weights, gathered."""
 _GRADIENTS, _WEIGHTS = (np.uint32(states * OVER_ALL) for states in (States.GRADIENTS, States.WEIGHTS))
-VALUE, GRADIENT = np.uint8(Flow.VALUE), np.uint8(Flow.GRADIENT)
-GATHERED: Any = np.uint64(0xFFFFFFFF)
-"""In the place of an activation: a weight's copies have no original that readers could use as it is."""
-OUTPUT, WEIGHT, AT_HAND = range(3)
-"""What the first tensor of a unit is: made by an operator, a weight, or at hand."""
-
-
-@packed
-class Units(NamedTuple):
-    """What no config changes. Rows ``[first[i], last[i])`` of a list belong to item i. Activations and weights have the
-    numbers of ``Wiring``; tensors at hand have their own.
-
-    By unit: ``root``, what its first tensor is; ``tensor``, the number of that; its activations, producers ascending.
-    By activation: ``place`` among those of its unit; ``itemsize``. By operator: the units ``concerned`` by its config;
-    whether it ``saves_inputs`` and ``saves_outputs`` for its ``backward``, which it may not have; whether its output is
-    a view (``is_view``); bytes saved besides for each element (``extra``), and half elements (``halves``). By weight:
-    ``weight_itemsize``; ``weight_bytes``, of all of it; ``state_bytes``, that the optimizer keeps for each element;
-    ``sync_block`` and ``second_block``, where the phases of its synchronisation are issued; ``each_block`` and
-    ``each_second``, those of one for every microbatch (the same where there is no other). By tensor at hand: its
-    readers' slots (``reader``), ``at_hand_itemsize``, ``at_hand_bytes`` in all, the ``part`` of memory that it belongs
-    to. ``update_block``: (1,), the last; ``result_block``: (1,), where the loss is sent. By operator:
-    ``forward_block``, ``backward_block`` (the forward one if there is none), ``weight_block``, where it is done with
-    what it saved and with the gradients of its outputs (the backward one if its backward pass is whole),
-    ``recompute_block`` and ``region`` (NOTHING: it is not computed again); by weight: ``gather_block``, ``once_block``
-    (where a weight that stays whole is gathered), ``regather_block`` (NOTHING: none).
-    """
-
-    root: U8
-    tensor: U32
-    activation_first: U32
-    activation_last: U32
-    activation: U32
-    place: U32
-    itemsize: I64
-    concerned_first: U32
-    concerned_last: U32
-    concerned: U32
-    saves_inputs: U8
-    saves_outputs: U8
-    backward: U8
-    is_view: U8
-    extra: I64
-    halves: I64
-    weight_itemsize: I64
-    weight_bytes: I64
-    sync_block: U32
-    second_block: U32
-    each_block: U32
-    each_second: U32
-    reader_first: U32
-    reader_last: U32
-    reader: U32
-    at_hand_itemsize: I64
-    at_hand_bytes: I64
-    part: U8
-    state_bytes: I64
-    update_block: U32
-    result_block: U32
-    forward_block: U32
-    backward_block: U32
-    weight_block: U32
-    gather_block: U32
-    once_block: U32
-    recompute_block: U32
-    region: U32
-    regather_block: U32
-
-
-@packed
-class Spans(NamedTuple):
-    """The spans of one unit: ``device``, ``first`` and ``last`` moment, ``nbytes``, ``part``; ``size``: (1,) how many.
-
-    Work arrays. A **handle** is the number of a span plus 1; 0: none, at hand all the time. By place of the activation
-    in its unit and device: ``output``, what holds it where it was made; ``again``, where it was computed again;
-    ``arrived``, what holds its gradient in the producer's layout. By device: ``gradient``, what holds the readers'
-    gradient of the edge at hand, and ``born``, the moment since when all gradients of a weight are there. ``low``,
-    ``high``: by device and dimension, of what is at hand; ``reads``: by device, whether it reads it.
-    """
-
-    device: U32
-    first: U32
-    last: U32
-    nbytes: I64
-    part: U8
-    size: U64
-    output: npt.NDArray[np.uint32]
-    arrived: npt.NDArray[np.uint32]
-    gradient: U32
-    born: U32
-    again: npt.NDArray[np.uint32]
-    low: npt.NDArray[np.int64]
-    high: npt.NDArray[np.int64]
-    reads: U8
-
-
-@packed
-class Sources(NamedTuple):
-    """What spans are worked out from, besides a plan's ``State``: what no config changes, and all templates."""
-
-    units: Units
-    wiring: Wiring
-    program: Program
-    pools: Pools
-    layouts: Interned
-    landings: Landings
 
 
 @lean
@@ -198,28 +106,6 @@ def list_spans(sources: Sources, state: State, u: Any, spans: Spans) -> None:
         _forward(sources, state, np.uint64(units.activation[k]), spans)
     for k in range(last - first):
         _backward(sources, state, np.uint64(units.activation[last - ONE - k]), spans)
-
-
-@lean
-def _add(spans: Spans, device: Any, nbytes: Any, part: Any, first: Any, last: Any) -> Any:
-    """A new span; returns its handle."""
-    at = spans.size[0]
-    spans.device[at], spans.nbytes[at], spans.part[at] = device, nbytes, part
-    spans.first[at], spans.last[at] = first, max(first, last)
-    spans.size[0] = at + ONE
-    return at + ONE
-
-
-@lean
-def _prolong(spans: Spans, handle: Any, moment: Any) -> None:
-    if handle > ZERO:
-        spans.last[handle - ONE] = max(np.uint64(spans.last[handle - ONE]), moment)
-
-
-@lean
-def end_of(sources: Sources) -> Any:
-    """The last moment of a step."""
-    return TWO * np.uint64(sources.units.update_block[0]) + ONE
 
 
 @lean
@@ -254,7 +140,7 @@ def _hold_box(
             nbytes = itemsize
             for r in range(rank):
                 nbytes *= spans.high[reading, r] - spans.low[reading, r]
-            _add(spans, reading, nbytes, part, ZERO, end_of(sources))
+            add(spans, reading, nbytes, part, ZERO, end_of(sources))
 
 
 # ---- activations
@@ -278,11 +164,11 @@ def _forward(sources: Sources, state: State, t: Any, spans: Spans) -> None:
                 not again or units.region[np.uint64(wiring.slot_operator[slot])] == units.region[producer]
             ):
                 home = units.region[producer]
-                _distribute(sources, state, wiring.tensor_slot, k, last, place, now, again, home, spans)
+                distribute(sources, state, wiring.tensor_slot, k, last, place, now, again, home, spans)
     for k in range(np.uint64(wiring.result_first[t]), np.uint64(wiring.result_last[t])):
         returned = wiring.result_buffer[k] == ALWAYS
         now = TWO * np.uint64(units.result_block[0] if returned else units.forward_block[producer])
-        _distribute(sources, state, wiring.result_slot, k, k, place, now, 0, NOTHING, spans)
+        distribute(sources, state, wiring.result_slot, k, k, place, now, 0, NOTHING, spans)
 
 
 @lean
@@ -302,158 +188,20 @@ def _make(sources: Sources, state: State, t: Any, producer: Any, now: Any, again
         d, elements = np.uint64(layouts.device[first + row]), layouts.volume[entry + row]
         if d >= np.uint64(spans.reads.shape[0]):
             continue
-        handle = _add(spans, d, elements * itemsize, ACTIVATIONS, now, until)
+        handle = add(spans, d, elements * itemsize, ACTIVATIONS, now, until)
         if again:
             spans.again[place, d] = handle
         else:
             spans.output[place, d] = handle
         more = besides(units, producer, elements, itemsize)
         if more > 0 and back > now:
-            _add(spans, d, more, ACTIVATIONS, now, back)
+            add(spans, d, more, ACTIVATIONS, now, back)
 
 
 @lean
 def besides(units: Units, producer: Any, elements: Any, itemsize: Any) -> Any:
     """Bytes saved besides, as in ``graph.ops.Saved``."""
     return elements * units.extra[producer] + elements * units.halves[producer] * itemsize // np.int64(2)
-
-
-@lean
-def _distribute(
-    sources: Sources, state: State, slots: U32, k: Any, last: Any, place: Any, now: Any, again: Any, home: Any,
-    spans: Spans,
-) -> None:  # fmt: skip
-    """The copies that an edge makes of an activation or weight, by its reshard: of the reader ``slots[k]`` and those
-    from there to ``last`` that share its edge. ``now``: the moment before it is sent; ``place``: of an activation,
-    where the handles of the original are; of a weight GATHERED; ``again``: in the backward pass; ``home``: the region
-    of the activation's producer."""
-    landings, slot = sources.landings, np.uint64(slots[k])
-    template = np.uint64(state.forward[slot])
-    gathered = place == GATHERED
-    sent = now | ONE
-    until = _use(sources, state, slots, k, last, gathered, again, home)
-    used = _first_use(sources, state, slots, k, last, again, home, sent)
-    for row in range(np.uint64(landings.landing_first[template]), np.uint64(landings.landing_last[template])):
-        d, role = np.uint64(landings.device[row]), landings.role[row]
-        original = ZERO
-        if not gathered:
-            original = np.uint64(spans.again[place, d] if again else spans.output[place, d])
-            if role & TAKES_PART:
-                _prolong(spans, original, sent)
-        copies = not gathered or role & RECEIVES != 0  # a part that is cut from a stored weight is a view
-        part = COPIES if gathered else ACTIVATIONS
-        holder = _land(spans, landings, row, copies, now, sent, sent, used, part)
-        if role & ALIASED:
-            holder = original
-        if holder > ZERO:
-            _prolong(spans, holder, until)
-            for j in range(k, last):
-                _hand_on(sources, state, np.uint64(slots[j]), slot, d, holder, again, home, spans)
-
-
-@lean
-def _first_use(
-    sources: Sources, state: State, slots: U32, k: Any, last: Any, again: Any, home: Any, sent: Any
-) -> Any:  # fmt: skip
-    """When readers that share the edge of ``slots[k]`` first wait for what it brings; ``sent`` if none does."""
-    units, wiring, slot = sources.units, sources.wiring, np.uint64(slots[k])
-    if k == last:
-        return sent
-    if not again:
-        reader = np.uint64(wiring.slot_operator[slot])
-        for j in range(k, last):
-            other = np.uint64(slots[j])
-            if np.uint64(state.leader[other]) == slot and not _is_late(sources, np.uint64(wiring.slot_operator[other])):
-                return TWO * np.uint64(units.forward_block[np.uint64(wiring.slot_operator[other])])
-        return TWO * np.uint64(units.backward_block[reader])
-    found, never = end_of(sources), True
-    for j in range(k, last):
-        other = np.uint64(slots[j])
-        if np.uint64(state.leader[other]) == slot:
-            reader = np.uint64(wiring.slot_operator[other])
-            if home != NOTHING and units.region[reader] != home:
-                continue
-            if units.recompute_block[reader] != NOTHING:
-                found, never = min(found, TWO * np.uint64(units.recompute_block[reader])), False
-            elif units.backward[reader] == 1:
-                found, never = min(found, TWO * np.uint64(units.backward_block[reader])), False
-    return sent if never else found
-
-
-@lean
-def _is_late(sources: Sources, operator: Any) -> Any:
-    """As ``lower.change.is_late``."""
-    return sources.program.late[operator] == 1 and sources.units.recompute_block[operator] == NOTHING
-
-
-@lean
-def _use(
-    sources: Sources, state: State, slots: U32, k: Any, last: Any, gathered: Any, again: Any, home: Any
-) -> Any:  # fmt: skip
-    """The last moment at which readers that share the edge of ``slots[k]`` need what it brings."""
-    units, wiring, slot = sources.units, sources.wiring, np.uint64(slots[k])
-    if k == last:
-        return end_of(sources)
-    until = ZERO
-    twice = gathered and units.regather_block[np.uint64(wiring.slot_tensor[slot])] != NOTHING
-    for j in range(k, last):
-        other = np.uint64(slots[j])
-        if np.uint64(state.leader[other]) != slot:
-            continue
-        reader = np.uint64(wiring.slot_operator[other])
-        if again and not gathered and units.region[reader] != home:
-            continue
-        repeated = units.recompute_block[reader] != NOTHING
-        if not again and not _is_late(sources, reader):
-            until = max(until, TWO * np.uint64(units.forward_block[reader]))
-            if twice or (not gathered and repeated and units.region[reader] == home):
-                continue  # what comes later is gathered or computed again
-        if repeated and (gathered or again or units.region[reader] != home):
-            until = max(until, TWO * np.uint64(units.recompute_block[reader]))
-        if units.backward[reader] == 1 and (gathered or units.saves_inputs[reader] == 1):
-            back = units.backward_block[reader] if gathered else units.weight_block[reader]
-            until = max(until, TWO * np.uint64(back))
-    return until
-
-
-@lean
-def _hand_on(
-    sources: Sources, state: State, slot: Any, leader: Any, d: Any, holder: Any, again: Any, home: Any, spans: Spans
-) -> None:
-    """If the reader's outputs are views of what it reads here, what holds this holds them."""
-    wiring, units = sources.wiring, sources.units
-    if np.uint64(state.leader[slot]) != leader or wiring.slot_position[slot] != 0:
-        return
-    reader = np.uint64(wiring.slot_operator[slot])
-    if units.is_view[reader] == 1:
-        inside = units.recompute_block[reader] != NOTHING and units.region[reader] == home
-        for t in range(np.uint64(wiring.made_first[reader]), np.uint64(wiring.made_last[reader])):
-            if not again:
-                spans.output[np.uint64(units.place[t]), d] = holder
-            if inside == (again != 0):  # what a region reads from outside is there once
-                spans.again[np.uint64(units.place[t]), d] = holder
-
-
-@lean
-def _land(
-    spans: Spans, landings: Landings, row: Any, copies: Any, born: Any, sent: Any, sent_again: Any, used: Any, part: Any
-) -> Any:  # fmt: skip
-    """What a reshard leaves on a device: if it ``copies``, the copy (its handle is returned; 0: none), the layout in
-    between, receive buffers. ``born``: since when the device can cut its copy from what it has; ``sent``,
-    ``sent_again``: moments of the phases; ``used``: when a computation waits for it."""
-    d, role = np.uint64(landings.device[row]), landings.role[row]
-    begin = sent if role & TAKES_PART else born
-    if landings.middle[row] > 0:
-        _add(spans, d, landings.middle[row], BUFFERS, begin, sent_again if role & TAKES_PART_AGAIN else begin)
-    if landings.staged[row] > 0:
-        _add(spans, d, landings.staged[row], BUFFERS, sent, used)
-    if landings.staged_again[row] > 0:
-        _add(spans, d, landings.staged_again[row], BUFFERS, sent_again, used)
-    if copies and landings.copy[row] > 0:
-        if role & TAKES_PART_AGAIN:
-            begin = sent_again
-        return _add(spans, d, landings.copy[row], part, begin, begin)
-    return ZERO
 
 
 @lean
@@ -465,47 +213,8 @@ def _backward(sources: Sources, state: State, t: Any, spans: Spans) -> None:
         slot = np.uint64(wiring.tensor_slot[k])
         if np.uint64(state.leader[slot]) == slot and program.flows[slot] != VALUE:
             itemsize = sources.units.itemsize[t]
-            now = _differentiate(sources, state, wiring.tensor_slot, k, last, itemsize, ACTIVATIONS, spans)
+            now = differentiate(sources, state, wiring.tensor_slot, k, last, itemsize, ACTIVATIONS, spans)
             _return(sources, state, slot, t, now, spans)
-
-
-@lean
-def _differentiate(
-    sources: Sources, state: State, slots: U32, k: Any, last: Any, itemsize: Any, part: Any, spans: Spans
-) -> Any:
-    """The gradients that the readers of the edge of ``slots[k]`` make, in ``spans.gradient``. Returns the moment at
-    which they are complete: the backward of the first reader, as that runs last."""
-    wiring, layouts, slot = sources.wiring, sources.layouts, np.uint64(slots[k])
-    blocks = sources.units.backward_block if part == ACTIVATIONS else sources.units.weight_block
-    latest, through = ZERO, ZERO
-    for j in range(k, last):
-        other = np.uint64(slots[j])
-        if np.uint64(state.leader[other]) == slot:
-            reader = np.uint64(wiring.slot_operator[other])
-            if reader != latest:
-                through = ZERO
-            if sources.units.is_view[reader] == 1 and wiring.slot_position[other] == 0 and part == ACTIVATIONS:
-                through = ONE
-            latest = reader
-    begin, now = TWO * np.uint64(blocks[latest]), TWO * np.uint64(blocks[np.uint64(wiring.slot_operator[slot])])
-    for every in range(np.uint64(spans.gradient.shape[0])):
-        spans.gradient[every] = 0
-    need = np.uint64(state.need[slot])
-    first = np.uint64(layouts.mesh_first[np.uint64(layouts.layout_mesh[need])])
-    entry = np.uint64(layouts.grid_first[np.uint64(layouts.layout_grid[need])])
-    for row in range(entries_of(layouts, need)):
-        d, handle = np.uint64(layouts.device[first + row]), ZERO
-        if d >= np.uint64(spans.reads.shape[0]):
-            continue
-        if through == ONE:
-            for t in range(np.uint64(wiring.made_first[latest]), np.uint64(wiring.made_last[latest])):
-                if spans.arrived[np.uint64(sources.units.place[t]), d] > 0:
-                    handle = np.uint64(spans.arrived[np.uint64(sources.units.place[t]), d])
-        if handle == ZERO:
-            handle = _add(spans, d, layouts.volume[entry + row] * itemsize, part, begin, begin)
-        _prolong(spans, handle, now)
-        spans.gradient[d] = handle
-    return now
 
 
 @lean
@@ -521,12 +230,12 @@ def _return(sources: Sources, state: State, slot: Any, t: Any, now: Any, spans: 
         d, role = np.uint64(landings.device[row]), landings.role[row]
         original = np.uint64(spans.gradient[d])
         if role & TAKES_PART:
-            _prolong(spans, original, sent)
-        holder = _land(spans, landings, row, True, now, sent, sent, used, ACTIVATIONS)
+            prolong(spans, original, sent)
+        holder = land(spans, landings, row, True, now, sent, sent, used, ACTIVATIONS)
         if role & ALIASED:
             holder = original
         if holder > ZERO:
-            _prolong(spans, holder, until)
+            prolong(spans, holder, until)
             spans.arrived[place, d] = holder
 
 
@@ -546,10 +255,10 @@ def _hold_weight(sources: Sources, state: State, w: Any, spans: Spans) -> None:
     for row in range(np.uint64(pools.store_first[p]), np.uint64(pools.store_last[p])):
         d, nbytes = np.uint64(pools.store_device[row]), np.int64(pools.store_bytes[row])
         if not stays:
-            _add(spans, d, nbytes, WEIGHTS, ZERO, end_of(sources))
+            add(spans, d, nbytes, WEIGHTS, ZERO, end_of(sources))
         if trained and units.state_bytes[w] > 0:
             kept = nbytes // units.weight_itemsize[w] * units.state_bytes[w]
-            _add(spans, d, kept, OPTIMIZER, ZERO, end_of(sources))
+            add(spans, d, kept, OPTIMIZER, ZERO, end_of(sources))
     for every in range(np.uint64(spans.born.shape[0])):
         spans.born[every] = 0
     for k in range(first, last):
@@ -559,9 +268,9 @@ def _hold_weight(sources: Sources, state: State, w: Any, spans: Spans) -> None:
                 _gather_in_place(sources, state, w, slot, spans)
             for again in range(0 if stays else 2 if units.regather_block[w] != NOTHING else 1):
                 gather = TWO * np.uint64(units.regather_block[w] if again else units.gather_block[w])
-                _distribute(sources, state, program.reader, k, last, GATHERED, gather, again, NOTHING, spans)
+                distribute(sources, state, program.reader, k, last, GATHERED, gather, again, NOTHING, spans)
             if trained and program.flows[slot] != VALUE:
-                _differentiate(sources, state, program.reader, k, last, units.weight_itemsize[w], GRADIENTS, spans)
+                differentiate(sources, state, program.reader, k, last, units.weight_itemsize[w], GRADIENTS, spans)
                 sent = units.each_block[w] if sharding >= _GRADIENTS else units.sync_block[w]
                 _send_gradients(sources, template, TWO * np.uint64(sent) + ONE, spans)
     if trained:
@@ -576,7 +285,7 @@ def _gather_in_place(sources: Sources, state: State, w: Any, slot: Any, spans: S
     used = TWO * np.uint64(units.forward_block[np.uint64(sources.wiring.slot_operator[slot])])
     template = np.uint64(state.forward[slot] if state.kept[slot] == 0 else state.kept[slot])
     for row in range(np.uint64(landings.landing_first[template]), np.uint64(landings.landing_last[template])):
-        _land(spans, landings, row, False, now, now | ONE, now | ONE, used, WEIGHTS)
+        land(spans, landings, row, False, now, now | ONE, now | ONE, used, WEIGHTS)
 
 
 @lean
@@ -588,10 +297,10 @@ def _send_gradients(sources: Sources, template: Any, sent: Any, spans: Spans) ->
         handle = np.uint64(spans.gradient[d])
         if handle > ZERO:
             if role & TAKES_PART:
-                _prolong(spans, handle, sent)
+                prolong(spans, handle, sent)
             spans.born[d] = max(spans.born[d], spans.last[handle - ONE])
             if role & ALIASED:
-                _prolong(spans, handle, update)
+                prolong(spans, handle, update)
 
 
 @lean
@@ -607,4 +316,4 @@ def _synchronise(sources: Sources, w: Any, template: Any, each: Any, spans: Span
         born = np.uint64(spans.born[np.uint64(landings.device[row])])
         if born == ZERO:  # no piece there makes a gradient
             born = sent
-        _prolong(spans, _land(spans, landings, row, True, born, sent, again, used, GRADIENTS), update)
+        prolong(spans, land(spans, landings, row, True, born, sent, again, used, GRADIENTS), update)

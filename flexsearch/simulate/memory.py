@@ -19,7 +19,8 @@ from flexsearch.lower.templates import Templates
 from flexsearch.lower.view import Rows
 from flexsearch.simulate.account import Account, enter, which_cells
 from flexsearch.simulate.engine import Times
-from flexsearch.simulate.lifetimes import Sources, list_spans
+from flexsearch.simulate.lifetimes import list_spans
+from flexsearch.simulate.spans import Sources
 from flexsearch.simulate.units import make_account
 from flexsearch.simulate.usage import computations
 
@@ -28,7 +29,7 @@ _enter = direct(enter)
 
 Part = Literal["weights", "gathered", "gradients", "optimizer", "activations", "buffers"]
 PARTS: Final[tuple[Part, ...]] = ("weights", "gathered", "gradients", "optimizer", "activations", "buffers")
-"""In the order of their numbers in ``lifetimes``."""
+"""In the order of their numbers in ``spans``."""
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,8 @@ import numpy as np
 from flexsearch.compiled import lean
 from flexsearch.lower.arrays import NOTHING, Pools, State
 from flexsearch.lower.interned import Interned, entries_of
-from flexsearch.simulate.lifetimes import AT_HAND, VALUE, WEIGHT, Sources, besides
+from flexsearch.simulate.lifetimes import besides
+from flexsearch.simulate.spans import AT_HAND, VALUE, WEIGHT, Sources
 from flexsearch.strategy import OVER_ALL, States
 
 _WEIGHTS = np.uint32(States.WEIGHTS * OVER_ALL)

@@ -19,7 +19,7 @@ from flexsearch.lower.plan import PlanRows
 from flexsearch.lower.program import Rows
 from flexsearch.lower.rows import Schedule
 from flexsearch.simulate.account import Account
-from flexsearch.simulate.lifetimes import ACTIVATIONS, AT_HAND, OUTPUT, WEIGHT, WEIGHTS, Sources, Spans, Units
+from flexsearch.simulate.spans import ACTIVATIONS, AT_HAND, OUTPUT, WEIGHT, WEIGHTS, Sources, Spans, Units
 from flexsearch.strategy import Options
 
 Numbers = npt.NDArray[np.uint32]

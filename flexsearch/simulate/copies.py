@@ -1,0 +1,191 @@
+"""What the edges of a plan leave in memory, as ``lifetimes`` defines it, compiled: copies in other layouts, and the
+gradients that readers make."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from flexsearch.compiled import ONE, TWO, U32, ZERO, lean
+from flexsearch.lower.arrays import NOTHING, State
+from flexsearch.lower.footprints import ALIASED, RECEIVES, TAKES_PART, TAKES_PART_AGAIN, Landings
+from flexsearch.lower.interned import entries_of
+from flexsearch.simulate.spans import ACTIVATIONS, BUFFERS, COPIES, GATHERED, Sources, Spans, add, end_of, prolong
+
+
+@lean
+def distribute(
+    sources: Sources, state: State, slots: U32, k: Any, last: Any, place: Any, now: Any, again: Any, home: Any,
+    spans: Spans,
+) -> None:  # fmt: skip
+    """The copies that an edge makes of an activation or weight, by its reshard: of the reader ``slots[k]`` and those
+    from there to ``last`` that share its edge. ``now``: the moment before it is sent; ``place``: of an activation,
+    where the handles of the original are; of a weight GATHERED; ``again``: in the backward pass; ``home``: the region
+    of the activation's producer."""
+    landings, slot = sources.landings, np.uint64(slots[k])
+    template = np.uint64(state.forward[slot])
+    gathered = place == GATHERED
+    sent = now | ONE
+    until = _use(sources, state, slots, k, last, gathered, again, home)
+    used = _first_use(sources, state, slots, k, last, again, home, sent)
+    for row in range(np.uint64(landings.landing_first[template]), np.uint64(landings.landing_last[template])):
+        d, role = np.uint64(landings.device[row]), landings.role[row]
+        original = ZERO
+        if not gathered:
+            original = np.uint64(spans.again[place, d] if again else spans.output[place, d])
+            if role & TAKES_PART:
+                prolong(spans, original, sent)
+        copies = not gathered or role & RECEIVES != 0  # a part that is cut from a stored weight is a view
+        part = COPIES if gathered else ACTIVATIONS
+        holder = land(spans, landings, row, copies, now, sent, sent, used, part)
+        if role & ALIASED:
+            holder = original
+        if holder > ZERO:
+            prolong(spans, holder, until)
+            for j in range(k, last):
+                _hand_on(sources, state, np.uint64(slots[j]), slot, d, holder, again, home, spans)
+
+
+@lean
+def _first_use(
+    sources: Sources, state: State, slots: U32, k: Any, last: Any, again: Any, home: Any, sent: Any
+) -> Any:  # fmt: skip
+    """When readers that share the edge of ``slots[k]`` first wait for what it brings; ``sent`` if none does."""
+    units, wiring, slot = sources.units, sources.wiring, np.uint64(slots[k])
+    if k == last:
+        return sent
+    if not again:
+        reader = np.uint64(wiring.slot_operator[slot])
+        for j in range(k, last):
+            other = np.uint64(slots[j])
+            if np.uint64(state.leader[other]) == slot and not is_late(sources, np.uint64(wiring.slot_operator[other])):
+                return TWO * np.uint64(units.forward_block[np.uint64(wiring.slot_operator[other])])
+        return TWO * np.uint64(units.backward_block[reader])
+    found, never = end_of(sources), True
+    for j in range(k, last):
+        other = np.uint64(slots[j])
+        if np.uint64(state.leader[other]) == slot:
+            reader = np.uint64(wiring.slot_operator[other])
+            if home != NOTHING and units.region[reader] != home:
+                continue
+            if units.recompute_block[reader] != NOTHING:
+                found, never = min(found, TWO * np.uint64(units.recompute_block[reader])), False
+            elif units.backward[reader] == 1:
+                found, never = min(found, TWO * np.uint64(units.backward_block[reader])), False
+    return sent if never else found
+
+
+@lean
+def is_late(sources: Sources, operator: Any) -> Any:
+    """As ``lower.change.is_late``."""
+    return sources.program.late[operator] == 1 and sources.units.recompute_block[operator] == NOTHING
+
+
+@lean
+def _use(
+    sources: Sources, state: State, slots: U32, k: Any, last: Any, gathered: Any, again: Any, home: Any
+) -> Any:  # fmt: skip
+    """The last moment at which readers that share the edge of ``slots[k]`` need what it brings."""
+    units, wiring, slot = sources.units, sources.wiring, np.uint64(slots[k])
+    if k == last:
+        return end_of(sources)
+    until = ZERO
+    twice = gathered and units.regather_block[np.uint64(wiring.slot_tensor[slot])] != NOTHING
+    for j in range(k, last):
+        other = np.uint64(slots[j])
+        if np.uint64(state.leader[other]) != slot:
+            continue
+        reader = np.uint64(wiring.slot_operator[other])
+        if again and not gathered and units.region[reader] != home:
+            continue
+        repeated = units.recompute_block[reader] != NOTHING
+        if not again and not is_late(sources, reader):
+            until = max(until, TWO * np.uint64(units.forward_block[reader]))
+            if twice or (not gathered and repeated and units.region[reader] == home):
+                continue  # what comes later is gathered or computed again
+        if repeated and (gathered or again or units.region[reader] != home):
+            until = max(until, TWO * np.uint64(units.recompute_block[reader]))
+        if units.backward[reader] == 1 and (gathered or units.saves_inputs[reader] == 1):
+            back = units.backward_block[reader] if gathered else units.weight_block[reader]
+            until = max(until, TWO * np.uint64(back))
+    return until
+
+
+@lean
+def _hand_on(
+    sources: Sources, state: State, slot: Any, leader: Any, d: Any, holder: Any, again: Any, home: Any, spans: Spans
+) -> None:
+    """If the reader's outputs are views of what it reads here, what holds this holds them."""
+    wiring, units = sources.wiring, sources.units
+    if np.uint64(state.leader[slot]) != leader or wiring.slot_position[slot] != 0:
+        return
+    reader = np.uint64(wiring.slot_operator[slot])
+    if units.is_view[reader] == 1:
+        inside = units.recompute_block[reader] != NOTHING and units.region[reader] == home
+        for t in range(np.uint64(wiring.made_first[reader]), np.uint64(wiring.made_last[reader])):
+            if not again:
+                spans.output[np.uint64(units.place[t]), d] = holder
+            if inside == (again != 0):  # what a region reads from outside is there once
+                spans.again[np.uint64(units.place[t]), d] = holder
+
+
+@lean
+def land(
+    spans: Spans, landings: Landings, row: Any, copies: Any, born: Any, sent: Any, sent_again: Any, used: Any, part: Any
+) -> Any:  # fmt: skip
+    """What a reshard leaves on a device: if it ``copies``, the copy (its handle is returned; 0: none), the layout in
+    between, receive buffers. ``born``: since when the device can cut its copy from what it has; ``sent``,
+    ``sent_again``: moments of the phases; ``used``: when a computation waits for it."""
+    d, role = np.uint64(landings.device[row]), landings.role[row]
+    begin = sent if role & TAKES_PART else born
+    if landings.middle[row] > 0:
+        add(spans, d, landings.middle[row], BUFFERS, begin, sent_again if role & TAKES_PART_AGAIN else begin)
+    if landings.staged[row] > 0:
+        add(spans, d, landings.staged[row], BUFFERS, sent, used)
+    if landings.staged_again[row] > 0:
+        add(spans, d, landings.staged_again[row], BUFFERS, sent_again, used)
+    if copies and landings.copy[row] > 0:
+        if role & TAKES_PART_AGAIN:
+            begin = sent_again
+        return add(spans, d, landings.copy[row], part, begin, begin)
+    return ZERO
+
+
+@lean
+def differentiate(
+    sources: Sources, state: State, slots: U32, k: Any, last: Any, itemsize: Any, part: Any, spans: Spans
+) -> Any:
+    """The gradients that the readers of the edge of ``slots[k]`` make, in ``spans.gradient``. Returns the moment at
+    which they are complete: the backward of the first reader, as that runs last."""
+    wiring, layouts, slot = sources.wiring, sources.layouts, np.uint64(slots[k])
+    blocks = sources.units.backward_block if part == ACTIVATIONS else sources.units.weight_block
+    latest, through = ZERO, ZERO
+    for j in range(k, last):
+        other = np.uint64(slots[j])
+        if np.uint64(state.leader[other]) == slot:
+            reader = np.uint64(wiring.slot_operator[other])
+            if reader != latest:
+                through = ZERO
+            if sources.units.is_view[reader] == 1 and wiring.slot_position[other] == 0 and part == ACTIVATIONS:
+                through = ONE
+            latest = reader
+    begin, now = TWO * np.uint64(blocks[latest]), TWO * np.uint64(blocks[np.uint64(wiring.slot_operator[slot])])
+    for every in range(np.uint64(spans.gradient.shape[0])):
+        spans.gradient[every] = 0
+    need = np.uint64(state.need[slot])
+    first = np.uint64(layouts.mesh_first[np.uint64(layouts.layout_mesh[need])])
+    entry = np.uint64(layouts.grid_first[np.uint64(layouts.layout_grid[need])])
+    for row in range(entries_of(layouts, need)):
+        d, handle = np.uint64(layouts.device[first + row]), ZERO
+        if d >= np.uint64(spans.reads.shape[0]):
+            continue
+        if through == ONE:
+            for t in range(np.uint64(wiring.made_first[latest]), np.uint64(wiring.made_last[latest])):
+                if spans.arrived[np.uint64(sources.units.place[t]), d] > 0:
+                    handle = np.uint64(spans.arrived[np.uint64(sources.units.place[t]), d])
+        if handle == ZERO:
+            handle = add(spans, d, layouts.volume[entry + row] * itemsize, part, begin, begin)
+        prolong(spans, handle, now)
+        spans.gradient[d] = handle
+    return now

@@ -1,0 +1,146 @@
+"""The spans of memory as arrays, and what they are worked out from; ``lifetimes`` says which there are."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from flexsearch.compiled import I64, ONE, TWO, U8, U32, U64, ZERO, lean
+from flexsearch.graph import Flow
+from flexsearch.lower.arrays import Pools, Program
+from flexsearch.lower.change import Wiring
+from flexsearch.lower.footprints import Landings
+from flexsearch.lower.interned import Interned
+from flexsearch.packed import packed
+
+WEIGHTS, COPIES, GRADIENTS, OPTIMIZER, ACTIVATIONS, BUFFERS = (np.uint64(k) for k in range(6))
+"""Parts of memory: what spans are for; COPIES: of sharded weights, gathered."""
+VALUE, GRADIENT = np.uint8(Flow.VALUE), np.uint8(Flow.GRADIENT)
+GATHERED: Any = np.uint64(0xFFFFFFFF)
+"""In the place of an activation: a weight's copies have no original that readers could use as it is."""
+OUTPUT, WEIGHT, AT_HAND = range(3)
+"""What the first tensor of a unit is: made by an operator, a weight, or at hand."""
+
+
+@packed
+class Units(NamedTuple):
+    """What no config changes. Rows ``[first[i], last[i])`` of a list belong to item i. Activations and weights have the
+    numbers of ``Wiring``; tensors at hand have their own.
+
+    By unit: ``root``, what its first tensor is; ``tensor``, the number of that; its activations, producers ascending.
+    By activation: ``place`` among those of its unit; ``itemsize``. By operator: the units ``concerned`` by its config;
+    whether it ``saves_inputs`` and ``saves_outputs`` for its ``backward``, which it may not have; whether its output is
+    a view (``is_view``); bytes saved besides for each element (``extra``), and half elements (``halves``). By weight:
+    ``weight_itemsize``; ``weight_bytes``, of all of it; ``state_bytes``, that the optimizer keeps for each element;
+    ``sync_block`` and ``second_block``, where the phases of its synchronisation are issued; ``each_block`` and
+    ``each_second``, those of one for every microbatch (the same where there is no other). By tensor at hand: its
+    readers' slots (``reader``), ``at_hand_itemsize``, ``at_hand_bytes`` in all, the ``part`` of memory that it belongs
+    to. ``update_block``: (1,), the last; ``result_block``: (1,), where the loss is sent. By operator:
+    ``forward_block``, ``backward_block`` (the forward one if there is none), ``weight_block``, where it is done with
+    what it saved and with the gradients of its outputs (the backward one if its backward pass is whole),
+    ``recompute_block`` and ``region`` (NOTHING: it is not computed again); by weight: ``gather_block``, ``once_block``
+    (where a weight that stays whole is gathered), ``regather_block`` (NOTHING: none).
+    """
+
+    root: U8
+    tensor: U32
+    activation_first: U32
+    activation_last: U32
+    activation: U32
+    place: U32
+    itemsize: I64
+    concerned_first: U32
+    concerned_last: U32
+    concerned: U32
+    saves_inputs: U8
+    saves_outputs: U8
+    backward: U8
+    is_view: U8
+    extra: I64
+    halves: I64
+    weight_itemsize: I64
+    weight_bytes: I64
+    sync_block: U32
+    second_block: U32
+    each_block: U32
+    each_second: U32
+    reader_first: U32
+    reader_last: U32
+    reader: U32
+    at_hand_itemsize: I64
+    at_hand_bytes: I64
+    part: U8
+    state_bytes: I64
+    update_block: U32
+    result_block: U32
+    forward_block: U32
+    backward_block: U32
+    weight_block: U32
+    gather_block: U32
+    once_block: U32
+    recompute_block: U32
+    region: U32
+    regather_block: U32
+
+
+@packed
+class Spans(NamedTuple):
+    """The spans of one unit: ``device``, ``first`` and ``last`` moment, ``nbytes``, ``part``; ``size``: (1,) how many.
+
+    Work arrays. A **handle** is the number of a span plus 1; 0: none, at hand all the time. By place of the activation
+    in its unit and device: ``output``, what holds it where it was made; ``again``, where it was computed again;
+    ``arrived``, what holds its gradient in the producer's layout. By device: ``gradient``, what holds the readers'
+    gradient of the edge at hand, and ``born``, the moment since when all gradients of a weight are there. ``low``,
+    ``high``: by device and dimension, of what is at hand; ``reads``: by device, whether it reads it.
+    """
+
+    device: U32
+    first: U32
+    last: U32
+    nbytes: I64
+    part: U8
+    size: U64
+    output: npt.NDArray[np.uint32]
+    arrived: npt.NDArray[np.uint32]
+    gradient: U32
+    born: U32
+    again: npt.NDArray[np.uint32]
+    low: npt.NDArray[np.int64]
+    high: npt.NDArray[np.int64]
+    reads: U8
+
+
+@packed
+class Sources(NamedTuple):
+    """What spans are worked out from, besides a plan's ``State``: what no config changes, and all templates."""
+
+    units: Units
+    wiring: Wiring
+    program: Program
+    pools: Pools
+    layouts: Interned
+    landings: Landings
+
+
+@lean
+def add(spans: Spans, device: Any, nbytes: Any, part: Any, first: Any, last: Any) -> Any:
+    """A new span; returns its handle."""
+    at = spans.size[0]
+    spans.device[at], spans.nbytes[at], spans.part[at] = device, nbytes, part
+    spans.first[at], spans.last[at] = first, max(first, last)
+    spans.size[0] = at + ONE
+    return at + ONE
+
+
+@lean
+def prolong(spans: Spans, handle: Any, moment: Any) -> None:
+    if handle > ZERO:
+        spans.last[handle - ONE] = max(np.uint64(spans.last[handle - ONE]), moment)
+
+
+@lean
+def end_of(sources: Sources) -> Any:
+    """The last moment of a step."""
+    return TWO * np.uint64(sources.units.update_block[0]) + ONE
