@@ -432,7 +432,7 @@ class LayoutSearch:
 
     # ---- the answer
 
-    def _result(self, best: Candidate, stopped: str, margin: float | None) -> HybridResult:
+    def _result(self, best: Candidate, stopped: str, margin: float | None = 0.0) -> HybridResult:
         elapsed = time.monotonic() - self.began
         requests = {name: Request("step", c.key, candidate=c) for name, c in {"": best, **self.kept}.items()}
         self.ahead.expect(requests.values())
