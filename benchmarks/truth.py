@@ -192,8 +192,8 @@ class Scored:
 
     case: Case
     predicted_s: float
-    peak_bytes: int
-    missing: int
+    peak_bytes: int = 0
+    missing: int = 0
 
     @property
     def ratio(self) -> float:

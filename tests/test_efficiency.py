@@ -9,13 +9,14 @@ import pytest
 import torch
 from torch import nn
 
-from benchmarks.truth import Scored, regret, tau
+from benchmarks.truth import Scored, in_ranks, regret, tau
 from flexsearch.cost import Costs, Profile, ProfileDevice
 from flexsearch.cost.efficiency import MATRIX_EFFICIENCY, product_of
 from flexsearch.cost.ticks import TICK
 from flexsearch.graph import OperatorGraph
 from flexsearch.graph.importer import import_model
 from flexsearch.graph.precision import with_precision
+from flexsearch.search.hybrid import Layout
 from flexsearch.topology import Communication, Device, Topology
 from flexsearch.topology.parts import Efficiency
 
@@ -154,3 +155,12 @@ def test_scores_of_an_order() -> None:
     assert tau(scored((1, 1), (2, 2))) is None
     assert regret(scored((3, 1), (2, 2), (1, 3))) == pytest.approx(2.0)
     assert regret(scored((1, 1), (2, 2), (3, 3))) == 0.0
+
+
+def test_replicas_of_a_stage_are_numbered_before_the_next_stage() -> None:
+    """tensor 2, data 2, pipeline 4: Megatron-LM's ranks 0 to 3 are all of the first stage."""
+    cluster = Topology.load("dgx-a100:2")
+    ordered = in_ranks(cluster, Layout(2, 2, 4))
+    place = {device.name: rank for rank, device in enumerate(cluster.devices)}
+    ranks = [place[device.name] for device in ordered.devices]
+    assert ranks == [0, 1, 4, 5, 8, 9, 12, 13, 2, 3, 6, 7, 10, 11, 14, 15]

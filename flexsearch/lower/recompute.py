@@ -42,11 +42,10 @@ def regions_of(
                 found[i] = number
             number += 1
             of_stage[stage] += 1
-    if not number:
+    if not number and not (isinstance(blocks, tuple) and any(keys)):  # stages with numbers may have no regions
         what = "attention" if recompute == "attention" else "repeated block"
-        where = "" if blocks is None else " where the plan says so"
         raise StrategyError(
-            f"graph {graph.name!r} has no {what} that could be computed again{where}",
+            f"graph {graph.name!r} has no {what} that could be computed again",
             'Use recompute "none"' + (' or "full".' if recompute == "attention" else "."),
         )
     return found
