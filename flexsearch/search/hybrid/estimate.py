@@ -47,7 +47,8 @@ class Estimate(NamedTuple):
 @dataclass(frozen=True)
 class Parts:
     """By stage, of one microbatch, s: ``forward``, ``backward`` (with what is computed again), of that ``weight`` (its
-    gradients of weights), ``hop`` (to the next stage; 0 to the same rank and behind the last). Bytes on a device:
+    gradients of weights), ``hop`` (to the next stage; 0 to the same rank and behind the last), ``host`` (launching what
+    it computes; ``launch_s``: one operator). Bytes on a device:
     ``weights``, ``states``, ``kept`` (by a microbatch), ``again`` (made again by a microbatch), ``region`` (made again
     at a time). ``tensors``: parameters."""
 
@@ -55,6 +56,8 @@ class Parts:
     backward: Values
     weight: Values
     hop: Values
+    host: Values
+    launch_s: Values
     weights: Values
     states: Values
     kept: Values
@@ -127,7 +130,7 @@ class Estimates:
             share = np.minimum(1.0, np.array(options.recompute_blocks) / self.blocks(layout, options))
             mean = {
                 name: share * getattr(every, name) + (1.0 - share) * getattr(none, name)
-                for name in ("backward", "weight", "kept", "again")
+                for name in ("backward", "weight", "host", "kept", "again")
             }
             return replace(every, **mean)
         rank_of, samples = layout.rank_of(), self.samples(layout)
@@ -143,12 +146,15 @@ class Estimates:
     def _take_apart(self, layout: Layout, options: Options, first: tuple[int, ...], rank_of: tuple[int, ...]) -> Parts:
         works, tensor, recompute = self.works, layout.tensor, options.recompute
         ranks, low, high = self.ranks(layout), np.array(first), np.array([*first[1:], works.count])
-        stages, columns = len(first), np.zeros((4, len(first)))
+        stages, columns, launch_s = len(first), np.zeros((4, len(first))), np.zeros(len(first))
         for key in set(ranks):
             here = np.array([ranks[rank] == key for rank in rank_of])
             work = works.work(tensor, key[0], recompute, key[1])
             columns[:, here] = [column[high[here]] - column[low[here]] for column in work]
+            launch_s[here] = works.launch_s(key[1])
         forward, backward, weight, again = columns
+        launches = works.launches[:, high] - works.launches[:, low]
+        host = launch_s * (launches[0] * np.where(again > 0.0, 2.0, 1.0) + launches[1])
         shares = np.array([ranks[rank][0] for rank in rank_of])
         stored, plain = works.stored(tensor, recompute), works.stored(tensor, "none")
         weights, states, kept, tensors = (column[high] - column[low] for column in stored)
@@ -163,7 +169,8 @@ class Estimates:
                 start, each = self.between(groups[s], groups[s + 1], tensor)
                 hop[s] = start + each * nbytes[s]
         return Parts(
-            forward, backward + again, weight, hop, weights, states, kept * shares, repeated, region, tensors
+            forward, backward + again, weight, hop, host, launch_s, weights, states, kept * shares, repeated, region,
+            tensors,
         )  # fmt: skip
 
     def between(self, source: tuple[int, ...], destination: tuple[int, ...], tensor: int) -> tuple[float, float]:
@@ -225,7 +232,10 @@ class Estimates:
         exposed = np.maximum(agree - last * (1.0 - 1.0 / buckets), agree / buckets)
         earlier = np.cumsum(last) - last if layout.pipeline > 1 else np.zeros(1)
         tail = float((exposed + update - earlier).max())
-        return Estimate(lead + running + max(tail, 0.0), self._used(layout, options, parts, ranks, weights, copies))
+        # Hosts launch ahead and wait for nothing, so that the longer of the two counts.
+        launching = _by_rank(ranks, layout.microbatches * parts.host + parts.tensors * parts.launch_s)
+        seconds = max(lead + running + max(tail, 0.0), float(launching.max()))
+        return Estimate(seconds, self._used(layout, options, parts, ranks, weights, copies))
 
     def _agree(self, layout: Layout, options: Options, weights: Values) -> tuple[Values, Values]:
         """By rank, seconds of gathering its ``weights`` (bytes), and of summing up their gradients."""

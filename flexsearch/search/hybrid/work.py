@@ -98,6 +98,16 @@ class Works:
 
     # ---- time
 
+    @cached_property
+    def launches(self) -> Sums:
+        """Operators that a host launches for those before each operator: forward and backward; (2, operators + 1)."""
+        counts = np.array([self.costs.launches(i)[:2] for i in range(self.count)], np.float64).reshape(-1, 2)
+        return np.concatenate([np.zeros((1, 2)), counts.cumsum(axis=0)]).T
+
+    def launch_s(self, kind: int) -> float:
+        """Seconds that the host of such a device takes to launch an operator."""
+        return self.topology.devices[self.kinds[kind]].launch_s
+
     def work(self, tensor: int, samples: int, recompute: Recompute, kind: int) -> Work:
         """Of a microbatch of so many samples on a kind of device."""
         key = tensor, samples, recompute, kind
