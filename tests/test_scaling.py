@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from flexsearch.api import Setting
+from flexsearch.cost.uncertainty import Estimate
 from flexsearch.errors import StrategyError, TopologyError
 from flexsearch.graph import OperatorGraph
 from flexsearch.graph.batch import with_batch
@@ -31,7 +32,9 @@ FIELDS = dict.fromkeys(Memory.__dataclass_fields__, 0)
 
 def step(seconds: float, devices: int, samples: int, peak: int = 10, room: int = 100) -> Step:
     use = Memory(**{**FIELDS, "weights": peak})
-    return Step(seconds, lambda: (), (use,) * devices, (room,) * devices, devices, samples, 1.0, 1.0)
+    return Step(
+        seconds, lambda: (), lambda: Estimate(seconds, {}), (use,) * devices, (room,) * devices, devices, samples, 1.0, 1.0
+    )  # fmt: skip
 
 
 def point(devices: int, seconds: float, samples: int = 64, peak: int = 10) -> ScalingPoint:

@@ -110,7 +110,7 @@ def test_what_devices_do_is_what_the_tasks_say_at_every_moment(name: str) -> Non
             found[d]["compute" if rank < 0 else (*order, "idle")[rank]] += length
     for time, row in zip(device_times(one.rows, simulation.times), found, strict=True):
         assert time.compute_s == pytest.approx(row["compute"])
-        assert time.idle_s == pytest.approx(row["idle"], abs=1e-12)
+        assert time.idle_s + time.host_s == pytest.approx(row["idle"], abs=1e-12)
         assert dict(time.exposed_s) == pytest.approx({s: row[s] for s in order if row[s] > 1e-15})
 
 
