@@ -33,7 +33,8 @@ FIELDS = dict.fromkeys(Memory.__dataclass_fields__, 0)
 def step(seconds: float, devices: int, samples: int, peak: int = 10, room: int = 100) -> Step:
     use = Memory(**{**FIELDS, "weights": peak})
     return Step(
-        seconds, lambda: (), lambda: Estimate(seconds, {}), (use,) * devices, (room,) * devices, devices, samples, 1.0, 1.0
+        seconds, lambda: (), lambda: Estimate(seconds, {}), (use,) * devices, (room,) * devices, devices, samples, 1.0,
+        1.0,
     )  # fmt: skip
 
 
