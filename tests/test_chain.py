@@ -75,9 +75,9 @@ def test_a_coarse_chain_keeps_the_steps_of_a_layer_alike() -> None:
     start = baseline("data-parallel", graph, topology).in_order(graph)
     now, rng, seen = climber.evaluate(start), np.random.Generator(np.random.PCG64(0)), set()
     for coarse in (True, False):
-        climber.chain.begin(start, now, now, 0, 400, coarse)
+        climber.chain.begin(start, now, now, 0, 40_000, coarse)
         mixed = False
-        for _ in range(300):
+        for _ in range(2000):
             climber.chain.run(rng, 16)
             configs = climber.evaluate.at_hand
             kinds = [{configs[i] for i in steps} for steps in layers.values()]

@@ -43,9 +43,9 @@ def test_all_reduces_in_one_host_take_what_was_measured() -> None:
         }
         small = [abs(e) for size, e in errors.items() if size <= 16 * 2**20]
         large = [abs(e) for size, e in errors.items() if size > 16 * 2**20]
-        # Three figures for groups of 2, 4 and 8 explain 7 tables of 1,024 sizes. Around 16 MB NCCL changes protocols.
+        # Two figures for each number of members explain 1,024 sizes. Around 16 MB NCCL changes protocols.
         assert mean(small) < 0.10 and max(small) < 0.25, members
-        assert mean(large) < 0.03 and max(large) < 0.16, members
+        assert mean(large) < 0.03 and max(large) < 0.2, members
 
 
 def test_a_pair_of_hosts_uses_all_of_its_network_cards() -> None:

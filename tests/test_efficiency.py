@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from math import prod
+from typing import Literal
 
 import numpy as np
 import pytest
@@ -12,6 +13,7 @@ from torch import nn
 from benchmarks.truth import Scored, in_ranks, regret, tau
 from flexsearch.cost import Costs, Profile, ProfileDevice
 from flexsearch.cost.efficiency import MATRIX_EFFICIENCY, product_of
+from flexsearch.cost.profile import Entry, Work
 from flexsearch.cost.ticks import TICK
 from flexsearch.graph import OperatorGraph
 from flexsearch.graph.importer import import_model
@@ -26,9 +28,11 @@ REACHED = Efficiency(
 )
 
 
-def machine(efficiency: Efficiency | None = REACHED, bandwidth: float = BANDWIDTH) -> Topology:
+def machine(
+    efficiency: Efficiency | None = REACHED, bandwidth: float = BANDWIDTH, kind: Literal["cpu", "cuda"] = "cpu"
+) -> Topology:
     device = Device(
-        name="a", kind="cpu", host="h", model="chip", flops={"float32": FLOPS}, memory_bandwidth=bandwidth,
+        name="a", kind=kind, host="h", model="chip", flops={"float32": FLOPS}, memory_bandwidth=bandwidth,
         memory_bytes=2**40, overhead_s=0.0, efficiency=efficiency,
     )  # fmt: skip
     return Topology(name="one", devices=(device,), communication=Communication(backend="gloo"))
@@ -125,14 +129,20 @@ def test_without_figures_one_share_holds_for_all_shapes() -> None:
 
 def test_the_figures_hold_for_half_precision_alone() -> None:
     assert seconds(machine(), "linear", graph=FLOAT) == seconds(machine(None), "linear", graph=FLOAT)
-    with_launch = machine(REACHED.model_copy(update={"overhead_s": 1.0}))
+    with_launch = machine(REACHED.model_copy(update={"overhead_s": 1.0}), kind="cuda")
     assert seconds(with_launch, "linear")[0] == pytest.approx(1.0 + seconds(machine(), "linear")[0])
     assert seconds(with_launch, "linear", graph=FLOAT)[0] < 1.0
 
 
 def test_where_a_profile_was_measured_it_and_the_plain_roofline_count() -> None:
     empty = Profile(device=ProfileDevice(kind="cpu", model="chip"), torch="2")
-    assert seconds(machine(), "linear", profile=empty) == seconds(machine(None), "linear")
+    assert seconds(machine(), "linear", profile=empty) == seconds(machine(), "linear")
+    work = Work(flops=1, nbytes=1)
+    other = Entry(
+        kind="pool", dtype="float32", forward_s=1.0, backward_s=1.0, repeats=1, forward=work, backward=work
+    )  # fmt: skip
+    measured = empty.model_copy(update={"entries": {"another": other}})
+    assert seconds(machine(), "linear", profile=measured) == seconds(machine(None), "linear", profile=measured)
 
 
 def test_files_without_figures_keep_their_hash() -> None:

@@ -24,18 +24,11 @@ from flexsearch.simulate import makespan, memory
 from flexsearch.simulate.memory import Memory
 from flexsearch.strategy import OperatorConfig, Options, States, Strategy, check_config, make_config
 from flexsearch.topology import Topology
-from flexsearch.topology.changes import edited
 from tests.random_strategies import configs
-from tests.test_baselines import Builder, ethernet, mlp, transformer
+from tests.test_baselines import Builder, ethernet, mlp, transformer, without_launching
 from tests.test_bound import GRAPHS
 from tests.test_delta import TOPOLOGIES, uneven
 from tests.test_search import with_memory
-
-
-def without_launching(topology: Topology) -> Topology:
-    """As of captured graphs. Bounds know nothing of waiting for hosts: they hold, but prune little where all wait."""
-    return edited(topology, devices=tuple(d.model_copy(update={"overhead_s": 0.0}) for d in topology.devices))
-
 
 SMALL = {
     "two hosts": lambda: Topology.load("ethernet-1g-2"),
