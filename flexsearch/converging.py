@@ -145,8 +145,8 @@ class _Trials:
                 recipe.check(self.workers.size, checked.sizes, self.workers.hosts, len(self.workers.devices))
         plans = {str(name): self._plan(str(name)) for name, recipe in recipes if recipe is None}
         runs: list[Run] = []
-        for given, recipe in recipes:
-            name = given if isinstance(given, str) else given.words
+        for source, recipe in recipes:
+            name = source if isinstance(source, str) else source.words
 
             def report(epoch: Epoch, name: str = name) -> None:
                 if on_epoch is not None:

@@ -46,11 +46,11 @@ def calibrate(
     from flexsearch.topology import Topology
 
     cluster = Topology.load(topology)
-    known = Profile.load(profile) if profile is not None else new_profile(cluster)
+    before_fit = Profile.load(profile) if profile is not None else new_profile(cluster)
     with Live("reading rows"):
         measured = read_rows(rows, cluster)
     with Live(f"fitting {len(measured)} rows"):
-        result = fitted(measured, cluster, known)
+        result = fitted(measured, cluster, before_fit)
     if result.changed:
         result.profile.save(output)
     show(as_json, _data(result, output), lambda: _say(result, output))

@@ -107,10 +107,10 @@ def converge(
     show(as_json, result.data() | {"path": str(output) if output is not None else None}, lambda: _say(result, output))
 
 
-def _slow(given: list[str]) -> dict[int, float]:
+def _slow(options: list[str]) -> dict[int, float]:
     """WORKER:FACTOR options."""
     factors: dict[int, float] = {}
-    for item in given:
+    for item in options:
         worker, _, factor = item.partition(":")
         try:
             factors[int(worker)] = float(factor)

@@ -127,24 +127,24 @@ def _launching(rows: Rows, times: Times, device: int) -> list[Spans]:
     soon as it is launched."""
     schedule, group, final = rows.schedule, rows.schedule.group[device], int(rows.schedule.final[0])
     begun, ended = times.computation_start, times.computation_end
-    known: dict[object, tuple[npt.NDArray[np.int64], npt.NDArray[np.int64], int]] = {}
-    found, host, before = list[Spans](), 0, 0
+    counted: dict[object, tuple[npt.NDArray[np.int64], npt.NDArray[np.int64], int]] = {}
+    waits, host, before = list[Spans](), 0, 0
     for a in range(schedule.action_first[group], schedule.action_last[group]):
         m = int(schedule.microbatch[a])
         blocks = int(schedule.block_first[a]), int(schedule.block_last[a])
         key = blocks, m == 0, m == final
-        if key not in known:
+        if key not in counted:
             own = (b for b in range(*blocks) if (m == final if schedule.last[b] else m == 0 or not schedule.once[b]))
-            known[key] = _launched(rows, times, device, own)
-        places, launched, ticks = known[key]
+            counted[key] = _launched(rows, times, device, own)
+        places, launched, ticks = counted[key]
         if len(places):
             start, end = begun[m, places], ended[m, places]
             previous = np.concatenate([[before], end[:-1]])
             late = (start == host + launched) & (start > previous)
-            found.append(np.stack([previous[late], start[late]], axis=1))
+            waits.append(np.stack([previous[late], start[late]], axis=1))
             before = int(end[-1])
         host += ticks
-    return found
+    return waits
 
 
 def _launched(
