@@ -23,6 +23,7 @@ from flexsearch.strategy.records import (
     OptimizerName,
     Options,
     Prediction,
+    Recipes,
     Recompute,
     Reference,
     Search,
@@ -89,6 +90,7 @@ class SynchronisationFile(FileModel):
     bucket_bytes: Capacity
     prefetch: Count | None = None
     reshard_after_forward: bool | None = None
+    recipes: Recipes | None = None
 
 
 Order = Annotated[str, Field(pattern=r"^\d{1,6}[FBIW]\d{1,6}( \d{1,6}[FBIW]\d{1,6})*$", max_length=2**22)]

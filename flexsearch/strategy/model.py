@@ -239,6 +239,7 @@ class Strategy:
                 bucket_bytes=self.options.bucket_bytes,
                 prefetch=None if self.options.prefetch == Options().prefetch else self.options.prefetch,
                 reshard_after_forward=self.options.reshard_after_forward or None,
+                recipes=self.options.recipes or None,
             ),
             stages=None if plain else tuple(self._stage_file(stage) for stage in self.stages),
             schedule=None if plain and self.microbatches == 1 else "auto" if self.orders else self.schedule,
@@ -298,6 +299,7 @@ class Strategy:
             precision=file.precision or "as-is", recompute=file.recompute or "none",
             recompute_blocks=file.recompute_blocks,
             reshard_after_forward=file.synchronisation.reshard_after_forward or False,
+            recipes=file.synchronisation.recipes or (),
         )  # fmt: skip
         if (prefetch := file.synchronisation.prefetch) is not None:
             options = options.model_copy(update={"prefetch": prefetch})

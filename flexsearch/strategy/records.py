@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from fnmatch import fnmatchcase
 from typing import Annotated, Literal
 
 from pydantic import Field, Strict, field_validator
 
-from flexsearch.errors import StrategyError
+from flexsearch.errors import RecipeError, StrategyError
 from flexsearch.files import FileModel
 from flexsearch.graph import Dtype, Tracing
 from flexsearch.graph.precision import Precision
@@ -23,6 +24,7 @@ from flexsearch.quantities import (
     Text,
 )
 from flexsearch.strategy.config import read_pin
+from flexsearch.sync import Recipe, parse_recipe
 
 OptimizerName = Literal["sgd", "momentum", "adam"]
 Recompute = Literal["none", "attention", "full"]
@@ -34,6 +36,35 @@ Blocks = (
 """How many regions of each stage are computed again: the same number for all stages, or one for each."""
 
 
+class WeightRecipe(FileModel):
+    """By which recipe (``flexsearch.sync``) replicas of some weights come to agree. ``weights``: patterns of their
+    names ("encoder.*")."""
+
+    weights: Annotated[tuple[Text, ...], Strict(False), Field(min_length=1, max_length=MAX_COUNT)] = ("*",)
+    recipe: Text
+
+    @field_validator("recipe")
+    @classmethod
+    def _readable(cls, recipe: str) -> str:
+        try:
+            parse_recipe(recipe)
+        except RecipeError as error:
+            raise ValueError(f"{error.message}. {error.remedy}") from error
+        return recipe
+
+    @property
+    def parsed(self) -> Recipe:
+        """The recipe itself."""
+        return parse_recipe(self.recipe)
+
+    def names(self, weight: str) -> bool:
+        """Whether a weight synchronises by it."""
+        return any(fnmatchcase(weight, pattern) for pattern in self.weights)
+
+
+Recipes = Annotated[tuple[WeightRecipe, ...], Strict(False), Field(max_length=MAX_COUNT)]
+
+
 class Options(FileModel):
     """What is chosen for the whole step. ``bucket_bytes``: gradients are synchronised, and sharded weights gathered, in
     buckets of about this size. ``optimizer``: how much state an update reads and writes (none, one, or two tensors per
@@ -42,7 +73,8 @@ class Options(FileModel):
     ``recompute``: see ``Recompute``; of each stage only the first ``recompute_blocks`` regions, if that is given: one
     number for all, or one for each stage, of which 0 means none.
     ``reshard_after_forward``: sharded weights are let go of after the forward pass of what reads them and gathered
-    again in the backward pass (FSDP2), instead of being kept for it."""
+    again in the backward pass (FSDP2), instead of being kept for it.
+    ``recipes``: a weight synchronises by the first that names it, exactly as planned if none does."""
 
     bucket_bytes: Capacity = 25 * 2**20
     optimizer: OptimizerName = "momentum"
@@ -51,6 +83,11 @@ class Options(FileModel):
     recompute: Recompute = "none"
     recompute_blocks: Blocks | None = None
     reshard_after_forward: bool = False
+    recipes: Recipes = ()
+
+    def recipe_of(self, weight: str) -> WeightRecipe | None:
+        """What a weight synchronises by; None: exactly, as planned."""
+        return next((recipe for recipe in self.recipes if recipe.names(weight)), None)
 
 
 def check_recompute(options: Options, stages: int) -> None:
