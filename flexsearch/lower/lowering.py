@@ -19,6 +19,7 @@ from flexsearch.lower.folding import Fold, fold
 from flexsearch.lower.layout import Layout
 from flexsearch.lower.pieces import Edge, Pieces, Placed, Weight, kept
 from flexsearch.lower.plan import PlanRows
+from flexsearch.lower.recipes import RecipeGroup, recipe_groups
 from flexsearch.lower.schedule import Stages
 from flexsearch.lower.share import share_of, stages_of
 from flexsearch.lower.taskgraph import TaskGraph
@@ -62,6 +63,11 @@ class Lowered:
     def tasks(self) -> TaskGraph:
         """The rows as tasks."""
         return task_graph(self)
+
+    @cached_property
+    def recipe_groups(self) -> tuple[RecipeGroup, ...]:
+        """Replicas that synchronise by a recipe. Raises StrategyError or RecipeError if some cannot."""
+        return recipe_groups(self)
 
     @cached_property
     def digest(self) -> str:
@@ -145,10 +151,13 @@ class Lowering(Pieces):
 def lower(graph: OperatorGraph, strategy: Strategy, topology: Topology, costs: Costs) -> Lowered:
     """Lower a strategy after checking it, in its precision: of one with stages or microbatches, what one block of
     devices does with one microbatch (``lower.share``). Raises StrategyError if it does not belong to graph and topology
-    or cannot be divided so."""
+    or cannot be divided so. A plan with recipes is lowered for all devices."""
     strategy.check(graph, topology)
+    batch_graph = graph
     graph = with_precision(strategy.planned(graph), strategy.options.precision)
     configs = strategy.in_order(graph)
+    if strategy.options.recipes and Pipeline.of(strategy, graph).replicas > 1:
+        return lower_for_ranks(batch_graph, strategy, topology, costs)
     if strategy.is_plain:
         if graph is not costs.graph:
             costs = Costs(graph, topology, costs.profile)
