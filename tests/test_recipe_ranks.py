@@ -12,7 +12,7 @@ from torch import Tensor
 from flexsearch.runtime.recipes.ranks import Ranks
 from flexsearch.sync import Group, Simulated, parse_recipe
 from tests.ranks import pool
-from tests.test_sync import N, SIZES, START, gradient
+from tests.test_sync import SIZES, START, N, gradient
 
 STEPS, LR = 12, 0.05
 HOSTS = {2: (0, 1), 3: (0, 1, 2), 4: (0, 0, 1, 1)}

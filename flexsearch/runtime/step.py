@@ -28,6 +28,8 @@ from flexsearch.runtime.feed import Feed, batches, load, sample_order
 from flexsearch.runtime.initialise import Initialise, initialise
 from flexsearch.runtime.listing import listing
 from flexsearch.runtime.program import compile_program
+from flexsearch.runtime.recipes.plan import without_synchronisation
+from flexsearch.runtime.recipes.synchronisation import Synchronisation
 from flexsearch.runtime.retrace import Source
 from flexsearch.runtime.stored import Stored
 from flexsearch.runtime.timeline import Timeline, record
@@ -59,7 +61,7 @@ class Parallel:
 
     def __init__(
         self, model: nn.Module, imported: Imported, strategy: Strategy, lowered: Lowered, device: torch.device,
-        run: str, seed: int, timeout_s: float, fuse: bool, compiler: str | None = None,
+        run: str, seed: int, timeout_s: float, fuse: bool, compiler: str | None = None, tolerate: bool = False,
     ) -> None:  # fmt: skip
         self.rank, self.device, self.lowered, self.graph = dist.get_rank(), device, lowered, imported.graph
         self.strategy, self._timeout_s, self._fuse = strategy, timeout_s, fuse
@@ -73,12 +75,17 @@ class Parallel:
         self.failures = Failures(self.rank, run)
         self.optimizer: Optimizer | None = None
         """The one of the short cut, ``parallelize(optimizer=...)``."""
-        wire = Wire(lowered, self.rank, device, timeout_s)
-        self.engine = Engine(
-            compile_program(lowered, self.rank, fuse), wire, self.stored.weights, self.stored.fixed, lambda: None,
-            self.context, compiler,
-        )  # fmt: skip
         self._empty = nn.Parameter(torch.zeros(0, device=device))
+        self.synchronisation = Synchronisation(
+            lowered, self.stored, self._empty, self.failures, timeout_s, tolerate
+        )  # fmt: skip
+        self._one_call = self._updated = False
+        """Whether every step updates; whether the optimizer has stepped in the step at hand."""
+        runs = without_synchronisation(lowered, self.synchronisation.names)
+        self.engine = Engine(
+            compile_program(runs, self.rank, fuse), Wire(runs, self.rank, device, timeout_s), self.stored.weights,
+            self.stored.fixed, lambda: None, self.context, compiler,
+        )  # fmt: skip
         self._source: Source | None = None
         self._smaller: dict[int, Variant] = {}
         self._forwards: dict[tuple[int, bool, bool], tuple[ForwardPass, Any]] = {}
@@ -99,6 +106,7 @@ class Parallel:
                     "Build it on the meta device: with torch.device('meta').",
                 )
             initialise(model, self.stored, self.context.seed, None if function is True else function)
+            self.synchronisation.restart()
 
     # ---- training
 
@@ -134,18 +142,21 @@ class Parallel:
     def update_by(self, make: MakeOptimizer) -> None:
         """Have every step end with that of an optimizer, which gets this rank's trained parameters."""
         trained = [p for _, p in self.stored.parameters if p.requires_grad]
-        self.optimizer = make(trained) if trained else None
+        self.optimizer, self._one_call = make(trained) if trained else None, True
         self.engine.update = self._update
 
     def _train(self, inputs: Any, targets: Any, samples: int | None, scale: float, outputs: bool) -> StepOutput:
         named, count = self.feed.named(inputs, targets), self._count(samples)
         returned = self._forward(named, count, False, False) if outputs else None
-        earlier = self._set_aside_gradients()
+        self.synchronisation.check()
+        earlier, self._updated = self._set_aside_gradients(), False
         whole = count == self.graph.batch
         results = self.engine.step(self._fed(named)) if whole else self._smaller_step(count).run(named)
-        self._add_gradients(earlier, scale)
-        if self.optimizer is not None and not whole:
+        if self._one_call and not self._updated:
             self._update()
+        elif not self._one_call:
+            self.synchronisation.synchronise_gradients()
+            self._add_gradients(earlier, scale)
         for counter in self.stored.counters.values():
             counter += 1
         return StepOutput(results[self.graph.loss if whole else self._smaller[count].graph.loss], returned)
@@ -172,8 +183,9 @@ class Parallel:
         if count not in self._smaller:
             imported = self._traceable().training(count)
             self._smaller[count] = smaller_step(
-                imported, self.lowered, self.stored, self.feed, self.context, self._timeout_s, self._fuse
-            )
+                imported, self.lowered, self.stored, self.feed, self.context, self._timeout_s, self._fuse,
+                self.synchronisation.names,
+            )  # fmt: skip
         return self._smaller[count]
 
     def _traceable(self) -> Source:
@@ -208,10 +220,14 @@ class Parallel:
 
     def _update(self) -> None:
         """What the short cut does with complete gradients."""
+        self._updated = True
+        self.synchronisation.synchronise_gradients()
         if self.optimizer is not None:
             self._add_gradients({}, 1.0)
             self.optimizer.step()
             self.optimizer.zero_grad(set_to_none=True)
+        elif self.synchronisation:
+            self.synchronisation.synchronise_weights()
 
     def _refuse_modes(self, what: str) -> None:
         """Raise RuntimeFailure in regions that plain PyTorch would honour and a compiled plan cannot, and without
@@ -245,7 +261,8 @@ class Parallel:
             self._set_aside_gradients()
 
         try:
-            return record(self, step, steps, optimizer)
+            with self.synchronisation.frozen():
+                return record(self, step, steps, optimizer)
         finally:
             for name, parameter in self.stored.weights.items():
                 parameter.grad = earlier.get(name)
@@ -282,6 +299,11 @@ class Parallel:
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False) -> Tensor:
         """``torch.nn.utils.clip_grad_norm_`` of the whole model: that one would see this rank's pieces alone. Returns
         the norm of the whole gradient, to which every element counts once. All ranks must call it."""
+        if self.synchronisation.diverges:
+            raise RuntimeFailure(
+                "replicas that synchronise by a recipe have gradients of their own, so the whole model has no one norm",
+                "Clip by value (torch.nn.utils.clip_grad_value_), or use a recipe with the mean of all in every step.",
+            )
         with self.failures.watch():
             own = [chunk.tensor for chunk in self.stored.gradients() if chunk.first]
             total = total_norm(own, float(norm_type), self.device)
@@ -370,12 +392,14 @@ class Parallel:
 
     def state_dict(self) -> dict[str, Tensor]:
         """The whole model's state under the original names, on every rank (CPU tensors). All ranks must call it."""
-        return self.stored.state_dict()
+        with self.synchronisation.agreed():
+            return self.stored.state_dict()
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
         """Take over a whole model's state (as ``state_dict`` gives it). Raises RuntimeFailure on missing names or wrong
         shapes, before anything is changed."""
         self.stored.load_state_dict(state)
+        self.synchronisation.restart()
 
     def sharded_state_dict(self) -> dict[str, Tensor]:
         """The model's state for ``torch.distributed.checkpoint``, in pieces with their places in the whole tensors:
@@ -384,17 +408,19 @@ class Parallel:
 
     def save_safetensors(self, folder: str | Path) -> None:
         """Write the weights as ``model.safetensors``, as Hugging Face's models read it. All ranks must call it."""
-        with self.failures.watch():
+        with self.failures.watch(), self.synchronisation.agreed():
             safetensors.save(folder, self.stored)
 
     def load_safetensors(self, folder: str | Path) -> None:
         """Read weights of Hugging Face, in one file or several. All ranks must call it."""
         with self.failures.watch():
             safetensors.load(folder, self.stored)
+            self.synchronisation.restart()
 
     def loaded(self) -> None:
         """Compute what follows from a state that was loaded in place. All ranks must call it."""
         self.stored.changed()
+        self.synchronisation.restart()
 
     def save(self, folder: str | Path, optimizer: Optimizer | None = None, **extra: Any) -> None:
         """Write a checkpoint (``torch.distributed.checkpoint``): model, optimizer, the state of dropout, and whatever

@@ -90,7 +90,7 @@ def record(
     took; and twice more, before that, to allocate and compile, and to see what is held in memory. All ranks must call
     it; all get the same timeline. These are real training steps. ``optimizer``: another than ``parallel``'s own."""
     engine, offset = parallel.engine, clock_offset()
-    program = compile_program(parallel.lowered, parallel.rank, fuse=False)
+    program = compile_program(engine.program.lowered, parallel.rank, fuse=False)
     wire = Watched(engine.wire, program.instructions)
     watched = Engine(program, wire, engine.weights, engine.fixed, engine.update, engine.context)
     recorded: list[_Recorded] = []

@@ -42,7 +42,7 @@ class Ranks:
         everyone = process_group(tuple(sorted(self._devices)), timeout)
         workers = process_group(tuple(sorted(devices)), timeout) if servers else everyone
         self._gloo = dist.get_backend() == "gloo"
-        self.ranks = (self._devices.index(rank),) if rank in self._devices else ()
+        self.ranks: tuple[int, ...] = (self._devices.index(rank),) if rank in self._devices else ()
         self._group, self._workers = everyone, workers
         self.sent = self.messages = 0
         """Bytes and messages that this rank has sent so far, an all-reduce as a ring."""
@@ -99,7 +99,7 @@ class Ranks:
         of = [r for r in range(self.size) if r != own and weights[own][r] and r not in self.lost]
         arrived = self._swap(dict.fromkeys(to, payload), dict.fromkeys(of, payload))
         share = sum(weights[own][r] for r in range(self.size) if r != own and r not in arrived)
-        total = (weights[own][own] + share) * decode(payload)
+        total: Tensor = (weights[own][own] + share) * decode(payload)
         for r, other in sorted(arrived.items()):
             total = total + weights[own][r] * decode(other)
         return total
