@@ -98,7 +98,7 @@ def _trained(
             losses.append(step(batch(number)).loss.item())
             optimizer.step()
             optimizer.zero_grad()
-    sent = sum(member.ranks.sent for member in step.synchronisation.members)
+    sent = sum(member.sent for member in step.synchronisation.members)
     return losses, step.state_dict(), sent
 
 

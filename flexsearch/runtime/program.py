@@ -447,7 +447,7 @@ class _Compiler:
 
     def _result(self, transport: Transport, home: Slot) -> Slot:
         """What an edge without readers brings here; ``home`` if that is what this device has made."""
-        arrives = self.fusion.arrives(transport) and self.fusion.active(transport)
+        arrives = self.fusion.active(transport) and self.fusion.arrives(transport)
         return self._finish(transport) if arrives else home
 
     def _total(self, name: str) -> Slot:

@@ -16,7 +16,7 @@ from torch.utils import _pytree as pytree
 from torch.utils.data import Dataset
 
 from flexsearch.errors import RuntimeFailure
-from flexsearch.graph import Interval
+from flexsearch.graph import Interval, OperatorGraph
 from flexsearch.graph.importer import Imported
 from flexsearch.graph.ops import KernelContext
 from flexsearch.lower import Lowered
@@ -28,7 +28,7 @@ from flexsearch.runtime.feed import Feed, batches, load, sample_order
 from flexsearch.runtime.initialise import Initialise, initialise
 from flexsearch.runtime.listing import listing
 from flexsearch.runtime.program import compile_program
-from flexsearch.runtime.recipes.plan import without_synchronisation
+from flexsearch.runtime.recipes.plan import apart, without_synchronisation
 from flexsearch.runtime.recipes.synchronisation import Synchronisation
 from flexsearch.runtime.retrace import Source
 from flexsearch.runtime.stored import Stored
@@ -62,6 +62,7 @@ class Parallel:
     def __init__(
         self, model: nn.Module, imported: Imported, strategy: Strategy, lowered: Lowered, device: torch.device,
         run: str, seed: int, timeout_s: float, fuse: bool, compiler: str | None = None, tolerate: bool = False,
+        make: MakeOptimizer | None = None,
     ) -> None:  # fmt: skip
         self.rank, self.device, self.lowered, self.graph = dist.get_rank(), device, lowered, imported.graph
         self.strategy, self._timeout_s, self._fuse = strategy, timeout_s, fuse
@@ -77,11 +78,16 @@ class Parallel:
         """The one of the short cut, ``parallelize(optimizer=...)``."""
         self._empty = nn.Parameter(torch.zeros(0, device=device))
         self.synchronisation = Synchronisation(
-            lowered, self.stored, self._empty, self.failures, timeout_s, tolerate
-        )  # fmt: skip
+            lowered, self.stored, self._empty, self.failures, timeout_s, tolerate, make
+        )
         self._one_call = self._updated = False
         """Whether every step updates; whether the optimizer has stepped in the step at hand."""
         runs = without_synchronisation(lowered, self.synchronisation.names)
+        self._apart = self.synchronisation.asynchronous or tolerate
+        """Whether workers wait for each other in nothing but recipes."""
+        if self._apart:
+            words = "one may die, and the others go on" if tolerate else "workers go by themselves"
+            runs = apart(runs, lowered.recipe_groups, words)
         self.engine = Engine(
             compile_program(runs, self.rank, fuse), Wire(runs, self.rank, device, timeout_s), self.stored.weights,
             self.stored.fixed, lambda: None, self.context, compiler,
@@ -123,6 +129,11 @@ class Parallel:
         the model returns, too, which takes another forward pass. Raises RuntimeFailure if a rank has failed.
         """
         self._refuse_modes("step")
+        if self.synchronisation.asynchronous:
+            raise RuntimeFailure(
+                "step(batch) leaves gradients for an optimizer, but here the optimizer runs at the server",
+                "Call step.step(inputs, targets).",
+            )
         with self.failures.watch():
             inputs, targets = self.feed.pair(batch)
             return self._train(inputs, targets, samples, scale, outputs)
@@ -130,7 +141,7 @@ class Parallel:
     def step(self, inputs: Any, targets: Any = None) -> Tensor:
         """The short cut for ``parallelize(optimizer=...)``: forward, backward, update; returns the loss of the whole
         batch. ``inputs`` and ``targets`` as the two parts of a batch (:meth:`__call__`)."""
-        if self.optimizer is None and any(p.requires_grad for _, p in self.stored.parameters):
+        if not self._one_call and any(p.requires_grad for _, p in self.stored.parameters):
             raise RuntimeFailure(
                 "step(inputs, targets) updates the weights, but there is no optimizer",
                 "Pass parallelize(optimizer=...), or call step(batch) and then the optimizer's step().",
@@ -141,6 +152,9 @@ class Parallel:
 
     def update_by(self, make: MakeOptimizer) -> None:
         """Have every step end with that of an optimizer, which gets this rank's trained parameters."""
+        if self.synchronisation.asynchronous:
+            self.optimizer, self._one_call = self.synchronisation.optimizer, True
+            return
         trained = [p for _, p in self.stored.parameters if p.requires_grad]
         self.optimizer, self._one_call = make(trained) if trained else None, True
         self.engine.update = self._update
@@ -159,7 +173,16 @@ class Parallel:
             self._add_gradients(earlier, scale)
         for counter in self.stored.counters.values():
             counter += 1
-        return StepOutput(results[self.graph.loss if whole else self._smaller[count].graph.loss], returned)
+        return StepOutput(self._loss(results, self.graph if whole else self._smaller[count].graph), returned)
+
+    def _loss(self, results: Mapping[str, Tensor], graph: OperatorGraph) -> Tensor:
+        """Of the whole batch; where workers go by themselves of this one's samples, no number on ranks that compute
+        none."""
+        if not self._apart:
+            return results[graph.loss]
+        workers = len(self.lowered.recipe_groups[0].devices)
+        value = results.get(graph.loss)
+        return torch.full((), torch.nan, device=self.device) if value is None else value * workers
 
     def _count(self, samples: int | None) -> int:
         """Samples of the batch at hand."""
@@ -180,6 +203,12 @@ class Parallel:
         return fed
 
     def _smaller_step(self, count: int) -> Variant:
+        if self._apart:
+            raise RuntimeFailure(
+                f"a batch of {count} samples, where the plan is for {self.graph.batch}, and workers do not wait for "
+                "each other, so that they cannot share it out anew",
+                "Leave out the last batch (step.loader(..., drop_last=True)).",
+            )
         if count not in self._smaller:
             imported = self._traceable().training(count)
             self._smaller[count] = smaller_step(
@@ -222,7 +251,10 @@ class Parallel:
         """What the short cut does with complete gradients."""
         self._updated = True
         self.synchronisation.synchronise_gradients()
-        if self.optimizer is not None:
+        if self.synchronisation.asynchronous:
+            self.synchronisation.synchronise_weights()
+            self._set_aside_gradients()
+        elif self.optimizer is not None:
             self._add_gradients({}, 1.0)
             self.optimizer.step()
             self.optimizer.zero_grad(set_to_none=True)
@@ -266,6 +298,11 @@ class Parallel:
         finally:
             for name, parameter in self.stored.weights.items():
                 parameter.grad = earlier.get(name)
+
+    def close(self) -> None:
+        """Take no more steps. Under asynchronous recipes, a rank that serves waits here for the other workers, as it
+        does when the interpreter ends."""
+        self.synchronisation.close()
 
     def listing(self) -> str:
         """What this rank runs in a step, as readable Python."""

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from flexsearch.lower.recipes import RecipeGroup
 from flexsearch.runtime.recipes.ranks import Ranks
+from flexsearch.sync import State
 
 
 class Member:
@@ -24,7 +25,7 @@ class Member:
         self.sizes = replace(group.sizes, itemsize=dtype.itemsize)  # optimizers keep float32 where plans have bf16
         self._none = torch.zeros(1, 0, dtype=dtype, device=device)
         self._template = torch.zeros(1, 0 if self.parameters else self.sizes.n, dtype=dtype, device=device)
-        self.start()
+        self.state = State()
 
     def start(self) -> None:
         """Begin anew, from the weights that there are."""
@@ -66,6 +67,20 @@ class Member:
         row, self.state = self.recipe.after_update(self.state, self.ranks, row, self.sizes)
         if changes:
             self.weights = row
+
+    def check(self) -> None:
+        """Raise RuntimeFailure if it cannot go on."""
+
+    def pull(self) -> None:
+        """Take the weights of a server, if there is one that has others."""
+
+    def close(self) -> None:
+        """Take no more steps."""
+
+    @property
+    def sent(self) -> int:
+        """Bytes that this rank has sent so far."""
+        return self.ranks.sent
 
     def mean(self) -> Tensor:
         """Of the weights of all replicas, (1, n)."""

@@ -129,14 +129,14 @@ class Ranks:
         """Send payloads to positions, and receive some, which look like those of ``wanted``."""
         counts = dict.fromkeys(wanted, 0)
         if any(payload.length is not None for payload in (*there.values(), *wanted.values())):
-            sent = {r: _count_of(payload) for r, payload in there.items()}
+            sent = {r: count_of(payload) for r, payload in there.items()}
             arrived = self._messages(sent, dict.fromkeys(wanted, INDEX_BYTES))
             counts = {r: int(flat.view(torch.int32)) for r, flat in arrived.items()}
-        packed = {r: _packed(payload) for r, payload in there.items()}
+        flat_of = {r: packed(payload) for r, payload in there.items()}
         templates = {r: wanted[r] for r in counts}
-        lengths = {r: _nbytes(template, counts[r]) for r, template in templates.items()}
-        flat = self._messages(packed, lengths)
-        return {r: _unpacked(flat[r], templates[r], counts[r]) for r in templates if r in flat}
+        lengths = {r: nbytes_of(template, counts[r]) for r, template in templates.items()}
+        flat = self._messages(flat_of, lengths)
+        return {r: unpacked(flat[r], templates[r], counts[r]) for r in templates if r in flat}
 
     def _messages(self, there: Mapping[int, Tensor], wanted: Mapping[int, int]) -> dict[int, Tensor]:
         """One message of bytes to each position, and from others: so many bytes of each. With ``tolerate`` those of the
@@ -170,15 +170,15 @@ class Ranks:
         counts = torch.zeros(size, dtype=torch.int32, device=device)
         with self._watched("all-gather"):
             if payload.length is not None:
-                all_gather_bytes(counts.view(torch.uint8), _count_of(payload).to(device), group=self._workers)
-            lengths = [_nbytes(payload, int(count)) for count in counts.tolist()]
-            flat, most = _packed(payload), max(lengths)
+                all_gather_bytes(counts.view(torch.uint8), count_of(payload).to(device), group=self._workers)
+            lengths = [nbytes_of(payload, int(count)) for count in counts.tolist()]
+            flat, most = packed(payload), max(lengths)
             self._count(Exchange("all_gather", size, (most,) * size))
             padded = torch.cat((flat, flat.new_empty(most - flat.numel())))
             everything = flat.new_empty(size * most)
             all_gather_bytes(everything, padded, group=self._workers)
         rows = zip(everything.view(size, most), lengths, counts.tolist(), strict=True)
-        return joined([_unpacked(row[:length], payload, count) for row, length, count in rows])
+        return joined([unpacked(row[:length], payload, count) for row, length, count in rows])
 
     def _count(self, exchange: Exchange) -> None:
         """Count this rank's part of what all send."""
@@ -215,13 +215,13 @@ def joined(payloads: Sequence[Payload]) -> Payload:
     return replace(payloads[0], parts=tuple(parts), length=torch.cat(lengths) if lengths else None)
 
 
-def _count_of(payload: Payload) -> Tensor:
+def count_of(payload: Payload) -> Tensor:
     """The number of its entries, as it is sent."""
     assert payload.length is not None
     return payload.length.to(torch.int32).view(torch.uint8)
 
 
-def _packed(payload: Payload) -> Tensor:
+def packed(payload: Payload) -> Tensor:
     """The entries that count, as bytes."""
     last = None if payload.length is None else int(payload.length)
     flat = [part[0].reshape(-1)[:last].contiguous().view(torch.uint8) for part in payload.parts]
@@ -233,12 +233,12 @@ def _sizes(template: Payload, count: int) -> list[int]:
     return [part[0].numel() if template.length is None else count for part in template.parts]
 
 
-def _nbytes(template: Payload, count: int) -> int:
+def nbytes_of(template: Payload, count: int) -> int:
     return sum(n * part.element_size() for n, part in zip(_sizes(template, count), template.parts, strict=True))
 
 
-def _unpacked(flat: Tensor, template: Payload, count: int) -> Payload:
-    """The inverse of ``_packed``, for a payload like ``template``; with ``count`` entries, where that is not fixed."""
+def unpacked(flat: Tensor, template: Payload, count: int) -> Payload:
+    """The inverse of ``packed``, for a payload like ``template``; with ``count`` entries, where that is not fixed."""
     parts, at = [], 0
     for n, part in zip(_sizes(template, count), template.parts, strict=True):
         data = flat[at : at + n * part.element_size()]

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import atexit
 import weakref
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import torch.distributed as dist
@@ -15,9 +16,11 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from flexsearch.errors import RuntimeFailure
 from flexsearch.graph.ops.calls import dtype_of
 from flexsearch.lower import Lowered
+from flexsearch.lower.recipes import RecipeGroup
 from flexsearch.runtime.faults import Failures
 from flexsearch.runtime.recipes.member import Member
 from flexsearch.runtime.recipes.ranks import Ranks
+from flexsearch.runtime.recipes.served import LONG, MakeOptimizer, Served
 from flexsearch.runtime.stored import Stored
 
 
@@ -27,23 +30,39 @@ class Synchronisation:
 
     def __init__(
         self, lowered: Lowered, stored: Stored, empty: nn.Parameter, failures: Failures, timeout_s: float,
-        tolerate: bool = False,
+        tolerate: bool = False, make: MakeOptimizer | None = None,
     ) -> None:  # fmt: skip
         rank, self._failures = dist.get_rank(), failures
-        self.names = {name for group in lowered.recipe_groups for name in group.names}
+        groups = lowered.recipe_groups
+        self.names = {name for group in groups for name in group.names}
+        self.asynchronous = any(group.recipe.asynchronous is not None for group in groups)
+        """Whether workers go by themselves, and optimizers are the servers'."""
+        if self.asynchronous:
+            _check_asynchronous(groups, make)
+        if tolerate:
+            _check_tolerant(groups)
         self.members: list[Member] = []
-        for group in lowered.recipe_groups:
+        for group in groups:
             ranks = Ranks(group.devices, group.servers, group.hosts, timeout_s, tolerate)
-            if rank in group.positions:
-                own = [stored.weights[name] for name in group.names] if rank in group.devices else []
-                dtype = dtype_of(stored.graph.tensor[group.names[0]].dtype)
-                self.members.append(Member(group, ranks, own, dtype, stored.device))
+            processes = dist.new_group(list(group.positions), timeout=LONG) if self.asynchronous else None
+            if rank not in group.positions:
+                continue
+            own = [stored.weights[name] for name in group.names] if rank in group.devices else []
+            dtype, device = dtype_of(stored.graph.tensor[group.names[0]].dtype), stored.device
+            if processes is not None and make is not None:
+                served = Served(group, ranks, own, dtype, device, processes, make, timeout_s, tolerate)
+                self.members.append(served)
+            else:
+                self.members.append(Member(group, ranks, own, dtype, device))
         self._tracked = [p for member in self.members for p in member.parameters] or [empty] * bool(self.members)
         self._stepped: set[int] = set()
         """Parameters (by id) whose optimizer has stepped since the others' have."""
         self._versions: dict[int, int] = {}
-        self.note()
-        if self.members:
+        self._closed = False
+        self.restart()
+        if self.asynchronous:
+            _call_at_exit(self)
+        elif self.members:
             _call_after_steps(self)
 
     def __bool__(self) -> bool:
@@ -53,6 +72,11 @@ class Synchronisation:
     def diverges(self) -> bool:
         """Whether replicas may have gradients or weights of their own."""
         return any(not member.agrees for member in self.members)
+
+    @property
+    def optimizer(self) -> Optimizer | None:
+        """Of the part of the weights that this rank serves."""
+        return next((m.shard.optimizer for m in self.members if isinstance(m, Served) and m.shard is not None), None)
 
     def synchronise_gradients(self) -> None:
         """After the backward pass."""
@@ -86,6 +110,8 @@ class Synchronisation:
 
     def check(self) -> None:
         """Raise RuntimeFailure if weights have changed without an optimizer's step: their recipe was left out then."""
+        for member in self.members:
+            member.check()
         if any(p._version != self._versions[id(p)] for p in self._tracked):
             raise RuntimeFailure(
                 "weights that synchronise by a recipe have changed, but no step of a torch.optim.Optimizer that holds "
@@ -98,11 +124,20 @@ class Synchronisation:
         self._versions = {id(p): p._version for p in self._tracked}
 
     def restart(self) -> None:
-        """Begin anew, from weights that were loaded."""
+        """Begin anew, from the weights that there are. All ranks must call it."""
         for member in self.members:
             member.start()
+        if self.asynchronous:
+            dist.barrier()
         self._stepped.clear()
         self.note()
+
+    def close(self) -> None:
+        """Take no more steps. A server waits for the other workers."""
+        if not self._closed:
+            self._closed = True
+            for member in self.members:
+                member.close()
 
     @contextmanager
     def frozen(self) -> Iterator[None]:
@@ -116,7 +151,15 @@ class Synchronisation:
 
     @contextmanager
     def agreed(self) -> Iterator[None]:
-        """In the block, replicas that have weights of their own have the mean of all. All ranks must enter it."""
+        """In the block, replicas that have weights of their own have the mean of all, or those of the server. All ranks
+        must enter it."""
+        if self.asynchronous:
+            dist.barrier()
+            for member in self.members:
+                member.pull()
+            self.note()
+            yield
+            return
         apart = [member for member in self.members if not member.agrees]
         before = [member.weights for member in apart]
         for member, mean in zip(apart, [member.mean() for member in apart], strict=True):
@@ -127,6 +170,53 @@ class Synchronisation:
             for member, row in zip(apart, before, strict=True):
                 member.weights = row
             self.note()
+
+
+def _check_asynchronous(groups: Sequence[RecipeGroup], make: MakeOptimizer | None) -> None:
+    """Raise RuntimeFailure for what workers that go by themselves cannot do."""
+    words = next(group.recipe.words for group in groups if group.recipe.asynchronous is not None)
+    if make is None:
+        raise RuntimeFailure(
+            f"under {words} the optimizer runs at the server, as gradients arrive",
+            "Pass parallelize(optimizer=lambda weights: torch.optim.SGD(weights, lr=0.1)), and call "
+            "step.step(inputs, targets).",
+        )
+    if other := [group for group in groups if group.recipe.asynchronous is None]:
+        raise RuntimeFailure(
+            f"workers wait for each other to synchronise {other[0].names[0]!r} by {other[0].recipe.words}, and not for "
+            f"others by {words}",
+            "Give all weights a recipe in which workers go by themselves, or none.",
+        )
+    if dist.get_backend() != "gloo":
+        raise RuntimeFailure(f"{words} needs the backend gloo", "Use a topology whose backend is gloo.")
+
+
+def _check_tolerant(groups: Sequence[RecipeGroup]) -> None:
+    """Raise RuntimeFailure unless others can go on when one dies."""
+    for group in groups:
+        recipe = group.recipe
+        if recipe.asynchronous is None and (recipe.partners.exact or recipe.warm_up):
+            raise RuntimeFailure(
+                f"nobody can go on without one of the replicas under {recipe.words}: it needs the mean of all",
+                "Leave out tolerate, or use async+server, gossip, ring or matrix (without warm-up).",
+            )
+    if not groups:
+        raise RuntimeFailure(
+            "nobody can go on without one of the replicas of a plan that synchronises exactly",
+            "Leave out tolerate, or plan with recipes (async+server, gossip, ring or matrix).",
+        )
+
+
+def _call_at_exit(synchronisation: Synchronisation) -> None:
+    """Have servers wait for workers that are not done, before the interpreter ends."""
+    reference = weakref.ref(synchronisation)
+
+    def leave() -> None:
+        if (alive := reference()) is not None:
+            with suppress(RuntimeFailure):
+                alive.close()
+
+    atexit.register(leave)
 
 
 def _call_after_steps(synchronisation: Synchronisation) -> None:
