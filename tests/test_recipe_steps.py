@@ -3,6 +3,7 @@ one by one in one process, with the recipe's own functions on all of their rows.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Sequence
 from functools import cache
 from typing import Any
@@ -294,3 +295,63 @@ def test_a_loop_may_accumulate_and_have_several_optimizers_but_not_update_unseen
             assert float((apart[name] - value).abs().max()) <= 1e-9
             assert torch.isfinite(accumulated[name]).all()
     assert all(torch.equal(answers[0][2][name], answers[1][2][name]) for name in expected)
+
+
+# ---- checkpoints
+
+
+def _saving(file: str, traced: Imported, folder: str) -> list[list[float]]:
+    """State of the model after all steps, and after half of them, a checkpoint, and the rest with it in another step;
+    losses of the rest."""
+    histories, halfway = [], STEPS // 2
+    for begin in (0, halfway):
+        step, optimizer = stepped(file, traced)
+        if begin:
+            step.load(folder, optimizer)
+        for number in range(begin, STEPS):
+            if number == halfway and not begin:
+                step.save(folder, optimizer)
+            step(batch(number))
+            optimizer.step()
+            optimizer.zero_grad()
+        state = [*step.parameters(), *step.state_dict().values()]
+        histories.append(torch.cat([x.detach().flatten() for x in state]).tolist())
+    return histories
+
+
+@pytest.mark.parametrize(
+    "recipe",
+    ["local-sgd:period=2+gossip+top-k:density=0.2", "diloco:period=4", "gossip", "powersgd:rank=1",
+     "top-k:density=0.1+warm-up:steps=2", "qsgd:bits=4", "server:on=devices+top-k:density=0.1"],
+)  # fmt: skip
+def test_the_same_plan_goes_on_to_the_bit(recipe: str, tmp_path: Any) -> None:
+    devices = 3 if "devices" in recipe else 2
+    for whole, resumed in pool(devices).run(_saving, plan(recipe, devices=devices), imported(), str(tmp_path)):
+        assert whole == resumed
+
+
+def _loading(file: str, other: str, traced: Imported, folder: str) -> tuple[dict[str, Tensor], dict[str, Tensor], str]:
+    step, optimizer = stepped(file, traced)
+    for number in range(3):
+        step(batch(number))
+        optimizer.step()
+        optimizer.zero_grad()
+    step.save(folder, optimizer)
+    before = step.state_dict()
+    step, optimizer = stepped(other, traced)
+    with warnings.catch_warnings(record=True) as warned:
+        warnings.simplefilter("always")
+        step.load(folder, optimizer)
+    step(batch(3))
+    optimizer.step()
+    return before, step.state_dict(), " ".join(str(w.message) for w in warned)
+
+
+def test_another_plan_begins_with_the_mean_of_the_replicas(tmp_path: Any) -> None:
+    frozen = plan("local-sgd:period=3"), plan("gossip")
+    for before, after, warned in pool(2).run(_loading, *frozen, imported(), str(tmp_path)):
+        assert "recipes begin anew" in warned
+        assert any(not torch.equal(before[name], after[name]) for name in before)
+    exact = plan({"first.*": "all-reduce:form=ring"})
+    for _, after, warned in pool(2).run(_loading, plan("local-sgd:period=2"), exact, imported(), str(tmp_path / "b")):
+        assert "recipes begin anew" in warned and all(torch.isfinite(x).all() for x in after.values())

@@ -464,10 +464,12 @@ class Parallel:
         is passed by name, such as ``scheduler=scheduler.state_dict()``. No rank holds the whole. All ranks must call
         it."""
         with self.failures.watch():
-            checkpoint.save(folder, self.stored, self.context, optimizer or self.optimizer, extra)
+            checkpoint.save(folder, self.stored, self.context, optimizer or self.optimizer, extra, self.synchronisation)
 
     def load(self, folder: str | Path, optimizer: Optimizer | None = None) -> dict[str, Any]:
         """Read a checkpoint that was saved under any plan on any number of ranks; returns what was passed to ``save``
         by name. Only load what you trust: it is unpickled. All ranks must call it. Raises RuntimeFailure."""
         with self.failures.watch():
-            return checkpoint.load(folder, self.stored, self.context, optimizer or self.optimizer)
+            return checkpoint.load(
+                folder, self.stored, self.context, optimizer or self.optimizer, self.synchronisation
+            )

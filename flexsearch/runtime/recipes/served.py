@@ -6,7 +6,7 @@ gradient arrives."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from datetime import timedelta
@@ -98,6 +98,21 @@ class Shard:
             self.optimizer.state.clear()
             self.steps = [0] * len(self.steps)
             self._pulled_at = [self._updates] * len(self.steps)
+
+    def saved(self) -> dict[str, Tensor]:
+        """For a checkpoint."""
+        kept = self.optimizer.state[self.weights]
+        tensors = {f"optimizer.{key}": x for key, x in kept.items() if isinstance(x, Tensor)}
+        return tensors | {"weights": self.weights.detach(), "steps": torch.tensor(self.steps)}
+
+    def take(self, tensors: Mapping[str, Tensor]) -> None:
+        """The inverse."""
+        with self._changed, torch.no_grad():
+            self.weights.copy_(tensors["weights"])
+            self.steps = [int(steps) for steps in tensors["steps"]]
+            for key, value in tensors.items():
+                if key.startswith("optimizer."):
+                    self.optimizer.state[self.weights][key.removeprefix("optimizer.")] = value.clone()
 
     def leave(self, worker: int, why: str = "") -> None:
         """A worker takes no more steps. ``why``: it has died, which ends the run unless that is tolerated."""
@@ -193,6 +208,24 @@ class Served(Member):
         for j, (a, b) in enumerate(self._bounds):
             row[0, a:b] = self._ask(j, PULL)
         self.weights = row
+
+    def saved(self) -> dict[str, Tensor]:
+        """For a checkpoint, between steps of all workers."""
+        tensors = {"step": torch.tensor(self._step)}
+        if self._residual is not None:
+            tensors["residual"] = self._residual
+        if self.shard is not None:
+            tensors |= {f"server.{key}": value for key, value in self.shard.saved().items()}
+        return tensors
+
+    def take(self, tensors: Mapping[str, Tensor]) -> None:
+        """The inverse, after ``start``."""
+        self._step = int(tensors["step"])
+        if self._residual is not None:
+            self._residual = tensors["residual"].to(self._residual.device)
+        if self.shard is not None:
+            start = "server."
+            self.shard.take({key.removeprefix(start): x for key, x in tensors.items() if key.startswith(start)})
 
     def close(self) -> None:
         """Take no more steps; a server waits until all workers have done so."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import atexit
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any
 
@@ -20,6 +20,7 @@ from flexsearch.lower.recipes import RecipeGroup
 from flexsearch.runtime.faults import Failures
 from flexsearch.runtime.recipes.member import Member
 from flexsearch.runtime.recipes.ranks import Ranks
+from flexsearch.runtime.recipes.saved import saved_state, take_state, wanted_state
 from flexsearch.runtime.recipes.served import LONG, MakeOptimizer, Served
 from flexsearch.runtime.stored import Stored
 
@@ -130,6 +131,27 @@ class Synchronisation:
         if self.asynchronous:
             dist.barrier()
         self._stepped.clear()
+        self.note()
+
+    def saved(self, optimizer: Optimizer | None) -> dict[str, Any]:
+        """For a checkpoint, this rank's. All ranks must call it."""
+        if self.asynchronous:
+            dist.barrier()
+        return saved_state(self.members, optimizer, dist.get_rank()) if self.members else {}
+
+    def wanted(self, saved: Mapping[str, Any], prefix: str) -> dict[str, Any]:
+        """What to read of a checkpoint with this metadata, whose names begin so."""
+        return wanted_state(saved, dist.get_rank(), prefix) if self.members else {}
+
+    def load(self, optimizer: Optimizer | None, state: Mapping[str, Any]) -> None:
+        """Go on from what was read, after the weights. All ranks must call it."""
+        self.restart()
+        if self.members:
+            take_state(self.members, optimizer, state, dist.get_rank())
+        if self.asynchronous:
+            dist.barrier()
+            for member in self.members:
+                member.pull()
         self.note()
 
     def close(self) -> None:
