@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from flexsearch.lower.rows import Schedule, Segments
+from flexsearch.lower.rows import COMPUTE, FORWARD, RESULT, Schedule, Segments
 
 if TYPE_CHECKING:
     from flexsearch.lower.lowering import Lowered
@@ -27,8 +27,9 @@ _INTO = {
 
 def several(lowered: Lowered, steps: int) -> Rows:
     """The rows of a plan, ``steps`` times. Block b of step k has the number ``k * blocks + b``. Workers with a bound
-    pull in a step only when the pushes have arrived that their lead allows them to wait for."""
-    rows = lowered.rows
+    pull in a step only when the pushes have arrived that their lead allows them to wait for. Workers that go by
+    themselves take their own loss, and how many targets count, for those of all."""
+    rows = _apart(lowered) if lowered.asynchronous else lowered.rows
     blocks = len(rows.schedule.kind)
     segments = _tiled(rows.segments, blocks, steps)
     segment = np.concatenate([rows.segment + k * len(rows.segments.device_steps) for k in range(steps)])
@@ -51,6 +52,27 @@ def several(lowered: Lowered, steps: int) -> Rows:
     return replace(
         rows, schedule=_repeated(rows.schedule, steps), blocks=table, segments=segments, segment=segment, together={},
         recipes={k * blocks + b: told for k in range(steps) for b, told in rows.recipes.items()},
+    )  # fmt: skip
+
+
+def _apart(lowered: Lowered) -> Rows:
+    """The rows without steps of communications that bring single numbers: the loss, and what it is divided by."""
+    rows, segments = lowered.rows, lowered.rows.segments
+    kept = np.ones(len(segments.step_kind), bool)
+    single = {
+        (block, number)
+        for block, row in enumerate(lowered.communications.members)
+        for number, members in enumerate(row)
+        if rows.schedule.kind[block] in (FORWARD, RESULT)
+        and all(not lowered.graph.tensor[lowered.edges[member.key].tensor].shape for member in members)
+    }
+    for step in np.flatnonzero(segments.step_kind != COMPUTE).tolist():
+        kept[step] = (int(segments.step_block[step]), int(segments.step_row[step])) not in single
+    ends = np.concatenate([[0], np.cumsum(kept)])
+    columns = ("step_kind", "step_block", "step_row", "step_ticks", "step_host")
+    less = {name: getattr(segments, name)[kept] for name in columns}
+    return replace(
+        rows, segments=segments._replace(step_first=ends[segments.step_first].astype(np.uint32), **less)
     )  # fmt: skip
 
 
