@@ -123,3 +123,16 @@ def test_replicas_without_a_gradient_of_their_own_are_refused(changes: dict[str,
 def test_exact_recipes_may_have_uneven_shares() -> None:
     (group,) = lowered("all-reduce:form=ring", devices=3).recipe_groups
     assert group.devices == (0, 1, 2)
+
+
+# ---- rows
+
+
+def test_weights_with_a_recipe_are_in_no_bucket_of_exact_synchronisation() -> None:
+    exact = {
+        lowered({"*.weight": "gossip"}).weights[member.key].tensor
+        for what in lowered({"*.weight": "gossip"}).tasks.communication
+        if what is not None and what.purpose == "synchronise"
+        for member in what.members
+    }
+    assert exact == set(WEIGHTS[1::2])

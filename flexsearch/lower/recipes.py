@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from math import lcm
 from typing import TYPE_CHECKING, Final
 
 from flexsearch.errors import StrategyError
@@ -22,6 +23,10 @@ if TYPE_CHECKING:
     from flexsearch.lower.pieces import Weight
 
 _ALONE: Final = "Let recipes name other weights (synchronisation.recipes: weights), or "
+
+
+MOST_STEPS: Final = 4096
+"""Of a cycle of recipes with different periods: of a longer one, the first steps count."""
 
 
 @dataclass(frozen=True)
@@ -77,6 +82,21 @@ def recipe_groups(lowered: Lowered) -> tuple[RecipeGroup, ...]:
         names = tuple(lowered.weights[w].tensor for w in weights)
         found.append(RecipeGroup(number, recipe, weights, names, boxes, devices, dedicated, hosts, sizes))
     return tuple(found)
+
+
+def cycle(groups: Sequence[RecipeGroup]) -> list[tuple[int, int]]:
+    """The different steps of a cycle after all warm-ups, as (step, how many are like it); recipes exchange the same in
+    steps that are alike."""
+    begin = max((group.recipe.warm_up for group in groups), default=0)
+    lengths = [(g.recipe, g.recipe.partners.cycle(len(g.devices))) for g in groups]
+    alike: dict[tuple[int, ...], list[int]] = {}
+    for step in range(begin, begin + min(MOST_STEPS, lcm(*(r.period * rounds for r, rounds in lengths)))):
+        key = []
+        for recipe, rounds in lengths:
+            done, rest = divmod(step - recipe.warm_up + 1, recipe.period)
+            key.append(-1 if rest else (done - 1) % rounds)
+        alike.setdefault(tuple(key), []).append(step)
+    return [(steps[0], len(steps)) for steps in alike.values()]
 
 
 def _replicas(lowered: Lowered, weight: Weight, recipe: Recipe) -> Iterator[tuple[Box, tuple[int, ...]]]:

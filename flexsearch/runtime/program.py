@@ -118,7 +118,7 @@ class _Compiler:
             if what is not None:
                 if self.device in what.devices:
                     self._start(t, what)
-            elif tasks.device[t] == self.device:
+            elif tasks.device[t] == self.device and tasks.kind[t] != TaskKind.SYNCHRONISE:  # not the program's to do
                 self._compute(TaskKind(tasks.kind[t]), tasks.operator[t], tasks.microbatch[t])
         self._finish_results()
         for t, what in enumerate(tasks.communication):

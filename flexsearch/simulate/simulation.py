@@ -14,6 +14,7 @@ from flexsearch.cost.uncertainty import Estimate
 from flexsearch.lower import Lowered
 from flexsearch.lower.view import Rows
 from flexsearch.simulate.engine import Engine, Times
+from flexsearch.simulate.mean import mean_step
 from flexsearch.simulate.memory import Memory, memory
 from flexsearch.simulate.uncertainty import estimate
 from flexsearch.simulate.usage import makespan_of, repeats, steps_of
@@ -85,7 +86,13 @@ def rows_seconds(rows: Rows) -> float:
 
 
 def simulate(lowered: Lowered) -> Simulation:
-    """Simulate one training step of a lowered strategy."""
+    """Simulate one training step of a lowered strategy: with recipes that do not the same in every step, the mean step
+    (``simulate.mean``)."""
+    return mean_step(lowered, simulate_step) if lowered.options.recipes else simulate_step(lowered)
+
+
+def simulate_step(lowered: Lowered) -> Simulation:
+    """Simulate the step that a lowered strategy describes."""
     rows, topology, times = lowered.rows, lowered.topology, times_of(lowered.rows)
     busy, occupied = np.zeros(len(topology.devices)), np.zeros(len(topology.resources))
     for device, block, _, ticks in steps_of(rows):

@@ -85,6 +85,9 @@ class Gossip(Mixing):
         most = size // 2
         return 1 << step % most.bit_length() if self.grow == "double" else 1 + step % most
 
+    def cycle(self, size: int) -> int:
+        return (size // 2).bit_length() if self.grow == "double" else size // 2
+
     def matrix(self, size: int, step: int) -> npt.NDArray[np.float64]:
         return shifted(size, self.distance(size, step))
 

@@ -22,6 +22,7 @@ class GTopK(Chosen):
     name: ClassVar[str] = "gtop-k"
     alone: ClassVar[str] = "its tree of merges is one collective among all workers"
     passes: ClassVar[int] = 5
+    merging: ClassVar[int] = 8
 
     def average(
         self, x: Tensor, group: Group, mean: Mean, memory: Any, step: int, sizes: Sizes

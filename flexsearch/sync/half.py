@@ -25,6 +25,9 @@ class Half(Compression):
     def __post_init__(self) -> None:
         one_of("type of 16-bit", self.type, ("fp16", "bf16"))
 
+    def decoding(self, members: int) -> int:
+        return 2
+
     def encode(self, x: Tensor, step: int, ranks: tuple[int, ...]) -> Payload:
         return Payload((x.half() if self.type == "fp16" else x.bfloat16(),))
 

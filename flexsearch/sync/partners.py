@@ -27,6 +27,10 @@ class Partners:
         """Whether weights are mixed instead of gradients."""
         return False
 
+    def cycle(self, size: int) -> int:
+        """Synchronisations until it exchanges with the same again."""
+        return 1
+
     def check(self, size: int, hosts: tuple[int, ...], devices: int) -> None:
         """Raise RecipeError if so many replicas cannot do this, on hosts by position, among so many devices."""
 

@@ -27,7 +27,11 @@ class PowerSGD(Compression):
 
     name: ClassVar[str] = "powersgd"
     alone: ClassVar[str] = "its factors have a meaning only for all workers together"
-    passes: ClassVar[int] = 4
+    passes: ClassVar[int] = 2
+    merging: ClassVar[int] = 1
+
+    def decoding(self, members: int) -> int:
+        return 3
 
     def __post_init__(self) -> None:
         whole("rank of powersgd", self.rank)

@@ -94,6 +94,20 @@ class Recipe:
         """Steps from one synchronisation to the next."""
         return max(1, self.timing.steps)
 
+    @property
+    def planned(self) -> Recipe:
+        """The same, or where bytes depend on the numbers, one that sends as many as plans expect."""
+        return replace(self, compression=self.compression.planned)
+
+    @property
+    def updates(self) -> bool:
+        """Whether replicas change their weights by themselves, and these are synchronised, not gradients."""
+        return self.partners.weights or isinstance(self.timing, LocalSGD)
+
+    def cycle(self, members: int) -> int:
+        """Steps after the warm-up until what it sends repeats."""
+        return self.period * self.partners.cycle(members)
+
     def _refusals(self) -> list[tuple[bool, str, str]]:
         """(Whether it is so, why that makes no sense, the remedy) of every combination that may be refused."""
         c, p, t = self.compression, self.partners, self.timing
@@ -157,7 +171,7 @@ class Recipe:
 
     def sends_gradients(self, state: State) -> bool:
         """Whether ``before_update`` changes gradients in the step at hand."""
-        return state.step < self.warm_up or not (self.partners.weights or isinstance(self.timing, LocalSGD))
+        return state.step < self.warm_up or not self.updates
 
     def sends_weights(self, state: State) -> bool:
         """Whether ``after_update`` reads weights in the step at hand; else it only counts it."""
@@ -173,7 +187,7 @@ class Recipe:
                 gradients = self.correction * state.velocity + gradients
                 state = replace(state, velocity=gradients)
             return EXACT.mean(gradients, group), state
-        if not self.sends_gradients(state):
+        if self.updates:
             return gradients, state
         return self._send(state, group, gradients, sizes)
 

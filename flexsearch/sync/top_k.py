@@ -6,7 +6,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
-from flexsearch.sync.compression import Chosen, Sizes, dense, sparse
+from flexsearch.sync.compression import Chosen, Sizes, sparse
 from flexsearch.sync.exchange import INDEX_BYTES, Payload
 
 if TYPE_CHECKING:
@@ -22,9 +22,6 @@ class TopK(Chosen):
 
     def encode(self, x: Tensor, step: int, ranks: tuple[int, ...]) -> Payload:
         return sparse(x, x.abs().topk(self.entries(x.shape[1]), 1).indices)
-
-    def decode(self, payload: Payload, n: int) -> Tensor:
-        return dense(payload, n)
 
     def nbytes(self, sizes: Sizes) -> int | None:
         return self.entries(sizes.n) * (sizes.itemsize + INDEX_BYTES)

@@ -3,9 +3,10 @@ each other that go by themselves."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from copy import copy
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 
@@ -18,47 +19,36 @@ from flexsearch.lower.weights import unsynchronised
 
 
 def without_synchronisation(lowered: Lowered, names: Collection[str]) -> Lowered:
-    """``lowered``, but every device keeps the gradients that it makes itself of the weights of these ``names``. Tasks
-    keep their numbers. Raises RuntimeFailure if devices of a plan at a smaller batch make the same gradients."""
+    """``lowered``, but every device keeps the gradients that it makes itself of the weights of these ``names``. What
+    recipes do is left out: it is not the program's (``synchronisation``). Tasks keep their numbers."""
     if not names:
         return lowered
     lowering, tensors = lowered.lowering, lowered.graph.tensor
-    dropped = {w for w, weight in enumerate(lowered.weights) if weight.tensor in names and weight.plan.sync is not None}
     weights = list(lowered.weights)
-    for w in dropped:
-        plan, name = weights[w].plan, weights[w].tensor
-        assert plan.sync is not None
-        terms = [(entry.term, entry.box) for entry in plan.sync.source]
-        if len(set(terms)) < len(terms):
-            raise RuntimeFailure(
-                f"replicas of {name!r} would make the same gradients of a batch of {lowered.batch} samples, which a "
-                "recipe would count twice",
-                "Give batches that divide evenly (step.loader(..., drop_last=True)).",
-            )
-        local = unsynchronised(plan, tensors[name].itemsize, lowering.planner, lowering.layouts)
-        weights[w] = replace(weights[w], plan=local)
-    tasks = copy(lowered.tasks)
-    tasks.communication = [_without(what, dropped) for what in lowered.tasks.communication]
-    result = replace(lowered, weights=tuple(weights))
-    vars(result)["tasks"] = tasks
+    for w, weight in enumerate(weights):
+        if weight.tensor in names and weight.plan.sync is not None:
+            itemsize = tensors[weight.tensor].itemsize
+            local = unsynchronised(weight.plan, itemsize, lowering.planner, lowering.layouts)
+            weights[w] = replace(weight, plan=local)
+    return _without(_replaced(lowered, weights=tuple(weights)), lambda what: bool(what.recipe))
+
+
+def _replaced(lowered: Lowered, **changes: Any) -> Lowered:
+    """With other fields, and the same tasks."""
+    result = replace(lowered, **changes)
+    vars(result)["tasks"] = lowered.tasks
     return result
 
 
-def _without(what: Communication | None, dropped: Collection[int]) -> Communication | None:
-    """A communication without the synchronisation of some weights: of nobody, if nothing is left."""
-    if what is None or what.purpose != "synchronise":
-        return what
-    members = tuple(member for member in what.members if member.key not in dropped)
-    if len(members) == len(what.members):
-        return what
-    if not members:
-        return replace(what, members=(), devices=(), senders=(), receivers=(), one_call=False)
-    exchanges = [member.what for member in members]
-    return replace(
-        what, members=members,
-        senders=tuple(sorted({d for x in exchanges for d in x.senders})),
-        receivers=tuple(sorted({d for x in exchanges for d in x.receivers})),
-    )  # fmt: skip
+def _without(lowered: Lowered, dropped: Callable[[Communication], bool]) -> Lowered:
+    """A plan in which nobody takes part in some communications."""
+    nobody: dict[str, Any] = {"members": (), "devices": (), "senders": (), "receivers": (), "one_call": False}
+    tasks, result = copy(lowered.tasks), copy(lowered)
+    tasks.communication = [
+        replace(what, **nobody) if what is not None and dropped(what) else what for what in tasks.communication
+    ]
+    vars(result)["tasks"] = tasks
+    return result
 
 
 def apart(lowered: Lowered, groups: Sequence[RecipeGroup], why: str) -> Lowered:
@@ -76,15 +66,9 @@ def apart(lowered: Lowered, groups: Sequence[RecipeGroup], why: str) -> Lowered:
             if counted is not None:
                 edges[e] = replace(edge, forward=counted)
                 dropped.add(e)
-    tasks = copy(lowered.tasks)
-    tasks.communication = [
-        replace(what, members=(), devices=(), senders=(), receivers=(), one_call=False)
-        if what is not None and what.purpose == "forward" and {member.key for member in what.members} <= dropped
-        else what
-        for what in lowered.tasks.communication
-    ]
+    alone = _without(lowered, lambda what: what.purpose == "forward" and {m.key for m in what.members} <= dropped)
     worker = list(range(len(lowered.topology.devices)))
-    for what in filter(None, tasks.communication):
+    for what in filter(None, alone.tasks.communication):
         numbers = {worker[d] for d in what.devices}
         worker = [min(numbers) if number in numbers else number for number in worker]
     for group in groups:
@@ -99,9 +83,7 @@ def apart(lowered: Lowered, groups: Sequence[RecipeGroup], why: str) -> Lowered:
     if len({worker[entry.device] for entry in source}) < len({(worker[x.device], x.term) for x in source}):
         raise RuntimeFailure(f"{why}, but a worker computes the loss in several parts", "Compute it on one device.")
     edges[result_edge] = replace(edge, need=source, forward=None)
-    result = replace(lowered, edges=tuple(edges))
-    vars(result)["tasks"] = tasks
-    return result
+    return _replaced(alone, edges=tuple(edges))
 
 
 def _as_many_times(lowered: Lowered, edge: Edge, size: int) -> Reshard | None:
