@@ -395,6 +395,7 @@ def optimize(
     processes: int | None = None,
     space: Space = "free",
     weight_gradients: bool = False,
+    allow: Sequence[str] = (),
 ) -> Strategy:
     """The fastest strategy found for training ``model`` on ``topology`` (a Topology, a file or a preset).
 
@@ -407,8 +408,9 @@ def optimize(
     ``space``: "splits": plans of one stage with any splits; "layouts": with stages and
     microbatches; "free": both, layouts only with a budget of time and neither ``start`` nor ``pins``. ``margin``: a
     baseline is kept unless a plan is faster by this share of its time; None: by so much that their predictions tell
-    them apart.
-    Raises ImportModelError, TopologyError, ProfileError; StrategyError if no plan was found that fits into memory."""
+    them apart. ``allow``: recipes of synchronisation that change the mathematics and may be chosen, by name
+    ("local-sgd"), whole, or "all": the best plan with one is the answer if it is faster.
+    Raises RecipeError, ImportModelError, TopologyError, ProfileError; StrategyError if no plan was found that fits into memory."""
     example = None
     if isinstance(model, OperatorGraph):
         graph = model
@@ -446,6 +448,13 @@ def optimize(
     else:
         splits = search_splits(budget)
     strategy = _preferred(splits, layouts, margin, cluster)
+    if allow:
+        from flexsearch.search.recipes import best_allowed
+
+        for one in best_allowed(graph, cluster, setting.costs, [strategy], allow)[:1]:
+            if one.simulation.makespan_s < setting.step(strategy).makespan_s:
+                strategy = one.strategy
+                strategy.prediction = Prediction(iteration_s=one.simulation.makespan_s)
     strategy.example = example
     return strategy
 
