@@ -410,7 +410,8 @@ def optimize(
     baseline is kept unless a plan is faster by this share of its time; None: by so much that their predictions tell
     them apart. ``allow``: recipes of synchronisation that change the mathematics and may be chosen, by name
     ("local-sgd"), whole, or "all": the best plan with one is the answer if it is faster.
-    Raises RecipeError, ImportModelError, TopologyError, ProfileError; StrategyError if no plan was found that fits into memory."""
+    Raises RecipeError, ImportModelError, TopologyError, ProfileError; StrategyError if no plan was found that fits into
+    memory."""
     example = None
     if isinstance(model, OperatorGraph):
         graph = model
