@@ -2,17 +2,30 @@
 
 from __future__ import annotations
 
+import heapq
 from collections.abc import Mapping
+from pathlib import Path
 
 import pytest
 
 from flexsearch.api import Setting
+from flexsearch.cost.communication import Pricing
 from flexsearch.errors import FlexsearchError
 from flexsearch.graph import OperatorGraph
-from flexsearch.lower import Lowered
+from flexsearch.lower import Lowered, TaskKind
+from flexsearch.lower.several import several
+from flexsearch.search.recipes import TRIED, best_allowed, read_allowed, recipes_of
+from flexsearch.simulate import critical_path, simulate
+from flexsearch.simulate.engine import Engine
+from flexsearch.simulate.mean import steady
+from flexsearch.simulate.simulation import makespan, simulate_step
 from flexsearch.strategy import Options, Stage, States, Strategy, make_config
 from flexsearch.strategy.records import WeightRecipe
+from flexsearch.sync import parse_recipe
 from flexsearch.topology import Topology
+from flexsearch.topology.changes import edited
+from tests.conftest import Cli
+from tests.engine_oracle import Simulation as Oracle
 
 MLP = OperatorGraph.load("mlp")
 FOUR = Setting.of(MLP, Topology.load("ethernet-1g:4"))
@@ -136,3 +149,148 @@ def test_weights_with_a_recipe_are_in_no_bucket_of_exact_synchronisation() -> No
         for member in what.members
     }
     assert exact == set(WEIGHTS[1::2])
+
+
+RECIPES = (
+    "all-reduce", "all-reduce:form=ring", "all-reduce:form=tree", "server:shards=2", "gossip", "ring",
+    "top-k:density=0.01", "gtop-k:density=0.01", "random-k:density=0.1", "qsgd", "16-bit", "sign", "powersgd",
+    "local-sgd:period=4+gossip+top-k:density=0.01", "diloco:period=2",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("text", RECIPES)
+def test_rows_send_what_the_recipe_says(text: str) -> None:
+    here = lowered(text)
+    (group,) = here.recipe_groups
+    (block,) = here.rows.recipes.values()
+    said = next(found for step in range(8) if (found := group.recipe.exchanges(4, group.hosts, group.sizes, step)))
+    assert block.exchanges == tuple(said)
+    recipe_rows = [what for what in here.tasks.communication if what is not None and what.recipe]
+    assert sum(what.nbytes for what in recipe_rows) == sum(one.sent for one in said)
+
+
+@pytest.mark.parametrize("text", (*RECIPES, "async+server", "stale:bound=1+server:shards=2"))
+def test_the_engine_runs_rows_of_recipes_by_its_definition(text: str) -> None:
+    rows = lowered(text).rows
+    oracle = Oracle(rows.schedule, rows.machine, rows.segments, rows.segment)
+    assert Engine(rows.schedule, rows.machine).run(rows.segments, rows.segment) == oracle.run()
+    longer = several(lowered(text), 3)
+    oracle = Oracle(longer.schedule, longer.machine, longer.segments, longer.segment)
+    assert Engine(longer.schedule, longer.machine, fold=False).run(longer.segments, longer.segment) == oracle.run()
+
+
+@pytest.mark.parametrize("text", ("gossip", "top-k:density=0.01", "server", "local-sgd:period=4", "async+server"))
+def test_the_critical_path_of_a_recipe_fills_the_step(text: str) -> None:
+    here = lowered(text)
+    assert critical_path(here.tasks)[-1].end == simulate_step(here).makespan_s
+
+
+def test_the_backends_all_reduce_is_the_exact_plan_without_overlap() -> None:
+    here = lowered("all-reduce")
+    found = simulate_step(here)
+    kinds, (group,) = here.tasks.kind, here.recipe_groups
+    backward = max(end for end, kind in zip(found.end, kinds, strict=True) if kind == TaskKind.BACKWARD)
+    update = max(e - s for s, e, kind in zip(found.start, found.end, kinds, strict=True) if kind == TaskKind.UPDATE)
+    reduced = Pricing(FOUR.topology).all_reduce(range(4), group.sizes.n * group.sizes.itemsize).duration_s
+    assert found.makespan_s == pytest.approx(backward + reduced + update, rel=1e-7)
+    exact = simulate(FOUR.lower(plan({})))
+    assert found.moved_bytes == exact.moved_bytes and found.makespan_s > exact.makespan_s
+
+
+# ---- the mean step
+
+
+def test_a_period_is_priced_as_its_steps_one_after_the_other() -> None:
+    here = lowered("local-sgd:period=4+gossip")  # distances 1, 2
+    steps = [makespan(here.at_step(step)) for step in range(8)]
+    assert simulate(here).makespan_s == pytest.approx(sum(steps) / 8, rel=1e-12)
+    assert sum(len(b.exchanges) for b in here.at_step(0).rows.recipes.values()) == 0
+    assert simulate(here).moved_bytes == sum(simulate_step(here.at_step(k)).moved_bytes for k in range(8)) // 8
+
+
+def served(compute: float, push: float, pull: float, workers: int, steps: int) -> list[list[float]]:
+    """Ends of steps of workers with a dedicated server whose link takes one message each way at a time."""
+    into = out = 0.0
+    events = [(compute, w, 0, "push") for w in range(workers)]
+    ends: list[list[float]] = [[] for _ in range(workers)]
+    while events:
+        now, w, k, what = heapq.heappop(events)
+        if what == "push":
+            into = max(now, into) + push
+            heapq.heappush(events, (into, w, k, "pull"))
+        else:
+            out = max(now, out) + pull
+            ends[w].append(out)
+            if k + 1 < steps:
+                heapq.heappush(events, (out + compute, w, k + 1, "push"))
+    return ends
+
+
+def test_asynchronous_workers_take_what_a_simulation_by_hand_says() -> None:
+    here = FOUR.lower(plan("async+server:on=devices", devices=2))
+    one = simulate_step(here)
+    pushes = [t for t, what in enumerate(here.tasks.communication) if what is not None and what.recipe and what.senders]
+    pulls = [
+        t for t, what in enumerate(here.tasks.communication) if what is not None and what.recipe and what.receivers
+    ]
+    push, pull = (float((one.end - one.start)[rows[0]]) for rows in (pushes, pulls))
+    alone = [d for t, d in enumerate(here.tasks.duration) if here.tasks.device[t] == 0]
+    ends = served(sum(alone), push, pull, 2, 40)
+    expected = (ends[0][-1] - ends[0][10]) / 29
+    assert steady(here).exact
+    assert steady(here).step_s == pytest.approx(expected, rel=2e-2)  # handling bytes takes the processor some time, too
+
+
+def test_workers_with_a_bound_wait_for_the_slowest_one() -> None:
+    slow = {dtype: flops / 50 for dtype, flops in FOUR.topology.devices[3].flops.items()}
+    devices = (*FOUR.topology.devices[:3], FOUR.topology.devices[3].model_copy(update={"flops": slow}))
+    setting = Setting.of(MLP, edited(FOUR.topology, devices=devices))
+    rates = {}
+    for text in ("async+server:shards=4", "stale:bound=1+server:shards=4"):
+        rates[text] = steady(setting.lower(plan(text, setting=setting))).rates
+    free, bound = rates.values()
+    assert max(free) > 1.5 * min(free)  # who is fast goes ahead
+    assert max(bound) == pytest.approx(min(bound), rel=0.05)
+
+
+# ---- memory, refusals, the search
+
+
+def test_states_of_recipes_are_in_the_account() -> None:
+    plain, kept = simulate(lowered("all-reduce")).memory[0], simulate(lowered("top-k:density=0.01")).memory[0]
+    (group,) = lowered("all-reduce").recipe_groups
+    assert kept.optimizer - plain.optimizer == group.sizes.n * 4  # the residual
+    assert simulate(lowered("diloco")).memory[0].optimizer - plain.optimizer == 2 * group.sizes.n * 4
+
+
+def test_changes_of_plans_with_recipes_are_refused() -> None:
+    with pytest.raises(FlexsearchError, match="recipes"):
+        FOUR.difference(plan("gossip"), plan({}))
+    with pytest.raises(FlexsearchError, match="recipes"):
+        FOUR.choice(plan("gossip"), "layers.fc1")
+    told = FOUR.explain(plan("local-sgd:period=8"))
+    assert told.mean_s is not None and told.mean_s < told.row.simulation.makespan_s
+    assert FOUR.step(plan("local-sgd:period=8")).makespan_s == told.mean_s
+
+
+def test_the_best_allowed_plan_is_lossy_only_by_permission() -> None:
+    found = best_allowed(MLP, FOUR.topology, FOUR.costs, [plan({})], ["local-sgd"])
+    assert found[0].recipe == "local-sgd:period=16"
+    assert {one.recipe for one in found if parse_recipe(one.recipe).lossy} == set(TRIED["local-sgd"])
+    assert [one.simulation.makespan_s for one in found] == sorted(one.simulation.makespan_s for one in found)
+
+
+def test_what_is_allowed_is_read_as_written() -> None:
+    assert read_allowed("diloco:period=8,lr=0.5,top-k") == ("diloco:period=8,lr=0.5", "top-k")
+    assert "local-sgd:period=4+gossip" in recipes_of(["local-sgd", "gossip"])
+    for wrong, why in (("local-sdg", "Did you mean local-sgd"), ("", "names no recipe"), ("top-k:k=0", "k of top-k")):
+        with pytest.raises(FlexsearchError, match=why):
+            read_allowed(wrong)
+
+
+def test_optimize_writes_the_exact_plan_and_the_allowed_one(cli: Cli, here: Path) -> None:
+    ran = cli("optimize", "mlp", "-t", "ethernet-1g:4", "-b", 50, "--allow", "local-sgd", "--json")
+    assert ran.code == 0 and ran.json["allowed"]["recipe"] == "local-sgd:period=16"
+    assert not Strategy.load(here / "strategy.json").options.recipes
+    assert Strategy.load(here / "strategy.allowed.json").options.recipes[0].recipe == "local-sgd:period=16"
+    assert cli("optimize", "mlp", "--allow", "local-sdg").code == 2

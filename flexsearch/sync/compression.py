@@ -50,6 +50,8 @@ class Compression:
     feedback: bool = True
 
     name: ClassVar[str]
+    changes: ClassVar[str] = ""
+    """What it changes in the mathematics, in words; empty: nothing."""
     alone: ClassVar[str] = ""
     """Why it works only among all, by collectives; empty: payloads can be sent to anyone."""
     keeps_size: ClassVar[bool] = True

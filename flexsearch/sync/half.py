@@ -21,6 +21,7 @@ class Half(Compression):
     type: str = "fp16"
 
     name: ClassVar[str] = "16-bit"
+    changes: ClassVar[str] = "entries are rounded to 16 bits"
 
     def __post_init__(self) -> None:
         one_of("type of 16-bit", self.type, ("fp16", "bf16"))

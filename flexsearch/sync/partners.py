@@ -18,6 +18,8 @@ class Partners:
     """``name``: as written. ``weights``: whether weights are mixed instead of gradients."""
 
     name: ClassVar[str]
+    changes: ClassVar[str] = ""
+    """What it changes in the mathematics, in words; empty: nothing."""
     exact: ClassVar[bool] = True
     """Whether everyone gets the same mean over all."""
     servers: ClassVar[bool] = False

@@ -26,6 +26,7 @@ class PowerSGD(Compression):
     seed: int = 0
 
     name: ClassVar[str] = "powersgd"
+    changes: ClassVar[str] = "matrices are sent as products of two of low rank"
     alone: ClassVar[str] = "its factors have a meaning only for all workers together"
     passes: ClassVar[int] = 2
     merging: ClassVar[int] = 1

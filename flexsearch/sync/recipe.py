@@ -74,6 +74,14 @@ class Recipe:
         return "+".join(parts) or self.partners.name
 
     @property
+    def changes(self) -> str:
+        """What it changes in the mathematics, in words; empty: nothing."""
+        told = [part.changes for part in (self.timing, self.partners, self.compression) if part.changes]
+        if told and self.compression.feedback:
+            told.append("what was not sent is added to the next vector")
+        return "; ".join(told)
+
+    @property
     def asynchronous(self) -> Asynchronous | None:
         """How workers go by themselves, if they do."""
         return self.timing if isinstance(self.timing, Asynchronous) else None

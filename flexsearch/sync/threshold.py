@@ -41,6 +41,7 @@ class Threshold(Sparse):
     expect: float = 0.01
 
     name: ClassVar[str] = "threshold"
+    changes: ClassVar[str] = "only large entries are sent"
     passes: ClassVar[int] = 4
 
     def __post_init__(self) -> None:
@@ -67,6 +68,7 @@ class AdaptiveThreshold(Sparse):
     sample: float = 0.1
 
     name: ClassVar[str] = "adaptive-threshold"
+    changes: ClassVar[str] = "only the largest entries are sent"
     passes: ClassVar[int] = 5
 
     def __post_init__(self) -> None:

@@ -18,6 +18,7 @@ class TopK(Chosen):
     """Each row sends its ``k`` largest entries."""
 
     name: ClassVar[str] = "top-k"
+    changes: ClassVar[str] = "only the largest entries are sent"
     passes: ClassVar[int] = 5
 
     def encode(self, x: Tensor, step: int, ranks: tuple[int, ...]) -> Payload:
