@@ -47,13 +47,15 @@ def batch(seed: int, samples: int = BATCH) -> tuple[Tensor, Tensor]:
 
 
 @cache
-def imported() -> Imported:
-    return import_with_constants(Net(), batch(0), F.cross_entropy)
+def imported(samples: int = BATCH) -> Imported:
+    return import_with_constants(Net(), batch(0, samples), F.cross_entropy)
 
 
-def plan(recipes: str | dict[str, str], replicas: int = 2, pieces: int = 1, devices: int = 0) -> str:
+def plan(
+    recipes: str | dict[str, str], replicas: int = 2, pieces: int = 1, devices: int = 0, samples: int = BATCH
+) -> str:
     """``replicas`` of layers that are split into ``pieces`` by their outputs, on the first of ``devices``."""
-    graph, configs = imported().graph, {}
+    graph, configs = imported(samples).graph, {}
     topology = Topology.load(f"ethernet-1g:{devices or replicas * pieces}")
     for op in graph.operators:
         splits = pieces > 1 and "o" in op.sizes
