@@ -83,9 +83,9 @@ class Parallel:
         self._one_call = self._updated = False
         """Whether every step updates; whether the optimizer has stepped in the step at hand."""
         runs = without_synchronisation(lowered, self.synchronisation.names)
-        self._apart = self.synchronisation.asynchronous or tolerate
+        self.apart = self.synchronisation.asynchronous or tolerate
         """Whether workers wait for each other in nothing but recipes."""
-        if self._apart:
+        if self.apart:
             words = "one may die, and the others go on" if tolerate else "workers go by themselves"
             runs = apart(runs, lowered.recipe_groups, words)
         self.engine = Engine(
@@ -178,7 +178,7 @@ class Parallel:
     def _loss(self, results: Mapping[str, Tensor], graph: OperatorGraph) -> Tensor:
         """Of the whole batch; where workers go by themselves of this one's samples, no number on ranks that compute
         none."""
-        if not self._apart:
+        if not self.apart:
             return results[graph.loss]
         workers = len(self.lowered.recipe_groups[0].devices)
         value = results.get(graph.loss)
@@ -203,7 +203,7 @@ class Parallel:
         return fed
 
     def _smaller_step(self, count: int) -> Variant:
-        if self._apart:
+        if self.apart:
             raise RuntimeFailure(
                 f"a batch of {count} samples, where the plan is for {self.graph.batch}, and workers do not wait for "
                 "each other, so that they cannot share it out anew",
@@ -286,6 +286,7 @@ class Parallel:
         """What the tasks of a step take, and what ranks hold in memory, as ``steps`` steps on a batch are measured,
         operator by operator. Gradients stay as they were. ``optimizer``: whose state is held, too. All ranks must call
         it; all get the same. ``flexsearch.save_trace`` writes it for Perfetto."""
+        self.refuse_trace()
         earlier = self._set_aside_gradients()
 
         def step() -> None:
@@ -298,6 +299,14 @@ class Parallel:
         finally:
             for name, parameter in self.stored.weights.items():
                 parameter.grad = earlier.get(name)
+
+    def refuse_trace(self) -> None:
+        """Raise RuntimeFailure where no step is one of all ranks."""
+        if self.apart:
+            raise RuntimeFailure(
+                "a trace is of steps that all ranks take together, and here workers do not wait for each other",
+                "Trace another plan, or leave out the trace.",
+            )
 
     def close(self) -> None:
         """Take no more steps. Under asynchronous recipes, a rank that serves waits here for the other workers, as it
