@@ -107,4 +107,6 @@ def _edited(part: M, fields: dict[str, object]) -> M:
     try:
         return type(part)(**values | fields)
     except ValidationError as error:
-        raise TopologyError(f"no such cluster can be: {describe(error.errors(include_url=False)[0])}") from error
+        problem = error.errors(include_url=False)[0]
+        field = ".".join(map(str, problem["loc"]))
+        raise TopologyError(f"no such cluster can be: {f'{field}: ' if field else ''}{describe(problem)}") from error
