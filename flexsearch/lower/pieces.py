@@ -158,6 +158,18 @@ class Pieces:
         none = np.zeros(len(split.extent_of), np.uint32)
         return none, none
 
+    def samples_read(self, configs: Sequence[OperatorConfig], microbatches: int) -> dict[int, int]:
+        """By host (its number): samples that it takes in a step, those in its memory included, for all blocks on it."""
+        most: dict[int, int] = {}
+        for operator in self.readers:
+            config, own = configs[operator], dict[int, dict[int, int]]()
+            held, part = samples_of(self.graph, operator, config, self.split(operator, config))
+            for device, samples, first in zip(config.devices, held.tolist(), part.tolist(), strict=True):
+                own.setdefault(int(self.topology.host_of[device]), {})[first] = samples
+            for host, parts in own.items():
+                most[host] = max(most.get(host, 0), sum(parts.values()) * microbatches * self.inside)
+        return most
+
     def intern(self, layout: Layout) -> int:
         """A small number for a layout; equal layouts have the same."""
         return self.layouts.intern(layout).number

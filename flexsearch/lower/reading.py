@@ -13,9 +13,9 @@ its bytes take. Without, devices wait before they do anything.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from math import prod
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -29,9 +29,6 @@ from flexsearch.lower.rows import ISSUE, WAIT, Segments
 from flexsearch.lower.split import Split
 from flexsearch.strategy import OperatorConfig
 from flexsearch.topology import Topology
-
-if TYPE_CHECKING:
-    from flexsearch.lower.pieces import Pieces
 
 
 def readers(graph: OperatorGraph) -> dict[int, int]:
@@ -92,19 +89,6 @@ def samples_of(
         held[k] = -(-graph.batch * prod(high - low for low, high in own) // whole)
         part[k] = first.setdefault(own, k)
     return held, part
-
-
-def samples_read(pieces: Pieces, configs: Sequence[OperatorConfig], microbatches: int) -> dict[int, int]:
-    """By host (its number): samples that it takes in a step, those in its memory included, for all blocks on it."""
-    most: dict[int, int] = {}
-    for operator in pieces.readers:
-        config, own = configs[operator], dict[int, dict[int, int]]()
-        held, part = samples_of(pieces.graph, operator, config, pieces.split(operator, config))
-        for device, samples, first in zip(config.devices, held.tolist(), part.tolist(), strict=True):
-            own.setdefault(int(pieces.topology.host_of[device]), {})[first] = samples
-        for host, parts in own.items():
-            most[host] = max(most.get(host, 0), sum(parts.values()) * microbatches * pieces.inside)
-    return most
 
 
 @lean

@@ -20,7 +20,7 @@ from flexsearch.lower.arrays import BlockTable
 from flexsearch.lower.exchanges import Standing, standing
 from flexsearch.lower.orbits import make_block_map
 from flexsearch.lower.pieces import Edge, Pieces, Weight
-from flexsearch.lower.reading import sample_bytes, samples_read
+from flexsearch.lower.reading import sample_bytes
 from flexsearch.lower.reshard import Exchange, Reshard
 from flexsearch.lower.rows import (
     BACKWARD,
@@ -206,7 +206,7 @@ class Communications:
         receivers = segments.receiver[segments.receiver_first[c] : segments.receiver_last[c]].tolist()
         devices, seconds = tuple(sorted(receivers)), int(segments.communication_ticks[c]) * TICK
         links = _loads(segments.link, segments.link_ticks, segments.link_first[c], segments.link_last[c])
-        samples = samples_read(lowering, self.lowered.configs, self.lowered.stages.microbatches)
+        samples = lowering.samples_read(self.lowered.configs, self.lowered.stages.microbatches)
         storage = self.lowered.topology.storage
         assert storage is not None
         each = storage.reading.sample_bytes or sample_bytes(lowering.graph)

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from flexsearch.lower import Lowered
-from flexsearch.lower.reading import sample_bytes, samples_read
+from flexsearch.lower.reading import sample_bytes
 from flexsearch.report.units import digits, nbytes, percent, seconds
 from flexsearch.simulate.whatif import without_reading
 
@@ -72,7 +72,7 @@ def reading(lowered: Lowered, step_s: float) -> Input | None:
     pieces = lowered.lowering
     if (storage := lowered.topology.storage) is None or not pieces.readers:
         return None
-    of_host = samples_read(pieces, lowered.configs, lowered.stages.microbatches)
+    of_host = pieces.samples_read(lowered.configs, lowered.stages.microbatches)
     each, options = storage.reading.sample_bytes or sample_bytes(pieces.graph), storage.reading
     most = max(of_host.values())
     count, hosts = most * storage.missing(each), len(of_host) * pieces.replicas // pieces.inside

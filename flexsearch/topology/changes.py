@@ -10,7 +10,6 @@ from pydantic import ValidationError
 from flexsearch.errors import TopologyError
 from flexsearch.files import describe
 from flexsearch.topology.parts import Device, Link
-from flexsearch.topology.storage import Reading, Storage
 from flexsearch.topology.topology import Topology, presets
 
 FIGURES: Final = ("kind", "model", "flops", "memory_bandwidth", "memory_bytes", "overhead_s", "efficiency")
@@ -36,17 +35,6 @@ def with_links(topology: Topology, factor: float, resources: Collection[int] | N
         for link in topology.links
     )
     return edited(topology, links=tuple(links))
-
-
-def with_reading(topology: Topology, fields: dict[str, object]) -> Topology:
-    """Hosts that read other batches: other ``fields`` of ``Reading``. Raises TopologyError if there is no storage, or
-    for fields that no reading has."""
-    if topology.storage is None:
-        raise TopologyError(
-            f'topology {topology.name} has no storage, so reading takes no time there', 'Add "storage" to its file.'
-        )
-    reading = _edited(topology.storage.reading, fields)
-    return edited(topology, storage=_edited(topology.storage, {"reading": reading}))
 
 
 def with_memory(topology: Topology, *, factor: float = 1.0, nbytes: int | None = None) -> Topology:
@@ -98,7 +86,7 @@ def _devices(topology: Topology, change: Callable[[Device], dict[str, object]]) 
     return edited(topology, devices=tuple(_edited(device, change(device)) for device in topology.devices))
 
 
-M = TypeVar("M", Device, Link, Reading, Storage, Topology)
+M = TypeVar("M", Device, Link, Topology)
 
 
 def _edited(part: M, fields: dict[str, object]) -> M:
@@ -107,6 +95,4 @@ def _edited(part: M, fields: dict[str, object]) -> M:
     try:
         return type(part)(**values | fields)
     except ValidationError as error:
-        problem = error.errors(include_url=False)[0]
-        field = ".".join(map(str, problem["loc"]))
-        raise TopologyError(f"no such cluster can be: {f'{field}: ' if field else ''}{describe(problem)}") from error
+        raise TopologyError(f"no such cluster can be: {describe(error.errors(include_url=False)[0])}") from error

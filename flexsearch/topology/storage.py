@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal, Self
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal, Self
 
-from pydantic import Field, model_validator
+from pydantic import Field, ValidationError, model_validator
 
-from flexsearch.files import FileModel
+from flexsearch.errors import TopologyError
+from flexsearch.files import FileModel, describe
 from flexsearch.quantities import MAX_COUNT, Bandwidth, Capacity, LatencySeconds
 
 
@@ -53,6 +55,16 @@ class Storage(FileModel):
         if self.cache_bytes is not None and self.reading.samples is None:
             raise ValueError("cache_bytes needs reading.samples, the number of samples; or give hits")
         return self
+
+    def with_reading(self, fields: Mapping[str, Any]) -> Storage:
+        """The same files of which batches are made otherwise. Raises TopologyError for fields that no reading has."""
+        try:
+            reading = Reading(**{name: getattr(self.reading, name) for name in Reading.model_fields} | dict(fields))
+            return Storage(**{name: getattr(self, name) for name in Storage.model_fields} | {"reading": reading})
+        except ValidationError as error:
+            problem = error.errors(include_url=False)[0]
+            field = ".".join(map(str, problem["loc"]))
+            raise TopologyError(f"reading from storage: {f'{field}: ' if field else ''}{describe(problem)}") from error
 
     def missing(self, sample_bytes: float) -> float:
         """Share of the samples that are not in memory. Of more data than fit, those that fit stay there."""

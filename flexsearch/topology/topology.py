@@ -203,9 +203,13 @@ class Topology(files.FileModel):
     def with_reading(self, **fields: object) -> Topology:
         """The same cluster whose hosts read other batches: ``fields`` of :class:`Reading`; the others stay. Raises
         TopologyError if it has no storage, or for fields that no reading has."""
-        from flexsearch.topology.changes import with_reading  # it needs this module
-
-        return with_reading(self, fields)
+        if self.storage is None:
+            raise TopologyError(
+                f"topology {self.name} has no storage, so reading takes no time there",
+                'Add "storage" to its file.',
+            )
+        values = {name: getattr(self, name) for name in type(self).model_fields}
+        return type(self)(**values | {"storage": self.storage.with_reading(fields)})
 
     def content_hash(self) -> str:
         """Hash of everything that affects a plan, hence without ``name`` and what is said of sources. Fields that came
