@@ -27,6 +27,7 @@ _PURPOSES: Final = {
     "gather": ("weights", "#F0E442"), "forward": ("activations", "#E69F00"),
     "backward": ("gradients of activations", "#CC79A7"), "synchronise": ("gradients of weights", "#D55E00"),
     "recompute": ("activations", "#E69F00"), "regather": ("weights", "#F0E442"),
+    "read": ("reading from storage", "#882255"),
 }  # fmt: skip
 _INCH: Final = 0.3
 """Height of a row."""
