@@ -16,6 +16,7 @@ import numpy.typing as npt
 from flexsearch.cost import Costs
 from flexsearch.cost.ticks import TICK
 from flexsearch.direct import direct
+from flexsearch.errors import StrategyError
 from flexsearch.graph import OperatorGraph
 from flexsearch.lower import Lowering
 from flexsearch.lower.describe import drop, keep
@@ -56,6 +57,11 @@ class DeltaSimulator:
         lowering: Lowering | None = None, share: bool = True, stages: Stages | None = None,
         templates: Templates | None = None,
     ) -> None:  # fmt: skip
+        if options.recipes:
+            raise StrategyError(
+                "changes of a plan whose weights synchronise by recipes cannot be weighed",
+                "Leave its synchronisation.recipes out, or use simulate, compare or plot.",
+            )
         self.graph, self.topology, self.costs, self.options = graph, topology, costs, options
         self.lowering = lowering or Lowering(graph, topology, costs)
         self.templates = templates or Templates(self.lowering, share)
