@@ -243,7 +243,7 @@ def test_asynchronous_workers_take_what_a_simulation_by_hand_says() -> None:
 
 def test_workers_with_a_bound_wait_for_the_slowest_one() -> None:
     slow = {dtype: flops / 50 for dtype, flops in FOUR.topology.devices[3].flops.items()}
-    devices = [*FOUR.topology.devices[:3], FOUR.topology.devices[3].model_copy(update={"flops": slow})]
+    devices = (*FOUR.topology.devices[:3], FOUR.topology.devices[3].model_copy(update={"flops": slow}))
     setting = Setting.of(MLP, edited(FOUR.topology, devices=devices))
     rates = {}
     for text in ("async+server:shards=4", "stale:bound=1+server:shards=4"):

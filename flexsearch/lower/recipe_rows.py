@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 import numpy as np
 
@@ -33,10 +33,9 @@ from flexsearch.sync import Exchange
 from flexsearch.sync.work import after, before, between
 from flexsearch.topology.parts import FORMS
 
-if TYPE_CHECKING:
-    from flexsearch.lower.lowering import Lowered
-    from flexsearch.lower.view import Rows
-
+Lowered = Any
+Rows = Any
+"""``lowering.Lowered`` and ``view.Rows``, which import this module."""
 _turn_of = getattr(turn_of, "py_func", turn_of)
 SERVER_PASSES: Final = 5
 """Passes over its part that an asynchronous server's update takes: gradient, momentum and weights."""

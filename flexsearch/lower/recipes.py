@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from math import lcm
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from flexsearch.errors import StrategyError
 from flexsearch.graph import Box, Flow, Operator
@@ -19,8 +19,10 @@ from flexsearch.sync import Recipe
 from flexsearch.sync.compression import Sizes
 
 if TYPE_CHECKING:
-    from flexsearch.lower.lowering import Lowered
     from flexsearch.lower.pieces import Weight
+
+Lowered = Any
+"""``lowering.Lowered``, which asks for its groups here."""
 
 _ALONE: Final = "Let recipes name other weights (synchronisation.recipes: weights), or "
 

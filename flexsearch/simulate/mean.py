@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Final
+from typing import Any, Final
 
 import numpy as np
 import numpy.typing as npt
@@ -17,9 +17,8 @@ from flexsearch.lower.several import several
 from flexsearch.simulate.engine import Engine
 from flexsearch.simulate.usage import steps_of
 
-if TYPE_CHECKING:
-    from flexsearch.simulate.simulation import Simulation
-
+Simulation = Any
+"""``simulation.Simulation``, which imports this module."""
 FEW: Final = 8
 MOST: Final = 64
 """Steps of every worker that are simulated at first and at most until their state repeats."""
@@ -42,7 +41,8 @@ def mean_step(lowered: Lowered, simulate: Callable[[Lowered], Simulation]) -> Si
     total = sum(count for _, count in found)
 
     def mean(value: Callable[[Simulation], npt.NDArray[np.float64]]) -> npt.NDArray[np.float64]:
-        return np.sum([count * value(one) for one, count in found], axis=0) / total  # type: ignore[no-any-return]
+        whole: npt.NDArray[np.float64] = np.sum([count * value(one) for one, count in found], axis=0)
+        return whole / total
 
     return replace(
         shown, makespan_s=sum(count * one.makespan_s for one, count in found) / total, busy_s=mean(lambda s: s.busy_s),
