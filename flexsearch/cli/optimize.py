@@ -154,6 +154,7 @@ class _Asked:
     as_json: bool
     weight_gradients: bool = False
     allow: tuple[str, ...] = ()
+    topology: str = ""
 
     @property
     def seconds(self) -> float | None:
@@ -231,7 +232,7 @@ def optimize(
     asked = _Asked(
         graph, setting, size, options, budget, seed, processes, first, tuple(pin or ()), share, exhaustive, space,
         output, plot, cost_per_hour, as_json, weight_gradients,
-        allowed,
+        allowed, topology,
     )  # fmt: skip
     if layouts:
         optimize_layouts(
@@ -369,7 +370,7 @@ def _beside(asked: _Asked, result: SearchResult, staged: HybridResult | None) ->
         staged.strategy, staged.step.makespan_s
     )  # fmt: skip
     plans = [exact, *([parallel.strategy] if parallel is not None and result.baseline != "data-parallel" else [])]
-    return beside(asked.setting, plans, time_s, asked.allow, asked.output, asked.graph)
+    return beside(asked.setting, plans, time_s, asked.allow, asked.output, asked.topology)
 
 
 def _refuse_others(layouts: bool, seed: int, **given: object) -> None:
