@@ -14,6 +14,7 @@ from flexsearch.cli.answer import answer_data, answer_rows, say, tell_run
 from flexsearch.cli.common import (
     FINITE,
     BatchOption,
+    DataOption,
     JsonOption,
     MaybeGraphArgument,
     PriceOption,
@@ -153,6 +154,7 @@ class _Asked:
     as_json: bool
     weight_gradients: bool = False
     allow: tuple[str, ...] = ()
+    topology: str = ""
 
     @property
     def seconds(self) -> float | None:
@@ -174,6 +176,7 @@ def optimize(
     profile: ProfileOption = None,
     batch: BatchOption = None,
     seq: SequenceOption = None,
+    reads: DataOption = None,
     resume: ResumeOption = None,
     pin: PinOption = None,
     optimizer: OptimizerOption = "momentum",
@@ -209,7 +212,8 @@ def optimize(
     size = Size(batch, seq)
     learns = profile if verify is not None else None
     check_outputs({"--profile": learns}, graph, topology)
-    setting = load_setting(graph, topology, None if learns is not None and not learns.exists() else profile, size)
+    known = None if learns is not None and not learns.exists() else profile
+    setting = load_setting(graph, topology, known, size, reads)
     large = resume is None and not pin and space in ("free", "native") and too_large(setting.graph)
     layouts, native = plan_only or large or "layouts" in space, "native" in space
     if layouts or native:
@@ -228,7 +232,7 @@ def optimize(
     asked = _Asked(
         graph, setting, size, options, budget, seed, processes, first, tuple(pin or ()), share, exhaustive, space,
         output, plot, cost_per_hour, as_json, weight_gradients,
-        allowed,
+        allowed, topology,
     )  # fmt: skip
     if layouts:
         optimize_layouts(
@@ -366,7 +370,7 @@ def _beside(asked: _Asked, result: SearchResult, staged: HybridResult | None) ->
         staged.strategy, staged.step.makespan_s
     )  # fmt: skip
     plans = [exact, *([parallel.strategy] if parallel is not None and result.baseline != "data-parallel" else [])]
-    return beside(asked.setting, plans, time_s, asked.allow, asked.output, asked.graph)
+    return beside(asked.setting, plans, time_s, asked.allow, asked.output, asked.topology)
 
 
 def _refuse_others(layouts: bool, seed: int, **given: object) -> None:

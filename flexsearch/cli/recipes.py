@@ -22,13 +22,14 @@ known."""
 @dataclass(frozen=True)
 class Beside:
     """``exact_s``: the best plan that synchronises exactly, as planned; ``exact``: the best one with an exact recipe;
-    ``lossy``: the best one with an allowed recipe (None: none makes sense). ``path``: where that was written."""
+    ``lossy``: the best one with an allowed recipe (None: none makes sense). ``path``: where that was written.
+    ``topology``: as it was named in the command."""
 
     exact_s: float
     exact: Allowed | None
     lossy: Allowed | None
     path: Path
-    graph: str
+    topology: str
 
     def data(self) -> dict[str, Any]:
         """For JSON."""
@@ -59,9 +60,10 @@ class Beside:
             tell("\nNone of the allowed recipes makes sense for these plans, or fits into memory.")
             return
         time_s = self.lossy.simulation.makespan_s
+        gain = f"{ratio(self.exact_s / time_s)} as fast" if time_s < self.exact_s else "which is slower"
         tell(
             f"\nBest exact plan: {seconds(self.exact_s)} a step. Best plan with an allowed recipe: {seconds(time_s)}, "
-            f"{ratio(self.exact_s / time_s)} as fast, by"
+            f"{gain}, by"
         )
         for text in recipe_words(self.lossy.lowered):
             tell(f"  {text}", indent=2)
@@ -69,7 +71,7 @@ class Beside:
             tell(f"Note: {warning}.")
         tell(
             "Time per step is not time to a loss. To train under both, on simulated workers:\n"
-            f"  flexsearch converge all-reduce '{self.lossy.recipe}' -t TOPOLOGY --model MODEL --dataset DATA"
+            f"  flexsearch converge all-reduce '{self.lossy.recipe}' -t {self.topology} --model MODEL --dataset DATA"
         )
         stdout.print(f"Wrote {self.path}.", soft_wrap=True)
 
@@ -87,7 +89,7 @@ def _data(one: Allowed | None) -> dict[str, Any] | None:
 
 
 def beside(
-    setting: Setting, plans: Sequence[Strategy], exact_s: float, allow: Sequence[str], output: Path, graph: str
+    setting: Setting, plans: Sequence[Strategy], exact_s: float, allow: Sequence[str], output: Path, topology: str
 ) -> Beside:  # fmt: skip
     """The plans with every recipe that is exact or allowed; the fastest allowed one is written beside ``output``, to
     NAME.allowed.json."""
@@ -106,4 +108,4 @@ def beside(
             iteration_s=simulation.makespan_s, peak_bytes=max(simulation.peak_bytes)
         )  # fmt: skip
         lossy.strategy.save(path)
-    return Beside(exact_s, exact, lossy, path, graph)
+    return Beside(exact_s, exact, lossy, path, topology)

@@ -135,16 +135,17 @@ class Templates:
         if self._tables is not None and self.keys.table is not self._tables.keys:  # it was full, and has grown
             self._fixed["full"][0] = 0
             return
-        full = [names for names, used in self._groups() if 2 * used > len(self._arrays[names[0]])]
+        groups = self._groups()
+        full = [(names, used) for names, used in groups if 2 * used > len(self._arrays[names[0]])]
         layouts, workspace = self.lowering.layouts, bool(self._workspace.result[FULL])
         more = layouts.filled > 0.5
         if not full and not more and not workspace:
-            full, more = [names for names, _ in self._groups()], True
-        for names in full:
+            full, more = groups, True
+        for names, used in full:
             for name in names:
                 before = self._arrays[name]
                 self._arrays[name] = self._zeros(name, GROWTH * len(before))
-                self._arrays[name][: len(before)] = before
+                self._arrays[name][:used] = before[:used]  # the system has no memory yet for what was never written
             self._pools = self._landings = None
         if more:
             layouts.grow()
@@ -294,12 +295,15 @@ class Templates:
         config = OperatorConfig(degrees, (), replicas, shares=shares)
         split, costs = self.lowering.split(operator, config), self.lowering.costs
         count, trained = len(split.extent_of), costs.weight_shares(operator, split.extents)
+        samples, part = self.lowering.samples(operator, config, split)
         forward = self._columns["forward"].size
         for kind in self._kinds.tolist():
             ticks = _ticks(costs.of_extents(operator, split.extents, kind))
             self._extend("forward", ticks[0][split.extent_of])
             self._extend("backward", ticks[1][split.extent_of])
             self._extend("weight", np.rint(ticks[1] * trained).astype(np.int64)[split.extent_of])
+            self._extend("samples", samples)
+            self._extend("part", part)
         regions = (*split.inputs, *split.outputs)
         reads = self._add_operands(regions)
         values = {
@@ -327,7 +331,7 @@ class Templates:
                 (
                     self.lowering.costs.alike[i], tuple(name in graph.differentiable for name in op.inputs),
                     tuple(graph.tensor[name].kind == "parameter" for name in op.inputs),
-                    self.lowering.blocks(i),
+                    self.lowering.blocks(i), i in self.lowering.readers,
                 ), i
             )
             for i, op in enumerate(graph.operators)

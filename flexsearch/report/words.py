@@ -171,9 +171,11 @@ def _nothing_moves(lowered: Lowered, edges: Iterable[int]) -> bool:
 
 
 def tensor_words(lowered: Lowered, communication: Communication) -> str:
-    """What a communication carries: "gradient of fc6.weight and 7 more", "gossip+top-k"."""
+    """What a communication carries: "gradient of fc6.weight and 7 more", "gossip+top-k", "the batch"."""
     if communication.recipe:
         return communication.recipe
+    if not communication.members:
+        return "the batch"
     names = []
     for member in communication.members:
         if communication.purpose == "synchronise":
