@@ -42,7 +42,7 @@ class Units(NamedTuple):
     what it saved and with the gradients of its outputs (the backward one if its backward pass is whole),
     ``recompute_block`` and ``region`` (NOTHING: it is not computed again); by slot: whether autograd keeps the
     weight that it reads (``keeps_weight``); by weight: ``gather_block``, ``once_block``
-    (where a weight that stays whole is gathered), ``regather_block`` (NOTHING: none).
+    (where a weight is gathered for all microbatches), ``regather_block`` (NOTHING: none).
     """
 
     root: U8
