@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from flexsearch.errors import RuntimeFailure
-from flexsearch.runtime.collectives import all_gather_bytes, present
+from flexsearch.runtime.collectives import all_gather, present
 from flexsearch.runtime.wire import process_group
 from flexsearch.sync import Exchange, Payload
 from flexsearch.sync.exchange import INDEX_BYTES, Source
@@ -170,13 +170,13 @@ class Ranks:
         counts = torch.zeros(size, dtype=torch.int32, device=device)
         with self._watched("all-gather"):
             if payload.length is not None:
-                all_gather_bytes(counts.view(torch.uint8), count_of(payload).to(device), group=self._workers)
+                all_gather(counts.view(torch.uint8), count_of(payload).to(device), group=self._workers)
             lengths = [nbytes_of(payload, int(count)) for count in counts.tolist()]
             flat, most = packed(payload), max(lengths)
             self._count(Exchange("all_gather", size, (most,) * size))
             padded = torch.cat((flat, flat.new_empty(most - flat.numel())))
             everything = flat.new_empty(size * most)
-            all_gather_bytes(everything, padded, group=self._workers)
+            all_gather(everything, padded, group=self._workers)
         rows = zip(everything.view(size, most), lengths, counts.tolist(), strict=True)
         return joined([unpacked(row[:length], payload, count) for row, length, count in rows])
 
