@@ -84,6 +84,10 @@ TABLE_1: Final = (
     Published(18.4, 48, 6144, 40, 8, 1, 256, 1024, 135, 8),
     Published(39.1, 64, 8192, 48, 8, 2, 512, 1536, 138, 4),
     Published(76.1, 80, 10240, 60, 8, 4, 1024, 1792, 140, 2, 3),
+    Published(145.6, 96, 12288, 80, 8, 8, 1536, 2304, 148, 2, 2),
+    Published(310.1, 128, 16384, 96, 8, 16, 1920, 2160, 155, 1, 2),
+    Published(529.6, 128, 20480, 105, 8, 35, 2520, 2520, 163, 1, 3),
+    Published(1008.0, 160, 25600, 128, 8, 64, 3072, 3072, 163, 1),
 )
 FSDP, PIPELINE, DEEP = (1, 1, True), (4, 8, False), (8, 16, False)
 """Layouts of an expert: tensor, pipeline, whether weights are sharded; microbatches of one sample, nothing computed
