@@ -17,8 +17,7 @@ what it measured; then the plan that the search finds, which may also choose not
 - ``ratio_vs_paper_layout``: paper_step_s over step_s; below 1, the search missed a plan that people wrote by hand;
 - ``plans``, ``search_s``: plans simulated by the search, and its time.
 
-Above 512 GPUs only the paper's layout is simulated: a single plan takes 5 to 9 s there. The last four rows of the paper
-(from 145.6 B parameters on) are left out: the scores of their attention exceed the limit of a graph, 2^50 bytes.
+Above 512 GPUs only the paper's layout is simulated.
 
 **llama**: Llama 2 and 3 on servers of A100 and H100, bf16 with Adam; ``tokens`` of a step.
 

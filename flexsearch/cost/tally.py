@@ -94,7 +94,7 @@ def turn_of(rates: Rates, bandwidth: F64, form: Any, links: U32, first: Any, las
 
     gloo: an all-reduce has connections of its own, which share a link with those of others by turns. Messages between
     two devices share one connection: the first in is the first out. (Measured, ``benchmarks/link_sharing.py``.) NCCL:
-    the communications of one communicator go in issue order."""
+    every communicator has buffers of its own, and a network card serves those of all."""
     ticks = NEVER
     if rates.turn_bytes[form] > 0.0 and last > first:
         slowest = bandwidth[np.uint64(links[first])]
