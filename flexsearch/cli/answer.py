@@ -50,6 +50,7 @@ def answer_data(
 ) -> dict[str, Any]:  # fmt: skip
     """The answer as JSON: the plan, how it was found, and beside it the baselines and the best layout."""
     from flexsearch.report import groups, in_words, plan_rows
+    from flexsearch.report.reading import reading, reading_data
     from flexsearch.report.uncertainty import estimate_data, near
 
     plans = plan_rows(in_order([] if result.baseline else [answer], others))
@@ -69,6 +70,7 @@ def answer_data(
         "stopped": result.stopped,
         "set_aside_s": result.set_aside_s,
         **estimate_data(answer.simulation.estimate),
+        **reading_data(reading(answer.lowered, answer.simulation.makespan_s)),
         "too_near": near(answer.simulation.estimate, near_baselines(result)),
         "locally_optimal": result.locally_optimal,
         "few_proposals": result.few,
@@ -98,6 +100,7 @@ def say(
 ) -> None:  # fmt: skip
     """The plan in words, how good it is, how the search ended, and what to do next."""
     from flexsearch.cli.details import tell, tell_plan
+    from flexsearch.report.reading import reading
     from flexsearch.report.uncertainty import basis_words, near_words
 
     tell(f"\n{_what_it_is(result)}")
@@ -106,6 +109,8 @@ def say(
     own = answer.simulation.estimate
     for text in filter(None, (basis_words(own), near_words(own, near_baselines(result)))):
         tell(text)
+    if (read := reading(answer.lowered, answer.simulation.makespan_s)) is not None:
+        tell(read.words())
     if layouts is not None:
         tell(_beside(layouts, result, margin))
     tell_cost(setting, result.simulation.makespan_s, cost_per_hour)

@@ -71,6 +71,14 @@ ProfileOption = Annotated[
     Path | None,
     typer.Option("--profile", "-p", metavar="P", help="Measured compute times. Without it: peak rates of the devices."),
 ]
+DataOption = Annotated[
+    str | None,
+    typer.Option(
+        "--data", metavar="KEY=VALUE,...",
+        help="What is read from the topology's storage: sample-bytes=110k, files-per-sample=1, files-per-batch=0, "
+        "prefetch=1 (batches ahead), samples=1.2M (of the data set).",
+    ),
+]  # fmt: skip
 BatchOption = Annotated[
     str | None,
     typer.Option(
@@ -138,13 +146,35 @@ def show(as_json: bool, data: dict[str, Any], human: Callable[[], None]) -> None
         human()
 
 
-def load_setting(graph: str, topology: str, profile: Path | None, size: Size) -> Setting:
-    """Graph, topology and costs by what the user named."""
+def load_setting(graph: str, topology: str, profile: Path | None, size: Size, data: str | None = None) -> Setting:
+    """Graph, topology and costs by what the user named. ``data``: what is read from its storage."""
     from flexsearch.api import Setting
     from flexsearch.cost import Profile
     from flexsearch.topology import Topology
 
-    return Setting.of(size.load(graph), Topology.load(topology), Profile.load(profile) if profile is not None else None)
+    cluster = Topology.load(topology)
+    if data is not None:
+        cluster = cluster.with_reading(**_reading(data))
+    return Setting.of(size.load(graph), cluster, Profile.load(profile) if profile is not None else None)
+
+
+_COUNTS = {"k": 10**3, "M": 10**6, "G": 10**9}
+
+
+def _reading(data: str) -> dict[str, Any]:
+    """Fields of ``topology.Reading`` from "sample-bytes=110k,prefetch=2"."""
+    from flexsearch.topology import Reading
+
+    found: dict[str, Any] = {}
+    for item in data.split(","):
+        key, _, text = item.strip().partition("=")
+        name, match = key.replace("-", "_"), re.fullmatch(r"(\d{1,15}(?:\.\d{1,15})?)([kMG]?)", text)
+        if name not in Reading.model_fields or match is None:
+            keys = ", ".join(field.replace("_", "-") for field in Reading.model_fields)
+            raise typer.BadParameter(f'"{item}" is not KEY=NUMBER with a KEY of {keys}', param_hint="--data")
+        number = float(match[1]) * _COUNTS.get(match[2], 1)
+        found[name] = int(number) if name in ("prefetch", "samples") and number.is_integer() else number
+    return found
 
 
 def load_strategy(path: Path, setting: Setting, staged: bool = False) -> Strategy:

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from flexsearch.cli.common import stdout
 from flexsearch.report import Column, Grid, groups, hanging, in_words, plan_rows, plan_table
+from flexsearch.report.reading import reading, reading_data
 from flexsearch.report.units import nbytes, percent, seconds
 from flexsearch.simulate.memory import PARTS
 
@@ -62,7 +63,7 @@ def simulation_data(setting: Setting, row: PlanRow, yardsticks: dict[str, float 
     """The simulation of a plan as a JSON object. ``yardsticks``: times to compare with, as of ``plan_rows``."""
     simulation, topology = row.simulation, setting.topology
     (summary,) = plan_rows([row], yardsticks["data_parallel_s"], yardsticks["single_s"], intervals=True)
-    return {
+    return reading_data(reading(row.lowered, simulation.makespan_s)) | {
         "graph": setting.graph.name,
         "topology": topology.name,
         "plan": row.name,
@@ -123,6 +124,9 @@ def print_details(setting: Setting, row: PlanRow, yardsticks: dict[str, float | 
             busy = f"{seconds(link['busy_s'])} ({percent(link['busy_s'] / total)})"
             links.add(link["name"], nbytes(link["moved_bytes"]), busy)
         _print(links, "links")
+    if (read := reading(row.lowered, total)) is not None:
+        stdout.print()
+        tell(read.words())
     if trace is not None:
         stdout.print(f"\nWrote {trace}. Open it at https://ui.perfetto.dev", soft_wrap=True, markup=False)
 

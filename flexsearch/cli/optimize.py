@@ -14,6 +14,7 @@ from flexsearch.cli.answer import answer_data, answer_rows, say, tell_run
 from flexsearch.cli.common import (
     FINITE,
     BatchOption,
+    DataOption,
     JsonOption,
     MaybeGraphArgument,
     PriceOption,
@@ -164,6 +165,7 @@ def optimize(
     profile: ProfileOption = None,
     batch: BatchOption = None,
     seq: SequenceOption = None,
+    reads: DataOption = None,
     resume: ResumeOption = None,
     pin: PinOption = None,
     optimizer: OptimizerOption = "momentum",
@@ -197,7 +199,8 @@ def optimize(
     size = Size(batch, seq)
     learns = profile if verify is not None else None
     check_outputs({"--profile": learns}, graph, topology)
-    setting = load_setting(graph, topology, None if learns is not None and not learns.exists() else profile, size)
+    known = None if learns is not None and not learns.exists() else profile
+    setting = load_setting(graph, topology, known, size, reads)
     large = resume is None and not pin and space in ("free", "native") and too_large(setting.graph)
     layouts, native = plan_only or large or "layouts" in space, "native" in space
     if layouts or native:

@@ -9,6 +9,7 @@ import typer
 
 from flexsearch.cli.common import (
     BatchOption,
+    DataOption,
     JsonOption,
     MaybeGraphArgument,
     PriceOption,
@@ -91,6 +92,7 @@ def compare(
     profile: ProfileOption = None,
     batch: BatchOption = None,
     seq: SequenceOption = None,
+    reads: DataOption = None,
     optimizer: OptimizerOption = "momentum",
     precision: PrecisionOption = "as-is",
     recompute: RecomputeOption = "none",
@@ -115,7 +117,7 @@ def compare(
     if output is not None and save is None:
         raise typer.BadParameter("give --save NAME: the baseline to write", param_hint="--output")
     path = output or (Path(f"{save.replace(' ', '-')}.json") if save is not None else None)
-    setting = _compared_setting(graph, topology, strategy or [], profile, Size(batch, seq))
+    setting = _compared_setting(graph, topology, strategy or [], profile, Size(batch, seq), reads)
     check_outputs({"--output": path}, graph, topology, profile, *(strategy or []))
     given = {str(path): load_strategy(path, setting, staged=True) for path in strategy or []}
     if not all(plan.is_plain for plan in given.values()):
@@ -151,7 +153,7 @@ def compare(
 
 
 def _compared_setting(
-    graph: str | None, topology: str | None, strategies: list[Path], profile: Path | None, size: Size
+    graph: str | None, topology: str | None, strategies: list[Path], profile: Path | None, size: Size, reads: str | None
 ) -> Setting:
     """What was named, else what the first strategy was made for, else the example."""
     from flexsearch.strategy import Strategy
@@ -160,7 +162,7 @@ def _compared_setting(
         first = Strategy.load(strategies[0])
         how = "GRAPH, before the options"
         return setting_of(strategies[0], first, graph, topology, profile, size, how)
-    return load_setting(*example(graph, topology, profile), profile, size)
+    return load_setting(*example(graph, topology, profile), profile, size, reads)
 
 
 def simulate(
@@ -173,6 +175,7 @@ def simulate(
     profile: ProfileOption = None,
     batch: BatchOption = None,
     seq: SequenceOption = None,
+    reads: DataOption = None,
     trace: Annotated[
         Path | None, typer.Option("--trace", help="Write the timeline as a Chrome trace, for ui.perfetto.dev.")
     ] = None,
@@ -205,7 +208,7 @@ def simulate(
         assert baseline is not None
         if graph is None or topology is None:
             raise typer.BadParameter("a baseline needs a GRAPH and a --topology")
-        setting = load_setting(graph, topology, profile, Size(batch, seq))
+        setting = load_setting(graph, topology, profile, Size(batch, seq), reads)
         options = make_options(optimizer, precision, recompute, reshard_after_forward, prefetch)
         name, plan = baseline, setting.baseline(baseline, options)
     with Live(compiling()):

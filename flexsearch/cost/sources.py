@@ -59,7 +59,7 @@ class Sources:
         return float(start_seconds(device, efficiency_of(device, self.costs.dtype(operator)), 1.0))
 
     def links(self) -> dict[int, Source]:
-        """By resource of the network that is a link: what its bandwidth rests on."""
+        """By resource of the network that is a link or a way to storage: what its bandwidth rests on."""
         kind = self._kind("links.bandwidth", "communication.factors", learned="time")
         inside, between = (self._source(f"links {where} hosts", kind) for where in ("inside", "between"))
         host_of = {device.name: device.host for device in self.network.devices}
@@ -74,6 +74,8 @@ class Sources:
             source = inside if one == two and len(one) == 1 else between
             for a, b in ((link.a, link.b), (link.b, link.a)):
                 found[self.network.resource_between(a, b)] = source
+        ways = (r for r, resource in enumerate(self.network.resources) if resource.kind == "storage")
+        found.update(dict.fromkeys(ways, self._source("storage", "guessed")))
         return found
 
     def starting(self) -> Source:

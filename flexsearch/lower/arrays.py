@@ -16,6 +16,21 @@ NOTHING = np.uint32(0xFFFFFFFF)
 
 
 @packed
+class ReadTable(NamedTuple):
+    """Who reads from storage, and what it takes. ``operator``: those that compute with what is read (none: nothing is).
+    ``host``: by device; ``way``: by host, resource of its way to the storage; ``server``: (1,) resource, or NOTHING.
+    ``seconds``: (4,) of a batch's files, of a sample with its files, and of a sample's bytes, on a host's way; of a
+    sample's bytes on the server, for all hosts that one stands for. ``prefetch``: (1,)."""
+
+    operator: U32
+    host: U32
+    way: U32
+    server: U32
+    seconds: F64
+    prefetch: U32
+
+
+@packed
 class Program(NamedTuple):
     """What follows from graph and topology. Slots are operands in order, then results (the loss, new buffers) that are
     kept; rows ``[first[i], last[i])`` of a list belong to item i. ``routes``, ``rates``: what
@@ -42,6 +57,7 @@ class Program(NamedTuple):
     image: U32
     images: U32
     microbatches: U32
+    reading: ReadTable
 
 
 @packed
@@ -59,6 +75,8 @@ class Pools(NamedTuple):
     entry_forward: I64  # ticks
     entry_backward: I64
     entry_weight: I64  # the part of ``entry_backward`` that makes gradients of weights
+    entry_samples: U32  # of what is read: how many samples, and the first entry of the config with the same
+    entry_part: U32
     layout: U32
     reshard_first: U32
     reshard_middle: U32
@@ -160,6 +178,7 @@ class BlockTable(NamedTuple):
     backward_of: U32
     weight_of: U32
     recompute_of: U32
+    read_of: U32
     region: U32
     gather_of: U32
     regather_of: U32

@@ -12,10 +12,12 @@ from flexsearch.lower.change import Change, Wiring
 from flexsearch.lower.draft import Draft, Filled, finish
 from flexsearch.lower.emit import compute, gather, mark_pieces, send, synchronise, update, wait
 from flexsearch.lower.keys import Table
+from flexsearch.lower.reading import read
 from flexsearch.lower.rows import (
     BACKWARD,
     GATHER_ONCE,
     NEVER,
+    READ,
     RESULT,
     SYNCHRONISE,
     UPDATE,
@@ -95,6 +97,8 @@ def write(plan: Plan) -> Any:
             synchronise(blocks, plan.program, pools, state, draft, segments, plan.filled, b, argument)
         elif kind == RESULT:
             send(blocks, pools, state.forward, draft, segments, plan.filled, b)
+        elif kind == READ:
+            read(blocks, plan.program, pools, state, draft, segments, plan.filled, b)
         elif kind == UPDATE:
             update(blocks, plan.program, state, draft, segments, plan.new_segment, b)
         else:

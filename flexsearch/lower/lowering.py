@@ -112,9 +112,9 @@ class Lowering(Pieces):
 
     def __init__(
         self, graph: OperatorGraph, topology: Topology, costs: Costs, fold: Fold | None = None,
-        batch_graph: OperatorGraph | None = None, results: Mapping[str, Layout] | None = None,
+        batch_graph: OperatorGraph | None = None, results: Mapping[str, Layout] | None = None, reads: bool = True,
     ) -> None:  # fmt: skip
-        super().__init__(graph, topology, costs, fold, results)
+        super().__init__(graph, topology, costs, fold, results, reads)
         self.batch_graph = batch_graph or graph
         """Of the whole batch, where ``graph`` is that of one microbatch."""
         self._plan_rows: tuple[tuple[Options, Stages], PlanRows] | None = None
@@ -142,31 +142,34 @@ class Lowering(Pieces):
         return plan_rows.copy()
 
 
-def lower(graph: OperatorGraph, strategy: Strategy, topology: Topology, costs: Costs) -> Lowered:
+def lower(
+    graph: OperatorGraph, strategy: Strategy, topology: Topology, costs: Costs, reads: bool = True
+) -> Lowered:
     """Lower a strategy after checking it, in its precision: of one with stages or microbatches, what one block of
-    devices does with one microbatch (``lower.share``). Raises StrategyError if it does not belong to graph and topology
-    or cannot be divided so."""
+    devices does with one microbatch (``lower.share``). ``reads``: with what is read from storage. Raises StrategyError
+    if it does not belong to graph and topology or cannot be divided so."""
     strategy.check(graph, topology)
     graph = with_precision(strategy.planned(graph), strategy.options.precision)
     configs = strategy.in_order(graph)
     if strategy.is_plain:
         if graph is not costs.graph:
             costs = Costs(graph, topology, costs.profile)
-        return Lowering(graph, topology, costs).lower(configs, strategy.options)
+        return Lowering(graph, topology, costs, reads=reads).lower(configs, strategy.options)
     pipeline = Pipeline.of(strategy, graph)
     share = share_of(graph, topology, pipeline.replicas, pipeline.microbatches)
     for op, config in zip(share.graph.operators, configs, strict=True):
         check_config(op, config, len(share.topology.devices))  # a microbatch has fewer samples than the batch
     own = Costs(share.graph, share.topology, costs.profile)
-    lowering = Lowering(share.graph, share.topology, own, share.fold, graph)
+    lowering = Lowering(share.graph, share.topology, own, share.fold, graph, reads=reads)
     return lowering.lower(configs, strategy.options, stages_of(pipeline))
 
 
 def lower_for_ranks(graph: OperatorGraph, strategy: Strategy, topology: Topology, costs: Costs) -> Lowered:
-    """As :func:`lower`, with the pieces of all blocks of devices, each of which a rank runs. Raises StrategyError."""
+    """As :func:`lower`, with the pieces of all blocks of devices, each of which a rank runs, and without reading, which
+    is the training loop's. Raises StrategyError."""
     pipeline = Pipeline.of(strategy, strategy.planned(graph))
     if pipeline.replicas == 1:
-        return lower(graph, strategy, topology, costs)
+        return lower(graph, strategy, topology, costs, reads=False)
     strategy.check(graph, topology)
     graph = with_precision(strategy.planned(graph), strategy.options.precision)
     parts = fold(graph, topology, pipeline.replicas, pipeline.microbatches)
@@ -175,7 +178,7 @@ def lower_for_ranks(graph: OperatorGraph, strategy: Strategy, topology: Topology
     for op, config in zip(part.operators, configs, strict=True):
         check_config(op, config, len(topology.devices))
     stages = replace(stages_of(pipeline), devices=tuple(stage.mesh for stage in strategy.stages))
-    lowering = Lowering(part, topology, Costs(part, topology, costs.profile), batch_graph=graph)
+    lowering = Lowering(part, topology, Costs(part, topology, costs.profile), batch_graph=graph, reads=False)
     return lowering.lower(configs, strategy.options, stages)
 
 

@@ -9,12 +9,14 @@ from functools import cached_property
 from math import inf
 
 import numpy as np
+import numpy.typing as npt
 
 from flexsearch.compiled import F64, U32
 from flexsearch.cost import Costs
 from flexsearch.graph import Flow, Operator, OperatorGraph, Tensor
 from flexsearch.lower.folding import Fold
 from flexsearch.lower.layout import Entry, Layout, Layouts, Placement
+from flexsearch.lower.reading import readers, samples_of
 from flexsearch.lower.reshard import Planner, Reshard
 from flexsearch.lower.schedule import buckets_of
 from flexsearch.lower.split import Blocks, Intervals, Split, Splitter
@@ -86,7 +88,7 @@ class Pieces:
 
     def __init__(
         self, graph: OperatorGraph, topology: Topology, costs: Costs, fold: Fold | None = None,
-        results: Mapping[str, Layout] | None = None,
+        results: Mapping[str, Layout] | None = None, reads: bool = True,
     ) -> None:  # fmt: skip
         self.graph, self.topology, self.costs, self.fold = graph, topology, costs, fold
         self.network = topology if fold is None else fold.folding.whole
@@ -94,6 +96,8 @@ class Pieces:
         self.results = {graph.loss: everywhere(self.network)} if results is None else dict(results)
         """Tensors that are brought to where they are wanted: the loss, or the outputs of a forward pass."""
         self.layouts, self.planner = Layouts(len(self.network.devices)), Planner(self.network, costs.profile)
+        self.readers = {} if topology.storage is None or not reads else readers(graph)
+        """Operators that compute with what is read from storage, and positions of the operand."""
         self._splitters: dict[object, Splitter] = {}
         self._intervals: Intervals = {}
         self._splitter_of = [self._splitter(i, op) for i, op in enumerate(graph.operators)]
@@ -144,6 +148,27 @@ class Pieces:
     def split(self, operator: int, config: OperatorConfig) -> Split:
         """The pieces of an operator under a config, wherever they are."""
         return self._splitter_of[operator].split(config)
+
+    def samples(
+        self, operator: int, config: OperatorConfig, split: Split
+    ) -> tuple[npt.NDArray[np.uint32], npt.NDArray[np.uint32]]:
+        """``reading.samples_of`` a split; nothing where its operator reads none."""
+        if operator in self.readers:
+            return samples_of(self.graph, operator, config, split)
+        none = np.zeros(len(split.extent_of), np.uint32)
+        return none, none
+
+    def samples_read(self, configs: Sequence[OperatorConfig], microbatches: int) -> dict[int, int]:
+        """By host (its number): samples that it takes in a step, those in its memory included, for all blocks on it."""
+        most: dict[int, int] = {}
+        for operator in self.readers:
+            config, own = configs[operator], dict[int, dict[int, int]]()
+            held, part = samples_of(self.graph, operator, config, self.split(operator, config))
+            for device, samples, first in zip(config.devices, held.tolist(), part.tolist(), strict=True):
+                own.setdefault(int(self.topology.host_of[device]), {})[first] = samples
+            for host, parts in own.items():
+                most[host] = max(most.get(host, 0), sum(parts.values()) * microbatches * self.inside)
+        return most
 
     def intern(self, layout: Layout) -> int:
         """A small number for a layout; equal layouts have the same."""

@@ -46,7 +46,7 @@ class PlanRows:
         devices = len(topology.devices)
         self.lowering, self.templates, self.options = lowering, templates, options
         self.stages = stages or Stages.one(devices)
-        self.blocks = make_blocks(graph, options, self.stages)
+        self.blocks = make_blocks(graph, options, self.stages, bool(lowering.readers))
         self.schedule = make_schedule(self.blocks, self.stages, devices)
         self.machine = make_machine(topology, lowering.turns)
         self.program = make_program(graph, topology, lowering, options, self.stages.microbatches)

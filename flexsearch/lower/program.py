@@ -17,12 +17,14 @@ from flexsearch.lower.change import ALWAYS, Wiring
 from flexsearch.lower.keys import MISSING, RESHARD
 from flexsearch.lower.orbits import images_of
 from flexsearch.lower.pieces import Pieces
+from flexsearch.lower.reading import make_read_table
 from flexsearch.lower.rows import (
     BACKWARD,
     FORWARD,
     GATHER,
     GATHER_ONCE,
     NEVER,
+    READ,
     RECOMPUTE,
     REGATHER,
     RESULT,
@@ -92,6 +94,9 @@ def make_program(
         update_byte_s=np.array([b for b, _ in rates]), update_tensor_s=np.array([t for _, t in rates]),
         routes=lowering.network.routes, rates=lowering.planner.pricing.rates, image=lowering.image,
         images=images_of(lowering.image), microbatches=np.array([microbatches], np.uint32),
+        reading=make_read_table(
+            graph, topology, lowering.readers, microbatches, lowering.inside, lowering.replicas
+        ),
     )  # fmt: skip
 
 
@@ -247,6 +252,7 @@ def make_block_table(lowering: Pieces, blocks: Blocks, stages: Stages, devices: 
         backward_of=numbers(place.get((BACKWARD, i), -1) for i in range(len(graph.operators))),
         weight_of=numbers(place.get((WEIGHT_GRADIENT, i), -1) for i in range(len(graph.operators))),
         recompute_of=numbers(place.get((RECOMPUTE, i), -1) for i in range(len(graph.operators))),
+        read_of=numbers(place[READ, 0] if i in lowering.readers else -1 for i in range(len(graph.operators))),
         region=numbers(blocks.region),
         gather_of=by_weight(GATHER), regather_of=by_weight(REGATHER), gather_once_of=by_weight(GATHER_ONCE),
         bucket=bucket, each=each,

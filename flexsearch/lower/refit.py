@@ -46,7 +46,7 @@ def _lower(
     results: Mapping[str, Layout] | None = None,
 ) -> Lowered:  # fmt: skip
     costs = Costs(part, lowered.topology, lowered.lowering.costs.profile)
-    lowering = Lowering(part, lowered.topology, costs, batch_graph=graph, results=results)
+    lowering = Lowering(part, lowered.topology, costs, batch_graph=graph, results=results, reads=False)
     return lowering.lower(refitted(part, lowered), options, stages)
 
 

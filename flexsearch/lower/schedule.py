@@ -2,7 +2,7 @@
 
 Blocks follow from the graph, the options and the stages, never from a config. Their order is
 
-- gathers of weights that several stages read;
+- what a step reads from storage (``lower.reading``), and gathers of weights that several stages read;
 - the forward pass, stage by stage: operators in topological order, those that count targets first, as they wait for no
   other and what they send then moves while the rest computes. Sharded weights are gathered in packs
   (``lower.gathers``), each ``prefetch`` packs before it is first read, so that it moves while operators compute;
@@ -46,6 +46,7 @@ from flexsearch.lower.rows import (
     GATHER,
     GATHER_ONCE,
     NOBODY,
+    READ,
     RECOMPUTE,
     REGATHER,
     RESULT,
@@ -236,9 +237,9 @@ class Blocks:
         return inputs if action.kind == "I" else weights if action.kind == "W" else range(inputs.start, weights.stop)
 
 
-def make_blocks(graph: OperatorGraph, options: Options, stages: Stages) -> Blocks:
-    """The blocks of a graph whose operators are cut into ``stages``. Raises StrategyError if nothing can be computed
-    again as the options ask for."""
+def make_blocks(graph: OperatorGraph, options: Options, stages: Stages, reads: bool = False) -> Blocks:
+    """The blocks of a graph whose operators are cut into ``stages``. ``reads``: batches are read from storage.
+    Raises StrategyError if nothing can be computed again as the options ask for."""
     stage_of = stages.of(len(graph.operators))
     of_weight = list(weight_stages(graph, stage_of).values())
     shared = {w for w, stage in enumerate(of_weight) if stage == NOBODY}
@@ -247,6 +248,8 @@ def make_blocks(graph: OperatorGraph, options: Options, stages: Stages) -> Block
     stage_of_pack = [of_weight[pack[0]] for pack in packs]
     gathered_before = before_forward(graph, packs, stage_of_pack, stages.first, options.prefetch)
     blocks = Blocks(region=regions_of(graph, options.recompute, stage_of, options.recompute_blocks), packs=packs)
+    if reads:
+        blocks.add(READ, 0, NOBODY)
     for p, stage in enumerate(stage_of_pack):
         if stage == NOBODY:
             blocks.add(GATHER, p, NOBODY)

@@ -37,7 +37,8 @@ class Used(NamedTuple):
 class Splits(NamedTuple):
     """Operators cut into pieces, without devices; piece k is that at position k of a mesh. Of a split: number of
     ``pieces``; rows of ``forward``, ``backward`` and ``weight`` (ticks; the part of ``backward`` that
-    makes gradients of weights): ``cost + kind * pieces + k`` for kinds of devices;
+    makes gradients of weights), ``samples`` and ``part`` (``reading.samples_of``): ``cost + kind * pieces + k`` for
+    kinds of devices;
     operands ``[reads, writes)`` and ``[writes, last)``. Operand o has the layout ``grid[o]`` on the positions
     ``position[first[o]:first[o] + held_by[o]]``, or on all if ``first[o]`` is MISSING; in all blocks if ``spread[o]``.
     ``follow_*``: what follows a split over a link is split
@@ -52,6 +53,8 @@ class Splits(NamedTuple):
     forward: I64
     backward: I64
     weight: I64
+    samples: U32
+    part: U32
     grid: U32
     first: U32
     held_by: U32

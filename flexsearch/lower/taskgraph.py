@@ -14,9 +14,10 @@ from flexsearch.cost.communication import Transfer
 from flexsearch.lower.actions import Action
 from flexsearch.lower.reshard import Exchange, Move, Reshard
 
-Purpose = Literal["gather", "forward", "backward", "synchronise", "recompute", "regather"]
+Purpose = Literal["gather", "forward", "backward", "synchronise", "recompute", "regather", "read"]
 """Why data moves: sharded weights before use, activations, their gradients, gradients of weights; in the backward pass
-activations that are computed again, and weights that are gathered again."""
+activations that are computed again, and weights that are gathered again; batches that are read from storage (which have
+no members, and no bytes between devices)."""
 
 
 class TaskKind(IntEnum):

@@ -294,12 +294,15 @@ class Templates:
         config = OperatorConfig(degrees, (), replicas, shares=shares)
         split, costs = self.lowering.split(operator, config), self.lowering.costs
         count, trained = len(split.extent_of), costs.weight_shares(operator, split.extents)
+        samples, part = self.lowering.samples(operator, config, split)
         forward = self._columns["forward"].size
         for kind in self._kinds.tolist():
             ticks = _ticks(costs.of_extents(operator, split.extents, kind))
             self._extend("forward", ticks[0][split.extent_of])
             self._extend("backward", ticks[1][split.extent_of])
             self._extend("weight", np.rint(ticks[1] * trained).astype(np.int64)[split.extent_of])
+            self._extend("samples", samples)
+            self._extend("part", part)
         regions = (*split.inputs, *split.outputs)
         reads = self._add_operands(regions)
         values = {
@@ -327,7 +330,7 @@ class Templates:
                 (
                     self.lowering.costs.alike[i], tuple(name in graph.differentiable for name in op.inputs),
                     tuple(graph.tensor[name].kind == "parameter" for name in op.inputs),
-                    self.lowering.blocks(i),
+                    self.lowering.blocks(i), i in self.lowering.readers,
                 ), i
             )
             for i, op in enumerate(graph.operators)

@@ -20,6 +20,7 @@ from flexsearch.lower.arrays import BlockTable
 from flexsearch.lower.exchanges import Standing, standing
 from flexsearch.lower.orbits import make_block_map
 from flexsearch.lower.pieces import Edge, Pieces, Weight
+from flexsearch.lower.reading import sample_bytes
 from flexsearch.lower.reshard import Exchange, Reshard
 from flexsearch.lower.rows import (
     BACKWARD,
@@ -28,6 +29,7 @@ from flexsearch.lower.rows import (
     GATHER,
     GATHER_ONCE,
     NEVER,
+    READ,
     RECOMPUTE,
     REGATHER,
     RESULT,
@@ -41,13 +43,14 @@ from flexsearch.lower.rows import (
 )
 from flexsearch.lower.schedule import Stages, orders_of
 from flexsearch.lower.taskgraph import Communication, Member, Purpose, Row, TaskGraph, TaskKind
+from flexsearch.strategy import OperatorConfig
 from flexsearch.topology import Topology
 
 T = TypeVar("T", int, float)
 
 _PURPOSES: dict[int, Purpose] = {
     GATHER: "gather", FORWARD: "forward", BACKWARD: "backward", SYNCHRONISE: "synchronise",
-    RECOMPUTE: "recompute", REGATHER: "regather", GATHER_ONCE: "gather", RESULT: "forward",
+    RECOMPUTE: "recompute", REGATHER: "regather", GATHER_ONCE: "gather", RESULT: "forward", READ: "read",
 }  # fmt: skip
 _KINDS = {
     FORWARD: TaskKind.FORWARD, BACKWARD: TaskKind.BACKWARD, WEIGHT_GRADIENT: TaskKind.WEIGHT_GRADIENT,
@@ -90,6 +93,9 @@ class Described(Protocol):
     def topology(self) -> Topology: ...
 
     @property
+    def configs(self) -> Sequence[OperatorConfig]: ...
+
+    @property
     def edges(self) -> Sequence[Edge]: ...
 
     @property
@@ -127,7 +133,7 @@ class Actions:
     def of(self, row: Row) -> Action | None:
         """None: it happens once a step, or nothing is divided into stages or microbatches."""
         kind, stage = int(self.table.kind[row.block]), int(self.table.stage[row.block])
-        if self.plain or kind in (GATHER, GATHER_ONCE, SYNCHRONISE, RESULT, UPDATE):
+        if self.plain or kind in (GATHER, GATHER_ONCE, SYNCHRONISE, RESULT, UPDATE, READ):
             return None
         if kind == FORWARD:
             return Action(stage, "F", row.microbatch)
@@ -174,7 +180,9 @@ class Communications:
     def of(self, block: int, number: int) -> Communication:
         """One of them, as devices of the first block take part in it."""
         key = block, number
-        if (known := self._known.get(key)) is None:
+        if (known := self._known.get(key)) is None and self.rows.blocks.kind[block] == READ:
+            known = self._known[key] = self._read(key)
+        if known is None:
             members = self.members[block][number]
             exchanges = [member.what for member in members]
             one, size = exchanges[0], len(self.lowered.topology.devices)
@@ -190,6 +198,21 @@ class Communications:
                 self.lowered.topology.communication.in_one_call(one.form),
             )  # fmt: skip
         return known
+
+    def _read(self, key: tuple[int, int]) -> Communication:
+        """What a host reads from storage."""
+        segments, lowering = self.rows.segments, self.lowered.lowering
+        c = int(segments.communication_first[self.rows.segment[key[0]]]) + key[1]
+        receivers = segments.receiver[segments.receiver_first[c] : segments.receiver_last[c]].tolist()
+        devices, seconds = tuple(sorted(receivers)), int(segments.communication_ticks[c]) * TICK
+        links = _loads(segments.link, segments.link_ticks, segments.link_first[c], segments.link_last[c])
+        samples = lowering.samples_read(self.lowered.configs, self.lowered.stages.microbatches)
+        storage = self.lowered.topology.storage
+        assert storage is not None
+        each = storage.reading.sample_bytes or sample_bytes(lowering.graph)
+        nbytes = round(samples[int(lowering.topology.host_of[devices[0]])] * each * storage.missing(each))
+        transfer = Transfer(seconds, links, (), tuple((r, nbytes) for r, _ in links))
+        return Communication("read", "read", devices, tuple(receivers[:1]), devices, (), transfer, 0, False)
 
     def _transfer(self, exchanges: list[Exchange]) -> Transfer:
         """What exchanges of a bucket cost together."""

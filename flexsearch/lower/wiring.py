@@ -37,6 +37,7 @@ def place(blocks: BlockTable, pools: Pools, state: State, change: Change) -> Non
             mark(change, blocks.backward_of[i])
             mark(change, blocks.weight_of[i])
             mark(change, blocks.recompute_of[i])
+            mark(change, blocks.read_of[i])
             twice = blocks.recompute_of[i] != NOTHING
             for e in range(np.uint64(pools.config_first[old]), np.uint64(pools.config_last[old])):
                 _compute(pools, state, e, twice, -1)

@@ -10,6 +10,7 @@ from flexsearch.graph.ops import kind_of
 from flexsearch.report.grid import Column, Grid
 from flexsearch.report.layouts import SCHEDULES, USES, memory_parts, use_seconds
 from flexsearch.report.path import by_layer, folded, kinds_in_words, path_data, stretches
+from flexsearch.report.reading import reading, reading_data
 from flexsearch.report.summary import Group
 from flexsearch.report.tables import PlanRow
 from flexsearch.report.units import nbytes, percent, seconds
@@ -72,6 +73,8 @@ def explanation(explained: Explanation) -> Iterator[Told]:
         yield from _pipeline(explained)
     yield from _path(explained)
     yield from _bottleneck(explained)
+    if (read := reading(explained.row.lowered, explained.row.simulation.makespan_s)) is not None:
+        yield read.words()
     yield "\nWhat would help (the same plan, simulated again)"
     yield from _what_if_table(explained)
     yield from _choices(explained) if explained.row.lowered.is_whole else _layouts(explained)
@@ -161,17 +164,20 @@ def _bottleneck(explained: Explanation) -> Iterator[Told]:
     )
     wires = [r for r in by_share if topology.resources[r].kind == "link" and simulation.link_bytes[r]]
     processors = [r for r in by_share if topology.resources[r].kind == "processor"]
-    shares = {kind: sum(on_path.get(r, 0.0) for r in row) / total for kind, row in _pairs(wires, processors)}
+    ways = [r for r in by_share if topology.resources[r].kind == "storage"]
+    pairs = [(kind, row) for kind, row in zip(_BUSY, (processors, wires, ways), strict=True) if row]
+    shares = {kind: sum(on_path.get(r, 0.0) for r in row) / total for kind, row in pairs}
     kind, row = max(
-        _pairs(wires, processors),
+        pairs,
         key=lambda pair: shares[pair[0]] if explained.steps else float(simulation.link_busy_s[pair[1][0]]),
     )
     busiest = topology.resources[row[0]].name
-    name = f"link {busiest}" if kind == "links" else f"the processor of {busiest}"
+    name = _BUSY[kind] + busiest
     share = f"; {percent(shares[kind])} of the critical path is on {kind}" if explained.steps else ""
     yield f"\nThe bottleneck: {name}, busy {percent(float(simulation.link_busy_s[row[0]]) / total)} of the time{share}"
-    made = table(("link or processor", 16), ("busy", None), ("bytes", None), ("on the\ncritical path", None))
-    for r in [*processors[:1], *wires[:LINKS]]:
+    first = "link, processor or storage" if ways else "link or processor"
+    made = table((first, 16), ("busy", None), ("bytes", None), ("on the\ncritical path", None))
+    for r in [*processors[:1], *wires[:LINKS], *ways[:1]]:
         busy = float(simulation.link_busy_s[r])
         moved, path_s = int(simulation.link_bytes[r]), on_path.get(r, 0.0)
         made.add(
@@ -181,8 +187,8 @@ def _bottleneck(explained: Explanation) -> Iterator[Told]:
     yield made
 
 
-def _pairs(wires: Sequence[int], processors: Sequence[int]) -> list[tuple[str, Sequence[int]]]:
-    return [("processors", processors), *([("links", wires)] if wires else [])]
+_BUSY: Final = {"processors": "the processor of ", "links": "link ", "storage": ""}
+"""What a bottleneck may be, and the words before its name."""
 
 
 # stages
@@ -321,7 +327,7 @@ def explanation_data(explained: Explanation) -> dict[str, Any]:
     lowered, simulation = explained.row.lowered, explained.row.simulation
     graph, topology, now = lowered.graph, lowered.topology, simulation.makespan_s
     on_path = by_resource(lowered.tasks, explained.steps) if explained.steps else {}
-    return {
+    return reading_data(reading(lowered, now)) | {
         "iteration_s": now,
         "devices": [
             {

@@ -25,7 +25,7 @@ MUCH: Final = 0.5
 _NUMBER: Final = re.compile(r"(?<![^.])\d+(?![^.])|(?<=[a-z])\d+(?=\.)")  # h.0.attn, layer1.0.conv1
 _PHASES: Final = {
     "forward": "forward", "gather": "forward", "backward": "backward", "synchronise": "synchronise",
-    "recompute": "backward", "regather": "backward",
+    "recompute": "backward", "regather": "backward", "read": "read",
 }  # fmt: skip
 _WAITS: Final = {
     "start": "nothing", "host": "host", "order": "device", "data": "data", "link": "link",
@@ -60,6 +60,8 @@ def layer_of(lowered: Lowered, task: int) -> str:
     graph, communication = lowered.graph, lowered.tasks.communication[task]
     if communication is None:
         operator = lowered.tasks.operator[task]
+    elif not communication.members:
+        return "the batch"
     else:
         key = communication.members[0].key
         sizes = {}

@@ -159,7 +159,8 @@ def _where(lowered: Lowered, group: dict[int, float]) -> str:
     for task in group:
         for link, seconds_ in lowered.tasks.links[task]:
             busy[link] = busy.get(link, 0.0) + seconds_
-    return f"link {lowered.topology.resources[max(busy, key=lambda r: busy[r])].name}"
+    resource = lowered.topology.resources[max(busy, key=lambda r: busy[r])]
+    return f"link {resource.name}" if resource.kind == "link" else resource.name
 
 
 def _communication(lowered: Lowered, task: int) -> Communication:

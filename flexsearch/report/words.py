@@ -171,7 +171,9 @@ def _nothing_moves(lowered: Lowered, edges: Iterable[int]) -> bool:
 
 
 def tensor_words(lowered: Lowered, communication: Communication) -> str:
-    """What a communication carries: "gradient of fc6.weight and 7 more"."""
+    """What a communication carries: "gradient of fc6.weight and 7 more", or "the batch"."""
+    if not communication.members:
+        return "the batch"
     names = []
     for member in communication.members:
         if communication.purpose == "synchronise":

@@ -11,14 +11,14 @@ import numpy as np
 
 from flexsearch.cost.ticks import TICK
 from flexsearch.lower import TaskGraph, TaskKind
-from flexsearch.lower.rows import COMPUTE, GATHER, GATHER_ONCE, REGATHER, SYNCHRONISE
+from flexsearch.lower.rows import COMPUTE, GATHER, GATHER_ONCE, READ, REGATHER, SYNCHRONISE
 from flexsearch.lower.view import Rows
 from flexsearch.simulate.critical import Step
 from flexsearch.simulate.usage import repeats
 
 Kind = Literal[
     "forward", "backward", "recompute", "update", "activations", "gather", "synchronise", "latency", "handling",
-    "launch",
+    "launch", "read",
 ]  # fmt: skip
 
 KINDS: Final[dict[Kind, str]] = {
@@ -32,6 +32,7 @@ KINDS: Final[dict[Kind, str]] = {
     "latency": "message latency",
     "handling": "moving bytes on the processor",
     "launch": "launching operators (host)",
+    "read": "reading from storage",
 }
 """Kinds of work, in words. ``activations``: with their gradients. ``latency``: the part of a communication in which no
 link is busy with it."""
@@ -42,7 +43,7 @@ _COMPUTE: Final[dict[int, Kind]] = {
 }  # fmt: skip
 _PURPOSE: Final[dict[str, Kind]] = {
     "forward": "activations", "backward": "activations", "gather": "gather", "synchronise": "synchronise",
-    "recompute": "activations", "regather": "gather",
+    "recompute": "activations", "regather": "gather", "read": "read",
 }  # fmt: skip
 
 
@@ -125,6 +126,8 @@ def loads(rows: Rows) -> Loads:
             computes = segments.step_kind[first:last] == COMPUTE
             compute[device] += times * segments.step_ticks[first:last][computes].sum()
         link = weights if schedule.kind[block] in (GATHER, GATHER_ONCE, REGATHER, SYNCHRONISE) else activations
+        if schedule.kind[block] == READ:
+            continue
         for c in range(segments.communication_first[segment], segments.communication_last[segment]):
             of = slice(int(segments.link_first[c]), int(segments.link_last[c]))
             np.add.at(link, segments.link[of], times * segments.link_ticks[of])

@@ -25,6 +25,7 @@ from flexsearch.lower.rows import (
     FORWARD,
     GATHER,
     GATHER_ONCE,
+    READ,
     RECOMPUTE,
     REGATHER,
     SYNCHRONISE,
@@ -48,6 +49,7 @@ PLACES = 1 << 21
 _KINDS = {
     GATHER: "gather", GATHER_ONCE: "gather", FORWARD: "forward", BACKWARD: "backward", SYNCHRONISE: "synchronisation",
     RECOMPUTE: "recomputation", REGATHER: "second gather",
+    READ: "reading",
 }  # fmt: skip
 
 

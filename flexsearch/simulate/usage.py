@@ -20,6 +20,7 @@ from flexsearch.lower.rows import (
     GATHER,
     GATHER_ONCE,
     ISSUE,
+    READ,
     RECOMPUTE,
     REGATHER,
     SYNCHRONISE,
@@ -37,7 +38,7 @@ WORK: Final = ("forward", "recompute", "backward", "update")
 """Sorts of computing."""
 SORTS: Final[dict[str, str]] = {
     "tensor": "moving activations inside a stage", "pipeline": "messages between stages",
-    "gather": "gathering weights", "synchronise": "synchronising gradients",
+    "gather": "gathering weights", "synchronise": "synchronising gradients", "read": "reading from storage",
 }  # fmt: skip
 """Sorts of communication, in words. Where several go on while a device computes nothing, the first one counts."""
 _WORK: Final[dict[int, str]] = {
@@ -269,8 +270,8 @@ def _sort(rows: Rows, block: int, members: set[int]) -> str:
     kind = int(rows.schedule.kind[block])
     if kind in (GATHER, GATHER_ONCE, REGATHER):
         return "gather"
-    if kind == SYNCHRONISE:
-        return "synchronise"
+    if kind in (SYNCHRONISE, READ):
+        return "synchronise" if kind == SYNCHRONISE else "read"
     return "pipeline" if len({int(rows.schedule.group[d]) for d in members}) > 1 else "tensor"
 
 

@@ -94,7 +94,13 @@ def what_ifs(lowered: Lowered, profile: Profile | None) -> Iterator[WhatIf]:
 def count(topology: Topology) -> int:
     """How many :func:`what_ifs` there are."""
     classes = len(link_classes(topology))
-    return 1 + classes + (classes > 1) + 3 + any(d.launch_s > 0.0 for d in topology.devices) + 5 + 1
+    some = (any(d.launch_s > 0.0 for d in topology.devices), topology.storage is not None)
+    return 1 + classes + (classes > 1) + 3 + sum(some) + 5 + 1
+
+
+def without_reading(lowered: Lowered) -> float:
+    """Iteration time (s) if a batch were there without being read."""
+    return _on(lowered, edited(lowered.lowering.network, storage=None), lowered.lowering.costs.profile)
 
 
 # ---- hardware
@@ -128,6 +134,8 @@ def _hardware(lowered: Lowered, profile: Profile | None) -> Iterator[WhatIf]:
     if rows.machine.hosted[0]:
         captured = _with(rows, step_host=np.zeros_like(rows.segments.step_host))
         yield WhatIf("launches", "no time for launches (a captured graph)", rows_seconds(captured))
+    if topology.storage is not None:
+        yield WhatIf("reading", "no time for reading (all batches in memory)", without_reading(lowered))
 
 
 def _on(lowered: Lowered, topology: Topology, profile: Profile | None) -> float:

@@ -205,7 +205,7 @@ class _Folder:
         block = Topology(
             name=f"{whole.name}[{self.size} of {self.count}]", devices=whole.devices[: self.size],
             switches=tuple(name for name in whole.switches if name in ends), links=links,
-            communication=whole.communication, source=whole.source, sources=whole.sources,
+            communication=whole.communication, storage=whole.storage, source=whole.source, sources=whole.sources,
         )  # fmt: skip
         own = {resource.name: k for k, resource in enumerate(block.resources)}
         found = np.zeros(len(image), np.uint32)
@@ -214,6 +214,10 @@ class _Folder:
                 found[resource] = own[whole.resources[stands_for].name]
         for d in range(self.count):
             found[whole.processor_of[d]] = block.processor_of[d % self.size]
+        ways = [k for k, resource in enumerate(block.resources) if resource.kind == "storage"]
+        hosts = len(block.hosts)
+        for k, at in enumerate(k for k, resource in enumerate(whole.resources) if resource.kind == "storage"):
+            found[at] = ways[k % hosts] if k < len(whole.hosts) else ways[-1]
         return Folding(whole, block, self.replicas, self.inside, found)
 
 

@@ -207,9 +207,10 @@ class Communication(FileModel):
 
 @dataclass(frozen=True, slots=True)
 class Resource:
-    """Something that serves one task at a time. ``bandwidth``: B/s of a link (direction), memory B/s of a processor."""
+    """Something that serves one task at a time. ``bandwidth``: B/s of a link (direction) or a way to storage, memory
+    B/s of a processor."""
 
-    kind: Literal["processor", "link"]
+    kind: Literal["processor", "link", "storage"]
     name: str
     bandwidth: float
 

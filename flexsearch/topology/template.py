@@ -28,6 +28,7 @@ from flexsearch.files import FileModel
 from flexsearch.quantities import MAX_DEVICES, MAX_LINKS, Text
 from flexsearch.topology.parts import Communication, Device, Link, Name
 from flexsearch.topology.sources import Sources
+from flexsearch.topology.storage import Storage
 
 _RANGE = re.compile(r"([^{}\s]*)\{(\d{1,5})\.\.(\d{1,5})\}([^{}\s]*)")
 
@@ -116,6 +117,7 @@ class Template(FileModel):
     switches: Annotated[tuple[Pattern, ...], Field(max_length=MAX_DEVICES)] = ()
     links: Annotated[tuple[NodeLink, ...], Field(max_length=MAX_LINKS)] = ()
     communication: Communication
+    storage: Storage | None = None
 
     def expand(self, count: int | None = None) -> dict[str, Any]:
         """Fields of the explicit Topology with ``count`` nodes (default: the file's). TopologyError on bad links."""
@@ -137,6 +139,7 @@ class Template(FileModel):
             )
             + tuple(self._outer_links({*shared, *(f"{node}/{name}" for node in node_names for name in inside)})),
             "communication": self.communication,
+            "storage": self.storage,
             "source": self.source,
             "sources": self.sources,
         }

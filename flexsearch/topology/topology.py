@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from difflib import get_close_matches
 from functools import cached_property
 from itertools import pairwise
@@ -22,6 +22,7 @@ from flexsearch.quantities import MAX_DEVICES, MAX_LINKS, Text
 from flexsearch.topology.parts import Communication, Device, Link, Name, Resource, Route
 from flexsearch.topology.routes import Routes, RouteTable, decisive, separated, wiring
 from flexsearch.topology.sources import Figure, SourceKind, Sources, said_twice
+from flexsearch.topology.storage import Storage
 from flexsearch.topology.template import Template
 
 
@@ -37,6 +38,7 @@ class Topology(files.FileModel):
     switches: Annotated[tuple[Name, ...], Field(max_length=MAX_LINKS)] = ()
     links: Annotated[tuple[Link, ...], Field(max_length=MAX_LINKS)] = ()
     communication: Communication
+    storage: Storage | None = None  # from where batches are read; None: reading takes no time
     source: Text | None = None  # what the cluster is
     sources: Annotated[tuple[Sources, ...], Strict(False)] = ()  # where its figures come from; the others: guessed
 
@@ -107,7 +109,16 @@ class Topology(files.FileModel):
         return (
             *(Resource("processor", name, bandwidth) for name, bandwidth in processors.items()),
             *(Resource("link", name, bandwidth) for name, bandwidth in wires.items()),
+            *self._ways_to_storage(),
         )
+
+    def _ways_to_storage(self) -> Iterator[Resource]:
+        """One for each host, and the server that they share."""
+        if (storage := self.storage) is not None:
+            for host in self.hosts:
+                yield Resource("storage", f"storage of {host}", storage.bandwidth)
+            if storage.server_bandwidth is not None:
+                yield Resource("storage", "storage server", storage.server_bandwidth)
 
     @cached_property
     def processor_of(self) -> tuple[int, ...]:
@@ -184,9 +195,21 @@ class Topology(files.FileModel):
             switches=tuple(n for n in (*self.switches, *(d.name for d in self.devices)) if n in passed),
             links=tuple(link for link in self.links if frozenset((link.a, link.b)) in used),
             communication=self.communication,
+            storage=self.storage,
             source=self.source,
             sources=self.sources,
         )
+
+    def with_reading(self, **fields: object) -> Topology:
+        """The same cluster whose hosts read other batches: ``fields`` of :class:`Reading`; the others stay. Raises
+        TopologyError if it has no storage, or for fields that no reading has."""
+        if self.storage is None:
+            raise TopologyError(
+                f"topology {self.name} has no storage, so reading takes no time there",
+                'Add "storage" to its file.',
+            )
+        values = {name: getattr(self, name) for name in type(self).model_fields}
+        return type(self)(**values | {"storage": self.storage.with_reading(fields)})
 
     def content_hash(self) -> str:
         """Hash of everything that affects a plan, hence without ``name`` and what is said of sources. Fields that came
@@ -194,6 +217,10 @@ class Topology(files.FileModel):
         described = self.model_dump(mode="json", exclude={"name", "source", "sources"})
         for field in self.communication.assumed():
             del described["communication"][field]
+        if self.storage is None:
+            del described["storage"]
+        else:  # what is read is no part of the cluster
+            del described["storage"]["reading"]
         for device in described["devices"]:
             if device["efficiency"] is None:
                 del device["efficiency"]
