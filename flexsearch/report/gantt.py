@@ -21,7 +21,7 @@ from flexsearch.simulate import Simulation
 _KINDS: Final = {
     TaskKind.FORWARD: ("forward", "#0072B2"), TaskKind.BACKWARD: ("backward", "#56B4E9"),
     TaskKind.WEIGHT_GRADIENT: ("weight gradients", "#999999"), TaskKind.UPDATE: ("update", "#009E73"),
-    TaskKind.RECOMPUTE: ("forward, again", "#666666"),
+    TaskKind.RECOMPUTE: ("forward, again", "#666666"), TaskKind.SYNCHRONISE: ("encoding, merging", "#882255"),
 }  # fmt: skip
 _PURPOSES: Final = {
     "gather": ("weights", "#F0E442"), "forward": ("activations", "#E69F00"),

@@ -74,6 +74,14 @@ class Recipe:
         return "+".join(parts) or self.partners.name
 
     @property
+    def changes(self) -> str:
+        """What it changes in the mathematics, in words; empty: nothing."""
+        told = [part.changes for part in (self.timing, self.partners, self.compression) if part.changes]
+        if told and self.compression.feedback:
+            told.append("what was not sent is added to the next vector")
+        return "; ".join(told)
+
+    @property
     def asynchronous(self) -> Asynchronous | None:
         """How workers go by themselves, if they do."""
         return self.timing if isinstance(self.timing, Asynchronous) else None
@@ -93,6 +101,20 @@ class Recipe:
     def period(self) -> int:
         """Steps from one synchronisation to the next."""
         return max(1, self.timing.steps)
+
+    @property
+    def planned(self) -> Recipe:
+        """The same, or where bytes depend on the numbers, one that sends as many as plans expect."""
+        return replace(self, compression=self.compression.planned)
+
+    @property
+    def updates(self) -> bool:
+        """Whether replicas change their weights by themselves, and these are synchronised, not gradients."""
+        return self.partners.weights or isinstance(self.timing, LocalSGD)
+
+    def cycle(self, members: int) -> int:
+        """Steps after the warm-up until what it sends repeats."""
+        return self.period * self.partners.cycle(members)
 
     def _refusals(self) -> list[tuple[bool, str, str]]:
         """(Whether it is so, why that makes no sense, the remedy) of every combination that may be refused."""
@@ -155,6 +177,17 @@ class Recipe:
             outer=zeros if isinstance(self.timing, DiLoCo) else None, memory=self.compression.start(sizes, weights),
         )  # fmt: skip
 
+    def sends_gradients(self, state: State) -> bool:
+        """Whether ``before_update`` changes gradients in the step at hand."""
+        return state.step < self.warm_up or not self.updates
+
+    def sends_weights(self, state: State) -> bool:
+        """Whether ``after_update`` reads weights in the step at hand; else it only counts it."""
+        if not isinstance(self.timing, LocalSGD):
+            return self.partners.weights and state.step >= self.warm_up
+        since = state.step + 1 - self.warm_up
+        return since <= 0 or since % self.timing.period == 0
+
     def before_update(self, state: State, group: Group, gradients: Tensor, sizes: Sizes) -> tuple[Tensor, State]:
         """Gradients, (rows, n), that the optimizer takes."""
         if state.step < self.warm_up:
@@ -162,23 +195,20 @@ class Recipe:
                 gradients = self.correction * state.velocity + gradients
                 state = replace(state, velocity=gradients)
             return EXACT.mean(gradients, group), state
-        if self.partners.weights or isinstance(self.timing, LocalSGD):
+        if self.updates:
             return gradients, state
         return self._send(state, group, gradients, sizes)
 
     def after_update(self, state: State, group: Group, weights: Tensor, sizes: Sizes) -> tuple[Tensor, State]:
         """Weights, (rows, n), that the next step begins with."""
-        state = replace(state, step=state.step + 1)
+        sends, state = self.sends_weights(state), replace(state, step=state.step + 1)
+        if not sends:
+            return weights, state
         if not isinstance(self.timing, LocalSGD):
-            if not self.partners.weights or state.step <= self.warm_up:
-                return weights, state
             mixed, _, _ = self.partners.average(weights, group, self.compression, None, state.rounds, sizes)
             return mixed, replace(state, rounds=state.rounds + 1)
-        since = state.step - self.warm_up
-        if since <= 0:
+        if state.step <= self.warm_up:
             return weights, replace(state, reference=weights.clone())
-        if since % self.timing.period:
-            return weights, state
         if isinstance(self.timing, DiLoCo):
             weights, state = self._outer(self.timing, state, group, weights, sizes)
         elif isinstance(self.compression, Everything) and (self.partners.exact or self.partners.weights):
