@@ -132,7 +132,7 @@ def _launch(t: Tables, w: Work, chosen: I64, m: Any, c: Any, after: F64, launchi
         forward = t.launch_forward[m, c, d] + w.sent[d]
         bound = max(bound, w.launched[d] + forward + follows)
         together += t.launch_share[d] * (forward + backward + update)
-    return max(bound, together)
+    return float(max(bound, together))
 
 
 @lean
