@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 from argparse import Namespace
+from math import log2
 from pathlib import Path
 from typing import cast
 
@@ -12,6 +13,10 @@ import pytest
 from benchmarks import runtime_vs_torch
 from benchmarks.emulated import Machine
 from benchmarks.llm_plans import SEQ, TABLE_1, layout_of, tflops
+from benchmarks.sync_convergence import configurations
+from flexsearch.sync import parse_recipe
+from flexsearch.sync.compression import Sizes
+from flexsearch.sync.threshold import AdaptiveThreshold
 
 FOLDER = Path(__file__).resolve().parents[1] / "benchmarks"
 
@@ -53,3 +58,13 @@ def test_the_prediction_for_one_rank_counts_beside_the_layouts(monkeypatch: pyte
         ("all", "all", 6),
     ]  # fmt: skip
     assert [r["median_error_percent"] for r in rows] == [25, 25, 25, 25, 0]
+
+
+@pytest.mark.parametrize("workers", [4, 16, 32])
+def test_workers_can_follow_the_configurations_and_the_threshold_leaves_what_gossip_can_bring(workers: int) -> None:
+    recipes = [parse_recipe(text) for text in configurations(workers)]
+    for recipe in recipes:
+        recipe.check(workers, Sizes(((1000,),), 4), tuple(range(workers)))
+    thresholds = [r.compression for r in recipes if isinstance(r.compression, AdaptiveThreshold)]
+    assert len(recipes) == 10 and len(thresholds) == 4
+    assert all(abs(c.density * log2(workers) - 1) < 1e-3 for c in thresholds if c.density is not None)
