@@ -97,12 +97,12 @@ class Setting:
         """A baseline by name, with the bucket size that suits it best; of ``options`` the bucket size does not
         count. Raises StrategyError if there is none of this name, or if it makes no sense here."""
         here = self.under(options)
-        return self._strategy(tuned_baseline(name, here.graph, here.topology, here.costs, options))
+        return self._strategy(tuned_baseline(name, here.graph, here.topology, here.costs, _exact(options)))
 
     def baselines(self, options: Options | None = None) -> dict[str, Strategy]:
         """Every baseline that makes sense here, by name, as :meth:`baseline` gives it."""
         here = self.under(options)
-        plans = tuned_baselines(here.graph, here.topology, here.costs, options)
+        plans = tuned_baselines(here.graph, here.topology, here.costs, _exact(options))
         return {name: self._strategy(plan) for name, plan in plans.items()}
 
     def _strategy(self, plan: Tuned) -> Strategy:
@@ -115,7 +115,7 @@ class Setting:
         if not strategy.is_plain or strategy.weight_gradients:
             return ""
         here = self.under(strategy.options)
-        plans = baselines(here.graph, here.topology, strategy.options, whole_seconds(here.graph, here.costs))
+        plans = baselines(here.graph, here.topology, strategy.options.exact, whole_seconds(here.graph, here.costs))
         own = self._effective(strategy)
         return next((name for name, plan in plans.items() if self._effective(plan) == own), "")
 
@@ -126,6 +126,9 @@ class Setting:
         """As :meth:`row`. If the strategy splits every operator as a baseline does, the row's note names it, with the
         options that differ from that baseline's."""
         row, same = self.row(name, strategy), self.name_of(strategy)
+        if strategy.options.recipes:
+            told = ", ".join(dict.fromkeys(entry.recipe for entry in strategy.options.recipes))
+            return replace(row, note=f"{f'the baseline {same} ' if same else ''}with {told}")
         if not same:
             return row
         usual, own = self.baseline(same, strategy.options).options, strategy.options
@@ -284,6 +287,11 @@ class Setting:
         neither and are not in the same precision."""
         from flexsearch.explaining import difference, layout_difference
 
+        if a.options.recipes or b.options.recipes:
+            raise StrategyError(
+                "what differs is not worked out for plans whose weights synchronise by recipes",
+                "Compare their times with `flexsearch compare -s A -s B`.",
+            )
         if not (a.is_plain and b.is_plain):
             for strategy in (a, b):
                 strategy.check(self.graph, self.topology)
@@ -345,6 +353,11 @@ class Setting:
         )  # fmt: skip
 
 
+def _exact(options: Options | None) -> Options | None:
+    """Options of baselines, which have no recipes."""
+    return options.exact if options is not None else None
+
+
 def parse_budget(budget: str | float) -> tuple[float | None, int | None]:
     """(seconds, proposals) of a budget: "30s", "2m", "1h", "500ms"; or a number of proposals, 500 or "500".
 
@@ -382,6 +395,7 @@ def optimize(
     processes: int | None = None,
     space: Space = "free",
     weight_gradients: bool = False,
+    allow: Sequence[str] = (),
 ) -> Strategy:
     """The fastest strategy found for training ``model`` on ``topology`` (a Topology, a file or a preset).
 
@@ -394,8 +408,10 @@ def optimize(
     ``space``: "splits": plans of one stage with any splits; "layouts": with stages and
     microbatches; "free": both, layouts only with a budget of time and neither ``start`` nor ``pins``. ``margin``: a
     baseline is kept unless a plan is faster by this share of its time; None: by so much that their predictions tell
-    them apart.
-    Raises ImportModelError, TopologyError, ProfileError; StrategyError if no plan was found that fits into memory."""
+    them apart. ``allow``: recipes of synchronisation that change the mathematics and may be chosen, by name
+    ("local-sgd"), whole, or "all": the best plan with one is the answer if it is faster.
+    Raises RecipeError, ImportModelError, TopologyError, ProfileError; StrategyError if no plan was found that fits into
+    memory."""
     example = None
     if isinstance(model, OperatorGraph):
         graph = model
@@ -433,6 +449,13 @@ def optimize(
     else:
         splits = search_splits(budget)
     strategy = _preferred(splits, layouts, margin, cluster)
+    if allow:
+        from flexsearch.search.recipes import best_allowed
+
+        for one in best_allowed(graph, cluster, setting.costs, [strategy], allow)[:1]:
+            if one.simulation.makespan_s < setting.step(strategy).makespan_s:
+                strategy = one.strategy
+                strategy.prediction = Prediction(iteration_s=one.simulation.makespan_s)
     strategy.example = example
     return strategy
 

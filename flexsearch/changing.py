@@ -24,13 +24,15 @@ def on_changed(
     today = PlanOnCluster(setting.step(strategy), words)
     there = Setting.of(setting.graph, topology, setting.costs.profile)
     start, same = _moved(there, strategy, words)
-    options = strategy.options
+    options = strategy.options.exact
     if space == "layouts":  # the search sets the others
         options = Options(optimizer=options.optimizer, precision=options.precision)
     looked_at, kept = 0, True
     anew, best = same, start
     try:
         begin = start.undivided() if start is not None and start.weight_gradients else start
+        if strategy.options.recipes:  # the search is for exact plans
+            begin = None
         planned = plan(there, budget, options, space=space, start=begin, on_progress=on_progress)
     except FlexsearchError as error:
         if start is None:

@@ -24,7 +24,7 @@ from flexsearch.search.differences import changed, differences
 from flexsearch.search.space import Space
 from flexsearch.simulate import critical_path, simulate
 from flexsearch.simulate.effects import Effects, SingleChanges
-from flexsearch.simulate.simulation import rows_seconds
+from flexsearch.simulate.simulation import rows_seconds, simulate_step
 from flexsearch.simulate.usage import count_tasks
 from flexsearch.simulate.variants import PARTS, Part, Plan, Variants
 from flexsearch.simulate.whatif import count, what_ifs
@@ -34,6 +34,7 @@ from flexsearch.strategy.baselines import baseline
 OnProgress = Callable[[str, int, int], None]
 """Called with what is done, how many are done, and of how many."""
 
+
 def explain(
     lowered: Lowered, layout: tuple[Variants, Plan] | None, profile: Profile | None, tries: int,
     on_progress: OnProgress | None = None,
@@ -41,8 +42,10 @@ def explain(
     """Where a plan's time goes, what would help, and what its choices bring; see ``Setting.explain``. ``layout``: of
     one with stages or microbatches."""
     report = on_progress or (lambda what, done, of: None)
-    row = PlanRow("the plan", simulate(lowered), lowered)
+    row = PlanRow("the plan", simulate_step(lowered), lowered)
     steps = critical_path(lowered.tasks) if count_tasks(row.simulation.times) <= MOST_TASKS else ()
+    if lowered.options.recipes:
+        return Explanation(row, steps, (), (), SingleChanges(0, 0, ()), mean_s=simulate(lowered).makespan_s)
     changes = []
     for one in what_ifs(lowered, profile):
         changes.append(one)

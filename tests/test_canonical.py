@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable
 from dataclasses import replace
+from math import inf
 
 import pytest
 from hypothesis import given, settings
@@ -20,7 +21,7 @@ from flexsearch.strategy.baselines import baseline
 from flexsearch.topology import Topology
 from tests.test_baselines import transformer
 
-Cost = Callable[[Configs], Evaluation]
+Cost = Callable[[Configs, float], Evaluation]
 
 
 @pytest.fixture(scope="module")
@@ -43,13 +44,13 @@ def class_of(space: Space) -> tuple[int, ...]:
 
 
 def same(cost: float = 1.0) -> Cost:
-    return lambda configs: Evaluation(cost, 0.0)
+    return lambda configs, limit: Evaluation(cost, 0.0)
 
 
 def counting(*different: tuple[int, object, float]) -> Cost:
     """Costs 1 s, and a share more for each operator (given with its config) that has another config."""
 
-    def evaluate(configs: Configs) -> Evaluation:
+    def evaluate(configs: Configs, limit: float) -> Evaluation:
         return Evaluation(1.0 + sum(share for i, config, share in different if configs[i] != config), 0.0)
 
     return evaluate
@@ -92,7 +93,7 @@ def test_options_are_not_set_where_they_do_nothing(space: Space) -> None:
 def test_weights_stay_sharded_where_memory_needs_it(space: Space) -> None:
     configs = plan(space, "fsdp")
 
-    def evaluate(tried: Configs) -> Evaluation:
+    def evaluate(tried: Configs, limit: float) -> Evaluation:
         whole = sum(not tried[i].states for i in space.weighted)
         return Evaluation(1.0 - 0.001 * whole, 0.1 * whole)
 
@@ -128,7 +129,7 @@ def test_the_answer_costs_little_and_lacks_no_memory(seed: int, loss: float, lim
     configs = tuple(rng.choice(row) for row in zip(*choices, strict=True))
     prices: dict[tuple[int, object], float] = {}
 
-    def evaluate(tried: Configs) -> Evaluation:
+    def evaluate(tried: Configs, limit: float = inf) -> Evaluation:
         last[:] = [tried]
         price = sum(prices.setdefault((i, c), rng.random() / 50) for i, c in enumerate(tried))
         return Evaluation(1.0 + price, 0.0 if len({c.states for c in tried}) == 2 else 0.5)

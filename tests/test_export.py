@@ -106,6 +106,7 @@ def test_an_exported_file_in_bf16_trains_near_the_model() -> None:
         (lambda: layout(graph("lenet"), 2, 1, ["relu_2"], ranks=2), "'relu' is computed by the model itself"),
         (lambda: layout(graph("gpt2"), 2, 1, ["blocks.1.ln1"], ranks=2), "'add' is computed by the model itself"),
         (lambda: layout(graph("llama"), 2, 1, LLAMA, ranks=2, schedule="gpipe"), "the plan has 2"),
+        (lambda: layout(graph("mlp"), 4, options=Options(recipes=({"recipe": "gossip"},))), "agree by gossip"),
         (lambda: _mixed(), "'layers.fc2': its weights are kept whole, those of 'layers.fc1' weights"),
     ],
 )  # fmt: skip

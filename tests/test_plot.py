@@ -70,6 +70,15 @@ def test_data_parallelism_stands_above_the_plan_on_the_same_axis() -> None:
     assert len(labels) == len(set(labels))
 
 
+def test_links_show_communication_to_its_end() -> None:
+    setting = lenet()
+    row = setting.row("data-parallel", setting.baseline("data-parallel"))
+    tasks = [t for t, c in enumerate(row.lowered.tasks.communication) if c is not None and c.transfer.links]
+    faint = [bars for bars in timelines([row]).axes[0].collections if bars.get_alpha() not in (None, 1.0)]
+    ends = [path.vertices[:, 0].max() for bars in faint for path in bars.get_paths()]
+    assert max(ends) == pytest.approx(max(row.simulation.end[t] for t in tasks) * 1e3)  # drawn in ms
+
+
 def test_a_measured_plan_has_its_measured_gain_beside_the_predicted_one() -> None:
     setting = lenet()
     rows = [setting.row(name, setting.baseline(name)) for name in ("data-parallel", "megatron")]

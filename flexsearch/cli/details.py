@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 from flexsearch.cli.common import stdout
 from flexsearch.report import Column, Grid, groups, hanging, in_words, plan_rows, plan_table
 from flexsearch.report.reading import reading, reading_data
+from flexsearch.report.recipes import recipe_words
 from flexsearch.report.units import nbytes, percent, seconds
 from flexsearch.simulate.memory import PARTS
 
@@ -57,6 +58,8 @@ def tell_plan(lowered: Lowered) -> None:
     """Print a plan in words."""
     for group in groups(lowered):
         tell(f"  {group.layers}: {group.treatment}", indent=2)
+    for text in recipe_words(lowered):
+        tell(f"  {text}", indent=2)
 
 
 def simulation_data(setting: Setting, row: PlanRow, yardsticks: dict[str, float | None]) -> dict[str, Any]:

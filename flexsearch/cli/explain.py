@@ -75,7 +75,7 @@ def explain(
     def say() -> None:
         from flexsearch.cli.details import tell, tell_plan
 
-        _headline(setting, strategy, plan, told.row)
+        _headline(setting, strategy, plan, told.row if told.mean_s is None else setting.row("the plan", plan))
         tell("\nThe plan:")
         if not plan.is_plain:
             from flexsearch.report.layouts import pipeline_words

@@ -57,6 +57,7 @@ from flexsearch.cli.verify import (
 
 if TYPE_CHECKING:
     from flexsearch.api import Setting
+    from flexsearch.cli.recipes import Beside
     from flexsearch.proof.exhaustive import Optimum, Step
     from flexsearch.search.hybrid import HybridResult
     from flexsearch.search.outcome import Progress, SearchResult
@@ -118,6 +119,14 @@ WeightGradientsOption = Annotated[
         help="Spend half of the search over splits on plans in which gradients of weights have splits of their own.",
     ),
 ]
+AllowOption = Annotated[
+    str | None,
+    typer.Option(
+        "--allow", metavar="RECIPES",
+        help="Recipes of synchronisation that change the mathematics and may be chosen: local-sgd,gossip,top-k, whole "
+        "recipes, or all.",
+    ),
+]
 PlotOption = Annotated[
     Path | None, typer.Option("--plot", help="Draw the progress of the search: a .png, .svg or .pdf file.")
 ]
@@ -144,6 +153,8 @@ class _Asked:
     cost_per_hour: float | None
     as_json: bool
     weight_gradients: bool = False
+    allow: tuple[str, ...] = ()
+    topology: str = ""
 
     @property
     def seconds(self) -> float | None:
@@ -185,6 +196,7 @@ def optimize(
     verify_steps: VerifyStepsOption = 10,
     cost_per_hour: PriceOption = None,
     plot: PlotOption = None,
+    allow: AllowOption = None,
     as_json: JsonOption = False,
 ) -> None:
     """Search for the fastest plan and write it to a strategy file.
@@ -196,6 +208,7 @@ def optimize(
     graph, topology = example(graph, topology, resume, profile, pin)
     check_outputs({"--output": output, "--plot": plot}, graph, topology, profile)
     _refuse_early(plot, resume, budget, exhaustive)
+    allowed = _read_allowed(allow)
     size = Size(batch, seq)
     learns = profile if verify is not None else None
     check_outputs({"--profile": learns}, graph, topology)
@@ -205,7 +218,7 @@ def optimize(
     layouts, native = plan_only or large or "layouts" in space, "native" in space
     if layouts or native:
         _refuse_others(
-            layouts, seed, resume=resume, pin=pin, plot=plot, exhaustive=exhaustive, verify=verify,
+            layouts, seed, resume=resume, pin=pin, plot=plot, exhaustive=exhaustive, verify=verify, allow=allow,
             weight_gradients=weight_gradients or None,
         )  # fmt: skip
     trial = verification(verify, verify_steps, graph, topology, model, set_, setting.graph, budget, learns)
@@ -219,6 +232,7 @@ def optimize(
     asked = _Asked(
         graph, setting, size, options, budget, seed, processes, first, tuple(pin or ()), share, exhaustive, space,
         output, plot, cost_per_hour, as_json, weight_gradients,
+        allowed, topology,
     )  # fmt: skip
     if layouts:
         optimize_layouts(
@@ -293,29 +307,33 @@ def _optimize(asked: _Asked, trial: Verification | None) -> None:
         _save(asked, result, staged)
     if asked.plot is not None:
         _draw(asked.plot, setting, result)
+    beside = _beside(asked, result, staged)
     more = {} if trial is None else (verified or Verified([])).data()
+    more |= {} if beside is None else beside.data()
     if staged is not None:
         answer_layouts(
             setting, staged, asked.output, asked.as_json, asked.size.words(), asked.cost_per_hour,
             more={"space": asked.space, **more}, splits=result.strategy if result.feasible else None,
-            say_more=lambda: _say_more(asked, verified, staged.strategy),
+            say_more=lambda: _say_more(asked, verified, staged.strategy, beside),
         )  # fmt: skip
     else:
-        _answer(asked, result, proof, layouts, verified, more)
+        _answer(asked, result, proof, layouts, verified, more, beside)
 
 
-def _say_more(asked: _Asked, verified: Verified | None, strategy: Strategy) -> None:
-    """Behind a layout: what was verified, and how to run it."""
+def _say_more(asked: _Asked, verified: Verified | None, strategy: Strategy, beside: Beside | None) -> None:
+    """Behind a layout: what was verified, what recipes bring, and how to run it."""
     if verified is not None:
         print_verified(verified, strategy)
+    if beside is not None:
+        beside.say()
     tell_run(asked.graph, asked.setting.graph, asked.output, len(strategy.cluster.devices))
 
 
 def _answer(
     asked: _Asked, result: SearchResult, proof: Optimum | None, layouts: HybridResult | None,
-    verified: Verified | None, more: dict[str, Any],
+    verified: Verified | None, more: dict[str, Any], beside: Beside | None,
 ) -> None:  # fmt: skip
-    """Print a plan of one stage. ``more``: further data."""
+    """Print a plan of one stage. ``more``: further data; ``beside``: what recipes bring."""
     setting = asked.setting
     answer, others = answer_rows(setting, result)
     data = {"path": str(asked.output), "space": asked.space, **more}
@@ -327,8 +345,32 @@ def _answer(
             print_verified(verified, result.strategy)
         say(asked.graph, setting, result, proof, answer, asked.margin, asked.output, asked.size, asked.cost_per_hour,
             layouts)  # fmt: skip
+        if beside is not None:
+            beside.say()
 
     show(asked.as_json, with_cost(data, setting, asked.cost_per_hour), human)
+
+
+def _read_allowed(allow: str | None) -> tuple[str, ...]:
+    """The names, or recipes, of ``--allow``. Raises RecipeError for one that there is not, before the search."""
+    from flexsearch.search.recipes import read_allowed
+
+    return read_allowed(allow) if allow is not None else ()
+
+
+def _beside(asked: _Asked, result: SearchResult, staged: HybridResult | None) -> Beside | None:
+    """What recipes bring to the best plan and to data parallelism, if some are allowed; the plan with the fastest one
+    is written beside the exact one."""
+    if not asked.allow or signals.current.number:
+        return None
+    from flexsearch.cli.recipes import beside
+
+    parallel = result.baselines.get("data-parallel")
+    exact, time_s = (result.strategy, result.simulation.makespan_s) if staged is None else (
+        staged.strategy, staged.step.makespan_s
+    )  # fmt: skip
+    plans = [exact, *([parallel.strategy] if parallel is not None and result.baseline != "data-parallel" else [])]
+    return beside(asked.setting, plans, time_s, asked.allow, asked.output, asked.topology)
 
 
 def _refuse_others(layouts: bool, seed: int, **given: object) -> None:

@@ -19,6 +19,8 @@ from flexsearch.lower.folding import Fold, fold
 from flexsearch.lower.layout import Layout
 from flexsearch.lower.pieces import Edge, Pieces, Placed, Weight, kept
 from flexsearch.lower.plan import PlanRows
+from flexsearch.lower.recipe_rows import with_recipes
+from flexsearch.lower.recipes import RecipeGroup, cycle, recipe_groups
 from flexsearch.lower.schedule import Stages
 from flexsearch.lower.share import share_of, stages_of
 from flexsearch.lower.taskgraph import TaskGraph
@@ -35,7 +37,8 @@ class Lowered:
     """Everything that simulator and runtime need. ``lowering`` made it. ``placed[i]`` belongs to operator i;
     ``edges_of[name]``: edges of a tensor; ``result_edges``: tensor -> edge that brings it to where it is wanted, the
     loss to every device; ``update_edges``: buffer -> edge of its new value. ``rows``: what every device does, in order;
-    ``turns``: by device, s (see ``TaskGraph``). With several microbatches, ``graph`` is that of one."""
+    ``turns``: by device, s (see ``TaskGraph``). ``plain_rows``: the same without recipes. With several microbatches,
+    ``graph`` is that of one."""
 
     lowering: Lowering
     graph: OperatorGraph
@@ -52,6 +55,7 @@ class Lowered:
     stages: Stages
     turns: Sequence[float]
     rows: Rows
+    plain_rows: Rows
 
     @cached_property
     def communications(self) -> Communications:
@@ -62,6 +66,20 @@ class Lowered:
     def tasks(self) -> TaskGraph:
         """The rows as tasks."""
         return task_graph(self)
+
+    @property
+    def asynchronous(self) -> bool:
+        """Whether some devices go by themselves."""
+        return any(group.recipe.asynchronous is not None for group in self.recipe_groups)
+
+    @cached_property
+    def recipe_groups(self) -> tuple[RecipeGroup, ...]:
+        """Replicas that synchronise by a recipe. Raises StrategyError or RecipeError if some cannot."""
+        return recipe_groups(self)
+
+    def at_step(self, step: int) -> Lowered:
+        """The same with the rows that recipes have in a step (0: the first)."""
+        return replace(self, rows=with_recipes(self, self.plain_rows, step)) if self.options.recipes else self
 
     @cached_property
     def digest(self) -> str:
@@ -146,11 +164,15 @@ def lower(
     graph: OperatorGraph, strategy: Strategy, topology: Topology, costs: Costs, reads: bool = True
 ) -> Lowered:
     """Lower a strategy after checking it, in its precision: of one with stages or microbatches, what one block of
-    devices does with one microbatch (``lower.share``). ``reads``: with what is read from storage. Raises StrategyError
-    if it does not belong to graph and topology or cannot be divided so."""
+    devices does with one microbatch (``lower.share``). ``reads``: with what is read from storage. A plan with recipes
+    is lowered for all devices. Raises StrategyError if it does not belong to graph and topology or cannot be divided
+    so."""
     strategy.check(graph, topology)
+    batch_graph = graph
     graph = with_precision(strategy.planned(graph), strategy.options.precision)
     configs = strategy.in_order(graph)
+    if strategy.options.recipes and Pipeline.of(strategy, graph).replicas > 1:
+        return lower_for_ranks(batch_graph, strategy, topology, costs, reads)
     if strategy.is_plain:
         if graph is not costs.graph:
             costs = Costs(graph, topology, costs.profile)
@@ -164,12 +186,14 @@ def lower(
     return lowering.lower(configs, strategy.options, stages_of(pipeline))
 
 
-def lower_for_ranks(graph: OperatorGraph, strategy: Strategy, topology: Topology, costs: Costs) -> Lowered:
-    """As :func:`lower`, with the pieces of all blocks of devices, each of which a rank runs, and without reading, which
-    is the training loop's. Raises StrategyError."""
+def lower_for_ranks(
+    graph: OperatorGraph, strategy: Strategy, topology: Topology, costs: Costs, reads: bool = False
+) -> Lowered:
+    """As :func:`lower`, with the pieces of all blocks of devices, each of which a rank runs, and by default without
+    reading, which is the training loop's. Raises StrategyError."""
     pipeline = Pipeline.of(strategy, strategy.planned(graph))
     if pipeline.replicas == 1:
-        return lower(graph, strategy, topology, costs, reads=False)
+        return lower(graph, strategy, topology, costs, reads)
     strategy.check(graph, topology)
     graph = with_precision(strategy.planned(graph), strategy.options.precision)
     parts = fold(graph, topology, pipeline.replicas, pipeline.microbatches)
@@ -178,7 +202,7 @@ def lower_for_ranks(graph: OperatorGraph, strategy: Strategy, topology: Topology
     for op, config in zip(part.operators, configs, strict=True):
         check_config(op, config, len(topology.devices))
     stages = replace(stages_of(pipeline), devices=tuple(stage.mesh for stage in strategy.stages))
-    lowering = Lowering(part, topology, Costs(part, topology, costs.profile), batch_graph=graph, reads=False)
+    lowering = Lowering(part, topology, Costs(part, topology, costs.profile), batch_graph=graph, reads=reads)
     return lowering.lower(configs, strategy.options, stages)
 
 
@@ -203,11 +227,16 @@ class _Assembly:
         self._check_stages()
         self._connect()
         rows = self.lowering.rows(self.configs, self.options, self.stages)
-        return Lowered(
+        lowered = Lowered(
             self.lowering, self.graph, self.topology, self.options, self.configs, self.placed, tuple(self.edges),
             tuple(self.weights), self.edges_of, self.edge_of, self.result_edges, self.update_edges, self.stages,
-            self.lowering.turns, rows,
+            self.lowering.turns, rows, rows,
         )  # fmt: skip
+        if not self.options.recipes:
+            return lowered
+        # The step of the cycle in which most is exchanged stands for the others.
+        steps = [lowered.at_step(step) for step, _ in cycle(lowered.recipe_groups)]
+        return max(steps, key=lambda one: sum(len(b.exchanges) for b in one.rows.recipes.values()))
 
     def _check_stages(self) -> None:
         for i, stage in enumerate(self.stages.of(len(self.configs))):

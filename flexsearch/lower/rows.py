@@ -26,12 +26,16 @@ import numpy as np
 from flexsearch.compiled import I64, U8, U32, lean
 from flexsearch.packed import packed
 
-GATHER, FORWARD, BACKWARD, SYNCHRONISE, UPDATE, WEIGHT_GRADIENT, RECOMPUTE, REGATHER, GATHER_ONCE, RESULT = range(10)
-READ = 10
+(
+    GATHER, FORWARD, BACKWARD, SYNCHRONISE, UPDATE, WEIGHT_GRADIENT, RECOMPUTE, REGATHER, GATHER_ONCE, RESULT, READ,
+    RECIPE,
+) = range(12)  # fmt: skip
 """Kinds of blocks; their arguments: pack (of weights), operator, operator, bucket, none, operator, operator, pack,
-pack, none, none. RESULT sends what a step returns, the loss, to all devices; READ reads a batch (``lower.reading``).
-Where an operator has a WEIGHT_GRADIENT block, its BACKWARD block makes the gradients of its other inputs only. Where
-GATHER runs for every microbatch, GATHER_ONCE is for weights that are whole from one step to the next."""
+pack, none, none, group of weights with a recipe. RESULT sends what a step returns, the loss, to all devices; READ reads
+a batch (``lower.reading``). Where an operator has a WEIGHT_GRADIENT block, its BACKWARD block makes the gradients of
+its other inputs only. Where GATHER runs for every microbatch, GATHER_ONCE is for weights that are whole from one step
+to the next. RECIPE blocks (``lower.recipe_rows``) have the last numbers, wherever they run; all others are written by
+``lower.emit``."""
 COMPUTE, WAIT, ISSUE = range(3)
 """Kinds of steps."""
 NOBODY: Final = -1

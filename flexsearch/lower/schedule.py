@@ -28,7 +28,7 @@ follows a step, and there the gathers move while the first operators compute.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
@@ -119,12 +119,14 @@ FIRST_BUCKET_BYTES: Final = 2**20
 """As in PyTorch: ``torch.distributed._DEFAULT_FIRST_BUCKET_BYTES``."""
 
 
-def buckets_of(graph: OperatorGraph, bucket_bytes: int, stage_of: Sequence[int] | None = None) -> dict[str, int]:
+def buckets_of(
+    graph: OperatorGraph, bucket_bytes: int, stage_of: Sequence[int] | None = None, apart: Collection[str] = ()
+) -> dict[str, int]:
     """Parameter -> number of its synchronisation bucket. Buckets are filled in the order in which the backward pass
     finishes the gradients, from the whole sizes of the weights, so that they do not depend on any config. A bucket
     holds weights of one stage, or such that several stages read; the first one of these is smaller, as in PyTorch's
-    DistributedDataParallel, so that the links have something to do early."""
-    parameters = graph.of_kind("parameter")
+    DistributedDataParallel, so that the links have something to do early. ``apart``: weights that are in none."""
+    parameters = [tensor for tensor in graph.of_kind("parameter") if tensor.name not in apart]
     first = {t.name: min((i for i, _ in graph.consumers[t.name]), default=-1) for t in parameters}
     stage = dict.fromkeys(first, 0) if stage_of is None else weight_stages(graph, stage_of)
     found: dict[str, int] = {}
@@ -151,12 +153,14 @@ def weight_stages(graph: OperatorGraph, stage_of: Sequence[int]) -> dict[str, in
 
 def backward_pass(graph: OperatorGraph, bucket_of: Mapping[str, int]) -> list[tuple[int, list[list[int]]]]:
     """The backward pass: operators in reverse, each with the buckets (weights, by number among the parameters) whose
-    last gradient is complete after it. It follows from the graph alone."""
+    last gradient is complete after it; weights without a bucket are left out."""
     parameters = graph.of_kind("parameter")
     ready: dict[int, list[int]] = {}  # operator -> weights whose gradient is complete after its backward task
     missing: Counter[int] = Counter()
     for w, tensor in enumerate(parameters):
-        if readers := [o for o, p in graph.consumers[tensor.name] if graph.flows[o][p] != Flow.VALUE]:
+        if tensor.name in bucket_of and (
+            readers := [o for o, p in graph.consumers[tensor.name] if graph.flows[o][p] != Flow.VALUE]
+        ):
             ready.setdefault(min(readers), []).append(w)
             missing[bucket_of[tensor.name]] += 1
     order: list[tuple[int, list[list[int]]]] = []
@@ -270,7 +274,8 @@ def make_blocks(graph: OperatorGraph, options: Options, stages: Stages, reads: b
     first_again = {i: [(REGATHER, p) for p in row] for i, row in gathered_again.items()}
     for i, row in entered.items():
         first_again.setdefault(i, []).extend((RECOMPUTE, o) for o in row)
-    _add_backward(blocks, graph, buckets_of(graph, options.bucket_bytes, stage_of), stages, shared, first_again)
+    apart = {t.name for t in graph.of_kind("parameter") if options.recipe_of(t.name) is not None}
+    _add_backward(blocks, graph, buckets_of(graph, options.bucket_bytes, stage_of, apart), stages, shared, first_again)
     return blocks
 
 

@@ -29,6 +29,8 @@ class TaskKind(IntEnum):
     COMMUNICATION = 3
     WEIGHT_GRADIENT = 4
     RECOMPUTE = 5
+    SYNCHRONISE = 6
+    """What a recipe computes."""
 
 
 class Row(NamedTuple):
@@ -69,7 +71,8 @@ class Communication:
     ``transfer``: what it brings onto every link, for reports. ``nbytes``: that cross devices. ``one_call``: ranks leave
     it to one call of the backend, a collective; else they send messages. Where equal blocks of devices are folded
     (``lower.folding``), it stands for what other blocks do likewise: ``devices`` are of the whole cluster, ``senders``,
-    ``receivers`` and the links of ``transfer`` those of the first block, ``nbytes`` are of all."""
+    ``receivers`` and the links of ``transfer`` those of the first block, ``nbytes`` are of all. ``recipe``: the words
+    of the one that it belongs to (``lower.recipe_rows``); it has no members then."""
 
     purpose: Purpose
     form: str
@@ -80,6 +83,7 @@ class Communication:
     transfer: Transfer
     nbytes: int
     one_call: bool
+    recipe: str = ""
 
     @property
     def sums(self) -> bool:

@@ -135,16 +135,17 @@ class Templates:
         if self._tables is not None and self.keys.table is not self._tables.keys:  # it was full, and has grown
             self._fixed["full"][0] = 0
             return
-        full = [names for names, used in self._groups() if 2 * used > len(self._arrays[names[0]])]
+        groups = self._groups()
+        full = [(names, used) for names, used in groups if 2 * used > len(self._arrays[names[0]])]
         layouts, workspace = self.lowering.layouts, bool(self._workspace.result[FULL])
         more = layouts.filled > 0.5
         if not full and not more and not workspace:
-            full, more = [names for names, _ in self._groups()], True
-        for names in full:
+            full, more = groups, True
+        for names, used in full:
             for name in names:
                 before = self._arrays[name]
                 self._arrays[name] = self._zeros(name, GROWTH * len(before))
-                self._arrays[name][: len(before)] = before
+                self._arrays[name][:used] = before[:used]  # the system has no memory yet for what was never written
             self._pools = self._landings = None
         if more:
             layouts.grow()

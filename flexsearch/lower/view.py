@@ -5,7 +5,7 @@ from __future__ import annotations
 import heapq
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from math import inf
 from typing import NamedTuple, Protocol, TypeVar
 
@@ -21,6 +21,7 @@ from flexsearch.lower.exchanges import Standing, standing
 from flexsearch.lower.orbits import make_block_map
 from flexsearch.lower.pieces import Edge, Pieces, Weight
 from flexsearch.lower.reading import sample_bytes
+from flexsearch.lower.recipe_rows import RecipeBlock
 from flexsearch.lower.reshard import Exchange, Reshard
 from flexsearch.lower.rows import (
     BACKWARD,
@@ -30,6 +31,7 @@ from flexsearch.lower.rows import (
     GATHER_ONCE,
     NEVER,
     READ,
+    RECIPE,
     RECOMPUTE,
     REGATHER,
     RESULT,
@@ -54,7 +56,7 @@ _PURPOSES: dict[int, Purpose] = {
 }  # fmt: skip
 _KINDS = {
     FORWARD: TaskKind.FORWARD, BACKWARD: TaskKind.BACKWARD, WEIGHT_GRADIENT: TaskKind.WEIGHT_GRADIENT,
-    RECOMPUTE: TaskKind.RECOMPUTE,
+    RECOMPUTE: TaskKind.RECOMPUTE, RECIPE: TaskKind.SYNCHRONISE,
 }  # fmt: skip
 
 
@@ -70,7 +72,7 @@ class Sent(NamedTuple):
 @dataclass(frozen=True)
 class Rows:
     """The rows of a plan. ``segment``: by block. ``together``: of blocks that gather or synchronise weights, by block
-    and communication, the exchanges that go as one."""
+    and communication, the exchanges that go as one. ``recipes``: of blocks of recipes, what they hold."""
 
     schedule: Schedule
     machine: Machine
@@ -78,6 +80,7 @@ class Rows:
     segments: Segments
     segment: npt.NDArray[np.uint32]
     together: Mapping[int, tuple[tuple[Sent, ...], ...]]
+    recipes: Mapping[int, RecipeBlock] = field(default_factory=dict)
 
 
 class Described(Protocol):
@@ -133,7 +136,7 @@ class Actions:
     def of(self, row: Row) -> Action | None:
         """None: it happens once a step, or nothing is divided into stages or microbatches."""
         kind, stage = int(self.table.kind[row.block]), int(self.table.stage[row.block])
-        if self.plain or kind in (GATHER, GATHER_ONCE, SYNCHRONISE, RESULT, UPDATE, READ):
+        if self.plain or kind in (GATHER, GATHER_ONCE, SYNCHRONISE, RESULT, UPDATE, READ, RECIPE):
             return None
         if kind == FORWARD:
             return Action(stage, "F", row.microbatch)
@@ -179,6 +182,8 @@ class Communications:
 
     def of(self, block: int, number: int) -> Communication:
         """One of them, as devices of the first block take part in it."""
+        if (own := self.rows.recipes.get(block)) is not None:
+            return own.communications[number]
         key = block, number
         if (known := self._known.get(key)) is None and self.rows.blocks.kind[block] == READ:
             known = self._known[key] = self._read(key)
@@ -340,7 +345,7 @@ class _View:
                 self.place[row] = action if self.several else 0
                 last, waits = [row], []
             else:
-                self.after.setdefault(row, []).extend(last)
+                self.after.setdefault(row, []).extend([*waits, *last])
 
     def _add_followers(self) -> None:
         segments = self.rows.segments
@@ -394,7 +399,7 @@ class _View:
             return
         device, step = self.step[row]
         kind = _KINDS.get(int(blocks.kind[row.block]), TaskKind.UPDATE)
-        operator = -1 if kind == TaskKind.UPDATE else int(blocks.argument[row.block])
+        operator = -1 if kind in (TaskKind.UPDATE, TaskKind.SYNCHRONISE) else int(blocks.argument[row.block])
         processor, turn = int(self.rows.machine.processor[device]), _turn(self.rows.machine.turn[device])
         seconds = int(segments.step_ticks[step]) * TICK
         launched = self.launched[row] * TICK

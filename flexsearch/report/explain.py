@@ -11,6 +11,7 @@ from flexsearch.report.grid import Column, Grid
 from flexsearch.report.layouts import SCHEDULES, USES, memory_parts, use_seconds
 from flexsearch.report.path import by_layer, folded, kinds_in_words, path_data, stretches
 from flexsearch.report.reading import reading, reading_data
+from flexsearch.report.recipes import recipe_data
 from flexsearch.report.summary import Group
 from flexsearch.report.tables import PlanRow
 from flexsearch.report.units import nbytes, percent, seconds
@@ -55,7 +56,8 @@ class LayoutChoice:
 class Explanation:
     """Everything that ``flexsearch explain`` tells of a plan. ``steps``: the critical path; none where it would be too
     long to follow. ``layouts``: of one with stages or microbatches, in place
-    of ``choices``."""
+    of ``choices``. ``mean_s``: of one with recipes, whose steps may differ, the mean step (s); ``row`` is about the one
+    in which most is exchanged, and changes are not weighed."""
 
     row: PlanRow
     steps: tuple[Step, ...]
@@ -63,6 +65,7 @@ class Explanation:
     choices: tuple[Choice, ...]
     changes: SingleChanges
     layouts: tuple[LayoutChoice, ...] = ()
+    mean_s: float | None = None
 
 
 def explanation(explained: Explanation) -> Iterator[Told]:
@@ -75,10 +78,22 @@ def explanation(explained: Explanation) -> Iterator[Told]:
     yield from _bottleneck(explained)
     if (read := reading(explained.row.lowered, explained.row.simulation.makespan_s)) is not None:
         yield read.words()
+    if explained.mean_s is not None:
+        yield from _recipes(explained, explained.mean_s)
+        return
     yield "\nWhat would help (the same plan, simulated again)"
     yield from _what_if_table(explained)
     yield from _choices(explained) if explained.row.lowered.is_whole else _layouts(explained)
     yield from _locally(explained)
+
+
+def _recipes(explained: Explanation, mean_s: float) -> Iterator[Told]:
+    now = explained.row.simulation.makespan_s
+    if abs(mean_s - now) > NO_EFFECT * now:
+        yield (
+            f"\nThis is the step in which most is exchanged, {seconds(now)}; a step takes {seconds(mean_s)} on average."
+        )
+    yield "What would help is not worked out for plans with recipes."
 
 
 def table(*columns: tuple[str, int | None]) -> Grid:
@@ -328,7 +343,8 @@ def explanation_data(explained: Explanation) -> dict[str, Any]:
     graph, topology, now = lowered.graph, lowered.topology, simulation.makespan_s
     on_path = by_resource(lowered.tasks, explained.steps) if explained.steps else {}
     return reading_data(reading(lowered, now)) | {
-        "iteration_s": now,
+        "iteration_s": now if explained.mean_s is None else explained.mean_s,
+        "recipes": recipe_data(lowered),
         "devices": [
             {
                 "name": device.name, **_device_data(time), "peak_bytes": simulation.peak_bytes[d],

@@ -21,7 +21,7 @@ from flexsearch.simulate import Simulation
 _KINDS: Final = {
     TaskKind.FORWARD: ("forward", "#0072B2"), TaskKind.BACKWARD: ("backward", "#56B4E9"),
     TaskKind.WEIGHT_GRADIENT: ("weight gradients", "#999999"), TaskKind.UPDATE: ("update", "#009E73"),
-    TaskKind.RECOMPUTE: ("forward, again", "#666666"),
+    TaskKind.RECOMPUTE: ("forward, again", "#666666"), TaskKind.SYNCHRONISE: ("encoding, merging", "#882255"),
 }  # fmt: skip
 _PURPOSES: Final = {
     "gather": ("weights", "#F0E442"), "forward": ("activations", "#E69F00"),
@@ -35,6 +35,8 @@ _FINE: Final = 3000
 """Bars that are nearer to each other than this part of the time are drawn as one."""
 _THIN: Final = 0.005
 """Bars that are shorter than this part of the time, on average, have no edges."""
+_UNDER_WAY: Final = 0.35
+"""Opacity of communication that is under way, behind the part of it that keeps the link busy."""
 
 Measured = Mapping[int, tuple[float, float]]
 """Task -> measured start and end, s."""
@@ -149,7 +151,9 @@ def _panel(axes: Axes, panel: _Timeline, unit: float, span: float, legend: dict[
         bars = _computing(panel.lowered, panel.simulation, panel.measured if real else None, device)
         _bars(axes, panel.lowered, y, bars, unit, span, legend)
     for y, link in enumerate(panel.links, len(panel.devices)):
-        _bars(axes, panel.lowered, y, _carrying(panel.lowered, panel.simulation, link), unit, span, legend)
+        for busy in (False, True):
+            bars = _carrying(panel.lowered, panel.simulation, link, busy)
+            _bars(axes, panel.lowered, y, bars, unit, span, legend, 1.0 if busy else _UNDER_WAY)
     axes.set_yticks(range(len(labels)), [literal(label, 30) for label in labels], fontsize=8)
     if panel.links and panel.devices:
         axes.axhline(len(panel.devices) - 0.5, color="#888888", linewidth=0.8)
@@ -168,24 +172,27 @@ def _computing(lowered: Lowered, simulation: Simulation, known: Measured | None,
             yield (task, float(start), float(end - start), *_KINDS[TaskKind(lowered.tasks.kind[task])])
 
 
-def _carrying(lowered: Lowered, simulation: Simulation, link: int) -> Iterator[Bar]:
+def _carrying(lowered: Lowered, simulation: Simulation, link: int, busy: bool) -> Iterator[Bar]:
+    """Communication over a link: while it keeps the link ``busy``, or from its start to its end."""
     for task, communication in enumerate(lowered.tasks.communication):
         if communication is not None:
-            for resource, busy in communication.transfer.links:
+            start, end = float(simulation.start[task]), float(simulation.end[task])
+            for resource, busy_s in communication.transfer.links:
                 if resource == link:
-                    yield (task, float(simulation.start[task]), busy, *_PURPOSES[communication.purpose])
+                    yield (task, start, busy_s if busy else end - start, *_PURPOSES[communication.purpose])
 
 
 def _bars(
-    axes: Axes, lowered: Lowered, y: int, bars: Iterator[Bar], unit: float, span: float, legend: dict[str, str]
-) -> None:
+    axes: Axes, lowered: Lowered, y: int, bars: Iterator[Bar], unit: float, span: float, legend: dict[str, str],
+    alpha: float = 1.0,
+) -> None:  # fmt: skip
     by_label: dict[str, list[tuple[float, float]]] = {}
     for task, start, length, label, colour in bars:
         legend[label] = colour
         by_label.setdefault(label, []).append((start, start + length))
         operator = lowered.tasks.operator[task]
         text = lowered.graph.operators[operator].name.rpartition(".")[2] if operator >= 0 else ""
-        if text and length > (0.0065 * len(text) + 0.01) * span:
+        if text and alpha == 1.0 and length > (0.0065 * len(text) + 0.01) * span:
             dark = label == _KINDS[TaskKind.FORWARD][0]
             at = (start + length / 2) / unit
             axes.text(at, y, literal(text), ha="center", va="center", fontsize=7,
@@ -194,7 +201,7 @@ def _bars(
         shown = [(start / unit, (end - start) / unit) for start, end in _merged(spans, span / _FINE)]
         thin = sum(length for _, length in shown) / len(shown) < _THIN * span / unit
         edge, width = ("none", 0.0) if thin else ("white", 0.3)  # edges would cover bars that are thin
-        axes.broken_barh(shown, (y - 0.4, 0.8), facecolors=legend[label], edgecolor=edge, linewidth=width)
+        axes.broken_barh(shown, (y - 0.4, 0.8), facecolors=legend[label], edgecolor=edge, linewidth=width, alpha=alpha)
 
 
 def _merged(spans: list[tuple[float, float]], near: float) -> list[tuple[float, float]]:

@@ -12,7 +12,7 @@ from flexsearch.graph.ops import kind_of as operator_kind
 from flexsearch.lower import Lowered
 from flexsearch.report.summary import layer_range, ranges
 from flexsearch.report.units import percent, seconds
-from flexsearch.report.words import task_words, tensor_words
+from flexsearch.report.words import recipe_work, task_words, tensor_words
 from flexsearch.simulate import KINDS, Step, by_kind, by_resource
 from flexsearch.simulate.breakdown import Kind, kind_of, split
 
@@ -58,7 +58,7 @@ class Stretch:
 def layer_of(lowered: Lowered, task: int) -> str:
     """The layer that a task belongs to: of a communication, the one that makes the activation or reads the weight."""
     graph, communication = lowered.graph, lowered.tasks.communication[task]
-    if communication is None:
+    if communication is None or communication.recipe:
         operator = lowered.tasks.operator[task]
     elif not communication.members:
         return "the batch"
@@ -155,7 +155,10 @@ def _pattern(layer: str) -> str:
 def _told(lowered: Lowered, row: _Row) -> Stretch:
     phase = row.phase if row.stage is None else f"{row.phase}, stage {row.stage}"
     if not row.form:
-        what = "weights" if row.phase == "update" else folded(_computed(lowered, row))
+        what = "weights" if row.phase == "update" else (
+            ", ".join(dict.fromkeys(recipe_work(lowered, step.task) for step in row.steps))
+            if row.phase == "encode" else folded(_computed(lowered, row))
+        )  # fmt: skip
         return Stretch(phase, what, _devices(lowered, row.steps), tuple(row.steps))
     if row.phase == "launch":
         return Stretch(phase, f"all operators up to {row.layers[0]}", "host", tuple(row.steps))

@@ -7,7 +7,7 @@ from typing import Any
 
 from flexsearch.lower import Lowered
 from flexsearch.lower.reading import sample_bytes
-from flexsearch.report.units import digits, nbytes, percent, seconds
+from flexsearch.report.units import count, nbytes, percent, seconds
 from flexsearch.simulate.whatif import without_reading
 
 
@@ -38,7 +38,7 @@ class Input:
         """For people."""
         text = (
             f"Reading: {'one host reads' if self.hosts == 1 else f'each of {self.hosts} hosts reads up to'} "
-            f"{self.samples} samples a step, {nbytes(self.read_bytes)} in {digits(self.files)} files that are not in "
+            f"{self.samples} samples a step, {nbytes(self.read_bytes)} in {count(self.files)} files that are not in "
             f"memory, which takes {seconds(self.host_s)}"
         )
         if self.server_s:

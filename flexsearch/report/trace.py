@@ -40,7 +40,7 @@ MOST_TASKS = 500_000
 _CATEGORY = {
     TaskKind.FORWARD: "forward", TaskKind.BACKWARD: "backward", TaskKind.UPDATE: "update",
     TaskKind.WEIGHT_GRADIENT: "weight gradient", TaskKind.COMMUNICATION: "communication",
-    TaskKind.RECOMPUTE: "recompute",
+    TaskKind.RECOMPUTE: "recompute", TaskKind.SYNCHRONISE: "synchronise",
 }  # fmt: skip
 
 

@@ -16,6 +16,11 @@ def digits(value: float) -> str:
     return f"{value:.{max(0, 2 - math.floor(math.log10(abs(float(f'{value:.3g}')))))}f}"
 
 
+def count(value: float) -> str:
+    """A mean number of things: "16", "0.125"."""
+    return str(int(value)) if value == int(value) else digits(value)
+
+
 def seconds(value: float) -> str:
     """A time given in seconds: "3.66 s", "710 ms", "12.5 µs"."""
     unit, name = time_unit(value)

@@ -171,7 +171,9 @@ def _nothing_moves(lowered: Lowered, edges: Iterable[int]) -> bool:
 
 
 def tensor_words(lowered: Lowered, communication: Communication) -> str:
-    """What a communication carries: "gradient of fc6.weight and 7 more", or "the batch"."""
+    """What a communication carries: "gradient of fc6.weight and 7 more", "gossip+top-k", "the batch"."""
+    if communication.recipe:
+        return communication.recipe
     if not communication.members:
         return "the batch"
     names = []
@@ -188,15 +190,24 @@ def tensor_words(lowered: Lowered, communication: Communication) -> str:
 
 def task_words(lowered: Lowered, task: int) -> str:
     """Name of a task: "features.conv1", "features.conv1 backward", "features.conv1 again", "update",
-    "all_reduce gradient of fc6.weight"."""
+    "all_reduce gradient of fc6.weight", "gossip+top-k encode"."""
     tasks = lowered.tasks
     communication = tasks.communication[task]
     if communication is not None:
         return f"{communication.form} {tensor_words(lowered, communication)}"
     if tasks.kind[task] == TaskKind.UPDATE:
         return "update"
+    if tasks.kind[task] == TaskKind.SYNCHRONISE:
+        return recipe_work(lowered, task)
     name = lowered.graph.operators[tasks.operator[task]].name
     suffix = {
         TaskKind.BACKWARD: " backward", TaskKind.WEIGHT_GRADIENT: " weight gradients", TaskKind.RECOMPUTE: " again",
     }  # fmt: skip
     return name + suffix.get(TaskKind(tasks.kind[task]), "")
+
+
+def recipe_work(lowered: Lowered, task: int) -> str:
+    """What a computation of a recipe does: "gossip+top-k encode"."""
+    row = lowered.tasks.identity[task]
+    block = lowered.rows.recipes[row.block]
+    return f"{lowered.recipe_groups[block.group].recipe.words} {block.work[row.number]}"

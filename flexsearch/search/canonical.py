@@ -28,6 +28,8 @@ _BLOCK: Final = re.compile(r"(?<![_\d])\d+")
 _STEP: Final = re.compile(r"_\d+$")
 """Numbers in names of operators: layers.3.norm, decoder.layers.0_17."""
 
+Evaluate = Callable[[Configs, float], Evaluation]
+"""Of a plan and the time (s) above which it is of no interest."""
 Changes = Mapping[int, OperatorConfig]
 """Configs of some operators, the rest as it is."""
 
@@ -78,7 +80,7 @@ def sorts(space: Space) -> tuple[tuple[int, ...], ...]:
 def simplify(
     space: Space,
     configs: Configs,
-    evaluate: Callable[[Configs], Evaluation],
+    evaluate: Evaluate,
     *,
     loss: float = SIMPLER,
     limit: float = inf,
@@ -88,16 +90,17 @@ def simplify(
     only where that helps, devices stand in ascending order, light operators follow their neighbours; all of it only
     where it costs little.
 
-    ``evaluate``: the exact cost of a plan (an ``Evaluator``). It is called for each plan that is tried, and at last for
-    the plan that is returned, which it then has at hand. The result costs at most 1 + ``loss`` times as much as
-    ``configs``, and at most ``limit`` (s; give the cost of the best baseline) unless ``configs`` costs more; it fits
+    ``evaluate``: the exact cost of a plan (an ``Evaluator``); of one that takes longer than it may, infinity will do.
+    It is called for each plan that is tried, and at last for the plan that is returned, which it then has at hand. The
+    result costs at most 1 + ``loss`` times as much as ``configs``,
+    and at most ``limit`` (s; give the cost of the best baseline) unless ``configs`` costs more; it fits
     into memory if ``configs`` does, and lacks no more memory otherwise. First everything is done that costs nothing.
     ``stop``: asked before each evaluation; once it says yes, the best so far is the answer. Pins are obeyed.
 
     Call it once, with the best plan of a search, before that is compared with the baselines. If the result differs from
     ``configs``, what single changes would bring it is not known.
     """
-    first = evaluate(configs)
+    first = evaluate(configs, inf)
     run = Simplifying(space, evaluate, stop, configs, first)
     for most in (first.cost, max(first.cost, min(limit, first.cost * (1.0 + loss)))):
         for _ in range(ROUNDS):
@@ -107,7 +110,7 @@ def simplify(
                     run.attempt(changes, most)
             if run.configs == before:
                 break
-    evaluate(run.configs)
+    evaluate(run.configs, inf)
     return run.configs
 
 
@@ -115,8 +118,7 @@ class Simplifying:
     """The plan so far, and what it costs. Equal configs are one object here."""
 
     def __init__(
-        self, space: Space, evaluate: Callable[[Configs], Evaluation], stop: Callable[[], bool], configs: Configs,
-        now: Evaluation,
+        self, space: Space, evaluate: Evaluate, stop: Callable[[], bool], configs: Configs, now: Evaluation
     ) -> None:  # fmt: skip
         self.space, self.evaluate, self.stop = space, evaluate, stop
         self._objects: dict[OperatorConfig, OperatorConfig] = {}
@@ -155,7 +157,7 @@ class Simplifying:
         if key in self._tried or self.stop():
             return
         self._tried.add(key)
-        cost = self.evaluate(tried)
+        cost = self.evaluate(tried, most)
         if cost.cost <= most and cost.shortfall <= self.now.shortfall:
             self._keep(tried, cost)
 

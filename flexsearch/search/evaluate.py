@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from math import inf
 
 from flexsearch.cost import Costs
 from flexsearch.graph import OperatorGraph
@@ -58,8 +59,11 @@ class Evaluator:
         self.lowering = Lowering(graph, topology, costs, fold)
         self._simulator: DeltaSimulator | None = None
 
-    def __call__(self, configs: Configs) -> Evaluation:
-        """Evaluation of ``configs``, which become the plan at hand."""
+    def __call__(self, configs: Configs, limit: float = inf) -> Evaluation:
+        """Evaluation of ``configs``, which become the plan at hand; infinite, and nothing done, if they take longer
+        than ``limit`` (s)."""
+        if limit < inf and self._simulator is not None and not self._simulator.go_to(configs, limit):
+            return Evaluation(inf, 0.0)
         simulator = self.at(configs)
         return Evaluation(simulator.seconds, simulator.missing_memory())
 

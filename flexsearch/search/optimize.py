@@ -115,9 +115,9 @@ def search(
 @contextmanager
 def _rare_collections() -> Iterator[None]:
     """Looks for reference cycles only rarely: the caches hold millions of tuples, there are hardly any cycles, and
-    walking over them all the time takes half of a search."""
+    walking over them all the time takes half of a search; over each million once still takes 0.4 to 0.8 s."""
     before = gc.get_threshold()
-    gc.set_threshold(1_000_000, 50, 100)
+    gc.set_threshold(10_000_000, 50, 100)
     try:
         yield
     finally:
@@ -161,6 +161,7 @@ class _Run:
         self.climbs: Sequence[Climbed] = ()
         self.before = Search(seed=seed, proposals=0)
         self._schedule: ClimbSchedule
+        self._simulated: tuple[Configs, Options, Simulation] | None = None
         self._said = 0.0
         self._seen: Evaluation | None = None
         self._processes = 1
@@ -389,7 +390,7 @@ class _Run:
         if not name:
             self._make_simpler(baseline.evaluation)
             self._rebucket()
-            simulation = simulate(self.evaluate.lower(self.best.configs))
+            simulation = self._simulation()
             feasible = baseline.evaluation.feasible
             if not feasible or is_faster(simulation, self.outcomes[best_name].simulation, margin):
                 return "", None
@@ -403,6 +404,13 @@ class _Run:
         self.options, self.best, self.found_in = chosen.options, Plan(chosen.configs, chosen.evaluation, optimal), name
         self.evaluate.use(self.options)
         return name, aside
+
+    def _simulation(self) -> Simulation:
+        """Of the best plan."""
+        configs, options = self.best.configs, self.options
+        if self._simulated is None or self._simulated[:2] != (configs, options):
+            self._simulated = configs, options, simulate(self.evaluate.lower(configs))
+        return self._simulated[2]
 
     def _runners_up(self) -> tuple[Tuned, ...]:
         """What climbs ended with and fits, the best first. Plans that take the same time are mostly one plan on devices
@@ -420,7 +428,7 @@ class _Run:
         self.evaluate.use(self.options)  # an interrupted choice of the bucket size leaves another one
         self._merge()
         runners_up, (name, aside) = self._runners_up(), self._choose(margin)
-        simulation = simulate(self.evaluate.lower(self.best.configs))
+        simulation = self._simulation()
         strategy = self._strategy(self.best.configs, self.options)
         strategy.prediction = Prediction(
             iteration_s=simulation.makespan_s,

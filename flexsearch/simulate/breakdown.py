@@ -11,14 +11,14 @@ import numpy as np
 
 from flexsearch.cost.ticks import TICK
 from flexsearch.lower import TaskGraph, TaskKind
-from flexsearch.lower.rows import COMPUTE, GATHER, GATHER_ONCE, READ, REGATHER, SYNCHRONISE
+from flexsearch.lower.rows import COMPUTE, GATHER, GATHER_ONCE, READ, RECIPE, REGATHER, SYNCHRONISE
 from flexsearch.lower.view import Rows
 from flexsearch.simulate.critical import Step
 from flexsearch.simulate.usage import repeats
 
 Kind = Literal[
     "forward", "backward", "recompute", "update", "activations", "gather", "synchronise", "latency", "handling",
-    "launch", "read",
+    "launch", "read", "encode",
 ]  # fmt: skip
 
 KINDS: Final[dict[Kind, str]] = {
@@ -29,6 +29,7 @@ KINDS: Final[dict[Kind, str]] = {
     "activations": "moving activations",
     "gather": "gathering weights",
     "synchronise": "synchronising gradients",
+    "encode": "encoding and merging (recipe)",
     "latency": "message latency",
     "handling": "moving bytes on the processor",
     "launch": "launching operators (host)",
@@ -40,6 +41,7 @@ link is busy with it."""
 _COMPUTE: Final[dict[int, Kind]] = {
     TaskKind.FORWARD: "forward", TaskKind.BACKWARD: "backward", TaskKind.WEIGHT_GRADIENT: "backward",
     TaskKind.UPDATE: "update", TaskKind.RECOMPUTE: "recompute",
+    TaskKind.SYNCHRONISE: "encode",
 }  # fmt: skip
 _PURPOSE: Final[dict[str, Kind]] = {
     "forward": "activations", "backward": "activations", "gather": "gather", "synchronise": "synchronise",
@@ -125,7 +127,7 @@ def loads(rows: Rows) -> Loads:
         for device, (first, last) in enumerate(pairwise(ends)):
             computes = segments.step_kind[first:last] == COMPUTE
             compute[device] += times * segments.step_ticks[first:last][computes].sum()
-        link = weights if schedule.kind[block] in (GATHER, GATHER_ONCE, REGATHER, SYNCHRONISE) else activations
+        link = weights if schedule.kind[block] in (GATHER, GATHER_ONCE, REGATHER, SYNCHRONISE, RECIPE) else activations
         if schedule.kind[block] == READ:
             continue
         for c in range(segments.communication_first[segment], segments.communication_last[segment]):

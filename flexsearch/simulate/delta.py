@@ -16,6 +16,7 @@ import numpy.typing as npt
 from flexsearch.cost import Costs
 from flexsearch.cost.ticks import TICK
 from flexsearch.direct import direct
+from flexsearch.errors import StrategyError
 from flexsearch.graph import OperatorGraph
 from flexsearch.lower import Lowering
 from flexsearch.lower.describe import drop, keep
@@ -56,6 +57,11 @@ class DeltaSimulator:
         lowering: Lowering | None = None, share: bool = True, stages: Stages | None = None,
         templates: Templates | None = None,
     ) -> None:  # fmt: skip
+        if options.recipes:
+            raise StrategyError(
+                "changes of a plan whose weights synchronise by recipes cannot be weighed",
+                "Leave its synchronisation.recipes out, or use simulate, compare or plot.",
+            )
         self.graph, self.topology, self.costs, self.options = graph, topology, costs, options
         self.lowering = lowering or Lowering(graph, topology, costs)
         self.templates = templates or Templates(self.lowering, share)
@@ -101,8 +107,8 @@ class DeltaSimulator:
         self._seconds = ticks * TICK if self._pending else inf
         return self._seconds
 
-    def go_to(self, configs: Configs) -> None:
-        """Make a whole plan the plan at hand."""
+    def go_to(self, configs: Configs, limit: float = inf) -> bool:
+        """Make a whole plan the plan at hand; False, and nothing done, if its time is above ``limit`` (s)."""
         numbers = [
             number if config is before else self.templates.config(i, config)
             for i, (config, before, number) in enumerate(zip(configs, *self._asked, strict=True))
@@ -110,8 +116,11 @@ class DeltaSimulator:
         self._asked = tuple(configs), numbers
         now = self.rows.state.config.tolist()
         changes = {i: number for i, number in enumerate(numbers) if number != now[i]}
-        self.attempt(list(changes), list(changes.values()))
+        if self.attempt(list(changes), list(changes.values()), limit) == inf:
+            self.reject()
+            return False
         self.accept()
+        return True
 
     def _attempt(self, limit: int) -> int:
         """Ticks of what was asked for; LATE if they are above ``limit``."""

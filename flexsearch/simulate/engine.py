@@ -26,6 +26,7 @@ from flexsearch.lower.rows import (
     GATHER,
     GATHER_ONCE,
     READ,
+    RECIPE,
     RECOMPUTE,
     REGATHER,
     SYNCHRONISE,
@@ -48,8 +49,7 @@ PLACES = 1 << 21
 """Places for communications of which an engine makes more than it needs, so that it seldom has to grow."""
 _KINDS = {
     GATHER: "gather", GATHER_ONCE: "gather", FORWARD: "forward", BACKWARD: "backward", SYNCHRONISE: "synchronisation",
-    RECOMPUTE: "recomputation", REGATHER: "second gather",
-    READ: "reading",
+    RECOMPUTE: "recomputation", REGATHER: "second gather", READ: "reading", RECIPE: "recipe",
 }  # fmt: skip
 
 

@@ -20,6 +20,7 @@ from flexsearch.lower.view import Rows
 from flexsearch.simulate.account import Account, enter, which_cells
 from flexsearch.simulate.engine import Times
 from flexsearch.simulate.lifetimes import list_spans
+from flexsearch.simulate.recipe_memory import Kept, recipe_spans
 from flexsearch.simulate.spans import Sources
 from flexsearch.simulate.units import make_account
 from flexsearch.simulate.usage import computations
@@ -37,7 +38,8 @@ class Memory:
     """Bytes in use on a device at the moment of its peak, by what they hold.
 
     ``weights``: stored; buffers and constants of the model. ``gathered``: copies of sharded weights. ``gradients``: of
-    weights, as the pieces make them and as they are stored. ``optimizer``: its state. ``activations``: inputs, outputs,
+    weights, as the pieces make them and as they are stored. ``optimizer``: its state, and that of recipes by which
+    weights synchronise. ``activations``: inputs, outputs,
     their copies in other layouts, and their gradients. ``buffers``: what is received and used elsewhere, and layouts in
     between. Not counted: workspace inside a kernel, fragmentation, the libraries themselves.
     """
@@ -68,15 +70,14 @@ class Span(NamedTuple):
 
 def memory(lowered: Lowered) -> tuple[Memory, ...]:
     """Peak memory by device index of the topology."""
-    account, sources, state = _account(lowered)
-    return memory_of(account, sources, state)
+    return memory_of(*_account(lowered), tuple(recipe_spans(lowered)))
 
 
 def spans_of(lowered: Lowered) -> list[Span]:
     """Everything that is counted, with its lifetime."""
     account, sources, state = _account(lowered)
     found: list[Span] = []
-    for _ in _units(account, sources, state):
+    for _ in _units(account, sources, state, tuple(recipe_spans(lowered))):
         spans, count = account.spans, int(account.spans.size[0])
         rows = (spans.device, spans.first, spans.last, spans.nbytes, spans.part)
         for device, first, last, nbytes, part in zip(*(row[:count].tolist() for row in rows), strict=True):
@@ -84,15 +85,15 @@ def spans_of(lowered: Lowered) -> list[Span]:
     return found
 
 
-def memory_of(account: Account, sources: Sources, state: State) -> tuple[Memory, ...]:
+def memory_of(account: Account, sources: Sources, state: State, more: Sequence[Kept] = ()) -> tuple[Memory, ...]:
     """Peak memory of a plan by device, with an account of no plan. Of devices that hold the same, one after the other,
-    the first is worked out."""
+    the first is worked out. ``more``: what recipes hold."""
     devices = range(len(account.schedule.group))
-    with _held(account, sources, state):
+    with _held(account, sources, state, more):
         top = _of_different(account, lambda d: int(_curve(account, d).argmax()))
     columns = []
     for part in range(len(PARTS)):
-        with _held(account, sources, state, part):
+        with _held(account, sources, state, more, part):
             columns.append(_of_different(account, lambda d: int(_changes(account, d)[: top[d] + 1].sum()), top))
     return tuple(Memory(*(column[d] for column in columns)) for d in devices)
 
@@ -139,7 +140,7 @@ def memory_curves(lowered: Lowered, times: Times) -> tuple[Curve, ...]:
     return tuple(
         # With its last moment a step ends, and with it all spans.
         Curve(clock[: max(1, len(clock) - 1)] * TICK, use[:, : max(1, len(clock) - 1)])
-        for clock, use in zip(clocks, _uses(account, sources, state), strict=True)
+        for clock, use in zip(clocks, _uses(account, sources, state, tuple(recipe_spans(lowered))), strict=True)
     )
 
 
@@ -147,21 +148,25 @@ def _peak(use: npt.NDArray[np.int64]) -> Memory:
     return Memory(*use[:, int(use.sum(axis=0).argmax())].tolist())
 
 
-def _uses(account: Account, sources: Sources, state: State) -> list[npt.NDArray[np.int64]]:
+def _uses(
+    account: Account, sources: Sources, state: State, more: Sequence[Kept]
+) -> list[npt.NDArray[np.int64]]:  # fmt: skip
     """By device: bytes by part, after each of its cells."""
     curves = []
     for part in range(len(PARTS)):
-        with _held(account, sources, state, part):
+        with _held(account, sources, state, more, part):
             curves.append([_curve(account, d) for d in range(len(account.schedule.group))])
     return [np.stack(of_device) for of_device in zip(*curves, strict=True)]
 
 
 @contextmanager
-def _held(account: Account, sources: Sources, state: State, part: int | None = None) -> Iterator[None]:
+def _held(
+    account: Account, sources: Sources, state: State, more: Sequence[Kept], part: int | None = None
+) -> Iterator[None]:  # fmt: skip
     """A plan, or one part of what it holds, entered into the cells of an account of no plan, and taken out again: that
     touches less memory than clearing all cells."""
     for sign in (1, -1):
-        for _ in _units(account, sources, state):
+        for _ in _units(account, sources, state, more):
             if part is not None:
                 account.spans.nbytes[account.spans.part != part] = 0
             _enter(account, sign)
@@ -198,11 +203,16 @@ def _account(lowered: Lowered) -> tuple[Account, Sources, State]:
     return *make_account(rows), rows.state
 
 
-def _units(account: Account, sources: Sources, state: State) -> Iterator[int]:
-    """All units, each with its spans in ``account.spans``."""
+def _units(account: Account, sources: Sources, state: State, more: Sequence[Kept]) -> Iterator[int]:
+    """All units, each with its spans in ``account.spans``; then what recipes hold (``more``), one by one."""
+    spans = account.spans
     for unit in range(len(sources.units.root)):
-        _list_spans(sources, state, np.uint64(unit), account.spans)
+        _list_spans(sources, state, np.uint64(unit), spans)
         yield unit
+    for row in more:
+        spans.device[0], spans.first[0], spans.last[0], spans.nbytes[0], spans.part[0] = row
+        spans.size[0] = 1
+        yield -1
 
 
 def _curve(account: Account, device: int) -> npt.NDArray[np.int64]:

@@ -14,6 +14,7 @@ from flexsearch.cost.uncertainty import Estimate
 from flexsearch.lower import Lowered
 from flexsearch.lower.view import Rows
 from flexsearch.simulate.engine import Engine, Times
+from flexsearch.simulate.mean import mean_step
 from flexsearch.simulate.memory import Memory, memory
 from flexsearch.simulate.uncertainty import estimate
 from flexsearch.simulate.usage import makespan_of, repeats, steps_of
@@ -47,8 +48,13 @@ class Simulation:
 
     @cached_property
     def estimate(self) -> Estimate:
-        """The makespan with what it rests on, and so its interval. It takes a dozen simulations."""
-        return estimate(self.lowered.lowering, self.lowered.rows, self.lowered.configs)
+        """The makespan with what it rests on, and so its interval. It takes a dozen simulations. A mean step rests on
+        the same as the step that is shown."""
+        shown = estimate(self.lowered.lowering, self.lowered.rows, self.lowered.configs)
+        if not self.lowered.options.recipes or not shown.seconds:
+            return shown
+        factor = self.makespan_s / shown.seconds
+        return Estimate(self.makespan_s, {source: factor * share for source, share in shown.shares.items()})
 
     @property
     def start(self) -> Seconds:
@@ -85,7 +91,13 @@ def rows_seconds(rows: Rows) -> float:
 
 
 def simulate(lowered: Lowered) -> Simulation:
-    """Simulate one training step of a lowered strategy."""
+    """Simulate one training step of a lowered strategy: with recipes that do not the same in every step, the mean step
+    (``simulate.mean``)."""
+    return mean_step(lowered, simulate_step) if lowered.options.recipes else simulate_step(lowered)
+
+
+def simulate_step(lowered: Lowered) -> Simulation:
+    """Simulate the step that a lowered strategy describes."""
     rows, topology, times = lowered.rows, lowered.topology, times_of(lowered.rows)
     busy, occupied = np.zeros(len(topology.devices)), np.zeros(len(topology.resources))
     for device, block, _, ticks in steps_of(rows):

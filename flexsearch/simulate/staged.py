@@ -14,11 +14,12 @@ from flexsearch.graph import Flow, OperatorGraph
 from flexsearch.graph.batch import microbatch
 from flexsearch.graph.ops import backward_flops, forward_flops, kind_of
 from flexsearch.graph.precision import Precision, with_precision
-from flexsearch.lower import Lowering
+from flexsearch.lower import Lowering, lower
 from flexsearch.lower.share import Share, share_of, stages_of
 from flexsearch.lower.templates import Templates
 from flexsearch.simulate.delta import DeltaSimulator
 from flexsearch.simulate.memory import Memory, memory_of
+from flexsearch.simulate.simulation import simulate
 from flexsearch.simulate.uncertainty import estimate
 from flexsearch.simulate.units import make_account
 from flexsearch.simulate.usage import DeviceTime, device_times
@@ -156,6 +157,8 @@ def step_of(simulators: StagedSimulators, pipeline: Pipeline, simulator: DeltaSi
 def step_of_strategy(graph: OperatorGraph, strategy: Strategy, profile: Profile | None = None) -> Step:
     """The simulated step of a strategy, after checking it. Raises StrategyError."""
     strategy.check(graph, strategy.cluster)
+    if strategy.options.recipes:
+        return _step_with_recipes(graph, strategy, profile)
     graph = strategy.planned(graph)
     pipeline, configs = Pipeline.of(strategy, graph), strategy.in_order(graph)
     simulators = StagedSimulators(graph, strategy.cluster, profile, strategy.options.precision)
@@ -163,6 +166,19 @@ def step_of_strategy(graph: OperatorGraph, strategy: Strategy, profile: Profile 
     for op, config in zip(share.graph.operators, configs, strict=True):
         check_config(op, config, len(share.topology.devices))  # a microbatch has fewer samples than the batch
     return step_of(simulators, pipeline, simulators.simulator(pipeline, configs, strategy.options))
+
+
+def _step_with_recipes(graph: OperatorGraph, strategy: Strategy, profile: Profile | None) -> Step:
+    """The mean step of a strategy with recipes, of all devices."""
+    cluster = strategy.cluster
+    lowered = lower(graph, strategy, cluster, Costs(graph, cluster, profile))
+    simulation, planned = simulate(lowered), with_precision(strategy.planned(graph), strategy.options.precision)
+    dtype = _dtype(planned)
+    return Step(
+        simulation.makespan_s, lambda: device_times(lowered.rows, simulation.times), lambda: simulation.estimate,
+        simulation.memory, tuple(device.memory_bytes for device in cluster.devices), len(cluster.devices), graph.batch,
+        model_flops(planned), sum(device.flops_for(dtype) for device in cluster.devices),
+    )  # fmt: skip
 
 
 def model_flops(graph: OperatorGraph) -> float:

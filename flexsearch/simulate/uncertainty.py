@@ -114,7 +114,7 @@ def _moving(sources: Sources, pieces: Pieces, rows: Rows) -> Iterator[Scaled]:
             first, last = int(segments.link_first[c]), int(segments.link_last[c])
             ticks = segments.link_ticks[first:last]
             busiest = int(ticks.max(initial=0))
-            of_link = [source_of[r] for r in segments.link[first:last].tolist()]
+            of_link = [source_of.get(r, sources.starting()) for r in segments.link[first:last].tolist()]
             for source in dict.fromkeys(of_link):
                 own = np.array([one is source for one in of_link])
                 yield source, "link_ticks", first + np.flatnonzero(own), ticks[own]

@@ -21,6 +21,7 @@ from flexsearch.lower.rows import (
     GATHER_ONCE,
     ISSUE,
     READ,
+    RECIPE,
     RECOMPUTE,
     REGATHER,
     SYNCHRONISE,
@@ -34,7 +35,7 @@ from flexsearch.simulate.engine import Times
 
 Spans = npt.NDArray[np.int64]
 """Beginnings and ends, ticks: (n, 2)."""
-WORK: Final = ("forward", "recompute", "backward", "update")
+WORK: Final = ("forward", "recompute", "backward", "update", "encode")
 """Sorts of computing."""
 SORTS: Final[dict[str, str]] = {
     "tensor": "moving activations inside a stage", "pipeline": "messages between stages",
@@ -43,6 +44,7 @@ SORTS: Final[dict[str, str]] = {
 """Sorts of communication, in words. Where several go on while a device computes nothing, the first one counts."""
 _WORK: Final[dict[int, str]] = {
     FORWARD: "forward", RECOMPUTE: "recompute", BACKWARD: "backward", WEIGHT_GRADIENT: "backward", UPDATE: "update",
+    RECIPE: "encode",
 }  # fmt: skip
 
 
@@ -169,7 +171,7 @@ def stage_seconds(rows: Rows, stages: Stages) -> list[tuple[float, float]]:
     operators = int(rows.schedule.argument[rows.schedule.kind == FORWARD].max()) + 1
     stage_of, ticks = stages.of(operators), np.zeros((len(stages), 2, len(rows.schedule.group)), np.int64)
     for device, block, _, own in steps_of(rows):
-        if (kind := int(rows.schedule.kind[block])) in _WORK and kind != UPDATE:
+        if (kind := int(rows.schedule.kind[block])) in _WORK and kind not in (UPDATE, RECIPE):
             ticks[stage_of[int(rows.schedule.argument[block])], int(kind != FORWARD), device] += own
     most = ticks[np.arange(len(stages)), :, ticks.sum(axis=1).argmax(axis=1)] * TICK
     return [(float(forward), float(backward)) for forward, backward in most]
@@ -270,8 +272,10 @@ def _sort(rows: Rows, block: int, members: set[int]) -> str:
     kind = int(rows.schedule.kind[block])
     if kind in (GATHER, GATHER_ONCE, REGATHER):
         return "gather"
-    if kind in (SYNCHRONISE, READ):
-        return "synchronise" if kind == SYNCHRONISE else "read"
+    if kind == READ:
+        return "read"
+    if kind in (SYNCHRONISE, RECIPE):
+        return "synchronise"
     return "pipeline" if len({int(rows.schedule.group[d]) for d in members}) > 1 else "tensor"
 
 

@@ -62,6 +62,12 @@ def native_plan(strategy: Strategy, graph: OperatorGraph) -> NativePlan:
         raise StrategyError(
             "schedule: the plan has an order of passes of its own (auto), which no schedule of PyTorch's runs", NATIVE
         )
+    if strategy.options.recipes:
+        raise StrategyError(
+            f"synchronisation.recipes: replicas agree by {strategy.options.recipes[0].recipe}, which no exported file "
+            "does",
+            "Run it with `flexsearch run` or parallelize, or leave synchronisation.recipes out.",
+        )
     if strategy.weight_gradients:
         raise StrategyError(
             f"operators.{strategy.weight_gradients[0]}.weight_gradient: the gradients of its weights have a split of "

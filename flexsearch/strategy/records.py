@@ -85,6 +85,11 @@ class Options(FileModel):
     reshard_after_forward: bool = False
     recipes: Recipes = ()
 
+    @property
+    def exact(self) -> Options:
+        """The same without recipes."""
+        return self.model_copy(update={"recipes": ()}) if self.recipes else self
+
     def recipe_of(self, weight: str) -> WeightRecipe | None:
         """What a weight synchronises by; None: exactly, as planned."""
         return next((recipe for recipe in self.recipes if recipe.names(weight)), None)

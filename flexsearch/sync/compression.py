@@ -44,16 +44,29 @@ Means = Callable[[int, int], list[Exchange]]
 @dataclass(frozen=True)
 class Compression:
     """What replicas send of a vector. ``feedback``: what was not sent is added to the next vector. ``passes``: how
-    often encoding reads or writes the vector, for its time."""
+    often encoding reads or writes the vector, for its time; ``merging``: how often what is done between two exchanges
+    does; see ``decoding``."""
 
     feedback: bool = True
 
     name: ClassVar[str]
+    changes: ClassVar[str] = ""
+    """What it changes in the mathematics, in words; empty: nothing."""
     alone: ClassVar[str] = ""
     """Why it works only among all, by collectives; empty: payloads can be sent to anyone."""
     keeps_size: ClassVar[bool] = True
     """Whether what arrives is of the size of what was sent, not only of its direction."""
     passes: ClassVar[int] = 2
+    merging: ClassVar[int] = 0
+
+    @property
+    def planned(self) -> Compression:
+        """The same, or where bytes depend on the numbers, one that sends as many as plans expect."""
+        return self
+
+    def decoding(self, members: int) -> int:
+        """How often decoding and adding up the payloads of so many members reads or writes the vector."""
+        return 2 * members
 
     def check(self, sizes: Sizes) -> None:
         """Raise RecipeError if it does not fit such vectors."""
@@ -79,8 +92,12 @@ class Compression:
     ) -> tuple[Tensor, Tensor, Any]:
         """Mean over all positions of what they send, (rows, n); what counts as sent of each row; the new memory."""
         payload = self.encode(x, step, group.ranks)
-        every = self.decode(group.all_gather(payload), sizes.n)
-        return every.mean(0, keepdim=True).expand_as(x), self.decode(payload, sizes.n), memory
+        total = self.total(group.all_gather(payload), sizes.n)
+        return (total / group.size).expand_as(x), self.decode(payload, sizes.n), memory
+
+    def total(self, payload: Payload, n: int) -> Tensor:
+        """The sum of what all rows of a payload bring, (1, n)."""
+        return self.decode(payload, n).sum(0, keepdim=True)
 
     def exchanges(self, members: int, means: Means, sizes: Sizes) -> list[Exchange] | None:
         """Those of ``average``; None where they depend on the numbers."""
@@ -96,6 +113,9 @@ class Everything(Compression):
 
     name: ClassVar[str] = "everything"
     passes: ClassVar[int] = 0
+
+    def decoding(self, members: int) -> int:
+        return members
 
     def encode(self, x: Tensor, step: int, ranks: tuple[int, ...]) -> Payload:
         return Payload((x,))
@@ -129,6 +149,12 @@ def dense(payload: Payload, n: int) -> Tensor:
     return values.new_zeros(values.shape[0], n).scatter_add_(1, at.long(), values)
 
 
+def added(payload: Payload, n: int) -> Tensor:
+    """The sum of all rows of values at their indices, (1, n), without a dense vector for each."""
+    values, at = payload.parts
+    return values.new_zeros(1, n).scatter_add_(1, at.long().view(1, -1), values.reshape(1, -1))
+
+
 def marked(x: Tensor, chosen: Tensor) -> Payload:
     """The values of rows where ``chosen`` is true, rows of different lengths, and their indices."""
     length = chosen.sum(1)
@@ -141,8 +167,22 @@ def marked(x: Tensor, chosen: Tensor) -> Payload:
 
 
 @dataclass(frozen=True)
-class Chosen(Compression):
-    """Some entries are sent: ``k`` of a vector, or a share ``density`` of its entries (at least one)."""
+class Sparse(Compression):
+    """Some entries are sent, with their indices."""
+
+    def decode(self, payload: Payload, n: int) -> Tensor:
+        return dense(payload, n)
+
+    def total(self, payload: Payload, n: int) -> Tensor:
+        return added(payload, n)
+
+    def decoding(self, members: int) -> int:
+        return 2
+
+
+@dataclass(frozen=True)
+class Chosen(Sparse):
+    """``k`` entries of a vector are sent, or a share ``density`` of them (at least one)."""
 
     k: int | None = None
     density: float | None = None

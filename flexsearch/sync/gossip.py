@@ -75,6 +75,7 @@ class Gossip(Mixing):
     grow: str = "double"
 
     name: ClassVar[str] = "gossip"
+    changes: ClassVar[str] = "each replica averages with two others, and it takes steps until all know of a gradient"
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -85,6 +86,9 @@ class Gossip(Mixing):
         most = size // 2
         return 1 << step % most.bit_length() if self.grow == "double" else 1 + step % most
 
+    def cycle(self, size: int) -> int:
+        return (size // 2).bit_length() if self.grow == "double" else size // 2
+
     def matrix(self, size: int, step: int) -> npt.NDArray[np.float64]:
         return shifted(size, self.distance(size, step))
 
@@ -94,6 +98,7 @@ class Ring(Mixing):
     """With both neighbours in a fixed ring, equal shares."""
 
     name: ClassVar[str] = "ring"
+    changes: ClassVar[str] = "each replica averages with its two neighbours alone"
 
     def matrix(self, size: int, step: int) -> npt.NDArray[np.float64]:
         return shifted(size, 1)
@@ -117,6 +122,7 @@ class Matrix(Mixing):
     rows: tuple[tuple[float, ...], ...] = ()
 
     name: ClassVar[str] = "matrix"
+    changes: ClassVar[str] = "replicas average with some others, by the matrix"
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -20,8 +20,10 @@ class GTopK(Chosen):
     drops of an index that another branch brings to the root is lost, as in the paper."""
 
     name: ClassVar[str] = "gtop-k"
+    changes: ClassVar[str] = "only the largest entries of the sum are applied"
     alone: ClassVar[str] = "its tree of merges is one collective among all workers"
     passes: ClassVar[int] = 5
+    merging: ClassVar[int] = 8
 
     def average(
         self, x: Tensor, group: Group, mean: Mean, memory: Any, step: int, sizes: Sizes

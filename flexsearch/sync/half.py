@@ -21,9 +21,13 @@ class Half(Compression):
     type: str = "fp16"
 
     name: ClassVar[str] = "16-bit"
+    changes: ClassVar[str] = "entries are rounded to 16 bits"
 
     def __post_init__(self) -> None:
         one_of("type of 16-bit", self.type, ("fp16", "bf16"))
+
+    def decoding(self, members: int) -> int:
+        return 2
 
     def encode(self, x: Tensor, step: int, ranks: tuple[int, ...]) -> Payload:
         return Payload((x.half() if self.type == "fp16" else x.bfloat16(),))

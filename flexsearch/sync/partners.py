@@ -18,6 +18,8 @@ class Partners:
     """``name``: as written. ``weights``: whether weights are mixed instead of gradients."""
 
     name: ClassVar[str]
+    changes: ClassVar[str] = ""
+    """What it changes in the mathematics, in words; empty: nothing."""
     exact: ClassVar[bool] = True
     """Whether everyone gets the same mean over all."""
     servers: ClassVar[bool] = False
@@ -26,6 +28,10 @@ class Partners:
     def weights(self) -> bool:
         """Whether weights are mixed instead of gradients."""
         return False
+
+    def cycle(self, size: int) -> int:
+        """Synchronisations until it exchanges with the same again."""
+        return 1
 
     def check(self, size: int, hosts: tuple[int, ...], devices: int) -> None:
         """Raise RecipeError if so many replicas cannot do this, on hosts by position, among so many devices."""

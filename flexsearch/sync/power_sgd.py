@@ -26,8 +26,13 @@ class PowerSGD(Compression):
     seed: int = 0
 
     name: ClassVar[str] = "powersgd"
+    changes: ClassVar[str] = "matrices are sent as products of two of low rank"
     alone: ClassVar[str] = "its factors have a meaning only for all workers together"
-    passes: ClassVar[int] = 4
+    passes: ClassVar[int] = 2
+    merging: ClassVar[int] = 1
+
+    def decoding(self, members: int) -> int:
+        return 3
 
     def __post_init__(self) -> None:
         whole("rank of powersgd", self.rank)

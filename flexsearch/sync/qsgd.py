@@ -29,6 +29,7 @@ class QSGD(Compression):
     seed: int = 0
 
     name: ClassVar[str] = "qsgd"
+    changes: ClassVar[str] = "entries are rounded at random to a few levels"
     passes: ClassVar[int] = 4
 
     def __post_init__(self) -> None:

@@ -23,6 +23,7 @@ class RandomK(Chosen):
     seed: int = 0
 
     name: ClassVar[str] = "random-k"
+    changes: ClassVar[str] = "only entries drawn at random are sent"
     passes: ClassVar[int] = 2
 
     def __post_init__(self) -> None:

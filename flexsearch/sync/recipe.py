@@ -74,6 +74,14 @@ class Recipe:
         return "+".join(parts) or self.partners.name
 
     @property
+    def changes(self) -> str:
+        """What it changes in the mathematics, in words; empty: nothing."""
+        told = [part.changes for part in (self.timing, self.partners, self.compression) if part.changes]
+        if told and self.compression.feedback:
+            told.append("what was not sent is added to the next vector")
+        return "; ".join(told)
+
+    @property
     def asynchronous(self) -> Asynchronous | None:
         """How workers go by themselves, if they do."""
         return self.timing if isinstance(self.timing, Asynchronous) else None
@@ -93,6 +101,20 @@ class Recipe:
     def period(self) -> int:
         """Steps from one synchronisation to the next."""
         return max(1, self.timing.steps)
+
+    @property
+    def planned(self) -> Recipe:
+        """The same, or where bytes depend on the numbers, one that sends as many as plans expect."""
+        return replace(self, compression=self.compression.planned)
+
+    @property
+    def updates(self) -> bool:
+        """Whether replicas change their weights by themselves, and these are synchronised, not gradients."""
+        return self.partners.weights or isinstance(self.timing, LocalSGD)
+
+    def cycle(self, members: int) -> int:
+        """Steps after the warm-up until what it sends repeats."""
+        return self.period * self.partners.cycle(members)
 
     def _refusals(self) -> list[tuple[bool, str, str]]:
         """(Whether it is so, why that makes no sense, the remedy) of every combination that may be refused."""
@@ -162,7 +184,7 @@ class Recipe:
                 gradients = self.correction * state.velocity + gradients
                 state = replace(state, velocity=gradients)
             return EXACT.mean(gradients, group), state
-        if self.partners.weights or isinstance(self.timing, LocalSGD):
+        if self.updates:
             return gradients, state
         return self._send(state, group, gradients, sizes)
 

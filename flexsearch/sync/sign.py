@@ -21,6 +21,7 @@ class Sign(Compression):
     feedback: bool = False
 
     name: ClassVar[str] = "sign"
+    changes: ClassVar[str] = "only signs are sent"
     passes: ClassVar[int] = 2
 
     @property

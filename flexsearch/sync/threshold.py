@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from math import ceil
 from typing import TYPE_CHECKING, ClassVar
 
-from flexsearch.sync.compression import Compression, Sizes, dense, marked
-from flexsearch.sync.exchange import Payload
+from flexsearch.sync.compression import Compression, Sizes, Sparse, marked
+from flexsearch.sync.exchange import INDEX_BYTES, Payload
 from flexsearch.sync.options import number
 
 if TYPE_CHECKING:
@@ -16,29 +16,51 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Threshold(Compression):
-    """Each row sends its entries of magnitude ``tau`` or more."""
+class Expected(Sparse):
+    """What plans take for it: a share ``density`` of the entries is sent, ``passes_`` over the vector find them."""
+
+    density: float = 0.01
+    passes_: int = 4
+
+    name: ClassVar[str] = "expected"
+
+    @property
+    def passes(self) -> int:  # type: ignore[override]
+        """As of what it stands for."""
+        return self.passes_
+
+    def nbytes(self, sizes: Sizes) -> int | None:
+        return INDEX_BYTES + ceil(self.density * sizes.n) * (sizes.itemsize + INDEX_BYTES)
+
+
+@dataclass(frozen=True)
+class Threshold(Sparse):
+    """Each row sends its entries of magnitude ``tau`` or more. ``expect``: the share of them that plans expect."""
 
     tau: float = 0.01
+    expect: float = 0.01
 
     name: ClassVar[str] = "threshold"
+    changes: ClassVar[str] = "only large entries are sent"
     passes: ClassVar[int] = 4
 
     def __post_init__(self) -> None:
         number("tau of threshold", self.tau)
+        number("expect of threshold", self.expect, most=1.0)
+
+    @property
+    def planned(self) -> Compression:
+        return Expected(self.feedback, self.expect, self.passes)
 
     def encode(self, x: Tensor, step: int, ranks: tuple[int, ...]) -> Payload:
         return marked(x, x.abs() >= self.tau)
-
-    def decode(self, payload: Payload, n: int) -> Tensor:
-        return dense(payload, n)
 
     def nbytes(self, sizes: Sizes) -> int | None:
         return None
 
 
 @dataclass(frozen=True)
-class AdaptiveThreshold(Compression):
+class AdaptiveThreshold(Sparse):
     """As ``Threshold``, with a threshold of each row and step: the smallest of the largest share ``density`` of a
     ``sample`` of the entries, one of each so many in a row; the sample moves on by one in each step."""
 
@@ -46,11 +68,16 @@ class AdaptiveThreshold(Compression):
     sample: float = 0.1
 
     name: ClassVar[str] = "adaptive-threshold"
+    changes: ClassVar[str] = "only the largest entries are sent"
     passes: ClassVar[int] = 5
 
     def __post_init__(self) -> None:
         number("density of adaptive-threshold", self.density, most=1.0)
         number("sample of adaptive-threshold", self.sample, most=1.0)
+
+    @property
+    def planned(self) -> Compression:
+        return Expected(self.feedback, self.density, self.passes)
 
     def encode(self, x: Tensor, step: int, ranks: tuple[int, ...]) -> Payload:
         size = x.abs()
@@ -58,9 +85,6 @@ class AdaptiveThreshold(Compression):
         sample = size[:, step % every :: every]
         least = sample.topk(max(1, ceil(self.density * sample.shape[1])), 1).values[:, -1:]
         return marked(x, (size >= least) & (size > 0))
-
-    def decode(self, payload: Payload, n: int) -> Tensor:
-        return dense(payload, n)
 
     def nbytes(self, sizes: Sizes) -> int | None:
         return None

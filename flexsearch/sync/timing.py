@@ -13,6 +13,8 @@ class Timing:
     """When replicas synchronise."""
 
     name: ClassVar[str]
+    changes: ClassVar[str] = ""
+    """What it changes in the mathematics, in words; empty: nothing."""
 
     @property
     def steps(self) -> int:
@@ -35,6 +37,7 @@ class LocalSGD(Timing):
     period: int = 4
 
     name: ClassVar[str] = "local-sgd"
+    changes: ClassVar[str] = "between synchronisations each replica takes steps of its own, and replicas drift apart"
 
     def __post_init__(self) -> None:
         whole(f"period of {self.name}", self.period)
@@ -54,6 +57,7 @@ class DiLoCo(LocalSGD):
     momentum: float = 0.9
 
     name: ClassVar[str] = "diloco"
+    changes: ClassVar[str] = "replicas take steps of their own, and an outer optimizer updates with their mean change"
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -70,6 +74,7 @@ class Asynchronous(Timing):
     share: float = 0.0
 
     name: ClassVar[str] = "async"
+    changes: ClassVar[str] = "gradients are made with weights that other workers have updated since"
 
     def __post_init__(self) -> None:
         number(f"share of {self.name}", self.share, least=True)
@@ -92,6 +97,7 @@ class Stale(Asynchronous):
     bound: int = 2
 
     name: ClassVar[str] = "stale"
+    changes: ClassVar[str] = "gradients are made with weights that other workers, within the bound, have updated since"
 
     def __post_init__(self) -> None:
         super().__post_init__()

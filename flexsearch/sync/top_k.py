@@ -6,7 +6,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
-from flexsearch.sync.compression import Chosen, Sizes, dense, sparse
+from flexsearch.sync.compression import Chosen, Sizes, sparse
 from flexsearch.sync.exchange import INDEX_BYTES, Payload
 
 if TYPE_CHECKING:
@@ -18,13 +18,11 @@ class TopK(Chosen):
     """Each row sends its ``k`` largest entries."""
 
     name: ClassVar[str] = "top-k"
+    changes: ClassVar[str] = "only the largest entries are sent"
     passes: ClassVar[int] = 5
 
     def encode(self, x: Tensor, step: int, ranks: tuple[int, ...]) -> Payload:
         return sparse(x, x.abs().topk(self.entries(x.shape[1]), 1).indices)
-
-    def decode(self, payload: Payload, n: int) -> Tensor:
-        return dense(payload, n)
 
     def nbytes(self, sizes: Sizes) -> int | None:
         return self.entries(sizes.n) * (sizes.itemsize + INDEX_BYTES)

@@ -1,0 +1,51 @@
+"""What exchanges of synchronisation recipes cost on a topology, and their work on devices."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from flexsearch.cost.communication import Pricing, Transfer
+from flexsearch.cost.efficiency import efficiency_of, moving_rate, start_seconds
+from flexsearch.sync import Exchange
+from flexsearch.topology import Device
+
+
+def price(pricing: Pricing, devices: Sequence[int], exchange: Exchange) -> Transfer:
+    """The cost of an exchange on its own; ``devices``: by position."""
+    members = [devices[k] for k in range(exchange.members)]
+    if exchange.form == "all_reduce":
+        return pricing.all_reduce(members, exchange.nbytes[0])
+    if exchange.form == "all_gather" and pricing.by_group("all_gather"):
+        # Parts are padded to the longest; every one is to reach all others.
+        padded = max(exchange.nbytes) * exchange.members * (exchange.members - 1)
+        return pricing.collective("all_gather", members, padded)
+    return pricing.transfer(exchange.form, ((devices[a], devices[b], size) for a, b, size in exchange.messages()))
+
+
+def independent(exchange: Exchange) -> list[Exchange]:
+    """An exchange as those of positions that have nothing to do with each other: they need not wait for others."""
+    if exchange.form != "exchange":
+        return [exchange]
+    root = {position: position for pair in exchange.pairs for position in pair}
+
+    def find(position: int) -> int:
+        while root[position] != position:
+            root[position] = position = root[root[position]]
+        return position
+
+    for a, b in exchange.pairs:
+        root[find(a)] = find(b)
+    parts: dict[int, list[int]] = {}
+    for k, (a, _) in enumerate(exchange.pairs):
+        parts.setdefault(find(a), []).append(k)
+    return [
+        replace(exchange, nbytes=tuple(exchange.nbytes[k] for k in row), pairs=tuple(exchange.pairs[k] for k in row))
+        for row in parts.values()
+    ]
+
+
+def streaming_seconds(device: Device, nbytes: float, dtype: str = "float32") -> float:
+    """Seconds of a kernel that reads and writes so many bytes; 0 of none."""
+    work = nbytes / moving_rate(device, dtype)
+    return work + float(start_seconds(device, efficiency_of(device, dtype), work)) if nbytes else 0.0

@@ -1,0 +1,304 @@
+"""The rows of recipes: what each device computes and sends so that replicas of its weights come to agree.
+
+A group of weights (``recipes``) has a block of its own, which runs once a step, after the backward pass: before the
+update if gradients are synchronised, after it if weights are. Nothing of it overlaps with the backward pass: the vector
+is complete only then. A position's steps stand in the order in which it takes them: it computes what it sends, and for
+every exchange it issues what it sends, waits for what it receives, and merges that. Messages of positions that have
+nothing to do with each other are communications of their own.
+
+Workers that go by themselves (``async``, ``stale``) push to the server as soon as they are there. The server updates
+when a push arrives, and what the worker pulls follows that; with a bound, it also follows the pushes of all others that
+the lead allows it to wait for, in an earlier step (``lower.several``).
+
+These rows are added to those of the plan, whose weights with a recipe are in no bucket. They are not for compiled
+proposals: a search changes plans without recipes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Final
+
+import numpy as np
+
+from flexsearch.cost.communication import Pricing, Transfer
+from flexsearch.cost.exchanges import independent, price, streaming_seconds
+from flexsearch.cost.tally import turn_of
+from flexsearch.cost.ticks import TICK
+from flexsearch.lower.draft import ISSUE_LAUNCHES
+from flexsearch.lower.recipes import RecipeGroup
+from flexsearch.lower.rows import COMPUTE, ISSUE, RECIPE, RESULT, UPDATE, WAIT, Schedule, Segments
+from flexsearch.lower.taskgraph import Communication
+from flexsearch.sync import Exchange
+from flexsearch.sync.work import after, before, between
+from flexsearch.topology.parts import FORMS
+
+Lowered = Any
+Rows = Any
+"""``lowering.Lowered`` and ``view.Rows``, which import this module."""
+_turn_of = getattr(turn_of, "py_func", turn_of)
+SERVER_PASSES: Final = 5
+"""Passes over its part that an asynchronous server's update takes: gradient, momentum and weights."""
+
+
+@dataclass(frozen=True)
+class RecipeBlock:
+    """What a block of a recipe holds, for those who read rows as tasks. ``group``: its number in
+    ``Lowered.recipe_groups``. ``exchanges``: those of the recipe in this step. ``work``: what its computations do, by
+    number; ``communications``, by number."""
+
+    group: int
+    exchanges: tuple[Exchange, ...]
+    work: tuple[str, ...]
+    communications: tuple[Communication, ...]
+
+
+@dataclass
+class _Draft:
+    """A block that is being written. ``steps``: by device, (kind, number, ticks, host ticks). ``missing``: by
+    communication, how many issue it and it follows; ``links`` and ``drags``: (resource, ticks)."""
+
+    group: int
+    exchanges: tuple[Exchange, ...] = ()
+    steps: dict[int, list[tuple[int, int, int, int]]] = field(default_factory=dict)
+    work: list[str] = field(default_factory=list)
+    communications: list[Communication] = field(default_factory=list)
+    missing: list[int] = field(default_factory=list)
+    links: list[list[tuple[int, int]]] = field(default_factory=list)
+    drags: list[list[tuple[int, int]]] = field(default_factory=list)
+    ticks: list[int] = field(default_factory=list)
+    turns: list[int] = field(default_factory=list)
+    followers: list[list[int]] = field(default_factory=list)
+
+
+def with_recipes(lowered: Lowered, rows: Rows, step: int) -> Rows:
+    """``rows`` of a plan with those that its recipes have in a step (0: the first). Raises StrategyError or RecipeError
+    for groups that cannot follow theirs."""
+    writer, early, late = _Writer(lowered), list[_Draft](), list[_Draft]()
+    for number, group in enumerate(lowered.recipe_groups):
+        recipe = group.recipe.planned
+        gradients = step < recipe.warm_up or not recipe.updates
+        draft = writer.alone(number, group) if recipe.asynchronous else writer.together(number, group, step)
+        (early if gradients else late).append(draft)
+    return _added(rows, early, late)
+
+
+class _Writer:
+    """Writes the blocks of one plan."""
+
+    def __init__(self, lowered: Lowered) -> None:
+        self.lowered, lowering = lowered, lowered.lowering
+        self.pricing = Pricing(lowering.network, lowering.costs.profile)
+        self.decisive = lowering.network.decisive
+        self.launch = [round(device.launch_s / TICK) for device in lowered.topology.devices]
+
+    def together(self, number: int, group: RecipeGroup, step: int) -> _Draft:
+        """The block of a recipe in which replicas go together, in a step."""
+        recipe, sizes, members = group.recipe.planned, group.sizes, len(group.devices)
+        exchanges = recipe.exchanges(members, group.hosts, sizes, step)
+        assert exchanges is not None
+        draft, exact = _Draft(number, tuple(exchanges)), step < recipe.warm_up
+        if not exchanges:
+            return draft
+        if not exact:
+            self._compute(draft, group, "encode", {p: before(recipe, sizes) for p in range(members)})
+        for k, exchange in enumerate(exchanges):
+            received = self._exchange(draft, group, exchange)
+            if k + 1 < len(exchanges):
+                work = {p: between(recipe, sizes, members, n) for p, n in received.items()}
+                self._compute(draft, group, "merge", work)
+            elif not exact:
+                work = {p: after(recipe, sizes, members, received.get(p, 0)) for p in range(members)}
+                self._compute(draft, group, "decode", work)
+        return draft
+
+    def alone(self, number: int, group: RecipeGroup) -> _Draft:
+        """The block of a recipe in which workers go by themselves. Its communications are, worker by worker, what it
+        pushes to each server and what it pulls from each; the server's update is part of the push."""
+        recipe, sizes, members = group.recipe.planned, group.sizes, len(group.devices)
+        server, draft = recipe.server, _Draft(number)
+        assert server is not None
+        self._compute(draft, group, "encode", {p: before(recipe, sizes) for p in range(members)})
+        shards = list(zip(server.owners(members), server.bounds(sizes.n), strict=True))
+        size = len(group.positions)
+        for worker in range(members):
+            device, pushes, pulls = group.devices[worker], list[int](), list[int]()
+            for owner, (a, b) in shards:
+                nbytes = recipe.compression.nbytes(sizes.part(b - a)) or 0
+                there = Exchange("exchange", size, (nbytes,), ((worker, owner),))
+                push = self._communicate(draft, group, there, [device], [])
+                self._update(draft, push, group.positions[owner], (b - a) * sizes.itemsize, owner < members)
+                pushes.append(push)
+                self._step(draft, device, ISSUE, push, 0, ISSUE_LAUNCHES)
+            for owner, (a, b) in shards:
+                back = Exchange("exchange", size, ((b - a) * sizes.itemsize,), ((owner, worker),))
+                pull = self._communicate(draft, group, back, [], [device])
+                draft.missing[pull] += len(pushes)
+                pulls.append(pull)
+                self._step(draft, device, WAIT, pull, 0, 0)
+            for push in pushes:
+                draft.followers[push] += pulls
+        load = {p: 2 * sizes.n * sizes.itemsize for p in range(members)}
+        self._compute(draft, group, "load", load)
+        return draft
+
+    def _compute(self, draft: _Draft, group: RecipeGroup, what: str, nbytes: Mapping[int, int]) -> None:
+        """Positions read and write so many bytes."""
+        for position, count in nbytes.items():
+            if count:
+                device = group.positions[position]
+                seconds = streaming_seconds(self.lowered.topology.devices[device], count, self._dtype(group))
+                self._step(draft, device, COMPUTE, len(draft.work), max(1, round(seconds / TICK)), 1)
+                draft.work.append(what)
+
+    def _exchange(self, draft: _Draft, group: RecipeGroup, exchange: Exchange) -> dict[int, int]:
+        """An exchange; returns the bytes that each position receives."""
+        received: dict[int, int] = {}
+        for part in independent(exchange):
+            messages = list(part.messages())
+            for _, b, size in messages:
+                received[b] = received.get(b, 0) + size
+            senders, receivers = ([group.positions[p] for p in sorted({m[k] for m in messages})] for k in (0, 1))
+            number = self._communicate(draft, group, part, senders, receivers)
+            for device in senders:
+                self._step(draft, device, ISSUE, number, 0, ISSUE_LAUNCHES)
+            for device in receivers:
+                self._step(draft, device, WAIT, number, 0, 0)
+        return dict(sorted(received.items()))
+
+    def _communicate(
+        self, draft: _Draft, group: RecipeGroup, exchange: Exchange, senders: Sequence[int], receivers: Sequence[int]
+    ) -> int:
+        """One more communication; returns its number. What a server sends to itself takes no time."""
+        messages = [(a, b, n) for a, b, n in exchange.messages() if group.positions[a] != group.positions[b]]
+        transfer = price(self.pricing, group.positions, exchange) if messages else Transfer(0.0, (), (), ())
+        taking = sorted({group.positions[p] for a, b, _ in exchange.messages() for p in (a, b)})
+        one_call = self.lowered.topology.communication.in_one_call(exchange.form)
+        what = Communication(
+            "synchronise", exchange.form, tuple(taking), tuple(senders), tuple(receivers), (), transfer,
+            exchange.sent if messages else 0, one_call, group.recipe.words,
+        )  # fmt: skip
+        draft.communications.append(what)
+        links = [(r, round(s / TICK)) for r, s in transfer.links if self.decisive[r]]
+        draft.missing.append(len(senders))
+        draft.links.append(links)
+        draft.drags.append([(r, round(s / TICK)) for r, s in transfer.drag])
+        draft.ticks.append(round(transfer.duration_s / TICK))
+        draft.turns.append(_turn(self, what, [r for r, _ in links]))
+        draft.followers.append([])
+        return len(draft.missing) - 1
+
+    def _update(self, draft: _Draft, push: int, device: int, nbytes: int, works: bool) -> None:
+        """A push with the server's update behind it: it keeps a dedicated server's processor busy, and takes time from
+        the computing of one that ``works``, too."""
+        topology = self.lowered.topology
+        seconds = streaming_seconds(topology.devices[device], SERVER_PASSES * nbytes)
+        busy = int(topology.processor_of[device]), round(seconds / TICK)
+        draft.ticks[push] += busy[1]
+        (draft.drags if works else draft.links)[push].append(busy)
+
+    def _step(self, draft: _Draft, device: int, kind: int, number: int, ticks: int, launches: Any) -> None:
+        draft.steps.setdefault(device, []).append((kind, number, ticks, int(launches) * self.launch[device]))
+
+    def _dtype(self, group: RecipeGroup) -> str:
+        return str(self.lowered.graph.tensor[group.names[0]].dtype)
+
+
+# ---- adding blocks to rows
+
+
+def _added(rows: Rows, early: Sequence[_Draft], late: Sequence[_Draft]) -> Rows:
+    """Rows with blocks before and after the update."""
+    drafts, first = [*early, *late], len(rows.schedule.kind)
+    segments = rows.segments
+    numbers = []
+    for k, draft in enumerate(drafts):
+        numbers.append(len(segments.device_steps))
+        segments = _appended(rows, segments, draft, first + k)
+    blocks, count = rows.blocks, len(drafts)
+    blocks = blocks._replace(
+        kind=_longer(blocks.kind, [RECIPE] * count), argument=_longer(blocks.argument, [d.group for d in drafts]),
+        launches=_longer(blocks.launches, [1] * count), stage=_longer(blocks.stage, [int(blocks.stage[-1])] * count),
+        sent_first=_longer(blocks.sent_first, [0] * count), sent_last=_longer(blocks.sent_last, [0] * count),
+    )  # fmt: skip
+    told = {
+        first + k: RecipeBlock(d.group, d.exchanges, tuple(d.work), tuple(d.communications))
+        for k, d in enumerate(drafts)
+    }
+    return replace(
+        rows, schedule=_scheduled(rows.schedule, len(early), len(late)), blocks=blocks, segments=segments,
+        segment=_longer(rows.segment, numbers), recipes=told,
+    )  # fmt: skip
+
+
+def _appended(rows: Rows, segments: Segments, draft: _Draft, block: int) -> Segments:
+    """Segments with one more, that of a block."""
+    devices = len(rows.schedule.group)
+    steps = [step for d in range(devices) for step in draft.steps.get(d, ())]
+    counts = [len(draft.steps.get(d, ())) for d in range(devices)]
+    at, before = len(segments.step_kind), len(segments.missing)
+    total = len(draft.communications)
+
+    def lists(values: Sequence[Sequence[Any]], start: int) -> tuple[list[int], list[int]]:
+        ends = np.cumsum([start, *map(len, values)]).tolist()
+        return ends[:-1], ends[1:]
+
+    links, drags = draft.links, draft.drags
+    receivers = [c.receivers for c in draft.communications]
+    link_first, link_last = lists(links, len(segments.link))
+    drag_first, drag_last = lists(drags, len(segments.drag))
+    receiver_first, receiver_last = lists(receivers, len(segments.receiver))
+    follower_first, follower_last = lists(draft.followers, len(segments.follower_row))
+    followed = [f for row in draft.followers for f in row]
+    more = {
+        "device_steps": [len(segments.step_first)], "communication_first": [before],
+        "communication_last": [before + total], "step_first": np.cumsum([at, *counts]).tolist(),
+        "step_kind": [s[0] for s in steps], "step_block": [block] * len(steps), "step_row": [s[1] for s in steps],
+        "step_ticks": [s[2] for s in steps], "step_host": [s[3] for s in steps], "communication_ticks": draft.ticks,
+        "missing": draft.missing, "turn": draft.turns,
+        "link_first": link_first, "link_last": link_last, "link": [r for row in links for r, _ in row],
+        "link_ticks": [t for row in links for _, t in row], "drag_first": drag_first, "drag_last": drag_last,
+        "drag": [r for row in drags for r, _ in row], "drag_ticks": [t for row in drags for _, t in row],
+        "receiver_first": receiver_first, "receiver_last": receiver_last,
+        "receiver": [d for row in receivers for d in row], "follower_first": follower_first,
+        "follower_last": follower_last, "follower_block": [block] * len(followed), "follower_row": followed,
+    }  # fmt: skip
+    return Segments(**{name: _longer(getattr(segments, name), values) for name, values in more.items()})
+
+
+def _turn(writer: _Writer, what: Communication, links: Sequence[int]) -> int:
+    """Ticks after which a communication lets others on its links go first."""
+    longest = max((s for _, s in what.transfer.links), default=0.0)
+    rates, form = writer.pricing.rates, FORMS.index(what.form)
+    return int(_turn_of(rates, rates.bandwidth, form, np.array(links, np.uint32), 0, len(links), longest))
+
+
+def _longer(column: Any, values: Sequence[int]) -> Any:
+    """A column with more rows."""
+    return np.concatenate([column, np.array(values, column.dtype)])
+
+
+def _scheduled(schedule: Schedule, early: int, late: int) -> Schedule:
+    """The schedule with blocks that all devices run before the loss is sent and after the update, the last two blocks.
+    Devices without a stage run nothing else."""
+    blocks, update, result = len(schedule.kind), len(schedule.kind) - 1, len(schedule.kind) - 2
+    assert (schedule.kind[update], schedule.kind[result]) == (UPDATE, RESULT)
+    actions: list[tuple[int, int, int]] = []
+    first, last = [], []
+    more = [(blocks, blocks + early), (result, update + 1), (blocks + early, blocks + early + late)]
+    for begin, end in zip(schedule.action_first.tolist(), schedule.action_last.tolist(), strict=True):
+        first.append(len(actions))
+        columns = schedule.block_first, schedule.block_last, schedule.microbatch
+        for low, high, microbatch in zip(*(column[begin:end].tolist() for column in columns), strict=True):
+            actions.append((low, min(high, result), microbatch))
+        final = int(schedule.final[0])
+        actions += [(low, high, final) for low, high in more if low < high and (begin < end or low != result)]
+        last.append(len(actions))
+    actions_of = [np.array(column, np.uint32) for column in zip(*actions, strict=True)]
+    count = early + late
+    return schedule._replace(
+        kind=_longer(schedule.kind, [RECIPE] * count), argument=_longer(schedule.argument, range(count)),
+        once=_longer(schedule.once, [1] * count), last=_longer(schedule.last, [1] * count),
+        action_first=np.array(first, np.uint32), action_last=np.array(last, np.uint32),
+        block_first=actions_of[0], block_last=actions_of[1], microbatch=actions_of[2],
+    )  # fmt: skip

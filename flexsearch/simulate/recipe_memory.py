@@ -1,0 +1,47 @@
+"""What recipes keep on devices: their state from step to step, and what they hold while they run."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from flexsearch.lower import Lowered
+from flexsearch.lower.recipes import RecipeGroup
+from flexsearch.simulate.spans import BUFFERS, OPTIMIZER
+from flexsearch.sync.work import held_bytes, kept_bytes
+
+_TENSORS = {"sgd": 0, "momentum": 1, "adam": 2}
+"""States of an optimizer for each weight."""
+
+Kept = tuple[int, int, int, int, int]
+"""Device, first and last moment, bytes, part of memory: as a span of ``lifetimes``."""
+
+
+def recipe_spans(lowered: Lowered) -> Iterator[Kept]:
+    """The spans of a plan's recipes. State counts as the optimizer's, for the whole step. The vector, what arrives and
+    what it is decoded to are there while the recipe runs: before the update, or after it."""
+    if not lowered.options.recipes:
+        return
+    update = len(lowered.plain_rows.schedule.kind) - 1
+    for group in lowered.recipe_groups:
+        recipe, members = group.recipe.planned, len(group.devices)
+        kept = kept_bytes(recipe, group.sizes)
+        first, last = (2 * update + 1, 2 * update + 1) if recipe.updates else (2 * (update - 1), 2 * update)
+        held = held_bytes(recipe, group.sizes, members, group.hosts)
+        for device in group.devices:
+            yield device, 0, 2 * update + 1, kept, int(OPTIMIZER)
+            yield device, first, last, held, int(BUFFERS)
+        yield from _servers(lowered, group, update)
+
+
+def _servers(lowered: Lowered, group: RecipeGroup, update: int) -> Iterator[Kept]:
+    """Of a server: of an asynchronous one, weights and states of the optimizer; what workers push."""
+    recipe, members = group.recipe.planned, len(group.devices)
+    server = recipe.server
+    if server is None:
+        return
+    for owner, (a, b) in zip(server.owners(members), server.bounds(group.sizes.n), strict=True):
+        part = (b - a) * group.sizes.itemsize
+        own = 1 + _TENSORS[lowered.options.optimizer] if recipe.asynchronous is not None else 0
+        pushed = (recipe.compression.nbytes(group.sizes.part(b - a)) or 0) * (1 if own else members)
+        yield group.positions[owner], 0, 2 * update + 1, own * part, int(OPTIMIZER)
+        yield group.positions[owner], 2 * (update - 1), 2 * update, pushed + part, int(BUFFERS)
