@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 from argparse import Namespace
+from math import log2
 from pathlib import Path
 from typing import cast
 
@@ -12,6 +13,11 @@ import pytest
 from benchmarks import runtime_vs_torch
 from benchmarks.emulated import Machine
 from benchmarks.llm_plans import SEQ, TABLE_1, layout_of, tflops
+from benchmarks.sync_convergence import configurations
+from benchmarks.sync_scaling import SIZES, exchanges, resnet20
+from flexsearch.sync import parse_recipe
+from flexsearch.sync.compression import Sizes
+from flexsearch.sync.threshold import AdaptiveThreshold
 
 FOLDER = Path(__file__).resolve().parents[1] / "benchmarks"
 
@@ -53,3 +59,30 @@ def test_the_prediction_for_one_rank_counts_beside_the_layouts(monkeypatch: pyte
         ("all", "all", 6),
     ]  # fmt: skip
     assert [r["median_error_percent"] for r in rows] == [25, 25, 25, 25, 0]
+
+
+@pytest.mark.parametrize("workers", [4, 16, 32])
+def test_workers_can_follow_the_configurations_and_the_threshold_leaves_what_gossip_can_bring(workers: int) -> None:
+    recipes = [parse_recipe(text) for text in configurations(workers)]
+    for recipe in recipes:
+        recipe.check(workers, Sizes(((1000,),), 4), tuple(range(workers)))
+    thresholds = [r.compression for r in recipes if isinstance(r.compression, AdaptiveThreshold)]
+    assert len(recipes) == 10 and len(thresholds) == 4
+    assert all(abs(c.density * log2(workers) - 1) < 1e-3 for c in thresholds if c.density is not None)
+
+
+def test_resnet20_has_the_parameters_of_its_paper() -> None:
+    """0.27 M (He et al., 2015, table 6)."""
+    assert sum(tensor.nbytes for tensor in resnet20(8).of_kind("parameter")) / 4 == pytest.approx(0.27e6, rel=0.02)
+
+
+@pytest.mark.parametrize("workers", [4, 32])
+def test_priced_exchanges_are_near_their_formulas(workers: int) -> None:
+    """What formulas leave out is small: messages in turn start faster than the first, gloo does not fill the link."""
+    rows = exchanges(workers, SIZES)
+    for row in rows:
+        for name in ("ring", "tree", "halving"):
+            assert 0.95 < row[f"{name}_s"] / row[f"{name}_formula_s"] < 1.2
+        for name in ("server", "shards"):
+            assert 0.5 < row[f"{name}_s"] / row[f"{name}_formula_s"] < 1.2
+    assert rows[0]["best"] == "halving" and rows[-1]["server_s"] > workers / 2 * rows[-1]["ring_s"]
