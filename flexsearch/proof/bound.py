@@ -21,11 +21,10 @@ along every path. So both arguments hold with pieces whose sample axes are divid
 A schedule that puts off the gradients of weights shortens the path: of the backward tasks along it, only the part that
 makes other gradients counts then (``split_backward``).
 
-For a search that chooses the number of microbatches, and the schedule, only work, launches (of one microbatch) and links
-count. A piece may then have
-any number of samples, whether samples are divided among devices or in time. To keep the pieces few, lengths that are
-nearly the same are taken together; a row then has the seconds of the shortest of its pieces and the share of the
-longest.
+For a search that chooses the number of microbatches, and the schedule, only work, launches (of one microbatch) and
+links count. A piece may then have any number of samples, whether samples are divided among devices or in time. To keep
+the pieces few, lengths that are nearly the same are taken together; a row then has the seconds of the shortest of its
+pieces and the share of the longest.
 """
 
 from __future__ import annotations
@@ -65,8 +64,8 @@ PRICE_STEPS: Final = (2.0, 1.4, 1.1, 1.03)
 @dataclass(frozen=True)
 class Bound:
     """No legal plan takes less than ``seconds``. ``parts``: what each argument proves by itself ("critical path",
-    "work", "launches", "links"), for plans on ``devices`` devices, the number for which least can be proved; ``decides``: the
-    largest of them."""
+    "work", "launches", "links"), for plans on ``devices`` devices, the number for which least can be proved;
+    ``decides``: the largest of them."""
 
     seconds: float
     parts: dict[str, float]

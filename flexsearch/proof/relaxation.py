@@ -100,7 +100,7 @@ class _Builder:
             **_Weights(self).columns(),
         )  # fmt: skip
 
-    def _hosts(self) -> dict[str, F64]:
+    def _hosts(self) -> dict[str, Any]:
         """What launching takes, whatever the configs are."""
         launch = self.samples.launch
         hosted = bool(launch.min() > 0.0)
