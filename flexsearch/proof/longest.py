@@ -111,7 +111,8 @@ def _close(t: Tables, w: Work, chosen: I64) -> float:
 def _launch(t: Tables, w: Work, chosen: I64, m: Any, c: Any, after: F64, launching: float) -> float:
     """The least makespan if hosts launch config ``c`` of operator ``m``, too. ``after``: what follows its backward
     pieces; ``launching``: as of ``_close``."""
-    count, bound, together = w.last.shape[0], 0.0, launching - t.least_launch[m]
+    count, bound = w.last.shape[0], 0.0
+    together: float = launching - t.least_launch[m]
     for d in range(count):
         w.sent[d] = 0.0
         w.returned[d] = 0.0
