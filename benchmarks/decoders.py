@@ -38,20 +38,17 @@ class Block(nn.Module):
         super().__init__()
         h, self.model = model.hidden, model
         self.norm1, self.norm2 = nn.LayerNorm(h, bias=model.bias), nn.LayerNorm(h, bias=model.bias)
-        self.q_proj, self.k_proj, self.v_proj = (nn.Linear(h, h, bias=model.bias) for _ in range(3))
+        self.qkv = nn.Linear(h, 3 * h, bias=model.bias)
         self.out_proj = nn.Linear(h, h, bias=model.bias)
         self.up, self.down = nn.Linear(h, 4 * h, bias=model.bias), nn.Linear(4 * h, h, bias=model.bias)
         self.drop = nn.Dropout(0.0 if model.fused else 0.1)
 
     def forward(self, x: Tensor) -> Tensor:
         y = self.norm1(x)
-        q, k, v = (self._heads(p(y)) for p in (self.q_proj, self.k_proj, self.v_proj))
+        q, k, v = self.qkv(y).unflatten(-1, (self.model.heads, 3, -1)).transpose(1, 2).unbind(-2)
         y = self._attend(q, k, v).transpose(1, 2).flatten(2)
         x = x + self.drop(self.out_proj(y))
         return x + self.drop(self.down(F.gelu(self.up(self.norm2(x)))))  # type: ignore[no-any-return]
-
-    def _heads(self, x: Tensor) -> Tensor:
-        return x.unflatten(-1, (self.model.heads, -1)).transpose(1, 2)
 
     def _attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         if self.model.fused:

@@ -13,8 +13,11 @@ from pydantic import AfterValidator, Field
 
 MAX_BYTES: Final = 2**60
 MAX_SIZE: Final = 2**48
-MAX_GRAPH_BYTES: Final = 2**50
-"""Of all tensors of a graph together. Times ring steps over MAX_DEVICES devices this is below 2^63."""
+MAX_MOVED_BYTES: Final = 2**50
+"""Of a tensor, and of all weights of a graph together: what one communication may move. Times MAX_DEVICES this is below
+2^63."""
+MAX_GRAPH_BYTES: Final = 2**56
+"""Of all tensors of a graph together: they are only added up, with states of weights and copies."""
 MAX_ITERATIONS: Final = 2**59
 """Points of an operator's iteration space: 9 FLOPs a point, the most that any kind counts, are below 2^63."""
 MAX_DEVICES: Final = 4096

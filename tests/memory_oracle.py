@@ -10,12 +10,10 @@ from collections.abc import Iterable, Mapping
 
 from flexsearch.cost.compute import state_bytes
 from flexsearch.graph import Box, Flow, Tensor, volume
-from flexsearch.graph.ops import saved_tensors
+from flexsearch.graph.ops import kept_weights, saved_tensors
 from flexsearch.lower import Layout, Lowered, Reshard, TaskKind, bounding
-from flexsearch.lower.pieces import Weight
 from flexsearch.lower.recompute import regions_of
 from flexsearch.simulate.memory import Part
-from flexsearch.strategy import States
 
 
 class Span:
@@ -41,7 +39,7 @@ class _Walk:
     def __init__(self, lowered: Lowered) -> None:
         graph = lowered.graph
         self.lowered, self.graph = lowered, graph
-        self.rules = saved_tensors(graph)
+        self.rules, self.kept = saved_tensors(graph), kept_weights(graph)
         self.spans: list[Span] = []
         self.end = max(0, len(lowered.tasks) - 1)
         self.task: dict[tuple[int, int, int], int] = {}
@@ -103,23 +101,10 @@ class _Walk:
         for weight in lowered.weights:
             tensor = self.graph.tensor[weight.tensor]
             kept = state_bytes(tensor, options.optimizer, options.precision)
-            if self._stays(weight):
-                boxes = {}
-                for e in weight.edges:
-                    for device, box, _ in lowered.edges[e].need if lowered.edges[e].forward is not None else ():
-                        boxes[device] = bounding((boxes.get(device, box), box))
-                for device, box in boxes.items():
-                    self._always(device, volume(box) * tensor.itemsize, "weights")
             for device, box, _ in weight.plan.storage:
-                if not self._stays(weight):
-                    self._always(device, volume(box) * tensor.itemsize, "weights")
+                self._always(device, volume(box) * tensor.itemsize, "weights")
                 if weight.plan.sync is not None and kept:
                     self._always(device, volume(box) * kept, "optimizer")
-
-    @staticmethod
-    def _stays(weight: Weight) -> bool:
-        """Whether a weight is whole between steps, though updated in parts: what is gathered needs no place."""
-        return weight.plan.states in (States.OPTIMIZER, States.GRADIENTS)
 
     def _weights(self) -> None:
         """Gathered weights; a part cut from what the device stores is a view of it."""
@@ -129,9 +114,7 @@ class _Walk:
             for e, plan in zip(weight.edges, weight.plan.forward, strict=True):
                 if plan is None:  # it is not read
                     continue
-                if self._stays(weight):
-                    self._receive("gather", e, plan, tensor.itemsize)
-                elif plan.exchanges:
+                if plan.exchanges:
                     remote = {d for exchange in plan.exchanges for d in exchange.receivers}
                     self._arrive("gather", e, plan, tensor, "gathered", {}, remote)
                     if e in regathered:
@@ -158,8 +141,10 @@ class _Walk:
             producer = graph.producer.get(name)
             inside = again is not None and producer is not None and self.region[producer] == self.region[i]
             weight = first is not None and first.part == "gathered"
-            done = back if graph.tensor[name].kind == "parameter" else late
-            later = [t for t in (again, done if rule.inputs else back if weight else None) if t is not None]
+            done = late if rule.inputs else None
+            if weight:
+                done = back if second is not None or (i, p) in self.kept else None
+            later = [t for t in (again, done) if t is not None]
             if first is not None and (graph.operators[i].half != "weights" or again is not None):
                 first.until(now)
             kept = second if inside or (weight and second is not None) else first

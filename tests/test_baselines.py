@@ -160,7 +160,7 @@ GRAPHS = {"mlp": mlp(), "cnn": cnn(), "transformer": transformer()}
 
 
 def without_launching(topology: Topology) -> Topology:
-    """As of captured graphs: nothing waits for hosts, of which bounds know nothing."""
+    """As of captured graphs: nothing waits for hosts."""
     return edited(topology, devices=tuple(d.model_copy(update={"overhead_s": 0.0}) for d in topology.devices))
 
 

@@ -52,7 +52,7 @@ def as_on_nccl(wrong: bool = False) -> Iterator[Counter[str]]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(ONE_CALL, "gloo", CALLED)
         for module, name in (
-            (collectives, "_all_gather"), (collectives, "_reduce_scatter"), (dist, "all_to_all_single"),
+            (collectives, "all_gather"), (collectives, "_reduce_scatter"), (dist, "all_to_all_single"),
             (dist, "new_group"),
         ):  # fmt: skip
             patch.setattr(module, name, counted(name.strip("_"), getattr(module, name)))

@@ -14,10 +14,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from flexsearch.cost.collectives import ALL_REDUCE, EXCHANGE
+from flexsearch.cost.collectives import ALL_REDUCE, EXCHANGE, ring_edge
 from flexsearch.cost.communication import Pricing, least_seconds
 from flexsearch.cost.tally import MOST_TURNS, NEVER, turn_of
 from flexsearch.cost.ticks import TICK
+from flexsearch.quantities import MAX_DEVICES
 from flexsearch.topology import Communication, Topology
 from flexsearch.topology.parts import COLLECTIVES, FORMS
 
@@ -125,6 +126,11 @@ def test_every_collective_brings_each_member_what_it_lacks(data: st.DataObject) 
         assert into >= 0.9 * wanted - 1000  # the member before an exit of all rings gets what others pass on
 
 
+@given(st.integers(2, MAX_DEVICES), st.integers(0, 2**60))
+def test_the_edge_of_a_ring_is_exact_for_any_number_of_bytes(count: int, nbytes: int) -> None:
+    assert ring_edge(np.uint64(count), np.int64(nbytes)) == 2 * (count - 1) * nbytes // count
+
+
 def test_each_message_of_a_device_pays_and_others_go_beside_them() -> None:
     topology = Topology.load("dgx-a100:8")
     pricing, message_s = Pricing(topology), topology.communication.message_s
@@ -152,7 +158,7 @@ def test_a_file_that_gives_factors_of_collectives_means_groups_of_all_sizes() ->
     assert Pricing(made).all_reduce(range(8), 100 * MEGA).duration_s == pytest.approx(expected, abs=2 * TICK)
 
 
-def test_an_all_reduce_of_gloo_gives_way_and_nothing_else_does() -> None:
+def test_an_all_reduce_gives_way_and_nothing_else_does() -> None:
     gloo = Pricing(Topology.load("ethernet-1g"))
     links = np.array([r for r, _ in gloo.all_reduce(range(4), MEGA).links], np.uint32)
     bounds = np.uint64(0), np.uint64(len(links))
@@ -163,8 +169,10 @@ def test_an_all_reduce_of_gloo_gives_way_and_nothing_else_does() -> None:
         assert 0 <= turn * MOST_TURNS * TICK - longest_s <= MOST_TURNS * TICK
     assert turn_of(gloo.rates, gloo.rates.bandwidth, EXCHANGE, links, *bounds, 1.0) == NEVER
     nccl = Pricing(Topology.load("dgx-a100"))
+    own, one = np.array([nccl.all_reduce(range(8), MEGA).links[0][0]], np.uint32), (np.uint64(0), np.uint64(1))
     for form in range(len(FORMS)):
-        assert turn_of(nccl.rates, nccl.rates.bandwidth, np.uint64(form), links, *bounds, 1.0) == NEVER
+        turn = turn_of(nccl.rates, nccl.rates.bandwidth, np.uint64(form), own, *one, 1.0)
+        assert (turn == NEVER) == (form != ALL_REDUCE)
 
 
 def test_prices_do_not_depend_on_the_hash_of_earlier_files() -> None:

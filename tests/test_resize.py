@@ -19,6 +19,7 @@ from flexsearch.graph.importer import import_model
 from flexsearch.graph.ops.check import check_kinds
 from flexsearch.graph.resize import parse_batch
 from flexsearch.graph.sequence import sequence_length, with_sequence
+from flexsearch.quantities import MAX_MOVED_BYTES
 from flexsearch.strategy.baselines import baseline
 from flexsearch.topology import Topology
 from tests.conftest import Cli
@@ -125,6 +126,8 @@ def test_what_has_no_sequence_or_mixes_it_with_constants_is_refused() -> None:
         imported("gpt2", 4, 16).resized(sequence=0)
     with pytest.raises(NotationError, match=r"the limit is 2\^50 \(1 PiB\)\. Give a smaller one"):
         OperatorGraph.load("llama_405b").resized(2**20)
+    large = OperatorGraph.load("llama_405b").resized(2**10)  # only sums are beyond what one communication may move
+    assert sum(tensor.nbytes for tensor in large.tensors) > MAX_MOVED_BYTES > max(t.nbytes for t in large.tensors)
     with pytest.raises(NotationError, match=r"would have an axis of .* indices\. Give a smaller size"):
         imported("gpt2", 4, 16).resized(2**46)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import os
 import re
@@ -77,6 +78,33 @@ def test_a_run_reports_losses_of_one_device_and_times(optimizer: str) -> None:
     times = sorted(step["iteration_s"] for step in reports[0]["steps"][WARM_UP:])
     assert times[0] <= reports[0]["median_iteration_s"] <= times[-1]
     assert reports[0]["predicted_iteration_s"] > 0
+
+
+def _recipe(text: str) -> str:
+    """Data parallelism in which all weights follow a recipe."""
+    file = _strategy().to_file().model_dump(mode="json")
+    file["synchronisation"]["recipes"] = [{"weights": ["*"], "recipe": text}]
+    return json.dumps(file)
+
+
+def test_plans_with_recipes_are_run_predicted_and_traced() -> None:
+    reports = pool(2).run(partial(_train, steps=4, trace=True), _recipe("local-sgd:period=2+top-k:density=0.5"))
+    for summary, spans, _ in reports:
+        assert summary["predicted_iteration_s"] > 0 and summary["traced_iteration_s"] > 0 and spans
+        assert summary["errors"] and summary["memory"]
+
+
+def test_workers_that_go_by_themselves_are_run_without_waiting_and_not_traced() -> None:
+    for summary, _, _ in pool(2).run(partial(_train, steps=4), _recipe("async+server")):
+        assert len(summary["steps"]) == 4 and summary["predicted_iteration_s"] > 0
+    for refusal in pool(2).run(_untraced, _recipe("async+server")):
+        assert "workers do not wait for each other" in refusal
+
+
+def _untraced(file: str) -> str:
+    with pytest.raises(RuntimeFailure) as refusal:
+        _train(file, trace=True)
+    return str(refusal.value)
 
 
 @pytest.mark.parametrize("name", ["data-parallel", "fsdp", "megatron"])
@@ -218,6 +246,13 @@ def test_a_failing_rank_ends_the_others_and_is_quoted(tmp_path: Path) -> None:
     with pytest.raises(RuntimeFailure, match=r"rank 1 ended with exit code 1(.|\n)*no such thing"):
         launch(_script(tmp_path, text), 3, grace_s=0.2)
     assert time.monotonic() - began < 60
+
+
+def test_others_than_the_first_may_fail_where_that_is_tolerated(tmp_path: Path) -> None:
+    script = _script(tmp_path, "import os, sys, time\ntime.sleep(0.5)\nsys.exit(int(os.environ['RANK']))")
+    assert launch(script, 2, tolerate=True) is None
+    with pytest.raises(RuntimeFailure, match="rank 1 ended with exit code 1"):
+        launch(script, 2)
 
 
 def test_a_killed_rank_is_named_even_if_others_fail_after_it(tmp_path: Path) -> None:

@@ -58,7 +58,8 @@ def test_what_is_sent_once_a_step_and_what_for_every_microbatch(reshard: bool) -
 @pytest.mark.parametrize("states", States)
 def test_what_is_kept_from_one_microbatch_to_the_next_is_what_zero_counts(states: States) -> None:
     """Rajbhandari et al., SC 2020, figure 1: Adam with masters takes 16 bytes for each parameter, or 4 + 12 / n,
-    2 + 14 / n, 16 / n where the optimizer's states, gradients and weights are in parts."""
+    2 + 14 / n, 16 / n where the optimizer's states, gradients and weights are in parts. Here a weight is stored in
+    parts in all three cases, 2 / n, and is whole beside that from its gather, once a step, to its last use."""
     graph = stack(3)
     lowered = plan(states, Options(optimizer="adam", precision="bf16"), graph)
     schedule, end = lowered.rows.schedule, 2 * len(lowered.rows.schedule.kind) - 1
@@ -68,9 +69,11 @@ def test_what_is_kept_from_one_microbatch_to_the_next_is_what_zero_counts(states
             begins, ends = schedule.once[span.first // 2], schedule.once[span.last // 2]
             always = span.part in ("weights", "optimizer") and span.first == 0 and span.last == end
             summed = span.part == "gradients" and not begins and bool(ends)
-            kept[span.part] += span.nbytes * (always or summed)
+            gathered = span.part == "gathered" and bool(begins) and not ends
+            kept[span.part] += span.nbytes * (always or summed or gathered)
     parts = {"weights": 2, "gradients": 2, "optimizer": 12}
-    levels = {"optimizer": States.OPTIMIZER, "gradients": States.GRADIENTS, "weights": States.WEIGHTS}
+    levels = {"optimizer": States.OPTIMIZER, "gradients": States.GRADIENTS, "weights": States.OPTIMIZER}
+    assert kept["gathered"] == pytest.approx(2 * elements * (states > States.WHOLE), rel=0.01)
     for part, nbytes in parts.items():
         whole = elements * nbytes / (len(lowered.devices) if states >= levels[part] else 1)
         assert kept[part] == pytest.approx(whole, rel=0.01), part

@@ -98,6 +98,9 @@ def run(
     compile: Annotated[
         bool, typer.Option("--compile", help="Pass runs of operators to torch.compile. Predictions are of plain ones.")
     ] = False,
+    tolerate: Annotated[
+        bool, typer.Option("--tolerate", help="Go on when other ranks die (gossip, ring, matrix, async, stale).")
+    ] = False,
     pin_cores: PinCoresOption = False,
     timeout: TimeoutOption = 300.0,
     as_json: JsonOption = False,
@@ -113,7 +116,7 @@ def run(
     check_outputs({"--profile": learns}, strategy, model.rpartition(":")[0])
     arguments = keywords(batch, set_)
     if not _is_rank():
-        _launch(_check_ranks(strategy, ranks), pin_cores, as_json)
+        _launch(_check_ranks(strategy, ranks), pin_cores, as_json, tolerate)
         return
     from flexsearch.strategy import Strategy
 
@@ -121,7 +124,7 @@ def run(
     training = _train(
         plan, model, arguments, progress=_Steps(as_json or not _first()), steps=steps, trace=trace is not None,
         profile=None if learns is not None and not learns.exists() else profile, rate=rate, seed=seed,
-        timeout_s=timeout, compile=compile,
+        timeout_s=timeout, compile=compile, tolerate=tolerate,
     )  # fmt: skip
     if _first():
         data = {"strategy": str(strategy), "model": model, "trace": str(trace) if trace is not None else None}
@@ -224,14 +227,14 @@ def _first() -> bool:
     return os.environ.get("RANK") == "0"
 
 
-def _launch(count: int, pin_cores: bool, as_json: bool) -> None:
+def _launch(count: int, pin_cores: bool, as_json: bool, tolerate: bool = False) -> None:
     """This command again, as local ranks. With --json the first of them leaves us the result to print."""
     from flexsearch.children import module
     from flexsearch.runtime.launch import launch
 
     signals.current.graceful = True  # the ranks must end, too
     try:
-        result = launch(module("flexsearch.cli", *sys.argv[1:]), count, pin=pin_cores, grace_s=10.0)
+        result = launch(module("flexsearch.cli", *sys.argv[1:]), count, pin=pin_cores, grace_s=10.0, tolerate=tolerate)
     except BrokenPipeError as error:
         raise streams.PipeClosed from error
     if as_json:

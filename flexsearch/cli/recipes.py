@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from flexsearch.cli.common import stdout
+from flexsearch.cli.progress import Live
 
 if TYPE_CHECKING:
     from flexsearch.api import Setting
@@ -96,7 +97,11 @@ def beside(
     from flexsearch.search.recipes import best_allowed
     from flexsearch.strategy import Prediction
 
-    found = best_allowed(setting.graph, setting.topology, setting.costs, plans, allow)
+    with Live("recipes") as live:
+        found = best_allowed(
+            setting.graph, setting.topology, setting.costs, plans, allow,
+            lambda done, total: live.show("recipes", done, total, f"{done} of {total} plans"),
+        )  # fmt: skip
     exact, lossy = (
         next((one for one in found if one.lowered.recipe_groups[0].recipe.lossy == changed), None)
         for changed in (False, True)

@@ -36,8 +36,10 @@ LOW: Any = np.uint64(0xFFFFFFFF)
 
 @lean
 def ring_edge(count: Any, nbytes: Any) -> Any:
-    """Bytes that every edge of a ring all-reduce carries where each device has ``nbytes``: 2 (n-1)/n of them."""
-    return np.int64(2) * (np.int64(count) - np.int64(1)) * np.int64(nbytes) // np.int64(count)
+    """Bytes that every edge of a ring all-reduce carries where each device has ``nbytes``: 2 (n-1)/n of them, rounded
+    down, as 2 ``nbytes`` less their n-th part, rounded up, which does not overflow."""
+    twice = np.int64(2) * np.int64(nbytes)
+    return twice - (twice + np.int64(count) - np.int64(1)) // np.int64(count)
 
 
 @lean

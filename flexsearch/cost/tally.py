@@ -94,7 +94,7 @@ def turn_of(rates: Rates, bandwidth: F64, form: Any, links: U32, first: Any, las
 
     gloo: an all-reduce has connections of its own, which share a link with those of others by turns. Messages between
     two devices share one connection: the first in is the first out. (Measured, ``benchmarks/link_sharing.py``.) NCCL:
-    the communications of one communicator go in issue order."""
+    every communicator has buffers of its own, and a network card serves those of all."""
     ticks = NEVER
     if rates.turn_bytes[form] > 0.0 and last > first:
         slowest = bandwidth[np.uint64(links[first])]
@@ -198,7 +198,7 @@ def busiest(rates: Rates, tally: Tally, factor: Any, unit: Any) -> Any:
     most = 0.0
     for k in range(tally.listed[0]):
         r = np.uint64(tally.touched[k])
-        most = max(most, link_seconds(factor, np.float64(tally.load[r] * unit), rates.bandwidth[r]))
+        most = max(most, link_seconds(factor, np.float64(tally.load[r]) * np.float64(unit), rates.bandwidth[r]))
     clear(tally)
     return most
 
@@ -217,7 +217,7 @@ def settle(rates: Rates, tally: Tally, loads: Loads, form: Any, factor: Any, uni
     sort(tally.touched, links)
     for k in range(links):
         r = np.uint64(tally.touched[k])
-        seconds = link_seconds(factor, np.float64(tally.load[r] * unit), rates.bandwidth[r])
+        seconds = link_seconds(factor, np.float64(tally.load[r]) * np.float64(unit), rates.bandwidth[r])
         most = max(most, seconds)
         if room:
             at = loads.size[0] + np.uint64(k)
@@ -228,7 +228,7 @@ def settle(rates: Rates, tally: Tally, loads: Loads, form: Any, factor: Any, uni
         if room:
             at = loads.size[1] + np.uint64(k)
             loads.drag[at], loads.drag_load[at] = p, tally.moved[p]
-            loads.drag_s[at] = drag_seconds(per_byte, np.float64(tally.moved[p] * unit))
+            loads.drag_s[at] = drag_seconds(per_byte, np.float64(tally.moved[p]) * np.float64(unit))
     if room:
         loads.size[0] += links
         loads.size[1] += drags

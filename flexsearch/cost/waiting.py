@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from flexsearch.cost.communication import Pricing, Transfer
-from flexsearch.cost.efficiency import moving_rate
+from flexsearch.cost.exchanges import price, streaming_seconds
 from flexsearch.sync import Exchange
 from flexsearch.topology import Topology
 
@@ -44,8 +44,7 @@ class Workers:
 
     def encode_s(self, worker: int, nbytes: float) -> float:
         """Seconds that a worker takes to read or write so many bytes, those of one kernel."""
-        device = self.topology.devices[self.devices[worker]]
-        return device.overhead_s + nbytes / moving_rate(device, "float32") if nbytes else 0.0
+        return streaming_seconds(self.topology.devices[self.devices[worker]], nbytes)
 
 
 class ExchangePrices:
@@ -58,21 +57,10 @@ class ExchangePrices:
     def of(self, exchange: Exchange) -> Transfer:
         """Cost of an exchange on its own."""
         if (priced := self._priced.get(exchange)) is None:
-            priced = self._price(exchange)
+            priced = price(self._pricing, self._devices, exchange)
             if len(self._priced) < 4096:
                 self._priced[exchange] = priced
         return priced
-
-    def _price(self, exchange: Exchange) -> Transfer:
-        members = [self._devices[k] for k in range(exchange.members)]
-        if exchange.form == "all_reduce":
-            return self._pricing.all_reduce(members, exchange.nbytes[0])
-        if exchange.form == "all_gather" and self._pricing.by_group("all_gather"):
-            # Parts are padded to the longest; every one is to reach all others.
-            padded = max(exchange.nbytes) * exchange.members * (exchange.members - 1)
-            return self._pricing.collective("all_gather", members, padded)
-        messages = ((self._devices[a], self._devices[b], size) for a, b, size in exchange.messages())
-        return self._pricing.transfer(exchange.form, messages)
 
 
 class Clock:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from flexsearch.errors import NotationError
 from flexsearch.graph.notation import Access, Operand, infer_sizes
-from flexsearch.quantities import MAX_GRAPH_BYTES, MAX_ITERATIONS, MAX_SIZE
+from flexsearch.quantities import MAX_GRAPH_BYTES, MAX_ITERATIONS, MAX_MOVED_BYTES, MAX_SIZE
 
 if TYPE_CHECKING:
     from flexsearch.graph.model import Operator, OperatorGraph
@@ -27,7 +27,10 @@ def check_graph(graph: OperatorGraph) -> None:
         seen.add(tensor.name)
     total = sum(tensor.nbytes for tensor in graph.tensors)
     if total >= MAX_GRAPH_BYTES:
-        raise ValueError(f"tensors: together they have {total:.3g} bytes; the limit is 2^50 (1 PiB)")
+        raise ValueError(f"tensors: together they have {total:.3g} bytes; the limit is 2^56 (64 PiB)")
+    weights = sum(tensor.nbytes for tensor in graph.tensors if tensor.kind == "parameter")
+    if weights >= MAX_MOVED_BYTES:
+        raise ValueError(f"tensors: the parameters have {weights:.3g} bytes together; the limit is 2^50 (1 PiB)")
     ready = _check_order(graph, seen)
     checked: set[tuple[object, ...]] = set()
     for k, op in enumerate(graph.operators):

@@ -19,7 +19,7 @@ from flexsearch.graph.notation import Access, parse
 from flexsearch.output import write
 from flexsearch.quantities import (
     MAX_AXES,
-    MAX_GRAPH_BYTES,
+    MAX_MOVED_BYTES,
     MAX_OPERANDS,
     MAX_OPERATORS,
     Name,
@@ -96,7 +96,7 @@ class Tensor(FileModel):
 
     @model_validator(mode="after")
     def _check(self) -> Tensor:
-        if self.nbytes >= MAX_GRAPH_BYTES:
+        if self.nbytes >= MAX_MOVED_BYTES:
             raise ValueError(f"tensor {self.name!r} would have {self.nbytes:.3g} bytes; the limit is 2^50 (1 PiB)")
         if self.requires_grad and (self.kind != "parameter" or not self.floating):
             raise ValueError(f"tensor {self.name!r} requires a gradient, which only floating-point parameters have")

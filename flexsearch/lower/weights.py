@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
 
 import numpy as np
 
+from flexsearch.compiled import I64, U32
 from flexsearch.graph import Flow
 from flexsearch.lower.layout import Laid, Layout, Layouts
 from flexsearch.lower.planner import SHARED, store
@@ -69,10 +70,28 @@ def plan_weight(
     edges = [edge for edge, flow in enumerate(flows) if flow != Flow.VALUE]
     if not edges:
         return WeightPlan(stored, tuple(needs), tuple(forward), None, (), states)
-    # Gradients of different edges are different terms, even where the pieces' numbers agree.
+    box, term, device, origin = _gradients(needs, edges)
+    sync = Reshard(planner, layouts.lay(layouts.grid(box, term), device), stored, itemsize, SHARED)
+    return WeightPlan(stored, tuple(needs), tuple(forward), sync, tuple(origin.tolist()), states)
+
+
+def _gradients(needs: Sequence[Laid], edges: Sequence[int]) -> tuple[I64, U32, U32, I64]:
+    """Of the gradients that the pieces of edges make: box, term, device, and edge. Those of different edges are
+    different terms, even where the pieces' numbers agree."""
     term = np.concatenate([needs[edge].grid.term * np.uint32(len(needs)) + np.uint32(edge) for edge in edges])
-    made = layouts.grid(np.concatenate([needs[edge].grid.box for edge in edges]), term)
-    source = layouts.lay(made, np.concatenate([needs[edge].device for edge in edges]))
-    origin = tuple(edge for edge in edges for _ in range(len(needs[edge])))
-    sync = Reshard(planner, source, stored, itemsize, SHARED)
-    return WeightPlan(stored, tuple(needs), tuple(forward), sync, origin, states)
+    box = np.concatenate([needs[edge].grid.box for edge in edges])
+    device = np.concatenate([needs[edge].device for edge in edges])
+    return box, term, device, np.repeat(np.array(edges, np.int64), [len(needs[edge]) for edge in edges])
+
+
+def unsynchronised(plan: WeightPlan, itemsize: int, planner: Planner, layouts: Layouts) -> WeightPlan:
+    """The plan in which every device keeps the sum of the gradients that it makes itself (a recipe synchronises
+    them)."""
+    box, term, device, origin = _gradients(plan.needs, sorted(set(plan.origin)))
+    order = np.argsort(device, kind="stable")
+    source = layouts.lay(layouts.grid(box[order], term[order]), device[order])
+    first, last = (
+        np.searchsorted(device[order], plan.stored.device, side).astype(np.uint32) for side in ("left", "right")
+    )
+    sync = assemble(planner, source, plan.stored, first, last, itemsize)
+    return replace(plan, sync=sync, origin=tuple(origin[order].tolist()))

@@ -1,16 +1,18 @@
 """A lower bound on the iteration time of every legal plan, not only of those that a search has seen.
 
-For each number m of devices that a plan may use, the bound is the largest of three; the result is the smallest over m:
+For each number m of devices that a plan may use, the bound is the largest of four; the result is the smallest over m:
 
 - **critical path**: each piece of an operator needs something from each producer, so the shortest possible pieces along
   any path through the forward and backward pass add up. Splitting over m devices limits how short pieces can be.
 - **work**: the total compute time, with the split that makes it smallest, divided among m processors. Where devices
   differ, a linear program shares the work out among kinds of processors. Its dual gives the bound: any prices of the
   processors prove one, and the code searches for good prices.
+- **launches**: hosts launch every task of every operator at least once per microbatch. Among m devices, some host takes
+  its share of that.
 - **links**: the loss must reach every device that does not make it.
 
-The proof uses only that a task takes at least its duration, starts after its dependencies, and has its processor to
-itself. Contention, latency, the order of events, stages and recomputation can only make a plan slower.
+The proof uses only that a task takes at least its duration, starts after its dependencies and its launch, and has its
+processor to itself. Contention, latency, the order of events, stages and recomputation can only make a plan slower.
 
 Microbatches split the sample axes in time. The work of an operator is then that of the pieces of all its microbatches,
 each of which costs its share of the iteration space at least ``Least.work`` seconds, so that their sum is the bound as
@@ -19,10 +21,10 @@ along every path. So both arguments hold with pieces whose sample axes are divid
 A schedule that puts off the gradients of weights shortens the path: of the backward tasks along it, only the part that
 makes other gradients counts then (``split_backward``).
 
-For a search that chooses the number of microbatches, and the schedule, only work and links count. A piece may then have
-any number of samples, whether samples are divided among devices or in time. To keep the pieces few, lengths that are
-nearly the same are taken together; a row then has the seconds of the shortest of its pieces and the share of the
-longest.
+For a search that chooses the number of microbatches, and the schedule, only work, launches (of one microbatch) and
+links count. A piece may then have any number of samples, whether samples are divided among devices or in time. To keep
+the pieces few, lengths that are nearly the same are taken together; a row then has the seconds of the shortest of its
+pieces and the share of the longest.
 """
 
 from __future__ import annotations
@@ -62,8 +64,8 @@ PRICE_STEPS: Final = (2.0, 1.4, 1.1, 1.03)
 @dataclass(frozen=True)
 class Bound:
     """No legal plan takes less than ``seconds``. ``parts``: what each argument proves by itself ("critical path",
-    "work", "links"), for plans on ``devices`` devices, the number for which least can be proved; ``decides``: the
-    largest of them."""
+    "work", "launches", "links"), for plans on ``devices`` devices, the number for which least can be proved;
+    ``decides``: the largest of them."""
 
     seconds: float
     parts: dict[str, float]
@@ -95,6 +97,7 @@ def lower_bound(
     least = _least(graph, costs, kinds, count, microbatches, split_backward)
     columns = {
         "work": _work(graph, topology, costs, options, least, kinds),
+        "launches": _launches(graph, topology, costs, microbatches),
         "links": _loss_everywhere(topology, costs.profile),
     }
     if microbatches is not None:
@@ -364,6 +367,17 @@ def _shared(seconds: npt.NDArray[np.float64], members: npt.NDArray[np.int64], us
                         if (bound := proved(tried)) > best * (1.0 + 1e-12):
                             prices, best, better = tried, bound, True
     return best
+
+
+def _launches(graph: OperatorGraph, topology: Topology, costs: Costs, microbatches: int | None) -> Column:
+    """All launches over the hosts that launch fastest, by number of devices."""
+    launch = np.sort([round(device.launch_s / TICK) * TICK for device in topology.devices])
+    if launch[0] == 0.0:
+        return np.zeros(len(launch))
+    updates = sum(tensor.name in graph.differentiable for tensor in graph.of_kind("parameter"))
+    each = sum(sum(costs.launches(i)[:2]) for i in range(len(graph.operators)))
+    seconds: Column = ((microbatches or 1) * each + updates) / np.cumsum(1.0 / launch)
+    return seconds
 
 
 def _loss_everywhere(topology: Topology, profile: Profile | None) -> Column:

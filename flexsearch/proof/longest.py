@@ -58,6 +58,7 @@ def _send(t: Tables, w: Work, chosen: I64, bucket: Any) -> None:
             for d in range(w.tail.shape[0]):
                 if w.send[k] >> d & 1 == 1:
                     w.tail[d] = max(w.tail[d], follows)
+                    w.remaining[d] += t.launch_issue[d]
 
 
 @lean
@@ -72,9 +73,10 @@ def children(t: Tables, w: Work, ahead: F64, chosen: I64, m: Any) -> float:
     steps = operators + (t.choices[m] if m >= 0 else 0)
     busy = _forward(t, w, chosen, m, steps)
     _backward(t, w, chosen, m, steps)
-    node: float = busy / count
+    launching = _close(t, w, chosen)
+    node: float = max(busy / count, launching)
     for d in range(count):
-        node = max(node, w.last[d] + w.tail[d])
+        node = max(node, w.last[d] + w.tail[d], w.launched[d] + w.behind[d])
     for step in range(steps):
         fixed = step < operators
         i, c = (step, chosen[step]) if fixed else (m, step - operators)
@@ -88,8 +90,50 @@ def children(t: Tables, w: Work, ahead: F64, chosen: I64, m: Any) -> float:
                 node = max(node, bound)
             else:
                 busier = (busy - t.least_busy[m] + t.busy[m, c]) / count
-                w.bound[c] = max(node, busier, bound)
+                w.bound[c] = max(node, busier, bound, _launch(t, w, chosen, m, c, w.after[step], launching))
     return node
+
+
+@lean
+def _close(t: Tables, w: Work, chosen: I64) -> float:
+    """The time of all launching if all hosts took equally long; ``w.launched`` counts backward passes from now on."""
+    seconds = 0.0
+    for d in range(w.last.shape[0]):
+        w.launched[d] += w.remaining[d]
+        seconds += t.launch_share[d] * (w.launched[d] + w.updates[d])
+    for i in range(chosen.shape[0]):
+        if chosen[i] < 0:
+            seconds += t.least_launch[i]
+    return seconds
+
+
+@lean
+def _launch(t: Tables, w: Work, chosen: I64, m: Any, c: Any, after: F64, launching: float) -> float:
+    """The least makespan if hosts launch config ``c`` of operator ``m``, too. ``after``: what follows its backward
+    pieces; ``launching``: as of ``_close``."""
+    count, bound = w.last.shape[0], 0.0
+    together: float = launching - t.least_launch[m]
+    for d in range(count):
+        w.sent[d] = 0.0
+        w.returned[d] = 0.0
+    for e in range(t.into_first[m], t.into_last[m]):
+        p = t.edge_from[e]
+        if chosen[p] >= 0 and _joins(t, chosen, e, t.layout[e, c], m) == 0:
+            row = edge_row(t, e, chosen[p], c)
+            for d in range(count):
+                w.sent[d] += t.there_launch[row, d]
+                w.returned[d] += t.back_launch[row, d]
+    for d in range(count):
+        backward, update = t.launch_backward[m, c, d], t.launch_update[m, c, d]
+        follows = backward + max(0.0, t.backward[m, c, d]) + after[d] - w.remaining_here[d]
+        backward += w.returned[d]
+        follows = max(follows, w.behind[d], backward + w.behind_here[d])
+        if update > 0.0:
+            follows = max(follows, backward + update + w.updates[d] + t.update[m, c, d])
+        forward = t.launch_forward[m, c, d] + w.sent[d]
+        bound = max(bound, w.launched[d] + forward + follows)
+        together += t.launch_share[d] * (forward + backward + update)
+    return float(max(bound, together))
 
 
 @lean
@@ -101,6 +145,7 @@ def _forward(t: Tables, w: Work, chosen: I64, m: Any, steps: Any) -> float:
         w.last[d] = 0.0
         w.update[d] = 0.0
         w.sofar[d] = 0.0
+        w.launched[d] = 0.0
     for mask in range(w.free.shape[0]):
         for r in range(w.free.shape[1]):
             w.free[mask, r] = 0.0
@@ -113,15 +158,18 @@ def _forward(t: Tables, w: Work, chosen: I64, m: Any, steps: Any) -> float:
             if i == m:
                 for d in range(count):
                     w.last_here[d] = w.last[d]
+                    w.launched_here[d] = w.launched[d]
             if c < 0:
                 busy += t.least_busy[i]
                 continue
             busy += t.busy[i, c]
-        _begin(t, w, chosen, i, c, w.last if fixed else w.last_here, w.start[step], fixed)
+        last, launched = (w.last, w.launched) if fixed else (w.last_here, w.launched_here)
+        _begin(t, w, chosen, i, c, last, launched, w.start[step], fixed)
         if fixed:
             for d in range(count):
                 w.end[i, d] = w.start[i, d] + t.forward[i, c, d]
                 w.last[d] = max(w.last[d], w.end[i, d])
+                w.launched[d] += t.launch_forward[i, c, d]
             _deliver(t, w, chosen, i)
     return busy
 
@@ -132,6 +180,12 @@ def _backward(t: Tables, w: Work, chosen: I64, m: Any, steps: Any) -> None:
     operators, count = chosen.shape[0], t.forward.shape[2]
     for d in range(count):
         w.tail[d] = w.update[d]
+        w.remaining[d] = 0.0
+        w.updates[d] = 0.0
+        for i in range(operators):
+            if chosen[i] >= 0:
+                w.updates[d] += t.launch_update[i, chosen[i], d]
+        w.behind[d] = w.updates[d] + w.update[d] if w.updates[d] > 0.0 else 0.0
     for step in range(steps):
         fixed = step < operators
         i, c = (step, chosen[step]) if fixed else (m, step - operators)
@@ -146,6 +200,8 @@ def _backward(t: Tables, w: Work, chosen: I64, m: Any, steps: Any) -> None:
                 w.before[i, d] = NEVER
                 if i == m:
                     w.tail_here[d] = w.tail[d]
+                    w.behind_here[d] = w.behind[d]
+                    w.remaining_here[d] = w.remaining[d]
                 if c >= 0:
                     w.sofar[d] += t.own[i, c, d] + max(0.0, t.backward[i, c, d])
         if c < 0 or t.has_backward[i] == 0:
@@ -156,6 +212,8 @@ def _backward(t: Tables, w: Work, chosen: I64, m: Any, steps: Any) -> None:
                 if t.on[i, c] >> d & 1 == 1:
                     w.before[i, d] = t.backward[i, c, d] + w.after[i, d]
                     w.tail[d] = w.before[i, d]
+                    w.behind[d] = max(w.behind[d], w.before[i, d] - w.remaining[d])
+                    w.remaining[d] += t.launch_backward[i, c, d]
 
 
 @lean
@@ -229,8 +287,8 @@ def _deliver(t: Tables, w: Work, chosen: I64, p: Any) -> None:
         if c < 0 or t.edge_width[e] == 0:
             continue
         row = edge_row(t, e, chosen[p], c)
-        wait = 0.0
-        if t.there_send[row] != 0 and _joins(t, chosen, e, t.layout[e, c], t.edge_to[e]) == 0:
+        wait, alone = 0.0, _joins(t, chosen, e, t.layout[e, c], t.edge_to[e]) == 0
+        if t.there_send[row] != 0 and alone:
             ready = 0.0
             for d in range(count):
                 if t.there_send[row] >> d & 1 == 1:
@@ -241,7 +299,12 @@ def _deliver(t: Tables, w: Work, chosen: I64, p: Any) -> None:
             for a in range(count):
                 # ``wait`` is a moment from which on the whole exchange takes as long as from its slowest sender.
                 leaves = max(w.end[p, a], wait) if t.there_send[row] >> a & 1 == 1 else w.end[p, a]
+                if alone and t.there_launch[row, a] > 0.0:
+                    leaves = max(leaves, w.launched[a] + t.launch_issue[a])
                 w.arrived[e, x] = max(w.arrived[e, x], leaves + t.there[row, a, x])
+        if alone:
+            for a in range(count):
+                w.launched[a] += t.there_launch[row, a]
 
 
 @lean
@@ -268,12 +331,13 @@ def _return(t: Tables, w: Work, chosen: I64, e: Any, row: Any) -> float:
 
 
 @lean
-def _begin(t: Tables, w: Work, chosen: I64, i: Any, c: Any, last: F64, start: F64, fixed: Any) -> None:
+def _begin(t: Tables, w: Work, chosen: I64, i: Any, c: Any, last: F64, launched: F64, start: F64, fixed: Any) -> None:
     """When the forward pieces of an operator can start, by device. ``fixed``: its config is chosen, not only tried;
     then what it reads has queued."""
     count = last.shape[0]
     for d in range(count):
-        start[d] = max(last[d], t.gathered[i, c, d]) if t.on[i, c] >> d & 1 == 1 else NEVER
+        begin = max(last[d], t.gathered[i, c, d], launched[d] + t.launch_forward[i, c, d])
+        start[d] = begin if t.on[i, c] >> d & 1 == 1 else NEVER
     for pair in range(t.pair_width.shape[0]):
         for r in range(2):
             other = chosen[t.pair_reader[pair, 1 - r]]
@@ -309,6 +373,9 @@ def _follow(t: Tables, w: Work, chosen: I64, i: Any, c: Any, tail: F64, after: F
         if chosen[p] >= 0 and t.edge_flows[e] == 1:
             row = edge_row(t, e, chosen[p], c)
             follows = _return(t, w, chosen, e, row) if fixed and t.back_send[row] != 0 else NEVER
+            if fixed and _joins(t, chosen, e, t.layout[e, c], i) == 0:
+                for d in range(count):
+                    w.remaining[d] += t.back_launch[row, d]
             for d in range(count):
                 if t.on[i, c] >> d & 1 == 1:
                     if t.back_send[row] >> d & 1 == 1:

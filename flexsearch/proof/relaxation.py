@@ -2,7 +2,8 @@
 
 The relaxation drops queues for links, sharing of processors, and processor time for moving bytes. It keeps the order of
 tasks on each device, all durations, and the communication between operators that both have a config. What remains is a
-longest path; contention and further operators can only lengthen it.
+longest path; contention and further operators can only lengthen it. So is what the host of a device launches: a task
+starts no earlier than the launches up to it have taken. Operators without a config are launched at least once.
 
 Operators without a config are bounded by tables, made once, from the last operator to the first. From the start of
 operator j's forward pieces on devices A to the end of its backward pieces on devices B at least ``ahead[j, config, A,
@@ -73,6 +74,7 @@ class _Builder:
         self.samples = Samples(lowering, options, [row[0] for row in configs])
         self.shape = len(configs), max(map(len, configs))
         kinds = [kind[0] for kind in device_kinds(self.topology.devices)]
+        self.costs = lowering.costs
         self.least = [
             float(least_costs(op, i, lowering.costs, kinds, self.count).work[:, -1].min())
             for i, op in enumerate(self.graph.operators)
@@ -82,17 +84,35 @@ class _Builder:
         graph, shape = self.graph, self.shape
         forward, backward = (np.full((*shape, self.count), NEVER) for _ in range(2))
         on, busy = np.zeros(shape, np.int64), np.full(shape, np.inf)
+        launch_forward, launch_backward = (np.zeros((*shape, self.count)) for _ in range(2))
         for i, row in enumerate(self.configs):
             for c, config in enumerate(row):
                 self.samples.take({i: config})
                 forward[i, c], backward[i, c] = self.samples.computing(i), self.samples.computing(i, True)
+                launch_forward[i, c] = self.samples.launching(i)
+                launch_backward[i, c] = self.samples.launching(i, True)
                 on[i, c] = mask(config.devices)
                 busy[i, c] = sum(np.maximum(seconds, 0.0).sum() for seconds in (forward[i, c], backward[i, c]))
         return Tables(
             choices=_numbers(len(row) for row in self.configs), has_backward=_numbers(graph.has_backward), on=on,
-            forward=forward, backward=backward, busy=busy, least_busy=np.array(self.least), **self._edges(),
+            forward=forward, backward=backward, busy=busy, least_busy=np.array(self.least),
+            launch_forward=launch_forward, launch_backward=launch_backward, **self._hosts(), **self._edges(),
             **_Weights(self).columns(),
         )  # fmt: skip
+
+    def _hosts(self) -> dict[str, Any]:
+        """What launching takes, whatever the configs are."""
+        launch = self.samples.launch
+        hosted = bool(launch.min() > 0.0)
+        at_once = 1.0 / float((1.0 / launch).sum()) if hosted else 0.0
+        count = [sum(self.costs.launches(i)[:2]) for i in range(self.shape[0])]
+        for tensor in self.graph.of_kind("parameter"):
+            if len(readers := self.graph.consumers[tensor.name]) == 1 and tensor.name in self.graph.differentiable:
+                count[readers[0][0]] += 1
+        return {
+            "launch_issue": self.samples.issue, "launch_share": at_once / launch if hosted else np.zeros(self.count),
+            "least_launch": np.array(count, np.float64) * at_once,
+        }  # fmt: skip
 
     def _edges(self) -> dict[str, Any]:
         graph, samples = self.graph, self.samples
@@ -147,6 +167,7 @@ class _Builder:
             "produced": produced, "wanted": wanted, "layout": layout,
             "there": np.array([m.delays for m in there]), "back": np.array([m.delays for m in back]),
             "there_send": _numbers(m.send for m in there), "back_send": _numbers(m.send for m in back),
+            "there_launch": np.array([m.launch for m in there]), "back_launch": np.array([m.launch for m in back]),
             "there_holds": np.array([m.holds for m in there]), "back_holds": np.array([m.holds for m in back]),
         }  # fmt: skip
 
@@ -201,7 +222,7 @@ class _Weights:
 
     def _alone(self) -> dict[str, Any]:
         shape = self.owner.shape
-        gathered, update = np.zeros((*shape, self.count)), np.zeros((*shape, self.count))
+        gathered, update, launch = (np.zeros((*shape, self.count)) for _ in range(3))
         sink = np.full((*shape, self.count), NEVER)
         first, last = np.zeros(shape, np.int64), np.zeros(shape, np.int64)
         for i, row in enumerate(self.owner.configs):
@@ -213,11 +234,13 @@ class _Weights:
                 for w, position in mine:
                     gathered[i, c] = np.maximum(gathered[i, c], self.samples.gathered(i, position))
                     update[i, c] += self.samples.update(w)
+                    launch[i, c] += self.samples.launching_updates(w)
                     self.exchanges += self.samples.synchronised(w)
                 last[i, c] = len(self.exchanges)
                 self._sink(int(first[i, c]), update[i, c], sink[i, c])
         return {
-            "gathered": gathered, "update": update, "sink": sink, "sync_first": first, "sync_last": last,
+            "gathered": gathered, "update": update, "launch_update": launch, "sink": sink,
+            "sync_first": first, "sync_last": last,
             "least_update": np.array([
                 sum(self._least(t) for t, readers in self.weights if _only(readers, i)) for i in range(shape[0])
             ], np.float64),

@@ -16,6 +16,7 @@ from flexsearch.cost.ticks import TICK
 from flexsearch.lower import Lowering
 from flexsearch.lower.arrays import NOTHING
 from flexsearch.lower.bucket import bucket_of
+from flexsearch.lower.draft import ISSUE_LAUNCHES
 from flexsearch.lower.plan import PlanRows
 from flexsearch.lower.rows import BACKWARD, COMPUTE, ISSUE
 from flexsearch.lower.rows import NEVER as NO_TURN
@@ -30,11 +31,13 @@ _bucket_of = getattr(bucket_of, "py_func", bucket_of)
 class Moved(NamedTuple):
     """What the reshard of an edge means to the devices at its ends. ``delays``: seconds from the end of the last task
     of device a to the arrival of what device b receives. ``send``: mask of the senders, if all of it begins with one
-    communication that keeps its links until it has ended, else 0; and for how long it ``holds`` each resource."""
+    communication that keeps its links until it has ended, else 0; and for how long it ``holds`` each resource.
+    ``launch``: seconds of a device's host."""
 
     delays: F64
     send: int
     holds: F64
+    launch: F64
 
 
 class Sync(NamedTuple):
@@ -60,6 +63,9 @@ class Samples:
         self.rows.set(dict(enumerate(first)))
         self.count, self.resources = len(lowering.topology.devices), len(lowering.topology.resources)
         costs = lowering.costs
+        self.launch = self.rows.table.launch * TICK
+        self.issue = self.launch * int(ISSUE_LAUNCHES)
+        """Seconds of one launch, and of handing over a communication, by device."""
         self.rates = [costs.update_rates(d, options.optimizer, options.precision) for d in range(self.count)]
 
     def take(self, configs: Mapping[int, OperatorConfig]) -> None:
@@ -89,22 +95,34 @@ class Samples:
                     seconds[device] = int(segments.step_ticks[step]) * TICK
         return seconds
 
+    def launching(self, operator: int, backward: bool = False) -> F64:
+        """Seconds in which hosts launch these tasks, by device."""
+        table, seconds = self.rows.table, np.zeros(self.count)
+        block = int((table.backward_of if backward else table.forward_of)[operator])
+        if block != NOTHING:
+            segments = self.rows.arena.segments
+            for device, step in self._steps(block):
+                if segments.step_kind[step] == COMPUTE:
+                    seconds[device] = int(segments.step_host[step]) * TICK
+        return seconds
+
     def nothing(self) -> Moved:
         """What moves where nothing does."""
-        return Moved(np.full((self.count, self.count), NEVER), 0, np.zeros(self.resources))
+        return Moved(np.full((self.count, self.count), NEVER), 0, np.zeros(self.resources), np.zeros(self.count))
 
     def moved(self, operator: int, position: int, backward: bool = False) -> Moved:
         """The reshard of what an operator reads, or of the gradient that it makes of that."""
         block, sent = self.rows.sent(int(self.rows.program.operand_first[operator]) + position, backward)
-        delays, send, holds = self.nothing()
+        delays, send, holds, launch = self.nothing()
         if not sent:
-            return Moved(delays, send, holds)
+            return Moved(delays, send, holds, launch)
         segments = self.rows.arena.segments
         begin = int(segments.communication_first[self.rows.segment[block]])
         senders: dict[int, list[int]] = {row: [] for row in sent}
         for device, step in self._steps(block):
             if segments.step_kind[step] == ISSUE and (row := int(segments.step_row[step])) in senders:
                 senders[row].append(device)
+                launch[device] += int(segments.step_host[step]) * TICK
         followers = {row: _list(segments, "follower", begin + row, "follower_row") for row in sent}
         for row in sent:
             self._delay(delays, senders[row], begin + row, 0)
@@ -117,7 +135,7 @@ class Samples:
             send = mask(senders[first])
             rows = slice(int(segments.link_first[begin + first]), int(segments.link_last[begin + first]))
             np.add.at(holds, segments.link[rows], segments.link_ticks[rows] * TICK)
-        return Moved(delays, send, holds)
+        return Moved(delays, send, holds, launch)
 
     def _delay(self, delays: F64, senders: list[int], communication: int, before: int) -> None:
         """Lengthen the way from some devices to where a communication arrives that starts so many ticks later."""
@@ -155,6 +173,13 @@ class Samples:
                 seconds[int(pools.store_device[k])] += per_tensor + per_byte * int(pools.store_bytes[k])
             seconds = np.maximum(seconds - UPDATE_ROUNDING, 0.0)
         return seconds
+
+    def launching_updates(self, weight: int) -> F64:
+        """Seconds in which hosts launch the updates of a weight, by device."""
+        pools, plan, count = self.rows.templates.pools, int(self.rows.state.plan[weight]), np.zeros(self.count)
+        if pools.plan_sync[plan]:
+            np.add.at(count, pools.store_device[int(pools.store_first[plan]) : int(pools.store_last[plan])], 1.0)
+        return count * self.launch
 
     def synchronised(self, weight: int) -> list[Sync]:
         """How a weight is synchronised."""

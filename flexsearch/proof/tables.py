@@ -26,6 +26,12 @@ class Tables(NamedTuple):
     backward: F64
     gathered: F64  # when the operator's weights have been gathered at the earliest
     update: F64  # update of the operator's weights
+    launch_forward: F64  # launching by the device's host; 0.0 where there is nothing to launch
+    launch_backward: F64
+    launch_update: F64
+    launch_issue: F64  # (devices,): of one communication
+    launch_share: F64  # (devices,): share of a host in launching if all do so equally long; 0.0 if one takes no time
+    least_launch: F64  # (operators,): launching it on one device, shared out so
     sink: F64  # from the end of the backward piece to the end of the step: own gradients synchronised, own update
     busy: F64  # (operators, configs): seconds of all pieces
     least_busy: F64  # (operators,)
@@ -47,6 +53,8 @@ class Tables(NamedTuple):
     back: F64  # from the end of a backward piece to the start of the one of its producer
     edge_tensor: I64  # which tensor, -1: an edge of two operators that only share devices
     layout: I64  # (edges, configs of the reader): number of the layout, the same for all edges of a tensor
+    there_launch: F64  # (rows, device): launching all communications of the reshard
+    back_launch: F64
     there_send: I64  # (rows,): mask of the senders, if the (first) phase is one exchange; else 0
     there_holds: F64  # (rows, resources): seconds for which that exchange keeps links busy
     back_send: I64
@@ -92,6 +100,15 @@ class Work(NamedTuple):
     sofar: F64
     last_here: F64  # the same where the operator at hand is
     tail_here: F64
+    launched: F64  # by device: when its host has launched what it has to, but for updates
+    launched_here: F64
+    remaining: F64  # launching after that of the backward pieces at hand
+    behind: F64  # how much longer than ``launched`` the step takes at least, as launches of backward pieces tell
+    remaining_here: F64
+    behind_here: F64
+    sent: F64  # launching what an operator that is tried receives
+    returned: F64  # and its gradients
+    updates: F64  # launching of updates
     arrived: F64  # by edge and device
     free: F64  # by mask of senders and resource: when the last exchange of these senders leaves it
     queue: F64  # what follows the start of the last exchange
@@ -108,7 +125,7 @@ def make_work(t: Tables) -> Work:
     resources, keys = t.sync_links.shape[1], int(t.keys[0])
     long, table, row, links = (operators + most, count), (operators, count), count, (1 << count, resources)
     sizes = (
-        [long] * 2 + [table] * 3 + [row] * 6 + [(len(t.edge_to), count), links, links, keys, (keys, resources), keys]
+        [long] * 2 + [table] * 3 + [row] * 15 + [(len(t.edge_to), count), links, links, keys, (keys, resources), keys]
     )
     columns: list[Any] = [*(np.zeros(size) for size in sizes), np.zeros(keys, dtype=np.int64), np.zeros(most)]
     return Work(*columns)

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.graph import GradientEdge, get_gradient_edge
+from torch.autograd.graph import GradientEdge, get_gradient_edge, saved_tensors_hooks
 
 Kernel = Callable[..., Any]
 Body = Callable[..., Sequence[Any]]
@@ -32,12 +32,13 @@ class Call:
 
 def body_of(
     calls: Sequence[Call], leaves: int, wanted: tuple[int, ...], compiler: str | None, edges: tuple[int, ...] = (),
-    weights: tuple[int, ...] = (),
+    weights: tuple[tuple[int, int], ...] = (),
 ) -> Body:  # fmt: skip
     """Takes the leaves, gives the values at the places ``wanted``. ``compiler``: a backend of ``torch.compile``, for
     all but what draws random numbers; None: the operators as they are. Behind the values it gives where the gradients
-    of results at the places ``edges`` enter (None: they have none), and where those of ``weights``, each read by one
-    call, come out. Not of what is compiled."""
+    of results at the places ``edges`` enter (None: they have none), and where those of ``weights`` (number of the call,
+    place) come out; last, if there are weights, a list of what autograd has saved for the other calls: once it is
+    cleared, only gradients of weights can be had. Not of what is compiled."""
     if compiler is None:
         return _run(calls, tuple(range(leaves)), wanted, edges, weights)
     assert not edges and not weights
@@ -91,9 +92,19 @@ def _rungs(heights: Sequence[int]) -> list[Tensor]:
     return result
 
 
+def _aside(saved: list[Tensor]) -> saved_tensors_hooks:
+    """Has autograd save tensors in a list that can be cleared, though its graph is retained."""
+
+    def pack(tensor: Tensor) -> int:
+        saved.append(tensor)
+        return len(saved) - 1
+
+    return saved_tensors_hooks(pack, saved.__getitem__)
+
+
 def _run(
     calls: Sequence[Call], held: tuple[int, ...], wanted: tuple[int, ...], edges: tuple[int, ...] = (),
-    weights: tuple[int, ...] = (),
+    weights: tuple[tuple[int, int], ...] = (),
 ) -> Body:  # fmt: skip
     """The calls one after the other: takes the values at ``held``, gives those at ``wanted``, and what ``body_of`` says
     of ``edges`` and ``weights``. A value is let go of behind its last use, as in a module's code."""
@@ -109,9 +120,9 @@ def _run(
             call.kernel,
             tuple(None if p is None else place[p] for p in call.places),
             tuple(
-                (len(edges) + weights.index(w), rungs[k], [at for at, p in enumerate(call.places) if p == w])
-                for w in dict.fromkeys(call.places)
-                if w in weights
+                (len(edges) + e, rungs[k], [at for at, p in enumerate(call.places) if p == w])
+                for e, (reader, w) in enumerate(weights)
+                if reader == k
             ),
             tuple((edges.index(p), place[p]) for p in call.results if p in edges),
             tuple(dead[k]),
@@ -123,6 +134,8 @@ def _run(
     def body(*values: Tensor) -> list[Any]:
         local: list[Any] = list(values)
         entered: list[GradientEdge | None] = [None] * (len(edges) + len(weights))
+        saved: list[Tensor] = []
+        aside = _aside(saved) if weights else None
         for kernel, operands, trained, marked, over in steps:
             read = [None if k is None else local[k] for k in operands]
             for e, rung, at in trained:
@@ -130,7 +143,11 @@ def _run(
                 entered[e] = get_gradient_edge(weight)
                 for k in at:
                     read[k] = weight
-            computed = kernel(*read)
+            if aside is None or trained:
+                computed = kernel(*read)
+            else:
+                with aside:
+                    computed = kernel(*read)
             if isinstance(computed, tuple):
                 local.extend(computed)
             else:
@@ -139,7 +156,7 @@ def _run(
                 entered[e] = get_gradient_edge(local[k]) if local[k].requires_grad else None
             for k in over:
                 local[k] = None
-        return [*(local[k] for k in chosen), *entered]
+        return [*(local[k] for k in chosen), *entered, *([saved] if weights else [])]
 
     return body
 

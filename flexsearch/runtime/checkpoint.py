@@ -21,6 +21,7 @@ from torch.optim import Optimizer
 
 from flexsearch.errors import RuntimeFailure
 from flexsearch.graph.ops import KernelContext
+from flexsearch.runtime.recipes.synchronisation import Synchronisation
 from flexsearch.runtime.sharded import ShardedTensor
 from flexsearch.runtime.stored import Stored
 
@@ -109,7 +110,7 @@ def _take_groups(stored: Stored, optimizer: Optimizer, flat: Mapping[str, Any]) 
     """Have each parameter group use the options that its first weight had."""
     names = {id(p): name for name, parameters in _trained(stored).items() for p in parameters}
     for group in optimizer.param_groups:
-        for p in group["params"][:1]:
+        for p in [p for p in group["params"] if id(p) in names][:1]:  # a rank may have none
             start = f"{_GROUPS}{names[id(p)]}."
             group.update({key.removeprefix(start): value for key, value in flat.items() if key.startswith(start)})
     for name, parameters in _trained(stored).items():  # plain values, and one tensor for the two pieces of a weight
@@ -126,17 +127,25 @@ def draws(context: KernelContext) -> dict[str, int]:
 
 
 def save(
-    folder: str | Path, stored: Stored, context: KernelContext, optimizer: Optimizer | None, extra: Mapping[str, Any]
-) -> None:
+    folder: str | Path, stored: Stored, context: KernelContext, optimizer: Optimizer | None, extra: Mapping[str, Any],
+    recipes: Synchronisation,
+) -> None:  # fmt: skip
     """Write a checkpoint. All ranks must call it."""
-    state: dict[str, Any] = {"model": model_state(stored), "draws": draws(context), "extra": (dict(extra),)}
+    own = recipes.saved(optimizer)
+    with recipes.agreed():
+        state: dict[str, Any] = {"model": model_state(stored), "draws": draws(context), "extra": (dict(extra),)}
+        state["recipes"] = own
+        _write(folder, state, stored, None if recipes.asynchronous else optimizer)
+
+
+def _write(folder: str | Path, state: dict[str, Any], stored: Stored, optimizer: Optimizer | None) -> None:
     if optimizer is not None:
         state["optimizer"] = optimizer_state(stored, optimizer)
     write_checkpoint(state, checkpoint_id=str(folder))
 
 
 def load(
-    folder: str | Path, stored: Stored, context: KernelContext, optimizer: Optimizer | None
+    folder: str | Path, stored: Stored, context: KernelContext, optimizer: Optimizer | None, recipes: Synchronisation
 ) -> dict[str, Any]:
     """Read a checkpoint into the pieces of this rank. All ranks must call it. Returns what was saved as ``extra``.
 
@@ -146,7 +155,8 @@ def load(
         saved = reader.read_metadata().state_dict_metadata
     except (OSError, RuntimeError, ValueError) as error:
         raise RuntimeFailure(f"no checkpoint in {folder}: {error}", "Name the folder that was saved.") from error
-    state: dict[str, Any] = {"model": model_state(stored)}
+    state: dict[str, Any] = {"model": model_state(stored), "recipes": recipes.wanted(saved, "recipes.")}
+    optimizer, of_server = (None, optimizer) if recipes.asynchronous else (optimizer, None)
     _check_model(folder, stored, saved)
     state["draws"] = {key: 0 for key in draws(context) if f"draws.{key}" in saved}
     if "extra" in saved:
@@ -163,6 +173,7 @@ def load(
     for key, value in state["draws"].items():
         setattr(context, key, value)
     stored.changed()
+    recipes.load(optimizer or of_server, state["recipes"])
     extra: dict[str, Any] = state.get("extra", ({},))[0]
     return extra
 

@@ -21,7 +21,7 @@ from flexsearch.runtime.parts import Action, Arrival, Plan, slices
 
 Pack = Callable[[], Tensor]
 # torch 2.13 gave them other names.
-_all_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+all_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _reduce_scatter: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
@@ -76,7 +76,7 @@ def gather_all(
         if own.numel() < block:
             own = torch.cat((own, own.new_empty(block - own.numel())))
         flat = torch.empty(len(devices) * block, dtype=dtype, device=device)
-        work = _all_gather(flat.view(torch.uint8), own.view(torch.uint8), group=group, async_op=True)
+        work = all_gather(flat.view(torch.uint8), own.view(torch.uint8), group=group, async_op=True)
         values[slot] = Arrival([present(work)], [flat[at : at + block] for at in places], own)
 
     return run

@@ -110,7 +110,7 @@ class Fusion:
             what = tasks.communication[t]
             if what is not None:
                 between = between or self.device in what.senders
-            elif tasks.device[t] == self.device and kind != TaskKind.UPDATE:
+            elif tasks.device[t] == self.device and kind not in (TaskKind.UPDATE, TaskKind.SYNCHRONISE):
                 here = kind, tasks.microbatch[t], position[tasks.operator[t]]
                 if between and previous is not None and previous[:2] == here[:2]:
                     cuts.add(here[2] if kind in (TaskKind.FORWARD, TaskKind.RECOMPUTE) else previous[2])

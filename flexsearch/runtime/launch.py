@@ -62,15 +62,16 @@ def launch(
     pin: bool = False,
     timeout_s: float | None = None,
     grace_s: float = 2.0,
+    tolerate: bool = False,
 ) -> Any:
     """Run ``python ARGUMENTS`` as ranks 0 to ``count - 1`` until all have ended. Rank 0 has our stdout and stderr. The
     result is what rank 0 gave to :func:`report`, or None.
 
     ``env`` is added to the environment. ``pin``: rank r runs on the r-th of our cores only, starting over where there
     are fewer. ``timeout_s``: after which all are ended. ``grace_s``: what ranks have to end by themselves after one has
-    failed. Raises the error of the first rank that failed, if it gave one to :func:`report_error`; else RuntimeFailure
-    that names the rank and how its stderr ended; BrokenPipeError if nobody reads our stdout. However this is left, no
-    rank is left behind.
+    failed. ``tolerate``: others than rank 0 may fail. Raises the error of the first rank that failed, if it gave one to
+    :func:`report_error`; else RuntimeFailure that names the rank and how its stderr ended; BrokenPipeError if nobody
+    reads our stdout. However this is left, no rank is left behind.
     """
     if count < 1:
         raise RuntimeFailure(f"cannot start {count} ranks", "Give a number from 1.")
@@ -96,7 +97,7 @@ def launch(
                     os.sched_setaffinity(process.pid, {cores[rank % len(cores)]})
         pump = threading.Thread(target=_pass_on, args=(ranks[0].stderr, said[0]), daemon=True)
         pump.start()
-        failed = _first_failure(ranks, timeout_s, grace_s)
+        failed = _first_failure(ranks, timeout_s, grace_s, tolerate)
         if failed is not None:
             code = ranks[failed].poll()
             _end(ranks)
@@ -144,14 +145,16 @@ def _read(path: Path) -> Any:
     return json.loads(path.read_text(encoding="utf-8")) if path.exists() else None
 
 
-def _first_failure(ranks: Sequence[subprocess.Popen[bytes]], timeout_s: float | None, grace_s: float) -> int | None:
+def _first_failure(
+    ranks: Sequence[subprocess.Popen[bytes]], timeout_s: float | None, grace_s: float, tolerate: bool
+) -> int | None:
     """Wait until all have ended well (None), or until one fails or runs out of time: that one. Peers of a rank that was
     killed fail within moments, so a signal tells more than what stands first."""
     deadline = time.monotonic() + timeout_s if timeout_s is not None else float("inf")
     first: int | None = None
     while time.monotonic() < deadline:
         codes = [process.poll() for process in ranks]
-        bad = [rank for rank, code in enumerate(codes) if code]
+        bad = [rank for rank, code in enumerate(codes) if code and not (tolerate and rank)]
         if bad and first is None:
             first, deadline = bad[0], min(deadline, time.monotonic() + grace_s)
         killed = [rank for rank in bad if (codes[rank] or 0) < 0]

@@ -3,7 +3,6 @@ call that reads weights. Autograd by itself would go through all activations onc
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Collection, Sequence
 from typing import NamedTuple
 
@@ -12,26 +11,22 @@ from flexsearch.runtime.body import Call
 
 class Layer(NamedTuple):
     """Calls that read weights, none of which reads what another has computed: one call of autograd serves them all.
-    ``results``: places of what they compute; ``weights``: leaves that they read."""
+    ``results``: places of what they compute; ``weights``: (number of the call, leaf) of what they read."""
 
     results: tuple[int, ...]
-    weights: tuple[int, ...]
+    weights: tuple[tuple[int, int], ...]
 
 
-def layers_of(calls: Sequence[Call], weights: Collection[int]) -> tuple[Layer, ...] | None:
-    """The layers of a segment; ``weights``: its leaves that are trained. None where several calls read one weight:
-    what reaches it from one of them includes what comes by way of the other."""
-    readers = Counter(place for call in calls for place in set(call.places) if place in weights)
-    if any(times > 1 for times in readers.values()):
-        return None
+def layers_of(calls: Sequence[Call], weights: Collection[int]) -> tuple[Layer, ...]:
+    """The layers of a segment, last ones first; ``weights``: its leaves that are trained."""
     depth: dict[int | None, int] = {}
-    rows: dict[int, tuple[list[int], list[int]]] = {}
-    for call in calls:
+    rows: dict[int, tuple[list[int], list[tuple[int, int]]]] = {}
+    for k, call in enumerate(calls):
         deepest = max((depth.get(place, 0) for place in call.places), default=0)
-        if own := [place for place in dict.fromkeys(call.places) if place in weights and place is not None]:
+        if own := [(k, place) for place in dict.fromkeys(call.places) if place in weights and place is not None]:
             deepest += 1
             results, read = rows.setdefault(deepest, ([], []))
             results.extend(call.results)
             read.extend(own)
         depth |= dict.fromkeys(call.results, deepest)
-    return tuple(Layer(tuple(results), tuple(read)) for results, read in rows.values())
+    return tuple(Layer(tuple(results), tuple(read)) for _, (results, read) in sorted(rows.items(), reverse=True))

@@ -35,6 +35,7 @@ def parallelize(
     fuse: bool = True,
     initialise: Initialise | bool = False,
     compile: bool | str = False,
+    tolerate: bool = False,
 ) -> Parallel:
     """Split ``model`` over the ranks of this run (one process for each device of the strategy's cluster, torchrun's
     environment or an existing process group).
@@ -46,6 +47,7 @@ def parallelize(
     each module's own ``reset_parameters``); without, a state has to be loaded. ``timeout_s``: after which a silent
     rank is an error. ``fuse=False`` runs operators one by one, for measuring. ``compile``: pass each run of operators
     to ``torch.compile``, with its usual backend (True) or another one by name; predictions are of plain operators.
+    ``tolerate``: replicas that synchronise by gossip, a ring, a matrix or asynchronously go on when another one dies.
     Where the ranks' models differ, rank 0's weights are taken. What wraps the model (``torch.compile``,
     DistributedDataParallel) is taken off. Raises StrategyError if the strategy was made for another model,
     RuntimeFailure if the ranks do not fit it or each other, or if ``torch.compile`` has no such backend.
@@ -56,7 +58,7 @@ def parallelize(
     traced = trace(model, strategy, loss, inputs, targets)
     return distribute(
         model, traced.imported, strategy, optimizer, seed=seed, timeout_s=timeout_s, fuse=fuse, initialise=initialise,
-        compile=compile, example=traced.example,
+        compile=compile, tolerate=tolerate, example=traced.example,
     )  # fmt: skip
 
 
@@ -71,6 +73,7 @@ def distribute(
     fuse: bool = True,
     initialise: Initialise | bool = False,
     compile: bool | str = False,
+    tolerate: bool = False,
     example: Example | None = None,
 ) -> Parallel:
     """:func:`parallelize` for a model that has been imported already (``import_with_constants``), from ``example``:
@@ -83,7 +86,9 @@ def distribute(
     })  # fmt: skip
     model = unwrapped(model)
     compiler = _compiler(compile)
-    parallel = Parallel(model, imported, strategy, lowered, device, run, seed, timeout_s, fuse, compiler)
+    parallel = Parallel(
+        model, imported, strategy, lowered, device, run, seed, timeout_s, fuse, compiler, tolerate, optimizer
+    )
     parallel.set_up(model, example, initialise)
     if optimizer is not None:
         parallel.update_by(optimizer)

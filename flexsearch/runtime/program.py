@@ -118,7 +118,7 @@ class _Compiler:
             if what is not None:
                 if self.device in what.devices:
                     self._start(t, what)
-            elif tasks.device[t] == self.device:
+            elif tasks.device[t] == self.device and tasks.kind[t] != TaskKind.SYNCHRONISE:  # not the program's to do
                 self._compute(TaskKind(tasks.kind[t]), tasks.operator[t], tasks.microbatch[t])
         self._finish_results()
         for t, what in enumerate(tasks.communication):
@@ -447,7 +447,7 @@ class _Compiler:
 
     def _result(self, transport: Transport, home: Slot) -> Slot:
         """What an edge without readers brings here; ``home`` if that is what this device has made."""
-        arrives = self.fusion.arrives(transport) and self.fusion.active(transport)
+        arrives = self.fusion.active(transport) and self.fusion.arrives(transport)
         return self._finish(transport) if arrives else home
 
     def _total(self, name: str) -> Slot:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -32,18 +33,20 @@ Action = Callable[[], None]
 @dataclass
 class Pass:
     """What a forward pass leaves for the backward pass: the leaves that get a gradient; where the gradients of results
-    enter (``seeds``; None: there is none), in the order of the segment; of layers, where gradients of results enter
-    (``layers``) and those of weights come out (``weights``). Between the halves of a backward pass: what entered
-    (``outputs`` with their ``gradients``), and gradients of ``layers`` (None: there is none). Beside autograd's own
-    saved tensors a forward pass leaves no memory here: not the results, and of leaves only shells."""
+    enter (``seeds``; None: there is none), in the order of the segment. Of layers: where gradients of results enter
+    (``layers``) and those of weights come out (``weights``), what autograd has ``saved`` beside them, for the first
+    half of the backward pass alone, and ``between`` the halves the gradients of results (None: there is none). If there
+    are no layers, between the halves: what entered (``outputs`` with their ``gradients``). Beside autograd's own saved
+    tensors a forward pass leaves no memory here: not the results, and of leaves only shells."""
 
     leaves: list[Tensor]
     seeds: list[GradientEdge | None]
     layers: Sequence[GradientEdge | None] = ()
     weights: Sequence[GradientEdge] = ()
+    saved: list[Tensor] = field(default_factory=list)
+    between: list[Tensor | None] = field(default_factory=list)
     outputs: list[GradientEdge] = field(default_factory=list)
     gradients: list[Tensor] = field(default_factory=list)
-    between: list[Tensor | None] = field(default_factory=list)
 
 
 def _summed(kernels: Sequence[Kernel]) -> Kernel:
@@ -120,6 +123,8 @@ class SegmentRunner:
         split = segment.trains and lowered.stages.splits_backward and compiler is None
         self.layers = layers_of(self.calls, {self.tracked[k] for k in self.weights}) if split else None
         """Where the second half of its backward pass goes on; None: it has no halves, or autograd finds its way."""
+        self.aside: list[int] = []
+        """Leaves that autograd needs for the first half of the backward pass alone."""
         loss = lowered.graph.tensor.get(lowered.graph.loss or "")
         self.one = None if loss is None else torch.ones(loss.shape, dtype=dtype_of(loss.dtype), device=context.device)
         """The gradient of the loss."""
@@ -135,10 +140,10 @@ class SegmentRunner:
         seeds = tuple(results.index(result) for result, _ in self.segment.seeds)
         layers = self.layers or () if saved is not None else ()
         edges = tuple(place for layer in layers for place in layer.results)
-        weights = tuple(place for layer in layers for place in layer.weights)
+        weights = tuple(read for layer in layers for read in layer.weights)
         wanted = tuple(first + result for result in results)
         body = body_of(self.calls, first, wanted, self.compiler, edges, weights)
-        behind = len(results) + len(edges)
+        ends = len(results), len(results) + len(edges), len(results) + len(edges) + len(weights)
         mode, tracked = torch.enable_grad if saved is not None else torch.no_grad, self.tracked
         unsaved: Sequence[int] | None = None if self.compiler is None and saved is not None else ()
 
@@ -152,24 +157,25 @@ class SegmentRunner:
                 leaves.append(tensor)
             with mode():
                 if unsaved is None:
-                    computed, unsaved = self._watched(body, leaves)
+                    computed, unsaved = self._watched(body, leaves, ends[2])
                 else:
                     computed = body(*leaves)
             for k, slot in exports:
                 values[slot] = computed[k].detach()
             if saved is not None:
                 for k in unsaved:
-                    leaves[k].data = leaves[k].data.new_empty(0)
+                    _empty(leaves[k])
                 entries = [get_gradient_edge(computed[k]) if computed[k].requires_grad else None for k in seeds]
-                values[saved] = Pass(
-                    [leaves[k] for k in tracked], entries, computed[len(results) : behind], computed[behind:]
-                )
+                entered, weights_at = (computed[a:b] for a, b in pairwise(ends))
+                aside = computed[ends[2]] if layers else []
+                values[saved] = Pass([leaves[k] for k in tracked], entries, entered, weights_at, aside)
 
         return run
 
-    def _watched(self, body: Body, leaves: Sequence[Tensor]) -> tuple[Sequence[Any], list[int]]:
+    def _watched(self, body: Body, leaves: Sequence[Tensor], end: int) -> tuple[Sequence[Any], list[int]]:
         """What the operators' body gives, and those leaves whose memory autograd does not keep for the backward pass,
-        though a leaf itself lives as long as the graph. Weights that are stored whole live anyway."""
+        though a leaf itself lives as long as the graph. Weights that are stored whole live anyway. ``end``: where the
+        list of what is saved aside is, if there is one; leaves that are there alone are ``self.aside``."""
         kept: set[int] = set()
 
         def pack(tensor: Tensor) -> Tensor:
@@ -180,7 +186,10 @@ class SegmentRunner:
             computed = body(*leaves)
         # A leaf that is a result itself has its shape asked for in the backward pass.
         moving = [k for k in self.tracked if k not in self.stored and not any(x is leaves[k] for x in computed)]
-        return computed, [k for k in moving if leaves[k].untyped_storage()._cdata not in kept]
+        moving = [k for k in moving if leaves[k].untyped_storage()._cdata not in kept]
+        aside = {tensor.untyped_storage()._cdata for saved in computed[end:] for tensor in saved}
+        self.aside = [k for k in moving if leaves[k].untyped_storage()._cdata in aside]
+        return computed, [k for k in moving if k not in self.aside]
 
     def backward(self, values: list[Any], instruction: Backward, shared: Collection[Slot]) -> Action:
         """The backward pass (a part of it) as a closure. ``shared``: slots that other backward passes add to, too."""
@@ -189,7 +198,9 @@ class SegmentRunner:
         leaves = tuple(leaf for leaf, _ in targets)
         places = tuple((slot, leaf in self.weights and slot in shared) for leaf, slot in targets)
         first, keep = part != "weights", part == "inputs"
-        layers = None if part == "all" else self.layers
+        if not first and self.layers is not None:
+            return self._of_weights(values, instruction, shared)
+        layered = keep and self.layers is not None
 
         def run() -> None:
             passed = values[saved]
@@ -200,11 +211,8 @@ class SegmentRunner:
                         passed.outputs.append(edge)
                         passed.gradients.append(gradient)
             wanted = [passed.leaves[k] for k in leaves]
-            edges = [edge for edge in passed.layers if edge is not None] if keep and layers is not None else []
-            if not passed.outputs or not (wanted or edges):
-                return
-            made: Sequence[Tensor | None]
-            if first or layers is None:
+            edges = [edge for edge in passed.layers if edge is not None] if layered else []
+            if passed.outputs and (wanted or edges):
                 # A sum over microbatches grows as each gradient is there: no more than one of them is beside it.
                 sums = [values[slot] is not None and in_place for slot, in_place in places]
                 for leaf, (slot, _), summed in zip(wanted, places, sums, strict=True):
@@ -215,27 +223,49 @@ class SegmentRunner:
                 )
                 entered = iter(made[len(wanted) :])
                 passed.between = [None if edge is None else next(entered) for edge in passed.layers] if edges else []
-                made = [None if summed else gradient for gradient, summed in zip(made, sums, strict=False)]
-            else:
-                made = self._of_weights(passed, layers, leaves)
-            _add(values, places, made, (*passed.gradients, *passed.between))
+                gradients = [None if summed else gradient for gradient, summed in zip(made, sums, strict=False)]
+                _add(values, places, gradients, (*passed.gradients, *passed.between))
+            if layered:
+                self._let_go(passed)
 
         return run
 
-    def _of_weights(self, passed: Pass, layers: Sequence[Layer], wanted: Sequence[int]) -> list[Tensor | None]:
-        """Gradients of the leaves ``wanted``, from those that the first half left at the layers."""
-        made: dict[int, Tensor | None] = {}
-        targets = iter(passed.weights)
-        rows = zip(passed.layers, passed.between or [None] * len(passed.layers), strict=True)
-        for layer in layers:
-            here = [next(rows) for _ in layer.results]
-            edges = [edge for edge, gradient in here if edge is not None and gradient is not None]
-            gradients = [gradient for edge, gradient in here if edge is not None and gradient is not None]
-            weights = [next(targets) for _ in layer.weights]
-            if edges:
-                of_layer = torch.autograd.grad(edges, weights, gradients, allow_unused=True)
-                made.update(zip(map(self.tracked.index, layer.weights), of_layer, strict=True))
-        return [made.get(k) for k in wanted]
+    def _let_go(self, passed: Pass) -> None:
+        """Of what the second half of a backward pass does not need."""
+        for k in self.aside:
+            _empty(passed.leaves[self.tracked.index(k)])
+        for done in (passed.saved, passed.outputs, passed.gradients, passed.leaves):
+            done.clear()
+
+    def _of_weights(self, values: list[Any], instruction: Backward, shared: Collection[Slot]) -> Action:
+        """The second half of a backward pass, layer by layer: gradients of the weights from those that the first half
+        has left at the layers' results."""
+        layers: Sequence[Layer] = self.layers or ()
+        saved = instruction.saved
+        readers = Counter(leaf for layer in layers for _, leaf in layer.weights)
+        slots = {k: slot for k, slot in zip(self.tracked, instruction.gradients, strict=True) if slot is not None}
+        places_of = {leaf: (slot, slot in shared or readers[leaf] > 1) for leaf, slot in slots.items()}
+        rows = [(len(layer.results), [places_of[leaf] for _, leaf in layer.weights]) for layer in layers]
+
+        def run() -> None:
+            passed = values[saved]
+            between, edges, weights = (list(reversed(x)) for x in (passed.between, passed.layers, passed.weights))
+            passed.between.clear()
+            for count, places in rows if between else ():
+                here = [(edges.pop(), between.pop()) for _ in range(count)]
+                wanted = [weights.pop() for _ in places]
+                outputs = [edge for edge, gradient in here if edge is not None and gradient is not None]
+                gradients = [gradient for edge, gradient in here if edge is not None and gradient is not None]
+                if outputs:
+                    made = torch.autograd.grad(outputs, wanted, gradients, allow_unused=True)
+                    _add(values, places, made, (*gradients, *between))
+
+        return run
+
+
+def _empty(leaf: Tensor) -> None:
+    """Let go of a leaf's memory: autograd's graph holds the leaf itself."""
+    leaf.data = leaf.data.new_empty(0)
 
 
 def _add(

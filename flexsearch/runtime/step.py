@@ -16,7 +16,7 @@ from torch.utils import _pytree as pytree
 from torch.utils.data import Dataset
 
 from flexsearch.errors import RuntimeFailure
-from flexsearch.graph import Interval
+from flexsearch.graph import Interval, OperatorGraph
 from flexsearch.graph.importer import Imported
 from flexsearch.graph.ops import KernelContext
 from flexsearch.lower import Lowered
@@ -28,6 +28,8 @@ from flexsearch.runtime.feed import Feed, batches, load, sample_order
 from flexsearch.runtime.initialise import Initialise, initialise
 from flexsearch.runtime.listing import listing
 from flexsearch.runtime.program import compile_program
+from flexsearch.runtime.recipes.plan import apart, without_synchronisation
+from flexsearch.runtime.recipes.synchronisation import Synchronisation
 from flexsearch.runtime.retrace import Source
 from flexsearch.runtime.stored import Stored
 from flexsearch.runtime.timeline import Timeline, record
@@ -59,7 +61,8 @@ class Parallel:
 
     def __init__(
         self, model: nn.Module, imported: Imported, strategy: Strategy, lowered: Lowered, device: torch.device,
-        run: str, seed: int, timeout_s: float, fuse: bool, compiler: str | None = None,
+        run: str, seed: int, timeout_s: float, fuse: bool, compiler: str | None = None, tolerate: bool = False,
+        make: MakeOptimizer | None = None,
     ) -> None:  # fmt: skip
         self.rank, self.device, self.lowered, self.graph = dist.get_rank(), device, lowered, imported.graph
         self.strategy, self._timeout_s, self._fuse = strategy, timeout_s, fuse
@@ -73,12 +76,22 @@ class Parallel:
         self.failures = Failures(self.rank, run)
         self.optimizer: Optimizer | None = None
         """The one of the short cut, ``parallelize(optimizer=...)``."""
-        wire = Wire(lowered, self.rank, device, timeout_s)
-        self.engine = Engine(
-            compile_program(lowered, self.rank, fuse), wire, self.stored.weights, self.stored.fixed, lambda: None,
-            self.context, compiler,
-        )  # fmt: skip
         self._empty = nn.Parameter(torch.zeros(0, device=device))
+        self.synchronisation = Synchronisation(
+            lowered, self.stored, self._empty, self.failures, timeout_s, tolerate, make
+        )
+        self._one_call = self._updated = False
+        """Whether every step updates; whether the optimizer has stepped in the step at hand."""
+        runs = without_synchronisation(lowered, self.synchronisation.names)
+        self.apart = self.synchronisation.asynchronous or tolerate
+        """Whether workers wait for each other in nothing but recipes."""
+        if self.apart:
+            words = "one may die, and the others go on" if tolerate else "workers go by themselves"
+            runs = apart(runs, lowered.recipe_groups, words)
+        self.engine = Engine(
+            compile_program(runs, self.rank, fuse), Wire(runs, self.rank, device, timeout_s), self.stored.weights,
+            self.stored.fixed, lambda: None, self.context, compiler,
+        )  # fmt: skip
         self._source: Source | None = None
         self._smaller: dict[int, Variant] = {}
         self._forwards: dict[tuple[int, bool, bool], tuple[ForwardPass, Any]] = {}
@@ -99,6 +112,7 @@ class Parallel:
                     "Build it on the meta device: with torch.device('meta').",
                 )
             initialise(model, self.stored, self.context.seed, None if function is True else function)
+            self.synchronisation.restart()
 
     # ---- training
 
@@ -115,6 +129,11 @@ class Parallel:
         the model returns, too, which takes another forward pass. Raises RuntimeFailure if a rank has failed.
         """
         self._refuse_modes("step")
+        if self.synchronisation.asynchronous:
+            raise RuntimeFailure(
+                "step(batch) leaves gradients for an optimizer, but here the optimizer runs at the server",
+                "Call step.step(inputs, targets).",
+            )
         with self.failures.watch():
             inputs, targets = self.feed.pair(batch)
             return self._train(inputs, targets, samples, scale, outputs)
@@ -122,7 +141,7 @@ class Parallel:
     def step(self, inputs: Any, targets: Any = None) -> Tensor:
         """The short cut for ``parallelize(optimizer=...)``: forward, backward, update; returns the loss of the whole
         batch. ``inputs`` and ``targets`` as the two parts of a batch (:meth:`__call__`)."""
-        if self.optimizer is None and any(p.requires_grad for _, p in self.stored.parameters):
+        if not self._one_call and any(p.requires_grad for _, p in self.stored.parameters):
             raise RuntimeFailure(
                 "step(inputs, targets) updates the weights, but there is no optimizer",
                 "Pass parallelize(optimizer=...), or call step(batch) and then the optimizer's step().",
@@ -133,22 +152,37 @@ class Parallel:
 
     def update_by(self, make: MakeOptimizer) -> None:
         """Have every step end with that of an optimizer, which gets this rank's trained parameters."""
+        if self.synchronisation.asynchronous:
+            self.optimizer, self._one_call = self.synchronisation.optimizer, True
+            return
         trained = [p for _, p in self.stored.parameters if p.requires_grad]
-        self.optimizer = make(trained) if trained else None
+        self.optimizer, self._one_call = make(trained) if trained else None, True
         self.engine.update = self._update
 
     def _train(self, inputs: Any, targets: Any, samples: int | None, scale: float, outputs: bool) -> StepOutput:
         named, count = self.feed.named(inputs, targets), self._count(samples)
         returned = self._forward(named, count, False, False) if outputs else None
-        earlier = self._set_aside_gradients()
+        self.synchronisation.check()
+        earlier, self._updated = self._set_aside_gradients(), False
         whole = count == self.graph.batch
         results = self.engine.step(self._fed(named)) if whole else self._smaller_step(count).run(named)
-        self._add_gradients(earlier, scale)
-        if self.optimizer is not None and not whole:
+        if self._one_call and not self._updated:
             self._update()
+        elif not self._one_call:
+            self.synchronisation.synchronise_gradients()
+            self._add_gradients(earlier, scale)
         for counter in self.stored.counters.values():
             counter += 1
-        return StepOutput(results[self.graph.loss if whole else self._smaller[count].graph.loss], returned)
+        return StepOutput(self._loss(results, self.graph if whole else self._smaller[count].graph), returned)
+
+    def _loss(self, results: Mapping[str, Tensor], graph: OperatorGraph) -> Tensor:
+        """Of the whole batch; where workers go by themselves of this one's samples, no number on ranks that compute
+        none."""
+        if not self.apart:
+            return results[graph.loss]
+        workers = len(self.lowered.recipe_groups[0].devices)
+        value = results.get(graph.loss)
+        return torch.full((), torch.nan, device=self.device) if value is None else value * workers
 
     def _count(self, samples: int | None) -> int:
         """Samples of the batch at hand."""
@@ -169,11 +203,18 @@ class Parallel:
         return fed
 
     def _smaller_step(self, count: int) -> Variant:
+        if self.apart:
+            raise RuntimeFailure(
+                f"a batch of {count} samples, where the plan is for {self.graph.batch}, and workers do not wait for "
+                "each other, so that they cannot share it out anew",
+                "Leave out the last batch (step.loader(..., drop_last=True)).",
+            )
         if count not in self._smaller:
             imported = self._traceable().training(count)
             self._smaller[count] = smaller_step(
-                imported, self.lowered, self.stored, self.feed, self.context, self._timeout_s, self._fuse
-            )
+                imported, self.lowered, self.stored, self.feed, self.context, self._timeout_s, self._fuse,
+                self.synchronisation.names,
+            )  # fmt: skip
         return self._smaller[count]
 
     def _traceable(self) -> Source:
@@ -208,10 +249,17 @@ class Parallel:
 
     def _update(self) -> None:
         """What the short cut does with complete gradients."""
-        if self.optimizer is not None:
+        self._updated = True
+        self.synchronisation.synchronise_gradients()
+        if self.synchronisation.asynchronous:
+            self.synchronisation.synchronise_weights()
+            self._set_aside_gradients()
+        elif self.optimizer is not None:
             self._add_gradients({}, 1.0)
             self.optimizer.step()
             self.optimizer.zero_grad(set_to_none=True)
+        elif self.synchronisation:
+            self.synchronisation.synchronise_weights()
 
     def _refuse_modes(self, what: str) -> None:
         """Raise RuntimeFailure in regions that plain PyTorch would honour and a compiled plan cannot, and without
@@ -238,6 +286,7 @@ class Parallel:
         """What the tasks of a step take, and what ranks hold in memory, as ``steps`` steps on a batch are measured,
         operator by operator. Gradients stay as they were. ``optimizer``: whose state is held, too. All ranks must call
         it; all get the same. ``flexsearch.save_trace`` writes it for Perfetto."""
+        self.refuse_trace()
         earlier = self._set_aside_gradients()
 
         def step() -> None:
@@ -245,10 +294,24 @@ class Parallel:
             self._set_aside_gradients()
 
         try:
-            return record(self, step, steps, optimizer)
+            with self.synchronisation.frozen():
+                return record(self, step, steps, optimizer)
         finally:
             for name, parameter in self.stored.weights.items():
                 parameter.grad = earlier.get(name)
+
+    def refuse_trace(self) -> None:
+        """Raise RuntimeFailure where no step is one of all ranks."""
+        if self.apart:
+            raise RuntimeFailure(
+                "a trace is of steps that all ranks take together, and here workers do not wait for each other",
+                "Trace another plan, or leave out the trace.",
+            )
+
+    def close(self) -> None:
+        """Take no more steps. Under asynchronous recipes, a rank that serves waits here for the other workers, as it
+        does when the interpreter ends."""
+        self.synchronisation.close()
 
     def listing(self) -> str:
         """What this rank runs in a step, as readable Python."""
@@ -282,6 +345,11 @@ class Parallel:
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False) -> Tensor:
         """``torch.nn.utils.clip_grad_norm_`` of the whole model: that one would see this rank's pieces alone. Returns
         the norm of the whole gradient, to which every element counts once. All ranks must call it."""
+        if self.synchronisation.diverges:
+            raise RuntimeFailure(
+                "replicas that synchronise by a recipe have gradients of their own, so the whole model has no one norm",
+                "Clip by value (torch.nn.utils.clip_grad_value_), or use a recipe with the mean of all in every step.",
+            )
         with self.failures.watch():
             own = [chunk.tensor for chunk in self.stored.gradients() if chunk.first]
             total = total_norm(own, float(norm_type), self.device)
@@ -370,12 +438,14 @@ class Parallel:
 
     def state_dict(self) -> dict[str, Tensor]:
         """The whole model's state under the original names, on every rank (CPU tensors). All ranks must call it."""
-        return self.stored.state_dict()
+        with self.synchronisation.agreed():
+            return self.stored.state_dict()
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
         """Take over a whole model's state (as ``state_dict`` gives it). Raises RuntimeFailure on missing names or wrong
         shapes, before anything is changed."""
         self.stored.load_state_dict(state)
+        self.synchronisation.restart()
 
     def sharded_state_dict(self) -> dict[str, Tensor]:
         """The model's state for ``torch.distributed.checkpoint``, in pieces with their places in the whole tensors:
@@ -384,27 +454,31 @@ class Parallel:
 
     def save_safetensors(self, folder: str | Path) -> None:
         """Write the weights as ``model.safetensors``, as Hugging Face's models read it. All ranks must call it."""
-        with self.failures.watch():
+        with self.failures.watch(), self.synchronisation.agreed():
             safetensors.save(folder, self.stored)
 
     def load_safetensors(self, folder: str | Path) -> None:
         """Read weights of Hugging Face, in one file or several. All ranks must call it."""
         with self.failures.watch():
             safetensors.load(folder, self.stored)
+            self.synchronisation.restart()
 
     def loaded(self) -> None:
         """Compute what follows from a state that was loaded in place. All ranks must call it."""
         self.stored.changed()
+        self.synchronisation.restart()
 
     def save(self, folder: str | Path, optimizer: Optimizer | None = None, **extra: Any) -> None:
         """Write a checkpoint (``torch.distributed.checkpoint``): model, optimizer, the state of dropout, and whatever
         is passed by name, such as ``scheduler=scheduler.state_dict()``. No rank holds the whole. All ranks must call
         it."""
         with self.failures.watch():
-            checkpoint.save(folder, self.stored, self.context, optimizer or self.optimizer, extra)
+            checkpoint.save(folder, self.stored, self.context, optimizer or self.optimizer, extra, self.synchronisation)
 
     def load(self, folder: str | Path, optimizer: Optimizer | None = None) -> dict[str, Any]:
         """Read a checkpoint that was saved under any plan on any number of ranks; returns what was passed to ``save``
         by name. Only load what you trust: it is unpickled. All ranks must call it. Raises RuntimeFailure."""
         with self.failures.watch():
-            return checkpoint.load(folder, self.stored, self.context, optimizer or self.optimizer)
+            return checkpoint.load(
+                folder, self.stored, self.context, optimizer or self.optimizer, self.synchronisation
+            )

@@ -25,6 +25,7 @@ from flexsearch.runtime.engine import Action, Engine
 from flexsearch.runtime.held import Held, MemoryRow, compare_held, held_by, tasks_of
 from flexsearch.runtime.instructions import Instruction, Program, Start
 from flexsearch.runtime.program import compile_program
+from flexsearch.runtime.recipes.plan import without_synchronisation
 from flexsearch.simulate import Simulation
 from flexsearch.simulate.memory import memory_curves
 
@@ -90,7 +91,7 @@ def record(
     took; and twice more, before that, to allocate and compile, and to see what is held in memory. All ranks must call
     it; all get the same timeline. These are real training steps. ``optimizer``: another than ``parallel``'s own."""
     engine, offset = parallel.engine, clock_offset()
-    program = compile_program(parallel.lowered, parallel.rank, fuse=False)
+    program = compile_program(engine.program.lowered, parallel.rank, fuse=False)
     wire = Watched(engine.wire, program.instructions)
     watched = Engine(program, wire, engine.weights, engine.fixed, engine.update, engine.context)
     recorded: list[_Recorded] = []
@@ -171,8 +172,9 @@ def compare(lowered: Lowered, simulation: Simulation, measured: Timeline) -> lis
 def compare_memory(lowered: Lowered, simulation: Simulation, measured: Timeline) -> list[MemoryRow]:
     """What each rank was predicted to hold, and held, devices ascending."""
     rows, curves = [], memory_curves(lowered, simulation.times)
+    runs = without_synchronisation(lowered, {name for group in lowered.recipe_groups for name in group.names})
     for device, states in enumerate(measured.memory):
-        row = compare_held(compile_program(lowered, device, fuse=False), simulation, curves[device], states)
+        row = compare_held(compile_program(runs, device, fuse=False), simulation, curves[device], states)
         stage_pass, kind, name = _title(lowered, row.task)
         rows.append(row._replace(stage_pass=stage_pass, kind=kind, name=name))
     return rows

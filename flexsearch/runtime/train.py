@@ -41,8 +41,8 @@ class Step:
 
 @dataclass(frozen=True)
 class Training:
-    """A training run, the same on all ranks. ``graph``: of the model; ``simulation`` is of ``lowered``; ``timeline`` if
-    it was asked for."""
+    """A training run, the same on all ranks that wait for each other. ``graph``: of the model; ``simulation`` is of
+    ``lowered``; ``timeline`` if it was asked for."""
 
     steps: tuple[Step, ...]
     predicted_s: float
@@ -93,6 +93,7 @@ def train(
     timeout_s: float = 300.0,
     progress: Callable[[Step], None] | None = None,
     compile: bool = False,
+    tolerate: bool = False,
     traced: Traced | None = None,
 ) -> Training:
     """Train ``model`` ("module:callable", called with ``arguments``) under a strategy on the ranks of this run, on the
@@ -101,7 +102,8 @@ def train(
     The optimizer is the one that the strategy was planned for, with learning rate ``rate``. ``trace``: afterwards run a
     few more steps operator by operator, and record each task. ``profile``: measured costs for the prediction;
     without, it is the one in the strategy file, or that of the topology's figures. ``progress`` is called after each
-    step. ``compile``: as of ``parallelize``. ``traced``: of this model, if it was traced before. Raises StrategyError
+    step. ``compile``, ``tolerate``: as of ``parallelize``. Where workers do not wait for each other, losses and times
+    are those of this rank. ``traced``: of this model, if it was traced before. Raises StrategyError
     if the strategy was made for another model, RuntimeFailure if the ranks do not fit it, or when one of them dies.
     """
     if steps < 1:
@@ -117,14 +119,16 @@ def train(
     if traced is None:
         parallel = parallelize(
             loaded.model, strategy, loss=loaded.loss, optimizer=update, inputs=inputs, targets=targets, seed=seed,
-            timeout_s=timeout_s, compile=compile,
+            timeout_s=timeout_s, compile=compile, tolerate=tolerate,
         )  # fmt: skip
     else:
         traced.check(strategy)
         parallel = distribute(
             loaded.model, traced.imported, strategy, update, seed=seed, timeout_s=timeout_s, compile=compile,
-            example=(inputs, targets, loaded.loss),
+            tolerate=tolerate, example=(inputs, targets, loaded.loss),
         )  # fmt: skip
+    if trace:
+        parallel.refuse_trace()
     lowered, simulation, predicted = _prediction(parallel, strategy, profile)
 
     def step() -> Tensor:
@@ -137,6 +141,7 @@ def train(
             if progress is not None:
                 progress(done[-1])
         timeline = record(parallel, step) if trace else None
+        parallel.close()
     except RuntimeError as error:  # a barrier or a gathering that a dead rank does not come to
         raise RuntimeFailure(
             f"rank {parallel.rank}: another rank has died or hangs ({error})",
@@ -146,12 +151,15 @@ def train(
 
 
 def _timed(parallel: Parallel, step: Callable[[], Tensor], number: int) -> Step:
-    dist.barrier()
+    if not parallel.apart:
+        dist.barrier()
     began = time.perf_counter()
     loss = step()
     if parallel.device.type == "cuda":
         torch.cuda.synchronize()
     slowest = torch.tensor([time.perf_counter() - began], dtype=torch.float64, device=parallel.device)
+    if parallel.apart:
+        return Step(number, loss.item(), slowest.item())
     dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
     return Step(number, loss.item(), slowest.item())
 

@@ -7,7 +7,7 @@ the plan's step leaves elsewhere: samples that another rank was fed, buffers tha
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 
 import torch
 from torch import Tensor, nn
@@ -23,6 +23,7 @@ from flexsearch.runtime.engine import Engine
 from flexsearch.runtime.feed import Feed
 from flexsearch.runtime.parts import cut
 from flexsearch.runtime.program import compile_program
+from flexsearch.runtime.recipes.plan import without_synchronisation
 from flexsearch.runtime.regions import Mover, everywhere, whole
 from flexsearch.runtime.stored import Stored, layouts_of, needs_of
 from flexsearch.runtime.wire import Wire
@@ -126,11 +127,12 @@ class Variant:
 
 def smaller_step(
     imported: Imported, lowered: Lowered, stored: Stored, feed: Feed, context: KernelContext, timeout_s: float,
-    fuse: bool,
+    fuse: bool, by_recipe: Collection[str] = (),
 ) -> Variant:  # fmt: skip
-    """The training step of ``lowered`` on the batch of ``imported``."""
+    """The training step of ``lowered`` on the batch of ``imported``. ``by_recipe``: weights that follow a recipe."""
     graph = imported.graph
-    return Variant(imported, refit(lowered, graph), stored, feed, graph.batch, context, timeout_s, fuse)
+    runs = without_synchronisation(refit(lowered, graph), by_recipe)
+    return Variant(imported, runs, stored, feed, graph.batch, context, timeout_s, fuse)
 
 
 class ForwardPass:

@@ -32,7 +32,7 @@ from flexsearch.runtime.parts import Action, Arrival, Part, Plan, plan_of, slice
 _groups: dict[tuple[dist.ProcessGroup | None, tuple[int, ...]], dist.ProcessGroup] = {}
 
 
-def _group(ranks: tuple[int, ...], timeout: timedelta | None = None) -> dist.ProcessGroup:
+def process_group(ranks: tuple[int, ...], timeout: timedelta | None = None) -> dist.ProcessGroup:
     """Process group of some ranks; made once in the life of the world group, on all ranks at the same place."""
     key = dist.group.WORLD, ranks
     if key not in _groups:
@@ -60,7 +60,7 @@ class Wire:
             if what is not None:
                 if what.one_call:
                     # Every rank makes every group, in the order of the task graph, as torch.distributed requires.
-                    _group(what.devices, timedelta(seconds=timeout_s))
+                    process_group(what.devices, timedelta(seconds=timeout_s))
                 if rank in what.devices:
                     self.plans[task] = plan_of(lowered, what, rank)
         self._sent: deque[tuple[int, list[dist.Work], list[Tensor], int]] = deque()
@@ -105,7 +105,7 @@ class Wire:
 
     def _call(self, values: list[Any], plan: Plan, instruction: Start) -> Action:
         """Leave it to the backend."""
-        group, slot = _group(plan.what.devices), instruction.slot
+        group, slot = process_group(plan.what.devices), instruction.slot
         if plan.what.sums:
             return collectives.sum_up(values, plan, instruction, group, self.device)
         packs = {peer: self._packed(values, plan, parts, instruction) for peer, parts in plan.sends.items()}

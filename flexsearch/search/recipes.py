@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
+from itertools import product
 from typing import Final
 
 from flexsearch.cost import Costs
@@ -88,18 +89,19 @@ def recipes_of(allow: Sequence[str]) -> list[str]:
 
 
 def best_allowed(
-    graph: OperatorGraph, topology: Topology, costs: Costs, plans: Sequence[Strategy], allow: Sequence[str]
-) -> list[Allowed]:
+    graph: OperatorGraph, topology: Topology, costs: Costs, plans: Sequence[Strategy], allow: Sequence[str],
+    on_progress: Callable[[int, int], None] | None = None,
+) -> list[Allowed]:  # fmt: skip
     """Every plan with every recipe that is exact or that ``allow`` names, the fastest first; those that do not fit into
-    memory are left out. Raises RecipeError."""
-    texts = [*EXACT, *recipes_of(allow)]
-    found = []
-    for plan in plans:
-        for text in texts:
-            for weights in _groups(graph):
-                if (one := _tried(graph, topology, costs, plan, text, weights)) is not None:
-                    found.append(one)
-    return sorted(found, key=lambda one: one.simulation.makespan_s)
+    memory are left out. ``on_progress``: called with how many are simulated, of how many. Raises RecipeError."""
+    cases = list(product(plans, [*EXACT, *recipes_of(allow)], _groups(graph)))
+    plans_with = []
+    for number, (plan, text, weights) in enumerate(cases):
+        if on_progress is not None:
+            on_progress(number, len(cases))
+        if (one := _tried(graph, topology, costs, plan, text, weights)) is not None:
+            plans_with.append(one)
+    return sorted(plans_with, key=lambda one: one.simulation.makespan_s)
 
 
 def _tried(

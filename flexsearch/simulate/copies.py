@@ -24,8 +24,10 @@ def distribute(
     where the handles of the original are; of a weight GATHERED; ``again``: in the backward pass; ``home``: the region
     of the activation's producer."""
     landings, slot = sources.landings, np.uint64(slots[k])
-    template = np.uint64(state.forward[slot])
     gathered = place == GATHERED
+    template = np.uint64(state.forward[slot])
+    if gathered and state.kept[slot] != 0:
+        template = np.uint64(state.kept[slot])
     sent = now | ONE
     until = _use(sources, state, slots, k, last, gathered, again, home)
     used = _first_use(sources, state, slots, k, last, again, home, sent)
@@ -91,7 +93,8 @@ def _use(
     if k == last:
         return end_of(sources)
     until = ZERO
-    twice = gathered and units.regather_block[np.uint64(wiring.slot_tensor[slot])] != NOTHING
+    twice = gathered and state.kept[slot] == 0
+    twice = twice and units.regather_block[np.uint64(wiring.slot_tensor[slot])] != NOTHING
     for j in range(k, last):
         other = np.uint64(slots[j])
         if np.uint64(state.leader[other]) != slot:
@@ -106,9 +109,10 @@ def _use(
                 continue  # what comes later is gathered or computed again
         if repeated and (gathered or again or units.region[reader] != home):
             until = max(until, TWO * np.uint64(units.recompute_block[reader]))
-        if units.backward[reader] == 1 and (gathered or units.saves_inputs[reader] == 1):
-            back = units.backward_block[reader] if gathered else units.weight_block[reader]
-            until = max(until, TWO * np.uint64(back))
+        if units.backward[reader] == 1 and not gathered and units.saves_inputs[reader] == 1:
+            until = max(until, TWO * np.uint64(units.weight_block[reader]))
+        if gathered and (again or units.keeps_weight[other] == 1):
+            until = max(until, TWO * np.uint64(units.backward_block[reader]))
     return until
 
 

@@ -6,10 +6,10 @@ last moment, both included. These are the spans:
 
 - **At hand**, all the time: of inputs, buffers and constants the smallest box that holds all that a device's pieces
   read; weights as they are stored, with the optimizer's state for those that are trained (one copy for momentum, two
-  for adam; of weights in half precision: in float32, and a master copy besides). Where only the optimizer's states or
-  those and gradients are kept in parts (``strategy.States``), of the weight the smallest box, too.
-- A **gathered weight**, if it is kept in parts: from the communication that brings it to the last backward that reads
-  it. It is gathered once, for both directions. A part cut from what the device stores is a view and takes nothing.
+  for adam; of weights in half precision: in float32, and a master copy besides).
+- A **gathered weight**, whatever is kept in parts of it (``strategy.States``: in parts it is stored, too): from the
+  communication that brings it to the last forward, and to the backwards that need it (``graph.ops.kept_weights``). It
+  is gathered once, for both directions. A part cut from what the device stores is a view and takes nothing.
 - An **output**: from the forward that makes it to the last of: its readers' forwards; the backwards that use it
   (``saved_tensors``); the communication that sends it, which lets go of it when it has been issued. What an operator
   saves besides lives from its forward to its backward. An output that is its input's memory (a view) has no span of its
@@ -249,13 +249,10 @@ def _hold_weight(sources: Sources, state: State, w: Any, spans: Spans) -> None:
     pools, p = sources.pools, np.uint64(state.plan[w])
     template, trained, sharding = np.uint64(pools.plan_sync[p]), pools.plan_sync[p] != 0, pools.plan_sharding[p]
     first, last = np.uint64(program.reader_first[w]), np.uint64(program.reader_last[w])
-    stays = np.uint32(0) < sharding < _WEIGHTS  # whole between steps, though updated in parts
-    if stays:
-        _hold_box(sources, state, program.reader, first, last, units.weight_itemsize[w], WEIGHTS, spans)
+    once = np.uint32(0) < sharding < _WEIGHTS  # gathered for all microbatches
     for row in range(np.uint64(pools.store_first[p]), np.uint64(pools.store_last[p])):
         d, nbytes = np.uint64(pools.store_device[row]), np.int64(pools.store_bytes[row])
-        if not stays:
-            add(spans, d, nbytes, WEIGHTS, ZERO, end_of(sources))
+        add(spans, d, nbytes, WEIGHTS, ZERO, end_of(sources))
         if trained and units.state_bytes[w] > 0:
             kept = nbytes // units.weight_itemsize[w] * units.state_bytes[w]
             add(spans, d, kept, OPTIMIZER, ZERO, end_of(sources))
@@ -264,10 +261,10 @@ def _hold_weight(sources: Sources, state: State, w: Any, spans: Spans) -> None:
     for k in range(first, last):
         slot = np.uint64(program.reader[k])
         if np.uint64(state.leader[slot]) == slot:
-            if stays:
-                _gather_in_place(sources, state, w, slot, spans)
-            for again in range(0 if stays else 2 if units.regather_block[w] != NOTHING else 1):
-                gather = TWO * np.uint64(units.regather_block[w] if again else units.gather_block[w])
+            for again in range(2 if units.regather_block[w] != NOTHING and not once else 1):
+                gather = TWO * np.uint64(
+                    units.regather_block[w] if again else units.once_block[w] if once else units.gather_block[w]
+                )
                 distribute(sources, state, program.reader, k, last, GATHERED, gather, again, NOTHING, spans)
             if trained and program.flows[slot] != VALUE:
                 differentiate(sources, state, program.reader, k, last, units.weight_itemsize[w], GRADIENTS, spans)
@@ -275,17 +272,6 @@ def _hold_weight(sources: Sources, state: State, w: Any, spans: Spans) -> None:
                 _send_gradients(sources, template, TWO * np.uint64(sent) + ONE, spans)
     if trained:
         _synchronise(sources, w, template, sharding >= _GRADIENTS, spans)
-
-
-@lean
-def _gather_in_place(sources: Sources, state: State, w: Any, slot: Any, spans: Spans) -> None:
-    """Receive buffers of gathering what a device keeps whole."""
-    units, landings = sources.units, sources.landings
-    now = TWO * np.uint64(units.once_block[w])
-    used = TWO * np.uint64(units.forward_block[np.uint64(sources.wiring.slot_operator[slot])])
-    template = np.uint64(state.forward[slot] if state.kept[slot] == 0 else state.kept[slot])
-    for row in range(np.uint64(landings.landing_first[template]), np.uint64(landings.landing_last[template])):
-        land(spans, landings, row, False, now, now | ONE, now | ONE, used, WEIGHTS)
 
 
 @lean

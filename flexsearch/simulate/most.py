@@ -11,9 +11,6 @@ from flexsearch.lower.arrays import NOTHING, Pools, State
 from flexsearch.lower.interned import Interned, entries_of
 from flexsearch.simulate.lifetimes import besides
 from flexsearch.simulate.spans import AT_HAND, VALUE, WEIGHT, Sources
-from flexsearch.strategy import OVER_ALL, States
-
-_WEIGHTS = np.uint32(States.WEIGHTS * OVER_ALL)
 
 
 @lean
@@ -28,9 +25,7 @@ def most_bytes(sources: Sources, state: State, u: Any) -> Any:
         w = np.uint64(units.tensor[u])
         p = np.uint64(state.plan[w])
         stored = _most_stored(pools, p)
-        total = stored // units.weight_itemsize[w] * units.state_bytes[w]
-        stays = np.uint32(0) < pools.plan_sharding[p] < _WEIGHTS
-        total += units.weight_bytes[w] if stays else stored
+        total = stored + stored // units.weight_itemsize[w] * units.state_bytes[w]
         total += landings.most[np.uint64(pools.plan_sync[p])]
         times = np.int64(2 if units.regather_block[w] != NOTHING else 1)
         for k in range(np.uint64(sources.program.reader_first[w]), np.uint64(sources.program.reader_last[w])):

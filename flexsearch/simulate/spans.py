@@ -33,15 +33,16 @@ class Units(NamedTuple):
     By activation: ``place`` among those of its unit; ``itemsize``. By operator: the units ``concerned`` by its config;
     whether it ``saves_inputs`` and ``saves_outputs`` for its ``backward``, which it may not have; whether its output is
     a view (``is_view``); bytes saved besides for each element (``extra``), and half elements (``halves``). By weight:
-    ``weight_itemsize``; ``weight_bytes``, of all of it; ``state_bytes``, that the optimizer keeps for each element;
+    ``weight_itemsize``; ``state_bytes``, that the optimizer keeps for each element;
     ``sync_block`` and ``second_block``, where the phases of its synchronisation are issued; ``each_block`` and
     ``each_second``, those of one for every microbatch (the same where there is no other). By tensor at hand: its
     readers' slots (``reader``), ``at_hand_itemsize``, ``at_hand_bytes`` in all, the ``part`` of memory that it belongs
     to. ``update_block``: (1,), the last; ``result_block``: (1,), where the loss is sent. By operator:
     ``forward_block``, ``backward_block`` (the forward one if there is none), ``weight_block``, where it is done with
     what it saved and with the gradients of its outputs (the backward one if its backward pass is whole),
-    ``recompute_block`` and ``region`` (NOTHING: it is not computed again); by weight: ``gather_block``, ``once_block``
-    (where a weight that stays whole is gathered), ``regather_block`` (NOTHING: none).
+    ``recompute_block`` and ``region`` (NOTHING: it is not computed again); by slot: whether autograd keeps the
+    weight that it reads (``keeps_weight``); by weight: ``gather_block``, ``once_block``
+    (where a weight is gathered for all microbatches), ``regather_block`` (NOTHING: none).
     """
 
     root: U8
@@ -57,11 +58,11 @@ class Units(NamedTuple):
     saves_inputs: U8
     saves_outputs: U8
     backward: U8
+    keeps_weight: U8
     is_view: U8
     extra: I64
     halves: I64
     weight_itemsize: I64
-    weight_bytes: I64
     sync_block: U32
     second_block: U32
     each_block: U32

@@ -11,7 +11,7 @@ import numpy.typing as npt
 
 from flexsearch.cost.compute import state_bytes
 from flexsearch.graph import OperatorGraph
-from flexsearch.graph.ops import saved_tensors
+from flexsearch.graph.ops import kept_weights, saved_tensors
 from flexsearch.graph.ops.base import Saved
 from flexsearch.lower.arrays import NOTHING, BlockTable, Program, State
 from flexsearch.lower.change import Wiring
@@ -95,7 +95,8 @@ def make_units(graph: OperatorGraph, wiring: Wiring, table: BlockTable, options:
     place = np.zeros(len(activations), np.uint32)
     for first, last in zip(views.first, views.last, strict=True):
         place[views.all[first:last]] = np.arange(last - first)
-    concerned = Rows(_concerned(graph, number))
+    concerned, kept = Rows(_concerned(graph, number)), kept_weights(graph)
+    pairs = zip(wiring.slot_operator.tolist(), wiring.slot_position.tolist(), strict=True)
     slots = _slots_at_hand(graph, wiring, at_hand)
     last = len(table.kind) - 1
 
@@ -121,9 +122,9 @@ def make_units(graph: OperatorGraph, wiring: Wiring, table: BlockTable, options:
         itemsize=sizes(graph.tensor[name].itemsize for name in activations),
         concerned_first=concerned.first, concerned_last=concerned.last, concerned=concerned.all,
         saves_inputs=flags(r.inputs for r in rules), saves_outputs=flags(r.outputs for r in rules),
-        backward=flags(graph.has_backward), is_view=flags(r.alias for r in rules), extra=sizes(r.extra for r in rules),
+        backward=flags(graph.has_backward), keeps_weight=flags(pair in kept for pair in pairs),
+        is_view=flags(r.alias for r in rules), extra=sizes(r.extra for r in rules),
         halves=sizes(r.halves for r in rules), weight_itemsize=sizes(graph.tensor[name].itemsize for name in weights),
-        weight_bytes=sizes(graph.tensor[name].nbytes for name in weights),
         sync_block=sync, second_block=second, each_block=each, each_second=each_second,
         reader_first=slots.first, reader_last=slots.last, reader=slots.all,
         at_hand_itemsize=sizes(graph.tensor[name].itemsize for name in at_hand),

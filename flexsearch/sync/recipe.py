@@ -177,6 +177,17 @@ class Recipe:
             outer=zeros if isinstance(self.timing, DiLoCo) else None, memory=self.compression.start(sizes, weights),
         )  # fmt: skip
 
+    def sends_gradients(self, state: State) -> bool:
+        """Whether ``before_update`` changes gradients in the step at hand."""
+        return state.step < self.warm_up or not self.updates
+
+    def sends_weights(self, state: State) -> bool:
+        """Whether ``after_update`` reads weights in the step at hand; else it only counts it."""
+        if not isinstance(self.timing, LocalSGD):
+            return self.partners.weights and state.step >= self.warm_up
+        since = state.step + 1 - self.warm_up
+        return since <= 0 or since % self.timing.period == 0
+
     def before_update(self, state: State, group: Group, gradients: Tensor, sizes: Sizes) -> tuple[Tensor, State]:
         """Gradients, (rows, n), that the optimizer takes."""
         if state.step < self.warm_up:
@@ -190,17 +201,14 @@ class Recipe:
 
     def after_update(self, state: State, group: Group, weights: Tensor, sizes: Sizes) -> tuple[Tensor, State]:
         """Weights, (rows, n), that the next step begins with."""
-        state = replace(state, step=state.step + 1)
+        sends, state = self.sends_weights(state), replace(state, step=state.step + 1)
+        if not sends:
+            return weights, state
         if not isinstance(self.timing, LocalSGD):
-            if not self.partners.weights or state.step <= self.warm_up:
-                return weights, state
             mixed, _, _ = self.partners.average(weights, group, self.compression, None, state.rounds, sizes)
             return mixed, replace(state, rounds=state.rounds + 1)
-        since = state.step - self.warm_up
-        if since <= 0:
+        if state.step <= self.warm_up:
             return weights, replace(state, reference=weights.clone())
-        if since % self.timing.period:
-            return weights, state
         if isinstance(self.timing, DiLoCo):
             weights, state = self._outer(self.timing, state, group, weights, sizes)
         elif isinstance(self.compression, Everything) and (self.partners.exact or self.partners.weights):

@@ -42,9 +42,10 @@ MESSAGE_S: Final = {"gloo": None, "nccl": 2.75e-6}
 """What a device's next message adds to an exchange of several. gloo: as much as the first one (``overhead_s``): 32
 small messages at once between two hosts take 4 ms (``benchmarks/link_sharing.py``). nccl: what each step of the
 measured all-reduces below adds to their start."""
-TURN_BYTES: Final = {"gloo": 3_000_000, "nccl": None}
+TURN_BYTES: Final = {"gloo": 3_000_000, "nccl": 2**22}
 """See ``Communication.turn_bytes``. gloo, measured: what comes behind an all-reduce of 25 MB waits until 1 to 4 MB have
-gone (``benchmarks/link_sharing.py``). nccl: a communicator works in issue order."""
+gone (``benchmarks/link_sharing.py``). nccl: communicators share a network card by their buffers, of 4 MiB each
+(``NCCL_BUFFSIZE``), so that activations do not wait for the whole all-reduce of a layer's gradients."""
 
 
 def _name(value: str) -> str:

@@ -52,6 +52,7 @@ from flexsearch.graph.ops.base import (
     build_kernel,
     find_trace,
     forward_flops,
+    kept_weights,
     kind_of,
     register,
     rewrite,
@@ -62,6 +63,6 @@ from flexsearch.graph.ops.base import (
 
 __all__ = [
     "KINDS", "Attributes", "Kernel", "KernelContext", "OperatorKind", "Sample", "Saved", "axis_roles",
-    "backward_flops", "build_kernel", "find_trace", "forward_flops", "kind_of", "register", "rewrite",
+    "backward_flops", "build_kernel", "find_trace", "forward_flops", "kept_weights", "kind_of", "register", "rewrite",
     "saved_tensors", "shipped", "unregister",
 ]  # fmt: skip

@@ -427,6 +427,21 @@ def saved_tensors(graph: OperatorGraph) -> tuple[Saved, ...]:
     return tuple(rule(op) for op in graph.operators)
 
 
+def kept_weights(graph: OperatorGraph) -> frozenset[tuple[int, int]]:
+    """(operator, operand) of the weights that autograd keeps for the backward pass: what gradients of other operands
+    are made of. Where there are none to make, only operators keep them that always save what they read."""
+    kept = set()
+    for i, (op, rule) in enumerate(zip(graph.operators, saved_tensors(graph), strict=True)):
+        if not graph.has_backward[i] or not rule.inputs or op.half == "weights":
+            continue
+        wanted, always = [name in graph.differentiable for name in op.inputs], kind_of(op).saved_without_weights.inputs
+        for p, (name, operand) in enumerate(zip(op.inputs, op.access.inputs, strict=True)):
+            weight = graph.tensor[name].kind == "parameter" and not operand.once
+            if weight and (always or any(wanted[:p] + wanted[p + 1 :])):
+                kept.add((i, p))
+    return frozenset(kept)
+
+
 def rand(*shape: int) -> torch.Tensor:
     """Normal numbers in float64, for samples."""
     return torch.randn(*shape, dtype=torch.float64)
@@ -440,6 +455,7 @@ def integers(high: int, *shape: int) -> torch.Tensor:
 __all__ = [
     "ALIAS", "BOTH", "INPUTS", "KINDS", "MANY", "NOTHING", "OUTPUTS", "TRACES", "Attributes", "Extents", "Kernel",
     "KernelContext", "OperatorKind", "Sample", "Saved", "Shapes", "axis_roles", "backward_flops",
-    "build_kernel", "define", "find_trace", "forward_flops", "input_elements", "integers", "kind_of", "matrix_flops",
-    "output_elements", "points", "rand", "register", "rewrite", "saved_tensors", "shipped", "unregister",
+    "build_kernel", "define", "find_trace", "forward_flops", "input_elements", "integers", "kept_weights", "kind_of",
+    "matrix_flops", "output_elements", "points", "rand", "register", "rewrite", "saved_tensors", "shipped",
+    "unregister",
 ]  # fmt: skip
