@@ -21,6 +21,7 @@ from flexsearch.errors import DatasetError, FileFormatError, ImportModelError, R
 from flexsearch.report.convergence import Convergence, Run, headline, remarks
 from flexsearch.runtime.replicas import Dataset, Replicas, Training, load_dataset, load_model
 from flexsearch.sync import Exchange, parse_recipe
+from flexsearch.sync.kinds import work
 from flexsearch.sync.record import Epoch
 from flexsearch.topology import Topology
 from tests.conftest import Cli
@@ -140,7 +141,7 @@ def test_exchanges_cost_what_the_cost_model_says() -> None:
 def test_an_exchange_waits_for_those_in_it_and_for_no_others() -> None:
     topology = Topology.load("ethernet-1g-4")
     clock = Clock(Workers(topology, (0, 1, 2, 3), (0.5, 0.5, 0.5, 2.0)))
-    clock.compute(0, 0.0)
+    clock.compute(0, work())
     pair = Exchange("exchange", 4, (10**6, 10**6), ((0, 1), (1, 0)))
     clock.exchange([pair])
     seconds = Pricing(topology).transfer("exchange", [(0, 1, 10**6), (1, 0, 10**6)]).duration_s

@@ -11,8 +11,9 @@ from dataclasses import dataclass
 import numpy as np
 
 from flexsearch.cost.communication import Pricing, Transfer
-from flexsearch.cost.exchanges import price, streaming_seconds
+from flexsearch.cost.exchanges import price, work_seconds
 from flexsearch.sync import Exchange
+from flexsearch.sync.kinds import Work
 from flexsearch.topology import Topology
 
 
@@ -42,9 +43,9 @@ class Workers:
         chance = np.random.default_rng((self.seed, worker, step)).random() if self.jitter else 0.0
         return self.compute_s[worker] * (1.0 + self.jitter * float(chance))
 
-    def encode_s(self, worker: int, nbytes: float) -> float:
-        """Seconds that a worker takes to read or write so many bytes, those of one kernel."""
-        return streaming_seconds(self.topology.devices[self.devices[worker]], nbytes)
+    def encode_s(self, worker: int, work: Work) -> float:
+        """Seconds that a worker's work of a recipe takes."""
+        return work_seconds(work, self.topology.devices[self.devices[worker]], {})
 
 
 class ExchangePrices:
@@ -72,8 +73,8 @@ class Clock:
         self.now = np.zeros(len(workers.devices))
         self.computed = np.zeros(workers.size)
 
-    def compute(self, step: int, encoded: float) -> None:
-        """A step of all, and encoding so many bytes."""
+    def compute(self, step: int, encoded: Work) -> None:
+        """A step of all, and that work to encode."""
         for worker in range(self.workers.size):
             seconds = self.workers.step_s(worker, step) + self.workers.encode_s(worker, encoded)
             self.computed[worker] += seconds

@@ -9,9 +9,10 @@ from typing import TYPE_CHECKING, ClassVar
 import numpy as np
 
 from flexsearch.errors import RecipeError
-from flexsearch.sync.bits import pack, packed_bytes, unpack
+from flexsearch.sync.bits import pack, packed_bytes, unit_bytes, unpack
 from flexsearch.sync.compression import ROUNDING, Compression, Sizes, drawn
 from flexsearch.sync.exchange import Payload
+from flexsearch.sync.kinds import Work, work
 from flexsearch.sync.options import whole
 
 if TYPE_CHECKING:
@@ -30,7 +31,6 @@ class QSGD(Compression):
 
     name: ClassVar[str] = "qsgd"
     changes: ClassVar[str] = "entries are rounded at random to a few levels"
-    passes: ClassVar[int] = 4
 
     def __post_init__(self) -> None:
         whole("bits of qsgd", self.bits, 2, 8)
@@ -57,6 +57,12 @@ class QSGD(Compression):
         codes, top = unpack(data, n, self.bits), (1 << (self.bits - 1)) - 1
         sign = 1 - 2 * (codes >> (self.bits - 1))
         return (codes & top) * sign * norm.repeat_interleave(self.bucket, 1)[:, :n] / top
+
+    def encoding(self, sizes: Sizes) -> Work:
+        return work(draw=sizes.nbytes, round=sizes.nbytes, pack=unit_bytes(sizes.n, self.bits))
+
+    def decoding(self, sizes: Sizes) -> Work:
+        return work(unpack=unit_bytes(sizes.n, self.bits), copy=6 * sizes.nbytes)
 
     def nbytes(self, sizes: Sizes) -> int | None:
         return packed_bytes(sizes.n, self.bits) + ceil(sizes.n / self.bucket) * sizes.itemsize

@@ -6,9 +6,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from flexsearch.sync.bits import pack, packed_bytes, unpack
+from flexsearch.sync.bits import pack, packed_bytes, unit_bytes, unpack
 from flexsearch.sync.compression import Compression, Mean, Sizes
 from flexsearch.sync.exchange import Group, Payload
+from flexsearch.sync.kinds import Work, work
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -22,7 +23,6 @@ class Sign(Compression):
 
     name: ClassVar[str] = "sign"
     changes: ClassVar[str] = "only signs are sent"
-    passes: ClassVar[int] = 2
 
     @property
     def alone(self) -> str:  # type: ignore[override]
@@ -42,6 +42,12 @@ class Sign(Compression):
         signs, scale = payload.parts
         ones = (unpack(signs, n, 1) * 2 - 1).to(scale.dtype)
         return ones * scale if self.feedback else ones
+
+    def encoding(self, sizes: Sizes) -> Work:
+        return work(sign=(1 + self.feedback) * sizes.nbytes, pack=unit_bytes(sizes.n, 1))
+
+    def decoding(self, sizes: Sizes) -> Work:
+        return work(unpack=unit_bytes(sizes.n, 1), copy=(3 + self.feedback) * sizes.nbytes)
 
     def nbytes(self, sizes: Sizes) -> int | None:
         return packed_bytes(sizes.n, 1) + (sizes.itemsize if self.feedback else 0)

@@ -13,6 +13,7 @@ from flexsearch.cost.waiting import Queue, Workers
 from flexsearch.sync import Recipe
 from flexsearch.sync.compression import Sizes
 from flexsearch.sync.record import Staleness
+from flexsearch.sync.work import before
 
 Gradients = Callable[[Tensor, list[int], list[int]], tuple[Tensor, Tensor]]
 """Of copies of the weights, (rows, n), with which workers are in their so-manieth steps: (rows, n), losses (rows,)."""
@@ -84,9 +85,8 @@ class Served:
 
     def _begin(self, now: float, worker: int) -> None:
         self._lead = max(self._lead, self.steps[worker] - min(self.steps))
-        n, itemsize = self._sizes.n, self._sizes.itemsize
         seconds = self._workers.step_s(worker, self.steps[worker])
-        seconds += self._workers.encode_s(worker, self._recipe.compression.passes * n * itemsize)
+        seconds += self._workers.encode_s(worker, before(self._recipe.planned, self._sizes))
         self._worked[worker] += seconds
         self._at(now + seconds, "computed", worker)
 

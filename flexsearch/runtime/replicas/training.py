@@ -17,6 +17,7 @@ from flexsearch.runtime.replicas.replicas import Replicas
 from flexsearch.runtime.replicas.served import Served
 from flexsearch.sync import Exchange, Recipe, Simulated
 from flexsearch.sync.record import Epoch, Staleness
+from flexsearch.sync.work import alone, before
 
 OnEpoch = Callable[[Epoch], None]
 
@@ -87,11 +88,11 @@ class Training:
             for at in self.samples(size, epoch):
                 gradients, loss = replicas.gradients(weights, data.inputs[at], data.targets[at], group.ranks)
                 losses.append(loss.mean())
-                step, before = state.step, state.rounds
+                step, rounds = state.step, state.rounds
                 weights.grad, state = recipe.before_update(state, group, gradients, sizes)
                 optimizer.step()
                 weights.data, state = recipe.after_update(state, group, weights.data, sizes)
-                clock.compute(step, recipe.compression.passes * sizes.n * sizes.itemsize * (state.rounds - before))
+                clock.compute(step, before(recipe.planned, sizes) if state.rounds > rounds else alone(recipe, sizes))
                 clock.exchange(group.exchanges)
                 total.add(group.exchanges)
                 group.exchanges.clear()
