@@ -65,13 +65,15 @@ class Job:
 @dataclass(frozen=True)
 class Measured:
     """Of one variant. ``turns_s``: seconds of a step, mean over each turn's steps, on the slowest rank. ``losses``: of
-    the whole batch, step by step, warm-up included. ``sent_bytes``: by rank and step. ``timeline``: of a step that was
-    run operator by operator, if it was asked for."""
+    the whole batch, step by step, warm-up included. ``sent_bytes``: by rank and step; ``payload_bytes``: of them,
+    what its recipes gave to the backend, an all-reduce as a ring. ``timeline``: of a step that was run operator by
+    operator, if it was asked for."""
 
     turns_s: list[float]
     losses: list[float]
     sent_bytes: list[int]
     timeline: Timeline | None
+    payload_bytes: list[int] = dataclasses.field(default_factory=list)
 
     @classmethod
     def from_json(cls, row: dict[str, Any]) -> Measured:
@@ -92,12 +94,13 @@ class Variant:
     parallel: Parallel | None = None
     losses: list[Tensor] = dataclasses.field(default_factory=list)
     sent: int = 0
+    payload: int = 0
     steps: int = 0
 
     def turn(self, steps: int) -> float:
         """Seconds that ``steps`` steps take on this rank, all ranks starting together; per step."""
         dist.barrier()
-        sent, began = sent_bytes(), time.perf_counter()
+        sent, payload, began = sent_bytes(), self.payload_bytes, time.perf_counter()
         for _ in range(steps):
             loss = self.step()
             if loss is not None:
@@ -105,8 +108,15 @@ class Variant:
         taken = time.perf_counter() - began
         dist.barrier()  # what is still under way has now left this host
         self.sent += sent_bytes() - sent
+        self.payload += self.payload_bytes - payload
         self.steps += steps
         return taken / steps
+
+    @property
+    def payload_bytes(self) -> int:
+        """What recipes on this rank have given to the backend so far."""
+        members = [] if self.parallel is None else self.parallel.synchronisation.members
+        return sum(member.sent for member in members)
 
 
 def build(name: str, file: str, job: Job) -> Variant:
@@ -215,19 +225,21 @@ def measure(job: Job) -> dict[str, Measured]:
 def _warm(variant: Variant, job: Job) -> Variant:
     variant.turn(job.warmup)
     gc.collect()  # or the full pass that building leads to, 0.2 s, falls into a turn
-    variant.sent = variant.steps = 0
+    variant.sent = variant.payload = variant.steps = 0
     return variant
 
 
 def _result(variant: Variant, turns: list[float], job: Job) -> Measured:
     everyone: list[Any] = [None] * dist.get_world_size()
-    mine = turns, [float(loss) for loss in variant.losses], variant.sent // max(1, variant.steps)
+    steps = max(1, variant.steps)
+    mine = turns, [float(loss) for loss in variant.losses], variant.sent // steps, variant.payload // steps
     dist.all_gather_object(everyone, mine)
-    losses = [own for _, own, _ in everyone if own]
+    losses = [own for _, own, *_ in everyone if own]
     return Measured(
-        turns_s=[max(ranks) for ranks in zip(*(turns for turns, _, _ in everyone), strict=True)],
+        turns_s=[max(ranks) for ranks in zip(*(turns for turns, *_ in everyone), strict=True)],
         losses=[sum(ranks) / len(losses) for ranks in zip(*losses, strict=True)],
-        sent_bytes=[sent for _, _, sent in everyone],
+        sent_bytes=[sent for *_, sent, _ in everyone],
+        payload_bytes=[payload for *_, payload in everyone],
         timeline=record(variant.parallel, variant.step, 1) if job.timeline and variant.parallel else None,
     )
 
