@@ -14,7 +14,8 @@ from flexsearch.cost.profile import WorkRate
 from flexsearch.measure.sweeps import Bench
 from flexsearch.sync.bits import pack, unit_bytes, unpack
 from flexsearch.sync.compression import CHOICE, ROUNDING, drawn, marked
-from flexsearch.sync.qsgd import rounded
+from flexsearch.sync.qsgd import restored, rounded
+from flexsearch.sync.sign import packed_signs, unpacked_signs
 
 ELEMENTS: Final = (1 << 12, 1 << 20, 1 << 23)
 """Of the float32 vectors that are measured: a small one shows what starting takes, the largest exceeds caches."""
@@ -24,6 +25,7 @@ LONG_S: Final = 0.3
 SHARE: Final = 100
 """One of so many entries is selected."""
 BITS: Final = 4
+BUCKET: Final = 512
 COLUMNS: Final = 2
 
 Prepared = tuple[Callable[[], object], int]
@@ -115,7 +117,7 @@ def _round(x: Tensor) -> Prepared:
     uniform, top = torch.rand_like(x), (1 << (BITS - 1)) - 1
 
     def round_() -> Tensor:
-        _, level = rounded(x, uniform, top, 512)
+        _, level = rounded(x, uniform, top, BUCKET)
         return level.int() | ((x < 0).int() << (BITS - 1))
 
     return round_, x.nbytes
@@ -133,6 +135,27 @@ def _pack(x: Tensor) -> Prepared:
 def _unpack(x: Tensor) -> Prepared:
     packed = pack(_codes(x), BITS)
     return lambda: unpack(packed, x.shape[1], BITS), unit_bytes(x.shape[1], BITS)
+
+
+def _restore(x: Tensor) -> Prepared:
+    codes, norm = _codes(x), torch.rand(1, x.shape[1] // BUCKET, device=x.device)
+    return lambda: restored(codes, norm, BITS, BUCKET), x.nbytes
+
+
+def _unsign(x: Tensor) -> Prepared:
+    signs = packed_signs(x)
+    return lambda: unpacked_signs(signs, x.shape[1]).to(x.dtype), x.nbytes
+
+
+def _call(x: Tensor) -> Prepared:
+    """Each is of a column of a small matrix, as those of PowerSGD are."""
+    column = torch.rand(1, 64, COLUMNS, device=x.device)[:, :, :1]
+
+    def calls() -> None:
+        for _ in range(x.shape[1] // (1 << 10)):
+            column * column
+
+    return calls, x.shape[1] // (1 << 10)
 
 
 def _product(x: Tensor) -> Prepared:
@@ -155,8 +178,11 @@ KINDS: Final[Mapping[str, Callable[[Tensor], Prepared]]] = {
     "round": _round,
     "pack": _pack,
     "unpack": _unpack,
-    "sign": lambda x: (lambda: (x >= 0).int(), x.nbytes),
+    "restore": _restore,
+    "sign": lambda x: (lambda: packed_signs(x), x.nbytes),
+    "unsign": _unsign,
     "convert": lambda x: (x.half, x.nbytes),
     "product": _product,
+    "call": _call,
 }
 """How each kind is measured, for a vector of a size."""

@@ -51,8 +51,10 @@ class PowerSGD(Compression):
         )
 
     def encoding(self, sizes: Sizes) -> Work:
-        matrices = sum(a * b for _, a, b in self.matrices(sizes)) * sizes.itemsize
-        return work(product=self.rank * matrices, copy=2 * (sizes.nbytes - matrices))
+        places = self.matrices(sizes)
+        matrices = sum(a * b for _, a, b in places) * sizes.itemsize
+        calls = (5 + 3 * self.rank) * len(places)  # a third each of ``average``'s on every matrix
+        return work(product=self.rank * matrices, copy=2 * (sizes.nbytes - matrices), call=calls)
 
     def merging(self, sizes: Sizes, received: int, place: float) -> Work:
         return self.encoding(sizes) + work(copy=received) if place == 0.5 else work()
