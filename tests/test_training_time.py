@@ -1,5 +1,5 @@
-"""When workers that train under a recipe are through with their steps, and when what they push arrives: by the same rows
-and the same engine as plans."""
+"""When workers that train under a recipe are through with their steps, and when what they push arrives: by the same
+rows and the same engine as plans."""
 
 from __future__ import annotations
 
@@ -159,3 +159,62 @@ def test_pushes_arrive_as_in_one_long_run(text: str, jitter: float) -> None:
     assert len({w for _, w in expected}) == 4 and len(expected) > 4 * STEPS
     found = arrivals(text, of, len(expected))
     assert [(round(a.seconds / TICK), a.worker) for a in found] == expected
+
+
+def test_two_workers_and_a_server_by_hand() -> None:
+    """Whose link takes one push, and one answer, at a time."""
+    topology = Topology.load("ethernet-1g:3")
+    topology = edited(topology, communication=topology.communication.model_copy(update={"cpu_s_per_byte": 0.0}))
+    of = Workers.timed(0.1, topology, 2, slow=(1.0, 1.5))
+    nbytes, price = SIZES.n * SIZES.itemsize, Pricing(topology)
+    there = price.transfer("exchange", [(0, 2, nbytes)]).duration_s
+    back = price.transfer("exchange", [(2, 0, nbytes)]).duration_s
+    update = streaming_seconds(topology.devices[2], SERVER_PASSES * nbytes)
+    load = streaming_seconds(topology.devices[0], 2 * nbytes)
+    assert there + update + back < 0.05
+    # Worker 0 pushes after 100 ms, worker 1 after 150 ms, worker 0 again before 250 ms: nothing is in anyone's way.
+    first = 0.1 + there + update
+    second = 0.15 + there + update
+    third = first + back + load + 0.1 + there + update
+    found = arrivals("async+server:on=devices", of, 3)
+    assert [a.worker for a in found] == [0, 1, 0]
+    assert [a.seconds for a in found] == pytest.approx([first, second, third], rel=1e-6)
+    assert [a.computed_s for a in found] == pytest.approx([0.1, 0.15, 0.2 + load], rel=1e-6)
+    # Both at the same time: the link takes one push after the other.
+    occupied = dict(price.transfer("exchange", [(0, 2, nbytes)]).links)
+    same = arrivals("async+server:on=devices", Workers.timed(0.1, topology, 2), 2)
+    assert [a.worker for a in same] == [0, 1]
+    assert same[0].seconds == pytest.approx(first, rel=1e-6)
+    assert same[1].seconds - same[0].seconds == pytest.approx(max(*occupied.values(), update), rel=1e-6)
+
+
+@pytest.mark.parametrize("text", ("async+server:shards=2+top-k:density=0.1", "stale:bound=1+server+top-k:density=0.1"))
+def test_bytes_that_are_told_step_by_step_cost_what_planned_ones_do(text: str) -> None:
+    of, recipe = workers(jitter=0.3, slow=(1.0, 1.0, 1.7, 1.0)), parse_recipe(text)
+    assert recipe.server is not None
+    sizes = [recipe.compression.nbytes(SIZES.part(b - a)) or 0 for a, b in recipe.server.bounds(SIZES.n)]
+    planned, steps = arrivals(text, of, 150), defaultdict[int, int](int)
+    time, found = AsynchronousTime(of, recipe, SIZES, 150, measured=True), list[Arrival]()
+    for worker in range(4):
+        time.push(worker, 0, sizes)
+    while len(found) < 150:
+        for arrival in time.advance():
+            found.append(arrival)
+            steps[arrival.worker] += 1
+            time.push(arrival.worker, steps[arrival.worker], sizes)
+    assert found[:150] == planned
+    more = AsynchronousTime(of, recipe, SIZES, 150, measured=True)
+    for worker in range(4):
+        more.push(worker, 0, [10 * size for size in sizes])
+    later: list[Arrival] = []
+    while not later or later[-1].worker == 0:  # who serves itself
+        later = [a for a in more.advance() if a.worker != 0]
+    assert later[0].seconds > next(a.seconds for a in planned if a.worker != 0)
+
+
+@pytest.mark.parametrize("text", ALONE)
+def test_rates_are_those_of_a_simulated_plan(text: str) -> None:
+    """The mean step of all workers, when what they began with is forgotten."""
+    topology = Topology.load("ethernet-1g:5") if "devices" in text else ETHERNET
+    found = arrivals(text, workers(topology=topology), 800)
+    assert 4 * (found[-1].seconds - found[399].seconds) / 400 == pytest.approx(mean_of(text, topology), rel=2e-2)

@@ -18,7 +18,7 @@ import numpy.typing as npt
 
 from flexsearch.cost.ticks import TICK
 from flexsearch.lower.recipe_rows import PushCost, push_cost, with_pushes
-from flexsearch.lower.rows import COMPUTE, READ, RECIPE
+from flexsearch.lower.rows import COMPUTE, READ, RECIPE, UPDATE
 from flexsearch.lower.several import repeated
 from flexsearch.lower.view import Rows
 from flexsearch.simulate.engine_queue import BLOCK, COMMUNICATION
@@ -70,7 +70,7 @@ class AsynchronousTime:
         self._computed = np.zeros(workers.size, np.int64)
         self._passed = 0
         """Ticks before the slice at hand."""
-        self._own, self._ahead, self._behind = self._work(rows)
+        self._work = _work(rows, workers.size)
         self._costs: dict[int, tuple[int, list[PushCost]]] = {}
         self._factors = np.ones((self._steps, devices))
         self._scale(np.full(devices, self._steps))
@@ -111,7 +111,7 @@ class AsynchronousTime:
     @property
     def _least(self) -> int:
         """Ticks that a step takes at the least, before anything is pushed."""
-        return max(1, int((self._own * np.array(self._workers.slow or 1.0)).min()))
+        return max(1, int(((self._work.plan + self._work.update) * np.array(self._workers.slow or 1.0)).min()))
 
     def _arrivals(self, until: int) -> list[Arrival]:
         """Of all that ended before a tick."""
@@ -123,10 +123,11 @@ class AsynchronousTime:
         for worker in range(size):
             copy = int(self._arrived[worker] - self._before[worker])
             while copy < self._steps and ended[copy, worker] < until:
-                computed = round(int(self._own[worker]) * float(self._factors[copy, worker])) + self._ahead[worker]
-                self._computed[worker] += computed
+                plan, update, encode, load = (int(column[worker]) for column in self._work)
+                times = float(self._factors[copy, worker])
+                self._computed[worker] += round(plan * times) + encode
                 found.append((int(ended[copy, worker]), worker, int(self._computed[worker])))
-                self._computed[worker] += self._behind[worker]
+                self._computed[worker] += round(update * times) + load
                 self._arrived[worker] += 1
                 copy += 1
         return [Arrival((self._passed + t) * TICK, c * TICK, worker) for t, worker, c in sorted(found)]
@@ -224,18 +225,28 @@ class AsynchronousTime:
             group[np.isin(group, group[using])] = group[using].min()
         return [np.flatnonzero(group == g) for g in np.unique(group)]
 
-    def _work(self, rows: Rows) -> tuple[Numbers, Numbers, Numbers]:
-        """By worker: ticks of a step's computing, and of what a recipe computes before and after pushing."""
-        segments, size, device = rows.segments, self._workers.size, device_of_steps(rows)
-        own, ahead, behind = np.zeros((3, size), np.int64)
-        computes, recipe = segments.step_kind == COMPUTE, rows.schedule.kind[segments.step_block] == RECIPE
-        for worker in range(size):
-            at = np.flatnonzero(device == worker)
-            ticks, sent = segments.step_ticks[at], np.logical_or.accumulate(recipe[at] & ~computes[at])
-            own[worker] = ticks[computes[at] & ~recipe[at]].sum()
-            ahead[worker] = ticks[computes[at] & recipe[at] & ~sent].sum()
-            behind[worker] = ticks[computes[at] & recipe[at] & sent].sum()
-        return own, ahead, behind
+
+class _Work(NamedTuple):
+    """By worker: ticks of what a step computes, ``plan`` and ``encode`` before a push, ``update`` and ``load`` after
+    it."""
+
+    plan: Numbers
+    update: Numbers
+    encode: Numbers
+    load: Numbers
+
+
+def _work(rows: Rows, size: int) -> _Work:
+    segments, device = rows.segments, device_of_steps(rows)
+    kind, computes = rows.schedule.kind[segments.step_block], segments.step_kind == COMPUTE
+    ticks = np.zeros((4, size), np.int64)
+    for worker in range(size):
+        at = np.flatnonzero(device == worker)
+        recipe = kind[at] == RECIPE
+        sent = np.logical_or.accumulate(recipe & ~computes[at])
+        parts = ~recipe & (kind[at] != UPDATE), kind[at] == UPDATE, recipe & ~sent, recipe & sent
+        ticks[:, worker] = [segments.step_ticks[at][computes[at] & part].sum() for part in parts]
+    return _Work(*ticks)
 
 
 class _Layout:
