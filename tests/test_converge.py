@@ -263,6 +263,8 @@ WRONG = {
     ("all-reduce", "--slow", "3"): "WORKER:FACTOR",
     ("all-reduce", "--slow", "7:2"): "slow worker",
     ("all-reduce", "--jitter", "-1"): "jitter",
+    ("all-reduce", "--step-time", "1e7"): "--step-time",
+    ("async+server", "--slow", "1:1e15"): "more than 24 days",
     ("all-reduce", "--dataset", "mnist"): "digits, text",
     ("all-reduce", "--model", "vit"): "mlp, cnn",
     ("all-reduce", "-o", "c.bmp"): "cannot be drawn",

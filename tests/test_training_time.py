@@ -27,7 +27,7 @@ from flexsearch.strategy.baselines import inside_group
 from flexsearch.strategy.records import WeightRecipe
 from flexsearch.sync import Recipe, parse_recipe
 from flexsearch.sync.compression import Sizes
-from flexsearch.topology import Topology
+from flexsearch.topology import Reading, Storage, Topology
 from flexsearch.topology.changes import edited
 from tests.engine_oracle import Simulation as Oracle
 from tests.test_simulate import mlp
@@ -92,7 +92,7 @@ def test_steps_that_go_on_are_those_of_one_long_run(text: str) -> None:
         found = recipe.exchanges(of.size, of.hosts, SIZES, step)
         assert found is not None
         run = Run(with_exchanges(of.lowered, of.rows, group, found, False))
-        run.scale(of.factors([step] * 4))
+        run.scale(of.factors(step))
         free = oracle.free if oracle is not None else {}
         oracle = Oracle(run.rows.schedule, run.rows.machine, run.segments, run.rows.segment, free=free)
         oracle.begins = devices
@@ -107,7 +107,7 @@ def test_who_is_slow_and_chance_make_steps_longer() -> None:
     of, recipe = workers(jitter=0.5), parse_recipe("local-sgd:period=100")
     time = SynchronousTime(of, recipe, SIZES)
     exchanged(recipe, of, 50, time)
-    longer = [sum(of.factors([step] * 4)[w] for step in range(50)) for w in range(4)]
+    longer = [sum(of.factors(step)[w] for step in range(50)) for w in range(4)]
     assert time.seconds == pytest.approx(max(longer) * plain[0], rel=1e-6) and 50 * 1.1 < min(longer) < 50 * 1.4
     assert time.communicated == 0
 
@@ -129,11 +129,14 @@ def at_once(text: str, of: Workers, steps: int) -> list[tuple[int, int]]:
     group = of.group(recipe, SIZES)
     rows = repeated(with_pushes(of.lowered, of.rows, group), (group,), steps)
     segments, blocks, device = rows.segments, len(rows.schedule.kind) // steps, device_of_steps(rows)
-    factors = np.array([of.factors([k] * of.size) for k in range(steps)])
+    factors = np.array([of.factors(k) for k in range(steps)])
     scaled = (segments.step_kind == 0) & (rows.schedule.kind[segments.step_block] != RECIPE) & (device >= 0)
-    ticks = segments.step_ticks.copy()
-    ticks[scaled] = np.rint(ticks[scaled] * factors[segments.step_block[scaled] // blocks, device[scaled]])
-    times = Engine(rows.schedule, rows.machine, fold=False).times(segments._replace(step_ticks=ticks), rows.segment)
+    times_as_long = factors[segments.step_block[scaled] // blocks, device[scaled]]
+    ticks, host = segments.step_ticks.copy(), segments.step_host.copy()
+    for column in (ticks, host):
+        column[scaled] = np.rint(column[scaled] * times_as_long)
+    segments = segments._replace(step_ticks=ticks, step_host=host)
+    times = Engine(rows.schedule, rows.machine, fold=False).times(segments, rows.segment)
     assert recipe.server is not None
     shards, found, last = recipe.server.shards, [], []
     for k in range(steps):
@@ -218,3 +221,20 @@ def test_rates_are_those_of_a_simulated_plan(text: str) -> None:
     topology = Topology.load("ethernet-1g:5") if "devices" in text else ETHERNET
     found = arrivals(text, workers(topology=topology), 800)
     assert 4 * (found[-1].seconds - found[399].seconds) / 400 == pytest.approx(mean_of(text, topology), rel=2e-2)
+
+
+@pytest.mark.parametrize("prefetch", (0, 2))
+def test_workers_that_read_batches_together_wait_for_each_other(prefetch: int) -> None:
+    """Those of a host; in windows as in one long run."""
+    storage = Storage(kind="local", bandwidth=1e6, reading=Reading(sample_bytes=1000, prefetch=prefetch))
+    topology = edited(Topology.load("dgx-a100:4"), storage=storage)
+    of = workers(topology=topology, slow=(1.0, 1.0, 2.0, 1.0))
+    expected = at_once("async+server", of, 4 * STEPS)
+    found = arrivals("async+server", of, len(expected))
+    assert [(round(a.seconds / TICK), a.worker) for a in found] == expected
+    assert found[-1].seconds / (len(found) / 4) == pytest.approx(8 * 1000 / 1e6, rel=0.1)  # a batch's reading
+    counts = [sum(a.worker == w for a in found) for w in range(4)]
+    assert max(counts) - min(counts) <= 1
+    time, recipe = SynchronousTime(of, parse_recipe("all-reduce"), SIZES), parse_recipe("all-reduce")
+    exchanged(recipe, of, 4, time)
+    assert time.seconds / 4 == pytest.approx(8 * 1000 / 1e6, rel=0.1)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
-from flexsearch.lower.rows import COMPUTE, FORWARD, READ, RESULT, Schedule, Segments
+from flexsearch.lower.rows import COMPUTE, FORWARD, READ, RESULT, WAIT, Schedule, Segments
 
 if TYPE_CHECKING:
     from flexsearch.lower.lowering import Lowered
@@ -62,9 +62,43 @@ def repeated(rows: Rows, groups: Sequence[RecipeGroup], steps: int) -> Rows:
 
 def computing(lowered: Lowered) -> Rows:
     """The rows of a plan without its recipes, as replicas run them that share nothing in a step: what is computed, and
-    read from storage."""
+    read from storage. A step is over when what it reads is there, too, be it for a later one."""
     rows, segments = lowered.plain_rows, lowered.plain_rows.segments
-    return _with_steps(rows, (segments.step_kind == COMPUTE) | (rows.schedule.kind[segments.step_block] == READ))
+    reads = rows.schedule.kind[segments.step_block] == READ
+    waited = bool((reads & (segments.step_kind == WAIT)).any())
+    rows = _with_steps(rows, (segments.step_kind == COMPUTE) | reads)
+    return rows if waited or not reads.any() else _with_reading(rows)
+
+
+def _with_reading(rows: Rows) -> Rows:
+    """Rows in whose last block, the update, devices wait for what they read."""
+    segments, block = rows.segments, len(rows.schedule.kind) - 1
+    (read,) = np.flatnonzero(rows.schedule.kind == READ).tolist()
+    last, first = int(rows.segment[block]), int(segments.communication_first[rows.segment[read]])
+    table = int(segments.device_steps[last])
+    columns = ("step_kind", "step_block", "step_row", "step_ticks", "step_host")
+    steps: list[tuple[int, ...]] = []
+    ends = [len(segments.step_kind)]
+    for device in range(len(rows.schedule.group)):
+        own = slice(int(segments.step_first[table + device]), int(segments.step_first[table + device + 1]))
+        steps += zip(*(getattr(segments, name)[own].tolist() for name in columns), strict=True)
+        for c in range(first, int(segments.communication_last[rows.segment[read]])):
+            if device in segments.receiver[int(segments.receiver_first[c]) : int(segments.receiver_last[c])]:
+                steps.append((WAIT, read, c - first, 0, 0))
+        ends.append(len(segments.step_kind) + len(steps))
+    more = dict(zip(columns, zip(*steps, strict=True), strict=True)) | {
+        "device_steps": [len(segments.step_first)], "step_first": ends,
+        "communication_first": [segments.communication_first[last]],
+        "communication_last": [segments.communication_last[last]],
+    }  # fmt: skip
+    longer = {
+        name: np.concatenate([column, np.array(values, column.dtype)])
+        for name, values in more.items()
+        for column in (getattr(segments, name),)
+    }
+    segment = rows.segment.copy()
+    segment[block] = len(segments.device_steps)
+    return replace(rows, segments=segments._replace(**longer), segment=segment)
 
 
 def _apart(lowered: Lowered) -> Rows:

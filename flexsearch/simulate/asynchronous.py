@@ -16,14 +16,14 @@ from typing import Final, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from flexsearch.cost.ticks import TICK
+from flexsearch.cost.ticks import FOREVER, TICK
 from flexsearch.lower.recipe_rows import PushCost, push_cost, with_pushes
 from flexsearch.lower.rows import COMPUTE, READ, RECIPE, UPDATE
 from flexsearch.lower.several import repeated
 from flexsearch.lower.view import Rows
 from flexsearch.simulate.engine_queue import BLOCK, COMMUNICATION
 from flexsearch.simulate.engine_state import COMPUTING, DONE, WAITING
-from flexsearch.simulate.stepping import Run, device_of_steps
+from flexsearch.simulate.stepping import Run, device_of_steps, longer
 from flexsearch.simulate.training import Workers
 from flexsearch.sync import Recipe
 from flexsearch.sync.compression import Sizes
@@ -97,12 +97,12 @@ class AsynchronousTime:
             segments.drag_ticks[segments.drag_first[c] : segments.drag_last[c]] = cost.drags
 
     def advance(self) -> list[Arrival]:
-        """Go on for a slice, in which no worker begins more than one step if what is pushed is ``measured``; returns
-        the arrivals in it."""
+        """Go on for a slice, so long that no worker can leave the window, or, if what is pushed is ``measured``, push
+        in a step that begins in it; returns the arrivals in it."""
         size, blocks = self._workers.size, self._layout.blocks
         copy = self._run.state.devices.block[:size].astype(np.int64) // blocks
         left = self._steps - self._lead - 2 - int(copy.max())
-        ticks = self._least * (1 if self._measured else left)
+        ticks = min(FOREVER, self._run.next_tick + self._least * (1 if self._measured else left))
         self._run.until(ticks)
         arrivals = self._arrivals(ticks)
         self._move(ticks)
@@ -110,8 +110,10 @@ class AsynchronousTime:
 
     @property
     def _least(self) -> int:
-        """Ticks that a step takes at the least, before anything is pushed."""
-        return max(1, int(((self._work.plan + self._work.update) * np.array(self._workers.slow or 1.0)).min()))
+        """Ticks that a worker takes at the least from one arrival to when it pushes again."""
+        work = self._work
+        slow = np.array(self._workers.slow or 1.0)
+        return max(1, int(((work.plan + work.update) * slow + work.encode + work.load).min()))
 
     def _arrivals(self, until: int) -> list[Arrival]:
         """Of all that ended before a tick."""
@@ -196,20 +198,20 @@ class AsynchronousTime:
 
     def _scale(self, shift: Numbers) -> None:
         """Give each step in the window the time that it takes; ``shift``: how many are new, by device."""
-        size, steps = self._workers.size, self._steps
+        steps = self._steps
         at = np.minimum(np.arange(steps)[:, None] + shift, steps - 1)
         self._factors = np.take_along_axis(self._factors, at, 0)
-        for copy in range(steps - int(shift.max()), steps):
-            factors = self._workers.factors((self._before[:size] + copy).tolist())
-            new = copy >= steps - shift
-            self._factors[copy, new] = factors[new]
+        for worker, slow in enumerate(self._workers.slow or (1.0,) * self._workers.size):
+            for copy in range(steps - int(shift[worker]), steps):
+                step = int(self._before[worker]) + copy
+                self._factors[copy, worker] = slow * self._workers.chance(worker, step)
         if not self._workers.jitter and (self._before > 0).any():
             return  # all steps are alike
         segments, scaled, rows = self._run.segments, self._layout.scaled, self._run.rows.segments
         times = self._factors[:, self._layout.device[scaled]]
         for column, own in ((segments.step_ticks, rows.step_ticks), (segments.step_host, rows.step_host)):
             table = column.reshape(steps, -1)
-            table[:, scaled] = np.rint(own.reshape(steps, -1)[:, scaled] * times)
+            table[:, scaled] = longer(own.reshape(steps, -1)[:, scaled], times)
 
     # ---- what there is
 

@@ -9,8 +9,9 @@ import numpy as np
 import numpy.typing as npt
 
 from flexsearch.compiled import I64, U32, U64
-from flexsearch.cost.ticks import FOREVER
+from flexsearch.cost.ticks import FOREVER, TICK
 from flexsearch.direct import direct
+from flexsearch.errors import FlexsearchError
 from flexsearch.lower.rows import COMPUTE, RECIPE, Segments
 from flexsearch.lower.view import Rows
 from flexsearch.simulate.engine import LATE, check, communications_of, make_record
@@ -53,6 +54,13 @@ class Run:
         """Where things stand."""
         return Stand(self.state.devices.clock.copy(), self.state.devices.host.copy(), self.state.free.copy())
 
+    @property
+    def next_tick(self) -> int:
+        """Until which nothing happens."""
+        devices, queue = self.state.devices, self.state.queue
+        ticks = devices.clock[devices.status == RUNNING].tolist()
+        return min([*ticks, *queue.ready[: min(1, int(queue.size[0]))].tolist(), FOREVER])
+
     def scale(self, factors: Factors) -> None:
         """Let all computing but that of recipes, and its launches, take times as long, by device."""
         segments, at = self.rows.segments, self._scaled
@@ -61,8 +69,7 @@ class Run:
             return
         ticks, host = segments.step_ticks.copy(), segments.step_host.copy()
         times = factors[self._device[at]]
-        ticks[at] = np.rint(segments.step_ticks[at] * times)
-        host[at] = np.rint(segments.step_host[at] * times)
+        ticks[at], host[at] = longer(segments.step_ticks[at], times), longer(segments.step_host[at], times)
         self.segments = segments._replace(step_ticks=ticks, step_host=host)
 
     def begin(self, stand: Stand | None = None) -> None:
@@ -90,13 +97,26 @@ class Run:
         if trouble in (DEADLOCK, MALFORMED):
             check(self.rows.schedule, -trouble, state, LATE)
         if state.latest[0] >= FOREVER:
-            check(self.rows.schedule, LATE, state, LATE)
+            raise _too_long()
 
     def to_the_end(self) -> None:
         """Go on until all is done."""
         self.until(FOREVER)
         if (self.state.devices.status != DONE).any():
-            check(self.rows.schedule, LATE, self.state, LATE)
+            raise _too_long()
+
+
+def _too_long() -> FlexsearchError:
+    return FlexsearchError(
+        f"a step takes more than {FOREVER * TICK / 86400:.0f} days, which is too long to be simulated",
+        "Give shorter steps (--step-time, --slow, --jitter), or check bandwidth, latency_s and overhead_s of the "
+        "topology's links, communication and devices.",
+    )  # fmt: skip
+
+
+def longer(ticks: I64, times: Factors) -> I64:
+    """So many times as many ticks, at most ``FOREVER``."""
+    return np.minimum(np.rint(ticks * times), float(FOREVER)).astype(np.int64)
 
 
 def device_of_steps(rows: Rows) -> npt.NDArray[np.int64]:

@@ -86,18 +86,22 @@ class Workers:
     def compute_s(self) -> tuple[float, ...]:
         """Seconds that a step takes each when there is nothing to exchange, without chance."""
         run = Run(self.rows)
-        run.scale(self._times())
+        run.scale(self._times())  # without chance
         run.begin()
         run.to_the_end()
         return tuple((run.state.devices.clock[: self.size] * TICK).tolist())
 
-    def factors(self, steps: Sequence[int]) -> Factors:
-        """By device: how many times as long it computes; ``steps``: which one it is, by worker."""
+    def factors(self, step: int) -> Factors:
+        """By device: how many times as long it computes in a step (0: the first)."""
         found = self._times()
-        if self.jitter:
-            chance = [np.random.default_rng((self.seed, w, step)).random() for w, step in enumerate(steps)]
-            found[: self.size] *= 1.0 + self.jitter * np.array(chance)
+        found[: self.size] *= [self.chance(worker, step) for worker in range(self.size)]
         return found
+
+    def chance(self, worker: int, step: int) -> float:
+        """How many times as long as usual a worker computes in a step."""
+        if not self.jitter:
+            return 1.0
+        return 1.0 + self.jitter * float(np.random.default_rng((self.seed, worker, step)).random())
 
     def group(self, recipe: Recipe, sizes: Sizes) -> RecipeGroup:
         """The workers as replicas of one vector of such sizes. Raises RecipeError if they cannot follow the recipe."""
@@ -140,7 +144,7 @@ class SynchronousTime:
         """One more step of all, with these exchanges in it."""
         size = self._workers.size
         run = self._run(self._steps < self._recipe.warm_up, tuple(exchanges))
-        run.scale(self._workers.factors([self._steps] * size))
+        run.scale(self._workers.factors(self._steps))
         run.begin(self._stand)
         run.to_the_end()
         self._computed += run.state.computed[:size]
