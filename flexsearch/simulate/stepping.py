@@ -58,8 +58,9 @@ class Run:
     def next_tick(self) -> int:
         """Until which nothing happens."""
         devices, queue = self.state.devices, self.state.queue
-        ticks = devices.clock[devices.status == RUNNING].tolist()
-        return min([*ticks, *queue.ready[: min(1, int(queue.size[0]))].tolist(), FOREVER])
+        ticks: list[int] = devices.clock[devices.status == RUNNING].tolist()
+        first: list[int] = queue.ready[: min(1, int(queue.size[0]))].tolist()
+        return min([*ticks, *first, FOREVER])
 
     def scale(self, factors: Factors) -> None:
         """Let all computing but that of recipes, and its launches, take times as long, by device."""
