@@ -4,6 +4,7 @@ rows and the same engine as plans."""
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Callable
 from dataclasses import replace
 
 import numpy as np
@@ -13,9 +14,11 @@ from flexsearch.api import Setting
 from flexsearch.cost.communication import Pricing
 from flexsearch.cost.exchanges import streaming_seconds
 from flexsearch.cost.ticks import TICK
-from flexsearch.lower.recipe_rows import SERVER_PASSES, with_exchanges, with_pushes
-from flexsearch.lower.rows import RECIPE
+from flexsearch.lower.recipe_rows import SERVER_PASSES, push_cost, with_exchanges, with_pushes
+from flexsearch.lower.recipes import RecipeGroup
+from flexsearch.lower.rows import RECIPE, Segments
 from flexsearch.lower.several import computing, repeated
+from flexsearch.lower.view import Rows
 from flexsearch.simulate.asynchronous import STEPS, Arrival, AsynchronousTime
 from flexsearch.simulate.engine import Engine
 from flexsearch.simulate.mean import mean_step
@@ -27,6 +30,7 @@ from flexsearch.strategy.baselines import inside_group
 from flexsearch.strategy.records import WeightRecipe
 from flexsearch.sync import Recipe, parse_recipe
 from flexsearch.sync.compression import Sizes
+from flexsearch.sync.gossip import Matrix
 from flexsearch.topology import Reading, Storage, Topology
 from flexsearch.topology.changes import edited
 from tests.engine_oracle import Simulation as Oracle
@@ -80,25 +84,28 @@ def test_a_mean_step_is_that_of_the_plan(text: str) -> None:
     assert time.seconds / steps == pytest.approx(mean_of(text, topology), rel=1e-9)
 
 
-@pytest.mark.parametrize("text", ("all-reduce", "gossip", "local-sgd:period=2+ring", "server:shards=2"))
-def test_steps_that_go_on_are_those_of_one_long_run(text: str) -> None:
-    """Step by step, from where workers stand, as by the definition of simulated time for all steps at once."""
-    recipe, of, steps = parse_recipe(text), workers(jitter=0.5, slow=(1.0, 1.0, 2.0, 1.0)), 5
-    time, oracle = SynchronousTime(of, recipe, SIZES), None
+PAIRS = Recipe(partners=Matrix(rows=((0.5, 0, 0.5, 0), (0, 0.5, 0, 0.5), (0.5, 0, 0.5, 0), (0, 0.5, 0, 0.5))))
+
+
+@pytest.mark.parametrize("recipe", (PAIRS, *map(parse_recipe, ("all-reduce", "local-sgd:period=2+ring", "server"))))
+@pytest.mark.parametrize("preset", ("ethernet-1g:4", "epyc:2", "p100:1"))
+def test_steps_go_on_from_where_workers_hosts_and_links_stand(recipe: Recipe, preset: str) -> None:
+    """By the definition of simulated time. On hosts with two devices, pairs wait for each other's messages."""
+    topology = Topology.load(preset)
+    of, steps = workers(jitter=0.5, slow=(1.0, 1.0, 2.0, 1.0), topology=topology), 9
+    time = SynchronousTime(of, recipe, SIZES)
     exchanged(recipe, of, steps, time)
-    devices = [0] * 4, [0] * 4
+    group, clock, host, free = of.group(recipe, SIZES), [0] * 4, [0] * 4, dict[int, int]()
     for step in range(steps):
-        group = of.group(recipe, SIZES)
         found = recipe.exchanges(of.size, of.hosts, SIZES, step)
         assert found is not None
         run = Run(with_exchanges(of.lowered, of.rows, group, found, False))
         run.scale(of.factors(step))
-        free = oracle.free if oracle is not None else {}
-        oracle = Oracle(run.rows.schedule, run.rows.machine, run.segments, run.rows.segment, free=free)
-        oracle.begins = devices
+        rows = run.rows
+        oracle = Oracle(rows.schedule, rows.machine, run.segments, rows.segment, begins=(clock, host), free=free)
         oracle.run()
-        devices = [d.clock for d in oracle.devices], [d.host for d in oracle.devices]
-    assert round(time.seconds / TICK) == max(devices[0])
+        clock, host, free = [d.clock for d in oracle.devices], [d.host for d in oracle.devices], oracle.free
+    assert round(time.seconds / TICK) == max(clock)
 
 
 def test_who_is_slow_and_chance_make_steps_longer() -> None:
@@ -122,9 +129,11 @@ def arrivals(text: str, of: Workers, count: int) -> list[Arrival]:
     return found[:count]
 
 
-def at_once(text: str, of: Workers, steps: int) -> list[tuple[int, int]]:
+def at_once(
+    text: str, of: Workers, steps: int, sizes: Callable[[int], list[int]] | None = None
+) -> list[tuple[int, int]]:  # fmt: skip
     """(Tick, worker) of all arrivals in so many steps of every worker, from one run of the engine, until the first
-    worker has none left."""
+    worker has none left. ``sizes``: bytes that are pushed to each server in a step."""
     recipe = parse_recipe(text)
     group = of.group(recipe, SIZES)
     rows = repeated(with_pushes(of.lowered, of.rows, group), (group,), steps)
@@ -136,6 +145,8 @@ def at_once(text: str, of: Workers, steps: int) -> list[tuple[int, int]]:
     for column in (ticks, host):
         column[scaled] = np.rint(column[scaled] * times_as_long)
     segments = segments._replace(step_ticks=ticks, step_host=host)
+    if sizes is not None:
+        segments = pushing(segments, of, group, {block // blocks: block for block in rows.recipes}, rows, sizes)
     times = Engine(rows.schedule, rows.machine, fold=False).times(segments, rows.segment)
     assert recipe.server is not None
     shards, found, last = recipe.server.shards, [], []
@@ -191,28 +202,43 @@ def test_two_workers_and_a_server_by_hand() -> None:
     assert same[1].seconds - same[0].seconds == pytest.approx(max(*occupied.values(), update), rel=1e-6)
 
 
-@pytest.mark.parametrize("text", ("async+server:shards=2+top-k:density=0.1", "stale:bound=1+server+top-k:density=0.1"))
-def test_bytes_that_are_told_step_by_step_cost_what_planned_ones_do(text: str) -> None:
+def pushing(
+    segments: Segments, of: Workers, group: RecipeGroup, block_of: dict[int, int], rows: Rows,
+    sizes: Callable[[int], list[int]],
+) -> Segments:  # fmt: skip
+    """Segments in which workers push so much in each step."""
+    names = ("communication_ticks", "turn", "link_ticks", "drag_ticks")
+    segments = segments._replace(**{name: getattr(segments, name).copy() for name in names})
+    for step, block in block_of.items():
+        first, own = int(segments.communication_first[rows.segment[block]]), sizes(step)
+        for worker in range(of.size):
+            for shard, nbytes in enumerate(own):
+                c, cost = first + 2 * worker * len(own) + shard, push_cost(of.lowered, group, worker, shard, nbytes)
+                segments.communication_ticks[c], segments.turn[c] = cost.ticks, cost.turn
+                segments.link_ticks[segments.link_first[c] : segments.link_last[c]] = cost.links
+                segments.drag_ticks[segments.drag_first[c] : segments.drag_last[c]] = cost.drags
+    return segments
+
+
+@pytest.mark.parametrize("text", ("async+server:shards=2+threshold:tau=1", "stale:bound=1+server+threshold:tau=1"))
+def test_bytes_may_be_told_step_by_step(text: str) -> None:
     of, recipe = workers(jitter=0.3, slow=(1.0, 1.0, 1.7, 1.0)), parse_recipe(text)
     assert recipe.server is not None
-    sizes = [recipe.compression.nbytes(SIZES.part(b - a)) or 0 for a, b in recipe.server.bounds(SIZES.n)]
-    planned, steps = arrivals(text, of, 150), defaultdict[int, int](int)
-    time, found = AsynchronousTime(of, recipe, SIZES, 150, measured=True), list[Arrival]()
+    shards = recipe.server.shards
+
+    def sizes(step: int) -> list[int]:
+        return [4 + (step * 7919 + shard * 31) % 5 * 200_000 for shard in range(shards)]
+
+    expected, steps = at_once(text, of, 3 * STEPS, sizes), defaultdict[int, int](int)
+    time, found = AsynchronousTime(of, recipe, SIZES, len(expected), measured=True), list[Arrival]()
     for worker in range(4):
-        time.push(worker, 0, sizes)
-    while len(found) < 150:
+        time.push(worker, 0, sizes(0))
+    while len(found) < len(expected):
         for arrival in time.advance():
             found.append(arrival)
             steps[arrival.worker] += 1
-            time.push(arrival.worker, steps[arrival.worker], sizes)
-    assert found[:150] == planned
-    more = AsynchronousTime(of, recipe, SIZES, 150, measured=True)
-    for worker in range(4):
-        more.push(worker, 0, [10 * size for size in sizes])
-    later: list[Arrival] = []
-    while not later or later[-1].worker == 0:  # who serves itself
-        later = [a for a in more.advance() if a.worker != 0]
-    assert later[0].seconds > next(a.seconds for a in planned if a.worker != 0)
+            time.push(arrival.worker, steps[arrival.worker], sizes(steps[arrival.worker]))
+    assert [(round(a.seconds / TICK), a.worker) for a in found[: len(expected)]] == expected
 
 
 @pytest.mark.parametrize("text", ALONE)
