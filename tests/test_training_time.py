@@ -47,9 +47,9 @@ def workers(size: int = 4, jitter: float = 0.0, slow: tuple[float, ...] = (), to
 
 def exchanged(recipe: Recipe, of: Workers, steps: int, time: SynchronousTime) -> None:
     for step in range(steps):
-        found = recipe.exchanges(of.size, of.hosts, SIZES, step)
-        assert found is not None
-        time.step(found)
+        result = recipe.exchanges(of.size, of.hosts, SIZES, step)
+        assert result is not None
+        time.step(result)
 
 
 def mean_of(text: str, topology: Topology = ETHERNET, size: int = 4) -> float:
@@ -99,9 +99,9 @@ def test_steps_go_on_from_where_workers_hosts_and_links_stand(recipe: Recipe, pr
     exchanged(recipe, of, steps, time)
     group, clock, host, free = of.group(recipe, SIZES), [0] * 4, [0] * 4, dict[int, int]()
     for step in range(steps):
-        found = recipe.exchanges(of.size, of.hosts, SIZES, step)
-        assert found is not None
-        run = Run(with_exchanges(of.lowered, of.rows, group, found, False))
+        result = recipe.exchanges(of.size, of.hosts, SIZES, step)
+        assert result is not None
+        run = Run(with_exchanges(of.lowered, of.rows, group, result, False))
         run.scale(of.factors(step))
         rows = run.rows
         oracle = Oracle(rows.schedule, rows.machine, run.segments, rows.segment, begins=(clock, host), free=free)
@@ -119,16 +119,20 @@ def test_who_is_slow_and_chance_make_steps_longer() -> None:
     longer = [sum(of.factors(step)[w] for step in range(50)) for w in range(4)]
     assert time.seconds == pytest.approx(max(longer) * plain[0], rel=1e-6) and 50 * 1.1 < min(longer) < 50 * 1.4
     assert time.communicated == 0
+    hosted = workers(topology=Topology.load("p100:1"))  # which wait for launches
+    time = SynchronousTime(hosted, recipe, SIZES)
+    exchanged(recipe, hosted, 50, time)
+    assert hosted.waits.min() > 0 and time.communicated < 0.01 * time.seconds
 
 
 # ---- workers that go by themselves
 
 
 def arrivals(text: str, of: Workers, count: int) -> list[Arrival]:
-    time, found = AsynchronousTime(of, parse_recipe(text), SIZES, count), list[Arrival]()
-    while len(found) < count:
-        found += time.advance()
-    return found[:count]
+    time, result = AsynchronousTime(of, parse_recipe(text), SIZES, count), list[Arrival]()
+    while len(result) < count:
+        result += time.advance()
+    return result[:count]
 
 
 def at_once(
@@ -151,14 +155,14 @@ def at_once(
         segments = pushing(segments, of, group, {block // blocks: block for block in rows.recipes}, rows, sizes)
     times = Engine(rows.schedule, rows.machine, fold=False).times(segments, rows.segment)
     assert recipe.server is not None
-    shards, found, last = recipe.server.shards, [], []
+    shards, result, last = recipe.server.shards, [], []
     for k in range(steps):
         block = next(b for b in rows.recipes if b // blocks == k)
         end = times.communication_end[0, int(times.communication_first[block]) :][: 2 * shards * of.size]
         pushes = end.reshape(of.size, 2, shards)[:, 0].max(1)
-        found += [(int(t), w) for w, t in enumerate(pushes)]
+        result += [(int(t), w) for w, t in enumerate(pushes)]
         last = pushes.tolist()
-    return sorted(row for row in found if row[0] <= min(last))
+    return sorted(row for row in result if row[0] <= min(last))
 
 
 ALONE = ("async+server", "async+server:shards=2", "async+server:on=devices", "stale:bound=0+server",
@@ -173,8 +177,8 @@ def test_pushes_arrive_as_in_one_long_run(text: str, jitter: float) -> None:
     of = workers(jitter=jitter, slow=(1.0, 1.7, 1.0, 2.3), topology=topology)
     expected = at_once(text, of, 5 * STEPS)
     assert len({w for _, w in expected}) == 4 and len(expected) > 4 * STEPS
-    found = arrivals(text, of, len(expected))
-    assert [(round(a.seconds / TICK), a.worker) for a in found] == expected
+    result = arrivals(text, of, len(expected))
+    assert [(round(a.seconds / TICK), a.worker) for a in result] == expected
 
 
 def test_two_workers_and_a_server_by_hand() -> None:
@@ -192,10 +196,10 @@ def test_two_workers_and_a_server_by_hand() -> None:
     first = 0.1 + there + update
     second = 0.15 + there + update
     third = first + back + load + 0.1 + there + update
-    found = arrivals("async+server:on=devices", of, 3)
-    assert [a.worker for a in found] == [0, 1, 0]
-    assert [a.seconds for a in found] == pytest.approx([first, second, third], rel=1e-6)
-    assert [a.computed_s for a in found] == pytest.approx([0.1, 0.15, 0.2 + load], rel=1e-6)
+    result = arrivals("async+server:on=devices", of, 3)
+    assert [a.worker for a in result] == [0, 1, 0]
+    assert [a.seconds for a in result] == pytest.approx([first, second, third], rel=1e-6)
+    assert [a.computed_s for a in result] == pytest.approx([0.1, 0.15, 0.2 + load], rel=1e-6)
     # Both at the same time: the link takes one push after the other.
     occupied = dict(price.transfer("exchange", [(0, 2, nbytes)]).links)
     same = arrivals("async+server:on=devices", Workers.timed(0.1, topology, 2), 2)
@@ -232,23 +236,23 @@ def test_bytes_may_be_told_step_by_step(text: str) -> None:
         return [4 + (step * 7919 + shard * 31) % 5 * 200_000 for shard in range(shards)]
 
     expected, steps = at_once(text, of, 3 * STEPS, sizes), defaultdict[int, int](int)
-    time, found = AsynchronousTime(of, recipe, SIZES, len(expected), measured=True), list[Arrival]()
+    time, result = AsynchronousTime(of, recipe, SIZES, len(expected), measured=True), list[Arrival]()
     for worker in range(4):
         time.push(worker, 0, sizes(0))
-    while len(found) < len(expected):
+    while len(result) < len(expected):
         for arrival in time.advance():
-            found.append(arrival)
+            result.append(arrival)
             steps[arrival.worker] += 1
             time.push(arrival.worker, steps[arrival.worker], sizes(steps[arrival.worker]))
-    assert [(round(a.seconds / TICK), a.worker) for a in found[: len(expected)]] == expected
+    assert [(round(a.seconds / TICK), a.worker) for a in result[: len(expected)]] == expected
 
 
 @pytest.mark.parametrize("text", ALONE)
 def test_rates_are_those_of_a_simulated_plan(text: str) -> None:
     """The mean step of all workers, when what they began with is forgotten."""
     topology = Topology.load("ethernet-1g:5") if "devices" in text else ETHERNET
-    found = arrivals(text, workers(topology=topology), 800)
-    assert 4 * (found[-1].seconds - found[399].seconds) / 400 == pytest.approx(mean_of(text, topology), rel=2e-2)
+    result = arrivals(text, workers(topology=topology), 800)
+    assert 4 * (result[-1].seconds - result[399].seconds) / 400 == pytest.approx(mean_of(text, topology), rel=2e-2)
 
 
 @pytest.mark.parametrize("prefetch", (0, 2))
@@ -258,10 +262,10 @@ def test_workers_that_read_batches_together_wait_for_each_other(prefetch: int) -
     topology = edited(Topology.load("dgx-a100:4"), storage=storage)
     of = workers(topology=topology, slow=(1.0, 1.0, 2.0, 1.0))
     expected = at_once("async+server", of, 4 * STEPS)
-    found = arrivals("async+server", of, len(expected))
-    assert [(round(a.seconds / TICK), a.worker) for a in found] == expected
-    assert found[-1].seconds / (len(found) / 4) == pytest.approx(8 * 1000 / 1e6, rel=0.1)  # a batch's reading
-    counts = [sum(a.worker == w for a in found) for w in range(4)]
+    result = arrivals("async+server", of, len(expected))
+    assert [(round(a.seconds / TICK), a.worker) for a in result] == expected
+    assert result[-1].seconds / (len(result) / 4) == pytest.approx(8 * 1000 / 1e6, rel=0.1)  # a batch's reading
+    counts = [sum(a.worker == w for a in result) for w in range(4)]
     assert max(counts) - min(counts) <= 1
     time, recipe = SynchronousTime(of, parse_recipe("all-reduce"), SIZES), parse_recipe("all-reduce")
     exchanged(recipe, of, 4, time)

@@ -35,8 +35,8 @@ Numbers = npt.NDArray[np.int64]
 
 
 class Arrival(NamedTuple):
-    """What a worker pushed in its next step has arrived, all shards of it. ``seconds``: from the beginning, and
-    ``computed_s`` of them by the worker."""
+    """What a worker pushed in its next step has arrived, all shards of it. ``seconds``: from the beginning;
+    ``computed_s``: those that the worker would have taken alone."""
 
     seconds: float
     computed_s: float
@@ -121,18 +121,18 @@ class AsynchronousTime:
         pushes = end.reshape(self._steps, -1)[:, layout.first_place : layout.first_place + 2 * size * self._shards]
         pushes = pushes.reshape(self._steps, size, 2, self._shards)[:, :, 0]
         ended = np.where((pushes >= 0).all(-1), pushes.max(-1), until)
-        found: list[tuple[int, int, int]] = []
+        rows: list[tuple[int, int, int]] = []
         for worker in range(size):
             copy = int(self._arrived[worker] - self._before[worker])
             while copy < self._steps and ended[copy, worker] < until:
                 plan, update, encode, load = (int(column[worker]) for column in self._work)
                 times = float(self._factors[copy, worker])
-                self._computed[worker] += round(plan * times) + encode
-                found.append((int(ended[copy, worker]), worker, int(self._computed[worker])))
+                self._computed[worker] += round((plan + int(self._workers.waits[worker])) * times) + encode
+                rows.append((int(ended[copy, worker]), worker, int(self._computed[worker])))
                 self._computed[worker] += round(update * times) + load
                 self._arrived[worker] += 1
                 copy += 1
-        return [Arrival((self._passed + t) * TICK, c * TICK, worker) for t, worker, c in sorted(found)]
+        return [Arrival((self._passed + t) * TICK, c * TICK, worker) for t, worker, c in sorted(rows)]
 
     # ---- the window
 

@@ -123,12 +123,12 @@ def longer(ticks: I64, times: Factors) -> I64:
 def device_of_steps(rows: Rows) -> npt.NDArray[np.int64]:
     """By step of the segments: the device that runs it; -1: none."""
     segments: Segments = rows.segments
-    found = np.full(len(segments.step_kind), -1)
+    device = np.full(len(segments.step_kind), -1)
     for segment in rows.segment.tolist():
         table = int(segments.device_steps[segment])
         ends = segments.step_first[table : table + len(rows.schedule.group) + 1].astype(np.int64)
-        found[ends[0] : ends[-1]] = np.repeat(np.arange(len(ends) - 1), np.diff(ends))
-    return found
+        device[ends[0] : ends[-1]] = np.repeat(np.arange(len(ends) - 1), np.diff(ends))
+    return device
 
 
 def _computing(rows: Rows) -> tuple[npt.NDArray[np.bool_], npt.NDArray[np.int64]]:

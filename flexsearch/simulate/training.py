@@ -14,6 +14,7 @@ from typing import Final
 import numpy as np
 from pydantic import JsonValue
 
+from flexsearch.compiled import I64
 from flexsearch.cost import Costs
 from flexsearch.cost.ticks import TICK
 from flexsearch.graph import Axis, Operator, OperatorGraph, Tensor
@@ -23,7 +24,7 @@ from flexsearch.lower.recipe_rows import with_exchanges
 from flexsearch.lower.recipes import RecipeGroup, group_of
 from flexsearch.lower.several import computing
 from flexsearch.lower.view import Rows
-from flexsearch.simulate.stepping import Factors, Run, Stand
+from flexsearch.simulate.stepping import Factors, Run, Stand, longer
 from flexsearch.strategy import Strategy
 from flexsearch.strategy.baselines import inside_group
 from flexsearch.sync import Exchange, Recipe
@@ -82,20 +83,30 @@ class Workers:
         """What they compute in a step."""
         return computing(self.lowered)
 
-    @cached_property
+    @property
     def compute_s(self) -> tuple[float, ...]:
         """Seconds that a step takes each when there is nothing to exchange, without chance."""
+        return tuple((self._alone[0] * self._slow[: self.size] * TICK).tolist())
+
+    @property
+    def waits(self) -> I64:
+        """By worker: ticks of such a step in which it waits, for its host and storage, where it is not slow."""
+        return self._alone[1]
+
+    @cached_property
+    def _alone(self) -> tuple[I64, I64]:
+        """By worker: ticks of a step without exchanges, and how many of them it waits."""
         run = Run(self.rows)
-        run.scale(self._times())  # without chance
         run.begin()
         run.to_the_end()
-        return tuple((run.state.devices.clock[: self.size] * TICK).tolist())
+        ticks = run.state.devices.clock[: self.size]
+        return ticks, ticks - run.state.computed[: self.size]
 
     def factors(self, step: int) -> Factors:
         """By device: how many times as long it computes in a step (0: the first)."""
-        found = self._times()
-        found[: self.size] *= [self.chance(worker, step) for worker in range(self.size)]
-        return found
+        factors = self._slow.copy()
+        factors[: self.size] *= [self.chance(worker, step) for worker in range(self.size)]
+        return factors
 
     def chance(self, worker: int, step: int) -> float:
         """How many times as long as usual a worker computes in a step."""
@@ -108,10 +119,12 @@ class Workers:
         devices = tuple(range(len(self.topology.devices)))
         return group_of(recipe, self.topology, devices[: self.size], devices[self.size :], sizes)
 
-    def _times(self) -> Factors:
-        found = np.ones(len(self.topology.devices))
-        found[: len(self.slow)] = self.slow
-        return found
+    @cached_property
+    def _slow(self) -> Factors:
+        """By device."""
+        slow = np.ones(len(self.topology.devices))
+        slow[: len(self.slow)] = self.slow
+        return slow
 
 
 def _timed(step_s: float, size: int) -> OperatorGraph:
@@ -144,10 +157,11 @@ class SynchronousTime:
         """One more step of all, with these exchanges in it."""
         size = self._workers.size
         run = self._run(self._steps < self._recipe.warm_up, tuple(exchanges))
-        run.scale(self._workers.factors(self._steps))
+        factors = self._workers.factors(self._steps)
+        run.scale(factors)
         run.begin(self._stand)
         run.to_the_end()
-        self._computed += run.state.computed[:size]
+        self._computed += run.state.computed[:size] + longer(self._workers.waits, factors[:size])
         self._steps += 1
         stand = run.stand
         first = int(stand.clock[:size].min())
@@ -161,8 +175,8 @@ class SynchronousTime:
 
     @property
     def communicated(self) -> float:
-        """Seconds of that which the last worker did not compute."""
-        return (self._ticks(self._last) - int(self._computed[self._last])) * TICK
+        """Seconds of that which the last worker would not take alone."""
+        return max(0, self._ticks(self._last) - int(self._computed[self._last])) * TICK
 
     @property
     def _last(self) -> int:

@@ -56,7 +56,7 @@ class Served:
 
     def run_until(self, updates: int) -> tuple[Tensor, float, float]:
         """Go on until so many gradients have arrived in all. The mean loss of those since the last call, the time, and
-        how much of it the worker that came last did not compute, s."""
+        how much of it the worker that came last would not have taken alone, s."""
         last = Arrival(0.0, 0.0, 0)
         while self._updates < updates:
             if not self._arrivals:
@@ -68,7 +68,7 @@ class Served:
             self._arrive(last.worker)
         loss = torch.stack(self._losses).mean()
         self._losses.clear()
-        return loss, last.seconds, last.seconds - last.computed_s
+        return loss, last.seconds, max(0.0, last.seconds - last.computed_s)
 
     @property
     def staleness(self) -> Staleness:
