@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from flexsearch.api import Setting
-from flexsearch.cost.waiting import Workers
 from flexsearch.errors import FlexsearchError, RecipeError
+from flexsearch.graph import OperatorGraph
 from flexsearch.report.convergence import Convergence, Run
+from flexsearch.simulate.training import Workers
 from flexsearch.strategy import Strategy
 from flexsearch.sync import Recipe, parse_recipe
 from flexsearch.sync.options import number, whole
@@ -124,16 +126,13 @@ class _Trials:
         self.cluster, self.training = cluster, training
         self._module, self._loss, self._title = module, loss, title
         self._overlapped: float | None = None
+        slow = tuple((cluster.slow or {}).get(k, 1.0) for k in range(cluster.size))
+        where = cluster.topology, cluster.size, slow, cluster.jitter, training.seed
         if cluster.step_s is None:
-            compute = self._simulated()
+            self.workers = Workers.of(self._graph, *where)
             self._overlapped = self._whole().yardsticks()["data_parallel_s"]
         else:
-            compute = [cluster.step_s] * cluster.size
-        slow = cluster.slow or {}
-        self.workers = Workers(
-            cluster.topology, tuple(range(len(cluster.topology.devices))),
-            tuple(s * slow.get(k, 1.0) for k, s in enumerate(compute)), cluster.jitter, training.seed,
-        )  # fmt: skip
+            self.workers = Workers.timed(cluster.step_s, *where)
 
     def run(
         self, recipes: Sequence[tuple[str | Recipe, Recipe | None]], target: float | None, on_epoch: OnEpoch | None
@@ -142,7 +141,7 @@ class _Trials:
         checked = self._replicas()
         for _, recipe in recipes:  # refused before the work
             if recipe is not None:
-                recipe.check(self.workers.size, checked.sizes, self.workers.hosts, len(self.workers.devices))
+                recipe.check(self.workers.size, checked.sizes, self.workers.hosts, len(self.cluster.topology.devices))
         plans = {str(name): self._plan(str(name)) for name, recipe in recipes if recipe is None}
         runs: list[Run] = []
         for source, recipe in recipes:
@@ -170,38 +169,26 @@ class _Trials:
 
         return Replicas(deepcopy(self._module), self._loss, self.cluster.size)
 
-    def _setting(self, samples: int, devices: Sequence[int]) -> Setting:
-        """The model with a batch of so many samples on some devices."""
+    @cached_property
+    def _graph(self) -> OperatorGraph:
+        """The model with the batch of all workers."""
         from flexsearch.graph.importer import import_model
 
         data = self.training.dataset
-        at = [k % len(data.inputs) for k in range(samples)]
+        at = [k % len(data.inputs) for k in range(self.training.batch * self.cluster.size)]
         self._module.train()
         try:
-            graph = import_model(
+            return import_model(
                 self._module, (data.inputs[at],), self._loss, targets=data.targets[at],
                 name=self._title.rpartition(":")[2],
             )  # fmt: skip
         except FlexsearchError as error:
             raise type(error)(error.message, f"{error.remedy} Or say how long a step takes (--step-time).") from error
-        topology = self.cluster.topology
-        return Setting.of(graph, topology if len(devices) == len(topology.devices) else topology.subset(devices))
 
     def _whole(self) -> Setting:
-        return self._setting(self.training.batch * self.cluster.size, range(self.cluster.size))
-
-    def _simulated(self) -> list[float]:
-        """Seconds that each worker computes in a step; devices of one kind are simulated once."""
-        times: dict[str, float] = {}
-        kinds = [
-            device.model_dump_json(exclude={"name", "host", "processor"})
-            for device in self.cluster.topology.devices[: self.cluster.size]
-        ]
-        for k, kind in enumerate(kinds):
-            if kind not in times:
-                alone = self._setting(self.training.batch, [k])
-                times[kind] = alone.row("single", alone.baseline("single")).simulation.makespan_s
-        return [times[kind] for kind in kinds]
+        """That model on the workers' devices."""
+        topology, size = self.cluster.topology, self.cluster.size
+        return Setting.of(self._graph, topology if size == len(topology.devices) else topology.subset(range(size)))
 
     def _plan(self, path: str) -> _Plan:
         setting = self._whole()

@@ -43,6 +43,8 @@ class Simulation:
     times: Times = field(default_factory=dict)
     order: Callable[[Row], Any] = lambda row: row
     """Of rows that are ready at the same tick, the one with the smallest comes first."""
+    begins: tuple[list[int], list[int]] | None = None
+    """By device: from which tick on it is free, and its host; by default, from 0 on."""
     makespan: int = 0
     heap: list[tuple[int, Any, Row]] = field(default_factory=list)
     free: dict[int, int] = field(default_factory=dict)
@@ -68,7 +70,8 @@ class Simulation:
 
     def run(self) -> int:
         """The makespan; ``times`` has start and end of every row then. Raises Deadlock."""
-        self.devices = [Device(self.steps(d)) for d in range(len(self.schedule.group))]
+        clock, host = self.begins or ([0] * len(self.schedule.group),) * 2
+        self.devices = [Device(self.steps(d), *both) for d, both in enumerate(zip(clock, host, strict=True))]
         for d in range(len(self.devices)):
             self.advance(d)
         while self.heap:

@@ -15,13 +15,11 @@ from rich.console import Console
 from torch import nn
 
 import flexsearch
-from flexsearch.cost.communication import Pricing
-from flexsearch.cost.waiting import Clock, ExchangePrices, Workers
 from flexsearch.errors import DatasetError, FileFormatError, ImportModelError, RecipeError, RuntimeFailure
 from flexsearch.report.convergence import Convergence, Run, headline, remarks
 from flexsearch.runtime.replicas import Dataset, Replicas, Training, load_dataset, load_model
-from flexsearch.sync import Exchange, parse_recipe
-from flexsearch.sync.kinds import work
+from flexsearch.simulate.training import Workers
+from flexsearch.sync import parse_recipe
 from flexsearch.sync.record import Epoch
 from flexsearch.topology import Topology
 from tests.conftest import Cli
@@ -59,7 +57,7 @@ def test_data_parallelism_is_training_with_the_whole_batch() -> None:
     data = Dataset("blobs", data.inputs.double(), data.targets, data.held_inputs.double(), data.held_targets, 2)
     training = Training(data, 2, 8)
     replicas = Replicas(module, nn.functional.cross_entropy, WORKERS)
-    workers = Workers(Topology.load("ethernet-1g-4"), tuple(range(4)), (0.01,) * WORKERS)
+    workers = Workers.timed(0.01, Topology.load("ethernet-1g-4"), WORKERS)
     result = training.run(parse_recipe("all-reduce:form=ring"), replicas, workers)
     optimizer = torch.optim.SGD(module.parameters(), lr=0.1, momentum=0.9)
     for epoch in range(2):
@@ -125,30 +123,6 @@ def test_a_loss_that_is_no_number_is_an_error() -> None:
 
 
 # ---- time
-
-
-def test_exchanges_cost_what_the_cost_model_says() -> None:
-    topology = Topology.load("ethernet-1g-4")
-    workers = Workers(topology, (0, 1, 2, 3), (0.5, 0.5, 0.5, 2.0))
-    pricing, prices = Pricing(topology), ExchangePrices(workers)
-    assert prices.of(Exchange("all_reduce", 4, (10**6,))) == pricing.all_reduce(range(4), 10**6)
-    gathered = [(a, b, 1000 * (a + 1)) for a in range(4) for b in range(4) if a != b]
-    exchange = Exchange("all_gather", 4, (1000, 2000, 3000, 4000))
-    assert prices.of(exchange) == pricing.transfer("all_gather", gathered)
-    assert (exchange.sent, exchange.count) == (sum(size for *_, size in gathered), 12)
-
-
-def test_an_exchange_waits_for_those_in_it_and_for_no_others() -> None:
-    topology = Topology.load("ethernet-1g-4")
-    clock = Clock(Workers(topology, (0, 1, 2, 3), (0.5, 0.5, 0.5, 2.0)))
-    clock.compute(0, work())
-    pair = Exchange("exchange", 4, (10**6, 10**6), ((0, 1), (1, 0)))
-    clock.exchange([pair])
-    seconds = Pricing(topology).transfer("exchange", [(0, 1, 10**6), (1, 0, 10**6)]).duration_s
-    assert clock.now.tolist() == pytest.approx([0.5 + seconds, 0.5 + seconds, 0.5, 2.0])
-    assert (clock.seconds, clock.communicated) == (2.0, 0.0)
-    clock.exchange([Exchange("all_reduce", 4, (8,))])
-    assert min(clock.now) == max(clock.now) > 2.0
 
 
 def test_a_slow_worker_holds_up_those_that_wait_for_it() -> None:
@@ -233,7 +207,7 @@ def test_the_command_prints_one_json_object(cli: Cli) -> None:
     assert ran.code == 0, ran.err
     data = json.loads(ran.out)
     assert [run["recipe"] for run in data["runs"]] == ["all-reduce", "local-sgd:period=4+gossip"]
-    assert data["workers"] == 4 and data["parameters"] == 51_456 and data["compute_s"] == 0.01
+    assert data["workers"] == 4 and data["parameters"] == 51_456 and data["compute_s"] == pytest.approx(0.01)
     assert data["runs"][0]["epochs"][0]["sent"] == 7 * 2 * 3 * 4 * data["parameters"]
     assert "above T^(1/4)" in data["runs"][1]["notes"][0]
     assert Path("c.svg").read_text().startswith("<?xml")
@@ -289,6 +263,8 @@ WRONG = {
     ("all-reduce", "--slow", "3"): "WORKER:FACTOR",
     ("all-reduce", "--slow", "7:2"): "slow worker",
     ("all-reduce", "--jitter", "-1"): "jitter",
+    ("all-reduce", "--step-time", "1e7"): "--step-time",
+    ("async+server", "--slow", "1:1e15"): "more than 24 days",
     ("all-reduce", "--dataset", "mnist"): "digits, text",
     ("all-reduce", "--model", "vit"): "mlp, cnn",
     ("all-reduce", "-o", "c.bmp"): "cannot be drawn",

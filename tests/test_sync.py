@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 import torch
 
-from flexsearch.cost.waiting import Workers
 from flexsearch.errors import RecipeError
 from flexsearch.runtime.replicas.served import Served
+from flexsearch.simulate.training import Workers
 from flexsearch.sync import Payload, Recipe, Simulated, State, parse_recipe
 from flexsearch.sync.all_reduce import AllReduce
 from flexsearch.sync.bits import pack, packed_bytes, unpack
@@ -505,7 +505,7 @@ def served(recipe: str, times: tuple[float, ...], updates: int) -> tuple[Array, 
 
     cluster = Topology.load(f"ethernet-1g:{size}")
     run = Served(
-        parse_recipe(recipe), Workers(cluster, tuple(range(size)), times), SIZES, gradients, update, weights
+        parse_recipe(recipe), Workers.timed(1.0, cluster, size, times), SIZES, gradients, update, weights, updates
     )  # fmt: skip
     run.run_until(updates)
     return weights.numpy()[0], run

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 
@@ -77,11 +77,46 @@ def with_recipes(lowered: Lowered, rows: Rows, step: int) -> Rows:
     for groups that cannot follow theirs."""
     writer, early, late = _Writer(lowered), list[_Draft](), list[_Draft]()
     for number, group in enumerate(lowered.recipe_groups):
-        recipe = group.recipe.planned
-        gradients = step < recipe.warm_up or not recipe.updates
-        draft = writer.alone(number, group) if recipe.asynchronous else writer.together(number, group, step)
-        (early if gradients else late).append(draft)
+        recipe, exact = group.recipe.planned, step < group.recipe.warm_up
+        if recipe.asynchronous:
+            draft = writer.alone(number, group)
+        else:
+            exchanges = recipe.exchanges(len(group.devices), group.hosts, group.sizes, step)
+            assert exchanges is not None
+            draft = writer.together(number, group, exchanges, exact)
+        (early if exact or not recipe.updates else late).append(draft)
     return _added(rows, early, late)
+
+
+def with_exchanges(
+    lowered: Lowered, rows: Rows, group: RecipeGroup, exchanges: Sequence[Exchange], exact: bool
+) -> Rows:  # fmt: skip
+    """``rows`` of a plan with those of one group, which exchanges this in a step. ``exact``: a step of the warm-up."""
+    draft = _Writer(lowered).together(0, group, exchanges, exact)
+    early = exact or not group.recipe.updates
+    return _added(rows, [draft], []) if early else _added(rows, [], [draft])
+
+
+def with_pushes(lowered: Lowered, rows: Rows, group: RecipeGroup) -> Rows:
+    """``rows`` of a plan with those of one group whose workers go by themselves."""
+    return _added(rows, [_Writer(lowered).alone(0, group)], [])
+
+
+class PushCost(NamedTuple):
+    """Columns of a push (see ``Segments``): its ticks, its turn, and the ticks of its links and drags."""
+
+    ticks: int
+    turn: int
+    links: tuple[int, ...]
+    drags: tuple[int, ...]
+
+
+def push_cost(lowered: Lowered, group: RecipeGroup, worker: int, shard: int, nbytes: int) -> PushCost:
+    """Of a push of so many bytes, where they depend on the numbers that are sent."""
+    draft = _Draft(0)
+    _Writer(lowered).push(draft, group, worker, shard, nbytes)
+    links, drags = (tuple(t for _, t in rows[0]) for rows in (draft.links, draft.drags))
+    return PushCost(draft.ticks[0], draft.turns[0], links, drags)
 
 
 class _Writer:
@@ -93,12 +128,11 @@ class _Writer:
         self.decisive = lowering.network.decisive
         self.launch = [round(device.launch_s / TICK) for device in lowered.topology.devices]
 
-    def together(self, number: int, group: RecipeGroup, step: int) -> _Draft:
-        """The block of a recipe in which replicas go together, in a step."""
+    def together(self, number: int, group: RecipeGroup, exchanges: Sequence[Exchange], exact: bool) -> _Draft:
+        """The block of a recipe in which replicas go together, for what they exchange in a step. ``exact``: it is one
+        of the warm-up."""
         recipe, sizes, members = group.recipe.planned, group.sizes, len(group.devices)
-        exchanges = recipe.exchanges(members, group.hosts, sizes, step)
-        assert exchanges is not None
-        draft, exact = _Draft(number, tuple(exchanges)), step < recipe.warm_up
+        draft = _Draft(number, tuple(exchanges))
         if not exchanges:
             self._compute(draft, group, "scale", dict.fromkeys(range(members), alone(recipe, sizes)))
             return draft
@@ -125,13 +159,10 @@ class _Writer:
         size = len(group.positions)
         for worker in range(members):
             device, pushes, pulls = group.devices[worker], list[int](), list[int]()
-            for owner, (a, b) in shards:
+            for shard, (_, (a, b)) in enumerate(shards):
                 nbytes = recipe.compression.nbytes(sizes.part(b - a)) or 0
-                there = Exchange("exchange", size, (nbytes,), ((worker, owner),))
-                push = self._communicate(draft, group, there, [device], [])
-                self._update(draft, push, group.positions[owner], (b - a) * sizes.itemsize, owner < members)
-                pushes.append(push)
-                self._step(draft, device, ISSUE, push, 0, ISSUE_LAUNCHES)
+                pushes.append(self.push(draft, group, worker, shard, nbytes))
+                self._step(draft, device, ISSUE, pushes[-1], 0, ISSUE_LAUNCHES)
             for owner, (a, b) in shards:
                 back = Exchange("exchange", size, ((b - a) * sizes.itemsize,), ((owner, worker),))
                 pull = self._communicate(draft, group, back, [], [device])
@@ -142,6 +173,16 @@ class _Writer:
                 draft.followers[push] += pulls
         self._compute(draft, group, "load", dict.fromkeys(range(members), work(copy=sizes.nbytes)))
         return draft
+
+    def push(self, draft: _Draft, group: RecipeGroup, worker: int, shard: int, nbytes: int) -> int:
+        """What a worker sends to a server, with the update that follows; returns its number."""
+        members, server = len(group.devices), group.recipe.server
+        assert server is not None
+        owner, (a, b) = server.owners(members)[shard], server.bounds(group.sizes.n)[shard]
+        there = Exchange("exchange", len(group.positions), (nbytes,), ((worker, owner),))
+        push = self._communicate(draft, group, there, [group.devices[worker]], [])
+        self._update(draft, push, group.positions[owner], (b - a) * group.sizes.itemsize, owner < members)
+        return push
 
     def _compute(self, draft: _Draft, group: RecipeGroup, what: str, work_of: Mapping[int, Work]) -> None:
         """Positions do some work."""
@@ -204,7 +245,7 @@ class _Writer:
         draft.steps.setdefault(device, []).append((kind, number, ticks, int(launches) * self.launch[device]))
 
     def _dtype(self, group: RecipeGroup) -> str:
-        return str(self.lowered.graph.tensor[group.names[0]].dtype)
+        return str(self.lowered.graph.tensor[group.names[0]].dtype) if group.names else "float32"
 
 
 # ---- adding blocks to rows

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import lcm
 from typing import TYPE_CHECKING, Any, Final
 
@@ -17,6 +17,7 @@ from flexsearch.graph import Box, Flow, Operator
 from flexsearch.strategy import OperatorConfig, States
 from flexsearch.sync import Recipe
 from flexsearch.sync.compression import Sizes
+from flexsearch.topology import Topology
 
 if TYPE_CHECKING:
     from flexsearch.lower.pieces import Weight
@@ -75,15 +76,24 @@ def recipe_groups(lowered: Lowered) -> tuple[RecipeGroup, ...]:
     found = []
     for (number, devices, itemsize), pieces in sorted(rows.items()):
         recipe = parsed[number]
-        hosts = tuple(int(topology.host_of[d]) for d in devices)
         sizes = Sizes(tuple(tuple(high - low for low, high in box) for _, box in pieces), itemsize)
-        recipe.check(len(devices), sizes, hosts, len(devices) + len(unused))
-        server = recipe.server
-        dedicated = unused[: server.shards] if server is not None and server.on == "devices" else ()
         weights, boxes = zip(*pieces, strict=True)
         names = tuple(lowered.weights[w].tensor for w in weights)
-        found.append(RecipeGroup(number, recipe, weights, names, boxes, devices, dedicated, hosts, sizes))
+        group = group_of(recipe, topology, devices, unused, sizes)
+        found.append(replace(group, entry=number, weights=weights, names=names, boxes=boxes))
     return tuple(found)
+
+
+def group_of(
+    recipe: Recipe, topology: Topology, devices: tuple[int, ...], unused: tuple[int, ...], sizes: Sizes
+) -> RecipeGroup:
+    """Replicas of one vector of such sizes; dedicated servers are the first of ``unused`` devices. Raises RecipeError
+    if they cannot follow the recipe."""
+    hosts = tuple(int(topology.host_of[d]) for d in devices)
+    recipe.check(len(devices), sizes, hosts, len(devices) + len(unused))
+    server = recipe.server
+    dedicated = unused[: server.shards] if server is not None and server.on == "devices" else ()
+    return RecipeGroup(0, recipe, (), (), (), devices, dedicated, hosts, sizes)
 
 
 def cycle(groups: Sequence[RecipeGroup]) -> list[tuple[int, int]]:

@@ -8,8 +8,9 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import numpy.typing as npt
 
-from flexsearch.lower.rows import COMPUTE, FORWARD, RESULT, Schedule, Segments
+from flexsearch.lower.rows import COMPUTE, FORWARD, READ, RESULT, WAIT, Schedule, Segments
 
 if TYPE_CHECKING:
     from flexsearch.lower.lowering import Lowered
@@ -26,10 +27,14 @@ _INTO = {
 
 
 def several(lowered: Lowered, steps: int) -> Rows:
-    """The rows of a plan, ``steps`` times. Block b of step k has the number ``k * blocks + b``. Workers with a bound
-    pull in a step only when the pushes have arrived that their lead allows them to wait for. Workers that go by
-    themselves take their own loss, and how many targets count, for those of all."""
-    rows = _apart(lowered) if lowered.asynchronous else lowered.rows
+    """The rows of a plan, ``steps`` times: see ``repeated``. Workers that go by themselves take their own loss, and how
+    many targets count, for those of all."""
+    return repeated(_apart(lowered) if lowered.asynchronous else lowered.rows, lowered.recipe_groups, steps)
+
+
+def repeated(rows: Rows, groups: Sequence[RecipeGroup], steps: int) -> Rows:
+    """Rows of a step, ``steps`` times. Block b of step k has the number ``k * blocks + b``. Workers with a bound pull
+    in a step only when the pushes have arrived that their lead allows them to wait for."""
     blocks = len(rows.schedule.kind)
     segments = _tiled(rows.segments, blocks, steps)
     segment = np.concatenate([rows.segment + k * len(rows.segments.device_steps) for k in range(steps)])
@@ -37,7 +42,7 @@ def several(lowered: Lowered, steps: int) -> Rows:
     more: dict[int, list[tuple[int, int]]] = {}
     missing = segments.missing.copy()
     for block, told in rows.recipes.items():
-        group = lowered.recipe_groups[told.group]
+        group = groups[told.group]
         waiting = group.recipe.asynchronous
         if waiting is None or waiting.lead is None:
             continue
@@ -55,6 +60,47 @@ def several(lowered: Lowered, steps: int) -> Rows:
     )  # fmt: skip
 
 
+def computing(lowered: Lowered) -> Rows:
+    """The rows of a plan without its recipes, as replicas run them that share nothing in a step: what is computed, and
+    read from storage. A step is over when what it reads is there, too, be it for a later one."""
+    rows, segments = lowered.plain_rows, lowered.plain_rows.segments
+    reads = rows.schedule.kind[segments.step_block] == READ
+    waited = bool((reads & (segments.step_kind == WAIT)).any())
+    rows = _with_steps(rows, (segments.step_kind == COMPUTE) | reads)
+    return rows if waited or not reads.any() else _with_reading(rows)
+
+
+def _with_reading(rows: Rows) -> Rows:
+    """Rows in whose last block, the update, devices wait for what they read."""
+    segments, block = rows.segments, len(rows.schedule.kind) - 1
+    (read,) = np.flatnonzero(rows.schedule.kind == READ).tolist()
+    last, first = int(rows.segment[block]), int(segments.communication_first[rows.segment[read]])
+    table = int(segments.device_steps[last])
+    columns = ("step_kind", "step_block", "step_row", "step_ticks", "step_host")
+    steps: list[tuple[int, ...]] = []
+    ends = [len(segments.step_kind)]
+    for device in range(len(rows.schedule.group)):
+        own = slice(int(segments.step_first[table + device]), int(segments.step_first[table + device + 1]))
+        steps += zip(*(getattr(segments, name)[own].tolist() for name in columns), strict=True)
+        for c in range(first, int(segments.communication_last[rows.segment[read]])):
+            if device in segments.receiver[int(segments.receiver_first[c]) : int(segments.receiver_last[c])]:
+                steps.append((WAIT, read, c - first, 0, 0))
+        ends.append(len(segments.step_kind) + len(steps))
+    more = dict(zip(columns, zip(*steps, strict=True), strict=True)) | {
+        "device_steps": [len(segments.step_first)], "step_first": ends,
+        "communication_first": [segments.communication_first[last]],
+        "communication_last": [segments.communication_last[last]],
+    }  # fmt: skip
+    longer = {
+        name: np.concatenate([column, np.array(values, column.dtype)])
+        for name, values in more.items()
+        for column in (getattr(segments, name),)
+    }
+    segment = rows.segment.copy()
+    segment[block] = len(segments.device_steps)
+    return replace(rows, segments=segments._replace(**longer), segment=segment)
+
+
 def _apart(lowered: Lowered) -> Rows:
     """The rows without steps of communications that bring single numbers: the loss, and what it is divided by."""
     rows, segments = lowered.rows, lowered.rows.segments
@@ -68,7 +114,12 @@ def _apart(lowered: Lowered) -> Rows:
     }
     for step in np.flatnonzero(segments.step_kind != COMPUTE).tolist():
         kept[step] = (int(segments.step_block[step]), int(segments.step_row[step])) not in single
-    ends = np.concatenate([[0], np.cumsum(kept)])
+    return _with_steps(rows, kept)
+
+
+def _with_steps(rows: Rows, kept: npt.NDArray[np.bool_]) -> Rows:
+    """The rows with some of their steps alone."""
+    segments, ends = rows.segments, np.concatenate([[0], np.cumsum(kept)])
     columns = ("step_kind", "step_block", "step_row", "step_ticks", "step_host")
     less = {name: getattr(segments, name)[kept] for name in columns}
     return replace(

@@ -176,7 +176,8 @@ def headline(result: Convergence) -> str:
 def remarks(result: Convergence) -> list[str]:
     """How times come about, and what to know of single recipes."""
     words = [
-        f"A worker computes {seconds(result.compute_s)} a step; then gradients are encoded and sent, nothing overlaps."
+        f"A worker computes {seconds(result.compute_s)} a step; then it encodes, sends and merges. Nothing of that "
+        "overlaps with its own computing."
     ]
     if result.overlapped_s is not None:
         words.append(

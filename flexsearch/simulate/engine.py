@@ -85,7 +85,7 @@ class Engine:
         self._acceptable = False
         while (ticks := int(_simulate(self.state, segments, segment_of_block, np.int64(limit)))) == -ROOM:
             self._grow(segments, segment_of_block)
-        self._check(ticks, self.state, limit)
+        check(self.schedule, ticks, self.state, limit)
         return ticks
 
     def propose(self, segments: Segments, segment_of_block: U32, changed: U32, limit: int = LATE) -> int:
@@ -95,7 +95,7 @@ class Engine:
         numbers = segments, segment_of_block, changed, np.uint64(len(changed)), np.int64(limit)
         while (ticks := int(_propose(self.state, *numbers))) == -ROOM:
             self.make_room(segments, segment_of_block)
-        self._check(ticks, self.state, limit)
+        check(self.schedule, ticks, self.state, limit)
         self._acceptable = ticks < LATE
         return ticks
 
@@ -130,17 +130,16 @@ class Engine:
 
     def times(self, segments: Segments, segment_of_block: U32) -> Times:
         """Start and end of every row of a plan. It costs a whole run, and leaves the plan at hand alone."""
-        communications = _communications(segments, segment_of_block)
-        computations = _computations(segments, segment_of_block, len(self.schedule.group))
+        communications = communications_of(segments, segment_of_block)
         microbatches, room = int(self.schedule.microbatches[0]), self._room
-        record = _record(microbatches, computations, communications)
+        record = make_record(self.schedule, segments, segment_of_block)
         while True:
             state = make_state(self.schedule, self.machine, communications, room, False)._replace(record=record)
             ticks = int(_simulate(state, segments, segment_of_block, np.int64(LATE)))
             if ticks != -ROOM:
                 break
             room *= 2
-        self._check(ticks, state, LATE)
+        check(self.schedule, ticks, state, LATE)
         return Times(
             record.computation_first, state.first,
             *(column.reshape(microbatches, -1) for column in (record.begin, record.finish, record.start, record.end)),
@@ -148,7 +147,7 @@ class Engine:
 
     def _grow(self, segments: Segments, segment_of_block: U32) -> None:
         """Make room for a plan: for its communications, or if there is enough, for more that are pending."""
-        rows = _communications(segments, segment_of_block)
+        rows = communications_of(segments, segment_of_block)
         if (rows <= self.state.capacity).all():
             self._room *= 2
         capacity = np.maximum(self.state.capacity, np.where(rows > self.state.capacity, 2 * rows, rows))
@@ -157,28 +156,29 @@ class Engine:
             capacity = np.maximum(capacity, np.minimum(2 * self.state.capacity, capacity.max()))
         self.state = make_state(self.schedule, self.machine, capacity.astype(np.uint64), self._room, self._fold)
 
-    def _check(self, ticks: int, state: State, limit: int) -> None:
-        """Raise FlexsearchError if a run could not go on."""
-        if ticks == LATE == limit:
-            busy = state.kept.new_compute  # a sum beyond an int64 may be negative
-            endless = np.flatnonzero((busy < 0) | (busy >= FOREVER))
-            raise FlexsearchError(
-                f"a step takes more than {FOREVER * TICK / 86400:.0f} days, which is too long to be simulated",
-                f"Check memory_bandwidth, flops and overhead_s of device {endless[0]}, and the times of its profile."
-                if len(endless)
-                else "Check bandwidth, latency_s and overhead_s of the topology's links, communication and devices.",
-            )
-        if ticks == -MALFORMED:
-            raise FlexsearchError(
-                "a communication is issued more often than it says",
-                "This is an error in flexsearch; please report it with the command that you used.",
-            )
-        if ticks == -DEADLOCK:
-            d = int(np.flatnonzero(state.devices.status == WAITING)[0])
-            raise FlexsearchError(
-                f"device {d} waits forever for {_name(self.schedule, int(state.devices.awaited[d]))}",
-                "Give the devices an order of actions in which each can be reached.",
-            )
+
+def check(schedule: Schedule, ticks: int, state: State, limit: int) -> None:
+    """Raise FlexsearchError if a run could not go on."""
+    if ticks == LATE == limit:
+        busy = state.kept.new_compute  # a sum beyond an int64 may be negative
+        endless = np.flatnonzero((busy < 0) | (busy >= FOREVER))
+        raise FlexsearchError(
+            f"a step takes more than {FOREVER * TICK / 86400:.0f} days, which is too long to be simulated",
+            f"Check memory_bandwidth, flops and overhead_s of device {endless[0]}, and the times of its profile."
+            if len(endless)
+            else "Check bandwidth, latency_s and overhead_s of the topology's links, communication and devices.",
+        )
+    if ticks == -MALFORMED:
+        raise FlexsearchError(
+            "a communication is issued more often than it says",
+            "This is an error in flexsearch; please report it with the command that you used.",
+        )
+    if ticks == -DEADLOCK:
+        d = int(np.flatnonzero(state.devices.status == WAITING)[0])
+        raise FlexsearchError(
+            f"device {d} waits forever for {_name(schedule, int(state.devices.awaited[d]))}",
+            "Give the devices an order of actions in which each can be reached.",
+        )
 
 
 def _name(schedule: Schedule, identity: int) -> str:
@@ -189,7 +189,7 @@ def _name(schedule: Schedule, identity: int) -> str:
     return f"communication {number} of block {block} ({kind} {schedule.argument[block]}) for microbatch {microbatch}"
 
 
-def _communications(segments: Segments, segment_of_block: U32) -> U64:
+def communications_of(segments: Segments, segment_of_block: U32) -> U64:
     """How many communications each block has."""
     first, last = segments.communication_first[segment_of_block], segments.communication_last[segment_of_block]
     return (last - first).astype(np.uint64)
@@ -207,9 +207,12 @@ def _computations(segments: Segments, segment_of_block: U32, devices: int) -> U6
     return counts
 
 
-def _record(microbatches: int, computations: U64, communications: U64) -> Record:
+def make_record(schedule: Schedule, segments: Segments, segment_of_block: U32) -> Record:
     """Room for start and end of every row."""
-    rows = [microbatches * int(counts.sum()) for counts in (communications, communications, computations, computations)]
+    communications = communications_of(segments, segment_of_block)
+    computations = _computations(segments, segment_of_block, len(schedule.group))
+    counts = communications, communications, computations, computations
+    rows = [int(schedule.microbatches[0]) * int(count.sum()) for count in counts]
     start, end, begin, finish = (np.full(count, -1, np.int64) for count in rows)
     return Record(
         computation_first=(np.cumsum(computations) - computations).astype(np.uint64),

@@ -1,19 +1,18 @@
-"""Workers that go by themselves, and the server that they meet at: events in simulated time."""
+"""Workers that go by themselves, and the server that they meet at: arithmetic in the order of simulated time."""
 
 from __future__ import annotations
 
-import heapq
+from collections import deque
 from collections.abc import Callable
-from typing import Literal
 
 import torch
 from torch import Tensor
 
-from flexsearch.cost.waiting import Queue, Workers
+from flexsearch.simulate.asynchronous import Arrival, AsynchronousTime
+from flexsearch.simulate.training import Workers
 from flexsearch.sync import Recipe
 from flexsearch.sync.compression import Sizes
 from flexsearch.sync.record import Staleness
-from flexsearch.sync.work import before
 
 Gradients = Callable[[Tensor, list[int], list[int]], tuple[Tensor, Tensor]]
 """Of copies of the weights, (rows, n), with which workers are in their so-manieth steps: (rows, n), losses (rows,)."""
@@ -24,20 +23,24 @@ Update = Callable[[Tensor], Tensor]
 class Served:
     """A worker computes the gradient of the weights that it pulled last, pushes it, and pulls. A push has arrived when
     all its shards have; the server then updates, and answers at once, or, with a bound, as soon as the worker's lead
-    allows it to begin its next step."""
+    allows it to begin its next step. When pushes arrive says the engine; it is told their bytes if these depend on the
+    numbers. ``most``: gradients that arrive in all."""
 
     def __init__(
-        self, recipe: Recipe, workers: Workers, sizes: Sizes, gradients: Gradients, update: Update, weights: Tensor
-    ) -> None:
+        self, recipe: Recipe, workers: Workers, sizes: Sizes, gradients: Gradients, update: Update, weights: Tensor,
+        most: int,
+    ) -> None:  # fmt: skip
         assert recipe.asynchronous is not None
         assert recipe.server is not None
-        self._recipe, self._workers, self._sizes = recipe, workers, sizes
+        self._recipe, self._sizes = recipe, sizes
         self._gradients, self._update, self._weights = gradients, update, weights
         self._share = recipe.asynchronous.share or 1.0 / workers.size
         self._bound = recipe.asynchronous.lead
         self._owners = recipe.server.owners(workers.size)
         self._parts = recipe.server.bounds(sizes.n)
-        self._queue = Queue(workers)
+        self._measured = any(recipe.compression.nbytes(sizes.part(b - a)) is None for a, b in self._parts)
+        self._time = AsynchronousTime(workers, recipe, sizes, most, self._measured)
+        self._arrivals = deque[Arrival]()
         size = workers.size
         self.steps = [0] * size
         """By worker, those whose gradients have arrived."""
@@ -48,47 +51,35 @@ class Served:
         self._pulled_at = [0] * size
         self._updates, self._behind, self._most, self._lead = 0, 0, 0, 0
         self._held: list[int] = []
-        self._pushed: dict[int, Tensor] = {}
+        self._pushed: dict[int, tuple[Tensor, list[int]]] = {}
         self._losses: list[Tensor] = []
-        self._now = 0.0
-        self._worked = [0.0] * size
-        self._events: list[tuple[float, int, Literal["computed", "arrived", "pulled"], int]] = []
-        self._count = 0
-        for worker in range(size):
-            self._begin(0.0, worker)
 
     def run_until(self, updates: int) -> tuple[Tensor, float, float]:
         """Go on until so many gradients have arrived in all. The mean loss of those since the last call, the time, and
-        how much of it the worker that came last did not compute, s."""
-        last = 0
+        how much of it the worker that came last would not have taken alone, s."""
+        last = Arrival(0.0, 0.0, 0)
         while self._updates < updates:
-            self._now, _, kind, worker = heapq.heappop(self._events)
-            if kind == "computed":
-                self._push(worker)
-            elif kind == "arrived":
-                self._arrive(worker)
-                last = worker
-            else:
-                self._begin(self._now, worker)
+            if not self._arrivals:
+                if self._measured:
+                    self._push_all()
+                self._arrivals.extend(self._time.advance())
+                continue
+            last = self._arrivals.popleft()
+            self._arrive(last.worker)
         loss = torch.stack(self._losses).mean()
         self._losses.clear()
-        return loss, self._now, self._now - self._worked[last]
+        return loss, last.seconds, max(0.0, last.seconds - last.computed_s)
 
     @property
     def staleness(self) -> Staleness:
         """So far."""
         return Staleness(self._behind / max(1, self._updates), self._most, self._lead)
 
-    def _at(self, seconds: float, kind: Literal["computed", "arrived", "pulled"], worker: int) -> None:
-        self._count += 1
-        heapq.heappush(self._events, (seconds, self._count, kind, worker))
-
-    def _begin(self, now: float, worker: int) -> None:
-        self._lead = max(self._lead, self.steps[worker] - min(self.steps))
-        seconds = self._workers.step_s(worker, self.steps[worker])
-        seconds += self._workers.encode_s(worker, before(self._recipe.planned, self._sizes))
-        self._worked[worker] += seconds
-        self._at(now + seconds, "computed", worker)
+    def _push_all(self) -> None:
+        """Tell the engine how much those push that have pulled."""
+        for worker in sorted(self._copies):
+            self._push(worker)
+            self._time.push(worker, self.steps[worker], self._pushed[worker][1])
 
     def _push(self, worker: int) -> None:
         if (
@@ -101,15 +92,18 @@ class Served:
         gradient, loss = self._computed.pop(worker)
         self._losses.append(loss)
         pushed = self._recipe.pushed(worker, self._residual[worker], gradient, self.steps[worker], self._sizes)
-        self._residual[worker], self._pushed[worker] = pushed.residual, pushed.arrived
         sizes = [payload.nbytes[0] for payload in pushed.payloads]
-        ends = [self._send(worker, owner, size) for owner, size in zip(self._owners, sizes, strict=True)]
-        self._at(max(ends), "arrived", worker)
+        self._residual[worker], self._pushed[worker] = pushed.residual, (pushed.arrived, sizes)
 
     def _arrive(self, worker: int) -> None:
+        if worker not in self._pushed:
+            self._push(worker)
+        arrived, sizes = self._pushed.pop(worker)
+        for owner, size in zip(self._owners, sizes, strict=True):
+            self._count(worker, owner, size)
         behind = self._updates - self._pulled_at[worker]
         self._behind, self._most = self._behind + behind, max(self._most, behind)
-        self._weights = self._update(self._pushed.pop(worker) * self._share)
+        self._weights = self._update(arrived * self._share)
         self._updates += 1
         self.steps[worker] += 1
         self._held.append(worker)
@@ -120,12 +114,11 @@ class Served:
                 self._answer(waiting)
 
     def _answer(self, worker: int) -> None:
+        self._lead = max(self._lead, self.steps[worker] - min(self.steps))
         self._copies[worker], self._pulled_at[worker] = self._weights, self._updates
-        parts = [(b - a) * self._sizes.itemsize for a, b in self._parts]
-        ends = [self._send(owner, worker, size) for owner, size in zip(self._owners, parts, strict=True)]
-        self._at(max(ends), "pulled", worker)
+        for owner, (a, b) in zip(self._owners, self._parts, strict=True):
+            self._count(owner, worker, (b - a) * self._sizes.itemsize)
 
-    def _send(self, source: int, target: int, nbytes: int) -> float:
+    def _count(self, source: int, target: int, nbytes: int) -> None:
         if source != target:
             self.sent, self.messages = self.sent + nbytes, self.messages + 1
-        return self._queue.send(self._now, source, target, nbytes)

@@ -10,14 +10,13 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from flexsearch.cost.waiting import Clock, Workers
 from flexsearch.errors import DatasetError, RuntimeFailure
 from flexsearch.runtime.replicas.data import Dataset
 from flexsearch.runtime.replicas.replicas import Replicas
 from flexsearch.runtime.replicas.served import Served
+from flexsearch.simulate.training import SynchronousTime, Workers
 from flexsearch.sync import Exchange, Recipe, Simulated
 from flexsearch.sync.record import Epoch, Staleness
-from flexsearch.sync.work import alone, before
 
 OnEpoch = Callable[[Epoch], None]
 
@@ -70,7 +69,7 @@ class Training:
 
     def run(self, recipe: Recipe, replicas: Replicas, workers: Workers, on_epoch: OnEpoch | None = None) -> Trained:
         """Train under a recipe. Raises RecipeError if the workers cannot follow it."""
-        recipe.check(workers.size, replicas.sizes, workers.hosts, len(workers.devices))
+        recipe.check(workers.size, replicas.sizes, workers.hosts, len(workers.topology.devices))
         if recipe.asynchronous is not None:
             return self._run_served(recipe, replicas, workers, on_epoch)
         return self._run_together(recipe, replicas, workers, on_epoch)
@@ -79,7 +78,8 @@ class Training:
         self, recipe: Recipe, replicas: Replicas, workers: Workers, on_epoch: OnEpoch | None
     ) -> Trained:  # fmt: skip
         size, sizes, data = workers.size, replicas.sizes, self.dataset
-        group, clock, epochs = Simulated(size, workers.hosts), Clock(workers), list[Epoch]()
+        group, epochs = Simulated(size, workers.hosts), list[Epoch]()
+        time = SynchronousTime(workers, recipe, sizes)
         weights = nn.Parameter(replicas.initial.expand(size, -1).clone())
         optimizer = self.make_optimizer(weights, 0.0 if recipe.correction else self.momentum)
         state, total = recipe.start(weights.detach(), sizes), _Total()
@@ -88,12 +88,10 @@ class Training:
             for at in self.samples(size, epoch):
                 gradients, loss = replicas.gradients(weights, data.inputs[at], data.targets[at], group.ranks)
                 losses.append(loss.mean())
-                step, rounds = state.step, state.rounds
                 weights.grad, state = recipe.before_update(state, group, gradients, sizes)
                 optimizer.step()
                 weights.data, state = recipe.after_update(state, group, weights.data, sizes)
-                clock.compute(step, before(recipe.planned, sizes) if state.rounds > rounds else alone(recipe, sizes))
-                clock.exchange(group.exchanges)
+                time.step(group.exchanges)
                 total.add(group.exchanges)
                 group.exchanges.clear()
             mean = weights.detach().mean(0)
@@ -103,8 +101,8 @@ class Training:
                     state.step,
                     _finite(torch.stack(losses).mean()),
                     *replicas.evaluate(mean, data.held_inputs, data.held_targets),
-                    clock.seconds,
-                    clock.communicated,
+                    time.seconds,
+                    time.communicated,
                     total.sent,
                     total.messages,
                 )
@@ -133,7 +131,8 @@ class Training:
             optimizer.step()
             return weights.detach().clone()
 
-        served = Served(recipe, workers, replicas.sizes, gradients, update, weights.detach().clone())
+        most = self.epochs * steps * size
+        served = Served(recipe, workers, replicas.sizes, gradients, update, weights.detach().clone(), most)
         for epoch in range(self.epochs):
             loss, seconds, communicated = served.run_until((epoch + 1) * steps * size)
             held = replicas.evaluate(weights.detach()[0], data.held_inputs, data.held_targets)
