@@ -31,8 +31,12 @@ class GTopK(Chosen):
         return self.selecting(sizes)
 
     def merging(self, sizes: Sizes, received: int, place: float) -> Work:
-        dense_ = times(2, self.decoding(sizes)) + work(copy=sizes.nbytes, add=sizes.nbytes)
-        return dense_ + self.encoding(sizes) if place <= 0.5 else work()
+        if place > 0.5:
+            return work()
+        both = times(2, self.decoding(sizes)) + work(copy=sizes.nbytes, add=sizes.nbytes)
+        selected = self.selecting(sizes)
+        selected["sort"] //= 2  # almost all are zeros, which are never kept in place of others
+        return both + selected
 
     def finishing(self, sizes: Sizes, members: int) -> Work:
         return times(3, self.decoding(sizes)) + work(copy=sizes.nbytes, add=sizes.nbytes)
