@@ -46,9 +46,9 @@ began = time.perf_counter()
 one = search()
 plan = one.evaluate(layout, options)
 first_s = time.perf_counter() - began
-simulator = one.simulators.simulator(plan.pipeline, plan.configs, options)
+simulator = one.trials.simulators.simulator(plan.pipeline, plan.configs, options)
 taken, end = [], time.perf_counter() + float(sys.argv[3])
-for change in one.splits.alternatives(layout, plan.configs):
+for change in one.trials.splits.alternatives(layout, plan.pipeline, plan.configs):
     operator = next(iter(change))
     began = time.perf_counter()
     simulator.propose({operator: change[operator]})
