@@ -392,7 +392,7 @@ class _Run:
             self._rebucket()
             simulation = self._simulation()
             feasible = baseline.evaluation.feasible
-            if not feasible or is_faster(simulation, self.outcomes[best_name].simulation, margin):
+            if not feasible or is_faster(simulation, self.outcomes[best_name], margin):
                 return "", None
             aside, name = simulation.estimate, best_name
         elif better(now := self.best.evaluation, self.tuned[name].evaluation):  # by a size of the user's
