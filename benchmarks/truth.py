@@ -46,7 +46,7 @@ from typing import Any, Final
 from benchmarks.decoders import Model, graph_of
 from benchmarks.harness import Row, median, parser, report, say
 from benchmarks.llm_plans import SEQ, TABLE_1, VOCAB, layout_of
-from benchmarks.truth_fit import GPUS, fit_gpu, rows_of
+from benchmarks.truth_fit import GPUS, THIN, fit_gpu, rows_of
 from flexsearch.cost import Learned, Profile, ProfileDevice
 from flexsearch.cost.communication import Pricing
 from flexsearch.errors import FlexsearchError
@@ -334,8 +334,8 @@ def fit_rows(data: Path, quick: bool) -> Iterator[Row]:
     """See :mod:`benchmarks.truth_fit`."""
     cases = [case for cases_of in TABLES.values() for case in cases_of(data) if isinstance(case, Case)]
     for gpu in GPUS:
-        own = [case for case in cases if case.cluster.startswith(GPUS[gpu])]
-        taught = fit_gpu(gpu, own[:: 6 if quick else 1], lambda case, learned: predict(case, learned).predicted_s)
+        own = [case for case in cases if case.cluster.startswith(GPUS[gpu]) and case.layout.pipeline == 1]
+        taught = fit_gpu(gpu, own[:: THIN if quick else 1], lambda case, learned: predict(case, learned).predicted_s)
         yield from rows_of(taught, [predict(case).ratio for case in taught.cases])
 
 

@@ -28,8 +28,14 @@ START: Final = {
     "overhead_s": 10e-6,
 }  # fmt: skip
 """Round values of what libraries reach; a fit is drawn to them as far as the rows leave it open."""
+SHARES: Final = ("matrix", "attention_forward", "attention_backward", "memory")
+"""Figures that times are in inverse proportion to; they are proportional to the others."""
 MOST: Final = {"matrix": 1.0, "memory": 1.0, "attention_forward": 2.0, "attention_backward": 2.0}
-ROUNDS: Final = 3
+LONGEST: Final = 4.0
+"""No part of a step takes more than so many times what ``START`` says, or less than it divided by that."""
+ROUNDS: Final = 2
+THIN: Final = 3
+"""``--quick`` takes one row of so many."""
 GPUS: Final = {"A100": "a100", "H100": "h100"}
 """By name of a device, how the names of its clusters begin."""
 
@@ -49,24 +55,31 @@ class Taught:
     fitted: Fitted
 
     def figures(self) -> dict[str, float]:
-        return dict(zip(START, self.fitted.point.tolist(), strict=True))
+        return figures_of(self.fitted.point.tolist())
 
 
-def efficiency(figures: Sequence[float]) -> Learned:
-    """What replaces the efficiency of the devices."""
-    return Learned(efficiency=dict(zip(START, figures, strict=True)))
+def figures_of(times: Sequence[float]) -> dict[str, float]:
+    """Figures of an efficiency. ``times``: of each figure's part of a step, over those that ``START`` makes: nearly
+    linear, as shares of a peak are not."""
+    return {
+        name: start / time if name in SHARES else start * time
+        for (name, start), time in zip(START.items(), times, strict=True)
+    }
 
 
 def fit_gpu(gpu: str, cases: Sequence[Case], predict: Predict) -> Taught:
     """The six figures of a GPU by those of the cases that ran on it and have no pipeline."""
     own = tuple(case for case in cases if case.cluster.startswith(GPUS[gpu]) and case.layout.pipeline == 1)
-    figures = [Figure(name, start, 0.5 * start, 1e-3 * start, MOST.get(name, 1e3)) for name, start in START.items()]
+    figures = [
+        Figure(name, 1.0, 0.5, start / MOST[name] if name in SHARES else 1.0 / LONGEST, LONGEST)
+        for name, start in START.items()
+    ]
 
     @cache
     def seconds(point: tuple[float, ...], number: int) -> float:
         if number == 0:
-            say(f"{gpu}: {len(own)} steps with {', '.join(f'{value:.4g}' for value in point)}")
-        return predict(own[number], efficiency(point))
+            say(f"{gpu}: {len(own)} steps with {', '.join(f'{k} {v:.4g}' for k, v in figures_of(point).items())}")
+        return predict(own[number], Learned(efficiency=figures_of(point)))
 
     sizes = sorted({case.model.hidden for case in own})
     fitted = fit(
