@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from benchmarks.decoders import Model
 from benchmarks.truth import Case, Scored, interval_rows
+from benchmarks.truth_causes import CAUSES, causes
 from benchmarks.truth_fit import SHARES, START, figures_of, fit_gpu, rows_of
 from flexsearch.cost import Learned
 from flexsearch.search.hybrid import Layout
@@ -68,3 +71,15 @@ def test_steps_in_their_intervals_are_counted() -> None:
     rows = [Scored(case(512, 1, 1.0), predicted, width=0.1) for predicted in (0.88, 0.95, 1.05, 1.2)]
     (line,) = interval_rows("fsdp", rows)
     assert (line["rows"], line["covered"], line["share"], line["half_width"]) == (4, 2, 0.5, 0.1)
+
+
+def test_a_cause_that_made_the_errors_explains_them() -> None:
+    name = "gradients in float32"
+    cases = [case(512 * k, 8 * k, pipeline=2) for k in range(1, 6)]
+    rows = [
+        Scored(replace(one, measured_s=1e-3 * k + 2.0 * CAUSES[name](one, 0.0)), 1e-3 * k)
+        for k, one in enumerate(cases, 1)
+    ]
+    lines = {line["cause"]: line for line in causes(rows)}
+    assert lines[name]["scale"] == pytest.approx(2.0, rel=0.02)
+    assert lines[name]["mape"] < 0.01 < 0.1 < lines["none"]["mape"]
