@@ -26,7 +26,8 @@ Each row's layout, microbatches, recomputation and precision are those of the ru
 - ``refused``: rows that no plan can express, or that were measured in float8.
 
 A table is told as a whole, by source, model, and degrees of tensor and pipeline parallelism. ``--rows`` prints every
-row.
+row; ``--intervals`` how many steps the predicted 80 % intervals cover, by source; ``--fit`` the efficiencies that these
+rows teach, and how far off they are for sizes that were left out (:mod:`benchmarks.truth_fit`).
 """
 
 from __future__ import annotations

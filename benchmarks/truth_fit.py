@@ -4,7 +4,7 @@ what such a fit predicts of models that it did not see. ``python -m benchmarks.t
 Fitted are the six figures of :class:`flexsearch.topology.parts.Efficiency`, from values that no row has taught
 (``START``) and with nothing else; by the rows without pipelines (Megatron-LM's first four, vTrain's, llm-foundry's of
 each GPU), robustly (Huber's loss). Then all rows of one size of model, of whatever source, are left out in turn. Rows
-with pipelines are not fitted, but predicted by a fit that their own size is not in.
+with pipelines are no part of it: ``python -m benchmarks.truth DATA`` says how they are predicted.
 """
 
 from __future__ import annotations
