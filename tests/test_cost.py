@@ -238,6 +238,43 @@ def test_a_measurement_takes_precedence() -> None:
     assert not costs.measured(2, piece(GRAPH, 2), 0)
 
 
+@pytest.mark.parametrize(
+    ("measured", "halves"),
+    [
+        ((3.0, 8.0), (3.0, 8.0)),
+        ((3.0, 1.0), (3.0, 6.0)),  # together they take no less than the whole
+        ((11.0, 4.0), (9.0, 4.0)),
+    ],
+)
+def test_halves_of_backward_passes_are_measured(measured: tuple[float, float], halves: tuple[float, float]) -> None:
+    both = entry(GRAPH, 2, 7.0, 9.0).model_copy(update={"halves_s": measured})
+    costs, op = Costs(GRAPH, machines("chip"), profile({key(GRAPH, 2): both})), GRAPH.operators[2]
+    extents = [tuple(op.sizes[axis] for axis in op.access.axes)]
+    assert tuple(costs.halves(2, extents, 0)[:, 0]) == halves
+
+
+def test_halves_that_were_not_measured_are_shares_of_the_whole_made_longer_as_others_of_the_kind() -> None:
+    op = GRAPH.operators[2]
+    extents = [tuple(op.sizes[axis] for axis in op.access.axes)]
+    plain = Costs(GRAPH, machines("chip"))
+    inputs, weights = plain.halves(2, extents, 0)[:, 0]
+    assert inputs + weights == plain.of_extents(2, extents, 0)[1, 0]
+    assert inputs == pytest.approx(weights, rel=0.1)  # two products of equal size, and the sum of the bias
+    both = entry(GRAPH, 2, 7.0, 8.0, p=64).model_copy(update={"halves_s": (5.0, 7.0)})
+    costs = Costs(GRAPH, machines("chip"), profile({key(GRAPH, 2, p=64): both}))
+    backward, (first, second) = costs.of_extents(2, extents, 0)[1, 0], costs.halves(2, extents, 0)[:, 0]
+    assert first == pytest.approx(backward * inputs / (inputs + weights))
+    assert first + second == pytest.approx(1.5 * backward)
+
+
+def test_frozen_layers_have_no_second_half() -> None:
+    frozen = training_only("k")  # the convolution's: the layers behind it hand gradients on
+    op = frozen.operators[2]
+    extents = [tuple(op.sizes[axis] for axis in op.access.axes)]
+    costs = Costs(frozen, machines("chip"))
+    assert tuple(costs.halves(2, extents, 0)[:, 0]) == (costs.of_extents(2, extents, 0)[1, 0], 0.0)
+
+
 def test_gaps_are_filled_by_the_roofline_scaled_by_the_same_kind() -> None:
     plain = Costs(GRAPH, machines("chip"))
 

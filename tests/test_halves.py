@@ -3,17 +3,23 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from flexsearch.cost import Costs
+from flexsearch.cost.compute import Costed
 from flexsearch.graph.importer import Imported
+from flexsearch.lower import lower
 from flexsearch.runtime.body import Call, body_of
 from flexsearch.runtime.layers import Layer, layers_of
 from flexsearch.runtime.parallel import distribute
+from flexsearch.simulate import simulate
 from flexsearch.strategy import Strategy, StrategyFile
 from tests.exported import layout
 from tests.ranks import pool
@@ -58,6 +64,28 @@ def test_a_body_tells_where_gradients_of_results_enter() -> None:
     assert cut is None and torch.autograd.grad(total, [product], retain_graph=True)[0] == 1.0
     for target in (x, weight):
         assert torch.autograd.grad([product], [target], [torch.tensor(2.0)], retain_graph=True)[0] == 8.0
+
+
+def test_second_halves_take_as_long_as_costs_say(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A second more for each layer of each microbatch; schedules that split no backward pass are as they were."""
+    graph, before = imported().graph, Costs.halves
+    plans = [
+        layout(graph, 1, 1, ["head"], ranks=2, topology="ethernet-1g-2", schedule=schedule, microbatches=4)
+        for schedule in ("1f1b", "zero-bubble")
+    ]
+
+    def seconds() -> list[float]:
+        return [simulate(lower(graph, p, p.cluster, Costs(graph, p.cluster))).makespan_s for p in plans]
+
+    def longer(self: Costs, operator: int, extents: Sequence[tuple[int, ...]], kind: int) -> np.ndarray:
+        inputs, weights = before(self, operator, extents, kind)
+        return np.stack((inputs, weights + 1.0 * (weights > 0.0)))
+
+    usual = seconds()
+    monkeypatch.setattr(Costs, "halves", longer)
+    whole, halved = (now - then for now, then in zip(seconds(), usual, strict=True))
+    layers = sum(op.name != "head" and Costed.of(graph, i).trained for i, op in enumerate(graph.operators))
+    assert whole == 0.0 and halved == pytest.approx(4.0 * layers, rel=0.01)
 
 
 def _depth(node: Any) -> int:

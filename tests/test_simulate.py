@@ -49,8 +49,10 @@ class FixedCosts:
     def pieces(self, operator: int, extents: Sequence[tuple[int, ...]], extent_of: np.ndarray, _: object) -> np.ndarray:
         return self.of_extents(operator, extents, 0)[:, extent_of]
 
-    def weight_shares(self, operator: int, extents: Sequence[tuple[int, ...]]) -> np.ndarray:
-        return np.full(len(extents), 0.5)
+    def halves(self, operator: int, extents: Sequence[tuple[int, ...]], kind: int) -> np.ndarray:
+        backward = self.of_extents(operator, extents, kind)[1]
+        weights = np.rint(0.5 * backward / TICK) * TICK
+        return np.stack((backward - weights, weights))
 
     def launches(self, operator: int) -> tuple[int, int, int]:
         return 1, 1, 0

@@ -166,7 +166,7 @@ class Costed:
         """Share of the backward task that makes the gradients of parameters, by FLOPs; of a backward task without
         FLOPs all or nothing: all if it makes no other gradients."""
         if self.gradients is None:
-            return float(any(need and t.kind == "parameter" for need, t in zip(self.needs, self.inputs, strict=True)))
+            return float(self.trained)
         own, rest = (float(backward_flops(self.op, extents, needs)) for needs in self.gradients)
         return own / (own + rest) if own > 0.0 else 0.0
 
@@ -177,6 +177,11 @@ class Costed:
         trained = tuple(need and t.kind == "parameter" for need, t in zip(self.needs, self.inputs, strict=True))
         others = tuple(need and not own for need, own in zip(self.needs, trained, strict=True))
         return (trained, others) if any(trained) and any(others) else None
+
+    @cached_property
+    def trained(self) -> bool:
+        """Whether it makes gradients of parameters."""
+        return any(need and t.kind == "parameter" for need, t in zip(self.needs, self.inputs, strict=True))
 
     @cached_property
     def product(self) -> Product | None:
@@ -279,14 +284,11 @@ class Costs:
         """Seconds of the forward and of the backward task (rows) of pieces of these extents on a kind of device."""
         return np.array([self._seconds(operator, extent, kind) for extent in extents]).T
 
-    def weight_shares(self, operator: int, extents: Sequence[tuple[int, ...]]) -> npt.NDArray[np.float64]:
-        """Of pieces of these extents, the share of the backward task that makes the gradients of parameters."""
-        costed, axes, half = self._costed[operator], self._axes[operator], self._halves[operator]
-        if half is not None:
-            return np.full(len(extents), float(half == "weights"))
-        if costed.gradients is None:
-            return np.full(len(extents), costed.weight_share({}))
-        return np.array([costed.weight_share(dict(zip(axes, extent, strict=True))) for extent in extents])
+    def halves(self, operator: int, extents: Sequence[tuple[int, ...]], kind: int) -> npt.NDArray[np.float64]:
+        """Seconds of the halves of backward tasks in two (rows), of pieces of these extents on a kind of device: of
+        that which makes the gradients of inputs, and of that which makes those of parameters. Together they take as
+        long as the whole, or longer: the second is a call of autograd of its own."""
+        return np.array([self._seconds_of_halves(operator, extent, kind) for extent in extents]).reshape(-1, 2).T
 
     def launches(self, operator: int) -> tuple[int, int, int]:
         """How many operators a host launches for a piece: in its forward task, in its backward task, and how many of
@@ -314,6 +316,18 @@ class Costs:
                 forward, backward = _computing(*own)
             known = self._known[key] = forward, backward if self.graph.has_backward[operator] else 0.0
         return known
+
+    def _seconds_of_halves(self, operator: int, extents: tuple[int, ...], kind: int) -> tuple[float, float]:
+        """Of a piece of these extents on a kind of device."""
+        backward, costed = self._seconds(operator, extents, kind)[1], self._costed[operator]
+        if (half := self._halves[operator]) is not None:
+            return (0.0, backward) if half == "weights" else (backward, 0.0)
+        named = dict(zip(self._axes[operator], extents, strict=True))
+        weights = float(whole(backward * costed.weight_share(named)))
+        if not costed.trained or kind_of(costed.op).given_seconds(costed.op, named) is not None:
+            return backward - weights, weights
+        inputs, weights = self._models[kind].halves(costed, named, backward - weights, backward)
+        return inputs, max(weights, backward - inputs)
 
     def compute_many(self, operator: int, extents: Mapping[str, Numbers], device: int) -> tuple[Seconds, Seconds]:
         """As ``compute``, of many pieces at once: ``extents`` gives an array for every axis, one number a piece."""
@@ -374,11 +388,13 @@ class _Model:
             self.device = device.model_copy(update={"efficiency": efficiency})
         self._forward: dict[str, float] = {}
         self._backward: dict[str, float] = {}
+        self._longer: dict[str, float] = {}
         self._compute, self._task_s = 1.0, 0.0
         if self.profile is not None:
             if (learned := self.profile.learned) is not None:
                 self._compute, self._task_s = learned.compute, learned.task_s
             self._forward, self._backward = (_medians(ratios_of(self.profile, device, back)) for back in (False, True))
+            self._longer = _medians(_longer(self.profile))
 
     def seconds(self, costed: Costed, extents: Mapping[str, int]) -> tuple[float, float]:
         if self.profile is not None and (entry := self.profile.entries.get(costed.signature(extents))) is not None:
@@ -388,6 +404,18 @@ class _Model:
             forward, backward = self._estimated(costed, extents, max)
             seconds = forward * _scale(self._forward, kind), backward * _scale(self._backward, kind)
         return _computing(*(s * self._compute + self._task_s for s in seconds))
+
+    def halves(
+        self, costed: Costed, extents: Mapping[str, int], inputs: float, backward: float
+    ) -> tuple[float, float]:  # fmt: skip
+        """Seconds of the two halves of a backward task: as measured, or together as much longer than the whole as those
+        of the same kind. ``inputs``: of the first by its share of the whole, ``backward``."""
+        entry = None if self.profile is None else self.profile.entries.get(costed.signature(extents))
+        if entry is not None and entry.halves_s is not None:
+            inputs, weights = (s * self._compute + self._task_s for s in entry.halves_s)
+        else:
+            weights = backward * self._longer.get(costed.op.kind, 1.0) - inputs
+        return min(float(whole(inputs)), backward), float(whole(weights))
 
     def seconds_many(self, costed: Costed, extents: Mapping[str, Numbers]) -> tuple[Seconds, Seconds]:
         """Seconds of forward and backward tasks of pieces given as arrays of extents."""
@@ -459,6 +487,15 @@ def ratios_of(profile: Profile, device: Device, backward: bool) -> dict[str, lis
                 estimated = max(computing, roofline(entry.kind, 0.0, work.nbytes, entry.dtype, device))
         found.setdefault(entry.kind, []).append(seconds / max(estimated, 1e-12))
     return found
+
+
+def _longer(profile: Profile) -> dict[str, list[float]]:
+    """How long backward passes in two halves take over whole ones, by kind of operator."""
+    ratios: dict[str, list[float]] = {}
+    for entry in profile.entries.values():
+        if entry.halves_s is not None and entry.backward_s > 0.0:
+            ratios.setdefault(entry.kind, []).append(max(1.0, sum(entry.halves_s) / entry.backward_s))
+    return ratios
 
 
 def _medians(ratios: Mapping[str, Sequence[float]]) -> dict[str, float]:

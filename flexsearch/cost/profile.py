@@ -42,12 +42,15 @@ class Work(FileModel):
 
 class Entry(FileModel):
     """One measured piece: seconds (medians over ``repeats``), and the work that the roofline counts for it.
-    ``product``: rows, columns and indices summed away, if it is a matrix product."""
+    ``halves_s``: of a piece with weights, what the backward pass takes in two halves, gradients of the other inputs and
+    then, in a call of autograd of its own, those of the weights. ``product``: rows, columns and indices summed away, if
+    it is a matrix product."""
 
     kind: quantities.Name
     dtype: Dtype
     forward_s: Seconds
     backward_s: Seconds
+    halves_s: Annotated[tuple[Seconds, Seconds] | None, Strict(False)] = None
     repeats: Annotated[Count, Field(ge=1)]
     forward: Work
     backward: Work

@@ -74,7 +74,8 @@ class Pools(NamedTuple):
     entry_device: U32
     entry_forward: I64  # ticks
     entry_backward: I64
-    entry_weight: I64  # the part of ``entry_backward`` that makes gradients of weights
+    entry_inputs: I64  # of a backward pass in two halves, the one that makes gradients of inputs
+    entry_weight: I64  # and of weights
     entry_samples: U32  # of what is read: how many samples, and the first entry of the config with the same
     entry_part: U32
     layout: U32

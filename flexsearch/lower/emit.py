@@ -52,7 +52,7 @@ def compute(blocks: BlockTable, pools: Pools, draft: Draft, config: Any, b: Any)
         if kind == WEIGHT_GRADIENT:
             ticks = pools.entry_weight[k]
         elif kind == BACKWARD:
-            ticks = pools.entry_backward[k] - (pools.entry_weight[k] if halved else np.int64(0))
+            ticks = pools.entry_inputs[k] if halved else pools.entry_backward[k]
         device = np.uint64(pools.entry_device[k])
         add_step(draft, device, COMPUTE, b, k - first, ticks, np.int64(blocks.launches[b]) * blocks.launch[device])
 

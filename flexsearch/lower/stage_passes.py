@@ -22,9 +22,9 @@ def stage_passes(rows: PlanRows, nbytes: Sequence[int], limit: Sequence[int]) ->
     load = np.zeros((3, len(stages), len(rows.schedule.group)), np.int64)
     for stage, config in zip(stages.of(len(rows.state.config)), rows.state.config.tolist(), strict=True):
         entries = slice(int(pools.config_first[config]), int(pools.config_last[config]))
-        device, own = pools.entry_device[entries], pools.entry_weight[entries]
-        for number, ticks in enumerate((pools.entry_forward[entries], pools.entry_backward[entries] - own, own)):
-            load[number, stage, device] += ticks
+        device = pools.entry_device[entries]
+        for number, ticks in enumerate((pools.entry_forward, pools.entry_inputs, pools.entry_weight)):
+            load[number, stage, device] += ticks[entries]
     held: dict[tuple[int, ...], list[int]] = {}
     for stage, devices in enumerate(stages.devices):
         held.setdefault(tuple(sorted(devices)), []).append(stage)

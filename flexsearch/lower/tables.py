@@ -36,8 +36,8 @@ class Used(NamedTuple):
 @packed
 class Splits(NamedTuple):
     """Operators cut into pieces, without devices; piece k is that at position k of a mesh. Of a split: number of
-    ``pieces``; rows of ``forward``, ``backward`` and ``weight`` (ticks; the part of ``backward`` that
-    makes gradients of weights), ``samples`` and ``part`` (``reading.samples_of``): ``cost + kind * pieces + k`` for
+    ``pieces``; rows of ``forward``, ``backward``, ``inputs`` and ``weight`` (ticks; the last two of a
+    backward pass in two halves), ``samples`` and ``part`` (``reading.samples_of``): ``cost + kind * pieces + k`` for
     kinds of devices;
     operands ``[reads, writes)`` and ``[writes, last)``. Operand o has the layout ``grid[o]`` on the positions
     ``position[first[o]:first[o] + held_by[o]]``, or on all if ``first[o]`` is MISSING; in all blocks if ``spread[o]``.
@@ -52,6 +52,7 @@ class Splits(NamedTuple):
     operator: U32
     forward: I64
     backward: I64
+    inputs: I64
     weight: I64
     samples: U32
     part: U32

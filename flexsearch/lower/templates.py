@@ -40,12 +40,13 @@ _plan_all = direct(plan_all)
 
 _TYPES: dict[str, Any] = {
     "spread": np.uint8,
-    "entry_forward": np.int64, "entry_backward": np.int64, "entry_weight": np.int64, "duration": np.int64,
+    "entry_forward": np.int64, "entry_backward": np.int64, "entry_inputs": np.int64,
+    "entry_weight": np.int64, "duration": np.int64,
     "start": np.float64, "amount": np.uint64, "form": np.uint8, "turn": np.int64, "key_form": np.uint8,
     "key_group": np.uint8, "link_ticks": np.int64, "link_least": np.int64, "link_load": np.float64,
     "drag_ticks": np.int64, "drag_load": np.float64, "store_bytes": np.uint64, "forward": np.int64,
-    "backward": np.int64, "weight": np.int64, "role": np.uint8, "most": np.int64, "copy": np.int64, "middle": np.int64,
-    "staged": np.int64, "staged_again": np.int64,
+    "backward": np.int64, "inputs": np.int64, "weight": np.int64, "role": np.uint8, "most": np.int64, "copy": np.int64,
+    "middle": np.int64, "staged": np.int64, "staged_again": np.int64,
 }  # fmt: skip
 """Columns of ``Pools``, ``Splits`` and ``Landings`` that are not uint32."""
 _EXCHANGE: Final = ("send_first", "send_last", "receive_first", "receive_last", "from_first", "from_last",
@@ -294,14 +295,13 @@ class Templates:
     def _add_split(self, operator: int, degrees: Degrees, replicas: int, shares: Shares) -> int:
         config = OperatorConfig(degrees, (), replicas, shares=shares)
         split, costs = self.lowering.split(operator, config), self.lowering.costs
-        count, trained = len(split.extent_of), costs.weight_shares(operator, split.extents)
+        count = len(split.extent_of)
         samples, part = self.lowering.samples(operator, config, split)
         forward = self._columns["forward"].size
         for kind in self._kinds.tolist():
-            ticks = _ticks(costs.of_extents(operator, split.extents, kind))
-            self._extend("forward", ticks[0][split.extent_of])
-            self._extend("backward", ticks[1][split.extent_of])
-            self._extend("weight", np.rint(ticks[1] * trained).astype(np.int64)[split.extent_of])
+            seconds = (*costs.of_extents(operator, split.extents, kind), *costs.halves(operator, split.extents, kind))
+            for name, ticks in zip(("forward", "backward", "inputs", "weight"), _ticks(np.array(seconds)), strict=True):
+                self._extend(name, ticks[split.extent_of])
             self._extend("samples", samples)
             self._extend("part", part)
         regions = (*split.inputs, *split.outputs)

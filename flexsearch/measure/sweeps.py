@@ -7,14 +7,16 @@ none of that. So pieces are measured in **sweeps** that have the shape of a trai
 repeated layers too, all forward tasks in the graph's order, then all backward tasks in reverse, each timed on its own.
 
 A rank calls autograd once for a run of operators, a sweep once for each piece. So the clock of a backward task runs
-from when the engine reaches the gradients of the results to when it has those of the operands: without the call.
+from when the engine reaches the gradients of the results to when it has those of the operands: without the call. Where
+a schedule puts off the gradients of weights, a rank calls autograd for each layer. So some sweeps go back twice: for
+the gradients of what is no weight, and then, with the call, for those of the weights.
 """
 
 from __future__ import annotations
 
 import gc
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from statistics import median
 from typing import Any
@@ -32,6 +34,8 @@ from flexsearch.measure.cases import Case
 
 ENTRY_S = 0.25
 """After so many seconds of an entry's own time its round is not repeated for it any more."""
+HALVED_SWEEPS = 3
+"""So many sweeps at most measure backward passes in two halves."""
 FIRST_S = 2.0
 """The first sweep of an entry counts only if it takes longer."""
 HELD_BYTES = 2 << 30
@@ -69,11 +73,20 @@ class Bench:
                 if sweep > 1 and deadline is not None and time.monotonic() > deadline:
                     break
                 self.sweep(runs)
+            self._measure_halves(runs, repeats, deadline)
             entries |= {key: sample.entry() for key, sample in samples.items()}
         return entries
 
-    def sweep(self, runs: Sequence[Run]) -> None:
-        """One pass forward through the runs and back, each task timed."""
+    def _measure_halves(self, runs: Sequence[Run], repeats: int, deadline: float | None) -> None:
+        """Sweeps with backward passes in two halves, if a piece has weights."""
+        if any(run.case.costed.trained for run in runs):
+            for _ in range(min(repeats, HALVED_SWEEPS)):
+                if deadline is not None and time.monotonic() > deadline:
+                    break
+                self.sweep(runs, halved=True)
+
+    def sweep(self, runs: Sequence[Run], halved: bool = False) -> None:
+        """One pass forward through the runs and back, each task timed. ``halved``: back twice."""
         marks = []
         gc.disable()  # no pause for a collection inside a measurement
         try:
@@ -87,7 +100,10 @@ class Bench:
             for run in reversed(runs):
                 run.prepare_backward()
                 with _named(run.case):
-                    run.backward()
+                    run.backward(halved and run.case.costed.trained)
+            for run in reversed(runs) if halved else ():
+                with _named(run.case):
+                    run.backward_of_weights()
         finally:
             gc.enable()
         self.clock.wait()
@@ -123,11 +139,13 @@ def _named(case: Case) -> Iterator[None]:
 
 
 class Samples:
-    """What was measured of an entry. ``times``: (forward, backward) seconds of each piece of each sweep."""
+    """What was measured of an entry. ``times``: (forward, backward) seconds of each piece of each sweep; ``halves``:
+    of the two halves of backward passes."""
 
     def __init__(self, case: Case) -> None:
         self.case = case
         self.times: list[tuple[float, float]] = []
+        self.halves: list[tuple[float, float]] = []
 
     @property
     def spent(self) -> float:
@@ -147,6 +165,7 @@ class Samples:
             dtype=costed.dtype,
             forward_s=median(f for f, _ in self.times),
             backward_s=median(b for _, b in self.times),
+            halves_s=(median(a for a, _ in self.halves), median(b for _, b in self.halves)) if self.halves else None,
             repeats=len(self.times),
             forward=costed.forward(self.case.extents),
             backward=costed.backward(self.case.extents),
@@ -172,6 +191,8 @@ class Run:
         self._gradients: list[Tensor | None] = []
         self._entered: Any = None
         self._left: Any = None
+        self._halves: list[tuple[Any, Any]] = []
+        """Marks at the begin and the end of each half of a backward pass."""
 
     def prepare(self) -> None:
         """Write the activations that the piece reads, as the operator before it would have done."""
@@ -212,22 +233,46 @@ class Run:
             if x is not None:
                 x.register_hook(self._leave)  # type: ignore[no-untyped-call]
 
-    def backward(self) -> None:
-        """The backward task, and letting go of what it was the last to use. Gradients of weights are kept."""
-        wanted = [(k, x) for k, x in enumerate(self._operands) if x is not None]
-        if self._seeds and wanted:
-            edges = [edge for edge, _ in self._seeds]
-            computed = torch.autograd.grad(edges, [x for _, x in wanted], self._incoming, allow_unused=True)
-            kinds = [self.case.costed.inputs[k].kind for k, _ in wanted]
-            self._gradients = [g for g, kind in zip(computed, kinds, strict=True) if kind == "parameter"]
+    def backward(self, half: bool = False) -> None:
+        """The backward task, and letting go of what it was the last to use; or the ``half`` of it that makes no
+        gradients of weights. Gradients of weights are kept."""
+        self._gradients = self._computed(lambda weight: not (half and weight), half)
+        if not half:
+            self._operands, self._incoming, self._seeds = [], [], []
+
+    def backward_of_weights(self) -> None:
+        """The second half of the backward task."""
+        if self._seeds and self.case.costed.trained:
+            first, start = (self._entered, self._left), self.bench.clock.mark()
+            self._gradients = self._computed(lambda weight: weight, False)
+            self._halves = [first, (start, self.bench.clock.mark())]
         self._operands, self._incoming, self._seeds = [], [], []
+
+    def _computed(self, wants: Callable[[bool], bool], keep: bool) -> list[Tensor | None]:
+        """Gradients of weights, computed with those of other operands; ``wants``: which, by whether it is a weight."""
+        weights = [tensor.kind == "parameter" for tensor in self.case.costed.inputs]
+        wanted = [(weights[k], x) for k, x in enumerate(self._operands) if x is not None and wants(weights[k])]
+        if not self._seeds or not wanted:
+            return []
+        edges = [edge for edge, _ in self._seeds]
+        computed = torch.autograd.grad(
+            edges, [x for _, x in wanted], self._incoming, retain_graph=keep, allow_unused=True
+        )
+        return [gradient for gradient, (weight, _) in zip(computed, wanted, strict=True) if weight]
 
     def finish(self, start: Any, end: Any) -> None:
         """Note the times of a sweep. ``start`` and ``end``: marks of the forward task."""
-        clock, entered, left = self.bench.clock, self._entered, self._left
-        backward_s = 0.0 if entered is None or left is None else clock.between(entered, left)
-        self.samples.times.append((clock.between(start, end), backward_s))
-        self._gradients = []
+        if self._halves:
+            inputs, weights = (self._between(*marks) for marks in self._halves)
+            self.samples.halves.append((inputs, weights))
+        else:
+            forward_s, backward_s = self.bench.clock.between(start, end), self._between(self._entered, self._left)
+            self.samples.times.append((forward_s, backward_s))
+        self._gradients, self._halves = [], []
+
+    def _between(self, start: Any, end: Any) -> float:
+        """Seconds between two marks; 0 if nothing was computed."""
+        return 0.0 if start is None or end is None else self.bench.clock.between(start, end)
 
     def _enter(self, _: Tensor) -> None:
         """Autograd is about to take the gradient of a result."""

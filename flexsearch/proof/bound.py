@@ -138,16 +138,14 @@ def least_costs(
     """Over all pieces of all configs on at most m devices, m from 1 to ``count``; rows: ``devices``, one of each kind.
     Samples are shared out unequally only where there are several. ``split``: backward tasks may be."""
     extents, parts, share = piece_extents(op, count, microbatches, len(devices) > 1)
-    onward: npt.NDArray[np.float64] | float = 1.0
-    if split:
-        columns = [extents[axis].tolist() for axis in op.access.axes]
-        pieces = list(zip(*columns, strict=True)) if columns else [()] * len(parts)
-        onward = 1.0 - costs.weight_shares(operator, pieces)
+    columns = [extents[axis].tolist() for axis in op.access.axes]
+    pieces = list(zip(*columns, strict=True)) if columns else [()] * len(parts)
     rows = []
     for device in devices:
         forward, backward = costs.compute_many(operator, extents, device)
+        onward = costs.halves(operator, pieces, int(costs.kinds[device]))[0] if split else backward
         least = []
-        for seconds in (forward, backward, backward * onward, (forward + backward) / share):
+        for seconds in (forward, backward, onward, (forward + backward) / share):
             column = np.full(count, np.inf)
             np.minimum.at(column, parts - 1, seconds)
             least.append(np.minimum.accumulate(column))

@@ -46,15 +46,16 @@ class Estimate(NamedTuple):
 
 @dataclass(frozen=True)
 class Parts:
-    """By stage, of one microbatch, s: ``forward``, ``backward`` (with what is computed again), of that ``weight`` (its
-    gradients of weights), ``hop`` (to the next stage; 0 to the same rank and behind the last), ``host`` (launching what
-    it computes; ``launch_s``: one operator). Bytes on a device:
-    ``weights``, ``states``, ``kept`` (by a microbatch), ``again`` (made again by a microbatch), ``region`` (made again
-    at a time). ``tensors``: parameters."""
+    """By stage, of one microbatch, s: ``forward``, ``backward`` (with what is computed again), of a backward pass in
+    two halves ``weight`` (gradients of weights) and by how much it is ``longer``, ``hop`` (to the next stage; 0 to the
+    same rank and behind the last), ``host`` (launching what it computes; ``launch_s``: one operator). Bytes on a
+    device: ``weights``, ``states``, ``kept`` (by a microbatch), ``again`` (made again by a microbatch), ``region``
+    (made again at a time). ``tensors``: parameters."""
 
     forward: Values
     backward: Values
     weight: Values
+    longer: Values
     hop: Values
     host: Values
     launch_s: Values
@@ -130,7 +131,7 @@ class Estimates:
             share = np.minimum(1.0, np.array(options.recompute_blocks) / self.blocks(layout, options))
             mean = {
                 name: share * getattr(every, name) + (1.0 - share) * getattr(none, name)
-                for name in ("backward", "weight", "host", "kept", "again")
+                for name in ("backward", "weight", "longer", "host", "kept", "again")
             }
             return replace(every, **mean)
         rank_of, samples = layout.rank_of(), self.samples(layout)
@@ -146,13 +147,13 @@ class Estimates:
     def _take_apart(self, layout: Layout, options: Options, first: tuple[int, ...], rank_of: tuple[int, ...]) -> Parts:
         works, tensor, recompute = self.works, layout.tensor, options.recompute
         ranks, low, high = self.ranks(layout), np.array(first), np.array([*first[1:], works.count])
-        stages, columns, launch_s = len(first), np.zeros((4, len(first))), np.zeros(len(first))
+        stages, columns, launch_s = len(first), np.zeros((5, len(first))), np.zeros(len(first))
         for key in set(ranks):
             here = np.array([ranks[rank] == key for rank in rank_of])
             work = works.work(tensor, key[0], recompute, key[1])
             columns[:, here] = [column[high[here]] - column[low[here]] for column in work]
             launch_s[here] = works.launch_s(key[1])
-        forward, backward, weight, again = columns
+        forward, backward, weight, longer, again = columns
         launches = works.launches[:, high] - works.launches[:, low]
         host = launch_s * (launches[0] * np.where(again > 0.0, 2.0, 1.0) + launches[1])
         shares = np.array([ranks[rank][0] for rank in rank_of])
@@ -169,8 +170,8 @@ class Estimates:
                 start, each = self.between(groups[s], groups[s + 1], tensor)
                 hop[s] = start + each * nbytes[s]
         return Parts(
-            forward, backward + again, weight, hop, host, launch_s, weights, states, kept * shares, repeated, region,
-            tensors,
+            forward, backward + again, weight, longer, hop, host, launch_s, weights, states, kept * shares, repeated,
+            region, tensors,
         )  # fmt: skip
 
     def between(self, source: tuple[int, ...], destination: tuple[int, ...], tensor: int) -> tuple[float, float]:
@@ -213,6 +214,8 @@ class Estimates:
         weights = _by_rank(ranks, parts.weights)
         gather, agree = self._agree(layout, options, weights)
         forward, backward = parts.forward, parts.backward
+        if layout.schedule in SPLIT_KINDS:
+            backward = backward + parts.longer
         lead, again = 0.0, layout.states == States.WEIGHTS and options.reshard_after_forward
         if layout.states:
             of_stage = parts.weights / np.maximum(weights[ranks], 1.0)

@@ -29,12 +29,14 @@ Sums = npt.NDArray[np.float64]
 
 
 class Work(NamedTuple):
-    """Of one microbatch on one device of a group. Seconds: ``forward``, ``backward`` (of which ``weight`` makes
-    gradients of weights), ``again`` (computed a second time), exchanges inside the group included."""
+    """Of one microbatch on one device of a group. Seconds: ``forward``, ``backward``, ``again`` (computed a second
+    time), exchanges inside the group included; of a backward pass in two halves, ``weight`` (gradients of weights), and
+    by how much both take ``longer`` than ``backward``."""
 
     forward: Sums
     backward: Sums
     weight: Sums
+    longer: Sums
     again: Sums
 
 
@@ -66,7 +68,7 @@ class Works:
             self.kinds.setdefault(kind, device)
         self._configs: dict[int, list[OperatorConfig]] = {}
         self._works: dict[tuple[int, int, Recompute, int], Work] = {}
-        self._computed: dict[tuple[int, int, int], tuple[Sums, Sums, Sums]] = {}
+        self._computed: dict[tuple[int, int, int], Sums] = {}
         self._stored: dict[tuple[int, Recompute], Stored] = {}
         self._partial: dict[int, tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]] = {}
 
@@ -112,29 +114,30 @@ class Works:
         """Of a microbatch of so many samples on a kind of device."""
         key = tensor, samples, recompute, kind
         if key not in self._works:
-            forward, backward, weight = self._compute(tensor, samples, kind)
-            again = np.where(np.array(self.regions[recompute]) != NO_REGION, forward, 0.0)
-            self._works[key] = Work(sums(forward), sums(backward), sums(weight), sums(again))
+            rows = self._compute(tensor, samples, kind)
+            again = np.where(np.array(self.regions[recompute]) != NO_REGION, rows[0], 0.0)
+            self._works[key] = Work(*map(sums, (*rows, again)))
         return self._works[key]
 
-    def _compute(self, tensor: int, samples: int, kind: int) -> tuple[Sums, Sums, Sums]:
-        """Seconds of each operator: forward, backward, and of that the gradients of weights."""
+    def _compute(self, tensor: int, samples: int, kind: int) -> Sums:
+        """Seconds of each operator, rows as the first columns of ``Work``."""
         key = tensor, samples, kind
         if key in self._computed:
             return self._computed[key]
-        configs, costs, rows = self.configs(tensor), self.costs, np.zeros((3, self.count))
+        configs, costs, rows = self.configs(tensor), self.costs, np.zeros((4, self.count))
         for i, leader in enumerate(costs.alike):
             if leader != i and configs[leader].degrees == configs[i].degrees:
                 rows[:, i] = rows[:, leader]
                 continue
             extents = [self._extents(i, configs[i], samples)]
             forward, backward = costs.of_extents(i, extents, kind)[:, 0]
-            rows[:, i] = forward, backward, backward * costs.weight_shares(i, extents)[0]
+            inputs, weight = costs.halves(i, extents, kind)[:, 0]
+            rows[:, i] = forward, backward, weight, inputs + weight - backward
         if tensor > 1:
             for row, nbytes in zip(rows[:2], self._partial_sums(tensor), strict=True):
                 row += self._exchanged(tensor, nbytes * samples // self.graph.batch)
-        self._computed[key] = rows[0], rows[1], rows[2]
-        return self._computed[key]
+        self._computed[key] = rows
+        return rows
 
     def _extents(self, operator: int, config: OperatorConfig, samples: int) -> tuple[int, ...]:
         """Indices of the largest piece on each axis."""
