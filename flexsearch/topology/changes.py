@@ -63,6 +63,17 @@ def with_device(topology: Topology, kind: Device) -> Topology:
     return _devices(topology, lambda device: figures)
 
 
+def captured(topology: Topology) -> Topology:
+    """GPUs whose steps are compiled and captured as graphs: their hosts launch nothing. Raises TopologyError where no
+    host has launches of its own, as on CPUs, where they are a part of each operator's time."""
+    if not any(device.launch_s > 0.0 for device in topology.devices):
+        raise TopologyError(
+            f"no host of {topology.name} takes time to launch operators, so that captured steps change nothing",
+            "Captured graphs are for GPUs whose overhead_s is above 0.",
+        )
+    return _devices(topology, lambda device: {"overhead_s": 0.0} if device.launch_s > 0.0 else {})
+
+
 def device_named(name: str) -> Device:
     """The device of a preset or topology file, or of this model in any preset ("H100-SXM5-80GB"). Raises TopologyError
     if there is none, or if a file has several kinds."""
