@@ -51,6 +51,13 @@ def test_devices_get_other_figures_at_the_same_places() -> None:
     assert device_named("hgx-h100") == h100
 
 
+def test_another_library_may_come_with_another_device() -> None:
+    hosts = Topology.load("ethernet-1g:2")
+    gpus = with_device(hosts, device_named("P100"), "nccl")
+    assert gpus.communication.backend == "nccl" and {d.kind for d in gpus.devices} == {"cuda"}
+    assert gpus.links == hosts.links and hosts.communication.backend == "gloo"
+
+
 def test_clusters_that_cannot_be_are_refused() -> None:
     now = Topology.load("p100:1")
     for change in (lambda: with_links(now, 1e9), lambda: with_memory(now, nbytes=0), lambda: with_speed(now, 1e15)):
