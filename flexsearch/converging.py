@@ -170,7 +170,7 @@ class _Trials:
         checked = self._replicas()
         for _, recipe in recipes:  # refused before the work
             if recipe is not None:
-                recipe.check(self.workers.size, checked.sizes, self.workers.hosts, len(self.workers.devices))
+                recipe.check(self.workers.size, checked.sizes, self.workers.hosts, len(self.cluster.topology.devices))
         plans = {str(name): self._plan(str(name)) for name, recipe in recipes if recipe is None}
         runs: list[Run] = []
         for source, recipe in recipes:
