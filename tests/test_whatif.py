@@ -66,6 +66,13 @@ def test_hosts_of_captured_steps_launch_nothing() -> None:
             captured(nothing_to_capture)
 
 
+def test_another_library_may_come_with_another_device() -> None:
+    hosts = Topology.load("ethernet-1g:2")
+    gpus = with_device(hosts, device_named("P100"), "nccl")
+    assert gpus.communication.backend == "nccl" and {d.kind for d in gpus.devices} == {"cuda"}
+    assert gpus.links == hosts.links and hosts.communication.backend == "gloo"
+
+
 def test_clusters_that_cannot_be_are_refused() -> None:
     now = Topology.load("p100:1")
     for change in (lambda: with_links(now, 1e9), lambda: with_memory(now, nbytes=0), lambda: with_speed(now, 1e15)):

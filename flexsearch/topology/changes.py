@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection
-from typing import Any, Final, TypeVar
+from typing import Any, Final, Literal, TypeVar
 
 from pydantic import ValidationError
 
 from flexsearch.errors import TopologyError
 from flexsearch.files import describe
-from flexsearch.topology.parts import Device, Link
+from flexsearch.topology.parts import Communication, Device, Link
 from flexsearch.topology.topology import Topology, presets
 
 FIGURES: Final = ("kind", "model", "flops", "memory_bandwidth", "memory_bytes", "overhead_s", "efficiency")
@@ -56,11 +56,13 @@ def with_speed(topology: Topology, factor: float) -> Topology:
     return _devices(topology, faster)
 
 
-def with_device(topology: Topology, kind: Device) -> Topology:
-    """Devices with the figures of another one, at the same places. Raises TopologyError if the cluster's communication
-    library cannot reach such devices."""
+def with_device(topology: Topology, kind: Device, backend: Literal["gloo", "nccl"] | None = None) -> Topology:
+    """Devices with the figures of another one, at the same places. ``backend``: another communication library, by its
+    own figures; None: the cluster's. Raises TopologyError if that cannot reach such devices."""
     figures = {field: getattr(kind, field) for field in FIGURES}
-    return _devices(topology, lambda device: figures)
+    devices = tuple(_edited(device, figures) for device in topology.devices)
+    library = topology.communication if backend is None else Communication(backend=backend)
+    return edited(topology, devices=devices, communication=library)
 
 
 def captured(topology: Topology) -> Topology:
