@@ -87,7 +87,7 @@ class Machine:
         path = self.folder / "profile.json"
         known = Profile.load(path) if path.exists() else None
         missing = count(plan(graph, max_parts, frozenset(known.entries if known else ())))
-        if known is not None and (not missing or graph.name in self._profiled):
+        if known is not None and known.recipe_work and (not missing or graph.name in self._profiled):
             return known
         say(f"profiling {missing} pieces of {graph.name} (at most {self.effort.profile_s:g} s)")
         with pinned(self.cores[0]):

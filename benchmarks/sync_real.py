@@ -6,8 +6,10 @@
 Hosts are network namespaces of this machine (``netns``), 1 Gbit/s each, one thread, pinned to two cores in turn. The
 plan is data parallelism; its replicas agree by DDP (PyTorch's), exactly (ours), and by each recipe. Small models take
 turns in one run; AlexNet's variants are measured one after another, as they have no room beside each other. A turn has
-whole periods of each recipe. Bytes are those that leave a host's interface, with headers and what ranks send for
-losses. ``accuracy``: median error of predicted times, and Kendall's tau of their order.
+whole periods of each recipe. ``sent_bytes`` leave the hosts' interfaces, with headers and what ranks send for losses;
+``payload_bytes`` are what recipes give to the backend (an all-reduce counts as a ring). ``accuracy``: median error of
+predicted times, and Kendall's tau of their order. ``recipe_s``: what the recipe takes of a step on the slowest rank,
+``exchange_s`` what of that is exchanges (waiting for others included).
 
 Needs root and iproute2. About half an hour; ``--quick``, 5 minutes.
 """
@@ -93,7 +95,9 @@ def rows_of(case: Case, recipes: Sequence[str], rounds: int) -> list[Row]:
             "iteration_s": step_s, "ratio_vs_ddp": ddp_s / step_s,
             "predicted_s": simulation.makespan_s if simulation else None,
             "error_percent": 100 * (simulation.makespan_s / step_s - 1) if simulation else None,
-            "sent_bytes": sum(row.sent_bytes), "predicted_bytes": simulation.moved_bytes if simulation else None,
+            "recipe_s": row.recipe_s or None, "exchange_s": row.exchange_s or None,
+            "sent_bytes": sum(row.sent_bytes), "payload_bytes": sum(row.payload_bytes) or None,
+            "predicted_bytes": simulation.moved_bytes if simulation else None,
         })  # fmt: skip
     told = [row for row in rows if row["predicted_s"] is not None]
     times = [row["predicted_s"] for row in told], [row["iteration_s"] for row in told]

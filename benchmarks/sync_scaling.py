@@ -12,6 +12,8 @@ with one P102-100 each: 2.7 to 12 times the throughput of dense S-SGD, and 1.1 t
 
 Table "exchange": an exact mean of ``size_bytes`` on every host of ethernet-1g, by algorithm. ``*_s``: priced;
 ``*_formula_s``: with alpha the priced start of one message and beta the time of a byte on a link; ``best``: who wins.
+
+Table "forms": a step of data parallelism under exact recipes, over that of data parallelism as it is planned.
 """
 
 from __future__ import annotations
@@ -28,10 +30,13 @@ from torch import Tensor, nn
 from benchmarks.harness import Row, parser, report, say
 from flexsearch.api import Setting
 from flexsearch.cost.communication import Pricing
+from flexsearch.errors import FlexsearchError
 from flexsearch.graph import OperatorGraph
 from flexsearch.graph.importer import import_model
 from flexsearch.graph.resize import resized
-from flexsearch.search.recipes import exchange_seconds, with_recipe
+from flexsearch.search.recipes import EXACT, exchange_seconds, with_recipe
+from flexsearch.simulate import makespan, simulate
+from flexsearch.strategy import Options
 from flexsearch.topology import Topology
 from flexsearch.topology.changes import device_named, with_device
 
@@ -43,6 +48,9 @@ FORMS: Final = {
     "ring": "all-reduce:form=ring", "tree": "all-reduce:form=tree", "halving": "all-reduce:form=halving-doubling",
     "server": "server:shards=1", "shards": "server:shards={workers}",
 }  # fmt: skip
+
+FORM_CASES: Final = tuple((m, t) for m in ("lenet", "mlp", "alexnet") for t in ("ethernet-1g:4", "ethernet-1g:32",
+                                                                              "ethernet-10g:32"))  # fmt: skip
 
 
 class Block(nn.Module):
@@ -140,6 +148,21 @@ def exchanges(workers: int, sizes: tuple[int, ...]) -> list[Row]:
     return rows
 
 
+def forms(model: str, topology: str) -> Row:
+    """Steps under exact recipes; none where a form does not fit."""
+    say(f"exact forms of {model} on {topology}")
+    setting = Setting.of(OperatorGraph.load(model), Topology.load(topology))
+    plan = setting.baseline("data-parallel", Options(optimizer="momentum"))
+    planned_s, row = makespan(setting.lower(plan)), dict[str, float]()
+    for recipe in ("all-reduce", *EXACT):
+        try:
+            lowered = setting.lower(with_recipe(plan, recipe))
+            row[recipe.removeprefix("all-reduce:form=")] = simulate(lowered).makespan_s / planned_s
+        except FlexsearchError:  # halving-doubling of three, hierarchical of single devices
+            continue
+    return {"table": "forms", "model": model, "topology": topology, "planned_s": planned_s, **row}
+
+
 def main() -> None:
     options = parser(__doc__)
     options.add_argument("--workers", type=int, nargs="+", default=list(WORKERS), help="hosts, powers of two")
@@ -154,6 +177,9 @@ def main() -> None:
         ],
         "an exact mean by size of message": [
             row for count in workers for row in exchanges(count, SIZES[:2] if given.quick else SIZES)
+        ],
+        "steps under exact recipes, over data parallelism": [
+            forms(*case) for case in (FORM_CASES[:1] if given.quick else FORM_CASES)
         ],
     }
     if given.json:

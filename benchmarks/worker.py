@@ -35,6 +35,8 @@ from flexsearch.strategy import Strategy
 
 LEARNING_RATE = 0.01
 MOMENTUM = 0.9
+PHASES = {"recipe": ("synchronise_gradients", "synchronise_weights"), "exchange": ("all_reduce", "_messages")}
+"""Methods of the parts of a recipe on a rank whose time is taken."""
 DDP, SINGLE = "ddp", "single process"
 """Variants that are not plans: PyTorch's DistributedDataParallel, and plain PyTorch on rank 0 alone."""
 
@@ -65,13 +67,18 @@ class Job:
 @dataclass(frozen=True)
 class Measured:
     """Of one variant. ``turns_s``: seconds of a step, mean over each turn's steps, on the slowest rank. ``losses``: of
-    the whole batch, step by step, warm-up included. ``sent_bytes``: by rank and step. ``timeline``: of a step that was
-    run operator by operator, if it was asked for."""
+    the whole batch, step by step, warm-up included. ``sent_bytes``: by rank and step; ``payload_bytes``: of them,
+    what its recipes gave to the backend, an all-reduce as a ring. ``recipe_s``: of a step, what recipes take on the
+    slowest rank, and ``exchange_s``, what of that is exchanges. ``timeline``: of a step that was run operator by
+    operator, if it was asked for."""
 
     turns_s: list[float]
     losses: list[float]
     sent_bytes: list[int]
     timeline: Timeline | None
+    payload_bytes: list[int] = dataclasses.field(default_factory=list)
+    recipe_s: float = 0.0
+    exchange_s: float = 0.0
 
     @classmethod
     def from_json(cls, row: dict[str, Any]) -> Measured:
@@ -92,12 +99,14 @@ class Variant:
     parallel: Parallel | None = None
     losses: list[Tensor] = dataclasses.field(default_factory=list)
     sent: int = 0
+    payload: int = 0
     steps: int = 0
+    spent: dict[str, float] = dataclasses.field(default_factory=lambda: dict.fromkeys(PHASES, 0.0))
 
     def turn(self, steps: int) -> float:
         """Seconds that ``steps`` steps take on this rank, all ranks starting together; per step."""
         dist.barrier()
-        sent, began = sent_bytes(), time.perf_counter()
+        sent, payload, began = sent_bytes(), self.payload_bytes, time.perf_counter()
         for _ in range(steps):
             loss = self.step()
             if loss is not None:
@@ -105,8 +114,15 @@ class Variant:
         taken = time.perf_counter() - began
         dist.barrier()  # what is still under way has now left this host
         self.sent += sent_bytes() - sent
+        self.payload += self.payload_bytes - payload
         self.steps += steps
         return taken / steps
+
+    @property
+    def payload_bytes(self) -> int:
+        """What recipes on this rank have given to the backend so far."""
+        members = [] if self.parallel is None else self.parallel.synchronisation.members
+        return sum(member.sent for member in members)
 
 
 def build(name: str, file: str, job: Job) -> Variant:
@@ -187,7 +203,27 @@ def plan(file: str, job: Job) -> Variant:
     strategy = Strategy.load(file)
     parallel = parallelize(made.model, strategy, loss=made.loss, optimizer=optimizer, timeout_s=job.timeout_s)
     inputs, targets = made.inputs, made.targets
-    return Variant(lambda: parallel.step(inputs, targets), parallel=parallel)
+    variant = Variant(lambda: parallel.step(inputs, targets), parallel=parallel)
+    for member in parallel.synchronisation.members:
+        for name in PHASES["recipe"]:
+            _time(variant.spent, "recipe", member, name)
+        for name in PHASES["exchange"]:
+            _time(variant.spent, "exchange", member.ranks, name)
+    return variant
+
+
+def _time(spent: dict[str, float], phase: str, owner: object, name: str) -> None:
+    """Have an object add the seconds that calls of its method take."""
+    method = getattr(owner, name)
+
+    def timed(*arguments: Any) -> Any:
+        began = time.perf_counter()
+        try:
+            return method(*arguments)
+        finally:
+            spent[phase] += time.perf_counter() - began
+
+    setattr(owner, name, timed)
 
 
 def sent_bytes() -> int:
@@ -215,19 +251,26 @@ def measure(job: Job) -> dict[str, Measured]:
 def _warm(variant: Variant, job: Job) -> Variant:
     variant.turn(job.warmup)
     gc.collect()  # or the full pass that building leads to, 0.2 s, falls into a turn
-    variant.sent = variant.steps = 0
+    variant.sent = variant.payload = variant.steps = 0
+    variant.spent.update(dict.fromkeys(PHASES, 0.0))
     return variant
 
 
 def _result(variant: Variant, turns: list[float], job: Job) -> Measured:
     everyone: list[Any] = [None] * dist.get_world_size()
-    mine = turns, [float(loss) for loss in variant.losses], variant.sent // max(1, variant.steps)
+    steps = max(1, variant.steps)
+    mine = turns, [float(loss) for loss in variant.losses], variant.sent // steps, variant.payload // steps, [
+        variant.spent[phase] / steps for phase in PHASES
+    ]
     dist.all_gather_object(everyone, mine)
-    losses = [own for _, own, _ in everyone if own]
+    losses = [own for _, own, *_ in everyone if own]
     return Measured(
-        turns_s=[max(ranks) for ranks in zip(*(turns for turns, _, _ in everyone), strict=True)],
+        turns_s=[max(ranks) for ranks in zip(*(turns for turns, *_ in everyone), strict=True)],
         losses=[sum(ranks) / len(losses) for ranks in zip(*losses, strict=True)],
-        sent_bytes=[sent for _, _, sent in everyone],
+        sent_bytes=[sent for _, _, sent, *_ in everyone],
+        payload_bytes=[payload for *_, payload, _ in everyone],
+        recipe_s=max(recipe_s for *_, (recipe_s, _) in everyone),
+        exchange_s=max(exchange_s for *_, (_, exchange_s) in everyone),
         timeline=record(variant.parallel, variant.step, 1) if job.timeline and variant.parallel else None,
     )
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -10,14 +11,17 @@ import torch
 from flexsearch import zoo
 from flexsearch.cost import Costs, Profile
 from flexsearch.cost.compute import Costed
+from flexsearch.cost.profile import WorkRate
 from flexsearch.errors import ProfileError
 from flexsearch.graph import Operator, OperatorGraph, chunk, make_piece, whole_piece
 from flexsearch.graph.images import images
 from flexsearch.graph.importer import import_model
-from flexsearch.measure import cases, profiler
+from flexsearch.measure import cases, profiler, recipe_work
 from flexsearch.measure.cases import count, plan
 from flexsearch.measure.profiler import measure_updates, profile_graph
+from flexsearch.measure.recipe_work import measure_recipe_work
 from flexsearch.measure.sweeps import Bench
+from flexsearch.sync.kinds import PASSES
 from tests.test_cost import axes, machines, small_net, tensor
 
 
@@ -200,3 +204,33 @@ def test_profile_of_the_profiler_is_a_file(tmp_path: Path) -> None:
     path = tmp_path / "p.json"
     profile.save(path)
     assert Profile.load(path) == profile
+
+
+# ---- work of recipes
+
+
+def test_all_kinds_of_work_of_recipes_are_measured_and_kept(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(recipe_work, "ELEMENTS", (1 << 10, 1 << 12))
+    rates = measure_recipe_work(Bench("cpu"))
+    assert rates.keys() == PASSES.keys()
+    assert all(rate.s_per_byte >= 0.0 and rate.n == 2 for rate in rates.values())
+    assert all(rates[kind].s_per_byte > 0.0 for kind in ("add", "select", "pack"))
+    profile = Profile(device=profiler._device("cpu", 1), torch=torch.__version__, recipe_work=rates)
+    profile.save(tmp_path / "p.json")
+    assert Profile.load(tmp_path / "p.json").recipe_work == rates
+
+
+def test_a_rate_is_that_of_large_vectors_and_the_start_what_a_small_one_takes_beside_it() -> None:
+    rate = recipe_work._rate([(100, 5e-6 + 1e-7), (10**6, 1e-3), (10**7, 1e-2)])
+    assert rate.s_per_byte == pytest.approx(1e-9) and rate.start_s == pytest.approx(5e-6)
+    assert rate.seconds(0) == 0.0 and rate.seconds(1000) == pytest.approx(6e-6)
+
+
+def test_files_without_rates_of_recipes_are_read_and_extended(tmp_path: Path) -> None:
+    device = {"kind": "cpu", "model": "old"}
+    (tmp_path / "old.json").write_text(json.dumps({"format": "flexsearch.profile/1", "device": device, "torch": "2"}))
+    old = Profile.load(tmp_path / "old.json")
+    assert old.recipe_work == {}
+    rates = {"copy": WorkRate(n=2, median=0.0, p90=0.0, s_per_byte=1e-9, start_s=0.0)}
+    new = old.model_copy(update={"recipe_work": rates})
+    assert old.extended(new).recipe_work == new.extended(old).recipe_work == rates

@@ -9,7 +9,10 @@ from pathlib import Path
 import pytest
 
 from flexsearch.api import Setting
+from flexsearch.cost import Profile
 from flexsearch.cost.communication import Pricing
+from flexsearch.cost.exchanges import streaming_seconds, work_seconds
+from flexsearch.cost.profile import ProfileDevice, WorkRate
 from flexsearch.errors import FlexsearchError, RecipeError
 from flexsearch.graph import OperatorGraph
 from flexsearch.lower import Lowered, TaskKind
@@ -28,7 +31,10 @@ from flexsearch.simulate.mean import steady
 from flexsearch.simulate.simulation import makespan, simulate_step
 from flexsearch.strategy import Options, Stage, States, Strategy, make_config
 from flexsearch.strategy.records import WeightRecipe
-from flexsearch.sync import parse_recipe
+from flexsearch.sync import Exchange, parse_recipe
+from flexsearch.sync.compression import Sizes
+from flexsearch.sync.kinds import PASSES, Work, work
+from flexsearch.sync.work import after, before, between
 from flexsearch.topology import Topology
 from flexsearch.topology.changes import edited
 from tests.conftest import Cli
@@ -198,10 +204,62 @@ def test_the_backends_all_reduce_is_the_exact_plan_without_overlap() -> None:
     kinds, (group,) = here.tasks.kind, here.recipe_groups
     backward = max(end for end, kind in zip(found.end, kinds, strict=True) if kind == TaskKind.BACKWARD)
     update = max(e - s for s, e, kind in zip(found.start, found.end, kinds, strict=True) if kind == TaskKind.UPDATE)
-    reduced = Pricing(FOUR.topology).all_reduce(range(4), group.sizes.n * group.sizes.itemsize).duration_s
-    assert found.makespan_s == pytest.approx(backward + reduced + update, rel=1e-7)
+    reduced = Pricing(FOUR.topology).all_reduce(range(4), group.sizes.nbytes).duration_s
+    own = before(group.recipe, group.sizes, Exchange("all_reduce", 4, (group.sizes.nbytes,)))
+    done = own, after(group.recipe, group.sizes, 4, 0)
+    copied = sum(work_seconds(some, FOUR.topology.devices[0], {}) for some in done)
+    assert found.makespan_s == pytest.approx(backward + copied + reduced + update, rel=1e-7)
     exact = simulate(FOUR.lower(plan({})))
     assert found.moved_bytes == exact.moved_bytes and found.makespan_s > exact.makespan_s
+
+
+# ---- what is computed
+
+
+def rate(s_per_byte: float, start_s: float = 0.0) -> WorkRate:
+    return WorkRate(n=4, median=0.1, p90=0.2, s_per_byte=s_per_byte, start_s=start_s)
+
+
+def measured(**rates: WorkRate) -> Setting:
+    """The machine of this module, with a profile that has nothing but rates of kinds of work."""
+    device = ProfileDevice(kind="cpu", model="a core", stands_for=(FOUR.topology.devices[0].model,))
+    return Setting.of(MLP, FOUR.topology, Profile(device=device, torch="2", recipe_work=rates))
+
+
+def test_measured_rates_price_the_kinds_that_the_profile_has() -> None:
+    (group,) = lowered("top-k:density=0.01").recipe_groups
+    encoded = before(group.recipe, group.sizes, Exchange("all_gather", 4, (8,) * 4))
+    device = FOUR.topology.devices[0]
+    formula = work_seconds(encoded, device, {})
+    slow = work_seconds(encoded, device, {"select": rate(1e-6, 0.5)})
+    without = work_seconds(Work({k: v for k, v in encoded.items() if k != "select"}), device, {})
+    assert slow == pytest.approx(without + 0.5 + 1e-6 * group.sizes.nbytes) and formula > without
+    assert work_seconds(encoded, device, {"of another version": rate(1.0)}) == formula
+    assert work_seconds(work(copy=0), device, {"copy": rate(1.0, 1.0)}) == 0.0
+    assert work_seconds(work(add=1e6), device, {}) == streaming_seconds(device, PASSES["add"][1] * 10**6)
+
+
+def test_a_plan_takes_as_much_longer_as_its_encoding_was_measured_to() -> None:
+    sizes = lowered("top-k:density=0.01").recipe_groups[0].sizes
+    plain, slow = (measured(select=rate(s)).lower(plan("top-k:density=0.01")) for s in (1e-9, 3e-9))
+    assert makespan(slow) - makespan(plain) == pytest.approx(2e-9 * sizes.nbytes, rel=1e-6)
+    assert makespan(measured(pack=rate(1.0)).lower(plan("gossip"))) == makespan(lowered("gossip"))
+
+
+SIZES = Sizes(((64, 32), (10,)), 4)
+
+
+@pytest.mark.parametrize("text", (*RECIPES, "threshold:tau=1", "adaptive-threshold", "sign:feedback=on", "server+qsgd"))
+def test_every_kind_of_work_of_a_recipe_has_a_formula(text: str) -> None:
+    recipe = parse_recipe(text).planned
+    step = recipe.warm_up + recipe.period - 1
+    exchanges = recipe.exchanges(4, (0, 1, 2, 3), SIZES, step)
+    assert exchanges
+    done = before(recipe, SIZES, exchanges[0]) + after(recipe, SIZES, 4, 64)
+    for place in (0.25, 0.5, 0.75):
+        done += between(recipe, SIZES, 4, 64, place)
+    assert done.keys() <= PASSES.keys() and all(isinstance(count, int) and count >= 0 for count in done.values())
+    assert done["copy"] >= 2 * SIZES.nbytes  # gradients to one vector, and back
 
 
 # ---- the mean step

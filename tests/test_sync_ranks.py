@@ -65,8 +65,9 @@ class OneRank:
         return sum((share * decode(everything[a]) for a, share in enumerate(own) if share), torch.zeros(1, 1))
 
     def serve(
-        self, shards: Sequence[Payload], owners: Sequence[int], merge: Callable[[int, Payload], Tensor]
-    ) -> list[Tensor]:
+        self, shards: Sequence[Payload], owners: Sequence[int], merge: Callable[[int, Payload], Tensor],
+        like: Sequence[Tensor],
+    ) -> list[Tensor]:  # fmt: skip
         pushed, rank = self._swap(shards), self.ranks[0]
         merged = {j: merge(j, joined([s[j] for s in pushed])) for j, o in enumerate(owners) if o % P == rank}
         everything = self._swap(merged)

@@ -12,7 +12,7 @@ import pytest
 
 from flexsearch.api import Setting
 from flexsearch.cost.communication import Pricing
-from flexsearch.cost.exchanges import streaming_seconds
+from flexsearch.cost.exchanges import streaming_seconds, work_seconds
 from flexsearch.cost.ticks import TICK
 from flexsearch.lower.recipe_rows import SERVER_PASSES, push_cost, with_exchanges, with_pushes
 from flexsearch.lower.recipes import RecipeGroup
@@ -31,6 +31,7 @@ from flexsearch.strategy.records import WeightRecipe
 from flexsearch.sync import Recipe, parse_recipe
 from flexsearch.sync.compression import Sizes
 from flexsearch.sync.gossip import Matrix
+from flexsearch.sync.work import alone, before
 from flexsearch.topology import Reading, Storage, Topology
 from flexsearch.topology.changes import edited
 from tests.engine_oracle import Simulation as Oracle
@@ -117,7 +118,9 @@ def test_who_is_slow_and_chance_make_steps_longer() -> None:
     time = SynchronousTime(of, recipe, SIZES)
     exchanged(recipe, of, 50, time)
     longer = [sum(of.factors(step)[w] for step in range(50)) for w in range(4)]
-    assert time.seconds == pytest.approx(max(longer) * plain[0], rel=1e-6) and 50 * 1.1 < min(longer) < 50 * 1.4
+    scaled = 50 * work_seconds(alone(recipe, SIZES), ETHERNET.devices[0], {})
+    assert time.seconds == pytest.approx(max(longer) * plain[0] + scaled, rel=1e-6)
+    assert 50 * 1.1 < min(longer) < 50 * 1.4
     assert time.communicated == 0
     hosted = workers(topology=Topology.load("p100:1"))  # which wait for launches
     time = SynchronousTime(hosted, recipe, SIZES)
@@ -193,13 +196,15 @@ def test_two_workers_and_a_server_by_hand() -> None:
     load = streaming_seconds(topology.devices[0], 2 * nbytes)
     assert there + update + back < 0.05
     # Worker 0 pushes after 100 ms, worker 1 after 150 ms, worker 0 again before 250 ms: nothing is in anyone's way.
-    first = 0.1 + there + update
-    second = 0.15 + there + update
-    third = first + back + load + 0.1 + there + update
+    encode = work_seconds(before(parse_recipe("async+server"), SIZES), topology.devices[0], {})
+    first = 0.1 + encode + there + update
+    second = 0.15 + encode + there + update
+    third = first + back + load + 0.1 + encode + there + update
     result = arrivals("async+server:on=devices", of, 3)
     assert [a.worker for a in result] == [0, 1, 0]
     assert [a.seconds for a in result] == pytest.approx([first, second, third], rel=1e-6)
-    assert [a.computed_s for a in result] == pytest.approx([0.1, 0.15, 0.2 + load], rel=1e-6)
+    computed = [0.1 + encode, 0.15 + encode, 0.2 + load + 2 * encode]
+    assert [a.computed_s for a in result] == pytest.approx(computed, rel=1e-6)
     # Both at the same time: the link takes one push after the other.
     occupied = dict(price.transfer("exchange", [(0, 2, nbytes)]).links)
     same = arrivals("async+server:on=devices", Workers.timed(0.1, topology, 2), 2)

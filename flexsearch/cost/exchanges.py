@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from flexsearch.cost.communication import Pricing, Transfer
 from flexsearch.cost.efficiency import efficiency_of, moving_rate, start_seconds
+from flexsearch.cost.profile import WorkRate
 from flexsearch.sync import Exchange
+from flexsearch.sync.kinds import PASSES, Work
 from flexsearch.topology import Device
 
 
@@ -43,6 +45,18 @@ def independent(exchange: Exchange) -> list[Exchange]:
         replace(exchange, nbytes=tuple(exchange.nbytes[k] for k in row), pairs=tuple(exchange.pairs[k] for k in row))
         for row in parts.values()
     ]
+
+
+def work_seconds(work: Work, device: Device, rates: Mapping[str, WorkRate], dtype: str = "float32") -> float:
+    """Seconds of work of a recipe on a device: by kind, at the measured rate, or where there is none as the passes over
+    memory that it takes."""
+    seconds, column = 0.0, int(device.kind == "cpu")
+    for kind, nbytes in sorted(work.items()):
+        if (rate := rates.get(kind)) is not None:
+            seconds += rate.seconds(nbytes)
+        else:
+            seconds += streaming_seconds(device, PASSES[kind][column] * nbytes, dtype)
+    return seconds
 
 
 def streaming_seconds(device: Device, nbytes: float, dtype: str = "float32") -> float:

@@ -72,6 +72,18 @@ class UpdateEntry(FileModel):
     s_per_tensor: Seconds
 
 
+class WorkRate(Residual):
+    """Measured time of a kind of work of synchronisation recipes (``sync.kinds``): s per byte, plus ``start_s``; and
+    how well that fits what was measured."""
+
+    s_per_byte: SecondsPerByte
+    start_s: Seconds
+
+    def seconds(self, nbytes: float) -> float:
+        """Of so many bytes; 0 of none."""
+        return self.start_s + nbytes * self.s_per_byte if nbytes else 0.0
+
+
 class ProfileDevice(FileModel):
     """What was measured. ``stands_for``: names of other device models that these measurements may be used for."""
 
@@ -100,7 +112,7 @@ class ProfileDevice(FileModel):
 class Profile(FileModel):
     """Measurements of one device. ``entries``: by signature. ``updates``: by optimizer. ``learned``: what whole steps
     taught beyond them. ``residuals``: by kind of operator, how well its entries fit those of other sizes.
-    ``products``: by type, what matrix products reach."""
+    ``products``: by type, what matrix products reach. ``recipe_work``: by kind of work, what recipes compute."""
 
     format: Literal["flexsearch.profile/1"] = "flexsearch.profile/1"
     device: ProfileDevice
@@ -113,6 +125,7 @@ class Profile(FileModel):
     learned: Learned | None = None
     residuals: dict[str, Residual] = Field(default_factory=dict)
     products: dict[Dtype, Products] = Field(default_factory=dict)
+    recipe_work: dict[quantities.Name, WorkRate] = Field(default_factory=dict)
 
     def extended(self, other: Profile) -> Profile:
         """This profile with the measurements of ``other`` added; where both have one, ``other``'s is kept.
@@ -139,6 +152,7 @@ class Profile(FileModel):
             learned=other.learned or self.learned,
             residuals=self.residuals | other.residuals,
             products=self.products | other.products,
+            recipe_work=self.recipe_work | other.recipe_work,
         )
 
     def network(self, topology: str) -> Network:

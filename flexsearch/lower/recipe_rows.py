@@ -22,7 +22,7 @@ from typing import Any, Final, NamedTuple
 import numpy as np
 
 from flexsearch.cost.communication import Pricing, Transfer
-from flexsearch.cost.exchanges import independent, price, streaming_seconds
+from flexsearch.cost.exchanges import independent, price, streaming_seconds, work_seconds
 from flexsearch.cost.tally import turn_of
 from flexsearch.cost.ticks import TICK
 from flexsearch.lower.draft import ISSUE_LAUNCHES
@@ -30,7 +30,8 @@ from flexsearch.lower.recipes import RecipeGroup
 from flexsearch.lower.rows import COMPUTE, ISSUE, RECIPE, RESULT, UPDATE, WAIT, Schedule, Segments
 from flexsearch.lower.taskgraph import Communication
 from flexsearch.sync import Exchange
-from flexsearch.sync.work import after, before, between
+from flexsearch.sync.kinds import Work, work
+from flexsearch.sync.work import after, alone, before, between
 from flexsearch.topology.parts import FORMS
 
 Lowered = Any
@@ -133,17 +134,18 @@ class _Writer:
         recipe, sizes, members = group.recipe.planned, group.sizes, len(group.devices)
         draft = _Draft(number, tuple(exchanges))
         if not exchanges:
+            self._compute(draft, group, "scale", dict.fromkeys(range(members), alone(recipe, sizes)))
             return draft
-        if not exact:
-            self._compute(draft, group, "encode", {p: before(recipe, sizes) for p in range(members)})
+        own = before(recipe, sizes, exchanges[0], exact)
+        self._compute(draft, group, "encode", dict.fromkeys(range(members), own))
         for k, exchange in enumerate(exchanges):
-            received = self._exchange(draft, group, exchange)
-            if k + 1 < len(exchanges):
-                work = {p: between(recipe, sizes, members, n) for p, n in received.items()}
-                self._compute(draft, group, "merge", work)
-            elif not exact:
-                work = {p: after(recipe, sizes, members, received.get(p, 0)) for p in range(members)}
-                self._compute(draft, group, "decode", work)
+            received, place = self._exchange(draft, group, exchange), (k + 1) / len(exchanges)
+            if place < 1:
+                merged = {p: between(recipe, sizes, members, n, place) for p, n in received.items()}
+                self._compute(draft, group, "merge", merged)
+            else:
+                decoded = {p: after(recipe, sizes, members, received.get(p, 0), exact) for p in range(members)}
+                self._compute(draft, group, "decode", decoded)
         return draft
 
     def alone(self, number: int, group: RecipeGroup) -> _Draft:
@@ -152,7 +154,7 @@ class _Writer:
         recipe, sizes, members = group.recipe.planned, group.sizes, len(group.devices)
         server, draft = recipe.server, _Draft(number)
         assert server is not None
-        self._compute(draft, group, "encode", {p: before(recipe, sizes) for p in range(members)})
+        self._compute(draft, group, "encode", dict.fromkeys(range(members), before(recipe, sizes)))
         shards = list(zip(server.owners(members), server.bounds(sizes.n), strict=True))
         size = len(group.positions)
         for worker in range(members):
@@ -169,8 +171,7 @@ class _Writer:
                 self._step(draft, device, WAIT, pull, 0, 0)
             for push in pushes:
                 draft.followers[push] += pulls
-        load = {p: 2 * sizes.n * sizes.itemsize for p in range(members)}
-        self._compute(draft, group, "load", load)
+        self._compute(draft, group, "load", dict.fromkeys(range(members), work(copy=sizes.nbytes)))
         return draft
 
     def push(self, draft: _Draft, group: RecipeGroup, worker: int, shard: int, nbytes: int) -> int:
@@ -183,12 +184,14 @@ class _Writer:
         self._update(draft, push, group.positions[owner], (b - a) * group.sizes.itemsize, owner < members)
         return push
 
-    def _compute(self, draft: _Draft, group: RecipeGroup, what: str, nbytes: Mapping[int, int]) -> None:
-        """Positions read and write so many bytes."""
-        for position, count in nbytes.items():
-            if count:
-                device = group.positions[position]
-                seconds = streaming_seconds(self.lowered.topology.devices[device], count, self._dtype(group))
+    def _compute(self, draft: _Draft, group: RecipeGroup, what: str, work_of: Mapping[int, Work]) -> None:
+        """Positions do some work."""
+        for position, some in work_of.items():
+            if some.total():
+                device, costs = group.positions[position], self.lowered.lowering.costs
+                _, profile = costs.basis(int(costs.kinds[device]))
+                rates = {} if profile is None else profile.recipe_work
+                seconds = work_seconds(some, self.lowered.topology.devices[device], rates, self._dtype(group))
                 self._step(draft, device, COMPUTE, len(draft.work), max(1, round(seconds / TICK)), 1)
                 draft.work.append(what)
 

@@ -20,6 +20,7 @@ from flexsearch.graph.model import OperatorGraph
 from flexsearch.measure.cases import CACHE_BYTES, check_memory, count, plan, quick_enough
 from flexsearch.measure.neighbours import neighbours
 from flexsearch.measure.products import measure_products, nominal, residuals
+from flexsearch.measure.recipe_work import measure_recipe_work
 from flexsearch.measure.sweeps import Bench
 
 Progress = Callable[[int, int], None]
@@ -83,6 +84,7 @@ def profile_graph(
         new = Profile(
             device=here, torch=torch.__version__, busy_neighbours=busy_neighbours, entries=entries, updates=updates,
             products={} if known is not None and known.products else measure_products(bench),
+            recipe_work={} if known is not None and known.recipe_work else measure_recipe_work(bench),
         )  # fmt: skip
         profile = new if known is None else known.extended(new)
         return profile.model_copy(update={"residuals": residuals(profile, nominal(profile, bench))})

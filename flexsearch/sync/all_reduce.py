@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from flexsearch.errors import RecipeError
 from flexsearch.sync.compression import Compression, Sizes
 from flexsearch.sync.exchange import Exchange, Group, Payload, Source, rounds
+from flexsearch.sync.kinds import Work, work
 from flexsearch.sync.options import one_of
 from flexsearch.sync.partners import Partners
 
@@ -86,6 +87,33 @@ class AllReduce(Partners):
     ) -> list[Exchange] | None:
         return compression.exchanges(members, lambda n, size: self.means(members, hosts, n, size), sizes)
 
+    def encoding(self, compression: Compression, sizes: Sizes, first: Exchange) -> Work:
+        prepared = work()
+        if first.form == "all_reduce":
+            prepared = work(copy=first.nbytes[0])
+        elif self._chunked:
+            size = first.nbytes[0] * (2 if self.form == "halving-doubling" else first.members)
+            prepared = work(copy=size)
+        return compression.encoding(sizes) + prepared
+
+    def merging(self, compression: Compression, sizes: Sizes, members: int, received: int, place: float) -> Work:
+        done = compression.merging(sizes, received, place)
+        if self._chunked:
+            return done + (work(copy=3 * received, add=received) if place <= 0.5 else work(copy=2 * received))
+        return done + (work(copy=received, add=received) if self.form == "tree" and place <= 0.5 else work())
+
+    def finishing(self, compression: Compression, sizes: Sizes, members: int, received: int) -> Work:
+        done = compression.finishing(sizes, members)
+        if self.form == "everyone":
+            each = received // (members - 1)
+            return done + work(copy=2 * members * each, add=(members + 1) * each // 3)
+        return done + (work(copy=2 * received) if self._chunked else work())
+
+    @property
+    def _chunked(self) -> bool:
+        """Whether vectors are cut into chunks."""
+        return self.form in ("ring", "halving-doubling", "hierarchical")
+
     def means(self, members: int, hosts: tuple[int, ...], n: int, itemsize: int) -> list[Exchange]:
         """The exchanges of ``mean`` for rows of ``n`` elements."""
         if self.form == "backend":
@@ -149,8 +177,9 @@ def _before(rings: list[list[int]]) -> list[int | None]:
 def _split(x: Tensor, pieces: int) -> Tensor:
     """(rows, n) -> (rows, pieces, c), filled up with zeros."""
     c = ceil(x.shape[1] / pieces)
-    filled = x.new_zeros(x.shape[0], pieces * c)
+    filled = x.new_empty(x.shape[0], pieces * c)
     filled[:, : x.shape[1]] = x
+    filled[:, x.shape[1] :] = 0
     return filled.view(x.shape[0], pieces, c)
 
 
@@ -176,8 +205,10 @@ def _all_gather(chunks: Tensor, group: Group, rings: list[list[int]]) -> Tensor:
 
 def _tree(x: Tensor, group: Group) -> Tensor:
     for source in climbs(group.size):
-        arrives = x.new_tensor([source[r] is not None for r in group.ranks]).unsqueeze(1)
-        x = x + group.receive(Payload((x,)), source).parts[0] * arrives
+        arrives = [source[r] is not None for r in group.ranks]
+        other = group.receive(Payload((x,)), source).parts[0]
+        if any(arrives):
+            x = x + other * x.new_tensor(arrives).unsqueeze(1)
     for source in reversed(climbs(group.size)):
         x = group.receive(Payload((x,)), descent(source)).parts[0]
     return x

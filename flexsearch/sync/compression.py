@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Any, ClassVar, Final
 import numpy as np
 
 from flexsearch.errors import RecipeError
-from flexsearch.sync.exchange import Exchange, Group, Payload
+from flexsearch.sync.exchange import INDEX_BYTES, Exchange, Group, Payload
+from flexsearch.sync.kinds import Work, times, work
 from flexsearch.sync.options import number, whole
 
 if TYPE_CHECKING:
@@ -30,6 +31,11 @@ class Sizes:
         """Elements of a row."""
         return sum(int(np.prod(shape, dtype=np.int64)) for shape in self.shapes)
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes of a row."""
+        return self.n * self.itemsize
+
     def part(self, n: int) -> Sizes:
         """The same for a row of ``n`` elements."""
         return replace(self, shapes=((n,),))
@@ -43,9 +49,7 @@ Means = Callable[[int, int], list[Exchange]]
 
 @dataclass(frozen=True)
 class Compression:
-    """What replicas send of a vector. ``feedback``: what was not sent is added to the next vector. ``passes``: how
-    often encoding reads or writes the vector, for its time; ``merging``: how often what is done between two exchanges
-    does; see ``decoding``."""
+    """What replicas send of a vector. ``feedback``: what was not sent is added to the next vector."""
 
     feedback: bool = True
 
@@ -56,17 +60,11 @@ class Compression:
     """Why it works only among all, by collectives; empty: payloads can be sent to anyone."""
     keeps_size: ClassVar[bool] = True
     """Whether what arrives is of the size of what was sent, not only of its direction."""
-    passes: ClassVar[int] = 2
-    merging: ClassVar[int] = 0
 
     @property
     def planned(self) -> Compression:
         """The same, or where bytes depend on the numbers, one that sends as many as plans expect."""
         return self
-
-    def decoding(self, members: int) -> int:
-        """How often decoding and adding up the payloads of so many members reads or writes the vector."""
-        return 2 * members
 
     def check(self, sizes: Sizes) -> None:
         """Raise RecipeError if it does not fit such vectors."""
@@ -86,6 +84,32 @@ class Compression:
     def nbytes(self, sizes: Sizes) -> int | None:
         """Bytes of a payload; None where they depend on the numbers."""
         raise NotImplementedError
+
+    # ---- what a replica computes for it
+
+    def encoding(self, sizes: Sizes) -> Work:
+        """Of ``encode``, and of ``average`` up to its first exchange."""
+        raise NotImplementedError
+
+    def decoding(self, sizes: Sizes) -> Work:
+        """Of ``decode``, for one payload."""
+        raise NotImplementedError
+
+    def totalling(self, sizes: Sizes, members: int) -> Work:
+        """Of ``total``, for the payloads of so many."""
+        return times(members, self.decoding(sizes)) + work(add=(members + 1) * sizes.nbytes // 3)
+
+    def merging(self, sizes: Sizes, received: int, place: float) -> Work:
+        """Of ``average`` between two of its exchanges, for one who received so many bytes; ``place``: the share of the
+        exchanges that is over."""
+        return work()
+
+    def finishing(self, sizes: Sizes, members: int) -> Work:
+        """Of ``average`` after its last exchange."""
+        arrived = work(copy=2 * members * (self.nbytes(sizes) or 0) + sizes.nbytes)
+        return arrived + self.totalling(sizes, members) + self.decoding(sizes)
+
+    # ---- a step
 
     def average(
         self, x: Tensor, group: Group, mean: Mean, memory: Any, step: int, sizes: Sizes
@@ -112,10 +136,6 @@ class Everything(Compression):
     feedback: bool = False
 
     name: ClassVar[str] = "everything"
-    passes: ClassVar[int] = 0
-
-    def decoding(self, members: int) -> int:
-        return members
 
     def encode(self, x: Tensor, step: int, ranks: tuple[int, ...]) -> Payload:
         return Payload((x,))
@@ -124,7 +144,16 @@ class Everything(Compression):
         return payload.parts[0]
 
     def nbytes(self, sizes: Sizes) -> int | None:
-        return sizes.n * sizes.itemsize
+        return sizes.nbytes
+
+    def encoding(self, sizes: Sizes) -> Work:
+        return work()
+
+    def decoding(self, sizes: Sizes) -> Work:
+        return work()
+
+    def finishing(self, sizes: Sizes, members: int) -> Work:
+        return work(copy=sizes.nbytes)
 
     def average(
         self, x: Tensor, group: Group, mean: Mean, memory: Any, step: int, sizes: Sizes
@@ -176,8 +205,11 @@ class Sparse(Compression):
     def total(self, payload: Payload, n: int) -> Tensor:
         return added(payload, n)
 
-    def decoding(self, members: int) -> int:
-        return 2
+    def decoding(self, sizes: Sizes) -> Work:
+        return self.totalling(sizes, 1)
+
+    def totalling(self, sizes: Sizes, members: int) -> Work:
+        return work(fill=sizes.nbytes, scatter=members * (self.nbytes(sizes) or 0))
 
 
 @dataclass(frozen=True)
@@ -201,6 +233,11 @@ class Chosen(Sparse):
                 f"k of {self.name} is {self.k}, but what is sent has {sizes.n} elements",
                 f"Give a k of at most {sizes.n}, or a density.",
             )
+
+    def selecting(self, sizes: Sizes) -> Work:
+        """Of selecting the largest, and taking them out."""
+        k = self.entries(sizes.n)
+        return work(select=sizes.nbytes, sort=k * sizes.itemsize, scatter=k * (sizes.itemsize + INDEX_BYTES))
 
     def entries(self, n: int) -> int:
         """How many of ``n``."""

@@ -106,10 +106,11 @@ class Group(Protocol):
         what it has and gets, by these weights."""
 
     def serve(
-        self, shards: Sequence[Payload], owners: Sequence[int], merge: Callable[[int, Payload], Tensor]
-    ) -> list[Tensor]:
+        self, shards: Sequence[Payload], owners: Sequence[int], merge: Callable[[int, Payload], Tensor],
+        like: Sequence[Tensor],
+    ) -> list[Tensor]:  # fmt: skip
         """Every position sends payload j to position ``owners[j]``, which makes (1, n_j) of all of them and sends that
-        back to everyone."""
+        back to everyone. ``like``: of the shape and type of what comes back, (rows, n_j)."""
 
 
 class Simulated:
@@ -145,8 +146,9 @@ class Simulated:
         return x.new_tensor(weights) @ x
 
     def serve(
-        self, shards: Sequence[Payload], owners: Sequence[int], merge: Callable[[int, Payload], Tensor]
-    ) -> list[Tensor]:
+        self, shards: Sequence[Payload], owners: Sequence[int], merge: Callable[[int, Payload], Tensor],
+        like: Sequence[Tensor],
+    ) -> list[Tensor]:  # fmt: skip
         merged = [merge(j, shard) for j, shard in enumerate(shards)]
         back = [x.numel() * x.element_size() for x in merged]
         there = [

@@ -17,6 +17,7 @@ import numpy.typing as npt
 from flexsearch.errors import RecipeError
 from flexsearch.sync.compression import Compression, Sizes
 from flexsearch.sync.exchange import Exchange, Group, neighbours
+from flexsearch.sync.kinds import Work, times, work
 from flexsearch.sync.options import one_of
 from flexsearch.sync.partners import Partners
 
@@ -65,6 +66,11 @@ class Mixing(Partners):
             return None
         pairs = neighbours(self.matrix(members, step).tolist())
         return [Exchange("exchange", members, (nbytes,) * len(pairs), pairs)]
+
+    def finishing(self, compression: Compression, sizes: Sizes, members: int, received: int) -> Work:
+        others = received // max(1, compression.nbytes(sizes) or 1)
+        mixed = work(copy=(1 + others) * sizes.nbytes, add=others * sizes.nbytes)
+        return mixed + times(2 + others, compression.decoding(sizes))
 
 
 @dataclass(frozen=True)

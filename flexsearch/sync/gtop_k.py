@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from flexsearch.sync.all_reduce import climbs, descent
 from flexsearch.sync.compression import Chosen, Mean, Means, Sizes, dense, sparse
 from flexsearch.sync.exchange import INDEX_BYTES, Exchange, Group, Payload, rounds
+from flexsearch.sync.kinds import Work, times, work
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -22,8 +23,23 @@ class GTopK(Chosen):
     name: ClassVar[str] = "gtop-k"
     changes: ClassVar[str] = "only the largest entries of the sum are applied"
     alone: ClassVar[str] = "its tree of merges is one collective among all workers"
-    passes: ClassVar[int] = 5
-    merging: ClassVar[int] = 8
+
+    def nbytes(self, sizes: Sizes) -> int | None:
+        return self.entries(sizes.n) * (sizes.itemsize + INDEX_BYTES)
+
+    def encoding(self, sizes: Sizes) -> Work:
+        return self.selecting(sizes)
+
+    def merging(self, sizes: Sizes, received: int, place: float) -> Work:
+        if place > 0.5:
+            return work()
+        both = times(2, self.decoding(sizes)) + work(copy=sizes.nbytes, add=sizes.nbytes)
+        selected = self.selecting(sizes)
+        selected["sort"] //= 2  # almost all are zeros, which are never kept in place of others
+        return both + selected
+
+    def finishing(self, sizes: Sizes, members: int) -> Work:
+        return times(3, self.decoding(sizes)) + work(copy=sizes.nbytes, add=sizes.nbytes)
 
     def average(
         self, x: Tensor, group: Group, mean: Mean, memory: Any, step: int, sizes: Sizes
@@ -34,6 +50,8 @@ class GTopK(Chosen):
         for source in climbs(group.size):
             arrived = [source[r] is not None for r in group.ranks]
             other = group.receive(held, source)
+            if not any(arrived):
+                continue
             total = dense(held, n) + dense(other, n) * x.new_tensor(arrived).unsqueeze(1)
             held = sparse(total, total.abs().topk(k, 1).indices)
         for source in reversed(climbs(group.size)):
@@ -44,5 +62,4 @@ class GTopK(Chosen):
 
     def exchanges(self, members: int, means: Means, sizes: Sizes) -> list[Exchange] | None:
         up = climbs(members)
-        nbytes = self.entries(sizes.n) * (sizes.itemsize + INDEX_BYTES)
-        return rounds(members, [*up, *map(descent, reversed(up))], nbytes)
+        return rounds(members, [*up, *map(descent, reversed(up))], self.nbytes(sizes) or 0)

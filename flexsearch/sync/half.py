@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from flexsearch.sync.compression import Compression, Mean, Means, Sizes
 from flexsearch.sync.exchange import Exchange, Group, Payload
+from flexsearch.sync.kinds import Work, work
 from flexsearch.sync.options import one_of
 
 if TYPE_CHECKING:
@@ -26,14 +27,20 @@ class Half(Compression):
     def __post_init__(self) -> None:
         one_of("type of 16-bit", self.type, ("fp16", "bf16"))
 
-    def decoding(self, members: int) -> int:
-        return 2
-
     def encode(self, x: Tensor, step: int, ranks: tuple[int, ...]) -> Payload:
         return Payload((x.half() if self.type == "fp16" else x.bfloat16(),))
 
     def decode(self, payload: Payload, n: int) -> Tensor:
         return payload.parts[0]
+
+    def encoding(self, sizes: Sizes) -> Work:
+        return work(convert=sizes.nbytes, copy=2 * sizes.n)
+
+    def decoding(self, sizes: Sizes) -> Work:
+        return work(convert=sizes.nbytes)
+
+    def finishing(self, sizes: Sizes, members: int) -> Work:
+        return work(convert=2 * sizes.nbytes)
 
     def nbytes(self, sizes: Sizes) -> int | None:
         return 2 * sizes.n

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from flexsearch.errors import RecipeError
 from flexsearch.sync.compression import Compression, Sizes
 from flexsearch.sync.exchange import Exchange, Group
+from flexsearch.sync.kinds import Work
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -48,6 +49,21 @@ class Partners:
     ) -> list[Exchange] | None:
         """Those of ``average`` in a step; None where they depend on the numbers."""
         raise NotImplementedError
+
+    # ---- what a position computes for ``average``
+
+    def encoding(self, compression: Compression, sizes: Sizes, first: Exchange) -> Work:
+        """Before its first exchange."""
+        return compression.encoding(sizes)
+
+    def merging(self, compression: Compression, sizes: Sizes, members: int, received: int, place: float) -> Work:
+        """Between two exchanges, for one who received so many bytes; ``place``: the share of the exchanges that is
+        over."""
+        return compression.merging(sizes, received, place)
+
+    def finishing(self, compression: Compression, sizes: Sizes, members: int, received: int) -> Work:
+        """After its last exchange, in which the position received so many bytes."""
+        return compression.finishing(sizes, members)
 
     def refuse_alone(self, compression: Compression) -> None:
         """Raise RecipeError for a compression that works only among all."""

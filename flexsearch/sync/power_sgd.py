@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from flexsearch.sync.compression import START, Compression, Mean, Means, Sizes, drawn
 from flexsearch.sync.exchange import Exchange, Group
+from flexsearch.sync.kinds import Work, work
 from flexsearch.sync.options import whole
 
 if TYPE_CHECKING:
@@ -28,11 +29,6 @@ class PowerSGD(Compression):
     name: ClassVar[str] = "powersgd"
     changes: ClassVar[str] = "matrices are sent as products of two of low rank"
     alone: ClassVar[str] = "its factors have a meaning only for all workers together"
-    passes: ClassVar[int] = 2
-    merging: ClassVar[int] = 1
-
-    def decoding(self, members: int) -> int:
-        return 3
 
     def __post_init__(self) -> None:
         whole("rank of powersgd", self.rank)
@@ -53,6 +49,18 @@ class PowerSGD(Compression):
             like.new_tensor(drawn(START, self.seed, k).standard_normal((b, self.rank)))
             for k, (_, _, b) in enumerate(self.matrices(sizes))
         )
+
+    def encoding(self, sizes: Sizes) -> Work:
+        places = self.matrices(sizes)
+        matrices = sum(a * b for _, a, b in places) * sizes.itemsize
+        calls = (5 + 3 * self.rank) * len(places)  # a third each of ``average``'s on every matrix
+        return work(product=self.rank * matrices, copy=2 * (sizes.nbytes - matrices), call=calls)
+
+    def merging(self, sizes: Sizes, received: int, place: float) -> Work:
+        return self.encoding(sizes) + work(copy=received) if place == 0.5 else work()
+
+    def finishing(self, sizes: Sizes, members: int) -> Work:
+        return self.encoding(sizes) + work(copy=2 * sizes.nbytes)
 
     def average(
         self, x: Tensor, group: Group, mean: Mean, memory: Any, step: int, sizes: Sizes

@@ -9,9 +9,10 @@ from typing import TYPE_CHECKING, ClassVar
 import numpy as np
 
 from flexsearch.errors import RecipeError
-from flexsearch.sync.bits import pack, packed_bytes, unpack
+from flexsearch.sync.bits import pack, packed_bytes, unit_bytes, unpack
 from flexsearch.sync.compression import ROUNDING, Compression, Sizes, drawn
 from flexsearch.sync.exchange import Payload
+from flexsearch.sync.kinds import Work, work
 from flexsearch.sync.options import whole
 
 if TYPE_CHECKING:
@@ -30,7 +31,6 @@ class QSGD(Compression):
 
     name: ClassVar[str] = "qsgd"
     changes: ClassVar[str] = "entries are rounded at random to a few levels"
-    passes: ClassVar[int] = 4
 
     def __post_init__(self) -> None:
         whole("bits of qsgd", self.bits, 2, 8)
@@ -54,9 +54,13 @@ class QSGD(Compression):
 
     def decode(self, payload: Payload, n: int) -> Tensor:
         data, norm = payload.parts
-        codes, top = unpack(data, n, self.bits), (1 << (self.bits - 1)) - 1
-        sign = 1 - 2 * (codes >> (self.bits - 1))
-        return (codes & top) * sign * norm.repeat_interleave(self.bucket, 1)[:, :n] / top
+        return restored(unpack(data, n, self.bits), norm, self.bits, self.bucket)
+
+    def encoding(self, sizes: Sizes) -> Work:
+        return work(draw=sizes.nbytes, round=sizes.nbytes, pack=unit_bytes(sizes.n, self.bits))
+
+    def decoding(self, sizes: Sizes) -> Work:
+        return work(unpack=unit_bytes(sizes.n, self.bits), restore=sizes.nbytes)
 
     def nbytes(self, sizes: Sizes) -> int | None:
         return packed_bytes(sizes.n, self.bits) + ceil(sizes.n / self.bucket) * sizes.itemsize
@@ -70,6 +74,18 @@ def rounded(x: Tensor, uniform: Tensor, top: int, bucket: int) -> tuple[Tensor, 
     filled = x.new_zeros(rows, buckets * bucket)
     filled[:, :n] = x
     norm = filled.view(rows, buckets, bucket).norm(dim=2)
-    each = norm.repeat_interleave(bucket, 1)[:, :n]
+    each = _spread(norm, bucket, n)
     share = (x.abs() / each.where(each > 0, each * 0 + 1)).clamp(max=1.0)
     return norm, (share * top + uniform).floor().clamp(max=top)
+
+
+def restored(codes: Tensor, norm: Tensor, bits: int, bucket: int) -> Tensor:
+    """The numbers, (rows, n), that codes stand for, beside the norm of each bucket."""
+    top = (1 << (bits - 1)) - 1
+    sign = 1 - 2 * (codes >> (bits - 1))
+    return (codes & top) * sign * _spread(norm, bucket, codes.shape[1]) / top
+
+
+def _spread(norm: Tensor, bucket: int, n: int) -> Tensor:
+    """(rows, buckets) -> (rows, n), to each element that of its bucket."""
+    return norm.unsqueeze(2).expand(*norm.shape, bucket).flatten(1)[:, :n]

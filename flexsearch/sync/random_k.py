@@ -10,6 +10,7 @@ import numpy as np
 
 from flexsearch.sync.compression import CHOICE, Chosen, Mean, Means, Sizes, drawn
 from flexsearch.sync.exchange import Exchange, Group, Payload
+from flexsearch.sync.kinds import Work, times, work
 from flexsearch.sync.options import whole
 
 if TYPE_CHECKING:
@@ -24,7 +25,6 @@ class RandomK(Chosen):
 
     name: ClassVar[str] = "random-k"
     changes: ClassVar[str] = "only entries drawn at random are sent"
-    passes: ClassVar[int] = 2
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -49,6 +49,17 @@ class RandomK(Chosen):
 
     def nbytes(self, sizes: Sizes) -> int | None:
         return self.entries(sizes.n) * sizes.itemsize
+
+    def encoding(self, sizes: Sizes) -> Work:
+        sent = self.nbytes(sizes) or 0
+        return work(choose=sent, scatter=sent, copy=2 * sent)
+
+    def decoding(self, sizes: Sizes) -> Work:
+        sent = self.nbytes(sizes) or 0
+        return work(fill=sizes.nbytes, choose=sent, scatter=sent)
+
+    def finishing(self, sizes: Sizes, members: int) -> Work:
+        return times(2, self.decoding(sizes)) + work(copy=self.nbytes(sizes) or 0)
 
     def average(
         self, x: Tensor, group: Group, mean: Mean, memory: Any, step: int, sizes: Sizes

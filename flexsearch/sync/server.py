@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from flexsearch.errors import RecipeError
 from flexsearch.sync.compression import Compression, Sizes
 from flexsearch.sync.exchange import Exchange, Group, Payload, served
+from flexsearch.sync.kinds import Work, times, work
 from flexsearch.sync.options import one_of, whole
 from flexsearch.sync.partners import Partners
 
@@ -60,7 +61,7 @@ class Server(Partners):
         self.refuse_alone(compression)
         bounds = self.bounds(sizes.n)
         shards = [compression.encode(x[:, a:b], step, group.ranks) for a, b in bounds]
-        sent = x.new_zeros(x.shape)
+        sent = x.new_empty(x.shape)
         for shard, (a, b) in zip(shards, bounds, strict=True):
             sent[:, a:b] = compression.decode(shard, b - a)
 
@@ -68,10 +69,22 @@ class Server(Partners):
             a, b = bounds[j]
             return compression.decode(pushed, b - a).to(x.dtype).mean(0, keepdim=True)
 
-        mean = x.new_zeros(x.shape)
-        for (a, b), part in zip(bounds, group.serve(shards, self.owners(group.size), merge), strict=True):
+        mean = x.new_empty(x.shape)
+        like = [mean[:, a:b] for a, b in bounds]
+        for (a, b), part in zip(bounds, group.serve(shards, self.owners(group.size), merge, like), strict=True):
             mean[:, a:b] = part
         return mean, sent, memory
+
+    def encoding(self, compression: Compression, sizes: Sizes, first: Exchange) -> Work:
+        return compression.encoding(sizes) + compression.decoding(sizes) + work(copy=sizes.nbytes)
+
+    def merging(self, compression: Compression, sizes: Sizes, members: int, received: int, place: float) -> Work:
+        part = sizes.part(-(-sizes.n // self.shards))
+        mean = work(copy=2 * received, add=(members + 1) * part.nbytes // 3)
+        return mean + times(members, compression.decoding(part))
+
+    def finishing(self, compression: Compression, sizes: Sizes, members: int, received: int) -> Work:
+        return work(copy=sizes.nbytes)
 
     def exchanges(
         self, members: int, hosts: tuple[int, ...], compression: Compression, sizes: Sizes, step: int

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from flexsearch.sync.bits import pack, packed_bytes, unpack
 from flexsearch.sync.compression import Compression, Mean, Sizes
 from flexsearch.sync.exchange import Group, Payload
+from flexsearch.sync.kinds import Work, work
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -22,7 +23,6 @@ class Sign(Compression):
 
     name: ClassVar[str] = "sign"
     changes: ClassVar[str] = "only signs are sent"
-    passes: ClassVar[int] = 2
 
     @property
     def alone(self) -> str:  # type: ignore[override]
@@ -35,13 +35,19 @@ class Sign(Compression):
         return self.feedback
 
     def encode(self, x: Tensor, step: int, ranks: tuple[int, ...]) -> Payload:
-        signs = pack((x >= 0).int(), 1)
+        signs = packed_signs(x)
         return Payload((signs, x.abs().mean(1, keepdim=True))) if self.feedback else Payload((signs, x[:, :0]))
 
     def decode(self, payload: Payload, n: int) -> Tensor:
         signs, scale = payload.parts
-        ones = (unpack(signs, n, 1) * 2 - 1).to(scale.dtype)
+        ones = unpacked_signs(signs, n).to(scale.dtype)
         return ones * scale if self.feedback else ones
+
+    def encoding(self, sizes: Sizes) -> Work:
+        return work(sign=sizes.nbytes, add=self.feedback * sizes.nbytes)
+
+    def decoding(self, sizes: Sizes) -> Work:
+        return work(unsign=sizes.nbytes, copy=self.feedback * sizes.nbytes)
 
     def nbytes(self, sizes: Sizes) -> int | None:
         return packed_bytes(sizes.n, 1) + (sizes.itemsize if self.feedback else 0)
@@ -51,3 +57,13 @@ class Sign(Compression):
     ) -> tuple[Tensor, Tensor, Any]:
         result, sent, memory = super().average(x, group, mean, memory, step, sizes)
         return (result if self.feedback else result.sign()), sent, memory
+
+
+def packed_signs(x: Tensor) -> Tensor:
+    """(rows, n) -> (rows, packed_bytes), a bit for each: whether it is not negative."""
+    return pack((x >= 0).byte(), 1)
+
+
+def unpacked_signs(data: Tensor, n: int) -> Tensor:
+    """(rows, n) of 1 and -1, int32."""
+    return unpack(data, n, 1) * 2 - 1

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, ClassVar
 
 from flexsearch.sync.compression import Compression, Sizes, Sparse, marked
 from flexsearch.sync.exchange import INDEX_BYTES, Payload
+from flexsearch.sync.kinds import Work, work
 from flexsearch.sync.options import number
 
 if TYPE_CHECKING:
@@ -17,17 +18,16 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Expected(Sparse):
-    """What plans take for it: a share ``density`` of the entries is sent, ``passes_`` over the vector find them."""
+    """What plans take for it: a share ``density`` of the entries is sent; the threshold is found in a ``sample``."""
 
     density: float = 0.01
-    passes_: int = 4
+    sample: float = 0.0
 
     name: ClassVar[str] = "expected"
 
-    @property
-    def passes(self) -> int:  # type: ignore[override]
-        """As of what it stands for."""
-        return self.passes_
+    def encoding(self, sizes: Sizes) -> Work:
+        sample = self.sample * sizes.nbytes
+        return work(mark=sizes.nbytes, select=sample, sort=self.density * sample)
 
     def nbytes(self, sizes: Sizes) -> int | None:
         return INDEX_BYTES + ceil(self.density * sizes.n) * (sizes.itemsize + INDEX_BYTES)
@@ -42,7 +42,6 @@ class Threshold(Sparse):
 
     name: ClassVar[str] = "threshold"
     changes: ClassVar[str] = "only large entries are sent"
-    passes: ClassVar[int] = 4
 
     def __post_init__(self) -> None:
         number("tau of threshold", self.tau)
@@ -50,7 +49,7 @@ class Threshold(Sparse):
 
     @property
     def planned(self) -> Compression:
-        return Expected(self.feedback, self.expect, self.passes)
+        return Expected(self.feedback, self.expect)
 
     def encode(self, x: Tensor, step: int, ranks: tuple[int, ...]) -> Payload:
         return marked(x, x.abs() >= self.tau)
@@ -69,7 +68,6 @@ class AdaptiveThreshold(Sparse):
 
     name: ClassVar[str] = "adaptive-threshold"
     changes: ClassVar[str] = "only the largest entries are sent"
-    passes: ClassVar[int] = 5
 
     def __post_init__(self) -> None:
         number("density of adaptive-threshold", self.density, most=1.0)
@@ -77,7 +75,7 @@ class AdaptiveThreshold(Sparse):
 
     @property
     def planned(self) -> Compression:
-        return Expected(self.feedback, self.density, self.passes)
+        return Expected(self.feedback, self.density, self.sample)
 
     def encode(self, x: Tensor, step: int, ranks: tuple[int, ...]) -> Payload:
         size = x.abs()

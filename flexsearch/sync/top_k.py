@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, ClassVar
 
 from flexsearch.sync.compression import Chosen, Sizes, sparse
 from flexsearch.sync.exchange import INDEX_BYTES, Payload
+from flexsearch.sync.kinds import Work
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -19,10 +20,12 @@ class TopK(Chosen):
 
     name: ClassVar[str] = "top-k"
     changes: ClassVar[str] = "only the largest entries are sent"
-    passes: ClassVar[int] = 5
 
     def encode(self, x: Tensor, step: int, ranks: tuple[int, ...]) -> Payload:
         return sparse(x, x.abs().topk(self.entries(x.shape[1]), 1).indices)
+
+    def encoding(self, sizes: Sizes) -> Work:
+        return self.selecting(sizes)
 
     def nbytes(self, sizes: Sizes) -> int | None:
         return self.entries(sizes.n) * (sizes.itemsize + INDEX_BYTES)

@@ -55,7 +55,7 @@ class Member:
                 parameter.grad = None if parameter.grad is None else parameter.grad * self.ranks.size
             return
         gradients = [torch.zeros_like(p) if p.grad is None else p.grad for p in self.parameters]
-        own = self._row(gradients) * self.ranks.size
+        own = self._row(gradients).mul_(self.ranks.size)  # a copy
         row, self.state = self.recipe.before_update(self.state, self.ranks, own, self.sizes)
         for parameter, part in zip(self.parameters, self._parts(row), strict=True):
             parameter.grad = part

@@ -105,8 +105,9 @@ class Ranks:
         return total
 
     def serve(
-        self, shards: Sequence[Payload], owners: Sequence[int], merge: Callable[[int, Payload], Tensor]
-    ) -> list[Tensor]:
+        self, shards: Sequence[Payload], owners: Sequence[int], merge: Callable[[int, Payload], Tensor],
+        like: Sequence[Tensor],
+    ) -> list[Tensor]:  # fmt: skip
         """Push payload j to position ``owners[j]``, which merges those of all, and pull what it has made of them."""
         own, workers = self.ranks[0], range(self.size)
         mine = [j for j, owner in enumerate(owners) if owner == own]
@@ -115,11 +116,10 @@ class Ranks:
         pushed = self._swap(there, {r: shards[j] for j in mine for r in workers if r != own})
         merged = {j: merge(j, joined([shards[j] if r == own else pushed[r] for r in workers])) for j in mine}
         back = {r: Payload((merged[j],)) for j in mine for r in workers if r != own}
-        made = [merge(j, shard) for j, shard in enumerate(shards)]  # of the same shape and type
-        wanted = {} if self.serves_only else {o: Payload((made[j],)) for j, o in enumerate(owners) if o != own}
+        wanted = {} if self.serves_only else {o: Payload((like[j],)) for j, o in enumerate(owners) if o != own}
         pulled = self._swap(back, wanted)
         return [
-            merged[j] if o == own else made[j] if self.serves_only else pulled[o].parts[0]
+            merged[j] if o == own else like[j] if self.serves_only else pulled[o].parts[0]
             for j, o in enumerate(owners)
         ]  # fmt: skip
 
@@ -132,7 +132,8 @@ class Ranks:
             sent = {r: count_of(payload) for r, payload in there.items()}
             arrived = self._messages(sent, dict.fromkeys(wanted, INDEX_BYTES))
             counts = {r: int(flat.view(torch.int32)) for r, flat in arrived.items()}
-        flat_of = {r: packed(payload) for r, payload in there.items()}
+        once = {id(payload): packed(payload) for payload in there.values()}
+        flat_of = {r: once[id(payload)] for r, payload in there.items()}
         templates = {r: wanted[r] for r in counts}
         lengths = {r: nbytes_of(template, counts[r]) for r, template in templates.items()}
         flat = self._messages(flat_of, lengths)
@@ -210,7 +211,9 @@ def joined(payloads: Sequence[Payload]) -> Payload:
     for k in range(len(payloads[0].parts)):
         own = [payload.parts[k] for payload in payloads]
         most = max(part.shape[1] for part in own)
-        parts.append(torch.cat([torch.nn.functional.pad(part, (0, most - part.shape[1])) for part in own]))
+        gaps = [most - part.shape[1] for part in own]
+        filled = [torch.nn.functional.pad(x, (0, gap)) if gap else x for x, gap in zip(own, gaps, strict=True)]
+        parts.append(torch.cat(filled))
     lengths = [payload.length for payload in payloads if payload.length is not None]
     return replace(payloads[0], parts=tuple(parts), length=torch.cat(lengths) if lengths else None)
 
