@@ -100,10 +100,10 @@ def test_weights_and_running_statistics_are_those_of_one_device(name: str) -> No
 
 
 def test_parts_that_are_all_of_a_projection_are_cut_at_once() -> None:
-    """Queries, keys and values of three layers; by heads, each device cuts what it has."""
+    """Queries, keys and values of three layers."""
     model, tokens, targets = deep()
     graph = import_with_constants(model, (tokens,), tokens_loss, targets=targets).graph
-    for name, devices in (("single", 1), ("data-parallel", 2), ("megatron", 2)):
+    for name, devices in (("single", 1), ("data-parallel", 2)):
         plan = baseline(name, graph, Topology.load(f"ethernet-1g:{devices}"))
         lowered = lower_for_ranks(graph, plan, plan.cluster, Costs(graph, plan.cluster))
         calls = [call for segment in compile_program(lowered, 0).segments for call in segment.calls]
