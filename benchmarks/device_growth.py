@@ -36,26 +36,30 @@ from flexsearch.topology import Topology
 name, devices = sys.argv[1], int(sys.argv[2])
 options = Options(optimizer="adam", precision="bf16")
 
-def search():
+def evaluated():
     graph = OperatorGraph.load(name).resized(str(devices), None)
-    return LayoutSearch(graph, Topology.load(f"dgx-a100:{devices // 8}"), options, None, 1e9, None)
+    one = LayoutSearch(graph, Topology.load(f"dgx-a100:{devices // 8}"), options, None, 1e9, None)
+    return one, one.evaluate(layout, options)
+
+def propose(one, plan, seconds):
+    simulator = one.trials.simulators.simulator(plan.pipeline, plan.configs, options)
+    taken, end = [], time.perf_counter() + seconds
+    for change in one.trials.splits.alternatives(layout, plan.pipeline, plan.configs):
+        operator = next(iter(change))
+        began = time.perf_counter()
+        simulator.propose({operator: change[operator]})
+        simulator.reject()
+        taken.append(time.perf_counter() - began)
+        if began > end:
+            break
+    return taken
 
 layout = Layout(devices // 8, 8, 1)
-search().evaluate(layout, options)  # compiles
+propose(*evaluated(), 0.0)  # compiles
 began = time.perf_counter()
-one = search()
-plan = one.evaluate(layout, options)
+one, plan = evaluated()
 first_s = time.perf_counter() - began
-simulator = one.simulators.simulator(plan.pipeline, plan.configs, options)
-taken, end = [], time.perf_counter() + float(sys.argv[3])
-for change in one.splits.alternatives(layout, plan.configs):
-    operator = next(iter(change))
-    began = time.perf_counter()
-    simulator.propose({operator: change[operator]})
-    simulator.reject()
-    taken.append(time.perf_counter() - began)
-    if began > end:
-        break
+taken = propose(one, plan, float(sys.argv[3]))
 print(json.dumps({"iteration_s": plan.seconds, "first_s": first_s, "proposals": len(taken),
                   "proposal_s": statistics.median(taken), "mean_proposal_s": statistics.fmean(taken),
                   "peak_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024}))

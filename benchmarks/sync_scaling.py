@@ -30,19 +30,15 @@ from torch import Tensor, nn
 from benchmarks.harness import Row, parser, report, say
 from flexsearch.api import Setting
 from flexsearch.cost.communication import Pricing
-from flexsearch.cost.exchanges import price
 from flexsearch.errors import FlexsearchError
 from flexsearch.graph import OperatorGraph
 from flexsearch.graph.importer import import_model
 from flexsearch.graph.resize import resized
-from flexsearch.search.recipes import EXACT, with_options
+from flexsearch.search.recipes import EXACT, exchange_seconds, with_recipe
 from flexsearch.simulate import makespan, simulate
-from flexsearch.strategy import Options, Strategy
-from flexsearch.strategy.records import WeightRecipe
-from flexsearch.sync import parse_recipe
-from flexsearch.sync.compression import Sizes
+from flexsearch.strategy import Options
 from flexsearch.topology import Topology
-from flexsearch.topology.parts import Communication
+from flexsearch.topology.changes import device_named, with_device
 
 WORKERS, QUICK_WORKERS = (4, 8, 16, 32), (4,)
 MODELS: Final = ("vgg16", "resnet50", "alexnet", "resnet20", "rnnlm")
@@ -87,21 +83,13 @@ def resnet20(batch: int) -> OperatorGraph:
 
 def gpu_hosts(count: int) -> Topology:
     """Hosts of ethernet-1g, with one P100 instead of a core."""
-    hosts, gpu = Topology.load(f"ethernet-1g:{count}"), Topology.load("p100").devices[0]
-    devices = tuple(gpu.model_copy(update={"name": d.name, "host": d.host, "processor": None}) for d in hosts.devices)
-    return Topology(
-        name=f"{count} hosts with a P100, 1 Gbit/s", devices=devices, switches=hosts.switches, links=hosts.links,
-        communication=Communication(backend="nccl"),
-    )  # fmt: skip
+    return with_device(Topology.load(f"ethernet-1g:{count}"), device_named("P100"), "nccl")
 
 
 def step_s(setting: Setting, recipe: str | None) -> float:
     """A step of data parallelism in which all weights synchronise by a recipe, s; None: in buckets that overlap."""
     plan = setting.baseline("data-parallel")
-    if recipe is not None:
-        options = plan.options.model_copy(update={"recipes": (WeightRecipe(weights=("*",), recipe=recipe),)})
-        plan = Strategy.make(setting.graph, setting.topology, plan.configs, options)
-    return setting.row("", plan).simulation.makespan_s
+    return setting.row("", plan if recipe is None else with_recipe(plan, recipe)).simulation.makespan_s
 
 
 def scaling(model: str, workers: tuple[int, ...], density: float) -> list[Row]:
@@ -144,15 +132,12 @@ def formulas(workers: int, nbytes: int, alpha_s: float, beta_s: float) -> dict[s
 def exchanges(workers: int, sizes: tuple[int, ...]) -> list[Row]:
     """A row for each size of message."""
     topology = Topology.load(f"ethernet-1g:{workers}")
-    pricing, members = Pricing(topology), range(workers)
-    alpha = pricing.transfer("exchange", [(0, 1, 0)]).duration_s
+    alpha = Pricing(topology).transfer("exchange", [(0, 1, 0)]).duration_s
     beta = 1 / min(link.bandwidth for link in topology.links)
     rows: list[Row] = []
     for nbytes in sizes:
-        seconds, vector = {}, Sizes(((nbytes // 4,),), 4)
-        for name, text in FORMS.items():
-            phases = parse_recipe(text.format(workers=workers)).exchanges(workers, list(members), vector, 0) or []
-            seconds[name] = sum(price(pricing, members, phase).duration_s for phase in phases)
+        texts = {name: text.format(workers=workers) for name, text in FORMS.items()}
+        seconds = {name: exchange_seconds(topology, text, nbytes) for name, text in texts.items()}
         by_formula = formulas(workers, nbytes, alpha, beta)
         rows.append({
             "table": "exchange", "workers": workers, "size_bytes": nbytes,
@@ -170,9 +155,8 @@ def forms(model: str, topology: str) -> Row:
     plan = setting.baseline("data-parallel", Options(optimizer="momentum"))
     planned_s, row = makespan(setting.lower(plan)), dict[str, float]()
     for recipe in ("all-reduce", *EXACT):
-        entry = WeightRecipe(recipe=recipe)
         try:
-            lowered = setting.lower(with_options(plan, plan.options.model_copy(update={"recipes": (entry,)})))
+            lowered = setting.lower(with_recipe(plan, recipe))
             row[recipe.removeprefix("all-reduce:form=")] = simulate(lowered).makespan_s / planned_s
         except FlexsearchError:  # halving-doubling of three, hierarchical of single devices
             continue

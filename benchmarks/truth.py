@@ -1,6 +1,8 @@
 """How near are predictions to training steps that others measured on real GPU clusters?
 
     python -m benchmarks.truth DATA [--quick] [--json] [--only fsdp|pipelines|megatron|nccl] [--rows]
+    python -m benchmarks.truth DATA --fit [--quick] [--json]
+    python -m benchmarks.truth DATA --intervals
 
 ``DATA``: the folder of the measurements; its files and where they come from:
 
@@ -24,7 +26,8 @@ Each row's layout, microbatches, recomputation and precision are those of the ru
 - ``refused``: rows that no plan can express, or that were measured in float8.
 
 A table is told as a whole, by source, model, and degrees of tensor and pipeline parallelism. ``--rows`` prints every
-row.
+row; ``--intervals`` how many steps the predicted 80 % intervals cover, by source; ``--fit`` the efficiencies that these
+rows teach, and how far off they are for sizes that were left out (:mod:`benchmarks.truth_fit`).
 """
 
 from __future__ import annotations
@@ -37,12 +40,15 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from itertools import combinations, groupby
+from math import nan
 from pathlib import Path
 from typing import Any, Final
 
 from benchmarks.decoders import Model, graph_of
 from benchmarks.harness import Row, median, parser, report, say
 from benchmarks.llm_plans import SEQ, TABLE_1, VOCAB, layout_of
+from benchmarks.truth_fit import GPUS, THIN, fit_gpu, rows_of
+from flexsearch.cost import Learned, Profile, ProfileDevice
 from flexsearch.cost.communication import Pricing
 from flexsearch.errors import FlexsearchError
 from flexsearch.files import shipped
@@ -188,29 +194,35 @@ QUICK: Final = 6
 
 @dataclass(frozen=True)
 class Scored:
-    """A case with its predicted step. Of the fullest device: ``peak_bytes``, and the bytes that it lacks."""
+    """A case with its predicted step. Of the fullest device: ``peak_bytes``, and the bytes that it lacks. ``width``:
+    of its 80 % interval to each side, over the prediction."""
 
     case: Case
     predicted_s: float
     peak_bytes: int = 0
     missing: int = 0
+    width: float = nan
 
     @property
     def ratio(self) -> float:
         return self.predicted_s / self.case.measured_s
 
 
-def predict(case: Case) -> Scored:
+def predict(case: Case, learned: Learned | None = None, interval: bool = False) -> Scored:
     """Simulate a case. Raises FlexsearchError where no plan expresses it. Where the last stage has no room for the
     activations that it is said to keep, it cannot have kept them: it computes them again, too."""
     graph = graph_of(case.model).resized(case.batch)
     topology = in_ranks(cluster_of(case.cluster, case.layout.devices), case.layout)
-    first, options = equal_stages(graph, case), case.options
-    _, step = simulate_layout(graph, topology, case.layout, options, first=first)
+    first, options, profile = equal_stages(graph, case), case.options, None
+    if learned is not None:
+        device = ProfileDevice(kind="cuda", model=topology.devices[0].model)
+        profile = Profile(device=device, torch="none", learned=learned)
+    _, step = simulate_layout(graph, topology, case.layout, options, profile, first)
     if step.missing and options.recompute_blocks is not None:
         options = options.model_copy(update={"recompute_blocks": None})
-        _, step = simulate_layout(graph, topology, case.layout, options, first=first)
-    return Scored(case, step.makespan_s, max(memory.peak for memory in step.memory), step.missing)
+        _, step = simulate_layout(graph, topology, case.layout, options, profile, first)
+    width = step.estimate.half / step.makespan_s if interval else nan
+    return Scored(case, step.makespan_s, max(memory.peak for memory in step.memory), step.missing, width)
 
 
 def in_ranks(topology: Topology, layout: Layout) -> Topology:
@@ -307,8 +319,29 @@ def _group(row: Scored) -> tuple[str, ...]:
     return tuple(map(str, row.case.group))
 
 
-def measure(name: str, data: Path, quick: bool) -> tuple[list[Scored], list[str]]:
-    """All cases of a table, simulated, and what could not be planned."""
+def interval_rows(name: str, rows: Sequence[Scored]) -> Iterator[Row]:
+    """How many measured steps lie in the 80 % intervals of their predictions, by source."""
+    sources = dict.fromkeys(row.case.source for row in rows)
+    for part in (None, *(sources if len(sources) > 1 else ())):
+        some = [row for row in rows if part in (None, row.case.source)]
+        inside = [abs(row.predicted_s - row.case.measured_s) <= row.width * row.predicted_s for row in some]
+        yield {
+            "table": name, "part": part or "all", "rows": len(some), "covered": sum(inside),
+            "share": sum(inside) / len(some), "half_width": median([row.width for row in some]),
+        }  # fmt: skip
+
+
+def fit_rows(data: Path, quick: bool) -> Iterator[Row]:
+    """See :mod:`benchmarks.truth_fit`."""
+    cases = [case for cases_of in TABLES.values() for case in cases_of(data) if isinstance(case, Case)]
+    for gpu in GPUS:
+        own = [case for case in cases if case.cluster.startswith(GPUS[gpu]) and case.layout.pipeline == 1]
+        taught = fit_gpu(gpu, own[:: THIN if quick else 1], lambda case, learned: predict(case, learned).predicted_s)
+        yield from rows_of(taught, [predict(case).ratio for case in taught.cases])
+
+
+def measure(name: str, data: Path, quick: bool, intervals: bool = False) -> tuple[list[Scored], list[str]]:
+    """All cases of a table, simulated, and what could not be planned. ``intervals``: with their widths."""
     cases, scored = list(TABLES[name](data)), list[Scored]()
     if quick:
         cases = cases[:: max(1, len(cases) // QUICK)]
@@ -318,7 +351,7 @@ def measure(name: str, data: Path, quick: bool) -> tuple[list[Scored], list[str]
             continue
         say(case.label)
         try:
-            scored.append(predict(case))
+            scored.append(predict(case, interval=intervals))
         except FlexsearchError as error:
             refused.append(f"{case.label}: {error}")
     return scored, refused
@@ -330,12 +363,17 @@ def main() -> int:
     arguments.add_argument("data", type=Path, help="folder of the measurements")
     arguments.add_argument("--only", choices=(*TABLES, "nccl"), help="one of the tables")
     arguments.add_argument("--rows", action="store_true", help="print every row")
+    arguments.add_argument("--fit", action="store_true", help="fit the efficiencies anew, each size left out in turn")
+    arguments.add_argument("--intervals", action="store_true", help="how many steps the 80 %% intervals cover")
     options = arguments.parse_args()
     if not options.data.is_dir():
         arguments.error(f"{options.data} is no folder")
     lines: list[Row] = []
+    if options.fit:
+        report(list(fit_rows(options.data, options.quick)), "Efficiencies fitted to published steps", options.json)
+        return 0
     for name in TABLES if options.only is None else {options.only} - {"nccl"}:
-        scored, refused = measure(name, options.data, options.quick)
+        scored, refused = measure(name, options.data, options.quick, options.intervals)
         for reason in refused:
             say(f"refused: {reason}")
         if options.rows:
@@ -345,9 +383,11 @@ def main() -> int:
                 for row in scored
             ]  # fmt: skip
             continue
-        if scored:
+        if options.intervals:
+            lines += interval_rows(name, scored)
+        elif scored:
             lines += scores(name, scored, len(refused))
-    if options.only in (None, "nccl") and not options.rows:
+    if options.only in (None, "nccl") and not options.rows and not options.intervals:
         lines += nccl_rows(options.data, options.quick)
     report(lines, "Predicted and measured", options.json)
     return 0

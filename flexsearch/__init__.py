@@ -22,8 +22,10 @@ if TYPE_CHECKING:
     from flexsearch.graph import OperatorGraph
     from flexsearch.graph.importer import import_model
     from flexsearch.graph.ops import OperatorKind, register
+    from flexsearch.grids import grid_plans
     from flexsearch.measure.profiler import profile_graph
     from flexsearch.runtime.parallel import Parallel, parallelize
+    from flexsearch.search.recipes import exchange_seconds, with_recipe
     from flexsearch.strategy import Strategy
     from flexsearch.topology import Topology
     from flexsearch.tracing import save_trace
@@ -32,14 +34,17 @@ __version__ = "0.1.0"
 
 __all__ = [
     "FlexsearchError", "OperatorGraph", "OperatorKind", "Parallel", "Profile", "Strategy", "Topology", "__version__",
-    "compare", "converge", "import_model", "optimize", "parallelize", "profile_graph", "register", "save_trace",
+    "compare", "converge", "exchange_seconds", "grid_plans", "import_model", "optimize", "parallelize",
+    "profile_graph", "register", "save_trace", "with_recipe",
 ]  # fmt: skip
 
 _HOME = {
     "FlexsearchError": "errors", "OperatorGraph": "graph", "Parallel": "runtime.parallel", "Profile": "cost",
     "Strategy": "strategy", "Topology": "topology", "compare": "api", "converge": "converging",
+    "exchange_seconds": "search.recipes", "grid_plans": "grids",
     "import_model": "graph.importer", "optimize": "api", "parallelize": "runtime.parallel",
     "profile_graph": "measure.profiler", "register": "graph.ops", "OperatorKind": "graph.ops", "save_trace": "tracing",
+    "with_recipe": "search.recipes",
 }  # fmt: skip
 
 

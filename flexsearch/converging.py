@@ -5,13 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from math import inf
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Final, Literal
 
 from flexsearch.api import Setting
-from flexsearch.errors import FlexsearchError, RecipeError
+from flexsearch.errors import FlexsearchError, RecipeError, RuntimeFailure
 from flexsearch.graph import OperatorGraph
-from flexsearch.report.convergence import Convergence, Run
+from flexsearch.report.convergence import Convergence, Measure, Run
+from flexsearch.search.recipes import EXACT, combinations
 from flexsearch.simulate.training import Workers
 from flexsearch.strategy import Strategy
 from flexsearch.sync import Recipe, parse_recipe
@@ -27,6 +29,11 @@ if TYPE_CHECKING:
 
 OnEpoch = Callable[[str, Epoch], None]
 """Called with the recipe and what it reached."""
+
+
+PARENTS: Final = 2
+"""Combinations of two are tried with the best single recipes, of three with the best of two: with so many. Taken: on 16
+workers that leaves about a third of the combinations."""
 
 
 @dataclass(frozen=True)
@@ -61,7 +68,7 @@ class Cluster:
 
 
 def converge(
-    recipes: Sequence[str | Recipe],
+    recipes: Sequence[str | Recipe] = (),
     model: str | nn.Module = "mlp",
     dataset: str | Dataset = "text",
     topology: str | Topology = "ethernet-1g-4",
@@ -75,6 +82,8 @@ def converge(
     momentum: float = 0.9,
     seed: int = 0,
     target_loss: float | None = None,
+    target_accuracy: float | None = None,
+    allow: Sequence[str] = (),
     step_s: float | None = None,
     slow: Mapping[int, float] | None = None,
     jitter: float = 0.0,
@@ -86,14 +95,21 @@ def converge(
     ``recipes``: as text ("local-sgd:period=16+gossip"), objects, or strategy files, whose plans compute what data
     parallelism does. ``model``: "mlp", "cnn", MODULE:CALLABLE, or a module, with its ``loss`` of outputs and targets.
     ``dataset``: "digits" (needs scikit-learn), "text", "cifar10:FOLDER", or a ``Dataset``. ``batch``: samples of a
-    worker's step. ``lr``: of "sgd" by default 0.1, of "adam" 0.001. ``target_loss``: to which times are compared.
+    worker's step. ``lr``: of "sgd" by default 0.1, of "adam" 0.001. ``target_loss`` or ``target_accuracy`` (share): to
+    which times are compared; by default the lowest loss that all of ``recipes`` reach. ``allow``: names of recipes, as
+    of ``optimize``, or "all": the one that is first at the target (``Convergence.first``) is looked for among all exact
+    recipes, all allowed single ones, and combinations with the best of these. Each is trained until it has reached the
+    target or, whatever comes, can no longer be the first. ``recipes``, by default all-reduce, are trained to the end.
     ``workers``, ``step_s``, ``slow``, ``jitter``: see :class:`Cluster`.
     Raises RecipeError for a recipe that makes no sense or that the workers cannot follow, DatasetError,
     ImportModelError, TopologyError; RuntimeFailure if training diverges."""
     from flexsearch.runtime.replicas import Training, load_dataset, load_model
 
-    if not recipes:
-        raise RecipeError("there is no recipe", "Give one or more, such as all-reduce.")
+    if not recipes and not allow:
+        raise RecipeError("there is no recipe", "Give one or more, such as all-reduce, or what is allowed (--allow).")
+    raced = combinations(allow) if allow else []
+    measure, target = _asked(target_loss, target_accuracy)
+    recipes = recipes or ("all-reduce",)
     for name, value in (("number of epochs", epochs), ("batch", batch)):
         whole(name, value)
     whole("seed", seed, 0)
@@ -110,7 +126,21 @@ def converge(
     module, own_loss = load_model(model, data) if isinstance(model, str) else (model, loss)
     if own_loss is None:
         raise RecipeError("a module needs a loss", "Give loss=, a function of outputs and targets.")
-    return _Trials(cluster, training, module, own_loss, title).run(parsed, target_loss, on_epoch)
+    trials = _Trials(cluster, training, module, own_loss, title)
+    result = replace(trials.run(parsed, on_epoch), asked=target, measure=measure)
+    return trials.race(result, raced, on_epoch) if raced else result
+
+
+def _asked(loss: float | None, accuracy: float | None) -> tuple[Measure, float | None]:
+    """By what times are compared, and to which value, if the user said so."""
+    if loss is not None and accuracy is not None:
+        raise RecipeError("there are two targets", "Give a loss or an accuracy.")
+    if loss is not None:
+        number("target loss", loss)
+    if accuracy is None:
+        return "loss", loss
+    number("target accuracy", accuracy, most=1.0)
+    return "accuracy", accuracy
 
 
 def _is_file(recipe: str | Recipe) -> bool:
@@ -134,10 +164,8 @@ class _Trials:
         else:
             self.workers = Workers.timed(cluster.step_s, *where)
 
-    def run(
-        self, recipes: Sequence[tuple[str | Recipe, Recipe | None]], target: float | None, on_epoch: OnEpoch | None
-    ) -> Convergence:
-        """Train under each; a strategy file has no recipe."""
+    def run(self, recipes: Sequence[tuple[str | Recipe, Recipe | None]], on_epoch: OnEpoch | None) -> Convergence:
+        """Train under each to the end; a strategy file has no recipe."""
         checked = self._replicas()
         for _, recipe in recipes:  # refused before the work
             if recipe is not None:
@@ -146,21 +174,45 @@ class _Trials:
         runs: list[Run] = []
         for source, recipe in recipes:
             name = source if isinstance(source, str) else source.words
-
-            def report(epoch: Epoch, name: str = name) -> None:
-                if on_epoch is not None:
-                    on_epoch(name, epoch)
-
-            trained = self.training.run(recipe or Recipe(), self._replicas(), self.workers, report)
+            run = self.trained(name, recipe or Recipe(), on_epoch)
             if recipe is None:
-                runs.append(Run(name, False, tuple(plans[name].timed(epoch) for epoch in trained.epochs)))
-                continue
-            notes = recipe.warnings(trained.epochs[-1].steps, self.workers.size)
-            runs.append(Run(name, recipe.lossy, trained.epochs, trained.staleness, tuple(notes)))
+                run = Run(name, False, tuple(plans[name].timed(epoch) for epoch in run.epochs))
+            runs.append(run)
         return Convergence(
             tuple(runs), self._title, self.training.dataset.name, self.cluster.topology.name, self.workers.size,
-            self.training.batch, checked.sizes.n, max(self.workers.compute_s), self._overlapped, target,
+            self.training.batch, checked.sizes.n, max(self.workers.compute_s), self._overlapped,
         )  # fmt: skip
+
+    def race(self, result: Convergence, rows: Sequence[Sequence[str]], on_epoch: OnEpoch | None) -> Convergence:
+        """``result`` with runs of other recipes: all exact ones and those of the first row, then of each further row
+        those that contain one of the ``PARENTS`` best of the row before."""
+        race = _Race(self, replace(result, asked=result.target), on_epoch)
+        race.run(EXACT)
+        parents: list[str] | None = None
+        for row in rows:
+            chosen = [text for text in row if parents is None or any(_contains(text, one) for one in parents)]
+            race.run(chosen)
+            parents = race.best_of(chosen)
+        return replace(
+            race.result, runs=tuple(race.runs.values()), raced=len(race.runs) - len(result.runs),
+            left_out=race.left_out,
+        )  # fmt: skip
+
+    def trained(
+        self, name: str, recipe: Recipe, on_epoch: OnEpoch | None, over: Callable[[Run], bool] | None = None
+    ) -> Run:
+        """Training under a recipe, until it is ``over``."""
+        epochs: list[Epoch] = []
+
+        def report(epoch: Epoch) -> bool:
+            epochs.append(epoch)
+            if on_epoch is not None:
+                on_epoch(name, epoch)
+            return over is not None and over(Run(name, recipe.lossy, tuple(epochs)))
+
+        trained = self.training.run(recipe, self._replicas(), self.workers, report)
+        notes = recipe.warnings(trained.epochs[-1].steps, self.workers.size)
+        return Run(name, recipe.lossy, trained.epochs, trained.staleness, tuple(notes))
 
     def _replicas(self) -> Any:
         from copy import deepcopy
@@ -201,6 +253,48 @@ class _Trials:
         alone_s = max(self.workers.compute_s)
         count = sum(c is not None for c in row.lowered.tasks.communication)
         return _Plan(row.simulation.makespan_s, row.simulation.moved_bytes, count, alone_s)
+
+
+class _Race:
+    """Runs that end once they have reached the target, or when their clock is past the best time so far: no epoch after
+    that can make them the first. ``left_out``: recipes that so many workers cannot follow, or that diverge."""
+
+    def __init__(self, trials: _Trials, result: Convergence, on_epoch: OnEpoch | None) -> None:
+        self.result, self.left_out = result, 0
+        self.runs = {run.name: run for run in result.runs}
+        self._trials, self._on_epoch = trials, on_epoch
+        self._best = min((t for run in result.runs if (t := result.time_of(run)) is not None), default=inf)
+
+    def run(self, recipes: Sequence[str]) -> None:
+        """Train under recipes, one after the other."""
+        for name in recipes:
+            if name in self.runs:
+                continue
+            try:
+                run = self._trials.trained(name, parse_recipe(name), self._on_epoch, self._is_over)
+            except (RecipeError, RuntimeFailure):
+                self.left_out += 1
+                continue
+            self.runs[name] = replace(run, ended=True)
+            time = self.result.time_of(run)
+            self._best = min(self._best, inf if time is None else time)
+
+    def _is_over(self, run: Run) -> bool:
+        return self.result.time_of(run) is not None or run.last.seconds >= self._best
+
+    def best_of(self, recipes: Sequence[str]) -> list[str]:
+        """The ``PARENTS`` of them that reach the target first; of those that do not, the nearest to it."""
+        measure = self.result.measure
+
+        def rank(name: str) -> tuple[float, float]:
+            time, best = self.result.time_of(self.runs[name]), self.runs[name].best(measure)
+            return inf if time is None else time, best if measure == "loss" else -best
+
+        return sorted((name for name in recipes if name in self.runs), key=rank)[:PARENTS]
+
+
+def _contains(recipe: str, part: str) -> bool:
+    return set(part.split("+")) < set(recipe.split("+"))
 
 
 @dataclass(frozen=True)

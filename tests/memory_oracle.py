@@ -228,7 +228,10 @@ class _Walk:
                         continue
                     if (e, device) in gradient:
                         gradient[e, device].until(made[device])
-                    elif alias and p == 0 and device in of_output and tensor.kind == "activation":
+                    elif (
+                        alias and p == 0 and tensor.kind == "activation" and device in of_output
+                        and of_output[device].nbytes == volume(box) * tensor.itemsize
+                    ):  # fmt: skip
                         gradient[e, device] = of_output[device]
                     else:
                         part: Part = "gradients" if tensor.kind == "parameter" else "activations"

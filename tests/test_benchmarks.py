@@ -13,10 +13,10 @@ import pytest
 from benchmarks import runtime_vs_torch
 from benchmarks.emulated import Machine
 from benchmarks.llm_plans import SEQ, TABLE_1, layout_of, tflops
-from benchmarks.sync_convergence import configurations
 from benchmarks.sync_scaling import SIZES, exchanges, resnet20
 from flexsearch.sync import parse_recipe
 from flexsearch.sync.compression import Sizes
+from flexsearch.sync.configurations import configurations
 from flexsearch.sync.threshold import AdaptiveThreshold
 
 FOLDER = Path(__file__).resolve().parents[1] / "benchmarks"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimi
 
 from flexsearch.errors import RuntimeFailure
 from flexsearch.graph.importer import Imported, import_with_constants
+from flexsearch.runtime.live_bytes import LiveBytes
 from flexsearch.runtime.parallel import Parallel, distribute
 from flexsearch.strategy.baselines import baseline
 from flexsearch.topology import Topology
@@ -176,3 +178,54 @@ def test_weights_go_to_safetensors_and_back(name: str, tmp_path: Path) -> None:
     written = safetensors.load_file(tmp_path / "model.safetensors")
     assert written.keys() == expected.keys() - {"down.weight"}, "as Hugging Face writes tied weights"
     assert all(torch.equal(written[name], expected[name]) for name in written)
+
+
+def _wide(plan: str | None = None) -> Any:
+    """Four layers of 512 kB each; with a plan, split by it and with AdamW's states."""
+    torch.manual_seed(3)
+    layers = nn.Sequential(*(nn.Linear(256, 256, bias=False) for _ in range(4))).double()
+    x = torch.randn(8, 256, dtype=torch.float64)
+    imported = import_with_constants(layers, (x,), nn.functional.mse_loss, targets=x)
+    if plan is None:
+        return imported
+    step = distribute(layers, imported, read(plan))
+    optimizer = torch.optim.AdamW(step.parameters(), lr=0.01)
+    step((x, x))
+    optimizer.step()
+    optimizer.zero_grad()
+    return step, optimizer
+
+
+def _bytes_beside(step: Parallel, optimizer: torch.optim.Optimizer, run: Callable[[], object]) -> tuple[int, int]:
+    """What a rank holds at most while it writes or reads, beside what it holds anyway; and the latter."""
+    there = [*step.parameters(), *(x for state in optimizer.state.values() for x in state.values())]
+    with LiveBytes(there) as live:
+        run()
+    return live.peak, sum(tensor.nbytes for tensor in there)
+
+
+def _bytes_of_saving(plan: str, folder: str) -> tuple[int, int]:
+    step, optimizer = _wide(plan)
+    return _bytes_beside(step, optimizer, lambda: step.save(folder, optimizer))
+
+
+def _bytes_of_loading(plan: str, folder: str) -> tuple[int, int]:
+    step, optimizer = _wide(plan)
+    return _bytes_beside(step, optimizer, lambda: step.load(folder, optimizer))
+
+
+def test_saving_and_loading_take_the_memory_of_few_pieces(tmp_path: Path) -> None:
+    """Weights and moments are 6.3 MB, a piece 0.13 MB. One that loads makes new states for the optimizer, too."""
+    graph = _wide().graph
+    plans = [
+        baseline(name, graph, Topology.load(f"ethernet-1g:{ranks}")).to_file().model_dump_json()
+        for name, ranks in (("fsdp", 4), ("megatron", 2))
+    ]
+    whole = 3 * sum(tensor.nbytes for tensor in graph.of_kind("parameter"))
+    piece = 256 * 256 * 8 // 4
+    for beside, own in pool(4).run(_bytes_of_saving, plans[0], str(tmp_path / "one")):
+        assert own < 1.01 * whole / 4
+        assert beside <= 2 * piece
+    for beside, own in pool(2).run(_bytes_of_loading, plans[1], str(tmp_path / "one")):
+        assert own < 1.01 * whole / 2
+        assert beside <= 2 / 3 * own + 3 * piece

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import math
 import sys
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
@@ -18,6 +20,7 @@ import flexsearch
 from flexsearch.errors import DatasetError, FileFormatError, ImportModelError, RecipeError, RuntimeFailure
 from flexsearch.report.convergence import Convergence, Run, headline, remarks
 from flexsearch.runtime.replicas import Dataset, Replicas, Training, load_dataset, load_model
+from flexsearch.search.recipes import EXACT, combinations
 from flexsearch.simulate.training import Workers
 from flexsearch.sync import parse_recipe
 from flexsearch.sync.record import Epoch
@@ -152,7 +155,75 @@ def test_time_to_a_loss_lies_between_epochs() -> None:
     assert [run.time_to(x) for x in (5.0, 3.0, 2.25, 1.75, 0.5)] == [10.0, 10.0, 17.5, 35.0, None]
     slow = Run("b", True, epochs[:2])
     result = Convergence((run, slow), "m", "d", "t", 2, 8, 10, 0.1)
-    assert result.loss == 2 and result.data()["runs"][1]["time_to_loss_s"] == 20.0
+    assert result.target == 2 and result.data()["runs"][1]["time_to_target_s"] == 20.0
+
+
+# ---- the first at a target
+
+ALLOWED = ("local-sgd", "top-k:density=0.2", "gossip:what=weights", "async")
+
+
+def raced(**options: object) -> Convergence:
+    return trained(allow=ALLOWED, target_accuracy=0.9, epochs=6, **options)
+
+
+def test_the_choice_is_never_slower_than_a_single_recipe() -> None:
+    """Each trained to the end by itself: what the race cut short could not have been first."""
+    race, singles = raced(), [*EXACT, *combinations(ALLOWED)[0]]
+    singles.remove("all-reduce:form=hierarchical")  # it needs hosts with several workers
+    assert race.first is not None and race.left_out == 1
+    alone = trained(*singles, race.first.name, target_accuracy=0.9, epochs=6)
+    times = {run.name: t for run in alone.runs if (t := alone.time_of(run)) is not None}
+    assert race.time_of(race.first) == times[race.first.name] == min(times.values())
+    assert set(singles) <= {run.name for run in race.runs}
+
+
+def test_training_ends_when_a_recipe_has_reached_the_target_or_cannot_be_the_first() -> None:
+    race = raced()
+    begun, *rest = race.runs
+    assert begun.name == "all-reduce" and not begun.ended and len(begun.epochs) == 6
+    best = race.time_of(begun) or math.inf
+    for run in rest:
+        for k in range(1, len(run.epochs)):
+            before = replace(run, epochs=run.epochs[:k])
+            assert race.time_of(before) is None and before.last.seconds < best
+        reached = race.time_of(run)
+        assert run.ended and (reached is not None or run.last.seconds >= best or len(run.epochs) == 6)
+        best = min(best, reached or math.inf)
+
+
+def test_combinations_are_tried_with_the_best_of_fewer_levels() -> None:
+    race, rows = raced(), combinations(ALLOWED)
+    names = [run.name for run in race.runs]
+    pairs = [name for name in names if name in rows[1]]
+    ranked = sorted(rows[0], key=lambda name: race.time_of(race.runs[names.index(name)]) or math.inf)
+    assert pairs and all(any(set(one.split("+")) < set(pair.split("+")) for one in ranked[:2]) for pair in pairs)
+    assert len(pairs) < len(rows[1]) and race.raced == len(names) - 1
+
+
+def test_recipes_that_so_many_workers_cannot_follow_are_left_out() -> None:
+    race = flexsearch.converge(
+        (), network(), blobs(), "ethernet-1g-4", loss=nn.functional.cross_entropy, workers=3, epochs=1, batch=8,
+        step_s=0.01, allow=["16-bit"],
+    )  # fmt: skip
+    assert race.left_out == 3  # halving-doubling, hierarchical, and four shards on three workers
+    assert race.target == race.runs[0].best() and race.first is not None
+
+
+def test_a_target_that_nothing_reaches_has_no_first() -> None:
+    race = trained(allow=["16-bit"], target_loss=1e-9, epochs=1)
+    assert race.first is None and any("reaches loss 0.000" in remark for remark in remarks(race))
+
+
+def test_the_command_names_the_choice(cli: Cli) -> None:
+    ran = cli("converge", "--allow", "local-sgd", "--target-accuracy", 0.1, *QUICK, "--json")
+    assert ran.code == 0, ran.err
+    data = json.loads(ran.out)
+    times = {run["recipe"]: run["time_to_target_s"] for run in data["runs"]}
+    assert times[data["first"]] == min(times.values()) and data["measure"] == "accuracy"
+    assert data["raced"] == len(data["runs"]) - 1
+    told = cli("converge", "--allow", "local-sgd", "--target-accuracy", 0.1, *QUICK)
+    assert told.code == 0 and f"{data['first']} is the first at accuracy 10.0 %" in " ".join(told.out.split())
 
 
 # ---- data and models
@@ -269,7 +340,10 @@ WRONG = {
     ("all-reduce", "--model", "vit"): "mlp, cnn",
     ("all-reduce", "-o", "c.bmp"): "cannot be drawn",
     ("gone.json",): "gone.json",
-    (): "Missing argument",
+    (): "--allow",
+    ("--allow", "local-sdg"): "local-sgd",
+    ("--allow", "all", "--target-loss", "2", "--target-accuracy", "0.4"): "two targets",
+    ("gossip", "--target-accuracy", "40"): "target accuracy",
 }  # fmt: skip
 
 

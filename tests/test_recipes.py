@@ -13,11 +13,18 @@ from flexsearch.cost import Profile
 from flexsearch.cost.communication import Pricing
 from flexsearch.cost.exchanges import streaming_seconds, work_seconds
 from flexsearch.cost.profile import ProfileDevice, WorkRate
-from flexsearch.errors import FlexsearchError
+from flexsearch.errors import FlexsearchError, RecipeError
 from flexsearch.graph import OperatorGraph
 from flexsearch.lower import Lowered, TaskKind
 from flexsearch.lower.several import several
-from flexsearch.search.recipes import TRIED, best_allowed, read_allowed, recipes_of
+from flexsearch.search.recipes import (
+    TRIED,
+    best_allowed,
+    exchange_seconds,
+    read_allowed,
+    recipes_of,
+    with_recipe,
+)
 from flexsearch.simulate import critical_path, simulate
 from flexsearch.simulate.engine import Engine
 from flexsearch.simulate.mean import steady
@@ -344,6 +351,30 @@ def test_what_is_allowed_is_read_as_written() -> None:
     for wrong, why in (("local-sdg", "Did you mean local-sgd"), ("", "names no recipe"), ("top-k:k=0", "k of top-k")):
         with pytest.raises(FlexsearchError, match=why):
             read_allowed(wrong)
+
+
+def test_a_plan_gets_a_recipe_and_keeps_all_else() -> None:
+    exact = FOUR.baseline("data-parallel")
+    with_one = with_recipe(exact, "server:shards=2", ["*weight"])
+    assert with_one.configs == exact.configs and not exact.options.recipes
+    assert with_one.options.model_copy(update={"recipes": ()}) == exact.options
+    assert with_one.options.recipes[0].weights == ("*weight",) and FOUR.row("", with_one).simulation.makespan_s > 0
+    with pytest.raises(RecipeError, match="qsdg"):
+        with_recipe(exact, "qsdg")
+
+
+def test_an_exchange_costs_what_its_phases_cost() -> None:
+    """A ring is so many messages of a part in turn; of gossip, distances 1 and 2 count half each; a period counts
+    once."""
+    pricing = Pricing(FOUR.topology)
+    part = pricing.transfer("exchange", [(k, (k + 1) % 4, 1000) for k in range(4)]).duration_s
+    assert exchange_seconds(FOUR.topology, "all-reduce:form=ring", 4000) == pytest.approx(6 * part)
+    one = exchange_seconds(FOUR.topology, "gossip", 4000)
+    assert exchange_seconds(FOUR.topology, "local-sgd:period=8+gossip", 4000) == pytest.approx(one)
+    both = [[(k, (k + d) % 4, 4000) for k in range(4) for d in {way, 4 - way}] for way in (1, 2)]
+    assert one == pytest.approx(sum(pricing.transfer("exchange", row).duration_s for row in both) / 2)
+    with pytest.raises(RecipeError, match="go by themselves"):
+        exchange_seconds(FOUR.topology, "async+server", 4000)
 
 
 def test_optimize_writes_the_exact_plan_and_the_allowed_one(cli: Cli, here: Path) -> None:

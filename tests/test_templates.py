@@ -11,11 +11,13 @@ from flexsearch.cost import Costs
 from flexsearch.cost.ticks import TICK
 from flexsearch.graph import OperatorGraph
 from flexsearch.lower.layout import Layouts
+from flexsearch.lower.pieces import Pieces
+from flexsearch.lower.split import Splitter
 from flexsearch.search.space import Space
 from flexsearch.simulate.delta import DeltaSimulator
 from flexsearch.strategy import OperatorConfig, Options, States
 from flexsearch.topology import Topology
-from tests.test_baselines import mlp
+from tests.test_baselines import cnn, mlp, transformer
 from tests.test_delta import uneven
 
 TOPOLOGIES = {"GPUs": lambda: Topology.load("p100:2"), "unequal hosts": lambda: uneven(5, "half", 1e-9, 2)}
@@ -103,3 +105,23 @@ def test_equal_layouts_have_one_number_however_many_there_are() -> None:
         terms = sorted(set(laid.grid.term.tolist()))
         first = [next(k for k, e in enumerate(order) if laid.grid.term[e] == term) for term in terms]
         assert side.term_first[: len(terms) + 1].tolist() == [*first, len(laid)]
+
+
+@pytest.mark.parametrize("graph", [cnn(batch=6), transformer(batch=4)], ids=lambda g: g.name)
+def test_operators_that_share_regions_have_those_that_each_would_make_alone(graph: OperatorGraph) -> None:
+    topology = Topology.load("p100:2")
+    pieces, space = Pieces(graph, topology, Costs(graph, topology)), Space(graph, topology)
+    rng = np.random.default_rng(0)
+    shapes = {tensor.name: tensor.shape for tensor in graph.tensors}
+    regions, of_splits = set[int](), set[tuple[int, int]]()
+    for i, op in enumerate(graph.operators):
+        for _ in range(8):
+            config = space.draw(rng, i)
+            operands = [shapes[n] for n in op.inputs], [shapes[n] for n in op.outputs]
+            alone, shared = Splitter(op, *operands, Layouts(8)).split(config), pieces.split(i, config)
+            for one, other in zip((*alone.inputs, *alone.outputs), (*shared.inputs, *shared.outputs), strict=True):
+                assert one.boxes(len(config.devices)) == other.boxes(len(config.devices))
+                assert one.grid.term.tolist() == other.grid.term.tolist()
+                regions.add(id(other))
+                of_splits.add((id(shared), id(other)))
+    assert len(regions) < len(of_splits)

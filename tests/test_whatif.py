@@ -17,7 +17,7 @@ from flexsearch.report.fitting import fitting_words
 from flexsearch.report.whatif import Changed, PlanOnCluster, in_a_sentence
 from flexsearch.strategy import Options, Strategy
 from flexsearch.topology import Topology
-from flexsearch.topology.changes import device_named, with_device, with_links, with_memory, with_speed
+from flexsearch.topology.changes import captured, device_named, with_device, with_links, with_memory, with_speed
 from tests.conftest import Cli
 from tests.test_scaling import step
 from tests.test_topology import device, link, topology
@@ -49,6 +49,28 @@ def test_devices_get_other_figures_at_the_same_places() -> None:
     assert {d.flops["bfloat16"] for d in other.devices} == {h100.flops["bfloat16"]}
     assert [(d.name, d.host) for d in other.devices] == [(d.name, d.host) for d in now.devices]
     assert device_named("hgx-h100") == h100
+
+
+def test_hosts_of_captured_steps_launch_nothing() -> None:
+    now = Topology.load("dgx-a100:2")
+    there = captured(now)
+    assert {device.launch_s for device in there.devices} == {0.0}
+    kept = {"devices": now.devices}
+    assert there.model_copy(update=kept) == now
+    graph = OperatorGraph.load("lenet")
+    eager, graphs = (Setting.of(graph, t) for t in (now, there))
+    steps = [setting.step(setting.baseline("data-parallel")).makespan_s for setting in (eager, graphs)]
+    assert steps[1] < 0.7 * steps[0]  # tiny operators on 16 GPUs wait for their hosts
+    for nothing_to_capture in (there, Topology.load("ethernet-1g-2")):
+        with pytest.raises(TopologyError, match="captured steps change nothing"):
+            captured(nothing_to_capture)
+
+
+def test_another_library_may_come_with_another_device() -> None:
+    hosts = Topology.load("ethernet-1g:2")
+    gpus = with_device(hosts, device_named("P100"), "nccl")
+    assert gpus.communication.backend == "nccl" and {d.kind for d in gpus.devices} == {"cuda"}
+    assert gpus.links == hosts.links and hosts.communication.backend == "gloo"
 
 
 def test_clusters_that_cannot_be_are_refused() -> None:
@@ -142,10 +164,20 @@ def test_only_some_links_change_and_another_cluster_may_take_the_place(cli: Cli,
     assert data["change"] == "the cluster ethernet-10g:2 and host*/cpu - switch 10x as fast"
 
 
+def test_a_plan_is_simulated_with_captured_steps(cli: Cli) -> None:
+    setting = Setting.of(OperatorGraph.load("lenet"), Topology.load("dgx-a100:1"))
+    setting.baseline("data-parallel").save("gpus.json")
+    data = cli("what-if", "gpus.json", "--captured", "-b", "20", "--save-topology", "captured.json", "--json").json
+    assert data["change"] == "steps captured as graphs"
+    assert data["this_plan"]["iteration_s"] < data["today"]["iteration_s"]
+    assert {device.overhead_s for device in Topology.load("captured.json").devices} == {0.0}
+
+
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
         ((), "say what to change"),
+        (("--captured",), "captured steps change nothing"),
         (("--network", "fast"), '"fast" is no change of links'),
         (("--network", "0x"), "above 0"),
         (("--network", "wifi=2x"), "there are: host*/cpu - switch"),

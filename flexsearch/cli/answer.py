@@ -26,15 +26,15 @@ NEAR: float = 1.8
 """No errors that are taken make plans of which one takes so many times as long too near to be told apart."""
 
 
-def answer_rows(setting: Setting, result: SearchResult) -> tuple[PlanRow, list[PlanRow]]:
+def answer_rows(result: SearchResult) -> tuple[PlanRow, list[PlanRow]]:
     """The answer, and the baselines. If the answer is a baseline, it has its name and is one of them."""
     from flexsearch.report import PlanRow
 
-    others = [PlanRow(name, o.simulation, setting.lower(o.strategy)) for name, o in result.baselines.items()]
+    others = [PlanRow(name, o.simulation, o.simulation.lowered) for name, o in result.baselines.items()]
     for row in others:
         if row.name == result.baseline:
             return row, others
-    return PlanRow("found", result.simulation, setting.lower(result.strategy)), others
+    return PlanRow("found", result.simulation, result.simulation.lowered), others
 
 
 def near_baselines(result: SearchResult) -> dict[str, Estimate]:

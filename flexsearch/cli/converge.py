@@ -10,17 +10,30 @@ import typer
 from flexsearch.cli.common import DEFAULT_TOPOLOGY, FINITE, JsonOption, check_outputs, show, stdout
 from flexsearch.cli.progress import Live
 
+SHOWN = 8
+"""Recipes that were tried (--allow) that tables show."""
+
 
 def converge(
     recipes: Annotated[
-        list[str],
+        list[str] | None,
         typer.Argument(
-            metavar="RECIPE",
+            metavar="[RECIPE]...",
             help="Parts joined by +: local-sgd, diloco, async, stale; all-reduce, server, gossip, ring, matrix; "
             "threshold, adaptive-threshold, top-k, gtop-k, random-k, qsgd, 16-bit, sign, powersgd; warm-up, "
-            "momentum-correction. Options follow a colon: local-sgd:period=16+top-k:k=99. Or a strategy file.",
+            "momentum-correction. Options follow a colon: local-sgd:period=16+top-k:k=99. Or a strategy file. "
+            "Default with --allow: all-reduce.",
         ),
-    ],
+    ] = None,
+    allow: Annotated[
+        str,
+        typer.Option(
+            "--allow",
+            metavar="R,...",
+            help="Find the recipe that is first at the target, among all exact ones and these: names, whole recipes, "
+            "or all; single and combined, as optimize --allow.",
+        ),
+    ] = "",
     model: Annotated[
         str, typer.Option("--model", "-m", metavar="M", help="mlp, cnn, or MODULE:CALLABLE as in import.")
     ] = "mlp",
@@ -52,6 +65,10 @@ def converge(
             "--target-loss", metavar="X", help="Compare times to this loss. Default: one that all reach.", **FINITE
         ),
     ] = None,
+    target_accuracy: Annotated[
+        float | None,
+        typer.Option("--target-accuracy", metavar="X", help="Or to this accuracy, a share, as 0.45.", **FINITE),
+    ] = None,
     step_time: Annotated[
         float | None,
         typer.Option(
@@ -81,12 +98,15 @@ def converge(
 
     if output is not None and output.suffix.removeprefix(".") not in FORMATS:
         raise typer.BadParameter(f"{output} cannot be drawn; give a .png, .svg or .pdf file", param_hint="--output")
+    recipes = recipes or []
     files = [recipe for recipe in recipes if recipe.endswith(".json")]
     check_outputs({"--output": output}, topology, *files)
     from flexsearch.converging import converge as train
+    from flexsearch.search.recipes import read_allowed
     from flexsearch.sync.record import Epoch
 
-    total = float(len(recipes) * max(1, epochs))
+    allowed = read_allowed(allow) if allow else ()
+    total = float(len(recipes) * max(1, epochs)) if not allowed else None
     with Live("preparing", total) as live:
         done = [0]
 
@@ -96,8 +116,8 @@ def converge(
 
         result = train(
             recipes, model, dataset, topology, workers=workers, epochs=epochs, batch=batch, optimizer=optimizer, lr=lr,
-            momentum=momentum, seed=seed, target_loss=target_loss, step_s=step_time, slow=_slow(slow or []),
-            jitter=jitter, on_epoch=report,
+            momentum=momentum, seed=seed, target_loss=target_loss, target_accuracy=target_accuracy, allow=allowed,
+            step_s=step_time, slow=_slow(slow or []), jitter=jitter, on_epoch=report,
         )  # fmt: skip
     if output is not None:
         from flexsearch.output import write
@@ -125,6 +145,8 @@ def _say(result: Any, output: Path | None) -> None:
     from flexsearch.cli.details import tell
     from flexsearch.report.convergence import headline, remarks
 
+    if result.raced:
+        result = result.leading(SHOWN)
     tell(headline(result), indent=2)
     stdout.print()
     stdout.print(result.table())

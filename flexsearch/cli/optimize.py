@@ -280,6 +280,7 @@ def _free_layouts(asked: _Asked, large: bool, budget: str) -> float | None:
 
 def _optimize(asked: _Asked, trial: Verification | None) -> None:
     """Search, prove and verify as asked; write the best plan and print it."""
+    from flexsearch.search.optimize import rare_collections
     from flexsearch.spaces import prefers_layout, search_both
 
     setting, seconds = asked.setting, asked.seconds
@@ -317,7 +318,8 @@ def _optimize(asked: _Asked, trial: Verification | None) -> None:
             say_more=lambda: _say_more(asked, verified, staged.strategy, beside),
         )  # fmt: skip
     else:
-        _answer(asked, result, proof, layouts, verified, more, beside)
+        with rare_collections():  # of all that the search left
+            _answer(asked, result, proof, layouts, verified, more, beside)
 
 
 def _say_more(asked: _Asked, verified: Verified | None, strategy: Strategy, beside: Beside | None) -> None:
@@ -335,7 +337,7 @@ def _answer(
 ) -> None:  # fmt: skip
     """Print a plan of one stage. ``more``: further data; ``beside``: what recipes bring."""
     setting = asked.setting
-    answer, others = answer_rows(setting, result)
+    answer, others = answer_rows(result)
     data = {"path": str(asked.output), "space": asked.space, **more}
     data |= answer_data(setting, result, proof, answer, others, layouts)
 

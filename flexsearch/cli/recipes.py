@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from shlex import quote
 from typing import TYPE_CHECKING, Any
 
 from flexsearch.cli.common import stdout
@@ -24,20 +25,28 @@ known."""
 class Beside:
     """``exact_s``: the best plan that synchronises exactly, as planned; ``exact``: the best one with an exact recipe;
     ``lossy``: the best one with an allowed recipe (None: none makes sense). ``path``: where that was written.
-    ``topology``: as it was named in the command."""
+    ``topology``, ``allow``: as they were named in the command."""
 
     exact_s: float
     exact: Allowed | None
     lossy: Allowed | None
     path: Path
     topology: str
+    allow: tuple[str, ...]
 
     def data(self) -> dict[str, Any]:
         """For JSON."""
         return {
             "exact_s": self.exact_s, "exact_recipe": _data(self.exact), "allowed": _data(self.lossy),
             "allowed_path": str(self.path) if self.lossy is not None else None, "warnings": self.warnings(),
+            "time_to_loss_command": self.command,
         }  # fmt: skip
+
+    @property
+    def command(self) -> str:
+        """What chooses among the same recipes by the time to a loss."""
+        allow = quote(",".join(self.allow))
+        return f"flexsearch converge --allow {allow} -t {self.topology} --model MODEL --dataset DATA"
 
     def warnings(self) -> list[str]:
         """What to know of the allowed recipe."""
@@ -71,8 +80,8 @@ class Beside:
         for warning in self.warnings():
             tell(f"Note: {warning}.")
         tell(
-            "Time per step is not time to a loss. To train under both, on simulated workers:\n"
-            f"  flexsearch converge all-reduce '{self.lossy.recipe}' -t {self.topology} --model MODEL --dataset DATA"
+            "Time per step is not time to a loss. To find the recipe that is first at a loss, on simulated workers:\n"
+            f"  {self.command}"
         )
         stdout.print(f"Wrote {self.path}.", soft_wrap=True)
 
@@ -113,4 +122,4 @@ def beside(
             iteration_s=simulation.makespan_s, peak_bytes=max(simulation.peak_bytes)
         )  # fmt: skip
         lossy.strategy.save(path)
-    return Beside(exact_s, exact, lossy, path, topology)
+    return Beside(exact_s, exact, lossy, path, topology, tuple(allow))

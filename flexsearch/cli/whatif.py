@@ -55,6 +55,9 @@ def what_if(
             help="Other devices: a model (H100-SXM5-80GB), a preset whose devices to take, or so much faster ones.",
         ),
     ] = None,
+    is_captured: Annotated[
+        bool, typer.Option("--captured", help="GPU steps captured as graphs: hosts launch nothing.")
+    ] = False,
     hosts: Annotated[int | None, typer.Option("--hosts", min=1, max=4096, metavar="N", help="So many hosts.")] = None,
     topology: Annotated[
         str | None, typer.Option("--topology", "-t", metavar="T", help="Another cluster: a topology file, or a preset.")
@@ -76,7 +79,7 @@ def what_if(
 ) -> None:  # fmt: skip
     """Change the cluster of a plan: what the same plan takes there, and what a new search finds.
 
-    Changes may be combined. Other devices come first, then memory and links.
+    Changes may be combined. Other devices come first, then captured steps, memory and links.
     """
     check_outputs({"--save-topology": save_topology, "--output": output}, strategy, graph, topology, profile)
     from flexsearch.api import parse_budget
@@ -87,7 +90,7 @@ def what_if(
         raise typer.BadParameter("measured times do not hold for other devices", param_hint="--device")
     plan = Strategy.load(strategy)
     setting = setting_of(strategy, plan, graph, None, profile, Size(batch, seq), "--graph GRAPH")
-    changed, words = _changed(setting.topology, network or [], memory, device, hosts, topology)
+    changed, words = _changed(setting.topology, network or [], memory, device, is_captured, hosts, topology)
     outcome, best = _search(setting, plan, changed, words, budget)
     if save_topology is not None:
         changed.save(save_topology)
@@ -147,15 +150,16 @@ def _say(setting: Setting, outcome: Changed, topology: Path | None, output: Path
 
 
 def _changed(
-    now: Topology, network: list[str], memory: str | None, device: str | None, hosts: int | None, topology: str | None
-) -> tuple[Topology, str]:
+    now: Topology, network: list[str], memory: str | None, device: str | None, is_captured: bool, hosts: int | None,
+    topology: str | None,
+) -> tuple[Topology, str]:  # fmt: skip
     """The cluster that the options describe, and how it differs, in words."""
     from flexsearch.topology import Topology
-    from flexsearch.topology.changes import edited
+    from flexsearch.topology.changes import captured, edited
     from flexsearch.topology.sizes import Sizes
 
-    if not (network or memory or device or hosts or topology):
-        raise typer.BadParameter("say what to change: --network, --memory, --device, --hosts or --topology")
+    if not (network or memory or device or is_captured or hosts or topology):
+        raise typer.BadParameter("say what to change: --network, --memory, --device, --captured, --hosts or --topology")
     cluster, words = now, list[str]()
     if topology is not None:
         cluster = Topology.load(topology)
@@ -164,7 +168,13 @@ def _changed(
         sizes = Sizes.named(topology) if topology is not None else Sizes(now)
         cluster = sizes.of_hosts(hosts)
         words.append(f"{hosts} host{'s' * (hosts > 1)} instead of {len(sizes.whole.hosts)}")
-    for option, given in ((_with_device, device), (_with_memory, memory), *((_with_links, one) for one in network)):
+    if device is not None:
+        cluster, said = _with_device(cluster, device)
+        words.append(said)
+    if is_captured:
+        cluster = captured(cluster)
+        words.append("steps captured as graphs")
+    for option, given in ((_with_memory, memory), *((_with_links, one) for one in network)):
         if given is not None:
             cluster, said = option(cluster, given)
             words.append(said)

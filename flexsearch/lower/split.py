@@ -28,6 +28,8 @@ Mask = npt.NDArray[np.bool_]
 Shapes = Sequence[Sequence[int]]
 Intervals = dict[tuple[object, ...], tuple[I64, Mask | None]]
 """What a dimension reaches for every combination of the parts of its axes; which of it is not empty (None: all)."""
+Regions = dict[tuple[object, ...], "Region"]
+"""Regions of operands by what they follow from, whatever the operator (``Splitter._region``)."""
 
 
 @dataclass(frozen=True)
@@ -90,11 +92,11 @@ class Split:
 
 class Splitter:
     """Splits of an operator, or of all operators of the same pattern and sizes. ``inputs``/``outputs``: shapes of the
-    whole operands. ``intervals``: what dimensions were asked already, of any operator."""
+    whole operands. ``intervals``: what dimensions were asked already, of any operator; ``regions``: what came of it."""
 
     def __init__(
         self, op: Operator, inputs: Shapes, outputs: Shapes, layouts: Layouts, intervals: Intervals | None = None,
-        blocks: Blocks | None = None,
+        blocks: Blocks | None = None, regions: Regions | None = None,
     ) -> None:  # fmt: skip
         self.op, self.layouts, self.blocks = op, layouts, blocks or Blocks()
         self.inputs = len(inputs)
@@ -104,6 +106,7 @@ class Splitter:
         )
         self._splits: dict[tuple[Degrees, int, Shares], Split] = {}
         self._intervals = {} if intervals is None else intervals
+        self._regions = {} if regions is None else regions
         self._cut: dict[tuple[int, tuple[str, ...]], tuple[tuple[int, tuple[str, ...]], ...]] = {}
         self._shares: dict[str, tuple[int, ...]] = {}
         """Of the split at hand."""
@@ -111,10 +114,12 @@ class Splitter:
         """By operand: dimensions that an axis indexes."""
         self._whole: list[tuple[I64, bool]] = []
         """By operand: what the whole operator reaches, and whether it is anything."""
+        self._whole_keys: list[tuple[bytes, bool]] = []
         for (operand, shape), places in zip(self.operands, self._dimensions, strict=True):
             asked = [self._asked(d, size, ()) for d, size in zip(operand.dimensions, shape, strict=True)]
             box = np.array([interval[0] for interval, _ in asked], dtype=np.int64).reshape(len(asked), 2)
             self._whole.append((box, all(inside is None for _, inside in asked)))
+            self._whole_keys.append((box.tobytes(), self._whole[-1][1]))
             for d, dimension in enumerate(operand.dimensions):
                 for axis in dimension.axes:
                     places.setdefault(axis, []).append(d)
@@ -174,15 +179,37 @@ class Splitter:
 
     def _region(self, n: int, degrees: Degrees, at: dict[str, Index], term: U32) -> Region:
         """Region of operand number ``n``. ``at``: index of the part, by split axis and position."""
-        (operand, shape), parts = self.operands[n], dict(degrees)
+        operand, parts = self.operands[n][0], dict(degrees)
+        cut, places = self._cut_dimensions(n, parts), {axis: k for k, axis in enumerate(parts)}
+        if operand.once and any(axis in self.op.access.summed for axis in parts):
+            return self._make_region(n, degrees, cut, at, term)
+        # Equal intervals are one object, which ``_intervals`` keeps.
+        reached = tuple((d, id(interval), *(places[axis] for axis, _ in own)) for d, own, interval, _ in cut)
+        key = self._whole_keys[n], tuple(parts.values()), self._replicas, reached, self._outer(n, degrees)
+        if (known := self._regions.get(key)) is None:
+            known = self._regions[key] = self._make_region(n, degrees, cut, at, term)
+        return known
+
+    def _cut_dimensions(self, n: int, parts: dict[str, int]) -> list[tuple[int, Degrees, I64, Mask | None]]:
+        """Dimensions of operand number ``n`` that are cut, the degrees that cut each, and what it reaches."""
+        operand, shape = self.operands[n]
+        cut = []
+        for d, axes in self._split_dimensions(n, tuple(parts)):
+            own = tuple((axis, parts[axis]) for axis in axes)
+            cut.append((d, own, *self._asked(operand.dimensions[d], shape[d], own)))
+        return cut
+
+    def _make_region(
+        self, n: int, degrees: Degrees, cut: Sequence[tuple[int, Degrees, I64, Mask | None]], at: dict[str, Index],
+        term: U32,
+    ) -> Region:  # fmt: skip
+        operand, shape = self.operands[n]
         box = np.empty((len(term), len(shape), 2), dtype=np.int64)
         touched: Mask | None = None
         box[:], inside = self._whole[n]
         if not inside:
             touched = np.zeros(len(term), dtype=np.bool_)
-        for d, axes in self._split_dimensions(n, tuple(parts)):
-            own = tuple((axis, parts[axis]) for axis in axes)
-            interval, within = self._asked(operand.dimensions[d], shape[d], own)
+        for d, own, interval, within in cut:
             which = _flat(own, at)
             box[:, d] = interval[which]
             if within is not None:
@@ -195,9 +222,9 @@ class Splitter:
         held = None if touched is None or touched.all() else np.flatnonzero(touched)
         if held is not None:
             box, term = box[held], term[held]
-        if self.blocks.replicas == 1 or not self.blocks.spread[n]:
+        if (outer := self._outer(n, degrees)) is None:
             return Region(self.layouts.grid(box, term), held)
-        return self._spread(box, term, held, degrees)
+        return self._spread(box, term, held, degrees, outer[0])
 
     def _split_dimensions(self, n: int, axes: tuple[str, ...]) -> tuple[tuple[int, tuple[str, ...]], ...]:
         """Dimensions of operand number ``n`` that are cut where ``axes`` are split, and by which of these."""
@@ -208,13 +235,20 @@ class Splitter:
             known = self._cut[n, axes] = tuple(own)
         return known
 
-    def _spread(self, box: I64, term: U32, held: Index | None, degrees: Degrees) -> Region:
-        """The region in all blocks, its entries in the order and with the terms that the unfolded config has."""
-        blocks, parts = self.blocks, [count for _, count in degrees]
+    def _outer(self, n: int, degrees: Degrees) -> tuple[int, bool] | None:
+        """Of an operand that all blocks hold: parts of the axes outside of the one that they share out, and whether
+        there is such a one. None where they do not."""
+        blocks = self.blocks
+        if blocks.replicas == 1 or not blocks.spread[n]:
+            return None
         before = [count for axis, count in degrees if self._place(axis) < self._place(blocks.axis)]
-        count = self._replicas * prod(parts)
+        return prod(before), blocks.axis is not None
+
+    def _spread(self, box: I64, term: U32, held: Index | None, degrees: Degrees, outer: int) -> Region:
+        """The region in all blocks, its entries in the order and with the terms that the unfolded config has."""
+        blocks, count = self.blocks, self._replicas * prod(parts for _, parts in degrees)
         order, terms = _in_blocks(
-            count, prod(before), blocks.replicas, self._replicas * (blocks.replicas if blocks.axis is None else 1)
+            count, outer, blocks.replicas, self._replicas * (blocks.replicas if blocks.axis is None else 1)
         )
         if held is not None:
             chosen = np.isin(order % count, held)

@@ -136,16 +136,18 @@ def corrected(prior: Learned, topology: str, values: Mapping[str, float]) -> Lea
 def fit(
     predict: Callable[[Vector, int], float], measured_s: Sequence[float], figures: Sequence[Figure], *,
     weights: Vector | None = None, groups: Sequence[int] | None = None, most: int | None = None,
+    every: bool = False, rounds: int = ROUNDS,
 ) -> Fitted:  # fmt: skip
     """The values of ``figures`` that the measured times of plans teach. ``predict``: iteration time (s) of a plan with
     these values. ``groups``: by plan; those of one group are left out together; default: each alone. ``most``: figures
-    that are fitted at most; default: a third of the plans. Raises ProfileError for fewer than 3 times."""
+    that are fitted at most; default: a third of the plans. ``every``: fit the first ``most`` figures, whatever they
+    bring. ``rounds``: linearisations at most. Raises ProfileError for fewer than 3 times."""
     if (count := len(measured_s)) < PLANS_EACH:
         raise ProfileError(f"{count} measured plans are too few to learn from", f"Measure at least {PLANS_EACH}.")
     weights = np.ones(count) if weights is None else weights * count / weights.sum()
     own = np.arange(count) if groups is None else np.array(groups)
     most = count // PLANS_EACH if most is None else most
-    return _Fit(predict, np.array(measured_s), weights, own, figures, min(most, len(figures))).fitted()
+    return _Fit(predict, np.array(measured_s), weights, own, figures, min(most, len(figures)), every, rounds).fitted()
 
 
 class _Fit:
@@ -153,19 +155,20 @@ class _Fit:
 
     def __init__(
         self, predict: Callable[[Vector, int], float], measured_s: Vector, weights: Vector, groups: npt.NDArray[Any],
-        figures: Sequence[Figure], most: int,
+        figures: Sequence[Figure], most: int, every: bool, rounds: int,
     ) -> None:  # fmt: skip
         self.predict, self.measured_s, self.weights, self.groups = predict, measured_s, weights, groups
         _, prior, spread, least, top, earlier = zip(*figures, strict=True)
         self.prior, self.spread, self.least = np.array(prior), np.array(spread), np.array(least)
         self.top, self.earlier, self.most = np.array(top), np.array(earlier), most
+        self.every, self.rounds = every, rounds
 
     def fitted(self) -> Fitted:
         """Linearise, choose figures, solve; again from there. The best point counts."""
         at, residual = self.prior, self.residuals(self.prior)
         before, chosen = residual, tuple[int, ...]()
         best = self.size(residual), at, chosen, residual
-        for _ in range(ROUNDS):
+        for _ in range(self.rounds):
             slopes = self.slopes(at, residual)
             chosen = self.choose(at, residual, slopes)
             now = self.solve(at, residual, slopes, chosen, self.weights)
@@ -176,7 +179,7 @@ class _Fit:
                 best = self.size(residual), at, chosen, residual
         _, at, chosen, residual = best
         points = self.without_each(at, residual, self.slopes(at, residual), chosen) if chosen else []
-        if not chosen or self.size(self.left_out(points)) >= WORTH * self.size(before):
+        if not chosen or (not self.every and self.size(self.left_out(points)) >= WORTH * self.size(before)):
             return Fitted(self.prior, (), before, before, before)
         at, left_out = self.beside_earlier(at), self.left_out([self.beside_earlier(one) for one in points])
         return Fitted(at, chosen, before, self.residuals(at), left_out)
@@ -196,6 +199,8 @@ class _Fit:
 
     def choose(self, at: Vector, residual: Vector, slopes: Vector) -> tuple[int, ...]:
         """The figures that predict left-out plans best, as few as will do."""
+        if self.every:
+            return tuple(range(self.most))
         best, chosen = self.size(residual + slopes @ (self.prior - at)), tuple[int, ...]()
         for count in range(1, self.most + 1):
             errors = {

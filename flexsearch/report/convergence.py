@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from itertools import cycle, pairwise
-from typing import Any, Final
+from typing import Any, Final, Literal
 
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
@@ -14,43 +14,50 @@ from flexsearch.report.style import COLOURS, literal, plain
 from flexsearch.report.units import digits, nbytes, percent, ratio, seconds, time_unit
 from flexsearch.sync.record import Epoch, Staleness
 
+Measure = Literal["loss", "accuracy"]
+"""On held-out data: what a run is to reach."""
+
 _MARKERS: Final = "os^Dv*xP"
 
 
 @dataclass(frozen=True)
 class Run:
     """Training under one recipe, by ``name``. ``lossy``: whether it computes something else than data parallelism.
-    ``notes``: what to know of it."""
+    ``notes``: what to know of it. ``ended``: training ended once it had reached the target, or could not be the first
+    to reach it any more."""
 
     name: str
     lossy: bool
     epochs: tuple[Epoch, ...]
     staleness: Staleness | None = None
     notes: tuple[str, ...] = ()
+    ended: bool = False
 
     @property
     def last(self) -> Epoch:
         """After the last epoch."""
         return self.epochs[-1]
 
-    @property
-    def best_loss(self) -> float:
-        """The lowest loss on held-out data."""
-        return min(epoch.loss for epoch in self.epochs)
+    def best(self, measure: Measure = "loss") -> float:
+        """The lowest loss, or the highest accuracy, on held-out data."""
+        return min(epoch.loss for epoch in self.epochs) if measure == "loss" else max(e.accuracy for e in self.epochs)
 
     @property
     def step_s(self) -> float:
         """Simulated seconds of a step, on average."""
         return self.last.seconds / self.last.steps
 
-    def time_to(self, loss: float) -> float | None:
-        """Seconds until the loss on held-out data is at most ``loss``, on straight lines between epochs; None:
-        never."""
-        if self.epochs[0].loss <= loss:
+    def time_to(self, target: float, measure: Measure = "loss") -> float | None:
+        """Seconds until the loss on held-out data is at most ``target``, or the accuracy at least, on straight lines
+        between epochs; None: never."""
+        sign = 1.0 if measure == "loss" else -1.0
+        goal = sign * target
+        reached = [sign * (epoch.loss if measure == "loss" else epoch.accuracy) for epoch in self.epochs]
+        if reached[0] <= goal:
             return self.epochs[0].seconds
-        for before, after in pairwise(self.epochs):
-            if after.loss <= loss:
-                share = (before.loss - loss) / (before.loss - after.loss) if before.loss > after.loss else 1.0
+        for (before, above), (after, below) in pairwise(zip(self.epochs, reached, strict=True)):
+            if below <= goal:
+                share = (above - goal) / (above - below) if above > below else 1.0
                 return before.seconds + share * (after.seconds - before.seconds)
         return None
 
@@ -60,7 +67,9 @@ class Convergence:
     """Runs from the same weights on the same data. ``model``, ``dataset``, ``topology``: by name. ``batch``: of a
     worker. ``compute_s``: of a step, of the slowest worker. ``overlapped_s``: what a step of plain data parallelism
     takes if gradients are sent while the backward pass goes on (``flexsearch simulate``); None where there is no graph.
-    ``asked_loss``: to which times are compared; None: the lowest that all runs reach."""
+    ``asked``: the loss, or the accuracy (share), by ``measure``, to which times are compared; None: the best that all
+    runs reach which went on to the end. ``raced``: how many runs were to find the first; ``left_out``: how many recipes
+    more so many workers cannot follow, or diverged."""
 
     runs: tuple[Run, ...]
     model: str
@@ -71,12 +80,35 @@ class Convergence:
     parameters: int
     compute_s: float
     overlapped_s: float | None = None
-    asked_loss: float | None = None
+    asked: float | None = None
+    measure: Measure = "loss"
+    raced: int = 0
+    left_out: int = 0
 
     @property
-    def loss(self) -> float:
+    def target(self) -> float:
         """To which times are compared."""
-        return self.asked_loss if self.asked_loss is not None else max(run.best_loss for run in self.runs)
+        if self.asked is not None:
+            return self.asked
+        best = [run.best(self.measure) for run in self.runs if not run.ended]
+        return max(best) if self.measure == "loss" else min(best)
+
+    def time_of(self, run: Run) -> float | None:
+        """Seconds until a run has reached the target; None: never."""
+        return run.time_to(self.target, self.measure)
+
+    @property
+    def first(self) -> Run | None:
+        """The run that reaches the target first; None: none does. Of several, the first of the list."""
+        times = [(t, k) for k, run in enumerate(self.runs) if (t := self.time_of(run)) is not None]
+        return self.runs[min(times)[1]] if times else None
+
+    def leading(self, count: int) -> Convergence:
+        """With those runs alone that went on to the end, and the ``count`` others that are first at the target."""
+        times = sorted((t, k) for k, run in enumerate(self.runs) if run.ended and (t := self.time_of(run)) is not None)
+        kept = {k for _, k in times[:count]}
+        runs = tuple(run for k, run in enumerate(self.runs) if k in kept or not run.ended)
+        return replace(self, runs=runs, asked=self.target)
 
     def table(self) -> Grid:
         """One row for each recipe. The one that is first at the loss is bold."""
@@ -99,10 +131,10 @@ def convergence_table(result: Convergence) -> Grid:
     """See :meth:`Convergence.table`. Speed-ups are over the first row."""
     grid = Grid((
         Column("recipe", "text"), Column("loss"), Column("accuracy"), Column("step"), Column("comm.", "number below"),
-        Column("sent a step\nby a worker", "number below"), Column("to loss\n" + f"{result.loss:.3f}"),
+        Column("sent a step\nby a worker", "number below"), Column(f"to {result.measure}\n{_target(result)}"),
         Column("speed-up"),
     ))  # fmt: skip
-    times = [run.time_to(result.loss) for run in result.runs]
+    times = [result.time_of(run) for run in result.runs]
     first = min((t for t in times if t is not None), default=None)
     for run, t in zip(result.runs, times, strict=True):
         last = run.last
@@ -131,6 +163,11 @@ def epochs_table(result: Convergence) -> Grid:
     return grid
 
 
+def _target(result: Convergence) -> str:
+    """The target in words."""
+    return f"{result.target:.3f}" if result.measure == "loss" else percent_of(result.target)
+
+
 def percent_of(accuracy: float) -> str:
     """A share with three digits; nothing where accuracy has no meaning."""
     return "" if accuracy != accuracy else f"{100 * accuracy:.1f} %"
@@ -149,7 +186,10 @@ def convergence_figure(result: Convergence) -> Figure:
         panels[0].plot(times, [epoch.loss for epoch in run.epochs], label=literal(run.name, 44), **style)
         if accurate:
             panels[1].plot(times, [100 * epoch.accuracy for epoch in run.epochs], **style)
-    panels[0].axhline(result.loss, color="#888888", linestyle="--", linewidth=1)
+    by_loss = result.measure == "loss"
+    panels[0 if by_loss else -1].axhline(
+        result.target if by_loss else 100 * result.target, color="#888888", linestyle="--", linewidth=1
+    )
     plain(panels[0], "loss on held-out data")
     if accurate:
         plain(panels[1], "accuracy on held-out data (%)")
@@ -184,6 +224,17 @@ def remarks(result: Convergence) -> list[str]:
             f"Plain data parallelism by `flexsearch simulate`, which sends gradients during the backward pass and sums "
             f"the loss over all workers, too: {seconds(result.overlapped_s)} a step."
         )
+    if result.raced:
+        first = result.first
+        words.append(
+            f"{first.name} is the first at {result.measure} {_target(result)}, after "
+            f"{seconds(result.time_of(first) or 0.0)}, of {result.raced} recipes that were tried "
+            f"({result.left_out} more cannot be followed here, or diverge). Training under the others ended when they "
+            "could not be first any more."
+            if first is not None
+            else f"None of {result.raced} recipes reaches {result.measure} {_target(result)}: give more --epochs, or "
+            "another target."
+        )
     for run in result.runs:
         words += [f"{run.name}: {note}" for note in run.notes]
         if run.staleness is not None:
@@ -197,17 +248,21 @@ def remarks(result: Convergence) -> list[str]:
 
 def convergence_data(result: Convergence) -> dict[str, Any]:
     """See :meth:`Convergence.data`. Times in seconds of simulated time; ``loss`` and ``accuracy`` on held-out data."""
+    first = result.first
     return {
         "model": result.model, "dataset": result.dataset, "topology": result.topology, "workers": result.workers,
         "batch": result.batch, "parameters": result.parameters, "compute_s": result.compute_s,
-        "overlapped_s": result.overlapped_s, "loss": result.loss,
+        "overlapped_s": result.overlapped_s, "measure": result.measure, "target": result.target,
+        "first": first.name if first is not None else None,
+        "raced": result.raced, "left_out": result.left_out,
         "runs": [_run_data(run, result) for run in result.runs],
     }  # fmt: skip
 
 
 def _run_data(run: Run, result: Convergence) -> dict[str, Any]:
     return {
-        "recipe": run.name, "lossy": run.lossy, "step_s": run.step_s, "time_to_loss_s": run.time_to(result.loss),
+        "recipe": run.name, "lossy": run.lossy, "step_s": run.step_s, "time_to_target_s": result.time_of(run),
+        "ended": run.ended,
         "notes": list(run.notes), "staleness": asdict(run.staleness) if run.staleness is not None else None,
         "epochs": [_epoch_data(epoch) for epoch in run.epochs],
     }  # fmt: skip

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 from flexsearch.lower import Communication, Lowered
@@ -23,6 +24,11 @@ class PlanRow:
     simulation: Simulation
     lowered: Lowered
     note: str = ""
+
+    @cached_property
+    def dominates(self) -> str:
+        """What most of the critical path is (:func:`dominates`)."""
+        return dominates(self.lowered, self.simulation)
 
     @property
     def shortfall(self) -> list[tuple[int, int]]:
@@ -63,7 +69,7 @@ def plan_rows(
             "moved_bytes": row.simulation.moved_bytes,
             "peak_bytes": max(row.simulation.peak_bytes, default=0),
             "bucket_bytes": row.lowered.options.bucket_bytes,
-            "dominates": dominates(row.lowered, row.simulation),
+            "dominates": row.dominates,
             "fits": not row.shortfall,
             "shortfall_bytes": max((missing for _, missing in row.shortfall), default=0),
             "note": row.note,

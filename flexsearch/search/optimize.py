@@ -96,7 +96,7 @@ def search(
         children.start(children.module("flexsearch.search.ahead"), stdin=none, stdout=none, stderr=none)
     run = _Run(graph, topology, costs, options or Options(), seed, rule, budget, on_progress, on_phase)
     over = on_end or (lambda: None)
-    with _rare_collections():
+    with rare_collections():
         try:
             try:
                 run.begin(start)
@@ -113,7 +113,7 @@ def search(
 
 
 @contextmanager
-def _rare_collections() -> Iterator[None]:
+def rare_collections() -> Iterator[None]:
     """Looks for reference cycles only rarely: the caches hold millions of tuples, there are hardly any cycles, and
     walking over them all the time takes half of a search; over each million once still takes 0.4 to 0.8 s."""
     before = gc.get_threshold()
@@ -392,7 +392,7 @@ class _Run:
             self._rebucket()
             simulation = self._simulation()
             feasible = baseline.evaluation.feasible
-            if not feasible or is_faster(simulation, self.outcomes[best_name].simulation, margin):
+            if not feasible or is_faster(simulation, self.outcomes[best_name], margin):
                 return "", None
             aside, name = simulation.estimate, best_name
         elif better(now := self.best.evaluation, self.tuned[name].evaluation):  # by a size of the user's

@@ -78,6 +78,16 @@ class Outcome:
         """The rest of what is simulated."""
         return self.simulate()
 
+    @property
+    def makespan_s(self) -> float:
+        """Simulated iteration time."""
+        return self.time_s
+
+    @property
+    def estimate(self) -> Estimate:
+        """That time with what it rests on."""
+        return self.simulation.estimate
+
 
 @dataclass(frozen=True)
 class SearchResult:

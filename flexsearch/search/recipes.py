@@ -9,6 +9,8 @@ from itertools import product
 from typing import Final
 
 from flexsearch.cost import Costs
+from flexsearch.cost.communication import Pricing
+from flexsearch.cost.exchanges import price
 from flexsearch.errors import FlexsearchError, RecipeError
 from flexsearch.graph import OperatorGraph
 from flexsearch.lower import Lowered, lower
@@ -16,6 +18,7 @@ from flexsearch.simulate import Simulation, over_memory, simulate
 from flexsearch.strategy import Options, Strategy
 from flexsearch.strategy.records import WeightRecipe
 from flexsearch.sync import parse_recipe, parts_by_name
+from flexsearch.sync.compression import Sizes
 from flexsearch.topology import Topology
 
 EXACT: Final = (
@@ -70,6 +73,11 @@ def read_allowed(text: str) -> tuple[str, ...]:
 def recipes_of(allow: Sequence[str]) -> list[str]:
     """The lossy recipes that some names, or whole recipes, allow: each alone, and their combinations of different
     levels. Raises RecipeError for an unknown name, or a recipe that makes no sense."""
+    return [text for row in combinations(allow) for text in row]
+
+
+def combinations(allow: Sequence[str]) -> list[list[str]]:
+    """As :func:`recipes_of`: those alone, then combinations of two of them, then of three."""
     chosen: list[str] = []
     for name in allow:
         if name == ALL:
@@ -80,12 +88,18 @@ def recipes_of(allow: Sequence[str]) -> list[str]:
             _refuse_unknown(name)
             parse_recipe(name)
             chosen.append(name)
-    found = list(dict.fromkeys(chosen))
+    rows = [list(dict.fromkeys(chosen))]
     for _ in range(2):  # three levels
-        found += [f"{a}+{b}" for a in found for b in chosen if b not in a.split("+")]
-    sensible = [text for text in dict.fromkeys(found) if _makes_sense(text)]
-    distinct = {frozenset(text.split("+")): text for text in reversed(sensible)}
-    return list(reversed(distinct.values()))
+        rows.append([f"{a}+{b}" for a in rows[-1] for b in rows[0] if b not in a.split("+")])
+    seen: set[frozenset[str]] = set()
+    distinct: list[list[str]] = []
+    for row in rows:
+        distinct.append([])
+        for text in row:
+            if (parts := frozenset(text.split("+"))) not in seen and _makes_sense(text):
+                seen.add(parts)
+                distinct[-1].append(text)
+    return distinct
 
 
 def best_allowed(
@@ -108,8 +122,7 @@ def _tried(
     graph: OperatorGraph, topology: Topology, costs: Costs, plan: Strategy, text: str, weights: tuple[str, ...]
 ) -> Allowed | None:  # fmt: skip
     """A plan with a recipe for some weights; None: it makes no sense there, or does not fit."""
-    options = plan.options.model_copy(update={"recipes": (WeightRecipe(weights=weights, recipe=text),)})
-    strategy = with_options(plan, options)
+    strategy = with_recipe(plan, text, weights)
     try:
         lowered = lower(graph, strategy, topology, costs)
         if not lowered.recipe_groups:
@@ -118,6 +131,29 @@ def _tried(
     except FlexsearchError:
         return None
     return None if over_memory(simulation, topology) else Allowed(text, weights, strategy, simulation, lowered)
+
+
+def with_recipe(plan: Strategy, recipe: str, weights: Sequence[str] = ("*",)) -> Strategy:
+    """The same plan, in which replicas of ``weights`` (patterns of names) synchronise by ``recipe``, and all others
+    exactly. Raises RecipeError; what the replicas cannot follow is refused when the plan is simulated."""
+    parse_recipe(recipe)
+    recipes = (WeightRecipe(weights=tuple(weights), recipe=recipe),)
+    return with_options(plan, plan.options.model_copy(update={"recipes": recipes}))
+
+
+def exchange_seconds(topology: Topology, recipe: str, nbytes: int) -> float:
+    """Seconds that all devices of a topology take to synchronise vectors of so many bytes (float32) by a recipe once,
+    without encoding them: its phases one after the other, as plans price them; a mean over changing neighbours. Raises
+    RecipeError, also if workers go by themselves."""
+    parsed, members = parse_recipe(recipe).planned, range(len(topology.devices))
+    sizes, hosts = Sizes(((nbytes // 4,),), 4), topology.host_of
+    parsed.check(len(members), sizes, [int(hosts[d]) for d in members])
+    if parsed.asynchronous is not None:
+        raise RecipeError(f"with {parsed.words} workers go by themselves", "Simulate a plan with it: with_recipe.")
+    pricing, rounds = Pricing(topology), parsed.partners.cycle(len(members))
+    steps = [parsed.warm_up + (k + 1) * parsed.period - 1 for k in range(rounds)]
+    phases = [parsed.exchanges(len(members), [int(hosts[d]) for d in members], sizes, step) or [] for step in steps]
+    return sum(price(pricing, members, phase).duration_s for row in phases for phase in row) / rounds
 
 
 def with_options(plan: Strategy, options: Options) -> Strategy:

@@ -65,7 +65,7 @@ def tuned_baselines(
 ) -> dict[str, Tuned]:
     """Every baseline that makes sense here, by name, with the bucket size that suits it best. Of ``options`` only the
     optimizer counts."""
-    return _tune(baselines(graph, topology, options, whole_seconds(graph, costs)), graph, topology, costs)
+    return tuned_plans(baselines(graph, topology, options, whole_seconds(graph, costs)), graph, topology, costs)
 
 
 def tuned_baseline(
@@ -73,12 +73,14 @@ def tuned_baseline(
 ) -> Tuned:
     """One of ``tuned_baselines``. Raises StrategyError if there is none of this name, or if it makes no sense here."""
     plan = baseline(name, graph, topology, options, whole_seconds(graph, costs))
-    return _tune({name: plan}, graph, topology, costs)[name]
+    return tuned_plans({name: plan}, graph, topology, costs)[name]
 
 
-def _tune(
+def tuned_plans(
     plans: Mapping[str, Strategy], graph: OperatorGraph, topology: Topology, costs: Costs
 ) -> dict[str, Tuned]:  # fmt: skip
+    """Plans of one stage, whose other options are the same, each with the bucket size that suits it best. There must be
+    one."""
     options = next(iter(plans.values())).options
     evaluate = Evaluator(graph, topology, costs, options)
     configs = {name: strategy.in_order(graph) for name, strategy in plans.items()}

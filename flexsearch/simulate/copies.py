@@ -184,12 +184,15 @@ def differentiate(
         d, handle = np.uint64(layouts.device[first + row]), ZERO
         if d >= np.uint64(spans.reads.shape[0]):
             continue
+        nbytes = layouts.volume[entry + row] * itemsize
         if through == ONE:
             for t in range(np.uint64(wiring.made_first[latest]), np.uint64(wiring.made_last[latest])):
-                if spans.arrived[np.uint64(sources.units.place[t]), d] > 0:
-                    handle = np.uint64(spans.arrived[np.uint64(sources.units.place[t]), d])
+                arrived = np.uint64(spans.arrived[np.uint64(sources.units.place[t]), d])
+                # That of a slice is a part of what it makes, that of something expanded more.
+                if arrived > ZERO and spans.nbytes[arrived - ONE] == nbytes:
+                    handle = arrived
         if handle == ZERO:
-            handle = add(spans, d, layouts.volume[entry + row] * itemsize, part, begin, begin)
+            handle = add(spans, d, nbytes, part, begin, begin)
         prolong(spans, handle, now)
         spans.gradient[d] = handle
     return now

@@ -29,7 +29,7 @@ last moment, both included. These are the spans:
   though all are unpacked where the first of them is read.
 - The **gradient of an activation**, as the readers' pieces make it: from the first backward that adds to it (the last
   reader's) to the last one, and until it has been sent; its copies in the producer's layout until the producer's
-  backward. An operator whose output is its input's memory hands its gradient on as it is.
+  backward. An operator whose output is its input's memory, all of it once, hands its gradient on as it is.
 - The **gradient of a weight**, as the pieces make it: likewise, until it has been sent to be synchronised; and as it is
   stored: from that communication to the update. Where both are the same memory, until the update. Gradients that are
   sent for every microbatch do not outlive its communication, nor do receive buffers and what it brings: that is added

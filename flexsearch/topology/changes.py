@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection
-from typing import Any, Final, TypeVar
+from typing import Any, Final, Literal, TypeVar
 
 from pydantic import ValidationError
 
 from flexsearch.errors import TopologyError
 from flexsearch.files import describe
-from flexsearch.topology.parts import Device, Link
+from flexsearch.topology.parts import Communication, Device, Link
 from flexsearch.topology.topology import Topology, presets
 
 FIGURES: Final = ("kind", "model", "flops", "memory_bandwidth", "memory_bytes", "overhead_s", "efficiency")
@@ -56,11 +56,24 @@ def with_speed(topology: Topology, factor: float) -> Topology:
     return _devices(topology, faster)
 
 
-def with_device(topology: Topology, kind: Device) -> Topology:
-    """Devices with the figures of another one, at the same places. Raises TopologyError if the cluster's communication
-    library cannot reach such devices."""
+def with_device(topology: Topology, kind: Device, backend: Literal["gloo", "nccl"] | None = None) -> Topology:
+    """Devices with the figures of another one, at the same places. ``backend``: another communication library, by its
+    own figures; None: the cluster's. Raises TopologyError if that cannot reach such devices."""
     figures = {field: getattr(kind, field) for field in FIGURES}
-    return _devices(topology, lambda device: figures)
+    devices = tuple(_edited(device, figures) for device in topology.devices)
+    library = topology.communication if backend is None else Communication(backend=backend)
+    return edited(topology, devices=devices, communication=library)
+
+
+def captured(topology: Topology) -> Topology:
+    """GPUs whose steps are compiled and captured as graphs: their hosts launch nothing. Raises TopologyError where no
+    host has launches of its own, as on CPUs, where they are a part of each operator's time."""
+    if not any(device.launch_s > 0.0 for device in topology.devices):
+        raise TopologyError(
+            f"no host of {topology.name} takes time to launch operators, so that captured steps change nothing",
+            "Captured graphs are for GPUs whose overhead_s is above 0.",
+        )
+    return _devices(topology, lambda device: {"overhead_s": 0.0} if device.launch_s > 0.0 else {})
 
 
 def device_named(name: str) -> Device:

@@ -18,7 +18,8 @@ from flexsearch.simulate.training import SynchronousTime, Workers
 from flexsearch.sync import Exchange, Recipe, Simulated
 from flexsearch.sync.record import Epoch, Staleness
 
-OnEpoch = Callable[[Epoch], None]
+OnEpoch = Callable[[Epoch], bool]
+"""Called after each epoch; True: training ends."""
 
 
 @dataclass(frozen=True)
@@ -107,8 +108,8 @@ class Training:
                     total.messages,
                 )
             )
-            if on_epoch is not None:
-                on_epoch(epochs[-1])
+            if on_epoch is not None and on_epoch(epochs[-1]):
+                break
         return Trained(tuple(epochs), weights.detach().mean(0))
 
     def _run_served(
@@ -140,8 +141,8 @@ class Training:
             epochs.append(
                 Epoch(epoch + 1, done, _finite(loss), *held, seconds, communicated, served.sent, served.messages)
             )
-            if on_epoch is not None:
-                on_epoch(epochs[-1])
+            if on_epoch is not None and on_epoch(epochs[-1]):
+                break
         return Trained(tuple(epochs), weights.detach()[0], served.staleness)
 
 
