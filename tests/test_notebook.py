@@ -132,10 +132,11 @@ def check_alexnet(figures: dict[str, Any]) -> None:
 
 
 def check_scaling(figures: dict[str, Any]) -> None:
-    """On 4 hosts: one server is the slowest way, faster networks are better ones."""
+    """On 4 hosts: one server is the slowest way, faster networks are better ones. A ring sends as much as servers on all
+    hosts, but sums up in between."""
     for row in figures["speedup"].values():
         assert min(row, key=row.get) == "one parameter server"
-        assert row["ring"] == pytest.approx(row["parameter server on all hosts"], rel=0.01)
+        assert row["ring"] == pytest.approx(row["parameter server on all hosts"], rel=0.05)
     one, ten, hundred = (figures["weak_efficiency"][gbit] for gbit in ("1", "10", "100"))
     assert one < ten < hundred < 1
 
@@ -143,7 +144,9 @@ def check_scaling(figures: dict[str, Any]) -> None:
 def check_configurations(figures: dict[str, Any]) -> None:
     rows = figures["configurations"]
     assert [row["recipe"] for row in rows] == list(configurations(figures["workers"]))
-    assert min(rows, key=lambda row: row["communication_s"]) == rows[8]
+    for row in rows:  # one exchange in 16 steps, whatever else is saved
+        often = "period=16" not in row["recipe"]
+        assert often == (row["communication_s"] > rows[0]["communication_s"] / 12), row["recipe"]
     assert all(0 < row["communication_s"] < row["total_s"] for row in rows)
 
 
