@@ -132,8 +132,8 @@ def check_alexnet(figures: dict[str, Any]) -> None:
 
 
 def check_scaling(figures: dict[str, Any]) -> None:
-    """On 4 hosts: one server is the slowest way, faster networks are better ones. A ring sends as much as servers on all
-    hosts, but sums up in between."""
+    """On 4 hosts: one server is the slowest way, faster networks are better ones. A ring sends as much as servers on
+    all hosts, but sums up in between."""
     for row in figures["speedup"].values():
         assert min(row, key=row.get) == "one parameter server"
         assert row["ring"] == pytest.approx(row["parameter server on all hosts"], rel=0.05)
