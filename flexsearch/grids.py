@@ -22,6 +22,7 @@ def grid_plans(setting: Setting, inside: Inside = "megatron") -> dict[tuple[int,
     graph, topology = setting.graph, setting.topology
     count = len(topology.devices)
     plans: dict[str, Strategy] = {}
+    grids: dict[str, tuple[int, int]] = {}
     for model in (n for n in range(1, count + 1) if count % n == 0):
         batch = count // model
         if batch > graph.batch:
@@ -32,14 +33,12 @@ def grid_plans(setting: Setting, inside: Inside = "megatron") -> dict[tuple[int,
             continue
         configs = in_rows(graph, topology, inner, model, batch)
         named = {op.name: config for op, config in zip(graph.operators, configs, strict=True)}
-        plans[f"{model} {batch}"] = Strategy.make(graph, topology, named)
+        name = f"{model} x {batch}"
+        plans[name], grids[name] = Strategy.make(graph, topology, named), (model, batch)
     tuned = tuned_plans(plans, graph, topology, setting.costs) if plans else {}
     return {
-        (int(name.split()[0]), int(name.split()[1])): Strategy.make(
-            graph, topology, plans[name].configs, plan.options
-        )
-        for name, plan in tuned.items()
-    }  # fmt: skip
+        grids[name]: Strategy.make(graph, topology, plans[name].configs, plan.options) for name, plan in tuned.items()
+    }
 
 
 def _inside(setting: Setting, count: int, inside: Inside) -> list[OperatorConfig]:
