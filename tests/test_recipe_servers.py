@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ from torch import Tensor
 from flexsearch.errors import RuntimeFailure
 from flexsearch.graph.importer import Imported
 from flexsearch.runtime.parallel import distribute
+from flexsearch.runtime.recipes.served import Shard
 from flexsearch.sync.record import Staleness
 from tests.ranks import pool
 from tests.test_recipe_steps import (
@@ -76,6 +78,27 @@ def test_a_bound_of_zero_is_exact_data_parallelism(recipe: str, devices: int) ->
         assert float((answers[0][1][name] - value).abs().max()) <= 1e-9
 
 
+def test_a_worker_that_wakes_up_late_gets_the_weights_of_the_moment_at_which_it_may_begin() -> None:
+    (group,) = groups_of(plan("stale:bound=0+server"))
+    shard = Shard(group, 0, lambda weights: torch.optim.SGD(weights, lr=1.0), torch.zeros(1, dtype=torch.float64),
+                  timeout_s=30, tolerate=False)  # fmt: skip
+    gradient = group.recipe.compression.encode(torch.ones(1, group.sizes.n, dtype=torch.float64), 0, (0,))
+
+    def one_step() -> float:
+        weights = shard.push(0, gradient)
+        shard.leave(0)
+        return float(weights[0])
+
+    with ThreadPoolExecutor() as threads:
+        slow = threads.submit(one_step)
+        while shard.steps[0] == 0:
+            time.sleep(0.001)
+        with shard._changed:  # the other thread cannot go on before worker 1 waits in its second step
+            shard.push(1, gradient)
+            assert float(shard.push(1, gradient)[0]) == -1.5
+        assert slow.result() == -1
+
+
 def test_workers_may_be_split_over_several_ranks() -> None:
     answers = served("stale:bound=0+server", ranks=4, pieces=2)
     _, state, _ = replicas_of((), 1, 0.0)
@@ -111,12 +134,12 @@ def test_gradients_update_in_the_order_in_which_they_arrive() -> None:
 
 @pytest.mark.parametrize(("recipe", "most"), [("stale:bound=2+server", 2), ("stale:bound=1+server", 1)])
 def test_no_worker_is_further_ahead_than_its_bound(recipe: str, most: int) -> None:
-    staleness = served(recipe, pauses=(0.0, 0.05))[0][3]
+    staleness = served(recipe, pauses=(0.0, 0.2))[0][3]
     assert staleness is not None and staleness.lead == most
 
 
 def test_without_a_bound_fast_workers_run_ahead() -> None:
-    staleness = served("async+server", pauses=(0.0, 0.05))[0][3]
+    staleness = served("async+server", pauses=(0.0, 0.2))[0][3]
     assert staleness is not None and staleness.lead > 2
 
 

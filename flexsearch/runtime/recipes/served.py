@@ -53,6 +53,8 @@ class Shard:
         self.steps = [0] * len(group.devices)
         """By worker, those whose gradients have arrived."""
         self._gone: set[int] = set()
+        self._waiting: set[int] = set()
+        self._answers: dict[int, Tensor] = {}
         self._pulled_at = [0] * len(group.devices)
         self._updates = self._behind = self._most = self._lead = 0
         self._changed, self.failure = Condition(), ""
@@ -73,8 +75,9 @@ class Shard:
             self.optimizer.step()
             self._updates += 1
             self.steps[worker] += 1
-            self._changed.notify_all()
-            if not self._changed.wait_for(lambda: bool(self.failure) or self._may_begin(worker), self._timeout_s):
+            self._waiting.add(worker)
+            self._answer()
+            if not self._changed.wait_for(lambda: bool(self.failure) or worker in self._answers, self._timeout_s):
                 slow = [w for w, steps in enumerate(self.steps) if w not in self._gone and steps == self._slowest]
                 raise RuntimeFailure(
                     f"worker {worker} waited {self._timeout_s:g} s for worker {slow[0]}, which is more than "
@@ -82,9 +85,7 @@ class Shard:
                     "Have all workers take equally many steps, or pass a larger parallelize(timeout_s=...).",
                 )
             self._refuse_failed()
-            self._lead = max(self._lead, self.steps[worker] - self._slowest)
-            self._pulled_at[worker] = self._updates
-            return self.weights.detach().clone()
+            return self._answers.pop(worker)
 
     def pull(self) -> Tensor:
         """The weights of the moment."""
@@ -118,9 +119,21 @@ class Shard:
         """A worker takes no more steps. ``why``: it has died, which ends the run unless that is tolerated."""
         with self._changed:
             self._gone.add(worker)
+            self._waiting.discard(worker)
             if why and not self._tolerate:
                 self.failure = self.failure or why
-            self._changed.notify_all()
+            self._answer()
+
+    def _answer(self) -> None:
+        """Set aside the weights of this moment for workers that wait and may now begin: the next gradient must not
+        reach them, however late their threads wake up."""
+        ready = [worker for worker in self._waiting if self._may_begin(worker)]
+        weights = self.weights.detach().clone() if ready else self.weights
+        for worker in ready:
+            self._lead = max(self._lead, self.steps[worker] - self._slowest)
+            self._pulled_at[worker], self._answers[worker] = self._updates, weights
+            self._waiting.remove(worker)
+        self._changed.notify_all()
 
     @property
     def _slowest(self) -> int:
