@@ -9,7 +9,7 @@ import pytest
 
 import flexsearch
 from flexsearch import api
-from flexsearch.cli import optimize
+from flexsearch.cli.progress import SearchLive
 from flexsearch.cost import Profile
 from flexsearch.graph import Operator, OperatorGraph
 from flexsearch.strategy import Strategy
@@ -118,7 +118,7 @@ def test_ctrl_c_keeps_the_best_plan_so_far(cli: Cli, monkeypatch: pytest.MonkeyP
     def interrupt(*_: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(optimize._Live, "update", interrupt)
+    monkeypatch.setattr(SearchLive, "update", interrupt)
     ran = cli("optimize", "lenet", "-t", "ethernet-1g-2", "--budget", "10m", "--json")
     assert ran.json["stopped"] == "interrupted", ran.err
     Strategy.load("strategy.json").check(OperatorGraph.load("lenet"), Topology.load("ethernet-1g-2"))
