@@ -6,12 +6,12 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Final
 
-from flexsearch.api import Setting, parse_budget
 from flexsearch.report import groups
 from flexsearch.report.layouts import StagedRow, layout_words
 from flexsearch.report.units import seconds
 from flexsearch.search.hybrid import HybridProgress, HybridResult
 from flexsearch.search.outcome import Progress, SearchResult
+from flexsearch.setting import Setting, parse_budget
 from flexsearch.simulate.staged import Step
 from flexsearch.spaces import Space, prefers_layout, search_both
 from flexsearch.strategy import Options, Strategy

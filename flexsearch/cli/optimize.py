@@ -70,11 +70,11 @@ from flexsearch.cli.verify import (
 )
 
 if TYPE_CHECKING:
-    from flexsearch.api import Setting
     from flexsearch.cli.recipes import Beside
     from flexsearch.proof.exhaustive import Optimum
     from flexsearch.search.hybrid import HybridResult
     from flexsearch.search.outcome import SearchResult
+    from flexsearch.setting import Setting
     from flexsearch.strategy import Options, Strategy
 
 
@@ -113,7 +113,7 @@ class _Asked:
     def seconds(self) -> float | None:
         """The budget, if it is one for both spaces (s). What goes on from a plan, or keeps or proves something, is
         about splits, and so is a number of proposals."""
-        from flexsearch.api import parse_budget
+        from flexsearch.setting import parse_budget
 
         if self.space != "free" or self.first is not None or self.pins or self.exhaustive is not None:
             return None
@@ -211,7 +211,7 @@ def _native(asked: _Asked) -> None:
 
 def _free(asked: _Asked, budget: str) -> tuple[SearchResult, HybridResult | None]:
     """The best plans of both spaces, for what native ones stand beside."""
-    from flexsearch.api import parse_budget
+    from flexsearch.setting import parse_budget
     from flexsearch.spaces import search_both
 
     if (seconds := parse_budget(budget)[0]) is None:
@@ -337,7 +337,7 @@ def _refuse_others(layouts: bool, seed: int, **given: object) -> None:
 
 def _refuse_early(plot: Path | None, resume: Path | None, budget: str, exhaustive: str | None) -> None:
     """Raise an error for what could not be drawn, or is no budget, before the search rather than after it."""
-    from flexsearch.api import parse_budget
+    from flexsearch.setting import parse_budget
 
     if plot is not None:
         check_outputs({"--plot": plot}, resume)
@@ -352,8 +352,8 @@ def _search(asked: _Asked, budget: str) -> SearchResult:
     end. Raises StrategyError if the cluster is so large that not even one plan was evaluated long after the budget was
     used up."""
     from flexsearch import compiled
-    from flexsearch.api import parse_budget
     from flexsearch.errors import StrategyError
+    from flexsearch.setting import parse_budget
 
     seconds, setting = parse_budget(budget)[0], asked.setting
     # The first time on a machine, compiling takes longer than that.

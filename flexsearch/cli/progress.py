@@ -74,7 +74,7 @@ class SearchLive(Live):
     """The search: phase, how far, best so far, proposals per second, acceptance."""
 
     def __init__(self, budget: str) -> None:
-        from flexsearch.api import parse_budget
+        from flexsearch.setting import parse_budget
 
         self.budget_s, self.limit = parse_budget(budget)
         super().__init__(compiling(), self.budget_s or self.limit)
