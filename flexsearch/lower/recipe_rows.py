@@ -195,7 +195,8 @@ class _Writer:
                 device, costs = group.positions[position], self.lowered.lowering.costs
                 _, profile = costs.basis(int(costs.kinds[device]))
                 rates = {} if profile is None else profile.recipe_work
-                seconds = work_seconds(some, self.lowered.topology.devices[device], rates, self._dtype(group))
+                processor, vector = self.lowered.topology.devices[device], group.sizes.nbytes
+                seconds = work_seconds(some, processor, rates, self._dtype(group), vector)
                 self._step(draft, device, COMPUTE, len(draft.work), max(1, round(seconds / TICK)), 1)
                 draft.work.append(what)
 
