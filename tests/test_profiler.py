@@ -245,8 +245,6 @@ def test_a_rate_is_that_of_large_vectors_and_the_start_what_a_small_one_takes_be
     rate = recipe_work._rate([(100, 5e-6 + 1e-7), (10**6, 1e-3), (10**7, 3e-2)])
     assert rate.s_per_byte == pytest.approx(1e-9) and rate.start_s == pytest.approx(5e-6)
     assert rate.seconds(0) == 0.0 and rate.seconds(1000) == pytest.approx(6e-6)
-    disturbed = recipe_work._rate([(100, 5e-6), (10**6, 9e-2), (10**7, 3e-2)])
-    assert disturbed.s_per_byte == disturbed.long_s_per_byte == pytest.approx(3e-9)
     # Of 1000 bytes, in work on vectors of other lengths.
     assert rate.long_s_per_byte == pytest.approx(3e-9)
     middle = (SHORT_VECTOR + LONG_VECTOR) // 2

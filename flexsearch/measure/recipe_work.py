@@ -79,8 +79,7 @@ def _rate(rows: Sequence[tuple[int, float]]) -> WorkRate:
     """The rates of the larger vectors, and the start that the smallest shows beside the first."""
     nbytes, seconds = (np.array(column, float) for column in zip(*rows, strict=True))
     seconds = np.maximum(seconds, 1e-9)
-    long_rate = float(seconds[-1] / nbytes[-1])
-    rate = min(float(seconds[1] / nbytes[1]), long_rate)  # what is slower on fewer bytes was disturbed
+    rate, long_rate = (float(seconds[k] / nbytes[k]) for k in (1, -1))
     start = max(0.0, float(seconds[0] - rate * nbytes[0]))
     rates = np.where(np.arange(len(rows)) == len(rows) - 1, long_rate, rate)
     errors = np.minimum(np.abs((start + rates * nbytes) / seconds - 1.0), 1e9)
