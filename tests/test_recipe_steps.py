@@ -52,14 +52,16 @@ def imported(samples: int = BATCH) -> Imported:
 
 
 def plan(
-    recipes: str | dict[str, str], replicas: int = 2, pieces: int = 1, devices: int = 0, samples: int = BATCH
-) -> str:
-    """``replicas`` of layers that are split into ``pieces`` by their outputs, on the first of ``devices``."""
+    recipes: str | dict[str, str], replicas: int = 2, pieces: int = 1, devices: int = 0, samples: int = BATCH,
+    alike: str = "",
+) -> str:  # fmt: skip
+    """``replicas`` of layers that are split into ``pieces`` by their outputs, on the first of ``devices``; all compute
+    the whole of the layer ``alike``."""
     graph, configs = imported(samples).graph, {}
     topology = Topology.load(f"ethernet-1g:{devices or replicas * pieces}")
     for op in graph.operators:
         splits = pieces > 1 and "o" in op.sizes
-        degrees = {op.axes_of("sample")[0]: replicas} if op.axes_of("sample") else {}
+        degrees = {op.axes_of("sample")[0]: replicas} if op.axes_of("sample") and op.name != alike else {}
         mesh = range(replicas * pieces) if splits else range(0, replicas * pieces, pieces)
         configs[op.name] = make_config(op, degrees | ({"o": pieces} if splits else {}), mesh)
     named = {"*": recipes} if isinstance(recipes, str) else recipes
@@ -213,6 +215,13 @@ def test_recipes_go_with_plans_that_split_layers_too(recipe: str) -> None:
     file = plan(recipe, replicas=2, pieces=2)
     assert [group.devices for group in groups_of(file)] == [(0, 2), (1, 3)]
     compare(file, 2, 4, exact=recipe.startswith("all"))
+
+
+def test_layers_that_all_replicas_compute_alike_need_no_recipe() -> None:
+    file = plan("all-reduce:form=ring", alike="first")
+    assert [group.names for group in groups_of(file)] == [("last.weight", "last.bias")]
+    for losses, _, _ in pool(2).run(_trained, file, imported(), BETA, False):
+        assert losses == pytest.approx(single(), rel=1e-9)
 
 
 def test_weights_follow_different_recipes_or_none() -> None:

@@ -133,6 +133,12 @@ def other(strategy: Strategy, name: str, **changes: object) -> Strategy:
     return Strategy.make(MLP, strategy.cluster, configs, strategy.options)
 
 
+def test_weights_whose_replicas_make_the_same_gradient_need_no_recipe() -> None:
+    alike = other(plan("gossip"), "layers.fc1", degrees={}, devices=range(4))
+    (group,) = FOUR.lower(alike).recipe_groups
+    assert group.names == tuple(name for name in WEIGHTS if "fc1" not in name)
+
+
 @pytest.mark.parametrize(
     ("changes", "why"),
     [

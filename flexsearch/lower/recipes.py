@@ -2,7 +2,8 @@
 
 Weights that the same entry of ``Options.recipes`` names and that lie on the same devices form one group: one vector and
 one state of the recipe. Its positions are those devices, ascending; dedicated servers, devices that the plan leaves
-unused, come after them. A weight, or a piece of one, that only one device holds needs no synchronisation."""
+unused, come after them. A weight, or a piece of one, that only one device holds needs no synchronisation, nor does one
+of which all replicas make the same gradient, as of an embedding of positions, which are the same in all samples."""
 
 from __future__ import annotations
 
@@ -134,10 +135,17 @@ def _replicas(lowered: Lowered, weight: Weight, recipe: Recipe) -> Iterator[tupl
     )  # fmt: skip
     training = [o for o, p in readers if lowered.graph.flows[o][p] != Flow.VALUE]
     for box, devices in kept.items():
-        if len(devices) > 1:
+        if len(devices) > 1 and not (training and all(_made_alike(lowered, o, devices) for o in training)):
             for operator in training:
                 _check_shares(lowered, operator, sorted(devices), name, recipe)
             yield box, tuple(sorted(devices))
+
+
+def _made_alike(lowered: Lowered, operator: int, devices: Sequence[int]) -> bool:
+    """Whether all ``devices`` run the same pieces of an operator."""
+    op, config = lowered.graph.operators[operator], lowered.configs[operator]
+    first, *others = (set(_parts(op, config, device)[0]) for device in devices)
+    return all(other == first for other in others)
 
 
 def _check_shares(lowered: Lowered, operator: int, devices: Sequence[int], name: str, recipe: Recipe) -> None:
