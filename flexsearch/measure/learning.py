@@ -35,6 +35,8 @@ MEMORY: Final = 24
 """Earlier plans count for no more than so many: machines change."""
 ROUNDS: Final = 6
 REWEIGHTINGS: Final = 12
+HALVINGS: Final = 3
+"""A step that makes errors larger is halved so often: what is linear beside a point is less so far from it."""
 
 Vector = npt.NDArray[np.float64]
 Predict = Callable[[Learned, int], float]
@@ -174,7 +176,7 @@ class _Fit:
             now = self.solve(at, residual, slopes, chosen, self.weights)
             if np.all(np.abs(now - at) <= 1e-4 * self.spread):
                 break
-            at, residual = now, self.residuals(now)
+            at, residual = self.step(at, residual, now)
             if self.size(residual) < best[0]:
                 best = self.size(residual), at, chosen, residual
         _, at, chosen, residual = best
@@ -183,6 +185,16 @@ class _Fit:
             return Fitted(self.prior, (), before, before, before)
         at, left_out = self.beside_earlier(at), self.left_out([self.beside_earlier(one) for one in points])
         return Fitted(at, chosen, before, self.residuals(at), left_out)
+
+    def step(self, at: Vector, residual: Vector, to: Vector) -> tuple[Vector, Vector]:
+        """The point ``to``, or one on the way there, from one with these residuals; and its own."""
+        before, after = self.size(residual), self.residuals(to)
+        for _ in range(HALVINGS):
+            if self.size(after) < before:
+                break
+            to = (at + to) / 2.0
+            after = self.residuals(to)
+        return to, after
 
     def residuals(self, point: Vector) -> Vector:
         """Predicted over measured, less 1, of every plan."""
