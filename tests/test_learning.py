@@ -260,3 +260,12 @@ def test_a_step_that_makes_errors_larger_is_halved() -> None:
     )
     assert fitted.point[0] == pytest.approx(2.0, abs=0.05)
     assert abs(fitted.after).max() < 0.1 < 0.7 < abs(fitted.before).min()
+
+
+def test_where_a_figure_is_at_its_limit_the_others_explain_the_rest() -> None:
+    figures = [Figure("limited", 1.0, 1.0, 0.0, 1.5), Figure("free", 1.0, 1.0, 0.0)]
+    fitted = fit(
+        lambda point, _: 1.0 + 0.2 * float(point[0] + point[1] - 4.0), [1.0] * 6, figures, every=True, rounds=1
+    )
+    assert fitted.point == pytest.approx([1.5, 2.5], abs=0.05)
+    assert abs(fitted.after).max() < 0.01

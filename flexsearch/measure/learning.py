@@ -254,24 +254,35 @@ class _Fit:
         self, at: Vector, residual: Vector, slopes: Vector, chosen: tuple[int, ...], weight: Vector
     ) -> Vector:  # fmt: skip
         """The point that explains the residuals, linearised ``at`` a point, with ``chosen`` figures; others are as the
-        prior says. Robust, and drawn to the prior as far as the plans leave it open."""
-        point = self.prior.copy()
-        if not chosen:
-            return point
-        some = list(chosen)
-        # In units of ``spread`` from the prior.
-        columns, base = slopes[:, some] * self.spread[some], residual + slopes @ (self.prior - at)
+        prior says. Robust, within limits, and drawn to the prior as far as the plans leave it open."""
+        point, some = self.prior.copy(), list(chosen)
+        base = residual + slopes @ (self.prior - at)
+        while some:
+            moved = self.prior[some] + self.drawn(slopes[:, some] * self.spread[some], base, weight) * self.spread[some]
+            beyond = [k for k, value in zip(some, moved, strict=True) if not self.least[k] <= value <= self.top[k]]
+            if not beyond:
+                point[some] = moved
+                break
+            # What lies beyond its limit is put there, and the others explain what is left.
+            for k, value in zip(some, moved, strict=True):
+                if k in beyond:
+                    point[k] = np.clip(value, self.least[k], self.top[k])
+                    base = base + slopes[:, k] * (point[k] - self.prior[k])
+            some = [k for k in some if k not in beyond]
+        return point
+
+    def drawn(self, columns: Vector, base: Vector, weight: Vector) -> Vector:
+        """By how much figures move, in units of ``spread`` from the prior."""
         moved = np.linalg.lstsq(columns, -base, rcond=1e-3)[0]
         for _ in range(REWEIGHTINGS):
             errors = base + columns @ moved
             noise = max(NOISE, 1.4826 * float(np.median(np.abs(errors))))
             weights = np.sqrt(weight * np.minimum(1.0, HUBER * noise / np.maximum(np.abs(errors), 1e-12)))
             # Not ``noise``: where little is explained yet, the prior is no better.
-            rows = np.concatenate([columns * weights[:, None], NOISE * np.eye(len(some))])
-            wanted = np.concatenate([-base * weights, np.zeros(len(some))])
+            rows = np.concatenate([columns * weights[:, None], NOISE * np.eye(columns.shape[1])])
+            wanted = np.concatenate([-base * weights, np.zeros(columns.shape[1])])
             moved = np.linalg.lstsq(rows, wanted, rcond=None)[0]
-        point[some] += moved * self.spread[some]
-        return np.array(np.clip(point, self.least, self.top))
+        return np.array(moved)
 
 
 def typical(residuals: Vector) -> float:
