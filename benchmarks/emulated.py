@@ -17,7 +17,6 @@ from benchmarks.harness import say
 from benchmarks.layouts import MODELS
 from benchmarks.netns import SlowNetwork
 from benchmarks.worker import Job, Measured
-from flexsearch.api import Setting
 from flexsearch.cost import Profile
 from flexsearch.cost.profile import cpu_model
 from flexsearch.graph import OperatorGraph
@@ -27,6 +26,7 @@ from flexsearch.lower import Lowered
 from flexsearch.measure.cases import count, plan
 from flexsearch.measure.profiler import profile_graph
 from flexsearch.runtime.launch import launch
+from flexsearch.setting import Setting
 from flexsearch.simulate import Simulation, makespan, simulate
 from flexsearch.strategy import Options, Strategy
 from flexsearch.topology import Device, Topology

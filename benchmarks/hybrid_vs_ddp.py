@@ -32,10 +32,10 @@ from benchmarks.emulated import BATCH, BATCH_NORM_GROUPS, FULL, QUICK, Machine, 
 from benchmarks.harness import Row, median, parser, report, say, spread
 from benchmarks.netns import unavailable
 from benchmarks.worker import DDP, SINGLE, Job
-from flexsearch.api import parse_budget
 from flexsearch.errors import FlexsearchError
 from flexsearch.report import PlanRow
 from flexsearch.report.plots import FORMATS, rendered, timelines
+from flexsearch.setting import parse_budget
 from flexsearch.strategy import Strategy
 
 HOSTS = 4

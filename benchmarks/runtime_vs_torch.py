@@ -31,7 +31,6 @@ from benchmarks.emulated import FULL, QUICK, Machine
 from benchmarks.harness import Row, median, parser, report, say
 from benchmarks.layouts import LAYOUTS, MODELS, OPTIONS
 from benchmarks.worker import DDP, SINGLE, Job, Measured
-from flexsearch.api import Setting
 from flexsearch.errors import FlexsearchError
 from flexsearch.graph import OperatorGraph
 from flexsearch.graph.importer import import_model
@@ -39,6 +38,7 @@ from flexsearch.graph.loading import load_callable
 from flexsearch.lower import Lowered, lower_for_ranks
 from flexsearch.report.export import torch_file
 from flexsearch.search.tuning import whole_seconds
+from flexsearch.setting import Setting
 from flexsearch.simulate import makespan
 from flexsearch.strategy import Strategy
 

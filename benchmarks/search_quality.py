@@ -42,11 +42,12 @@ from typing import Any
 
 from benchmarks.cases import ReleasedSpace, expert, first_devices, in_turn, load_graph, options_of
 from benchmarks.harness import Row, median, parser, report, say
-from flexsearch.api import Setting, simulate
+from flexsearch.api import simulate
 from flexsearch.cost import Costs
 from flexsearch.errors import FlexsearchError
 from flexsearch.graph import OperatorGraph
 from flexsearch.search import Progress, SearchResult, search
+from flexsearch.setting import Setting
 from flexsearch.strategy import Strategy
 from flexsearch.topology import Topology
 

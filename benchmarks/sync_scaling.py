@@ -28,13 +28,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from benchmarks.harness import Row, parser, report, say
-from flexsearch.api import Setting
 from flexsearch.cost.communication import Pricing
 from flexsearch.errors import FlexsearchError
 from flexsearch.graph import OperatorGraph
 from flexsearch.graph.importer import import_model
 from flexsearch.graph.resize import resized
 from flexsearch.search.recipes import EXACT, exchange_seconds, with_recipe
+from flexsearch.setting import Setting
 from flexsearch.simulate import makespan, simulate
 from flexsearch.strategy import Options
 from flexsearch.topology import Topology

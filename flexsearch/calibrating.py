@@ -20,8 +20,8 @@ from flexsearch.cost import Learned, Profile
 from flexsearch.cost.learned import Residual, network_name
 from flexsearch.errors import FileFormatError, FlexsearchError, ProfileError
 from flexsearch.graph import OperatorGraph
-from flexsearch.search.hybrid import Layout, simulate_layout
-from flexsearch.simulate.staged import step_of_strategy
+from flexsearch.search.hybrid import Layout, plan_layout
+from flexsearch.simulate.staged import StagedSimulators, step_of_strategy
 from flexsearch.strategy import Options, States, Strategy
 from flexsearch.strategy.stage import ScheduleKind
 from flexsearch.topology import Topology
@@ -128,9 +128,10 @@ class _Reader:
             name, cluster = path, plan.cluster
             half = plan.options.precision != "as-is"
 
-            def predict(profile: Profile) -> float:
+            def of_strategy(profile: Profile) -> float:
                 return step_of_strategy(graph, plan, profile).makespan_s
 
+            predict: Callable[[Profile], float] = of_strategy
         else:
             if "graph" not in self.row:
                 raise FileFormatError("it names neither a strategy nor a graph")
@@ -143,10 +144,7 @@ class _Reader:
                     f"the layout takes {layout.devices} devices, and {cluster.name} has {len(cluster.devices)}",
                     "The column topology may name another size of the cluster, as dgx-a100:4.",
                 )
-
-            def predict(profile: Profile) -> float:
-                return simulate_layout(graph, cluster, layout, options, profile)[1].makespan_s
-
+            predict = _LayoutTime(graph, cluster, layout, options)
         if network_name(cluster.name) != network_name(self.topology.name):
             raise FileFormatError(f"it was measured on {cluster.name}, and the topology is {self.topology.name}")
         plain = {key: value for key, value in self.row.items() if key not in ("measured_s", "weight", "group")}
@@ -199,6 +197,21 @@ class _Reader:
         except ValidationError as error:
             wrong = error.errors()[0]
             raise FileFormatError(f"{wrong['loc'][0]} is {wrong['input']!r}", str(wrong["msg"])) from error
+
+
+class _LayoutTime:
+    """Iteration time (s) of a layout under a profile. Its plan is the one under the first profile that is asked about:
+    what was measured does not change with what the figures are thought to be."""
+
+    def __init__(self, graph: OperatorGraph, topology: Topology, layout: Layout, options: Options) -> None:
+        self._graph, self._topology, self._layout, self._options = graph, topology, layout, options
+        self._simulators: StagedSimulators | None = None
+
+    def __call__(self, profile: Profile) -> float:
+        if self._simulators is None:
+            self._simulators = StagedSimulators(self._graph, self._topology, profile, self._options.precision)
+            self._plan = plan_layout(self._simulators, self._layout, self._options)
+        return self._simulators.under(profile).simulator(*self._plan, self._options).seconds
 
 
 def calibrate(rows: Sequence[Measured], topology: Topology, profile: Profile) -> Calibrated:

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from flexsearch.api import Setting
 from flexsearch.errors import FlexsearchError
 from flexsearch.graph.sequence import sequence_length
 from flexsearch.planning import OnProgress, plan, words_of
 from flexsearch.report.whatif import Changed, PlanOnCluster
+from flexsearch.setting import Setting
 from flexsearch.spaces import Space
 from flexsearch.strategy import Options, Strategy
 from flexsearch.topology import Topology

@@ -9,11 +9,11 @@ from math import inf
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, Literal
 
-from flexsearch.api import Setting
 from flexsearch.errors import FlexsearchError, RecipeError, RuntimeFailure
 from flexsearch.graph import OperatorGraph
 from flexsearch.report.convergence import Convergence, Measure, Run
 from flexsearch.search.recipes import EXACT, combinations
+from flexsearch.setting import Setting
 from flexsearch.simulate.training import Workers
 from flexsearch.strategy import Strategy
 from flexsearch.sync import Recipe, parse_recipe

@@ -6,12 +6,12 @@ import time
 from math import ceil
 from typing import Final
 
-from flexsearch.api import Setting
 from flexsearch.cost.compute import bytes_in_training
 from flexsearch.errors import FlexsearchError, TopologyError
 from flexsearch.graph.precision import with_precision
 from flexsearch.planning import OnProgress, plan
 from flexsearch.report.fitting import Attempt, Fitting
+from flexsearch.setting import Setting
 from flexsearch.strategy import Options
 from flexsearch.topology.sizes import Sizes
 

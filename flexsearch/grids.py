@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Literal
 
-from flexsearch.api import Setting
 from flexsearch.errors import StrategyError
 from flexsearch.search.tuning import tuned_plans
+from flexsearch.setting import Setting
 from flexsearch.strategy import OperatorConfig, Strategy, make_config
 from flexsearch.strategy.baselines import baseline, in_rows
 

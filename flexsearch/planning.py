@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-from flexsearch.api import Setting, parse_budget
 from flexsearch.cost.uncertainty import UNEQUAL
 from flexsearch.report import groups
 from flexsearch.report.layouts import StagedRow, layout_words
 from flexsearch.report.units import seconds
 from flexsearch.search.hybrid import HybridProgress, HybridResult
 from flexsearch.search.outcome import Progress, SearchResult
+from flexsearch.setting import Setting, parse_budget
 from flexsearch.simulate.staged import Step
 from flexsearch.spaces import Space, prefers_layout, search_both
 from flexsearch.strategy import Options, Strategy

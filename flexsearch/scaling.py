@@ -6,13 +6,13 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from fractions import Fraction
 
-from flexsearch.api import Setting
 from flexsearch.cost import Profile
 from flexsearch.errors import FlexsearchError
 from flexsearch.graph import OperatorGraph
 from flexsearch.graph.batch import with_batch
 from flexsearch.planning import PlanProgress, plan
 from flexsearch.report.scaling import Kind, ScalingPoint
+from flexsearch.setting import Setting
 from flexsearch.spaces import Space
 from flexsearch.strategy import Options, Strategy
 from flexsearch.topology.sizes import Sizes

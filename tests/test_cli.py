@@ -9,9 +9,10 @@ import pytest
 
 import flexsearch
 from flexsearch import api
-from flexsearch.cli import optimize
+from flexsearch.cli.progress import SearchLive
 from flexsearch.cost import Profile
 from flexsearch.graph import Operator, OperatorGraph
+from flexsearch.setting import Setting, parse_budget
 from flexsearch.strategy import Strategy
 from flexsearch.strategy.baselines import NAMES
 from flexsearch.topology import Topology
@@ -118,7 +119,7 @@ def test_ctrl_c_keeps_the_best_plan_so_far(cli: Cli, monkeypatch: pytest.MonkeyP
     def interrupt(*_: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(optimize._Live, "update", interrupt)
+    monkeypatch.setattr(SearchLive, "update", interrupt)
     ran = cli("optimize", "lenet", "-t", "ethernet-1g-2", "--budget", "10m", "--json")
     assert ran.json["stopped"] == "interrupted", ran.err
     Strategy.load("strategy.json").check(OperatorGraph.load("lenet"), Topology.load("ethernet-1g-2"))
@@ -234,7 +235,7 @@ def test_profile_measures_extends_and_is_used(cli: Cli) -> None:
     profile = Profile.load("p.json")
     topology = Topology.load("ethernet-1g-2")
     row = cli("simulate", "lenet", "-t", "ethernet-1g-2", "--baseline", "single", "-p", "p.json", "--json").json
-    strategy = api.Setting.of(graph, topology, profile).baseline("single")
+    strategy = Setting.of(graph, topology, profile).baseline("single")
     assert row["iteration_s"] == api.simulate(graph, topology, strategy, profile).makespan_s
 
 
@@ -292,7 +293,7 @@ def test_optimize_in_training_code_takes_a_model_or_a_graph() -> None:
     [("30s", 30, None), ("2m", 120, None), ("1.5h", 5400, None), ("500ms", 0.5, None), ("500", None, 500)],
 )
 def test_a_budget_is_a_time_or_a_number(text: str | int, seconds: float | None, proposals: int | None) -> None:
-    assert api.parse_budget(text) == (seconds, proposals)
+    assert parse_budget(text) == (seconds, proposals)
 
 
 def test_the_package_holds_the_shipped_graphs_and_profiles() -> None:

@@ -16,7 +16,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from flexsearch import zoo
-from flexsearch.api import Setting
 from flexsearch.cost import Costs, efficiency
 from flexsearch.cost.efficiency import KERNEL_S
 from flexsearch.errors import NotationError, StrategyError
@@ -32,6 +31,7 @@ from flexsearch.report.path import SCREEN, by_layer, stretches
 from flexsearch.report.tables import dominates
 from flexsearch.search.alternatives import alternatives, single_changes
 from flexsearch.search.space import Space
+from flexsearch.setting import Setting
 from flexsearch.simulate import Step, by_kind, by_resource, critical_path, device_times, makespan, simulate
 from flexsearch.simulate.effects import Effects
 from flexsearch.simulate.whatif import count, link_classes, what_ifs

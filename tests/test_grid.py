@@ -16,10 +16,11 @@ from hypothesis import strategies as st
 from rich.cells import cell_len
 from rich.console import Console
 
-from flexsearch.api import Setting, compare
+from flexsearch.api import compare
 from flexsearch.graph import OperatorGraph
 from flexsearch.report import Column, Grid, PlanRow, plan_table
 from flexsearch.report.grid import SHORTEST, hanging, wrapped
+from flexsearch.setting import Setting
 from flexsearch.strategy import Strategy, make_config
 from flexsearch.topology import Topology
 from tests.conftest import SOURCE

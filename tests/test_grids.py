@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 
 from flexsearch import Topology, grid_plans
-from flexsearch.api import Setting
 from flexsearch.graph import OperatorGraph
 from flexsearch.grids import Inside
+from flexsearch.setting import Setting
 
 HOSTS = Setting.of(OperatorGraph.load("alexnet"), Topology.load("ethernet-1g:4"))
 SHAPES = [(1, 4), (2, 2), (4, 1)]

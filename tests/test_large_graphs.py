@@ -7,13 +7,13 @@ from pathlib import Path
 import pytest
 
 from flexsearch import zoo
-from flexsearch.api import Setting
 from flexsearch.errors import NotationError
 from flexsearch.graph import OperatorGraph
 from flexsearch.graph.deepen import deepened
 from flexsearch.graph.importer import import_model
 from flexsearch.graph.shipped import SHIPPED
 from flexsearch.lower import Lowering
+from flexsearch.setting import Setting
 from flexsearch.strategy.baselines import baseline
 from flexsearch.topology import Topology
 

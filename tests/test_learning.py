@@ -9,7 +9,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from flexsearch.api import Setting
 from flexsearch.cost import Costs, Learned, Network, Profile, ProfileDevice
 from flexsearch.cost.communication import Pricing, least_seconds
 from flexsearch.errors import ProfileError
@@ -17,6 +16,7 @@ from flexsearch.graph import OperatorGraph
 from flexsearch.lower import Lowered, lower_for_ranks
 from flexsearch.measure.learning import Figure, Lesson, fit, learn
 from flexsearch.measure.traced import learn_from_tasks
+from flexsearch.setting import Setting
 from flexsearch.simulate.simulation import makespan
 from flexsearch.simulate.staged import step_of_strategy
 from flexsearch.strategy import Strategy

@@ -48,9 +48,9 @@ def test_an_error_is_one_json_object_too(cli: Cli, command: tuple[str, ...]) -> 
 
 
 def test_a_bug_is_an_internal_error_with_a_traceback(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
-    from flexsearch import api
+    from flexsearch.setting import Setting
 
-    monkeypatch.setattr(api.Setting, "row", lambda *_: 1 // 0)
+    monkeypatch.setattr(Setting, "row", lambda *_: 1 // 0)
     ran = cli(*SIMULATE, "--json")
     assert ran.code == 1 and ran.json["error"]["kind"] == "internal_error"
     assert "Traceback" in ran.err and "ZeroDivisionError" in ran.err

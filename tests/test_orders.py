@@ -8,11 +8,11 @@ from typing import get_args
 
 import pytest
 
-from flexsearch.api import Setting
 from flexsearch.errors import FileFormatError, FlexsearchError
 from flexsearch.graph import OperatorGraph
 from flexsearch.lower.actions import actions, check_orders, read_order
 from flexsearch.search.hybrid.order import listed
+from flexsearch.setting import Setting
 from flexsearch.simulate.staged import StagedSimulators, step_of
 from flexsearch.strategy import OperatorConfig, Options, Strategy
 from flexsearch.strategy.pipeline import Pipeline

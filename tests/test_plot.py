@@ -9,12 +9,12 @@ from pathlib import Path
 
 import pytest
 
-from flexsearch.api import Setting
 from flexsearch.graph import OperatorGraph
 from flexsearch.report import PlanRow
 from flexsearch.report.page import page
 from flexsearch.report.plots import memory_bars, plan_bars, rendered, timelines
 from flexsearch.report.units import ratio
+from flexsearch.setting import Setting
 from flexsearch.simulate import simulate
 from flexsearch.strategy import Strategy, make_config
 from flexsearch.topology import Topology

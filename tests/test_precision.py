@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from flexsearch.api import Setting, simulate
+from flexsearch.api import simulate
 from flexsearch.cost import Costs
 from flexsearch.errors import StrategyError
 from flexsearch.graph import OperatorGraph
@@ -17,6 +17,7 @@ from flexsearch.graph.batch import with_batch
 from flexsearch.graph.precision import with_precision
 from flexsearch.lower import Lowering
 from flexsearch.search.space import Space
+from flexsearch.setting import Setting
 from flexsearch.simulate.memory import spans_of
 from flexsearch.strategy import Options, Strategy
 from flexsearch.strategy.baselines import baseline

@@ -16,18 +16,20 @@ from flexsearch.errors import ProfileError
 from flexsearch.graph import Operator, OperatorGraph, chunk, make_piece, whole_piece
 from flexsearch.graph.images import images
 from flexsearch.graph.importer import import_model
-from flexsearch.measure import cases, profiler, recipe_work
+from flexsearch.measure import cases, profiler, recipe_work, updates
 from flexsearch.measure.cases import count, plan
-from flexsearch.measure.profiler import measure_updates, profile_graph
-from flexsearch.measure.recipe_work import measure_recipe_work
+from flexsearch.measure.neighbours import SWEEPS, Neighbours, neighbours
+from flexsearch.measure.profiler import profile_graph
+from flexsearch.measure.recipe_work import KINDS, RECIPE, measure_recipe_work
 from flexsearch.measure.sweeps import Bench
+from flexsearch.measure.updates import OPTIMIZERS, UPDATE, measure_updates
 from flexsearch.sync.kinds import PASSES
 from tests.test_cost import axes, machines, small_net, tensor
 
 
 @pytest.fixture(autouse=True)
 def little_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(profiler, "UPDATE_BYTES", 1 << 16)
+    monkeypatch.setattr(updates, "UPDATE_BYTES", 1 << 16)
 
 
 def test_every_piece_that_a_few_parts_can_make_is_planned_once() -> None:
@@ -167,10 +169,29 @@ def test_a_graph_with_integers_and_windows_outside_is_measured() -> None:
     assert len(profile_graph(graph, max_parts=3, repeats=1).entries) == count(plan(graph, 3))
 
 
-def test_busy_neighbours_are_started_and_ended() -> None:
-    profile = profile_graph(small_net(), max_parts=1, repeats=1, busy_neighbours=1)
-    assert profile.busy_neighbours == 1
+def test_busy_neighbours_do_what_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All ranks update, or select, at the same time, and share the memory."""
+    told: list[str] = []
+    switch = Neighbours.switch
+
+    def watched(self: Neighbours, work: str) -> None:
+        switch(self, work)  # waits until they do it
+        told.append(work)
+
+    monkeypatch.setattr(recipe_work, "ELEMENTS", (1 << 10, 1 << 12))
+    monkeypatch.setattr(Neighbours, "switch", watched)
+    profile = profile_graph(small_net(), max_parts=1, repeats=1, busy_neighbours=2)
+    assert profile.busy_neighbours == 2
     assert len(profile.entries) == 4
+    assert told[1:] == [*(f"{UPDATE}{name}" for name in OPTIMIZERS), *(f"{RECIPE}{kind}" for kind in KINDS), SWEEPS]
+
+
+def test_a_neighbour_that_has_ended_is_told() -> None:
+    with neighbours(small_net(), "cpu", 1, 1, 1) as others, pytest.raises(ProfileError, match="neighbour"):
+        for process in others._processes:
+            process.kill()
+            process.wait()
+        others.switch(SWEEPS)
 
 
 def test_threads_are_left_as_they_were() -> None:

@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 
-from flexsearch.api import Setting
 from flexsearch.cost import Profile
 from flexsearch.cost.communication import Pricing
 from flexsearch.cost.exchanges import streaming_seconds, work_seconds
@@ -25,6 +24,7 @@ from flexsearch.search.recipes import (
     recipes_of,
     with_recipe,
 )
+from flexsearch.setting import Setting
 from flexsearch.simulate import critical_path, simulate
 from flexsearch.simulate.engine import Engine
 from flexsearch.simulate.mean import steady

@@ -32,7 +32,7 @@ from flexsearch.report import (
     save_trace,
 )  # fmt: skip
 from flexsearch.report.plots import chains, plan_bars, scaling_curve, timeline
-from flexsearch.report.summary import ranges
+from flexsearch.report.summary import Group, ranges, told_apart
 from flexsearch.report.units import nbytes, percent, ratio, seconds
 from flexsearch.search.space import Space
 from flexsearch.simulate import simulate
@@ -111,6 +111,19 @@ def test_figures_have_three_digits_and_a_unit() -> None:
 
 
 # words
+
+
+def test_parts_of_a_layer_that_are_treated_differently_are_told_apart() -> None:
+    graph = OperatorGraph.load("nmt")
+    attention = [i for i, op in enumerate(graph.operators) if op.module == "attention"]
+    by_kind = {
+        kind: tuple(i for i in attention if graph.operators[i].kind in kinds)
+        for kind, kinds in {"einsum, softmax": ("einsum", "softmax"), "cat": ("cat",)}.items()
+    }
+    told = [Group("attention", f"way {k}", operators) for k, operators in enumerate(by_kind.values())]
+    more = Group("head", "way 0", (len(graph.operators) - 1,))
+    names = [group.layers for group in told_apart(graph, [*told, more])]
+    assert names == ["attention (einsum, softmax)", "attention (cat)", "head"]
 
 
 def test_data_parallelism_is_one_sentence(data_parallel: Lowered) -> None:

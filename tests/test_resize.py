@@ -12,7 +12,6 @@ import torch
 from torch import Tensor, nn
 
 from flexsearch import zoo
-from flexsearch.api import Setting
 from flexsearch.errors import NotationError, StrategyError, UsageError
 from flexsearch.graph import OperatorGraph
 from flexsearch.graph.importer import import_model
@@ -20,6 +19,7 @@ from flexsearch.graph.ops.check import check_kinds
 from flexsearch.graph.resize import parse_batch
 from flexsearch.graph.sequence import sequence_length, with_sequence
 from flexsearch.quantities import MAX_MOVED_BYTES
+from flexsearch.setting import Setting
 from flexsearch.strategy.baselines import baseline
 from flexsearch.topology import Topology
 from tests.conftest import Cli

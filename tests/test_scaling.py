@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 
-from flexsearch.api import Setting
 from flexsearch.cost.uncertainty import Estimate
 from flexsearch.errors import StrategyError, TopologyError
 from flexsearch.graph import OperatorGraph
@@ -19,6 +18,7 @@ from flexsearch.planning import PlanProgress, plan
 from flexsearch.report.money import Price
 from flexsearch.report.scaling import Scaling, ScalingPoint, scaling_data, scaling_table, verdict
 from flexsearch.scaling import Scaler
+from flexsearch.setting import Setting
 from flexsearch.simulate.memory import Memory
 from flexsearch.simulate.staged import Step
 from flexsearch.strategy import Options

@@ -10,7 +10,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from flexsearch.api import Setting
 from flexsearch.cost import Costs
 from flexsearch.errors import StrategyError
 from flexsearch.graph import OperatorGraph, chunk, chunks
@@ -19,6 +18,7 @@ from flexsearch.lower.folding import fold
 from flexsearch.proof.bound import _lengths, piece_extents
 from flexsearch.report.words import treatment
 from flexsearch.search import search
+from flexsearch.setting import Setting
 from flexsearch.simulate import simulate
 from flexsearch.strategy import OperatorConfig, Strategy, make_config
 from flexsearch.strategy.baselines import baseline

@@ -12,13 +12,13 @@ import torch
 from torch import Tensor, nn
 
 from flexsearch import optimize
-from flexsearch.api import Setting
 from flexsearch.errors import StrategyError
 from flexsearch.graph import OperatorGraph
 from flexsearch.graph.importer import import_model
 from flexsearch.planning import plan
 from flexsearch.search.hybrid import HybridResult
 from flexsearch.search.outcome import SearchResult
+from flexsearch.setting import Setting
 from flexsearch.spaces import prefers_layout, search_both
 from flexsearch.strategy import Options, Strategy
 from flexsearch.topology import Topology

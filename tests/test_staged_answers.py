@@ -15,7 +15,6 @@ import numpy as np
 import pytest
 
 from flexsearch import explaining
-from flexsearch.api import Setting
 from flexsearch.errors import StrategyError
 from flexsearch.lower import Lowered
 from flexsearch.lower.schedule import orders_of
@@ -24,6 +23,7 @@ from flexsearch.report.explain import explanation, explanation_data
 from flexsearch.report.layouts import usage
 from flexsearch.report.trace import chrome_trace, save_simulated
 from flexsearch.search.hybrid import Layout, LayoutSearch
+from flexsearch.setting import Setting
 from flexsearch.simulate import SORTS, critical_path, device_times, simulate
 from flexsearch.simulate.memory import PARTS, memory_curves
 from flexsearch.simulate.simulation import times_of

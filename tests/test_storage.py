@@ -9,7 +9,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-from flexsearch.api import Setting
 from flexsearch.cost import Costs
 from flexsearch.cost.ticks import TICK
 from flexsearch.errors import FileFormatError, TopologyError
@@ -17,6 +16,7 @@ from flexsearch.graph import OperatorGraph
 from flexsearch.lower import Lowered, Lowering, lower_for_ranks
 from flexsearch.lower.folding import fold
 from flexsearch.report.reading import Input, reading
+from flexsearch.setting import Setting
 from flexsearch.simulate import simulate
 from flexsearch.simulate.whatif import without_reading
 from flexsearch.strategy import Options, make_config

@@ -10,7 +10,6 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from flexsearch.api import Setting
 from flexsearch.cost.communication import Pricing
 from flexsearch.cost.exchanges import streaming_seconds, work_seconds
 from flexsearch.cost.ticks import TICK
@@ -19,6 +18,7 @@ from flexsearch.lower.recipes import RecipeGroup
 from flexsearch.lower.rows import RECIPE, Segments
 from flexsearch.lower.several import computing, repeated
 from flexsearch.lower.view import Rows
+from flexsearch.setting import Setting
 from flexsearch.simulate.asynchronous import STEPS, Arrival, AsynchronousTime
 from flexsearch.simulate.engine import Engine
 from flexsearch.simulate.mean import mean_step

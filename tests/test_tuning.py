@@ -7,12 +7,13 @@ from pathlib import Path
 
 import pytest
 
-from flexsearch.api import Setting, compare
+from flexsearch.api import compare
 from flexsearch.cost import Costs
 from flexsearch.graph import OperatorGraph
 from flexsearch.lower import Lowering
 from flexsearch.search import Evaluator, SearchResult, search
 from flexsearch.search.tuning import BUCKETS, candidates
+from flexsearch.setting import Setting
 from flexsearch.strategy import Options, States, Strategy
 from flexsearch.strategy.baselines import baselines
 from flexsearch.topology import Topology

@@ -6,12 +6,12 @@ from pathlib import Path
 
 import pytest
 
-from flexsearch.api import Setting
 from flexsearch.cost import Learned, Network, Profile, ProfileDevice
 from flexsearch.cost.uncertainty import DEVIATIONS, NOISE, UNEQUAL, Estimate, Source
 from flexsearch.graph import OperatorGraph
 from flexsearch.report.uncertainty import aside_words, near
 from flexsearch.report.units import spread
+from flexsearch.setting import Setting
 from flexsearch.simulate.simulation import makespan
 from flexsearch.strategy import Strategy
 from flexsearch.topology import Topology

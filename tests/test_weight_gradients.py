@@ -13,7 +13,6 @@ import pytest
 from hypothesis import HealthCheck, Phase, given, note, settings
 from hypothesis import strategies as st
 
-from flexsearch.api import Setting
 from flexsearch.changing import on_changed
 from flexsearch.cost import Costs
 from flexsearch.errors import FlexsearchError, StrategyError
@@ -23,6 +22,7 @@ from flexsearch.graph.weight_gradients import able, weight_gradient_of, with_wei
 from flexsearch.lower import Lowering, lower
 from flexsearch.report.words import in_words
 from flexsearch.search.climb import Climb, Climbed, Climber, Watch
+from flexsearch.setting import Setting
 from flexsearch.simulate.delta import DeltaSimulator
 from flexsearch.simulate.simulation import simulate
 from flexsearch.strategy import Options, Strategy, make_config

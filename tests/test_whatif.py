@@ -8,13 +8,13 @@ from typing import Any
 
 import pytest
 
-from flexsearch.api import Setting
 from flexsearch.errors import TopologyError
 from flexsearch.fitting import training_bytes, what_would_fit
 from flexsearch.graph import OperatorGraph
 from flexsearch.planning import Planned
 from flexsearch.report.fitting import fitting_words
 from flexsearch.report.whatif import Changed, PlanOnCluster, in_a_sentence
+from flexsearch.setting import Setting
 from flexsearch.strategy import Options, Strategy
 from flexsearch.topology import Topology
 from flexsearch.topology.changes import captured, device_named, with_device, with_links, with_memory, with_speed

@@ -11,7 +11,6 @@ from flexsearch.cli.plans import in_order
 from flexsearch.cli.verify import shipped_model
 
 if TYPE_CHECKING:
-    from flexsearch.api import Setting
     from flexsearch.cost import Profile
     from flexsearch.cost.uncertainty import Estimate
     from flexsearch.graph import OperatorGraph
@@ -19,6 +18,7 @@ if TYPE_CHECKING:
     from flexsearch.report import PlanRow
     from flexsearch.search.hybrid import HybridResult
     from flexsearch.search.outcome import SearchResult
+    from flexsearch.setting import Setting
 
 HARDLY: float = 1.1
 """A plan that is not this many times as fast as the best baseline is called hardly better."""

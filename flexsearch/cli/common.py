@@ -20,8 +20,8 @@ from flexsearch.cli import streams
 from flexsearch.errors import FlexsearchError, StrategyError
 
 if TYPE_CHECKING:
-    from flexsearch.api import Setting
     from flexsearch.graph import OperatorGraph
+    from flexsearch.setting import Setting
     from flexsearch.strategy import Strategy
 
 
@@ -149,8 +149,8 @@ def show(as_json: bool, data: dict[str, Any], human: Callable[[], None]) -> None
 
 def load_setting(graph: str, topology: str, profile: Path | None, size: Size, data: str | None = None) -> Setting:
     """Graph, topology and costs by what the user named. ``data``: what is read from its storage."""
-    from flexsearch.api import Setting
     from flexsearch.cost import Profile
+    from flexsearch.setting import Setting
     from flexsearch.topology import Topology
 
     cluster = Topology.load(topology)
@@ -196,9 +196,9 @@ def setting_of(
 ) -> Setting:
     """The setting that the strategy of a file was made for. Its topology is in the file; its graph is only named there,
     so it must be shipped or given (``how`` says how). Raises StrategyError if what was given is something else."""
-    from flexsearch.api import Setting
     from flexsearch.cost import Profile
     from flexsearch.files import shipped_names
+    from flexsearch.setting import Setting
     from flexsearch.topology import Topology
 
     if graph is None and plan.graph.name not in shipped_names("graphs"):

@@ -13,10 +13,10 @@ from flexsearch.report.units import nbytes, percent, seconds
 from flexsearch.simulate.memory import PARTS
 
 if TYPE_CHECKING:
-    from flexsearch.api import Setting
     from flexsearch.cost import Profile
     from flexsearch.lower import Lowered
     from flexsearch.report import PlanRow
+    from flexsearch.setting import Setting
 
 _MOST = 16
 """Rows of a table of devices or links, those that are alike in one; JSON has all."""

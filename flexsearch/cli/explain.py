@@ -21,9 +21,9 @@ from flexsearch.cli.common import (
 from flexsearch.cli.progress import Live, compiling
 
 if TYPE_CHECKING:
-    from flexsearch.api import Setting
     from flexsearch.report import PlanRow
     from flexsearch.report.explain import Told
+    from flexsearch.setting import Setting
     from flexsearch.strategy import Strategy
 
 WIDTH = 100

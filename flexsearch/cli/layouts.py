@@ -14,11 +14,11 @@ from flexsearch.cli.money import tell_cost, with_cost
 from flexsearch.cli.progress import Live, compiling
 
 if TYPE_CHECKING:
-    from flexsearch.api import Setting
     from flexsearch.cost.uncertainty import Estimate
     from flexsearch.graph import OperatorGraph
     from flexsearch.report.layouts import StagedRow
     from flexsearch.search.hybrid import Candidate, HybridProgress, HybridResult
+    from flexsearch.setting import Setting
     from flexsearch.simulate.staged import Step
     from flexsearch.strategy import Options, Strategy
 
@@ -41,8 +41,8 @@ def too_large(graph: OperatorGraph) -> bool:
 
 def need_time(budget: str) -> float:
     """Seconds of a budget. Raises StrategyError if it is a number of proposals."""
-    from flexsearch.api import parse_budget
     from flexsearch.errors import StrategyError
+    from flexsearch.setting import parse_budget
 
     seconds, proposals = parse_budget(budget)
     if seconds is None:

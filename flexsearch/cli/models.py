@@ -156,8 +156,8 @@ def profile(
     check_outputs({"--output": output}, graph)
     if not re.fullmatch(r"cpu|cuda(:\d+)?", device):
         raise typer.BadParameter(f'"{device}" is none of cpu, cuda, cuda:N', param_hint="--device")
-    from flexsearch.api import parse_budget
     from flexsearch.cost import Profile
+    from flexsearch.setting import parse_budget
 
     loaded = common.Size(batch, seq).load(graph)
     known = Profile.load(extend) if extend is not None else None

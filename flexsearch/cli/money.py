@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from flexsearch.api import Setting
+    from flexsearch.setting import Setting
 
 
 def with_cost(data: dict[str, Any], setting: Setting, per_hour: float | None) -> dict[str, Any]:

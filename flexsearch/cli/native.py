@@ -13,11 +13,11 @@ from flexsearch.cli.progress import Live, compiling
 from flexsearch.cli.space import native_words, tell_export
 
 if TYPE_CHECKING:
-    from flexsearch.api import Setting
     from flexsearch.report import PlanRow
     from flexsearch.search.hybrid import HybridResult
     from flexsearch.search.native import NativeResult
     from flexsearch.search.outcome import SearchResult
+    from flexsearch.setting import Setting
     from flexsearch.strategy import Options
 
 

@@ -5,14 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import typer
 
 from flexsearch.cli import signals
 from flexsearch.cli.answer import answer_data, answer_rows, say, tell_run
 from flexsearch.cli.common import (
-    FINITE,
     BatchOption,
     DataOption,
     JsonOption,
@@ -42,7 +41,22 @@ from flexsearch.cli.plans import (
     make_options,
     print_plans,
 )
-from flexsearch.cli.progress import Live, compiling
+from flexsearch.cli.progress import SearchLive
+from flexsearch.cli.search_options import (
+    AllowOption,
+    BudgetOption,
+    ExhaustiveOption,
+    MarginOption,
+    OutputOption,
+    PinOption,
+    PlanOnlyOption,
+    PlotOption,
+    ProcessesOption,
+    ResumeOption,
+    SeedOption,
+    SpaceOption,
+    WeightGradientsOption,
+)
 from flexsearch.cli.space import halved
 from flexsearch.cli.verify import (
     Verification,
@@ -56,11 +70,11 @@ from flexsearch.cli.verify import (
 )
 
 if TYPE_CHECKING:
-    from flexsearch.api import Setting
     from flexsearch.cli.recipes import Beside
-    from flexsearch.proof.exhaustive import Optimum, Step
+    from flexsearch.proof.exhaustive import Optimum
     from flexsearch.search.hybrid import HybridResult
-    from flexsearch.search.outcome import Progress, SearchResult
+    from flexsearch.search.outcome import SearchResult
+    from flexsearch.setting import Setting
     from flexsearch.strategy import Options, Strategy
 
 
@@ -70,67 +84,6 @@ much later than twice its budget (once for the baselines, once for the climbs)."
 
 STAGED = "layout"
 """Name of the best layout among the plans that --verify runs."""
-
-BudgetOption = Annotated[
-    str, typer.Option("--budget", "-b", metavar="30s|500", help="How long to search: a time, or a number of proposals.")
-]
-SeedOption = Annotated[int, typer.Option("--seed", min=0, max=2**63 - 1, metavar="N", help="Seed of the search.")]
-OutputOption = Annotated[Path, typer.Option("--output", "-o", help="Strategy file to write.")]
-ResumeOption = Annotated[
-    Path | None,
-    typer.Option("--resume", metavar="S", help="Strategy file to start from, with its options. May be the output."),
-]
-PinOption = Annotated[
-    list[str] | None,
-    typer.Option("--pin", metavar="PIN", help='Fix part of the plan: "encoder.*: batch=4, devices=0-3". Repeatable.'),
-]
-MarginOption = Annotated[
-    float | None,
-    typer.Option(
-        "--margin", min=0.0, max=100.0, metavar="PERCENT",
-        help="Keep the best baseline unless a plan beats it by so much. Default: by so much that their predictions "
-        "can be told apart.", **FINITE,
-    ),
-]  # fmt: skip
-ProcessesOption = Annotated[
-    int | None,
-    typer.Option("--processes", "-j", min=1, max=4096, metavar="N", help="Search processes. Default: one per core."),
-]
-ExhaustiveOption = Annotated[
-    str | None,
-    typer.Option(
-        "--exhaustive", metavar="60s|N", help="Then try to prove the optimum, for a time or a number of partial plans."
-    ),
-]
-SpaceOption = Annotated[
-    Literal["free", "splits", "layouts", "native", "native-layouts"],
-    typer.Option(
-        "--space",
-        help="free: all plans. splits: one stage, any split of any operator. layouts: data x tensor x pipeline, with "
-        "stages, microbatches and recomputation. native: only what `flexsearch export` can write as ordinary PyTorch, "
-        "in one stage. native-layouts: the same of layouts.",
-    ),
-]
-PlanOnlyOption = Annotated[bool, typer.Option("--plan-only", hidden=True, help="The same as --space layouts.")]
-WeightGradientsOption = Annotated[
-    bool,
-    typer.Option(
-        "--weight-gradients",
-        help="Spend half of the search over splits on plans in which gradients of weights have splits of their own.",
-    ),
-]
-AllowOption = Annotated[
-    str | None,
-    typer.Option(
-        "--allow", metavar="RECIPES",
-        help="Recipes of synchronisation that change the mathematics and may be chosen: local-sgd,gossip,top-k, whole "
-        "recipes, or all.",
-    ),
-]
-PlotOption = Annotated[
-    Path | None, typer.Option("--plot", help="Draw the progress of the search: a .png, .svg or .pdf file.")
-]
-
 
 @dataclass(frozen=True)
 class _Asked:
@@ -160,7 +113,7 @@ class _Asked:
     def seconds(self) -> float | None:
         """The budget, if it is one for both spaces (s). What goes on from a plan, or keeps or proves something, is
         about splits, and so is a number of proposals."""
-        from flexsearch.api import parse_budget
+        from flexsearch.setting import parse_budget
 
         if self.space != "free" or self.first is not None or self.pins or self.exhaustive is not None:
             return None
@@ -201,7 +154,7 @@ def optimize(
 ) -> None:
     """Search for the fastest plan and write it to a strategy file.
 
-    Without arguments it plans AlexNet on four hosts with 1 Gbit/s Ethernet.
+    Without arguments it plans a small MLP on four hosts with 1 Gbit/s Ethernet.
 
     Ctrl-C ends the search and writes the best plan so far.
     """
@@ -258,7 +211,7 @@ def _native(asked: _Asked) -> None:
 
 def _free(asked: _Asked, budget: str) -> tuple[SearchResult, HybridResult | None]:
     """The best plans of both spaces, for what native ones stand beside."""
-    from flexsearch.api import parse_budget
+    from flexsearch.setting import parse_budget
     from flexsearch.spaces import search_both
 
     if (seconds := parse_budget(budget)[0]) is None:
@@ -384,7 +337,7 @@ def _refuse_others(layouts: bool, seed: int, **given: object) -> None:
 
 def _refuse_early(plot: Path | None, resume: Path | None, budget: str, exhaustive: str | None) -> None:
     """Raise an error for what could not be drawn, or is no budget, before the search rather than after it."""
-    from flexsearch.api import parse_budget
+    from flexsearch.setting import parse_budget
 
     if plot is not None:
         check_outputs({"--plot": plot}, resume)
@@ -399,8 +352,8 @@ def _search(asked: _Asked, budget: str) -> SearchResult:
     end. Raises StrategyError if the cluster is so large that not even one plan was evaluated long after the budget was
     used up."""
     from flexsearch import compiled
-    from flexsearch.api import parse_budget
     from flexsearch.errors import StrategyError
+    from flexsearch.setting import parse_budget
 
     seconds, setting = parse_budget(budget)[0], asked.setting
     # The first time on a machine, compiling takes longer than that.
@@ -416,7 +369,7 @@ def _search(asked: _Asked, budget: str) -> SearchResult:
         signals.no_deadline()
         signals.current.hold()
 
-    with _Live(budget) as live, signals.deadline(limit, late):
+    with SearchLive(budget) as live, signals.deadline(limit, late):
         return setting.search(
             budget, seed=asked.seed, start=asked.first, pins=asked.pins, processes=asked.processes,
             margin=asked.margin, options=asked.first.options if asked.first is not None else asked.options,
@@ -450,7 +403,7 @@ def _prove(asked: _Asked, result: SearchResult) -> tuple[SearchResult, Optimum |
         return result, None
     proof = None
     try:
-        with signals.current.released(), _Live(budget) as live:
+        with signals.current.released(), SearchLive(budget) as live:
             proof = asked.setting.prove(result, budget, pins=asked.pins, on_progress=live.proving)
     except KeyboardInterrupt:  # elsewhere than in the search itself, which catches it
         return result, proof
@@ -477,42 +430,3 @@ def _draw(path: Path, setting: Setting, result: SearchResult) -> None:
     best = [(found.proposal, found.time_s) for found in result.history]
     figure = chains(trails, best, result.bound_s, f"{setting.graph.name} on {setting.topology.name}")
     write(path, rendered(figure, path.suffix.removeprefix(".")))
-
-
-class _Live(Live):
-    """The search: phase, how far, best so far, proposals per second, acceptance."""
-
-    def __init__(self, budget: str) -> None:
-        from flexsearch.api import parse_budget
-
-        self.budget_s, self.limit = parse_budget(budget)
-        super().__init__(compiling(), self.budget_s or self.limit)
-
-    def prepare(self, phase: str) -> None:
-        """Show what is done before the climbs. From now on there is a plan, which no signal may lose."""
-        signals.current.graceful = True
-        signals.current.poll()
-        self.show(phase)
-
-    def update(self, now: Progress) -> None:
-        """Show where the search is."""
-        from flexsearch.report.units import seconds
-
-        signals.current.poll()
-        rate = now.proposals / now.elapsed_s if now.elapsed_s else 0.0
-        self.show(
-            now.phase,
-            now.elapsed_s if self.budget_s is not None else now.proposals,
-            state=f"best {seconds(now.best_s)}   {rate:,.0f} proposals/s   {now.accepted / now.proposals:.0%} accepted",
-        )
-
-    def proving(self, now: Step) -> None:
-        """Show where an exhaustive search is."""
-        from flexsearch.report.units import seconds
-
-        signals.current.poll()
-        self.show(
-            "proving",
-            now.elapsed_s if self.budget_s is not None else now.nodes,
-            state=f"best {seconds(now.best_s)}   nothing below {seconds(now.bound_s)}   {now.nodes:,} partial plans",
-        )

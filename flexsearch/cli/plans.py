@@ -31,8 +31,8 @@ from flexsearch.cli.progress import Live, compiling
 from flexsearch.quantities import MAX_COUNT
 
 if TYPE_CHECKING:
-    from flexsearch.api import Setting
     from flexsearch.report import PlanRow
+    from flexsearch.setting import Setting
     from flexsearch.strategy import Options
 
 OptimizerOption = Annotated[

@@ -26,8 +26,8 @@ from flexsearch.cli.progress import Live, compiling
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-    from flexsearch.api import Setting
     from flexsearch.report import PlanRow
+    from flexsearch.setting import Setting
     from flexsearch.strategy import Strategy
 
 What = Literal["timeline", "memory", "memory-over-time", "comparison"]

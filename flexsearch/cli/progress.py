@@ -4,11 +4,16 @@ from __future__ import annotations
 
 import threading
 import time
-from typing import Final, Self
+from typing import TYPE_CHECKING, Final, Self
 
 from rich.progress import BarColumn, Progress, TextColumn
 
+from flexsearch.cli import signals
 from flexsearch.cli.common import stderr
+
+if TYPE_CHECKING:
+    from flexsearch.proof.exhaustive import Step
+    from flexsearch.search.outcome import Progress as Searched
 
 EVERY_S: Final = 5.0
 """Seconds between two lines."""
@@ -63,3 +68,42 @@ def compiling() -> str:
     where = f"; the result is kept in {compiled.folder}" if compiled.folder is not None else ""
     stderr.print(f"Compiling for this machine, which takes about 20 seconds, once{where}.", soft_wrap=True)
     return "compiling once for this machine"
+
+
+class SearchLive(Live):
+    """The search: phase, how far, best so far, proposals per second, acceptance."""
+
+    def __init__(self, budget: str) -> None:
+        from flexsearch.setting import parse_budget
+
+        self.budget_s, self.limit = parse_budget(budget)
+        super().__init__(compiling(), self.budget_s or self.limit)
+
+    def prepare(self, phase: str) -> None:
+        """Show what is done before the climbs. From now on there is a plan, which no signal may lose."""
+        signals.current.graceful = True
+        signals.current.poll()
+        self.show(phase)
+
+    def update(self, now: Searched) -> None:
+        """Show where the search is."""
+        from flexsearch.report.units import seconds
+
+        signals.current.poll()
+        rate = now.proposals / now.elapsed_s if now.elapsed_s else 0.0
+        self.show(
+            now.phase,
+            now.elapsed_s if self.budget_s is not None else now.proposals,
+            state=f"best {seconds(now.best_s)}   {rate:,.0f} proposals/s   {now.accepted / now.proposals:.0%} accepted",
+        )
+
+    def proving(self, now: Step) -> None:
+        """Show where an exhaustive search is."""
+        from flexsearch.report.units import seconds
+
+        signals.current.poll()
+        self.show(
+            "proving",
+            now.elapsed_s if self.budget_s is not None else now.nodes,
+            state=f"best {seconds(now.best_s)}   nothing below {seconds(now.bound_s)}   {now.nodes:,} partial plans",
+        )

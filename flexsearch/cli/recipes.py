@@ -12,8 +12,8 @@ from flexsearch.cli.common import stdout
 from flexsearch.cli.progress import Live
 
 if TYPE_CHECKING:
-    from flexsearch.api import Setting
     from flexsearch.search.recipes import Allowed
+    from flexsearch.setting import Setting
     from flexsearch.strategy import Strategy
 
 STEPS = 10_000

@@ -75,11 +75,11 @@ def scale(
     if output is not None and output.suffix.removeprefix(".") not in FORMATS:
         raise typer.BadParameter(f"{output} cannot be drawn; give a .png, .svg or .pdf file", param_hint="--output")
     check_outputs({"--output": output}, graph, topology, profile)
-    from flexsearch.api import parse_budget
     from flexsearch.cli.details import times_words
     from flexsearch.cost import Profile
     from flexsearch.report.money import Price
     from flexsearch.scaling import Scaler
+    from flexsearch.setting import parse_budget
     from flexsearch.topology.sizes import Sizes
 
     parse_budget(budget)  # refused before the work
@@ -107,7 +107,7 @@ def _collect(scaler: Scaler, most: int, kinds: tuple[Kind, ...]) -> dict[Kind, l
     """The points of each curve. Ctrl-C ends the work; what it cut short is left out."""
     from dataclasses import replace
 
-    from flexsearch.api import parse_budget
+    from flexsearch.setting import parse_budget
 
     found: dict[Kind, list[ScalingPoint]] = {kind: [] for kind in kinds}
     each = parse_budget(scaler.budget)

@@ -9,7 +9,7 @@ from flexsearch.cli.common import stdout
 
 def halved(budget: str) -> str:
     """Half of a budget, for each of the two searches."""
-    from flexsearch.api import parse_budget
+    from flexsearch.setting import parse_budget
 
     seconds, proposals = parse_budget(budget)
     return f"{seconds / 2}s" if seconds is not None else str(max(1, (proposals or 0) // 2))

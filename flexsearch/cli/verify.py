@@ -18,11 +18,11 @@ from flexsearch.errors import UsageError
 from flexsearch.ranks import is_rank
 
 if TYPE_CHECKING:
-    from flexsearch.api import Setting
     from flexsearch.cost import Profile
     from flexsearch.graph import OperatorGraph
     from flexsearch.measure.learning import Lesson
     from flexsearch.search.outcome import SearchResult
+    from flexsearch.setting import Setting
     from flexsearch.strategy import Strategy
 
 VerifyOption = Annotated[
@@ -197,7 +197,7 @@ def verification(
 ) -> Verification | None:  # fmt: skip
     """What is to be verified; None: nothing. ``budget``: of the search; ``profile``: that learns. Raises UsageError
     where no model is known."""
-    from flexsearch.api import parse_budget
+    from flexsearch.setting import parse_budget
 
     if count is None:
         if model is not None or given:

@@ -26,9 +26,9 @@ from flexsearch.cli.layouts import need_time, too_large
 from flexsearch.cli.progress import Live, compiling
 
 if TYPE_CHECKING:
-    from flexsearch.api import Setting
     from flexsearch.planning import PlanProgress
     from flexsearch.report.whatif import Changed
+    from flexsearch.setting import Setting
     from flexsearch.spaces import Space
     from flexsearch.strategy import Strategy
     from flexsearch.topology import Topology
@@ -82,7 +82,7 @@ def what_if(
     Changes may be combined. Other devices come first, then captured steps, memory and links.
     """
     check_outputs({"--save-topology": save_topology, "--output": output}, strategy, graph, topology, profile)
-    from flexsearch.api import parse_budget
+    from flexsearch.setting import parse_budget
     from flexsearch.strategy import Strategy
 
     parse_budget(budget)  # refused before the work
@@ -109,8 +109,8 @@ def what_if(
 def _search(
     setting: Setting, plan: Strategy, changed: Topology, words: str, budget: str
 ) -> tuple[Changed, Strategy | None]:
-    from flexsearch.api import parse_budget
     from flexsearch.changing import on_changed
+    from flexsearch.setting import parse_budget
 
     found_by = plan.search.start if plan.search is not None else ""
     layouts = not plan.is_plain or found_by == "layouts" or too_large(setting.graph)

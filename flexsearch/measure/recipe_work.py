@@ -28,22 +28,40 @@ BITS: Final = 4
 BUCKET: Final = 512
 COLUMNS: Final = 2
 
+RECIPE: Final = "recipe "
+"""What busy neighbours are told, with the kind behind it."""
+
 Prepared = tuple[Callable[[], object], int]
 """What is timed, and the bytes that it counts as."""
 
 
-def measure_recipe_work(bench: Bench) -> dict[str, WorkRate]:
-    """By kind of work, its rate on the device of a bench."""
-    rates = {kind: _rate(list(_timed(bench, prepare))) for kind, prepare in KINDS.items()}
+def measure_recipe_work(bench: Bench, switch: Callable[[str], None] | None = None) -> dict[str, WorkRate]:
+    """By kind of work, its rate on the device of a bench. ``switch``: has busy neighbours do the same, as all replicas
+    do at the same time."""
+    rates = {}
+    for kind, prepare in KINDS.items():
+        if switch is not None:
+            switch(f"{RECIPE}{kind}")
+        rates[kind] = _rate(list(_timed(bench, prepare)))
     scan, both = rates["select"], rates["sort"]
     rates["sort"] = both.model_copy(update={"s_per_byte": max(0.0, both.s_per_byte - SHARE * scan.s_per_byte)})
     return rates
 
 
+def working(bench: Bench, kind: str) -> Callable[[], object]:
+    """Work of a kind on the largest vector, to be called again and again."""
+    run, _ = KINDS[kind](_vector(bench, ELEMENTS[-1]))
+    return run
+
+
+def _vector(bench: Bench, n: int) -> Tensor:
+    return bench.fill(torch.empty(1, n, device=bench.device)) - 0.5
+
+
 def _timed(bench: Bench, prepare: Callable[[Tensor], Prepared]) -> Iterator[tuple[int, float]]:
     """(Bytes, seconds) of vectors of all sizes."""
     for n in ELEMENTS:
-        run, nbytes = prepare(bench.fill(torch.empty(1, n, device=bench.device)) - 0.5)
+        run, nbytes = prepare(_vector(bench, n))
         times: list[float] = []
         while len(times) < 2 or (len(times) <= REPEATS and sum(times) < LONG_S):
             start = bench.clock.mark()

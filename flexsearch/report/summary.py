@@ -8,6 +8,7 @@ which most is computed are told one by one.
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
@@ -84,8 +85,21 @@ def summarised(graph: OperatorGraph, told: Mapping[int, str]) -> tuple[Group, ..
         rows = rows if shorter is None else shorter(rows)
         for groups in (joined := _joined(graph, rows), _by_treatment(joined)):
             if len(groups) <= MOST:
-                return groups
-    return _largest(graph, groups)
+                return told_apart(graph, groups)
+    return told_apart(graph, _largest(graph, groups))
+
+
+def told_apart(graph: OperatorGraph, groups: Sequence[Group]) -> tuple[Group, ...]:
+    """Groups of the same layers with what they compute: "attention (einsum, softmax)", "attention (cat)"."""
+    count = Counter(group.layers for group in groups)
+    result = []
+    for group in groups:
+        layers = group.layers
+        if count[layers] > 1:
+            kinds = list(dict.fromkeys(graph.operators[i].kind for i in group.operators))
+            layers += f" ({', '.join(kinds[:3])}{', ...' if len(kinds) > 3 else ''})"
+        result.append(Group(layers, group.treatment, group.operators))
+    return tuple(result)
 
 
 def _joined(graph: OperatorGraph, rows: Iterable[_Row]) -> tuple[Group, ...]:

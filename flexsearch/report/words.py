@@ -11,7 +11,7 @@ from itertools import groupby
 from flexsearch.graph import Operator, OperatorGraph
 from flexsearch.graph.ops import kind_of
 from flexsearch.lower import Communication, Lowered, TaskKind
-from flexsearch.report.summary import FEW, Group, layer_of, layer_range, ranges, summarised
+from flexsearch.report.summary import FEW, Group, layer_of, layer_range, ranges, summarised, told_apart
 from flexsearch.strategy import OperatorConfig, States
 from flexsearch.topology import Topology
 
@@ -139,7 +139,7 @@ def groups(lowered: Lowered) -> tuple[Group, ...]:
         else:
             runs.append([i])
     groups = tuple(Group(layer_range([layer_of(graph, i) for i in run]), told[run[0]], tuple(run)) for run in runs)
-    return groups if len(groups) <= FEW else summarised(graph, told)
+    return told_apart(graph, groups) if len(groups) <= FEW else summarised(graph, told)
 
 
 def in_words(lowered: Lowered) -> str:

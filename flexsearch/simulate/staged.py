@@ -43,6 +43,12 @@ class StagedSimulators:
         self._costs: dict[int, Costs] = {}
         """By the same number, on the first block that was asked for."""
 
+    def under(self, profile: Profile) -> StagedSimulators:
+        """Simulators of the same plans with other costs."""
+        other = StagedSimulators(self.graph, self.topology, profile)
+        other._parts = self._parts
+        return other
+
     @cached_property
     def flops(self) -> float:
         """FLOPs of one step of the model."""

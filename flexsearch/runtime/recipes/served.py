@@ -160,7 +160,7 @@ class Served(Member):
         owners = group.recipe.server.owners(len(group.devices))
         self._bounds, self._positions = group.recipe.server.bounds(group.sizes.n), group.positions
         (self._own,) = ranks.ranks
-        self._sent = 0
+        self._sent = [0] * ranks.size  # by worker: each is written by one thread
         self._owners = dict(enumerate(owners))
         self.shard: Shard | None = None
         self._step = 0
@@ -178,7 +178,7 @@ class Served(Member):
     def sent(self) -> int:
         """Bytes of gradients and weights that this rank has sent so far; 4 bytes more go before a gradient whose length
         is fixed."""
-        return self._sent
+        return sum(self._sent)
 
     # ---- as a worker
 
@@ -283,7 +283,7 @@ class Served(Member):
                 flat = packed(payload)
                 works += [self._isend(owner, part, REQUEST) for part in (head, flat) if part.numel()]
             counted = 4 * (payload.length is not None)
-            self._sent += flat.numel() + counted
+            self._sent[self._own] += flat.numel() + counted
 
         def answer(j: int) -> Tensor:
             with self._reaching(j):
@@ -330,7 +330,7 @@ class Served(Member):
                     continue
                 weights = shard.pull() if head == PULL else shard.push(worker, self._gradient(shard, worker, head))
                 if head != PULL:
-                    self._sent += weights.numel() * weights.element_size()
+                    self._sent[worker] += weights.numel() * weights.element_size()
                 self._send(worker, weights, ANSWER)
             shard.leave(worker)
         except RuntimeFailure as error:

@@ -7,7 +7,7 @@ from flexsearch.graph import OperatorGraph
 from flexsearch.search.hybrid.cuts import Cuts
 from flexsearch.search.hybrid.estimate import Estimates
 from flexsearch.search.hybrid.layout import Layout
-from flexsearch.search.hybrid.splits import Splits
+from flexsearch.search.hybrid.splits import Configs, Splits
 from flexsearch.search.hybrid.work import Works
 from flexsearch.simulate.staged import StagedSimulators, Step, step_of
 from flexsearch.strategy import Options
@@ -29,9 +29,16 @@ def simulate_layout(
     operator of each stage; None: stages that make the slowest one as fast as possible. Raises StrategyError or another
     FlexsearchError where the graph, the batch or the devices do not suit the layout."""
     options = options or Options()
-    check_recompute(options, layout.stages)
     simulators = StagedSimulators(graph, topology, profile, options.precision)
-    works = Works(simulators.graph, topology, profile, options)
-    first = first or Estimates(works, Cuts(simulators.graph)).first(layout)
-    pipeline, configs = Splits(simulators).plan(layout, first)
+    pipeline, configs = plan_layout(simulators, layout, options, first)
     return pipeline, step_of(simulators, pipeline, simulators.simulator(pipeline, configs, options))
+
+
+def plan_layout(
+    simulators: StagedSimulators, layout: Layout, options: Options, first: tuple[int, ...] | None = None
+) -> tuple[Pipeline, Configs]:
+    """The plan alone, as in ``simulate_layout``; configs are those of the first block. Raises the same errors."""
+    check_recompute(options, layout.stages)
+    works = Works(simulators.graph, simulators.topology, simulators.profile, options)
+    first = first or Estimates(works, Cuts(simulators.graph)).first(layout)
+    return Splits(simulators).plan(layout, first)

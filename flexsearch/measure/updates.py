@@ -1,0 +1,93 @@
+"""Measures the updates of torch.optim's optimizers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from math import prod
+from statistics import median
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from flexsearch.cost.profile import UpdateEntry
+from flexsearch.graph.model import OperatorGraph
+from flexsearch.measure.cases import CACHE_BYTES
+from flexsearch.measure.sweeps import Bench
+
+UPDATE_BYTES = 64 << 20
+"""Weights whose update is measured."""
+UPDATE = "update "
+"""What busy neighbours are told, with the optimizer's name behind it."""
+MORE_TENSORS = 8
+"""Into so many parts each of them is cut, to see what a tensor costs."""
+
+Name = Literal["sgd", "momentum", "adam"]
+
+OPTIMIZERS: dict[Name, Callable[[list[Tensor]], torch.optim.Optimizer]] = {
+    "sgd": lambda weights: torch.optim.SGD(weights, lr=1e-3),
+    "momentum": lambda weights: torch.optim.SGD(weights, lr=1e-3, momentum=0.9),
+    "adam": lambda weights: torch.optim.Adam(weights, lr=1e-3),
+}
+
+
+def measure_updates(
+    graph: OperatorGraph, bench: Bench, switch: Callable[[str], None] | None = None, repeats: int = 5
+) -> dict[Name, UpdateEntry]:
+    """Time of torch.optim's updates of the graph's weights (the first UPDATE_BYTES of them), and of as many bytes in
+    more tensors; from the difference what a tensor costs. ``switch``: has busy neighbours do the same, since all ranks
+    update at the end of a step, and updates take what memory gives."""
+    few = _weight_sizes(graph)
+    many = [len(part) for size in few for part in torch.empty(size, device="meta").chunk(MORE_TENSORS)]
+    nbytes = 4 * sum(few)
+    written = sum(graph.tensor[name].nbytes for op in graph.operators for name in op.outputs)
+    entries: dict[Name, UpdateEntry] = {}
+    for name, make in OPTIMIZERS.items():
+        if switch is not None:
+            switch(f"{UPDATE}{name}")
+        small, large = (_update_s(make, bench, sizes, min(written, CACHE_BYTES), repeats) for sizes in (few, many))
+        per_tensor = max(0.0, (large - small) / max(1, len(many) - len(few)))
+        per_byte = max(0.0, small - len(few) * per_tensor) / nbytes
+        entries[name] = UpdateEntry(s_per_byte=per_byte, s_per_tensor=per_tensor)
+    return entries
+
+
+def updating(graph: OperatorGraph, bench: Bench, name: Name) -> Callable[[], object]:
+    """An update of the same weights, to be called again and again."""
+    weights = [torch.zeros(size, device=bench.device, requires_grad=True) for size in _weight_sizes(graph)]
+    for weight in weights:
+        weight.grad = bench.fill(torch.empty_like(weight, requires_grad=False))
+    return OPTIMIZERS[name](weights).step
+
+
+def _weight_sizes(graph: OperatorGraph) -> list[int]:
+    """Elements of the graph's weights, in its order, UPDATE_BYTES of float32 at most; some of a graph without any."""
+    left, sizes = UPDATE_BYTES // 4, []
+    for weight in graph.of_kind("parameter"):
+        if left > 0:
+            sizes.append(min(prod(weight.shape), left))
+            left -= sizes[-1]
+    return [size for size in sizes if size] or [UPDATE_BYTES // 16] * 4
+
+
+def _update_s(
+    make: Callable[[list[Tensor]], torch.optim.Optimizer], bench: Bench, sizes: Sequence[int], touched: int,
+    repeats: int,
+) -> float:  # fmt: skip
+    """Seconds of an update of float32 weights of these sizes, with clearing the gradients, where the step has
+    ``touched`` so many bytes since the last one."""
+    weights = [torch.zeros(size, device=bench.device, requires_grad=True) for size in sizes]
+    activations = torch.zeros(max(1, touched // 4), device=bench.device)
+    optimizer = make(weights)
+    times = []
+    for _ in range(repeats + 1):
+        activations.add_(1.0)
+        for weight in reversed(weights):
+            weight.grad = bench.fill(torch.empty_like(weight, requires_grad=False))
+        start = bench.clock.mark()
+        optimizer.step()
+        optimizer.zero_grad()
+        end = bench.clock.mark()
+        bench.clock.wait()
+        times.append(bench.clock.between(start, end))
+    return median(times[1:])  # the first makes the state
