@@ -42,8 +42,8 @@ def accuracy(plans: Plans) -> list[Row]:
     rounds = int(min(effort.rounds, max(2, effort.variant_s * len(chosen) // total)))
     files = plans.save({name: p.strategy for name, p in chosen.items()})
     job = Job(
-        f"flexsearch.zoo:{plans.model}", plans.batch, files, rounds=rounds, steps=1, warmup=1, together=False,
-        timeline=True, timeout_s=120.0 + 60.0 * len(chosen) + 8 * total * (rounds + 3),
+        plans.target, plans.batch, files, rounds=rounds, steps=1, warmup=1, together=False,
+        timeline=True, timeout_s=120.0 + 60.0 * len(chosen) + 8 * total * (rounds + 3), arguments=plans.arguments,
     )  # fmt: skip
     measured = plans.machine.measure(job, plans.hosts)
     rows = [_row(plans, name, p, measured[name]) for name, p in chosen.items()]

@@ -61,9 +61,9 @@ def speed(plans: Plans) -> list[Row]:
     total = sum(predicted.values())
     rounds = int(min(effort.rounds, max(2, 3 * effort.variant_s // (effort.steps * total))))
     job = Job(
-        f"flexsearch.zoo:{plans.model}", plans.batch, {DDP: DDP, **plans.save(ours), SINGLE: SINGLE}, rounds=rounds,
+        plans.target, plans.batch, {DDP: DDP, **plans.save(ours), SINGLE: SINGLE}, rounds=rounds,
         steps=effort.steps, warmup=2, together=True, timeline=False,
-        timeout_s=180.0 + 8 * total * (2 + rounds * effort.steps),
+        timeout_s=180.0 + 8 * total * (2 + rounds * effort.steps), arguments=plans.arguments,
     )  # fmt: skip
     measured = plans.machine.measure(job, plans.hosts)
     ddp_s = median(measured[DDP].turns_s)
@@ -101,8 +101,8 @@ def picture(plans: Plans, path: Path) -> None:
     predicted = {name: plans.predict(strategy) for name, strategy in chosen.items()}
     total = sum(simulation.makespan_s for _, simulation in predicted.values())
     job = Job(
-        f"flexsearch.zoo:{plans.model}", plans.batch, plans.save(chosen), rounds=1, steps=1, warmup=1, together=False,
-        timeline=True, timeout_s=180.0 + 30 * total,
+        plans.target, plans.batch, plans.save(chosen), rounds=1, steps=1, warmup=1, together=False,
+        timeline=True, timeout_s=180.0 + 30 * total, arguments=plans.arguments,
     )  # fmt: skip
     measured = plans.machine.measure(job, plans.hosts)
     rows = [PlanRow(name, simulation, lowered) for name, (lowered, simulation) in predicted.items()]

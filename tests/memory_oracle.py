@@ -13,16 +13,20 @@ from flexsearch.graph import Box, Flow, Tensor, volume
 from flexsearch.graph.ops import kept_weights, saved_tensors
 from flexsearch.lower import Layout, Lowered, Reshard, TaskKind, bounding
 from flexsearch.lower.recompute import regions_of
+from flexsearch.lower.rows import SYNCHRONISE
 from flexsearch.simulate.memory import Part
+from flexsearch.strategy import States
 
 
 class Span:
-    """Bytes on a device, alive from task ``first`` to task ``last``, both included."""
+    """Bytes on a device, alive from task ``first`` to task ``last``, both included; and until ``block`` begins to send,
+    if that is later (0: it is not)."""
 
-    __slots__ = ("device", "first", "last", "nbytes", "part")
+    __slots__ = ("block", "device", "first", "last", "nbytes", "part")
 
     def __init__(self, device: int, nbytes: int, part: Part, first: int) -> None:
         self.device, self.nbytes, self.part, self.first, self.last = device, nbytes, part, first, first
+        self.block = 0
 
     def until(self, task: int) -> None:
         self.last = max(self.last, task)
@@ -308,7 +312,22 @@ class _Walk:
                 tasks = self.crossing.get((purpose, key, x, device), ())
                 if tasks:
                     buffer = self._new(device, elements * itemsize, "buffers", min(tasks))
-                    buffer.until(max(self._unpacked(purpose, key, device, t) for t in tasks))
+                    if purpose == "synchronise" and self.lowered.weights[key].plan.states > States.WHOLE:
+                        buffer.block = self._next_bucket(tasks[0]) if x == 0 else 0
+                        buffer.until(tasks[-1])
+                    else:
+                        buffer.until(max(self._unpacked(purpose, key, device, t) for t in tasks))
+
+    def _next_bucket(self, task: int) -> int:
+        """The block before which gradients kept in parts are added that ``task`` sends: that of the next bucket of the
+        stage behind some computing, or the last one; the update for weights of several stages."""
+        block, rows = self.lowered.tasks.identity[task].block, self.lowered.rows
+        stage, kinds = rows.blocks.stage, rows.schedule.kind
+        later = [b for b in range(block + 1, len(kinds)) if stage[b] == stage[block]]
+        computing = next((b for b in later if kinds[b] != SYNCHRONISE), len(kinds))
+        sent = [b for b in later if kinds[b] == SYNCHRONISE]
+        shared = stage[block] == len(self.lowered.stages)
+        return len(kinds) - 1 if shared else next((b for b in sent if b > computing), sent[-1])
 
     def _unpacked(self, purpose: str, key: int, device: int, task: int) -> int:
         """The first compute task that waits for what a communication brings. Weights that are gathered together are

@@ -417,11 +417,15 @@ class _Compiler:
 
     def _deliver_earlier(self, following: Transport, task: int) -> None:
         """Add gradients of which this device has issued all, before it issues ``task``: of the same weight and an
-        earlier microbatch; and those that are sent for each microbatch, if all ranks issue them before this task. Their
-        buffers would else wait for the next microbatch."""
+        earlier microbatch; and those that are to be added before the block of the task, if all ranks have issued them
+        in earlier ones. Their buffers would else wait for the next microbatch or the update."""
+        rows = self.lowered.tasks.identity
+        at, update = rows[task], len(self.lowered.plain_rows.blocks.kind) - 1
         for transport in [t for t in self.issued if t != following]:
-            repeated = ("synchronise", transport.key) in self.repeated
-            over = repeated and self.place[self.ends[transport]] < self.place[task]
+            end, added = self.ends[transport], self.lowered.added_before(transport.key)
+            later = rows[end].block < at.block and added <= at.block
+            over = self.place[end] < self.place[task] and (later or transport.microbatch != at.microbatch)
+            over = over and added < update
             if transport.key != following.key and not over:
                 continue
             self.issued.remove(transport)

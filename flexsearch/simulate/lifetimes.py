@@ -31,9 +31,9 @@ last moment, both included. These are the spans:
   reader's) to the last one, and until it has been sent; its copies in the producer's layout until the producer's
   backward. An operator whose output is its input's memory, all of it once, hands its gradient on as it is.
 - The **gradient of a weight**, as the pieces make it: likewise, until it has been sent to be synchronised; and as it is
-  stored: from that communication to the update. Where both are the same memory, until the update. Gradients that are
-  sent for every microbatch do not outlive its communication, nor do receive buffers and what it brings: that is added
-  to the sum, which is there from the first microbatch on.
+  stored: from that communication to the update. Where both are the same memory, until the update. Of weights that are
+  kept in parts, what a communication brings lives until it is added, where a later bucket is sent
+  (``lower.schedule``); with several microbatches to the sum, which is there from the first one on.
 
 Where a schedule splits backward passes, an operator with trained weights has two: the first makes the gradients of its
 other inputs, the second those of its weights. What it saved and the gradients of its outputs live until the second, a
@@ -271,7 +271,7 @@ def _hold_weight(sources: Sources, state: State, w: Any, spans: Spans) -> None:
                 sent = units.each_block[w] if sharding >= _GRADIENTS else units.sync_block[w]
                 _send_gradients(sources, template, TWO * np.uint64(sent) + ONE, spans)
     if trained:
-        _synchronise(sources, w, template, sharding >= _GRADIENTS, spans)
+        _synchronise(sources, w, template, sharding, spans)
 
 
 @lean
@@ -290,13 +290,15 @@ def _send_gradients(sources: Sources, template: Any, sent: Any, spans: Spans) ->
 
 
 @lean
-def _synchronise(sources: Sources, w: Any, template: Any, each: Any, spans: Spans) -> None:
-    """What synchronising the gradients of a weight leaves on devices; ``each``: for every microbatch."""
+def _synchronise(sources: Sources, w: Any, template: Any, sharding: Any, spans: Spans) -> None:
+    """What synchronising the gradients of a weight leaves on devices."""
     landings, units = sources.landings, sources.units
     first, second = np.uint64(units.sync_block[w]), np.uint64(units.second_block[w])
-    used = update = TWO * np.uint64(units.update_block[0])
-    if each and np.uint64(units.each_block[w]) != first:  # added to the sum as it arrives
-        first, second, used = np.uint64(units.each_block[w]), np.uint64(units.each_second[w]), ZERO
+    added, update = np.uint64(units.added_block[w]), TWO * np.uint64(units.update_block[0])
+    if sharding >= _GRADIENTS:
+        first, second = np.uint64(units.each_block[w]), np.uint64(units.each_second[w])
+        added = np.uint64(units.each_added[w])
+    used = TWO * added if sharding > ZERO else update
     sent, again = TWO * first + ONE, TWO * second + ONE
     for row in range(np.uint64(landings.landing_first[template]), np.uint64(landings.landing_last[template])):
         born = np.uint64(spans.born[np.uint64(landings.device[row])])
