@@ -29,7 +29,7 @@ from pathlib import Path
 
 from benchmarks.accuracy import accuracy
 from benchmarks.emulated import BATCH, BATCH_NORM_GROUPS, FULL, QUICK, Machine, Plans
-from benchmarks.harness import Row, median, parser, report, say, spread
+from benchmarks.harness import Row, median, parser, report_tables, say, spread
 from benchmarks.netns import unavailable
 from benchmarks.worker import DDP, SINGLE, Job
 from flexsearch.errors import FlexsearchError
@@ -151,11 +151,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         effort = dataclasses.replace(effort, rounds=options.rounds)
     with tempfile.TemporaryDirectory() as scratch:
         rows, failed = run(models, Machine(options.profile_dir or Path(scratch), Path(scratch), effort), options)
-    if options.json:
-        report(rows, "", True)
-    for table, title in TITLES.items():
-        if not options.json and (of_table := [_without(row) for row in rows if row["table"] == table]):
-            report(of_table, title, False)
+    report_tables(rows, TITLES, options.json)
     return int(failed)
 
 
@@ -182,10 +178,6 @@ def run(models: Sequence[str], machine: Machine, options: Namespace) -> tuple[li
     if options.picture is not None and HOSTS in made:
         picture(made[HOSTS], options.picture)
     return rows, failed
-
-
-def _without(row: Row) -> Row:
-    return {name: value for name, value in row.items() if name != "table"}
 
 
 if __name__ == "__main__":
