@@ -207,6 +207,7 @@ class _Walk:
         graph, lowered = self.graph, self.lowered
         gradient: dict[tuple[int, int], Span] = {}  # (edge, device) -> gradient that the readers' pieces add up
         arrived: dict[tuple[int, int], Span] = {}  # (edge, device) -> gradient in the producer's layout
+        home: dict[tuple[str, int], Span] = {}  # (tensor, device) -> the first of them, to which others are added
         for i in reversed(range(len(graph.operators))):
             if not graph.has_backward[i]:
                 continue
@@ -220,7 +221,7 @@ class _Walk:
                     for device in placement.devices:
                         if (span := arrived.get((e, device))) is not None:
                             span.until(late[device])
-                            of_output[device] = span
+                            of_output[device] = home[name, device]
             for p, name in enumerate(op.inputs):
                 if graph.flows[i][p] == Flow.VALUE:
                     continue
@@ -240,7 +241,7 @@ class _Walk:
                     else:
                         part: Part = "gradients" if tensor.kind == "parameter" else "activations"
                         gradient[e, device] = self._new(device, volume(box) * tensor.itemsize, part, made[device])
-            for e in dict.fromkeys(lowered.edge_of[i, p] for p in range(len(op.inputs))):
+            for e in dict.fromkeys(lowered.edge_of[i, p] for p in reversed(range(len(op.inputs)))):
                 edge = lowered.edges[e]
                 if edge.backward is not None and edge.readers[0][0] == i:
                     mine = {d: gradient[e, d] for d in {x.device for x in edge.need} if (e, d) in gradient}
@@ -249,7 +250,10 @@ class _Walk:
                         "backward", e, edge.backward, graph.tensor[edge.tensor], "activations", now, hold=False
                     )
                     found.update({d: mine[d] for d in edge.backward.aliased & mine.keys()})
-                    arrived.update({(e, d): span for d, span in found.items()})
+                    for d, span in found.items():
+                        moves = any(("backward", e, x, d) in self.crossing for x in range(len(edge.backward.phases)))
+                        if home.setdefault((edge.tensor, d), span) is span or moves:  # else it is let go
+                            arrived[e, d] = span
         self._synchronise(gradient)
 
     def _synchronise(self, gradient: Mapping[tuple[int, int], Span]) -> None:
