@@ -42,8 +42,8 @@ def accuracy(plans: Plans) -> list[Row]:
     rounds = int(min(effort.rounds, max(2, effort.variant_s * len(chosen) // total)))
     files = plans.save({name: p.strategy for name, p in chosen.items()})
     job = Job(
-        f"flexsearch.zoo:{plans.model}", plans.batch, files, rounds=rounds, steps=1, warmup=1, together=False,
-        timeline=True, timeout_s=120.0 + 60.0 * len(chosen) + 8 * total * (rounds + 3),
+        plans.target, plans.batch, files, rounds=rounds, steps=1, warmup=1, together=False,
+        timeline=True, timeout_s=120.0 + 60.0 * len(chosen) + 8 * total * (rounds + 3), arguments=plans.arguments,
     )  # fmt: skip
     measured = plans.machine.measure(job, plans.hosts)
     rows = [_row(plans, name, p, measured[name]) for name, p in chosen.items()]
@@ -120,8 +120,7 @@ def _summary(plans: Plans, rows: Sequence[Row]) -> Row:
         "model": plans.model,
         "hosts": plans.hosts,
         "strategies": len(rows),
-        "median_error_percent": median_error(predicted, measured),
-        "kendall_tau": kendall_tau(predicted, measured),
+        **agreement(predicted, measured),
         "unshared_median_error_percent": median_error(alone, measured),
         "unshared_kendall_tau": kendall_tau(alone, measured),
     }
@@ -130,6 +129,13 @@ def _summary(plans: Plans, rows: Sequence[Row]) -> Row:
 def median_error(predicted: Sequence[float], measured: Sequence[float]) -> float:
     """Median of |predicted / measured - 1|, percent."""
     return 100 * median(abs(p / m - 1) for p, m in zip(predicted, measured, strict=True))
+
+
+def agreement(predicted: Sequence[float], measured: Sequence[float]) -> Row:
+    """How near predicted times are to measured ones, and how alike their orders."""
+    return {
+        "median_error_percent": median_error(predicted, measured), "kendall_tau": kendall_tau(predicted, measured)
+    }  # fmt: skip
 
 
 def kendall_tau(a: Sequence[float], b: Sequence[float]) -> float:

@@ -14,13 +14,14 @@ from statistics import median
 from typing import Any
 
 from benchmarks.harness import say
+from benchmarks.layouts import MODELS
 from benchmarks.netns import SlowNetwork
 from benchmarks.worker import Job, Measured
-from flexsearch import zoo
 from flexsearch.cost import Profile
 from flexsearch.cost.profile import cpu_model
 from flexsearch.graph import OperatorGraph
 from flexsearch.graph.importer import import_model
+from flexsearch.graph.loading import load_callable
 from flexsearch.lower import Lowered
 from flexsearch.measure.cases import count, plan
 from flexsearch.measure.profiler import profile_graph
@@ -30,8 +31,10 @@ from flexsearch.simulate import Simulation, makespan, simulate
 from flexsearch.strategy import Options, Strategy
 from flexsearch.topology import Device, Topology
 
-BATCH = {"alexnet": 32, "vgg16": 16, "mlp": 64, "resnet50": 32}
+BATCH = {"alexnet": 32, "vgg16": 16, "mlp": 64, "resnet50": 32, "gpt2": 8, "llama": 8}
 """Global batch of each model. VGG-16 with 32 takes half a minute a step on two cores."""
+SMALL = ("gpt2", "llama")
+"""Models that are as small here as in ``benchmarks.layouts``; the others are those of the zoo."""
 BATCH_NORM_GROUPS = {"resnet50": 4}
 """Parts of the batch that batch norm normalises on their own, as DDP on 4 hosts does."""
 OPTIONS = Options(optimizer="momentum")
@@ -126,7 +129,10 @@ class Plans:
 
     def __init__(self, machine: Machine, model: str, hosts: int) -> None:
         self.machine, self.model, self.hosts, self.batch = machine, model, hosts, BATCH[model]
-        made = getattr(zoo, model)(batch=self.batch, device="meta")
+        small = MODELS[model] if model in SMALL else None
+        self.target = f"flexsearch.zoo:{model}" if small is None else small.target
+        self.arguments: dict[str, Any] = {} if small is None else dict(small.arguments)
+        made = load_callable(self.target, batch=self.batch, device="meta", **self.arguments)
         self.graph: OperatorGraph = import_model(
             made.model, made.inputs, made.loss, targets=made.targets, name=model,
             batch_norm_groups=BATCH_NORM_GROUPS.get(model, 1),

@@ -45,6 +45,18 @@ def report(rows: Sequence[Row], title: str, as_json: bool) -> None:
     Console(width=None if sys.stdout.isatty() else 200).print(table)
 
 
+def report_tables(rows: Sequence[Row], titles: Mapping[str, str], as_json: bool) -> None:
+    """Print rows that say in "table" which of these tables they belong to: each under its title, without tables that
+    have no rows and columns that have no values, or all rows as one JSON object."""
+    if as_json:
+        report(rows, "", True)
+        return
+    for table, title in titles.items():
+        if of_table := [row for row in rows if row["table"] == table]:
+            values = [{k: v for k, v in row.items() if k != "table" and v is not None} for row in of_table]
+            report(values, title, False)
+
+
 def times(step: Callable[[], object], repeat: int, warmup: int = 1) -> list[float]:
     """Seconds that each of ``repeat`` calls of ``step`` took, after ``warmup`` calls that are not counted."""
     for _ in range(warmup):

@@ -29,7 +29,7 @@ from pathlib import Path
 
 from benchmarks.accuracy import accuracy
 from benchmarks.emulated import BATCH, BATCH_NORM_GROUPS, FULL, QUICK, Machine, Plans
-from benchmarks.harness import Row, median, parser, report, say, spread
+from benchmarks.harness import Row, median, parser, report_tables, say, spread
 from benchmarks.netns import unavailable
 from benchmarks.worker import DDP, SINGLE, Job
 from flexsearch.errors import FlexsearchError
@@ -61,9 +61,9 @@ def speed(plans: Plans) -> list[Row]:
     total = sum(predicted.values())
     rounds = int(min(effort.rounds, max(2, 3 * effort.variant_s // (effort.steps * total))))
     job = Job(
-        f"flexsearch.zoo:{plans.model}", plans.batch, {DDP: DDP, **plans.save(ours), SINGLE: SINGLE}, rounds=rounds,
+        plans.target, plans.batch, {DDP: DDP, **plans.save(ours), SINGLE: SINGLE}, rounds=rounds,
         steps=effort.steps, warmup=2, together=True, timeline=False,
-        timeout_s=180.0 + 8 * total * (2 + rounds * effort.steps),
+        timeout_s=180.0 + 8 * total * (2 + rounds * effort.steps), arguments=plans.arguments,
     )  # fmt: skip
     measured = plans.machine.measure(job, plans.hosts)
     ddp_s = median(measured[DDP].turns_s)
@@ -101,8 +101,8 @@ def picture(plans: Plans, path: Path) -> None:
     predicted = {name: plans.predict(strategy) for name, strategy in chosen.items()}
     total = sum(simulation.makespan_s for _, simulation in predicted.values())
     job = Job(
-        f"flexsearch.zoo:{plans.model}", plans.batch, plans.save(chosen), rounds=1, steps=1, warmup=1, together=False,
-        timeline=True, timeout_s=180.0 + 30 * total,
+        plans.target, plans.batch, plans.save(chosen), rounds=1, steps=1, warmup=1, together=False,
+        timeline=True, timeout_s=180.0 + 30 * total, arguments=plans.arguments,
     )  # fmt: skip
     measured = plans.machine.measure(job, plans.hosts)
     rows = [PlanRow(name, simulation, lowered) for name, (lowered, simulation) in predicted.items()]
@@ -151,11 +151,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         effort = dataclasses.replace(effort, rounds=options.rounds)
     with tempfile.TemporaryDirectory() as scratch:
         rows, failed = run(models, Machine(options.profile_dir or Path(scratch), Path(scratch), effort), options)
-    if options.json:
-        report(rows, "", True)
-    for table, title in TITLES.items():
-        if not options.json and (of_table := [_without(row) for row in rows if row["table"] == table]):
-            report(of_table, title, False)
+    report_tables(rows, TITLES, options.json)
     return int(failed)
 
 
@@ -182,10 +178,6 @@ def run(models: Sequence[str], machine: Machine, options: Namespace) -> tuple[li
     if options.picture is not None and HOSTS in made:
         picture(made[HOSTS], options.picture)
     return rows, failed
-
-
-def _without(row: Row) -> Row:
-    return {name: value for name, value in row.items() if name != "table"}
 
 
 if __name__ == "__main__":

@@ -34,7 +34,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from benchmarks.harness import Row, parser, report, say
+from benchmarks.harness import Row, parser, report_tables, say
 from flexsearch.cost import Costs
 from flexsearch.errors import FlexsearchError
 from flexsearch.graph import OperatorGraph
@@ -271,12 +271,7 @@ def main() -> None:
             options.write.write_text(_page(rows))
     if not rows:
         sys.exit("There is no such model.")
-    if options.json:
-        report(rows, "", True)
-        return
-    for table, title in TITLES.items():
-        if of_table := [row for row in rows if row["table"] == table]:
-            report([{key: value for key, value in row.items() if key != "table"} for row in of_table], title, False)
+    report_tables(rows, TITLES, options.json)
 
 
 if __name__ == "__main__":

@@ -26,9 +26,9 @@ from argparse import Namespace
 from collections.abc import Sequence
 from pathlib import Path
 
-from benchmarks.accuracy import kendall_tau, median_error
+from benchmarks.accuracy import agreement
 from benchmarks.emulated import FULL, QUICK, Machine
-from benchmarks.harness import Row, median, parser, report, say
+from benchmarks.harness import Row, median, parser, report_tables, say
 from benchmarks.layouts import LAYOUTS, MODELS, OPTIONS
 from benchmarks.worker import DDP, SINGLE, Job, Measured
 from flexsearch.errors import FlexsearchError
@@ -141,10 +141,7 @@ def found_row(case: Case) -> Row:
 def accuracy_row(rows: Sequence[Row], named: Row) -> Row:
     """Predicted against measured times of ``rows``."""
     predicted, measured = [row["predicted_s"] for row in rows], [row["ours_s"] for row in rows]
-    return {
-        "table": "accuracy", **named, "layouts": len(rows), "median_error_percent": median_error(predicted, measured),
-        "kendall_tau": kendall_tau(predicted, measured),
-    }  # fmt: skip
+    return {"table": "accuracy", **named, "layouts": len(rows), **agreement(predicted, measured)}
 
 
 def run(machine: Machine, options: Namespace) -> list[Row]:
@@ -214,12 +211,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     with tempfile.TemporaryDirectory() as scratch:
         machine = Machine(options.profile_dir or Path(scratch), Path(scratch), QUICK if options.quick else FULL)
         rows = run(machine, options)
-    if options.json:
-        report(rows, "", True)
-    for table in TABLES:
-        of_table = [{k: v for k, v in row.items() if k != "table"} for row in rows if row["table"] == table]
-        if of_table and not options.json:
-            report(of_table, table, False)
+    report_tables(rows, {table: table for table in TABLES}, options.json)
     return int(any(row.get("error") for row in rows))
 
 

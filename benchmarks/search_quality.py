@@ -41,7 +41,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.cases import ReleasedSpace, expert, first_devices, in_turn, load_graph, options_of
-from benchmarks.harness import Row, median, parser, report, say
+from benchmarks.harness import Row, median, parser, report_tables, say
 from flexsearch.api import simulate
 from flexsearch.cost import Costs
 from flexsearch.errors import FlexsearchError
@@ -283,11 +283,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 say(f"{table}: {error}")
                 return 2
             say(f"  {time.monotonic() - began:.0f} s")
-    if options.json:
-        report(rows, "", True)
-    for table, title in TITLES.items():
-        if not options.json and (of_table := [_without(row) for row in rows if row["table"] == table]):
-            report(of_table, title, False)
+    report_tables(rows, TITLES, options.json)
     return 0
 
 
@@ -317,10 +313,6 @@ def _options(arguments: Sequence[str] | None) -> Namespace:
     if options.budgets[0] <= 0 or options.seeds < 1 or options.proof <= 0 or (options.processes or 1) < 1:
         made.error("budgets, seeds, processes and proof must be above 0")
     return options
-
-
-def _without(row: Row) -> Row:
-    return {name: value for name, value in row.items() if name != "table" and value is not None}
 
 
 if __name__ == "__main__":

@@ -23,9 +23,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Final
 
-from benchmarks.accuracy import kendall_tau, median_error
+from benchmarks.accuracy import agreement
 from benchmarks.emulated import FULL, QUICK, Machine
-from benchmarks.harness import Row, median, parser, report, say
+from benchmarks.harness import Row, median, parser, report_tables, say
 from benchmarks.layouts import MODELS, OPTIONS
 from benchmarks.netns import unavailable
 from benchmarks.runtime_vs_torch import Case
@@ -103,7 +103,7 @@ def rows_of(case: Case, recipes: Sequence[str], rounds: int) -> list[Row]:
     times = [row["predicted_s"] for row in told], [row["iteration_s"] for row in told]
     rows.append({
         "table": "accuracy", "model": case.named["model"], "hosts": case.ranks, "recipes": len(told),
-        "median_error_percent": median_error(*times), "kendall_tau": kendall_tau(*times),
+        **agreement(*times),
     })  # fmt: skip
     return rows
 
@@ -141,12 +141,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     with tempfile.TemporaryDirectory() as scratch:
         machine = Machine(options.profile_dir or Path(scratch), Path(scratch), QUICK if options.quick else FULL)
         rows = run(machine, options)
-    if options.json:
-        report(rows, "", True)
-    for table in ("recipes", "accuracy"):
-        of_table = [{k: v for k, v in row.items() if k != "table"} for row in rows if row["table"] == table]
-        if of_table and not options.json:
-            report(of_table, table, False)
+    report_tables(rows, {"recipes": "recipes", "accuracy": "accuracy"}, options.json)
     return int(any(row.get("error") for row in rows))
 
 

@@ -1,7 +1,7 @@
 """How near are predictions to training steps that others measured on real GPU clusters?
 
     python -m benchmarks.truth DATA [--quick] [--json] [--only fsdp|pipelines|megatron|nccl] [--rows]
-    python -m benchmarks.truth DATA --fit [--quick] [--json]
+    python -m benchmarks.truth DATA --fit [--gpu A100|H100] [--quick] [--json]
     python -m benchmarks.truth DATA --intervals
 
 ``DATA``: the folder of the measurements; its files and where they come from:
@@ -331,10 +331,10 @@ def interval_rows(name: str, rows: Sequence[Scored]) -> Iterator[Row]:
         }  # fmt: skip
 
 
-def fit_rows(data: Path, quick: bool) -> Iterator[Row]:
+def fit_rows(data: Path, quick: bool, gpus: Iterable[str]) -> Iterator[Row]:
     """See :mod:`benchmarks.truth_fit`."""
     cases = [case for cases_of in TABLES.values() for case in cases_of(data) if isinstance(case, Case)]
-    for gpu in GPUS:
+    for gpu in gpus:
         own = [case for case in cases if case.cluster.startswith(GPUS[gpu]) and case.layout.pipeline == 1]
         taught = fit_gpu(gpu, own[:: THIN if quick else 1], lambda case, learned: predict(case, learned).predicted_s)
         yield from rows_of(taught, [predict(case).ratio for case in taught.cases])
@@ -364,13 +364,15 @@ def main() -> int:
     arguments.add_argument("--only", choices=(*TABLES, "nccl"), help="one of the tables")
     arguments.add_argument("--rows", action="store_true", help="print every row")
     arguments.add_argument("--fit", action="store_true", help="fit the efficiencies anew, each size left out in turn")
+    arguments.add_argument("--gpu", choices=GPUS, help="fit those of one GPU")
     arguments.add_argument("--intervals", action="store_true", help="how many steps the 80 %% intervals cover")
     options = arguments.parse_args()
     if not options.data.is_dir():
         arguments.error(f"{options.data} is no folder")
     lines: list[Row] = []
     if options.fit:
-        report(list(fit_rows(options.data, options.quick)), "Efficiencies fitted to published steps", options.json)
+        rows = list(fit_rows(options.data, options.quick, GPUS if options.gpu is None else [options.gpu]))
+        report(rows, "Efficiencies fitted to published steps", options.json)
         return 0
     for name in TABLES if options.only is None else {options.only} - {"nccl"}:
         scored, refused = measure(name, options.data, options.quick, options.intervals)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Final
 
+from flexsearch.cost.uncertainty import UNEQUAL
 from flexsearch.report import groups
 from flexsearch.report.layouts import StagedRow, layout_words
 from flexsearch.report.units import seconds
@@ -50,16 +50,12 @@ class PlanProgress:
 OnProgress = Callable[[PlanProgress], None]
 
 
-MARGIN: Final = 0.05
-"""Share of the time by which a plan must beat a simpler one. Here plans for several clusters are compared by their
-predictions, so that the best prediction for each counts, not only what can be told apart from a baseline."""
-
-
 def plan(
     setting: Setting, budget: str | float, options: Options, *, space: Space, start: Strategy | None = None,
     seed: int = 0, on_progress: OnProgress | None = None,
 ) -> Planned:  # fmt: skip
-    """Search for the fastest plan in a space; of both spaces the simpler plan, unless a layout is faster by a margin.
+    """Search for the fastest plan in a space; of both spaces the simpler plan, unless a layout is faster. Plans for
+    several settings are compared by what they rest on as it is, so a plan need only beat a simpler one by ``UNEQUAL``.
     Layouts need a budget of time; a number of proposals goes to splits.
     ``start``: a plan that the search over splits begins with too. A plan that fits nowhere is answered all the same
     (``step.missing``). Raises StrategyError where there is no plan."""
@@ -78,7 +74,7 @@ def plan(
     if layouts is None:
         return best
     other = _of_layouts(setting, layouts)
-    best, second = (other, best) if prefers_layout(layouts, splits, MARGIN) else (best, other)
+    best, second = (other, best) if prefers_layout(layouts, splits, UNEQUAL) else (best, other)
     return replace(
         best, looked_at=best.looked_at + second.looked_at, interrupted=other.interrupted,
         data_parallel_s=_least(best.data_parallel_s, second.data_parallel_s),
@@ -94,7 +90,7 @@ def _layouts(setting: Setting, budget: str | float, options: Options, report: On
     def watch(now: HybridProgress) -> None:
         report(PlanProgress(now.phase, now.elapsed_s, now.plans, now.best_s))
 
-    return setting.search_layouts(budget, options=options, margin=MARGIN, on_progress=watch)
+    return setting.search_layouts(budget, options=options, margin=UNEQUAL, on_progress=watch)
 
 
 def _of_layouts(setting: Setting, result: HybridResult) -> Planned:
@@ -113,7 +109,7 @@ def _splits(
     def watch(now: Progress) -> None:
         report(PlanProgress(now.phase, now.elapsed_s, now.proposals, now.best_s))
 
-    return setting.search(budget, options=options, start=start, seed=seed, margin=MARGIN, on_progress=watch)
+    return setting.search(budget, options=options, start=start, seed=seed, margin=UNEQUAL, on_progress=watch)
 
 
 def _of_splits(setting: Setting, result: SearchResult) -> Planned:

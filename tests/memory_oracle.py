@@ -13,16 +13,20 @@ from flexsearch.graph import Box, Flow, Tensor, volume
 from flexsearch.graph.ops import kept_weights, saved_tensors
 from flexsearch.lower import Layout, Lowered, Reshard, TaskKind, bounding
 from flexsearch.lower.recompute import regions_of
+from flexsearch.lower.rows import SYNCHRONISE
 from flexsearch.simulate.memory import Part
+from flexsearch.strategy import States
 
 
 class Span:
-    """Bytes on a device, alive from task ``first`` to task ``last``, both included."""
+    """Bytes on a device, alive from task ``first`` to task ``last``, both included; and until ``block`` begins to send,
+    if that is later (0: it is not)."""
 
-    __slots__ = ("device", "first", "last", "nbytes", "part")
+    __slots__ = ("block", "device", "first", "last", "nbytes", "part")
 
     def __init__(self, device: int, nbytes: int, part: Part, first: int) -> None:
         self.device, self.nbytes, self.part, self.first, self.last = device, nbytes, part, first, first
+        self.block = 0
 
     def until(self, task: int) -> None:
         self.last = max(self.last, task)
@@ -203,6 +207,7 @@ class _Walk:
         graph, lowered = self.graph, self.lowered
         gradient: dict[tuple[int, int], Span] = {}  # (edge, device) -> gradient that the readers' pieces add up
         arrived: dict[tuple[int, int], Span] = {}  # (edge, device) -> gradient in the producer's layout
+        home: dict[tuple[str, int], Span] = {}  # (tensor, device) -> the first of them, to which others are added
         for i in reversed(range(len(graph.operators))):
             if not graph.has_backward[i]:
                 continue
@@ -216,7 +221,7 @@ class _Walk:
                     for device in placement.devices:
                         if (span := arrived.get((e, device))) is not None:
                             span.until(late[device])
-                            of_output[device] = span
+                            of_output[device] = home[name, device]
             for p, name in enumerate(op.inputs):
                 if graph.flows[i][p] == Flow.VALUE:
                     continue
@@ -236,7 +241,7 @@ class _Walk:
                     else:
                         part: Part = "gradients" if tensor.kind == "parameter" else "activations"
                         gradient[e, device] = self._new(device, volume(box) * tensor.itemsize, part, made[device])
-            for e in dict.fromkeys(lowered.edge_of[i, p] for p in range(len(op.inputs))):
+            for e in dict.fromkeys(lowered.edge_of[i, p] for p in reversed(range(len(op.inputs)))):
                 edge = lowered.edges[e]
                 if edge.backward is not None and edge.readers[0][0] == i:
                     mine = {d: gradient[e, d] for d in {x.device for x in edge.need} if (e, d) in gradient}
@@ -245,7 +250,10 @@ class _Walk:
                         "backward", e, edge.backward, graph.tensor[edge.tensor], "activations", now, hold=False
                     )
                     found.update({d: mine[d] for d in edge.backward.aliased & mine.keys()})
-                    arrived.update({(e, d): span for d, span in found.items()})
+                    for d, span in found.items():
+                        moves = any(("backward", e, x, d) in self.crossing for x in range(len(edge.backward.phases)))
+                        if home.setdefault((edge.tensor, d), span) is span or moves:  # else it is let go
+                            arrived[e, d] = span
         self._synchronise(gradient)
 
     def _synchronise(self, gradient: Mapping[tuple[int, int], Span]) -> None:
@@ -308,7 +316,22 @@ class _Walk:
                 tasks = self.crossing.get((purpose, key, x, device), ())
                 if tasks:
                     buffer = self._new(device, elements * itemsize, "buffers", min(tasks))
-                    buffer.until(max(self._unpacked(purpose, key, device, t) for t in tasks))
+                    if purpose == "synchronise" and self.lowered.weights[key].plan.states > States.WHOLE:
+                        buffer.block = self._next_bucket(tasks[0]) if x == 0 else 0
+                        buffer.until(tasks[-1])
+                    else:
+                        buffer.until(max(self._unpacked(purpose, key, device, t) for t in tasks))
+
+    def _next_bucket(self, task: int) -> int:
+        """The block before which gradients kept in parts are added that ``task`` sends: that of the next bucket of the
+        stage behind some computing, or the last one; the update for weights of several stages."""
+        block, rows = self.lowered.tasks.identity[task].block, self.lowered.rows
+        stage, kinds = rows.blocks.stage, rows.schedule.kind
+        later = [b for b in range(block + 1, len(kinds)) if stage[b] == stage[block]]
+        computing = next((b for b in later if kinds[b] != SYNCHRONISE), len(kinds))
+        sent = [b for b in later if kinds[b] == SYNCHRONISE]
+        shared = stage[block] == len(self.lowered.stages)
+        return len(kinds) - 1 if shared else next((b for b in sent if b > computing), sent[-1])
 
     def _unpacked(self, purpose: str, key: int, device: int, task: int) -> int:
         """The first compute task that waits for what a communication brings. Weights that are gathered together are

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import json
 from argparse import Namespace
 from math import log2
 from pathlib import Path
@@ -12,6 +13,7 @@ import pytest
 
 from benchmarks import runtime_vs_torch
 from benchmarks.emulated import Machine
+from benchmarks.harness import report_tables
 from benchmarks.llm_plans import SEQ, TABLE_1, layout_of, tflops
 from benchmarks.sync_scaling import SIZES, exchanges, resnet20
 from flexsearch.sync import parse_recipe
@@ -25,6 +27,16 @@ FOLDER = Path(__file__).resolve().parents[1] / "benchmarks"
 @pytest.mark.parametrize("name", sorted(path.stem for path in FOLDER.glob("*.py") if path.stem != "__init__"))
 def test_a_benchmark_can_be_imported(name: str) -> None:
     assert importlib.import_module(f"benchmarks.{name}").__doc__
+
+
+def test_rows_are_printed_by_table_or_all_as_json(capsys: pytest.CaptureFixture[str]) -> None:
+    rows = [{"table": "far", "x": 3, "error": None}, {"table": "near", "y": 5}]
+    report_tables(rows, {"near": "N", "far": "F", "none": "Z"}, False)
+    text = capsys.readouterr().out
+    assert text.index("N") < text.index("5") < text.index("F") < text.index("3")
+    assert not any(word in text for word in ("Z", "error", "table"))
+    report_tables(rows, {}, True)
+    assert json.loads(capsys.readouterr().out) == {"rows": rows}
 
 
 def test_published_layouts_use_all_their_gpus_and_samples() -> None:

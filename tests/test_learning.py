@@ -14,7 +14,7 @@ from flexsearch.cost.communication import Pricing, least_seconds
 from flexsearch.errors import ProfileError
 from flexsearch.graph import OperatorGraph
 from flexsearch.lower import Lowered, lower_for_ranks
-from flexsearch.measure.learning import Lesson, learn
+from flexsearch.measure.learning import Figure, Lesson, fit, learn
 from flexsearch.measure.traced import learn_from_tasks
 from flexsearch.setting import Setting
 from flexsearch.simulate.simulation import makespan
@@ -250,3 +250,22 @@ def test_a_profile_file_keeps_what_was_learned(tmp_path: Path) -> None:
     assert Profile.load(tmp_path / "p.json") == made
     assert "learned" not in profile(None).model_dump(exclude_none=True)
     assert made.extended(profile(None)).learned == made.learned
+
+
+def test_a_step_that_makes_errors_larger_is_halved() -> None:
+    """Where times hardly change with a figure, a linear problem asks for far too much of it."""
+    figure = Figure("steep", 0.5, 1.0, 0.0)
+    fitted = fit(
+        lambda point, _: 1.0 + 0.5 * float(np.arctan(5.0 * (point[0] - 2.0))), [1.0] * 6, [figure], every=True
+    )
+    assert fitted.point[0] == pytest.approx(2.0, abs=0.05)
+    assert abs(fitted.after).max() < 0.1 < 0.7 < abs(fitted.before).min()
+
+
+def test_where_a_figure_is_at_its_limit_the_others_explain_the_rest() -> None:
+    figures = [Figure("limited", 1.0, 1.0, 0.0, 1.5), Figure("free", 1.0, 1.0, 0.0)]
+    fitted = fit(
+        lambda point, _: 1.0 + 0.2 * float(point[0] + point[1] - 4.0), [1.0] * 6, figures, every=True, rounds=1
+    )
+    assert fitted.point == pytest.approx([1.5, 2.5], abs=0.05)
+    assert abs(fitted.after).max() < 0.01

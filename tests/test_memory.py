@@ -74,7 +74,7 @@ def expected_spans(lowered: Lowered) -> Counter[Span]:
     moments = moments_of_tasks(lowered)
     begin, end = moments[0], moments[-1]
     return Counter(
-        Span(s.device, *_rounded(moments[s.first], moments[s.last], begin, end), s.nbytes, s.part)
+        Span(s.device, *_rounded(moments[s.first], max(moments[s.last], 2 * s.block), begin, end), s.nbytes, s.part)
         for s in spans_of_tasks(lowered)
         if s.nbytes
     )

@@ -11,7 +11,7 @@ import torch
 from flexsearch import zoo
 from flexsearch.cost import Costs, Profile
 from flexsearch.cost.compute import Costed
-from flexsearch.cost.profile import WorkRate
+from flexsearch.cost.profile import LONG_VECTOR, SHORT_VECTOR, WorkRate
 from flexsearch.errors import ProfileError
 from flexsearch.graph import Operator, OperatorGraph, chunk, make_piece, whole_piece
 from flexsearch.graph.images import images
@@ -242,9 +242,14 @@ def test_all_kinds_of_work_of_recipes_are_measured_and_kept(monkeypatch: pytest.
 
 
 def test_a_rate_is_that_of_large_vectors_and_the_start_what_a_small_one_takes_beside_it() -> None:
-    rate = recipe_work._rate([(100, 5e-6 + 1e-7), (10**6, 1e-3), (10**7, 1e-2)])
+    rate = recipe_work._rate([(100, 5e-6 + 1e-7), (10**6, 1e-3), (10**7, 3e-2)])
     assert rate.s_per_byte == pytest.approx(1e-9) and rate.start_s == pytest.approx(5e-6)
     assert rate.seconds(0) == 0.0 and rate.seconds(1000) == pytest.approx(6e-6)
+    # Of 1000 bytes, in work on vectors of other lengths.
+    assert rate.long_s_per_byte == pytest.approx(3e-9)
+    middle = (SHORT_VECTOR + LONG_VECTOR) // 2
+    times = [rate.seconds(1000, vector) for vector in (1, SHORT_VECTOR, middle, LONG_VECTOR, 10 * LONG_VECTOR)]
+    assert times == pytest.approx([6e-6, 6e-6, 7e-6, 8e-6, 8e-6])
 
 
 def test_files_without_rates_of_recipes_are_read_and_extended(tmp_path: Path) -> None:

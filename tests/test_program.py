@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import random
 from collections import Counter
+from collections.abc import Collection
+from dataclasses import replace
 from functools import cache
 
 import pytest
@@ -28,7 +30,7 @@ from flexsearch.runtime.instructions import (
 )
 from flexsearch.runtime.listing import listing
 from flexsearch.runtime.program import compile_program
-from flexsearch.strategy import Strategy
+from flexsearch.strategy import Options, States, Strategy
 from flexsearch.strategy.baselines import baseline
 from flexsearch.topology import Topology
 from tests.exported import layout
@@ -131,31 +133,54 @@ def test_a_gradient_goes_when_it_has_been_sent_though_a_part_of_it_stays() -> No
     for device in range(4):
         program = compile_program(lowered, device)
         freed = {s: k for k, i in enumerate(program.instructions) if isinstance(i, Free) for s in i.slots}
-        delivered = [k for k, i in enumerate(program.instructions) if isinstance(i, Deliver)]
-        sharded = {
-            edge
-            for weight in lowered.weights
+        delivered = {i.weight: k for k, i in enumerate(program.instructions) if isinstance(i, Deliver)}
+        weight_of = {
+            edge: w
+            for w, weight in enumerate(lowered.weights)
             if len({entry.box for entry in weight.plan.storage}) > 1
             for edge in weight.edges
         }
-        gradients = [s for s, key in enumerate(program.slots) if key.kind == "edge gradient" and key.name in sharded]
-        assert gradients and all(freed[slot] < delivered[0] for slot in gradients)
+        gradients = {
+            s: weight_of[int(str(key.name))]
+            for s, key in enumerate(program.slots)
+            if key.kind == "edge gradient" and key.name in weight_of
+        }
+        assert gradients and all(freed[slot] < delivered.get(w, freed[slot] + 1) for slot, w in gradients.items())
 
 
-def test_gradients_of_a_microbatch_are_added_up_before_the_next_ones_are_sent() -> None:
+def weights_under_way(program: Program, only: Collection[int] | None = None) -> list[int]:
+    """Of how many weights (``only`` these) gradients have been sent and not been added yet, behind each time that some
+    are sent."""
+    under_way: set[int] = set()
+    counts = []
+    for instruction in program.instructions:
+        if isinstance(instruction, Start):
+            what = program.lowered.tasks.communication[instruction.task]
+            if what is not None and what.purpose == "synchronise" and program.device in what.senders:
+                under_way |= {member.key for member in what.members if only is None or member.key in only}
+                counts.append(len(under_way))
+        elif isinstance(instruction, Deliver):
+            under_way.discard(instruction.weight)
+    return counts
+
+
+def test_gradients_of_a_microbatch_are_added_up_before_those_of_another_operator_are_sent() -> None:
     for program in drawn(1):  # sends the gradient of each weight by itself, for each microbatch
-        under_way: set[int] = set()
-        sent = 0
-        for instruction in program.instructions:
-            if isinstance(instruction, Start):
-                what = program.lowered.tasks.communication[instruction.task]
-                if what is not None and what.purpose == "synchronise" and program.device in what.senders:
-                    under_way |= {member.key for member in what.members}
-                    sent += 1
-                    assert len(under_way) == 1
-            elif isinstance(instruction, Deliver):
-                under_way.discard(instruction.weight)
-        assert sent > 20
+        counts = weights_under_way(program)
+        assert len(counts) > 20 and set(counts) == {1, 2}  # of an operator's weight and bias
+
+
+@pytest.mark.parametrize("topology", ["ethernet-1g:4", "dgx-a100:1"])
+@pytest.mark.parametrize("states", States)
+def test_parts_of_gradients_are_added_before_those_of_another_operator_are_sent(states: States, topology: str) -> None:
+    graph, cluster = _imported("mlp").graph, Topology.load(topology).subset(range(4))
+    whole = baseline("fsdp", graph, cluster)
+    configs = {name: replace(c, states=min(c.states, states)) for name, c in whole.configs.items()}
+    plan = Strategy.make(graph, cluster, configs, Options(bucket_bytes=1))
+    for program in programs(plan, graph):
+        own = {i.weight for i in program.instructions if isinstance(i, Deliver)}  # it may store nothing of a small one
+        counts = weights_under_way(program, own)
+        assert len(own) > 3 and (max(counts) <= 2) == (states > States.WHOLE)  # a weight and its bias
 
 
 def test_receives_are_posted_ahead_within_a_limit_and_never_behind_their_tasks(monkeypatch: pytest.MonkeyPatch) -> None:

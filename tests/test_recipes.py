@@ -10,6 +10,7 @@ import pytest
 
 from flexsearch.cost import Profile
 from flexsearch.cost.communication import Pricing
+from flexsearch.cost.compute import STATE_COPIES
 from flexsearch.cost.exchanges import streaming_seconds, work_seconds
 from flexsearch.cost.profile import ProfileDevice, WorkRate
 from flexsearch.errors import FlexsearchError, RecipeError
@@ -306,6 +307,21 @@ def test_asynchronous_workers_take_what_a_simulation_by_hand_says() -> None:
     assert steady(here).step_s == pytest.approx(expected, rel=2e-2)  # handling bytes takes the processor some time, too
 
 
+def updates(here: Lowered) -> list[float]:
+    """Seconds of the update by device."""
+    tasks = here.tasks
+    rows = (t for t, kind in enumerate(tasks.kind) if kind == TaskKind.UPDATE)
+    return [tasks.duration[t] for t in sorted(rows, key=lambda t: tasks.device[t])]
+
+
+def test_weights_whose_server_updates_them_are_not_updated_by_workers() -> None:
+    assert min(updates(lowered("server"))) > 0
+    assert updates(lowered("async+server")) == [0.0] * 4
+    rest, biases = lowered({"*.weight": "async+server"}), [t for t in MLP.of_kind("parameter") if len(t.shape) == 1]
+    of_rest = FOUR.costs.update(sum(t.nbytes for t in biases), len(biases), 0, rest.options.optimizer)
+    assert updates(rest) == [of_rest] * 4
+
+
 def test_workers_with_a_bound_wait_for_the_slowest_one() -> None:
     slow = {dtype: flops / 50 for dtype, flops in FOUR.topology.devices[3].flops.items()}
     devices = (*FOUR.topology.devices[:3], FOUR.topology.devices[3].model_copy(update={"flops": slow}))
@@ -326,6 +342,15 @@ def test_states_of_recipes_are_in_the_account() -> None:
     (group,) = lowered("all-reduce").recipe_groups
     assert kept.optimizer - plain.optimizer == group.sizes.n * 4  # the residual
     assert simulate(lowered("diloco")).memory[0].optimizer - plain.optimizer == 2 * group.sizes.n * 4
+
+
+def test_states_of_the_optimizer_are_where_it_runs() -> None:
+    here = FOUR.lower(plan("async+server:on=devices", devices=2))
+    (group,) = here.recipe_groups
+    states = STATE_COPIES[here.options.optimizer] * group.sizes.nbytes
+    worker, server = simulate(here).memory[0], simulate(here).memory[2]
+    assert states and worker.optimizer == 0
+    assert server.optimizer == states + group.sizes.nbytes
 
 
 def test_changes_of_plans_with_recipes_are_refused() -> None:

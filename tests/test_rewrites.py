@@ -14,10 +14,13 @@ from flexsearch.graph.importer import Imported, import_with_constants
 from flexsearch.lower import lower_for_ranks
 from flexsearch.runtime.parallel import distribute
 from flexsearch.runtime.program import compile_program
+from flexsearch.runtime.rewrites import CUTS, cut_dimension
+from flexsearch.runtime.segment import cutting
 from flexsearch.strategy import OperatorConfig, Strategy, StrategyFile
 from flexsearch.strategy.baselines import baseline
 from flexsearch.topology import Topology
 from tests.ranks import pool
+from tests.staged_plans import deep, tokens_loss
 
 TWO = "ethernet-1g:2"
 
@@ -94,3 +97,34 @@ def test_weights_and_running_statistics_are_those_of_one_device(name: str) -> No
         assert last == pytest.approx(loss.item(), rel=1e-12)
         for key, value in model.state_dict().items():
             torch.testing.assert_close(state[key], value, rtol=1e-9, atol=1e-12)
+
+
+def test_parts_that_are_all_of_a_projection_are_cut_at_once() -> None:
+    """Queries, keys and values of three layers."""
+    model, tokens, targets = deep()
+    graph = import_with_constants(model, (tokens,), tokens_loss, targets=targets).graph
+    for name, devices in (("single", 1), ("data-parallel", 2)):
+        plan = baseline(name, graph, Topology.load(f"ethernet-1g:{devices}"))
+        lowered = lower_for_ranks(graph, plan, plan.cluster, Costs(graph, plan.cluster))
+        calls = [call for segment in compile_program(lowered, 0).segments for call in segment.calls]
+        assert sum(call.kind == CUTS for call in calls) == 3 and not any(call.kind == "slice" for call in calls), name
+
+
+def test_gradients_of_parts_lie_as_the_tensor_that_was_cut() -> None:
+    """So that the view above it takes no copy."""
+    projected = torch.randn(4, 5, 12, requires_grad=True)
+    whole = projected.view(4, 5, 3, 2, 2).permute(2, 0, 3, 1, 4)
+    held = tuple((0, size) for size in whole.shape)
+    parts = [(held, ((k, k + 1), *held[1:])) for k in (1, 0, 2)]
+    made = cutting([lambda x: x.reshape(4, 2, 5, 2)] * 3, parts)(whole)
+    assert all(torch.equal(part, whole[k]) for part, k in zip(made, (1, 0, 2), strict=True))
+    gradients = torch.randn(3, 4, 2, 5, 2)
+    (gradient,) = torch.autograd.grad(made, whole, [gradients[k] for k in (1, 0, 2)])
+    assert torch.equal(gradient, gradients) and gradient.stride() == whole.stride()
+
+
+def test_parts_that_overlap_or_leave_a_gap_are_cut_one_by_one() -> None:
+    held = ((0, 6), (0, 2))
+    for rows in (((0, 3), (2, 6)), ((0, 2), (3, 6)), ((0, 3), (3, 5))):
+        assert cut_dimension([(held, (row, (0, 2))) for row in rows]) is None
+    assert cut_dimension([(held, (row, (0, 2))) for row in ((4, 6), (0, 4))]) == 0

@@ -124,6 +124,21 @@ def test_each_level_needs_less_memory() -> None:
     assert peaks == sorted(set(peaks), reverse=True)
 
 
+@pytest.mark.parametrize("microbatches", [1, MICROBATCHES])
+def test_what_reduce_scatters_read_does_not_wait_for_the_update(microbatches: int) -> None:
+    """Each block's gradients are added before those of the next one are sent, so that more blocks take no more."""
+    peaks = []
+    for layers in (3, 6):
+        graph, topology = stack(layers), Topology.load("hgx-h100:1")
+        options = Options(bucket_bytes=1, recompute="full", reshard_after_forward=True)
+        configs = baseline("fsdp", graph, topology).in_order(graph)
+        stages = Stages((0,), (tuple(range(8)),), microbatches)
+        spans = spans_of(Lowering(graph, topology, Costs(graph, topology)).lower(configs, options, stages))
+        buffers = [s for s in spans if s.device == 0 and s.part == "buffers"]
+        peaks.append(max(sum(t.nbytes for t in buffers if t.first <= s.first <= t.last) for s in buffers))
+    assert peaks[0] == peaks[1] > 0
+
+
 @pytest.mark.parametrize("kind", ["1f1b", "gpipe", "breadth-first"])
 def test_the_update_comes_after_the_sums_of_all_microbatches(kind: Any) -> None:
     graph, topology = mlp(), Topology.load("p100:1")

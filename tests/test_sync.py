@@ -13,7 +13,7 @@ import torch
 from flexsearch.errors import RecipeError
 from flexsearch.runtime.replicas.served import Served
 from flexsearch.simulate.training import Workers
-from flexsearch.sync import Payload, Recipe, Simulated, State, parse_recipe
+from flexsearch.sync import Payload, Recipe, Simulated, State, compression, parse_recipe
 from flexsearch.sync.all_reduce import AllReduce
 from flexsearch.sync.bits import pack, packed_bytes, unpack
 from flexsearch.sync.compression import Sizes
@@ -293,6 +293,35 @@ CASES: dict[str, tuple[Callable[[Array, int, int], Array], bool]] = {
 def test_compressed_gradients(recipe: str) -> None:
     compress, feedback = CASES[recipe]
     close(trained(recipe), compressed(compress, feedback))
+
+
+LONG_ROWS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "random": lambda x: x, "rising": lambda x: x * torch.linspace(0, 1, x.shape[1]),
+    "of one size": torch.sign, "almost all zeros": lambda x: x * (x.abs() > 0.49), "zeros": torch.zeros_like,
+    "with what is no number": lambda x: x.masked_fill(x > 0.499, torch.nan),
+    "periodic": lambda x: x * (torch.arange(x.shape[1]) % compression.SAMPLED > 0),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("share", [0.001, 0.1, 0.9])
+@pytest.mark.parametrize("kind", LONG_ROWS)
+def test_the_largest_entries_of_long_rows(kind: str, share: float) -> None:
+    """As topk selects them, in the same order."""
+    torch.manual_seed(0)
+    x = LONG_ROWS[kind](torch.rand(2, compression.LONG + 5) - 0.5)
+    k = int(share * x.shape[1])
+    at = compression.largest(x, k)
+    assert at.shape == (2, k) and all(len(row.unique()) == k for row in at)
+    selected, expected = x.abs().gather(1, at), x.abs().topk(k, 1).values
+    assert torch.equal(selected.nan_to_num(nan=9.0), expected.nan_to_num(nan=9.0))
+
+
+def test_long_rows_are_mostly_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    x, seen = torch.rand(1, compression.LONG), list[int]()
+    topk = torch.Tensor.topk
+    monkeypatch.setattr(torch.Tensor, "topk", lambda self, *a, **b: (seen.append(self.numel()), topk(self, *a, **b))[1])
+    compression.largest(x, compression.LONG // 100)
+    assert len(seen) == 2 and max(seen) < compression.LONG // 40
 
 
 @pytest.mark.parametrize("recipe", ["top-k:density=0.1", "threshold:tau=0.7", "sign:feedback=on"])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections import Counter
 from itertools import pairwise
 from pathlib import Path
@@ -12,11 +13,13 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 
+from flexsearch.clocks import CudaClock, clock_of
 from flexsearch.cost import Costs
 from flexsearch.graph.importer import import_model
 from flexsearch.graph.loading import load_callable
 from flexsearch.lower import lower_for_ranks
 from flexsearch.report.trace import chrome_trace
+from flexsearch.runtime import timeline
 from flexsearch.runtime.arrivals import Message, Receipt, _listen, flows_from, free_since
 from flexsearch.runtime.live_bytes import LiveBytes
 from flexsearch.runtime.parallel import parallelize
@@ -93,6 +96,53 @@ def test_every_predicted_task_and_pass_is_measured_once_under_its_name(schedule:
     for row, peak in zip(traced.summary["memory"], traced.peaks, strict=True):
         assert row["measured_peak"] == peak == pytest.approx(row["predicted_peak"], rel=0.25)
         assert row["name"]
+
+
+class _Event:
+    """A moment of a device that is 5 ms behind its host, which knows it when it has waited."""
+
+    known = False
+
+    def __init__(self) -> None:
+        self.at = time.perf_counter() + 0.005
+
+
+class _Events(CudaClock):
+    """``CudaClock`` without a GPU."""
+
+    def mark(self) -> _Event:
+        _Event.known = False
+        return _Event()
+
+    def wait(self) -> None:
+        _Event.known = True
+
+    def between(self, start: _Event, end: _Event) -> float:
+        assert _Event.known, "asked before the device has come so far"
+        return end.at - start.at
+
+
+def _traced_by_events(file: str) -> Traced:
+    timeline.clock_of = lambda device: _Events()  # type: ignore[attr-defined]
+    try:
+        return _traced(file)
+    finally:
+        timeline.clock_of = clock_of  # type: ignore[attr-defined]
+
+
+def test_devices_that_run_behind_their_hosts_are_timed_by_their_own_clock() -> None:
+    traced = pool(2).run(_traced_by_events, _plan("1f1b").to_file().model_dump_json())[0]
+    assert Counter(traced.measured) == Counter(traced.predicted)
+    assert traced.wrong == [] and traced.drawn[0] == traced.drawn[1]
+
+
+def test_marks_are_seconds_of_the_host() -> None:
+    clock, events = clock_of(torch.device("cpu")), _Events()
+    zero, mark = events.mark(), events.mark()
+    events.wait()
+    assert events.when(mark, zero, 7.0) == 7.0 + mark.at - zero.at
+    assert events.when(3.0, zero, 7.0) == 3.0, "what the host has noted itself"
+    assert clock.when(3.0, 2.0, 7.0) == 3.0
 
 
 def _traced_in_a_loop(file: str) -> tuple[int, bool, bool]:

@@ -13,8 +13,8 @@ an all-reduce: from the start), n the number of devices on H hosts, p the passes
   sum up and totals down to its children: 2 S, over all rails. 2 ((m-1) + log2 H) steps.
 
 A group within one host goes by its measured start and bus bandwidth (``Communication.groups``), which are those of the
-algorithm that NCCL picks. Between hosts a step inside costs what the measured starts say, one across the route's
-latency more; ``factors`` holds for all links.
+algorithm that NCCL picks, or by those of the two protocols that it changes between. Between hosts a step inside costs
+what the measured starts say, one across the route's latency more; ``factors`` holds for all links.
 """
 
 from __future__ import annotations
@@ -68,8 +68,24 @@ def price_collective(
         factor, start = rates.factor[form], rates.overhead_s[0] + steps * tally.latency[0]
         if rates.by_group[form] == 1 and rates.step_s[count] > 0.0:
             factor, start = rates.group_factor[count], rates.launch_s[0] + steps * rates.step_s[count]
+            if rates.protocol_factor[count, ZERO] > 0.0:
+                moving = busiest(rates, tally, 1.0, edge)
+                factor, start = _faster(rates, count, moving, np.float64(passes) / 2.0)
+                _rings(routes, rates, tally, ONE, ONE)
         return settle(rates, tally, loads, form, factor, edge, start)
     return _across(routes, rates, tally, loads, form, hosts, fewest, most, passes, steps, edge, size)
+
+
+@lean
+def _faster(rates: Rates, count: Any, moving: Any, share: Any) -> Any:
+    """Factor and start (s) of the faster protocol. ``moving``: time over a factor, s; ``share``: of the steps of an
+    all-reduce."""
+    launch, factors = rates.launch_s[0], rates.protocol_factor
+    one = launch + (rates.protocol_s[count, ZERO] - launch) * share
+    other = launch + (rates.protocol_s[count, ONE] - launch) * share
+    k = ZERO if one + factors[count, ZERO] * moving <= other + factors[count, ONE] * moving else ONE
+    least = launch + (rates.least_s[count] - launch) * share
+    return factors[count, k], max(one if k == ZERO else other, least - factors[count, k] * moving)
 
 
 @lean

@@ -47,13 +47,15 @@ def independent(exchange: Exchange) -> list[Exchange]:
     ]
 
 
-def work_seconds(work: Work, device: Device, rates: Mapping[str, WorkRate], dtype: str = "float32") -> float:
-    """Seconds of work of a recipe on a device: by kind, at the measured rate, or where there is none as the passes over
-    memory that it takes."""
+def work_seconds(
+    work: Work, device: Device, rates: Mapping[str, WorkRate], dtype: str = "float32", vector: int = 0
+) -> float:  # fmt: skip
+    """Seconds of work of a recipe on a device, for a vector of so many bytes: by kind, at the measured rate, or where
+    there is none as the passes over memory that it takes."""
     seconds, column = 0.0, int(device.kind == "cpu")
     for kind, nbytes in sorted(work.items()):
         if (rate := rates.get(kind)) is not None:
-            seconds += rate.seconds(nbytes)
+            seconds += rate.seconds(nbytes, vector)
         else:
             seconds += streaming_seconds(device, PASSES[kind][column] * nbytes, dtype)
     return seconds

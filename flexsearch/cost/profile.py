@@ -12,7 +12,7 @@ import re
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Final, Literal
 
 from pydantic import Field, Strict
 
@@ -72,16 +72,30 @@ class UpdateEntry(FileModel):
     s_per_tensor: Seconds
 
 
+SHORT_VECTOR: Final = 4 << 20
+LONG_VECTOR: Final = 32 << 20
+"""Bytes of two vectors for which work of recipes is measured. C libraries keep the memory of shorter ones, and return
+that of longer ones to the system, which hands it out again page by page."""
+
+
 class WorkRate(Residual):
     """Measured time of a kind of work of synchronisation recipes (``sync.kinds``): s per byte, plus ``start_s``; and
-    how well that fits what was measured."""
+    how well that fits what was measured. ``long_s_per_byte``: for vectors of ``LONG_VECTOR`` bytes and more (None: as
+    for those of ``SHORT_VECTOR``)."""
 
     s_per_byte: SecondsPerByte
     start_s: Seconds
+    long_s_per_byte: SecondsPerByte | None = None
 
-    def seconds(self, nbytes: float) -> float:
-        """Of so many bytes; 0 of none."""
-        return self.start_s + nbytes * self.s_per_byte if nbytes else 0.0
+    def seconds(self, nbytes: float, vector: int = 0) -> float:
+        """Of so many bytes, in work on a vector of ``vector`` bytes; 0 of none."""
+        if not nbytes:
+            return 0.0
+        rate = self.s_per_byte
+        if self.long_s_per_byte is not None and vector > SHORT_VECTOR:
+            share = min(1.0, (vector - SHORT_VECTOR) / (LONG_VECTOR - SHORT_VECTOR))
+            rate += share * (self.long_s_per_byte - rate)
+        return self.start_s + nbytes * rate
 
 
 class ProfileDevice(FileModel):

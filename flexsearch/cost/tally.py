@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 
 from flexsearch.compiled import F64, I64, ONE, TWO, U8, U32, U64, ZERO, lean
 from flexsearch.cost.learned import Network
@@ -29,7 +30,8 @@ class Rates(NamedTuple):
     """Figures of a topology. ``bandwidth``: B/s by resource (of a processor: 0). By number of a form in ``FORMS``:
     ``factor``; ``cpu_s_per_byte``, processor time; ``by_group``: whether the library has algorithms for groups of
     devices (``collectives``); ``turn_bytes`` (0: none). By device: ``processor`` (its resource), ``host``. By
-    members of a group on one host: ``step_s`` of a collective, ``group_factor``; both 0 if not known. (1,):
+    members of a group on one host: ``step_s`` of a collective, ``group_factor``; both 0 if not known; ``least_s``, and
+    of each of two protocols ``protocol_s`` and ``protocol_factor``, which are 0 if there is but one. (1,):
     ``overhead_s``, ``message_s``, ``launch_s`` of a collective; ``reduces_numbers``, whether sums of single numbers go
     by all-reduce whatever messages would take."""
 
@@ -42,6 +44,9 @@ class Rates(NamedTuple):
     host: U32
     step_s: F64
     group_factor: F64
+    least_s: F64
+    protocol_s: npt.NDArray[np.float64]
+    protocol_factor: npt.NDArray[np.float64]
     overhead_s: F64
     message_s: F64
     launch_s: F64
@@ -245,6 +250,7 @@ def make_rates(topology: Topology, learned: Network) -> Rates:
     members = np.arange(devices + 1, dtype=np.float64)
     steps, factors, launch = np.zeros(devices + 1), np.zeros(devices + 1), communication.overhead_s
     more_s = learned.start_s if communication.backend == "gloo" else 0.0
+    least, protocols = np.zeros(devices + 1), np.zeros((2, devices + 1, 2))
     if groups := communication.groups:
         at, start = np.array([g.members for g in groups]), np.array([g.startup_s for g in groups])
         slopes = np.diff(start) / np.diff(at) if len(groups) > 1 else np.zeros(1)
@@ -252,6 +258,13 @@ def make_rates(topology: Topology, learned: Network) -> Rates:
         grown = np.interp(members, [1, *at], [launch, *start]) + np.maximum(0.0, members - at[-1]) * slopes[-1]
         steps = (grown - launch) / np.maximum(2.0 * (members - 1.0), 1.0)
         factors = np.interp(members, at, [g.factor for g in groups])
+        if groups[0].protocols:
+            more = np.maximum(0.0, members - at[-1]) * slopes[-1]
+            least = np.interp(members, at, [g.least_s for g in groups]) + more
+            for k in range(2):
+                lines = [g.protocols[k] for g in groups]
+                protocols[0, :, k] = np.interp(members, at, [line.startup_s for line in lines]) + more + learned.start_s
+                protocols[1, :, k] = np.interp(members, at, [line.factor for line in lines]) * learned.time
     turn = float(communication.turn_bytes or 0)
     return Rates(
         bandwidth=np.array([r.bandwidth if r.kind == "link" else 0.0 for r in resources]),
@@ -260,7 +273,8 @@ def make_rates(topology: Topology, learned: Network) -> Rates:
         by_group=np.array([communication.by_group(form) for form in FORMS], np.uint8),
         turn_bytes=np.array([turn if form == "all_reduce" else 0.0 for form in FORMS]),
         processor=np.array(topology.processor_of, np.uint32), host=topology.host_of, step_s=steps,
-        group_factor=factors * learned.time,
+        group_factor=factors * learned.time, least_s=least, protocol_s=protocols[0].copy(),
+        protocol_factor=protocols[1].copy(),
         overhead_s=np.array([max(0.0, communication.overhead_s + learned.start_s)]),
         message_s=np.array([max(0.0, communication.message_s + more_s)]),
         launch_s=np.array([max(0.0, launch + learned.start_s)]),

@@ -30,6 +30,9 @@ NOISE: Final = 0.01
 """Relative standard error of every time, whatever it rests on: two runs of one plan differ by so much."""
 DEVIATIONS: Final = 1.2816
 """Standard deviations to each side of a normal distribution that hold 80 % of it."""
+UNEQUAL: Final = DEVIATIONS * sqrt(2.0) * NOISE
+"""Share by which two times must differ to be told apart if what they rest on is taken as it is: ``Estimate.apart`` with
+no source of errors. For questions that are about the same assumptions: would more devices help?"""
 TYPICAL: Final = 0.6745
 """Median of |error| of a normal distribution, in standard deviations."""
 

@@ -160,7 +160,7 @@ class BlockTable(NamedTuple):
     not trained; the same one where there is no other).
     By SYNCHRONISE block: ``starts``, ``finishes``: bucket whose first or second phases it sends (NOTHING: none),
     ``block``: its number. By bucket: ``member``: its weights in the order of completion; ``sums``: which of them (ALL,
-    ONCE, EACH of ``schedule``); ``started_by``, ``finished_by``: blocks."""
+    ONCE, EACH of ``schedule``); ``started_by``, ``finished_by``, ``added_by`` (before which it is added): blocks."""
 
     launch: I64
     kind: U8
@@ -195,3 +195,4 @@ class BlockTable(NamedTuple):
     sums: U8
     started_by: U32
     finished_by: U32
+    added_by: U32

@@ -26,7 +26,7 @@ from flexsearch.lower.share import share_of, stages_of
 from flexsearch.lower.taskgraph import TaskGraph
 from flexsearch.lower.templates import Templates
 from flexsearch.lower.view import Communications, Rows, task_graph
-from flexsearch.strategy import OperatorConfig, Options, Strategy
+from flexsearch.strategy import OperatorConfig, Options, States, Strategy
 from flexsearch.strategy.config import check_config
 from flexsearch.strategy.pipeline import Pipeline
 from flexsearch.topology import Topology
@@ -66,6 +66,13 @@ class Lowered:
     def tasks(self) -> TaskGraph:
         """The rows as tasks."""
         return task_graph(self)
+
+    def added_before(self, weight: int) -> int:
+        """The block before which ranks add synchronised gradients to those of a weight: the update for one that they
+        keep whole (see ``lower.schedule``)."""
+        states, blocks = self.weights[weight].plan.states, self.plain_rows.blocks
+        bucket = int((blocks.each if states >= States.GRADIENTS else blocks.bucket)[weight])
+        return int(blocks.added_by[bucket]) if states > States.WHOLE else len(blocks.kind) - 1
 
     @property
     def asynchronous(self) -> bool:

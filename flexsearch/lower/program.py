@@ -259,4 +259,5 @@ def make_block_table(lowering: Pieces, blocks: Blocks, stages: Stages, devices: 
         starts=numbers(blocks.starts), finishes=numbers(blocks.finishes), block=numbers(sync),
         member_first=member.first, member_last=member.last, member=member.all, sums=np.array(blocks.sums, np.uint8),
         started_by=by_bucket(blocks.starts), finished_by=by_bucket(blocks.finishes),
+        added_by=numbers(block if block >= 0 else len(blocks) - 1 for block in blocks.added),
     )  # fmt: skip

@@ -8,7 +8,8 @@ nothing to do with each other are communications of their own.
 
 Workers that go by themselves (``async``, ``stale``) push to the server as soon as they are there. The server updates
 when a push arrives, and what the worker pulls follows that; with a bound, it also follows the pushes of all others that
-the lead allows it to wait for, in an earlier step (``lower.several``).
+the lead allows it to wait for, in an earlier step (``lower.several``). The optimizer is the server's then: the worker
+does not update these weights itself.
 
 These rows are added to those of the plan, whose weights with a recipe are in no bucket. They are not for compiled
 proposals: a search changes plans without recipes."""
@@ -25,6 +26,7 @@ from flexsearch.cost.communication import Pricing, Transfer
 from flexsearch.cost.exchanges import independent, price, streaming_seconds, work_seconds
 from flexsearch.cost.tally import turn_of
 from flexsearch.cost.ticks import TICK
+from flexsearch.graph import volume
 from flexsearch.lower.draft import ISSUE_LAUNCHES
 from flexsearch.lower.recipes import RecipeGroup
 from flexsearch.lower.rows import COMPUTE, ISSUE, RECIPE, RESULT, UPDATE, WAIT, Schedule, Segments
@@ -76,6 +78,7 @@ def with_recipes(lowered: Lowered, rows: Rows, step: int) -> Rows:
     """``rows`` of a plan with those that its recipes have in a step (0: the first). Raises StrategyError or RecipeError
     for groups that cannot follow theirs."""
     writer, early, late = _Writer(lowered), list[_Draft](), list[_Draft]()
+    rows = _updated_elsewhere(lowered, rows, [g for g in lowered.recipe_groups if g.recipe.asynchronous is not None])
     for number, group in enumerate(lowered.recipe_groups):
         recipe, exact = group.recipe.planned, step < group.recipe.warm_up
         if recipe.asynchronous:
@@ -98,7 +101,8 @@ def with_exchanges(
 
 
 def with_pushes(lowered: Lowered, rows: Rows, group: RecipeGroup) -> Rows:
-    """``rows`` of a plan with those of one group whose workers go by themselves."""
+    """``rows`` of a plan with those of one group, of all weights, whose workers go by themselves."""
+    rows = _updated_elsewhere(lowered, rows, [replace(group, weights=tuple(range(len(lowered.weights))))])
     return _added(rows, [_Writer(lowered).alone(0, group)], [])
 
 
@@ -191,7 +195,8 @@ class _Writer:
                 device, costs = group.positions[position], self.lowered.lowering.costs
                 _, profile = costs.basis(int(costs.kinds[device]))
                 rates = {} if profile is None else profile.recipe_work
-                seconds = work_seconds(some, self.lowered.topology.devices[device], rates, self._dtype(group))
+                processor, vector = self.lowered.topology.devices[device], group.sizes.nbytes
+                seconds = work_seconds(some, processor, rates, self._dtype(group), vector)
                 self._step(draft, device, COMPUTE, len(draft.work), max(1, round(seconds / TICK)), 1)
                 draft.work.append(what)
 
@@ -248,7 +253,32 @@ class _Writer:
         return str(self.lowered.graph.tensor[group.names[0]].dtype) if group.names else "float32"
 
 
-# ---- adding blocks to rows
+# ---- changing rows
+
+
+def _updated_elsewhere(lowered: Lowered, rows: Rows, groups: Sequence[RecipeGroup]) -> Rows:
+    """Rows in which devices do not update the weights of ``groups``, as servers do."""
+    if not groups:
+        return rows
+    elsewhere = {(device, w) for group in groups for device in group.devices for w in group.weights}
+    left: dict[int, list[int]] = {device: [] for device, _ in elsewhere}
+    for w, weight in enumerate(lowered.weights):
+        if weight.plan.sync is not None:
+            itemsize = lowered.graph.tensor[weight.tensor].itemsize
+            for entry in weight.plan.storage:
+                if entry.device in left and (entry.device, w) not in elsewhere:
+                    left[entry.device].append(volume(entry.box) * itemsize)
+    block, segments, options = len(rows.schedule.kind) - 1, rows.segments, lowered.options
+    table, costs = int(segments.device_steps[rows.segment[block]]), lowered.lowering.costs
+    ticks, host = segments.step_ticks.copy(), segments.step_host.copy()
+    for device, sizes in left.items():
+        seconds = costs.update(sum(sizes), len(sizes), device, options.optimizer, options.precision)
+        launches = len(sizes) * int(rows.blocks.launches[block]) * int(rows.blocks.launch[device])
+        for step in range(int(segments.step_first[table + device]), int(segments.step_first[table + device + 1])):
+            if segments.step_kind[step] == COMPUTE:
+                ticks[step], host[step] = round(seconds / TICK), launches
+    return replace(rows, segments=segments._replace(step_ticks=ticks, step_host=host))
+
 
 
 def _added(rows: Rows, early: Sequence[_Draft], late: Sequence[_Draft]) -> Rows:

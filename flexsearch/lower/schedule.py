@@ -17,9 +17,13 @@ Blocks follow from the graph, the options and the stages, never from a config. T
 
 With several microbatches a bucket is synchronised in two blocks: one for the final microbatch, which sends gradients
 summed over all; one for every microbatch, which sends those of weights that keep only parts of their gradients
-(``States``; PyTorch's ``fully_shard`` does so by default). What the latter bring is added to the sum as it arrives. The
-sums of a bucket use the same links, and so end in the order of the microbatches: the update waits for the final one.
-Weights that several stages read are synchronised once, whatever they keep.
+(``States``; PyTorch's ``fully_shard`` does so by default). The sums of a bucket use the same links, and so end in the
+order of the microbatches: the update waits for the final one. Weights that several stages read are synchronised once,
+whatever they keep.
+
+What a bucket brings to weights that are kept in parts (``States`` above ``WHOLE``) is added to their gradients before
+the next bucket is sent that an operator has computed for meanwhile, so that its buffers, as large as the whole
+gradients, do not wait for the update (``Blocks.added``).
 
 Weights whose updates are made in parts are gathered where the next step needs them, not behind the update: a step
 follows a step, and there the gathers move while the first operators compute.
@@ -186,10 +190,11 @@ class Blocks:
     """The blocks of a graph under some options. By block: ``kind``, ``argument``, ``once``, ``last`` (see ``Schedule``;
     the argument of a SYNCHRONISE block is its number among them), ``stage`` (NOBODY: all devices run it).
     ``region``: by operator (see ``regions_of``). ``packs``: weights (by number) that are gathered together.
-    ``buckets``: weights of each bucket in the order of completion; ``sums``: which of them (ALL, ONCE, EACH).
-    ``starts``, ``finishes``: by SYNCHRONISE block, the bucket whose first and whose second phases it sends (NOBODY:
-    none). ``forward``, ``backward``, ``weight``: by stage, range of its blocks in that pass; the third follows the
-    second, and is empty if backward passes are whole; ``before``, ``after``: those that all devices run first and last,
+    ``buckets``: weights of each bucket in the order of completion; ``sums``: which of them (ALL, ONCE, EACH);
+    ``added``: the block before which what it brings is added (NOBODY: the update). ``starts``, ``finishes``: by
+    SYNCHRONISE block, the bucket whose first and whose second phases it sends (NOBODY: none). ``forward``,
+    ``backward``, ``weight``: by stage, range of its blocks in that pass; the third follows the second, and is empty if
+    backward passes are whole; ``before``, ``after``: those that all devices run first and last,
     once a step."""
 
     kind: list[int] = field(default_factory=list)
@@ -201,6 +206,7 @@ class Blocks:
     packs: list[list[int]] = field(default_factory=list)
     buckets: list[list[int]] = field(default_factory=list)
     sums: list[int] = field(default_factory=list)
+    added: list[int] = field(default_factory=list)
     starts: list[int] = field(default_factory=list)
     finishes: list[int] = field(default_factory=list)
     forward: list[range] = field(default_factory=list)
@@ -222,9 +228,10 @@ class Blocks:
         self.stage.append(stage)
 
     def bucket(self, weights: list[int], sums: int) -> int:
-        """The number of one more bucket."""
+        """The number of one more bucket, which is added at the update."""
         self.buckets.append(weights)
         self.sums.append(sums)
+        self.added.append(NOBODY)
         return len(self.buckets) - 1
 
     def synchronise(self, starts: int, finishes: int, stage: int, repeated: bool = False) -> None:
@@ -327,7 +334,9 @@ def _add_gradients(
     weights only; with its synchronisation, a block of each bucket for each of ``sums``. Returns the buckets that are
     synchronised after all stages."""
     late, before = [], dict.fromkeys(sums, NOBODY)
-    for i, complete in rows:
+    # Buckets that are not added yet, with the number of the row that completed them.
+    sent: dict[int, list[tuple[int, int]]] = {which: [] for which in sums}
+    for k, (i, complete) in enumerate(rows):
         if again is not None:
             _add_operator(blocks, i, stage, again)
         elif trains(graph, i):
@@ -338,10 +347,15 @@ def _add_gradients(
                 continue
             for which in sums:
                 bucket = blocks.bucket(weights, which)
+                while sent[which] and sent[which][0][1] < k:
+                    blocks.added[sent[which].pop(0)[0]] = len(blocks)
+                sent[which].append((bucket, k))
                 blocks.synchronise(bucket, before[which], stage, repeated=which == EACH)
                 before[which] = bucket
     for which, bucket in before.items():
         if bucket != NOBODY:
+            for last, _ in sent[which]:
+                blocks.added[last] = len(blocks)
             blocks.synchronise(NOBODY, bucket, stage, repeated=which == EACH)
     return late
 

@@ -35,6 +35,8 @@ MEMORY: Final = 24
 """Earlier plans count for no more than so many: machines change."""
 ROUNDS: Final = 6
 REWEIGHTINGS: Final = 12
+HALVINGS: Final = 3
+"""A step that makes errors larger is halved so often: what is linear beside a point is less so far from it."""
 
 Vector = npt.NDArray[np.float64]
 Predict = Callable[[Learned, int], float]
@@ -174,7 +176,7 @@ class _Fit:
             now = self.solve(at, residual, slopes, chosen, self.weights)
             if np.all(np.abs(now - at) <= 1e-4 * self.spread):
                 break
-            at, residual = now, self.residuals(now)
+            at, residual = self.step(at, residual, now)
             if self.size(residual) < best[0]:
                 best = self.size(residual), at, chosen, residual
         _, at, chosen, residual = best
@@ -183,6 +185,16 @@ class _Fit:
             return Fitted(self.prior, (), before, before, before)
         at, left_out = self.beside_earlier(at), self.left_out([self.beside_earlier(one) for one in points])
         return Fitted(at, chosen, before, self.residuals(at), left_out)
+
+    def step(self, at: Vector, residual: Vector, to: Vector) -> tuple[Vector, Vector]:
+        """The point ``to``, or one on the way there, from one with these residuals; and its own."""
+        before, after = self.size(residual), self.residuals(to)
+        for _ in range(HALVINGS):
+            if self.size(after) < before:
+                break
+            to = (at + to) / 2.0
+            after = self.residuals(to)
+        return to, after
 
     def residuals(self, point: Vector) -> Vector:
         """Predicted over measured, less 1, of every plan."""
@@ -242,24 +254,35 @@ class _Fit:
         self, at: Vector, residual: Vector, slopes: Vector, chosen: tuple[int, ...], weight: Vector
     ) -> Vector:  # fmt: skip
         """The point that explains the residuals, linearised ``at`` a point, with ``chosen`` figures; others are as the
-        prior says. Robust, and drawn to the prior as far as the plans leave it open."""
-        point = self.prior.copy()
-        if not chosen:
-            return point
-        some = list(chosen)
-        # In units of ``spread`` from the prior.
-        columns, base = slopes[:, some] * self.spread[some], residual + slopes @ (self.prior - at)
+        prior says. Robust, within limits, and drawn to the prior as far as the plans leave it open."""
+        point, some = self.prior.copy(), list(chosen)
+        base = residual + slopes @ (self.prior - at)
+        while some:
+            moved = self.prior[some] + self.drawn(slopes[:, some] * self.spread[some], base, weight) * self.spread[some]
+            beyond = [k for k, value in zip(some, moved, strict=True) if not self.least[k] <= value <= self.top[k]]
+            if not beyond:
+                point[some] = moved
+                break
+            # What lies beyond its limit is put there, and the others explain what is left.
+            for k, value in zip(some, moved, strict=True):
+                if k in beyond:
+                    point[k] = np.clip(value, self.least[k], self.top[k])
+                    base = base + slopes[:, k] * (point[k] - self.prior[k])
+            some = [k for k in some if k not in beyond]
+        return point
+
+    def drawn(self, columns: Vector, base: Vector, weight: Vector) -> Vector:
+        """By how much figures move, in units of ``spread`` from the prior."""
         moved = np.linalg.lstsq(columns, -base, rcond=1e-3)[0]
         for _ in range(REWEIGHTINGS):
             errors = base + columns @ moved
             noise = max(NOISE, 1.4826 * float(np.median(np.abs(errors))))
             weights = np.sqrt(weight * np.minimum(1.0, HUBER * noise / np.maximum(np.abs(errors), 1e-12)))
             # Not ``noise``: where little is explained yet, the prior is no better.
-            rows = np.concatenate([columns * weights[:, None], NOISE * np.eye(len(some))])
-            wanted = np.concatenate([-base * weights, np.zeros(len(some))])
+            rows = np.concatenate([columns * weights[:, None], NOISE * np.eye(columns.shape[1])])
+            wanted = np.concatenate([-base * weights, np.zeros(columns.shape[1])])
             moved = np.linalg.lstsq(rows, wanted, rcond=None)[0]
-        point[some] += moved * self.spread[some]
-        return np.array(np.clip(point, self.least, self.top))
+        return np.array(moved)
 
 
 def typical(residuals: Vector) -> float:

@@ -10,15 +10,15 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from flexsearch.cost.profile import WorkRate
+from flexsearch.cost.profile import LONG_VECTOR, SHORT_VECTOR, WorkRate
 from flexsearch.measure.sweeps import Bench
 from flexsearch.sync.bits import pack, unit_bytes, unpack
-from flexsearch.sync.compression import CHOICE, ROUNDING, drawn, marked
+from flexsearch.sync.compression import CHOICE, ROUNDING, drawn, largest, marked
 from flexsearch.sync.qsgd import restored, rounded
 from flexsearch.sync.sign import packed_signs, unpacked_signs
 
-ELEMENTS: Final = (1 << 12, 1 << 20, 1 << 23)
-"""Of the float32 vectors that are measured: a small one shows what starting takes, the largest exceeds caches."""
+ELEMENTS: Final = (1 << 12, SHORT_VECTOR // 4, LONG_VECTOR // 4)
+"""Of the float32 vectors that are measured: a small one shows what starting takes, the others the rates."""
 REPEATS: Final = 5
 LONG_S: Final = 0.3
 """What has taken so long in all is not repeated."""
@@ -44,7 +44,10 @@ def measure_recipe_work(bench: Bench, switch: Callable[[str], None] | None = Non
             switch(f"{RECIPE}{kind}")
         rates[kind] = _rate(list(_timed(bench, prepare)))
     scan, both = rates["select"], rates["sort"]
-    rates["sort"] = both.model_copy(update={"s_per_byte": max(0.0, both.s_per_byte - SHARE * scan.s_per_byte)})
+    less = {
+        name: max(0.0, getattr(both, name) - SHARE * getattr(scan, name)) for name in ("s_per_byte", "long_s_per_byte")
+    }
+    rates["sort"] = both.model_copy(update=less)
     return rates
 
 
@@ -73,14 +76,17 @@ def _timed(bench: Bench, prepare: Callable[[Tensor], Prepared]) -> Iterator[tupl
 
 
 def _rate(rows: Sequence[tuple[int, float]]) -> WorkRate:
-    """The rate of the larger vectors, and the start that the smallest shows beside it."""
+    """The rates of the larger vectors, and the start that the smallest shows beside the first."""
     nbytes, seconds = (np.array(column, float) for column in zip(*rows, strict=True))
     seconds = np.maximum(seconds, 1e-9)
-    rate = float(np.median(seconds[1:] / nbytes[1:]))
+    rate, long_rate = (float(seconds[k] / nbytes[k]) for k in (1, -1))
     start = max(0.0, float(seconds[0] - rate * nbytes[0]))
-    errors = np.minimum(np.abs((start + rate * nbytes) / seconds - 1.0), 1e9)
+    rates = np.where(np.arange(len(rows)) == len(rows) - 1, long_rate, rate)
+    errors = np.minimum(np.abs((start + rates * nbytes) / seconds - 1.0), 1e9)
     middle, p90 = float(np.median(errors)), float(np.quantile(errors, 0.9))
-    return WorkRate(n=len(rows), median=middle, p90=p90, s_per_byte=rate, start_s=start)
+    return WorkRate(
+        n=len(rows), median=middle, p90=p90, s_per_byte=rate, start_s=start, long_s_per_byte=long_rate
+    )  # fmt: skip
 
 
 def _entries(x: Tensor) -> tuple[int, Tensor]:
@@ -97,14 +103,14 @@ def _add(x: Tensor) -> Prepared:
 
 def _select(x: Tensor) -> Prepared:
     x = torch.rand_like(x)
-    return lambda: x.abs().topk(1, 1), x.nbytes
+    return lambda: largest(x, 1), x.nbytes
 
 
 def _sort(x: Tensor) -> Prepared:
     """What is selected with it is taken off afterwards."""
     x = torch.rand_like(x)
     k, _ = _entries(x)
-    return lambda: x.abs().topk(k, 1), k * x.element_size()
+    return lambda: largest(x, k), k * x.element_size()
 
 
 def _mark(x: Tensor) -> Prepared:

@@ -25,6 +25,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge, saved_tensors_hooks
 
+from flexsearch.clocks import clock_of
 from flexsearch.cost.profile import Entry
 from flexsearch.errors import FlexsearchError, ProfileError
 from flexsearch.graph.notation import Box
@@ -325,34 +326,6 @@ def _cut(held: Box | None, read: Box | None) -> tuple[slice, ...] | None:
     return tuple(slice(a - low, b - low) for (low, _), (a, b) in zip(held, read, strict=True))
 
 
-class Clock:
-    """Wall-clock of the CPU."""
-
-    def mark(self) -> Any:
-        return time.perf_counter()
-
-    def wait(self) -> None:
-        """Until all marks are known."""
-
-    def between(self, start: Any, end: Any) -> float:
-        return float(end - start)
-
-
-class CudaClock(Clock):
-    """Events in the stream: the device's own time, without stopping it."""
-
-    def mark(self) -> Any:
-        event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
-        event.record()
-        return event
-
-    def wait(self) -> None:
-        torch.cuda.synchronize()
-
-    def between(self, start: Any, end: Any) -> float:
-        return float(start.elapsed_time(end)) * 1e-3
-
-
 def parts(cases: Sequence[Case]) -> Iterator[list[Case]]:
     """Runs of consecutive cases that hold a limited amount of memory until their backward passes."""
     part: list[Case] = []
@@ -366,8 +339,3 @@ def parts(cases: Sequence[Case]) -> Iterator[list[Case]]:
         held += size
     if part:
         yield part
-
-
-def clock_of(device: torch.device) -> Clock:
-    """The clock that times tasks on a device."""
-    return CudaClock() if device.type == "cuda" else Clock()

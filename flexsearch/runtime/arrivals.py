@@ -2,8 +2,8 @@
 
 gloo does not say when a message has arrived unless somebody waits for it. So for each peer one thread waits for what
 comes from it, in the order in which ranks issue communications, and notes when it is there; the rank itself waits only
-for what that thread has not come to. An all-reduce says itself when it is done. Where the rank finds data that nobody
-has waited for (NCCL), the end is an upper bound.
+for what that thread has not come to. An all-reduce says itself when it is done. With NCCL the device waits, not the
+rank: its clock says for how long. Where it finds data that nobody has waited for, the end is an upper bound.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from typing import Any, NamedTuple, cast
 
 import torch.distributed as dist
 
+from flexsearch.clocks import Clock
 from flexsearch.lower import Communication
 from flexsearch.runtime.instructions import Instruction, Post, Start
 from flexsearch.runtime.parts import Action, Arrival
@@ -107,20 +108,21 @@ class Message:
 
 
 class Watched(Wire):
-    """A wire that notes what arrives when. ``receipts``: of the step at hand."""
+    """A wire that notes what arrives when. ``clock``: that of the rank's device."""
 
-    def __init__(self, wire: Wire, instructions: Iterable[Instruction]) -> None:
+    def __init__(self, wire: Wire, instructions: Iterable[Instruction], clock: Clock) -> None:
         vars(self).update(vars(wire))  # the same groups, plans and buffers
-        program = list(instructions)
+        self.clock, program = clock, list(instructions)
         self._order = [x.task for x in program if isinstance(x, Start)]
         self._posts = {x.task for x in program if isinstance(x, Post)}
-        self.receipts: list[Receipt] = []
+        self._receipts: list[Receipt] = []
+        self._waits: list[tuple[int, Any, Any]] = []
         self._messages: dict[tuple[int, int], Message] = {}
         self._threads: list[threading.Thread] = []
 
     def begin(self) -> None:
         """Before each step."""
-        self.receipts = []
+        self._receipts, self._waits = [], []
         self._messages = {
             (task, peer): Message(task, peer)
             for task in (self._order if self.eager else ())
@@ -132,6 +134,11 @@ class Watched(Wire):
         self._threads = [threading.Thread(target=_listen, args=(row,), daemon=True) for row in rows]
         for thread in self._threads:
             thread.start()
+
+    def receipts(self, when: Callable[[Any], float]) -> list[Receipt]:
+        """Of the step at hand. ``when``: a mark of the clock in seconds (``Clock.when``)."""
+        waits = [(task, when(began), when(ended)) for task, began, ended in self._waits]
+        return self._receipts + [Receipt(task, COLLECTIVE, a, b, b - a < WAITED_S) for task, a, b in waits]
 
     def close(self) -> None:
         """Behind each step, also one that failed."""
@@ -169,20 +176,19 @@ class Watched(Wire):
         return start
 
     def _noting(self, task: int, began: float) -> Callable[[Any], None]:
-        receipts = self.receipts
+        receipts = self._receipts
         return lambda _: receipts.append(Receipt(task, COLLECTIVE, began, time.perf_counter(), False))
 
     def wait(self, task: int, works: Sequence[Any]) -> None:
         """As ``Wire.wait``."""
         for work in works:
             if isinstance(work, Message):
-                self.receipts.append(work.wait())
+                self._receipts.append(work.wait())
                 continue
-            began = time.perf_counter()
+            began = self.clock.mark()
             work.wait()
-            ended = time.perf_counter()
             if not self.eager or self.plans[task].what.one_call:
-                self.receipts.append(Receipt(task, COLLECTIVE, began, ended, ended - began < WAITED_S))
+                self._waits.append((task, began, self.clock.mark()))
 
 
 def _listen(messages: Sequence[Message]) -> None:

@@ -31,6 +31,7 @@ from flexsearch.runtime.instructions import (
     Wait,
     reshard_of,
 )
+from flexsearch.runtime.rewrites import CUTS
 
 
 def listing(program: Program) -> str:
@@ -116,7 +117,7 @@ def _forward(program: Program, instruction: Forward) -> Iterator[str]:
     for call in segment.calls:
         operands = ", ".join(
             "None" if a is None else (_name(results[~a]) if a < 0 else _value(program, instruction.leaves[a])) + (
-                _part(*call.parts[p]) if p in call.parts else ""
+                _part(*call.parts[p]) if p in call.parts and call.kind != CUTS else ""
             )
             for p, a in enumerate(call.arguments)
         )  # fmt: skip

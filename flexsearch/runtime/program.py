@@ -192,6 +192,30 @@ class _Compiler:
         weights = tuple(self._regathered(segment, m)) if part != "weights" else ()
         gradients = tuple(self._gradient(leaf, m, part) for leaf in segment.leaves if leaf.gradient is not None)
         self.emit(Backward(s, m, part, self.slot(Key("saved", s, m)), tuple(seeds), gradients, weights))
+        if part != "weights":
+            self._add_up(s, m)
+
+    def _add_up(self, s: int, m: int) -> None:
+        """Bring gradients to the layout of the producer where nothing moves for it on this device: the sum over the
+        readers is there once, rather than each of its terms until the producer's backward pass."""
+        for leaf in self.segments[s].leaves:
+            if leaf.gradient is None or leaf.gradient.kind != "edge gradient" or (
+                self._weight_of_edge(leaf.gradient) is not None
+            ):
+                continue
+            e = int(str(leaf.gradient.name))
+            transport = Transport("backward", e, m)
+            if self.fusion.segment_of[self.lowered.edges[e].readers[0][0]] != s:
+                continue  # one that runs later adds to them
+            if self.fusion.active(transport) and self.fusion.arrives(transport) and not self._moves(transport):
+                self._finish(transport)
+
+    def _moves(self, transport: Transport) -> bool:
+        """Whether this device takes part in a communication of a transport."""
+        return any(
+            self.device in exchange.senders or self.device in exchange.receivers
+            for phase in reshard_of(self.lowered, transport).phases for exchange in phase.exchanges
+        )  # fmt: skip
 
     def _gradient(self, leaf: Leaf, m: int, part: Part) -> Slot | None:
         """Where the gradient of a leaf is added, if this ``part`` of the backward pass makes it."""
@@ -417,11 +441,15 @@ class _Compiler:
 
     def _deliver_earlier(self, following: Transport, task: int) -> None:
         """Add gradients of which this device has issued all, before it issues ``task``: of the same weight and an
-        earlier microbatch; and those that are sent for each microbatch, if all ranks issue them before this task. Their
-        buffers would else wait for the next microbatch."""
+        earlier microbatch; and those that are to be added before the block of the task, if all ranks have issued them
+        in earlier ones. Their buffers would else wait for the next microbatch or the update."""
+        rows = self.lowered.tasks.identity
+        at, update = rows[task], len(self.lowered.plain_rows.blocks.kind) - 1
         for transport in [t for t in self.issued if t != following]:
-            repeated = ("synchronise", transport.key) in self.repeated
-            over = repeated and self.place[self.ends[transport]] < self.place[task]
+            end, added = self.ends[transport], self.lowered.added_before(transport.key)
+            later = rows[end].block < at.block and added <= at.block
+            over = self.place[end] < self.place[task] and (later or transport.microbatch != at.microbatch)
+            over = over and added < update
             if transport.key != following.key and not over:
                 continue
             self.issued.remove(transport)

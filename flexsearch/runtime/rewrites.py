@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final
 
+from flexsearch.graph import Box
 from flexsearch.graph.model import Operator
 from flexsearch.graph.ops.batch_norm import batch_norm_at_once
 from flexsearch.graph.precision import PreciseGraph
@@ -20,12 +21,15 @@ JOINT: Final[Mapping[str, Callable[[Sequence[Operator], Sequence[Kernel]], Kerne
     "batch_norm_at_once": batch_norm_at_once
 }
 """By name of a rewrite: the kernel of a call that carries out several operators, from theirs."""
+CUTS: Final = "slices_at_once"
+"""Name of the rewrite that cuts a tensor into several parts; ``parts`` of such a call are by operator."""
 
 
 def rewrite(lowered: Lowered, device: int, segment: Segment) -> None:
     """Apply all rewrites to the calls of a segment."""
     if not isinstance(lowered.graph, PreciseGraph):
         _join_batch_norms(lowered, device, segment)
+    _join_slices(segment)
 
 
 def _join_batch_norms(lowered: Lowered, device: int, segment: Segment) -> None:
@@ -60,3 +64,37 @@ def _has_all(lowered: Lowered, device: int, statistics: Call, norm: Call) -> boo
         return False
     piece = lowered.placed[norm.operators[0]].placement.piece_on(device)
     return "g" not in lowered.graph.operators[norm.operators[0]].sizes or piece.extent("g") == 1
+
+
+def _join_slices(segment: Segment) -> None:
+    """Slices that side by side are all of a tensor -> one call that cuts it up, as queries, keys and values from one
+    projection. The gradient of each slice alone is as large as the whole tensor; here the parts make it together."""
+    of_tensor: dict[int, list[Call]] = {}
+    for call in segment.calls:
+        if call.kind == "slice" and len(call.arguments) == 1 and 0 in call.parts and call.arguments[0] is not None:
+            of_tensor.setdefault(call.arguments[0], []).append(call)
+    for argument, calls in of_tensor.items():
+        parts = {k: call.parts[0] for k, call in enumerate(calls)}
+        if len(calls) == 1 or cut_dimension(list(parts.values())) is None:
+            continue
+        operators = tuple(o for call in calls for o in call.operators)
+        results = tuple(r for call in calls for r in call.results)
+        joined = Call(operators, CUTS, (argument,), results, parts)
+        segment.calls[segment.calls.index(calls[0])] = joined
+        for call in calls[1:]:
+            segment.calls.remove(call)
+
+
+def cut_dimension(parts: Sequence[tuple[Box, Box]]) -> int | None:
+    """The dimension in which parts (region held, region read) lie side by side and are all that is held; None if they
+    do not, or overlap."""
+    held = parts[0][0]
+    if any(part[0] != held for part in parts):
+        return None
+    differ = {d for _, read in parts for d, (a, b) in enumerate(zip(read, held, strict=True)) if a != b}
+    if len(differ) != 1:
+        return None
+    (d,) = differ
+    ranges = sorted(read[d] for _, read in parts)
+    ends = [held[d][0], *(stop for _, stop in ranges)]
+    return d if ends[:-1] == [start for start, _ in ranges] and ends[-1] == held[d][1] else None

@@ -25,7 +25,7 @@ from flexsearch.runtime.instructions import Call as SegmentCall
 from flexsearch.runtime.layers import Layer, layers_of
 from flexsearch.runtime.microbatches import piece_in_batch
 from flexsearch.runtime.parts import slices
-from flexsearch.runtime.rewrites import JOINT
+from flexsearch.runtime.rewrites import CUTS, JOINT, cut_dimension
 
 Action = Callable[[], None]
 
@@ -72,6 +72,28 @@ def _reading_parts(kernel: Kernel, parts: Mapping[int, tuple[Box, Box]]) -> Kern
             assert whole is not None
             read[p] = whole[at]
         return kernel(*read)
+
+    return run
+
+
+def cutting(kernels: Sequence[Kernel], parts: Sequence[tuple[Box, Box]]) -> Kernel:
+    """Kernels of which each reads one of the parts (region held, region read) that a tensor is cut into. Autograd puts
+    the parts' gradients together in the order of the tensor's memory, so that views above it take no copies."""
+    dimension = cut_dimension(parts)
+    assert dimension is not None
+    order = sorted(range(len(parts)), key=lambda k: parts[k][1][dimension])
+    sizes = [parts[k][1][dimension][1] - parts[k][1][dimension][0] for k in order]
+
+    def run(whole: Tensor) -> tuple[Tensor, ...]:
+        strides = whole.stride()
+        dims = sorted(range(whole.dim()), key=lambda d: -strides[d])
+        back = sorted(range(whole.dim()), key=dims.__getitem__)
+        cut = whole.permute(dims).split(sizes, dims.index(dimension))  # type: ignore[no-untyped-call]
+        made: list[Tensor] = [whole] * len(kernels)
+        for k, part in zip(order, cut, strict=True):
+            result = kernels[k](part.permute(back))
+            made[k] = result[0] if isinstance(result, tuple) else result
+        return tuple(made)
 
     return run
 
@@ -316,6 +338,8 @@ def _kernel_of_call(
 ) -> Kernel:
     """The kernel of a call: that of its operator, or what a rewrite made of those of several."""
     kernels = [_kernel(lowered, o, device, context, microbatch) for o in call.operators]
+    if call.kind == CUTS:
+        return cutting(kernels, [call.parts[k] for k in range(len(kernels))])
     if len(kernels) > 1:
         return JOINT[call.kind]([lowered.graph.operators[o] for o in call.operators], kernels)
     return _reading_parts(kernels[0], call.parts) if call.parts else kernels[0]

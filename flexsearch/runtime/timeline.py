@@ -12,12 +12,13 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 import torch.distributed as dist
 from torch.optim import Optimizer
 
+from flexsearch.clocks import clock_of
 from flexsearch.lower import Lowered, TaskKind
 from flexsearch.ranks import kernel_identity
 from flexsearch.runtime.arrivals import Receipt, Watched, flows_from, free_since
@@ -92,7 +93,7 @@ def record(
     it; all get the same timeline. These are real training steps. ``optimizer``: another than ``parallel``'s own."""
     engine, offset = parallel.engine, clock_offset()
     program = compile_program(engine.program.lowered, parallel.rank, fuse=False)
-    wire = Watched(engine.wire, program.instructions)
+    wire = Watched(engine.wire, program.instructions, clock_of(parallel.device))
     watched = Engine(program, wire, engine.weights, engine.fixed, engine.update, engine.context)
     recorded: list[_Recorded] = []
     parallel.engine = watched
@@ -104,7 +105,7 @@ def record(
         for _ in range(steps):
             wire.begin()
             dist.barrier()
-            recorded.append(_recorded(parallel, watched, wire, step).shifted(-offset))
+            recorded.append(_recorded(watched, wire, step).shifted(-offset))
     finally:
         wire.close()
         parallel.engine = engine
@@ -115,25 +116,30 @@ def record(
     return _typical(together, [held for _, held in known])
 
 
-def _recorded(parallel: Traceable, engine: Engine, wire: Watched, step: Callable[[], object]) -> _Recorded:
-    """One step of this rank."""
-    spans: list[tuple[Instruction, float, float]] = []
+def _recorded(engine: Engine, wire: Watched, step: Callable[[], object]) -> _Recorded:
+    """One step of this rank, on its device's clock, which the host does not wait for."""
+    clock, marks = wire.clock, list[tuple[Instruction, Any, Any]]()
 
     def around(instruction: Instruction, action: Action) -> None:
-        began = time.perf_counter()
+        start = clock.mark()
         action()
-        spans.append((instruction, began, time.perf_counter()))
+        marks.append((instruction, start, clock.mark()))
 
     engine.around = around
-    began = time.perf_counter()
+    clock.wait()
+    began, zero = time.perf_counter(), clock.mark()
     step()
-    if parallel.device.type == "cuda":
-        torch.cuda.synchronize()
-    ended = time.perf_counter()
+    last = clock.mark()
+    clock.wait()
     engine.around = None
+
+    def when(mark: Any) -> float:
+        return clock.when(mark, zero, began)
+
+    spans = [(instruction, when(start), when(end)) for instruction, start, end in marks]
     issued = {i.task: a for i, a, _ in spans if isinstance(i, Start)}
     compute = compute_spans(engine.program, spans)
-    return _Recorded(began, ended, compute, issued, list(wire.receipts), [(a, b) for _, a, b in spans])
+    return _Recorded(began, when(last), compute, issued, wire.receipts(when), [(a, b) for _, a, b in spans])
 
 
 def compute_spans(

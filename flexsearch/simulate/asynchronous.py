@@ -18,7 +18,7 @@ import numpy.typing as npt
 
 from flexsearch.cost.ticks import FOREVER, TICK
 from flexsearch.lower.recipe_rows import PushCost, push_cost, with_pushes
-from flexsearch.lower.rows import COMPUTE, READ, RECIPE, UPDATE
+from flexsearch.lower.rows import COMPUTE, READ, RECIPE
 from flexsearch.lower.several import repeated
 from flexsearch.lower.view import Rows
 from flexsearch.simulate.engine_queue import BLOCK, COMMUNICATION
@@ -113,7 +113,7 @@ class AsynchronousTime:
         """Ticks that a worker takes at the least from one arrival to when it pushes again."""
         work = self._work
         slow = np.array(self._workers.slow or 1.0)
-        return max(1, int(((work.plan + work.update) * slow + work.encode + work.load).min()))
+        return max(1, int((work.plan * slow + work.encode + work.load).min()))
 
     def _arrivals(self, until: int) -> list[Arrival]:
         """Of all that ended before a tick."""
@@ -125,11 +125,11 @@ class AsynchronousTime:
         for worker in range(size):
             copy = int(self._arrived[worker] - self._before[worker])
             while copy < self._steps and ended[copy, worker] < until:
-                plan, update, encode, load = (int(column[worker]) for column in self._work)
+                plan, encode, load = (int(column[worker]) for column in self._work)
                 times = float(self._factors[copy, worker])
                 self._computed[worker] += round((plan + int(self._workers.waits[worker])) * times) + encode
                 rows.append((int(ended[copy, worker]), worker, int(self._computed[worker])))
-                self._computed[worker] += round(update * times) + load
+                self._computed[worker] += load
                 self._arrived[worker] += 1
                 copy += 1
         return [Arrival((self._passed + t) * TICK, c * TICK, worker) for t, worker, c in sorted(rows)]
@@ -229,11 +229,9 @@ class AsynchronousTime:
 
 
 class _Work(NamedTuple):
-    """By worker: ticks of what a step computes, ``plan`` and ``encode`` before a push, ``update`` and ``load`` after
-    it."""
+    """By worker: ticks of what a step computes, ``plan`` and ``encode`` before a push, ``load`` after it."""
 
     plan: Numbers
-    update: Numbers
     encode: Numbers
     load: Numbers
 
@@ -241,12 +239,12 @@ class _Work(NamedTuple):
 def _work(rows: Rows, size: int) -> _Work:
     segments, device = rows.segments, device_of_steps(rows)
     kind, computes = rows.schedule.kind[segments.step_block], segments.step_kind == COMPUTE
-    ticks = np.zeros((4, size), np.int64)
+    ticks = np.zeros((3, size), np.int64)
     for worker in range(size):
         at = np.flatnonzero(device == worker)
         recipe = kind[at] == RECIPE
         sent = np.logical_or.accumulate(recipe & ~computes[at])
-        parts = ~recipe & (kind[at] != UPDATE), kind[at] == UPDATE, recipe & ~sent, recipe & sent
+        parts = ~recipe, recipe & ~sent, recipe & sent
         ticks[:, worker] = [segments.step_ticks[at][computes[at] & part].sum() for part in parts]
     return _Work(*ticks)
 

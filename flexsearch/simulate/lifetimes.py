@@ -29,11 +29,12 @@ last moment, both included. These are the spans:
   though all are unpacked where the first of them is read.
 - The **gradient of an activation**, as the readers' pieces make it: from the first backward that adds to it (the last
   reader's) to the last one, and until it has been sent; its copies in the producer's layout until the producer's
-  backward. An operator whose output is its input's memory, all of it once, hands its gradient on as it is.
+  backward. What readers in several layouts leave there is added up at once where nothing moves for it on the device:
+  there is one sum. An operator whose output is its input's memory, all of it once, hands its gradient on as it is.
 - The **gradient of a weight**, as the pieces make it: likewise, until it has been sent to be synchronised; and as it is
-  stored: from that communication to the update. Where both are the same memory, until the update. Gradients that are
-  sent for every microbatch do not outlive its communication, nor do receive buffers and what it brings: that is added
-  to the sum, which is there from the first microbatch on.
+  stored: from that communication to the update. Where both are the same memory, until the update. Of weights that are
+  kept in parts, what a communication brings lives until it is added, where a later bucket is sent
+  (``lower.schedule``); with several microbatches to the sum, which is there from the first one on.
 
 Where a schedule splits backward passes, an operator with trained weights has two: the first makes the gradients of its
 other inputs, the second those of its weights. What it saved and the gradients of its outputs live until the second, a
@@ -59,7 +60,7 @@ import numpy as np
 from flexsearch.compiled import ONE, TWO, U32, ZERO, lean
 from flexsearch.lower.arrays import NOTHING, State
 from flexsearch.lower.change import ALWAYS
-from flexsearch.lower.footprints import ALIASED, TAKES_PART
+from flexsearch.lower.footprints import ALIASED, RECEIVES, TAKES_PART, TAKES_PART_AGAIN
 from flexsearch.lower.interned import entries_of, rank_of
 from flexsearch.simulate.copies import differentiate, distribute, land
 from flexsearch.simulate.spans import (
@@ -81,6 +82,7 @@ from flexsearch.simulate.spans import (
 )
 from flexsearch.strategy import OVER_ALL, States
 
+_MOVES = TAKES_PART | TAKES_PART_AGAIN | RECEIVES
 _GRADIENTS, _WEIGHTS = (np.uint32(states * OVER_ALL) for states in (States.GRADIENTS, States.WEIGHTS))
 
 
@@ -209,7 +211,8 @@ def _backward(sources: Sources, state: State, t: Any, spans: Spans) -> None:
     """Gradients of an activation: as its readers make them, and in the layout of its producer."""
     wiring, program = sources.wiring, sources.program
     first, last = np.uint64(wiring.tensor_first[t]), np.uint64(wiring.tensor_last[t])
-    for k in range(first, last):
+    for place in range(last - first):  # the last reader's backward runs first
+        k = last - ONE - place
         slot = np.uint64(wiring.tensor_slot[k])
         if np.uint64(state.leader[slot]) == slot and program.flows[slot] != VALUE:
             itemsize = sources.units.itemsize[t]
@@ -219,7 +222,8 @@ def _backward(sources: Sources, state: State, t: Any, spans: Spans) -> None:
 
 @lean
 def _return(sources: Sources, state: State, slot: Any, t: Any, now: Any, spans: Spans) -> None:
-    """Bring the gradients of an edge, complete at ``now``, to the layout of the producer of activation ``t``."""
+    """Bring the gradients of an edge, complete at ``now``, to the layout of the producer of activation ``t``. Where
+    nothing moves for it, they are added to those of edges before, and let go."""
     landings, template = sources.landings, np.uint64(state.backward[slot])
     producer, place, sent = np.uint64(sources.wiring.tensor_producer[t]), np.uint64(sources.units.place[t]), now | ONE
     used = until = sent
@@ -234,9 +238,11 @@ def _return(sources: Sources, state: State, slot: Any, t: Any, now: Any, spans: 
         holder = land(spans, landings, row, True, now, sent, sent, used, ACTIVATIONS)
         if role & ALIASED:
             holder = original
-        if holder > ZERO:
+        there = spans.arrived[place, d] != 0
+        if holder > ZERO and not (there and role & _MOVES == 0):
             prolong(spans, holder, until)
-            spans.arrived[place, d] = holder
+            if not there:
+                spans.arrived[place, d] = holder
 
 
 # ---- weights
@@ -271,7 +277,7 @@ def _hold_weight(sources: Sources, state: State, w: Any, spans: Spans) -> None:
                 sent = units.each_block[w] if sharding >= _GRADIENTS else units.sync_block[w]
                 _send_gradients(sources, template, TWO * np.uint64(sent) + ONE, spans)
     if trained:
-        _synchronise(sources, w, template, sharding >= _GRADIENTS, spans)
+        _synchronise(sources, w, template, sharding, spans)
 
 
 @lean
@@ -290,13 +296,15 @@ def _send_gradients(sources: Sources, template: Any, sent: Any, spans: Spans) ->
 
 
 @lean
-def _synchronise(sources: Sources, w: Any, template: Any, each: Any, spans: Spans) -> None:
-    """What synchronising the gradients of a weight leaves on devices; ``each``: for every microbatch."""
+def _synchronise(sources: Sources, w: Any, template: Any, sharding: Any, spans: Spans) -> None:
+    """What synchronising the gradients of a weight leaves on devices."""
     landings, units = sources.landings, sources.units
     first, second = np.uint64(units.sync_block[w]), np.uint64(units.second_block[w])
-    used = update = TWO * np.uint64(units.update_block[0])
-    if each and np.uint64(units.each_block[w]) != first:  # added to the sum as it arrives
-        first, second, used = np.uint64(units.each_block[w]), np.uint64(units.each_second[w]), ZERO
+    added, update = np.uint64(units.added_block[w]), TWO * np.uint64(units.update_block[0])
+    if sharding >= _GRADIENTS:
+        first, second = np.uint64(units.each_block[w]), np.uint64(units.each_second[w])
+        added = np.uint64(units.each_added[w])
+    used = TWO * added if sharding > ZERO else update
     sent, again = TWO * first + ONE, TWO * second + ONE
     for row in range(np.uint64(landings.landing_first[template]), np.uint64(landings.landing_last[template])):
         born = np.uint64(spans.born[np.uint64(landings.device[row])])

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from flexsearch.cost.compute import STATE_COPIES
 from flexsearch.lower import Lowered
 from flexsearch.lower.recipes import RecipeGroup
 from flexsearch.simulate.spans import BUFFERS, OPTIMIZER
 from flexsearch.sync.work import held_bytes, kept_bytes
-
-_TENSORS = {"sgd": 0, "momentum": 1, "adam": 2}
-"""States of an optimizer for each weight."""
 
 Kept = tuple[int, int, int, int, int]
 """Device, first and last moment, bytes, part of memory: as a span of ``lifetimes``."""
@@ -30,7 +28,15 @@ def recipe_spans(lowered: Lowered) -> Iterator[Kept]:
         for device in group.devices:
             yield device, 0, 2 * update + 1, kept, int(OPTIMIZER)
             yield device, first, last, held, int(BUFFERS)
+            if recipe.asynchronous is not None:  # states of the optimizer, which the plan counts here, are the servers'
+                states = STATE_COPIES[lowered.options.optimizer] * group.sizes.n * _itemsize(lowered, group)
+                yield device, 0, 2 * update + 1, -states, int(OPTIMIZER)
         yield from _servers(lowered, group, update)
+
+
+def _itemsize(lowered: Lowered, group: RecipeGroup) -> int:
+    """Of elements as an optimizer keeps them: of float32, where the plan computes in 16 bits."""
+    return group.sizes.itemsize if lowered.options.precision == "as-is" else max(4, group.sizes.itemsize)
 
 
 def _servers(lowered: Lowered, group: RecipeGroup, update: int) -> Iterator[Kept]:
@@ -40,8 +46,9 @@ def _servers(lowered: Lowered, group: RecipeGroup, update: int) -> Iterator[Kept
     if server is None:
         return
     for owner, (a, b) in zip(server.owners(members), server.bounds(group.sizes.n), strict=True):
-        part = (b - a) * group.sizes.itemsize
-        own = 1 + _TENSORS[lowered.options.optimizer] if recipe.asynchronous is not None else 0
-        pushed = (recipe.compression.nbytes(group.sizes.part(b - a)) or 0) * (1 if own else members)
-        yield group.positions[owner], 0, 2 * update + 1, own * part, int(OPTIMIZER)
+        part, alone = (b - a) * group.sizes.itemsize, recipe.asynchronous is not None
+        tensors = 1 + STATE_COPIES[lowered.options.optimizer] if alone else 0
+        own = tensors * (b - a) * _itemsize(lowered, group)
+        pushed = (recipe.compression.nbytes(group.sizes.part(b - a)) or 0) * (1 if alone else members)
+        yield group.positions[owner], 0, 2 * update + 1, own, int(OPTIMIZER)
         yield group.positions[owner], 2 * (update - 1), 2 * update, pushed + part, int(BUFFERS)

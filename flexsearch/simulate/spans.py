@@ -34,8 +34,9 @@ class Units(NamedTuple):
     whether it ``saves_inputs`` and ``saves_outputs`` for its ``backward``, which it may not have; whether its output is
     a view (``is_view``); bytes saved besides for each element (``extra``), and half elements (``halves``). By weight:
     ``weight_itemsize``; ``state_bytes``, that the optimizer keeps for each element;
-    ``sync_block`` and ``second_block``, where the phases of its synchronisation are issued; ``each_block`` and
-    ``each_second``, those of one for every microbatch (the same where there is no other). By tensor at hand: its
+    ``sync_block`` and ``second_block``, where the phases of its synchronisation are issued, and ``added_block``, before
+    which what it brings is added if it is kept in parts; ``each_block``, ``each_second`` and ``each_added``, those of
+    one for every microbatch (the same where there is no other). By tensor at hand: its
     readers' slots (``reader``), ``at_hand_itemsize``, ``at_hand_bytes`` in all, the ``part`` of memory that it belongs
     to. ``update_block``: (1,), the last; ``result_block``: (1,), where the loss is sent. By operator:
     ``forward_block``, ``backward_block`` (the forward one if there is none), ``weight_block``, where it is done with
@@ -65,8 +66,10 @@ class Units(NamedTuple):
     weight_itemsize: I64
     sync_block: U32
     second_block: U32
+    added_block: U32
     each_block: U32
     each_second: U32
+    each_added: U32
     reader_first: U32
     reader_last: U32
     reader: U32

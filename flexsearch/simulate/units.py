@@ -110,10 +110,11 @@ def make_units(graph: OperatorGraph, wiring: Wiring, table: BlockTable, options:
     kind = {name: OUTPUT for name in activations} | dict.fromkeys(weights, WEIGHT) | dict.fromkeys(at_hand, AT_HAND)
     parts = [ACTIVATIONS if graph.tensor[name].kind == "input" else WEIGHTS for name in at_hand]
     trained = table.bucket != NOTHING
-    sync, second, each, each_second = (np.full(len(weights), last, np.uint32) for _ in range(4))
-    for buckets, first_phase, second_phase in ((table.bucket, sync, second), (table.each, each, each_second)):
-        first_phase[trained] = table.started_by[buckets[trained]]
-        second_phase[trained] = table.finished_by[buckets[trained]]
+    columns = (table.started_by, table.finished_by, table.added_by)
+    once, each = ([np.full(len(weights), last, np.uint32) for _ in columns] for _ in range(2))
+    for buckets, into in ((table.bucket, once), (table.each, each)):
+        for blocks, column in zip(into, columns, strict=True):
+            blocks[trained] = column[buckets[trained]]
     backward = np.where(table.backward_of == NOTHING, table.forward_of, table.backward_of)
     return Units(
         root=np.array([kind[name] for name in roots], np.uint8),
@@ -125,7 +126,8 @@ def make_units(graph: OperatorGraph, wiring: Wiring, table: BlockTable, options:
         backward=flags(graph.has_backward), keeps_weight=flags(pair in kept for pair in pairs),
         is_view=flags(r.alias for r in rules), extra=sizes(r.extra for r in rules),
         halves=sizes(r.halves for r in rules), weight_itemsize=sizes(graph.tensor[name].itemsize for name in weights),
-        sync_block=sync, second_block=second, each_block=each, each_second=each_second,
+        sync_block=once[0], second_block=once[1], added_block=once[2],
+        each_block=each[0], each_second=each[1], each_added=each[2],
         reader_first=slots.first, reader_last=slots.last, reader=slots.all,
         at_hand_itemsize=sizes(graph.tensor[name].itemsize for name in at_hand),
         at_hand_bytes=sizes(graph.tensor[name].nbytes for name in at_hand), part=np.array(parts, np.uint8),

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from flexsearch.sync.all_reduce import climbs, descent
-from flexsearch.sync.compression import Chosen, Mean, Means, Sizes, dense, sparse
+from flexsearch.sync.compression import Chosen, Mean, Means, Sizes, dense, largest, sparse
 from flexsearch.sync.exchange import INDEX_BYTES, Exchange, Group, Payload, rounds
 from flexsearch.sync.kinds import Work, times, work
 
@@ -45,7 +45,7 @@ class GTopK(Chosen):
         self, x: Tensor, group: Group, mean: Mean, memory: Any, step: int, sizes: Sizes
     ) -> tuple[Tensor, Tensor, Any]:
         k, n = self.entries(sizes.n), sizes.n
-        own = sparse(x, x.abs().topk(k, 1).indices)
+        own = sparse(x, largest(x, k))
         held = own
         for source in climbs(group.size):
             arrived = [source[r] is not None for r in group.ranks]
@@ -53,7 +53,7 @@ class GTopK(Chosen):
             if not any(arrived):
                 continue
             total = dense(held, n) + dense(other, n) * x.new_tensor(arrived).unsqueeze(1)
-            held = sparse(total, total.abs().topk(k, 1).indices)
+            held = sparse(total, largest(total, k))
         for source in reversed(climbs(group.size)):
             held = group.receive(held, descent(source))
         result = dense(held, n)

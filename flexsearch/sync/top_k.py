@@ -6,7 +6,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
-from flexsearch.sync.compression import Chosen, Sizes, sparse
+from flexsearch.sync.compression import Chosen, Sizes, largest, sparse
 from flexsearch.sync.exchange import INDEX_BYTES, Payload
 from flexsearch.sync.kinds import Work
 
@@ -22,7 +22,7 @@ class TopK(Chosen):
     changes: ClassVar[str] = "only the largest entries are sent"
 
     def encode(self, x: Tensor, step: int, ranks: tuple[int, ...]) -> Payload:
-        return sparse(x, x.abs().topk(self.entries(x.shape[1]), 1).indices)
+        return sparse(x, largest(x, self.entries(x.shape[1])))
 
     def encoding(self, sizes: Sizes) -> Work:
         return self.selecting(sizes)

@@ -123,13 +123,24 @@ class Link(FileModel):
     duplex: Literal["full", "half"] = "full"
 
 
+class Protocol(FileModel):
+    """One way in which a library moves a collective: ``startup_s``, and ``factor`` as of a ``Group``."""
+
+    startup_s: LatencySeconds
+    factor: Factor
+
+
 class Group(FileModel):
     """What collectives among ``members`` devices of one host take: ``startup_s`` of an all-reduce of a few bytes;
-    ``factor``: time over (bytes over the busiest link of a ring / its bandwidth)."""
+    ``factor``: time over (bytes over the busiest link of a ring / its bandwidth). ``protocols``: that the library
+    changes between, of which the faster one counts, but never less than ``least_s``; without them it is the line
+    of ``startup_s`` and ``factor``, from which the steps of rings through several hosts follow in any case."""
 
     members: Annotated[int, Field(ge=2, le=quantities.MAX_DEVICES)]
     startup_s: LatencySeconds
     factor: Factor
+    least_s: LatencySeconds = 0.0
+    protocols: Annotated[tuple[Protocol, ...], Strict(False), Field(max_length=2)] = ()
 
 
 # All-reduces of 8 A100 on NVSwitch (300 GB/s in each direction), 1 to 1024 MB: bus bandwidth 193, 218 and 227 GB/s.
@@ -184,6 +195,8 @@ class Communication(FileModel):
     def _ascending(cls, groups: tuple[Group, ...]) -> tuple[Group, ...]:
         if any(a.members >= b.members for a, b in pairwise(groups)):
             raise ValueError("the numbers of members must ascend")
+        if len({len(group.protocols) for group in groups}) > 1 or any(len(group.protocols) == 1 for group in groups):
+            raise ValueError("each group must have two protocols, or none of them any")
         return groups
 
     def cpu_s_per_byte_of(self, form: str) -> float:

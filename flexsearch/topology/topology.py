@@ -217,6 +217,9 @@ class Topology(files.FileModel):
         described = self.model_dump(mode="json", exclude={"name", "source", "sources"})
         for field in self.communication.assumed():
             del described["communication"][field]
+        for group in described["communication"].get("groups", ()):
+            if not group["protocols"]:
+                del group["protocols"], group["least_s"]
         if self.storage is None:
             del described["storage"]
         else:  # what is read is no part of the cluster

@@ -46,6 +46,7 @@ def _signed(value: int) -> int:
 # A Weyl sequence, then the two rounds of Chris Wellons' hash "lowbias32" (github.com/skeeto/hash-prospector), less the
 # last shift: only the high bits are compared with the threshold.
 _WEYL, _FIRST, _SECOND = _signed(0x9E3779B1), _signed(0x7FEB352D), _signed(0x846CA68B)
+_AT_ONCE, _PARTS = 1 << 14, 4  # elements of a mask from which on it is made in parts, and how many
 _HIGH = 0xC2B2AE3D  # spreads tensors of more than 2**32 elements
 
 
@@ -64,8 +65,16 @@ def keep_mask(
     shape: tuple[int, ...], box: Box, p: float, context: KernelContext, salt: int, device: torch.device
 ) -> Tensor:
     """Bool tensor of the region ``box`` of a tensor of ``shape``: each element is kept with probability 1 - p."""
-    bits = random_bits(shape, box, _key(context.seed, context.step, salt), device)
-    return bits >= _signed(round(p * (1 << 32)) - (1 << 31))
+    key, threshold = _key(context.seed, context.step, salt), _signed(round(p * (1 << 32)) - (1 << 31))
+    rows, columns = _rows(shape, box, key[0], device)
+    if device.type == "cpu" and len(rows) * columns >= _AT_ONCE:
+        # Whole, the words would take twice the memory of a float32 result; here they are through before there is one.
+        mask = torch.empty(len(rows), columns, dtype=torch.bool)
+        for part, bits in zip(mask.chunk(_PARTS), rows.chunk(_PARTS), strict=True):
+            torch.ge(_hashed(bits, columns, key[1]), threshold, out=part)
+    else:
+        mask = _hashed(rows, columns, key[1]) >= threshold
+    return mask.reshape([high - low for low, high in box])
 
 
 def random_bits(shape: tuple[int, ...], box: Box, key: tuple[int, int], device: torch.device) -> Tensor:
@@ -73,11 +82,16 @@ def random_bits(shape: tuple[int, ...], box: Box, key: tuple[int, int], device: 
 
     A counter-based generator: a number depends on the key and the element's row-major index alone.
     """
-    first, second = key
+    rows, columns = _rows(shape, box, key[0], device)
+    return _hashed(rows, columns, key[1]).reshape([high - low for low, high in box])
+
+
+def _rows(shape: tuple[int, ...], box: Box, first: int, device: torch.device) -> tuple[Tensor, int]:
+    """The sequence at the first element of each row of a region, int32, and the length of its rows: the index is made
+    as rows + columns in one pass; columns take in as many dimensions as lie contiguous."""
     strides = [1] * len(shape)
     for i in reversed(range(len(shape) - 1)):
         strides[i] = strides[i + 1] * shape[i + 1]
-    # The index is made as rows + columns in one pass; columns take in as many dimensions as lie contiguous.
     split, columns, start = len(shape), 1, 0
     while split > 0 and columns < 1024 and (split == len(shape) or columns == strides[split - 1]):
         split -= 1
@@ -92,12 +106,16 @@ def random_bits(shape: tuple[int, ...], box: Box, key: tuple[int, int], device: 
         rows = (rows[:, None] + index).reshape(-1)
     rows = (rows & _WORD) * _WEYL + first  # no overflow: 32 bits times 31
     rows = ((rows + (1 << 31)) & _WORD) - (1 << 31)
-    x = rows.to(torch.int32)[:, None] + torch.arange(columns, dtype=torch.int32, device=device) * _WEYL
+    return rows.to(torch.int32), columns
+
+
+def _hashed(rows: Tensor, columns: int, second: int) -> Tensor:
+    """The random numbers of rows."""
+    x = rows[:, None] + torch.arange(columns, dtype=torch.int32, device=rows.device) * _WEYL
     shifted = torch.bitwise_right_shift(x, 15)
     x.bitwise_xor_(shifted.bitwise_and_(0x1FFFF)).mul_(_FIRST).add_(second)
     torch.bitwise_right_shift(x, 16, out=shifted)
-    x.bitwise_xor_(shifted.bitwise_and_(0xFFFF)).mul_(_SECOND)
-    return x.reshape([high - low for low, high in box])
+    return x.bitwise_xor_(shifted.bitwise_and_(0xFFFF)).mul_(_SECOND)
 
 
 class Dropout(OperatorKind):
@@ -127,7 +145,7 @@ class Dropout(OperatorKind):
         if p >= 1:
             return lambda x: x * 0
         scale: Any = 1 / (1 - p)
-        return lambda x: x * keep_mask(shape, box, p, context, salt, x.device) * scale
+        return lambda x: (x * keep_mask(shape, box, p, context, salt, x.device)).mul_(scale)
 
     def saves(self, op: Operator, *before: Operator) -> Saved:
         return self.saved if op.attributes.get("p", 1.0) else Saved(False, False, alias=True)

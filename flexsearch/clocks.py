@@ -1,0 +1,50 @@
+"""Clocks of devices. A CPU has computed when a call returns; a GPU says itself when, by events in its stream."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import torch
+
+
+class Clock:
+    """Wall-clock of the CPU."""
+
+    def mark(self) -> Any:
+        """This moment: when the device has done all that it was given before."""
+        return time.perf_counter()
+
+    def wait(self) -> None:
+        """Until all marks are known."""
+
+    def between(self, start: Any, end: Any) -> float:
+        """Seconds between two marks."""
+        return float(end - start)
+
+    def when(self, mark: Any, zero: Any, zero_s: float) -> float:
+        """A mark on ``time.perf_counter``, on which the mark ``zero`` is ``zero_s``."""
+        return float(mark)
+
+
+class CudaClock(Clock):
+    """Events in the stream: the device's own time, without stopping it."""
+
+    def mark(self) -> Any:
+        event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+        event.record()
+        return event
+
+    def wait(self) -> None:
+        torch.cuda.synchronize()
+
+    def between(self, start: Any, end: Any) -> float:
+        return float(start.elapsed_time(end)) * 1e-3
+
+    def when(self, mark: Any, zero: Any, zero_s: float) -> float:
+        return mark if isinstance(mark, float) else zero_s + self.between(zero, mark)
+
+
+def clock_of(device: torch.device) -> Clock:
+    """The clock that times tasks on a device."""
+    return CudaClock() if device.type == "cuda" else Clock()
