@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import re
 import sys
@@ -25,6 +26,7 @@ def run() -> NoReturn:
         code = _guarded(as_json) or signals.current.code
     if code and "RANK" in os.environ:
         os._exit(code)  # the interpreter's own end could wait for ranks that hang
+    gc.freeze()  # the interpreter's end would look for cycles among the millions of objects of a search, for a second
     sys.exit(code)
 
 

@@ -75,25 +75,21 @@ def memory(lowered: Lowered) -> tuple[Memory, ...]:
 
 def spans_of(lowered: Lowered) -> list[Span]:
     """Everything that is counted, with its lifetime."""
-    account, sources, state = _account(lowered)
-    found: list[Span] = []
-    for _ in _units(account, sources, state, tuple(recipe_spans(lowered))):
-        spans, count = account.spans, int(account.spans.size[0])
-        rows = (spans.device, spans.first, spans.last, spans.nbytes, spans.part)
-        for device, first, last, nbytes, part in zip(*(row[:count].tolist() for row in rows), strict=True):
-            found.append(Span(device, first, last, nbytes, PARTS[part]))
-    return found
+    spans = _with_spans(*_account(lowered), tuple(recipe_spans(lowered))).spans
+    columns = (spans.device, spans.first, spans.last, spans.nbytes, spans.part)
+    rows = zip(*(column.tolist() for column in columns), strict=True)
+    return [Span(device, first, last, nbytes, PARTS[part]) for device, first, last, nbytes, part in rows]
 
 
 def memory_of(account: Account, sources: Sources, state: State, more: Sequence[Kept] = ()) -> tuple[Memory, ...]:
     """Peak memory of a plan by device, with an account of no plan. Of devices that hold the same, one after the other,
     the first is worked out. ``more``: what recipes hold."""
-    devices = range(len(account.schedule.group))
-    with _held(account, sources, state, more):
+    devices, account = range(len(account.schedule.group)), _with_spans(account, sources, state, more)
+    with _held(account):
         top = _of_different(account, lambda d: int(_curve(account, d).argmax()))
     columns = []
     for part in range(len(PARTS)):
-        with _held(account, sources, state, more, part):
+        with _held(account, part):
             columns.append(_of_different(account, lambda d: int(_changes(account, d)[: top[d] + 1].sum()), top))
     return tuple(Memory(*(column[d] for column in columns)) for d in devices)
 
@@ -152,26 +148,23 @@ def _uses(
     account: Account, sources: Sources, state: State, more: Sequence[Kept]
 ) -> list[npt.NDArray[np.int64]]:  # fmt: skip
     """By device: bytes by part, after each of its cells."""
-    curves = []
+    curves, account = [], _with_spans(account, sources, state, more)
     for part in range(len(PARTS)):
-        with _held(account, sources, state, more, part):
+        with _held(account, part):
             curves.append([_curve(account, d) for d in range(len(account.schedule.group))])
     return [np.stack(of_device) for of_device in zip(*curves, strict=True)]
 
 
 @contextmanager
-def _held(
-    account: Account, sources: Sources, state: State, more: Sequence[Kept], part: int | None = None
-) -> Iterator[None]:  # fmt: skip
-    """A plan, or one part of what it holds, entered into the cells of an account of no plan, and taken out again: that
-    touches less memory than clearing all cells."""
-    for sign in (1, -1):
-        for _ in _units(account, sources, state, more):
-            if part is not None:
-                account.spans.nbytes[account.spans.part != part] = 0
-            _enter(account, sign)
-        if sign > 0:
-            yield
+def _held(account: Account, part: int | None = None) -> Iterator[None]:
+    """The spans at hand, or one part of them, entered into the cells of an account of no plan, and taken out again:
+    that touches less memory than clearing all cells."""
+    spans = account.spans
+    if part is not None:
+        account = account._replace(spans=spans._replace(nbytes=np.where(spans.part == part, spans.nbytes, 0)))
+    _enter(account, 1)
+    yield
+    _enter(account, -1)
 
 
 def _clocks(rows: Rows, times: Times, account: Account) -> Iterator[npt.NDArray[np.int64]]:
@@ -203,16 +196,22 @@ def _account(lowered: Lowered) -> tuple[Account, Sources, State]:
     return *make_account(rows), rows.state
 
 
-def _units(account: Account, sources: Sources, state: State, more: Sequence[Kept]) -> Iterator[int]:
-    """All units, each with its spans in ``account.spans``; then what recipes hold (``more``), one by one."""
+def _with_spans(account: Account, sources: Sources, state: State, more: Sequence[Kept]) -> Account:
+    """The account with the spans of all units at hand, then what recipes hold (``more``)."""
     spans = account.spans
+    own = spans.device, spans.first, spans.last, spans.nbytes, spans.part
+    columns: list[list[npt.NDArray[Any]]] = [[] for _ in own]
     for unit in range(len(sources.units.root)):
         _list_spans(sources, state, np.uint64(unit), spans)
-        yield unit
-    for row in more:
-        spans.device[0], spans.first[0], spans.last[0], spans.nbytes[0], spans.part[0] = row
-        spans.size[0] = 1
-        yield -1
+        for column, rows in zip(columns, own, strict=True):
+            column.append(rows[: int(spans.size[0])].copy())
+    for k, (column, rows) in enumerate(zip(columns, own, strict=True)):
+        column.append(np.array([row[k] for row in more], rows.dtype))
+    device, first, last, nbytes, part = map(np.concatenate, columns)
+    size = np.array([len(device)], np.uint64)
+    return account._replace(
+        spans=spans._replace(device=device, first=first, last=last, nbytes=nbytes, part=part, size=size)
+    )
 
 
 def _curve(account: Account, device: int) -> npt.NDArray[np.int64]:
