@@ -428,7 +428,7 @@ class _Run:
         self.evaluate.use(self.options)  # an interrupted choice of the bucket size leaves another one
         self._merge()
         runners_up, (name, aside) = self._runners_up(), self._choose(margin)
-        simulation = self._simulation()
+        simulation = self.outcomes[name].simulation if name else self._simulation()
         strategy = self._strategy(self.best.configs, self.options)
         strategy.prediction = Prediction(
             iteration_s=simulation.makespan_s,
