@@ -199,7 +199,7 @@ def _account(lowered: Lowered) -> tuple[Account, Sources, State]:
 def _with_spans(account: Account, sources: Sources, state: State, more: Sequence[Kept]) -> Account:
     """The account with the spans of all units at hand, then what recipes hold (``more``)."""
     spans = account.spans
-    own = spans.device, spans.first, spans.last, spans.nbytes, spans.part
+    own: tuple[npt.NDArray[Any], ...] = (spans.device, spans.first, spans.last, spans.nbytes, spans.part)
     columns: list[list[npt.NDArray[Any]]] = [[] for _ in own]
     for unit in range(len(sources.units.root)):
         _list_spans(sources, state, np.uint64(unit), spans)
