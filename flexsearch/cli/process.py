@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import gc
 import os
 import re
@@ -26,7 +27,8 @@ def run() -> NoReturn:
         code = _guarded(as_json) or signals.current.code
     if code and "RANK" in os.environ:
         os._exit(code)  # the interpreter's own end could wait for ranks that hang
-    gc.freeze()  # the interpreter's end would look for cycles among the millions of objects of a search, for a second
+    # The interpreter's end would look for cycles among the millions of objects of a search, for a second.
+    atexit.register(gc.freeze)
     sys.exit(code)
 
 
