@@ -280,7 +280,6 @@ def _updated_elsewhere(lowered: Lowered, rows: Rows, groups: Sequence[RecipeGrou
     return replace(rows, segments=segments._replace(step_ticks=ticks, step_host=host))
 
 
-
 def _added(rows: Rows, early: Sequence[_Draft], late: Sequence[_Draft]) -> Rows:
     """Rows with blocks before and after the update."""
     drafts, first = [*early, *late], len(rows.schedule.kind)
