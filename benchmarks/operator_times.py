@@ -21,6 +21,7 @@ from torch import Tensor
 from benchmarks.harness import Row, median, parser, report, say
 from benchmarks.layouts import MODELS
 from flexsearch.allocator import keep_freed_memory
+from flexsearch.clocks import Clock
 from flexsearch.cost.compute import Costed
 from flexsearch.graph import OperatorGraph
 from flexsearch.graph.importer import import_model
@@ -28,7 +29,7 @@ from flexsearch.graph.loading import load_callable
 from flexsearch.graph.ops import KernelContext, build_kernel, kind_of
 from flexsearch.graph.ops.local import preferred
 from flexsearch.measure.cases import Case, plan
-from flexsearch.measure.sweeps import Bench, Clock
+from flexsearch.measure.sweeps import Bench
 
 Times = dict[int, list[float]]
 

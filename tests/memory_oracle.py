@@ -317,7 +317,10 @@ class _Walk:
                 if tasks:
                     buffer = self._new(device, elements * itemsize, "buffers", min(tasks))
                     if purpose == "synchronise" and self.lowered.weights[key].plan.states > States.WHOLE:
-                        buffer.block = self._next_bucket(tasks[0]) if x == 0 else 0
+                        # A second phase may end before the block that the first one's gradients are added at.
+                        begin = min(t for (p, k, phase, _), sent in self.crossing.items() for t in sent
+                                    if (p, k, phase) == (purpose, key, 0))  # fmt: skip
+                        buffer.block = self._next_bucket(begin)
                         buffer.until(tasks[-1])
                     else:
                         buffer.until(max(self._unpacked(purpose, key, device, t) for t in tasks))
