@@ -101,7 +101,7 @@ def test_every_predicted_task_and_pass_is_measured_once_under_its_name(schedule:
 class _Event:
     """A moment of a device that is 5 ms behind its host, which knows it when it has waited."""
 
-    known = False
+    known, asked = False, 0
 
     def __init__(self) -> None:
         self.at = time.perf_counter() + 0.005
@@ -119,19 +119,23 @@ class _Events(CudaClock):
 
     def between(self, start: _Event, end: _Event) -> float:
         assert _Event.known, "asked before the device has come so far"
+        _Event.asked += 1
         return end.at - start.at
 
 
-def _traced_by_events(file: str) -> Traced:
+def _traced_by_events(file: str) -> tuple[Traced, int]:
     timeline.clock_of = lambda device: _Events()  # type: ignore[attr-defined]
+    _Event.asked = 0
     try:
-        return _traced(file)
+        return _traced(file), _Event.asked
     finally:
         timeline.clock_of = clock_of  # type: ignore[attr-defined]
 
 
 def test_devices_that_run_behind_their_hosts_are_timed_by_their_own_clock() -> None:
-    traced = pool(2).run(_traced_by_events, _plan("1f1b").to_file().model_dump_json())[0]
+    traced, asked = pool(2).run(_traced_by_events, _plan("1f1b").to_file().model_dump_json())[0]
+    here = sum(device == 0 for device, _ in traced.measured)
+    assert asked > here, "each of this rank's tasks begins and ends by events"
     assert Counter(traced.measured) == Counter(traced.predicted)
     assert traced.wrong == [] and traced.drawn[0] == traced.drawn[1]
 
