@@ -7,7 +7,6 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from statistics import median
 
 import numpy as np
 import pytest
@@ -17,6 +16,7 @@ from torch import nn
 
 from flexsearch.cost import Costs, Profile, ProfileDevice
 from flexsearch.cost.compute import Costed
+from flexsearch.cost.efficiency import bandwidths
 from flexsearch.cost.profile import Entry, UpdateEntry, Work
 from flexsearch.cost.ticks import TICK
 from flexsearch.errors import FileFormatError, ProfileError
@@ -288,9 +288,27 @@ def test_gaps_are_filled_by_the_roofline_scaled_by_the_same_kind() -> None:
     costs = Costs(GRAPH, machines("chip"), profile(entries | {key(GRAPH, 4): scaled(4, 11.0)}))
     forward, backward = plain.compute(3, piece(GRAPH, 3), 0)
     assert costs.compute(3, piece(GRAPH, 3), 0) == pytest.approx((3 * forward, 6 * backward))
-    forward, backward = plain.compute(0, piece(GRAPH, 0), 0)  # no convolution was measured: all kinds
-    typical = median((*factors, 11.0))
-    assert costs.compute(0, piece(GRAPH, 0), 0) == pytest.approx((typical * forward, 2 * typical * backward))
+    forward, backward = plain.compute(0, piece(GRAPH, 0), 0)  # no convolution was measured: other matrix products
+    assert costs.compute(0, piece(GRAPH, 0), 0) == pytest.approx((3 * forward, 6 * backward))
+    loss_alone = Costs(GRAPH, machines("chip"), profile({key(GRAPH, 4): scaled(4, 11.0)}))  # none of these: all kinds
+    assert loss_alone.compute(0, piece(GRAPH, 0), 0) == pytest.approx((11 * forward, 22 * backward))
+
+
+def test_bandwidths_are_those_of_pieces_that_take_longer_than_a_start() -> None:
+    def moved(kind: str, nbytes: float, seconds: float) -> Entry:
+        work = Work(flops=0.0, nbytes=nbytes)
+        return Entry(
+            kind=kind, dtype=FLOAT, forward_s=seconds, backward_s=0.0, repeats=1, forward=work, backward=work
+        )  # fmt: skip
+
+    entries = [
+        moved("softmax", 2e6, 3e-3), moved("softmax", 8e6, 5e-3), moved("layer_norm", 3e6, 4e-3),
+        moved("cat", 1e6, 1e-3), moved("pointwise", 4e6, 2.5e-3), moved("linear", 1e9, 1.0), moved("pointwise", 1e6, 1.9e-3),
+    ]  # fmt: skip
+    reached = bandwidths(profile({str(k): one for k, one in enumerate(entries)}))
+    assert set(reached) == {"normalisation", "streaming"}  # the copy is the shortest
+    assert reached["normalisation"] == (3, pytest.approx(1e9))
+    assert reached["streaming"] == (1, pytest.approx(4e6 / 1.5e-3))
 
 
 def test_signature_is_readable_and_ignores_names_and_places() -> None:

@@ -29,6 +29,7 @@ from flexsearch.cost.efficiency import (
     start_seconds,
     traffic_of,
     update_rates,
+    work_of,
 )
 from flexsearch.cost.learned import FULL, TRAFFIC
 from flexsearch.cost.profile import Entry, Profile, Work, signature
@@ -518,9 +519,12 @@ def _longer(profile: Profile) -> dict[str, list[float]]:
 
 
 def _medians(ratios: Mapping[str, Sequence[float]]) -> dict[str, float]:
-    """By kind, and under "" of all."""
-    every = [ratio for values in ratios.values() for ratio in values]
-    return {kind: median(values) for kind, values in ratios.items()} | ({"": median(every)} if every else {})
+    """By kind, by what its time goes into (``work_of``), and under "" of all."""
+    found = {"": [ratio for values in ratios.values() for ratio in values]} if ratios else {}
+    for kind, values in ratios.items():
+        found.setdefault(kind, []).extend(values)
+        found.setdefault(work_of(kind), []).extend(values)
+    return {name: median(values) for name, values in found.items()}
 
 
 def _replaced(efficiency: Efficiency | None, taught: Mapping[str, float], prefix: str) -> Efficiency | None:
@@ -535,7 +539,7 @@ def _replaced(efficiency: Efficiency | None, taught: Mapping[str, float], prefix
 
 
 def _scale(ratios: Mapping[str, float], kind: str) -> float:
-    return ratios.get(kind, ratios.get("", 1.0))
+    return ratios.get(kind, ratios.get(work_of(kind), ratios.get("", 1.0)))
 
 
 def _anonymous(device: Device) -> Device:

@@ -3,13 +3,25 @@
 from __future__ import annotations
 
 from math import prod
-from typing import Any
+from statistics import median
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from flexsearch.graph.model import Operator
 from flexsearch.graph.ops import KINDS, kind_of
 from flexsearch.graph.ops.base import Extents, OperatorKind
 from flexsearch.topology import Device
 from flexsearch.topology.kernels import USUAL, Efficiency, Traffic
+
+if TYPE_CHECKING:
+    from flexsearch.cost.profile import Profile
+
+
+class Bandwidth(NamedTuple):
+    """``bytes_per_s``: the median of ``n`` measured pieces."""
+
+    n: int
+    bytes_per_s: float
+
 
 Product = tuple[tuple[str, ...], tuple[str, ...], tuple[str, ...]]
 """Axes of a matrix product: those of its rows, of its columns, and those summed away."""
@@ -31,6 +43,26 @@ def moving_rate(device: Device, dtype: str, traffic: Traffic | None = None) -> f
 def traffic_of(kind: OperatorKind) -> Traffic | None:
     """How the kernels of a kind of operator read and write."""
     return "lookup" if kind.table is not None else kind.traffic
+
+
+def work_of(kind: str) -> str:
+    """What the time of an operator kind goes into: "matrix products", or a way of reading and writing memory, of which
+    "streaming" is the usual one."""
+    if (of := KINDS.get(kind)) is None:
+        return "unknown work"
+    return "matrix products" if _is_matrix(of) else traffic_of(of) or "streaming"
+
+
+def bandwidths(profile: Profile) -> dict[str, Bandwidth]:
+    """What the measured pieces of a profile that are no matrix products reach, forward, by ``work_of``. What the
+    shortest of all takes counts as the start of each; those that take less than twice that are left out."""
+    start = min((entry.forward_s for entry in profile.entries.values()), default=0.0)
+    rates: dict[str, list[float]] = {}
+    for entry in profile.entries.values():
+        work = work_of(entry.kind)
+        if work != "matrix products" and entry.forward.nbytes > 0.0 and entry.forward_s > 2.0 * start:
+            rates.setdefault(work, []).append(entry.forward.nbytes / (entry.forward_s - start))
+    return {work: Bandwidth(len(values), median(values)) for work, values in sorted(rates.items())}
 
 
 def start_seconds(device: Device, reached: Efficiency, work: Any, kind: str | None = None) -> Any:
