@@ -301,10 +301,11 @@ def test_bandwidths_are_those_of_pieces_that_take_longer_than_a_start() -> None:
             kind=kind, dtype=FLOAT, forward_s=seconds, backward_s=0.0, repeats=1, forward=work, backward=work
         )  # fmt: skip
 
-    entries = [
-        moved("softmax", 2e6, 3e-3), moved("softmax", 8e6, 5e-3), moved("layer_norm", 3e6, 4e-3),
-        moved("cat", 1e6, 1e-3), moved("pointwise", 4e6, 2.5e-3), moved("linear", 1e9, 1.0), moved("pointwise", 1e6, 1.9e-3),
-    ]  # fmt: skip
+    pieces = (
+        ("softmax", 2e6, 3e-3), ("softmax", 8e6, 5e-3), ("layer_norm", 3e6, 4e-3), ("cat", 1e6, 1e-3),
+        ("pointwise", 4e6, 2.5e-3), ("linear", 1e9, 1.0), ("pointwise", 1e6, 1.9e-3),
+    )  # fmt: skip
+    entries = [moved(*one) for one in pieces]
     reached = bandwidths(profile({str(k): one for k, one in enumerate(entries)}))
     assert set(reached) == {"normalisation", "streaming"}  # the copy is the shortest
     assert reached["normalisation"] == (3, pytest.approx(1e9))
