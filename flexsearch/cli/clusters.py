@@ -66,7 +66,7 @@ def _table(loaded: list[Topology]) -> Grid:
 
 def _sources(cluster: Topology) -> Grid:
     columns = Column("figure", "text"), Column("value", "text"), Column("kind", "text"), Column("from", "text")
-    grid = Grid(columns, "Figures of the first device, of links and of the library, and where they come from")
+    grid = Grid(columns, "Figures of a device, of links and of the library (FLOP/s, bytes, B/s, s)")
     origin = {figure: record.origin for record in cluster.sources for figure in record.figures}
     for figure in FIGURES:
         told = _told(_value(cluster, figure))

@@ -520,11 +520,11 @@ def _longer(profile: Profile) -> dict[str, list[float]]:
 
 def _medians(ratios: Mapping[str, Sequence[float]]) -> dict[str, float]:
     """By kind, by what its time goes into (``work_of``), and under "" of all."""
-    found = {"": [ratio for values in ratios.values() for ratio in values]} if ratios else {}
+    together = {"": [ratio for values in ratios.values() for ratio in values]} if ratios else {}
     for kind, values in ratios.items():
-        found.setdefault(kind, []).extend(values)
-        found.setdefault(work_of(kind), []).extend(values)
-    return {name: median(values) for name, values in found.items()}
+        together.setdefault(kind, []).extend(values)
+        together.setdefault(work_of(kind), []).extend(values)
+    return {name: median(values) for name, values in together.items()}
 
 
 def _replaced(efficiency: Efficiency | None, taught: Mapping[str, float], prefix: str) -> Efficiency | None:

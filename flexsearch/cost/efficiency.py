@@ -32,7 +32,7 @@ def roofline(kind: str, flops: float, nbytes: float, dtype: str, device: Device)
     of = KINDS.get(kind)
     computing = device.flops_for(dtype) * (USUAL.matrix if of is not None and _is_matrix(of) else USUAL.other)
     work = max(flops / computing, nbytes / (device.memory_bandwidth * USUAL.memory))
-    return work + float(start_seconds(device, USUAL, work))
+    return work + float(start_seconds(device, USUAL, work, kind))
 
 
 def moving_rate(device: Device, dtype: str, traffic: Traffic | None = None) -> float:
