@@ -103,9 +103,9 @@ def _parts(file: File) -> None:
         '    own = type(module).__module__.startswith("torch.nn.")\n'
         "    return own and not [*module.children(), *module.parameters(), *module.buffers()]",
         "def part(model: nn.Module, stage: int) -> nn.Module:\n"
-        '    """The model with the modules of one stage alone; these are not copied. Plain modules that the plan does not\n'
-        "    name, as they change nothing at its sizes or are computed with the loss, run once, in the stage of the module\n"
-        '    before them."""\n'
+        '    """The model with the modules of one stage alone; these are not copied. Plain modules that the plan does\n'
+        "    not name, as they change nothing at its sizes or are computed with the loss, run once, in the stage of\n"
+        '    the module before them."""\n'
         "    stage_of = {name: k for k, names in enumerate(STAGES) for name in names}\n"
         "    kept = [model.get_submodule(name) for name in STAGES[stage]]\n"
         "    gone = [model.get_submodule(name) for name, k in stage_of.items() if k != stage]\n"
