@@ -208,7 +208,7 @@ def _say_fit(profile: Profile) -> None:
             f"{fitted.n} sizes, median error {percent(fitted.median)}, 90th percentile {percent(fitted.p90)}."
         )
     if reached := bandwidths(profile):
-        words = (f"{work} {nbytes(of.bytes_per_s)}/s ({of.n} pieces)" for work, of in reached.items())
+        words = (f"{work} {nbytes(of.bytes_per_s)}/s ({of.n} measured)" for work, of in reached.items())
         tell(f"Memory, median of what pieces reach: {', '.join(words)}.")
     if profile.residuals:
         columns = Column("operator", "text"), *map(Column, ("n", "median", "90th\npercentile"))
