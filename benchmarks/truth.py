@@ -297,8 +297,8 @@ def scores(name: str, rows: Sequence[Scored], refused: int) -> Iterator[Row]:
 
 
 def nccl_rows(data: Path, quick: bool) -> Iterator[Row]:
-    """Measured all-reduces of one server, and what two figures for each number of GPUs say (``communication.groups``
-    of the cluster)."""
+    """Measured all-reduces of one server, and what the figures for each number of GPUs say (``communication.groups`` of
+    the cluster), which :mod:`benchmarks.nccl_fit` fits."""
     pricing = Pricing(Topology.load("dgx-a100"))
     for path in sorted((data / "nccl_allreduce_a100").iterdir()):
         with path.open(newline="") as file:

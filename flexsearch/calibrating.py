@@ -17,7 +17,7 @@ import numpy as np
 from pydantic import ValidationError
 
 from flexsearch.cost import Learned, Profile
-from flexsearch.cost.learned import Residual, network_name
+from flexsearch.cost.learned import FULL, TRAFFIC, Residual, network_name
 from flexsearch.errors import FileFormatError, FlexsearchError, ProfileError
 from flexsearch.graph import OperatorGraph
 from flexsearch.search.hybrid import Layout, plan_layout
@@ -37,10 +37,12 @@ COLUMNS: Final = (
     *OPTIONS,
 )  # fmt: skip
 UPPER: Final[Mapping[str, float]] = {
-    "matrix": 1.0, "memory": 1.0, "attention_forward": 2.0, "attention_backward": 2.0, "matrix_size": 1e6,
-    "overhead_s": 1000.0,
+    "matrix": 1.0, "other": 1.0, "memory": 1.0, "attention_forward": 2.0, "attention_backward": 2.0,
+    "matrix_size": 1e6, "overhead_s": 1000.0,
 }  # fmt: skip
-"""The largest values of a device's efficiency that make sense."""
+"""The largest values of a device's efficiency that make sense; a share of ``traffic`` is at most 1."""
+OF_NONE: Final[Mapping[str, float]] = {"matrix_size": 64.0, "overhead_s": 1e-6}
+"""How far figures may well lie from 0, where they are 0; of others half of what they are."""
 LEAST: Final = 1e-3
 """The smallest share of a peak."""
 
@@ -263,17 +265,22 @@ def calibrate(rows: Sequence[Measured], topology: Topology, profile: Profile) ->
 def _figures(
     rows: Sequence[Measured], topology: Topology, profile: Profile, prior: Learned
 ) -> tuple[Figure, ...]:  # fmt: skip
-    """What the rows may teach: of devices with an efficiency that compute in half precision its figures, of others the
-    scale of computing and the host's time; where there are several devices, what communication takes."""
+    """What the rows may teach: where all compute in half precision, or none, figures of the device's efficiency for
+    that, as far as its file names them; else the scale of computing and the host's time; where there are several
+    devices, what communication takes."""
     from flexsearch.measure.learning import Figure, computing_figures, network_figures
 
     device = topology.devices[0]
+    halves = {row.half for row in rows}
+    efficiency, prefix = (device.efficiency, "") if True in halves else (device.efficiency_full, FULL)
     figures: list[Figure] = []
-    if device.efficiency is not None and not profile.entries and all(row.half for row in rows):
-        for name, value in device.efficiency.model_dump().items():
-            if isinstance(value, float) and name in UPPER:
-                now = prior.efficiency.get(name, value)
-                figures.append(Figure(name, now, 0.5 * now, LEAST * min(1.0, now), UPPER[name]))
+    if efficiency is not None and not profile.entries and len(halves) == 1:
+        named = {name: value for name, value in efficiency.model_dump().items() if name in UPPER}
+        named |= {TRAFFIC + name: share for name, share in efficiency.traffic.items()}
+        for name, value in named.items():
+            now = prior.efficiency.get(prefix + name, value)
+            spread = 0.5 * now or OF_NONE[name]
+            figures.append(Figure(prefix + name, now, spread, LEAST * min(1.0, now), UPPER.get(name, 1.0)))
     else:
         overhead_s = max(one.overhead_s for one in topology.devices)
         figures += computing_figures(prior, overhead_s, len(rows))

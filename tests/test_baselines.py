@@ -23,6 +23,7 @@ from flexsearch.strategy.baselines import NAMES, baseline, baselines, is_heavy
 from flexsearch.strategy.propagate import Propagation, follow
 from flexsearch.topology import Topology
 from flexsearch.topology.changes import edited
+from flexsearch.topology.kernels import USUAL
 
 LINEAR = "b.. i, o i, +o -> b.. o"
 CONV = "n (g c) (s*h+d*KH-p) (s*w+d*KW-p), (g o) c KH KW, +(g o) -> n (g o) h w"
@@ -162,6 +163,12 @@ GRAPHS = {"mlp": mlp(), "cnn": cnn(), "transformer": transformer()}
 def without_launching(topology: Topology) -> Topology:
     """As of captured graphs: nothing waits for hosts."""
     return edited(topology, devices=tuple(d.model_copy(update={"overhead_s": 0.0}) for d in topology.devices))
+
+
+def with_kernels(topology: Topology, seconds: float) -> Topology:
+    """GPUs that take so long to start a kernel which does not compute in half precision."""
+    reached = USUAL.model_copy(update={"overhead_s": seconds})
+    return edited(topology, devices=tuple(d.model_copy(update={"efficiency_full": reached}) for d in topology.devices))
 
 
 def ethernet(count: int) -> Topology:

@@ -13,6 +13,8 @@ from flexsearch.cost.efficiency import of_shape
 from flexsearch.errors import ProfileError
 from flexsearch.measure.products import Timed, fit_products
 from flexsearch.topology import Topology
+from flexsearch.topology.changes import edited
+from flexsearch.topology.kernels import Efficiency
 from tests.conftest import Cli
 
 CPU = Profile(device=ProfileDevice(kind="cpu", model="core"), torch="2")
@@ -58,6 +60,23 @@ def test_planted_efficiency_comes_back(tmp_path: Path) -> None:
     assert learned is not None and "compute" not in result.changed
     assert len(result.changed) <= 2 and learned.error is not None
     assert learned.error < 0.04 < np.median(np.abs(result.fitted.before))
+
+
+def test_figures_of_full_precision_that_a_file_names_come_back(tmp_path: Path) -> None:
+    """Those of its traffic included; a profile with them is read again."""
+    plain, path = Topology.load("dgx-a100:1"), tmp_path / "rows.csv"
+    full = Efficiency(matrix=0.7, traffic={"normalisation": 0.5})
+    devices = tuple(device.model_copy(update={"efficiency_full": full}) for device in plain.devices)
+    topology = edited(plain, devices=devices)
+    plans = [f"gpt2,{batch},{data},{tensor},{batch}" for batch in (16, 64) for data, tensor in ((8, 1), (4, 2), (2, 4))]
+    planted = Learned(efficiency={"full.matrix": 0.3, "traffic.normalisation": 0.1})  # the second: of half precision
+    rows_of(path, topology, GPU.model_copy(update={"learned": planted}), plans=plans)
+    result = calibrate(read_rows(path, topology), topology, GPU)
+    assert {figure.name for figure in result.figures} >= {"full.matrix", "full.traffic.normalisation", "time"}
+    result.profile.save(tmp_path / "profile.json")
+    learned = Profile.load(tmp_path / "profile.json").learned
+    assert learned is not None and learned.efficiency["full.matrix"] == pytest.approx(0.3, rel=0.05)
+    assert all(name.startswith("full.") for name in learned.efficiency)
 
 
 def test_few_rows_and_one_plan_are_refused(tmp_path: Path) -> None:

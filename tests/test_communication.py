@@ -232,3 +232,15 @@ def test_4096_devices_load_and_are_priced_in_two_seconds() -> None:
     assert seconds < 2.0 and kilobytes < 300_000
     assert more < 5.0 and after < 300_000
     assert 1e-3 < priced < 3e-3
+
+
+def test_a_single_group_counts_and_its_start_grows_with_members() -> None:
+    """From the file's own start of a communication; the factor is the same for all."""
+    group = Group(members=4, startup_s=50e-6, factor=1.5)
+    fields = {name: getattr(Topology.load("dgx-a100"), name) for name in ("name", "devices", "switches", "links")}
+    library = Communication(backend="nccl", overhead_s=20e-6, groups=(group,))
+    pricing = Pricing(Topology(**fields, communication=library))
+    four, eight = (pricing.all_reduce(range(n), 0).duration_s for n in (4, 8))
+    assert four == pytest.approx(50e-6, abs=TICK) and eight == pytest.approx(20e-6 + 30e-6 * 7 / 3, abs=TICK)
+    moving = pricing.all_reduce(range(4), 1 << 30).duration_s - four
+    assert moving == pytest.approx(1.5 * 2 * 3 / 4 * (1 << 30) / 300e9, rel=1e-6)

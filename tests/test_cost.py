@@ -7,7 +7,6 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from statistics import median
 
 import numpy as np
 import pytest
@@ -17,7 +16,7 @@ from torch import nn
 
 from flexsearch.cost import Costs, Profile, ProfileDevice
 from flexsearch.cost.compute import Costed
-from flexsearch.cost.efficiency import KERNEL_S, MATRIX_EFFICIENCY, MEMORY_EFFICIENCY, OTHER_EFFICIENCY
+from flexsearch.cost.efficiency import bandwidths
 from flexsearch.cost.profile import Entry, UpdateEntry, Work
 from flexsearch.cost.ticks import TICK
 from flexsearch.errors import FileFormatError, ProfileError
@@ -26,6 +25,7 @@ from flexsearch.graph.importer import import_model
 from flexsearch.graph.ops.base import TRACES
 from flexsearch.topology import Communication, Device, Link, Topology
 from flexsearch.topology.changes import edited
+from flexsearch.topology.kernels import USUAL
 
 FLOPS, BANDWIDTH, OVERHEAD = 1e9, 1e9, 1e-6
 FLOAT = "float32"
@@ -119,14 +119,14 @@ GRAPH = small_net()
 def test_roofline_of_a_convolution_is_its_flops_when_it_computes_much() -> None:
     forward, backward = Costs(GRAPH, machines("chip")).compute(0, piece(GRAPH, 0, n=(0, 2), h=(1, 4)), 0)
     flops = 2 * (2 * 8 * 3 * 4) * (6 * 3 * 3)
-    assert forward == pytest.approx(OVERHEAD + flops / (FLOPS * MATRIX_EFFICIENCY))
+    assert forward == pytest.approx(OVERHEAD + flops / (FLOPS * USUAL.matrix))
     assert backward == pytest.approx(forward)  # of the weight alone: images need no gradient
 
 
 def test_roofline_of_a_linear_layer_is_its_bytes_when_it_moves_much() -> None:
     forward, backward = Costs(GRAPH, machines("chip")).compute(3, piece(GRAPH, 3, b=(0, 1), p=(64, 128)), 0)
     x, w, bias, y = 128, 64 * 128, 64, 64
-    rate = BANDWIDTH * MEMORY_EFFICIENCY
+    rate = BANDWIDTH * USUAL.memory
     assert forward == pytest.approx(OVERHEAD + 4 * (x + w + bias + y) / rate)
     assert backward == pytest.approx(OVERHEAD + 4 * (y + 2 * (x + w + bias)) / rate)
 
@@ -147,7 +147,7 @@ def test_a_gpu_is_launched_by_its_host_and_a_view_takes_it_no_time() -> None:
     costs = Costs(GRAPH, edited(machines("chip"), devices=devices))
     assert costs.compute(1, piece(GRAPH, 1), 0) == (TICK, TICK)
     on_cpu, on_gpu = (one.compute(3, piece(GRAPH, 3), 0) for one in (Costs(GRAPH, machines("chip")), costs))
-    assert [c - OVERHEAD for c in on_cpu] == pytest.approx([g - KERNEL_S for g in on_gpu])
+    assert [c - OVERHEAD for c in on_cpu] == pytest.approx([g - USUAL.overhead_s for g in on_gpu])
     assert costs.update(1000, 2, 0, "adam") == costs.update(1000, 1, 0, "adam")
     # convolution of images, view, linear layer with bias, sum
     assert [costs.launches(k) for k in (0, 1, 2, 4)] == [(1, 1, 1), (1, 1, 0), (1, 3, 2), (1, 1, 0)]
@@ -155,7 +155,7 @@ def test_a_gpu_is_launched_by_its_host_and_a_view_takes_it_no_time() -> None:
 
 def test_other_work_is_further_from_the_peak() -> None:
     forward, _ = Costs(GRAPH, machines("chip", bandwidth=1e15)).compute(4, piece(GRAPH, 4), 0)
-    assert forward == pytest.approx(OVERHEAD + 4 * 128 / (FLOPS * OTHER_EFFICIENCY))
+    assert forward == pytest.approx(OVERHEAD + 4 * 128 / (FLOPS * USUAL.other))
 
 
 def test_an_operator_without_backward_task_has_no_backward_cost() -> None:
@@ -215,7 +215,7 @@ def test_many_pieces_at_once_cost_what_each_costs_alone(measured: bool) -> None:
 
 def test_update_moves_what_the_optimizer_keeps() -> None:
     costs = Costs(GRAPH, machines("chip"))
-    rate = BANDWIDTH * MEMORY_EFFICIENCY
+    rate = BANDWIDTH * USUAL.memory
     for optimizer, streams in (("sgd", 3), ("momentum", 5), ("adam", 7)):
         by_bytes = costs.update(2000, 1, 0, optimizer) - costs.update(1000, 1, 0, optimizer)
         assert by_bytes == pytest.approx(1000 * streams / rate)
@@ -288,9 +288,28 @@ def test_gaps_are_filled_by_the_roofline_scaled_by_the_same_kind() -> None:
     costs = Costs(GRAPH, machines("chip"), profile(entries | {key(GRAPH, 4): scaled(4, 11.0)}))
     forward, backward = plain.compute(3, piece(GRAPH, 3), 0)
     assert costs.compute(3, piece(GRAPH, 3), 0) == pytest.approx((3 * forward, 6 * backward))
-    forward, backward = plain.compute(0, piece(GRAPH, 0), 0)  # no convolution was measured: all kinds
-    typical = median((*factors, 11.0))
-    assert costs.compute(0, piece(GRAPH, 0), 0) == pytest.approx((typical * forward, 2 * typical * backward))
+    forward, backward = plain.compute(0, piece(GRAPH, 0), 0)  # no convolution was measured: other matrix products
+    assert costs.compute(0, piece(GRAPH, 0), 0) == pytest.approx((3 * forward, 6 * backward))
+    loss_alone = Costs(GRAPH, machines("chip"), profile({key(GRAPH, 4): scaled(4, 11.0)}))  # none of these: all kinds
+    assert loss_alone.compute(0, piece(GRAPH, 0), 0) == pytest.approx((11 * forward, 22 * backward))
+
+
+def test_bandwidths_are_those_of_pieces_that_take_longer_than_a_start() -> None:
+    def moved(kind: str, nbytes: float, seconds: float) -> Entry:
+        work = Work(flops=0.0, nbytes=nbytes)
+        return Entry(
+            kind=kind, dtype=FLOAT, forward_s=seconds, backward_s=0.0, repeats=1, forward=work, backward=work
+        )  # fmt: skip
+
+    pieces = (
+        ("softmax", 2e6, 3e-3), ("softmax", 8e6, 5e-3), ("layer_norm", 3e6, 4e-3), ("cat", 1e6, 1e-3),
+        ("pointwise", 4e6, 2.5e-3), ("linear", 1e9, 1.0), ("pointwise", 1e6, 1.9e-3),
+    )  # fmt: skip
+    entries = [moved(*one) for one in pieces]
+    reached = bandwidths(profile({str(k): one for k, one in enumerate(entries)}))
+    assert set(reached) == {"normalisation", "streaming"}  # the copy is the shortest
+    assert reached["normalisation"] == (3, pytest.approx(1e9))
+    assert reached["streaming"] == (1, pytest.approx(4e6 / 1.5e-3))
 
 
 def test_signature_is_readable_and_ignores_names_and_places() -> None:

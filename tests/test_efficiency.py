@@ -12,15 +12,17 @@ from torch import nn
 
 from benchmarks.truth import Scored, in_ranks, regret, tau
 from flexsearch.cost import Costs, Profile, ProfileDevice
-from flexsearch.cost.efficiency import MATRIX_EFFICIENCY, product_of
+from flexsearch.cost.efficiency import product_of
 from flexsearch.cost.profile import Entry, Work
 from flexsearch.cost.ticks import TICK
+from flexsearch.errors import TopologyError
 from flexsearch.graph import OperatorGraph
 from flexsearch.graph.importer import import_model
 from flexsearch.graph.precision import with_precision
 from flexsearch.search.hybrid import Layout
 from flexsearch.topology import Communication, Device, Topology
-from flexsearch.topology.parts import Efficiency
+from flexsearch.topology.changes import edited
+from flexsearch.topology.kernels import USUAL, Efficiency, Launches, Traffic
 
 FLOPS, BANDWIDTH = 1e12, 1e15
 REACHED = Efficiency(
@@ -123,7 +125,7 @@ def test_many_pieces_cost_what_each_does() -> None:
 
 def test_without_figures_one_share_holds_for_all_shapes() -> None:
     assert seconds(machine(None), "linear")[0] == pytest.approx(
-        2 * 16 * 24 * 16 / (FLOPS * MATRIX_EFFICIENCY), abs=TICK
+        2 * 16 * 24 * 16 / (FLOPS * USUAL.matrix), abs=TICK
     )
 
 
@@ -143,6 +145,68 @@ def test_where_a_profile_was_measured_it_and_the_plain_roofline_count() -> None:
     )  # fmt: skip
     measured = empty.model_copy(update={"entries": {"another": other}})
     assert seconds(machine(), "linear", profile=measured) == seconds(machine(None), "linear", profile=measured)
+
+
+def test_the_figures_of_full_precision_are_those_of_other_types() -> None:
+    full = edited(machine(None), devices=(machine(None).devices[0].model_copy(update={"efficiency_full": REACHED}),))
+    assert seconds(full, "linear", graph=FLOAT) == pytest.approx(seconds(machine(), "linear"), abs=2 * TICK)
+    assert seconds(full, "linear") == seconds(machine(None), "linear")
+
+
+@pytest.mark.parametrize(("kind", "traffic"), [("softmax", "normalisation"), ("cat", "copy"), ("embedding", "lookup")])
+def test_some_traffic_has_a_share_of_its_own(kind: str, traffic: Traffic) -> None:
+    x, table = torch.randn(8, 16), nn.Embedding(32, 16)
+    module = nn.Module()
+    module.table = table
+    module.forward = lambda t: torch.cat([torch.softmax(table(t) * 2.0, -1), table(t)], 1)
+    graph = import_model(module, (torch.randint(32, (8,)),), lambda y: (y * torch.cat([x, x], 1)).sum())
+    i = next(i for i, op in enumerate(graph.operators) if op.kind == kind)
+    extents = [tuple(graph.operators[i].sizes[a] for a in graph.operators[i].access.axes)]
+
+    def of(shares: dict[Traffic, float]) -> float:
+        reached = USUAL.model_copy(update={"traffic": shares})
+        device = machine(None, bandwidth=1e6).devices[0].model_copy(update={"efficiency_full": reached})
+        return float(Costs(graph, edited(machine(None), devices=(device,))).of_extents(i, extents, 0)[0][0])
+
+    assert of({traffic: 0.4}) == pytest.approx(2 * of({}), rel=1e-6)
+    assert of({"update": 0.4}) == of({})
+
+
+def test_updates_have_a_share_and_passes_of_their_own() -> None:
+    plain = machine(None).devices[0].model_copy(update={"overhead_s": 1e-3})
+
+    def rates(**figures: object) -> tuple[float, float]:
+        return Costs(FLOAT, edited(machine(None), devices=(plain.model_copy(update=figures),))).update_rates(
+            0, "adam", "as-is"
+        )
+
+    per_byte, per_tensor = rates()
+    assert per_tensor == pytest.approx(6e-3)
+    assert rates(launches=Launches(adam=1))[1] == pytest.approx(1e-3)
+    reached = USUAL.model_copy(update={"traffic": {"update": 0.4}})
+    assert rates(efficiency_full=reached)[0] == pytest.approx(2 * per_byte)
+
+
+def test_a_chain_of_kernels_starts_and_is_launched_as_often() -> None:
+    device = machine(REACHED.model_copy(update={"overhead_s": 1.0}), kind="cuda").devices[0]
+    one, three = (
+        edited(machine(), devices=(device.model_copy(update={"launches": Launches(kernels=kernels)}),))
+        for kernels in ({"conv2d": 3}, {"linear": 3})
+    )
+    assert seconds(three, "linear")[0] == pytest.approx(2.0 + seconds(one, "linear")[0])
+    i = operator("linear")
+    assert Costs(GRAPH, three).launches(i) == tuple(3 * n for n in Costs(GRAPH, one).launches(i))
+    unknown = edited(one, devices=(device.model_copy(update={"launches": Launches(kernels={"liner": 2})}),))
+    with pytest.raises(TopologyError, match="liner"):
+        Costs(GRAPH, unknown)
+
+
+def test_usual_figures_are_none_however_a_file_says_them() -> None:
+    plain = machine(None).devices[0]
+    said = Device(**dict(plain) | {"efficiency": Efficiency(), "efficiency_full": USUAL, "launches": Launches()})
+    assert said == plain
+    other = machine(REACHED.model_copy(update={"other": 0.5}))
+    assert other.content_hash() != machine().content_hash()
 
 
 def test_files_without_figures_keep_their_hash() -> None:

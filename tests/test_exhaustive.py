@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from flexsearch.cost import Costs, efficiency
+from flexsearch.cost import Costs
 from flexsearch.errors import StrategyError
 from flexsearch.graph import OperatorGraph
 from flexsearch.lower import Lowering
@@ -26,7 +26,7 @@ from flexsearch.simulate.memory import Memory
 from flexsearch.strategy import OperatorConfig, Options, States, Strategy, check_config, make_config
 from flexsearch.topology import Topology
 from tests.random_strategies import configs
-from tests.test_baselines import Builder, ethernet, mlp, transformer, without_launching
+from tests.test_baselines import Builder, ethernet, mlp, transformer, with_kernels, without_launching
 from tests.test_bound import GRAPHS
 from tests.test_delta import TOPOLOGIES, uneven
 from tests.test_search import with_memory
@@ -136,10 +136,9 @@ def test_what_is_sent_behind_an_all_reduce_that_takes_turns_need_not_wait_for_it
     assert relaxation.bound(np.zeros(len(plan), dtype=np.int64)) <= evaluate(plan).time_s
 
 
-def test_without_contention_the_bound_of_a_whole_plan_is_its_time(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_contention_the_bound_of_a_whole_plan_is_its_time() -> None:
     """Where kernels take longer than messages and than launching them: bounds know nothing of waiting for hosts."""
-    monkeypatch.setattr(efficiency, "KERNEL_S", 100e-6)
-    graph, topology = mlp(), without_launching(Topology.load("p100:1"))
+    graph, topology = mlp(), with_kernels(without_launching(Topology.load("p100:1")), 100e-6)
     costs, rng = Costs(graph, topology), np.random.default_rng(0)
     lowering = Lowering(graph, topology, costs)
     rows = [aligned_configs(graph, topology)(i) for i in range(len(graph.operators))]

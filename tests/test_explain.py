@@ -16,14 +16,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from flexsearch import zoo
-from flexsearch.cost import Costs, efficiency
-from flexsearch.cost.efficiency import KERNEL_S
+from flexsearch.cost import Costs
 from flexsearch.errors import NotationError, StrategyError
 from flexsearch.graph import OperatorGraph
 from flexsearch.graph.batch import microbatch, with_batch
 from flexsearch.graph.importer import import_model
 from flexsearch.lower import Lowered, Lowering, TaskGraph
-from flexsearch.lower.draft import ISSUE_LAUNCHES
 from flexsearch.lower.schedule import Stages
 from flexsearch.report.choices import operator_choice, operator_data
 from flexsearch.report.differences import comparison_data
@@ -38,9 +36,10 @@ from flexsearch.simulate.whatif import count, link_classes, what_ifs
 from flexsearch.strategy import Options, Strategy, make_config
 from flexsearch.strategy.baselines import baseline, baselines
 from flexsearch.topology import Topology
+from flexsearch.topology.kernels import USUAL, USUAL_LAUNCHES
 from tests.conftest import Cli
 from tests.random_strategies import strategies
-from tests.test_baselines import Builder, cnn, mlp, transformer
+from tests.test_baselines import Builder, cnn, mlp, transformer, with_kernels
 from tests.test_delta import TOPOLOGIES
 
 # ---- the critical path
@@ -139,7 +138,7 @@ def test_a_step_that_is_bound_by_its_host_says_so() -> None:
     device = next(iter(lowered.devices))
     launches = sum(sum(costs.launches(k)[:2]) for k in range(len(graph.operators)))
     launches += sum(t.kind == "parameter" for t in graph.tensors)  # the update
-    launches += int(ISSUE_LAUNCHES)  # the loss goes to the other devices
+    launches += USUAL_LAUNCHES.communication  # the loss goes to the other devices
     assert simulation.makespan_s == pytest.approx(launches * topology.devices[device].launch_s, rel=1e-3)
     (first, *_), time = critical_path(lowered.tasks), device_times(lowered.rows, simulation.times)[device]
     assert first.launches and first.seconds > 0.9 * simulation.makespan_s
@@ -161,7 +160,7 @@ def scaled(things: Any, **factors: float) -> tuple[Any, ...]:
 
 
 @pytest.mark.parametrize(("name", "plan"), [("ethernet-1g-4", "fsdp"), ("p100:2", "megatron"), ("k80:1", "fsdp")])
-def test_what_ifs_are_simulations_of_the_changed_setting(name: str, plan: str, monkeypatch: Any) -> None:
+def test_what_ifs_are_simulations_of_the_changed_setting(name: str, plan: str) -> None:
     graph, topology = OperatorGraph.load("alexnet"), Topology.load(name)
     setting = Setting.of(graph, topology)
     lowered, lowering = lowered_plan(setting, plan)
@@ -174,6 +173,7 @@ def test_what_ifs_are_simulations_of_the_changed_setting(name: str, plan: str, m
     })  # fmt: skip
     hosted = topology.devices[0].launch_s > 0.0
     slow = {} if hosted else {"overhead_s": 0.5}  # launching is no computing where a host does it
+    fast = scaled(topology.devices, flops=2, memory_bandwidth=2, **slow)
     (first, *_), everywhere = link_classes(topology), "bandwidth x2"
     some = scaled(topology.links, bandwidth=2)
     for change, other in (
@@ -181,10 +181,9 @@ def test_what_ifs_are_simulations_of_the_changed_setting(name: str, plan: str, m
         (everywhere if everywhere in found else f"{everywhere}: {first.name}", edited(topology, links=some)),
         ("latency / 2", edited(topology, links=scaled(topology.links, latency_s=0.5))),
         ("overhead / 2", edited(topology, communication=half)),
-        ("compute x2", edited(topology, devices=scaled(topology.devices, flops=2, memory_bandwidth=2, **slow))),
+        ("compute x2", with_kernels(edited(topology, devices=fast), USUAL.overhead_s / 2)),
         *([("launches", edited(topology, devices=scaled(topology.devices, overhead_s=0)))] if hosted else []),
     ):
-        monkeypatch.setattr(efficiency, "KERNEL_S", KERNEL_S / 2 if change == "compute x2" else KERNEL_S)
         again = Lowering(graph, other, Costs(graph, other)).lower(lowered.configs, lowered.options)
         assert found[change].seconds == pytest.approx(makespan(again), rel=1e-8), change
     whole = lowered.options.model_copy(update={"bucket_bytes": 10**12})

@@ -38,11 +38,7 @@ def test_two_servers_of_every_preset_can_be_planned_for(name: str) -> None:
 def test_every_figure_of_a_preset_has_a_source(name: str) -> None:
     topology = Topology.load(name)
     said = {figure for record in topology.sources for figure in record.figures}
-    absent = set()
-    if all(device.efficiency is None for device in topology.devices):
-        absent.add("devices.efficiency")
-    if not topology.communication.groups:
-        absent.add("communication.groups")
+    absent = set() if topology.communication.groups else {"communication.groups"}
     assert said == set(FIGURES) - absent
     assert all(record.origin for record in topology.sources)
 
@@ -75,6 +71,9 @@ def test_the_command_line_lists_presets_and_says_where_figures_come_from(cli: Cl
     assert listed.code == 0 and all(name in listed.out for name in presets())
     one = cli("clusters", "l40s:2", "--json").json
     assert one["devices"] == 8 and one["figures"]["devices.flops"]["kind"] == "published"
-    assert one["figures"]["devices.efficiency"] == {"kind": "guessed", "origin": None}
-    assert "published" in cli("clusters", "l40s").out
+    efficiency = one["figures"]["devices.efficiency"]
+    assert efficiency["kind"] == "guessed" and efficiency["value"]["matrix"] == 0.6
+    assert one["figures"]["devices.launches"]["value"]["communication"] == 3
+    told = cli("clusters", "l40s").out
+    assert "published" in told and "0.25" in told and "8.64e+11" in told
     assert cli("clusters", "l40").code == 2

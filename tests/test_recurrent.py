@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from flexsearch import zoo
-from flexsearch.cost import Costs, efficiency
+from flexsearch.cost import Costs
 from flexsearch.errors import StrategyError
 from flexsearch.graph import OperatorGraph
 from flexsearch.graph.importer import import_model
@@ -24,7 +24,7 @@ from flexsearch.strategy import OperatorConfig, Strategy, make_config
 from flexsearch.strategy.baselines import baseline, baselines
 from flexsearch.strategy.depth import balance, depths, unrolled
 from flexsearch.topology import Topology
-from tests.test_baselines import GRAPHS, ethernet, without_launching
+from tests.test_baselines import GRAPHS, ethernet, with_kernels, without_launching
 
 
 @cache
@@ -218,9 +218,9 @@ def test_every_baseline_is_legal_for_recurrent_networks(count: int) -> None:
             assert lowered(graph, strategy, topology).tasks.kind
 
 
-def test_steps_of_different_layers_run_at_the_same_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(efficiency, "KERNEL_S", 10e-6)  # kernels that take longer than messages and launches
-    graph, topology = rnnlm(3), without_launching(Topology.load("p100:1"))
+def test_steps_of_different_layers_run_at_the_same_time() -> None:
+    """Where kernels take longer than messages and launches."""
+    graph, topology = rnnlm(3), with_kernels(without_launching(Topology.load("p100:1")), 10e-6)
     plan = lowered(graph, baseline("layer-wise", graph, topology), topology)
     times = simulate(plan)
     spans: dict[tuple[str, TaskKind], list[tuple[float, float]]] = {}

@@ -10,6 +10,7 @@ import typer
 from flexsearch.cli.common import JsonOption, check_outputs, show, stdout
 from flexsearch.cli.learning import new_profile
 from flexsearch.cli.progress import Live
+from flexsearch.cost.learned import FULL, TRAFFIC
 
 if TYPE_CHECKING:
     from flexsearch.calibrating import Calibrated
@@ -20,9 +21,16 @@ WORDS: dict[str, str] = {
     "matrix": "share of the peak of large matrix products", "matrix_size": "size at which a side halves it",
     "attention_forward": "share of the peak of attention, forward",
     "attention_backward": "share of the peak of attention, backward", "memory": "share of the memory bandwidth",
-    "overhead_s": "start of an operator, s",
+    "overhead_s": "start of an operator, s", "other": "share of the peak of operators that are no products",
 }  # fmt: skip
 """Figures in words."""
+
+
+def _words(name: str) -> str:
+    """A figure in words. Shares of traffic are those of the memory's bandwidth; figures of full precision say so."""
+    own = name.removeprefix(FULL)
+    words = f"share of the memory bandwidth, {own.removeprefix(TRAFFIC)}" if own.startswith(TRAFFIC) else WORDS[own]
+    return words if own == name else f"{words}, not in half precision"
 
 
 def calibrate(
@@ -95,7 +103,7 @@ def _say(result: Calibrated, output: Path) -> None:
         return
     tell("")
     for name, (before, after) in result.changed.items():
-        tell(f"  {name}: {digits(before)} -> {digits(after)} ({WORDS[name]})", indent=2)
+        tell(f"  {name}: {digits(before)} -> {digits(after)} ({_words(name)})", indent=2)
     count = len(result.changed)
     allowed = f"{count} figure{'s' if count != 1 else ''} of {result.most} that the rows allow"
     tell(

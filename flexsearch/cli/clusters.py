@@ -10,14 +10,15 @@ from flexsearch.cli.common import JsonOption, show, stdout
 from flexsearch.report.grid import Column, Grid
 from flexsearch.report.units import digits, nbytes
 from flexsearch.topology import Topology, presets
-from flexsearch.topology.sources import FIGURES
+from flexsearch.topology.kernels import USUAL
+from flexsearch.topology.sources import FIGURES, Figure
 
 
 def clusters(
     topology: Annotated[str | None, typer.Argument(metavar="[TOPOLOGY]", help="A preset or a topology file.")] = None,
     as_json: JsonOption = False,
 ) -> None:
-    """List the presets; or say of one of them, or of a file, which figures were measured, published or guessed."""
+    """List the presets; or tell the figures of one, or of a file, and which were measured, published or guessed."""
     if topology is None:
         loaded = [Topology.load(name) for name in presets()]
         show(as_json, {"clusters": [_data(cluster) for cluster in loaded]}, lambda: stdout.print(_table(loaded)))
@@ -39,7 +40,8 @@ def _data(cluster: Topology) -> dict[str, Any]:
         "model": device.model, "flops_per_s": device.flops, "memory_bytes": device.memory_bytes,
         "memory_bandwidth_bytes_per_s": device.memory_bandwidth, "backend": cluster.communication.backend,
         "figures": {
-            figure: {"kind": cluster.source_kind(figure), "origin": origin.get(figure)} for figure in FIGURES
+            name: {"value": _value(cluster, name), "kind": cluster.source_kind(name), "origin": origin.get(name)}
+            for name in FIGURES
         },
     }  # fmt: skip
 
@@ -63,12 +65,37 @@ def _table(loaded: list[Topology]) -> Grid:
 
 
 def _sources(cluster: Topology) -> Grid:
-    grid = Grid((Column("figure", "text"), Column("kind", "text"), Column("from", "text")), "Where figures come from")
-    for record in cluster.sources:
-        for figure in record.figures:
-            grid.add(figure, record.kind, record.origin)
-    named = {figure for record in cluster.sources for figure in record.figures}
+    columns = Column("figure", "text"), Column("value", "text"), Column("kind", "text"), Column("from", "text")
+    grid = Grid(columns, "Figures of a device, of links and of the library (FLOP/s, bytes, B/s, s)")
+    origin = {figure: record.origin for record in cluster.sources for figure in record.figures}
     for figure in FIGURES:
-        if figure not in named:
-            grid.add(figure, "guessed", "nothing is said of it")
+        told = _told(_value(cluster, figure))
+        grid.add(figure, told, cluster.source_kind(figure), origin.get(figure, "nothing is said of it"))
     return grid
+
+
+def _value(cluster: Topology, figure: Figure) -> Any:
+    """What costs are computed from, whether the file says it or not."""
+    place, _, field = figure.partition(".")
+    device, communication = cluster.devices[0], cluster.communication
+    efficiency = {"efficiency": device.efficiency or USUAL, "efficiency_full": device.efficiency_full or USUAL}
+    if place == "links":
+        values = sorted({getattr(link, field) for link in cluster.links})
+        return values if len(values) != 1 else values[0]
+    if field in efficiency:
+        return efficiency[field].model_dump(exclude={"other", "traffic"})
+    if field == "traffic":
+        return {name: {"other": own.other, **own.traffic} for name, own in efficiency.items()}
+    if field == "launches":
+        return device.launched.model_dump()
+    if field == "groups":
+        return [group.model_dump(exclude_defaults=True) for group in communication.groups]
+    return getattr(device if place == "devices" else communication, field)
+
+
+def _told(value: Any) -> str:
+    if isinstance(value, dict):
+        return ", ".join(f"{name} {_told(one)}" for name, one in value.items() if one != {})
+    if isinstance(value, list | tuple):
+        return "; ".join(map(_told, value)) or "none"
+    return f"{value:.4g}" if isinstance(value, int | float) else str(value)

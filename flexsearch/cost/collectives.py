@@ -66,7 +66,7 @@ def price_collective(
     if hosts == ONE:
         _rings(routes, rates, tally, ONE, ONE)
         factor, start = rates.factor[form], rates.overhead_s[0] + steps * tally.latency[0]
-        if rates.by_group[form] == 1 and rates.step_s[count] > 0.0:
+        if rates.by_group[form] == 1 and rates.group_factor[count] > 0.0:
             factor, start = rates.group_factor[count], rates.launch_s[0] + steps * rates.step_s[count]
             if rates.protocol_factor[count, ZERO] > 0.0:
                 moving = busiest(rates, tally, 1.0, edge)

@@ -20,26 +20,29 @@ import numpy.typing as npt
 
 from flexsearch.compiled import lean
 from flexsearch.cost.efficiency import (
-    MEMORY_EFFICIENCY,
     Product,
     computing_rates,
-    efficiency_of,
     moving_rate,
     of_shape,
     product_of,
     roofline,
     start_seconds,
+    traffic_of,
+    update_rates,
+    work_of,
 )
+from flexsearch.cost.learned import FULL, TRAFFIC
 from flexsearch.cost.profile import Entry, Profile, Work, signature
 from flexsearch.cost.ticks import FOREVER, TICK, task_seconds, whole
-from flexsearch.errors import ProfileError
+from flexsearch.errors import ProfileError, TopologyError
+from flexsearch.files import printable
 from flexsearch.graph.model import Operator, OperatorGraph, Tensor
 from flexsearch.graph.notation import Operand
-from flexsearch.graph.ops import backward_flops, forward_flops, kind_of, shipped
+from flexsearch.graph.ops import KINDS, backward_flops, forward_flops, kind_of, shipped
 from flexsearch.graph.piece import Piece
 from flexsearch.graph.precision import Precision
 from flexsearch.topology import Device, Topology
-from flexsearch.topology.parts import Efficiency
+from flexsearch.topology.kernels import USUAL, Efficiency
 
 Numbers = npt.NDArray[np.int64]
 Seconds = npt.NDArray[np.float64]
@@ -50,8 +53,6 @@ weights of half precision beside float32 masters and states it is as much for ea
 and out (8), weight out (2), states."""
 STATE_COPIES: Final = {"sgd": 0, "momentum": 1, "adam": 2}
 """Tensors of optimizer state for each weight."""
-UPDATE_KERNELS: Final = {"sgd": 1, "momentum": 2, "adam": 6}
-"""Elementwise passes that an update launches per tensor, on a CPU."""
 
 
 def state_bytes(weight: Tensor, optimizer: str, precision: Precision) -> int:
@@ -233,6 +234,7 @@ class Costs:
         self.kinds = np.array(self._class_of)
         """By device: number of its kind; devices of one kind cost the same."""
         self._classes = tuple(classes)
+        _check_kernels(classes)
         self._models = tuple(_Model(device, profile) for device in classes)
         self._known: dict[tuple[int, tuple[int, ...], int], tuple[float, float]] = {}
         if profile is not None and not any(model.profile for model in self._models):
@@ -292,8 +294,11 @@ class Costs:
 
     def launches(self, operator: int) -> tuple[int, int, int]:
         """How many operators a host launches for a piece: in its forward task, in its backward task, and how many of
-        the latter for gradients of parameters alone."""
-        forward, backward, weights = self._costed[operator].launches
+        the latter for gradients of parameters alone. Of kinds of devices that start several kernels for one, the most.
+        """
+        kind = self.graph.operators[operator].kind
+        kernels = max(device.launched.kernels.get(kind, 1) for device in self._classes)
+        forward, backward, weights = (count * kernels for count in self._costed[operator].launches)
         if not self.graph.has_backward[operator]:
             return forward, 0, 0
         if (half := self._halves[operator]) is not None:
@@ -374,6 +379,17 @@ class Costs:
         return self._costed[operator].dtype
 
 
+def _check_kernels(devices: Iterable[Device]) -> None:
+    """Raise TopologyError where a device counts the kernels of what is no kind of operator."""
+    for device in devices:
+        for kind in device.launched.kernels:
+            if kind not in KINDS:
+                raise TopologyError(
+                    f'devices.launches.kernels: "{printable(kind)}" is no kind of operator',
+                    f"Kinds are {', '.join(sorted(KINDS)[:8])}, ...; flexsearch show GRAPH lists those of a graph.",
+                )
+
+
 class _Model:
     """Costs on one kind of device."""
 
@@ -383,9 +399,13 @@ class _Model:
         if self.profile is not None:
             # Measurements are compared with the plain roofline, and what they lack is estimated by that.
             taught = {} if self.profile.learned is None else self.profile.learned.efficiency
-            plain = bool(self.profile.entries) or device.efficiency is None
-            efficiency = None if plain else _replaced(device.efficiency, taught)
-            self.device = device.model_copy(update={"efficiency": efficiency})
+            plain = bool(self.profile.entries)
+            self.device = device.model_copy(
+                update={
+                    "efficiency": None if plain else _replaced(device.efficiency, taught, ""),
+                    "efficiency_full": None if plain else _replaced(device.efficiency_full, taught, FULL),
+                }
+            )
         self._forward: dict[str, float] = {}
         self._backward: dict[str, float] = {}
         self._longer: dict[str, float] = {}
@@ -439,12 +459,13 @@ class _Model:
             if dtype == costed.dtype and costed.product is not None:
                 sizes = (prod(extents[axis] for axis in axes) for axes in costed.product)
                 rates = (fitted.flops * of_shape(fitted.size, *sizes),) * 2
-        moving, reached = moving_rate(self.device, costed.dtype), efficiency_of(self.device, costed.dtype)
+        kind, reached = kind_of(costed.op), self.device.efficiency_for(costed.dtype)
+        moving = moving_rate(self.device, costed.dtype, traffic_of(kind))
         works = [
             most(flops / rate, nbytes / moving)
             for (flops, nbytes), rate in zip(costed.counts(extents), rates, strict=True)
         ]
-        return tuple(work + start_seconds(self.device, reached, work) for work in works)
+        return tuple(work + start_seconds(self.device, reached, work, costed.op.kind) for work in works)
 
     @property
     def _entries(self) -> Iterable[Entry]:
@@ -455,8 +476,7 @@ class _Model:
         for name, entry in measured.items():
             if name == optimizer:
                 return entry.s_per_byte * self._compute, entry.s_per_tensor * self._compute
-        per_byte = STREAMS[optimizer] / (self.device.memory_bandwidth * MEMORY_EFFICIENCY)
-        per_tensor = UPDATE_KERNELS[optimizer] * (self.device.overhead_s - self.device.launch_s)
+        per_byte, per_tensor = update_rates(self.device, optimizer, STREAMS[optimizer])
         return per_byte * self._compute, per_tensor * self._compute
 
 
@@ -499,20 +519,27 @@ def _longer(profile: Profile) -> dict[str, list[float]]:
 
 
 def _medians(ratios: Mapping[str, Sequence[float]]) -> dict[str, float]:
-    """By kind, and under "" of all."""
-    every = [ratio for values in ratios.values() for ratio in values]
-    return {kind: median(values) for kind, values in ratios.items()} | ({"": median(every)} if every else {})
+    """By kind, by what its time goes into (``work_of``), and under "" of all."""
+    together = {"": [ratio for values in ratios.values() for ratio in values]} if ratios else {}
+    for kind, values in ratios.items():
+        together.setdefault(kind, []).extend(values)
+        together.setdefault(work_of(kind), []).extend(values)
+    return {name: median(values) for name, values in together.items()}
 
 
-def _replaced(efficiency: Efficiency | None, taught: Mapping[str, float]) -> Efficiency | None:
-    """With these figures in place of its own; what it does not have is left out."""
-    return None if efficiency is None else efficiency.model_copy(
-        update={name: value for name, value in taught.items() if name in Efficiency.model_fields}
-    )  # fmt: skip
+def _replaced(efficiency: Efficiency | None, taught: Mapping[str, float], prefix: str) -> Efficiency | None:
+    """With figures in place of its own: those of ``taught`` whose names begin with ``prefix``."""
+    own = {name.removeprefix(prefix): value for name, value in taught.items() if name.startswith(prefix)}
+    figures = {name: value for name, value in own.items() if name in Efficiency.model_fields}
+    traffic = {name.removeprefix(TRAFFIC): value for name, value in own.items() if name.startswith(TRAFFIC)}
+    if not figures and not traffic:
+        return efficiency
+    before = efficiency or USUAL
+    return before.model_copy(update={**figures, "traffic": dict(before.traffic) | traffic})
 
 
 def _scale(ratios: Mapping[str, float], kind: str) -> float:
-    return ratios.get(kind, ratios.get("", 1.0))
+    return ratios.get(kind, ratios.get(work_of(kind), ratios.get("", 1.0)))
 
 
 def _anonymous(device: Device) -> Device:

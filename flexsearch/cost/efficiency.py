@@ -1,56 +1,78 @@
-"""What kernels reach of a device's peaks: figures of the device where it has some, else one share for all."""
+"""What kernels reach of a device's peaks, by the device's own figures (``topology.kernels``)."""
 
 from __future__ import annotations
 
 from math import prod
-from typing import Any, Final
+from statistics import median
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from flexsearch.graph.model import Operator
 from flexsearch.graph.ops import KINDS, kind_of
-from flexsearch.graph.ops.base import Extents
+from flexsearch.graph.ops.base import Extents, OperatorKind
 from flexsearch.topology import Device
-from flexsearch.topology.parts import Efficiency
+from flexsearch.topology.kernels import USUAL, Efficiency, Traffic
 
-# Share of the peak FLOP/s that is reached. Matrix work: 0.6, amid what cuDNN and oneDNN reach for the shapes of
-# ordinary networks (0.4 to 0.8). Other work does no fused multiply-adds and hardly ever fills all pipes.
-MATRIX_EFFICIENCY: Final = 0.6
-OTHER_EFFICIENCY: Final = 0.25
-# Share of the peak memory bandwidth that streaming reads and writes reach (STREAM gives 0.75 to 0.9).
-MEMORY_EFFICIENCY: Final = 0.8
-# Between the end of a GPU's kernel and the begin of the next one on a stream, s: 1 to 3 us, whatever the kernels.
-KERNEL_S: Final = 2e-6
+if TYPE_CHECKING:
+    from flexsearch.cost.profile import Profile
 
-HALF: Final = ("float16", "bfloat16")
+
+class Bandwidth(NamedTuple):
+    """``bytes_per_s``: the median of ``n`` measured pieces."""
+
+    n: int
+    bytes_per_s: float
+
 
 Product = tuple[tuple[str, ...], tuple[str, ...], tuple[str, ...]]
 """Axes of a matrix product: those of its rows, of its columns, and those summed away."""
 
 
 def roofline(kind: str, flops: float, nbytes: float, dtype: str, device: Device) -> float:
-    """Seconds of work of an operator kind on ``device``, by its peaks and one share of them for all shapes."""
-    matrix = kind in KINDS and (KINDS[kind].contraction or KINDS[kind].matrix)
-    computing = device.flops_for(dtype) * (MATRIX_EFFICIENCY if matrix else OTHER_EFFICIENCY)
-    work = max(flops / computing, nbytes / (device.memory_bandwidth * MEMORY_EFFICIENCY))
-    return work + float(start_seconds(device, None, work))
+    """Seconds of work of an operator kind on ``device``, by its peaks and the usual shares of them for all shapes."""
+    of = KINDS.get(kind)
+    computing = device.flops_for(dtype) * (USUAL.matrix if of is not None and _is_matrix(of) else USUAL.other)
+    work = max(flops / computing, nbytes / (device.memory_bandwidth * USUAL.memory))
+    return work + float(start_seconds(device, USUAL, work, kind))
 
 
-def efficiency_of(device: Device, dtype: str) -> Efficiency | None:
-    """The device's figures, if they hold for computing in ``dtype``."""
-    return device.efficiency if dtype in HALF else None
+def moving_rate(device: Device, dtype: str, traffic: Traffic | None = None) -> float:
+    """Bytes a second that kernels which compute in ``dtype`` read and write. ``traffic``: how; None: they stream."""
+    return device.memory_bandwidth * device.efficiency_for(dtype).bandwidth_share(traffic)
 
 
-def moving_rate(device: Device, dtype: str) -> float:
-    """Bytes a second that kernels which compute in ``dtype`` read and write."""
-    reached = efficiency_of(device, dtype)
-    return device.memory_bandwidth * (MEMORY_EFFICIENCY if reached is None else reached.memory)
+def traffic_of(kind: OperatorKind) -> Traffic | None:
+    """How the kernels of a kind of operator read and write."""
+    return "lookup" if kind.table is not None else kind.traffic
 
 
-def start_seconds(device: Device, reached: Efficiency | None, work: Any) -> Any:
+def work_of(kind: str) -> str:
+    """What the time of an operator kind goes into: "matrix products", or a way of reading and writing memory, of which
+    "streaming" is the usual one."""
+    if (of := KINDS.get(kind)) is None:
+        return "unknown work"
+    return "matrix products" if _is_matrix(of) else traffic_of(of) or "streaming"
+
+
+def bandwidths(profile: Profile) -> dict[str, Bandwidth]:
+    """What the measured pieces of a profile that are no matrix products reach, forward, by ``work_of``. What the
+    shortest of all takes counts as the start of each; those that take less than twice that are left out."""
+    start = min((entry.forward_s for entry in profile.entries.values()), default=0.0)
+    rates: dict[str, list[float]] = {}
+    for entry in profile.entries.values():
+        work = work_of(entry.kind)
+        if work != "matrix products" and entry.forward.nbytes > 0.0 and entry.forward_s > 2.0 * start:
+            rates.setdefault(work, []).append(entry.forward.nbytes / (entry.forward_s - start))
+    return {work: Bandwidth(len(values), median(values)) for work, values in sorted(rates.items())}
+
+
+def start_seconds(device: Device, reached: Efficiency, work: Any, kind: str | None = None) -> Any:
     """Seconds that an operator takes on its device besides its ``work`` (s; of an array of them: an array): on a CPU
-    launching it; on a GPU, whose host does that, starting kernels, which what only makes a view does not."""
+    launching it; on a GPU, whose host does that, starting kernels, which what only makes a view does not. ``kind``: of
+    the operator, which may be a chain of several kernels."""
+    kernels = device.launched.kernels.get(kind, 1) if kind is not None else 1
     if device.kind == "cpu":
-        return device.overhead_s
-    return (work > 0.0) * (KERNEL_S if reached is None else reached.overhead_s)
+        return kernels * device.overhead_s
+    return (work > 0.0) * (kernels * reached.overhead_s)
 
 
 def computing_rates(
@@ -58,17 +80,25 @@ def computing_rates(
 ) -> tuple[Any, Any]:  # fmt: skip
     """FLOP/s of the forward and of the backward task of a piece (of arrays of extents: arrays). ``product``: see
     ``product_of``."""
-    peak, kind, reached = device.flops_for(dtype), kind_of(op), efficiency_of(device, dtype)
-    if reached is None:
-        share: Any = MATRIX_EFFICIENCY if kind.contraction or kind.matrix else OTHER_EFFICIENCY
-        return peak * share, peak * share
+    peak, kind, reached = device.flops_for(dtype), kind_of(op), device.efficiency_for(dtype)
     if kind.fused_attention:
         return peak * reached.attention_forward, peak * reached.attention_backward
     if product is not None:
         share = shape_share(reached, *(prod(extents[axis] for axis in axes) for axes in product))
     else:
-        share = reached.matrix if kind.contraction or kind.matrix else OTHER_EFFICIENCY
+        share = reached.matrix if _is_matrix(kind) else reached.other
     return peak * share, peak * share
+
+
+def update_rates(device: Device, optimizer: str, streams: int) -> tuple[float, float]:
+    """Seconds of an update for each byte of weights, of which it moves ``streams`` times as many, and for each tensor:
+    on a CPU launching its passes. Masters and states are of full precision."""
+    per_byte = streams / moving_rate(device, "float32", "update")
+    return per_byte, device.launched.update(optimizer) * (device.overhead_s - device.launch_s)
+
+
+def _is_matrix(kind: OperatorKind) -> bool:
+    return kind.contraction or kind.matrix
 
 
 def shape_share(reached: Efficiency, rows: Any, columns: Any, summed: Any) -> Any:

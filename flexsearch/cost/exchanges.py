@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from flexsearch.cost.communication import Pricing, Transfer
-from flexsearch.cost.efficiency import efficiency_of, moving_rate, start_seconds
+from flexsearch.cost.efficiency import moving_rate, start_seconds
 from flexsearch.cost.profile import WorkRate
 from flexsearch.sync import Exchange
 from flexsearch.sync.kinds import PASSES, Work
@@ -64,4 +64,4 @@ def work_seconds(
 def streaming_seconds(device: Device, nbytes: float, dtype: str = "float32") -> float:
     """Seconds of a kernel that reads and writes so many bytes; 0 of none."""
     work = nbytes / moving_rate(device, dtype)
-    return work + float(start_seconds(device, efficiency_of(device, dtype), work)) if nbytes else 0.0
+    return work + float(start_seconds(device, device.efficiency_for(dtype), work)) if nbytes else 0.0

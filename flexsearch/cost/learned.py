@@ -4,12 +4,16 @@ meaning of its own, which a profile keeps beside its entries."""
 from __future__ import annotations
 
 import re
-from typing import Annotated
+from typing import Annotated, Final
 
 from pydantic import Field
 
 from flexsearch.files import FileModel
 from flexsearch.quantities import Amount, Count, Factor, Name, Seconds
+
+FULL: Final = "full."
+TRAFFIC: Final = "traffic."
+"""How names of learned figures begin that belong to a device's ``efficiency_full``, and to ``traffic`` of either."""
 
 
 class Residual(FileModel):
@@ -31,7 +35,8 @@ class Network(FileModel):
 
 class Learned(FileModel):
     """``compute``: seconds of a compute task or an update, over what entries and roofline say. ``task_s``: host time of
-    each compute task beyond that. ``efficiency``: figures of the device's efficiency in place of its own.
+    each compute task beyond that. ``efficiency``: figures of the device's efficiency in place of its own ("matrix",
+    "traffic.loss"), those of ``efficiency_full`` as "full.matrix".
     ``networks``: by ``network_name``. ``plans``: how many taught, over all; ``error``: median of |predicted /
     measured - 1| of the last ones, each predicted from the others; ``residual``: the same of ``calibrate``'s rows."""
 

@@ -5,14 +5,20 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from functools import cache
+from typing import Final
 
 from flexsearch.cost.compute import Costs
-from flexsearch.cost.efficiency import efficiency_of, start_seconds
+from flexsearch.cost.efficiency import start_seconds, traffic_of
 from flexsearch.cost.profile import Profile
 from flexsearch.cost.uncertainty import ERRORS, TYPICAL, Source
 from flexsearch.graph.ops import kind_of
 from flexsearch.topology import Device, Figure, SourceKind, Topology
+from flexsearch.topology.kernels import HALF, Traffic
 
+WORK: Final = {
+    "matrix": "matrix products", "attention": "attention", "update": "updates", "other": "other operators",
+}  # fmt: skip
+"""Kinds of work in words."""
 WORST: tuple[SourceKind, ...] = ("guessed", "published", "measured")
 
 
@@ -33,7 +39,7 @@ class Sources:
         if profile is None or not profile.entries:
             what = kind_of(op)
             work = "attention" if what.fused_attention else "matrix" if what.contraction or what.matrix else "other"
-            return self.of_work(work, kind, efficiency_of(device, self.costs.dtype(operator)) is not None)
+            return self.of_work(work, kind, self.costs.dtype(operator), traffic_of(what))
         if self.costs.is_measured(operator, extents, kind):
             return self._source(f"{op.kind} on {device.model}", "measured")
         return self._filled(op.kind, device, profile)
@@ -43,7 +49,7 @@ class Sources:
         device, profile = self.costs.basis(kind)
         if profile is not None and profile.updates:
             return self._source(f"updates on {device.model}", "measured")
-        return self.of_work("other", kind, device.efficiency is not None)
+        return self.of_work("update", kind, "float32", "update")
 
     def launching(self, kind: int) -> Source:
         """Of the time that a host takes to launch operators."""
@@ -56,7 +62,8 @@ class Sources:
         device, profile = self.costs.basis(kind)
         if profile is not None and profile.entries:
             return 0.0
-        return float(start_seconds(device, efficiency_of(device, self.costs.dtype(operator)), 1.0))
+        op = self.costs.graph.operators[operator]
+        return float(start_seconds(device, device.efficiency_for(self.costs.dtype(operator)), 1.0, op.kind))
 
     def links(self) -> dict[int, Source]:
         """By resource of the network that is a link or a way to storage: what its bandwidth rests on."""
@@ -83,15 +90,18 @@ class Sources:
         figures: tuple[Figure, ...] = ("links.latency_s", "communication.overhead_s")
         return self._source("start of communication", self._kind(*figures, learned="start_s"))
 
-    def _of_work(self, work: str, kind: int, has_efficiency: bool) -> Source:
-        """``work``: "matrix", "attention", "other"; of the last the bandwidth of the memory decides."""
+    def _of_work(self, work: str, kind: int, dtype: str, traffic: Traffic | None) -> Source:
+        """``work``: "matrix", "attention", "update", "other"; of the last two the bandwidth of the memory decides."""
         device, _ = self.costs.basis(kind)
-        words = {"matrix": "matrix products", "attention": "attention", "other": "other operators"}[work]
-        if has_efficiency:
-            return self._source(f"{words} on {device.model}", self._kind("devices.efficiency", learned="compute"))
+        name = f"{WORK[work]} on {device.model}"
+        if traffic in device.efficiency_for(dtype).traffic:
+            return self._source(name, self._kind("devices.traffic", learned="compute"))
+        figure: Figure = "devices.efficiency" if dtype in HALF else "devices.efficiency_full"
+        if (device.efficiency if dtype in HALF else device.efficiency_full) is not None:
+            return self._source(name, self._kind(figure, learned="compute"))
         # A peak may be published, but what kernels reach of it is not.
-        peak: Figure = "devices.memory_bandwidth" if work == "other" else "devices.flops"
-        return self._source(f"{words} on {device.model}", self._kind(peak, learned="compute", shares="guessed"))
+        figure = "devices.memory_bandwidth" if work in ("update", "other") else "devices.flops"
+        return self._source(name, self._kind(figure, learned="compute", shares="guessed"))
 
     def _filled(self, kind: str, device: Device, profile: Profile) -> Source:
         """Of a piece that the profile lacks: by the residuals of what it is filled with."""

@@ -253,7 +253,9 @@ def make_rates(topology: Topology, learned: Network) -> Rates:
     least, protocols = np.zeros(devices + 1), np.zeros((2, devices + 1, 2))
     if groups := communication.groups:
         at, start = np.array([g.members for g in groups]), np.array([g.startup_s for g in groups])
-        slopes = np.diff(start) / np.diff(at) if len(groups) > 1 else np.zeros(1)
+        # Of a single group only the file's own start of a communication tells what does not grow with the members.
+        alone = (start[:1] - min(communication.overhead_s, float(start[0]))) / (at[:1] - 1)
+        slopes = np.diff(start) / np.diff(at) if len(groups) > 1 else alone
         launch = max(0.0, float(start[0] - slopes[0] * (at[0] - 1)))
         grown = np.interp(members, [1, *at], [launch, *start]) + np.maximum(0.0, members - at[-1]) * slopes[-1]
         steps = (grown - launch) / np.maximum(2.0 * (members - 1.0), 1.0)

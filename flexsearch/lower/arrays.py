@@ -148,8 +148,9 @@ class State(NamedTuple):
 class BlockTable(NamedTuple):
     """The blocks of a graph; rows ``[first[i], last[i])`` of a list belong to item i.
 
-    By device: ``launch``: ticks that its host takes to launch an operator (0: it has no queue for that). By block:
-    ``kind``, ``argument``; ``launches``: of each computation (of an update: of each tensor); ``sent``: slots whose
+    By device: ``launch``: ticks that its host takes to launch an operator (0: it has no queue for that); ``issue``: to
+    hand over a communication. By block: ``kind``, ``argument``; ``launches``: of each computation (of an update: of
+    each tensor); ``sent``: slots whose
     reshards it sends, in order; ``stage``: row of ``runs``, which says by device whether it runs such blocks. By slot:
     ``forward``, ``backward``: the block that sends what it reads, and the one that sends its gradient (NOTHING: none);
     ``again``: the RECOMPUTE or REGATHER block that sends what it reads once more (NOTHING: none); ``kept``: the
@@ -163,6 +164,7 @@ class BlockTable(NamedTuple):
     ONCE, EACH of ``schedule``); ``started_by``, ``finished_by``, ``added_by`` (before which it is added): blocks."""
 
     launch: I64
+    issue: I64
     kind: U8
     argument: U32
     launches: U32

@@ -3,7 +3,7 @@ are noted one after the other and laid out by device at the end."""
 
 from __future__ import annotations
 
-from typing import Any, Final, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -12,10 +12,6 @@ from flexsearch.lower.arrays import NOTHING, BlockTable, Pools
 from flexsearch.lower.bucket import Groups
 from flexsearch.lower.rows import ISSUE, NEVER, Segments
 from flexsearch.packed import packed
-
-ISSUE_LAUNCHES: Final = np.int64(3)
-"""Launches that handing over a communication takes as long as: an event is recorded, the communication's stream waits
-for it, a kernel is launched."""
 
 
 @packed
@@ -142,7 +138,7 @@ def add_ends(
         if draft.mark[d] != sending and blocks.runs[runs + d] == 1:
             draft.mark[d] = sending
             segments.missing[c] += np.uint32(1)
-            add_step(draft, d, ISSUE, b, row, np.int64(0), ISSUE_LAUNCHES * blocks.launch[d])
+            add_step(draft, d, ISSUE, b, row, np.int64(0), blocks.issue[d])
     for k in range(np.uint64(pools.receive_first[x]), np.uint64(pools.receive_last[x])):
         d = np.uint64(pools.receive[k])
         if draft.at[d] != receiving:

@@ -239,8 +239,9 @@ def make_block_table(lowering: Pieces, blocks: Blocks, stages: Stages, devices: 
         found = {number: sync[n] for n, number in enumerate(of)}
         return numbers(found[number] for number in range(len(blocks.buckets)))
 
+    launch = np.array([round(device.launch_s / TICK) for device in lowering.topology.devices], np.int64)
     return BlockTable(
-        launch=np.array([round(device.launch_s / TICK) for device in lowering.topology.devices], np.int64),
+        launch=launch, issue=launch * np.array([d.launched.communication for d in lowering.topology.devices], np.int64),
         kind=np.array(blocks.kind, np.uint8), argument=numbers(blocks.argument),
         launches=numbers(
             _launches(lowering.costs, k, a, place) for k, a in zip(blocks.kind, blocks.argument, strict=True)

@@ -27,7 +27,6 @@ from flexsearch.cost.exchanges import independent, price, streaming_seconds, wor
 from flexsearch.cost.tally import turn_of
 from flexsearch.cost.ticks import TICK
 from flexsearch.graph import volume
-from flexsearch.lower.draft import ISSUE_LAUNCHES
 from flexsearch.lower.recipes import RecipeGroup
 from flexsearch.lower.rows import COMPUTE, ISSUE, RECIPE, RESULT, UPDATE, WAIT, Schedule, Segments
 from flexsearch.lower.taskgraph import Communication
@@ -130,7 +129,8 @@ class _Writer:
         self.lowered, lowering = lowered, lowered.lowering
         self.pricing = Pricing(lowering.network, lowering.costs.profile)
         self.decisive = lowering.network.decisive
-        self.launch = [round(device.launch_s / TICK) for device in lowered.topology.devices]
+        blocks = lowered.rows.blocks
+        self.launch, self.issue = blocks.launch.tolist(), blocks.issue.tolist()
 
     def together(self, number: int, group: RecipeGroup, exchanges: Sequence[Exchange], exact: bool) -> _Draft:
         """The block of a recipe in which replicas go together, for what they exchange in a step. ``exact``: it is one
@@ -166,7 +166,7 @@ class _Writer:
             for shard, (_, (a, b)) in enumerate(shards):
                 nbytes = recipe.compression.nbytes(sizes.part(b - a)) or 0
                 pushes.append(self.push(draft, group, worker, shard, nbytes))
-                self._step(draft, device, ISSUE, pushes[-1], 0, ISSUE_LAUNCHES)
+                self._step(draft, device, ISSUE, pushes[-1], 0, self.issue[device])
             for owner, (a, b) in shards:
                 back = Exchange("exchange", size, ((b - a) * sizes.itemsize,), ((owner, worker),))
                 pull = self._communicate(draft, group, back, [], [device])
@@ -197,7 +197,8 @@ class _Writer:
                 rates = {} if profile is None else profile.recipe_work
                 processor, vector = self.lowered.topology.devices[device], group.sizes.nbytes
                 seconds = work_seconds(some, processor, rates, self._dtype(group), vector)
-                self._step(draft, device, COMPUTE, len(draft.work), max(1, round(seconds / TICK)), 1)
+                ticks = max(1, round(seconds / TICK))
+                self._step(draft, device, COMPUTE, len(draft.work), ticks, self.launch[device])
                 draft.work.append(what)
 
     def _exchange(self, draft: _Draft, group: RecipeGroup, exchange: Exchange) -> dict[int, int]:
@@ -210,7 +211,7 @@ class _Writer:
             senders, receivers = ([group.positions[p] for p in sorted({m[k] for m in messages})] for k in (0, 1))
             number = self._communicate(draft, group, part, senders, receivers)
             for device in senders:
-                self._step(draft, device, ISSUE, number, 0, ISSUE_LAUNCHES)
+                self._step(draft, device, ISSUE, number, 0, self.issue[device])
             for device in receivers:
                 self._step(draft, device, WAIT, number, 0, 0)
         return dict(sorted(received.items()))
@@ -246,8 +247,8 @@ class _Writer:
         draft.ticks[push] += busy[1]
         (draft.drags if works else draft.links)[push].append(busy)
 
-    def _step(self, draft: _Draft, device: int, kind: int, number: int, ticks: int, launches: Any) -> None:
-        draft.steps.setdefault(device, []).append((kind, number, ticks, int(launches) * self.launch[device]))
+    def _step(self, draft: _Draft, device: int, kind: int, number: int, ticks: int, host: int) -> None:
+        draft.steps.setdefault(device, []).append((kind, number, ticks, host))
 
     def _dtype(self, group: RecipeGroup) -> str:
         return str(self.lowered.graph.tensor[group.names[0]].dtype) if group.names else "float32"

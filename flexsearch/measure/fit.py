@@ -13,9 +13,9 @@ from statistics import median
 from typing import Literal
 
 from flexsearch.cost.communication import Pricing
-from flexsearch.cost.efficiency import MEMORY_EFFICIENCY
 from flexsearch.measure.machine import Compute, Facts
 from flexsearch.topology import Communication, Device, Figure, Link, Sources, Topology
+from flexsearch.topology.kernels import USUAL
 from flexsearch.topology.parts import FORMS
 
 Pair = tuple[int, int]
@@ -26,6 +26,7 @@ ALIKE = 1.15
 PROBED: tuple[Figure, ...] = (
     "devices.flops", "devices.memory_bandwidth", "devices.memory_bytes", "devices.overhead_s", "links.bandwidth",
     "links.latency_s", "communication.overhead_s", "communication.factors",
+    "communication.message_s", "communication.cpu_s_per_byte",
 )  # fmt: skip
 """What is measured; the rest is that of the backend."""
 PAUSE_BYTES = 8
@@ -174,7 +175,7 @@ def _devices(measured: Measured) -> tuple[Device, ...]:
                 model=fact.model,
                 flops=compute.flops,
                 # The measured copy streams; the file gives the peak of which streaming reaches a known share.
-                memory_bandwidth=compute.copy_bandwidth / MEMORY_EFFICIENCY,
+                memory_bandwidth=compute.copy_bandwidth / USUAL.memory,
                 memory_bytes=fact.memory_bytes // (on_machine[fact.machine] if fact.kind == "cpu" else 1),
                 processor=f"processor{shared[rank]}" if users[shared[rank]] > 1 else None,
                 overhead_s=compute.overhead_s,

@@ -11,12 +11,13 @@ import numpy as np
 import torch
 
 from flexsearch.cost.compute import ratios_of
-from flexsearch.cost.efficiency import MATRIX_EFFICIENCY, MEMORY_EFFICIENCY, of_shape
+from flexsearch.cost.efficiency import of_shape
 from flexsearch.cost.learned import Residual
 from flexsearch.cost.profile import Products, Profile
 from flexsearch.graph.model import Dtype
 from flexsearch.measure.sweeps import Bench
 from flexsearch.topology import Device
+from flexsearch.topology.kernels import USUAL
 
 SIDES: Final[Mapping[str, tuple[int, ...]]] = {"cpu": (16, 96, 512), "cuda": (128, 1024, 8192)}
 """Rows, columns and indices summed away of the products that are measured, all combinations."""
@@ -91,10 +92,10 @@ def nominal(profile: Profile, bench: Bench) -> Device:
         times.append(bench.clock.between(start, end))
     bandwidth = 2.0 * COPIED / max(median(times[1:]), 1e-9)
     overhead_s = min((entry.forward_s for entry in profile.entries.values()), default=0.0)
-    flops = {dtype: fitted.flops / MATRIX_EFFICIENCY for dtype, fitted in profile.products.items()}
+    flops = {dtype: fitted.flops / USUAL.matrix for dtype, fitted in profile.products.items()}
     return Device(
         name="device", kind=profile.device.kind, host="host", model=profile.device.model, flops=flops,
-        memory_bandwidth=bandwidth / MEMORY_EFFICIENCY, memory_bytes=1, overhead_s=overhead_s,
+        memory_bandwidth=bandwidth / USUAL.memory, memory_bytes=1, overhead_s=overhead_s,
     )  # fmt: skip
 
 

@@ -16,7 +16,6 @@ from flexsearch.cost.ticks import TICK
 from flexsearch.lower import Lowering
 from flexsearch.lower.arrays import NOTHING
 from flexsearch.lower.bucket import bucket_of
-from flexsearch.lower.draft import ISSUE_LAUNCHES
 from flexsearch.lower.plan import PlanRows
 from flexsearch.lower.rows import BACKWARD, COMPUTE, ISSUE
 from flexsearch.lower.rows import NEVER as NO_TURN
@@ -64,7 +63,7 @@ class Samples:
         self.count, self.resources = len(lowering.topology.devices), len(lowering.topology.resources)
         costs = lowering.costs
         self.launch = self.rows.table.launch * TICK
-        self.issue = self.launch * int(ISSUE_LAUNCHES)
+        self.issue = self.rows.table.issue * TICK
         """Seconds of one launch, and of handing over a communication, by device."""
         self.rates = [costs.update_rates(d, options.optimizer, options.precision) for d in range(self.count)]
 

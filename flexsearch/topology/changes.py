@@ -12,7 +12,10 @@ from flexsearch.files import describe
 from flexsearch.topology.parts import Communication, Device, Link
 from flexsearch.topology.topology import Topology, presets
 
-FIGURES: Final = ("kind", "model", "flops", "memory_bandwidth", "memory_bytes", "overhead_s", "efficiency")
+FIGURES: Final = (
+    "kind", "model", "flops", "memory_bandwidth", "memory_bytes", "overhead_s", "efficiency", "efficiency_full",
+    "launches",
+)  # fmt: skip
 """Fields of a device that say what it is, not where."""
 
 

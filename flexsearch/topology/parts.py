@@ -13,13 +13,12 @@ from flexsearch.files import FileModel, printable
 from flexsearch.quantities import (
     Bandwidth,
     Capacity,
-    Elements,
     Factor,
     FlopRate,
     LatencySeconds,
     SecondsPerByte,
-    Share,
 )
+from flexsearch.topology.kernels import HALF, USUAL, USUAL_LAUNCHES, Efficiency, Launches
 
 DTYPES: Final = ("float64", "float32", "bfloat16", "float16")
 FORMS: Final = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "exchange")
@@ -57,23 +56,6 @@ def _name(value: str) -> str:
 Name = Annotated[quantities.Name, AfterValidator(_name)]
 
 
-class Efficiency(FileModel):
-    """What kernels reach of a device's peaks in half precision, fitted to measured training steps.
-
-    ``matrix``: share of the FLOP/s that large matrix products reach; a product of an (m, k) and a (k, n) matrix reaches
-    ``matrix / ((1 + s/m) (1 + s/n) (1 + s/k))`` with s = ``matrix_size``, in elements. ``attention_forward``,
-    ``attention_backward``: of attention in one kernel, whose causal masks count as full work, so up to twice what it
-    computes. ``memory``: share of the bandwidth. ``overhead_s``: of each operator that is no view, on the device; the
-    device's own is its host's."""
-
-    matrix: Share
-    matrix_size: Elements
-    attention_forward: Annotated[Factor, Field(le=2.0)]
-    attention_backward: Annotated[Factor, Field(le=2.0)]
-    memory: Share
-    overhead_s: LatencySeconds
-
-
 class Device(FileModel):
     """One worker of a plan: a GPU, or one rank's share of a CPU. ``flops`` and ``memory_bandwidth`` are plain peaks."""
 
@@ -86,13 +68,30 @@ class Device(FileModel):
     memory_bytes: Capacity
     processor: Name | None = None  # devices naming the same one take turns on it (emulated hosts too); None: its own
     overhead_s: LatencySeconds  # host time to launch one operator; a GPU computes meanwhile
-    efficiency: Efficiency | None = None  # in half precision; None: one share for all shapes (``cost.efficiency``)
+    efficiency: Efficiency | None = None  # in half precision; None: ``kernels.USUAL``, even where a file says that
+    efficiency_full: Efficiency | None = None  # in other types; likewise
+    launches: Launches | None = None  # likewise
 
     @property
     def launch_s(self) -> float:
         """Host time to launch one operator, where the device computes meanwhile what was launched before: a GPU. 0.0
         where it is a part of the operator's own time."""
         return self.overhead_s if self.kind == "cuda" else 0.0
+
+    @field_validator("efficiency", "efficiency_full", "launches")
+    @classmethod
+    def _none_if_usual(cls, figures: Efficiency | Launches | None) -> Efficiency | Launches | None:
+        """Files of many devices do not repeat what is usual, and equal devices are equal however they are said."""
+        return None if figures in (USUAL, USUAL_LAUNCHES) else figures
+
+    def efficiency_for(self, dtype: str) -> Efficiency:
+        """What kernels reach that compute in ``dtype``."""
+        return (self.efficiency if dtype in HALF else self.efficiency_full) or USUAL
+
+    @property
+    def launched(self) -> Launches:
+        """What its host launches."""
+        return self.launches or USUAL_LAUNCHES
 
     @field_validator("flops")
     @classmethod
@@ -162,7 +161,7 @@ class Communication(FileModel):
     backend: Literal["gloo", "nccl"]
     overhead_s: LatencySeconds = 0.0  # software start of one communication
     factors: dict[str, Factor] = Field(default_factory=dict)  # by form: time / (bytes over busiest link / bandwidth)
-    cpu_s_per_byte: SecondsPerByte = 0.0  # processor time per byte moved by a message, on each side
+    cpu_s_per_byte: SecondsPerByte = 0.0  # computing time that each byte of a message takes, on each side
     message_s: LatencySeconds = 0.0  # each further message that a device sends or receives in one exchange
     groups: Annotated[tuple[Group, ...], Strict(False)] = ()  # nccl: collectives within one host, ascending by members
     turn_bytes: quantities.Capacity | None = None  # of an all-reduce on a link, before others go first; None: all
@@ -200,8 +199,9 @@ class Communication(FileModel):
         return groups
 
     def cpu_s_per_byte_of(self, form: str) -> float:
-        """Processor time per byte of a form, s: a message's, times the ratio of their factors. That holds where
-        processors move the bytes, as between ranks of one machine; on slow networks it is an assumption."""
+        """Computing time that a byte of a form takes from a processor, s: a message's, times the ratio of their
+        factors. On CPUs processors move the bytes, on GPUs kernels, which take multiprocessors and memory bandwidth
+        from others. The ratio holds between ranks of one machine; on slow networks it is an assumption."""
         return self.cpu_s_per_byte * self.factors[form] / self.factors["exchange"]
 
     def in_one_call(self, form: str) -> bool:

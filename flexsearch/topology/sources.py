@@ -15,10 +15,13 @@ SourceKind = Literal["measured", "published", "guessed"]
 ``guessed``: taken from a machine of another kind, or from experience."""
 Figure = Literal[
     "devices.flops", "devices.memory_bandwidth", "devices.memory_bytes", "devices.overhead_s", "devices.efficiency",
+    "devices.efficiency_full", "devices.traffic", "devices.launches",
     "links.bandwidth", "links.latency_s",
-    "communication.overhead_s", "communication.factors", "communication.groups",
+    "communication.overhead_s", "communication.factors", "communication.groups", "communication.message_s",
+    "communication.turn_bytes", "communication.cpu_s_per_byte",
 ]  # fmt: skip
-"""Fields of a topology file that have a source of their own."""
+"""Fields of a topology file that have a source of their own; "devices.traffic" are ``other`` and ``traffic`` of the
+efficiencies."""
 FIGURES: Final[tuple[Figure, ...]] = get_args(Figure)
 
 

@@ -19,6 +19,7 @@ from pydantic import Field, Strict, model_validator
 from flexsearch import files
 from flexsearch.errors import FileFormatError, TopologyError
 from flexsearch.quantities import MAX_DEVICES, MAX_LINKS, Text
+from flexsearch.topology.kernels import USUAL
 from flexsearch.topology.parts import Communication, Device, Link, Name, Resource, Route
 from flexsearch.topology.routes import Routes, RouteTable, decisive, separated, wiring
 from flexsearch.topology.sources import Figure, SourceKind, Sources, said_twice
@@ -225,8 +226,7 @@ class Topology(files.FileModel):
         else:  # what is read is no part of the cluster
             del described["storage"]["reading"]
         for device in described["devices"]:
-            if device["efficiency"] is None:
-                del device["efficiency"]
+            _leave_out_usual(device)
         return files.content_hash(described)
 
     def save(self, path: str | Path) -> None:
@@ -277,6 +277,17 @@ class Topology(files.FileModel):
 def presets() -> list[str]:
     """Names of the shipped topologies, sorted (``profiles/`` holds measured costs too)."""
     return [name for name in files.shipped_names("profiles") if _preset(name) is not None]
+
+
+def _leave_out_usual(device: dict[str, Any]) -> None:
+    """Delete the figures of a described device that say what files without them mean."""
+    for field in ("efficiency", "efficiency_full", "launches"):
+        if device[field] is None:
+            del device[field]
+            continue
+        for name in ("other", "traffic"):
+            if device[field].get(name) == getattr(USUAL, name):
+                del device[field][name]
 
 
 def _processor(device: Device) -> str:

@@ -127,6 +127,8 @@ class OperatorKind:
     """Whether it is attention in one kernel, which never writes the scores."""
     table: int | None = None
     """Position of the operand of which only those elements are read that another one names."""
+    traffic: Literal["copy", "loss", "normalisation"] | None = None
+    """How it reads and writes memory, if it does not stream; what has a ``table`` looks up."""
     saved: Saved = BOTH
     saved_without_weights: Saved = BOTH
     """As ``saved``, where no gradients of weights are wanted."""

@@ -67,6 +67,7 @@ class BatchStatistics(OperatorKind):
     roles = CHANNELS
     image = True
     grouped = True
+    traffic = "normalisation"
     saved = INPUTS
 
     class attributes(Attributes):
@@ -106,6 +107,7 @@ class BatchNorm(OperatorKind):
     backward = 2.0
     image = True
     grouped = True
+    traffic = "normalisation"
     saved = INPUTS
 
     def check(self, op: Operator, attributes: Any, shapes: tuple[tuple[int, ...], ...]) -> str:
@@ -198,6 +200,7 @@ class BatchNormInference(OperatorKind):
     attributes = Norm
     inputs = (3, 5)
     image = True
+    traffic = "normalisation"
     saved = INPUTS
 
     def check(self, op: Operator, attributes: Any, shapes: tuple[tuple[int, ...], ...]) -> str:

@@ -39,6 +39,7 @@ if TYPE_CHECKING:
 class _Joining(OperatorKind):
     """No arithmetic, but new memory."""
 
+    traffic = "copy"
     saved = NOTHING
     windows = True
     backward_reads: Literal["nothing", "gradients", "inputs"] = "gradients"

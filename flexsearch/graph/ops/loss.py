@@ -83,6 +83,7 @@ class ClassLoss(OperatorKind):
     """Of scores of classes, which are whole, and targets; then the count, a number, and weights of the classes."""
 
     inputs = (2, 4)
+    traffic = "loss"
     saved = INPUTS
 
     def check(self, op: Operator, attributes: Any, shapes: tuple[tuple[int, ...], ...]) -> str:
@@ -173,6 +174,7 @@ class ElementLoss(OperatorKind):
     """Of corresponding elements: their mean (over the global count), their sum, or themselves."""
 
     inputs = (2, 2)
+    traffic = "loss"
     saved = INPUTS
     cost: float = 5.0
     """FLOPs of an element."""

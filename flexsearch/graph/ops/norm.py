@@ -40,6 +40,7 @@ class _OverDimensions(OperatorKind):
 
     attributes = Norm
     backward = 2.0
+    traffic = "normalisation"
     saved = INPUTS
 
     def trace(
@@ -123,6 +124,7 @@ class GroupNorm(OperatorKind):
     words = {"g": "channel groups"}
     inputs = (1, 3)
     backward = 2.0
+    traffic = "normalisation"
     saved = INPUTS
 
     class attributes(Norm):

@@ -39,6 +39,7 @@ STRIDED = ("permute", "expand", "slice")
 class _Moving(OperatorKind):
     """No arithmetic; the result is another view of the same memory."""
 
+    traffic = "copy"
     saved = ALIAS
     trivial = True
     free = True

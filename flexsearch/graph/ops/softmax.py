@@ -34,6 +34,7 @@ class Softmax(OperatorKind):
 
     name = "softmax"
     attributes = Along
+    traffic = "normalisation"
     saved = OUTPUTS
 
     def check(self, op: Operator, attributes: Any, shapes: tuple[tuple[int, ...], ...]) -> str:

@@ -1,0 +1,66 @@
+"""What kernels reach of a device's peaks, and what its host launches for them: figures of a device, as data.
+
+What a topology file leaves out is as the defaults here say, which were guessed: they are amid what libraries reach.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Final, Literal
+
+from pydantic import Field
+
+from flexsearch.files import FileModel
+from flexsearch.quantities import Count, Elements, Factor, LatencySeconds, Name, Share
+
+Traffic = Literal["copy", "lookup", "loss", "normalisation", "update"]
+"""Ways of reading and writing memory that may reach another share of its bandwidth than streaming does: copies of parts
+of tensors, rows of a table, losses, sums over dimensions (softmax among them), updates of weights."""
+
+HALF: Final = ("float16", "bfloat16")
+
+
+class Efficiency(FileModel):
+    """What kernels reach of a device's peaks.
+
+    ``matrix``: share of the FLOP/s that large matrix products reach; a product of an (m, k) and a (k, n) matrix reaches
+    ``matrix / ((1 + s/m) (1 + s/n) (1 + s/k))`` with s = ``matrix_size``, in elements. ``attention_forward``,
+    ``attention_backward``: of attention in one kernel, whose causal masks count as full work, so up to twice what it
+    computes. ``other``: of operators that are no matrix products, which do no fused multiply-adds and hardly ever fill
+    all pipes. ``memory``: share of the bandwidth; ``traffic``: of that of some accesses, where it is another one.
+    ``overhead_s``: of each kernel, on the device: from the end of one to the begin of the next. The device's own is its
+    host's; a CPU has that alone."""
+
+    matrix: Share = 0.6
+    matrix_size: Elements = 0.0
+    attention_forward: Annotated[Factor, Field(le=2.0)] = 0.6
+    attention_backward: Annotated[Factor, Field(le=2.0)] = 0.6
+    other: Share = 0.25
+    memory: Share = 0.8
+    traffic: dict[Traffic, Share] = Field(default_factory=dict)
+    overhead_s: LatencySeconds = 2e-6
+
+    def bandwidth_share(self, traffic: Traffic | None = None) -> float:
+        """Share of the memory's bandwidth that an access reaches. None: streaming."""
+        return self.memory if traffic is None else self.traffic.get(traffic, self.memory)
+
+
+class Launches(FileModel):
+    """What a host launches. ``communication``: launches that handing over a communication takes as long as: an event is
+    recorded, the communication's stream waits for it, a kernel is launched. ``sgd``, ``momentum``, ``adam``: passes
+    that an update takes for each tensor, on a CPU. ``kernels``: by kind of operator, where one is a chain of
+    several kernels (not fused), how many."""
+
+    communication: Count = 3
+    sgd: Count = 1
+    momentum: Count = 2
+    adam: Count = 6
+    kernels: dict[Name, Annotated[Count, Field(ge=1)]] = Field(default_factory=dict)
+
+    def update(self, optimizer: str) -> int:
+        """Passes of an update for each tensor."""
+        return {"sgd": self.sgd, "momentum": self.momentum, "adam": self.adam}[optimizer]
+
+
+USUAL: Final = Efficiency()
+USUAL_LAUNCHES: Final = Launches()
+"""Of devices that say nothing of them."""
