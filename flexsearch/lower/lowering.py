@@ -17,6 +17,7 @@ from flexsearch.graph import Flow, OperatorGraph, Tensor, volume
 from flexsearch.graph.precision import with_precision
 from flexsearch.lower.folding import Fold, fold
 from flexsearch.lower.layout import Layout
+from flexsearch.lower.order import Order, order_of
 from flexsearch.lower.pieces import Edge, Pieces, Placed, Weight, kept
 from flexsearch.lower.plan import PlanRows
 from flexsearch.lower.recipe_rows import with_recipes
@@ -61,6 +62,11 @@ class Lowered:
     def communications(self) -> Communications:
         """What the rows communicate."""
         return Communications(self)
+
+    @cached_property
+    def order(self) -> Order:
+        """What the rows wait for."""
+        return order_of(self.rows)
 
     @cached_property
     def tasks(self) -> TaskGraph:
