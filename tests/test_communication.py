@@ -14,6 +14,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from flexsearch.cost import tally
 from flexsearch.cost.collectives import ALL_REDUCE, EXCHANGE, ring_edge
 from flexsearch.cost.communication import Pricing, least_seconds
 from flexsearch.cost.tally import MOST_TURNS, NEVER, turn_of
@@ -232,3 +233,17 @@ def test_4096_devices_load_and_are_priced_in_two_seconds() -> None:
     assert seconds < 2.0 and kilobytes < 300_000
     assert more < 5.0 and after < 300_000
     assert 1e-3 < priced < 3e-3
+
+
+@pytest.mark.parametrize("name", ["dgx-a100:4", "ethernet-1g:8"])
+def test_a_group_that_was_priced_before_costs_what_it_costs_anew(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Groups share a few slots and rows here, so that they drive each other out."""
+    topology, rng = Topology.load(name), np.random.default_rng(0)
+    monkeypatch.setattr(tally, "SLOTS", 4)
+    monkeypatch.setattr(tally, "ROWS", 1)
+    kept, count = Pricing(topology), len(topology.devices)
+    groups = [sorted(rng.choice(count, size, replace=False).tolist()) for size in (2, 3, count // 2, count) * 3]
+    for _ in range(60):
+        devices, nbytes = groups[rng.integers(len(groups))], int(rng.integers(1, 10**8))
+        for form in ("all_reduce", "all_gather"):
+            assert kept.collective(form, devices, nbytes) == Pricing(topology).collective(form, devices, nbytes)
