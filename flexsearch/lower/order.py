@@ -5,18 +5,28 @@ from __future__ import annotations
 
 import heapq
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
 
-from flexsearch.lower.rows import COMPUTE, WAIT
+from flexsearch.lower.rows import COMPUTE, WAIT, Schedule, Segments
 from flexsearch.lower.taskgraph import Row
 
-if TYPE_CHECKING:
-    from flexsearch.lower.view import Rows
-
 Numbers = npt.NDArray[np.int64]
+
+
+class Scheduled(Protocol):
+    """What of a plan's rows (``view.Rows``) their order follows from."""
+
+    @property
+    def schedule(self) -> Schedule: ...
+
+    @property
+    def segments(self) -> Segments: ...
+
+    @property
+    def segment(self) -> npt.NDArray[np.uint32]: ...
 
 
 @dataclass(frozen=True)
@@ -26,12 +36,15 @@ class Order:
     for is done: its sender may go on with an earlier microbatch, whose rows have smaller identities, and must not hold
     it back until then.
 
-    By row: ``identity``, ``rank`` (its place by identity); of a computation its ``device`` and its ``step`` in the
-    segments, of a communication -1 and its number in the segments; ``launched``: ticks until the hosts of its devices
-    have launched it (0 for a communication that follows others: it is not launched). Row k waits for the rows
-    ``after[first[k]:first[k + 1]]``, ascending."""
+    By row: ``microbatch``, ``block``, ``communicates`` and ``number``, its identity; ``rank``, its place by that; of a
+    computation its ``device`` and its ``step`` in the segments, of a communication -1 and its number in the segments;
+    ``launched``: ticks until the hosts of its devices have launched it (0 for a communication that follows others: it
+    is not launched). Row k waits for the rows ``after[first[k]:first[k + 1]]``, ascending."""
 
-    identity: list[Row]
+    microbatch: Numbers
+    block: Numbers
+    communicates: Numbers
+    number: Numbers
     rank: Numbers
     device: Numbers
     step: Numbers
@@ -40,13 +53,18 @@ class Order:
     after: Numbers
 
     def __len__(self) -> int:
-        return len(self.identity)
+        return len(self.rank)
+
+    def identities(self) -> list[Row]:
+        """Of all rows."""
+        columns = self.microbatch, self.block, self.communicates, self.number
+        return list(map(Row._make, zip(*(column.tolist() for column in columns), strict=True)))
 
 
 class _Keys:
     """Identities as numbers that are in the same order."""
 
-    def __init__(self, rows: Rows) -> None:
+    def __init__(self, rows: Scheduled) -> None:
         segments = rows.segments
         self.blocks = len(rows.segment)
         self.once = rows.schedule.once.astype(bool)
@@ -77,7 +95,7 @@ class _Steps:
     awaited: Numbers
 
 
-def order_of(rows: Rows) -> Order:
+def order_of(rows: Scheduled) -> Order:
     """The order of a plan's rows."""
     keys = _Keys(rows)
     devices = [_steps(rows, keys, device) for device in range(len(rows.schedule.group))]
@@ -107,14 +125,13 @@ def order_of(rows: Rows) -> Order:
         place = np.argsort(rank)
         pairs = np.sort(place[late] * count + place[early])
         late, early = np.divmod(pairs, max(count, 1))
-    columns = (column[rank].tolist() for column in (microbatch, block, communicates, number))
     return Order(
-        [Row(*row) for row in zip(*columns, strict=True)], rank, device[rank], step[rank], launched[rank],
-        np.searchsorted(late, np.arange(count + 1)), early,
+        microbatch[rank], block[rank], communicates[rank], number[rank], rank, device[rank], step[rank],
+        launched[rank], np.searchsorted(late, np.arange(count + 1)), early,
     )  # fmt: skip
 
 
-def _steps(rows: Rows, keys: _Keys, device: int) -> _Steps:
+def _steps(rows: Scheduled, keys: _Keys, device: int) -> _Steps:
     """What a device does, in its order."""
     schedule, segments, final = rows.schedule, rows.segments, int(rows.schedule.final[0])
     group = schedule.group[device]
@@ -153,7 +170,7 @@ def _ranges(first: Numbers, lengths: Numbers) -> Numbers:
     return np.repeat(first - (ends - lengths), lengths) + np.arange(total)
 
 
-def _followers(rows: Rows, keys: _Keys, known: Numbers) -> tuple[Numbers, Numbers]:
+def _followers(rows: Scheduled, keys: _Keys, known: Numbers) -> tuple[Numbers, Numbers]:
     """Pairs of keys: communications that follow others, and these."""
     segments = rows.segments
     microbatch, block, communicates, number = keys.parts(known)

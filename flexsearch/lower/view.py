@@ -296,7 +296,7 @@ def task_graph(lowered: Described) -> TaskGraph:
     order, rows, tasks, actions = lowered.order, lowered.rows, TaskGraph(), Actions(lowered)
     segments, blocks, machine = rows.segments, rows.blocks, rows.machine
     first, after, launched = order.first.tolist(), order.after.tolist(), (order.launched * TICK).tolist()
-    places = zip(order.identity, order.device.tolist(), order.step.tolist(), strict=True)
+    places = zip(order.identities(), order.device.tolist(), order.step.tolist(), strict=True)
     for k, (row, device, step) in enumerate(places):
         tasks.identity.append(row)
         tasks.action.append(actions.of(row))

@@ -133,7 +133,7 @@ def dominates(lowered: Lowered, simulation: Simulation) -> str:
         if step.launches:
             launching += share
             continue
-        if not lowered.order.identity[task].communicates or step.moves_bytes:
+        if not lowered.order.communicates[task] or step.moves_bytes:
             compute += share
             continue
         communication = _communication(lowered, task)
@@ -172,5 +172,4 @@ def _where(lowered: Lowered, group: dict[int, float]) -> str:
 
 
 def _communication(lowered: Lowered, task: int) -> Communication:
-    row = lowered.order.identity[task]
-    return lowered.communications.of(row.block, row.number)
+    return lowered.communications.of(int(lowered.order.block[task]), int(lowered.order.number[task]))

@@ -72,7 +72,7 @@ def critical_path(lowered: Lowered) -> tuple[Step, ...]:
     at, end = replay.last, replay.makespan
     steps: list[Step] = []
     while at >= 0:
-        one = replay.moments[at]
+        one = _Moment(*replay.moments[at])
         steps.append(
             Step(one.task, one.begin * TICK, end * TICK, replay.why(one), one.resource, one.moves, one.done * TICK)
         )
@@ -87,7 +87,7 @@ def turns(lowered: Lowered) -> dict[int, list[tuple[float, float]]]:
     turns before had done. One that does not share its links has a single turn."""
     replay, found = _Replay(lowered), dict[int, list[tuple[float, float]]]()
     replay.run()
-    for one in replay.moments:
+    for one in map(_Moment._make, replay.moments):
         if replay.device[one.task] < 0 and not one.moves:
             found.setdefault(one.task, []).append((one.begin * TICK, one.done * TICK))
     return found
@@ -109,7 +109,8 @@ class _Replay:
     def __init__(self, lowered: Lowered) -> None:
         self.order, self.rows = lowered.order, lowered.rows
         order, count = self.order, len(self.order)
-        self.moments: list[_Moment] = []
+        self.moments: list[tuple[int, int, int, int, bool, int]] = []
+        """Fields of each ``_Moment``."""
         self.last, self.makespan = -1, 0
         self.device, self.step, self.rank = order.device.tolist(), order.step.tolist(), order.rank.tolist()
         by_awaited = np.argsort(order.after, kind="stable")
@@ -175,7 +176,7 @@ class _Replay:
             begin = max(until, ready)
             self.free[r] = begin + ticks, len(self.moments)
             before, resource = (holder, r) if waits else (self.ready_by[task], -1)
-            self.moments.append(_Moment(task, begin, before, resource, True, 0))
+            self.moments.append((task, begin, before, resource, True, 0))
 
     def _take(self, task: int) -> tuple[int, int, bool]:
         """Keep its links from the moment when all are free, for a turn or what is left of each: that moment (tick), its
@@ -191,7 +192,7 @@ class _Replay:
             if until > begin:
                 begin, before, resource = until, holder, r
         now = len(self.moments)
-        self.moments.append(_Moment(task, begin, before, resource, False, done))
+        self.moments.append((task, begin, before, resource, False, done))
         again = False
         if turn < NEVER:
             again = max((ticks - done for _, ticks in links), default=0) > turn
@@ -220,7 +221,7 @@ class _Replay:
             return "link" if communicates and not moment.moves else "processor"
         if moment.moves:
             return "data"
-        other = self.moments[moment.before].task
+        other = self.moments[moment.before][0]
         if other == task:
             return "turn"
         return "order" if not communicates and self.device[other] == self.device[task] else "data"
