@@ -35,9 +35,19 @@ def build(name: str) -> ZooModel:
         "lenet": lambda: lenet(16),
         "llama": lambda: llama7b(8, 6, 4, hidden=32, heads=4, kv_heads=2, ffn=24, vocab=20, device="cpu"),
         "gpt2": lambda: gpt2(8, 6, 2, hidden=32, heads=4, vocab=21),
+        "pooled": pooled,
     }[name]()
     inputs = tuple(x.double() if x.is_floating_point() else x for x in made.inputs)
     return ZooModel(made.model.double(), inputs, made.targets, made.loss)
+
+
+def pooled() -> ZooModel:
+    """Convolutions, with a pooling between them and the linear layer that changes nothing at these sizes, as in
+    AlexNet on images of 224 x 224: the plan has no operator of it."""
+    torch.manual_seed(0)
+    layers = (nn.Conv2d(1, 3, 3, padding=1), nn.Conv2d(3, 2, 2, stride=2), nn.AdaptiveAvgPool2d(4), nn.Flatten())
+    model = nn.Sequential(*layers, nn.Linear(32, 5))
+    return ZooModel(model, (torch.randn(8, 1, 8, 8),), torch.randint(5, (8,)), nn.functional.cross_entropy)
 
 
 def layout(

@@ -66,6 +66,9 @@ def plans() -> dict[str, tuple[str, Strategy, tuple[str, ...]]]:
             "llama", layout(llama, 1, 1, LLAMA, ranks=4, schedule="zero-bubble", microbatches=4),
             ("ScheduleInterleavedZeroBubble(",),
         ),
+        "pipeline x data, a module without operators": (
+            "pooled", layout(graph("pooled"), 2, 1, ["1"], ranks=2, microbatches=2), ("Schedule1F1B(",),
+        ),
     }  # fmt: skip
 
 

@@ -98,10 +98,22 @@ def _parts(file: File) -> None:
     file.functions += [
         'class HandOn(nn.Module):\n    """In the place of a module of another stage."""\n\n'
         "    def forward(self, x: Tensor, *_: object, **__: object) -> Tensor:\n        return x",
+        "def plain(module: nn.Module) -> bool:\n"
+        '    """Whether it is a module of PyTorch without weights or parts."""\n'
+        '    own = type(module).__module__.startswith("torch.nn.")\n'
+        "    return own and not [*module.children(), *module.parameters(), *module.buffers()]",
         "def part(model: nn.Module, stage: int) -> nn.Module:\n"
-        '    """The model with the modules of one stage alone; these are not copied."""\n'
+        '    """The model with the modules of one stage alone; these are not copied. Plain modules that the plan does\n'
+        "    not name, as they change nothing at its sizes or are computed with the loss, run once, in the stage of\n"
+        '    the module before them."""\n'
+        "    stage_of = {name: k for k, names in enumerate(STAGES) for name in names}\n"
         "    kept = [model.get_submodule(name) for name in STAGES[stage]]\n"
-        "    gone = [model.get_submodule(name) for k, names in enumerate(STAGES) if k != stage for name in names]\n"
+        "    gone = [model.get_submodule(name) for name, k in stage_of.items() if k != stage]\n"
+        "    at, inside = 0, tuple(f\"{name}.\" for name in stage_of)\n"
+        "    for name, module in model.named_modules():\n"
+        "        at = stage_of.get(name, at)\n"
+        "        if name not in stage_of and not name.startswith(inside) and plain(module):\n"
+        "            (kept if at == stage else gone).append(module)\n"
         "    return deepcopy(model, {id(m): m for m in kept} | {id(m): HandOn() for m in gone})",
     ]
     if file.plan.tensor > 1 or file.plan.data > 1 or file.options.recompute != "none" or not file.precise:
