@@ -238,7 +238,7 @@ def against_optimum(name: str, devices: int, options: Namespace) -> list[Row]:
     row = {
         "table": "exhaustive", "graph": name, "devices": devices, "best_known_s": proof.time_s,
         "complete": proof.complete, "proved_s": proof.bound_s, "found_s": median(seconds), "most_s": max(seconds),
-        "reached_seeds": sum(reached), "seeds": len(made), "optimal_seeds": sum(r.optimal for r, _ in made),
+        "reached_seeds": sum(reached), "seeds": len(made), "optimal_seeds": sum(record.optimal for _, record in made),
         "latest_find_s": max(record.after_s for _, record in made),
         "data_parallel_s": made[0][1].baselines["data-parallel"][0], "single_s": made[0][1].baselines["single"][0],
         "plans": float(proof.plans), "nodes": proof.nodes, "proof_s": proof.elapsed_s,

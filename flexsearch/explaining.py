@@ -43,7 +43,7 @@ def explain(
     one with stages or microbatches."""
     report = on_progress or (lambda what, done, of: None)
     row = PlanRow("the plan", simulate_step(lowered), lowered)
-    steps = critical_path(lowered.tasks) if count_tasks(row.simulation.times) <= MOST_TASKS else ()
+    steps = critical_path(lowered) if count_tasks(row.simulation.times) <= MOST_TASKS else ()
     if lowered.options.recipes:
         return Explanation(row, steps, (), (), SingleChanges(0, 0, ()), mean_s=simulate(lowered).makespan_s)
     changes = []
@@ -124,7 +124,7 @@ def difference(
     rows = [PlanRow(name, simulate(plan), plan) for name, plan in zip(names, lowered, strict=True)]
     space, effects = Space(lowered[0].graph, lowered[0].topology), (effects_of(lowered[0]), effects_of(lowered[1]))
     sorts = changed(space, lowered[0].configs, lowered[1].configs)
-    paths = tuple(critical_path(row.lowered.tasks) for row in rows)
+    paths = tuple(critical_path(row.lowered) for row in rows)
     return Comparison(
         rows[0], rows[1], paths[0], paths[1], tuple(differences(*effects, sorts)) if sorts else (),
         tuple(_option_effects(*lowered)), baselines,

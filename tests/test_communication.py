@@ -14,6 +14,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from flexsearch.cost import tally
 from flexsearch.cost.collectives import ALL_REDUCE, EXCHANGE, ring_edge
 from flexsearch.cost.communication import Pricing, least_seconds
 from flexsearch.cost.tally import MOST_TURNS, NEVER, turn_of
@@ -244,3 +245,17 @@ def test_a_single_group_counts_and_its_start_grows_with_members() -> None:
     assert four == pytest.approx(50e-6, abs=TICK) and eight == pytest.approx(20e-6 + 30e-6 * 7 / 3, abs=TICK)
     moving = pricing.all_reduce(range(4), 1 << 30).duration_s - four
     assert moving == pytest.approx(1.5 * 2 * 3 / 4 * (1 << 30) / 300e9, rel=1e-6)
+
+
+@pytest.mark.parametrize("name", ["dgx-a100:4", "ethernet-1g:8"])
+def test_a_group_that_was_priced_before_costs_what_it_costs_anew(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Groups share a few slots and rows here, so that they drive each other out."""
+    topology, rng = Topology.load(name), np.random.default_rng(0)
+    monkeypatch.setattr(tally, "SLOTS", 4)
+    monkeypatch.setattr(tally, "ROWS", 1)
+    kept, count = Pricing(topology), len(topology.devices)
+    groups = [sorted(rng.choice(count, size, replace=False).tolist()) for size in (2, 3, count // 2, count) * 3]
+    for _ in range(60):
+        devices, nbytes = groups[rng.integers(len(groups))], int(rng.integers(1, 10**8))
+        for form in ("all_reduce", "all_gather"):
+            assert kept.collective(form, devices, nbytes) == Pricing(topology).collective(form, devices, nbytes)

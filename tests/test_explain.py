@@ -81,7 +81,7 @@ def test_the_critical_path_of_any_plan_has_no_gap_and_its_parts_add_up_to_the_it
     lowered = lowering.lower(strategy.in_order(graph), strategy.options, stages)
     simulation = simulate(lowered)
     assert simulation.makespan_s == makespan(lowered)
-    steps, total = critical_path(lowered.tasks), simulation.makespan_s
+    steps, total = critical_path(lowered), simulation.makespan_s
     check_path(lowered.tasks, steps, total, simulation.start, simulation.end)
     assert sum(by_kind(lowered.tasks, steps).values()) == pytest.approx(total)
     assert sum(sum(row.values()) for row in by_layer(lowered, steps).values()) == pytest.approx(total)
@@ -98,7 +98,7 @@ def test_a_wait_for_a_busy_link_and_for_a_processor_that_moves_bytes_is_told() -
     for graph in (mlp(), cnn()):
         setting = Setting.of(graph, topology)
         for strategy in baselines(setting.graph, setting.topology, Options(bucket_bytes=1)).values():
-            steps = critical_path(setting.lower(strategy).tasks)
+            steps = critical_path(setting.lower(strategy))
             found |= {(step.why, step.moves_bytes) for step in steps}
     assert {("link", False), ("order", False), ("data", False), ("data", True)} <= found
 
@@ -107,7 +107,7 @@ def test_a_wait_for_a_busy_link_and_for_a_processor_that_moves_bytes_is_told() -
 def test_a_long_path_is_told_on_one_screen_without_losing_time(name: str) -> None:
     setting = Setting.of(OperatorGraph.load("gpt2"), Topology.load("p100:1"))
     lowered = setting.lower(setting.baseline(name))
-    steps = critical_path(lowered.tasks)
+    steps = critical_path(lowered)
     told = stretches(lowered, steps)
     assert len(told) <= SCREEN + 1
     assert sum(row.seconds for row in told) == pytest.approx(makespan(lowered))
@@ -140,12 +140,12 @@ def test_a_step_that_is_bound_by_its_host_says_so() -> None:
     launches += sum(t.kind == "parameter" for t in graph.tensors)  # the update
     launches += USUAL_LAUNCHES.communication  # the loss goes to the other devices
     assert simulation.makespan_s == pytest.approx(launches * topology.devices[device].launch_s, rel=1e-3)
-    (first, *_), time = critical_path(lowered.tasks), device_times(lowered.rows, simulation.times)[device]
+    (first, *_), time = critical_path(lowered), device_times(lowered.rows, simulation.times)[device]
     assert first.launches and first.seconds > 0.9 * simulation.makespan_s
     waited = simulation.makespan_s - time.compute_s - time.communicate_s  # the loss is sent meanwhile
     assert time.host_s == pytest.approx(waited, rel=0.01) and time.host_s > 0.7 * simulation.makespan_s
     assert dominates(lowered, simulation).startswith("launching operators (host)")
-    told = stretches(lowered, critical_path(lowered.tasks))[0]
+    told = stretches(lowered, critical_path(lowered))[0]
     assert (told.phase, told.where) == ("launch", "host")
 
 
@@ -523,5 +523,5 @@ def test_numbers_of_the_path_are_those_of_the_engine() -> None:
     setting = Setting.of(transformer(), topology)
     for strategy in setting.baselines().values():
         lowered = setting.lower(strategy)
-        assert critical_path(lowered.tasks)[-1].end == makespan(lowered)
-        assert np.isfinite([step.seconds for step in critical_path(lowered.tasks)]).all()
+        assert critical_path(lowered)[-1].end == makespan(lowered)
+        assert np.isfinite([step.seconds for step in critical_path(lowered)]).all()

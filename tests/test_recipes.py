@@ -202,7 +202,7 @@ def test_the_engine_runs_rows_of_recipes_by_its_definition(text: str) -> None:
 @pytest.mark.parametrize("text", ("gossip", "top-k:density=0.01", "server", "local-sgd:period=4", "async+server"))
 def test_the_critical_path_of_a_recipe_fills_the_step(text: str) -> None:
     here = lowered(text)
-    assert critical_path(here.tasks)[-1].end == simulate_step(here).makespan_s
+    assert critical_path(here)[-1].end == simulate_step(here).makespan_s
 
 
 def test_the_backends_all_reduce_is_the_exact_plan_without_overlap() -> None:

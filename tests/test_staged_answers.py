@@ -124,7 +124,7 @@ def test_shares_of_a_step_add_up_and_name_bubbles_apart_from_communication() -> 
 
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_the_critical_path_fills_the_step(name: str) -> None:
-    steps = critical_path(lowered(name).tasks)
+    steps = critical_path(lowered(name))
     assert steps[0].begin == 0.0 and all(a.end == b.begin for a, b in pairwise(steps))
     assert steps[-1].end == setting().step(plan(name)).makespan_s
 

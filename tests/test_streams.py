@@ -97,7 +97,7 @@ def test_progress_is_told_without_a_terminal(cli: Cli, monkeypatch: pytest.Monke
     from flexsearch import compiled
     from flexsearch.cli import progress
 
-    monkeypatch.setattr(progress, "EVERY_S", 0.1)
+    monkeypatch.setattr(progress, "FIRST_S", 0.1)
     ran = cli("optimize", "alexnet", "-t", "ethernet-1g-4", "-b", "2s", "-j", "1", "--json")
     assert ran.code == 0 and "proposals/s" in ran.err and " s, " in ran.err and "%)" in ran.err
     assert "Compiling" not in ran.err

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from typing import TYPE_CHECKING, Final, Self
+from typing import TYPE_CHECKING, Self
 
 from rich.progress import BarColumn, Progress, TextColumn
 
@@ -15,8 +15,8 @@ if TYPE_CHECKING:
     from flexsearch.proof.exhaustive import Step
     from flexsearch.search.outcome import Progress as Searched
 
-EVERY_S: Final = 5.0
-"""Seconds between two lines."""
+FIRST_S, EVERY_S = 1.0, 5.0
+"""Seconds before the first line, and between two."""
 
 
 class Live:
@@ -52,7 +52,9 @@ class Live:
         self._bar.update(self._task, description=phase, completed=done, total=self._total, state=state)
 
     def _print_lines(self) -> None:
-        while not self._over.wait(EVERY_S):
+        wait_s = FIRST_S
+        while not self._over.wait(wait_s):
+            wait_s = EVERY_S
             share = f", {min(1.0, self._done / self._total):.0%}" if self._total and self._done else ""
             state = f"   {self._state}" if self._state else ""
             elapsed = time.monotonic() - self._began

@@ -23,13 +23,17 @@ from typing import Any
 
 import numpy as np
 
-from flexsearch.compiled import ONE, TWO, U32, ZERO, lean
-from flexsearch.cost.tally import Loads, Rates, Tally, busiest, carry, settle, sort
+from flexsearch.compiled import ONE, U32, ZERO, lean
+from flexsearch.cost.tally import WAYS, WORD, Loads, Rates, Tally, carry, clear, link_seconds, settle, sort
 from flexsearch.topology.routes import RouteTable
 
 # Constants that are handed on have a numpy type: for every plain number numba would compile a function again.
 ALL_REDUCE, ALL_GATHER, REDUCE_SCATTER, ALL_TO_ALL, EXCHANGE = (np.uint64(k) for k in range(5))
 """Numbers of forms in ``topology.parts.FORMS``."""
+RINGS, INSIDE, BETWEEN, BOTH, TREE = (np.uint64(k) for k in range(5))
+"""What is known of a group: rings, the phases of the hierarchical algorithm, both together, the tree."""
+MOST_LISTS: Any = np.uint64(2 * WAYS)
+MIX: Any = np.uint64(0x9E3779B97F4A7C15)
 HALF: Any = np.uint64(32)
 LOW: Any = np.uint64(0xFFFFFFFF)
 
@@ -54,26 +58,19 @@ def price_collective(
     passes = np.int64(2) if form == ALL_REDUCE else np.int64(1)
     edge = ring_edge(count, nbytes) if form == ALL_REDUCE else np.int64(nbytes) // np.int64(count)
     size = np.int64(nbytes) if form == ALL_REDUCE else np.int64(nbytes) // (np.int64(count) - np.int64(1))
-    hosts = _by_host(rates, tally, devices, first, count)
-    if rates.by_group[form] == 0:
-        hosts, tally.begin[1] = ONE, count
-    fewest, most = count, ZERO
-    for h in range(hosts):
-        members = np.uint64(tally.begin[h + ONE]) - np.uint64(tally.begin[h])
-        fewest, most = min(fewest, members), max(most, members)
+    slot = _slot_of(routes, rates, tally, rates.by_group[form], devices, first, count)
     tally.linear[0] = 1
     steps = np.float64(passes * (np.int64(count) - np.int64(1)))
-    if hosts == ONE:
-        _rings(routes, rates, tally, ONE, ONE)
-        factor, start = rates.factor[form], rates.overhead_s[0] + steps * tally.latency[0]
-        if rates.by_group[form] == 1 and rates.group_factor[count] > 0.0:
-            factor, start = rates.group_factor[count], rates.launch_s[0] + steps * rates.step_s[count]
-            if rates.protocol_factor[count, ZERO] > 0.0:
-                moving = busiest(rates, tally, 1.0, edge)
-                factor, start = _faster(rates, count, moving, np.float64(passes) / 2.0)
-                _rings(routes, rates, tally, ONE, ONE)
-        return settle(rates, tally, loads, form, factor, edge, start)
-    return _across(routes, rates, tally, loads, form, hosts, fewest, most, passes, steps, edge, size)
+    if tally.groups.hosts[slot] > np.uint32(1):
+        return _across(rates, tally, loads, form, slot, count, passes, steps, edge, size)
+    factor, start = rates.factor[form], rates.overhead_s[0] + steps * tally.groups.latency[slot]
+    if rates.by_group[form] == 1 and rates.group_factor[count] > 0.0:
+        factor, start = rates.group_factor[count], rates.launch_s[0] + steps * rates.step_s[count]
+        if rates.protocol_factor[count, ZERO] > 0.0:
+            moving = _busiest(rates, tally, slot, RINGS, 1.0, edge)
+            factor, start = _faster(rates, count, moving, np.float64(passes) / 2.0)
+    _restore(tally, slot, RINGS)
+    return settle(rates, tally, loads, form, factor, edge, start)
 
 
 @lean
@@ -90,51 +87,149 @@ def _faster(rates: Rates, count: Any, moving: Any, share: Any) -> Any:
 
 @lean
 def _across(
-    routes: RouteTable, rates: Rates, tally: Tally, loads: Loads, form: Any, hosts: Any, fewest: Any, most: Any,
-    passes: Any, steps: Any, edge: Any, size: Any,
+    rates: Rates, tally: Tally, loads: Loads, form: Any, slot: Any, count: Any, passes: Any, steps: Any, edge: Any,
+    size: Any,
 ) -> Any:  # fmt: skip
-    """As ``price_collective``, among several hosts that have from ``fewest`` to ``most`` members each."""
+    """As ``price_collective``, among the ``count`` members of a group in ``tally.groups`` that are on several hosts."""
+    groups = tally.groups
+    hosts, fewest, most = np.uint64(groups.hosts[slot]), np.uint64(groups.fewest[slot]), np.uint64(groups.most[slot])
     rails, factor, launch = np.int64(fewest), rates.factor[form], rates.launch_s[0]
-    members, others = rates.step_s[np.uint64(most)], np.float64(np.int64(hosts) - np.int64(1))
-    step = rates.step_s[np.uint64(tally.begin[hosts])]
-    _rings(routes, rates, tally, hosts, fewest)
-    far = tally.latency[0]  # between hosts; of what is not measured, every step takes it
-    hop, extra = (step, far) if step > 0.0 else (far, 0.0)
+    members, others = rates.step_s[most], np.float64(np.int64(hosts) - np.int64(1))
+    step, far = rates.step_s[count], groups.latency[slot]  # far: between hosts
+    hop, extra = (step, far) if step > 0.0 else (far, 0.0)  # of what is not measured, every step takes it
     near = members if members > 0.0 else far
-    start, unit, best = launch + steps * hop + np.float64(passes) * others * extra, edge // rails, ZERO
-    least = start + busiest(rates, tally, factor, unit)
+    start, unit, best = launch + steps * hop + np.float64(passes) * others * extra, edge // rails, RINGS
+    least = start + _busiest(rates, tally, slot, RINGS, factor, unit)
     if fewest == most and most > ONE:
         across = launch * np.float64(passes + np.int64(1)) + np.float64(passes) * others * (hop + extra)
         part = passes * size // (rails * np.int64(hosts))
-        _phase_inside(routes, rates, tally, hosts)
         across += np.float64(passes * (rails - np.int64(1))) * near
-        seconds = busiest(rates, tally, factor, part)
-        _phase_between(routes, rates, tally, hosts)
-        seconds += busiest(rates, tally, factor, part)
+        seconds = _busiest(rates, tally, slot, INSIDE, factor, part)
+        seconds += _busiest(rates, tally, slot, BETWEEN, factor, part)
         if across + seconds < least:
             # ``settle`` adds the busiest link of both phases together; the rest of the other one is part of the start.
-            _phase_inside(routes, rates, tally, hosts)
-            _phase_between(routes, rates, tally, hosts)
-            together = busiest(rates, tally, factor, part)
-            least, start, unit, best = across + seconds, across + seconds - together, part, ONE
+            together = _busiest(rates, tally, slot, BOTH, factor, part)
+            least, start, unit, best = across + seconds, across + seconds - together, part, BOTH
     if form == ALL_REDUCE:
         levels = 0.0
         while 2.0**levels < np.float64(hosts):
             levels += 1.0
         climb = launch + 2.0 * ((np.float64(most) - 1.0) * near + levels * (hop + extra))
-        _tree(routes, rates, tally, hosts, fewest)
-        seconds = climb + busiest(rates, tally, factor, size // rails)
+        seconds = climb + _busiest(rates, tally, slot, TREE, factor, size // rails)
         if seconds < least:
-            start, unit, best = climb, size // rails, TWO
+            start, unit, best = climb, size // rails, TREE
     tally.linear[0] = 0
-    if best == ZERO:
-        _rings(routes, rates, tally, hosts, fewest)
-    elif best == ONE:
+    _restore(tally, slot, best)
+    return settle(rates, tally, loads, form, factor, unit, start)
+
+
+# ---- groups: what their algorithms bring onto links, worked out once
+
+
+@lean
+def _slot_of(
+    routes: RouteTable, rates: Rates, tally: Tally, by_group: Any, devices: U32, first: Any, count: Any
+) -> Any:  # fmt: skip
+    """Slot in ``tally.groups`` of the group of ``devices[first:first + count]``, which is filled if it was not.
+    ``by_group``: 0 for one ring, whatever hosts there are."""
+    groups, key = tally.groups, tally.groups.key
+    width = np.uint64(key.shape[0])
+    for w in range(width):
+        key[w] = ZERO
+    key[0] = np.uint64(by_group) + ONE  # no empty slot has it
+    for k in range(first, first + count):
+        device = np.uint64(devices[k])
+        key[ONE + device // WORD] |= ONE << (device % WORD)
+    code = ZERO
+    for w in range(width):
+        code = (code ^ key[w]) * MIX
+        code ^= code >> HALF
+    slot, known = code % np.uint64(groups.hosts.shape[0]), True
+    for w in range(width):
+        known = known and groups.member[slot * width + np.uint64(w)] == key[w]
+    if not known:
+        room = np.uint64(groups.resource.shape[0]) - groups.size[0]
+        if room < MOST_LISTS * np.uint64(tally.load.shape[0]):
+            groups.size[0] = ZERO
+            groups.member[:] = 0
+        for w in range(width):
+            groups.member[slot * width + np.uint64(w)] = key[w]
+        _fill(routes, rates, tally, slot, by_group, devices, first, count)
+    return slot
+
+
+@lean
+def _fill(
+    routes: RouteTable, rates: Rates, tally: Tally, slot: Any, by_group: Any, devices: U32, first: Any, count: Any
+) -> None:
+    """Work out what the algorithms of a group bring onto links and processors."""
+    groups = tally.groups
+    hosts = _by_host(rates, tally, devices, first, count)
+    if by_group == 0:
+        hosts, tally.begin[1] = ONE, count
+    fewest, most = count, ZERO
+    for h in range(hosts):
+        members = np.uint64(tally.begin[np.uint64(h) + ONE]) - np.uint64(tally.begin[h])
+        fewest, most = min(fewest, members), max(most, members)
+    groups.hosts[slot], groups.fewest[slot], groups.most[slot] = hosts, fewest, most
+    _rings(routes, rates, tally, hosts, fewest if hosts > ONE else ONE)
+    groups.latency[slot] = tally.latency[0]
+    _note(tally, slot, RINGS)
+    if hosts == ONE:
+        return
+    if fewest == most and most > ONE:
+        _phase_inside(routes, rates, tally, hosts)
+        _note(tally, slot, INSIDE)
+        _phase_between(routes, rates, tally, hosts)
+        _note(tally, slot, BETWEEN)
         _phase_inside(routes, rates, tally, hosts)
         _phase_between(routes, rates, tally, hosts)
-    else:
-        _tree(routes, rates, tally, hosts, fewest)
-    return settle(rates, tally, loads, form, factor, unit, start)
+        _note(tally, slot, BOTH)
+    _tree(routes, rates, tally, hosts, fewest)
+    _note(tally, slot, TREE)
+
+
+@lean
+def _note(tally: Tally, slot: Any, way: Any) -> None:
+    """Move what was added to the tally to the rows of a group's algorithm."""
+    groups, at = tally.groups, tally.groups.size[0]
+    row = slot * WAYS + way
+    groups.first[row] = at
+    for k in range(tally.listed[0]):
+        r = np.uint64(tally.touched[k])
+        groups.resource[at], groups.amount[at] = r, tally.load[r]
+        at += ONE
+    groups.middle[row] = at
+    for k in range(tally.listed[1]):
+        p = np.uint64(tally.dragged[k])
+        groups.resource[at], groups.amount[at] = p, tally.moved[p]
+        at += ONE
+    groups.last[row] = groups.size[0] = at
+    clear(tally)
+
+
+@lean
+def _busiest(rates: Rates, tally: Tally, slot: Any, way: Any, factor: Any, unit: Any) -> Any:
+    """Seconds of the busiest link under a group's algorithm, if an amount of 1 is ``unit`` bytes."""
+    groups, row, most = tally.groups, slot * WAYS + way, 0.0
+    for k in range(np.uint64(groups.first[row]), np.uint64(groups.middle[row])):
+        nbytes = np.float64(groups.amount[k]) * np.float64(unit)
+        most = max(most, link_seconds(factor, nbytes, rates.bandwidth[np.uint64(groups.resource[k])]))
+    return most
+
+
+@lean
+def _restore(tally: Tally, slot: Any, way: Any) -> None:
+    """Fill the tally, which is empty, with what a group's algorithm brings onto links and processors."""
+    groups, row = tally.groups, slot * WAYS + way
+    first, middle, last = np.uint64(groups.first[row]), np.uint64(groups.middle[row]), np.uint64(groups.last[row])
+    for k in range(first, middle):
+        r = groups.resource[k]
+        tally.touched[np.uint64(k) - first], tally.load[np.uint64(r)] = r, groups.amount[k]
+    for k in range(middle, last):
+        p = groups.resource[k]
+        tally.dragged[np.uint64(k) - middle], tally.moved[np.uint64(p)] = p, groups.amount[k]
+    tally.listed[0], tally.listed[1] = middle - first, last - middle
 
 
 @lean

@@ -237,6 +237,7 @@ class Costs:
         _check_kernels(classes)
         self._models = tuple(_Model(device, profile) for device in classes)
         self._known: dict[tuple[int, tuple[int, ...], int], tuple[float, float]] = {}
+        self._known_halves: dict[tuple[int, tuple[int, ...], int], tuple[float, float]] = {}
         if profile is not None and not any(model.profile for model in self._models):
             raise ProfileError(
                 f"the profile was measured on {profile.device}, but topology {topology.name} has "
@@ -290,7 +291,13 @@ class Costs:
         """Seconds of the halves of backward tasks in two (rows), of pieces of these extents on a kind of device: of
         that which makes the gradients of inputs, and of that which makes those of parameters. Together they take as
         long as the whole, or longer: the second is a call of autograd of its own."""
-        return np.array([self._seconds_of_halves(operator, extent, kind) for extent in extents]).reshape(-1, 2).T
+        found, known = [], self._known_halves
+        for extent in extents:
+            key = self.alike[operator], extent, kind
+            if key not in known:
+                known[key] = self._seconds_of_halves(operator, extent, kind)
+            found.append(known[key])
+        return np.array(found).reshape(-1, 2).T
 
     def launches(self, operator: int) -> tuple[int, int, int]:
         """How many operators a host launches for a piece: in its forward task, in its backward task, and how many of

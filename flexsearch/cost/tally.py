@@ -6,7 +6,7 @@ weighs against each other: ``send`` and ``carry`` add messages to a tally, ``set
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -53,6 +53,37 @@ class Rates(NamedTuple):
     reduces_numbers: U8
 
 
+WORD: Any = np.uint64(64)
+"""Devices that a word of a group's key has bits for."""
+WAYS: Any = np.uint64(5)
+"""Lists of a group (``collectives``)."""
+SLOTS: Final = 1024
+ROWS: Final = 1 << 18
+
+
+@packed
+class GroupTable(NamedTuple):
+    """What the algorithms for groups of devices bring onto links, for groups that were priced (``collectives``). A
+    group has the slot that its key's hash says, from which it drives out another one. By slot: ``member``, its key in
+    words (all 0: the slot is empty), the first of which says of which sort it is, and in the others, bit by bit, which
+    devices belong to it; ``hosts``, and the ``fewest`` and ``most`` members on one; ``latency`` of the longest edge of
+    its rings, s. By slot and way: rows ``first`` to ``middle`` are links, those to ``last`` processors, each a
+    ``resource`` and an ``amount``. (1,): rows so far, ``size``. ``key``: room for the key of the group at hand."""
+
+    member: U64
+    hosts: U32
+    fewest: U32
+    most: U32
+    latency: F64
+    first: U32
+    middle: U32
+    last: U32
+    resource: U32
+    amount: I64
+    size: U64
+    key: U64
+
+
 @packed
 class Tally(NamedTuple):
     """What the messages of one communication add up to. ``load``: amount by resource, for the links listed in
@@ -60,7 +91,7 @@ class Tally(NamedTuple):
     each device in ``talking`` sends (device d) and receives (number of devices + d); ``listed``: (3,) how many are
     listed. (1,): ``latency``, the longest, s; ``most`` messages that a device sends or receives; ``unit``, bytes that a
     load of 1 stands for; ``linear``, 1 if twice the bytes are twice the load of every link. For groups of devices:
-    ``order``, the members host by host, and where each host's ``begin``."""
+    ``order``, the members host by host, and where each host's ``begin``; ``groups``, what is known of those priced."""
 
     load: I64
     touched: U32
@@ -75,6 +106,7 @@ class Tally(NamedTuple):
     linear: U8
     order: U64
     begin: U32
+    groups: GroupTable
 
 
 @packed
@@ -198,17 +230,6 @@ def clear(tally: Tally) -> None:
 
 
 @lean
-def busiest(rates: Rates, tally: Tally, factor: Any, unit: Any) -> Any:
-    """Seconds of the busiest link. Clears the tally."""
-    most = 0.0
-    for k in range(tally.listed[0]):
-        r = np.uint64(tally.touched[k])
-        most = max(most, link_seconds(factor, np.float64(tally.load[r]) * np.float64(unit), rates.bandwidth[r]))
-    clear(tally)
-    return most
-
-
-@lean
 def settle(rates: Rates, tally: Tally, loads: Loads, form: Any, factor: Any, unit: Any, start_s: Any) -> Any:
     """Seconds of what the tally says, times ``unit`` bytes (1 where amounts are bytes already). Adds rows to ``loads``
     and clears the tally."""
@@ -295,6 +316,18 @@ def make_tally(topology: Topology) -> Tally:
         messages=np.zeros(2 * devices, np.uint32), talking=np.zeros(2 * devices, np.uint32),
         listed=np.zeros(3, np.uint64), latency=np.zeros(1), most=np.zeros(1, np.uint32), unit=np.ones(1, np.int64),
         linear=np.ones(1, np.uint8), order=np.zeros(devices, np.uint64), begin=np.zeros(devices + 1, np.uint32),
+        groups=_group_table(resources, devices),
+    )  # fmt: skip
+
+
+def _group_table(resources: int, devices: int) -> GroupTable:
+    """An empty one, with room for all rows of at least one group."""
+    words, rows = 1 - -devices // int(WORD), max(ROWS, 4 * int(WAYS) * resources)
+    hosts, fewest, most = (np.zeros(SLOTS, np.uint32) for _ in range(3))
+    first, middle, last = (np.zeros(SLOTS * int(WAYS), np.uint32) for _ in range(3))
+    return GroupTable(
+        np.zeros(SLOTS * words, np.uint64), hosts, fewest, most, np.zeros(SLOTS), first, middle, last,
+        np.zeros(rows, np.uint32), np.zeros(rows, np.int64), np.zeros(1, np.uint64), np.zeros(words, np.uint64),
     )  # fmt: skip
 
 

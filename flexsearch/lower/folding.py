@@ -48,12 +48,14 @@ class Fold:
         return tuple(self._unfolded(i, config) for i, config in enumerate(configs))
 
     @cached_property
-    def _alike(self) -> tuple[object, ...]:
-        """By operator: all that its unfolded configs depend on."""
-        return tuple((op.axes, axis) for op, axis in zip(self.whole.operators, self.samples, strict=True))
+    def _alike(self) -> tuple[int, ...]:
+        """By operator: the first one whose configs are unfolded in the same way."""
+        first: dict[object, int] = {}
+        shared = zip(self.whole.operators, self.samples, strict=True)
+        return tuple(first.setdefault((op.axes, axis), i) for i, (op, axis) in enumerate(shared))
 
     @cached_property
-    def _known(self) -> dict[tuple[object, OperatorConfig], OperatorConfig]:
+    def _known(self) -> dict[tuple[int, OperatorConfig], OperatorConfig]:
         """Configs that were unfolded."""
         return {}
 

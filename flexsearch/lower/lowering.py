@@ -17,6 +17,7 @@ from flexsearch.graph import Flow, OperatorGraph, Tensor, volume
 from flexsearch.graph.precision import with_precision
 from flexsearch.lower.folding import Fold, fold
 from flexsearch.lower.layout import Layout
+from flexsearch.lower.order import Order, order_of
 from flexsearch.lower.pieces import Edge, Pieces, Placed, Weight, kept
 from flexsearch.lower.plan import PlanRows
 from flexsearch.lower.recipe_rows import with_recipes
@@ -61,6 +62,11 @@ class Lowered:
     def communications(self) -> Communications:
         """What the rows communicate."""
         return Communications(self)
+
+    @cached_property
+    def order(self) -> Order:
+        """What the rows wait for."""
+        return order_of(self.rows)
 
     @cached_property
     def tasks(self) -> TaskGraph:
@@ -143,7 +149,9 @@ class Lowering(Pieces):
         self.batch_graph = batch_graph or graph
         """Of the whole batch, where ``graph`` is that of one microbatch."""
         self._plan_rows: tuple[tuple[Options, Stages], PlanRows] | None = None
-        """Of the last strategy that was lowered."""
+        """Of the last strategy whose rows were asked for."""
+        self._at_hand: tuple[OperatorConfig, ...] = ()
+        """Its configs."""
 
     @cached_property
     def _templates(self) -> Templates:
@@ -157,14 +165,21 @@ class Lowering(Pieces):
         cut; by default, not at all. With several microbatches, the graph is that of one."""
         return _Assembly(self, configs, options, stages or Stages.one(len(self.topology.devices))).finish()
 
+    def plan_rows(self, configs: Sequence[OperatorConfig], options: Options, stages: Stages) -> PlanRows:
+        """The rows of a strategy with the templates that they are made of, until another one is asked for."""
+        key, plan = (options, stages), tuple(configs)
+        if self._plan_rows is None or self._plan_rows[0] != key:
+            self._plan_rows, self._at_hand = (key, PlanRows(self, self._templates, options, stages)), ()
+        plan_rows = self._plan_rows[1]
+        if self._at_hand != plan:
+            self._at_hand = ()
+            plan_rows.set(dict(enumerate(plan)))
+            self._at_hand = plan
+        return plan_rows
+
     def rows(self, configs: Sequence[OperatorConfig], options: Options, stages: Stages) -> Rows:
         """The rows of a strategy."""
-        key = options, stages
-        if self._plan_rows is None or self._plan_rows[0] != key:
-            self._plan_rows = key, PlanRows(self, self._templates, options, stages)
-        plan_rows = self._plan_rows[1]
-        plan_rows.set(dict(enumerate(configs)))
-        return plan_rows.copy()
+        return self.plan_rows(configs, options, stages).copy()
 
 
 def lower(

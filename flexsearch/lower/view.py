@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import heapq
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from math import inf
 from typing import NamedTuple, Protocol, TypeVar
@@ -19,13 +18,13 @@ from flexsearch.lower.actions import Action
 from flexsearch.lower.arrays import BlockTable
 from flexsearch.lower.exchanges import Standing, standing
 from flexsearch.lower.orbits import make_block_map
+from flexsearch.lower.order import Order
 from flexsearch.lower.pieces import Edge, Pieces, Weight
 from flexsearch.lower.reading import sample_bytes
 from flexsearch.lower.recipe_rows import RecipeBlock
 from flexsearch.lower.reshard import Exchange, Reshard
 from flexsearch.lower.rows import (
     BACKWARD,
-    COMPUTE,
     FORWARD,
     GATHER,
     GATHER_ONCE,
@@ -37,7 +36,6 @@ from flexsearch.lower.rows import (
     RESULT,
     SYNCHRONISE,
     UPDATE,
-    WAIT,
     WEIGHT_GRADIENT,
     Machine,
     Schedule,
@@ -122,6 +120,9 @@ class Described(Protocol):
     @property
     def communications(self) -> Communications: ...
 
+    @property
+    def order(self) -> Order: ...
+
 
 class Actions:
     """Which action of a pipeline a row belongs to."""
@@ -145,20 +146,19 @@ class Actions:
         return Action(stage, "W" if kind == WEIGHT_GRADIENT else "I", row.microbatch)
 
 
-def task_graph(lowered: Described) -> TaskGraph:
-    """The rows as tasks, those with smaller identities first as far as dependencies allow: with one microbatch, all.
-    With several, devices go through their actions side by side, and a communication stands as soon as what it waits
-    for is done: its sender may go on with an earlier microbatch, whose rows have smaller identities, and must not hold
-    it back until then."""
-    return _View(lowered).tasks
-
-
 def _loads(
     resource: npt.NDArray[np.uint32], ticks: npt.NDArray[np.int64], first: np.uint32, last: np.uint32
 ) -> tuple[tuple[int, float], ...]:
     """Rows of two columns as (resource, seconds)."""
     rows = slice(int(first), int(last))
     return tuple(zip(resource[rows].tolist(), (ticks[rows] * TICK).tolist(), strict=True))
+
+
+def links_of(segments: Segments, communication: int) -> tuple[tuple[int, float], ...]:
+    """Links of a communication, given by its number in the segments, and for how long (s) it keeps each busy."""
+    return _loads(
+        segments.link, segments.link_ticks, segments.link_first[communication], segments.link_last[communication]
+    )
 
 
 def _turn(ticks: np.int64) -> float:
@@ -291,116 +291,26 @@ class Communications:
         return tuple(found)
 
 
-class _View:
-    def __init__(self, lowered: Described) -> None:
-        self.rows, self.communications = lowered.rows, lowered.communications
-        self.actions = Actions(lowered)
-        self.after: dict[Row, list[Row]] = {}
-        self.step: dict[Row, tuple[int, int]] = {}
-        """Device and step of a computation."""
-        self.place: dict[Row, int] = {}
-        """Of a computation with several microbatches: its action's number on the device."""
-        self.launched: dict[Row, int] = {}
-        """Ticks until the hosts of its devices have launched a row."""
-        self.several = int(self.rows.schedule.microbatches[0]) > 1
-        for device in range(len(self.rows.schedule.group)):
-            self._follow(device)
-        self._add_followers()
-        self.tasks = TaskGraph()
-        for row, after in self._in_order():
-            self._add(row, after)
-
-    # ---- dependencies
-
-    def _steps(self, device: int) -> Iterator[tuple[int, int, int, int]]:
-        """Action, microbatch, block and step, in the order in which a device runs them."""
-        s, segments, final = self.rows.schedule, self.rows.segments, int(self.rows.schedule.final[0])
-        group = s.group[device]
-        for a in range(s.action_first[group], s.action_last[group]):
-            microbatch = int(s.microbatch[a])
-            for b in range(s.block_first[a], s.block_last[a]):
-                if microbatch == final if s.last[b] else microbatch == 0 or not s.once[b]:
-                    table = int(segments.device_steps[self.rows.segment[b]]) + device
-                    for step in range(segments.step_first[table], segments.step_first[table + 1]):
-                        yield int(a - s.action_first[group]), microbatch, b, step
-
-    def _row(self, microbatch: int, block: int, communicates: int, number: int) -> Row:
-        return Row(0 if self.rows.schedule.once[block] else microbatch, block, communicates, number)
-
-    def _follow(self, device: int) -> None:
-        """What the rows of a device wait for."""
-        segments, last, waits, host = self.rows.segments, list[Row](), list[Row](), 0
-        for action, microbatch, _, step in self._steps(device):
-            block, number = int(segments.step_block[step]), int(segments.step_row[step])
-            kind = segments.step_kind[step]
-            row = self._row(microbatch, block, int(kind != COMPUTE), number)
-            if kind == WAIT:
-                waits.append(row)
-                continue
-            host += int(segments.step_host[step])
-            self.launched[row] = max(host, self.launched.get(row, 0))
-            if kind == COMPUTE:
-                self.after[row] = [*waits, *last]
-                self.step[row] = device, step
-                self.place[row] = action if self.several else 0
-                last, waits = [row], []
-            else:
-                self.after.setdefault(row, []).extend([*waits, *last])
-
-    def _add_followers(self) -> None:
-        segments = self.rows.segments
-        for row in list(self.after):
-            if row.communicates:
-                c = self._communication(row)
-                for k in range(segments.follower_first[c], segments.follower_last[c]):
-                    block, number = int(segments.follower_block[k]), int(segments.follower_row[k])
-                    self.after.setdefault(self._row(row.microbatch, block, 1, number), []).append(row)
-
-    def _communication(self, row: Row) -> int:
-        return int(self.rows.segments.communication_first[self.rows.segment[row.block]]) + row.number
-
-    def _in_order(self) -> Iterator[tuple[Row, list[int]]]:
-        """Rows with the places of those that they wait for."""
-        readers: dict[Row, list[Row]] = {row: [] for row in self.after}
-        missing = {row: len(set(after)) for row, after in self.after.items()}
-        for row, after in self.after.items():
-            for other in set(after):
-                readers[other].append(row)
-
-        def turn(row: Row) -> tuple[int, Row]:
-            return -1 if self.several and row.communicates else self.place.get(row, 0), row
-
-        heap = [turn(row) for row, count in missing.items() if not count]
-        heapq.heapify(heap)
-        place: dict[Row, int] = {}
-        while heap:
-            _, row = heapq.heappop(heap)
-            place[row] = len(place)
-            yield row, sorted({place[other] for other in self.after[row]})
-            for reader in readers[row]:
-                missing[reader] -= 1
-                if not missing[reader]:
-                    heapq.heappush(heap, turn(reader))
-
-    # ---- tasks
-
-    def _add(self, row: Row, after: list[int]) -> None:
-        segments, blocks = self.rows.segments, self.rows.blocks
-        self.tasks.identity.append(row)
-        self.tasks.action.append(self.actions.of(row))
+def task_graph(lowered: Described) -> TaskGraph:
+    """The rows as tasks, in their order."""
+    order, rows, tasks, actions = lowered.order, lowered.rows, TaskGraph(), Actions(lowered)
+    segments, blocks, machine = rows.segments, rows.blocks, rows.machine
+    first, after, launched = order.first.tolist(), order.after.tolist(), (order.launched * TICK).tolist()
+    places = zip(order.identities(), order.device.tolist(), order.step.tolist(), strict=True)
+    for k, (row, device, step) in enumerate(places):
+        tasks.identity.append(row)
+        tasks.action.append(actions.of(row))
+        awaited = after[first[k] : first[k + 1]]
         if row.communicates:
-            c = self._communication(row)
-            links = _loads(segments.link, segments.link_ticks, segments.link_first[c], segments.link_last[c])
-            drag = _loads(segments.drag, segments.drag_ticks, segments.drag_first[c], segments.drag_last[c])
-            seconds, turn = int(segments.communication_ticks[c]) * TICK, _turn(segments.turn[c])
-            what = self.communications.of(row.block, row.number)
-            launched = self.launched.get(row, 0) * TICK  # of one that follows others: never
-            self.tasks.communicate(what, after, seconds, links, drag, turn, row.microbatch, launched)
-            return
-        device, step = self.step[row]
+            links = links_of(segments, step)
+            drag = _loads(segments.drag, segments.drag_ticks, segments.drag_first[step], segments.drag_last[step])
+            seconds, turn = int(segments.communication_ticks[step]) * TICK, _turn(segments.turn[step])
+            what = lowered.communications.of(row.block, row.number)
+            tasks.communicate(what, awaited, seconds, links, drag, turn, row.microbatch, launched[k])
+            continue
         kind = _KINDS.get(int(blocks.kind[row.block]), TaskKind.UPDATE)
         operator = -1 if kind in (TaskKind.UPDATE, TaskKind.SYNCHRONISE) else int(blocks.argument[row.block])
-        processor, turn = int(self.rows.machine.processor[device]), _turn(self.rows.machine.turn[device])
+        processor, turn = int(machine.processor[device]), _turn(machine.turn[device])
         seconds = int(segments.step_ticks[step]) * TICK
-        launched = self.launched[row] * TICK
-        self.tasks.compute(kind, operator, device, processor, seconds, after, turn, row.microbatch, launched)
+        tasks.compute(kind, operator, device, processor, seconds, awaited, turn, row.microbatch, launched[k])
+    return tasks

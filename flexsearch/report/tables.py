@@ -9,6 +9,7 @@ from functools import cached_property
 from typing import Any
 
 from flexsearch.lower import Communication, Lowered
+from flexsearch.lower.view import links_of
 from flexsearch.report.grid import Column, Grid
 from flexsearch.report.uncertainty import time_words
 from flexsearch.report.units import nbytes, percent, ratio, seconds
@@ -119,8 +120,7 @@ def plan_table(
 def dominates(lowered: Lowered, simulation: Simulation) -> str:
     """What most of the critical path is: "compute 71 %", "all_reduce of gradient of fc6.weight and 7 more 80 %, link
     host0->switch", or "waiting for messages 55 %" (overhead and latency rather than bytes)."""
-    tasks = lowered.tasks
-    path = critical_path(tasks)
+    path = critical_path(lowered)
     # Of the step that the rows describe, which with recipes may take longer than the mean one.
     total = path[-1].end if lowered.options.recipes and path else simulation.makespan_s
     if not path or total <= 0.0:
@@ -130,14 +130,14 @@ def dominates(lowered: Lowered, simulation: Simulation) -> str:
     moving: dict[tuple[str, str], dict[int, float]] = {}
     for step in path:
         task, share = step.task, step.seconds
-        communication = tasks.communication[task]
         if step.launches:
             launching += share
             continue
-        if communication is None or step.moves_bytes:
+        if not lowered.order.communicates[task] or step.moves_bytes:
             compute += share
             continue
-        busy = min(share, busiest(tasks, step))
+        communication = _communication(lowered, task)
+        busy = min(share, busiest(links_of(lowered.rows.segments, int(lowered.order.step[task])), step))
         group = moving.setdefault((communication.form, communication.purpose), {})
         group[task] = group.get(task, 0.0) + busy
         waiting += share - busy
@@ -165,13 +165,11 @@ def _where(lowered: Lowered, group: dict[int, float]) -> str:
     """The link that the group keeps busy longest."""
     busy: dict[int, float] = {}
     for task in group:
-        for link, seconds_ in lowered.tasks.links[task]:
+        for link, seconds_ in links_of(lowered.rows.segments, int(lowered.order.step[task])):
             busy[link] = busy.get(link, 0.0) + seconds_
     resource = lowered.topology.resources[max(busy, key=lambda r: busy[r])]
     return f"link {resource.name}" if resource.kind == "link" else resource.name
 
 
 def _communication(lowered: Lowered, task: int) -> Communication:
-    found = lowered.tasks.communication[task]
-    assert found is not None
-    return found
+    return lowered.communications.of(int(lowered.order.block[task]), int(lowered.order.number[task]))

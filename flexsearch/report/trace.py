@@ -64,7 +64,7 @@ def chrome_trace(
     names = {r: x.name for r, x in enumerate(topology.resources) if simulation.link_bytes[r]}
     events += _process(links, "links: predicted" if known else "links", names)
     shared = any(math.isfinite(turn) for turn in lowered.tasks.turn)
-    turns_of = turns(lowered.tasks) if shared else {}
+    turns_of = turns(lowered) if shared else {}
     for task, device in enumerate(lowered.tasks.device):
         if device >= 0:
             events.append(_compute(lowered, task, 2 * device + 1, simulation.start[task], simulation.end[task]))

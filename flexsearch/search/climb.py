@@ -226,6 +226,8 @@ class FoldedClimb:
         self.outer, self.inner, self.task, self.watch = outer, inner, climb, watch
         self.told: Climbed | None = None
         self._known: Configs = ()
+        self._told_of = 0, 0.0
+        """How many steps inside were told, and the least time that they were told with."""
         self._next = 0.0
 
     def run(self, start: Configs | None) -> Climbed:
@@ -261,5 +263,6 @@ class FoldedClimb:
                 self.told.configs, self.told.evaluation = whole, evaluation
         told, least = self.told, self.told.evaluation.time_s
         told.proposals, told.accepted, told.curve = inside.proposals, inside.accepted, inside.curve
-        told.steps = [replace(step, time_s=max(step.time_s, least)) for step in inside.steps]
+        if (told_of := (len(inside.steps), least)) != self._told_of:
+            told.steps, self._told_of = [replace(x, time_s=max(x.time_s, least)) for x in inside.steps], told_of
         return told

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Final, Literal
@@ -64,13 +64,14 @@ def split(tasks: TaskGraph, step: Step) -> list[tuple[Kind, float]]:
     kind = kind_of(tasks, step.task)
     if tasks.communication[step.task] is None:
         return [(kind, step.seconds)]
-    busy = min(step.seconds, busiest(tasks, step))
+    busy = min(step.seconds, busiest(tasks.links[step.task], step))
     return [(kind, busy), ("latency", step.seconds - busy)]
 
 
-def busiest(tasks: TaskGraph, step: Step) -> float:
-    """For so long from its begin on a step keeps the busiest link of its task busy, s; it may be over before."""
-    return max(0.0, max((seconds for _, seconds in tasks.links[step.task]), default=0.0) - step.done)
+def busiest(links: Iterable[tuple[int, float]], step: Step) -> float:
+    """For so long from its begin on a step keeps the busiest of its task's ``links`` (resource, seconds) busy, s; it
+    may be over before."""
+    return max(0.0, max((seconds for _, seconds in links), default=0.0) - step.done)
 
 
 def by_kind(tasks: TaskGraph, steps: Sequence[Step]) -> dict[Kind, float]:

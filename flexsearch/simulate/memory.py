@@ -14,8 +14,6 @@ from flexsearch.cost.ticks import TICK
 from flexsearch.direct import direct
 from flexsearch.lower import Lowered
 from flexsearch.lower.arrays import State
-from flexsearch.lower.plan import PlanRows
-from flexsearch.lower.templates import Templates
 from flexsearch.lower.view import Rows
 from flexsearch.simulate.account import Account, enter, which_cells
 from flexsearch.simulate.engine import Times
@@ -191,8 +189,7 @@ def _clocks(rows: Rows, times: Times, account: Account) -> Iterator[npt.NDArray[
 
 def _account(lowered: Lowered) -> tuple[Account, Sources, State]:
     """An account of no plan, what it is worked out from, and the plan."""
-    rows = PlanRows(lowered.lowering, Templates(lowered.lowering, share=False), lowered.options, lowered.stages)
-    rows.set(dict(enumerate(lowered.configs)))
+    rows = lowered.lowering.plan_rows(lowered.configs, lowered.options, lowered.stages)
     return *make_account(rows), rows.state
 
 

@@ -107,14 +107,14 @@ def _extents(pieces: Pieces, operator: int, config: OperatorConfig) -> Mapping[s
 
 def _moving(sources: Sources, pieces: Pieces, rows: Rows) -> Iterator[Scaled]:
     """Communications: bytes by the links that they cross (and what moving them takes of processors), and the start."""
-    segments, of_network = rows.segments, sources.links()
+    segments, of_network, starting = rows.segments, sources.links(), sources.starting()
     source_of = {int(pieces.image[r]): source for r, source in of_network.items()}
     for segment in rows.segment.tolist():
         for c in range(segments.communication_first[segment], segments.communication_last[segment]):
             first, last = int(segments.link_first[c]), int(segments.link_last[c])
             ticks = segments.link_ticks[first:last]
             busiest = int(ticks.max(initial=0))
-            of_link = [source_of.get(r, sources.starting()) for r in segments.link[first:last].tolist()]
+            of_link = [source_of.get(r, starting) for r in segments.link[first:last].tolist()]
             for source in dict.fromkeys(of_link):
                 own = np.array([one is source for one in of_link])
                 yield source, "link_ticks", first + np.flatnonzero(own), ticks[own]
@@ -124,4 +124,4 @@ def _moving(sources: Sources, pieces: Pieces, rows: Rows) -> Iterator[Scaled]:
             if len(drags) and of_link:
                 yield of_link[int(ticks.argmax())], "drag_ticks", drags, segments.drag_ticks[drags]
             start = int(segments.communication_ticks[c]) - busiest
-            yield sources.starting(), "communication_ticks", np.array([c]), np.array([start])
+            yield starting, "communication_ticks", np.array([c]), np.array([start])

@@ -1,0 +1,203 @@
+"""What every row of a plan waits for, in columns that are read off the devices' steps: task graphs and critical paths
+follow from them."""
+
+from __future__ import annotations
+
+import heapq
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from flexsearch.lower.rows import COMPUTE, WAIT, Schedule, Segments
+from flexsearch.lower.taskgraph import Row
+
+Numbers = npt.NDArray[np.int64]
+
+
+class Scheduled(Protocol):
+    """What of a plan's rows (``view.Rows``) their order follows from."""
+
+    @property
+    def schedule(self) -> Schedule: ...
+
+    @property
+    def segments(self) -> Segments: ...
+
+    @property
+    def segment(self) -> npt.NDArray[np.uint32]: ...
+
+
+@dataclass(frozen=True)
+class Order:
+    """The rows of a plan, those with smaller identities first as far as dependencies allow: with one microbatch, all.
+    With several, devices go through their actions side by side, and a communication stands as soon as what it waits
+    for is done: its sender may go on with an earlier microbatch, whose rows have smaller identities, and must not hold
+    it back until then.
+
+    By row: ``microbatch``, ``block``, ``communicates`` and ``number``, its identity; ``rank``, its place by that; of a
+    computation its ``device`` and its ``step`` in the segments, of a communication -1 and its number in the segments;
+    ``launched``: ticks until the hosts of its devices have launched it (0 for a communication that follows others: it
+    is not launched). Row k waits for the rows ``after[first[k]:first[k + 1]]``, ascending."""
+
+    microbatch: Numbers
+    block: Numbers
+    communicates: Numbers
+    number: Numbers
+    rank: Numbers
+    device: Numbers
+    step: Numbers
+    launched: Numbers
+    first: Numbers
+    after: Numbers
+
+    def __len__(self) -> int:
+        return len(self.rank)
+
+    def identities(self) -> list[Row]:
+        """Of all rows."""
+        columns = self.microbatch, self.block, self.communicates, self.number
+        return list(map(Row._make, zip(*(column.tolist() for column in columns), strict=True)))
+
+
+class _Keys:
+    """Identities as numbers that are in the same order."""
+
+    def __init__(self, rows: Scheduled) -> None:
+        segments = rows.segments
+        self.blocks = len(rows.segment)
+        self.once = rows.schedule.once.astype(bool)
+        self.width = 1 + int(max(segments.step_row.max(initial=0), segments.follower_row.max(initial=0)))
+
+    def of(self, microbatch: Numbers, block: Numbers, communicates: Numbers, number: Numbers) -> Numbers:
+        own = np.where(self.once[block], 0, microbatch)
+        return ((own * self.blocks + block) * 2 + communicates) * self.width + number
+
+    def parts(self, key: Numbers) -> tuple[Numbers, Numbers, Numbers, Numbers]:
+        """The inverse of ``of``."""
+        rest, number = np.divmod(key, self.width)
+        rest, communicates = np.divmod(rest, 2)
+        microbatch, block = np.divmod(rest, self.blocks)
+        return microbatch, block, communicates, number
+
+
+@dataclass(frozen=True)
+class _Steps:
+    """The steps of a device that compute or communicate: keys of their rows, steps, actions (numbers on the device),
+    ticks until they are launched; and pairs (waiting row, row that it waits for) of keys."""
+
+    key: Numbers
+    step: Numbers
+    action: Numbers
+    launched: Numbers
+    waiting: Numbers
+    awaited: Numbers
+
+
+def order_of(rows: Scheduled) -> Order:
+    """The order of a plan's rows."""
+    keys = _Keys(rows)
+    devices = [_steps(rows, keys, device) for device in range(len(rows.schedule.group))]
+    waiting = [one.waiting for one in devices]
+    awaited = [one.awaited for one in devices]
+    known = np.unique(np.concatenate([one.key for one in devices]))
+    following, followed = _followers(rows, keys, known)
+    known = np.union1d(known, following)
+    count = len(known)
+    device, step, launched, action = (np.full(count, fill, np.int64) for fill in (-1, -1, 0, 0))
+    microbatch, block, communicates, number = keys.parts(known)
+    sent = np.flatnonzero(communicates)
+    step[sent] = rows.segments.communication_first[rows.segment[block[sent]]].astype(np.int64) + number[sent]
+    for d, one in enumerate(devices):
+        at = np.searchsorted(known, one.key)
+        np.maximum.at(launched, at, one.launched)
+        computes = communicates[at] == 0
+        device[at[computes]], step[at[computes]], action[at[computes]] = d, one.step[computes], one.action[computes]
+    pairs = np.searchsorted(known, np.concatenate((*waiting, following))) * count
+    pairs = np.unique(pairs + np.searchsorted(known, np.concatenate((*awaited, followed))))
+    late, early = np.divmod(pairs, max(count, 1))
+    several = int(rows.schedule.microbatches[0]) > 1
+    rank = np.arange(count)
+    if several or (late <= early).any():
+        turn = np.where(communicates == 1, -1, action) if several else np.zeros(count, np.int64)
+        rank = _sorted(turn.tolist(), late, early)
+        place = np.argsort(rank)
+        pairs = np.sort(place[late] * count + place[early])
+        late, early = np.divmod(pairs, max(count, 1))
+    return Order(
+        microbatch[rank], block[rank], communicates[rank], number[rank], rank, device[rank], step[rank],
+        launched[rank], np.searchsorted(late, np.arange(count + 1)), early,
+    )  # fmt: skip
+
+
+def _steps(rows: Scheduled, keys: _Keys, device: int) -> _Steps:
+    """What a device does, in its order."""
+    schedule, segments, final = rows.schedule, rows.segments, int(rows.schedule.final[0])
+    group = schedule.group[device]
+    blocks, microbatches, actions = [np.zeros(0, np.int64)], [np.zeros(0, np.int64)], [np.zeros(0, np.int64)]
+    for n, a in enumerate(range(schedule.action_first[group], schedule.action_last[group])):
+        m, here = int(schedule.microbatch[a]), np.arange(schedule.block_first[a], schedule.block_last[a])
+        runs = np.where(schedule.last[here] == 1, m == final, (m == 0) | (schedule.once[here] == 0))
+        blocks.append(here[runs])
+        microbatches.append(np.full(len(blocks[-1]), m))
+        actions.append(np.full(len(blocks[-1]), n))
+    block = np.concatenate(blocks)
+    table = segments.device_steps[rows.segment[block]].astype(np.int64) + device
+    lengths = segments.step_first[table + 1].astype(np.int64) - segments.step_first[table]
+    step = _ranges(segments.step_first[table].astype(np.int64), lengths)
+    microbatch, action = (np.repeat(np.concatenate(one), lengths) for one in (microbatches, actions))
+    kind = segments.step_kind[step]
+    number = segments.step_row[step].astype(np.int64)
+    key = keys.of(microbatch, segments.step_block[step].astype(np.int64), (kind != COMPUTE).astype(np.int64), number)
+    is_wait, place = kind == WAIT, np.arange(len(step))
+    waits, acts = np.flatnonzero(is_wait), np.flatnonzero(~is_wait)
+    computed = np.maximum.accumulate(np.where(kind == COMPUTE, place, -1))
+    before = np.concatenate(([-1], computed[:-1]))[acts] if len(step) else acts
+    launched = np.cumsum(np.where(is_wait, 0, segments.step_host[step]))[acts]
+    # Of the waits since the computation before.
+    begin, end = np.searchsorted(waits, before), np.searchsorted(waits, acts)
+    later = np.flatnonzero(before >= 0)
+    waiting = np.concatenate((np.repeat(key[acts], end - begin), key[acts[later]]))
+    awaited = np.concatenate((key[waits[_ranges(begin, end - begin)]], key[before[later]]))
+    return _Steps(key[acts], step[acts], action[acts], launched, waiting, awaited)
+
+
+def _ranges(first: Numbers, lengths: Numbers) -> Numbers:
+    """The numbers from each first one on, one range after the other."""
+    ends = np.cumsum(lengths)
+    total = int(ends[-1]) if len(ends) else 0
+    return np.repeat(first - (ends - lengths), lengths) + np.arange(total)
+
+
+def _followers(rows: Scheduled, keys: _Keys, known: Numbers) -> tuple[Numbers, Numbers]:
+    """Pairs of keys: communications that follow others, and these."""
+    segments = rows.segments
+    microbatch, block, communicates, number = keys.parts(known)
+    sends = communicates == 1
+    c = segments.communication_first[rows.segment[block[sends]]].astype(np.int64) + number[sends]
+    first = segments.follower_first[c].astype(np.int64)
+    lengths = segments.follower_last[c].astype(np.int64) - first
+    at = _ranges(first, lengths)
+    blocks, numbers = (column[at].astype(np.int64) for column in (segments.follower_block, segments.follower_row))
+    following = keys.of(np.repeat(microbatch[sends], lengths), blocks, np.ones(len(at), np.int64), numbers)
+    return following, np.repeat(known[sends], lengths)
+
+
+def _sorted(turn: list[int], late: Numbers, early: Numbers) -> Numbers:
+    """Rows, given by rank, such that each comes behind those that it waits for; of those that can come next the one
+    with the smallest (turn, rank). Pairs: row ``late[k]`` waits for row ``early[k]``."""
+    missing = np.bincount(late, minlength=len(turn)).tolist()
+    by_awaited = np.argsort(early, kind="stable")
+    readers, first = late[by_awaited].tolist(), np.searchsorted(early[by_awaited], np.arange(len(turn) + 1)).tolist()
+    heap = [(turn[row], row) for row, count in enumerate(missing) if not count]
+    heapq.heapify(heap)
+    found: list[int] = []
+    while heap:
+        _, row = heapq.heappop(heap)
+        found.append(row)
+        for reader in readers[first[row] : first[row + 1]]:
+            missing[reader] -= 1
+            if not missing[reader]:
+                heapq.heappush(heap, (turn[reader], reader))
+    return np.array(found, np.int64)
