@@ -116,6 +116,16 @@ def test_traces_count_the_batch_once() -> None:
     assert abs(measured - predicted.peak) < batch / 2
 
 
+def test_a_sum_of_gradients_counts_as_autograd_makes_it_without_the_mode_that_counts() -> None:
+    with torch.enable_grad():
+        leaf = torch.ones(1000, requires_grad=True)
+        value = leaf * 2
+        total = (value * 3).sum() + (value * 5).sum() + (value * 7).sum()
+    with LiveBytes(()) as live:
+        torch.autograd.grad(total, leaf)
+    assert 8000 <= live.peak < 12000  # the sum and one term
+
+
 def _wide() -> tuple[nn.Module, Tensor, Tensor]:
     """A decoder that is nearly all weights."""
     torch.manual_seed(0)
