@@ -37,7 +37,8 @@ class Units(NamedTuple):
     ``sync_block`` and ``second_block``, where the phases of its synchronisation are issued, and ``added_block``, before
     which what it brings is added if it is kept in parts; ``each_block``, ``each_second`` and ``each_added``, those of
     one for every microbatch (the same where there is no other). By tensor at hand: its
-    readers' slots (``reader``), ``at_hand_itemsize``, ``at_hand_bytes`` in all, the ``part`` of memory that it belongs
+    readers' slots (``reader``), ``at_hand_itemsize``, ``at_hand_shift``, rows from the first microbatch of the batch to
+    the last one (0: it does not run over samples), ``at_hand_bytes`` in all, the ``part`` of memory that it belongs
     to. ``update_block``: (1,), the last; ``result_block``: (1,), where the loss is sent. By operator:
     ``forward_block``, ``backward_block`` (the forward one if there is none), ``weight_block``, where it is done with
     what it saved and with the gradients of its outputs (the backward one if its backward pass is whole),
@@ -74,6 +75,7 @@ class Units(NamedTuple):
     reader_last: U32
     reader: U32
     at_hand_itemsize: I64
+    at_hand_shift: I64
     at_hand_bytes: I64
     part: U8
     state_bytes: I64

@@ -11,6 +11,7 @@ import numpy.typing as npt
 
 from flexsearch.cost.compute import state_bytes
 from flexsearch.graph import OperatorGraph
+from flexsearch.graph.batch import rows_per_sample
 from flexsearch.graph.ops import kept_weights, saved_tensors
 from flexsearch.graph.ops.base import Saved
 from flexsearch.lower.arrays import NOTHING, BlockTable, Program, State
@@ -30,7 +31,8 @@ _CHUNK: Final = 64
 def make_account(rows: PlanRows) -> tuple[Account, Sources]:
     """The account of no plan, and what memory of the plans of ``rows`` is worked out from."""
     graph, topology, schedule = rows.lowering.graph, rows.lowering.topology, rows.schedule
-    units = make_units(graph, rows.wiring, rows.table, rows.options)
+    shift = (int(schedule.microbatches[0]) - 1) * rows.lowering.replicas * graph.batch
+    units = make_units(graph, rows.wiring, rows.table, rows.options, shift)
     sources = Sources(
         units, rows.wiring, rows.program, rows.templates.pools, rows.lowering.layouts.pool, rows.templates.landings
     )
@@ -83,8 +85,9 @@ def _chunks(schedule: Schedule, blocks: int) -> tuple[Numbers, Numbers]:
 # ---- units
 
 
-def make_units(graph: OperatorGraph, wiring: Wiring, table: BlockTable, options: Options) -> Units:
-    """The units of a graph whose passes are the blocks of ``table``."""
+def make_units(graph: OperatorGraph, wiring: Wiring, table: BlockTable, options: Options, shift: int = 0) -> Units:
+    """The units of a graph whose passes are the blocks of ``table``. ``shift``: samples of the batch from the first
+    microbatch of a device to its last one."""
     rules = _rules(graph)
     roots, members = _members(graph, [rule.alias for rule in rules])
     number = {name: u for u, names in enumerate(members) for name in names}
@@ -106,6 +109,9 @@ def make_units(graph: OperatorGraph, wiring: Wiring, table: BlockTable, options:
     def sizes(values: Iterable[int]) -> npt.NDArray[np.int64]:
         return np.array(list(values), np.int64)
 
+    rows = rows_per_sample(graph)
+    shifts = {name: shift * rows.get(name, 0) for name in at_hand}
+    lengths = {name: (graph.tensor[name].shape or (1,))[0] for name in at_hand}
     tensors = activations | weights | at_hand
     kind = {name: OUTPUT for name in activations} | dict.fromkeys(weights, WEIGHT) | dict.fromkeys(at_hand, AT_HAND)
     parts = [ACTIVATIONS if graph.tensor[name].kind == "input" else WEIGHTS for name in at_hand]
@@ -130,7 +136,9 @@ def make_units(graph: OperatorGraph, wiring: Wiring, table: BlockTable, options:
         each_block=each[0], each_second=each[1], each_added=each[2],
         reader_first=slots.first, reader_last=slots.last, reader=slots.all,
         at_hand_itemsize=sizes(graph.tensor[name].itemsize for name in at_hand),
-        at_hand_bytes=sizes(graph.tensor[name].nbytes for name in at_hand), part=np.array(parts, np.uint8),
+        at_hand_shift=sizes(shifts.values()),
+        at_hand_bytes=sizes(graph.tensor[n].nbytes * (lengths[n] + shifts[n]) // lengths[n] for n in at_hand),
+        part=np.array(parts, np.uint8),
         state_bytes=sizes(state_bytes(graph.tensor[name], options.optimizer, options.precision) for name in weights),
         update_block=np.array([last], np.uint32), result_block=np.array([last - 1], np.uint32),
         forward_block=table.forward_of,

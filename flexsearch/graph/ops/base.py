@@ -429,12 +429,15 @@ def saved_tensors(graph: OperatorGraph) -> tuple[Saved, ...]:
 
 def kept_weights(graph: OperatorGraph) -> frozenset[tuple[int, int]]:
     """(operator, operand) of the weights that autograd keeps for the backward pass: what gradients of other operands
-    are made of. Where there are none to make, only operators keep them that always save what they read."""
+    are made of, of all but those that are added (biases). Where there are none to make, only operators keep them that
+    always save what they read."""
     kept = set()
     for i, (op, rule) in enumerate(zip(graph.operators, saved_tensors(graph), strict=True)):
         if not graph.has_backward[i] or not rule.inputs or op.half == "weights":
             continue
-        wanted, always = [name in graph.differentiable for name in op.inputs], kind_of(op).saved_without_weights.inputs
+        pairs = zip(op.inputs, op.access.inputs, strict=True)
+        wanted = [name in graph.differentiable and not operand.once for name, operand in pairs]
+        always = kind_of(op).saved_without_weights.inputs
         for p, (name, operand) in enumerate(zip(op.inputs, op.access.inputs, strict=True)):
             weight = graph.tensor[name].kind == "parameter" and not operand.once
             if weight and (always or any(wanted[:p] + wanted[p + 1 :])):
