@@ -20,6 +20,7 @@ from flexsearch.runtime.wire import Wire
 
 Values = list[Any]
 Take = Callable[[], Tensor]
+Place = Callable[[Tensor], None]
 Action = Callable[[], None]
 
 
@@ -83,6 +84,11 @@ def assemble(
     transport = instruction.transport
     step, dtype = reshard_of(lowered, transport).phases[instruction.phase], dtype_of_transport(lowered, transport)
     results, fresh = [], []
+    if instruction.refills:
+        parts = {k: _pieces(values, lowered, rank, instruction, wire, k) for k in instruction.results}
+        return _refilling(
+            values, [(slot, _placing(step.destination[k].box, parts[k])) for k, slot in instruction.results.items()]
+        )
     for k, slot in instruction.results.items():
         pieces = _pieces(values, lowered, rank, instruction, wire, k)
         results.append((slot, _joined(step.destination[k].box, pieces, dtype, wire.device)))
@@ -90,8 +96,6 @@ def assemble(
     if instruction.adds:
         image = name_of_transport(lowered, transport) in pictures
         return _adding(values, [(*row, new) for row, new in zip(results, fresh, strict=True)], image)
-    if instruction.refills:
-        return _refilling(values, results)
     # What arrives is packed in the order of the dimensions.
     packed = transport.purpose != "synchronise" and name_of_transport(lowered, transport) in pictures
     owns = instruction.owns
@@ -123,14 +127,14 @@ def _adding(values: Values, results: Sequence[tuple[Slot, Take, bool]], image: b
     return run
 
 
-def _refilling(values: Values, results: Sequence[tuple[Slot, Take]]) -> Action:
+def _refilling(values: Values, results: Sequence[tuple[Slot, Place]]) -> Action:
     """Give a weight, which autograd has saved, its memory back, as PyTorch's FSDP does."""
 
     def run() -> None:
-        for slot, take in results:
+        for slot, place in results:
             data = values[slot].data  # whose version autograd does not check
             data.untyped_storage().resize_(data.numel() * data.itemsize)
-            data.copy_(take())
+            place(data)
 
     return run
 
@@ -186,10 +190,11 @@ def _joined(box: Box, pieces: Sequence[Piece], dtype: torch.dtype, device: torch
         return total
     if _covers(box, pieces):
 
+        place = _placing(box, pieces)
+
         def copied() -> Tensor:
             result = torch.empty(shape, dtype=dtype, device=device)
-            for where, take in takes:
-                (result if where is None else result[where]).copy_(take())
+            place(result)
             return result
 
         return copied
@@ -201,6 +206,17 @@ def _joined(box: Box, pieces: Sequence[Piece], dtype: torch.dtype, device: torch
         return result
 
     return summed
+
+
+def _placing(box: Box, pieces: Sequence[Piece]) -> Place:
+    """Writes pieces that lie side by side and fill ``box`` into a tensor of that region."""
+    takes = [(slices(box, piece.box), piece.take) for piece in pieces]
+
+    def place(result: Tensor) -> None:
+        for where, take in takes:
+            (result if where is None else result[where]).copy_(take())
+
+    return place
 
 
 def _covers(box: Box, pieces: Sequence[Piece]) -> bool:

@@ -445,6 +445,20 @@ def kept_weights(graph: OperatorGraph) -> frozenset[tuple[int, int]]:
     return frozenset(kept)
 
 
+def released_weights(graph: OperatorGraph) -> frozenset[tuple[int, int]]:
+    """(operator, operand) of the weights that no gradient of a weight is made of: where a backward pass is split, its
+    second half does without them. Of a product with one weight its gradient is made of the other factors."""
+    released = set()
+    for i, op in enumerate(graph.operators):
+        if kind_of(op).contraction:
+            factors = [
+                p for p, (name, operand) in enumerate(zip(op.inputs, op.access.inputs, strict=True))
+                if graph.tensor[name].kind == "parameter" and not operand.once
+            ]  # fmt: skip
+            released.update((i, p) for p in factors if len(factors) == 1)
+    return frozenset(released)
+
+
 def rand(*shape: int) -> torch.Tensor:
     """Normal numbers in float64, for samples."""
     return torch.randn(*shape, dtype=torch.float64)
@@ -459,6 +473,6 @@ __all__ = [
     "ALIAS", "BOTH", "INPUTS", "KINDS", "MANY", "NOTHING", "OUTPUTS", "TRACES", "Attributes", "Extents", "Kernel",
     "KernelContext", "OperatorKind", "Sample", "Saved", "Shapes", "axis_roles", "backward_flops",
     "build_kernel", "define", "find_trace", "forward_flops", "input_elements", "integers", "kept_weights", "kind_of",
-    "matrix_flops", "output_elements", "points", "rand", "register", "rewrite", "saved_tensors", "shipped",
-    "unregister",
+    "matrix_flops", "output_elements", "points", "rand", "register", "released_weights", "rewrite", "saved_tensors",
+    "shipped", "unregister",
 ]  # fmt: skip
