@@ -292,6 +292,7 @@ class SegmentRunner:
                 if outputs:
                     made = torch.autograd.grad(outputs, wanted, gradients, allow_unused=True)
                     _add(values, places, made, (*gradients, *between))
+                    del made, gradients  # before the next layer's are made
 
         return run
 

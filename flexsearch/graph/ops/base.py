@@ -433,8 +433,8 @@ def kept_weights(graph: OperatorGraph) -> frozenset[tuple[int, int]]:
     always save what they read."""
     kept = set()
     for i, (op, rule) in enumerate(zip(graph.operators, saved_tensors(graph), strict=True)):
-        if not graph.has_backward[i] or not rule.inputs or op.half == "weights":
-            continue
+        if not graph.has_backward[i] or op.half == "weights" or not (rule.inputs or op.half):
+            continue  # what has its weights' gradients made apart saves none of its other operands for them
         pairs = zip(op.inputs, op.access.inputs, strict=True)
         wanted = [name in graph.differentiable and not operand.once for name, operand in pairs]
         always = kind_of(op).saved_without_weights.inputs
