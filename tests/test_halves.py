@@ -51,6 +51,7 @@ def test_what_only_the_first_half_needs_can_be_let_go_of() -> None:
     x, y = torch.tensor(3.0, requires_grad=True), torch.tensor(4.0)
     total, product, weight, saved, _ = body_of(calls, 2, (3,), None, edges=(2,), weights=((0, 0),))(x, y)
     assert len(saved) == 1
+    assert torch.autograd.grad(total, [product], retain_graph=True)[0] == torch.cos(x * y) and saved == [None]
     saved.clear()
     assert torch.autograd.grad([product], [weight], [torch.tensor(2.0)], retain_graph=True)[0] == 8.0
     with pytest.raises(IndexError):

@@ -93,19 +93,25 @@ def _rungs(heights: Sequence[int]) -> list[Tensor]:
     return result
 
 
-def _aside(saved: list[Tensor]) -> saved_tensors_hooks:
-    """Has autograd save tensors in a list that can be cleared, though its graph is retained."""
+def _aside(saved: list[Tensor | None]) -> saved_tensors_hooks:
+    """Has autograd save tensors in a list that can be cleared, though its graph is retained. A backward pass takes each
+    of them out of it as it gets there."""
 
     def pack(tensor: Tensor) -> int:
         saved.append(tensor)
         return len(saved) - 1
 
-    return saved_tensors_hooks(pack, saved.__getitem__)
+    def take(place: int) -> Tensor:
+        tensor, saved[place] = saved[place], None
+        assert tensor is not None
+        return tensor
+
+    return saved_tensors_hooks(pack, take)
 
 
-def _aside_of(saved: list[Tensor], weights: Sequence[Tensor], others: list[Tensor]) -> saved_tensors_hooks:
-    """The same of ``weights`` alone, which autograd asks for even where it does not read them: behind the end of the
-    list it gets something of their shape without memory. What it saves besides is noted in ``others``."""
+def _aside_of(saved: list[Tensor | None], weights: Sequence[Tensor], others: list[Tensor]) -> saved_tensors_hooks:
+    """The same of ``weights`` alone, which autograd asks for even where it does not read them: once they are gone it
+    gets something of their shape without memory. What it saves besides is noted in ``others``."""
     memories = {weight.untyped_storage()._cdata for weight in weights}
 
     def pack(tensor: Tensor) -> Tensor | Callable[[], Tensor]:
@@ -114,7 +120,14 @@ def _aside_of(saved: list[Tensor], weights: Sequence[Tensor], others: list[Tenso
             return tensor
         shape, dtype, device, place = tensor.shape, tensor.dtype, tensor.device, len(saved)
         saved.append(tensor)
-        return lambda: saved[place] if saved else torch.empty((), dtype=dtype, device=device).expand(shape)
+
+        def take() -> Tensor:
+            if saved and (weight := saved[place]) is not None:
+                saved[place] = None
+                return weight
+            return torch.empty((), dtype=dtype, device=device).expand(shape)
+
+        return take
 
     def unpack(packed: Tensor | Callable[[], Tensor]) -> Tensor:
         return packed if isinstance(packed, Tensor) else packed()
@@ -155,7 +168,7 @@ def _run(
     def body(*values: Tensor) -> list[Any]:
         local: list[Any] = list(values)
         entered: list[GradientEdge | None] = [None] * (len(edges) + len(weights))
-        saved: list[Tensor] = []
+        saved: list[Tensor | None] = []
         others: list[Tensor] = []
         aside = _aside(saved) if weights else None
         for kernel, operands, trained, loose, marked, over in steps:

@@ -44,7 +44,7 @@ class Pass:
     seeds: list[GradientEdge | None]
     layers: Sequence[GradientEdge | None] = ()
     weights: Sequence[GradientEdge] = ()
-    saved: list[Tensor] = field(default_factory=list)
+    saved: list[Tensor | None] = field(default_factory=list)
     between: list[Tensor | None] = field(default_factory=list)
     outputs: list[GradientEdge] = field(default_factory=list)
     gradients: list[Tensor] = field(default_factory=list)
