@@ -150,4 +150,5 @@ def _taking(instruction: Instruction, over: Collection[Slot]) -> Instruction:
     """A backward pass lets go of the gradients that enter it as it goes on, if nobody reads them behind it."""
     if not isinstance(instruction, Backward):
         return instruction
-    return replace(instruction, takes=frozenset(slot for slot in instruction.seeds if slot is not None and slot in over))
+    takes = frozenset(slot for slot in instruction.seeds if slot is not None and slot in over)
+    return replace(instruction, takes=takes)

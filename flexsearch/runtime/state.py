@@ -7,7 +7,6 @@ from collections.abc import Collection
 from torch import Tensor, nn
 
 from flexsearch.errors import RuntimeFailure
-from flexsearch.graph import OperatorGraph
 from flexsearch.graph.fold import sources
 from flexsearch.graph.importer import Imported
 

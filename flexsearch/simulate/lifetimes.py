@@ -5,8 +5,9 @@ computing (number 2 * block) and communicating (2 * block + 1). A **span** is by
 last moment, both included. These are the spans:
 
 - **At hand**, all the time: of inputs, buffers and constants the smallest box that holds all that a device's pieces
-  read in all microbatches; weights as they are stored, with the optimizer's state for those that are trained (one copy for momentum, two
-  for adam; of weights in half precision: in float32, and a master copy besides).
+  read in all microbatches, from the first row to the last; weights as they are stored, with the optimizer's state for
+  those that are trained (one copy for momentum, two for adam; of weights in half precision: in float32, and a master
+  copy besides).
 - A **gathered weight**, whatever is kept in parts of it (``strategy.States``: in parts it is stored, too): from the
   communication that brings it to the last forward, and to the backwards that need it (``graph.ops.kept_weights``). It
   is gathered once, for both directions. A part cut from what the device stores is a view and takes nothing.
@@ -38,7 +39,8 @@ last moment, both included. These are the spans:
 
 Where a schedule splits backward passes, an operator with trained weights has two: the first makes the gradients of its
 other inputs, the second those of its weights. What it saved and the gradients of its outputs live until the second, a
-gathered weight until the first; the gradient of a weight begins with the second.
+gathered weight of a product until the first (``graph.ops.released_weights``); the gradient of a weight begins with the
+second.
 
 "Last" means last in the order of blocks. A microbatch passes the blocks of a stage in that order, and so do the weight
 gradients of all stages of a device. But where a device holds two stages, the weight gradients of the later stage may

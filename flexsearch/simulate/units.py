@@ -12,7 +12,7 @@ import numpy.typing as npt
 from flexsearch.cost.compute import state_bytes
 from flexsearch.graph import OperatorGraph
 from flexsearch.graph.batch import rows_per_sample
-from flexsearch.graph.ops import kept_weights, saved_tensors
+from flexsearch.graph.ops import kept_weights, released_weights, saved_tensors
 from flexsearch.graph.ops.base import Saved
 from flexsearch.lower.arrays import NOTHING, BlockTable, Program, State
 from flexsearch.lower.change import Wiring
@@ -20,7 +20,19 @@ from flexsearch.lower.plan import PlanRows
 from flexsearch.lower.program import Rows
 from flexsearch.lower.rows import Schedule
 from flexsearch.simulate.account import Account
-from flexsearch.simulate.spans import ACTIVATIONS, AT_HAND, OUTPUT, WEIGHT, WEIGHTS, Sources, Spans, Units
+from flexsearch.simulate.spans import (
+    ACTIVATIONS,
+    AT_HAND,
+    IN_BOTH_HALVES,
+    IN_FIRST_HALF,
+    NOT_KEPT,
+    OUTPUT,
+    WEIGHT,
+    WEIGHTS,
+    Sources,
+    Spans,
+    Units,
+)
 from flexsearch.strategy import Options
 
 Numbers = npt.NDArray[np.uint32]
@@ -98,10 +110,13 @@ def make_units(graph: OperatorGraph, wiring: Wiring, table: BlockTable, options:
     place = np.zeros(len(activations), np.uint32)
     for first, last in zip(views.first, views.last, strict=True):
         place[views.all[first:last]] = np.arange(last - first)
-    concerned, kept = Rows(_concerned(graph, number)), kept_weights(graph)
+    concerned, kept, released = Rows(_concerned(graph, number)), kept_weights(graph), released_weights(graph)
     pairs = zip(wiring.slot_operator.tolist(), wiring.slot_position.tolist(), strict=True)
     slots = _slots_at_hand(graph, wiring, at_hand)
     last = len(table.kind) - 1
+
+    def keeps(pair: tuple[int, int]) -> np.uint8:
+        return NOT_KEPT if pair not in kept else IN_FIRST_HALF if pair in released else IN_BOTH_HALVES
 
     def flags(values: Iterable[object]) -> npt.NDArray[np.uint8]:
         return np.array([bool(value) for value in values], np.uint8)
@@ -129,7 +144,7 @@ def make_units(graph: OperatorGraph, wiring: Wiring, table: BlockTable, options:
         itemsize=sizes(graph.tensor[name].itemsize for name in activations),
         concerned_first=concerned.first, concerned_last=concerned.last, concerned=concerned.all,
         saves_inputs=flags(r.inputs for r in rules), saves_outputs=flags(r.outputs for r in rules),
-        backward=flags(graph.has_backward), keeps_weight=flags(pair in kept for pair in pairs),
+        backward=flags(graph.has_backward), keeps_weight=np.array([keeps(pair) for pair in pairs], np.uint8),
         is_view=flags(r.alias for r in rules), extra=sizes(r.extra for r in rules),
         halves=sizes(r.halves for r in rules), weight_itemsize=sizes(graph.tensor[name].itemsize for name in weights),
         sync_block=once[0], second_block=once[1], added_block=once[2],

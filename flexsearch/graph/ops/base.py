@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeVar
 from pydantic import BaseModel, ConfigDict
 
 from flexsearch.errors import ImportModelError
-from flexsearch.graph.model import Operator, OperatorGraph, Role
+from flexsearch.graph.model import Flow, Operator, OperatorGraph, Role
 from flexsearch.graph.notation import Access
 from flexsearch.graph.ops.lazy import torch
 from flexsearch.graph.piece import Piece
@@ -435,8 +435,10 @@ def kept_weights(graph: OperatorGraph) -> frozenset[tuple[int, int]]:
     for i, (op, rule) in enumerate(zip(graph.operators, saved_tensors(graph), strict=True)):
         if not graph.has_backward[i] or op.half == "weights" or not (rule.inputs or op.half):
             continue  # what has its weights' gradients made apart saves none of its other operands for them
-        pairs = zip(op.inputs, op.access.inputs, strict=True)
-        wanted = [name in graph.differentiable and not operand.once for name, operand in pairs]
+        operands = zip(op.inputs, op.access.inputs, graph.flows[i], strict=True)
+        wanted = [
+            name in graph.differentiable and not operand.once and flow == Flow.BOTH for name, operand, flow in operands
+        ]
         always = kind_of(op).saved_without_weights.inputs
         for p, (name, operand) in enumerate(zip(op.inputs, op.access.inputs, strict=True)):
             weight = graph.tensor[name].kind == "parameter" and not operand.once
