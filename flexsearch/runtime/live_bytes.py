@@ -105,6 +105,6 @@ def _alone() -> tuple[int, int]:
         leaf = torch.ones(2, requires_grad=True)
         value = leaf * 2
         total = ((value * 3) * (value * 5)).sum()
-    with Counts():
+    with Counts():  # type: ignore[no-untyped-call]
         torch.autograd.grad(total, leaf)
     return counts[0]

@@ -241,7 +241,7 @@ class SegmentRunner:
                             entered.append(weakref.ref(gradient.untyped_storage()))
                             gradient = _handed_over(gradient, edge)
                         passed.gradients.append(gradient)
-                    if taken:
+                    if taken and slot is not None:
                         gradient = values[slot] = None
             wanted = [passed.leaves[k] for k in leaves]
             edges = [edge for edge in passed.layers if edge is not None] if layered else []
@@ -254,8 +254,8 @@ class SegmentRunner:
                 made = torch.autograd.grad(
                     passed.outputs, [*wanted, *edges], passed.gradients, retain_graph=keep, allow_unused=True
                 )
-                entered = iter(made[len(wanted) :])
-                passed.between = [None if edge is None else next(entered) for edge in passed.layers] if edges else []
+                reached = iter(made[len(wanted) :])
+                passed.between = [None if edge is None else next(reached) for edge in passed.layers] if edges else []
                 gradients = [None if summed else gradient for gradient, summed in zip(made, sums, strict=False)]
                 _add(values, places, gradients, (*passed.gradients, *passed.between), entered)
             if layered:

@@ -450,7 +450,7 @@ def kept_weights(graph: OperatorGraph) -> frozenset[tuple[int, int]]:
 def released_weights(graph: OperatorGraph) -> frozenset[tuple[int, int]]:
     """(operator, operand) of the weights that no gradient of a weight is made of: where a backward pass is split, its
     second half does without them. Of a product with one weight its gradient is made of the other factors."""
-    released = set()
+    released: set[tuple[int, int]] = set()
     for i, op in enumerate(graph.operators):
         if kind_of(op).contraction:
             factors = [
