@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -11,13 +12,13 @@ import torch
 from flexsearch import zoo
 from flexsearch.cost import Costs, Profile
 from flexsearch.cost.compute import Costed
-from flexsearch.cost.profile import LONG_VECTOR, SHORT_VECTOR, WorkRate
+from flexsearch.cost.profile import LONG_VECTOR, SHORT_VECTOR, Entry, WorkRate
 from flexsearch.errors import ProfileError
 from flexsearch.graph import Operator, OperatorGraph, chunk, make_piece, whole_piece
 from flexsearch.graph.images import images
 from flexsearch.graph.importer import import_model
 from flexsearch.measure import cases, profiler, recipe_work, updates
-from flexsearch.measure.cases import count, plan
+from flexsearch.measure.cases import Case, count, plan
 from flexsearch.measure.neighbours import SWEEPS, Neighbours, neighbours
 from flexsearch.measure.profiler import profile_graph
 from flexsearch.measure.recipe_work import KINDS, RECIPE, measure_recipe_work
@@ -45,6 +46,29 @@ def test_every_piece_that_a_few_parts_can_make_is_planned_once() -> None:
     assert {k.split(" | ")[-1] for k in sums} == {
         "b=4 p=128", "b=2 p=128", "b=1 p=128", "b=4 p=64", "b=4 p=42", "b=4 p=43",
     }  # fmt: skip
+
+
+def test_a_machine_that_is_slow_for_a_while_does_not_make_pieces_slow(monkeypatch: pytest.MonkeyPatch) -> None:
+    graph = small_net()
+    turns = list[set[str]]()
+    before = Bench.measure
+
+    def measure(bench: Bench, row: Sequence[Case], repeats: int, deadline: float | None = None) -> dict[str, Entry]:
+        measured = before(bench, row, repeats, deadline)
+        if not turns or turns[-1] & measured.keys():
+            turns.append(set())  # the next turn begins
+        turns[-1] |= measured.keys()
+        seconds = [2.0, 1.0, 1.5][len(turns) - 1]
+        return {
+            key: entry.model_copy(update={"forward_s": seconds, "backward_s": 2 * seconds})
+            for key, entry in measured.items()
+        }
+
+    monkeypatch.setattr(Bench, "measure", measure)
+    entries = profile_graph(graph, max_parts=2, repeats=3).entries
+    assert turns == [entries.keys()] * 3  # all other pieces stand between two turns of one
+    assert {(entry.forward_s, entry.backward_s) for entry in entries.values()} == {(1.5, 3.0)}
+    assert all(entry.repeats >= 3 for entry in entries.values())
 
 
 def test_the_first_round_is_the_whole_graph() -> None:

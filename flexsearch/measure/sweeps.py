@@ -33,10 +33,10 @@ from flexsearch.graph.ops import KernelContext, build_kernel, kind_of
 from flexsearch.graph.ops.local import preferred
 from flexsearch.measure.cases import Case
 
-ENTRY_S = 0.25
-"""After so many seconds of an entry's own time its round is not repeated for it any more."""
-HALVED_SWEEPS = 3
-"""So many sweeps at most measure backward passes in two halves."""
+ENTRY_S = 0.1
+"""After so many seconds of an entry's own time its round is not repeated for it any more in this turn."""
+HALVED_SWEEPS = 1
+"""So many sweeps of a turn at most measure backward passes in two halves."""
 FIRST_S = 2.0
 """The first sweep of an entry counts only if it takes longer."""
 HELD_BYTES = 2 << 30

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -61,7 +62,10 @@ class Engine:
         self.wire, self.weights, self.fixed, self.update, self.context = wire, weights, fixed, update, context
         self.around: Callable[[Instruction, Action], None] | None = None
         """Called in place of each action, for measuring."""
-        self._values: list[Any] = [None] * len(program.slots)
+        self._held = {i.slot: weights[i.name] for i in program.instructions if isinstance(i, Load) and self._is_held(i)}
+        """Weights that operators read as they are stored: their slots are never written in a step."""
+        self._blank: list[Any] = [self._held.get(slot) for slot in range(len(program.slots))]
+        self._values: list[Any] = list(self._blank)
         self.inputs: Mapping[str, tuple[Box, Tensor]] = {}
         """Of the step at hand, as given to ``step``."""
         self.results: dict[str, Tensor] = {}
@@ -72,7 +76,11 @@ class Engine:
         added = Counter(slot for instruction in passes for slot in instruction.writes)
         self._shared = {slot for slot, times in added.items() if times > 1}
         """Gradients that several backward passes add to."""
-        self._actions = [self._action(instruction) for instruction in program.instructions]
+        self._delivered: set[int] = set()
+        """Weights with a gradient, as closures are made in order: the first one needs no sum."""
+        actions = [(instruction, self._action(instruction)) for instruction in program.instructions]
+        self._actions = [(instruction, action) for instruction, action in actions if action is not None]
+        self._plain = [action for _, action in self._actions]
 
     def step(self, inputs: Mapping[str, tuple[Box, Tensor]]) -> dict[str, Tensor]:
         """Forward, backward, synchronise, update. ``inputs``: by name, (region held, tensor). Returns the results by
@@ -81,21 +89,22 @@ class Engine:
         self.results.clear()
         try:
             if self.around is None:
-                for action in self._actions:
+                for action in self._plain:
                     action()
             else:
-                for instruction, action in zip(self.program.instructions, self._actions, strict=True):
+                for instruction, action in self._actions:
                     self.around(instruction, action)
             self.wire.end()
         finally:
             self.inputs = {}
-            self._values[:] = [None] * len(self._values)
+            self._values[:] = self._blank
         self.context.step += 1
         return dict(self.results)
 
     # ---- instructions as closures
 
-    def _action(self, instruction: Instruction) -> Action:
+    def _action(self, instruction: Instruction) -> Action | None:
+        """None: there is nothing to do."""
         values, wire = self._values, self.wire
         match instruction:
             case Forward():
@@ -140,21 +149,29 @@ class Engine:
             )  # fmt: skip
         return self._runners[key]
 
-    def _free(self, instruction: Free) -> Action:
-        values, slots = self._values, instruction.slots
+    def _free(self, instruction: Free) -> Action | None:
+        values, slots = self._values, tuple(slot for slot in instruction.slots if slot not in self._held)
+        if len(slots) == 1:
+            return partial(values.__setitem__, slots[0], None)
 
         def run() -> None:
             for slot in slots:
                 values[slot] = None
 
-        return run
+        return run if slots else None
 
-    def _load(self, instruction: Load) -> Action:
+    def _is_held(self, instruction: Load) -> bool:
+        dtype = dtype_of(self.lowered.graph.tensor[instruction.name].dtype)
+        return self.weights[instruction.name].dtype == dtype
+
+    def _load(self, instruction: Load) -> Action | None:
+        if instruction.slot in self._held:
+            return None
         values, slot, weight = self._values, instruction.slot, self.weights[instruction.name]
         dtype = dtype_of(self.lowered.graph.tensor[instruction.name].dtype)
 
         def run() -> None:
-            values[slot] = weight if weight.dtype == dtype else weight.detach().to(dtype)
+            values[slot] = weight.detach().to(dtype)
 
         return run
 
@@ -180,17 +197,20 @@ class Engine:
         return run
 
     def _deliver(self, instruction: Deliver) -> Action:
-        values, slot = self._values, instruction.slot
-        weight = self.weights[self.lowered.weights[instruction.weight].tensor]
-        first = instruction is next(
-            i for i in self.program.instructions if isinstance(i, Deliver) and i.weight == instruction.weight
-        )
+        values, rows = self._values, []
+        for w, slot in instruction.weights:
+            first = w not in self._delivered
+            self._delivered.add(w)
+            rows.append((self.weights[self.lowered.weights[w].tensor], slot, first))
 
         def run() -> None:
-            gradient = values[slot]
-            if gradient.dtype != weight.dtype:
-                gradient = gradient.to(weight.dtype)
-            weight.grad = gradient if first or weight.grad is None else weight.grad + gradient
+            for weight, slot, first in rows:
+                gradient = values[slot]
+                if gradient is None:  # the loss does not depend on it
+                    gradient = torch.zeros_like(weight)
+                elif gradient.dtype != weight.dtype:
+                    gradient = gradient.to(weight.dtype)
+                weight.grad = gradient if first or weight.grad is None else weight.grad + gradient
 
         return run
 

@@ -257,14 +257,13 @@ class Backward(Instruction):
 
 @dataclass(frozen=True)
 class Deliver(Instruction):
-    """Add a synchronised gradient to that of the stored weight."""
+    """Add synchronised gradients to those of stored weights. ``weights``: (weight, slot of its gradient)."""
 
-    weight: int
-    slot: Slot
+    weights: tuple[tuple[int, Slot], ...]
 
     @property
     def reads(self) -> tuple[Slot, ...]:
-        return (self.slot,)
+        return tuple(slot for _, slot in self.weights)
 
 
 @dataclass(frozen=True)

@@ -70,7 +70,8 @@ def _lines(program: Program, instruction: Instruction) -> Iterator[str]:
             what = f"{'blank' if blank else 'cut'}({_name(tensor)})"
             yield f"{_value(program, instruction.slot)} = {what}  # microbatch {instruction.microbatch}"
         case Deliver():
-            yield f"{_name(lowered.weights[instruction.weight].tensor)}.grad += {_value(program, instruction.slot)}"
+            for weight, slot in instruction.weights:
+                yield f"{_name(lowered.weights[weight].tensor)}.grad += {_value(program, slot)}"
         case Add():
             yield f"{_value(program, instruction.total)} += {_value(program, instruction.slot)}"
         case Result():

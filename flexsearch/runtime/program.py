@@ -457,8 +457,26 @@ class _Compiler:
                 self._deliver_one(transport)
 
     def _deliver_one(self, transport: Transport) -> None:
-        if self.once(("deliver", transport)):
-            self.emit(Deliver(transport.key, self._finish(transport)))
+        if not self.once(("deliver", transport)):
+            return
+        whole = self._whole(transport)
+        row = transport.key, self._finish(transport) if whole is None else whole
+        before = self.instructions[-1]
+        if isinstance(before, Deliver):
+            self.instructions[-1] = Deliver((*before.weights, row))
+        else:
+            self.emit(Deliver((row,)))
+
+    def _whole(self, transport: Transport) -> Slot | None:
+        """The slot of a gradient that is the stored weight's as it is: nothing is moved, cut out or added."""
+        phases = reshard_of(self.lowered, transport).phases
+        (own,) = (k for k, entry in enumerate(phases[-1].destination) if entry.device == self.device)
+        moves = [move for _, move in self._local(transport, 0) if move.destination == own]
+        if len(phases) > 1 or self._moves(transport) or len(moves) != 1:
+            return None
+        entry = phases[0].source[moves[0].source]
+        alike = entry.device == self.device and entry.box == phases[0].destination[own].box
+        return self._source(transport, moves[0].source) if alike else None
 
     def _finish_results(self) -> None:
         for name in self.lowered.update_edges:

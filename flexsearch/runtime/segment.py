@@ -84,15 +84,22 @@ def cutting(kernels: Sequence[Kernel], parts: Sequence[tuple[Box, Box]]) -> Kern
     assert dimension is not None
     order = sorted(range(len(parts)), key=lambda k: parts[k][1][dimension])
     sizes = [parts[k][1][dimension][1] - parts[k][1][dimension][0] for k in order]
+    layouts: dict[tuple[int, ...], tuple[list[int], list[int]]] = {}
 
     def run(whole: Tensor) -> tuple[Tensor, ...]:
         strides = whole.stride()
-        dims = sorted(range(whole.dim()), key=lambda d: -strides[d])
-        back = sorted(range(whole.dim()), key=dims.__getitem__)
-        cut = whole.permute(dims).split(sizes, dims.index(dimension))  # type: ignore[no-untyped-call]
+        if strides not in layouts:
+            dims = sorted(range(whole.dim()), key=lambda d: -strides[d])
+            layouts[strides] = dims, sorted(range(whole.dim()), key=dims.__getitem__)
+        dims, back = layouts[strides]
+        if dims == back == sorted(dims):
+            cut = torch.split_with_sizes(whole, sizes, dimension)
+        else:
+            cut = torch.split_with_sizes(whole.permute(dims), sizes, dims.index(dimension))
+            cut = tuple(part.permute(back) for part in cut)
         made: list[Tensor] = [whole] * len(kernels)
         for k, part in zip(order, cut, strict=True):
-            result = kernels[k](part.permute(back))
+            result = kernels[k](part)
             made[k] = result[0] if isinstance(result, tuple) else result
         return tuple(made)
 

@@ -223,9 +223,10 @@ class Parallel:
         return self._source
 
     def _set_aside_gradients(self) -> dict[str, Tensor]:
-        earlier = {name: p.grad for name, p in self.stored.weights.items() if p.grad is not None}
-        for parameter in self.stored.weights.values():
-            parameter.grad = None
+        earlier = {}
+        for name, parameter in self.stored.weights.items():
+            if (gradient := parameter.grad) is not None:
+                earlier[name], parameter.grad = gradient, None
         return earlier
 
     def _add_gradients(self, earlier: Mapping[str, Tensor], scale: float) -> None:
@@ -235,12 +236,12 @@ class Parallel:
         for name, parameter in self.stored.weights.items():
             if (gradient := parameter.grad) is not None:
                 # Autograd may hand out one tensor for several weights, or one element for many; clipping writes them.
-                spread = any(step == 0 < size - 1 for step, size in zip(gradient.stride(), gradient.shape, strict=True))
+                where = gradient.data_ptr()
                 if scale != 1.0:
                     parameter.grad = gradient * scale
-                elif spread or gradient.data_ptr() in seen:
+                elif where in seen or (not gradient.is_contiguous() and _repeats(gradient)):
                     parameter.grad = gradient.clone(memory_format=torch.contiguous_format)
-                seen.add(gradient.data_ptr())
+                seen.add(where)
             if name in earlier:
                 parameter.grad = earlier[name] if parameter.grad is None else earlier[name].add_(parameter.grad)
         for _, rest in (region for regions in self.stored.rest.values() for region in regions):
@@ -482,3 +483,8 @@ class Parallel:
             return checkpoint.load(
                 folder, self.stored, self.context, optimizer or self.optimizer, self.synchronisation
             )
+
+
+def _repeats(tensor: Tensor) -> bool:
+    """Whether several elements of a tensor lie at one place."""
+    return any(step == 0 < size - 1 for step, size in zip(tensor.stride(), tensor.shape, strict=True))

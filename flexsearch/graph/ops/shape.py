@@ -153,7 +153,7 @@ class Slice(_Moving):
         size = extent(piece.outputs[0])
         steps = [d.coefficients[0] if len(d.axes) == 1 else 1 for d in op.access.inputs[0].dimensions]
         if all(step == 1 for step in steps):
-            return lambda x: x.reshape(size)
+            return lambda x: x if x.shape == size else x.reshape(size)
         index = tuple(slice(None, None, step) for step in steps)
         return lambda x: x[index].reshape(size)
 
