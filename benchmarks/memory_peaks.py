@@ -236,8 +236,8 @@ def main() -> None:
 def _summary(rows: Sequence[Row]) -> str:
     errors = [abs(row["ratio"] - 1) for row in rows]
     near = sum(error <= WITHIN for error in errors)
-    found = f"{near} of {len(rows)} ranks within {WITHIN:.0%}"
-    return f"{found}, median error {median(errors):.1%}, worst {max(errors):.0%}" if rows else found
+    text = f"{near} of {len(rows)} ranks within {WITHIN:.0%}"
+    return f"{text}, median error {median(errors):.1%}, worst {max(errors):.0%}" if rows else text
 
 
 if __name__ == "__main__":

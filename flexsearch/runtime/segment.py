@@ -29,6 +29,8 @@ from flexsearch.runtime.parts import slices
 from flexsearch.runtime.rewrites import CUTS, JOINT, cut_dimension
 
 Action = Callable[[], None]
+HANDED_OVER_BYTES = 1 << 14
+"""Least bytes of a gradient that autograd is made the only holder of: a smaller one is not worth the host's time."""
 
 
 @dataclass
@@ -244,7 +246,7 @@ class SegmentRunner:
                     gradient = values[slot] if slot is not None else self.one
                     if edge is not None and gradient is not None:
                         passed.outputs.append(edge)
-                        if taken:
+                        if taken and gradient.nbytes >= HANDED_OVER_BYTES:
                             entered.append(weakref.ref(gradient.untyped_storage()))
                             gradient = _handed_over(gradient, edge)
                         passed.gradients.append(gradient)
