@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping
 
 from flexsearch.cost.compute import state_bytes
 from flexsearch.graph import Box, Flow, Tensor, volume
-from flexsearch.graph.ops import kept_weights, saved_tensors
+from flexsearch.graph.ops import kept_weights, released_weights, saved_tensors
 from flexsearch.lower import Layout, Lowered, Reshard, TaskKind, bounding
 from flexsearch.lower.recompute import regions_of
 from flexsearch.lower.rows import SYNCHRONISE
@@ -43,7 +43,7 @@ class _Walk:
     def __init__(self, lowered: Lowered) -> None:
         graph = lowered.graph
         self.lowered, self.graph = lowered, graph
-        self.rules, self.kept = saved_tensors(graph), kept_weights(graph)
+        self.rules, self.kept, self.released = saved_tensors(graph), kept_weights(graph), released_weights(graph)
         self.spans: list[Span] = []
         self.end = max(0, len(lowered.tasks) - 1)
         self.task: dict[tuple[int, int, int], int] = {}
@@ -147,7 +147,8 @@ class _Walk:
             weight = first is not None and first.part == "gathered"
             done = late if rule.inputs else None
             if weight:
-                done = back if second is not None or (i, p) in self.kept else None
+                needed = back if (i, p) in self.released or (i, p) not in self.kept else late
+                done = needed if second is not None or (i, p) in self.kept else None
             later = [t for t in (again, done) if t is not None]
             if first is not None and (graph.operators[i].half != "weights" or again is not None):
                 first.until(now)

@@ -49,8 +49,9 @@ def test_a_weight_that_two_calls_read_belongs_to_the_layers_of_both() -> None:
 def test_what_only_the_first_half_needs_can_be_let_go_of() -> None:
     calls = Call(torch.mul, (0, 1), (2,)), Call(torch.sin, (2,), (3,))
     x, y = torch.tensor(3.0, requires_grad=True), torch.tensor(4.0)
-    total, product, weight, saved = body_of(calls, 2, (3,), None, edges=(2,), weights=((0, 0),))(x, y)
+    total, product, weight, saved, _ = body_of(calls, 2, (3,), None, edges=(2,), weights=((0, 0),))(x, y)
     assert len(saved) == 1
+    assert torch.autograd.grad(total, [product], retain_graph=True)[0] == torch.cos(x * y) and saved == [None]
     saved.clear()
     assert torch.autograd.grad([product], [weight], [torch.tensor(2.0)], retain_graph=True)[0] == 8.0
     with pytest.raises(IndexError):
@@ -60,7 +61,7 @@ def test_what_only_the_first_half_needs_can_be_let_go_of() -> None:
 def test_a_body_tells_where_gradients_of_results_enter() -> None:
     calls = Call(torch.mul, (0, 1), (2,)), Call(lambda x: (x + 1, x.detach()), (2,), (3, 4))
     x, y = torch.tensor(3.0, requires_grad=True), torch.tensor(4.0)
-    total, product, cut, weight, _ = body_of(calls, 2, (3,), None, edges=(2, 4), weights=((0, 0),))(x, y)
+    total, product, cut, weight, *_ = body_of(calls, 2, (3,), None, edges=(2, 4), weights=((0, 0),))(x, y)
     assert cut is None and torch.autograd.grad(total, [product], retain_graph=True)[0] == 1.0
     for target in (x, weight):
         assert torch.autograd.grad([product], [target], [torch.tensor(2.0)], retain_graph=True)[0] == 8.0
@@ -97,7 +98,7 @@ def test_a_weight_lies_above_the_activations_that_are_read_beside_it() -> None:
     """The engine looks at nothing that is less deep than what it is asked for."""
     calls = Call(torch.mul, (0, 1), (3,)), Call(lambda x, y, z: x * y * z, (3, 2, 2), (4,))
     x, y, z = (torch.tensor(float(k), requires_grad=True) for k in (3, 4, 5))
-    result, product, weight, _ = body_of(calls, 3, (4,), None, edges=(3,), weights=((1, 2),))(x, y, z)
+    result, product, weight, *_ = body_of(calls, 3, (4,), None, edges=(3,), weights=((1, 2),))(x, y, z)
     assert _depth(weight.node) > _depth(product.node)
     assert torch.autograd.grad(result, [weight], retain_graph=True)[0] == 2 * 12 * 5
     assert torch.autograd.grad(result, [x, z]) == (4 * 25, 2 * 12 * 5)

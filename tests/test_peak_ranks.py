@@ -76,7 +76,7 @@ def _predicted(imported: Imported, plan: Strategy) -> list[int]:
 
 @pytest.mark.parametrize(
     ("name", "error"),
-    [("single", 0.05), ("data-parallel", 0.13), ("fsdp", 0.13), ("megatron", 0.06), ("pipeline", 0.12)],
+    [("single", 0.02), ("data-parallel", 0.02), ("fsdp", 0.09), ("megatron", 0.08), ("pipeline", 0.08)],
 )
 def test_peak_within_a_step_is_near_the_predicted_one(name: str, error: float) -> None:
     imported = _imported("decoder")
@@ -114,6 +114,16 @@ def test_traces_count_the_batch_once() -> None:
     lowered = lower_for_ranks(imported.graph, plan, plan.cluster, Costs(imported.graph, plan.cluster))
     (predicted,) = memory(lowered)
     assert abs(measured - predicted.peak) < batch / 2
+
+
+def test_a_sum_of_gradients_counts_as_autograd_makes_it_without_the_mode_that_counts() -> None:
+    with torch.enable_grad():
+        leaf = torch.ones(1000, requires_grad=True)
+        value = leaf * 2
+        total = (value * 3).sum() + (value * 5).sum() + (value * 7).sum()
+    with LiveBytes(()) as live:
+        torch.autograd.grad(total, leaf)
+    assert 8000 <= live.peak < 12000  # the sum and one term
 
 
 def _wide() -> tuple[nn.Module, Tensor, Tensor]:

@@ -6,6 +6,7 @@ import json
 import math
 import os
 import re
+import resource
 import signal
 import time
 from collections.abc import Callable
@@ -283,6 +284,16 @@ def test_call_gives_the_result_of_rank_0(tmp_path: Path, monkeypatch: pytest.Mon
 # ---- a rank is lost in the middle of a step
 
 
+def _run_out_of_memory(action: Callable[[], None]) -> None:
+    """An action for which the system refuses memory."""
+    pages = int(Path("/proc/self/statm").read_text().split()[0])
+    _, hard = resource.getrlimit(resource.RLIMIT_AS)
+    resource.setrlimit(resource.RLIMIT_AS, (pages * resource.getpagesize() + 2**26, hard))
+    workspace = torch.empty(2**30, dtype=torch.uint8)
+    action()
+    del workspace
+
+
 def _lose(strategy: str, how: str, timeout_s: float = 90.0) -> str:
     """A rank that is lost in the middle of its second step, if it is rank 1; else what it is told of that."""
     model, inputs, targets, loss = load_callable(SPEC, **SIZES)
@@ -297,7 +308,14 @@ def _lose(strategy: str, how: str, timeout_s: float = 90.0) -> str:
         ends = {"die": lambda: os.kill(os.getpid(), signal.SIGKILL), "hang": lambda: time.sleep(600)}
         engine = parallel.engine
         first = next(k for k, i in enumerate(engine.program.instructions) if isinstance(i, Backward))
+        ends["memory"] = partial(_run_out_of_memory, engine._actions[first])
         engine._actions[first] = lambda: ends[how]()
+    if os.environ["RANK"] == "1" and how == "memory":
+        with pytest.raises(RuntimeError, match="can't allocate memory"):
+            parallel.step(inputs, targets)
+        with pytest.raises(RuntimeFailure, match=r"the step cannot go on after a failure: .*can't allocate memory"):
+            parallel.step(inputs, targets)
+        time.sleep(600)
     with pytest.raises(RuntimeFailure) as caught:
         parallel.step(inputs, targets)
     with pytest.raises(RuntimeFailure, match="the step cannot go on after a failure"):
@@ -316,8 +334,11 @@ LOST = "with ranks [1] failed: one of them has died, hangs or cannot be reached"
 
 @pytest.mark.parametrize(
     ("how", "timeout_s", "reason"),
-    [("die", 90.0, LOST), ("hang", 4.0, LOST), ("misfeed", 4.0, "rank 1 failed: RuntimeFailure: input must be")],
-)
+    [
+        ("die", 90.0, LOST), ("hang", 4.0, LOST), ("misfeed", 4.0, "rank 1 failed: RuntimeFailure: input must be"),
+        ("memory", 4.0, "DefaultCPUAllocator: can't allocate memory: you tried to allocate 1073741824 bytes"),
+    ],
+)  # fmt: skip
 def test_the_others_are_told_of_a_rank_lost_in_mid_step(
     tmp_path: Path, how: str, timeout_s: float, reason: str
 ) -> None:

@@ -75,6 +75,19 @@ def _copied(model: M, changes: dict[str, Any]) -> M:
     return type(model)(**fields | changes)
 
 
+def rows_per_sample(graph: OperatorGraph) -> dict[str, int]:
+    """Rows of each input that one sample has: 1, or more of what comes flattened (targets of batch * sequence). Inputs
+    that do not run over the batch (masks, tables) are missing."""
+    rows = {}
+    for tensor in graph.of_kind("input"):
+        for consumer, position in graph.consumers[tensor.name] if tensor.shape else ():
+            op = graph.operators[consumer]
+            axes = op.access.inputs[position].dimensions[0].axes
+            if axes and op.roles[axes[0]] == "sample" and tensor.shape[0] % graph.batch == 0:
+                rows[tensor.name] = tensor.shape[0] // graph.batch
+    return rows
+
+
 def with_sizes(op: Operator, sizes: Mapping[str, int]) -> Operator:
     """``op`` with axes of other sizes, and the attributes that tell them. Raises NotationError beyond 2^48."""
     if all(sizes[axis.name] == axis.size for axis in op.axes):

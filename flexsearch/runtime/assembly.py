@@ -12,7 +12,7 @@ from torch import Tensor
 from flexsearch.graph import Box, volume
 from flexsearch.graph.notation import intersect
 from flexsearch.graph.ops.calls import dtype_of
-from flexsearch.graph.ops.local import extent, preferred
+from flexsearch.graph.ops.local import extent, preferred, preferred_format
 from flexsearch.lower import Lowered
 from flexsearch.runtime.instructions import Assemble, Keep, Slot, Transport, reshard_of
 from flexsearch.runtime.parts import slices
@@ -20,6 +20,7 @@ from flexsearch.runtime.wire import Wire
 
 Values = list[Any]
 Take = Callable[[], Tensor]
+Place = Callable[[Tensor], None]
 Action = Callable[[], None]
 
 
@@ -83,23 +84,25 @@ def assemble(
     transport = instruction.transport
     step, dtype = reshard_of(lowered, transport).phases[instruction.phase], dtype_of_transport(lowered, transport)
     results, fresh = [], []
+    if instruction.refills:
+        parts = {k: _pieces(values, lowered, rank, instruction, wire, k) for k in instruction.results}
+        return _refilling(
+            values, [(slot, _placing(step.destination[k].box, parts[k])) for k, slot in instruction.results.items()]
+        )
+    # What arrives is packed in the order of the dimensions.
+    image = transport.purpose != "synchronise" and name_of_transport(lowered, transport) in pictures
     for k, slot in instruction.results.items():
         pieces = _pieces(values, lowered, rank, instruction, wire, k)
-        results.append((slot, _joined(step.destination[k].box, pieces, dtype, wire.device)))
+        results.append((slot, _joined(step.destination[k].box, pieces, dtype, wire.device, image)))
         fresh.append(len(pieces) != 1 or pieces[0].box != step.destination[k].box)
     if instruction.adds:
-        image = name_of_transport(lowered, transport) in pictures
         return _adding(values, [(*row, new) for row, new in zip(results, fresh, strict=True)], image)
-    if instruction.refills:
-        return _refilling(values, results)
-    # What arrives is packed in the order of the dimensions.
-    packed = transport.purpose != "synchronise" and name_of_transport(lowered, transport) in pictures
     owns = instruction.owns
 
     def run() -> None:
         for slot, take in results:
             result = take()
-            if packed:
+            if image:
                 result = preferred(result)
             if owns and result.untyped_storage().nbytes() != result.numel() * result.itemsize:
                 result = result.clone()
@@ -123,14 +126,14 @@ def _adding(values: Values, results: Sequence[tuple[Slot, Take, bool]], image: b
     return run
 
 
-def _refilling(values: Values, results: Sequence[tuple[Slot, Take]]) -> Action:
+def _refilling(values: Values, results: Sequence[tuple[Slot, Place]]) -> Action:
     """Give a weight, which autograd has saved, its memory back, as PyTorch's FSDP does."""
 
     def run() -> None:
-        for slot, take in results:
+        for slot, place in results:
             data = values[slot].data  # whose version autograd does not check
             data.untyped_storage().resize_(data.numel() * data.itemsize)
-            data.copy_(take())
+            place(data)
 
     return run
 
@@ -168,9 +171,11 @@ def _pieces(
     return sorted(pieces, key=lambda piece: (piece.term, piece.box))
 
 
-def _joined(box: Box, pieces: Sequence[Piece], dtype: torch.dtype, device: torch.device) -> Take:
-    """Sum of pieces placed in ``box``, in the order of their terms, so that all replicas agree to the bit."""
+def _joined(box: Box, pieces: Sequence[Piece], dtype: torch.dtype, device: torch.device, image: bool) -> Take:
+    """Sum of pieces placed in ``box``, in the order of their terms, so that all replicas agree to the bit. ``image``:
+    whether it lies in the memory format of images."""
     shape = extent(box)
+    memory = preferred_format(len(shape), dtype, device) if image else torch.contiguous_format
     takes = [(slices(box, piece.box), piece.take) for piece in pieces]
     if len(pieces) == 1 and pieces[0].box == box:
         return pieces[0].take
@@ -186,21 +191,33 @@ def _joined(box: Box, pieces: Sequence[Piece], dtype: torch.dtype, device: torch
         return total
     if _covers(box, pieces):
 
+        place = _placing(box, pieces)
+
         def copied() -> Tensor:
-            result = torch.empty(shape, dtype=dtype, device=device)
-            for where, take in takes:
-                (result if where is None else result[where]).copy_(take())
+            result = torch.empty(shape, dtype=dtype, device=device, memory_format=memory)
+            place(result)
             return result
 
         return copied
 
     def summed() -> Tensor:
-        result = torch.zeros(shape, dtype=dtype, device=device)
+        result = torch.empty(shape, dtype=dtype, device=device, memory_format=memory).zero_()
         for where, take in takes:
             (result if where is None else result[where]).add_(take())
         return result
 
     return summed
+
+
+def _placing(box: Box, pieces: Sequence[Piece]) -> Place:
+    """Writes pieces that lie side by side and fill ``box`` into a tensor of that region."""
+    takes = [(slices(box, piece.box), piece.take) for piece in pieces]
+
+    def place(result: Tensor) -> None:
+        for where, take in takes:
+            (result if where is None else result[where]).copy_(take())
+
+    return place
 
 
 def _covers(box: Box, pieces: Sequence[Piece]) -> bool:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import count, groupby, pairwise
 from types import FunctionType
@@ -32,15 +32,16 @@ class Call:
 
 def body_of(
     calls: Sequence[Call], leaves: int, wanted: tuple[int, ...], compiler: str | None, edges: tuple[int, ...] = (),
-    weights: tuple[tuple[int, int], ...] = (),
+    weights: tuple[tuple[int, int], ...] = (), released: Collection[tuple[int, int]] = (),
 ) -> Body:  # fmt: skip
     """Takes the leaves, gives the values at the places ``wanted``. ``compiler``: a backend of ``torch.compile``, for
     all but what draws random numbers; None: the operators as they are. Behind the values it gives where the gradients
     of results at the places ``edges`` enter (None: they have none), and where those of ``weights`` (number of the call,
-    place) come out; last, if there are weights, a list of what autograd has saved for the other calls: once it is
-    cleared, only gradients of weights can be had. Not of what is compiled."""
+    place) come out; last, if there are weights, a list of what autograd has saved for the other calls, and of those
+    ``weights`` that are ``released``: once it is cleared, only gradients of weights can be had, none of which is made
+    of a released one; and a list of what else it has saved of calls with released weights. Not of what is compiled."""
     if compiler is None:
-        return _run(calls, tuple(range(leaves)), wanted, edges, weights)
+        return _run(calls, tuple(range(leaves)), wanted, edges, weights, released)
     assert not edges and not weights
     parts = list(_parts(calls, wanted, compiler))
 
@@ -92,19 +93,51 @@ def _rungs(heights: Sequence[int]) -> list[Tensor]:
     return result
 
 
-def _aside(saved: list[Tensor]) -> saved_tensors_hooks:
-    """Has autograd save tensors in a list that can be cleared, though its graph is retained."""
+def _aside(saved: list[Tensor | None]) -> saved_tensors_hooks:
+    """Has autograd save tensors in a list that can be cleared, though its graph is retained. A backward pass takes each
+    of them out of it as it gets there."""
 
     def pack(tensor: Tensor) -> int:
         saved.append(tensor)
         return len(saved) - 1
 
-    return saved_tensors_hooks(pack, saved.__getitem__)
+    def take(place: int) -> Tensor:
+        tensor, saved[place] = saved[place], None
+        assert tensor is not None
+        return tensor
+
+    return saved_tensors_hooks(pack, take)
+
+
+def _aside_of(saved: list[Tensor | None], weights: Sequence[Tensor], others: list[Tensor]) -> saved_tensors_hooks:
+    """The same of ``weights`` alone, which autograd asks for even where it does not read them: once they are gone it
+    gets something of their shape without memory. What it saves besides is noted in ``others``."""
+    memories = {weight.untyped_storage()._cdata for weight in weights}
+
+    def pack(tensor: Tensor) -> Tensor | Callable[[], Tensor]:
+        if tensor.untyped_storage()._cdata not in memories:
+            others.append(tensor)
+            return tensor
+        shape, dtype, device, place = tensor.shape, tensor.dtype, tensor.device, len(saved)
+        saved.append(tensor)
+
+        def take() -> Tensor:
+            if saved and (weight := saved[place]) is not None:
+                saved[place] = None
+                return weight
+            return torch.empty((), dtype=dtype, device=device).expand(shape)
+
+        return take
+
+    def unpack(packed: Tensor | Callable[[], Tensor]) -> Tensor:
+        return packed if isinstance(packed, Tensor) else packed()
+
+    return saved_tensors_hooks(pack, unpack)
 
 
 def _run(
     calls: Sequence[Call], held: tuple[int, ...], wanted: tuple[int, ...], edges: tuple[int, ...] = (),
-    weights: tuple[tuple[int, int], ...] = (),
+    weights: tuple[tuple[int, int], ...] = (), released: Collection[tuple[int, int]] = (),
 ) -> Body:  # fmt: skip
     """The calls one after the other: takes the values at ``held``, gives those at ``wanted``, and what ``body_of`` says
     of ``edges`` and ``weights``. A value is let go of behind its last use, as in a module's code."""
@@ -124,6 +157,7 @@ def _run(
                 for e, (reader, w) in enumerate(weights)
                 if reader == k
             ),
+            tuple(place[p] for reader, p in released if reader == k),
             tuple((edges.index(p), place[p]) for p in call.results if p in edges),
             tuple(dead[k]),
         )
@@ -134,16 +168,20 @@ def _run(
     def body(*values: Tensor) -> list[Any]:
         local: list[Any] = list(values)
         entered: list[GradientEdge | None] = [None] * (len(edges) + len(weights))
-        saved: list[Tensor] = []
+        saved: list[Tensor | None] = []
+        others: list[Tensor] = []
         aside = _aside(saved) if weights else None
-        for kernel, operands, trained, marked, over in steps:
+        for kernel, operands, trained, loose, marked, over in steps:
             read = [None if k is None else local[k] for k in operands]
             for e, rung, at in trained:
                 weight = _Raised.apply(read[at[0]], rung)  # type: ignore[no-untyped-call]
                 entered[e] = get_gradient_edge(weight)
                 for k in at:
                     read[k] = weight
-            if aside is None or trained:
+            if loose:
+                with _aside_of(saved, [local[k] for k in loose], others):
+                    computed = kernel(*read)
+            elif aside is None or trained:
                 computed = kernel(*read)
             else:
                 with aside:
@@ -156,7 +194,7 @@ def _run(
                 entered[e] = get_gradient_edge(local[k]) if local[k].requires_grad else None
             for k in over:
                 local[k] = None
-        return [*(local[k] for k in chosen), *entered, *([saved] if weights else [])]
+        return [*(local[k] for k in chosen), *entered, *([saved, others] if weights else [])]
 
     return body
 

@@ -12,11 +12,11 @@ from torch.utils.data import DataLoader, Dataset
 
 from flexsearch.errors import RuntimeFailure
 from flexsearch.graph import Box, Interval
+from flexsearch.graph.batch import rows_per_sample
 from flexsearch.graph.importer import Imported
 from flexsearch.graph.ops.calls import dtype_of
 from flexsearch.lower import Entry, Layout, Lowered
 from flexsearch.runtime.regions import everywhere, whole
-from flexsearch.runtime.state import rows_per_sample
 
 
 class Feed:

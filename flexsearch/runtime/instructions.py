@@ -234,8 +234,8 @@ Part = Literal["all", "inputs", "weights"]
 @dataclass(frozen=True)
 class Backward(Instruction):
     """Run the backward pass of a segment, or a ``part`` of it. ``seeds``: slots of the gradients of its exports (None:
-    of the loss, which is 1); ``gradients``: by leaf, the slot to add its gradient to; ``weights``: slots of weights
-    that were gathered again for it."""
+    of the loss, which is 1), of which nothing else reads those that it ``takes``; ``gradients``: by leaf, the slot to
+    add its gradient to; ``weights``: slots of weights that were gathered again for it."""
 
     segment: int
     microbatch: int
@@ -244,6 +244,7 @@ class Backward(Instruction):
     seeds: tuple[Slot | None, ...]
     gradients: tuple[Slot | None, ...]
     weights: tuple[Slot, ...] = ()
+    takes: frozenset[Slot] = frozenset()
 
     @property
     def reads(self) -> tuple[Slot, ...]:

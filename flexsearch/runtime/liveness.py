@@ -9,7 +9,7 @@ of behind its last use.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import replace
 
 from flexsearch.graph import volume
@@ -142,5 +142,13 @@ def _with_frees(instructions: Sequence[Instruction]) -> list[Instruction]:
     return [
         x
         for k, instruction in enumerate(instructions)
-        for x in (instruction, *((Free(tuple(sorted(free[k]))),) if k in free else ()))
+        for x in (_taking(instruction, free.get(k, ())), *((Free(tuple(sorted(free[k]))),) if k in free else ()))
     ]
+
+
+def _taking(instruction: Instruction, over: Collection[Slot]) -> Instruction:
+    """A backward pass lets go of the gradients that enter it as it goes on, if nobody reads them behind it."""
+    if not isinstance(instruction, Backward):
+        return instruction
+    takes = frozenset(slot for slot in instruction.seeds if slot is not None and slot in over)
+    return replace(instruction, takes=takes)

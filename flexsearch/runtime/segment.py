@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -14,7 +15,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge, saved_tensors_
 
 from flexsearch.graph import Box, OperatorGraph
 from flexsearch.graph.model import Operator
-from flexsearch.graph.ops import KernelContext, build_kernel
+from flexsearch.graph.ops import KernelContext, build_kernel, released_weights
 from flexsearch.graph.ops.calls import dtype_of
 from flexsearch.graph.precision import PreciseGraph
 from flexsearch.graph.samples import COUNTS
@@ -28,6 +29,8 @@ from flexsearch.runtime.parts import slices
 from flexsearch.runtime.rewrites import CUTS, JOINT, cut_dimension
 
 Action = Callable[[], None]
+HANDED_OVER_BYTES = 1 << 14
+"""Least bytes of a gradient that autograd is made the only holder of: a smaller one is not worth the host's time."""
 
 
 @dataclass
@@ -43,7 +46,7 @@ class Pass:
     seeds: list[GradientEdge | None]
     layers: Sequence[GradientEdge | None] = ()
     weights: Sequence[GradientEdge] = ()
-    saved: list[Tensor] = field(default_factory=list)
+    saved: list[Tensor | None] = field(default_factory=list)
     between: list[Tensor | None] = field(default_factory=list)
     outputs: list[GradientEdge] = field(default_factory=list)
     gradients: list[Tensor] = field(default_factory=list)
@@ -152,6 +155,8 @@ class SegmentRunner:
         split = segment.trains and lowered.stages.splits_backward and compiler is None
         self.layers = layers_of(self.calls, {self.tracked[k] for k in self.weights}) if split else None
         """Where the second half of its backward pass goes on; None: it has no halves, or autograd finds its way."""
+        self.released = _released(lowered, segment) if self.layers else ()
+        """Those of the layers' weights that the second half does without, as they are gathered: (call, leaf)."""
         self.aside: list[int] = []
         """Leaves that autograd needs for the first half of the backward pass alone."""
         loss = lowered.graph.tensor.get(lowered.graph.loss or "")
@@ -171,7 +176,7 @@ class SegmentRunner:
         edges = tuple(place for layer in layers for place in layer.results)
         weights = tuple(read for layer in layers for read in layer.weights)
         wanted = tuple(first + result for result in results)
-        body = body_of(self.calls, first, wanted, self.compiler, edges, weights)
+        body = body_of(self.calls, first, wanted, self.compiler, edges, weights, self.released if weights else ())
         ends = len(results), len(results) + len(edges), len(results) + len(edges) + len(weights)
         mode, tracked = torch.enable_grad if saved is not None else torch.no_grad, self.tracked
         unsaved: Sequence[int] | None = None if self.compiler is None and saved is not None else ()
@@ -194,7 +199,7 @@ class SegmentRunner:
             if saved is not None:
                 for k in unsaved:
                     _empty(leaves[k])
-                entries = [get_gradient_edge(computed[k]) if computed[k].requires_grad else None for k in seeds]
+                entries = [_entry(computed[k]) for k in seeds]
                 entered, weights_at = (computed[a:b] for a, b in pairwise(ends))
                 aside = computed[ends[2]] if layers else []
                 values[saved] = Pass([leaves[k] for k in tracked], entries, entered, weights_at, aside)
@@ -204,7 +209,8 @@ class SegmentRunner:
     def _watched(self, body: Body, leaves: Sequence[Tensor], end: int) -> tuple[Sequence[Any], list[int]]:
         """What the operators' body gives, and those leaves whose memory autograd does not keep for the backward pass,
         though a leaf itself lives as long as the graph. Weights that are stored whole live anyway. ``end``: where the
-        list of what is saved aside is, if there is one; leaves that are there alone are ``self.aside``."""
+        lists of what is saved aside and otherwise are, if there are any; leaves that are in the first alone are
+        ``self.aside``."""
         kept: set[int] = set()
 
         def pack(tensor: Tensor) -> Tensor:
@@ -213,10 +219,11 @@ class SegmentRunner:
 
         with saved_tensors_hooks(pack, lambda tensor: tensor):
             computed = body(*leaves)
+        kept.update(tensor.untyped_storage()._cdata for others in computed[end + 1 :] for tensor in others)
         # A leaf that is a result itself has its shape asked for in the backward pass.
         moving = [k for k in self.tracked if k not in self.stored and not any(x is leaves[k] for x in computed)]
         moving = [k for k in moving if leaves[k].untyped_storage()._cdata not in kept]
-        aside = {tensor.untyped_storage()._cdata for saved in computed[end:] for tensor in saved}
+        aside = {tensor.untyped_storage()._cdata for saved in computed[end : end + 1] for tensor in saved}
         self.aside = [k for k in moving if leaves[k].untyped_storage()._cdata in aside]
         return computed, [k for k in moving if k not in self.aside]
 
@@ -230,15 +237,21 @@ class SegmentRunner:
         if not first and self.layers is not None:
             return self._of_weights(values, instruction, shared)
         layered = keep and self.layers is not None
+        takes = [slot in instruction.takes and (layered or not keep) for slot in seeds]
 
         def run() -> None:
-            passed = values[saved]
+            passed, entered = values[saved], list[weakref.ref[torch.UntypedStorage]]()
             if first:
-                for slot, edge in zip(seeds, passed.seeds, strict=True):
+                for slot, edge, taken in zip(seeds, passed.seeds, takes, strict=True):
                     gradient = values[slot] if slot is not None else self.one
                     if edge is not None and gradient is not None:
                         passed.outputs.append(edge)
+                        if taken and gradient.nbytes >= HANDED_OVER_BYTES:
+                            entered.append(weakref.ref(gradient.untyped_storage()))
+                            gradient = _handed_over(gradient, edge)
                         passed.gradients.append(gradient)
+                    if taken and slot is not None:
+                        gradient = values[slot] = None
             wanted = [passed.leaves[k] for k in leaves]
             edges = [edge for edge in passed.layers if edge is not None] if layered else []
             if passed.outputs and (wanted or edges):
@@ -250,10 +263,10 @@ class SegmentRunner:
                 made = torch.autograd.grad(
                     passed.outputs, [*wanted, *edges], passed.gradients, retain_graph=keep, allow_unused=True
                 )
-                entered = iter(made[len(wanted) :])
-                passed.between = [None if edge is None else next(entered) for edge in passed.layers] if edges else []
+                reached = iter(made[len(wanted) :])
+                passed.between = [None if edge is None else next(reached) for edge in passed.layers] if edges else []
                 gradients = [None if summed else gradient for gradient, summed in zip(made, sums, strict=False)]
-                _add(values, places, gradients, (*passed.gradients, *passed.between))
+                _add(values, places, gradients, (*passed.gradients, *passed.between), entered)
             if layered:
                 self._let_go(passed)
 
@@ -288,8 +301,22 @@ class SegmentRunner:
                 if outputs:
                     made = torch.autograd.grad(outputs, wanted, gradients, allow_unused=True)
                     _add(values, places, made, (*gradients, *between))
+                    del made, gradients  # before the next layer's are made
 
         return run
+
+
+def _entry(result: Tensor) -> GradientEdge | None:
+    """Where the gradient of a result enters: a node that nothing but that goes through. None: it has none."""
+    return get_gradient_edge(result.view_as(result)) if result.requires_grad else None
+
+
+def _handed_over(gradient: Tensor, entry: GradientEdge) -> Tensor:
+    """Something of the shape of a gradient, without memory, in place of which autograd gets the gradient itself: it
+    keeps what it is called with to its end, but lets go of what it gets on its way once that is used."""
+    held = [gradient]
+    entry.node.register_prehook(lambda _: (held.pop(),))
+    return gradient.new_empty(()).expand(gradient.shape)
 
 
 def _empty(leaf: Tensor) -> None:
@@ -299,11 +326,11 @@ def _empty(leaf: Tensor) -> None:
 
 def _add(
     values: list[Any], places: Sequence[tuple[Slot, bool]], made: Sequence[Tensor | None],
-    alive: Sequence[Tensor | None],
+    alive: Sequence[Tensor | None], entered: Sequence[weakref.ref[torch.UntypedStorage]] = (),
 ) -> None:  # fmt: skip
     """Add gradients to slots. ``places``: with whether others add to the slot, too, in its memory. Autograd may hand
-    out one tensor for several values, among them those that are still ``alive``: what is added to gets memory of its
-    own."""
+    out one tensor for several values, among them those that are still ``alive``, or were ``entered`` and may be: what
+    is added to gets memory of its own."""
     owners: Counter[int] | None = None
     for (slot, in_place), gradient in zip(places, made, strict=True):
         before = values[slot]
@@ -312,7 +339,9 @@ def _add(
         if before is not None and in_place:
             values[slot] = before.add_(gradient)
         elif before is not None or in_place:
-            owners = owners or Counter(_memory(x) for x in (*made, *alive) if x is not None)
+            if owners is None:
+                owners = Counter(_memory(x) for x in (*made, *alive) if x is not None)
+                owners.update(storage.data_ptr() for ref in entered if (storage := ref()) is not None)
             whole = gradient.untyped_storage().nbytes() == gradient.numel() * gradient.itemsize
             own = whole and owners[_memory(gradient)] == 1
             if before is None:
@@ -328,6 +357,19 @@ def _is_weight(lowered: Lowered, gradient: Key | None) -> bool:
     if gradient is None or gradient.kind != "edge gradient":
         return False
     return lowered.graph.tensor[lowered.edges[int(str(gradient.name))].tensor].kind == "parameter"
+
+
+def _released(lowered: Lowered, segment: Segment) -> frozenset[tuple[int, int]]:
+    """(call, leaf) of the gathered weights that no gradient of a weight is made of."""
+    released = released_weights(lowered.graph)
+    return frozenset(
+        (k, a)
+        for k, call in enumerate(segment.calls)
+        if len(call.operators) == 1
+        for p, a in enumerate(call.arguments)
+        if a is not None and a >= 0 and (call.operators[0], p) in released
+        and segment.leaves[a].value.kind == "edge" and segment.leaves[a].gradient is not None
+    )  # fmt: skip
 
 
 def _memory(tensor: Tensor) -> int:

@@ -7,7 +7,6 @@ from collections.abc import Collection
 from torch import Tensor, nn
 
 from flexsearch.errors import RuntimeFailure
-from flexsearch.graph import OperatorGraph
 from flexsearch.graph.fold import sources
 from flexsearch.graph.importer import Imported
 
@@ -46,16 +45,3 @@ def check_meta(imported: Imported, buffers: dict[str, Tensor]) -> None:
             f"{lost[0]!r} is computed from a tensor of the model that is on the meta device and is no buffer",
             "Register that tensor as a buffer, or build the model on the CPU.",
         )
-
-
-def rows_per_sample(graph: OperatorGraph) -> dict[str, int]:
-    """Rows of each input that one sample has: 1, or more of what comes flattened (targets of batch * sequence). Inputs
-    that do not run over the batch (masks, tables) are missing."""
-    rows = {}
-    for tensor in graph.of_kind("input"):
-        for consumer, position in graph.consumers[tensor.name] if tensor.shape else ():
-            op = graph.operators[consumer]
-            axes = op.access.inputs[position].dimensions[0].axes
-            if axes and op.roles[axes[0]] == "sample" and tensor.shape[0] % graph.batch == 0:
-                rows[tensor.name] = tensor.shape[0] // graph.batch
-    return rows

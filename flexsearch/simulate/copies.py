@@ -11,7 +11,19 @@ from flexsearch.compiled import ONE, TWO, U32, ZERO, lean
 from flexsearch.lower.arrays import NOTHING, State
 from flexsearch.lower.footprints import ALIASED, RECEIVES, TAKES_PART, TAKES_PART_AGAIN, Landings
 from flexsearch.lower.interned import entries_of
-from flexsearch.simulate.spans import ACTIVATIONS, BUFFERS, COPIES, GATHERED, Sources, Spans, add, end_of, prolong
+from flexsearch.simulate.spans import (
+    ACTIVATIONS,
+    BUFFERS,
+    COPIES,
+    GATHERED,
+    IN_BOTH_HALVES,
+    NOT_KEPT,
+    Sources,
+    Spans,
+    add,
+    end_of,
+    prolong,
+)
 
 
 @lean
@@ -111,8 +123,9 @@ def _use(
             until = max(until, TWO * np.uint64(units.recompute_block[reader]))
         if units.backward[reader] == 1 and not gathered and units.saves_inputs[reader] == 1:
             until = max(until, TWO * np.uint64(units.weight_block[reader]))
-        if gathered and (again or units.keeps_weight[other] == 1):
-            until = max(until, TWO * np.uint64(units.backward_block[reader]))
+        if gathered and (again or units.keeps_weight[other] != NOT_KEPT):
+            late = units.keeps_weight[other] == IN_BOTH_HALVES
+            until = max(until, TWO * np.uint64(units.weight_block[reader] if late else units.backward_block[reader]))
     return until
 
 

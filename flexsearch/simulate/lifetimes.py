@@ -5,8 +5,9 @@ computing (number 2 * block) and communicating (2 * block + 1). A **span** is by
 last moment, both included. These are the spans:
 
 - **At hand**, all the time: of inputs, buffers and constants the smallest box that holds all that a device's pieces
-  read; weights as they are stored, with the optimizer's state for those that are trained (one copy for momentum, two
-  for adam; of weights in half precision: in float32, and a master copy besides).
+  read in all microbatches, from the first row to the last; weights as they are stored, with the optimizer's state for
+  those that are trained (one copy for momentum, two for adam; of weights in half precision: in float32, and a master
+  copy besides).
 - A **gathered weight**, whatever is kept in parts of it (``strategy.States``: in parts it is stored, too): from the
   communication that brings it to the last forward, and to the backwards that need it (``graph.ops.kept_weights``). It
   is gathered once, for both directions. A part cut from what the device stores is a view and takes nothing.
@@ -38,7 +39,8 @@ last moment, both included. These are the spans:
 
 Where a schedule splits backward passes, an operator with trained weights has two: the first makes the gradients of its
 other inputs, the second those of its weights. What it saved and the gradients of its outputs live until the second, a
-gathered weight until the first; the gradient of a weight begins with the second.
+gathered weight of a product until the first (``graph.ops.released_weights``); the gradient of a weight begins with the
+second.
 
 "Last" means last in the order of blocks. A microbatch passes the blocks of a stage in that order, and so do the weight
 gradients of all stages of a device. But where a device holds two stages, the weight gradients of the later stage may
@@ -57,7 +59,7 @@ from typing import Any
 
 import numpy as np
 
-from flexsearch.compiled import ONE, TWO, U32, ZERO, lean
+from flexsearch.compiled import ONE, TWO, ZERO, lean
 from flexsearch.lower.arrays import NOTHING, State
 from flexsearch.lower.change import ALWAYS
 from flexsearch.lower.footprints import ALIASED, RECEIVES, TAKES_PART, TAKES_PART_AGAIN
@@ -101,7 +103,7 @@ def list_spans(sources: Sources, state: State, u: Any, spans: Spans) -> None:
         t = np.uint64(units.tensor[u])
         begin, end = np.uint64(units.reader_first[t]), np.uint64(units.reader_last[t])
         part = np.uint64(units.part[t])
-        _hold_box(sources, state, units.reader, begin, end, units.at_hand_itemsize[t], part, spans)
+        _hold_box(sources, state, begin, end, t, part, spans)
     elif units.root[u] == WEIGHT:
         _hold_weight(sources, state, np.uint64(units.tensor[u]), spans)
     for k in range(first, last):
@@ -111,16 +113,15 @@ def list_spans(sources: Sources, state: State, u: Any, spans: Spans) -> None:
 
 
 @lean
-def _hold_box(
-    sources: Sources, state: State, slots: U32, begin: Any, end: Any, itemsize: Any, part: Any, spans: Spans
-) -> None:
-    """The bounding box of what the readers ``slots[begin:end]`` of a tensor want on each device, all the time."""
-    wiring, layouts, pools = sources.wiring, sources.layouts, sources.pools
+def _hold_box(sources: Sources, state: State, begin: Any, end: Any, t: Any, part: Any, spans: Spans) -> None:
+    """The bounding box of what the readers ``begin`` to ``end`` of a tensor at hand want on each device, in all
+    microbatches, all the time."""
+    wiring, layouts, pools, units = sources.wiring, sources.layouts, sources.pools, sources.units
     for every in range(np.uint64(spans.reads.shape[0])):
         spans.reads[every] = 0
     rank = ZERO
     for k in range(begin, end):
-        slot = np.uint64(slots[k])
+        slot = np.uint64(units.reader[k])
         if sources.program.flows[slot] == GRADIENT:
             continue
         config = np.uint64(state.config[np.uint64(wiring.slot_operator[slot])])
@@ -139,9 +140,10 @@ def _hold_box(
             spans.reads[d] = 1
     for reading in range(np.uint64(spans.reads.shape[0])):
         if spans.reads[reading] == 1:
-            nbytes = itemsize
+            nbytes = units.at_hand_itemsize[t]
             for r in range(rank):
-                nbytes *= spans.high[reading, r] - spans.low[reading, r]
+                rows = spans.high[reading, r] - spans.low[reading, r]
+                nbytes *= rows + units.at_hand_shift[t] if r == 0 else rows
             add(spans, reading, nbytes, part, ZERO, end_of(sources))
 
 

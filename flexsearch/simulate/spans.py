@@ -20,6 +20,8 @@ WEIGHTS, COPIES, GRADIENTS, OPTIMIZER, ACTIVATIONS, BUFFERS = (np.uint64(k) for 
 VALUE, GRADIENT = np.uint8(Flow.VALUE), np.uint8(Flow.GRADIENT)
 GATHERED: Any = np.uint64(0xFFFFFFFF)
 """In the place of an activation: a weight's copies have no original that readers could use as it is."""
+NOT_KEPT, IN_FIRST_HALF, IN_BOTH_HALVES = (np.uint8(k) for k in range(3))
+"""Whether autograd keeps a weight for a backward pass, and for which halves of one that is split."""
 OUTPUT, WEIGHT, AT_HAND = range(3)
 """What the first tensor of a unit is: made by an operator, a weight, or at hand."""
 
@@ -37,12 +39,13 @@ class Units(NamedTuple):
     ``sync_block`` and ``second_block``, where the phases of its synchronisation are issued, and ``added_block``, before
     which what it brings is added if it is kept in parts; ``each_block``, ``each_second`` and ``each_added``, those of
     one for every microbatch (the same where there is no other). By tensor at hand: its
-    readers' slots (``reader``), ``at_hand_itemsize``, ``at_hand_bytes`` in all, the ``part`` of memory that it belongs
+    readers' slots (``reader``), ``at_hand_itemsize``, ``at_hand_shift``, rows from the first microbatch of the batch to
+    the last one (0: it does not run over samples), ``at_hand_bytes`` in all, the ``part`` of memory that it belongs
     to. ``update_block``: (1,), the last; ``result_block``: (1,), where the loss is sent. By operator:
     ``forward_block``, ``backward_block`` (the forward one if there is none), ``weight_block``, where it is done with
     what it saved and with the gradients of its outputs (the backward one if its backward pass is whole),
-    ``recompute_block`` and ``region`` (NOTHING: it is not computed again); by slot: whether autograd keeps the
-    weight that it reads (``keeps_weight``); by weight: ``gather_block``, ``once_block``
+    ``recompute_block`` and ``region`` (NOTHING: it is not computed again); by slot: until when autograd keeps
+    the weight that it reads (``keeps_weight``); by weight: ``gather_block``, ``once_block``
     (where a weight is gathered for all microbatches), ``regather_block`` (NOTHING: none).
     """
 
@@ -74,6 +77,7 @@ class Units(NamedTuple):
     reader_last: U32
     reader: U32
     at_hand_itemsize: I64
+    at_hand_shift: I64
     at_hand_bytes: I64
     part: U8
     state_bytes: I64

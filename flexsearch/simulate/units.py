@@ -11,7 +11,8 @@ import numpy.typing as npt
 
 from flexsearch.cost.compute import state_bytes
 from flexsearch.graph import OperatorGraph
-from flexsearch.graph.ops import kept_weights, saved_tensors
+from flexsearch.graph.batch import rows_per_sample
+from flexsearch.graph.ops import kept_weights, released_weights, saved_tensors
 from flexsearch.graph.ops.base import Saved
 from flexsearch.lower.arrays import NOTHING, BlockTable, Program, State
 from flexsearch.lower.change import Wiring
@@ -19,7 +20,19 @@ from flexsearch.lower.plan import PlanRows
 from flexsearch.lower.program import Rows
 from flexsearch.lower.rows import Schedule
 from flexsearch.simulate.account import Account
-from flexsearch.simulate.spans import ACTIVATIONS, AT_HAND, OUTPUT, WEIGHT, WEIGHTS, Sources, Spans, Units
+from flexsearch.simulate.spans import (
+    ACTIVATIONS,
+    AT_HAND,
+    IN_BOTH_HALVES,
+    IN_FIRST_HALF,
+    NOT_KEPT,
+    OUTPUT,
+    WEIGHT,
+    WEIGHTS,
+    Sources,
+    Spans,
+    Units,
+)
 from flexsearch.strategy import Options
 
 Numbers = npt.NDArray[np.uint32]
@@ -30,7 +43,8 @@ _CHUNK: Final = 64
 def make_account(rows: PlanRows) -> tuple[Account, Sources]:
     """The account of no plan, and what memory of the plans of ``rows`` is worked out from."""
     graph, topology, schedule = rows.lowering.graph, rows.lowering.topology, rows.schedule
-    units = make_units(graph, rows.wiring, rows.table, rows.options)
+    shift = (int(schedule.microbatches[0]) - 1) * rows.lowering.replicas * graph.batch
+    units = make_units(graph, rows.wiring, rows.table, rows.options, shift)
     sources = Sources(
         units, rows.wiring, rows.program, rows.templates.pools, rows.lowering.layouts.pool, rows.templates.landings
     )
@@ -83,8 +97,9 @@ def _chunks(schedule: Schedule, blocks: int) -> tuple[Numbers, Numbers]:
 # ---- units
 
 
-def make_units(graph: OperatorGraph, wiring: Wiring, table: BlockTable, options: Options) -> Units:
-    """The units of a graph whose passes are the blocks of ``table``."""
+def make_units(graph: OperatorGraph, wiring: Wiring, table: BlockTable, options: Options, shift: int = 0) -> Units:
+    """The units of a graph whose passes are the blocks of ``table``. ``shift``: samples of the batch from the first
+    microbatch of a device to its last one."""
     rules = _rules(graph)
     roots, members = _members(graph, [rule.alias for rule in rules])
     number = {name: u for u, names in enumerate(members) for name in names}
@@ -95,10 +110,13 @@ def make_units(graph: OperatorGraph, wiring: Wiring, table: BlockTable, options:
     place = np.zeros(len(activations), np.uint32)
     for first, last in zip(views.first, views.last, strict=True):
         place[views.all[first:last]] = np.arange(last - first)
-    concerned, kept = Rows(_concerned(graph, number)), kept_weights(graph)
+    concerned, kept, released = Rows(_concerned(graph, number)), kept_weights(graph), released_weights(graph)
     pairs = zip(wiring.slot_operator.tolist(), wiring.slot_position.tolist(), strict=True)
     slots = _slots_at_hand(graph, wiring, at_hand)
     last = len(table.kind) - 1
+
+    def keeps(pair: tuple[int, int]) -> np.uint8:
+        return NOT_KEPT if pair not in kept else IN_FIRST_HALF if pair in released else IN_BOTH_HALVES
 
     def flags(values: Iterable[object]) -> npt.NDArray[np.uint8]:
         return np.array([bool(value) for value in values], np.uint8)
@@ -106,6 +124,9 @@ def make_units(graph: OperatorGraph, wiring: Wiring, table: BlockTable, options:
     def sizes(values: Iterable[int]) -> npt.NDArray[np.int64]:
         return np.array(list(values), np.int64)
 
+    rows = rows_per_sample(graph)
+    shifts = {name: shift * rows.get(name, 0) for name in at_hand}
+    lengths = {name: (graph.tensor[name].shape or (1,))[0] for name in at_hand}
     tensors = activations | weights | at_hand
     kind = {name: OUTPUT for name in activations} | dict.fromkeys(weights, WEIGHT) | dict.fromkeys(at_hand, AT_HAND)
     parts = [ACTIVATIONS if graph.tensor[name].kind == "input" else WEIGHTS for name in at_hand]
@@ -123,14 +144,16 @@ def make_units(graph: OperatorGraph, wiring: Wiring, table: BlockTable, options:
         itemsize=sizes(graph.tensor[name].itemsize for name in activations),
         concerned_first=concerned.first, concerned_last=concerned.last, concerned=concerned.all,
         saves_inputs=flags(r.inputs for r in rules), saves_outputs=flags(r.outputs for r in rules),
-        backward=flags(graph.has_backward), keeps_weight=flags(pair in kept for pair in pairs),
+        backward=flags(graph.has_backward), keeps_weight=np.array([keeps(pair) for pair in pairs], np.uint8),
         is_view=flags(r.alias for r in rules), extra=sizes(r.extra for r in rules),
         halves=sizes(r.halves for r in rules), weight_itemsize=sizes(graph.tensor[name].itemsize for name in weights),
         sync_block=once[0], second_block=once[1], added_block=once[2],
         each_block=each[0], each_second=each[1], each_added=each[2],
         reader_first=slots.first, reader_last=slots.last, reader=slots.all,
         at_hand_itemsize=sizes(graph.tensor[name].itemsize for name in at_hand),
-        at_hand_bytes=sizes(graph.tensor[name].nbytes for name in at_hand), part=np.array(parts, np.uint8),
+        at_hand_shift=sizes(shifts.values()),
+        at_hand_bytes=sizes(graph.tensor[n].nbytes * (lengths[n] + shifts[n]) // lengths[n] for n in at_hand),
+        part=np.array(parts, np.uint8),
         state_bytes=sizes(state_bytes(graph.tensor[name], options.optimizer, options.precision) for name in weights),
         update_block=np.array([last], np.uint32), result_block=np.array([last - 1], np.uint32),
         forward_block=table.forward_of,

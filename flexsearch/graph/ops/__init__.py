@@ -55,6 +55,7 @@ from flexsearch.graph.ops.base import (
     kept_weights,
     kind_of,
     register,
+    released_weights,
     rewrite,
     saved_tensors,
     shipped,
@@ -63,6 +64,6 @@ from flexsearch.graph.ops.base import (
 
 __all__ = [
     "KINDS", "Attributes", "Kernel", "KernelContext", "OperatorKind", "Sample", "Saved", "axis_roles",
-    "backward_flops", "build_kernel", "find_trace", "forward_flops", "kept_weights", "kind_of", "register", "rewrite",
-    "saved_tensors", "shipped", "unregister",
+    "backward_flops", "build_kernel", "find_trace", "forward_flops", "kept_weights", "kind_of", "register",
+    "released_weights", "rewrite", "saved_tensors", "shipped", "unregister",
 ]  # fmt: skip

@@ -7,7 +7,7 @@ from math import prod
 from typing import TYPE_CHECKING, Any
 
 from flexsearch.graph.model import Operator
-from flexsearch.graph.notation import Dimension
+from flexsearch.graph.notation import Box, Dimension
 from flexsearch.graph.ops.attributes import Scalar, Share, Signed
 from flexsearch.graph.ops.base import (
     Attributes,
@@ -109,7 +109,12 @@ class Attention(OperatorKind):
         return scores * (2 * (extents["E"] + extents["v"]) + 5)
 
     def kernel(self, op: Operator, piece: Piece, shapes: Shapes, context: KernelContext) -> Kernel:
-        """Causal rows ``low..high`` of the queries see keys up to ``high`` only: the rest is cut off beforehand."""
+        """Causal rows ``low..high`` of the queries see keys up to ``high`` only: the rest is cut off beforehand.
+
+        On a CPU, values with fewer features than queries get zeros behind them, as the kernel that saves no scores
+        takes as many. Its output lies as the queries do: heads inside of positions, so that to merge heads copies
+        nothing.
+        """
         if float(str(op.attributes.get("dropout") or 0)) > 0:
             return _dropping(op, piece, shapes, context)
         low, high = piece.axes["q"]
@@ -119,16 +124,26 @@ class Attention(OperatorKind):
         seen = min(high, keys) if causal else keys
         triangle = causal and low < seen - 1  # later rows see all keys
         combined = _mask_of(low, high, seen) if triangle else None
+        on_cpu = context.device.type == "cpu"
+        lacking = shapes[0][-1] - _length(piece.inputs[2]) if on_cpu else 0
+
+        def attend(q: Tensor, k: Tensor, v: Tensor, **call: Any) -> Tensor:
+            if on_cpu and q.dim() == 4 and q.is_contiguous():  # it has been moved
+                q = q.transpose(1, 2).contiguous().transpose(1, 2)
+            if lacking <= 0:
+                return F.scaled_dot_product_attention(q, k, v, scale=scale, enable_gqa=grouped, **call)
+            wide = F.pad(v, (0, lacking))
+            return F.scaled_dot_product_attention(q, k, wide, scale=scale, enable_gqa=grouped, **call)[..., :-lacking]
 
         def run(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None) -> Tensor:
             if seen < keys:
                 k, v = k[..., :seen, :], v[..., :seen, :]
                 mask = mask if mask is None or mask.shape[-1] == 1 else mask[..., :seen]
             if triangle and low == 0 and mask is None:
-                return F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale, enable_gqa=grouped)
+                return attend(q, k, v, is_causal=True)
             if combined is not None:
                 mask = combined(q.device, mask)
-            return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale, enable_gqa=grouped)
+            return attend(q, k, v, attn_mask=mask)
 
         return run
 
@@ -229,6 +244,12 @@ def _dropping(op: Operator, piece: Piece, shapes: Shapes, context: KernelContext
         return y.flatten(-4, -3) if grouped else y
 
     return run
+
+
+def _length(box: Box | None) -> int:
+    """Of the last dimension of a region."""
+    assert box is not None
+    return box[-1][1] - box[-1][0]
 
 
 def _by_group(x: Tensor, heads: int) -> Tensor:

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeVar
 from pydantic import BaseModel, ConfigDict
 
 from flexsearch.errors import ImportModelError
-from flexsearch.graph.model import Operator, OperatorGraph, Role
+from flexsearch.graph.model import Flow, Operator, OperatorGraph, Role
 from flexsearch.graph.notation import Access
 from flexsearch.graph.ops.lazy import torch
 from flexsearch.graph.piece import Piece
@@ -431,17 +431,36 @@ def saved_tensors(graph: OperatorGraph) -> tuple[Saved, ...]:
 
 def kept_weights(graph: OperatorGraph) -> frozenset[tuple[int, int]]:
     """(operator, operand) of the weights that autograd keeps for the backward pass: what gradients of other operands
-    are made of. Where there are none to make, only operators keep them that always save what they read."""
+    are made of, of all but those that are added (biases). Where there are none to make, only operators keep them that
+    always save what they read."""
     kept = set()
     for i, (op, rule) in enumerate(zip(graph.operators, saved_tensors(graph), strict=True)):
-        if not graph.has_backward[i] or not rule.inputs or op.half == "weights":
-            continue
-        wanted, always = [name in graph.differentiable for name in op.inputs], kind_of(op).saved_without_weights.inputs
+        if not graph.has_backward[i] or op.half == "weights" or not (rule.inputs or op.half):
+            continue  # what has its weights' gradients made apart saves none of its other operands for them
+        operands = zip(op.inputs, op.access.inputs, graph.flows[i], strict=True)
+        wanted = [
+            name in graph.differentiable and not operand.once and flow == Flow.BOTH for name, operand, flow in operands
+        ]
+        always = kind_of(op).saved_without_weights.inputs
         for p, (name, operand) in enumerate(zip(op.inputs, op.access.inputs, strict=True)):
             weight = graph.tensor[name].kind == "parameter" and not operand.once
             if weight and (always or any(wanted[:p] + wanted[p + 1 :])):
                 kept.add((i, p))
     return frozenset(kept)
+
+
+def released_weights(graph: OperatorGraph) -> frozenset[tuple[int, int]]:
+    """(operator, operand) of the weights that no gradient of a weight is made of: where a backward pass is split, its
+    second half does without them. Of a product with one weight its gradient is made of the other factors."""
+    released: set[tuple[int, int]] = set()
+    for i, op in enumerate(graph.operators):
+        if kind_of(op).contraction:
+            factors = [
+                p for p, (name, operand) in enumerate(zip(op.inputs, op.access.inputs, strict=True))
+                if graph.tensor[name].kind == "parameter" and not operand.once
+            ]  # fmt: skip
+            released.update((i, p) for p in factors if len(factors) == 1)
+    return frozenset(released)
 
 
 def rand(*shape: int) -> torch.Tensor:
@@ -458,6 +477,6 @@ __all__ = [
     "ALIAS", "BOTH", "INPUTS", "KINDS", "MANY", "NOTHING", "OUTPUTS", "TRACES", "Attributes", "Extents", "Kernel",
     "KernelContext", "OperatorKind", "Sample", "Saved", "Shapes", "axis_roles", "backward_flops",
     "build_kernel", "define", "find_trace", "forward_flops", "input_elements", "integers", "kept_weights", "kind_of",
-    "matrix_flops", "output_elements", "points", "rand", "register", "rewrite", "saved_tensors", "shipped",
-    "unregister",
+    "matrix_flops", "output_elements", "points", "rand", "register", "released_weights", "rewrite", "saved_tensors",
+    "shipped", "unregister",
 ]  # fmt: skip

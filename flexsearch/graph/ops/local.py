@@ -52,7 +52,13 @@ def preferred(tensor: torch.Tensor) -> torch.Tensor:
 
     Only where oneDNN computes the convolutions; PyTorch's own gain nothing.
     """
-    images = tensor.dim() == 4 and tensor.dtype in (torch.float32, torch.bfloat16)
-    if images and tensor.device.type == "cpu" and torch.backends.mkldnn.is_available():  # type: ignore[no-untyped-call]
-        return tensor.contiguous(memory_format=torch.channels_last)
-    return tensor
+    last = preferred_format(tensor.dim(), tensor.dtype, tensor.device) == torch.channels_last
+    return tensor.contiguous(memory_format=torch.channels_last) if last else tensor
+
+
+def preferred_format(rank: int, dtype: torch.dtype, device: torch.device) -> torch.memory_format:
+    """The memory format that ``preferred`` gives a tensor."""
+    images = rank == 4 and dtype in (torch.float32, torch.bfloat16)
+    if images and device.type == "cpu" and torch.backends.mkldnn.is_available():  # type: ignore[no-untyped-call]
+        return torch.channels_last
+    return torch.contiguous_format
