@@ -305,11 +305,11 @@ def _lose(strategy: str, how: str, timeout_s: float = 90.0) -> str:
             parallel.step((inputs[0][:-1],), targets)
         time.sleep(600)
     elif os.environ["RANK"] == "1":
-        ends = {"die": lambda: os.kill(os.getpid(), signal.SIGKILL), "hang": lambda: time.sleep(600)}
-        engine = parallel.engine
-        first = next(k for k, i in enumerate(engine.program.instructions) if isinstance(i, Backward))
-        ends["memory"] = partial(_run_out_of_memory, engine._actions[first])
-        engine._actions[first] = lambda: ends[how]()
+        ends: dict[str, Callable[[Callable[[], None]], None]] = {
+            "die": lambda _: os.kill(os.getpid(), signal.SIGKILL), "hang": lambda _: time.sleep(600),
+            "memory": _run_out_of_memory,
+        }  # fmt: skip
+        parallel.engine.around = lambda what, action: ends[how](action) if isinstance(what, Backward) else action()
     if os.environ["RANK"] == "1" and how == "memory":
         with pytest.raises(RuntimeError, match="can't allocate memory"):
             parallel.step(inputs, targets)

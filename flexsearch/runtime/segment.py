@@ -307,8 +307,11 @@ class SegmentRunner:
 
 
 def _entry(result: Tensor) -> GradientEdge | None:
-    """Where the gradient of a result enters: a node that nothing but that goes through. None: it has none."""
-    return get_gradient_edge(result.view_as(result)) if result.requires_grad else None
+    """Where the gradient of a result enters: if it may be handed over, a node that nothing but that goes through. None:
+    it has none."""
+    if not result.requires_grad:
+        return None
+    return get_gradient_edge(result.view_as(result) if result.nbytes >= HANDED_OVER_BYTES else result)
 
 
 def _handed_over(gradient: Tensor, entry: GradientEdge) -> Tensor:
