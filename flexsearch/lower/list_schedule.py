@@ -6,7 +6,8 @@ memory (list scheduling: Graham, 1969; for pipelines: Qi et al., ICLR 2024, sect
 named schedules too; the fastest order wins.
 
 The model is that of the rows with one device on each rank: a rank runs one pass at a time, transfers delay what waits
-for them and nothing else. A microbatch takes memory on a stage from its forward pass to its weight gradients.
+for them and nothing else. A microbatch takes memory on a stage from its forward pass to its weight gradients, and more
+between the halves of its backward pass; where that does not fit, weight gradients that are put off come first.
 """
 
 from __future__ import annotations
@@ -36,7 +37,8 @@ class Passes:
     """What the passes of a pipeline take. ``held``: the stages of each rank, ascending. By stage, ticks: ``forward``,
     ``inputs``, ``weights`` (the halves of the backward pass), and ``transfer``, to the next stage or from there back,
     where that is on another rank (of the last stage: unused). ``nbytes``: by stage, what a microbatch keeps there,
-    bytes; ``limit``: by rank, bytes."""
+    bytes; ``limit``: by rank, bytes; ``between``: by stage, what a microbatch keeps besides between the halves of its
+    backward pass, bytes (empty: nothing)."""
 
     held: tuple[tuple[int, ...], ...]
     forward: tuple[int, ...]
@@ -45,6 +47,7 @@ class Passes:
     transfer: tuple[int, ...]
     nbytes: tuple[int, ...]
     limit: tuple[int, ...]
+    between: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         columns = self.forward, self.inputs, self.weights, self.transfer, self.nbytes
@@ -56,6 +59,11 @@ class Passes:
             )
         if stages != list(range(len(stages))):
             raise FlexsearchError("a stage is missing or on two ranks", "Give each stage one rank.")
+
+    @cached_property
+    def gradients(self) -> tuple[int, ...]:
+        """``between`` of every stage."""
+        return self.between or (0,) * len(self.forward)
 
     @cached_property
     def delay(self) -> tuple[int, ...]:
@@ -113,8 +121,10 @@ def peaks(passes: Passes, orders: Sequence[Sequence[Action]]) -> list[int]:
         most = now = 0
         for action in row:
             now += passes.nbytes[action.stage] * (action.kind == "F")
+            now += passes.gradients[action.stage] * (action.kind == "I")
             most = max(most, now)
             now -= passes.nbytes[action.stage] * (action.kind in "BW")
+            now -= passes.gradients[action.stage] * (action.kind == "W")
         found.append(most)
     return found
 
@@ -211,9 +221,10 @@ class Listing:
             self.used[rank] += passes.nbytes[stage]
         elif kind == "I":
             self.owed[rank].append(Action(stage, "W", m))
+            self.used[rank] += passes.gradients[stage]
         else:
             self.owed[rank].popleft()
-            self.used[rank] -= passes.nbytes[stage]
+            self.used[rank] -= passes.nbytes[stage] + passes.gradients[stage]
         if kind != "W":
             self.sent[stage, kind, m] = self.clock[rank]
 
@@ -223,7 +234,8 @@ class Listing:
         for stage in passes.held[rank]:
             if self._fits(rank, stage):
                 self._add(ready, Action(stage, "F", self.count["F"][stage]))
-            self._add(ready, Action(stage, "I", self.count["I"][stage]))
+            if not self.owed[rank] or self.used[rank] + passes.gradients[stage] <= passes.limit[rank]:
+                self._add(ready, Action(stage, "I", self.count["I"][stage]))
         if self.owed[rank]:
             self._add(ready, self.owed[rank][0])
         if not ready:

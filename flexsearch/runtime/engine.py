@@ -43,6 +43,10 @@ from flexsearch.runtime.wire import Wire
 Action = Callable[[], None]
 
 
+def _nothing() -> None:
+    """Nothing."""
+
+
 class Engine:
     """Executes ``program``. ``weights``: this rank's stored part of each parameter; ``fixed``: buffers and constants by
     name, as (region held, tensor). ``update``: called when all gradients are in place."""
@@ -61,7 +65,7 @@ class Engine:
         self.program, self.lowered, self.rank = program, program.lowered, program.device
         self.wire, self.weights, self.fixed, self.update, self.context = wire, weights, fixed, update, context
         self.around: Callable[[Instruction, Action], None] | None = None
-        """Called in place of each action, for measuring."""
+        """Called in place of each action, also of those that do nothing, for measuring."""
         self._held = {i.slot: weights[i.name] for i in program.instructions if isinstance(i, Load) and self._is_held(i)}
         """Weights that operators read as they are stored: their slots are never written in a step."""
         self._blank: list[Any] = [self._held.get(slot) for slot in range(len(program.slots))]
@@ -78,9 +82,9 @@ class Engine:
         """Gradients that several backward passes add to."""
         self._delivered: set[int] = set()
         """Weights with a gradient, as closures are made in order: the first one needs no sum."""
-        actions = [(instruction, self._action(instruction)) for instruction in program.instructions]
-        self._actions = [(instruction, action) for instruction, action in actions if action is not None]
-        self._plain = [action for _, action in self._actions]
+        actions = [self._action(instruction) for instruction in program.instructions]
+        self._actions = [action for action in actions if action is not None]
+        self._all_actions = [action or _nothing for action in actions]
 
     def step(self, inputs: Mapping[str, tuple[Box, Tensor]]) -> dict[str, Tensor]:
         """Forward, backward, synchronise, update. ``inputs``: by name, (region held, tensor). Returns the results by
@@ -89,10 +93,10 @@ class Engine:
         self.results.clear()
         try:
             if self.around is None:
-                for action in self._plain:
+                for action in self._actions:
                     action()
             else:
-                for instruction, action in self._actions:
+                for instruction, action in zip(self.program.instructions, self._all_actions, strict=True):
                     self.around(instruction, action)
             self.wire.end()
         finally:

@@ -92,6 +92,14 @@ def memory_of(account: Account, sources: Sources, state: State, more: Sequence[K
     return tuple(Memory(*(column[d] for column in columns)) for d in devices)
 
 
+def standing_of(account: Account, sources: Sources, state: State) -> list[int]:
+    """By device, the least bytes of activations at any moment of a step: the batch, which no microbatch lets go of."""
+    account = _with_spans(account, sources, state, ())
+    with _held(account, PARTS.index("activations")):
+        curves = [_curve(account, d)[1:-1] for d in range(len(account.schedule.group))]  # nothing before and behind
+        return [int(curve.min()) if len(curve) else 0 for curve in curves]
+
+
 def _of_different(account: Account, value: Callable[[int], int], also: Sequence[int] | None = None) -> list[int]:
     """By device, a value that follows from its cells, the order of its actions, and what it has in ``also``."""
     found: list[int] = []

@@ -8,7 +8,7 @@ from flexsearch.lower.actions import actions, read_order
 from flexsearch.lower.list_schedule import Passes, list_schedule, peaks
 from flexsearch.lower.stage_passes import stage_passes
 from flexsearch.simulate.delta import DeltaSimulator
-from flexsearch.simulate.memory import memory_of
+from flexsearch.simulate.memory import memory_of, standing_of
 from flexsearch.simulate.units import make_account
 from flexsearch.strategy.pipeline import Pipeline
 
@@ -28,13 +28,14 @@ def listed(simulator: DeltaSimulator, pipeline: Pipeline) -> Pipeline | None:
 
 
 def _passes(simulator: DeltaSimulator, pipeline: Pipeline) -> Passes:
-    """What the passes take, and keep in memory: the activations of each device at its peak, shared out among the
-    microbatches that are under way then, by the computing that they took."""
+    """What the passes take, and keep in memory: the activations of each device at its peak without what it holds all
+    the time, shared out among the microbatches that are under way then, by the computing that they took."""
     stages, devices = len(pipeline.first), simulator.topology.devices
     ranks = len(set(pipeline.devices))
     unlimited = stage_passes(simulator.rows, [1] * stages, [stages * pipeline.microbatches] * ranks)
     account, sources = make_account(simulator.rows)
     memory = memory_of(account, sources, simulator.rows.state)
+    standing = standing_of(account, sources, simulator.rows.state)
     computing = tuple(max(1, f + i) for f, i in zip(unlimited.forward, unlimited.inputs, strict=True))
     orders = [read_order(text) for text in pipeline.orders] or actions(
         pipeline.schedule, unlimited.held, pipeline.microbatches
@@ -43,10 +44,23 @@ def _passes(simulator: DeltaSimulator, pipeline: Pipeline) -> Passes:
     nbytes, limit = [0] * stages, list[int]()
     for row, most in zip(unlimited.held, under_way, strict=True):
         fullest = max(pipeline.devices[row[0]], key=lambda d: memory[d].peak / devices[d].memory_bytes)
-        kept = memory[fullest].activations
+        kept = memory[fullest].activations - standing[fullest]
         limit.append(devices[fullest].memory_bytes - memory[fullest].peak + kept)
         for stage in row:
             nbytes[stage] = -(-kept * computing[stage] // most)
-    return replace(unlimited, nbytes=tuple(nbytes), limit=tuple(limit))
+    return replace(unlimited, nbytes=tuple(nbytes), limit=tuple(limit), between=_between(simulator, pipeline))
+
+
+def _between(simulator: DeltaSimulator, pipeline: Pipeline) -> tuple[int, ...]:
+    """By stage, the gradients of the results of operators with trained weights, which a device keeps from the first
+    half of a microbatch's backward pass to the second."""
+    graph, ends = simulator.graph, (*pipeline.first[1:], len(simulator.graph.operators))
+    found, configs = [], simulator.configs
+    for first, end in zip(pipeline.first, ends, strict=True):
+        kept = [i for i in range(first, end) if any(graph.tensor[x].requires_grad for x in graph.operators[i].inputs)]
+        found.append(
+            sum(graph.tensor[y].nbytes // configs[i].parts for i in kept for y in graph.operators[i].outputs)
+        )
+    return tuple(found)
 
 
