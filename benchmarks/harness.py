@@ -8,6 +8,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from rich.console import Console
@@ -22,6 +23,16 @@ def parser(description: str | None) -> argparse.ArgumentParser:
     made.add_argument("--quick", action="store_true", help="small sizes and few repetitions: does it run at all?")
     made.add_argument("--json", action="store_true", help='print one JSON object, {"rows": [...]}, and nothing else')
     return made
+
+
+def options_with_data(description: str | None) -> argparse.Namespace:
+    """The options of a benchmark that takes a folder of measurements, ``data``, and nothing of its own."""
+    made = parser(description)
+    made.add_argument("data", type=Path, help="folder of the measurements")
+    options = made.parse_args()
+    if not options.data.is_dir():
+        made.error(f"{options.data} is no folder")
+    return options
 
 
 def say(text: str) -> None:

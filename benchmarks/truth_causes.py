@@ -12,12 +12,11 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Mapping
-from pathlib import Path
 from typing import Final
 
 import numpy as np
 
-from benchmarks.harness import Row, parser, report, say
+from benchmarks.harness import Row, options_with_data, report, say
 from benchmarks.truth import Case, Scored, pipeline_cases, predict
 
 NIC: Final = 25e9
@@ -93,11 +92,7 @@ def causes(rows: list[Scored]) -> list[Row]:
 
 def main() -> int:
     """Print the table."""
-    arguments = parser(__doc__)
-    arguments.add_argument("data", type=Path, help="folder of the measurements")
-    options = arguments.parse_args()
-    if not options.data.is_dir():
-        arguments.error(f"{options.data} is no folder")
+    options = options_with_data(__doc__)
     cases = [c for c in pipeline_cases(options.data) if isinstance(c, Case) and c.layout.pipeline > 1]
     rows = []
     for case in cases[:: 4 if options.quick else 1]:

@@ -13,9 +13,8 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator
 from dataclasses import replace
-from pathlib import Path
 
-from benchmarks.harness import Row, median, parser, report, say
+from benchmarks.harness import Row, median, options_with_data, report, say
 from benchmarks.truth import Case, Scored, cluster_of, fsdp_cases, predict
 
 
@@ -44,11 +43,7 @@ def lines(pairs: list[tuple[Scored, Scored]]) -> Iterator[Row]:
 
 def main() -> int:
     """Print the table."""
-    arguments = parser(__doc__)
-    arguments.add_argument("data", type=Path, help="folder of the measurements")
-    options = arguments.parse_args()
-    if not options.data.is_dir():
-        arguments.error(f"{options.data} is no folder")
+    options = options_with_data(__doc__)
     cases = [case for case in fsdp_cases(options.data) if isinstance(case, Case)]
     pairs = []
     for case in cases[:: 6 if options.quick else 1]:

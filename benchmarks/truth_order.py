@@ -23,12 +23,11 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import groupby
-from pathlib import Path
 from typing import Final
 
 import numpy as np
 
-from benchmarks.harness import Row, median, parser, report, say
+from benchmarks.harness import Row, median, options_with_data, report, say
 from benchmarks.truth import Case, Scored, pipeline_cases, predict, regret, tau
 
 LEAST: Final = 3
@@ -93,11 +92,7 @@ def scatter_rows(rows: Sequence[Scored]) -> Iterator[Row]:
 
 def main() -> int:
     """Print both tables."""
-    arguments = parser(__doc__)
-    arguments.add_argument("data", type=Path, help="folder of the measurements")
-    options = arguments.parse_args()
-    if not options.data.is_dir():
-        arguments.error(f"{options.data} is no folder")
+    options = options_with_data(__doc__)
     rows = []
     for case in list(pipeline_cases(options.data))[:: 2 if options.quick else 1]:
         if isinstance(case, Case):

@@ -22,8 +22,8 @@ from flexsearch.measure.sweeps import Bench
 from flexsearch.measure.updates import OPTIMIZERS, measure_updates
 
 TURNS = 3
-"""Pieces are measured so many times, with all the others between: what slows a machine down for a few seconds, when all
-sweeps of a piece stood together, made a model of 0.05 s a step 38 % too slow."""
+"""Pieces are measured so many times, with all the others between, so that what slows a machine down for a few seconds
+does not make all sweeps of a piece slow."""
 Progress = Callable[[int, int], None]
 """Called with the number of entries that are measured, and of all."""
 

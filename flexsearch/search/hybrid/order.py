@@ -55,12 +55,10 @@ def _between(simulator: DeltaSimulator, pipeline: Pipeline) -> tuple[int, ...]:
     """By stage, the gradients of the results of operators with trained weights, which a device keeps from the first
     half of a microbatch's backward pass to the second."""
     graph, ends = simulator.graph, (*pipeline.first[1:], len(simulator.graph.operators))
-    found, configs = [], simulator.configs
+    gradients, configs = [], simulator.configs
     for first, end in zip(pipeline.first, ends, strict=True):
         kept = [i for i in range(first, end) if any(graph.tensor[x].requires_grad for x in graph.operators[i].inputs)]
-        found.append(
+        gradients.append(
             sum(graph.tensor[y].nbytes // configs[i].parts for i in kept for y in graph.operators[i].outputs)
         )
-    return tuple(found)
-
-
+    return tuple(gradients)
