@@ -105,7 +105,7 @@ def free(topology: Topology) -> Topology:
     fields = {f: getattr(topology, f) for f in Topology.model_fields}
     links = tuple(link.model_copy(update={"bandwidth": 1e15, "latency_s": 0.0}) for link in topology.links)
     devices = tuple(d.model_copy(update={"overhead_s": 0.0, "memory_bandwidth": 1e15}) for d in topology.devices)
-    overheads = dict.fromkeys(("overhead_s", "message_s", "cpu_s_per_byte"), 0.0)
+    overheads = dict.fromkeys(("overhead_s", "message_s", "cpu_s", "cpu_s_per_byte"), 0.0)
     communication = topology.communication.model_copy(update=overheads)
     return Topology(**fields | {"links": links, "devices": devices, "communication": communication})
 

@@ -60,7 +60,8 @@ def dags(draw: st.DrawFn) -> OperatorGraph:
 
 
 def uneven(count: int, duplex: str, cpu_s_per_byte: float, sharing: int) -> Topology:
-    """Hosts of different speeds on one bus of different links; ``sharing`` devices on each processor."""
+    """Hosts of different speeds on one bus of different links; ``sharing`` devices on each processor. Where
+    moving bytes takes processor time, so does starting a communication."""
     preset = Topology.load("ethernet-1g-2")
     devices = tuple(
         preset.devices[0].model_copy(update={
@@ -73,7 +74,8 @@ def uneven(count: int, duplex: str, cpu_s_per_byte: float, sharing: int) -> Topo
         Link(a=f"d{k}", b="bus", bandwidth=1e8 * (1 + k % 2), latency_s=1e-5 * (1 + k), duplex=duplex)  # type: ignore
         for k in range(count)
     )
-    communication = preset.communication.model_copy(update={"cpu_s_per_byte": cpu_s_per_byte})
+    taken = {"cpu_s": 1e4 * cpu_s_per_byte, "cpu_s_per_byte": cpu_s_per_byte}
+    communication = preset.communication.model_copy(update=taken)
     fields = {f: getattr(preset, f) for f in Topology.model_fields}
     fields |= {"name": "uneven", "devices": tuple(Device(**dict(d)) for d in devices), "switches": ("bus",)}
     return Topology(**fields | {"links": links, "communication": communication})

@@ -35,14 +35,18 @@ CASES = [
     (mlp, "ethernet-1g-4", 4), (tied, "p100", 4),
     (transformer, "dgx-a100:2", 4), (tied, "hgx-h100:1", 4),
     (transformer, "dgx-a100:2 spread", 4), (mlp, "dgx-a100:2 spread", 8),
+    (transformer, "dgx-a100:4 by CPU", 4), (cnn, "k80:4 by CPU", 8), (mlp, "ethernet-1g:8 by CPU", 4),
 ]  # fmt: skip
 
 
 @cache
 def folded(make: Any, name: str, replicas: int) -> Fold:
-    base, _, spread = name.partition(" ")
+    base, _, change = name.partition(" ")
     topology = Topology.load(base)
-    return fold(make(), in_two_halves(topology, replicas) if spread else topology, replicas)
+    if change == "by CPU":
+        slow = {"cpu_s": 2e-6, "cpu_s_per_byte": 2e-10}
+        topology = edited(topology, communication=topology.communication.model_copy(update=slow))
+    return fold(make(), in_two_halves(topology, replicas) if change == "spread" else topology, replicas)
 
 
 def in_two_halves(topology: Topology, blocks: int) -> Topology:

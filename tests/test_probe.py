@@ -32,7 +32,7 @@ def measured(facts: list[Facts], inside: float = 1e9, **changes: object) -> Meas
     made = Measured(
         "gloo", facts, [Compute({"float32": 6e10}, 1e10, 1e-5) for _ in ranks],
         {p: OVERHEAD + LATENCY for p in same}, {p: inside if near else RATE for p, near in same.items()},
-        {}, OVERHEAD + 2 * (len(facts) - 1) * LATENCY, OVERHEAD + 2 * (len(facts) - 1) * LATENCY, {}, 0.0,
+        {}, OVERHEAD + 2 * (len(facts) - 1) * LATENCY, OVERHEAD + 2 * (len(facts) - 1) * LATENCY, 0.0, {}, 0.0,
     )  # fmt: skip
     return replace(made, **changes)  # type: ignore[arg-type]
 
@@ -72,6 +72,8 @@ def test_a_communication_between_computations_starts_later_by_what_was_measured_
     assert plain.overhead_s == pytest.approx(OVERHEAD), "never less than without computing"
     assert paused.overhead_s == pytest.approx(OVERHEAD + 3e-4, abs=1e-6)
     assert paused.factors == plain.factors and paused.message_s == plain.message_s
+    beside = fit(replace(exact, aside_s=2e-4), "cluster", "made up").communication
+    assert beside == plain.model_copy(update={"cpu_s": 2e-4})
 
 
 def test_the_factor_of_a_backends_own_collective_is_that_of_its_ring() -> None:

@@ -152,7 +152,8 @@ def check_messages(exchange: Exchange, messages: tuple[tuple[int, int, int], ...
     start = communication.overhead_s + (most - 1) * communication.message_s + latency
     assert transfer.link_bytes == tuple(sorted(load.items()))
     assert transfer.links == links
-    assert transfer.drag == tuple((p, ticks(per_byte * n)) for p, n in sorted(moved.items()) if per_byte)
+    expected = tuple((p, ticks(communication.cpu_s + per_byte * n)) for p, n in sorted(moved.items()))
+    assert transfer.drag == (expected if communication.cpu_s or per_byte else ())
     assert (exchange.start_s, transfer.duration_s) == (start, ticks(start) + max(s for _, s in links))
 
 

@@ -187,7 +187,8 @@ def test_pushes_arrive_as_in_one_long_run(text: str, jitter: float) -> None:
 def test_two_workers_and_a_server_by_hand() -> None:
     """Whose link takes one push, and one answer, at a time."""
     topology = Topology.load("ethernet-1g:3")
-    topology = edited(topology, communication=topology.communication.model_copy(update={"cpu_s_per_byte": 0.0}))
+    free = {"cpu_s": 0.0, "cpu_s_per_byte": 0.0}
+    topology = edited(topology, communication=topology.communication.model_copy(update=free))
     of = Workers.timed(0.1, topology, 2, slow=(1.0, 1.5))
     nbytes, price = SIZES.n * SIZES.itemsize, Pricing(topology)
     there = price.transfer("exchange", [(0, 2, nbytes)]).duration_s

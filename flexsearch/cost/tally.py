@@ -32,8 +32,8 @@ class Rates(NamedTuple):
     devices (``collectives``); ``turn_bytes`` (0: none). By device: ``processor`` (its resource), ``host``. By
     members of a group on one host: ``step_s`` of a collective, ``group_factor``; both 0 if not known; ``least_s``, and
     of each of two protocols ``protocol_s`` and ``protocol_factor``, which are 0 if there is but one. (1,):
-    ``overhead_s``, ``message_s``, ``launch_s`` of a collective; ``reduces_numbers``, whether sums of single numbers go
-    by all-reduce whatever messages would take."""
+    ``overhead_s``, ``message_s``, ``launch_s`` of a collective; ``cpu_s``, processor time of a communication, whatever
+    its bytes; ``reduces_numbers``, whether sums of single numbers go by all-reduce whatever messages would take."""
 
     bandwidth: F64
     factor: F64
@@ -50,6 +50,7 @@ class Rates(NamedTuple):
     overhead_s: F64
     message_s: F64
     launch_s: F64
+    cpu_s: F64
     reduces_numbers: U8
 
 
@@ -205,9 +206,15 @@ def link_seconds(factor: Any, nbytes: Any, bandwidth: Any) -> Any:
 
 
 @lean
-def drag_seconds(per_byte: Any, nbytes: Any) -> Any:
-    """So much computing time moving bytes takes from a processor, s."""
-    return whole(per_byte * nbytes)
+def drag_seconds(rates: Rates, form: Any, nbytes: Any) -> Any:
+    """So much computing time a communication that moves so many bytes takes from a processor, s."""
+    return whole(rates.cpu_s[0] + rates.cpu_s_per_byte[form] * nbytes)
+
+
+@lean
+def drags(rates: Rates, form: Any) -> Any:
+    """Whether communications take computing time."""
+    return rates.cpu_s[0] > 0.0 or rates.cpu_s_per_byte[form] > 0.0
 
 
 @lean
@@ -233,9 +240,8 @@ def clear(tally: Tally) -> None:
 def settle(rates: Rates, tally: Tally, loads: Loads, form: Any, factor: Any, unit: Any, start_s: Any) -> Any:
     """Seconds of what the tally says, times ``unit`` bytes (1 where amounts are bytes already). Adds rows to ``loads``
     and clears the tally."""
-    per_byte, most = rates.cpu_s_per_byte[form], 0.0
-    links, drags = tally.listed[0], tally.listed[1] if per_byte > 0.0 else ZERO
-    room = loads.size[0] + links <= np.uint64(loads.link.shape[0]) and loads.size[1] + drags <= np.uint64(
+    most, links, slowed = 0.0, tally.listed[0], tally.listed[1] if drags(rates, form) else ZERO
+    room = loads.size[0] + links <= np.uint64(loads.link.shape[0]) and loads.size[1] + slowed <= np.uint64(
         loads.drag.shape[0]
     )
     if not room:
@@ -248,16 +254,16 @@ def settle(rates: Rates, tally: Tally, loads: Loads, form: Any, factor: Any, uni
         if room:
             at = loads.size[0] + np.uint64(k)
             loads.link[at], loads.link_load[at], loads.link_s[at] = r, tally.load[r], seconds
-    sort(tally.dragged, drags)
-    for k in range(drags):
+    sort(tally.dragged, slowed)
+    for k in range(slowed):
         p = np.uint64(tally.dragged[k])
         if room:
             at = loads.size[1] + np.uint64(k)
             loads.drag[at], loads.drag_load[at] = p, tally.moved[p]
-            loads.drag_s[at] = drag_seconds(per_byte, np.float64(tally.moved[p]) * np.float64(unit))
+            loads.drag_s[at] = drag_seconds(rates, form, np.float64(tally.moved[p]) * np.float64(unit))
     if room:
         loads.size[0] += links
-        loads.size[1] += drags
+        loads.size[1] += slowed
     tally.unit[0] = unit
     clear(tally)
     return duration(start_s, most)
@@ -300,7 +306,7 @@ def make_rates(topology: Topology, learned: Network) -> Rates:
         protocol_factor=protocols[1].copy(),
         overhead_s=np.array([max(0.0, communication.overhead_s + learned.start_s)]),
         message_s=np.array([max(0.0, communication.message_s + more_s)]),
-        launch_s=np.array([max(0.0, launch + learned.start_s)]),
+        launch_s=np.array([max(0.0, launch + learned.start_s)]), cpu_s=np.array([communication.cpu_s]),
         # A thread of gloo's own reduces. The thread that computes posts messages, and where it is preempted while it
         # holds a connection's lock, 4 bytes (a count, the loss) took 6 to 10 ms in a tenth of the steps.
         reduces_numbers=np.array([communication.backend == "gloo"], np.uint8),

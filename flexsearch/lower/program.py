@@ -124,7 +124,7 @@ def _read(graph: OperatorGraph, slot: dict[tuple[int, int], int]) -> Rows:
 def make_machine(topology: Topology, turns: Sequence[float]) -> Machine:
     """Devices and resources of a topology. ``turns``: seconds of a turn of each device, infinite if it takes none."""
     users = Counter(topology.processor_of)
-    contended = max(users.values()) > 1 or topology.communication.cpu_s_per_byte > 0.0
+    contended = max(users.values()) > 1 or topology.communication.takes_cpu
     return Machine(
         processor=np.array(topology.processor_of, np.uint32),
         turn=np.array([NEVER if s == inf else round(s / TICK) for s in turns], np.int64),

@@ -26,7 +26,7 @@ ALIKE = 1.15
 PROBED: tuple[Figure, ...] = (
     "devices.flops", "devices.memory_bandwidth", "devices.memory_bytes", "devices.overhead_s", "links.bandwidth",
     "links.latency_s", "communication.overhead_s", "communication.factors",
-    "communication.message_s", "communication.cpu_s_per_byte",
+    "communication.message_s", "communication.cpu_s", "communication.cpu_s_per_byte",
 )  # fmt: skip
 """What is measured; the rest is that of the backend."""
 PAUSE_BYTES = 8
@@ -49,7 +49,8 @@ class Measured:
     """All that was measured. By pair of ranks (lower first): ``latency_s`` one way; ``bandwidth`` B/s in each direction
     while nothing else moves. ``together``: B/s into and out of each place of several ranks while all of them talk to
     other places. Of a few bytes among all ranks: ``small_all_reduce_s`` where they do nothing else, ``pause_s`` (of
-    ``PAUSE_BYTES``) where it interrupts what they compute; 0 if not measured."""
+    ``PAUSE_BYTES``) where it interrupts what they compute, ``aside_s`` where they go on computing; 0 if not
+    measured."""
 
     backend: Literal["gloo", "nccl"]
     facts: Sequence[Facts]
@@ -59,6 +60,7 @@ class Measured:
     together: Mapping[str, float]
     small_all_reduce_s: float
     pause_s: float
+    aside_s: float
     forms: Mapping[str, FormTime]
     cpu_s_per_byte: float
 
@@ -81,6 +83,7 @@ def fit(measured: Measured, name: str, source: str) -> Topology:
         overhead_s=overhead,
         message_s=overhead,
         factors=dict.fromkeys(FORMS, 1.0),
+        cpu_s=measured.aside_s,
         cpu_s_per_byte=measured.cpu_s_per_byte / _cores_each(measured.facts),
     )
     sources = (Sources(figures=PROBED, kind="measured", origin="flexsearch probe"),)

@@ -155,7 +155,7 @@ class _Probe:
         bandwidth: dict[Pair, float] = {}
         together: dict[str, float] = {}
         forms: dict[str, FormTime] = {}
-        ring = pause = 0.0
+        ring = pause = aside = 0.0
         if self.size > 1:
             self.all_reduce(8)  # connections are made on first use
             for pairs in schedule([f.place for f in found], self.effort.pairs):
@@ -163,12 +163,13 @@ class _Probe:
                 bandwidth |= self.pair_bandwidth(pairs)
             together = self.all_places(found, bandwidth)
             ring = _undisturbed([self.all_reduce(8) for _ in range(20)])
-            pause = self.pause() if self.backend == "gloo" else 0.0
+            pause, aside = self.pause() if self.backend == "gloo" else (0.0, 0.0)
             forms = {form: self.form(form, found, min(bandwidth.values())) for form in FORMS}
         cpu = [seconds for rank in self.gather(self.cpu) for seconds in rank]
         measured = Measured(
-            self.backend, found, compute, latency, bandwidth, together, ring, pause, forms, median(cpu) if cpu else 0.0
-        )
+            self.backend, found, compute, latency, bandwidth, together, ring, pause, aside, forms,
+            median(cpu) if cpu else 0.0,
+        )  # fmt: skip
         boxed = [fit(measured, name, _source(measured)).model_dump_json() if self.rank == 0 else None]
         dist.broadcast_object_list(boxed, 0, group=self.control)
         assert boxed[0] is not None
@@ -320,14 +321,16 @@ class _Probe:
             torch.cuda.synchronize()
         return max(self.gather(time.perf_counter() - began))
 
-    def pause(self) -> float:
-        """Seconds that an all-reduce of a few bytes costs ranks that compute: it cuts a run of operators in two, of
-        which each is a call of autograd, and wakes gloo's threads and this one beside what they have in the caches."""
+    def pause(self) -> tuple[float, float]:
+        """Seconds that an all-reduce of a few bytes costs ranks that compute, if they wait for it and if they go on: it
+        cuts a run of operators in two, of which each is a call of autograd, and wakes gloo's threads and this one
+        beside what they have in the caches."""
         layers = [(torch.randn(128, 256) / 16, torch.randn(256, 128) / 16) for _ in range(PAUSES)]
         weights = [[weight.requires_grad_() for weight in layer] for layer in layers]
         rows = torch.ones(256, 128)
 
-        def step(cut: bool) -> float:
+        def step(cut: bool, waits: bool = False) -> float:
+            works: list[dist.Work] = []
             dist.barrier(group=self.control)
             began, x, passes = time.perf_counter(), rows.clone().requires_grad_(), []
             leaf = x
@@ -335,27 +338,23 @@ class _Probe:
                 x = torch.relu(x @ first) @ second
                 if cut:
                     passes.append((x, [leaf, first, second]))
-                    x = leaf = self._interrupted(x).requires_grad_()
+                    x = leaf = _interrupted(x, works, waits).requires_grad_()
             if not cut:
                 passes = [(x, [leaf, *(weight for layer in weights for weight in layer)])]
             gradient = rows
             for computed, wanted in reversed(passes):
                 gradient = torch.autograd.grad(computed, wanted, gradient)[0]
                 if cut:
-                    gradient = self._interrupted(gradient)
+                    gradient = _interrupted(gradient, works, waits)
+            for work in works:
+                work.wait()
             return time.perf_counter() - began
 
-        taken = {cut: [max(self.gather(step(cut))) for _ in range(4 * self.effort.repeats)] for cut in (False, True)}
-        return max(0.0, _undisturbed(taken[True]) - _undisturbed(taken[False])) / (2 * PAUSES)
-
-    def _interrupted(self, tensor: Tensor) -> Tensor:
-        """The tensor, after its ranks have summed up a few of its elements."""
-        few = torch.empty(PAUSE_BYTES // 4)
-        few.copy_(tensor.detach().view(-1)[: len(few)])
-        work = dist.all_reduce(few, async_op=True)
-        assert work is not None
-        work.wait()
-        return tensor.detach()
+        ways, taken = ((False, False), (True, True), (True, False)), []
+        for _ in range(4 * self.effort.repeats):  # in turn, as the machine may be slower later
+            taken.append([max(self.gather(step(*way))) for way in ways])
+        whole, waiting, going_on = (_undisturbed(list(column)) for column in zip(*taken, strict=True))
+        return max(0.0, waiting - whole) / (2 * PAUSES), max(0.0, going_on - whole) / (2 * PAUSES)
 
     def call(self, form: str, nbytes: int) -> float:
         """Seconds of the backend's own collective, which brings so many bytes from each rank to each, on the slowest
@@ -407,6 +406,19 @@ def schedule(places: Sequence[str], alone: int) -> list[list[Pair]]:
         else:
             rounds.append((uses, [(i, j)]))
     return [members for _, members in rounds]
+
+
+def _interrupted(tensor: Tensor, works: list[dist.Work], waits: bool) -> Tensor:
+    """The tensor, after ranks have begun to sum up a few of its elements and, if one ``waits``, have done so."""
+    few = torch.empty(PAUSE_BYTES // 4)
+    few.copy_(tensor.detach().view(-1)[: len(few)])
+    work = dist.all_reduce(few, async_op=True)
+    assert work is not None
+    if waits:
+        work.wait()
+    else:
+        works.append(work)
+    return tensor.detach()
 
 
 def _undisturbed(seconds: Sequence[float]) -> float:

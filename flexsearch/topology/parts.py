@@ -161,6 +161,7 @@ class Communication(FileModel):
     backend: Literal["gloo", "nccl"]
     overhead_s: LatencySeconds = 0.0  # software start of one communication
     factors: dict[str, Factor] = Field(default_factory=dict)  # by form: time / (bytes over busiest link / bandwidth)
+    cpu_s: LatencySeconds = 0.0  # computing time that a communication takes from each processor, whatever its bytes
     cpu_s_per_byte: SecondsPerByte = 0.0  # computing time that each byte of a message takes, on each side
     message_s: LatencySeconds = 0.0  # each further message that a device sends or receives in one exchange
     groups: Annotated[tuple[Group, ...], Strict(False)] = ()  # nccl: collectives within one host, ascending by members
@@ -204,6 +205,11 @@ class Communication(FileModel):
         from others. The ratio holds between ranks of one machine; on slow networks it is an assumption."""
         return self.cpu_s_per_byte * self.factors[form] / self.factors["exchange"]
 
+    @property
+    def takes_cpu(self) -> bool:
+        """Whether communications take computing time."""
+        return self.cpu_s > 0.0 or self.cpu_s_per_byte > 0.0
+
     def in_one_call(self, form: str) -> bool:
         """Whether ranks leave a communication of this form to one call of the backend, a collective."""
         return form == "all_reduce" or form in ONE_CALL[self.backend]
@@ -215,7 +221,8 @@ class Communication(FileModel):
     def assumed(self) -> set[str]:
         """Fields that files had not always: those of them that are as the backend's own figures."""
         usual = Communication(backend=self.backend, overhead_s=self.overhead_s)
-        return {name for name in ("message_s", "groups", "turn_bytes") if getattr(self, name) == getattr(usual, name)}
+        later = ("message_s", "groups", "turn_bytes", "cpu_s")
+        return {name for name in later if getattr(self, name) == getattr(usual, name)}
 
 
 @dataclass(frozen=True, slots=True)
