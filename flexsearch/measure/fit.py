@@ -26,7 +26,7 @@ ALIKE = 1.15
 PROBED: tuple[Figure, ...] = (
     "devices.flops", "devices.memory_bandwidth", "devices.memory_bytes", "devices.overhead_s", "links.bandwidth",
     "links.latency_s", "communication.overhead_s", "communication.factors",
-    "communication.message_s", "communication.cpu_s", "communication.cpu_s_per_byte",
+    "communication.message_s", "communication.cpu_s", "communication.cpu_s_per_byte", "communication.cpu_by_form",
 )  # fmt: skip
 """What is measured; the rest is that of the backend."""
 PAUSE_BYTES = 8
@@ -38,10 +38,13 @@ SLOWED = 1.5
 @dataclass(frozen=True)
 class FormTime:
     """One form of communication among all ranks: ``nbytes`` that each rank sends to each it sends to (all-reduce: that
-    each holds), and the seconds it took."""
+    each holds), and the seconds it took. Of a rank: ``moving_s``, processor time of all threads meanwhile;
+    ``copying_s``, for which its own thread puts together what it sends and what came; 0 if not measured."""
 
     nbytes: int
     seconds: float
+    moving_s: float = 0.0
+    copying_s: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -97,7 +100,10 @@ def fit(measured: Measured, name: str, source: str) -> Topology:
     # Ranks did nothing else while they were measured; a step's communications stand between computations.
     idle_s = Pricing(ideal).all_reduce(range(len(devices)), PAUSE_BYTES).duration_s
     pause = max(0.0, measured.pause_s - idle_s)
-    figures = {"factors": factors, "overhead_s": overhead + pause}
+    cores = _cores_each(measured.facts)
+    by_form = {form: _cpu_s_per_byte(form, len(devices), found, cores) for form, found in measured.forms.items()}
+    by_form = {form: seconds for form, seconds in by_form.items() if seconds}
+    figures = {"factors": factors, "overhead_s": overhead + pause, "cpu_by_form": by_form}
     return ideal.model_copy(update={"communication": communication.model_copy(update=figures)})
 
 
@@ -263,6 +269,14 @@ def _speed(own: Collection[float], everyone: Collection[float]) -> float:
 def _hop(measured: Measured, pairs: Mapping[Pair, float], overhead: float) -> float:
     """Half of what a message between these pairs takes beyond its software start, s: there are two hops."""
     return max(0.0, median(measured.latency_s[pair] for pair in pairs) - overhead) / 2 if pairs else 0.0
+
+
+def _cpu_s_per_byte(form: str, ranks: int, found: FormTime, cores: float) -> float:
+    """Computing time that each byte takes which a rank sends or receives, s. Moving them may take other ``cores``."""
+    moves = messages(form, ranks, found.nbytes)
+    # An all-reduce goes round a ring twice, n - 1 steps each, with an nth of the bytes.
+    moved = 4 * (ranks - 1) / ranks * found.nbytes if form == "all_reduce" else 2 * sum(n for _, _, n in moves) / ranks
+    return (found.moving_s / cores + found.copying_s) / moved
 
 
 def _factor(ideal: Topology, form: str, found: FormTime) -> float:

@@ -142,8 +142,9 @@ class _Probe:
         # NCCL's barrier and gathering would run on the device; figures go round by CPU.
         self.control = dist.new_group(backend="gloo") if backend == "nccl" else dist.group.WORLD
         self.tag = 0
-        self.cpu_s = 0.0
-        """Processor time of the last ``move``."""
+        self.cpu_s = self.copying_s = 0.0
+        """Of the last ``move`` or ``all_reduce``: processor time of all threads while bytes moved, and seconds for
+        which this one put together what it sent and what came."""
         self.cpu: list[float] = []
         """Processor seconds per byte moved, of this rank's large transfers."""
 
@@ -250,16 +251,22 @@ class _Probe:
         wanted = slowest * self.effort.transfer_s
         if form == "all_reduce":
             nbytes = _size(wanted / 2, min(64, MOST[self.backend]))
-            return FormTime(nbytes, _undisturbed([self.all_reduce(nbytes) for _ in range(self.effort.repeats)]))
+            return self.timed(nbytes, lambda: self.all_reduce(nbytes, pack=True))
         crowd = [f.place for f in found]
         crossing = max(max(n * (self.size - n) for n in map(crowd.count, crowd)), self.size - 1)
         nbytes = _size(wanted / (1 if form == "exchange" else crossing), MOST[self.backend] / (self.size - 1))
         if form in ONE_CALL[self.backend]:
             return FormTime(nbytes, _undisturbed([self.call(form, nbytes) for _ in range(self.effort.repeats)]))
-        moves = messages(form, self.size, nbytes)
-        finish = FINISH.get(form)
-        taken = [max(self.gather(self.send(moves, finish))) for _ in range(self.effort.repeats)]
-        return FormTime(nbytes, _undisturbed(taken))
+        moves, finish = messages(form, self.size, nbytes), FINISH.get(form)
+        return self.timed(nbytes, lambda: max(self.gather(self.send(moves, finish))))
+
+    def timed(self, nbytes: int, move: Callable[[], float]) -> FormTime:
+        """What a form takes, of several times that ``move`` carries it out on all ranks."""
+        taken = [(move(), median(self.gather(self.cpu_s)), median(self.gather(self.copying_s)))
+                 for _ in range(self.effort.repeats)]  # fmt: skip
+        seconds, moving, copying = (_undisturbed(list(column)) for column in zip(*taken, strict=True))
+        busy = (moving, copying) if self.backend == "gloo" else (0.0, 0.0)  # NCCL's kernels take no processor time
+        return FormTime(nbytes, seconds, *busy)
 
     # ---- moving bytes
 
@@ -282,7 +289,8 @@ class _Probe:
         self, outgoing: Mapping[int, Tensor], incoming: Mapping[int, int], finish: Finish | None = None
     ) -> float:  # fmt: skip
         """Send tensors and receive so many bytes, by peer; seconds. Receives are posted before the clock starts, as a
-        step of the runtime posts its receives at its start."""
+        step of the runtime posts its receives at its start. What is sent is put together before, too, in a form that is
+        made of messages: that takes no time from the network."""
         self.tag += 1
         # Filled, as memory that was never written to is none yet: a rank's buffers have been used in earlier steps.
         received = {i: torch.ones(n // 4, device=self.device) for i, n in incoming.items()}
@@ -292,6 +300,9 @@ class _Probe:
             works = [dist.irecv(tensor, peer, tag=self.tag) for peer, tensor in received.items()]
         else:
             torch.cuda.synchronize()
+        self.copying_s = 0.0
+        if finish:
+            outgoing = self.packed(outgoing)
         dist.barrier(group=self.control)
         began, worked = time.perf_counter(), time.process_time()  # of all threads: gloo moves bytes in one of its own
         if self.backend == "gloo":
@@ -304,19 +315,30 @@ class _Probe:
         for work in works:
             if work is not None:
                 work.wait()
-        self.cpu_s = time.process_time() - worked
+        self.cpu_s, arrived = time.process_time() - worked, time.perf_counter()
         if finish and received:
             finish([own, *received.values()])
+            self.copying_s += time.perf_counter() - arrived
         if self.backend == "nccl":
             torch.cuda.synchronize()
         return time.perf_counter() - began
 
-    def all_reduce(self, nbytes: int) -> float:
-        """Seconds of the backend's all-reduce of so many bytes, on the slowest rank."""
-        tensor = torch.ones(max(1, nbytes // 4), device=self.device)
-        dist.barrier(group=self.control)
+    def packed(self, outgoing: Mapping[int, Tensor]) -> dict[int, Tensor]:
+        """Copies of tensors in memory that is new, as ranks put together what they send."""
         began = time.perf_counter()
+        copies = {peer: tensor.clone() for peer, tensor in outgoing.items()}
+        self.copying_s = time.perf_counter() - began
+        return copies
+
+    def all_reduce(self, nbytes: int, pack: bool = False) -> float:
+        """Seconds of the backend's all-reduce of so many bytes, on the slowest rank. ``pack`` them before."""
+        tensor = torch.ones(max(1, nbytes // 4), device=self.device)
+        if pack:
+            tensor = self.packed({0: tensor})[0]
+        dist.barrier(group=self.control)
+        began, worked = time.perf_counter(), time.process_time()
         dist.all_reduce(tensor)
+        self.cpu_s = time.process_time() - worked
         if self.backend == "nccl":
             torch.cuda.synchronize()
         return max(self.gather(time.perf_counter() - began))

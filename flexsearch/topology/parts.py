@@ -163,6 +163,7 @@ class Communication(FileModel):
     factors: dict[str, Factor] = Field(default_factory=dict)  # by form: time / (bytes over busiest link / bandwidth)
     cpu_s: LatencySeconds = 0.0  # computing time that a communication takes from each processor, whatever its bytes
     cpu_s_per_byte: SecondsPerByte = 0.0  # computing time that each byte of a message takes, on each side
+    cpu_by_form: dict[str, SecondsPerByte] = Field(default_factory=dict)  # likewise of a form, where it was measured
     message_s: LatencySeconds = 0.0  # each further message that a device sends or receives in one exchange
     groups: Annotated[tuple[Group, ...], Strict(False)] = ()  # nccl: collectives within one host, ascending by members
     turn_bytes: quantities.Capacity | None = None  # of an all-reduce on a link, before others go first; None: all
@@ -182,7 +183,7 @@ class Communication(FileModel):
             factors = {**FACTORS[backend], **factors}
         return {**defaults, **data, "factors": factors}
 
-    @field_validator("factors")
+    @field_validator("factors", "cpu_by_form")
     @classmethod
     def _known_forms(cls, factors: dict[str, float]) -> dict[str, float]:
         for form in factors:
@@ -200,15 +201,16 @@ class Communication(FileModel):
         return groups
 
     def cpu_s_per_byte_of(self, form: str) -> float:
-        """Computing time that a byte of a form takes from a processor, s: a message's, times the ratio of their
-        factors. On CPUs processors move the bytes, on GPUs kernels, which take multiprocessors and memory bandwidth
-        from others. The ratio holds between ranks of one machine; on slow networks it is an assumption."""
-        return self.cpu_s_per_byte * self.factors[form] / self.factors["exchange"]
+        """Computing time that a byte of a form takes from a processor, s. If it is not given: a message's, times the
+        ratio of their factors. On CPUs processors move the bytes, on GPUs kernels, which take multiprocessors and
+        memory bandwidth from others. The ratio holds between ranks of one machine; on slow networks it is an
+        assumption."""
+        return self.cpu_by_form.get(form, self.cpu_s_per_byte * self.factors[form] / self.factors["exchange"])
 
     @property
     def takes_cpu(self) -> bool:
         """Whether communications take computing time."""
-        return self.cpu_s > 0.0 or self.cpu_s_per_byte > 0.0
+        return self.cpu_s > 0.0 or any(self.cpu_s_per_byte_of(form) > 0.0 for form in FORMS)
 
     def in_one_call(self, form: str) -> bool:
         """Whether ranks leave a communication of this form to one call of the backend, a collective."""
@@ -221,7 +223,7 @@ class Communication(FileModel):
     def assumed(self) -> set[str]:
         """Fields that files had not always: those of them that are as the backend's own figures."""
         usual = Communication(backend=self.backend, overhead_s=self.overhead_s)
-        later = ("message_s", "groups", "turn_bytes", "cpu_s")
+        later = ("message_s", "groups", "turn_bytes", "cpu_s", "cpu_by_form")
         return {name for name in later if getattr(self, name) == getattr(usual, name)}
 
 

@@ -18,7 +18,7 @@ Figure = Literal[
     "devices.efficiency_full", "devices.traffic", "devices.launches",
     "links.bandwidth", "links.latency_s",
     "communication.overhead_s", "communication.factors", "communication.groups", "communication.message_s",
-    "communication.turn_bytes", "communication.cpu_s", "communication.cpu_s_per_byte",
+    "communication.turn_bytes", "communication.cpu_s", "communication.cpu_s_per_byte", "communication.cpu_by_form",
 ]  # fmt: skip
 """Fields of a topology file that have a source of their own; "devices.traffic" are ``other`` and ``traffic`` of the
 efficiencies."""
