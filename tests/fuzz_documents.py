@@ -105,7 +105,7 @@ def topologies() -> tuple[Data, ...]:
         "links": [{"a": f"d{k}", "b": "bus", "bandwidth": 1e9 * (k + 1), "latency_s": 1e-5 * k,
                    "duplex": ("full", "half")[k % 2]} for k in range(3)],
         "communication": {"backend": "gloo", "overhead_s": 1e-4, "cpu_s": 1e-4, "cpu_s_per_byte": 1e-9,
-        "factors": {"all_reduce": 1.2}},
+                          "cpu_by_form": {"all_reduce": 1e-9}, "factors": {"all_reduce": 1.2}},
     }  # fmt: skip
     compact = {
         "format": "flexsearch.topology/1", "name": "compact", "source": "made up",

@@ -76,6 +76,20 @@ def test_a_communication_between_computations_starts_later_by_what_was_measured_
     assert beside == plain.model_copy(update={"cpu_s": 2e-4})
 
 
+def test_what_a_form_takes_from_a_processor_is_moving_by_its_cores_and_copying_by_one() -> None:
+    two_cores = hosts(3, cores=(0, 1))
+    forms = {
+        "exchange": FormTime(1000, 1.0, moving_s=2e-3), "all_reduce": FormTime(900, 1.0, moving_s=4.8e-3),
+        "all_gather": FormTime(1000, 1.0, moving_s=8e-3, copying_s=4e-3), "all_to_all": FormTime(1000, 1.0),
+    }  # fmt: skip
+    found = fit(measured(two_cores, forms=forms, cpu_s_per_byte=1e-6), "cluster", "made up").communication
+    # Bytes that a rank sends and receives: 2,000; 2 * 4/3 * 900; and 4,000, to and from two others.
+    assert found.cpu_by_form == pytest.approx({"exchange": 0.5e-6, "all_reduce": 1e-6, "all_gather": 2e-6})
+    assert found.cpu_s_per_byte_of("all_gather") == pytest.approx(2e-6)
+    ratio = found.factors["all_to_all"] / found.factors["exchange"]
+    assert found.cpu_s_per_byte_of("all_to_all") == pytest.approx(0.5e-6 * ratio)
+
+
 def test_the_factor_of_a_backends_own_collective_is_that_of_its_ring() -> None:
     """A ring's busiest link carries a share of what is to cross devices: 3 of 12 MB among four."""
     link_s = 3_000_000 / RATE
