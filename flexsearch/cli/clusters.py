@@ -95,7 +95,7 @@ def _value(cluster: Topology, figure: Figure) -> Any:
 
 def _told(value: Any) -> str:
     if isinstance(value, dict):
-        return ", ".join(f"{name} {_told(one)}" for name, one in value.items() if one != {})
+        return ", ".join(f"{name} {_told(one)}" for name, one in value.items() if one != {}) or "none"
     if isinstance(value, list | tuple):
         return "; ".join(map(_told, value)) or "none"
     return f"{value:.4g}" if isinstance(value, int | float) else str(value)
