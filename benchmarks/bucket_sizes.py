@@ -23,6 +23,7 @@ from benchmarks.runtime_vs_torch import NETWORKS, ROUNDS, TURN_S, Case
 from benchmarks.worker import DDP, Job
 from flexsearch.lower import Lowered
 from flexsearch.simulate import makespan
+from flexsearch.strategy.baselines import baseline
 
 MEBIBYTES = (0.5, 1, 2, 4, 8, 25, 100)
 
@@ -37,7 +38,7 @@ def run(case: Case) -> list[Row]:
     files, known = {"DDP, 25 MiB": DDP}, {}
     for mebibytes in MEBIBYTES:
         options = OPTIONS.model_copy(update={"bucket_bytes": int(mebibytes * 2**20)})
-        strategy = case.setting.baseline("data-parallel", options)
+        strategy = baseline("data-parallel", case.graph, case.topology, options)
         lowered, path = case.lowered(strategy), case.machine.scratch / f"{mebibytes}.json"
         strategy.save(path)
         name = f"{mebibytes:g} MiB"
