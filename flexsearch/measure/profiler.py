@@ -4,22 +4,24 @@ what else a step computes."""
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from statistics import median_low
 
 import torch
 
 from flexsearch.allocator import keep_freed_memory
-from flexsearch.cost.profile import Entry, Profile, ProfileDevice, cpu_model
+from flexsearch.cost.profile import Entry, Figures, Profile, ProfileDevice, UpdateEntry, cpu_model
 from flexsearch.errors import ProfileError
 from flexsearch.graph.model import OperatorGraph
 from flexsearch.measure.cases import Case, check_memory, count, plan, quick_enough
+from flexsearch.measure.figures import fit_figures, residuals
+from flexsearch.measure.machine import host_overhead_s
 from flexsearch.measure.neighbours import SWEEPS, neighbours
-from flexsearch.measure.products import measure_products, nominal, residuals
 from flexsearch.measure.recipe_work import measure_recipe_work
+from flexsearch.measure.reference import TYPES, reference
 from flexsearch.measure.sweeps import Bench
-from flexsearch.measure.updates import OPTIMIZERS, measure_updates
+from flexsearch.measure.updates import OPTIMIZERS, Name, measure_updates
 
 TURNS = 3
 """Pieces are measured so many times, with all the others between, so that what slows a machine down for a few seconds
@@ -69,16 +71,26 @@ def profile_graph(
         bench = Bench(device)
         entries = _measured(bench, rounds, repeats, deadline, progress)
         complete = known is not None and not entries and len(known.updates) == len(OPTIMIZERS)
-        products = {} if known is not None and known.products else measure_products(bench)
         updates = {} if complete else measure_updates(graph, bench, others.switch)
         recipe_work = {} if known is not None and known.recipe_work else measure_recipe_work(bench, others.switch)
         others.switch(SWEEPS)
+        figures = None if known is not None and known.figures is not None else measure_figures(bench, updates)
         new = Profile(
             device=here, torch=torch.__version__, busy_neighbours=busy_neighbours, entries=entries, updates=updates,
-            products=products, recipe_work=recipe_work,
+            figures=figures, recipe_work=recipe_work,
         )  # fmt: skip
         profile = new if known is None else known.extended(new)
-        return profile.model_copy(update={"residuals": residuals(profile, nominal(profile, bench))})
+        return profile.model_copy(update={"residuals": residuals(profile)})
+
+
+def measure_figures(bench: Bench, updates: Mapping[Name, UpdateEntry]) -> Figures:
+    """Figures of the device of a bench, from operators of many sizes. ``updates``: measured ones."""
+    kind = bench.device.type
+    measured = {
+        dtype: list(_measured(bench, [list(reference(kind, dtype))], TURNS, None, None).values())
+        for dtype in TYPES[kind]
+    }  # fmt: skip
+    return fit_figures(measured, updates, kind, host_overhead_s(bench.device) if kind == "cuda" else None)
 
 
 def _measured(
