@@ -1,5 +1,5 @@
-"""What a profile says of pieces that it lacks: an estimate by the device's figures, times what those of other sizes take
-over theirs."""
+"""What a profile says of pieces that it lacks: an estimate by the device's figures, times what those of other sizes
+take over theirs."""
 
 from __future__ import annotations
 

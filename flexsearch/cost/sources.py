@@ -104,8 +104,8 @@ class Sources:
         return self._source(name, self._kind(figure, learned="compute", shares="guessed"))
 
     def _filled(self, kind: str, device: Device, profile: Profile) -> Source:
-        """Of a piece that the profile lacks: by the residuals of what it is filled with, entries of the same kind or else
-        the device's figures."""
+        """Of a piece that the profile lacks: by the residuals of what it is filled with, entries of the same kind, or
+        else the device's figures."""
         name = f"{kind}, of other sizes, on {device.model}"
         fits = {} if profile.figures is None else profile.figures.fits
         residual = profile.residuals.get(kind) or fits.get(f"float32 {work_of(kind)}")

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from statistics import median
-from typing import Final
+from typing import Final, NamedTuple
 
 import numpy as np
 
@@ -30,6 +30,13 @@ STARTED: Final = 3.0
 LEAST_S: Final = 1e-9
 LEAST: Final = 1e-3
 """Of a share."""
+
+
+class Starts(NamedTuple):
+    """``host_s``: that launching an operator takes a host; ``kernel_s``: from one kernel to the next on the device."""
+
+    host_s: float
+    kernel_s: float
 
 
 @dataclass(frozen=True)
@@ -86,16 +93,16 @@ class _Task:
 
 
 def fit_figures(
-    measured: Mapping[Dtype, Sequence[Entry]], updates: Mapping[str, UpdateEntry], kind: str, overhead_s: float | None
+    measured: Mapping[Dtype, Sequence[Entry]], updates: Mapping[str, UpdateEntry], kind: str, starts: Starts | None
 ) -> Figures:
-    """The figures that explain what was measured of reference operators, by type. ``overhead_s``: host time of a small
-    operator, where the device computes meanwhile; None: it is the start of a kernel."""
-    figures = _assembled({dtype: _reached(_tasks(entries)) for dtype, entries in measured.items()}, overhead_s)
+    """The figures that explain what was measured of reference operators, by type. ``starts``: of a device that computes
+    what its host launches; None: an operator's start is what the shortest one takes."""
+    figures = _assembled({dtype: _reached(_tasks(entries)) for dtype, entries in measured.items()}, starts)
     errors: dict[str, list[float]] = {}
     for dtype, entries in measured.items():
         for place, entry in enumerate(entries):
             others = _reached(_tasks([*entries[:place], *entries[place + 1 :]]))
-            device = _assembled({"float32": others, dtype: others}, overhead_s).on(_plain(kind))
+            device = _assembled({"float32": others, dtype: others}, starts).on(_plain(kind))
             for task in _tasks([entry]):
                 error = abs(estimated(task.entry, device, task.backward) / max(task.seconds, LEAST_S) - 1.0)
                 errors.setdefault(f"{dtype} {_work(entry)}", []).append(error)
@@ -139,13 +146,15 @@ def _work(entry: Entry) -> str:
     return {"attention": "attention", "conv2d": "convolutions"}.get(entry.kind, work_of(entry.kind))
 
 
-def _assembled(reached: Mapping[Dtype, Reached], overhead_s: float | None) -> Figures:
+def _assembled(reached: Mapping[Dtype, Reached], starts: Starts | None) -> Figures:
     """Figures of all types; the half ones share what the last of them reaches, but for the rate of their products."""
+    if starts is not None:
+        reached = {dtype: replace(one, start_s=starts.kernel_s) for dtype, one in reached.items()}
     bandwidth = max(rate for one in reached.values() for rate in one.bandwidth.values())
     full, half = reached["float32"], [one for dtype, one in reached.items() if dtype in HALF]
     return Figures(
         flops={dtype: one.flops for dtype, one in reached.items()}, memory_bandwidth=bandwidth,
-        overhead_s=full.start_s if overhead_s is None else overhead_s,
+        overhead_s=full.start_s if starts is None else starts.host_s,
         efficiency=half[-1].efficiency(half[-1].flops, bandwidth) if half else None,
         efficiency_full=full.efficiency(full.flops, bandwidth), launches=Launches(),
     )  # fmt: skip
@@ -171,7 +180,8 @@ def _reached(tasks: Sequence[_Task]) -> Reached:
 
 def _rate(tasks: Sequence[_Task], start_s: float, amount: Callable[[_Task], float]) -> float:
     """Median of what a second does beyond the start, of tasks that take longer; of the longest if none does."""
-    long = [task for task in tasks if task.seconds > STARTED * start_s and amount(task) > 0.0]
+    tasks = [task for task in tasks if amount(task) > 0.0]
+    long = [task for task in tasks if task.seconds > STARTED * start_s]
     long = long or [max(tasks, key=lambda task: task.seconds)]
     return median(amount(task) / max(task.seconds - start_s, LEAST_S) for task in long)
 

@@ -111,6 +111,15 @@ def host_overhead_s(device: torch.device, repeats: int = 300) -> float:
     return median(taken) / 2
 
 
+def kernel_start_s(device: torch.device, kernels: int = 200) -> float:
+    """From the end of one small kernel to that of the next on a GPU, with nothing left to the host."""
+    x, graph = torch.ones(1 << 8, device=device), torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for _ in range(kernels):
+            x.add_(1.0)
+    return _best(graph.replay, device, 20) / kernels
+
+
 def _best(work: Callable[[], object], device: torch.device, repeats: int) -> float:
     work()
     best = float("inf")

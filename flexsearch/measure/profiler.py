@@ -13,10 +13,10 @@ import torch
 from flexsearch.allocator import keep_freed_memory
 from flexsearch.cost.profile import Entry, Figures, Profile, ProfileDevice, UpdateEntry, cpu_model
 from flexsearch.errors import ProfileError
-from flexsearch.graph.model import OperatorGraph
+from flexsearch.graph.model import Dtype, OperatorGraph
 from flexsearch.measure.cases import Case, check_memory, count, plan, quick_enough
-from flexsearch.measure.figures import fit_figures, residuals
-from flexsearch.measure.machine import host_overhead_s
+from flexsearch.measure.figures import Starts, fit_figures, residuals
+from flexsearch.measure.machine import host_overhead_s, kernel_start_s
 from flexsearch.measure.neighbours import SWEEPS, neighbours
 from flexsearch.measure.recipe_work import measure_recipe_work
 from flexsearch.measure.reference import TYPES, reference
@@ -85,12 +85,16 @@ def profile_graph(
 
 def measure_figures(bench: Bench, updates: Mapping[Name, UpdateEntry]) -> Figures:
     """Figures of the device of a bench, from operators of many sizes. ``updates``: measured ones."""
-    kind = bench.device.type
-    measured = {
-        dtype: list(_measured(bench, [list(reference(kind, dtype))], TURNS, None, None).values())
-        for dtype in TYPES[kind]
-    }  # fmt: skip
-    return fit_figures(measured, updates, kind, host_overhead_s(bench.device) if kind == "cuda" else None)
+    device, measured = bench.device, dict[Dtype, Sequence[Entry]]()
+    for dtype in TYPES[device.type]:
+        try:
+            rounds = [list(reference(device.type, dtype))]
+            measured[dtype] = list(_measured(bench, rounds, TURNS, None, None).values())
+        except ProfileError:  # this device does not compute in it
+            if dtype == "float32":
+                raise
+    starts = Starts(host_overhead_s(device), kernel_start_s(device)) if device.type == "cuda" else None
+    return fit_figures(measured, updates, device.type, starts)
 
 
 def _measured(

@@ -27,7 +27,7 @@ class Sizes(NamedTuple):
     positions: tuple[int, ...]
 
 
-SIZES: Final[Mapping[str, Sizes]] = {
+SIZES: Final[dict[str, Sizes]] = {
     "cpu": Sizes((16, 128, 1024), (2, 8), (1 << 8, 1 << 16, 1 << 19, 1 << 22), (64, 256, 1024)),
     "cuda": Sizes((128, 1024, 8192), (16, 128), (1 << 8, 1 << 22, 1 << 25, 1 << 27), (512, 2048, 8192)),
 }
