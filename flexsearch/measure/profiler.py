@@ -69,7 +69,7 @@ def profile_graph(
     deadline = None if budget_s is None else time.monotonic() + budget_s
     with _threads(threads), neighbours(graph, device, threads, max_parts, busy_neighbours) as others:
         bench = Bench(device)
-        entries = _measured(bench, rounds, repeats, deadline, progress)
+        entries = measure_entries(bench, rounds, repeats, deadline, progress)
         complete = known is not None and not entries and len(known.updates) == len(OPTIMIZERS)
         updates = {} if complete else measure_updates(graph, bench, others.switch)
         recipe_work = {} if known is not None and known.recipe_work else measure_recipe_work(bench, others.switch)
@@ -89,7 +89,7 @@ def measure_figures(bench: Bench, updates: Mapping[Name, UpdateEntry]) -> Figure
     for dtype in TYPES[device.type]:
         try:
             rounds = [list(reference(device.type, dtype))]
-            measured[dtype] = list(_measured(bench, rounds, TURNS, None, None).values())
+            measured[dtype] = list(measure_entries(bench, rounds, TURNS, None, None).values())
         except ProfileError:  # this device does not compute in it
             if dtype == "float32":
                 raise
@@ -97,7 +97,7 @@ def measure_figures(bench: Bench, updates: Mapping[Name, UpdateEntry]) -> Figure
     return fit_figures(measured, updates, device.type, starts)
 
 
-def _measured(
+def measure_entries(
     bench: Bench, rounds: Sequence[Sequence[Case]], repeats: int, deadline: float | None, progress: Progress | None
 ) -> dict[str, Entry]:
     """Entries of all pieces, in turns. What a deadline leaves unmeasured is left out."""
