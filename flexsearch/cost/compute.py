@@ -472,7 +472,7 @@ class _Model:
         """Seconds of the two tasks by the device's figures. ``most``: the larger of two numbers or arrays."""
         kind, sizes = costed.op.kind, costed.product_sizes(extents)
         return tuple(
-            task_seconds_of(kind, flops, nbytes, sizes, costed.dtype, self.device, backward, most)
+            task_seconds_of(kind, flops, nbytes, sizes, costed.dtype, self.device, bool(backward), most)
             for backward, (flops, nbytes) in enumerate(costed.counts(extents))
         )
 

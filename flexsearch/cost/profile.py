@@ -34,6 +34,9 @@ _CORES = re.compile(r"(one|\d+) (?:server )?(?:cpu )?(?:core|thread)s?")
 _GENERIC = frozenset({"", "cpu", "cuda", "gpu", "generic", "generic cpu", "generic gpu", "unknown"})
 
 
+Optimizer = Literal["sgd", "momentum", "adam"]
+
+
 class Work(FileModel):
     """What a roofline needs to know of a task: floating point operations, and bytes read and written."""
 
@@ -157,7 +160,7 @@ class Profile(FileModel):
     busy_neighbours: Count = 0
     """Number of other processes that did the same kind of work meanwhile."""
     entries: dict[str, Entry] = Field(default_factory=dict)
-    updates: dict[Literal["sgd", "momentum", "adam"], UpdateEntry] = Field(default_factory=dict)
+    updates: dict[Optimizer, UpdateEntry] = Field(default_factory=dict)
     learned: Learned | None = None
     residuals: dict[str, Residual] = Field(default_factory=dict)
     figures: Figures | None = None

@@ -14,10 +14,11 @@ from typing import Final, NamedTuple
 
 import numpy as np
 
+from flexsearch.cost.compute import STREAMS
 from flexsearch.cost.efficiency import of_shape, work_of
 from flexsearch.cost.filling import Filling, estimated
 from flexsearch.cost.learned import Residual
-from flexsearch.cost.profile import Entry, Figures, Profile, UpdateEntry
+from flexsearch.cost.profile import Entry, Figures, Optimizer, Profile, UpdateEntry
 from flexsearch.graph.model import Dtype
 from flexsearch.topology import Device
 from flexsearch.topology.kernels import HALF, Efficiency, Launches
@@ -93,7 +94,7 @@ class _Task:
 
 
 def fit_figures(
-    measured: Mapping[Dtype, Sequence[Entry]], updates: Mapping[str, UpdateEntry], kind: str, starts: Starts | None
+    measured: Mapping[Dtype, Sequence[Entry]], updates: Mapping[Optimizer, UpdateEntry], kind: str, starts: Starts | None
 ) -> Figures:
     """The figures that explain what was measured of reference operators, by type. ``starts``: of a device that computes
     what its host launches; None: an operator's start is what the shortest one takes."""
@@ -108,7 +109,17 @@ def fit_figures(
                 errors.setdefault(f"{dtype} {_work(entry)}", []).append(error)
     launches = _launches(measured["float32"], updates, figures, kind)
     fits = {work: residual(values) for work, values in sorted(errors.items())}
-    return figures.model_copy(update={"launches": launches, "fits": fits})
+    figures = figures.model_copy(update={"launches": launches, "fits": fits})
+    return figures if "adam" not in updates else _with_updates(figures, STREAMS["adam"] / updates["adam"].s_per_byte)
+
+
+def _with_updates(figures: Figures, rate: float) -> Figures:
+    """With the share of the bandwidth that updates of weights reach; ``rate``: B/s."""
+    share = min(max(rate / figures.memory_bandwidth, LEAST), 1.0)
+    traffic = dict(figures.efficiency_full.traffic) | {"update": share}
+    return figures.model_copy(
+        update={"efficiency_full": figures.efficiency_full.model_copy(update={"traffic": traffic})}
+    )
 
 
 def nominal(profile: Profile) -> Device:
@@ -190,7 +201,7 @@ def _products(tasks: Sequence[_Task], start_s: float) -> tuple[float, float]:
     """FLOP/s of large products, and the side that halves them: the least mean of |log(fitted / measured)|, at most 1
     each."""
     sizes = np.array([task.entry.product for task in tasks], float).T
-    flops, seconds = (np.array([value(t) for t in tasks]) for value in (lambda t: t.flops, lambda t: t.seconds))
+    flops, seconds = np.array([task.flops for task in tasks]), np.array([task.seconds for task in tasks])
     beyond = np.maximum(seconds - start_s, LEAST_S)
     long = seconds > min(STARTED * start_s, float(np.median(seconds)))
     best = (np.inf, 1.0, 0.0)
@@ -205,7 +216,7 @@ def _products(tasks: Sequence[_Task], start_s: float) -> tuple[float, float]:
 def _other(tasks: Sequence[_Task], fitted: Reached) -> float:
     """FLOP/s of what is no matrix product, which counts only where it says more than bytes do: the highest of the rates
     that explain all of it best."""
-    flops, seconds = (np.array([value(t) for t in tasks]) for value in (lambda t: t.flops, lambda t: t.seconds))
+    flops, seconds = np.array([task.flops for task in tasks]), np.array([task.seconds for task in tasks])
     moving = np.array([task.nbytes / fitted.bandwidth[_work(task.entry)] for task in tasks])
     rates = np.geomspace(fitted.flops, fitted.flops * LEAST, STEPS).tolist()
     errors = [_error(fitted.start_s + np.maximum(flops / rate, moving), seconds) for rate in rates]
@@ -216,7 +227,7 @@ def _error(fitted: np.ndarray, seconds: np.ndarray) -> float:
     return float(np.mean(np.minimum(np.abs(np.log(fitted / np.maximum(seconds, LEAST_S))), 1.0)))
 
 
-def _launches(entries: Sequence[Entry], updates: Mapping[str, UpdateEntry], figures: Figures, kind: str) -> Launches:
+def _launches(entries: Sequence[Entry], updates: Mapping[Optimizer, UpdateEntry], figures: Figures, kind: str) -> Launches:
     """How many starts the smallest operator of each kind takes besides its work, where that is less than a start; and
     an update of each tensor."""
     device, start_s = figures.on(_plain(kind)), max(figures.efficiency_full.overhead_s, LEAST_S)

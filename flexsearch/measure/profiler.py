@@ -11,7 +11,7 @@ from statistics import median_low
 import torch
 
 from flexsearch.allocator import keep_freed_memory
-from flexsearch.cost.profile import Entry, Figures, Profile, ProfileDevice, UpdateEntry, cpu_model
+from flexsearch.cost.profile import Entry, Figures, Optimizer, Profile, ProfileDevice, UpdateEntry, cpu_model
 from flexsearch.errors import ProfileError
 from flexsearch.graph.model import Dtype, OperatorGraph
 from flexsearch.measure.cases import Case, check_memory, count, plan, quick_enough
@@ -21,7 +21,7 @@ from flexsearch.measure.neighbours import SWEEPS, neighbours
 from flexsearch.measure.recipe_work import measure_recipe_work
 from flexsearch.measure.reference import TYPES, reference
 from flexsearch.measure.sweeps import Bench
-from flexsearch.measure.updates import OPTIMIZERS, Name, measure_updates
+from flexsearch.measure.updates import OPTIMIZERS, measure_updates
 
 TURNS = 3
 """Pieces are measured so many times, with all the others between, so that what slows a machine down for a few seconds
@@ -83,7 +83,7 @@ def profile_graph(
         return profile.model_copy(update={"residuals": residuals(profile)})
 
 
-def measure_figures(bench: Bench, updates: Mapping[Name, UpdateEntry]) -> Figures:
+def measure_figures(bench: Bench, updates: Mapping[Optimizer, UpdateEntry]) -> Figures:
     """Figures of the device of a bench, from operators of many sizes. ``updates``: measured ones."""
     device, measured = bench.device, dict[Dtype, Sequence[Entry]]()
     for dtype in TYPES[device.type]:

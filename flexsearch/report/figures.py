@@ -20,12 +20,11 @@ def figures_in_words(figures: Figures) -> Iterator[str]:
             f"{reached.attention_backward:.2g} backward."
         )
     reached, most = figures.efficiency_full, figures.memory_bandwidth
-    shares = {"streaming": reached.memory, **dict(sorted(reached.traffic.items()))}
-    yield "Memory: " + ", ".join(f"{work} {nbytes(share * most)}/s" for work, share in shares.items()) + "."
-    kernels = ", ".join(f"{kind} {count}" for kind, count in figures.launches.kernels.items())
-    yield f"A small operator takes {1e6 * figures.overhead_s:.3g} us" + (
-        f"; as many of these take: {kernels}." if kernels else "."
-    )
+    shares = [("streaming", reached.memory), *sorted(reached.traffic.items())]
+    yield "Memory: " + ", ".join(f"{work} {nbytes(share * most)}/s" for work, share in shares) + "."
+    longer = ", ".join(f"{kind} {count}" for kind, count in figures.launches.kernels.items())
+    more = f"; so often as long: {longer}" if longer else ""
+    yield f"A small operator takes {1e6 * figures.overhead_s:.3g} us{more}."
 
 
 def fits_grid(figures: Figures) -> Grid:
