@@ -59,7 +59,8 @@ def test_a_fit_finds_the_figures_that_times_were_made_by() -> None:
     for name in ("convolution", "attention_forward", "attention_backward", "memory"):
         assert getattr(reached, name) == pytest.approx(getattr(wanted, name), rel=0.05), name
     assert reached.matrix_size == pytest.approx(12.0, rel=0.15)
-    assert reached.traffic == {name: pytest.approx(share, rel=0.05) for name, share in (SHARES | {"update": 0.7}).items()}
+    shares = SHARES | {"update": 0.7}
+    assert reached.traffic == {name: pytest.approx(share, rel=0.05) for name, share in shares.items()}
     assert found.launches == Launches(adam=4, kernels={"softmax": 3})
     assert all(fit.median < 0.03 for fit in found.fits.values())
 

@@ -94,8 +94,9 @@ class _Task:
 
 
 def fit_figures(
-    measured: Mapping[Dtype, Sequence[Entry]], updates: Mapping[Optimizer, UpdateEntry], kind: str, starts: Starts | None
-) -> Figures:
+    measured: Mapping[Dtype, Sequence[Entry]], updates: Mapping[Optimizer, UpdateEntry], kind: str,
+    starts: Starts | None,
+) -> Figures:  # fmt: skip
     """The figures that explain what was measured of reference operators, by type. ``starts``: of a device that computes
     what its host launches; None: an operator's start is what the shortest one takes."""
     figures = _assembled({dtype: _reached(_tasks(entries)) for dtype, entries in measured.items()}, starts)
@@ -227,7 +228,9 @@ def _error(fitted: np.ndarray, seconds: np.ndarray) -> float:
     return float(np.mean(np.minimum(np.abs(np.log(fitted / np.maximum(seconds, LEAST_S))), 1.0)))
 
 
-def _launches(entries: Sequence[Entry], updates: Mapping[Optimizer, UpdateEntry], figures: Figures, kind: str) -> Launches:
+def _launches(
+    entries: Sequence[Entry], updates: Mapping[Optimizer, UpdateEntry], figures: Figures, kind: str
+) -> Launches:  # fmt: skip
     """How many starts the smallest operator of each kind takes besides its work, where that is less than a start; and
     an update of each tensor."""
     device, start_s = figures.on(_plain(kind)), max(figures.efficiency_full.overhead_s, LEAST_S)
