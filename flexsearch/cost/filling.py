@@ -58,14 +58,14 @@ class Filling:
     def errors(self, profile: Profile) -> dict[str, list[float]]:
         """By kind of operator, |filled / measured - 1| of each task, filled from the entries of other sizes."""
         found: dict[str, list[float]] = {}
-        kinds = {name for name, rows in self._ratios[False].items() if len(rows) > 1}
-        for backward in (False, True):
-            for name in kinds:
-                for task in self._ratios[backward].get(name, ()) if name.startswith("kind ") else ():
-                    entry = profile.entries[task.key]
+        for key, entry in profile.entries.items():
+            for backward in (False, True):
+                rows = self._ratios[backward].get(f"kind {entry.kind}", ())
+                own = next((row for row in rows if row.key == key), None)
+                if own is not None and len(rows) > 1:
                     work = entry.backward if backward else entry.forward
-                    ratio = self.ratio(_family(task.key), entry.kind, work.flops, work.nbytes, backward, task.key)
-                    found.setdefault(entry.kind, []).append(abs(ratio / max(task.ratio, LEAST_S) - 1.0))
+                    ratio = self.ratio(_family(key), entry.kind, work.flops, work.nbytes, backward, key)
+                    found.setdefault(entry.kind, []).append(abs(ratio / max(own.ratio, LEAST_S) - 1.0))
         return found
 
     def _nearest(self, name: str, size: tuple[float, float], backward: bool, without: str) -> list[float]:

@@ -1,8 +1,8 @@
 """Figures of the device at hand (``cost.profile.Figures``), fitted to reference operators, and how well a profile fits.
 
-Of each type: two of matrix products, two of attention, one for each way of reading and writing memory, one of other
-computing, and the start of a kernel. A median or a scan each, so that single slow times do not matter, and few enough
-that each size can be predicted from all others.
+Of each type: two of matrix products, one of convolutions, two of attention, one for each way of reading and writing
+memory, one of other computing, and the start of a kernel. A median or a scan each, so that single slow times do not
+matter, and few enough that each size can be predicted from all others.
 """
 
 from __future__ import annotations
@@ -99,19 +99,22 @@ def fit_figures(
 ) -> Figures:  # fmt: skip
     """The figures that explain what was measured of reference operators, by type. ``starts``: of a device that computes
     what its host launches; None: an operator's start is what the shortest one takes."""
-    figures = _assembled({dtype: _reached(_tasks(entries)) for dtype, entries in measured.items()}, starts)
+    reached = {dtype: _reached(_tasks(entries)) for dtype, entries in measured.items()}
     errors: dict[str, list[float]] = {}
     for dtype, entries in measured.items():
         for place, entry in enumerate(entries):
             others = _reached(_tasks([*entries[:place], *entries[place + 1 :]]))
-            device = _assembled({"float32": others, dtype: others}, starts).on(_plain(kind))
+            device = _assembled({"float32": others, dtype: others}, None).on(_plain(kind))
             for task in _tasks([entry]):
                 error = abs(estimated(task.entry, device, task.backward) / max(task.seconds, LEAST_S) - 1.0)
                 errors.setdefault(f"{dtype} {_work(entry)}", []).append(error)
-    launches = _launches(measured["float32"], updates, figures, kind)
+    # Times of small operators hold what launching them takes a host, so they are compared with starts that do, too.
+    launches = _launches(measured["float32"], updates, _assembled(reached, None), kind)
     fits = {work: residual(values) for work, values in sorted(errors.items())}
-    figures = figures.model_copy(update={"launches": launches, "fits": fits})
-    return figures if "adam" not in updates else _with_updates(figures, STREAMS["adam"] / updates["adam"].s_per_byte)
+    figures = _assembled(reached, starts).model_copy(update={"launches": launches, "fits": fits})
+    if "adam" not in updates:
+        return figures
+    return _with_updates(figures, STREAMS["adam"] / max(updates["adam"].s_per_byte, LEAST_S / figures.memory_bandwidth))
 
 
 def _with_updates(figures: Figures, rate: float) -> Figures:
