@@ -15,10 +15,10 @@ from flexsearch.graph.ops import KINDS
 from flexsearch.measure.figures import Starts, fit_figures, residuals
 from flexsearch.measure.reference import SIZES, TYPES, reference
 from flexsearch.topology import Device
-from flexsearch.topology.kernels import Efficiency, Launches
+from flexsearch.topology.kernels import Efficiency, Launches, Traffic
 from tests.test_cost import GRAPH, entry, key, machines, piece, profile
 
-SHARES = {"copy": 0.9, "loss": 0.2, "lookup": 0.5, "normalisation": 0.4, "windows": 0.3}
+SHARES: dict[Traffic, float] = {"copy": 0.9, "loss": 0.2, "lookup": 0.5, "normalisation": 0.4, "windows": 0.3}
 TRUE = Figures(
     flops={"float32": 1e11}, memory_bandwidth=5e10, overhead_s=5e-6, launches=Launches(adam=4, kernels={"softmax": 3}),
     efficiency_full=Efficiency(
@@ -59,7 +59,7 @@ def test_a_fit_finds_the_figures_that_times_were_made_by() -> None:
     for name in ("convolution", "attention_forward", "attention_backward", "memory"):
         assert getattr(reached, name) == pytest.approx(getattr(wanted, name), rel=0.05), name
     assert reached.matrix_size == pytest.approx(12.0, rel=0.15)
-    shares = SHARES | {"update": 0.7}
+    shares: dict[Traffic, float] = {**SHARES, "update": 0.7}
     assert reached.traffic == {name: pytest.approx(share, rel=0.05) for name, share in shares.items()}
     assert found.launches == Launches(adam=4, kernels={"softmax": 3})
     assert all(fit.median < 0.03 for fit in found.fits.values())
