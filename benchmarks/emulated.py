@@ -127,8 +127,8 @@ class Machine:
 class Plans:
     """What is simulated for one model on a number of hosts; ``found`` is searched on first use."""
 
-    def __init__(self, machine: Machine, model: str, hosts: int) -> None:
-        self.machine, self.model, self.hosts, self.batch = machine, model, hosts, BATCH[model]
+    def __init__(self, machine: Machine, model: str, hosts: int, batch: int | None = None) -> None:
+        self.machine, self.model, self.hosts, self.batch = machine, model, hosts, batch or BATCH[model]
         small = MODELS[model] if model in SMALL else None
         self.target = f"flexsearch.zoo:{model}" if small is None else small.target
         self.arguments: dict[str, Any] = {} if small is None else dict(small.arguments)

@@ -128,6 +128,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     made.add_argument("--budget", help='of each search: "60s"')
     made.add_argument("--profile-s", type=float, help="seconds to measure the operators of each model, at most")
     made.add_argument("--rounds", type=int, help="turns of each variant")
+    made.add_argument("--batch", type=int, help="of all models, instead of their own")
+    made.add_argument("--strategies", type=int, help="that the accuracy is measured on")
     made.add_argument("--profile-dir", type=Path, help="keep measured profile and topologies here, and reuse them")
     made.add_argument("--picture", type=Path, help="a .png or .svg file for the timelines of the last model")
     made.add_argument("--only", choices=("speed", "accuracy"), help="leave the other table out")
@@ -149,6 +151,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         effort = dataclasses.replace(effort, profile_s=options.profile_s)
     if options.rounds:
         effort = dataclasses.replace(effort, rounds=options.rounds)
+    if options.strategies:
+        effort = dataclasses.replace(effort, strategies=options.strategies)
     with tempfile.TemporaryDirectory() as scratch:
         rows, failed = run(models, Machine(options.profile_dir or Path(scratch), Path(scratch), effort), options)
     report_tables(rows, TITLES, options.json)
@@ -169,7 +173,7 @@ def run(models: Sequence[str], machine: Machine, options: Namespace) -> tuple[li
             if wanted:
                 began = time.monotonic()
                 try:
-                    made[hosts] = made.get(hosts) or Plans(machine, model, hosts)
+                    made[hosts] = made.get(hosts) or Plans(machine, model, hosts, options.batch)
                     rows += part(made[hosts])
                 except FlexsearchError as error:
                     say(f"{name} of {model} on {hosts} hosts failed: {error}")

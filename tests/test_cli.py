@@ -233,8 +233,11 @@ def test_profile_measures_extends_and_is_used(cli: Cli) -> None:
     ran = cli("profile", "lenet", "-o", "p.json", "--max-parts", 1, "--repeats", 1, "--json")
     assert ran.code == 0, ran.err
     assert 0 < ran.json["entries"] == ran.json["new_entries"] <= len(graph.operators)
+    figures = ran.json["figures"]
+    assert figures["flops"]["float32"] > 1e8 and figures["fits"]["float32 loss"]["n"] > 0
     again = cli("profile", "lenet", "-o", "p.json", "--max-parts", 2, "--repeats", 1, "--extend", "p.json", "--json")
     assert again.json["entries"] > again.json["new_entries"] > 0
+    assert again.json["figures"] == figures  # they are the device's, not the graph's
     profile = Profile.load("p.json")
     topology = Topology.load("ethernet-1g-2")
     row = cli("simulate", "lenet", "-t", "ethernet-1g-2", "--baseline", "single", "-p", "p.json", "--json").json

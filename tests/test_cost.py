@@ -16,7 +16,6 @@ from torch import nn
 
 from flexsearch.cost import Costs, Profile, ProfileDevice
 from flexsearch.cost.compute import Costed
-from flexsearch.cost.efficiency import bandwidths
 from flexsearch.cost.profile import Entry, UpdateEntry, Work
 from flexsearch.cost.ticks import TICK
 from flexsearch.errors import FileFormatError, ProfileError
@@ -292,24 +291,6 @@ def test_gaps_are_filled_by_the_roofline_scaled_by_the_same_kind() -> None:
     assert costs.compute(0, piece(GRAPH, 0), 0) == pytest.approx((3 * forward, 6 * backward))
     loss_alone = Costs(GRAPH, machines("chip"), profile({key(GRAPH, 4): scaled(4, 11.0)}))  # none of these: all kinds
     assert loss_alone.compute(0, piece(GRAPH, 0), 0) == pytest.approx((11 * forward, 22 * backward))
-
-
-def test_bandwidths_are_those_of_pieces_that_take_longer_than_a_start() -> None:
-    def moved(kind: str, nbytes: float, seconds: float) -> Entry:
-        work = Work(flops=0.0, nbytes=nbytes)
-        return Entry(
-            kind=kind, dtype=FLOAT, forward_s=seconds, backward_s=0.0, repeats=1, forward=work, backward=work
-        )  # fmt: skip
-
-    pieces = (
-        ("softmax", 2e6, 3e-3), ("softmax", 8e6, 5e-3), ("layer_norm", 3e6, 4e-3), ("cat", 1e6, 1e-3),
-        ("pointwise", 4e6, 2.5e-3), ("linear", 1e9, 1.0), ("pointwise", 1e6, 1.9e-3),
-    )  # fmt: skip
-    entries = [moved(*one) for one in pieces]
-    reached = bandwidths(profile({str(k): one for k, one in enumerate(entries)}))
-    assert set(reached) == {"normalisation", "streaming"}  # the copy is the shortest
-    assert reached["normalisation"] == (3, pytest.approx(1e9))
-    assert reached["streaming"] == (1, pytest.approx(4e6 / 1.5e-3))
 
 
 def test_signature_is_readable_and_ignores_names_and_places() -> None:

@@ -17,11 +17,12 @@ from flexsearch.errors import ProfileError
 from flexsearch.graph import Operator, OperatorGraph, chunk, make_piece, whole_piece
 from flexsearch.graph.images import images
 from flexsearch.graph.importer import import_model
-from flexsearch.measure import cases, profiler, recipe_work, updates
+from flexsearch.measure import cases, profiler, recipe_work, reference, updates
 from flexsearch.measure.cases import Case, count, plan
 from flexsearch.measure.neighbours import SWEEPS, Neighbours, neighbours
 from flexsearch.measure.profiler import profile_graph
 from flexsearch.measure.recipe_work import KINDS, RECIPE, measure_recipe_work
+from flexsearch.measure.reference import Sizes
 from flexsearch.measure.sweeps import Bench
 from flexsearch.measure.updates import OPTIMIZERS, UPDATE, measure_updates
 from flexsearch.sync.kinds import PASSES
@@ -31,6 +32,7 @@ from tests.test_cost import axes, machines, small_net, tensor
 @pytest.fixture(autouse=True)
 def little_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(updates, "UPDATE_BYTES", 1 << 16)
+    monkeypatch.setitem(reference.SIZES, "cpu", Sizes((4, 16, 32), (1, 2), (1 << 8, 1 << 10), (8, 16)))
 
 
 def test_every_piece_that_a_few_parts_can_make_is_planned_once() -> None:
@@ -50,11 +52,13 @@ def test_every_piece_that_a_few_parts_can_make_is_planned_once() -> None:
 
 def test_a_machine_that_is_slow_for_a_while_does_not_make_pieces_slow(monkeypatch: pytest.MonkeyPatch) -> None:
     graph = small_net()
-    turns = list[set[str]]()
+    turns, planned = list[set[str]](), {case.key for row in plan(graph, 2) for case in row}
     before = Bench.measure
 
     def measure(bench: Bench, row: Sequence[Case], repeats: int, deadline: float | None = None) -> dict[str, Entry]:
         measured = before(bench, row, repeats, deadline)
+        if not measured.keys() <= planned:
+            return measured  # operators for the device's figures
         if not turns or turns[-1] & measured.keys():
             turns.append(set())  # the next turn begins
         turns[-1] |= measured.keys()

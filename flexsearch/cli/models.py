@@ -157,7 +157,6 @@ def profile(
     if not re.fullmatch(r"cpu|cuda(:\d+)?", device):
         raise typer.BadParameter(f'"{device}" is none of cpu, cuda, cuda:N', param_hint="--device")
     from flexsearch.cost import Profile
-    from flexsearch.cost.efficiency import bandwidths
     from flexsearch.setting import parse_budget
 
     loaded = common.Size(batch, seq).load(graph)
@@ -180,8 +179,7 @@ def profile(
         "graph": loaded.name, "path": str(output), "device": measured.device.model_dump(mode="json"),
         "entries": len(measured.entries), "new_entries": len(measured.entries) - old,
     }  # fmt: skip
-    data["products"] = {dtype: fitted.model_dump() for dtype, fitted in measured.products.items()}
-    data["bandwidths"] = {work: of._asdict() for work, of in bandwidths(measured).items()}
+    data["figures"] = measured.figures.model_dump(mode="json") if measured.figures is not None else None
     data["residuals"] = {kind: fit.model_dump() for kind, fit in measured.residuals.items()}
 
     def human() -> None:
@@ -196,20 +194,16 @@ def profile(
 
 
 def _say_fit(profile: Profile) -> None:
-    """How well what was measured predicts other sizes."""
+    """The device's figures, and how well what was measured predicts other sizes."""
     from flexsearch.cli.details import tell
-    from flexsearch.cost.efficiency import bandwidths
+    from flexsearch.report.figures import figures_in_words, fits_grid
     from flexsearch.report.grid import Column, Grid
-    from flexsearch.report.units import nbytes, percent
+    from flexsearch.report.units import percent
 
-    for dtype, fitted in profile.products.items():
-        tell(
-            f"Matrix products in {dtype}: {fitted.flops:.3g} FLOP/s, half of it where a side is {fitted.size:.3g}; "
-            f"{fitted.n} sizes, median error {percent(fitted.median)}, 90th percentile {percent(fitted.p90)}."
-        )
-    if reached := bandwidths(profile):
-        words = (f"{work} {nbytes(of.bytes_per_s)}/s ({of.n} measured)" for work, of in reached.items())
-        tell(f"Memory, median of what pieces reach: {', '.join(words)}.")
+    if profile.figures is not None:
+        for line in figures_in_words(profile.figures):
+            tell(line)
+        stdout.print(fits_grid(profile.figures))
     if profile.residuals:
         columns = Column("operator", "text"), *map(Column, ("n", "median", "90th\npercentile"))
         grid = Grid(columns, "How far off times are that are filled in from other sizes")

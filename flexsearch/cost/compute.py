@@ -12,7 +12,6 @@ from copy import copy
 from dataclasses import dataclass
 from functools import cached_property
 from math import prod
-from statistics import median
 from typing import Any, Final
 
 import numpy as np
@@ -21,18 +20,13 @@ import numpy.typing as npt
 from flexsearch.compiled import lean
 from flexsearch.cost.efficiency import (
     Product,
-    computing_rates,
-    moving_rate,
-    of_shape,
     product_of,
-    roofline,
-    start_seconds,
-    traffic_of,
+    task_seconds_of,
     update_rates,
-    work_of,
 )
+from flexsearch.cost.filling import Filling, longer_in_halves
 from flexsearch.cost.learned import FULL, TRAFFIC
-from flexsearch.cost.profile import Entry, Profile, Work, signature
+from flexsearch.cost.profile import Entry, Profile, Work, family, signature
 from flexsearch.cost.ticks import FOREVER, TICK, task_seconds, whole
 from flexsearch.errors import ProfileError, TopologyError
 from flexsearch.files import printable
@@ -96,6 +90,11 @@ class Costed:
         floating = [t for t in (*self.inputs, *self.outputs) if t.floating]
         made = (t.dtype for t in floating if t.kind not in ("input", "buffer"))
         return next(made, floating[0].dtype if floating else "float32")
+
+    @cached_property
+    def family(self) -> str:
+        """Of its signatures."""
+        return family(self.op, self.dtypes, self.needs)
 
     @property
     def dtypes(self) -> tuple[str, ...]:
@@ -189,7 +188,7 @@ class Costed:
         """Axes of the matrix product that it is."""
         return product_of(self.op)
 
-    def product_sizes(self, extents: Mapping[str, int]) -> tuple[int, int, int] | None:
+    def product_sizes(self, extents: Mapping[str, Any]) -> tuple[Any, Any, Any] | None:
         """Rows, columns and indices summed away of a piece with these extents, if it is a matrix product."""
         if self.product is None:
             return None
@@ -404,32 +403,39 @@ class _Model:
         self.profile = profile if profile is not None and profile.device.fits(device) else None
         self.device = device
         if self.profile is not None:
-            # Measurements are compared with the plain roofline, and what they lack is estimated by that.
-            taught = {} if self.profile.learned is None else self.profile.learned.efficiency
-            plain = bool(self.profile.entries)
-            self.device = device.model_copy(
-                update={
-                    "efficiency": None if plain else _replaced(device.efficiency, taught, ""),
-                    "efficiency_full": None if plain else _replaced(device.efficiency_full, taught, FULL),
-                }
-            )
-        self._forward: dict[str, float] = {}
-        self._backward: dict[str, float] = {}
-        self._longer: dict[str, float] = {}
+            self.device = self._measured_device(self.profile)
         self._compute, self._task_s = 1.0, 0.0
+        self._filling: Filling | None = None
+        self._longer: dict[str, float] = {}
         if self.profile is not None:
             if (learned := self.profile.learned) is not None:
                 self._compute, self._task_s = learned.compute, learned.task_s
-            self._forward, self._backward = (_medians(ratios_of(self.profile, device, back)) for back in (False, True))
-            self._longer = _medians(_longer(self.profile))
+            self._filling = Filling(self.profile, self.device)
+            self._longer = longer_in_halves(self.profile)
+
+    def _measured_device(self, profile: Profile) -> Device:
+        """The device with the figures that the profile measured. Without any, its measurements are compared with the
+        usual shares of the peaks, and what they lack is estimated by those."""
+        if profile.figures is not None:
+            return profile.figures.on(self.device)
+        taught = {} if profile.learned is None else profile.learned.efficiency
+        plain = bool(profile.entries)
+        return self.device.model_copy(
+            update={
+                "efficiency": None if plain else _replaced(self.device.efficiency, taught, ""),
+                "efficiency_full": None if plain else _replaced(self.device.efficiency_full, taught, FULL),
+            }
+        )
 
     def seconds(self, costed: Costed, extents: Mapping[str, int]) -> tuple[float, float]:
         if self.profile is not None and (entry := self.profile.entries.get(costed.signature(extents))) is not None:
             seconds = entry.forward_s, entry.backward_s
         else:
-            kind = costed.op.kind
-            forward, backward = self._estimated(costed, extents, max)
-            seconds = forward * _scale(self._forward, kind), backward * _scale(self._backward, kind)
+            seconds = self._estimated(costed, extents, max)
+            if self._filling is not None:
+                like, kind, work = costed.family, costed.op.kind, costed.counts(extents)
+                ratios = (self._filling.ratio(like, kind, *work[back], backward=bool(back)) for back in (0, 1))
+                seconds = tuple(s * ratio for s, ratio in zip(seconds, ratios, strict=True))
         return _computing(*(s * self._compute + self._task_s for s in seconds))
 
     def halves(
@@ -450,29 +456,25 @@ class _Model:
         if not shipped(kind) or any(entry.kind == kind for entry in self._entries):
             rows = [self.seconds(costed, {a: int(column[k]) for a, column in extents.items()}) for k in range(count)]
             return np.array([f for f, _ in rows]), np.array([b for _, b in rows])
-        estimated = self._estimated(costed, extents, np.maximum)
+        filling = self._filling
         forward, backward = (
-            np.broadcast_to(task_seconds(seconds * _scale(ratios, kind) * self._compute + self._task_s), (count,))
-            for seconds, ratios in zip(estimated, (self._forward, self._backward), strict=True)
-        )
+            np.broadcast_to(
+                task_seconds(
+                    seconds * (1.0 if filling is None else filling.ratio("", kind, 0.0, 0.0, bool(back)))
+                    * self._compute + self._task_s
+                ), (count,)
+            )
+            for back, seconds in enumerate(self._estimated(costed, extents, np.maximum))
+        )  # fmt: skip
         return forward, backward
 
     def _estimated(self, costed: Costed, extents: Mapping[str, Any], most: Callable[[Any, Any], Any]) -> Any:
-        """Seconds of the two tasks by the device's figures: what takes longer of computing and moving bytes. ``most``:
-        the larger of two numbers or arrays."""
-        rates = computing_rates(costed.op, costed.product, extents, costed.dtype, self.device)
-        products = {} if self.profile is None else self.profile.products
-        for dtype, fitted in products.items():
-            if dtype == costed.dtype and costed.product is not None:
-                sizes = (prod(extents[axis] for axis in axes) for axes in costed.product)
-                rates = (fitted.flops * of_shape(fitted.size, *sizes),) * 2
-        kind, reached = kind_of(costed.op), self.device.efficiency_for(costed.dtype)
-        moving = moving_rate(self.device, costed.dtype, traffic_of(kind))
-        works = [
-            most(flops / rate, nbytes / moving)
-            for (flops, nbytes), rate in zip(costed.counts(extents), rates, strict=True)
-        ]
-        return tuple(work + start_seconds(self.device, reached, work, costed.op.kind) for work in works)
+        """Seconds of the two tasks by the device's figures. ``most``: the larger of two numbers or arrays."""
+        kind, sizes = costed.op.kind, costed.product_sizes(extents)
+        return tuple(
+            task_seconds_of(kind, flops, nbytes, sizes, costed.dtype, self.device, bool(backward), most)
+            for backward, (flops, nbytes) in enumerate(costed.counts(extents))
+        )
 
     @property
     def _entries(self) -> Iterable[Entry]:
@@ -500,40 +502,6 @@ def _computing(forward_s: float, backward_s: float) -> tuple[float, float]:
     return forward, backward
 
 
-def ratios_of(profile: Profile, device: Device, backward: bool) -> dict[str, list[float]]:
-    """Measured over estimated times of a profile's entries by kind of operator."""
-    found: dict[str, list[float]] = {}
-    for entry in profile.entries.values():
-        seconds, work = (entry.backward_s, entry.backward) if backward else (entry.forward_s, entry.forward)
-        if backward and seconds == 0.0:
-            continue
-        estimated = roofline(entry.kind, work.flops, work.nbytes, entry.dtype, device)
-        for dtype, fitted in profile.products.items():
-            if dtype == entry.dtype and entry.product is not None:
-                computing = work.flops / (fitted.flops * of_shape(fitted.size, *entry.product))
-                estimated = max(computing, roofline(entry.kind, 0.0, work.nbytes, entry.dtype, device))
-        found.setdefault(entry.kind, []).append(seconds / max(estimated, 1e-12))
-    return found
-
-
-def _longer(profile: Profile) -> dict[str, list[float]]:
-    """How long backward passes in two halves take over whole ones, by kind of operator."""
-    ratios: dict[str, list[float]] = {}
-    for entry in profile.entries.values():
-        if entry.halves_s is not None and entry.backward_s > 0.0:
-            ratios.setdefault(entry.kind, []).append(max(1.0, sum(entry.halves_s) / entry.backward_s))
-    return ratios
-
-
-def _medians(ratios: Mapping[str, Sequence[float]]) -> dict[str, float]:
-    """By kind, by what its time goes into (``work_of``), and under "" of all."""
-    together = {"": [ratio for values in ratios.values() for ratio in values]} if ratios else {}
-    for kind, values in ratios.items():
-        together.setdefault(kind, []).extend(values)
-        together.setdefault(work_of(kind), []).extend(values)
-    return {name: median(values) for name, values in together.items()}
-
-
 def _replaced(efficiency: Efficiency | None, taught: Mapping[str, float], prefix: str) -> Efficiency | None:
     """With figures in place of its own: those of ``taught`` whose names begin with ``prefix``."""
     own = {name.removeprefix(prefix): value for name, value in taught.items() if name.startswith(prefix)}
@@ -543,10 +511,6 @@ def _replaced(efficiency: Efficiency | None, taught: Mapping[str, float], prefix
         return efficiency
     before = efficiency or USUAL
     return before.model_copy(update={**figures, "traffic": dict(before.traffic) | traffic})
-
-
-def _scale(ratios: Mapping[str, float], kind: str) -> float:
-    return ratios.get(kind, ratios.get(work_of(kind), ratios.get("", 1.0)))
 
 
 def _anonymous(device: Device) -> Device:

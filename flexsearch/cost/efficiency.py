@@ -2,37 +2,19 @@
 
 from __future__ import annotations
 
-from math import prod
-from statistics import median
-from typing import TYPE_CHECKING, Any, NamedTuple
+from collections.abc import Callable
+from typing import Any
 
 from flexsearch.graph.model import Operator
 from flexsearch.graph.ops import KINDS, kind_of
-from flexsearch.graph.ops.base import Extents, OperatorKind
+from flexsearch.graph.ops.base import OperatorKind
 from flexsearch.topology import Device
-from flexsearch.topology.kernels import USUAL, Efficiency, Traffic
-
-if TYPE_CHECKING:
-    from flexsearch.cost.profile import Profile
-
-
-class Bandwidth(NamedTuple):
-    """``bytes_per_s``: the median of ``n`` measured pieces."""
-
-    n: int
-    bytes_per_s: float
-
+from flexsearch.topology.kernels import Efficiency, Traffic
 
 Product = tuple[tuple[str, ...], tuple[str, ...], tuple[str, ...]]
 """Axes of a matrix product: those of its rows, of its columns, and those summed away."""
-
-
-def roofline(kind: str, flops: float, nbytes: float, dtype: str, device: Device) -> float:
-    """Seconds of work of an operator kind on ``device``, by its peaks and the usual shares of them for all shapes."""
-    of = KINDS.get(kind)
-    computing = device.flops_for(dtype) * (USUAL.matrix if of is not None and _is_matrix(of) else USUAL.other)
-    work = max(flops / computing, nbytes / (device.memory_bandwidth * USUAL.memory))
-    return work + float(start_seconds(device, USUAL, work, kind))
+Sizes = tuple[Any, Any, Any]
+"""Their indices."""
 
 
 def moving_rate(device: Device, dtype: str, traffic: Traffic | None = None) -> float:
@@ -53,18 +35,6 @@ def work_of(kind: str) -> str:
     return "matrix products" if _is_matrix(of) else traffic_of(of) or "streaming"
 
 
-def bandwidths(profile: Profile) -> dict[str, Bandwidth]:
-    """What the measured pieces of a profile that are no matrix products reach, forward, by ``work_of``. What the
-    shortest of all takes counts as the start of each; those that take less than twice that are left out."""
-    start = min((entry.forward_s for entry in profile.entries.values()), default=0.0)
-    rates: dict[str, list[float]] = {}
-    for entry in profile.entries.values():
-        work = work_of(entry.kind)
-        if work != "matrix products" and entry.forward.nbytes > 0.0 and entry.forward_s > 2.0 * start:
-            rates.setdefault(work, []).append(entry.forward.nbytes / (entry.forward_s - start))
-    return {work: Bandwidth(len(values), median(values)) for work, values in sorted(rates.items())}
-
-
 def start_seconds(device: Device, reached: Efficiency, work: Any, kind: str | None = None) -> Any:
     """Seconds that an operator takes on its device besides its ``work`` (s; of an array of them: an array): on a CPU
     launching it; on a GPU, whose host does that, starting kernels, which what only makes a view does not. ``kind``: of
@@ -75,19 +45,28 @@ def start_seconds(device: Device, reached: Efficiency, work: Any, kind: str | No
     return (work > 0.0) * (kernels * reached.overhead_s)
 
 
-def computing_rates(
-    op: Operator, product: Product | None, extents: Extents, dtype: str, device: Device
-) -> tuple[Any, Any]:  # fmt: skip
-    """FLOP/s of the forward and of the backward task of a piece (of arrays of extents: arrays). ``product``: see
-    ``product_of``."""
-    peak, kind, reached = device.flops_for(dtype), kind_of(op), device.efficiency_for(dtype)
+def task_seconds_of(
+    kind: str, flops: Any, nbytes: Any, sizes: Sizes | None, dtype: str, device: Device, backward: bool,
+    most: Callable[[Any, Any], Any] = max,
+) -> Any:  # fmt: skip
+    """Seconds of a task of an operator kind by the device's figures: what takes longer of computing ``flops`` and of
+    moving ``nbytes``, and its start. ``sizes``: of the matrix product that it is; ``most``: the larger of two numbers,
+    or of arrays, if the others are."""
+    of, reached = KINDS.get(kind), device.efficiency_for(dtype)
+    rate = device.flops_for(dtype) * _computing_share(of, sizes, reached, backward)
+    moving = moving_rate(device, dtype, None if of is None else traffic_of(of))
+    work = most(flops / rate, nbytes / moving)
+    return work + start_seconds(device, reached, work, kind)
+
+
+def _computing_share(kind: OperatorKind | None, sizes: Sizes | None, reached: Efficiency, backward: bool) -> Any:
+    """Share of the peak that a task reaches. ``sizes``: see ``task_seconds_of``."""
+    if kind is None or not _is_matrix(kind):
+        return reached.other
     if kind.fused_attention:
-        return peak * reached.attention_forward, peak * reached.attention_backward
-    if product is not None:
-        share = shape_share(reached, *(prod(extents[axis] for axis in axes) for axes in product))
-    else:
-        share = reached.matrix if _is_matrix(kind) else reached.other
-    return peak * share, peak * share
+        return reached.attention_backward if backward else reached.attention_forward
+    large = reached.matrix * (reached.convolution if kind.windows else 1.0)
+    return large if sizes is None else large * of_shape(reached.matrix_size, *sizes)
 
 
 def update_rates(device: Device, optimizer: str, streams: int) -> tuple[float, float]:
@@ -101,14 +80,10 @@ def _is_matrix(kind: OperatorKind) -> bool:
     return kind.contraction or kind.matrix
 
 
-def shape_share(reached: Efficiency, rows: Any, columns: Any, summed: Any) -> Any:
-    """Share of the peak that the product of a (rows, summed) and a (summed, columns) matrix reaches. It is the same for
-    the two products of the backward pass, whose sizes are these three in another order."""
-    return reached.matrix * of_shape(reached.matrix_size, rows, columns, summed)
-
-
 def of_shape(size: float, rows: Any, columns: Any, summed: Any) -> Any:
-    """What a product of this shape reaches, over what large ones do. ``size``: of a side that halves it, elements."""
+    """What the product of a (rows, summed) and a (summed, columns) matrix reaches, over what large ones do. It is the
+    same for the two products of the backward pass, whose sizes are these three in another order. ``size``: of a side
+    that halves it, elements."""
     return 1.0 / ((1.0 + size / rows) * (1.0 + size / columns) * (1.0 + size / summed))
 
 

@@ -12,9 +12,9 @@ import re
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from pathlib import Path
-from typing import Annotated, Final, Literal
+from typing import Annotated, Any, Final, Literal
 
-from pydantic import Field, Strict
+from pydantic import Field, Strict, model_validator
 
 from flexsearch import quantities
 from flexsearch.cost.learned import Learned, Network, Residual
@@ -22,8 +22,9 @@ from flexsearch.errors import ProfileError
 from flexsearch.files import FileModel, load, save
 from flexsearch.graph.model import Dtype, Operator
 from flexsearch.graph.notation import Dimension, Operand
-from flexsearch.quantities import Amount, Count, Elements, FlopRate, Seconds, SecondsPerByte, Text
+from flexsearch.quantities import Amount, Bandwidth, Count, FlopRate, LatencySeconds, Seconds, SecondsPerByte, Text
 from flexsearch.topology import Device
+from flexsearch.topology.kernels import Efficiency, Launches
 
 _SILENT = frozenset({"salt", "count"})
 """Attributes that differ between equal layers and cost nothing: a dropout's salt, a divisor."""
@@ -31,6 +32,9 @@ _SILENT = frozenset({"salt", "count"})
 _SHORT = {"float": "f", "bfloat": "bf", "complex": "c", "int": "i", "uint": "u", "bool": "bool"}
 _CORES = re.compile(r"(one|\d+) (?:server )?(?:cpu )?(?:core|thread)s?")
 _GENERIC = frozenset({"", "cpu", "cuda", "gpu", "generic", "generic cpu", "generic gpu", "unknown"})
+
+
+Optimizer = Literal["sgd", "momentum", "adam"]
 
 
 class Work(FileModel):
@@ -57,12 +61,32 @@ class Entry(FileModel):
     product: Annotated[tuple[Count, Count, Count] | None, Strict(False)] = None
 
 
-class Products(Residual):
-    """What matrix products of a type reach: ``flops`` / ((1 + s/m) (1 + s/n) (1 + s/k)) a second with s = ``size``, of
-    an (m, k) and a (k, n) matrix; and how well that fits those that were measured."""
+class Figures(FileModel):
+    """Figures of the device, fitted to operators of many sizes. ``flops``: FLOP/s of large matrix products, by type;
+    ``memory_bandwidth``: B/s of the fastest way of reading and writing memory; ``overhead_s``: of a small operator; the
+    others as a topology has them (``topology.kernels``), shares of these. ``fits``: by type and work ("float32 loss"),
+    how well each size is predicted from the others."""
 
-    flops: FlopRate
-    size: Elements
+    flops: dict[Dtype, FlopRate]
+    memory_bandwidth: Bandwidth
+    overhead_s: LatencySeconds
+    efficiency: Efficiency | None = None
+    efficiency_full: Efficiency
+    launches: Launches
+    fits: dict[quantities.Name, Residual] = Field(default_factory=dict)
+
+    def on(self, device: Device) -> Device:
+        """A device of the same model with these figures. What it computes in types that were not measured is as much
+        slower or faster than its file says as what it computes in float32."""
+        reached = self.flops["float32"] / device.flops_for("float32")
+        flops = {dtype: reached * rate for dtype, rate in device.flops.items()} | self.flops
+        return device.model_copy(
+            update={
+                "flops": flops, "memory_bandwidth": self.memory_bandwidth, "overhead_s": self.overhead_s,
+                "efficiency": self.efficiency or self.efficiency_full, "efficiency_full": self.efficiency_full,
+                "launches": self.launches,
+            }
+        )  # fmt: skip
 
 
 class UpdateEntry(FileModel):
@@ -104,7 +128,7 @@ class ProfileDevice(FileModel):
     kind: Literal["cpu", "cuda"]
     model: Text
     threads: Annotated[Count, Field(ge=1)] = 1
-    stands_for: tuple[Text, ...] = ()
+    stands_for: Annotated[tuple[Text, ...], Strict(False)] = ()
 
     def fits(self, device: Device) -> bool:
         """Whether these measurements hold for a device of a topology: it is of the same kind, and its model is the one
@@ -126,7 +150,8 @@ class ProfileDevice(FileModel):
 class Profile(FileModel):
     """Measurements of one device. ``entries``: by signature. ``updates``: by optimizer. ``learned``: what whole steps
     taught beyond them. ``residuals``: by kind of operator, how well its entries fit those of other sizes.
-    ``products``: by type, what matrix products reach. ``recipe_work``: by kind of work, what recipes compute."""
+    ``figures``: of the device, by which other sizes are estimated. ``recipe_work``: by kind of work, what recipes
+    compute."""
 
     format: Literal["flexsearch.profile/1"] = "flexsearch.profile/1"
     device: ProfileDevice
@@ -135,10 +160,10 @@ class Profile(FileModel):
     busy_neighbours: Count = 0
     """Number of other processes that did the same kind of work meanwhile."""
     entries: dict[str, Entry] = Field(default_factory=dict)
-    updates: dict[Literal["sgd", "momentum", "adam"], UpdateEntry] = Field(default_factory=dict)
+    updates: dict[Optimizer, UpdateEntry] = Field(default_factory=dict)
     learned: Learned | None = None
     residuals: dict[str, Residual] = Field(default_factory=dict)
-    products: dict[Dtype, Products] = Field(default_factory=dict)
+    figures: Figures | None = None
     recipe_work: dict[quantities.Name, WorkRate] = Field(default_factory=dict)
 
     def extended(self, other: Profile) -> Profile:
@@ -165,13 +190,19 @@ class Profile(FileModel):
             updates=self.updates | other.updates,
             learned=other.learned or self.learned,
             residuals=self.residuals | other.residuals,
-            products=self.products | other.products,
+            figures=other.figures or self.figures,
             recipe_work=self.recipe_work | other.recipe_work,
         )
 
     def network(self, topology: str) -> Network:
         """What was learned of the network of the topology of this name."""
         return self.learned.network(topology) if self.learned is not None else Network()
+
+    @model_validator(mode="before")
+    @classmethod
+    def _without_products(cls, data: Any) -> Any:
+        """Older files have two figures of matrix products alone, from which the others do not follow."""
+        return {k: v for k, v in data.items() if k != "products"} if isinstance(data, dict) else data
 
     @classmethod
     def load(cls, path: str | Path) -> Profile:

@@ -8,7 +8,7 @@ from functools import cache
 from typing import Final
 
 from flexsearch.cost.compute import Costs
-from flexsearch.cost.efficiency import start_seconds, traffic_of
+from flexsearch.cost.efficiency import start_seconds, traffic_of, work_of
 from flexsearch.cost.profile import Profile
 from flexsearch.cost.uncertainty import ERRORS, TYPICAL, Source
 from flexsearch.graph.ops import kind_of
@@ -104,9 +104,12 @@ class Sources:
         return self._source(name, self._kind(figure, learned="compute", shares="guessed"))
 
     def _filled(self, kind: str, device: Device, profile: Profile) -> Source:
-        """Of a piece that the profile lacks: by the residuals of what it is filled with."""
+        """Of a piece that the profile lacks: by the residuals of what it is filled with, entries of the same kind, or
+        else the device's figures."""
         name = f"{kind}, of other sizes, on {device.model}"
-        if (residual := profile.residuals.get(kind)) is None:
+        fits = {} if profile.figures is None else profile.figures.fits
+        residual = profile.residuals.get(kind) or fits.get(f"float32 {work_of(kind)}")
+        if residual is None:
             return self._source(name, "guessed")
         return Source(name, "measured", max(ERRORS["measured"], residual.median / TYPICAL))
 

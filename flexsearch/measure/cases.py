@@ -67,6 +67,12 @@ def _within_caches(cases: Sequence[Case]) -> list[Case]:
     return kept
 
 
+def whole_case(costed: Costed, flags: tuple[bool, ...]) -> Case:
+    """The piece that is all of an operator. ``flags``: inputs in the memory format of images."""
+    (whole,) = _cases(costed, flags, 1)
+    return whole
+
+
 def count(rounds: Sequence[Sequence[Case]]) -> int:
     """How many pieces there are to measure."""
     return sum(len({case.key for case in cases}) for cases in rounds)

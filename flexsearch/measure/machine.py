@@ -73,7 +73,7 @@ def measure(device: torch.device, seconds: float) -> Compute:
         except RuntimeError:  # this device does not compute in it
             if dtype == "float32":
                 raise
-    return Compute(flops, _copy_bandwidth(device, share), _overhead(device))
+    return Compute(flops, _copy_bandwidth(device, share), host_overhead_s(device))
 
 
 def _matmul_flops(device: torch.device, dtype: torch.dtype, seconds: float) -> float:
@@ -98,7 +98,7 @@ def _copy_bandwidth(device: torch.device, seconds: float) -> float:
     return 2.0 * nbytes / taken
 
 
-def _overhead(device: torch.device, repeats: int = 300) -> float:
+def host_overhead_s(device: torch.device, repeats: int = 300) -> float:
     """Host time of one task of a tiny operator: half of its forward and backward together."""
     x = torch.ones(1, 8, device=device, requires_grad=True)
     weight = torch.ones(8, 8, device=device)
@@ -109,6 +109,15 @@ def _overhead(device: torch.device, repeats: int = 300) -> float:
         taken.append(time.perf_counter() - began)
     _synchronise(device)
     return median(taken) / 2
+
+
+def kernel_start_s(device: torch.device, kernels: int = 200) -> float:
+    """From the end of one small kernel to that of the next on a GPU, with nothing left to the host."""
+    x, graph = torch.ones(1 << 8, device=device), torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for _ in range(kernels):
+            x.add_(1.0)
+    return _best(graph.replay, device, 20) / kernels
 
 
 def _best(work: Callable[[], object], device: torch.device, repeats: int) -> float:

@@ -4,20 +4,22 @@ what else a step computes."""
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from statistics import median_low
 
 import torch
 
 from flexsearch.allocator import keep_freed_memory
-from flexsearch.cost.profile import Entry, Profile, ProfileDevice, cpu_model
+from flexsearch.cost.profile import Entry, Figures, Optimizer, Profile, ProfileDevice, UpdateEntry, cpu_model
 from flexsearch.errors import ProfileError
-from flexsearch.graph.model import OperatorGraph
+from flexsearch.graph.model import Dtype, OperatorGraph
 from flexsearch.measure.cases import Case, check_memory, count, plan, quick_enough
+from flexsearch.measure.figures import Starts, fit_figures, residuals
+from flexsearch.measure.machine import host_overhead_s, kernel_start_s
 from flexsearch.measure.neighbours import SWEEPS, neighbours
-from flexsearch.measure.products import measure_products, nominal, residuals
 from flexsearch.measure.recipe_work import measure_recipe_work
+from flexsearch.measure.reference import TYPES, reference
 from flexsearch.measure.sweeps import Bench
 from flexsearch.measure.updates import OPTIMIZERS, measure_updates
 
@@ -67,21 +69,35 @@ def profile_graph(
     deadline = None if budget_s is None else time.monotonic() + budget_s
     with _threads(threads), neighbours(graph, device, threads, max_parts, busy_neighbours) as others:
         bench = Bench(device)
-        entries = _measured(bench, rounds, repeats, deadline, progress)
+        entries = measure_entries(bench, rounds, repeats, deadline, progress)
         complete = known is not None and not entries and len(known.updates) == len(OPTIMIZERS)
-        products = {} if known is not None and known.products else measure_products(bench)
         updates = {} if complete else measure_updates(graph, bench, others.switch)
         recipe_work = {} if known is not None and known.recipe_work else measure_recipe_work(bench, others.switch)
         others.switch(SWEEPS)
+        figures = None if known is not None and known.figures is not None else measure_figures(bench, updates)
         new = Profile(
             device=here, torch=torch.__version__, busy_neighbours=busy_neighbours, entries=entries, updates=updates,
-            products=products, recipe_work=recipe_work,
+            figures=figures, recipe_work=recipe_work,
         )  # fmt: skip
         profile = new if known is None else known.extended(new)
-        return profile.model_copy(update={"residuals": residuals(profile, nominal(profile, bench))})
+        return profile.model_copy(update={"residuals": residuals(profile)})
 
 
-def _measured(
+def measure_figures(bench: Bench, updates: Mapping[Optimizer, UpdateEntry]) -> Figures:
+    """Figures of the device of a bench, from operators of many sizes. ``updates``: measured ones."""
+    device, measured = bench.device, dict[Dtype, Sequence[Entry]]()
+    for dtype in TYPES[device.type]:
+        try:
+            rounds = [list(reference(device.type, dtype))]
+            measured[dtype] = list(measure_entries(bench, rounds, TURNS, None, None).values())
+        except ProfileError:  # this device does not compute in it
+            if dtype == "float32":
+                raise
+    starts = Starts(host_overhead_s(device), kernel_start_s(device)) if device.type == "cuda" else None
+    return fit_figures(measured, updates, device.type, starts)
+
+
+def measure_entries(
     bench: Bench, rounds: Sequence[Sequence[Case]], repeats: int, deadline: float | None, progress: Progress | None
 ) -> dict[str, Entry]:
     """Entries of all pieces, in turns. What a deadline leaves unmeasured is left out."""

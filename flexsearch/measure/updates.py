@@ -5,12 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from math import prod
 from statistics import median
-from typing import Literal
 
 import torch
 from torch import Tensor
 
-from flexsearch.cost.profile import UpdateEntry
+from flexsearch.cost.profile import Optimizer, UpdateEntry
 from flexsearch.graph.model import OperatorGraph
 from flexsearch.measure.cases import CACHE_BYTES
 from flexsearch.measure.sweeps import Bench
@@ -22,9 +21,7 @@ UPDATE = "update "
 MORE_TENSORS = 8
 """Into so many parts each of them is cut, to see what a tensor costs."""
 
-Name = Literal["sgd", "momentum", "adam"]
-
-OPTIMIZERS: dict[Name, Callable[[list[Tensor]], torch.optim.Optimizer]] = {
+OPTIMIZERS: dict[Optimizer, Callable[[list[Tensor]], torch.optim.Optimizer]] = {
     "sgd": lambda weights: torch.optim.SGD(weights, lr=1e-3),
     "momentum": lambda weights: torch.optim.SGD(weights, lr=1e-3, momentum=0.9),
     "adam": lambda weights: torch.optim.Adam(weights, lr=1e-3),
@@ -33,7 +30,7 @@ OPTIMIZERS: dict[Name, Callable[[list[Tensor]], torch.optim.Optimizer]] = {
 
 def measure_updates(
     graph: OperatorGraph, bench: Bench, switch: Callable[[str], None] | None = None, repeats: int = 5
-) -> dict[Name, UpdateEntry]:
+) -> dict[Optimizer, UpdateEntry]:
     """Time of torch.optim's updates of the graph's weights (the first UPDATE_BYTES of them), and of as many bytes in
     more tensors; from the difference what a tensor costs. ``switch``: has busy neighbours do the same, since all ranks
     update at the end of a step, and updates take what memory gives."""
@@ -41,7 +38,7 @@ def measure_updates(
     many = [len(part) for size in few for part in torch.empty(size, device="meta").chunk(MORE_TENSORS)]
     nbytes = 4 * sum(few)
     written = sum(graph.tensor[name].nbytes for op in graph.operators for name in op.outputs)
-    entries: dict[Name, UpdateEntry] = {}
+    entries: dict[Optimizer, UpdateEntry] = {}
     for name, make in OPTIMIZERS.items():
         if switch is not None:
             switch(f"{UPDATE}{name}")
@@ -52,7 +49,7 @@ def measure_updates(
     return entries
 
 
-def updating(graph: OperatorGraph, bench: Bench, name: Name) -> Callable[[], object]:
+def updating(graph: OperatorGraph, bench: Bench, name: Optimizer) -> Callable[[], object]:
     """An update of the same weights, to be called again and again."""
     weights = [torch.zeros(size, device=bench.device, requires_grad=True) for size in _weight_sizes(graph)]
     for weight in weights:

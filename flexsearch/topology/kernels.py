@@ -12,9 +12,10 @@ from pydantic import Field
 from flexsearch.files import FileModel
 from flexsearch.quantities import Count, Elements, Factor, LatencySeconds, Name, Share
 
-Traffic = Literal["copy", "lookup", "loss", "normalisation", "update"]
+Traffic = Literal["copy", "lookup", "loss", "normalisation", "update", "windows"]
 """Ways of reading and writing memory that may reach another share of its bandwidth than streaming does: copies of parts
-of tensors, rows of a table, losses, sums over dimensions (softmax among them), updates of weights."""
+of tensors, rows of a table, losses, sums over dimensions (softmax among them), updates of weights, windows of images
+(pooling)."""
 
 HALF: Final = ("float16", "bfloat16")
 
@@ -23,7 +24,8 @@ class Efficiency(FileModel):
     """What kernels reach of a device's peaks.
 
     ``matrix``: share of the FLOP/s that large matrix products reach; a product of an (m, k) and a (k, n) matrix reaches
-    ``matrix / ((1 + s/m) (1 + s/n) (1 + s/k))`` with s = ``matrix_size``, in elements. ``attention_forward``,
+    ``matrix / ((1 + s/m) (1 + s/n) (1 + s/k))`` with s = ``matrix_size``, in elements. ``convolution``: what those of
+    windows reach, over matrix products of their sizes. ``attention_forward``,
     ``attention_backward``: of attention in one kernel, whose causal masks count as full work, so up to twice what it
     computes. ``other``: of operators that are no matrix products, which do no fused multiply-adds and hardly ever fill
     all pipes. ``memory``: share of the bandwidth; ``traffic``: of that of some accesses, where it is another one.
@@ -32,6 +34,7 @@ class Efficiency(FileModel):
 
     matrix: Share = 0.6
     matrix_size: Elements = 0.0
+    convolution: Factor = 1.0
     attention_forward: Annotated[Factor, Field(le=2.0)] = 0.6
     attention_backward: Annotated[Factor, Field(le=2.0)] = 0.6
     other: Share = 0.25

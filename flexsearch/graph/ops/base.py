@@ -127,7 +127,7 @@ class OperatorKind:
     """Whether it is attention in one kernel, which never writes the scores."""
     table: int | None = None
     """Position of the operand of which only those elements are read that another one names."""
-    traffic: Literal["copy", "loss", "normalisation"] | None = None
+    traffic: Literal["copy", "loss", "normalisation", "windows"] | None = None
     """How it reads and writes memory, if it does not stream; what has a ``table`` looks up."""
     saved: Saved = BOTH
     saved_without_weights: Saved = BOTH

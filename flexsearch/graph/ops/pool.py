@@ -56,6 +56,7 @@ class _Pool(OperatorKind):
     words = WORDS
     attributes: type[Attributes] = Window
     windows = True
+    traffic = "windows"
     image = True
     spatial: int
 
