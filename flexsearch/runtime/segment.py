@@ -29,6 +29,8 @@ from flexsearch.runtime.parts import slices
 from flexsearch.runtime.rewrites import CUTS, JOINT, cut_dimension
 
 Action = Callable[[], None]
+LARGE_BYTES = 1 << 20
+"""Least bytes of a tensor for which a copy takes longer than the host takes for four views."""
 HANDED_OVER_BYTES = 1 << 14
 """Least bytes of a gradient that autograd is made the only holder of: a smaller one is not worth the host's time."""
 
@@ -80,8 +82,9 @@ def _reading_parts(kernel: Kernel, parts: Mapping[int, tuple[Box, Box]]) -> Kern
 
 
 def cutting(kernels: Sequence[Kernel], parts: Sequence[tuple[Box, Box]]) -> Kernel:
-    """Kernels of which each reads one of the parts (region held, region read) that a tensor is cut into. Autograd puts
-    the parts' gradients together in the order of the tensor's memory, so that views above it take no copies."""
+    """Kernels of which each reads one of the parts (region held, region read) that a tensor is cut into. If that is
+    large, autograd puts the parts' gradients together in the order of its memory, so that views above it take no
+    copies."""
     dimension = cut_dimension(parts)
     assert dimension is not None
     order = sorted(range(len(parts)), key=lambda k: parts[k][1][dimension])
@@ -94,7 +97,7 @@ def cutting(kernels: Sequence[Kernel], parts: Sequence[tuple[Box, Box]]) -> Kern
             dims = sorted(range(whole.dim()), key=lambda d: -strides[d])
             layouts[strides] = dims, sorted(range(whole.dim()), key=dims.__getitem__)
         dims, back = layouts[strides]
-        if dims == back == sorted(dims):
+        if whole.nbytes < LARGE_BYTES or dims == back:
             cut = torch.split_with_sizes(whole, sizes, dimension)
         else:
             cut = torch.split_with_sizes(whole.permute(dims), sizes, dims.index(dimension))
@@ -168,7 +171,10 @@ class SegmentRunner:
         the backward pass needs."""
         first, saved = len(self.segment.leaves), instruction.saved
         gradients = [saved is not None and leaf.gradient is not None for leaf in self.segment.leaves]
-        sources = tuple(zip(instruction.leaves, gradients, strict=True))
+        # Of a stored weight there is one leaf in a step; where two gradients of it are told apart, one takes another.
+        first_of = {slot: k for k, slot in reversed(tuple(enumerate(instruction.leaves))) if gradients[k]}
+        shared = [k in self.stored and first_of.get(slot) == k for k, slot in enumerate(instruction.leaves)]
+        sources = tuple(zip(instruction.leaves, gradients, shared, strict=True))
         results = tuple(dict.fromkeys([r for r, _ in instruction.exports] + [r for r, _ in self.segment.seeds]))
         exports = tuple((results.index(result), slot) for result, slot in instruction.exports)
         seeds = tuple(results.index(result) for result, _ in self.segment.seeds)
@@ -184,10 +190,12 @@ class SegmentRunner:
         def run() -> None:
             nonlocal unsaved
             leaves: list[Tensor] = []
-            for slot, needs_gradient in sources:
-                tensor = values[slot].detach()
-                if needs_gradient:
-                    tensor.requires_grad_()
+            for slot, needs_gradient, at_hand in sources:
+                tensor = values[slot]
+                if not at_hand:
+                    tensor = tensor.detach()
+                    if needs_gradient:
+                        tensor.requires_grad_()
                 leaves.append(tensor)
             with mode():
                 if unsaved is None:
@@ -220,8 +228,7 @@ class SegmentRunner:
         with saved_tensors_hooks(pack, lambda tensor: tensor):
             computed = body(*leaves)
         kept.update(tensor.untyped_storage()._cdata for others in computed[end + 1 :] for tensor in others)
-        # A leaf that is a result itself has its shape asked for in the backward pass.
-        moving = [k for k in self.tracked if k not in self.stored and not any(x is leaves[k] for x in computed)]
+        moving = [k for k in self.tracked if k not in self.stored]
         moving = [k for k in moving if leaves[k].untyped_storage()._cdata not in kept]
         aside = {tensor.untyped_storage()._cdata for saved in computed[end : end + 1] for tensor in saved}
         self.aside = [k for k in moving if leaves[k].untyped_storage()._cdata in aside]
@@ -238,6 +245,7 @@ class SegmentRunner:
             return self._of_weights(values, instruction, shared)
         layered = keep and self.layers is not None
         takes = [slot in instruction.takes and (layered or not keep) for slot in seeds]
+        sums = tuple(slot for slot, in_place in places if in_place)
 
         def run() -> None:
             passed, entered = values[saved], list[weakref.ref[torch.UntypedStorage]]()
@@ -255,18 +263,15 @@ class SegmentRunner:
             wanted = [passed.leaves[k] for k in leaves]
             edges = [edge for edge in passed.layers if edge is not None] if layered else []
             if passed.outputs and (wanted or edges):
-                # A sum over microbatches grows as each gradient is there: no more than one of them is beside it.
-                sums = [values[slot] is not None and in_place for slot, in_place in places]
-                for leaf, (slot, _), summed in zip(wanted, places, sums, strict=True):
-                    if summed:
-                        leaf.register_hook(values[slot].add_)
-                made = torch.autograd.grad(
-                    passed.outputs, [*wanted, *edges], passed.gradients, retain_graph=keep, allow_unused=True
-                )
+                if part == "all" and any(values[slot] is not None for slot in sums):
+                    made = _accumulated(values, wanted, places, passed)
+                else:
+                    made = torch.autograd.grad(
+                        passed.outputs, [*wanted, *edges], passed.gradients, retain_graph=keep, allow_unused=True
+                    )
                 reached = iter(made[len(wanted) :])
                 passed.between = [None if edge is None else next(reached) for edge in passed.layers] if edges else []
-                gradients = [None if summed else gradient for gradient, summed in zip(made, sums, strict=False)]
-                _add(values, places, gradients, (*passed.gradients, *passed.between), entered)
+                _add(values, places, made[: len(wanted)], (*passed.gradients, *passed.between), entered)
             if layered:
                 self._let_go(passed)
 
@@ -322,9 +327,25 @@ def _handed_over(gradient: Tensor, entry: GradientEdge) -> Tensor:
     return gradient.new_empty(()).expand(gradient.shape)
 
 
+def _accumulated(
+    values: list[Any], leaves: Sequence[Tensor], places: Sequence[tuple[Slot, bool]], passed: Pass
+) -> list[Tensor | None]:
+    """Gradients of leaves, but for those that autograd has added to a sum over microbatches: each as soon as it is
+    there, so that no more than one of them is beside the sums."""
+    sums = [values[slot] if in_place else None for slot, in_place in places]
+    for leaf, total in zip(leaves, sums, strict=True):
+        leaf.grad = total
+    torch.autograd.backward(passed.outputs, passed.gradients)
+    made: list[Tensor | None] = []
+    for leaf, total in zip(leaves, sums, strict=True):
+        made.append(leaf.grad if total is None else None)
+        leaf.grad = None
+    return made
+
+
 def _empty(leaf: Tensor) -> None:
-    """Let go of a leaf's memory: autograd's graph holds the leaf itself."""
-    leaf.data = leaf.data.new_empty(0)
+    """Let go of a leaf's memory, not of its shape: autograd's graph holds the leaf itself."""
+    leaf.data = leaf.data.new_empty(()).expand(leaf.shape)
 
 
 def _add(
