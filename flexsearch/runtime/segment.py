@@ -334,6 +334,8 @@ def _accumulated(
     there, so that no more than one of them is beside the sums."""
     sums = [values[slot] if in_place else None for slot, in_place in places]
     for leaf, total in zip(leaves, sums, strict=True):
+        if total is not None and leaf.untyped_storage().nbytes() < leaf.nbytes:
+            leaf.data = total  # without memory of its own: autograd wants one laid out alike
         leaf.grad = total
     torch.autograd.backward(passed.outputs, passed.gradients)
     made: list[Tensor | None] = []
