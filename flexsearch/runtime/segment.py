@@ -153,6 +153,7 @@ class SegmentRunner:
         weights = {Key("home", tensor.name) for tensor in lowered.graph.of_kind("parameter")}
         self.stored = {k for k, leaf in enumerate(segment.leaves) if leaf.value in weights}
         """Leaves that are weights as this rank stores them."""
+        self.activations = {k for k, leaf in enumerate(segment.leaves) if _is_activation(lowered, leaf.value)}
         self.weights = {k for k, at in enumerate(self.tracked) if _is_weight(lowered, segment.leaves[at].gradient)}
         """Which of these gradients are those of weights."""
         split = segment.trains and lowered.stages.splits_backward and compiler is None
@@ -185,10 +186,11 @@ class SegmentRunner:
         body = body_of(self.calls, first, wanted, self.compiler, edges, weights, self.released if weights else ())
         ends = len(results), len(results) + len(edges), len(results) + len(edges) + len(weights)
         mode, tracked = torch.enable_grad if saved is not None else torch.no_grad, self.tracked
-        unsaved: Sequence[int] | None = None if self.compiler is None and saved is not None else ()
+        exported = {k for k, _ in exports}
+        watched: tuple[Sequence[int], Collection[int]] | None = None if self.compiler is None else ((), ())
 
         def run() -> None:
-            nonlocal unsaved
+            nonlocal watched
             leaves: list[Tensor] = []
             for slot, needs_gradient, at_hand in sources:
                 tensor = values[slot]
@@ -198,12 +200,13 @@ class SegmentRunner:
                         tensor.requires_grad_()
                 leaves.append(tensor)
             with mode():
-                if unsaved is None:
-                    computed, unsaved = self._watched(body, leaves, ends[2])
+                if watched is None:
+                    computed, *watched = self._watched(body, leaves, ends[2], exported)
                 else:
                     computed = body(*leaves)
+            unsaved, copied = watched
             for k, slot in exports:
-                values[slot] = computed[k].detach()
+                values[slot] = computed[k].detach().clone() if k in copied else computed[k].detach()
             if saved is not None:
                 for k in unsaved:
                     _empty(leaves[k])
@@ -214,11 +217,14 @@ class SegmentRunner:
 
         return run
 
-    def _watched(self, body: Body, leaves: Sequence[Tensor], end: int) -> tuple[Sequence[Any], list[int]]:
-        """What the operators' body gives, and those leaves whose memory autograd does not keep for the backward pass,
-        though a leaf itself lives as long as the graph. Weights that are stored whole live anyway. ``end``: where the
-        lists of what is saved aside and otherwise are, if there are any; leaves that are in the first alone are
-        ``self.aside``."""
+    def _watched(
+        self, body: Body, leaves: Sequence[Tensor], end: int, exported: Collection[int]
+    ) -> tuple[Sequence[Any], list[int], list[int]]:
+        """What the operators' body gives; those leaves whose memory autograd does not keep for the backward pass,
+        though a leaf itself lives as long as the graph; and those of the results ``exported`` that are a part of a
+        memory that nothing else keeps, and so get one of their own. Weights that are stored whole live anyway. ``end``:
+        where the lists of what is saved aside and otherwise are, if there are any; leaves that are in the first alone
+        are ``self.aside``."""
         kept: set[int] = set()
 
         def pack(tensor: Tensor) -> Tensor:
@@ -232,7 +238,16 @@ class SegmentRunner:
         moving = [k for k in moving if leaves[k].untyped_storage()._cdata not in kept]
         aside = {tensor.untyped_storage()._cdata for saved in computed[end : end + 1] for tensor in saved}
         self.aside = [k for k in moving if leaves[k].untyped_storage()._cdata in aside]
-        return computed, [k for k in moving if k not in self.aside]
+        kept |= aside | {leaves[k].untyped_storage()._cdata for k in range(len(leaves)) if k not in self.activations}
+        read = Counter[int]()
+        for k in exported:
+            read[computed[k].untyped_storage()._cdata] += computed[k].nbytes
+        parts = {memory for memory in read if memory not in kept}
+        copied = [
+            k for k in exported if (memory := computed[k].untyped_storage())._cdata in parts
+            and computed[k].nbytes >= HANDED_OVER_BYTES and read[memory._cdata] < memory.nbytes()
+        ]  # fmt: skip
+        return computed, [k for k in moving if k not in self.aside], copied
 
     def backward(self, values: list[Any], instruction: Backward, shared: Collection[Slot]) -> Action:
         """The backward pass (a part of it) as a closure. ``shared``: slots that other backward passes add to, too."""
@@ -376,6 +391,12 @@ def _add(
                 values[slot] = gradient.add_(before) if own else before + gradient
         else:
             values[slot] = gradient
+
+
+def _is_activation(lowered: Lowered, value: Key) -> bool:
+    """Whether a value is an activation, or a copy of one."""
+    name = str(value.name) if value.kind == "home" else lowered.edges[int(str(value.name))].tensor
+    return lowered.graph.tensor[name].kind == "activation"
 
 
 def _is_weight(lowered: Lowered, gradient: Key | None) -> bool:
