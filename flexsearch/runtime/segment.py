@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.graph import GradientEdge, get_gradient_edge, saved_tensors_hooks
+from torch.autograd.graph import GradientEdge, saved_tensors_hooks
 
 from flexsearch.graph import Box, OperatorGraph
 from flexsearch.graph.model import Operator
@@ -21,6 +21,7 @@ from flexsearch.graph.precision import PreciseGraph
 from flexsearch.graph.samples import COUNTS
 from flexsearch.lower import Lowered
 from flexsearch.runtime.body import Body, Call, Kernel, body_of
+from flexsearch.runtime.gradients import HANDED_OVER_BYTES, accumulated, add, empty, entry_of, handed_over
 from flexsearch.runtime.instructions import Backward, Forward, Key, Segment, Slot
 from flexsearch.runtime.instructions import Call as SegmentCall
 from flexsearch.runtime.layers import Layer, layers_of
@@ -31,8 +32,6 @@ from flexsearch.runtime.rewrites import CUTS, JOINT, cut_dimension
 Action = Callable[[], None]
 LARGE_BYTES = 1 << 20
 """Least bytes of a tensor for which a copy takes longer than the host takes for four views."""
-HANDED_OVER_BYTES = 1 << 14
-"""Least bytes of a gradient that autograd is made the only holder of: a smaller one is not worth the host's time."""
 
 
 @dataclass
@@ -201,7 +200,8 @@ class SegmentRunner:
                 leaves.append(tensor)
             with mode():
                 if watched is None:
-                    computed, *watched = self._watched(body, leaves, ends[2], exported)
+                    computed, *rows = self._watched(body, leaves, ends[2], exported)
+                    watched = rows[0], rows[1]
                 else:
                     computed = body(*leaves)
             unsaved, copied = watched
@@ -209,8 +209,8 @@ class SegmentRunner:
                 values[slot] = computed[k].detach().clone() if k in copied else computed[k].detach()
             if saved is not None:
                 for k in unsaved:
-                    _empty(leaves[k])
-                entries = [_entry(computed[k]) for k in seeds]
+                    empty(leaves[k])
+                entries = [entry_of(computed[k]) for k in seeds]
                 entered, weights_at = (computed[a:b] for a, b in pairwise(ends))
                 aside = computed[ends[2]] if layers else []
                 values[saved] = Pass([leaves[k] for k in tracked], entries, entered, weights_at, aside)
@@ -271,7 +271,7 @@ class SegmentRunner:
                         passed.outputs.append(edge)
                         if taken and gradient.nbytes >= HANDED_OVER_BYTES:
                             entered.append(weakref.ref(gradient.untyped_storage()))
-                            gradient = _handed_over(gradient, edge)
+                            gradient = handed_over(gradient, edge)
                         passed.gradients.append(gradient)
                     if taken and slot is not None:
                         gradient = values[slot] = None
@@ -279,14 +279,14 @@ class SegmentRunner:
             edges = [edge for edge in passed.layers if edge is not None] if layered else []
             if passed.outputs and (wanted or edges):
                 if part == "all" and any(values[slot] is not None for slot in sums):
-                    made = _accumulated(values, wanted, places, passed)
+                    made = accumulated(values, wanted, places, passed.outputs, passed.gradients)
                 else:
                     made = torch.autograd.grad(
                         passed.outputs, [*wanted, *edges], passed.gradients, retain_graph=keep, allow_unused=True
                     )
                 reached = iter(made[len(wanted) :])
                 passed.between = [None if edge is None else next(reached) for edge in passed.layers] if edges else []
-                _add(values, places, made[: len(wanted)], (*passed.gradients, *passed.between), entered)
+                add(values, places, made[: len(wanted)], (*passed.gradients, *passed.between), entered)
             if layered:
                 self._let_go(passed)
 
@@ -295,7 +295,7 @@ class SegmentRunner:
     def _let_go(self, passed: Pass) -> None:
         """Of what the second half of a backward pass does not need."""
         for k in self.aside:
-            _empty(passed.leaves[self.tracked.index(k)])
+            empty(passed.leaves[self.tracked.index(k)])
         for done in (passed.saved, passed.outputs, passed.gradients, passed.leaves):
             done.clear()
 
@@ -320,77 +320,10 @@ class SegmentRunner:
                 gradients = [gradient for edge, gradient in here if edge is not None and gradient is not None]
                 if outputs:
                     made = torch.autograd.grad(outputs, wanted, gradients, allow_unused=True)
-                    _add(values, places, made, (*gradients, *between))
+                    add(values, places, made, (*gradients, *between))
                     del made, gradients  # before the next layer's are made
 
         return run
-
-
-def _entry(result: Tensor) -> GradientEdge | None:
-    """Where the gradient of a result enters: if it may be handed over, a node that nothing but that goes through. None:
-    it has none."""
-    if not result.requires_grad:
-        return None
-    return get_gradient_edge(result.view_as(result) if result.nbytes >= HANDED_OVER_BYTES else result)
-
-
-def _handed_over(gradient: Tensor, entry: GradientEdge) -> Tensor:
-    """Something of the shape of a gradient, without memory, in place of which autograd gets the gradient itself: it
-    keeps what it is called with to its end, but lets go of what it gets on its way once that is used."""
-    held = [gradient]
-    entry.node.register_prehook(lambda _: (held.pop(),))
-    return gradient.new_empty(()).expand(gradient.shape)
-
-
-def _accumulated(
-    values: list[Any], leaves: Sequence[Tensor], places: Sequence[tuple[Slot, bool]], passed: Pass
-) -> list[Tensor | None]:
-    """Gradients of leaves, but for those that autograd has added to a sum over microbatches: each as soon as it is
-    there, so that no more than one of them is beside the sums."""
-    sums = [values[slot] if in_place else None for slot, in_place in places]
-    for leaf, total in zip(leaves, sums, strict=True):
-        if total is not None and leaf.untyped_storage().nbytes() < leaf.nbytes:
-            leaf.data = total  # without memory of its own: autograd wants one laid out alike
-        leaf.grad = total
-    torch.autograd.backward(passed.outputs, passed.gradients)
-    made: list[Tensor | None] = []
-    for leaf, total in zip(leaves, sums, strict=True):
-        made.append(leaf.grad if total is None else None)
-        leaf.grad = None
-    return made
-
-
-def _empty(leaf: Tensor) -> None:
-    """Let go of a leaf's memory, not of its shape: autograd's graph holds the leaf itself."""
-    leaf.data = leaf.data.new_empty(()).expand(leaf.shape)
-
-
-def _add(
-    values: list[Any], places: Sequence[tuple[Slot, bool]], made: Sequence[Tensor | None],
-    alive: Sequence[Tensor | None], entered: Sequence[weakref.ref[torch.UntypedStorage]] = (),
-) -> None:  # fmt: skip
-    """Add gradients to slots. ``places``: with whether others add to the slot, too, in its memory. Autograd may hand
-    out one tensor for several values, among them those that are still ``alive``, or were ``entered`` and may be: what
-    is added to gets memory of its own."""
-    owners: Counter[int] | None = None
-    for (slot, in_place), gradient in zip(places, made, strict=True):
-        before = values[slot]
-        if gradient is None:
-            continue
-        if before is not None and in_place:
-            values[slot] = before.add_(gradient)
-        elif before is not None or in_place:
-            if owners is None:
-                owners = Counter(_memory(x) for x in (*made, *alive) if x is not None)
-                owners.update(storage.data_ptr() for ref in entered if (storage := ref()) is not None)
-            whole = gradient.untyped_storage().nbytes() == gradient.numel() * gradient.itemsize
-            own = whole and owners[_memory(gradient)] == 1
-            if before is None:
-                values[slot] = gradient if own else gradient.clone()
-            else:
-                values[slot] = gradient.add_(before) if own else before + gradient
-        else:
-            values[slot] = gradient
 
 
 def _is_activation(lowered: Lowered, value: Key) -> bool:
@@ -417,11 +350,6 @@ def _released(lowered: Lowered, segment: Segment) -> frozenset[tuple[int, int]]:
         if a is not None and a >= 0 and (call.operators[0], p) in released
         and segment.leaves[a].value.kind == "edge" and segment.leaves[a].gradient is not None
     )  # fmt: skip
-
-
-def _memory(tensor: Tensor) -> int:
-    """Where the memory of a tensor begins."""
-    return tensor.untyped_storage().data_ptr()
 
 
 def _draws(op: Operator) -> bool:
