@@ -269,12 +269,9 @@ class _Walk:
                 mine = {d: gradient[e, d] for d in {x.device for x in self.lowered.edges[e].need} if (e, d) in gradient}
                 self._leave("synchronise", w, sync, mine)
                 for device, span in mine.items():
-                    crossing = [x for x in range(len(sync.phases)) if ("synchronise", w, x, device) in self.crossing]
-                    if 1 in crossing and 0 not in crossing:
-                        span.until(max(self.crossing["synchronise", w, 1, device]))
-                    if device in sync.aliased or (not crossing and device in _sizes(sync.destination, 1)):
-                        span.until(self._update(device))
                     born[device] = max(born.get(device, 0), span.last)
+                    if device in sync.aliased:
+                        span.until(self._update(device))
             for device, span in self._arrive("synchronise", w, sync, tensor, "gradients", born, hold=False).items():
                 span.until(self._update(device))
 

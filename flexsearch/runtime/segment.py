@@ -278,6 +278,7 @@ class SegmentRunner:
             wanted = [passed.leaves[k] for k in leaves]
             edges = [edge for edge in passed.layers if edge is not None] if layered else []
             if passed.outputs and (wanted or edges):
+                made: Sequence[Tensor | None]
                 if part == "all" and any(values[slot] is not None for slot in sums):
                     made = accumulated(values, wanted, places, passed.outputs, passed.gradients)
                 else:

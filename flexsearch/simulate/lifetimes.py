@@ -33,8 +33,7 @@ last moment, both included. These are the spans:
   backward. What readers in several layouts leave there is added up at once where nothing moves for it on the device:
   there is one sum. An operator whose output is its input's memory, all of it once, hands its gradient on as it is.
 - The **gradient of a weight**, as the pieces make it: likewise, until it has been sent to be synchronised; and as it is
-  stored: from that communication to the update. Where both are the same memory, or the device sends nothing of what it
-  makes and stores a part of it, until the update. Of weights that are
+  stored: from that communication to the update. Where both are the same memory, until the update. Of weights that are
   kept in parts, what a communication brings lives until it is added, where a later bucket is sent
   (``lower.schedule``); with several microbatches to the sum, which is there from the first one on.
 
@@ -277,24 +276,22 @@ def _hold_weight(sources: Sources, state: State, w: Any, spans: Spans) -> None:
                 distribute(sources, state, program.reader, k, last, GATHERED, gather, again, NOTHING, spans)
             if trained and program.flows[slot] != VALUE:
                 differentiate(sources, state, program.reader, k, last, units.weight_itemsize[w], GRADIENTS, spans)
-                each = sharding >= _GRADIENTS
-                sent = np.uint64(units.each_block[w] if each else units.sync_block[w])
-                again = np.uint64(units.each_second[w] if each else units.second_block[w])
-                _send_gradients(sources, template, TWO * sent + ONE, TWO * again + ONE, spans)
+                sent = units.each_block[w] if sharding >= _GRADIENTS else units.sync_block[w]
+                _send_gradients(sources, template, TWO * np.uint64(sent) + ONE, spans)
     if trained:
         _synchronise(sources, w, template, sharding, spans)
 
 
 @lean
-def _send_gradients(sources: Sources, template: Any, sent: Any, again: Any, spans: Spans) -> None:
-    """Keep the gradients of an edge until they are ``sent``, or the layout in between is (``again``); those that are
-    stored as they are, or cut where nothing of them is sent, until the update."""
+def _send_gradients(sources: Sources, template: Any, sent: Any, spans: Spans) -> None:
+    """Keep the gradients of an edge until they are ``sent``; those that are stored as they are until the update."""
     landings, update = sources.landings, TWO * np.uint64(sources.units.update_block[0])
     for row in range(np.uint64(landings.landing_first[template]), np.uint64(landings.landing_last[template])):
         d, role = np.uint64(landings.device[row]), landings.role[row]
         handle = np.uint64(spans.gradient[d])
         if handle > ZERO:
-            prolong(spans, handle, sent if role & TAKES_PART else again if role & TAKES_PART_AGAIN else update)
+            if role & TAKES_PART:
+                prolong(spans, handle, sent)
             spans.born[d] = max(spans.born[d], spans.last[handle - ONE])
             if role & ALIASED:
                 prolong(spans, handle, update)
