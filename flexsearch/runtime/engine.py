@@ -66,10 +66,7 @@ class Engine:
         self.wire, self.weights, self.fixed, self.update, self.context = wire, weights, fixed, update, context
         self.around: Callable[[Instruction, Action], None] | None = None
         """Called in place of each action, also of those that do nothing, for measuring."""
-        self._held = {i.slot: weights[i.name] for i in program.instructions if isinstance(i, Load) and self._is_held(i)}
-        """Weights that operators read as they are stored: their slots are never written in a step."""
-        self._blank: list[Any] = [self._held.get(slot) for slot in range(len(program.slots))]
-        self._values: list[Any] = list(self._blank)
+        self._values: list[Any] = [None] * len(program.slots)
         self.inputs: Mapping[str, tuple[Box, Tensor]] = {}
         """Of the step at hand, as given to ``step``."""
         self.results: dict[str, Tensor] = {}
@@ -101,7 +98,7 @@ class Engine:
             self.wire.end()
         finally:
             self.inputs = {}
-            self._values[:] = self._blank
+            self._values[:] = [None] * len(self._values)
         self.context.step += 1
         return dict(self.results)
 
@@ -153,8 +150,8 @@ class Engine:
             )  # fmt: skip
         return self._runners[key]
 
-    def _free(self, instruction: Free) -> Action | None:
-        values, slots = self._values, tuple(slot for slot in instruction.slots if slot not in self._held)
+    def _free(self, instruction: Free) -> Action:
+        values, slots = self._values, instruction.slots
         if len(slots) == 1:
             return partial(values.__setitem__, slots[0], None)
 
@@ -162,20 +159,15 @@ class Engine:
             for slot in slots:
                 values[slot] = None
 
-        return run if slots else None
+        return run
 
-    def _is_held(self, instruction: Load) -> bool:
-        dtype = dtype_of(self.lowered.graph.tensor[instruction.name].dtype)
-        return self.weights[instruction.name].dtype == dtype
-
-    def _load(self, instruction: Load) -> Action | None:
-        if instruction.slot in self._held:
-            return None
+    def _load(self, instruction: Load) -> Action:
         values, slot, weight = self._values, instruction.slot, self.weights[instruction.name]
-        dtype = dtype_of(self.lowered.graph.tensor[instruction.name].dtype)
+        tensor = self.lowered.graph.tensor[instruction.name]
+        dtype, trained = dtype_of(tensor.dtype), tensor.floating
 
         def run() -> None:
-            values[slot] = weight.detach().to(dtype)
+            values[slot] = weight.detach().to(dtype).requires_grad_(trained)
 
         return run
 

@@ -82,17 +82,20 @@ def _with_posts(lowered: Lowered, device: int, instructions: Sequence[Instructio
     waits = [(min(k, starts[x.task]), x) for k, x in enumerate(instructions) if isinstance(x, Wait)]
     waits.sort(key=lambda row: row[0])
     posts: dict[int, list[Instruction]] = {}
-    for at, wait in _posted(lowered, device, waits, ahead_bytes(lowered, device)):
+    # The first ones once others need not wait for this rank: it waits itself, or has sent something.
+    pauses = (k + sends for k, x in enumerate(instructions) if (sends := _sends(x)) or isinstance(x, Wait))
+    for at, wait in _posted(lowered, device, waits, ahead_bytes(lowered, device), next(pauses, 0)):
         posts.setdefault(at, []).append(Post(wait.task, wait.slot))
     return [x for k, instruction in enumerate(instructions) for x in (*posts.get(k, ()), instruction)]
 
 
 def _posted(
-    lowered: Lowered, device: int, waits: Sequence[tuple[int, Wait]], limit: int
+    lowered: Lowered, device: int, waits: Sequence[tuple[int, Wait]], limit: int, at: int
 ) -> Iterator[tuple[int, Wait]]:
-    """Before which instructions receives are posted. ``waits``: with the latest places, ascending."""
+    """Before which instructions receives are posted, the first one before number ``at`` or where it has to be.
+    ``waits``: with the latest places, ascending."""
     ahead: deque[tuple[int, int]] = deque()
-    total = at = 0
+    total = 0
     for latest, wait in waits:
         nbytes = _received_bytes(lowered, device, wait.task)
         if not nbytes:
@@ -105,6 +108,10 @@ def _posted(
             ahead.append((latest, nbytes))
             total += nbytes
         yield (at if early else latest), wait
+
+
+def _sends(instruction: Instruction) -> bool:
+    return isinstance(instruction, Start) and any(instruction.sources)
 
 
 def _received_bytes(lowered: Lowered, device: int, task: int) -> int:

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.graph import GradientEdge, get_gradient_edge, saved_tensors_hooks
+from torch.autograd.graph import GradientEdge, saved_tensors_hooks
 
 from flexsearch.graph import Box, OperatorGraph
 from flexsearch.graph.model import Operator
@@ -21,6 +21,7 @@ from flexsearch.graph.precision import PreciseGraph
 from flexsearch.graph.samples import COUNTS
 from flexsearch.lower import Lowered
 from flexsearch.runtime.body import Body, Call, Kernel, body_of
+from flexsearch.runtime.gradients import HANDED_OVER_BYTES, accumulated, add, empty, entry_of, handed_over
 from flexsearch.runtime.instructions import Backward, Forward, Key, Segment, Slot
 from flexsearch.runtime.instructions import Call as SegmentCall
 from flexsearch.runtime.layers import Layer, layers_of
@@ -29,8 +30,8 @@ from flexsearch.runtime.parts import slices
 from flexsearch.runtime.rewrites import CUTS, JOINT, cut_dimension
 
 Action = Callable[[], None]
-HANDED_OVER_BYTES = 1 << 14
-"""Least bytes of a gradient that autograd is made the only holder of: a smaller one is not worth the host's time."""
+LARGE_BYTES = 1 << 20
+"""Least bytes of a tensor for which a copy takes longer than the host takes for four views."""
 
 
 @dataclass
@@ -80,8 +81,9 @@ def _reading_parts(kernel: Kernel, parts: Mapping[int, tuple[Box, Box]]) -> Kern
 
 
 def cutting(kernels: Sequence[Kernel], parts: Sequence[tuple[Box, Box]]) -> Kernel:
-    """Kernels of which each reads one of the parts (region held, region read) that a tensor is cut into. Autograd puts
-    the parts' gradients together in the order of the tensor's memory, so that views above it take no copies."""
+    """Kernels of which each reads one of the parts (region held, region read) that a tensor is cut into. If that is
+    large, autograd puts the parts' gradients together in the order of its memory, so that views above it take no
+    copies."""
     dimension = cut_dimension(parts)
     assert dimension is not None
     order = sorted(range(len(parts)), key=lambda k: parts[k][1][dimension])
@@ -94,7 +96,7 @@ def cutting(kernels: Sequence[Kernel], parts: Sequence[tuple[Box, Box]]) -> Kern
             dims = sorted(range(whole.dim()), key=lambda d: -strides[d])
             layouts[strides] = dims, sorted(range(whole.dim()), key=dims.__getitem__)
         dims, back = layouts[strides]
-        if dims == back == sorted(dims):
+        if whole.nbytes < LARGE_BYTES or dims == back:
             cut = torch.split_with_sizes(whole, sizes, dimension)
         else:
             cut = torch.split_with_sizes(whole.permute(dims), sizes, dims.index(dimension))
@@ -150,6 +152,7 @@ class SegmentRunner:
         weights = {Key("home", tensor.name) for tensor in lowered.graph.of_kind("parameter")}
         self.stored = {k for k, leaf in enumerate(segment.leaves) if leaf.value in weights}
         """Leaves that are weights as this rank stores them."""
+        self.activations = {k for k, leaf in enumerate(segment.leaves) if _is_activation(lowered, leaf.value)}
         self.weights = {k for k, at in enumerate(self.tracked) if _is_weight(lowered, segment.leaves[at].gradient)}
         """Which of these gradients are those of weights."""
         split = segment.trains and lowered.stages.splits_backward and compiler is None
@@ -168,7 +171,10 @@ class SegmentRunner:
         the backward pass needs."""
         first, saved = len(self.segment.leaves), instruction.saved
         gradients = [saved is not None and leaf.gradient is not None for leaf in self.segment.leaves]
-        sources = tuple(zip(instruction.leaves, gradients, strict=True))
+        # Of a stored weight there is one leaf in a step; where two gradients of it are told apart, one takes another.
+        first_of = {slot: k for k, slot in reversed(tuple(enumerate(instruction.leaves))) if gradients[k]}
+        shared = [k in self.stored and first_of.get(slot) == k for k, slot in enumerate(instruction.leaves)]
+        sources = tuple(zip(instruction.leaves, gradients, shared, strict=True))
         results = tuple(dict.fromkeys([r for r, _ in instruction.exports] + [r for r, _ in self.segment.seeds]))
         exports = tuple((results.index(result), slot) for result, slot in instruction.exports)
         seeds = tuple(results.index(result) for result, _ in self.segment.seeds)
@@ -179,38 +185,46 @@ class SegmentRunner:
         body = body_of(self.calls, first, wanted, self.compiler, edges, weights, self.released if weights else ())
         ends = len(results), len(results) + len(edges), len(results) + len(edges) + len(weights)
         mode, tracked = torch.enable_grad if saved is not None else torch.no_grad, self.tracked
-        unsaved: Sequence[int] | None = None if self.compiler is None and saved is not None else ()
+        exported = {k for k, _ in exports}
+        watched: tuple[Sequence[int], Collection[int]] | None = None if self.compiler is None else ((), ())
 
         def run() -> None:
-            nonlocal unsaved
+            nonlocal watched
             leaves: list[Tensor] = []
-            for slot, needs_gradient in sources:
-                tensor = values[slot].detach()
-                if needs_gradient:
-                    tensor.requires_grad_()
+            for slot, needs_gradient, at_hand in sources:
+                tensor = values[slot]
+                if not at_hand:
+                    tensor = tensor.detach()
+                    if needs_gradient:
+                        tensor.requires_grad_()
                 leaves.append(tensor)
             with mode():
-                if unsaved is None:
-                    computed, unsaved = self._watched(body, leaves, ends[2])
+                if watched is None:
+                    computed, *rows = self._watched(body, leaves, ends[2], exported)
+                    watched = rows[0], rows[1]
                 else:
                     computed = body(*leaves)
+            unsaved, copied = watched
             for k, slot in exports:
-                values[slot] = computed[k].detach()
+                values[slot] = computed[k].detach().clone() if k in copied else computed[k].detach()
             if saved is not None:
                 for k in unsaved:
-                    _empty(leaves[k])
-                entries = [_entry(computed[k]) for k in seeds]
+                    empty(leaves[k])
+                entries = [entry_of(computed[k]) for k in seeds]
                 entered, weights_at = (computed[a:b] for a, b in pairwise(ends))
                 aside = computed[ends[2]] if layers else []
                 values[saved] = Pass([leaves[k] for k in tracked], entries, entered, weights_at, aside)
 
         return run
 
-    def _watched(self, body: Body, leaves: Sequence[Tensor], end: int) -> tuple[Sequence[Any], list[int]]:
-        """What the operators' body gives, and those leaves whose memory autograd does not keep for the backward pass,
-        though a leaf itself lives as long as the graph. Weights that are stored whole live anyway. ``end``: where the
-        lists of what is saved aside and otherwise are, if there are any; leaves that are in the first alone are
-        ``self.aside``."""
+    def _watched(
+        self, body: Body, leaves: Sequence[Tensor], end: int, exported: Collection[int]
+    ) -> tuple[Sequence[Any], list[int], list[int]]:
+        """What the operators' body gives; those leaves whose memory autograd does not keep for the backward pass,
+        though a leaf itself lives as long as the graph; and those of the results ``exported`` that are a part of a
+        memory that nothing else keeps, and so get one of their own. Weights that are stored whole live anyway. ``end``:
+        where the lists of what is saved aside and otherwise are, if there are any; leaves that are in the first alone
+        are ``self.aside``."""
         kept: set[int] = set()
 
         def pack(tensor: Tensor) -> Tensor:
@@ -220,12 +234,20 @@ class SegmentRunner:
         with saved_tensors_hooks(pack, lambda tensor: tensor):
             computed = body(*leaves)
         kept.update(tensor.untyped_storage()._cdata for others in computed[end + 1 :] for tensor in others)
-        # A leaf that is a result itself has its shape asked for in the backward pass.
-        moving = [k for k in self.tracked if k not in self.stored and not any(x is leaves[k] for x in computed)]
+        moving = [k for k in self.tracked if k not in self.stored]
         moving = [k for k in moving if leaves[k].untyped_storage()._cdata not in kept]
         aside = {tensor.untyped_storage()._cdata for saved in computed[end : end + 1] for tensor in saved}
         self.aside = [k for k in moving if leaves[k].untyped_storage()._cdata in aside]
-        return computed, [k for k in moving if k not in self.aside]
+        kept |= aside | {leaves[k].untyped_storage()._cdata for k in range(len(leaves)) if k not in self.activations}
+        read = Counter[int]()
+        for k in exported:
+            read[computed[k].untyped_storage()._cdata] += computed[k].nbytes
+        parts = {memory for memory in read if memory not in kept}
+        copied = [
+            k for k in exported if (memory := computed[k].untyped_storage())._cdata in parts
+            and computed[k].nbytes >= HANDED_OVER_BYTES and read[memory._cdata] < memory.nbytes()
+        ]  # fmt: skip
+        return computed, [k for k in moving if k not in self.aside], copied
 
     def backward(self, values: list[Any], instruction: Backward, shared: Collection[Slot]) -> Action:
         """The backward pass (a part of it) as a closure. ``shared``: slots that other backward passes add to, too."""
@@ -238,6 +260,7 @@ class SegmentRunner:
             return self._of_weights(values, instruction, shared)
         layered = keep and self.layers is not None
         takes = [slot in instruction.takes and (layered or not keep) for slot in seeds]
+        sums = tuple(slot for slot, in_place in places if in_place)
 
         def run() -> None:
             passed, entered = values[saved], list[weakref.ref[torch.UntypedStorage]]()
@@ -248,25 +271,23 @@ class SegmentRunner:
                         passed.outputs.append(edge)
                         if taken and gradient.nbytes >= HANDED_OVER_BYTES:
                             entered.append(weakref.ref(gradient.untyped_storage()))
-                            gradient = _handed_over(gradient, edge)
+                            gradient = handed_over(gradient, edge)
                         passed.gradients.append(gradient)
                     if taken and slot is not None:
                         gradient = values[slot] = None
             wanted = [passed.leaves[k] for k in leaves]
             edges = [edge for edge in passed.layers if edge is not None] if layered else []
             if passed.outputs and (wanted or edges):
-                # A sum over microbatches grows as each gradient is there: no more than one of them is beside it.
-                sums = [values[slot] is not None and in_place for slot, in_place in places]
-                for leaf, (slot, _), summed in zip(wanted, places, sums, strict=True):
-                    if summed:
-                        leaf.register_hook(values[slot].add_)
-                made = torch.autograd.grad(
-                    passed.outputs, [*wanted, *edges], passed.gradients, retain_graph=keep, allow_unused=True
-                )
+                made: Sequence[Tensor | None]
+                if part == "all" and any(values[slot] is not None for slot in sums):
+                    made = accumulated(values, wanted, places, passed.outputs, passed.gradients)
+                else:
+                    made = torch.autograd.grad(
+                        passed.outputs, [*wanted, *edges], passed.gradients, retain_graph=keep, allow_unused=True
+                    )
                 reached = iter(made[len(wanted) :])
                 passed.between = [None if edge is None else next(reached) for edge in passed.layers] if edges else []
-                gradients = [None if summed else gradient for gradient, summed in zip(made, sums, strict=False)]
-                _add(values, places, gradients, (*passed.gradients, *passed.between), entered)
+                add(values, places, made[: len(wanted)], (*passed.gradients, *passed.between), entered)
             if layered:
                 self._let_go(passed)
 
@@ -275,7 +296,7 @@ class SegmentRunner:
     def _let_go(self, passed: Pass) -> None:
         """Of what the second half of a backward pass does not need."""
         for k in self.aside:
-            _empty(passed.leaves[self.tracked.index(k)])
+            empty(passed.leaves[self.tracked.index(k)])
         for done in (passed.saved, passed.outputs, passed.gradients, passed.leaves):
             done.clear()
 
@@ -300,59 +321,16 @@ class SegmentRunner:
                 gradients = [gradient for edge, gradient in here if edge is not None and gradient is not None]
                 if outputs:
                     made = torch.autograd.grad(outputs, wanted, gradients, allow_unused=True)
-                    _add(values, places, made, (*gradients, *between))
+                    add(values, places, made, (*gradients, *between))
                     del made, gradients  # before the next layer's are made
 
         return run
 
 
-def _entry(result: Tensor) -> GradientEdge | None:
-    """Where the gradient of a result enters: if it may be handed over, a node that nothing but that goes through. None:
-    it has none."""
-    if not result.requires_grad:
-        return None
-    return get_gradient_edge(result.view_as(result) if result.nbytes >= HANDED_OVER_BYTES else result)
-
-
-def _handed_over(gradient: Tensor, entry: GradientEdge) -> Tensor:
-    """Something of the shape of a gradient, without memory, in place of which autograd gets the gradient itself: it
-    keeps what it is called with to its end, but lets go of what it gets on its way once that is used."""
-    held = [gradient]
-    entry.node.register_prehook(lambda _: (held.pop(),))
-    return gradient.new_empty(()).expand(gradient.shape)
-
-
-def _empty(leaf: Tensor) -> None:
-    """Let go of a leaf's memory: autograd's graph holds the leaf itself."""
-    leaf.data = leaf.data.new_empty(0)
-
-
-def _add(
-    values: list[Any], places: Sequence[tuple[Slot, bool]], made: Sequence[Tensor | None],
-    alive: Sequence[Tensor | None], entered: Sequence[weakref.ref[torch.UntypedStorage]] = (),
-) -> None:  # fmt: skip
-    """Add gradients to slots. ``places``: with whether others add to the slot, too, in its memory. Autograd may hand
-    out one tensor for several values, among them those that are still ``alive``, or were ``entered`` and may be: what
-    is added to gets memory of its own."""
-    owners: Counter[int] | None = None
-    for (slot, in_place), gradient in zip(places, made, strict=True):
-        before = values[slot]
-        if gradient is None:
-            continue
-        if before is not None and in_place:
-            values[slot] = before.add_(gradient)
-        elif before is not None or in_place:
-            if owners is None:
-                owners = Counter(_memory(x) for x in (*made, *alive) if x is not None)
-                owners.update(storage.data_ptr() for ref in entered if (storage := ref()) is not None)
-            whole = gradient.untyped_storage().nbytes() == gradient.numel() * gradient.itemsize
-            own = whole and owners[_memory(gradient)] == 1
-            if before is None:
-                values[slot] = gradient if own else gradient.clone()
-            else:
-                values[slot] = gradient.add_(before) if own else before + gradient
-        else:
-            values[slot] = gradient
+def _is_activation(lowered: Lowered, value: Key) -> bool:
+    """Whether a value is an activation, or a copy of one."""
+    name = str(value.name) if value.kind == "home" else lowered.edges[int(str(value.name))].tensor
+    return lowered.graph.tensor[name].kind == "activation"
 
 
 def _is_weight(lowered: Lowered, gradient: Key | None) -> bool:
@@ -373,11 +351,6 @@ def _released(lowered: Lowered, segment: Segment) -> frozenset[tuple[int, int]]:
         if a is not None and a >= 0 and (call.operators[0], p) in released
         and segment.leaves[a].value.kind == "edge" and segment.leaves[a].gradient is not None
     )  # fmt: skip
-
-
-def _memory(tensor: Tensor) -> int:
-    """Where the memory of a tensor begins."""
-    return tensor.untyped_storage().data_ptr()
 
 
 def _draws(op: Operator) -> bool:

@@ -1,0 +1,90 @@
+"""Gradients on a rank: how they enter a backward pass, and how they are added up."""
+
+from __future__ import annotations
+
+import weakref
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import GradientEdge, get_gradient_edge
+
+from flexsearch.runtime.instructions import Slot
+
+HANDED_OVER_BYTES = 1 << 14
+"""Least bytes of a gradient that autograd is made the only holder of: a smaller one is not worth the host's time."""
+
+
+def entry_of(result: Tensor) -> GradientEdge | None:
+    """Where the gradient of a result enters: if it may be handed over, a node that nothing but that goes through. None:
+    it has none."""
+    if not result.requires_grad:
+        return None
+    return get_gradient_edge(result.view_as(result) if result.nbytes >= HANDED_OVER_BYTES else result)
+
+
+def handed_over(gradient: Tensor, entry: GradientEdge) -> Tensor:
+    """Something of the shape of a gradient, without memory, in place of which autograd gets the gradient itself: it
+    keeps what it is called with to its end, but lets go of what it gets on its way once that is used."""
+    held = [gradient]
+    entry.node.register_prehook(lambda _: (held.pop(),))
+    return gradient.new_empty(()).expand(gradient.shape)
+
+
+def accumulated(
+    values: list[Any], leaves: Sequence[Tensor], places: Sequence[tuple[Slot, bool]],
+    outputs: Sequence[GradientEdge], gradients: Sequence[Tensor],
+) -> list[Tensor | None]:  # fmt: skip
+    """Gradients of leaves from those of ``outputs``, but for those that autograd has added to a sum over microbatches:
+    each as soon as it is there, so that no more than one of them is beside the sums."""
+    sums = [values[slot] if in_place else None for slot, in_place in places]
+    for leaf, total in zip(leaves, sums, strict=True):
+        if total is not None and leaf.untyped_storage().nbytes() < leaf.nbytes:
+            leaf.data = total  # without memory of its own: autograd wants one laid out alike
+        leaf.grad = total
+    torch.autograd.backward(outputs, gradients)
+    made: list[Tensor | None] = []
+    for leaf, total in zip(leaves, sums, strict=True):
+        made.append(leaf.grad if total is None else None)
+        leaf.grad = None
+    return made
+
+
+def empty(leaf: Tensor) -> None:
+    """Let go of a leaf's memory, not of its shape: autograd's graph holds the leaf itself."""
+    leaf.data = leaf.data.new_empty(()).expand(leaf.shape)
+
+
+def add(
+    values: list[Any], places: Sequence[tuple[Slot, bool]], made: Sequence[Tensor | None],
+    alive: Sequence[Tensor | None], entered: Sequence[weakref.ref[torch.UntypedStorage]] = (),
+) -> None:  # fmt: skip
+    """Add gradients to slots. ``places``: with whether others add to the slot, too, in its memory. Autograd may hand
+    out one tensor for several values, among them those that are still ``alive``, or were ``entered`` and may be: what
+    is added to gets memory of its own."""
+    owners: Counter[int] | None = None
+    for (slot, in_place), gradient in zip(places, made, strict=True):
+        before = values[slot]
+        if gradient is None:
+            continue
+        if before is not None and in_place:
+            values[slot] = before.add_(gradient)
+        elif before is not None or in_place:
+            if owners is None:
+                owners = Counter(_memory(x) for x in (*made, *alive) if x is not None)
+                owners.update(storage.data_ptr() for ref in entered if (storage := ref()) is not None)
+            whole = gradient.untyped_storage().nbytes() == gradient.numel() * gradient.itemsize
+            own = whole and owners[_memory(gradient)] == 1
+            if before is None:
+                values[slot] = gradient if own else gradient.clone()
+            else:
+                values[slot] = gradient.add_(before) if own else before + gradient
+        else:
+            values[slot] = gradient
+
+
+def _memory(tensor: Tensor) -> int:
+    """Where the memory of a tensor begins."""
+    return tensor.untyped_storage().data_ptr()
