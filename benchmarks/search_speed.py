@@ -227,7 +227,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     seconds = options.seconds or (QUICK_SECONDS if options.quick else SECONDS)
     if len(graphs) == len(clusters) == 1:
         rows = [measure(graphs[0], clusters[0], seconds)]
-        if graphs[0] in STAGED:
+        if graphs[0] in STAGED and len(Topology.load(clusters[0]).devices) > STAGES:  # else stages have no splits
             rows += measure_staged(graphs[0], clusters[0], seconds)
     else:
         rows = []

@@ -203,18 +203,22 @@ def test_any_reshard_brings_sums_of_all_terms_and_says_what_it_moves(
     case: tuple[str, Layout, Layout, tuple[int, ...]], mode: np.uint64
 ) -> None:
     name, source, destination, shape = case
-    rng = np.random.default_rng(0)
-    terms = {entry.term: rng.random(shape) for entry in source}
-    whole = np.zeros(shape)
-    for term in terms:
-        box = next(entry for entry in source if entry.term == term)
-        part(whole, box)[...] += part(terms[term], box)
     layouts = Layouts()
     plan = Reshard(planner(name), layouts.intern(source), layouts.intern(destination), ITEMSIZE, mode)
+    brings_sums(plan, source, destination, shape)
+    check_sums(plan, planner(name).topology)
+
+
+def brings_sums(plan: Reshard, source: Layout, destination: Layout, shape: tuple[int, ...]) -> None:
+    """Every destination entry gets the sum of all terms."""
+    rng = np.random.default_rng(0)
+    terms = {entry.term: rng.random(shape) for entry in source}
+    whole, first = np.zeros(shape), {entry.term: entry for entry in reversed(source)}
+    for term, values in terms.items():
+        part(whole, first[term])[...] += part(values, first[term])
     held = carried(plan, [part(terms[entry.term], entry) for entry in source])
     for entry, value in zip(destination, held, strict=True):
         np.testing.assert_allclose(value, part(whole, entry), rtol=1e-12)
-    check_sums(plan, planner(name).topology)
 
 
 def test_the_forms_that_are_known_are_found() -> None:
@@ -243,6 +247,26 @@ def test_sums_among_very_many_devices_are_all_reduces_without_a_look_at_messages
     few = reshard(sums, tuple(Entry(d, ((0, 64), (0, 64)), 0) for d in range(4)), 4, cluster)
     assert {x.form for x in few.exchanges} != {"all_reduce"}
     check_sums(few, cluster)
+
+
+def test_overlapping_sums_among_very_many_hosts_are_added_up_in_each_host_first() -> None:
+    hosts = 66
+    cluster, devices = Topology.load(f"dgx-a100:{hosts}"), range(8 * hosts)
+    halves = ((0, 8), (8, 16))
+    sums = tuple(Entry(d, (halves[d % 2], (0, 4)), d) for d in devices)
+    wanted = tuple(Entry(d, ((0, 10) if d % 8 < 3 else (6, 16), (0, 4)), d) for d in devices)
+    plan = reshard(sums, wanted, ITEMSIZE, cluster)
+    within, across = plan.phases
+    assert all(len({d // 8 for d in x.devices}) == 1 for x in within.exchanges)
+    assert {x.form for x in across.exchanges} == {"all_reduce"}
+    # One of each host: those at its n-th device.
+    assert [x.devices for x in across.exchanges] == [tuple(range(k, 8 * hosts, 8)) for k in range(8)]
+    assert len(plan.details.source) < 10 * len(devices)  # not their square
+    check_sums(plan, cluster)
+    brings_sums(plan, sums, wanted, (16, 4))
+    # Where hosts want different parts, messages are weighed as ever.
+    uneven = tuple(Entry(d, ((0, 10) if d % 8 < 3 - (d < 8) else (6, 16), (0, 4)), d) for d in devices)
+    brings_sums(reshard(sums, uneven, ITEMSIZE, cluster), sums, uneven, (16, 4))
 
 
 def test_the_messages_of_a_shift_are_exchanges_of_their_own() -> None:

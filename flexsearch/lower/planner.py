@@ -66,6 +66,9 @@ def plan(
             _finish(source, destination, workspace)
         return
     _clear(moves.size, rows.size, rows.loads.size, result)
+    if mode == FREE and _host_by_host(routes, rates, source, destination, itemsize, workspace):
+        return
+    _clear(moves.size, rows.size, rows.loads.size, result)
     _plain(groups.done, destination.size[0])
     _collect(routes, source, destination, mode, groups, moves, result)
     make_exchanges(routes, rates, source, destination, ZERO, itemsize, moves, sets, rows)
@@ -104,12 +107,13 @@ def plan(
             best, nbytes = seconds, more
             _choose(result, TWO, first, middle, last, begin, half, end)
         # Fourth candidate: partial sums where each part of the whole is once, then all-reduces of equal parts.
-        if not reduced and _number_sets(destination, groups):
+        boxes = ZERO if reduced else _number_sets(destination, groups)
+        if boxes > ONE:
             begin, first, found = moves.size[0], rows.size[0], False
-            if _sum_within(routes, source, destination, moves, groups, workspace.middle):
+            if _sum_within(routes, source, destination, ZERO, boxes, moves, groups, workspace.middle):
                 make_exchanges(routes, rates, source, workspace.middle, begin, itemsize, moves, sets, rows)
                 half, middle = moves.size[0], rows.size[0]
-                _reduce_across(routes, rates, destination, itemsize, groups, moves, rows)
+                _reduce_across(routes, rates, destination, ZERO, boxes, itemsize, groups, moves, rows)
                 last, end = rows.size[0], moves.size[0]
                 seconds = _seconds(rows, first, middle, starts) + _seconds(rows, middle, last, starts)
                 more = _nbytes(rows, first, last)
@@ -149,6 +153,37 @@ def _all_at_once(
     for k in range(destination.size[0]):
         left = left or groups.done[k] == 0
     return not left
+
+
+@lean
+def _host_by_host(
+    routes: RouteTable, rates: Rates, source: Side, destination: Side, itemsize: Any, workspace: Workspace
+) -> Any:
+    """Whether partial sums can be added up in each host first, and then by all-reduces among hosts, each of more than
+    MANY devices; that is planned then. Nothing else is weighed against it, as in ``_all_at_once``."""
+    groups, moves, rows = workspace.groups, workspace.moves, workspace.exchanges
+    if destination.size[0] <= MANY:
+        return False
+    _group(destination, groups)
+    for k in range(destination.size[0]):
+        if ZERO < np.uint64(groups.members[k]) <= MANY:
+            return False
+    boxes = _number_sets(destination, groups)
+    hosts = _number_hosts(rates, destination, boxes, groups) if boxes > ONE else ZERO
+    if hosts <= MANY:
+        return False
+    if not _sum_within(routes, source, destination, hosts, boxes, moves, groups, workspace.middle):
+        workspace.result[FULL] = moves.size[1]
+        return moves.size[1] == ONE
+    make_exchanges(routes, rates, source, workspace.middle, ZERO, itemsize, moves, workspace.sets, rows)
+    half, middle = moves.size[0], rows.size[0]
+    _reduce_across(routes, rates, destination, hosts, boxes, itemsize, groups, moves, rows)
+    _choose(workspace.result, TWO, ZERO, middle, rows.size[0], ZERO, half, moves.size[0])
+    if moves.size[1] == ONE or rows.loads.size[2] == ONE:
+        workspace.result[FULL] = ONE
+    else:
+        _finish(source, destination, workspace)
+    return True
 
 
 @lean
@@ -238,12 +273,17 @@ def _collect(
             continue
         device = np.uint64(destination.device[k])
         if mode == FREE:
-            for t in range(source.size[1]):
-                begin, end = np.uint64(source.term_first[t]), np.uint64(source.term_first[t + ONE])
-                volume = _common(source.box, np.uint64(source.copy[begin]), destination.box, k)
-                if volume > 0:
-                    best = _nearest(routes, source.copy, source.device, begin, end, device, moves.sent)
-                    _move(moves, best, np.uint64(source.device[best]), k, device, volume)
+            leader, first = np.uint64(destination.same[k]), moves.size[0]
+            if leader == k:
+                for t in range(source.size[1]):
+                    begin = np.uint64(source.term_first[t])
+                    volume = _common(source.box, np.uint64(source.copy[begin]), destination.box, k)
+                    if volume > 0:
+                        _move_term(routes, source, t, k, device, volume, moves)
+            else:  # the terms that the first entry with its box gets
+                for m in range(np.uint64(groups.moves_first[leader]), np.uint64(groups.moves_end[leader])):
+                    _move_term(routes, source, np.uint64(moves.term[m]), k, device, moves.volume[m], moves)
+            groups.moves_first[k], groups.moves_end[k] = first, moves.size[0]
         elif mode == GIVEN:
             for s in range(np.uint64(groups.first[k]), np.uint64(groups.end[k])):
                 volume = _common(source.box, s, destination.box, k)
@@ -259,6 +299,16 @@ def _collect(
                         _move(moves, s, device, k, device, volume)
             if not found:
                 result[ERROR] = ONE
+
+
+@lean
+def _move_term(routes: RouteTable, source: Side, t: Any, k: Any, device: Any, volume: Any, moves: Moves) -> None:
+    """Note a move from the nearest copy of term ``t`` to entry ``k`` of ``device``."""
+    begin, end, at = np.uint64(source.term_first[t]), np.uint64(source.term_first[t + ONE]), moves.size[0]
+    best = _nearest(routes, source.copy, source.device, begin, end, device, moves.sent)
+    _move(moves, best, np.uint64(source.device[best]), k, device, volume)
+    if at < moves.size[0]:
+        moves.term[at] = t
 
 
 @lean
@@ -447,33 +497,59 @@ def _scatter(destination: Side, groups: Groups, middle: Side) -> None:
 
 @lean
 def _number_sets(destination: Side, groups: Groups) -> Any:
-    """Of the entries with the same box the n-th are a set: write the number of each device's to ``groups.member``.
-    False if there are no parts, or a device has several."""
-    several = False
+    """List the different boxes in ``groups.box``, and the entries of each in ``groups.order``, from
+    ``groups.first[leader]`` on. The n-th of them are a set: write the number of each device's to ``groups.member``.
+    Returns the number of boxes; 0 if a device has several."""
+    boxes = at = ZERO
     for d in range(np.uint64(groups.member.shape[0])):
         groups.member[d] = NONE
     for leader in range(destination.size[0]):
         if np.uint64(destination.same[leader]) != leader:
             continue
-        several = several or leader > ZERO
+        groups.box[boxes], groups.first[leader] = leader, at
+        boxes += ONE
         k, number = np.uint32(leader), np.uint32(0)
         while k != NONE:
             device = np.uint64(destination.device[np.uint64(k)])
             if groups.member[device] != NONE:
-                return False
-            groups.member[device] = number
+                return ZERO
+            groups.member[device], groups.order[at] = number, k
             number += np.uint32(1)
+            at += ONE
             k = groups.following[np.uint64(k)]
-    return several
+    return boxes
+
+
+@lean
+def _number_hosts(rates: Rates, destination: Side, boxes: Any, groups: Groups) -> Any:
+    """Make the devices of each host a set instead: their number, if all have equally many entries of a box, else 0."""
+    hosts, before = ZERO, NONE
+    for at in range(np.uint64(groups.members[np.uint64(groups.box[0])])):
+        host = rates.host[np.uint64(destination.device[np.uint64(groups.order[at])])]
+        if host != before:
+            groups.given[hosts], before = host, host  # hosts are no more than devices
+            hosts += ONE
+    for b in range(boxes):
+        leader = np.uint64(groups.box[b])
+        count, begin = np.uint64(groups.members[leader]), np.uint64(groups.first[leader])
+        if count % hosts != ZERO:
+            return ZERO
+        for at in range(count):
+            device, number = np.uint64(destination.device[np.uint64(groups.order[begin + at])]), at * hosts // count
+            if rates.host[device] != groups.given[number]:
+                return ZERO
+            groups.member[device] = number
+    return hosts
 
 
 @lean
 def _sum_within(
-    routes: RouteTable, source: Side, destination: Side, moves: Moves, groups: Groups, middle: Side
+    routes: RouteTable, source: Side, destination: Side, sets: Any, boxes: Any, moves: Moves, groups: Groups,
+    middle: Side,
 ) -> Any:  # fmt: skip
     """Moves of partial sums to a layout in between that has the boxes of the destination: each set of
-    ``_number_sets`` gets the terms of its own devices. False, and the moves of no use, if a term reaches a box that its
-    set lacks, or an entry gets nothing."""
+    ``_number_sets`` (``sets`` is 0), or of ``_number_hosts``, gets the terms of its own devices. False, and the moves
+    of no use, if a term reaches a box that its set lacks, or an entry gets nothing."""
     for d in range(np.uint64(moves.sent.shape[0])):
         moves.sent[d] = 0
     for k in range(destination.size[0]):
@@ -485,22 +561,21 @@ def _sum_within(
         number: Any = NONE
         for c in range(begin, end):
             number = min(number, groups.member[np.uint64(source.device[np.uint64(source.copy[c])])])
-        for leader in range(destination.size[0]):
-            if np.uint64(destination.same[leader]) != leader:
-                continue
+        for b in range(boxes):
+            leader = np.uint64(groups.box[b])
             volume = _common(source.box, np.uint64(source.copy[begin]), destination.box, leader)
             if volume == 0:
                 continue
-            entry, n = np.uint32(leader), ZERO
-            while entry != NONE and n < number:
-                entry = groups.following[np.uint64(entry)]
-                n += ONE
-            if entry == NONE or moves.size[1] == ONE:
+            each = np.uint64(groups.members[leader]) // sets if sets > ZERO else ONE
+            first = each * np.uint64(number)
+            if first >= np.uint64(groups.members[leader]) or moves.size[1] == ONE:
                 return False
-            device = np.uint64(destination.device[np.uint64(entry)])
-            best = _nearest(routes, source.copy, source.device, begin, end, device, moves.sent)
-            _move(moves, best, np.uint64(source.device[best]), entry, device, volume)
-            groups.done[np.uint64(entry)] = 1
+            for at in range(first, first + each):
+                entry = np.uint64(groups.order[np.uint64(groups.first[leader]) + at])
+                device = np.uint64(destination.device[entry])
+                best = _nearest(routes, source.copy, source.device, begin, end, device, moves.sent)
+                _move(moves, best, np.uint64(source.device[best]), entry, device, volume)
+                groups.done[entry] = 1
     missing = False
     for k in range(destination.size[0]):
         missing = missing or groups.done[k] == 0
@@ -509,28 +584,30 @@ def _sum_within(
 
 @lean
 def _reduce_across(
-    routes: RouteTable, rates: Rates, destination: Side, itemsize: Any, groups: Groups, moves: Moves, rows: Exchanges
-) -> None:
-    """Moves from the layout of ``_sum_within`` to the destination: all-reduces among entries with the same box."""
-    for leader in range(destination.size[0]):
-        if np.uint64(destination.same[leader]) != leader:
-            continue
-        for d in range(np.uint64(groups.member.shape[0])):
-            groups.member[d] = NONE
-        k, count, exchange = np.uint32(leader), ZERO, rows.size[0]
-        while k != NONE:
-            at = moves.size[0]
-            if at >= np.uint64(moves.source.shape[0]):
-                moves.size[1] = ONE
-                return
-            groups.member[np.uint64(destination.device[np.uint64(k)])] = k
-            moves.source[at], moves.destination[at], moves.volume[at] = k, k, destination.volume[leader]
-            moves.exchange[at] = NONE if groups.members[leader] == 1 else exchange
-            moves.size[0] = at + ONE
-            count += ONE
-            k = groups.following[np.uint64(k)]
-        if count > ONE:
-            _all_reduce(routes, rates, destination, leader, count, itemsize, groups, rows)
+    routes: RouteTable, rates: Rates, destination: Side, sets: Any, boxes: Any, itemsize: Any, groups: Groups,
+    moves: Moves, rows: Exchanges,
+) -> None:  # fmt: skip
+    """Moves from the layout of ``_sum_within`` to the destination: all-reduces among entries with the same box, one of
+    each set."""
+    for b in range(boxes):
+        leader = np.uint64(groups.box[b])
+        begin, members = np.uint64(groups.first[leader]), np.uint64(groups.members[leader])
+        each = members // sets if sets > ZERO else ONE
+        for j in range(each):
+            for d in range(np.uint64(groups.member.shape[0])):
+                groups.member[d] = NONE
+            for n in range(members // each):
+                k, at = groups.order[begin + n * each + j], moves.size[0]
+                if at >= np.uint64(moves.source.shape[0]):
+                    moves.size[1] = ONE
+                    return
+                groups.member[np.uint64(destination.device[np.uint64(k)])] = k
+                moves.source[at], moves.destination[at], moves.volume[at] = k, k, destination.volume[leader]
+                moves.exchange[at] = NONE if members == each else rows.size[0]
+                moves.size[0] = at + ONE
+            if members > each:
+                first = np.uint64(groups.order[begin + j])
+                _all_reduce(routes, rates, destination, first, members // each, itemsize, groups, rows)
 
 
 @lean

@@ -8,6 +8,8 @@ them sends and receives few messages (halos, shifts), one for each message.
 Replicated destinations of partial sums are made in the manner of Rabenseifner (reduce-scatter, then all-gather: two
 phases), or by the backend's all-reduce where every device of the group takes part; replicated destinations of remote
 data by direct messages or by scatter + all-gather. The candidates are costed on the topology and the fastest is kept.
+Among more than 64 hosts, sums are all-reduced, or added up in each host and then all-reduced among hosts, wherever that
+is possible; nothing is costed, since messages from each to each would be the square of the devices.
 
 :mod:`flexsearch.lower.planner` decides; here stands what it decided. A search needs sums of it (``Outline``), at once
 and for thousands of reshards; the moves are made again, by the same code, for the few reshards that somebody reads.

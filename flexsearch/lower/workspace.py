@@ -25,13 +25,15 @@ SEND, RECEIVE, LINK, DRAG, MESSAGE = range(5)
 
 @packed
 class Moves(NamedTuple):
-    """Moves: from ``source`` to ``destination`` entry, ``volume`` elements, in which ``exchange``. ``size``: (2,) moves
-    so far, and whether there was no room for all. ``sent``: by device, elements that it sends in the phase at hand."""
+    """Moves: from ``source`` to ``destination`` entry, ``volume`` elements (of ``term``), in which ``exchange``.
+    ``size``: (2,) moves so far, and whether there was no room for all. ``sent``: by device, elements that it sends in
+    the phase at hand."""
 
     source: U32
     destination: U32
     volume: I64
     exchange: U32
+    term: U32
     size: U64
     sent: I64
 
@@ -66,8 +68,9 @@ class Exchanges(NamedTuple):
 class Groups(NamedTuple):
     """Destination entries with the same region. By entry: ``following``, the next one of its group. By first entry of a
     group: ``members``, ``last``, and whether the group is ``shared``: served together. By entry: ``first`` and ``end``
-    of the source entries that it is put together from; whether it is ``done``. By device: the ``member`` of the group
-    at hand, and moves that are ``given`` to it."""
+    of the source entries that it is put together from; whether it is ``done``; its moves, from ``moves_first`` to
+    ``moves_end``. By device: the ``member`` of the group at hand, and moves that are ``given`` to it. ``box``: the
+    first entries of the groups; ``order``: all entries, group by group (``planner._number_sets``)."""
 
     following: U32
     members: U32
@@ -78,6 +81,10 @@ class Groups(NamedTuple):
     done: U8
     member: U32
     given: U32
+    moves_first: U32
+    moves_end: U32
+    order: U32
+    box: U32
 
 
 @packed
@@ -143,7 +150,9 @@ def make_workspace(tally: Tally, devices: int, dimensions: int, entries: int, mo
     # that a device sends.
     rows = 8 * entries + 4
     return Workspace(
-        moves=Moves(_u32(moves), _u32(moves), _i64(moves), _u32(moves), np.zeros(2, np.uint64), _i64(devices)),
+        moves=Moves(
+            _u32(moves), _u32(moves), _i64(moves), _u32(moves), _u32(moves), np.zeros(2, np.uint64), _i64(devices)
+        ),
         exchanges=Exchanges(
             form=_u8(rows), nbytes=_i64(rows), unit=_i64(rows), amount=_i64(rows), linear=_u8(rows),
             start=np.zeros(rows), duration=np.zeros(rows), leader=_u32(rows), end=_u32((5, rows)), send=_u32(3 * rows),
@@ -153,6 +162,7 @@ def make_workspace(tally: Tally, devices: int, dimensions: int, entries: int, mo
         groups=Groups(
             following=_u32(entries), members=_u32(entries), last=_u32(entries), shared=_u8(entries),
             first=_u32(entries), end=_u32(entries), done=_u8(entries), member=_u32(devices), given=_u32(devices),
+            moves_first=_u32(entries), moves_end=_u32(entries), order=_u32(entries), box=_u32(entries),
         ),
         sets=Sets(
             root=_u32(devices), role=_u8(devices), number=_u32(devices), seat=_u32(devices), seated=_u32(devices),
