@@ -36,7 +36,8 @@ def equal(held: list[list[int]], limit: int, ticks: int = 1000) -> Passes:
 
 @st.composite
 def uneven(draw: st.DrawFn) -> tuple[Passes, int]:
-    """Passes that take unequally long and keep unequally much, and a number of microbatches."""
+    """Passes that take unequally long and keep unequally much, and a number of microbatches. Backward passes of the
+    first stage are whole."""
     kind, each = draw(st.sampled_from(PLACEMENTS))
     held = tuple(map(tuple, placement(kind, draw(st.integers(1, 4)), each)))
     stages = sum(map(len, held))
@@ -45,7 +46,8 @@ def uneven(draw: st.DrawFn) -> tuple[Passes, int]:
     least = [sum(nbytes[s] for s in row) for row in held]
     limit = tuple(n + draw(st.integers(0, 4 * n)) for n in least)
     transfer = (draw(st.integers(0, 30)),) * stages
-    return Passes(held, *(draw(lengths) for _ in range(3)), transfer, nbytes, limit), draw(st.integers(1, 10))
+    forward, inputs, weights = (draw(lengths) for _ in range(3))
+    return Passes(held, forward, (0, *inputs[1:]), weights, transfer, nbytes, limit), draw(st.integers(1, 10))
 
 
 def named(passes: Passes, microbatches: int) -> dict[ScheduleKind, int]:

@@ -35,10 +35,10 @@ arrives before they would be half done."""
 @dataclass(frozen=True)
 class Passes:
     """What the passes of a pipeline take. ``held``: the stages of each rank, ascending. By stage, ticks: ``forward``,
-    ``inputs``, ``weights`` (the halves of the backward pass), and ``transfer``, to the next stage or from there back,
-    where that is on another rank (of the last stage: unused). ``nbytes``: by stage, what a microbatch keeps there,
-    bytes; ``limit``: by rank, bytes; ``between``: by stage, what a microbatch keeps besides between the halves of its
-    backward pass, bytes (empty: nothing)."""
+    ``inputs``, ``weights`` (the halves of the backward pass; all of it is the first stage's ``weights``), and
+    ``transfer``, to the next stage or from there back, where that is on another rank (of the last stage: unused).
+    ``nbytes``: by stage, what a microbatch keeps there, bytes; ``limit``: by rank, bytes; ``between``: by stage, what a
+    microbatch keeps besides between the halves of its backward pass, bytes (empty: nothing)."""
 
     held: tuple[tuple[int, ...], ...]
     forward: tuple[int, ...]

@@ -111,6 +111,11 @@ class Stages:
         microbatch."""
         return self.kind in SPLIT_KINDS and (len(self) > 1 or self.microbatches > 1)
 
+    def splits(self, stage: int) -> bool:
+        """Whether they have one on a stage. Nobody waits for gradients of the first stage's inputs, so its backward
+        passes are whole."""
+        return self.splits_backward and stage > 0
+
     def of(self, operators: int) -> list[int]:
         """Stage of each of so many operators."""
         ends = [*self.first[1:], operators]
@@ -298,14 +303,14 @@ def _add_backward(
         passes[stage_of[i]].append((i, complete))
     for stage in reversed(range(len(stages))):
         begin = len(blocks)
-        if stages.splits_backward:
+        if stages.splits(stage):
             for i, _ in passes[stage]:
                 _add_operator(blocks, i, stage, again)
         middle = len(blocks)
         sums = (ONCE, EACH) if stages.microbatches > 1 else (ALL,)
-        more = None if stages.splits_backward else again
+        more = None if stages.splits(stage) else again
         late += _add_gradients(blocks, graph, passes[stage], stage, shared, more, sums)
-        split = middle if stages.splits_backward else len(blocks)
+        split = middle if stages.splits(stage) else len(blocks)
         blocks.backward.insert(0, range(begin, split))
         blocks.weight.insert(0, range(split, len(blocks)))
     begin, before = len(blocks), NOBODY
@@ -372,9 +377,17 @@ def trains(graph: OperatorGraph, operator: int) -> bool:
 
 
 def orders_of(stages: Stages) -> tuple[list[tuple[int, ...]], Sequence[Sequence[Action]]]:
-    """The ranks of a pipeline, each as the stages that it holds, and what each of them runs."""
+    """The ranks of a pipeline, each as the stages that it holds, and what each of them runs. Whole backward passes of
+    the first stage run where a schedule has the gradients of its weights, as PyTorch runs them."""
     groups = ranks_of(stages.devices)
-    return groups, stages.orders or actions(_kind(stages), groups, stages.microbatches)
+    orders = stages.orders or actions(_kind(stages), groups, stages.microbatches)
+    if stages.splits_backward:
+        orders = [[_as_run(action) for action in row if action[:2] != (0, "I")] for row in orders]
+    return groups, orders
+
+
+def _as_run(action: Action) -> Action:
+    return action._replace(kind="B") if action[:2] == (0, "W") else action
 
 
 def _held(stages: Stages, device: int) -> tuple[int, ...]:
@@ -394,7 +407,7 @@ def make_schedule(blocks: Blocks, stages: Stages, devices: int) -> Schedule:
     kind = _kind(stages)
     final = last_microbatch(kind, stages.microbatches)
     if stages.orders:
-        check_orders(orders, groups, stages.microbatches)
+        check_orders(stages.orders, groups, stages.microbatches)
     if not stages.splits_backward and any(action.kind in "IW" for row in orders for action in row):
         raise FlexsearchError(
             f"the schedule {kind} does not divide backward passes", "Give a schedule that does, or whole ones."

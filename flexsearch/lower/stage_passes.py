@@ -23,8 +23,12 @@ def stage_passes(rows: PlanRows, nbytes: Sequence[int], limit: Sequence[int]) ->
     for stage, config in zip(stages.of(len(rows.state.config)), rows.state.config.tolist(), strict=True):
         entries = slice(int(pools.config_first[config]), int(pools.config_last[config]))
         device = pools.entry_device[entries]
-        for number, ticks in enumerate((pools.entry_forward, pools.entry_inputs, pools.entry_weight)):
-            load[number, stage, device] += ticks[entries]
+        load[0, stage, device] += pools.entry_forward[entries]
+        if stage > 0:
+            load[1, stage, device] += pools.entry_inputs[entries]
+            load[2, stage, device] += pools.entry_weight[entries]
+        else:  # whole where weight gradients are made (``Stages.splits``)
+            load[2, stage, device] += pools.entry_backward[entries]
     held: dict[tuple[int, ...], list[int]] = {}
     for stage, devices in enumerate(stages.devices):
         held.setdefault(tuple(sorted(devices)), []).append(stage)

@@ -143,7 +143,9 @@ def least_costs(
     rows = []
     for device in devices:
         forward, backward = costs.compute_many(operator, extents, device)
-        onward = costs.halves(operator, pieces, int(costs.kinds[device]))[0] if split else backward
+        onward = backward
+        if split:  # the first stage's are whole
+            onward = np.minimum(onward, costs.halves(operator, pieces, int(costs.kinds[device]))[0])
         least = []
         for seconds in (forward, backward, onward, (forward + backward) / share):
             column = np.full(count, np.inf)

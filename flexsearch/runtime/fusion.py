@@ -122,7 +122,8 @@ class Fusion:
         leaves: dict[Leaf, int] = {}
         results: dict[str, int] = {}
         segment.backward = any(self.graph.has_backward[o] for o in segment.operators)
-        segment.trains = any(trains(self.graph, o) for o in segment.operators)
+        splits = self.lowered.stages.splits(self.stage_of[segment.operators[0]])
+        segment.halves = splits and any(trains(self.graph, o) for o in segment.operators)
         segment.late = segment.region < 0 and self.graph.operators[segment.operators[0]].half == "weights"
         for o in segment.operators:
             op, arguments = self.graph.operators[o], self._arguments(o, leaves, results)

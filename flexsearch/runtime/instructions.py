@@ -66,8 +66,8 @@ class Call(NamedTuple):
 class Segment:
     """Operators that run as one, by ``calls``. Results are numbered over all outputs of the operators in order.
     ``exports``: (result, name) of results that are used outside. ``seeds``: exports with a gradient. ``region``:
-    that is computed again, or -1. ``trains``: whether it makes gradients of weights. ``late``: its forward pass does
-    nothing but keep what its backward pass needs, and runs right before that."""
+    that is computed again, or -1. ``halves``: whether it makes gradients of weights, in a second backward pass.
+    ``late``: its forward pass does nothing but keep what its backward pass needs, and runs right before that."""
 
     operators: tuple[int, ...]
     region: int = -1
@@ -76,7 +76,7 @@ class Segment:
     exports: list[tuple[int, str]] = field(default_factory=list)
     seeds: list[tuple[int, str]] = field(default_factory=list)
     backward: bool = False
-    trains: bool = False
+    halves: bool = False
     late: bool = False
 
 

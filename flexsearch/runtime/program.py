@@ -187,7 +187,7 @@ class _Compiler:
                         self._finish(transport)
             seeds.append(None if name == self.graph.loss else self.slot(Key("home gradient", name, m)))
         part: Part = "all"
-        if segment.trains and self.lowered.stages.splits_backward:
+        if segment.halves:
             part = "weights" if kind == TaskKind.WEIGHT_GRADIENT else "inputs"
         weights = tuple(self._regathered(segment, m)) if part != "weights" else ()
         gradients = tuple(self._gradient(leaf, m, part) for leaf in segment.leaves if leaf.gradient is not None)

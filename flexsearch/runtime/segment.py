@@ -155,7 +155,7 @@ class SegmentRunner:
         self.activations = {k for k, leaf in enumerate(segment.leaves) if _is_activation(lowered, leaf.value)}
         self.weights = {k for k, at in enumerate(self.tracked) if _is_weight(lowered, segment.leaves[at].gradient)}
         """Which of these gradients are those of weights."""
-        split = segment.trains and lowered.stages.splits_backward and compiler is None
+        split = segment.halves and compiler is None
         self.layers = layers_of(self.calls, {self.tracked[k] for k in self.weights}) if split else None
         """Where the second half of its backward pass goes on; None: it has no halves, or autograd finds its way."""
         self.released = _released(lowered, segment) if self.layers else ()

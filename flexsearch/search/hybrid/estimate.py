@@ -169,6 +169,7 @@ class Estimates:
             if rank_of[s] != rank_of[s + 1]:
                 start, each = self.between(groups[s], groups[s + 1], tensor)
                 hop[s] = start + each * nbytes[s]
+        weight[0], longer[0] = backward[0], 0.0  # whole, where the gradients of weights are made
         return Parts(
             forward, backward + again, weight, longer, hop, host, launch_s, weights, states, kept * shares, repeated,
             region, tensors,

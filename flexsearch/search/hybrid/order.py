@@ -53,7 +53,7 @@ def _passes(simulator: DeltaSimulator, pipeline: Pipeline) -> Passes:
 
 def _between(simulator: DeltaSimulator, pipeline: Pipeline) -> tuple[int, ...]:
     """By stage, the gradients of the results of operators with trained weights, which a device keeps from the first
-    half of a microbatch's backward pass to the second."""
+    half of a microbatch's backward pass to the second; the first stage's are whole."""
     graph, ends = simulator.graph, (*pipeline.first[1:], len(simulator.graph.operators))
     gradients, configs = [], simulator.configs
     for first, end in zip(pipeline.first, ends, strict=True):
@@ -61,4 +61,4 @@ def _between(simulator: DeltaSimulator, pipeline: Pipeline) -> tuple[int, ...]:
         gradients.append(
             sum(graph.tensor[y].nbytes // configs[i].parts for i in kept for y in graph.operators[i].outputs)
         )
-    return tuple(gradients)
+    return 0, *gradients[1:]
