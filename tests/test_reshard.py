@@ -19,7 +19,7 @@ from flexsearch.cost.ticks import TICK
 from flexsearch.graph import chunk, volume
 from flexsearch.lower import Entry, Exchange, Layout, Lowering, Reshard
 from flexsearch.lower.layout import Layouts
-from flexsearch.lower.planner import FREE, SHARED
+from flexsearch.lower.moves import FREE, SHARED
 from flexsearch.lower.reshard import Phase, Planner, reshard
 from flexsearch.lower.templates import Templates
 from flexsearch.lower.weights import plan_weight

@@ -36,8 +36,9 @@ from flexsearch.lower.keys import (
     number,
     put,
 )
+from flexsearch.lower.moves import FREE, GIVEN, SHARED
 from flexsearch.lower.orbits import place_of
-from flexsearch.lower.planner import FREE, GIVEN, SHARED, plan, store
+from flexsearch.lower.planner import plan, store
 from flexsearch.lower.tables import TemplateTables
 from flexsearch.lower.wiring import FLOWS, GRADIENT, VALUE, need_of
 from flexsearch.lower.workspace import FIRST, FULL, LAST

@@ -32,7 +32,7 @@ from flexsearch.cost.tally import Loads
 from flexsearch.graph import Box, intersect, volume
 from flexsearch.lower import planner
 from flexsearch.lower.layout import Entry, Laid, Layout, Layouts
-from flexsearch.lower.planner import FREE, GIVEN, OWN
+from flexsearch.lower.moves import FREE, GIVEN, OWN
 from flexsearch.lower.traffic import NONE
 from flexsearch.lower.workspace import (
     DRAG,

@@ -24,9 +24,9 @@ from flexsearch.lower.fill import IN_PYTHON, NO_ROOM, fill, plan_all
 from flexsearch.lower.footprints import Landings, Sums
 from flexsearch.lower.keys import DERIVED, HELD, LAYOUT, LIKE, MISSING, OVER, RESHARD, STEP, Keys
 from flexsearch.lower.layout import empty_side
+from flexsearch.lower.moves import FREE
 from flexsearch.lower.orbits import make_block_map
 from flexsearch.lower.pieces import Pieces, kept
-from flexsearch.lower.planner import FREE
 from flexsearch.lower.program import make_wiring
 from flexsearch.lower.split import Degrees, Region
 from flexsearch.lower.tables import Requests, Scratch, Splits, TemplateTables, Used, WeightAtHand

@@ -11,7 +11,8 @@ import numpy as np
 from flexsearch.compiled import I64, U32
 from flexsearch.graph import Flow
 from flexsearch.lower.layout import Laid, Layout, Layouts
-from flexsearch.lower.planner import SHARED, store
+from flexsearch.lower.moves import SHARED
+from flexsearch.lower.planner import store
 from flexsearch.lower.reshard import Planner, Reshard, assemble, local_reshard
 from flexsearch.strategy import OVER_ALL, Sharding, States
 

@@ -70,7 +70,7 @@ class Groups(NamedTuple):
     group: ``members``, ``last``, and whether the group is ``shared``: served together. By entry: ``first`` and ``end``
     of the source entries that it is put together from; whether it is ``done``; its moves, from ``moves_first`` to
     ``moves_end``. By device: the ``member`` of the group at hand, and moves that are ``given`` to it. ``box``: the
-    first entries of the groups; ``order``: all entries, group by group (``planner._number_sets``)."""
+    first entries of the groups; ``order``: all entries, group by group (``sums.number_sets``)."""
 
     following: U32
     members: U32
