@@ -63,7 +63,7 @@ def run(case: Case) -> list[Row]:
 
 def found_row(case: Case) -> Row:
     """What a search picks."""
-    found = case.setting.search(case.machine.effort.budget, options=OPTIONS).strategy
+    found = case.found()
     lowered, name = case.lowered(found), case.setting.name_of(found) or "found"
     bucket = f"searched: {name}, {found.options.bucket_bytes / 2**20:g} MiB"
     return {**case.named, "bucket": bucket, "buckets": buckets(lowered), "predicted_s": makespan(lowered)}
