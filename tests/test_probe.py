@@ -32,7 +32,7 @@ def measured(facts: list[Facts], inside: float = 1e9, **changes: object) -> Meas
     made = Measured(
         "gloo", facts, [Compute({"float32": 6e10}, 1e10, 1e-5) for _ in ranks],
         {p: OVERHEAD + LATENCY for p in same}, {p: inside if near else RATE for p, near in same.items()},
-        {}, OVERHEAD + 2 * (len(facts) - 1) * LATENCY, OVERHEAD + 2 * (len(facts) - 1) * LATENCY, 0.0, {}, 0.0,
+        {}, OVERHEAD + 2 * (len(facts) - 1) * LATENCY, OVERHEAD + 2 * (len(facts) - 1) * LATENCY, 0.0, {},
     )  # fmt: skip
     return replace(made, **changes)  # type: ignore[arg-type]
 
@@ -82,9 +82,10 @@ def test_what_a_form_takes_from_a_processor_is_moving_by_its_cores_and_copying_b
         "exchange": FormTime(1000, 1.0, moving_s=2e-3), "all_reduce": FormTime(900, 1.0, moving_s=4.8e-3),
         "all_gather": FormTime(1000, 1.0, moving_s=8e-3, copying_s=4e-3), "all_to_all": FormTime(1000, 1.0),
     }  # fmt: skip
-    found = fit(measured(two_cores, forms=forms, cpu_s_per_byte=1e-6), "cluster", "made up").communication
+    found = fit(measured(two_cores, forms=forms), "cluster", "made up").communication
     # Bytes that a rank sends and receives: 2,000; 2 * 4/3 * 900; and 4,000, to and from two others.
-    assert found.cpu_by_form == pytest.approx({"exchange": 0.5e-6, "all_reduce": 1e-6, "all_gather": 2e-6})
+    assert found.cpu_s_per_byte == pytest.approx(0.5e-6)
+    assert found.cpu_by_form == pytest.approx({"all_reduce": 1e-6, "all_gather": 2e-6})
     assert found.cpu_s_per_byte_of("all_gather") == pytest.approx(2e-6)
     ratio = found.factors["all_to_all"] / found.factors["exchange"]
     assert found.cpu_s_per_byte_of("all_to_all") == pytest.approx(0.5e-6 * ratio)

@@ -65,7 +65,6 @@ class Measured:
     pause_s: float
     aside_s: float
     forms: Mapping[str, FormTime]
-    cpu_s_per_byte: float
 
 
 def messages(form: str, ranks: int, nbytes: int) -> list[tuple[int, int, int]]:
@@ -87,7 +86,6 @@ def fit(measured: Measured, name: str, source: str) -> Topology:
         message_s=overhead,
         factors=dict.fromkeys(FORMS, 1.0),
         cpu_s=measured.aside_s,
-        cpu_s_per_byte=measured.cpu_s_per_byte / _cores_each(measured.facts),
     )
     sources = (Sources(figures=PROBED, kind="measured", origin="flexsearch probe"),)
     ideal = Topology(
@@ -102,8 +100,10 @@ def fit(measured: Measured, name: str, source: str) -> Topology:
     pause = max(0.0, measured.pause_s - idle_s)
     cores = _cores_each(measured.facts)
     by_form = {form: _cpu_s_per_byte(form, len(devices), found, cores) for form, found in measured.forms.items()}
-    by_form = {form: seconds for form, seconds in by_form.items() if seconds}
-    figures = {"factors": factors, "overhead_s": overhead + pause, "cpu_by_form": by_form}
+    figures = {
+        "factors": factors, "overhead_s": overhead + pause, "cpu_s_per_byte": by_form.pop("exchange", 0.0),
+        "cpu_by_form": {form: seconds for form, seconds in by_form.items() if seconds},
+    }  # fmt: skip
     return ideal.model_copy(update={"communication": communication.model_copy(update=figures)})
 
 

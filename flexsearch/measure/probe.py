@@ -145,8 +145,6 @@ class _Probe:
         self.cpu_s = self.copying_s = 0.0
         """Of the last ``move`` or ``all_reduce``: processor time of all threads while bytes moved, and seconds for
         which this one put together what it sent and what came."""
-        self.cpu: list[float] = []
-        """Processor seconds per byte moved, of this rank's large transfers."""
 
     def run(self, name: str) -> Topology:
         """Measure everything and fit it."""
@@ -166,11 +164,9 @@ class _Probe:
             ring = _undisturbed([self.all_reduce(8) for _ in range(20)])
             pause, aside = self.pause() if self.backend == "gloo" else (0.0, 0.0)
             forms = {form: self.form(form, found, min(bandwidth.values())) for form in FORMS}
-        cpu = [seconds for rank in self.gather(self.cpu) for seconds in rank]
         measured = Measured(
-            self.backend, found, compute, latency, bandwidth, together, ring, pause, aside, forms,
-            median(cpu) if cpu else 0.0,
-        )  # fmt: skip
+            self.backend, found, compute, latency, bandwidth, together, ring, pause, aside, forms
+        )
         boxed = [fit(measured, name, _source(measured)).model_dump_json() if self.rank == 0 else None]
         dist.broadcast_object_list(boxed, 0, group=self.control)
         assert boxed[0] is not None
@@ -212,7 +208,7 @@ class _Probe:
         quarter = {pair: float("inf") for pair in pairs}
         for _ in range(self.effort.repeats):
             for sizes, best in (({p: n // 4 for p, n in large.items()}, quarter), (large, whole)):
-                for pair, seconds in self.swap(sizes, count=sizes is large).items():
+                for pair, seconds in self.swap(sizes).items():
                     best[pair] = min(best[pair], seconds)
         result = {}
         for pair, n in large.items():
@@ -270,12 +266,9 @@ class _Probe:
 
     # ---- moving bytes
 
-    def swap(self, sizes: Mapping[Pair, int], count: bool = False) -> dict[Pair, float]:
-        """Send so many bytes both ways between the ranks of each pair; seconds by pair. ``count`` processor time."""
+    def swap(self, sizes: Mapping[Pair, int]) -> dict[Pair, float]:
+        """Send so many bytes both ways between the ranks of each pair; seconds by pair."""
         mine = self.send([(a, b, n) for (i, j), n in sizes.items() for a, b in ((i, j), (j, i))])
-        moved = sum(2 * n for pair, n in sizes.items() if self.rank in pair)
-        if count and moved and self.backend == "gloo":
-            self.cpu.append(self.cpu_s / moved)
         seconds = self.gather(mine)
         return {(i, j): max(seconds[i], seconds[j]) for i, j in sizes}
 
