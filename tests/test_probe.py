@@ -72,7 +72,7 @@ def test_a_communication_between_computations_starts_later_by_what_was_measured_
     assert plain.overhead_s == pytest.approx(OVERHEAD), "never less than without computing"
     assert paused.overhead_s == pytest.approx(OVERHEAD + 3e-4, abs=1e-6)
     assert paused.factors == plain.factors and paused.message_s == plain.message_s
-    beside = fit(replace(exact, aside_s=2e-4), "cluster", "made up").communication
+    beside = fit(replace(exact, overlapped_s=2e-4), "cluster", "made up").communication
     assert beside == plain.model_copy(update={"cpu_s": 2e-4})
 
 

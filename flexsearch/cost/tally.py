@@ -212,7 +212,7 @@ def drag_seconds(rates: Rates, form: Any, nbytes: Any) -> Any:
 
 
 @lean
-def drags(rates: Rates, form: Any) -> Any:
+def takes_cpu(rates: Rates, form: Any) -> Any:
     """Whether communications take computing time."""
     return rates.cpu_s[0] > 0.0 or rates.cpu_s_per_byte[form] > 0.0
 
@@ -240,7 +240,7 @@ def clear(tally: Tally) -> None:
 def settle(rates: Rates, tally: Tally, loads: Loads, form: Any, factor: Any, unit: Any, start_s: Any) -> Any:
     """Seconds of what the tally says, times ``unit`` bytes (1 where amounts are bytes already). Adds rows to ``loads``
     and clears the tally."""
-    most, links, slowed = 0.0, tally.listed[0], tally.listed[1] if drags(rates, form) else ZERO
+    most, links, slowed = 0.0, tally.listed[0], tally.listed[1] if takes_cpu(rates, form) else ZERO
     room = loads.size[0] + links <= np.uint64(loads.link.shape[0]) and loads.size[1] + slowed <= np.uint64(
         loads.drag.shape[0]
     )

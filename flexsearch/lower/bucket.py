@@ -14,7 +14,7 @@ import numpy.typing as npt
 
 from flexsearch.compiled import F64, ONE, U32, U64, ZERO, lean
 from flexsearch.cost.collectives import price_collective
-from flexsearch.cost.tally import Loads, Tally, drag_seconds, drags, duration, link_seconds
+from flexsearch.cost.tally import Loads, Tally, drag_seconds, duration, link_seconds, takes_cpu
 from flexsearch.lower.arrays import BlockTable, Pools, Program
 from flexsearch.lower.orbits import at_once
 from flexsearch.lower.schedule import ALL, EACH
@@ -262,14 +262,11 @@ def merge_drags(program: Program, pools: Pools, groups: Groups, phase: Any, g: A
     """As ``merge``, which came before: processors from which moving the bytes takes time, and how much (s)."""
     key = np.uint64(groups.key[phase, g])
     form = np.uint64(pools.key_form[key])
-    if not drags(program.rates, form):
+    if not takes_cpu(program.rates, form):
         return ZERO
     if pools.key_group[key] == 1:
         return _list(program, groups, groups.loads.drag, groups.loads.drag_s, groups.loads.size[1])
     touched = _add_up(pools, groups, phase, g, pools.drag_first, pools.drag_last, pools.drag, pools.drag_load)
-    one = np.uint64(groups.exchange[np.uint64(groups.head[phase, g])])
-    if program.rates.cpu_s[0] > 0.0 and pools.orbit[one] > 1 and pools.from_first[one] != pools.send_first[one]:
-        groups.lopsided[0] += ONE  # several of an orbit may meet on a processor, each of which takes its own time
     for j in range(touched):
         r = np.uint64(groups.touched[j])
         groups.load[r] = drag_seconds(program.rates, form, groups.load[r])

@@ -52,7 +52,7 @@ class Measured:
     """All that was measured. By pair of ranks (lower first): ``latency_s`` one way; ``bandwidth`` B/s in each direction
     while nothing else moves. ``together``: B/s into and out of each place of several ranks while all of them talk to
     other places. Of a few bytes among all ranks: ``small_all_reduce_s`` where they do nothing else, ``pause_s`` (of
-    ``PAUSE_BYTES``) where it interrupts what they compute, ``aside_s`` where they go on computing; 0 if not
+    ``PAUSE_BYTES``) where it interrupts what they compute, ``overlapped_s`` where they go on computing; 0 if not
     measured."""
 
     backend: Literal["gloo", "nccl"]
@@ -63,7 +63,7 @@ class Measured:
     together: Mapping[str, float]
     small_all_reduce_s: float
     pause_s: float
-    aside_s: float
+    overlapped_s: float
     forms: Mapping[str, FormTime]
 
 
@@ -85,7 +85,7 @@ def fit(measured: Measured, name: str, source: str) -> Topology:
         overhead_s=overhead,
         message_s=overhead,
         factors=dict.fromkeys(FORMS, 1.0),
-        cpu_s=measured.aside_s,
+        cpu_s=measured.overlapped_s,
     )
     sources = (Sources(figures=PROBED, kind="measured", origin="flexsearch probe"),)
     ideal = Topology(

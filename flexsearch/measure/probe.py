@@ -154,7 +154,7 @@ class _Probe:
         bandwidth: dict[Pair, float] = {}
         together: dict[str, float] = {}
         forms: dict[str, FormTime] = {}
-        ring = pause = aside = 0.0
+        ring = pause = overlapped = 0.0
         if self.size > 1:
             self.all_reduce(8)  # connections are made on first use
             for pairs in schedule([f.place for f in found], self.effort.pairs):
@@ -162,10 +162,10 @@ class _Probe:
                 bandwidth |= self.pair_bandwidth(pairs)
             together = self.all_places(found, bandwidth)
             ring = _undisturbed([self.all_reduce(8) for _ in range(20)])
-            pause, aside = self.pause() if self.backend == "gloo" else (0.0, 0.0)
+            pause, overlapped = self.pause() if self.backend == "gloo" else (0.0, 0.0)
             forms = {form: self.form(form, found, min(bandwidth.values())) for form in FORMS}
         measured = Measured(
-            self.backend, found, compute, latency, bandwidth, together, ring, pause, aside, forms
+            self.backend, found, compute, latency, bandwidth, together, ring, pause, overlapped, forms
         )
         boxed = [fit(measured, name, _source(measured)).model_dump_json() if self.rank == 0 else None]
         dist.broadcast_object_list(boxed, 0, group=self.control)
