@@ -10,12 +10,14 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import get_gradient_edge
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from flexsearch.cost import Costs
 from flexsearch.cost.compute import Costed
 from flexsearch.graph.importer import Imported
 from flexsearch.lower import lower
+from flexsearch.runtime import backward
 from flexsearch.runtime.body import Call, body_of
 from flexsearch.runtime.layers import Layer, layers_of
 from flexsearch.runtime.parallel import distribute
@@ -56,6 +58,23 @@ def test_what_only_the_first_half_needs_can_be_let_go_of() -> None:
     assert torch.autograd.grad([product], [weight], [torch.tensor(2.0)], retain_graph=True)[0] == 8.0
     with pytest.raises(IndexError):
         torch.autograd.grad(total, [x])
+
+
+@pytest.mark.parametrize("engine", [True, False])
+def test_gradients_come_with_and_without_the_engine_that_is_private(
+    engine: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert backward._ENGINE is not None  # or else the next PyTorch has moved it, and each call takes longer
+    if not engine:
+        monkeypatch.setattr(backward, "_ENGINE", None)
+    x, unused = torch.tensor(3.0, requires_grad=True), torch.tensor(1.0, requires_grad=True)
+    y = x * x
+    edges, gradient = [get_gradient_edge(y)], [torch.tensor(2.0)]
+    for keep in (True, False):
+        assert backward.gradients_of(edges, gradient, [x, unused, edges[0]], keep) == (12.0, None, 2.0)
+    assert x.grad is None
+    with pytest.raises(RuntimeError, match="second time"):
+        backward.gradients_of(edges, gradient, [x], False)
 
 
 def test_a_body_tells_where_gradients_of_results_enter() -> None:

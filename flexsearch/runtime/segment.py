@@ -20,6 +20,7 @@ from flexsearch.graph.ops.calls import dtype_of
 from flexsearch.graph.precision import PreciseGraph
 from flexsearch.graph.samples import COUNTS
 from flexsearch.lower import Lowered
+from flexsearch.runtime.backward import gradients_of
 from flexsearch.runtime.body import Body, Call, Kernel, body_of
 from flexsearch.runtime.gradients import HANDED_OVER_BYTES, accumulated, add, empty, entry_of, handed_over
 from flexsearch.runtime.instructions import Backward, Forward, Key, Segment, Slot
@@ -282,9 +283,7 @@ class SegmentRunner:
                 if part == "all" and any(values[slot] is not None for slot in sums):
                     made = accumulated(values, wanted, places, passed.outputs, passed.gradients)
                 else:
-                    made = torch.autograd.grad(
-                        passed.outputs, [*wanted, *edges], passed.gradients, retain_graph=keep, allow_unused=True
-                    )
+                    made = gradients_of(passed.outputs, passed.gradients, [*wanted, *edges], keep)
                 reached = iter(made[len(wanted) :])
                 passed.between = [None if edge is None else next(reached) for edge in passed.layers] if edges else []
                 add(values, places, made[: len(wanted)], (*passed.gradients, *passed.between), entered)
@@ -320,7 +319,7 @@ class SegmentRunner:
                 outputs = [edge for edge, gradient in here if edge is not None and gradient is not None]
                 gradients = [gradient for edge, gradient in here if edge is not None and gradient is not None]
                 if outputs:
-                    made = torch.autograd.grad(outputs, wanted, gradients, allow_unused=True)
+                    made = gradients_of(outputs, gradients, wanted, False)
                     add(values, places, made, (*gradients, *between))
                     del made, gradients  # before the next layer's are made
 
