@@ -32,7 +32,7 @@ follows a step, and there the gathers move while the first operators compute.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
@@ -60,7 +60,7 @@ from flexsearch.lower.rows import (
     Schedule,
 )
 from flexsearch.strategy import Options
-from flexsearch.strategy.schedule import SPLIT_KINDS, ranks_of
+from flexsearch.strategy.schedule import SPLIT_KINDS, has_halves, ranks_of
 from flexsearch.strategy.stage import ScheduleKind
 
 ALL, ONCE, EACH = range(3)
@@ -112,9 +112,8 @@ class Stages:
         return self.kind in SPLIT_KINDS and (len(self) > 1 or self.microbatches > 1)
 
     def splits(self, stage: int) -> bool:
-        """Whether they have one on a stage. Nobody waits for gradients of the first stage's inputs, so its backward
-        passes are whole."""
-        return self.splits_backward and stage > 0
+        """Whether they have one on a stage."""
+        return self.splits_backward and has_halves(stage)
 
     def of(self, operators: int) -> list[int]:
         """Stage of each of so many operators."""
@@ -377,17 +376,21 @@ def trains(graph: OperatorGraph, operator: int) -> bool:
 
 
 def orders_of(stages: Stages) -> tuple[list[tuple[int, ...]], Sequence[Sequence[Action]]]:
-    """The ranks of a pipeline, each as the stages that it holds, and what each of them runs. Whole backward passes of
-    the first stage run where a schedule has the gradients of its weights, as PyTorch runs them."""
+    """The ranks of a pipeline, each as the stages that it holds, and what each of them runs, as PyTorch runs them."""
     groups = ranks_of(stages.devices)
     orders = stages.orders or actions(_kind(stages), groups, stages.microbatches)
     if stages.splits_backward:
-        orders = [[_as_run(action) for action in row if action[:2] != (0, "I")] for row in orders]
+        orders = [list(_as_run(row)) for row in orders]
     return groups, orders
 
 
-def _as_run(action: Action) -> Action:
-    return action._replace(kind="B") if action[:2] == (0, "W") else action
+def _as_run(order: Iterable[Action]) -> Iterator[Action]:
+    """An order of a schedule that splits backward passes, with those whole that have no halves."""
+    for action in order:
+        if has_halves(action.stage) or action.kind in "FB":
+            yield action
+        elif action.kind == "W":
+            yield action._replace(kind="B")
 
 
 def _held(stages: Stages, device: int) -> tuple[int, ...]:

@@ -8,6 +8,7 @@ import numpy as np
 
 from flexsearch.lower.list_schedule import Passes
 from flexsearch.lower.plan import PlanRows
+from flexsearch.strategy.schedule import has_halves
 
 
 def stage_passes(rows: PlanRows, nbytes: Sequence[int], limit: Sequence[int]) -> Passes:
@@ -24,10 +25,10 @@ def stage_passes(rows: PlanRows, nbytes: Sequence[int], limit: Sequence[int]) ->
         entries = slice(int(pools.config_first[config]), int(pools.config_last[config]))
         device = pools.entry_device[entries]
         load[0, stage, device] += pools.entry_forward[entries]
-        if stage > 0:
+        if has_halves(stage):
             load[1, stage, device] += pools.entry_inputs[entries]
             load[2, stage, device] += pools.entry_weight[entries]
-        else:  # whole where weight gradients are made (``Stages.splits``)
+        else:
             load[2, stage, device] += pools.entry_backward[entries]
     held: dict[tuple[int, ...], list[int]] = {}
     for stage, devices in enumerate(stages.devices):

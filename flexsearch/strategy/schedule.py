@@ -17,6 +17,12 @@ V_KINDS: Final[frozenset[ScheduleKind]] = frozenset({"zero-bubble-v", "dualpipe-
 """Schedules for which rank r of p holds the stages r and 2p - 1 - r."""
 
 
+def has_halves(stage: int) -> bool:
+    """Whether such a schedule splits the backward passes of a stage. Nobody waits for gradients of the first stage's
+    inputs, so its passes are whole, and run where a schedule has the gradients of its weights."""
+    return stage > 0
+
+
 def placement(kind: ScheduleKind, ranks: int, each: int = 1) -> list[list[int]]:
     """The stages of each rank, ascending, ``each`` of them, as a schedule needs them. Raises StrategyError unless a
     V-shaped schedule gets two."""

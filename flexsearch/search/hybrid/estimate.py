@@ -24,7 +24,7 @@ from flexsearch.search.hybrid.cuts import Cuts
 from flexsearch.search.hybrid.layout import Layout
 from flexsearch.search.hybrid.work import Works
 from flexsearch.strategy import Options, States
-from flexsearch.strategy.schedule import SPLIT_KINDS, V_KINDS
+from flexsearch.strategy.schedule import SPLIT_KINDS, V_KINDS, has_halves
 from flexsearch.strategy.shares import speeds
 
 Values = npt.NDArray[np.float64]
@@ -169,7 +169,8 @@ class Estimates:
             if rank_of[s] != rank_of[s + 1]:
                 start, each = self.between(groups[s], groups[s + 1], tensor)
                 hop[s] = start + each * nbytes[s]
-        weight[0], longer[0] = backward[0], 0.0  # whole, where the gradients of weights are made
+        whole = np.array([not has_halves(stage) for stage in range(stages)])
+        weight, longer = np.where(whole, backward, weight), np.where(whole, 0.0, longer)
         return Parts(
             forward, backward + again, weight, longer, hop, host, launch_s, weights, states, kept * shares, repeated,
             region, tensors,

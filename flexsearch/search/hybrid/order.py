@@ -11,6 +11,7 @@ from flexsearch.simulate.delta import DeltaSimulator
 from flexsearch.simulate.memory import memory_of, standing_of
 from flexsearch.simulate.units import make_account
 from flexsearch.strategy.pipeline import Pipeline
+from flexsearch.strategy.schedule import has_halves
 
 
 def listed(simulator: DeltaSimulator, pipeline: Pipeline) -> Pipeline | None:
@@ -53,7 +54,7 @@ def _passes(simulator: DeltaSimulator, pipeline: Pipeline) -> Passes:
 
 def _between(simulator: DeltaSimulator, pipeline: Pipeline) -> tuple[int, ...]:
     """By stage, the gradients of the results of operators with trained weights, which a device keeps from the first
-    half of a microbatch's backward pass to the second; the first stage's are whole."""
+    half of a microbatch's backward pass to the second."""
     graph, ends = simulator.graph, (*pipeline.first[1:], len(simulator.graph.operators))
     gradients, configs = [], simulator.configs
     for first, end in zip(pipeline.first, ends, strict=True):
@@ -61,4 +62,4 @@ def _between(simulator: DeltaSimulator, pipeline: Pipeline) -> tuple[int, ...]:
         gradients.append(
             sum(graph.tensor[y].nbytes // configs[i].parts for i in kept for y in graph.operators[i].outputs)
         )
-    return 0, *gradients[1:]
+    return tuple(nbytes if has_halves(stage) else 0 for stage, nbytes in enumerate(gradients))
