@@ -33,15 +33,17 @@ class Call:
 def body_of(
     calls: Sequence[Call], leaves: int, wanted: tuple[int, ...], compiler: str | None, edges: tuple[int, ...] = (),
     weights: tuple[tuple[int, int], ...] = (), released: Collection[tuple[int, int]] = (),
+    lasting: Collection[int] = (),
 ) -> Body:  # fmt: skip
     """Takes the leaves, gives the values at the places ``wanted``. ``compiler``: a backend of ``torch.compile``, for
     all but what draws random numbers; None: the operators as they are. Behind the values it gives where the gradients
     of results at the places ``edges`` enter (None: they have none), and where those of ``weights`` (number of the call,
     place) come out; last, if there are weights, a list of what autograd has saved for the other calls, and of those
     ``weights`` that are ``released``: once it is cleared, only gradients of weights can be had, none of which is made
-    of a released one; and a list of what else it has saved of calls with released weights. Not of what is compiled."""
+    of a released one; and a list of what else it has saved of calls with released weights. Not of what is compiled.
+    ``lasting``: weights that are the same tensors in every step."""
     if compiler is None:
-        return _run(calls, tuple(range(leaves)), wanted, edges, weights, released)
+        return _run(calls, tuple(range(leaves)), wanted, edges, weights, released, lasting)
     assert not edges and not weights
     parts = list(_parts(calls, wanted, compiler))
 
@@ -75,7 +77,7 @@ class _Raised(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, weight: Tensor, rung: Tensor) -> Tensor:
-        return weight.view_as(weight)
+        return weight.detach()  # no view, which autograd would refuse once the weight has been updated
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Any:
@@ -138,6 +140,7 @@ def _aside_of(saved: list[Tensor | None], weights: Sequence[Tensor], others: lis
 def _run(
     calls: Sequence[Call], held: tuple[int, ...], wanted: tuple[int, ...], edges: tuple[int, ...] = (),
     weights: tuple[tuple[int, int], ...] = (), released: Collection[tuple[int, int]] = (),
+    lasting: Collection[int] = (),
 ) -> Body:  # fmt: skip
     """The calls one after the other: takes the values at ``held``, gives those at ``wanted``, and what ``body_of`` says
     of ``edges`` and ``weights``. A value is let go of behind its last use, as in a module's code."""
@@ -153,7 +156,7 @@ def _run(
             call.kernel,
             tuple(None if p is None else place[p] for p in call.places),
             tuple(
-                (len(edges) + e, rungs[k], [at for at, p in enumerate(call.places) if p == w])
+                (len(edges) + e, rungs[k], [at for at, p in enumerate(call.places) if p == w], w in lasting)
                 for e, (reader, w) in enumerate(weights)
                 if reader == k
             ),
@@ -164,6 +167,7 @@ def _run(
         for k, call in enumerate(calls)
     )
     chosen = tuple(place[p] for p in wanted)
+    raised: dict[int, tuple[Tensor, Tensor, GradientEdge]] = {}
 
     def body(*values: Tensor) -> list[Any]:
         local: list[Any] = list(values)
@@ -173,9 +177,14 @@ def _run(
         aside = _aside(saved) if weights else None
         for kernel, operands, trained, loose, marked, over in steps:
             read = [None if k is None else local[k] for k in operands]
-            for e, rung, at in trained:
-                weight = _Raised.apply(read[at[0]], rung)  # type: ignore[no-untyped-call]
-                entered[e] = get_gradient_edge(weight)
+            for e, rung, at, lasts in trained:
+                leaf, known = read[at[0]], raised.get(e)
+                if known is None or known[0] is not leaf:
+                    weight = _Raised.apply(leaf, rung)  # type: ignore[no-untyped-call]
+                    known = leaf, weight, get_gradient_edge(weight)
+                    if lasts:
+                        raised[e] = known
+                _, weight, entered[e] = known
                 for k in at:
                     read[k] = weight
             if loose:

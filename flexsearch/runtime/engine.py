@@ -165,9 +165,16 @@ class Engine:
         values, slot, weight = self._values, instruction.slot, self.weights[instruction.name]
         tensor = self.lowered.graph.tensor[instruction.name]
         dtype, trained = dtype_of(tensor.dtype), tensor.floating
+        leaf = None if weight.dtype != dtype else weight.detach().requires_grad_(trained)
 
         def run() -> None:
-            values[slot] = weight.detach().to(dtype).requires_grad_(trained)
+            nonlocal leaf
+            if leaf is None:
+                values[slot] = weight.detach().to(dtype).requires_grad_(trained)
+                return
+            if leaf.data_ptr() != weight.data_ptr():  # somebody has set the weight's data
+                leaf = weight.detach().requires_grad_(trained)
+            values[slot] = leaf
 
         return run
 

@@ -153,6 +153,8 @@ class SegmentRunner:
         weights = {Key("home", tensor.name) for tensor in lowered.graph.of_kind("parameter")}
         self.stored = {k for k, leaf in enumerate(segment.leaves) if leaf.value in weights}
         """Leaves that are weights as this rank stores them."""
+        self.lasting = frozenset[int]() if isinstance(lowered.graph, PreciseGraph) else frozenset(self.stored)
+        """Of these, those that are no copies in another precision."""
         self.activations = {k for k, leaf in enumerate(segment.leaves) if _is_activation(lowered, leaf.value)}
         self.weights = {k for k, at in enumerate(self.tracked) if _is_weight(lowered, segment.leaves[at].gradient)}
         """Which of these gradients are those of weights."""
@@ -183,7 +185,8 @@ class SegmentRunner:
         edges = tuple(place for layer in layers for place in layer.results)
         weights = tuple(read for layer in layers for read in layer.weights)
         wanted = tuple(first + result for result in results)
-        body = body_of(self.calls, first, wanted, self.compiler, edges, weights, self.released if weights else ())
+        released = self.released if weights else ()
+        body = body_of(self.calls, first, wanted, self.compiler, edges, weights, released, self.lasting)
         ends = len(results), len(results) + len(edges), len(results) + len(edges) + len(weights)
         mode, tracked = torch.enable_grad if saved is not None else torch.no_grad, self.tracked
         exported = {k for k, _ in exports}
