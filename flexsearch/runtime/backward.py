@@ -20,10 +20,10 @@ _ENGINE: Callable[..., Any] | None = getattr(
 
 
 def gradients_of(
-    outputs: Sequence[GradientEdge], gradients: Sequence[Tensor], wanted: Sequence[Tensor | GradientEdge], keep: bool
+    outputs: Sequence[GradientEdge], gradients: Sequence[Tensor], wanted: Sequence[Any], keep: bool
 ) -> Sequence[Tensor | None]:
-    """Gradients of what is ``wanted`` (None: there is none), from those of ``outputs``, which have their shapes and
-    dtypes. ``keep``: the graph, for another call."""
+    """Gradients of what is ``wanted``, tensors and GradientEdges (None: there is none), from those of ``outputs``, of
+    their shapes and dtypes. ``keep``: the graph, for another call."""
     if _ENGINE is None:
         return torch.autograd.grad(outputs, wanted, gradients, retain_graph=keep, allow_unused=True)
     made: Sequence[Tensor | None] = _ENGINE(

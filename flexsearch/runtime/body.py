@@ -6,7 +6,7 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import count, groupby, pairwise
 from types import FunctionType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -82,6 +82,25 @@ class _Raised(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Any:
         return *gradients, None
+
+
+class _Weight(NamedTuple):
+    """A weight: as it comes, raised, and where its gradient comes out."""
+
+    leaf: Tensor
+    raised: Tensor
+    edge: GradientEdge
+
+
+def _raised(known: dict[int, _Weight], number: int, leaf: Any, rung: Tensor, lasts: bool) -> _Weight:
+    """A weight above a rung; if it ``lasts``, as it was raised in an earlier step."""
+    weight = known.get(number)
+    if weight is None or weight.leaf is not leaf:
+        raised = _Raised.apply(leaf, rung)  # type: ignore[no-untyped-call]
+        weight = _Weight(leaf, raised, get_gradient_edge(raised))
+        if lasts:
+            known[number] = weight
+    return weight
 
 
 def _rungs(heights: Sequence[int]) -> list[Tensor]:
@@ -167,7 +186,7 @@ def _run(
         for k, call in enumerate(calls)
     )
     chosen = tuple(place[p] for p in wanted)
-    raised: dict[int, tuple[Tensor, Tensor, GradientEdge]] = {}
+    known: dict[int, _Weight] = {}
 
     def body(*values: Tensor) -> list[Any]:
         local: list[Any] = list(values)
@@ -178,13 +197,7 @@ def _run(
         for kernel, operands, trained, loose, marked, over in steps:
             read = [None if k is None else local[k] for k in operands]
             for e, rung, at, lasts in trained:
-                leaf, known = read[at[0]], raised.get(e)
-                if known is None or known[0] is not leaf:
-                    weight = _Raised.apply(leaf, rung)  # type: ignore[no-untyped-call]
-                    known = leaf, weight, get_gradient_edge(weight)
-                    if lasts:
-                        raised[e] = known
-                _, weight, entered[e] = known
+                _, weight, entered[e] = _raised(known, e, read[at[0]], rung, lasts)
                 for k in at:
                     read[k] = weight
             if loose:
