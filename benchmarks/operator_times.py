@@ -22,7 +22,7 @@ from benchmarks.harness import Row, median, parser, report, say
 from benchmarks.layouts import MODELS
 from flexsearch.allocator import keep_freed_memory
 from flexsearch.clocks import Clock
-from flexsearch.cost.compute import Costed
+from flexsearch.cost.costed import Costed
 from flexsearch.graph import OperatorGraph
 from flexsearch.graph.importer import import_model
 from flexsearch.graph.loading import load_callable

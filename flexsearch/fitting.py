@@ -6,7 +6,7 @@ import time
 from math import ceil
 from typing import Final
 
-from flexsearch.cost.compute import bytes_in_training
+from flexsearch.cost.updates import bytes_in_training
 from flexsearch.errors import FlexsearchError, TopologyError
 from flexsearch.graph.precision import with_precision
 from flexsearch.planning import OnProgress, plan

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from functools import cache
 from typing import Any
 
-from flexsearch.cost.compute import Costed
+from flexsearch.cost.costed import Costed
 from flexsearch.files import to_json
 from flexsearch.graph import OperatorGraph
 from flexsearch.graph.compact import compact, lines

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 
-from flexsearch.cost.compute import state_bytes
+from flexsearch.cost.updates import state_bytes
 from flexsearch.graph import Box, Flow, Tensor, volume
 from flexsearch.graph.ops import kept_weights, released_weights, saved_tensors
 from flexsearch.lower import Layout, Lowered, Reshard, TaskKind, bounding

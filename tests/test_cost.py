@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from flexsearch.cost import Costs, Profile, ProfileDevice
-from flexsearch.cost.compute import Costed
+from flexsearch.cost.costed import Costed
 from flexsearch.cost.profile import Entry, UpdateEntry, Work
 from flexsearch.cost.ticks import TICK
 from flexsearch.errors import FileFormatError, ProfileError

@@ -14,7 +14,7 @@ from torch.autograd.graph import get_gradient_edge
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from flexsearch.cost import Costs
-from flexsearch.cost.compute import Costed
+from flexsearch.cost.costed import Costed
 from flexsearch.graph.importer import Imported
 from flexsearch.lower import lower
 from flexsearch.runtime import backward

@@ -11,7 +11,7 @@ import torch
 
 from flexsearch import zoo
 from flexsearch.cost import Costs, Profile
-from flexsearch.cost.compute import Costed
+from flexsearch.cost.costed import Costed
 from flexsearch.cost.profile import LONG_VECTOR, SHORT_VECTOR, Entry, WorkRate
 from flexsearch.errors import ProfileError
 from flexsearch.graph import Operator, OperatorGraph, chunk, make_piece, whole_piece

@@ -11,9 +11,9 @@ import pytest
 
 from flexsearch.cost import Profile
 from flexsearch.cost.communication import Pricing
-from flexsearch.cost.compute import STATE_COPIES
 from flexsearch.cost.exchanges import streaming_seconds, work_seconds
 from flexsearch.cost.profile import ProfileDevice, WorkRate
+from flexsearch.cost.updates import STATE_COPIES
 from flexsearch.errors import FlexsearchError, RecipeError
 from flexsearch.graph import OperatorGraph
 from flexsearch.lower import Lowered, TaskKind

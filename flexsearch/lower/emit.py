@@ -10,9 +10,9 @@ from typing import Any
 import numpy as np
 
 from flexsearch.compiled import ONE, U32, ZERO, lean
-from flexsearch.cost.compute import update_seconds
 from flexsearch.cost.tally import turn_of
 from flexsearch.cost.ticks import ticks_of
+from flexsearch.cost.updates import update_seconds
 from flexsearch.lower.arrays import NOTHING, BlockTable, Pools, Program, State
 from flexsearch.lower.bucket import collect, collect_gathers, follow, is_sent_by, merge, merge_drags
 from flexsearch.lower.change import is_late

@@ -6,7 +6,7 @@ from collections import Counter
 from typing import Final
 
 from flexsearch.cost import Costs
-from flexsearch.cost.compute import STREAMS
+from flexsearch.cost.updates import STREAMS
 from flexsearch.errors import StrategyError
 from flexsearch.graph import OperatorGraph, whole_piece
 from flexsearch.lower.pieces import TURN_S

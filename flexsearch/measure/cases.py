@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 
-from flexsearch.cost.compute import Costed
+from flexsearch.cost.costed import Costed
 from flexsearch.errors import ProfileError
 from flexsearch.graph.images import images
 from flexsearch.graph.model import Operator, OperatorGraph

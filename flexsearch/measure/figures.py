@@ -14,11 +14,11 @@ from typing import Final, NamedTuple
 
 import numpy as np
 
-from flexsearch.cost.compute import STREAMS
 from flexsearch.cost.efficiency import of_shape, work_of
 from flexsearch.cost.filling import Filling, estimated
 from flexsearch.cost.learned import Residual
 from flexsearch.cost.profile import Entry, Figures, Optimizer, Profile, UpdateEntry
+from flexsearch.cost.updates import STREAMS
 from flexsearch.graph.model import Dtype
 from flexsearch.topology import Device
 from flexsearch.topology.kernels import HALF, Efficiency, Launches

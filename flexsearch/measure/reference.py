@@ -8,7 +8,7 @@ from itertools import product
 from math import prod
 from typing import Any, Final, Literal, NamedTuple
 
-from flexsearch.cost.compute import Costed
+from flexsearch.cost.costed import Costed
 from flexsearch.graph.model import Axis, Dtype, Operator, Tensor
 from flexsearch.graph.notation import Operand, parse
 from flexsearch.measure.cases import Case, whole_case

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from flexsearch.cost.compute import STATE_COPIES
+from flexsearch.cost.updates import STATE_COPIES
 from flexsearch.lower import Lowered
 from flexsearch.lower.recipes import RecipeGroup
 from flexsearch.simulate.spans import BUFFERS, OPTIMIZER

@@ -9,7 +9,7 @@ from typing import Any, Final
 import numpy as np
 import numpy.typing as npt
 
-from flexsearch.cost.compute import state_bytes
+from flexsearch.cost.updates import state_bytes
 from flexsearch.graph import OperatorGraph
 from flexsearch.graph.batch import rows_per_sample
 from flexsearch.graph.ops import kept_weights, released_weights, saved_tensors

@@ -13,7 +13,7 @@ import numpy.typing as npt
 
 from flexsearch.cost import Costs, Profile
 from flexsearch.cost.communication import Pricing
-from flexsearch.cost.compute import bytes_in_training
+from flexsearch.cost.updates import bytes_in_training
 from flexsearch.errors import NotationError, StrategyError
 from flexsearch.graph import OperatorGraph
 from flexsearch.graph.batch import microbatch

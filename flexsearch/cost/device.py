@@ -1,0 +1,134 @@
+"""Time of computing on one kind of device: as measured, or by the device's figures."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from flexsearch.cost.costed import Costed
+from flexsearch.cost.efficiency import task_seconds_of, update_rates
+from flexsearch.cost.filling import Filling, longer_in_halves
+from flexsearch.cost.learned import FULL, TRAFFIC
+from flexsearch.cost.profile import Entry, Profile
+from flexsearch.cost.ticks import FOREVER, TICK, task_seconds, whole
+from flexsearch.cost.updates import STREAMS
+from flexsearch.graph.ops import shipped
+from flexsearch.topology import Device
+from flexsearch.topology.kernels import USUAL, Efficiency
+
+Numbers = npt.NDArray[np.int64]
+Seconds = npt.NDArray[np.float64]
+
+
+class DeviceModel:
+    """Costs on one kind of device."""
+
+    def __init__(self, device: Device, profile: Profile | None) -> None:
+        self.profile = profile if profile is not None and profile.device.fits(device) else None
+        self.device = device
+        if self.profile is not None:
+            self.device = self._measured_device(self.profile)
+        self._compute, self._task_s = 1.0, 0.0
+        self._filling: Filling | None = None
+        self._longer: dict[str, float] = {}
+        if self.profile is not None:
+            if (learned := self.profile.learned) is not None:
+                self._compute, self._task_s = learned.compute, learned.task_s
+            self._filling = Filling(self.profile, self.device)
+            self._longer = longer_in_halves(self.profile)
+
+    def _measured_device(self, profile: Profile) -> Device:
+        """The device with the figures that the profile measured. Without any, its measurements are compared with the
+        usual shares of the peaks, and what they lack is estimated by those."""
+        if profile.figures is not None:
+            return profile.figures.on(self.device)
+        taught = {} if profile.learned is None else profile.learned.efficiency
+        plain = bool(profile.entries)
+        return self.device.model_copy(
+            update={
+                "efficiency": None if plain else _replaced(self.device.efficiency, taught, ""),
+                "efficiency_full": None if plain else _replaced(self.device.efficiency_full, taught, FULL),
+            }
+        )
+
+    def seconds(self, costed: Costed, extents: Mapping[str, int]) -> tuple[float, float]:
+        if self.profile is not None and (entry := self.profile.entries.get(costed.signature(extents))) is not None:
+            seconds = entry.forward_s, entry.backward_s
+        else:
+            seconds = self._estimated(costed, extents, max)
+            if self._filling is not None:
+                like, kind, work = costed.family, costed.op.kind, costed.counts(extents)
+                ratios = (self._filling.ratio(like, kind, *work[back], backward=bool(back)) for back in (0, 1))
+                seconds = tuple(s * ratio for s, ratio in zip(seconds, ratios, strict=True))
+        return in_ticks(*(s * self._compute + self._task_s for s in seconds))
+
+    def halves(
+        self, costed: Costed, extents: Mapping[str, int], inputs: float, backward: float
+    ) -> tuple[float, float]:  # fmt: skip
+        """Seconds of the two halves of a backward task: as measured, or together as much longer than the whole as those
+        of the same kind. ``inputs``: of the first by its share of the whole, ``backward``."""
+        entry = None if self.profile is None else self.profile.entries.get(costed.signature(extents))
+        if entry is not None and entry.halves_s is not None:
+            inputs, weights = (s * self._compute + self._task_s for s in entry.halves_s)
+        else:
+            weights = backward * self._longer.get(costed.op.kind, 1.0) - inputs
+        return min(float(whole(inputs)), backward), float(whole(weights))
+
+    def seconds_many(self, costed: Costed, extents: Mapping[str, Numbers]) -> tuple[Seconds, Seconds]:
+        """Seconds of forward and backward tasks of pieces given as arrays of extents."""
+        kind, count = costed.op.kind, len(next(iter(extents.values()), np.zeros(1)))
+        if not shipped(kind) or any(entry.kind == kind for entry in self._entries):
+            rows = [self.seconds(costed, {a: int(column[k]) for a, column in extents.items()}) for k in range(count)]
+            return np.array([f for f, _ in rows]), np.array([b for _, b in rows])
+        filling = self._filling
+        forward, backward = (
+            np.broadcast_to(
+                task_seconds(
+                    seconds * (1.0 if filling is None else filling.ratio("", kind, 0.0, 0.0, bool(back)))
+                    * self._compute + self._task_s
+                ), (count,)
+            )
+            for back, seconds in enumerate(self._estimated(costed, extents, np.maximum))
+        )  # fmt: skip
+        return forward, backward
+
+    def _estimated(self, costed: Costed, extents: Mapping[str, Any], most: Callable[[Any, Any], Any]) -> Any:
+        """Seconds of the two tasks by the device's figures. ``most``: the larger of two numbers or arrays."""
+        kind, sizes = costed.op.kind, costed.product_sizes(extents)
+        return tuple(
+            task_seconds_of(kind, flops, nbytes, sizes, costed.dtype, self.device, bool(backward), most)
+            for backward, (flops, nbytes) in enumerate(costed.counts(extents))
+        )
+
+    @property
+    def _entries(self) -> Iterable[Entry]:
+        return () if self.profile is None else self.profile.entries.values()
+
+    def update_rates(self, optimizer: str) -> tuple[float, float]:
+        measured = {} if self.profile is None else self.profile.updates
+        for name, entry in measured.items():
+            if name == optimizer:
+                return entry.s_per_byte * self._compute, entry.s_per_tensor * self._compute
+        per_byte, per_tensor = update_rates(self.device, optimizer, STREAMS[optimizer])
+        return per_byte * self._compute, per_tensor * self._compute
+
+
+def in_ticks(forward_s: float, backward_s: float) -> tuple[float, float]:
+    """As ``task_seconds``, of two numbers, which takes less than making arrays of them."""
+    # ``round`` rounds halves to even, as ``np.rint`` does.
+    forward, backward = (max(round(min(s / TICK, FOREVER)), 1) * TICK for s in (forward_s, backward_s))
+    return forward, backward
+
+
+def _replaced(efficiency: Efficiency | None, taught: Mapping[str, float], prefix: str) -> Efficiency | None:
+    """With figures in place of its own: those of ``taught`` whose names begin with ``prefix``."""
+    own = {name.removeprefix(prefix): value for name, value in taught.items() if name.startswith(prefix)}
+    figures = {name: value for name, value in own.items() if name in Efficiency.model_fields}
+    traffic = {name.removeprefix(TRAFFIC): value for name, value in own.items() if name.startswith(TRAFFIC)}
+    if not figures and not traffic:
+        return efficiency
+    before = efficiency or USUAL
+    return before.model_copy(update={**figures, "traffic": dict(before.traffic) | traffic})
