@@ -643,7 +643,7 @@ def test_some_blocks_are_computed_again_where_all_are_not_needed() -> None:
     none, part, every = (search.estimates.estimate(layout, options) for options in (OPTIONS, some, full))
     assert none.seconds < part.seconds < every.seconds and none.used > part.used > every.used
     first = search.estimates.first(layout)
-    tried = {key.options.recompute_blocks for key in search._near(Key(layout, full, first))}
+    tried = {key.options.recompute_blocks for key in search.moves.of(Key(layout, full, first))}
     assert {None, 3, 6, 9} <= tried
     simulated = [search.evaluate(layout, options) for options in (OPTIONS, some, full)]
     seconds = [candidate.seconds for candidate in simulated if candidate is not None]

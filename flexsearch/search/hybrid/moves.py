@@ -1,18 +1,24 @@
-"""Small changes of where a graph is cut and of the devices of its stages."""
+"""Small changes of a plan: of its layout and options, where the graph is cut, the devices of its stages."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
-from typing import Final
+from typing import Final, get_args
 
 from flexsearch.search.hybrid.cuts import Cuts
-from flexsearch.search.hybrid.layout import Layout
+from flexsearch.search.hybrid.estimate import Estimates
+from flexsearch.search.hybrid.layout import Layout, neighbours
+from flexsearch.search.hybrid.ranking import Key
+from flexsearch.strategy import Options, States
+from flexsearch.strategy.records import Recompute
 
 First = tuple[int, ...]
 """First operator of each stage."""
 
 
+QUARTERS: Final = 4
+"""Stages that compute blocks again may do so with every fourth part of them. Taken."""
 REACH: Final = 2
 """A border of a long graph moves by so many places at most. Taken."""
 
@@ -59,3 +65,53 @@ def split_and_joined(cuts: Cuts, layout: Layout, first: First) -> Iterator[tuple
             for place in inside[:: max(1, len(inside) // 8)]:
                 wide = layout.wide((*widths[:a], part, width - part, *widths[a + 1 :]))
                 yield replace(wide, schedule=layout.schedule), (*first[: a + 1], place, *first[a + 1 :])
+
+
+class Moves:
+    """All moves from plans of one graph. ``host_size``: devices of a host."""
+
+    def __init__(self, estimates: Estimates, host_size: int) -> None:
+        self.estimates, self.works, self.cuts, self.host_size = estimates, estimates.works, estimates.cuts, host_size
+
+    def of(self, now: Key) -> Iterator[Key]:
+        """All moves from a plan."""
+        layout, options, first = now
+        for recompute in get_args(Recompute):
+            again = options.model_copy(update={"recompute": recompute, "recompute_blocks": None})
+            yield Key(layout, again, first)
+            if recompute != "none" and recompute in self.works.regions:
+                for blocks in self._blocks(layout, again):
+                    yield Key(layout, again.model_copy(update={"recompute_blocks": blocks}), first)
+        if layout.states:
+            for depth in (2 * options.prefetch or 1, options.prefetch // 2):
+                yield Key(layout, options.model_copy(update={"prefetch": depth}), first)
+        if layout.states == States.WEIGHTS:
+            other_way = {"reshard_after_forward": not options.reshard_after_forward}
+            yield Key(layout, options.model_copy(update=other_way), first)
+        if max(layout.each) > 1:
+            for speed in range(1 + len(self.estimates.speeds)):
+                yield Key(replace(layout, speed=speed), options, first)
+        for other in neighbours(layout, self.works.graph.batch, self.cuts.depth, self.host_size):
+            alike = other.stages == layout.stages and other.rank_of() == layout.rank_of()
+            yield Key(other, options, first if alike else ())
+        for new in moved_borders(self.cuts, first):
+            yield Key(layout, options, new)
+        for moves in (moved_devices, split_and_joined):
+            for wide, new in moves(self.cuts, layout, first):
+                yield Key(wide, options, new)
+
+    def _blocks(self, layout: Layout, options: Options) -> Iterator[int | tuple[int, ...]]:
+        """How many blocks may be computed again: a part of each stage's; or all of the first stages, which keep more
+        microbatches than the later ones."""
+        every, stages = self.estimates.blocks(layout, options), layout.stages
+        yield from sorted({-(-every * part // QUARTERS) for part in range(1, QUARTERS)} - {every})
+        whole = 1 + max(self.works.regions[options.recompute])  # wherever the borders are
+        for count in sorted({stages * part // QUARTERS for part in range(1, QUARTERS)} | {stages - 1}):
+            if count:
+                yield (whole,) * count + (0,) * (stages - count)
+
+    def of_two_borders(self, now: Key) -> Iterator[Key]:
+        """All moves of two borders at once: while two stages are the slowest, no move of one helps."""
+        for one in moved_borders(self.cuts, now.first):
+            for two in moved_borders(self.cuts, one):
+                yield now._replace(first=two)

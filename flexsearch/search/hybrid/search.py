@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Hashable, Iterable, Iterator
 from dataclasses import replace
 from math import exp, inf
-from typing import Final, Literal, get_args
+from typing import Final, Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -21,8 +21,8 @@ from flexsearch.quantities import MAX_PIECES
 from flexsearch.search.budget import cores
 from flexsearch.search.hybrid.ahead import Ahead
 from flexsearch.search.hybrid.estimate import Estimate, Estimates
-from flexsearch.search.hybrid.layout import Layout, neighbours, runs
-from flexsearch.search.hybrid.moves import moved_borders, moved_devices, split_and_joined
+from flexsearch.search.hybrid.layout import Layout, runs
+from flexsearch.search.hybrid.moves import Moves
 from flexsearch.search.hybrid.numbers import Numbers
 from flexsearch.search.hybrid.outcome import FAMILIES, Candidate, HybridProgress, HybridResult
 from flexsearch.search.hybrid.ranking import SORT, Key, Ranking, Ratios, likeness
@@ -30,8 +30,7 @@ from flexsearch.search.hybrid.trials import Answer, Request, Trials
 from flexsearch.search.hybrid.work import Works
 from flexsearch.search.outcome import is_faster
 from flexsearch.simulate.staged import Step
-from flexsearch.strategy import Options, Prediction, Search, States, Strategy
-from flexsearch.strategy.records import Recompute
+from flexsearch.strategy import Options, Prediction, Search, Strategy
 from flexsearch.topology import Topology
 
 CLIMBED: Final = 4
@@ -51,8 +50,6 @@ FEW: Final = 6
 FAR: Final = 1.5
 """A family does not fit for sure if the least estimate of its memory is so many times what there is: estimates are at
 most a third off. Taken."""
-QUARTERS: Final = 4
-"""Stages that compute blocks again may do so with every fourth part of them. Taken."""
 POLISHED: Final = 2
 """Plans whose splits are improved; of a short graph, those of all groups of devices. Taken."""
 AHEAD: Final = 32
@@ -109,6 +106,7 @@ class LayoutSearch:
         self.cuts, whole = self.trials.cuts, self.trials.simulators.graph
         self.works = Works(whole, topology, profile, options)
         self.estimates, self.ratios = Estimates(self.works, self.cuts), Ratios()
+        self.moves = Moves(self.estimates, topology.host_size)
         self.numbers = Numbers(self.estimates, options)
         self.simulated: dict[Key, Candidate | None] = {}
         """None: the plan suits the devices or the samples not."""
@@ -173,7 +171,8 @@ class LayoutSearch:
             self._climb(candidate)
         for candidate in self._different(by_order=True) if self.cuts.short else ():
             near = self.best is not None and candidate.cost <= self.best.cost * self.margin
-            if near and (better := self._better(candidate, self._two_borders(candidate))) is not None:
+            now = Key(candidate.layout, candidate.options, candidate.pipeline.first)
+            if near and (better := self._better(candidate, self.moves.of_two_borders(now))) is not None:
                 self._climb(better)
         if self.native:
             return
@@ -353,7 +352,7 @@ class LayoutSearch:
             if now in self._climbed:
                 return
             self._climbed.add(now)
-            if (better := self._better(candidate, self._near(now))) is not None:
+            if (better := self._better(candidate, self.moves.of(now))) is not None:
                 candidate, improved = better, True
 
     def _better(self, candidate: Candidate, moves: Iterator[Key]) -> Candidate | None:
@@ -365,12 +364,6 @@ class LayoutSearch:
             if new is not None and new.rank < candidate.rank:
                 return new
         return None
-
-    def _two_borders(self, candidate: Candidate) -> Iterator[Key]:
-        """All moves of two borders at once: while two stages are the slowest, no move of one helps."""
-        for one in moved_borders(self.cuts, candidate.pipeline.first):
-            for two in moved_borders(self.cuts, one):
-                yield Key(candidate.layout, candidate.options, two)
 
     def _improve(self, what: Literal["splits", "order"], candidates: Iterable[Candidate]) -> None:
         """Try other splits of operators, or another order of passes."""
@@ -392,43 +385,6 @@ class LayoutSearch:
                 cost = self.ratios.corrected(key, self.estimates.estimate(*key)).cost
                 plans.append((cost, len(plans), key))
         return [key for _, _, key in sorted(plans)]
-
-    def _near(self, now: Key) -> Iterator[Key]:
-        """All moves from a plan."""
-        layout, options, first = now
-        for recompute in get_args(Recompute):
-            again = options.model_copy(update={"recompute": recompute, "recompute_blocks": None})
-            yield Key(layout, again, first)
-            if recompute != "none" and recompute in self.estimates.works.regions:
-                for blocks in self._blocks(layout, again):
-                    yield Key(layout, again.model_copy(update={"recompute_blocks": blocks}), first)
-        if layout.states:
-            for depth in (2 * options.prefetch or 1, options.prefetch // 2):
-                yield Key(layout, options.model_copy(update={"prefetch": depth}), first)
-        if layout.states == States.WEIGHTS:
-            other_way = {"reshard_after_forward": not options.reshard_after_forward}
-            yield Key(layout, options.model_copy(update=other_way), first)
-        if max(layout.each) > 1:
-            for speed in range(1 + len(self.estimates.speeds)):
-                yield Key(replace(layout, speed=speed), options, first)
-        for other in neighbours(layout, self.graph.batch, self.cuts.depth, self.topology.host_size):
-            alike = other.stages == layout.stages and other.rank_of() == layout.rank_of()
-            yield Key(other, options, first if alike else ())
-        for new in moved_borders(self.cuts, first):
-            yield Key(layout, options, new)
-        for moves in (moved_devices, split_and_joined):
-            for wide, new in moves(self.cuts, layout, first):
-                yield Key(wide, options, new)
-
-    def _blocks(self, layout: Layout, options: Options) -> Iterator[int | tuple[int, ...]]:
-        """How many blocks may be computed again: a part of each stage's; or all of the first stages, which keep more
-        microbatches than the later ones."""
-        every, stages = self.estimates.blocks(layout, options), layout.stages
-        yield from sorted({-(-every * part // QUARTERS) for part in range(1, QUARTERS)} - {every})
-        whole = 1 + max(self.estimates.works.regions[options.recompute])  # wherever the borders are
-        for count in sorted({stages * part // QUARTERS for part in range(1, QUARTERS)} | {stages - 1}):
-            if count:
-                yield (whole,) * count + (0,) * (stages - count)
 
     # ---- the answer
 
