@@ -25,7 +25,7 @@ from flexsearch.measure.recipe_work import KINDS, RECIPE, measure_recipe_work
 from flexsearch.measure.reference import Sizes
 from flexsearch.measure.sweeps import Bench
 from flexsearch.measure.updates import OPTIMIZERS, UPDATE, measure_updates
-from flexsearch.sync.kinds import PASSES
+from flexsearch.sync import kinds
 from tests.test_cost import axes, machines, small_net, tensor
 
 
@@ -261,7 +261,7 @@ def test_profile_of_the_profiler_is_a_file(tmp_path: Path) -> None:
 def test_all_kinds_of_work_of_recipes_are_measured_and_kept(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(recipe_work, "ELEMENTS", (1 << 10, 1 << 12))
     rates = measure_recipe_work(Bench("cpu"))
-    assert rates.keys() == PASSES.keys()
+    assert rates.keys() == set(kinds.KINDS)
     assert all(rate.s_per_byte >= 0.0 and rate.n == 2 for rate in rates.values())
     assert all(rates[kind].s_per_byte > 0.0 for kind in ("add", "select", "pack"))
     profile = Profile(device=profiler._device("cpu", 1), torch=torch.__version__, recipe_work=rates)

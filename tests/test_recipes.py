@@ -5,6 +5,7 @@ from __future__ import annotations
 import heapq
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Literal
 
 import pytest
 
@@ -34,10 +35,11 @@ from flexsearch.strategy import Options, Stage, States, Strategy, make_config
 from flexsearch.strategy.records import WeightRecipe
 from flexsearch.sync import Exchange, parse_recipe
 from flexsearch.sync.compression import Sizes
-from flexsearch.sync.kinds import PASSES, Work, work
+from flexsearch.sync.kinds import KINDS, Work, work
 from flexsearch.sync.work import after, before, between
 from flexsearch.topology import Topology
 from flexsearch.topology.changes import edited
+from flexsearch.topology.kernels import recipe_passes
 from tests.conftest import Cli
 from tests.engine_oracle import Simulation as Oracle
 
@@ -243,7 +245,12 @@ def test_measured_rates_price_the_kinds_that_the_profile_has() -> None:
     assert slow == pytest.approx(without + 0.5 + 1e-6 * group.sizes.nbytes) and formula > without
     assert work_seconds(encoded, device, {"of another version": rate(1.0)}) == formula
     assert work_seconds(work(copy=0), device, {"copy": rate(1.0, 1.0)}) == 0.0
-    assert work_seconds(work(add=1e6), device, {}) == streaming_seconds(device, PASSES["add"][1] * 10**6)
+    assert work_seconds(work(add=1e6), device, {}) == streaming_seconds(device, 3 * 10**6)
+
+
+@pytest.mark.parametrize("device", ("cpu", "cuda"))
+def test_every_kind_of_work_has_a_figure_for_every_kind_of_device(device: Literal["cpu", "cuda"]) -> None:
+    assert recipe_passes(device).keys() == set(KINDS)
 
 
 def test_a_plan_takes_as_much_longer_as_its_encoding_was_measured_to() -> None:
@@ -265,7 +272,7 @@ def test_every_kind_of_work_of_a_recipe_has_a_formula(text: str) -> None:
     done = before(recipe, SIZES, exchanges[0]) + after(recipe, SIZES, 4, 64)
     for place in (0.25, 0.5, 0.75):
         done += between(recipe, SIZES, 4, 64, place)
-    assert done.keys() <= PASSES.keys() and all(isinstance(count, int) and count >= 0 for count in done.values())
+    assert done.keys() <= set(KINDS) and all(isinstance(count, int) and count >= 0 for count in done.values())
     assert done["copy"] >= 2 * SIZES.nbytes  # gradients to one vector, and back
 
 

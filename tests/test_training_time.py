@@ -13,7 +13,7 @@ import pytest
 from flexsearch.cost.communication import Pricing
 from flexsearch.cost.exchanges import streaming_seconds, work_seconds
 from flexsearch.cost.ticks import TICK
-from flexsearch.lower.recipe_rows import SERVER_PASSES, push_cost, with_exchanges, with_pushes
+from flexsearch.lower.recipe_rows import push_cost, with_exchanges, with_pushes
 from flexsearch.lower.recipes import RecipeGroup
 from flexsearch.lower.rows import RECIPE, Segments
 from flexsearch.lower.several import computing, repeated
@@ -193,7 +193,7 @@ def test_two_workers_and_a_server_by_hand() -> None:
     nbytes, price = SIZES.n * SIZES.itemsize, Pricing(topology)
     there = price.transfer("exchange", [(0, 2, nbytes)]).duration_s
     back = price.transfer("exchange", [(2, 0, nbytes)]).duration_s
-    update = streaming_seconds(topology.devices[2], SERVER_PASSES * nbytes)
+    update = of.lowered.lowering.costs.update(nbytes, 1, 2, "momentum")
     load = streaming_seconds(topology.devices[0], 2 * nbytes)
     assert there + update + back < 0.05
     # Worker 0 pushes after 100 ms, worker 1 after 150 ms, worker 0 again before 250 ms: nothing is in anyone's way.

@@ -10,7 +10,7 @@ from flexsearch.cli.common import JsonOption, show, stdout
 from flexsearch.report.grid import Column, Grid
 from flexsearch.report.units import digits, nbytes
 from flexsearch.topology import Topology, presets
-from flexsearch.topology.kernels import USUAL
+from flexsearch.topology.kernels import USUAL, recipe_passes
 from flexsearch.topology.sources import FIGURES, Figure
 
 
@@ -88,6 +88,8 @@ def _value(cluster: Topology, figure: Figure) -> Any:
         return {name: {"other": own.other, **own.traffic} for name, own in efficiency.items()}
     if field == "launches":
         return device.launched.model_dump()
+    if field == "recipe_passes":
+        return dict(recipe_passes(device.kind))
     if field == "groups":
         return [group.model_dump(exclude_defaults=True) for group in communication.groups]
     return getattr(device if place == "devices" else communication, field)

@@ -9,8 +9,9 @@ from flexsearch.cost.communication import Pricing, Transfer
 from flexsearch.cost.efficiency import moving_rate, start_seconds
 from flexsearch.cost.profile import WorkRate
 from flexsearch.sync import Exchange
-from flexsearch.sync.kinds import PASSES, Work
+from flexsearch.sync.kinds import Work
 from flexsearch.topology import Device
+from flexsearch.topology.kernels import recipe_passes
 
 
 def price(pricing: Pricing, devices: Sequence[int], exchange: Exchange) -> Transfer:
@@ -52,12 +53,12 @@ def work_seconds(
 ) -> float:  # fmt: skip
     """Seconds of work of a recipe on a device, for a vector of so many bytes: by kind, at the measured rate, or where
     there is none as the passes over memory that it takes."""
-    seconds, column = 0.0, int(device.kind == "cpu")
+    seconds, passes = 0.0, recipe_passes(device.kind)
     for kind, nbytes in sorted(work.items()):
         if (rate := rates.get(kind)) is not None:
             seconds += rate.seconds(nbytes, vector)
         else:
-            seconds += streaming_seconds(device, PASSES[kind][column] * nbytes, dtype)
+            seconds += streaming_seconds(device, passes[kind] * nbytes, dtype)
     return seconds
 
 

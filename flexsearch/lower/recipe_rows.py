@@ -18,12 +18,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Final, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from flexsearch.cost.communication import Pricing, Transfer
-from flexsearch.cost.exchanges import independent, price, streaming_seconds, work_seconds
+from flexsearch.cost.exchanges import independent, price, work_seconds
 from flexsearch.cost.tally import turn_of
 from flexsearch.cost.ticks import TICK
 from flexsearch.graph import volume
@@ -39,8 +39,6 @@ Lowered = Any
 Rows = Any
 """``lowering.Lowered`` and ``view.Rows``, which import this module."""
 _turn_of = getattr(turn_of, "py_func", turn_of)
-SERVER_PASSES: Final = 5
-"""Passes over its part that an asynchronous server's update takes: gradient, momentum and weights."""
 
 
 @dataclass(frozen=True)
@@ -239,11 +237,11 @@ class _Writer:
         return len(draft.missing) - 1
 
     def _update(self, draft: _Draft, push: int, device: int, nbytes: int, works: bool) -> None:
-        """A push with the server's update behind it: it keeps a dedicated server's processor busy, and takes time from
-        the computing of one that ``works``, too."""
-        topology = self.lowered.topology
-        seconds = streaming_seconds(topology.devices[device], SERVER_PASSES * nbytes)
-        busy = int(topology.processor_of[device]), round(seconds / TICK)
+        """A push with the update of the server's part behind it: it keeps a dedicated server's processor busy, and
+        takes time from the computing of one that ``works``, too."""
+        options, costs = self.lowered.options, self.lowered.lowering.costs
+        seconds = costs.update(nbytes, 1, device, options.optimizer, options.precision)
+        busy = int(self.lowered.topology.processor_of[device]), round(seconds / TICK)
         draft.ticks[push] += busy[1]
         (draft.drags if works else draft.links)[push].append(busy)
 

@@ -3,19 +3,13 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
 from typing import Final
 
-PASSES: Final[Mapping[str, tuple[float, float]]] = {
-    "add": (3, 3), "copy": (2, 2), "fill": (1, 1), "select": (3, 17), "sort": (8, 8700), "mark": (10, 38),
-    "scatter": (4, 10), "draw": (4, 21), "choose": (4, 1900), "round": (24, 60), "restore": (12, 20), "pack": (12, 27),
-    "unpack": (11, 20), "sign": (8, 15), "unsign": (8, 15), "convert": (2, 2), "product": (1, 5),
-    "call": (10_000, 60_000),
-}  # fmt: skip
-"""By kind, how long a byte that is counted takes on a GPU and on a core of a CPU, in bytes of memory that are read or
-written meanwhile: the time of kinds that were not measured. On a GPU it is bytes that kernels do read and write, all
-tensors in between included; for a CPU, most of whose kinds of work wait for its arithmetic, it was measured on one core
-(EPYC, PyTorch 2.13). Counted are the bytes of
+KINDS: Final = (
+    "add", "copy", "fill", "select", "sort", "mark", "scatter", "draw", "choose", "round", "restore", "pack", "unpack",
+    "sign", "unsign", "convert", "product", "call",
+)
+"""Counted are the bytes of
 
 - ``add``: a vector to which another is added; ``copy``: that is copied, or multiplied by a number; ``fill``: of zeros
 - ``select``: a vector in which the largest entry is looked for; ``sort``: more entries that are kept, the largest ones
@@ -30,7 +24,7 @@ tensors in between included; for a CPU, most of whose kinds of work wait for its
 - ``call``: not bytes, but calls on tensors so small that it is calls that take time"""
 
 Work = Counter[str]
-"""Bytes by kind of work, one of ``PASSES``."""
+"""Bytes by kind of work, one of ``KINDS``."""
 
 
 def work(**bytes_of: float) -> Work:

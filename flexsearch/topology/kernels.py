@@ -5,12 +5,14 @@ What a topology file leaves out is as the defaults here say, which were guessed:
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from functools import cache
 from typing import Annotated, Final, Literal
 
 from pydantic import Field
 
-from flexsearch.files import FileModel
-from flexsearch.quantities import Count, Elements, Factor, LatencySeconds, Name, Share
+from flexsearch.files import FileModel, load, shipped
+from flexsearch.quantities import Count, Elements, Factor, LatencySeconds, Name, Share, Text
 
 Traffic = Literal["copy", "lookup", "loss", "normalisation", "update", "windows"]
 """Ways of reading and writing memory that may reach another share of its bandwidth than streaming does: copies of parts
@@ -62,6 +64,25 @@ class Launches(FileModel):
     def update(self, optimizer: str) -> int:
         """Passes of an update for each tensor."""
         return {"sgd": self.sgd, "momentum": self.momentum, "adam": self.adam}[optimizer]
+
+
+class RecipeWork(FileModel):
+    """``profiles/recipe-work.json``: by kind of device, what a byte of each kind of work of recipes (``sync.kinds``)
+    takes, in bytes of memory that are read or written in the same time."""
+
+    format: Literal["flexsearch.recipe_work/1"] = "flexsearch.recipe_work/1"
+    source: Text
+    cuda: dict[Name, Factor]
+    cpu: dict[Name, Factor]
+
+
+@cache
+def recipe_passes(kind: Literal["cpu", "cuda"]) -> Mapping[str, float]:
+    """Of a device of this kind, for work that no profile has measured."""
+    path = shipped("profiles", "recipe-work")
+    assert path is not None
+    data = load(RecipeWork, path, "recipe work")
+    return data.cpu if kind == "cpu" else data.cuda
 
 
 USUAL: Final = Efficiency()
