@@ -6,6 +6,11 @@
 Each host is a namespace with one interface. The switch is a bridge in a namespace of its own, so that the machine's
 own firewall and interfaces are neither used nor changed. A token bucket (``tbf``) on both ends of each host's cable
 limits sending and receiving separately, as on a full-duplex Ethernet link. Needs root and iproute2.
+
+A cable that was idle is no faster afterwards. A bucket is: it lets through at once what it holds. So each has a second
+one, as small as can be, of 2 % more than the rate (``peakrate``), and segments are short. At 1 Gbit/s, 64, 128, 256 and
+512 kB take 0.79, 0.90, 0.96 and 1.00 times as long as bytes over rate say; with a bucket of 256 kB alone it was 0.03,
+0.02, 0.06 and 0.55 times.
 """
 
 from __future__ import annotations
@@ -13,6 +18,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -30,6 +36,12 @@ INTERFACE = "eth0"  # of every host, inside its namespace
 _NAMESPACES = Path("/run/netns")  # where iproute2 keeps the names
 _PREFIX = "flexsearch"
 _count = itertools.count()
+_RATE = re.compile(r"([0-9]+(?:\.[0-9]+)?)([kmgt]?bit)")
+_BITS = {"bit": 1.0, "kbit": 1e3, "mbit": 1e6, "gbit": 1e9, "tbit": 1e12}
+SEGMENT = 16384
+"""Bytes that a host hands to its cable at once, at most, of the 64 KiB that Linux would; a bucket must hold them."""
+CATCH_UP_S = 160e-6
+"""What a cable carries in this time, a bucket may send at once: timers are late, more so with busy processors."""
 
 Argv = Sequence[str] | Sequence[Sequence[str]]
 
@@ -204,13 +216,24 @@ class SlowNetwork:
             # netem's queue must hold all that is under way: 10,000 segments are at least 15 MB.
             _command(*add, "root", "handle", "1:", "netem", "delay", delay, "limit", "10000")
             parent = ["parent", "1:1"]
-        # A burst of 256 kB lets whole 64 kB segments through; 50 ms of queue is a switch's, and TCP fills it.
-        _command(*add, *parent, "tbf", "rate", self.rate, "burst", "256kb", "latency", "50ms")
+        _command("ip", "-n", namespace, "link", "set", "dev", interface, "gso_max_size", str(SEGMENT))
+        # 50 ms of queue is a switch's, and TCP fills it. What timers lose, a bucket of 256 kB makes up for.
+        bucket = ("rate", self.rate, "burst", "256kb", "latency", "50ms")
+        _command(*add, *parent, "tbf", *bucket, *_peak(self.rate))
 
     def _make_namespace(self, name: str) -> None:
         self._cleanup.callback(_remove_namespace, name)
         _command("ip", "netns", "add", name)
         _command("ip", "-n", name, "link", "set", "lo", "up")
+
+
+def _peak(rate: str) -> tuple[str, ...]:
+    """The second bucket of a rate; none of other ways in which ``tc`` takes a rate."""
+    match = _RATE.fullmatch(rate)
+    if match is None:
+        return ()
+    most = max(SEGMENT + 4096, int(float(match[1]) * _BITS[match[2]] / 8 * CATCH_UP_S))
+    return "peakrate", f"{1.02 * float(match[1]):g}{match[2]}", "mtu", str(most)
 
 
 def _command(*argv: str) -> None:

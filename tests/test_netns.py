@@ -96,7 +96,37 @@ def test_both_ends_of_every_cable_have_the_rate() -> None:
             for interface in interfaces:
                 command = ["tc", "-n", namespace, "qdisc", "show", "dev", interface]
                 shown = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-                assert "tbf" in shown and "rate 250Mbit" in shown
+                assert "tbf" in shown and "rate 250Mbit" in shown and "peakrate 255Mbit" in shown
+
+
+@needs_network
+def test_an_idle_cable_is_no_faster_afterwards() -> None:
+    program = """
+import os, socket, time
+address, n = (os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])), 128 << 10
+if os.environ["RANK"] == "0":
+    with socket.create_server(address) as server:
+        peer, _ = server.accept()
+        received = 0
+        while received < n:
+            received += len(peer.recv(n))
+        peer.sendall(b"x")
+else:
+    while True:
+        try:
+            peer = socket.create_connection(address)
+            break
+        except ConnectionRefusedError:
+            time.sleep(0.05)
+    time.sleep(0.1)
+    start = time.perf_counter()
+    peer.sendall(bytes(n))
+    peer.recv(1)
+    print(time.perf_counter() - start)
+"""
+    with SlowNetwork(2, rate="100mbit") as network:
+        seconds = float(network.run([sys.executable, "-c", program], timeout=60)[1])
+    assert seconds > 0.7 * (128 << 10) * 8 / 100e6
 
 
 @needs_network
