@@ -64,7 +64,9 @@ def choose(plans: Plans, count: int) -> dict[str, Prediction]:
             chosen[name] = Prediction(strategy, lowered, simulation)
 
     take("found", plans.found)
-    for name in sorted(plans.baselines, key=lambda name: name != "data-parallel")[: count - count // 3 - 1]:
+    again = plans.setting.name_of(plans.found)  # the same plan twice would be a pair without an order
+    others = sorted(plans.baselines.keys() - {again}, key=lambda name: (name != "data-parallel", name))
+    for name in others[: count - count // 3 - 1]:
         take(name, plans.baselines[name])
     rng, space = np.random.default_rng(0), Space(plans.graph, plans.topology)
     starts = list(chosen.values())

@@ -14,7 +14,8 @@ For each model, Kendall's tau and the regret (see :mod:`benchmarks.truth`) of fo
 
 Then, by degrees of tensor and pipeline parallelism, ``scatter``: root mean square of what ``own line`` leaves, of
 layouts with at least three rows. What jumps about such a line within one layout is noise, or something that plans do
-not say.
+not say. Last, by model and layout, ``ms``: measured, of a slot, for each layer of its stage and each sample, by samples
+a microbatch. Rows of one tensor degree and as many samples run the same kernels.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from typing import Final
 
 import numpy as np
 
-from benchmarks.harness import Row, median, options_with_data, report, say
+from benchmarks.harness import Row, median, options_with_data, report_tables, say
 from benchmarks.truth import Case, Scored, pipeline_cases, predict, regret, tau
 
 LEAST: Final = 3
@@ -90,15 +91,30 @@ def scatter_rows(rows: Sequence[Scored]) -> Iterator[Row]:
         }  # fmt: skip
 
 
+def slot_rows(rows: Sequence[Scored]) -> Iterator[Row]:
+    """What was measured, in a form in which rows of the same kernels can be compared."""
+    for row in sorted(rows, key=lambda row: (layout_key(row), -row.case.layout.microbatches)):
+        source, tensor, data, pipeline = layout_key(row)
+        micro = row.case.layout.microbatches
+        samples = row.case.batch // data // micro
+        each = (micro + pipeline - 1) * (row.case.model.layers / pipeline) * samples
+        layout = f"{source}, t{tensor} d{data} p{pipeline}"
+        yield {"part": layout, "samples": samples, "ms": 1e3 * row.case.measured_s / each}
+
+
 def main() -> int:
-    """Print both tables."""
+    """Print the tables."""
     options = options_with_data(__doc__)
     rows = []
     for case in list(pipeline_cases(options.data))[:: 2 if options.quick else 1]:
         if isinstance(case, Case):
             say(case.label)
             rows.append(predict(case))
-    report([*order_rows(rows), *scatter_rows(rows)], "What order could be had", options.json)
+    tables = {
+        "What order could be had": order_rows, "What lines leave": scatter_rows, "Layers of a slot": slot_rows
+    }  # fmt: skip
+    lines = [{"table": title, **line} for title, made in tables.items() for line in made(rows)]
+    report_tables(lines, {title: title for title in tables}, options.json)
     return 0
 
 

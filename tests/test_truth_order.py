@@ -6,7 +6,7 @@ import pytest
 
 from benchmarks.decoders import Model
 from benchmarks.truth import Case, Scored
-from benchmarks.truth_order import order_rows, own_line, scatter_rows
+from benchmarks.truth_order import order_rows, own_line, scatter_rows, slot_rows
 from flexsearch.search.hybrid import Layout
 from flexsearch.strategy import Options
 
@@ -41,3 +41,10 @@ def test_a_factor_by_layout_puts_layouts_in_order_that_are_right_but_for_it() ->
     rows += [_row(4, 2, n, 2.5 + n, 2.5 + n) for n in (1, 2, 4)]
     taus = {line["predictor"]: line["tau"] for line in order_rows(rows)}
     assert taus["own factor"] == 1.0 > taus["predicted"]
+
+
+def test_slots_of_the_same_kernels_are_alike_whatever_the_layout() -> None:
+    rows = [_row(2, p, n, _slots(n, p) * 8 / p * n * 0.003, 1.0) for p in (2, 4) for n in (1, 2, 4)]
+    assert [(line["samples"], line["ms"]) for line in slot_rows(rows)] == [
+        (n, pytest.approx(3.0)) for _ in (2, 4) for n in (1, 2, 4)
+    ]
