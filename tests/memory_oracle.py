@@ -10,23 +10,27 @@ from collections.abc import Iterable, Mapping
 
 from flexsearch.cost.updates import state_bytes
 from flexsearch.graph import Box, Flow, Tensor, volume
-from flexsearch.graph.ops import kept_weights, released_weights, saved_tensors
+from flexsearch.graph.ops import kept_weights, kind_of, released_weights, saved_tensors
 from flexsearch.lower import Layout, Lowered, Reshard, TaskKind, bounding
 from flexsearch.lower.recompute import regions_of
 from flexsearch.lower.rows import SYNCHRONISE
 from flexsearch.simulate.memory import Part
 from flexsearch.strategy import States
 
+_OF_ACTIVATIONS = ("forward", "recompute", "backward")
+
 
 class Span:
     """Bytes on a device, alive from task ``first`` to task ``last``, both included; and until ``block`` begins to send,
-    if that is later (0: it is not)."""
+    if that is later (0: it is not). ``cut``: the task behind which, before the next one, a part is cut out, which is
+    the begin or the end (-1: none). ``joined``: the task right before which it is put together; ``used_up``: the one
+    right before which something is put together from it (-1: none)."""
 
-    __slots__ = ("block", "device", "first", "last", "nbytes", "part")
+    __slots__ = ("block", "cut", "device", "first", "joined", "last", "nbytes", "part", "used_up")
 
     def __init__(self, device: int, nbytes: int, part: Part, first: int) -> None:
         self.device, self.nbytes, self.part, self.first, self.last = device, nbytes, part, first, first
-        self.block = 0
+        self.block, self.cut, self.joined, self.used_up = 0, -1, -1, -1
 
     def until(self, task: int) -> None:
         self.last = max(self.last, task)
@@ -55,6 +59,8 @@ class _Walk:
         self.reading: dict[tuple[int, int], list[int]] = {}
         """(edge, device) -> compute tasks there that read it, in order."""
         self._index()
+        self.given = self._given()
+        """(edge, device) whose gradients are made, as they are used."""
         self.held: dict[tuple[int, int], Span] = {}
         """(edge, device) -> what its readers there read; missing: at hand all the time."""
         self.held_again: dict[tuple[int, int], Span] = {}
@@ -82,6 +88,41 @@ class _Walk:
                     for device in {*what.senders, *what.receivers}:
                         key = communication.purpose, member.key, member.phase, device
                         self.crossing.setdefault(key, []).append(t)
+
+    def _given(self) -> set[tuple[int, int]]:
+        """Gradients that are sent, or used where they are made: those of weights by all edges of a device."""
+        plans = [((e,), edge.backward) for e, edge in enumerate(self.lowered.edges)]
+        plans += [(weight.edges, weight.plan.sync) for weight in self.lowered.weights]
+        found = set()
+        for edges, plan in plans:
+            if plan is not None:
+                first = plan.phases[0]
+                devices = {first.destination[move.destination].device for move in first.local}
+                devices |= {d for exchange in first.exchanges for d in exchange.senders} | plan.aliased
+                found |= {(e, d) for e in edges for d in devices}
+        return found
+
+    def _spared(self, i: int, p: int, device: int) -> bool:
+        """Whether an operator keeps an operand, which nobody else reads, for the gradient of one alone, and a device
+        does not make that."""
+        op, lowered = self.graph.operators[i], self.lowered
+        trained = [q for q, flow in enumerate(self.graph.flows[i]) if flow != Flow.VALUE]
+        made = [q for q in trained if op.inputs[q] in self.graph.producer and self.graph.flows[i][q] == Flow.BOTH]
+        if op.half == "weights" or len(made) != 1 or len(lowered.edges[lowered.edge_of[i, p]].readers) > 1:
+            return False
+        weights = [q for q in range(len(op.inputs)) if (i, q) in self.kept]
+        product = weights == [p] and not kind_of(op).saved_without_weights.inputs
+        only = product or (p == made[0] and trained == made)
+        return only and (lowered.edge_of[i, made[0]], device) not in self.given
+
+    def _makes_nothing(self, i: int, device: int) -> bool:
+        """Whether an operator makes one gradient alone, of an activation, and a device does not make that."""
+        op, flows = self.graph.operators[i], self.graph.flows[i]
+        trained = [q for q, flow in enumerate(flows) if flow != Flow.VALUE]
+        if op.half == "weights" or len(trained) != 1 or op.inputs[trained[0]] not in self.graph.producer:
+            return False
+        both = flows[trained[0]] == Flow.BOTH and self.graph.has_backward[i]
+        return both and (self.lowered.edge_of[i, trained[0]], device) not in self.given
 
     def _new(self, device: int, nbytes: int, part: Part, first: int) -> Span:
         span = Span(device, nbytes, part, first)
@@ -149,6 +190,8 @@ class _Walk:
             if weight:
                 needed = back if (i, p) in self.released or (i, p) not in self.kept else late
                 done = needed if second is not None or (i, p) in self.kept else None
+            if self._spared(i, p, device) and not (weight and second is not None):
+                done = None
             later = [t for t in (again, done) if t is not None]
             if first is not None and (graph.operators[i].half != "weights" or again is not None):
                 first.until(now)
@@ -171,6 +214,8 @@ class _Walk:
                 back = self.task.get((TaskKind.BACKWARD, i, device), now[device])
                 back = self.task.get((TaskKind.WEIGHT_GRADIENT, i, device), back)
                 if (TaskKind.RECOMPUTE, i, device) in self.task and not again:
+                    back = now[device]
+                if self._makes_nothing(i, device):
                     back = now[device]
                 if rule.alias:
                     source = self._source(i, device, again)
@@ -206,6 +251,7 @@ class _Walk:
 
     def _backward(self) -> None:
         graph, lowered = self.graph, self.lowered
+        given = self.given
         gradient: dict[tuple[int, int], Span] = {}  # (edge, device) -> gradient that the readers' pieces add up
         arrived: dict[tuple[int, int], Span] = {}  # (edge, device) -> gradient in the producer's layout
         home: dict[tuple[str, int], Span] = {}  # (tensor, device) -> the first of them, to which others are added
@@ -230,7 +276,7 @@ class _Walk:
                 made = late if tensor.kind == "parameter" else now
                 for piece, device in zip(placement.pieces, placement.devices, strict=True):
                     box = piece.inputs[p]
-                    if box is None:
+                    if box is None or (e, device) not in given:
                         continue
                     if (e, device) in gradient:
                         gradient[e, device].until(made[device])
@@ -272,6 +318,8 @@ class _Walk:
                     born[device] = max(born.get(device, 0), span.last)
                     if device in sync.aliased:
                         span.until(self._update(device))
+                    elif ("synchronise", w, 0, device) not in self.crossing:
+                        span.cut = span.last
             for device, span in self._arrive("synchronise", w, sync, tensor, "gradients", born, hold=False).items():
                 span.until(self._update(device))
 
@@ -281,7 +329,10 @@ class _Walk:
     def _leave(self, purpose: str, key: int, plan: Reshard, spans: Mapping[int, Span]) -> None:
         """What is sent lives until its last communication of the first phase has been issued."""
         for device, span in spans.items():
-            span.until(max(self.crossing.get((purpose, key, 0, device), (span.last,))))
+            sent = self.crossing.get((purpose, key, 0, device), ())
+            span.until(max(sent, default=span.last))
+            if sent and purpose in _OF_ACTIVATIONS and plan.staged[0].get(device):
+                span.used_up = max(span.used_up, *(self._unpacked(purpose, key, device, t) for t in sent))
 
     def _arrive(
         self, purpose: str, key: int, plan: Reshard, tensor: Tensor, part: Part, born: Mapping[int, int],
@@ -295,6 +346,8 @@ class _Walk:
             for device, nbytes in _sizes(plan.phases[0].destination, tensor.itemsize).items():
                 first = min(self.crossing.get((purpose, key, 0, device), (born.get(device, 0),)))
                 middle = self._new(device, nbytes, "buffers", first)
+                if purpose == "synchronise" and (purpose, key, 0, device) not in self.crossing and device in born:
+                    middle.cut, middle.first = first, first + 1
                 middle.until(max(self.crossing.get((purpose, key, 1, device), (first,))))
         for device, nbytes in _sizes(plan.destination, tensor.itemsize).items():
             if device in plan.aliased or (only is not None and device not in only):
@@ -305,13 +358,20 @@ class _Walk:
             # Where nothing arrives and nothing is cut, no reader makes a gradient: it is zero, from the first one on.
             otherwise = born.get(device, min(born.values(), default=0))
             result[device] = self._new(device, nbytes, part, min(tasks, default=otherwise))
+            if purpose == "synchronise" and not tasks and device in born:
+                result[device].cut, result[device].first = otherwise, otherwise + 1
             result[device].until(max(tasks, default=0))
             if hold:
                 (self.held_again if again else self.held)[key, device] = result[device]
-        self._receive(purpose, key, plan, tensor.itemsize)
+        joined = self._receive(purpose, key, plan, tensor.itemsize)
+        for device, task in joined.items():
+            if device in result and task > result[device].first:
+                result[device].joined, result[device].first = task, task
         return result
 
-    def _receive(self, purpose: str, key: int, plan: Reshard, itemsize: int) -> None:
+    def _receive(self, purpose: str, key: int, plan: Reshard, itemsize: int) -> dict[int, int]:
+        """Receive buffers. Returns by device the task before which what they bring is put together."""
+        joined: dict[int, int] = {}
         for x, staged in enumerate(plan.staged):
             for device, elements in staged.items():
                 tasks = self.crossing.get((purpose, key, x, device), ())
@@ -324,7 +384,12 @@ class _Walk:
                         buffer.block = self._next_bucket(begin)
                         buffer.until(tasks[-1])
                     else:
-                        buffer.until(max(self._unpacked(purpose, key, device, t) for t in tasks))
+                        used = max(self._unpacked(purpose, key, device, t) for t in tasks)
+                        if purpose not in _OF_ACTIVATIONS:
+                            buffer.until(used)
+                        elif used > max(tasks):
+                            buffer.used_up = joined[device] = max(joined.get(device, 0), used)
+        return joined
 
     def _next_bucket(self, task: int) -> int:
         """The block before which gradients kept in parts are added that ``task`` sends: that of the next bucket of the

@@ -74,10 +74,22 @@ def expected_spans(lowered: Lowered) -> Counter[Span]:
     moments = moments_of_tasks(lowered)
     begin, end = moments[0], moments[-1]
     return Counter(
-        Span(s.device, *_rounded(moments[s.first], max(moments[s.last], 2 * s.block), begin, end), s.nbytes, s.part)
+        Span(s.device, *_rounded(*_lifetime(s, moments), begin, end), s.nbytes, s.part)
         for s in spans_of_tasks(lowered)
         if s.nbytes
     )
+
+
+def _lifetime(span: TaskSpan, moments: Sequence[int]) -> tuple[int, int]:
+    """Moments. What is cut out of something behind a task is, like that, there when the task's block communicates;
+    what is put together before one, like what it is made of, at the moment before."""
+    first, last = moments[span.first], max(moments[span.last], 2 * span.block)
+    first = moments[span.joined] - 1 if span.joined >= 0 else first
+    last = max(last, moments[span.used_up] - 1) if span.used_up >= 0 else last
+    if span.cut < 0:
+        return first, last
+    behind = moments[span.cut] | 1
+    return (first if span.first <= span.cut else behind), max(last, behind)
 
 
 def _rounded(first: int, last: int, begin: int, end: int) -> tuple[int, int]:

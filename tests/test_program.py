@@ -22,6 +22,7 @@ from flexsearch.runtime.instructions import (
     Empty,
     Forward,
     Free,
+    Keep,
     Post,
     Program,
     Result,
@@ -30,7 +31,7 @@ from flexsearch.runtime.instructions import (
 )
 from flexsearch.runtime.listing import listing
 from flexsearch.runtime.program import compile_program
-from flexsearch.strategy import Options, States, Strategy
+from flexsearch.strategy import Options, States, Strategy, make_config
 from flexsearch.strategy.baselines import baseline
 from flexsearch.topology import Topology
 from tests.exported import layout
@@ -269,3 +270,25 @@ def test_between_stages_pass_activations_their_gradients_and_the_loss_once(sched
         (activation,) = {name for purpose, name in sent if purpose == "backward"}
         assert sent == {("forward", activation): 4, ("backward", activation): 4, ("forward", graph.loss): 1}
         assert sum(isinstance(x, Result) for x in program.instructions) == 1
+
+
+@pytest.mark.parametrize("number", PLANS)
+def test_backward_passes_make_no_gradient_that_nobody_reads(number: int) -> None:
+    for program in drawn(number):
+        written = {slot for x in program.instructions if isinstance(x, Backward) for slot in x.writes}
+        read = {slot for x in program.instructions for slot in x.reads}
+        assert {program.slots[slot] for slot in written - read if program.slots[slot].kind == "edge gradient"} == set()
+
+
+def test_what_stays_of_a_gradient_is_cut_out_before_the_next_backward_pass() -> None:
+    graph, cluster = imported().graph, Topology.load("ethernet-1g:2")
+    configs = {op.name: make_config(op, {}, [0, 1], States.GRADIENTS) for op in graph.operators}
+    plan = Strategy.make(graph, cluster, configs)
+    lowered = lower_for_ranks(graph, plan, cluster, Costs(graph, cluster))
+    for program in (compile_program(lowered, device, fuse=False) for device in range(2)):
+        kept = [k for k, x in enumerate(program.instructions) if isinstance(x, Keep)]
+        assert kept
+        for k in kept:
+            sources = set(program.instructions[k].reads)
+            passes = [j for j in range(k) if isinstance(program.instructions[j], Backward)]
+            assert sources & set(program.instructions[passes[-1]].writes)

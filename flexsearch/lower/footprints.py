@@ -26,9 +26,9 @@ from flexsearch.lower.workspace import (
 )
 from flexsearch.packed import packed
 
-TAKES_PART, TAKES_PART_AGAIN, RECEIVES, ALIASED = (np.uint8(1 << k) for k in range(4))
+TAKES_PART, TAKES_PART_AGAIN, RECEIVES, ALIASED, GIVES = (np.uint8(1 << k) for k in range(5))
 """Bits of ``Landings.role``: the device sends or receives in the first phase; in the second; it receives in any; what
-it gets is exactly what it has, so that nothing is done there."""
+it gets is exactly what it has, so that nothing is done there; something is made of what it has, there or elsewhere."""
 
 
 @packed
@@ -72,9 +72,14 @@ def append_landing(
     result, rows, arriving = workspace.result, workspace.exchanges, workspace.sets.arriving
     _join(rows, result[FIRST], result[MIDDLE], TAKES_PART, sums.role)
     _join(rows, result[MIDDLE], result[LAST], TAKES_PART_AGAIN, sums.role)
+    for x in range(result[FIRST], result[MIDDLE]):
+        for k in range(_begin(rows, SEND, x), np.uint64(rows.end[SEND, x])):
+            sums.role[np.uint64(rows.send[k])] |= GIVES
     if result[PHASES] == ONE:
         _stage(workspace, destination, arriving, result[MOVE_FIRST], result[MOVE_LAST], sums.staged)
+        _give(workspace, destination, result[MOVE_FIRST], result[MOVE_LAST], sums.role)
     else:
+        _give(workspace, workspace.middle, result[MOVE_FIRST], result[MOVE_MIDDLE], sums.role)
         _stage(workspace, workspace.middle, arriving, result[MOVE_FIRST], result[MOVE_MIDDLE], sums.staged)
         _stage(workspace, destination, arriving, result[MOVE_MIDDLE], result[MOVE_LAST], sums.staged_again)
         for k in range(workspace.middle.size[0]):
@@ -99,6 +104,14 @@ def _join(rows: Exchanges, first: Any, last: Any, bit: Any, role: U8) -> None:
             role[np.uint64(rows.send[k])] |= bit
         for k in range(_begin(rows, RECEIVE, x), np.uint64(rows.end[RECEIVE, x])):
             role[np.uint64(rows.receive[k])] |= bit | RECEIVES
+
+
+@lean
+def _give(workspace: Workspace, to: Side, first: Any, last: Any, role: U8) -> None:
+    """Note who uses what it has itself, in moves to the layout ``to``."""
+    for m in range(first, last):
+        if workspace.moves.exchange[m] == NONE:
+            role[np.uint64(to.device[np.uint64(workspace.moves.destination[m])])] |= GIVES
 
 
 @lean

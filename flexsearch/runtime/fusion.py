@@ -6,7 +6,7 @@ in one stage, and in one region that is computed again or in none.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from itertools import pairwise
 
 from flexsearch.graph import Box, Flow
@@ -32,6 +32,8 @@ class Fusion:
         self.parts = {e: part for e in range(len(lowered.edges)) if (part := self._part(e)) is not None}
         """Edges that are parts of what is made here, without communication: (region held, region read). A segment
         takes them itself, so that autograd puts their gradients together."""
+        self.used = set(self._used_gradients())
+        """Edges of which this device makes a gradient that is used: replicas may leave it to each other."""
         self.stage_of = lowered.stages.of(len(graph.operators))
         self.early = counting(graph) if lowered.stages.microbatches > 1 else frozenset()
         """Operators that run for all microbatches before anything else."""
@@ -60,6 +62,21 @@ class Fusion:
     def arrives(self, transport: Transport) -> bool:
         """Whether the transport has a result on this device."""
         return any(e.device == self.device for e in reshard_of(self.lowered, transport).destination)
+
+    def _used_gradients(self) -> Iterable[int]:
+        """Edges of whose gradients something is made that starts from what this device has."""
+        origins = [
+            (edge.backward, [e] * len(edge.backward.source))
+            for e, edge in enumerate(self.lowered.edges) if edge.backward is not None
+        ]  # fmt: skip
+        origins += [
+            (weight.plan.sync, [weight.edges[k] for k in weight.plan.origin])
+            for weight in self.lowered.weights if weight.plan.sync is not None
+        ]  # fmt: skip
+        for plan, edge_of in origins:
+            first = plan.phases[0]
+            moves = [*first.local, *(move for exchange in first.exchanges for move in exchange.moves)]
+            yield from (edge_of[m.source] for m in moves if first.source[m.source].device == self.device)
 
     def _part(self, number: int) -> tuple[Box, Box] | None:
         """The region held and the one read of an edge that is a part of a value of this device, and whose gradient
@@ -195,7 +212,7 @@ class Fusion:
             return None
         e = self.lowered.edge_of[operator, position]
         if self.graph.tensor[name].kind == "parameter" or self.active(Transport("backward", e)):
-            return Key("edge gradient", e)
+            return Key("edge gradient", e) if e in self.used else None
         # else another replica's gradient is used
         return Key("home gradient", name) if name in self.home else None
 

@@ -75,7 +75,12 @@ class _Compiler:
         """Where a task stands in the order in which all ranks issue communications."""
         self.ends: dict[Transport, int] = {}
         """The last task of a transport in that order."""
+        self.missing: Counter[Transport] = Counter()
+        """Backward passes that have yet to add to a gradient of a weight."""
         self._read_tasks()
+        for segment in self.segments:
+            for m in range(lowered.stages.microbatches):
+                self.missing.update(self._synchronisations(segment, m))
 
     def slot(self, key: Key) -> Slot:
         return self.slots.setdefault(key, len(self.slots))
@@ -194,6 +199,22 @@ class _Compiler:
         self.emit(Backward(s, m, part, self.slot(Key("saved", s, m)), tuple(seeds), gradients, weights))
         if part != "weights":
             self._add_up(s, m)
+        if part != "inputs":
+            self._deliver_own(segment, m)
+
+    def _synchronisations(self, segment: Segment, m: int) -> set[Transport]:
+        """Of the weights whose gradients the backward pass of a segment makes."""
+        weights = (self._weight_of_edge(leaf.gradient) for leaf in segment.leaves if leaf.gradient is not None)
+        return {self.instance("synchronise", w, m) for w in weights if w is not None}
+
+    def _deliver_own(self, segment: Segment, m: int) -> None:
+        """Cut the part that this device stores out of gradients that are complete and that it neither sends nor
+        receives, as the whole of them would else live until the update."""
+        for transport in sorted(self._synchronisations(segment, m)):
+            self.missing[transport] -= 1
+            own = not self.missing[transport] and self.fusion.arrives(transport) and not self._moves(transport)
+            if own and self._whole(transport) is None:
+                self._deliver_one(transport)
 
     def _add_up(self, s: int, m: int) -> None:
         """Bring gradients to the layout of the producer where nothing moves for it on this device: the sum over the

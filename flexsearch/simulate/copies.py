@@ -9,7 +9,7 @@ import numpy as np
 
 from flexsearch.compiled import ONE, TWO, U32, ZERO, lean
 from flexsearch.lower.arrays import NOTHING, State
-from flexsearch.lower.footprints import ALIASED, RECEIVES, TAKES_PART, TAKES_PART_AGAIN, Landings
+from flexsearch.lower.footprints import ALIASED, GIVES, RECEIVES, TAKES_PART, TAKES_PART_AGAIN, Landings
 from flexsearch.lower.interned import entries_of
 from flexsearch.simulate.spans import (
     ACTIVATIONS,
@@ -41,7 +41,12 @@ def distribute(
     if gathered and state.kept[slot] != 0:
         template = np.uint64(state.kept[slot])
     sent = now | ONE
-    until = _use(sources, state, slots, k, last, gathered, again, home)
+    spared = until = ZERO
+    for backward in range(2):
+        spared, until = until, _use(sources, state, slots, k, last, gathered, again, home, backward)
+    partner = _only_gradient(sources, state, slots, k, last)
+    if partner != NOTHING:
+        note_given(sources, np.uint64(state.backward[np.uint64(state.leader[np.uint64(partner)])]), spans)
     used = _first_use(sources, state, slots, k, last, again, home, sent)
     for row in range(np.uint64(landings.landing_first[template]), np.uint64(landings.landing_last[template])):
         d, role = np.uint64(landings.device[row]), landings.role[row]
@@ -49,14 +54,14 @@ def distribute(
         if not gathered:
             original = np.uint64(spans.again[place, d] if again else spans.output[place, d])
             if role & TAKES_PART:
-                prolong(spans, original, sent)
+                prolong(spans, original, put_together(sent, used) if landings.staged[row] > 0 else sent)
         copies = not gathered or role & RECEIVES != 0  # a part that is cut from a stored weight is a view
         part = COPIES if gathered else ACTIVATIONS
         holder = land(spans, landings, row, copies, now, sent, sent, used, part)
         if role & ALIASED:
             holder = original
         if holder > ZERO:
-            prolong(spans, holder, until)
+            prolong(spans, holder, spared if partner != NOTHING and spans.reads[d] == 0 else until)
             for j in range(k, last):
                 _hand_on(sources, state, np.uint64(slots[j]), slot, d, holder, again, home, spans)
 
@@ -98,9 +103,10 @@ def is_late(sources: Sources, operator: Any) -> Any:
 
 @lean
 def _use(
-    sources: Sources, state: State, slots: U32, k: Any, last: Any, gathered: Any, again: Any, home: Any
+    sources: Sources, state: State, slots: U32, k: Any, last: Any, gathered: Any, again: Any, home: Any, backward: Any
 ) -> Any:  # fmt: skip
-    """The last moment at which readers that share the edge of ``slots[k]`` need what it brings."""
+    """The last moment at which readers that share the edge of ``slots[k]`` need what it brings; those that are not
+    gathered again count for their ``backward`` passes only if that is not 0."""
     units, wiring, slot = sources.units, sources.wiring, np.uint64(slots[k])
     if k == last:
         return end_of(sources)
@@ -121,12 +127,27 @@ def _use(
                 continue  # what comes later is gathered or computed again
         if repeated and (gathered or again or units.region[reader] != home):
             until = max(until, TWO * np.uint64(units.recompute_block[reader]))
+        if not (backward or (gathered and again)):
+            continue
         if units.backward[reader] == 1 and not gathered and units.saves_inputs[reader] == 1:
             until = max(until, TWO * np.uint64(units.weight_block[reader]))
         if gathered and (again or units.keeps_weight[other] != NOT_KEPT):
             late = units.keeps_weight[other] == IN_BOTH_HALVES
             until = max(until, TWO * np.uint64(units.weight_block[reader] if late else units.backward_block[reader]))
     return until
+
+
+@lean
+def _only_gradient(sources: Sources, state: State, slots: U32, k: Any, last: Any) -> Any:
+    """The slot whose gradient alone the backward passes of the readers of an edge need it for, if there is one reader;
+    else NOTHING."""
+    partner, readers = NOTHING, ZERO
+    for j in range(k, last):
+        other = np.uint64(slots[j])
+        if state.leader[other] == state.leader[np.uint64(slots[k])]:
+            readers += ONE
+            partner = sources.units.only_gradient[other] if readers == ONE else NOTHING
+    return partner
 
 
 @lean
@@ -148,33 +169,54 @@ def _hand_on(
 
 
 @lean
+def put_together(sent: Any, used: Any) -> Any:
+    """The moment before something is ``used`` that is ``sent``."""
+    return used - ONE if used > sent else sent
+
+
+@lean
 def land(
     spans: Spans, landings: Landings, row: Any, copies: Any, born: Any, sent: Any, sent_again: Any, used: Any, part: Any
 ) -> Any:  # fmt: skip
     """What a reshard leaves on a device: if it ``copies``, the copy (its handle is returned; 0: none), the layout in
     between, receive buffers. ``born``: since when the device can cut its copy from what it has; ``sent``,
-    ``sent_again``: moments of the phases; ``used``: when a computation waits for it."""
+    ``sent_again``: moments of the phases; ``used``: when a computation waits for it. Activations and
+    their gradients are put together from buffers right before that."""
     d, role = np.uint64(landings.device[row]), landings.role[row]
     begin = sent if role & TAKES_PART else born
+    joined = put_together(sent, used) if part == ACTIVATIONS else used
     if landings.middle[row] > 0:
         add(spans, d, landings.middle[row], BUFFERS, begin, sent_again if role & TAKES_PART_AGAIN else begin)
     if landings.staged[row] > 0:
-        add(spans, d, landings.staged[row], BUFFERS, sent, used)
+        add(spans, d, landings.staged[row], BUFFERS, sent, joined)
     if landings.staged_again[row] > 0:
-        add(spans, d, landings.staged_again[row], BUFFERS, sent_again, used)
+        add(spans, d, landings.staged_again[row], BUFFERS, sent_again, joined)
     if copies and landings.copy[row] > 0:
         if role & TAKES_PART_AGAIN:
             begin = sent_again
+        if part == ACTIVATIONS and landings.staged[row] + landings.staged_again[row] > 0:
+            begin = joined
         return add(spans, d, landings.copy[row], part, begin, begin)
     return ZERO
 
 
 @lean
+def note_given(sources: Sources, template: Any, spans: Spans) -> None:
+    """Where reshard ``template`` makes anything of what a device has, in ``spans.reads``."""
+    landings = sources.landings
+    for every in range(np.uint64(spans.reads.shape[0])):
+        spans.reads[every] = 0
+    for row in range(np.uint64(landings.landing_first[template]), np.uint64(landings.landing_last[template])):
+        spans.reads[np.uint64(landings.device[row])] = landings.role[row] & (GIVES | ALIASED)
+
+
+@lean
 def differentiate(
-    sources: Sources, state: State, slots: U32, k: Any, last: Any, itemsize: Any, part: Any, spans: Spans
+    sources: Sources, state: State, slots: U32, k: Any, last: Any, template: Any, itemsize: Any, part: Any, spans: Spans
 ) -> Any:
-    """The gradients that the readers of the edge of ``slots[k]`` make, in ``spans.gradient``. Returns the moment at
-    which they are complete: the backward of the first reader, as that runs last."""
+    """The gradients that the readers of the edge of ``slots[k]`` make, in ``spans.gradient``, where reshard
+    ``template`` makes anything of them: replicas leave them to each other. Returns the moment at which they are
+    complete: the backward of the first reader, as that runs last."""
     wiring, layouts, slot = sources.wiring, sources.layouts, np.uint64(slots[k])
     blocks = sources.units.backward_block if part == ACTIVATIONS else sources.units.weight_block
     latest, through = ZERO, ZERO
@@ -190,12 +232,13 @@ def differentiate(
     begin, now = TWO * np.uint64(blocks[latest]), TWO * np.uint64(blocks[np.uint64(wiring.slot_operator[slot])])
     for every in range(np.uint64(spans.gradient.shape[0])):
         spans.gradient[every] = 0
+    note_given(sources, template, spans)
     need = np.uint64(state.need[slot])
     first = np.uint64(layouts.mesh_first[np.uint64(layouts.layout_mesh[need])])
     entry = np.uint64(layouts.grid_first[np.uint64(layouts.layout_grid[need])])
     for row in range(entries_of(layouts, need)):
         d, handle = np.uint64(layouts.device[first + row]), ZERO
-        if d >= np.uint64(spans.reads.shape[0]):
+        if d >= np.uint64(spans.reads.shape[0]) or spans.reads[d] == 0:
             continue
         nbytes = layouts.volume[entry + row] * itemsize
         if through == ONE:

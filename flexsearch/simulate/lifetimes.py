@@ -26,16 +26,20 @@ last moment, both included. These are the spans:
 - The **layout in between** of a reshard of two phases: from the first communication that the device takes part in to
   that of the second phase.
 - A **receive buffer**, for what is only a part of what it is for, or is added to more: from the communication to the
-  first computation that waits for it. Of weights that are gathered together, to the first that reads its own weight,
-  though all are unpacked where the first of them is read.
+  first computation that waits for it. Activations and their gradients are put together at the moment before: there
+  the buffer and what else they are made of end, and the copy begins. Of weights that are gathered together, to the
+  first that reads its own weight, though all are unpacked where the first of them is read.
 - The **gradient of an activation**, as the readers' pieces make it: from the first backward that adds to it (the last
   reader's) to the last one, and until it has been sent; its copies in the producer's layout until the producer's
   backward. What readers in several layouts leave there is added up at once where nothing moves for it on the device:
   there is one sum. An operator whose output is its input's memory, all of it once, hands its gradient on as it is.
+- Where nothing is made of a gradient, as a replica sends its own, it is not made; and what an operator keeps for that
+  gradient alone (``Units.only_gradient``) goes after its forward.
 - The **gradient of a weight**, as the pieces make it: likewise, until it has been sent to be synchronised; and as it is
-  stored: from that communication to the update. Where both are the same memory, until the update. Of weights that are
-  kept in parts, what a communication brings lives until it is added, where a later bucket is sent
-  (``lower.schedule``); with several microbatches to the sum, which is there from the first one on.
+  stored: from that communication to the update. Where a part stays and nothing is sent, the part is cut out behind the
+  backward, or with the synchronisation if gradients are summed over the microbatches. Where both are the same memory,
+  until the update. Of weights that are kept in parts, what a communication brings lives until it is added, where a
+  later bucket is sent (``lower.schedule``); with several microbatches to the sum, which is there from the first one on.
 
 Where a schedule splits backward passes, an operator with trained weights has two: the first makes the gradients of its
 other inputs, the second those of its weights. What it saved and the gradients of its outputs live until the second, a
@@ -64,7 +68,7 @@ from flexsearch.lower.arrays import NOTHING, State
 from flexsearch.lower.change import ALWAYS
 from flexsearch.lower.footprints import ALIASED, RECEIVES, TAKES_PART, TAKES_PART_AGAIN
 from flexsearch.lower.interned import entries_of, rank_of
-from flexsearch.simulate.copies import differentiate, distribute, land
+from flexsearch.simulate.copies import differentiate, distribute, land, note_given, put_together
 from flexsearch.simulate.spans import (
     ACTIVATIONS,
     AT_HAND,
@@ -184,7 +188,9 @@ def _make(sources: Sources, state: State, t: Any, producer: Any, now: Any, again
     back = now
     if units.backward[producer] == 1 and (again or units.recompute_block[producer] == NOTHING):
         back = TWO * np.uint64(sources.units.weight_block[producer])
-    until = back if units.saves_outputs[producer] == 1 else now
+    partner = units.output_gradient[producer]
+    if partner != NOTHING:
+        note_given(sources, np.uint64(state.backward[np.uint64(state.leader[np.uint64(partner)])]), spans)
     itemsize, place = units.itemsize[t], np.uint64(units.place[t])
     first = np.uint64(layouts.mesh_first[np.uint64(layouts.layout_mesh[layout])])
     entry = np.uint64(layouts.grid_first[np.uint64(layouts.layout_grid[layout])])
@@ -192,14 +198,16 @@ def _make(sources: Sources, state: State, t: Any, producer: Any, now: Any, again
         d, elements = np.uint64(layouts.device[first + row]), layouts.volume[entry + row]
         if d >= np.uint64(spans.reads.shape[0]):
             continue
+        saved = back if partner == NOTHING or spans.reads[d] != 0 else now
+        until = saved if units.saves_outputs[producer] == 1 else now
         handle = add(spans, d, elements * itemsize, ACTIVATIONS, now, until)
         if again:
             spans.again[place, d] = handle
         else:
             spans.output[place, d] = handle
         more = besides(units, producer, elements, itemsize)
-        if more > 0 and back > now:
-            add(spans, d, more, ACTIVATIONS, now, back)
+        if more > 0 and saved > now:
+            add(spans, d, more, ACTIVATIONS, now, saved)
 
 
 @lean
@@ -218,7 +226,8 @@ def _backward(sources: Sources, state: State, t: Any, spans: Spans) -> None:
         slot = np.uint64(wiring.tensor_slot[k])
         if np.uint64(state.leader[slot]) == slot and program.flows[slot] != VALUE:
             itemsize = sources.units.itemsize[t]
-            now = differentiate(sources, state, wiring.tensor_slot, k, last, itemsize, ACTIVATIONS, spans)
+            back = np.uint64(state.backward[slot])
+            now = differentiate(sources, state, wiring.tensor_slot, k, last, back, itemsize, ACTIVATIONS, spans)
             _return(sources, state, slot, t, now, spans)
 
 
@@ -236,7 +245,7 @@ def _return(sources: Sources, state: State, slot: Any, t: Any, now: Any, spans: 
         d, role = np.uint64(landings.device[row]), landings.role[row]
         original = np.uint64(spans.gradient[d])
         if role & TAKES_PART:
-            prolong(spans, original, sent)
+            prolong(spans, original, put_together(sent, used) if landings.staged[row] > 0 else sent)
         holder = land(spans, landings, row, True, now, sent, sent, used, ACTIVATIONS)
         if role & ALIASED:
             holder = original
@@ -275,23 +284,28 @@ def _hold_weight(sources: Sources, state: State, w: Any, spans: Spans) -> None:
                 )
                 distribute(sources, state, program.reader, k, last, GATHERED, gather, again, NOTHING, spans)
             if trained and program.flows[slot] != VALUE:
-                differentiate(sources, state, program.reader, k, last, units.weight_itemsize[w], GRADIENTS, spans)
+                itemsize = units.weight_itemsize[w]
+                differentiate(sources, state, program.reader, k, last, template, itemsize, GRADIENTS, spans)
                 sent = units.each_block[w] if sharding >= _GRADIENTS else units.sync_block[w]
-                _send_gradients(sources, template, TWO * np.uint64(sent) + ONE, spans)
+                summed = sent == units.sync_block[w] and sent != units.each_block[w]
+                _send_gradients(sources, template, TWO * np.uint64(sent) + ONE, summed, spans)
     if trained:
         _synchronise(sources, w, template, sharding, spans)
 
 
 @lean
-def _send_gradients(sources: Sources, template: Any, sent: Any, spans: Spans) -> None:
-    """Keep the gradients of an edge until they are ``sent``; those that are stored as they are until the update."""
+def _send_gradients(sources: Sources, template: Any, sent: Any, summed: Any, spans: Spans) -> None:
+    """Keep the gradients of an edge until they are ``sent``; those that are stored as they are until the update; those
+    of which a part is cut out that stays, until they are complete, if they are ``summed`` over microbatches."""
     landings, update = sources.landings, TWO * np.uint64(sources.units.update_block[0])
     for row in range(np.uint64(landings.landing_first[template]), np.uint64(landings.landing_last[template])):
         d, role = np.uint64(landings.device[row]), landings.role[row]
         handle = np.uint64(spans.gradient[d])
         if handle > ZERO:
-            if role & TAKES_PART:
+            if role & TAKES_PART or (summed and role & ALIASED == 0):
                 prolong(spans, handle, sent)
+            elif role & ALIASED == 0:
+                prolong(spans, handle, np.uint64(spans.last[handle - ONE]) | ONE)
             spans.born[d] = max(spans.born[d], spans.last[handle - ONE])
             if role & ALIASED:
                 prolong(spans, handle, update)

@@ -45,7 +45,9 @@ class Units(NamedTuple):
     ``forward_block``, ``backward_block`` (the forward one if there is none), ``weight_block``, where it is done with
     what it saved and with the gradients of its outputs (the backward one if its backward pass is whole),
     ``recompute_block`` and ``region`` (NOTHING: it is not computed again); by slot: until when autograd keeps
-    the weight that it reads (``keeps_weight``); by weight: ``gather_block``, ``once_block``
+    the weight that it reads (``keeps_weight``), and the slot whose gradient alone what it reads is kept for
+    (``only_gradient``; NOTHING: there are others, or none); by operator without weights that has one, the slot whose
+    gradient alone it makes (``output_gradient``); by weight: ``gather_block``, ``once_block``
     (where a weight is gathered for all microbatches), ``regather_block`` (NOTHING: none).
     """
 
@@ -63,6 +65,8 @@ class Units(NamedTuple):
     saves_outputs: U8
     backward: U8
     keeps_weight: U8
+    only_gradient: U32
+    output_gradient: U32
     is_view: U8
     extra: I64
     halves: I64
@@ -101,7 +105,8 @@ class Spans(NamedTuple):
     in its unit and device: ``output``, what holds it where it was made; ``again``, where it was computed again;
     ``arrived``, what holds its gradient in the producer's layout. By device: ``gradient``, what holds the readers'
     gradient of the edge at hand, and ``born``, the moment since when all gradients of a weight are there. ``low``,
-    ``high``: by device and dimension, of what is at hand; ``reads``: by device, whether it reads it.
+    ``high``: by device and dimension, of what is at hand; ``reads``: by device, whether it reads it, or whether its
+    gradient of an edge is used.
     """
 
     device: U32

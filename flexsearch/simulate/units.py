@@ -3,16 +3,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any, Final
 
 import numpy as np
 import numpy.typing as npt
 
 from flexsearch.cost.updates import state_bytes
-from flexsearch.graph import OperatorGraph
+from flexsearch.graph import Flow, OperatorGraph
 from flexsearch.graph.batch import rows_per_sample
-from flexsearch.graph.ops import kept_weights, released_weights, saved_tensors
+from flexsearch.graph.ops import kept_weights, kind_of, released_weights, saved_tensors
 from flexsearch.graph.ops.base import Saved
 from flexsearch.lower.arrays import NOTHING, BlockTable, Program, State
 from flexsearch.lower.change import Wiring
@@ -111,8 +111,9 @@ def make_units(graph: OperatorGraph, wiring: Wiring, table: BlockTable, options:
     for first, last in zip(views.first, views.last, strict=True):
         place[views.all[first:last]] = np.arange(last - first)
     concerned, kept, released = Rows(_concerned(graph, number)), kept_weights(graph), released_weights(graph)
-    pairs = zip(wiring.slot_operator.tolist(), wiring.slot_position.tolist(), strict=True)
-    slots = _slots_at_hand(graph, wiring, at_hand)
+    pairs = list(zip(wiring.slot_operator.tolist(), wiring.slot_position.tolist(), strict=True))
+    slot, alone = {pair: k for k, pair in enumerate(pairs)}, _only_gradients(graph, kept)
+    slots = Rows([slot[user] for user in graph.consumers[name]] for name in at_hand)
     last = len(table.kind) - 1
 
     def keeps(pair: tuple[int, int]) -> np.uint8:
@@ -145,6 +146,8 @@ def make_units(graph: OperatorGraph, wiring: Wiring, table: BlockTable, options:
         concerned_first=concerned.first, concerned_last=concerned.last, concerned=concerned.all,
         saves_inputs=flags(r.inputs for r in rules), saves_outputs=flags(r.outputs for r in rules),
         backward=flags(graph.has_backward), keeps_weight=np.array([keeps(pair) for pair in pairs], np.uint8),
+        only_gradient=np.array([NOTHING if (p := alone.get(pair)) is None else slot[p] for pair in pairs], np.uint32),
+        output_gradient=_of_outputs(graph, slot, alone),
         is_view=flags(r.alias for r in rules), extra=sizes(r.extra for r in rules),
         halves=sizes(r.halves for r in rules), weight_itemsize=sizes(graph.tensor[name].itemsize for name in weights),
         sync_block=once[0], second_block=once[1], added_block=once[2],
@@ -189,19 +192,52 @@ def _members(graph: OperatorGraph, views: Sequence[bool]) -> tuple[list[str], li
 
 def _concerned(graph: OperatorGraph, number: dict[str, int]) -> list[list[int]]:
     """By operator: the units of what it reads and makes, and of the new values of buffers that it reads, as these are
-    kept where readers want them."""
+    kept where readers want them; and of what is kept for the gradients of what it makes."""
     renewed = graph.buffer_updates
+    kept: dict[str, list[str]] = {}
+    for (i, p), (_, q) in _only_gradients(graph, kept_weights(graph)).items():
+        op = graph.operators[i]
+        kept.setdefault(op.inputs[q], []).extend(op.outputs if p == q else (op.inputs[p],))
     return [
-        sorted({number[n] for n in (*op.inputs, *op.outputs, *(renewed[n] for n in op.inputs if n in renewed))})
+        sorted({
+            number[n]
+            for n in (
+                *op.inputs, *op.outputs, *(renewed[n] for n in op.inputs if n in renewed),
+                *(k for n in op.outputs for k in kept.get(n, ())),
+            )
+        })
         for op in graph.operators
-    ]
+    ]  # fmt: skip
 
 
-def _slots_at_hand(graph: OperatorGraph, wiring: Wiring, at_hand: Iterable[str]) -> Rows:
-    """Slots that read each tensor at hand."""
-    pairs = zip(wiring.slot_operator.tolist(), wiring.slot_position.tolist(), strict=True)
-    slot = {pair: k for k, pair in enumerate(pairs)}
-    return Rows([slot[user] for user in graph.consumers[name]] for name in at_hand)
+def _only_gradients(
+    graph: OperatorGraph, kept: Collection[tuple[int, int]]
+) -> dict[tuple[int, int], tuple[int, int]]:  # fmt: skip
+    """(operator, operand) of what is kept for the backward pass for the gradient of one operand alone, an activation,
+    and that one: weights of products with one other factor, and what operators without weights read."""
+    found = {}
+    for i, op in enumerate(graph.operators):
+        trained = [p for p, flow in enumerate(graph.flows[i]) if flow != Flow.VALUE]
+        made = [p for p in trained if op.inputs[p] in graph.producer and graph.flows[i][p] == Flow.BOTH]
+        if not graph.has_backward[i] or op.half == "weights" or len(made) != 1:
+            continue
+        if trained == made:
+            found[i, made[0]] = i, made[0]
+        if not kind_of(op).saved_without_weights.inputs:
+            weights = [p for p in range(len(op.inputs)) if (i, p) in kept]
+            found.update({(i, p): (i, made[0]) for p in weights if len(weights) == 1})
+    return found
+
+
+def _of_outputs(
+    graph: OperatorGraph, slot: Mapping[tuple[int, int], int], alone: Mapping[tuple[int, int], tuple[int, int]]
+) -> Numbers:
+    """``Units.output_gradient``."""
+    found = np.full(len(graph.operators), NOTHING, np.uint32)
+    for pair, only in alone.items():
+        if pair == only:
+            found[pair[0]] = slot[pair]
+    return found
 
 
 def _make_spans(graph: OperatorGraph, units: Units, wiring: Wiring, program: Program, devices: int) -> Spans:
